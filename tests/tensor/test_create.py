@@ -224,6 +224,22 @@ def test_arange(arguments):
     np.testing.assert_allclose(t.numpy(), expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (2**53 + 1, 2**53 + 4),
+        (2**62 + 7, 2**62, -3),
+        (2**63 - 3, 2**63 - 1, 2**62),
+        (-(2**63), 2**63 - 1, 2**62 + 1),
+        (2**63 - 1, -(2**63), -(2**63)),
+        (2**53 + 1, 2**53 + 1),
+        (2**53 + 4, 2**53 + 1),
+    ],
+)
+def test_arange_of_integers_is_exact(arguments: tuple[int, ...]) -> None:
+    assert tc.arange(*arguments).tolist() == list(range(*arguments))
+
+
 def test_arange_that_never_ends():
     with pytest.raises(tc.ArgumentError, match="arange: from 0 to 3 by 0 is not a finite range"):
         tc.arange(0, 3, 0)

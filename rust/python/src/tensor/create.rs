@@ -218,8 +218,8 @@ fn number(operand: &Operand<'_>) -> Result<Number> {
 ///     start: the first value. If `end` is not given, `start` is the end, and the first value is 0.
 ///     end: the end of the range; all values are before it.
 ///     step: the difference between neighbouring values.
-///     dtype: the dtype; default i64 if all arguments are integers, else f32. The values are computed in f64 and then
-///         converted, so that integers beyond 2**53 are rounded.
+///     dtype: the dtype; default i64 if all arguments are integers, else f32. The values are exact if all arguments are
+///         integers in the range of i64 and the dtype is i64; otherwise they are computed in f64 and then converted.
 ///     device: the device.
 ///
 /// Raises:
@@ -252,12 +252,22 @@ pub fn arange(
         );
         return Err(tc::Error::argument("arange", message).into());
     }
-    let count = count.max(0.0) as usize;
     let inferred = if parts.iter().all(|n| n.is_integer()) { DType::I64 } else { DType::F32 };
     let dtype = dtype.map_or(inferred, |dtype| dtype.0);
-    tc::raw::check_allocation("arange", &[count], DType::F64)?;
-    let values: Vec<f64> = (0..count).map(|i| start.value + i as f64 * step.value).collect();
-    let raw = tc::raw::from_vec(values, count).to_dtype(dtype).map_err(tc::Error::from)?;
+    let integers = parts.map(|n| if let Kind::Integer(value) = n.kind { Some(i128::from(value)) } else { None });
+    let raw = if let (DType::I64, [Some(start), Some(end), Some(step)]) = (dtype, integers) {
+        let length = (end - start) * step.signum();
+        let count = if length > 0 { (length - 1) / step.abs() + 1 } else { 0 };
+        let count = usize::try_from(count).unwrap_or(usize::MAX);
+        tc::raw::check_allocation("arange", &[count], dtype)?;
+        let values: Vec<i64> = (0..count).map(|i| (start + i as i128 * step) as i64).collect();
+        tc::raw::from_vec(values, count)
+    } else {
+        let count = count.max(0.0) as usize;
+        tc::raw::check_allocation("arange", &[count], DType::F64)?;
+        let values: Vec<f64> = (0..count).map(|i| start.value + i as f64 * step.value).collect();
+        tc::raw::from_vec(values, count).to_dtype(dtype).map_err(tc::Error::from)?
+    };
     Ok(Tensor(tc::Tensor::from(raw).to_device(&device::parse(device)?)?))
 }
 
