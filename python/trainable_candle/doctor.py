@@ -175,7 +175,9 @@ def _gpu() -> Finding:
 
 def _cuda(has_gpu: bool, reason: str | None) -> Finding:
     if reason is None:
-        return Finding(GOOD, "cuda", f"{tc.cuda.device_count()} devices can be used")
+        count = tc.cuda.device_count()
+        devices = "1 device" if count == 1 else f"{count} devices"
+        return Finding(GOOD, "cuda", f"{devices} can be used")
     if not has_gpu:
         return Finding(NOTE, "cuda", f"not used: {reason}")
     cure = 'pip install "trainable-candle[cuda13]"; `nvidia-smi` shows whether the driver works'

@@ -74,6 +74,13 @@ def test_a_build_without_cuda_beside_a_gpu_is_a_fault(monkeypatch: pytest.Monkey
     assert "+cu13" in finding.cure
 
 
+@pytest.mark.parametrize(("count", "text"), [(1, "1 device can"), (2, "2 devices can")])
+def test_usable_devices_are_counted(monkeypatch: pytest.MonkeyPatch, count: int, text: str) -> None:
+    monkeypatch.setattr(tc.cuda, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(tc.cuda, "device_count", lambda: count)
+    assert found("cuda") == Finding(GOOD, "cuda", f"{text} be used")
+
+
 def test_without_a_gpu_nothing_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
