@@ -5,7 +5,9 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -110,3 +112,16 @@ def test_two_processes_agree() -> None:
     said = re.findall(r"process (\d): loss (\S+), checksum of the weights (\w+)", done.stdout)
     assert {rank for rank, *_ in said} == {"0", "1"}
     assert len({tuple(rest) for _, *rest in said}) == 1
+
+
+@pytest.mark.parametrize(("statuses", "expected"), [((0, 0), 0), ((-9, 0), 1), ((0, 3), 1)])
+def test_the_launch_of_two_processes_fails_if_one_fails(
+    monkeypatch: pytest.MonkeyPatch, statuses: tuple[int, ...], expected: int
+) -> None:
+    ended = iter(statuses)
+
+    def popen(*_: Any, **__: Any) -> Any:
+        return SimpleNamespace(wait=partial(int, next(ended)))
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    assert script("09").launch(2) == expected
