@@ -6,7 +6,6 @@ converter (`convert_hf_to_gguf.py` at 0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c).
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -16,7 +15,7 @@ from trainable_candle.errors import ConfigError, WeightsFormatError
 from trainable_candle.export import gguf
 from trainable_candle.export.gguf_file import KINDS, Entry, Fact, write
 from trainable_candle.export.gguf_vocabulary import vocabulary
-from trainable_candle.export.merged import CONFIG, Merged, add_factors, shards
+from trainable_candle.export.merged import CONFIG, add_factors, shards
 from trainable_candle.files import parse_json
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ _NORMS: Final = {
 }
 
 
-def write_model(weights: Path, adapter: TextAdapter, path: Path, kind: str) -> Merged:
+def write_model(weights: Path, adapter: TextAdapter, path: Path, kind: str) -> None:
     """Write a model with an adapter added to its weights.
 
     The adapter is added in f32. Matrices are rounded once, to `kind`, or to f16 if their rows are
@@ -65,7 +64,7 @@ def write_model(weights: Path, adapter: TextAdapter, path: Path, kind: str) -> M
     config = parse_json((weights / CONFIG).read_text(encoding="utf-8"))
     facts = model_facts(config) | vocabulary(weights, int(config["vocab_size"]))
     facts |= {"general.file_type": FILE_TYPES[kind], "general.quantization_version": 2}
-    left, merged = dict(adapter.layers), Merged(files=1)
+    left = dict(adapter.layers)
     entries = _factors(config)
     for name in names:
         for key, tensor in tc.load_file(weights / name).items():
@@ -88,15 +87,12 @@ def write_model(weights: Path, adapter: TextAdapter, path: Path, kind: str) -> M
 
             shape = tuple(tensor.shape)
             entries.append(Entry(theirs, shape, _kind_of(shape, kind), values))
-            if factors is not None:
-                merged.weights += math.prod(shape)
     if left:
         raise WeightsFormatError(f"weights: {weights} has no weight of {next(iter(left))}")
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("wb") as file:
         write(file, facts, entries)
     partial.replace(path)
-    return merged
 
 
 def _kind_of(shape: Sequence[int], kind: str) -> str:
