@@ -20,8 +20,8 @@ use crate::tensor::Tensor;
 /// `with ema:` the adapter computes with the averages, and saving the adapter writes the averages.
 ///
 /// ```python
-/// digits = tc.models.DigitsTransformer()
-/// adapter = digits.add_adapter(tc.LoraConfig(r=2, target_modules="all-linear"))
+/// unet = tc.models.load("sdxl")
+/// adapter = unet.add_adapter(tc.LoraConfig(r=4, target_modules="all-attention"))
 /// ema = tc.optim.EMA(adapter, decay=0.99)
 /// ema.update()  # after each step of the optimizer
 /// with ema:
