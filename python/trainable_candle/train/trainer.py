@@ -41,8 +41,7 @@ Inputs: TypeAlias = Mapping[str, "Tensor"]
 """The inputs of a loss by name, on the device of the parameters."""
 
 MAX_SKIPPED: Final = 50
-"""A run fails after this many skipped steps in a row. Each halves the scale of the loss, which
-begins at 65536 and is then below 1e-10."""
+"""A run fails after so many skipped steps in a row, which halve a loss scale of 65536 to 6e-11."""
 _SHARE: Final = "share"
 """The name of the input with a batch's weight in the loss of its step."""
 

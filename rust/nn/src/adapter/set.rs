@@ -114,8 +114,7 @@ impl AdapterSet {
     /// change, except by the rounding that `config.qat` requests.
     ///
     /// # Errors
-    /// [`Error::Config`] if the configuration is invalid or matches no layer, or if a layer already has an adapter or cannot
-    /// have one of this kind; [`Error::OutOfMemory`] if the parameters do not fit.
+    /// [`Error::Config`] if the configuration is invalid, matches no layer, or does not suit a layer; [`Error::OutOfMemory`].
     pub fn attach(config: LoraConfig, layers: &[(String, Layer<'_>)]) -> Result<Self> {
         config.validate()?;
         let kind = config.kind()?;

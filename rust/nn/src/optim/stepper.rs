@@ -69,8 +69,7 @@ pub trait Optimizer: Send {
     /// Sets the learning rate of one group.
     ///
     /// # Errors
-    /// [`Error::Argument`] if `lr` is negative or not finite, or there is no such group; [`Error::Device`] within a captured
-    /// function.
+    /// [`Error::Argument`] if `lr` is negative or not finite, or no such group; [`Error::Device`] within a captured function.
     fn set_group_lr(&mut self, group: usize, lr: f64) -> Result<()>;
 
     /// Sets the learning rate of every group.
