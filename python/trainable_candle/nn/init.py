@@ -1,7 +1,7 @@
-"""Initial values of variables, like `torch.nn.init`; each function sets a variable and returns it.
+"""Initial values of variables, like `torch.nn.init`.
 
-Functions that draw random values take a `generator`; the default is the library's own (see
-`manual_seed`).
+A function whose name ends with `_` sets a variable and returns it. Functions that draw random
+values take a `generator`; the default is the library's own (see `manual_seed`).
 """
 
 from __future__ import annotations
@@ -235,7 +235,8 @@ def orthogonal_(tensor: Var, gain: float = 1.0, generator: Generator | None = No
         ShapeError: If there are fewer than two dimensions.
     """
     if tensor.ndim < 2:
-        raise ShapeError(f"orthogonal_: the shape is {tensor.shape}, expected two dimensions")
+        found = f"the shape is {tensor.shape}, expected two dimensions or more"
+        raise ShapeError(f"orthogonal_: {found}")
     rows = tensor.shape[0]
     columns = math.prod(tensor.shape[1:])
     with drawing("orthogonal_", generator):
@@ -248,7 +249,7 @@ def orthogonal_(tensor: Var, gain: float = 1.0, generator: Generator | None = No
 
 @explained
 def calculate_gain(nonlinearity: str, param: float | None = None) -> float:
-    """Return the gain with which a layer followed by a function keeps the variance of its input.
+    """Return the gain with which a layer and the activation after it keep their input's variance.
 
         assert tc.nn.init.calculate_gain("linear") == 1
 

@@ -37,8 +37,8 @@ fn transformer(config: &UNetConfig, level: usize, weights: &mut Weights<'_>) -> 
 /// Runs residual block `index` on the feature maps `parts`, which are joined along the channels.
 fn run(blocks: &Blocks<ResnetBlock>, index: usize, parts: &[&Tensor], conditions: &Conditions<'_>) -> Result<Tensor> {
     let inputs: Vec<&Tensor> = std::iter::once(&conditions.time).chain(parts.iter().copied()).collect();
-    // The tape keeps the parts as results of other blocks. Joining them inside the checkpoint avoids keeping the joined
-    // copy.
+    // The tape keeps the parts anyway, as results of other blocks. `run_one` joins them inside the block's checkpoint, if it has
+    // one, so that the tape does not keep the joined copy, too.
     blocks.run_one(index, &inputs, |block, inputs| {
         let x = match &inputs[1..] {
             [x] => x.clone(),
@@ -73,8 +73,8 @@ impl DownBlock {
         Ok(Self { resnets: resnets.into_iter().collect(), attentions, downsample })
     }
 
-    /// `x (B, H, W, C)` → the next level's feature map. The result of each residual block (or of the transformer after
-    /// it) and the result of the downsampling are appended to `skips`.
+    /// `x (B, H, W, C)` → the next level's feature map, or this level's if it is the last. The result of each residual block
+    /// (or of the transformer after it) and the result of the downsampling are appended to `skips`.
     pub(super) fn forward(
         &self,
         mut x: Tensor,
@@ -196,8 +196,8 @@ impl UpBlock {
         Ok(Self { resnets: resnets.into_iter().collect(), attentions, upsample })
     }
 
-    /// `x (B, H, W, C)` → the feature map of the previous level, with the height and width of the last skip that
-    /// remains in `skips`.
+    /// `x (B, H, W, C)` → the feature map of the previous level (of this level if it is the first), with the height and width
+    /// of the last skip that remains in `skips`.
     pub(super) fn forward(
         &self,
         mut x: Tensor,

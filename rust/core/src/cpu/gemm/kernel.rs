@@ -315,7 +315,7 @@ impl<T: Real> Tile<'_, T> {
                 }
             }
         } else {
-            // Incomplete tiles, and tiles whose columns are not contiguous, are written through a copy.
+            // Tiles with fewer rows, and tiles whose columns are not contiguous, are written through a copy.
             let mut copy = [T::ZERO; MAX_TILE];
             let copy = &mut copy[..N * V * lanes];
             let columns = self.columns;
