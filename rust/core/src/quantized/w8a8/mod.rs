@@ -109,7 +109,10 @@ impl Quantized {
         if !self.multiplies_codes(y.dtype(), y.dims()[0]) {
             return Ok(None);
         }
-        on_device!(y.device(), cuda => cuda::product_of_geglu(self, y, bias), cpu => Ok(None))
+        on_device!(y.device(), cuda => cuda::product_of_geglu(self, y, bias), cpu => {
+            let _ = bias; // for builds without CUDA
+            Ok(None)
+        })
     }
 
     /// g W, where g is the gradient of the matrix y from the gradient `grad` of geglu(y), as a product of codes that makes no matrix of
@@ -118,7 +121,10 @@ impl Quantized {
         if !self.multiplies_codes(y.dtype(), y.dims()[0]) {
             return Ok(None);
         }
-        on_device!(y.device(), cuda => cuda::input_gradient_of_geglu(self, y, grad), cpu => Ok(None))
+        on_device!(y.device(), cuda => cuda::input_gradient_of_geglu(self, y, grad), cpu => {
+            let _ = grad; // for builds without CUDA
+            Ok(None)
+        })
     }
 
     fn product_on_cpu(&self, x: &Raw, bias: Option<&Raw>) -> Result<Raw> {
