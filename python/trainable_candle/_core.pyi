@@ -1249,8 +1249,8 @@ class EMA:
     `with ema:` the adapter computes with the averages, and saving the adapter writes the averages.
 
     ```python
-    digits = tc.models.DigitsTransformer()
-    adapter = digits.add_adapter(tc.LoraConfig(r=2, target_modules="all-linear"))
+    unet = tc.models.load("sdxl")
+    adapter = unet.add_adapter(tc.LoraConfig(r=4, target_modules="all-attention"))
     ema = tc.optim.EMA(adapter, decay=0.99)
     ema.update()  # after each step of the optimizer
     with ema:
@@ -1393,6 +1393,7 @@ class FlowMatching:
 
         Raises:
             ShapeError: if the data has no dimension, or `samples` does not have one number for each example.
+            DTypeError: if the data is not floating point.
         """
     def sigmas(self, /, steps: SupportsIndex) -> list[float]:
         """
@@ -1422,6 +1423,7 @@ class FlowMatching:
 
         Raises:
             ShapeError: if the data has no dimension, or `examples` does not have one number for each example of the batch.
+            DTypeError: if the data is not floating point.
         """
 
 @final
@@ -1573,7 +1575,7 @@ class GradScaler:
 
         Raises:
             ConfigError: if an entry is missing.
-            ArgumentError: if the scale is not a number above 0.
+            ArgumentError: if the scale is not a number above 0, or the number of steps is not an integer of at least 0.
         """
     def scale(self, /, loss: Tensor) -> Tensor:
         """
@@ -1894,6 +1896,7 @@ class Model:
             MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
             ConfigError, ShapeError: if the file is not a LoRA of linear layers, if it does not fit the layers, or if a layer
                 already has a training adapter.
+            ArgumentError: if `scale` is not finite.
         """
     def disable_gradient_checkpointing(self, /) -> None:
         """
@@ -2151,6 +2154,7 @@ class NcclCommunicator:
         Raises:
             DeviceError: if waiting takes longer than `seconds`, if `stop` was called, or if NCCL fails. The
                 communicator cannot be used afterwards.
+            ArgumentError: if `seconds` is negative, NaN or too large.
         """
 
 @final
@@ -3794,8 +3798,8 @@ def arange(
         start: the first value. If `end` is not given, `start` is the end, and the first value is 0.
         end: the end of the range; all values are before it.
         step: the difference between neighbouring values.
-        dtype: the dtype; default i64 if all arguments are integers, else f32. The values are computed in f64 and then
-            converted, so that integers beyond 2**53 are rounded.
+        dtype: the dtype; default i64 if all arguments are integers, else f32. The values are exact if all arguments are
+            integers in the range of i64 and the dtype is i64; otherwise they are computed in f64 and then converted.
         device: the device.
 
     Raises:
@@ -5151,7 +5155,7 @@ def save_checkpoint(
             "text_encoder_2". Adapters are not written, but if an adapter is merged, the weight of its layer is the merged
             weight.
         base: the path of an original checkpoint. Its tensors that belong to none of `models` are copied unchanged.
-        dtype: the dtype to which the weights of `models` are converted.
+        dtype: the floating point dtype to which the weights of `models` are converted.
         quantize: for each model to quantize, the format "fp8" or "int8", by the name of the model's folder. The linear
             layers of the model are written as ComfyUI stores them: "fp8" as e4m3 numbers with one scale per weight,
             "int8" as integers with one scale per row of the weight.
@@ -5159,6 +5163,7 @@ def save_checkpoint(
     Raises:
         ArgumentError: if a model does not fit the name of its folder, if `quantize` names a model that is not in `models`
             or has no layers that may be quantized, or if a format is neither "fp8" nor "int8".
+        DTypeError: if `dtype` is not floating point.
         FileError, MissingFileError: if a file cannot be written or read.
         WeightsFormatError: if `base` is damaged or has tensors of an unsupported dtype.
     """
@@ -5454,15 +5459,15 @@ def tensor(data: Any, dtype: DType | str | None = None, device: str | None = Non
         data: a number, nested lists of numbers, a Tensor, a numpy array, or any object with `__dlpack__` or `__array__`.
         dtype: the dtype of the result. By default, an array keeps its dtype, except that int8, int16 and int32 become i64,
             uint16 becomes u32, and bool becomes u8. Numbers and lists become f32 if they contain a float or are empty, u8
-            if all are Python bools, and i64 otherwise. An integer dtype drops the fractions of floats.
+            if all are bools, and i64 otherwise. An integer dtype drops the fractions of floats.
         device: the device. By default, a Tensor keeps its device, and other data are put on the CPU.
 
     Raises:
         DTypeError: if the data are not numbers, or no dtype can represent them (complex, uint64).
         ShapeError: if nested lists are ragged or deeper than 32.
         ValueError: if lists contain arrays of different shapes.
-        ArgumentError: if a number in lists is an integer outside the range of i64, or is outside the range of u8 or u32
-            and `dtype` is this dtype; or if lists contain a Tensor.
+        ArgumentError: if a number in lists is an integer outside the range of i64, or if `dtype` is an integer dtype and a
+            number in lists is NaN or outside its range; or if lists contain a Tensor.
         DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
         OutOfMemoryError: if the copy does not fit into memory.
     """
