@@ -1,11 +1,14 @@
 //! Test cases of gated linear units.
 
+use super::codes::GEGLU_FEED_FORWARD;
 use super::feed_forward::SWIGLU_FEED_FORWARD;
 use super::linear::SWIGLU_LINEAR_GROUP;
-use super::{GEGLU, SWIGLU, geglu, swiglu, swiglu_feed_forward, swiglu_linear_group};
+use super::{GEGLU, SWIGLU, geglu, geglu_feed_forward, swiglu, swiglu_feed_forward, swiglu_linear_group};
 use crate::ops::activation::Gelu;
 use crate::ops::case::{Case, Entry};
+use crate::ops::linear::linear;
 use crate::ops::linear_group::{LinearGroup, LowRank, frozen, linear_group};
+use crate::quantized::{Format, example};
 use crate::{Result, Tensor};
 
 fn plain(x: &Tensor, activation: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
@@ -30,7 +33,25 @@ pub static ENTRIES: &[Entry] = &[
     Entry { info: &SWIGLU, cases: || cases(swiglu, Tensor::silu) },
     Entry { info: &SWIGLU_LINEAR_GROUP, cases: of_linear_groups },
     Entry { info: &SWIGLU_FEED_FORWARD, cases: of_feed_forward },
+    Entry { info: &GEGLU_FEED_FORWARD, cases: of_codes },
 ];
+
+/// Feed-forward networks over quantized weights that keep their codes transposed, while products multiply values: the walk
+/// compares operations with their plain form more exactly than products of codes agree. `tests/cuda/test_quantized_gpu.py`
+/// compares products of codes.
+fn of_codes() -> Vec<Case> {
+    fn run(x: &Tensor, is_fused: bool) -> Result<Tensor> {
+        let codes = |rows, columns| example(x, [rows, columns], Format::Int8)?.with_transposed_codes();
+        let (inner, outer) = (codes(32, 16)?, codes(48, 16)?);
+        let (inner_bias, outer_bias) = (frozen(x, &[32])?, frozen(x, &[48])?);
+        if is_fused {
+            return geglu_feed_forward(x, ((&inner).into(), Some(&inner_bias)), ((&outer).into(), Some(&outer_bias)));
+        }
+        linear(&geglu(&linear(x, &inner, Some(&inner_bias))?)?, &outer, Some(&outer_bias))
+    }
+    let case = |label, dims: &[usize]| Case::new(label, &[dims], |x| run(&x[0], true)).plain(|x| run(&x[0], false));
+    vec![case("int8", &[2, 3, 16]), case("no rows", &[0, 16])]
+}
 
 /// Gated units of two linear layers, the features and the gate, which have the same input. `adapted` says which of the two has
 /// a low-rank product; each product has its own scale. The plain form applies [`swiglu`] to the results of [`linear_group`].

@@ -12,7 +12,7 @@ use crate::tape::backward::Pending;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
 use crate::{Quantized, Result, Tensor, checkpoint};
 
-static GEGLU_FEED_FORWARD: OpInfo = OpInfo::expensive("geglu_feed_forward");
+pub(super) static GEGLU_FEED_FORWARD: OpInfo = OpInfo::expensive("geglu_feed_forward");
 
 /// The weight and the bias of a linear map.
 type Map<'a> = (WeightRef<'a>, Option<&'a Tensor>);
