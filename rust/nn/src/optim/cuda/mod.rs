@@ -176,7 +176,7 @@ impl OnDevice {
         let shared = if shared.is_empty() { None } else { Some(Raw::from_slice(shared, shared.len(), &device)?) };
         let mut made = Self {
             settings: Groups::new(R::NAME, &device, count)?,
-            slots: HostState::new("which variables an optimizer updates together", Arc::new(Slots::new(groups))),
+            slots: HostState::new("the sets of variables an optimizer updates", Arc::new(Slots::new(groups))),
             places: Vec::with_capacity(count),
             layouts: Vec::new(),
             tables: Vec::new(),
