@@ -374,7 +374,7 @@ def test_lists_of_repeated_flags_add_up() -> None:
     assert config.target_modules == ["to_q", "to_k", "to_v"]
 
 
-def test_of_a_preset_what_has_an_effect_is_taken() -> None:
+def test_a_preset_gives_only_settings_that_have_an_effect() -> None:
     for model in ("sdxl", "causal-lm"):
         config = parse("--model", model, "--preset", "quality", "--adapter", "oft")
         check_settings(config)

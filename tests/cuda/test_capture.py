@@ -55,8 +55,8 @@ def test_a_step_becomes_one_launch(cuda: Any) -> None:
         assert len(replay.of("replay")) == 1
         assert replay.waits == []
         assert replay.of("capture-begin", "grow", "shrink", "alloc", "map", "product") == []
-        # Outside the graph, launches copy the generator's offset, two inputs, two outputs and the
-        # gradients that are read.
+        # Launches beside the replay copy the generator's offset, two inputs, two outputs, and each
+        # gradient that the code above reads.
         assert len(replay.launches) <= 7, replay.launches
     kernels = int(run.after("call-3").of("replay")[0]["kernels"])
     assert kernels >= len(set(eager.launches))

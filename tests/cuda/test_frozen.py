@@ -1,6 +1,7 @@
-"""If state that a CUDA graph needs has changed, the graph uses the new state or raises an error.
+"""Captured functions whose state on the host, such as a learning rate, changes between calls.
 
-The simulated device's kernels do not compute; test_frozen_gpu.py compares the values.
+A call replays the graph with the new state, runs without the graph and records it again, or raises
+an error. The simulated device's kernels do not compute; test_frozen_gpu.py compares the values.
 """
 
 import struct
@@ -159,9 +160,9 @@ def test_a_recording_that_is_rejected_changes_nothing(cuda: Any) -> None:
     mark("end")
     """
     )
-    # Variables that take a step together share settings in GPU memory. The rejected recording left
-    # both variables with the same settings, so the eager step must write settings for the first
-    # variable, the only one with a gradient.
+    # Variables that take a step together share settings (learning rate, step number) in GPU memory.
+    # The rejected recording would have stepped the first variable alone, but was undone: the two
+    # still share settings. So the eager step, of the first variable alone, must write new ones.
     assert run.after("eager").launches.count("optim_configure") == 1
 
 
@@ -356,7 +357,8 @@ def test_a_failure_leaves_the_loss_scaler_as_it_was(cuda: Any) -> None:
     part = tc.cuda.capture(divided, [x])
     part(x)
     scaler.update()
-    # scaler.step() needs a result of unscale_(), which would exist in the graph alone.
+    # The scaler keeps the tensor in which unscale_() notes infinite gradients, until step() reads
+    # it. Only the graph would have this tensor, so no step() outside the graph could read it.
     with refused(tc.DeviceError, "the function keeps 1 tensors"):
         part(x)
     """
