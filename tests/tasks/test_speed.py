@@ -7,25 +7,25 @@ from typing import Any
 import pytest
 
 import trainable_candle as tc
-from trainable_candle import families
 from trainable_candle.tasks.speed import GPUS, Work, rates_of, seconds, work_of
 from trainable_candle.train import TrainConfig
-from trainable_candle.train.adapters import adapter_config
 
-from .full_size import write_model
-
-ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
-JOINT = [*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
-FLUX = {"height": 128, "width": 128, "tokens": 512}
-SDXL = {"height": 128, "width": 128, "tokens": 77}
-SD3 = {"height": 128, "width": 128, "tokens": 333}
-Z_IMAGE = {"height": 128, "width": 128, "tokens": 128}
-ROWS = {"tokens": 2048}
-FULL: dict[str, Any] = {"gradient_checkpointing": "full"}
-SELECTIVE: dict[str, Any] = {"gradient_checkpointing": "selective"}
-OFFLOAD: dict[str, Any] = {"gradient_checkpointing": "offload"}
-ASIDE: dict[str, Any] = {"stream_modulation": True}
-ALL_FLUX: dict[str, Any] = FULL | {"stream_blocks": 57, "stream_modulation": True}
+from .measured_runs import (
+    ALL_FLUX,
+    ATTENTION,
+    FLUX,
+    FULL,
+    JOINT,
+    OFFLOAD,
+    ROWS,
+    RUNS,
+    SD3,
+    SDXL,
+    SELECTIVE,
+    Z_IMAGE,
+    Run,
+    facts_of,
+)  # fmt: skip
 
 # Model, targets, sizes of the input, settings, and the measured milliseconds of a step on one H200
 # in bf16 at rank 16. docs/benchmarks.md has the commands and dates of the measurements.
@@ -56,36 +56,6 @@ MEASURED = [
     ("Llama-3-8B", ["all-linear"], ROWS, FULL | {"batch_size": 2}, 299.7),
     ("Llama-3-8B", ["all-linear"], ROWS, FULL | {"batch_size": 2, "base_precision": "nf4"}, 314.5),
 ]
-# Model, family, sizes of the input, settings, and the measured milliseconds of a step on one H100
-# with the family's default adapter of rank 16. docs/memory.md has the command and the date.
-RUNS = [
-    ("SDXL", "sdxl", SDXL, FULL | {"stream_blocks": 17}, 73),
-    ("SDXL", "sdxl", SDXL, SELECTIVE | {"stream_blocks": 52}, 131),
-    ("SDXL", "sdxl", SDXL, SELECTIVE, 52),
-    ("SD3.5-medium", "sd3", SD3, SELECTIVE | ASIDE | {"stream_blocks": 24}, 139),
-    ("SD3.5-medium", "sd3", SD3, SELECTIVE | ASIDE | {"stream_blocks": 6}, 89),
-    ("Flux.1-dev", "flux", FLUX, OFFLOAD | ASIDE | {"stream_blocks": 49}, 785),
-    ("Flux.1-dev", "flux", FLUX, OFFLOAD | ASIDE | {"stream_blocks": 42}, 689),
-    ("Flux.1-dev", "flux", FLUX, FULL | ASIDE | {"stream_blocks": 35}, 614),
-    ("Flux.1-dev", "flux", FLUX, FULL | ASIDE | {"stream_blocks": 21}, 541),
-    ("FLUX.2-klein-4B", "flux2", FLUX, OFFLOAD | {"stream_blocks": 9}, 225),
-    ("FLUX.2-klein-4B", "flux2", FLUX, SELECTIVE | {"stream_blocks": 21}, 241),
-    ("FLUX.2-klein-4B", "flux2", FLUX, {}, 154),
-    ("Qwen2-1.5B", "causal-lm", ROWS, {"stream_blocks": 14}, 52),
-    ("Qwen2-1.5B", "causal-lm", ROWS, {}, 32),
-    ("Llama-3-8B", "causal-lm", ROWS, FULL | {"stream_blocks": 32}, 512),
-    ("Llama-3-8B", "causal-lm", ROWS, OFFLOAD | {"stream_blocks": 24}, 429),
-    ("Z-Image", "zimage", Z_IMAGE, OFFLOAD | {"stream_blocks": 21}, 390),
-    ("Z-Image", "zimage", Z_IMAGE, FULL | {"stream_blocks": 12}, 340),
-    ("Z-Image", "zimage", Z_IMAGE, SELECTIVE | {"stream_blocks": 8}, 254),
-]
-
-
-def facts_of(folder: Path, model: str) -> tc.PartFacts:
-    """The facts of the part that is trained: the denoiser or the language model."""
-    parts = tc.inspect(write_model(folder, model)).parts
-    (found,) = (parts[name] for name in ("unet", "transformer", "") if name in parts)
-    return found
 
 
 def work(
@@ -110,20 +80,11 @@ def test_steps_are_predicted_within_15_percent(
     assert 1e3 * seconds(found, GPUS["H200"]) == pytest.approx(measured, rel=0.15)
 
 
-@pytest.mark.parametrize(("model", "family", "sizes", "changes", "measured"), RUNS, ids=str)
-def test_steps_of_runs_are_predicted_within_15_percent(
-    tmp_path: Path,
-    model: str,
-    family: str,
-    sizes: dict[str, int],
-    changes: dict[str, Any],
-    measured: float,
-) -> None:
-    config = TrainConfig(device="cuda", precision="bf16", rank=16, **changes)
-    kind = families.find(family)
-    adapter = adapter_config(config, kind.targets, kind.formats)
-    found = work_of(facts_of(tmp_path, model), adapter, config, 2, **sizes)
-    assert 1e3 * seconds(found, GPUS["H100"]) == pytest.approx(measured, rel=0.15)
+@pytest.mark.parametrize("run", [run for run in RUNS if run.step is not None], ids=str)
+def test_steps_of_runs_are_predicted_within_15_percent(tmp_path: Path, run: Run) -> None:
+    facts = facts_of(tmp_path, run.model)
+    found = work_of(facts, run.adapter(), run.config(), 2, **run.sizes)
+    assert 1e3 * seconds(found, GPUS["H100"]) == pytest.approx(run.step, rel=0.15)
 
 
 @pytest.mark.parametrize(

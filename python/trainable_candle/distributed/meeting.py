@@ -79,8 +79,8 @@ def reach(world: World, deadline: float) -> Connection[Any, Any]:
 def _connected(world: World, deadline: float) -> Connection[Any, Any]:
     """Try to connect once, until `deadline`.
 
-    If nobody answers, the system may try to connect for longer. So another thread connects, and
-    this one waits until `deadline`.
+    The call that connects has no time limit: without an answer, it may take minutes. So another
+    thread makes it, and this thread waits until `deadline`.
     """
     found: Queue[Connection[Any, Any] | BaseException] = Queue()
 
