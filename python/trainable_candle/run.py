@@ -32,7 +32,7 @@ from trainable_candle.settings.config import settings as known_settings
 from trainable_candle.settings.prompts import expanded
 from trainable_candle.tasks.budget import KEPT, find_budget, is_open, make_plan
 from trainable_candle.tasks.checks import require_apart
-from trainable_candle.tasks.codes import multiplying_codes
+from trainable_candle.tasks.w8a8 import multiplying_codes
 from trainable_candle.train import state as run_state
 from trainable_candle.train.callbacks import Callback, ProgressBar
 from trainable_candle.train.logs import CsvLog, JsonLog, TensorBoardLog, read_json_log, read_log

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 import trainable_candle as tc
 from trainable_candle.errors import OutOfMemoryError
 from trainable_candle.settings.initial import LOFTQ, PISSA
-from trainable_candle.tasks.codes import multiplying_codes
 from trainable_candle.tasks.speed import states_on_host, work_of
+from trainable_candle.tasks.w8a8 import multiplying_codes
 from trainable_candle.train.pissa import doubled
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from trainable_candle.distributed.streamed import NVLINK
-from trainable_candle.tasks.codes import multiplying_codes
+from trainable_candle.tasks.w8a8 import multiplying_codes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

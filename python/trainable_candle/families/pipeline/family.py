@@ -16,10 +16,10 @@ from trainable_candle.families.pipeline.identity import parts_identity
 from trainable_candle.models import load
 from trainable_candle.settings import flag
 from trainable_candle.settings.checks import existing
-from trainable_candle.tasks.codes import multiplying_codes
 from trainable_candle.tasks.estimate import memory_limit
 from trainable_candle.tasks.latent.coders import KLCoder
 from trainable_candle.tasks.latent.family import LatentFamily
+from trainable_candle.tasks.w8a8 import multiplying_codes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
