@@ -68,7 +68,7 @@ def _advice(owner: str, name: str) -> str:
 
 
 def _renamed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The method with `axis` as another name of `dim`."""
+    """Return the method with `axis` as another name of `dim`."""
     name = function.__name__
 
     @wraps(function)

@@ -62,7 +62,7 @@ def _needs_gradient(value: Any) -> bool:
 
 
 def _zero(x: Tensor, dtype: DType) -> Tensor:
-    """Zeros through which gradients flow to x."""
+    """Return zeros through which gradients flow to x."""
     return (x - x.detach()).to(dtype)
 
 
@@ -101,7 +101,7 @@ def _operand(name: str, value: Any, like: Tensor) -> Any:
 
 
 def _dtype(one: Any, other: Any) -> DType:
-    """The dtype of `one * other`, by the rules for dtypes, Python numbers and 0-d tensors."""
+    """Return the dtype of `one * other`; Python numbers and 0-d tensors follow its rules."""
     first, second = (
         _core.zeros((1,) * bool(x.ndim), dtype=x.dtype)
         if isinstance(x, _core.Tensor)

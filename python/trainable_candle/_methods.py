@@ -42,7 +42,7 @@ _FLOATS = ("f32", "f16", "bf16", "f64")
 
 
 def _whole(tensor: Tensor) -> float:
-    """A magnitude above which all numbers of the dtype are integers: 2^52 for f64, else 2^23."""
+    """Return a magnitude above which the dtype has only integers: 2^52 for f64, else 2^23."""
     return 2.0**52 if tensor.dtype == "f64" else 2.0**23
 
 
@@ -484,7 +484,7 @@ class ComposedMethods:
 
 
 def _on_host(tensor: Tensor) -> Any:
-    """The values as a numpy array; numpy has no bf16, so bf16 becomes f32, which is exact."""
+    """Return the values as a numpy array; bf16, which numpy lacks, becomes f32, exactly."""
     tensor = tensor.detach()
     return (tensor.to("f32") if tensor.dtype == "bf16" else tensor).numpy()
 

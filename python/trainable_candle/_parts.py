@@ -28,7 +28,7 @@ def is_mask(key: object) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """A tensor without its gradient; a tuple of indices with numpy arrays in place of tensors."""
+    """Return a tensor detached, or a tuple of indices with numpy arrays in place of tensors."""
     if isinstance(value, tuple):
         return tuple(v.numpy() if is_tensor(v) else v for v in value)
     return value.detach() if is_tensor(value) else value

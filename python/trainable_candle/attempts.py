@@ -104,7 +104,7 @@ def _measured(run: Callable[[TrainConfig], T], plan: Plan, report: Report) -> T:
 
 
 def _excess(plan: Plan) -> float:
-    """The share of the predicted memory by which the run took more; negative if it took less.
+    """Return (memory that the run took - predicted memory) / predicted memory.
 
     On the CPU 0: the peak of a process also counts what was in memory before the run.
     """

@@ -56,7 +56,7 @@ class Finding:
     """What to do; every fault has a cure."""
 
     def __str__(self) -> str:
-        """One line, and the cure on a line below."""
+        """Return one line, and the cure on a line below."""
         line = f"{self.state:<5}  {self.what:<9}  {self.found}"
         return f"{line}\n{'':18}-> {self.cure}" if self.cure else line
 
@@ -85,7 +85,7 @@ def examine(folder: Path) -> Iterator[Finding]:
 
 
 def is_wsl() -> bool:
-    """Whether this system is Linux inside Windows (WSL)."""
+    """Return whether this system is Linux inside Windows (WSL)."""
     return "microsoft" in platform.release().lower()
 
 
@@ -134,7 +134,7 @@ def _disk(folder: Path) -> Finding:
 
 
 def _gpu() -> Finding:
-    """The NVIDIA GPU and its driver, as nvidia-smi reports them."""
+    """Return the NVIDIA GPU and its driver, as nvidia-smi reports them."""
     tool = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path="/usr/lib/wsl/lib")
     if tool is None:
         if Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists():

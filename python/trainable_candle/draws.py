@@ -22,7 +22,7 @@ __all__ = ["draw_from", "drawn", "generator", "normal_samples", "pair", "stream_
 
 
 def generator(seed: int, purpose: str, number: int = 0) -> np.random.Generator:
-    """A numpy generator that begins the stream for a seed, a purpose and an index."""
+    """Return a numpy generator that begins the stream for a seed, a purpose and an index."""
     return np.random.Generator(np.random.Philox(key=stream_seed(seed, purpose, number)))
 
 
@@ -36,5 +36,5 @@ def drawn(seed: int, purpose: str, number: int, function: Callable[[], T]) -> T:
 
 
 def pair(high: int, low: int) -> int:
-    """Two numbers below 2**32 packed into one."""
+    """Return two numbers below 2**32 packed into one."""
     return high << 32 | low

@@ -91,7 +91,7 @@ class FileError(Error, OSError):
     """The file system reported an error; has `OSError`'s `errno`, `strerror` and `filename`."""
 
     def __str__(self) -> str:
-        """The file, then the reason, without the error's number."""
+        """Return the file, then the reason, without the error's number."""
         if self.strerror is None:
             return super().__str__()
         return f"{self.filename}: {self.strerror}" if self.filename else self.strerror

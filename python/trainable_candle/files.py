@@ -60,7 +60,7 @@ class _UniqueKeys(yaml.SafeLoader):
     """Loads YAML's plain values (no Python objects); rejects a mapping that has a key twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Like the method of `SafeLoader`.
+        """Make a dict of a YAML mapping, as `SafeLoader` does, but reject a key that occurs twice.
 
         Raises:
             yaml.YAMLError: a key occurs twice.
@@ -77,7 +77,7 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def load_yaml(text: str) -> Any:
-    """The value of a YAML document of plain values.
+    """Return the value of a YAML document of plain values.
 
     Raises:
         yaml.YAMLError, ValueError: the text is not valid YAML, or has a key twice.
@@ -89,7 +89,7 @@ def load_yaml(text: str) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON document.
+    """Return the value of a JSON document.
 
     Raises:
         ValueError: the text is not JSON, or its brackets are nested too deeply to be read.
@@ -155,7 +155,7 @@ def _try_lock(handle: int) -> None:
 
 
 def _is_named(handle: int, path: Path) -> bool:
-    """Whether `path` still names the open file; the last holder of the lock may have removed it."""
+    """Return whether `path` still names the open file, which the lock's owner may have removed."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:
@@ -176,7 +176,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def safetensors_metadata(path: Path) -> dict[str, str]:
-    """The metadata in a safetensors file's header; empty if it has none.
+    """Return the metadata in a safetensors file's header; empty if it has none.
 
     Raises:
         OSError: the file cannot be read.

@@ -23,7 +23,7 @@ _HALF: Final = (
 
 
 def download(name: str, subfolders: list[str], half: bool = False) -> str:
-    """The local folder of a model on the hub, downloaded if it is not in the client's cache.
+    """Return the local folder of a model on the hub, downloaded if it is not in the client's cache.
 
     Downloads only the configuration and the safetensors weights of one variant: the files with
     "fp16" in their names, or those without. Without a connection, uses the cache.
@@ -60,7 +60,7 @@ def download(name: str, subfolders: list[str], half: bool = False) -> str:
 
 
 def is_name(text: str) -> bool:
-    """Whether a text is "organisation/name" on the hub, not a path."""
+    """Return whether a text is "organisation/name" on the hub, not a path."""
     organisation, slash, name = text.partition("/")
     path = Path(text)
     named = bool(slash) and all(map(_WORD.fullmatch, (organisation, name)))
@@ -69,7 +69,7 @@ def is_name(text: str) -> bool:
 
 
 def resolve(name: str, subfolders: list[str], half: bool) -> str | None:
-    """The local folder of a model on the hub; None if `name` is not a name on the hub.
+    """Return the local folder of a model on the hub; None if `name` is not a name on the hub.
 
     Args:
         name: "organisation/name", or something else.
@@ -83,7 +83,7 @@ def resolve(name: str, subfolders: list[str], half: bool) -> str | None:
 
 
 def download_pipeline(name: str, parts: Sequence[str], half: bool = False) -> Path:
-    """The local folder of a pipeline on the hub, downloaded if it is not in the client's cache.
+    """Return the local folder of a pipeline on the hub, downloaded if not in the cache.
 
     Args:
         name: "organisation/name".
@@ -100,7 +100,7 @@ def download_pipeline(name: str, parts: Sequence[str], half: bool = False) -> Pa
 
 
 def shown_name(path: Path) -> str:
-    """The name of a model: of its repository in the client's cache, or of its file or folder."""
+    """Return a model's name: that of its repository on the hub, else its file or folder."""
     path = path.resolve()
     # The client keeps `organisation/name` in models--organisation--name/snapshots/REVISION.
     cached = path.parents[1].name if path.parent.name == "snapshots" else ""
@@ -110,7 +110,7 @@ def shown_name(path: Path) -> str:
 
 
 def download_language_model(name: str) -> Path:
-    """The local folder of a language model and its tokenizer, downloaded if not in the cache.
+    """Return the local folder of a language model on the hub, downloaded if not in the cache.
 
     Args:
         name: "organisation/name".
@@ -126,7 +126,7 @@ def download_language_model(name: str) -> Path:
 
 
 def download_texts(name: str, suffixes: Sequence[str]) -> Path:
-    """The local folder of a data set of texts on the hub, downloaded if not in the cache.
+    """Return the local folder of a data set of texts on the hub, downloaded if not in the cache.
 
     Args:
         name: "organisation/name".
@@ -141,7 +141,7 @@ def download_texts(name: str, suffixes: Sequence[str]) -> Path:
 
 
 def _weights(folder: Path, variant: tuple[str, ...]) -> bool:
-    """Whether a folder has a weight file of a variant, `_PLAIN` or `_HALF`."""
+    """Return whether a folder has a weight file of a variant, `_PLAIN` or `_HALF`."""
     names = [path.name for path in folder.glob("*.safetensors")]
     if variant is _PLAIN:
         names = [name for name in names if ".fp16" not in name]
@@ -152,7 +152,7 @@ def _weights(folder: Path, variant: tuple[str, ...]) -> bool:
 
 
 def _fetch(name: str, wanted: list[str], others: list[str], kind: str = "model") -> Path:
-    """The local snapshot of a repository, with the files that match `wanted` but not `others`.
+    """Download the files of a repository that match `wanted` but not `others`.
 
     Both are lists of patterns; `kind` is the repository's type, "model" or "dataset".
     """

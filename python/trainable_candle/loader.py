@@ -314,7 +314,7 @@ class DataLoader:
         return (self._read(places) for places in self._places())
 
     def _places(self) -> Iterator[Any]:
-        """For each batch, the indices of its items; single indices if there are no batches."""
+        """Yield, for each batch, the indices of its items; single indices without batches."""
         if self.batch_sampler is not None:
             return iter(self.batch_sampler)
         if self.sampler is not None:

@@ -24,7 +24,7 @@ _STATE: Final = "state.json"
 
 
 def is_output(folder: Path) -> bool:
-    """Whether a folder has the config and both logs, which every run writes."""
+    """Return whether a folder has the config and both logs, which every run writes."""
     return all((folder / name).is_file() for name in (CONFIG, LOG, JSON_LOG))
 
 
@@ -42,7 +42,7 @@ def require_no_output(folder: Path) -> None:
 
 
 def adapter_in(path: Path) -> Path:
-    """The finished adapter in `path` if `path` is a run's output folder, else `path` itself.
+    """Return the finished adapter in `path` if `path` is a run's output folder, else `path` itself.
 
     Raises:
         MissingFileError: `path` is a folder without a finished adapter; the message says what to
@@ -64,7 +64,7 @@ def adapter_in(path: Path) -> Path:
 
 
 def _name(folder: Path) -> str | None:
-    """The setting `name` of the run that wrote an output folder; None if it cannot be read."""
+    """Return the setting `name` of an output folder's run; None if it cannot be read."""
     try:
         values = load_yaml((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):

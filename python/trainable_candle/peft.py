@@ -272,7 +272,7 @@ def get_peft_model(module: Module, config: LoraConfig) -> PeftModel:
 
 
 def integer_if_whole(number: float) -> int | float:
-    """A number for `lora_alpha` of peft's configuration: 8 instead of 8.0.
+    """Return a number for `lora_alpha` of peft's configuration: 8 instead of 8.0.
 
     peft and vLLM declare lora_alpha an integer, and Ollama rejects 8.0.
     """
@@ -293,7 +293,7 @@ def _expect(function: str, name: str, value: object, kind: type) -> None:
 
 
 def _places(module: Module) -> dict[str, _Place]:
-    """The layers that can have adapters, by name; a layer with two names has only the first."""
+    """Return the layers that can have adapters, by name; a shared layer has its first name."""
     found: dict[str, _Place] = {}
     seen: set[int] = set()
     for name, owner, key, layer in module.named_children():
@@ -335,7 +335,7 @@ def _put(owner: Any, key: Any, layer: Module) -> None:
 
 
 def _adapted(name: str, layer: Linear | Conv2d, rank: int, config: LoraConfig) -> _Adapted:
-    """The layer with an adapter that takes the place of a plain layer.
+    """Return the layer with an adapter that takes the place of a plain layer.
 
     Raises:
         ConfigError: such a layer cannot have the adapter that the configuration describes.

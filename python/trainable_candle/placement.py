@@ -22,7 +22,7 @@ class Placement:
     """Why `auto` did not choose a GPU; None if it did, or if the user named the device."""
 
     def __str__(self) -> str:
-        """One line for the user."""
+        """Return one line for the user."""
         why = f" (no GPU is used: {self.reason})" if self.reason else ""
         return f"device: {self.device}, {self.precision}{why}"
 

@@ -87,7 +87,7 @@ def loss_curve(
 
 
 def running_mean(values: Sequence[float]) -> npt.NDArray[np.float64]:
-    """For each value, the mean of the last max(1, len(values) // 20) values up to it.
+    """Return, for each value, the mean of the last max(1, len(values) // 20) values up to it.
 
     Near the beginning, where there are fewer values, the mean is over all values up to it.
     """
@@ -102,7 +102,7 @@ def running_mean(values: Sequence[float]) -> npt.NDArray[np.float64]:
 def image_grid(
     pictures: npt.NDArray[np.uint8], *, columns: int | None = None, scale: int = 1, gap: int = 1
 ) -> Image.Image:
-    """Images side by side, row by row.
+    """Return images side by side, row by row.
 
     Args:
         pictures: shape (n, height, width) for grey or (n, height, width, 3) for RGB; n at least 1.
@@ -137,12 +137,12 @@ def image_grid(
 
 
 def visible_scale(pictures: npt.NDArray[np.uint8]) -> int:
-    """The `scale` of `image_grid` that makes small images visible: max(1, 64 // height)."""
+    """Return the `scale` of `image_grid` that makes small images visible: max(1, 64 // height)."""
     return max(1, 64 // int(pictures.shape[1]))
 
 
 def padded(pictures: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
-    """RGB images of any sizes as one array, padded with white to the largest height and width."""
+    """Stack RGB images, padded with white to the largest height and width."""
     height, width = (max(picture.shape[side] for picture in pictures) for side in (0, 1))
     whole = np.full((len(pictures), height, width, 3), 255, np.uint8)
     for place, picture in zip(whole, pictures, strict=True):

@@ -221,7 +221,7 @@ def _held_output(output: Path, step: int) -> Iterator[None]:
 
 
 def _resumed(config: TrainConfig, output: Path) -> tuple[Path | None, int, TrainConfig]:
-    """The checkpoint to continue from, its step (-1 for none), and the settings.
+    """Return the checkpoint to continue from, its step (-1 for none), and the settings.
 
     Settings that the earlier run planned by itself and that affect results are kept, unless the
     user sets them now.
@@ -328,7 +328,7 @@ def _train(
 
 
 def _with_defaults(config: TrainConfig, family: type[Family]) -> TrainConfig:
-    """The settings, with the model's defaults for those that have no value."""
+    """Return the settings, with the model's defaults for those that have no value."""
     defaults = {**family.defaults(config)}
     if config.finds_rate:
         defaults["learning_rate"] = 1.0
@@ -337,7 +337,7 @@ def _with_defaults(config: TrainConfig, family: type[Family]) -> TrainConfig:
 
 
 def _shared_out(config: TrainConfig, world: World | None) -> TrainConfig:
-    """The settings with this process's share of the effective batch and of the CPU threads.
+    """Return the settings with this process's share of the effective batch and of the CPU threads.
 
     The share of the effective batch becomes the gradient accumulation.
 
@@ -351,7 +351,7 @@ def _shared_out(config: TrainConfig, world: World | None) -> TrainConfig:
 
 
 def _accumulating(config: TrainConfig, size: int) -> TrainConfig:
-    """The settings with the gradient accumulation of one of `size` processes.
+    """Return the settings with the gradient accumulation of one of `size` processes.
 
     It follows from the effective batch, if that is given. While the batch size is `auto`, it is
     that of batches of one sample.
@@ -373,7 +373,7 @@ def _accumulating(config: TrainConfig, size: int) -> TrainConfig:
 
 
 def _agreed(config: TrainConfig) -> dict[str, str]:
-    """The settings that must be equal in all processes.
+    """Return the settings that must be equal in all processes.
 
     Machines may have their files in different folders, so paths are left out; `_require_same_files`
     compares the files.
@@ -414,7 +414,7 @@ def _in_steps(
     size: int,
     report: Callable[[str], None],
 ) -> TrainConfig:
-    """The settings, with their epochs converted to steps on `size` processes."""
+    """Return the settings, with their epochs converted to steps on `size` processes."""
     epochs = config.epochs or 0
     batches = data.batches(config.batch_size).first_batch(epochs)
     steps = max(1, math.ceil(batches / (config.gradient_accumulation * size)))

@@ -46,7 +46,7 @@ BEST = "best"
 
 
 def adapter_path(config: TrainConfig, output: Path) -> Path:
-    """The file of the finished adapter."""
+    """Return the file of the finished adapter."""
     return output / f"{config.stem}.safetensors"
 
 
@@ -133,7 +133,7 @@ class Session:
             self.callbacks.append(SameParameters(group, self._is_compared))
 
     def _is_compared(self, step: int) -> bool:
-        """Whether the processes compare their parameters after a step.
+        """Return whether the processes compare their parameters after a step.
 
         They do so every `compare_every` steps, before each checkpoint, and after the last step.
         """
@@ -148,11 +148,11 @@ class Session:
         return self.validation is not None and self.validation.ends_early
 
     def _moments(self, steps: int, epochs: int | None) -> Moments:
-        """When something is due: after every `epochs` epochs if given, else every `steps` steps."""
+        """Return when something is due: every `epochs` epochs, or every `steps` steps if None."""
         return steps if epochs is None else self.epochs.ends(epochs)
 
     def trainer(self, callbacks: Sequence[Callback], settings: dict[str, object]) -> Trainer[Any]:
-        """The training loop of this run."""
+        """Return the training loop of this run."""
         config = self._config
         return Trainer(
             self._train.loss,
@@ -210,7 +210,7 @@ class Session:
         return training_metadata(self._config, progress, self._of_data)
 
     def adapter_file(self, path: Path, step: int) -> Stamped:
-        """A snapshot of the adapters, for a file that is written later."""
+        """Return a snapshot of the adapters, for a file that is written later."""
         return Stamped(self._task.adapter_file(self._adapters, path, self._metadata(step)), path)
 
     def conclude(self, step: int, report: Callable[[str], None]) -> None:

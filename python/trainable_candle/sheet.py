@@ -28,7 +28,7 @@ _LINE: Final = 14
 
 
 def preview_path(folder: Path, step: int, number: int | None = None) -> Path:
-    """The file of the preview after `step` steps.
+    """Return the file of the preview after `step` steps.
 
     Without `number`, the file has the images of all prompts. With `number`, it has the image of
     this prompt; prompts are counted from 1.
@@ -56,7 +56,7 @@ def write_sheet(folder: Path, prompts: Sequence[str]) -> None:
 
 
 def _previews(folder: Path, count: int) -> dict[int, list[Path]]:
-    """The images of each step, in the order of the prompts; only steps that have all images."""
+    """Return the images of each step that has all of them, in the order of the prompts."""
 
     def images_of(step: int) -> list[Path]:
         return [preview_path(folder, step, number) for number in range(1, count + 1)]

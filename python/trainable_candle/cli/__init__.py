@@ -82,13 +82,13 @@ options:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`trainable-candle`: run a command; returns the exit status."""
+    """Run a command of `trainable-candle`; returns the exit status."""
     given = _given(arguments)
     return guarded(lambda: _dispatch(given))
 
 
 def train_lora(arguments: Sequence[str] | None = None) -> int:
-    """`train-lora`, which is `trainable-candle train`; returns the exit status."""
+    """Run `train-lora`, which is `trainable-candle train`; returns the exit status."""
     given = _given(arguments)
     return guarded(lambda: _run("train", given, "train-lora"))
 

@@ -32,7 +32,7 @@ def new_file(text: str, *, overwrite: bool, suffix: str = ".safetensors") -> Pat
 
 
 def share(text: str) -> float:
-    """The `type=` of a flag that takes a fraction above 0 and at most 1."""
+    """Convert a flag's text to a fraction above 0 and at most 1."""
     value = float(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"expected a number above 0 and at most 1, found {text}")
@@ -53,7 +53,7 @@ def add_output(group: argparse._ArgumentGroup) -> None:
 
 
 def precision(text: str) -> str:
-    """The `type=` of a flag that takes a precision, by its name here or in other tools."""
+    """Convert a flag's text, a name of a precision here or in other tools, to the name here."""
     name = PRECISION_SPELLINGS.get(text.lower(), text.lower())
     if name not in PRECISIONS:
         raise argparse.ArgumentTypeError(f"expected one of {', '.join(PRECISIONS)}, found {text}")

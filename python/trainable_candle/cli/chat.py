@@ -84,7 +84,7 @@ def _talk(task: TextTask, messages: list[dict[str, str]], options: WritingOption
 
 
 def _line() -> str:
-    """The next line of standard input, without spaces around it.
+    """Return the next line of standard input, without spaces around it.
 
     Raises:
         ConfigError: the line is not text in the encoding of the terminal.
@@ -106,7 +106,7 @@ def _line() -> str:
 def _shortened(
     task: TextTask, messages: list[dict[str, str]], options: WritingOptions
 ) -> list[dict[str, str]]:
-    """A conversation without its oldest turns, if it leaves too little room for an answer.
+    """Return a conversation without its oldest turns, if it leaves too little room for an answer.
 
     The room must be enough for the longest answer, but need not exceed a quarter of the context.
     The system message and the last message stay.

@@ -141,7 +141,7 @@ def load_model(
 
 @contextmanager
 def _naming_base(adapter: Path, given: Mapping[str, Any]) -> Iterator[None]:
-    """A context in which messages of errors also name the base model of peft's configuration.
+    """Return a context whose errors also name the base model of peft's configuration.
 
     With --weights, errors do not change.
 

@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """The given arguments by name; flags that were not given are absent.
+        """Return the given arguments by name; flags that were not given are absent.
 
         Raises:
             ConfigError: a flag is unknown (the message names the nearest one), or a value is wrong.
@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
         return known
 
     def parse_own(self, arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-        """The given arguments by name, and the arguments that this parser does not have.
+        """Return the given arguments by name, and the arguments that this parser does not have.
 
         Raises:
             ConfigError: a value is wrong.
@@ -195,7 +195,7 @@ def add_settings(parser: Parser, *, rare: bool) -> None:
 
 
 def _hyphenated(text: str) -> str:
-    """The argument with hyphens in place of underscores in a flag's name."""
+    """Return the argument with hyphens in place of underscores in a flag's name."""
     if not text.startswith("--"):
         return text
     name, equals, value = text.partition("=")
@@ -208,7 +208,7 @@ def add_help(group: argparse._ArgumentGroup) -> None:
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """The `type=` of a flag that takes a whole number of at least `least`, and below 2**64."""
+    """Return the `type=` of a flag for a whole number of at least `least`, below 2**64."""
 
     def convert(text: str) -> int:
         value = int(text) if text.lstrip("+-").isascii() else None
@@ -223,7 +223,7 @@ def whole(least: int) -> Callable[[str], int]:
 
 
 def factor(text: str) -> float:
-    """The `type=` of a flag that takes a factor on an adapter's effect."""
+    """Convert a flag's text to a factor on an adapter's effect: finite and not 0."""
     value = float(text)
     if value == 0 or not math.isfinite(value):
         raise argparse.ArgumentTypeError(
@@ -234,7 +234,7 @@ def factor(text: str) -> float:
 
 
 def guidance(text: str) -> float:
-    """The `type=` of a flag that takes a guidance scale."""
+    """Convert a flag's text to a guidance scale, a finite number of at least 0."""
     value = float(text)
     if value < 0 or not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"expected a finite number from 0, found {text}")
@@ -242,7 +242,7 @@ def guidance(text: str) -> float:
 
 
 def _kind(hint: Any) -> type:
-    """The type that a flag's text is converted to; lists are split by `TrainConfig`."""
+    """Return the type that a flag's text is converted to; lists are split by `TrainConfig`."""
     if get_origin(hint) is list:
         return str
     kinds = [kind for kind in get_args(hint) if kind is not type(None)] or [hint]
@@ -251,7 +251,7 @@ def _kind(hint: Any) -> type:
 
 
 def _reader(setting: Setting, kind: type) -> Callable[[str], Any]:
-    """The function that converts a flag's text to its value."""
+    """Return the function that converts a flag's text to its value."""
     if setting.read is not None:
         return str  # `TrainConfig` converts the text.
     if not setting.words:

@@ -62,7 +62,7 @@ def run(arguments: Sequence[str], program: str) -> int:
 
 
 def _settings(family: CausalLM) -> Mapping[str, Any]:
-    """The model's `config.json`; empty if there is only a tokenizer."""
+    """Return the model's `config.json`; empty if there is only a tokenizer."""
     # An expensive import, after the flags are parsed.
     from trainable_candle.text.tokenizer_files import read_object  # noqa: PLC0415
 

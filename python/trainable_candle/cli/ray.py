@@ -37,7 +37,7 @@ def run(arguments: Sequence[str], program: str) -> int:
 
 
 def continuation(program: str, arguments: Sequence[str]) -> str:
-    """The command that continues a run from its last checkpoint."""
+    """Return the command that continues a run from its last checkpoint."""
     kept = list(arguments)
     for place, text in enumerate(arguments):
         if text.partition("=")[0] == _RESUME:

@@ -23,7 +23,7 @@ _CURES: Final = {form: f": use merge --to {form}" for form in FORMATS}
 
 
 def notes(adapter: Path, base: str | None, merged: str | None = None) -> list[str]:
-    """A note for each difference between the quantization in training and in this command.
+    """Return a note for each difference between the quantization in training and in this command.
 
     A file without metadata about its training gets no notes.
 
@@ -54,7 +54,7 @@ def notes(adapter: Path, base: str | None, merged: str | None = None) -> list[st
 
 
 def learned_scales(adapter: Path, to: str) -> dict[str, Tensor]:
-    """The factors of quantization scales that were learned with an adapter, by layer.
+    """Return the factors of quantization scales that were learned with an adapter, by layer.
 
     The result is empty if the adapter was trained for another format than `to`, or without learned
     scales.

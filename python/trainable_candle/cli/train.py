@@ -61,7 +61,7 @@ def run(arguments: Sequence[str], program: str) -> int:
 
 
 def _downloads() -> Iterator[str]:
-    """For each model without weights in the package: where to get them, their size and licence."""
+    """Yield, for each model that is not in the package, where to get it, its size and licence."""
     from trainable_candle import families  # noqa: PLC0415 - only the long help needs them
 
     for name in families.NAMES:
@@ -137,7 +137,7 @@ def read_config(given: dict[str, Any]) -> TrainConfig:
 
 
 def _context(model: str, weights: str | None) -> int:
-    """The longest row, in tokens, that a language model was made for.
+    """Return the longest row, in tokens, that a language model was made for.
 
     Raises:
         ConfigError, MissingFileError, WeightsFormatError: the weights are missing, damaged, or of

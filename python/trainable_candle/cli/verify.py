@@ -71,7 +71,7 @@ def lines(
     outside: Collection[str] = (),
     remarks: bool = True,
 ) -> list[str]:
-    """The text of a report.
+    """Return the text of a report.
 
     Args:
         path: the file.
@@ -119,7 +119,7 @@ def lines(
 
 
 def _applied(tool: str, modules: Sequence[AdapterModule], outside: Collection[str]) -> str:
-    """How many adapters a program applies as trained, and why it does not apply the rest."""
+    """Return how many adapters a program applies as trained, and why it does not apply the rest."""
     if tool != "peft":
         outside = ()
     ignored = Counter(m.ignored_by[tool] for m in modules if tool in m.ignored_by)
@@ -139,7 +139,7 @@ def _applied(tool: str, modules: Sequence[AdapterModule], outside: Collection[st
 
 
 def _misfit(module: AdapterModule) -> bool:
-    """Whether the module's layer exists but the module does not fit it."""
+    """Return whether the module's layer exists but the module does not fit it."""
     return module.layer is not None and module.fault is not None
 
 
@@ -149,7 +149,7 @@ def _misfits(report: AdapterReport) -> int:
 
 
 def _fault(module: AdapterModule, tool: str) -> str | None:
-    """Why a module has no effect, or a wrong one, in a program."""
+    """Return why a module has no effect, or a wrong one, in a program."""
     if module.layer is None:
         return "the model has no such layer"
     if module.fault:

@@ -20,17 +20,17 @@ _SETTINGS_BESIDE: Final = (None, "peft")
 
 
 def is_text(model: str) -> bool:
-    """Whether a name for `--model` stands for language models."""
+    """Return whether a name for `--model` stands for language models."""
     return Texts in families.find(model).groups
 
 
 def is_exported(path: Path) -> bool:
-    """Whether the files are an adapter in llama.cpp's, mlx-lm's or Ollama's form."""
+    """Return whether the files are an adapter in llama.cpp's, mlx-lm's or Ollama's form."""
     return export.form_of(path) not in _SETTINGS_BESIDE
 
 
 def exported_lines(path: Path, model: str, weights: Path | None) -> list[str]:
-    """The report on an adapter that another program reads and this library does not.
+    """Return the report on an adapter that another program reads and this library does not.
 
     Raises:
         WeightsFormatError: the files are damaged, or are not for the model in `weights`.
@@ -46,7 +46,7 @@ def exported_lines(path: Path, model: str, weights: Path | None) -> list[str]:
 
 
 def reader_lines(path: Path, model: str, weights: Path | None) -> list[str]:
-    """A line for each program that loads adapters of language models.
+    """Return a line for each program that loads adapters of language models.
 
     Args:
         path: a safetensors file, or peft's folder.
@@ -60,7 +60,7 @@ def reader_lines(path: Path, model: str, weights: Path | None) -> list[str]:
 
 
 def outside(path: Path, report: AdapterReport) -> set[str]:
-    """The modules and tensors that peft loads and this library does not."""
+    """Return the modules and tensors that peft loads and this library does not."""
     return export.outside(report, export.settings_of(path))
 
 

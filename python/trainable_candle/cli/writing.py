@@ -49,7 +49,7 @@ def add_writing(group: argparse._ArgumentGroup) -> None:
 
 
 def writing_options(given: Mapping[str, Any]) -> WritingOptions:
-    """The options that the flags give.
+    """Return the options that the flags give.
 
     Raises:
         ConfigError: a value is outside its range, or has no effect.

@@ -69,7 +69,7 @@ class ShuffledBatches:
         self._order = lru_cache(maxsize=_REMEMBERED)(self._shuffled_groups)
 
     def batch(self, index: int) -> npt.NDArray[np.int64]:
-        """The numbers of the items in batch `index`; shape (batch_size,)."""
+        """Return the numbers of the items in batch `index`; shape (batch_size,)."""
         epoch = _last(lambda epoch: self.first_batch(epoch) <= index)
         place = index - self.first_batch(epoch)
         order = self._order(epoch)
@@ -79,7 +79,7 @@ class ShuffledBatches:
         return group.members(number * self._batch_size, self._batch_size)
 
     def first_batch(self, epoch: int) -> int:
-        """The number of the first batch of an epoch; epochs are counted from 0.
+        """Return the number of the first batch of an epoch; epochs are counted from 0.
 
         If the last items of a group in an epoch do not fill a batch, the first batch of this group
         in the next epoch begins with them.
@@ -90,7 +90,7 @@ class ShuffledBatches:
         return group.occurrences_before(epoch) // self._batch_size
 
     def _shuffled_groups(self, epoch: int) -> npt.NDArray[np.int64]:
-        """The group of each batch of an epoch."""
+        """Return the group of each batch of an epoch."""
         counts = [
             self._batches_before(group, epoch + 1) - self._batches_before(group, epoch)
             for group in self._groups
@@ -123,7 +123,7 @@ class _Group:
         self.occurrences_before = lru_cache(maxsize=_REMEMBERED)(self._occurrences_before)
 
     def members(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """`count` items from position `start` of the sequence."""
+        """Return `count` items from position `start` of the sequence."""
         number = _last(lambda number: self.occurrences_before(number) <= start)
         skipped = start - self.occurrences_before(number)
         parts, missing = [], count
@@ -138,7 +138,7 @@ class _Group:
         return int(self._counts(number).sum())
 
     def _counts(self, number: int) -> npt.NDArray[np.int64]:
-        """How often each item occurs before epoch `number`."""
+        """Return how often each item occurs before epoch `number`."""
         # The tiny addend offsets rounding errors: ten epochs of 0.1 repeats must make at least 1.
         return np.floor(number * self._repeats + self._phases + 1e-9).astype(np.int64)
 
@@ -150,7 +150,10 @@ class _Group:
 
 
 def _last(holds: Callable[[int], bool]) -> int:
-    """The largest integer n for which `holds(n)`; `holds` must be true from 0 to n, then false."""
+    """Return the largest integer n for which `holds(n)` is true.
+
+    `holds` must be true for all integers from 0 to n, and false above n.
+    """
     above = 1
     while holds(above):
         above *= 2

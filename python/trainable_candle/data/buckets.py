@@ -39,7 +39,7 @@ class Frame:
 
     @classmethod
     def whole(cls, width: int, height: int) -> Frame:
-        """The frame of an image that is neither scaled nor cropped."""
+        """Return the frame of an image that is neither scaled nor cropped."""
         return cls((width, height), 0, 0, Bucket(width, height))
 
 
@@ -64,12 +64,12 @@ class Fit:
         return 1 - self.bucket.width * self.bucket.height / (self.scaled[0] * self.scaled[1])
 
     def box(self, across: float = 0.5, down: float = 0.5) -> tuple[int, int]:
-        """The left column and top row of a crop; `across` and `down` are its position, 0 to 1."""
+        """Return the left column and top row of a crop; `across` and `down` (0 to 1) place it."""
         columns, rows = self.margin
         return round(columns * across), round(rows * down)
 
     def frame(self, left: int, top: int, *, flipped: bool = False) -> Frame:
-        """The frame of a crop, in the mirrored image if `flipped`."""
+        """Return the frame of a crop, in the mirrored image if `flipped`."""
         return Frame(self.original, self.margin[0] - left if flipped else left, top, self.bucket)
 
     def cut(self, image: Image.Image, left: int, top: int, *, flipped: bool = False) -> Image.Image:

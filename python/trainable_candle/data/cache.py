@@ -81,7 +81,7 @@ def _writable(folder: Path) -> Path:
 
 
 def fingerprint(facts: Mapping[str, object]) -> str:
-    """The BLAKE2b hash of `facts`, as 32 hexadecimal digits; the order of the keys is ignored."""
+    """Return the BLAKE2b hash of `facts`, 32 hexadecimal digits, for any order of the keys."""
     text = json.dumps(facts, sort_keys=True, default=str, ensure_ascii=False)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
@@ -116,11 +116,11 @@ class FeatureStore:
                     path.unlink()
 
     def holds(self, key: str) -> bool:
-        """Whether there is an entry with this key and a correct checksum."""
+        """Return whether there is an entry with this key and a correct checksum."""
         return intact_facts(self._path(key)).get("key") == key
 
     def read(self, key: str, device: str) -> dict[str, Tensor] | None:
-        """An entry on a device, or None if it is missing or damaged.
+        """Return an entry on a device, or None if it is missing or damaged.
 
         Raises:
             DeviceError, CudaUnavailableError: the device cannot be used.
@@ -143,7 +143,7 @@ class FeatureStore:
         self.put(key, packed(tensors, {**(facts or {}), "key": key}))
 
     def content(self, key: str) -> bytes:
-        """The bytes of an entry's file, for `put` of another store.
+        """Return the bytes of an entry's file, for `put` of another store.
 
         Raises:
             OSError: the file cannot be read.

@@ -22,7 +22,7 @@ _COLUMNS: Final = ("text", "caption", "prompt")
 
 
 def read_caption(path: Path) -> str | None:
-    """The text of the `.txt` or `.caption` file beside an image; None if there is no such file.
+    """Return the text of the `.txt` or `.caption` file beside an image; None without a file.
 
     Raises:
         DatasetError: the file cannot be read as UTF-8.
@@ -38,7 +38,7 @@ def read_caption(path: Path) -> str | None:
 
 
 def read_metadata(folder: Path) -> dict[Path, str]:
-    """The captions in a folder's `metadata.jsonl`, by image; none if there is no such file.
+    """Return the captions in a folder's `metadata.jsonl`, by image; none if there is no such file.
 
     Each line is a JSON object with `file_name`, relative to the folder, and the caption as `text`,
     `caption` or `prompt`: the layout of Hugging Face's `imagefolder`. A name is rejected if the
@@ -72,7 +72,7 @@ def read_metadata(folder: Path) -> dict[Path, str]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The path of a file in or below a folder, from its name relative to the folder.
+    """Return the path of a file in or below a folder, from its name relative to the folder.
 
     Raises:
         ValueError: the path is outside the folder.
@@ -121,7 +121,7 @@ class CaptionMaker:
         self._seed = seed
 
     def plain(self, caption: str, trigger: str) -> str:
-        """The trigger and the whole caption, tags in order; for validation and previews, too."""
+        """Return the trigger and the whole caption, with its tags in order, as in validation."""
         caption = " ".join(caption.split())
         after = caption[len(trigger) : len(trigger) + 1]
         if not trigger or (caption.startswith(trigger) and not after.isalnum()):
@@ -130,7 +130,7 @@ class CaptionMaker:
         return f"{trigger}{joint}{caption}" if caption else trigger
 
     def use(self, caption: str, trigger: str, picture: int, sample: int) -> str:
-        """The caption of an image with the seed `picture` when it is sample `sample` of a run."""
+        """Return the caption of the image with seed `picture`, as sample `sample` of a run."""
         if not self.options.dropout and not self._varies:
             return self.plain(caption, trigger)
         rng = generator(self._seed, "caption", sample)
@@ -145,7 +145,7 @@ class CaptionMaker:
         return self.plain(caption, trigger)
 
     def possible(self, caption: str, trigger: str, picture: int) -> Iterator[str]:
-        """Each caption that `use` can return for an image; `endless` must be False."""
+        """Yield each caption that `use` can return for an image; `endless` must be False."""
         if self.options.dropout > 0:
             yield ""
         if self._varies:

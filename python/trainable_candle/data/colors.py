@@ -110,7 +110,7 @@ def _luma(planes: Planes) -> Planes:
 
 
 def _turned(planes: Planes, sixths: np.float32) -> Planes:
-    """The colours with `sixths` / 6 of the circle added to the hues, in the HSV model."""
+    """Return the colours with `sixths` / 6 of the circle added to the hues, in the HSV model."""
     red, green, blue = planes
     value, least = planes.max(0), planes.min(0)
     chroma = value - least

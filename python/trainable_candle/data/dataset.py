@@ -70,7 +70,7 @@ class Batch:
     """The factor by which each image's loss is multiplied; shape (B,)."""
 
     def __len__(self) -> int:
-        """The number of images."""
+        """Return the number of images."""
         return len(self.views)
 
 
@@ -95,15 +95,15 @@ class Dataset:
         self._variants = lru_cache(maxsize=None)(self._make_variants)
 
     def __len__(self) -> int:
-        """The number of images."""
+        """Return the number of images."""
         return len(self.items)
 
     def summary(self) -> str:
-        """The lines to print before training: folders, buckets, images that are left out."""
+        """Return the lines to print before training: folders, buckets, images that are left out."""
         return self._summary
 
     def listing(self) -> dict[str, str]:
-        """For each image, a hash of its content, caption, mask's path and settings.
+        """Return, for each image, a hash of its content, caption, mask's path and settings.
 
         The keys are the images' paths, relative to the deepest folder that contains all images.
         """
@@ -121,24 +121,24 @@ class Dataset:
         }
 
     def metadata(self) -> dict[str, str]:
-        """The metadata about the images for adapter files.
+        """Return the metadata about the images for adapter files.
 
         The names are those of kohya's scripts and of ModelSpec, a standard for such metadata.
         """
         return described(self.items, self._captions.separator)
 
     def part(self, numbers: Sequence[int]) -> Dataset:
-        """The items with these indices as a separate data set."""
+        """Return the items with these indices as a separate data set."""
         items = [self.items[number] for number in numbers]
         return Dataset(items, self.options, self._captions, self.seed, self._summary)
 
     def fixed(self) -> Dataset:
-        """The same images, never mirrored, with centre crops and unchanged colours."""
+        """Return the same images, never mirrored, with centre crops and unchanged colours."""
         options = replace(self.options, crop="center", flip=False, color=ColorOptions())
         return Dataset(self.items, options, self._captions, self.seed, self._summary)
 
     def batches(self, batch_size: int) -> DatasetBatches:
-        """Batches in random order.
+        """Return batches in random order.
 
         Raises:
             ConfigError: the batch size is less than 1.
@@ -146,7 +146,7 @@ class Dataset:
         return DatasetBatches(self, batch_size, self.seed)
 
     def fixed_batches(self, batch_size: int) -> list[Batch]:
-        """Batches for validation, with each image once and nothing random.
+        """Return batches for validation, with each image once and nothing random.
 
         The images of a bucket keep the order of `items`. Each is cropped at the centre, is not
         mirrored and has unchanged colours. Captions are whole, with their tags in order. The last
@@ -172,7 +172,7 @@ class Dataset:
         ]
 
     def views(self) -> list[View]:
-        """Every view that can be in a batch, grouped by bucket."""
+        """Return every view that can be in a batch, grouped by bucket."""
         found = {
             view: None
             for number in range(len(self.items))
@@ -183,7 +183,7 @@ class Dataset:
         return sorted(found, key=lambda view: self.items[view.item].fit.bucket)
 
     def possible_captions(self) -> list[str]:
-        """Every caption that can be in a batch.
+        """Return every caption that can be in a batch.
 
         Raises:
             ConfigError: tags are shuffled or dropped anew for each sample (`variants` is 0).
@@ -201,7 +201,7 @@ class Dataset:
         return list(found)
 
     def pixels(self, view: View) -> npt.NDArray[np.uint8]:
-        """The RGB values of a view; shape (height, width, 3), with its bucket's height and width.
+        """Return the RGB values of a view: (height, width, 3) in the size of its bucket.
 
         Raises:
             DatasetError: the file is missing or has changed since the data set was loaded.
@@ -217,7 +217,7 @@ class Dataset:
         return view.colors.apply(pixels, opacity)
 
     def masks(self, batch: Batch, factor: int = 8) -> npt.NDArray[np.float32] | None:
-        """The weights of the loss, from 0 to 1; 1 everywhere for images without a mask.
+        """Return the weights of the loss, from 0 to 1; 1 everywhere for images without a mask.
 
         Args:
             batch: the batch.
@@ -236,7 +236,7 @@ class Dataset:
         return masks
 
     def draw(self, index: int, numbers: Sequence[int]) -> Batch:
-        """Batch number `index`, with a random view and caption of each of the items `numbers`."""
+        """Return batch number `index`: a random view and caption of each of the items `numbers`."""
         samples = range(index * len(numbers), (index + 1) * len(numbers))
         views, captions = [], []
         for sample, number in zip(samples, numbers, strict=True):
@@ -283,7 +283,7 @@ class Dataset:
         return self.options.color.variants if self.options.color.varies else 1
 
     def _make_variants(self, number: int, crop: int, color: int) -> list[View]:
-        """The views with crop number `crop` and colours number `color`.
+        """Return the views with crop number `crop` and colours number `color`.
 
         They are one view that is not mirrored and, with `flip`, its mirrored image.
         """
@@ -332,9 +332,9 @@ class DatasetBatches:
         )
 
     def batch(self, index: int) -> Batch:
-        """Batch number `index`, from 0; the same in every call."""
+        """Return batch number `index`, from 0; the same in every call."""
         return self._dataset.draw(index, self._order.batch(index).tolist())
 
     def first_batch(self, epoch: int) -> int:
-        """The number of the first batch of an epoch; epochs are counted from 0."""
+        """Return the number of the first batch of an epoch; epochs are counted from 0."""
         return self._order.first_batch(epoch)

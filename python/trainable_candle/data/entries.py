@@ -32,7 +32,7 @@ _NUMPY: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "U32": 
 
 
 def packed(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> bytes:
-    """The bytes of a safetensors file with a checksum.
+    """Return the bytes of a safetensors file with a checksum.
 
     Args:
         tensors: the tensors, by name.
@@ -62,7 +62,7 @@ def packed(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> bytes:
 
 
 def unpacked(content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and the text entries in bytes that `packed` made; the checksum is ignored."""
+    """Return the tensors and the text entries of a `packed` file; ignores the checksum."""
     start = 8 + int.from_bytes(content[:8], "little")
     entries = json.loads(content[8:start])
     facts = entries.pop(_METADATA)
@@ -74,7 +74,7 @@ def unpacked(content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def facts_of(path: Path) -> dict[str, str]:
-    """The text entries of a file's header, without a check of the tensors.
+    """Return the text entries of a file's header, without a check of the tensors.
 
     They are empty if the file is missing or not a safetensors file.
     """
@@ -87,7 +87,7 @@ def facts_of(path: Path) -> dict[str, str]:
 
 
 def intact_facts(path: Path) -> dict[str, str]:
-    """The text entries of a file that `packed` made; empty if the file's checksum is wrong.
+    """Return the text entries of a file that `packed` made; empty if the file's checksum is wrong.
 
     The whole file is read.
     """
@@ -107,7 +107,7 @@ def _metadata(header: bytes) -> dict[str, str]:
 
 
 def _checksum(content: bytes | bytearray) -> bytes:
-    """The CRC-32 of all bytes of a file except the checksum, in 8 hexadecimal digits."""
+    """Return the CRC-32 of all bytes of a file except the checksum, in 8 hexadecimal digits."""
     view = memoryview(content)
     return b"%08x" % zlib.crc32(view[_PLACE.stop :], zlib.crc32(view[: _PLACE.start]))
 

@@ -119,7 +119,7 @@ class LatentCache:
         return Filled(len(keys) - len(whole), len(whole), removed)
 
     def batch(self, batch: Batch) -> dict[str, Tensor]:
-        """The tensors of a batch, (B, ...) by name.
+        """Return the tensors of a batch, (B, ...) by name.
 
         Raises:
             DatasetError: an entry is missing.
@@ -230,7 +230,7 @@ class TextCache:
         return max(1, self._encode_parts // max(1, parts))
 
     def batch(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """The tensors of some captions, (B, ...) by name.
+        """Return the tensors of some captions, (B, ...) by name.
 
         Raises:
             DatasetError: an entry is missing.
@@ -248,7 +248,7 @@ class TextCache:
 def _dealt(
     group: Group, missing: Sequence[str], tasks: Mapping[str, _Task]
 ) -> tuple[list[_Task], list[str]]:
-    """The tasks that this process encodes, and the keys of all entries that some process lacks."""
+    """Return the tasks that this process encodes, and all keys that some process lacks."""
     whole = needed(group, missing, tasks)
     here = set(missing)
     mine = whole[group.rank :: group.size]
@@ -264,7 +264,7 @@ def _joined(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def _continued(
     row: Mapping[str, Tensor], rows: Sequence[Mapping[str, Tensor]], blank: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The features `row`, extended by `blank` along dimension 1 to the longest of `rows`."""
+    """Return the features `row`, extended by `blank` along dimension 1 to the longest of `rows`."""
     whole = {}
     for name, tensor in row.items():
         if tensor.ndim < 2:

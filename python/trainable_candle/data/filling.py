@@ -35,7 +35,7 @@ class Filled:
     """The number of removed entries: damaged ones, and those of earlier contents of a file."""
 
     def __str__(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         gone = f", {self.removed} outdated removed" if self.removed else ""
         return f"{self.found} found, {self.made} made{gone}"
 

@@ -67,7 +67,7 @@ class Folder:
 
 
 def check_folder(folder: str | Path, caption: str | None = None) -> list[Picture]:
-    """Every image in `folder`, sorted by path, each decoded once.
+    """Return every image in `folder`, sorted by path, each decoded once.
 
     Images in folders inside it are included only if its `metadata.jsonl` names them.
 
@@ -139,7 +139,7 @@ def read_folder(source: Source, *, masks: bool = False, hint: str = "") -> Folde
 
 
 def unusable(folder: Path, count: int, problems: Sequence[str], hint: str = "") -> DatasetError:
-    """The error for `problems` among `count` images; its message shows the first ten."""
+    """Return the error for `problems` among `count` images; its message shows the first ten."""
     return DatasetError(
         f"dataset: {len(problems)} of {counted(count, 'image')} in {folder} cannot be used"
         f"{hint}:\n  " + "\n  ".join(first_lines(problems))
@@ -147,18 +147,18 @@ def unusable(folder: Path, count: int, problems: Sequence[str], hint: str = "") 
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun, which is singular for 1."""
+    """Return a number with its noun, which is singular for 1."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def first_lines(lines: Sequence[str]) -> list[str]:
-    """The first ten lines, and the number of further lines."""
+    """Return the first ten lines, and the number of further lines."""
     shown = list(lines[:_SHOWN])
     return [*shown, f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else shown
 
 
 def _files(folder: Path, *, recursive: bool) -> Iterator[Path]:
-    """The files in a folder and, if `recursive`, in the folders below it.
+    """Yield the files in a folder and, if `recursive`, in the folders below it.
 
     Hidden files, hidden folders and folders of masks are left out; links to folders are not
     followed.
@@ -174,7 +174,7 @@ def _files(folder: Path, *, recursive: bool) -> Iterator[Path]:
 
 
 def _listed(files: Sequence[Path], folder: Path) -> dict[Path, str]:
-    """The captions of every `metadata.jsonl` among `files`, by image."""
+    """Return the captions of every `metadata.jsonl` among `files`, by image."""
     listed = {
         picture: caption
         for path in files

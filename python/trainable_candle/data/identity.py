@@ -34,7 +34,7 @@ gives them different timestamps."""
 
 
 def file_identity(path: str | Path) -> str:
-    """A hash of a file's contents, or of all model files below a folder.
+    """Return a hash of a file's contents, or of all model files below a folder.
 
     The hash has 32 hexadecimal digits and depends on every byte. Several threads hash chunks of a
     file. A file's hash is remembered with the file's path, size, times, inode and device; while
@@ -59,7 +59,7 @@ def file_identity(path: str | Path) -> str:
 
 
 def content_digests(files: Sequence[Path]) -> list[str]:
-    """A hash of each file's contents; files whose hash is remembered are not read.
+    """Return a hash of each file's contents; files whose hash is remembered are not read.
 
     Raises:
         OSError: a file cannot be read.
@@ -91,14 +91,14 @@ def content_digests(files: Sequence[Path]) -> list[str]:
 
 
 def user_folder() -> Path:
-    """The library's cache folder, in `$XDG_CACHE_HOME` or `~/.cache`."""
+    """Return the library's cache folder, in `$XDG_CACHE_HOME` or `~/.cache`."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(given) if Path(given).is_absolute() else Path("~/.cache").expanduser()
     return base / "trainable-candle"
 
 
 def _state(file: Path) -> list[int]:
-    """Values that reveal a change of the file: size, mtime, ctime, inode, device."""
+    """Return values that reveal a change of the file: size, mtime, ctime, inode, device."""
     found = file.stat()
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]
 

@@ -57,7 +57,7 @@ class Entries:
         self._bytes = 0
 
     def missing(self, keys: Sequence[str]) -> list[str]:
-        """The keys that have no entries."""
+        """Return the keys that have no entries."""
         held = in_parallel(self._holds, keys)
         return [key for key, there in zip(keys, held, strict=True) if not there]
 
@@ -143,7 +143,7 @@ class Entries:
         return packed(on_host, {"key": key})
 
     def get(self, key: str) -> dict[str, Tensor]:
-        """The tensors of an entry, on the device.
+        """Return the tensors of an entry, on the device.
 
         Raises:
             DatasetError: the entry is missing.
@@ -161,11 +161,11 @@ class Entries:
         return tensors
 
     def placed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors, copied to the device of batches unless they are on it."""
+        """Return the tensors, copied to the device of batches unless they are on it."""
         return {name: tensor.to(self._device) for name, tensor in tensors.items()}
 
     def remove_superseded(self, needed: set[str], digests: Mapping[str, str]) -> int:
-        """Like the method of `FeatureStore`; returns 0 without files."""
+        """Call `FeatureStore.remove_superseded`; without files, return 0."""
         return 0 if self._store is None else self._store.remove_superseded(needed, digests)
 
     def _remember(self, key: str, tensors: dict[str, Tensor]) -> None:
@@ -177,7 +177,7 @@ class Entries:
 
 
 def _rows(encoded: Mapping[str, Tensor], count: int) -> Iterator[dict[str, Tensor]]:
-    """Each row of the encoded tensors, as tensors of one row on the host."""
+    """Yield each row of the encoded tensors, as tensors of one row on the host."""
     for name, tensor in encoded.items():
         if tensor.ndim == 0 or tensor.shape[0] != count:
             raise DatasetError(

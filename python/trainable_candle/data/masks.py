@@ -19,12 +19,12 @@ Small differences come from rounding the mask's width and height to whole pixels
 
 
 def is_mask(path: Path) -> bool:
-    """Whether the name of an image marks it as the mask of another one."""
+    """Return whether the name of an image marks it as the mask of another one."""
     return path.stem.endswith(SUFFIX)
 
 
 def mask_of(picture: Path) -> Path | None:
-    """The mask of an image: `NAME-masklabel.png` beside it, or `masks/NAME` in any format."""
+    """Find an image's mask: `NAME-masklabel.png` beside it, or `masks/NAME` in any format."""
     beside = picture.with_name(f"{picture.stem}{SUFFIX}.png")
     folder = picture.parent / FOLDER
     inside = (folder / f"{picture.stem}{suffix}" for suffix in (picture.suffix, *SUFFIXES))
@@ -32,7 +32,7 @@ def mask_of(picture: Path) -> Path | None:
 
 
 def none_found(kind: str, picture: Path) -> str:
-    """The end of a message that says that no image has a mask.
+    """Return the end of a message that says that no image has a mask.
 
     Args:
         kind: the kind of the masks, `file` or `alpha`.
@@ -45,7 +45,7 @@ def none_found(kind: str, picture: Path) -> str:
 
 
 def mask_problem(mask: Path, picture: Facts) -> str | None:
-    """Why a mask does not fit an image; None if it fits.
+    """Return why a mask does not fit an image; None if it fits.
 
     The two must have the same aspect ratio, but may have different sizes.
 

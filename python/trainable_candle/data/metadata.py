@@ -18,7 +18,7 @@ _TAGS: Final = 10
 
 
 def described(items: Sequence[Item], separator: str) -> dict[str, str]:
-    """The entries for an adapter file's header: folders, tag counts, buckets, most frequent tags.
+    """Return the entries of an adapter's header: folders, tag counts, buckets, frequent tags.
 
     Args:
         items: the images that are trained on.

@@ -80,7 +80,7 @@ def probe(path: Path) -> Facts:
 
 
 def read_rgb(path: Path, digest: str | None = None) -> Image.Image:
-    """An image as RGB, rotated as EXIF prescribes, and blended with white where it is transparent.
+    """Read an image as RGB, rotated as EXIF prescribes; transparent parts become white.
 
     Of an animation, the first frame is read. 16-bit grey loses its lower byte. Colour profiles are
     not applied.
@@ -103,7 +103,7 @@ def read_rgb(path: Path, digest: str | None = None) -> Image.Image:
 
 
 def read_pixels(path: Path) -> npt.NDArray[np.uint8]:
-    """The image of `read_rgb` as an array; shape (height, width, 3).
+    """Return the image of `read_rgb` as an array; shape (height, width, 3).
 
     Raises:
         DatasetError: the file cannot be decoded, or has pixels that are not integers.
@@ -112,7 +112,7 @@ def read_pixels(path: Path) -> npt.NDArray[np.uint8]:
 
 
 def read_grey(path: Path) -> Image.Image:
-    """The brightness of an image, upright, in 8 bits.
+    """Return the brightness of an image, upright, in 8 bits.
 
     Raises:
         DatasetError: see `read_rgb`.
@@ -121,7 +121,7 @@ def read_grey(path: Path) -> Image.Image:
 
 
 def read_alpha(path: Path) -> Image.Image:
-    """The alpha channel of an image, upright, in 8 bits; 255 everywhere if it has none.
+    """Return the alpha channel of an image, upright, in 8 bits; 255 everywhere if it has none.
 
     Raises:
         DatasetError: the file cannot be decoded.

@@ -34,7 +34,7 @@ _REPEATED: Final = re.compile(r"(\d+)_(.+)", re.DOTALL)
 def parse_sources(
     dataset: str | Path | Sequence[Any], caption: str | None = None
 ) -> tuple[Source, ...]:
-    """The folders that a `dataset` setting names.
+    """Return the folders that a `dataset` setting names.
 
     As in kohya's scripts, a folder that has neither images nor a metadata file is replaced by the
     folders inside it with names like `10_a cup`. 10 becomes their `repeats`. `a cup` becomes the
@@ -158,7 +158,7 @@ def _source(entry: Any, caption: str | None, base: Path, where: str) -> Source:
 
 
 def _renamed(values: Mapping[Any, Any], where: str) -> dict[Any, Any]:
-    """The fields of an entry, with synonyms replaced by the names of the fields of `Source`.
+    """Return the fields of an entry, with synonyms replaced by the names of the fields of `Source`.
 
     Raises:
         ConfigError: two names mean the same field.

@@ -23,7 +23,7 @@ def describe(
     folders: Sequence[Folder],
     small: Sequence[str],
 ) -> str:
-    """The summary of a data set.
+    """Return the summary of a data set.
 
     Args:
         found: the usable images of each folder.
@@ -53,7 +53,7 @@ def describe(
 def nothing_left(
     options: DatasetOptions, folders: Sequence[Folder], small: Sequence[str]
 ) -> DatasetError:
-    """The error if no image can be used."""
+    """Return the error if no image can be used."""
     problems = [problem for folder in folders for problem in folder.problems]
     reasons = []
     if small:

@@ -47,20 +47,20 @@ class Digits:
         return len(self.labels)
 
     def only(self, *digits: int) -> Digits:
-        """The images of the given digits."""
+        """Return the images of the given digits."""
         return self.where(np.isin(self.labels, digits))
 
     def without(self, *digits: int) -> Digits:
-        """The images of all other digits."""
+        """Return the images of all other digits."""
         return self.where(~np.isin(self.labels, digits))
 
     def where(self, mask: npt.NDArray[np.bool_]) -> Digits:
-        """The images for which ``mask``, shape (n,), is true."""
+        """Return the images for which ``mask``, shape (n,), is true."""
         return Digits(self.pixels[mask], self.labels[mask])
 
 
 def load() -> Digits:
-    """All 1797 images, in the order of the data set."""
+    """Return all 1797 images, in the order of the data set."""
     resource = files("trainable_candle.demo") / "assets" / "digits.npz"
     with resource.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         return Digits(arrays["pixels"], arrays["labels"])
@@ -96,12 +96,12 @@ def split(
 
 
 def to_grey(pixels: Pixels) -> npt.NDArray[np.uint8]:
-    """Pixels as an image file stores them: 0..16 becomes 255 (paper) to 0 (ink); same shape."""
+    """Convert pixels to greys of an image file: 0 (paper) to 16 (ink) becomes 255 to 0."""
     grey: npt.NDArray[np.uint8] = 255 - np.rint(pixels * (255 / MAX_PIXEL)).astype(np.uint8)
     return grey
 
 
 def from_grey(grey: npt.NDArray[np.uint8]) -> Pixels:
-    """The inverse of `to_grey`; a grey between two of the 17 levels becomes the nearer level."""
+    """Invert `to_grey`; a grey between two of the 17 levels becomes the nearer level."""
     pixels: Pixels = np.rint((255 - grey) * (MAX_PIXEL / 255)).astype(np.uint8)
     return pixels

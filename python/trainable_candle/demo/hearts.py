@@ -126,7 +126,7 @@ def run_demo(
 
 
 def configuration(output: Path, *, seed: int = 0, threads: int | None = None) -> TrainConfig:
-    """The settings of a run that trains on `output/dataset` and writes to `output`."""
+    """Return the settings of a run that trains on `output/dataset` and writes to `output`."""
     return TrainConfig(
         model="sdxl",
         dataset=str(output / DATASET),
@@ -165,7 +165,7 @@ def write_dataset(folder: Path, seed: int) -> None:
 
 
 def caption(colour: str) -> str:
-    """The caption of a heart in this colour, for training images and as a prompt."""
+    """Return the caption of a heart in this colour, for training images and as a prompt."""
     return f"a {colour} {shapes.HEART}"
 
 
@@ -183,6 +183,6 @@ def _draw(task: LatentTask, seed: int) -> npt.NDArray[np.uint8]:
 
 
 def _grid(images: npt.NDArray[np.uint8]) -> Image.Image:
-    """One image with all `images` in a grid that has a row for each colour."""
+    """Return one image with all `images` in a grid that has a row for each colour."""
     rows = images.reshape(-1, DRAWN, *images.shape[1:])
     return Image.fromarray(np.concatenate([np.concatenate(row, 1) for row in rows], 0))

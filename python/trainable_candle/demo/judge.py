@@ -42,15 +42,15 @@ class Judge:
         self._classifier.fit(_features(real.pixels), real.labels)
 
     def labels(self, pixels: Pixels) -> Labels:
-        """The judge's digit for each image; shape (n,)."""
+        """Return the judge's digit for each image; shape (n,)."""
         return np.asarray(self._classifier.predict(_features(pixels)), dtype=np.uint8)
 
     def accuracy(self, real: Digits) -> float:
-        """The share (0 to 1) of real images whose digit the judge gets right."""
+        """Return the share (0 to 1) of real images whose digit the judge gets right."""
         return float(np.mean(self.labels(real.pixels) == real.labels))
 
     def share(self, pixels: Pixels, digit: int) -> float:
-        """The share (0 to 1) of the images that the judge takes for ``digit``."""
+        """Return the share (0 to 1) of the images that the judge takes for ``digit``."""
         return float(np.mean(self.labels(pixels) == digit))
 
 
@@ -108,7 +108,7 @@ def verdict(judge: Judge, digit: int, before: Pixels, after: Pixels, train: Digi
 
 
 def spread(pixels: Pixels) -> float:
-    """The mean Euclidean distance over all pairs of two of the images, in pixel values.
+    """Return the mean Euclidean distance over all pairs of two of the images, in pixel values.
 
     The mean is zero if all images are equal: the spread detects a model that always draws the same
     image.

@@ -124,7 +124,7 @@ def run_demo(
 
 
 def configuration(output: Path, *, seed: int = 0, threads: int | None = None) -> TrainConfig:
-    """The settings of a run that trains on the chats in `output` and writes to `output`."""
+    """Return the settings of a run that trains on the chats in `output` and writes to `output`."""
     return TrainConfig(
         model="causal-lm",
         dataset=str(output / DATASET),
@@ -189,7 +189,7 @@ class Answers:
         """The share of exact answers in the known tasks together."""
 
     def shown(self, before: Answers, count: int = 4) -> str:
-        """The first `count` answers in the unseen task, each in a line with the answer of `before`.
+        """Return lines with the first `count` answers in the unseen task, now and in `before`.
 
         Args:
             before: the answers of the model without the LoRA, about the same words.

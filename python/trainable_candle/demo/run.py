@@ -122,7 +122,7 @@ def run(
 
 
 def configuration(output: Path, *, seed: int = 0, threads: int | None = None) -> TrainConfig:
-    """The settings of a run that trains on `output/dataset` and writes to `output`."""
+    """Return the settings of a run that trains on `output/dataset` and writes to `output`."""
     return TrainConfig(
         model="digits",
         dataset=str(output / DATASET),
@@ -159,7 +159,7 @@ def write_dataset(pictures: digits.Digits, folder: Path) -> None:
 
 
 def caption(digit: int) -> str:
-    """The caption of an image of this digit, for training images and as a prompt."""
+    """Return the caption of an image of this digit, for training images and as a prompt."""
     return f"a handwritten {digit}"
 
 
@@ -177,7 +177,7 @@ def _sample(task: LatentTask, seed: int) -> npt.NDArray[np.uint8]:
 
 @tc.no_grad()
 def _velocity(model: DigitsTransformer) -> npt.NDArray[np.float32]:
-    """The model's output for ten blank images, one of each class, half way from image to noise."""
+    """Return the model's output for ten blank images, one of each class, half way to noise."""
     blank = tc.zeros((digits.CLASSES, 1, SIDE, SIDE))
     velocity = model(blank, tc.full((digits.CLASSES,), FLOW_TIMES / 2), tc.arange(digits.CLASSES))
     array: npt.NDArray[np.float32] = velocity.numpy()

@@ -38,7 +38,7 @@ _SEEN: Final = 16
 
 
 def draw(shape: str, colour: str, random: np.random.Generator) -> Image.Image:
-    """A filled shape on a plain, dark background; place, size and background are random."""
+    """Return a filled shape on a plain, dark background; place, size and background are random."""
     side = SIDE * _SCALE
     image = Image.new("RGB", (side, side), tuple(int(v) for v in random.integers(95, 135, 3)))
     canvas, fill = ImageDraw.Draw(image), COLOURS[colour]
@@ -77,13 +77,13 @@ class Judge:
         """The share (0 to 1) of right answers about shapes that the judge was not fitted on."""
 
     def hearts(self, images: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-        """Whether each image (n, height, width, 3) is a heart."""
+        """Return whether each image (n, height, width, 3) is a heart."""
         found: npt.NDArray[np.bool_] = self._classifier.predict(_features(images)) == HEART
         return found
 
 
 def is_colour(image: npt.NDArray[np.uint8], colour: str) -> bool:
-    """Whether the mean colour in the middle of an image is nearest to `colour` of all `COLOURS`.
+    """Return whether an image's middle is on average nearest to `colour` of all `COLOURS`.
 
     The image has the shape (height, width, 3).
     """
@@ -103,7 +103,7 @@ def _examples(random: np.random.Generator) -> tuple[npt.NDArray[np.uint8], list[
 def _features(
     images: Sequence[npt.NDArray[np.uint8]] | npt.NDArray[np.uint8],
 ) -> npt.NDArray[np.float64]:
-    """One row of features for each image.
+    """Return one row of features for each image.
 
     The features are the grey values of the reduced image: the absolute values of their differences
     from the background, divided by the norm of these values. So the judge sees neither the contrast

@@ -51,17 +51,17 @@ first vowel to the end and appends `ay`."""
 
 
 def answer(task: str, word: str) -> str:
-    """The right answer for a task and a word."""
+    """Return the right answer for a task and a word."""
     return _pig(word) if task == UNSEEN else TASKS[task](word)
 
 
 def message(task: str, word: str) -> str:
-    """The message that asks for a task on a word."""
+    """Return the message that asks for a task on a word."""
     return f"{task}: {word}"
 
 
 def chat(task: str, word: str) -> list[dict[str, str]]:
-    """A question with its answer."""
+    """Return a question with its answer."""
     return [
         {"role": "user", "content": message(task, word)},
         {"role": "assistant", "content": answer(task, word)},
@@ -69,12 +69,12 @@ def chat(task: str, word: str) -> list[dict[str, str]]:
 
 
 def is_held_out(word: str) -> bool:
-    """Whether a word is in the part that models are judged on, and not trained on."""
+    """Return whether a word is in the part that models are judged on, and not trained on."""
     return zlib.crc32(word.encode()) % _HELD_OUT == 0
 
 
 def words(rng: np.random.Generator, count: int, *, held_out: bool = False) -> list[str]:
-    """`count` different words of 4 to 9 letters, all held out or all not held out."""
+    """Return `count` different words of 4 to 9 letters, all held out or all not held out."""
     found: dict[str, None] = {}
     while len(found) < count:
         parts = (_ONSETS, _VOWELS, _CODAS) * 2

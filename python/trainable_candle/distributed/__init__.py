@@ -72,7 +72,7 @@ def init(device: str = "auto") -> str:
 
 
 def device_of(world: World | None, device: str) -> str:
-    """The device of this process: for one of several processes, `cuda` means the GPU of its rank.
+    """Return the device of this process; `cuda` means the GPU of the process's rank.
 
     With several processes, `auto` means `cuda` if CUDA is available, else `cpu`. If `world` is
     None, there is a single process, and the result is `device` unchanged.

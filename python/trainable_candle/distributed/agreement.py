@@ -97,7 +97,7 @@ class SameParameters(Callback):
 
 
 def _sums(parameters: Mapping[str, Var]) -> dict[str, tuple[float, float]]:
-    """The sum of each tensor's values, and of their squares, added in f64."""
+    """Return the sum of each tensor's values, and of their squares, added in f64."""
     sums, squares = [], []
     with tc.no_grad():
         for var in parameters.values():

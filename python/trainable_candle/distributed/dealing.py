@@ -23,7 +23,7 @@ _LENGTH: Final = 8
 def measured(
     group: Group, items: Sequence[_Item], measure: Callable[[_Item], _Found]
 ) -> list[_Found]:
-    """The results of `measure` for all items, in order; each process measures some of the items.
+    """Return the results of `measure` for all items in order; each process measures some.
 
     Args:
         group: the processes.
@@ -45,7 +45,7 @@ def measured(
 
 
 def needed(group: Group, missing: Iterable[str], order: Iterable[str]) -> list[str]:
-    """The names that are missing in at least one process; all processes get the same list.
+    """Return the names that are missing in at least one process; all processes get the same list.
 
     Each process then makes the items with the indices `group.rank`, `group.rank + group.size` and
     so on.

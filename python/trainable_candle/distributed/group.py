@@ -34,7 +34,7 @@ class Group(Protocol):
         """Set the variables to the values that they have in rank 0."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of a tensor over all processes."""
+        """Return the sum of a tensor over all processes."""
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Send a message to all processes; returns the messages of all processes, by rank."""
@@ -49,7 +49,7 @@ class Group(Protocol):
         """Make all processes end; their error messages give the reason."""
 
     def in_step(self) -> AbstractContextManager[None]:
-        """The context in which a step runs. If it takes too long, this process counts as failed."""
+        """Return the context of a step; after its time limit, this process counts as failed."""
 
     def close(self) -> None:
         """Leave the group."""
@@ -61,18 +61,18 @@ class Alone:
     rank, size, local_size = 0, 1, 1
 
     def sum_gradients(self, _parameters: Mapping[str, Var], tail: Tensor) -> Tensor:
-        """The tail; there is nothing to add."""
+        """Return the tail; there is nothing to add."""
         return tail
 
     def broadcast_(self, parameters: Mapping[str, Var]) -> None:
         """Do nothing: rank 0 is this process."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return tensor
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """The message of this process alone."""
+        """Return the message of this process alone."""
         return [message]
 
     def barrier(self) -> None:
@@ -85,7 +85,7 @@ class Alone:
         """Do nothing: there are no other processes."""
 
     def in_step(self) -> AbstractContextManager[None]:
-        """No limit: no other process waits for this one."""
+        """Return a context without a time limit, because no other process waits for this one."""
         return nullcontext()
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ ALONE: Final = Alone()
 
 @contextmanager
 def first_before_others(group: Group) -> Iterator[None]:
-    """A context that the other ranks enter after rank 0 has left it.
+    """Return a context that the other ranks enter after rank 0 has left it.
 
     So the other ranks find the files that rank 0 has written in the context.
 
@@ -113,7 +113,7 @@ def first_before_others(group: Group) -> Iterator[None]:
 
 
 def make_group(world: World | None, device: str, facts: Mapping[str, str], **options: Any) -> Group:
-    """The group of this process; without a launcher (`world` is None), the process alone.
+    """Return the group of this process; without a launcher (`world` is None), the process alone.
 
     Raises:
         DistributedError: the processes do not find each other, or their `facts` differ.

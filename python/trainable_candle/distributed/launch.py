@@ -45,7 +45,7 @@ _COUNT: Final = (
 
 
 def chosen_gpus(text: str) -> list[int]:
-    """The numbers of the GPUs that `--gpus` selects.
+    """Return the numbers of the GPUs that `--gpus` selects.
 
     Raises:
         DeviceError: there are fewer GPUs, or none can be used.
@@ -129,12 +129,18 @@ def launch(arguments: Sequence[str], gpus: Sequence[int], *, on_gpu: bool, outpu
 
 
 def gpu_environment(folder: Path, rank: int, size: int) -> dict[str, str]:
-    """The environment of process `rank`; `size` processes on this machine meet in `folder`."""
+    """Return the environment of the process of this machine with rank `rank`.
+
+    The machine has `size` processes, which meet at a socket in `folder`.
+    """
     return {**os.environ, RENDEZVOUS: str(folder / "rendezvous"), **_place(0, rank, size, 1)}
 
 
 def _place(first: int, number: int, count: int, machines: int) -> dict[str, str]:
-    """The variables of process `number` of `count` on a machine whose first rank is `first`."""
+    """Return the environment variables that give process `number` of a machine its ranks.
+
+    The machine has `count` processes, and the first of them has rank `first`.
+    """
     place = {
         "RANK": first + number,
         "LOCAL_RANK": number,
@@ -214,7 +220,7 @@ class _Watch:
 
 
 def is_launched() -> bool:
-    """Whether `launch` has started this process."""
+    """Return whether `launch` has started this process."""
     return LAUNCHER in os.environ
 
 
@@ -246,5 +252,5 @@ def _visible(gpus: Sequence[int]) -> str:
 
 
 def _short() -> str | None:
-    """A temporary folder in which a socket's path is short enough; None for the usual folder."""
+    """Return a temporary folder with a path short enough for sockets; None: the usual one."""
     return None if len(tempfile.gettempdir()) < _SOCKET_PATH - 30 else "/tmp"  # noqa: S108

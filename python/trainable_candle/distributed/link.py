@@ -37,7 +37,7 @@ _POLL: Final = 0.1
 
 
 def differing(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
-    """The differences between the facts of another process and those of rank 0.
+    """Return the differences between the facts of another process and those of rank 0.
 
     Args:
         theirs: the facts of the other process, by name.
@@ -223,7 +223,7 @@ class Link:
         raise self._refusal(reason, connection)
 
     def _refusal(self, reason: str, *others: Connection[Any, Any]) -> DistributedError:
-        """The error of a run that cannot begin; the connected processes get the reason."""
+        """Return the error of a run that cannot begin; the connected processes get the reason."""
         for other in [*others, *self._data.values()]:
             with suppress(OSError):
                 other.send_bytes(json.dumps({"failure": reason}).encode())

@@ -51,7 +51,7 @@ def listen(world: World) -> Listener:
 
 
 def reach(world: World, deadline: float) -> Connection[Any, Any]:
-    """A connection to rank 0, which may not be listening yet.
+    """Return a connection to rank 0, which may not be listening yet.
 
     Raises:
         DistributedError: rank 0 cannot be reached by `deadline`, or another program listens at its
@@ -109,7 +109,7 @@ def knock(address: Address) -> None:
 
 
 def shown(address: Address) -> str:
-    """An address as text, for messages."""
+    """Return an address as text, for messages."""
     return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else address
 
 

@@ -129,7 +129,7 @@ class Processes:
         self.wait()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of a tensor over all processes, on the tensor's device.
+        """Return the sum of a tensor over all processes, on the tensor's device.
 
         Raises:
             DistributedError: another process has failed.
@@ -168,7 +168,7 @@ class Processes:
         self._link.require_alive()
 
     def in_step(self) -> AbstractContextManager[None]:
-        """The context in which a step runs. If it takes too long, this process counts as failed."""
+        """Return the context of a step; after its time limit, this process counts as failed."""
         return self._busy("a step", self._step_seconds)
 
     @contextmanager
@@ -195,7 +195,7 @@ class Processes:
             self._communicator.wait(seconds)
 
     def _sum(self, values: NDArray[Any]) -> NDArray[Any]:
-        """The sum over the processes, added in the order of the ranks and in the values' dtype."""
+        """Add up the values of all processes, in the order of the ranks, in the values' dtype."""
         parts = self._link.gather(values.tobytes())
         total = values
         for part in parts[1:]:
@@ -218,10 +218,10 @@ class Processes:
 
 
 def _numbers(tensor: Tensor) -> NDArray[Any]:
-    """The values as an array; bf16 becomes f32, because numpy has no bf16."""
+    """Return the values as an array; bf16 becomes f32, because numpy has no bf16."""
     return (tensor.to("f32") if tensor.dtype == "bf16" else tensor).numpy()
 
 
 def _like(tensor: Tensor, values: NDArray[Any]) -> Tensor:
-    """The array `values` as a tensor with the dtype of `tensor`."""
+    """Return the array `values` as a tensor with the dtype of `tensor`."""
     return tc.tensor(values).to(tensor.dtype)

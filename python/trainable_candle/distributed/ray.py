@@ -130,7 +130,7 @@ def train(
 
 
 def _weight(outcome: Outcome) -> int:
-    """How well an outcome explains why the run ended; 0 for a success."""
+    """Return how well an outcome explains why the run ended; 0 for a success."""
     return 0 if not outcome.error else 1 if outcome.follows else 3 if outcome.is_final else 2
 
 

@@ -77,7 +77,7 @@ class Worker:
         self._stop = threading.Event()
 
     def place(self) -> Place:
-        """Where this process runs."""
+        """Return where this process runs."""
         import ray  # noqa: PLC0415 - only actors need it
 
         util: Any = ray.util  # has no types
@@ -85,7 +85,7 @@ class Worker:
         return Place(node, util.get_node_ip_address(), os.getpid())
 
     def free_port(self, address: str) -> int:
-        """A port of this machine on which no process listens."""
+        """Return a port of this machine on which no process listens."""
         with socket.socket() as free:
             free.bind((address, 0))
             port: int = free.getsockname()[1]
@@ -98,7 +98,7 @@ class Worker:
         (folder / name).touch()
 
     def sees(self, output: str, name: str) -> bool:
-        """Whether a file of another process exists; waits a few seconds for the file."""
+        """Return whether a file of another process exists; waits a few seconds for the file."""
         path = Path(output).expanduser() / name
         deadline = time.monotonic() + _LOOK_SECONDS
         while not path.exists() and time.monotonic() < deadline:
@@ -110,7 +110,7 @@ class Worker:
         (Path(output).expanduser() / name).unlink(missing_ok=True)
 
     def has_checkpoint(self, output: str) -> bool:
-        """Whether there is a checkpoint to continue from."""
+        """Return whether there is a checkpoint to continue from."""
         return bool(checkpoints(Path(output).expanduser()))
 
     def stop(self) -> None:

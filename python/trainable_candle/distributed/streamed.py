@@ -25,12 +25,12 @@ _CURE: Final = "or leave out --stream-from peers"
 
 
 def machine() -> str:
-    """A name that is the same in all processes that can share memory; empty if unknown."""
+    """Return a name that is the same in all processes that can share memory; empty if unknown."""
     return _core.memory_machine() or ""
 
 
 def least_sharing(machines: Sequence[str]) -> int:
-    """The smallest number of processes that share a copy, given the result of `machine` in each.
+    """Return the smallest number of processes that share a copy of streamed weights.
 
     A process with an empty name shares with no other.
     """
@@ -66,7 +66,7 @@ def require_streams(config: TrainConfig) -> None:
 
 
 def slowest_link(group: Group, device: str) -> str:
-    """The slowest link between two GPUs of a machine, over all machines: `NVLINK` or `BUS`.
+    """Return the slowest link between two GPUs of a machine, over all machines: `NVLINK` or `BUS`.
 
     All processes of the group must call this. A process cannot test the link to a GPU that CUDA
     does not show to it. The link then counts as `BUS`; if there is no link, loading a model fails
@@ -100,7 +100,7 @@ def slowest_link(group: Group, device: str) -> str:
 
 @contextmanager
 def shared_streams(group: Group, *, peers: bool = False) -> Iterator[None]:
-    """A context in which the processes of a machine share one copy of the weights that they stream.
+    """Return a context in which a machine's processes share one copy of streamed weights.
 
     All processes of the group must enter the context, and load the same models in it, in the same
     order. With `peers`, each GPU has a slice of the copy, and models can be used only as long as

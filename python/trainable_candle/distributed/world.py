@@ -79,7 +79,7 @@ class World:
     """Seconds to wait for the other processes at the start."""
 
     def device(self, visible: int) -> str:
-        """The GPU of this process.
+        """Return the GPU of this process.
 
         Args:
             visible: the number of GPUs that CUDA shows to this process.
@@ -99,7 +99,7 @@ class World:
 
 
 def machine_from_environment(variables: Mapping[str, str] | None = None) -> tuple[int, int]:
-    """The index of this machine and the number of machines; 0 and 1 if no variable is set.
+    """Return the index of this machine and the number of machines; 0 and 1 if no variable is set.
 
     Raises:
         ConfigError: a variable is missing, not a number, or too large.
@@ -121,7 +121,7 @@ def machine_from_environment(variables: Mapping[str, str] | None = None) -> tupl
 
 
 def from_environment(variables: Mapping[str, str] | None = None) -> World | None:
-    """The place that a launcher has given this process; None without a launcher, or if alone.
+    """Return the ranks that a launcher has set; None without a launcher, or for one process.
 
     Raises:
         ConfigError: a variable is missing, or has a value that is not allowed.

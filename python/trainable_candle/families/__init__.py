@@ -35,7 +35,7 @@ NAMES: Final = {
 
 
 def find(name: str) -> type[Family]:
-    """The class of the family with a name of `NAMES`.
+    """Return the class of the family with a name of `NAMES`.
 
     ```python
     assert tc.families.find("sdxl").default_weights() is not None
@@ -52,7 +52,7 @@ def find(name: str) -> type[Family]:
 
 
 def presets(name: str) -> Mapping[str, Mapping[str, Any]]:
-    """The presets of a model by their names, each with the values of the model's settings.
+    """Return the presets of a model by their names, each with the values of the model's settings.
 
     ```python
     assert "fast" in tc.families.presets("sdxl")
@@ -70,7 +70,7 @@ def presets(name: str) -> Mapping[str, Mapping[str, Any]]:
 
 
 def weights_of(name: str, given: str | Path | None) -> Path:
-    """The path of a model's weights: `given`, or by default the weights in the package.
+    """Return the path of a model's weights: `given`, or by default the weights in the package.
 
     ```python
     folder = tc.families.weights_of("sdxl", None)  # the built-in one

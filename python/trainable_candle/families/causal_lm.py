@@ -70,18 +70,18 @@ class CausalLM:
 
     @classmethod
     def default_weights(cls) -> Path | None:
-        """A tiny Llama model, trained on small tasks about words (`assets/llama_tiny`)."""
+        """Return a tiny Llama model, trained on small tasks about words (`assets/llama_tiny`)."""
         return BUILT_IN
 
     @classmethod
     def defaults(cls, config: TrainConfig) -> dict[str, Any]:
-        """The learning rate and, for adapters that have an alpha, alpha = 2 * rank."""
+        """Return the learning rate and, for adapters that have an alpha, alpha = 2 * rank."""
         rate = 1e-5 if config.objective == "dpo" else 2e-4
         scale = {} if config.adapter == OFT else {"alpha": 2.0 * config.rank}
         return {"learning_rate": rate, **scale}
 
     def task(self) -> TextTask:
-        """The task that trains this model and writes with it."""
+        """Return the task that trains this model and writes with it."""
         return TextTask(self)
 
     def require_own(self) -> None:
@@ -123,7 +123,7 @@ class CausalLM:
         return kind != "dynamic"
 
     def layers(self) -> Mapping[str, Shape]:
-        """The shapes of the linear layers' weights, by name."""
+        """Return the shapes of the linear layers' weights, by name."""
         return self._facts.layers
 
     def check_initial_adapter(self, path: Path, layers: Collection[str]) -> None:
@@ -143,7 +143,7 @@ class CausalLM:
         )
 
     def estimate(self, config: TrainConfig, tokens: int) -> Estimate:
-        """The memory of the weights, the adapters and the tape, for rows of `tokens` tokens."""
+        """Estimate the memory of weights, adapters and tape for rows of `tokens` tokens."""
         adapter = adapter_config(config, self.targets, self.formats)
         trained = trained_model("model", self._facts, adapter, config, tokens=tokens)
         phases = {**trained.start, "training": trained.items}

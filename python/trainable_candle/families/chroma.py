@@ -44,11 +44,11 @@ class ChromaTexts:
         self._t5 = T5.load(family, "text_encoder", _TOKENS)
 
     def chunks(self, caption: str) -> int:
-        """The number of tokens that T5 encodes for a caption, with the end token and padding."""
+        """Count the tokens that T5 encodes for a caption, with the end token and padding."""
         return self._t5.read_tokens(caption)
 
     def truncates(self, caption: str) -> bool:
-        """Whether a caption has more tokens than T5 reads."""
+        """Return whether a caption has more tokens than T5 reads."""
         return self._t5.truncates(caption)
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
@@ -110,7 +110,7 @@ class Chroma(FlowFamily[ChromaTexts]):
         return T5.working_values(self, "text_encoder", _TOKENS) + self.text_values
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
-        """The velocity that the transformer predicts, in the shape of `sample`."""
+        """Return the velocity that the transformer predicts, in the shape of `sample`."""
         text = conditions["encoder_hidden_states"]
         # A single text has one padding token, which the model reads as in diffusers, so it needs no
         # mask. In a batch, shorter texts get more padding, which `lengths` masks.
@@ -122,7 +122,7 @@ class Chroma(FlowFamily[ChromaTexts]):
         )
 
     def text_identity(self) -> dict[str, str]:
-        """What the encoded captions depend on: the files of T5 and its tokenizer, and settings."""
+        """Return what encoded captions depend on: the files of T5 and its tokenizer, settings."""
         return {
             **parts_identity(self.facts, self.facts.text_encoders),
             **tokenizers_identity(self.weights, {"tokenizer": T5_TOKENIZER}),

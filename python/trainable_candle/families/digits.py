@@ -68,25 +68,25 @@ class Pixels:
     channels = 1
 
     def identity(self) -> None:
-        """None, because computing latents is so fast that a cache would save no time."""
+        """Return None: computing latents is so fast that a cache would save no time."""
 
     def encode(self, pixels: npt.NDArray[np.uint8]) -> dict[str, Tensor]:
-        """`mean`: the images as `to_model` converts them, the model's latents."""
+        """Return the latents as `mean`: the images as `to_model` converts them."""
         return {"mean": tc.tensor(to_model(pixels))}
 
     def latents(self, kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:  # noqa: ARG002
-        """The grey pixels in `kept`; unlike an autoencoder's latents, they are not sampled."""
+        """Return the grey pixels in `kept`; an autoencoder's latents would be sampled."""
         return kept["mean"]
 
     def decode(self, latents: Tensor) -> Tensor:
-        """The latents, which are the pixels already."""
+        """Return the latents, which are the pixels already."""
         return latents
 
     def load(self) -> None:
-        """There is nothing to load."""
+        """Do nothing: there is nothing to load."""
 
     def drop(self) -> None:
-        """There is nothing to drop."""
+        """Do nothing: there is nothing to free."""
 
 
 class Digits(LatentFamily):
@@ -108,7 +108,7 @@ class Digits(LatentFamily):
 
     @classmethod
     def default_weights(cls) -> Path:
-        """The base that the package ships."""
+        """Return the base that the package ships."""
         return BASE
 
     def require_own(self) -> None:
@@ -136,11 +136,11 @@ class Digits(LatentFamily):
         return tc.inspect(self.weights, self.name).parts[self.component]
 
     def layers(self) -> Mapping[str, Shape]:
-        """The shapes of the weights of the transformer's linear layers, by name."""
+        """Return the shapes of the weights of the transformer's linear layers, by name."""
         return self._facts.layers
 
     def dataset(self, folder: str) -> Dataset:
-        """The images of a folder; each must be 8x8 pixels and have a caption that names one digit.
+        """Read a folder of images of 8x8 pixels, with captions that each name one digit.
 
         Raises:
             DatasetError: an image has another size, or a caption does not name exactly one digit;
@@ -160,7 +160,7 @@ class Digits(LatentFamily):
         )
 
     def estimate(self, config: TrainConfig, data: Split[Dataset], limit: float) -> Estimate:  # noqa: ARG002
-        """The memory of weights, adapters, activations and images."""
+        """Return the memory of weights, adapters, activations and images."""
         adapter = adapter_config(config, self.targets, self.formats)
         sizes = {"height": SIDE, "width": SIDE}
         trained = trained_model("model", self._facts, adapter, config, **sizes)
@@ -171,7 +171,7 @@ class Digits(LatentFamily):
         return Estimate(phases, config.on_gpu, trained.work, trained.host)
 
     def drawing_bytes(self, size: tuple[int, int], count: int) -> int:
-        """The bytes that drawing `count` images takes; the transformer's share is negligible."""
+        """Return the bytes that drawing `count` images takes, without the small transformer."""
         return count * size[0] * size[1] * _SAMPLE_BYTES
 
     @cached_property
@@ -186,19 +186,19 @@ class Digits(LatentFamily):
         )
 
     def objective(self, device: str) -> FlowObjective:  # noqa: ARG002
-        """Flow matching: the transformer learns the velocity from an image to noise."""
+        """Return the objective, flow matching: the model learns the velocity to the noise."""
         return FlowObjective(self.config)
 
     def stepper(self, steps: int, sampler: str | None, size: tuple[int, int]) -> FlowSampler:  # noqa: ARG002
-        """Euler's method over the noise levels of `steps` steps."""
+        """Return Euler's method over the noise levels of `steps` steps."""
         return FlowSampler(FlowMatching().sigmas(steps))
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
-        """The velocity that the transformer predicts, in the shape of `sample`."""
+        """Return the velocity that the transformer predicts, in the shape of `sample`."""
         return self.model(sample, times, conditions["class_labels"])
 
     def features(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """`class_labels` (B,), i64: the digit that each caption names.
+        """Return `class_labels` (B,), i64: the digit that each caption names.
 
         Raises:
             ConfigError: a caption does not name exactly one digit.
@@ -207,7 +207,7 @@ class Digits(LatentFamily):
         return {"class_labels": tc.tensor(labels, device=self.device)}
 
     def adapted_parts(self, path: Path) -> Sequence[str]:  # noqa: ARG002
-        """The transformer is the only part."""
+        """Return the transformer's name, because it is the only part."""
         return (self.component,)
 
     def save_merged(self, models: Mapping[str, Model], output: Path) -> None:
@@ -224,7 +224,7 @@ class Digits(LatentFamily):
         models[self.component].save_pretrained(output)
 
     def save_quantized(self, models: Mapping[str, Model], output: Path, to: str) -> None:  # noqa: ARG002
-        """Not supported.
+        """Raise an error: the demo's model cannot be quantized.
 
         Raises:
             ConfigError: always.
@@ -233,14 +233,14 @@ class Digits(LatentFamily):
 
 
 def to_model(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """RGB pixels as the model reads them: (n, 8, 8, 3), 0..255 -> grey (n, 1, 8, 8), -1..1."""
+    """Convert RGB pixels (n, 8, 8, 3), 0 to 255, to grey (n, 1, 8, 8), -1 to 1."""
     grey = pixels.astype(np.float32) @ _LUMA
     images: npt.NDArray[np.float32] = (grey / np.float32(127.5) - np.float32(1.0))[:, None]
     return images
 
 
 def digits_in(caption: str) -> list[int]:
-    """The different digits that a caption names, by numeral or English name, ascending."""
+    """Return the different digits that a caption names, by numeral or English name, ascending."""
     words = re.findall(r"[a-z]+|[0-9]+", caption.lower())
     return sorted({_CLASSES[word] for word in words if word in _CLASSES})
 

@@ -56,11 +56,11 @@ class FluxTexts:
         self._device = family.device
 
     def chunks(self, caption: str) -> int:  # noqa: ARG002 - each encoder truncates it
-        """1: every caption takes one row of tokens in each encoder."""
+        """Return 1: every caption takes one row of tokens in each encoder."""
         return 1
 
     def truncates(self, caption: str) -> bool:
-        """Whether a caption has more tokens than T5 reads; CLIP always reads fewer."""
+        """Return whether a caption has more tokens than T5 reads; CLIP always reads fewer."""
         return self._t5.truncates(caption)
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
@@ -179,7 +179,7 @@ class Flux(FlowFamily[FluxTexts]):
     def conditions(
         self, frames: Sequence[Frame], guidance: float | None = None
     ) -> dict[str, Tensor]:
-        """`guidance` (B,): the guidance scale of each image; empty for schnell.
+        """Return `guidance` (B,), the guidance scale of each image; for schnell, nothing.
 
         Args:
             frames: one for each image.
@@ -191,7 +191,7 @@ class Flux(FlowFamily[FluxTexts]):
         return {"guidance": tc.tensor(np.full(len(frames), guidance, np.float32))}
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
-        """The velocity that the transformer predicts, in the shape of `sample`."""
+        """Return the velocity that the transformer predicts, in the shape of `sample`."""
         text, pooled = conditions["encoder_hidden_states"], conditions["pooled_projections"]
         guidance = conditions.get("guidance")
         return over_tokens(
@@ -203,7 +203,7 @@ class Flux(FlowFamily[FluxTexts]):
         )
 
     def text_identity(self) -> dict[str, str]:
-        """What the encoded captions depend on: encoders, tokenizers, dtype and token count."""
+        """Return what encoded captions depend on: encoders, tokenizers, dtype, token count."""
         shipped = {"tokenizer": CLIP_TOKENIZER, "tokenizer_2": T5_TOKENIZER}
         return {
             **parts_identity(self.facts, self.facts.text_encoders),

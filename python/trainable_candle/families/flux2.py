@@ -49,11 +49,11 @@ class Flux2Texts:
         self._qwen3 = Qwen3(family, LAYERS, thinks=False)
 
     def chunks(self, caption: str) -> int:  # noqa: ARG002 - longer ones are truncated
-        """1: every caption takes one row of 512 tokens."""
+        """Return 1: every caption takes one row of 512 tokens."""
         return 1
 
     def truncates(self, caption: str) -> bool:
-        """Whether a caption in the template has more tokens than Qwen3 reads."""
+        """Return whether a caption in the template has more tokens than Qwen3 reads."""
         return len(self._qwen3.tokenizer.encode(caption, MOST_TOKENS + 1)) > MOST_TOKENS
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
@@ -174,7 +174,7 @@ class Flux2(FlowFamily[Flux2Texts]):
         return int(self.text_tokens * (2 * qwen3["intermediate_size"] + states)) + self.text_values
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
-        """The velocity that the transformer predicts, in the shape of `sample`."""
+        """Return the velocity that the transformer predicts, in the shape of `sample`."""
         height, width = sample.shape[2:]
         text = conditions["encoder_hidden_states"]
         ids = positions(height, width, text.shape[1], self.device, counts_words=True)
@@ -182,7 +182,7 @@ class Flux2(FlowFamily[Flux2Texts]):
         return from_tokens(predicted, (height, width))
 
     def text_identity(self) -> dict[str, str]:
-        """What the encoded captions depend on: encoder, tokenizer, dtype and token count."""
+        """Return what the encoded captions depend on: encoder, tokenizer, dtype and token count."""
         return {
             **parts_identity(self.facts, self.facts.text_encoders),
             "tokenizer": file_identity(tokenizer_folder(self)),

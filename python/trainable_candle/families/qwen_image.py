@@ -62,11 +62,11 @@ class QwenImageTexts:
         return self._encoder.tokenizer.encode(caption, _DROPPED + _MOST_TOKENS)
 
     def chunks(self, caption: str) -> int:
-        """The number of tokens in a caption's features."""
+        """Return the number of tokens in a caption's features."""
         return len(self._tokens(caption)) - _DROPPED
 
     def truncates(self, caption: str) -> bool:
-        """Whether a caption in the template has more tokens than the encoder reads."""
+        """Return whether a caption in the template has more tokens than the encoder reads."""
         most = _DROPPED + _MOST_TOKENS
         return len(self._encoder.tokenizer.encode(caption, most + 1)) > most
 
@@ -115,7 +115,7 @@ class QwenImage(FlowFamily[QwenImageTexts]):
 
     @classmethod
     def defaults(cls, config: TrainConfig) -> Mapping[str, Any]:  # noqa: ARG003
-        """The learning rate of musubi-tuner, lower than that of the other models of images."""
+        """Return musubi-tuner's learning rate, lower than that of other image models."""
         return {"learning_rate": 5e-5}
 
     def require_own(self) -> None:
@@ -156,7 +156,7 @@ class QwenImage(FlowFamily[QwenImageTexts]):
         return int((_DROPPED + _MOST_TOKENS) * (2 * middle + 4 * width)) + self.text_values
 
     def rescaled(self, guided: Tensor, positive: Tensor) -> Tensor:
-        """The `guided` prediction, with each token scaled to the norm that it has in `positive`.
+        """Scale each token of the `guided` prediction to the norm that it has in `positive`.
 
         Args:
             guided: the prediction with guidance, (B, C, H, W).
@@ -167,7 +167,7 @@ class QwenImage(FlowFamily[QwenImageTexts]):
         return from_squares(tokens * (other / norm))
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
-        """The velocity that the transformer predicts, in the shape of `sample`."""
+        """Return the velocity that the transformer predicts, in the shape of `sample`."""
         text = conditions["encoder_hidden_states"]
         # A single text has no padding. In a batch, shorter texts are padded, and `lengths` masks
         # the padding.
@@ -180,7 +180,7 @@ class QwenImage(FlowFamily[QwenImageTexts]):
         )
 
     def text_identity(self) -> dict[str, str]:
-        """What the encoded captions depend on: encoder, tokenizer, dtype and token counts."""
+        """Return what encoded captions depend on: encoder, tokenizer, dtype, token counts."""
         return {
             **parts_identity(self.facts, self.facts.text_encoders),
             "tokenizer": file_identity(tokenizer_folder(self, Qwen25VL.of)),

@@ -55,11 +55,11 @@ class SD3Texts:
         self._device = family.device
 
     def chunks(self, caption: str) -> int:  # noqa: ARG002 - each encoder truncates it
-        """1: every caption takes one row of tokens in each encoder."""
+        """Return 1: every caption takes one row of tokens in each encoder."""
         return 1
 
     def truncates(self, caption: str) -> bool:
-        """Whether a caption has more tokens than T5 reads; CLIP always reads fewer."""
+        """Return whether a caption has more tokens than T5 reads; CLIP always reads fewer."""
         return self._t5.truncates(caption)
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
@@ -109,7 +109,10 @@ class SD3(FlowFamily[SD3Texts]):
 
     @classmethod
     def defaults(cls, config: TrainConfig) -> Mapping[str, Any]:
-        """Also a low limit of gradients, as in SimpleTuner: the training of large is unstable."""
+        """Return the usual defaults and, as in SimpleTuner, a low limit on the gradient's norm.
+
+        Training Stable Diffusion 3.5 large is unstable without this limit.
+        """
         return {**super().defaults(config), "max_grad_norm": 0.1}
 
     @property
@@ -136,7 +139,7 @@ class SD3(FlowFamily[SD3Texts]):
         return f"{undone}; train SD3.5-large, and use the adapter on turbo"
 
     def dataset(self, folder: str) -> Dataset:
-        """The checked images; none has a side longer than the model's position embedding covers.
+        """Read and check images; no side may be longer than the position embedding covers.
 
         Raises:
             DatasetError, ConfigError: images or captions cannot be used, or the side of an image is
@@ -170,13 +173,13 @@ class SD3(FlowFamily[SD3Texts]):
         return T5.working_values(self, "text_encoder_3", _T5_TOKENS) + self.text_values
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
-        """The velocity that the transformer predicts, in the shape of `sample`."""
+        """Return the velocity that the transformer predicts, in the shape of `sample`."""
         text, pooled = conditions["encoder_hidden_states"], conditions["pooled_projections"]
         predicted: Tensor = self.model(sample, text, pooled, times)
         return predicted
 
     def text_identity(self) -> dict[str, str]:
-        """What the encoded captions depend on: encoders, tokenizers, dtype and token count."""
+        """Return what encoded captions depend on: encoders, tokenizers, dtype, token count."""
         shipped = {
             "tokenizer": CLIP_TOKENIZER,
             "tokenizer_2": CLIP_TOKENIZER,

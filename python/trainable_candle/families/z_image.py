@@ -48,11 +48,11 @@ class ZImageTexts:
         return self._qwen3.tokenizer.encode(caption, MOST_TOKENS)
 
     def chunks(self, caption: str) -> int:
-        """The number of tokens of a caption divided by 32, rounded up."""
+        """Return the number of tokens of a caption divided by 32, rounded up."""
         return -(-len(self._tokens(caption)) // _MULTIPLE)
 
     def truncates(self, caption: str) -> bool:
-        """Whether a caption in the template has more tokens than Qwen3 reads."""
+        """Return whether a caption in the template has more tokens than Qwen3 reads."""
         return len(self._qwen3.tokenizer.encode(caption, MOST_TOKENS + 1)) > MOST_TOKENS
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
@@ -132,7 +132,7 @@ class ZImage(FlowFamily[ZImageTexts]):
         return int(MOST_TOKENS * wide) + self.text_values
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
-        """The velocity from latents to noise, in the shape of `sample`.
+        """Return the velocity from latents to noise, in the shape of `sample`.
 
         The transformer itself takes times that run from noise (0) to data (1), and predicts the
         velocity in that direction.
@@ -149,7 +149,7 @@ class ZImage(FlowFamily[ZImageTexts]):
         return -predicted
 
     def text_identity(self) -> dict[str, str]:
-        """What the encoded captions depend on: encoder, tokenizer, dtype and token count."""
+        """Return what the encoded captions depend on: encoder, tokenizer, dtype and token count."""
         return {
             **parts_identity(self.facts, self.facts.text_encoders),
             "tokenizer": file_identity(tokenizer_folder(self)),

@@ -39,12 +39,12 @@ class Factors:
         return int(self.down.shape[0])
 
     def scaled(self, scale: float) -> Factors:
-        """The change times a number."""
+        """Return the change times a number."""
         return Factors(self.up * self.up.dtype.type(scale), self.down)
 
 
 def joined(parts: Sequence[Factors]) -> Factors:
-    """The exact sum of several changes of one weight; the sum's rank is the sum of the ranks."""
+    """Return the exact sum of several changes of one weight; the ranks add up, too."""
     return Factors(
         np.concatenate([part.up for part in parts], 1),
         np.concatenate([part.down for part in parts], 0),
@@ -52,7 +52,7 @@ def joined(parts: Sequence[Factors]) -> Factors:
 
 
 def truncate(factors: Factors, rank: int, keep: float = 1.0) -> Factors:
-    """The nearest change of a lower rank (Eckart and Young), without computing `up @ down`.
+    """Return the nearest change of a lower rank (Eckart and Young), without computing `up @ down`.
 
     Args:
         factors: the change.
@@ -72,7 +72,7 @@ def truncate(factors: Factors, rank: int, keep: float = 1.0) -> Factors:
 
 
 def approximate(matrix: Matrix, rank: int, keep: float = 1.0, seed: int = 0) -> Factors:
-    """The matrix of rank `rank` that is nearest to `matrix`, as a product.
+    """Return the matrix of rank `rank` that is nearest to `matrix`, as a product.
 
     Large matrices are decomposed by a randomized range finder with power iterations (Halko,
     Martinsson and Tropp 2011, arXiv:0909.4061). If the singular values decay, as they do for
@@ -103,7 +103,7 @@ def approximate(matrix: Matrix, rank: int, keep: float = 1.0, seed: int = 0) -> 
 
 
 def wide_svd(rows: Matrix) -> tuple[Matrix, Matrix, Matrix]:
-    """The singular value decomposition, in f64, of a matrix with few rows and many columns.
+    """Return the singular value decomposition, in f64, of a matrix with few rows and many columns.
 
     A QR decomposition of the transposed matrix leaves a small square matrix to decompose. LAPACK's
     decomposition of the whole matrix takes ten times as long.
@@ -114,7 +114,7 @@ def wide_svd(rows: Matrix) -> tuple[Matrix, Matrix, Matrix]:
 
 
 def balanced(u: Matrix, s: Matrix, vt: Matrix, rank: int, keep: float = 1.0) -> Factors:
-    """The factors of the largest singular values of u @ diag(s) @ vt.
+    """Return the factors of the largest singular values of u @ diag(s) @ vt.
 
     The square root of each singular value scales its column of `up` and its row of `down`.
     """

@@ -112,7 +112,7 @@ class LoraFile:
         return cls(modules, metadata)
 
     def changed(self, change: Callable[[Factors], Factors]) -> LoraFile:
-        """The file with `change` applied to the factors of every module."""
+        """Return the file with `change` applied to the factors of every module."""
         modules = {
             name: replace(module, factors=change(module.factors))
             for name, module in self.modules.items()
@@ -154,7 +154,7 @@ class LoraFile:
 
 
 def resize(file: LoraFile, rank: int, keep: float = 1.0) -> LoraFile:
-    """The file with each LoRA replaced by the nearest one of a rank of at most `rank`.
+    """Return the file with each LoRA replaced by the nearest one of a rank of at most `rank`.
 
     Args:
         file: the file.
@@ -168,7 +168,7 @@ def resize(file: LoraFile, rank: int, keep: float = 1.0) -> LoraFile:
 
 
 def combine(files: Sequence[LoraFile], scales: Sequence[float]) -> LoraFile:
-    """One file that has exactly the summed effect of several.
+    """Return one file that has exactly the summed effect of several.
 
     The rank of a layer's LoRA is the sum of its ranks in all files.
 
@@ -208,7 +208,7 @@ def combine(files: Sequence[LoraFile], scales: Sequence[float]) -> LoraFile:
 
 
 def _start(name: str) -> str | None:
-    """The start of a layer's name that shows its style; None for layers of text encoders."""
+    """Return the start of a layer's name that shows its style; None for layers of text encoders."""
     if name.startswith(_OF_TEXTS):
         return None
     return next((start for start in _STARTS if name.startswith(start)), "no prefix")
@@ -223,7 +223,7 @@ def _configuration(metadata: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _scale(alpha: float | None, rank: int, name: str, config: Mapping[str, Any]) -> float:
-    """The scale of a layer's LoRA: from its `alpha`, else from diffusers' `config`, else 1."""
+    """Return the scale of a layer's LoRA, from its `alpha`, else diffusers' `config`, else 1."""
     if alpha is not None:
         return float(alpha) / rank
     part, _, layer = name.partition(".")

@@ -105,7 +105,7 @@ def start_from_rounding(adapter: AdapterSet, base: Model, original: Model) -> No
 
 
 def _lost(layer: str, base: Model, original: Model) -> Matrix:
-    """The weight of a layer in `original` minus its (dequantized) weight in `base`, in f32."""
+    """Return a layer's weight in `original` minus its dequantized weight in `base`, f32."""
     held = base.get_tensor(f"{layer}.weight")
     try:
         exact = original.get_tensor(f"{layer}.weight")

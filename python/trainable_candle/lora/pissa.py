@@ -67,7 +67,7 @@ def pissa(weight: Tensor, rank: int, seed: int = 0) -> Factors:
 
 
 def _even(columns: Tensor) -> Tensor:
-    """A matrix with the same column space and nearly orthonormal columns.
+    """Return a matrix with the same column space and nearly orthonormal columns.
 
     Only a small matrix leaves the device: a QR decomposition in numpy would take longer than the
     products with the weight on a GPU. The columns need not be exactly orthonormal, because `pissa`
@@ -82,7 +82,7 @@ def _even(columns: Tensor) -> Tensor:
 
 
 def _finite(tensor: Tensor) -> Matrix:
-    """The values of a tensor, which must be finite."""
+    """Return the values of a tensor, which must be finite."""
     values = tensor.to("cpu").numpy()
     require_finite(values)
     return values

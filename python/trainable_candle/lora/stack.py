@@ -59,7 +59,7 @@ def stacked(model: Model, files: Sequence[tuple[Path, float]]) -> AdapterSet:
 
 
 def scale_of(config: tc.LoraConfig, layer: str, rank: int) -> float:
-    """The number that multiplies the product of a layer's factors.
+    """Return the number that multiplies the product of a layer's factors.
 
     It is alpha / rank, or alpha / sqrt(rank) for rsLoRA. An entry of `alpha_pattern` applies only
     if its key is the layer's full name.

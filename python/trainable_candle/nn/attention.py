@@ -151,7 +151,7 @@ class MultiheadAttention(Module):
         return result, weights if need_weights else None
 
     def _projected(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Queries, keys and values, each (B, heads, S or L, features of a head)."""
+        """Return queries, keys and values, each (B, heads, S or L, features of a head)."""
         size, heads = self.embed_dim, self.num_heads
         found = []
         for place, x in enumerate(inputs):
@@ -172,7 +172,7 @@ class MultiheadAttention(Module):
         batched: bool,
         is_causal: bool,
     ) -> Tensor | None:
-        """The sum of all masks, to be added to the scores: (1 or B, 1 or heads, 1 or S, L).
+        """Return the sum of all masks, to be added to the scores: (1 or B, 1 or heads, 1 or S, L).
 
         None if there is no mask.
         """
@@ -201,7 +201,10 @@ class MultiheadAttention(Module):
 def _added(
     name: str, mask: Tensor, accepted: dict[tuple[int, ...], tuple[int, ...]], dtype: DType
 ) -> Tensor:
-    """The values that a mask adds to the scores; `accepted` maps the mask's shape to theirs."""
+    """Return the values that a mask adds to the scores.
+
+    `accepted` maps each allowed shape of the mask to the shape of these values.
+    """
     if mask.shape not in accepted:
         shapes = " or ".join(map(str, accepted))
         raise ShapeError(f"MultiheadAttention: {name} has shape {mask.shape}, expected {shapes}")

@@ -160,7 +160,7 @@ def conv1d(
     dilation: int = 1,
     groups: int = 1,
 ) -> Tensor:
-    """One-dimensional convolution of (B, in, length) with (out, in / groups, kernel).
+    """Convolve `input` (B, in, length) with `weight` (out, in / groups, kernel).
 
     ```python
     assert F.conv1d(tc.zeros(1, 3, 8), tc.zeros(4, 3, 3), padding=1).shape == (1, 4, 8)
@@ -377,7 +377,7 @@ def _pair(name: str, value: Any, least: int) -> tuple[int, int]:
 def _windows(
     name: str, input: Tensor, kernel: Any, stride: Any, padding: Any, outside: float
 ) -> list[Tensor]:
-    """For each kernel element (row by row), the input elements that it covers in all windows.
+    """Return, for each kernel element, the input elements that it covers in all windows.
 
     Each result is (B, C, windows in height, windows in width). Padding has the value `outside`.
     """

@@ -135,7 +135,7 @@ class Conv2d(Module):
         self.bias: Tensor | None = shift
 
     def _padding(self, name: str, kernel: tuple[int, int]) -> tuple[int, int]:
-        """The numbers of zeros on each side, in height and in width, for "same" or "valid"."""
+        """Return the zeros on each side, in height and in width, for "same" or "valid"."""
         if name not in {"same", "valid"}:
             raise ArgumentError(f'Conv2d: padding is {name!r}, expected numbers, "same" or "valid"')
         if name == "valid":

@@ -136,13 +136,13 @@ class _AdaptedLinear(Module):
         self.__dict__.update(self._joined)
 
     def __copy__(self) -> Self:
-        """A layer that shares this layer's parameters."""
+        """Return a layer that shares this layer's parameters."""
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        """The attributes for `pickle` and `copy.deepcopy`, without the extension's adapter."""
+        """Return what `pickle` and `copy.deepcopy` copy: all but the extension's adapter."""
         return {k: v for k, v in self.__dict__.items() if k not in {"_adapter", "_joined"}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

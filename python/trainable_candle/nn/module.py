@@ -67,7 +67,7 @@ def _not_implemented(self: Module, *_: Any, **__: Any) -> NoReturn:
 
 
 def _items(node: Any) -> Iterator[tuple[Any, Any]]:
-    """(key, value) of everything directly inside a module or a container.
+    """Yield (key, value) of everything directly inside a module or a container.
 
     The key is the name of an attribute, an index of a list or tuple, or a key of a dict.
     """
@@ -153,7 +153,7 @@ class Module:
         return self
 
     def _parts(self) -> Iterable[tuple[Any, Any]]:
-        """(name, value) of each attribute to search; the name becomes part of tensors' names."""
+        """Return (name, value) of each attribute to search; tensors' names contain these names."""
         return [(key, value) for key, value in vars(self).items() if not key.startswith("_")]
 
     def named_modules(self) -> Iterator[tuple[str, Module]]:
@@ -316,10 +316,10 @@ class Module:
         return self
 
     def _tensors_replaced(self) -> None:
-        """Called after `to` or `requires_grad_` has replaced tensors in the attributes."""
+        """Do nothing; called after `to` or `requires_grad_` has replaced tensors in attributes."""
 
     def _facts(self) -> str:
-        """The text between the parentheses of `repr`."""
+        """Return the text between the parentheses of `repr`."""
         return ""
 
     def __repr__(self) -> str:
@@ -334,7 +334,7 @@ class Module:
         return "\n".join([f"{type(self).__name__}(", *facts, *inside, ")"])
 
     def _children(self, name: str, node: Any) -> Iterator[tuple[str, Module]]:
-        """The modules in attributes, and in lists, tuples and dicts; not those in other modules."""
+        """Yield the modules in attributes, lists, tuples and dicts; not those in other modules."""
         for key, value in _items(node):
             path = f"{name}.{key}" if name else str(key)
             if isinstance(value, Module):
@@ -381,7 +381,7 @@ class Module:
         return {n: tensor(s.tensor) if isinstance(s.tensor, Var) else s.tensor for n, s in named}
 
     def _state(self) -> dict[str, _Slot]:
-        """The tensors that belong in a state dict, by name."""
+        """Return the tensors that belong in a state dict, by name."""
         slots = self._slots("", self, set())
         return {slot.name: slot for slot in slots if _persists(slot) is not False}
 
@@ -442,7 +442,7 @@ class Module:
 
 
 def _persists(slot: _Slot) -> bool | None:
-    """Whether a buffer is in state dicts; None for tensors that are not buffers."""
+    """Return whether a buffer is in state dicts; None for tensors that are not buffers."""
     return slot.owner._buffers.get(slot.key) if isinstance(slot.owner, Module) else None  # noqa: SLF001 - modules are of this file
 
 
@@ -480,5 +480,5 @@ def _put(slot: _Slot, value: Tensor) -> None:
 
 
 def _alike(value: Tensor, old: Tensor) -> Tensor:
-    """The value, as a variable if the tensor `old` is a variable."""
+    """Return the value, as a variable if the tensor `old` is a variable."""
     return Var(value) if isinstance(old, Var) else value

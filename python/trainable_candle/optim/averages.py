@@ -151,5 +151,5 @@ class VariableEMA:
 
 
 def _copy(variable: Var) -> Tensor:
-    """A copy of the variable's value; later changes of the variable do not affect the copy."""
+    """Return a copy of the variable's value, which later changes do not affect."""
     return variable.detach() * 1

@@ -112,11 +112,11 @@ class ChainableScheduler:
         vars(self).update(state)
 
     def _first(self, lrs: list[float]) -> list[float]:
-        """The rates of epoch 0."""
+        """Return the rates of epoch 0."""
         return lrs
 
     def _next(self, lrs: list[float]) -> list[float]:
-        """The rates of epoch `last_epoch`, given the rates of the previous epoch."""
+        """Return the rates of epoch `last_epoch`, given the rates of the previous epoch."""
         raise NotImplementedError
 
 

@@ -124,7 +124,7 @@ def set_groups(optimizer: GroupedOptimizer, params: Any, settings: Mapping[str, 
 
 
 def listed(params: Any) -> Any:
-    """An optimizer's `params` with lists in place of iterators.
+    """Return an optimizer's `params` with lists in place of iterators.
 
     The optimizer and `set_groups` both read `params`, and an iterator can be read only once.
     """
@@ -145,7 +145,7 @@ def listed(params: Any) -> Any:
 
 
 def _settings_of(params: Any, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The variables and hyper-parameters of each group, from an optimizer's `params` argument."""
+    """Return each group's variables and hyper-parameters, from the argument `params`."""
     items = list(params.values()) if isinstance(params, Mapping) else list(params)
     groups = items if isinstance(items[0], Mapping) else [{"params": items}]
     found = []

@@ -45,7 +45,7 @@ def check_groups(config: TrainConfig, groups: Collection[type[Group]]) -> None:
 
 
 def settings_without_effect(config: TrainConfig) -> list[tuple[Condition, list[str]]]:
-    """The conditions that do not hold, each with the settings that it makes idle.
+    """Return the conditions that do not hold, each with the settings that it makes idle.
 
     Only settings that differ from their defaults count.
     """
@@ -90,7 +90,7 @@ def require_text(name: str, text: str) -> None:
 
 
 def existing(setting: str, path: Path) -> Path:
-    """The path itself, if it exists.
+    """Return the path itself, if it exists.
 
     Raises:
         MissingFileError: the path does not exist; the message names the flag of the setting.
@@ -101,7 +101,7 @@ def existing(setting: str, path: Path) -> Path:
 
 
 def existing_adapter(setting: str, path: Path) -> Path:
-    """The adapter that a path names; for a run's output folder, the finished one.
+    """Return the adapter that a path names; for a run's output folder, the finished one.
 
     Raises:
         MissingFileError: the path does not exist, or is a folder without a finished adapter.
@@ -116,7 +116,7 @@ def existing_adapter(setting: str, path: Path) -> Path:
 
 
 def differences(earlier: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """The differences between a resumed run and the run that it continues, a line each.
+    """Return the differences between a resumed run and the run that it continues, a line each.
 
     Settings and facts that do not change the results are not compared.
 

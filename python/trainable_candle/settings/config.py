@@ -102,7 +102,7 @@ class TrainConfig(
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], source: str = "configuration") -> TrainConfig:
-        """Settings by name; names that other tools use are accepted, too.
+        """Return settings by name; names that other tools use are accepted, too.
 
         Raises:
             ConfigError: a name is unknown (the nearest one is suggested), or a value is wrong.
@@ -119,7 +119,7 @@ class TrainConfig(
 
     @classmethod
     def from_yaml(cls, path: str | bytes | Path) -> TrainConfig:
-        """Settings from a YAML file of `name: value` lines.
+        """Return settings from a YAML file of `name: value` lines.
 
         Paths in the file are relative to the file's folder.
 
@@ -130,7 +130,7 @@ class TrainConfig(
         return cls.from_mapping(read_settings(path), os.fsdecode(path))
 
     def to_yaml(self, folder: Path | None = None) -> str:
-        """The settings as YAML that `from_yaml` reads back.
+        """Return the settings as YAML that `from_yaml` reads back.
 
         Args:
             folder: the folder of the YAML file; paths become relative to it. None keeps the paths.
@@ -139,7 +139,7 @@ class TrainConfig(
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
     def portable(self, folder: Path) -> dict[str, Any]:
-        """The settings by name, with paths relative to a folder.
+        """Return the settings by name, with paths relative to a folder.
 
         The folder and the files that the paths name can then move together.
         """
@@ -149,7 +149,7 @@ class TrainConfig(
         return values
 
     def located(self) -> TrainConfig:
-        """A copy whose paths are absolute, for a process with another current folder.
+        """Return a copy whose paths are absolute, for a process with another current folder.
 
         Names of models and data sets on the hub are kept.
         """
@@ -165,7 +165,7 @@ class TrainConfig(
         )
 
     def with_(self, **changes: Any) -> TrainConfig:
-        """A copy with other values.
+        """Return a copy with other values.
 
         Raises:
             ConfigError: a name is unknown, a value has the wrong type or is outside its range, or
@@ -177,13 +177,13 @@ class TrainConfig(
         return replace(self, **changes)
 
     def changed(self) -> dict[str, Any]:
-        """The settings that differ from their defaults, by name."""
+        """Return the settings that differ from their defaults, by name."""
         default = asdict(TrainConfig())
         return {name: value for name, value in asdict(self).items() if value != default[name]}
 
 
 def read_settings(path: str | bytes | Path) -> dict[str, Any]:
-    """The settings in a YAML file by name, with paths made relative to the current folder.
+    """Return the settings in a YAML file by name, with paths made relative to the current folder.
 
     A line `preset` is not expanded; `families.presets` has the values of presets.
 
@@ -205,7 +205,7 @@ def read_settings(path: str | bytes | Path) -> dict[str, Any]:
 
 
 def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values, with synonyms replaced by the settings' own names.
+    """Return the values, with synonyms replaced by the settings' own names.
 
     Raises:
         ConfigError: a name is unknown (if it is another tool's, the message says what to do), or
@@ -227,7 +227,7 @@ def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flat(values: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested mappings as one flat sequence; the keys are joined by dots, as in `network.linear`."""
+    """Flatten nested mappings; keys are joined by dots, as in `network.linear`."""
     for key, value in values.items():
         name = f"{before}{key}"
         if isinstance(value, Mapping) and value:
@@ -253,12 +253,12 @@ def _paths() -> tuple[str, ...]:
 
 @cache
 def settings() -> dict[str, tuple[Any, Setting]]:
-    """The type and the `Setting` of every setting of `TrainConfig`, by name."""
+    """Return the type and the `Setting` of every setting of `TrainConfig`, by name."""
     hints = get_type_hints(TrainConfig, include_extras=True)
     return {item.name: get_args(hints[item.name]) for item in fields(TrainConfig)}
 
 
 @cache
 def group_of(name: str) -> type[Group]:
-    """The group that a setting belongs to."""
+    """Return the group that a setting belongs to."""
     return next(group for group in GROUPS if name in group.__annotations__)

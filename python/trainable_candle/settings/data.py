@@ -24,7 +24,7 @@ YAML_SUFFIXES: Final = (".yaml", ".yml")
 
 
 def _folders(value: Any) -> Any:
-    """The value itself, if it may be the path of a data set.
+    """Return the value itself, if it may be the path of a data set.
 
     Raises:
         ConfigError: the value is a list or a mapping, which belongs in a file of its own.
@@ -38,7 +38,7 @@ def _folders(value: Any) -> Any:
 
 
 def _side(text: Any) -> Any:
-    """A resolution; kohya's scripts also write it as two equal sides, such as 1024,1024.
+    """Return a resolution; kohya's scripts also write it as two equal sides, such as 1024,1024.
 
     Raises:
         ConfigError: the sides differ.

@@ -11,7 +11,7 @@ from trainable_candle.settings.setting import Condition, Group, Setting
 
 
 def _no_file_name(config: Any) -> str | None:
-    """Why `name` cannot be the stem of a file's name; None if it can."""
+    """Return why `name` cannot be the stem of a file's name; None if it can."""
     name = config.name
     if "/" in name or name.startswith(".") or "\0" in name or name.endswith(".safetensors"):
         return f"name is `{config.name}`, expected a file's name without folder and ending"

@@ -201,7 +201,7 @@ The names here have underscores, and dots between the names of nested lines.
 
 
 def instead(name: str) -> str | None:
-    """What to do in place of another tool's setting; None if the name is not one of `INSTEAD`.
+    """Say what to do instead of another tool's setting; None if `INSTEAD` lacks the name.
 
     Args:
         name: the name of a flag without its leading hyphens, or of a line of a file; for nested

@@ -12,12 +12,12 @@ the principal part of the weights."""
 
 
 def contradiction(config: Any) -> str | None:
-    """Why `qat` or `init` contradicts another setting; None if neither does."""
+    """Return why `qat` or `init` contradicts another setting; None if neither does."""
     return _qat_contradiction(config) or _init_contradiction(config)
 
 
 def _qat_contradiction(config: Any) -> str | None:
-    """Why `qat` contradicts another setting; None if it does not."""
+    """Return why `qat` contradicts another setting; None if it does not."""
     if config.qat is None:
         return None
     if config.lora_dropout:
@@ -35,7 +35,7 @@ def _qat_contradiction(config: Any) -> str | None:
 
 
 def _init_contradiction(config: Any) -> str | None:
-    """Why `init` contradicts another setting; None if it does not."""
+    """Return why `init` contradicts another setting; None if it does not."""
     init = config.init
     if init == INITS[0]:
         return None
@@ -53,7 +53,7 @@ def _init_contradiction(config: Any) -> str | None:
 
 
 def _pissa_contradiction(config: Any) -> str | None:
-    """Why `pissa` contradicts a setting other than the adapter's kind and start, or None."""
+    """Return why `pissa` contradicts a setting other than the adapter's kind and start, or None."""
     if config.base_format is not None:
         return (
             f"--init pissa needs the original weights, and --base-precision {config.base_format} "

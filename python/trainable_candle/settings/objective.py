@@ -16,7 +16,7 @@ PREDICTIONS: Final = ("epsilon", "v_prediction")
 
 
 def _no_timesteps(config: Any) -> str | None:
-    """Why the limits of the timesteps leave none to train at; None if they leave some."""
+    """Return why the limits of the timesteps leave none to train at; None if they leave some."""
     if config.max_timestep is not None and config.min_timestep >= config.max_timestep:
         return (
             f"--min-timestep is {config.min_timestep}, and --max-timestep is "

@@ -44,7 +44,7 @@ def inward(name: str, value: Any, folder: Path) -> Any:
 
 
 def outward(name: str, value: Any, folder: Path) -> Any:
-    """The inverse of `inward`: make paths relative to `folder`, for a settings file in `folder`.
+    """Make paths relative to `folder`, the folder of a settings file; inverts `inward`.
 
     Absolute paths do not change, except for `output`: the output folder moves with the file.
     """
@@ -60,12 +60,12 @@ def outward(name: str, value: Any, folder: Path) -> Any:
 
 
 def is_prompts(text: str) -> bool:
-    """Whether a text given as a prompt is the path of a prompt file, by its ending."""
+    """Return whether a text given as a prompt is the path of a prompt file, by its ending."""
     return text.lower().endswith(PROMPTS)
 
 
 def _each(name: str, value: Any, change: Callable[[str], str]) -> Any:
-    """The value with each relative path changed; absolute paths and other texts are kept."""
+    """Return the value with each relative path changed; absolute paths and other texts are kept."""
 
     def changed(text: Any) -> Any:
         if not isinstance(text, str) or not text or text.startswith("~") or os.path.isabs(text):  # noqa: PTH117 - a text

@@ -59,7 +59,7 @@ LENGTHS: Final = frozenset({"steps", "epochs"})
 def completed(
     values: Mapping[str, Any], name: str, presets: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The given settings, and the preset's values of the settings that are not given.
+    """Return the given settings, and the preset's values of the settings that are not given.
 
     Raises:
         ConfigError: there is no such preset, or the values give all settings of the preset.
@@ -79,7 +79,7 @@ def completed(
 def described(
     presets: Mapping[str, Mapping[str, Any]], names: Collection[str] = NAMES
 ) -> list[str]:
-    """A line for each preset, for the help."""
+    """Return a line for each preset, for the help."""
     return [
         f"  {name:<9} " + ", ".join(f"{k} {v}" for k, v in presets[name].items()) for name in names
     ]

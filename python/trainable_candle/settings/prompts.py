@@ -16,7 +16,7 @@ _OTHERS: Final = (".toml", ".json")
 
 
 def expanded(prompts: Sequence[str], setting: str = "--sample-prompts") -> list[str]:
-    """Prompts in which names of `.txt` files are replaced by the files' lines.
+    """Return prompts in which names of `.txt` files are replaced by the files' lines.
 
     Empty lines and lines that begin with `#` are left out.
 

@@ -15,7 +15,7 @@ from trainable_candle.settings.setting import described
 
 
 def read_yaml(path: str | bytes | Path) -> dict[str, Any]:
-    """The `name: value` lines of a YAML file, unchecked.
+    """Return the `name: value` lines of a YAML file, unchecked.
 
     Raises:
         MissingFileError: there is no such file.

@@ -120,19 +120,19 @@ def checked(name: str, value: Any, hint: Any, setting: Setting) -> Any:
 
 
 def flag(name: str) -> str:
-    """The flag of a setting on the command line."""
+    """Return the flag of a setting on the command line."""
     return f"--{name.replace('_', '-')}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest known name, or all known names."""
+    """Return the end of a message about an unknown name: the nearest known name, or all."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean `{near[0]}`?" if near else f"; expected one of {', '.join(known)}"
 
 
 def described(value: Any) -> str:
-    """A value with its type, for a message."""
+    """Return a value with its type, for a message."""
     return f"{value!r} ({type(value).__name__})"
 
 

@@ -12,7 +12,7 @@ REDUCTIONS: Final = ("f32", "bf16")
 
 
 def _names_gpus(config: Any) -> str | None:
-    """What is wrong with `gpus`; None if it names GPUs or is not set."""
+    """Return what is wrong with `gpus`; None if it names GPUs or is not set."""
     text = config.gpus
     if text is None or text == "all":
         return None
@@ -27,7 +27,7 @@ def _names_gpus(config: Any) -> str | None:
 
 
 def _numbers(value: Any) -> Any:
-    """The text of a value given as a number of GPUs or a list of indices; else the value itself."""
+    """Convert a number of GPUs or a list of indices to text; return other values unchanged."""
     if type(value) is int:
         return str(value)
     if isinstance(value, list) and len(value) > 1 and all(type(v) is int for v in value):

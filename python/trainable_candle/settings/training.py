@@ -25,7 +25,7 @@ the default learning rates are chosen for AdamW."""
 
 
 def _steps(value: Any) -> Any:
-    """A number of steps, which OneTrainer writes as 200.0.
+    """Return a number of steps, which OneTrainer writes as 200.0.
 
     Raises:
         ConfigError: the value is a share of the steps, which kohya's scripts take.
@@ -44,7 +44,7 @@ def _steps(value: Any) -> Any:
 
 
 def _long_warmup(config: Any) -> str | None:
-    """Why the warm-up is too long for the run; None if it is not."""
+    """Return why the warm-up is too long for the run; None if it is not."""
     if config.epochs is None and config.warmup_steps > config.steps:
         return (
             f"warmup_steps is {config.warmup_steps}, more than the {config.steps} steps of the run"
@@ -53,7 +53,7 @@ def _long_warmup(config: Any) -> str | None:
 
 
 def _wrong_arguments(config: Any) -> str | None:
-    """Why the optimizer or the schedule rejects its arguments; None if it does not."""
+    """Return why the optimizer or the schedule rejects its arguments; None if it does not."""
     texts = (config.optimizer_args, config.lr_scheduler_args)
     if not any(texts):
         return None
@@ -83,7 +83,7 @@ def _wrong_arguments(config: Any) -> str | None:
 
 
 def _one_rate_for_all(config: Any) -> str | None:
-    """Why the optimizer cannot train the factors B at a rate of their own; None if it can."""
+    """Say why the optimizer cannot train the factors B at another rate; None if it can."""
     if config.finds_rate and config.lora_plus_ratio != 1:
         return (
             f"--optimizer {config.optimizer} finds one step size for all parameters, so it cannot "
@@ -93,7 +93,7 @@ def _one_rate_for_all(config: Any) -> str | None:
 
 
 def _averaged_twice(config: Any) -> str | None:
-    """Why an optimizer that averages the adapter itself contradicts a setting; else None."""
+    """Return why an optimizer that averages the adapter itself contradicts a setting; else None."""
     kind: Callable[..., Any] = KINDS[config.optimizer]
     if not kind([Var(zeros(1))]).averages:
         return None
@@ -105,7 +105,7 @@ def _averaged_twice(config: Any) -> str | None:
 
 
 def _rounding_contradiction(config: Any) -> str | None:
-    """Why `stochastic_rounding` contradicts another setting; None if it does not."""
+    """Return why `stochastic_rounding` contradicts another setting; None if it does not."""
     if not config.stochastic_rounding:
         return None
     kind: Callable[..., Any] = KINDS[config.optimizer]

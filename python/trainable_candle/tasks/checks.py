@@ -97,7 +97,7 @@ def check_targets(
 
 
 def _named(option: str, pattern: str, layers: Mapping[str, Shape]) -> Mapping[str, Shape]:
-    """The layers that a pattern matches.
+    """Return the layers that a pattern matches.
 
     Raises:
         ConfigError: the pattern is not a regular expression; the message names the option.
@@ -109,7 +109,7 @@ def _named(option: str, pattern: str, layers: Mapping[str, Shape]) -> Mapping[st
 
 
 def _some(layers: Mapping[str, Shape]) -> str:
-    """A hint for messages: the last parts of some layers' names."""
+    """Return a hint for messages: the last parts of some layers' names."""
     ends = dict.fromkeys(
         ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])
         for name in layers

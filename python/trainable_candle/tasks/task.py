@@ -37,7 +37,7 @@ class Split(Generic[PartT]):
 
 @contextmanager
 def naming_validation() -> Iterator[None]:
-    """A context that replaces `dataset: ` at the start of errors by `validation_dataset: `."""
+    """Return a context whose errors begin with `validation_dataset: `, not `dataset: `."""
     try:
         yield
     except (ConfigError, DatasetError) as error:
@@ -48,7 +48,7 @@ def naming_validation() -> Iterator[None]:
 
 
 def held_out_items(count: int, share: float, seed: int, noun: str = "image") -> list[int]:
-    """The sorted indices of the items that are held out for validation.
+    """Return the sorted indices of the items that are held out for validation.
 
     They are about `share` of the `count` items, at least one and never all, and depend on the seed.
 
@@ -69,17 +69,17 @@ class EpochSource(BatchSource[BatchOut], Protocol[BatchOut]):
     """Batches by number; each epoch is a range of consecutive numbers."""
 
     def first_batch(self, epoch: int) -> int:
-        """The number of the first batch of an epoch; batches and epochs are counted from 0."""
+        """Return the number of an epoch's first batch; batches and epochs count from 0."""
 
 
 class Prepared(Protocol[BatchT]):
     """A data set in the form that the model trains on."""
 
     def batches(self, batch_size: int) -> EpochSource[BatchT]:
-        """Shuffled batches for training."""
+        """Return shuffled batches for training."""
 
     def inputs(self, batch: BatchT) -> Inputs:
-        """The inputs of `loss` for a batch, by name, on the model's device.
+        """Return the inputs of `loss` for a batch, by name, on the model's device.
 
         Random numbers are drawn on the host, and depend only on the run's seed and the number of
         each sample (`draws`). So a resumed run draws the same random numbers as an uninterrupted
@@ -87,32 +87,32 @@ class Prepared(Protocol[BatchT]):
         """
 
     def weight(self, batch: BatchT) -> float:
-        """The weight of a batch's loss in the mean over the batches of a step, above 0."""
+        """Return the weight of a batch's loss in the mean over the batches of a step, above 0."""
 
     def loss(self, inputs: Inputs) -> Tensor:
-        """The training loss for `inputs`, one element; the host does not wait for the device."""
+        """Return the loss for `inputs`, one element, without waiting for the device."""
 
     def validation_loss(self) -> float:
-        """The mean loss over all data, with the same random numbers at every call.
+        """Return the mean loss over all data, with the same random numbers at every call.
 
         If there are several processes, all must call this method: each measures a part of the data,
         and all get the same result. The library's generator does not change.
         """
 
     def count(self, batch: BatchT) -> float:
-        """The number of images or tokens of a batch, for reports of speed."""
+        """Return the number of images or tokens of a batch, for reports of speed."""
 
     def metadata(self) -> Mapping[str, str]:
-        """The metadata about the data for adapter files, with the names of kohya's scripts."""
+        """Return metadata about the data for adapter files, named as by kohya's scripts."""
 
     def validation_facts(self, loss: float) -> Mapping[str, float]:
-        """The values to log after a validation, by name, including the validation's `loss`.
+        """Return the values to log after a validation, by name, including the validation's `loss`.
 
         All processes must call this method, like `validation_loss`.
         """
 
     def __len__(self) -> int:
-        """The number of examples."""
+        """Return the number of examples."""
 
 
 class Task(Protocol):
@@ -153,7 +153,7 @@ class Task(Protocol):
         """
 
     def samples(self, data: Split[Any]) -> int:
-        """The number of samples in an epoch of the training data.
+        """Return the number of samples in an epoch of the training data.
 
         Args:
             data: the result of `read`.
@@ -214,7 +214,7 @@ class Task(Protocol):
         """
 
     def adapter_file(self, adapters: Adapters, path: Path, metadata: dict[str, str]) -> AdapterFile:
-        """A snapshot of the adapters for one file, which is written later.
+        """Return a snapshot of the adapters for one file, which is written later.
 
         Raises:
             ArgumentError: the format of the settings cannot represent these adapters.
@@ -244,7 +244,7 @@ class Task(Protocol):
         """
 
     def loss_on(self, dataset: str) -> float:
-        """The mean loss on a data set, with the adapters if there are any.
+        """Return the mean loss on a data set, with the adapters if there are any.
 
         Raises:
             DatasetError: the data set cannot be used.
@@ -280,11 +280,11 @@ class Family(Protocol):
 
     @classmethod
     def default_weights(cls) -> Path | None:
-        """The path of the weights in the package; None if the package has none of this family."""
+        """Return the path of the family's weights in the package; None if there are none."""
 
     @classmethod
     def defaults(cls, config: TrainConfig) -> Mapping[str, Any]:
-        """The model's defaults for settings without a value in `config`, by setting."""
+        """Return the model's defaults for settings without a value in `config`, by setting."""
 
     def require_own(self) -> None:
         """Check that the weights are of this family.
@@ -295,4 +295,4 @@ class Family(Protocol):
         """
 
     def task(self) -> Task:
-        """The task that trains this model."""
+        """Return the task that trains this model."""

@@ -93,7 +93,7 @@ class ChatTokenizer:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Self:
-        """The tokenizer of a model.
+        """Return the tokenizer of a model.
 
         Args:
             folder: the folder of the model, a GGUF file, or another file of weights with the
@@ -126,7 +126,7 @@ class ChatTokenizer:
         return cls(tokenizer, tokens, chat_templates(folder, config), end_tokens(folder))
 
     def summary(self) -> str:
-        """A line for the log: which template is used, and which tokens end an answer."""
+        """Return a line for the log: which template is used, and which tokens end an answer."""
         ends = " ".join(self.token(number) for number in sorted(self.stops)) or "nothing"
         template = "of the tokenizer" if self.has_template else "ChatML, as the tokenizer has none"
         return f"chat template: {template}; answers end with {ends}"
@@ -156,7 +156,7 @@ class ChatTokenizer:
         )
 
     def is_ordinary(self, number: int) -> bool:
-        """Whether a number is that of a token of ordinary text, neither special nor added."""
+        """Return whether a token id is one of ordinary text, neither special nor added."""
         return (
             number not in self.special
             and number not in self._tokenizer.get_added_tokens_decoder()
@@ -194,7 +194,7 @@ class ChatTokenizer:
         *,
         generation_prompt: bool = False,
     ) -> Rendered:
-        """The text of a conversation, as `ChatTemplate.render`.
+        """Return the text of a conversation, as `ChatTemplate.render`.
 
         Conversations with tools are rendered by the template `tool_use` if the tokenizer has one.
         """
@@ -202,11 +202,11 @@ class ChatTokenizer:
         return template.render(messages, tools, generation_prompt=generation_prompt)
 
     def encode(self, text: str, *, special: bool = False) -> Encoded:
-        """The tokens of a text; see `encode_all`."""
+        """Return the tokens of a text; see `encode_all`."""
         return self.encode_all([text], special=special)[0]
 
     def encode_all(self, texts: Sequence[str], *, special: bool = False) -> list[Encoded]:
-        """The tokens of each text. Several threads work at the same time.
+        """Return the tokens of each text. Several threads work at the same time.
 
         Args:
             texts: the texts; special tokens that are spelled out in them are recognised.
@@ -217,16 +217,16 @@ class ChatTokenizer:
         return [Encoded(encoding) for encoding in found]
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """The text of tokens, with or without special tokens."""
+        """Return the text of tokens, with or without special tokens."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=not special)
         return text
 
     def token(self, number: int) -> str:
-        """The text of a token in the vocabulary."""
+        """Return the text of a token in the vocabulary."""
         return self._tokenizer.id_to_token(number) or f"<{number}>"
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The tokens of a conversation, including those that begin the answer's turn.
+        """Return the tokens of a conversation, including those that begin the answer's turn.
 
         Raises:
             ValueError: the template rejects the conversation.
@@ -234,7 +234,7 @@ class ChatTokenizer:
         return self.encode(self.render(messages, generation_prompt=True).text).ids
 
     def beginning(self, text: str) -> list[int]:
-        """The tokens of a text that continues, with those that the tokenizer puts before a text."""
+        """Return the tokens of a text to continue, with those that the tokenizer puts before it."""
         ids = self.encode(text, special=True).ids
         ended = (
             self.end is not None

@@ -58,7 +58,7 @@ class CLIPTokenizer:
 
     @classmethod
     def shipped(cls, pad: str) -> Self:
-        """The tokenizer of the published CLIP models, from the package's own copy.
+        """Return the tokenizer of the published CLIP models, from the package's own copy.
 
         All of these models, OpenCLIP's too, have the same vocabulary; they differ in `pad`.
         """
@@ -66,7 +66,7 @@ class CLIPTokenizer:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Self:
-        """The tokenizer of a diffusers folder, `tokenizer` or `tokenizer_2`.
+        """Return the tokenizer of a diffusers folder, `tokenizer` or `tokenizer_2`.
 
         Args:
             folder: a folder with `tokenizer.json`, or `vocab.json` and `merges.txt`. The padding
@@ -101,7 +101,7 @@ class CLIPTokenizer:
         return self.length - 2
 
     def encode(self, text: str) -> list[int]:
-        """The numbers of a text's tokens, without start and end.
+        """Return the numbers of a text's tokens, without start and end.
 
         Raises:
             WeightsFormatError: the vocabulary has no token for unknown text.
@@ -114,7 +114,7 @@ class CLIPTokenizer:
         return numbers
 
     def chunks(self, text: str, most: int = 1) -> npt.NDArray[np.int64]:
-        """A text in rows, each with start and end tokens and padding.
+        """Return a text in rows, each with start and end tokens and padding.
 
         Args:
             text: any text; an empty one gives one row.
@@ -128,7 +128,7 @@ class CLIPTokenizer:
         return np.array([self._row(numbers[s : s + self.content_length]) for s in starts], np.int64)
 
     def __call__(self, texts: Sequence[str]) -> npt.NDArray[np.int64]:
-        """The first row of each text; shape (n, length)."""
+        """Return the first row of each text; shape (n, length)."""
         return np.concatenate([self.chunks(text) for text in texts])
 
     def _row(self, content: list[int]) -> list[int]:
@@ -202,7 +202,7 @@ def _from_merges(merges: str, vocabulary: dict[str, int] | None = None) -> Token
 
 
 def _byte_letters() -> list[str]:
-    """A printable character for every byte, in GPT-2's order: first the printable bytes."""
+    """Return a printable character for every byte, in GPT-2's order: first the printable bytes."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = 256 - len(printable)
     return [chr(code) for code in (*printable, *range(0x100, 0x100 + others))]
@@ -214,5 +214,5 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _token(entry: Any) -> str:
-    """The text of a token: `entry` is the text, or a mapping with the text as `content`."""
+    """Return the text of a token: `entry` is the text, or a mapping with the text as `content`."""
     return str(entry.get("content", END)) if isinstance(entry, dict) else str(entry or END)

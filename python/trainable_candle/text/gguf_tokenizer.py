@@ -48,7 +48,7 @@ _CURE: Final = "give the folder of the original model, with its tokenizer.json, 
 def read(
     path: Path, facts: Mapping[str, Any]
 ) -> tuple[Tokenizer, dict[str, str], dict[str, str], list[int]]:
-    """The tokenizer, its special tokens by name, its chat templates, and the end tokens.
+    """Return the tokenizer, its special tokens by name, its chat templates, and the end tokens.
 
     The template `default` has the key `tokenizer.chat_template`; the keys of other templates have a
     `.` and the name of the template after that.
@@ -108,7 +108,7 @@ def _built(given: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def byte_level(given: Mapping[str, Any]) -> Tokenizer:
-    """A byte-level BPE tokenizer from the file's entries `tokens`, `merges` and `pre`.
+    """Return a byte-level BPE tokenizer from the file's entries `tokens`, `merges` and `pre`.
 
     `pre` names the pre-tokenizer.
     """
@@ -137,7 +137,7 @@ def byte_level(given: Mapping[str, Any]) -> Tokenizer:
 
 
 def _pieces(given: Mapping[str, Any]) -> Tokenizer:
-    """A SentencePiece BPE tokenizer from the file's entries `tokens` and `scores`.
+    """Return a SentencePiece BPE tokenizer from the file's entries `tokens` and `scores`.
 
     The file has no merges. Each division of a token into two tokens is a merge; the merges that
     make tokens with higher scores come first.

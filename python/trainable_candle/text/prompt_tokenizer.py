@@ -59,7 +59,7 @@ class PromptTokenizer:
     def from_pretrained(
         cls, folder: str | Path, *, thinks: bool = True, system: str | None = None
     ) -> Self:
-        """The tokenizer in a folder.
+        """Return the tokenizer in a folder.
 
         Args:
             folder: a folder with `tokenizer.json`, or `vocab.json` and `merges.txt`.
@@ -98,7 +98,7 @@ class PromptTokenizer:
         return int(self._tokenizer.token_to_id(_PAD) or 0)
 
     def encode(self, prompt: str, most: int) -> list[int]:
-        """The token ids of a prompt in the template, truncated to at most `most`."""
+        """Return the token ids of a prompt in the template, truncated to at most `most`."""
         tokens: list[int] = self._tokenizer.encode(
             self._start + prompt + self._end, add_special_tokens=False
         ).ids
@@ -106,7 +106,7 @@ class PromptTokenizer:
 
 
 def _from_merges(folder: Path) -> Tokenizer:
-    """Qwen2's tokenizer from `vocab.json` and `merges.txt`.
+    """Return Qwen2's tokenizer from `vocab.json` and `merges.txt`.
 
     Added tokens come from `added_tokens.json` and `tokenizer_config.json`, if these files exist.
     """
@@ -131,7 +131,7 @@ def _from_merges(folder: Path) -> Tokenizer:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The object in a file of JSON; empty if there is no file."""
+    """Return the object in a file of JSON; empty if there is no file."""
     if not path.is_file():
         return {}
     found = parse_json(path.read_bytes())

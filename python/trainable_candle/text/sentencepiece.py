@@ -36,7 +36,7 @@ class UnigramModel(NamedTuple):
 
 
 def parse(data: bytes) -> UnigramModel:
-    """The model in the contents of a file.
+    """Return the model in the contents of a file.
 
     Raises:
         ValueError: the contents are not a unigram model.
@@ -68,7 +68,7 @@ def _parse(data: bytes) -> UnigramModel:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """The number and the value (an integer, a float or bytes) of each field of a message."""
+    """Yield the number and the value (an integer, a float or bytes) of each field of a message."""
     at, end = 0, len(message)
     while at < end:
         key, at = _varint(message, at)
@@ -94,7 +94,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The integer at an offset, seven bits per byte, and the offset after it."""
+    """Return the integer at an offset, seven bits per byte, and the offset after it."""
     byte = data[at]
     if byte < 0x80:
         return byte, at + 1

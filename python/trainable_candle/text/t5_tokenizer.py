@@ -51,7 +51,7 @@ class T5Tokenizer:
 
     @classmethod
     def shipped(cls) -> Self:
-        """The tokenizer of the published T5 models, from the package's own copy.
+        """Return the tokenizer of the published T5 models, from the package's own copy.
 
         T5 1.0 and 1.1 in every size, Stable Diffusion 3 and Flux all use this tokenizer.
         """
@@ -59,7 +59,7 @@ class T5Tokenizer:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Self:
-        """The tokenizer of a diffusers folder: Flux's `tokenizer_2`, SD3's `tokenizer_3`.
+        """Return the tokenizer of a diffusers folder: Flux's `tokenizer_2`, SD3's `tokenizer_3`.
 
         Args:
             folder: a folder with `tokenizer.json` or `spiece.model`. From `tokenizer.json` only
@@ -91,7 +91,7 @@ class T5Tokenizer:
         return size
 
     def encode(self, text: str) -> list[int]:
-        """The numbers of a text's tokens, without the end token.
+        """Return the numbers of a text's tokens, without the end token.
 
         Raises:
             WeightsFormatError: the tokenizer's files are damaged.
@@ -108,7 +108,7 @@ class T5Tokenizer:
     def __call__(
         self, texts: Sequence[str], length: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Texts as rows of one length, each with an end token and padding.
+        """Return texts as rows of one length, each with an end token and padding.
 
         Args:
             texts: any texts; an empty one is the end token alone.
@@ -160,7 +160,7 @@ def _from_folder(folder: Path) -> Tokenizer:
 
 
 def _charsmap(normalizer: dict[str, Any] | None) -> bytes:
-    """The table of characters in a normalizer of `tokenizer.json`; empty if there is none.
+    """Return the table of characters in a normalizer of `tokenizer.json`; empty if there is none.
 
     A normalizer may be a sequence of normalizers.
     """

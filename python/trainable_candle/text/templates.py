@@ -87,7 +87,7 @@ class ChatTemplate:
         *,
         generation_prompt: bool = False,
     ) -> Rendered:
-        """The text of a conversation.
+        """Return the text of a conversation.
 
         Args:
             messages: `role`, `content` and so on; values that are None count as absent. A content
@@ -123,7 +123,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template rejects the conversation: {error}") from error
 
     def _adapted(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message with a role and a form of content that the template reads."""
+        """Return a message with a role and a form of content that the template reads."""
         content = message.get("content")
         if isinstance(content, list) and not self._reads_parts:
             message = {**message, "content": "".join(part["text"] for part in content)}
@@ -153,7 +153,10 @@ class ChatTemplate:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with its reasoning as `thinking` and as `reasoning_content`, for all templates."""
+    """Copy a message's reasoning to both keys that templates read.
+
+    The keys are `thinking` and `reasoning_content`.
+    """
     reasoning = next((message[name] for name in _REASONING if name in message), None)
     if reasoning is None:
         return message
@@ -161,7 +164,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unmarked(marked: str, marks: bool) -> Rendered:
-    """The text without the marks `_START` and `_END`, and the spans that they enclosed.
+    """Return the text without the marks `_START` and `_END`, and the spans that they enclosed.
 
     Without marks in the text, the spans are () if `marks`, else None.
 
@@ -186,7 +189,7 @@ def _unmarked(marked: str, marks: bool) -> Rendered:
 
 @lru_cache(maxsize=16)
 def _compiled(source: str) -> tuple[Template, bool]:
-    """A template, and whether it has the tag `generation`."""
+    """Return a template, and whether it has the tag `generation`."""
     from jinja2 import ext, nodes  # noqa: PLC0415 - imported when first needed
     from jinja2.exceptions import SecurityError, TemplateError  # noqa: PLC0415
     from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415
@@ -256,7 +259,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON text without the HTML escapes that jinja's own filter adds."""
+    """Return JSON text without the HTML escapes that jinja's own filter adds."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -38,7 +38,7 @@ def copy_files(weights: Path, output: Path, *others: str) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; an empty one if there is no file.
+    """Return the JSON object in a file; an empty one if there is no file.
 
     Raises:
         WeightsFormatError: the file is damaged.
@@ -55,7 +55,9 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def token_ids(config: Mapping[str, Any], name: str) -> list[int]:
-    """The ids in the entry `name` of one of `CONFIGS`, which is an id, a list of ids, or absent.
+    """Return the ids in the entry `name` of one of `CONFIGS`.
+
+    The entry is an id, a list of ids, or absent.
 
     Some files have -1 for a token that the model lacks; it is left out.
     """
@@ -65,13 +67,13 @@ def token_ids(config: Mapping[str, Any], name: str) -> list[int]:
 
 
 def end_tokens(folder: Path) -> list[int]:
-    """The ids of the end tokens in a folder's `CONFIGS`."""
+    """Return the ids of the end tokens in a folder's `CONFIGS`."""
     configs = [read_object(folder / name) for name in CONFIGS]
     return [number for config in configs for number in token_ids(config, "eos_token_id")]
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The texts of special tokens by name; `config` has texts, or objects with a `content`."""
+    """Return special tokens' texts by name; `config` has texts, or objects with `content`."""
     tokens = {}
     for name in _TOKENS:
         value = config.get(name)
@@ -83,7 +85,7 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The chat templates of a folder by name, as transformers finds them; empty if it has none.
+    """Return a folder's chat templates by name, as transformers finds them.
 
     If `chat_template.jinja` or files in `additional_chat_templates` exist, they are the templates.
     Otherwise the configuration has a template, which is called `default` here, or a list of
@@ -120,7 +122,7 @@ def _template(path: Path) -> str:
 
 
 def _configured(path: Path, found: Any) -> dict[str, str]:
-    """The templates by name in the entry `chat_template` of the file `path`."""
+    """Return the templates by name in the entry `chat_template` of the file `path`."""
     if found is None:
         return {}
     if isinstance(found, str):

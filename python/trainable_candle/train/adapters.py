@@ -42,7 +42,10 @@ class Adapters:
         self._starts = dict(starts or {})
 
     def named_parameters(self) -> dict[str, Var]:
-        """The trainable parameters; with several components, names begin with the component's."""
+        """Return the trainable parameters by name.
+
+        If there are several components, names begin with the component's.
+        """
         if len(self.sets) == 1:
             return next(iter(self.sets.values())).named_parameters()
         return {
@@ -52,7 +55,7 @@ class Adapters:
         }
 
     def groups(self, config: TrainConfig) -> list[tuple[list[Var], float]]:
-        """The parameters by learning rate.
+        """Return the parameters by learning rate.
 
         Text encoders have a learning rate of their own. `lora_plus_ratio` multiplies the rate of
         the factors B in every part of the model (LoRA+, Hayou et al. 2024, arXiv:2402.12354).
@@ -82,16 +85,16 @@ class Adapters:
             start.set_enabled(enabled)
 
     def callbacks(self) -> list[Callback]:
-        """The callbacks that keep the adapters' starts in checkpoints."""
+        """Return the callbacks that keep the adapters' starts in checkpoints."""
         return [KeepStart(start) for start in self._starts.values()]
 
     def finish(self) -> None:
-        """After training: replace each adapter with a start by the adapter that files get."""
+        """Replace, after training, each adapter with a start by the adapter that files get."""
         self.sets |= {component: start.finish() for component, start in self._starts.items()}
         self._starts = {}
 
     def file(self, path: Path, config: Adapter, metadata: dict[str, str]) -> AdapterFile:
-        """A snapshot of the adapters for one file, in the format and precision of the settings.
+        """Copy the adapters for one file, in the format and precision of the settings.
 
         Raises:
             ArgumentError: the format cannot represent these adapters.
@@ -117,7 +120,7 @@ class Adapters:
 
     @contextmanager
     def loaded(self, path: Path) -> Iterator[None]:
-        """A context in which the adapters have the parameters of a file; see `load`."""
+        """Return a context in which the adapters have the parameters of a file; see `load`."""
         parameters = self.named_parameters()
         before = tc.snapshot({name: var.detach() for name, var in parameters.items()})
         try:
@@ -159,7 +162,7 @@ def start_adapter(adapter: AdapterSet, family: Any, fresh: bool) -> dict[str, Pi
 
 
 def oft_side(config: TrainConfig, formats: Sequence[str]) -> str:
-    """Whether OFT rotates the layers' inputs or their outputs.
+    """Return whether OFT rotates the layers' inputs or their outputs.
 
     The default is the side that readers of the adapter file's format expect.
 
@@ -174,7 +177,7 @@ def oft_side(config: TrainConfig, formats: Sequence[str]) -> str:
 def adapter_config(
     config: TrainConfig, targets: Sequence[str], formats: Sequence[str]
 ) -> tc.LoraConfig:
-    """The configuration of the adapters; `targets` are adapted if the settings name no layers.
+    """Return the adapters' configuration; `targets` are the layers if the settings name none.
 
     `formats` is the argument of `oft_side`.
     """

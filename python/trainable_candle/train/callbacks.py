@@ -26,16 +26,16 @@ class Callback:
     """
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
-        """Before the first step; if the run resumes, its state is loaded already."""
+        """Called before the first step; if the run resumes, its state is loaded already."""
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
-        """After every optimizer step."""
+        """Called after every optimizer step."""
 
     def on_metrics(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
-        """When a callback has reported metrics of the current step (`Trainer.report`)."""
+        """Called when a callback has reported metrics of the current step (`Trainer.report`)."""
 
     def on_save(self, trainer: Trainer[Any], folder: Path) -> None:
-        """When the trainer begins a checkpoint.
+        """Called when the trainer begins a checkpoint.
 
         Files that callbacks write to `folder` become part of the checkpoint. The trainer's own
         files are written in the background at the same time. A callback whose writing takes long
@@ -44,10 +44,10 @@ class Callback:
         """
 
     def on_resume(self, trainer: Trainer[Any], folder: Path) -> None:
-        """When the trainer has loaded the checkpoint in `folder`."""
+        """Called when the trainer has loaded the checkpoint in `folder`."""
 
     def on_train_end(self, trainer: Trainer[Any]) -> None:
-        """At the end, even if the run was stopped or failed."""
+        """Called at the end, even if the run was stopped or failed."""
 
 
 class ProgressBar(Callback):
@@ -105,7 +105,7 @@ class ProgressBar(Callback):
         self._bar.update()
 
     def beside(self, report: Callable[[str], None]) -> Callable[[str], None]:
-        """A function like `report` that clears the bar before a line and redraws it after."""
+        """Return a function like `report` that clears the bar before a line and redraws it."""
 
         def write(line: str) -> None:
             if self._bar is None or self._bar.disable:

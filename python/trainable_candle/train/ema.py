@@ -29,7 +29,7 @@ class Average(Protocol):
     """An average of the parameters over the steps."""
 
     def applied(self) -> AbstractContextManager[None]:
-        """A context in which the parameters have the values of the averages."""
+        """Return a context in which the parameters have the values of the averages."""
 
     def keep(self) -> None:
         """Replace the parameters by the averages."""
@@ -43,7 +43,7 @@ class OptimizerAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """A context in which the parameters have the values of the averages."""
+        """Return a context in which the parameters have the values of the averages."""
         self._optimizer.eval()
         try:
             yield
@@ -107,7 +107,7 @@ class AdapterAverage(Callback):
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """A context in which the parameters have the values of the averages."""
+        """Return a context in which the parameters have the values of the averages."""
         with ExitStack() as swapped:
             self._swap_in(swapped)
             yield

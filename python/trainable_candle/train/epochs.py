@@ -11,7 +11,7 @@ from the number of a step, counted from 1, to whether it is selected."""
 
 
 def is_due(moments: Moments, step: int) -> bool:
-    """Whether `moments` selects a step, counted from 1."""
+    """Return whether `moments` selects a step, counted from 1."""
     if callable(moments):
         return moments(step)
     return moments > 0 and step % moments == 0
@@ -32,7 +32,7 @@ class Epochs:
         self._epoch = 0
 
     def completed(self, step: int) -> int:
-        """The number of epochs whose batches have all been used after `step` steps."""
+        """Return the number of epochs whose batches have all been used after `step` steps."""
         batches = step * self._accumulation
         # Continue from the epoch of the last call, because steps mostly come in order.
         if self._first_batch(self._epoch) > batches:
@@ -42,13 +42,13 @@ class Epochs:
         return self._epoch
 
     def at(self, step: int) -> float:
-        """The number of epochs after `step` steps, with the fraction of the unfinished epoch."""
+        """Return the epochs after `step` steps, with the fraction of the unfinished epoch."""
         whole = self.completed(step)
         start, end = self._first_batch(whole), self._first_batch(whole + 1)
         return whole + (step * self._accumulation - start) / (end - start)
 
     def ends(self, every: int) -> Callable[[int], bool]:
-        """The `Moments` that select the steps that complete every `every`-th epoch."""
+        """Return the `Moments` that select the steps that complete every `every`-th epoch."""
 
         def is_end(step: int) -> bool:
             before, after = self.completed(step - 1), self.completed(step)

@@ -32,7 +32,7 @@ _BEST_STATE: Final = "validation.json"
 
 @contextmanager
 def evaluated(adapters: Adapters, average: Average | None) -> Iterator[None]:
-    """A context without dropout and tape, in which averages replace the parameters.
+    """Return a context without dropout and tape, in which averages replace the parameters.
 
     Args:
         adapters: the adapters that are trained.
@@ -245,17 +245,17 @@ class StepAdapters(Callback):
 
 
 def best_path(output: Path, stem: str = "adapter") -> Path:
-    """The file of the adapter with the lowest validation loss."""
+    """Return the file of the adapter with the lowest validation loss."""
     return output / f"{stem}-best.safetensors"
 
 
 def step_adapter_path(output: Path, step: int, stem: str = "adapter") -> Path:
-    """The file of the adapter after `step` steps."""
+    """Return the file of the adapter after `step` steps."""
     return output / f"{stem}-step{step:06d}.safetensors"
 
 
 def step_adapters(output: Path, stem: str = "adapter") -> list[Path]:
-    """The existing files of `step_adapter_path`, in the order of their steps."""
+    """Return the existing files of `step_adapter_path`, in the order of their steps."""
     name = re.compile(rf"{re.escape(stem)}-step(\d+)\.safetensors")
     found = [(name.fullmatch(path.name), path) for path in output.iterdir()]
     steps = [(int(match[1]), path) for match, path in found if match]

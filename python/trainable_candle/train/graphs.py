@@ -34,7 +34,7 @@ class PassGraphs:
         self._captured: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
 
     def __call__(self, inputs: Inputs, first: bool) -> Tensor:
-        """The function's result; `first` is its second argument."""
+        """Return the function's result; `first` is its second argument."""
         if not self._keep or self._needs_the_host(inputs):
             return self._run(inputs, first)
         shapes = tuple((name, tensor.shape, str(tensor.dtype)) for name, tensor in inputs.items())
@@ -48,7 +48,7 @@ class PassGraphs:
 
     @staticmethod
     def _needs_the_host(inputs: Inputs) -> bool:
-        """Whether weights streamed to the inputs' device are in pageable memory of the host."""
+        """Return whether weights streamed to the inputs' device are in pageable host memory."""
         device = str(next(iter(inputs.values())).device)
         return device != "cpu" and _core.cuda_stages_weights(device)
 

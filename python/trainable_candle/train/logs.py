@@ -173,13 +173,13 @@ class TensorBoardLog(Callback):
 
 
 def scalars(report: StepReport) -> dict[str, float]:
-    """All values of a step, by name."""
+    """Return all values of a step, by name."""
     names = [name for name in CsvLog.COLUMNS if name != "step"]
     return {**{name: getattr(report, name) for name in names}, **rates(report)}
 
 
 def rates(report: StepReport) -> dict[str, float]:
-    """The values of a step that are not in the columns of `CsvLog`, by name."""
+    """Return the values of a step that are not in the columns of `CsvLog`, by name."""
     known: dict[str, float] = {}
     if report.epoch is not None:
         known["epoch"] = round(report.epoch, 4)
@@ -191,12 +191,12 @@ def rates(report: StepReport) -> dict[str, float]:
 
 
 def is_logged(trainer: Trainer[Any], report: StepReport, every: int) -> bool:
-    """Whether to log a step: every `every`-th step and the last step are logged."""
+    """Return whether to log a step: every `every`-th step and the last step are logged."""
     return report.step % every == 0 or report.step == trainer.steps
 
 
 def read_log(path: Path) -> list[dict[str, str]]:
-    """The lines of a `CsvLog`, oldest first, without a line that a crash truncated."""
+    """Return the lines of a `CsvLog`, oldest first, without a line that a crash truncated."""
     # The csv module is not used: fields of a damaged file may exceed the module's limit of length,
     # and an intact file has no quoted fields.
     names, *lines = [line.split(",") for line in _whole_lines(path)] or [[]]
@@ -205,7 +205,7 @@ def read_log(path: Path) -> list[dict[str, str]]:
 
 
 def read_json_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `JsonLog`, oldest first; lines that are no such objects are skipped."""
+    """Return the lines of a `JsonLog`, oldest first; lines that are no such objects are skipped."""
     rows = []
     for line in _whole_lines(path):
         try:

@@ -50,7 +50,7 @@ class Progress:
 
 
 def now() -> float:
-    """Seconds since 1970.
+    """Return seconds since 1970.
 
     `SOURCE_DATE_EPOCH` in the environment gives a fixed value, which makes files reproducible.
     """
@@ -61,7 +61,7 @@ def now() -> float:
 def training_metadata(
     config: TrainConfig, progress: Progress, of_data: Mapping[str, str]
 ) -> dict[str, str]:
-    """The entries of a file's header.
+    """Return the entries of a file's header.
 
     Args:
         config: the settings.
@@ -121,7 +121,7 @@ def training_metadata(
 
 
 def roundings(config: TrainConfig) -> dict[str, str | None]:
-    """The entries about the rounding of the weights and the initialisation of the adapter."""
+    """Return the entries about rounding the weights and initialising the adapter."""
     return {
         BASE: config.base_format,
         QAT: config.qat,

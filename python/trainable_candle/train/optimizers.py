@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def make_optimizer(config: TrainConfig, groups: Sequence[tuple[Sequence[Var], float]]) -> Optimizer:
-    """The optimizer over (variables, learning rate) groups.
+    """Return the optimizer over (variables, learning rate) groups.
 
     Raises:
         OutOfMemoryError: the states are to be in host memory, and the system does not let this
@@ -36,7 +36,7 @@ def make_optimizer(config: TrainConfig, groups: Sequence[tuple[Sequence[Var], fl
 
 
 def make_scheduler(config: TrainConfig, optimizer: Optimizer) -> LRScheduler:
-    """The learning-rate schedule, for `optimizer`."""
+    """Return the learning-rate schedule, for `optimizer`."""
     schedule = SCHEDULES[config.lr_scheduler]
     steps = {"total_steps": config.steps, "warmup_steps": config.warmup_steps}
     return schedule(optimizer, **steps, **config.lr_scheduler_arguments)

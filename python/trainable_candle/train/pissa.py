@@ -42,7 +42,7 @@ _FILE: Final = "start.safetensors"
 
 
 def doubled(config: tc.LoraConfig) -> tc.LoraConfig:
-    """The configuration of LoRAs of twice the rank, with the same layers and the same scale."""
+    """Return the configuration of LoRAs of twice the rank, equal layers and equal scale."""
     return tc.LoraConfig(
         r=2 * config.r,
         lora_alpha=config.lora_alpha * (2**0.5 if config.use_rslora else 2),
@@ -102,7 +102,7 @@ class PissaStart:
         self._set({name: var.detach() for name, var in self._trained.named_parameters().items()})
 
     def state(self) -> dict[str, Tensor]:
-        """A copy of the start on the CPU."""
+        """Return a copy of the start on the CPU."""
         parts = {name: self._start_of(name, var) for name, var in self._named_written().items()}
         return tc.snapshot(parts)
 
@@ -121,7 +121,7 @@ class PissaStart:
             self._subtracted.set_enabled(enabled)
 
     def for_files(self) -> AdapterSet:
-        """The difference of the trained LoRA and its start, as LoRA on the original weights."""
+        """Return the trained LoRA minus its start, as a LoRA on the original weights."""
         trained = self._trained.named_parameters()
         for name, var in self._named_written().items():
             own = trained[name].detach().to(var.dtype)
@@ -142,7 +142,7 @@ class PissaStart:
 
     @staticmethod
     def _start_of(name: str, written: Var) -> Tensor:
-        """A0 or B0, from the second half of a parameter for files."""
+        """Return A0 or B0, from the second half of a parameter for files."""
         axis = _axis(name)
         rank = written.shape[axis] // 2
         return _signed(name, written.detach().narrow(axis, rank, rank))
@@ -215,12 +215,12 @@ def require_same_start(config: TrainConfig, earlier: Mapping[str, object]) -> No
 
 
 def _axis(name: str) -> int:
-    """The axis of the ranks: rows of A, columns of B."""
+    """Return the axis of the ranks: rows of A, columns of B."""
     return 0 if name.endswith(_DOWN) else 1
 
 
 def _signed(name: str, value: Tensor) -> Tensor:
-    """A, or -B: the start is subtracted by the sign of B."""
+    """Return A, or -B: the start is subtracted by the sign of B."""
     return value if name.endswith(_DOWN) else -value
 
 

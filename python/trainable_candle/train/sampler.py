@@ -34,7 +34,7 @@ class ConditionedModel(Protocol):
     """A denoising model, such as a UNet, called with its conditioning by name."""
 
     def __call__(self, x: Tensor, timestep: float, /, **conditioning: Tensor) -> Tensor:
-        """The prediction for `x`, in its shape."""
+        """Return the prediction for `x`, in its shape."""
 
 
 class Guided:
@@ -91,7 +91,7 @@ class Guided:
             self._calls = [dict(negative), dict(positive)]
 
     def __call__(self, x: Tensor, timestep: float) -> Tensor:
-        """The guided prediction for `x`."""
+        """Return the guided prediction for `x`."""
         if self._scale == 1.0:
             return self._model(x, timestep, **self._calls[0])
         if len(self._calls) == 1:

@@ -21,4 +21,4 @@ class BatchSource(Protocol[BatchOut]):
     """
 
     def batch(self, index: int) -> BatchOut:
-        """Batch number `index`, from 0."""
+        """Return batch number `index`, from 0."""

@@ -48,17 +48,17 @@ class RunState:
 
 
 def checkpoint_path(output: Path, step: int) -> Path:
-    """The folder of the checkpoint after `step` steps."""
+    """Return the folder of the checkpoint after `step` steps."""
     return output / f"checkpoint-{step:06d}"
 
 
 def step_of(folder: Path) -> int:
-    """The step of a folder that `checkpoint_path` named."""
+    """Return the step of a folder that `checkpoint_path` named."""
     return int(folder.name.rpartition("-")[2])
 
 
 def checkpoints(output: Path) -> list[Path]:
-    """The complete checkpoints in `output`, oldest first."""
+    """Return the complete checkpoints in `output`, oldest first."""
     if not output.is_dir():
         return []
     found = [p for p in output.iterdir() if _NAME.fullmatch(p.name) and (p / _STATE).is_file()]
@@ -66,7 +66,7 @@ def checkpoints(output: Path) -> list[Path]:
 
 
 def find(output: Path, resume: str) -> Path | None:
-    """The checkpoint folder that `resume` names.
+    """Return the checkpoint folder that `resume` names.
 
     `resume` is a path, or `latest` or `auto` for the last checkpoint in `output`.
 
@@ -249,7 +249,7 @@ _ADVICE: Final = "resume with the settings that the run was started with"
 
 
 def read_state(folder: Path) -> RunState:
-    """The state of the run in a checkpoint, besides tensors.
+    """Return the state of the run in a checkpoint, besides tensors.
 
     Raises:
         WeightsFormatError: the file is missing, damaged or of another format.
@@ -268,7 +268,7 @@ def read_state(folder: Path) -> RunState:
 
 
 def read_json(folder: Path, name: str) -> Any:
-    """The contents of a JSON file of a checkpoint.
+    """Return the contents of a JSON file of a checkpoint.
 
     Raises:
         WeightsFormatError: the file is missing or damaged.
@@ -280,7 +280,7 @@ def read_json(folder: Path, name: str) -> Any:
 
 
 def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
-    """The tensors of a file of a checkpoint, on the CPU.
+    """Return the tensors of a file of a checkpoint, on the CPU.
 
     Raises:
         WeightsFormatError: the file is missing or damaged.
@@ -292,7 +292,7 @@ def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
 
 
 def damaged(folder: Path, name: str, reason: object) -> WeightsFormatError:
-    """The error for a damaged file of a checkpoint; it says why, and where to resume instead."""
+    """Return the error for a checkpoint's damaged file: why, and where to resume instead."""
     is_named = _NAME.fullmatch(folder.name) is not None
     others = checkpoints(folder.parent) if is_named else []
     earlier = [other for other in others if step_of(other) < step_of(folder)]
@@ -331,7 +331,7 @@ def restore(output: Path) -> None:
 
 
 def needs_restoring(output: Path) -> bool:
-    """Whether `restore` would do something."""
+    """Return whether `restore` would do something."""
     found = output.iterdir() if output.is_dir() else ()
     return any(
         path.name.endswith(_REPLACED)

@@ -45,7 +45,7 @@ class Totals(Callback):
         self._elapsed = time.perf_counter() - self._begun
 
     def __str__(self) -> str:
-        """A line with the number of steps, the elapsed time, the speed and the peak memory."""
+        """Return a line with the number of steps, elapsed time, speed and peak memory."""
         parts = [f"{self._steps} steps in {duration(self._elapsed)}"]
         if self._steps:
             each = self._seconds / self._steps
@@ -57,7 +57,7 @@ class Totals(Callback):
 
 
 def duration(seconds: float) -> str:
-    """A time for people: `12 s`, `3 min 5 s`, `2 h 10 min`."""
+    """Return a time for people: `12 s`, `3 min 5 s`, `2 h 10 min`."""
     whole = round(seconds)
     if whole < 60:
         return f"{seconds:.1f} s" if whole < 10 else f"{whole} s"
@@ -66,7 +66,7 @@ def duration(seconds: float) -> str:
 
 
 def peak_memory(device: str) -> str:
-    """The peak memory of this process on a device."""
+    """Return the peak memory of this process on a device."""
     if device == "cpu":
         # `ru_maxrss` is in KiB on Linux.
         return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB of memory"

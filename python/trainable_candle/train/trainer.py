@@ -240,7 +240,7 @@ class Trainer(Generic[Batch]):
         return self.step >= self.steps
 
     def _is_stopped(self, guard: InterruptGuard) -> bool:
-        """Whether to stop before the next step; several processes stop after the same step."""
+        """Return whether to stop before the next step; all processes stop after the same step."""
         return self._agreed if self.group.size > 1 else bool(self._stop or guard.signal)
 
     def stop(self) -> None:
@@ -300,7 +300,7 @@ class Trainer(Generic[Batch]):
         return math.fsum(one.share * loss for one, loss in zip(given, losses, strict=True))
 
     def _take(self) -> list[_Given]:
-        """The inputs of the losses of the next step."""
+        """Return the inputs of the losses of the next step."""
         ready, self._ready = self._ready, None
         return self._make() if ready is None else ready
 
@@ -338,7 +338,7 @@ class Trainer(Generic[Batch]):
         return self._accumulation * self.group.size
 
     def _make_one(self, number: int) -> tuple[Any, float, float]:
-        """The inputs of the loss of a batch, the weight of the batch, and its count."""
+        """Return the inputs of the loss of a batch, the weight of the batch, and its count."""
         batch = self._data.batch(number)
         weight = 1.0 if self._weigh is None else self._weigh(batch)
         amount = 0.0 if self._count is None else self._count(batch)

@@ -97,7 +97,7 @@ class TextDataset:
         return sum(int(example.learnt.sum()) for example in self.examples)
 
     def part(self, numbers: Sequence[int]) -> TextDataset:
-        """The data set of the examples with these indices.
+        """Return the data set of the examples with these indices.
 
         Its counts of answers and of truncated examples are those of its own examples. Its counts of
         what was left out are those of the whole data set, because what was left out is in no part.
@@ -113,7 +113,7 @@ class TextDataset:
         return TextDataset(chosen, counts, self.options, self.place)
 
     def listing(self) -> dict[str, str]:
-        """For each example, a hash of its token ids and of its mask of tokens to learn."""
+        """Return, for each example, a hash of its token ids and of its mask of tokens to learn."""
         return {
             f"example {number}": blake2b(
                 example.ids.tobytes() + example.learnt.tobytes(), digest_size=16
@@ -122,7 +122,7 @@ class TextDataset:
         }
 
     def summary(self) -> str:
-        """A description of the data set, in lines."""
+        """Return a description of the data set, in lines."""
         counts, learnt = self.counts, self.learnt
         forms = ", ".join(counts.forms)
         share = f"{100 * learnt / self.tokens:.0f} %"
@@ -169,7 +169,7 @@ def load_texts(
 
 
 def has_pairs(path: Path) -> bool:
-    """Whether the first line of a data set is a pair of answers, chosen and rejected.
+    """Return whether the first line of a data set is a pair of answers, chosen and rejected.
 
     Raises:
         DatasetError: the files are missing or cannot be read.
@@ -224,7 +224,7 @@ def _form(row: Row) -> Form:
 def _drafts(
     row: Row, form: Form, tokenizer: ChatTokenizer, options: TextOptions
 ) -> tuple[Draft, ...]:
-    """The texts of a line.
+    """Return the texts of a line.
 
     Raises:
         ValueError: the line cannot be used.
@@ -248,7 +248,7 @@ def _examples(
     options: TextOptions,
     counts: Counts,
 ) -> Iterator[Tokens | Pair]:
-    """The examples in which something is learnt, from the place and the texts of each line."""
+    """Yield the examples in which something is learnt, from each line's place and texts."""
     encoded: list[Encoded] = []
     every = chain.from_iterable(texts for _, texts in drafts)
     for special, group in groupby(every, lambda draft: draft.special):
@@ -266,7 +266,7 @@ def _examples(
 
 
 def _kept(tokens: Tokens | Pair, options: TextOptions, counts: Counts) -> Tokens | Pair | None:
-    """What is kept of an example after truncation; None if nothing in it is learnt."""
+    """Return what is kept of an example after truncation; None if nothing in it is learnt."""
     counts.answers += tokens.answers
     kept = tokens.truncated(options.sequence_length)
     counts.stops += len(kept.stops)

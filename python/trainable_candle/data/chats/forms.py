@@ -144,7 +144,10 @@ def _asked(prompt: Any) -> list[Message]:
 
 
 def _answered(asked: list[Message], values: Mapping[str, Any], name: str) -> Chat:
-    """The messages `asked`, then the answer in field `name`, a string or a list of messages."""
+    """Return the messages `asked` and, after them, the answer in field `name`.
+
+    The field is a string or a list of messages.
+    """
     answer = values.get(name)
     if not isinstance(answer, list):
         answer = [{"role": "assistant", "content": text(answer, name)}]
@@ -169,10 +172,10 @@ FORMS: Final = (
 
 
 def form_of(values: Mapping[str, Any]) -> Form | None:
-    """The form of a line with the fields `values`; None if no form fits."""
+    """Return the form of a line with the fields `values`; None if no form fits."""
     return next((form for form in FORMS if all(name in values for name in form.fields)), None)
 
 
 def expected() -> str:
-    """The fields of all forms, for a message."""
+    """Return the fields of all forms, for a message."""
     return "; ".join(" and ".join(form.fields) for form in FORMS)

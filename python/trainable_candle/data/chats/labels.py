@@ -38,7 +38,7 @@ class Tokens:
         return len(self.ids)
 
     def truncated(self, length: int) -> Tokens:
-        """The first `length` tokens."""
+        """Return the first `length` tokens."""
         if len(self) <= length:
             return self
         stops = tuple(place for place in self.stops if place < length)
@@ -82,7 +82,7 @@ class Pair:
         return self.chosen.cut + self.rejected.cut
 
     def truncated(self, length: int) -> Pair:
-        """The pair with its ends cut off, so that it has at most `length` tokens.
+        """Return the pair with its ends cut off, so that it has at most `length` tokens.
 
         Each of `chosen` and `rejected` keeps up to half of `length`, and more if the other is
         shorter than its half.
@@ -107,7 +107,7 @@ class Draft:
 def drafts_of(
     example: Example, tokenizer: ChatTokenizer, train_on: str = "answers"
 ) -> tuple[Draft, ...]:
-    """The texts of an example: two for a preference, else one.
+    """Return the texts of an example: two for a preference, else one.
 
     Raises:
         ValueError: the template rejects the example, or renders an answer differently when more
@@ -122,7 +122,7 @@ def drafts_of(
 
 
 def labelled(drafts: Sequence[Draft], encoded: Sequence[Encoded]) -> Tokens | Pair:
-    """An example from its texts and the tokens of each text."""
+    """Return an example from its texts and the tokens of each text."""
     first, *others = (draft.label(tokens) for draft, tokens in zip(drafts, encoded, strict=True))
     return Pair(first, others[0]) if others else first
 
@@ -130,7 +130,7 @@ def labelled(drafts: Sequence[Draft], encoded: Sequence[Encoded]) -> Tokens | Pa
 def tokens_of(
     example: Example, tokenizer: ChatTokenizer, train_on: str = "answers"
 ) -> Tokens | Pair:
-    """The tokens of an example and their mask; a `Pair` for a preference.
+    """Return the tokens of an example and their mask; a `Pair` for a preference.
 
     The text is tokenized once, as a whole. A token is learnt if at least one of its characters is
     in an answer that `train_on` selects. The token that ends the turn of this answer is learnt,
@@ -148,7 +148,7 @@ def tokens_of(
 def unknown_token(
     ids: npt.ArrayLike, tokenizer: ChatTokenizer, vocabulary: int | None
 ) -> str | None:
-    """The end of a sentence about a token of `ids` that the model lacks; None if it lacks none.
+    """Return the end of a sentence about a token of `ids` that the model lacks, or None.
 
     Args:
         ids: at least one token.
@@ -216,7 +216,7 @@ def _chat(example: Chat, tokenizer: ChatTokenizer, train_on: str) -> Draft:
 def _answers(
     example: Chat, tokenizer: ChatTokenizer, whole: str, *, last_only: bool
 ) -> list[tuple[int, int]]:
-    """The spans of the answers in the text `whole`, in characters.
+    """Return the spans of the answers in the text `whole`, in characters.
 
     For each answer, the template renders two texts: the messages before the answer, and the same
     messages with the answer. The lengths of the two texts are the start and the end of the answer.
@@ -246,7 +246,7 @@ def _answers(
 def _turn_end(
     encoded: Encoded, inside: npt.NDArray[np.int64], text: str, tokenizer: ChatTokenizer
 ) -> tuple[int, bool]:
-    """The index of the last token of an answer, and whether this token stops generation.
+    """Return the index of the last token of an answer, and whether this token stops generation.
 
     Text that a template writes after the end of a turn, usually a line break, belongs to the next
     turn. A stop token right after the answer's span belongs to the answer.
@@ -273,7 +273,7 @@ def _turn_end(
 
 
 def _inside(encoded: Encoded, span: tuple[int, int]) -> npt.NDArray[np.bool_]:
-    """The mask of the tokens that have at least one character in the span."""
+    """Return the mask of the tokens that have at least one character in the span."""
     first, last = span
     begin, end = encoded.offsets.T
     found = np.zeros(len(begin), np.bool_)

@@ -49,7 +49,9 @@ def conversation(values: Any, field: str, *, answered: bool = True) -> list[Mess
 
 
 def functions(values: Any, field: str = "tools") -> list[dict[str, Any]] | None:
-    """JSON schemas of tools, given as a list or, as in Parquet files, as JSON; None for no tools.
+    """Return the JSON schemas of tools from a list or, as in Parquet files, from JSON text.
+
+    The result is None if there are no tools.
 
     Raises:
         RowError: the tools are not a list of objects.
@@ -137,7 +139,7 @@ def _message(value: Any, field: str) -> Message:
 
 
 def _content(value: Any, field: str) -> str:
-    """The text of a message, whose content is a string or a list of parts with texts."""
+    """Return the text of a message, whose content is a string or a list of parts with texts."""
     if isinstance(value, list):
         for number, part in enumerate(value):
             kind = part.get("type", "text") if isinstance(part, dict) else _kind(part)
@@ -148,7 +150,7 @@ def _content(value: Any, field: str) -> str:
 
 
 def _calls(value: Any, field: str) -> list[dict[str, Any]]:
-    """The function calls of a message whose role is ShareGPT's `function_call`.
+    """Return the function calls of a message whose role is ShareGPT's `function_call`.
 
     The message's content is one call, or a list of calls, in JSON.
     """
@@ -197,7 +199,7 @@ def _check_order(messages: list[Message], field: str) -> None:
 
 
 def _parsed(value: Any, field: str) -> Any:
-    """The value; a string that is not blank is parsed as JSON."""
+    """Return the value; a string that is not blank is parsed as JSON."""
     if not isinstance(value, str) or not value.strip():
         return value
     try:

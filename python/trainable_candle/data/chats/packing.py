@@ -123,7 +123,7 @@ class PackedRows:
         self._epoch = lru_cache(maxsize=2)(self._packed)
 
     def batch(self, index: int) -> Packed:
-        """Batch number `index`, from 0."""
+        """Return batch number `index`, from 0."""
         first = index * self._batch_size
         numbers = range(first, first + self._batch_size)
         rows = [self._epoch(number // self.rows)[number % self.rows] for number in numbers]
@@ -133,7 +133,7 @@ class PackedRows:
         return joined(examples, self._unit, self._batch_size * self._most + 1)
 
     def first_batch(self, epoch: int) -> int:
-        """The number of the batch in which an epoch begins; both are counted from 0."""
+        """Return the number of the batch in which an epoch begins; both are counted from 0."""
         return epoch * self.rows // self._batch_size
 
     def _packed(self, epoch: int) -> list[list[int]]:
@@ -147,7 +147,7 @@ class PackedRows:
 def in_order(
     examples: Sequence[Tokens | Pair], sequence_length: int, batch_size: int = 1
 ) -> list[Packed]:
-    """Batches of packed rows with each example once; every call returns the same batches."""
+    """Return batches of packed rows with each example once; every call returns the same batches."""
     rows = [
         [examples[item] for item in row]
         for row in best_fit([len(example) for example in examples], sequence_length)
@@ -157,7 +157,7 @@ def in_order(
 
 
 def joined(rows: Sequence[Sequence[Tokens | Pair]], unit: int = 1, bounds: int = 0) -> Packed:
-    """Rows of examples as one stream.
+    """Return rows of examples as one stream.
 
     Args:
         rows: the examples of each row.
@@ -194,7 +194,7 @@ def joined(rows: Sequence[Sequence[Tokens | Pair]], unit: int = 1, bounds: int =
 
 
 def shifted(example: Tokens) -> npt.NDArray[np.int64]:
-    """The targets of a text: the id of each next token that is learnt, else `IGNORED`."""
+    """Return the targets of a text: the id of each next token that is learnt, else `IGNORED`."""
     targets = np.full(len(example), IGNORED, np.int64)
     targets[:-1] = np.where(example.learnt[1:], example.ids[1:], IGNORED)
     return targets

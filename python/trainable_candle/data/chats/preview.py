@@ -19,7 +19,7 @@ _MARKS: Final = {_GIVEN: ("", ""), _LEARNT: ("[+", "+]"), _STOP: ("[!", "!]")}
 
 
 def legend(*, colour: bool) -> str:
-    """A line that explains the colours or marks of `shown`."""
+    """Return a line that explains the colours or marks of `shown`."""
     kinds = {_GIVEN: "given", _LEARNT: "learnt", _STOP: "stop token, learnt"}
     marks = _COLOURS if colour else _MARKS
     named = [f"{marks[kind][0]}{name}{marks[kind][1]}" for kind, name in kinds.items()]
@@ -27,7 +27,7 @@ def legend(*, colour: bool) -> str:
 
 
 def shown(example: Tokens | Pair, tokenizer: ChatTokenizer, *, colour: bool) -> str:
-    """The text of an example with separated tokens.
+    """Return the text of an example with separated tokens.
 
     Args:
         example: the tokens.
@@ -47,7 +47,7 @@ def shown(example: Tokens | Pair, tokenizer: ChatTokenizer, *, colour: bool) -> 
 
 
 def _pieces(ids: Sequence[int], tokenizer: ChatTokenizer) -> list[str]:
-    """The text of each token; one text for several tokens that hold the bytes of one character."""
+    """Return the text of each token; tokens that share a character have one text together."""
     pieces, waiting = [], []
     for number in ids:
         waiting.append(number)

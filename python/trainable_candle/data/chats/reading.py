@@ -43,7 +43,7 @@ class BadRow:
 
 
 def dataset_path(name: str) -> Path:
-    """The file or folder that a setting names; a data set of the Hugging Face hub is downloaded.
+    """Return the file or folder that a setting names; downloads a data set of the hub.
 
     Raises:
         MissingFileError: the hub has no such data set, or cannot be reached.
@@ -52,7 +52,7 @@ def dataset_path(name: str) -> Path:
 
 
 def find_files(path: Path) -> tuple[list[Path], list[Path]]:
-    """The files for training and those for validation that a path names.
+    """Return the files for training and those for validation that a path names.
 
     Args:
         path: a file, which is for training, or a folder. In a folder and in `data` inside it, files
@@ -89,7 +89,7 @@ def find_files(path: Path) -> tuple[list[Path], list[Path]]:
 
 
 def read_rows(path: Path) -> Iterator[Row | BadRow]:
-    """The lines of a file, or the entries of a JSON list; the suffix tells the file's format.
+    """Yield the lines of a file, or the entries of a JSON list; the suffix tells the file's format.
 
     Raises:
         DatasetError: the file as a whole cannot be read.
@@ -156,7 +156,7 @@ def _table(path: Path) -> Iterator[Row | BadRow]:
 
 
 def _cell(name: str, text: str) -> Any:
-    """The value of a cell: JSON for a list or an object is parsed in the columns `_NESTED`."""
+    """Return the value of a cell; parses JSON lists and objects in the columns `_NESTED`."""
     if name in _NESTED and text.lstrip().startswith(("[", "{")):
         try:
             return parse_json(text)

@@ -62,7 +62,7 @@ class NormedKLCoder(KLCoder):
         kept: Mapping[str, Tensor],
         normal: Callable[[], Tensor] | None,  # noqa: ARG002
     ) -> Tensor:
-        """The means in `kept`, packed and normalised.
+        """Return the means in `kept`, packed and normalised.
 
         As in diffusers' training script, the latents are not drawn from the distributions.
         """
@@ -71,7 +71,7 @@ class NormedKLCoder(KLCoder):
         return (packed - mean) / deviation
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Images (n, 3, h, w), -1 to 1."""
+        """Return images (n, 3, h, w), -1 to 1."""
         mean, deviation = (statistic.to(str(latents.device)) for statistic in self._statistics)
         return super().decode(from_squares(latents.to("f32") * deviation + mean))
 
@@ -105,12 +105,12 @@ class QwenImageCoder(KLCoder):
         self._statistics = mean, deviation
 
     def latents(self, kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
-        """Latents drawn from the distributions in `kept`, then normalised."""
+        """Return latents drawn from the distributions in `kept`, then normalised."""
         drawn = self.drawn(kept, normal)
         mean, deviation = (statistic.to(str(drawn.device)) for statistic in self._statistics)
         return (drawn - mean) / deviation
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Images (n, 3, h, w), -1 to 1."""
+        """Return images (n, 3, h, w), -1 to 1."""
         mean, deviation = (statistic.to(str(latents.device)) for statistic in self._statistics)
         return super().decode(latents.to("f32") * deviation + mean)

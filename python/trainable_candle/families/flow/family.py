@@ -88,7 +88,7 @@ class FlowFamily(PipelineFamily[E]):
         return self.facts.factor * self.patch
 
     def dataset(self, folder: str) -> Dataset:
-        """The checked images; `--bucket-step` must be a multiple of the side of a token.
+        """Return the checked images; `--bucket-step` must be a multiple of the side of a token.
 
         Raises:
             DatasetError, ConfigError: images or captions are invalid, or `--bucket-step` is not
@@ -163,7 +163,7 @@ class FlowFamily(PipelineFamily[E]):
         return None
 
     def notes(self) -> list[str]:
-        """Notes about what spoils a run: a distillation undone, a needless setting, f16."""
+        """Return notes about what spoils a run: a distillation undone, a needless setting, f16."""
         notes, undone = [], self.distillation
         if undone and self.config.training_adapter is None:
             notes.append(f"{undone}, or give a --training-adapter")
@@ -175,19 +175,19 @@ class FlowFamily(PipelineFamily[E]):
         return notes
 
     def objective(self, device: str) -> FlowObjective:  # noqa: ARG002
-        """Flow matching: the transformer learns the velocity from latents to noise."""
+        """Return the objective, flow matching: the model learns the velocity to the noise."""
         by_size = self._shift_of_latents if self.config.resolution_shift else None
         return FlowObjective(
             self.config, timesteps=self.timesteps, shift=by_size or self.training_shift
         )
 
     def _shift_of_latents(self, size: tuple[int, int]) -> float:
-        """The shift in training for an image whose latents have this (height, width)."""
+        """Return the shift in training for an image whose latents have this (height, width)."""
         height, width = (side * self.coder.factor for side in size)
         return self.found_schedule.in_training(self.tokens_of((width, height)))
 
     def stepper(self, steps: int, sampler: str | None, size: tuple[int, int]) -> FlowSampler:
-        """Euler's method over the noise levels for an image of (width, height), in pixels.
+        """Return Euler's method over the noise levels for an image of (width, height), in pixels.
 
         Raises:
             ConfigError: the sampler is not Euler.
@@ -199,7 +199,7 @@ class FlowFamily(PipelineFamily[E]):
         return FlowSampler(self.found_schedule.levels(steps, self.tokens_of(size)))
 
     def tokens_of(self, size: tuple[int, int]) -> int:
-        """The number of tokens of an image of (width, height), in pixels."""
+        """Return the number of tokens of an image of (width, height), in pixels."""
         return (size[0] // self.multiple) * (size[1] // self.multiple)
 
     @property
@@ -209,5 +209,5 @@ class FlowFamily(PipelineFamily[E]):
         return int(config["num_attention_heads"] * config["attention_head_dim"])
 
     def predicting_values(self, latents: int) -> int:
-        """The most values that a prediction of `latents` latent pixels holds at once."""
+        """Return the most values that a prediction of `latents` latent pixels holds at once."""
         return self.wide_images * self.width * (latents // self.patch**2 + self.text_tokens)

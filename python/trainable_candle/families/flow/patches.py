@@ -18,14 +18,14 @@ if TYPE_CHECKING:
         """A transformer that takes the tokens of latents and the positions of all tokens."""
 
         def __call__(self, tokens: Tensor, image: Tensor, text: Tensor, /) -> Tensor:
-            """The output for image tokens, given the positions of image and text tokens."""
+            """Return the output for image tokens, given the positions of image and text tokens."""
 
 
 _SIDE: Final = 2
 
 
 def squares(latents: Tensor) -> Tensor:
-    """(B, C, H, W) -> (B, 4 C, H / 2, W / 2): each 2x2 square becomes channels, C outermost."""
+    """Map (B, C, H, W) to (B, 4 C, H / 2, W / 2): 2x2 squares become channels, C outermost."""
     batch, channels, height, width = latents.shape
     rows, columns = height // _SIDE, width // _SIDE
     split = latents.reshape(batch, channels, rows, _SIDE, columns, _SIDE)
@@ -33,7 +33,7 @@ def squares(latents: Tensor) -> Tensor:
 
 
 def from_squares(packed: Tensor) -> Tensor:
-    """(B, 4 C, h, w) -> (B, C, 2 h, 2 w), the inverse of `squares`."""
+    """Map (B, 4 C, h, w) to (B, C, 2 h, 2 w), the inverse of `squares`."""
     batch, values, rows, columns = packed.shape
     channels = values // _SIDE**2
     split = packed.reshape(batch, channels, _SIDE, _SIDE, rows, columns)
@@ -41,13 +41,13 @@ def from_squares(packed: Tensor) -> Tensor:
 
 
 def as_tokens(x: Tensor) -> Tensor:
-    """(B, C, h, w) -> (B, h w, C), row by row."""
+    """Map (B, C, h, w) to tokens (B, h w, C), row by row."""
     batch, channels, height, width = x.shape
     return x.reshape(batch, channels, height * width).transpose(1, 2)
 
 
 def from_tokens(tokens: Tensor, size: tuple[int, int]) -> Tensor:
-    """(B, h w, C) -> (B, C, h, w), the inverse of `as_tokens`; `size` is (h, w)."""
+    """Map (B, h w, C) to (B, C, h, w), the inverse of `as_tokens`; `size` is (h, w)."""
     batch, _, channels = tokens.shape
     return tokens.transpose(1, 2).reshape(batch, channels, *size)
 
@@ -63,7 +63,7 @@ def positions(
     counts_words: bool = False,
     centred: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The positions of an image's tokens, row by row, and of a text's tokens.
+    """Return the positions of an image's tokens, row by row, and of a text's tokens.
 
     Args:
         rows: the number of rows of tokens in the image.
@@ -96,7 +96,7 @@ def positions(
 def over_tokens(
     latents: Tensor, length: int, transformer: Transformer, *, centred: bool = False
 ) -> Tensor:
-    """The prediction (B, C, H, W) of a transformer whose image tokens are 2x2 squares of latents.
+    """Predict (B, C, H, W) with a transformer whose image tokens are 2x2 latent pixels.
 
     Args:
         latents: (B, C, H, W), with even height and width.

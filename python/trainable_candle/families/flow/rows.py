@@ -34,7 +34,7 @@ def in_rows(texts: Sequence[Tensor], multiple: int = 1) -> dict[str, Tensor]:
 
 
 def _extended(text: Tensor, length: int) -> Tensor:
-    """A text (1, L, W), padded with zero rows to (1, length, W)."""
+    """Return a text (1, L, W), padded with zero rows to (1, length, W)."""
     _, there, width = text.shape
     if there == length:
         return text

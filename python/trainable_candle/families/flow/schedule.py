@@ -21,7 +21,7 @@ for 200 steps, whatever the number of steps."""
 
 
 def shifted_last(shift: float) -> float:
-    """The lowest noise level of training, 1 / TRAINED_LEVELS, after one shift.
+    """Return the lowest noise level of training, 1 / TRAINED_LEVELS, after one shift.
 
     Stable Diffusion 3's pipeline takes the levels from its scheduler. The scheduler spaces them
     equally from 1 down to this shifted level, and then shifts all levels, so that the lowest one is
@@ -55,18 +55,18 @@ class FlowSchedule:
     `terminal`. None: the shifted levels stay as they are."""
 
     def at(self, tokens: int) -> float:
-        """The shift k of an image of this many tokens."""
+        """Return the shift k of an image of this many tokens."""
         if not self.grows:
             return self.shift
         (first, last), (low, high) = self.tokens, self.mu
         return math.exp(low + (high - low) * (tokens - first) / (last - first))
 
     def drawing(self, steps: int, tokens: int) -> float:  # noqa: ARG002 - for subclasses
-        """The shift k for drawing an image of this many tokens in this many steps."""
+        """Return the shift k for drawing an image of this many tokens in this many steps."""
         return self.at(tokens)
 
     def in_training(self, tokens: int) -> float:
-        """The shift k for training on an image of this many tokens.
+        """Return the shift k for training on an image of this many tokens.
 
         If drawing uses one shift for all sizes, k in training is proportional to the square root
         of the number of tokens (arXiv:2403.03206, section 5.3.2). For an image of `tokens[1]`
@@ -77,7 +77,7 @@ class FlowSchedule:
         return self.shift * math.sqrt(tokens / self.tokens[1])
 
     def levels(self, steps: int, tokens: int) -> list[float]:
-        """The `steps` noise levels for an image of this many tokens, descending, and a final 0.
+        """Return `steps` descending noise levels for an image of `tokens` tokens, and a 0.
 
         Raises:
             ArgumentError: `steps` is below 1.
@@ -95,7 +95,7 @@ class FlowSchedule:
 
     @classmethod
     def of(cls, weights: Path, default: FlowSchedule) -> FlowSchedule:
-        """The schedule that the scheduler's configuration in a pipeline's folder describes.
+        """Return the schedule that the scheduler's configuration in a pipeline's folder describes.
 
         Args:
             weights: the pipeline's folder, or a single file, which has no such configuration.
@@ -146,7 +146,7 @@ class KleinSchedule(FlowSchedule):
     """
 
     def drawing(self, steps: int, tokens: int) -> float:
-        """exp(mu); mu is linear in the number of steps, through its fits for 10 and 200 steps."""
+        """Return exp(mu); mu is linear in the number of steps, fitted at 10 and 200 steps."""
         if not self.grows:
             return self.shift
         at_10 = 8.73809524e-05 * tokens + 1.89833333

@@ -17,13 +17,13 @@ _TOKENS: Final = "text_model.embeddings.token_embedding.weight"
 
 
 def pooled_width(config: Mapping[str, Any]) -> int:
-    """The number of features of the pooled text of a CLIP encoder with this configuration."""
+    """Return the number of pooled features of a CLIP encoder with this configuration."""
     projects = config["architectures"] == ["CLIPTextModelWithProjection"]
     return int(config["projection_dim"] if projects else config["hidden_size"])
 
 
 def clip_tokenizer(weights: Path, name: str, pad: str, model: CLIPTextModel) -> CLIPTokenizer:
-    """The tokenizer of a CLIP text encoder in a pipeline.
+    """Return the tokenizer of a CLIP text encoder in a pipeline.
 
     Weights without a tokenizer, such as original checkpoints, get the CLIP tokenizer that the
     package ships.

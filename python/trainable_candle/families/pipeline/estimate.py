@@ -69,10 +69,10 @@ class Sizes(Protocol):
         """The most values that the encoders hold while they encode a caption."""
 
     def predicting_values(self, latents: int) -> int:
-        """The most values that a prediction of this many latent pixels holds without a tape."""
+        """Return the most values that predicting `latents` latent pixels holds without a tape."""
 
     def text_adapter(self, part: str, config: TrainConfig) -> LoraConfig:
-        """The adapters of the text encoder `part`."""
+        """Return the adapters of the text encoder `part`."""
 
 
 def estimate(
@@ -148,12 +148,12 @@ def estimate(
 
 
 def _keeps_texts(config: TrainConfig) -> bool:
-    """Whether the text encoders stay in memory after the captions have been encoded."""
+    """Return whether the text encoders stay in memory after the captions have been encoded."""
     return config.train_text_encoder or config.cache == "off" or not config.caption_variants
 
 
 def _together(items: Sequence[Item]) -> list[Item]:
-    """The items; those with equal `component` and `what` become one, with their bytes summed."""
+    """Merge the items that have equal `component` and `what`: their bytes are summed."""
     sums: dict[tuple[str, str], int] = {}
     for item in items:
         sums[item.component, item.what] = sums.get((item.component, item.what), 0) + item.bytes
@@ -161,7 +161,7 @@ def _together(items: Sequence[Item]) -> list[Item]:
 
 
 def encode_area(facts: Facts, config: TrainConfig, limit: float) -> int:
-    """The most pixels to encode at once; an image of more pixels is encoded alone.
+    """Return the most pixels to encode at once; an image of more pixels is encoded alone.
 
     On a GPU, as many pixels as fit in half of the memory that the models leave free, up to those of
     four images of 1024x1024. On the CPU 0, so that images are encoded one by one: batches would not
@@ -180,13 +180,13 @@ def encode_area(facts: Facts, config: TrainConfig, limit: float) -> int:
 
 
 def _text_bytes(facts: Facts, config: TrainConfig) -> int:
-    """The bytes of the text encoders' weights in the dtype or format that they are loaded in."""
+    """Return the bytes of the text encoders' weights as loaded, in their dtype or format."""
     wanted = config.text_encoder_format
     return facts.bytes(config.precision, *facts.text_encoders, quantize=wanted)
 
 
 def text_parts(family: Sizes, config: TrainConfig, limit: float) -> int:
-    """The number of rows of tokens that the text encoders encode at once.
+    """Return the number of rows of tokens that the text encoders encode at once.
 
     On a GPU, as many as fit in half of the memory that the encoders leave free, from 1 to 16. On
     the CPU one, for the reasons that `encode_area` gives for images.
@@ -204,14 +204,14 @@ def text_parts(family: Sizes, config: TrainConfig, limit: float) -> int:
 
 
 def _working(facts: Facts) -> int:
-    """The bytes that the autoencoder takes to encode one pixel of an image."""
+    """Return the bytes that the autoencoder takes to encode one pixel of an image."""
     return 4 * facts.vae_width * _ENCODER_IMAGES
 
 
 def sampling_bytes(
     family: Sizes, config: TrainConfig, size: tuple[int, int], count: int, *, loaded: bool
 ) -> int:
-    """Roughly the bytes that drawing images one by one takes, without `RUNTIME_BYTES`.
+    """Return roughly the bytes that drawing images one by one takes, without `RUNTIME_BYTES`.
 
     Args:
         family: the facts about the checkpoint.
@@ -230,7 +230,7 @@ def sampling_bytes(
 
 
 def _drawing(family: Sizes, itemsize: int, area: int) -> int:
-    """The bytes that predictions and decoding hold while an image of `area` pixels is drawn."""
+    """Return the bytes that drawing an image of `area` pixels takes besides the weights."""
     facts = family.facts
     predicting = _GUIDED * family.predicting_values(area // facts.factor**2) * itemsize
     tile = _working(facts) * area_at_once(area)
@@ -238,7 +238,7 @@ def _drawing(family: Sizes, itemsize: int, area: int) -> int:
 
 
 def _largest(config: TrainConfig, side: int) -> int:
-    """The pixels of the largest preview; previews without a size are squares of `side` pixels."""
+    """Return the pixels of the largest preview; the default is a square of side `side`."""
     size = parse_size(config.sample_size) if config.sample_size else (side, side)
     drawn = [parse_prompt(text, SampleOptions(size=size)) for text in config.sample_prompts]
     return max(math.prod(prompt.options.size or size) for prompt in drawn)

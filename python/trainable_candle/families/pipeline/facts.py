@@ -34,7 +34,7 @@ class Loading(Source):
 
 
 def source(path: Path, part: str) -> Source:
-    """The arguments of `from_pretrained` that load a part.
+    """Return the arguments of `from_pretrained` that load a part.
 
     Args:
         path: a pipeline's folder, a file, or the part's own folder.
@@ -89,12 +89,12 @@ class Facts:
         return tuple(sorted(name for name in self.parts if name.startswith("text_encoder")))
 
     def bytes(self, dtype: str, *parts: str, quantize: str | None = None) -> int:
-        """The bytes that the weights of `parts` take in `dtype`, or in the format `quantize`."""
+        """Return the bytes of the weights of `parts` in `dtype`, or in the format `quantize`."""
         return sum(self.parts[part].weight_bytes(dtype, quantize) for part in parts)
 
 
 def index_of(weights: Path) -> Mapping[str, Any]:
-    """The fields of `model_index.json` in a pipeline's folder; empty without such a file.
+    """Return the fields of `model_index.json` in a pipeline's folder; empty without such a file.
 
     Raises:
         ConfigError: the file is not JSON.
@@ -110,7 +110,7 @@ def index_of(weights: Path) -> Mapping[str, Any]:
 
 
 def facts(weights: Path, model: str, others: Sequence[Path] = ()) -> Facts:
-    """The facts of `weights`, a pipeline's folder or an original checkpoint.
+    """Return the facts of `weights`, a pipeline's folder or an original checkpoint.
 
     Args:
         weights: the folder or the file.

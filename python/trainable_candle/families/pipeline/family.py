@@ -37,17 +37,17 @@ class Encoders(Protocol):
     """The text encoders of a pipeline with their tokenizers."""
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Text features of captions, (B, ...) by name."""
+        """Return text features of captions, (B, ...) by name."""
 
     def chunks(self, caption: str) -> int:
-        """The caption's size; captions of equal size can be encoded in one batch.
+        """Return the caption's size; captions of equal size can be encoded in one batch.
 
         For SDXL it is the number of rows of 77 tokens that the caption needs. For other pipelines
         it follows from the number of tokens, or is always 1.
         """
 
     def truncates(self, caption: str) -> bool:
-        """Whether a caption has more tokens than the encoders read."""
+        """Return whether a caption has more tokens than the encoders read."""
 
 
 E = TypeVar("E", bound=Encoders)
@@ -119,11 +119,11 @@ class PipelineFamily(LatentFamily, Generic[E]):
         return self.facts.checkpoint.resolution or 0
 
     def layers(self) -> Mapping[str, Shape]:
-        """The shapes of the weights of the denoiser's layers, by name."""
+        """Return the shapes of the weights of the denoiser's layers, by name."""
         return self.facts.parts[self.component].layers
 
     def text_layers(self) -> Mapping[str, Mapping[str, Shape]]:
-        """The shapes of each text encoder's layers, by its folder's name.
+        """Return the shapes of each text encoder's layers, by its folder's name.
 
         Empty if the family cannot train text encoders.
         """
@@ -145,14 +145,14 @@ class PipelineFamily(LatentFamily, Generic[E]):
 
     @abstractmethod
     def predicting_values(self, latents: int) -> int:
-        """The most values that a prediction of this many latent pixels holds without a tape."""
+        """Return the most values that predicting `latents` latent pixels holds without a tape."""
 
     def estimate(self, config: TrainConfig, data: Split[Dataset], limit: float) -> Estimate:
         """Estimate a run's memory from configurations and the weight files' headers."""
         return sizes.estimate(self, config, data, limit)
 
     def drawing_bytes(self, size: tuple[int, int], count: int) -> int:
-        """Roughly the bytes that drawing `count` images of `size` (width, height) takes.
+        """Return roughly the bytes that drawing `count` images of `size` (width, height) takes.
 
         They include the other models, predictions with guidance, decoding and the images. They
         include the denoiser only if it is not loaded yet.
@@ -161,11 +161,11 @@ class PipelineFamily(LatentFamily, Generic[E]):
         return sizes.sampling_bytes(self, self.config, size, count, loaded=loaded)
 
     def encode_area(self) -> int:
-        """The most pixels to encode at once; see `estimate.encode_area`."""
+        """Return the most pixels to encode at once; see `estimate.encode_area`."""
         return sizes.encode_area(self.facts, self.config, memory_limit(self.config))
 
     def text_parts(self) -> int:
-        """The number of rows of tokens that are encoded at once; see `estimate.text_parts`."""
+        """Return how many rows of tokens to encode at once; see `estimate.text_parts`."""
         return sizes.text_parts(self, self.config, memory_limit(self.config))
 
     # The models of the pipeline.
@@ -187,7 +187,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
         self.model = load(**where, quantize=None, dtype=self.dtype, device=self.device)
 
     def source(self, part: str) -> Loading:
-        """The arguments of `load` and `from_pretrained` for a part: its place and quantization."""
+        """Return a part's arguments for `load` and `from_pretrained`: place and quantization."""
         where = source(self.facts.parts[part].path, part)
         quantize = self.config.base_format if part == self.component else None
         if part in self.facts.text_encoders:
@@ -224,21 +224,21 @@ class PipelineFamily(LatentFamily, Generic[E]):
         self.__dict__.pop("encoders", None)
 
     def features(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """The text encoders' features of captions."""
+        """Return the text encoders' features of captions."""
         return self.encoders(captions)
 
     def text_length(self, caption: str) -> int:
-        """The caption's size; captions of equal size can share a batch; see `Encoders.chunks`."""
+        """Return the caption's size, as `Encoders.chunks`; equal sizes can share a batch."""
         return self.encoders.chunks(caption)
 
     def truncates(self, caption: str) -> bool:
-        """Whether the text encoders do not read the end of a caption."""
+        """Return whether the text encoders do not read the end of a caption."""
         return self.encoders.truncates(caption)
 
     # Files.
 
     def adapted_parts(self, path: Path) -> Sequence[str]:
-        """The parts whose layers an adapter file has factors for, in any naming style."""
+        """Return the parts whose layers an adapter file has factors for, in any naming style."""
         return _core.adapted_parts(path, self.name)
 
     def save_merged(self, models: Mapping[str, Model], output: Path) -> None:

@@ -17,7 +17,7 @@ _CONFIG: Final = "config.json"
 
 
 def parts_identity(facts: Facts, names: Sequence[str]) -> dict[str, str]:
-    """For each part of a checkpoint, the identity of its weights and its configuration.
+    """Return, for each part of a checkpoint, the identity of its weights and configuration.
 
     Raises:
         OSError: a file cannot be read.
@@ -38,7 +38,7 @@ def parts_identity(facts: Facts, names: Sequence[str]) -> dict[str, str]:
 
 
 def tokenizers_identity(weights: Path, shipped: Mapping[str, Path]) -> dict[str, str]:
-    """For each tokenizer, the identity of its folder, or else of the tokenizer that is shipped.
+    """Return, for each tokenizer, the identity of its folder, or else of the package's copy.
 
     Args:
         weights: the pipeline's folder or a single file.

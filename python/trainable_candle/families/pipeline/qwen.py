@@ -84,7 +84,7 @@ class Qwen25VL(QwenEncoder):
         super().__init__(family, None, system=system)
 
     def states(self, tokens: Sequence[int]) -> Tensor:
-        """The hidden states of L tokens after the final norm, (1, L, width)."""
+        """Return the hidden states of L tokens after the final norm, (1, L, width)."""
         count = len(tokens)
         ids, places, bounds = (
             tc.tensor(np.array(row, np.int64), device=self._device)
@@ -113,13 +113,13 @@ class Qwen3(QwenEncoder):
         self._layers = list(layers)
 
     def states(self, tokens: Sequence[int]) -> list[Tensor]:
-        """The hidden states of L tokens after each of the `layers`, each (1, L, width)."""
+        """Return the hidden states of L tokens after each of the `layers`, each (1, L, width)."""
         ids = tc.tensor(np.array([tokens], np.int64), device=self._device)
         states: list[Tensor] = self._model.hidden_states(ids, layers=self._layers)
         return states
 
     def padded_states(self, tokens: Sequence[int], length: int) -> list[Tensor]:
-        """The hidden states of tokens padded to `length`, for each layer (length, width)."""
+        """Return the hidden states of tokens padded to `length`, for each layer (length, width)."""
         row = [*tokens, *[self.tokenizer.pad] * (length - len(tokens))]
         ids = tc.tensor(np.array(row, np.int64), device=self._device)
         states: list[Tensor] = self._model.padded_states(ids, len(tokens), self._layers)
@@ -127,7 +127,7 @@ class Qwen3(QwenEncoder):
 
 
 def tokenizer_folder(family: PipelineFamily[Any], of: str = Qwen3.of) -> Path:
-    """The folder of the tokenizer's files.
+    """Return the folder of the tokenizer's files.
 
     It is the first of these folders that has such a file: `tokenizer` in the pipeline's folder,
     `tokenizer` in the text encoder's folder, `tokenizer` beside it, and the text encoder's folder.

@@ -67,7 +67,7 @@ class T5:
         return cls(model, tokenizer, length, family.device)
 
     def __call__(self, captions: Sequence[str]) -> Tensor:
-        """The encoder's outputs for captions, (B, length, width).
+        """Return the encoder's outputs for captions, (B, length, width).
 
         Shorter captions are padded to `length`. The padding is not masked, as in diffusers'
         pipelines of Stable Diffusion 3 and Flux.
@@ -76,18 +76,18 @@ class T5:
         return self.model(tc.tensor(ids, device=self._device))
 
     def truncates(self, caption: str) -> bool:
-        """Whether a caption and the end token are more than `length` tokens."""
+        """Return whether a caption and the end token are more than `length` tokens."""
         return len(self._tokenizer.encode(caption)) + 1 > self._length
 
     def read_tokens(self, caption: str) -> int:
-        """The number of tokens that `words` encodes for a caption, at most `length`.
+        """Return the number of tokens that `words` encodes for a caption, at most `length`.
 
         They are the caption's tokens, the end token and one padding token.
         """
         return min(self._length, len(self._tokenizer.encode(caption)) + 2)
 
     def words(self, caption: str) -> Tensor:
-        """The encoder's outputs for a caption's tokens and one padding token, which is masked.
+        """Encode a caption's tokens and one padding token, which is masked.
 
         Returns:
             (1, L, width), with L = `read_tokens(caption)`; a caption of `length` tokens has no
@@ -100,6 +100,6 @@ class T5:
 
     @staticmethod
     def working_values(family: PipelineFamily[Any], part: str, tokens: int) -> int:
-        """The most values that the encoder in `part` holds at once, for a caption of `tokens`."""
+        """Return the most values that the encoder `part` holds at once, for `tokens` tokens."""
         config = family.facts.parts[part].config
         return int(tokens * (2 * config["d_ff"] + 4 * config["d_model"]))

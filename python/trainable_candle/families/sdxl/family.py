@@ -66,7 +66,7 @@ class SDXL(PipelineFamily[TextEncoders]):
 
     @classmethod
     def default_weights(cls) -> Path | None:
-        """The small checkpoint that the package ships."""
+        """Return the small checkpoint that the package ships."""
         folder = Path(str(files("trainable_candle") / "assets" / "sdxl_tiny"))
         return folder if folder.is_dir() else None
 
@@ -101,7 +101,7 @@ class SDXL(PipelineFamily[TextEncoders]):
         return int(self.text_tokens * width)
 
     def predicting_values(self, latents: int) -> int:
-        """The number of values in `_WIDE_IMAGES` feature maps of the UNet's first level."""
+        """Return the number of values in `_WIDE_IMAGES` feature maps of the UNet's first level."""
         return int(_WIDE_IMAGES * self.facts.config["block_out_channels"][0] * latents)
 
     def load_encoders(self) -> TextEncoders:
@@ -119,15 +119,15 @@ class SDXL(PipelineFamily[TextEncoders]):
         return schedule(self.weights, self.config.prediction_type)
 
     def objective(self, device: str) -> NoiseObjective:
-        """The UNet learns noise or velocity: what the settings say, or else the checkpoint."""
+        """Return the objective: noise or velocity, as the settings say, else the checkpoint."""
         return NoiseObjective(self.schedule, self.config, device)
 
     def stepper(self, steps: int, sampler: str | None, size: tuple[int, int]) -> Sampler:  # noqa: ARG002
-        """The sampler; by default Euler's method."""
+        """Return the sampler; by default Euler's method."""
         return Sampler(self.schedule, steps, sampler or "euler")
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
-        """The noise or velocity that the UNet predicts, in the shape of `sample`."""
+        """Return the noise or velocity that the UNet predicts, in the shape of `sample`."""
         return self.model(
             sample,
             times,
@@ -141,11 +141,11 @@ class SDXL(PipelineFamily[TextEncoders]):
         frames: Sequence[Frame],
         guidance: float | None = None,  # noqa: ARG002
     ) -> dict[str, Tensor]:
-        """`time_ids` (B, 6): sizes and crops ("micro-conditioning", arXiv:2307.01952, 2.2)."""
+        """Return `time_ids` (B, 6): sizes and crops (arXiv:2307.01952, section 2.2)."""
         return {"time_ids": tc.tensor(np.array([time_ids(frame) for frame in frames], np.float32))}
 
     def text_identity(self) -> dict[str, str]:
-        """What the encoded captions depend on: encoders, tokenizers, clip skip and dtype."""
+        """Return what the encoded captions depend on: encoders, tokenizers, clip skip and dtype."""
         how = {"clip_skip": str(self.config.clip_skip or 0), "dtype": self.text_precision}
         tokenizers = dict.fromkeys(("tokenizer", "tokenizer_2"), SHIPPED)
         return {
@@ -155,15 +155,15 @@ class SDXL(PipelineFamily[TextEncoders]):
         }
 
     def tokens(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """The tokens of captions for each encoder."""
+        """Return the tokens of captions for each encoder."""
         return self.encoders.tokens(captions)
 
     def encode_tokens(self, tokens: Inputs, batch: int) -> dict[str, Tensor]:
-        """The features of `batch` captions from their tokens."""
+        """Return the features of `batch` captions from their tokens."""
         return self.encoders.encode(tokens, batch)
 
     def unread_layers(self, part: str) -> list[str]:
-        """The layers of a text encoder that do not affect its features.
+        """Return the layers of a text encoder that do not affect its features.
 
         They are the last layers of CLIP-L. OpenCLIP-bigG has none, because its pooled features come
         from the last layer.
@@ -175,6 +175,6 @@ class SDXL(PipelineFamily[TextEncoders]):
 
 
 def time_ids(frame: Frame) -> tuple[int, ...]:
-    """Original height and width, top and left of the crop, height and width of the crop; pixels."""
+    """Return the original height and width, and the crop's top, left, height and width, px."""
     width, height = frame.original
     return height, width, frame.top, frame.left, frame.bucket.height, frame.bucket.width

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def schedule(weights: Path, prediction_type: str | None) -> NoiseSchedule:
-    """The noise schedule that a model was trained with, and what the model predicts.
+    """Return the noise schedule that a model was trained with, and what the model predicts.
 
     Args:
         weights: a pipeline's folder with a scheduler, or an original checkpoint. As in ComfyUI, an

@@ -66,11 +66,11 @@ class TextEncoders:
         return cls((first, second), (one, other), clip_skip, family.device)
 
     def chunks(self, caption: str) -> int:
-        """The number of chunks of a caption, from 1 to `MOST_CHUNKS`."""
+        """Return the number of chunks of a caption, from 1 to `MOST_CHUNKS`."""
         return max(len(t.chunks(caption, MOST_CHUNKS)) for t in self._tokenizers)
 
     def truncates(self, caption: str) -> bool:
-        """Whether a caption has more than `MOST_CHUNKS` chunks."""
+        """Return whether a caption has more than `MOST_CHUNKS` chunks."""
         most = MOST_CHUNKS
         return any(len(t.chunks(caption, most + 1)) > most for t in self._tokenizers)
 
@@ -83,7 +83,7 @@ class TextEncoders:
         return self.encode(self.tokens(captions), len(captions))
 
     def tokens(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """The token ids of captions for each encoder, (B n, 77), as input of `encode`."""
+        """Return the token ids of captions for each encoder, (B n, 77), as input of `encode`."""
         count = max(map(self.chunks, captions))
         return {
             name: tc.tensor(
@@ -94,7 +94,7 @@ class TextEncoders:
         }
 
     def encode(self, tokens: Mapping[str, Tensor], batch: int) -> dict[str, Tensor]:
-        """The features of `batch` captions from their tokens; see `__call__`."""
+        """Return the features of `batch` captions from their tokens; see `__call__`."""
         states, pooled = [], None
         for name, model in zip(_IDS, self.models, strict=True):
             found = model(tokens[name])
@@ -108,7 +108,7 @@ class TextEncoders:
 
 
 def unread_layers(count: int, clip_skip: int) -> list[str]:
-    """Patterns of the names of CLIP-L's last layers, which do not affect the features.
+    """Return patterns of the names of CLIP-L's last layers, which do not affect the features.
 
     All layers of OpenCLIP-bigG affect its pooled features.
 

@@ -30,7 +30,7 @@ class Coder(Protocol):
         """Channels of a latent."""
 
     def identity(self) -> dict[str, str] | None:
-        """The files and facts that latents depend on, for a cache; None if caching is not worth it.
+        """Return the files and facts that latents depend on; None if a cache saves no time.
 
         Raises:
             OSError: a file cannot be read.
@@ -40,7 +40,7 @@ class Coder(Protocol):
         """Encode images (n, h, w, 3) to tensors of n rows by name, which can be cached."""
 
     def latents(self, kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
-        """The latents (n, channels, h / factor, w / factor) that the model learns, f32.
+        """Return the latents (n, channels, h / factor, w / factor) that the model learns, f32.
 
         Args:
             kept: the result of `encode`.
@@ -49,7 +49,7 @@ class Coder(Protocol):
         """
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Images (n, 1 or 3, h, w), -1 to 1."""
+        """Return images (n, 1 or 3, h, w), -1 to 1."""
 
     def load(self) -> None:
         """Load what `encode` and `decode` need, if it is not loaded."""
@@ -95,7 +95,7 @@ class KLCoder:
         return self.kind.from_pretrained(**self._source, dtype="f32", device=self._device)
 
     def identity(self) -> dict[str, str]:
-        """The identity of the autoencoder's files, its dtype and its tile size, for a cache.
+        """Return the identity of the autoencoder's files, its dtype and its tile size, for a cache.
 
         Raises:
             OSError: a file cannot be read.
@@ -104,7 +104,7 @@ class KLCoder:
         return {**self._identity(), **how}
 
     def encode(self, pixels: npt.NDArray[np.uint8]) -> dict[str, Tensor]:
-        """Mean and logarithm of the variance of latents, neither shifted nor scaled."""
+        """Return mean and logarithm of the variance of latents, neither shifted nor scaled."""
         # Copy the pixels to the device as bytes, and convert them to f32 there.
         image = tc.tensor(pixels, device=self._device).permute(0, 3, 1, 2).to("f32")
         height, width = image.shape[2:]
@@ -113,19 +113,19 @@ class KLCoder:
         return {"mean": mean, "logvar": logvar}
 
     def latents(self, kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
-        """Latents from the distributions `kept`, shifted and scaled for the model."""
+        """Return latents from the distributions `kept`, shifted and scaled for the model."""
         latents = self.drawn(kept, normal)
         shifted = latents - self._shift_factor if self._shift_factor else latents
         return shifted * self._scaling_factor
 
     @staticmethod
     def drawn(kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
-        """Latents from the distributions `kept`, neither shifted nor scaled."""
+        """Return latents from the distributions `kept`, neither shifted nor scaled."""
         mean = kept["mean"]
         return mean if normal is None else mean + (kept["logvar"] * 0.5).exp() * normal()
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Images (n, 3, h, w), -1 to 1."""
+        """Return images (n, 3, h, w), -1 to 1."""
         height, width = latents.shape[2:]
         latents = latents.to("f32") / self._scaling_factor
         latents = latents + self._shift_factor if self._shift_factor else latents

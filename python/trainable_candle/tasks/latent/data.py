@@ -28,7 +28,7 @@ _STEPS: Final = (64, 32, 16, 8)
 
 
 def dataset_options(config: TrainConfig, dataset: str, resolution: int) -> DatasetOptions:
-    """The options for reading images that the settings describe.
+    """Return the options for reading images that the settings describe.
 
     Raises:
         ConfigError: two settings contradict each other, or the run would write into a folder that
@@ -69,7 +69,7 @@ def dataset_options(config: TrainConfig, dataset: str, resolution: int) -> Datas
 
 
 def default_bucket_step(resolution: int) -> int:
-    """The largest step of 64, 32, 16 and 8 px that suits the resolution; 8 px if none does.
+    """Return the largest step of 64, 32, 16 and 8 px that suits the resolution; 8 px if none does.
 
     A step suits if it divides the resolution and is at most a quarter of the resolution: larger
     steps allow only few buckets.
@@ -79,7 +79,7 @@ def default_bucket_step(resolution: int) -> int:
 
 
 def caption_options(config: TrainConfig) -> CaptionOptions:
-    """The options for captions that the settings describe.
+    """Return the options for captions that the settings describe.
 
     Raises:
         ConfigError: two settings contradict each other.
@@ -96,13 +96,13 @@ def caption_options(config: TrainConfig) -> CaptionOptions:
 
 
 def cache_options(config: TrainConfig) -> CacheOptions:
-    """The options for caches that the settings describe."""
+    """Return the options for caches that the settings describe."""
     folder = Path(config.cache_dir).expanduser() if config.cache_dir else None
     return CacheOptions(config.cache, folder)
 
 
 def load_images(config: TrainConfig, folder: str, resolution: int) -> Dataset:
-    """The checked images of a folder, or of a list of folders.
+    """Return the checked images of a folder, or of a list of folders.
 
     Raises:
         DatasetError: images or captions cannot be used.
@@ -113,7 +113,7 @@ def load_images(config: TrainConfig, folder: str, resolution: int) -> Dataset:
 
 
 def read_datasets(config: TrainConfig, load: Callable[[str], Dataset]) -> Split[Dataset]:
-    """The checked images of a run, for training and for validation.
+    """Return the checked images of a run, for training and for validation.
 
     Args:
         config: the settings.
@@ -145,7 +145,7 @@ def read_datasets(config: TrainConfig, load: Callable[[str], Dataset]) -> Split[
 def folder_for_cache(
     config: TrainConfig, dataset: Dataset, report: Callable[[str], None]
 ) -> Path | None:
-    """The folder of the cached latents and text features; None if they are not cached on disk.
+    """Return the folder of cached latents and text features; None without a disk cache.
 
     Raises:
         ConfigError: no folder can be written to.

@@ -54,7 +54,7 @@ class SampleOptions:
     """`euler` or `dpmpp_2m`."""
 
     def chosen(self, usual: Usual) -> Usual:
-        """The steps and the guidance of these options, or of `usual` where they have none."""
+        """Return these options' steps and guidance, or those of `usual` where they are None."""
         return Usual(
             usual.steps if self.steps is None else self.steps,
             usual.guidance if self.guidance is None else self.guidance,
@@ -62,7 +62,7 @@ class SampleOptions:
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Width and height from `1024x768`, or from `1024` for a square.
+    """Return width and height from `1024x768`, or from `1024` for a square.
 
     Raises:
         ConfigError: the text has neither form, or a side is 0.
@@ -153,7 +153,7 @@ def require_multiple(size: tuple[int, int], factor: int) -> None:
 def paired(
     positive: Mapping[str, Tensor], negative: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The features of two texts; the shorter text is repeated up to the length of the longer."""
+    """Repeat the features of the shorter of two texts up to the length of the longer."""
     one, other = dict(positive), dict(negative)
     for name, found in positive.items():
         if found.ndim < 3:
@@ -174,7 +174,7 @@ def _noise(seed: int, shape: tuple[int, ...], device: str) -> Tensor:
 
 
 def _graphs(family: LatentModel) -> PassGraphs:
-    """The model as a function of `sample`, `times` and conditions; on a GPU, as CUDA graphs."""
+    """Return the model as a function of `sample`, `times`, conditions; CUDA graphs on a GPU."""
 
     def predict(inputs: Mapping[str, Tensor], _first: bool) -> Tensor:
         return family.predict(inputs["sample"], inputs["times"], inputs)
@@ -184,7 +184,7 @@ def _graphs(family: LatentModel) -> PassGraphs:
 
 
 def _predictor(graphs: PassGraphs, count: int) -> ConditionedModel:
-    """The model in the form that `Guided` calls, to draw `count` images."""
+    """Return the model in the form that `Guided` calls, to draw `count` images."""
 
     def predict(x: Tensor, timestep: float, /, **conditions: Tensor) -> Tensor:
         # For one image, the prompt and the negative prompt in one batch share one row of times.
@@ -196,7 +196,7 @@ def _predictor(graphs: PassGraphs, count: int) -> ConditionedModel:
 
 
 def to_pixels(image: Tensor) -> npt.NDArray[np.uint8]:
-    """(n, 1 or 3, h, w), -1 to 1 -> (n, h, w, 3), 0 to 255, rounded and clipped.
+    """Convert (n, 1 or 3, h, w), -1 to 1, to (n, h, w, 3), 0 to 255, rounded and clipped.
 
     Raises:
         NonFiniteError: there is a NaN or an infinity.

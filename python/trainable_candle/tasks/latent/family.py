@@ -24,14 +24,14 @@ class LatentFamily(LatentModel):
 
     @classmethod
     def default_weights(cls) -> Path | None:
-        """The weights in the package; None if there are none."""
+        """Return the weights in the package; None if there are none."""
         return None
 
     @classmethod
     def defaults(cls, config: TrainConfig) -> Mapping[str, Any]:  # noqa: ARG003
-        """The model's defaults for settings that have no value, by name."""
+        """Return the model's defaults for settings that have no value, by name."""
         return {"learning_rate": 1e-4}
 
     def task(self) -> LatentTask:
-        """The task that trains this model and draws with it."""
+        """Return the task that trains this model and draws with it."""
         return LatentTask(self)

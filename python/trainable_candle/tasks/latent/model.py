@@ -128,7 +128,7 @@ class LatentModel(ABC):
         """
 
     def notes(self) -> list[str]:
-        """Notes for the user about training these weights, a line each."""
+        """Return notes for the user about training these weights, a line each."""
         return []
 
     def check_initial_adapter(self, path: Path, layers: Collection[str]) -> None:
@@ -181,10 +181,10 @@ class LatentModel(ABC):
 
     @abstractmethod
     def layers(self) -> Mapping[str, Shape]:
-        """The trained model's linear layers and convolutions: shapes of weights by name."""
+        """Return the trained model's linear layers and convolutions: shapes of weights by name."""
 
     def text_layers(self) -> Mapping[str, Mapping[str, Shape]]:
-        """The linear layers of each text encoder that can be trained, by part; as in `layers`."""
+        """Return the layers of each text encoder that can be trained, by part; see `layers`."""
         return {}
 
     @abstractmethod
@@ -193,21 +193,21 @@ class LatentModel(ABC):
 
     @abstractmethod
     def drawing_bytes(self, size: tuple[int, int], count: int) -> int:
-        """The approximate bytes that drawing `count` images of a size takes.
+        """Return the approximate bytes that drawing `count` images of a size takes.
 
         Not included are a model that is in memory already, kernels and workspaces.
         """
 
     def encode_area(self) -> int:
-        """The largest number of pixels, of all images together, to encode at once; 0: one image."""
+        """Return the most pixels of all images to encode at once; 0: one image at a time."""
         return 0
 
     def text_parts(self) -> int:
-        """The largest sum of the captions' `text_length` to encode at once."""
+        """Return the largest sum of the captions' `text_length` to encode at once."""
         return 1
 
     def dataset(self, folder: str) -> Dataset:
-        """The checked images of a folder, or of a list of folders.
+        """Return the checked images of a folder, or of a list of folders.
 
         Raises:
             DatasetError, ConfigError: images or captions cannot be used.
@@ -238,7 +238,7 @@ class LatentModel(ABC):
 
     @abstractmethod
     def objective(self, device: str) -> Objective:
-        """The training objective.
+        """Return the training objective.
 
         Args:
             device: the device of the latents.
@@ -249,7 +249,7 @@ class LatentModel(ABC):
 
     @abstractmethod
     def stepper(self, steps: int, sampler: str | None, size: tuple[int, int]) -> Stepper:
-        """The sampler for a number of sampling steps.
+        """Return the sampler for a number of sampling steps.
 
         Args:
             steps: the number of sampling steps; each uses one guided prediction.
@@ -262,7 +262,7 @@ class LatentModel(ABC):
 
     @abstractmethod
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
-        """The model's prediction for noisy latents, in their shape.
+        """Return the model's prediction for noisy latents, in their shape.
 
         Args:
             sample: (B, C, h, w), in the dtype of the model.
@@ -284,7 +284,7 @@ class LatentModel(ABC):
         return False
 
     def rescaled(self, guided: Tensor, positive: Tensor) -> Tensor:  # noqa: ARG002
-        """The guided prediction; a family may rescale it to the norms of `positive`.
+        """Return the guided prediction; a family may rescale it to the norms of `positive`.
 
         Args:
             guided: the prediction with classifier-free guidance.
@@ -297,7 +297,7 @@ class LatentModel(ABC):
         frames: Sequence[Frame],  # noqa: ARG002
         guidance: float | None = None,  # noqa: ARG002
     ) -> dict[str, Tensor]:
-        """Conditions other than the text, such as the crop and size of images, (B, ...) by name.
+        """Return conditions besides the text, such as crop and size, (B, ...) by name.
 
         Args:
             frames: the frame of each image.
@@ -309,14 +309,14 @@ class LatentModel(ABC):
 
     @abstractmethod
     def features(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Text features of captions, (B, ...) by name.
+        """Return text features of captions, (B, ...) by name.
 
         Raises:
             ConfigError: a caption does not suit the model.
         """
 
     def text_identity(self) -> dict[str, str] | None:
-        """Identity of the text encoders for cache keys; None if features are not worth caching.
+        """Return the text encoders' identity for cache keys; None if a cache saves no time.
 
         Raises:
             OSError: a file cannot be read.
@@ -324,29 +324,29 @@ class LatentModel(ABC):
         return None
 
     def text_length(self, caption: str) -> int:  # noqa: ARG002
-        """The size of a caption for `text_parts`; captions of one size are encoded together."""
+        """Return a caption's size for `text_parts`; captions of one size are encoded together."""
         return 1
 
     def truncates(self, caption: str) -> bool:  # noqa: ARG002
-        """Whether the text encoders do not read the end of a caption."""
+        """Return whether the text encoders do not read the end of a caption."""
         return False
 
     # A family that takes the settings `TextEncoders` must implement the next two methods.
 
     def tokens(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """The tokens of captions for `encode_tokens`, (B, ...) by name."""
+        """Return the tokens of captions for `encode_tokens`, (B, ...) by name."""
         raise NotImplementedError(f"{self.name}: its text encoders cannot be trained")
 
     def encode_tokens(self, tokens: Inputs, batch: int) -> dict[str, Tensor]:
-        """Text features of `batch` captions from their tokens, (B, ...) by name, with gradients."""
+        """Encode the tokens of `batch` captions, with gradients: features (B, ...) by name."""
         raise NotImplementedError(f"{self.name}: its text encoders cannot be trained")
 
     def unread_layers(self, part: str) -> list[str]:  # noqa: ARG002
-        """Layers of the text encoder `part` whose outputs are unused, as patterns."""
+        """Return layers of the text encoder `part` whose outputs are unused, as patterns."""
         return []
 
     def text_adapter(self, part: str, config: TrainConfig) -> LoraConfig:
-        """The adapters of the text encoder `part` with the settings `config`.
+        """Return the adapters of the text encoder `part` with the settings `config`.
 
         These adapters ignore `--target-modules`, which is for the denoising model. Layers whose
         outputs are unused get no adapter.
@@ -359,7 +359,7 @@ class LatentModel(ABC):
 
     @abstractmethod
     def adapted_parts(self, path: Path) -> Sequence[str]:
-        """The parts that an adapter file is for.
+        """Return the parts that an adapter file is for.
 
         Raises:
             MissingFileError, WeightsFormatError: the file is missing or damaged.

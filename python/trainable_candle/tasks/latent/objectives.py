@@ -41,10 +41,10 @@ class Objective(Protocol):
         """
 
     def validation_noise(self, latents: Tensor, examples: Sequence[int]) -> dict[str, Tensor]:
-        """Like `noise`, but an example has the same noise and level at every call of every run."""
+        """Add noise as `noise` does, but the same for an example at every call of every run."""
 
     def loss(self, prediction: Tensor, inputs: Inputs) -> Tensor:
-        """The loss of a prediction: one element, f32.
+        """Return the loss of a prediction: one element, f32.
 
         Args:
             prediction: the model's output for `inputs["sample"]`.
@@ -62,13 +62,13 @@ class Stepper(Protocol):
         """The model's time at each step."""
 
     def init_noise(self, noise: Tensor, /) -> Tensor:
-        """The first sample, from standard normal numbers."""
+        """Return the first sample, from standard normal numbers."""
 
     def scale_input(self, x: Tensor, i: int, /) -> Tensor:
-        """The sample of step `i`, scaled as the model expects."""
+        """Return the sample of step `i`, scaled as the model expects."""
 
     def step(self, model_output: Tensor, i: int, x: Tensor, /) -> Tensor:
-        """The sample of step `i + 1`."""
+        """Return the sample of step `i + 1`."""
 
 
 class NoiseObjective:
@@ -169,7 +169,7 @@ class FlowObjective:
         return _flow_parts(*flow.validation_noise(latents, examples, VALIDATION_SEED))
 
     def _flow_of(self, latents: Tensor) -> FlowMatching:
-        """Flow matching with the shift for latents of this size."""
+        """Return flow matching with the shift for latents of this size."""
         if not callable(self._shift):
             return self._flow
         height, width = latents.shape[2:]
@@ -196,7 +196,7 @@ class FlowObjective:
         return (losses if weights is None else losses * weights).mean()
 
     def _weights(self, s: Tensor) -> Tensor | None:
-        """The weight of the loss at each noise level; None if all weights are 1."""
+        """Return the weight of the loss at each noise level; None if all weights are 1."""
         if self._gamma is not None:
             return ((1 - s) ** 2).minimum(s * s * self._gamma)
         if self._weighting == "sigma_sqrt":
@@ -207,7 +207,7 @@ class FlowObjective:
         return None
 
     def _elements(self, error: Tensor, levels: Tensor) -> Tensor:
-        """The loss of each element of an error; `levels` has a shape that broadcasts to it."""
+        """Return the loss of each element of `error`; `levels` broadcasts to its shape."""
         if self._loss == "mse":
             return error * error
         if self._loss == "l1":
@@ -218,7 +218,7 @@ class FlowObjective:
         return huber / delta if self._loss == "smooth_l1" else huber
 
     def _deltas(self, levels: Tensor) -> Tensor:
-        """The absolute error above which the Huber losses are linear, for each noise level.
+        """Return the absolute error above which the Huber losses are linear, for each noise level.
 
         The schedules are those of arXiv:2403.16728.
         """
@@ -249,13 +249,13 @@ class FlowSampler:
         """The model's time at each step."""
 
     def init_noise(self, noise: Tensor) -> Tensor:
-        """The first sample: the noise itself."""
+        """Return the first sample: the noise itself."""
         return noise
 
     def scale_input(self, x: Tensor, i: int) -> Tensor:  # noqa: ARG002
-        """The sample itself."""
+        """Return the sample itself."""
         return x
 
     def step(self, model_output: Tensor, i: int, x: Tensor) -> Tensor:
-        """The sample at the next noise level."""
+        """Return the sample at the next noise level."""
         return self._flow.euler_step(x, model_output, self.levels[i], self.levels[i + 1])

@@ -54,11 +54,11 @@ class PreparedLatents:
         return len(self._dataset)
 
     def batches(self, batch_size: int) -> DatasetBatches:
-        """Batches of images of one size."""
+        """Return batches of images of one size."""
         return self._dataset.batches(batch_size)
 
     def inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """The inputs of `loss`; random numbers depend only on the seed and a sample's number."""
+        """Return the inputs of `loss`, with random numbers from the seed and samples' numbers."""
         kept = self._latents.batch(batch)
         seed = self._dataset.seed
         latents = self._family.coder.latents(
@@ -70,7 +70,7 @@ class PreparedLatents:
         return made
 
     def loss(self, inputs: Inputs) -> Tensor:
-        """The loss for the result of `inputs`."""
+        """Return the loss for the result of `inputs`."""
         sample = inputs["sample"]
         conditions: Mapping[str, Tensor] = inputs
         if self._texts.features is not None:
@@ -79,23 +79,23 @@ class PreparedLatents:
         return self._objective.loss(prediction, inputs)
 
     def weight(self, batch: Batch) -> float:
-        """The weight of a batch's loss in the mean of a step: its number of images."""
+        """Return the weight of a batch's loss in the mean of a step: its number of images."""
         return len(batch)
 
     def count(self, batch: Batch) -> float:
-        """The number of images in a batch, for logs."""
+        """Return the number of images in a batch, for logs."""
         return len(batch)
 
     def metadata(self) -> dict[str, str]:
-        """The data set's folders, tags and buckets, for an adapter's metadata."""
+        """Return the data set's folders, tags and buckets, for an adapter's metadata."""
         return self._dataset.metadata()
 
     def validation_facts(self, loss: float) -> dict[str, float]:
-        """The values to log for a validation loss: only the loss."""
+        """Return the values to log for a validation loss: only the loss."""
         return {"validation_loss": loss}
 
     def validation_loss(self) -> float:
-        """The mean loss. Each example has the same noise and noise level at every call."""
+        """Return the mean loss. Each example has the same noise and noise level at every call."""
         family = self._family
         batches = self._dataset.fixed_batches(max(family.config.batch_size, family.at_once))
         repeats = max(1, -(-family.validation_examples // len(self)))

@@ -118,7 +118,7 @@ The function takes the whole prompt and the flag (both for its error messages) a
 
 
 def infotext(prompt: Prompt, model: str, used: Usual, size: tuple[int, int], place: Place) -> str:
-    """The settings of an image in A1111's format for the entry `parameters` of a PNG.
+    """Return the settings of an image in A1111's format for the entry `parameters` of a PNG.
 
     Args:
         prompt: what was drawn.

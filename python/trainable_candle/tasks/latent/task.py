@@ -152,7 +152,7 @@ class LatentTask:
         return data
 
     def samples(self, data: Split[Dataset]) -> int:
-        """The number of images; see `Task.samples`."""
+        """Return the number of images; see `Task.samples`."""
         return len(data.train)
 
     def estimate(
@@ -237,7 +237,7 @@ class LatentTask:
 
     @contextmanager
     def _as_used(self) -> Iterator[None]:
-        """A context without the training adapter: the model is used without it after training."""
+        """Return a context without the training adapter, as the model is used after training."""
         if self._training_adapter is None:
             yield
             return
@@ -439,7 +439,7 @@ class LatentTask:
         self.family.save_quantized(models, output, to)
 
     def loss_on(self, dataset: str) -> float:
-        """The mean loss on the images of a folder, each with the same noise at every call.
+        """Return the mean loss on the images of a folder, each with the same noise at every call.
 
         Raises:
             DatasetError: the folder cannot be used.

@@ -11,10 +11,10 @@ TILE: Final = 1024
 
 
 def tile_size(width: int, height: int) -> int | None:
-    """The autoencoder's `tile_size`, px, for an image of this size; None: process it whole."""
+    """Return the autoencoder's `tile_size`, px, for an image; None: process it whole."""
     return None if width * height <= WHOLE else TILE
 
 
 def area_at_once(area: int) -> int:
-    """The number of pixels that the autoencoder processes at once if an image has `area` pixels."""
+    """Return how many pixels the autoencoder processes at once of an image of `area` pixels."""
     return area if area <= WHOLE else TILE**2

@@ -20,12 +20,12 @@ class CausalModel(Protocol):
     def packed_loss(
         self, input_ids: Tensor, targets: Tensor, positions: Tensor, cu_seqlens: Tensor
     ) -> Tensor:
-        """The sum of the cross-entropies of a packed row, in f32; targets of -100 do not count."""
+        """Return the summed cross-entropy of a packed row, f32; targets of -100 do not count."""
 
     def log_probs(
         self, input_ids: Tensor, targets: Tensor, positions: Tensor, cu_seqlens: Tensor
     ) -> Tensor:
-        """The logarithm of the probability of each target, (N,) in f32; 0 for a target of -100."""
+        """Return the log-probability of each target, (N,) in f32; 0 for a target of -100."""
 
     @property
     def generate(self) -> Callable[..., list[list[int]]]:
@@ -96,7 +96,7 @@ class TextFamily(Protocol):
         """The model, which is loaded on first use."""
 
     def layers(self) -> Mapping[str, Shape]:
-        """The shapes of the linear layers' weights, by name."""
+        """Return the shapes of the linear layers' weights, by name."""
 
     def check_initial_adapter(self, path: Path, layers: Collection[str]) -> None:
         """Check that the adapters in a file are those that the settings describe."""

@@ -34,7 +34,7 @@ class PreparedPreferences(Packing):
     alike: ClassVar[bool] = False
 
     def weight(self, batch: Packed) -> float:
-        """The number of pairs.
+        """Return the number of pairs.
 
         The trainer weights the batch's loss by this number, so the loss of a step is the mean over
         the pairs of all its batches.
@@ -42,7 +42,7 @@ class PreparedPreferences(Packing):
         return len(_answers(batch))
 
     def inputs(self, batch: Packed) -> dict[str, Tensor]:
-        """The result of `tokens`, the batch's `answers`, and the base's margins as `reference`."""
+        """Return the result of `tokens`, with `answers` and the base's margins, `reference`."""
         inputs = self.tokens(batch)
         inputs["answers"] = tc.tensor(_answers(batch), device=self._family.device)
         with tc.no_grad(), self._without_adapter():
@@ -50,19 +50,19 @@ class PreparedPreferences(Packing):
         return inputs
 
     def loss(self, inputs: Inputs) -> Tensor:
-        """The mean loss of the pairs."""
+        """Return the mean loss of the pairs."""
         # -log sigmoid(r) is the cross-entropy of the scores (r, 0) and class 0.
         rewards = self._rewards(inputs)
         scores = tc.stack([rewards, rewards * 0.0], 1)
         return cross_entropy(scores, tc.zeros(len(rewards), dtype="i64", device=scores.device))
 
     def validation_loss(self) -> float:
-        """The mean loss over all pairs, each once."""
+        """Return the mean loss over all pairs, each once."""
         rewards = self._all_rewards()
         return float(np.logaddexp(0, -rewards).mean())
 
     def validation_facts(self, loss: float) -> dict[str, float]:
-        """The loss, the share of rewards above 0 as accuracy, and the mean reward as margin."""
+        """Return the loss, the share of rewards above 0 (accuracy) and the mean reward (margin)."""
         rewards = self._all_rewards()
         accuracy, margin = float((rewards > 0).mean()), float(rewards.mean())
         self._report(
@@ -87,11 +87,11 @@ class PreparedPreferences(Packing):
         return np.array([reward for rewards in found for reward in rewards], np.float64)
 
     def _rewards(self, inputs: Inputs) -> Tensor:
-        """The reward r = beta (m - m0) of each pair, shape (pairs,)."""
+        """Return the reward r = beta (m - m0) of each pair, shape (pairs,)."""
         return (self._margins(inputs) - inputs["reference"]) * self._family.config.dpo_beta
 
     def _margins(self, inputs: Inputs) -> Tensor:
-        """The margin m of each pair under the model in its present state, shape (pairs,)."""
+        """Return the margin m of each pair under the model in its present state, shape (pairs,)."""
         log_probs = self._family.model.log_probs(
             inputs["input_ids"], inputs["targets"], inputs["positions"], inputs["cu_seqlens"]
         )

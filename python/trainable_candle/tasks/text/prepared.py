@@ -59,7 +59,7 @@ class Packing:
         return len(self._dataset)
 
     def batches(self, batch_size: int) -> PackedRows:
-        """Batches of packed rows.
+        """Return batches of packed rows.
 
         If steps run as CUDA graphs, padding gives the batches at most `SHAPES` different sizes in
         tokens. This needs a GPU, `alike`, and a family whose `repeats` is true.
@@ -75,15 +75,15 @@ class Packing:
         )
 
     def count(self, batch: Packed) -> float:
-        """The number of all tokens, including those that do not count in the loss."""
+        """Return the number of all tokens, including those that do not count in the loss."""
         return int(batch.cu_seqlens[-1])
 
     def metadata(self) -> dict[str, str]:
-        """No metadata: an empty dict."""
+        """Return an empty dict: adapter files get no metadata about texts."""
         return {}
 
     def tokens(self, batch: Packed) -> dict[str, Tensor]:
-        """Tokens, their targets and positions, and the bounds of texts, on the model's device."""
+        """Return tokens, targets, positions and bounds of texts, on the model's device."""
         names = ("input_ids", "targets", "positions", "cu_seqlens")
         return {name: tc.tensor(getattr(batch, name), device=self._family.device) for name in names}
 
@@ -95,7 +95,7 @@ class PreparedTexts(Packing):
     """The validation loss of the base model, which is measured once."""
 
     def weight(self, batch: Packed) -> float:
-        """The number of tokens that count in the loss.
+        """Return the number of tokens that count in the loss.
 
         The trainer weights the batch's loss by this number, so the loss of a step is the mean over
         the tokens that count in all its batches.
@@ -103,16 +103,16 @@ class PreparedTexts(Packing):
         return batch.count
 
     def inputs(self, batch: Packed) -> dict[str, Tensor]:
-        """The result of `tokens`, and `scale`: 1 divided by the number of tokens that count."""
+        """Return the result of `tokens`, and `scale`: 1 / the number of tokens that count."""
         scale = np.array(1.0 / max(1, batch.count), np.float32)
         return self.tokens(batch) | {"scale": tc.tensor(scale, device=self._family.device)}
 
     def loss(self, inputs: Inputs) -> Tensor:
-        """The mean cross-entropy of the tokens that count."""
+        """Return the mean cross-entropy of the tokens that count."""
         return self._sum(inputs) * inputs["scale"]
 
     def validation_loss(self) -> float:
-        """The mean loss over all tokens that count; each token is used once."""
+        """Return the mean loss over all tokens that count; each token is used once."""
         batches = in_order(
             self._dataset.examples,
             self._dataset.options.sequence_length,
@@ -125,7 +125,7 @@ class PreparedTexts(Packing):
         return math.fsum(sums) / sum(batch.count for batch in batches)
 
     def validation_facts(self, loss: float) -> dict[str, float]:
-        """The loss, its perplexity, and the loss of the base model."""
+        """Return the loss, its perplexity, and the loss of the base model."""
         if self._base is None:
             with self._without_adapter():
                 self._base = self.validation_loss()
@@ -147,5 +147,5 @@ class PreparedTexts(Packing):
 
 
 def perplexity(loss: float) -> float:
-    """The exponential of a mean cross-entropy; infinity if a float cannot represent it."""
+    """Return the exponential of a mean cross-entropy; infinity if a float cannot represent it."""
     return math.exp(loss) if loss < 700 else math.inf

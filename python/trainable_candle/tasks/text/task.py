@@ -132,7 +132,7 @@ class TextTask:
         return load_texts(dataset_path(dataset), self.family.tokenizer, options)
 
     def samples(self, data: Split[TextDataset]) -> int:
-        """The number of packed rows; see `Task.samples`."""
+        """Return the number of packed rows; see `Task.samples`."""
         return len(best_fit([len(text) for text in data.train.examples], self.sequence_length))
 
     def estimate(
@@ -168,7 +168,7 @@ class TextTask:
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
-        """A context in which the adapter is disabled, so that the model is the base."""
+        """Return a context in which the adapter is disabled, so that the model is the base."""
         if self._adapters is None:
             yield
             return
@@ -179,7 +179,7 @@ class TextTask:
             self._adapters.set_enabled(True)
 
     def prompt_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The tokens of a conversation, including those that begin the answer's turn.
+        """Return the tokens of a conversation, including those that begin the answer's turn.
 
         Raises:
             ConfigError: the chat template rejects the conversation, the model lacks a token, or no
@@ -188,7 +188,7 @@ class TextTask:
         return self._fitting(self._conversation(messages))
 
     def room(self, messages: Sequence[Mapping[str, str]]) -> int:
-        """How many positions a conversation leaves for an answer; below 1 if it is too long.
+        """Return how many positions a conversation leaves for an answer; below 1 if it is too long.
 
         Raises:
             ConfigError: the chat template rejects the conversation.
@@ -202,7 +202,7 @@ class TextTask:
             raise ConfigError(f"prompt: {error}") from error
 
     def text_tokens(self, text: str) -> list[int]:
-        """The tokens of a text that continues, without the chat template.
+        """Return the tokens of a text that continues, without the chat template.
 
         As in training, the text begins with the tokens that the tokenizer puts before a text.
 
@@ -228,7 +228,7 @@ class TextTask:
     def answer(
         self, messages: Sequence[Mapping[str, str]], options: WritingOptions
     ) -> Iterator[str]:
-        """The model's answer to a conversation, in pieces of text as the model generates them.
+        """Yield the model's answer to a conversation, in pieces as the model generates them.
 
         Raises:
             ConfigError: see `prompt_tokens`.
@@ -236,7 +236,7 @@ class TextTask:
         return self._streamed(self.prompt_tokens(messages), options)
 
     def continuation(self, text: str, options: WritingOptions) -> Iterator[str]:
-        """What the model writes after a text, in pieces, without the chat template.
+        """Return what the model writes after a text, in pieces, without the chat template.
 
         Raises:
             ConfigError: see `text_tokens`.
@@ -253,7 +253,7 @@ class TextTask:
     def answers(
         self, conversations: Sequence[Sequence[Mapping[str, str]]], options: WritingOptions
     ) -> list[str]:
-        """The model's answers to several conversations, generated in one batch.
+        """Return the model's answers to several conversations, generated in one batch.
 
         Raises:
             ConfigError: see `prompt_tokens`.
@@ -265,7 +265,7 @@ class TextTask:
         return ["".join(streamed(ids, family.tokenizer, options.stop)) for ids in written]
 
     def _room(self, options: WritingOptions, asked: Sequence[Sequence[int]]) -> WritingOptions:
-        """The options, with `tokens` limited to the positions that the longest prompt leaves."""
+        """Limit `tokens` of the options to the positions that the longest prompt leaves."""
         room = self.family.context - max(map(len, asked))
         return replace(options, tokens=min(options.tokens, room))
 
@@ -329,7 +329,7 @@ class TextTask:
         as_unquantized(output)
 
     def loss_on(self, dataset: str) -> float:
-        """The mean loss on a data set of texts, with the adapter if there is one.
+        """Return the mean loss on a data set of texts, with the adapter if there is one.
 
         Raises:
             DatasetError: the data set cannot be used, or has pairs of answers: the loss of DPO

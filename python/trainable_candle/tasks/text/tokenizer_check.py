@@ -22,13 +22,13 @@ _CURE: Final = "the tokenizer is another model's; give the model with its own to
 
 
 def context_of(settings: Mapping[str, Any]) -> int:
-    """The largest number of tokens in a text for a model with this `config.json`."""
+    """Return the largest number of tokens in a text for a model with this `config.json`."""
     # 2048 is transformers' default for Llama; other models' configurations have the entry.
     return int(settings.get("max_position_embeddings", 2048))
 
 
 def row_length(wanted: int | None, context: int) -> int:
-    """The number of tokens of a packed row: `wanted`, or by default `ROW` or the context.
+    """Return the number of tokens of a packed row: `wanted`, or by default `ROW` or the context.
 
     Raises:
         ConfigError: the context is shorter than `wanted`.

@@ -33,7 +33,7 @@ class WritingOptions:
     """Texts that end an answer, as end tokens do. The answer does not contain the stop text."""
 
     def arguments(self, stops: Collection[int]) -> dict[str, Any]:
-        """The arguments of `CausalLM.generate` and `stream`; `stops` are the end tokens."""
+        """Return the arguments of `CausalLM.generate` and `stream`; `stops` are the end tokens."""
         return {
             "max_new_tokens": self.tokens,
             "temperature": self.temperature,
@@ -49,7 +49,7 @@ class WritingOptions:
 def streamed(
     tokens: Iterable[int], tokenizer: ChatTokenizer, stop: Sequence[str] = ()
 ) -> Iterator[str]:
-    """The text of tokens as they arrive, up to one of the texts in `stop`.
+    """Yield the text of tokens as they arrive, up to one of the texts in `stop`.
 
     A character of several tokens is held back until its last token. Text that may begin a stop text
     is held back until further tokens show whether it does. The tokens of each piece of text are
@@ -90,7 +90,7 @@ def _pieces(tokens: Iterable[int], tokenizer: ChatTokenizer) -> Iterator[str]:
 
 
 def _begun(text: str, stop: Sequence[str]) -> int:
-    """The length of the longest end of `text` that is a proper prefix of a stop text."""
+    """Return the length of the longest end of `text` that is a proper prefix of a stop text."""
     lengths = (
         count
         for word in stop
