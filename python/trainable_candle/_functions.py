@@ -72,6 +72,12 @@ def allclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-
 
         assert tc.allclose(tc.ones(2), tc.ones(2) + 1e-9)
 
+    Args:
+        input: A tensor.
+        other: A tensor whose shape broadcasts with that of `input`.
+        rtol: The tolerance relative to `other`.
+        atol: The absolute tolerance.
+
     Raises:
         TypeError: If an argument is not a tensor.
         ArgumentError: If the shapes do not broadcast.
@@ -87,7 +93,7 @@ def allclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-
 def linspace(
     start: float, end: float, steps: int, dtype: Any = None, device: str = "cpu"
 ) -> Tensor:
-    """Return evenly spaced numbers, both ends included.
+    """Return `steps` evenly spaced numbers from `start` to `end`, both included.
 
         assert tc.linspace(0, 1, 5).tolist() == [0.0, 0.25, 0.5, 0.75, 1.0]
 
@@ -224,13 +230,18 @@ def einsum(equation: str, *operands: Tensor) -> Tensor:
         x = tc.einsum("bij,bkj->bik", tc.ones(2, 3, 4), tc.ones(2, 5, 4))
         assert x.shape == (2, 3, 5)
 
+    Args:
+        equation: A letter for each dimension of each operand, then `->` and the letters of the
+            result. Without `->`, the result has the letters that occur once, in alphabetical order.
+        *operands: The tensors.
+
     Raises:
         TypeError: If an operand is not a tensor.
         ArgumentError: If the equation does not fit the operands, uses `...`, or repeats a label
             within an operand or in the output.
     """
     if not isinstance(equation, str):
-        raise TypeError(f"einsum: the equation is {type(equation).__name__}, expected a text")
+        raise TypeError(f"einsum: the equation is {type(equation).__name__}, expected a str")
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
     if not arrow:

@@ -1,4 +1,4 @@
-"""Runs with the settings of a plan, and once more with less memory if memory runs out."""
+"""Train with the settings of a plan; if memory runs out, plan for less and start once more."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def run_planned(
         budget: the memory that the plan fits in.
         replan: makes a plan for a smaller budget.
         taken: counts the steps of `run`.
-        may_repeat: whether a second attempt would lose nothing.
+        may_repeat: returns whether a second attempt would lose nothing that the first has saved.
         report: gets a line about each plan and each wrong prediction.
 
     Raises:
@@ -106,7 +106,7 @@ def _measured(run: Callable[[TrainConfig], T], plan: Plan, report: Report) -> T:
 def _excess(plan: Plan) -> float:
     """Return (memory that the run took - predicted memory) / predicted memory.
 
-    On the CPU 0: the peak of a process also counts what was in memory before the run.
+    The result is 0 on the CPU, where the peak also counts what was in memory before the run.
     """
     return _peak(plan) / plan.estimate.peak - 1 if plan.config.on_gpu else 0.0
 

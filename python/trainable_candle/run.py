@@ -1,4 +1,4 @@
-"""From a configuration to a trained adapter: what `train-lora` does."""
+"""Makes a trained adapter of a configuration, as `train-lora` does."""
 
 from __future__ import annotations
 

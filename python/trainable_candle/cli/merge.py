@@ -50,9 +50,10 @@ def run(arguments: Sequence[str], program: str) -> int:
 
 
 def _format_of(weights: Path, given: Mapping[str, Any]) -> str | None:
-    """The format of the base that the adapter was merged into; None if it was not quantized.
+    """Return the format of the base that was merged into; None if it was not quantized.
 
-    A file's own format counts only if all of the layers that can be quantized are in it.
+    Without `--base-precision`, the format is that of the file, provided that the file stores all
+    layers that can be quantized in one format. A GGUF file may mix formats.
     """
     from trainable_candle import inspect  # noqa: PLC0415 - expensive
 

@@ -69,7 +69,7 @@ def _settings(family: CausalLM) -> Mapping[str, Any]:
     weights = family.weights
     if weights.suffix == ".gguf":
         return family.settings
-    # Not `family.settings`, because only the run itself needs the files of weights.
+    # `family.settings` would require the files of weights, which only a run needs.
     return read_object((weights if weights.is_dir() else weights.parent) / "config.json")
 
 

@@ -1,4 +1,4 @@
-"""What adapter files record about quantization: the formats in training, and learned scales."""
+"""Reads what adapter files record about quantization: formats in training, learned scales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `trainable-candle verify` says about adapters of language models only."""
+"""The lines of `trainable-candle verify` that only adapters of language models have."""
 
 from __future__ import annotations
 

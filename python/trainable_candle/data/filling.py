@@ -1,4 +1,4 @@
-"""Filling a cache: groups of tasks, progress, and a summary."""
+"""Helps to fill a cache: groups tasks, and reports progress and a summary."""
 
 from __future__ import annotations
 

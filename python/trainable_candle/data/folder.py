@@ -37,9 +37,9 @@ class Picture:
     path: Path
     caption: str
     width: int
-    """In pixels, after the rotation that EXIF prescribes."""
+    """The width in pixels, after the rotation that EXIF prescribes."""
     height: int
-    """As `width`."""
+    """The height in pixels, after this rotation."""
     digest: str
     """A hash of the file's bytes, 32 hexadecimal digits."""
     mask: Path | None = None

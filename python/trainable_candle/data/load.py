@@ -1,4 +1,4 @@
-"""From folders to a data set, checked completely before training."""
+"""Makes a data set of folders of images, and checks all of it before training."""
 
 from __future__ import annotations
 

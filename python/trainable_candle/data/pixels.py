@@ -49,9 +49,9 @@ class Facts:
     """The properties of an image file."""
 
     width: int
-    """In pixels, after the rotation that EXIF prescribes."""
+    """The width in pixels, after the rotation that EXIF prescribes."""
     height: int
-    """As `width`."""
+    """The height in pixels, after this rotation."""
     digest: str
     """A hash of the file's bytes, 32 hexadecimal digits."""
     transparent: bool = False

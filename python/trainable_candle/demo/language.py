@@ -46,13 +46,13 @@ class Verdict:
     """Shares (0 to 1) of exact answers about words that no model was trained on."""
 
     before: float
-    """The base, in the unseen task."""
+    """The share of the base's right answers in the unseen task."""
     after: float
-    """The base with the LoRA, in the unseen task."""
+    """The share of the right answers of the base with the LoRA in the unseen task."""
     old_before: float
-    """The base, in the tasks that it knows."""
+    """The share of the base's right answers in the tasks that it knows."""
     old_after: float
-    """The base with the LoRA, in the tasks that the base knows."""
+    """The share of the right answers of the base with the LoRA in the tasks that the base knows."""
 
     @property
     def passed(self) -> bool:

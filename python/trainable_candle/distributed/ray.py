@@ -305,6 +305,6 @@ def _ray() -> Any:
         import ray.util.scheduling_strategies  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            'ray: it is not installed; pip install "trainable-candle[ray]"', name="ray"
+            'ray: it is not installed; run: pip install "trainable-candle[ray]"', name="ray"
         ) from error
     return ray

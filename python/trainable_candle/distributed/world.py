@@ -37,6 +37,8 @@ _JOBS: Final = (JOB, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "OMPI_MCA_ess_base_j
 
 @dataclass(frozen=True)
 class _Names:
+    """The names of the variables in which a launcher gives the ranks and the numbers."""
+
     rank: str
     size: str
     local_rank: str

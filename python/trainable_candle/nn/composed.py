@@ -166,6 +166,18 @@ def conv1d(
     assert F.conv1d(tc.zeros(1, 3, 8), tc.zeros(4, 3, 3), padding=1).shape == (1, 4, 8)
     ```
 
+    Args:
+        input: (B, in, length).
+        weight: The kernels, (out, in / groups, kernel).
+        bias: (out,), or None.
+        stride: How many input positions the kernel moves from one output position to the next.
+        padding: The number of zeros at each end of `input`.
+        dilation: How many input positions one kernel element is from the next.
+        groups: The number of groups of channels; an output channel reads only its own group.
+
+    Returns:
+        (B, out, length').
+
     Raises:
         TypeError: If an operand is not a tensor.
         ShapeError, DTypeError, DeviceError: If the operands' shapes, dtypes or devices do not fit
@@ -197,6 +209,15 @@ def max_pool2d(input: Tensor, kernel_size: Any, stride: Any = None, padding: Any
     assert F.max_pool2d(tc.ones(1, 1, 4, 4), 2).tolist() == [[[[1.0, 1.0]] * 2]]
     ```
 
+    Args:
+        input: (B, C, height, width), or (C, height, width) without batch.
+        kernel_size: The window's height and width, or one number for both.
+        stride: The steps from one window to the next; default: `kernel_size`.
+        padding: The positions added on each side, with the value -3e38 (in f16: -6e4).
+
+    Returns:
+        (B, C, height', width').
+
     Raises:
         TypeError: If the input is not a tensor.
         ShapeError, ArgumentError: If the windows do not fit.
@@ -215,6 +236,15 @@ def avg_pool2d(input: Tensor, kernel_size: Any, stride: Any = None, padding: Any
     ```python
     assert F.avg_pool2d(tc.ones(1, 1, 4, 4), 2).tolist() == [[[[1.0, 1.0]] * 2]]
     ```
+
+    Args:
+        input: (B, C, height, width), or (C, height, width) without batch.
+        kernel_size: The window's height and width, or one number for both.
+        stride: The steps from one window to the next; default: `kernel_size`.
+        padding: The number of zeros added on each side.
+
+    Returns:
+        (B, C, height', width').
 
     Raises:
         TypeError: If the input is not a tensor.
@@ -236,6 +266,11 @@ def binary_cross_entropy_with_logits(
     ```python
     loss = F.binary_cross_entropy_with_logits(tc.randn(4), tc.tensor([0.0, 1.0, 1.0, 0.0]))
     ```
+
+    Args:
+        input: Logits of any shape.
+        target: Probabilities from 0 to 1, in the shape of `input`.
+        reduction: "mean", "sum" or "none" (a loss for each element).
 
     Raises:
         TypeError: If an operand is not a tensor.

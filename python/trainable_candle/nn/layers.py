@@ -357,7 +357,7 @@ class Identity(Module):
 
 
 class ReLU(Module):
-    """max(input, 0).
+    """Applies max(x, 0) to each element x.
 
     ```python
     assert tc.nn.ReLU()(tc.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]
@@ -373,7 +373,7 @@ class ReLU(Module):
 
 
 class SiLU(Module):
-    """input * sigmoid(input).
+    """Applies x * sigmoid(x) to each element x.
 
     ```python
     assert tc.nn.SiLU()(tc.zeros(2)).tolist() == [0.0, 0.0]
@@ -389,7 +389,7 @@ class SiLU(Module):
 
 
 class Sigmoid(Module):
-    """1 / (1 + exp(-input)).
+    """Applies the logistic function 1 / (1 + exp(-x)) to each element x.
 
     ```python
     assert tc.nn.Sigmoid()(tc.zeros(2)).tolist() == [0.5, 0.5]
@@ -402,7 +402,7 @@ class Sigmoid(Module):
 
 
 class Tanh(Module):
-    """tanh(input), the hyperbolic tangent.
+    """Applies the hyperbolic tangent to each element.
 
     ```python
     assert tc.nn.Tanh()(tc.zeros(2)).tolist() == [0.0, 0.0]
@@ -415,7 +415,7 @@ class Tanh(Module):
 
 
 class GELU(Module):
-    """GELU: input * Phi(input), with Phi the normal distribution function (arXiv:1606.08415).
+    """Applies GELU, x * Phi(x), with Phi the normal distribution function (arXiv:1606.08415).
 
         assert tc.nn.GELU()(tc.zeros(2)).tolist() == [0.0, 0.0]
 
@@ -440,7 +440,7 @@ class GELU(Module):
 
 
 class Softmax(Module):
-    """exp(input) divided by its sum along a dimension.
+    """Divides exp(x) by its sum along a dimension.
 
         assert tc.nn.Softmax()(tc.zeros(2)).tolist() == [0.5, 0.5]
 

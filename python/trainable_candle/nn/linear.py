@@ -24,7 +24,7 @@ def _check_tensors(layer: str, weight: object, bias: object) -> None:
 
 
 class Linear(Module):
-    """y = x @ weight.T + bias.
+    """A linear layer, y = x @ weight.T + bias.
 
     `Linear(64, 32)` makes a trainable layer with torch's initial values, as `Linear.init` does.
     `Linear(weight, bias)` uses existing tensors: a `Tensor` is frozen, a `Var` is trained.

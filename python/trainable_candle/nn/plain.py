@@ -14,7 +14,7 @@ __all__ = ["ELU", "AvgPool2d", "LeakyReLU", "LogSoftmax", "MaxPool2d", "Softplus
 
 
 class LeakyReLU(Module):
-    """The input where it is above 0, else `negative_slope` times the input.
+    """Multiplies elements below 0 by `negative_slope`.
 
     ```python
     assert tc.nn.LeakyReLU(0.5)(tc.tensor([-1.0, 2.0])).tolist() == [-0.5, 2.0]
@@ -34,7 +34,7 @@ class LeakyReLU(Module):
 
 
 class ELU(Module):
-    """The input where it is above 0, else alpha (exp(input) - 1).
+    """Replaces elements x below 0 by alpha (exp(x) - 1).
 
     ```python
     assert tc.nn.ELU()(tc.zeros(2)).tolist() == [0.0, 0.0]
@@ -54,7 +54,7 @@ class ELU(Module):
 
 
 class Softplus(Module):
-    """log(1 + exp(beta input)) / beta.
+    """Applies log(1 + exp(beta x)) / beta, a smooth ReLU, to each element x.
 
     ```python
     assert tc.nn.Softplus()(tc.zeros(1)).item() > 0.69
@@ -73,7 +73,7 @@ class Softplus(Module):
 
 
 class LogSoftmax(Module):
-    """The logarithm of the softmax along a dimension.
+    """Computes the logarithm of the softmax along a dimension.
 
     ```python
     assert tc.nn.LogSoftmax(dim=-1)(tc.zeros(1)).tolist() == [0.0]
@@ -102,7 +102,7 @@ class _Pool2d(Module):
 
 
 class MaxPool2d(_Pool2d):
-    """The largest element of each window; see `functional.max_pool2d`.
+    """Takes the largest element of each window; see `functional.max_pool2d`.
 
     ```python
     assert tc.nn.MaxPool2d(2)(tc.zeros(1, 3, 8, 8)).shape == (1, 3, 4, 4)
@@ -115,7 +115,7 @@ class MaxPool2d(_Pool2d):
 
 
 class AvgPool2d(_Pool2d):
-    """The mean of each window; see `functional.avg_pool2d`.
+    """Takes the mean of each window; see `functional.avg_pool2d`.
 
     ```python
     assert tc.nn.AvgPool2d(2)(tc.zeros(1, 3, 8, 8)).shape == (1, 3, 4, 4)

@@ -33,9 +33,10 @@ __all__ = [
 class ChainableScheduler:
     """The base of torch's schedulers. Call `step` after the optimizer's `step`.
 
-    The caller chooses what an epoch is: a pass over the data, or a step of the optimizer. The
-    constructor sets the learning rates of epoch 0, and each call of `step` begins the next epoch.
-    If an optimizer has several schedulers, each changes the rates that the previous one has set.
+    The caller chooses what an epoch is: training on every example once, or a step of the optimizer.
+    The constructor sets the learning rates of epoch 0, and each call of `step` begins the next
+    epoch. If an optimizer has several schedulers, each changes the rates that the previous one has
+    set.
 
     ```python
     schedulers = tc.optim.lr_scheduler

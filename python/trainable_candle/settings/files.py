@@ -82,7 +82,7 @@ class Files(Group):
     ] = None
     resume: Annotated[
         str | None,
-        Setting("from a checkpoint folder, `latest` or `auto`", free=True, path=True),
+        Setting("checkpoint to resume: a folder, latest or auto", free=True, path=True),
     ] = None
 
     @property

@@ -54,7 +54,7 @@ class Texts(Group):
     dpo_beta: Annotated[
         float,
         Setting(
-            "larger values keep the model nearer to the base",
+            "beta of DPO's loss; larger values keep the model nearer to the base",
             low=0,
             above=True,
             rare=True,

@@ -1,4 +1,4 @@
-"""Products of the codes of 8-bit weights."""
+"""Switches on the products of 8-bit codes (W8A8) for a part of a run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def multiplying_codes(config: Machine) -> Iterator[None]:
-    """A context in which linear layers multiply the codes of 8-bit weights if `w8a8` is set.
+    """Return a context in which linear layers multiply 8-bit codes if `w8a8` is set.
 
-    Besides training, the model that is trained must be loaded in it, and the size of its weights
-    asked for: some models quantize fewer layers then.
+    Load the trained model in this context, and estimate its memory in it: with `w8a8`, some models
+    quantize fewer layers. Train in it, too.
     """
     before = tc.get_w8a8()
     tc.set_w8a8(before or config.w8a8)

@@ -1,4 +1,4 @@
-"""Sampling: from noise to latents.
+"""Sampling: turns noise into latents in steps, with a denoising model.
 
 Sampling with `sample`::
 

@@ -151,7 +151,7 @@ def test_a_training_adapter_silences_the_warning(tmp_path: Path) -> None:
         ("turbo", None, ["undoes its distillation to a few steps; train the base"]),
         ("turbo", "a", []),
         ("base", None, []),
-        ("base", "a", ["--training-adapter is for distilled models; is base one"]),
+        ("base", "a", ["--training-adapter is for distilled models; is base distilled?"]),
     ):
         folder = tmp_path / name
         if not folder.exists():

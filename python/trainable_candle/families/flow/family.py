@@ -169,7 +169,7 @@ class FlowFamily(PipelineFamily[E]):
             notes.append(f"{undone}, or give a --training-adapter")
         if not undone and self.config.training_adapter:
             name = self.shown_name
-            notes.append(f"--training-adapter is for distilled models; is {name} one?")
+            notes.append(f"--training-adapter is for distilled models; is {name} distilled?")
         if self.overflows and self.dtype == "f16":
             notes.append(f"values of {self.name} leave the range of f16; give --precision bf16")
         return notes

@@ -1,4 +1,4 @@
-"""SDXL: from a checkpoint and a folder of images to an adapter."""
+"""Trains adapters of SDXL, draws with them, and merges them."""
 
 from trainable_candle.families.sdxl.family import SDXL
 
