@@ -51,7 +51,7 @@ def check_contents(wheel: Path, max_megabytes: float) -> None:
 
 
 def import_times(python: Path, folder: Path) -> list[float]:
-    """Milliseconds of `import trainable_candle` after numpy, one value for each new process."""
+    """Return the milliseconds of `import trainable_candle` after numpy, in several processes."""
     command = [str(python), "-I", "-c", TIME_IMPORT]
     runs = [
         subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)

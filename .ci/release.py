@@ -17,7 +17,7 @@ SECTION = re.compile(
 
 
 def version(manifest: str) -> str:
-    """The version of the workspace.
+    """Return the version of the workspace.
 
     Raises:
         SystemExit: the manifest has no version.
@@ -29,7 +29,7 @@ def version(manifest: str) -> str:
 
 
 def sections(changelog: str) -> dict[str, tuple[str | None, str]]:
-    """The date and the text of each section of the changelog, by version."""
+    """Return the date and the text of each section of the changelog, by version."""
     heads = list(SECTION.finditer(changelog))
     ends = [head.start() for head in heads[1:]] + [len(changelog)]
     return {
@@ -39,7 +39,7 @@ def sections(changelog: str) -> dict[str, tuple[str | None, str]]:
 
 
 def complaints(manifest: str, changelog: str, tag: str) -> list[str]:
-    """One message for each contradiction between manifest, changelog and tag."""
+    """Return one message for each contradiction between manifest, changelog and tag."""
     known = version(manifest)
     date, text = sections(changelog).get(known, (None, ""))
     found = []

@@ -33,7 +33,7 @@ The column "also" lists the names of the same setting in other tools, which are 
 
 
 def page() -> str:
-    """The text of the document."""
+    """Return the text of the document."""
     parts = [HEAD]
     defaults = TrainConfig()
     for section in SECTIONS:
@@ -51,7 +51,7 @@ def page() -> str:
 
 
 def row(name: str, hint: Any, setting: Setting, default: Any) -> str:
-    """The table row of a setting."""
+    """Return the table row of a setting."""
     shown = "" if default is None or default in ("", []) else code(text(default))
     also = ", ".join(
         code(synonym if "." in synonym else flag(synonym)) for synonym in setting.synonyms
@@ -61,7 +61,7 @@ def row(name: str, hint: Any, setting: Setting, default: Any) -> str:
 
 
 def value(hint: Any, setting: Setting) -> str:
-    """The values that a setting accepts."""
+    """Return the values that a setting accepts."""
     if setting.choices:
         return ", ".join(code(choice) for choice in setting.choices)
     if get_origin(hint) is list:
@@ -80,7 +80,7 @@ def value(hint: Any, setting: Setting) -> str:
 
 
 def arguments(own: str, chosen_by: str, kinds: dict[str, Any]) -> str:
-    """The section of the flag `own`: the `name=value` arguments for each choice of `chosen_by`."""
+    """Return the section of the flag `own`: its `name=value` for each choice of `chosen_by`."""
     lines = [
         f"## `{own}`\n",
         f"The arguments that `{own} name=value …` accepts, with their defaults.\n",
@@ -94,7 +94,7 @@ def arguments(own: str, chosen_by: str, kinds: dict[str, Any]) -> str:
 
 
 def named(kind: Any, own: dict[str, Any]) -> Iterator[str]:
-    """The arguments of an optimizer or a schedule; `own` replaces defaults of the signature."""
+    """Yield the arguments of an optimizer or a schedule; `own` replaces its defaults."""
     for name, parameter in signature(kind).parameters.items():
         if name not in ELSEWHERE and parameter.default is not Parameter.empty:
             default = own.get(name, parameter.default)
@@ -103,14 +103,14 @@ def named(kind: Any, own: dict[str, Any]) -> Iterator[str]:
 
 
 def text(default: Any) -> str:
-    """A default as users write it."""
+    """Return a default as users write it."""
     if isinstance(default, bool):
         return "on" if default else "off"
     return str(default)
 
 
 def code(part: str) -> str:
-    """Markdown for a piece of code."""
+    """Return Markdown for a piece of code."""
     return f"`{part}`"
 
 

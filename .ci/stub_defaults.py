@@ -17,7 +17,7 @@ OWNER = re.compile(r"^impl (\w+) \{", re.MULTILINE)
 
 
 def defaults(folder: Path) -> Defaults:
-    """Defaults in the Rust files, by (name of the function or class, name of the parameter)."""
+    """Return the defaults in the Rust files, by (function or class, parameter)."""
     found: Defaults = {}
     for path in sorted(folder.rglob("*.rs")):
         source = path.read_text()
@@ -50,7 +50,7 @@ def hidden(tree: ast.Module) -> Iterator[tuple[str, str, ast.expr]]:
 
 
 def show_defaults(source: str, known: Defaults) -> str:
-    """The source, with each default in `known` in place of its `...`."""
+    """Return the source, with each default in `known` in place of its `...`."""
     lines = source.encode().split(b"\n")  # ast counts columns in bytes
     places = [
         (default.lineno - 1, default.col_offset, text)
@@ -64,7 +64,7 @@ def show_defaults(source: str, known: Defaults) -> str:
 
 
 def is_literal(text: str) -> bool:
-    """Whether the Rust text of a default is also a literal in Python."""
+    """Return whether the Rust text of a default is also a literal in Python."""
     try:
         ast.literal_eval(text)
     except (SyntaxError, ValueError):

@@ -16,7 +16,7 @@ from trainable_candle.optim.groups import GroupedOptimizer
 
 
 def type_of(default: Any) -> str:
-    """The type annotation of a hyper-parameter with this default."""
+    """Return the type annotation of a hyper-parameter with this default."""
     if default is None:
         return f"{NUMBER} | None"
     if isinstance(default, tuple):
@@ -25,12 +25,12 @@ def type_of(default: Any) -> str:
 
 
 def text_of(default: Any) -> str:
-    """The default of a hyper-parameter as code; `...` for infinity, which has no literal."""
+    """Return the default of a hyper-parameter as code; `...` for infinity, which has no literal."""
     return "..." if default == float("inf") else repr(default)
 
 
 def stubs(library: str) -> str:
-    """The stubs of the optimizers in a built library."""
+    """Return the stubs of the optimizers in a built library."""
     loader = ExtensionFileLoader("_core", library)
     spec = spec_from_loader("_core", loader)
     assert spec is not None

@@ -32,7 +32,7 @@ def run(*command: str, folder: Path = ROOT) -> None:
 
 
 def hidden_builtins(tree: ast.Module) -> list[ast.Name]:
-    """The names of builtin types in classes where a method of the same name hides the type."""
+    """Return the names of builtin types that are hidden by a method of their class."""
     names = []
     for scope in ast.walk(tree):
         if isinstance(scope, ast.ClassDef):
@@ -77,7 +77,7 @@ def with_composed_methods(source: str) -> str:
 
 
 def generate(tree: Path) -> str:
-    """The stubs of the extension that `tree` builds."""
+    """Return the stubs of the extension that `tree` builds."""
     linker = f"linker={ROOT / '.ci' / 'zig-cc'}"
     build = ("maturin", "generate-stubs", "--profile", "release", "--out", str(FOLDER))
     run(*build, "--", "-C", linker, "-C", "strip=none", folder=tree)
@@ -104,7 +104,7 @@ def formatted(path: Path) -> str:
 
 
 def generate_optimizers() -> str:
-    """The stubs of the optimizers in the library that `generate` has built."""
+    """Return the stubs of the optimizers in the library that `generate` has built."""
     path = FOLDER / "kinds.pyi"
     script = str(ROOT / ".ci" / "stub_optimizers.py")
     made = subprocess.run([sys.executable, script, str(LIBRARY)], check=True, capture_output=True)

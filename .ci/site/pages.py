@@ -18,7 +18,7 @@ SOURCES = "https://github.com/trainable-candle/trainable-candle/blob/main/"
 
 
 def page(path: str) -> str:
-    """The text of a README, with links that work on the site.
+    """Return the text of a README, with links that work on the site.
 
     Links to files in `docs/` become links to pages of the site. Links to other files become links
     to the source repository.

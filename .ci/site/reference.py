@@ -28,7 +28,7 @@ MODULES = (
 
 
 def names(module: str) -> list[str]:
-    """Every public name of a module: its `__all__`, read without importing it."""
+    """Return every public name of a module: its `__all__`, read without importing it."""
     path = PACKAGE.joinpath(*module.split(".")) if module else PACKAGE
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     for node in ast.parse(source.read_text()).body:
@@ -42,12 +42,12 @@ def names(module: str) -> list[str]:
 
 
 def pages() -> dict[str, str]:
-    """The text of each page of the reference, by its path in the site."""
+    """Return the text of each page of the reference, by its path in the site."""
     return {f"reference/{module or 'trainable_candle'}.md": page(module) for module in MODULES}
 
 
 def page(module: str) -> str:
-    """The text of one module's page; mkdocstrings replaces its `:::` lines with docstrings."""
+    """Return the text of a module's page; mkdocstrings replaces its `:::` lines."""
     full = f"trainable_candle.{module}".rstrip(".")
     parts = [f"# {full}\n"]
     if module:
