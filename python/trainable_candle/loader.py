@@ -71,7 +71,7 @@ class Dataset:
 
 
 class TensorDataset(Dataset):
-    """The rows of tensors of the same length, as tuples.
+    """The rows of several tensors of equal length: item i is a tuple of their rows i.
 
         rows = tc.loader.TensorDataset(tc.randn(10, 4), tc.arange(10))
         features, label = rows[3]

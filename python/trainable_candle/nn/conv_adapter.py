@@ -85,7 +85,7 @@ class LoRAConv2d(Module):
         return result + _conv2d(inner, self.lora_up.to(dtype)) * self.scale
 
     def merge(self) -> Tensor:
-        """Return the weight with which a plain `Conv2d` computes the same, in the base's dtype."""
+        """Return the weight, in the base's dtype, with which a `Conv2d` equals this layer."""
         outputs, *inner = self.weight.shape
         rank = self.lora_up.shape[1]
         up, down = self.lora_up.detach(), self.lora_down.detach()

@@ -199,7 +199,7 @@ class _AdaptedLinear(Module):
         )
 
     def merge(self) -> Tensor:
-        """Return the weight with which a plain `Linear` computes the same of the same inputs.
+        """Return the weight with which a plain `Linear` computes what this layer computes.
 
         With `qat_activations`, this layer rounds its inputs, and a plain `Linear` does not.
         """

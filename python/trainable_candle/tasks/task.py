@@ -82,8 +82,8 @@ class Prepared(Protocol[BatchT]):
         """Return the inputs of `loss` for a batch, by name, on the model's device.
 
         Random numbers are drawn on the host, and depend only on the run's seed and the number of
-        each sample (`draws`). So a resumed run draws the same random numbers as an uninterrupted
-        one, and a run on a GPU the same as a run on the CPU.
+        each sample (`draws`). So a resumed run draws the numbers of an uninterrupted run, and a run
+        on a GPU draws the numbers of a run on the CPU.
         """
 
     def weight(self, batch: BatchT) -> float:

@@ -32,7 +32,7 @@ class Adapters:
 
     Args:
         sets: the adapters, at least one.
-        starts: for each component whose adapter begins as a part of the weights, its start.
+        starts: with `--init pissa`, the start of each component's LoRA (see `PissaStart`).
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class Adapters:
             start.set_enabled(enabled)
 
     def callbacks(self) -> list[Callback]:
-        """Return the callbacks that keep the adapters' starts in checkpoints."""
+        """Return the callbacks that keep PiSSA's starts in checkpoints."""
         return [KeepStart(start) for start in self._starts.values()]
 
     def finish(self) -> None:
-        """Replace, after training, each adapter with a start by the adapter that files get."""
+        """Replace, after training, each LoRA that started with PiSSA by the LoRA for files."""
         self.sets |= {component: start.finish() for component, start in self._starts.items()}
         self._starts = {}
 

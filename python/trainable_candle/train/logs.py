@@ -205,7 +205,7 @@ def read_log(path: Path) -> list[dict[str, str]]:
 
 
 def read_json_log(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a `JsonLog`, oldest first; lines that are no such objects are skipped."""
+    """Return the lines of a `JsonLog`, oldest first; skips lines that have no step."""
     rows = []
     for line in _whole_lines(path):
         try:

@@ -77,7 +77,7 @@ class _Given(NamedTuple):
     """The inputs of the loss of one batch in a step."""
 
     number: int
-    """The number of the batch among those of all processes."""
+    """The number of the batch in the run, counted over all processes."""
     inputs: Any
     share: float
     """The weight of this loss in the loss of the step."""

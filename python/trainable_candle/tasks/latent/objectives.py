@@ -41,7 +41,7 @@ class Objective(Protocol):
         """
 
     def validation_noise(self, latents: Tensor, examples: Sequence[int]) -> dict[str, Tensor]:
-        """Add noise as `noise` does, but the same for an example at every call of every run."""
+        """Add noise; an example gets the same noise and level at every call of every run."""
 
     def loss(self, prediction: Tensor, inputs: Inputs) -> Tensor:
         """Return the loss of a prediction: one element, f32.
