@@ -118,7 +118,9 @@ def read_adapter(path: Path, family: str, weights: Path) -> TextAdapter:
         up = part("lora_B.weight") * np.float32(module.scale)
         layers[str(module.layer)] = Factors(part("lora_A.weight"), up, magnitude)
     if not layers:
-        raise WeightsFormatError(f"adapter: {path} holds no adapter")
+        raise WeightsFormatError(
+            f"adapter: {path} holds no adapter; give one that train-lora wrote"
+        )
     return TextAdapter(layers)
 
 

@@ -60,5 +60,8 @@ def extract(
         found[layer] = approximate(matrix, min(rank, *matrix.shape), keep)
     progress(len(layers), len(layers))
     if not found:
-        raise ConfigError("extract: the models are equal in all of these layers")
+        raise ConfigError(
+            "extract: the models are equal in all of these layers; give another --tuned, or name "
+            "other layers"
+        )
     return attach_factors(base, found)

@@ -204,7 +204,9 @@ class OneCycleLR(ChainableScheduler):
     def _next(self, lrs: list[float]) -> list[float]:
         last = self.total_steps - 1
         if self.last_epoch > self.total_steps:
-            raise ArgumentError(f"OneCycleLR: all {self.total_steps} steps are done")
+            raise ArgumentError(
+                f"OneCycleLR: all {self.total_steps} steps are done; give more total_steps"
+            )
         low, high, end = self.rates
         if self.last_epoch <= self.peak:
             begin, stop = low, high

@@ -263,7 +263,7 @@ def read_state(folder: Path) -> RunState:
         raise damaged(folder, _STATE, error) from error
     raise WeightsFormatError(
         f"resume: {folder} has format {found!r}, expected {FORMAT}: "
-        "it was written by another version of trainable-candle"
+        "it was written by another version of trainable-candle; resume with that version"
     )
 
 

@@ -133,7 +133,9 @@ def _json(path: Path) -> Iterator[Row | BadRow]:
         lists = [value for value in values.values() if isinstance(value, list)]
         values = lists[0] if len(lists) == 1 else values
     if not isinstance(values, list):
-        raise DatasetError(f"dataset: {path} holds no list of examples")
+        raise DatasetError(
+            f"dataset: {path} holds no list of examples; expected [{{...}}, {{...}}]"
+        )
     for number, value in enumerate(values, 1):
         yield _row(f"{path.name}, entry {number}", value)
 

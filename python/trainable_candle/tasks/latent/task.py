@@ -343,7 +343,9 @@ class LatentTask:
             return
         for name in ("guidance", "negative_prompt", "size", "sampler"):
             if getattr(options, name) != getattr(SampleOptions(), name):
-                raise ConfigError(f"sample: {name} has no effect on the model `{family.name}`")
+                raise ConfigError(
+                    f"sample: {name} has no effect on the model `{family.name}`; leave it out"
+                )
 
     def _refuse_negative(self, options: SampleOptions) -> None:
         """Check that a negative prompt has an effect."""

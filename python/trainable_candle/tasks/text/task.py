@@ -202,7 +202,7 @@ class TextTask:
             raise ConfigError(f"prompt: {error}") from error
 
     def text_tokens(self, text: str) -> list[int]:
-        """Return the tokens of a text that continues, without the chat template.
+        """Return the tokens of a text to continue, without the chat template.
 
         As in training, the text begins with the tokens that the tokenizer puts before a text.
 
