@@ -67,7 +67,7 @@ def outside(path: Path, report: AdapterReport) -> set[str]:
 def _family(model: str, weights: Path | None) -> TextFamily:
     task = families.load(model, weights, None, "cpu")
     if not isinstance(task, TextTask):
-        raise ConfigError(f"--model {model} draws images")
+        raise ConfigError(f"--model {model} draws images, expected a language model")
     return task.family
 
 

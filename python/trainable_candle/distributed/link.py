@@ -34,6 +34,7 @@ SILENCE = 25.0
 GRACE: Final = 10.0
 """Seconds by which a process may exceed a time limit before it counts as failed."""
 _POLL: Final = 0.1
+_SILENT: Final = f"rank 0 does not answer; read its output, or set {JOIN} to wait longer"
 
 
 def differing(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
@@ -246,9 +247,9 @@ class Link:
         """
         try:
             answered = connection.poll(max(0.0, deadline - time.monotonic() + GRACE))
-            answer = json.loads(connection.recv_bytes()) if answered else {"failure": "no answer"}
+            answer = json.loads(connection.recv_bytes()) if answered else {"failure": _SILENT}
         except (EOFError, OSError):
-            answer = {"failure": "rank 0 has ended"}
+            answer = {"failure": "rank 0 has ended; read its output"}
         if "failure" in answer:
             raise DistributedError(f"distributed: {answer['failure']}")
 

@@ -41,7 +41,7 @@ Inputs: TypeAlias = Mapping[str, "Tensor"]
 """The inputs of a loss by name, on the device of the parameters."""
 
 MAX_SKIPPED: Final = 50
-"""A run fails after so many skipped steps in a row, which halve a loss scale of 65536 to 6e-11."""
+"""A run fails after this many skipped steps in a row; they halve a loss scale of 65536 to 6e-11."""
 _SHARE: Final = "share"
 """The name of the input with a batch's weight in the loss of its step."""
 
@@ -171,7 +171,7 @@ class Trainer(Generic[Batch]):
         self._inputs = inputs
         self._weigh = weigh
         self._on_gpu = any(var.device != "cpu" for var in self.parameters.values())
-        # The first pass of a step clears the gradients, so it needs a graph of its own.
+        # The first batch of a step clears the gradients, so its passes are a graph of their own.
         passes = min(gradient_accumulation, 2) if inputs and self._on_gpu else 0
         self._graphs = PassGraphs(self._pass, cuda_graphs * passes)
         self._batches = 0
@@ -360,7 +360,7 @@ class Trainer(Generic[Batch]):
         except OutOfMemoryError:
             if not self._graphs.stop():
                 raise
-        # Try again without the memory of graphs; the first pass clears the gradients.
+        # Try again without the memory of graphs; the first batch clears the gradients.
         return self._passes(given)
 
     def _passes(self, given: Sequence[_Given]) -> list[Tensor]:
@@ -370,7 +370,7 @@ class Trainer(Generic[Batch]):
         ]
 
     def _pass(self, inputs: Any, first: bool) -> Tensor:
-        """Add the gradient of a batch; the first of a step clears gradients. Returns its loss."""
+        """Add a batch's gradients, after clearing them if `first`; returns the batch's loss."""
         if first:
             self.optimizer.zero_grad()
         loss = self._loss(inputs)
