@@ -131,7 +131,7 @@ def require_finite(*matrices: Matrix) -> None:
     """Check that all values are finite numbers.
 
     Raises:
-        NonFiniteError: a value is not.
+        NonFiniteError: a value is NaN or infinite.
     """
     if not all(np.isfinite(matrix).all() for matrix in matrices):
         raise NonFiniteError("svd: a value is NaN or infinite; the file or the model is damaged")

@@ -163,9 +163,10 @@ def _together(items: Sequence[Item]) -> list[Item]:
 def encode_area(facts: Facts, config: TrainConfig, limit: float) -> int:
     """Return the most pixels to encode at once; an image of more pixels is encoded alone.
 
-    On a GPU, as many pixels as fit in half of the memory that the models leave free, up to those of
-    four images of 1024x1024. On the CPU 0, so that images are encoded one by one: batches would not
-    be faster, and a cache entry would depend on the other images of its batch.
+    On a GPU, these are as many pixels as fit in half of the memory that the models leave free, up
+    to those of four images of 1024x1024. On the CPU, the result is 0, and images are encoded one by
+    one: batches would not be faster, and a cache entry would depend on the other images of its
+    batch.
 
     Args:
         facts: the facts about the checkpoint.
@@ -188,8 +189,8 @@ def _text_bytes(facts: Facts, config: TrainConfig) -> int:
 def text_parts(family: Sizes, config: TrainConfig, limit: float) -> int:
     """Return the number of rows of tokens that the text encoders encode at once.
 
-    On a GPU, as many as fit in half of the memory that the encoders leave free, from 1 to 16. On
-    the CPU one, for the reasons that `encode_area` gives for images.
+    On a GPU, these are as many as fit in half of the memory that the encoders leave free, from 1 to
+    16. On the CPU, it is one row, for the reasons that `encode_area` gives for images.
 
     Args:
         family: the facts about the checkpoint.
