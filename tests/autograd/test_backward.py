@@ -1,4 +1,4 @@
-"""Gradients from Python."""
+"""Gradients that `backward` and `grad` compute, and their errors."""
 
 import gc
 import threading
@@ -10,7 +10,7 @@ import trainable_candle as tc
 from trainable_candle.testing import assert_close
 
 
-def test_square():
+def test_the_gradient_of_a_square_is_twice_the_value():
     x = tc.Var(2.0)
     (x * x).backward()
     assert x.grad.item() == 4
@@ -36,7 +36,7 @@ def test_later_backward_passes_do_not_change_a_gradient_that_was_read():
     assert x.grad.tolist() == [6]
 
 
-def test_assigning_a_gradient():
+def test_a_gradient_can_be_assigned():
     x = tc.Var([1.0, 2.0])
     x.grad = tc.tensor([5.0, 6.0])
     assert x.grad.tolist() == [5, 6]
@@ -48,7 +48,7 @@ def test_assigning_a_gradient():
         x.grad = tc.ones(2, dtype="f64")
 
 
-def test_a_chain_of_many_operations():
+def test_gradients_pass_through_a_chain_of_operations():
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((3, 4)), rng.standard_normal((4, 2))
     va, vb = tc.Var(a), tc.Var(b)
@@ -66,7 +66,7 @@ def test_broadcast_gradients_have_the_operands_shapes():
     assert b.grad.tolist() == [6, 6, 6, 6]
 
 
-def test_an_explicit_gradient():
+def test_backward_takes_the_gradient_of_a_result():
     x = tc.Var([1.0, 2.0])
     (x * x).backward(tc.tensor([10.0, 100.0]))
     assert x.grad.tolist() == [20, 400]
@@ -93,7 +93,7 @@ def test_a_graph_allows_one_backward_pass_unless_retained():
         y.backward()
 
 
-def test_nothing_to_differentiate():
+def test_backward_without_a_variable_is_an_error():
     for t in (tc.ones(1), tc.Var([1.0]).detach() * 2):
         with pytest.raises(
             tc.AutogradError, match="backward: the tensor does not depend on a variable"
@@ -101,7 +101,7 @@ def test_nothing_to_differentiate():
             t.backward()
 
 
-def test_changing_a_variable_that_a_graph_needs():
+def test_a_variable_changed_before_backward_is_an_error():
     x = tc.Var([1.0])
     y = x * x
     x.set(tc.tensor([2.0]))
@@ -116,7 +116,7 @@ def test_casts_are_differentiable():
     assert x.grad.tolist() == [2, 2]
 
 
-def test_views_join_and_split():
+def test_gradients_pass_through_joined_and_split_views():
     x = tc.Var(np.arange(6.0).reshape(2, 3))
     a, b = x.T.reshape(6).chunk(2)
     (tc.cat([a * 2, b * 3]) + tc.stack([x[0, 0], x[0, 0]]).sum()).sum().backward()
@@ -125,7 +125,7 @@ def test_views_join_and_split():
     assert_close(x.grad, expected)
 
 
-def test_grad_leaves_variables_alone():
+def test_grad_returns_gradients_without_storing_them():
     x, w = tc.Var([1.0, 2.0]), tc.Var([3.0, 4.0])
     hidden = x * w
     loss = (hidden * hidden).sum()
@@ -137,21 +137,21 @@ def test_grad_leaves_variables_alone():
     assert tc.grad(loss, x)[0].tolist() == [18, 64]
 
 
-def test_grad_of_an_input_that_the_loss_does_not_use():
+def test_grad_gives_none_for_an_input_that_the_loss_does_not_use():
     x, unused = tc.Var([1.0]), tc.Var([1.0])
     assert tc.grad(x * 2, [x, unused])[1] is None
     with pytest.raises(tc.AutogradError, match="grad: input 1 needs no gradient; make it a Var"):
         tc.grad(x * 2, [x, tc.ones(1)])
 
 
-def test_operations_without_a_derivative():
+def test_results_without_a_derivative_need_no_gradient():
     x = tc.Var([1.0, 2.0])
     assert not (x > 1).requires_grad
     assert not x.argmax().requires_grad
     assert not x.detach().requires_grad
 
 
-def test_deep_graphs_run_and_drop():
+def test_deep_graphs_are_evaluated_and_freed_without_overflow():
     x = tc.Var([1.0])
     y = x
     for _ in range(100_000):
@@ -178,7 +178,7 @@ def test_saved_bytes_counts_what_the_tape_saves():
     assert tc.memory.saved_bytes() == before
 
 
-def test_threads_have_graphs_of_their_own():
+def test_each_thread_has_its_own_graph():
     results = {}
 
     def work(seed):
@@ -200,7 +200,7 @@ def test_threads_have_graphs_of_their_own():
     assert results == dict.fromkeys(range(4), True)
 
 
-def test_gradcheck():
+def test_gradcheck_accepts_right_gradients():
     rng = np.random.default_rng(0)
     a, b = tc.tensor(rng.standard_normal((3, 4))), tc.tensor(rng.standard_normal((4, 2)))
     assert tc.gradcheck(lambda x, y: (x @ y).tanh(), [a, b])

@@ -17,7 +17,7 @@ def block(x, w):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_gradients_are_the_same(policy):
+def test_gradients_equal_those_without_a_checkpoint(policy):
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((4, 8)), rng.standard_normal((8, 8))
     grads = []
@@ -31,7 +31,7 @@ def test_gradients_are_the_same(policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_captured_variables_and_several_results(policy):
+def test_captured_variables_get_gradients_from_several_results(policy):
     x, scale = tc.Var([1.0, 2.0]), tc.Var([3.0, 4.0])
 
     def both(t):
@@ -44,7 +44,7 @@ def test_captured_variables_and_several_results(policy):
     assert_close(scale.grad, np.array([1, 2]) + expected)
 
 
-def test_a_list_comes_back_as_a_tuple():
+def test_a_list_of_results_is_returned_as_a_tuple():
     x = tc.Var([1.0])
     assert isinstance(tc.checkpoint(lambda t: [t * 2, t * 3], x), tuple)
     assert isinstance(tc.checkpoint(lambda t: (t * 2,), x), tuple)
@@ -70,7 +70,7 @@ def test_checkpoints_save_fewer_bytes():
     assert tc.memory.saved_bytes() == before
 
 
-def test_the_function_runs_again_in_backward_up_to_what_is_needed():
+def test_backward_runs_the_function_again_up_to_the_last_needed_value():
     calls = []
 
     def step(t):
@@ -123,7 +123,7 @@ def test_functions_that_catch_everything_are_recomputed():
     assert cleaned == ["finally", "ReplayComplete", "finally"]
 
 
-def test_dropout_draws_the_same_mask():
+def test_the_second_run_draws_the_same_dropout_mask():
     tc.manual_seed(0)
     x = tc.Var(tc.ones(1000))
     y = tc.checkpoint(lambda t: F.dropout(t, 0.5).exp().log(), x)
@@ -134,7 +134,7 @@ def test_dropout_draws_the_same_mask():
     assert_close(x.grad, y.detach().numpy())
 
 
-def test_nested():
+def test_nested_checkpoints_change_no_gradient():
     x = tc.Var([0.3, 0.7])
     inner = functools.partial(tc.checkpoint, lambda t: t.exp().sin())
     y = tc.checkpoint(lambda t: inner(inner(t)).tanh(), x)
@@ -144,7 +144,7 @@ def test_nested():
     np.testing.assert_array_equal(x.grad.numpy(), plain.grad.numpy())
 
 
-def test_under_no_grad():
+def test_under_no_grad_the_result_needs_no_gradient():
     with tc.no_grad():
         y = tc.checkpoint(lambda t: t.exp(), tc.Var([0.0]))
     assert y.tolist() == [1]
@@ -155,7 +155,7 @@ class UsersError(Exception):
     """An exception class of the caller."""
 
 
-def test_exceptions_of_the_function_come_through():
+def test_exceptions_of_the_function_reach_the_caller():
     def fail(_):
         raise UsersError("first run", 42)
 
@@ -166,7 +166,7 @@ def test_exceptions_of_the_function_come_through():
     assert tc.is_grad_enabled()
 
 
-def test_exceptions_of_the_second_run_come_through():
+def test_exceptions_of_the_second_run_reach_the_caller():
     runs = []
 
     def fail(t):
@@ -184,7 +184,7 @@ def test_exceptions_of_the_second_run_come_through():
     assert x.grad.tolist() == [2]
 
 
-def test_keyboard_interrupt_comes_through():
+def test_a_keyboard_interrupt_reaches_the_caller():
     def fail(_):
         raise KeyboardInterrupt
 
@@ -192,7 +192,7 @@ def test_keyboard_interrupt_comes_through():
         tc.checkpoint(fail, tc.Var([1.0]))
 
 
-def test_errors_of_operations_come_through():
+def test_errors_of_operations_reach_the_caller():
     with pytest.raises(tc.ShapeError, match="reshape"):
         tc.checkpoint(lambda t: t.reshape(7), tc.Var([1.0]))
 
@@ -242,6 +242,6 @@ def test_a_captured_variable_that_changed_is_an_error():
         (lambda x: tc.checkpoint(3, x), TypeError, "expected a function, found int"),
     ],
 )
-def test_wrong_arguments(call, error, text):
+def test_wrong_arguments_are_errors(call, error, text):
     with pytest.raises(error, match=text):
         call(tc.Var([1.0]))

@@ -7,7 +7,7 @@ import pytest
 import trainable_candle as tc
 
 
-def test_context_manager():
+def test_contexts_switch_recording_off_and_on():
     x = tc.Var([1.0])
     with tc.no_grad():
         assert not tc.is_grad_enabled()
@@ -19,7 +19,7 @@ def test_context_manager():
     assert (x * 2).requires_grad
 
 
-def test_decorator():
+def test_a_decorated_function_records_nothing():
     x = tc.Var([1.0])
 
     @tc.no_grad()
@@ -48,7 +48,7 @@ def test_one_guard_may_be_nested_and_reused():
     assert tc.is_grad_enabled()
 
 
-def test_the_mode_belongs_to_a_thread():
+def test_each_thread_has_its_own_mode():
     seen = []
     with tc.no_grad():
         thread = threading.Thread(target=lambda: seen.append(tc.is_grad_enabled()))
@@ -57,7 +57,7 @@ def test_the_mode_belongs_to_a_thread():
     assert seen == [True]
 
 
-def test_nothing_is_saved():
+def test_without_recording_no_bytes_are_saved():
     before = tc.memory.saved_bytes()
     x = tc.Var(tc.ones(100))
     with tc.no_grad():

@@ -1,4 +1,4 @@
-"""Variables."""
+"""`Var`: making variables, their properties, and setting their values."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def test_a_variable_is_a_tensor():
     ],
 )
 @pytest.mark.parametrize("dtype", ["f32", "f64", "f16", "bf16"])
-def test_a_variable_of_any_tensor(view, dtype):
+def test_a_variable_can_be_made_from_any_tensor(view, dtype):
     source = tc.Var(np.arange(12.0).reshape(3, 4) / 10, dtype=dtype)
     t = view(source)
     for v in (tc.Var(t), t.make_var()):
@@ -60,7 +60,7 @@ def test_a_variable_has_storage_of_its_own():
     assert copy.tolist() == [1, 1]
 
 
-def test_data_dtype_and_device():
+def test_a_variable_gets_the_given_data_dtype_and_device():
     assert tc.Var(2.0).shape == ()
     assert tc.Var([1, 2], dtype="f32").tolist() == [1, 2]
     assert tc.Var(np.ones(2)).dtype == "f64"
@@ -76,7 +76,7 @@ def test_data_dtype_and_device():
         tc.tensor([1]).make_var()
 
 
-def test_set():
+def test_set_replaces_the_values():
     v = tc.Var(np.zeros((2, 3), dtype=np.float32))
     v.set(tc.ones(3, 2).T)
     assert v.tolist() == [[1, 1, 1], [1, 1, 1]]
@@ -93,13 +93,13 @@ def test_set():
         v.set(tc.ones(2, 3, dtype="f64"))
 
 
-def test_set_from_an_overlapping_view():
+def test_set_reads_an_overlapping_view_before_it_writes():
     v = tc.Var(np.arange(9.0).reshape(3, 3))
     v.set(v.T)
     np.testing.assert_array_equal(v.numpy(), np.arange(9.0).reshape(3, 3).T)
 
 
-def test_descent():
+def test_gradient_descent_reaches_the_minimum():
     x = tc.Var([5.0, -3.0])
     for _ in range(100):
         x.zero_grad()
