@@ -56,7 +56,7 @@ def test_a_message_that_does_not_fit_is_left_out(
         ("surrogateescape", r"standard input is 'a\udcff', expected text in UTF-8"),
     ],
 )
-def test_bytes_that_are_no_text_are_named(
+def test_bytes_that_are_not_utf_8_are_reported(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     errors: str,

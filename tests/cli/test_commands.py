@@ -54,7 +54,7 @@ FOUND = {
 }
 
 
-def test_the_commands_are_found() -> None:
+def test_the_documents_contain_commands() -> None:
     assert len(FOUND) > 45
     assert {command[0] for command in FOUND.values()} > {"train", "sample", "merge", "ray", "chat"}
 
@@ -96,6 +96,6 @@ def test_a_command_fails_only_for_missing_files(
 
 
 @pytest.mark.parametrize("given", [[], ["--resume", "/a/step-3"], ["--resume=auto"]])
-def test_the_command_that_continues_a_ray_run_resumes_once(given: list[str]) -> None:
+def test_the_command_that_continues_a_ray_run_has_one_resume_flag(given: list[str]) -> None:
     again = continuation("t ray", ["--output", "a run", *given, "--steps", "3"])
     assert again == "t ray --output 'a run' --steps 3 --resume latest"

@@ -32,7 +32,7 @@ def found(what: str) -> Finding:
     return next(finding for finding in examine(Path()) if finding.what == what)
 
 
-def test_a_working_driver_is_good(driver: Path) -> None:
+def test_a_working_driver_is_no_fault_and_a_missing_gpu_is(driver: Path) -> None:
     assert found("gpu").state == GOOD
     assert "H200" in found("gpu").found
     driver.write_text("")
@@ -46,7 +46,7 @@ def test_a_working_driver_is_good(driver: Path) -> None:
         ("Tesla T4, 580.1, 7.5, 16384 MiB\n", "compute capability below 8.0", "Ampere"),
     ],
 )
-def test_old_drivers_and_cards_are_named(driver: Path, said: str, fault: str, cure: str) -> None:
+def test_old_drivers_and_gpus_are_faults(driver: Path, said: str, fault: str, cure: str) -> None:
     driver.write_text(said)
     finding = found("gpu")
     assert finding.state == FAULT
@@ -96,7 +96,7 @@ def test_without_a_gpu_nothing_is_wrong(
     assert found("gpu").state == NOTE
 
 
-def test_windows_has_cures_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_wsl_the_cure_names_the_file_wslconfig(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "is_wsl", lambda: True)
     monkeypatch.setattr(tc.memory, "available_bytes", lambda: 2**30)
     assert ".wslconfig" in found("memory").cure

@@ -45,7 +45,7 @@ def fail(error: BaseException) -> int:
         (KeyboardInterrupt(), 130, "\ninterrupted"),
     ],
 )
-def test_errors_are_a_line_and_a_status(
+def test_an_error_gives_one_line_and_an_exit_status(
     error: BaseException, status: int, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert fail(error) == status
@@ -56,7 +56,7 @@ def test_errors_are_a_line_and_a_status(
     assert (cli.TRACEBACK in printed.err) == (status == 1)
 
 
-def test_a_traceback_can_be_asked_for(
+def test_an_environment_variable_shows_the_traceback(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(cli.TRACEBACK, "1")
@@ -64,13 +64,13 @@ def test_a_traceback_can_be_asked_for(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_an_unknown_command_gets_the_nearest() -> None:
+def test_the_error_for_an_unknown_command_suggests_the_nearest() -> None:
     result = run("trian")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "error: unknown command `trian`; did you mean `train`?\n"
 
 
-def test_no_command_shows_the_commands() -> None:
+def test_without_a_command_the_commands_are_listed() -> None:
     result = run()
     assert result.returncode == 2
     assert "usage: trainable-candle COMMAND" in result.stdout
@@ -165,7 +165,9 @@ def test_no_command_shows_the_commands() -> None:
         ("demo --seed -1", "argument --seed: expected a whole number from 0, found -1"),
     ],
 )
-def test_mistakes_are_one_line(arguments: str, message: str, tmp_path: Path) -> None:
+def test_wrong_arguments_are_reported_in_one_line(
+    arguments: str, message: str, tmp_path: Path
+) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "trainable_candle", *arguments.split()],
         capture_output=True,

@@ -212,7 +212,9 @@ def test_every_setting_has_a_flag() -> None:
         ("--loraplus_lr_ratio 16", {"lora_plus_ratio": 16.0}),
     ],
 )
-def test_flags_of_other_tools_mean_the_same(text: str, expected: dict[str, Any]) -> None:
+def test_flags_of_other_tools_set_the_matching_settings(
+    text: str, expected: dict[str, Any]
+) -> None:
     config = parse(*text.split())
     assert {name: getattr(config, name) for name in expected} == expected
 
@@ -246,7 +248,7 @@ def canonical_error(name: str) -> str:
     return str(caught.value)
 
 
-def test_values_of_other_tools_mean_the_same(tmp_path: Path) -> None:
+def test_configurations_and_values_of_other_tools_are_converted(tmp_path: Path) -> None:
     ai_toolkit = """
         network: {type: lora, linear: 16, linear_alpha: 8}
         save: {dtype: float16, save_every: 250, max_step_saves_to_keep: 4}
@@ -291,7 +293,7 @@ def test_values_of_other_tools_mean_the_same(tmp_path: Path) -> None:
         TrainConfig.from_yaml(path)
 
 
-def test_flags_that_users_of_kohya_give_are_answered() -> None:
+def test_each_flag_of_kohya_is_converted_or_its_error_gives_advice() -> None:
     flags = """--fp8_base --t5xxl --clip_l --clip_g --guidance_scale --lr_scheduler_power
         --lr_scheduler_num_cycles --discrete_flow_shift --model_prediction_type --timestep_sampling
         --cache_text_encoder_outputs --network_module --save_model_as --sdpa --full_bf16
@@ -310,7 +312,7 @@ def test_flags_that_users_of_kohya_give_are_answered() -> None:
     assert (config.stream_blocks, config.vae, config.loss) == (8, "ae.safetensors", "mse")
 
 
-def test_a_preset_fills_in_what_is_not_given(tmp_path: Path) -> None:
+def test_a_preset_sets_only_settings_that_are_not_given(tmp_path: Path) -> None:
     model = ("--model", "sdxl")
     config = parse(*model, "--preset", "quality", "--rank", "4")
     assert (config.rank, config.steps, config.batch_size) == (4, 3000, 4)
@@ -340,12 +342,12 @@ def test_a_preset_fills_in_what_is_not_given(tmp_path: Path) -> None:
         ("--preset fast --learning-rate -1", r"learning_rate is -1\.0, expected above 0$"),
     ],
 )  # fmt: skip
-def test_a_value_of_a_preset_is_named_as_such(given: str, message: str) -> None:
+def test_errors_about_a_value_say_if_a_preset_has_set_it(given: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse("--model", "sdxl", *given.split())
 
 
-def test_a_preset_of_a_file_is_checked(tmp_path: Path) -> None:
+def test_presets_and_gpus_in_a_file_are_checked(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("preset: fast\n")
     with pytest.raises(ConfigError, match="--preset fast depends on the model: give --model"):
@@ -359,7 +361,7 @@ def test_a_preset_of_a_file_is_checked(tmp_path: Path) -> None:
     assert parse("--config", str(path)).gpus == "2"
 
 
-def test_a_flag_for_the_length_replaces_the_one_in_a_file(tmp_path: Path) -> None:
+def test_steps_or_epochs_as_a_flag_replace_those_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(parse("--model", "digits", "--steps", "7").to_yaml())
     config = parse("--config", str(path), "--epochs", "3")
@@ -369,7 +371,7 @@ def test_a_flag_for_the_length_replaces_the_one_in_a_file(tmp_path: Path) -> Non
     assert (config.epochs, config.steps) == (None, 5)
 
 
-def test_lists_of_repeated_flags_add_up() -> None:
+def test_repeated_flags_of_a_list_are_joined() -> None:
     config = parse("--target-modules", "to_q,to_k", "--target-modules", "to_v")
     assert config.target_modules == ["to_q", "to_k", "to_v"]
 
@@ -388,7 +390,7 @@ def test_a_preset_gives_only_settings_that_have_an_effect() -> None:
         check_settings(config)
 
 
-def test_a_preset_fits_the_context_of_the_model(tmp_path: Path) -> None:
+def test_a_preset_limits_the_sequence_length_to_the_context(tmp_path: Path) -> None:
     for length in (512, 4096):
         folder = tmp_path / str(length)
         shutil.copytree(BUILT_IN, folder)
@@ -404,7 +406,7 @@ def test_a_preset_fits_the_context_of_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", families.NAMES)
-def test_every_model_takes_its_presets(model: str) -> None:
+def test_the_presets_of_every_model_are_valid_settings(model: str) -> None:
     for values in families.presets(model).values():
         config = TrainConfig(model=model, **values)
         check_groups(config, families.find(model).groups)
@@ -418,7 +420,7 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
     assert (config.rank, config.steps, config.rslora) == (8, 20, False)
 
 
-def test_a_flag_can_mend_a_wrong_line_of_the_file(tmp_path: Path) -> None:
+def test_a_flag_replaces_an_invalid_value_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("rank: 0\n")
     assert parse("--config", str(path), "--rank", "8").rank == 8
@@ -451,7 +453,7 @@ def test_a_flag_can_mend_a_wrong_line_of_the_file(tmp_path: Path) -> None:
         (["--config", "none.yaml"], r"none\.yaml: there is no such configuration file"),
     ],
 )
-def test_wrong_flags_are_explained(
+def test_errors_about_flags_give_the_flag_and_the_reason(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises((ConfigError, FileNotFoundError), match=message):
@@ -493,7 +495,7 @@ def test_guides_name_flags_that_exist(name: str) -> None:
     assert set(re.findall(r"--[a-z][a-z0-9-]+", (DOCS / name).read_text())) - known == set()
 
 
-def test_the_settings_in_the_guide_are_read() -> None:
+def test_the_settings_in_the_guide_are_valid() -> None:
     guide = (DOCS / "training.md").read_text()
     block = re.search(r"```yaml\n(.*?)```", guide, re.DOTALL)
     assert block is not None

@@ -54,7 +54,7 @@ def test_tokens_masks_and_counts_are_shown(
     assert "packed: 1 rows of 100 tokens" in out
 
 
-def test_colours_are_for_terminals(folder: Path) -> None:
+def test_tokens_are_marked_by_colours_or_by_brackets(folder: Path) -> None:
     tokenizer = ChatTokenizer.from_pretrained(folder / "tokenizer.json")
     tokens = tokens_of(Chat(CHAT["messages"]), tokenizer)
     coloured = shown(tokens, tokenizer, colour=True)
@@ -64,7 +64,7 @@ def test_colours_are_for_terminals(folder: Path) -> None:
     assert "[!<|im_end|>!]" in plain
 
 
-def test_a_template_file_wins(folder: Path) -> None:
+def test_a_template_file_overrides_the_template_of_the_tokenizer(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(TEMPLATES["llama3"])
     tokenizer = ChatTokenizer.from_pretrained(folder)
     assert tokenizer.template.source == TEMPLATES["llama3"]
@@ -86,7 +86,7 @@ def test_a_template_file_wins(folder: Path) -> None:
         ("tokenizer.json", None, "there is no file"),
     ],
 )
-def test_damaged_tokenizers_are_named(
+def test_damaged_tokenizers_are_reported(
     folder: Path,
     capsys: pytest.CaptureFixture[str],
     name: str,
@@ -105,7 +105,9 @@ def preview(*flags: str) -> int:
     return main(["preview-data", *flags, "--examples", "0"])
 
 
-def test_rows_are_those_of_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_are_as_long_as_the_context_of_the_model(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = ["--weights", str(folder), "--dataset", str(folder / "chats.jsonl")]
     config = {"vocab_size": 380, "max_position_embeddings": 60}
     (folder / "config.json").write_text(json.dumps(config))

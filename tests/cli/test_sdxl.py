@@ -119,7 +119,7 @@ def test_a_run_leaves_adapters_logs_previews_and_checkpoints(trained: Path) -> N
     assert [row["step"] for row in rows if "validation_loss" in row] == [0, 2, 4, 6]
 
 
-def test_adapter_files_carry_kohyas_keys(
+def test_adapter_files_have_kohyas_keys_and_metadata(
     trained: Path, read_metadata: Callable[[Path], dict[str, str]]
 ) -> None:
     keys = tc.load_file(trained / "adapter.safetensors").keys()
@@ -238,7 +238,7 @@ def wait_for_steps(process: subprocess.Popen[str], log: Path, steps: int) -> Non
         time.sleep(0.01)
 
 
-def test_a_cache_on_disk_serves_the_next_run(
+def test_the_next_run_reads_the_cache_on_disk(
     flags: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     settings = {"cache": "disk", "cache_dir": tmp_path / "cache"}
@@ -253,7 +253,7 @@ def test_a_cache_on_disk_serves_the_next_run(
 
 @pytest.mark.parametrize("form", ["kohya", "diffusers", "comfyui"])
 @pytest.mark.parametrize("precision", ["f32", "f16"])
-def test_every_format_holds_all_parts_and_is_read_back(
+def test_an_adapter_of_all_parts_is_read_back_from_every_format(
     flags: Callable[..., list[str]], sdxl_base: Path, tmp_path: Path, form: str, precision: str
 ) -> None:
     output = tmp_path / "run"
@@ -301,7 +301,7 @@ def plain(
 
 
 @pytest.mark.parametrize("change", SETTINGS, ids=str)
-def test_every_setting_takes_effect(
+def test_settings_of_training_change_the_adapter(
     flags: Callable[..., list[str]], tmp_path: Path, plain: dict[str, bytes], change: dict[str, Any]
 ) -> None:
     done(*flags(tmp_path / "run", 2, **change))
@@ -320,7 +320,7 @@ def test_every_setting_takes_effect(
     ],
     ids=str,
 )
-def test_other_settings_change_nothing(
+def test_other_settings_do_not_change_the_adapter(
     flags: Callable[..., list[str]],
     sdxl_folder: Path,
     tmp_path: Path,
@@ -376,7 +376,7 @@ def test_a_huge_image_is_rejected_before_it_is_decoded(
     refused(run(*flags(tmp_path / "out", dataset=huge)), "huge.png", "too large")
 
 
-def test_names_with_spaces_and_emoji(
+def test_paths_may_contain_spaces_and_emoji(
     flags: Callable[..., list[str]], sdxl_folder: Path, sdxl_base: Path, tmp_path: Path
 ) -> None:
     dataset, output = tmp_path / "my \U0001f408 pictures", tmp_path / "out \U0001f408 \u00e9"

@@ -119,7 +119,7 @@ def test_flags_override_a_file_of_settings(
     assert len(read_log(tmp_path / "out" / "train.csv")) == 2
 
 
-def test_every_optimizer_of_the_library_is_a_choice(
+def test_the_flag_optimizer_accepts_every_optimizer_of_the_library(
     digits_base: Path, digits_folder: Path, tmp_path: Path
 ) -> None:
     classes = {
@@ -153,7 +153,7 @@ def refused(result: subprocess.CompletedProcess[str], *texts: str) -> None:
         assert text in result.stderr
 
 
-def test_a_folder_that_cannot_be_written_is_named(
+def test_an_output_folder_that_cannot_be_written_is_reported(
     digits_base: Path, digits_folder: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "file"

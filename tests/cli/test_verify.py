@@ -25,7 +25,9 @@ def verified(path: Path, tensors: dict[str, tc.Tensor], *flags: str) -> int:
     return main(["verify", str(path), *flags])
 
 
-def test_a_good_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_good_file_is_reported_with_status_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     own = "lora_unet_down_blocks_1_attentions_1_transformer_blocks_0_attn1_to_q"
     assert verified(tmp_path / "a.safetensors", lora(own), "--all") == 0
     text = capsys.readouterr().out
@@ -50,7 +52,7 @@ def test_a_good_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ),
     ],
 )
-def test_bad_files(
+def test_faults_of_a_file_are_reported_with_status_1(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     tensors: dict[str, tc.Tensor],
@@ -90,7 +92,9 @@ def test_an_adapter_for_the_built_in_model_is_compared_with_that_model(
     assert "note: the adapter's sizes" not in capsys.readouterr().out
 
 
-def test_alphas_that_diffusers_misreads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_alphas_that_diffusers_misreads_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     block = "lora_unet_input_blocks_4_1_transformer_blocks_0"
     names = ("attn1_to_q", "attn1_to_k", "attn2_to_out_0", "attn1_to_v")
     tensors = {k: v for name in names for k, v in lora(f"{block}_{name}").items()}
@@ -101,14 +105,14 @@ def test_alphas_that_diffusers_misreads(tmp_path: Path, capsys: pytest.CaptureFi
     assert "alpha 1 for 1 attention projections" in capsys.readouterr().out
 
 
-def test_mistakes_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_give_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify"]) == 2
     assert main(["verify", str(tmp_path / "none.safetensors")]) == 2
     assert verified(tmp_path / "a.safetensors", lora(MODULE), "--model", "sdxxl") == 2
     assert "did you mean `sdxl`" in capsys.readouterr().err
 
 
-def test_every_reader_of_a_family_is_named(
+def test_the_report_lists_every_reader_of_a_family(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     block = "transformer_blocks.0.attn.to_"
@@ -141,12 +145,14 @@ def test_every_reader_of_a_family_is_named(
     assert "kohya applies 0; 3 in part: it ignores DoRA's magnitude\n" in text
 
 
-def test_a_missing_file_is_named_as_in_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_for_a_missing_argument_names_it_as_the_usage_does(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["verify"]) == 2
     assert "missing FILE (see" in capsys.readouterr().err
 
 
-def test_language_models_are_judged_by_peft(
+def test_an_adapter_of_a_language_model_is_good_if_peft_applies_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layer = "model.layers.0.self_attn.o_proj"
