@@ -105,7 +105,7 @@ def test_metadata_of_hugging_faces_layout(tmp_path: Path) -> None:
         ('{"file_name": "a.png", "text": null}', "line 2: has no caption for a.png"),
     ],
 )
-def test_a_wrong_line_of_metadata_is_named(tmp_path: Path, line: str, complaint: str) -> None:
+def test_a_wrong_line_of_metadata_is_reported(tmp_path: Path, line: str, complaint: str) -> None:
     (tmp_path / "metadata.jsonl").write_text(f'{{"file_name": "0.png", "text": ""}}\n{line}\n')
     with pytest.raises(DatasetError, match=complaint):
         read_metadata(tmp_path)

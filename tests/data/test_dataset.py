@@ -237,7 +237,7 @@ def test_masks_from_alpha_and_without_masks(pictures: MakePictures, tmp_path: Pa
     [("file", r"no image has a mask file, such as masks/00\.png or 00-masklabel\.png for .*00"),
      ("alpha", "no image has transparency")],
 )  # fmt: skip
-def test_a_folder_whose_masks_are_missing_is_named(
+def test_a_folder_whose_masks_are_missing_is_reported(
     pictures: MakePictures, tmp_path: Path, kind: str, reason: str
 ) -> None:
     pictures("a", (64, 64))
@@ -266,7 +266,7 @@ def test_an_error_about_validation_names_it(pictures: MakePictures, tmp_path: Pa
         read_datasets(config, lambda folder: load_images(config, folder, 64))
 
 
-def test_a_mask_of_another_shape_is_named(pictures: MakePictures, tmp_path: Path) -> None:
+def test_a_mask_of_another_shape_is_reported(pictures: MakePictures, tmp_path: Path) -> None:
     (path,) = pictures("a", (64, 64))
     Image.new("L", (64, 32)).save(path.with_name("00-masklabel.png"))
     with pytest.raises(DatasetError, match=r"00-masklabel\.png: is 64x32 .*expected the aspect"):
@@ -274,7 +274,7 @@ def test_a_mask_of_another_shape_is_named(pictures: MakePictures, tmp_path: Path
     assert len(load(tmp_path / "a")) == 1
 
 
-def test_an_image_that_changed_during_training_is_named(
+def test_an_image_that_changed_during_training_is_reported(
     pictures: MakePictures, tmp_path: Path
 ) -> None:
     (path,) = pictures("a", (64, 64))

@@ -291,7 +291,7 @@ def test_shorter_text_features_are_padded_with_zeros(kind: str, tmp_path: Path) 
         assert str(again.fill(captions)) == "4 found, 0 made"
 
 
-def test_an_encoder_with_the_wrong_number_of_rows_is_named(
+def test_an_encoder_with_the_wrong_number_of_rows_is_reported(
     pictures: MakePictures, tmp_path: Path
 ) -> None:
     pictures("a", (64, 64))

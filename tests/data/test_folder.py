@@ -277,7 +277,7 @@ def test_impossible_file_names_are_problems_of_metadata(tmp_path: Path, name: st
         check_folder(tmp_path)
 
 
-def test_metadata_nested_too_deeply_is_named(tmp_path: Path) -> None:
+def test_metadata_nested_too_deeply_is_reported(tmp_path: Path) -> None:
     write(tmp_path, "a.png")
     (tmp_path / "metadata.jsonl").write_text("[" * 100_000)
     with pytest.raises(DatasetError, match="line 1: is not JSON: its values are nested too deeply"):
@@ -304,7 +304,7 @@ def test_digests_tell_contents_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", [0.02, 0.5, 0.9])
-def test_incomplete_files_of_every_format_are_named(tmp_path: Path, part: float) -> None:
+def test_incomplete_files_of_every_format_are_reported(tmp_path: Path, part: float) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (90, 120, 3), dtype=np.uint8)
     for suffix in MODES:
         path = tmp_path / f"{suffix[1:]}{suffix}"

@@ -172,6 +172,6 @@ def test_worker_init_fn_is_called_in_workers() -> None:
         (lambda: TensorDataset(tc.ones(2), tc.tensor(1.0)), "a tensor has no dimension"),
     ],
 )
-def test_wrong_arguments_are_named(call: Callable[[], object], message: str) -> None:
+def test_wrong_arguments_are_reported(call: Callable[[], object], message: str) -> None:
     with pytest.raises(tc.Error, match=message):
         call()

@@ -62,7 +62,7 @@ def test_a_folder_called_like_a_file_is_a_folder(tmp_path: Path) -> None:
         ({"path": ""}, "path is '', expected a folder"),
     ],
 )
-def test_a_wrong_entry_is_named(entry: Any, complaint: str) -> None:
+def test_a_wrong_entry_is_reported(entry: Any, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         parse_sources(["a", entry])
 

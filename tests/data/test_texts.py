@@ -88,7 +88,7 @@ def test_a_folder_has_splits(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
     assert (len(train), len(validation)) == (2, 1)
 
 
-def test_bad_lines_are_named_with_number_and_field(
+def test_bad_lines_are_reported_with_number_and_field(
     tmp_path: Path, tokenizer: ChatTokenizer
 ) -> None:
     path = lines(tmp_path / "a.jsonl", GOOD, "{", "[1]", "", {"messages": [{"role": "user"}]})
@@ -105,7 +105,7 @@ def test_bad_lines_are_named_with_number_and_field(
     assert "3 lines left out" in left.summary()
 
 
-def test_half_of_a_surrogate_pair_is_named(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+def test_half_of_a_surrogate_pair_is_reported(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
     answer = {"role": "assistant", "content": "cut \ud83d"}
     path = lines(tmp_path / "a.jsonl", GOOD, {"messages": [GOOD["messages"][0], answer]})
     message = r"line 2: `messages\[1\].content` has half of a character, '\\ud83d', at index 4"
@@ -114,7 +114,7 @@ def test_half_of_a_surrogate_pair_is_named(tmp_path: Path, tokenizer: ChatTokeni
     assert len(load(path, tokenizer, skip_bad=True)) == 1
 
 
-def test_tokens_that_the_model_lacks_are_named_with_their_line(
+def test_tokens_that_the_model_lacks_are_reported_with_their_line(
     tmp_path: Path, tokenizer: ChatTokenizer
 ) -> None:
     path = lines(tmp_path / "a.jsonl", {"text": "so"}, {"text": "so Be"}, {"text": "so"})

@@ -49,7 +49,9 @@ def require_all_say(found: list[tuple[int, str, str]], *messages: str) -> None:
             assert message in errors
 
 
-def test_other_settings_are_named(digits_base: Path, digits_folder: Path, tmp_path: Path) -> None:
+def test_other_settings_are_reported(
+    digits_base: Path, digits_folder: Path, tmp_path: Path
+) -> None:
     found = started(
         [
             training(digits_base, tmp_path / "run", str(digits_folder), "--learning-rate", rate)
@@ -63,7 +65,7 @@ def test_other_settings_are_named(digits_base: Path, digits_folder: Path, tmp_pa
     )
 
 
-def test_another_version_is_named() -> None:
+def test_another_version_is_reported() -> None:
     script = (
         "import trainable_candle as tc\n"
         "from trainable_candle import _core\n"
@@ -79,7 +81,7 @@ def test_another_version_is_named() -> None:
 
 
 @pytest.mark.parametrize("what", ["data", "weights"])
-def test_other_files_are_named(
+def test_other_files_are_reported(
     digits_base: Path, digits_folder: Path, tmp_path: Path, what: str
 ) -> None:
     """The processes read different folders, as on machines without a common file system."""
@@ -158,7 +160,7 @@ def test_parameters_that_stay_equal_do_not_end_the_run() -> None:
     assert [(status, output.strip()) for status, output, _ in found] == [(0, "9"), (0, "9")]
 
 
-def test_settings_that_one_process_lacks_are_named() -> None:
+def test_settings_that_one_process_lacks_are_reported() -> None:
     ours, theirs = {"a": "1", "b": "2"}, {"b": "2", "c": "3"}
     assert differing(theirs, ours) == [
         "a is missing there and 1 on rank 0",

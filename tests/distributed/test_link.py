@@ -114,7 +114,7 @@ def test_a_process_that_is_busy_for_too_long_has_failed(
         assert "rank 1 has been busy with a step for" in str(error)
 
 
-def test_facts_that_differ_are_named(place: Address) -> None:
+def test_facts_that_differ_are_reported(place: Address) -> None:
     def run(rank: int) -> Any:
         try:
             return Link(world(rank, 2, place), {"learning_rate": f"{rank}"})
@@ -127,7 +127,7 @@ def test_facts_that_differ_are_named(place: Address) -> None:
             assert "learning_rate is 1 there and 0 on rank 0" in message
 
 
-def test_a_process_that_does_not_connect_is_named(place: Address) -> None:
+def test_a_process_that_does_not_connect_is_reported(place: Address) -> None:
     with pytest.raises(DistributedError, match="rank 1, 2 of 3 processes did not connect to"):
         Link(world(0, 3, place, seconds=0.5), {})
     with pytest.raises(DistributedError, match="rank 1 cannot reach rank 0 at"):
@@ -148,7 +148,7 @@ def test_another_job_is_rejected(place: Address) -> None:
     assert "another job or program listens" in second
 
 
-def test_a_port_in_use_is_named(place: Address) -> None:
+def test_a_port_in_use_is_reported(place: Address) -> None:
     with socket.socket() as other:
         other.bind(place)
         other.listen()

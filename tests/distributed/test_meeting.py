@@ -59,7 +59,7 @@ def test_the_limit_leaves_time_to_start() -> None:
         ("no-such-host.invalid", "not known|failure in name resolution|No address"),
     ],
 )
-def test_a_wrong_address_is_named(host: str, reason: str, port: int) -> None:
+def test_a_wrong_address_is_reported(host: str, reason: str, port: int) -> None:
     (first, said), (second, told) = started(host, port)
     assert first != 0
     assert second != 0
@@ -92,7 +92,7 @@ def stranger(request: pytest.FixtureRequest) -> Iterator[int]:
         other.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_port_of_another_program_is_named_by_all(stranger: int) -> None:
+def test_a_port_of_another_program_is_reported_by_all(stranger: int) -> None:
     (first, said), (second, told) = started("127.0.0.1", stranger)
     assert first != 0
     assert second != 0

@@ -160,7 +160,7 @@ def test_the_losses_before_and_after_rounding_are_reported(
         (["--to", "int8", "--max-side", "8"], "--max-side has no effect without --dataset of im"),
     ],
 )
-def test_wrong_flags_are_named(
+def test_wrong_flags_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
     make_adapter(BUILT_IN, tmp_path / "a.safetensors")

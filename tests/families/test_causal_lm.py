@@ -390,7 +390,7 @@ def test_model_and_data_can_be_names_on_the_hub(
     assert {"*.jsonl", "data/*.parquet"} <= set(asked["dataset"])
 
 
-def test_an_adapter_of_another_base_or_model_is_named(
+def test_an_adapter_of_another_base_or_model_is_reported(
     weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     adapter = tc.models.CausalLM.from_pretrained(weights).add_adapter(tc.LoraConfig(r=2))

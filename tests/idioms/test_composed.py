@@ -194,6 +194,6 @@ def test_random_numbers_follow_the_seed() -> None:
     ("equation", "message"),
     [("ii->i", "a label twice"), ("ab", "does not fit the shape"), ("a,b", "has 2 operands")],
 )
-def test_equations_that_do_not_fit_are_named(equation: str, message: str) -> None:
+def test_equations_that_do_not_fit_are_reported(equation: str, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         tc.einsum(equation, t(X) if equation == "ab" else t(np.ones((3, 3))))

@@ -111,7 +111,7 @@ def test_an_adapter_of_another_size_or_kind(
 
 
 @pytest.mark.parametrize("key", ["something", "lora_unet_no_such_layer.lora_up.weight"])
-def test_one_foreign_key_is_named(
+def test_one_foreign_key_is_reported(
     unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path, key: str
 ) -> None:
     path = tmp_path / "adapter.safetensors"

@@ -121,7 +121,7 @@ def test_a_path_with_a_suffix_is_one_file(
     assert [path.name for path in tmp_path.iterdir()] == ["mine.safetensors"]
 
 
-def test_a_damaged_configuration_is_named(
+def test_a_damaged_configuration_is_reported(
     unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path
 ) -> None:
     attach(unet, "lora").save(tmp_path / "adapter", format="peft")

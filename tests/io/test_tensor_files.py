@@ -120,7 +120,7 @@ def test_files_without_a_header(tmp_path, content):
         tc.load_file(path)
 
 
-def test_wrong_arguments_are_named(tmp_path):
+def test_wrong_arguments_are_reported(tmp_path):
     path = tmp_path / "file.safetensors"
     with pytest.raises(TypeError, match=r"save_file: tensors is a dict \('ndarray' .*Tensors"):
         tc.save_file({"x": np.zeros(2)}, path)

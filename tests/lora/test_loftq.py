@@ -121,14 +121,14 @@ def test_a_run_starts_nearer_to_the_original_model(model: str) -> None:
         ),
     ],
 )
-def test_settings_that_contradict_each_other_are_named(
+def test_settings_that_contradict_each_other_are_reported(
     settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         TrainConfig(**({"init": "loftq"} | settings))
 
 
-def test_wrong_arguments_are_named() -> None:
+def test_wrong_arguments_are_reported() -> None:
     with pytest.raises(ArgumentError, match="rank is 0, expected at least 1"):
         loftq(tc.tensor(weight()), 0)
     with pytest.raises(ArgumentError, match="iterations is 0"):

@@ -52,7 +52,7 @@ def test_the_factors_are_those_of_the_singular_value_decomposition(
         np.testing.assert_allclose(gram, np.diag(s[:rank]), atol=1e-3 * s[0])
 
 
-def test_wrong_arguments_are_named() -> None:
+def test_wrong_arguments_are_reported() -> None:
     with pytest.raises(ArgumentError, match="rank is 0, expected at least 1"):
         pissa(tc.tensor(decaying(8, 8, 1.0)), 0)
     with pytest.raises(NonFiniteError):
@@ -379,7 +379,7 @@ def test_a_checkpoint_of_another_start_is_rejected(language: TrainConfig) -> Non
         ({"adapter_precision": "bf16"}, "--adapter-precision bf16 would round away"),
     ],
 )
-def test_settings_that_contradict_each_other_are_named(
+def test_settings_that_contradict_each_other_are_reported(
     settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

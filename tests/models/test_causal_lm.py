@@ -198,7 +198,7 @@ def test_files_of_other_forms(tmp_path: Path) -> None:
         ({"vocab_size": 319}, "model.embed_tokens.weight has shape"),
     ],
 )
-def test_wrong_configurations_are_named(
+def test_wrong_configurations_are_reported(
     change: dict[str, object], message: str, tmp_path: Path
 ) -> None:
     config = json.loads((GOLDEN / "llama" / "config.json").read_text())
@@ -209,7 +209,7 @@ def test_wrong_configurations_are_named(
     assert message in str(error.value)
 
 
-def test_wrong_inputs_are_named() -> None:
+def test_wrong_inputs_are_reported() -> None:
     model = model_of("llama")
     ids = tc.tensor(np.array([[1, 2, 3]]))
     with pytest.raises(tc.ShapeError, match=r"input_ids has shape \[3\], expected \(B, S\)"):

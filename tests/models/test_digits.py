@@ -138,7 +138,7 @@ def test_full_checkpointing_saves_fewer_bytes(frozen: DigitsTransformer) -> None
     assert kept() < 0.5 * everything
 
 
-def test_wrong_use_is_named(frozen: DigitsTransformer, folder: Path, tmp_path: Path) -> None:
+def test_wrong_use_is_reported(frozen: DigitsTransformer, folder: Path, tmp_path: Path) -> None:
     sample, timestep, labels = inputs()
     with pytest.raises(
         tc.ShapeError, match=r"sample has shape \[3, 8, 8\], expected \(B, 1, 8, 8\)"

@@ -167,7 +167,7 @@ def test_autoencoders_load_with_the_older_names_of_their_attention(tmp_path: Pat
     assert_same(AutoencoderKL.from_pretrained(tmp_path / "vae"), from_folder("vae"))
 
 
-def test_missing_and_unexpected_tensors_are_named(unet: Path) -> None:
+def test_missing_and_unexpected_tensors_are_reported(unet: Path) -> None:
     tensors = weights_of("unet")
     lost = tensors.pop("mid_block.attentions.0.proj_in.weight")
     tensors["mid_block.attentions.0.proj_inn.weight"] = lost

@@ -187,7 +187,7 @@ WRONG: list[tuple[Entries, dict[str, str], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "metadata", "message"), WRONG)
-def test_other_formats_and_wrong_scales_are_named(
+def test_other_formats_and_wrong_scales_are_reported(
     changes: Entries, metadata: dict[str, str], message: str, tmp_path: Path
 ) -> None:
     tensors, _ = quantised("header" if metadata else "new")

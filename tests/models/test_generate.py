@@ -172,7 +172,7 @@ def test_end_tokens_are_those_of_both_configurations(tmp_path: Path) -> None:
     assert model.generate(prompts, max_new_tokens=10) == [expected]
 
 
-def test_wrong_input_is_named() -> None:
+def test_wrong_input_is_reported() -> None:
     model = model_of("llama")
     for prompts, options, message in [
         ([[1], []], {}, "prompt 1 is empty"),

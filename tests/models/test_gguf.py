@@ -218,7 +218,7 @@ def tiny(path: Path, **changes: Fact | None) -> Path:
         ({}, "missing model.layers.0"),
     ],
 )
-def test_unsupported_files_are_named(
+def test_unsupported_files_are_reported(
     changes: dict[str, Fact | None], message: str, tmp_path: Path
 ) -> None:
     path = tiny(tmp_path / "model.gguf", **changes)
@@ -228,7 +228,7 @@ def test_unsupported_files_are_named(
         ChatTokenizer.from_pretrained(path)
 
 
-def test_damaged_files_and_other_types_are_named(tmp_path: Path) -> None:
+def test_damaged_files_and_other_types_are_reported(tmp_path: Path) -> None:
     whole = tiny(tmp_path / "model.gguf").read_bytes()
     path = tmp_path / "other.gguf"
     for content, message in [

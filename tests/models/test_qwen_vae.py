@@ -134,6 +134,6 @@ def test_a_saved_folder_is_the_same_model(tmp_path: Path) -> None:
     )
 
 
-def test_wrong_inputs_are_named() -> None:
+def test_wrong_inputs_are_reported() -> None:
     with pytest.raises(tc.ShapeError, match=r"latent has shape .* expected \(B, 16, H, W\)"):
         load().decode(CASE["image"])

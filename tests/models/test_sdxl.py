@@ -182,7 +182,7 @@ def test_a_random_model_has_the_sizes_of_its_configuration(sdxl: Path, device: s
         SDXLUNet.from_config(sdxl / "unet" / "config.json", dtype="i64")
 
 
-def test_wrong_inputs_are_named(model: SDXLUNet) -> None:
+def test_wrong_inputs_are_reported(model: SDXLUNet) -> None:
     sample, time, text = CASE["sample"], CASE["timestep"], CASE["encoder_hidden_states"]
     added = {"text_embeds": CASE["text_embeds"], "time_ids": CASE["time_ids"]}
     with pytest.raises(tc.ShapeError, match=r"sample has shape .* expected \(B, 4, H, W\)"):
@@ -214,7 +214,7 @@ def test_wrong_inputs_are_named(model: SDXLUNet) -> None:
         ),
     ],
 )
-def test_impossible_inputs_are_named(
+def test_impossible_inputs_are_reported(
     model: SDXLUNet, wrong: dict[str, object], error: type[Exception], message: str
 ) -> None:
     inputs = {name: tensor for name, tensor in CASE.items() if name in INPUTS}

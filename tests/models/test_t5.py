@@ -157,7 +157,7 @@ def test_sizes_are_deduced_from_a_single_file(form: str, prefix: str, tmp_path: 
     assert tc.load_file(copy).keys() == tensors.keys()
 
 
-def test_files_that_do_not_fit_are_named(tmp_path: Path) -> None:
+def test_files_that_do_not_fit_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "t5.safetensors"
     tensors = weights_of("gated")
     tc.save_file({TABLE: tensors[TABLE]}, path)
@@ -172,7 +172,7 @@ def test_files_that_do_not_fit_are_named(tmp_path: Path) -> None:
         T5Encoder.from_pretrained(path)
 
 
-def test_wrong_inputs_are_named() -> None:
+def test_wrong_inputs_are_reported() -> None:
     model = T5Encoder.from_pretrained(GOLDEN / "gated")
     ids = tc.zeros((1, 3), dtype="i64")
     with pytest.raises(tc.ShapeError, match=r"shape \[3\], expected \(B, L\)"):

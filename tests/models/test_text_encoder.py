@@ -56,7 +56,7 @@ def test_adapters_of_a_checkpointed_encoder_get_the_same_gradients(sdxl: Path) -
         assert gradients() == plain
 
 
-def test_wrong_inputs_are_named(sdxl: Path) -> None:
+def test_wrong_inputs_are_reported(sdxl: Path) -> None:
     model = load(sdxl, "text_encoder")
     with pytest.raises(tc.ShapeError, match="18 tokens, expected 1 to 17"):
         model(tc.zeros((1, 18), dtype="i64"))

@@ -333,7 +333,9 @@ def test_positions_are_cut_from_the_middle() -> None:
         ("timestep", tc.zeros((3,)), r"expected \(2,\), \(1,\) or \(\)"),
     ],
 )
-def test_wrong_inputs_are_named(family: Family, name: str, wrong: tc.Tensor, message: str) -> None:
+def test_wrong_inputs_are_reported(
+    family: Family, name: str, wrong: tc.Tensor, message: str
+) -> None:
     if name not in family.inputs:
         pytest.skip(f"{family.name} has no {name}")
     with pytest.raises(tc.ShapeError, match=f"{name} has shape .*{message}"):

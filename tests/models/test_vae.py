@@ -79,7 +79,7 @@ def test_half_precision_needs_force_upcast_to_be_off(sdxl: Path) -> None:
     assert tc.models.load(sdxl, dtype="f16", subfolder="vae").dtype == "f32"
 
 
-def test_wrong_inputs_are_named(model: AutoencoderKL) -> None:
+def test_wrong_inputs_are_reported(model: AutoencoderKL) -> None:
     with pytest.raises(tc.ShapeError, match=r"latent has shape .* expected \(B, 4, H, W\)"):
         model.decode(CASE["image"])
     with pytest.raises(tc.ShapeError, match="H and W at least 2"):

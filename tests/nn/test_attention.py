@@ -62,7 +62,7 @@ def test_gradients_reach_all_parameters() -> None:
         assert v.grad is not None, name
 
 
-def test_wrong_shapes_are_named() -> None:
+def test_wrong_shapes_are_reported() -> None:
     with pytest.raises(tc.ArgumentError, match="num_heads is 3, expected a divisor of embed_dim"):
         tc.nn.MultiheadAttention(8, 3)
     x = tc.ones(S, E, dtype="f64")

@@ -90,12 +90,12 @@ def test_non_finite_values_stay_non_finite(format: str) -> None:
         ((3, 20), "nf4", "found 60 elements, expected a multiple of 64"),
     ],
 )
-def test_wrong_shapes_are_named(shape: tuple[int, ...], format: str, message: str) -> None:
+def test_wrong_shapes_are_reported(shape: tuple[int, ...], format: str, message: str) -> None:
     with pytest.raises(ShapeError, match=message):
         F.fake_quantize(tc.zeros(shape), format)
 
 
-def test_wrong_formats_and_dtypes_are_named() -> None:
+def test_wrong_formats_and_dtypes_are_reported() -> None:
     with pytest.raises(ArgumentError, match="expected one of int8, int4, fp8, nf4"):
         F.fake_quantize(tc.zeros((2, 2)), "q8_0")
     with pytest.raises(DTypeError, match="expected a floating point tensor"):

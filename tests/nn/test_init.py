@@ -52,7 +52,7 @@ def test_structures() -> None:
     assert float(init.zeros_(v).sum()) == 0
 
 
-def test_wrong_arguments_are_named() -> None:
+def test_wrong_arguments_are_reported() -> None:
     with pytest.raises(TypeError, match="normal_: found Tensor, expected a Var"):
         init.normal_(tc.zeros(2))  # type: ignore[arg-type]
     with pytest.raises(tc.ShapeError, match=r"xavier_uniform_: the shape is .* two dimensions"):
@@ -69,7 +69,7 @@ def test_wrong_arguments_are_named() -> None:
         (lambda v: init.uniform_(v, 1.0, 0.0), r"uniform_: \[1.0, 0.0\) has no values"),
     ],
 )
-def test_impossible_distributions_are_named(call, message):
+def test_impossible_distributions_are_reported(call, message):
     v = tc.Var(tc.zeros(3, 3))
     with pytest.raises(tc.ArgumentError, match=message):
         call(v)

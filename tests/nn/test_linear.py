@@ -206,7 +206,7 @@ def test_adapter_errors(kind, arguments, options, error, text):
 
 @pytest.mark.parametrize("layer", [tc.nn.Linear, tc.nn.LoRALinear, tc.nn.DoRALinear])
 @pytest.mark.parametrize("operand", ["weight", "bias"])
-def test_operands_that_are_no_tensors_are_named(layer: Any, operand: str) -> None:
+def test_operands_that_are_no_tensors_are_reported(layer: Any, operand: str) -> None:
     weight = [[1.0]] if operand == "weight" else tc.zeros(3, 4)
     rank_and_alpha = () if layer is tc.nn.Linear else (2, 2.0)
     with pytest.raises(TypeError, match=f"{layer.__name__}: the {operand} is (list|int)"):

@@ -154,7 +154,7 @@ def test_adapters_that_do_not_fit_are_rejected(net: Net, tmp_path: Path) -> None
         ('{"peft_type": "LORA", "r": 2, "lora_alpha": "4"}', "lora_alpha is 4, expected a number"),
     ],
 )
-def test_a_damaged_configuration_is_named(
+def test_a_damaged_configuration_is_reported(
     text: str, message: str, net: Net, tmp_path: Path
 ) -> None:
     (tmp_path / "adapter_config.json").write_text(text)

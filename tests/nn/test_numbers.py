@@ -62,7 +62,7 @@ TAKERS: dict[str, tuple[str, Callable[[Any], object]]] = {
 
 
 @pytest.mark.parametrize("name", TAKERS)
-def test_integers_too_large_for_floats_are_named(name: str) -> None:
+def test_integers_too_large_for_floats_are_reported(name: str) -> None:
     expected, take = TAKERS[name]
     message = f"^{name} is .* beyond the range of floating point, expected {expected}$"
     for number in (10**400, -(10**400)):
@@ -71,7 +71,7 @@ def test_integers_too_large_for_floats_are_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TAKERS)
-def test_arguments_that_are_no_numbers_are_named(name: str) -> None:
+def test_arguments_that_are_no_numbers_are_reported(name: str) -> None:
     expected, take = TAKERS[name]
     with pytest.raises(TypeError, match=f"^{name} is .*, expected {expected}$"):
         take("1")

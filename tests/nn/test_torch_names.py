@@ -90,12 +90,12 @@ def test_paddings_by_name_equal_those_of_torch(settings: dict[str, Any], padding
         ({"kernel_size": 3, "padding": "full"}, "padding is 'full', expected numbers"),
     ],
 )
-def test_paddings_that_do_not_fit_are_named(settings: dict[str, Any], message: str) -> None:
+def test_paddings_that_do_not_fit_are_reported(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(tc.ArgumentError, match=message):
         nn.Conv2d(1, 1, **settings)
 
 
-def test_an_unknown_reduction_is_named() -> None:
+def test_an_unknown_reduction_is_reported() -> None:
     with pytest.raises(tc.ArgumentError, match="MSELoss: reduction is 'avg', expected"):
         nn.MSELoss("avg")
 

@@ -81,7 +81,7 @@ def test_gradients_are_those_of_torch(
         assert_close(our.grad, their.grad.numpy())
 
 
-def test_wrong_arguments_are_named() -> None:
+def test_wrong_arguments_are_reported() -> None:
     q, k, bounds = tc.ones(4, 6, 8), tc.ones(4, 2, 8), tc.tensor([0, 4])
     attend = functional.varlen_attention
     for error, message, call in [

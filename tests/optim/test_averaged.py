@@ -158,6 +158,6 @@ def test_other_optimizers_average_nothing(golden: dict[str, tc.Tensor]) -> None:
         (optim.AdamWScheduleFree, {"r": -1.0}, "r -1, expected a number of at least 0"),
     ],
 )
-def test_wrong_numbers_are_named(kind: Any, options: dict[str, Any], message: str) -> None:
+def test_wrong_numbers_are_reported(kind: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(tc.ArgumentError, match=message):
         kind([tc.Var([1.0])], lr=0.1, **options)

@@ -51,7 +51,7 @@ def test_bf16_variables_have_f32_averages_and_a_state() -> None:
         VariableEMA([model["b"]]).load_state_dict(ema.state_dict())
 
 
-def test_wrong_arguments_are_named() -> None:
+def test_wrong_arguments_are_reported() -> None:
     with pytest.raises(TypeError, match="variable 0 is Tensor, expected a Var"):
         VariableEMA([tc.ones(2)])  # type: ignore[list-item]
     with pytest.raises(tc.ArgumentError, match="decay is 1, expected"):

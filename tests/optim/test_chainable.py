@@ -123,7 +123,7 @@ def test_parameter_groups_set_learning_rates() -> None:
         o.param_groups[0]["momentum"] = 0.5
 
 
-def test_wrong_arguments_are_named() -> None:
+def test_wrong_arguments_are_reported() -> None:
     with pytest.raises(TypeError, match=r"optimizer is int, expected an optimizer of tc\.optim"):
         ours.StepLR(3, 2)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="step_size is 0, expected at least 1"):

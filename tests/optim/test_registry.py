@@ -43,7 +43,7 @@ def test_a_class_shows_its_hyper_parameters_and_takes_them(
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_wrong_arguments_are_named(kind: Callable[..., optim.Optimizer]) -> None:
+def test_wrong_arguments_are_reported(kind: Callable[..., optim.Optimizer]) -> None:
     x = tc.Var([1.0])
     with pytest.raises(TypeError, match=f"{kind.__name__}: .*'speed'"):
         kind([x], speed=1)

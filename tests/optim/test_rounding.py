@@ -165,7 +165,7 @@ def test_an_adapter_in_bf16_starts_as_the_identity_and_trains(
         ({"qat": "int8", "qat_learned_scales": True}, "--qat-learned-scales needs f32"),
     ],
 )
-def test_settings_that_need_f32_are_named(settings: dict[str, Any], expected: str) -> None:
+def test_settings_that_need_f32_are_reported(settings: dict[str, Any], expected: str) -> None:
     assert TrainConfig(stochastic_rounding=True).stochastic_rounding
     with pytest.raises(ConfigError, match=expected):
         TrainConfig(stochastic_rounding=True, **settings)

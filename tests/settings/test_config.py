@@ -118,7 +118,7 @@ def test_a_file_of_something_else_is_rejected(tmp_path: Path, text: str, message
         from_text(tmp_path, text)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_reported(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError, match="there is no such configuration file"):
         TrainConfig.from_yaml(tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match="is a folder, expected a YAML file"):
@@ -183,7 +183,7 @@ def test_a_model_on_the_hub_is_no_path(tmp_path: Path) -> None:
     assert TrainConfig.from_yaml(path).weights == "someone/a-model"
 
 
-def test_missing_settings_are_named_with_their_flags() -> None:
+def test_missing_settings_are_reported_with_their_flags() -> None:
     with pytest.raises(ConfigError, match="missing settings: model, output; give --model --output"):
         TrainConfig(dataset="d").require("model", "dataset", "output")
 

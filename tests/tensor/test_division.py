@@ -96,7 +96,7 @@ X = tc.tensor([1, 2])
         (lambda: None % X, TypeError, "unsupported operand type.* for %: 'NoneType' and"),
     ],
 )
-def test_impossible_divisions_are_named(
+def test_impossible_divisions_are_reported(
     call: Callable[[], object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

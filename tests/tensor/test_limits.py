@@ -84,7 +84,7 @@ def test_more_than_memory_is_an_error(make) -> None:
         (lambda: conv2d(stride=(1, 2, 3)), tc.ArgumentError, "conv2d: stride has 3 numbers"),
     ],
 )
-def test_impossible_counts_are_named(call, error, text) -> None:
+def test_impossible_counts_are_reported(call, error, text) -> None:
     with pytest.raises(error, match=text):
         call()
 

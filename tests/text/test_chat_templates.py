@@ -122,7 +122,7 @@ def test_the_role_developer_is_for_templates_that_know_it() -> None:
     assert ChatTemplate(knows, {}).render(chat.messages).text.startswith("D: be brief")
 
 
-def test_damaged_template_files_are_named(tmp_path: Path) -> None:
+def test_damaged_template_files_are_reported(tmp_path: Path) -> None:
     path = folder(tmp_path, ["x"])
     with pytest.raises(WeightsFormatError, match=r"tokenizer_config.json has a chat_template that"):
         ChatTokenizer.from_pretrained(path)

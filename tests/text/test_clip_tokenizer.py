@@ -120,7 +120,7 @@ def test_the_pad_token_may_stand_in_the_map_of_special_tokens(tmp_path: Path) ->
     assert CLIPTokenizer.from_pretrained(tmp_path).pad == 0
 
 
-def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
+def test_missing_and_damaged_files_are_reported(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError, match=r"there is no file .*vocab\.json; expected"):
         CLIPTokenizer.from_pretrained(tmp_path)
     write_slow(tmp_path, pad_token="<pad>")

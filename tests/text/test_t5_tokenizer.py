@@ -138,7 +138,7 @@ def test_transformers_reads_the_same(tmp_path: Path, t5: T5Tokenizer) -> None:
         np.testing.assert_array_equal(mask, expected["attention_mask"])
 
 
-def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
+def test_missing_and_damaged_files_are_reported(tmp_path: Path) -> None:
     with pytest.raises(
         MissingFileError, match=r"no file .*spiece\.model; expected tokenizer\.json"
     ):

@@ -45,7 +45,7 @@ def test_kohyas_settings_follow_a_prompt() -> None:
         ("a --ss ddim", "--ss is 'ddim', expected one of euler, dpmpp_2m"),
     ],
 )
-def test_wrong_settings_of_a_prompt_are_named(text: str, message: str) -> None:
+def test_wrong_settings_of_a_prompt_are_reported(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_prompt(text, DEFAULT)
     with pytest.raises(ConfigError, match="give both --w and --h"):

@@ -201,7 +201,7 @@ def test_a_file_that_is_cut_at_any_byte_is_rejected(tmp_path: Path, name: str) -
         load(folder)
 
 
-def test_a_damaged_checkpoint_without_an_earlier_one_is_named(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_without_an_earlier_one_is_reported(tmp_path: Path) -> None:
     folder = save(tmp_path, 2)
     save(tmp_path, 3)
     (folder / "optimizer.safetensors").unlink()

@@ -143,7 +143,7 @@ fn bf16_weights_compute_in_bf16() {
 }
 
 #[test]
-fn wrong_inputs_are_named() {
+fn wrong_inputs_are_reported() {
     let (case, model) = (Case::load(), frozen());
     let (sample, timestep, labels) = (&case.0["sample"], &case.0["timestep"], &case.0["class_labels"]);
     let message = |result: Result<Tensor, Error>| result.unwrap_err().to_string();
@@ -159,7 +159,7 @@ fn wrong_inputs_are_named() {
 }
 
 #[test]
-fn wrong_configurations_and_files_are_named() {
+fn wrong_configurations_and_files_are_reported() {
     let wrong = DigitsConfig { patch_size: 3, ..DigitsConfig::default() };
     let message = |result: Result<DigitsTransformer, Error>| result.err().unwrap().to_string();
     assert!(

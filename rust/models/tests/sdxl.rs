@@ -76,7 +76,7 @@ fn configurations_are_read_as_written() {
 }
 
 #[test]
-fn unsupported_fields_are_named() {
+fn unsupported_fields_are_reported() {
     for (field, value, expected) in [
         ("act_fn", r#""gelu""#, r#"act_fn is "gelu", expected "silu""#),
         ("resnet_time_scale_shift", r#""scale_shift""#, "expected \"default\""),

@@ -103,7 +103,7 @@ def test_original_files_with_parts_of_their_own(flux2_base: Path, tmp_path: Path
     np.testing.assert_array_equal(made.draw(["a"], options), whole.draw(["a"], options))
 
 
-def test_parts_of_another_size_are_named(flux2_base: Path, tmp_path: Path) -> None:
+def test_parts_of_another_size_are_reported(flux2_base: Path, tmp_path: Path) -> None:
     for field, value, message in (
         ("joint_attention_dim", 60, "makes 48 features, but the transformer reads 60"),
         ("guidance_embeds", True, "is FLUX.2-dev"),

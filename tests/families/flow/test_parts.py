@@ -120,7 +120,7 @@ def test_latents_and_velocities_are_those_of_the_pipeline(
         one.draw(["a"], options)
 
 
-def test_missing_parts_and_wrong_files_are_named(
+def test_missing_parts_and_wrong_files_are_reported(
     files: tuple[str, Path, Path, TrainConfig], tmp_path: Path
 ) -> None:
     name, _, weights, config = files

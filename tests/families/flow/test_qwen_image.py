@@ -178,7 +178,7 @@ def test_another_encoder_is_rejected(qwen_image_base: Path, tmp_path: Path) -> N
         families.load("qwen-image", tmp_path, "f32", "cpu")
 
 
-def test_tokenizers_that_are_missing_or_damaged_are_named(
+def test_tokenizers_that_are_missing_or_damaged_are_reported(
     qwen_image_base: Path, tmp_path: Path
 ) -> None:
     base = tmp_path / "base"

@@ -22,7 +22,7 @@ FEATURES = {"zimage": ["cap_feat_dim"], "sd3": ["joint_attention_dim", "pooled_p
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_parts_of_other_models_are_named_before_they_are_loaded(
+def test_parts_of_other_models_are_reported_before_they_are_loaded(
     name: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     base = request.getfixturevalue(f"{name.replace('-', '_')}_base")
@@ -159,7 +159,7 @@ TITLES = {"sd3": "SD3.5", "flux": "Flux", "chroma": "Chroma", "zimage": "Z-Image
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_weights_of_another_family_are_named(
+def test_weights_of_another_family_are_reported(
     name: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """Files with original names and folders: the error says which family they are of."""
@@ -177,7 +177,7 @@ def test_weights_of_another_family_are_named(
         families.load(name, file, "f32", "cpu")
 
 
-def test_a_file_of_another_text_encoder_is_named(
+def test_a_file_of_another_text_encoder_is_reported(
     chroma_base: Path, zimage_base: Path, tmp_path: Path
 ) -> None:
     (weights,) = (chroma_base / "text_encoder").glob("*.safetensors")

@@ -81,7 +81,7 @@ def test_training_a_distilled_model_gives_a_warning(zimage_base: Path, tmp_path:
     assert "undoes its distillation" in notes("Z-Image-Turbo")[0]
 
 
-def test_files_without_the_template_are_named(zimage_base: Path, tmp_path: Path) -> None:
+def test_files_without_the_template_are_reported(zimage_base: Path, tmp_path: Path) -> None:
     text = (zimage_base / "tokenizer" / "tokenizer.json").read_text()
     (tmp_path / "tokenizer.json").write_text(text.replace("<|im_end|>", "<|other|>"))
     with pytest.raises(

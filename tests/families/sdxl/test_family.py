@@ -243,7 +243,7 @@ def test_a_file_with_other_blocks_is_rejected_without_configurations(tmp_path: P
     assert (found.config, found.factor) == (expected.config, expected.factor)
 
 
-def test_a_tokenizer_that_does_not_fit_is_named(
+def test_a_tokenizer_that_does_not_fit_is_reported(
     sdxl_base: Path, sdxl_file: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(WeightsFormatError, match=r"single_file\.safetensors holds no tokenizer"):

@@ -426,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_values_are_named() {
+    fn wrong_values_are_reported() {
         let wrong = LoraConfig { lora_dropout: 1.0, ..LoraConfig::default() };
         assert!(wrong.validate().unwrap_err().to_string().contains("lora_dropout is 1"));
         let wrong = LoraConfig { lora_dropout: 0.1, qat: Some(Grid::Int8), ..LoraConfig::default() };
