@@ -26,7 +26,7 @@ def test_a_batch_does_not_depend_on_earlier_calls() -> None:
     np.testing.assert_array_equal(forwards, backwards)
 
 
-def test_epochs_and_seeds_differ() -> None:
+def test_orders_differ_between_epochs_and_seeds() -> None:
     one, other = ShuffledBatches(50, 50, seed=0), ShuffledBatches(50, 50, seed=1)
     assert not np.array_equal(one.batch(0), one.batch(1))
     assert not np.array_equal(one.batch(0), other.batch(0))
@@ -42,7 +42,7 @@ GROUPS = [0, 1, 0, 2, 1, 0, 0, 0, 1, 0, 5]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 7])
-def test_a_batch_has_one_group_and_epochs_are_fair(size: int) -> None:
+def test_a_batch_has_one_group_and_every_item_occurs_equally_often(size: int) -> None:
     batches = ShuffledBatches(len(GROUPS), size, seed=5, groups=GROUPS)
     drawn = [batches.batch(index).tolist() for index in range(batches.first_batch(10 * size))]
     assert all(len(batch) == size for batch in drawn)
@@ -81,7 +81,7 @@ def test_whole_repeats_count_in_every_epoch_and_fractions_over_several() -> None
     assert [totals[item] for item in range(6)] == [20, 60, 2, 10, 50, 10]
 
 
-def test_items_with_half_a_repeat_take_turns() -> None:
+def test_an_epoch_has_half_of_the_items_with_half_a_repeat() -> None:
     batches = ShuffledBatches(8, 1, seed=0, repeats=[0.5] * 8)
     assert [batches.first_batch(number) for number in range(5)] == [0, 4, 8, 12, 16]
 

@@ -15,7 +15,7 @@ def buckets(**settings: Any) -> Buckets:
     return Buckets(DatasetOptions((Source(Path("x")),), **settings))
 
 
-def test_the_buckets_of_sdxl() -> None:
+def test_buckets_include_the_sizes_that_sdxl_was_trained_on() -> None:
     # The sizes in the SDXL report (arXiv 2307.01952, appendix I) whose sides are at least 512.
     listed = [
         (512, 2048), (512, 1984), (512, 1920), (512, 1856), (576, 1792), (576, 1728), (576, 1664),
@@ -31,7 +31,7 @@ def test_the_buckets_of_sdxl() -> None:
     [{}, {"resolution": 512}, {"resolution": 64, "bucket_step": 8}, {"bucket_step": 32},
      {"resolution": 768, "min_side": 600, "max_side": 900}],
 )  # fmt: skip
-def test_every_bucket_keeps_the_rules(settings: dict[str, Any]) -> None:
+def test_every_bucket_has_allowed_sides_and_area(settings: dict[str, Any]) -> None:
     options = DatasetOptions((Source(Path("x")),), **settings)
     full = Buckets(options).full
     assert Bucket(options.resolution, options.resolution) in full
@@ -49,7 +49,7 @@ SIZES = list(
 
 
 @pytest.mark.parametrize("upscale", [False, True])
-def test_every_image_covers_its_bucket_and_loses_little(upscale: bool) -> None:
+def test_a_scaled_image_covers_its_bucket_and_little_is_cropped(upscale: bool) -> None:
     sizes = buckets(upscale=upscale)
     for width, height in SIZES:
         fit = sizes.fit(width, height)
@@ -79,7 +79,7 @@ def test_small_images_get_small_buckets() -> None:
     assert str(buckets(resolution=64, bucket_step=16).fit(50, 70).bucket) == "48x64"
 
 
-def test_a_mirrored_crop_is_the_one_that_its_frame_names() -> None:
+def test_the_frame_of_a_mirrored_crop_gives_its_place_in_the_mirrored_image() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (50, 120, 3), dtype=np.uint8)
     image = Image.fromarray(pixels)
     fit = Fit(Bucket(100, 48), (120, 50), (120, 50))
@@ -93,7 +93,7 @@ def test_a_mirrored_crop_is_the_one_that_its_frame_names() -> None:
         np.testing.assert_array_equal(fit.cut(image, left, top, flipped=True), mirrored)
 
 
-def test_crops_of_a_scaled_image() -> None:
+def test_crops_are_taken_from_the_scaled_image() -> None:
     grey = np.tile(np.linspace(0, 255, 400), (200, 1)).astype(np.uint8)
     fit = buckets(resolution=64, bucket_step=16).fit(400, 200)
     assert (str(fit.bucket), fit.scaled) == ("80x48", (96, 48))

@@ -40,7 +40,7 @@ def test_shuffling_keeps_tags_and_the_first_in_place() -> None:
         assert sorted(caption.split(", ")) == sorted(TAGS.split(", "))
 
 
-def test_the_trigger_leads_and_is_not_counted_as_kept() -> None:
+def test_the_trigger_comes_first_and_does_not_count_as_a_kept_tag() -> None:
     seen = uses(CaptionOptions(shuffle=True, keep_tokens=1, variants=0), trigger="sks, style")
     assert {caption.split(", ")[0] for caption in seen} == {"sks"}
     assert {", ".join(caption.split(", ")[1:3]) for caption in seen} == {"style, 1girl"}
@@ -58,7 +58,7 @@ def test_tag_dropout_spares_kept_tags() -> None:
     assert places == sorted(places)
 
 
-def test_other_separators() -> None:
+def test_captions_are_split_at_the_given_separator() -> None:
     maker = CaptionMaker(CaptionOptions(shuffle=True, separator="|", variants=4), 0)
     assert {frozenset(c.split("| ")) for c in maker.possible("a, b |c| d", "", 0)} == {
         frozenset({"a, b", "c", "d"})
@@ -82,7 +82,7 @@ def test_a_resumed_run_sees_the_same_captions_and_another_seed_does_not() -> Non
     )
 
 
-def test_metadata_of_hugging_faces_layout(tmp_path: Path) -> None:
+def test_captions_are_read_from_metadata_in_hugging_faces_layout(tmp_path: Path) -> None:
     (tmp_path / "metadata.jsonl").write_text(
         '{"file_name": "a.png", "text": " a cat "}\n\n'
         '{"file_name": "sub/b.png", "caption": "\\u00fc", "more": [1]}\n'

@@ -120,7 +120,7 @@ def test_a_completion_is_split_by_offsets_and_ended() -> None:
     assert whole.stops == (len(whole) - 1,)
 
 
-def test_truncation_loses_the_stop() -> None:
+def test_truncation_removes_the_stop_token() -> None:
     text = tokenizer(None)
     tokens = tokens_of(Completion("What is it?", " It is true."), text)
     cut = tokens.truncated(len(tokens) - 1)
@@ -142,7 +142,7 @@ def test_errors_that_a_template_raises_are_quoted(template: str, message: str) -
         ChatTemplate(template, {}).render([ASKED])
 
 
-def test_a_damaged_template_is_named_with_its_line() -> None:
+def test_the_error_for_a_damaged_template_gives_its_line() -> None:
     with pytest.raises(WeightsFormatError, match="line 2 is not Jinja"):
         ChatTemplate("\n{% if %}", {})
 
@@ -167,7 +167,9 @@ def test_a_damaged_template_is_named_with_its_line() -> None:
         ),
     ],
 )
-def test_forms_become_messages(row: dict[str, Any], messages: list[tuple[str, Any]]) -> None:
+def test_rows_of_every_form_become_messages(
+    row: dict[str, Any], messages: list[tuple[str, Any]]
+) -> None:
     form = form_of(row)
     assert form is not None
     found = form.read(row)
@@ -225,7 +227,7 @@ ANSWER = {"role": "assistant", "content": "b"}
         ),
     ],
 )
-def test_wrong_rows_are_named_by_field(row: dict[str, Any], message: str) -> None:
+def test_errors_about_rows_name_the_field(row: dict[str, Any], message: str) -> None:
     form = form_of(row)
     assert form is not None
     with pytest.raises(ValueError, match=message):

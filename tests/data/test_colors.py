@@ -146,7 +146,7 @@ def test_variants_are_drawn_by_seed_and_image(pictures: MakePictures, tmp_path: 
     assert all(view.colors is None for view in plain.views())
 
 
-def test_pixels_change_and_masks_do_not(tmp_path: Path) -> None:
+def test_colours_change_opaque_pixels_but_not_the_mask(tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     rgba = rng.integers(0, 256, (64, 64, 4), dtype=np.uint8)
     rgba[:32, :, 3], rgba[32:, :, 3] = 0, 255

@@ -33,7 +33,7 @@ def load(
     return load_dataset(DatasetOptions(parse_sources(entries), **settings), captions, seed)
 
 
-def test_batches_have_one_size_and_every_image_its_turn(
+def test_batches_have_one_bucket_and_epochs_have_every_image(
     pictures: MakePictures, tmp_path: Path
 ) -> None:
     pictures("a", *MIXED)
@@ -81,14 +81,18 @@ def test_all_used_views_and_captions_are_listed(pictures: MakePictures, tmp_path
     )
 
 
-def test_captions_made_afresh_cannot_be_listed(pictures: MakePictures, tmp_path: Path) -> None:
+def test_captions_without_a_fixed_number_of_variants_cannot_be_listed(
+    pictures: MakePictures, tmp_path: Path
+) -> None:
     pictures("a", (64, 64))
     data = load(tmp_path / "a", captions=CaptionOptions(shuffle=True, variants=0))
     with pytest.raises(ConfigError, match=r"with caption_variants 0, .* cannot be cached"):
         data.possible_captions()
 
 
-def test_images_that_fit_are_untouched(pictures: MakePictures, tmp_path: Path) -> None:
+def test_images_of_the_size_of_a_bucket_keep_their_pixels(
+    pictures: MakePictures, tmp_path: Path
+) -> None:
     (path,) = pictures("a", (64, 64))
     data = load(tmp_path / "a", flip=True)
     plain, mirrored = data.views()
@@ -96,7 +100,7 @@ def test_images_that_fit_are_untouched(pictures: MakePictures, tmp_path: Path) -
     np.testing.assert_array_equal(data.pixels(mirrored), read_pixels(path)[:, ::-1])
 
 
-def test_repeats_and_regularisation(pictures: MakePictures, tmp_path: Path) -> None:
+def test_epochs_follow_repeats_and_regularisation(pictures: MakePictures, tmp_path: Path) -> None:
     pictures("own", *[(64, 64)] * 3)
     pictures("class", *[(64, 64)] * 9)
     pictures("rare", *[(64, 64)] * 4)
@@ -125,7 +129,7 @@ def test_only_regularisation_is_rejected(pictures: MakePictures, tmp_path: Path)
         load({"path": tmp_path / "a", "regularization": True})
 
 
-def test_bad_images_stop_or_are_left_out(pictures: MakePictures, tmp_path: Path) -> None:
+def test_bad_images_are_an_error_or_are_left_out(pictures: MakePictures, tmp_path: Path) -> None:
     pictures("a", (64, 64), (64, 64), (15, 90))
     (tmp_path / "a" / "00.png").write_bytes(b"no image")
     (tmp_path / "a" / "phone.heic").write_bytes(b"of a kind that Pillow does not read")
@@ -145,7 +149,9 @@ def test_bad_images_stop_or_are_left_out(pictures: MakePictures, tmp_path: Path)
     assert f"not read in {tmp_path / 'a'}: 1 .heic" in lines
 
 
-def test_nothing_left_is_an_error(pictures: MakePictures, tmp_path: Path) -> None:
+def test_a_data_set_without_usable_images_is_an_error(
+    pictures: MakePictures, tmp_path: Path
+) -> None:
     pictures("a", (15, 15), (64, 64))
     (tmp_path / "a" / "01.png").write_bytes(b"")
     with pytest.raises(DatasetError) as caught:
@@ -169,7 +175,7 @@ def test_fixed_batches_hold_every_image_once(pictures: MakePictures, tmp_path: P
 
 
 @pytest.mark.parametrize("held_out", [True, False])
-def test_only_what_validation_uses_is_encoded(
+def test_only_views_that_validation_uses_are_encoded(
     pictures: MakePictures, tmp_path: Path, held_out: bool
 ) -> None:
     pictures("a", (96, 64), (64, 96), (64, 64), (96, 96))
@@ -247,7 +253,9 @@ def test_a_folder_whose_masks_are_missing_is_reported(
     load(tmp_path / "a", {"path": tmp_path / "b", "mask": "off"})
 
 
-def test_a_run_does_not_write_where_it_reads(pictures: MakePictures, tmp_path: Path) -> None:
+def test_a_run_does_not_write_into_a_folder_of_its_images(
+    pictures: MakePictures, tmp_path: Path
+) -> None:
     pictures("a", (64, 64))
     listed = tmp_path / "list.yaml"
     for entry, output in (("path: a", "a"), ("{path: a, recursive: true}", "a/new/run")):
@@ -259,7 +267,9 @@ def test_a_run_does_not_write_where_it_reads(pictures: MakePictures, tmp_path: P
     assert len(load_images(config, str(listed), 64)) == 1
 
 
-def test_an_error_about_validation_names_it(pictures: MakePictures, tmp_path: Path) -> None:
+def test_an_error_about_validation_images_names_the_setting(
+    pictures: MakePictures, tmp_path: Path
+) -> None:
     pictures("a", (64, 64))
     config = TrainConfig(dataset=str(tmp_path / "a"), validation_dataset=str(tmp_path / "none"))
     with pytest.raises(DatasetError, match=r"^validation_dataset: there is no folder .*none"):

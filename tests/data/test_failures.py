@@ -118,7 +118,7 @@ def test_an_incomplete_entry_is_not_left_behind(pictures: MakePictures, tmp_path
     expect_whole(tmp_path / "c", data, 0)
 
 
-def test_a_read_only_disk_is_left_alone(
+def test_a_cache_on_a_read_only_disk_is_not_written(
     pictures: MakePictures, tmp_path: Path, small_disk: Path
 ) -> None:
     pictures("small disk", (64, 64))

@@ -82,7 +82,7 @@ def test_batches_hold_what_the_encoder_made(
     assert (len(encoder.calls) == after_filling) == (kind != "off")
 
 
-def test_a_second_run_finds_everything(pictures: MakePictures, tmp_path: Path) -> None:
+def test_a_second_run_encodes_nothing_again(pictures: MakePictures, tmp_path: Path) -> None:
     pictures("a", *SIZES)
     first, encoder = cached(load(tmp_path / "a", flip=True), tmp_path / "c")
     assert str(first.fill()) == "0 found, 8 made"
@@ -109,7 +109,7 @@ def test_a_second_run_finds_everything(pictures: MakePictures, tmp_path: Path) -
         ({}, {"vae": "a", "dtype": "f16"}, 4),
     ],
 )
-def test_other_settings_make_other_entries(
+def test_changed_settings_or_identities_need_new_entries(
     settings: dict[str, Any],
     identity: dict[str, str],
     made: int | None,
@@ -301,7 +301,7 @@ def test_an_encoder_with_the_wrong_number_of_rows_is_reported(
         cache.fill()
 
 
-def test_encoders_leave_no_graph_behind(pictures: MakePictures, tmp_path: Path) -> None:
+def test_cached_features_need_no_gradient(pictures: MakePictures, tmp_path: Path) -> None:
     pictures("a", (64, 64))
     data = load(tmp_path / "a")
     weight = tc.Var(np.ones(3, np.float32))
@@ -339,7 +339,9 @@ def test_a_read_only_data_set_is_cached_elsewhere(
         cache_folder(DISK, options, None)
 
 
-def test_the_cache_is_not_taken_for_images(pictures: MakePictures, tmp_path: Path) -> None:
+def test_the_files_of_the_cache_are_not_read_as_images(
+    pictures: MakePictures, tmp_path: Path
+) -> None:
     pictures("a", (64, 64))
     options = DatasetOptions(
         parse_sources([{"path": tmp_path / "a", "recursive": True}]), resolution=64

@@ -34,7 +34,7 @@ def write(
     return path
 
 
-def test_a_hint_about_folders_inside_is_about_what_is_read(tmp_path: Path) -> None:
+def test_the_error_for_a_folder_without_images_gives_a_fitting_hint(tmp_path: Path) -> None:
     for entry, hint in (
         (Source(tmp_path), KOHYA_HINT),
         (Source(tmp_path, repeats=2), RECURSIVE_HINT),
@@ -57,7 +57,7 @@ def test_images_come_sorted_with_captions_and_sizes(tmp_path: Path) -> None:
     assert found == [("a.JPG", "ein Hund äöü", 4, 3), ("b.png", "a cat", 5, 2)]
 
 
-def test_names_may_be_anything(tmp_path: Path) -> None:
+def test_file_names_may_have_any_characters(tmp_path: Path) -> None:
     names = ["\N{CAT FACE} und 'Söhne'.png", "a.b.c.png", "-rf.png", "#1 100%.png"]
     for name in names:
         write(tmp_path, name, name)
@@ -103,7 +103,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     assert "good.png" not in message
 
 
-def test_a_long_list_of_problems_is_cut(tmp_path: Path) -> None:
+def test_the_error_lists_at_most_ten_problems(tmp_path: Path) -> None:
     for number in range(12):
         (tmp_path / f"{number:02d}.png").write_bytes(b"")
     with pytest.raises(DatasetError, match="12 of 12 images") as caught:
@@ -126,7 +126,7 @@ def test_transparent_pixels_become_white(tmp_path: Path) -> None:
     assert (read_pixels(tmp_path / "p.png") == 255).all()
 
 
-def test_images_are_turned_upright(tmp_path: Path) -> None:
+def test_images_are_rotated_as_exif_says(tmp_path: Path) -> None:
     image = Image.fromarray(np.array([[[255, 0, 0], [0, 255, 0]]], dtype=np.uint8))
     exif = Image.Exif()
     exif[0x0112] = 6  # a viewer has to turn the image by 90 degrees clockwise
@@ -196,7 +196,7 @@ if features.check("avif"):
 
 
 @pytest.mark.parametrize(("suffix", "mode"), [(s, m) for s, modes in MODES.items() for m in modes])
-def test_every_mode_of_every_format(tmp_path: Path, suffix: str, mode: str) -> None:
+def test_every_mode_of_every_format_is_read(tmp_path: Path, suffix: str, mode: str) -> None:
     y, x = np.mgrid[:32, :48]
     ramp = Image.fromarray(np.stack([x * 5, y * 7, 255 - x * 5], -1).astype(np.uint8))
     image = ramp.convert(mode)
@@ -295,7 +295,7 @@ def test_nested_folders_are_read_if_asked_for(tmp_path: Path) -> None:
     assert [picture.caption for picture in check_folder(tmp_path)] == ["top"]
 
 
-def test_digests_tell_contents_apart(tmp_path: Path) -> None:
+def test_digests_differ_only_if_contents_differ(tmp_path: Path) -> None:
     write(tmp_path, "a.png", size=(4, 3))
     write(tmp_path, "b.png", size=(4, 3))
     write(tmp_path, "c.png", size=(4, 4))
@@ -318,7 +318,7 @@ def test_incomplete_files_of_every_format_are_reported(tmp_path: Path, part: flo
 
 
 @pytest.mark.parametrize("suffix", sorted(MODES))
-def test_damaged_files_are_problems_and_nothing_worse(tmp_path: Path, suffix: str) -> None:
+def test_damaged_images_become_problems_instead_of_exceptions(tmp_path: Path, suffix: str) -> None:
     rng = np.random.default_rng(0)
     path = tmp_path / f"a{suffix}"
     Image.fromarray(rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(path)
@@ -347,7 +347,7 @@ def test_messages_about_one_image_are_singular(tmp_path: Path) -> None:
         check_folder(tmp_path)
 
 
-def test_captions_of_a_table_or_of_two_lines_are_answered(tmp_path: Path) -> None:
+def test_captions_in_a_table_or_in_two_lines_are_errors(tmp_path: Path) -> None:
     write(tmp_path, "a.png", None)
     (tmp_path / "metadata.csv").write_text("file_name,text\na.png,x\n")
     with pytest.raises(DatasetError, match=r"metadata\.csv is not read, write metadata\.jsonl or"):

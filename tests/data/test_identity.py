@@ -37,7 +37,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_every_byte_counts_and_the_name_of_one_file_does_not(tmp_path: Path) -> None:
+def test_an_identity_depends_on_every_byte_but_not_on_the_file_name(tmp_path: Path) -> None:
     content = np.random.default_rng(0).bytes(20_000)
     path = tmp_path / "a.safetensors"
     path.write_bytes(content)
@@ -64,7 +64,7 @@ def test_an_identity_is_the_hash_of_the_hashes_of_chunks(tmp_path: Path) -> None
     assert identity.content_digests([tmp_path / "a"]) == [expected.hexdigest()]
 
 
-def test_only_files_that_models_are_read_from_count_in_a_folder(tmp_path: Path) -> None:
+def test_the_identity_of_a_folder_depends_only_on_files_of_models(tmp_path: Path) -> None:
     folder = tmp_path / "a model"
     (folder / "below").mkdir(parents=True)
     found = {file_identity(folder)}

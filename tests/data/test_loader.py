@@ -58,7 +58,7 @@ def test_workers_read_at_the_same_time() -> None:
     assert found == [[0], [1], [2], [3]]
 
 
-def test_errors_of_workers_arrive() -> None:
+def test_errors_of_workers_reach_the_caller() -> None:
     class Broken(list[int]):
         def __getitem__(self, place: Any) -> Any:
             raise OSError(f"item {place}")
@@ -67,7 +67,7 @@ def test_errors_of_workers_arrive() -> None:
         list(DataLoader(Broken([1, 2, 3]), num_workers=2))
 
 
-def test_iterables_and_single_items() -> None:
+def test_iterables_are_batched_and_items_are_given_singly() -> None:
     stream = DataLoader((number for number in range(5)), batch_size=2)
     assert [batch.tolist() for batch in stream] == [[0, 1], [2, 3], [4]]
     assert list(DataLoader(["a", "b"], batch_size=None)) == ["a", "b"]
@@ -102,7 +102,7 @@ def test_random_parts_are_disjoint() -> None:
         random_split(ROWS, [4, 5])
 
 
-def test_orders_come_from_the_generator() -> None:
+def test_orders_are_drawn_from_the_given_generator() -> None:
     state = tc.get_rng_state()
     generator = tc.Generator().manual_seed(1)
     loader = DataLoader(ROWS, 3, shuffle=True, generator=generator)
@@ -133,7 +133,7 @@ def test_a_worker_reads_an_iterable_once_and_ahead(batch_size: int | None) -> No
     assert threads == {"loader_0"}
 
 
-def test_errors_of_iterables_arrive() -> None:
+def test_errors_of_iterables_reach_the_caller() -> None:
     def items() -> Iterator[int]:
         yield 1
         raise OSError("item 1")

@@ -18,7 +18,7 @@ from trainable_candle.errors import ConfigError, DatasetError
 HERE = (Source(Path("pictures")),)
 
 
-def test_a_folder_is_one_source() -> None:
+def test_a_path_to_a_folder_becomes_one_source() -> None:
     assert parse_sources("a folder", "cat") == (Source(Path("a folder"), "cat"),)
 
 
@@ -76,7 +76,9 @@ def test_a_file_without_a_list_is_rejected(tmp_path: Path, text: str) -> None:
         parse_sources(tmp_path / "d.yaml")
 
 
-def test_lists_of_other_tools_and_repeated_folders(tmp_path: Path) -> None:
+def test_entries_with_names_of_other_tools_are_read_and_repeated_folders_rejected(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "d.yaml"
     file.write_text(
         "datasets:\n- {image_dir: a, num_repeats: 2, class_tokens: cup, is_reg: true}\n"
@@ -144,7 +146,7 @@ def test_an_unknown_cache_is_rejected() -> None:
         CacheOptions("ram")
 
 
-def test_folders_named_as_by_kohya_are_sources(
+def test_folders_with_repeats_in_their_names_are_sources(
     tmp_path: Path, pictures: Callable[..., list[Path]]
 ) -> None:
     for name in ("10_sks coffee", "2_a dog", "notes", ".hidden"):
@@ -167,7 +169,7 @@ def test_a_folder_with_images_of_its_own_is_one_source(tmp_path: Path, extra: st
     assert [source.repeats for source in parse_sources(repeated)] == [3]
 
 
-def test_images_beside_folders_with_repeats_are_not_hidden(
+def test_images_beside_folders_with_repeats_are_an_error(
     tmp_path: Path, pictures: Callable[..., list[Path]]
 ) -> None:
     pictures("both", (8, 8))

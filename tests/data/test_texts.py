@@ -51,7 +51,7 @@ def ids(dataset: TextDataset) -> list[list[int]]:
     return [example.ids.tolist() for example in dataset.examples]
 
 
-def test_files_of_all_kinds_hold_the_same(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+def test_files_of_every_kind_give_the_same_tokens(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
     rows = [{"instruction": f"say {n}", "input": "", "output": f"{n}, ü"} for n in range(3)]
     expected = ids(load(lines(tmp_path / "a.jsonl", *rows), tokenizer))
     (tmp_path / "b.json").write_text(json.dumps({"version": "1", "data": rows}))
@@ -79,7 +79,9 @@ def test_parquet_needs_pyarrow(tmp_path: Path, tokenizer: ChatTokenizer) -> None
     assert ids(load(path, tokenizer)) == ids(load(lines(tmp_path / "a.jsonl", *rows), tokenizer))
 
 
-def test_a_folder_has_splits(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+def test_files_of_a_folder_are_training_or_validation_texts(
+    tmp_path: Path, tokenizer: ChatTokenizer
+) -> None:
     lines(tmp_path / "train.jsonl", GOOD, GOOD)
     lines(tmp_path / "valid.jsonl", GOOD)
     lines(tmp_path / "test.jsonl", "not read")
@@ -158,7 +160,7 @@ def test_lines_are_tokenized_in_groups_as_they_would_be_alone(
         assert ids(whole) == [one for dataset in alone for one in ids(dataset)]
 
 
-def test_unknown_forms_are_rejected_and_unread_fields_reported(
+def test_unknown_forms_are_rejected_and_unread_fields_are_reported(
     tmp_path: Path, tokenizer: ChatTokenizer
 ) -> None:
     with pytest.raises(DatasetError, match="has the fields question, reply; expected one of: mess"):
@@ -180,7 +182,7 @@ def test_truncation_is_counted(tmp_path: Path, tokenizer: ChatTokenizer) -> None
     assert (cut.counts.stops, cut.counts.answers) == (2, 3)
 
 
-def test_nothing_to_learn_is_rejected(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+def test_data_without_tokens_to_learn_is_rejected(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
     path = lines(tmp_path / "a.jsonl", GOOD)
     with pytest.raises(DatasetError, match="no token would be learnt: the answers are beyond"):
         load(path, tokenizer, sequence_length=5)
@@ -253,7 +255,7 @@ def test_targets_stay_within_their_example(several: int) -> None:
     assert len(shapes) <= several
 
 
-def test_validation_sees_everything_once() -> None:
+def test_validation_reads_every_token_once() -> None:
     batches = in_order(EXAMPLES, 16, 3)
     seen = Counter(n for batch in batches for n in batch.input_ids.tolist())
     assert seen == Counter(n for e in EXAMPLES for n in e.ids.tolist())
