@@ -203,7 +203,9 @@ def test_accumulated_batches_are_one_large_batch(
     assert moved > 0
 
 
-def test_padding_a_batch_changes_nothing(weights: Path, chats: Path, tmp_path: Path) -> None:
+def test_padding_a_batch_changes_neither_loss_nor_gradients(
+    weights: Path, chats: Path, tmp_path: Path
+) -> None:
     task = families.load("causal-lm", weights, "f32", "cpu")
     task.family.config = config_of(weights, chats, tmp_path / "run", sequence_length=80)
     split = task.read(lambda _: None)
@@ -242,7 +244,7 @@ def test_padding_a_batch_changes_nothing(weights: Path, chats: Path, tmp_path: P
         ({"rope_type": "longrope", "short_factor": [2.0], "long_factor": [2.0]}, True),
     ],
 )
-def test_steps_whose_angles_depend_on_lengths_are_not_recorded(
+def test_steps_whose_rotary_angles_depend_on_lengths_are_not_recorded(
     monkeypatch: pytest.MonkeyPatch, scaling: dict[str, Any] | None, repeats: bool
 ) -> None:
     monkeypatch.setattr(CausalLM, "settings", {"rope_scaling": scaling})
@@ -275,7 +277,7 @@ def test_resuming_on_edited_examples_is_reported(
 
 
 @pytest.mark.parametrize(("base", "near"), [("int8", 0.005), ("fp8", 0.01), ("nf4", 0.05)])
-def test_losses_on_a_quantized_base_are_near_those_on_the_whole_base(
+def test_losses_on_a_quantized_base_are_near_those_on_an_unquantized_one(
     weights: Path, chats: Path, tmp_path: Path, base: str, near: float
 ) -> None:
     def losses(name: str, **settings: Any) -> list[float]:
@@ -342,7 +344,7 @@ def test_another_models_tokenizer_is_rejected(weights: Path, chats: Path, tmp_pa
 
 
 @pytest.mark.parametrize("policy", ["full", "selective"])
-def test_checkpointing_changes_nothing(
+def test_checkpointing_does_not_change_the_trained_parameters(
     weights: Path, chats: Path, tmp_path: Path, policy: str
 ) -> None:
     plain = train(config_of(weights, chats, tmp_path / "a"))

@@ -66,7 +66,7 @@ def _pixels(path: Path) -> np.ndarray:
     return read_pixels(path)
 
 
-def test_samples_follow_the_seed_and_leave_the_generator(digits_base: Path) -> None:
+def test_samples_depend_on_the_seed_and_keep_the_generator_state(digits_base: Path) -> None:
     task = Digits(digits_base, "f32", "cpu").task()
     state = tc.get_rng_state()
     first = task.draw(["4", "four"], SampleOptions(steps=3, seed=1))
@@ -87,7 +87,7 @@ def test_sampling_follows_the_velocity_from_noise(digits_base: Path) -> None:
     assert np.abs(found - to_pixels(tc.tensor(x)).astype(int)).max() <= 1
 
 
-def test_unknown_models_get_the_nearest() -> None:
+def test_the_error_for_an_unknown_model_suggests_the_nearest() -> None:
     with pytest.raises(ConfigError, match="model: `digit` is not known; did you mean `digits`"):
         families.find("digit")
 

@@ -36,7 +36,9 @@ def losses(config: TrainConfig) -> list[float]:
     return [row["loss"] for row in read_json_log(run.output / "train.jsonl") if "loss" in row]
 
 
-def test_losses_are_near_those_over_the_whole_model(config: TrainConfig, tmp_path: Path) -> None:
+def test_losses_are_near_those_over_the_unquantized_model(
+    config: TrainConfig, tmp_path: Path
+) -> None:
     expected = losses(config)
     # Rounding to four bits changes the tiny Chroma by more than 10 %: its tokens have 8 features.
     form = "int8" if config.model == "chroma" else "nf4"
@@ -47,7 +49,7 @@ def test_losses_are_near_those_over_the_whole_model(config: TrainConfig, tmp_pat
 
 
 @pytest.mark.parametrize("form", ["int8", "fp8"])
-def test_products_of_codes_train_as_those_of_values(
+def test_losses_with_products_of_codes_are_near_those_of_values(
     config: TrainConfig, tmp_path: Path, form: str
 ) -> None:
     if config.model == "chroma":
@@ -63,7 +65,7 @@ def test_products_of_codes_train_as_those_of_values(
     assert not tc.get_w8a8()
 
 
-def test_products_of_codes_need_codes(config: TrainConfig) -> None:
+def test_products_of_codes_need_an_8_bit_base(config: TrainConfig) -> None:
     with pytest.raises(tc.ConfigError, match="--base-precision int8 or fp8"):
         losses(config.with_(base_precision="nf4", w8a8=True))
 

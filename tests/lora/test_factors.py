@@ -26,7 +26,7 @@ def falling(rows: int, columns: int) -> np.ndarray:
     return (u[:, :size] / (1 + np.arange(size)) ** 1.5) @ v[:size]
 
 
-def test_a_lower_rank_is_the_nearest_one() -> None:
+def test_truncated_factors_have_the_nearest_product_of_their_rank() -> None:
     factors = Factors(RNG.standard_normal((30, 8)), RNG.standard_normal((8, 20)))
     whole = factors.up @ factors.down
     for rank in (1, 3, 8):
@@ -38,7 +38,7 @@ def test_a_lower_rank_is_the_nearest_one() -> None:
     assert np.linalg.norm(cut.up) == pytest.approx(np.linalg.norm(cut.down), rel=1e-5)
 
 
-def test_a_rank_follows_from_the_share_that_is_kept() -> None:
+def test_the_rank_follows_from_the_kept_share_of_squared_singular_values() -> None:
     down = np.eye(3, 5) * np.array([[3.0], [2.0], [1.0]])
     factors = Factors(np.eye(4, 3), down)
     # The squared singular values are 9, 4 and 1. Ranks 1, 2 and 3 keep 9/14, 13/14 and all of their

@@ -96,7 +96,7 @@ def test_combine_sums_the_changes_of_files(
     assert "--scale is given 3 times and --adapter 2 times" in capsys.readouterr().err
 
 
-def test_diffusers_alphas_are_in_the_header(tmp_path: Path) -> None:
+def test_alphas_in_diffusers_header_scale_the_factors(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     names = ("unet.x.to_q.lora_A.weight", "unet.x.to_q.lora_B.weight")
     down, up = RNG.standard_normal((2, 3)), RNG.standard_normal((4, 2))
@@ -156,7 +156,7 @@ def test_one_layer_under_two_names_cannot_be_combined(
     assert len(combine([files[0], files[0]], [1, 1]).modules) == 2
 
 
-def test_what_cannot_be_combined_is_answered(tmp_path: Path) -> None:
+def test_files_with_different_styles_of_names_cannot_be_combined(tmp_path: Path) -> None:
     for name, ends in (("a", ("lora_down", "lora_up")), ("b", ("lora_A", "lora_B"))):
         tensors = {f"x.{end}.weight": tc.ones(2, 2) for end in ends}
         tc.save_file(tensors, tmp_path / f"{name}.safetensors")

@@ -140,7 +140,7 @@ def test_wrong_arguments_are_reported() -> None:
         start_from_rounding(adapter, base, original)
 
 
-def test_layers_without_an_error_and_ranks_above_a_side_are_exact() -> None:
+def test_a_full_rank_is_exact_and_the_head_is_left_out() -> None:
     """A rank above the smaller side of a weight leaves no error.
 
     The head gets no adapter, even if `target_modules` names it.
@@ -167,7 +167,7 @@ def test_layers_without_an_error_and_ranks_above_a_side_are_exact() -> None:
     assert changed == {name.partition(".lora_")[0] for name in before if "q_proj" in name}
 
 
-def test_a_base_that_lost_nothing_is_rejected() -> None:
+def test_a_base_without_quantization_errors_is_rejected() -> None:
     original = CausalLM.from_pretrained(LLAMA, dtype="f32")
     base = CausalLM.from_pretrained(LLAMA, dtype="f32")
     adapter = base.add_adapter(tc.LoraConfig(r=2))
@@ -175,7 +175,7 @@ def test_a_base_that_lost_nothing_is_rejected() -> None:
         start_from_rounding(adapter, base, original)
 
 
-def test_convolutions_keep_the_values_that_they_have() -> None:
+def test_adapters_of_convolutions_start_as_usual() -> None:
     kind = find("sdxl")
     weights = kind.default_weights()
     assert weights is not None

@@ -36,7 +36,7 @@ def weights(model: SDXLUNet) -> dict[str, np.ndarray]:
     return {name: t.to("f32").numpy() for name, t in model.named_tensors().items()}
 
 
-def test_several_files_add_up(sdxl_base: Path, tmp_path: Path) -> None:
+def test_changes_of_several_files_are_summed(sdxl_base: Path, tmp_path: Path) -> None:
     targets = ["to_q", "ff.net.2"]
     files = [
         (adapter(sdxl_base, tmp_path / "a.safetensors", 1, target_modules=targets), 0.5),
@@ -56,7 +56,7 @@ def test_several_files_add_up(sdxl_base: Path, tmp_path: Path) -> None:
         np.testing.assert_allclose(value, expected[name], atol=2e-5, err_msg=name)
 
 
-def test_only_loras_add_up(sdxl_base: Path, tmp_path: Path) -> None:
+def test_several_adapters_must_all_be_loras(sdxl_base: Path, tmp_path: Path) -> None:
     one = adapter(sdxl_base, tmp_path / "a.safetensors", 1, target_modules=["to_q"])
     dora = adapter(sdxl_base, tmp_path / "b.safetensors", 2, adapter="dora")
     with pytest.raises(ConfigError, match="adapters other than LoRA, and only LoRA can be used"):

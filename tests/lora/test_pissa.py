@@ -61,7 +61,7 @@ def test_wrong_arguments_are_reported() -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about peft
 @pytest.mark.parametrize("rslora", [False, True])
-def test_the_start_and_the_residual_are_those_of_peft(rslora: bool) -> None:
+def test_initial_factors_and_residual_are_those_of_peft(rslora: bool) -> None:
     torch = pytest.importorskip("torch")
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
@@ -183,7 +183,7 @@ def watching(monkeypatch: pytest.MonkeyPatch, model: str) -> Outputs:
     return outputs
 
 
-def test_the_model_starts_as_the_base_and_is_the_base_without_adapter() -> None:
+def test_the_model_equals_the_base_at_the_start_and_without_adapter() -> None:
     base = CausalLM.from_pretrained(BASE, dtype="f32")(tc.tensor(IDS)).numpy()
     kind: Any = find("causal-lm")
     cases: list[dict[str, Any]] = [
@@ -206,7 +206,7 @@ def test_the_model_starts_as_the_base_and_is_the_base_without_adapter() -> None:
         np.testing.assert_array_equal(family.model(tc.tensor(IDS)).numpy(), base)
 
 
-def test_several_processes_subtract_the_start_of_the_first() -> None:
+def test_several_processes_subtract_the_initial_factors_of_the_first() -> None:
     """Before the first step, the trainer copies the first process's parameters to the others."""
     kind: Any = find("causal-lm")
     config = TrainConfig(model="causal-lm", init="pissa", rank=4, alpha=5.0)
@@ -268,7 +268,7 @@ def test_the_best_adapter_is_on_the_original_weights(language: TrainConfig, tmp_
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about peft
-def test_peft_reads_the_file(language: TrainConfig) -> None:
+def test_peft_computes_the_same_logits_from_the_file(language: TrainConfig) -> None:
     torch = pytest.importorskip("torch")
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
@@ -356,7 +356,9 @@ def test_a_run_resumes_bit_for_bit(
     assert losses[0] == losses[1]
 
 
-def test_a_checkpoint_of_another_start_is_rejected(language: TrainConfig) -> None:
+def test_a_checkpoint_with_another_init_or_without_its_start_is_rejected(
+    language: TrainConfig,
+) -> None:
     train(language, StopAfter(2))
     again = language.with_(resume="latest")
     with pytest.raises(ConfigError, match=r"is of a run with --init pissa, .*give --init pissa"):
@@ -394,7 +396,7 @@ def test_convolutions_are_rejected_by_name() -> None:
     check_targets(config.with_(exclude_modules=["conv"]), layers, [".*"])
 
 
-def test_the_estimate_counts_the_start() -> None:
+def test_the_estimate_counts_the_initial_factors() -> None:
     kind: Any = find("causal-lm")
     config = TrainConfig(model="causal-lm", init="pissa", rank=4, precision="f32")
     family = kind(Path(BASE), "f32", "cpu", config)

@@ -155,7 +155,7 @@ def test_a_saved_folder_equals_the_one_that_was_read(family: str, tmp_path: Path
     assert isinstance(tc.models.load(tmp_path), CausalLM)
 
 
-def test_files_of_other_forms(tmp_path: Path) -> None:
+def test_shards_with_unprefixed_names_and_extra_tensors_are_read(tmp_path: Path) -> None:
     ids = case_of("qwen3")["input_ids"]
     expected = model_of("qwen3")(ids).numpy()
     tensors = tc.load_file(GOLDEN / "qwen3" / "model.safetensors")
@@ -340,7 +340,7 @@ def test_peft_reads_adapters_and_computes_the_same(family: str, kind: str, tmp_p
     np.testing.assert_allclose(expected, scores, rtol=1e-4, atol=2e-5)
 
 
-def test_a_part_of_a_model_is_not_saved(tmp_path: Path) -> None:
+def test_a_model_without_its_last_layers_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(tc.ArgumentError, match=r"layers=2, .* be saved; load all layers"):
         model_of("llama", layers=2).save_pretrained(tmp_path / "part")
     assert not (tmp_path / "part").exists()

@@ -45,7 +45,7 @@ def test_fresh_model_is_trainable_and_a_loaded_one_is_not(frozen: DigitsTransfor
     assert not frozen(*inputs()).requires_grad
 
 
-def test_load_finds_the_class(folder: Path) -> None:
+def test_load_takes_the_class_from_the_configuration(folder: Path) -> None:
     model = tc.models.load(folder, dtype="bf16")
     assert type(model) is DigitsTransformer
     assert model.dtype == "bf16"
@@ -79,7 +79,7 @@ def test_training_the_adapter_leaves_the_base_bit_for_bit(frozen: DigitsTransfor
     np.testing.assert_array_equal(frozen(*arguments).numpy(), base)
 
 
-def test_adapter_survives_its_file(frozen: DigitsTransformer, tmp_path: Path) -> None:
+def test_a_saved_adapter_loads_unchanged(frozen: DigitsTransformer, tmp_path: Path) -> None:
     arguments = inputs()
     base = frozen(*arguments).numpy()
     config = tc.LoraConfig(
@@ -138,7 +138,9 @@ def test_full_checkpointing_saves_fewer_bytes(frozen: DigitsTransformer) -> None
     assert kept() < 0.5 * everything
 
 
-def test_wrong_use_is_reported(frozen: DigitsTransformer, folder: Path, tmp_path: Path) -> None:
+def test_wrong_arguments_and_files_are_reported(
+    frozen: DigitsTransformer, folder: Path, tmp_path: Path
+) -> None:
     sample, timestep, labels = inputs()
     with pytest.raises(
         tc.ShapeError, match=r"sample has shape \[3, 8, 8\], expected \(B, 1, 8, 8\)"

@@ -31,7 +31,7 @@ def test_facts_of_a_pipeline_equal_those_of_its_models(single_file: Path, name: 
         )
 
 
-def test_facts_of_one_model_and_of_wrong_models(tmp_path: Path) -> None:
+def test_single_models_are_inspected_and_wrong_ones_are_rejected(tmp_path: Path) -> None:
     unet = tc.inspect(GOLDEN / "unet")
     assert (unet.model, list(unet.parts)) == ("sdxl", ["unet"])
     digits = tmp_path / "digits"

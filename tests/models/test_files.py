@@ -319,7 +319,7 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return snapshot
 
 
-def test_models_by_name_come_from_the_cache(hub_cache: Path) -> None:
+def test_models_given_by_name_are_read_from_the_cache_of_the_hub(hub_cache: Path) -> None:
     assert_same(SDXLUNet.from_pretrained("someone/tiny-sdxl"), from_folder("unet"))
     assert_same(AutoencoderKL.from_pretrained("someone/tiny-sdxl"), from_folder("vae"))
     second = CLIPTextModel.from_pretrained("someone/tiny-sdxl", subfolder="text_encoder_2")

@@ -29,14 +29,18 @@ SD3 = "model.diffusion_model.joint_blocks.0.context_block.attn.qkv.weight"
         ("x", "not an original checkpoint with this model"),
     ],
 )
-def test_checkpoints_without_the_encoder(tmp_path: Path, key: str, message: str) -> None:
+def test_the_error_for_a_checkpoint_without_the_encoder_says_what_it_is(
+    tmp_path: Path, key: str, message: str
+) -> None:
     path = tmp_path / "file.safetensors"
     tc.save_file({key: tc.ones(1)}, path)
     with pytest.raises(tc.WeightsFormatError, match=message):
         CLIPTextModel.from_pretrained(path)
 
 
-def test_a_unet_without_sdxls_sizes(single_file: Path, tmp_path: Path) -> None:
+def test_the_unet_of_another_stable_diffusion_is_rejected(
+    single_file: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "file.safetensors"
     tensors = tc.load_file(single_file)
     tc.save_file({key: t for key, t in tensors.items() if "label_emb" not in key}, path)
@@ -46,7 +50,7 @@ def test_a_unet_without_sdxls_sizes(single_file: Path, tmp_path: Path) -> None:
         SDXLUNet.from_pretrained(path)
 
 
-def test_a_part_by_itself_is_not_taken_for_another(tmp_path: Path) -> None:
+def test_the_file_of_a_unet_is_not_loaded_as_another_model(tmp_path: Path) -> None:
     path = tmp_path / "file.safetensors"
     tc.save_file(weights_of("unet"), path)
     with pytest.raises(

@@ -76,7 +76,7 @@ def test_scores_with_a_cache_equal_those_without(name: str, tmp_path: Path) -> N
     assert cache.tokens(0) == texts[0]
 
 
-def test_long_texts_outgrow_the_buffers(tmp_path: Path) -> None:
+def test_scores_stay_right_when_the_cache_outgrows_its_buffers(tmp_path: Path) -> None:
     model, ids = switched("mistral", tmp_path)
     rng = np.random.default_rng(0)
     text = rng.integers(0, model.vocab_size, 300).tolist()
@@ -158,7 +158,7 @@ def test_stop_tokens_end_their_text_alone() -> None:
     assert [step[0] for step in steps] == free[0][:2] + [None] * 8
 
 
-def test_end_tokens_are_those_of_both_configurations(tmp_path: Path) -> None:
+def test_end_tokens_of_both_configurations_end_a_text(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "llama", tmp_path, dirs_exist_ok=True)
     prompts = [[1, 2, 3]]
     free = model_of("llama").generate(prompts, max_new_tokens=10, stop_token_ids=[])[0]

@@ -102,7 +102,7 @@ def test_adapters_train_over_a_file(tmp_path: Path) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_facts_have_the_bytes_of_a_file(tmp_path: Path) -> None:
+def test_facts_count_the_bytes_of_the_weights_in_a_file(tmp_path: Path) -> None:
     base = folder("qwen3", tmp_path)
     write_model(base, TextAdapter({}), tmp_path / "model.gguf", "q8_0")
     (facts,) = tc.inspect(tmp_path / "model.gguf").parts.values()
@@ -116,7 +116,9 @@ def test_facts_have_the_bytes_of_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "decoded"), [("q8_0", True), ("bf16", False)])
-def test_steps_over_a_file_dequantize_it(kind: str, decoded: bool, tmp_path: Path) -> None:
+def test_estimates_count_the_elements_that_steps_dequantize(
+    kind: str, decoded: bool, tmp_path: Path
+) -> None:
     base = folder("qwen3", tmp_path)
     write_model(base, TextAdapter({}), tmp_path / "model.gguf", kind)
     (facts,) = tc.inspect(tmp_path / "model.gguf").parts.values()
@@ -245,7 +247,7 @@ def test_damaged_files_and_other_types_are_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["q4_k", "q5_k", "q6_k"])
-def test_blocks_of_256_are_read(kind: str, tmp_path: Path) -> None:
+def test_blocks_of_256_elements_are_read(kind: str, tmp_path: Path) -> None:
     """A file whose matrices are random blocks; the scales are small, so values do not overflow."""
     # The number of bytes of a block, and the byte offsets of the f16 scales in the block.
     sizes = {"q4_k": (144, (0, 2)), "q5_k": (176, (0, 2)), "q6_k": (210, (208,))}

@@ -191,7 +191,7 @@ def test_facts_have_the_bytes_of_quantized_weights(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_the_unet_multiplies_the_codes_of_feed_forward_networks_alone(
+def test_with_w8a8_only_feed_forward_networks_of_the_unet_are_quantized(
     format: str, tmp_path: Path
 ) -> None:
     """The others are too small. These networks also keep their codes transposed."""
@@ -223,7 +223,7 @@ def test_the_unet_multiplies_the_codes_of_feed_forward_networks_alone(
         assert is_equal == (key.removesuffix(".weight") not in inside), key
 
 
-def test_a_model_without_such_layers_says_so() -> None:
+def test_models_and_formats_that_cannot_be_quantized_are_errors() -> None:
     with pytest.raises(tc.errors.ArgumentError, match="no layers that may be quantized"):
         AutoencoderKL.from_pretrained(GOLDEN / "sdxl" / "vae", quantize="nf4")
     with pytest.raises(tc.errors.ArgumentError, match="int8, fp8, nf4"):

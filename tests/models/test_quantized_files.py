@@ -211,7 +211,9 @@ def test_facts_name_the_format_that_keeps_all_codes(form: str, tmp_path: Path) -
         ),
     ],
 )
-def test_other_quantizations_are_errors(tmp_path: Path, changes: dict[str, Any], name: str) -> None:
+def test_unsupported_quantizations_are_errors(
+    tmp_path: Path, changes: dict[str, Any], name: str
+) -> None:
     folder_of_bitsandbytes(tmp_path, **changes)
     with pytest.raises(tc.errors.ConfigError, match=f"of {name} are .*load the unquantized weight"):
         FluxTransformer.from_pretrained(tmp_path)

@@ -66,7 +66,7 @@ def assert_equal(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
 
 @pytest.mark.parametrize("policy", ["full", "selective", "none"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_streamed_blocks_compute_what_resident_ones_do(name: str, policy: str) -> None:
+def test_streamed_blocks_compute_the_same_as_resident_blocks(name: str, policy: str) -> None:
     family = FAMILIES[name]
     expected = step(family, load(family, 0), policy, ALL_LINEAR)
     for count in (1, blocks(family) - 1, blocks(family)):
@@ -74,7 +74,7 @@ def test_streamed_blocks_compute_what_resident_ones_do(name: str, policy: str) -
 
 
 @pytest.mark.parametrize("name", ["flux", "sd3"])
-def test_modulation_is_streamed_alone_or_with_blocks(name: str) -> None:
+def test_modulation_can_be_streamed_with_or_without_blocks(name: str) -> None:
     """The modulation layers have adapters: the backward pass needs the layers' weights again."""
     family = FAMILIES[name]
     for policy in ("full", "none"):
@@ -104,7 +104,7 @@ def test_streamed_blocks_may_be_quantized(name: str, quantize: str) -> None:
     ],
     ids=["dora", "loha", "lokr", "oft", "dropout"],
 )
-def test_every_adapter_sits_on_streamed_blocks(kind: dict[str, object]) -> None:
+def test_every_kind_of_adapter_trains_on_streamed_blocks(kind: dict[str, object]) -> None:
     family = FAMILIES["flux"]
     config = ATTENTION | {"target_modules": ["to_q", "ff.net.2"]} | kind
     expected = step(family, load(family, 0), "full", config)
@@ -132,7 +132,7 @@ def test_merging_and_saving_read_the_memory_of_the_host(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found[1][key], value, err_msg=key)
 
 
-def test_a_language_model_streams() -> None:
+def test_a_language_model_computes_the_same_with_streamed_blocks() -> None:
     def losses(stream_blocks: int) -> list[float]:
         tc.manual_seed(1)
         model = CausalLM.from_pretrained(LLAMA, dtype="f32", stream_blocks=stream_blocks)
@@ -176,7 +176,7 @@ def test_the_estimate_counts_two_blocks_of_those_streamed() -> None:
 
 
 @pytest.mark.parametrize("policy", ["full", "selective", "none"])
-def test_a_unet_streams(policy: str) -> None:
+def test_a_unet_computes_the_same_with_streamed_blocks(policy: str) -> None:
     """Checkpointing recomputes nested blocks together, but streamed blocks one by one."""
     case = tc.load_file(GOLDEN / "sdxl" / "unet_forward.safetensors")
     case.pop("output")

@@ -53,7 +53,9 @@ def test_states_equal_those_of_transformers(form: str, device: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("dtype", "within"), [("bf16", 0.03), ("f16", 0.004)])
-def test_half_precision_is_near(form: str, dtype: str, within: float, device: str) -> None:
+def test_states_in_half_precision_are_near_those_in_f32(
+    form: str, dtype: str, within: float, device: str
+) -> None:
     case = case_of(form)
     model = T5Encoder.from_pretrained(GOLDEN / form, dtype=dtype, device=device)
     states = model(case["input_ids"].to(device), case["attention_mask"].to(device))

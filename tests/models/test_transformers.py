@@ -246,7 +246,7 @@ def test_texts_are_read_to_their_length(name: str) -> None:
         ("transformer_blocks.0.img_mlp.gate_up.weight", "Qwen-Image 2.1"),
     ],
 )
-def test_relatives_of_qwen_image_are_rejected(tmp_path: Path, key: str, title: str) -> None:
+def test_variants_of_qwen_image_are_rejected(tmp_path: Path, key: str, title: str) -> None:
     path = tmp_path / "other.safetensors"
     tc.save_file(FAMILIES["qwen-image"].stored | {key: tc.ones((4,))}, path)
     with pytest.raises(tc.ConfigError, match=f"the transformer is {title}.*expected Qwen-Image"):
@@ -258,7 +258,7 @@ def test_relatives_of_qwen_image_are_rejected(tmp_path: Path, key: str, title: s
     [("zero_cond_t", "Edit-2511"), ("use_additional_t_cond", "Layered"),
      ("use_layer3d_rope", "Layered")],
 )  # fmt: skip
-def test_configurations_of_relatives_of_qwen_image_are_rejected(
+def test_configurations_of_variants_of_qwen_image_are_rejected(
     tmp_path: Path, field: str, title: str
 ) -> None:
     path = FAMILIES["qwen-image"].folder / "transformer" / "config.json"
@@ -270,7 +270,7 @@ def test_configurations_of_relatives_of_qwen_image_are_rejected(
     QwenImageTransformer.from_config(tmp_path / "config.json")
 
 
-def test_relatives_of_chroma_are_rejected(tmp_path: Path) -> None:
+def test_variants_of_chroma_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "radiance.safetensors"
     tc.models.save_checkpoint(path, {"transformer": FAMILIES["chroma"].load()})
     weights = {
@@ -311,11 +311,8 @@ def test_positions_beyond_the_axes_are_rejected() -> None:
         family.predict(family.load(), hidden_states=tc.zeros((2, 16, 130, 8)))
 
 
-def test_positions_are_cut_from_the_middle() -> None:
-    """The position embeddings of the tokens are cropped from the middle of a table of 12 x 12.
-
-    More than 12 rows or columns of tokens are an error.
-    """
+def test_images_beyond_the_table_of_positions_are_rejected() -> None:
+    """The model has position embeddings for 12 x 12 tokens. A token is a square of 2 x 2 latents."""
     family = FAMILIES["sd3"]
     model, case = family.load(), family.case
     with pytest.raises(tc.ShapeError, match="13 x 2 tokens, but the model has only 12 x 12"):

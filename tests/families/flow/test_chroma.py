@@ -37,7 +37,7 @@ def test_files_of_chroma_and_of_flux_are_distinguished(
                 classes[other].from_pretrained(file)
 
 
-def test_captions_of_a_batch_do_not_see_each_other(chroma_base: Path) -> None:
+def test_captions_of_a_batch_do_not_affect_each_other(chroma_base: Path) -> None:
     """A prediction for one caption does not depend on the lengths of the batch's other captions."""
     family = families.load("chroma", chroma_base, "f32", "cpu").family
     captions = ["", "a red blur of many words", "a blur"]

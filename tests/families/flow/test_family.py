@@ -111,7 +111,7 @@ def test_captions_that_are_too_long_give_a_note(
     assert found[1] == []
 
 
-def test_a_model_without_a_size_takes_that_of_its_family(name: str, base: Path) -> None:
+def test_a_model_without_a_resolution_takes_that_of_its_family(name: str, base: Path) -> None:
     found = tc.inspect(base)
     assert found.resolution == (1024 if name != "sd3" else found.resolution)
     assert found.resolution
@@ -213,7 +213,7 @@ def test_settings_of_other_models_are_rejected(
         families.load(name, None, None, "cpu")
 
 
-def test_guidance_of_flux_is_one_prediction(
+def test_flux_takes_the_guidance_scale_but_no_negative_prompt(
     flux_base: Path, sdxl_folder: Path, tmp_path: Path
 ) -> None:
     config = TrainConfig(
@@ -240,7 +240,7 @@ def validation_losses(output: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("adapter", "format"), [("lora", None), ("lora", "comfyui"), ("dora", None)]
 )
-def test_training_goes_on_from_an_adapter(
+def test_a_run_can_start_from_the_file_of_an_adapter(
     configure: Callable[..., TrainConfig], tmp_path: Path, adapter: str, format: str | None
 ) -> None:
     """A run that starts from an adapter's file begins with the loss of the run that wrote it."""
@@ -257,7 +257,7 @@ def test_training_goes_on_from_an_adapter(
 
 
 @pytest.mark.parametrize("init", ["pissa", "loftq"])
-def test_a_run_from_other_initial_values_draws_as_its_file(
+def test_runs_from_pissa_or_loftq_draw_the_same_as_their_files(
     name: str, base: Path, configure: Callable[..., TrainConfig], init: str
 ) -> None:
     """PiSSA's file applies to the original base, LoftQ's to the quantized base."""

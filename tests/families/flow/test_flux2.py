@@ -20,7 +20,7 @@ from trainable_candle.tasks.latent import SampleOptions
 from trainable_candle.train import TrainConfig
 
 
-def test_padding_sees_the_words_alone(flux2_base: Path) -> None:
+def test_padding_tokens_attend_to_words_but_not_to_padding(flux2_base: Path) -> None:
     model = CausalLM.from_pretrained(flux2_base / "text_encoder", layers=3)
     words = tc.tensor(np.array([7, 3, 9], np.int64))
     padded = tc.tensor(np.array([7, 3, 9, 4, 5], np.int64))
@@ -88,7 +88,7 @@ def test_distilled_models_are_recognised_by_their_folder_or_a_files_name(
         assert file.usual == ((4, 1.0) if expected else (50, 4.0))
 
 
-def test_original_files_with_parts_of_their_own(flux2_base: Path, tmp_path: Path) -> None:
+def test_original_files_are_read_with_separate_parts(flux2_base: Path, tmp_path: Path) -> None:
     weights, vae = tmp_path / "flux-2-klein-base-4b.safetensors", tmp_path / "ae.safetensors"
     for part, path in (("transformer", weights), ("vae", vae)):
         tc.models.save_checkpoint(path, {part: tc.models.load(flux2_base / part)})

@@ -16,7 +16,7 @@ from trainable_candle.train import TrainConfig
 pytestmark = pytest.mark.gpu
 
 
-def test_padding_sees_the_words_alone(gpu: str, flux2_base: Path) -> None:
+def test_features_of_padding_are_near_those_of_the_cpu(gpu: str, flux2_base: Path) -> None:
     tokens = np.arange(40) % 256
     for words in (1, 23, 40):
         states = [

@@ -93,7 +93,7 @@ def test_a_gguf_file_is_the_transformer(
         np.testing.assert_array_equal(tensor.numpy(), expected[key].numpy(), key)
 
 
-def test_latents_and_velocities_are_those_of_the_pipeline(
+def test_latents_and_images_of_separate_files_equal_those_of_the_pipeline(
     files: tuple[str, Path, Path, TrainConfig],
 ) -> None:
     name, base, weights, config = files

@@ -34,13 +34,13 @@ def test_positions_are_counted_from_the_centre() -> None:
         (4096, [1, 0.87530386, 0.72565663, 0.54273653, 0.31405902, 0.02, 0]),
     ],
 )
-def test_levels_end_at_the_terminal_one(tokens: int, expected: list[float]) -> None:
+def test_noise_levels_end_at_the_terminal_level(tokens: int, expected: list[float]) -> None:
     """The expected noise levels are those of diffusers with the published configuration."""
     np.testing.assert_allclose(QwenImage.schedule.levels(6, tokens), expected, atol=1e-6)
     assert QwenImage.schedule.levels(1, tokens) == [1.0, 0.0]
 
 
-def test_captions_of_a_batch_do_not_see_each_other(qwen_image_base: Path) -> None:
+def test_captions_of_a_batch_do_not_affect_each_other(qwen_image_base: Path) -> None:
     family = families.load("qwen-image", qwen_image_base, "f32", "cpu").family
     sample, times = tc.randn((3, 16, 12, 8)), tc.tensor([200.0, 500.0, 700.0])
     together = family.features(CAPTIONS)
@@ -151,7 +151,7 @@ def test_the_encoder_of_the_published_folder_is_read(qwen_image_base: Path, tmp_
 
 
 @pytest.mark.parametrize("kind", ["QwenImageEditPipeline", "QwenImageLayeredPipeline"])
-def test_folders_of_relatives_are_rejected(
+def test_folders_of_related_models_are_rejected(
     qwen_image_base: Path, tmp_path: Path, kind: str
 ) -> None:
     for part in qwen_image_base.iterdir():

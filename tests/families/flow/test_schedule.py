@@ -16,18 +16,18 @@ from trainable_candle.families.sd3 import SD3
 STORED = tc.load_file(Path(__file__).parents[2] / "golden" / "schedules" / "flow.safetensors")
 
 
-def test_sd3_goes_down_to_the_lowest_trained_level() -> None:
+def test_levels_of_sd3_end_at_the_lowest_trained_level() -> None:
     expected = STORED["sd3_28_sigmas"].numpy()
     np.testing.assert_allclose(SD3.schedule.levels(28, 4096), expected, atol=1e-6)
 
 
-def test_flux_is_shifted_by_the_size() -> None:
+def test_levels_of_flux_are_shifted_by_the_image_size() -> None:
     expected = STORED["flux_28_seq1024_sigmas"].numpy()
     np.testing.assert_allclose(Flux.schedule.levels(28, 1024), expected, atol=1e-6)
     assert Flux.schedule.at(4096) == pytest.approx(3.158, abs=1e-3)
 
 
-def test_flux2_is_shifted_by_the_size_and_the_steps() -> None:
+def test_levels_of_flux2_are_shifted_by_image_size_and_steps() -> None:
     """The logarithms of the shifts are those of diffusers' `compute_empirical_mu`."""
     shifts = [Flux2.schedule.drawing(steps, 4096) for steps in (50, 4)]
     np.testing.assert_allclose(np.log(shifts), [2.02335, 2.29118], atol=1e-5)
@@ -36,7 +36,7 @@ def test_flux2_is_shifted_by_the_size_and_the_steps() -> None:
     assert Flux2.schedule.in_training(4096) == pytest.approx(Flux.schedule.at(4096))
 
 
-def test_training_may_shift_by_the_size() -> None:
+def test_levels_in_training_can_be_shifted_by_the_image_size() -> None:
     """Flux trains with the shift that it samples with at the same number of image tokens.
 
     SD3's shift in training is proportional to the square root of the number of pixels

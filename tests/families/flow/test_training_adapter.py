@@ -42,7 +42,7 @@ def losses(output: Path) -> list[str]:
 
 @pytest.mark.parametrize("adapter", ["lora", "dora", "lokr"])
 @pytest.mark.parametrize("name", ["flux", "chroma", "zimage", "flux2", "qwen-image"])
-def test_a_training_adapter_counts_in_training_alone(
+def test_a_training_adapter_affects_only_training_steps(
     name: str, adapter: str, made: Callable[..., TrainConfig], request: pytest.FixtureRequest
 ) -> None:
     base = request.getfixturevalue(f"{name.replace('-', '_')}_base")
@@ -65,7 +65,7 @@ def test_a_training_adapter_counts_in_training_alone(
     assert any("the training adapter adapter.safetensors" in remark for remark in remarks)
 
 
-def test_a_resumed_run_is_over_the_training_adapter_too(
+def test_a_resumed_run_keeps_the_training_adapter(
     zimage_base: Path, made: Callable[..., TrainConfig]
 ) -> None:
     over = train_adapter(made("zimage", zimage_base, "over")).adapter_path
@@ -81,7 +81,7 @@ def test_a_resumed_run_is_over_the_training_adapter_too(
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_the_product_is_added_and_taken_out_exactly(
+def test_a_training_adapter_can_be_switched_off_and_removed_exactly(
     flux2_base: Path, tmp_path: Path, dtype: str, kind: str
 ) -> None:
     folder = flux2_base / "transformer"
@@ -146,7 +146,7 @@ def test_files_that_are_no_training_adapter_are_rejected(
             train_adapter(made("zimage", zimage_base, "out", training_adapter=str(path)))
 
 
-def test_a_training_adapter_silences_the_warning(tmp_path: Path) -> None:
+def test_a_training_adapter_replaces_the_warning_about_distilled_models(tmp_path: Path) -> None:
     for name, given, expected in (
         ("turbo", None, ["undoes its distillation to a few steps; train the base"]),
         ("turbo", "a", []),

@@ -110,7 +110,7 @@ def test_a_model_is_shown_by_the_name_of_its_file_folder_or_repository(tmp_path:
 
 
 @pytest.mark.parametrize(("name", "rate", "norm"), [("sd3", 1e-4, 0.1), ("qwen-image", 5e-5, None)])
-def test_runs_have_the_settings_that_suit_the_model(
+def test_a_run_has_the_learning_rate_and_clipping_of_its_family(
     name: str,
     rate: float,
     norm: float | None,
@@ -129,7 +129,7 @@ def test_runs_have_the_settings_that_suit_the_model(
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "flux"])
-def test_too_small_a_range_of_numbers_gives_a_note(name: str, tmp_path: Path) -> None:
+def test_a_note_says_where_f16_has_too_small_a_range(name: str, tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text('{"is_distilled": false}')
     warns = {
         dtype: bool(families.find(name)(tmp_path, dtype, "cpu", TrainConfig()).notes())  # type: ignore[attr-defined]
@@ -138,7 +138,7 @@ def test_too_small_a_range_of_numbers_gives_a_note(name: str, tmp_path: Path) ->
     assert warns == {"f16": name in {"zimage", "qwen-image"}, "bf16": False}
 
 
-def test_paths_of_parts_are_those_of_their_flags(
+def test_errors_about_separate_parts_say_what_is_wrong(
     flux_base: Path, sd3_base: Path, flux2_base: Path
 ) -> None:
     encoder = str(flux_base / "text_encoder")

@@ -42,7 +42,7 @@ def test_features_end_with_the_caption(zimage_base: Path) -> None:
     )
 
 
-def test_captions_of_a_batch_do_not_see_each_other(zimage_base: Path) -> None:
+def test_captions_of_a_batch_do_not_affect_each_other(zimage_base: Path) -> None:
     family = families.load("zimage", zimage_base, "f32", "cpu").family
     sample, times = tc.randn((2, 16, 12, 8)), tc.tensor([200.0, 700.0])
     whole = family.predict(sample, times, family.features(CAPTIONS))

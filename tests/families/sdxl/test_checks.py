@@ -73,7 +73,7 @@ def test_a_min_snr_gamma_of_zero_is_rejected() -> None:
         TrainConfig(min_snr_gamma=0.0)
 
 
-def test_what_other_tools_ignore_is_reported(check: Check) -> None:
+def test_notes_say_what_other_tools_ignore_of_the_adapter(check: Check) -> None:
     assert check() == []
     assert (
         "diffusers ignores DoRA's magnitude; for diffusers, give --format"
@@ -121,7 +121,7 @@ EVERY = ("unet", "text_encoder", "text_encoder_2")
     ],
     ids=str,
 )
-def test_an_initial_adapter_that_fits(
+def test_an_initial_adapter_that_fits_is_accepted(
     check: Check, save: Save, saved: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     path = save(**saved)
@@ -151,7 +151,7 @@ def test_an_initial_adapter_that_fits(
     ],
     ids=str,
 )
-def test_an_initial_adapter_that_does_not_fit(
+def test_an_initial_adapter_that_does_not_fit_is_rejected(
     check: Check, save: Save, saved: dict[str, Any], settings: dict[str, Any], message: str
 ) -> None:
     given = {"rank": 4, "alpha": 2.0, "target_modules": TARGETS, **settings}
@@ -188,7 +188,7 @@ def test_settings_without_effect_on_the_images_are_rejected(
         SDXL(sdxl_base, "f32", "cpu", config).task().read(lambda _: None)
 
 
-def test_transparency_is_a_mask(sdxl_base: Path, tmp_path: Path) -> None:
+def test_transparent_images_are_accepted_as_masks(sdxl_base: Path, tmp_path: Path) -> None:
     Image.new("RGBA", (64, 64), (1, 2, 3, 128)).save(tmp_path / "a.png")
     config = TrainConfig(
         model="sdxl", dataset=str(tmp_path), resolution=64, mask="alpha", caption="x"

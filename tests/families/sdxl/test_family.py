@@ -65,7 +65,7 @@ def test_the_loss_is_that_of_epsilon_prediction(
     assert loss == pytest.approx(np.mean((found - noise) ** 2), rel=1e-3)
 
 
-def test_encoders_are_dropped_when_nothing_needs_them(
+def test_encoders_are_freed_when_no_setting_needs_them(
     sdxl_base: Path, configure: Callable[..., TrainConfig]
 ) -> None:
     def kept(**settings: Any) -> set[str]:
@@ -79,7 +79,7 @@ def test_encoders_are_dropped_when_nothing_needs_them(
     assert kept(train_text_encoder=True) == set()
 
 
-def test_validation_is_the_same_every_time_and_leaves_the_generator(
+def test_validation_repeats_its_loss_and_keeps_the_generator_state(
     sdxl_base: Path, configure: Callable[..., TrainConfig]
 ) -> None:
     _, split = prepare(sdxl_base, configure(validation_split=0.25))
@@ -154,7 +154,7 @@ def test_guidance_of_one_uses_the_prompt_alone(sdxl_base: Path) -> None:
     assert np.abs(found[0].astype(float) - expected).max() <= 1
 
 
-def test_encoders_are_not_loaded_for_what_is_cached(
+def test_encoders_are_not_loaded_if_the_cache_is_complete(
     sdxl_base: Path, configure: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = configure(cache="disk", batch_size=2)
@@ -207,7 +207,9 @@ def test_files_that_are_no_sdxl_model_are_rejected(
     ],
     ids=str,
 )
-def test_other_files_are_recognised(tmp_path: Path, names: list[str], message: str) -> None:
+def test_errors_say_what_a_file_of_another_kind_is(
+    tmp_path: Path, names: list[str], message: str
+) -> None:
     path = tmp_path / "a.safetensors"
     tc.save_file({name: tc.ones(1) for name in names}, path)
     with pytest.raises(
@@ -268,7 +270,7 @@ def test_a_non_finite_image_is_an_error(sdxl_base: Path) -> None:
         task.draw(["x"], SampleOptions(steps=1, size=(32, 32)))
 
 
-def test_the_original_checkpoint_says_what_it_predicts(
+def test_the_prediction_type_is_read_from_an_original_checkpoint(
     tmp_path: Path, read_metadata: Callable[[Path], dict[str, str]]
 ) -> None:
     base = SDXL.default_weights()

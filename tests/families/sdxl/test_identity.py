@@ -22,7 +22,9 @@ def text_identity(weights: Path) -> Mapping[str, str]:
     return SDXL(weights, None, "cpu").text_identity()
 
 
-def test_every_file_that_entries_depend_on_counts(sdxl_base: Path, tmp_path: Path) -> None:
+def test_an_identity_depends_on_every_byte_that_encoders_are_read_from(
+    sdxl_base: Path, tmp_path: Path
+) -> None:
     base = tmp_path / "base"
     shutil.copytree(sdxl_base, base)
     paths = sorted(path for path in base.rglob("*") if path.is_file())
@@ -39,7 +41,9 @@ def test_every_file_that_entries_depend_on_counts(sdxl_base: Path, tmp_path: Pat
         assert (latents_identity(base), text_identity(base)) == before
 
 
-def test_a_tokenizer_that_is_missing_is_the_shipped_one(sdxl_base: Path, tmp_path: Path) -> None:
+def test_without_a_tokenizer_the_identity_has_the_shipped_one(
+    sdxl_base: Path, tmp_path: Path
+) -> None:
     shutil.copytree(sdxl_base, tmp_path / "base")
     before = text_identity(tmp_path / "base")
     shutil.rmtree(tmp_path / "base" / "tokenizer_2")
@@ -48,7 +52,7 @@ def test_a_tokenizer_that_is_missing_is_the_shipped_one(sdxl_base: Path, tmp_pat
 
 
 @pytest.mark.parametrize("identity", [latents_identity, text_identity])
-def test_configurations_beside_a_single_file_count(
+def test_an_identity_depends_on_configurations_beside_a_single_file(
     sdxl_file: Path, tmp_path: Path, identity: Callable[[Path], Mapping[str, str]]
 ) -> None:
     shutil.copytree(sdxl_file.parent, tmp_path / "base")
