@@ -312,7 +312,7 @@ def test_positions_beyond_the_axes_are_rejected() -> None:
 
 
 def test_images_beyond_the_table_of_positions_are_rejected() -> None:
-    """The model has position embeddings for 12 x 12 tokens. A token is a square of 2 x 2 latents."""
+    """The table has positions for 12 x 12 tokens; a token is a square of 2 x 2 latents."""
     family = FAMILIES["sd3"]
     model, case = family.load(), family.case
     with pytest.raises(tc.ShapeError, match="13 x 2 tokens, but the model has only 12 x 12"):
