@@ -44,7 +44,7 @@ def test_elementwise_functions_equal_those_of_numpy(
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [("f32", 23), ("f64", 52)])
-def test_rounding_near_the_last_halves(dtype: str, bits: int) -> None:
+def test_rounding_is_exact_up_to_the_largest_halves(dtype: str, bits: int) -> None:
     kind = {"f32": np.float32, "f64": np.float64}[dtype]
     # From 2^(bits - 1) to 2^bits, neighbouring numbers differ by 1/2. Above, all are integers.
     halves = 2.0 ** (bits - 1) + np.array([0.5, 1.0, 1.5])
@@ -130,7 +130,7 @@ def test_gradients_are_those_of_finite_differences(function: Callable[..., tc.Te
     tc.gradcheck(function, [t(X)])
 
 
-def test_functions_of_layers_equal_those_of_torch() -> None:
+def test_functional_equals_that_of_torch() -> None:
     torch = pytest.importorskip("torch")
     f = torch.nn.functional
     image, kernel = RNG.standard_normal((2, 3, 7, 6)), RNG.standard_normal((4, 3, 3))

@@ -59,7 +59,7 @@ def test_properties_of_a_tensor_have_types() -> None:
     np.testing.assert_array_equal(array, x.tolist())
 
 
-def test_shapes_and_dtypes_change() -> None:
+def test_methods_that_change_shape_or_dtype_have_types() -> None:
     x = tc.randn(3, 4)
     shapes = [
         x.view(4, 3), x.reshape(-1), x.permute(1, 0), x.transpose(0, 1), x.flatten(), x.T,
@@ -73,7 +73,7 @@ def test_shapes_and_dtypes_change() -> None:
     assert [x.to("f16").dtype, x.to(tc.bfloat16).dtype, x.half().dtype] == ["f16", "bf16", "f16"]
 
 
-def test_a_step_of_training(tmp_path: Path) -> None:
+def test_a_training_step_has_types(tmp_path: Path) -> None:
     net = Net().to("cpu").train()
     optimizer = tc.optim.AdamW([{"params": net.parameters(), "lr": 1e-3}], betas=(0.9, 0.95))
     scheduler = tc.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
@@ -100,7 +100,7 @@ def evaluate(net: Net, x: tc.Tensor) -> float:
     return loss
 
 
-def test_adapters_and_averages() -> None:
+def test_adapters_and_averages_have_types() -> None:
     net = Net()
     ema = tc.optim.VariableEMA(net.parameters(), decay=0.9)
     ema.update()

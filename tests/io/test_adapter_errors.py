@@ -17,7 +17,7 @@ def encoder() -> tc.models.CLIPTextModel:
     return tc.models.CLIPTextModel.from_pretrained(SDXL / "text_encoder", dtype="f32")
 
 
-def test_a_model_has_one_adapter(unet: tc.models.SDXLUNet, tmp_path: Path) -> None:
+def test_a_second_adapter_on_a_model_is_rejected(unet: tc.models.SDXLUNet, tmp_path: Path) -> None:
     base = {name: tensor.numpy() for name, tensor in unet.named_tensors().items()}
     adapter = unet.add_adapter(tc.LoraConfig(r=2, target_modules=["to_q"]))
     for var in adapter.parameters():
@@ -35,7 +35,7 @@ def test_a_model_has_one_adapter(unet: tc.models.SDXLUNet, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_numbers_that_are_not_finite(
+def test_non_finite_values_in_a_file_are_reported(
     unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path, number: float
 ) -> None:
     path = tmp_path / "adapter.safetensors"
@@ -52,14 +52,14 @@ def test_numbers_that_are_not_finite(
     assert sum(fault is not None and "non-finite" in fault for fault in faults) == 1
 
 
-def test_a_file_without_tensors(unet: tc.models.SDXLUNet, tmp_path: Path) -> None:
+def test_a_file_without_tensors_is_rejected(unet: tc.models.SDXLUNet, tmp_path: Path) -> None:
     path = tmp_path / "adapter.safetensors"
     tc.save_file({}, path)
     with pytest.raises(tc.WeightsFormatError, match="it has no tensors"):
         unet.load_adapter(path)
 
 
-def test_a_part_that_is_not_in_the_file(
+def test_a_file_without_the_adapter_of_the_part_is_rejected(
     unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path
 ) -> None:
     for format in ("kohya", "comfyui", "diffusers"):
@@ -93,7 +93,7 @@ def test_a_part_that_is_not_in_the_file(
     ],
 )
 @pytest.mark.parametrize("format", ["kohya", "peft"])
-def test_an_adapter_of_another_size_or_kind(
+def test_a_file_of_another_rank_alpha_or_kind_is_rejected(
     unet: tc.models.SDXLUNet,
     tmp_path: Path,
     there: dict[str, object],

@@ -163,7 +163,7 @@ NAMES = {
 
 @pytest.mark.parametrize("alpha", [None, 1.5])
 @pytest.mark.parametrize("style", NAMES)
-def test_files_of_other_tools(
+def test_files_of_other_tools_are_read_with_their_scale(
     unet: tc.models.SDXLUNet, tmp_path: Path, style: str, alpha: float | None
 ) -> None:
     module, down_name, up_name = NAMES[style]
@@ -182,7 +182,9 @@ def test_files_of_other_tools(
     np.testing.assert_allclose(merged(unet)[f"{LAYER}.weight"], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_alphas_of_a_configuration_in_the_header(unet: tc.models.SDXLUNet, tmp_path: Path) -> None:
+def test_alphas_are_read_from_the_configuration_in_the_header(
+    unet: tc.models.SDXLUNet, tmp_path: Path
+) -> None:
     weight = unet.named_tensors()[f"{LAYER}.weight"].numpy()
     down, up = tc.randn((2, weight.shape[1])), tc.randn((weight.shape[0], 2))
     tensors = {f"unet.{LAYER}.lora_A.weight": down, f"unet.{LAYER}.lora_B.weight": up}

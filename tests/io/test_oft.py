@@ -164,7 +164,9 @@ def test_adapters_start_as_the_identity_and_learn(unet: tc.models.SDXLUNet) -> N
     assert {name.rpartition(".")[2] for name in adapter.named_parameters()} == {"oft_blocks"}
 
 
-def test_what_a_format_cannot_hold_is_refused(unet: tc.models.SDXLUNet, tmp_path: Path) -> None:
+def test_files_and_formats_that_do_not_fit_are_rejected(
+    unet: tc.models.SDXLUNet, tmp_path: Path
+) -> None:
     path = tmp_path / "a.safetensors"
     inputs = OUTPUTS | {"oft_side": "input", "target_modules": ["to_q"]}
     adapter = unet.add_adapter(tc.LoraConfig(**inputs))
@@ -200,7 +202,7 @@ def test_what_a_format_cannot_hold_is_refused(unet: tc.models.SDXLUNet, tmp_path
         ({"oft_R.weight": (3, 7)}, r"expected \(k, n \(n - 1\) / 2\) with k"),
     ],
 )
-def test_other_forms_are_errors(
+def test_unsupported_forms_of_oft_are_errors(
     unet: tc.models.SDXLUNet, tmp_path: Path, tensors: dict[str, tuple[int, ...]], message: str
 ) -> None:
     values = {f"{KEY}.{name}": tc.ones(shape) for name, shape in tensors.items()}
@@ -209,7 +211,7 @@ def test_other_forms_are_errors(
         unet.load_adapter(tmp_path / "a.safetensors")
 
 
-def test_verify_says_who_reads_which_side(
+def test_verify_says_how_each_tool_reads_oft(
     unet: tc.models.SDXLUNet, attach: Attach, sdxl: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "a.safetensors"

@@ -104,7 +104,7 @@ def test_folders_load_with_a_configuration_in_a_file_or_in_the_header(
         unet.remove_adapter()
 
 
-def test_a_dot_in_a_name_makes_no_file_of_a_folder(
+def test_a_folder_in_peft_format_may_have_a_dot_in_its_name(
     unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path
 ) -> None:
     adapter = attach(unet, "lora")

@@ -10,7 +10,7 @@ import pytest
 import trainable_candle as tc
 
 
-def test_round_trip(tmp_path):
+def test_saved_tensors_load_unchanged(tmp_path):
     tensors = {
         f"{dtype}.{name}": tc.tensor(values, dtype=dtype)
         for dtype in ("f32", "f64", "f16", "bf16", "u8", "u32", "i64")
@@ -38,7 +38,7 @@ def test_round_trip(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["file.safetensors"]
 
 
-def test_missing_file(tmp_path):
+def test_a_missing_file_is_an_error(tmp_path):
     path = tmp_path / "none.safetensors"
     with pytest.raises(FileNotFoundError) as caught:
         tc.load_file(path)
@@ -48,7 +48,7 @@ def test_missing_file(tmp_path):
     assert str(caught.value) == f"{path}: there is no such file or folder"
 
 
-def test_paths_of_any_kind(tmp_path):
+def test_paths_can_be_path_str_or_bytes(tmp_path):
     path = tmp_path / "t.safetensors"
     for kind in (path, str(path), os.fsencode(path)):
         tc.save_file({"t": tc.arange(3)}, kind)
@@ -58,7 +58,7 @@ def test_paths_of_any_kind(tmp_path):
         tc.load_file(3)
 
 
-def test_saving_into_a_missing_folder(tmp_path):
+def test_saving_into_a_missing_folder_is_an_error(tmp_path):
     with pytest.raises(tc.FileError):
         tc.save_file({}, tmp_path / "none" / "file.safetensors")
     assert issubclass(tc.FileError, OSError)
@@ -67,7 +67,7 @@ def test_saving_into_a_missing_folder(tmp_path):
 @pytest.mark.parametrize(
     "content", [b"", b"short", b"\xff" * 100, b"\x05\0\0\0\0\0\0\0hello", b"\x80\x04pickle"]
 )
-def test_wrong_files(tmp_path, content):
+def test_files_of_another_kind_are_rejected(tmp_path, content):
     path = tmp_path / "wrong.safetensors"
     path.write_bytes(content)
     with pytest.raises(tc.WeightsFormatError, match=r"wrong.safetensors: "):
@@ -84,7 +84,7 @@ def test_wrong_files(tmp_path, content):
         ([2**33, 2**33], [0, 8], 8, "header is damaged"),
     ],
 )
-def test_layouts_that_do_not_fit(tmp_path, shape, offsets, data, message):
+def test_offsets_that_do_not_fit_the_data_are_rejected(tmp_path, shape, offsets, data, message):
     header = json.dumps({"x": {"dtype": "F32", "shape": shape, "data_offsets": offsets}}).encode()
     path = tmp_path / "damaged.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(data))
@@ -95,7 +95,7 @@ def test_layouts_that_do_not_fit(tmp_path, shape, offsets, data, message):
 # A safetensors file begins with its header's length in little-endian order. These lengths begin
 # with the bytes of a pickle of protocol 2 to 5: 0x80 and the protocol's number.
 @pytest.mark.parametrize("length", [0x10280, 0x10380, 0x20480, 0x10580])
-def test_lengths_of_headers_that_begin_like_a_pickle(tmp_path, length):
+def test_a_header_length_with_the_bytes_of_a_pickle_is_accepted(tmp_path, length):
     path = tmp_path / "file.safetensors"
     tc.save_file({"x": tc.arange(3)}, path, metadata={"text": ""})
     padding = length - int.from_bytes(path.read_bytes()[:8], "little")
@@ -113,7 +113,7 @@ def test_pickles_are_recognised_and_rejected(tmp_path, start):
 
 
 @pytest.mark.parametrize("content", [bytes(20), bytes(8) + b"{}", b"\x01" + bytes(7) + b"{"])
-def test_files_without_a_header(tmp_path, content):
+def test_files_without_a_header_are_rejected(tmp_path, content):
     path = tmp_path / "file.safetensors"
     path.write_bytes(content)
     with pytest.raises(tc.WeightsFormatError, match=r"not a safetensors file|header is damaged"):

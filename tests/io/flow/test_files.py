@@ -202,7 +202,7 @@ def test_names_of_other_tools_are_read(tmp_path: Path, name: str, tool: str) -> 
     np.testing.assert_allclose(merged(model)[layer], expected, atol=1e-6)
 
 
-def test_verify_says_who_reads_musubis_files_of_z_image(tmp_path: Path) -> None:
+def test_verify_says_which_tools_read_musubis_files_of_z_image(tmp_path: Path) -> None:
     """diffusers reads all layers of these files.
 
     ComfyUI reads only the layers that have the same name in diffusers and in the original model.

@@ -84,7 +84,7 @@ def assert_same(found: np.ndarray, expected: np.ndarray, base: np.ndarray) -> No
 
 
 @pytest.mark.parametrize("kind", ["attention", "lora", "rslora", "patterns", "dora"])
-def test_diffusers_computes_the_same_of_the_default_form(
+def test_diffusers_computes_the_same_from_the_default_format(
     family: Family, attach: Callable[..., tc.AdapterSet], tmp_path: Path, kind: str
 ) -> None:
     model = family.load()
@@ -152,7 +152,7 @@ STYLES = ("default", "alpha", "OneTrainer", "peft", "bare", "comfyui", "kohya", 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("style", STYLES)
-def test_verify_is_right_about_diffusers(
+def test_verify_says_what_diffusers_really_applies(
     family: Family, attach: Callable[..., tc.AdapterSet], tmp_path: Path, style: str, kind: str
 ) -> None:
     path = tmp_path / "adapter.safetensors"
