@@ -44,7 +44,7 @@ def test_attention_equals_its_formula() -> None:
     np.testing.assert_allclose(each.numpy(), weights, rtol=1e-9)
 
 
-def test_causal_positions_do_not_see_later_ones() -> None:
+def test_with_a_causal_mask_results_do_not_depend_on_later_positions() -> None:
     module = made()
     x = RNG.standard_normal((S, E))
     changed = x.copy()
@@ -97,7 +97,7 @@ def test_shapes_that_torch_rejects_are_rejected(
 
 
 @pytest.mark.parametrize("name", ["attn_mask", "key_padding_mask"])
-def test_masks_of_whole_numbers_are_rejected(name: str) -> None:
+def test_integer_masks_are_rejected(name: str) -> None:
     x = tc.ones(1, S, E, dtype="f64")
     mask = tc.zeros((S, S) if name == "attn_mask" else (1, S), dtype="i64")
     with pytest.raises(tc.DTypeError, match=rf"{name} has dtype i64, expected u8.*to\(.u8.\)"):

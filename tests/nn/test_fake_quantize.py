@@ -62,7 +62,7 @@ def test_nf4_has_the_codes_of_the_format_and_scales_in_f32() -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_rounded_values_stay_on_their_grid(format: str) -> None:
+def test_rounded_values_are_representable_in_the_format(format: str) -> None:
     once = F.fake_quantize(tc.tensor(matrix(6, 64)), format)
     if format == "int4":
         # The largest element of a block is 7.5 steps, but the largest code is 7: a second rounding

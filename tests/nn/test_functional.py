@@ -375,6 +375,6 @@ def test_activations():
         (lambda x: F.embedding(tc.tensor([0.5]), x), tc.DTypeError, "embedding"),
     ],
 )
-def test_errors(call, error, text):
+def test_wrong_arguments_are_errors(call, error, text):
     with pytest.raises(error, match=text):
         call(tc.ones(2, 4))

@@ -30,7 +30,9 @@ IN, OUT = 64 * 9, 128 * 9
         (init.trunc_normal_, math.sqrt(0.7737), 2.0),
     ],
 )
-def test_moments(fill: Callable[[tc.Var], tc.Var], std: float, bound: float | None) -> None:
+def test_random_initial_values_have_their_moments(
+    fill: Callable[[tc.Var], tc.Var], std: float, bound: float | None
+) -> None:
     v = tc.Var(tc.zeros(SHAPE))
     tc.manual_seed(0)
     assert fill(v) is v
@@ -41,7 +43,7 @@ def test_moments(fill: Callable[[tc.Var], tc.Var], std: float, bound: float | No
         assert np.abs(values).max() <= bound
 
 
-def test_structures() -> None:
+def test_orthogonal_identity_and_constant_values_are_as_defined() -> None:
     v = tc.Var(tc.zeros(4, 6, dtype="f64"))
     q = init.orthogonal_(v, 2.0).numpy()
     np.testing.assert_allclose(q @ q.T, 4 * np.eye(4), atol=1e-6)

@@ -27,7 +27,7 @@ def test_parameters_have_the_names_and_shapes_of_torch(layer: str) -> None:
     assert {name: var.shape for name, var in module.named_parameters().items()} == shapes
 
 
-def test_layers_equal_the_functions() -> None:
+def test_layers_equal_their_functional_forms() -> None:
     tc.manual_seed(0)
     image, tokens = tc.randn(2, 4, 5, 6), tc.randn(2, 3, 4)
     conv = nn.Conv2d(4, 6, 3, stride=2, padding=1, dilation=(1, 2), groups=2)
@@ -65,7 +65,7 @@ def test_initial_values_are_those_of_torch() -> None:
     assert abs(table.std() - 1) < 0.05
 
 
-def test_dropout_is_for_training() -> None:
+def test_dropout_has_an_effect_only_in_training() -> None:
     x = tc.ones(1000)
     dropout = nn.Dropout(0.25)
     kept = (dropout(x).numpy() > 0).mean()
@@ -98,7 +98,7 @@ def test_a_network_learns() -> None:
     assert losses[-1] < 0.1 * losses[0]
 
 
-def test_a_container_is_a_list_of_modules() -> None:
+def test_containers_can_be_used_like_lists_of_modules() -> None:
     items = nn.ModuleList([nn.ReLU()]).append(nn.Linear.init(2, 2))
     assert (len(items), type(items[1])) == (2, nn.Linear)
     assert list(items.named_parameters()) == ["1.weight", "1.bias"]
@@ -114,7 +114,7 @@ def test_a_container_is_a_list_of_modules() -> None:
         items[0] = 3
 
 
-def test_repr_names_what_is_inside() -> None:
+def test_repr_lists_the_modules_inside() -> None:
     net = Net()
     net.body[0] = nn.Embedding(3, 2)
     expected = """

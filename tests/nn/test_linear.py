@@ -15,7 +15,7 @@ def arrays(seed, *shapes):
     return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
 
 
-def test_numbers_make_a_trainable_layer_as_in_torch() -> None:
+def test_a_layer_made_from_two_sizes_is_trainable_as_in_torch() -> None:
     tc.manual_seed(3)
     layer = nn.Linear(4, 2)
     tc.manual_seed(3)
@@ -36,7 +36,7 @@ def test_linear():
     assert_close(nn.Linear(tc.tensor(w))(tc.tensor(x)), x @ w.T, atol=1e-5)
 
 
-def test_frozen_and_trainable():
+def test_a_frozen_layer_saves_nothing_and_a_trainable_one_gets_gradients():
     x, w = arrays(1, (3, 5), (4, 5))
     frozen = nn.Linear(tc.tensor(w))
     assert frozen.parameters() == []
@@ -49,7 +49,7 @@ def test_frozen_and_trainable():
     assert_close(layer.weight.grad, np.broadcast_to(x.sum(0), (4, 5)), atol=1e-5)
 
 
-def test_init():
+def test_initial_values_have_the_bound_of_torch_and_follow_the_seed():
     tc.manual_seed(0)
     layer = nn.Linear.init(64, 128)
     assert layer.weight.shape == (128, 64)
@@ -63,7 +63,7 @@ def test_init():
     np.testing.assert_array_equal(nn.Linear.init(64, 128).weight.numpy(), weight)
 
 
-def test_linear_errors():
+def test_wrong_arguments_of_linear_are_errors():
     with pytest.raises(
         tc.ShapeError,
         match=r"Linear: the weight has shape \(3,\), expected \(out_features, in_features\)",
@@ -132,7 +132,7 @@ def test_a_variable_as_base_is_frozen():
     assert lora.parameters() == [lora.lora_down, lora.lora_up]
 
 
-def test_dropout_only_while_training():
+def test_dropout_has_an_effect_only_in_training():
     tc.manual_seed(0)
     lora = nn.LoRALinear(tc.zeros(3, 50), 2, 2.0, dropout=0.5)
     lora.lora_up.set(tc.ones(3, 2))
@@ -157,7 +157,7 @@ def test_dora():
     assert_close(dora.merge(), merged, atol=1e-5)
 
 
-def test_states_of_adapters():
+def test_a_dora_layer_loads_the_state_of_another():
     (w,) = arrays(5, (4, 5))
     first, second = nn.DoRALinear(tc.tensor(w), 2, 4.0), nn.DoRALinear(tc.zeros(4, 5) + 1, 2, 4.0)
     first.lora_up.set(tc.ones(4, 2))
@@ -199,7 +199,7 @@ def test_states_of_adapters():
         ),
     ],
 )
-def test_adapter_errors(kind, arguments, options, error, text):
+def test_wrong_arguments_of_adapters_are_errors(kind, arguments, options, error, text):
     with pytest.raises(error, match=text):
         kind(*arguments, **options)
 

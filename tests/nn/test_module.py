@@ -42,7 +42,7 @@ NAMES = [
 ]
 
 
-def test_names():
+def test_tensors_parameters_and_modules_have_names():
     net = Net()
     assert list(net.named_tensors()) == NAMES
     assert list(net.named_parameters()) == [name for name in NAMES if "scale" not in name]
@@ -75,7 +75,7 @@ def test_shared_parameters_come_once():
     assert len(net.parameters()) == 6
 
 
-def test_modes():
+def test_train_and_eval_set_the_mode_of_all_modules():
     net = Net()
     assert net.training
     assert net.eval() is net
@@ -93,7 +93,7 @@ def test_a_state_is_a_snapshot():
     assert state["gain"].item() == before
 
 
-def test_load():
+def test_a_loaded_state_gives_the_same_results():
     first, second = Net(), Net()
     first.blocks[0].scale = tc.full((4,), 3.0)
     gain = second.gain
@@ -107,7 +107,7 @@ def test_load():
     assert Net().load_state_dict(arrays).missing == []
 
 
-def test_load_errors_change_nothing():
+def test_a_rejected_state_changes_nothing():
     net = Net()
     before = net.state_dict()
     state = {name: tc.ones(*t.shape) for name, t in before.items()}
@@ -149,7 +149,7 @@ def test_load_changes_nothing_if_a_frozen_tensor_is_in_a_tuple() -> None:
     assert [float(net.gain), float(net.pair[0]), net.pair[1].tolist()] == [9, 9, [1, 1]]
 
 
-def test_no_forward():
+def test_calling_a_module_without_forward_is_an_error():
     with pytest.raises(NotImplementedError, match="Module has no forward"):
         nn.Module()(1)
 

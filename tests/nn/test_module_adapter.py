@@ -41,7 +41,7 @@ def disturb(adapter: tc.peft.ModuleAdapter) -> None:
         var.set(var.detach() + tc.randn(*var.shape) * 0.3)
 
 
-def test_an_adapter_starts_as_the_identity_and_is_all_that_is_trained(net: Net) -> None:
+def test_an_adapter_starts_without_effect_and_only_its_parameters_are_trained(net: Net) -> None:
     x = tc.tensor(X)
     before = net(x).detach().numpy()
     names = set(net.named_tensors())
@@ -104,7 +104,7 @@ def test_ranks_and_alphas_follow_patterns(net: Net) -> None:
     assert "conv" not in layers
 
 
-def test_a_folder_is_read_back(
+def test_a_saved_folder_loads_unchanged(
     net: Net, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tc.get_peft_model(net, tc.LoraConfig(r=2, target_modules=EVERY))
@@ -178,7 +178,7 @@ def test_every_target_selects_a_layer() -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_a_copy_computes_the_same_and_is_trained_apart(
+def test_a_copy_computes_the_same_and_is_trained_independently(
     kind: str, copied: Callable[[Any], Any]
 ) -> None:
     tc.manual_seed(0)
@@ -284,7 +284,7 @@ def test_a_configuration_is_copied() -> None:
         type("Mine", (tc.LoraConfig,), {})
 
 
-def test_arguments_of_peft_that_mean_the_same_are_taken() -> None:
+def test_the_defaults_of_peft_s_arguments_are_accepted() -> None:
     # The arguments of peft 0.18's LoraConfig, with the defaults that peft has.
     config = tc.LoraConfig(
         task_type="CAUSAL_LM", peft_type="LORA", auto_mapping=None, base_model_name_or_path=None,
@@ -311,14 +311,16 @@ def test_arguments_of_peft_that_mean_the_same_are_taken() -> None:
         ("inference_mode", True, "made to be trained"),
     ],
 )
-def test_other_arguments_of_peft_are_answered(name: str, value: Any, advice: str) -> None:
+def test_unsupported_arguments_of_peft_are_rejected_with_advice(
+    name: str, value: Any, advice: str
+) -> None:
     with pytest.raises(ConfigError, match=f"{name}=.* of peft has no counterpart: .*{advice}"):
         tc.LoraConfig(target_modules=["q"], **{name: value})
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         tc.LoraConfig(rnak=3)
 
 
-def test_a_model_of_the_library_has_a_method_instead() -> None:
+def test_get_peft_model_rejects_a_model_of_the_library() -> None:
     model = tc.models.CausalLM.from_pretrained(BUILT_IN)
     with pytest.raises(TypeError, match=r"module is CausalLM.* model\.add_adapter\(config\)"):
         tc.get_peft_model(model, tc.LoraConfig())  # type: ignore[arg-type]

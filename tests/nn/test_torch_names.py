@@ -167,7 +167,7 @@ def test_errors_of_missing_names_suggest_others(find: Callable[[], object], advi
         find()
 
 
-def test_like_functions() -> None:
+def test_functions_for_equal_shapes_or_dtypes_follow_their_argument() -> None:
     x = tc.ones(2, 3, dtype="f64")
     for made in (tc.rand_like(x), tc.randn_like(x), tc.full_like(x, 3.0), x.new_zeros(2, 3)):
         assert (made.shape, str(made.dtype)) == (x.shape, "f64")

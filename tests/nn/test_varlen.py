@@ -35,7 +35,7 @@ def visible(length: int, window: int | None) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize(("rows", "heads", "key_heads", "width", "bounds", "window"), CASES)
 @pytest.mark.parametrize("ids", ["i64", "u32"])
-def test_values(
+def test_attention_equals_numpy_in_each_segment(
     rows: int,
     heads: int,
     key_heads: int,
