@@ -55,7 +55,7 @@ def trained(
 
 
 @pytest.mark.parametrize("case", MUON)
-def test_muon_follows_torch(case: str, golden: dict[str, tc.Tensor]) -> None:
+def test_muon_equals_that_of_torch(case: str, golden: dict[str, tc.Tensor]) -> None:
     variables = {i: tc.Var(golden[f"p{i}"]) for i in (0, 1, 3)}
     trained(optim.Muon(variables.values(), **MUON[case]), variables, golden)
     for i, variable in variables.items():
@@ -90,7 +90,7 @@ def test_a_vector_takes_a_step_of_adamw(golden: dict[str, tc.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("case", SCHEDULE_FREE)
-def test_schedule_free_follows_its_authors(case: str, golden: dict[str, tc.Tensor]) -> None:
+def test_schedule_free_equals_that_of_its_authors(case: str, golden: dict[str, tc.Tensor]) -> None:
     variables = {i: tc.Var(golden[f"p{i}"]) for i in range(4)}
     optimizer = optim.AdamWScheduleFree(variables.values(), **SCHEDULE_FREE[case])
     assert optimizer.averages
@@ -137,7 +137,7 @@ def test_a_step_on_averages_is_an_error(golden: dict[str, tc.Tensor]) -> None:
     optimizer.load_state_dict(states)
 
 
-def test_other_optimizers_average_nothing(golden: dict[str, tc.Tensor]) -> None:
+def test_eval_does_not_change_variables_of_other_optimizers(golden: dict[str, tc.Tensor]) -> None:
     x = tc.Var(golden["p2"])
     optimizer = optim.AdamW([x], lr=0.01)
     trained(optimizer, {2: x}, golden)

@@ -8,7 +8,7 @@ from trainable_candle.optim import VariableEMA
 
 
 @pytest.mark.parametrize("warmup", [False, True])
-def test_averages_are_the_recursion(warmup: bool) -> None:
+def test_averages_equal_the_recursive_definition(warmup: bool) -> None:
     values = np.random.default_rng(0).standard_normal((6, 3)).astype(np.float32)
     v = tc.Var(tc.tensor(values[0]))
     ema = VariableEMA([v], decay=0.5, warmup=warmup)
@@ -26,7 +26,7 @@ def test_averages_are_the_recursion(warmup: bool) -> None:
     assert v.tolist() == values[-1].tolist()
 
 
-def test_the_average_of_an_adapter_names_the_one_for_other_variables() -> None:
+def test_the_error_of_ema_names_the_class_for_other_variables() -> None:
     v = tc.Var(tc.zeros(3))
     with pytest.raises(
         TypeError, match=r"found a list, expected the adapter .* optim\.VariableEMA"

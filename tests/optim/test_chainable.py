@@ -85,7 +85,7 @@ def test_plateaus_equal_those_of_torch() -> None:
                 assert one.get_last_lr()[0] == pytest.approx(t.param_groups[0]["lr"])
 
 
-def test_learning_rates_are_the_formulas() -> None:
+def test_learning_rates_equal_the_formulas() -> None:
     cosine = rates(ours.CosineAnnealingLR(optimizer(), 8), 20)
     for epoch, (lr, _) in enumerate(cosine):
         expected = LR[0] * (1 + math.cos(math.pi * epoch / 8)) / 2
@@ -97,7 +97,7 @@ def test_learning_rates_are_the_formulas() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_state_continues(case: str) -> None:
+def test_a_scheduler_continues_from_a_loaded_state(case: str) -> None:
     o = optimizer()
     scheduler = CASES[case](ours, o)
     rates(scheduler, 6)
@@ -148,7 +148,7 @@ class After:
 
 @pytest.mark.parametrize("case", [c for c in CASES if c not in {"chained", "sequential"}])
 @pytest.mark.filterwarnings("ignore")
-def test_a_last_epoch_continues(case: str) -> None:
+def test_a_scheduler_continues_from_last_epoch(case: str) -> None:
     o = optimizer()
     first = CASES[case](ours, o)
     rates(first, 10)
@@ -172,7 +172,7 @@ def test_a_last_epoch_continues(case: str) -> None:
         assert one == pytest.approx(other, rel=1e-9, abs=1e-15)
 
 
-def test_one_cycle_counts_epochs() -> None:
+def test_one_cycle_accepts_epochs_and_steps_per_epoch() -> None:
     expected = rates(ours.OneCycleLR(optimizer(), 0.3, 40))
     assert rates(ours.OneCycleLR(optimizer(), 0.3, epochs=4, steps_per_epoch=10)) == expected
     with pytest.raises(ArgumentError, match="expected total_steps, or epochs and steps_per_epoch"):
@@ -193,6 +193,6 @@ def test_one_cycle_counts_epochs() -> None:
         lambda o: ours.CosineAnnealingWarmRestarts(o, 3, 1, "x"),
     ],
 )
-def test_factors_are_numbers(make: Callable[[Any], object]) -> None:
+def test_factors_that_are_no_numbers_are_errors(make: Callable[[Any], object]) -> None:
     with pytest.raises(TypeError, match=r"(LR|Restarts): \w+ is 'x', expected a number"):
         make(optimizer())

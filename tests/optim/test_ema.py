@@ -49,7 +49,7 @@ def test_averages_replace_the_parameters_within_a_context(
         np.testing.assert_allclose(found, average, rtol=1e-5, atol=1e-6)
 
 
-def test_an_error_inside_puts_the_parameters_back(adapter: tc.AdapterSet) -> None:
+def test_an_error_within_the_context_restores_the_parameters(adapter: tc.AdapterSet) -> None:
     ema = tc.optim.EMA(adapter)
     train(adapter)
     trained = values(adapter)
@@ -59,7 +59,7 @@ def test_an_error_inside_puts_the_parameters_back(adapter: tc.AdapterSet) -> Non
         np.testing.assert_array_equal(found, value)
 
 
-def test_state_survives_a_file_bit_for_bit(adapter: tc.AdapterSet, tmp_path: Path) -> None:
+def test_a_saved_state_loads_bit_for_bit(adapter: tc.AdapterSet, tmp_path: Path) -> None:
     ema = tc.optim.EMA(adapter)
     for _ in range(3):
         train(adapter)

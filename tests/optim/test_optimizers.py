@@ -30,7 +30,7 @@ def quadratic(x, target):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_descent(kind):
+def test_every_optimizer_finds_the_minimum(kind):
     rng = np.random.default_rng(0)
     target = tc.tensor(rng.uniform(-1, 1, 5000).astype(np.float32))
     x = tc.Var(tc.zeros(5000))
@@ -119,7 +119,7 @@ def test_defaults_equal_those_of_torch():
     assert x.item() == pytest.approx(0.99)
 
 
-def test_variables_without_a_gradient_stay():
+def test_variables_without_a_gradient_do_not_change():
     x, y = tc.Var([1.0]), tc.Var([1.0])
     opt = optim.SGD([x, y], lr=1.0)
     x.grad = tc.ones(1)
@@ -130,7 +130,7 @@ def test_variables_without_a_gradient_stay():
     assert x.grad is None
 
 
-def test_groups():
+def test_each_group_has_its_own_learning_rate():
     x, y = tc.Var([1.0]), tc.Var([1.0])
     opt = optim.SGD([{"params": [x]}, {"params": [y], "lr": 0.5}], lr=0.25)
     x.grad = y.grad = tc.ones(1)
@@ -151,7 +151,7 @@ def test_groups():
     assert opt.group_lrs == [3, 3]
 
 
-def test_parameters_may_come_from_anywhere():
+def test_parameters_may_be_a_list_an_iterator_a_dict_or_a_tuple():
     layer = tc.nn.Linear.init(3, 2)
     for params in (
         layer.parameters(),
@@ -164,7 +164,7 @@ def test_parameters_may_come_from_anywhere():
 
 @pytest.mark.parametrize("kind", EVERY)
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_a_state_continues_where_it_was(kind, dtype):
+def test_an_optimizer_continues_from_a_loaded_state(kind, dtype):
     rng = np.random.default_rng(3)
     start = tc.tensor(rng.standard_normal(5000), dtype=dtype)
     gradients = [tc.tensor(rng.standard_normal(5000), dtype=dtype) for _ in range(6)]
@@ -253,7 +253,7 @@ def test_8bit_states_are_small():
         (lambda x: optim.Adafactor([x], d=0.5), tc.ArgumentError, "Adafactor: found d 0.5"),
     ],
 )
-def test_errors(call, error, text):
+def test_wrong_arguments_are_errors(call, error, text):
     with pytest.raises(error, match=text):
         call(tc.Var([1.0]))
 
@@ -277,7 +277,7 @@ def test_clipping():
         optim.clip_grad_norm_([x], 1, 3)
 
 
-def test_a_norm_can_forbid_a_step():
+def test_a_non_finite_norm_skips_the_step():
     x = tc.Var([1.0])
     opt = optim.Adam([x], lr=0.1)
     for gradient, steps in ((1.0, 1), (float("nan"), 1), (float("inf"), 1), (1.0, 2)):
@@ -339,7 +339,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_schedules(name):
+def test_schedules_give_their_learning_rates(name):
     options, factor = SCHEDULES[name]
     opt = optim.SGD([{"params": [tc.Var([1.0])]}, {"params": [tc.Var([1.0])], "lr": 2.0}], lr=1.0)
     scheduler = getattr(optim.lr_scheduler, name)(opt, total_steps=100, warmup_steps=10, **options)
@@ -355,7 +355,7 @@ def test_schedules(name):
     assert scheduler.base_lrs == [1, 2]
 
 
-def test_schedule_errors():
+def test_wrong_arguments_of_schedules_are_errors():
     opt = optim.SGD([tc.Var([1.0])], lr=0.1)
     with pytest.raises(tc.ArgumentError, match="lr_scheduler: found lr_end 1"):
         optim.lr_scheduler.polynomial(opt, total_steps=10, lr_end=1.0)
@@ -368,6 +368,6 @@ def test_schedule_errors():
     assert opt.lr == 0.1
 
 
-def test_a_module_in_place_of_its_variables_is_explained() -> None:
+def test_the_error_for_a_module_says_to_pass_its_parameters() -> None:
     with pytest.raises(TypeError, match=r"AdamW: params is a Linear, .*pass its parameters\(\)"):
         tc.optim.AdamW(tc.nn.Linear(2, 2))

@@ -57,7 +57,7 @@ def reference(
 @pytest.mark.parametrize(
     "options", [{}, {"weight_decay": 0.1, "d_coef": 2.0, "d0": 1e-3}], ids=["default", "options"]
 )
-def test_a_quadratic_follows_the_definition(options: dict[str, float]) -> None:
+def test_steps_on_a_quadratic_equal_the_definition(options: dict[str, float]) -> None:
     rng = np.random.default_rng(0)
     params = [rng.standard_normal(shape) for shape in ((5, 3), (7,))]
     variables = [tc.Var(p) for p in params]
@@ -101,7 +101,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_groups_follow_prodigyopt(case: str) -> None:
+def test_steps_of_two_groups_equal_prodigyopt(case: str) -> None:
     golden = tc.load_file(GOLDEN)
     variables = [tc.Var(golden[f"p{i}"].to("f64")) for i in range(2)]
     groups = [{"params": variables[:1]}, {"params": variables[1:], "weight_decay": 0.0}]
@@ -118,7 +118,7 @@ def test_two_groups_follow_prodigyopt(case: str) -> None:
         np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_groups_with_a_learning_rate_of_zero_stay() -> None:
+def test_groups_with_a_learning_rate_of_zero_do_not_change() -> None:
     x, y = tc.Var([1.0]), tc.Var([1.0])
     optimizer = Prodigy([{"params": [x]}, {"params": [y], "lr": 0.0}], d0=0.1)
     for _ in range(3):

@@ -22,7 +22,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "optim"
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_a_class_shows_its_hyper_parameters_and_takes_them(
+def test_each_class_documents_and_accepts_its_hyper_parameters(
     kind: Callable[..., optim.Optimizer],
 ) -> None:
     signature = inspect.signature(kind)
@@ -53,7 +53,7 @@ def test_wrong_arguments_are_reported(kind: Callable[..., optim.Optimizer]) -> N
         kind([x], lr=-1)
 
 
-def test_a_kind_that_is_unknown_is_an_error() -> None:
+def test_an_unknown_kind_is_an_error() -> None:
     with pytest.raises(tc.ArgumentError, match='"Ada", expected one of AdamW8bit, '):
         optim.Optimizer("Ada", [tc.Var([1.0])], {})
 
@@ -83,7 +83,7 @@ def test_stubs_and_table_name_every_optimizer() -> None:
         ),
     ],
 )
-def test_came_follows_its_authors(case: str, options: dict[str, Any]) -> None:
+def test_came_equals_that_of_its_authors(case: str, options: dict[str, Any]) -> None:
     golden = tc.load_file(GOLDEN / "came.safetensors")
     variables = [tc.Var(golden[f"p{i}"]) for i in range(3)]
     optimizer = optim.CAME(variables, **options)

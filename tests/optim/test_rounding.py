@@ -111,7 +111,7 @@ def test_steps_are_those_of_the_formula(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(tc.optim.KINDS))
-def test_an_optimizer_rounds_or_says_which_one_does(kind: str) -> None:
+def test_an_optimizer_rounds_or_its_error_names_optimizers_that_do(kind: str) -> None:
     make: Any = tc.optim.KINDS[kind]
     var = tc.Var(bf16(np.ones(3)))
     if make.__name__ in ROUNDING:
@@ -171,7 +171,7 @@ def test_settings_that_need_f32_are_reported(settings: dict[str, Any], expected:
         TrainConfig(stochastic_rounding=True, **settings)
 
 
-def test_a_module_in_python_has_adapters_in_f32_alone() -> None:
+def test_adapters_of_a_module_in_python_must_be_f32() -> None:
     module = tc.nn.Sequential(tc.nn.Linear(4, 4))
     with pytest.raises(ConfigError, match="dtype bf16 is for models"):
         tc.get_peft_model(module, tc.LoraConfig(r=2, target_modules=["0"], dtype="bf16"))
