@@ -8,7 +8,7 @@ import pytest
 import trainable_candle as tc
 
 
-def test_what_the_extension_holds_is_not_copied() -> None:
+def test_objects_of_the_extension_cannot_be_copied_or_pickled() -> None:
     model = tc.models.DigitsTransformer()
     adapter = model.add_adapter(tc.LoraConfig(r=1, target_modules="all-linear"))
     cases = [

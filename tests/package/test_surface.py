@@ -50,7 +50,7 @@ def test_every_method_is_documented():
                 assert inspect.getdoc(member), f"{cls.__name__}.{name} has no docstring"
 
 
-def test_every_function_of_the_extension_has_a_home():
+def test_every_function_of_the_extension_is_public_or_listed_here():
     homes = [
         importlib.import_module(name)
         for name in [*MODULES, "trainable_candle.models", "trainable_candle.train"]
@@ -101,7 +101,7 @@ def test_every_function_of_the_extension_has_a_home():
             assert id(value) in public, f"_core.{name} is not exported"
 
 
-def test_exceptions():
+def test_every_error_is_also_a_builtin_exception():
     builtin = {
         "ShapeError": ValueError,
         "DTypeError": TypeError,
@@ -128,7 +128,7 @@ def test_exceptions():
         assert issubclass(getattr(tc, name), tc.Error)
 
 
-def test_info():
+def test_info_describes_the_build():
     info = tc.info()
     assert info["version"] == tc.__version__
     assert info["backend"] == "cpu"
@@ -137,7 +137,7 @@ def test_info():
     assert info["threads"] == tc.get_num_threads()
 
 
-def test_cuda_without_cuda():
+def test_in_a_build_without_cuda_functions_of_cuda_raise():
     assert not tc.cuda.is_available()
     assert tc.cuda.device_count() == 0
     for call in (
@@ -153,7 +153,7 @@ def test_cuda_without_cuda():
             call()
 
 
-def test_threads():
+def test_results_do_not_depend_on_the_number_of_threads():
     before = tc.get_num_threads()
     x = tc.randn(300, 300)
     results = []
@@ -178,7 +178,7 @@ def test_matmul_precision():
         tc.set_float32_matmul_precision("medium")
 
 
-def test_memory():
+def test_saved_bytes_count_what_the_tape_holds():
     before = tc.memory.saved_bytes()
     y = tc.Var(tc.ones(1000)).exp()
     assert tc.memory.saved_bytes() == before + 4000
@@ -195,7 +195,7 @@ def test_unknown_attributes():
     assert "Tensor" in dir(tc)
 
 
-def test_import_is_light():
+def test_importing_the_package_loads_no_large_library():
     code = "import sys, trainable_candle; print(*sys.modules)"
     modules = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -257,7 +257,7 @@ def test_errors_of_missing_names_of_cuda_suggest_others(name, advice):
         getattr(tc.cuda, name)
 
 
-def test_gpus_have_numbers():
+def test_a_gpu_can_be_given_by_its_number():
     if tc.cuda.is_available():
         assert tc.cuda.get_device_name(0) == tc.cuda.get_device_name("cuda:0")
         return

@@ -45,7 +45,7 @@ def test_grid_rejects_impossible_numbers(options: dict[str, int]) -> None:
         image_grid(np.zeros((1, 2, 2), dtype=np.uint8), **options)
 
 
-def test_images_survive_the_file(tmp_path: Path) -> None:
+def test_saved_images_are_read_unchanged(tmp_path: Path) -> None:
     image = Image.fromarray(np.arange(12, dtype=np.uint8).reshape(3, 4))
     save_png(image, tmp_path / "a.png")
     with Image.open(tmp_path / "a.png") as read:

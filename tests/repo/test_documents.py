@@ -16,7 +16,7 @@ def document(request: pytest.FixtureRequest) -> Path:
     return request.param
 
 
-def test_links_lead_somewhere(document: Path) -> None:
+def test_the_targets_of_links_exist(document: Path) -> None:
     links = re.findall(r"\]\((?!https?://|#)([^)#\s]+)[^)]*\)", document.read_text())
     assert [link for link in links if not (document.parent / link).exists()] == []
 

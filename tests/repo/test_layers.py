@@ -20,7 +20,7 @@ ABOVE = {
 
 
 @pytest.mark.parametrize("package", ABOVE)
-def test_nothing_is_imported_from_above(package: str) -> None:
+def test_no_package_imports_a_package_above_it(package: str) -> None:
     for path in (PACKAGE / package).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = []

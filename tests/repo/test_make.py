@@ -71,7 +71,7 @@ def test_without_a_gpu_the_demo_is_built_for_the_cpu(tmp_path: Path) -> None:
     assert "cuda" not in planned
 
 
-def test_a_demo_on_a_gpu_does_not_take_the_cpu_wheel_for_its_own(tmp_path: Path) -> None:
+def test_installing_the_cpu_wheel_removes_the_marks_of_other_wheels(tmp_path: Path) -> None:
     planned = run(tmp_path, "580.1, 8.6", "make", "--dry-run", "--always-make", "wheel")
     assert planned.endswith("rm -f .venv/.setup-*\ntouch .venv/.setup-cpu")
 

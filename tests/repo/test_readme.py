@@ -55,7 +55,7 @@ def exists(name: str) -> bool:
     return True
 
 
-def test_lora_finds_the_other_layer() -> None:
+def test_the_example_of_lora_learns_the_other_layer() -> None:
     tc.manual_seed(0)
     names = run(blocks("README.md")[0])
     assert names["loss"].item() < 1e-3

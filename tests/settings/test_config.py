@@ -19,7 +19,7 @@ def from_text(tmp_path: Path, text: str) -> TrainConfig:
     return TrainConfig.from_yaml(path)
 
 
-def test_every_field_has_facts() -> None:
+def test_every_field_has_help_and_a_group() -> None:
     assert list(settings()) == [item.name for item in fields(TrainConfig)]
     assert all(setting.help for _, setting in settings().values())
     assert {group_of(name) for name in settings()} == set(GROUPS)
@@ -40,7 +40,7 @@ def test_names_of_other_tools_are_read(tmp_path: Path) -> None:
         from_text(tmp_path, "learning_rate: 1e-3\nlr: 1e-4")
 
 
-def test_a_name_like_no_other_gets_the_list(tmp_path: Path) -> None:
+def test_the_error_for_a_name_like_no_other_lists_all_names(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected one of model, weights"):
         from_text(tmp_path, "zzzzzz: 1")
 
@@ -86,21 +86,21 @@ def test_wrong_values_say_what_was_found_and_expected(
     assert str(caught.value).startswith(str(tmp_path))
 
 
-def test_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:
+def test_numbers_with_an_exponent_but_no_dot_are_read(tmp_path: Path) -> None:
     # PyYAML follows YAML 1.1, which reads 1e-4 as a string, because it has no dot.
     config = from_text(tmp_path, "learning_rate: 1e-4\nalpha: 16\nmax_grad_norm: 1")
     assert config.learning_rate == 1e-4
     assert (config.alpha, type(config.alpha)) == (16.0, float)
 
 
-def test_lists_come_as_lists_or_with_commas(tmp_path: Path) -> None:
+def test_lists_are_read_from_yaml_lists_or_from_text_with_commas(tmp_path: Path) -> None:
     expected = ["to_q", "to_out.0"]
     assert from_text(tmp_path, "target_modules: [to_q, to_out.0]").target_modules == expected
     assert from_text(tmp_path, "target_modules: to_q, to_out.0").target_modules == expected
 
 
 @pytest.mark.parametrize("text", ["", "# nothing but a comment\n"])
-def test_an_empty_file_is_the_defaults(tmp_path: Path, text: str) -> None:
+def test_an_empty_file_gives_the_defaults(tmp_path: Path, text: str) -> None:
     assert from_text(tmp_path, text) == TrainConfig()
 
 
@@ -113,7 +113,7 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path, text: str) -> None:
         ("!!python/object:os.system {}", "is not valid YAML"),
     ],
 )
-def test_a_file_of_something_else_is_rejected(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_without_settings_is_rejected(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_text(tmp_path, text)
 
@@ -189,21 +189,21 @@ def test_missing_settings_are_reported_with_their_flags() -> None:
 
 
 @pytest.mark.parametrize("text", ["rank: 4\nsteps: 3\nrank: 8\n", "a: {b: 1, b: 2}\n"])
-def test_a_name_given_twice_is_rejected(tmp_path: Path, text: str) -> None:
+def test_a_key_given_twice_is_rejected(tmp_path: Path, text: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match="is given twice"):
         TrainConfig.from_yaml(path)
 
 
-def test_a_name_may_override_what_is_merged_in(tmp_path: Path) -> None:
+def test_a_key_may_override_a_merged_mapping(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("<<: {rank: 4, steps: 3}\nrank: 8\n")
     config = TrainConfig.from_yaml(path)
     assert (config.rank, config.steps) == (8, 3)
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numbers_of_numpy_are_accepted() -> None:
     config = TrainConfig(
         rank=np.int64(4),  # type: ignore[arg-type]
         learning_rate=np.float32(0.5),  # type: ignore[arg-type]
@@ -221,7 +221,7 @@ def test_whole_numbers_beyond_the_machines_are_rejected(value: int) -> None:
             TrainConfig(**{name: value})
 
 
-def test_a_name_in_capitals_is_recognised() -> None:
+def test_choices_in_capitals_are_recognised() -> None:
     assert TrainConfig(optimizer="AdamW").optimizer == "adamw"
     assert TrainConfig(precision="FP16", adapter_precision="float").precision == "f16"
 
@@ -232,7 +232,7 @@ def test_a_path_may_be_bytes(tmp_path: Path) -> None:
     assert TrainConfig.from_yaml(bytes(path)).rank == 4
 
 
-def test_wrong_calls_are_explained() -> None:
+def test_wrong_arguments_are_errors() -> None:
     with pytest.raises(TypeError, match="from_mapping: values is list, expected a mapping"):
         TrainConfig.from_mapping([1])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="unknown setting `stpes`; did you mean `steps`"):
@@ -241,7 +241,7 @@ def test_wrong_calls_are_explained() -> None:
         train_adapter({"model": "digits"})  # type: ignore[arg-type]
 
 
-def test_devices_and_dtypes_are_names() -> None:
+def test_devices_and_dtypes_may_be_objects() -> None:
     config = TrainConfig(
         device=tc.device("cpu"),
         precision=tc.bfloat16,  # type: ignore[arg-type]
@@ -255,7 +255,7 @@ def test_defaults_are_not_shared() -> None:
     assert TrainConfig().target_modules == []
 
 
-def test_copies_are_checked_too() -> None:
+def test_changed_copies_are_checked() -> None:
     config = TrainConfig(steps=10)
     assert asdict(config.with_(steps=20)) == {**asdict(config), "steps": 20}
     with pytest.raises(ConfigError, match="steps is 0"):

@@ -20,7 +20,7 @@ def test_the_page_is_made_from_the_settings() -> None:
     assert found == module.page(), "run: .ci/settings_page.py --write"
 
 
-def test_the_defaults_of_arguments_can_be_given() -> None:
+def test_the_defaults_on_the_page_are_accepted_as_arguments() -> None:
     text = (ROOT / "docs" / "settings.md").read_text()
     for own, chosen in (("optimizer", "optimizer"), ("lr-scheduler", "lr_scheduler")):
         _, table = text.split(f"## `--{own}-args`")
