@@ -28,7 +28,7 @@ def draw(rng, shape, dtype="float64"):
 
 @pytest.mark.parametrize("op", ARITHMETIC + COMPARISONS)
 @pytest.mark.parametrize("shapes", SHAPES)
-def test_two_tensors_broadcast(op, shapes):
+def test_two_operands_are_broadcast(op, shapes):
     rng = np.random.default_rng(0)
     a, b = (draw(rng, shape) for shape in shapes)
     b = np.where(rng.random(b.shape) < 0.3, 1.0, b)
@@ -37,7 +37,7 @@ def test_two_tensors_broadcast(op, shapes):
 
 @pytest.mark.parametrize("op", ARITHMETIC + COMPARISONS)
 @pytest.mark.parametrize("number", [2, 0.5, np.float32(1.5), np.int64(3), True])
-def test_numbers_on_both_sides(op, number):
+def test_operators_take_numbers_on_either_side(op, number):
     a = draw(np.random.default_rng(1), (3, 4))
     t = tc.tensor(a)
     assert_close(op(t, number), op(a, float(number)))
@@ -46,7 +46,7 @@ def test_numbers_on_both_sides(op, number):
 
 
 @pytest.mark.parametrize("op", [*ARITHMETIC, operator.lt])
-def test_arrays_on_both_sides(op):
+def test_operators_take_arrays_on_either_side(op):
     rng = np.random.default_rng(2)
     a, b = draw(rng, (3, 4)), draw(rng, (4,))
     for result in (op(tc.tensor(a), b), op(a, tc.tensor(b))):
@@ -55,7 +55,7 @@ def test_arrays_on_both_sides(op):
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
-def test_numbers_keep_the_dtype(dtype):
+def test_an_operator_with_a_number_keeps_the_dtype(dtype):
     t = tc.ones(2, dtype=dtype)
     for result in (t + 1.5, 2 * t, t / 3, 1 - t, t**2, -t, abs(t), +t):
         assert result.dtype == dtype
@@ -66,7 +66,7 @@ def test_division_by_a_number_rounds_once():
     np.testing.assert_array_equal((tc.tensor(a) / 3.0).numpy(), a / np.float32(3))
 
 
-def test_integers():
+def test_operators_on_integers_equal_those_of_numpy():
     a, b = np.array([5, -2, 7]), np.array([2, 3, -4])
     for op in (operator.add, operator.sub, operator.mul):
         result = op(tc.tensor(a), tc.tensor(b))
@@ -91,7 +91,7 @@ def test_integers():
         ((3, 0), (0, 2)),
     ],
 )
-def test_matmul(a, b):
+def test_matmul_equals_that_of_numpy(a, b):
     rng = np.random.default_rng(4)
     a, b = rng.standard_normal(a), rng.standard_normal(b)
     assert_close(tc.tensor(a) @ tc.tensor(b), a @ b)
@@ -103,14 +103,14 @@ def test_matmul(a, b):
     "name", ["exp", "log", "sqrt", "abs", "sin", "cos", "tanh", "square", "reciprocal"]
 )
 @pytest.mark.parametrize("dtype", ["f64", "f32", "f16", "bf16"])
-def test_functions(name, dtype):
+def test_functions_equal_those_of_numpy(name, dtype):
     a = np.random.default_rng(5).uniform(0.1, 3.0, (3, 37))
     t = tc.tensor(a, dtype=dtype)
     expected = getattr(np, name)(t.to("f64").numpy())
     assert_close(getattr(t, name)(), expected)
 
 
-def test_activations():
+def test_activations_equal_their_formulas():
     a = np.random.default_rng(6).standard_normal((4, 9))
     t = tc.tensor(a)
     sigmoid = 1 / (1 + np.exp(-a))
@@ -129,7 +129,7 @@ def test_activations():
         t.gelu("fast")
 
 
-def test_extremes_of_pairs_and_limits():
+def test_maximum_minimum_and_clamp_equal_those_of_numpy():
     a = np.array([-2.0, 0.0, 1.0, np.nan])
     t = tc.tensor(a)
     assert_close(t.maximum(tc.zeros(4, dtype="f64")), np.maximum(a, 0))
@@ -149,7 +149,7 @@ def test_extremes_of_pairs_and_limits():
         t.clamp(max=float("nan"))
 
 
-def test_where():
+def test_where_equals_that_of_numpy():
     rng = np.random.default_rng(7)
     a, b = rng.standard_normal((3, 4)), rng.standard_normal(4)
     mask = a > 0
@@ -162,7 +162,7 @@ def test_where():
         tc.where(tc.tensor(a), tc.tensor(a), 0.0)
 
 
-def test_augmented_assignment_rebinds():
+def test_augmented_assignment_makes_a_new_tensor():
     t = kept = tc.ones(2)
     t += 1
     assert t.tolist() == [2, 2]
@@ -171,7 +171,7 @@ def test_augmented_assignment_rebinds():
 
 @pytest.mark.parametrize("op", [operator.add, operator.mul, operator.matmul, operator.lt])
 @pytest.mark.parametrize("other", ["a", None, [1.0], object()])
-def test_python_rejects_other_types(op, other):
+def test_operands_of_other_types_are_errors(op, other):
     with pytest.raises(TypeError):
         op(tc.ones(1), other)
     with pytest.raises(TypeError):
@@ -211,6 +211,6 @@ def test_equality_with_other_types_is_false():
         (lambda: pow(tc.ones(1), 2, 3), tc.ArgumentError, "pow: a third argument"),
     ],
 )
-def test_errors(call, error, text):
+def test_wrong_operands_are_errors(call, error, text):
     with pytest.raises(error, match=text):
         call()

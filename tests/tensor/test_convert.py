@@ -30,14 +30,14 @@ def test_numpy_copies_and_is_writable():
     assert t.tolist() == [0, 0, 0]
 
 
-def test_numpy_of_views():
+def test_numpy_arrays_of_views_have_their_values():
     t = tc.arange(6).reshape(2, 3)
     np.testing.assert_array_equal(t.T.numpy(), np.arange(6).reshape(2, 3).T)
     np.testing.assert_array_equal(t[:, 1].numpy(), [1, 4])
     np.testing.assert_array_equal(tc.ones(1).expand(4).numpy(), np.ones(4))
 
 
-def test_bf16_names_the_cure():
+def test_the_error_for_bf16_says_to_convert_it_first():
     with pytest.raises(
         tc.DTypeError, match=r'numpy: numpy has no bf16; convert with .to\("f32"\) first'
     ):
@@ -55,7 +55,7 @@ def test_numpy_functions_take_tensors():
         np.asarray(t, copy=False)
 
 
-def test_item():
+def test_item_returns_the_number_of_one_element():
     assert tc.tensor([[2.5]]).item() == 2.5
     assert isinstance(tc.tensor(3).item(), int)
     assert float(tc.tensor(3)) == 3.0
@@ -69,14 +69,14 @@ def test_item():
         _ = tc.ones(2) * [1.0, 2.0]  # type: ignore[operator]
 
 
-def test_truth():
+def test_the_truth_of_a_tensor_is_that_of_its_element():
     assert tc.tensor(1)
     assert not tc.tensor([0.0])
     with pytest.raises(tc.ShapeError, match="the truth of 2 elements"):
         bool(tc.ones(2))
 
 
-def test_length_and_iteration():
+def test_tensors_have_a_length_and_can_be_iterated():
     t = tc.arange(6).reshape(3, 2)
     assert len(t) == 3
     assert [row.tolist() for row in t] == [[0, 1], [2, 3], [4, 5]]
@@ -97,12 +97,12 @@ def test_length_and_iteration():
         (tc.Var([1.0]) * 2, "tensor([2.], dtype=f32, requires_grad=True)"),
     ],
 )
-def test_text(t, text):
+def test_repr_shows_values_and_dtype(t, text):
     assert repr(t) == text
     assert str(t) == text
 
 
-def test_large_tensors_are_shortened():
+def test_repr_shortens_large_tensors():
     assert len(repr(tc.zeros(100, 1000))) < 1000
 
 
@@ -113,13 +113,13 @@ def test_numbers_are_formatted_as_in_torch():
         f"{tc.zeros(2):.3f}"
 
 
-def test_hash_is_identity():
+def test_the_hash_of_a_tensor_is_that_of_the_object():
     a, b = tc.ones(1), tc.ones(1)
     assert len({a, b}) == 2
     assert {a: 1}[a] == 1
 
 
-def test_properties():
+def test_properties_describe_the_tensor():
     t = tc.zeros(2, 3, dtype="f16")
     assert (t.shape, t.ndim, t.numel(), t.nbytes, t.device) == ((2, 3), 2, 6, 12, "cpu")
     assert not t.requires_grad
@@ -136,7 +136,7 @@ def test_tensors_are_immutable():
         tc.zeros(2).shape = (1, 2)
 
 
-def test_dtypes():
+def test_dtypes_equal_their_names():
     assert tc.float32 == "f32" == tc.DType("float32")
     assert tc.zeros(1).dtype == tc.float32
     assert tc.zeros(1).dtype == "float32"
@@ -157,7 +157,7 @@ def test_dtypes():
         tc.DType(np.complex64)
 
 
-def test_to():
+def test_to_converts_dtype_and_device():
     t = tc.tensor([1.7, 2.3])
     assert t.to("bf16").dtype == t.to(tc.bfloat16).dtype == t.to(dtype="bfloat16").dtype == "bf16"
     assert t.to("cpu").device == t.to(device="cpu").device == "cpu"
@@ -176,7 +176,7 @@ def test_to():
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "f64", "u8", "u32", "i64"])
 @pytest.mark.parametrize("copied", [lambda t: pickle.loads(pickle.dumps(t)), copy.deepcopy])
-def test_pickles_and_copies(dtype, copied):
+def test_pickles_and_copies_have_the_same_values(dtype, copied):
     t = tc.tensor([[0, 1, 2], [3, 4, 5]], dtype=dtype).T
     back = copied(t)
     assert type(back) is tc.Tensor

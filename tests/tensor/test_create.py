@@ -78,18 +78,18 @@ def test_arrays_keep_their_values(source, dtype):
         lambda a: np.frombuffer(b"x" + a.tobytes(), dtype=np.uint8)[1:].view(a.dtype),
     ],
 )
-def test_strided_and_unaligned_arrays(view):
+def test_strided_and_unaligned_arrays_keep_their_values(view):
     values = view(np.arange(24.0).reshape(4, 6))
     np.testing.assert_array_equal(tc.tensor(values).numpy(), values)
 
 
-def test_read_only_arrays():
+def test_read_only_arrays_are_read():
     values = np.arange(3.0)
     values.flags.writeable = False
     np.testing.assert_array_equal(tc.tensor(values).numpy(), values)
 
 
-def test_tensor_copies():
+def test_tensor_copies_its_data():
     values = np.zeros(3, dtype=np.float32)
     t = tc.tensor(values)
     values[0] = 1
@@ -102,7 +102,7 @@ def test_tensor_copies():
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f64", "f16", "bf16", "i64", "u32", "u8"])
-def test_requested_dtype(dtype):
+def test_data_is_converted_to_the_requested_dtype(dtype):
     for data in ([1, 2, 3], [1.0, 2.0, 3.0], np.array([1, 2, 3]), tc.tensor([1, 2, 3])):
         t = tc.tensor(data, dtype=dtype)
         assert t.dtype == dtype
@@ -114,7 +114,7 @@ def test_large_integers_are_exact():
     assert tc.tensor(-(2**63)).item() == -(2**63)
 
 
-def test_array_protocol():
+def test_objects_with_the_array_protocol_are_read():
     class Holder:
         def __array__(self, dtype=None, copy=None):
             return np.arange(3.0)
@@ -165,12 +165,12 @@ def test_array_protocol():
         ([tc.ones(2)], tc.ArgumentError, r"join tensors with stack\(\) or cat\(\)"),
     ],
 )
-def test_wrong_data(data, error, text):
+def test_wrong_data_is_an_error(data, error, text):
     with pytest.raises(error, match=text):
         tc.tensor(data)
 
 
-def test_a_list_that_contains_itself():
+def test_a_list_that_contains_itself_is_an_error():
     data = []
     data.append(data)
     with pytest.raises(tc.ShapeError, match="nested deeper"):
@@ -196,7 +196,7 @@ def test_floats_must_fit_an_integer_dtype(number: float, text: str, dtype: str) 
         tc.tensor([1.0, number], dtype=dtype)
 
 
-def test_filled():
+def test_filled_tensors_have_the_given_shape_and_number():
     assert tc.zeros(2, 3).shape == (2, 3)
     assert tc.zeros((2, 3)).tolist() == [[0, 0, 0], [0, 0, 0]]
     assert tc.zeros([2]).dtype == "f32"
@@ -217,7 +217,7 @@ def test_filled():
 @pytest.mark.parametrize(
     "arguments", [(5,), (0,), (2, 5), (5, 2), (0, 10, 3), (10, 0, -3), (0, 1, 0.3), (0.5, 3)]
 )
-def test_arange(arguments):
+def test_arange_equals_that_of_numpy(arguments):
     t = tc.arange(*arguments)
     expected = np.arange(*arguments)
     assert t.dtype == ("i64" if expected.dtype.kind == "i" else "f32")
@@ -240,7 +240,7 @@ def test_arange_of_integers_is_exact(arguments: tuple[int, ...]) -> None:
     assert tc.arange(*arguments).tolist() == list(range(*arguments))
 
 
-def test_arange_that_never_ends():
+def test_an_arange_that_never_ends_is_an_error():
     with pytest.raises(tc.ArgumentError, match="arange: from 0 to 3 by 0 is not a finite range"):
         tc.arange(0, 3, 0)
     with pytest.raises(tc.ArgumentError, match="arange: from 1 to 1e300 by 1e-300 is not a"):
@@ -252,7 +252,7 @@ def test_arange_that_never_ends():
 
 
 @pytest.mark.parametrize("sizes", [(3,), (2, 4), (4, 2), (0,), (1, 1)])
-def test_eye(sizes):
+def test_eye_is_the_identity(sizes):
     np.testing.assert_array_equal(tc.eye(*sizes).numpy(), np.eye(*sizes, dtype=np.float32))
 
 
@@ -304,6 +304,6 @@ def test_random_values_repeat_and_have_their_moments():
         (lambda: tc.randint(3, 3, 2), tc.ArgumentError, "randint: the range from 3 to 3 is empty"),
     ],
 )
-def test_wrong_arguments(call, error, text):
+def test_wrong_arguments_are_errors(call, error, text):
     with pytest.raises(error, match=text):
         call()

@@ -31,7 +31,7 @@ def test_export_shares_memory(dtype):
         lambda t: t[:1].expand(4, 3),
     ],
 )
-def test_export_of_views(view):
+def test_exported_views_keep_their_values(view):
     t = view(tc.tensor(np.arange(6.0).reshape(2, 3)))
     np.testing.assert_array_equal(np.from_dlpack(t), t.numpy())
 
@@ -81,7 +81,7 @@ def test_old_consumers_get_a_copy():
     assert not np.shares_memory(np.from_dlpack(Old(t, copy=True, max_version=(1, 0))), shared)
 
 
-def test_capsules_that_are_never_consumed():
+def test_capsules_that_are_never_consumed_leave_the_tensor_usable():
     t = tc.tensor([1.0, 2.0])
     for _ in range(100):
         t.__dlpack__()
@@ -95,7 +95,7 @@ def test_exporting_a_tensor_with_a_gradient_is_an_error():
     np.testing.assert_array_equal(np.from_dlpack(tc.Var([1.0]).detach()), [1])
 
 
-def test_export_arguments():
+def test_unsupported_arguments_of_an_export_are_errors():
     with pytest.raises(BufferError, match="no streams"):
         tc.ones(1).__dlpack__(stream=1)
     with pytest.raises(BufferError, match="on the CPU"):
@@ -135,7 +135,7 @@ def test_import_frees_the_producer():
     assert t.tolist() == [0, 1, 2, 3]
 
 
-def test_import_of_our_own_tensors():
+def test_our_own_tensors_can_be_imported():
     t = tc.tensor([[1.0, 2.0]], dtype="bf16")
     assert tc.from_dlpack(t).dtype == "bf16"
     assert tc.from_dlpack(t).tolist() == [[1, 2]]
@@ -157,7 +157,7 @@ def test_import_rejects_what_it_cannot_copy():
         tc.from_dlpack(np.array([1], dtype=np.uint64))
 
 
-def test_producers_without_the_version_argument():
+def test_producers_without_the_version_argument_are_read():
     class Old:
         def __dlpack__(self):
             return tc.tensor([4.0]).__dlpack__()
@@ -165,7 +165,7 @@ def test_producers_without_the_version_argument():
     assert tc.tensor(Old()).tolist() == [4]
 
 
-def test_exceptions_of_a_producer_come_through():
+def test_exceptions_of_a_producer_reach_the_caller():
     class Broken:
         def __dlpack__(self, **_):
             raise RuntimeError("broken producer")

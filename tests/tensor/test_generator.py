@@ -8,7 +8,7 @@ import pytest
 import trainable_candle as tc
 
 
-def test_a_generator_is_a_stream_of_its_own() -> None:
+def test_a_generator_is_independent_of_the_global_one() -> None:
     tc.manual_seed(3)
     expected = tc.randn(4).tolist(), tc.rand(4).tolist()
     tc.manual_seed(9)
@@ -72,7 +72,7 @@ def test_every_drawing_function_takes_a_generator(draw: Callable[[object], tc.Te
         draw(3)
 
 
-def test_leaves_need_a_gradient() -> None:
+def test_tensors_made_with_requires_grad_are_variables() -> None:
     v = tc.tensor([1.0, 2.0], requires_grad=True)
     (v * v).sum().backward()
     assert v.grad is not None
@@ -82,7 +82,7 @@ def test_leaves_need_a_gradient() -> None:
     assert tc.zeros(2).grad is None
 
 
-def test_devices_are_their_names() -> None:
+def test_devices_equal_their_names() -> None:
     device = tc.device("cuda", 1)
     assert device == "cuda:1"
     assert (device.type, device.index) == ("cuda", 1)
@@ -95,7 +95,7 @@ def test_devices_are_their_names() -> None:
         tc.device("gpu")
 
 
-def test_recording_is_switched() -> None:
+def test_contexts_and_decorators_switch_recording() -> None:
     @tc.inference_mode()
     def evaluated() -> bool:
         return tc.is_grad_enabled()
@@ -170,7 +170,7 @@ def test_a_generator_records_in_its_own_mode() -> None:
             assert not tc.is_grad_enabled()
 
 
-def test_other_names_of_arguments() -> None:
+def test_arguments_may_have_the_names_of_torch_and_numpy() -> None:
     x = tc.tensor([[1.0, 2.0], [3.0, 5.0]])
     assert x.sum(axis=0, keepdim=True).tolist() == [[4.0, 7.0]]
     assert x.var(dim=1, unbiased=False).tolist() == [0.25, 1.0]

@@ -49,7 +49,7 @@ MASK = VALUES[:, 0, 0] > 0
     ],
     ids=str,
 )
-def test_against_numpy(index):
+def test_indexing_equals_that_of_numpy(index):
     expected = VALUES[index]
     result = T[index]
     assert result.shape == np.shape(expected)
@@ -62,7 +62,7 @@ def test_an_integer_before_a_tensor_index_selects_first():
     np.testing.assert_array_equal(T[0, :, [1, 2]].numpy(), VALUES[0][:, [1, 2]])
 
 
-def test_tensors_as_indices():
+def test_tensors_can_be_indices():
     ids = np.array([[3, 0], [-1, 1]])
     np.testing.assert_array_equal(T[tc.tensor(ids)].numpy(), VALUES[ids])
     np.testing.assert_array_equal(T[tc.tensor([1, 2], dtype="u32")].numpy(), VALUES[[1, 2]])
@@ -71,7 +71,7 @@ def test_tensors_as_indices():
 
 
 @pytest.mark.parametrize("dtype", ["u8", "u32", "i64", "bf16"])
-def test_every_dtype(dtype):
+def test_tensors_of_every_dtype_can_be_indexed(dtype):
     values = np.arange(12).reshape(3, 4)
     t = tc.tensor(values, dtype=dtype)
     for index in (1, slice(None, None, -1), [2, 0], (..., [1, 1]), values > 5):
@@ -79,7 +79,7 @@ def test_every_dtype(dtype):
         assert t[index].tolist() == values[index].tolist()
 
 
-def test_selecting():
+def test_index_select_gather_and_embedding_equal_numpy():
     ids = np.array([2, 0, 2])
     np.testing.assert_array_equal(T.index_select(1, tc.tensor(ids)).numpy(), VALUES[:, ids])
     where = np.random.default_rng(1).integers(0, 5, (4, 3, 6))
@@ -125,13 +125,13 @@ def test_gradients_go_where_values_came_from():
         (np.array([True, False]), tc.IndexOutOfRangeError, "index: the mask has shape"),
     ],
 )
-def test_errors(index, error, text):
+def test_wrong_indices_are_errors(index, error, text):
     with pytest.raises(error, match=text):
         _ = T[index]
     assert issubclass(tc.IndexOutOfRangeError, IndexError)
 
 
-def test_selecting_errors():
+def test_wrong_arguments_of_selections_are_errors():
     with pytest.raises(tc.IndexOutOfRangeError, match="index_select"):
         T.index_select(0, tc.tensor([4]))
     with pytest.raises(tc.DTypeError, match="index_select"):

@@ -42,7 +42,7 @@ HUGE = 10**13
         "full of integers",
     ],
 )
-def test_more_than_memory_is_an_error(make) -> None:
+def test_a_tensor_larger_than_memory_is_an_error(make) -> None:
     with pytest.raises(tc.OutOfMemoryError, match="tensor of shape"):
         make()
 
@@ -108,12 +108,12 @@ def conv2d(**options):
         (lambda: tc.ones(1) + 10**400, "add: the integer is too large for a floating point"),
     ],
 )
-def test_numbers_that_a_dtype_does_not_hold(call, text) -> None:
+def test_numbers_that_do_not_fit_the_dtype_are_errors(call, text) -> None:
     with pytest.raises(tc.ArgumentError, match=text):
         call()
 
 
-def test_integers_are_exact() -> None:
+def test_large_integers_are_exact() -> None:
     odd = 2**62 + 1
     assert tc.full((2,), odd).tolist() == [odd, odd]
     assert (tc.tensor([0]) + odd).item() == odd
@@ -157,7 +157,7 @@ def test_a_layer_without_inputs_works() -> None:
     assert layer(tc.zeros(3, 4)).shape == (3, 0)
 
 
-def test_reserved_name_is_rejected(tmp_path) -> None:
+def test_the_reserved_name_of_metadata_is_rejected(tmp_path) -> None:
     with pytest.raises(tc.ArgumentError, match="__metadata__"):
         tc.save_file({"__metadata__": tc.zeros(1)}, tmp_path / "t.safetensors")
     assert list(tmp_path.iterdir()) == []

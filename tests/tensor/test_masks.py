@@ -23,7 +23,7 @@ def test_operators_on_masks_are_those_of_numpy(op: Callable[[Any, Any], Any]) ->
 
 @pytest.mark.parametrize("op", OPERATORS)
 @pytest.mark.parametrize("value", [[6, 3], [0.5, 0.0]])
-def test_operators_do_not_take_numbers_for_masks(
+def test_operators_on_masks_reject_numbers(
     op: Callable[[Any, Any], Any], value: list[float]
 ) -> None:
     numbers, mask = tc.tensor(value), tc.tensor(value) > 0

@@ -65,7 +65,9 @@ def test_the_table_equals_that_of_torch(a: str, b: str) -> None:
         (lambda: made("f16", 2) / 2, "f16"),
     ],
 )
-def test_numbers_and_tensors_without_dimensions_count_less(found: Any, dtype: str) -> None:
+def test_numbers_and_tensors_without_dimensions_rarely_change_the_dtype(
+    found: Any, dtype: str
+) -> None:
     assert str(found().dtype) == dtype
 
 

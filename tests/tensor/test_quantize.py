@@ -76,14 +76,14 @@ def test_fp8_has_the_codes_of_e4m3() -> None:
 
 
 @pytest.mark.parametrize(("format", "most"), [("int8", 0.009), ("fp8", 0.027), ("nf4", 0.093)])
-def test_errors_of_gaussian_weights_are_as_published(format: str, most: float) -> None:
+def test_rounding_errors_of_gaussian_weights_are_below_bounds(format: str, most: float) -> None:
     tc.manual_seed(3)
     weight = tc.randn((256, 512)).numpy()
     found = tc.quantize(tc.tensor(weight), format).dequantize().numpy()
     assert np.sqrt(((found - weight) ** 2).mean() / (weight**2).mean()) < most
 
 
-def test_sizes_and_text() -> None:
+def test_quantized_tensors_have_the_expected_bytes_and_repr() -> None:
     weight = tc.zeros((96, 256), dtype="bf16")
     sizes = {format: tc.quantize(weight, format).nbytes for format in FORMATS}
     blocks = 96 * 256 // 64
@@ -121,7 +121,7 @@ def test_a_large_weight_is_dequantized_in_parts() -> None:
     )
 
 
-def test_errors_name_the_cure() -> None:
+def test_wrong_arguments_are_errors() -> None:
     with pytest.raises(tc.errors.ShapeError, match="expected a matrix"):
         tc.quantize(tc.zeros((2, 3, 4)), "nf4")
     with pytest.raises(tc.errors.DTypeError, match="expected floating point"):

@@ -69,7 +69,7 @@ def test_a_large_weight_is_dequantized_in_parts() -> None:
     )
 
 
-def test_errors_name_the_cure() -> None:
+def test_wrong_arguments_are_errors() -> None:
     with pytest.raises(tc.errors.ShapeError, match="multiple of 32, the block size of q8_0"):
         tc.quantize(tc.zeros((2, 33)), "q8_0")
     with pytest.raises(tc.errors.ArgumentError, match="read from GGUF files"):

@@ -18,26 +18,26 @@ def axis(dim):
 @pytest.mark.parametrize("keepdim", [False, True])
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("name", ["sum", "mean", "max", "min"])
-def test_reductions(name, dim, keepdim):
+def test_reductions_equal_those_of_numpy(name, dim, keepdim):
     expected = getattr(np, name)(VALUES, axis=axis(dim), keepdims=keepdim)
     assert_close(getattr(T, name)(dim=dim, keepdim=keepdim), expected)
 
 
 @pytest.mark.parametrize("dim", DIMS)
-def test_variance(dim):
+def test_variance_equals_that_of_numpy(dim):
     assert_close(T.var(dim), np.var(VALUES, axis=axis(dim), ddof=1))
     assert_close(T.var(dim, correction=0), np.var(VALUES, axis=axis(dim)))
     assert_close(T.var(dim, keepdim=True), np.var(VALUES, axis=axis(dim), ddof=1, keepdims=True))
 
 
 @pytest.mark.parametrize("dim", DIMS)
-def test_logsumexp(dim):
+def test_logsumexp_equals_its_definition(dim):
     assert_close(T.logsumexp(dim), np.log(np.exp(VALUES).sum(axis=axis(dim))))
     assert_close((T + 1000).logsumexp(dim), np.log(np.exp(VALUES).sum(axis=axis(dim))) + 1000)
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])
-def test_along_one_dimension(dim):
+def test_functions_along_one_dimension_equal_numpy(dim):
     exp = np.exp(VALUES)
     assert_close(T.softmax(dim), exp / exp.sum(axis=dim, keepdims=True))
     assert_close(T.log_softmax(dim=dim), np.log(exp / exp.sum(axis=dim, keepdims=True)))
@@ -48,7 +48,7 @@ def test_along_one_dimension(dim):
     )
 
 
-def test_argmax_of_all():
+def test_argmax_without_dim_is_over_all_elements():
     assert T.argmax().item() == VALUES.argmax()
     assert T.argmax(keepdim=True).shape == (1, 1, 1)
 
@@ -69,20 +69,20 @@ def test_integers_sum_to_i64(dtype):
     assert (t > 100).sum().item() == (values > 100).sum()
 
 
-def test_accuracy_reads_as_in_torch():
+def test_accuracy_can_be_written_as_in_torch():
     logits, labels = tc.tensor([[1.0, 3.0], [2.0, 1.0], [0.0, 1.0]]), tc.tensor([1, 1, 1])
     assert logits.argmax(1).dtype == "i64"
     assert_close((logits.argmax(1) == labels).float().mean(), 2 / 3)
 
 
-def test_gradients_of_equal_extremes():
+def test_equal_extremes_share_the_gradient_or_the_first_gets_it():
     for reduce, expected in ((lambda x: x.max(), [0, 0.5, 0.5]), (lambda x: x.max(0), [0, 1, 0])):
         x = tc.Var([1.0, 2.0, 2.0])
         reduce(x).backward()
         assert x.grad.tolist() == expected
 
 
-def test_empty_tensors():
+def test_empty_tensors_can_be_reduced():
     empty = tc.zeros(0, 3)
     assert empty.sum().item() == 0
     assert empty.sum(0).tolist() == [0, 0, 0]
@@ -108,12 +108,12 @@ def test_empty_tensors():
         (lambda: tc.zeros(0).argmax(), tc.Error, "argmax"),
     ],
 )
-def test_errors(call, error, text):
+def test_wrong_arguments_are_errors(call, error, text):
     with pytest.raises(error, match=text):
         call()
 
 
-def test_integers_have_extremes_and_signs():
+def test_abs_neg_max_and_min_take_integers():
     x = np.array([[3, -7, 7], [-9, 0, 5]])
     t = tc.tensor(x)
     assert (t.max().item(), t.min().item()) == (7, -9)

@@ -47,11 +47,11 @@ def equal(t, expected):
         (lambda t: t[:0].reshape(0, 5), lambda a: a[:0].reshape(0, 5)),
     ],
 )
-def test_against_numpy(ours, numpys):
+def test_views_and_joins_equal_those_of_numpy(ours, numpys):
     equal(ours(T), numpys(VALUES))
 
 
-def test_chunk_and_split():
+def test_chunk_and_split_equal_numpy():
     for parts, expected in [
         (T.chunk(2, -1), np.split(VALUES, 2, -1)),
         (T.chunk(2, 1), [VALUES[:, :2], VALUES[:, 2:]]),
@@ -117,6 +117,6 @@ def test_chunk_and_split():
         (lambda: tc.cat([T, 1.0]), TypeError, "Tensor"),
     ],
 )
-def test_errors(call, error, text):
+def test_wrong_arguments_are_errors(call, error, text):
     with pytest.raises(error, match=text):
         call()

@@ -83,7 +83,7 @@ def test_tool_use_is_for_conversations_with_tools(tmp_path: Path) -> None:
     assert ours.render(ASKED).text == "user: a<|im_end|>\n"
 
 
-def test_all_templates_are_copied(tmp_path: Path) -> None:
+def test_copied_folders_have_all_chat_templates(tmp_path: Path) -> None:
     path = folder(tmp_path, default=TEXTS, tool_use="T" + TEXTS)
     (path / "copy").mkdir()
     copy_files(path, path / "copy")
@@ -92,7 +92,7 @@ def test_all_templates_are_copied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("template", [TEXTS, PARTS, BOTH], ids=["texts", "parts", "both"])
-def test_both_forms_of_content_reach_every_template(template: str) -> None:
+def test_every_template_renders_both_forms_of_content(template: str) -> None:
     text = ChatTemplate(template, {}).render([{"role": "user", "content": "one, two"}]).text
     parts = ChatTemplate(template, {}).render([{"role": "user", "content": split("one, ", "two")}])
     assert "one, two" in text
@@ -111,7 +111,7 @@ def test_content_that_a_template_reads_is_passed_unchanged(
     assert ChatTemplate(template, {}).render(messages).text == expected
 
 
-def test_the_role_developer_is_for_templates_that_know_it() -> None:
+def test_the_role_developer_becomes_system_in_templates_without_it() -> None:
     row = {"messages": [{"role": "developer", "content": "be brief"}, *ASKED, ANSWER]}
     form = form_of(row)
     assert form is not None

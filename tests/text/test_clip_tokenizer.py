@@ -29,13 +29,15 @@ def big_g() -> CLIPTokenizer:
     return CLIPTokenizer.shipped(PAD_OF_BIG_G)
 
 
-def test_numbers_are_those_of_transformers(clip_l: CLIPTokenizer) -> None:
+def test_token_ids_equal_those_of_transformers(clip_l: CLIPTokenizer) -> None:
     assert len(CASES) > 80
     for case in CASES:
         assert clip_l.encode(case["text"]) == case["ids"], case["text"]
 
 
-def test_rows_are_those_of_transformers(clip_l: CLIPTokenizer, big_g: CLIPTokenizer) -> None:
+def test_padded_rows_equal_those_of_transformers(
+    clip_l: CLIPTokenizer, big_g: CLIPTokenizer
+) -> None:
     texts = [case["text"] for case in CASES]
     np.testing.assert_array_equal(clip_l(texts), [case["clip_l"] for case in CASES])
     # With "!" as padding, transformers also takes every "!" of a text for padding. OpenCLIP, which
@@ -85,7 +87,7 @@ def write_slow(folder: Path, **settings: Any) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("pad", ["!", {"content": "!", "lstrip": False}])
-def test_a_folder_of_vocabulary_and_merges(tmp_path: Path, pad: Any) -> None:
+def test_a_folder_with_vocabulary_and_merges_is_read(tmp_path: Path, pad: Any) -> None:
     numbers = write_slow(tmp_path, pad_token=pad, model_max_length=6)
     tokenizer = CLIPTokenizer.from_pretrained(tmp_path)
     words = [numbers[token] for token in ("cat</w>", "cats</w>", "Ã", "¼</w>")]

@@ -31,14 +31,14 @@ def t5() -> T5Tokenizer:
     return T5Tokenizer.shipped()
 
 
-def test_numbers_are_those_of_transformers(t5: T5Tokenizer) -> None:
+def test_token_ids_equal_those_of_transformers(t5: T5Tokenizer) -> None:
     assert len(CASES) > 80
     for case in CASES:
         assert t5.encode(case["text"]) == case["ids"], case["text"]
 
 
 @pytest.mark.parametrize("length", [1, 8, 77])
-def test_rows_are_those_of_transformers(t5: T5Tokenizer, length: int) -> None:
+def test_padded_rows_equal_those_of_transformers(t5: T5Tokenizer, length: int) -> None:
     cases = [case for case in CASES if str(length) in case]
     assert len(cases) > 50
     ids, mask = t5([case["text"] for case in cases], length)
@@ -47,7 +47,7 @@ def test_rows_are_those_of_transformers(t5: T5Tokenizer, length: int) -> None:
     np.testing.assert_array_equal(mask, [case[str(length)][1] for case in cases])
 
 
-def test_the_end_is_kept_and_the_rest_is_padding(t5: T5Tokenizer) -> None:
+def test_rows_end_with_the_end_token_and_padding(t5: T5Tokenizer) -> None:
     word = t5.encode("cat")
     ids, mask = t5(["", "cat", "cat " * 9], 4)
     assert ids.tolist() == [[1, 0, 0, 0], [*word, 1, 0, 0], [*word * 3, 1]]
@@ -100,7 +100,7 @@ def write(folder: Path, content: dict[str, Any]) -> T5Tokenizer:
     return T5Tokenizer.from_pretrained(folder)
 
 
-def test_folders_hold_the_same_tokenizer(tmp_path: Path, t5: T5Tokenizer) -> None:
+def test_both_forms_of_a_folder_give_the_same_tokenizer(tmp_path: Path, t5: T5Tokenizer) -> None:
     (tmp_path / "spiece.model").write_bytes(model_bytes())
     slow = T5Tokenizer.from_pretrained(tmp_path)
     fast = write(tmp_path, tokenizer_json())
@@ -109,7 +109,7 @@ def test_folders_hold_the_same_tokenizer(tmp_path: Path, t5: T5Tokenizer) -> Non
         assert fast.encode(case["text"]) == slow.encode(case["text"]) == case["ids"], case["text"]
 
 
-def test_tokens_that_a_folder_adds(tmp_path: Path, t5: T5Tokenizer) -> None:
+def test_added_tokens_of_a_folder_are_read(tmp_path: Path, t5: T5Tokenizer) -> None:
     content = tokenizer_json()
     content["added_tokens"].append({"id": 32100, "content": "<sks>", "special": False})
     added = write(tmp_path, content)
