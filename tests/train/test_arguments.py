@@ -15,7 +15,7 @@ def optimizer(config: TrainConfig) -> tc.optim.Optimizer:
     return make_optimizer(config, [([tc.Var(tc.ones(3))], 0.1)])
 
 
-def test_texts_become_values() -> None:
+def test_arguments_given_as_text_become_python_values() -> None:
     texts = ["eps=1e-6", "betas=0.9, 0.99", "Nesterov=True", "clip=none", "d-coef=(1, 2)", "n=3"]
     assert parsed("x", texts) == {
         "eps": 1e-6, "betas": (0.9, 0.99), "Nesterov": True, "clip": None, "d_coef": (1, 2), "n": 3,

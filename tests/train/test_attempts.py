@@ -50,7 +50,7 @@ def attempt(
 
 
 @pytest.mark.parametrize("taken", [9.0, 10.4])
-def test_a_good_prediction_is_not_mentioned(peak: dict[str, int], taken: float) -> None:
+def test_no_line_reports_a_good_prediction(peak: dict[str, int], taken: float) -> None:
     assert attempt(peak, [taken], plan(10)) == []
 
 
@@ -70,7 +70,7 @@ def test_a_run_out_of_memory_says_how_much_was_predicted(peak: dict[str, int]) -
     assert table[0] == "GPU memory while training: 9.00 GiB"
 
 
-def test_a_late_end_of_memory_is_explained_too(peak: dict[str, int]) -> None:
+def test_running_out_of_memory_late_is_reported_too(peak: dict[str, int]) -> None:
     lines: list[str] = []
     taken = Taken()
 

@@ -51,7 +51,7 @@ def test_all_averages_are_applied_or_none() -> None:
     assert [m.is_swapped_in for m in members] == [False] * 3
 
 
-def test_the_parameters_come_back_after_a_failure() -> None:
+def test_an_error_within_the_context_restores_the_parameters() -> None:
     members = [Average(), Average()]
     average = averages(*members)
 

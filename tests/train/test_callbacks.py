@@ -30,7 +30,7 @@ def steps(path: Path) -> list[int]:
     return [int(row["step"]) for row in read_log(path)]
 
 
-def test_numbers_survive_exactly(tmp_path: Path) -> None:
+def test_numbers_are_read_back_exactly(tmp_path: Path) -> None:
     log(tmp_path / "a.csv", 0, 1)
     text = (tmp_path / "a.csv").read_text()
     assert text == "step,loss,lr,grad_norm,seconds\n1,0.30000000000000004,0.0001,1.5,0.2500\n"
@@ -63,7 +63,7 @@ def test_every_nth_step_and_the_last_are_logged(tmp_path: Path) -> None:
     assert steps(tmp_path / "a.csv") == [4, 8, 10]
 
 
-def test_missing_and_foreign_files_have_no_lines(tmp_path: Path) -> None:
+def test_missing_files_and_files_of_other_columns_have_no_lines(tmp_path: Path) -> None:
     assert read_log(tmp_path / "none.csv") == []
     (tmp_path / "a.csv").write_text("time,value\n1,2\n")
     assert read_log(tmp_path / "a.csv") == []

@@ -43,7 +43,7 @@ def samples(data: Any, batch_size: int, count: int) -> list[tuple[Any, ...]]:
     return seen
 
 
-def test_a_sample_is_the_same_in_batches_of_any_size(
+def test_the_inputs_of_a_sample_do_not_depend_on_the_batch_size(
     digits_base: Path, digits_folder: Path
 ) -> None:
     data = prepared(digits_base, digits_folder)
@@ -57,7 +57,7 @@ def test_a_sample_is_the_same_in_batches_of_any_size(
     assert samples(prepared(digits_base, digits_folder, seed=4), 1, 24) != expected
 
 
-def test_views_and_captions_belong_to_the_sample(tmp_path: Path) -> None:
+def test_views_and_captions_of_a_sample_do_not_depend_on_its_batch(tmp_path: Path) -> None:
     folder = tmp_path / "pictures"
     folder.mkdir()
     for number in range(4):
@@ -132,7 +132,7 @@ def trained(output: Path | None, accumulation: int, steps: int, stop: int = 99) 
     return trainer, seen
 
 
-def test_draws_of_a_loss_depend_on_the_number_of_its_batch(tmp_path: Path) -> None:
+def test_random_numbers_in_a_loss_depend_on_the_number_of_the_batch(tmp_path: Path) -> None:
     whole, expected = trained(None, 1, 12)
     assert whole.train()
     assert len({value for row in expected for value in row}) == 36
@@ -152,7 +152,7 @@ def test_draws_of_a_loss_depend_on_the_number_of_its_batch(tmp_path: Path) -> No
     assert before + after == expected
 
 
-def test_the_default_seed_is_the_generators() -> None:
+def test_without_a_seed_draws_depend_on_the_seed_of_the_generator() -> None:
     def first(seed: int) -> float:
         tc.manual_seed(seed)
         tc.rand((seed,))
@@ -170,7 +170,7 @@ def test_the_default_seed_is_the_generators() -> None:
     assert first(8) != first(9)
 
 
-def test_a_stream_belongs_to_its_thread_and_ends_with_its_function() -> None:
+def test_a_stream_affects_only_its_thread_and_its_function() -> None:
     state = tc.get_rng_state()
     elsewhere: list[float] = []
 

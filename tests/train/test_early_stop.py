@@ -117,7 +117,7 @@ def test_a_resumed_run_continues_the_count(wild: TrainConfig, train: Train, tmp_
 
 
 @pytest.mark.parametrize("patience", [1, 2, 3, None])
-def test_the_count_is_that_of_the_definition(patience: int | None) -> None:
+def test_losses_without_improvement_are_counted_as_defined(patience: int | None) -> None:
     losses = [4.0, 3.0, 3.0, math.nan, 2.0, 2.5, 2.0, 1.0, 5.0, 4.0, 3.0, 2.0]
     steps = iter([9.0, *losses])
     trainer: Any = SimpleNamespace(step=0, steps=len(losses), output=None, report=lambda _: None)
@@ -163,7 +163,7 @@ def test_the_folder_of_the_best_adapter_is_written_for_other_tools(tmp_path: Pat
         assert var.numpy().tolist() == stored
 
 
-def test_it_needs_validation() -> None:
+def test_early_stop_needs_validation() -> None:
     with pytest.raises(ConfigError, match="--early-stop has no effect without --validation-split"):
         check_settings(TrainConfig(early_stop=3))
     with pytest.raises(ConfigError, match="early_stop is 0, expected at least 1"):

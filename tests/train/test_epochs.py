@@ -12,7 +12,7 @@ from trainable_candle.train.evaluation import step_adapters
 from trainable_candle.train.logs import read_json_log
 
 
-def test_a_step_that_completes_an_epoch_is_its_end() -> None:
+def test_an_epoch_ends_at_the_step_that_completes_it() -> None:
     # 10 items in batches of 4: epochs of 2, 3, 2, 3 and 2 batches. A step takes two batches, so the
     # epochs are complete after 2, 5, 7, 10 and 12 batches, which are in steps 1, 3, 4, 5 and 6.
     epochs = Epochs(ShuffledBatches(10, 4, seed=0).first_batch, accumulation=2)
@@ -27,7 +27,7 @@ def test_a_step_that_completes_an_epoch_is_its_end() -> None:
     assert epochs.at(2) == pytest.approx(1 + 2 / 3)
 
 
-def test_epochs_of_less_than_a_batch_end_together() -> None:
+def test_several_epochs_can_end_at_one_step() -> None:
     epochs = Epochs(ShuffledBatches(2, 8, seed=0).first_batch, accumulation=1)
     assert epochs.completed(0) == 3
     assert epochs.ends(1)(1)

@@ -55,7 +55,9 @@ def files(folder: Path, pattern: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob(pattern)}
 
 
-def test_the_files_in_the_output_folder(everything: TrainConfig, train: Train) -> None:
+def test_a_run_writes_previews_adapters_and_validations(
+    everything: TrainConfig, train: Train
+) -> None:
     train(everything)
     output = Path(everything.output)
     names = [f"step-{step:06d}.png" for step in (0, 3, 6, 9, 12)]
@@ -121,7 +123,7 @@ def test_a_run_with_everything_resumes_bit_for_bit(
         }
 
 
-def test_validation_repeats_its_noise_and_leaves_the_generator_alone(
+def test_validation_repeats_its_noise_and_keeps_the_generator_state(
     digits_base: Path, digits_folder: Path
 ) -> None:
     config = TrainConfig(dataset=str(digits_folder), validation_split=0.4)
@@ -143,7 +145,7 @@ def test_validation_repeats_its_noise_and_leaves_the_generator_alone(
     assert abs(first - np.mean(losses)) < 4 * np.std(losses)
 
 
-def test_a_split_depends_on_the_seed_alone_and_leaves_something(
+def test_a_split_depends_only_on_the_seed_and_leaves_no_part_empty(
     digits_base: Path, digits_folder: Path
 ) -> None:
     def held_out(**settings: Any) -> list[str]:
@@ -163,7 +165,7 @@ def test_a_split_depends_on_the_seed_alone_and_leaves_something(
     assert len(held_out(validation_split=0.999)) == 9
 
 
-def test_two_ways_to_validate_are_rejected() -> None:
+def test_a_validation_dataset_and_a_split_together_are_rejected() -> None:
     with pytest.raises(ConfigError, match="give only one: a folder or file, or a share"):
         TrainConfig(validation_dataset="v", validation_split=0.1)
 
@@ -252,7 +254,7 @@ def schedule_free(everything: TrainConfig) -> TrainConfig:
     )
 
 
-def test_the_average_of_a_schedule_free_optimizer_is_what_is_saved(
+def test_the_average_of_a_schedule_free_optimizer_is_saved(
     schedule_free: TrainConfig,
 ) -> None:
     run = train_adapter(schedule_free, progress=False, report=lambda _: None)
@@ -286,7 +288,7 @@ def test_a_schedule_free_run_resumes_bit_for_bit(schedule_free: TrainConfig, tra
         ({"lr_scheduler": "cosine"}, "needs no schedule; set --lr-scheduler to constant"),
     ],
 )
-def test_settings_that_contradict_a_schedule_free_optimizer(
+def test_settings_that_contradict_a_schedule_free_optimizer_are_rejected(
     schedule_free: TrainConfig, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

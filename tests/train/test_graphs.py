@@ -52,7 +52,7 @@ def of(size: int) -> dict[str, tc.Tensor]:
     return {"x": tc.ones((size,))}
 
 
-def test_each_shape_and_place_in_a_step_has_one_graph(recordings: Recordings) -> None:
+def test_each_shape_has_a_graph_for_first_and_for_later_batches(recordings: Recordings) -> None:
     graphs = PassGraphs(total, 8)
     found = [graphs(of(n), first).item() for n, first in [(2, True), (2, False), (3, True)] * 2]
     assert found == [102.0, 2.0, 103.0] * 2
@@ -63,7 +63,7 @@ def test_each_shape_and_place_in_a_step_has_one_graph(recordings: Recordings) ->
     assert recordings.made[-1] == [(2,), (1,)]
 
 
-def test_the_graphs_used_last_are_kept(recordings: Recordings) -> None:
+def test_only_the_graphs_used_last_are_kept(recordings: Recordings) -> None:
     graphs = PassGraphs(total, 2)
     for size in (1, 2, 1, 3, 1, 2):
         graphs(of(size), True)
@@ -89,7 +89,7 @@ class Batches:
         return index + 1.0
 
 
-def test_a_step_without_memory_for_its_graphs_is_taken_once_more(
+def test_a_step_without_memory_for_its_graphs_runs_again_without_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     weight = tc.Var([1.0])

@@ -10,7 +10,7 @@ from trainable_candle.train.interrupt import InterruptGuard
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_a_request(
+def test_the_first_signal_requests_a_stop(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = signal.getsignal(number)
@@ -22,7 +22,7 @@ def test_the_first_signal_is_a_request(
     assert "stopping after this step" in capfd.readouterr().err
 
 
-def test_the_second_signal_acts() -> None:
+def test_the_second_signal_has_its_usual_effect() -> None:
     with InterruptGuard() as guard:
         signal.raise_signal(signal.SIGINT)
         assert guard.signal is signal.SIGINT

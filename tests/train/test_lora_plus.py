@@ -40,7 +40,7 @@ def rates(adapters: Adapters, config: TrainConfig) -> dict[str, float]:
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_the_groups_are_those_of_peft(kind: str) -> None:
+def test_the_learning_rates_of_factors_are_those_of_peft(kind: str) -> None:
     peft = pytest.importorskip("peft")
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -72,7 +72,7 @@ def test_the_groups_are_those_of_peft(kind: str) -> None:
     assert set(found.values()) == {1e-3, 1e-3 * RATIO}
 
 
-def test_text_encoders_have_the_ratio_of_their_own_rate() -> None:
+def test_the_ratio_applies_to_the_rate_of_text_encoders() -> None:
     parts = {part: adapters_of(BUILT_IN) for part in ("unet", "text_encoder", "text_encoder_2")}
     config = TrainConfig(learning_rate=1e-3, lora_plus_ratio=4, train_text_encoder=True)
     for given, of_text in ((None, 1e-4), (3e-5, 3e-5)):
@@ -106,7 +106,7 @@ class Updates(Callback):
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_every_update_is_that_of_the_scheduled_rate(config: TrainConfig, kind: str) -> None:
+def test_every_update_has_the_scheduled_rate(config: TrainConfig, kind: str) -> None:
     config = config.with_(
         adapter=kind, optimizer="sgd", learning_rate=0.1, weight_decay=0, lora_plus_ratio=RATIO
     )
@@ -119,7 +119,7 @@ def test_every_update_is_that_of_the_scheduled_rate(config: TrainConfig, kind: s
 
 
 @pytest.mark.parametrize("optimizer", sorted(tc.optim.KINDS.keys() - {"prodigy"}))
-def test_the_first_step_of_every_optimizer(
+def test_in_the_first_step_the_ratio_changes_only_the_factors_b(
     config: TrainConfig, train: Train, tmp_path: Path, optimizer: str
 ) -> None:
     """In the first step, B is zero, and so the gradient of A is zero.
@@ -178,6 +178,6 @@ def test_a_language_model_trains(tmp_path: Path) -> None:
         ({"lora_plus_ratio": 0}, r"lora_plus_ratio is 0\.0, expected above 0"),
     ],
 )
-def test_a_ratio_without_meaning_is_rejected(settings: dict[str, Any], message: str) -> None:
+def test_a_ratio_without_effect_is_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_settings(TrainConfig(**{"lora_plus_ratio": RATIO, **settings}))

@@ -68,7 +68,7 @@ def test_a_file_has_the_hash_of_its_tensors(tmp_path: Path, read_metadata: Read)
     assert path.read_bytes() == data
 
 
-def test_a_file_of_another_kind_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_that_is_no_adapter_gets_no_metadata(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     tc.save_file({"x": tc.ones(3)}, path)
     before = path.read_bytes()

@@ -44,7 +44,7 @@ def test_deep_nesting_is_an_error_of_the_library(
 
 
 @pytest.mark.parametrize("text", ["{a: " * 20_000, "- " * 30_000, "? " * 20_000])
-def test_other_nesting_of_yaml(tmp_path: Path, text: str) -> None:
+def test_deep_nesting_of_any_form_of_yaml_is_an_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(Error, match="nested too deeply"):
         TrainConfig.from_yaml(tmp_path / "run.yaml")

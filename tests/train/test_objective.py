@@ -67,7 +67,7 @@ def test_settings_reach_the_objective() -> None:
     assert losses["huber"] == pytest.approx(0.5 * (2.0 - 0.25), rel=1e-4)
 
 
-def test_mask_and_weights_choose_what_counts() -> None:
+def test_the_loss_is_weighted_by_mask_and_weights() -> None:
     objective = DiffusionObjective(NoiseSchedule())
     noised = objective.noise(tc.randn((2, 4, 3, 3)))
     error = np.zeros((2, 4, 3, 3), dtype=np.float32)
@@ -86,7 +86,7 @@ def test_mask_and_weights_choose_what_counts() -> None:
         objective.loss(prediction, noised, mask=tc.tensor(mask[:, 0]))
 
 
-def test_draws_repeat_with_the_generator_and_validation_leaves_it_alone() -> None:
+def test_draws_repeat_with_the_seed_and_validation_keeps_the_generator_state() -> None:
     objective = DiffusionObjective(NoiseSchedule(), noise_offset=0.05)
     latents = tc.zeros((3, 4, 2, 2))
     state = tc.get_rng_state()
@@ -154,7 +154,7 @@ def test_multiresolution_noise_is_that_of_kohyas_formula(height: int, width: int
     np.testing.assert_array_equal(*(noised.target.numpy() for noised in validation))
 
 
-def test_a_prediction_learns() -> None:
+def test_the_gradient_of_the_loss_points_away_from_the_target() -> None:
     objective = DiffusionObjective(NoiseSchedule(), min_snr_gamma=5.0, loss="huber")
     noised = objective.noise(tc.randn((2, 4, 3, 3)))
     prediction = tc.Var(tc.zeros((2, 4, 3, 3)))
@@ -163,7 +163,7 @@ def test_a_prediction_learns() -> None:
     assert (np.sign(prediction.grad.numpy()) == -np.sign(noised.target.numpy())).all()
 
 
-def test_schedules_are_read_and_wrong_ones_named(tmp_path: Path) -> None:
+def test_schedules_are_read_and_wrong_ones_are_rejected(tmp_path: Path) -> None:
     file = tmp_path / "scheduler" / "scheduler_config.json"
     file.parent.mkdir()
     file.write_text('{"prediction_type": "v_prediction", "rescale_betas_zero_snr": true}')

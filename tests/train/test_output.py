@@ -44,7 +44,7 @@ def test_a_second_run_is_rejected_while_the_first_is_there(config: TrainConfig) 
     assert not (Path(config.output) / LOCK).exists()
 
 
-def test_a_run_does_not_write_over_its_data(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_run_does_not_write_into_its_own_data(config: TrainConfig, tmp_path: Path) -> None:
     folder = Path(config.dataset)
     log = tmp_path / "data" / JSON_LOG
     log.parent.mkdir()
@@ -68,7 +68,7 @@ def test_a_run_does_not_write_into_another_data_set(config: TrainConfig, tmp_pat
     assert len(list(other.iterdir())) == len(list(Path(config.dataset).iterdir()))
 
 
-def test_what_a_run_writes_is_no_data(config: TrainConfig, train: Train) -> None:
+def test_the_output_of_a_run_is_rejected_as_a_data_set(config: TrainConfig, train: Train) -> None:
     train(config)
     output = Path(config.output)
     for dataset in (str(output), [{"path": output.parent, "recursive": True}]):
@@ -78,7 +78,7 @@ def test_what_a_run_writes_is_no_data(config: TrainConfig, train: Train) -> None
         find_files(output)
 
 
-def test_the_output_of_a_run_names_its_adapter(config: TrainConfig, train: Train) -> None:
+def test_the_output_of_a_run_can_be_given_as_its_adapter(config: TrainConfig, train: Train) -> None:
     train(config.with_(name="mine", save_every=6))
     output = Path(config.output)
     finished = output / "mine.safetensors"
@@ -120,7 +120,7 @@ def test_a_lock_names_its_process_and_ends_with_it(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_run_that_is_past_the_last_step_is_left_alone(config: TrainConfig, train: Train) -> None:
+def test_resuming_after_the_last_step_changes_no_file(config: TrainConfig, train: Train) -> None:
     train(config)
     output = Path(config.output)
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}

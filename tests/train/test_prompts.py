@@ -60,13 +60,13 @@ def test_files_of_another_kind_are_not_prompts(tmp_path: Path) -> None:
     assert expanded(["a cup on data.json"]) == ["a cup on data.json"]
 
 
-def test_a_folder_is_no_file_of_prompts(tmp_path: Path) -> None:
+def test_a_folder_in_place_of_a_file_of_prompts_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "p.txt").mkdir()
     with pytest.raises(ConfigError, match=r"p\.txt is a folder, expected a file"):
         expanded([str(tmp_path / "p.txt")])
 
 
-def test_a_file_of_prompts_stands_for_its_lines(tmp_path: Path) -> None:
+def test_a_file_of_prompts_is_replaced_by_its_lines(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("# for tests\na cat --d 1\n\n  a dog\n", encoding="utf-8")
     assert expanded(["a bird", str(path)]) == ["a bird", "a cat --d 1", "a dog"]
@@ -90,7 +90,7 @@ def test_an_image_has_its_settings_in_a1111s_format() -> None:
     assert "Negative" not in infotext(prompt, "sdxl", Usual(20, 1.0), (64, 32), Place(0, 1))
 
 
-def test_previews_are_shown_over_time(tmp_path: Path) -> None:
+def test_the_sheet_and_page_show_previews_by_step(tmp_path: Path) -> None:
     folder = tmp_path / "samples"
     (folder / "images").mkdir(parents=True)
     prompts = ["a <cat>", "a dog"]

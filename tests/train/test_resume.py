@@ -162,7 +162,7 @@ def test_changed_settings_are_reported(config: TrainConfig, train: Train) -> Non
 
 
 @pytest.mark.parametrize(("scheduler", "told"), [("constant", 0), ("cosine", 1)])
-def test_more_steps_are_another_run_only_where_the_schedule_leads_to_the_last(
+def test_more_steps_are_reported_only_if_the_schedule_depends_on_them(
     config: TrainConfig, train: Train, scheduler: str, told: int
 ) -> None:
     config = config.with_(lr_scheduler=scheduler)

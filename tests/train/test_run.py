@@ -53,7 +53,7 @@ def test_a_run_leaves_everything_in_its_folder(config: TrainConfig, train: Train
     )
 
 
-def test_epochs_are_as_many_steps_as_their_batches(config: TrainConfig) -> None:
+def test_epochs_become_the_number_of_steps_of_their_batches(config: TrainConfig) -> None:
     lines: list[str] = []
     given = config.with_(steps=TrainConfig.steps, epochs=3, batch_size=4, gradient_accumulation=2)
     run = train_adapter(given, progress=False, report=lines.append)
@@ -183,7 +183,7 @@ def of_six_steps(base: Path, pictures: Path, output: Path, **changes: Any) -> Tr
 
 
 @pytest.mark.parametrize("change", SETTINGS, ids=lambda change: next(iter(change)))
-def test_every_setting_takes_effect(
+def test_settings_of_training_change_the_adapter(
     change: dict[str, Any],
     reference: dict[str, bytes],
     train: Train,
@@ -195,7 +195,7 @@ def test_every_setting_takes_effect(
 
 
 @pytest.mark.parametrize("axis", ["output", "input"])
-def test_dora_has_a_magnitude_for_each_of_its_axis(
+def test_dora_has_a_magnitude_for_each_output_or_input(
     axis: str, train: Train, digits_base: Path, digits_folder: Path, tmp_path: Path
 ) -> None:
     config = of_six_steps(
@@ -228,7 +228,7 @@ def test_dora_has_a_magnitude_for_each_of_its_axis(
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_other_settings_change_nothing(
+def test_other_settings_do_not_change_the_adapter(
     change: dict[str, Any],
     reference: dict[str, bytes],
     train: Train,
@@ -249,7 +249,7 @@ def test_16_bit_floats_train(config: TrainConfig, train: Train, precision: str) 
 
 
 @pytest.mark.parametrize("policy", ["full", "selective"])
-def test_checkpointing_changes_nothing(
+def test_checkpointing_does_not_change_the_adapter(
     config: TrainConfig, train: Train, policy: str, tmp_path: Path
 ) -> None:
     other = config.with_(gradient_checkpointing=policy, output=str(tmp_path / "other"))
@@ -284,7 +284,7 @@ class OneOutOfMemory(Callback):
 
 
 @pytest.mark.parametrize("step", [1, 4])
-def test_a_run_out_of_memory_is_planned_anew_and_loses_nothing(
+def test_a_run_out_of_memory_restarts_with_a_new_plan_and_the_same_result(
     config: TrainConfig, train: Train, tmp_path: Path, step: int
 ) -> None:
     deep = tc.models.DigitsTransformer(num_layers=4, num_attention_heads=2, attention_head_dim=8)
@@ -309,7 +309,7 @@ def test_a_run_out_of_memory_is_planned_anew_and_loses_nothing(
     assert steps == [row["step"] for row in read_log(Path(config.output) / LOG)]
 
 
-def test_a_run_out_of_memory_late_or_by_hand_fails(config: TrainConfig) -> None:
+def test_a_run_out_of_memory_late_or_without_open_settings_fails(config: TrainConfig) -> None:
     by_hand = config.with_(gradient_checkpointing="none", base_precision="same")
     late = config.with_(steps=30, save_every=0)
     # None of the three runs is planned anew. In the first, the user has set all that a plan could
@@ -320,7 +320,7 @@ def test_a_run_out_of_memory_late_or_by_hand_fails(config: TrainConfig) -> None:
             train_adapter(settings, callbacks=[failing], progress=False)
 
 
-def test_an_automatic_batch_size_becomes_a_number(config: TrainConfig) -> None:
+def test_the_batch_size_auto_is_stored_as_a_number(config: TrainConfig) -> None:
     settings = {**asdict(config), "batch_size": "auto", "steps": 3}
     lines: list[str] = []
     train_adapter(TrainConfig.from_mapping(settings), progress=False, report=lines.append)
@@ -361,7 +361,7 @@ def test_streamed_blocks_of_a_run_on_a_gpu_are_not_kept_on_the_cpu(
     assert TrainConfig.from_yaml(Path(config.output) / CONFIG).stream_blocks is None
 
 
-def test_a_resumed_run_keeps_what_decides_its_results_and_plans_the_rest(
+def test_a_resumed_run_keeps_settings_that_affect_results_and_plans_others(
     config: TrainConfig, train: Train
 ) -> None:
     train(config.with_(gradient_checkpointing="full", base_precision="nf4", steps=5))
@@ -372,7 +372,7 @@ def test_a_resumed_run_keeps_what_decides_its_results_and_plans_the_rest(
     assert not [line for line in lines if line.startswith("resume: gradient_checkpointing")]
 
 
-def test_a_resumed_run_out_of_memory_is_planned_anew(
+def test_a_resumed_run_out_of_memory_gets_a_new_plan(
     config: TrainConfig, train: Train, tmp_path: Path
 ) -> None:
     deep = tc.models.DigitsTransformer(num_layers=4, num_attention_heads=2, attention_head_dim=8)
@@ -396,7 +396,7 @@ def test_a_resumed_run_out_of_memory_is_planned_anew(
     assert written.gradient_checkpointing in {"selective", "full"}
 
 
-def test_the_error_of_a_run_that_no_plan_fits_is_the_first(config: TrainConfig) -> None:
+def test_without_a_plan_that_fits_the_first_error_is_raised(config: TrainConfig) -> None:
     with pytest.raises(tc.OutOfMemoryError, match="matmul: there is too little"):
         train_adapter(
             config.with_(gradient_checkpointing="full", base_precision="same", rank=1),

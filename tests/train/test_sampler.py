@@ -23,7 +23,7 @@ def toy(x: tc.Tensor, timestep: float, /, *, condition: tc.Tensor) -> tc.Tensor:
 
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("batched", [False, True])
-def test_runs_are_those_of_diffusers(name: str, batched: bool) -> None:
+def test_samples_and_schedules_equal_those_of_diffusers(name: str, batched: bool) -> None:
     golden, run = tc.load_file(GOLDEN), dict(RUNS[name])
     settings = dict(run["settings"])
     karras = settings.pop("use_karras_sigmas", False)
@@ -55,7 +55,7 @@ def test_a_scale_of_one_predicts_for_the_prompt_alone() -> None:
     assert calls[1:] == [((4, 3), 5.0)]
 
 
-def test_no_gradient_is_recorded() -> None:
+def test_sampling_records_no_gradient() -> None:
     weight = tc.Var(tc.ones((1,)))
     found = sample(Sampler(NoiseSchedule(), 3), lambda x, _: x * weight, tc.randn((1, 2)))
     assert not found.requires_grad

@@ -89,7 +89,7 @@ def test_the_older_checkpoint_stays_until_the_newer_is_whole(
     assert [state.step_of(path) for path in checkpoints(Path(config.output))] == [12]
 
 
-def test_a_begun_checkpoint_is_finished_when_training_fails(
+def test_a_checkpoint_being_written_is_finished_if_training_fails(
     config: TrainConfig, gate: threading.Event
 ) -> None:
     def fail(_: Trainer[Any]) -> None:

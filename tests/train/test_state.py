@@ -140,7 +140,7 @@ state.save(folder, parameters, optimizer, state.RunState(2, 2, None, {{}}))"""
     assert loaded.step == expected
 
 
-def test_starting_before_a_later_checkpoint_is_an_error(tmp_path: Path) -> None:
+def test_starting_in_a_folder_with_later_checkpoints_is_an_error(tmp_path: Path) -> None:
     state.refuse_later(tmp_path / "none", 0)
     save(tmp_path, 10)
     state.refuse_later(tmp_path, 10)
@@ -148,7 +148,7 @@ def test_starting_before_a_later_checkpoint_is_an_error(tmp_path: Path) -> None:
         state.refuse_later(tmp_path, 9)
 
 
-def test_find_names_missing_checkpoints(tmp_path: Path) -> None:
+def test_find_reports_missing_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no checkpoint in .*; leave --resume out"):
         state.find(tmp_path, "latest")
     assert state.find(tmp_path, "auto") is None
@@ -240,13 +240,13 @@ def test_another_optimizer_is_rejected(tmp_path: Path) -> None:
         state.load(folder, parameters, optimizer)
 
 
-def test_the_state_is_readable(tmp_path: Path) -> None:
+def test_the_state_is_json_with_step_and_settings(tmp_path: Path) -> None:
     folder = save(tmp_path, 3)
     stored = json.loads((folder / "state.json").read_text())
     assert (stored["step"], stored["settings"]) == (3, {"rank": 4})
 
 
-def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:
+def test_partial_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-000002.partial").mkdir()
     (tmp_path / "checkpoint-000002.partial" / "state.json").write_text("{")
     (tmp_path / "checkpoint-000001.removed").mkdir()
@@ -256,7 +256,7 @@ def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["adapter.safetensors"]
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_nothing(config: TrainConfig) -> None:
+def test_a_checkpoint_that_cannot_be_written_leaves_no_files(config: TrainConfig) -> None:
     class Full(Callback):
         def on_save(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
             raise OSError(errno.ENOSPC, "No space left on device", str(folder))

@@ -116,7 +116,7 @@ class Uneven:
         return np.arange(first, first + 1) if index % 2 == 0 else np.arange(first + 1, first + 6)
 
 
-def test_batches_count_by_their_weights() -> None:
+def test_the_loss_of_a_step_is_the_mean_weighted_by_batch_size() -> None:
     recorder = Recorder()
     weight = tc.Var(np.zeros(3, np.float32))
 
@@ -292,7 +292,7 @@ def test_a_scaler_that_skips_for_ever_is_an_error() -> None:
     assert weight.item() == 1.0
 
 
-def test_inputs_of_the_loss_can_be_made_before_the_step() -> None:
+def test_the_inputs_of_all_batches_are_made_before_the_step() -> None:
     """A step first makes the inputs of all its batches. Each batch has its own random numbers."""
 
     def numbered(rows: npt.NDArray[np.int64]) -> dict[str, tc.Tensor]:
