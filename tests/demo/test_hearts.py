@@ -35,12 +35,12 @@ def test_the_judge_recognises_dark_hearts(judge: shapes.Judge) -> None:
     assert judge.hearts(images).all()
 
 
-def test_upside_down_hearts_are_no_hearts(judge: shapes.Judge) -> None:
+def test_the_judge_rejects_upside_down_hearts(judge: shapes.Judge) -> None:
     images = np.stack([drawn("heart", "red", seed)[::-1] for seed in range(20)])
     assert judge.hearts(images).mean() < 0.1
 
 
-def test_the_colour_of_a_shape_is_that_of_its_middle() -> None:
+def test_the_judge_finds_the_colour_in_the_middle_of_a_shape() -> None:
     for colour in shapes.COLOURS:
         found = [
             name for name in shapes.COLOURS if shapes.is_colour(drawn("heart", colour, 1), name)
@@ -66,7 +66,7 @@ def test_the_data_has_no_heart_in_the_unseen_colour(tmp_path: Path) -> None:
         (Verdict(0.0, 0.59, 1.0, 1.0), False),
     ],
 )
-def test_which_verdicts_pass(verdict: Verdict, passed: bool) -> None:
+def test_verdicts_pass_within_their_limits(verdict: Verdict, passed: bool) -> None:
     assert verdict.passed == passed
     assert "orange hearts" in str(verdict)
 

@@ -43,7 +43,7 @@ def test_spread_needs_two_images() -> None:
         spread(TRAIN.pixels[:1])
 
 
-def test_verdict_on_real_images(judge: Judge) -> None:
+def test_real_images_of_the_digit_pass(judge: Judge) -> None:
     result = verdict(judge, 0, HELD_OUT.only(6).pixels, HELD_OUT.only(0).pixels, TRAIN)
     assert result.share_before == 0.0
     assert result.share_after == 1.0
@@ -53,14 +53,14 @@ def test_verdict_on_real_images(judge: Judge) -> None:
     assert "100.0%" in str(result)
 
 
-def test_verdict_on_one_image_again_and_again(judge: Judge) -> None:
+def test_copies_of_one_image_do_not_pass(judge: Judge) -> None:
     copies = np.repeat(HELD_OUT.only(0).pixels[:1], 50, axis=0)
     result = verdict(judge, 0, HELD_OUT.only(6).pixels, copies, TRAIN)
     assert (result.share_after, result.spread_ratio) == (1.0, 0.0)
     assert not result.passed
 
 
-def test_missing_scikit_learn_names_the_cure() -> None:
+def test_the_error_without_scikit_learn_says_how_to_install_it() -> None:
     code = "import sys; sys.modules['sklearn.svm'] = None; import trainable_candle.demo.judge"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 1

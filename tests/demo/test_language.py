@@ -14,7 +14,7 @@ from trainable_candle.families.causal_lm import BUILT_IN, CausalLM
 from trainable_candle.run import JSON_LOG, LOG
 
 
-def test_tasks_match_their_names() -> None:
+def test_each_task_has_the_answer_that_its_name_says() -> None:
     asked = {
         "upper": "CLAVO",
         "spell": "c l a v o",
@@ -68,17 +68,19 @@ def test_the_data_has_both_kinds_of_tasks_and_no_word_that_is_judged(tmp_path: P
         (Verdict(0.0, 0.9, 1.0, 0.79), False),
     ],
 )
-def test_which_verdicts_pass(verdict: Verdict, passed: bool) -> None:
+def test_verdicts_pass_within_their_limits(verdict: Verdict, passed: bool) -> None:
     assert verdict.passed == passed
     assert "pig, with the LoRA" in str(verdict)
 
 
-def test_the_data_stays_beside_the_logs(tmp_path: Path) -> None:
+def test_the_data_is_a_file_beside_the_logs(tmp_path: Path) -> None:
     assert language.DATASET not in {JSON_LOG, LOG}
     assert Path(language.configuration(tmp_path).dataset) == tmp_path / language.DATASET
 
 
-def test_a_run_needs_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_uses_the_built_in_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     language.write_dataset(tmp_path / "a.jsonl", 0)
     given = ["--model", "causal-lm", "--dataset", str(tmp_path / "a.jsonl"), "--steps", "3"]
     assert train_lora([*given, "--output", str(tmp_path / "run"), "--sequence-length", "256"]) == 0

@@ -35,7 +35,7 @@ def test_lora_teaches_the_unseen_digit(demo: DemoResult) -> None:
 
 
 @pytest.mark.slow
-def test_everything_is_written(demo: DemoResult) -> None:
+def test_the_run_writes_its_verdict_configuration_images_and_data(demo: DemoResult) -> None:
     assert demo.verdict is not None
     written = json.loads((demo.output / "verdict.json").read_text())
     assert written["share_after"] == demo.verdict.share_after
@@ -104,7 +104,7 @@ def test_base_is_small() -> None:
     assert (BASE / "model.safetensors").stat().st_size <= 1_000_000
 
 
-def test_data_set_is_written_the_same_again(tmp_path: Path) -> None:
+def test_writing_the_data_set_again_gives_the_same_files(tmp_path: Path) -> None:
     pictures = digits.load().only(UNSEEN)
 
     def write(folder: Path) -> list[tuple[str, str]]:

@@ -49,7 +49,7 @@ def require_all_say(found: list[tuple[int, str, str]], *messages: str) -> None:
             assert message in errors
 
 
-def test_other_settings_are_reported(
+def test_settings_that_differ_are_reported_by_all(
     digits_base: Path, digits_folder: Path, tmp_path: Path
 ) -> None:
     found = started(
@@ -65,7 +65,7 @@ def test_other_settings_are_reported(
     )
 
 
-def test_another_version_is_reported() -> None:
+def test_versions_that_differ_are_reported_by_all() -> None:
     script = (
         "import trainable_candle as tc\n"
         "from trainable_candle import _core\n"
@@ -81,7 +81,7 @@ def test_another_version_is_reported() -> None:
 
 
 @pytest.mark.parametrize("what", ["data", "weights"])
-def test_other_files_are_reported(
+def test_files_that_differ_are_reported_by_all(
     digits_base: Path, digits_folder: Path, tmp_path: Path, what: str
 ) -> None:
     """The processes read different folders, as on machines without a common file system."""
@@ -149,7 +149,7 @@ group.close()
 """
 
 
-def test_parameters_that_drift_apart_end_the_run_at_the_next_comparison() -> None:
+def test_parameters_that_differ_end_the_run_at_the_next_comparison() -> None:
     found = started([["-c", TRAINING, "1"]] * 2)
     require_all_say(found, "after step 4, b differs between rank 1 (its norm is 0.2")
     assert [output.strip() for _, output, _ in found] == ["4", "4"]

@@ -62,7 +62,7 @@ def test_messages_arrive_by_rank(place: Address) -> None:
     assert together(3, work, place) == [at_rank_0, at_others, at_others]
 
 
-def test_a_socket_in_a_folder_serves_one_machine(tmp_path: Path) -> None:
+def test_processes_of_one_machine_can_connect_by_a_socket_in_a_folder(tmp_path: Path) -> None:
     path = str(tmp_path / "s") if len(str(tmp_path)) < 90 else f"/tmp/{time.time_ns()}"
     assert together(2, lambda one: one.exchange(b"%d" % one.rank), path) == [[b"0", b"1"]] * 2
 
@@ -86,7 +86,7 @@ def test_a_process_that_ends_is_an_error_in_all_others(place: Address) -> None:
     assert stopped.is_set()
 
 
-def test_the_reason_of_a_failure_reaches_all(place: Address) -> None:
+def test_the_reason_of_a_failure_reaches_all_processes(place: Address) -> None:
     def work(one: Link) -> Any:
         one.exchange(b"")
         if one.rank == 2:
@@ -114,7 +114,7 @@ def test_a_process_that_is_busy_for_too_long_has_failed(
         assert "rank 1 has been busy with a step for" in str(error)
 
 
-def test_facts_that_differ_are_reported(place: Address) -> None:
+def test_settings_that_differ_are_reported_by_both_processes(place: Address) -> None:
     def run(rank: int) -> Any:
         try:
             return Link(world(rank, 2, place), {"learning_rate": f"{rank}"})

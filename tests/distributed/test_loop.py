@@ -128,7 +128,7 @@ def test_a_users_own_loop_on_two_processes() -> None:
     assert flat(first["parameters"]) == pytest.approx(flat(alone["parameters"]), rel=1e-5)
 
 
-def test_weights_of_batches_count_over_all_processes() -> None:
+def test_gradients_are_weighted_by_the_batches_of_all_processes() -> None:
     (alone,) = run(TRAINER, 1)
     for several in (run(TRAINER, 2), run(TRAINER, 4)):
         assert all(one == several[0] for one in several)

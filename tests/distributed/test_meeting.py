@@ -48,7 +48,7 @@ def started(
     return [(p.returncode, text) for p, text in zip(processes, errors, strict=True)]
 
 
-def test_the_limit_leaves_time_to_start() -> None:
+def test_the_default_time_limit_is_below_30_seconds() -> None:
     assert JOIN_SECONDS < 30
 
 
@@ -101,7 +101,7 @@ def test_a_port_of_another_program_is_reported_by_all(stranger: int) -> None:
     assert re.search("another (job or )?program", told)
 
 
-def test_a_process_that_is_alone_names_the_missing_ranks(port: int) -> None:
+def test_the_error_of_a_process_alone_names_the_missing_ranks(port: int) -> None:
     ((status, said),) = started("127.0.0.1", port, ranks=(0,))
     assert status != 0
     assert f"rank 1 of 2 processes did not connect to rank 0 at 127.0.0.1:{port} within 2 s" in said

@@ -108,7 +108,7 @@ def test_runs_from_peers_equal_those_from_the_host(
     assert train(base, digits_folder, resumed, **peers, resume="auto") == expected
 
 
-def test_a_killed_process_ends_all(base: Path, digits_folder: Path, tmp_path: Path) -> None:
+def test_a_killed_process_ends_the_other(base: Path, digits_folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     settings = {"weights": str(base), "dataset": str(digits_folder), "output": str(output)}
     settings |= {"steps": 1_000_000, "save_every": 4, "log_every": 1_000_000}  # type: ignore[dict-item]
@@ -129,7 +129,7 @@ def configured(**more: Any) -> TrainConfig:
     return TrainConfig(model="flux", device="cuda", stream_from="peers", **more)
 
 
-def test_wrong_settings_name_the_cure() -> None:
+def test_errors_about_settings_say_what_to_change() -> None:
     with pytest.raises(ConfigError, match="give --gpus 2 or more, or leave out --stream-from peer"):
         require_peers(1)
     require_peers(2)
@@ -175,7 +175,7 @@ def test_a_single_process_is_rejected_before_anything_is_read(
         ([BUS, "none"], None),
     ],
 )
-def test_the_slowest_link_counts(
+def test_the_plan_uses_the_slowest_link_between_gpus(
     monkeypatch: pytest.MonkeyPatch, links: list[str | None], slowest: str | None
 ) -> None:
     monkeypatch.setattr(streamed, "machine", lambda: "machine")

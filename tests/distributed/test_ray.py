@@ -73,7 +73,7 @@ def losses(output: str) -> list[float]:
     return [float(row["loss"]) for row in read_log(Path(output) / LOG)]
 
 
-def test_two_processes_equal_one_with_twice_the_accumulation(
+def test_two_processes_have_the_losses_of_one_with_twice_the_batches(
     config: TrainConfig, tmp_path: Path
 ) -> None:
     lines: list[str] = []
@@ -107,7 +107,7 @@ def test_a_lost_process_is_started_again_from_the_last_checkpoint(config: TrainC
     assert [int(row["step"]) for row in read_log(Path(config.output) / LOG)] == [*range(1, 401)]
 
 
-def test_an_output_that_machines_do_not_share_cannot_go_on(config: TrainConfig) -> None:
+def test_restarts_need_an_output_folder_that_all_machines_share(config: TrainConfig) -> None:
     lines: list[str] = []
     with pytest.raises(ConfigError, match=r"output: ~/run of .* give a folder that all machines"):
         train(config.with_(output="~/run"), workers=2, max_failures=1, report=lines.append)
@@ -116,7 +116,7 @@ def test_an_output_that_machines_do_not_share_cannot_go_on(config: TrainConfig) 
     assert done.completed
 
 
-def test_sigterm_lets_all_save_and_end(config: TrainConfig) -> None:
+def test_on_sigterm_all_processes_save_and_end(config: TrainConfig) -> None:
     arguments = config.with_(steps=1_000_000).changed()
     flags = [part for name, value in arguments.items() for part in (flag(name), str(value))]
     address = ray.get_runtime_context().gcs_address
@@ -146,7 +146,7 @@ def test_errors_of_settings_end_the_run_at_once(config: TrainConfig, tmp_path: P
     assert not any("starting again" in line for line in lines)
 
 
-def test_more_processes_than_the_cluster_has_room_for(config: TrainConfig) -> None:
+def test_more_processes_than_the_cluster_can_hold_are_an_error(config: TrainConfig) -> None:
     with pytest.raises(ConfigError, match=r"3 processes need 3 CPU, and the cluster has 2 CPU"):
         train(config, workers=3, wait_seconds=0.5)
     with pytest.raises(ConfigError, match="the cluster has no GPU"):
@@ -162,7 +162,7 @@ def test_more_processes_than_the_cluster_has_room_for(config: TrainConfig) -> No
         ({}, {}, "say how many processes"),
     ],
 )
-def test_settings_that_ray_decides(
+def test_settings_that_ray_decides_are_rejected(
     config: TrainConfig,
     changes: dict[str, str],
     options: dict[str, str],

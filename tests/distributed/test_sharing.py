@@ -135,7 +135,9 @@ def test_processes_receive_entries_that_they_cannot_read(
     assert files[0] == files[1]
 
 
-def test_folders_of_machines_are_filled_up_from_each_other(data: Dataset, tmp_path: Path) -> None:
+def test_a_machine_receives_the_entries_that_its_folder_lacks(
+    data: Dataset, tmp_path: Path
+) -> None:
     """One machine has all entries, the other none."""
     filled(data, Encoder(), Alone(), tmp_path / "0")
     encoder = Encoder()
@@ -146,7 +148,7 @@ def test_folders_of_machines_are_filled_up_from_each_other(data: Dataset, tmp_pa
     assert len(encoder.seen) == 5
 
 
-def test_entries_that_are_sent_keep_every_bit() -> None:
+def test_sent_entries_keep_every_bit() -> None:
     values = np.random.default_rng(0).normal(size=(1, 3, 2))
     tensors = {
         name: tc.tensor(values, dtype="f64").to(name) for name in ("f64", "f32", "f16", "bf16")
@@ -161,7 +163,7 @@ def test_entries_that_are_sent_keep_every_bit() -> None:
         )
 
 
-def test_captions_are_shared_out_too(tmp_path: Path) -> None:
+def test_the_encoding_of_captions_is_divided_too(tmp_path: Path) -> None:
     captions = [f"picture {number}" for number in range(7)]
     asked: list[str] = []
 
@@ -199,7 +201,7 @@ def test_a_process_that_cannot_encode_ends_all(data: Dataset, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_measurements_are_those_of_one_process(size: int) -> None:
+def test_results_of_validation_equal_those_of_one_process(size: int) -> None:
     items = list(np.random.default_rng(0).normal(size=7))
     expected = measured(Alone(), items, lambda item: float(np.exp(item)))
     asked: list[float] = []

@@ -172,7 +172,7 @@ def test_a_single_process_has_a_copy_of_its_own() -> None:
     assert found["mapped"] == {}
 
 
-def test_the_fewest_that_share_count() -> None:
+def test_the_smallest_group_that_shares_memory_is_counted() -> None:
     assert least_sharing(["a", "a"]) == 2
     assert least_sharing(["a", "a", "b"]) == 1
     # Processes whose machine has no name share nothing.

@@ -42,7 +42,7 @@ def validations(output: Path, *settings: str) -> dict[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("objective", ["sft", "dpo"])
-def test_validation_is_that_of_one_process(tmp_path: Path, objective: str) -> None:
+def test_results_of_validation_equal_those_of_one_process(tmp_path: Path, objective: str) -> None:
     dataset = tmp_path / "rows.jsonl"
     rows = [
         {"prompt": f"say {word}", "chosen": f"{word} {word}", "rejected": "no"}

@@ -117,7 +117,7 @@ def test_two_processes_start_from_the_same_part_of_the_weights(
         np.testing.assert_allclose(files[1][name].numpy(), value.numpy(), atol=1e-5)
 
 
-def test_two_processes_equal_one_with_twice_the_accumulation(
+def test_two_processes_have_the_results_of_one_with_twice_the_batches(
     alone: Path, digits_base: Path, digits_folder: Path, tmp_path: Path, device: str
 ) -> None:
     output = tmp_path / "two"
@@ -137,7 +137,7 @@ def test_two_processes_equal_one_with_twice_the_accumulation(
         np.testing.assert_allclose(found[name].numpy(), expected.numpy(), rtol=1e-4, atol=1e-6)
 
 
-def test_processes_round_alike(
+def test_stochastic_rounding_repeats_on_two_processes(
     digits_base: Path, digits_folder: Path, tmp_path: Path, device: str
 ) -> None:
     found = []
@@ -171,7 +171,7 @@ def test_runs_with_streamed_blocks_equal_those_without(
     assert found[0] == found[1]
 
 
-def test_two_machines_are_one_run(
+def test_processes_on_two_machines_train_together(
     alone: Path, digits_base: Path, digits_folder: Path, tmp_path: Path, device: str
 ) -> None:
     if device != "cpu":
@@ -215,7 +215,7 @@ def test_a_run_continues_with_another_number_of_processes(
     )
 
 
-def test_validation_is_shared_out(
+def test_the_work_of_validation_is_divided(
     digits_base: Path, digits_folder: Path, tmp_path: Path, device: str
 ) -> None:
     common = {"validation_split": 0.3, "validate_every": 3, "ema_decay": 0.5}
@@ -258,7 +258,7 @@ def test_all_processes_end_early_after_the_same_step(
     assert (output / "adapter.safetensors").exists()
 
 
-def test_a_killed_process_ends_all_and_leaves_the_checkpoint(
+def test_a_killed_process_ends_all_processes_and_leaves_the_checkpoint(
     digits_base: Path, digits_folder: Path, tmp_path: Path, device: str
 ) -> None:
     output = tmp_path / "killed"
@@ -283,7 +283,7 @@ def environment(pid: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_lets_all_end_after_the_same_step(
+def test_on_a_signal_all_processes_end_after_the_same_step(
     digits_base: Path, digits_folder: Path, tmp_path: Path, number: signal.Signals, device: str
 ) -> None:
     output = tmp_path / "stopped"

@@ -8,7 +8,7 @@ from trainable_candle.errors import ConfigError
 ADDRESS = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 
 
-def test_without_a_launcher_there_is_no_world() -> None:
+def test_variables_without_a_launcher_give_no_rank() -> None:
     assert from_environment({}) is None
     # Container images for clusters often set these two variables, even if no launcher runs.
     assert from_environment({"RANK": "0", "WORLD_SIZE": "1"}) is None
@@ -38,13 +38,13 @@ def test_without_a_launcher_there_is_no_world() -> None:
     ],
     ids=["torchrun", "Open MPI", "MPICH", "srun"],
 )
-def test_each_launcher_is_understood(variables: dict[str, str]) -> None:
+def test_rank_and_size_are_read_from_each_launcher(variables: dict[str, str]) -> None:
     # torchrun listens at MASTER_PORT itself, so the ranks meet at the next port.
     expected = World(3, 4, 1, 2, ("node1", 29501), "")
     assert from_environment({**variables, **ADDRESS}) == expected
 
 
-def test_port_and_job_may_be_given() -> None:
+def test_port_and_job_can_be_set() -> None:
     place = {"RANK": "1", "WORLD_SIZE": "2", **ADDRESS}
     world = from_environment({**place, "TRAINABLE_CANDLE_PORT": "7000", "SLURM_JOB_ID": "17"})
     assert world is not None
@@ -84,7 +84,7 @@ def test_a_process_takes_the_gpu_of_its_rank() -> None:
         World(3, 4, 3, 4, ("node1", 1), "").device(2)
 
 
-def test_machines_of_our_own_launcher() -> None:
+def test_number_and_count_of_machines_are_read() -> None:
     assert machine_from_environment({}) == (0, 1)
     assert machine_from_environment({"NNODES": "4", "NODE_RANK": "3"}) == (3, 4)
 

@@ -75,7 +75,7 @@ def test_loss_curve_needs_losses(tmp_path: Path, steps: list[int], losses: list[
     assert list(tmp_path.iterdir()) == []
 
 
-def test_missing_matplotlib_names_the_cure(tmp_path: Path) -> None:
+def test_the_error_without_matplotlib_says_how_to_install_it(tmp_path: Path) -> None:
     code = f"""
 import sys; sys.modules["matplotlib"] = None
 from pathlib import Path; import trainable_candle.plot as plot
