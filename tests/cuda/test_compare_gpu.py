@@ -61,7 +61,9 @@ def same(function: Callable[..., tc.Tensor], *inputs: tc.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
 @pytest.mark.parametrize("compare", COMPARISONS)
-def test_comparisons(compare: Callable[[Any, Any], tc.Tensor], dtype: str) -> None:
+def test_comparisons_equal_those_of_the_cpu(
+    compare: Callable[[Any, Any], tc.Tensor], dtype: str
+) -> None:
     x = values(dtype)
     n = len(x)
     column, row = x.reshape(n, 1), x.reshape(1, n)
@@ -75,7 +77,7 @@ def test_comparisons(compare: Callable[[Any, Any], tc.Tensor], dtype: str) -> No
 
 
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
-def test_selections_move_bits(dtype: str) -> None:
+def test_where_copies_every_bit(dtype: str) -> None:
     x = values(dtype)
     if dtype == "f32":  # NaN with a sign and a payload
         x = tc.cat([x, tc.tensor(np.array([0xFFC12345], np.uint32).view(np.float32))])
@@ -91,7 +93,7 @@ def test_selections_move_bits(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_the_gradients_of_a_selection(dtype: str) -> None:
+def test_gradients_of_where_equal_those_of_the_cpu(dtype: str) -> None:
     found = []
     for device in ("cpu", "cuda"):
         tc.manual_seed(0)
@@ -147,7 +149,7 @@ def test_attention_with_a_mask_of_true_and_false() -> None:
 
 
 @pytest.mark.parametrize("step", [2, -1, -3])
-def test_elements_at_a_step(step: int) -> None:
+def test_slices_with_a_step_and_their_gradients_equal_the_cpu(step: int) -> None:
     found = []
     for device in ("cpu", "cuda"):
         x = tc.Var(np.arange(60.0).reshape(4, 5, 3), device=device)

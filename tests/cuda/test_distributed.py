@@ -37,7 +37,7 @@ TOGETHER = """
 """
 
 
-def test_a_step_is_one_call_and_the_end_is_in_order(cuda: Any) -> None:
+def test_a_step_sums_all_gradients_in_one_all_reduce(cuda: Any) -> None:
     run = cuda.run(
         TOGETHER
         + """
@@ -75,7 +75,7 @@ def test_a_step_is_one_call_and_the_end_is_in_order(cuda: Any) -> None:
     assert [copy for copy in run.of("copy") if copy["kind"].startswith("cuMemcpyDtoH")] == []
 
 
-def test_half_of_the_bytes(cuda: Any) -> None:
+def test_narrow_gradients_are_summed_in_bf16(cuda: Any) -> None:
     run = cuda.run(
         TOGETHER
         + """
@@ -97,7 +97,7 @@ def test_half_of_the_bytes(cuda: Any) -> None:
     )
 
 
-def test_ranks_that_differ_are_refused_and_the_communicator_is_dead(cuda: Any) -> None:
+def test_ranks_with_different_sizes_abort_the_communicator(cuda: Any) -> None:
     run = cuda.run(
         TOGETHER
         + """
@@ -129,7 +129,7 @@ def test_ranks_that_differ_are_refused_and_the_communicator_is_dead(cuda: Any) -
     assert len([call for call in run.of("nccl") if call["op"] == "abort"]) == 1
 
 
-def test_who_waits_for_nobody_gives_up_in_time(cuda: Any) -> None:
+def test_a_rank_that_waits_for_others_in_vain_raises_in_time(cuda: Any) -> None:
     run = cuda.run(
         TOGETHER
         + """
@@ -170,7 +170,7 @@ def test_a_stop_from_another_thread_ends_a_wait(cuda: Any) -> None:
 
 
 @pytest.mark.parametrize("fail", ["init", "2"])
-def test_errors_of_nccl_are_the_librarys(cuda: Any, fail: str) -> None:
+def test_errors_of_nccl_are_raised_with_their_reason(cuda: Any, fail: str) -> None:
     cuda.run(
         f"""
     import os

@@ -90,7 +90,7 @@ def test_loaded_states_reach_the_graph(cuda: Any) -> None:
     assert len(replayed.of("replay")) == 1
 
 
-def test_variables_that_step_apart_are_recorded_anew(cuda: Any) -> None:
+def test_a_graph_is_recorded_again_after_a_step_of_one_variable(cuda: Any) -> None:
     run = cuda.run(
         ADAMW
         + """

@@ -152,7 +152,7 @@ def test_too_little_pinned_memory_is_an_error_that_names_the_cure(cuda: Any, lim
     assert 'states "device"' in run.output
 
 
-def test_they_cannot_be_made_within_a_captured_function(cuda: Any) -> None:
+def test_states_cannot_be_allocated_within_a_captured_function(cuda: Any) -> None:
     run = cuda.run(
         TRAIN
         + """

@@ -61,7 +61,9 @@ def compare(found: list[np.ndarray], expected: list[np.ndarray], dtype: str) -> 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
 @pytest.mark.parametrize(("kind", "options"), CASES)
-def test_it_trains_as_on_the_cpu(kind: str, options: dict[str, Any], dtype: str) -> None:
+def test_each_optimizer_trains_as_on_the_cpu(
+    kind: str, options: dict[str, Any], dtype: str
+) -> None:
     made = []
     for device in ("cpu", "cuda"):
         parameters = variables(dtype, device)

@@ -54,7 +54,7 @@ def same(found: list[np.ndarray], expected: list[np.ndarray], tolerance: float) 
         (2, 1, 96, [0, 77, 200], 31),
     ],
 )
-def test_attention_inside_texts(
+def test_attention_inside_texts_is_near_the_cpu(
     heads: int, key_heads: int, width: int, bounds: list[int], window: int | None, dtype: str
 ) -> None:
     rng = np.random.default_rng(0)
@@ -78,7 +78,9 @@ def test_attention_inside_texts(
 @pytest.mark.parametrize(
     "bounds", [[0, 2048], [0, 700, 701, 1500, 2048], [256 * i for i in range(9)]]
 )
-def test_attention_inside_texts_is_that_of_each(bounds: list[int], width: int, dtype: str) -> None:
+def test_attention_over_packed_texts_equals_attention_over_each_text(
+    bounds: list[int], width: int, dtype: str
+) -> None:
     heads, key_heads = 12, 2
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal((bounds[-1], n, width)) for n in (heads, key_heads, key_heads)]
@@ -101,7 +103,7 @@ def test_attention_inside_texts_is_that_of_each(bounds: list[int], width: int, d
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
-def test_the_loss_without_scores(dtype: str) -> None:
+def test_the_loss_without_stored_logits_is_near_the_cpu(dtype: str) -> None:
     rng = np.random.default_rng(0)
     rows, width, words = 700, 64, 5003
     arrays = [rng.standard_normal((rows, width)), rng.standard_normal((words, width)) * 0.3]

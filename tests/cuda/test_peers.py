@@ -222,7 +222,7 @@ mark("end")
         assert kept >= exported / 2 >= streamed / 2
 
 
-def test_devices_that_do_not_reach_each_other(cuda: Any, tmp_path: Path) -> None:
+def test_devices_that_cannot_read_each_other_are_an_error(cuda: Any, tmp_path: Path) -> None:
     run = together(
         cuda,
         tmp_path,

@@ -140,7 +140,7 @@ def test_a_graph_has_the_copies_of_its_step(cuda: Any) -> None:
         assert replay.waits == []
 
 
-def test_memory_of_the_host_goes_with_the_model_and_its_graphs(cuda: Any) -> None:
+def test_host_memory_is_freed_with_the_model_and_its_graphs(cuda: Any) -> None:
     run = cuda.run(
         STEP
         + f"""
@@ -374,7 +374,7 @@ def test_shared_memory_that_cannot_be_pinned_is_copied_through_a_ring(
     assert {call["pageable"] for call in found} == {"0"}
 
 
-def test_another_error_of_the_driver_is_said_by_all(cuda: Any) -> None:
+def test_another_error_of_the_driver_is_raised_by_all_ranks(cuda: Any) -> None:
     run = cuda.run(
         STEP
         + TOGETHER

@@ -85,7 +85,7 @@ def test_losses_are_those_of_resident_blocks(
 
 
 @pytest.mark.parametrize("policy", ["selective", "none"])
-def test_other_policies_stream_too(gpu: str, policy: str) -> None:
+def test_losses_are_equal_under_other_checkpoint_policies(gpu: str, policy: str) -> None:
     expected = losses(gpu, "flux", stream_blocks=0, policy=policy)
     found = losses(gpu, "flux", stream_blocks=4, policy=policy)
     for one, other in zip(found, expected, strict=True):

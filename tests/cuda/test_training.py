@@ -187,7 +187,7 @@ def test_steps_of_texts_are_replayed(cuda: Any, tmp_path: Path, settings: dict[s
         assert done.of("grow", "map", "capture-begin") == [], step
 
 
-def test_pairs_of_answers_are_not_recorded(cuda: Any, tmp_path: Path) -> None:
+def test_steps_on_pairs_of_answers_are_not_recorded(cuda: Any, tmp_path: Path) -> None:
     rows = [{"prompt": "a", "chosen": "b" * n, "rejected": "c"} for n in range(1, 9)]
     program = texts(tmp_path, objective="dpo")
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -222,7 +222,7 @@ def test_a_profile_counts_launches(cuda: Any) -> None:
     )
 
 
-def test_graphs_keep_their_memory_until_the_last_is_gone(cuda: Any) -> None:
+def test_memory_of_graphs_is_freed_with_the_last_graph(cuda: Any) -> None:
     run = cuda.run(
         """
     tc.manual_seed(0)

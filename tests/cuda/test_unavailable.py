@@ -109,7 +109,7 @@ def test_each_device_is_checked_at_its_first_use(cuda: Any) -> None:
     cuda.run(use, settings={"DEVICES": "2", "CAPABILITY": "7.5,9.0"})
 
 
-def test_a_device_that_does_not_exist(cuda: Any) -> None:
+def test_a_device_that_does_not_exist_is_an_error(cuda: Any) -> None:
     run = cuda.run(
         """
         assert tc.info()["devices"] == ["cpu", "cuda:0", "cuda:1"]

@@ -150,7 +150,7 @@ def test_gguf_holds_what_llama_cpp_expects(weights: Path, tmp_path: Path) -> Non
     assert 'PARAMETER stop "<|im_end|>"' in lines
 
 
-def test_rows_of_llama_turn_with_their_neighbours() -> None:
+def test_permuted_rows_of_llama_are_rotated_in_neighbouring_pairs() -> None:
     """Permuting the rows with `paired` commutes with the rotary position embedding.
 
     Before the permutation, the embedding rotates row i with row i + width / 2 of a head; after
@@ -170,7 +170,7 @@ def test_rows_of_llama_turn_with_their_neighbours() -> None:
     np.testing.assert_allclose(neighbours, paired(expected, heads), atol=1e-6)
 
 
-def test_a_gguf_file_byte_by_byte() -> None:
+def test_a_gguf_file_has_the_expected_bytes() -> None:
     file = BytesIO()
     entry = Entry("t", (1, 3), "f32", lambda: tc.tensor([[1.0, 2.0, 3.0]]))
     write(file, {"a": "b", "c": 1.5, "d": []}, [entry])

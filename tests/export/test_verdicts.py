@@ -148,7 +148,7 @@ def test_exported_files_of_another_model_are_errors(
 
 
 @pytest.mark.parametrize("saved", [True, False], ids=["modules_to_save", "lora"])
-def test_a_changed_head_is_for_peft_alone(
+def test_only_peft_loads_an_adapter_with_a_changed_head(
     weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], saved: bool
 ) -> None:
     folder = make_adapter(weights, tmp_path / "peft")
@@ -174,7 +174,7 @@ def test_a_changed_head_is_for_peft_alone(
     assert f"{next(iter(added))}: peft loads it, and this library does not" in told
 
 
-def test_adapters_of_another_model_are_for_no_program(
+def test_no_program_loads_the_adapter_of_another_model(
     weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "a.safetensors"
@@ -186,7 +186,7 @@ def test_adapters_of_another_model_are_for_no_program(
     assert set(found.values()) == {reason}
 
 
-def test_a_file_alone_needs_a_configuration(
+def test_a_file_without_a_configuration_must_be_exported(
     weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = CausalLM.from_pretrained(weights, dtype="f32")
@@ -220,7 +220,7 @@ def test_the_built_in_model_is_used_if_it_fits(
     ],
     ids=["head", "embedding", "saved", "tokens"],
 )
-def test_folders_of_peft_itself(
+def test_only_peft_loads_folders_with_a_changed_head_or_embedding(
     weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: Any
 ) -> None:
     peft = pytest.importorskip("peft")

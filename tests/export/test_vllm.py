@@ -64,7 +64,7 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("config", [{}, {"use_rslora": True}, {"rank_pattern": {"q_proj": 2}}])
-def test_it_adds_what_was_trained(family: str, config: dict[str, Any], tmp_path: Path) -> None:
+def test_vllm_adds_what_was_trained(family: str, config: dict[str, Any], tmp_path: Path) -> None:
     weights = GOLDEN / family
     expected = make_adapter(weights, tmp_path / "adapter", **config)
     output = exported(weights, tmp_path / "adapter", tmp_path / "out")
@@ -75,7 +75,7 @@ def test_it_adds_what_was_trained(family: str, config: dict[str, Any], tmp_path:
         np.testing.assert_allclose(change, expected[name], atol=1e-6, err_msg=name)
 
 
-def test_it_refuses_dora(tmp_path: Path) -> None:
+def test_vllm_rejects_dora(tmp_path: Path) -> None:
     make_adapter(GOLDEN / "llama", tmp_path / "adapter", use_dora=True)
     with pytest.raises(ValueError, match="does not yet support DoRA"):
         read(tmp_path / "adapter", max_rank=8)

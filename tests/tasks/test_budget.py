@@ -128,7 +128,7 @@ def test_a_quantized_file_keeps_its_format(flux: Model, stored: str) -> None:
     assert make_plan(flux.config(), groups, budget(80), of_file).chosen == {}
 
 
-def test_what_is_given_is_kept(flux: Model) -> None:
+def test_a_plan_keeps_given_settings(flux: Model) -> None:
     given = {
         "gradient_checkpointing": "selective",
         "base_precision": "fp8",
@@ -151,7 +151,7 @@ def test_what_is_streamed_must_fit_into_host_memory(flux: Model) -> None:
     assert step_seconds(found, poor) >= step_seconds(flux.plan(there), there)
 
 
-def test_too_little_host_memory_is_said(flux: Model) -> None:
+def test_too_little_host_memory_is_an_error(flux: Model) -> None:
     there = budget(6)
     assert flux.plan(there).estimate.host > 0
     message = (
@@ -390,7 +390,7 @@ def test_checkpointing_is_chosen_on_the_cpu_too() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_fit_is_refused_with_what_would(
+def test_the_error_of_a_run_that_cannot_fit_names_settings_that_need_less(
     limit: int, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(OutOfMemoryError, match=r"the run needs about \d+\.\d\d GiB") as caught:
@@ -398,7 +398,7 @@ def test_what_cannot_fit_is_refused_with_what_would(
     caught.match(message)
 
 
-def test_a_weight_that_is_rounded_in_training_is_not_rounded_otherwise(flux: Model) -> None:
+def test_a_weight_is_not_rounded_to_a_second_format(flux: Model) -> None:
     resident = {"stream_blocks": 0, "stream_modulation": False}
     for grid in ("int8", "nf4"):
         found = flux.plan(budget(16), qat=grid, **resident)
@@ -407,7 +407,7 @@ def test_a_weight_that_is_rounded_in_training_is_not_rounded_otherwise(flux: Mod
         flux.plan(budget(16), qat="int4", **resident)
 
 
-def test_models_without_such_blocks_stream_nothing() -> None:
+def test_models_without_blocks_to_stream_stream_nothing() -> None:
     work = Work(1e9, 1e8, 1e6, False, 0, 0, 0, 0, 0, 0, False, False)
     estimates: list[TrainConfig] = []
 

@@ -10,7 +10,7 @@ from trainable_candle.tasks.task import held_out_items
 @pytest.mark.parametrize(
     ("text", "size"), [("1024x768", (1024, 768)), ("64X32", (64, 32)), (" 512 ", (512, 512))]
 )
-def test_sizes(text: str, size: tuple[int, int]) -> None:
+def test_sizes_are_read_from_text(text: str, size: tuple[int, int]) -> None:
     assert parse_size(text) == size
 
 

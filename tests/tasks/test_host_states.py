@@ -58,7 +58,7 @@ def test_states_stay_on_the_gpu_where_they_fit() -> None:
     assert (found.config.optimizer_states, found.chosen) == ("device", {})
 
 
-def test_what_costs_less_comes_first() -> None:
+def test_a_plan_prefers_what_costs_less_time() -> None:
     # Selective checkpointing also frees 1 GiB, and is predicted to cost nothing here.
     found = plan(GIB, 10)
     assert found.chosen == {"gradient_checkpointing": "selective"}
@@ -79,7 +79,7 @@ def test_states_go_to_the_host_where_nothing_faster_fits() -> None:
     assert free.config.gradient_checkpointing == "selective"
 
 
-def test_the_user_decides() -> None:
+def test_a_given_place_of_the_states_is_kept() -> None:
     with pytest.raises(OutOfMemoryError, match="the run needs about 14"):
         plan(4 * GIB, 9, optimizer_states="device")
     found = plan(2 * GIB, 40, optimizer_states="host")

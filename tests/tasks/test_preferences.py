@@ -139,7 +139,7 @@ def test_a_run_learns_what_is_preferred(weights: Path, capsys: pytest.CaptureFix
     assert "chosen preferred 100%" in told
 
 
-def test_forms_of_pairs(weights: Path) -> None:
+def test_pairs_in_every_form_have_the_same_tokens(weights: Path) -> None:
     asked, good, bad = ({"role": r, "content": c} for r, c in
                         (("user", "a"), ("assistant", "b"), ("assistant", "c")))  # fmt: skip
     rows: list[dict[str, Any]] = [
@@ -163,7 +163,7 @@ def test_forms_of_pairs(weights: Path) -> None:
         np.testing.assert_array_equal(other.learnt, first.learnt)
 
 
-def test_long_pairs_share_the_room(weights: Path) -> None:
+def test_the_longer_answer_of_a_long_pair_is_truncated(weights: Path) -> None:
     row = {"prompt": "p", "chosen": "x" * 60, "rejected": "y" * 10}
     _, data, *_ = prepared(config_of(weights, [row, *ROWS]))
     pair = data.examples[0]

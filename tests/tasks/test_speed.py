@@ -122,7 +122,7 @@ def test_settings_that_make_a_step_longer(tmp_path: Path) -> None:
     assert bound == pytest.approx(2e12 / 25e9, rel=0.01)
 
 
-def test_gpus_are_known_by_the_driver_s_names() -> None:
+def test_gpus_are_found_by_the_names_that_the_driver_gives() -> None:
     assert rates_of("NVIDIA GeForce RTX 4060 Ti") is GPUS["RTX 4060 Ti"]
     assert rates_of("NVIDIA H200") is GPUS["H200"]
     assert rates_of("Simulated GPU") is None
