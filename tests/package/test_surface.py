@@ -187,7 +187,7 @@ def test_saved_bytes_count_what_the_tape_holds():
     assert tc.memory.available_bytes() is None or tc.memory.available_bytes() > 0
 
 
-def test_unknown_attributes():
+def test_an_unknown_attribute_is_an_error():
     with pytest.raises(
         AttributeError, match="module 'trainable_candle' has no attribute 'nonsense'"
     ):
