@@ -70,7 +70,7 @@ def test_a_failure_is_raised_once(way: str) -> None:
     writer.wait()
 
 
-def test_submit_waits_while_too_many_wait() -> None:
+def test_submit_waits_while_the_queue_is_full() -> None:
     gate, third = threading.Event(), threading.Event()
     writer = BackgroundWriter("test", most=1)
     running = threading.Event()

@@ -106,7 +106,7 @@ def trained(flags: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFa
     return output
 
 
-def test_a_run_leaves_adapters_logs_previews_and_checkpoints(trained: Path) -> None:
+def test_a_run_writes_adapters_logs_previews_and_checkpoints(trained: Path) -> None:
     names = {path.name for path in trained.iterdir()}
     expected = ["adapter.safetensors", "adapter-best.safetensors", "config.yaml", "loss.png"]
     expected += ["train.csv", "train.jsonl", "tensorboard", "samples", "previews.png"]
@@ -333,7 +333,7 @@ def test_other_settings_do_not_change_the_adapter(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "f16"])
-def test_16_bit_floats_train_and_draw(
+def test_runs_in_16_bit_floats_train_and_draw(
     flags: Callable[..., list[str]], tmp_path: Path, precision: str
 ) -> None:
     prompt = {"sample_prompts": "a blur", "sample_steps": 2, "validation_split": 0.2}

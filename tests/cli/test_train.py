@@ -67,7 +67,7 @@ def wait_for_steps(process: subprocess.Popen[str], log: Path, steps: int) -> Non
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_saves_and_says_how_to_resume(
+def test_on_a_signal_a_run_saves_and_prints_how_to_resume(
     digits_base: Path,
     digits_folder: Path,
     tmp_path: Path,

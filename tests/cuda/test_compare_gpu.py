@@ -109,13 +109,13 @@ def test_gradients_of_where_equal_those_of_the_cpu(dtype: str) -> None:
     ("start", "end"),
     [(a, b) for a, b in permutations(FLOATS + INTEGERS, 2) if {a, b} & {*INTEGERS}],
 )
-def test_conversions_from_and_to_integers(start: str, end: str) -> None:
+def test_conversions_from_and_to_integers_equal_the_cpu(start: str, end: str) -> None:
     x = values(start)
     order = np.random.default_rng(3).permutation(np.tile(np.arange(len(x)), 48))
     same(lambda x: x.to(end), x[tc.tensor(order)].reshape(len(x), 48))
 
 
-def test_new_tensors_of_integers() -> None:
+def test_new_tensors_of_integers_equal_the_cpu() -> None:
     for dtype in INTEGERS:
         for shape in ((), (0, 3), (5, 7)):
             here = tc.full(shape, 7, dtype=dtype)
@@ -138,7 +138,7 @@ def test_a_graph_compares_its_new_inputs() -> None:
     assert step.is_recorded
 
 
-def test_attention_with_a_mask_of_true_and_false() -> None:
+def test_attention_with_a_boolean_mask_equals_the_cpu() -> None:
     tc.manual_seed(0)
     q, k, v = (tc.randn((2, 3, 8, 16), dtype="f64") for _ in range(3))
     mask = tc.tensor(np.random.default_rng(5).integers(0, 2, (2, 1, 8, 8))).to("u8")

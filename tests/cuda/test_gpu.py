@@ -39,7 +39,7 @@ def test_training_equals_that_on_the_cpu(dtype: str, rtol: float) -> None:
     np.testing.assert_allclose(there, here, rtol=rtol)
 
 
-def test_values_of_every_dtype() -> None:
+def test_values_of_every_dtype_are_copied_to_the_gpu_and_back() -> None:
     for dtype in ("f32", "f64", "f16", "bf16", "u8", "u32", "i64"):
         assert tc.ones((2, 3), dtype=dtype, device="cuda").to("cpu").tolist() == [[1] * 3] * 2
         values = tc.tensor([[1, 2, 3], [4, 5, 6]], dtype=dtype)

@@ -91,7 +91,7 @@ def test_states_on_the_host_have_the_bits_of_those_on_the_gpu(
     same(found, expected)
 
 
-def test_averages_of_states_on_the_host() -> None:
+def test_averages_with_states_on_the_host_have_the_bits_of_those_on_the_gpu() -> None:
     runs = [Run("adamwschedulefree", "f32", place, captured=False) for place in ("device", "host")]
     for run in runs:
         run.take(0, 4)

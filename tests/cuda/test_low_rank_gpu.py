@@ -32,7 +32,7 @@ def close(found: tc.Tensor, expected: np.ndarray, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
-def test_gradients_of_factors_of_many_layers(dtype: Any) -> None:
+def test_gradients_of_factors_of_many_layers_equal_numpy(dtype: Any) -> None:
     tc.manual_seed(0)
     downs = [tc.Var(tc.randn(r, n, device="cuda") / n**0.5) for _, n, _, r in LAYERS]
     ups = [tc.Var(tc.randn(m, r, device="cuda") / r**0.5) for _, _, m, r in LAYERS]

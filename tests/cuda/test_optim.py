@@ -145,7 +145,7 @@ def test_the_backward_of_many_layers_is_four_calls(cuda: Any) -> None:
     assert [call["call"] for call in step.of("product")] == ["cublasGemmBatchedEx"] * 4
 
 
-def test_captured_steps(cuda: Any) -> None:
+def test_a_captured_step_does_not_wait_and_follows_the_learning_rate(cuda: Any) -> None:
     code = """
         tc.manual_seed(0)
         base = tc.randn(64, 64, dtype="bf16", device="cuda")

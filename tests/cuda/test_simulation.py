@@ -89,7 +89,7 @@ def test_capture_rejects_what_the_driver_rejects(cuda: Any) -> None:
     assert run.waits != []
 
 
-def test_mapped_memory(cuda: Any) -> None:
+def test_mapped_memory_is_checked(cuda: Any) -> None:
     cuda.run(START + """
     class Location(ctypes.Structure):
         _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]

@@ -70,7 +70,9 @@ CASES = {
 
 
 @pytest.mark.parametrize(("simulation", "reason"), CASES.values(), ids=CASES)
-def test_reason_reaches_the_user(cuda: Any, simulation: dict[str, Any], reason: str) -> None:
+def test_the_reason_why_cuda_is_unavailable_is_reported(
+    cuda: Any, simulation: dict[str, Any], reason: str
+) -> None:
     assert reason in cuda.run(REPORT, **simulation).output
 
 

@@ -111,7 +111,7 @@ def test_a_wrong_line_of_metadata_is_reported(tmp_path: Path, line: str, complai
         read_metadata(tmp_path)
 
 
-def test_captions_may_end_in_caption(tmp_path: Path) -> None:
+def test_caption_files_may_end_in_caption(tmp_path: Path) -> None:
     picture = tmp_path / "a.b.png"
     assert read_caption(picture) is None
     (tmp_path / "a.b.caption").write_text("\ufeffa cat \n", encoding="utf-8")

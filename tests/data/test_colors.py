@@ -83,7 +83,7 @@ def test_pixels_equal_those_of_pillow(image: Pixels, factor: float) -> None:
         assert np.abs(found - expected).max() <= 1, name
 
 
-def test_white_behind_transparent_pixels_stays(image: Pixels) -> None:
+def test_white_behind_transparent_pixels_stays_white(image: Pixels) -> None:
     colors = Colors(brightness=0.5, contrast=1.5, saturation=0.7, hue=0.2)
     full = np.full(image.shape[:2], 255, np.uint8)
     np.testing.assert_array_equal(colors.apply(image, full), colors.apply(image))

@@ -223,7 +223,7 @@ def test_masks_from_files_follow_the_crop(pictures: MakePictures, tmp_path: Path
             np.testing.assert_array_equal(masks[0], expected)
 
 
-def test_masks_from_alpha_and_without_masks(pictures: MakePictures, tmp_path: Path) -> None:
+def test_masks_come_from_transparency_or_are_ones(pictures: MakePictures, tmp_path: Path) -> None:
     rgba = np.full((64, 64, 4), 255, np.uint8)
     rgba[:32, :, 3] = 0
     (tmp_path / "a").mkdir()

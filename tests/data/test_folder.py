@@ -242,7 +242,7 @@ def metadata(folder: Path, name: str) -> None:
     (folder / "metadata.jsonl").write_text(f"\n{line}\n")
 
 
-def test_metadata_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
+def test_metadata_must_not_name_files_outside_its_folder(tmp_path: Path) -> None:
     outside, folder = tmp_path / "outside", tmp_path / "in side"
     for place in (outside, folder, folder / "below"):
         place.mkdir()

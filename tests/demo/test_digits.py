@@ -45,7 +45,7 @@ def test_split_rejects_an_impossible_share(held_out: float) -> None:
         digits.split(digits.load(), held_out=held_out)
 
 
-def test_pixels_survive_conversion_to_an_image_and_back() -> None:
+def test_conversion_to_an_image_and_back_keeps_pixels() -> None:
     pixels = digits.load().pixels
     grey = digits.to_grey(pixels)
     assert (grey.min(), grey.max()) == (0, 255)

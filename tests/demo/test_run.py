@@ -49,7 +49,7 @@ def test_the_run_writes_its_verdict_configuration_images_and_data(demo: DemoResu
 
 
 @pytest.mark.slow
-def test_adapter_file_gives_the_same_samples_and_can_be_removed(demo: DemoResult) -> None:
+def test_a_loaded_adapter_gives_the_same_samples_and_can_be_removed(demo: DemoResult) -> None:
     task = Digits(BASE, "f32", "cpu").task()
     prompts = ["a 0", "a 3"]
     base = task.draw(prompts, SampleOptions(steps=3, seed=1))

@@ -44,7 +44,7 @@ def place() -> Address:
         return "127.0.0.1", free.getsockname()[1]
 
 
-def test_messages_arrive_by_rank(place: Address) -> None:
+def test_received_messages_are_in_the_order_of_ranks(place: Address) -> None:
     def work(one: Link) -> Any:
         mine = bytes([one.rank]) * (one.rank * 100_000)
         found = (

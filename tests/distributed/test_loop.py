@@ -120,7 +120,7 @@ def flat(parameters: dict[str, Any]) -> list[float]:
     return [*chain.from_iterable(parameters["a"]), *parameters["b"]]
 
 
-def test_a_users_own_loop_on_two_processes() -> None:
+def test_a_users_own_loop_computes_the_same_on_two_processes() -> None:
     (alone,) = run(LOOP, 1)
     first, second = run(LOOP, 2)
     assert first["parameters"] == second["parameters"]

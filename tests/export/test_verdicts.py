@@ -89,7 +89,7 @@ def test_peft_and_vllm_load_pefts_folder(
         ({"bias": "all"}, {"vLLM": "it may reject bias: all"}),
     ],
 )
-def test_settings_that_a_program_misreads(
+def test_settings_that_a_program_misreads_are_reported(
     weights: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

@@ -34,7 +34,7 @@ def test_captions_name_digits(caption: str, digits: list[int]) -> None:
     assert digits_in(caption) == digits
 
 
-def test_grey_levels_survive_conversion_for_the_model_and_back() -> None:
+def test_conversion_for_the_model_and_back_keeps_grey_levels() -> None:
     pixels = np.arange(256, dtype=np.uint8).reshape(4, 8, 8)[..., None].repeat(3, axis=-1)
     images = to_model(pixels)
     assert (images.shape, images.dtype) == ((4, 1, 8, 8), np.float32)

@@ -63,7 +63,7 @@ def predictions(unet: tc.models.SDXLUNet, reference: Any) -> tuple[Floats, Float
         ("locon", "diffusers"),
     ],
 )
-def test_diffusers_computes_the_same(
+def test_diffusers_predicts_the_same(
     unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path, kind: str, format: str
 ) -> None:
     torch = pytest.importorskip("torch")
@@ -146,7 +146,7 @@ def test_diffusers_applies_the_adapters_of_both_encoders(
 # `lokr_both` is left out: if LoKr's first factor is the larger one, LyCORIS swaps the factors, but
 # peft does not.
 @pytest.mark.parametrize("kind", ["lora", "locon", "dora", "loha", "lokr"])
-def test_peft_computes_the_same(
+def test_peft_predicts_the_same(
     unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path, kind: str, own_configuration: bool
 ) -> None:
     torch = pytest.importorskip("torch")

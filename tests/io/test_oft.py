@@ -46,7 +46,7 @@ def weights(model: tc.models.Model) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("alpha", [None, 0.0, 1e-3])
-def test_lycoris_files_turn_outputs(
+def test_lycoris_files_rotate_outputs(
     unet: tc.models.SDXLUNet, tmp_path: Path, alpha: float | None
 ) -> None:
     """`DiagOFTModule` computes the rotation from a skew-symmetric Q. The norm of Q is limited to
@@ -81,7 +81,7 @@ def test_lycoris_files_turn_outputs(
     ids=["exact", "default", "two terms"],
 )
 @pytest.mark.parametrize("shared", [False, True])
-def test_peft_folders_turn_inputs(
+def test_peft_folders_rotate_inputs(
     tmp_path: Path, settings: dict[str, Any], rotation: Callable[..., np.ndarray], shared: bool
 ) -> None:
     """peft's formula for rotations:
@@ -231,7 +231,7 @@ def test_verify_says_how_each_tool_reads_oft(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("side", "series"), [("input", False), ("input", True), ("output", False)])
-def test_a_gpu_computes_the_same(side: str, series: bool) -> None:
+def test_a_gpu_predicts_nearly_the_same(side: str, series: bool) -> None:
     found = []
     for device in ("cpu", "cuda"):
         model = tc.models.CausalLM.from_pretrained(LLAMA, dtype="f32", device=device)

@@ -177,7 +177,7 @@ def test_metadata_may_be_missing(entries: str, found: dict[str, str], tmp_path: 
 
 
 @pytest.mark.parametrize("header", ['{"__metadata__": 3}', "[]"])
-def test_a_damaged_header_is_no_safetensors_file(header: str, tmp_path: Path) -> None:
+def test_a_file_with_a_damaged_header_is_rejected(header: str, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(len(header).to_bytes(8, "little") + header.encode())
     with pytest.raises(ValueError, match="is not a safetensors file"):
         safetensors_metadata(tmp_path / "a")

@@ -63,7 +63,9 @@ def test_several_adapters_must_all_be_loras(sdxl_base: Path, tmp_path: Path) -> 
         stacked(unet(sdxl_base), [(one, 1.0), (dora, 1.0)])
 
 
-def test_the_difference_of_two_models_is_a_lora(sdxl_base: Path, tmp_path: Path) -> None:
+def test_the_difference_of_two_models_can_be_extracted_as_a_lora(
+    sdxl_base: Path, tmp_path: Path
+) -> None:
     path = adapter(sdxl_base, tmp_path / "a.safetensors", 1, target_modules=["to_q", "conv1"])
     tuned = unet(sdxl_base)
     tuned.load_adapter(path)

@@ -388,7 +388,7 @@ def test_settings_that_contradict_each_other_are_reported(
         TrainConfig(**({"init": "pissa"} | settings))
 
 
-def test_convolutions_are_rejected_by_name() -> None:
+def test_the_error_for_convolutions_names_them() -> None:
     layers = {"mid.to_q": (8, 8), "mid.conv": (8, 3, 3, 8)}
     config = TrainConfig(model="sdxl", init="pissa")
     with pytest.raises(ConfigError, match=r"mid\.conv is a convolution"):

@@ -35,7 +35,7 @@ def frozen(folder: Path) -> DigitsTransformer:
     return DigitsTransformer.from_pretrained(folder)
 
 
-def test_fresh_model_is_trainable_and_a_loaded_one_is_not(frozen: DigitsTransformer) -> None:
+def test_a_new_model_is_trainable_and_a_loaded_one_is_frozen(frozen: DigitsTransformer) -> None:
     fresh = DigitsTransformer(num_layers=2)
     assert fresh.named_parameters().keys() == frozen.named_tensors().keys()
     assert frozen.named_parameters() == {}
@@ -164,7 +164,7 @@ def test_wrong_arguments_and_files_are_reported(
         tc.models.load(folder)
 
 
-def test_second_adapter_is_rejected_until_the_first_is_removed(frozen: DigitsTransformer) -> None:
+def test_a_second_adapter_is_rejected_until_the_first_is_removed(frozen: DigitsTransformer) -> None:
     frozen.add_adapter(tc.LoraConfig(r=2))
     with pytest.raises(tc.ConfigError, match="has an adapter already"):
         frozen.add_adapter(tc.LoraConfig(r=2))
@@ -172,7 +172,9 @@ def test_second_adapter_is_rejected_until_the_first_is_removed(frozen: DigitsTra
     frozen.add_adapter(tc.LoraConfig(r=2))
 
 
-def test_adapter_of_another_model_is_rejected(frozen: DigitsTransformer, tmp_path: Path) -> None:
+def test_the_adapter_of_another_model_is_rejected(
+    frozen: DigitsTransformer, tmp_path: Path
+) -> None:
     other = DigitsTransformer(num_layers=4)
     other.add_adapter(tc.LoraConfig(r=2)).save(tmp_path / "adapter.safetensors")
     with pytest.raises(tc.WeightsFormatError, match="the adapter is for another model"):

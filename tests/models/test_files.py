@@ -46,7 +46,9 @@ def unet(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_pipeline_folder_and_checkpoint_hold_the_same(single_file: Path, name: str) -> None:
+def test_a_pipeline_folder_and_a_checkpoint_hold_the_same_models(
+    single_file: Path, name: str
+) -> None:
     expected = from_folder(name)
     for path in (GOLDEN, single_file):
         assert_same(PARTS[name].from_pretrained(path, subfolder=name), expected)
@@ -62,15 +64,13 @@ def test_without_a_name_the_part_to_fine_tune_is_loaded(single_file: Path) -> No
 @pytest.mark.parametrize(
     ("family", "kind"), [("flux", models.FluxTransformer), ("flux2", models.Flux2Transformer)]
 )
-def test_a_pipeline_stands_for_its_transformer_and_not_for_its_autoencoder(
-    family: str, kind: type
-) -> None:
+def test_from_a_pipeline_load_takes_the_transformer(family: str, kind: type) -> None:
     folder = GOLDEN.parent / family
     assert (folder / "vae").is_dir()
     assert isinstance(models.load(folder), kind)
 
 
-def test_checkpoint_without_configurations_says_what_it_lacks(
+def test_a_checkpoint_without_configurations_needs_given_ones(
     single_file: Path, tmp_path: Path
 ) -> None:
     alone = tmp_path / "alone.safetensors"
@@ -95,7 +95,7 @@ def test_checkpoint_without_configurations_says_what_it_lacks(
         SDXLUNet.from_pretrained(alone)
 
 
-def test_shards_are_one_model(unet: Path) -> None:
+def test_shards_are_loaded_as_one_model(unet: Path) -> None:
     tensors = weights_of("unet")
     whole = unet / "diffusion_pytorch_model.safetensors"
     names = sorted(tensors)
@@ -195,7 +195,7 @@ def test_another_models_files_are_rejected(single_file: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_saved_folder_is_what_the_libraries_write(name: str, tmp_path: Path) -> None:
+def test_a_saved_folder_equals_that_of_the_libraries(name: str, tmp_path: Path) -> None:
     model = from_folder(name)
     if name == "vae":
         model = AutoencoderKL.from_pretrained(GOLDEN / name, force_upcast=False)
@@ -223,7 +223,7 @@ def test_saved_folder_is_what_the_libraries_write(name: str, tmp_path: Path) -> 
     assert_same(models.load(tmp_path / name), from_folder(name))
 
 
-def test_merged_adapter_goes_into_a_checkpoint(single_file: Path, tmp_path: Path) -> None:
+def test_a_merged_adapter_is_saved_in_a_checkpoint(single_file: Path, tmp_path: Path) -> None:
     model = SDXLUNet.from_pretrained(single_file)
     adapter = model.add_adapter(tc.LoraConfig(r=2, target_modules=["to_q"]))
     for var in adapter.parameters():
@@ -276,7 +276,7 @@ print(status("VmHWM") - before)
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads Linux's /proc")
 @pytest.mark.parametrize(("dtype", "size"), [("f32", 4), ("bf16", 2)])
-def test_loading_takes_the_memory_of_the_model_and_a_tenth(
+def test_loading_takes_at_most_a_tenth_more_memory_than_the_model(
     tmp_path: Path, dtype: str, size: int
 ) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
@@ -337,7 +337,7 @@ def test_models_given_by_name_are_read_from_the_cache_of_the_hub(hub_cache: Path
     assert AutoencoderKL.from_pretrained("someone/tiny-sdxl", force_upcast=False).dtype == "f16"
 
 
-def test_files_that_the_hub_lacks_are_missing_files(
+def test_files_that_the_hub_lacks_are_reported_as_missing(
     hub_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(tc.MissingFileError, match="someone/other: there is no such file or folder"):

@@ -127,7 +127,7 @@ def test_estimates_count_the_elements_that_steps_dequantize(
     assert work.decoded == (facts.elements if decoded else 0)
 
 
-def test_a_run_from_a_file_to_an_adapter(tmp_path: Path) -> None:
+def test_a_run_on_a_file_trains_an_adapter(tmp_path: Path) -> None:
     base = folder("qwen2", tmp_path)
     path = tmp_path / "model.gguf"
     write_model(base, TextAdapter({}), path, "q8_0")

@@ -60,7 +60,7 @@ def assert_equal(found: dict[str, tc.Tensor], expected: dict[str, tc.Tensor]) ->
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "f16"])
-def test_t5_has_the_names_of_llama_cpp(kind: str, tmp_path: Path) -> None:
+def test_t5_is_read_under_the_names_of_llama_cpp(kind: str, tmp_path: Path) -> None:
     folder = GOLDEN / "t5" / "gated"
     weights = T5Encoder.from_pretrained(folder, dtype="f32").named_tensors()
     path = tmp_path / "t5.gguf"
@@ -82,7 +82,7 @@ def test_t5_has_the_names_of_llama_cpp(kind: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(model(case["input_ids"]).numpy(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_t5s_names_are_those_of_gguf() -> None:
+def test_the_names_of_t5_here_are_those_of_gguf_py() -> None:
     gguf = pytest.importorskip("gguf")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.T5ENCODER, 4)
     weights = T5Encoder.from_pretrained(GOLDEN / "t5" / "gated", dtype="f32").named_tensors()
@@ -91,7 +91,7 @@ def test_t5s_names_are_those_of_gguf() -> None:
 
 
 @pytest.mark.parametrize("part", ["text_encoder", "text_encoder_2"])
-def test_clip_has_the_names_of_transformers(part: str, tmp_path: Path) -> None:
+def test_clip_is_read_under_the_names_of_transformers(part: str, tmp_path: Path) -> None:
     folder = GOLDEN / "sdxl" / part
     weights = CLIPTextModel.from_pretrained(folder, dtype="f32").named_tensors()
     path = tmp_path / "clip.gguf"
@@ -101,7 +101,7 @@ def test_clip_has_the_names_of_transformers(part: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
-def test_sdxl_has_its_original_names(kind: str, tmp_path: Path) -> None:
+def test_sdxl_is_read_under_its_original_names(kind: str, tmp_path: Path) -> None:
     """As in files of ComfyUI-GGUF, linear layers are quantized, and convolutions are f16."""
     folder = GOLDEN / "sdxl" / "unet"
     model = SDXLUNet.from_pretrained(folder, dtype="f32")

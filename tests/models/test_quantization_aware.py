@@ -84,7 +84,7 @@ def test_a_base_of_another_format_is_rejected() -> None:
         model.add_adapter(config("int8"))
 
 
-def test_convolutions_are_rejected_by_name(sdxl: Path) -> None:
+def test_the_error_for_convolutions_names_them(sdxl: Path) -> None:
     unet = SDXLUNet.from_pretrained(sdxl / "unet", dtype="f32")
     with pytest.raises(ConfigError, match=r"qat int8: the layer is a convolution.*exclude_modules"):
         unet.add_adapter(tc.LoraConfig(target_modules=["all-conv"], qat="int8"))

@@ -111,7 +111,7 @@ def test_every_kind_of_adapter_trains_on_streamed_blocks(kind: dict[str, object]
     assert_equal(step(family, load(family, blocks(family)), "full", config), expected)
 
 
-def test_merging_and_saving_read_the_memory_of_the_host(tmp_path: Path) -> None:
+def test_merging_and_saving_read_streamed_weights(tmp_path: Path) -> None:
     family = FAMILIES["flux"]
     found = []
     for count in (0, blocks(family)):

@@ -111,7 +111,7 @@ def test_adapters_of_a_large_encoder_get_the_same_gradients_in_f16(large: Path) 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_saved_folder_is_what_transformers_writes(form: str, tmp_path: Path) -> None:
+def test_a_saved_folder_equals_that_of_transformers(form: str, tmp_path: Path) -> None:
     model = T5Encoder.from_pretrained(GOLDEN / form)
     assert model.dtype == "bf16"
     model.save_pretrained(tmp_path)
@@ -130,7 +130,7 @@ def test_saved_folder_is_what_transformers_writes(form: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("names", [("encoder.embed_tokens",), ("shared", "encoder.embed_tokens")])
-def test_the_embedding_has_either_name(tmp_path: Path, names: tuple[str, ...]) -> None:
+def test_the_embedding_is_read_under_either_name(tmp_path: Path, names: tuple[str, ...]) -> None:
     tensors = weights_of("gated")
     embedding = tensors.pop("shared.weight")
     tensors |= {f"{name}.weight": embedding for name in names}

@@ -127,7 +127,7 @@ def test_an_adapted_layer_computes_with_its_rounded_weight(
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_clipped_elements_of_a_weight_train_no_factor() -> None:
+def test_clipped_elements_of_a_weight_pass_no_gradient_to_factors() -> None:
     weight, x = tc.tensor(matrix(32, 64)), tc.tensor(matrix(5, 64)[::-1].copy())
     layer = tc.nn.LoRALinear(weight, 4, 8.0, qat="int4")
     down, up = layer.get_vars()

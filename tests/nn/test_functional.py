@@ -23,7 +23,7 @@ def normalised(x, axes, eps):
 
 
 @pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 5), (0, 5)])
-def test_linear(shape):
+def test_linear_equals_numpy(shape):
     x, w, b = RNG.standard_normal(shape), RNG.standard_normal((4, 5)), RNG.standard_normal(4)
     assert_close(F.linear(tc.tensor(x), tc.tensor(w)), x @ w.T)
     assert_close(F.linear(tc.tensor(x), tc.tensor(w), bias=tc.tensor(b)), x @ w.T + b)
@@ -58,7 +58,7 @@ def convolved(x, w, b, stride, padding, dilation, groups):
         {"groups": 4, "padding": 1},
     ],
 )
-def test_conv2d(options):
+def test_conv2d_equals_loops(options):
     groups = options.get("groups", 1)
     x, w, b = (
         RNG.standard_normal((2, 4, 7, 6)),
@@ -77,7 +77,7 @@ def test_conv2d(options):
     assert_close(last, expected.transpose(0, 2, 3, 1))
 
 
-def test_norms():
+def test_layer_norm_and_rms_norm_equal_numpy():
     x, w, b = (
         RNG.standard_normal((2, 3, 4, 6)),
         RNG.standard_normal((4, 6)),
@@ -92,7 +92,7 @@ def test_norms():
     assert_close(F.rms_norm(t, (6,), tc.tensor(w[0])), x / rms * w[0])
 
 
-def test_add_layer_norm():
+def test_add_layer_norm_equals_a_sum_and_a_norm():
     x, residual, w, b = (RNG.standard_normal(shape) for shape in ((2, 3, 6), (2, 3, 6), (6,), (6,)))
     total, normed = F.add_layer_norm(
         tc.tensor(x), tc.tensor(residual), 6, tc.tensor(w), tc.tensor(b), eps=1e-3
@@ -101,14 +101,14 @@ def test_add_layer_norm():
     assert_close(normed, normalised(x + residual, 2, 1e-3) * w + b)
 
 
-def test_modulated_layer_norm():
+def test_modulated_layer_norm_equals_numpy():
     x, scale, shift = (RNG.standard_normal(shape) for shape in ((2, 3, 5, 6), (2, 6), (2, 6)))
     y = F.modulated_layer_norm(tc.tensor(x), tc.tensor(scale), tc.tensor(shift))
     expected = normalised(x, 3, 1e-6) * (1 + scale[:, None, None]) + shift[:, None, None]
     assert_close(y, expected)
 
 
-def test_group_norm():
+def test_group_norm_equals_numpy():
     x, w, b = RNG.standard_normal((2, 6, 3, 4)), RNG.standard_normal(6), RNG.standard_normal(6)
     grouped = normalised(x.reshape(2, 3, -1), 2, 1e-5).reshape(x.shape)
     expected = grouped * w[:, None, None] + b[:, None, None]
@@ -123,7 +123,7 @@ def test_group_norm():
 
 
 @pytest.mark.parametrize("masking", ["none", "causal", "boolean", "additive"])
-def test_attention(masking):
+def test_attention_equals_numpy(masking):
     q, k, v = (RNG.standard_normal(shape) for shape in ((2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 6)))
     scores = q @ k.swapaxes(-1, -2) / 2
     options = {}
@@ -143,13 +143,13 @@ def test_attention(masking):
     assert_close(F.scaled_dot_product_attention(*tensors, **options), softmax(scores) @ v)
 
 
-def test_attention_scale():
+def test_attention_uses_the_given_scale():
     q, k, v = (RNG.standard_normal((3, 4)) for _ in range(3))
     result = F.scaled_dot_product_attention(tc.tensor(q), tc.tensor(k), tc.tensor(v), scale=0.3)
     assert_close(result, softmax(0.3 * q @ k.T) @ v)
 
 
-def test_dropout():
+def test_dropout_zeroes_and_scales_elements():
     tc.manual_seed(0)
     x = tc.Var(tc.ones(20_000))
     y = F.dropout(x, 0.25)
@@ -166,7 +166,7 @@ def test_dropout():
         F.dropout(x, 1.5)
 
 
-def test_embedding():
+def test_embedding_equals_numpy():
     table, ids = RNG.standard_normal((7, 3)), np.array([[0, 6, 3], [3, 3, 1]])
     weight = tc.Var(table)
     y = F.embedding(tc.tensor(ids), weight)
@@ -176,7 +176,7 @@ def test_embedding():
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rope(interleaved):
+def test_rope_equals_numpy(interleaved):
     x, angles = RNG.standard_normal((2, 5, 6)), RNG.standard_normal((5, 3))
     cos, sin = np.cos(angles), np.sin(angles)
     a, b = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :3], x[..., 3:])
@@ -188,7 +188,7 @@ def test_rope(interleaved):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rms_norm_rope(interleaved):
+def test_rms_norm_rope_equals_a_norm_and_a_rotation(interleaved):
     x, w, angles = (
         RNG.standard_normal((2, 5, 6)),
         RNG.standard_normal(6),
@@ -217,7 +217,7 @@ def test_rms_norm_rope(interleaved):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_regression_losses(reduction):
+def test_regression_losses_equal_numpy(reduction):
     a, b = RNG.standard_normal((3, 4)) * 2, RNG.standard_normal((3, 4))
     d = np.abs(a - b)
     huber = np.where(d <= 0.7, 0.5 * d**2, 0.7 * (d - 0.35))
@@ -230,7 +230,7 @@ def test_regression_losses(reduction):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_cross_entropy(reduction, smoothing):
+def test_cross_entropy_equals_numpy(reduction, smoothing):
     logits, targets = RNG.standard_normal((2, 4, 5)), RNG.integers(0, 5, (2, 4))
     targets[0, 1] = -100
     counts = targets != -100
@@ -244,13 +244,13 @@ def test_cross_entropy(reduction, smoothing):
     assert_close(result, expected)
 
 
-def test_smooth_l1_loss_is_huber_over_its_threshold():
+def test_smooth_l1_loss_is_the_huber_loss_divided_by_its_threshold():
     a, b = (tc.tensor(RNG.standard_normal((3, 4))) for _ in range(2))
     assert_close(F.smooth_l1_loss(a, b, beta=0.3), F.huber_loss(a, b, delta=0.3).numpy() / 0.3)
     assert_close(F.smooth_l1_loss(a, b, "sum", 0), np.abs(a.numpy() - b.numpy()).sum())
 
 
-def test_gated_units():
+def test_gated_units_equal_numpy():
     x = RNG.standard_normal((2, 3, 10))
     h, gate = x[..., :5], x[..., 5:]
     gelu = 0.5 * gate * (1 + np.vectorize(math.erf)(gate / math.sqrt(2)))
@@ -259,7 +259,7 @@ def test_gated_units():
     assert_close(F.quick_gelu(tc.tensor(x)), x / (1 + np.exp(-1.702 * x)))
 
 
-def test_group_norm_silu():
+def test_group_norm_silu_equals_numpy():
     x, w, b = RNG.standard_normal((2, 6, 3, 5)), RNG.standard_normal(6), RNG.standard_normal(6)
     y = F.group_norm(tc.tensor(x), 3, tc.tensor(w), tc.tensor(b)).silu()
     fused = F.group_norm_silu(tc.tensor(x), 3, tc.tensor(w), tc.tensor(b))
@@ -269,7 +269,7 @@ def test_group_norm_silu():
     assert_close(fused, y.numpy().transpose(0, 2, 3, 1))
 
 
-def test_upsample_nearest2d():
+def test_upsample_nearest2d_copies_the_elements_that_torch_copies():
     x = RNG.standard_normal((2, 3, 4, 5))
     doubled = x.repeat(2, axis=2).repeat(2, axis=3)
     assert_close(F.upsample_nearest2d(tc.tensor(x), scale_factor=2), doubled)
@@ -283,7 +283,7 @@ def test_upsample_nearest2d():
     assert_close(F.upsample_nearest2d(tc.tensor(x), (7, 3)), x[:, :, rows][..., columns])
 
 
-def test_activations():
+def test_activations_equal_the_methods_of_tensors():
     x = tc.tensor(RNG.standard_normal((3, 4)))
     for function, method in (
         (F.relu, x.relu()),

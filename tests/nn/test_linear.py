@@ -30,7 +30,7 @@ def test_a_layer_made_from_two_sizes_is_trainable_as_in_torch() -> None:
         nn.Linear(4, "2")  # type: ignore[arg-type]
 
 
-def test_linear():
+def test_a_linear_layer_equals_numpy():
     x, w, b = arrays(0, (2, 3, 5), (4, 5), (4,))
     assert_close(nn.Linear(tc.tensor(w), tc.tensor(b))(tc.tensor(x)), x @ w.T + b, atol=1e-5)
     assert_close(nn.Linear(tc.tensor(w))(tc.tensor(x)), x @ w.T, atol=1e-5)
@@ -81,7 +81,7 @@ def test_wrong_arguments_of_linear_are_errors():
 
 @pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_lora(rslora, with_bias):
+def test_a_lora_layer_equals_numpy_and_its_merged_layer(rslora, with_bias):
     x, w, b, down, up = arrays(2, (2, 3, 5), (4, 5), (4,), (2, 5), (4, 2))
     bias = tc.tensor(b) if with_bias else None
     lora = nn.LoRALinear(tc.tensor(w), 2, 6.0, bias=bias, rslora=rslora)
@@ -97,7 +97,7 @@ def test_lora(rslora, with_bias):
     assert_close(merged(tc.tensor(x)), lora(tc.tensor(x)).numpy(), atol=1e-4)
 
 
-def test_lora_gradients():
+def test_gradients_of_lora_factors_equal_numpy():
     x, w, g, down, up = arrays(3, (2, 3, 5), (4, 5), (2, 3, 4), (2, 5), (4, 2))
     lora = nn.LoRALinear(tc.tensor(w), 2, 4.0)
     lora.lora_down.set(tc.tensor(down))
@@ -115,7 +115,7 @@ def test_lora_gradients():
     assert_close(grad_up, expected_up, atol=1e-4)
 
 
-def test_lora_parameters():
+def test_a_lora_layer_has_f32_factors_and_the_dtype_of_its_base():
     lora = nn.LoRALinear(tc.ones(4, 5, dtype="bf16"), rank=3, alpha=3)
     assert list(lora.named_parameters()) == ["lora_down", "lora_up"]
     assert lora.get_vars() == lora.parameters() == [lora.lora_down, lora.lora_up]
@@ -143,7 +143,7 @@ def test_dropout_has_an_effect_only_in_training():
     np.testing.assert_allclose(lora(x)[0].numpy(), lora.merge().numpy().sum(1), rtol=1e-5)
 
 
-def test_dora():
+def test_a_dora_layer_equals_numpy_and_its_merged_weight():
     x, w, b, down, up, magnitude = arrays(4, (2, 3, 5), (4, 5), (4,), (2, 5), (4, 2), (4,))
     dora = nn.DoRALinear(tc.tensor(w), 2, 4.0, bias=tc.tensor(b))
     assert list(dora.named_parameters()) == ["lora_down", "lora_up", "magnitude"]
@@ -213,7 +213,7 @@ def test_operands_that_are_no_tensors_are_reported(layer: Any, operand: str) -> 
         layer(weight, *rank_and_alpha, bias=None if operand == "weight" else 3)
 
 
-def test_lora_gradients_of_many_layers():
+def test_gradients_of_several_lora_layers_are_computed_in_one_call():
     g, x, down, up = arrays(4, (6, 4), (6, 5), (2, 5), (4, 2))
     downs, ups = [tc.Var(tc.tensor(down)) for _ in "ab"], [tc.Var(tc.tensor(up)) for _ in "ab"]
     grads = [tc.tensor(g), tc.tensor(2 * g)]
@@ -225,7 +225,7 @@ def test_lora_gradients_of_many_layers():
         tc.lora_backward_(grads, [tc.tensor(x)], downs, ups, 2.0)
 
 
-def test_lora_of_f32_matrices_under_bf16():
+def test_gradients_of_f32_factors_stay_f32_under_bf16():
     x, g, down, up = (tc.tensor(a) for a in arrays(5, (6, 5), (6, 4), (2, 5), (4, 2)))
     short = [t.to("bf16") for t in (g, x)]
     grads = tc.lora_backward(*short, tc.Var(down), tc.Var(up), 0.5)

@@ -284,7 +284,7 @@ def test_a_configuration_is_copied() -> None:
         type("Mine", (tc.LoraConfig,), {})
 
 
-def test_the_defaults_of_peft_s_arguments_are_accepted() -> None:
+def test_the_arguments_of_peft_are_accepted_with_their_defaults() -> None:
     # The arguments of peft 0.18's LoraConfig, with the defaults that peft has.
     config = tc.LoraConfig(
         task_type="CAUSAL_LM", peft_type="LORA", auto_mapping=None, base_model_name_or_path=None,

@@ -41,7 +41,9 @@ class Theirs(torch.nn.Module):
     ],
     ids=["lora", "rslora", "dora"],
 )
-def test_peft_reads_ours_and_we_read_pefts(config: dict, tmp_path: Path) -> None:
+def test_peft_reads_our_folder_and_this_library_reads_that_of_peft(
+    config: dict, tmp_path: Path
+) -> None:
     ours, theirs = Ours(), Theirs()
     state = {name: torch.from_numpy(t.numpy()) for name, t in ours.state_dict().items()}
     theirs.load_state_dict(state)

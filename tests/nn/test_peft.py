@@ -45,7 +45,7 @@ class Adapted:
 
 
 @pytest.mark.parametrize("case", SIZES)
-def test_value_gradients_and_merged_weight(case: str) -> None:
+def test_value_gradients_and_merged_weight_equal_those_of_peft(case: str) -> None:
     model = Adapted(case)
     x = tc.Var(GOLDEN["x"])
     y = model(x)
@@ -67,7 +67,7 @@ def test_value_gradients_and_merged_weight(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", SIZES)
-def test_five_steps_of_adamw(case: str) -> None:
+def test_five_steps_of_adamw_equal_those_of_peft(case: str) -> None:
     model = Adapted(case)
     optimizer = tc.optim.AdamW(list(model.parameters.values()), lr=1e-2, weight_decay=0.01)
     losses = []

@@ -41,7 +41,7 @@ def test_every_optimizer_finds_the_minimum(kind):
     assert (x.detach() - target).abs().max().item() < 0.1
 
 
-def test_sgd_with_momentum():
+def test_sgd_with_momentum_equals_its_formula():
     rng = np.random.default_rng(1)
     start, gradients = rng.standard_normal(7), rng.standard_normal((5, 7))
     x = tc.Var(start)
@@ -57,7 +57,7 @@ def test_sgd_with_momentum():
 
 
 @pytest.mark.parametrize("decoupled", [False, True])
-def test_adam(decoupled):
+def test_adam_equals_its_formula(decoupled):
     rng = np.random.default_rng(2)
     start, gradients = rng.standard_normal(7), rng.standard_normal((5, 7))
     x = tc.Var(start)
@@ -258,7 +258,7 @@ def test_wrong_arguments_are_errors(call, error, text):
         call(tc.Var([1.0]))
 
 
-def test_clipping():
+def test_clipping_limits_the_norm_of_gradients():
     x, y, z = tc.Var(tc.ones(2)), tc.Var(tc.ones(1)), tc.Var(tc.ones(1))
     x.grad, y.grad = tc.tensor([3.0, 0.0]), tc.tensor([4.0])
     assert optim.clip_grad_norm_([x, y, z], 10.0).item() == pytest.approx(5)
@@ -290,7 +290,7 @@ def test_a_non_finite_norm_skips_the_step():
         opt.step(if_finite=tc.ones(2))
 
 
-def test_loss_scaling():
+def test_the_loss_scaler_skips_non_finite_steps_and_adapts_its_scale():
     x = tc.Var([1.0])
     opt = optim.SGD([x], lr=1.0)
     scaler = optim.GradScaler(init_scale=8.0, growth_interval=2)

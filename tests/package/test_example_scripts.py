@@ -49,13 +49,15 @@ def test_every_script_is_listed_and_tested() -> None:
         ),
     ],
 )
-def test_makers_of_the_built_in_models(script: Path, files: set[str], tmp_path: Path) -> None:
+def test_the_scripts_that_train_built_in_models_run(
+    script: Path, files: set[str], tmp_path: Path
+) -> None:
     arguments = ["--steps", "2", "--output", str(tmp_path / "made")]
     subprocess.run([sys.executable, str(script), *arguments], check=True, capture_output=True)
     assert {path.name for path in (tmp_path / "made").iterdir()} == files
 
 
-def test_lora_on_a_users_own_model(tmp_path: Path) -> None:
+def test_lora_improves_a_users_own_model(tmp_path: Path) -> None:
     found = script("03").main(tmp_path)
     assert found["after"] > 0.9 > 0.5 > found["before"]
     assert found["merged"] == found["after"]
@@ -63,7 +65,7 @@ def test_lora_on_a_users_own_model(tmp_path: Path) -> None:
     assert (config["peft_type"], config["r"]) == ("LORA", 8)
 
 
-def test_sdxl_from_pictures(tmp_path: Path) -> None:
+def test_the_script_for_sdxl_trains_and_draws(tmp_path: Path) -> None:
     run = script("04").main(tmp_path, steps=2)
     assert (run.completed, run.step) == (True, 2)
     assert tc.verify_adapter(run.adapter_path, "sdxl").modules
@@ -71,12 +73,12 @@ def test_sdxl_from_pictures(tmp_path: Path) -> None:
         assert np.ptp(np.asarray(picture)) > 50
 
 
-def test_a_language_model_from_a_file(tmp_path: Path) -> None:
+def test_the_script_for_language_models_trains_and_answers(tmp_path: Path) -> None:
     assert script("05").main(tmp_path, steps=60) > 0.2
     assert (tmp_path / "run" / "peft" / "adapter_model.safetensors").exists()
 
 
-def test_many_adapters(tmp_path: Path) -> None:
+def test_the_script_for_many_adapters_draws_similar_images(tmp_path: Path) -> None:
     found = script("06").main(tmp_path, steps=4)
     assert found["without any"] > 1
     assert found["joined"] < 0.1
@@ -84,7 +86,9 @@ def test_many_adapters(tmp_path: Path) -> None:
     assert found["joined"] <= found["rank 8"] < found["without any"]
 
 
-def test_an_adapter_reaches_comfyui(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_for_comfyui_copies_the_adapter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     report = script("07").main(tmp_path, steps=2, comfyui=tmp_path / "there")
     assert report.good
     assert (tmp_path / "there" / "models" / "loras" / "my-photos.safetensors").exists()
@@ -93,7 +97,7 @@ def test_an_adapter_reaches_comfyui(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert re.search(r"ComfyUI: (\d+) of \1 modules", said, re.IGNORECASE)
 
 
-def test_a_loop_continues_from_its_checkpoint(tmp_path: Path) -> None:
+def test_the_script_with_a_loop_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     example = script("08")
     continued = example.main(tmp_path)
     train, _ = example.digits.split(example.digits.load())
@@ -105,7 +109,7 @@ def test_a_loop_continues_from_its_checkpoint(tmp_path: Path) -> None:
         np.testing.assert_array_equal(continued[name].numpy(), value.numpy())
 
 
-def test_two_processes_agree() -> None:
+def test_the_script_with_two_processes_gives_equal_results() -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPTS["09"])], check=True, capture_output=True, text=True
     )

@@ -169,7 +169,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
         tc.set_num_threads(0)
 
 
-def test_matmul_precision():
+def test_matmul_precision_can_be_set():
     assert tc.get_float32_matmul_precision() == "highest"
     tc.set_float32_matmul_precision("high")
     assert tc.get_float32_matmul_precision() == "high"

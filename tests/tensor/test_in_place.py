@@ -54,7 +54,7 @@ def test_a_fill_replaces_non_finite_values() -> None:
     assert v.fill_(2.0).tolist() == [2.0, 2.0]
 
 
-def test_draws_are_in_place() -> None:
+def test_random_numbers_are_drawn_in_place() -> None:
     v = tc.Var(tc.zeros(2000))
     assert v.normal_(3.0, 0.5, generator=tc.Generator()) is v
     assert float(v.mean()) == pytest.approx(3.0, abs=0.05)

@@ -90,7 +90,7 @@ def test_index_select_gather_and_embedding_equal_numpy():
     np.testing.assert_array_equal(table.embedding(tc.tensor([[0, 4]])).numpy(), VALUES[0][[[0, 4]]])
 
 
-def test_gradients_go_where_values_came_from():
+def test_gradients_are_added_where_values_were_read():
     for index in (1, slice(None, None, -2), [0, 0, 3], MASK, (..., None, 2), (slice(1, 3), [1, 1])):
         v = tc.Var(VALUES)
         weights = np.random.default_rng(2).standard_normal(VALUES[index].shape)

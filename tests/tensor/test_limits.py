@@ -136,7 +136,7 @@ def test_eps_of_a_norm_is_checked(eps) -> None:
             norm()
 
 
-def test_scales_are_finite() -> None:
+def test_wrong_scales_and_losses_are_errors() -> None:
     x, nan = tc.ones(4, 4), float("nan")
     with pytest.raises(tc.ArgumentError, match="scaled_dot_product_attention: the scale is NaN"):
         tc.nn.functional.scaled_dot_product_attention(x, x, x, scale=nan)
@@ -146,13 +146,13 @@ def test_scales_are_finite() -> None:
         tc.optim.GradScaler().scale(tc.tensor(1))
 
 
-def test_an_empty_tensor_of_any_shape_is_shown() -> None:
+def test_an_empty_tensor_of_any_shape_has_a_repr() -> None:
     assert repr(tc.zeros(0, 2**31, 2**31)) == (
         "tensor([], shape=[0, 2147483648, 2147483648], dtype=f32)"
     )
 
 
-def test_a_layer_without_inputs_works() -> None:
+def test_a_layer_may_have_no_output_features() -> None:
     layer = tc.nn.LoRALinear(tc.zeros(0, 4), 2, 1)
     assert layer(tc.zeros(3, 4)).shape == (3, 0)
 

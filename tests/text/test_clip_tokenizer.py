@@ -144,6 +144,6 @@ def test_the_shipped_vocabulary_has_its_size() -> None:
     assert len(lines) - 1 + 2 * 256 + 2 == 49408
 
 
-def test_the_library_is_loaded_when_first_needed() -> None:
+def test_the_library_tokenizers_is_imported_at_first_use() -> None:
     code = "import sys, trainable_candle.text; sys.exit('tokenizers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

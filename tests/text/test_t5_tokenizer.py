@@ -179,6 +179,6 @@ def test_a_damaged_table_of_characters_is_a_format_error(tmp_path: Path) -> None
         tokenizer.encode("caf\u00e9 \uff21\u0301")
 
 
-def test_the_library_is_loaded_when_first_needed() -> None:
+def test_the_library_tokenizers_is_imported_at_first_use() -> None:
     code = "import sys, trainable_candle.text; sys.exit('tokenizers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

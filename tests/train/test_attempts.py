@@ -54,7 +54,7 @@ def test_no_line_reports_a_good_prediction(peak: dict[str, int], taken: float) -
     assert attempt(peak, [taken], plan(10)) == []
 
 
-def test_a_run_that_takes_more_says_how_much(peak: dict[str, int]) -> None:
+def test_a_run_that_takes_more_memory_than_predicted_reports_it(peak: dict[str, int]) -> None:
     assert attempt(peak, [11.2], plan(10)) == [
         "plan: the run took 11.20 GiB of GPU memory, where 10.00 GiB were predicted (12 % more)"
     ]

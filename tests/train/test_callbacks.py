@@ -81,6 +81,6 @@ def test_the_bar_shows_loss_rate_and_time() -> None:
 
 
 @pytest.mark.parametrize("event", ["on_step_end", "on_train_end"])
-def test_a_bar_that_was_never_opened_is_silent(event: str) -> None:
+def test_a_progress_bar_that_was_never_opened_prints_nothing(event: str) -> None:
     bar = ProgressBar(io.StringIO())
     getattr(bar, event)(at(1), *([report(1)] if event == "on_step_end" else []))

@@ -81,7 +81,7 @@ def test_a_setting_with_effect_is_accepted(settings: dict[str, Any]) -> None:
     check_settings(TrainConfig.from_mapping(vars(TrainConfig(**settings))))
 
 
-def test_bytes_that_are_no_text_are_rejected() -> None:
+def test_text_that_is_not_utf_8_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"--sample-prompts is .*, expected text in UTF-8"):
         check_settings(TrainConfig(sample_prompts=["a\udcff"]))
 

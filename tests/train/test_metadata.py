@@ -88,7 +88,7 @@ def test_metadata_has_the_folders_tags_and_buckets_of_a_dataset(digits_folder: P
     assert buckets == {"0": {"resolution": [8, 8], "count": count}}
 
 
-def test_every_file_of_a_run_is_stamped(config: TrainConfig, read_metadata: Read) -> None:
+def test_every_adapter_file_of_a_run_has_metadata(config: TrainConfig, read_metadata: Read) -> None:
     run = train_adapter(config.with_(name="digit"), progress=False, report=lambda _: None)
     files = sorted(run.output.glob("digit*.safetensors"))
     assert len(files) == 3

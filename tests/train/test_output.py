@@ -29,7 +29,7 @@ with held(Path(sys.argv[1]), "x"):
 """
 
 
-def test_a_second_run_is_rejected_while_the_first_is_there(config: TrainConfig) -> None:
+def test_a_second_run_is_rejected_while_the_first_is_running(config: TrainConfig) -> None:
     messages = []
 
     class Second(Callback):

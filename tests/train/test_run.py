@@ -76,7 +76,7 @@ def test_the_default_learning_rate_suits_the_optimizer(
     assert TrainConfig.from_yaml(Path(config.output) / CONFIG).learning_rate == rate
 
 
-def test_a_device_of_auto_is_chosen_and_reported(
+def test_the_device_auto_is_replaced_by_one_that_is_reported(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
@@ -241,7 +241,7 @@ def test_other_settings_do_not_change_the_adapter(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "f16"])
-def test_16_bit_floats_train(config: TrainConfig, train: Train, precision: str) -> None:
+def test_runs_in_16_bit_floats_train(config: TrainConfig, train: Train, precision: str) -> None:
     short = config.with_(precision=precision, steps=60, batch_size=10, save_every=0)
     train(short)
     losses = [float(row["loss"]) for row in read_log(Path(short.output) / LOG)]

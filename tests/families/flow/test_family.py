@@ -43,7 +43,7 @@ def configure(
     return configure
 
 
-def test_a_run_from_images_to_an_adapter(
+def test_a_run_trains_on_images_and_writes_an_adapter(
     name: str, base: Path, configure: Callable[..., TrainConfig], tmp_path: Path
 ) -> None:
     config = configure(

@@ -30,7 +30,7 @@ def test_features_of_padding_are_near_those_of_the_cpu(gpu: str, flux2_base: Pat
 
 
 @pytest.mark.parametrize("name", ["chroma", "zimage", "flux2", "qwen-image"])
-def test_a_run_over_a_training_adapter(
+def test_losses_over_a_training_adapter_are_near_those_of_the_cpu(
     gpu: str, name: str, request: pytest.FixtureRequest, sdxl_folder: Path, tmp_path: Path
 ) -> None:
     """The losses of a run over a training adapter are near those on the CPU.

@@ -96,7 +96,7 @@ def sd3(sd3_base: Path, tmp_path: Path) -> "diffusers.StableDiffusion3Pipeline":
     return pipeline
 
 
-def test_sd3_reads_texts(sd3_base: Path, tmp_path: Path) -> None:
+def test_text_features_of_sd3_equal_those_of_diffusers(sd3_base: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         states, _, pooled, _ = sd3(sd3_base, tmp_path).encode_prompt(
             CAPTIONS, None, None, do_classifier_free_guidance=False, max_sequence_length=256
@@ -106,7 +106,7 @@ def test_sd3_reads_texts(sd3_base: Path, tmp_path: Path) -> None:
         np.testing.assert_allclose(found[name].numpy(), expected.numpy(), atol=1e-5, err_msg=name)
 
 
-def test_sd3(sd3_base: Path, tmp_path: Path) -> None:
+def test_images_of_sd3_equal_those_of_diffusers(sd3_base: Path, tmp_path: Path) -> None:
     theirs = sd3(sd3_base, tmp_path)(
         PROMPT, negative_prompt=NEGATIVE, num_inference_steps=STEPS, guidance_scale=4.5,
         height=SIZE[1], width=SIZE[0], latents=noise(), output_type="np",
@@ -130,7 +130,7 @@ def flux(flux_base: Path, tmp_path: Path) -> "diffusers.FluxPipeline":
     return pipeline
 
 
-def test_flux_reads_texts(flux_base: Path, tmp_path: Path) -> None:
+def test_text_features_of_flux_equal_those_of_diffusers(flux_base: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         states, pooled, _ = flux(flux_base, tmp_path).encode_prompt(CAPTIONS, None)
     found = families.load("flux", flux_base, "f32", "cpu").family.features(CAPTIONS)
@@ -138,7 +138,7 @@ def test_flux_reads_texts(flux_base: Path, tmp_path: Path) -> None:
         np.testing.assert_allclose(found[name].numpy(), expected.numpy(), atol=1e-5, err_msg=name)
 
 
-def test_flux(flux_base: Path, tmp_path: Path) -> None:
+def test_images_of_flux_equal_those_of_diffusers(flux_base: Path, tmp_path: Path) -> None:
     pipeline, latents = flux(flux_base, tmp_path), noise()
     packed = pipeline._pack_latents(latents, *latents.shape)
     theirs = pipeline(
@@ -191,7 +191,9 @@ def test_chroma_reads_text_and_one_token_of_padding(chroma_base: Path, tmp_path:
 
 
 @pytest.mark.parametrize("guidance", [1.0, 5.0])
-def test_chroma(chroma_base: Path, tmp_path: Path, guidance: float) -> None:
+def test_images_of_chroma_equal_those_of_diffusers(
+    chroma_base: Path, tmp_path: Path, guidance: float
+) -> None:
     """The prompt and the negative prompt differ in length."""
     pipeline = chroma(chroma_base, tmp_path / "t5")
     latents = noise()
@@ -233,7 +235,7 @@ def z_image(zimage_base: Path) -> "diffusers.ZImagePipeline":
     )
 
 
-def test_z_image_reads_texts(zimage_base: Path) -> None:
+def test_text_features_of_z_image_equal_those_of_diffusers(zimage_base: Path) -> None:
     with torch.no_grad():
         # A copy, because the pipeline writes the template into the list.
         theirs, _ = z_image(zimage_base).encode_prompt(
@@ -247,7 +249,7 @@ def test_z_image_reads_texts(zimage_base: Path) -> None:
 
 
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
-def test_z_image(zimage_base: Path, guidance: float) -> None:
+def test_images_of_z_image_equal_those_of_diffusers(zimage_base: Path, guidance: float) -> None:
     # The pipeline's guidance scale is that of this library minus 1. The prompts have 29 and 19
     # tokens, and both are padded to 32.
     theirs = z_image(zimage_base)(
@@ -283,7 +285,9 @@ def test_flux2_reads_text_with_its_padding(flux2_base: Path) -> None:
 
 
 @pytest.mark.parametrize("is_distilled", [False, True])
-def test_flux2(flux2_base: Path, tmp_path: Path, is_distilled: bool) -> None:
+def test_images_of_flux2_equal_those_of_diffusers(
+    flux2_base: Path, tmp_path: Path, is_distilled: bool
+) -> None:
     """The guidance scale has no effect in a distilled model."""
     base = tmp_path / "klein"
     base.mkdir()
@@ -337,7 +341,9 @@ def test_qwen_image_reads_text_after_the_start_of_its_template(qwen_image_base: 
 
 
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
-def test_qwen_image(qwen_image_base: Path, guidance: float) -> None:
+def test_images_of_qwen_image_equal_those_of_diffusers(
+    qwen_image_base: Path, guidance: float
+) -> None:
     """The prompt and the negative prompt differ in length.
 
     Guidance scales the prediction for each token to the norm of the prediction for the prompt.

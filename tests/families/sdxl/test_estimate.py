@@ -41,7 +41,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS)
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_activations_are_what_the_tape_holds_within_a_seventh(
+def test_estimated_activations_match_the_tape_within_a_seventh(
     sdxl_base: Path,
     configure: Callable[..., TrainConfig],
     targets: dict[str, Any],
@@ -172,7 +172,7 @@ def test_the_estimate_of_a_gpu_leaves_host_memory_out(
     }
 
 
-def test_previews_are_a_phase_with_the_area_of_the_largest(
+def test_the_estimate_of_previews_is_that_of_the_largest_image(
     sdxl_base: Path, configure: Callable[..., TrainConfig]
 ) -> None:
     prompts = ["a cat", "a wide cat --w 256 --h 128"]

@@ -40,7 +40,7 @@ def slices(family: Family) -> Slices:
     + [(None, kind) for kind in ("attention", "lora", "rslora", "patterns")]
     + [("kohya", kind) for kind in ("attention", "lora", "patterns", "dora", "loha", "oft")],
 )
-def test_comfyui_merges_the_same(
+def test_comfyui_merges_the_same_weights(
     family: Family, slices: Slices, attach: Callable[..., tc.AdapterSet], tmp_path: Path,
     kind: str, format: str | None,
 ) -> None:  # fmt: skip

@@ -66,7 +66,7 @@ def test_saved_adapters_load_unchanged(
     np.testing.assert_allclose(family.predict(model), drawn, rtol=1e-4, atol=1e-4)
 
 
-def test_the_default_form_has_the_scale_in_its_factors(
+def test_the_factors_in_the_default_format_include_the_scale(
     family: Family, attach: Callable[..., tc.AdapterSet], tmp_path: Path
 ) -> None:
     model = family.load()

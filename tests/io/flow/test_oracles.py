@@ -84,7 +84,7 @@ def assert_same(found: np.ndarray, expected: np.ndarray, base: np.ndarray) -> No
 
 
 @pytest.mark.parametrize("kind", ["attention", "lora", "rslora", "patterns", "dora"])
-def test_diffusers_computes_the_same_from_the_default_format(
+def test_diffusers_predicts_the_same_from_the_default_format(
     family: Family, attach: Callable[..., tc.AdapterSet], tmp_path: Path, kind: str
 ) -> None:
     model = family.load()
@@ -98,7 +98,7 @@ def test_diffusers_computes_the_same_from_the_default_format(
 # peft warns of layers whose number of inputs is no multiple of the block size.
 @pytest.mark.filterwarnings("ignore:Invalid `oft_block_size`")
 @pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr", "oft_inputs"])
-def test_peft_computes_the_same(
+def test_peft_predicts_the_same(
     family: Family, attach: Callable[..., tc.AdapterSet], tmp_path: Path, kind: str
 ) -> None:
     model = family.load()
