@@ -212,9 +212,7 @@ def test_every_setting_has_a_flag() -> None:
         ("--loraplus_lr_ratio 16", {"lora_plus_ratio": 16.0}),
     ],
 )
-def test_flags_of_other_tools_set_the_matching_settings(
-    text: str, expected: dict[str, Any]
-) -> None:
+def test_flags_of_other_tools_set_our_settings(text: str, expected: dict[str, Any]) -> None:
     config = parse(*text.split())
     assert {name: getattr(config, name) for name in expected} == expected
 
