@@ -199,7 +199,7 @@ fn parameters_in_f32_serve_inputs_in_bf16() {
 }
 
 #[test]
-fn softmax_of_extremes() {
+fn softmax_takes_extreme_values_infinities_and_nan() {
     let row = |values: [f32; 4]| Tensor::new(&values, &Device::Cpu).unwrap();
     let found = |values| row(values).softmax(0).unwrap().to_vec::<f32>().unwrap();
     assert_eq!(found([1e30, -1e30, 0.0, f32::NEG_INFINITY]), [1.0, 0.0, 0.0, 0.0]);

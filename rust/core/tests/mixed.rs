@@ -139,7 +139,7 @@ impl Layer {
 }
 
 #[test]
-fn f32_factors_under_short_dtypes_agree_with_f64_and_have_f32_gradients() -> Result<()> {
+fn f32_factors_in_16_bit_computation_agree_with_f64_and_have_f32_gradients() -> Result<()> {
     for dora in [false, true] {
         let exact = Layer::new(DType::F64, DType::F64)?.train(dora)?;
         for (dtype, tolerance) in [(DType::BF16, 3e-2), (DType::F16, 4e-3), (DType::F32, 1e-5)] {
@@ -177,7 +177,7 @@ fn untrained_dora_of_small_f16_weights_equals_the_base_layer() -> Result<()> {
 }
 
 #[test]
-fn gradients_of_a_flat_buffer_are_those_of_loose_variables() -> Result<()> {
+fn gradients_in_a_flat_buffer_equal_those_of_separate_variables() -> Result<()> {
     for dtype in [DType::F32, DType::BF16] {
         let flat = Layer::new(dtype, DType::F32)?;
         let loose = Layer { down: var(&[5, 45], 3), up: var(&[37, 5], 4), ..Layer::new(dtype, DType::F32)? };

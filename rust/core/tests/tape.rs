@@ -36,7 +36,7 @@ fn gradients_accumulate_until_cleared() -> Result<()> {
 }
 
 #[test]
-fn a_value_used_many_times_gets_the_sum() -> Result<()> {
+fn a_value_used_many_times_gets_the_sum_of_its_gradients() -> Result<()> {
     let x = Var::new([1f32, 2.0, 3.0].as_slice(), &CPU)?;
     let y = x.sqr()?;
     let total = [&y, &y, &y, &y].iter().try_fold(y.clone(), |sum, y| sum.add(y))?;

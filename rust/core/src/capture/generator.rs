@@ -39,7 +39,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn setting_is_noted_and_drawing_is_not() {
+    fn a_run_notes_when_the_generator_is_seeded_but_not_draws() {
         let mut generator = Generator::initial(1);
         let run = Run::begin(true).unwrap();
         generator.draw(|state| *state += 1);

@@ -60,7 +60,7 @@ mod tests {
     }
 
     #[test]
-    fn signs() -> Result<()> {
+    fn neg_and_abs_of_integers_are_exact() -> Result<()> {
         assert_eq!(numbers().neg()?.to_vec::<i64>()?, [-3, 7, -7, i64::MIN, 0, -5]);
         assert_eq!(numbers().abs()?.to_vec::<i64>()?, [3, 7, 7, i64::MIN, 0, 5]);
         let unsigned = Tensor::constant(from_vec(vec![3u32], 1));
@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn extremes() -> Result<()> {
+    fn max_and_min_of_integers_are_exact() -> Result<()> {
         assert_eq!(numbers().max(&[1], false)?.to_vec::<i64>()?, [7, 5]);
         assert_eq!(numbers().t()?.max(&[0], true)?.dims(), [1, 2]);
         assert_eq!(numbers().min(&[0], false)?.to_vec::<i64>()?, [i64::MIN, -7, 5]);

@@ -376,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn patterns_and_exclusions() {
+    fn patterns_select_layers_and_exclusions_remove_them() {
         let mut c = config(&[r"blocks\.[02]\..*to_(q|k)"]);
         assert!(targeted(&c, "blocks.2.attn.to_k").0);
         assert!(!targeted(&c, "blocks.1.attn.to_k").0);
