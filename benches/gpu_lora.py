@@ -36,7 +36,10 @@ class Case:
 
     @property
     def layer(self) -> tuple[float, float]:
-        """Operations and bytes. Forward moves x, W and y; backward moves g = dL/dy, W, dx and x."""
+        """The floating-point operations of a forward and a backward pass, and the bytes they move.
+
+        The forward pass moves x, W and y; the backward pass moves g = dL/dy, W, dx and x.
+        """
         m, h, r = self.rows, self.width, self.rank
         operations = 2 * (2 * m * h * h) + 6 * (2 * m * h * r)
         return operations, self.itemsize * (5 * m * h + 2 * h * h)

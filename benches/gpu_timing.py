@@ -81,7 +81,7 @@ def start(options: argparse.Namespace) -> Machine:
 
 
 def on(machine: Machine) -> str:
-    """The format of the base, as a suffix of a case's title; with W8A8 also "products"."""
+    """What to append to the title of a case: the format of the base, and "products" for W8A8."""
     products = " and products" if tc.get_w8a8() else ""
     return f", {machine.base} base{products}" if machine.base else ""
 

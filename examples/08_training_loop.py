@@ -112,7 +112,7 @@ def main(folder: Path) -> dict[str, tc.Tensor]:
     state.load(folder / "checkpoint.safetensors")
     while state.epoch < EPOCHS:
         train_epoch(state, data)
-        with state.ema:  # The averages in place of the weights.
+        with state.ema:  # Here, the weights are replaced by their averages.
             averaged = accuracy(state.model, test)
         lr = state.scheduler.get_last_lr()[0]
         print(
