@@ -248,7 +248,7 @@ def test_damaged_files_and_other_types_are_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["q4_k", "q5_k", "q6_k"])
 def test_blocks_of_256_elements_are_read(kind: str, tmp_path: Path) -> None:
-    """A file whose matrices are random blocks; the scales are small, so values do not overflow."""
+    """All matrices of the file are random blocks, with scales so small that nothing overflows."""
     # The number of bytes of a block, and the byte offsets of the f16 scales in the block.
     sizes = {"q4_k": (144, (0, 2)), "q5_k": (176, (0, 2)), "q6_k": (210, (208,))}
     size, places = sizes[kind]

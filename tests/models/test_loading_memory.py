@@ -1,4 +1,4 @@
-"""Loading a quantized model takes little more memory than the model: never that of a bf16 copy."""
+"""Loading a quantized model takes little more memory than the model, and less than a bf16 copy."""
 
 import json
 import subprocess

@@ -194,7 +194,7 @@ def test_facts_have_the_bytes_of_quantized_weights(format: str) -> None:
 def test_with_w8a8_only_feed_forward_networks_of_the_unet_are_quantized(
     format: str, tmp_path: Path
 ) -> None:
-    """The others are too small. These networks also keep their codes transposed."""
+    """The other layers are too small. The networks also keep transposed copies of their codes."""
     config = json.loads((GOLDEN / "sdxl" / "unet" / "config.json").read_text())
     config |= {"block_out_channels": [8, 16, 48]}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -214,7 +214,7 @@ def test_with_w8a8_only_feed_forward_networks_of_the_unet_are_quantized(
     if format == "nf4":
         assert found == facts.weight_bytes("bf16", format)
         return
-    # Transposed codes take one byte an element, and four bytes a column for scales of one.
+    # Transposed codes take one byte an element, and each column an f32 scale, which is 1.
     codes = [tc.quantize(tc.zeros(shape), format).nbytes for shape in inside.values()]
     turned = [rows * columns + 4 * columns for rows, columns in inside.values()]
     assert found == wide + sum(codes) + sum(turned)

@@ -1,4 +1,4 @@
-"""Every public callable, called with wrong values for each of its parameters.
+"""Call every public callable with wrong values for each of its parameters.
 
 Whatever a user passes, a call gives a result, an error of the library, or a `TypeError` that
 names the operation or the parameter: never an error of a lower layer.

@@ -36,9 +36,9 @@ class Run(NamedTuple):
     """Height and width of the latents, and tokens of text."""
     settings: dict[str, Any]
     peak: float
-    """GiB."""
+    """The measured peak of GPU memory, GiB."""
     step: int | None
-    """Milliseconds; None if only the peak was measured."""
+    """The measured time of a step, ms; None if only the peak was measured."""
 
     def config(self) -> TrainConfig:
         return TrainConfig(device="cuda", precision="bf16", rank=16, **self.settings)

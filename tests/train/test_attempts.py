@@ -13,7 +13,7 @@ from trainable_candle.train import TrainConfig
 
 @pytest.fixture
 def peak(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """The statistics of a GPU that is not there; a test sets `peak_reserved`."""
+    """The memory statistics of a simulated GPU; a test sets `peak_reserved`."""
     stats: dict[str, int] = {}
     monkeypatch.setattr(tc.cuda, "memory_stats", lambda _device: stats)
     for name in ("reset_peak_memory_stats", "empty_cache"):

@@ -125,8 +125,8 @@ def test_a_step_without_memory_for_its_graphs_runs_again_without_them(
     monkeypatch.setattr(tc.cuda, "capture", fail_late)
     tc.manual_seed(3)
     assert trainer.train()
-    # The gradient is the mean of 1 and 2, of one pass each. The passes of the failed attempt at the
-    # step add nothing to it.
+    # The gradient is the mean of 1 and 2, the gradients of the two batches. The backward passes of
+    # the failed attempt at the step add nothing to it.
     assert weight.tolist() == [1.0 - 1.5]
     assert draws[:2] == draws[2:]
 

@@ -173,7 +173,7 @@ def chroma(base: Path, folder: Path) -> "diffusers.ChromaPipeline":
 
 
 def test_chroma_reads_text_and_one_token_of_padding(chroma_base: Path, tmp_path: Path) -> None:
-    """Captions without words, with some words, and with so many that they are truncated."""
+    """One caption has no words, one has some, and one has so many that it is truncated."""
     pipeline = chroma(chroma_base, tmp_path / "t5")
     captions = ["", PROMPT, "a blur " * 400]
     with torch.no_grad():
@@ -272,7 +272,7 @@ def klein(base: Path, *, is_distilled: bool) -> "diffusers.Flux2KleinPipeline":
 
 
 def test_flux2_reads_text_with_its_padding(flux2_base: Path) -> None:
-    """Two captions with padding and a truncated one; the features of padding are equal too."""
+    """Two captions are padded, one is truncated; the features of padding are compared too."""
     pipeline = klein(flux2_base, is_distilled=False)
     captions = ["", PROMPT, "a blur " * 100]
     with torch.no_grad():
@@ -326,7 +326,7 @@ def qwen_image(base: Path) -> "diffusers.QwenImagePipeline":
 
 
 def test_qwen_image_reads_text_after_the_start_of_its_template(qwen_image_base: Path) -> None:
-    """Captions without words, with some words, and with so many that they are truncated."""
+    """One caption has no words, one has some, and one has so many that it is truncated."""
     captions = ["", PROMPT, "a blur " * 200]
     with torch.no_grad():
         theirs, mask = qwen_image(qwen_image_base).encode_prompt(captions)

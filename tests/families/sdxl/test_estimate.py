@@ -179,13 +179,14 @@ def test_the_estimate_of_previews_is_that_of_the_largest_image(
     config = configure(sample_prompts=prompts)
     training, drawing = (items(sdxl_base, config, p) for p in ("training", "drawing previews"))
     steps = {"unet activations", "unet backward pass"}
-    # Models, adapters and states stay; what only steps hold is gone.
+    # While previews are drawn, memory holds what it holds in training, except what a forward and a
+    # backward pass hold.
     working = drawing.pop("previews activations")
     assert drawing == {name: count for name, count in training.items() if name not in steps}
     family = SDXL(sdxl_base, "f32", "cpu", config)
-    # The family's check before `sample` counts, beside the same working memory and the image, the
-    # text encoders and the autoencoder, which are loaded apart from a preview's prompt.
-    family.model  # noqa: B018 - loads the denoiser, which the check then leaves out
+    # `drawing_bytes` also counts the autoencoder and the text encoders. The estimate of previews
+    # does not count them as working memory.
+    family.model  # noqa: B018 - loads the denoiser, so that `drawing_bytes` does not count it
     others = sum(
         family.facts.bytes("f32", part) for part in ("vae", "text_encoder", "text_encoder_2")
     )
