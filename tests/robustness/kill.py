@@ -113,9 +113,9 @@ def main() -> None:
             pictures(folder / "pictures")
             runs += 1
             while True:
-                # Each iteration starts one process. If no process was killed so far, or if the output
-                # folder is empty, the process is killed at a random event. Otherwise, half of the
-                # processes are killed at a random event.
+                # Each iteration starts one process. If no process was killed so far, or if the
+                # output folder is empty, the process is killed at a random event. Otherwise, half
+                # of the processes are killed at a random event.
                 last = rng.randint(1, events) if not kills or rng.random() < 0.5 else 0
                 if not any(folder.glob("run/*")):
                     last = last or rng.randint(1, events)
