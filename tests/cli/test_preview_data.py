@@ -120,7 +120,9 @@ def test_rows_are_as_long_as_the_context_of_the_model(
     assert "rows of 2048 tokens" in capsys.readouterr().out
 
 
-def test_the_tokenizer_is_checked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tokenizer_of_another_model_is_reported(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = ["--weights", str(folder), "--dataset", str(folder / "chats.jsonl")]
     (folder / "config.json").write_text(json.dumps({"vocab_size": 379}))
     assert preview(*flags) == 2
