@@ -128,7 +128,7 @@ def test_a_quantized_file_keeps_its_format(flux: Model, stored: str) -> None:
     assert make_plan(flux.config(), groups, budget(80), of_file).chosen == {}
 
 
-def test_a_plan_keeps_given_settings(flux: Model) -> None:
+def test_what_is_given_is_kept(flux: Model) -> None:
     given = {
         "gradient_checkpointing": "selective",
         "base_precision": "fp8",
@@ -407,7 +407,7 @@ def test_a_weight_is_not_rounded_to_a_second_format(flux: Model) -> None:
         flux.plan(budget(16), qat="int4", **resident)
 
 
-def test_models_without_blocks_to_stream_stream_nothing() -> None:
+def test_models_without_such_blocks_stream_nothing() -> None:
     work = Work(1e9, 1e8, 1e6, False, 0, 0, 0, 0, 0, 0, False, False)
     estimates: list[TrainConfig] = []
 

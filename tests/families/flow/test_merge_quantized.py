@@ -129,7 +129,7 @@ def test_the_losses_before_and_after_rounding_are_reported(
 
 
 @pytest.mark.parametrize("flags", [["--to", "fp8"], ["--to", "nf4"]])
-def test_impossible_outputs_are_reported(
+def test_impossible_outputs_are_named(
     flux_base: Path, tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     adapter = make_adapter(flux_base / "transformer", tmp_path / "adapter.safetensors")
