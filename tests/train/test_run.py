@@ -249,7 +249,7 @@ def test_runs_in_16_bit_floats_train(config: TrainConfig, train: Train, precisio
 
 
 @pytest.mark.parametrize("policy", ["full", "selective"])
-def test_checkpointing_does_not_change_the_adapter(
+def test_checkpointing_changes_nothing(
     config: TrainConfig, train: Train, policy: str, tmp_path: Path
 ) -> None:
     other = config.with_(gradient_checkpointing=policy, output=str(tmp_path / "other"))
