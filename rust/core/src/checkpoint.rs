@@ -32,12 +32,12 @@ use crate::{Error, Result};
 /// What a checkpoint saves between the forward and the backward pass.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Policy {
-    /// Everything: the function simply runs.
+    /// Saves everything that the backward pass reads; nothing is recomputed.
     None,
-    /// The inputs. All else is recomputed.
+    /// Saves the inputs of the function. All else is recomputed.
     #[default]
     Full,
-    /// The inputs and the results of expensive operations. Only cheap operations (norms, activations, sums) are
+    /// Saves the inputs and the results of expensive operations. Only cheap operations (norms, activations, sums) are
     /// recomputed.
     Selective,
     /// As [`Full`](Self::Full), but large inputs wait for the backward pass in the memory of the host. They are copied
@@ -123,7 +123,7 @@ where
     Ok(outputs)
 }
 
-/// One checkpointed call.
+/// One call of a checkpointed function.
 pub(crate) struct Region {
     policy: Policy,
     inputs: KeptInputs,
@@ -278,7 +278,7 @@ enum Recorder {
     Replay(Replaying),
 }
 
-/// The first run of a function.
+/// The state of a function's first run, which counts and keeps values.
 struct Recording {
     region: Arc<Region>,
     /// Operations run so far.
@@ -316,7 +316,7 @@ impl Recording {
     }
 }
 
-/// A later run of a function.
+/// The state of a later run of a function, which recomputes the saved values.
 struct Replaying {
     /// Operations run so far.
     sequence: usize,

@@ -23,17 +23,17 @@ macro_rules! on_device {
 }
 pub(crate) use on_device;
 
-/// As [`cpu::unary`].
+/// Computes [`cpu::unary`] on the device of `x`.
 pub fn unary<F: Unary + Sync>(x: &Raw, f: F) -> Result<Raw> {
     on_device!(x.device(), cuda => crate::cuda::unary(x, crate::cuda::Kernel::new(F::KERNEL, Unary::parameters(&f))), cpu => cpu::unary(x, f))
 }
 
-/// As [`cpu::binary`].
+/// Computes [`cpu::binary`] on the device of the operands.
 pub fn binary<F: Binary + Sync>(a: &Raw, b: &Raw, f: F) -> Result<Raw> {
     on_device!(a.device(), cuda => crate::cuda::binary(a, b, crate::cuda::Kernel::new(F::KERNEL, Binary::parameters(&f))), cpu => cpu::binary(a, b, f))
 }
 
-/// As [`cpu::ternary`].
+/// Computes [`cpu::ternary`] on the device of the operands.
 pub fn ternary<F: Ternary + Sync>(a: &Raw, b: &Raw, c: &Raw, f: F) -> Result<Raw> {
     on_device!(
         a.device(),
@@ -77,7 +77,7 @@ fn device_of<'a>(mut tensors: impl Iterator<Item = &'a Raw>) -> &'a Device {
     tensors.find(|tensor| tensor.device().is_cuda()).map_or(&Device::Cpu, |tensor| tensor.device())
 }
 
-/// As [`cpu::write_products`].
+/// Computes [`cpu::write_products`] on the device of the operands.
 pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Result<()> {
     on_device!(
         device_of(terms.iter().map(|&[dst, ..]| dst)),

@@ -60,10 +60,10 @@ impl Product {
 /// The precision of products of f32 matrices on CUDA devices, with torch's names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MatmulPrecision {
-    /// In f32.
+    /// Products are computed in f32.
     Highest,
-    /// In TF32: factors have a mantissa of 10 bits, sums are in f32. Tensor cores compute such products several times as fast as
-    /// products in f32.
+    /// Products are computed in TF32: factors have a mantissa of 10 bits, sums are in f32. Tensor cores compute such
+    /// products several times as fast as products in f32.
     High,
 }
 

@@ -22,8 +22,8 @@ pub(super) trait Slot: Send + Sync {
 /// A change of a state that every replay repeats. `key` identifies the state.
 pub(super) trait Repeat: Send + Sync {
     fn key(&self) -> usize;
-    /// Whether the change still holds at the end of the function. A derived value is out of date if its variable has
-    /// changed after the value was derived.
+    /// Whether the change still holds at the end of the function. An update of a derived value does not, if the
+    /// variable has changed after the value was derived.
     fn is_last(&self) -> bool {
         true
     }
@@ -33,7 +33,7 @@ pub(super) trait Repeat: Send + Sync {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Phase {
     Off,
-    /// The eager run before a capture.
+    /// The function runs eagerly, before its capture.
     Eager,
     Capturing,
 }
@@ -183,7 +183,10 @@ impl Run {
     /// [`Error::Device`] if another run is under way on this thread.
     pub(crate) fn begin(capturing: bool) -> Result<Self> {
         if PHASE.get() != Phase::Off {
-            return Err(Error::device("capture", "a captured function is running"));
+            return Err(Error::device(
+                "capture",
+                "another captured function is running on this thread; start the capture after it has returned",
+            ));
         }
         EFFECTS.take();
         PHASE.set(if capturing { Phase::Capturing } else { Phase::Eager });

@@ -52,20 +52,20 @@ impl<T: Settle> GradientSlot<T> {
         Self(Arc::new(Mutex::new(state)))
     }
 
-    /// Access for queueing work that depends on whether there is a gradient, and on where its storage is.
+    /// Locks the gradient to queue work that depends on whether there is a gradient, and on where its storage is.
     pub(crate) fn read(&self) -> impl Deref<Target = T> {
         let state = lock(&self.0);
         note_read(|| self.0.clone(), || state.place());
         state
     }
 
-    /// Access for a change of the gradient that does not depend on its present storage.
+    /// Locks the gradient for a change that does not depend on its present storage.
     pub(crate) fn change(&self) -> MutexGuard<'_, T> {
         note_gradient(|| self.0.clone());
         lock(&self.0)
     }
 
-    /// Access whose result does not influence queued work.
+    /// Locks the gradient for a read that does not influence queued work.
     pub(crate) fn peek(&self) -> impl Deref<Target = T> {
         lock(&self.0)
     }

@@ -26,9 +26,9 @@ pub(super) struct KeptInputs {
 }
 
 enum Place {
-    /// On the device of the input.
+    /// The input stays on its device.
     Here(Saved),
-    /// In the memory of the host; the index of the input in [`Offloaded::parts`].
+    /// The input is in the memory of the host; the number is its index in [`Offloaded::parts`].
     Offloaded(usize),
 }
 
@@ -100,7 +100,7 @@ fn keep(tensor: &Tensor) -> Saved {
 
 /// The offloaded inputs of one checkpoint.
 struct Offloaded {
-    /// One for each offloaded input.
+    /// The copies in the memory of the host, one for each offloaded input.
     parts: Vec<Away>,
     /// The copies to the device that are queued already.
     arriving: Mutex<Vec<Arriving>>,

@@ -35,10 +35,10 @@ pub trait Unary {
 
 /// A function of two numbers. `apply` must be `#[inline(always)]` to be vectorised.
 pub trait Binary {
-    /// As [`Unary::KERNEL`].
+    /// The name of the same function in `cuda/kernels/elementwise.cu`.
     const KERNEL: &'static str;
 
-    /// As [`Unary::parameters`].
+    /// The two numbers that the kernel takes besides the operands, as [`Unary::parameters`].
     fn parameters(&self) -> [f64; 2] {
         [0.0; 2]
     }
@@ -49,10 +49,10 @@ pub trait Binary {
 
 /// A function of three numbers. `apply` must be `#[inline(always)]` to be vectorised.
 pub trait Ternary {
-    /// As [`Unary::KERNEL`].
+    /// The name of the same function in `cuda/kernels/elementwise.cu`.
     const KERNEL: &'static str;
 
-    /// As [`Unary::parameters`].
+    /// The two numbers that the kernel takes besides the operands, as [`Unary::parameters`].
     fn parameters(&self) -> [f64; 2] {
         [0.0; 2]
     }

@@ -18,7 +18,7 @@ use crate::cpu::inplace::check_weight;
 use crate::raw::storage_identity;
 use crate::{Error, Raw, Result};
 
-/// As [`cpu::contiguous`](crate::cpu::contiguous).
+/// Does on a CUDA device what [`cpu::contiguous`](crate::cpu::contiguous) does on the CPU.
 pub fn contiguous(x: &Raw) -> Result<Raw> {
     if x.is_contiguous() { Ok(x.clone()) } else { copy(x) }
 }
@@ -31,7 +31,7 @@ pub fn copy(x: &Raw) -> Result<Raw> {
     Ok(y)
 }
 
-/// As [`cpu::cast`](crate::cpu::cast).
+/// Does on a CUDA device what [`cpu::cast`](crate::cpu::cast) does on the CPU.
 pub fn cast(x: &Raw, dtype: DType) -> Result<Raw> {
     const OP: &str = "cast";
     if x.dtype() == dtype {
@@ -64,21 +64,21 @@ pub fn convert(x: &Raw, dtype: DType) -> Result<Raw> {
     Ok(y)
 }
 
-/// As [`cpu::copy_into`](crate::cpu::copy_into).
+/// Does on a CUDA device what [`cpu::copy_into`](crate::cpu::copy_into) does on the CPU.
 pub fn copy_into(dst: &Raw, src: &Raw) -> Result<()> {
     const OP: &str = "copy_into";
     check_pair(OP, dst, src)?;
     write(OP, dst, src, None)
 }
 
-/// As [`cpu::accumulate`](crate::cpu::accumulate).
+/// Does on a CUDA device what [`cpu::accumulate`](crate::cpu::accumulate) does on the CPU.
 pub fn accumulate(dst: &Raw, src: &Raw) -> Result<()> {
     const OP: &str = "accumulate";
     check_pair(OP, dst, src)?;
     write(OP, dst, src, Some(Change::Add))
 }
 
-/// As [`cpu::lerp_in_place`](crate::cpu::lerp_in_place).
+/// Does on a CUDA device what [`cpu::lerp_in_place`](crate::cpu::lerp_in_place) does on the CPU.
 pub fn lerp_in_place(dst: &Raw, src: &Raw, weight: &Raw) -> Result<()> {
     const OP: &str = "lerp_in_place";
     check_pair(OP, dst, src)?;
@@ -87,7 +87,7 @@ pub fn lerp_in_place(dst: &Raw, src: &Raw, weight: &Raw) -> Result<()> {
     write(OP, dst, src, Some(Change::Lerp(input(OP, weight)?)))
 }
 
-/// As [`cpu::fill`](crate::cpu::fill).
+/// Does on a CUDA device what [`cpu::fill`](crate::cpu::fill) does on the CPU.
 pub fn fill(dst: &Raw, value: f64) -> Result<()> {
     change("fill", &FILL, dst, value)
 }
@@ -139,7 +139,7 @@ pub fn zeros(device: &candle_core::Device, dims: &[usize], dtype: DType) -> Resu
     Ok(y)
 }
 
-/// As [`cpu::scale_in_place`](crate::cpu::scale_in_place).
+/// Does on a CUDA device what [`cpu::scale_in_place`](crate::cpu::scale_in_place) does on the CPU.
 pub fn scale_in_place(dst: &Raw, factor: f64) -> Result<()> {
     change("scale_in_place", &SCALE_IN_PLACE, dst, factor)
 }

@@ -26,18 +26,18 @@ impl Kernel {
     }
 }
 
-/// As [`cpu::unary`](crate::cpu::unary).
+/// Does on a CUDA device what [`cpu::unary`](crate::cpu::unary) does on the CPU.
 pub fn unary(x: &Raw, kernel: Kernel) -> Result<Raw> {
     apply([x], x.dims(), kernel)
 }
 
-/// As [`cpu::binary`](crate::cpu::binary).
+/// Does on a CUDA device what [`cpu::binary`](crate::cpu::binary) does on the CPU.
 pub fn binary(a: &Raw, b: &Raw, kernel: Kernel) -> Result<Raw> {
     same_device(OP, a, &[b])?;
     apply([a, b], &operand_dims(&[a, b])?, kernel)
 }
 
-/// As [`cpu::ternary`](crate::cpu::ternary).
+/// Does on a CUDA device what [`cpu::ternary`](crate::cpu::ternary) does on the CPU.
 pub fn ternary(a: &Raw, b: &Raw, c: &Raw, kernel: Kernel) -> Result<Raw> {
     same_device(OP, a, &[b, c])?;
     apply([a, b, c], &operand_dims(&[a, b, c])?, kernel)

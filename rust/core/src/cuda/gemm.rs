@@ -24,12 +24,12 @@ use crate::product::{MatmulPrecision, float32_matmul_precision};
 use crate::raw::storage_identity;
 use crate::{Error, Raw, Result};
 
-/// As [`cpu::matmul`](crate::cpu::matmul).
+/// Does on a CUDA device what [`cpu::matmul`](crate::cpu::matmul) does on the CPU.
 pub fn matmul(a: &Raw, b: &Raw) -> Result<Raw> {
     product(a, b, 1.0, a.dtype())
 }
 
-/// As [`cpu::product`](crate::cpu::product).
+/// Does on a CUDA device what [`cpu::product`](crate::cpu::product) does on the CPU.
 pub fn product(a: &Raw, b: &Raw, alpha: f64, dtype: DType) -> Result<Raw> {
     const OP: &str = "matmul";
     same_device(OP, a, &[b])?;
@@ -44,7 +44,7 @@ pub fn product(a: &Raw, b: &Raw, alpha: f64, dtype: DType) -> Result<Raw> {
     Ok(y)
 }
 
-/// As [`cpu::matmul_accumulate`](crate::cpu::matmul_accumulate).
+/// Does on a CUDA device what [`cpu::matmul_accumulate`](crate::cpu::matmul_accumulate) does on the CPU.
 pub fn matmul_accumulate(dst: &Raw, a: &Raw, b: &Raw, alpha: f64) -> Result<()> {
     const OP: &str = "matmul_accumulate";
     same_device(OP, dst, &[a, b])?;
@@ -196,7 +196,7 @@ impl Matrix {
     }
 }
 
-/// y = alpha a b + beta y.
+/// Computes y = alpha a b + beta y in place.
 fn run(op: &'static str, y: &Raw, a: &Raw, b: &Raw, alpha: f64, beta: f64) -> Result<()> {
     if y.elem_count() == 0 {
         return Ok(());

@@ -30,7 +30,7 @@ const ALIGNMENT: Address = 16;
 /// The properties that the products of one call share.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
-    /// m, n and k.
+    /// The sizes m, n and k of the product, in cuBLAS' order.
     sizes: [i32; 3],
     /// Whether cuBLAS transposes `a`, and whether it transposes `b`.
     operations: [Operation; 2],

@@ -12,7 +12,8 @@ use super::product_calls::{Arithmetic, Key, Vectors};
 use crate::cpu::gemm::batch::Plan;
 use crate::{Raw, Result};
 
-/// y (m, n) = x (m, k) times w (k, n) plus `bias` (n) in each row; `None` if cuBLASLt does not support the operands.
+/// Computes y (m, n) = x (m, k) times w (k, n) plus `bias` (n) in each row; returns `None` if cuBLASLt does not support
+/// the operands.
 ///
 /// # Errors
 /// [`Error::Shape`](crate::Error::Shape) if the shapes of `x` and `w` do not match,

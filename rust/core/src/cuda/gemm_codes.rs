@@ -17,9 +17,9 @@ pub enum Codes {
     E4m3,
 }
 
-/// y (m, n) = x (m, k) times the transpose of w (n, k). All matrices are contiguous and row-major. The elements of `y`
-/// are sums of products of codes: 32-bit integers for int8, f32 for e4m3. Returns false if cuBLASLt does not support
-/// the product on this device.
+/// Computes y (m, n) = x (m, k) times the transpose of w (n, k), both matrices of codes. All matrices are contiguous
+/// and row-major. The elements of `y` are sums of products of codes: 32-bit integers for int8, f32 for e4m3. Returns
+/// false if cuBLASLt does not support the product on this device.
 ///
 /// # Safety
 /// `x`, `w` and `y` are the addresses of matrices of these sizes on the device.
@@ -50,13 +50,13 @@ pub unsafe fn product_of_codes(
 /// The addresses of the factors, the result and the vectors of a [`scaled_product_of_codes`].
 #[derive(Clone, Copy, Debug)]
 pub struct Scaled {
-    /// Codes (m, k), dense.
+    /// The codes of x, (m, k), dense.
     pub x: Address,
-    /// Scales (m).
+    /// The scales of the rows of x, (m).
     pub x_scales: Address,
-    /// Codes (n, k), dense.
+    /// The codes of w, (n, k), dense.
     pub w: Address,
-    /// Scales (n).
+    /// The scales of the rows of w, (n).
     pub w_scales: Address,
     /// The bias (n) in the dtype of the result.
     pub bias: Option<Address>,
@@ -66,10 +66,10 @@ pub struct Scaled {
     pub stride: usize,
 }
 
-/// y (m, n) = x (m, k) times the transpose of w (n, k), of e4m3 codes. Row i of the product is multiplied by element i of
-/// `x_scales`, and column j by element j of `w_scales`; then `bias` is added to each row. Sums are in f32, results in
-/// `dtype`. Returns false if cuBLASLt does not support the product. It supports such products on compute capability 9.0, for
-/// results in f16 and bf16.
+/// Computes y (m, n) = x (m, k) times the transpose of w (n, k), both matrices of e4m3 codes. Row i of the product is
+/// multiplied by element i of `x_scales`, and column j by element j of `w_scales`; then `bias` is added to each row.
+/// Sums are in f32, results in `dtype`. Returns false if cuBLASLt does not support the product. It supports such
+/// products on compute capability 9.0, for results in f16 and bf16.
 ///
 /// Source: <https://docs.nvidia.com/cuda/cublas/#outer-vector-scaling-for-fp8-data-types>
 ///

@@ -63,7 +63,7 @@ fn failed(error: result::CublasError) -> Error {
 }
 
 /// The call for a product, with the algorithm of the preferred tile or the one that cuBLASLt recommends first. None if
-/// [`run`] returns false for it.
+/// [`run`] returns false for the product.
 fn find(gpu: &Gpu, key: &Key, vectors: Vectors) -> Result<Option<Call>> {
     let tile = gemm_tiles::preferred(gpu, key);
     let is_optional = matches!(key.arithmetic, Arithmetic::Half { .. });

@@ -96,7 +96,7 @@ pub fn reset_peak_memory_stats(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Limit the bytes of the device's memory that tensors and workspaces may take; None: no limit.
+/// Limit the bytes of the device's memory that tensors and workspaces may take; None removes the limit.
 ///
 /// # Errors
 /// As [`memory_stats`].

@@ -88,7 +88,7 @@ const fn data_type(dtype: DType) -> DataType {
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Key {
     pub(super) arithmetic: Arithmetic,
-    /// m, n, k.
+    /// The sizes m, n and k of the product.
     pub(super) sizes: [usize; 3],
     /// For each operand, in cuBLAS' order: whether it is transposed, and the distance between its columns in elements.
     pub(super) operands: [(bool, i64); 2],

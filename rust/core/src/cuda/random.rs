@@ -9,7 +9,7 @@ use super::recorder::generator;
 use crate::rng::state::State;
 use crate::{Raw, Result};
 
-/// `low + (high - low) u` in f32, where u are the uniform numbers that the generator draws from `start` on.
+/// A tensor of `low + (high - low) u` in f32, where u are the uniform numbers that the generator draws from `start` on.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the result does not fit.
@@ -25,7 +25,7 @@ pub fn uniform(device: &Device, dims: &[usize], start: State, [low, high]: [f64;
     })
 }
 
-/// `mean + std z` in f32, where z are the normal numbers that the generator draws from `start` on.
+/// A tensor of `mean + std z` in f32, where z are the normal numbers that the generator draws from `start` on.
 ///
 /// # Errors
 /// As [`uniform`].

@@ -11,25 +11,25 @@ use super::launch::{Kernel, Shape, accumulator, empty, input, output, suffix, su
 use crate::cpu::reduce::{around, check_dims, check_not_empty, groups, reduced_dims};
 use crate::{Raw, Result};
 
-/// As [`cpu::sum`](crate::cpu::sum).
+/// Does on a CUDA device what [`cpu::sum`](crate::cpu::sum) does on the CPU.
 pub fn sum(x: &Raw, dims: &[usize], keepdim: bool) -> Result<Raw> {
     reduce("sum", x, dims, keepdim, 1.0)
 }
 
-/// As [`cpu::mean`](crate::cpu::mean).
+/// Does on a CUDA device what [`cpu::mean`](crate::cpu::mean) does on the CPU.
 pub fn mean(x: &Raw, dims: &[usize], keepdim: bool) -> Result<Raw> {
     check_dims("mean", x, dims)?;
     let count: usize = dims.iter().map(|&d| x.dims()[d]).product();
     reduce("mean", x, dims, keepdim, count as f64)
 }
 
-/// As [`cpu::max`](crate::cpu::max).
+/// Does on a CUDA device what [`cpu::max`](crate::cpu::max) does on the CPU.
 pub fn max(x: &Raw, dims: &[usize], keepdim: bool) -> Result<Raw> {
     check_not_empty("max", x, dims)?;
     reduce("max", x, dims, keepdim, 1.0)
 }
 
-/// As [`cpu::min`](crate::cpu::min).
+/// Does on a CUDA device what [`cpu::min`](crate::cpu::min) does on the CPU.
 pub fn min(x: &Raw, dims: &[usize], keepdim: bool) -> Result<Raw> {
     check_not_empty("min", x, dims)?;
     reduce("min", x, dims, keepdim, 1.0)
@@ -119,14 +119,14 @@ fn columns_kernel(op: &str) -> &'static Kernel<SumRows> {
     }
 }
 
-/// As [`cpu::argmax`](crate::cpu::argmax).
+/// Does on a CUDA device what [`cpu::argmax`](crate::cpu::argmax) does on the CPU.
 pub fn argmax(x: &Raw, dim: usize, keepdim: bool) -> Result<Raw> {
     const OP: &str = "argmax";
     check_not_empty(OP, x, &[dim])?;
     lines(OP, &ARGMAX, x, dim, &reduced_dims(x.dims(), &[dim], keepdim), DType::U32)
 }
 
-/// As [`cpu::cumsum`](crate::cpu::cumsum).
+/// Does on a CUDA device what [`cpu::cumsum`](crate::cpu::cumsum) does on the CPU.
 pub fn cumsum(x: &Raw, dim: usize) -> Result<Raw> {
     const OP: &str = "cumsum";
     check_dims(OP, x, &[dim])?;

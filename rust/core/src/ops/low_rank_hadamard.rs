@@ -14,7 +14,7 @@ use crate::{Error, Result, Tensor, compute};
 static HADAMARD: OpInfo = OpInfo::cheap("low_rank_hadamard");
 
 struct HadamardBackward {
-    /// A₁, B₁, A₂, B₂.
+    /// The factors A₁, B₁, A₂ and B₂.
     factors: [Saved; 4],
 }
 

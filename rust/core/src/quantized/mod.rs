@@ -52,8 +52,8 @@ pub struct Quantized {
 #[derive(Clone)]
 struct Part {
     rows: usize,
-    /// u8: a code per element, row by row; NF4 has two codes per byte, the first in the upper four bits. For ggml's
-    /// formats, the blocks.
+    /// The codes, u8: one per element, row by row; NF4 has two codes per byte, the first in the upper four bits. For
+    /// ggml's formats, the blocks.
     codes: Raw,
     scales: Scales,
 }

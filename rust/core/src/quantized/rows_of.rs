@@ -50,8 +50,8 @@ impl Quantized {
         Ok(())
     }
 
-    /// y = x Wᵀ, or y += x Wᵀ if `accumulate`, for `y` (rows of x, rows of W) and `x` (rows of x, columns of W), some
-    /// rows of W at a time.
+    /// Computes y = x Wᵀ, or y += x Wᵀ if `accumulate`, for `y` (rows of x, rows of W) and `x` (rows of x, columns of
+    /// W), some rows of W at a time.
     pub(crate) fn product(&self, y: &Raw, x: &Raw, accumulate: bool) -> Result<()> {
         self.panels(x.dtype(), |start, weight| {
             let y = y.narrow(1, start, weight.dims()[0])?;
@@ -59,8 +59,8 @@ impl Quantized {
         })
     }
 
-    /// dx = g W for `g` (rows of dx, rows of W), some rows of W at a time. The products of these groups of rows are summed in f32, or in
-    /// f64 if `dx` is f64.
+    /// Computes dx = g W for `g` (rows of dx, rows of W), some rows of W at a time. The products of these groups of
+    /// rows are summed in f32, or in f64 if `dx` is f64.
     pub(crate) fn input_gradient(&self, dx: &Raw, g: &Raw) -> Result<()> {
         let wide = if dx.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         let sum = if dx.dtype() == wide { dx.clone() } else { compute::zeros(dx.dims(), wide, dx.device())? };

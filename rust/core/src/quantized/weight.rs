@@ -222,7 +222,7 @@ impl HeldWeight {
         }
     }
 
-    /// g W, where `grad` is the matrix g.
+    /// Computes g W, where `grad` is the matrix g.
     pub(crate) fn input_gradient(&self, grad: &Raw) -> Result<Raw> {
         match self.held()? {
             Held::Plain(values) => compute::matmul(grad, &values),

@@ -22,12 +22,13 @@ enum Kind {
         /// Absent for variables and other parameters, which would be in memory without the tape too.
         _bytes: Option<SavedBytes>,
     },
-    /// Recomputed by a checkpoint when it is first read.
+    /// The value is recomputed by a checkpoint when it is first read.
     Slot { region: Arc<Region>, index: usize },
-    /// Recomputed by the node whose result it is, from the values that this node saved. The backward pass frees those
-    /// values only later, when it reaches the node.
+    /// The value is recomputed by the node whose result it is, from the values that this node saved. The backward pass
+    /// frees those values only later, when it reaches the node.
     Again(Arc<Node>),
-    /// Not kept, because it is never read: while a checkpoint recomputes, the nodes of its operations are dropped unused.
+    /// The value is not kept, because it is never read: while a checkpoint recomputes, the nodes of its operations are
+    /// dropped unused.
     Nothing,
 }
 

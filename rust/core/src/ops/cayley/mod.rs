@@ -62,7 +62,7 @@ pub fn cayley(upper: &Tensor) -> Result<Tensor> {
 }
 
 struct CayleyBackward {
-    /// (count, n, n).
+    /// The result D, (count, n, n).
     result: Saved,
 }
 

@@ -8,7 +8,7 @@ use crate::cuda::launch::{any_suffix, empty};
 use crate::cuda::strided::{Member, strided};
 use crate::{Raw, Result};
 
-/// 1 where the relation of `a` to `b` is among `relations`, else 0. The operands broadcast to `dims`.
+/// A u8 tensor: 1 where the relation of `a` to `b` is among `relations`, else 0. The operands broadcast to `dims`.
 pub(super) fn compare(op: &'static str, a: &Raw, b: &Raw, dims: &[usize], relations: u32) -> Result<Raw> {
     let gpu = Gpu::of(op, a)?;
     let function = gpu.function(&COMPARE, any_suffix(op, a.dtype())?)?;

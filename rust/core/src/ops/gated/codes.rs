@@ -74,7 +74,7 @@ fn codes_of<'a>(x: &Tensor, (weight, bias): Map<'a>) -> Option<&'a Quantized> {
 }
 
 struct FeedForward {
-    /// That of x.
+    /// The shape of x.
     shape: Shape,
     /// The results of the inner maps, (rows, 2 n).
     y: Saved,

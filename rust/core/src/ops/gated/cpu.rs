@@ -10,7 +10,7 @@ use crate::cpu::{Binary, Elem, Unary, dispatch, elements, read_all};
 use crate::raw::{Raw, from_vec};
 use crate::{Result, dispatch_float};
 
-/// `x (..., 2 width)` → (..., width).
+/// The gated linear unit with the activation `function`: `x (..., 2 width)` → (..., width).
 pub fn forward<F: Pointwise>(op: &'static str, x: &Raw, width: usize, function: F) -> Result<Raw> {
     let x = contiguous(x)?;
     let mut dims = x.dims().to_vec();

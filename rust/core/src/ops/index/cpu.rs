@@ -26,7 +26,7 @@ fn with_size(dims: &[usize], dim: usize, size: usize) -> Vec<usize> {
     dims
 }
 
-/// `y[o, j, i] = x[o, ids[j], i]`.
+/// Computes `y[o, j, i] = x[o, ids[j], i]`.
 pub fn select(op: &'static str, x: &Raw, ids: &Raw, dim: usize) -> Result<Raw> {
     let positions = positions(op, ids, x.dims()[dim])?;
     if !is_float(x.dtype()) {
@@ -119,7 +119,7 @@ fn take<T: Elem>(sum: &mut [T::Acc], row: &mut [T]) {
     );
 }
 
-/// `y[o, j, i] = x[o, ids[o, j, i], i]`, with `count` elements along `dim` of the result.
+/// Computes `y[o, j, i] = x[o, ids[o, j, i], i]`, with `count` elements along `dim` of the result.
 pub fn gather(op: &'static str, x: &Raw, ids: &Raw, dim: usize, count: usize) -> Result<Raw> {
     let positions = positions(op, ids, x.dims()[dim])?;
     if !is_float(x.dtype()) {

@@ -55,14 +55,14 @@ pub(in crate::ops) fn id_bytes(op: &'static str, ids: &Raw) -> Result<u32> {
     }
 }
 
-/// `y[o, j, i] = x[o, ids[j], i]`.
+/// Computes `y[o, j, i] = x[o, ids[j], i]`.
 pub fn select(op: &'static str, x: &Raw, ids: &Raw, dim: usize) -> Result<Raw> {
     let around = Around::new(x.dims(), dim, x.dims()[dim], ids.elem_count());
     let dims = with_size(x.dims(), dim, ids.elem_count());
     pick(op, &INDEX_SELECT_FORWARD, x, ids, &dims, &around, wide(x.dtype()))
 }
 
-/// `y[o, j, i] = x[o, ids[o, j, i], i]`, with `count` elements along `dim` of the result.
+/// Computes `y[o, j, i] = x[o, ids[o, j, i], i]`, with `count` elements along `dim` of the result.
 pub fn gather(op: &'static str, x: &Raw, ids: &Raw, dim: usize, count: usize) -> Result<Raw> {
     let around = Around::new(x.dims(), dim, x.dims()[dim], count);
     let dims = with_size(x.dims(), dim, count);

@@ -52,7 +52,7 @@ fn positions(op: &'static str, ids: &Raw, size: usize) -> Result<Vec<usize>> {
     }
 }
 
-/// `y[o, j, i] = x[o, ids[j], i]`, with `x` treated as (outer, size, inner), where `size` is dimension `dim`.
+/// Computes `y[o, j, i] = x[o, ids[j], i]`, with `x` treated as (outer, size, inner), where `size` is dimension `dim`.
 pub(crate) fn select_raw(op: &'static str, x: &Raw, ids: &Raw, dim: usize) -> Result<Raw> {
     on_device!(x.device(), cuda => cuda::select(op, x, ids, dim), cpu => cpu::select(op, x, ids, dim))
 }
@@ -66,7 +66,7 @@ pub(super) fn select_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, 
     )
 }
 
-/// `y[o, j, i] = x[o, ids[o, j, i], i]`, with `count` elements along `dim` of the result.
+/// Computes `y[o, j, i] = x[o, ids[o, j, i], i]`, with `count` elements along `dim` of the result.
 pub(super) fn gather_raw(op: &'static str, x: &Raw, ids: &Raw, dim: usize, count: usize) -> Result<Raw> {
     on_device!(
         x.device(),

@@ -36,7 +36,7 @@ fn gradient(x: &Tensor, g: &Tensor, function: impl Fn(&Tensor) -> Result<Tensor>
     values(grad(&y, &[&x], Some(g), false).unwrap()[0].as_ref().unwrap())
 }
 
-/// `y[o, j, i] = x[o, ids[j], i]` in row-major order, and the gradient of x for the gradient `g` of y.
+/// Computes `y[o, j, i] = x[o, ids[j], i]` in row-major order, and the gradient of x for the gradient `g` of y.
 fn select_by_hand(x: &Tensor, ids: &[f64], dim: usize, g: &[f64]) -> (Vec<f64>, Vec<f64>) {
     let (x, dims) = (values(x), x.dims());
     let (outer, size, inner) = (dims[..dim].iter().product(), dims[dim], dims[dim + 1..].iter().product::<usize>());

@@ -31,7 +31,7 @@ impl RowFunction for Softmax {
         }
     }
 
-    /// y (g - Σ g y)
+    /// The gradient is y (g - Σ g y).
     #[inline(always)]
     fn backward<T: Elem>(&self, y: &[T], g: &[T], out: &mut [MaybeUninit<T>]) {
         let dot = rows::sum_pairs(y, g, |y: T, g: T| y.to_acc() * g.to_acc());
@@ -54,7 +54,7 @@ impl RowFunction for LogSoftmax {
         }
     }
 
-    /// g - e^y Σ g
+    /// The gradient is g - e^y Σ g.
     #[inline(always)]
     fn backward<T: Elem>(&self, y: &[T], g: &[T], out: &mut [MaybeUninit<T>]) {
         let sum = rows::sum(g, |g: T| g.to_acc());

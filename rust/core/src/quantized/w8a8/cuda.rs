@@ -37,9 +37,9 @@ const HELD: usize = 2;
 
 /// A matrix rounded to codes, with a scale for each row.
 struct Rounded {
-    /// u8, (rows rounded up to a multiple of 16, columns); rows beyond the matrix are uninitialised.
+    /// The codes, u8, (rows rounded up to a multiple of 16, columns); rows beyond the matrix are uninitialised.
     codes: Raw,
-    /// f32, (rows).
+    /// The scales, f32, (rows).
     scales: Raw,
     rows: usize,
     columns: usize,
@@ -245,13 +245,13 @@ struct Columns<'a> {
     bias: Option<&'a Raw>,
 }
 
-/// x Wᵀ + b; `None` if the device has no 8-bit products.
+/// Computes x Wᵀ + b; returns `None` if the device has no 8-bit products.
 pub(super) fn product(w: &Quantized, x: &Raw, bias: Option<&Raw>) -> Result<Option<Raw>> {
     let gpu = Gpu::of(OP, x)?;
     product_of_rounded(gpu, w, &Rounded::new(gpu, w.kind(), x)?, bias, x.dtype())
 }
 
-/// geglu(y) Wᵀ + b; `None` as in [`product`].
+/// Computes geglu(y) Wᵀ + b; returns `None` as [`product`] does.
 pub(super) fn product_of_geglu(w: &Quantized, y: &Raw, bias: Option<&Raw>) -> Result<Option<Raw>> {
     let gpu = Gpu::of(OP, y)?;
     let Some(x) = Rounded::geglu(gpu, w.kind(), y)? else { return Ok(None) };
@@ -278,7 +278,7 @@ fn product_of_rounded(gpu: &Gpu, w: &Quantized, x: &Rounded, bias: Option<&Raw>,
     Ok(Some(y))
 }
 
-/// g W; `None` if the device has no 8-bit products.
+/// Computes g W; returns `None` if the device has no 8-bit products.
 pub(super) fn input_gradient(w: &Quantized, g: &Raw) -> Result<Option<Raw>> {
     let (gpu, dtype) = (Gpu::of(OP, g)?, g.dtype());
     if let Some(turned) = &w.transposed {
@@ -290,8 +290,8 @@ pub(super) fn input_gradient(w: &Quantized, g: &Raw) -> Result<Option<Raw>> {
     gradient_of_rounded(gpu, w, &Rounded::gradient(gpu, w, g, Some(&turned))?, &turned, dtype)
 }
 
-/// g W, where g is the gradient of y and `grad` that of geglu(y); `None` if the device has no 8-bit products, or if W does not
-/// keep transposed codes.
+/// Computes g W, where g is the gradient of y and `grad` the gradient of geglu(y); returns `None` if the device has no
+/// 8-bit products, or if W does not keep transposed codes.
 pub(super) fn input_gradient_of_geglu(w: &Quantized, y: &Raw, grad: &Raw) -> Result<Option<Raw>> {
     let Some(turned) = &w.transposed else { return Ok(None) };
     let gpu = Gpu::of(OP, y)?;
@@ -299,8 +299,8 @@ pub(super) fn input_gradient_of_geglu(w: &Quantized, y: &Raw, grad: &Raw) -> Res
     gradient_of_rounded(gpu, w, &g, turned, y.dtype())
 }
 
-/// g W from the rounded g. Tensor cores sum 8-bit products along the rows of both matrices, so the product reads `turned`, the
-/// transposed codes of W.
+/// Computes g W from the rounded g. Tensor cores sum 8-bit products along the rows of both matrices, so the product
+/// reads `turned`, the transposed codes of W.
 fn gradient_of_rounded(
     gpu: &Gpu,
     w: &Quantized,

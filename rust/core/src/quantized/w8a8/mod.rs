@@ -42,7 +42,8 @@ pub const fn transposed_bytes(rows: usize, columns: usize) -> usize {
 pub(super) struct Transposed {
     /// The codes of all parts of a matrix (rows, columns), transposed: u8, (columns, rows).
     pub(super) codes: Raw,
-    /// f32, (columns): the scales of these codes' rows, which are ones because the gradient is multiplied by the matrix's own scales.
+    /// The scales of these codes' rows, f32, (columns): ones, because the gradient is multiplied by the matrix's own
+    /// scales.
     pub(super) ones: Raw,
 }
 
@@ -82,7 +83,8 @@ impl Quantized {
         Ok(Self { transposed: Some(Transposed { codes, ones }), ..self.clone() })
     }
 
-    /// x Wᵀ + b for a matrix x, as a product of codes; `None` if the caller must multiply values instead.
+    /// Computes x Wᵀ + b for a matrix x, as a product of codes; returns `None` if the caller must multiply values
+    /// instead.
     pub(crate) fn product_of_codes(&self, x: &Raw, bias: Option<&Raw>) -> Result<Option<Raw>> {
         if !self.multiplies_codes(x.dtype(), x.dims()[0]) {
             return Ok(None);
@@ -90,7 +92,7 @@ impl Quantized {
         on_device!(x.device(), cuda => cuda::product(self, x, bias), cpu => self.product_on_cpu(x, bias).map(Some))
     }
 
-    /// g W for a matrix g, as a product of codes; `None` if the caller must multiply values instead.
+    /// Computes g W for a matrix g, as a product of codes; returns `None` if the caller must multiply values instead.
     pub(crate) fn input_gradient_of_codes(&self, g: &Raw) -> Result<Option<Raw>> {
         if !self.multiplies_codes(g.dtype(), g.dims()[0]) {
             return Ok(None);
@@ -103,8 +105,8 @@ impl Quantized {
         self.transposed.is_some()
     }
 
-    /// geglu(y) Wᵀ + b for a matrix y, as a product of codes that makes no matrix of the GEGLU's values; `None` if the caller must
-    /// compute the GEGLU by itself, as on the CPU.
+    /// Computes geglu(y) Wᵀ + b for a matrix y, as a product of codes that makes no matrix of the GEGLU's values;
+    /// returns `None` if the caller must compute the GEGLU by itself, as on the CPU.
     pub(crate) fn product_of_geglu(&self, y: &Raw, bias: Option<&Raw>) -> Result<Option<Raw>> {
         if !self.multiplies_codes(y.dtype(), y.dims()[0]) {
             return Ok(None);
@@ -115,8 +117,9 @@ impl Quantized {
         })
     }
 
-    /// g W, where g is the gradient of the matrix y from the gradient `grad` of geglu(y), as a product of codes that makes no matrix of
-    /// g's values; `None` as in [`product_of_geglu`](Self::product_of_geglu).
+    /// Computes g W as a product of codes that makes no matrix of g's values, where g is the gradient of the matrix y,
+    /// computed from the gradient `grad` of geglu(y). Returns `None` as [`product_of_geglu`](Self::product_of_geglu)
+    /// does.
     pub(crate) fn input_gradient_of_geglu(&self, y: &Raw, grad: &Raw) -> Result<Option<Raw>> {
         if !self.multiplies_codes(y.dtype(), y.dims()[0]) {
             return Ok(None);

@@ -264,7 +264,7 @@ pub(super) fn grad_weight(geometry: &Geometry, grad: &Raw, x: &Raw) -> Result<Ra
     run_grad_weight(CONV2D.name, Sizes::of(geometry)?, dims, [&grad, &x])
 }
 
-/// y (batch, out height, out width, out channels) from dense operands.
+/// Computes y (batch, out height, out width, out channels) from dense operands.
 fn run(op: &'static str, sizes: Sizes, dims: [usize; 4], [x, weight]: [&Raw; 2], bias: Option<&Raw>) -> Result<Raw> {
     let gpu = Gpu::of(op, x)?;
     let dtype = x.dtype();

@@ -52,8 +52,9 @@ pub(super) fn operands(op: &'static str, sizes: Sizes, [x, weight]: [&Raw; 2]) -
     Ok(Some((split, [pairs(op, LEFT, x, channels)?, pairs(op, RIGHT, weight, channels)?])))
 }
 
-/// y (rows, n) = x (rows, k) times the transpose of `weight` (n, k), plus `bias` (n) in each row, as a convolution of
-/// one line of pixels; `None` if `x` is empty or products are not computed [in pairs](crate::compute::with_bf16_pairs).
+/// Computes y (rows, n) = x (rows, k) times the transpose of `weight` (n, k), plus `bias` (n) in each row, as a
+/// convolution of one line of pixels; returns `None` if `x` is empty or products are not computed [in
+/// pairs](crate::compute::with_bf16_pairs).
 pub fn linear(op: &'static str, x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Option<Raw>> {
     let (&[rows, inner], &[out, _]) = (x.dims(), weight.dims()) else {
         return Err(Error::shape(

@@ -144,7 +144,7 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// h Wᵀ.
+    /// The logits h Wᵀ.
     fn logits(self, h: &Raw) -> Result<Raw> {
         match self {
             Self::Plain(weight) => compute::matmul(h, &weight.t()?),
