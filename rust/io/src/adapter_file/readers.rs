@@ -78,19 +78,19 @@ impl Known {
         Self { style, only: None, alpha: Alpha::Applied, configured: false }
     }
 
-    /// The same, but the tool reads only the names of layers for which `only` is true.
+    /// This style, for a tool that reads only the names of layers for which `only` is true.
     #[must_use]
     pub const fn only(self, only: fn(&str) -> bool) -> Self {
         Self { only: Some(only), ..self }
     }
 
-    /// The same, but the tool also applies alphas in peft's configuration.
+    /// This style, for a tool that also applies alphas in peft's configuration.
     #[must_use]
     pub const fn configured(self) -> Self {
         Self { configured: true, ..self }
     }
 
-    /// The same, but the tool treats a tensor `….alpha` of a module as `alpha` says.
+    /// This style, for a tool that treats a tensor `….alpha` of a module as `alpha` says.
     #[must_use]
     pub const fn alpha(self, alpha: Alpha) -> Self {
         Self { alpha, ..self }

@@ -23,9 +23,9 @@ const ALIGNMENT: (&str, u64) = ("general.alignment", 32);
 /// How the values of a tensor are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// As floating-point numbers.
+    /// The values are floating-point numbers of this dtype.
     Plain(DType),
-    /// As blocks of quantized elements.
+    /// The values are in blocks of quantized elements.
     Blocks(Ggml),
 }
 

@@ -8,7 +8,7 @@ use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 /// The distribution of noise levels from 0 (data) to 1 (noise).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum SigmaDistribution {
-    /// Uniform.
+    /// Every level from 0 to 1 is equally likely.
     Uniform,
     /// The logistic function of a normally distributed value. Levels near 0.5 are more frequent than with a uniform
     /// distribution (Esser et al. 2024, arXiv:2403.03206).
