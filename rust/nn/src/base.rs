@@ -34,9 +34,9 @@ impl Operation {
 /// A layer's frozen weight and bias, and its operation.
 #[derive(Clone, Copy)]
 pub struct Base<'a> {
-    /// (out, in), or (out, kernel height, kernel width, in / groups).
+    /// The frozen weight: (out, in), or (out, kernel height, kernel width, in / groups).
     pub weight: WeightRef<'a>,
-    /// (out).
+    /// The frozen bias, (out).
     pub bias: Option<&'a Tensor>,
     /// The operation.
     pub operation: Operation,
@@ -56,8 +56,8 @@ impl Base<'_> {
         self.weight.dims().first().copied().unwrap_or(0)
     }
 
-    /// Elements of the weight per output: the number of input features, or kernel height x kernel width x input channels
-    /// per group.
+    /// The number of elements of the weight per output: the number of input features, or kernel height x kernel width x
+    /// input channels per group.
     pub fn columns(&self) -> usize {
         self.weight.dims().iter().skip(1).product()
     }
@@ -75,7 +75,7 @@ impl Base<'_> {
         }
     }
 
-    /// Groups of channels; 1 for a linear layer.
+    /// The number of groups of channels; 1 for a linear layer.
     pub const fn groups(&self) -> usize {
         match self.operation {
             Operation::Linear => 1,

@@ -12,9 +12,9 @@ use crate::slot::AdapterSlot;
 /// Images and weight are channels-last in memory, as [`conv2d`](trainable_candle_core::ops::conv::conv2d) takes them.
 /// Files hold the weight as (out, in / groups, kernel height, kernel width), see [`weight_to_file`].
 pub struct Conv2d<T: AsRef<Tensor>> {
-    /// (out_channels, kernel height, kernel width, in_channels / groups).
+    /// The weight, (out_channels, kernel height, kernel width, in_channels / groups).
     pub weight: T,
-    /// (out_channels).
+    /// The bias, (out_channels).
     pub bias: Option<T>,
     /// Stride, padding, dilation, groups.
     pub options: Conv2dOptions,
@@ -87,7 +87,8 @@ impl<T: AsRef<Tensor>> Conv2d<T> {
         Ok(Self { weight, bias, options, adapter: AdapterSlot::default() })
     }
 
-    /// `x (B, H, W, in_channels)` → `(B, OH, OW, out_channels)`, through the adapter if one is attached.
+    /// The layer's result, with the adapter if one is attached: `x (B, H, W, in_channels)` → `(B, OH, OW,
+    /// out_channels)`.
     ///
     /// # Errors
     /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the input does not fit.
@@ -124,7 +125,7 @@ impl<T: AsRef<Tensor>> Conv2d<T> {
     }
 }
 
-/// Input channels of each group.
+/// The number of input channels of each group.
 pub(crate) fn channels_per_group(in_channels: usize, out_channels: usize, groups: usize) -> Result<usize> {
     if groups == 0 || !in_channels.is_multiple_of(groups) || !out_channels.is_multiple_of(groups) {
         return Err(Error::argument(

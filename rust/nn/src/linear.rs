@@ -38,9 +38,9 @@ impl Parameter for Var {
 /// The adapter's slot can be changed through a shared reference, so an adapter can be attached or removed without mutable
 /// access to the layer.
 pub struct Linear<T: Parameter> {
-    /// (out_features, in_features).
+    /// The weight, (out_features, in_features).
     pub weight: T::Weight,
-    /// (out_features).
+    /// The bias, (out_features).
     pub bias: Option<T>,
     adapter: AdapterSlot,
 }
@@ -91,7 +91,7 @@ impl<T: Parameter> Linear<T> {
         Ok(Self { weight: weight.into(), bias, adapter: AdapterSlot::default() })
     }
 
-    /// `x (..., in_features)` → `(..., out_features)`, through the adapter if one is attached.
+    /// The layer's result, with the adapter if one is attached: `x (..., in_features)` → `(..., out_features)`.
     ///
     /// # Errors
     /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the input does not fit.

@@ -18,7 +18,7 @@ pub struct LayerNorm {
 }
 
 impl LayerNorm {
-    /// `x (..., features)` → the same shape.
+    /// The normalised input: `x (..., features)` → the same shape.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if the input does not fit the parameters.
@@ -44,7 +44,7 @@ pub struct RmsNorm {
 }
 
 impl RmsNorm {
-    /// `x (..., features)` → the same shape.
+    /// The normalised input: `x (..., features)` → the same shape.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if the input does not fit the parameters.
@@ -74,7 +74,7 @@ pub struct GroupNorm {
 }
 
 impl GroupNorm {
-    /// `x (batch, ..., channels)` → the same shape.
+    /// The normalised input: `x (batch, ..., channels)` → the same shape.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if the input does not fit the parameters.

@@ -8,19 +8,20 @@ use trainable_candle_core::quantized::Format;
 pub struct Quantizable {
     /// Prefixes of the names of layers in blocks. Of the other layers, only those of `rows` are quantized.
     pub blocks: &'static [&'static str],
-    /// Substrings of layer names. A layer in a block keeps its dtype if its name contains one of them.
+    /// Substrings of layer names. A layer in a block keeps its dtype if its name contains one of these substrings.
     pub kept: &'static [&'static str],
-    /// Substrings of layer names. A layer whose name contains one of them computes a block's modulation. The model
-    /// computes the modulation before the block runs.
+    /// Substrings of layer names. A layer whose name contains one of these substrings computes a block's modulation
+    /// (shifts, scales and gates from the timestep). The model computes the modulation before the block runs.
     pub modulation: &'static [&'static str],
     /// Names of matrices outside of blocks: the embedding of a language model, of which only some rows are dequantized
     /// at a time, and the head, which is too large to be dequantized as a whole. They are quantized to int8 or a ggml
     /// format.
     pub rows: &'static [&'static str],
-    /// Substrings of layer names, for models whose other layers are so small that rounding their inputs takes longer than products
-    /// of 8-bit codes save. While linear layers multiply codes
-    /// ([`set_w8a8`](trainable_candle_core::compute::set_w8a8)), only layers whose names contain one of them are quantized, and
-    /// these also [keep their codes transposed](trainable_candle_core::Quantized::with_transposed_codes). Empty: this changes nothing.
+    /// Substrings of layer names, for models in which all other layers are so small that rounding their inputs takes
+    /// more time than products of 8-bit codes save. While linear layers multiply codes
+    /// ([`set_w8a8`](trainable_candle_core::compute::set_w8a8)), only layers whose names contain one of these
+    /// substrings are quantized, and these layers also [keep their codes
+    /// transposed](trainable_candle_core::Quantized::with_transposed_codes). An empty list changes nothing.
     pub multiplied: &'static [&'static str],
 }
 

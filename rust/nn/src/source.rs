@@ -76,7 +76,7 @@ enum Kind {
 /// How the layout of a parameter in memory differs from its layout in a file.
 #[derive(Clone, Copy)]
 pub(crate) enum Packing {
-    /// As in the file.
+    /// The layout in memory is that of the file.
     Plain,
     /// The weight of a convolution, (out, in, height, width) in a file and (out, height, width, in) in memory.
     ChannelsLast,

@@ -91,7 +91,7 @@ impl TrainingAdapter {
         self.slots.is_empty()
     }
 
-    /// The number of elements of all its factors.
+    /// The number of elements of all factors of the training adapter.
     pub const fn elements(&self) -> usize {
         self.elements
     }

@@ -27,7 +27,7 @@ impl<D: Delta> Added<D> {
         Self { delta, scale: settings.scale, dropout: settings.dropout, training: training() }
     }
 
-    /// s Δ in f32 (f64 for an f64 weight).
+    /// The matrix s Δ that is added to the weight, in f32 (f64 for an f64 weight).
     fn scaled(&self, base: &Base<'_>) -> Result<Tensor> {
         let dtype = if base.weight.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         self.delta.delta(base, dtype)?.mul_scalar(self.scale)

@@ -70,9 +70,9 @@ fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &Adapter
 
 /// The norms that the rows or columns of the adapted weight are scaled to.
 enum Magnitude {
-    /// (out).
+    /// One magnitude for each output, (out).
     PerOutput(Var),
-    /// (1, in).
+    /// One magnitude for each input, (1, in).
     PerInput(Var),
 }
 

@@ -10,7 +10,7 @@ use crate::init::kaiming_uniform;
 pub struct AdapterKind {
     /// The name in configurations and files.
     pub name: &'static str,
-    /// Its parameters: the name that follows the layer's name in peft's files, and the layout in files.
+    /// The kind's parameters: the name that follows the layer's name in peft's files, and the layout in files.
     pub parameters: &'static [(&'static str, Layout)],
     /// Names of parameters that no other kind has, by which readers of files recognize the kind. Each adapter of the kind
     /// has exactly one of these parameters. The list is empty if the kind has no parameter of its own.
@@ -20,9 +20,10 @@ pub struct AdapterKind {
     pub ranked: &'static [&'static str],
     /// What the tape keeps of a layer with this kind of adapter.
     pub kept: fn(base: &Base<'_>, settings: &AdapterSettings) -> Kept,
-    /// The shapes and initial values of its parameters, with which a layer computes the same as without the adapter.
+    /// The shapes and initial values of the kind's parameters. With these values, a layer computes the same as without
+    /// the adapter.
     pub start: fn(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start>,
-    /// Makes the adapter from its parameters.
+    /// Makes an adapter of this kind from its parameters.
     pub build: Build,
 }
 
@@ -41,8 +42,8 @@ pub struct Kept {
 }
 
 impl Kept {
-    /// For a low-rank product: the input, and the result of the first factor, which has as many values per
-    /// position as the rank.
+    /// What the tape keeps of a low-rank product: the input, and the result of the first factor, which has as many
+    /// values per position as the rank.
     pub(super) fn low_rank(_base: &Base<'_>, settings: &AdapterSettings) -> Self {
         Self { input: true, remade: false, values: settings.rank, products: 0 }
     }
@@ -63,9 +64,9 @@ pub struct Start {
 /// The values that a parameter starts with.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum StartValues {
-    /// As torch initializes the weight of a linear layer of this shape.
+    /// Random values as torch draws them for the weight of a linear layer of this shape.
     Kaiming,
-    /// Normal with this standard deviation.
+    /// Normal values with mean 0 and this standard deviation.
     Normal(f64),
     /// Zeros.
     Zero,

@@ -124,7 +124,7 @@ impl<K: LayerKind> AdaptedLinear<K> {
         Base { weight: (&self.weight).into(), bias: self.bias.as_ref(), operation: Operation::Linear }
     }
 
-    /// `x (..., in)` → `(..., out)`.
+    /// The layer's result with the adapter: `x (..., in)` → `(..., out)`.
     ///
     /// # Errors
     /// [`Error::Shape`], `DType` or `Device` if the input does not fit.
@@ -142,7 +142,7 @@ impl<K: LayerKind> AdaptedLinear<K> {
         self.adapter.scale()
     }
 
-    /// W + scale · up · down; DoRA then scales each row to the norm in the magnitude.
+    /// The merged weight: W + scale · up · down; DoRA then scales each row to the norm in the magnitude.
     ///
     /// # Errors
     /// The errors of the operations on tensors.

@@ -100,9 +100,9 @@ fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &Adapter
 
 /// One of the two matrices of the Kronecker product.
 enum Factor {
-    /// (n, m), or (n, height, width, m).
+    /// The whole matrix: (n, m), or (n, height, width, m).
     Whole(Var),
-    /// (n, r) and (r, m).
+    /// The two factors of a low-rank matrix: (n, r) and (r, m).
     LowRank(Var, Var),
 }
 
@@ -115,7 +115,7 @@ impl Factor {
         }
     }
 
-    /// Rows and columns; None if the factors of a low-rank product do not fit together.
+    /// The numbers of rows and columns of the matrix; None if the factors of a low-rank product do not fit together.
     fn dims(&self) -> Option<(usize, usize)> {
         match self {
             Self::Whole(whole) => whole.dims().split_first().map(|(n, rest)| (*n, rest.iter().product())),

@@ -100,7 +100,7 @@ impl Lora {
         Ok((operand(&self.down, dtype)?, operand(&self.up, dtype)?))
     }
 
-    /// s B A x.
+    /// The product s B A x that the adapter adds to the layer's result.
     pub(super) fn low_rank(&self, x: &Tensor, base: &Base<'_>) -> Result<Tensor> {
         let (down, up) = self.factors(x.dtype())?;
         linear(&base.operation.apply(x, &down, None)?, &up, None)?.mul_scalar(self.scale)

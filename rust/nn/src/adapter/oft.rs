@@ -219,11 +219,11 @@ impl Series {
 
 /// The rotations of one layer.
 struct Oft {
-    /// (blocks, n (n - 1) / 2).
+    /// The strict upper triangles of the blocks' matrices Q, (blocks, n (n - 1) / 2).
     upper: Var,
     size: usize,
     side: OftSide,
-    /// A factor in front of R - I; 1 in training.
+    /// The factor s in front of R - I; 1 in training.
     scale: f64,
     series: Option<Series>,
 }

@@ -16,11 +16,11 @@ const DECADES: usize = 7;
 /// The nominal end of the first decade. All smaller magnitudes are in this decade, so this value replaces them where the decade
 /// is computed.
 const FIRST_END: f32 = 1e-6;
-/// Take the upper 16 bits of an f32 as an integer, multiply them by this factor and divide by 2^16. The result is
-/// approximately the f32's logarithm in decades plus a constant, because the upper 16 bits grow by 2^7 per octave, that is by
-/// 2^16 in 154.1 decades. For the value 1 the result is 38.2. The whole part of the result, minus 32, is the index of the
-/// value's decade or of the decade below. This also holds at the actual end of the first decade, which is up to 1.9e-6
-/// instead of 1e-6.
+/// The factor that converts the upper 16 bits of an f32 to decades. The bits as an integer, multiplied by this factor
+/// and divided by 2^16, are approximately the f32's logarithm in decades plus a constant, because the upper 16 bits
+/// grow by 2^7 per octave, that is by 2^16 in 154.1 decades. For the value 1 the result is 38.2. The whole part of the
+/// result, minus 32, is the index of the value's decade or of the decade below. This also holds at the actual end of
+/// the first decade, which is up to 1.9e-6 instead of 1e-6.
 const DECADES_PER_BIT: u16 = 154;
 /// A limit for fractions, in units of 2^-16. Before rounding, the number of a value has a fraction. If this fraction is below
 /// the limit, the code of the value is looked up. The rounding errors of numbers (up to 255), lines and borders together are
@@ -71,7 +71,8 @@ const fn base(signed: bool) -> f32 {
     if signed { 128.0 } else { 256.0 }
 }
 
-/// The dynamic map as lines.
+/// The dynamic map as one line (a slope and an offset) for each decade, from which the number of a magnitude is
+/// computed.
 pub(super) struct Lines {
     signed: bool,
     /// The largest magnitude of each decade, which is exactly a border of two codes.

@@ -29,13 +29,14 @@ const GRAIN: usize = 1 << 14;
 /// A map of 256 ascending values, with tables that give the code of the nearest map value in a few instructions.
 pub struct Codebook {
     values: [f32; 256],
-    /// Entries for the f32 values to encode, indexed by a value's upper 16 bits. The value's code is the upper half of the sum
-    /// of the entry and the value's lower 16 bits. The upper half of an entry is the code of the smallest value with this
-    /// index. If the next code begins at a larger value with this index, the addition carries into the upper half for that
-    /// value and all larger ones; the entry's lower half is chosen so. Among the values with one index, at most one code
-    /// begins. The lower 16 bits of a negative value are inverted before the addition, so that they grow with the value.
+    /// Entries for the f32 values to encode, indexed by a value's upper 16 bits. The value's code is the upper half of
+    /// the sum of the entry and the value's lower 16 bits. The upper half of an entry is the code of the smallest value
+    /// with this index. If the next code begins at a larger value with this index, the entry's lower half is such that
+    /// the addition carries into the upper half for that value and for all larger ones. Among the values with one
+    /// index, at most one code begins. The lower 16 bits of a negative value are inverted before the addition, so that
+    /// they grow with the value.
     table: Box<[u32; 1 << 16]>,
-    /// The map as lines, for computing the codes of optimizer states in registers.
+    /// The map as one line for each decade, for computing the codes of optimizer states in registers.
     #[cfg(target_arch = "x86_64")]
     lines: Lines,
     /// Four tables for look-ups in registers: table `i` holds byte `i` of each of the 256 values.

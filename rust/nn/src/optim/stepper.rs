@@ -316,7 +316,7 @@ impl<R: Rule> Stepper<R> {
         Err(Error::argument(R::NAME, message))
     }
 
-    /// The average of each variable, in the dtype that the optimizer computes in. None for an empty variable, and for one that
+    /// The average of each variable, in the dtype that the optimizer computes in. None for a variable that is empty or
     /// has taken no step.
     fn averaged(&self, average: &Average<R::Config>) -> Result<Vec<Option<Raw>>> {
         let steps = self.device.as_ref().map(OnDevice::steps).transpose()?;

@@ -20,7 +20,7 @@ pub(super) struct Pass {
 /// The first half of a step: the moments, and the sums for the estimate.
 pub(super) struct Observe;
 
-/// The second half: the variables.
+/// The second half of a step, which updates the variables.
 pub(super) struct Apply;
 
 /// The states that are kept for a parameter.
@@ -72,7 +72,7 @@ impl Rule for Observe {
         states(&pass.config)
     }
 
-    /// Room for two f64, the variable's sums.
+    /// The size of two f64, the variable's sums, in f32.
     fn scratch(_dims: &[usize]) -> usize {
         4
     }
