@@ -40,7 +40,7 @@ impl<'a> Fields<'a> {
         value.as_u64().filter(|n| (1..=LARGEST).contains(n)).and_then(|n| usize::try_from(n).ok())
     }
 
-    /// A positive integer; `default` if the field is missing.
+    /// The value of a field that holds a positive integer; `default` if the field is missing.
     pub fn size(&mut self, name: &'static str, default: Option<usize>) -> Result<usize> {
         match (self.get(name), default) {
             (Some(value), _) => Self::as_size(value),
@@ -49,8 +49,8 @@ impl<'a> Fields<'a> {
         .ok_or_else(|| self.wrong(name, &format!("an integer from 1 to {LARGEST}")))
     }
 
-    /// A positive integer for each of `count` levels. The field holds one integer for all levels, or a list with one
-    /// integer for each level. If the field is missing, every level has `default`.
+    /// The value of a field that gives a positive integer for each of `count` levels. The field holds one integer for
+    /// all levels, or a list with one integer for each level. If the field is missing, every level has `default`.
     pub fn sizes(&mut self, name: &'static str, count: usize, default: Option<usize>) -> Result<Vec<usize>> {
         let sizes = match self.get(name) {
             Some(Value::Array(list)) => list.iter().map(Self::as_size).collect::<Option<Vec<_>>>(),
@@ -62,7 +62,7 @@ impl<'a> Fields<'a> {
             .ok_or_else(|| self.wrong(name, &format!("a positive integer, or a list of {count}, one for each level")))
     }
 
-    /// A list of at least one positive integer.
+    /// The value of a field that holds a list of at least one positive integer.
     pub fn list(&mut self, name: &'static str) -> Result<Vec<usize>> {
         self.get(name)
             .and_then(Value::as_array)
@@ -71,7 +71,8 @@ impl<'a> Fields<'a> {
             .ok_or_else(|| self.wrong(name, "a list of positive integers"))
     }
 
-    /// A list of different numbers from 0 to `count` - 1, sorted; an empty list if the field is missing.
+    /// The value of a field that holds a list of different numbers from 0 to `count` - 1, sorted; an empty list if the
+    /// field is missing.
     pub fn indices(&mut self, name: &'static str, count: usize) -> Result<Vec<usize>> {
         let Some(value) = self.get(name) else { return Ok(Vec::new()) };
         let index = |value: &Value| value.as_u64().map(|n| n as usize).filter(|&n| n < count);
@@ -82,7 +83,7 @@ impl<'a> Fields<'a> {
         })
     }
 
-    /// A list of `count` names, each replaced by its value in `known`.
+    /// The value of a field that holds a list of `count` names, each replaced by its value in `known`.
     pub fn names<T: Copy>(&mut self, name: &'static str, count: usize, known: &[(&str, T)]) -> Result<Vec<T>> {
         let list = self.get(name).and_then(Value::as_array).filter(|list| list.len() == count);
         list.and_then(|list| {
@@ -96,7 +97,7 @@ impl<'a> Fields<'a> {
         })
     }
 
-    /// A number; `default` if the field is missing.
+    /// The value of a field that holds a number; `default` if the field is missing.
     pub fn number(&mut self, name: &'static str, default: Option<f64>) -> Result<f64> {
         match self.get(name) {
             Some(value) => value.as_f64(),
@@ -106,12 +107,12 @@ impl<'a> Fields<'a> {
         .ok_or_else(|| self.wrong(name, "a number"))
     }
 
-    /// A number; None if the field is missing.
+    /// The value of a field that holds a number; None if the field is missing.
     pub fn optional_number(&mut self, name: &'static str) -> Result<Option<f64>> {
         if self.get(name).is_none() { Ok(None) } else { self.number(name, None).map(Some) }
     }
 
-    /// A list of `count` numbers.
+    /// The value of a field that holds a list of `count` numbers.
     pub fn numbers(&mut self, name: &'static str, count: usize) -> Result<Vec<f64>> {
         self.get(name)
             .and_then(Value::as_array)
@@ -137,7 +138,7 @@ impl<'a> Fields<'a> {
         self.map.get(name).is_some_and(Value::is_null)
     }
 
-    /// A boolean; `default` if the field is missing.
+    /// The value of a field that holds a boolean; `default` if the field is missing.
     pub fn flag(&mut self, name: &'static str, default: bool) -> Result<bool> {
         match self.get(name) {
             Some(value) => value.as_bool().ok_or_else(|| self.wrong(name, "true or false")),
@@ -145,7 +146,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// A string; None if the field is missing or holds another type.
+    /// The value of a field that holds a string; None if the field is missing or holds another type.
     pub fn text(&mut self, name: &'static str) -> Option<&'a str> {
         self.get(name).and_then(Value::as_str)
     }

@@ -46,7 +46,7 @@ impl Block {
         })
     }
 
-    /// `x (B, S, D)` under the condition `(B, D)` → the same shape.
+    /// The block's result for the tokens `x (B, S, D)` and the condition `(B, D)`, in the shape of `x`.
     pub(super) fn forward(&self, x: &Tensor, condition: &Tensor) -> Result<Tensor> {
         let modulation = self.norm1.forward(condition)?.chunk(6, 1)?;
         let [shift_attn, scale_attn, gate_attn, shift_ff, scale_ff, gate_ff] = &modulation[..] else {

@@ -117,8 +117,8 @@ impl DigitsTransformer {
         Error::shape(Self::CLASS_NAME, format!("{name} has shape {:?}, expected {expected}", found.dims()))
     }
 
-    /// (B, C, H, W) → (B, grid², C · p²). Patches, and the pixels of a patch, are in row-major order; the channel is the
-    /// first axis of a patch.
+    /// Divides images into patches of p × p pixels: (B, C, H, W) → (B, grid², C · p²). Patches, and the pixels of a
+    /// patch, are in row-major order; the channel is the first axis of a patch.
     fn patchify(&self, x: &Tensor) -> Result<Tensor> {
         let (g, p, c) = (self.config.grid(), self.config.patch_size, self.config.in_channels);
         let batch = x.dims()[0];
@@ -129,7 +129,8 @@ impl DigitsTransformer {
         ))
     }
 
-    /// (B, grid², p² · C) → (B, C, H, W). Unlike in `patchify`, the channel is the last axis of a patch, as in DiT.
+    /// Joins patches to images: (B, grid², p² · C) → (B, C, H, W). Unlike in `patchify`, the channel is the last axis
+    /// of a patch, as in DiT.
     fn unpatchify(&self, x: &Tensor) -> Result<Tensor> {
         let (g, p, c) = (self.config.grid(), self.config.patch_size, self.config.in_channels);
         let batch = x.dims()[0];

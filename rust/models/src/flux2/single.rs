@@ -38,7 +38,8 @@ impl FusedBlock {
         })
     }
 
-    /// `x (B, S, D)` → the same shape; `modulation (B, 3 D)` is shift, scale and gate.
+    /// The block's result for the tokens `x (B, S, D)`, in the same shape; `modulation (B, 3 D)` is shift, scale and
+    /// gate.
     pub fn forward(&self, x: &Tensor, modulation: &Tensor, angles: &Rope) -> Result<Tensor> {
         let dim = self.sizes.dim();
         let part = |index: usize| modulation.narrow(1, index * dim, dim);

@@ -57,8 +57,8 @@ impl Attention {
         Ok(Self { projections, to_out: weights.linear_init("to_out.0", dim, dim, true, init)?, heads })
     }
 
-    /// `x (B, S, D)` → the same shape. `x` attends to itself or, in an attention with a context, to
-    /// `context (B, L, E)`.
+    /// The layer's result for the tokens `x (B, S, D)`, in the same shape. `x` attends to itself or, in an attention
+    /// with a context, to `context (B, L, E)`.
     ///
     /// # Errors
     /// [`Error::Shape`], `DType` or `Device` if an input does not fit, [`Error::Argument`] if the layer needs a
@@ -124,7 +124,7 @@ fn attend_parts(parts: &[Tensor], heads: usize, is_causal: bool) -> Result<Tenso
     mixed.transpose(1, 2)?.reshape(q.dims())
 }
 
-/// (B, S, D) → (B, heads, S, D / heads).
+/// Divides the features of each token into heads: (B, S, D) → (B, heads, S, D / heads).
 fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
     let (batch, length) = (x.dims()[0], x.dims()[1]);
     x.reshape((batch, length, heads, x.dims()[2] / heads))?.transpose(1, 2)

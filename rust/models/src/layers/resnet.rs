@@ -74,7 +74,8 @@ impl ResnetBlock {
         })
     }
 
-    /// `x (B, H, W, C)` and SiLU of the time's embedding `(B, T)` → `(B, H, W, out_channels)`.
+    /// The block's result `(B, H, W, out_channels)` for the feature map `x (B, H, W, C)` and SiLU of the time's
+    /// embedding `(B, T)`.
     ///
     /// # Errors
     /// [`Error::Shape`], `DType` or `Device` if an input does not fit, [`Error::Argument`] if the time's embedding
@@ -166,7 +167,7 @@ impl Downsample {
         Ok(Self { conv: weights.conv2d(name, channels, channels, [3, 3], options, true)?, name, asymmetric })
     }
 
-    /// `x (B, H, W, C)` → `(B, ⌈H / 2⌉, ⌈W / 2⌉, C)`, or `(B, ⌊H / 2⌋, ⌊W / 2⌋, C)` if asymmetric.
+    /// The smaller image: `x (B, H, W, C)` → `(B, ⌈H / 2⌉, ⌈W / 2⌉, C)`, or `(B, ⌊H / 2⌋, ⌊W / 2⌋, C)` if asymmetric.
     ///
     /// # Errors
     /// [`Error::Shape`] if the input does not fit.
@@ -223,7 +224,8 @@ impl Upsample {
         Ok(Self { conv: conv3x3(name, channels, out_channels, weights)?, name })
     }
 
-    /// `x (B, H, W, C)` → `(B, size[0], size[1], out_channels)`. Without `size`, height and width double.
+    /// The enlarged image: `x (B, H, W, C)` → `(B, size[0], size[1], out_channels)`. Without `size`, height and width
+    /// double.
     ///
     /// # Errors
     /// [`Error::Shape`] if the input does not fit.

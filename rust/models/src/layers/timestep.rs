@@ -11,7 +11,7 @@ const MAX_PERIOD: f64 = 10_000.0;
 /// Converts numbers to cosines and sines of decreasing frequencies (diffusers' `Timesteps` with `flip_sin_to_cos=True`,
 /// `downscale_freq_shift=0`).
 pub struct Sinusoids {
-    /// (1, dim / 2), from 1 to nearly 1 / 10000.
+    /// The frequencies, (1, dim / 2), from 1 to nearly 1 / 10000.
     frequencies: Tensor,
 }
 
@@ -29,7 +29,7 @@ impl Sinusoids {
         Ok(Self { frequencies: Tensor::from_vec(frequencies, (1, half), &Device::Cpu)?.to_device(device)? })
     }
 
-    /// `numbers (N)` → f32 `(N, dim)`: cosines, then sines. The result has no gradient.
+    /// The sinusoids of `numbers (N)`, f32 `(N, dim)`: cosines, then sines. The result has no gradient.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if `numbers` has no dimension.
@@ -77,7 +77,7 @@ impl TimestepEmbedding {
         })
     }
 
-    /// `features (B, in_features)` → `(B, dim)`, both in the dtype of the weights.
+    /// The embedding: `features (B, in_features)` → `(B, dim)`, both in the dtype of the weights.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if the input does not fit.

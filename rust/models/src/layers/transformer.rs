@@ -59,7 +59,7 @@ impl Block {
         })
     }
 
-    /// `x (B, S, D)`, `context (B, L, E)` → `(B, S, D)`.
+    /// The block's result for the tokens `x (B, S, D)` and `context (B, L, E)`, in the shape of `x`.
     fn forward(&self, x: &Tensor, context: &Tensor) -> Result<Tensor> {
         let mixed = self.attn1.forward(&self.norm1.forward(x)?, None)?;
         let (x, normed) = self.norm2.add_forward(&mixed, x)?;
@@ -159,7 +159,7 @@ impl SpatialTransformer {
         })
     }
 
-    /// `x (B, H, W, C)`, `context (B, L, E)` → the shape of `x`.
+    /// The result for the image `x (B, H, W, C)` and `context (B, L, E)`, in the shape of `x`.
     ///
     /// # Errors
     /// [`Error::Shape`], `DType` or `Device` if an input does not fit.

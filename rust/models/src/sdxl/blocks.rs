@@ -48,7 +48,8 @@ fn run(blocks: &Blocks<ResnetBlock>, index: usize, parts: &[&Tensor], conditions
     })
 }
 
-/// `down_blocks.N`.
+/// A level of the first half of the UNet (`down_blocks.N`): residual blocks, each followed by a transformer if
+/// the level has attention, then, except in the last level, downsampling.
 pub(super) struct DownBlock {
     resnets: Blocks<ResnetBlock>,
     attentions: Vec<SpatialTransformer>,
@@ -73,8 +74,9 @@ impl DownBlock {
         Ok(Self { resnets: resnets.into_iter().collect(), attentions, downsample })
     }
 
-    /// `x (B, H, W, C)` → the next level's feature map, or this level's if it is the last. The result of each residual block
-    /// (or of the transformer after it) and the result of the downsampling are appended to `skips`.
+    /// Computes the next level's feature map from `x (B, H, W, C)`; the last level returns its own feature map. The
+    /// result of each residual block (or of the transformer after it) and the result of the downsampling are appended
+    /// to `skips`.
     pub(super) fn forward(
         &self,
         mut x: Tensor,
@@ -122,7 +124,7 @@ impl Module for DownBlock {
     }
 }
 
-/// `mid_block`.
+/// The block between the down blocks and the up blocks (`mid_block`): residual block, transformer, residual block.
 pub(super) struct MidBlock {
     resnets: Blocks<ResnetBlock>,
     attentions: Vec<SpatialTransformer>,
@@ -142,7 +144,7 @@ impl MidBlock {
         })
     }
 
-    /// `x (B, H, W, C)` → the same shape.
+    /// The block's result for the feature map `x (B, H, W, C)`, in the same shape.
     pub(super) fn forward(&self, x: &Tensor, conditions: &Conditions<'_>) -> Result<Tensor> {
         let x = run(&self.resnets, 0, &[x], conditions)?;
         let x = self.attentions[0].forward(&x, conditions.text)?;
@@ -168,7 +170,8 @@ impl Module for MidBlock {
     }
 }
 
-/// `up_blocks.N`.
+/// A level of the second half of the UNet (`up_blocks.N`): residual blocks, each followed by a transformer if the
+/// level has attention, then, except in the first level, upsampling.
 pub(super) struct UpBlock {
     resnets: Blocks<ResnetBlock>,
     attentions: Vec<SpatialTransformer>,
@@ -196,8 +199,8 @@ impl UpBlock {
         Ok(Self { resnets: resnets.into_iter().collect(), attentions, upsample })
     }
 
-    /// `x (B, H, W, C)` → the feature map of the previous level (of this level if it is the first), with the height and width
-    /// of the last skip that remains in `skips`.
+    /// Computes the previous level's feature map from `x (B, H, W, C)` (the first level returns its own feature map),
+    /// with the height and width of the last skip that remains in `skips`.
     pub(super) fn forward(
         &self,
         mut x: Tensor,

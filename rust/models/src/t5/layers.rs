@@ -30,7 +30,7 @@ impl Norm {
         Ok(Self { weight, eps: config.layer_norm_epsilon })
     }
 
-    /// `x (B, L, D)` in the stream's dtype → the same shape in the model's dtype.
+    /// The norm of `x (B, L, D)`, which has the stream's dtype, in the same shape and the model's dtype.
     pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         rms_norm(x, Some(&self.weight.to_dtype(x.dtype())?), self.eps)?.to_dtype(self.weight.dtype())
     }
@@ -86,16 +86,16 @@ impl EncoderBlock {
         })
     }
 
-    /// `x (B, L, D)` in the stream's dtype → the same shape and dtype. `bias` (1 or B, heads, L, L) is added to the
-    /// scores.
+    /// The stream after the block for the stream `x (B, L, D)`, in the same shape and dtype. `bias` (1 or B, heads, L,
+    /// L) is added to the scores.
     pub(super) fn forward(&self, x: &Tensor, bias: &Tensor) -> Result<Tensor> {
         let mixed = self.attend(&self.attention_norm.forward(x)?, bias)?;
         let x = x.add(&self.out.forward(&mixed)?.to_dtype(x.dtype())?)?;
         x.add(&self.feed_forward(&self.feed_forward_norm.forward(&x)?)?)
     }
 
-    /// `normed (B, L, D)` → (B, L, heads · `d_kv`). The scores are not divided by √`d_kv`, because T5's initial weights
-    /// include this factor.
+    /// The result of attention before its output projection: `normed (B, L, D)` → (B, L, heads · `d_kv`). The scores
+    /// are not divided by √`d_kv`, because T5's initial weights include this factor.
     fn attend(&self, normed: &Tensor, bias: &Tensor) -> Result<Tensor> {
         let [q, k, v] = split_heads(&self.projections.forward(normed)?, self.heads)?;
         let mixed = scaled_dot_product_attention(&q, &k, &v, Some(bias), false, Some(1.0))?;
@@ -105,7 +105,7 @@ impl EncoderBlock {
         mixed.transpose(1, 2)?.reshape((batch, length, heads * width))
     }
 
-    /// `normed (B, L, D)` → the same shape in the stream's dtype.
+    /// The feed-forward network's result for `normed (B, L, D)`, in the same shape and the stream's dtype.
     fn feed_forward(&self, normed: &Tensor) -> Result<Tensor> {
         let wide = stream_dtype(normed.dtype());
         let hidden = match &self.middle {

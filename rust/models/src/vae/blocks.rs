@@ -78,7 +78,7 @@ impl MidBlock {
         })
     }
 
-    /// `x (B, H, W, C)` → the same shape.
+    /// The block's result for the feature map `x (B, H, W, C)`, in the same shape.
     pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let mut x = run(&self.resnets, 0, x)?;
         if let Some(attention) = &self.attention {

@@ -87,7 +87,8 @@ impl Coding {
         Ok(Some((latents * self.downscale, latents)))
     }
 
-    /// (B, C, H, W) → (B, H, W, C) in the dtype of the weights. H and W are at least `least`.
+    /// Converts `x` to channels-last, (B, C, H, W) → (B, H, W, C), and to the dtype of the weights. H and W must be at
+    /// least `least`.
     fn to_channels_last(&self, name: &str, x: &Tensor, channels: usize, least: usize) -> Result<Tensor> {
         match *x.dims() {
             [_, c, height, width] if c == channels && height.min(width) >= least => {

@@ -111,7 +111,7 @@ impl OriginalCoders {
     }
 }
 
-/// `1.resnets.0.conv1.weight` → `down.1.block.0.conv1.weight`.
+/// The original name of a parameter in a level: `1.resnets.0.conv1.weight` becomes `down.1.block.0.conv1.weight`.
 fn level(text: &str, direction: &str, place: impl Fn(usize) -> Option<usize>) -> Option<String> {
     let (index, rest) = text.split_once('.')?;
     let index = place(index.parse().ok()?)?;

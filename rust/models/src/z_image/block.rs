@@ -24,7 +24,7 @@ pub(super) struct Block {
     dim: usize,
 }
 
-/// w2(silu(w1 x) · w3 x).
+/// The feed-forward layer: w2(silu(w1 x) · w3 x).
 struct FeedForward {
     /// `w3` (the features) and `w1` (their gate): `LinearGroup::forward_swiglu` takes them in this order.
     inner: LinearGroup,
@@ -83,7 +83,7 @@ impl Block {
         self.modulation.as_ref().map(|layer| layer.forward(condition)).transpose()
     }
 
-    /// `x (B, S, D)` → the same shape.
+    /// The block's result for the tokens `x (B, S, D)`, in the same shape.
     pub fn forward(&self, x: &Tensor, modulation: Option<&Tensor>, sight: Sight<'_>) -> Result<Tensor> {
         let attend = |x: &Tensor| self.attention.forward(x, sight);
         let x = self.part(x, &self.attention_norms, modulation.map(|all| (all, 0)), attend)?;

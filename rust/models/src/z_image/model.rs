@@ -194,8 +194,8 @@ const X_EMBEDDER: &str = "all_x_embedder.2-1";
 const OUTPUT: &str = "all_final_layer.2-1.linear";
 const OUTPUT_MODULATION: &str = "all_final_layer.2-1.adaLN_modulation.1";
 
-/// (B, C, H, W) → (B, H W / 4, 4 C): the squares of 2 × 2 latents, row by row. The values of a square have the order
-/// (row, column, channel).
+/// Divides latents into squares of 2 × 2, row by row: (B, C, H, W) → (B, H W / 4, 4 C). The values of a square have the
+/// order (row, column, channel).
 fn patches(latents: &Tensor) -> Result<Tensor> {
     let &[batch, channels, height, width] = latents.dims() else { unreachable!("checked to be latents") };
     let (rows, columns) = (height / PATCH, width / PATCH);
@@ -206,7 +206,7 @@ fn patches(latents: &Tensor) -> Result<Tensor> {
     ))
 }
 
-/// `tokens (B, S, D)`, then copies of `pad (1, D)` up to a multiple of 32 tokens.
+/// Pads `tokens (B, S, D)` with copies of `pad (1, D)` to a multiple of 32 tokens.
 fn padded(tokens: &Tensor, pad: &Tensor) -> Result<Tensor> {
     let &[batch, count, dim] = tokens.dims() else { unreachable!("made of three dimensions") };
     let missing = count.next_multiple_of(MULTIPLE) - count;

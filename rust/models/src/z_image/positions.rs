@@ -121,7 +121,7 @@ impl Positions {
     }
 }
 
-/// (B) → (B, 1), f32.
+/// Converts lengths (B) to a column (B, 1) in f32.
 fn column(lengths: &Tensor) -> Result<Tensor> {
     lengths.detach().to_dtype(DType::F32)?.unsqueeze(1)
 }

@@ -158,8 +158,8 @@ impl JointAttention {
         })
     }
 
-    /// `image (B, S, D)` and `text (B, L, D)` → the results for image and text; with `image_only`, the text's result is
-    /// None.
+    /// The layer's results for the tokens `image (B, S, D)` and `text (B, L, D)`, in the same shapes; with
+    /// `image_only`, the text's result is None.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if an input does not fit.
@@ -214,7 +214,7 @@ impl SelfAttention {
         Ok(Self { stream: Projections::new(&IMAGE, sizes, weights)?, to_out })
     }
 
-    /// `x (B, S, D)` → the same shape.
+    /// The layer's result for the tokens `x (B, S, D)`, in the same shape.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if an input does not fit.

@@ -95,7 +95,7 @@ impl DoubleBlock {
         Ok([image.forward(condition)?, text.forward(condition)?])
     }
 
-    /// `image (B, S, D)` and `text (B, L, D)` → image and text after the block, in the same shapes.
+    /// The tokens `image (B, S, D)` and `text (B, L, D)` after the block, in the same shapes.
     ///
     /// # Errors
     /// [`Error::Shape`] if an input does not fit.

@@ -67,7 +67,7 @@ impl FeedForward {
         })
     }
 
-    /// `x (B, S, D)` → the same shape.
+    /// The network's result for the tokens `x (B, S, D)`, in the same shape.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if the input does not fit.

@@ -38,7 +38,8 @@ impl ModulatedOutput {
         Ok(Self { norm: None, projection: weights.linear(PROJECTION, dim, out, bias)? })
     }
 
-    /// `x (B, S, D)` and the condition `(B, D)`, to which the caller has applied SiLU → (B, S, out).
+    /// The result (B, S, out) for the tokens `x (B, S, D)` and the condition `(B, D)`, to which the caller has applied
+    /// SiLU.
     ///
     /// # Errors
     /// [`Error::Shape`] if an input does not fit, [`Error::Argument`] if the layer was made by
@@ -53,7 +54,7 @@ impl ModulatedOutput {
         self.modulated(x, [&modulation.narrow(1, dim, dim)?, &modulation.narrow(1, 0, dim)?])
     }
 
-    /// `x (B, S, D)` with a shift and a scale, (B, D) each → (B, S, out).
+    /// The result (B, S, out) for the tokens `x (B, S, D)` and a shift and a scale, (B, D) each.
     ///
     /// # Errors
     /// [`Error::Shape`] if an input does not fit.

@@ -61,7 +61,8 @@ impl SingleBlock {
         norm.forward(condition)
     }
 
-    /// `x (B, S, D)` → the same shape; `modulation (B, 3 D)` is shift, scale and gate.
+    /// The block's result for the tokens `x (B, S, D)`, in the same shape; `modulation (B, 3 D)` is shift, scale and
+    /// gate.
     ///
     /// # Errors
     /// [`Error::Shape`] if an input does not fit.
