@@ -182,8 +182,8 @@ class Adapter:
         weight: the layer's frozen weight, (out_features, in_features).
         bias: the layer's frozen bias, (out_features,).
         rank: rank of the low-rank product, at least 1.
-        alpha: the low-rank product is multiplied by alpha / rank. For "oft", which has no such product, the difference
-            between its rotation and the identity is.
+        alpha: the low-rank product is multiplied by alpha / rank. For "oft", which has no such product, alpha / rank
+            multiplies the difference between the rotation and the identity.
         dropout: probability of dropping an element of the adapter's input while training, in [0, 1).
         rslora: whether the low-rank product is multiplied by alpha / sqrt(rank) instead of alpha / rank.
         qat: the format to which every forward pass rounds the adapted weight, as `nn.functional.fake_quantize` does.
@@ -380,7 +380,7 @@ class AdapterSet:
     @property
     def config(self, /) -> LoraConfig:
         """
-        The configuration.
+        The configuration of the adapters.
         """
     def load(self, /, path: str | bytes | PathLike[str] | PathLike[bytes]) -> None:
         """
@@ -3328,7 +3328,7 @@ class Tensor(ComposedMethods):
         """
     def neg(self, /) -> Tensor:
         """
-        The negative.
+        The elements with the opposite sign.
 
         Raises:
             DTypeError: if the tensor is u8 or u32.
@@ -3872,7 +3872,8 @@ def classifier_free_guidance(
     negative: Tensor, positive: Tensor, scale: SupportsFloat | SupportsIndex
 ) -> Tensor:
     """
-    Guide a model's output away from its output for a negative prompt (arXiv:2207.12598).
+    Classifier-free guidance (arXiv:2207.12598): move a model's output for the prompt away from its output for a
+    negative prompt.
 
     ```python
     negative, positive = tc.zeros(2), tc.ones(2)

@@ -22,8 +22,8 @@ use crate::var::Var;
 ///     weight: the layer's frozen weight, (out_features, in_features).
 ///     bias: the layer's frozen bias, (out_features,).
 ///     rank: rank of the low-rank product, at least 1.
-///     alpha: the low-rank product is multiplied by alpha / rank. For "oft", which has no such product, the difference
-///         between its rotation and the identity is.
+///     alpha: the low-rank product is multiplied by alpha / rank. For "oft", which has no such product, alpha / rank
+///         multiplies the difference between the rotation and the identity.
 ///     dropout: probability of dropping an element of the adapter's input while training, in [0, 1).
 ///     rslora: whether the low-rank product is multiplied by alpha / sqrt(rank) instead of alpha / rank.
 ///     qat: the format to which every forward pass rounds the adapted weight, as `nn.functional.fake_quantize` does.

@@ -45,7 +45,7 @@ impl AdapterSet {
         Py::new(py, Self { set, model, vars })
     }
 
-    /// The set itself.
+    /// The set of adapters that this object wraps.
     pub const fn inner(&self) -> &Arc<adapter::AdapterSet> {
         &self.set
     }
@@ -67,7 +67,7 @@ impl AdapterSet {
         Ok(NamedVars(dict))
     }
 
-    /// The configuration.
+    /// The configuration of the adapters.
     #[getter]
     fn config(&self) -> LoraConfig {
         LoraConfig(self.set.config().clone())

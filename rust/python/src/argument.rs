@@ -50,7 +50,7 @@ enum Wrong {
 }
 
 impl<T: Expected> Argument<T> {
-    /// The default of a parameter.
+    /// An argument with the value `value`, for the default of a parameter.
     pub const fn of(value: T) -> Self {
         Self(Ok(value))
     }

@@ -116,8 +116,8 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Integer {
         if let Ok(value) = object.extract::<i64>() {
             return Ok(Self(Value::Number(i128::from(value))));
         }
-        // The call fails for what is not an integer: a float has no `__index__`, and the `__index__` of a tensor may
-        // raise.
+        // The call fails if the object is not an integer: a float has no `__index__`, and the `__index__` of a tensor
+        // may raise.
         let Ok(integer) = object.py().import("operator")?.call_method1("index", (object,)) else {
             return Ok(Self(Value::Other(found(&object))));
         };
@@ -193,7 +193,7 @@ const INTS: PyStaticExpr =
     type_hint_subscript!(type_hint_identifier!("collections.abc", "Sequence"), Integer::INPUT_TYPE);
 const INT_OR_INTS: PyStaticExpr = type_hint_union!(Integer::INPUT_TYPE, INTS);
 
-/// One dimension or several.
+/// One dimension, or a sequence of dimensions.
 pub struct Dims(Integers);
 
 impl Dims {
@@ -337,7 +337,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Sections {
     }
 }
 
-/// One name or several.
+/// One name, or a list of names.
 pub struct Names(std::result::Result<Vec<String>, String>);
 
 impl Names {

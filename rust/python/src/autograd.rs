@@ -39,7 +39,7 @@ impl Tensor {
     }
 }
 
-/// A tensor or a sequence of them.
+/// A tensor, or a sequence of tensors.
 pub struct Tensors(std::result::Result<Vec<tc::Tensor>, String>);
 
 impl Tensors {
@@ -117,7 +117,7 @@ pub fn set_grad_enabled(enabled: bool) -> bool {
     tc::tape::set_grad_enabled(enabled)
 }
 
-/// A Python function.
+/// A Python function, given as an argument.
 pub struct Function(pub Py<PyAny>);
 
 impl<'a, 'py> FromPyObject<'a, 'py> for Function {

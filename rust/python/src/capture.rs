@@ -89,7 +89,10 @@ impl CapturedFunction {
                 Ok(captured) => captured,
                 Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
                 Err(TryLockError::WouldBlock) => {
-                    return Err(tc::Error::device("capture", "the captured function was called while it was running"));
+                    return Err(tc::Error::device(
+                        "capture",
+                        "the captured function was called while it was running; call it again after it has returned",
+                    ));
                 }
             };
             let set = |function| *self.slot.lock().unwrap_or_else(PoisonError::into_inner) = function;

@@ -94,7 +94,7 @@ trait Exchange: Sized {
 
     /// Frees the structure that [`export`] made, and its tensor. A consumer calls this through `deleter`.
     unsafe extern "C" fn delete(this: *mut Self) {
-        // SAFETY: `this` and its context were leaked by `into_capsule`, and a deleter is called once.
+        // SAFETY: `this` and its context were leaked by `export`, and a deleter is called once.
         unsafe {
             drop(Box::from_raw((*this).context().cast::<Exported>()));
             drop(Box::from_raw(this));
@@ -275,7 +275,8 @@ fn element(dtype: DataType) -> Option<Element> {
     })
 }
 
-/// The structure of a producer. Dropping it, after the copy was made or after an error, frees the structure.
+/// A structure that was taken out of a producer's capsule. Dropping it, after the copy was made or after an error,
+/// frees the structure.
 struct Taken<E: Exchange>(NonNull<E>);
 
 impl<E: Exchange> Drop for Taken<E> {

@@ -48,7 +48,7 @@ impl Tensor {
         compute(py, self.0.elem_count(), || self.0.abs()).map(Self)
     }
 
-    /// The negative.
+    /// The elements with the opposite sign.
     ///
     /// Raises:
     ///     DTypeError: if the tensor is u8 or u32.

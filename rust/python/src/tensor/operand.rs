@@ -24,7 +24,7 @@ pub enum Operand<'a> {
 /// A number without a dtype.
 #[derive(Clone, Copy)]
 pub struct Number {
-    /// The value; an integer outside the range of f64 has an infinite one of its sign.
+    /// The value; infinity with the integer's sign for an integer outside the range of f64.
     pub value: f64,
     /// The kind of number.
     pub kind: Kind,

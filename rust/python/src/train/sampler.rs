@@ -103,7 +103,8 @@ impl Sampler {
     }
 }
 
-/// Guide a model's output away from its output for a negative prompt (arXiv:2207.12598).
+/// Classifier-free guidance (arXiv:2207.12598): move a model's output for the prompt away from its output for a
+/// negative prompt.
 ///
 /// ```python
 /// negative, positive = tc.zeros(2), tc.ones(2)
