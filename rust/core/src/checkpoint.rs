@@ -227,7 +227,7 @@ impl Region {
                 if version.get() != *then {
                     return Err(Error::autograd(
                         "checkpoint",
-                        "a variable used in a checkpointed function was changed in place before the backward pass",
+                        "a checkpointed function used a variable that was changed in place before backward(); change it afterwards",
                     ));
                 }
             }

@@ -38,7 +38,7 @@ impl KeptInputs {
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the host has no more pinned memory.
     pub(super) fn new(inputs: &[&Tensor], policy: Policy) -> Result<Self> {
-        // An inner checkpoint keeps no inputs: the outer checkpoint recomputes them.
+        // An inner checkpoint offloads nothing: the outer checkpoint recomputes these inputs.
         let offloads = policy == Policy::Offloaded && !flags().recording();
         // Count this checkpoint as an operation of the outer checkpoint; the operation saves these inputs. Otherwise the
         // outer recomputation would end with the operation that computes the last input, as if nothing read its result.
@@ -86,8 +86,8 @@ impl KeptInputs {
     }
 }
 
-/// Whether offloading an input frees enough memory: the input is large, on a GPU, and the result of an operation.
-/// Constants and variables stay on the device anyway.
+/// Whether offloading an input frees enough memory: the input is large, contiguous, on a GPU, and the result of an
+/// operation. Constants and variables stay on the device anyway.
 fn is_worth_it(tensor: &Tensor, origin: Origin) -> bool {
     let bytes = tensor.raw.elem_count() * tensor.raw.dtype().size_in_bytes();
     matches!(origin, Origin::Computed) && bytes >= LEAST && tensor.raw.is_contiguous() && !tensor.raw.device().is_cpu()
