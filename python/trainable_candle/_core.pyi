@@ -2401,8 +2401,8 @@ class PartFacts:
     @property
     def can_be_quantized(self, /) -> bool:
         """
-        Whether `from_pretrained` can quantize the model. False also if the model's file has quantized layers, because
-        these layers keep their format.
+        Whether the model has layers that `quantize` applies to, and its file is not a GGUF file with quantized layers.
+        The layers of such a file stay quantized without `quantize`; with it, their values are rounded a second time.
         """
     def check_format(self, /, format: str, adapter: str, layers: SupportsGetItem[int, str]) -> None:
         """
@@ -2610,7 +2610,7 @@ class QuantizedTensor:
         Args:
             blocks: u8, (rows, the number of bytes of a row's blocks).
             format: "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k" or "q6_k".
-            dtype: the dtype of the values that the matrix represents.
+            dtype: the dtype of the values that the matrix represents; default f32.
 
         Raises:
             ArgumentError: if the format is unknown.

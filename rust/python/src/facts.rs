@@ -162,8 +162,8 @@ impl PartFacts {
         self.0.stored_format().map(trainable_candle_core::quantized::Format::name)
     }
 
-    /// Whether `from_pretrained` can quantize the model. False also if the model's file has quantized layers, because
-    /// these layers keep their format.
+    /// Whether the model has layers that `quantize` applies to, and its file is not a GGUF file with quantized layers.
+    /// The layers of such a file stay quantized without `quantize`; with it, their values are rounded a second time.
     #[getter]
     fn can_be_quantized(&self) -> bool {
         self.0.can_be_quantized()

@@ -32,7 +32,7 @@ impl QuantizedTensor {
     /// Args:
     ///     blocks: u8, (rows, the number of bytes of a row's blocks).
     ///     format: "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k" or "q6_k".
-    ///     dtype: the dtype of the values that the matrix represents.
+    ///     dtype: the dtype of the values that the matrix represents; default f32.
     ///
     /// Raises:
     ///     ArgumentError: if the format is unknown.
