@@ -227,7 +227,7 @@ impl Region {
                 if version.get() != *then {
                     return Err(Error::autograd(
                         "checkpoint",
-                        "a checkpointed function used a variable that was changed in place before backward(); change it afterwards",
+                        "a variable of a checkpointed function was changed in place; change it after backward()",
                     ));
                 }
             }

@@ -213,8 +213,9 @@ impl PartFacts {
         self.codes
     }
 
-    /// Whether the kind of model has layers that may be quantized, and the model's file stores no weight in a block format
-    /// of GGUF. Weights in these formats stay quantized when they are loaded; another format would round them a second time.
+    /// Whether the kind of model has layers that may be quantized, and the model's file stores no weight in a block
+    /// format of GGUF. Weights in these formats stay quantized when they are loaded; another format would round them a
+    /// second time.
     pub fn can_be_quantized(&self) -> bool {
         self.kind.check_quantizable("quantize").is_ok() && self.stored.is_empty()
     }

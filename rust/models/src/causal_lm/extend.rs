@@ -12,10 +12,11 @@ impl CausalLM {
     /// Add the tokens `new[i]` to text i of `cache`, and compute the scores of the next token of each text that got
     /// tokens. The result has the shape (texts that got tokens, vocab), with the texts in the order of `cache`.
     ///
-    /// If the cache has the keys and values of all tokens of a text, and the text gets one token, the forward pass has only
-    /// this token. Any other text that gets tokens needs a forward pass over all its tokens. In both cases the scores equal
-    /// those of a forward pass over the whole text. If the rotary angles depend on the length of the text (dynamic scaling, `LongRoPE`), every change of
-    /// the angles needs a forward pass over the whole text. A text's scores do not depend on the other texts.
+    /// If the cache has the keys and values of all tokens of a text, and the text gets one token, the forward pass has
+    /// only this token. Any other text that gets tokens needs a forward pass over all its tokens. In both cases the
+    /// scores equal those of a forward pass over the whole text. If the rotary angles depend on the length of the text
+    /// (dynamic scaling, `LongRoPE`), every change of the angles needs a forward pass over the whole text. A text's
+    /// scores do not depend on the other texts.
     ///
     /// # Errors
     /// [`Error::Argument`] if `new` has another number of texts than `cache`, no text gets a token, or the model has no

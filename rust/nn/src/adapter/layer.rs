@@ -142,8 +142,8 @@ impl<K: LayerKind> AdaptedLinear<K> {
         self.adapter.scale()
     }
 
-    /// The merged weight: W + scale · up · down; DoRA then scales each row (each column, if `wd_on_output` is false) to the
-    /// norm that the magnitude gives.
+    /// The merged weight: W + scale · up · down; DoRA then scales each row (each column, if `wd_on_output` is false) to
+    /// the norm that the magnitude gives.
     ///
     /// # Errors
     /// The errors of the operations on tensors.
