@@ -40,8 +40,8 @@ pub struct Pipeline {
     pub class_names: &'static [&'static str],
     /// The base model, as other tools name it in the metadata of adapter files; None if there is no such name.
     pub base: Option<BaseModel>,
-    /// For each base model of another size: whether a denoiser's configuration is that of this size, and the architecture
-    /// that then replaces the one in `base`.
+    /// For each base model of another size: whether a denoiser's configuration is that of this size, and the
+    /// architecture that then replaces the one in `base`.
     pub sizes: &'static [(Fits, &'static str)],
     /// The number of pixels along one side of an image per unit of the denoiser's `sample_size`.
     pub pixels: usize,
@@ -79,8 +79,8 @@ pub struct Part {
     /// The name of the part's folder in a pipeline's folder. diffusers uses the same name for the part in adapter files.
     /// Empty for a model that stands alone.
     pub subfolder: &'static str,
-    /// The sections of checkpoints in one file that may contain the part. This library writes files with the first one, or
-    /// none if the first one is for GGUF files.
+    /// The sections of checkpoints in one file that may contain the part. This library writes files with the first one,
+    /// or none if the first one is for GGUF files.
     pub sections: &'static [Section],
     /// Whether a `config.json` may belong to this part, if several parts have the same architecture.
     pub fits: Fits,

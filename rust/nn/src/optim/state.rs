@@ -333,7 +333,8 @@ impl<'a> Reader<'a> {
         if kind == self.name.as_bytes() {
             return Ok(());
         }
-        Err(self.error(format!("the states were saved by {}", String::from_utf8_lossy(&kind))))
+        let saved_by = String::from_utf8_lossy(&kind);
+        Err(self.error(format!("the states were saved by {saved_by}; load them into an optimizer of this kind")))
     }
 
     /// The seed of stochastic rounding; None if the optimizer does not round stochastically (`rounds` is false).
