@@ -4709,13 +4709,12 @@ def lora_backward(
     Args:
         grad_output: (..., out_features), the gradient with respect to y.
         input: (..., in_features).
-        lora_down: (rank, in_features).
-        lora_up: (out_features, rank).
+        lora_down: (rank, in_features), in the dtype of `input`, or in f32 if `input` is f16 or bf16.
+        lora_up: (out_features, rank), in the dtype of `input`, or in f32 if `input` is f16 or bf16.
         scale: the factor `scale` in the formula.
 
     Returns:
-        (grad_down, grad_up), in the shapes of `lora_down` and `lora_up`. Their dtype is f32 if the input is f16 or bf16, else the dtype
-        of the input.
+        (grad_down, grad_up), in the shapes and dtypes of `lora_down` and `lora_up`.
 
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.

@@ -123,9 +123,9 @@ impl TensorFile {
         self.read_as(name, None, device)
     }
 
-    /// Read one tensor to `device`. Floating-point values are converted to `dtype`, if it is given. For the CPU, the values are
-    /// read and converted 1 MiB at a time, so that reading needs little memory beside the result. Other devices get the
-    /// stored values and convert them.
+    /// Read one tensor to `device`. Floating-point values are converted to `dtype`, if it is given. For the CPU, values
+    /// other than fp8 are read and converted 1 MiB at a time, so that reading needs little memory beside the result.
+    /// Other devices get the stored values and convert them.
     ///
     /// # Errors
     /// As [`read`](Self::read); [`Error::DType`] if `dtype` is not floating-point.

@@ -41,8 +41,8 @@ impl WeightFiles {
             let stored = file.safetensors().and_then(|file| file.stored_dtype(&weight));
             let bits = eight_bits::bits_of(&stated, stored).map_err(|format| {
                 let text = format!(
-                    "\"{weight}\" is quantized as \"{format}\", which is not supported; use a file of bf16, f16 or fp8 \
-                     (float8_e4m3fn)"
+                    "\"{weight}\" is quantized as \"{format}\", which is not supported; use a file of bf16, f16, fp8 \
+                     (float8_e4m3fn) or int8 (int8_tensorwise)"
                 );
                 Error::weights(file.path(), text)
             })?;
@@ -110,8 +110,9 @@ impl WeightFiles {
                 }
                 // Rows of zeros may have the scale 0.
                 if let Some(wrong) = found.iter().find(|scale| !scale.is_finite() || **scale < 0.0) {
-                    let text =
-                        format!("\"{key}\" has the scale {wrong}, expected a positive number; is the file damaged?");
+                    let text = format!(
+                        "\"{key}\" has the scale {wrong}, expected a positive number or 0; is the file damaged?"
+                    );
                     return Err(Error::weights(path, text));
                 }
                 let unit = if beside == Beside::Largest { eight_bits::LARGEST_INT8 } else { 1.0 };
