@@ -177,7 +177,7 @@ def z_image_slices(layers: int, refiners: int) -> dict[str, Slice]:
 
 # The beginnings of diffusers' names of layers that ComfyUI's map lists only by the original names.
 _NATIVE = ("double_stream_modulation_", "single_stream_modulation.", "time_guidance_embed.",
-           "cap_embedder.", "t_embedder.", "distilled_guidance_layer.")  # fmt: skip
+           "distilled_guidance_layer.")  # fmt: skip
 
 
 def originals(weights: Arrays, slices: Mapping[str, Slice]) -> dict[str, np.ndarray]:

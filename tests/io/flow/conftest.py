@@ -92,7 +92,6 @@ FAMILIES = {
         ZImageTransformer,
         (*UNPOOLED, "lengths"),
         "layers.0.attention.to_q",
-        (r"(cap|t)_embedder\..*",),
     ),
     "flux2": Family(
         "flux2",

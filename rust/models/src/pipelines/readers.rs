@@ -1,7 +1,7 @@
 //! For each kind of part, a table of the tools that load its adapters and of the names that each tool reads.
 //!
-//! `tests/io/flow/test_oracles.py` tests the entries of diffusers with its version 0.42. The entries of other tools
-//! follow their code:
+//! `tests/io/flow/test_oracles.py` tests the entries of diffusers with its version 0.42, and
+//! `tests/io/flow/test_comfyui_loader.py` those of `ComfyUI` with its own loader. The entries follow the tools' code:
 //! - `ComfyUI`: <https://github.com/comfyanonymous/ComfyUI/blob/ec93dcac55e4ebb4f0ee2d2b0ac2b62fb9a58bb9/comfy/lora.py>
 //! - `ComfyUI` for Z-Image and FLUX.2: <https://github.com/comfyanonymous/ComfyUI/blob/17358c8f/comfy/lora.py>
 //! - sd-scripts: <https://github.com/kohya-ss/sd-scripts/tree/48d368fa/networks>
@@ -189,10 +189,10 @@ pub(super) static Z_IMAGE: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),
         Known::all(Style::ComfyUi),
-        Known::all(Style::Diffusers).only(no_embedder),
-        Known::all(Style::ComfyUiOwn).only(no_embedder),
-        Known::all(Style::Lycoris).only(no_embedder),
-        Known::all(Style::Bare).only(no_embedder),
+        Known::all(Style::Diffusers),
+        Known::all(Style::ComfyUiOwn),
+        Known::all(Style::Lycoris),
+        Known::all(Style::Bare),
     ]),
     diffusers(&[
         Known::all(Style::Diffusers).configured().alpha(Alpha::Refused),
@@ -228,11 +228,6 @@ pub(super) static QWEN_IMAGE: &[Reader] = &[
     KOHYA,
     PEFT,
 ];
-
-/// Whether a layer is outside the networks that embed time and text: in a block, or the first or the last layer.
-fn no_embedder(layer: &str) -> bool {
-    !layer.starts_with("cap_embedder.") && !layer.starts_with("t_embedder.")
-}
 
 /// Whether a layer is neither the first (`all_x_embedder`) nor the last (`all_final_layer`) of Z-Image.
 fn no_original_end(layer: &str) -> bool {
