@@ -1,12 +1,19 @@
-"""The tiny SDXL with an adapter of each kind."""
+"""The tiny SDXL with an adapter of each kind, and ComfyUI."""
 
-from collections.abc import Callable
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import trainable_candle as tc
+from trainable_candle.files import safetensors_metadata
 
 SDXL = Path(__file__).parents[1] / "golden" / "sdxl"
 ATTENTION: dict[str, Any] = {"r": 4, "lora_alpha": 6.0, "target_modules": ["all-attention"]}
@@ -69,3 +76,127 @@ def attach() -> Callable[[tc.models.Model, str], tc.AdapterSet]:
         return adapter
 
     return attach
+
+
+class ComfyUI:
+    """ComfyUI's own code in another process, which `comfyui_worker.py` runs."""
+
+    def __init__(self, checkout: str, log: Path) -> None:
+        script = Path(__file__).with_name("comfyui_worker.py")
+        self.log = log
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, script, checkout],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+            )  # fmt: skip
+
+    def weights(
+        self, base: Path, settings: dict[str, Any], lora: Path | None = None
+    ) -> tuple[dict[str, np.ndarray], list[str]]:
+        """The weights of a model after ComfyUI has loaded an adapter, and ComfyUI's warnings.
+
+        Args:
+            base: a file of the model in ComfyUI's own layout.
+            settings: what `comfyui_worker.py` needs to know about the model.
+            lora: the adapter; None loads only the model.
+        """
+        output = base.with_suffix(".loaded")
+        request = settings | {"base": str(base), "output": str(output)}
+        if lora:
+            request["lora"] = str(lora)
+        log = self.ask(request)
+        return {k: t.numpy() for k, t in tc.load_file(output).items()}, log
+
+    def ask(self, request: dict[str, Any]) -> Any:
+        """The answer of `comfyui_worker.py` to a request."""
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        assert answer, self.log.read_text()[-2000:]
+        return json.loads(answer)
+
+    def check(
+        self,
+        path: Path,
+        report: tc.AdapterReport,
+        settings: dict[str, Any],
+        checkpoint: Callable[[Path, Path | None], Path],
+    ) -> float:
+        """Assert that ComfyUI does with an adapter what a report says.
+
+        ComfyUI must load the modules that the report does not list as ignored, and no others. The
+        result must equal the checkpoint into which this library has merged these modules, except
+        in the weights whose adapters ComfyUI applies in part according to the report.
+
+        Args:
+            path: the adapter's file, or peft's folder.
+            report: what `tc.verify_adapter` says about the file.
+            settings: as for `weights`.
+            checkpoint: a function that writes a checkpoint in a new folder, with the adapter of a
+                file merged into it, or without an adapter, and returns its path.
+
+        Returns:
+            The largest difference to the merged weights, divided by the largest absolute value of
+            the weight.
+        """
+        claims: dict[str, str] = {}
+        for m in report.modules:
+            claim = "not" if "ComfyUI" in m.ignored_by else "whole"
+            claim = "part" if "ComfyUI" in m.changed_by else claim
+            claim = "unknown" if m.layer is None else claim
+            assert claims.setdefault(m.module, claim) == claim
+        file = path / "adapter_model.safetensors" if path.is_dir() else path
+        tensors = tc.load_file(file)
+        owner = {key: max((m for m in claims if key.startswith(m)), key=len) for key in tensors}
+        folder = file.parent
+        base = checkpoint(folder / "base", None)
+        plain, problems = self.weights(base, settings)
+        assert problems == []
+        found, log = self.weights(base, settings, file)
+        unread = {message.removeprefix("lora key not loaded: ") for message in log}
+        assert unread <= tensors.keys(), log
+        for key, module in owner.items():
+            if claims[module] != "part":
+                assert (key in unread) == (claims[module] in {"not", "unknown"}), key
+
+        def merged(name: str, claimed: set[str]) -> dict[str, np.ndarray]:
+            kept = {k: t for k, t in tensors.items() if claims[owner[k]] in claimed}
+            if not kept:
+                return plain
+            target = folder / name / file.name
+            target.parent.mkdir()
+            tc.save_file(kept, target, safetensors_metadata(file))
+            if path.is_dir():
+                shutil.copy(path / "adapter_config.json", target.parent)
+            source = target.parent if path.is_dir() else target
+            return self.weights(checkpoint(folder / f"{name}_model", source), settings)[0]
+
+        whole = merged("whole", {"whole"})
+        partly = merged("part", {"whole", "part"}) if "part" in claims.values() else whole
+        is_read = not {"whole", "part"}.isdisjoint(claims.values())
+        assert is_read == any(np.abs(partly[key] - plain[key]).max() > 1e-3 for key in plain)
+        worst = 0.0
+        for key, value in whole.items():
+            scale = np.abs(value).max()
+            if (partly[key] != value).any():
+                assert np.abs(found[key] - partly[key]).max() > 1e-4 * scale, key
+            else:
+                error = np.abs(found[key] - value).max() / max(scale, 1e-9)
+                assert error <= 1e-5, f"{key}: {error}"
+                worst = max(worst, float(error))
+        return worst
+
+
+@pytest.fixture(scope="session")
+def comfyui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
+    """ComfyUI, if the environment variable COMFYUI names the folder of a checkout."""
+    checkout = os.environ.get("COMFYUI")
+    if not checkout:
+        pytest.skip("set COMFYUI to a checkout of ComfyUI, and install its requirements")
+    started = ComfyUI(checkout, tmp_path_factory.mktemp("comfyui") / "log")
+    with started.process as process:
+        yield started
+        assert process.stdin
+        process.stdin.close()
