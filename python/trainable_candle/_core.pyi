@@ -2054,14 +2054,24 @@ class Model:
         """
         Remove the adapters, merged or not. The model then computes exactly the results of its frozen weights.
         """
-    def save_pretrained(self, /, folder: str | bytes | PathLike[str] | PathLike[bytes]) -> None:
+    def save_pretrained(
+        self, /, folder: str | bytes | PathLike[str] | PathLike[bytes], quantize: str | None = None
+    ) -> None:
         """
         Write `config.json` and the weights to a folder that diffusers and transformers can load. Adapters are not
         written, but if an adapter is merged, the weight of its layer is the merged weight.
 
+        Args:
+            folder: the folder, which is created if missing.
+            quantize: "nf4" writes the linear layers that may be quantized as bitsandbytes does, in four bits with
+                scales in f32. `config.json` tells diffusers which other layers are plain. A layer that diffusers cannot
+                tell apart from these by name is quantized too: the last layer of Flux.
+
         Raises:
             FileError: if a file cannot be written.
-            ArgumentError: if only a part of the model's layers was loaded.
+            ArgumentError: if only a part of the model's layers was loaded, if the format is not "nf4", or if the model has
+                no layers that may be quantized.
+            DTypeError: if a layer to quantize is f64.
         """
     def unmerge_adapter(self, /) -> None:
         """

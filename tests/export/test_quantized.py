@@ -169,6 +169,27 @@ def test_wrong_flags_are_reported(
     assert not (tmp_path / "o").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("o.safetensors", "language models are written as folders: give the name of a new folder"),
+        ("o.gguf", "give the name of a new folder, and see export --gguf"),
+        ("full", "which exists; expected a new or an empty folder"),
+    ],
+)
+def test_wrong_outputs_are_errors_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, message: str
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    missing = tmp_path / "missing.safetensors"
+    # The adapter and the data set do not exist, either: their errors would come later.
+    flags = ("--to", "int8", "--dataset", str(tmp_path / "missing"))
+    assert merged(BUILT_IN, missing, tmp_path / name, *flags) == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
 def quantized(base: Path, output: Path, to: str) -> Path:
     """The folder of a model that is quantized without an adapter."""
     given = ["merge", "--model", "causal-lm", "--weights", str(base), "--output", str(output)]

@@ -77,7 +77,8 @@ def _quantized(given: Mapping[str, Any], output: Path) -> None:
     if to not in FORMATS:
         known = ", ".join(FORMATS)
         raise ConfigError(f"--to is {to}, expected one of {known}; for GGUF see export --gguf")
-    task = load_model(given, "cpu", given.get("precision"), partial(_require_format, given=given))
+    check = partial(_require_format, given=given, output=output)
+    task = load_model(given, "cpu", given.get("precision"), check)
     if isinstance(task, LatentTask):
         _quantized_image(task, given, output)
     elif isinstance(task, TextTask):
@@ -86,14 +87,15 @@ def _quantized(given: Mapping[str, Any], output: Path) -> None:
         _compare(apart, lambda: _unadapted({**given, "weights": str(output)}), given)
 
 
-def _require_format(task: Task, given: Mapping[str, Any]) -> None:
-    """Check that a model of this kind can be quantized as the flags say."""
+def _require_format(task: Task, given: Mapping[str, Any], output: Path) -> None:
+    """Check that a model of this kind can be quantized and written as the flags say."""
     from trainable_candle.tasks.latent import LatentTask  # noqa: PLC0415 - expensive
 
-    is_image = isinstance(task, LatentTask)
-    if is_image and given["to"] == "nf4":
-        raise ConfigError("--to nf4 writes language models; for image models give fp8 or int8")
-    if not is_image or "dataset" not in given:
+    if isinstance(task, LatentTask):
+        task.family.require_quantized(output, given["to"])
+    else:
+        cast("TextTask", task).require_output(output)
+    if not isinstance(task, LatentTask) or "dataset" not in given:
         _require_no_sizes(given)
 
 
@@ -106,7 +108,7 @@ def _quantized_image(task: LatentTask, given: Mapping[str, Any], output: Path) -
     task.save_merged(output, given["to"])
 
     def merged() -> Task:
-        # The merged file has no tokenizers. So only the denoiser is read from the merged file, and
+        # A merged file has no tokenizers. So only the denoiser is read from what was written, and
         # everything else from --weights.
         task = cast("LatentTask", _unadapted(given))
         cast("PipelineFamily[Any]", task.family).use_model(output)
@@ -165,7 +167,7 @@ def make_parser(program: str) -> Parser:
     group.add_argument(
         "--to",
         metavar="FORMAT",
-        help="quantize to int8, fp8 or (language models) nf4; writes image models as one file",
+        help="quantize to nf4, int8 or fp8; image models: nf4 writes a folder, the others one file",
     )
     group.add_argument(
         "--dataset",

@@ -223,13 +223,17 @@ class Digits(LatentFamily):
             )
         models[self.component].save_pretrained(output)
 
-    def save_quantized(self, models: Mapping[str, Model], output: Path, to: str) -> None:  # noqa: ARG002
+    def require_quantized(self, output: Path, to: str) -> None:  # noqa: ARG002
         """Raise an error: the demo's model cannot be quantized.
 
         Raises:
             ConfigError: always.
         """
-        raise ConfigError(f"--to {to}: {self.name} cannot be written in eight bits; leave --to out")
+        raise ConfigError(f"--to {to}: {self.name} cannot be written quantized; leave --to out")
+
+    def save_quantized(self, models: Mapping[str, Model], output: Path, to: str) -> None:  # noqa: ARG002
+        """Raise an error, as `require_quantized`."""
+        self.require_quantized(output, to)
 
 
 def to_model(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:

@@ -1,4 +1,4 @@
-//! NF4 weights of bitsandbytes in folders that diffusers and transformers write.
+//! NF4 weights of bitsandbytes in folders of diffusers and transformers.
 //!
 //! A weight X with n elements is stored as a tensor named X, of shape (n / 2, 1), with two codes in each byte. The tensor
 //! `X.quant_state.bitsandbytes__nf4` (the weight's *state*) is JSON with the weight's shape. `X.absmax` has the scales of
@@ -6,8 +6,13 @@
 //! the scales of the blocks of scales, and `X.nested_quant_map` the values of the scales' codes. Follows `QuantState` in
 //! <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/functional.py>.
 
-use serde_json::Value;
-use trainable_candle_core::DType;
+use std::rc::Rc;
+
+use serde_json::{Value, json};
+use trainable_candle_core::quantized::nf4_values;
+use trainable_candle_core::{DType, Device, Error, Quantized, Result, Tensor};
+
+use crate::tensor_writer::TensorEntry;
 
 /// The ending of the key of an NF4 weight's state, after the weight's name.
 pub(crate) const STATE: &str = ".quant_state.bitsandbytes__nf4";
@@ -22,6 +27,59 @@ pub(crate) const OUTER: &str = ".nested_absmax";
 /// The ending of the key of the values of the scales' codes, if the scales are quantized.
 pub(crate) const OUTER_CODE: &str = ".nested_quant_map";
 
+/// The number of elements that share a scale.
+const BLOCK: usize = 64;
+
+/// The tensors in which bitsandbytes stores a matrix in NF4 with scales in f32.
+///
+/// `name` is the weight's key, `dims` is its shape (out, in), and `values` computes its values, which have `dtype`. They are
+/// computed once for the codes and once for the scales, so that only one matrix is in memory at a time.
+///
+/// # Errors
+/// [`Error::DType`] if `dtype` is f64, which bitsandbytes does not quantize.
+pub fn nf4_entries(
+    name: &str,
+    dims: [usize; 2],
+    dtype: DType,
+    values: Rc<dyn Fn() -> Result<Tensor>>,
+) -> Result<[TensorEntry<'static>; 4]> {
+    let dtype_name = match dtype {
+        DType::F32 => "float32",
+        DType::F16 => "float16",
+        DType::BF16 => "bfloat16",
+        other => {
+            let text = format!("\"{name}\" is {}, and bitsandbytes quantizes f32, f16 or bf16", other.as_str());
+            return Err(Error::dtype("save_pretrained", text));
+        }
+    };
+    let state = json!({ "quant_type": "nf4", "blocksize": BLOCK, "dtype": dtype_name, "shape": dims });
+    let state = state.to_string().into_bytes();
+    let count = dims[0] * dims[1];
+    let part = |values: Rc<dyn Fn() -> Result<Tensor>>, wanted: &'static str, shape: Vec<usize>| {
+        let read = move || {
+            let parts = Quantized::nf4_with_plain_scales(&values()?)?.tensors()?;
+            let found = parts.into_iter().flatten().find(|(known, _)| *known == wanted);
+            let (_, tensor) = found.ok_or_else(|| Error::argument("save_pretrained", "a matrix has no codes"))?;
+            tensor.reshape(shape)
+        };
+        Box::new(read) as Box<dyn FnOnce() -> Result<Tensor>>
+    };
+    let entry = |end: &str, shape: Vec<usize>, dtype: DType, values: Box<dyn FnOnce() -> Result<Tensor>>| TensorEntry {
+        name: format!("{name}{end}"),
+        shape,
+        dtype,
+        codes: None,
+        values,
+    };
+    let (codes, scales) = (vec![count.div_ceil(2), 1], vec![count.div_ceil(BLOCK)]);
+    Ok([
+        entry("", codes.clone(), DType::U8, part(Rc::clone(&values), "codes", codes)),
+        entry(SCALES, scales.clone(), DType::F32, part(values, "scales", scales)),
+        entry(CODE, vec![16], DType::F32, Box::new(|| Tensor::new(nf4_values().as_slice(), &Device::Cpu))),
+        entry(STATE, vec![state.len()], DType::U8, Box::new(move || Tensor::new(state.as_slice(), &Device::Cpu))),
+    ])
+}
+
 /// The metadata of a weight, parsed from its state.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct State {
@@ -35,7 +93,7 @@ pub(crate) struct State {
 
 impl State {
     /// Parse the JSON of a weight's state. The error is a message about the weight, without the weight's name.
-    pub(crate) fn parse(json: &[u8]) -> Result<Self, String> {
+    pub(crate) fn parse(json: &[u8]) -> std::result::Result<Self, String> {
         let found: Value = serde_json::from_slice(json).map_err(|error| format!("its state is damaged: {error}"))?;
         let text = |name: &str| found.get(name).and_then(Value::as_str).unwrap_or("missing");
         let size = |value: &Value| value.as_u64().and_then(|size| usize::try_from(size).ok());
@@ -45,7 +103,7 @@ impl State {
             return unsupported(format!("the type {}", text("quant_type")));
         }
         let (block, outer) = (number("blocksize"), number("nested_blocksize"));
-        if block != Some(64) || outer.is_some_and(|size| size != 256) {
+        if block != Some(BLOCK) || outer.is_some_and(|size| size != 256) {
             let blocks =
                 |size: Option<usize>| size.map_or_else(|| "an unknown number of".to_owned(), |size| size.to_string());
             let scales = outer.map_or_else(String::new, |size| format!(", with blocks of {size} scales"));

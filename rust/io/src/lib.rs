@@ -17,6 +17,7 @@ pub use adapter_file::{
     read_adapters, save_adapters,
 };
 pub use atomic::write_atomically;
+pub use bitsandbytes::nf4_entries;
 pub use eight_bits::comfy_format;
 pub use gguf::GgufFile;
 pub use tensor_file::{TensorFile, load_tensors};

@@ -123,7 +123,7 @@ fn only_adapters_get_gradients() {
 fn a_saved_model_loads_unchanged() {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("saved_model");
     let case = Case::load();
-    save_pretrained(&trainable(), &folder).unwrap();
+    save_pretrained(&trainable(), &folder, None).unwrap();
     let again = load(&folder, &Choice::default(), None, &Device::Cpu).unwrap();
     assert_eq!(again.class_name(), "DigitsTransformer");
     let names = |model: &dyn Model| model.named_tensors().into_iter().map(|(n, t)| (n, values(&t))).collect::<Vec<_>>();

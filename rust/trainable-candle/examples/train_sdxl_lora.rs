@@ -170,7 +170,7 @@ fn tiny(folder: &Path, device: &Device) -> Result<Run> {
         steps: 40,
         learning_rate: 2e-2,
     };
-    save_pretrained(&SDXLUNet::new(config, &mut Source::fresh(device).root())?, &run.unet)?;
+    save_pretrained(&SDXLUNet::new(config, &mut Source::fresh(device).root())?, &run.unet, None)?;
     let random = |dims: &[usize]| Tensor::randn(0.0, 1.0, dims, DType::F32, device);
     let sizes = Tensor::new(&[128f32, 128.0, 0.0, 0.0, 128.0, 128.0], device)?.broadcast_as((4, 6))?;
     let cache = [

@@ -128,16 +128,18 @@ def test_the_losses_before_and_after_rounding_are_reported(
     assert abs(after - apart) < 0.1 * apart
 
 
-@pytest.mark.parametrize("flags", [["--to", "fp8"], ["--to", "nf4"]])
-def test_impossible_outputs_are_named(
-    flux_base: Path, tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+def test_impossible_outputs_are_errors_before_anything_is_loaded(
+    flux_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    adapter = make_adapter(flux_base / "transformer", tmp_path / "adapter.safetensors")
-    given = ["--model", "flux", "--weights", str(flux_base), "--adapter", str(adapter)]
-    assert merged(given, tmp_path / "folder", *flags) == 2
-    found = capsys.readouterr().err
-    assert ("expected the name of a new .safetensors file" in found) == (flags[1] == "fp8")
-    assert ("--to nf4 writes language models" in found) == (flags[1] == "nf4")
+    given = ["--model", "flux", "--weights", str(flux_base), "--dataset", str(tmp_path / "none")]
+    assert merged(given, tmp_path / "folder", "--to", "fp8") == 2
+    assert "with --to fp8, expected the name of a new .safetensors file" in capsys.readouterr().err
+    (there := tmp_path / "there.safetensors").touch()
+    assert merged(given, there, "--to", "fp8") == 2
+    assert f"--output is {there}, which exists; expected a new file" in capsys.readouterr().err
+    assert there.stat().st_size == 0
+    assert merged(given, tmp_path / "no" / "file.safetensors", "--to", "fp8") == 2
+    assert f"but there is no folder {tmp_path / 'no'}; make it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

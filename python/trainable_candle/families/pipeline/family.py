@@ -251,17 +251,38 @@ class PipelineFamily(LatentFamily, Generic[E]):
         """
         saving.save_merged(self.weights, self.parts, models, output)
 
-    def save_quantized(self, models: Mapping[str, Model], output: Path, to: str) -> None:
-        """Write the merged checkpoint as one file with the tensors' original names.
-
-        The denoiser is in ComfyUI's 8-bit format that `to` names.
-
-        Raises:
-            ConfigError: `output` is not the name of a new `.safetensors` file.
-            OSError: the file cannot be written.
-        """
+    def require_quantized(self, output: Path, to: str) -> None:
+        """See `LatentFamily.require_quantized`."""
+        if to == "nf4":
+            if not self.weights.is_dir():
+                raise ConfigError(
+                    f"--to nf4 writes a folder of diffusers, and --weights {self.weights} is one "
+                    "file: give the model's folder; or --to fp8 or --to int8, which write one file"
+                )
+            if output.suffix == ".safetensors":
+                raise ConfigError(
+                    f"--output is {output}; --to nf4 writes a folder of diffusers: give the name "
+                    "of a new folder; or --to fp8 or --to int8, which write one file"
+                )
+            saving.require_empty_folder(output)
+            return
         if output.suffix != ".safetensors":
             raise ConfigError(
-                f"--output is {output}; with --to, expected the name of a new .safetensors file"
+                f"--output is {output}; with --to {to}, expected the name of a new .safetensors "
+                "file"
             )
-        saving.save_file(self.weights, self.parts, models, output, {self.component: to})
+        saving.require_new_file(output)
+
+    def save_quantized(self, models: Mapping[str, Model], output: Path, to: str) -> None:
+        """Write the merged checkpoint with a quantized denoiser.
+
+        "nf4" writes a folder that diffusers loads with bitsandbytes. "fp8" and "int8" write one
+        file with the tensors' original names and the denoiser in ComfyUI's format.
+
+        Raises:
+            ConfigError: as `require_quantized`.
+            OSError: the checkpoint cannot be written.
+        """
+        self.require_quantized(output, to)
+        save = saving.save_folder if to == "nf4" else saving.save_file
+        save(self.weights, self.parts, models, output, {self.component: to})

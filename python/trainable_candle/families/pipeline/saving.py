@@ -35,7 +35,7 @@ def save_merged(
     if output.suffix == ".safetensors":
         save_file(weights, parts, models, output, {})
     elif weights.is_dir():
-        _save_folder(weights, parts, models, output)
+        save_folder(weights, parts, models, output, {})
     else:
         raise ConfigError(
             f"--output is {output}, expected the name of a .safetensors file, because "
@@ -63,8 +63,7 @@ def save_file(
         ConfigError: `output` exists.
         OSError: the file cannot be written.
     """
-    if output.exists():
-        raise ConfigError(f"--output is {output}, which exists; expected a new file")
+    require_new_file(output)
     if weights.is_dir():
         others = {name: load(weights, subfolder=name) for name in parts if name not in models}
         save_checkpoint(output, {**models, **others}, quantize=dict(quantize))
@@ -72,15 +71,51 @@ def save_file(
         save_checkpoint(output, dict(models), base=weights, quantize=dict(quantize))
 
 
-def _save_folder(
-    weights: Path, parts: Sequence[str], models: Mapping[str, Model], output: Path
+def require_new_file(output: Path) -> None:
+    """Check that `output` can be a new file.
+
+    Raises:
+        ConfigError: `output` exists, or its folder does not.
+    """
+    if output.exists():
+        raise ConfigError(f"--output is {output}, which exists; expected a new file")
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output is {output}, but there is no folder {output.parent}; make it")
+
+
+def require_empty_folder(output: Path) -> None:
+    """Check that `output` can be a new folder, or is an empty one.
+
+    Raises:
+        ConfigError: `output` is something else.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"--output is {output}, which exists; expected a new or an empty folder")
+
+
+def save_folder(
+    weights: Path,
+    parts: Sequence[str],
+    models: Mapping[str, Model],
+    output: Path,
+    quantize: Mapping[str, str],
 ) -> None:
     """Write a pipeline's folder with `models` in place of those in `weights`.
 
     The other models, the tokenizers, the scheduler and `model_index.json` are copied.
+
+    Args:
+        weights: the pipeline's folder, from which everything but `models` is taken.
+        parts: the names of the folders that hold the pipeline's models.
+        models: the changed models, by the names of their folders.
+        output: a new or an empty folder.
+        quantize: "nf4" for each model to quantize, by the names of their folders.
+
+    Raises:
+        ConfigError: `output` exists and is not an empty folder.
+        OSError: the folder cannot be written.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"--output is {output}, which exists; expected a new or an empty folder")
+    require_empty_folder(output)
     partial = output.with_name(f"{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     tokenizers = {name.replace("text_encoder", "tokenizer") for name in parts}
@@ -94,7 +129,7 @@ def _save_folder(
         else:
             shutil.copy2(weights / name, partial / name)
     for name, model in models.items():
-        model.save_pretrained(partial / name)
+        model.save_pretrained(partial / name, quantize.get(name))
     if output.exists():
         output.rmdir()
     partial.rename(output)

@@ -379,15 +379,28 @@ class LatentModel(ABC):
         """
 
     @abstractmethod
+    def require_quantized(self, output: Path, to: str) -> None:
+        """Check, before anything is loaded, that `save_quantized` can write the model.
+
+        Args:
+            output: the path to write.
+            to: "nf4", "fp8" or "int8".
+
+        Raises:
+            ConfigError: the family cannot be quantized, `to` does not suit the form of its weights,
+                or `output` exists or does not suit `to`.
+        """
+
+    @abstractmethod
     def save_quantized(self, models: Mapping[str, Model], output: Path, to: str) -> None:
-        """Write the whole model with the denoiser's linear layers in eight bits.
+        """Write the whole model with the denoiser's linear layers quantized.
 
         Args:
             models: the parts whose weights differ from the stored weights, and the denoiser.
-            output: a new `.safetensors` file.
-            to: "fp8" or "int8".
+            output: for "nf4" a new or an empty folder, otherwise a new `.safetensors` file.
+            to: "nf4", "fp8" or "int8".
 
         Raises:
-            ConfigError: `output` is no such file, or the family cannot be written in eight bits.
+            ConfigError: as `require_quantized`.
             OSError: the model cannot be written.
         """

@@ -422,12 +422,13 @@ class LatentTask:
 
         Args:
             output: a new or an empty folder, or a new `.safetensors` file.
-            to: "fp8" or "int8" quantizes the linear layers in the denoiser's blocks, and writes
-                them in ComfyUI's format; `output` must then be a file. None keeps the precision.
+            to: "nf4", "fp8" or "int8" quantizes the linear layers in the denoiser's blocks. "nf4"
+                writes a folder in bitsandbytes' format, the others a file in ComfyUI's format.
+                None keeps the precision.
 
         Raises:
-            ConfigError: `output` exists and is not an empty folder, or must end in `.safetensors`
-                and does not.
+            ConfigError: `output` exists and is not an empty folder, or is a file where a folder is
+                needed, or the reverse.
             OSError: the model cannot be written.
         """
         models = {name: self._part(name) for name in self._adapted}

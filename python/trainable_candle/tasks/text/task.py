@@ -40,6 +40,11 @@ if TYPE_CHECKING:
     from trainable_candle.tasks.estimate import Estimate
     from trainable_candle.tasks.text.family import TextFamily
 
+_FILES: Final = {
+    ".safetensors": "language models are written as folders: give the name of a new folder",
+    ".gguf": "merge writes a folder: give the name of a new folder, and see export --gguf",
+}
+"""What to say about a folder whose name ends as a file's."""
 PEFT: Final = "peft"
 """The folder that `PeftModel.from_pretrained` loads."""
 
@@ -309,17 +314,27 @@ class TextTask:
         write_atomically(path, json.dumps(fields, indent=2) + "\n")
         return folder
 
-    def save_merged(self, output: Path) -> None:
-        """Write the model with its adapter merged, if it has one, and copy the tokenizer's files.
+    def require_output(self, output: Path) -> None:
+        """Check that `save_merged` can write to `output`.
 
         Raises:
-            ConfigError: `output` exists and is not an empty folder.
-            OSError: the model cannot be written.
+            ConfigError: `output` exists and is not an empty folder, or has the name of a file.
         """
+        if output.suffix in _FILES:
+            raise ConfigError(f"--output is {output}; {_FILES[output.suffix]}")
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
             raise ConfigError(
                 f"--output is {output}, which exists; expected a new or an empty folder"
             )
+
+    def save_merged(self, output: Path) -> None:
+        """Write the model with its adapter merged, if it has one, and copy the tokenizer's files.
+
+        Raises:
+            ConfigError: as `require_output`.
+            OSError: the model cannot be written.
+        """
+        self.require_output(output)
         if self._adapters is not None:
             self.family.model.merge_adapter()
         self.family.model.save_pretrained(output)

@@ -125,6 +125,20 @@ impl Quantized {
     /// [`Error::DType`] if `matrix` is not floating point, [`Error::Argument`] if `matrix` needs a gradient, or has values that
     /// are non-finite or too large for the format, or if the format can only be read.
     pub fn new(matrix: &Tensor, format: Format) -> Result<Self> {
+        Self::of_values(matrix, format, true)
+    }
+
+    /// Quantize a matrix to `Nf4` whose scales are f32: bitsandbytes' `quantize_4bit` without `compress_statistics`, and the
+    /// rounding of [`Grid::Nf4`](crate::ops::fake_quantize::Grid::Nf4).
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn nf4_with_plain_scales(matrix: &Tensor) -> Result<Self> {
+        Self::of_values(matrix, Format::Nf4, false)
+    }
+
+    /// [`new`](Self::new), in which `nested` says whether the scales of NF4 are quantized.
+    fn of_values(matrix: &Tensor, format: Format, nested: bool) -> Result<Self> {
         let &[rows, columns] = matrix.dims() else {
             return Err(Error::shape(
                 OP,
@@ -149,7 +163,7 @@ impl Quantized {
             let values = floats(bytes);
             match format {
                 Format::Int8 | Format::Fp8 => rows::quantize(values, rows, columns, format),
-                Format::Nf4 => nf4::quantize(values),
+                Format::Nf4 => nf4::quantize(values, nested),
                 Format::Ggml(format) => Some((format.encode(values)?, Scales::Ggml(format))),
             }
         })?;

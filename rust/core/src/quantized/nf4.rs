@@ -47,8 +47,9 @@ pub(super) static SCALES: LazyLock<[f32; 256]> = LazyLock::new(|| create_dynamic
 /// Number of blocks that a thread takes at a time.
 const GRAIN: usize = 256;
 
-/// The codes of `values`, two per byte, and the quantized scales of the blocks; `None` if a value is non-finite.
-pub(super) fn quantize(values: &[f32]) -> Option<(Raw, Scales)> {
+/// The codes of `values`, two per byte, and the scales of the blocks, quantized if `nested`. `None` if a value is
+/// non-finite.
+pub(super) fn quantize(values: &[f32], nested: bool) -> Option<(Raw, Scales)> {
     let blocks = values.len().div_ceil(BLOCK);
     let mut largest = vec![0f32; blocks];
     par_chunks_mut(&mut largest, GRAIN, |piece, largest| {
@@ -70,7 +71,8 @@ pub(super) fn quantize(values: &[f32]) -> Option<(Raw, Scales)> {
         }
     });
     let count = codes.len();
-    Some((from_vec(codes, count), nested(&largest)))
+    let scales = if nested { quantized_scales(&largest) } else { Scales::Nf4(from_vec(largest, blocks)) };
+    Some((from_vec(codes, count), scales))
 }
 
 fn encode(block: &[f32], largest: f32, codes: &mut [u8]) {
@@ -92,7 +94,7 @@ fn nearest(x: f32) -> u8 {
 }
 
 /// Quantizes the scales of the blocks, which are the blocks' largest magnitudes.
-fn nested(largest: &[f32]) -> Scales {
+fn quantized_scales(largest: &[f32]) -> Scales {
     let sum: f64 = largest.iter().map(|&m| f64::from(m)).sum();
     let offset = (sum / largest.len().max(1) as f64) as f32;
     let (mut codes, mut scales) = (Vec::with_capacity(largest.len()), Vec::new());

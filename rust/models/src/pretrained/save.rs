@@ -5,10 +5,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::rc::Rc;
 
+use serde_json::{Map, Value, json};
 use trainable_candle_core::quantized::Format;
 use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Device, Error, Quantized, Result, Tensor, Weight, WeightRef};
-use trainable_candle_io::{EightBits, TensorEntry, WeightFiles, comfy_format, save_entries, write_atomically};
+use trainable_candle_io::{
+    EightBits, TensorEntry, WeightFiles, comfy_format, nf4_entries, save_entries, write_atomically,
+};
 
 use super::layout::{Form, Layout, Original};
 use super::{CONFIG, config_entry};
@@ -18,16 +21,58 @@ use crate::pipelines::{self, Pipeline, Place, Section, places};
 /// Write `config.json` and the weights of `model` to `folder`, which is created if missing, under the names that
 /// diffusers and transformers read. Adapters are not written, but a merged adapter is part of its layer's weight.
 ///
+/// With the format `Nf4`, the linear layers that may be quantized are in bitsandbytes' format with scales in f32, and
+/// `config.json` names the other linear layers. diffusers matches these names also with the last part of a layer's name.
+/// If that part of another layer is the same, the layer is quantized too: the last layer of Flux, `proj_out`.
+///
 /// # Errors
-/// [`Error::Io`] that names the path that cannot be written, [`Error::Argument`] if only a part of the model was
-/// loaded.
-pub fn save_pretrained(model: &dyn Model, folder: &Path) -> Result<()> {
-    let entries = entries(model, model.layout(None, None).as_ref(), None, None)?;
+/// [`Error::Io`] that names the path that cannot be written; [`Error::Argument`] if only a part of the model was
+/// loaded, if the format is not `Nf4`, or if the model has no layers that may be quantized; [`Error::DType`] if a layer to
+/// quantize is f64.
+pub fn save_pretrained(model: &dyn Model, folder: &Path, format: Option<Format>) -> Result<()> {
+    let codes = match format {
+        None => None,
+        Some(Format::Nf4) => Some(Codes::Nf4),
+        Some(other) => {
+            let text = format!(
+                "the format is {}, expected nf4 in a folder; save_checkpoint writes fp8 and int8",
+                other.name()
+            );
+            return Err(Error::argument("save_pretrained", text));
+        }
+    };
+    let mut stored = Stored::of(model, model.layout(None, None).as_ref(), "save_pretrained", codes)?;
+    let mut config = model.configuration();
+    if codes.is_some() {
+        stored.quantize_what_cannot_be_skipped();
+        config.insert("quantization_config".to_owned(), bitsandbytes_config(model.dtype(), &stored.plain_layers()));
+    }
+    let entries = stored.entries(None)?;
     std::fs::create_dir_all(folder).map_err(|e| Error::io(folder, e))?;
     let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
     save_entries(&folder.join(model.kind().weights_name), entries, &metadata)?;
-    let config = json_text(model)?;
+    let config = json_text(&config)?;
     write_atomically(&folder.join(CONFIG), |file| file.write_all(config.as_bytes()))
+}
+
+/// What `config.json` says about a model with weights in NF4: the fields of diffusers' `BitsAndBytesConfig`. Layers
+/// compute in `dtype`; the layers `skipped` are not quantized.
+fn bitsandbytes_config(dtype: DType, skipped: &[String]) -> Value {
+    let dtype = match dtype {
+        DType::F16 => "float16",
+        DType::BF16 => "bfloat16",
+        _ => "float32",
+    };
+    json!({
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": true,
+        "load_in_8bit": false,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": false,
+        "bnb_4bit_compute_dtype": dtype,
+        "bnb_4bit_quant_storage": "uint8",
+        "llm_int8_skip_modules": skipped,
+    })
 }
 
 /// Options for writing weights.
@@ -57,15 +102,13 @@ pub fn save_checkpoint(
     base: Option<&Path>,
     written: &Written,
 ) -> Result<()> {
+    const OP: &str = "save_checkpoint";
     if let Some(other) = written.formats.keys().find(|name| !models.iter().any(|(known, _)| known == name)) {
-        return Err(Error::argument(
-            "save_checkpoint",
-            format!("quantize names \"{other}\", which is not among the models"),
-        ));
+        return Err(Error::argument(OP, format!("quantize names \"{other}\", which is not among the models")));
     }
     if let Some(dtype) = written.dtype.filter(|&dtype| !is_float(dtype)) {
         let text = format!("dtype is {}, expected one of f32, f16, bf16, f64", dtype.as_str());
-        return Err(Error::dtype("save_checkpoint", text));
+        return Err(Error::dtype(OP, text));
     }
     let base = base.map(|path| WeightFiles::open(&[path.to_path_buf()])).transpose()?.map(RefCell::new);
     let pipeline =
@@ -86,7 +129,8 @@ pub fn save_checkpoint(
             }
             None => model.layout(Some(first), None),
         };
-        all.extend(entries(model, layout.as_ref(), written.dtype, written.formats.get(subfolder).copied())?);
+        let codes = written.formats.get(subfolder).map(|&format| eight_bits(format)).transpose()?;
+        all.extend(Stored::of(model, layout.as_ref(), OP, codes)?.entries(written.dtype)?);
     }
     let mut metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
     if let Some(base) = &base {
@@ -106,9 +150,21 @@ pub fn save_checkpoint(
         }
     }
     for &(subfolder, model) in models {
-        metadata.insert(config_entry(subfolder), json_text(model)?);
+        metadata.insert(config_entry(subfolder), json_text(&model.configuration())?);
     }
     save_entries(path, all, &metadata)
+}
+
+/// How a checkpoint stores matrices in `format`.
+fn eight_bits(format: Format) -> Result<Codes> {
+    match format {
+        Format::Fp8 => Ok(Codes::Eight(EightBits::Fp8)),
+        Format::Int8 => Ok(Codes::Eight(EightBits::Int8)),
+        other => {
+            let text = format!("the format is {}, expected fp8 or int8 in a checkpoint", other.name());
+            Err(Error::argument("save_checkpoint", text))
+        }
+    }
 }
 
 /// The sections of original checkpoints that hold the model in a pipeline's `subfolder`. The pipeline is
@@ -129,67 +185,110 @@ fn sections(subfolder: &str, model: &dyn Model, preferred: Option<&Pipeline>) ->
     })
 }
 
-/// The text of a model's `config.json`.
-fn json_text(model: &dyn Model) -> Result<String> {
-    serde_json::to_string_pretty(&model.configuration())
+/// The text of a `config.json`.
+fn json_text(config: &Map<String, Value>) -> Result<String> {
+    serde_json::to_string_pretty(config)
         .map(|text| text + "\n")
         .map_err(|e| Error::Config(format!("save_pretrained: {e}")))
 }
 
-/// The tensors of `model` with the names and forms of `layout`.
-fn entries(
-    model: &dyn Model,
-    layout: &dyn Layout,
-    dtype: Option<DType>,
-    format: Option<Format>,
-) -> Result<Vec<TensorEntry<'static>>> {
-    model.require_whole()?;
-    let bits = match format {
-        None => None,
-        Some(Format::Fp8) => Some(EightBits::Fp8),
-        Some(Format::Int8) => Some(EightBits::Int8),
-        Some(other) => {
-            let text = format!("the format is {}, expected fp8 or int8 in a checkpoint", other.name());
-            return Err(Error::argument("save_checkpoint", text));
+/// How a file stores quantized matrices.
+#[derive(Clone, Copy)]
+enum Codes {
+    /// As `ComfyUI` does.
+    Eight(EightBits),
+    /// As bitsandbytes does, with scales in f32.
+    Nf4,
+}
+
+/// A model's parameters as a file stores them.
+struct Stored {
+    /// The parameters under each key, without the layout's prefix.
+    groups: BTreeMap<String, Group>,
+    prefix: String,
+    codes: Option<Codes>,
+}
+
+impl Stored {
+    /// The parameters of `model` with the names and forms of `layout`. With `codes`, matrices of layers that may be
+    /// quantized are quantized. `op` is the operation's name in errors.
+    fn of(model: &dyn Model, layout: &dyn Layout, op: &'static str, codes: Option<Codes>) -> Result<Self> {
+        model.require_whole()?;
+        if codes.is_some() {
+            model.kind().check_quantizable(op)?;
         }
-    };
-    if bits.is_some() {
-        model.kind().check_quantizable("save_checkpoint")?;
+        let layers = pipelines::layer_shapes(model);
+        let is_chosen = |layer: &str| layers.contains_key(layer) && model.kind().quantizable.has(layer);
+        let mut groups: BTreeMap<String, Group> = BTreeMap::new();
+        for (name, weight) in model.named_weights() {
+            let Some(place) = layout.places(&name).into_iter().next() else {
+                return Err(Error::argument("save", format!("{name} has no name in this kind of file")));
+            };
+            let is_layer = name.strip_suffix(".weight").is_some_and(is_chosen);
+            let group =
+                groups.entry(place.key).or_insert_with(|| Group { parts: Vec::new(), is_quantized: codes.is_some() });
+            group.is_quantized &= is_layer;
+            group.parts.push((place.form, weight));
+        }
+        for group in groups.values_mut() {
+            group.is_quantized &= group.shape().len() == 2;
+        }
+        Ok(Self { groups, prefix: layout.prefix().to_owned(), codes })
     }
-    let mut grouped: BTreeMap<String, Group> = BTreeMap::new();
-    for (name, weight) in model.named_weights() {
-        let Some(place) = layout.places(&name).into_iter().next() else {
-            return Err(Error::argument("save", format!("{name} has no name in this kind of file")));
-        };
-        let is_layer = name.strip_suffix(".weight").is_some_and(|layer| model.kind().quantizable.has(layer));
-        let group =
-            grouped.entry(place.key).or_insert_with(|| Group { parts: Vec::new(), is_quantized: bits.is_some() });
-        group.is_quantized &= is_layer;
-        group.parts.push((place.form, weight));
+
+    /// The names of the layers with a matrix that is not quantized.
+    fn plain_layers(&self) -> Vec<String> {
+        let is_plain = |group: &Group| !group.is_quantized && group.shape().len() == 2;
+        let layers = self.groups.iter().filter(|(_, group)| is_plain(group));
+        layers.filter_map(|(key, _)| Some(key.strip_suffix(".weight")?.to_owned())).collect()
     }
-    let mut all = Vec::new();
-    for (key, group) in grouped {
-        let name = format!("{}{key}", layout.prefix());
-        let group = Rc::new(group);
-        match bits.filter(|_| group.is_quantized && group.shape().len() == 2) {
-            Some(bits) => all.extend(of_eight_bits(&name, &group, bits)?),
-            None => all.push(group.entry(name, dtype)),
+
+    /// Quantize the layers whose names diffusers would also match with other layers, which are quantized.
+    fn quantize_what_cannot_be_skipped(&mut self) {
+        let last = |key: &str| Some(key.strip_suffix(".weight")?.rsplit('.').next()?.to_owned());
+        let quantized = self.groups.iter().filter(|(_, group)| group.is_quantized);
+        let ends: BTreeSet<String> = quantized.filter_map(|(key, _)| last(key)).collect();
+        for layer in self.plain_layers().into_iter().filter(|layer| ends.contains(layer)) {
+            if let Some(group) = self.groups.get_mut(&format!("{layer}.weight")) {
+                group.is_quantized = true;
+            }
         }
     }
-    Ok(all)
+
+    /// The tensors of the file; those that are not quantized are converted to `dtype`, if it is given.
+    fn entries(self, dtype: Option<DType>) -> Result<Vec<TensorEntry<'static>>> {
+        let mut all = Vec::new();
+        for (key, group) in self.groups {
+            let name = format!("{}{key}", self.prefix);
+            let group = Rc::new(group);
+            match self.codes.filter(|_| group.is_quantized) {
+                Some(Codes::Eight(bits)) => all.extend(of_eight_bits(&name, &group, bits)?),
+                Some(Codes::Nf4) => {
+                    let (dims, dtype) = (group.shape(), group.dtype());
+                    all.extend(nf4_entries(&name, [dims[0], dims[1]], dtype, Rc::new(move || group.values()))?);
+                }
+                None => all.push(group.entry(name, dtype)),
+            }
+        }
+        Ok(all)
+    }
 }
 
 /// The parameters that are stored under one key.
 struct Group {
     parts: Vec<(Form, Weight)>,
-    /// Whether to quantize the parameters: a format is given, and each parameter is the weight of a layer that may be
-    /// quantized.
+    /// Whether the parameters are quantized.
     is_quantized: bool,
 }
 
 impl Group {
     fn shape(&self) -> Vec<usize> {
         self.parts.first().map_or_else(Vec::new, |(form, weight)| form.stored_shape(weight.dims()))
+    }
+
+    /// The dtype of the parameters before they are quantized or converted.
+    fn dtype(&self) -> DType {
+        self.parts.first().map_or(DType::F32, |(_, weight)| weight.dtype())
     }
 
     fn values(&self) -> Result<Tensor> {
@@ -199,7 +298,7 @@ impl Group {
 
     fn entry(self: Rc<Self>, name: String, dtype: Option<DType>) -> TensorEntry<'static> {
         let shape = self.shape();
-        let dtype = dtype.unwrap_or_else(|| self.parts.first().map_or(DType::F32, |(_, weight)| weight.dtype()));
+        let dtype = dtype.unwrap_or_else(|| self.dtype());
         TensorEntry { name, shape, dtype, codes: None, values: Box::new(move || self.values()?.to_dtype(dtype)) }
     }
 
@@ -220,7 +319,7 @@ impl Group {
 /// The tensors in which `ComfyUI` stores a quantized matrix.
 fn of_eight_bits(name: &str, group: &Rc<Group>, bits: EightBits) -> Result<[TensorEntry<'static>; 3]> {
     let layer = name.strip_suffix("weight").unwrap_or(name);
-    let format = serde_json::json!({ "format": comfy_format(bits) }).to_string().into_bytes();
+    let format = json!({ "format": comfy_format(bits) }).to_string().into_bytes();
     let (of_codes, of_scales) = (Rc::clone(group), Rc::clone(group));
     let shape = group.shape();
     let scales = match bits {

@@ -398,12 +398,22 @@ impl Model {
     /// Write `config.json` and the weights to a folder that diffusers and transformers can load. Adapters are not
     /// written, but if an adapter is merged, the weight of its layer is the merged weight.
     ///
+    /// Args:
+    ///     folder: the folder, which is created if missing.
+    ///     quantize: "nf4" writes the linear layers that may be quantized as bitsandbytes does, in four bits with
+    ///         scales in f32. `config.json` tells diffusers which other layers are plain. A layer that diffusers cannot
+    ///         tell apart from these by name is quantized too: the last layer of Flux.
+    ///
     /// Raises:
     ///     FileError: if a file cannot be written.
-    ///     ArgumentError: if only a part of the model's layers was loaded.
-    fn save_pretrained(&self, py: Python<'_>, folder: FilePath) -> Result<()> {
+    ///     ArgumentError: if only a part of the model's layers was loaded, if the format is not "nf4", or if the model has
+    ///         no layers that may be quantized.
+    ///     DTypeError: if a layer to quantize is f64.
+    #[pyo3(signature = (folder, quantize=None))]
+    fn save_pretrained(&self, py: Python<'_>, folder: FilePath, quantize: Option<&str>) -> Result<()> {
         let folder = folder.get("save_pretrained")?;
-        detached(py, || models::save_pretrained(&*self.model, &folder))
+        let format = quantize.map(str::parse).transpose()?;
+        detached(py, || models::save_pretrained(&*self.model, &folder, format))
     }
 
     fn __repr__(&self) -> String {

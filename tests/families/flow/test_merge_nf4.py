@@ -1,0 +1,252 @@
+"""`merge --to nf4` of image models: folders in bitsandbytes' format, as diffusers writes them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.cli import main
+from trainable_candle.families.pipeline.facts import DENOISERS
+
+NAMES = ("sdxl", "sd3", "flux", "chroma", "zimage", "flux2", "qwen-image")
+# The values of the 16 codes of NF4.
+VALUES = np.array([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+], np.float32)  # fmt: skip
+
+
+@pytest.fixture(params=NAMES)
+def base(request: pytest.FixtureRequest) -> tuple[str, Path]:
+    """A family and a tiny pipeline's folder."""
+    name = request.param
+    return name, request.getfixturevalue(f"{name.replace('-', '_')}_base")
+
+
+def denoiser_of(folder: Path) -> str:
+    return next(name for name in DENOISERS if (folder / name).is_dir())
+
+
+def make_adapter(folder: Path, path: Path) -> Path:
+    """Write a LoRA that has an effect, for the denoiser in a pipeline's folder."""
+    model = tc.models.load(folder, subfolder=denoiser_of(folder), dtype="f32")
+    adapter = model.add_adapter(tc.LoraConfig(r=2, target_modules="all-attention"))
+    tc.manual_seed(3)
+    for var in adapter.parameters():
+        var.set(tc.randn(var.shape) * 0.3)
+    adapter.save(path)
+    return path
+
+
+def merged(name: str, weights: Path, output: Path, *flags: str) -> int:
+    given = ["merge", "--model", name, "--weights", str(weights), "--output", str(output)]
+    return main([*given, "--precision", "f32", *flags])
+
+
+def nf4(values: np.ndarray) -> np.ndarray:
+    """Values rounded to NF4 with f32 scales, in blocks of 64; the last one may be smaller."""
+    flat = values.reshape(-1)
+    found = np.empty_like(flat)
+    middles = (VALUES[1:] + VALUES[:-1]) / 2
+    for start in range(0, flat.size, 64):
+        block = flat[start : start + 64]
+        scale = np.abs(block).max()
+        units = block * (np.float32(1) / scale) if block.size == 64 else block / scale
+        found[start : start + 64] = VALUES[np.searchsorted(middles, units)] * scale
+    return found.reshape(values.shape)
+
+
+def test_the_folder_holds_the_rounded_merged_weights(
+    base: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, weights = base
+    part = denoiser_of(weights)
+    adapter = make_adapter(weights, tmp_path / "adapter.safetensors")
+    flags, output = ("--adapter", str(adapter)), tmp_path / "nf4"
+    assert merged(name, weights, tmp_path / "plain", *flags) == 0
+    assert merged(name, weights, output, *flags, "--to", "nf4") == 0
+    assert f"merged model: {output}" in capsys.readouterr().out
+    files = sorted(path.relative_to(tmp_path / "plain") for path in (tmp_path / "plain").rglob("*"))
+    assert files == sorted(path.relative_to(output) for path in output.rglob("*"))
+
+    stored = tc.load_file(next((output / part).glob("*.safetensors")))
+    state = ".quant_state.bitsandbytes__nf4"
+    packed = {key.removesuffix(state) for key in stored if key.endswith(state)}
+    plain = tc.load_file(next((tmp_path / "plain" / part).glob("*.safetensors")))
+    found = tc.models.load(output, subfolder=part, dtype="f32").named_tensors()
+    assert found.keys() == plain.keys()
+    for key, value in plain.items():
+        expected = nf4(value.numpy()) if key in packed else value.numpy()
+        np.testing.assert_array_equal(found[key].numpy(), expected, key)
+        parts = {other for other in stored if other.startswith(f"{key}.")}
+        ends = (".absmax", ".quant_map", state) if key in packed else ()
+        assert parts == {f"{key}{end}" for end in ends}
+
+    # The layers that --base-precision nf4 quantizes are in NF4, and the last layer of models whose
+    # blocks have a layer of the same name.
+    config = tc.models.load(weights, subfolder=part, dtype="f32", quantize="nf4")
+    rounded = config.named_tensors()
+    before = tc.models.load(weights, subfolder=part, dtype="f32").named_tensors()
+    changed = {k for k, v in rounded.items() if not np.array_equal(v.numpy(), before[k].numpy())}
+    more = {"proj_out.weight"} if name in {"flux", "chroma"} else set()
+    assert packed == changed | more
+    assert len(packed) > len(more)
+
+    # Loaded in NF4, the codes are those of the file: nothing is rounded twice.
+    again = tc.models.load(output, subfolder=part, dtype="f32", quantize="nf4").named_tensors()
+    for key, tensor in found.items():
+        np.testing.assert_array_equal(again[key].numpy(), tensor.numpy(), key)
+    facts = tc.inspect(output, name).parts[part]
+    assert facts.stored_format == "nf4"
+
+
+def test_the_configuration_names_the_layers_that_are_not_quantized(
+    base: tuple[str, Path], tmp_path: Path
+) -> None:
+    """diffusers quantizes every linear layer whose name is not in this list."""
+    name, weights = base
+    part = denoiser_of(weights)
+    assert merged(name, weights, tmp_path / "nf4", "--to", "nf4") == 0
+    config = json.loads((tmp_path / "nf4" / part / "config.json").read_text())
+    found = config.pop("quantization_config")
+    assert found.pop("llm_int8_skip_modules") == sorted(found_skips(tmp_path / "nf4" / part))
+    assert found == {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": False,
+        "bnb_4bit_compute_dtype": "float32",
+        "bnb_4bit_quant_storage": "uint8",
+    }
+    plain = tc.models.load(weights, subfolder=part, dtype="f32")
+    plain.save_pretrained(tmp_path / "plain")
+    assert config == json.loads((tmp_path / "plain" / "config.json").read_text())
+
+
+def found_skips(folder: Path) -> set[str]:
+    """The layers of a folder with a plain matrix."""
+    stored = tc.load_file(next(folder.glob("*.safetensors")))
+    return {
+        key.removesuffix(".weight")
+        for key, tensor in stored.items()
+        if key.endswith(".weight") and tensor.ndim == 2 and str(tensor.dtype) != "u8"
+    }
+
+
+def test_the_losses_before_and_after_rounding_are_reported(
+    base: tuple[str, Path],
+    tmp_path: Path,
+    sdxl_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The loss after rounding differs from the loss before by less than 20 %."""
+    name, weights = base
+    adapter = make_adapter(weights, tmp_path / "adapter.safetensors")
+    data = ("--dataset", str(sdxl_folder), "--resolution", "32", "--max-side", "48")
+    flags = ("--adapter", str(adapter), "--to", "nf4", *data)
+    assert merged(name, weights, tmp_path / "nf4", *flags) == 0
+    told = capsys.readouterr().out.partition("loss: ")[2].partition("\n")[0]
+    assert told.startswith("adapter not merged ")
+    assert "merged and quantized" in told
+    apart, after = (float(part.split()[-1]) for part in told.split(","))
+    assert after != apart
+    assert abs(after - apart) < 0.2 * apart
+
+
+def test_forms_that_cannot_hold_nf4_are_errors_before_anything_is_loaded(
+    flux_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "transformer.safetensors"
+    tc.models.save_checkpoint(file, {"transformer": tc.models.load(flux_base / "transformer")})
+    given = ("--to", "nf4", "--dataset", str(tmp_path / "missing"))
+    parts = ("--vae", str(flux_base / "vae"))
+    parts += ("--text-encoder", str(flux_base / "text_encoder"))
+    parts += ("--text-encoder", str(flux_base / "text_encoder_2"))
+    assert merged("flux", file, tmp_path / "nf4", *given, *parts) == 2
+    error = capsys.readouterr().err
+    assert "is one file: give the model's folder; or --to fp8" in error
+    assert merged("flux", flux_base, tmp_path / "nf4.safetensors", *given) == 2
+    assert "--to nf4 writes a folder of diffusers: give the name of a new folder" in (
+        capsys.readouterr().err
+    )
+    (full := tmp_path / "full").mkdir()
+    (full / "file").touch()
+    assert merged("flux", flux_base, full, *given) == 2
+    assert f"--output is {full}, which exists; expected a new or an empty folder" in (
+        capsys.readouterr().err
+    )
+    assert [path.name for path in full.iterdir()] == ["file"]
+
+
+def test_only_models_with_such_layers_and_dtypes_are_written(
+    flux_base: Path, tmp_path: Path
+) -> None:
+    model = tc.models.load(flux_base / "transformer", dtype="f32")
+    with pytest.raises(tc.errors.ArgumentError, match="fp8, expected nf4 in a folder; save_checkp"):
+        model.save_pretrained(tmp_path / "fp8", quantize="fp8")
+    vae = tc.models.load(flux_base, subfolder="vae")
+    with pytest.raises(tc.errors.ArgumentError, match="no layers that may be quantized"):
+        vae.save_pretrained(tmp_path / "vae", quantize="nf4")
+    wide = tc.models.load(flux_base / "transformer", dtype="f64")
+    with pytest.raises(tc.errors.DTypeError, match="f64, and bitsandbytes quantizes f32, f16"):
+        wide.save_pretrained(tmp_path / "wide", quantize="nf4")
+    assert list(tmp_path.iterdir()) == []
+
+
+CLASSES = {
+    "sdxl": "UNet2DConditionModel",
+    "sd3": "SD3Transformer2DModel",
+    "flux": "FluxTransformer2DModel",
+    "chroma": "ChromaTransformer2DModel",
+    "zimage": "ZImageTransformer2DModel",
+    "flux2": "Flux2Transformer2DModel",
+    "qwen-image": "QwenImageTransformer2DModel",
+}
+
+
+# diffusers' own code for Chroma takes a deprecated name.
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_diffusers_loads_the_folder(
+    base: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    diffusers = pytest.importorskip("diffusers")
+    functional = pytest.importorskip("bitsandbytes").functional
+    pytest.importorskip("accelerate")
+    quantizers = pytest.importorskip("diffusers.quantizers.bitsandbytes")
+    # diffusers asks for a GPU, but bitsandbytes dequantizes on the CPU too.
+    quantizer = quantizers.BnB4BitDiffusersQuantizer
+    monkeypatch.setattr(quantizer, "validate_environment", lambda *_, **__: None)
+    name, weights = base
+    part = denoiser_of(weights)
+    assert merged(name, weights, tmp_path / "nf4", "--to", "nf4") == 0
+    ours = tc.models.load(tmp_path / "nf4", subfolder=part, dtype="f32").named_tensors()
+    model = getattr(diffusers, CLASSES[name]).from_pretrained(
+        tmp_path / "nf4", subfolder=part, device_map={"": "cpu"}, torch_dtype=torch.float32
+    )
+    packed = 0
+    for key, value in model.named_parameters():
+        state = getattr(value, "quant_state", None)
+        if state is not None:
+            packed += 1
+            value = functional.dequantize_4bit(value.data, state)  # noqa: PLW2901
+        np.testing.assert_array_equal(value.detach().float().numpy(), ours[key].numpy(), key)
+    assert packed > 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_the_values_of_the_folder(gpu: str, flux_base: Path, tmp_path: Path) -> None:
+    assert merged("flux", flux_base, tmp_path / "nf4", "--to", "nf4") == 0
+    expected, found = (
+        tc.models.load(
+            tmp_path / "nf4", subfolder="transformer", dtype="f32", quantize="nf4", device=device
+        ).named_tensors()
+        for device in ("cpu", gpu)
+    )
+    for key, tensor in expected.items():
+        np.testing.assert_array_equal(found[key].to("cpu").numpy(), tensor.numpy(), key)
