@@ -78,6 +78,7 @@ __all__ = [
     "cuda_finish_profile",
     "cuda_link",
     "cuda_memory_stats",
+    "cuda_pinnable_bytes",
     "cuda_reset_peak_memory_stats",
     "cuda_set_memory_limit",
     "cuda_stages_weights",
@@ -4069,6 +4070,14 @@ def cuda_memory_stats(device: str) -> list[int]:
     7. How often memory ran out and cached memory was released.
     8. Free bytes on the device.
     9. All bytes of the device.
+
+    Raises:
+        DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
+    """
+
+def cuda_pinnable_bytes(device: str, wanted: SupportsIndex) -> int:
+    """
+    How many of `wanted` bytes of pinned memory this process gets now. The bytes are allocated and freed again.
 
     Raises:
         DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.

@@ -32,6 +32,7 @@ from trainable_candle.settings.config import settings as known_settings
 from trainable_candle.settings.prompts import expanded
 from trainable_candle.tasks.budget import KEPT, find_budget, is_open, make_plan
 from trainable_candle.tasks.checks import require_apart
+from trainable_candle.tasks.pinned import probed
 from trainable_candle.tasks.w8a8 import multiplying_codes
 from trainable_candle.train import state as run_state
 from trainable_candle.train.callbacks import Callback, ProgressBar
@@ -190,6 +191,9 @@ def _train_in(
         samples=max(1, task.samples(data) // group.size),
     )
     plan = planned(budget)
+    known = probed(budget, plan, group, report)
+    if known != budget:
+        budget, plan = known, planned(known)
     tell(plan, budget, report)
     taken = Taken()
     before.append(taken)

@@ -79,6 +79,7 @@ def test_every_function_of_the_extension_is_public_or_listed_here():
         "cuda_memory_stats",
         "cuda_reset_peak_memory_stats",
         "cuda_set_memory_limit",
+        "cuda_pinnable_bytes",
         "cuda_stages_weights",
         "cuda_start_profile",
         "cuda_synchronize",

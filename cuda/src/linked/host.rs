@@ -103,3 +103,36 @@ pub fn unregister(address: NonNull<u8>) {
     // SAFETY: the driver checks that the memory is registered.
     unsafe { driver::cuMemHostUnregister(address.as_ptr().cast()) };
 }
+
+/// The first and the largest number of bytes that [`pinnable`] allocates at once; the first is also its precision.
+const STEPS: [usize; 2] = [64 << 20, 1 << 30];
+
+/// How many of `wanted` bytes the driver pins in this process now, found by allocating them in growing steps; all are freed
+/// again. If the driver pins fewer, the result may be up to 64 MiB too small. A device must be current on this thread.
+///
+/// # Errors
+/// The driver's error, unless it means that this memory cannot be pinned.
+pub fn pinnable(wanted: usize) -> Result<usize, Status> {
+    let [smallest, mut largest] = STEPS;
+    let (mut held, mut found, mut step) = (Vec::new(), 0, smallest);
+    while found < wanted {
+        let bytes = step.min(wanted - found);
+        let mut address = std::ptr::null_mut();
+        // SAFETY: the signature is the driver's.
+        match check(unsafe { driver::cuMemHostAlloc(&raw mut address, bytes, 0) }) {
+            Ok(()) => {
+                // Freed on drop; nothing reads the bytes, so they are not set to zero.
+                held.push(Pinned { address, size: bytes });
+                found += bytes;
+                step = (2 * step).min(largest);
+            }
+            Err(status) if !status.is_unpinnable() => return Err(status),
+            Err(_) if bytes <= smallest => break,
+            Err(_) => {
+                largest = (bytes / 2).max(smallest);
+                step = largest;
+            }
+        }
+    }
+    Ok(found)
+}

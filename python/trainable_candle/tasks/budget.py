@@ -125,6 +125,12 @@ class Budget:
         shared = self.sharing > 1
         return can_pin(found.work, self._pinnable(found), self.pinned, shared=shared)
 
+    def pinned_need(self, found: Estimate) -> float:
+        """Return the pinned bytes of each process, with its share of the streamed weights."""
+        if found.work is None:
+            return 0.0
+        return self._pinnable(found) / self.sharing + found.work.states + found.work.offloaded
+
     def paced(self, found: Estimate) -> Rates:
         """The GPU's rates, with the rate at which the run copies streamed weights."""
         rates = self.rates or ANY_GPU

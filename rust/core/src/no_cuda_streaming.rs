@@ -24,6 +24,14 @@ pub const fn is_staging(_device: &Device) -> bool {
     false
 }
 
+/// How much memory can be pinned.
+///
+/// # Errors
+/// [`Error::Device`](crate::Error::Device).
+pub fn pinnable(device: &Device, _wanted: usize) -> Result<usize> {
+    super::no_device("pinnable", device)
+}
+
 /// Copies to slots of a device.
 pub struct Copier(Infallible);
 

@@ -133,6 +133,15 @@ pub fn cuda_stages_weights(device: DeviceArg) -> bool {
     tc::streaming::is_staging(&device.0)
 }
 
+/// How many of `wanted` bytes of pinned memory this process gets now. The bytes are allocated and freed again.
+///
+/// Raises:
+///     DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
+#[pyfunction]
+pub fn cuda_pinnable_bytes(py: Python<'_>, device: DeviceArg, wanted: usize) -> Result<usize> {
+    detached(py, || tc::streaming::pinnable(&device.0, wanted))
+}
+
 /// The product name of a CUDA device, such as "NVIDIA A100-SXM4-80GB".
 ///
 /// Raises:

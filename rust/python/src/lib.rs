@@ -53,8 +53,8 @@ mod _core {
     #[pymodule_export]
     use crate::device::{
         cuda_bus_id, cuda_device_count, cuda_device_name, cuda_empty_cache, cuda_finish_profile, cuda_link,
-        cuda_memory_stats, cuda_reset_peak_memory_stats, cuda_set_memory_limit, cuda_stages_weights,
-        cuda_start_profile, cuda_synchronize, cuda_unavailable_reason,
+        cuda_memory_stats, cuda_pinnable_bytes, cuda_reset_peak_memory_stats, cuda_set_memory_limit,
+        cuda_stages_weights, cuda_start_profile, cuda_synchronize, cuda_unavailable_reason,
     };
     #[pymodule_export]
     use crate::distributed::{

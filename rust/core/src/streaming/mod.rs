@@ -20,7 +20,7 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 use candle_core::{DType, Device};
 
-pub use crate::cuda::streaming::is_staging;
+pub use crate::cuda::streaming::{is_staging, pinnable};
 pub(crate) use pages::Pages;
 pub use ring::Ring;
 pub use sharing::{Exchange, Origin, Sharing, machine};

@@ -1,0 +1,42 @@
+"""On a GPU, a probe finds how much memory the driver pins, and leaves all of it to the run."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trainable_candle as tc
+from trainable_candle import _core
+
+pytestmark = pytest.mark.gpu
+GIB = 2**30
+
+
+def available() -> int:
+    found = tc.memory.available_bytes()
+    assert found is not None
+    return found
+
+
+def test_the_driver_pins_what_is_wanted_and_gets_it_back(gpu: str) -> None:
+    before = available()
+    for _ in range(2):
+        assert _core.cuda_pinnable_bytes(gpu, 3 * GIB + 7) == 3 * GIB + 7
+    assert available() > before - GIB
+
+
+def test_the_variable_limits_what_a_process_pins(gpu: str) -> None:
+    code = f"""
+from trainable_candle import _core
+print(_core.cuda_pinnable_bytes("{gpu}", {GIB}))
+"""
+    environment = {
+        **os.environ,
+        "TRAINABLE_CANDLE_PINNED_BYTES": "300000000",
+        "PYTHONPATH": str(Path(tc.__file__).parents[1]),
+    }
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert int(found.stdout) == 300_000_000
