@@ -1,5 +1,6 @@
 """Runs over quantized models and text encoders have losses near those over unquantized ones."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +89,71 @@ def test_the_estimate_counts_the_bytes_of_quantized_weights(config: TrainConfig)
     facts = family.facts
     assert plain[component] == facts.parts[component].elements * ITEM_BYTES["bf16"]
     assert codes[component] == facts.parts[component].weight_bytes("bf16", "nf4")
+
+
+@pytest.fixture
+def fp8_base(flux_base: Path, tmp_path: Path) -> Path:
+    """A tiny Flux with its T5 in ComfyUI's fp8; its CLIP is not quantized."""
+    folder = tmp_path / "fp8"
+    shutil.copytree(flux_base, folder)
+    layers = tc.inspect(folder, "flux").parts["text_encoder_2"].layers
+    (weights,) = (folder / "text_encoder_2").glob("*.safetensors")
+    quantized = {}
+    codes = {}
+    for name, tensor in tc.load_file(weights).items():
+        if name.removesuffix(".weight") not in layers:
+            quantized[name] = tensor
+            continue
+        found = tc.quantize(tensor.to("f32"), "fp8").tensors()
+        quantized[name] = found["codes"].reshape(tensor.shape)
+        quantized[f"{name}_scale"] = found["scales"].reshape(-1, 1)
+        codes[name] = "fp8"
+    assert codes.keys() == {f"{layer}.weight" for layer in layers}
+    tc.save_file(quantized, weights, codes=codes)
+    return folder
+
+
+def flux(base: Path, data: Path, **settings: Any) -> Any:
+    config = TrainConfig(
+        model="flux", weights=str(base), dataset=str(data), resolution=32, max_side=48,
+        cache="memory", device="cpu", precision="bf16", **settings,
+    )  # fmt: skip
+    return families.find("flux")(base, "bf16", "cpu", config)
+
+
+def text_bytes(family: Any) -> int:
+    task = family.task()
+    estimate = task.estimate(family.config, task.read(lambda _: None))
+    items = [item for item in estimate.phases["encoding captions"] if item.what == "weights"]
+    (texts,) = [item.bytes for item in items if item.component == "text encoders"]
+    assert estimate.work.texts_have_format
+    return texts
+
+
+def values(tensor: tc.Tensor) -> np.ndarray:
+    return tensor.to("f32").numpy()
+
+
+def test_text_encoders_take_the_formats_of_their_files(fp8_base: Path, sdxl_folder: Path) -> None:
+    stored = flux(fp8_base, sdxl_folder, text_encoder_precision="stored")
+    assert {part: stored.source(part)["quantize"] for part in stored.facts.text_encoders} == {
+        "text_encoder": None, "text_encoder_2": "fp8",
+    }  # fmt: skip
+    assert stored.text_precision == "bf16 fp8"
+    plain = flux(fp8_base, sdxl_folder, text_encoder_precision="same")
+    facts = plain.facts
+    assert text_bytes(plain) == facts.bytes("bf16", *facts.text_encoders)
+    saved = text_bytes(plain) - text_bytes(stored)
+    # A weight in fp8 takes a byte less than in bf16, and each row has a scale in f32.
+    layers = facts.parts["text_encoder_2"].layers.values()
+    assert saved == sum(rows * columns - 4 * rows for rows, columns in layers)
+    # Keeping the codes of the file rounds nothing.
+    captions = ["one small red heart"]
+    expected, found = plain.features(captions), stored.features(captions)
+    for name, tensor in expected.items():
+        np.testing.assert_array_equal(values(found[name]), values(tensor), name)
+    rounded = flux(fp8_base, sdxl_folder, text_encoder_precision="int8").features(captions)
+    assert any(
+        not np.array_equal(values(rounded[name]), values(tensor))
+        for name, tensor in expected.items()
+    )

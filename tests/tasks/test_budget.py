@@ -15,7 +15,7 @@ import pytest
 import trainable_candle as tc
 from trainable_candle import families
 from trainable_candle.errors import OutOfMemoryError
-from trainable_candle.settings.machine import CHECKPOINTING, FORMATS, SAME
+from trainable_candle.settings.machine import CHECKPOINTING, FORMATS, SAME, STORED
 from trainable_candle.tasks.budget import Budget, Plan, find_budget, make_plan, step_seconds
 from trainable_candle.tasks.estimate import RUNTIME_BYTES, Estimate, Item
 from trainable_candle.tasks.speed import GPUS, Work
@@ -126,6 +126,27 @@ def test_a_quantized_file_keeps_its_format(flux: Model, stored: str) -> None:
     assert step_seconds(kept, there) <= step_seconds(rounded, there)
     # Where memory suffices, values are computed once, not in each step.
     assert make_plan(flux.config(), groups, budget(80), of_file).chosen == {}
+
+
+def test_text_encoders_keep_the_formats_of_their_files(flux: Model) -> None:
+    """A plan that needs smaller text encoders first takes their files' formats."""
+    there = budget(8)
+    estimate = flux.estimate(flux.config(), there.memory)
+
+    def of_files(config: TrainConfig) -> Estimate:
+        if config.text_encoder_precision == STORED:
+            config = config.with_(text_encoder_precision="fp8")
+        found = estimate(config)
+        assert found.work is not None
+        return replace(found, work=replace(found.work, texts_have_format=True))
+
+    groups = flux.family.groups
+    rounded = make_plan(flux.config(), groups, there, estimate)
+    kept = make_plan(flux.config(), groups, there, of_files)
+    chosen = [found.config.text_encoder_precision for found in (rounded, kept)]
+    assert chosen == ["int8", STORED]
+    # Where memory suffices, the values are computed once.
+    assert make_plan(flux.config(), groups, budget(80), of_files).chosen == {}
 
 
 def test_what_is_given_is_kept(flux: Model) -> None:

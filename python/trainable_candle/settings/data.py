@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Final
 from trainable_candle.errors import ConfigError
 from trainable_candle.placement import AUTO
 from trainable_candle.settings import sections
-from trainable_candle.settings.machine import FORMATS, SAME
+from trainable_candle.settings.machine import FORMATS, SAME, STORED
 from trainable_candle.settings.setting import Condition, Group, Setting
 
 CROPS: Final = ("center", "random")
@@ -144,15 +144,20 @@ class Parts(Group):
     text_encoder_precision: Annotated[
         str,
         Setting(
-            "format of the text encoders' linear layers",
-            (AUTO, SAME, *FORMATS),
+            "format of the text encoders' linear layers; stored: each in the format of its file",
+            (AUTO, SAME, STORED, *FORMATS),
             rare=True,
         ),
     ] = AUTO
 
-    @property
-    def text_encoder_format(self) -> str | None:
-        """The format to which the text encoders are quantized; None if they are not."""
+    def text_encoder_format(self, stored: str | None) -> str | None:
+        """Return the format of a text encoder's linear layers; None if they are not quantized.
+
+        Args:
+            stored: the format in which the text encoder's file stores these layers, or None.
+        """
+        if self.text_encoder_precision == STORED:
+            return stored
         return self.text_encoder_precision if self.text_encoder_precision in FORMATS else None
 
 

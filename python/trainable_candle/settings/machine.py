@@ -26,6 +26,8 @@ PRECISION_SPELLINGS: Final = {
 """Maps the names that other tools give to precisions to the names here."""
 SAME: Final = "same"
 """The value of a precision setting that leaves weights in the dtype of computation, unquantized."""
+STORED: Final = "stored"
+"""The value of a precision setting that leaves weights in the format of their file."""
 FORMATS: Final = ("int8", "fp8", "nf4")
 """The formats to which the weights of linear layers may be quantized."""
 EIGHT_BITS: Final = ("int8", "fp8")

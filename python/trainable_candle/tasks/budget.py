@@ -21,7 +21,7 @@ from trainable_candle.errors import OutOfMemoryError
 from trainable_candle.placement import AUTO
 from trainable_candle.settings.config import group_of
 from trainable_candle.settings.initial import PISSA
-from trainable_candle.settings.machine import DEVICE, HOST, SAME
+from trainable_candle.settings.machine import DEVICE, HOST, SAME, STORED
 from trainable_candle.tasks.estimate import RUNTIME_BYTES, Item, memory_limit, size
 from trainable_candle.tasks.pinned import can_pin, pinned_limit, ring_share, with_ring
 from trainable_candle.tasks.refusal import as_flag, refuse, refuse_for_the_host
@@ -284,7 +284,8 @@ def make_plan(
     quantized base is multiplied by `_COST`, because rounding changes the model, unless the file has
     this format already. The time with optimizer states in host memory is multiplied by
     `_HOST_STATES`. Modulation weights are streamed before blocks, because each step reads them only
-    once. Text encoders are quantized only if the run does not fit otherwise.
+    once. Text encoders are quantized only if the run does not fit otherwise, and first to the
+    formats of their files.
 
     Args:
         config: the settings.
@@ -347,7 +348,7 @@ def _plan_batch(
     if _fits(first, budget):
         return first
     plans: list[Plan] = []
-    for texts in _FORMATS if _TEXTS in names else (SAME,):
+    for texts in _text_formats(first.estimate.work) if _TEXTS in names else (SAME,):
         ladders = _ladders(config, names, first.estimate.work)
         with_texts = [[{**choice, _TEXTS: texts} for choice in ladder] for ladder in ladders]
         plans = _explored(with_texts, plan, budget)
@@ -370,6 +371,15 @@ def _plan_batch(
         return refuse_for_the_host(first.estimate, fits, groups, host)
     smallest = min(plans, key=lambda found: found.estimate.peak)
     return refuse(first.estimate, smallest.config, groups, budget.planned, estimate)
+
+
+def _text_formats(work: Work | None) -> list[str]:
+    """Return the precisions of text encoders that are tried one after the other.
+
+    The format of an encoder's file rounds no layer again, so it is tried before the others.
+    """
+    stored = [STORED] if work is not None and work.texts_have_format else []
+    return [SAME, *stored, *(form for form in _FORMATS if form != SAME)]
 
 
 def _explored(

@@ -63,6 +63,8 @@ class Work:
     """Whether the model's layers can be quantized."""
     stored_format: str | None = None
     """The format in which the model's file stores these layers, if all are in one format."""
+    texts_have_format: bool = False
+    """Whether the file of a text encoder stores its layers in a format."""
 
 
 @dataclass(frozen=True)

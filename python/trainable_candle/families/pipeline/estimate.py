@@ -92,7 +92,7 @@ def estimate(
     itemsize = ITEM_BYTES[config.precision]
     facts = family.facts
     name = family.component
-    texts = Item("text encoders", "weights", _text_bytes(facts, config))
+    texts = Item("text encoders", "weights", facts.text_bytes(config.precision, config))
     vae = Item("vae", "weights", facts.bytes("f32", "vae"))
     pictures = len(data.train) + len(data.validation or ())
     area = max(item.fit.bucket.width * item.fit.bucket.height for item in data.train.items)
@@ -143,7 +143,8 @@ def estimate(
         working = _drawing(family, itemsize, drawn) + _IMAGE_COPIES * drawn
         idle = [item for item in trained if item.what not in _OF_STEPS]
         phases["drawing previews"] = [*_together(idle), Item("previews", "activations", working)]
-    work = replace(model.work, states=model.work.states + states)
+    stored = any(facts.parts[part].stored_format for part in facts.text_encoders)
+    work = replace(model.work, states=model.work.states + states, texts_have_format=stored)
     return Estimate(phases, config.on_gpu, work, model.host + states)
 
 
@@ -175,15 +176,10 @@ def encode_area(facts: Facts, config: TrainConfig, limit: float) -> int:
     """
     if not config.on_gpu:
         return 0
-    models = facts.bytes("f32", "vae") + (_text_bytes(facts, config) if _keeps_texts(config) else 0)
+    texts = facts.text_bytes(config.precision, config) if _keeps_texts(config) else 0
+    models = facts.bytes("f32", "vae") + texts
     room = (limit - RUNTIME_BYTES - models) / 2
     return max(0, int(min(_ENCODE_AREA, room // _working(facts))))
-
-
-def _text_bytes(facts: Facts, config: TrainConfig) -> int:
-    """Return the bytes of the text encoders' weights as loaded, in their dtype or format."""
-    wanted = config.text_encoder_format
-    return facts.bytes(config.precision, *facts.text_encoders, quantize=wanted)
 
 
 def text_parts(family: Sizes, config: TrainConfig, limit: float) -> int:
@@ -199,7 +195,7 @@ def text_parts(family: Sizes, config: TrainConfig, limit: float) -> int:
     """
     if not config.on_gpu:
         return 1
-    room = (limit - RUNTIME_BYTES - _text_bytes(family.facts, config)) / 2
+    room = (limit - RUNTIME_BYTES - family.facts.text_bytes(config.precision, config)) / 2
     rows = room // (family.text_working_values * ITEM_BYTES[config.precision])
     return int(max(1, min(_TEXT_PARTS, rows)))
 
@@ -224,7 +220,7 @@ def sampling_bytes(
     facts, area = family.facts, size[0] * size[1]
     # Without a dtype, weights keep the dtype of their files; f16 is assumed.
     dtype = family.dtype or "f16"
-    models = facts.bytes(dtype, *facts.text_encoders) + facts.bytes("f32", "vae")
+    models = facts.text_bytes(dtype, config) + facts.bytes("f32", "vae")
     if not loaded:
         models += facts.bytes(dtype, family.component, quantize=config.base_format)
     return int(models + _drawing(family, ITEM_BYTES[dtype], area) + _IMAGE_COPIES * area * count)

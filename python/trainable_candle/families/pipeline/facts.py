@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainable_candle import CheckpointFacts, PartFacts
+    from trainable_candle.settings import TrainConfig
 
 DENOISERS = ("unet", "transformer")
 """The names that a denoiser's folder has in a pipeline; each pipeline has one of them."""
@@ -87,6 +88,16 @@ class Facts:
     def text_encoders(self) -> tuple[str, ...]:
         """The folders of the text encoders."""
         return tuple(sorted(name for name in self.parts if name.startswith("text_encoder")))
+
+    def text_formats(self, config: TrainConfig) -> Mapping[str, str | None]:
+        """Return the format to which each text encoder is quantized, by the names of folders."""
+        formats = {name: self.parts[name].stored_format for name in self.text_encoders}
+        return {name: config.text_encoder_format(stored) for name, stored in formats.items()}
+
+    def text_bytes(self, dtype: str, config: TrainConfig) -> int:
+        """Return the bytes of the text encoders' weights in `dtype` or in their formats."""
+        formats = self.text_formats(config)
+        return sum(self.parts[name].weight_bytes(dtype, form) for name, form in formats.items())
 
     def bytes(self, dtype: str, *parts: str, quantize: str | None = None) -> int:
         """Return the bytes of the weights of `parts` in `dtype`, or in the format `quantize`."""

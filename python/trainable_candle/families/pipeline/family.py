@@ -191,13 +191,14 @@ class PipelineFamily(LatentFamily, Generic[E]):
         where = source(self.facts.parts[part].path, part)
         quantize = self.config.base_format if part == self.component else None
         if part in self.facts.text_encoders:
-            quantize = self.config.text_encoder_format
+            quantize = self.facts.text_formats(self.config)[part]
         return {**where, "quantize": quantize}
 
     @property
     def text_precision(self) -> str:
-        """The text encoders' dtype, followed by the format that they are quantized to, if any."""
-        return f"{self.dtype} {self.config.text_encoder_format or ''}".rstrip()
+        """The text encoders' dtype, followed by the formats that they are quantized to, if any."""
+        formats = dict.fromkeys(self.facts.text_formats(self.config).values())
+        return " ".join([str(self.dtype), *(form for form in formats if form)])
 
     @cached_property
     def coder(self) -> KLCoder:
