@@ -107,6 +107,31 @@ def test_estimated_rounded_weights_match_what_the_tape_adds(
         assert rounded - plain <= found == 6 * block < 1.3 * (rounded - plain)
 
 
+@pytest.mark.parametrize("grid", ["int8", "fp8"])
+def test_estimated_rounded_inputs_match_what_the_tape_adds(
+    digits_folder: Path, tmp_path: Path, grid: str
+) -> None:
+    base = tmp_path / "base"
+    DigitsTransformer(num_layers=6, num_attention_heads=2, attention_head_dim=64).save_pretrained(
+        base
+    )
+
+    def held(**changes: Any) -> tuple[int, int]:
+        task = digits(base, digits_folder, batch_size=4, qat=grid, **changes)
+        task.attach()
+        prepared = task.prepare(task.read(print), print).train
+        inputs = prepared.inputs(prepared.batches(4).batch(0))
+        before = tc.memory.saved_bytes()
+        loss = prepared.loss(inputs)
+        kept = tc.memory.saved_bytes() - before
+        assert loss.item() > 0
+        return kept, estimated_items(task)["model activations"]
+
+    (plain, without), (rounded, with_inputs) = held(), held(qat_activations=True)
+    assert rounded > plain
+    assert with_inputs - without == pytest.approx(rounded - plain, rel=0.15)
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_parameters_and_optimizer_states_are_exact(

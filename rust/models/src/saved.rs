@@ -31,6 +31,8 @@ pub struct Saved {
     /// What the adapter of each layer keeps, by the layer's [`key`].
     adapted: HashMap<*const (), Kept>,
     policy: Policy,
+    /// Whether each layer with an adapter rounds its input (`LoraConfig::qat_activations`).
+    rounds: bool,
     /// Whether a layer with an adapter was counted already. Gradients then pass through all layers that follow.
     reached: bool,
     /// Values that the tape holds when the forward pass ends.
@@ -76,7 +78,7 @@ impl Saved {
     /// # Errors
     /// As [`LoraConfig::select`].
     pub fn values(model: &dyn Model, config: &LoraConfig, policy: Policy, size: SampleSize) -> Result<[usize; 2]> {
-        let saved = Self::of(model, Self::adapted(model, config)?, policy, size);
+        let saved = Self::of(model, Self::adapted(model, config)?, (policy, config.qat_activations), size);
         Ok([saved.held + saved.again, saved.offloaded])
     }
 
@@ -86,7 +88,7 @@ impl Saved {
     /// # Errors
     /// As [`LoraConfig::select`].
     pub fn widest_gradient(model: &dyn Model, config: &LoraConfig, size: SampleSize) -> Result<usize> {
-        Ok(Self::of(model, Self::adapted(model, config)?, Policy::None, size).widest)
+        Ok(Self::of(model, Self::adapted(model, config)?, (Policy::None, false), size).widest)
     }
 
     /// What the adapters that `config` selects keep, by the layer's [`key`].
@@ -105,14 +107,20 @@ impl Saved {
 
     /// The operations of a forward pass over one sample of `size`.
     pub fn forward_flops(model: &dyn Model, size: SampleSize) -> Flops {
-        Self::of(model, HashMap::new(), Policy::None, size).flops
+        Self::of(model, HashMap::new(), (Policy::None, false), size).flops
     }
 
-    /// The sum over all blocks of a model.
-    fn of(model: &dyn Model, adapted: HashMap<*const (), Kept>, policy: Policy, size: SampleSize) -> Self {
+    /// The sum over all blocks of a model. `rounds` says whether layers with adapters round their inputs.
+    fn of(
+        model: &dyn Model,
+        adapted: HashMap<*const (), Kept>,
+        (policy, rounds): (Policy, bool),
+        size: SampleSize,
+    ) -> Self {
         let mut saved = Self {
             adapted,
             policy,
+            rounds,
             reached: false,
             held: 0,
             again: 0,
@@ -231,10 +239,10 @@ impl Saved {
     }
 
     /// Count layers that share an input. Without checkpointing, the backward pass computes the input again
-    /// ([`Tensor::remade`]), unless an adapter needs the tape to keep it. Under checkpointing, the layers count as in
+    /// ([`Tensor::remade`]), unless an adapter needs the tape to keep it, or a rounded copy of it. Under checkpointing, the layers count as in
     /// [`cheap_linear`](Self::cheap_linear).
     pub fn remade_layers(&mut self, layers: &[Layer<'_>], (inputs, positions): (usize, usize)) {
-        if self.policy == Policy::None && !self.kept(layers).any(|kept| kept.remade) {
+        if self.policy == Policy::None && !self.rounds && !self.kept(layers).any(|kept| kept.remade) {
             self.layers(layers, (0, positions), false);
             self.block.again = self.block.again.max(inputs);
         } else {
@@ -261,10 +269,24 @@ impl Saved {
         }
         let selective = usize::from(self.policy == Policy::Selective);
         self.block.kept += positions * kept.iter().map(|kept| kept.values + selective * kept.products).sum::<usize>();
-        if !kept.iter().any(|kept| kept.input) {
+        let recomputed = cheap && self.policy == Policy::Selective;
+        if self.rounds {
+            // Each layer keeps its own rounded copy of the input. Selective checkpointing recomputes the copy from the input.
+            // Otherwise the tape keeps the input only if another operation, such as attention, keeps it.
+            let adapted = layers.iter().filter(|layer| self.adapted.contains_key(&key(**layer)));
+            let rounded = adapted.map(|layer| positions * layer.base().weight.dims()[1]).sum::<usize>();
+            if self.policy == Policy::Selective {
+                self.block.again += rounded;
+            } else {
+                self.block.kept += rounded;
+                if cheap {
+                    return;
+                }
+            }
+        } else if !kept.iter().any(|kept| kept.input) {
             return;
         }
-        if cheap && self.policy == Policy::Selective {
+        if recomputed {
             self.block.again += inputs;
         } else {
             self.block.kept += inputs;
