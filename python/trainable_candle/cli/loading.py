@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from trainable_candle.cli.adapter_files import scales_of
 from trainable_candle.cli.options import factor
@@ -17,7 +17,9 @@ from trainable_candle.settings.machine import FORMATS, SAME
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from trainable_candle.tasks.latent import LatentTask
     from trainable_candle.tasks.task import Task
+    from trainable_candle.tasks.text import TextTask
 
 
 def add_model(group: argparse._ArgumentGroup, precision: str) -> None:
@@ -123,8 +125,9 @@ def load_model(
             existing_adapter("adapter", Path(text).expanduser()) for text in given["adapter"]
         ]
         scales = scales_of(given, len(adapters))
+        base = parts.base_format or stored_format(task)
         for path in adapters:
-            for note in notes(path, parts.base_format, given.get("to")):
+            for note in notes(path, base, given.get("to")):
                 tell(note)
         if len(adapters) == 1:
             with _naming_base(adapters[0], given):
@@ -137,6 +140,18 @@ def load_model(
                 "model, and give the merged model as --weights"
             )
     return task
+
+
+def stored_format(task: Task) -> str | None:
+    """Return the format in which the file of the model's base stores its layers; None if in none.
+
+    A format counts only if all of the layers that can be quantized are in it.
+    """
+    from trainable_candle import inspect  # noqa: PLC0415 - expensive
+
+    family = cast("LatentTask | TextTask", task).family
+    base = inspect(family.weights, family.name).parts.get(family.component)
+    return base.stored_format if base else None
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from trainable_candle.cli.loading import add_model, load_model
+from trainable_candle.cli.loading import add_model, load_model, stored_format
 from trainable_candle.cli.options import Parser, add_help, whole
 from trainable_candle.errors import ConfigError
 from trainable_candle.outputs import adapter_in
@@ -42,28 +42,25 @@ def run(arguments: Sequence[str], program: str) -> int:
     else:
         task = load_model(given, "cpu", given.get("precision"))
         task.save_merged(output)
-        form = _format_of(cast("LatentTask | TextTask", task).family.weights, given)
+        form = _format_of(task, given)
         if form is not None:
             print(f"note: the base was dequantized from {form}; the merged model is not quantized")
     print(f"{'merged' if 'adapter' in given else 'quantized'} model: {output}")
     return 0
 
 
-def _format_of(weights: Path, given: Mapping[str, Any]) -> str | None:
+def _format_of(task: Task, given: Mapping[str, Any]) -> str | None:
     """Return the format of the base that was merged into; None if it was not quantized.
 
     Without `--base-precision`, the format is that of the file, provided that the file stores all
     layers that can be quantized in one format. A GGUF file may mix formats.
     """
-    from trainable_candle import inspect  # noqa: PLC0415 - expensive
-
     form = given.get("base_precision", SAME)
     if form != SAME:
         return str(form)
-    if weights.suffix == ".gguf":
+    if cast("LatentTask | TextTask", task).family.weights.suffix == ".gguf":
         return "the file's formats"
-    stored = [part.stored_format for part in inspect(weights).parts.values()]
-    return next((found for found in stored if found is not None), None)
+    return stored_format(task)
 
 
 def _quantized(given: Mapping[str, Any], output: Path) -> None:

@@ -239,6 +239,31 @@ def test_diffusers_loads_the_folder(
     assert packed > 0
 
 
+def test_a_note_counts_the_format_of_the_file_of_the_base(
+    flux_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = make_adapter(flux_base, tmp_path / "plain.safetensors")
+    trained = tmp_path / "trained.safetensors"
+    tc.save_file(tc.load_file(adapter), trained, {"trainable_candle.base_precision": "nf4"})
+    flags = ("--adapter", str(trained))
+    assert merged("flux", flux_base, tmp_path / "1", *flags) == 0
+    assert "over a base in nf4, but here the base is in its own" in capsys.readouterr().out
+    # The values of a dequantized file are those over which the adapter was trained.
+    assert merged("flux", flux_base, tmp_path / "nf4", "--to", "nf4") == 0
+    assert merged("flux", tmp_path / "nf4", tmp_path / "2", *flags) == 0
+    found = capsys.readouterr().out
+    assert "over a base" not in found
+    assert "note: the base was dequantized from nf4" in found
+    # The format of a text encoder says nothing of the base.
+    part = tmp_path / "2" / "text_encoder_2"
+    tc.models.load(part).save_pretrained(part, quantize="nf4")
+    assert tc.inspect(tmp_path / "2", "flux").parts["text_encoder_2"].stored_format == "nf4"
+    assert merged("flux", tmp_path / "2", tmp_path / "3", *flags) == 0
+    found = capsys.readouterr().out
+    assert "over a base in nf4, but here the base is in its own" in found
+    assert "dequantized" not in found
+
+
 @pytest.mark.gpu
 def test_a_gpu_has_the_values_of_the_folder(gpu: str, flux_base: Path, tmp_path: Path) -> None:
     assert merged("flux", flux_base, tmp_path / "nf4", "--to", "nf4") == 0
