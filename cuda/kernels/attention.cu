@@ -68,7 +68,7 @@
 #define ON_TENSOR_CORES(dtype, type)                                                                                               \
     FORWARD(64, dtype, type, FORWARD_BLOCKS_64, FORWARD_KEYS_64)                                                                   \
     FORWARD(128, dtype, type, 2, 64)                                                                                               \
-    BACKWARD(64, dtype, type, 3, 32, HeldRows, QUERY_STEP_64, OwnRows)                                                                 \
+    BACKWARD(64, dtype, type, BACKWARD_BLOCKS_64, 32, HeldRows, QUERY_STEP_64, OwnRows)                                            \
     BACKWARD(128, dtype, type, 2, 64, SharedRows, 64, SharedRows)                                                                  \
     SUM_PARTS(dtype, type)
 

@@ -90,7 +90,7 @@ attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_rang
 #define ON_TENSOR_CORES(dtype, type)                                                                                               \
     FORWARD(64, dtype, type, FORWARD_BLOCKS_64, FORWARD_KEYS_64)                                                                   \
     FORWARD(128, dtype, type, 2, 64)                                                                                               \
-    BACKWARD(64, dtype, type, 3, 32, HeldRows, QUERY_STEP_64, OwnRows)                                                             \
+    BACKWARD(64, dtype, type, BACKWARD_BLOCKS_64, 32, HeldRows, QUERY_STEP_64, OwnRows)                                            \
     BACKWARD(128, dtype, type, 2, 64, SharedRows, 64, SharedRows)
 
 ON_TENSOR_CORES(f16, __half)

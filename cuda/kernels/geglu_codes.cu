@@ -4,6 +4,7 @@
 // The codes are those that gated.cu followed by codes.cu would make: results and gradients are first rounded to T. A row of x
 // (rows, 2 width) has h, then the gate. `width` is a multiple of 16, and at most 8192 (f16, bf16) or 4096 (f32), which the largest team of
 // threads can hold. Every row and `column_scales` begin at a 16-byte boundary.
+#include "architecture.cuh"
 #include "codes/round.cuh"
 #include "functions.cuh"
 
@@ -15,11 +16,7 @@ constexpr int N = 4;
 template <typename T> constexpr int KEPT = 2 * WIDE<T> / N;
 // The number of the largest teams that a multiprocessor shall hold at least. For compute capability 12.0 the compiler needs more
 // registers.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-constexpr int TEAMS = 1;
-#else
-constexpr int TEAMS = 2;
-#endif
+constexpr int TEAMS = ARCHITECTURE >= 1200 ? 1 : 2;
 
 // Rounds a row of PARTS * packs packs to codes. compute(pack, results) computes pack `pack` of each of the row's PARTS parts, and
 // change(values, part, pack) changes the values of a pack before they are rounded.

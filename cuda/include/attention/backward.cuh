@@ -169,8 +169,11 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
     const uint32_t stages = value_tile + tile_bytes<D>(KEYS), numbers = stages + 2 * STAGE;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
 
-    const uint32_t tiles = ceil_divide(shape.keys, KEYS), part = block % shape.parts;
-    const Task task(block / shape.parts, tiles, shape.heads / sight.group());
+    const uint32_t tiles = ceil_divide(shape.keys, KEYS);
+    const auto part_of = [&](uint32_t block) { return block % shape.parts; };
+    const auto task_of = [&](uint32_t block) { return Task(block / shape.parts, tiles, shape.heads / sight.group()); };
+    const uint32_t part = part_of(block);
+    const Task task = task_of(block);
     const uint32_t first = task.tile * KEYS;
     const int rows = min(shape.keys - first, uint32_t(KEYS));
     k = k_strides.matrix(k, task.batch, task.head) + first * k_strides.row;
@@ -300,8 +303,10 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
     const int left = rows - warp * 16 * M;
     unsigned char *own_rows = shared + warp * 16 * M * ROW_BYTES;
     const uint64_t key_heads = uint64_t(shape.batch) * (shape.heads / sight.group());
+    // The compiler must divide again here instead of keeping the quotients in registers, of which the loop has none to spare.
+    asm volatile("" : "+r"(block));
     const auto write = [&](T *grad, const Strides &strides, float *parts, const float(&sum)[M][D / 8][4]) {
-        write_key_rows<T, D, M, KEYS>(grad, strides, parts, task, part, mine, left, sum, own_rows, key_heads, shape);
+        write_key_rows<T, D, M, KEYS>(grad, strides, parts, task_of(block), part_of(block), mine, left, sum, own_rows, key_heads, shape);
     };
     if (dk != nullptr) write(dk, dk_strides, dk_parts, key_sum);
     __syncwarp();

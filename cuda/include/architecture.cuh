@@ -1,0 +1,13 @@
+// The architecture that is compiled for, where a kernel's parameters depend on it.
+#pragma once
+
+// A hundred times the compute capability: 860 for 8.6. 0 in code for the host.
+#if defined(__CUDA_ARCH__)
+constexpr int ARCHITECTURE = __CUDA_ARCH__;
+#else
+constexpr int ARCHITECTURE = 0;
+#endif
+
+// Whether a multiprocessor has 100 KiB of shared memory, of which each block takes 1 KiB more than it asks for. On the other
+// architectures it has 164 KiB or more.
+constexpr bool IS_SMALL = ARCHITECTURE == 860 || ARCHITECTURE == 890 || ARCHITECTURE >= 1200;
