@@ -5,6 +5,7 @@
 // one for dst. At the sizes of one image, starting them takes longer than their computation.
 //
 // include/low_rank.cuh describes the fragments of the products.
+#include "architecture.cuh"
 #include "low_rank.cuh"
 
 namespace {
@@ -18,6 +19,9 @@ constexpr int PIECES = 2;
 template <int TILES> constexpr int CHUNKS = TILES == 1 ? 4 : 2;
 // The number of warps of a block for the rank 16 TILES. A higher rank needs more registers in each thread, so fewer warps fit.
 template <int TILES> constexpr int WARPS = TILES <= 2 ? 16 : 8;
+// Whether dst is loaded before hidden is computed, as the factor is. The registers for it would spill others where this is false: for rank
+// 32, and on compute capability 12.0 in the backward pass of rank 16.
+template <int TILES, bool is_backward> constexpr bool LOADS_DST_EARLY = TILES == 1 ? ARCHITECTURE < 1200 || !is_backward : TILES != 2;
 
 // All terms have the same sizes. `*_row` is the distance in elements between the starts of two neighbouring rows of a matrix.
 struct LowRankSizes {
@@ -155,7 +159,7 @@ template <typename T, int TILES, bool is_backward> struct Share {
         return column < sizes.outer && row < sizes.rows ? static_cast<T *>(dst) + row * sizes.dst_row + column + 8 * (lane % 4) : nullptr;
     }
 
-    __device__ __forceinline__ void load(const LowRankTerm &term, const LowRankSizes &sizes, uint32_t begin, uint32_t stride) {
+    __device__ __forceinline__ void load_dst(const LowRankTerm &term, const LowRankSizes &sizes, uint32_t begin, uint32_t stride) {
 #pragma unroll
         for (int piece = 0; piece < PIECES; piece++) {
             const uint32_t column = begin + piece * stride;
@@ -163,7 +167,6 @@ template <typename T, int TILES, bool is_backward> struct Share {
             for (int half = 0; half < 2; half++)
                 if (const T *at = place(term.dst, sizes, column, half)) dst[piece][half] = *reinterpret_cast<const uint4 *>(at);
         }
-        load_factor(term, sizes, begin, stride);
     }
 
     __device__ __forceinline__ void load_factor(const LowRankTerm &term, const LowRankSizes &sizes, uint32_t begin, uint32_t stride) {
@@ -223,12 +226,15 @@ __device__ __forceinline__ void low_rank(const LowRankTerms &terms, const LowRan
     const LowRankTerm *list = terms.list + blockIdx.z;
     const uint32_t count = is_backward ? sizes.terms : 1, stride = gridDim.y * WARPS<TILES> * STEP;
     uint32_t begin = (blockIdx.y * WARPS<TILES> + threadIdx.x / WARP) * STEP;
+    constexpr bool early = LOADS_DST_EARLY<TILES, is_backward>;
     Share<T, TILES, is_backward> share;
     // These loads run while hidden is computed.
-    share.load(list[0], sizes, begin, stride);
+    if (early) share.load_dst(list[0], sizes, begin, stride);
+    share.load_factor(list[0], sizes, begin, stride);
 #pragma unroll 1
     for (uint32_t i = 0; i < count; i++) compute_hidden<T, TILES, is_backward>(list[i], sizes, parts, hidden[i]);
     while (begin < sizes.outer) {
+        if (!early) share.load_dst(list[0], sizes, begin, stride);
         float sums[PIECES][4][4] = {};
         share.multiply(sums, hidden[0]);
 #pragma unroll 1
@@ -238,7 +244,10 @@ __device__ __forceinline__ void low_rank(const LowRankTerms &terms, const LowRan
         }
         share.store(sums, list[0].dst, sizes, begin, stride);
         begin += PIECES * stride;
-        if (begin < sizes.outer) share.load(list[0], sizes, begin, stride);
+        if (begin < sizes.outer) {
+            if (early) share.load_dst(list[0], sizes, begin, stride);
+            share.load_factor(list[0], sizes, begin, stride);
+        }
     }
 }
 
