@@ -137,14 +137,13 @@ template <typename T, int TILES, typename F, bool is_backward> struct Gated {
     }
 
     __device__ __forceinline__ void run(uint32_t first) const {
-        Tile tiles[2];
-        load(tiles[0], first);
-        for (; first < end; first += 32) {
-            if (first + 16 < end) load(tiles[1], first + 16);
-            write(tiles[0], first);
-            if (first + 16 >= end) return;
-            if (first + 32 < end) load(tiles[0], first + 32);
-            write(tiles[1], first + 16);
+        Tile tile, next;
+        load(tile, first);
+#pragma unroll 1
+        for (; first < end; first += 16) {
+            if (first + 16 < end) load(next, first + 16);
+            write(tile, first);
+            tile = next;
         }
     }
 };
