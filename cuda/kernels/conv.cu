@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(256, 4)
         follow();                                                                                                      \
         conv2d_plain<TYPE, Direction::GRAD_INPUT>(grad_x, grad_y, weight, nullptr, shape);                             \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+    extern "C" __global__ void __launch_bounds__(256, 5)                                                               \
         conv2d_grad_input_direct_##DTYPE(TYPE *grad_x, const TYPE *grad_y, const TYPE *weight, Conv2dShape shape) {    \
         follow();                                                                                                      \
         conv2d_direct<TYPE, Direction::GRAD_INPUT>(grad_x, grad_y, weight, nullptr, shape);                            \

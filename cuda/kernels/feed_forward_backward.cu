@@ -11,6 +11,7 @@
 // after `turn`, as right operands of products that sum over rows.
 #include "functions.cuh"
 #include "low_rank.cuh"
+#include "architecture.cuh"
 #include "rows.cuh"
 
 namespace {
@@ -30,6 +31,8 @@ constexpr int STAGE = MATRICES * (WARPS * TILE_OF_WARP + HIDDEN);
 constexpr int SUMS = WARPS * TILE * 2 * RANKS;
 constexpr int SHARED = MATRICES * WARPS * FACTOR_OF_WARP + 2 * STAGE + SUMS * 4;
 static_assert(SHARED == 93184, "ops/gated/feed_forward/cuda.rs has this number");
+// The number of blocks that a multiprocessor must have room for. Only those of compute capability 9.0 have shared memory for two.
+constexpr int BLOCKS = ARCHITECTURE == 900 ? 2 : 1;
 
 // Transposes a matrix of 8 x 8 values, of which a thread has two neighbours of row lane / 4.
 __device__ __forceinline__ uint32_t turn(uint32_t values) {
@@ -324,7 +327,7 @@ __device__ __forceinline__ float4 sum_of(const float *parts, uint32_t count, uin
 // width is a multiple of 32; all addresses are multiples of 16 bytes.
 // Launch: block 256, grid (ceil(width / 256), ceil(rows / 560)), 93184 bytes of dynamic shared memory.
 #define DEFINE_BACKWARD(SUFFIX, T)                                                                                     \
-    extern "C" __global__ void __launch_bounds__(WARPS *WARP, 2) swiglu_feed_forward_backward_##SUFFIX(                \
+    extern "C" __global__ void __launch_bounds__(WARPS *WARP, BLOCKS) swiglu_feed_forward_backward_##SUFFIX(           \
         const T *x, const T *grad, T *dx, const T *hidden, const T *last_hidden, const T *up_h, const T *up_gate,      \
         const T *last_down, float *factor_parts, float *hidden_parts, float scale_h, float scale_gate, uint32_t rows,  \
         uint32_t width) {                                                                                              \

@@ -10,6 +10,7 @@
 // channels.cuh also says how the tensor is split into pieces and tiles. partials is (batch, tiles, groups, pieces, 2) of f32 (f64
 // for f64) from a 16-byte boundary.
 
+#include "architecture.cuh"
 #include "channels.cuh"
 #include "functions.cuh"
 
@@ -113,7 +114,8 @@ template <typename T, bool ALIGNED> struct Normalize {
 
 template <typename T, bool ALIGNED, bool SILU>
 __device__ __forceinline__ void forward(const T *x, Affine affine, const Acc<T> *mean, const Acc<T> *rstd, T *y, ChannelSize size) {
-    constexpr int N = WIDE<T>, BATCH = ALIGNED ? 4 : 1;
+    // For compute capability 12.0 the compiler needs more registers.
+    constexpr int N = WIDE<T>, BATCH = !ALIGNED ? 1 : ARCHITECTURE >= 1200 ? 3 : 4;
     const Part<T, ALIGNED> part(size);
     const Normalize<T, ALIGNED> normalize(part, affine, mean, rstd);
     part.template for_each<BATCH>([&](const uint32_t(&at)[BATCH], const bool(&exists)[BATCH]) {

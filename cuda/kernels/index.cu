@@ -5,6 +5,7 @@
 // forward kernels write 0, and the backward kernels leave out its gradient. Gradients of equal ids are added in a fixed order, in f32
 // (f64 for f64).
 
+#include "architecture.cuh"
 #include "ids.cuh"
 #include "rows.cuh"
 
@@ -40,6 +41,10 @@ __device__ __forceinline__ void gather(const T *x, const void *ids, T *y, Counte
 
 // The number of threads of a block of the gradients of index_select. In each step of a loop over the ids, each thread loads one id.
 constexpr int THREADS = 128;
+// The number of blocks that a multiprocessor must have room for. If it is 0, the compiler chooses the number, and may spill registers to
+// make room for one block more.
+constexpr int SCATTER_BLOCKS = ARCHITECTURE >= 1200 ? 10 : 0;
+template <typename T> constexpr int BACKWARD_BLOCKS = sizeof(T) == 2 ? 8 : 10;
 
 // Lists the ids of a step that equal `wanted`: `list` gets the ids' indices relative to the first id of the step, in ascending order.
 // `find` returns the number of these ids. If it is not 0, the block needs a barrier between its last use of `list` and the next `find`.
@@ -178,7 +183,7 @@ DEFINE_FORWARD(i64, int64_t)
 // if the grid would otherwise have fewer than 1024 blocks. With more than one piece, the kernel writes the sums of each piece to
 // partials (pieces, outer, size, inner) of f32 (f64 for f64) instead of dx, and the caller must launch index_select_sum afterwards.
 #define DEFINE_SELECT_SCATTER(SUFFIX, T)                                                                               \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
+    extern "C" __global__ void __launch_bounds__(THREADS, SCATTER_BLOCKS)                                              \
         index_select_scatter_##SUFFIX(const T *grad, const void *ids, T *dx, uint64_t outer, uint32_t size,            \
                                       uint32_t count, uint32_t inner, uint32_t id_bytes) {                             \
         follow();                                                                                                      \
@@ -190,7 +195,7 @@ DEFINE_FORWARD(i64, int64_t)
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SELECT_SCATTER)
 
 #define DEFINE_SELECT_BACKWARD(SUFFIX, T)                                                                              \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
+    extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS<T>)                                          \
         index_select_backward_##SUFFIX(const T *grad, const void *ids, T *dx, Acc<T> *partials, uint64_t outer,        \
                                        uint32_t size, uint32_t count, uint32_t inner, uint32_t id_bytes) {             \
         follow();                                                                                                      \

@@ -5,12 +5,16 @@
 // norm is layer norm with mean = 0 and bias = 0: its kernels ignore the pointers `mean` and `bias`. `affine_f32`: see affine.cuh.
 
 #include "affine.cuh"
+#include "architecture.cuh"
 
 // The largest number of packs of a row that a thread keeps in registers. With this number, 32 warps of a forward kernel can run on a
 // multiprocessor. At a launch, the host chooses how many packs each thread of a team holds (HELD in rows.cuh). It chooses the smallest
 // number from 1 to NORM_HELD with which all rows together need at most 2^17 threads in a forward pass and 2^16 in a backward pass (about
 // as many as an H100 runs at once). If all these numbers need more threads, the host chooses NORM_HELD.
 constexpr int NORM_HELD = 3;
+// The number of the largest teams of a forward kernel that a multiprocessor must have room for. For f64 on compute capability 12.0 the
+// compiler needs more registers.
+template <typename T> constexpr int FORWARD_TEAMS = ARCHITECTURE >= 1200 && sizeof(T) == 8 ? 1 : 2;
 
 namespace {
 
@@ -70,6 +74,7 @@ __device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, A
                 for (int i = 0; i < N; i++) center += widen(pack.values[i]);
             });
             center = team_sum(center, shared) / len;
+            if (threadIdx.x == 0) mean[row] = center;
             values.keep_narrow();
         }
         values.for_each([&](uint64_t, const Pack<T, N> &pack) {
@@ -81,6 +86,7 @@ __device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, A
         });
         values.keep_narrow();
         const A scale = A(1) / sqrt(team_sum(squares, shared) / len + eps);
+        if (threadIdx.x == 0) rstd[row] = scale;
         T *out = y + row * len;
         const uint64_t parameters = first_parameter<KIND>(row, sharing, len);
         values.for_each_place([&](int place, uint64_t at) {
@@ -94,10 +100,6 @@ __device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, A
             for (int i = 0; i < N; i++) result[i] += parameter[i];
             store_pack(out + at, narrow_pack<T>(result));
         });
-        if (threadIdx.x == 0) {
-            if (CENTER) mean[row] = center;
-            rstd[row] = scale;
-        }
     }
 }
 
@@ -208,7 +210,7 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
 // sum = x + residual is rounded to the dtype and written, and y is the norm of `sum`. Launch: over rows (rows.cuh), with the HELD that
 // NORM_HELD describes.
 #define DEFINE_FORWARD(NAME, KIND, SUFFIX, T)                                                                          \
-    extern "C" __global__ void __launch_bounds__(TEAM, 2)                                                              \
+    extern "C" __global__ void __launch_bounds__(TEAM, FORWARD_TEAMS<T>)                                               \
         NAME##_forward_##SUFFIX(const T *x, const T *residual, T *sum, const void *weight, const void *bias, T *y,     \
                                 Acc<T> *mean, Acc<T> *rstd, uint64_t rows, uint32_t len, uint32_t sharing, double eps, \
                                 uint32_t affine_f32) {                                                                 \

@@ -21,6 +21,11 @@
 namespace {
 
 constexpr int THREADS = 256;
+// The number of blocks that a multiprocessor must have room for. If it is 0, the compiler chooses the number, and may spill registers to
+// make room for one block more.
+template <typename T> constexpr int FORWARD_BLOCKS = sizeof(T) == 2 ? 3 : 4;
+template <typename T> constexpr int BACKWARD_BLOCKS = sizeof(T) == 4 ? 3 : 2;
+template <typename T> constexpr int WEIGHT_BLOCKS = sizeof(T) == 8 ? 3 : 0;
 
 // The number of lanes of a row of `packs` packs of pairs: a power of two.
 __device__ __forceinline__ uint32_t team_lanes(uint32_t packs) { return packs < WARP ? 1u << (WARP - __clz(packs - 1)) : WARP; }
@@ -254,7 +259,7 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
 // Launch of the forward and the backward kernels: block 256, grid clamp(ceil(rows width / (512 WIDE)), 1, 2^31 - 1), no dynamic shared
 // memory. Any grid gives the same results.
 #define DEFINE_FORWARD(SUFFIX, T)                                                                                      \
-    extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_rope_forward_##SUFFIX(                              \
+    extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS<T>) rms_norm_rope_forward_##SUFFIX(           \
         const T *x, const void *weight, const Acc<T> *cos, const Acc<T> *sin, T *y, Acc<T> *rstd, uint64_t rows,       \
         uint32_t positions, uint32_t repeats, uint32_t width, double eps, uint32_t weight_f32, uint32_t interleaved) { \
         follow();                                                                                                      \
@@ -270,7 +275,7 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
 // dx = rstd (u w - x̂ mean(u w x̂)), where u is grad rotated back, w the weight, x̂ = x rstd, and the mean is over the row. dx may be the
 // memory of grad.
 #define DEFINE_BACKWARD(SUFFIX, T)                                                                                     \
-    extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_rope_backward_##SUFFIX(                             \
+    extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS<T>) rms_norm_rope_backward_##SUFFIX(         \
         const T *x, const T *grad, const void *weight, const Acc<T> *cos, const Acc<T> *sin, const Acc<T> *rstd, T *dx,\
         uint64_t rows, uint32_t positions, uint32_t repeats, uint32_t width, uint32_t weight_f32,                      \
         uint32_t interleaved) {                                                                                        \
@@ -291,7 +296,7 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
 // Launch: block 256, grid (ceil(width / (64 WIDE)), pieces), no dynamic shared memory. The caller chooses up to 65535 pieces, for
 // instance clamp(ceil(rows / 64), 1, 512).
 #define DEFINE_WEIGHT(SUFFIX, T)                                                                                       \
-    extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_rope_weight_##SUFFIX(                               \
+    extern "C" __global__ void __launch_bounds__(THREADS, WEIGHT_BLOCKS<T>) rms_norm_rope_weight_##SUFFIX(             \
         const T *x, const T *grad, const Acc<T> *cos, const Acc<T> *sin, const Acc<T> *rstd, Acc<T> *partials,         \
         uint64_t rows, uint32_t positions, uint32_t repeats, uint32_t width, uint32_t interleaved) {                   \
         follow();                                                                                                      \
@@ -312,7 +317,7 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
     const bool are_aligned = distances % WIDE<T> == 0 && are_wide(q_weight, k_weight)
 
 #define DEFINE_HEADS_FORWARD(SUFFIX, T)                                                                                \
-    extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_rope_heads_forward_##SUFFIX(                        \
+    extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS<T>) rms_norm_rope_heads_forward_##SUFFIX(     \
         const T *x, const void *q_weight, const void *k_weight, const Acc<T> *cos, const Acc<T> *sin, T *y,            \
         Acc<T> *rstd, uint64_t rows, uint64_t x_token, uint64_t x_sample, uint64_t y_token, uint64_t y_sample,         \
         uint32_t tokens, uint32_t heads, uint32_t key_heads, uint32_t all_heads, uint32_t positions, uint32_t width,   \
@@ -329,7 +334,7 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
     }
 
 #define DEFINE_HEADS_BACKWARD(SUFFIX, T)                                                                               \
-    extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_rope_heads_backward_##SUFFIX(                       \
+    extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS<T>) rms_norm_rope_heads_backward_##SUFFIX(   \
         const T *x, const T *grad, const void *q_weight, const void *k_weight, const Acc<T> *cos, const Acc<T> *sin,   \
         const Acc<T> *rstd, T *dx, uint64_t rows, uint64_t x_token, uint64_t x_sample, uint64_t dx_token,              \
         uint64_t dx_sample, uint64_t y_token, uint64_t y_sample, uint32_t tokens, uint32_t heads, uint32_t key_heads,  \
