@@ -21,8 +21,7 @@ template <typename T> struct Rounding {
         for (uint64_t i = static_cast<uint64_t>(block) * blockDim.y + threadIdx.y; i < rows; i += static_cast<uint64_t>(blocks) * blockDim.y) {
             Row<T, N> row(x + i * columns, columns);
             const auto changed = [&](uint64_t at, const Pack<T, N> &pack, float (&values)[N]) {
-#pragma unroll
-                for (int k = 0; k < N; k++) values[k] = widen(pack.values[k]);
+                widen_pack(pack, values);
                 change(values, static_cast<uint32_t>(at));
             };
             RowScale found;

@@ -18,61 +18,49 @@ template <typename T> constexpr int KEPT = 2 * WIDE<T> / N;
 // registers.
 constexpr int TEAMS = ARCHITECTURE >= 1200 ? 1 : 2;
 
-// Rounds a row of PARTS * packs packs to codes. compute(pack, results) computes pack `pack` of each of the row's PARTS parts, and
-// change(values, part, pack) changes the values of a pack before they are rounded.
-template <typename T, int PARTS, typename Compute, typename Change>
-__device__ __forceinline__ void round_row(uint32_t packs, bool is_int8, uint8_t *codes, float *row_scale, Compute compute, Change change) {
-    Pack<T, N> kept[KEPT<T>][PARTS];
+// Rounds a row of PARTS * packs packs to codes. compute(pack, results) computes the numbers to round of pack `pack` of each of the row's
+// PARTS parts.
+template <typename T, int PARTS, typename Compute>
+__device__ __forceinline__ void round_row(uint32_t packs, bool is_int8, uint8_t *codes, float *row_scale, Compute compute) {
+    float kept[KEPT<T>][PARTS][N];
     RowScale found;
-    // Calls f(values, part, pack) for each pack that `kept` has at place `i`.
-    const auto for_each_part = [&](int i, auto f) {
-        const uint32_t pack = threadIdx.x + i * blockDim.x;
-#pragma unroll
-        for (int part = 0; part < PARTS; part++) {
-            float values[N];
-#pragma unroll
-            for (int k = 0; k < N; k++) values[k] = widen(kept[i][part].values[k]);
-            change(values, part, pack);
-            f(values, part, pack);
-        }
-    };
 #pragma unroll
     for (int i = 0; i < KEPT<T>; i++) {
         const uint32_t pack = threadIdx.x + i * blockDim.x;
         if (pack >= packs) continue;
         compute(pack, kept[i]);
-        for_each_part(i, [&](const float(&values)[N], int, uint32_t) { found.see(values); });
+#pragma unroll
+        for (int part = 0; part < PARTS; part++) found.see(kept[i][part]);
     }
     const float scale = found.of_team(is_int8);
     if (threadIdx.x == 0) *row_scale = scale;
-#pragma unroll
-    for (int i = 0; i < KEPT<T>; i++) {
-#pragma unroll
-        for (int part = 0; part < PARTS; part++) keep_narrow(kept[i][part]);
-    }
     with_rounder(scale, is_int8, [&](auto rounder) {
 #pragma unroll
         for (int i = 0; i < KEPT<T>; i++) {
-            if (threadIdx.x + i * blockDim.x >= packs) continue;
-            for_each_part(i, [&](const float(&values)[N], int part, uint32_t pack) {
-                rounder.store(codes + (static_cast<uint64_t>(part) * packs + pack) * N, values);
-            });
+            const uint32_t pack = threadIdx.x + i * blockDim.x;
+            if (pack >= packs) continue;
+#pragma unroll
+            for (int part = 0; part < PARTS; part++) rounder.store(codes + (static_cast<uint64_t>(part) * packs + pack) * N, kept[i][part]);
         }
     });
 }
+
+// Rounds values to T.
+template <typename T> __device__ __forceinline__ void round_to(float (&values)[N]) { widen_pack(narrow_pack<T>(values), values); }
 
 template <typename T>
 __device__ __forceinline__ void forward(const T *x, uint32_t rows, uint32_t width, bool is_int8, uint8_t *codes, float *scales) {
     for (uint64_t row = first_row(); row < rows; row += row_stride()) {
         const T *start = x + row * 2 * width;
-        const auto compute = [&](uint32_t pack, Pack<T, N>(&result)[1]) {
-            const auto h = load_pack<N>(start + pack * N), gate = load_pack<N>(start + width + pack * N);
-            Acc<T> values[N];
+        const auto compute = [&](uint32_t pack, float(&result)[1][N]) {
+            float h[N], gate[N];
+            widen_pack(load_pack<N>(start + pack * N), h);
+            widen_pack(load_pack<N>(start + width + pack * N), gate);
 #pragma unroll
-            for (int i = 0; i < N; i++) values[i] = widen(h.values[i]) * GeluExact::value<T>(widen(gate.values[i]));
-            result[0] = narrow_pack<T>(values);
+            for (int i = 0; i < N; i++) result[0][i] = h[i] * GeluExact::value<T>(gate[i]);
+            round_to<T>(result[0]);
         };
-        round_row<T, 1>(width / N, is_int8, codes + row * width, scales + row, compute, [](float(&)[N], int, uint32_t) {});
+        round_row<T, 1>(width / N, is_int8, codes + row * width, scales + row, compute);
     }
 }
 
@@ -82,26 +70,28 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, const float 
     const float one = __ldg(column_scales);
     for (uint64_t row = first_row(); row < rows; row += row_stride()) {
         const T *start = x + row * 2 * width, *from = grad + row * width;
-        const auto compute = [&](uint32_t pack, Pack<T, N>(&results)[2]) {
-            const auto h = load_pack<N>(start + pack * N), gate = load_pack<N>(start + width + pack * N), g = load_pack<N>(from + pack * N);
-            Acc<T> to_h[N], to_gate[N];
+        const auto compute = [&](uint32_t pack, float(&results)[2][N]) {
+            float h[N], gate[N], g[N];
+            widen_pack(load_pack<N>(start + pack * N), h);
+            widen_pack(load_pack<N>(start + width + pack * N), gate);
+            widen_pack(load_pack<N>(from + pack * N), g);
 #pragma unroll
             for (int i = 0; i < N; i++) {
-                Acc<T> value, slope;
-                GeluExact::both<T>(widen(gate.values[i]), value, slope);
-                to_h[i] = widen(g.values[i]) * value;
-                to_gate[i] = widen(g.values[i]) * widen(h.values[i]) * slope;
+                float value, slope;
+                GeluExact::both<T>(gate[i], value, slope);
+                results[0][i] = g[i] * value;
+                results[1][i] = g[i] * h[i] * slope;
             }
-            results[0] = narrow_pack<T>(to_h);
-            results[1] = narrow_pack<T>(to_gate);
-        };
-        const auto change = [&](float(&values)[N], int part, uint32_t pack) {
-            float factors[N] = {one, one, one, one};
-            if (!is_one_scale) load_values(column_scales + part * width + pack * N, factors);
 #pragma unroll
-            for (int k = 0; k < N; k++) values[k] *= factors[k];
+            for (int part = 0; part < 2; part++) {
+                float factors[N] = {one, one, one, one};
+                if (!is_one_scale) load_values(column_scales + part * width + pack * N, factors);
+                round_to<T>(results[part]);
+#pragma unroll
+                for (int i = 0; i < N; i++) results[part][i] *= factors[i];
+            }
         };
-        round_row<T, 2>(width / N, is_int8, codes + row * 2 * width, scales + row, compute, change);
+        round_row<T, 2>(width / N, is_int8, codes + row * 2 * width, scales + row, compute);
     }
 }
 
