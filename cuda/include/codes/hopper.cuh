@@ -36,14 +36,27 @@ template <typename T> __device__ __forceinline__ uint32_t narrow_pair(float x, f
     return word;
 }
 
-// out[i, j] = (Σ_k x[i, k] w[j, k]) row_scales[i] scales[j] + bias[j], for the rows of all parts of w.
+// The sums of eight pairs of values, each rounded to T.
+template <typename T> __device__ __forceinline__ uint4 add_eight(uint4 x, uint4 y) {
+    Pack<T, 8> a, b;
+    memcpy(&a, &x, 16);
+    memcpy(&b, &y, 16);
+    float sums[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) sums[i] = widen(a.values[i]) + widen(b.values[i]);
+    a = narrow_pack<T>(sums);
+    memcpy(&x, &a, 16);
+    return x;
+}
+
+// out[i, j] = round((Σ_k x[i, k] w[j, k]) row_scales[i] scales[j] + bias[j]) + residual[i, j], for the rows of all parts of w.
 template <typename T, int COLUMNS, int STAGES> struct CodesProduct {
     static constexpr int ROWS = 128, STEP = 128, LEFT_BYTES = ROWS * STEP, STAGE_BYTES = LEFT_BYTES + COLUMNS * STEP,
                          WORKERS = 2 * WARPGROUP, SUMS = COLUMNS / 2;
     using Ring = Stages<STAGES, STAGE_BYTES, 2>;
 
     T *out;
-    const T *bias;
+    const T *bias, *residual;
     const float *row_scales;
     const CodeMaps &maps;
     const CodeParts &parts;
@@ -173,9 +186,11 @@ template <typename T, int COLUMNS, int STAGES> struct CodesProduct {
             const uint32_t within = (4 * i + t) * 8, column = tile.column + within;
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                const uint4 eight = exchange(words[r][0], words[r][1], words[r][2], words[r][3]);
-                if (row + 8 * r < rows && within < COLUMNS && column < part.rows)
-                    *reinterpret_cast<uint4 *>(out + static_cast<uint64_t>(row + 8 * r) * stride + part.start + column) = eight;
+                uint4 eight = exchange(words[r][0], words[r][1], words[r][2], words[r][3]);
+                if (row + 8 * r >= rows || within >= COLUMNS || column >= part.rows) continue;
+                const uint64_t at = static_cast<uint64_t>(row + 8 * r) * stride + part.start + column;
+                if (residual != nullptr) eight = add_eight<T>(eight, *reinterpret_cast<const uint4 *>(residual + at));
+                *reinterpret_cast<uint4 *>(out + at) = eight;
             }
         }
     }

@@ -1,6 +1,7 @@
 //! [`Linear`]: y = x Wᵀ + b over frozen or trainable parameters, with a slot for an adapter.
 
 use trainable_candle_core::ops::gated::{geglu, geglu_feed_forward};
+use trainable_candle_core::ops::linear::linear_add;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var, Weight, WeightRef};
 
 use crate::base::{Base, Operation};
@@ -123,17 +124,30 @@ impl<T: Parameter> Linear<T> {
         }
     }
 
-    /// Apply this layer, [`geglu`] and the layer `last` to `x (..., in_features)`. Without adapters, one operation may compute the
-    /// three steps; [`geglu_feed_forward`] says when.
+    /// [`forward`](Self::forward) of `x (..., in_features)`, plus `residual (..., out_features)`. Without an adapter, one operation may
+    /// compute both steps; [`linear_add`] says when.
     ///
     /// # Errors
-    /// As [`forward`](Self::forward).
-    pub fn geglu_feed_forward(&self, x: &Tensor, last: &Self) -> Result<Tensor> {
+    /// As [`forward`](Self::forward), and if the residual does not fit.
+    pub fn forward_add(&self, x: &Tensor, residual: &Tensor) -> Result<Tensor> {
+        if self.slot().get().is_some() {
+            return self.forward(x)?.add(residual);
+        }
+        let base = self.base();
+        linear_add(x, base.weight, base.bias, residual)
+    }
+
+    /// Apply this layer, [`geglu`] and the layer `last` to `x (..., in_features)`, and add `residual (..., out_features of last)`.
+    /// Without adapters, one operation may compute all steps; [`geglu_feed_forward`] says when.
+    ///
+    /// # Errors
+    /// As [`forward_add`](Self::forward_add).
+    pub fn geglu_feed_forward(&self, x: &Tensor, last: &Self, residual: &Tensor) -> Result<Tensor> {
         if self.slot().get().is_some() || last.slot().get().is_some() {
-            return last.forward(&geglu(&self.forward(x)?)?);
+            return last.forward_add(&geglu(&self.forward(x)?)?, residual);
         }
         let (inner, outer) = (self.base(), last.base());
-        geglu_feed_forward(x, (inner.weight, inner.bias), (outer.weight, outer.bias))
+        geglu_feed_forward(x, (inner.weight, inner.bias), (outer.weight, outer.bias), residual)
     }
 
     pub(crate) const fn slot(&self) -> &AdapterSlot {

@@ -17,7 +17,7 @@ use super::gemm_lt::{self, alignment};
 use super::gemm_tiles::preferred;
 use super::gpu::Gpu;
 use super::launch::{Address, address, empty, same_device};
-use super::product_calls::{Arithmetic, Key, Vectors};
+use super::product_calls::{Arithmetic, Extras, Key};
 use super::profile::measured;
 use crate::cpu::gemm::batch::{Plan, check_result_dtype};
 use crate::product::{MatmulPrecision, float32_matmul_precision};
@@ -272,7 +272,7 @@ impl Call<'_> {
         if is_one && let Some(key) = self.key([a, b, y]).filter(|key| preferred(self.gpu, key).is_some()) {
             // SAFETY: the plan stays within its operands and the result; the key describes the same product in cuBLAS'
             // order.
-            if unsafe { gemm_lt::run(self.op, self.gpu, key, [b, a, y], Vectors::default()) }? {
+            if unsafe { gemm_lt::run(self.op, self.gpu, key, [b, a, y], Extras::default()) }? {
                 return Ok(());
             }
         }

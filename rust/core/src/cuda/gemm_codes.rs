@@ -5,7 +5,7 @@ use candle_core::DType;
 use super::gemm_lt::{alignment, run};
 use super::gpu::Gpu;
 use super::launch::Address;
-use super::product_calls::{Arithmetic, Key, Vectors};
+use super::product_calls::{Arithmetic, Extras, Key};
 use crate::Result;
 
 /// The number format of codes.
@@ -44,7 +44,7 @@ pub unsafe fn product_of_codes(
         alignments: [w, x, y].map(alignment),
     };
     // SAFETY: the caller's promise.
-    unsafe { run(op, gpu, key, [w, x, y], Vectors::default()) }
+    unsafe { run(op, gpu, key, [w, x, y], Extras::default()) }
 }
 
 /// The addresses of the factors, the result and the vectors of a [`scaled_product_of_codes`].
@@ -60,6 +60,8 @@ pub struct Scaled {
     pub w_scales: Address,
     /// The bias (n) in the dtype of the result.
     pub bias: Option<Address>,
+    /// A matrix (m, n) in the dtype of the result, with the result's distance between rows.
+    pub addend: Option<Address>,
     /// The result (m, n).
     pub y: Address,
     /// The distance between rows of the result, in elements.
@@ -67,9 +69,9 @@ pub struct Scaled {
 }
 
 /// Computes y (m, n) = x (m, k) times the transpose of w (n, k), both matrices of e4m3 codes. Row i of the product is
-/// multiplied by element i of `x_scales`, and column j by element j of `w_scales`; then `bias` is added to each row.
-/// Sums are in f32, results in `dtype`. Returns false if cuBLASLt does not support the product. It supports such
-/// products on compute capability 9.0, for results in f16 and bf16.
+/// multiplied by element i of `x_scales`, and column j by element j of `w_scales`; then `bias` is added to each row, and
+/// `addend` to the product. Sums are in f32, results in `dtype`. Returns false if cuBLASLt does not support the product. It supports such products on compute capability 9.0, for
+/// results in f16 and bf16.
 ///
 /// Source: <https://docs.nvidia.com/cuda/cublas/#outer-vector-scaling-for-fp8-data-types>
 ///
@@ -85,7 +87,7 @@ pub unsafe fn scaled_product_of_codes(
     [m, n, k]: [usize; 3],
     dtype: DType,
 ) -> Result<bool> {
-    let Scaled { x, x_scales, w, w_scales, bias, y, stride } = operands;
+    let Scaled { x, x_scales, w, w_scales, bias, addend, y, stride } = operands;
     if !gpu.is_hopper() || !matches!(dtype, DType::F16 | DType::BF16) {
         return Ok(false);
     }
@@ -94,8 +96,8 @@ pub unsafe fn scaled_product_of_codes(
         sizes: [n, m, k],
         operands: [(true, k as i64), (false, k as i64)],
         distance: stride as i64,
-        alignments: [w, x, y | bias.unwrap_or(0)].map(alignment),
+        alignments: [w, x, y | bias.unwrap_or(0) | addend.unwrap_or(0)].map(alignment),
     };
     // SAFETY: the caller's promise.
-    unsafe { run(op, gpu, key, [w, x, y], Vectors { bias, scales: Some([w_scales, x_scales]) }) }
+    unsafe { run(op, gpu, key, [w, x, y], Extras { addend, bias, scales: Some([w_scales, x_scales]) }) }
 }

@@ -11,7 +11,7 @@ use super::error::driver_error;
 use super::gemm_tiles;
 use super::gpu::Gpu;
 use super::launch::Address;
-use super::product_calls::{Arithmetic, Call, DataType, Key, Layout, Owned, Vectors};
+use super::product_calls::{Arithmetic, Call, DataType, Extras, Key, Layout, Owned};
 use super::profile::measured;
 use crate::{Error, Result};
 
@@ -26,8 +26,8 @@ pub(super) const fn alignment(address: Address) -> u32 {
     1 << if zeros < 8 { zeros } else { 8 }
 }
 
-/// Queue a product y = a b of column-major matrices, given the addresses of the operands and the result, and of the
-/// vectors that the arithmetic has. Returns false if cuBLASLt does not support the product. For [`Arithmetic::Half`], also
+/// Queue a product y = a b of column-major matrices, given the addresses of the operands and the result, and of what else the
+/// product reads. Returns false if cuBLASLt does not support the product. For [`Arithmetic::Half`], also
 /// returns false if no tile is preferred, or if cuBLASLt recommends no algorithm with the preferred tile: the caller then
 /// uses cuBLAS, which has algorithms of its own.
 ///
@@ -38,18 +38,18 @@ pub(super) unsafe fn run(
     gpu: &Gpu,
     key: Key,
     addresses: [Address; 3],
-    vectors: Vectors,
+    extras: Extras,
 ) -> Result<bool> {
     gpu.stream().context().bind_to_thread().map_err(|error| driver_error(op, error))?;
     let mut known = gpu.product_calls().0.lock().unwrap_or_else(PoisonError::into_inner);
     let call = match known.entry(key) {
         Entry::Occupied(entry) => entry.into_mut(),
-        Entry::Vacant(entry) => entry.insert(find(gpu, &key, vectors)?),
+        Entry::Vacant(entry) => entry.insert(find(gpu, &key, extras)?),
     };
     let Some(call) = call else { return Ok(false) };
     let [n, m, k] = key.sizes;
     let name = || format!("linear {m}x{k}x{n} {:?}", key.arithmetic.types()[0]);
-    measured(gpu, name, || queue(call, gpu, addresses, vectors))?;
+    measured(gpu, name, || queue(call, gpu, addresses, extras))?;
     Ok(true)
 }
 
@@ -64,7 +64,7 @@ fn failed(error: result::CublasError) -> Error {
 
 /// The call for a product, with the algorithm of the preferred tile or the one that cuBLASLt recommends first. None if
 /// [`run`] returns false for the product.
-fn find(gpu: &Gpu, key: &Key, vectors: Vectors) -> Result<Option<Call>> {
+fn find(gpu: &Gpu, key: &Key, extras: Extras) -> Result<Option<Call>> {
     let tile = gemm_tiles::preferred(gpu, key);
     let is_optional = matches!(key.arithmetic, Arithmetic::Half { .. });
     if is_optional && tile.is_none() {
@@ -97,7 +97,7 @@ fn find(gpu: &Gpu, key: &Key, vectors: Vectors) -> Result<Option<Call>> {
         let mode = sys::cublasLtMatmulMatrixScale_t::CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
         set_description(&description, Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_MODE, &mode)?;
         set_description(&description, Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_MODE, &mode)?;
-        set_vectors(&description, vectors)?;
+        set_vectors(&description, extras)?;
     }
     let preference = Owned(result::create_matmul_pref().map_err(failed)?, result::destroy_matmul_pref);
     type Preference = sys::cublasLtMatmulPreferenceAttributes_t;
@@ -147,13 +147,13 @@ fn has_tile(algorithm: &sys::cublasLtMatmulAlgo_t, tile: u32) -> bool {
     is(Attribute::CUBLASLT_ALGO_CONFIG_TILE_ID, tile) && (is(splits, 0) || is(splits, 1))
 }
 
-/// Queue a call for the addresses of the operands, the result and the vectors.
-fn queue(call: &Call, gpu: &Gpu, [a, b, y]: [Address; 3], vectors: Vectors) -> Result<()> {
-    set_vectors(&call.description, vectors)?;
+/// Queue a call for the addresses of the operands, the result and the extras.
+fn queue(call: &Call, gpu: &Gpu, [a, b, y]: [Address; 3], extras: Extras) -> Result<()> {
+    set_vectors(&call.description, extras)?;
     let [a_layout, b_layout, y_layout] = call.layouts.each_ref().map(|layout| layout.0);
     let (workspace, workspace_size) = gpu.workspace();
     let is_integer = call.arithmetic == Arithmetic::Int8;
-    // The factors alpha = 1 and beta = 0.
+    // The factors alpha = 1 and beta = 0. With an addend, both factors are 1.
     let (floats, integers) = ([1f32, 0.0], [1i32, 0]);
     let scalar = |i: usize| -> *const c_void {
         if is_integer { std::ptr::from_ref(&integers[i]).cast() } else { std::ptr::from_ref(&floats[i]).cast() }
@@ -165,12 +165,12 @@ fn queue(call: &Call, gpu: &Gpu, [a, b, y]: [Address; 3], vectors: Vectors) -> R
             handle(gpu),
             call.description.0,
             scalar(0),
-            scalar(1),
+            scalar(usize::from(extras.addend.is_none())),
             a as *const c_void,
             a_layout,
             b as *const c_void,
             b_layout,
-            y as *const c_void,
+            extras.addend.unwrap_or(y) as *const c_void,
             y_layout,
             y as *mut c_void,
             y_layout,
@@ -187,12 +187,12 @@ fn handle(gpu: &Gpu) -> sys::cublasLtHandle_t {
     (*gpu.blas().handle()).cast()
 }
 
-fn set_vectors(description: &Owned<sys::cublasLtMatmulDesc_t>, vectors: Vectors) -> Result<()> {
+fn set_vectors(description: &Owned<sys::cublasLtMatmulDesc_t>, extras: Extras) -> Result<()> {
     type Attribute = sys::cublasLtMatmulDescAttributes_t;
-    if let Some(bias) = vectors.bias {
+    if let Some(bias) = extras.bias {
         set_description(description, Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias)?;
     }
-    if let Some([rows, columns]) = vectors.scales {
+    if let Some([rows, columns]) = extras.scales {
         set_description(description, Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &rows)?;
         set_description(description, Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &columns)?;
     }

@@ -95,13 +95,15 @@ pub(super) struct Key {
     /// The distance between the columns of the result in elements.
     pub(super) distance: i64,
     /// For each operand, the largest power of two up to 256 that divides its address; then the largest such power that
-    /// divides the addresses of both result and bias.
+    /// divides the addresses of the result, the bias and the addend.
     pub(super) alignments: [u32; 3],
 }
 
-/// The addresses of vectors that a product reads besides its operands.
+/// The addresses of what a product reads besides its operands.
 #[derive(Clone, Copy, Default)]
-pub(super) struct Vectors {
+pub(super) struct Extras {
+    /// A matrix with the type and the layout of the result; the product is added to it.
+    pub(super) addend: Option<Address>,
     /// A vector with a number for each row of the result; the number is added to the elements of the row.
     pub(super) bias: Option<Address>,
     /// Two f32 vectors: the numbers by which the rows of the result are multiplied, and those for its columns.

@@ -65,7 +65,7 @@ impl Block {
         let (x, normed) = self.norm2.add_forward(&mixed, x)?;
         let mixed = self.attn2.forward(&normed, Some(context))?;
         let (x, normed) = self.norm3.add_forward(&mixed, &x)?;
-        self.ff_in.geglu_feed_forward(&normed, &self.ff_out)?.add(&x)
+        self.ff_in.geglu_feed_forward(&normed, &self.ff_out, &x)
     }
 }
 
@@ -108,6 +108,14 @@ impl Projection {
             Ok(Self::Linear(weights.linear(name, sizes.dim, sizes.dim, true)?))
         } else {
             Ok(Self::Conv(conv1x1(name, sizes.dim, sizes.dim, weights)?))
+        }
+    }
+
+    /// The projection of an image (B, H, W, C), plus `residual`.
+    fn forward_add(&self, x: &Tensor, residual: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Linear(linear) => linear.forward_add(x, residual),
+            Self::Conv(conv) => conv.forward(x)?.add(residual),
         }
     }
 
@@ -173,7 +181,7 @@ impl SpatialTransformer {
         let projected = self.proj_in.forward(&self.norm.forward(x)?)?;
         let tokens = projected.reshape((batch, height * width, channels))?;
         let tokens = self.blocks.run(&tokens, &[context], |block, x, context| block.forward(x, &context[0]))?;
-        self.proj_out.forward(&tokens.reshape((batch, height, width, channels))?)?.add(x)
+        self.proj_out.forward_add(&tokens.reshape((batch, height, width, channels))?, x)
     }
 }
 

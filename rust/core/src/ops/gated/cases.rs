@@ -40,17 +40,20 @@ pub static ENTRIES: &[Entry] = &[
 /// compares operations with their plain form more exactly than products of codes agree. `tests/cuda/test_quantized_gpu.py`
 /// compares products of codes.
 fn of_codes() -> Vec<Case> {
-    fn run(x: &Tensor, is_fused: bool) -> Result<Tensor> {
+    fn run([x, residual]: [&Tensor; 2], is_fused: bool) -> Result<Tensor> {
         let codes = |rows, columns| example(x, [rows, columns], Format::Int8)?.with_transposed_codes();
         let (inner, outer) = (codes(32, 16)?, codes(48, 16)?);
         let (inner_bias, outer_bias) = (frozen(x, &[32])?, frozen(x, &[48])?);
         if is_fused {
-            return geglu_feed_forward(x, ((&inner).into(), Some(&inner_bias)), ((&outer).into(), Some(&outer_bias)));
+            let (inner, outer) = (((&inner).into(), Some(&inner_bias)), ((&outer).into(), Some(&outer_bias)));
+            return geglu_feed_forward(x, inner, outer, residual);
         }
-        linear(&geglu(&linear(x, &inner, Some(&inner_bias))?)?, &outer, Some(&outer_bias))
+        linear(&geglu(&linear(x, &inner, Some(&inner_bias))?)?, &outer, Some(&outer_bias))?.add(residual)
     }
-    let case = |label, dims: &[usize]| Case::new(label, &[dims], |x| run(&x[0], true)).plain(|x| run(&x[0], false));
-    vec![case("int8", &[2, 3, 16]), case("no rows", &[0, 16])]
+    let case = |label, shapes: [&[usize]; 2]| {
+        Case::new(label, &shapes, |x| run([&x[0], &x[1]], true)).plain(|x| run([&x[0], &x[1]], false))
+    };
+    vec![case("int8", [&[2, 3, 16], &[2, 3, 48]]), case("no rows", [&[0, 16], &[0, 48]])]
 }
 
 /// Gated units of two linear layers, the features and the gate, which have the same input. `adapted` says which of the two has

@@ -5,9 +5,9 @@ use candle_core::Shape;
 
 use super::{GEGLU, geglu, run, run_backward};
 use crate::ops::activation::GeluExact;
-use crate::ops::linear::{as_matrix, check, forward, linear, with_last};
-use crate::quantized::WeightRef;
+use crate::ops::linear::{as_matrix, check, check_residual, forward, forward_add, linear, linear_add, with_last};
 use crate::quantized::weight::HeldWeight;
+use crate::quantized::{Addends, WeightRef};
 use crate::tape::backward::Pending;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
 use crate::{Quantized, Result, Tensor, checkpoint};
@@ -17,15 +17,15 @@ pub(super) static GEGLU_FEED_FORWARD: OpInfo = OpInfo::expensive("geglu_feed_for
 /// The weight and the bias of a linear map.
 type Map<'a> = (WeightRef<'a>, Option<&'a Tensor>);
 
-/// [`linear`] of [`geglu`] of [`linear`]: `x (..., in)` → `(..., out)`. The map `inner` has 2 n results, the second half of which is the
+/// [`linear`] of [`geglu`] of [`linear`], plus `residual`: `x (..., in)`, `residual (..., out)` → `(..., out)`. The map `inner` has 2 n results, the second half of which is the
 /// gate; the map `outer` has n inputs. The function runs as one fused operation only on a GPU, if both weights multiply codes
 /// ([`w8a8`](crate::quantized::w8a8)) and keep them transposed, too. The result has the same bits either way.
 ///
 /// # Errors
-/// As [`linear`].
-pub fn geglu_feed_forward(x: &Tensor, inner: Map<'_>, outer: Map<'_>) -> Result<Tensor> {
+/// As [`linear_add`].
+pub fn geglu_feed_forward(x: &Tensor, inner: Map<'_>, outer: Map<'_>, residual: &Tensor) -> Result<Tensor> {
     let (Some(codes), Some(last_codes)) = (codes_of(x, inner), codes_of(x, outer)) else {
-        return linear(&geglu(&linear(x, inner.0, inner.1)?)?, outer.0, outer.1);
+        return linear_add(&geglu(&linear(x, inner.0, inner.1)?)?, outer.0, outer.1, residual);
     };
     let op = GEGLU_FEED_FORWARD.name;
     check(op, x, inner.0, inner.1)?;
@@ -36,19 +36,23 @@ pub fn geglu_feed_forward(x: &Tensor, inner: Map<'_>, outer: Map<'_>) -> Result<
         between = between.narrow(dim, 0, 1)?;
     }
     let between = between.broadcast_as(with_last(&between, width))?;
-    check(op, &Tensor::constant(between), outer.0, outer.1)?;
+    let between = Tensor::constant(between);
+    check(op, &between, outer.0, outer.1)?;
+    check_residual(op, &between, outer.0, residual)?;
     let bias_of = |map: Map<'_>| map.1.map(|bias| bias.raw.clone());
     let (inner_bias, outer_bias) = (bias_of(inner), bias_of(outer));
     record_with_aux(
         &GEGLU_FEED_FORWARD,
-        &[x],
+        &[x, residual],
         || {
             let y = forward(&as_matrix(&x.raw)?, inner.0, inner_bias.as_ref())?;
-            let result = match last_codes.product_of_geglu(&y, outer_bias.as_ref())? {
+            let rows = as_matrix(&residual.raw)?;
+            let addends = Addends { bias: outer_bias.as_ref(), residual: Some(&rows) };
+            let result = match last_codes.product_of_geglu(&y, addends)? {
                 Some(result) => result,
-                None => forward(&run(GEGLU.name, &y, width, GeluExact)?, outer.0, outer_bias.as_ref())?,
+                None => forward_add(&run(GEGLU.name, &y, width, GeluExact)?, outer.0, addends.bias, &rows)?,
             };
-            Ok((result.reshape(with_last(&x.raw, last_codes.dims()[0]))?, std::iter::once(y).collect()))
+            Ok((result.reshape(residual.shape())?, std::iter::once(y).collect()))
         },
         |saver, _, aux| FeedForward {
             shape: x.raw.shape().clone(),
@@ -84,6 +88,9 @@ struct FeedForward {
 
 impl Backward for FeedForward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        if context.needs(1) {
+            context.add(1, context.grad().clone())?;
+        }
         if !context.needs(0) {
             return Ok(());
         }

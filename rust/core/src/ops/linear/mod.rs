@@ -3,6 +3,7 @@
 
 #[cfg(feature = "cuda")]
 mod cuda;
+mod residual;
 
 use candle_core::{Device, Shape};
 use smallvec::SmallVec;
@@ -10,12 +11,16 @@ use smallvec::SmallVec;
 #[cfg(feature = "testing")]
 use super::case::{Case, Entry};
 use crate::compute::on_device;
+use crate::quantized::Addends;
 use crate::quantized::weight::{HeldWeight, WeightRef};
 #[cfg(feature = "testing")]
 use crate::quantized::{Format, example};
 use crate::raw::Raw;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
 use crate::{Error, Result, Tensor, checkpoint, compute};
+
+pub use residual::linear_add;
+pub(super) use residual::{check_residual, forward_add};
 
 static LINEAR: OpInfo = OpInfo::expensive("linear");
 
@@ -38,7 +43,7 @@ pub(super) fn with_last(x: &Raw, out: usize) -> Shape {
 /// x Wᵀ + b over matrices: (rows, in), (out, in), (out) → (rows, out).
 pub(super) fn forward(x: &Raw, weight: WeightRef<'_>, bias: Option<&Raw>) -> Result<Raw> {
     if let WeightRef::Quantized(weight) = weight
-        && let Some(y) = weight.product_of_codes(x, bias)?
+        && let Some(y) = weight.product_of_codes(x, Addends { bias, residual: None })?
     {
         return Ok(y);
     }
@@ -207,31 +212,34 @@ pub fn linear<'a>(x: &Tensor, weight: impl Into<WeightRef<'a>>, bias: Option<&Te
 
 /// Registry entries of this file.
 #[cfg(feature = "testing")]
-pub static ENTRIES: &[Entry] = &[Entry {
-    info: &LINEAR,
-    cases: || {
-        let plain = |x: &[Tensor]| {
-            let y = x[0].matmul(&x[1].t()?)?;
-            x.get(2).map_or_else(|| Ok(y.clone()), |b| y.add(b))
-        };
-        let run = |x: &[Tensor]| linear(&x[0], &x[1], x.get(2));
-        /// A quantized weight with a trained bias. With rows of 27 elements, blocks of NF4 cross the ends of rows.
-        fn quantized(label: &'static str, format: Format) -> Case {
-            let plain = move |x: &[Tensor]| {
-                let weight = example(&x[0], [7, 27], format)?.dequantize(x[0].dtype())?;
-                x[0].matmul(&weight.t()?)?.add(&x[1])
+pub static ENTRIES: &[Entry] = &[
+    Entry {
+        info: &LINEAR,
+        cases: || {
+            let plain = |x: &[Tensor]| {
+                let y = x[0].matmul(&x[1].t()?)?;
+                x.get(2).map_or_else(|| Ok(y.clone()), |b| y.add(b))
             };
-            let run = move |x: &[Tensor]| linear(&x[0], &example(&x[0], [7, 27], format)?, Some(&x[1]));
-            Case::new(label, &[&[2, 3, 27], &[7]], run).plain(plain)
-        }
-        vec![
-            Case::new("bias", &[&[2, 3, 5], &[4, 5], &[4]], run).plain(plain),
-            Case::new("no bias", &[&[3, 5], &[7, 5]], run).plain(plain),
-            Case::new("one row", &[&[5], &[7, 5], &[7]], run).plain(plain),
-            Case::new("no rows", &[&[0, 5], &[7, 5], &[7]], run).plain(plain),
-            quantized("int8", Format::Int8),
-            quantized("fp8", Format::Fp8),
-            quantized("nf4", Format::Nf4),
-        ]
+            let run = |x: &[Tensor]| linear(&x[0], &x[1], x.get(2));
+            /// A quantized weight with a trained bias. With rows of 27 elements, blocks of NF4 cross the ends of rows.
+            fn quantized(label: &'static str, format: Format) -> Case {
+                let plain = move |x: &[Tensor]| {
+                    let weight = example(&x[0], [7, 27], format)?.dequantize(x[0].dtype())?;
+                    x[0].matmul(&weight.t()?)?.add(&x[1])
+                };
+                let run = move |x: &[Tensor]| linear(&x[0], &example(&x[0], [7, 27], format)?, Some(&x[1]));
+                Case::new(label, &[&[2, 3, 27], &[7]], run).plain(plain)
+            }
+            vec![
+                Case::new("bias", &[&[2, 3, 5], &[4, 5], &[4]], run).plain(plain),
+                Case::new("no bias", &[&[3, 5], &[7, 5]], run).plain(plain),
+                Case::new("one row", &[&[5], &[7, 5], &[7]], run).plain(plain),
+                Case::new("no rows", &[&[0, 5], &[7, 5], &[7]], run).plain(plain),
+                quantized("int8", Format::Int8),
+                quantized("fp8", Format::Fp8),
+                quantized("nf4", Format::Nf4),
+            ]
+        },
     },
-}];
+    residual::ENTRY,
+];

@@ -15,7 +15,8 @@ use trainable_candle_cuda::kernels::geglu_codes::{
 use trainable_candle_cuda::kernels::{Const, Mut};
 use trainable_candle_cuda::structs::{CodePart, CodeParts};
 
-use super::{MOST_PARTS, MULTIPLE, Quantized, Transposed};
+use super::{Addends, MOST_PARTS, MULTIPLE, Quantized, Transposed};
+use crate::cpu::Add;
 use crate::cuda::launch::{
     Shape, TEAM, address, count32, element, empty, input, optional_output, output, suffix, wide,
 };
@@ -245,26 +246,34 @@ struct Columns<'a> {
     bias: Option<&'a Raw>,
 }
 
-/// Computes x Wᵀ + b; returns `None` if the device has no 8-bit products.
-pub(super) fn product(w: &Quantized, x: &Raw, bias: Option<&Raw>) -> Result<Option<Raw>> {
+/// Computes x Wᵀ plus `addends`; returns `None` if the device has no 8-bit products.
+pub(super) fn product(w: &Quantized, x: &Raw, addends: Addends<'_>) -> Result<Option<Raw>> {
     let gpu = Gpu::of(OP, x)?;
-    product_of_rounded(gpu, w, &Rounded::new(gpu, w.kind(), x)?, bias, x.dtype())
+    product_of_rounded(gpu, w, &Rounded::new(gpu, w.kind(), x)?, addends, x.dtype())
 }
 
-/// Computes geglu(y) Wᵀ + b; returns `None` as [`product`] does.
-pub(super) fn product_of_geglu(w: &Quantized, y: &Raw, bias: Option<&Raw>) -> Result<Option<Raw>> {
+/// Computes geglu(y) Wᵀ plus `addends`; returns `None` as [`product`] does.
+pub(super) fn product_of_geglu(w: &Quantized, y: &Raw, addends: Addends<'_>) -> Result<Option<Raw>> {
     let gpu = Gpu::of(OP, y)?;
     let Some(x) = Rounded::geglu(gpu, w.kind(), y)? else { return Ok(None) };
-    product_of_rounded(gpu, w, &x, bias, y.dtype())
+    product_of_rounded(gpu, w, &x, addends, y.dtype())
 }
 
-fn product_of_rounded(gpu: &Gpu, w: &Quantized, x: &Rounded, bias: Option<&Raw>, dtype: DType) -> Result<Option<Raw>> {
+fn product_of_rounded(
+    gpu: &Gpu,
+    w: &Quantized,
+    x: &Rounded,
+    Addends { bias, residual }: Addends<'_>,
+    dtype: DType,
+) -> Result<Option<Raw>> {
     let kind = w.kind();
     let bias = bias.map(compute::contiguous).transpose()?;
+    let residual = residual.map(aligned).transpose()?;
+    let addends = Addends { bias: bias.as_ref(), residual: residual.as_ref() };
     let y = empty(OP, gpu, &[x.rows, w.dims[0]], dtype)?;
     let parts = w.code_parts()?;
-    if hopper::product(gpu, kind, x, (parts, w.parts.len()), &y, bias.as_ref())?
-        || scaled::product(gpu, kind, x, w, &y, bias.as_ref())?
+    if hopper::product(gpu, kind, x, (parts, w.parts.len()), &y, addends)?
+        || scaled::product(gpu, kind, x, w, &y, addends)?
     {
         return Ok(Some(y));
     }
@@ -275,7 +284,7 @@ fn product_of_rounded(gpu: &Gpu, w: &Quantized, x: &Rounded, bias: Option<&Raw>,
             return Ok(None);
         }
     }
-    Ok(Some(y))
+    residual.map_or_else(|| Ok(y.clone()), |residual| compute::binary(&y, &residual, Add)).map(Some)
 }
 
 /// Computes g W; returns `None` if the device has no 8-bit products.
@@ -312,10 +321,12 @@ fn gradient_of_rounded(
     let dx = empty(OP, gpu, &[g.rows, columns], dtype)?;
     let (codes, mut whole) = (address(OP, &turned.codes)?, CodeParts::default());
     whole.list[0] = CodePart { codes, rows: count32(OP, columns)?, ..CodePart::default() };
-    if hopper::product(gpu, kind, g, (whole, 1), &dx, None)? {
+    if hopper::product(gpu, kind, g, (whole, 1), &dx, Addends::default())? {
         return Ok(Some(dx));
     }
-    if scaled::is_possible(gpu, kind, dtype) && scaled::part(gpu, g, (&turned.codes, &turned.ones), (&dx, 0), None)? {
+    if scaled::is_possible(gpu, kind, dtype)
+        && scaled::part(gpu, g, (&turned.codes, &turned.ones), (&dx, 0), Addends::default())?
+    {
         return Ok(Some(dx));
     }
     let to = Columns { y: &dx, start: 0, scales: None, bias: None };

@@ -32,6 +32,15 @@ const MULTIPLE: usize = 16;
 /// The maximum number of parts of a matrix whose codes are multiplied.
 const MOST_PARTS: usize = 8;
 
+/// What is added to a product x Wᵀ.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Addends<'a> {
+    /// A vector that is added to each row.
+    pub(crate) bias: Option<&'a Raw>,
+    /// A dense matrix with the shape and dtype of the product.
+    pub(crate) residual: Option<&'a Raw>,
+}
+
 /// The bytes that [`Quantized::with_transposed_codes`] adds to a matrix whose codes are multiplied.
 pub const fn transposed_bytes(rows: usize, columns: usize) -> usize {
     if rows.is_multiple_of(MULTIPLE) && columns.is_multiple_of(MULTIPLE) { rows * columns + 4 * columns } else { 0 }
@@ -83,13 +92,13 @@ impl Quantized {
         Ok(Self { transposed: Some(Transposed { codes, ones }), ..self.clone() })
     }
 
-    /// Computes x Wᵀ + b for a matrix x, as a product of codes; returns `None` if the caller must multiply values
-    /// instead.
-    pub(crate) fn product_of_codes(&self, x: &Raw, bias: Option<&Raw>) -> Result<Option<Raw>> {
+    /// Computes x Wᵀ plus `addends` for a matrix x, as a product of codes; returns `None` if the caller must multiply
+    /// values instead.
+    pub(crate) fn product_of_codes(&self, x: &Raw, addends: Addends<'_>) -> Result<Option<Raw>> {
         if !self.multiplies_codes(x.dtype(), x.dims()[0]) {
             return Ok(None);
         }
-        on_device!(x.device(), cuda => cuda::product(self, x, bias), cpu => self.product_on_cpu(x, bias).map(Some))
+        on_device!(x.device(), cuda => cuda::product(self, x, addends), cpu => self.product_on_cpu(x, addends).map(Some))
     }
 
     /// Computes g W for a matrix g, as a product of codes; returns `None` if the caller must multiply values instead.
@@ -105,14 +114,14 @@ impl Quantized {
         self.transposed.is_some()
     }
 
-    /// Computes geglu(y) Wᵀ + b for a matrix y, as a product of codes that makes no matrix of the GEGLU's values;
-    /// returns `None` if the caller must compute the GEGLU by itself, as on the CPU.
-    pub(crate) fn product_of_geglu(&self, y: &Raw, bias: Option<&Raw>) -> Result<Option<Raw>> {
+    /// Computes geglu(y) Wᵀ plus `addends` for a matrix y, as a product of codes that makes no matrix of the GEGLU's
+    /// values; returns `None` if the caller must compute the GEGLU by itself, as on the CPU.
+    pub(crate) fn product_of_geglu(&self, y: &Raw, addends: Addends<'_>) -> Result<Option<Raw>> {
         if !self.multiplies_codes(y.dtype(), y.dims()[0]) {
             return Ok(None);
         }
-        on_device!(y.device(), cuda => cuda::product_of_geglu(self, y, bias), cpu => {
-            let _ = bias; // for builds without CUDA
+        on_device!(y.device(), cuda => cuda::product_of_geglu(self, y, addends), cpu => {
+            let _ = addends; // for builds without CUDA
             Ok(None)
         })
     }
@@ -130,7 +139,7 @@ impl Quantized {
         })
     }
 
-    fn product_on_cpu(&self, x: &Raw, bias: Option<&Raw>) -> Result<Raw> {
+    fn product_on_cpu(&self, x: &Raw, Addends { bias, residual }: Addends<'_>) -> Result<Raw> {
         let x_rounded = self.rounded(x, None)?;
         let y = compute::unset("linear", &x_rounded, &[x.dims()[0], self.dims[0]])?;
         self.product(&y, &x_rounded, false)?;
@@ -138,7 +147,8 @@ impl Quantized {
             Some(bias) => compute::binary(&y, &compute::cast(bias, DType::F32)?, Add)?,
             None => y,
         };
-        compute::cast(&y, x.dtype())
+        let y = compute::cast(&y, x.dtype())?;
+        residual.map_or_else(|| Ok(y.clone()), |residual| compute::binary(&y, residual, Add))
     }
 
     fn input_gradient_on_cpu(&self, g: &Raw) -> Result<Raw> {

@@ -4,7 +4,7 @@ use candle_core::DType;
 use trainable_candle_cuda::kernels::codes_hopper::{MODULE, ProductOfCodesInt8N80 as Arguments};
 use trainable_candle_cuda::structs::{Address, CodeMaps, CodePart, CodeParts, TensorMap};
 
-use super::{MOST_PARTS, OP, Rounded};
+use super::{Addends, MOST_PARTS, OP, Rounded};
 use crate::cuda::launch::{Shape, address, count32, input, optional_input, output, suffix};
 use crate::cuda::tensor_map::{Encoder, NO_MAP};
 use crate::cuda::{Codes, Gpu};
@@ -48,15 +48,15 @@ pub(super) fn is_possible(gpu: &Gpu, kind: Codes, dtype: DType) -> bool {
     kind == Codes::Int8 && gpu.is_hopper() && !MODULE.image.is_empty() && matches!(dtype, DType::F16 | DType::BF16)
 }
 
-/// Writes x Wᵀ + b to `y`, where the rows of W are those of the `count` parts. An element of y is the sum of products of codes, times
-/// the scales of its row and column, plus the bias. Returns false if the device, format or dtype is not supported.
+/// Writes x Wᵀ plus the addends to `y`, where the rows of W are those of the `count` parts. An element of y is the sum of products of codes, times
+/// the scales of its row and column, plus the bias, rounded; then the residual is added. Returns false if the device, format or dtype is not supported.
 pub(super) fn product(
     gpu: &Gpu,
     kind: Codes,
     x: &Rounded,
     (parts, count): (CodeParts, usize),
     y: &Raw,
-    bias: Option<&Raw>,
+    Addends { bias, residual }: Addends<'_>,
 ) -> Result<bool> {
     if !is_possible(gpu, kind, y.dtype()) {
         return Ok(false);
@@ -79,6 +79,7 @@ pub(super) fn product(
     let arguments = Arguments {
         out: output(OP, y)?,
         bias: optional_input(OP, bias)?,
+        residual: optional_input(OP, residual)?,
         row_scales: input(OP, &x.scales)?,
         maps,
         parts,
@@ -89,7 +90,7 @@ pub(super) fn product(
     };
     let shape = Shape { grid: [2 * clusters as u32, 1, 1], block: [384, 1, 1], shared: tile.shared() };
     let function = gpu.named::<Arguments>("product_of_codes_int8", tile.name, suffix(OP, y.dtype())?)?;
-    // SAFETY: codes, scales, bias and y have these rows and columns, and parts cover the columns.
+    // SAFETY: codes, scales, addends and y have these rows and columns, and parts cover the columns.
     unsafe { function.launch(OP, gpu, shape, arguments) }?;
     Ok(true)
 }

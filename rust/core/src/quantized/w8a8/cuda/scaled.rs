@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 
-use super::{OP, Rounded};
+use super::{Addends, OP, Rounded};
 use crate::cuda::launch::address;
 use crate::cuda::{Codes, Gpu, Scaled, scaled_product_of_codes};
 use crate::quantized::{Part, Quantized};
@@ -17,15 +17,22 @@ pub(super) fn is_possible(gpu: &Gpu, kind: Codes, dtype: DType) -> bool {
 }
 
 /// Write the product of `x` with all parts of `w` to `y`. An element of y is the sum of products of codes, times the scales
-/// of its row and column, plus the bias. Returns false if the device, format or dtype is not supported.
-pub(super) fn product(gpu: &Gpu, kind: Codes, x: &Rounded, w: &Quantized, y: &Raw, bias: Option<&Raw>) -> Result<bool> {
+/// of its row and column, plus the addends. Returns false if the device, format or dtype is not supported.
+pub(super) fn product(
+    gpu: &Gpu,
+    kind: Codes,
+    x: &Rounded,
+    w: &Quantized,
+    y: &Raw,
+    addends: Addends<'_>,
+) -> Result<bool> {
     if !is_possible(gpu, kind, y.dtype()) {
         return Ok(false);
     }
     let mut start = 0;
     for of in w.parts.iter().filter(|part| part.rows > 0) {
         let Some(scales) = vector(of)? else { return Ok(false) };
-        if !part(gpu, x, (&of.codes, &scales), (y, start), bias)? {
+        if !part(gpu, x, (&of.codes, &scales), (y, start), addends)? {
             return Ok(false);
         }
         start += of.rows;
@@ -43,14 +50,14 @@ fn vector(part: &Part) -> Result<Option<Raw>> {
     if is_aligned { Ok(Some(scales.clone())) } else { crate::raw::own_copy(scales).map(Some) }
 }
 
-/// Write the product of `x` with codes (n, columns) and their scales (n) to the columns of `y` from `start` on. `bias` is
-/// that of all columns of `y`. Returns false if cuBLASLt does not support the product.
+/// Write the product of `x` with codes (n, columns) and their scales (n) to the columns of `y` from `start` on. `addends` are
+/// those of all columns of `y`. Returns false if cuBLASLt does not support the product.
 pub(super) fn part(
     gpu: &Gpu,
     x: &Rounded,
     (codes, scales): (&Raw, &Raw),
     (y, start): (&Raw, usize),
-    bias: Option<&Raw>,
+    addends: Addends<'_>,
 ) -> Result<bool> {
     let dtype = y.dtype();
     let moved = |raw: &Raw| -> Result<u64> { Ok(address(OP, raw)? + (start * raw.dtype().size_in_bytes()) as u64) };
@@ -59,11 +66,12 @@ pub(super) fn part(
         x_scales: address(OP, &x.scales)?,
         w: address(OP, codes)?,
         w_scales: address(OP, scales)?,
-        bias: bias.map(moved).transpose()?,
+        bias: addends.bias.map(moved).transpose()?,
+        addend: addends.residual.map(moved).transpose()?,
         y: moved(y)?,
         stride: y.dims()[1],
     };
     let sizes = [x.rows, scales.elem_count(), x.columns];
-    // SAFETY: codes and scales have these rows, and y and the bias have the columns.
+    // SAFETY: codes and scales have these rows, y and the addends have the columns, and the residual has the rows of y.
     unsafe { scaled_product_of_codes(OP, gpu, operands, sizes, dtype) }
 }

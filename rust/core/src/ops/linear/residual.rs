@@ -1,0 +1,134 @@
+//! The sum of a frozen linear map and a residual, as at the end of a transformer block.
+//!
+//! On a GPU, the kernel of the product adds the residual as it writes the result, if cuBLASLt or the kernel for codes supports the
+//! product. The residual is then added before the sum is rounded, or, to int8 codes' products, after.
+
+use candle_core::Shape;
+
+use super::{as_matrix, check, forward, linear, with_last};
+use crate::compute::on_device;
+use crate::cpu::Add;
+#[cfg(feature = "testing")]
+use crate::ops::case::{Case, Entry};
+#[cfg(feature = "testing")]
+use crate::ops::linear_group::frozen;
+use crate::quantized::Addends;
+use crate::quantized::weight::{HeldWeight, WeightRef};
+use crate::raw::Raw;
+use crate::tape::{Backward, BackwardContext, OpInfo, record};
+use crate::{Error, Result, Tensor, compute};
+
+static LINEAR_ADD: OpInfo = OpInfo::expensive("linear_add");
+
+/// [`linear`] of `x (..., in)`, plus `residual (..., out)`. The function runs as one operation only on a GPU, if weight and bias need
+/// no gradient. Otherwise it calls `linear`, then adds.
+///
+/// # Errors
+/// As [`linear`], and if the residual does not have the shape, dtype and device of the result.
+pub fn linear_add<'a>(
+    x: &Tensor,
+    weight: impl Into<WeightRef<'a>>,
+    bias: Option<&Tensor>,
+    residual: &Tensor,
+) -> Result<Tensor> {
+    let (weight, op) = (weight.into(), LINEAR_ADD.name);
+    check(op, x, weight, bias)?;
+    check_residual(op, x, weight, residual)?;
+    if !x.device().is_cuda() || weight.requires_grad() || bias.is_some_and(Tensor::requires_grad) {
+        return linear(x, weight, bias)?.add(residual);
+    }
+    record(
+        &LINEAR_ADD,
+        &[x, residual],
+        || {
+            let y = forward_add(&as_matrix(&x.raw)?, weight, bias.map(|bias| &bias.raw), &residual.raw)?;
+            Ok(y.reshape(residual.shape())?)
+        },
+        |saver, _| LinearAddBackward { weight: saver.needs(0).then(|| weight.hold(saver)), x_shape: x.shape().clone() },
+    )
+}
+
+/// Checks that `residual` has the shape, dtype and device of the result of a linear map of `x`.
+pub(in crate::ops) fn check_residual(
+    op: &'static str,
+    x: &Tensor,
+    weight: WeightRef<'_>,
+    residual: &Tensor,
+) -> Result<()> {
+    let expected = with_last(&x.raw, weight.dims()[0]);
+    if *residual.shape() != expected {
+        let found = residual.dims();
+        return Err(Error::shape(op, format!("the residual has shape {found:?}, expected {:?}", expected.dims())));
+    }
+    super::same_kind(op, x, "residual", residual)
+}
+
+/// x Wᵀ + b over matrices, as [`forward`], plus `residual`, whose last dimension is that of the result.
+pub(in crate::ops) fn forward_add(x: &Raw, weight: WeightRef<'_>, bias: Option<&Raw>, residual: &Raw) -> Result<Raw> {
+    if let WeightRef::Streamed(weight) = weight {
+        return forward_add(x, (&weight.here()?).into(), bias, residual);
+    }
+    let residual = as_matrix(residual)?;
+    let fused = match weight {
+        WeightRef::Quantized(weight) => weight.product_of_codes(x, Addends { bias, residual: Some(&residual) })?,
+        WeightRef::Plain(weight) => on_device!(
+            x.device(),
+            cuda => super::cuda::with_residual(x, &weight.raw, bias, &residual)?,
+            cpu => {
+                let _ = weight; // for builds without CUDA
+                None
+            }
+        ),
+        WeightRef::Streamed(_) => None,
+    };
+    fused.map_or_else(|| compute::binary(&forward(x, weight, bias)?, &residual, Add), Ok)
+}
+
+struct LinearAddBackward {
+    /// The weight, if the input needs a gradient.
+    weight: Option<HeldWeight>,
+    x_shape: Shape,
+}
+
+impl Backward for LinearAddBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        if context.needs(1) {
+            context.add(1, context.grad().clone())?;
+        }
+        if let (true, Some(weight)) = (context.needs(0), &self.weight) {
+            weight.add_input_gradient(context, &self.x_shape, &as_matrix(context.grad())?)?;
+        }
+        Ok(())
+    }
+}
+
+/// The entry of [`linear_add`].
+#[cfg(feature = "testing")]
+pub(super) static ENTRY: Entry = Entry {
+    info: &LINEAR_ADD,
+    cases: || {
+        fn case(label: &'static str, dims: &[usize], out: usize, has_bias: bool) -> Case {
+            let inner = dims[dims.len() - 1];
+            let result: Vec<usize> = dims[..dims.len() - 1].iter().copied().chain([out]).collect();
+            let parameters = move |x: &Tensor| -> Result<(Tensor, Option<Tensor>)> {
+                Ok((frozen(x, &[out, inner])?, has_bias.then(|| frozen(x, &[out])).transpose()?))
+            };
+            let run = move |x: &[Tensor]| {
+                let (weight, bias) = parameters(&x[0])?;
+                linear_add(&x[0], &weight, bias.as_ref(), &x[1])
+            };
+            let plain = move |x: &[Tensor]| {
+                let (weight, bias) = parameters(&x[0])?;
+                linear(&x[0], &weight, bias.as_ref())?.add(&x[1])
+            };
+            Case::new(label, &[dims, &result], run).plain(plain)
+        }
+        vec![
+            case("bias", &[2, 3, 5], 7, true),
+            case("no bias", &[3, 5], 4, false),
+            // Sizes that cuBLASLt supports in half precision.
+            case("multiples of eight", &[9, 16], 24, true),
+            case("no rows", &[0, 5], 7, true),
+        ]
+    },
+};
