@@ -83,10 +83,10 @@ FOR_EACH_HALF(DEFINE_GRAD_WEIGHT, m16v1, 16, 1, 4, 1, 4, 4)
 FOR_EACH_HALF(DEFINE_GRAD_WEIGHT, m64, 64, 2, 2, 8, 8, 4)
 FOR_EACH_HALF(DEFINE_GRAD_WEIGHT, m128, 128, 2, 2, 8, 8, 3)
 
-// y[i] = bias[i mod columns] + sum over the splits s of partials[s, i], for `count` elements; `bias` may be null.
+// y[i] = round(bias[i mod columns] + sum over the splits s of partials[s, i]) + addend[i], for `count` elements; `bias` may be null.
 // Grid: any (a thread takes every gridDim.x * blockDim.x-th group of four); block: any.
 template <typename T, bool ACCUMULATE> __device__ __forceinline__ void
-sum_partials(T *y, const Acc<T> *partials, const T *bias, uint64_t count, uint32_t columns, uint32_t splits) {
+sum_partials(T *y, const Acc<T> *partials, const T *bias, const ConvAddend<T> &addend, uint64_t count, uint32_t columns, uint32_t splits) {
     constexpr int GROUP = 4;
     const bool wide = count % GROUP == 0 && columns % GROUP == 0 && is_wide(partials) &&
                       reinterpret_cast<uintptr_t>(y) % (GROUP * sizeof(T)) == 0;
@@ -117,6 +117,9 @@ sum_partials(T *y, const Acc<T> *partials, const T *bias, uint64_t count, uint32
             if (bias != nullptr && i < size) sum[i] += widen(bias[(first + i) % columns]);
             if (ACCUMULATE && i < size) sum[i] += widen(y[first + i]);
             result.values[i] = narrow<T>(sum[i]);
+            if (addend.rows == nullptr || i >= size) continue;
+            const Quotient place = divide(first + i, columns);
+            result.values[i] = narrow<T>(widen(result.values[i]) + widen(addend.row(place.quotient, columns)[place.remainder]));
         }
         if (wide) {
             *reinterpret_cast<Pack<T, GROUP> *>(y + first) = result;
@@ -141,9 +144,10 @@ DEFINE_PAIRS(right, 1)
 
 #define DEFINE_SUM(DTYPE, TYPE)                                                                                        \
     extern "C" __global__ void __launch_bounds__(256, 4) conv2d_sum_##DTYPE(                                           \
-        TYPE *y, const Acc<TYPE> *partials, const TYPE *bias, uint64_t count, uint32_t columns, uint32_t splits) {     \
+        TYPE *y, const Acc<TYPE> *partials, const TYPE *bias, const TYPE *addend, uint64_t count, uint32_t columns,    \
+        uint32_t splits, uint32_t sharing) {                                                                           \
         follow();                                                                                                      \
-        sum_partials<TYPE, false>(y, partials, bias, count, columns, splits);                                          \
+        sum_partials<TYPE, false>(y, partials, bias, {addend, sharing}, count, columns, splits);                       \
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SUM)
 
@@ -152,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(256, 4)
     conv2d_sum_accumulate_f32(float *y, const float *partials, const float *bias, uint64_t count, uint32_t columns,
                               uint32_t splits) {
     follow();
-    sum_partials<float, true>(y, partials, bias, count, columns, splits);
+    sum_partials<float, true>(y, partials, bias, {}, count, columns, splits);
 }
 
 // These kernels compute the formulas above for every size and dtype. Block: 256; no dynamic shared memory.

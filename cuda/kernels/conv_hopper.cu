@@ -19,6 +19,8 @@
 //   forward pass:          m128n128 196736, m128n160 221312, m256n128 196736, m256n160 213120
 //   gradient of the input: m128n128 196736, m128n160 204928, m256n128 196736, m256n160 229504
 //
+// addend: null, or what the forward pass adds to y: (pixels / sharing, out_channels); see ConvAddend. It is not added to partials.
+//
 // `maps` (see Conv2dMaps): 16-bit elements, no interleave, 128-byte swizzle, zeros for elements outside the tensor
 // (FLOAT_OOB_FILL_NONE).
 // - dense: cuTensorMapEncodeTiled, element strides 1.
@@ -39,11 +41,12 @@
 
 #define DEFINE_FORWARD(DTYPE, TYPE, TILE, M, N, STAGES)                                                                \
     extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)                                     \
-        conv2d_forward_hopper_##TILE##_##DTYPE(TYPE *y, const TYPE *bias, float *partials, const float *sums_bias,     \
-                                               Conv2dShape shape, const __grid_constant__ Conv2dMaps maps) {           \
+        conv2d_forward_hopper_##TILE##_##DTYPE(TYPE *y, const TYPE *bias, const TYPE *addend, float *partials,         \
+                                               const float *sums_bias, uint32_t sharing, Conv2dShape shape,            \
+                                               const __grid_constant__ Conv2dMaps maps) {                              \
         follow();                                                                                                      \
-        conv2d_hopper<TYPE, Direction::FORWARD, M, N, STAGES>({y, nullptr, nullptr, bias, partials, sums_bias}, shape, \
-                                                              maps);                                                   \
+        conv2d_hopper<TYPE, Direction::FORWARD, M, N, STAGES>(                                                         \
+            {y, nullptr, nullptr, bias, partials, sums_bias, {addend, sharing}}, shape, maps);                         \
     }
 FOR_EACH_HALF(DEFINE_FORWARD, m128n128, 128, 128, 6)
 FOR_EACH_HALF(DEFINE_FORWARD, m128n160, 128, 160, 6)

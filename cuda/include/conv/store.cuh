@@ -1,6 +1,7 @@
 // Stores the sums of a tile.
 #pragma once
 
+#include "../rows.cuh"
 #include "mma.cuh"
 
 // Stores two neighbouring values of one row; values beyond the end of the row are not stored.
@@ -12,6 +13,25 @@ template <typename U> __device__ __forceinline__ void store_pair(U *row, int col
     }
     row[column] = first;
     if (column + 1 < columns) row[column + 1] = second;
+}
+
+// What is added to a result (pixels, channels) after it was rounded to T: `sharing` consecutive pixels get the same row of `rows`. Null
+// `rows` add nothing.
+template <typename T> struct ConvAddend {
+    const T *rows;
+    uint32_t sharing;
+
+    __device__ __forceinline__ const T *row(uint64_t pixel, uint32_t channels) const {
+        return rows + (sharing == 1 ? pixel : divide(pixel, sharing).quotient) * channels;
+    }
+};
+
+// Adds `N` values to those of a pack, each sum rounded to T.
+template <typename T, int N> __device__ __forceinline__ Pack<T, N> add_to_pack(const Pack<T, N> &pack, const T *values) {
+    Acc<T> sums[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) sums[i] = widen(pack.values[i]) + widen(values[i]);
+    return narrow_pack<T>(sums);
 }
 
 // A finished tile of ROWS by COUNT values in shared memory. Its rows are 16 bytes longer than COUNT values, against bank
@@ -40,10 +60,10 @@ stage_strip(T *staged, const float (&acc)[NF][4], const T *bias, int row, int co
     }
 }
 
-// Writes a staged tile to the rows of the result: 16 bytes at a time where the addresses allow it. row_of(row) is the
+// Writes a staged tile, plus the addend, to the rows of the result: 16 bytes at a time where the addresses allow it. row_of(row) is the
 // result's row for a row of the tile, or negative if there is none.
 template <typename T, int ROWS, int COUNT, int THREADS, typename RowOf>
-__device__ __forceinline__ void store_staged(T *result, const T *staged, int first, int results, RowOf row_of) {
+__device__ __forceinline__ void store_staged(T *result, const T *staged, int first, int results, RowOf row_of, const ConvAddend<T> &addend = {}) {
     constexpr int PARTS = COUNT / 8;
     const bool wide = results % 8 == 0 && is_wide(result);
     for (int index = threadIdx.x; index < ROWS * PARTS; index += THREADS) {
@@ -52,10 +72,14 @@ __device__ __forceinline__ void store_staged(T *result, const T *staged, int fir
         if (to_row < 0 || n >= results) continue;
         const T *from = staged + row * STAGED_ROW<T, COUNT> + column;
         T *to = result + to_row * results + n;
-        if (wide) {
-            *reinterpret_cast<Pack<T, 8> *>(to) = *reinterpret_cast<const Pack<T, 8> *>(from);
+        const T *more = addend.rows == nullptr ? nullptr : addend.row(to_row, results) + n;
+        if (wide && (more == nullptr || is_wide(more))) {
+            auto pack = *reinterpret_cast<const Pack<T, 8> *>(from);
+            if (more != nullptr) pack = add_to_pack(pack, load_pack<8>(more).values);
+            *reinterpret_cast<Pack<T, 8> *>(to) = pack;
         } else {
-            for (int i = 0; i < 8 && n + i < results; ++i) to[i] = from[i];
+            for (int i = 0; i < 8 && n + i < results; ++i)
+                to[i] = more == nullptr ? from[i] : narrow<T>(widen(from[i]) + widen(more[i]));
         }
     }
 }

@@ -14,6 +14,7 @@ template <typename T> struct Conv2dOperands {
     const T *__restrict__ bias;
     float *__restrict__ partials;
     const float *__restrict__ sums_bias;
+    ConvAddend<T> addend;
 };
 
 // Which part of the sum a block computes: a tile of the result and, if the sum is split (gridDim.z), which of its
@@ -80,7 +81,7 @@ template <int THREADS> __device__ __forceinline__ void workers_wait() {
     asm volatile("bar.sync 1, %0;\n" ::"n"(THREADS) : "memory");
 }
 
-// Writes the sums plus bias: to the block's slice of `partials` if it is not null, otherwise to the result.
+// Writes the sums plus bias: to the block's slice of `partials` if it is not null, otherwise, plus the addend, to the result.
 // `strips` calls its argument with each 16-row strip of the warp, the strip's first row and its first column.
 template <typename T, Direction D, int ROWS, int COUNT, int THREADS, bool PAIRED, typename Strips>
 __device__ __forceinline__ void finish(const Work<D, ROWS, COUNT, PAIRED> &work, const Conv2dShape &s,
@@ -104,7 +105,7 @@ __device__ __forceinline__ void finish(const Work<D, ROWS, COUNT, PAIRED> &work,
         stage_strip<T, COUNT>(staged, acc, operands.bias, row, column, work.column, results);
     });
     workers_wait<THREADS>();
-    store_staged<T, ROWS, COUNT, THREADS>(operands.result, staged, work.column, results, row_of);
+    store_staged<T, ROWS, COUNT, THREADS>(operands.result, staged, work.column, results, row_of, operands.addend);
 }
 
 // Computes tiles of ROWS pixels by COUNT channels, each with WARPS_M by WARPS_N warps.

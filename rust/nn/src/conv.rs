@@ -1,6 +1,6 @@
 //! [`Conv2d`]: convolution of channels-last images over frozen or trainable parameters, with a slot for an adapter.
 
-use trainable_candle_core::ops::conv::Conv2dOptions;
+use trainable_candle_core::ops::conv::{Conv2dOptions, conv2d_add};
 use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var, Weight};
 
 use crate::base::{Base, Operation};
@@ -94,6 +94,18 @@ impl<T: AsRef<Tensor>> Conv2d<T> {
     /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the input does not fit.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.adapter.forward(x, &self.base())
+    }
+
+    /// [`forward`](Self::forward) of `x (B, H, W, in_channels)`, plus `addend (B, OH, OW, out_channels)` or `(B, 1, 1,
+    /// out_channels)`. Without an adapter, one operation may compute both; [`conv2d_add`] says when.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward), and if the addend does not fit.
+    pub fn forward_add(&self, x: &Tensor, addend: &Tensor) -> Result<Tensor> {
+        if self.slot().get().is_some() {
+            return self.forward(x)?.add(addend);
+        }
+        conv2d_add(x, self.weight.as_ref(), self.bias.as_ref().map(AsRef::as_ref), self.options, addend)
     }
 
     /// Channels of the input.

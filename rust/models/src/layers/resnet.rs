@@ -81,15 +81,18 @@ impl ResnetBlock {
     /// [`Error::Shape`], `DType` or `Device` if an input does not fit, [`Error::Argument`] if the time's embedding
     /// is missing.
     pub fn forward(&self, x: &Tensor, time: Option<&Tensor>) -> Result<Tensor> {
-        let mut hidden = self.conv1.forward(&self.norm1.forward_silu(x)?)?;
-        if let Some(project) = &self.time_emb_proj {
-            let time = time.ok_or_else(|| Error::argument("ResnetBlock", "the time's embedding is missing"))?;
-            hidden = hidden.add(&project.forward(time)?.unsqueeze(1)?.unsqueeze(1)?)?;
-        }
-        let hidden = self.conv2.forward(&self.norm2.forward_silu(&hidden)?)?;
+        let normed = self.norm1.forward_silu(x)?;
+        let hidden = match &self.time_emb_proj {
+            Some(project) => {
+                let time = time.ok_or_else(|| Error::argument("ResnetBlock", "the time's embedding is missing"))?;
+                self.conv1.forward_add(&normed, &project.forward(time)?.unsqueeze(1)?.unsqueeze(1)?)?
+            }
+            None => self.conv1.forward(&normed)?,
+        };
+        let normed = self.norm2.forward_silu(&hidden)?;
         match &self.conv_shortcut {
-            Some(shortcut) => shortcut.forward(x)?.add(&hidden),
-            None => x.add(&hidden),
+            Some(shortcut) => self.conv2.forward_add(&normed, &shortcut.forward(x)?),
+            None => self.conv2.forward_add(&normed, x),
         }
     }
 }

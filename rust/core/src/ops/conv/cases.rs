@@ -1,7 +1,9 @@
 //! Cases of convolutions.
 
-use super::{CONV2D, Conv2dOptions, conv2d, conv2d_nchw};
+use super::add::CONV2D_ADD;
+use super::{CONV2D, Conv2dOptions, conv2d, conv2d_add, conv2d_nchw};
 use crate::ops::case::{Case, Entry};
+use crate::ops::linear_group::frozen;
 use crate::{Result, Tensor};
 
 /// The plain form. For each kernel tap (i, j), it multiplies the pixels that the tap reads by `weight[:, i, j, :]`. The
@@ -44,31 +46,65 @@ fn case(label: &'static str, shapes: &[&[usize]], options: Conv2dOptions) -> Cas
     Case::new(label, shapes, move |x| conv2d(&x[0], &x[1], x.get(2), options)).plain(move |x| plain(x, options))
 }
 
+/// Frozen convolutions of x[0] with `out` channels, to whose results x[1] is added.
+fn of_addends() -> Vec<Case> {
+    let case = |label, shapes: [&[usize]; 2], kernel: usize, has_bias: bool| {
+        let padding = [kernel / 2; 2];
+        let options = Conv2dOptions { padding, ..Conv2dOptions::default() };
+        let parameters = move |x: &[Tensor]| -> Result<(Tensor, Option<Tensor>)> {
+            let (channels, out) = (x[0].dims()[3], x[1].dims()[3]);
+            let bias = has_bias.then(|| frozen(&x[0], &[out])).transpose()?;
+            Ok((frozen(&x[0], &[out, kernel, kernel, channels])?, bias))
+        };
+        let run = move |x: &[Tensor]| {
+            let (weight, bias) = parameters(x)?;
+            conv2d_add(&x[0], &weight, bias.as_ref(), options, &x[1])
+        };
+        let plain = move |x: &[Tensor]| {
+            let (weight, bias) = parameters(x)?;
+            conv2d(&x[0], &weight, bias.as_ref(), options)?.add(&x[1])
+        };
+        Case::new(label, &shapes, run).plain(plain)
+    };
+    vec![
+        case("every pixel", [&[2, 3, 4, 3], &[2, 3, 4, 5]], 3, true),
+        case("every image", [&[2, 3, 4, 3], &[2, 1, 1, 5]], 3, false),
+        case("1x1", [&[2, 3, 2, 5], &[2, 3, 2, 3]], 1, true),
+        // Channels that the kernels for tensor cores support; the second case has a sum that is split.
+        case("tensor cores", [&[2, 5, 7, 8], &[2, 5, 7, 24]], 3, true),
+        case("split sums", [&[2, 3, 3, 64], &[2, 1, 1, 24]], 3, true),
+        case("no images", [&[0, 4, 4, 3], &[0, 4, 4, 2]], 3, true),
+    ]
+}
+
 /// Registry entries of this file.
-pub static ENTRIES: &[Entry] = &[Entry {
-    info: &CONV2D,
-    cases: || {
-        let default = Conv2dOptions::default();
-        let padded = Conv2dOptions { padding: [1, 1], ..default };
-        let all = Conv2dOptions { stride: [2, 1], padding: [2, 1], dilation: [1, 2], groups: 2 };
-        vec![
-            case("3x3", &[&[2, 5, 4, 3], &[4, 3, 3, 3], &[4]], padded),
-            case("no bias, not square", &[&[1, 4, 5, 2], &[3, 2, 3, 2]], default),
-            case("1x1", &[&[2, 3, 2, 5], &[3, 1, 1, 5], &[3]], default),
-            case("1x1 strided", &[&[1, 5, 4, 3], &[2, 1, 1, 3], &[2]], Conv2dOptions { stride: [2, 2], ..default }),
-            case("stride, dilation, groups", &[&[2, 5, 6, 4], &[6, 3, 2, 2], &[6]], all),
-            case("depthwise", &[&[1, 4, 4, 3], &[3, 3, 3, 1], &[3]], Conv2dOptions { groups: 3, ..padded }),
-            case(
-                "stride larger than the kernel",
-                &[&[1, 7, 7, 2], &[2, 2, 2, 2]],
-                Conv2dOptions { stride: [3, 4], ..default },
-            ),
-            Case::new("torch's layout", &[&[2, 3, 4, 5], &[4, 3, 3, 3], &[4]], move |x| {
-                conv2d_nchw(&x[0], &x[1], x.get(2), padded)
-            }),
-            Case::new("no images", &[&[0, 4, 4, 3], &[2, 3, 3, 3], &[2]], move |x| {
-                conv2d(&x[0], &x[1], x.get(2), padded)
-            }),
-        ]
+pub static ENTRIES: &[Entry] = &[
+    Entry { info: &CONV2D_ADD, cases: of_addends },
+    Entry {
+        info: &CONV2D,
+        cases: || {
+            let default = Conv2dOptions::default();
+            let padded = Conv2dOptions { padding: [1, 1], ..default };
+            let all = Conv2dOptions { stride: [2, 1], padding: [2, 1], dilation: [1, 2], groups: 2 };
+            vec![
+                case("3x3", &[&[2, 5, 4, 3], &[4, 3, 3, 3], &[4]], padded),
+                case("no bias, not square", &[&[1, 4, 5, 2], &[3, 2, 3, 2]], default),
+                case("1x1", &[&[2, 3, 2, 5], &[3, 1, 1, 5], &[3]], default),
+                case("1x1 strided", &[&[1, 5, 4, 3], &[2, 1, 1, 3], &[2]], Conv2dOptions { stride: [2, 2], ..default }),
+                case("stride, dilation, groups", &[&[2, 5, 6, 4], &[6, 3, 2, 2], &[6]], all),
+                case("depthwise", &[&[1, 4, 4, 3], &[3, 3, 3, 1], &[3]], Conv2dOptions { groups: 3, ..padded }),
+                case(
+                    "stride larger than the kernel",
+                    &[&[1, 7, 7, 2], &[2, 2, 2, 2]],
+                    Conv2dOptions { stride: [3, 4], ..default },
+                ),
+                Case::new("torch's layout", &[&[2, 3, 4, 5], &[4, 3, 3, 3], &[4]], move |x| {
+                    conv2d_nchw(&x[0], &x[1], x.get(2), padded)
+                }),
+                Case::new("no images", &[&[0, 4, 4, 3], &[2, 3, 3, 3], &[2]], move |x| {
+                    conv2d(&x[0], &x[1], x.get(2), padded)
+                }),
+            ]
+        },
     },
-}];
+];

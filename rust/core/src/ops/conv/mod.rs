@@ -5,6 +5,7 @@
 //! ([`stencil`](cpu::stencil)), which read copies of parts of the image; depthwise convolutions have loops of their own.
 //! Convolutions by kernels of 1 × 1 without stride, padding or groups are matrix products.
 
+mod add;
 #[cfg(feature = "testing")]
 mod cases;
 mod cpu;
@@ -16,11 +17,12 @@ use smallvec::SmallVec;
 
 use super::linear::same_kind;
 use crate::compute::on_device;
-use crate::raw::{check_allocation_on, is_float};
+use crate::raw::{Raw, check_allocation_on, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
 use crate::{Error, Result, Tensor, compute};
 use geometry::Geometry;
 
+pub use add::conv2d_add;
 #[cfg(feature = "testing")]
 pub use cases::ENTRIES;
 pub use geometry::Conv2dOptions;
@@ -39,13 +41,7 @@ impl Backward for Conv2dBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let grad = context.grad().clone();
         if let (true, Some(weight)) = (context.needs(0), &self.weight) {
-            let weight = weight.get()?;
-            let grad_x = on_device!(
-                grad.device(),
-                cuda => cuda::grad_input(&self.geometry, &grad, &weight),
-                cpu => cpu::grad_input(&self.geometry, &grad, &weight),
-            )?;
-            context.add(0, grad_x)?;
+            context.add(0, grad_input(&self.geometry, &grad, &weight.get()?)?)?;
         }
         if let (true, Some(x)) = (context.needs(1), &self.x) {
             let x = x.get()?;
@@ -63,6 +59,15 @@ impl Backward for Conv2dBackward {
     }
 }
 
+/// The gradient of the input.
+fn grad_input(geometry: &Geometry, grad: &Raw, weight: &Raw) -> Result<Raw> {
+    on_device!(
+        grad.device(),
+        cuda => cuda::grad_input(geometry, grad, weight),
+        cpu => cpu::grad_input(geometry, grad, weight),
+    )
+}
+
 /// Convolution of channels-last images: `x (B, H, W, C)`, `weight (O, KH, KW, C / groups)`, `bias (O)` → `(B, OH, OW, O)`.
 ///
 /// In each direction, the result has `⌊(size + 2 padding - dilation (kernel - 1) - 1) / stride⌋ + 1` pixels.
@@ -74,24 +79,7 @@ impl Backward for Conv2dBackward {
 /// [`Error::Shape`] if the kernel is larger than the padded image, [`Error::Argument`] if a stride, a dilation or the number of
 /// groups is 0, [`Error::OutOfMemory`] if the result does not fit in memory.
 pub fn conv2d(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, options: Conv2dOptions) -> Result<Tensor> {
-    let rank_4 = |name: &str, tensor: &Tensor, expected: &str| {
-        <[usize; 4]>::try_from(tensor.dims()).map_err(|_| {
-            Error::shape(CONV2D.name, format!("the {name} has shape {:?}, expected {expected}", tensor.dims()))
-        })
-    };
-    let x_dims = rank_4("input", x, "(batch, height, width, channels)")?;
-    let weight_dims = rank_4("weight", weight, "(out channels, kernel height, kernel width, channels / groups)")?;
-    let geometry = Geometry::new(CONV2D.name, x_dims, weight_dims, bias.map(Tensor::dims), options)?;
-    if !is_float(x.dtype()) {
-        return Err(Error::dtype(
-            CONV2D.name,
-            format!("expected a floating point input, found {}; convert it with to()", x.dtype().as_str()),
-        ));
-    }
-    for (name, other) in std::iter::once(("weight", weight)).chain(bias.map(|b| ("bias", b))) {
-        same_kind(CONV2D.name, x, name, other)?;
-    }
-    check_allocation_on(x.device(), CONV2D.name, &geometry.result_dims(), x.dtype())?;
+    let geometry = check(x, weight, bias, options)?;
     let inputs: SmallVec<[&Tensor; 3]> = [x, weight].into_iter().chain(bias).collect();
     record(
         &CONV2D,
@@ -110,6 +98,29 @@ pub fn conv2d(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, options: Conv2
             geometry,
         },
     )
+}
+
+/// Checks the operands of a convolution.
+fn check(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, options: Conv2dOptions) -> Result<Geometry> {
+    let rank_4 = |name: &str, tensor: &Tensor, expected: &str| {
+        <[usize; 4]>::try_from(tensor.dims()).map_err(|_| {
+            Error::shape(CONV2D.name, format!("the {name} has shape {:?}, expected {expected}", tensor.dims()))
+        })
+    };
+    let x_dims = rank_4("input", x, "(batch, height, width, channels)")?;
+    let weight_dims = rank_4("weight", weight, "(out channels, kernel height, kernel width, channels / groups)")?;
+    let geometry = Geometry::new(CONV2D.name, x_dims, weight_dims, bias.map(Tensor::dims), options)?;
+    if !is_float(x.dtype()) {
+        return Err(Error::dtype(
+            CONV2D.name,
+            format!("expected a floating point input, found {}; convert it with to()", x.dtype().as_str()),
+        ));
+    }
+    for (name, other) in std::iter::once(("weight", weight)).chain(bias.map(|b| ("bias", b))) {
+        same_kind(CONV2D.name, x, name, other)?;
+    }
+    check_allocation_on(x.device(), CONV2D.name, &geometry.result_dims(), x.dtype())?;
+    Ok(geometry)
 }
 
 /// [`conv2d`] in torch's layout: `x (B, C, H, W)`, `weight (O, C / groups, KH, KW)`, `bias (O)` → `(B, O, OH, OW)`, a view

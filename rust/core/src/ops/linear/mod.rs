@@ -3,7 +3,7 @@
 
 #[cfg(feature = "cuda")]
 mod cuda;
-mod residual;
+pub(super) mod residual;
 
 use candle_core::{Device, Shape};
 use smallvec::SmallVec;

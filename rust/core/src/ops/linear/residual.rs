@@ -1,11 +1,11 @@
 //! The sum of a frozen linear map and a residual, as at the end of a transformer block.
 //!
-//! On a GPU, the kernel of the product adds the residual as it writes the result, if cuBLASLt or the kernel for codes supports the
-//! product. The residual is then added before the sum is rounded, or, to int8 codes' products, after.
+//! On a GPU, the kernel of the product adds the residual as it writes the result: cuBLASLt before it rounds the result, the kernel for
+//! int8 codes after. Where neither supports the product, a kernel of its own adds the residual.
 
 use candle_core::Shape;
 
-use super::{as_matrix, check, forward, linear, with_last};
+use super::{as_matrix, check, forward, forward_plain, linear, with_last};
 use crate::compute::on_device;
 use crate::cpu::Add;
 #[cfg(feature = "testing")]
@@ -65,23 +65,27 @@ pub(in crate::ops) fn check_residual(
 
 /// x Wᵀ + b over matrices, as [`forward`], plus `residual`, whose last dimension is that of the result.
 pub(in crate::ops) fn forward_add(x: &Raw, weight: WeightRef<'_>, bias: Option<&Raw>, residual: &Raw) -> Result<Raw> {
-    if let WeightRef::Streamed(weight) = weight {
-        return forward_add(x, (&weight.here()?).into(), bias, residual);
-    }
     let residual = as_matrix(residual)?;
-    let fused = match weight {
-        WeightRef::Quantized(weight) => weight.product_of_codes(x, Addends { bias, residual: Some(&residual) })?,
-        WeightRef::Plain(weight) => on_device!(
-            x.device(),
-            cuda => super::cuda::with_residual(x, &weight.raw, bias, &residual)?,
-            cpu => {
-                let _ = weight; // for builds without CUDA
-                None
+    match weight {
+        WeightRef::Plain(weight) => return forward_plain_add(x, &weight.raw, bias, &residual),
+        WeightRef::Quantized(weight) => {
+            if let Some(y) = weight.product_of_codes(x, Addends { bias, residual: Some(&residual) })? {
+                return Ok(y);
             }
-        ),
-        WeightRef::Streamed(_) => None,
-    };
-    fused.map_or_else(|| compute::binary(&forward(x, weight, bias)?, &residual, Add), Ok)
+            // As `forward`, which dequantizes these weights as a whole.
+            if !x.device().is_cpu() && !weight.is_large() {
+                return forward_plain_add(x, &weight.values(x.dtype())?, bias, &residual);
+            }
+        }
+        WeightRef::Streamed(weight) => return forward_add(x, (&weight.here()?).into(), bias, &residual),
+    }
+    compute::binary(&forward(x, weight, bias)?, &residual, Add)
+}
+
+/// [`forward_add`] with a weight that is not quantized, and the residual as a dense matrix.
+pub(in crate::ops) fn forward_plain_add(x: &Raw, weight: &Raw, bias: Option<&Raw>, residual: &Raw) -> Result<Raw> {
+    let fused = on_device!(x.device(), cuda => super::cuda::with_residual(x, weight, bias, residual)?, cpu => None);
+    fused.map_or_else(|| compute::binary(&forward_plain(x, weight, bias)?, residual, Add), Ok)
 }
 
 struct LinearAddBackward {

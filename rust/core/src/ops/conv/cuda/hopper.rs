@@ -11,7 +11,7 @@ use trainable_candle_cuda::kernels::conv_hopper::{
 };
 use trainable_candle_cuda::structs::Conv2dMaps;
 
-use super::{BLOCKS, Operands, Places, STEP, Sizes, Sums, splits, sum_parts};
+use super::{Addend, BLOCKS, Operands, Places, STEP, Sizes, Sums, splits, sum_parts};
 use crate::cuda::Gpu;
 use crate::cuda::launch::{Address, Const, Kernel, Shape, accumulator, empty, optional_output, output, suffix};
 use crate::cuda::tensor_map::{Encoder, NO_MAP, Windows};
@@ -166,8 +166,16 @@ fn runs_on(gpu: &Gpu, sizes: &Sizes, dtype: DType, channels: &[u32], addresses: 
     gpu.is_hopper() && !MODULE.image.is_empty() && sizes.fits(dtype, channels, 8, addresses)
 }
 
-/// Computes y from dense operands. Returns false, without an effect, if these kernels do not support the operands.
-pub(super) fn forward(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &Raw, operands: Operands) -> Result<bool> {
+/// Computes y from dense operands, plus the addend, which only a y of the operands' dtype can have. Returns false, without an effect,
+/// if these kernels do not support the operands.
+pub(super) fn forward(
+    op: &'static str,
+    gpu: &Gpu,
+    sizes: &Sizes,
+    y: &Raw,
+    operands: Operands,
+    addend: Addend,
+) -> Result<bool> {
     let Operands { dtype, from, weights, bias } = operands;
     let (to, windows) = (output(op, y)?, sizes.windows());
     let fits = runs_on(gpu, sizes, dtype, &[sizes.channels], &[to.address, from.address, weights.address])
@@ -196,10 +204,12 @@ pub(super) fn forward(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &Raw, opera
     let (kernel, shared) = tile.forward;
     let function = gpu.function(kernel, suffix(op, dtype)?)?;
     let shape = Shape { grid: [grid(op, blocks)?, 1, splits as u32], block: [THREADS, 1, 1], shared };
-    let arguments = Forward { y, bias: narrow_bias, partials, sums_bias, shape: sizes.shape(), maps };
+    let Addend { rows, sharing } = addend;
+    let shape_of = sizes.shape();
+    let arguments = Forward { y, bias: narrow_bias, addend: rows, partials, sums_bias, sharing, shape: shape_of, maps };
     // SAFETY: the tensors are dense and of these sizes; `partials` has room for the sums of each split.
     unsafe { function.launch(op, gpu, shape, arguments) }?;
-    sums.finish(op, gpu, sizes, bias)?;
+    sums.finish(op, gpu, sizes, (bias, addend))?;
     Ok(true)
 }
 
@@ -253,7 +263,7 @@ pub(super) fn grad_input(
     // SAFETY: as in the forward pass.
     unsafe { function.launch(op, gpu, shape, arguments) }?;
     if let Some(partials) = &partials {
-        sum_parts(op, gpu, dx, partials, Const::NULL, sizes.channels, splits as u32)?;
+        sum_parts(op, gpu, dx, partials, (Const::NULL, Addend::NONE), sizes.channels, splits as u32)?;
     }
     Ok(true)
 }
@@ -307,7 +317,7 @@ pub(super) fn grad_weight(
     // SAFETY: as in the forward pass.
     unsafe { function.launch(op, gpu, shape, arguments) }?;
     if let Some(partials) = &partials {
-        sum_parts(op, gpu, dw, partials, Const::NULL, sizes.window() as u32, splits as u32)?;
+        sum_parts(op, gpu, dw, partials, (Const::NULL, Addend::NONE), sizes.window() as u32, splits as u32)?;
     }
     Ok(true)
 }

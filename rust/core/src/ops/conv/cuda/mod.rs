@@ -2,6 +2,7 @@
 //! channels allow it, and f32 forward passes if products are computed [in pairs](crate::compute::with_bf16_pairs) of bf16
 //! numbers. Plain kernels compute the other convolutions.
 
+mod add;
 mod hopper;
 pub mod pairs;
 
@@ -16,6 +17,8 @@ use trainable_candle_cuda::kernels::conv::{
 };
 use trainable_candle_cuda::structs::Conv2dShape;
 
+use self::add::Addend;
+pub(super) use self::add::forward_add;
 use super::CONV2D;
 use super::geometry::{Conv2dOptions, Geometry};
 use crate::cuda::launch::{
@@ -151,13 +154,14 @@ fn splits(tiles: usize, length: usize) -> usize {
     (BLOCKS / tiles.max(1)).clamp(1, (length / (8 * STEP)).max(1))
 }
 
-/// Writes to `y` the sums of the `splits` parts in `partials`, plus `bias`. `columns` is the length of the rows of `y`.
+/// Writes to `y` the sums of the `splits` parts in `partials`, plus `bias`, plus the addend. `columns` is the length of the rows of
+/// `y`.
 fn sum_parts(
     op: &'static str,
     gpu: &Gpu,
     y: &Raw,
     partials: &Raw,
-    bias: Const,
+    (bias, addend): (Const, Addend),
     columns: u32,
     splits: u32,
 ) -> Result<()> {
@@ -165,8 +169,11 @@ fn sum_parts(
     let count = y.elem_count();
     let shape = Shape { grid: [count.div_ceil(1024).clamp(1, 1 << 20) as u32, 1, 1], block: [256, 1, 1], shared: 0 };
     let (y, partials) = (output(op, y)?, input(op, partials)?);
-    // SAFETY: each of the `splits` parts has as many elements as `y`, and the bias, if any, has `columns` elements.
-    unsafe { function.launch(op, gpu, shape, Conv2dSum { y, partials, bias, count: count as u64, columns, splits }) }
+    let Addend { rows: addend, sharing } = addend;
+    let arguments = Conv2dSum { y, partials, bias, addend, count: count as u64, columns, splits, sharing };
+    // SAFETY: each of the `splits` parts has as many elements as `y`, the bias, if any, has `columns` elements, and the addend a row
+    // for each `sharing` rows of `y`.
+    unsafe { function.launch(op, gpu, shape, arguments) }
 }
 
 /// Dense operands of `dtype`, and a bias in the dtype of the result. The bias is null if there is none.
@@ -214,9 +221,9 @@ impl<'a> Sums<'a> {
         })
     }
 
-    fn finish(&self, op: &'static str, gpu: &Gpu, sizes: &Sizes, bias: Const) -> Result<()> {
+    fn finish(&self, op: &'static str, gpu: &Gpu, sizes: &Sizes, last: (Const, Addend)) -> Result<()> {
         let Some(partials) = &self.partials else { return Ok(()) };
-        sum_parts(op, gpu, self.y, partials, bias, sizes.out_channels, self.splits as u32)
+        sum_parts(op, gpu, self.y, partials, last, sizes.out_channels, self.splits as u32)
     }
 }
 
@@ -302,7 +309,7 @@ fn run(op: &'static str, sizes: Sizes, dims: [usize; 4], [x, weight]: [&Raw; 2],
 
 /// Runs the forward pass on tensor cores; returns false if they do not support the operands.
 fn on_tensor_cores(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &Raw, operands: Operands) -> Result<bool> {
-    if hopper::forward(op, gpu, sizes, y, operands)? {
+    if hopper::forward(op, gpu, sizes, y, operands, Addend::NONE)? {
         return Ok(true);
     }
     let Operands { dtype, from, weights, bias } = operands;
@@ -341,7 +348,7 @@ fn on_tensor_cores(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &Raw, operands
     };
     // SAFETY: the tensors are dense and of these sizes; `partials` has room for the sums of each split.
     unsafe { function.launch(op, gpu, shape, arguments) }?;
-    sums.finish(op, gpu, sizes, bias)?;
+    sums.finish(op, gpu, sizes, (bias, Addend::NONE))?;
     Ok(true)
 }
 
@@ -404,7 +411,7 @@ fn run_grad_input(op: &'static str, sizes: Sizes, dims: [usize; 4], [grad, weigh
     // SAFETY: as above; `partials` has room for the sums of each split.
     unsafe { function.launch(op, gpu, shape, arguments) }?;
     if let Some(partials) = &partials {
-        sum_parts(op, gpu, &dx, partials, Const::NULL, sizes.channels, splits as u32)?;
+        sum_parts(op, gpu, &dx, partials, (Const::NULL, Addend::NONE), sizes.channels, splits as u32)?;
     }
     Ok(dx)
 }
@@ -443,7 +450,7 @@ fn run_grad_weight(op: &'static str, sizes: Sizes, dims: [usize; 4], [grad, x]: 
         // SAFETY: the tensors are dense and of these sizes; `partials` has room for the sums of each split.
         unsafe { function.launch(op, gpu, shape, arguments) }?;
         if let Some(partials) = &partials {
-            sum_parts(op, gpu, &dw, partials, Const::NULL, columns, splits as u32)?;
+            sum_parts(op, gpu, &dw, partials, (Const::NULL, Addend::NONE), columns, splits as u32)?;
         }
         return Ok(dw);
     }
@@ -462,6 +469,6 @@ fn run_grad_weight(op: &'static str, sizes: Sizes, dims: [usize; 4], [grad, x]: 
     let arguments = Conv2dGradWeightPlain { partials: parts, grad_y: from, x: images, shape: sizes.shape() };
     // SAFETY: as above.
     unsafe { function.launch(op, gpu, shape, arguments) }?;
-    sum_parts(op, gpu, &dw, &partials, Const::NULL, columns, splits as u32)?;
+    sum_parts(op, gpu, &dw, &partials, (Const::NULL, Addend::NONE), columns, splits as u32)?;
     Ok(dw)
 }

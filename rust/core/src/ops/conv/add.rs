@@ -1,0 +1,78 @@
+//! The sum of a frozen convolution and another tensor, as in residual blocks. On a GPU, kernels of the convolution add the tensor as they
+//! write the result.
+
+use super::geometry::Geometry;
+use super::{Conv2dOptions, check, conv2d, cpu, grad_input};
+use crate::compute::on_device;
+use crate::cpu::Add;
+use crate::ops::arithmetic::reduced;
+use crate::ops::linear::same_kind;
+use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
+use crate::{Error, Result, Tensor, compute};
+
+pub(super) static CONV2D_ADD: OpInfo = OpInfo::expensive("conv2d_add");
+
+/// [`conv2d`] of `x (B, H, W, C)`, plus `addend (B, OH, OW, O)` or `(B, 1, 1, O)`. The function runs as one operation only on a GPU, if
+/// weight and bias need no gradient. Otherwise it calls `conv2d`, then adds.
+///
+/// # Errors
+/// As [`conv2d`], and if the addend does not have one of these shapes and the dtype and device of `x`.
+pub fn conv2d_add(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    options: Conv2dOptions,
+    addend: &Tensor,
+) -> Result<Tensor> {
+    let geometry = check(x, weight, bias, options)?;
+    let dims = geometry.result_dims();
+    let of_images = [dims[0], 1, 1, dims[3]];
+    if addend.dims() != dims && addend.dims() != of_images {
+        let found = addend.dims();
+        let message = format!("the addend has shape {found:?}, expected {dims:?} or {of_images:?}");
+        return Err(Error::shape(CONV2D_ADD.name, message));
+    }
+    same_kind(CONV2D_ADD.name, x, "addend", addend)?;
+    if !x.device().is_cuda() || weight.requires_grad() || bias.is_some_and(Tensor::requires_grad) {
+        return conv2d(x, weight, bias, options)?.add(addend);
+    }
+    record(
+        &CONV2D_ADD,
+        &[x, addend],
+        || {
+            let (bias, [x, weight, addend]) =
+                (bias.map(|bias| &bias.raw), [x, weight, addend].map(|tensor| &tensor.raw));
+            on_device!(
+                x.device(),
+                cuda => super::cuda::forward_add(&geometry, x, weight, bias, addend),
+                cpu => compute::binary(&cpu::forward(&geometry, x, weight, bias)?, addend, Add),
+            )
+        },
+        |saver, _| Conv2dAddBackward {
+            weight: saver.needs(0).then(|| saver.hold(weight)),
+            geometry,
+            addend: addend.dims().to_vec(),
+        },
+    )
+}
+
+struct Conv2dAddBackward {
+    geometry: Geometry,
+    /// The weight, if the gradient of the input is needed.
+    weight: Option<Saved>,
+    /// The shape of the addend.
+    addend: Vec<usize>,
+}
+
+impl Backward for Conv2dAddBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let grad = context.grad().clone();
+        if context.needs(1) {
+            context.add(1, reduced(grad.clone(), &self.addend)?)?;
+        }
+        if let (true, Some(weight)) = (context.needs(0), &self.weight) {
+            context.add(0, grad_input(&self.geometry, &grad, &weight.get()?)?)?;
+        }
+        Ok(())
+    }
+}
