@@ -4,103 +4,26 @@
 // x, y and their gradients dx and grad are (rows, len). mean and rstd = 1/√(var + eps) have one value per row, f32 (f64 for f64). RMS
 // norm is layer norm with mean = 0 and bias = 0: its kernels ignore the pointers `mean` and `bias`. `affine_f32`: see affine.cuh.
 
-#include "affine.cuh"
 #include "architecture.cuh"
+#include "norm_rows.cuh"
 
-// The largest number of packs of a row that a thread keeps in registers. With this number, 32 warps of a forward kernel can run on a
-// multiprocessor. At a launch, the host chooses how many packs each thread of a team holds (HELD in rows.cuh). It chooses the smallest
-// number from 1 to NORM_HELD with which all rows together need at most 2^17 threads in a forward pass and 2^16 in a backward pass (about
-// as many as an H100 runs at once). If all these numbers need more threads, the host chooses NORM_HELD.
-constexpr int NORM_HELD = 3;
 // The number of the largest teams of a forward kernel that a multiprocessor must have room for. For f64 on compute capability 12.0 the
 // compiler needs more registers.
 template <typename T> constexpr int FORWARD_TEAMS = ARCHITECTURE >= 1200 && sizeof(T) == 8 ? 1 : 2;
 
 namespace {
 
-// MODULATED is layer norm with scale and shift (`weight` and `bias`) of shape (rows / sharing, len): `sharing` consecutive rows use the
-// same scale and shift. The normalized x is multiplied by 1 + scale.
-enum class Kind { LAYER, RMS, MODULATED };
-
-template <Kind KIND> constexpr bool CENTERS = KIND != Kind::RMS;
-
-template <typename T, int N> using NormRow = Row<T, N, NORM_HELD>;
-
-// Adds the row `other` to `row`, rounds the sum to T and writes it to `sum`.
-template <typename T, int N> __device__ __forceinline__ void add_row(NormRow<T, N> &row, const T *other, T *sum) {
-    const NormRow<T, N> others(other, row.packs * N);
-    row.for_each_place([&](int place, uint64_t at) {
-        auto a = row.get(place, at), b = others.get(place, at);
-        keep_narrow(a);
-        keep_narrow(b);
-        Acc<T> values[N];
-#pragma unroll
-        for (int i = 0; i < N; i++) values[i] = widen(a.values[i]) + widen(b.values[i]);
-        const auto pack = narrow_pack<T>(values);
-        if (place < NORM_HELD) row.held[place] = pack;
-        store_pack(sum + at, pack);
-    });
-    row.keep_narrow();
-    // Each later loop over the row reads the packs that are not in registers from `sum`. Each thread reads the packs that it wrote.
-    row.start = sum;
-    one_at_a_time();
-}
-
-// The index of the first element of the row's scale in `weight`, and of the row's shift in `bias`.
-template <Kind KIND> __device__ __forceinline__ uint64_t first_parameter(uint64_t row, uint32_t sharing, uint32_t len) {
-    return KIND == Kind::MODULATED ? divide(row, sharing).quotient * len : 0;
-}
-
-template <typename T, Kind KIND, int N>
-__device__ __forceinline__ void load_scale(Affine affine, uint64_t at, Acc<T> (&values)[N]) {
-    load_parameter<T>(affine.weight, affine.is_f32, at, Acc<T>(1), values);
-#pragma unroll
-    for (int i = 0; i < N; i++) values[i] += KIND == Kind::MODULATED ? Acc<T>(1) : Acc<T>(0);
-}
-
-// Unless `residual` is null, the function normalizes the rows of x + residual, rounded to T, and writes these rows to `sum`.
 template <typename T, int N, Kind KIND>
 __device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, Affine affine, T *y, Acc<T> *mean, Acc<T> *rstd,
                                         uint64_t rows, uint32_t len, uint32_t sharing, Acc<T> eps, Acc<T> *shared) {
-    using A = Acc<T>;
-    constexpr bool CENTER = CENTERS<KIND>;
-    for (uint64_t row = first_row(); row < rows; row += row_stride()) {
-        NormRow<T, N> values(x + row * len, len);
-        if (residual != nullptr) add_row(values, residual + row * len, sum + row * len);
-        A center = 0, squares = 0;
-        if (CENTER) {
-            values.for_each([&](uint64_t, const Pack<T, N> &pack) {
-#pragma unroll
-                for (int i = 0; i < N; i++) center += widen(pack.values[i]);
-            });
-            center = team_sum(center, shared) / len;
-            if (threadIdx.x == 0) mean[row] = center;
-            values.keep_narrow();
-        }
-        values.for_each([&](uint64_t, const Pack<T, N> &pack) {
-#pragma unroll
-            for (int i = 0; i < N; i++) {
-                const A d = widen(pack.values[i]) - center;
-                squares += d * d;
-            }
-        });
-        values.keep_narrow();
-        const A scale = A(1) / sqrt(team_sum(squares, shared) / len + eps);
-        if (threadIdx.x == 0) rstd[row] = scale;
-        T *out = y + row * len;
-        const uint64_t parameters = first_parameter<KIND>(row, sharing, len);
+    const auto write = [&](uint64_t row, const NormRow<T, N> &values, auto normalized) {
         values.for_each_place([&](int place, uint64_t at) {
-            const auto pack = values.get(place, at);
-            A parameter[N], result[N];
-            load_scale<T, KIND>(affine, parameters + at, parameter);
-#pragma unroll
-            for (int i = 0; i < N; i++) result[i] = (widen(pack.values[i]) - center) * scale * parameter[i];
-            load_parameter<T>(affine.bias, affine.is_f32, parameters + at, A(0), parameter);
-#pragma unroll
-            for (int i = 0; i < N; i++) result[i] += parameter[i];
-            store_pack(out + at, narrow_pack<T>(result));
+            Acc<T> result[N];
+            normalized(place, at, result);
+            store_pack(y + row * len + at, narrow_pack<T>(result));
         });
-    }
+    };
+    normalize<T, N, KIND>(x, residual, sum, affine, mean, rstd, rows, len, sharing, eps, shared, write);
 }
 
 // Unless `before` is null, the function adds `before` to the gradient before it rounds to T.

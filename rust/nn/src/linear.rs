@@ -6,6 +6,7 @@ use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var, Weight, W
 
 use crate::base::{Base, Operation};
 use crate::init;
+use crate::norm::LayerNorm;
 use crate::slot::AdapterSlot;
 
 /// The types that a layer's parameters can have: [`Tensor`] for frozen parameters, [`Var`] for trainable ones.
@@ -137,17 +138,19 @@ impl<T: Parameter> Linear<T> {
         linear_add(x, base.weight, base.bias, residual)
     }
 
-    /// Apply this layer, [`geglu`] and the layer `last` to `x (..., in_features)`, and add `residual (..., out_features of last)`.
-    /// Without adapters, one operation may compute all steps; [`geglu_feed_forward`] says when.
+    /// Return s = x + residual, both (..., in_features), plus the layer `last` of [`geglu`] of this layer of `norm` of s. Without
+    /// adapters, one operation may compute all of this; [`geglu_feed_forward`] says when.
     ///
     /// # Errors
-    /// As [`forward_add`](Self::forward_add).
-    pub fn geglu_feed_forward(&self, x: &Tensor, last: &Self, residual: &Tensor) -> Result<Tensor> {
+    /// As [`forward_add`](Self::forward_add) and [`LayerNorm::add_forward`].
+    pub fn geglu_feed_forward(&self, norm: &LayerNorm, x: &Tensor, residual: &Tensor, last: &Self) -> Result<Tensor> {
         if self.slot().get().is_some() || last.slot().get().is_some() {
-            return last.forward_add(&geglu(&self.forward(x)?)?, residual);
+            let (sum, normed) = norm.add_forward(x, residual)?;
+            return last.forward_add(&geglu(&self.forward(&normed)?)?, &sum);
         }
         let (inner, outer) = (self.base(), last.base());
-        geglu_feed_forward(x, (inner.weight, inner.bias), (outer.weight, outer.bias), residual)
+        let norm = ([norm.weight.as_ref(), norm.bias.as_ref()], norm.eps);
+        geglu_feed_forward(x, residual, norm, (inner.weight, inner.bias), (outer.weight, outer.bias))
     }
 
     pub(crate) const fn slot(&self) -> &AdapterSlot {

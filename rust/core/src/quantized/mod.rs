@@ -27,8 +27,8 @@ pub use ggml::Ggml;
 pub use nf4::values as nf4_values;
 pub use weight::{Weight, WeightRef};
 
-pub(crate) use self::w8a8::Addends;
 use self::w8a8::Transposed;
+pub(crate) use self::w8a8::{Addends, CodeRows};
 use crate::raw::{Raw, is_float, with_bytes};
 use crate::{Error, Result, Tensor};
 

@@ -64,8 +64,7 @@ impl Block {
         let mixed = self.attn1.forward(&self.norm1.forward(x)?, None)?;
         let (x, normed) = self.norm2.add_forward(&mixed, x)?;
         let mixed = self.attn2.forward(&normed, Some(context))?;
-        let (x, normed) = self.norm3.add_forward(&mixed, &x)?;
-        self.ff_in.geglu_feed_forward(&normed, &self.ff_out, &x)
+        self.ff_in.geglu_feed_forward(&self.norm3, &mixed, &x, &self.ff_out)
     }
 }
 

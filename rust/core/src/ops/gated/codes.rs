@@ -1,61 +1,96 @@
-//! Feed-forward networks whose weights multiply 8-bit codes: the values between the GEGLU and the products next to it, and their
-//! gradients, exist as codes alone (`kernels/geglu_codes.cu`).
+//! Feed-forward networks whose weights multiply 8-bit codes: the norm before the network, the values between the GEGLU and the products
+//! next to it, and their gradients exist as codes alone (`kernels/norm_codes.cu`, `kernels/geglu_codes.cu`).
+
+use std::cell::Cell;
 
 use candle_core::Shape;
 
 use super::{GEGLU, geglu, run, run_backward};
+use crate::cpu::Add;
 use crate::ops::activation::GeluExact;
-use crate::ops::linear::{as_matrix, check, check_residual, forward, forward_add, linear, linear_add, with_last};
+use crate::ops::arithmetic::add_by;
+use crate::ops::linear::{as_matrix, check, check_residual, forward, forward_add, linear, linear_add};
+use crate::ops::norm::{CodesNorm, CodesNormBackward, add_layer_norm, layer_norm};
 use crate::quantized::weight::HeldWeight;
 use crate::quantized::{Addends, WeightRef};
-use crate::tape::backward::Pending;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
-use crate::{Quantized, Result, Tensor, checkpoint};
+use crate::{Quantized, Result, Tensor, checkpoint, compute};
 
 pub(super) static GEGLU_FEED_FORWARD: OpInfo = OpInfo::expensive("geglu_feed_forward");
 
 /// The weight and the bias of a linear map.
 type Map<'a> = (WeightRef<'a>, Option<&'a Tensor>);
 
-/// [`linear`] of [`geglu`] of [`linear`], plus `residual`: `x (..., in)`, `residual (..., out)` → `(..., out)`. The map `inner` has 2 n results, the second half of which is the
-/// gate; the map `outer` has n inputs. The function runs as one fused operation only on a GPU, if both weights multiply codes
-/// ([`w8a8`](crate::quantized::w8a8)) and keep them transposed, too. The result has the same bits either way.
+/// Scale and shift of a layer norm, and what is added to the variance.
+type Norm<'a> = ([Option<&'a Tensor>; 2], f64);
+
+/// s + [`linear`] of [`geglu`] of [`linear`] of the [`layer_norm`] of s, where s = x + residual: `x (..., n)`, `residual (..., n)` →
+/// `(..., n)`. The map `inner` has 2 m results, the second half of which is the gate; the map `outer` has m inputs and n results.
+///
+/// Norm and network run as one fused operation only on a GPU, if both weights multiply codes ([`w8a8`](crate::quantized::w8a8)) and keep
+/// them transposed, too, and the norm is frozen. The result has the same bits either way.
 ///
 /// # Errors
-/// As [`linear_add`].
-pub fn geglu_feed_forward(x: &Tensor, inner: Map<'_>, outer: Map<'_>, residual: &Tensor) -> Result<Tensor> {
-    let (Some(codes), Some(last_codes)) = (codes_of(x, inner), codes_of(x, outer)) else {
-        return linear_add(&geglu(&linear(x, inner.0, inner.1)?)?, outer.0, outer.1, residual);
+/// As [`add_layer_norm`] and [`linear_add`].
+pub fn geglu_feed_forward(
+    x: &Tensor,
+    residual: &Tensor,
+    (affine, eps): Norm<'_>,
+    inner: Map<'_>,
+    outer: Map<'_>,
+) -> Result<Tensor> {
+    let network =
+        |normed: &Tensor, sum: &Tensor| linear_add(&geglu(&linear(normed, inner.0, inner.1)?)?, outer.0, outer.1, sum);
+    let is_frozen = !affine.into_iter().flatten().any(Tensor::requires_grad) && x.dims() == residual.dims();
+    let (Some(codes), Some(last_codes), true) = (codes_of(x, inner), codes_of(x, outer), is_frozen) else {
+        let (sum, normed) = add_layer_norm(x, residual, 1, affine[0], affine[1], eps)?;
+        return network(&normed, &sum);
+    };
+    let norm = CodesNorm::new(x, affine, eps)?;
+    let made = Cell::new(None);
+    let sum = add_by(x, residual, || match norm.of_sum([&x.raw, &residual.raw], codes.has_int8_codes())? {
+        Some((sum, rows, statistics)) => {
+            made.set(Some((rows, statistics)));
+            Ok(sum)
+        }
+        None => compute::binary(&x.raw, &residual.raw, Add),
+    })?;
+    let Some((rows, statistics)) = made.take() else {
+        return network(&layer_norm(&sum, 1, affine[0], affine[1], eps)?, &sum);
     };
     let op = GEGLU_FEED_FORWARD.name;
-    check(op, x, inner.0, inner.1)?;
+    check(op, &sum, inner.0, inner.1)?;
     let width = codes.dims()[0] / 2;
     // `outer` is checked against a view that has the shape of the GEGLU and a single element of memory.
-    let mut between = x.raw.clone();
+    let mut between = sum.raw.clone();
     for dim in 0..between.rank() {
         between = between.narrow(dim, 0, 1)?;
     }
-    let between = between.broadcast_as(with_last(&between, width))?;
-    let between = Tensor::constant(between);
+    let leading = &sum.dims()[..sum.rank() - 1];
+    let between = Tensor::constant(between.broadcast_as([leading, &[width]].concat())?);
     check(op, &between, outer.0, outer.1)?;
-    check_residual(op, &between, outer.0, residual)?;
+    check_residual(op, &between, outer.0, &sum)?;
     let bias_of = |map: Map<'_>| map.1.map(|bias| bias.raw.clone());
     let (inner_bias, outer_bias) = (bias_of(inner), bias_of(outer));
     record_with_aux(
         &GEGLU_FEED_FORWARD,
-        &[x, residual],
+        &[&sum],
         || {
-            let y = forward(&as_matrix(&x.raw)?, inner.0, inner_bias.as_ref())?;
-            let rows = as_matrix(&residual.raw)?;
-            let addends = Addends { bias: outer_bias.as_ref(), residual: Some(&rows) };
+            let y = match codes.product_of_code_rows(&rows, inner_bias.as_ref(), sum.dtype())? {
+                Some(y) => y,
+                None => forward(&as_matrix(&norm.values(&sum)?)?, inner.0, inner_bias.as_ref())?,
+            };
+            let residual = as_matrix(&sum.raw)?;
+            let addends = Addends { bias: outer_bias.as_ref(), residual: Some(&residual) };
             let result = match last_codes.product_of_geglu(&y, addends)? {
                 Some(result) => result,
-                None => forward_add(&run(GEGLU.name, &y, width, GeluExact)?, outer.0, addends.bias, &rows)?,
+                None => forward_add(&run(GEGLU.name, &y, width, GeluExact)?, outer.0, addends.bias, &residual)?,
             };
-            Ok((result.reshape(residual.shape())?, std::iter::once(y).collect()))
+            Ok((result.reshape(sum.shape())?, std::iter::once(y).chain(statistics).collect()))
         },
         |saver, _, aux| FeedForward {
-            shape: x.raw.shape().clone(),
+            norm: norm.save(saver, &sum, &aux[1..]),
+            shape: sum.shape().clone(),
             y: saver.save_raw(&aux[0]),
             inner: codes.clone(),
             outer: outer.0.hold(saver),
@@ -69,7 +104,10 @@ fn codes_of<'a>(x: &Tensor, (weight, bias): Map<'a>) -> Option<&'a Quantized> {
     let fits = x.elem_count() > 0 && x.device().is_cuda() && !checkpoint::is_selective();
     match weight {
         WeightRef::Quantized(weight)
-            if fits && weight.keeps_transposed_codes() && !bias.is_some_and(Tensor::requires_grad) =>
+            if fits
+                && weight.keeps_transposed_codes()
+                && weight.multiplies_codes(x.dtype(), 1)
+                && !bias.is_some_and(Tensor::requires_grad) =>
         {
             Some(weight)
         }
@@ -78,9 +116,10 @@ fn codes_of<'a>(x: &Tensor, (weight, bias): Map<'a>) -> Option<&'a Quantized> {
 }
 
 struct FeedForward {
-    /// The shape of x.
+    norm: CodesNormBackward,
+    /// The shape of the sum.
     shape: Shape,
-    /// The results of the inner maps, (rows, 2 n).
+    /// The results of the inner maps, (rows, 2 m).
     y: Saved,
     inner: Quantized,
     outer: HeldWeight,
@@ -88,18 +127,19 @@ struct FeedForward {
 
 impl Backward for FeedForward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
-        if context.needs(1) {
-            context.add(1, context.grad().clone())?;
-        }
         if !context.needs(0) {
             return Ok(());
         }
-        let y = self.y.get()?;
-        let grad = self.outer.input_gradient(&as_matrix(context.grad())?)?;
-        if let Some(dx) = self.inner.input_gradient_of_geglu(&y, &grad)? {
-            return context.add_pending(0, Pending::new(dx.reshape(&self.shape)?, true));
-        }
-        let grad = run_backward(GEGLU.name, &y, &grad, y.dims()[1] / 2, GeluExact)?;
-        HeldWeight::Quantized(self.inner.clone()).add_input_gradient(context, &self.shape, &grad)
+        let (y, grad) = (self.y.get()?, context.grad().clone());
+        let of_unit = self.outer.input_gradient(&as_matrix(&grad)?)?;
+        let of_norm = match self.inner.input_gradient_of_geglu(&y, &of_unit)? {
+            Some(product) => product,
+            None => {
+                let of_maps = run_backward(GEGLU.name, &y, &of_unit, y.dims()[1] / 2, GeluExact)?;
+                HeldWeight::Quantized(self.inner.clone()).input_gradient(&of_maps)?
+            }
+        };
+        context.add(0, grad)?;
+        self.norm.run(context, &of_norm.reshape(&self.shape)?)
     }
 }

@@ -27,6 +27,7 @@ pub use cases::ENTRIES;
 pub use group::{group_norm, group_norm_silu};
 pub use rms_norm_rope::rms_norm_rope;
 pub(super) use rms_norm_rope::{HeadNorms, HeadStatistics, check_head_norms};
+pub(super) use row::{CodesNorm, CodesNormBackward};
 pub use row::{add_layer_norm, add_rms_norm, layer_norm, modulated_layer_norm, rms_norm};
 
 /// The optional scale and shift of a norm as inputs of an operation.

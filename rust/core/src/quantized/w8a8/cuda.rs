@@ -15,7 +15,7 @@ use trainable_candle_cuda::kernels::geglu_codes::{
 use trainable_candle_cuda::kernels::{Const, Mut};
 use trainable_candle_cuda::structs::{CodePart, CodeParts};
 
-use super::{Addends, MOST_PARTS, MULTIPLE, Quantized, Transposed};
+use super::{Addends, CodeRows, MOST_PARTS, MULTIPLE, Quantized, Transposed};
 use crate::cpu::Add;
 use crate::cuda::launch::{
     Shape, TEAM, address, count32, element, empty, input, optional_output, output, suffix, wide,
@@ -250,6 +250,19 @@ struct Columns<'a> {
 pub(super) fn product(w: &Quantized, x: &Raw, addends: Addends<'_>) -> Result<Option<Raw>> {
     let gpu = Gpu::of(OP, x)?;
     product_of_rounded(gpu, w, &Rounded::new(gpu, w.kind(), x)?, addends, x.dtype())
+}
+
+/// Computes x Wᵀ + b for codes `x`; returns `None` as [`product`] does.
+pub(super) fn product_of_code_rows(
+    w: &Quantized,
+    x: &CodeRows,
+    bias: Option<&Raw>,
+    dtype: DType,
+) -> Result<Option<Raw>> {
+    let [codes, scales] = x.clone();
+    let (rows, columns) = (scales.elem_count(), codes.dims()[1]);
+    let gpu = Gpu::of(OP, &codes)?;
+    product_of_rounded(gpu, w, &Rounded { codes, scales, rows, columns }, Addends { bias, residual: None }, dtype)
 }
 
 /// Computes geglu(y) Wᵀ plus `addends`; returns `None` as [`product`] does.

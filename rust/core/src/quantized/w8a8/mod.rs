@@ -28,9 +28,13 @@ use crate::raw::{Raw, from_vec, with_bytes};
 
 /// A matrix's number of columns and each part's number of rows must be multiples of this number, because 8-bit products on tensor
 /// cores require it.
-const MULTIPLE: usize = 16;
+pub(crate) const MULTIPLE: usize = 16;
 /// The maximum number of parts of a matrix whose codes are multiplied.
 const MOST_PARTS: usize = 8;
+
+/// The rows of a matrix as codes: u8, (rows rounded up to a multiple of [`MULTIPLE`], columns), where rows beyond the matrix are
+/// uninitialised; and their scales: f32, (rows).
+pub(crate) type CodeRows = [Raw; 2];
 
 /// What is added to a product x Wᵀ.
 #[derive(Clone, Copy, Default)]
@@ -60,7 +64,7 @@ impl Quantized {
     /// Whether the product of this matrix and a matrix of `rows` rows and dtype `dtype` multiplies codes. It does if
     /// [`set_w8a8`](compute::set_w8a8) has enabled this, `rows` is not 0, `dtype` is not f64, there are at most 8 parts,
     /// all int8 or all fp8, and the numbers of columns and of each part's rows are multiples of 16.
-    fn multiplies_codes(&self, dtype: DType, rows: usize) -> bool {
+    pub(crate) fn multiplies_codes(&self, dtype: DType, rows: usize) -> bool {
         uses_w8a8()
             && rows > 0
             && matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
@@ -107,6 +111,20 @@ impl Quantized {
             return Ok(None);
         }
         on_device!(g.device(), cuda => cuda::input_gradient(self, g), cpu => self.input_gradient_on_cpu(g).map(Some))
+    }
+
+    /// x Wᵀ + b for a matrix x in this matrix's kind of codes, with a result of dtype `dtype`; `None` as in
+    /// [`product_of_geglu`](Self::product_of_geglu).
+    pub(crate) fn product_of_code_rows(&self, x: &CodeRows, bias: Option<&Raw>, dtype: DType) -> Result<Option<Raw>> {
+        on_device!(x[0].device(), cuda => cuda::product_of_code_rows(self, x, bias, dtype), cpu => {
+            let _ = (bias, dtype); // for builds without CUDA
+            Ok(None)
+        })
+    }
+
+    /// Whether the codes are int8; otherwise they are e4m3.
+    pub(crate) fn has_int8_codes(&self) -> bool {
+        self.format() == Format::Int8
     }
 
     /// Whether the matrix has [transposed codes](Self::with_transposed_codes).

@@ -1,18 +1,21 @@
-//! The CUDA form: `kernels/norm.cu`.
+//! The CUDA form: `kernels/norm.cu` and `kernels/norm_codes.cu`.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::norm::{
     LAYER_NORM_AFFINE, LAYER_NORM_BACKWARD, LAYER_NORM_FORWARD, LayerNormAffine, LayerNormBackward, LayerNormForward,
     MODULATED_LAYER_NORM_BACKWARD, MODULATED_LAYER_NORM_FORWARD, RMS_NORM_AFFINE, RMS_NORM_BACKWARD, RMS_NORM_FORWARD,
 };
+use trainable_candle_cuda::kernels::norm_codes::{ADD_LAYER_NORM_CODES, AddLayerNormCodes};
 
 use super::{Kind, Normalised, RowNorm, RowNormBackward, Size};
 use crate::cuda::Gpu;
 use crate::cuda::launch::{
-    Shape, accumulator, count32, empty, input, optional_input, optional_output, output, suffix, wide,
+    Shape, TEAM, accumulator, address, count32, empty, input, optional_input, optional_output, output, suffix, wide,
 };
 use crate::ops::norm::cuda::{Gradients, Parameters, Wanted, destination, sum_affine};
-use crate::tape::BackwardContext;
+use crate::quantized::CodeRows;
+use crate::quantized::w8a8::MULTIPLE;
+use crate::tape::{Aux, BackwardContext};
 use crate::{Error, Raw, Result};
 
 /// The number of rows that share a scale and a shift; only the kernels of modulated norms read it.
@@ -36,12 +39,13 @@ fn check_samples(op: &'static str, Size { samples, .. }: Size) -> Result<()> {
 /// registers.
 const FORWARD_THREADS: usize = 1 << 17;
 const BACKWARD_THREADS: usize = 1 << 16;
+/// The most packs of a row that a thread holds in registers.
+const HELD: usize = 3;
 
 /// The launch shape of the forward and backward kernels, which have a team of threads for each row. Each thread holds up to `held`
 /// packs (16 bytes) of the row in registers. `held` is the smallest number from 1 to `HELD` with which all teams together have at
 /// most `threads` threads; if no such number exists, it is `HELD`.
 fn over_rows(rows: usize, len: usize, dtype: DType, threads: usize) -> Shape {
-    const HELD: usize = 3;
     let shape = |held| Shape::teams(rows, len, held, dtype);
     let fits = |held: &usize| rows.saturating_mul(shape(*held).block[0] as usize) <= threads;
     shape((1..=HELD).find(fits).unwrap_or(HELD))
@@ -59,6 +63,55 @@ pub(super) fn sum_and_norm(norm: &RowNorm<'_>, [x, residual]: [&Raw; 2]) -> Resu
     }
     let (sum, normalised) = run(norm, x, Some(residual))?;
     Ok(sum.map(|sum| (sum, normalised)))
+}
+
+/// The sum of two dense tensors, the codes of its layer norm, and the norm's statistics, from one kernel; `None` if the kernel does not
+/// support the tensors.
+pub(super) fn sum_and_codes(
+    &RowNorm { op, size, ref affine, eps, .. }: &RowNorm<'_>,
+    [x, residual]: [&Raw; 2],
+    is_int8: bool,
+) -> Result<Option<(Raw, CodeRows, Aux)>> {
+    let (dtype, rows, len) = (x.dtype(), size.rows(), size.len);
+    let parameters = Parameters::new(dtype, affine.parameters())?;
+    let tensors = [Some(x), Some(residual), parameters.weight.as_ref(), parameters.bias.as_ref()];
+    for tensor in tensors.into_iter().flatten() {
+        if !tensor.is_contiguous() || !address(op, tensor)?.is_multiple_of(16) {
+            return Ok(None);
+        }
+    }
+    if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
+        || rows == 0
+        || !len.is_multiple_of(MULTIPLE)
+        || len > TEAM * HELD * wide(dtype)
+    {
+        return Ok(None);
+    }
+    let gpu = Gpu::of(op, x)?;
+    let sum = empty(op, gpu, x.dims(), dtype)?;
+    let codes = empty(op, gpu, &[rows.next_multiple_of(MULTIPLE), len], DType::U8)?;
+    let [scales, mean, rstd] = [(); 3].map(|()| empty(op, gpu, &[rows], DType::F32));
+    let (scales, mean, rstd) = (scales?, mean?, rstd?);
+    let arguments = AddLayerNormCodes {
+        x: input(op, x)?,
+        residual: input(op, residual)?,
+        sum: output(op, &sum)?,
+        weight: optional_input(op, parameters.weight.as_ref())?,
+        bias: optional_input(op, parameters.bias.as_ref())?,
+        mean: output(op, &mean)?,
+        rstd: output(op, &rstd)?,
+        rows: rows as u64,
+        len: count32(op, len)?,
+        eps,
+        affine_f32: parameters.is_f32(),
+        is_int8: u32::from(is_int8),
+        codes: output(op, &codes)?,
+        scales: output(op, &scales)?,
+    };
+    let shape = over_rows(rows, len, dtype, FORWARD_THREADS);
+    // SAFETY: the tensors are dense and have the sizes in the arguments.
+    unsafe { gpu.function(&ADD_LAYER_NORM_CODES, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
+    Ok(Some((sum, [codes, scales], [rstd, mean].into_iter().collect())))
 }
 
 /// The norm of a dense `x`; with a residual, the sum of `x` and the residual, and the norm of this sum.

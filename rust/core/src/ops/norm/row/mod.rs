@@ -1,6 +1,7 @@
 //! Norms with statistics of each row: layer norm (Ba et al. 2016, arXiv:1607.06450), RMS norm (Zhang & Sennrich 2019,
 //! arXiv:1910.07467) and modulated layer norm. RMS norm is layer norm without the mean and the shift.
 
+mod codes;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -16,13 +17,15 @@ use crate::raw::from_vec;
 use crate::tape::{Again, Aux, Backward, BackwardContext, OpInfo, Saved, record_with_aux};
 use crate::{Error, Raw, Result, Tensor, dispatch_float};
 
+pub(in crate::ops) use codes::{CodesNorm, CodesNormBackward};
 pub use modulated::modulated_layer_norm;
 pub use residual::{add_layer_norm, add_rms_norm};
 
 #[cfg(feature = "testing")]
 pub(super) use modulated::MODULATED_LAYER_NORM;
+pub(super) use residual::ADD_LAYER_NORM;
 #[cfg(feature = "testing")]
-pub(super) use residual::{ADD_LAYER_NORM, ADD_RMS_NORM};
+pub(super) use residual::ADD_RMS_NORM;
 
 pub(super) static LAYER_NORM: OpInfo = OpInfo::cheap("layer_norm");
 pub(super) static RMS_NORM: OpInfo = OpInfo::cheap("rms_norm");
@@ -199,18 +202,8 @@ struct RowNormBackward {
 
 impl Backward for RowNormBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
-        let Size { samples, sharing, len } = self.size;
         let grad = contiguous(context.grad())?;
-        let Some(Reads { x, rstd, mean }) = &self.reads else {
-            return self.affine.add_shift_only(context, &grad.reshape((samples, sharing, len))?);
-        };
-        let x = contiguous(&x.get()?)?;
-        let (rstd, mean) = (rstd.get()?, mean.as_ref().map(Saved::get).transpose()?);
-        on_device!(
-            x.device(),
-            cuda => cuda::backward(self, context, [&x, &grad, &rstd], mean.as_ref()),
-            cpu => self.on_cpu(context, [&x, &grad, &rstd], mean.as_ref()),
-        )
+        self.run(context, &grad)
     }
 
     fn again(&self) -> Option<Again<'_>> {
@@ -228,6 +221,21 @@ impl Backward for RowNormBackward {
 }
 
 impl RowNormBackward {
+    /// Adds the gradients of the norm's inputs, from `grad`, the dense gradient of its result.
+    fn run(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<()> {
+        let Size { samples, sharing, len } = self.size;
+        let Some(Reads { x, rstd, mean }) = &self.reads else {
+            return self.affine.add_shift_only(context, &grad.reshape((samples, sharing, len))?);
+        };
+        let x = contiguous(&x.get()?)?;
+        let (rstd, mean) = (rstd.get()?, mean.as_ref().map(Saved::get).transpose()?);
+        on_device!(
+            x.device(),
+            cuda => cuda::backward(self, context, [&x, grad, &rstd], mean.as_ref()),
+            cpu => self.on_cpu(context, [&x, grad, &rstd], mean.as_ref()),
+        )
+    }
+
     fn on_cpu(&self, context: &mut BackwardContext<'_>, [x, grad, rstd]: [&Raw; 3], mean: Option<&Raw>) -> Result<()> {
         // The kernel of RMS norm does not read the mean, so any tensor can be passed.
         let mean = mean.unwrap_or(rstd);

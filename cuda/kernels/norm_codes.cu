@@ -1,0 +1,58 @@
+// Layer norm of the sum of two tensors (norm.cu), rounded to 8-bit codes with a scale for each row (codes.cu). Products of codes read these
+// codes, so that no kernel writes the norm itself.
+//
+// The codes are those that norm.cu followed by codes.cu would make: normalized values are first rounded to T. `len` is a multiple of 16, and
+// at most what NORM_HELD packs of the largest team of threads hold. All tensors begin at a 16-byte boundary.
+#include "codes/round.cuh"
+#include "norm_rows.cuh"
+
+namespace {
+
+template <typename T>
+__device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, Affine affine, Acc<T> *mean, Acc<T> *rstd, uint64_t rows,
+                                        uint32_t len, Acc<T> eps, bool is_int8, uint8_t *codes, float *scales, Acc<T> *shared) {
+    constexpr int N = WIDE<T>;
+    const auto write = [&](uint64_t row, NormRow<T, N> &values, auto normalized) {
+        RowScale found;
+        // The normalized values take the place of the row's.
+#pragma unroll
+        for (int i = 0; i < NORM_HELD; i++) {
+            const uint32_t pack = threadIdx.x + i * blockDim.x;
+            if (pack >= values.packs) continue;
+            float result[N];
+            normalized(i, static_cast<uint64_t>(pack) * N, result);
+            values.held[i] = narrow_pack<T>(result);
+            widen_pack(values.held[i], result);
+            found.see(result);
+        }
+        const float scale = found.of_team(is_int8);
+        if (threadIdx.x == 0) scales[row] = scale;
+        values.keep_narrow();
+        with_rounder(scale, is_int8, [&](auto rounder) {
+#pragma unroll
+            for (int i = 0; i < NORM_HELD; i++) {
+                const uint32_t pack = threadIdx.x + i * blockDim.x;
+                if (pack >= values.packs) continue;
+                float result[N];
+                widen_pack(values.held[i], result);
+                rounder.store(codes + row * len + static_cast<uint64_t>(pack) * N, result);
+            }
+        });
+    };
+    normalize<T, N, Kind::LAYER>(x, residual, sum, affine, mean, rstd, rows, len, 1, eps, shared, write);
+}
+
+} // namespace
+
+// add_layer_norm_codes: sum = x + residual, rounded to T; the codes (rows, len) and scales (rows) of the layer norm of `sum`; mean and rstd
+// as in norm.cu. Launch: as for the forward pass of norm.cu.
+#define DEFINE_NORM_CODES(SUFFIX, T)                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(TEAM, 2) add_layer_norm_codes_##SUFFIX(                                               \
+        const T *x, const T *residual, T *sum, const void *weight, const void *bias, float *mean, float *rstd, uint64_t rows,          \
+        uint32_t len, double eps, uint32_t affine_f32, uint32_t is_int8, uint8_t *codes, float *scales) {                              \
+        follow();                                                                                                                      \
+        __shared__ float shared[WARP];                                                                                                 \
+        const Affine affine{weight, bias, affine_f32 != 0};                                                                            \
+        forward<T>(x, residual, sum, affine, mean, rstd, rows, len, static_cast<float>(eps), is_int8 != 0, codes, scales, shared);     \
+    }
+FOR_EACH_FLOAT(DEFINE_NORM_CODES)

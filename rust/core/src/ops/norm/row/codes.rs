@@ -1,0 +1,49 @@
+//! A residual sum and its layer norm, of which the norm exists as 8-bit codes alone (`kernels/norm_codes.cu`), for products of codes.
+
+use super::{ADD_LAYER_NORM, Kind, Reads, RowNorm, RowNormBackward};
+use crate::Tensor;
+use crate::compute::on_device;
+use crate::quantized::CodeRows;
+use crate::tape::{Aux, BackwardContext, Saver};
+use crate::{Raw, Result};
+
+/// A layer norm over the last dimension, with frozen scale and shift.
+pub(in crate::ops) struct CodesNorm<'a>(RowNorm<'a>);
+
+impl<'a> CodesNorm<'a> {
+    /// Checks the operands of a norm of `x`.
+    pub fn new(x: &Tensor, affine: [Option<&'a Tensor>; 2], eps: f64) -> Result<Self> {
+        Ok(Self(RowNorm::new(ADD_LAYER_NORM.name, Kind::Layer, x, 1, affine, eps)?))
+    }
+
+    /// The sum of two tensors, rounded to their dtype; the codes of its norm; and the norm's statistics. `None` if the kernel does not
+    /// support the tensors.
+    pub fn of_sum(&self, operands: [&Raw; 2], is_int8: bool) -> Result<Option<(Raw, CodeRows, Aux)>> {
+        on_device!(operands[0].device(), cuda => super::cuda::sum_and_codes(&self.0, operands, is_int8), cpu => {
+            let _ = is_int8; // for builds without CUDA
+            Ok(None)
+        })
+    }
+
+    /// The values of the norm of `sum`.
+    pub fn values(&self, sum: &Tensor) -> Result<Raw> {
+        Ok(self.0.forward(sum)?.0)
+    }
+
+    /// Saves what the backward pass reads.
+    pub fn save(&self, saver: &mut Saver<'_>, sum: &Tensor, statistics: &[Raw]) -> CodesNormBackward {
+        let RowNorm { op, kind, size, ref affine, eps } = self.0;
+        let reads = saver.needs(0).then(|| Reads::save(saver, sum, statistics));
+        CodesNormBackward(RowNormBackward { op, kind, size, reads, affine: affine.save(saver, false), eps })
+    }
+}
+
+/// The backward pass of a [`CodesNorm`] in a node whose first input is the sum.
+pub(in crate::ops) struct CodesNormBackward(RowNormBackward);
+
+impl CodesNormBackward {
+    /// Adds the gradient of the sum, from `grad`, the dense gradient of the norm's result.
+    pub fn run(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<()> {
+        self.0.run(context, grad)
+    }
+}
