@@ -178,8 +178,9 @@ def test_a_feed_forward_network_of_codes_equals_separate_operations(
                 y = model(image, times, text, text_embeds=pooled, time_ids=sizes)
                 loss = y.to("f32").square().mean()
                 gradients = tc.grad(loss, adapter.parameters())
-            fused = [f"geglu_codes_{way}_" in str(profile) for way in ("forward", "backward")]
-            assert fused == [policy != "selective"] * 2
+            kernels = ("add_layer_norm_codes_", "geglu_codes_forward_", "geglu_codes_backward_")
+            fused = [kernel in str(profile) for kernel in kernels]
+            assert fused == [policy != "selective"] * 3
             found.append([t.to("cpu").to("f32").numpy() for t in (y, *gradients)])
     finally:
         tc.set_w8a8(False)

@@ -72,6 +72,12 @@ def test_projections_are_read_in_place(cuda: Any) -> None:
     assert not any(name.startswith("ucopy") for name in forward | backward), backward
 
 
+def test_products_and_convolutions_add_residuals(cuda: Any) -> None:
+    forward = Counter(run(cuda).after("forward-2").launches)
+    # The only sum that is a kernel of its own joins the embeddings of the time and of the text.
+    assert forward["add_bf16"] <= 1, forward
+
+
 def test_gradients_of_residuals_are_added_by_the_norms(cuda: Any) -> None:
     backward = Counter(run(cuda).after("backward-2").launches)
     assert backward["layer_norm_backward_bf16"] >= 2 * BLOCKS

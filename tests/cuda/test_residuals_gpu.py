@@ -1,0 +1,62 @@
+"""Kernels of products and convolutions add residuals on a GPU.
+
+A layer with an adapter computes its result first and adds the residual then. So a model whose
+layers have adapters that change nothing computes with separate sums.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.models import SDXLUNet
+
+pytestmark = pytest.mark.gpu
+CONFIG = Path(__file__).parents[1] / "golden" / "sdxl" / "unet" / "config.json"
+
+
+def results(tmp_path: Path, device: str, dtype: str, targets: list[str] | None) -> list[np.ndarray]:
+    """The result of a UNet, and the gradient of its input; `targets` get adapters."""
+    config = json.loads(CONFIG.read_text())
+    config |= {"block_out_channels": [32, 64, 128], "norm_num_groups": 8, "layers_per_block": 1}
+    config |= {"attention_head_dim": [1, 2, 8], "transformer_layers_per_block": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tc.manual_seed(0)
+    shapes = ((2, 4, 24, 16), (2, 7, 20), (2, 12))
+    image, text, pooled = (tc.randn(shape).to(device).to(dtype) for shape in shapes)
+    times, sizes = tc.full((2,), 500.0, device=device), tc.full((2, 6), 64.0, device=device)
+    source = SDXLUNet.from_config(tmp_path / "config.json", "f32", "cpu")
+    source.save_pretrained(tmp_path / "model")
+    model = SDXLUNet.from_pretrained(tmp_path / "model", dtype=dtype, device=device)
+    if targets is not None:
+        model.add_adapter(tc.LoraConfig(r=4, target_modules=targets))
+    image = tc.Var(image)
+    y = model(image, times, text, text_embeds=pooled, time_ids=sizes)
+    dx = tc.grad(y.to("f32").square().mean(), [image])[0]
+    return [t.detach().to("cpu").to("f32").numpy() for t in (y, dx)]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+def test_convolutions_add_as_separate_sums_do(gpu: str, tmp_path: Path, dtype: str) -> None:
+    """A convolution rounds its result before it adds, as a separate sum does."""
+    fused = results(tmp_path, gpu, dtype, None)
+    separate = results(tmp_path, gpu, dtype, ["conv1", "conv2"])
+    for ours, expected in zip(fused, separate, strict=True):
+        assert np.abs(expected).max() > 0
+        np.testing.assert_array_equal(ours, expected)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_products_add_more_exactly_than_separate_sums(gpu: str, tmp_path: Path, dtype: str) -> None:
+    """A product adds the residual before it rounds, so one rounding less separates it from f32.
+
+    The roundings of all other operations remain, so the errors of both are of the same size.
+    """
+    exact = results(tmp_path, "cpu", "f32", None)
+    fused = results(tmp_path, gpu, dtype, None)
+    separate = results(tmp_path, gpu, dtype, ["ff.net.2", "proj_out"])
+    for truth, ours, others in zip(exact, fused, separate, strict=True):
+        found, expected = (np.linalg.norm(each - truth) for each in (ours, others))
+        assert 0 < found <= 1.25 * expected
