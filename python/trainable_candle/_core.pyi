@@ -1908,7 +1908,9 @@ class Model:
         """
         The dtype of the weights, in which the model computes.
         """
-    def enable_gradient_checkpointing(self, /, policy: str = "full") -> None:
+    def enable_gradient_checkpointing(
+        self, /, policy: str = "full", *, blocks: SupportsIndex | None = None
+    ) -> None:
         """
         Keep only some activations between the forward and the backward pass, and recompute the other activations in the
         backward pass.
@@ -1916,9 +1918,12 @@ class Model:
         Args:
             policy: "full" keeps the inputs of blocks; "selective" also keeps the results of matrix products and
                 attention; "offload" keeps the inputs of blocks, but in the memory of the host.
+            blocks: the number of blocks that get the policy "full" or "offload", the first in the order in which the
+                model lists them; the other blocks get "selective". Default: all blocks get the policy.
 
         Raises:
-            ArgumentError: if the policy is unknown.
+            ArgumentError: if the policy is unknown, if the model has fewer blocks, or if `blocks` is given with another
+                policy.
         """
     @classmethod
     def from_config(
@@ -2410,6 +2415,12 @@ class PartFacts:
         The number of blocks that `stream_blocks` can keep in host memory.
         """
     @property
+    def blocks_to_checkpoint(self, /) -> int:
+        """
+        The number of blocks that can have a checkpointing policy, as `blocks` of `enable_gradient_checkpointing` counts
+        them.
+        """
+    @property
     def can_be_quantized(self, /) -> bool:
         """
         Whether the model has layers that `quantize` applies to, and its file is not a GGUF file with quantized layers.
@@ -2476,12 +2487,36 @@ class PartFacts:
         """
         The path that was given to `inspect` and holds the model: one of `others`, or else `path`.
         """
+    def recomputed_share(
+        self,
+        /,
+        policy: str,
+        *,
+        blocks: SupportsIndex | None = None,
+        height: SupportsIndex = 0,
+        width: SupportsIndex = 0,
+        tokens: SupportsIndex = 0,
+    ) -> float:
+        """
+        The share of the blocks' floating-point operations in a forward pass that the backward pass repeats.
+
+        Args:
+            policy: "none", "full", "selective" or "offload" checkpointing. "selective" repeats no operation that counts.
+            blocks: as in `enable_gradient_checkpointing`.
+            height: the height of the latents or the image that is the model's input.
+            width: the width of the latents or the image.
+            tokens: the number of tokens of the text.
+
+        Raises:
+            ArgumentError: as `enable_gradient_checkpointing`.
+        """
     def saved_values(
         self,
         /,
         config: LoraConfig,
         policy: str,
         *,
+        blocks: SupportsIndex | None = None,
         height: SupportsIndex = 0,
         width: SupportsIndex = 0,
         tokens: SupportsIndex = 0,
@@ -2492,6 +2527,7 @@ class PartFacts:
         Args:
             config: the configuration of the adapters.
             policy: "none", "full", "selective" or "offload" checkpointing.
+            blocks: as in `enable_gradient_checkpointing`.
             height: the height of the latents or the image that is the model's input.
             width: the width of the latents or the image.
             tokens: the number of tokens of the text.
@@ -2500,7 +2536,7 @@ class PartFacts:
             The number of values on the device, and the number in host memory, which only "offload" uses.
 
         Raises:
-            ArgumentError: if the policy is unknown.
+            ArgumentError: as `enable_gradient_checkpointing`.
             ConfigError: if a pattern is not a regular expression.
         """
     @property

@@ -31,6 +31,7 @@ def losses(
     stream_blocks: int,
     quantize: str | None = None,
     policy: str = "full",
+    part: int | None = None,
     graph: bool = False,
 ) -> list[np.ndarray]:
     """The losses of six training steps; after the fourth loss, the output of a forward pass."""
@@ -47,7 +48,7 @@ def losses(
         stream_modulation=stream_blocks > 0,
     )
     if policy != "none":
-        model.enable_gradient_checkpointing(policy)
+        model.enable_gradient_checkpointing(policy, blocks=part)
     adapter = model.add_adapter(tc.LoraConfig(r=4, target_modules=["to_q", "to_v", "ff.net.2"]))
     optimizer = tc.optim.AdamW(adapter.parameters(), lr=1e-2)
 
@@ -90,6 +91,27 @@ def test_losses_are_equal_under_other_checkpoint_policies(gpu: str, policy: str)
     found = losses(gpu, "flux", stream_blocks=4, policy=policy)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+@pytest.mark.parametrize("policy", ["full", "offload"])
+def test_a_part_of_the_blocks_is_recomputed(
+    gpu: str, policy: str, quantize: str | None, *, graph: bool
+) -> None:
+    expected = losses(gpu, "flux", stream_blocks=0, quantize=quantize)
+    for part, count in ((1, 0), (3, 0), (2, 4)):
+        found = losses(
+            gpu,
+            "flux",
+            stream_blocks=count,
+            quantize=quantize,
+            policy=policy,
+            part=part,
+            graph=graph,
+        )
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 def test_blocks_without_pinned_memory_compute_the_same(gpu: str) -> None:

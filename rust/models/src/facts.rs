@@ -16,7 +16,7 @@ use trainable_candle_io::adapter_file::{AdapterFormat, adapter_keys, check_forma
 use trainable_candle_io::{WeightFile, WeightFiles};
 use trainable_candle_nn::adapter::{AdapterSettings, KINDS, LoraConfig};
 use trainable_candle_nn::optim::OptimizerKind;
-use trainable_candle_nn::{Base, Operation, Quantization, StreamOptions, StreamedBytes, Streaming};
+use trainable_candle_nn::{Base, Checkpointing, Operation, Quantization, StreamOptions, StreamedBytes, Streaming};
 
 use crate::pipelines::{self, PIPELINES, Pipeline, Place, Role};
 use crate::pretrained::{CONFIG, Choice, Pretrained, read_json};
@@ -190,8 +190,32 @@ impl PartFacts {
     ///
     /// # Errors
     /// As [`Saved::values`].
-    pub fn saved_values(&self, config: &LoraConfig, policy: Policy, size: SampleSize) -> Result<[usize; 2]> {
-        Saved::values(self.model.as_ref(), config, policy, size)
+    pub fn saved_values(
+        &self,
+        config: &LoraConfig,
+        checkpointing: Checkpointing,
+        size: SampleSize,
+    ) -> Result<[usize; 2]> {
+        Saved::values(self.model.as_ref(), config, checkpointing, size)
+    }
+
+    /// The share of the blocks' operations that the backward pass repeats, as [`Saved::recomputed`].
+    pub fn recomputed(&self, checkpointing: Checkpointing, size: SampleSize) -> f64 {
+        Saved::recomputed(self.model.as_ref(), checkpointing, size)
+    }
+
+    /// `policy` for the first `blocks` of the model's blocks; None: for all.
+    ///
+    /// # Errors
+    /// As [`Checkpointing::of_first`].
+    pub fn checkpointing(&self, policy: Policy, blocks: Option<usize>) -> Result<Checkpointing> {
+        let first = |count| Checkpointing::of_first(count, policy, self.blocks_to_checkpoint());
+        blocks.map_or_else(|| Ok(policy.into()), first)
+    }
+
+    /// The number of blocks, as [`Module::blocks_to_checkpoint`](trainable_candle_nn::Module::blocks_to_checkpoint).
+    pub fn blocks_to_checkpoint(&self) -> usize {
+        self.model.blocks_to_checkpoint()
     }
 
     /// The number of values in the largest gradient of activations, as [`Saved::widest_gradient`].

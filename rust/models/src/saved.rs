@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use trainable_candle_core::checkpoint::Policy;
 use trainable_candle_core::{Result, Tensor};
 use trainable_candle_nn::adapter::{Kept, LoraConfig};
-use trainable_candle_nn::{Conv2d, Layer, Linear};
+use trainable_candle_nn::{Blocks, Checkpointing, Conv2d, Kept as KeptOfBlocks, Layer, Linear, Part, Visitor};
 
 use crate::registry::Model;
 
@@ -30,6 +30,10 @@ pub struct SampleSize {
 pub struct Saved {
     /// What the adapter of each layer keeps, by the layer's [`key`].
     adapted: HashMap<*const (), Kept>,
+    checkpointing: Checkpointing,
+    /// The index of the first block of each [`Blocks`] among all blocks of the model.
+    starts: HashMap<*const KeptOfBlocks, usize>,
+    /// The policy of the current block.
     policy: Policy,
     /// Whether each layer with an adapter rounds its input (`LoraConfig::qat_activations`).
     rounds: bool,
@@ -37,8 +41,12 @@ pub struct Saved {
     reached: bool,
     /// Values that the tape holds when the forward pass ends.
     held: usize,
-    /// The largest number of recomputed values that the backward pass holds at a time.
+    /// The largest number of recomputed values that the backward pass holds at a time, in the latest blocks with the same
+    /// policy.
     again: usize,
+    /// The largest number of values that the backward pass holds while it is in earlier blocks: it has freed the values of
+    /// the blocks that follow.
+    earlier: usize,
     /// The current block.
     block: Block,
     /// Values of the latest blocks that full checkpointing recomputes together.
@@ -50,6 +58,8 @@ pub struct Saved {
     /// The largest number of values in the result of layers that share an input, among layers whose result has a gradient.
     widest: usize,
     flops: Flops,
+    /// Operations of the blocks that are recomputed, and of all blocks.
+    recomputed: [usize; 2],
 }
 
 /// Floating-point operations of a forward pass, without those of adapters, norms and activations.
@@ -71,15 +81,32 @@ struct Block {
     again: usize,
 }
 
+impl Flops {
+    const fn sum(self) -> usize {
+        self.layers + self.attention
+    }
+}
+
 impl Saved {
     /// The approximate number of values that the tape holds at its peak, for one sample of `size`: on the device, and in
     /// the memory of the host.
     ///
     /// # Errors
     /// As [`LoraConfig::select`].
-    pub fn values(model: &dyn Model, config: &LoraConfig, policy: Policy, size: SampleSize) -> Result<[usize; 2]> {
-        let saved = Self::of(model, Self::adapted(model, config)?, (policy, config.qat_activations), size);
-        Ok([saved.held + saved.again, saved.offloaded])
+    pub fn values(
+        model: &dyn Model,
+        config: &LoraConfig,
+        checkpointing: Checkpointing,
+        size: SampleSize,
+    ) -> Result<[usize; 2]> {
+        let saved = Self::of(model, Self::adapted(model, config)?, (checkpointing, config.qat_activations), size);
+        Ok([saved.earlier.max(saved.held + saved.again), saved.offloaded])
+    }
+
+    /// The share of the blocks' operations in a forward pass that the backward pass repeats.
+    pub fn recomputed(model: &dyn Model, checkpointing: Checkpointing, size: SampleSize) -> f64 {
+        let [recomputed, all] = Self::of(model, HashMap::new(), (checkpointing, false), size).recomputed;
+        recomputed as f64 / all.max(1) as f64
     }
 
     /// The number of values in the largest gradient that the backward pass computes, for one sample of `size`: the
@@ -88,7 +115,7 @@ impl Saved {
     /// # Errors
     /// As [`LoraConfig::select`].
     pub fn widest_gradient(model: &dyn Model, config: &LoraConfig, size: SampleSize) -> Result<usize> {
-        Ok(Self::of(model, Self::adapted(model, config)?, (Policy::None, false), size).widest)
+        Ok(Self::of(model, Self::adapted(model, config)?, (Policy::None.into(), false), size).widest)
     }
 
     /// What the adapters that `config` selects keep, by the layer's [`key`].
@@ -107,29 +134,42 @@ impl Saved {
 
     /// The operations of a forward pass over one sample of `size`.
     pub fn forward_flops(model: &dyn Model, size: SampleSize) -> Flops {
-        Self::of(model, HashMap::new(), (Policy::None, false), size).flops
+        Self::of(model, HashMap::new(), (Policy::None.into(), false), size).flops
     }
 
     /// The sum over all blocks of a model. `rounds` says whether layers with adapters round their inputs.
     fn of(
         model: &dyn Model,
         adapted: HashMap<*const (), Kept>,
-        (policy, rounds): (Policy, bool),
+        (checkpointing, rounds): (Checkpointing, bool),
         size: SampleSize,
     ) -> Self {
+        let (mut starts, mut all) = (HashMap::new(), 0);
+        // The closure returns no error.
+        let _ = model.visit(&mut Visitor::new(&mut |part| {
+            if let Part::Blocks { kept, count, .. } = part {
+                starts.insert(std::ptr::from_ref(kept), all);
+                all += count;
+            }
+            Ok(())
+        }));
         let mut saved = Self {
             adapted,
-            policy,
+            checkpointing,
+            starts,
+            policy: checkpointing.policy(0),
             rounds,
             reached: false,
             held: 0,
             again: 0,
+            earlier: 0,
             block: Block::default(),
             together: 0,
             is_entered: false,
             offloaded: 0,
             widest: 0,
             flops: Flops::default(),
+            recomputed: [0; 2],
         };
         model.saved(size, &mut saved);
         saved
@@ -144,6 +184,27 @@ impl Saved {
     /// product.
     pub fn product(&mut self, weight: &[usize], positions: usize) {
         self.flops.layers += 2 * weight.iter().product::<usize>() * positions;
+    }
+
+    /// Count all `blocks` in their order, each under its policy. `add` counts one block.
+    pub fn each<B>(&mut self, blocks: &Blocks<B>, mut add: impl FnMut(&B, &mut Self)) {
+        (0..blocks.len()).for_each(|index| self.one(blocks, index, &mut add));
+    }
+
+    /// Count block `index` of `blocks` under its policy; `add` counts it.
+    pub fn one<B>(&mut self, blocks: &Blocks<B>, index: usize, add: impl FnOnce(&B, &mut Self)) {
+        let Some(block) = blocks.iter().nth(index) else { return };
+        let start = self.starts.get(&std::ptr::from_ref(blocks.kept())).copied().unwrap_or(0);
+        let policy = self.checkpointing.policy(start + index);
+        if policy != self.policy {
+            self.earlier = self.earlier.max(self.held + std::mem::take(&mut self.again));
+            self.policy = policy;
+        }
+        let before = self.flops.sum();
+        add(block, self);
+        let operations = self.flops.sum() - before;
+        let again = if policy.recomputes_all() { operations } else { 0 };
+        self.recomputed = [self.recomputed[0] + again, self.recomputed[1] + operations];
     }
 
     /// Count a part of the model outside of checkpoints.

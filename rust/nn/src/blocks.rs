@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 use trainable_candle_core::checkpoint::{Policy, checkpoint_with};
-use trainable_candle_core::{Result, Tensor};
+use trainable_candle_core::{Error, Result, Tensor};
 
 use crate::streaming::Turn;
 use crate::{Module, Visitor};
@@ -14,6 +14,54 @@ use crate::{Module, Visitor};
 /// stretch is one checkpoint: the backward pass recomputes its blocks together. With three stretches, the recomputed
 /// results of one stretch need less memory than the results that the layers around the blocks keep.
 const STRETCHES: usize = 3;
+
+/// The checkpointing policy of a model's blocks, or of its first blocks.
+///
+/// The first blocks are those to recompute if only some are: the tape holds their results the longest. While the backward
+/// pass recomputes them, the results of the other blocks are already freed; if it recomputed the last blocks, it would hold
+/// the recomputed results together with those of all other blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Checkpointing {
+    policy: Policy,
+    /// How many blocks have the policy; None: all.
+    first: Option<usize>,
+}
+
+impl Checkpointing {
+    /// `policy` for the first `count` blocks, and [`Policy::Selective`] for the others.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if `policy` does not recompute everything, or if `count` exceeds `all`, the number of blocks.
+    pub fn of_first(count: usize, policy: Policy, all: usize) -> Result<Self> {
+        if !policy.recomputes_all() {
+            let message =
+                "only a part of the blocks can have the policy \"full\" or \"offload\", but not another policy";
+            return Err(Error::argument("checkpoint_blocks", message));
+        }
+        if count > all {
+            let message = format!("found {count} blocks to recompute, expected at most {all}, all that the model has");
+            return Err(Error::argument("checkpoint_blocks", message));
+        }
+        Ok(Self { policy, first: Some(count) })
+    }
+
+    /// The policy of the block `index`.
+    pub fn policy(self, index: usize) -> Policy {
+        if self.first.is_none_or(|first| index < first) { self.policy } else { Policy::Selective }
+    }
+
+    /// The same policies for the blocks from the block `start` on.
+    #[must_use]
+    pub fn after(self, start: usize) -> Self {
+        Self { first: self.first.map(|first| first.saturating_sub(start)), ..self }
+    }
+}
+
+impl From<Policy> for Checkpointing {
+    fn from(policy: Policy) -> Self {
+        Self { policy, first: None }
+    }
+}
 
 /// Blocks of one kind. They run one after another, or the model runs each separately. They keep all results between forward
 /// and backward pass until [`Module::set_checkpointing`] sets another policy. The code of the model is the same for every
@@ -24,10 +72,9 @@ pub struct Blocks<B> {
     kept: Kept,
 }
 
-/// The checkpointing policy of blocks, and which of them have streamed weights.
-#[derive(Default)]
+/// The checkpointing policies of blocks, and which of them have streamed weights.
 pub struct Kept {
-    policy: RwLock<Policy>,
+    checkpointing: RwLock<Checkpointing>,
     turns: RwLock<Turns>,
 }
 
@@ -44,15 +91,15 @@ struct Turns {
 impl Kept {
     /// The initial state: all results are kept, and no block has streamed weights.
     fn everything() -> Self {
-        Self { policy: RwLock::new(Policy::None), turns: RwLock::default() }
+        Self { checkpointing: RwLock::new(Policy::None.into()), turns: RwLock::default() }
     }
 
-    pub(crate) fn set(&self, policy: Policy) {
-        *self.policy.write().unwrap_or_else(PoisonError::into_inner) = policy;
+    pub(crate) fn set(&self, checkpointing: Checkpointing) {
+        *self.checkpointing.write().unwrap_or_else(PoisonError::into_inner) = checkpointing;
     }
 
-    fn policy(&self) -> Policy {
-        *self.policy.read().unwrap_or_else(PoisonError::into_inner)
+    fn checkpointing(&self) -> Checkpointing {
+        *self.checkpointing.read().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Set the turns of the blocks that have streamed weights, by the index of the block: `runs` for the weights that a
@@ -106,11 +153,16 @@ impl<B> Blocks<B> {
         self.blocks.iter().map(AsRef::as_ref)
     }
 
+    /// What [`Part::Blocks`](crate::Part::Blocks) shows of these blocks.
+    pub const fn kept(&self) -> &Kept {
+        &self.kept
+    }
+
     /// The number of blocks, at least 1, that the backward pass recomputes together under a policy that recomputes
     /// everything. The number is 1 if weights are streamed, because weights are copied one block at a time. It is also 1
     /// under [`Policy::Offloaded`], because the blocks' inputs then take no memory of the device.
     pub fn stretch(&self) -> usize {
-        if self.nested && !self.kept.streams() && self.kept.policy() != Policy::Offloaded {
+        if self.nested && !self.kept.streams() && self.kept.checkpointing().policy != Policy::Offloaded {
             self.blocks.len().div_ceil(STRETCHES).max(1)
         } else {
             1
@@ -146,7 +198,8 @@ impl<B: Send + Sync + 'static> Blocks<B> {
     {
         let block = self.blocks[index].clone();
         let turn = self.kept.turn(index);
-        self.checkpointed(turn, move |inputs: &[Tensor]| forward(&block, inputs), inputs)
+        let policy = self.kept.checkpointing().policy(index);
+        checkpointed(policy, turn, move |inputs: &[Tensor]| forward(&block, inputs), inputs)
     }
 
     /// Run `forward` on block `index` outside of the block's checkpoint, before the block runs. Models use this to compute
@@ -168,23 +221,6 @@ impl<B: Send + Sync + 'static> Blocks<B> {
         Ok(forward(&self.blocks[index])?.map(|result| turn.reenter(result)))
     }
 
-    /// Run `forward` of a block under the checkpointing policy. The block's streamed weights are copied to the device before
-    /// `forward`, and again before the backward pass of the block.
-    fn checkpointed<F>(&self, turn: Option<Turn>, forward: F, inputs: &[&Tensor]) -> Result<Vec<Tensor>>
-    where
-        F: Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync + 'static,
-    {
-        let policy = self.kept.policy();
-        let Some(turn) = turn else { return checkpoint_with(policy, forward, inputs) };
-        let inside = turn.clone();
-        let run = move |inputs: &[Tensor]| {
-            inside.enter()?;
-            forward(inputs)
-        };
-        let results = checkpoint_with(policy, run, inputs)?;
-        Ok(results.into_iter().map(|result| turn.reenter(result)).collect())
-    }
-
     /// Run all blocks one after another. Each takes the previous block's result (the first takes `x`) and `conditions`.
     ///
     /// # Errors
@@ -193,20 +229,39 @@ impl<B: Send + Sync + 'static> Blocks<B> {
     where
         F: Fn(&B, &Tensor, &[Tensor]) -> Result<Tensor> + Copy + Send + Sync + 'static,
     {
-        let (policy, mut x) = (self.kept.policy(), x.clone());
-        let together = if policy.recomputes_all() { self.stretch() } else { 1 };
-        for (index, blocks) in self.blocks.chunks(together).enumerate() {
-            let turn = if together == 1 { self.kept.turn(index) } else { None };
+        let (checkpointing, mut x) = (self.kept.checkpointing(), x.clone());
+        let together = if checkpointing.policy.recomputes_all() { self.stretch() } else { 1 };
+        let (first, others) = self.blocks.split_at(checkpointing.first.unwrap_or(self.len()).min(self.len()));
+        let mut start = 0;
+        for blocks in first.chunks(together).chain(others.chunks(1)) {
+            let (policy, turn) = (checkpointing.policy(start), self.kept.turn(start));
+            start += blocks.len();
             let blocks = blocks.to_vec();
             let run = move |inputs: &[Tensor]| {
                 let (x, conditions) = (inputs[0].clone(), &inputs[1..]);
                 Ok(vec![blocks.iter().try_fold(x, |x, block| forward(block, &x, conditions))?])
             };
             let inputs: Vec<&Tensor> = std::iter::once(&x).chain(conditions.iter().copied()).collect();
-            x = self.checkpointed(turn, run, &inputs)?.remove(0);
+            x = checkpointed(policy, turn, run, &inputs)?.remove(0);
         }
         Ok(x)
     }
+}
+
+/// Run `forward` of a block under a checkpointing policy. The block's streamed weights are copied to the device before
+/// `forward`, and again before the backward pass of the block.
+fn checkpointed<F>(policy: Policy, turn: Option<Turn>, forward: F, inputs: &[&Tensor]) -> Result<Vec<Tensor>>
+where
+    F: Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync + 'static,
+{
+    let Some(turn) = turn else { return checkpoint_with(policy, forward, inputs) };
+    let inside = turn.clone();
+    let run = move |inputs: &[Tensor]| {
+        inside.enter()?;
+        forward(inputs)
+    };
+    let results = checkpoint_with(policy, run, inputs)?;
+    Ok(results.into_iter().map(|result| turn.reenter(result)).collect())
 }
 
 impl<B: Module> Blocks<B> {
@@ -240,6 +295,15 @@ mod tests {
         }
     }
 
+    struct Two(Model, Model);
+
+    impl Module for Two {
+        fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+            visitor.module("a", &self.0)?;
+            visitor.module("b", &self.1)
+        }
+    }
+
     #[test]
     fn blocks_run_in_order_and_policies_change_no_gradient() {
         let var = |value: f64| Var::from_tensor(&Tensor::full(value, 3, DType::F64, &Device::Cpu).unwrap()).unwrap();
@@ -261,5 +325,27 @@ mod tests {
             model.set_checkpointing(policy);
             assert_eq!(gradients(), expected, "{policy:?}");
         }
+        for count in 0..=5 {
+            model.checkpoint_first(count, Policy::Full).unwrap();
+            assert_eq!(gradients(), expected, "{count} blocks");
+        }
+    }
+
+    #[test]
+    fn the_first_blocks_of_a_model_are_recomputed() {
+        let var = || Var::from_tensor(&Tensor::full(2.0, 3, DType::F64, &Device::Cpu).unwrap()).unwrap();
+        let blocks = |count| (0..count).map(|_| Scale(var())).collect::<Blocks<_>>();
+        let model = Two(Model(blocks(2)), Model(blocks(3)));
+        assert_eq!(model.blocks_to_checkpoint(), 5);
+        model.checkpoint_first(3, Policy::Offloaded).unwrap();
+        let policies = |blocks: &Blocks<Scale>| {
+            (0..blocks.len()).map(|index| blocks.kept.checkpointing().policy(index)).collect::<Vec<_>>()
+        };
+        assert_eq!(policies(&model.0.0), [Policy::Offloaded; 2]);
+        assert_eq!(policies(&model.1.0), [Policy::Offloaded, Policy::Selective, Policy::Selective]);
+        let error = model.checkpoint_first(6, Policy::Full).unwrap_err().to_string();
+        assert!(error.contains("found 6 blocks to recompute, expected at most 5"), "{error}");
+        let error = model.checkpoint_first(1, Policy::None).unwrap_err().to_string();
+        assert!(error.contains("\"full\" or \"offload\""), "{error}");
     }
 }

@@ -4,7 +4,7 @@ use trainable_candle_core::checkpoint::Policy;
 use trainable_candle_core::{Result, Tensor, Var, Weight, WeightRef};
 
 use crate::base::Base;
-use crate::blocks::{Blocks, Kept};
+use crate::blocks::{Blocks, Checkpointing, Kept};
 use crate::conv::weight_to_file;
 use crate::slot::AdapterSlot;
 use crate::{Conv2d, Linear};
@@ -154,10 +154,39 @@ pub trait Module {
     fn set_checkpointing(&self, policy: Policy) {
         let _ = self.visit(&mut Visitor::new(&mut |part| {
             if let Part::Blocks { kept, .. } = part {
-                kept.set(policy);
+                kept.set(policy.into());
             }
             Ok(())
         }));
+    }
+
+    /// Set the policy of the first `count` blocks from now on, in the order of [`visit`](Self::visit); the other blocks get
+    /// [`Policy::Selective`].
+    ///
+    /// # Errors
+    /// As [`Checkpointing::of_first`].
+    fn checkpoint_first(&self, count: usize, policy: Policy) -> Result<()> {
+        let checkpointing = Checkpointing::of_first(count, policy, self.blocks_to_checkpoint())?;
+        let mut start = 0;
+        self.visit(&mut Visitor::new(&mut |part| {
+            if let Part::Blocks { kept, count, .. } = part {
+                kept.set(checkpointing.after(start));
+                start += count;
+            }
+            Ok(())
+        }))
+    }
+
+    /// The number of all blocks, each of which can have a checkpointing policy.
+    fn blocks_to_checkpoint(&self) -> usize {
+        let mut all = 0;
+        let _ = self.visit(&mut Visitor::new(&mut |part| {
+            if let Part::Blocks { count, .. } = part {
+                all += count;
+            }
+            Ok(())
+        }));
+        all
     }
 }
 
@@ -173,7 +202,7 @@ pub enum Part<'a> {
     Blocks {
         /// The common prefix of the blocks' names: `blocks` for `blocks.0`, `blocks.1` and so on.
         name: String,
-        /// The blocks' checkpointing policy and streamed weights.
+        /// The blocks' checkpointing policies and streamed weights.
         kept: &'a Kept,
         /// The number of blocks.
         count: usize,

@@ -17,7 +17,7 @@ use trainable_candle_models::saved::SampleSize;
 use trainable_candle_models::{self as models, facts};
 use trainable_candle_nn::adapter::KINDS as ADAPTERS;
 use trainable_candle_nn::optim::KINDS as OPTIMIZERS;
-use trainable_candle_nn::{StreamOptions, StreamedBytes};
+use trainable_candle_nn::{Checkpointing, StreamOptions, StreamedBytes};
 
 use crate::arguments::{FilePath, Integer};
 use crate::call::detached;
@@ -201,11 +201,19 @@ impl PartFacts {
         Ok((flops.layers, flops.attention))
     }
 
+    /// The number of blocks that can have a checkpointing policy, as `blocks` of `enable_gradient_checkpointing` counts
+    /// them.
+    #[getter]
+    fn blocks_to_checkpoint(&self) -> usize {
+        self.0.blocks_to_checkpoint()
+    }
+
     /// The approximate peak of the number of values that are saved for the backward pass of one sample.
     ///
     /// Args:
     ///     config: the configuration of the adapters.
     ///     policy: "none", "full", "selective" or "offload" checkpointing.
+    ///     blocks: as in `enable_gradient_checkpointing`.
     ///     height: the height of the latents or the image that is the model's input.
     ///     width: the width of the latents or the image.
     ///     tokens: the number of tokens of the text.
@@ -214,22 +222,50 @@ impl PartFacts {
     ///     The number of values on the device, and the number in host memory, which only "offload" uses.
     ///
     /// Raises:
-    ///     ArgumentError: if the policy is unknown.
+    ///     ArgumentError: as `enable_gradient_checkpointing`.
     ///     ConfigError: if a pattern is not a regular expression.
-    #[pyo3(signature = (config, policy, *, height=Integer::of(0), width=Integer::of(0), tokens=Integer::of(0)))]
+    #[allow(clippy::too_many_arguments)] // each is a name in Python
+    #[pyo3(signature = (config, policy, *, blocks=None, height=Integer::of(0), width=Integer::of(0), tokens=Integer::of(0)))]
     fn saved_values(
         &self,
         py: Python<'_>,
         config: &LoraConfig,
         policy: &str,
+        blocks: Option<Integer>,
         height: Integer,
         width: Integer,
         tokens: Integer,
     ) -> Result<(usize, usize)> {
         let size = sample_size("saved_values", [height, width, tokens])?;
-        let (policy, config) = (policy.parse()?, config.inner());
-        let [device, host] = detached(py, || self.0.saved_values(&config, policy, size))?;
+        let (checkpointing, config) = (self.checkpointing("saved_values", policy, blocks)?, config.inner());
+        let [device, host] = detached(py, || self.0.saved_values(&config, checkpointing, size))?;
         Ok((device, host))
+    }
+
+    /// The share of the blocks' floating-point operations in a forward pass that the backward pass repeats.
+    ///
+    /// Args:
+    ///     policy: "none", "full", "selective" or "offload" checkpointing. "selective" repeats no operation that counts.
+    ///     blocks: as in `enable_gradient_checkpointing`.
+    ///     height: the height of the latents or the image that is the model's input.
+    ///     width: the width of the latents or the image.
+    ///     tokens: the number of tokens of the text.
+    ///
+    /// Raises:
+    ///     ArgumentError: as `enable_gradient_checkpointing`.
+    #[pyo3(signature = (policy, *, blocks=None, height=Integer::of(0), width=Integer::of(0), tokens=Integer::of(0)))]
+    fn recomputed_share(
+        &self,
+        py: Python<'_>,
+        policy: &str,
+        blocks: Option<Integer>,
+        height: Integer,
+        width: Integer,
+        tokens: Integer,
+    ) -> Result<f64> {
+        let size = sample_size("recomputed_share", [height, width, tokens])?;
+        let checkpointing = self.checkpointing("recomputed_share", policy, blocks)?;
+        detached(py, || Ok(self.0.recomputed(checkpointing, size)))
     }
 
     /// The number of values in the largest gradient that the backward pass computes for one sample. The gradient is that of
@@ -259,6 +295,11 @@ impl PartFacts {
 }
 
 impl PartFacts {
+    fn checkpointing(&self, op: &'static str, policy: &str, blocks: Option<Integer>) -> Result<Checkpointing> {
+        let blocks = blocks.map(|blocks| blocks.count(op, "blocks")).transpose()?;
+        Ok(self.0.checkpointing(policy.parse()?, blocks)?)
+    }
+
     /// Bytes on the device, and bytes that are streamed.
     fn bytes(
         &self,

@@ -360,9 +360,7 @@ impl Model for CausalLM {
     }
 
     fn saved(&self, size: SampleSize, saved: &mut Saved) {
-        for layer in self.layers.iter() {
-            layer.saved(size.tokens, saved);
-        }
+        saved.each(&self.layers, |layer, saved| layer.saved(size.tokens, saved));
         saved.product(self.embedding.dims(), size.tokens);
     }
 

@@ -205,9 +205,7 @@ impl Model for CLIPTextModel {
     }
 
     fn saved(&self, size: SampleSize, saved: &mut Saved) {
-        for layer in self.layers.iter() {
-            layer.saved(size.tokens, saved);
-        }
+        saved.each(&self.layers, |layer, saved| layer.saved(size.tokens, saved));
     }
 
     fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {

@@ -190,9 +190,7 @@ impl Model for DigitsTransformer {
             saved.linear(&self.patch_embed, (tokens * self.config.patch_dim(), tokens));
             self.time_embedding.saved(saved);
         });
-        for block in self.blocks.iter() {
-            block.saved(tokens, saved);
-        }
+        saved.each(&self.blocks, |block, saved| block.saved(tokens, saved));
         saved.outside(|saved| {
             saved.linear(&self.norm_out, (self.config.inner_dim(), 1));
             saved.keep(tokens * self.config.inner_dim());

@@ -202,12 +202,8 @@ impl Model for FluxTransformer {
             saved.linear(&self.context_embedder, (size.tokens * self.config.joint_attention_dim, size.tokens));
             self.time_text_embed.saved(saved);
         });
-        for block in self.double_blocks.iter() {
-            block.saved(area, size.tokens, saved);
-        }
-        for block in self.single_blocks.iter() {
-            block.saved(area + size.tokens, saved);
-        }
+        saved.each(&self.double_blocks, |block, saved| block.saved(area, size.tokens, saved));
+        saved.each(&self.single_blocks, |block, saved| block.saved(area + size.tokens, saved));
         self.output.saved(area, saved);
     }
 

@@ -221,8 +221,8 @@ impl Model for Flux2Transformer {
             saved.linear(&self.x_embedder, (area * self.config.in_channels, area));
             saved.linear(&self.context_embedder, (size.tokens * self.config.joint_attention_dim, size.tokens));
         });
-        self.double_blocks.iter().for_each(|block| block.saved(area, size.tokens, saved));
-        self.single_blocks.iter().for_each(|block| block.saved(area + size.tokens, saved));
+        saved.each(&self.double_blocks, |block, saved| block.saved(area, size.tokens, saved));
+        saved.each(&self.single_blocks, |block, saved| block.saved(area + size.tokens, saved));
         self.output.saved(area, saved);
     }
 

@@ -193,8 +193,10 @@ impl SpatialTransformer {
             saved.layers(&[self.proj_in.layer()], (inside, area), true);
         });
         let stretch = self.blocks.stretch();
-        for (i, block) in self.blocks.iter().enumerate() {
-            saved.block(inside, i % stretch > 0, |saved| block.saved(area, context, saved));
+        for i in 0..self.blocks.len() {
+            saved.one(&self.blocks, i, |block, saved| {
+                saved.block(inside, i % stretch > 0, |saved| block.saved(area, context, saved));
+            });
         }
         saved.outside(|saved| saved.layers(&[self.proj_out.layer()], (inside, area), false));
     }

@@ -198,7 +198,7 @@ impl Model for QwenImageTransformer {
             saved.linear(&self.img_in, (area * self.config.in_channels, area));
             saved.linear(&self.txt_in, (size.tokens * self.config.joint_attention_dim, size.tokens));
         });
-        self.blocks.iter().for_each(|block| block.saved(area, size.tokens, saved));
+        saved.each(&self.blocks, |block, saved| block.saved(area, size.tokens, saved));
         self.output.saved(area, saved);
     }
 

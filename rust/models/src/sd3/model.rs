@@ -200,9 +200,7 @@ impl Model for SD3Transformer {
             saved.linear(&self.context_embedder, (size.tokens * self.config.joint_attention_dim, size.tokens));
             self.time_text_embed.saved(saved);
         });
-        for block in self.blocks.iter() {
-            block.saved(area, size.tokens, saved);
-        }
+        saved.each(&self.blocks, |block, saved| block.saved(area, size.tokens, saved));
         self.output.saved(area, saved);
     }
 

@@ -102,8 +102,8 @@ impl DownBlock {
     /// Counts what the tape keeps if the level's feature map has `area` pixels and the next level's feature map has
     /// `smaller` pixels.
     pub(super) fn saved(&self, (area, smaller): (usize, usize), tokens: usize, saved: &mut Saved) {
-        for (i, block) in self.resnets.iter().enumerate() {
-            block.saved(area, None, saved);
+        for i in 0..self.resnets.len() {
+            saved.one(&self.resnets, i, |block, saved| block.saved(area, None, saved));
             if let Some(attention) = self.attentions.get(i) {
                 attention.saved(area, tokens, saved);
             }
@@ -155,8 +155,8 @@ impl MidBlock {
 impl MidBlock {
     /// Counts what the tape keeps for a feature map of `area` pixels.
     pub(super) fn saved(&self, area: usize, tokens: usize, saved: &mut Saved) {
-        for (i, block) in self.resnets.iter().enumerate() {
-            block.saved(area, None, saved);
+        for i in 0..self.resnets.len() {
+            saved.one(&self.resnets, i, |block, saved| block.saved(area, None, saved));
             if let Some(attention) = self.attentions.get(i) {
                 attention.saved(area, tokens, saved);
             }
@@ -236,7 +236,7 @@ impl UpBlock {
         saved: &mut Saved,
     ) -> usize {
         for (i, block) in self.resnets.iter().enumerate() {
-            block.saved(area, Some(channels), saved);
+            saved.one(&self.resnets, i, |block, saved| block.saved(area, Some(channels), saved));
             channels = block.out_channels();
             if let Some(attention) = self.attentions.get(i) {
                 attention.saved(area, tokens, saved);

@@ -301,12 +301,12 @@ impl Model for ZImageTransformer {
             self.t_embedder.saved(saved);
             saved.linear(&self.x_embedder, (area * self.x_embedder.in_features(), area));
         });
-        self.noise_refiner.iter().for_each(|block| block.saved(extent.padded_area(), saved));
+        saved.each(&self.noise_refiner, |block, saved| block.saved(extent.padded_area(), saved));
         saved.outside(|saved| {
             saved.linear(&self.cap_embedder, (size.tokens * self.config.cap_feat_dim, size.tokens));
         });
-        self.context_refiner.iter().for_each(|block| block.saved(extent.text, saved));
-        self.layers.iter().for_each(|block| block.saved(extent.padded_area() + extent.text, saved));
+        saved.each(&self.context_refiner, |block, saved| block.saved(extent.text, saved));
+        saved.each(&self.layers, |block, saved| block.saved(extent.padded_area() + extent.text, saved));
         saved.outside(|saved| {
             saved.linear(&self.output_modulation, (self.output_modulation.in_features(), 1));
             // The tape keeps the input of the norm, and the norm's result, which the scale multiplies.

@@ -381,12 +381,22 @@ impl Model {
     /// Args:
     ///     policy: "full" keeps the inputs of blocks; "selective" also keeps the results of matrix products and
     ///         attention; "offload" keeps the inputs of blocks, but in the memory of the host.
+    ///     blocks: the number of blocks that get the policy "full" or "offload", the first in the order in which the
+    ///         model lists them; the other blocks get "selective". Default: all blocks get the policy.
     ///
     /// Raises:
-    ///     ArgumentError: if the policy is unknown.
-    #[pyo3(signature = (policy="full"))]
-    fn enable_gradient_checkpointing(&self, policy: &str) -> Result<()> {
-        self.model.set_checkpointing(policy.parse()?);
+    ///     ArgumentError: if the policy is unknown, if the model has fewer blocks, or if `blocks` is given with another
+    ///         policy.
+    #[pyo3(signature = (policy="full", *, blocks=None))]
+    fn enable_gradient_checkpointing(&self, policy: &str, blocks: Option<Integer>) -> Result<()> {
+        let policy: Policy = policy.parse()?;
+        match blocks {
+            Some(blocks) => {
+                let count = blocks.count("enable_gradient_checkpointing", "blocks")?;
+                self.model.checkpoint_first(count, policy)?;
+            }
+            None => self.model.set_checkpointing(policy),
+        }
         Ok(())
     }
 
