@@ -39,7 +39,7 @@ CARDS = (
 )  # fmt: skip
 RANK, SIDE, ROW = 16, 1024, 2048
 SHORT = {
-    "gradient_checkpointing": "checkpointing", "base_precision": "base",
+    "gradient_checkpointing": "checkpointing", "checkpoint_blocks": "for", "base_precision": "base",
     "text_encoder_precision": "texts", "stream_modulation": "modulation streamed",
     "stream_blocks": "blocks streamed", "optimizer_states": "states",
 }  # fmt: skip
@@ -109,6 +109,9 @@ def _chosen(plan: Plan) -> str:
         short = SHORT[name]
         if value is True:
             parts.append(short)
+        elif name == "checkpoint_blocks":
+            blocks = plan.estimate.work.checkpointed if plan.estimate.work is not None else 0
+            parts[-1] += f" {short} {value} of {blocks} blocks"
         elif name == "stream_blocks":
             blocks = plan.estimate.work.blocks if plan.estimate.work is not None else 0
             parts.append(f"{value} of {blocks} {short}")

@@ -142,6 +142,7 @@ SAMPLES: dict[str, Any] = {
     "base_precision": "nf4",
     "w8a8": True,
     "gradient_checkpointing": "full",
+    "checkpoint_blocks": 3,
     "vram": 8.0,
     "threads": 1,
     "gpus": "0,2",
@@ -270,9 +271,8 @@ def test_configurations_and_values_of_other_tools_are_converted(tmp_path: Path) 
         assert config.gradient_checkpointing == "full"
     for value, expected in (("CPU_OFFLOADED", "offload"), ("off", "none"), ("true", "full")):
         path.write_text(f"gradient_checkpointing: {value}\nmask: off\nmixed_precision: no\n")
-        config = TrainConfig.from_yaml(path)
-        assert config.gradient_checkpointing == expected
-        assert (config.mask, config.precision) == ("off", "f32")
+        found = TrainConfig.from_yaml(path)
+        assert (found.checkpointing, found.mask, found.precision) == (expected, "off", "f32")
     assert parse("--resolution", "1024,1024").resolution == 1024
     assert parse("--steps", "300", "--lr_warmup_steps", "200").warmup_steps == 200
     assert parse("--lr_warmup_steps", "0").warmup_steps == 0

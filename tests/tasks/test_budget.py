@@ -263,7 +263,7 @@ def test_a_plan_streams_from_peers_what_does_not_fit(flux: Model) -> None:
 
 def test_originals_for_loftq_are_not_shared(flux: Model) -> None:
     there = Budget(1.0, 1.0, processes=2, sharing=2)
-    streamed = flux.plan(budget(12)).estimate
+    streamed = flux.plan(budget(12), gradient_checkpointing="full").estimate
     assert there.host_need(replace(streamed, host=streamed.host + GIB)) == streamed.host / 2 + GIB
 
 
@@ -271,7 +271,7 @@ def test_a_plan_says_what_it_chose_and_what_more_memory_would_bring(flux: Model)
     there = budget(12)
     plan = flux.plan(there)
     chose, more, copies = plan.lines(there)
-    assert chose.startswith("plan: --gradient-checkpointing full ")
+    assert chose.startswith("plan: --gradient-checkpointing offload --checkpoint-blocks ")
     assert chose.endswith(" s a step) fits in 12.00 GiB")
     assert more.startswith("plan: faster with more memory: ")
     assert plan.nearest is not None
@@ -429,7 +429,7 @@ def test_a_weight_is_not_rounded_to_a_second_format(flux: Model) -> None:
 
 
 def test_models_without_such_blocks_stream_nothing() -> None:
-    work = Work(1e9, 1e8, 1e6, False, 0, 0, 0, 0, 0, 0, False, False)
+    work = Work(1e9, 1e8, 1e6, 0, 0, 0, 0, 0, 0, 0, False, False)
     estimates: list[TrainConfig] = []
 
     def estimate(config: TrainConfig) -> Estimate:

@@ -23,7 +23,7 @@ from .full_size import write_model
 GIB = 2**30
 CARD = GPUS["RTX 4090"]
 # A step takes about 1.4 s. Everything but the states is 10 GiB.
-WORK = Work(60e12, 15e12, 4e9, False, 0, 0, 0, 0, 0, 0, False, False)
+WORK = Work(60e12, 15e12, 4e9, 0, 0, 0, 0, 0, 0, 0, False, False)
 GROUPS = families.find("digits").groups
 
 
@@ -41,7 +41,7 @@ def estimates(states: float) -> Callable[[TrainConfig], Estimate]:
             Item("model", "activations", kept * GIB),
             Item("model", "optimizer", int(states - away)),
         ]
-        work = replace(WORK, states=away, recomputes=config.recomputes_all)
+        work = replace(WORK, states=away, recomputed=float(config.recomputes_all))
         return Estimate({"training": items}, True, work, int(away))
 
     return estimate
@@ -72,7 +72,7 @@ def test_states_go_to_the_host_where_nothing_faster_fits() -> None:
     assert line.startswith("plan: --optimizer-states host (about 10.00 GiB, ")
     # Copying 2 GiB of states over the link to the GPU and back costs less than a second forward
     # pass.
-    recomputed = replace(WORK, recomputes=True)
+    recomputed = replace(WORK, recomputed=1.0)
     assert 4 * GIB / 25e9 + seconds(WORK, CARD) < seconds(recomputed, CARD)
     free = plan(2 * GIB, 9)
     assert free.config.optimizer_states == "host"

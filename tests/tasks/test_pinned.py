@@ -30,7 +30,7 @@ from trainable_candle.train import TrainConfig
 
 GIB = 2**30
 # The copies take much longer than the computation, so they determine the time.
-WORK = Work(1e9, 1e8, 1e6, False, 0, 30 * GIB, 2 * GIB, 0, 0, 8, True, False)
+WORK = Work(1e9, 1e8, 1e6, 0, 0, 30 * GIB, 2 * GIB, 0, 0, 8, True, False)
 STREAMED = WORK.streamed + WORK.modulation
 
 

@@ -109,7 +109,7 @@ def test_operations_of_a_forward_pass(
 def test_settings_that_make_a_step_longer(tmp_path: Path) -> None:
     plain = work(tmp_path, "Flux.1-dev", JOINT, FLUX, {})
     longer = [
-        replace(plain, recomputes=True),
+        replace(plain, recomputed=0.5),
         replace(plain, decoded=1e10),
         replace(plain, streamed=2e10),
         replace(plain, modulation=2e10),

@@ -248,12 +248,17 @@ def test_runs_in_16_bit_floats_train(config: TrainConfig, train: Train, precisio
     assert np.mean(losses[-15:]) < 0.9 * np.mean(losses[:15])
 
 
-@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize(
+    ("policy", "blocks"), [("full", None), ("selective", None), ("full", 1), ("offload", 1)]
+)
 def test_checkpointing_changes_nothing(
-    config: TrainConfig, train: Train, policy: str, tmp_path: Path
+    config: TrainConfig, train: Train, policy: str, blocks: int | None, tmp_path: Path
 ) -> None:
-    other = config.with_(gradient_checkpointing=policy, output=str(tmp_path / "other"))
+    given = {"gradient_checkpointing": policy, "checkpoint_blocks": blocks}
+    other = config.with_(output=str(tmp_path / "other"), **given)
     assert train(other) == train(config)
+    written = TrainConfig.from_yaml(tmp_path / "other" / CONFIG)
+    assert {name: getattr(written, name) for name in given} == given
 
 
 def test_a_missing_device_is_reported_before_anything_is_read(config: TrainConfig) -> None:
@@ -364,11 +369,13 @@ def test_streamed_blocks_of_a_run_on_a_gpu_are_not_kept_on_the_cpu(
 def test_a_resumed_run_keeps_settings_that_affect_results_and_plans_others(
     config: TrainConfig, train: Train
 ) -> None:
-    train(config.with_(gradient_checkpointing="full", base_precision="nf4", steps=5))
+    full = {"gradient_checkpointing": "full", "checkpoint_blocks": 1}
+    train(config.with_(**full, base_precision="nf4", steps=5))
     lines: list[str] = []
     train_adapter(config.with_(resume="latest"), progress=False, report=lines.append)
     written = TrainConfig.from_yaml(Path(config.output) / CONFIG)
     assert (written.base_precision, written.gradient_checkpointing) == ("nf4", "none")
+    assert written.checkpoint_blocks is None
     assert not [line for line in lines if line.startswith("resume: gradient_checkpointing")]
 
 

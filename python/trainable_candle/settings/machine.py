@@ -57,6 +57,11 @@ class Machine(Group):
             "--device cuda",
         ),
         Condition(
+            ("checkpoint_blocks",),
+            lambda c: c.recomputes_all,
+            "--gradient-checkpointing full or offload",
+        ),
+        Condition(
             ("stream_from",),
             lambda c: c.stream_blocks != 0 or c.stream_modulation is not False,
             "--stream-blocks or --stream-modulation",
@@ -125,6 +130,16 @@ class Machine(Group):
             synonyms=("train.gradient-checkpointing",),
         ),
     ] = AUTO
+    checkpoint_blocks: Annotated[
+        int | None,
+        Setting(
+            "how many of the model's first blocks full or offload checkpointing recomputes; the "
+            "others get selective (default: all blocks, or as memory requires)",
+            low=1,
+            rare=True,
+            free=True,
+        ),
+    ] = None
     stream_blocks: Annotated[
         int | None,
         Setting(

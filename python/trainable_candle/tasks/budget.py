@@ -6,6 +6,7 @@ import json
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,6 +23,7 @@ from trainable_candle.placement import AUTO
 from trainable_candle.settings.config import group_of
 from trainable_candle.settings.initial import PISSA
 from trainable_candle.settings.machine import DEVICE, HOST, SAME, STORED
+from trainable_candle.tasks import parts
 from trainable_candle.tasks.estimate import RUNTIME_BYTES, Item, memory_limit, size
 from trainable_candle.tasks.pinned import can_pin, pinned_limit, ring_share, with_ring
 from trainable_candle.tasks.refusal import as_flag, refuse, refuse_for_the_host
@@ -52,7 +54,7 @@ _MODULATION: Final = "stream_modulation"
 _STATES: Final = "optimizer_states"
 _BATCH: Final = "batch_size"
 _ACCUMULATION: Final = "gradient_accumulation"
-_CHOSEN: Final = (_CHECKPOINTING, _PRECISION, _TEXTS, _MODULATION, _BLOCKS, _STATES)
+_CHOSEN: Final = (_CHECKPOINTING, parts.PART, _PRECISION, _TEXTS, _MODULATION, _BLOCKS, _STATES)
 PLANNED: Final = (*_CHOSEN, _BATCH)
 """The settings that a plan chooses if the user leaves them open."""
 KEPT: Final = (_PRECISION, _TEXTS, _BATCH)
@@ -305,8 +307,8 @@ def make_plan(
     share = None if config.effective_batch is None else config.gradient_accumulation
 
     def of_batches(count: int) -> dict[str, int]:
-        parts = {} if share is None else {_ACCUMULATION: share // count}
-        return {_BATCH: count, **parts}
+        times = {} if share is None else {_ACCUMULATION: share // count}
+        return {_BATCH: count, **times}
 
     best = _plan_batch(config.with_(**of_batches(1)), groups, budget, estimate)
     for count in _BATCHES:
@@ -334,9 +336,9 @@ def _plan_batch(
 ) -> Plan:
     """`make_plan` with a given batch size."""
     names = [name for name in _CHOSEN if is_open(config, name) and group_of(name) in groups]
-    if not config.on_gpu:
-        # On the CPU, host memory is the only memory.
-        names = [name for name in names if name != _STATES]
+    # On the CPU, host memory is the only memory. A given policy is that of all blocks.
+    idle = {_STATES: not config.on_gpu, parts.PART: _CHECKPOINTING not in names}
+    names = [name for name in names if not idle.get(name)]
 
     def plan(choice: Mapping[str, Any]) -> Plan:
         values = {name: choice.get(name, _PLENTY.get(name)) for name in names}
@@ -347,14 +349,19 @@ def _plan_batch(
     first = plan({})
     if _fits(first, budget):
         return first
+    work = first.estimate.work
+    blocks = work.checkpointed if work is not None and parts.PART in names else 0
     plans: list[Plan] = []
-    for texts in _text_formats(first.estimate.work) if _TEXTS in names else (SAME,):
-        ladders = _ladders(config, names, first.estimate.work)
+    for texts in _text_formats(work) if _TEXTS in names else (SAME,):
+        ladders = _ladders(config, names, work)
         with_texts = [[{**choice, _TEXTS: texts} for choice in ladder] for ladder in ladders]
-        plans = _explored(with_texts, plan, budget)
+        plans = _explored(with_texts, plan, budget, blocks)
         fitting = [found for found in plans if _fits(found, budget)]
         if fitting:
             best = min(fitting, key=lambda found: _cost(found, budget))
+            if blocks and best.config.checkpointing in parts.OF_PARTS:
+                choice = {name: getattr(best.config, name) for name in names}
+                best = parts.fewest(best, choice, plan, blocks, partial(_fits, budget=budget))
             most, slowest = _WORTH * _cost(best, budget), step_seconds(best, budget)
             # A plan that costs less only because it does not round the base may be slower.
             better = [
@@ -386,23 +393,38 @@ def _explored(
     ladders: Iterable[list[dict[str, Any]]],
     plan: Callable[[Mapping[str, Any]], Plan],
     budget: Budget,
+    blocks: int,
 ) -> list[Plan]:
     """Plans for the choices of each of `_ladders`, whose last choice needs the least memory.
 
     If the plan of the last choice fits into the device's memory, the earlier choices are planned,
-    up to the first that fits. A ladder with states in host memory is left out if a plan of an
-    earlier ladder fits and costs no more than this ladder's first choice.
+    up to the first that fits. If the policy can be that of a part of the `blocks`, the choices from
+    this one on are also planned with parts. A ladder with states in host memory is left out if a
+    plan of an earlier ladder fits and costs no more than the fastest plan of this ladder.
     """
+    fits = partial(_fits, budget=budget)
     plans: list[Plan] = []
     for *others, least in ladders:
+        in_parts = blocks > 0 and least[_CHECKPOINTING] in parts.OF_PARTS
         if least[_STATES] == HOST and others:
-            # Streaming makes a step longer, so the first choice is the fastest of the ladder.
-            costs = [_cost(found, budget) for found in plans if _fits(found, budget)]
-            if costs and min(costs) <= _cost(plan(others[0]), budget):
+            # Streaming makes a step longer, and so does each block that is recomputed.
+            fastest = {**others[0], _CHECKPOINTING: parts.OTHERS} if in_parts else others[0]
+            costs = [_cost(found, budget) for found in plans if fits(found)]
+            if costs and min(costs) <= _cost(plan(fastest), budget):
                 continue
         plans.append(plan(least))
-        if plans[-1].estimate.peak <= budget.planned:
-            plans += _until_it_fits(map(plan, others), budget)
+        if plans[-1].estimate.peak > budget.planned:
+            continue
+        whole = list(_until_it_fits(map(plan, others), budget))
+        plans += whole
+        if in_parts:
+            start = sum(not fits(found) for found in whole)
+            best = min((_cost(found, budget) for found in plans if fits(found)), default=math.inf)
+
+            def is_worth_it(found: Plan, limit: float = parts.GAIN * best) -> bool:
+                return _cost(parts.without_parts(found), budget) <= limit
+
+            plans += parts.with_parts([*others, least][start:], plan, blocks, fits, is_worth_it)
     return [found for found in plans if _can_pin(found, budget)]
 
 

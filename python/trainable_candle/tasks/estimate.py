@@ -220,7 +220,7 @@ def trained_model(
     items = [
         weights,
         *adapters,
-        activations(component, facts, computed, config, **sizes),
+        activations(component, facts, computed, config, config.checkpoint_blocks, **sizes),
         Item(component, "backward pass", widest),
     ]
     if config.init == PISSA:
@@ -253,12 +253,20 @@ def _start(component: str, facts: PartFacts, computed: LoraConfig, config: Train
 
 
 def activations(
-    component: str, facts: PartFacts, adapter: LoraConfig, config: TrainConfig, **sizes: int
+    component: str,
+    facts: PartFacts,
+    adapter: LoraConfig,
+    config: TrainConfig,
+    blocks: int | None = None,
+    **sizes: int,
 ) -> Item:
-    """The tape's memory for a micro-batch; the arguments are those of `trained_model`."""
+    """The tape's memory for a micro-batch.
+
+    `blocks` is as for `PartFacts.saved_values`; the other arguments are those of `trained_model`.
+    """
     # On the CPU nothing is offloaded, because the offloaded tensors would stay in the same memory.
     policy = config.checkpointing if config.on_gpu or not config.recomputes_all else "full"
-    values = facts.saved_values(adapter, policy, **sizes)[0] * config.batch_size
+    values = facts.saved_values(adapter, policy, blocks=blocks, **sizes)[0] * config.batch_size
     return Item(component, "activations", values * ITEM_BYTES[config.precision])
 
 
@@ -266,15 +274,17 @@ def _rounded(component: str, facts: PartFacts, adapter: LoraConfig, config: Trai
     """The memory of rounded weights, which quantization-aware training computes per adapted layer.
 
     The tape keeps each rounded weight in the precision of the computation. For int4 and for learned
-    scales, the tape also keeps it in f32. Under full checkpointing, the tape keeps only the rounded
-    weights of one block at a time. In addition, one layer has three f32 tensors: its weight, the
-    sum of weight and adapter, and the gradient.
+    scales, the tape also keeps it in f32. Of the blocks under full checkpointing, the tape keeps
+    only the rounded weights of one block at a time. In addition, one layer has three f32 tensors:
+    its weight, the sum of weight and adapter, and the gradient.
     """
     layers: Mapping[str, Shape] = facts.layers
     counts = [math.prod(layers[name]) for name in adapter.select(dict(layers))]
     kept = sum(counts)
     if config.recomputes_all:
-        kept //= max(1, facts.blocks)
+        all_blocks = facts.blocks_to_checkpoint
+        recomputed = config.checkpoint_blocks or all_blocks
+        kept = kept * (all_blocks - recomputed) // max(1, all_blocks) + kept // max(1, facts.blocks)
     in_f32 = config.qat == "int4" or config.qat_learned_scales
     bytes_each = ITEM_BYTES[config.precision] + (4 if in_f32 else 0)
     return Item(component, "rounded weights", kept * bytes_each + 3 * 4 * max(counts, default=0))

@@ -41,8 +41,8 @@ class Work:
     """Floating-point operations of attention in a forward pass."""
     kept: float
     """Bytes that the tape keeps without checkpointing."""
-    recomputes: bool
-    """Whether the backward pass repeats the forward pass."""
+    recomputed: float
+    """The share of the forward pass that the backward pass repeats."""
     decoded: float
     """The number of quantized weights; each forward and backward pass dequantizes them."""
     streamed: float
@@ -63,6 +63,8 @@ class Work:
     """Whether the model's layers can be quantized."""
     stored_format: str | None = None
     """The format in which the model's file stores these layers, if all are in one format."""
+    checkpointed: int = 0
+    """How many blocks of the model can have a checkpointing policy."""
     texts_have_format: bool = False
     """Whether the file of a text encoder stores its layers in a format."""
 
@@ -153,7 +155,8 @@ def work_of(
     """
     layers, attention = facts.forward_flops(**sizes)
     kept = facts.saved_values(adapter, "none", **sizes)[0] * itemsize
-    _, offloaded = facts.saved_values(adapter, config.checkpointing, **sizes)
+    policy, blocks = config.checkpointing, config.checkpoint_blocks
+    _, offloaded = facts.saved_values(adapter, policy, blocks=blocks, **sizes)
     count = config.batch_size
     base = config.base_format
     with multiplying_codes(config):
@@ -164,7 +167,7 @@ def work_of(
         layers * count,
         attention * count,
         kept * count,
-        config.recomputes_all,
+        facts.recomputed_share(policy, blocks=blocks, **sizes),
         0 if whole else facts.elements,
         *streamed,
         offloaded * itemsize * count if config.on_gpu else 0,
@@ -173,6 +176,7 @@ def work_of(
         facts.has_modulation,
         facts.can_be_quantized,
         facts.stored_format,
+        facts.blocks_to_checkpoint,
     )
 
 
@@ -213,7 +217,7 @@ def computing_seconds(work: Work, rates: Rates) -> float:
     The backward pass of a frozen layer costs as much as one forward pass; the backward pass of
     attention costs as much as two and a half.
     """
-    again = 1 if work.recomputes else 0
+    again = work.recomputed
     products = (2 + again) * work.layers / rates.products
     attention = (3.5 + again) * work.attention / (_ATTENTION * rates.products)
     traffic = (1 + _AGAIN * again) * _TRAFFIC * work.kept / rates.memory

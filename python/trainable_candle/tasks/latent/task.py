@@ -229,7 +229,9 @@ class LatentTask:
                 sets[name] = model.add_adapter(family.text_adapter(name, config))
         if config.checkpointing != "none":
             for name in sets:
-                self._part(name).enable_gradient_checkpointing(config.checkpointing)
+                blocks = config.checkpoint_blocks if name == family.component else None
+                model = self._part(name)
+                model.enable_gradient_checkpointing(config.checkpointing, blocks=blocks)
         if config.training_adapter:
             self._training_adapter = family.model.add_training_adapter(config.training_adapter_path)
         self._adapted = tuple(sets)

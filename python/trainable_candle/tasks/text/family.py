@@ -47,8 +47,8 @@ class CausalModel(Protocol):
     def save_pretrained(self, path: Path) -> None:
         """Write configuration and weights to a folder."""
 
-    def enable_gradient_checkpointing(self, policy: str) -> None:
-        """Recompute activations in the backward pass instead of keeping them."""
+    def enable_gradient_checkpointing(self, policy: str, *, blocks: int | None = None) -> None:
+        """Recompute activations of blocks in the backward pass instead of keeping them."""
 
 
 class TextFamily(Protocol):

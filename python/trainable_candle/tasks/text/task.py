@@ -167,7 +167,9 @@ class TextTask:
         adapter = family.model.add_adapter(adapter_config(config, family.targets, family.formats))
         starts = start_adapter(adapter, family, fresh)
         if config.checkpointing != "none":
-            family.model.enable_gradient_checkpointing(config.checkpointing)
+            family.model.enable_gradient_checkpointing(
+                config.checkpointing, blocks=config.checkpoint_blocks
+            )
         self._adapters = Adapters({family.component: adapter}, starts)
         return self._adapters
 

@@ -1,0 +1,107 @@
+"""Full checkpointing for a part of the blocks: estimates, choices and settings."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainable_candle.errors import ArgumentError, ConfigError
+from trainable_candle.settings.checks import check_settings
+from trainable_candle.tasks.budget import Plan, make_plan, step_seconds
+from trainable_candle.tasks.estimate import GIB, Estimate, trained_model
+from trainable_candle.tasks.speed import GPUS, seconds
+from trainable_candle.train import TrainConfig
+
+from .measured_runs import FLUX, ROWS, SDXL, Run, facts_of
+from .test_budget import Model, budget
+
+MODELS = [("Flux.1-dev", "flux", FLUX), ("SDXL", "sdxl", SDXL), ("Llama-3-8B", "causal-lm", ROWS)]
+
+
+def found(folder: Path, run: Run) -> tuple[float, float]:
+    """The predicted peak in GiB and seconds of a step."""
+    facts = facts_of(folder, run.model)
+    trained = trained_model("model", facts, run.adapter(), run.config(), **run.sizes)
+    peak = Estimate({"training": trained.items}, on_gpu=True).peak / GIB
+    return peak, seconds(trained.work, GPUS["H100"])
+
+
+@pytest.mark.parametrize("policy", ["full", "offload"])
+@pytest.mark.parametrize(("model", "family", "sizes"), MODELS, ids=str)
+def test_a_part_needs_a_part_of_memory_and_time(
+    tmp_path: Path, model: str, family: str, sizes: dict[str, int], policy: str
+) -> None:
+    def of(**settings: Any) -> tuple[float, float]:
+        return found(tmp_path, Run(model, family, sizes, settings, 0, None))
+
+    blocks = facts_of(tmp_path, model).blocks_to_checkpoint
+    none = of(gradient_checkpointing="selective")
+    parts = [
+        of(gradient_checkpointing=policy, checkpoint_blocks=count)
+        for count in (blocks // 4, blocks // 2, 3 * blocks // 4, blocks)
+    ]
+    whole = of(gradient_checkpointing=policy)
+    assert parts[-1] == whole
+    memory, time = zip(none, *parts, strict=True)
+    assert list(memory) == sorted(memory, reverse=True)
+    assert list(time) == sorted(time)
+    # Half of the blocks save about half of what all blocks save.
+    saved = (none[0] - parts[1][0]) / (none[0] - whole[0])
+    assert 0.4 < saved < 0.75
+
+
+def test_plans_take_a_part_where_memory_allows_it(tmp_path: Path) -> None:
+    model = Model(tmp_path, "Flux.1-dev")
+    there = budget(16, "RTX 4090")
+    made = model.plan(there, stream_blocks=42, stream_modulation=True)
+    count = made.chosen["checkpoint_blocks"]
+    assert 1 <= count < 57
+    assert made.estimate.peak <= there.planned
+    flags = f"--gradient-checkpointing {made.config.checkpointing} --checkpoint-blocks {count} "
+    assert flags in made.lines(there)[0]
+    # One block less does not fit, and recomputing all blocks takes longer.
+    estimate = model.estimate(made.config, there.memory)
+    fewer, whole = (made.config.with_(checkpoint_blocks=n) for n in (count - 1, None))
+    assert estimate(fewer).peak > there.planned
+    assert step_seconds(Plan(whole, estimate(whole), {}), there) > step_seconds(made, there)
+
+
+def test_a_given_policy_is_that_of_all_blocks(tmp_path: Path) -> None:
+    model = Model(tmp_path, "Flux.1-dev")
+    made = model.plan(budget(24, "RTX 4090"), gradient_checkpointing="full")
+    assert made.config.checkpoint_blocks is None
+    given = {"gradient_checkpointing": "full", "checkpoint_blocks": 20}
+    made = model.plan(budget(24, "RTX 4090"), **given)
+    assert {name: getattr(made.config, name) for name in given} == given
+    assert not made.chosen.keys() & given.keys()
+
+
+def test_planning_takes_few_estimates(tmp_path: Path) -> None:
+    model = Model(tmp_path, "Flux.1-dev")
+    there = budget(12, "RTX 4090")
+    config = model.config()
+    inner = model.estimate(config, there.memory)
+    counted: list[TrainConfig] = []
+
+    def estimate(other: TrainConfig) -> Estimate:
+        counted.append(other)
+        return inner(other)
+
+    make_plan(config, model.family.groups, there, estimate)
+    with_parts = sum(other.checkpoint_blocks is not None for other in counted)
+    assert 0 < with_parts < 2 * (len(counted) - with_parts)
+
+
+def test_more_blocks_than_there_are_is_an_error(tmp_path: Path) -> None:
+    model = Model(tmp_path, "Flux.1-dev")
+    given = {"gradient_checkpointing": "full", "checkpoint_blocks": 58}
+    with pytest.raises(ArgumentError, match="found 58 blocks to recompute, expected at most 57"):
+        model.plan(budget(24), **given)
+
+
+@pytest.mark.parametrize("policy", ["auto", "none", "selective"])
+def test_a_part_needs_a_policy_that_recomputes(policy: str) -> None:
+    config = TrainConfig(device="cuda", gradient_checkpointing=policy, checkpoint_blocks=4)
+    message = "--checkpoint-blocks has no effect without --gradient-checkpointing full or offload"
+    with pytest.raises(ConfigError, match=message):
+        check_settings(config)
