@@ -215,7 +215,7 @@ def test_the_host_memory_in_messages_is_that_of_the_machine(flux: Model) -> None
         found = Budget(budget(6).memory, GIB / 4, processes=2, **processes)
         message = r"on the GPU and ([\d.]+) GiB in host memory, of which 512\.0 MiB are free"
         with pytest.raises(OutOfMemoryError, match=message) as caught:
-            flux.plan(found, gradient_checkpointing="full")
+            flux.plan(found, gradient_checkpointing="full", optimizer_states="device")
         (gib,) = re.findall(message, str(caught.value))
         return float(gib)
 

@@ -209,10 +209,11 @@ def trained_model(
         sizes: `height`, `width` and `tokens` of a sample, as for `PartFacts.saved_values`.
     """
     itemsize = ITEM_BYTES[config.precision]
+    layers: Mapping[str, Shape] = facts.layers
     with multiplying_codes(config):
         loaded = facts.weight_bytes(config.precision, config.base_format, **config.streaming)
     weights = Item(component, "weights", loaded)
-    adapters = adapter_items(component, facts.layers, adapter, config)
+    adapters = adapter_items(component, layers, adapter, config)
     # With PiSSA, a layer subtracts the adapter's initial values, its start. It computes the adapter
     # and the start as one adapter of twice the rank.
     computed = doubled(adapter) if config.init == PISSA else adapter
@@ -228,6 +229,11 @@ def trained_model(
     if config.qat is not None:
         items.append(_rounded(component, facts, adapter, config))
     work = work_of(facts, adapter, config, itemsize, **sizes)
+    if work.decoded and not config.w8a8:
+        # A product dequantizes the weight of its layer, unless it multiplies the codes.
+        matrices = [shape for shape in layers.values() if len(shape) == 2]
+        largest = max(map(math.prod, matrices), default=0) * itemsize
+        items.append(Item(component, "dequantized weight", largest))
     host = int(work.streamed + work.modulation + work.offloaded + work.states)
     start: dict[str, list[Item]] = {}
     if config.init == LOFTQ and not config.resume:
