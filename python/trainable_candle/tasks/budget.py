@@ -7,7 +7,6 @@ import math
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 import trainable_candle as tc
@@ -21,9 +20,18 @@ from trainable_candle.distributed.streamed import (
 from trainable_candle.errors import OutOfMemoryError
 from trainable_candle.placement import AUTO
 from trainable_candle.settings.config import group_of
-from trainable_candle.settings.initial import PISSA
-from trainable_candle.settings.machine import DEVICE, HOST, SAME, STORED
+from trainable_candle.settings.machine import DEVICE, HOST, SAME
 from trainable_candle.tasks import parts
+from trainable_candle.tasks.choices import (
+    BLOCKS,
+    CHECKPOINTING,
+    MODULATION,
+    PRECISION,
+    STATES,
+    TEXTS,
+    ladders,
+    text_formats,
+)
 from trainable_candle.tasks.estimate import RUNTIME_BYTES, Item, memory_limit, size
 from trainable_candle.tasks.pinned import can_pin, pinned_limit, ring_share, with_ring
 from trainable_candle.tasks.refusal import as_flag, refuse, refuse_for_the_host
@@ -38,28 +46,22 @@ from trainable_candle.tasks.speed import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from trainable_candle.distributed.group import Group
     from trainable_candle.settings import Group as Settings
     from trainable_candle.settings import TrainConfig
     from trainable_candle.tasks.estimate import Estimate
-    from trainable_candle.tasks.speed import Rates, Work
+    from trainable_candle.tasks.speed import Rates
 
-_PRECISION: Final = "base_precision"
-_CHECKPOINTING: Final = "gradient_checkpointing"
-_TEXTS: Final = "text_encoder_precision"
-_BLOCKS: Final = "stream_blocks"
-_MODULATION: Final = "stream_modulation"
-_STATES: Final = "optimizer_states"
 _BATCH: Final = "batch_size"
 _ACCUMULATION: Final = "gradient_accumulation"
-_CHOSEN: Final = (_CHECKPOINTING, parts.PART, _PRECISION, _TEXTS, _MODULATION, _BLOCKS, _STATES)
+_CHOSEN: Final = (CHECKPOINTING, parts.PART, PRECISION, TEXTS, MODULATION, BLOCKS, STATES)
 PLANNED: Final = (*_CHOSEN, _BATCH)
 """The settings that a plan chooses if the user leaves them open."""
-KEPT: Final = (_PRECISION, _TEXTS, _BATCH)
+KEPT: Final = (PRECISION, TEXTS, _BATCH)
 """The planned settings that a resumed run keeps, because its results depend on them."""
-_PLENTY: Final = {_CHECKPOINTING: "none", _PRECISION: SAME, _TEXTS: SAME, _STATES: DEVICE}
+_PLENTY: Final = {CHECKPOINTING: "none", PRECISION: SAME, TEXTS: SAME, STATES: DEVICE}
 """The values of open settings if memory suffices. The streaming settings then stay None, which
 streams nothing."""
 _COST: Final = {SAME: 1.0, "int8": 1.1, "fp8": 1.1, "nf4": 1.25}
@@ -69,10 +71,6 @@ _HOST_STATES: Final = 1.05
 """If a run also fits with the optimizer's states on the GPU, they are in host memory only if that
 makes a step faster by this factor: the speed at which kernels read and write states in host memory
 has not been measured."""
-_FORMATS: Final = (SAME, "int8", "nf4")
-_POLICIES: Final = ("none", "selective", "full", "offload")
-_SHARES: Final = 8
-"""The number of streamed blocks is planned in eighths of all blocks."""
 _BATCHES: Final = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Batch sizes that `auto` tries after 1."""
 _GAIN: Final = 0.97
@@ -337,7 +335,7 @@ def _plan_batch(
     """`make_plan` with a given batch size."""
     names = [name for name in _CHOSEN if is_open(config, name) and group_of(name) in groups]
     # On the CPU, host memory is the only memory. A given policy is that of all blocks.
-    idle = {_STATES: not config.on_gpu, parts.PART: _CHECKPOINTING not in names}
+    idle = {STATES: not config.on_gpu, parts.PART: CHECKPOINTING not in names}
     names = [name for name in names if not idle.get(name)]
 
     def plan(choice: Mapping[str, Any]) -> Plan:
@@ -352,9 +350,9 @@ def _plan_batch(
     work = first.estimate.work
     blocks = work.checkpointed if work is not None and parts.PART in names else 0
     plans: list[Plan] = []
-    for texts in _text_formats(work) if _TEXTS in names else (SAME,):
-        ladders = _ladders(config, names, work)
-        with_texts = [[{**choice, _TEXTS: texts} for choice in ladder] for ladder in ladders]
+    for texts in text_formats(work) if TEXTS in names else (SAME,):
+        lists = ladders(config, names, work)
+        with_texts = [[{**choice, TEXTS: texts} for choice in ladder] for ladder in lists]
         plans = _explored(with_texts, plan, budget, blocks)
         fitting = [found for found in plans if _fits(found, budget)]
         if fitting:
@@ -380,35 +378,28 @@ def _plan_batch(
     return refuse(first.estimate, smallest.config, groups, budget.planned, estimate)
 
 
-def _text_formats(work: Work | None) -> list[str]:
-    """Return the precisions of text encoders that are tried one after the other.
-
-    The format of an encoder's file rounds no layer again, so it is tried before the others.
-    """
-    stored = [STORED] if work is not None and work.texts_have_format else []
-    return [SAME, *stored, *(form for form in _FORMATS if form != SAME)]
-
-
 def _explored(
-    ladders: Iterable[list[dict[str, Any]]],
+    lists: Iterable[list[dict[str, Any]]],
     plan: Callable[[Mapping[str, Any]], Plan],
     budget: Budget,
     blocks: int,
 ) -> list[Plan]:
-    """Plans for the choices of each of `_ladders`, whose last choice needs the least memory.
+    """Return plans for the choices in `lists`, the result of `ladders`.
+
+    The last choice of each list needs the least memory.
 
     If the plan of the last choice fits into the device's memory, the earlier choices are planned,
     up to the first that fits. If the policy can be that of a part of the `blocks`, the choices from
-    this one on are also planned with parts. A ladder with states in host memory is left out if a
-    plan of an earlier ladder fits and costs no more than the fastest plan of this ladder.
+    this one on are also planned with parts. A list with states in host memory is left out if a plan
+    of an earlier list fits and costs no more than the fastest plan of this list.
     """
     fits = partial(_fits, budget=budget)
     plans: list[Plan] = []
-    for *others, least in ladders:
-        in_parts = blocks > 0 and least[_CHECKPOINTING] in parts.OF_PARTS
-        if least[_STATES] == HOST and others:
+    for *others, least in lists:
+        in_parts = blocks > 0 and least[CHECKPOINTING] in parts.OF_PARTS
+        if least[STATES] == HOST and others:
             # Streaming makes a step longer, and so does each block that is recomputed.
-            fastest = {**others[0], _CHECKPOINTING: parts.OTHERS} if in_parts else others[0]
+            fastest = {**others[0], CHECKPOINTING: parts.OTHERS} if in_parts else others[0]
             costs = [_cost(found, budget) for found in plans if fits(found)]
             if costs and min(costs) <= _cost(plan(fastest), budget):
                 continue
@@ -439,45 +430,6 @@ def _until_it_fits(plans: Iterable[Plan], budget: Budget) -> Iterator[Plan]:
             return
 
 
-def _ladders(
-    config: TrainConfig, names: Sequence[str], work: Work | None
-) -> list[list[dict[str, Any]]]:
-    """Choices for the open settings, as lists ("ladders").
-
-    There is a list for each combination of the states' memory, the checkpointing policy and the
-    base's format. From item to item of a list, more weights are streamed; the first streams none.
-    """
-    formats = [SAME]
-    streams: list[tuple[bool | None, int | None]] = [(None, None)]
-    # PiSSA decomposes unrounded weights in the device's memory.
-    whole = config.init == PISSA
-    if work is not None and work.can_be_quantized and _PRECISION in names and not whole:
-        # Quantization-aware training needs an unrounded base or a base in its own format.
-        known = dict.fromkeys([*_FORMATS, work.stored_format or SAME])
-        formats = [form for form in known if config.qat in {None, form} or form == SAME]
-    if work is not None and config.on_gpu and not whole:
-        modulation = True if work.has_modulation and _MODULATION in names else None
-        shares = range(1, _SHARES + 1) if _BLOCKS in names else ()
-        blocks = sorted({max(1, work.blocks * share // _SHARES) for share in shares if work.blocks})
-        streams += [(modulation, None)] if modulation else []
-        streams += [(modulation, count) for count in blocks]
-    policies = _POLICIES if _CHECKPOINTING in names else (_POLICIES[0],)
-    places = (DEVICE, HOST) if _STATES in names else (DEVICE,)
-    return [
-        [
-            {
-                _STATES: place,
-                _CHECKPOINTING: policy,
-                _PRECISION: base,
-                _MODULATION: modulation,
-                _BLOCKS: blocks,
-            }
-            for modulation, blocks in streams
-        ]
-        for place, policy, base in product(places, policies, formats)
-    ]
-
-
 def _streamed(found: Estimate) -> float:
     """Bytes of all streamed weights."""
     return found.work.streamed + found.work.modulation if found.work else 0
@@ -491,7 +443,7 @@ def _fits(plan: Plan, budget: Budget) -> bool:
 
 def _can_pin(plan: Plan, budget: Budget) -> bool:
     """Whether the host can pin the optimizer's states, if the plan chose to keep them there."""
-    return _STATES not in plan.chosen or budget.can_pin(plan.estimate)
+    return STATES not in plan.chosen or budget.can_pin(plan.estimate)
 
 
 def _cost(plan: Plan, budget: Budget) -> float:
@@ -499,7 +451,7 @@ def _cost(plan: Plan, budget: Budget) -> float:
     work, form = plan.estimate.work, plan.config.base_format
     kept = work is not None and work.stored_format == form
     penalty = 1.0 if kept else _COST[form or SAME]
-    if plan.config.states_on_host and _STATES in plan.chosen:
+    if plan.config.states_on_host and STATES in plan.chosen:
         penalty *= _HOST_STATES
     return step_seconds(plan, budget) * penalty
 

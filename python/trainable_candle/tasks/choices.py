@@ -1,0 +1,74 @@
+"""Lists the choices for the settings that a plan may choose."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING, Any, Final
+
+from trainable_candle.settings.initial import PISSA
+from trainable_candle.settings.machine import DEVICE, HOST, SAME, STORED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainable_candle.settings import TrainConfig
+    from trainable_candle.tasks.speed import Work
+
+PRECISION: Final = "base_precision"
+CHECKPOINTING: Final = "gradient_checkpointing"
+TEXTS: Final = "text_encoder_precision"
+BLOCKS: Final = "stream_blocks"
+MODULATION: Final = "stream_modulation"
+STATES: Final = "optimizer_states"
+_FORMATS: Final = (SAME, "int8", "nf4")
+_POLICIES: Final = ("none", "selective", "full", "offload")
+_SHARES: Final = 8
+"""The number of streamed blocks is planned in eighths of all blocks."""
+
+
+def text_formats(work: Work | None) -> list[str]:
+    """Return the precisions of text encoders that are tried one after the other.
+
+    The format of an encoder's file rounds no layer again, so it is tried before the others.
+    """
+    stored = [STORED] if work is not None and work.texts_have_format else []
+    return [SAME, *stored, *(form for form in _FORMATS if form != SAME)]
+
+
+def ladders(
+    config: TrainConfig, names: Sequence[str], work: Work | None
+) -> list[list[dict[str, Any]]]:
+    """Return choices for the open settings, as lists ("ladders").
+
+    There is a list for each combination of the states' memory, the checkpointing policy and the
+    base's format. From item to item of a list, more weights are streamed; the first streams none.
+    """
+    formats = [SAME]
+    streams: list[tuple[bool | None, int | None]] = [(None, None)]
+    # PiSSA decomposes unrounded weights in the device's memory.
+    whole = config.init == PISSA
+    if work is not None and work.can_be_quantized and PRECISION in names and not whole:
+        # Quantization-aware training needs an unrounded base or a base in its own format.
+        known = dict.fromkeys([*_FORMATS, work.stored_format or SAME])
+        formats = [form for form in known if config.qat in {None, form} or form == SAME]
+    if work is not None and config.on_gpu and not whole:
+        modulation = True if work.has_modulation and MODULATION in names else None
+        shares = range(1, _SHARES + 1) if BLOCKS in names else ()
+        blocks = sorted({max(1, work.blocks * share // _SHARES) for share in shares if work.blocks})
+        streams += [(modulation, None)] if modulation else []
+        streams += [(modulation, count) for count in blocks]
+    policies = _POLICIES if CHECKPOINTING in names else (_POLICIES[0],)
+    places = (DEVICE, HOST) if STATES in names else (DEVICE,)
+    return [
+        [
+            {
+                STATES: place,
+                CHECKPOINTING: policy,
+                PRECISION: base,
+                MODULATION: modulation,
+                BLOCKS: blocks,
+            }
+            for modulation, blocks in streams
+        ]
+        for place, policy, base in product(places, policies, formats)
+    ]
