@@ -1,7 +1,5 @@
 //! The CUDA forms that are more than a plain product: tensor cores for f32 operands, each number as a pair of bf16 numbers;
-//! and cuBLASLt, which adds the bias and a residual in the product's kernel.
-
-use candle_core::DType;
+//! and cuBLASLt, which adds the bias in the product's kernel.
 
 use super::LINEAR;
 use crate::cuda::product_with_bias;
@@ -13,15 +11,5 @@ pub(super) fn forward(x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Optio
     if let Some(y) = pairs::linear(LINEAR.name, x, weight, bias)? {
         return Ok(Some(y));
     }
-    bias.map_or(Ok(None), |bias| product_with_bias(LINEAR.name, x, &weight.t()?, bias, None))
-}
-
-/// x Wᵀ + b + `residual` over half-precision matrices; `None` if cuBLASLt does not support the operands.
-pub(super) fn with_residual(x: &Raw, weight: &Raw, bias: Option<&Raw>, residual: &Raw) -> Result<Option<Raw>> {
-    match bias {
-        Some(bias) if matches!(x.dtype(), DType::F16 | DType::BF16) => {
-            product_with_bias(LINEAR.name, x, &weight.t()?, bias, Some(residual))
-        }
-        _ => Ok(None),
-    }
+    bias.map_or(Ok(None), |bias| product_with_bias(LINEAR.name, x, &weight.t()?, bias))
 }

@@ -1,12 +1,12 @@
 //! The sum of a frozen linear map and a residual, as at the end of a transformer block.
 //!
-//! On a GPU, the kernel of the product adds the residual as it writes the result: cuBLASLt before it rounds the result, the kernel for
-//! int8 codes after. Where neither supports the product, a kernel of its own adds the residual.
+//! On a GPU, the kernel of a product of codes adds the residual as it writes the result: cuBLASLt before it rounds the result, the
+//! kernel for int8 codes after. For other weights, a kernel of its own adds the residual, because cuBLASLt's products of half-precision
+//! numbers that read a residual take as much longer as that kernel takes.
 
 use candle_core::Shape;
 
-use super::{as_matrix, check, forward, forward_plain, linear, with_last};
-use crate::compute::on_device;
+use super::{as_matrix, check, forward, linear, with_last};
 use crate::cpu::Add;
 #[cfg(feature = "testing")]
 use crate::ops::case::{Case, Entry};
@@ -67,25 +67,15 @@ pub(in crate::ops) fn check_residual(
 pub(in crate::ops) fn forward_add(x: &Raw, weight: WeightRef<'_>, bias: Option<&Raw>, residual: &Raw) -> Result<Raw> {
     let residual = as_matrix(residual)?;
     match weight {
-        WeightRef::Plain(weight) => return forward_plain_add(x, &weight.raw, bias, &residual),
+        WeightRef::Plain(_) => {}
         WeightRef::Quantized(weight) => {
             if let Some(y) = weight.product_of_codes(x, Addends { bias, residual: Some(&residual) })? {
                 return Ok(y);
-            }
-            // As `forward`, which dequantizes these weights as a whole.
-            if !x.device().is_cpu() && !weight.is_large() {
-                return forward_plain_add(x, &weight.values(x.dtype())?, bias, &residual);
             }
         }
         WeightRef::Streamed(weight) => return forward_add(x, (&weight.here()?).into(), bias, &residual),
     }
     compute::binary(&forward(x, weight, bias)?, &residual, Add)
-}
-
-/// [`forward_add`] with a weight that is not quantized, and the residual as a dense matrix.
-pub(in crate::ops) fn forward_plain_add(x: &Raw, weight: &Raw, bias: Option<&Raw>, residual: &Raw) -> Result<Raw> {
-    let fused = on_device!(x.device(), cuda => super::cuda::with_residual(x, weight, bias, residual)?, cpu => None);
-    fused.map_or_else(|| compute::binary(&forward_plain(x, weight, bias)?, residual, Add), Ok)
 }
 
 struct LinearAddBackward {
@@ -130,7 +120,7 @@ pub(super) static ENTRY: Entry = Entry {
         vec![
             case("bias", &[2, 3, 5], 7, true),
             case("no bias", &[3, 5], 4, false),
-            // Sizes that cuBLASLt supports in half precision.
+            // Sizes that products of codes support.
             case("multiples of eight", &[9, 16], 24, true),
             case("no rows", &[0, 5], 7, true),
         ]

@@ -8,7 +8,6 @@ use crate::cuda::launch::{Const, empty, input, optional_input};
 use crate::cuda::{Gpu, contiguous};
 use crate::ops::conv::CONV2D;
 use crate::ops::conv::geometry::Geometry;
-use crate::ops::linear::residual::forward_plain_add;
 use crate::{Raw, Result, compute};
 
 /// What is added to a result (pixels, channels) after it was rounded: `sharing` consecutive pixels get the same row of the dense matrix
@@ -24,7 +23,7 @@ impl Addend {
 }
 
 /// [`forward`] plus `addend`, which has a row of channels for each pixel or for each image. A kernel adds it as it writes the result,
-/// if it is one of the kernels for compute capability 9.0 or a product of matrices.
+/// if it is one of the kernels for compute capability 9.0.
 pub(in crate::ops::conv) fn forward_add(
     geometry: &Geometry,
     x: &Raw,
@@ -35,13 +34,7 @@ pub(in crate::ops::conv) fn forward_add(
     let (x, weight, addend) = (contiguous(x)?, contiguous(weight)?, contiguous(addend)?);
     let bias = bias.map(contiguous).transpose()?;
     let (op, dims, is_whole) = (CONV2D.name, geometry.result_dims(), addend.dims() == geometry.result_dims());
-    if geometry.is_pointwise() {
-        if is_whole {
-            let (x, weight, addend) = (geometry.as_rows(&x)?, geometry.as_matrix(&weight)?, geometry.as_rows(&addend)?);
-            let y = forward_plain_add(&x, &weight, bias.as_ref(), &addend)?;
-            return Ok(y.reshape(dims.as_slice())?);
-        }
-    } else if matches!(x.dtype(), DType::F16 | DType::BF16) && geometry.pixels() > 0 {
+    if !geometry.is_pointwise() && matches!(x.dtype(), DType::F16 | DType::BF16) && geometry.pixels() > 0 {
         let (gpu, sizes) = (Gpu::of(op, &x)?, Sizes::of(geometry)?);
         let y = empty(op, gpu, &dims, x.dtype())?;
         let (from, weights, bias) = (input(op, &x)?, input(op, &weight)?, optional_input(op, bias.as_ref())?);
