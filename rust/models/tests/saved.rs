@@ -90,7 +90,9 @@ fn check_parts(
         let held = (saved_bytes() - start) as f64;
         drop(result);
         let name = model.class_name();
-        assert!(found <= before, "{name}: {count} of {all} blocks need {found} bytes, fewer blocks {before}");
+        // For all blocks, the estimate also counts what the layers after the blocks keep.
+        let falls = found <= before || count == all;
+        assert!(falls, "{name}: {count} of {all} blocks need {found} bytes, fewer blocks {before}");
         before = found;
         // The estimate may exceed what the tape holds by the values of one recomputed block.
         let recomputed = estimate(Policy::Full.into());
