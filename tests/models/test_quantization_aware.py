@@ -1,6 +1,7 @@
 """Quantization-aware training: models whose adapted weights are rounded in training."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from trainable_candle.nn.functional import fake_quantize, mse_loss
 from .test_transformers import FAMILIES, Family
 
 FLUX = FAMILIES["flux"]
+GOLDEN = Path(__file__).parents[1] / "golden"
 TARGETS = ["to_q", "to_k", "to_v"]
 
 
@@ -115,3 +117,57 @@ def test_with_rounded_inputs_a_model_computes_what_w8a8_computes(grid: str, tmp_
         tc.set_w8a8(False)
     np.testing.assert_allclose(found[True], expected, rtol=1e-3, atol=1e-4)
     assert np.abs(found[False] - expected).max() > 20 * np.abs(found[True] - expected).max()
+
+
+def run_flow(model: Any, name: str) -> tc.Tensor:
+    names = {"flux": (*FLOW, "img_ids", "txt_ids", "guidance"), "sd3": FLOW}[name]
+    case = tc.load_file(GOLDEN / name / "transformer_forward.safetensors")
+    result: tc.Tensor = model(**{key: case[key] for key in names})
+    return result
+
+
+def run_qwen2(model: Any, _: str) -> tc.Tensor:
+    result: tc.Tensor = model(tc.tensor(np.arange(40, dtype=np.int64)[None]))
+    return result
+
+
+FLOW = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
+# The folder, the sizes of the two samples (one for Qwen2) in `run`, and `run`.
+ESTIMATED = {
+    "flux": ("flux/transformer", 2, {"height": 2, "width": 48, "tokens": 19}, run_flow),
+    "sd3": ("sd3/transformer", 2, {"height": 16, "width": 12, "tokens": 21}, run_flow),
+    "qwen2": ("llm/qwen2", 1, {"height": 0, "width": 0, "tokens": 40}, run_qwen2),
+}
+
+
+@pytest.mark.parametrize("policy", ["none", "selective"])
+@pytest.mark.parametrize("name", ESTIMATED)
+def test_the_estimate_counts_rounded_inputs(name: str, policy: str) -> None:
+    folder, samples, sizes, run = ESTIMATED[name]
+    path = GOLDEN / folder
+    (facts,) = tc.inspect(path).parts.values()
+    layers = facts.layers
+
+    def measured(**settings: bool) -> tuple[int, int]:
+        """The bytes on the tape without those of rounded weights, and the estimate of them."""
+        model = tc.models.load(path, dtype="f32")
+        if policy != "none":
+            model.enable_gradient_checkpointing(policy)
+        adapter = tc.LoraConfig(r=4, target_modules="all-linear", qat="int8", **settings)
+        model.add_adapter(adapter)
+        before = tc.memory.saved_bytes()
+        result = run(model, name)
+        held = tc.memory.saved_bytes() - before
+        assert result.requires_grad
+        weights = 4 * sum(int(np.prod(layers[layer])) for layer in adapter.select(layers))
+        return held - weights, 4 * samples * facts.saved_values(adapter, policy, **sizes)[0]
+
+    (plain, without), (rounded, estimated) = measured(), measured(qat_activations=True)
+    if policy == "none":
+        # The tape keeps a rounded input for each layer, also for layers that share an input.
+        assert rounded > plain
+        assert estimated == pytest.approx(rounded, rel=1 / 7)
+    else:
+        # The backward pass recomputes the rounded inputs of one block at a time.
+        assert rounded == pytest.approx(plain, rel=0.02)
+        assert estimated > without
