@@ -46,7 +46,7 @@ FOR_EACH_GRADIENT_AND_COPY(DEFINE_STEPS)
 // computes Prodigy's estimate of the step size d from these sums.
 //   The arguments are those of WHOLE_ARGUMENTS; shared f64 [7].
 // Grid: 1; block: 512; no dynamic shared memory.
-extern "C" __global__ void __launch_bounds__(WHOLE_THREADS) prodigy_estimate(WHOLE_ARGUMENTS) {
+extern "C" __global__ void __launch_bounds__(WHOLE_THREADS, 1) prodigy_estimate(WHOLE_ARGUMENTS) {
     follow();
     if (coefficients[variables[0].group].skip) return;
     const auto sums = [&](uint64_t k) { return reinterpret_cast<const double *>(variables[k].scratch); };
