@@ -121,6 +121,7 @@ wheel-cuda: STRIP := symbols
 wheel-cuda: $(VENV)/.cuda ## Build the wheel for CPU and CUDA, with machine code for every supported GPU, and check it
 	$(BUILD_CUDA)
 	.ci/check_wheel.py --max-megabytes 40 $(DIST)/cuda/*.whl
+	.ci/check_kernels.py $(DIST)/cuda/*.whl
 
 # Compiles the kernels for one architecture, because all architectures would take minutes more. Uses the packages that `make wheel` has
 # installed.
@@ -129,6 +130,7 @@ cuda: $(VENV)/.cuda ## Lint and build for CUDA, and test without a GPU, on a sim
 	PATH=$(CUDA_HOME)/bin:$$PATH cargo clippy $(CARGO_SCOPE) $(CUDA) --all-targets -- -D warnings
 	$(BUILD_CUDA)
 	.ci/check_wheel.py --max-megabytes 40 $(DIST)/cuda/*.whl
+	.ci/check_kernels.py $(DIST)/cuda/*.whl
 	.ci/check_cuda.py $(DIST)/cuda/*.whl
 	eval "$$(tests/cuda/simulate.py $(CARGO_TARGET_DIR)/simulated $(CARGO_TARGET_DIR)/release/lib_core.so)" && \
 		PATH=$(CUDA_HOME)/bin:$$PATH cargo test $(CARGO_SCOPE) $(CUDA) --test cuda -- --ignored registry_runs_on_cuda
