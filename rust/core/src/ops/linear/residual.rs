@@ -98,7 +98,7 @@ impl Backward for LinearAddBackward {
 
 /// The entry of [`linear_add`].
 #[cfg(feature = "testing")]
-pub(super) static ENTRY: Entry = Entry {
+pub(super) const ENTRY: Entry = Entry {
     info: &LINEAR_ADD,
     cases: || {
         fn case(label: &'static str, dims: &[usize], out: usize, has_bias: bool) -> Case {

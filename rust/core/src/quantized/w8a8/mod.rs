@@ -117,7 +117,7 @@ impl Quantized {
     /// [`product_of_geglu`](Self::product_of_geglu).
     pub(crate) fn product_of_code_rows(&self, x: &CodeRows, bias: Option<&Raw>, dtype: DType) -> Result<Option<Raw>> {
         on_device!(x[0].device(), cuda => cuda::product_of_code_rows(self, x, bias, dtype), cpu => {
-            let _ = (bias, dtype); // for builds without CUDA
+            let _ = (x, bias, dtype); // for builds without CUDA
             Ok(None)
         })
     }

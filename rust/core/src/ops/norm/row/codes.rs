@@ -20,7 +20,7 @@ impl<'a> CodesNorm<'a> {
     /// support the tensors.
     pub fn of_sum(&self, operands: [&Raw; 2], is_int8: bool) -> Result<Option<(Raw, CodeRows, Aux)>> {
         on_device!(operands[0].device(), cuda => super::cuda::sum_and_codes(&self.0, operands, is_int8), cpu => {
-            let _ = is_int8; // for builds without CUDA
+            let _ = (operands, is_int8); // for builds without CUDA
             Ok(None)
         })
     }
