@@ -13,6 +13,8 @@ __device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, A
                                         uint32_t len, Acc<T> eps, bool is_int8, uint8_t *codes, float *scales, Acc<T> *shared) {
     constexpr int N = WIDE<T>;
     const auto write = [&](uint64_t row, NormRow<T, N> &values, auto normalized) {
+        // Lets the compiler drop the loops over packs that registers do not hold, which would spill some.
+        values.packs = min(values.packs, NORM_HELD * blockDim.x);
         RowScale found;
         // The normalized values take the place of the row's.
 #pragma unroll
@@ -26,7 +28,6 @@ __device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, A
             found.see(result);
         }
         const float scale = found.of_team(is_int8);
-        if (threadIdx.x == 0) scales[row] = scale;
         values.keep_narrow();
         with_rounder(scale, is_int8, [&](auto rounder) {
 #pragma unroll
@@ -38,6 +39,7 @@ __device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, A
                 rounder.store(codes + row * len + static_cast<uint64_t>(pack) * N, result);
             }
         });
+        if (threadIdx.x == 0) scales[row] = scale;
     };
     normalize<T, N, Kind::LAYER>(x, residual, sum, affine, mean, rstd, rows, len, 1, eps, shared, write);
 }
