@@ -19,10 +19,11 @@ from pathlib import Path
 from re import fullmatch
 
 from elftools.elf.elffile import ELFFile
+from elftools.elf.sections import SymbolTableSection
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "cuda"))
-import simulate  # noqa: E402
+import simulate  # type: ignore[import-not-found] # noqa: E402
 
 # Bytes that kernels may spill: on 9.0, where they were measured so, and on 8.0, where a kernel of
 # Adafactor spills 16. Elsewhere none may.
@@ -98,8 +99,10 @@ def kernels(library: bytes) -> Iterator[Kernel]:
         for image in (image for kind, _, image in images if kind == elf):
             file = ELFFile(BytesIO(image))
             symbols, stacks = file.get_section_by_name(".symtab"), {}
-            info = file.get_section_by_name(".nv.info").data()
-            for attribute, payload in simulate.attributes(info):
+            info = file.get_section_by_name(".nv.info")
+            if not isinstance(symbols, SymbolTableSection) or info is None:
+                sys.exit("machine code in the wheel has no symbols or no attributes of its kernels")
+            for attribute, payload in simulate.attributes(info.data()):
                 if attribute == stack_size:
                     symbol, size = struct.unpack("<II", payload)
                     stacks[symbols.get_symbol(symbol).name] = size
