@@ -150,7 +150,7 @@ def stored_format(task: Task) -> str | None:
     from trainable_candle import inspect  # noqa: PLC0415 - expensive
 
     family = cast("LatentTask | TextTask", task).family
-    base = inspect(family.weights, family.name).parts.get(family.component)
+    base = inspect(family.weights).parts.get(family.component)
     return base.stored_format if base else None
 
 
