@@ -21,7 +21,7 @@ from trainable_candle.errors import OutOfMemoryError
 from trainable_candle.placement import AUTO
 from trainable_candle.settings.config import group_of
 from trainable_candle.settings.machine import DEVICE, HOST, SAME
-from trainable_candle.tasks import parts
+from trainable_candle.tasks import partial_checkpointing as parts
 from trainable_candle.tasks.choices import (
     BLOCKS,
     CHECKPOINTING,
