@@ -1,6 +1,7 @@
 """Files whose weights are quantized already: the loader keeps the codes."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -80,10 +81,10 @@ def dynamic_map() -> np.ndarray:
     return tc.load_file(path)["map.signed"].numpy().astype(np.float32)
 
 
-def folder_of_bitsandbytes(
-    folder: Path, storage: str = "U8", **changes: Any
-) -> dict[str, np.ndarray]:
-    """Write a transformer in NF4, and return its values.
+def tensors_of_bitsandbytes(
+    storage: str = "U8",
+) -> tuple[dict[str, Entry], dict[str, np.ndarray]]:
+    """The tensors of a transformer in NF4, and its values.
 
     `storage` is the dtype whose tensors hold the codes' bytes (`bnb_4bit_quant_storage`).
     """
@@ -100,6 +101,14 @@ def folder_of_bitsandbytes(
             tensors |= entries | {name: (storage, (count // size, 1), codes)}
         else:
             tensors[name] = ("F32", values.shape, values.tobytes())
+    return tensors, expected
+
+
+def folder_of_bitsandbytes(
+    folder: Path, storage: str = "U8", **changes: Any
+) -> dict[str, np.ndarray]:
+    """Write a transformer in NF4 with its configuration, and return its values."""
+    tensors, expected = tensors_of_bitsandbytes(storage)
     write(folder / "diffusion_pytorch_model.safetensors", tensors)
     config = json.loads(CONFIG.read_text())
     config["quantization_config"] = {
@@ -117,6 +126,18 @@ def test_folders_of_bitsandbytes_are_read(tmp_path: Path, storage: str) -> None:
         model = FluxTransformer.from_pretrained(tmp_path, dtype="f32", quantize=quantize)
         for name, tensor in model.named_tensors().items():
             np.testing.assert_array_equal(tensor.numpy(), expected[name], err_msg=name)
+
+
+def test_a_wrong_number_of_scales_is_an_error_with_the_name_of_the_weight(tmp_path: Path) -> None:
+    folder_of_bitsandbytes(tmp_path)
+    file = tmp_path / "diffusion_pytorch_model.safetensors"
+    tensors, _ = tensors_of_bitsandbytes()
+    key = next(key for key in tensors if key.endswith(".absmax"))
+    dtype, (count,), content = tensors[key]
+    write(file, tensors | {key: (dtype, (count - 1,), content[:-1])})
+    weight = re.escape(key.removesuffix(".absmax"))
+    with pytest.raises(tc.errors.WeightsFormatError, match=f'{file.name}: "{weight}": the codes of'):
+        FluxTransformer.from_pretrained(tmp_path)
 
 
 def with_plain_scales(name: str, values: np.ndarray) -> tuple[dict[str, Entry], np.ndarray]:

@@ -169,7 +169,7 @@ impl WeightFiles {
     ///
     /// # Errors
     /// [`Error::WeightsFormat`] if the weight is not a four-bit weight, one of its tensors is missing, or the file's values of
-    /// the codes are not those of NF4; the errors of [`Quantized::from_nf4`].
+    /// the codes are not those of NF4, or a tensor does not have the size or the dtype that the weight's shape requires.
     pub fn read_nf4(&mut self, name: &str) -> Result<Quantized> {
         let error = |text: String| Error::weights(self.path(), format!("\"{name}\": {text}"));
         let (Some(packed), Some(&file)) = (self.packed.get(name), self.index.get(name)) else {
@@ -201,7 +201,12 @@ impl WeightFiles {
             ));
         }
         let nested = outer.as_ref().map(|(scales, _)| scales).zip(state.offset);
-        Quantized::from_nf4(state.dims, &codes, &scales, nested, state.dtype)
+        Quantized::from_nf4(state.dims, &codes, &scales, nested, state.dtype).map_err(|found| match found {
+            Error::Shape { message, .. } | Error::DType { message, .. } => {
+                Error::weights(self.path(), format!("\"{name}\": {message}"))
+            }
+            other => other,
+        })
     }
 
     /// Read an eight-bit weight: the type of its codes, the codes' bytes (u8) in the weight's shape, and its scales (f32),
