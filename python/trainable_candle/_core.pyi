@@ -5273,7 +5273,8 @@ def scaled_dot_product_attention(
     scale: SupportsFloat | SupportsIndex | None = ...,
 ) -> Tensor:
     """
-    softmax(query @ key.T * scale + mask) @ value (Vaswani et al. 2017, arXiv:1706.03762). The matrix of scores is never stored.
+    softmax(query @ key.T * scale + mask) @ value (Vaswani et al. 2017, arXiv:1706.03762). The matrix of all
+    scores is stored only if `attn_mask` needs a gradient.
 
     ```python
     q, k, v = (tc.randn(1, 2, 16, 8) for _ in range(3))  # one text, two heads, 16 tokens

@@ -333,7 +333,8 @@ pub fn swiglu(py: Python<'_>, input: &Tensor) -> Result<Tensor> {
     compute(py, input.0.elem_count(), || gated::swiglu(&input.0)).map(Tensor)
 }
 
-/// softmax(query @ key.T * scale + mask) @ value (Vaswani et al. 2017, arXiv:1706.03762). The matrix of scores is never stored.
+/// softmax(query @ key.T * scale + mask) @ value (Vaswani et al. 2017, arXiv:1706.03762). The matrix of all
+/// scores is stored only if `attn_mask` needs a gradient.
 ///
 /// ```python
 /// q, k, v = (tc.randn(1, 2, 16, 8) for _ in range(3))  # one text, two heads, 16 tokens

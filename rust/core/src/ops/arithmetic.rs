@@ -43,7 +43,8 @@ functors! {
     PowerLog "power_log": |a, b| if a == R::ZERO && b >= R::ZERO { R::ZERO } else { a.powf(b) * a.ln() };
 }
 
-/// The gradient of an operand of shape `dims`: `grad`, summed over the dimensions along which the operand was broadcast.
+/// The gradient of an operand of shape `dims`: `grad`, summed over the dimensions along which the operand was
+/// broadcast.
 pub(super) fn reduced(grad: Raw, dims: &[usize]) -> Result<Raw> {
     if grad.dims() == dims { Ok(grad) } else { compute::sum_to_shape(&grad, dims) }
 }
@@ -108,8 +109,8 @@ impl Backward for SumBackward {
     }
 }
 
-/// The backward function of `a op b` if the gradient of each operand is the incoming gradient times a factor that depends
-/// on the saved operands.
+/// The backward function of `a op b` if the gradient of each operand is the incoming gradient times a factor that
+/// depends on the saved operands.
 struct ProductBackward {
     kind: Product,
     /// The operands that the gradients need.
@@ -228,8 +229,9 @@ macro_rules! binary_methods {
                 /// Shapes broadcast as in numpy.
                 ///
                 /// # Errors
-                /// [`Error::Shape`] if the shapes do not broadcast, [`Error::DType`] if the dtypes differ or the function
-                /// does not support them, [`Error::Device`] if the devices differ.
+                /// [`Error::Shape`] if the shapes do not broadcast, [`Error::DType`] if the dtypes differ or the
+                /// function does not support them, [`Error::Device`] if the devices differ, [`Error::OutOfMemory`] if
+                /// the result does not fit in memory.
                 pub fn $name(&self, other: &Tensor) -> Result<Tensor> {
                     $call(&$info, self, other, $functor, $integer, $kind)
                 }

@@ -12,8 +12,8 @@ pub type TensorFn = Arc<dyn Fn(&[Tensor]) -> Result<Tensor> + Send + Sync>;
 pub struct Entry {
     /// Name and cost class.
     pub info: &'static OpInfo,
-    /// Cases that the tests run, each with at least one input. An operation has at least one case with an odd size. If the
-    /// operation accepts empty inputs, it also has a case with an empty input.
+    /// Cases that the tests run, each with at least one input. An operation has at least one case with an odd size. If
+    /// the operation accepts empty inputs, it also has a case with an empty input.
     pub cases: fn() -> Vec<Case>,
 }
 
@@ -24,8 +24,8 @@ pub enum Domain {
     Normal,
     /// Spread evenly from 0.5 to 2.
     Positive,
-    /// For functions with kinks, maxima or divisions: values of both signs, with absolute values of at least 0.25. The values
-    /// of two inputs of a case differ by at least 0.125.
+    /// For functions with kinks, maxima or divisions: values of both signs, with absolute values of at least 0.25. The
+    /// values of two inputs of a case differ by at least 0.125.
     Distinct,
 }
 
@@ -61,7 +61,7 @@ impl Case {
         Self { label, inputs, run: Arc::new(run), plain: None }
     }
 
-    /// Draw all inputs from `domain`.
+    /// Draws all inputs from `domain`.
     #[must_use]
     pub fn domain(mut self, domain: Domain) -> Self {
         for input in &mut self.inputs {

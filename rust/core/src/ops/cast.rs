@@ -1,4 +1,4 @@
-//! Conversions that keep the values: of the dtype, of the device, to a contiguous layout.
+//! Conversions of a tensor to another dtype, to another device, or to a contiguous layout.
 
 use candle_core::{DType, Device};
 
@@ -30,8 +30,8 @@ impl Backward for ToDeviceBackward {
     }
 }
 
-/// Copies the elements of `x` to `device`. Candle alone would copy the whole storage of `x`, even if `x` is a small view of
-/// it. A copy to a GPU does not block the host.
+/// Copies the elements of `x` to `device`. Candle alone would copy the whole storage of `x`, even if `x` is a small
+/// view of it. A copy to a GPU does not block the host.
 fn moved(x: &Raw, device: &Device) -> Result<Raw> {
     if device.is_cpu() {
         capture::refuse(TO_DEVICE.name)?;
@@ -50,7 +50,7 @@ impl Backward for ContiguousBackward {
 }
 
 impl Tensor {
-    /// The same values in another dtype. The gradient is in this tensor's dtype.
+    /// Converts the values to another dtype. The gradient is in this tensor's dtype; a result of integers has none.
     ///
     /// # Errors
     /// Candle's, for dtypes that it cannot convert.
@@ -67,10 +67,11 @@ impl Tensor {
         record(&CAST, &[self], || compute::convert(&self.raw, dtype), |_, _| CastBackward(from))
     }
 
-    /// A variable's value in `dtype`. The variable keeps a copy in this dtype, and the result is a view of the copy. If the
-    /// variable has changed since the last use, the value is cast again, unless the optimizer that changed it has also
-    /// written the copy. A later change of the variable overwrites the copy, so a backward pass through the result is then
-    /// an error. For a tensor that is not a variable this is [`to_dtype`](Self::to_dtype).
+    /// A variable's value in `dtype`. The variable keeps a copy in this dtype, and the result is a view of the copy. If
+    /// the variable has changed since the last use, the value is cast again, unless the optimizer that changed it has
+    /// also written the copy. A later change of the variable overwrites the copy, so a backward pass through the result
+    /// is then an error. For a tensor that is not a variable, and for a `dtype` of integers, this is
+    /// [`to_dtype`](Self::to_dtype).
     ///
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the copy does not fit.
@@ -87,7 +88,8 @@ impl Tensor {
     /// The same values on another device. The gradient is on this tensor's device.
     ///
     /// # Errors
-    /// Candle's, if the copy fails; [`Error::Device`](crate::Error::Device) for a copy to the CPU while a CUDA graph is recorded.
+    /// Candle's, if the copy fails; [`Error::Device`](crate::Error::Device) for a copy to the CPU while a CUDA graph is
+    /// recorded.
     pub fn to_device(&self, device: &Device) -> Result<Self> {
         if self.device().same_device(device) {
             return Ok(self.clone());

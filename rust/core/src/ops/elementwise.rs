@@ -9,7 +9,8 @@ use crate::{Error, Result, Tensor, compute};
 
 /// A function with its derivative.
 ///
-/// `SAVES_RESULT` says what the backward pass reads: the result of the function (as `exp` and `tanh` do) if true, else its input.
+/// `SAVES_RESULT` says what the backward pass reads: the result of the function (as `exp` and `tanh` do) if true, else
+/// its input.
 pub(crate) trait Pointwise: Unary + Binary + Copy + Send + Sync + 'static {
     const SAVES_RESULT: bool;
 }
@@ -26,8 +27,8 @@ impl<F: Pointwise> Backward for PointwiseBackward<F> {
     }
 }
 
-/// Applies `function`. As a [`Binary`] function it maps the gradient of the result and the saved value (the result or the input) to
-/// the gradient of the input.
+/// Applies `function`. As a [`Binary`] function it maps the gradient of the result and the saved value (the result or
+/// the input) to the gradient of the input.
 pub(crate) fn pointwise<F: Pointwise>(info: &'static OpInfo, x: &Tensor, function: F) -> Result<Tensor> {
     if !is_float(x.dtype()) {
         return Err(Error::dtype(
@@ -46,8 +47,8 @@ pub(crate) fn pointwise<F: Pointwise>(info: &'static OpInfo, x: &Tensor, functio
     )
 }
 
-/// Declares functions: the name, what the backward pass reads, the domain for tests, the value, the derivative times
-/// the gradient `g`, and the doc comment.
+/// Declares functions, each with its names, what its backward pass reads, its domain for tests, its value, its
+/// derivative times the gradient `g`, and its doc comment.
 macro_rules! pointwise_ops {
     // `integers` names the function for integer tensors; an operation without such a function rejects them.
     ($($name:ident $functor:ident $info:ident reads $reads:ident in $domain:ident $(integers $integers:path)?: |$x:ident| $value:expr, |$g:ident, $s:ident| $derivative:expr, $doc:literal;)*) => {

@@ -1,12 +1,13 @@
-//! Fake quantization: the forward pass rounds values to the grid of a format in eight or four bits; the backward pass treats the
-//! rounding as the identity.
+//! Fake quantization: the forward pass rounds values to the grid of an eight-bit or four-bit format; the backward pass
+//! treats the rounding as the identity.
 //!
-//! The derivative of rounding is taken to be 1 where a value is within the range of the codes, and 0 elsewhere: the straight-through
-//! estimator (Bengio et al. 2013, arXiv:1308.3432) with the clipping of Jacob et al. 2018, arXiv:1712.05877. Scales are constants in the
-//! backward pass. Learned factors on the scales have the gradient of LSQ (Esser et al. 2020, arXiv:1902.08153, equation 3), as in
-//! torchao's `range_learning`. LSQ also multiplies this gradient by a constant; it is left out here, because the steps of Adam do not
-//! depend on it. LSQ takes a value for clipped if it exceeds the last code; here, as in torchao, a value is clipped if it rounds to a
-//! number beyond the last code.
+//! The derivative of rounding is taken to be 1 where a value is within the range of the codes, and 0 elsewhere: the
+//! straight-through estimator (Bengio et al. 2013, arXiv:1308.3432) with the clipping of Jacob et al. 2018,
+//! arXiv:1712.05877. Scales are constants in the backward pass. Learned factors on the scales have the gradient of LSQ
+//! (Esser et al. 2020, arXiv:1902.08153, equation 3), as in torchao's `range_learning`. LSQ also multiplies this
+//! gradient by a constant; it is left out here, because the steps of Adam do not depend on it. In LSQ, a value is
+//! clipped if it exceeds the last code; here, as in torchao, a value is clipped if it rounds to a number beyond the
+//! last code.
 
 use std::str::FromStr;
 
@@ -23,8 +24,8 @@ use crate::{Error, Result, Tensor, compute};
 static FAKE_QUANTIZE: OpInfo = OpInfo::cheap("fake_quantize");
 static FAKE_QUANTIZE_BY: OpInfo = OpInfo::cheap("fake_quantize_by");
 
-/// Number of elements of a row that share a scale in [`Grid::Int4`]. torchao's configurations for training with int4 weights have
-/// groups of this size, too.
+/// Number of elements of a row that share a scale in [`Grid::Int4`]. torchao's configurations for training with int4
+/// weights have groups of this size, too.
 const GROUP: usize = 32;
 /// Number of elements that share a scale in [`Grid::Nf4`].
 const BLOCK: usize = 64;
@@ -36,11 +37,13 @@ const LARGEST_E4M3: f64 = 448.0;
 pub enum Grid {
     /// Integers from -127 to 127 with a scale per row: [`Format::Int8`].
     Int8,
-    /// Integers from -8 to 7 with a scale, the largest magnitude / 7.5, for each 32 elements of a row: torchao's symmetric int4 weights.
+    /// Integers from -8 to 7 with a scale, the largest magnitude / 7.5, for each 32 elements of a row: torchao's
+    /// symmetric int4 weights.
     Int4,
     /// e4m3 with a scale per row: [`Format::Fp8`].
     Fp8,
-    /// The 16 values of `NormalFloat` with a scale for each 64 elements in row-major order: [`Format::Nf4`] with scales in f32.
+    /// The 16 values of `NormalFloat` with a scale for each 64 elements in row-major order: [`Format::Nf4`] with scales
+    /// in f32.
     Nf4,
 }
 
@@ -71,8 +74,8 @@ impl Grid {
     /// Check that a matrix of these sizes consists of whole groups.
     ///
     /// # Errors
-    /// [`Error::Shape`] if `dims` is not the shape of a matrix, or if a row (`Int4`) or the matrix (`Nf4`) does not divide into
-    /// groups that share a scale.
+    /// [`Error::Shape`] if `dims` is not the shape of a matrix, or if a row (`Int4`) or the matrix (`Nf4`) does not
+    /// divide into groups that share a scale.
     pub fn check(self, dims: &[usize]) -> Result<()> {
         let &[rows, columns] = dims else {
             let text = format!("found shape {dims:?}, expected a matrix (out_features, in_features)");
@@ -115,8 +118,9 @@ impl Grid {
         }
     }
 
-    /// 1 (u8) for each value that is inside the range of the codes, otherwise 0. The range ends half a step beyond the first and the
-    /// last code, where the step is the distance from this code to the next one: values in that half step round to the code.
+    /// 1 (u8) for each value that is inside the range of the codes, otherwise 0. The range ends half a step beyond the
+    /// first and the last code, where the step is the distance from this code to the next one: values in that half step
+    /// round to the code.
     fn inside(self, x: &Tensor, scale: &Tensor) -> Result<Tensor> {
         let [low, high] = match self {
             Self::Int4 => {
@@ -184,8 +188,9 @@ impl Int4 {
     const LOW: f64 = -8.0;
     const HIGH: f64 = 7.0;
 
-    /// The code before it is clipped. The largest magnitude is 7.5 times the scale, halfway between two codes. As in torchao, x is
-    /// multiplied by the rounded reciprocal of the scale. The rounding of the reciprocal decides which of the two codes is nearer.
+    /// The code before it is clipped. The largest magnitude is 7.5 times the scale, halfway between two codes. As in
+    /// torchao, x is multiplied by the rounded reciprocal of the scale. The rounding of the reciprocal decides which of
+    /// the two codes is nearer.
     #[inline(always)]
     fn code<R: Real>(x: R, scale: R) -> R {
         round_to_even(x * (R::ONE / scale))
@@ -221,8 +226,8 @@ impl Binary for E4m3 {
     #[inline(always)]
     fn apply<R: Real>(&self, x: R, scale: R) -> R {
         let x = clamped(x / scale, -LARGEST_E4M3, LARGEST_E4M3);
-        // `unit` is the distance between neighbouring e4m3 numbers at x. The distance is 2^-9 below 2^-5, and doubles with each power
-        // of two from 2^-5 on that |x| reaches.
+        // `unit` is the distance between neighbouring e4m3 numbers at x. The distance is 2^-9 for |x| below 2^-5, and
+        // doubles at 2^-5 and at each larger power of two.
         let (mut step, mut power) = (0.001_953_125, 0.015_625);
         let magnitude = x.abs();
         let mut unit = R::from_f64(step);
@@ -255,7 +260,8 @@ impl Binary for Nf4 {
     }
 }
 
-/// The nearest whole number, ties to even. x + `large` is so large that it has no bits for a fraction, so the addition rounds.
+/// The nearest whole number, ties to even. x + `large` is so large that it has no bits for a fraction, so the addition
+/// rounds.
 #[inline(always)]
 fn round_to_even<R: Real>(x: R) -> R {
     let large = R::from_f64(if size_of::<R>() == size_of::<f32>() { 12_582_912.0 } else { 6_755_399_441_055_744.0 });
@@ -317,13 +323,13 @@ impl Backward for Learned {
     }
 }
 
-/// A matrix (rows, columns) rounded to `grid`. The rounding is computed in f32 (f64 for f64), and the result has the dtype of the
-/// matrix. The gradient passes unchanged where codes are in range.
+/// A matrix (rows, columns) rounded to `grid`. The rounding is computed in f32 (f64 for f64), and the result has the
+/// dtype of the matrix. The gradient passes unchanged where codes are in range.
 ///
-/// For `Int8`, `Fp8` and `Nf4` with scales in f32, the values are those of [`Quantized::new`](crate::Quantized::new), dequantized.
-/// No format stores `Int4`. `Int8` and `Int4` are the symmetric grids of
-/// [torchao](https://github.com/pytorch/ao/blob/v0.18.0/torchao/quantization/quant_primitives.py). `Int8` has codes from -127 to
-/// 127 and a scale per row; `Int4` has codes from -8 to 7 and a scale per group of 32 elements.
+/// For `Int8`, `Fp8` and `Nf4` with scales in f32, the values are those of [`Quantized::new`](crate::Quantized::new),
+/// dequantized. No format stores `Int4`. `Int8` and `Int4` are the symmetric grids of
+/// [torchao](https://github.com/pytorch/ao/blob/v0.18.0/torchao/quantization/quant_primitives.py). `Int8` has codes
+/// from -127 to 127 and a scale per row; `Int4` has codes from -8 to 7 and a scale per group of 32 elements.
 ///
 /// # Errors
 /// [`Error::Shape`] as [`Grid::check`], [`Error::DType`] if `x` is not floating point.
@@ -334,8 +340,8 @@ pub fn fake_quantize(x: &Tensor, grid: Grid) -> Result<Tensor> {
     })
 }
 
-/// As [`fake_quantize`] with each scale multiplied by its element of the vector `factors`, which has a gradient. There are
-/// [`Grid::scales`] factors, in the order of the groups in the row-major matrix.
+/// As [`fake_quantize`] with each scale multiplied by its element of the vector `factors`, which has a gradient. There
+/// are [`Grid::scales`] factors, in the order of the groups in the row-major matrix.
 ///
 /// # Errors
 /// As [`fake_quantize`]; [`Error::Shape`] if `factors` is not a vector of [`Grid::scales`] elements.
@@ -343,7 +349,7 @@ pub fn fake_quantize_by(x: &Tensor, factors: &Tensor, grid: Grid) -> Result<Tens
     rounded(x, grid, |grouped, scale| {
         if factors.dims() != [grouped.dims()[0]] {
             let (found, expected) = (factors.dims(), grouped.dims()[0]);
-            let text = format!("found factors of shape {found:?}, expected ({expected}), one for each scale");
+            let text = format!("found factors of shape {found:?}, expected ({expected},), one for each scale");
             return Err(Error::shape(FAKE_QUANTIZE_BY.name, text));
         }
         let factors = factors.to_dtype(grouped.dtype())?.unsqueeze(1)?;
@@ -362,7 +368,8 @@ pub fn fake_quantize_by(x: &Tensor, factors: &Tensor, grid: Grid) -> Result<Tens
     })
 }
 
-/// The result of `round` for the groups of `x` (groups, elements) and their scales (groups, 1), in the shape and the dtype of `x`.
+/// The result of `round` for the groups of `x` (groups, elements) and their scales (groups, 1), in the shape and the
+/// dtype of `x`.
 fn rounded(x: &Tensor, grid: Grid, round: impl FnOnce(&Tensor, &Tensor) -> Result<Tensor>) -> Result<Tensor> {
     if !is_float(x.dtype()) {
         let text = format!("expected a floating point tensor, found {}; convert it with to()", x.dtype().as_str());
@@ -375,7 +382,8 @@ fn rounded(x: &Tensor, grid: Grid, round: impl FnOnce(&Tensor, &Tensor) -> Resul
     let wide = if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
     let grouped = x.to_dtype(wide)?.reshape(&grid.groups(x.dims()[0], x.dims()[1])[..])?;
     let largest = grouped.detach().abs()?.max(&[1], true)?;
-    // Values are divided by the scale, so the scale of a group of zeros must be above 0, too. With any scale above 0, zeros stay zeros.
+    // Values are divided by the scale, so the scale of a group of zeros must be above 0, too. With any scale above 0,
+    // zeros stay zeros.
     let smallest = f64::from(f32::MIN_POSITIVE);
     let scale = largest.div(&Tensor::full(grid.largest(), (), wide, x.device())?)?.clamp(Some(smallest), None)?;
     round(&grouped, &scale)?.reshape(x.shape().clone())?.to_dtype(x.dtype())
@@ -391,7 +399,8 @@ fn clipped(x: &Tensor, scale: &Tensor) -> Result<Tensor> {
 }
 
 /// Registry entries of these operations. A case returns the values of x, but its gradient is that of the rounded x. The
-/// straight-through estimator makes this gradient the identity, which agrees with finite differences of the returned values.
+/// straight-through estimator makes this gradient the identity, which agrees with finite differences of the returned
+/// values.
 #[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[
     Entry {

@@ -1,4 +1,5 @@
-//! x + y · gate as one operation: the gated residual connection of adaLN-zero (Peebles & Xie 2022, arXiv:2212.09748, section 3.2).
+//! x + y · gate as one operation: the gated residual connection of adaLN-zero (Peebles & Xie 2022, arXiv:2212.09748,
+//! section 3.2).
 
 use super::arithmetic::{check, reduced};
 #[cfg(feature = "testing")]
@@ -26,8 +27,8 @@ impl Ternary for PlusProduct {
 /// before it is added. Saves `gate` if `y` needs a gradient, and `y` if the gate needs one.
 ///
 /// # Errors
-/// [`Error::Shape`] if `x` and `y` differ in shape or `gate` does not broadcast to their shape, [`Error::DType`] if the operands
-/// differ in dtype or are not floating point, [`Error::Device`] if they differ in device.
+/// [`Error::Shape`] if `x` and `y` differ in shape or `gate` does not broadcast to their shape, [`Error::DType`] if the
+/// operands differ in dtype or are not floating point, [`Error::Device`] if they differ in device.
 pub fn gated_add(x: &Tensor, y: &Tensor, gate: &Tensor) -> Result<Tensor> {
     let op = GATED_ADD.name;
     check(op, x, y)?;
@@ -47,8 +48,8 @@ pub fn gated_add(x: &Tensor, y: &Tensor, gate: &Tensor) -> Result<Tensor> {
         );
         return Err(Error::shape(op, message));
     }
-    // A small gate is kept even inside a checkpoint. Otherwise a recomputation would have to reach this operation to save
-    // the gate, and so compute `y`, which is often an expensive product.
+    // A small gate is kept even inside a checkpoint. Otherwise a recomputation would have to reach this operation to
+    // save the gate, and so compute `y`, which is often an expensive product.
     record(
         &GATED_ADD,
         &[x, y, gate],

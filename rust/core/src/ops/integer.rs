@@ -30,8 +30,8 @@ pub(super) fn abs(x: &Tensor) -> Result<Tensor> {
     if x.dtype() == DType::I64 { map(x, i64::wrapping_abs) } else { Ok(x.clone()) }
 }
 
-/// The maximum or the minimum over `dims`. `along` is candle's maximum or minimum over one dimension; it keeps this dimension,
-/// with size 1.
+/// The maximum or the minimum over `dims`. `along` is candle's maximum or minimum over one dimension; it keeps this
+/// dimension, with size 1.
 pub(super) fn extreme(
     x: &Tensor,
     dims: &[usize],
@@ -60,7 +60,7 @@ mod tests {
     }
 
     #[test]
-    fn neg_and_abs_of_integers_are_exact() -> Result<()> {
+    fn neg_and_abs_of_i64_are_exact_and_unsigned_integers_have_only_abs() -> Result<()> {
         assert_eq!(numbers().neg()?.to_vec::<i64>()?, [-3, 7, -7, i64::MIN, 0, -5]);
         assert_eq!(numbers().abs()?.to_vec::<i64>()?, [3, 7, 7, i64::MIN, 0, 5]);
         let unsigned = Tensor::constant(from_vec(vec![3u32], 1));

@@ -1,8 +1,8 @@
-//! Linear maps of one input as a single map: y = x [W₁; W₂; …]ᵀ + [b₁, b₂, …]. Each map may have a low-rank product of its own.
+//! Linear maps of one input as a single map: y = x [W₁; W₂; …]ᵀ + [b₁, b₂, …]. Each map may have a low-rank product of
+//! its own.
 //!
-//! The rows of the frozen weights are stacked, so that the base is one matrix product forward and one backward. The
-//! low-rank products s (x Aᵀ) Bᵀ (LoRA, arXiv:2106.09685) of the maps, and their dtypes, are as in
-//! [`lora`](super::lora).
+//! The rows of the frozen weights are stacked, so that the base is one matrix product in each pass. The low-rank
+//! products s (x Aᵀ) Bᵀ (LoRA, arXiv:2106.09685) of the maps, and their dtypes, are as in [`lora`](super::lora).
 
 use candle_core::DType;
 
@@ -46,7 +46,7 @@ pub struct LinearGroup<'a> {
 }
 
 impl LinearGroup<'_> {
-    /// Check that the maps can be applied to `x`.
+    /// Checks that the maps can be applied to `x`.
     pub(super) fn check(&self, op: &'static str, x: &Tensor) -> Result<()> {
         check(op, x, self.weight, self.bias)?;
         check_frozen(op, self.weight, self.bias)?;
@@ -94,13 +94,14 @@ impl LinearGroup<'_> {
     }
 }
 
-/// The results of linear maps of one input side by side: `x (..., in)` → `(..., Σ out)`, columns in the order of the maps.
+/// The results of linear maps of one input side by side: `x (..., in)` → `(..., Σ out)`, columns in the order of the
+/// maps.
 ///
 /// Saves x and x Aᵀ if the gradients of low-rank factors need them. A group without low-rank products saves nothing.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the base needs a gradient
-/// or a scale is not finite.
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the base
+/// needs a gradient or a scale is not finite.
 pub fn linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor> {
     group.check(LINEAR_GROUP.name, x)?;
     let low_ranks = group.low_ranks(x.dtype())?;
@@ -126,13 +127,14 @@ pub(super) fn frozen(x: &Tensor, dims: &[usize]) -> Result<Tensor> {
     Tensor::from_vec(values, dims, &candle_core::Device::Cpu)?.to_dtype(x.dtype())?.to_device(x.device())
 }
 
-/// Registry entry of this file. The inputs of a case get gradients and the base gets none, so each case makes the base itself.
+/// Registry entry of this file. The inputs of a case get gradients and the base gets none, so each case makes the base
+/// itself.
 #[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[Entry {
     info: &LINEAR_GROUP,
     cases: || {
-        /// A group of maps of 5 input features. For each map, `sizes` has the number of outputs, and `adapted` says whether the
-        /// map has a low-rank product. The products have different scales if `mixed`.
+        /// A group of maps of 5 input features. For each map, `sizes` has the number of outputs, and `adapted` says
+        /// whether the map has a low-rank product. The products have different scales if `mixed`.
         fn case(
             label: &'static str,
             shapes: &[&[usize]],

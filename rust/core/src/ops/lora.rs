@@ -1,11 +1,11 @@
 //! Low-rank adapted linear maps as single operations.
 //!
-//! LoRA (Hu et al. 2021, arXiv:2106.09685): y = x Wᵀ + b + s (x Aᵀ) Bᵀ with A = `down (r, in)`, B = `up (out, r)`.
-//! DoRA (Liu et al. 2024, arXiv:2402.09353): y = c ∘ (x Wᵀ + s (x Aᵀ) Bᵀ) + b. The vector c has one element for each row w of
-//! W + s B A: m / ‖w‖, where m is the row's trained magnitude. ‖w‖ is a constant in the backward pass (section 4.3 of the
-//! paper), as in peft.
+//! LoRA (Hu et al. 2021, arXiv:2106.09685): y = x Wᵀ + b + s (x Aᵀ) Bᵀ with A = `down (r, in)`, B = `up (out, r)`. DoRA
+//! (Liu et al. 2024, arXiv:2402.09353): y = c ∘ (x Wᵀ + s (x Aᵀ) Bᵀ) + b. The vector c has one element for each row w
+//! of W + s B A: m / ‖w‖, where m is the row's trained magnitude. ‖w‖ is a constant in the backward pass (section 4.3
+//! of the paper), as in peft.
 //!
-//! The base W, b is frozen: it never gets a gradient, so nothing is saved for one.
+//! The base (W and b) is frozen, so no activation is saved for its gradient.
 //!
 //! x and W may be f16 or bf16 while the trained tensors are f32. Products then use copies of the trained tensors in the
 //! dtype of x, and the gradients of A and B are summed and stored in f32.
@@ -30,7 +30,7 @@ use crate::{Error, Result, Tensor, Var, checkpoint, compute};
 static LORA: OpInfo = OpInfo::expensive("lora_linear");
 static DORA: OpInfo = OpInfo::expensive("dora_linear");
 
-/// Check `down (r, in)` and `up (out, r)` against a base of `(out, in)`.
+/// Checks `down (r, in)` and `up (out, r)` against a base of `(out, in)`.
 pub(super) fn check_factors(
     op: &'static str,
     x: &Tensor,
@@ -66,8 +66,8 @@ fn trainable_kind(op: &'static str, x: &Tensor, name: &str, tensor: &Tensor) -> 
     same_kind(op, x, name, tensor)
 }
 
-/// Checks that the base needs no gradient. The base is not an input on the tape, so this function also reports to checkpoints
-/// that the operation reads it.
+/// Checks that the base needs no gradient. The base is not an input on the tape, so this function also reports to
+/// checkpoints that the operation reads it.
 pub(super) fn check_frozen(op: &'static str, weight: WeightRef<'_>, bias: Option<&Tensor>) -> Result<()> {
     if weight.requires_grad() || bias.is_some_and(Tensor::requires_grad) {
         return Err(Error::argument(
@@ -96,7 +96,7 @@ fn check_backward(
     scale: f64,
 ) -> Result<()> {
     let (Some(&out), Some(&inner)) = (grad_output.dims().last(), input.dims().last()) else {
-        return Err(Error::shape(op, "grad_output and input need at least one dimension"));
+        return Err(Error::shape(op, "grad_output or input is a number, expected at least one dimension"));
     };
     if grad_output.dims()[..grad_output.rank() - 1] != input.dims()[..input.rank() - 1] {
         return Err(Error::shape(
@@ -115,12 +115,13 @@ fn check_backward(
 
 /// The gradients of the two LoRA matrices, without that of the input.
 ///
-/// For y = s (x Aᵀ) Bᵀ: `grad_output (..., out)`, `input (..., in)`, `down (r, in)`, `up (out, r)` → (`(r, in)`, `(out,
-/// r)`), in the dtypes of `down` and `up`. `down` and `up` have the dtype of the input; for an f16 or bf16 input they may be
-/// f32. All tensors must be on one device.
+/// For y = s (x Aᵀ) Bᵀ: `grad_output (..., out)`, `input (..., in)`, `down (r, in)`, `up (out, r)` → `(r, in)` and
+/// `(out, r)`, in the dtypes of `down` and `up`. `down` and `up` have the dtype of the input; for an f16 or bf16 input
+/// they may be f32. All tensors must be on one device.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if `scale` is not finite.
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if `scale` is
+/// not finite.
 pub fn lora_backward(
     grad_output: &Tensor,
     input: &Tensor,
@@ -152,9 +153,9 @@ pub struct LoraLayer<'a> {
     pub scale: f64,
 }
 
-/// [`lora_backward`] of many layers at once. The results are added to the gradients of the variables. Where these gradients
-/// are parts of a [`FlatBuffer`](crate::FlatBuffer), the products are added in place. On CUDA, many products run together,
-/// without synchronization.
+/// [`lora_backward`] of many layers at once. The results are added to the gradients of the variables. Where these
+/// gradients are parts of a [`FlatBuffer`](crate::FlatBuffer), the products are added in place. On CUDA, many products
+/// run together, without synchronization.
 ///
 /// # Errors
 /// As [`lora_backward`]; if an operand does not fit, no gradient changes.
@@ -226,8 +227,8 @@ impl<'a> LoraWeights<'a> {
 /// y = x Wᵀ + b + s (x Aᵀ) Bᵀ: `x (..., in)` → `(..., out)`. Saves x and x Aᵀ.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the base needs a gradient
-/// or the scale is not finite.
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the base
+/// needs a gradient or the scale is not finite.
 pub fn lora_linear(x: &Tensor, w: LoraWeights<'_>) -> Result<Tensor> {
     w.check(LORA.name, x)?;
     let low_rank = w.low_rank(x.dtype())?;
@@ -270,7 +271,8 @@ impl Backward for DoraBackward {
     }
 }
 
-/// ‖W + s B A‖ of each row, (out). The norm is computed in f32 (f64 for f64), because squares of small weights are 0 in f16.
+/// ‖W + s B A‖ of each row, (out). The norm is computed in f32 (f64 for f64), because squares of small weights are 0 in
+/// f16.
 ///
 /// # Errors
 /// [`Error::Shape`] if the operands do not fit.
@@ -295,8 +297,8 @@ pub fn adapted_row_norm<'a>(
     Tensor::constant(squares).sqrt()
 }
 
-/// DoRA: `x (..., in)` → `(..., out)` with `magnitude (out)`. Saves x, x Aᵀ, the vector c and the norms of the rows. If the magnitude
-/// needs a gradient, also saves the matrix that c scales.
+/// DoRA: `x (..., in)` → `(..., out)` with `magnitude (out)`. Saves x, x Aᵀ, the vector c and the norms of the rows. If
+/// the magnitude needs a gradient, also saves the matrix that c scales.
 ///
 /// # Errors
 /// As [`lora_linear`].
@@ -350,7 +352,8 @@ fn master(x: &Tensor) -> Result<Tensor> {
     if matches!(x.dtype(), DType::F16 | DType::BF16) { x.to_dtype(DType::F32) } else { Ok(x.clone()) }
 }
 
-/// Registry entries of this file. The inputs of a case get gradients and the base gets none, so each case makes the base itself.
+/// Registry entries of this file. The inputs of a case get gradients and the base gets none, so each case makes the
+/// base itself.
 #[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[
     Entry {

@@ -15,8 +15,8 @@ use crate::{Result, Tensor, Var, compute};
 
 const OP: &str = "low_rank";
 
-/// Returns `tensor` in `dtype`, off the tape. If `tensor` is a variable of another dtype, this is the copy in `dtype` that the variable
-/// keeps.
+/// Returns `tensor` in `dtype`, off the tape. If `tensor` is a variable of another dtype, this is the copy in `dtype`
+/// that the variable keeps.
 pub(super) fn operand(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
     match Var::of(tensor) {
         _ if tensor.dtype() == dtype => Ok(tensor.detach()),
@@ -25,8 +25,9 @@ pub(super) fn operand(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
     }
 }
 
-/// Keeps `operand`, which [`operand()`] has made from `tensor`, for the backward pass. If `tensor` is a leaf (a parameter),
-/// `operand` is held, and not counted as a saved activation; if `tensor` is the result of an operation, `operand` is saved.
+/// Keeps `operand`, which [`operand()`] has made from `tensor`, for the backward pass. If `tensor` is a leaf (a
+/// parameter), `operand` is held, and not counted as a saved activation; if `tensor` is the result of an operation,
+/// `operand` is saved.
 pub(super) fn keep(saver: &mut Saver<'_>, tensor: &Tensor, operand: &Tensor) -> Saved {
     if tensor.is_leaf() { saver.hold(operand) } else { saver.save(operand) }
 }
@@ -60,8 +61,8 @@ impl Place {
     }
 }
 
-/// The second product of an adapter, s · hidden · Bᵀ, where hidden is the adapter's x Aᵀ, and the result's columns that it is
-/// added to.
+/// The second product of an adapter, s · hidden · Bᵀ, where hidden is the adapter's x Aᵀ, and the result's columns that
+/// it is added to.
 pub(super) struct LastProduct<B> {
     /// B, (out, rank).
     pub up: B,
@@ -139,8 +140,8 @@ impl<'a> LowRanks<'a> {
         self.factors.iter().flatten().copied()
     }
 
-    /// Adds the products of `x` to `y` in place (both are matrices). Returns x Aᵀ of all adapters side by side, (rows, Σ rank);
-    /// `None` without adapters.
+    /// Adds the products of `x` to `y` in place (both are matrices). Returns x Aᵀ of all adapters side by side, (rows,
+    /// Σ rank); `None` without adapters.
     pub fn add_to(&self, y: &Raw, x: &Raw) -> Result<Option<Raw>> {
         let Some(last) = self.places.last() else { return Ok(None) };
         let all = compute::unset(OP, x, &[x.dims()[0], last.ranks[0] + last.ranks[1]])?;
@@ -303,13 +304,15 @@ impl LowRankBackward {
         Ok(all)
     }
 
-    /// g W: the gradient of x through the frozen weight alone. `None` if no weight is kept, because x needs no gradient.
+    /// g W: the gradient of x through the frozen weight alone. `None` if no weight is kept, because x needs no
+    /// gradient.
     pub fn base_gradient(&self, grad: &Raw) -> Result<Option<Raw>> {
         self.weight.as_ref().map(|weight| weight.input_gradient(grad)).transpose()
     }
 
     /// Returns s g B, (rows, Σ rank), where g is the gradient of the result, for each adapted layer whose x or A needs
-    /// a gradient; the columns of other layers stay uninitialised. If x needs a gradient, also adds s g B A to the gradient of x.
+    /// a gradient; the columns of other layers stay uninitialised. `None` if no layer needs it. If x needs a gradient,
+    /// also adds s g B A to the gradient of x.
     fn grad_hidden(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<Option<Raw>> {
         let needs_x = context.needs(0);
         let needed: SmallVec<[bool; 4]> =

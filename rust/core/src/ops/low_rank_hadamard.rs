@@ -1,7 +1,8 @@
 //! The elementwise product (A₁ B₁) ∘ (A₂ B₂) of two low-rank matrices as one operation (`LoHa`:
 //! Hyeon-Woo et al. 2022, arXiv:2108.06098; `LyCORIS`, arXiv:2309.14859).
 //!
-//! Each of the matrices A₁ B₁ and A₂ B₂ is as large as a layer's weight. They are not saved; the backward pass computes them again.
+//! Each of the matrices A₁ B₁ and A₂ B₂ is as large as a layer's weight. They are not saved; the backward pass computes
+//! them again.
 
 #[cfg(feature = "testing")]
 use super::case::{Case, Entry};
@@ -48,8 +49,8 @@ fn forward(factors: [&Raw; 4]) -> Result<Raw> {
 /// (A₁ B₁) ∘ (A₂ B₂): `a1 (n, r₁)`, `b1 (r₁, m)`, `a2 (n, r₂)`, `b2 (r₂, m)` → `(n, m)`. Saves the factors.
 ///
 /// # Errors
-/// [`Error::Shape`] if the factors do not have the shapes above, [`Error::DType`] or [`Error::Device`] if they differ in dtype or
-/// device.
+/// [`Error::Shape`] if the factors do not have the shapes above, [`Error::DType`] or [`Error::Device`] if they differ
+/// in dtype or device.
 pub fn low_rank_hadamard(a1: &Tensor, b1: &Tensor, a2: &Tensor, b2: &Tensor) -> Result<Tensor> {
     let factors = [a1, b1, a2, b2];
     let fits = factors.iter().all(|f| f.rank() == 2)

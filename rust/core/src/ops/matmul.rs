@@ -38,8 +38,9 @@ impl Tensor {
     /// a row (1, k) on the left and a column (k, 1) on the right; its dimension of size 1 is dropped from the result.
     ///
     /// # Errors
-    /// [`Error::Shape`] if an operand has no dimensions, the inner sizes k differ, or the batch dimensions do not broadcast;
-    /// [`Error::DType`] if the dtypes differ or are not floating point; [`Error::Device`] if the devices differ.
+    /// [`Error::Shape`] if an operand has no dimensions, the inner sizes k differ, or the batch dimensions do not
+    /// broadcast; [`Error::DType`] if the dtypes differ or are not floating point; [`Error::Device`] if the devices
+    /// differ; [`Error::OutOfMemory`] if the result does not fit in memory.
     pub fn matmul(&self, other: &Self) -> Result<Self> {
         if self.rank() == 0 || other.rank() == 0 {
             return Err(Error::shape("matmul", "a number is not a matrix; use * to multiply a tensor by a number"));

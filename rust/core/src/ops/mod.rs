@@ -1,9 +1,10 @@
-//! The operations. Each has one file or folder with its forward pass, the tensors that it saves, its backward pass, its cost,
-//! and test cases.
+//! The operations. Each has one file or folder with its forward pass, the tensors that it saves, its backward pass, its
+//! cost, and test cases.
 //!
-//! `REGISTRY` lists the cases, which only the feature `testing` compiles. `tests/registry.rs` runs every case
-//! in every dtype, and with strided and empty inputs. It compares gradients with finite differences in f64, fused operations
-//! with their plain forms, and checkpointed runs with ordinary ones. A test fails if an operation has no case.
+//! `REGISTRY` lists the cases, which are compiled only with the feature `testing`. `tests/registry.rs` runs every case
+//! in every dtype, and with strided and empty inputs. It compares gradients with finite differences in f64, fused
+//! operations with their plain forms, and results with checkpointing with results without it. A test fails if an
+//! operation has no case.
 
 pub mod activation;
 pub mod arithmetic;

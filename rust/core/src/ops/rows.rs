@@ -1,5 +1,5 @@
-//! The common part of CPU kernels that work row by row: how rows are divided into blocks for threads, and sums, maxima and other
-//! reductions over a row in a fixed order.
+//! The common part of CPU kernels that work row by row: how rows are divided into blocks for threads, and sums, maxima
+//! and other reductions over a row in a fixed order.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -10,8 +10,8 @@ use crate::cpu::{Elem, Real};
 /// Number of elements that one thread takes at a time.
 const GRAIN: usize = 32 * 1024;
 
-/// Number of partial sums of a row: the number of f32 lanes of a vector in the widest instruction set. More partial sums would make
-/// long rows slightly faster, but short rows, such as the scores of a short sequence, much slower.
+/// Number of partial sums of a row: the number of f32 lanes of a vector in the widest instruction set. More partial
+/// sums would make long rows slightly faster, but short rows, such as the scores of a short sequence, much slower.
 const LANES: usize = 16;
 
 /// How many rows of `len` elements one thread takes at a time. The number depends only on `len`, so that results do not
@@ -42,9 +42,9 @@ pub(super) unsafe fn fill_rows<T: Elem>(
     result
 }
 
-/// One lane for each of the at most [`LANES`] `results`; the other lanes are `neutral`. The results are computed in one loop and
-/// joined to the partial sums in another ([`join`]): the compiler vectorises two simple loops for every element type, but not
-/// a single loop that does both.
+/// One lane for each of the at most [`LANES`] `results`; the other lanes are `neutral`. The results are computed in one
+/// loop and joined to the partial sums in another ([`join`]): the compiler vectorises two simple loops for every
+/// element type, but not a single loop that does both.
 #[inline(always)]
 fn stage<R: Real>(neutral: R, results: impl Iterator<Item = R>) -> [R; LANES] {
     let mut stage = [neutral; LANES];
@@ -85,8 +85,8 @@ fn larger<R: Real>(a: R, b: R) -> R {
     if b > a { b } else { a }
 }
 
-/// Joins the results of `f` for all elements of a row by `operation`. Lane i joins the elements i, i + [`LANES`], i + 2 [`LANES`] and
-/// so on; then the lanes are folded to one value.
+/// Joins the results of `f` for all elements of a row by `operation`. Lane i joins the elements i, i + [`LANES`], i + 2
+/// [`LANES`] and so on; then the lanes are folded to one value.
 #[inline(always)]
 fn reduce<X: Copy, R: Real>(x: &[X], neutral: R, f: impl Fn(X) -> R, operation: impl Fn(R, R) -> R) -> R {
     let chunks = x.chunks_exact(LANES);

@@ -136,7 +136,7 @@ impl Tensor {
         record(&SCALAR, &[self], || compute::unary(&self.raw, Affine { mul, add }), |_, _| AffineBackward(mul))
     }
 
-    /// Add a number to each element.
+    /// Adds a number to each element.
     ///
     /// # Errors
     /// As [`affine`](Self::affine).
@@ -144,7 +144,7 @@ impl Tensor {
         self.affine(1.0, value)
     }
 
-    /// Multiply each element by a number.
+    /// Multiplies each element by a number.
     ///
     /// # Errors
     /// As [`affine`](Self::affine).
@@ -177,12 +177,12 @@ impl Tensor {
     /// Limits each element to `[low, high]`. An element outside this range has gradient 0.
     ///
     /// # Errors
-    /// [`Error::Argument`] if neither limit is given, a limit is NaN, or `low > high`; [`Error::DType`] if the tensor is not
-    /// floating point.
+    /// [`Error::Argument`] if neither limit is given, a limit is NaN, or `low > high`; [`Error::DType`] if the tensor
+    /// is not floating point.
     pub fn clamp(&self, low: Option<f64>, high: Option<f64>) -> Result<Self> {
         let limits = Clamp { low: low.unwrap_or(f64::NEG_INFINITY), high: high.unwrap_or(f64::INFINITY) };
         if low.is_none() && high.is_none() {
-            return Err(Error::argument("clamp", "neither a lower nor an upper limit was given"));
+            return Err(Error::argument("clamp", "found no limits, expected a lower limit, an upper limit or both"));
         }
         if limits.low.is_nan() || limits.high.is_nan() {
             let which = if limits.low.is_nan() { "lower" } else { "upper" };

@@ -1,5 +1,5 @@
-//! Operations on shapes. They return views where the memory layout allows, otherwise copies; `strided`, `cat` and `stack`
-//! always copy.
+//! Operations on shapes. They return views where the memory layout allows it, otherwise copies; `strided`, `cat` and
+//! `stack` always copy.
 
 use candle_core::Shape;
 
@@ -57,8 +57,8 @@ impl Backward for NarrowBackward {
     }
 }
 
-/// The backward pass of [`Tensor::strided`]. `ids` are the indices of the taken elements along `dim` of the input, which has
-/// `size` elements along `dim`.
+/// The backward pass of [`Tensor::strided`]. `ids` are the indices of the taken elements along `dim` of the input,
+/// which has `size` elements along `dim`.
 struct StridedBackward {
     size: usize,
     dim: usize,
@@ -125,7 +125,8 @@ impl Tensor {
         Ok(result)
     }
 
-    /// The tensor with its dimensions in another order: dimension `i` of the result is dimension `dims[i]` of this tensor.
+    /// The tensor with its dimensions in another order: dimension `i` of the result is dimension `dims[i]` of this
+    /// tensor.
     ///
     /// # Errors
     /// [`Error::Shape`] if `dims` is not a permutation.
@@ -211,8 +212,8 @@ impl Tensor {
                 format!("shape {:?} cannot be broadcast to {:?}", self.dims(), shape.dims()),
             ));
         }
-        // The view itself needs no memory. But if `shape` is too large, the next operation cannot allocate its result, or the
-        // number of elements overflows.
+        // The view itself needs no memory. But if `shape` is too large, the next operation cannot allocate its result,
+        // or the number of elements overflows.
         check_allocation_on(self.device(), BROADCAST.name, shape.dims(), self.dtype())?;
         let dims = self.dims().to_vec();
         record_view(&BROADCAST, self, self.raw.broadcast_as(&shape)?, || BroadcastBackward(dims))
@@ -239,7 +240,8 @@ impl Tensor {
     /// `start`.
     ///
     /// # Errors
-    /// [`Error::Index`] if `dim` is out of range or an element is outside the dimension, [`Error::Argument`] if `step` is 0.
+    /// [`Error::Index`] if `dim` is out of range or an element is outside the dimension, [`Error::Argument`] if `step`
+    /// is 0.
     pub fn strided(&self, dim: usize, start: usize, length: usize, step: isize) -> Result<Self> {
         self.check_dim(STRIDED.name, dim)?;
         if step == 0 {
@@ -265,8 +267,9 @@ impl Tensor {
     /// Joins tensors one after the other along `dim`; the sizes of all other dimensions must agree.
     ///
     /// # Errors
-    /// [`Error::Argument`] if `tensors` is empty, [`Error::Index`] if `dim` is out of range, [`Error::Shape`] if other dimensions
-    /// differ in size, [`Error::DType`] if the dtypes differ, [`Error::OutOfMemory`] if the result does not fit in memory.
+    /// [`Error::Argument`] if `tensors` is empty, [`Error::Index`] if `dim` is out of range, [`Error::Shape`] if other
+    /// dimensions differ in size, [`Error::DType`] if the dtypes differ, [`Error::OutOfMemory`] if the result does not
+    /// fit in memory.
     pub fn cat(tensors: &[&Self], dim: usize) -> Result<Self> {
         let Some(first) = tensors.first() else {
             return Err(Error::argument("cat", "expected at least one tensor, found none"));
@@ -322,8 +325,8 @@ impl Tensor {
         Self::cat(&expanded.iter().collect::<Vec<_>>(), dim)
     }
 
-    /// Views of consecutive parts of dimension `dim`, each of ⌈size / chunks⌉ elements. As in torch, the last part may be smaller,
-    /// and there may be fewer than `chunks` parts.
+    /// Views of consecutive parts of dimension `dim`, each of ⌈size / chunks⌉ elements. As in torch, the last part may
+    /// be smaller, and there may be fewer than `chunks` parts.
     ///
     /// # Errors
     /// [`Error::Argument`] if `chunks` is 0, [`Error::Index`] if `dim` is out of range.
@@ -373,7 +376,7 @@ pub static ENTRIES: &[Entry] = &[
                 Case::new("", &[&[3, 4]], |x| x[0].reshape((2, 6))),
                 Case::new("unsqueeze", &[&[3, 4]], |x| x[0].unsqueeze(1)?.squeeze(1)),
                 Case::new("same", &[&[3, 4]], |x| x[0].reshape((3, 4))),
-                Case::new("of a transposed one", &[&[3, 4]], |x| x[0].t()?.reshape((2, 6))),
+                Case::new("of a transposed tensor", &[&[3, 4]], |x| x[0].t()?.reshape((2, 6))),
                 Case::new("empty", &[&[0, 4]], |x| x[0].reshape((2, 0))),
             ]
         },

@@ -73,8 +73,8 @@ pub(super) fn packed() -> Vec<Case> {
             .plain(move |x| plain_packed(x, heads, is_causal))
     };
     vec![
-        case("of itself", &[&[2, 5, 18]], 3, false),
-        case("of a context", &[&[2, 5, 6], &[2, 3, 12]], 3, false),
+        case("self-attention", &[&[2, 5, 18]], 3, false),
+        case("cross-attention", &[&[2, 5, 6], &[2, 3, 12]], 3, false),
         case("causal", &[&[1, 7, 12]], 2, true),
         case("one head", &[&[2, 3, 15]], 1, false),
         case("one token", &[&[2, 1, 12]], 2, false),
@@ -188,10 +188,10 @@ pub(super) fn normed() -> Vec<Case> {
         case("two streams", &[&[2, 3, 36], &[2, 5, 38]], BOTH),
         case("nothing is rotated", &[&[2, 3, 36], &[2, 5, 36]], NormedCase { rotates: false, ..BOTH }),
         case("no scales", &[&[2, 5, 36]], NormedCase { has_norms: false, ..BOTH }),
-        case("angles of samples, masked", &[&[2, 5, 36]], NormedCase { per_sample: true, masked: true, ..BOTH }),
+        case("angles per sample, masked", &[&[2, 5, 36]], NormedCase { per_sample: true, masked: true, ..BOTH }),
         case("wide", &[&[1, 4, 96], &[1, 3, 112]], NormedCase { heads: 2, width: 16, ..BOTH }),
         case("one token", &[&[2, 1, 36]], BOTH),
-        Case::new("read twice", &[&[2, 5, 38]], move |x| BOTH.run(x)?.mul(&x[0].narrow(2, 26, 12)?))
+        Case::new("projection read twice", &[&[2, 5, 38]], move |x| BOTH.run(x)?.mul(&x[0].narrow(2, 26, 12)?))
             .plain(move |x| BOTH.plain(x)?.mul(&x[0].narrow(2, 26, 12)?)),
         Case::new("no tokens", &[&[2, 0, 36]], move |x| BOTH.run(x)),
     ]
@@ -236,7 +236,7 @@ pub(super) fn varlen() -> Vec<Case> {
         case("segments and groups", 11, [6, 2], &[0, 5, 6, 6, 11], None),
         case("window", 9, [2, 1], &[0, 7, 9], Some(3)),
         case("window of one", 5, [2, 2], &[0, 5], Some(1)),
-        case("rows of no segment, repeated bounds", 10, [4, 2], &[0, 1, 2, 7, 7, 7], None),
+        case("tokens after the last segment, repeated bounds", 10, [4, 2], &[0, 1, 2, 7, 7, 7], None),
         case("no segment", 3, [1, 1], &[0], None),
         case("several blocks", 140, [2, 1], &[0, 3, 131, 139], Some(100)),
         case("no rows", 0, [2, 1], &[0, 0], None),

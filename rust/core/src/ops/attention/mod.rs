@@ -1,5 +1,5 @@
-//! Scaled dot-product attention (Vaswani et al. 2017, arXiv:1706.03762), computed block by block so that the matrix of all
-//! scores is never in memory (Dao et al. 2022, arXiv:2205.14135), except with a learned mask.
+//! Scaled dot-product attention (Vaswani et al. 2017, arXiv:1706.03762), computed block by block so that the matrix of
+//! all scores is never in memory (Dao et al. 2022, arXiv:2205.14135), except with a learned mask.
 
 #[cfg(feature = "testing")]
 mod cases;
@@ -31,15 +31,18 @@ static ATTENTION: OpInfo = OpInfo::expensive("scaled_dot_product_attention");
 /// softmax(scale · q kᵀ + mask) v: `q (..., S, D)`, `k (..., L, D)`, `v (..., L, E)` → `(..., S, E)`.
 ///
 /// `mask` broadcasts to `(..., S, L)`: numbers to add to the scores, or u8, where 0 hides a key from a query. With
-/// `is_causal` query i sees the keys up to i; a mask may be given too. `scale` is 1/√D unless given. A query that sees
+/// `is_causal`, query i sees the keys up to i; a mask may be given too. `scale` is 1/√D unless given. A query that sees
 /// no key gets zeros. Scores are in f32 (in f64 for f64 operands).
 ///
-/// Saves q, k, v, the mask, the result and one number per query. If the heads of a query are adjacent in the memory of `q`
-/// (after `reshape` and `transpose`), they are adjacent in the result too, so joining the heads needs no copy.
+/// With a mask that needs a gradient, the function computes the plain form: it saves the matrix of all scores, scores
+/// are in the dtype of the operands, and a query whose scores are all -∞ gets NaN.
+///
+/// Saves q, k, v, the mask, the result and one number per query. If the heads of a query are adjacent in the memory of
+/// `q` (after `reshape` and `transpose`), they are adjacent in the result too, so joining the heads needs no copy.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit; [`Error::Argument`] if `scale` is not
-/// finite; [`Error::OutOfMemory`] if the result does not fit in memory.
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit; [`Error::Argument`] if `scale` is
+/// not finite; [`Error::OutOfMemory`] if the result does not fit in memory.
 pub fn scaled_dot_product_attention(
     q: &Tensor,
     k: &Tensor,
@@ -109,7 +112,7 @@ fn check(q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>) -> Result<()
             ),
         ));
     }
-    for (name, other) in [("k", k), ("v", v)] {
+    for (name, other) in [("tensor k", k), ("tensor v", v)] {
         super::linear::same_kind(op, q, name, other)?;
     }
     let Some(mask) = mask else { return Ok(()) };
@@ -118,7 +121,7 @@ fn check(q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>) -> Result<()
     check_mask(op, q, mask, &scores)
 }
 
-/// Check a mask for scores of shape `scores`, on the device of `q`.
+/// Checks a mask for scores of shape `scores`, on the device of `q`.
 fn check_mask(op: &'static str, q: &Tensor, mask: &Tensor, scores: &[usize]) -> Result<()> {
     if crate::cpu::broadcast_dims(mask.dims(), scores).is_none_or(|dims| *dims != *scores) {
         return Err(Error::shape(

@@ -19,7 +19,8 @@ pub struct Stream<'a> {
     /// Projections (B, S, at least 3 · heads · width). The first columns are queries, keys and values, each with its
     /// heads one after the other.
     pub x: &'a Tensor,
-    /// Scales of the RMS norms of queries and of keys, (width), frozen, in the dtype of `x` or f32.
+    /// Scales of the RMS norms of queries and of keys, (width), frozen, in the dtype of `x` or f32; `None` for a norm
+    /// without a scale.
     pub norms: [Option<&'a Tensor>; 2],
     /// cos and sin of the angles by which pairs of neighbouring columns are rotated: (S, width / 2) for all samples, or
     /// (B, S, width / 2). Without angles nothing is rotated.
@@ -39,16 +40,17 @@ pub struct HeadSizes {
 
 /// Attention of all tokens of `streams` to one another → (B, Σ S, heads · width), with the streams one after the other.
 /// RMS norm and rotary position embedding are first applied to queries and keys, as by
-/// [`rms_norm_rope`](crate::ops::norm::rms_norm_rope) with interleaved pairs. `mask` broadcasts to (B, heads, Σ S, Σ
-/// S), as in [`scaled_dot_product_attention`](super::scaled_dot_product_attention).
+/// [`rms_norm_rope`](crate::ops::norm::rms_norm_rope) with interleaved pairs. `mask` broadcasts to
+/// `(B, heads, Σ S, Σ S)`, as in [`scaled_dot_product_attention`](super::scaled_dot_product_attention).
 ///
-/// Saves the projections, the mask, the result and one number per head and token; the backward pass computes queries and
-/// keys again.
+/// Saves the projections, the mask, the result and one number per head and token; the backward pass computes queries
+/// and keys again.
 ///
 /// # Errors
-/// [`Error::Argument`] without streams, if `sizes` has no head, an odd width or too many columns, if a norm's scale or the mask needs
-/// a gradient, or if `eps` is negative or not finite; [`Error::NoBackward`] if cos or sin needs a gradient; [`Error::Shape`],
-/// [`Error::DType`], [`Error::Device`] if the operands do not fit together; [`Error::OutOfMemory`] if the result does not fit in memory.
+/// [`Error::Argument`] without streams, if `sizes` has no head, a width of 0, an odd width or at least 2^24 columns, if
+/// a norm's scale or the mask needs a gradient, or if `eps` is negative or not finite; [`Error::NoBackward`] if cos or
+/// sin needs a gradient; [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit together;
+/// [`Error::OutOfMemory`] if the result does not fit in memory.
 pub fn normed_attention(streams: &[Stream<'_>], sizes: HeadSizes, mask: Option<&Tensor>) -> Result<Tensor> {
     let normed = Normed::new(streams, sizes, mask)?;
     let first = streams[0].x;
@@ -80,7 +82,8 @@ pub fn normed_attention(streams: &[Stream<'_>], sizes: HeadSizes, mask: Option<&
 #[derive(Clone)]
 struct Operands {
     norms: [Option<Raw>; 2],
-    /// cos and sin: one row for each token of a sample if all samples share them, else one for each token of every sample.
+    /// cos and sin: one row for each token of a sample if all samples share them, else one for each token of every
+    /// sample.
     tables: Option<[Raw; 2]>,
 }
 
@@ -120,7 +123,7 @@ impl Normed {
         // Candle's `unfold`, which makes the views of heads, computes sizes in f32; below this limit they are exact.
         if heads == 0 || width == 0 || width % 2 != 0 || heads.saturating_mul(width) >= 1 << 24 {
             let message = format!(
-                "found {heads} heads of width {width}, expected at least one head, an even width above 0 and fewer than 2^24 columns"
+                "found {heads} heads of width {width}, expected at least one head, an even width above 0, and heads * width below 2^24"
             );
             return Err(Error::argument(op, message));
         }
@@ -172,8 +175,8 @@ impl Normed {
         self.sizes.heads * self.sizes.width
     }
 
-    /// The number of parts that are written to the buffer. They are queries, keys and, with several streams, values; the
-    /// values of a single stream are read in place.
+    /// The number of parts that are written to the buffer. They are queries, keys and, with several streams, values;
+    /// the values of a single stream are read in place.
     fn parts(&self) -> usize {
         if self.lengths.len() == 1 { 2 } else { 3 }
     }

@@ -13,12 +13,12 @@ pub(super) static PACKED: OpInfo = OpInfo::expensive("packed_attention");
 /// Attention with `heads` heads → `(B, S, D)`. Without a context, `x (B, S, 3 D)` has q, k and v
 /// of the same tokens. With a context, `x (B, S, D)` has q, and `context (B, L, 2 D)` has k and v of other tokens.
 ///
-/// Each of q, k and v has its heads, D / heads wide, one after the other. With `is_causal` query i sees the keys up to
+/// Each of q, k and v has its heads, D / heads wide, one after the other. With `is_causal`, query i sees the keys up to
 /// i. The scale is 1/√(D / heads). Saves its inputs, the result and one number per head and token.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit together, [`Error::OutOfMemory`] if the result does
-/// not fit in memory.
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit together, [`Error::OutOfMemory`] if
+/// the result does not fit in memory.
 pub fn packed_attention(x: &Tensor, context: Option<&Tensor>, heads: usize, is_causal: bool) -> Result<Tensor> {
     let packed = Packed::new(x, context, heads, is_causal)?;
     check_allocation(PACKED.name, &packed.result, x.dtype())?;
@@ -71,8 +71,8 @@ impl Packed {
                 _ => Err(Error::shape(
                     op,
                     format!(
-                        "the {name} has shape {:?}, expected (batch, length, width) with a width that is a multiple of \
-                        {parts} * {heads} heads",
+                        "the {name} has shape {:?} and there are {heads} heads, expected at least one head and a shape \
+                        (batch, length, width) whose width is a multiple of {parts} * heads",
                         tensor.dims()
                     ),
                 )),
@@ -146,15 +146,16 @@ impl Packed {
                 super::cuda::Attention::from(&self.attention).backward_into(saved, grad, parts)
             },
             cpu => {
-        let grads = backward(&self.attention, saved, grad, places.map(|place| place.is_some()))?;
-        let [batch, _, width] = self.result;
-        for (place, grad) in places.into_iter().zip(grads) {
-            if let (Some((packed, index, _)), Some(grad)) = (place, grad) {
-                // The heads of a token are adjacent in `grad`, so the transpose is contiguous already.
-                let rows = compute::contiguous(&grad.transpose(1, 2)?)?.reshape((batch, packed.dims()[1], width))?;
-                compute::copy_into(&packed.narrow(2, index * width, width)?, &rows)?;
-            }
-        }
+                let grads = backward(&self.attention, saved, grad, places.map(|place| place.is_some()))?;
+                let [batch, _, width] = self.result;
+                for (place, grad) in places.into_iter().zip(grads) {
+                    if let (Some((packed, index, _)), Some(grad)) = (place, grad) {
+                        // The heads of a token are adjacent in `grad`, so the transpose is contiguous already.
+                        let rows = compute::contiguous(&grad.transpose(1, 2)?)?;
+                        let rows = rows.reshape((batch, packed.dims()[1], width))?;
+                        compute::copy_into(&packed.narrow(2, index * width, width)?, &rows)?;
+                    }
+                }
         Ok(())
             },
         )

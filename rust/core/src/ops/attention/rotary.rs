@@ -18,32 +18,33 @@ use crate::{Error, Result, Tensor, checkpoint};
 
 pub(super) static ROTARY: OpInfo = OpInfo::expensive("rotary_attention");
 
-/// The heads of a projection.
+/// How a projection is divided into heads, and how its queries and keys are normalised and rotated.
 #[derive(Clone, Copy)]
 pub struct RotaryHeads<'a> {
     /// Number of heads of queries.
     pub heads: usize,
     /// Number of heads of keys and values, a divisor of `heads`.
     pub key_heads: usize,
-    /// cos and sin of the angles by which the pairs of columns (i, i + width / 2) are rotated: (N, width / 2) for the N rows
-    /// of the projection.
+    /// cos and sin of the angles by which the pairs of columns (i, i + width / 2) are rotated: (N, width / 2) for the N
+    /// rows of the projection.
     pub angles: [&'a Tensor; 2],
-    /// Scales of the RMS norms of queries and of keys, (width), frozen, and the epsilon of the norms; `None` for models
-    /// without these norms.
+    /// Scales of the RMS norms of queries and of keys, (width), frozen, and the epsilon of the norms. `None` for models
+    /// without these norms; a scale is `None` for a norm without a scale.
     pub norms: Option<([Option<&'a Tensor>; 2], f64)>,
 }
 
-/// Causal attention inside each segment of a packed row, like [`varlen_attention`](super::varlen_attention): `x (N,
-/// (heads + 2 key heads) · width)` → `(N, heads · width)`. `x` has queries, keys and values of a token side by side,
-/// each with its heads one after the other. Queries and keys are first normalised, if `heads` has norms, and rotated.
+/// Causal attention inside each segment of a packed row, like [`varlen_attention`](super::varlen_attention):
+/// `x (N, (heads + 2 key heads) · width)` → `(N, heads · width)`. `x` has queries, keys and values of a token side by
+/// side, each with its heads one after the other. Queries and keys are first normalised, if `heads` has norms, and
+/// rotated.
 ///
 /// `cu_seqlens` and `window` are those of `varlen_attention`. Saves the projection, the result, one number per query
-/// and head, and two numbers per row; the backward pass computes queries and keys again.
+/// and head, and two numbers per token; the backward pass computes queries and keys again.
 ///
 /// # Errors
 /// As [`varlen_attention`](super::varlen_attention); [`Error::Argument`] also if a norm's scale needs a gradient or the
-/// epsilon is negative or not finite; [`Error::NoBackward`] if cos or sin needs a gradient; [`Error::OutOfMemory`] if the
-/// result does not fit in memory.
+/// epsilon is negative or not finite; [`Error::NoBackward`] if cos or sin needs a gradient; [`Error::OutOfMemory`] if
+/// the result does not fit in memory.
 pub fn rotary_attention(
     x: &Tensor,
     heads: RotaryHeads<'_>,
@@ -232,7 +233,7 @@ pub(super) fn cases() -> Vec<Case> {
             rotary_attention(x, heads, &bounds, self.window)
         }
 
-        /// The plain form from views, norms and attention.
+        /// The plain form, from views, norms and attention.
         fn plain(&self, x: &Tensor) -> Result<Tensor> {
             let ([cos, sin], scales) = (self.angles(x)?, self.scales(x)?);
             let ([heads, key_heads], rows) = (self.heads, x.dims()[0]);
@@ -261,7 +262,7 @@ pub(super) fn cases() -> Vec<Case> {
     vec![
         case("groups", 11, GROUPS),
         case("normed", 11, Kind { normed: true, ..GROUPS }),
-        case("rows of no segment", 13, GROUPS),
+        case("tokens after the last segment", 13, GROUPS),
         case("window", 9, Kind { heads: [2, 1], bounds: &[0, 7, 9], window: Some(3), ..GROUPS }),
         case("equal heads", 7, Kind { heads: [3, 3], width: 6, normed: true, bounds: &[0, 2, 7], window: None }),
         case("wide", 6, Kind { heads: [2, 1], width: 16, bounds: &[0, 6], ..GROUPS }),

@@ -35,7 +35,7 @@ fn cases(activation: Activation) -> Vec<Case> {
         case("from a column", &[&[2, 3, 22]], 4),
         case("beside others", &[&[2, 3, 22], &[2, 3, 5]], 4),
         case("wide", &[&[3, 48], &[3, 16]], 16),
-        Case::new("of what is read twice", &[&[2, 3, 16]], move |x| read_twice(x, activate_beside))
+        Case::new("input read twice", &[&[2, 3, 16]], move |x| read_twice(x, activate_beside))
             .plain(move |x| read_twice(x, plain)),
         case("one row", &[&[10]], 2),
         case("no rows", &[&[0, 4], &[0, 3]], 0),

@@ -7,7 +7,7 @@ use crate::raw::Raw;
 use crate::tape::BackwardContext;
 use crate::{Result, compute};
 
-/// The two inputs of SwiGLU: the gate, which is the first half of the columns `x`, and the features h, the second half.
+/// The two inputs of SwiGLU: the gate in the first half of the columns `x`, and the features h in the second half.
 fn halves(columns: &Columns, x: &Raw) -> Result<[Raw; 2]> {
     let Columns { dim, width, .. } = *columns;
     Ok([x.narrow(dim, 0, width)?, x.narrow(dim, width, width)?])

@@ -32,8 +32,8 @@ pub(super) fn forward(columns: &Columns, before: Option<&Raw>, x: &Raw) -> Resul
     Ok(y)
 }
 
-/// Adds the gradient of `x` to the context, from `grad`, the gradient of the activation's result. The kernel writes straight into
-/// the gradient of `x` if nothing has been written before to the columns that the activation has read.
+/// Adds the gradient of `x` to the context, from `grad`, the gradient of the activation's result. The kernel writes
+/// straight into the gradient of `x` if nothing has been written before to the columns that the activation has read.
 pub(super) fn backward(columns: &Columns, context: &mut BackwardContext<'_>, x: &Raw, grad: &Raw) -> Result<()> {
     let Columns { dim, start, .. } = *columns;
     let (x, grad) = (contiguous(x)?, even_rows(grad)?);

@@ -1,6 +1,6 @@
-//! `activate_beside`: the columns of one tensor and, to the right of them, an activation of columns of another tensor. In
-//! blocks whose attention and feed-forward layer are parallel (Dehghani et al. 2023, arXiv:2302.05442, section 2.1), one
-//! linear layer reads the result of attention and the activation side by side.
+//! `activate_beside`: the columns of one tensor and, to the right of them, an activation of columns of another tensor.
+//! In blocks whose attention and feed-forward layer are parallel (Dehghani et al. 2023, arXiv:2302.05442, section 2.1),
+//! one linear layer reads the result of attention and the activation side by side.
 
 #[cfg(feature = "testing")]
 mod cases;
@@ -27,7 +27,8 @@ static SWIGLU_BESIDE: OpInfo = OpInfo::cheap("swiglu_beside");
 pub enum Activation {
     /// GELU in its tanh form, n columns → n.
     GeluTanh,
-    /// SiLU(gate) · h for the gate in the first n columns and h in the last n (diffusers' `Flux2SwiGLU`), 2 n columns → n.
+    /// SiLU(gate) · h for the gate in the first n columns and h in the last n (diffusers' `Flux2SwiGLU`), 2 n columns →
+    /// n.
     SwiGlu,
 }
 
@@ -52,8 +53,8 @@ impl Activation {
 /// f turns the W - `start` columns into n. Saves `x` alone.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit together, [`Error::OutOfMemory`] if the result does
-/// not fit in memory.
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit together, [`Error::OutOfMemory`] if
+/// the result does not fit in memory.
 pub fn activate_beside(before: Option<&Tensor>, x: &Tensor, start: usize, activation: Activation) -> Result<Tensor> {
     let info = activation.info();
     let columns = Columns::new(before, x, start, activation)?;
@@ -100,13 +101,15 @@ impl Columns {
         }
         let mut kept = 0;
         if let Some(before) = before {
-            same_kind(op, x, "tensor before", before)?;
+            same_kind(op, x, "tensor `before`", before)?;
             kept = match before.dims().split_last() {
                 Some((&kept, rows)) if rows == outer => kept,
                 _ => {
                     let (found, input) = (before.dims(), x.dims());
-                    let message =
-                        format!("`before` has shape {found:?}, expected as many rows as the input of shape {input:?}");
+                    let message = format!(
+                        "`before` has shape {found:?}, expected the dimensions of the input except for the last; the input \
+                         has shape {input:?}"
+                    );
                     return Err(Error::shape(op, message));
                 }
             };

@@ -10,10 +10,10 @@ pub static ENTRIES: &[Entry] = &[Entry {
         let case = |label, dims: &[usize]| Case::new(label, &[dims], |x| cayley(&x[0]));
         vec![
             case("odd size", &[3, 10]),
-            case("pairs", &[5, 1]),
-            case("one", &[1, 28]),
+            case("2 x 2", &[5, 1]),
+            case("one matrix", &[1, 28]),
             case("no matrices", &[0, 6]),
-            case("single elements", &[3, 0]),
+            case("1 x 1", &[3, 0]),
         ]
     },
 }];

@@ -48,8 +48,8 @@ fn fill<T: Elem>(upper: &[T], size: usize, system: &mut [T::Acc]) {
     }
 }
 
-/// Gauss-Jordan elimination, which leaves D in the right half of `system`. The left half is not valid afterwards. All pivots are at
-/// least 1, so rows are not exchanged.
+/// Gauss-Jordan elimination, which leaves D in the right half of `system`. The left half is not valid afterwards. All
+/// pivots are at least 1, so rows are not exchanged.
 #[inline(always)]
 fn eliminate<R: Real>(system: &mut [R], size: usize) {
     let width = 2 * size;

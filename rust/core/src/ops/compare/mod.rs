@@ -8,8 +8,8 @@ use crate::compute::on_device;
 use crate::raw::{Raw, check_allocation_on};
 use crate::{Result, Tensor, checkpoint};
 
-/// A comparison: its name, the sum of the relations for which it holds (1 less, 2 equal, 4 greater, 8 one of the two is NaN, as in
-/// `kernels/compare.cu`), and its function on the CPU.
+/// A comparison: its name, the sum of the relations for which it holds (1 less, 2 equal, 4 greater, 8 an operand is
+/// NaN, as in `kernels/compare.cu`), and its function on the CPU.
 struct Comparison {
     op: &'static str,
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the kernel reads it"))]
@@ -38,12 +38,14 @@ macro_rules! comparisons {
             $(
                 #[doc = $doc]
                 ///
-                /// Shapes broadcast as in numpy; the result is u8 and carries no gradient. Of the comparisons with NaN, only
-                /// [`ne`](Self::ne) is 1.
+                /// Shapes broadcast as in numpy; the result is u8 and carries no gradient. Of the comparisons with NaN,
+                /// only [`ne`](Self::ne) is 1.
                 ///
                 /// # Errors
-                /// [`Error::Shape`](crate::Error::Shape) if the shapes do not broadcast, [`Error::DType`](crate::Error::DType)
-                /// if the dtypes differ, [`Error::Device`](crate::Error::Device) if the devices differ.
+                /// [`Error::Shape`](crate::Error::Shape) if the shapes do not broadcast,
+                /// [`Error::DType`](crate::Error::DType) if the dtypes differ, [`Error::Device`](crate::Error::Device)
+                /// if the devices differ, [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the result does not fit
+                /// in memory.
                 pub fn $name(&self, other: &Tensor) -> Result<Tensor> {
                     let comparison =
                         Comparison { op: stringify!($name), relations: $relations, on_cpu: |a, b| a.$name(b) };

@@ -1,5 +1,5 @@
-//! The sum of a frozen convolution and another tensor, as in residual blocks. On a GPU, kernels of the convolution add the tensor as they
-//! write the result.
+//! The sum of a frozen convolution and another tensor, as in residual blocks. On GPUs of compute capability 9.0,
+//! kernels of the convolution add the tensor as they write the result.
 
 use super::geometry::Geometry;
 use super::{Conv2dOptions, check, conv2d, cpu, grad_input};
@@ -12,11 +12,12 @@ use crate::{Error, Result, Tensor, compute};
 
 pub(super) static CONV2D_ADD: OpInfo = OpInfo::expensive("conv2d_add");
 
-/// [`conv2d`] of `x (B, H, W, C)`, plus `addend (B, OH, OW, O)` or `(B, 1, 1, O)`. The function runs as one operation only on a GPU, if
-/// weight and bias need no gradient. Otherwise it calls `conv2d`, then adds.
+/// [`conv2d`] of `x (B, H, W, C)`, plus `addend (B, OH, OW, O)` or `(B, 1, 1, O)`. This is one operation only on a GPU,
+/// and only if weight and bias need no gradient. Otherwise the function calls `conv2d`, then adds.
 ///
 /// # Errors
-/// As [`conv2d`], and if the addend does not have one of these shapes and the dtype and device of `x`.
+/// As [`conv2d`]; also [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the addend does not have one of these
+/// shapes and the dtype and device of `x`.
 pub fn conv2d_add(
     x: &Tensor,
     weight: &Tensor,

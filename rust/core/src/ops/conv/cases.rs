@@ -28,9 +28,9 @@ fn plain(x: &[Tensor], options: Conv2dOptions) -> Result<Tensor> {
         let mut sum: Option<Tensor> = None;
         for (i, j) in (0..kernel[0]).flat_map(|i| (0..kernel[1]).map(move |j| (i, j))) {
             let lines = image.strided(1, i * dilation[0], count(0), stride[0] as isize)?;
-            let met = lines.strided(2, j * dilation[1], count(1), stride[1] as isize)?;
-            let place = weight.narrow(1, i, 1)?.narrow(2, j, 1)?.reshape((out / groups, width))?;
-            let product = met.matmul(&place.t()?)?;
+            let pixels = lines.strided(2, j * dilation[1], count(1), stride[1] as isize)?;
+            let tap = weight.narrow(1, i, 1)?.narrow(2, j, 1)?.reshape((out / groups, width))?;
+            let product = pixels.matmul(&tap.t()?)?;
             sum = Some(match sum {
                 Some(sum) => sum.add(&product)?,
                 None => product,
@@ -46,7 +46,7 @@ fn case(label: &'static str, shapes: &[&[usize]], options: Conv2dOptions) -> Cas
     Case::new(label, shapes, move |x| conv2d(&x[0], &x[1], x.get(2), options)).plain(move |x| plain(x, options))
 }
 
-/// Frozen convolutions of x[0] with `out` channels, to whose results x[1] is added.
+/// Convolutions of x[0] with frozen weight and bias, plus the addend x[1].
 fn of_addends() -> Vec<Case> {
     let case = |label, shapes: [&[usize]; 2], kernel: usize, has_bias: bool| {
         let padding = [kernel / 2; 2];
@@ -77,7 +77,7 @@ fn of_addends() -> Vec<Case> {
     ]
 }
 
-/// Registry entries of this file.
+/// Registry entries of this folder.
 pub static ENTRIES: &[Entry] = &[
     Entry { info: &CONV2D_ADD, cases: of_addends },
     Entry {

@@ -99,7 +99,8 @@ impl Geometry {
         self.batch * self.output[0] * self.output[1]
     }
 
-    /// Number of elements of the weight of one output channel. A window of the image has as many elements in the channels of a group.
+    /// Number of elements of the weight of one output channel. A window of the image has as many elements in the
+    /// channels of a group.
     pub const fn row_len(&self) -> usize {
         self.kernel[0] * self.kernel[1] * self.channels_per_group()
     }
@@ -116,8 +117,8 @@ impl Geometry {
         [self.batch, self.output[0], self.output[1], self.out_channels]
     }
 
-    /// Whether each pixel of the result depends only on the channels of the same pixel of the image. The convolution is then
-    /// a matrix product.
+    /// Whether each pixel of the result depends only on the channels of the same pixel of the image. The convolution is
+    /// then a matrix product.
     pub fn is_pointwise(&self) -> bool {
         let options = Conv2dOptions { dilation: self.options.dilation, ..Conv2dOptions::default() };
         self.kernel == [1, 1] && self.options == options

@@ -1,9 +1,9 @@
 //! Two-dimensional convolution (cross-correlation, as in every deep learning library).
 //!
-//! Images are (batch, height, width, channels) and weights (out, kernel height, kernel width, channels / groups). There is
-//! no im2col matrix. On the CPU, the forward pass and the gradient of the input are sums over the kernel taps
-//! ([`stencil`](cpu::stencil)), which read copies of parts of the image; depthwise convolutions have loops of their own.
-//! Convolutions by kernels of 1 × 1 without stride, padding or groups are matrix products.
+//! Images are (batch, height, width, channels) and weights (out, kernel height, kernel width, channels / groups). There
+//! is no im2col matrix. On the CPU, the forward pass and the gradient of the input are sums over the kernel taps
+//! ([`stencil`](cpu::stencil)), which read copies of parts of the image; depthwise convolutions have loops of their
+//! own. Convolutions by kernels of 1 × 1 without stride, padding or groups are matrix products.
 
 mod add;
 #[cfg(feature = "testing")]
@@ -68,16 +68,17 @@ fn grad_input(geometry: &Geometry, grad: &Raw, weight: &Raw) -> Result<Raw> {
     )
 }
 
-/// Convolution of channels-last images: `x (B, H, W, C)`, `weight (O, KH, KW, C / groups)`, `bias (O)` → `(B, OH, OW, O)`.
+/// Convolution of channels-last images: `x (B, H, W, C)`, `weight (O, KH, KW, C / groups)`, `bias (O)` →
+/// `(B, OH, OW, O)`.
 ///
 /// In each direction, the result has `⌊(size + 2 padding - dilation (kernel - 1) - 1) / stride⌋ + 1` pixels.
 /// Output channel `o` reads the input channels of its group, `o / (O / groups)`. The input is saved only if the weight
 /// needs a gradient.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the shapes, dtypes or devices of the operands do not fit together,
-/// [`Error::Shape`] if the kernel is larger than the padded image, [`Error::Argument`] if a stride, a dilation or the number of
-/// groups is 0, [`Error::OutOfMemory`] if the result does not fit in memory.
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the shapes, dtypes or devices of the operands do not fit
+/// together, [`Error::Shape`] if the kernel is larger than the padded image, [`Error::Argument`] if a stride, a
+/// dilation or the number of groups is 0, [`Error::OutOfMemory`] if the result does not fit in memory.
 pub fn conv2d(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, options: Conv2dOptions) -> Result<Tensor> {
     let geometry = check(x, weight, bias, options)?;
     let inputs: SmallVec<[&Tensor; 3]> = [x, weight].into_iter().chain(bias).collect();
@@ -123,8 +124,8 @@ fn check(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, options: Conv2dOpti
     Ok(geometry)
 }
 
-/// [`conv2d`] in torch's layout: `x (B, C, H, W)`, `weight (O, C / groups, KH, KW)`, `bias (O)` → `(B, O, OH, OW)`, a view
-/// of a channels-last result. Input and weight are copied to channels-last at each call, so models use [`conv2d`].
+/// [`conv2d`] in torch's layout: `x (B, C, H, W)`, `weight (O, C / groups, KH, KW)`, `bias (O)` → `(B, O, OH, OW)`, a
+/// view of a channels-last result. Input and weight are copied to channels-last at each call, so models use [`conv2d`].
 ///
 /// # Errors
 /// As [`conv2d`].

@@ -125,7 +125,7 @@ fn torchs_layout_is_the_same_convolution_permuted() {
 }
 
 #[test]
-fn the_number_of_threads_changes_nothing() {
+fn results_do_not_depend_on_the_number_of_threads() {
     let options = Conv2dOptions { padding: [1, 1], ..Conv2dOptions::default() };
     let (x, weight) = (numbers(&[2, 40, 40, 32], 0, DType::F32), numbers(&[48, 3, 3, 32], 1, DType::F32));
     let (one, many) = with_1_and_n_threads(4, || {
@@ -138,7 +138,7 @@ fn the_number_of_threads_changes_nothing() {
 }
 
 #[test]
-fn empty_batches_and_empty_channels() {
+fn empty_convolutions_give_empty_results_or_the_bias() {
     let default = Conv2dOptions::default();
     let conv = |x: &[usize], weight: &[usize], bias: &[usize]| {
         let bias = numbers(bias, 5, DType::F32);
@@ -151,7 +151,7 @@ fn empty_batches_and_empty_channels() {
 }
 
 #[test]
-fn operands_that_do_not_fit_are_errors() {
+fn wrong_operands_and_options_are_errors() {
     let default = Conv2dOptions::default();
     let conv = |x: &[usize], weight: &[usize], options| {
         conv2d(&numbers(x, 0, DType::F32), &numbers(weight, 1, DType::F32), None, options).unwrap_err()

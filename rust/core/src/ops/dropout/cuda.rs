@@ -7,8 +7,8 @@ use crate::cuda::{Gpu, contiguous, generator};
 use crate::rng::State;
 use crate::{Raw, Result};
 
-/// Zeroes each element of `x` whose random word is below `threshold`, and multiplies the other elements by `kept`. The words
-/// come from the generator, from `state` on.
+/// Zeroes each element of `x` whose random word is below `threshold`, and multiplies the other elements by `kept`. The
+/// words come from the generator, from `state` on.
 pub fn apply(op: &'static str, x: &Raw, state: State, threshold: u32, kept: f64) -> Result<Raw> {
     let gpu = Gpu::of(op, x)?;
     let x = contiguous(x)?;

@@ -24,13 +24,14 @@ const GROUP: usize = 4 * LANES;
 /// Number of elements that a thread computes at a time, a multiple of [`GROUP`].
 const GRAIN: usize = 32 * 1024;
 
-/// In training, zero each element with probability `p` and divide the others by 1 - p. Outside of training, or if `p` is 0,
-/// return the tensor itself.
+/// In training, zeroes each element with probability `p` and divides the others by 1 - p. Outside of training, or if
+/// `p` is 0, returns the tensor itself.
 ///
 /// The mask comes from the library's generator ([`rng`]) and does not depend on dtype or number of threads.
 ///
 /// # Errors
-/// [`Error::Argument`] if `p` is not in [0, 1], [`Error::DType`] if the tensor is not floating point.
+/// [`Error::Argument`] if `p` is not in [0, 1], [`Error::DType`] if elements are dropped from a tensor that is not
+/// floating point.
 pub fn dropout(x: &Tensor, p: f64, training: bool) -> Result<Tensor> {
     check(p)?;
     if !training || p == 0.0 {
@@ -106,8 +107,8 @@ impl Mask {
         (self.p * 4_294_967_296.0) as u32
     }
 
-    /// The factor of the elements that are not zeroed. With p = 1 the factor is 0 too: the threshold is then 2^32 - 1, and
-    /// a word of 2^32 - 1 is not below it.
+    /// The factor of the elements that are not zeroed. With p = 1 the factor is 0 too: the threshold is then 2^32 - 1,
+    /// and a word of 2^32 - 1 is not below it.
     fn kept(self) -> f64 {
         if self.p == 1.0 { 0.0 } else { 1.0 / (1.0 - self.p) }
     }
@@ -163,7 +164,10 @@ mod tests {
             let y = dropout_from(&ones, p, State { seed: 1, offset: 0 }).unwrap().to_vec::<f32>().unwrap();
             let zeros = y.iter().filter(|y| **y == 0.0).count() as f64 / y.len() as f64;
             // Five standard deviations.
-            assert!((zeros - p).abs() < 5.0 * (p * (1.0 - p) / 200_000.0).sqrt(), "{zeros} of all are 0 for p = {p}");
+            assert!(
+                (zeros - p).abs() < 5.0 * (p * (1.0 - p) / 200_000.0).sqrt(),
+                "the share of zeros is {zeros}, expected about {p}"
+            );
             assert!(y.iter().all(|y| *y == 0.0 || (f64::from(*y) - 1.0 / (1.0 - p)).abs() < 1e-6));
         }
     }

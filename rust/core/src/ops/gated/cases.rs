@@ -37,9 +37,9 @@ pub static ENTRIES: &[Entry] = &[
     Entry { info: &GEGLU_FEED_FORWARD, cases: of_codes },
 ];
 
-/// Feed-forward networks over quantized weights that keep their codes transposed, while products multiply values: the walk
-/// compares operations with their plain form more exactly than products of codes agree. `tests/cuda/test_quantized_gpu.py`
-/// compares products of codes.
+/// Feed-forward networks over quantized weights that keep their codes transposed. Products multiply values here, not
+/// codes: products of codes agree with the plain form less closely than `tests/registry.rs` requires.
+/// `tests/cuda/test_quantized_gpu.py` compares products of codes.
 fn of_codes() -> Vec<Case> {
     const EPS: f64 = 1e-5;
     fn run(x: &[Tensor], is_fused: bool) -> Result<Tensor> {
@@ -60,8 +60,9 @@ fn of_codes() -> Vec<Case> {
     vec![case("int8", &[2, 3, 16]), case("no rows", &[0, 16])]
 }
 
-/// Gated units of two linear layers, the features and the gate, which have the same input. `adapted` says which of the two has
-/// a low-rank product; each product has its own scale. The plain form applies [`swiglu`] to the results of [`linear_group`].
+/// Gated units of two linear layers, the features and the gate, which have the same input. `adapted` says which of the
+/// two has a low-rank product; each product has its own scale. The plain form applies [`swiglu`] to the results of
+/// [`linear_group`].
 fn of_linear_groups() -> Vec<Case> {
     type Unit = fn(&Tensor, LinearGroup<'_>) -> Result<Tensor>;
     fn run(x: &[Tensor], width: usize, adapted: [bool; 2], unit: Unit) -> Result<Tensor> {
@@ -94,7 +95,8 @@ fn of_linear_groups() -> Vec<Case> {
 /// [`swiglu`] and [`linear_group`].
 fn of_feed_forward() -> Vec<Case> {
     type Network = fn(&Tensor, LinearGroup<'_>, LinearGroup<'_>) -> Result<Tensor>;
-    /// `x` has the input, then A and B of each adapted layer. `adapted` is for the features, the gate and the last layer.
+    /// `x` has the input, then A and B of each adapted layer. `adapted` is for the features, the gate and the last
+    /// layer.
     fn run(x: &[Tensor], width: usize, out: usize, adapted: [bool; 3], network: Network) -> Result<Tensor> {
         let inner = x[0].dims()[x[0].rank() - 1];
         let mut factors = x[1..].chunks_exact(2);

@@ -1,5 +1,6 @@
-//! Feed-forward networks whose weights multiply 8-bit codes: the norm before the network, the values between the GEGLU and the products
-//! next to it, and their gradients exist as codes alone (`kernels/norm_codes.cu`, `kernels/geglu_codes.cu`).
+//! Feed-forward networks whose weights multiply 8-bit codes: the result of the norm before the network, the result of
+//! the GEGLU and the gradient of the GEGLU's input exist as codes alone (`kernels/norm_codes.cu`,
+//! `kernels/geglu_codes.cu`).
 
 use std::cell::Cell;
 
@@ -24,11 +25,13 @@ type Map<'a> = (WeightRef<'a>, Option<&'a Tensor>);
 /// Scale and shift of a layer norm, and what is added to the variance.
 type Norm<'a> = ([Option<&'a Tensor>; 2], f64);
 
-/// s + [`linear`] of [`geglu`] of [`linear`] of the [`layer_norm`] of s, where s = x + residual: `x (..., n)`, `residual (..., n)` →
-/// `(..., n)`. The map `inner` has 2 m results, the second half of which is the gate; the map `outer` has m inputs and n results.
+/// s + outer([`geglu`](inner([`layer_norm`](s)))), where s = x + residual, and `inner` and `outer` are [`linear`] maps:
+/// `x (..., n)`, `residual (..., n)` → `(..., n)`. `inner` has 2 m results, the second half of which is the gate;
+/// `outer` has m inputs and n results.
 ///
-/// Norm and network run as one fused operation only on a GPU, if both weights multiply codes ([`w8a8`](crate::quantized::w8a8)) and keep
-/// them transposed, too, and the norm is frozen. The result has the same bits either way.
+/// Norm and network run as one fused operation only on a GPU and outside of selective checkpoints, if norm and biases
+/// are frozen, and both weights multiply codes ([`w8a8`](crate::quantized::w8a8)) and also keep the codes transposed.
+/// The result has the same bits either way.
 ///
 /// # Errors
 /// As [`add_layer_norm`] and [`linear_add`].
@@ -61,7 +64,7 @@ pub fn geglu_feed_forward(
     let op = GEGLU_FEED_FORWARD.name;
     check(op, &sum, inner.0, inner.1)?;
     let width = codes.dims()[0] / 2;
-    // `outer` is checked against a view that has the shape of the GEGLU and a single element of memory.
+    // `outer` is checked against a view that has the shape of the GEGLU's result and a single element of memory.
     let mut between = sum.raw.clone();
     for dim in 0..between.rank() {
         between = between.narrow(dim, 0, 1)?;
@@ -100,7 +103,8 @@ pub fn geglu_feed_forward(
 
 /// The weight of a map that the fused operation supports.
 fn codes_of<'a>(x: &Tensor, (weight, bias): Map<'a>) -> Option<&'a Quantized> {
-    // In a selective checkpoint the maps stay operations of their own, because the checkpoint keeps the results of expensive operations.
+    // In a selective checkpoint the maps stay operations of their own, because the checkpoint keeps the results of
+    // expensive operations.
     let fits = x.elem_count() > 0 && x.device().is_cuda() && !checkpoint::is_selective();
     match weight {
         WeightRef::Quantized(weight)
@@ -119,7 +123,7 @@ struct FeedForward {
     norm: CodesNormBackward,
     /// The shape of the sum.
     shape: Shape,
-    /// The results of the inner maps, (rows, 2 m).
+    /// The result of the inner map, (rows, 2 m).
     y: Saved,
     inner: Quantized,
     outer: HeldWeight,
@@ -135,8 +139,8 @@ impl Backward for FeedForward {
         let of_norm = match self.inner.input_gradient_of_geglu(&y, &of_unit)? {
             Some(product) => product,
             None => {
-                let of_maps = run_backward(GEGLU.name, &y, &of_unit, y.dims()[1] / 2, GeluExact)?;
-                HeldWeight::Quantized(self.inner.clone()).input_gradient(&of_maps)?
+                let of_map = run_backward(GEGLU.name, &y, &of_unit, y.dims()[1] / 2, GeluExact)?;
+                HeldWeight::Quantized(self.inner.clone()).input_gradient(&of_map)?
             }
         };
         context.add(0, grad)?;

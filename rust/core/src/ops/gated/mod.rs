@@ -1,5 +1,5 @@
-//! Gated linear units (Shazeer 2020, arXiv:2002.05202): one half of the features times an activation of the other half, the
-//! gate.
+//! Gated linear units (Shazeer 2020, arXiv:2002.05202): one half of the features times an activation of the other half,
+//! the gate.
 
 #[cfg(feature = "testing")]
 mod cases;

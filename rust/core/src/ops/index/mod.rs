@@ -1,9 +1,9 @@
 //! Picking elements by integer ids: index_select, gather, embedding.
 //!
-//! Ids are i64 or u32 and count from 0. A negative id is an error that names the id: negative ids never wrap around. On
-//! CUDA the next function that reads a value or waits for the device returns the error; results computed from the id
-//! before that are undefined. If ids pick an element several times, its gradients are added in the order of the ids, so
-//! that the sum does not depend on the number of threads. The sum is in f32, or in f64 for f64.
+//! Ids are i64 or u32 and count from 0. An id out of range is an error that names the id; negative ids never wrap
+//! around. On CUDA the next function that reads a value or waits for the device returns the error; results computed
+//! from the id before that are undefined. If ids pick an element several times, its gradients are added in the order of
+//! the ids, so that the sum does not depend on the number of threads. The sum is in f32, or in f64 for f64.
 
 #[cfg(feature = "testing")]
 mod cases;
@@ -98,8 +98,8 @@ fn check_device(op: &'static str, device: &Device, ids: &Tensor) -> Result<()> {
     Err(Error::device(op, "the ids are on another device than the values; move one with to()"))
 }
 
-/// The backward pass of `index_select` and `embedding`. It reshapes the gradient of the result to the input's shape with
-/// the number of ids in place of dimension `dim`.
+/// The backward pass of `index_select` and `embedding`. It reshapes the gradient of the result to the input's shape
+/// with the number of ids in place of dimension `dim`.
 struct SelectBackward {
     op: &'static OpInfo,
     /// The shape of the input.
@@ -151,8 +151,8 @@ impl Tensor {
     /// The slices of dimension `dim` that the vector `ids` names, in the order of the ids; an id may repeat.
     ///
     /// # Errors
-    /// [`Error::Index`] if `dim` or an id is out of range (as every negative id is), [`Error::Shape`] if `ids` is not a vector,
-    /// [`Error::DType`] if `ids` is not i64 or u32, [`Error::Device`] if `ids` is on another device.
+    /// [`Error::Index`] if `dim` or an id is out of range (as every negative id is), [`Error::Shape`] if `ids` is not a
+    /// vector, [`Error::DType`] if `ids` is not i64 or u32, [`Error::Device`] if `ids` is on another device.
     pub fn index_select(&self, ids: &Self, dim: usize) -> Result<Self> {
         check_dim(INDEX_SELECT.name, self, dim)?;
         check_device(INDEX_SELECT.name, self.device(), ids)?;
@@ -171,12 +171,12 @@ impl Tensor {
     }
 
     /// One element along `dim` for each id: with `dim` 1 in three dimensions, `y[i][j][k] = x[i][ids[i][j][k]][k]`.
-    /// `ids` has as many dimensions as this tensor, and its sizes are at most those of this tensor, except along `dim`. The
-    /// result has the shape of `ids`.
+    /// `ids` has as many dimensions as this tensor, and its sizes are at most those of this tensor, except along `dim`.
+    /// The result has the shape of `ids`.
     ///
     /// # Errors
-    /// [`Error::Index`] if `dim` or an id is out of range (as every negative id is), [`Error::Shape`] if the shapes do not fit,
-    /// [`Error::DType`] if `ids` is not i64 or u32, [`Error::Device`] if `ids` is on another device.
+    /// [`Error::Index`] if `dim` or an id is out of range (as every negative id is), [`Error::Shape`] if the shapes do
+    /// not fit, [`Error::DType`] if `ids` is not i64 or u32, [`Error::Device`] if `ids` is on another device.
     pub fn gather(&self, ids: &Self, dim: usize) -> Result<Self> {
         check_dim(GATHER.name, self, dim)?;
         check_device(GATHER.name, self.device(), ids)?;
@@ -211,8 +211,8 @@ impl Tensor {
 ///
 /// # Errors
 /// [`Error::Index`] if an id is out of range (as every negative id is), [`Error::Shape`] if `weight` is not a matrix,
-/// [`Error::DType`] if `ids` is not i64 or u32, [`Error::Device`] if `ids` is on another device, [`Error::Argument`] if the
-/// rows of a quantized weight cannot be read separately.
+/// [`Error::DType`] if `ids` is not i64 or u32, [`Error::Device`] if `ids` is on another device, [`Error::Argument`] if
+/// the rows of a quantized weight cannot be read separately.
 pub fn embedding<'a>(weight: impl Into<WeightRef<'a>>, ids: &Tensor) -> Result<Tensor> {
     let weight = weight.into();
     let &[_, features] = weight.dims() else {

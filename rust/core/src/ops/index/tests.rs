@@ -111,7 +111,7 @@ fn strided_values_and_ids_give_the_result_of_contiguous_ones() {
 }
 
 #[test]
-fn repeated_gradients_of_halves_are_summed_in_f32() {
+fn bf16_gradients_of_repeated_ids_are_summed_in_f32() {
     // In bf16, 256 + 1 is 256.
     let x = Tensor::zeros((3, 2), DType::BF16, &Device::Cpu).unwrap();
     let ids = Tensor::constant(from_vec(vec![1i64; 1000], 1000));
@@ -152,6 +152,11 @@ fn errors_name_ids_that_are_out_of_range() {
             assert!(message.contains(id) && message.contains(at) && message.contains("size 3"), "{message}");
         }
     }
+}
+
+#[test]
+fn wrong_ids_dimensions_and_weights_are_errors() {
+    let x = numbers(&[3, 2]);
     assert!(matches!(x.index_select(&numbers(&[2]), 0), Err(Error::DType { .. })));
     assert!(matches!(x.index_select(&some(&[0], &[1, 1]), 0), Err(Error::Shape { .. })));
     assert!(matches!(x.index_select(&some(&[0], &[1]), 2), Err(Error::Index { .. })));
@@ -170,9 +175,16 @@ fn embedding_of_a_quantized_matrix_matches_its_dequantized_values() {
         let expected = embedding(&matrix.dequantize(DType::F32).unwrap(), &wanted).unwrap();
         assert_eq!(found.dims(), [2, 2, 64]);
         assert_eq!(found.to_vec::<f32>().unwrap(), expected.to_vec::<f32>().unwrap());
-        let outside = Tensor::from_vec(vec![5i64], 1, &Device::Cpu).unwrap();
-        assert!(matches!(embedding(&matrix, &outside), Err(Error::Index { .. })));
+    }
+}
+
+#[test]
+fn embedding_rejects_ids_beyond_a_quantized_matrix_and_formats_without_separate_rows() {
+    let values = Tensor::randn(0.0, 1.0, (5, 64), DType::F32, &Device::Cpu).unwrap();
+    for format in [Format::Int8, Format::Fp8, Format::Ggml(Ggml::Q8_0)] {
+        let matrix = Quantized::new(&values, format).unwrap();
+        assert!(matches!(embedding(&matrix, &some(&[5], &[1])), Err(Error::Index { .. })));
     }
     let blocks = Quantized::new(&values, Format::Nf4).unwrap();
-    assert!(matches!(embedding(&blocks, &wanted), Err(Error::Argument { .. })));
+    assert!(matches!(embedding(&blocks, &some(&[4], &[1])), Err(Error::Argument { .. })));
 }

@@ -1,5 +1,5 @@
-//! The CUDA forms that are more than a plain product: tensor cores for f32 operands, each number as a pair of bf16 numbers;
-//! and cuBLASLt, which adds the bias in the product's kernel.
+//! The CUDA forms that are more than a plain product: tensor cores for f32 operands, each number as a pair of bf16
+//! numbers; and cuBLASLt, which adds the bias in the product's kernel.
 
 use super::LINEAR;
 use crate::cuda::product_with_bias;

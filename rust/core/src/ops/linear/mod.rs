@@ -96,7 +96,7 @@ pub(super) fn forward_plain(x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result
     Ok(y)
 }
 
-/// Check `x (..., in)`, `weight (out, in)`, `bias (out)`.
+/// Checks `x (..., in)`, `weight (out, in)`, `bias (out)`.
 pub(super) fn check(op: &'static str, x: &Tensor, weight: WeightRef<'_>, bias: Option<&Tensor>) -> Result<()> {
     if weight.rank() != 2 {
         return Err(Error::shape(
@@ -160,8 +160,8 @@ struct LinearBackward {
     /// The weight, if the input needs a gradient.
     weight: Option<HeldWeight>,
     x_shape: Shape,
-    /// The index of the bias among the inputs: 2, or 1 for a quantized or streamed weight, which is not an input. Without a
-    /// bias, the number of inputs.
+    /// The index of the bias among the inputs: 2, or 1 for a quantized or streamed weight, which is not an input.
+    /// Without a bias, the number of inputs.
     bias: usize,
 }
 

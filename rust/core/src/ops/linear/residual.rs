@@ -1,8 +1,8 @@
 //! The sum of a frozen linear map and a residual, as at the end of a transformer block.
 //!
-//! On a GPU, the kernel of a product of codes adds the residual as it writes the result: cuBLASLt before it rounds the result, the
-//! kernel for int8 codes after. For other weights, a kernel of its own adds the residual, because cuBLASLt's products of half-precision
-//! numbers that read a residual take as much longer as that kernel takes.
+//! On a GPU, the kernel of a product of codes adds the residual as it writes the result: cuBLASLt before it rounds the
+//! result, the kernel for int8 codes after. For other weights, a separate kernel adds the residual: if a half-precision
+//! product of cuBLASLt reads a residual, it takes as much longer as that kernel takes.
 
 use candle_core::Shape;
 
@@ -20,11 +20,12 @@ use crate::{Error, Result, Tensor, compute};
 
 static LINEAR_ADD: OpInfo = OpInfo::expensive("linear_add");
 
-/// [`linear`] of `x (..., in)`, plus `residual (..., out)`. The function runs as one operation only on a GPU, if weight and bias need
-/// no gradient. Otherwise it calls `linear`, then adds.
+/// [`linear`] of `x (..., in)`, plus `residual (..., out)`. This is one operation only on a GPU, and only if weight and
+/// bias need no gradient. Otherwise the function calls `linear`, then adds.
 ///
 /// # Errors
-/// As [`linear`], and if the residual does not have the shape, dtype and device of the result.
+/// As [`linear`]; also [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the residual does not have the shape,
+/// dtype and device of the result.
 pub fn linear_add<'a>(
     x: &Tensor,
     weight: impl Into<WeightRef<'a>>,

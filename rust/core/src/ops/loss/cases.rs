@@ -101,8 +101,8 @@ fn head_case(label: &'static str, targets: &'static [i64], weights: Option<&'sta
     })
 }
 
-/// A head of 7 classes over states of 27 features, with a quantized weight. With rows of 27 elements, blocks of NF4 cross the
-/// ends of rows.
+/// A head of 7 classes over states of 27 features, with a quantized weight. With rows of 27 elements, blocks of NF4
+/// cross the ends of rows.
 fn quantized_head_case(label: &'static str, format: Format, log_probs: bool) -> Case {
     const TARGETS: [i64; 4] = [3, IGNORE_INDEX, 0, 6];
     Case::new(label, &[&[TARGETS.len(), 27]], move |x| {

@@ -1,8 +1,8 @@
 //! Losses as single operations.
 //!
-//! Sums over elements are in at least f32. The result of a loss has the dtype of the input, as in torch, but the losses of
-//! a language model's head ([`linear_cross_entropy`], [`linear_log_probs`]) are in f32 (f64 for f64). A bf16 result has
-//! fewer than three decimal digits: to get more, convert the input to f32 first.
+//! Sums over elements are in at least f32. The result of a loss has the dtype of the input, as in torch, but the losses
+//! of a language model's head ([`linear_cross_entropy`], [`linear_log_probs`]) are in f32 (f64 for f64). A bf16 result
+//! has fewer than three decimal digits: to get more, convert the input to f32 first.
 
 #[cfg(feature = "testing")]
 mod cases;

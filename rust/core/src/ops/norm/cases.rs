@@ -15,8 +15,8 @@ fn plus_input(x: &[Tensor], norm: impl Fn(&[Tensor]) -> Result<Tensor>) -> Resul
     norm(x)?.add(&x[0])
 }
 
-/// norm(x) + x + x²: as [`plus_input`], but the gradient that x already has is itself a sum of two gradients, in a tensor of
-/// its own. The norm's backward pass may overwrite this tensor.
+/// norm(x) + x + x²: as [`plus_input`], but the gradient that x already has is itself a sum of two gradients, in a
+/// tensor of its own. The norm's backward pass may overwrite this tensor.
 fn plus_sum(x: &[Tensor], norm: impl Fn(&[Tensor]) -> Result<Tensor>) -> Result<Tensor> {
     plus_input(x, norm)?.add(&x[0].sqr()?)
 }

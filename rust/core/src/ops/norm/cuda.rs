@@ -46,7 +46,8 @@ impl<'a> Affine<'a> {
     }
 }
 
-/// Which gradients a backward pass computes. The gradient of the input is added to `before`, a dense gradient, if given.
+/// Which gradients a backward pass computes. The gradient of the input is added to `before`, a dense gradient, if
+/// given.
 pub(super) struct Wanted {
     pub input: bool,
     pub weight: bool,
@@ -67,8 +68,8 @@ impl SavedAffine {
         Wanted { input: context.needs(0), weight: wants(&self.weight), bias: wants(&self.bias), before: None }
     }
 
-    /// Passes the gradients `grads` on to the operation's inputs. `grads.input` already includes the earlier gradient that
-    /// [`BackwardContext::take_pending`] has returned.
+    /// Passes the gradients `grads` on to the operation's inputs. `grads.input` already includes the earlier gradient
+    /// that [`BackwardContext::take_pending`] has returned.
     pub(super) fn add_gradients(&self, context: &mut BackwardContext<'_>, grads: Gradients) -> Result<()> {
         if let Some(sum) = grads.input {
             context.add_pending(0, Pending::new(sum, true))?;
@@ -91,8 +92,9 @@ pub(super) fn destination(op: &'static str, gpu: &Gpu, x: &Raw, before: Option<&
     }
 }
 
-/// The gradients of scale and shift, (samples, len), in the accumulator dtype of inputs of `dtype`: the sums over the pieces
-/// of `partials` (samples, pieces, 2, len), where 2 stands for scale and shift. `wants`: which of the two to compute.
+/// The gradients of scale and shift, (samples, len), in the accumulator dtype of inputs of `dtype`: the sums over the
+/// pieces of `partials` (samples, pieces, 2, len), where 2 stands for scale and shift. `wants`: which of the two to
+/// compute.
 pub(super) fn sum_affine(
     op: &'static str,
     gpu: &Gpu,

@@ -37,7 +37,7 @@ struct Affine<'a> {
 }
 
 impl<'a> Affine<'a> {
-    /// Check scale and shift against the input and the shape that they must have.
+    /// Checks scale and shift against the input and the shape that they must have.
     fn new(
         op: &'static str,
         x: &Tensor,
@@ -113,7 +113,7 @@ impl<'a> Affine<'a> {
     }
 }
 
-/// Check the epsilon that is added to a variance.
+/// Checks the epsilon that is added to a variance.
 fn check_eps(op: &'static str, eps: f64) -> Result<()> {
     if eps.is_finite() && eps >= 0.0 {
         return Ok(());
@@ -166,6 +166,7 @@ struct SavedAffine {
     scale: Option<Saved>,
     /// The shift, if the backward pass reads it.
     shift: Option<Saved>,
+    /// The place of the gradients of the scale (`weight`) and of the shift (`bias`), if the norm has them.
     weight: Option<Place>,
     bias: Option<Place>,
 }
@@ -186,7 +187,8 @@ impl SavedAffine {
         numbers(self.shift.as_ref().map(Saved::get).transpose()?.as_ref(), len, R::ZERO)
     }
 
-    /// Adds `weight` to the gradient of the scale and `bias` to the gradient of the shift, for each of the two that is wanted.
+    /// Adds `weight` to the gradient of the scale and `bias` to the gradient of the shift, for each of the two that is
+    /// wanted.
     fn add<R: WithDType>(&self, context: &mut BackwardContext<'_>, weight: Vec<R>, bias: Vec<R>) -> Result<()> {
         for (place, grad) in [(&self.weight, weight), (&self.bias, bias)] {
             if let Some(place) = place.as_ref().filter(|place| context.needs(place.index)) {
@@ -196,8 +198,8 @@ impl SavedAffine {
         Ok(())
     }
 
-    /// Adds the gradient of the shift, for a backward pass in which no other gradient is wanted. `grad (samples, rows, len)` is
-    /// summed over the rows.
+    /// Adds the gradient of the shift, for a backward pass in which no other gradient is wanted.
+    /// `grad (samples, rows, len)` is summed over the rows.
     fn add_shift_only(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<()> {
         let Some(place) = &self.bias else { return Ok(()) };
         let sum = compute::sum(&compute::cast(grad, place.dtype)?, &[1], false)?;

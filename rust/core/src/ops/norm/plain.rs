@@ -21,7 +21,7 @@ pub(super) fn group_norm(x: &[Tensor], groups: usize, eps: f64) -> Result<Tensor
     affine(&normal, x)
 }
 
-/// `normal` times the scale `x[1]`, plus the shift `x[2]`. The shift may be missing, or both.
+/// `normal` times the scale `x[1]`, plus the shift `x[2]`. Both may be missing, or the shift alone.
 pub(super) fn affine(normal: &Tensor, x: &[Tensor]) -> Result<Tensor> {
     let scaled = x.get(1).map_or_else(|| Ok(normal.clone()), |weight| normal.mul(weight))?;
     x.get(2).map_or_else(|| Ok(scaled.clone()), |bias| scaled.add(bias))

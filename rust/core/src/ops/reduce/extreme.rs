@@ -163,13 +163,13 @@ impl Tensor {
         }
     }
 
-    /// The largest element over `dims`. Over one dimension, the first of equal elements gets the gradient, as in torch's
-    /// `max(dim)`. Over several dimensions, equal elements share the gradient equally, as in torch's `amax`. Integers have no
-    /// gradient.
+    /// The largest element over `dims`. Over one dimension, the first of equal elements gets the gradient, as in
+    /// torch's `max(dim)`. Over several dimensions, equal elements share the gradient equally, as in torch's `amax`.
+    /// Integers have no gradient.
     ///
     /// # Errors
-    /// [`Error::Shape`] if a result has no elements to pick from, [`Error::Index`] if a dimension is out of range, [`Error::Argument`] if
-    /// a dimension is named twice.
+    /// [`Error::Shape`] if a result has no elements to pick from, [`Error::Index`] if a dimension is out of range,
+    /// [`Error::Argument`] if a dimension is named twice.
     pub fn max(&self, dims: &[usize], keepdim: bool) -> Result<Self> {
         self.extreme(Extreme::Max, dims, keepdim)
     }
@@ -198,7 +198,8 @@ impl Tensor {
         self.extreme_all(Extreme::Min)
     }
 
-    /// The index along `dim` of the largest element (of the first one, if several are equal), as u32. The result has no gradient.
+    /// The index along `dim` of the largest element (of the first one, if several are equal), as u32. The result has no
+    /// gradient.
     ///
     /// # Errors
     /// As [`max`](Self::max), and [`Error::DType`] if the tensor is not floating point.

@@ -8,7 +8,8 @@ use crate::{Result, Tensor, compute};
 
 pub(super) static LOGSUMEXP: OpInfo = OpInfo::cheap("logsumexp");
 
-/// x, but 0 where x is infinite. Applied to the maximum before it is subtracted from the elements, because ∞ - ∞ is NaN.
+/// x, but 0 where x is infinite. Applied to the maximum before it is subtracted from the elements, because ∞ - ∞ is
+/// NaN.
 #[derive(Clone, Copy)]
 struct Finite;
 

@@ -1,8 +1,8 @@
 //! Reductions over any set of dimensions.
 //!
 //! `dims` names dimensions in any order, each at most once. If `dims` is empty, each element is reduced by itself. With
-//! `keepdim`, the reduced dimensions stay, with size 1. Floating-point elements are summed in f32 (in f64 for f64 elements), and
-//! the sum is rounded once to the elements' dtype.
+//! `keepdim`, the reduced dimensions stay, with size 1. Floating-point elements are summed in f32 (in f64 for f64
+//! elements), and the sum is rounded once to the elements' dtype.
 
 mod extreme;
 mod logsumexp;
@@ -50,7 +50,7 @@ struct Reduction {
 }
 
 impl Reduction {
-    /// Check that `x` is floating point and `dims` are dimensions of it.
+    /// Checks that `x` is floating point and `dims` are dimensions of it.
     fn new(op: &'static str, x: &Tensor, dims: &[usize]) -> Result<Self> {
         if !is_float(x.dtype()) {
             return Err(Error::dtype(
@@ -61,7 +61,7 @@ impl Reduction {
         Self::of(op, x, dims)
     }
 
-    /// Check that `dims` are dimensions of `x`.
+    /// Checks that `dims` are dimensions of `x`.
     fn of(op: &'static str, x: &Tensor, dims: &[usize]) -> Result<Self> {
         let input = x.dims().to_vec();
         let mut kept = input.clone();
@@ -85,7 +85,8 @@ impl Reduction {
         (0..self.input.len()).filter(|dim| !self.dims.contains(dim)).map(|dim| self.input[dim]).collect()
     }
 
-    /// Broadcasts `value`, which has one element for each element of the result, to the input's shape. This is a view of `value`.
+    /// Broadcasts `value`, which has one element for each element of the result, to the input's shape. This is a view
+    /// of `value`.
     fn spread(&self, value: &Raw) -> Result<Raw> {
         Ok(value.reshape(self.kept.as_slice())?.broadcast_as(self.input.as_slice())?)
     }
@@ -162,7 +163,8 @@ struct CumsumBackward {
 }
 
 impl Backward for CumsumBackward {
-    /// Input element i is a term of the results i, i + 1, ..., so its gradient is the sum of the gradients of these results.
+    /// Input element i is a term of the results i, i + 1, ..., so its gradient is the sum of the gradients of these
+    /// results.
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let size = context.grad().dims()[self.dim];
         let backwards: Vec<i64> = (0..size as i64).rev().collect();
@@ -232,7 +234,8 @@ impl Tensor {
     }
 
     /// The variance over `dims`: the sum of squared distances from the mean, divided by the number of elements minus
-    /// `correction` (1: the unbiased estimate). If this divisor is not positive, the variance is NaN or infinite, as in torch.
+    /// `correction` (1: the unbiased estimate). If this divisor is not positive, the variance is NaN or infinite, as in
+    /// torch.
     ///
     /// # Errors
     /// As [`sum`](Self::sum), and [`Error::DType`] if the tensor is not floating point.
@@ -278,8 +281,8 @@ pub static ENTRIES: &[Entry] = &[
                 Case::new("all", &[&[3, 5]], |x| x[0].sum_all()),
                 Case::new("first and last", &[&[3, 4, 5]], |x| x[0].sum(&[2, 0], false)),
                 Case::new("keepdim", &[&[3, 4, 5]], |x| x[0].sum(&[1], true)),
-                Case::new("number", &[&[]], |x| x[0].sum_all()),
-                Case::new("of nothing", &[&[3, 0]], |x| x[0].sum(&[1], false)),
+                Case::new("scalar", &[&[]], |x| x[0].sum_all()),
+                Case::new("over no elements", &[&[3, 0]], |x| x[0].sum(&[1], false)),
                 Case::new("over no dimensions", &[&[3, 5]], |x| x[0].sum(&[], false)),
             ]
         },

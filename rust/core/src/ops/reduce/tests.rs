@@ -22,7 +22,7 @@ fn gradient(x: &Tensor, function: impl Fn(&Tensor) -> Result<Tensor>) -> Vec<f64
 }
 
 #[test]
-fn shapes_with_and_without_the_reduced_dimensions() {
+fn results_keep_the_reduced_dimensions_only_with_keepdim() {
     let x = tensor(&[0.0; 24], &[2, 3, 4]);
     for (dims, dropped, kept) in [
         (vec![1], vec![2, 4], vec![2, 1, 4]),
@@ -46,7 +46,7 @@ fn shapes_with_and_without_the_reduced_dimensions() {
 }
 
 #[test]
-fn the_variance_is_the_mean_squared_distance() {
+fn the_variance_matches_its_definition() {
     let data = [1.0, 4.0, -2.0, 0.5, 7.0, 3.0];
     let x = tensor(&data, &[2, 3]);
     let expected = |part: &[f64], correction: f64| {
@@ -69,7 +69,7 @@ fn the_variance_of_bf16_is_computed_in_f32() {
 }
 
 #[test]
-fn reductions_over_no_elements_return_what_torch_returns() {
+fn reductions_of_too_few_elements_behave_as_in_torch() {
     let x = tensor(&[], &[2, 0]);
     assert_eq!(values(&x.sum(&[1], false).unwrap()), [0.0, 0.0]);
     assert_eq!(values(&x.logsumexp(&[1], false).unwrap()), [f64::NEG_INFINITY; 2]);
@@ -128,7 +128,8 @@ fn logsumexp_neither_overflows_nor_makes_nan_of_infinities() {
 
 #[test]
 fn the_gradient_of_logsumexp_of_bf16_sums_to_one() {
-    // The gradient is e^(x - result). If the backward pass read the result rounded to bf16, x - result would be wrong by up to 1/8.
+    // The gradient is e^(x - result). If the backward pass read the result rounded to bf16, x - result would be wrong
+    // by up to 1/8.
     let data: Vec<bf16> = (0..64).map(|i| bf16::from_f32(50.0 + (i % 7) as f32)).collect();
     let x = Tensor::constant(from_vec(data, 64));
     let total: f64 = gradient(&x, |x| x.logsumexp(&[0], false)).iter().sum();

@@ -24,8 +24,8 @@ pub(in crate::ops) fn plain(x: &Tensor, [cos, sin]: [&Tensor; 2], interleaved: b
     }
 }
 
-/// cos and sin, (S, D / 2) each, for test cases with `x (..., S, D)`. The angles are arbitrary: the operation does not require
-/// that they grow with the position.
+/// cos and sin, (S, D / 2) each, for test cases with `x (..., S, D)`. The angles are arbitrary: the operation does not
+/// require that they grow with the position.
 pub(in crate::ops) fn tables(x: &Tensor) -> Result<[Tensor; 2]> {
     let (length, half) = (x.dims()[x.rank() - 2], x.dims()[x.rank() - 1] / 2);
     let table = |f: fn(f64) -> f64| {

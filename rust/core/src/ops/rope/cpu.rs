@@ -27,8 +27,8 @@ pub struct Angles<'a, R> {
 }
 
 impl<R: Real> Angles<'_, R> {
-    /// Rotates the pairs of row number `row` by their angles, or by the negative angles if `back`. `read` converts an element of
-    /// `x`; `write` stores a result in an element of `out`.
+    /// Rotates the pairs of row number `row` by their angles, or by the negative angles if `back`. `read` converts an
+    /// element of `x`; `write` stores a result in an element of `out`.
     #[inline(always)]
     pub fn rotate<X: Copy, Y>(
         &self,
@@ -63,8 +63,8 @@ impl<R: Real> Angles<'_, R> {
     }
 }
 
-/// Rotates the rows of a dense `x` as [`Angles::rotate`] does. `cos` and `sin` have one row per position and one column per pair of
-/// features. Each `repeats` consecutive rows of `x` have the same position.
+/// Rotates the rows of a dense `x` as [`Angles::rotate`] does. `cos` and `sin` have one row per position and one column
+/// per pair of features. Every `repeats` consecutive rows of `x` have the same position.
 pub fn rotate(x: &Raw, [cos, sin]: [&Raw; 2], repeats: usize, interleaved: bool, back: bool) -> Result<Raw> {
     let (positions, half) = (cos.dims()[0], cos.dims()[1]);
     let len = 2 * half;

@@ -6,8 +6,9 @@ use crate::cuda::launch::{Shape, accumulator, count32, empty, input, output, row
 use crate::cuda::{Gpu, cast, contiguous};
 use crate::{Raw, Result};
 
-/// Rotates the pairs of features in each row of a dense `x` by the angles of the row's position, or by the negative angles if `back`.
-/// `cos` and `sin` have one row per position and one column per pair. Each `repeats` consecutive rows of `x` have the same position.
+/// Rotates the pairs of features in each row of a dense `x` by the angles of the row's position, or by the negative
+/// angles if `back`. `cos` and `sin` have one row per position and one column per pair. Every `repeats` consecutive
+/// rows of `x` have the same position.
 pub fn rotate(
     op: &'static str,
     x: &Raw,

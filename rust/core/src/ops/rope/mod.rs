@@ -1,4 +1,5 @@
-//! Rotary position embedding (Su et al. 2021, arXiv:2104.09864): pairs of features are rotated by angles that grow with the position.
+//! Rotary position embedding (Su et al. 2021, arXiv:2104.09864): pairs of features are rotated by angles that grow with
+//! the position.
 
 #[cfg(feature = "testing")]
 pub(super) mod cases;
@@ -17,17 +18,17 @@ pub(super) use cpu::{Angles, rotate as turn_rows};
 
 static ROPE: OpInfo = OpInfo::cheap("rope");
 
-/// Rotates each pair (a, b) of features of `x (..., S, D)` to (a cos - b sin, a sin + b cos). `cos` and `sin` have the shape
-/// `(S, D/2)` and any floating-point dtype; they get no gradient.
+/// Rotates each pair (a, b) of features of `x (..., S, D)` to (a cos - b sin, a sin + b cos). `cos` and `sin` have the
+/// shape `(S, D/2)` and any floating-point dtype; they get no gradient.
 ///
-/// Pair i consists of the features 2i and 2i + 1 if `interleaved` (Flux, original LLaMA), else of the features i and i + D/2
-/// (GPT-NeoX, Hugging Face's LLaMA). If `x` is (..., heads, S, D) and the heads of a position are adjacent in memory, they are
-/// adjacent in the result too; any other result is contiguous.
+/// Pair i consists of the features 2i and 2i + 1 if `interleaved` (Flux, original LLaMA), else of the features i and
+/// i + D/2 (GPT-NeoX, Hugging Face's LLaMA). If `x` is (..., heads, S, D) and the heads of a position are adjacent in
+/// memory, they are adjacent in the result too; any other result is contiguous.
 ///
 /// # Errors
-/// [`Error::Shape`] if `x` has fewer than two dimensions, D is odd, or `cos` or `sin` does not fit; [`Error::DType`] if an operand is not
-/// floating point; [`Error::Device`] if `cos` or `sin` is on another device than `x`; [`Error::NoBackward`] if `cos` or `sin` needs a
-/// gradient.
+/// [`Error::Shape`] if `x` has fewer than two dimensions, D is odd, or `cos` or `sin` does not fit; [`Error::DType`] if
+/// an operand is not floating point; [`Error::Device`] if `cos` or `sin` is on another device than `x`;
+/// [`Error::NoBackward`] if `cos` or `sin` needs a gradient.
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, interleaved: bool) -> Result<Tensor> {
     check(ROPE.name, x, cos, sin)?;
     record(
@@ -38,8 +39,8 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, interleaved: bool) -> Result
     )
 }
 
-/// Checks the operands of an operation that rotates pairs. `cos` and `sin` are not inputs of its tape node, so this function also
-/// reports to checkpoints that the operation reads them.
+/// Checks the operands of an operation that rotates pairs. `cos` and `sin` are not inputs of its tape node, so this
+/// function also reports to checkpoints that the operation reads them.
 pub(super) fn check(op: &'static str, x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<()> {
     let &[.., length, width] = x.dims() else {
         return Err(Error::shape(op, format!("the input has shape {:?}, expected (..., length, width)", x.dims())));
@@ -93,8 +94,8 @@ impl Backward for RopeBackward {
 /// The order in which the rows of `(..., S, D)` are in memory.
 #[derive(Clone, Copy)]
 pub(super) struct RowOrder {
-    /// The number of heads, if the heads of a position are adjacent in memory: dimensions (..., heads, S, D), memory order
-    /// (..., S, heads, D). `None` for any other memory order.
+    /// The number of heads, if the heads of a position are adjacent in memory: dimensions (..., heads, S, D), memory
+    /// order (..., S, heads, D). `None` for any other memory order.
     heads: Option<usize>,
 }
 
@@ -108,7 +109,7 @@ impl RowOrder {
         self.heads.unwrap_or(1)
     }
 
-    /// Permutes the dimensions of `x` to the memory order; applied twice, it restores them.
+    /// Permutes the dimensions of `x` to the memory order; a second call restores them.
     pub fn swap(self, x: &Raw) -> Result<Raw> {
         let rank = x.rank();
         Ok(if self.heads.is_some() { x.transpose(rank - 3, rank - 2)? } else { x.clone() })

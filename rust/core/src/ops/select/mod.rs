@@ -44,11 +44,13 @@ pub(super) fn select_raw(mask: &Raw, a: &Raw, b: &Raw, dims: &[usize]) -> Result
 }
 
 impl Tensor {
-    /// The elements of `a` where `mask` (u8) is not 0, and those of `b` elsewhere. The three shapes broadcast as in numpy.
+    /// The elements of `a` where `mask` (u8) is not 0, and those of `b` elsewhere. The three shapes broadcast as in
+    /// numpy.
     ///
     /// # Errors
     /// [`Error::DType`] if the mask is not u8, or `a` and `b` differ in dtype; [`Error::Device`] if the tensors are on
-    /// different devices; [`Error::Shape`] if the shapes do not broadcast.
+    /// different devices; [`Error::Shape`] if the shapes do not broadcast; [`Error::OutOfMemory`] if the result does
+    /// not fit in memory.
     pub fn select(mask: &Self, a: &Self, b: &Self) -> Result<Self> {
         check(SELECT.name, a, b)?;
         if mask.dtype() != DType::U8 {

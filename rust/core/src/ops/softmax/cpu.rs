@@ -90,7 +90,8 @@ pub(super) fn forward<F: RowFunction>(op: &'static str, x: &Raw, function: F) ->
     .map(|y| from_vec(y, x.shape())))
 }
 
-/// The gradient of the argument `x` of [`forward`], from the result `y` of `forward` and the gradient `g` of `y`. Both are dense.
+/// The gradient of the argument `x` of [`forward`], from the result `y` of `forward` and the gradient `g` of `y`. Both
+/// are dense.
 pub(super) fn backward<F: RowFunction>(op: &'static str, y: &Raw, g: &Raw, function: F) -> Result<Raw> {
     let len = y.dims()[y.rank() - 1];
     let rows = y.elem_count() / len.max(1);

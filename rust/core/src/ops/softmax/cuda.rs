@@ -22,7 +22,8 @@ pub fn forward(op: &'static str, x: &Raw) -> Result<Raw> {
     Ok(y)
 }
 
-/// The gradient of the argument `x` of [`forward`], from the result `y` of `forward` and the gradient `grad` of `y`. Both are dense.
+/// The gradient of the argument `x` of [`forward`], from the result `y` of `forward` and the gradient `grad` of `y`.
+/// Both are dense.
 pub fn backward(op: &'static str, y: &Raw, grad: &Raw) -> Result<Raw> {
     let gpu = Gpu::of(op, y)?;
     let dx = empty(op, gpu, y.dims(), y.dtype())?;

@@ -63,8 +63,8 @@ fn along<F: RowFunction>(info: &'static OpInfo, x: &Tensor, dim: usize, function
 }
 
 impl Tensor {
-    /// e^x / Σ e^x along dimension `dim`, without overflow (the largest element is subtracted first). A row of negative infinities
-    /// gives NaN, as in torch.
+    /// e^x / Σ e^x along dimension `dim`, without overflow (the largest element is subtracted first). A row of negative
+    /// infinities gives NaN, as in torch.
     ///
     /// # Errors
     /// [`Error::Index`] if `dim` is out of range, [`Error::DType`] if the tensor is not floating point.

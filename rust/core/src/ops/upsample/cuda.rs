@@ -9,7 +9,8 @@ use crate::cuda::launch::{Shape, count32, empty, input, output, suffix, wide};
 use crate::cuda::{Gpu, contiguous};
 use crate::{Raw, Result};
 
-/// Resizes the images `x`. If `is_backward`, `x` is the gradient of the result, and the function returns the gradient of the images.
+/// Resizes the images `x`. If `is_backward`, `x` is the gradient of the result, and the function returns the gradient
+/// of the images.
 pub(super) fn resize(size: &Resize, x: &Raw, is_backward: bool) -> Result<Raw> {
     let op = UPSAMPLE_NEAREST2D.name;
     let &Resize { batch, channels, input: from, output: to } = size;

@@ -18,13 +18,14 @@ pub use cases::ENTRIES;
 
 static UPSAMPLE_NEAREST2D: OpInfo = OpInfo::cheap("upsample_nearest2d");
 
-/// The images `x` in another size, where each output pixel is a copy of the nearest input pixel: `x (batch, height, width,
-/// channels)` → (batch, `size[0]`, `size[1]`, channels). Along an axis with m input pixels and n output pixels, output pixel i
-/// copies input pixel ⌊i · (m / n)⌋, computed in f32, as in torch's `interpolate(mode="nearest")`. Saves nothing.
+/// The images `x` in another size, where each output pixel is a copy of the nearest input pixel:
+/// `x (batch, height, width, channels)` → (batch, `size[0]`, `size[1]`, channels). Along an axis with m input pixels
+/// and n output pixels, output pixel i copies input pixel ⌊i · (m / n)⌋, computed in f32, as in torch's
+/// `interpolate(mode="nearest")`. Saves nothing.
 ///
 /// # Errors
-/// [`Error::Shape`] if `x` does not have four dimensions, or has no pixels while the result has some, [`Error::DType`] if `x` is not
-/// floating point, [`Error::OutOfMemory`] if the result is too large.
+/// [`Error::Shape`] if `x` does not have four dimensions, or has no pixels while the result has some, [`Error::DType`]
+/// if `x` is not floating point, [`Error::OutOfMemory`] if the result is too large.
 pub fn upsample_nearest2d(x: &Tensor, size: [usize; 2]) -> Result<Tensor> {
     let op = UPSAMPLE_NEAREST2D.name;
     let &[batch, height, width, channels] = x.dims() else {
@@ -58,7 +59,8 @@ struct Resize {
     output: [usize; 2],
 }
 
-/// For each of the `output` output positions along an axis, the input position that it copies; there are `input` input positions.
+/// For each of the `output` output positions along an axis, the input position that it copies; there are `input` input
+/// positions.
 fn sources(input: usize, output: usize) -> Vec<usize> {
     let scale = input as f32 / output as f32;
     // If the size is unchanged or doubled, positions are computed in integers, as in torch.

@@ -12,7 +12,8 @@ use crate::ops::rows;
 use crate::raw::Raw;
 use crate::{Result, dispatch_float};
 
-/// The backward pass is split into about this many tasks if it has enough blocks of queries.
+/// With fewer key heads than this, the queries of a head are split, so that the backward pass has about this many
+/// tasks.
 const BACKWARD_TASKS: usize = 16;
 
 /// What the forward pass saves for the backward pass.
@@ -241,7 +242,7 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
         );
     }
 
-    /// Write the gradients of the keys and values of a key head.
+    /// Writes the gradients of the keys and values of a key head.
     fn write(&self, head: usize, grads: &[T::Acc]) {
         let (key_grads, value_grads) = grads.split_at(self.scores.attention.keys() * self.widths[0]);
         for (rows, grads) in [(&self.rows[1], key_grads), (&self.rows[2], value_grads)] {

@@ -24,7 +24,7 @@ const KEYS: usize = 256;
 /// The least number of multiplications that are worth a task of their own.
 const TASK: usize = 1 << 19;
 
-/// The shape and the settings of one attention.
+/// The shape and the settings of an attention operation.
 #[derive(Clone, Debug)]
 pub(super) struct Attention {
     /// The shape of the scores: (..., queries, keys).
@@ -128,7 +128,8 @@ struct Scores<'a, T: Elem> {
 }
 
 impl<T: Elem<Acc: Elem<Acc = T::Acc>>> Scores<'_, T> {
-    /// Scores of a block, one row for each query, negative infinity where a key is not seen.
+    /// Computes the scores of a block, one row for each query. The score of a key that is not seen is negative
+    /// infinity.
     fn block(&self, head: usize, queries: &Range<usize>, keys: &Range<usize>, out: &mut [T::Acc]) {
         let width = keys.len();
         let (q, k) = (self.queries.rows(head, queries), self.keys.rows(head / self.attention.group, keys));

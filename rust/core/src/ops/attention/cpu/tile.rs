@@ -39,7 +39,8 @@ impl<'a, T: Elem> Matrices<'a, T> {
         MatRef::new(&self.data[start..], [rows.len(), self.columns], self.strides)
     }
 
-    /// The elements of a row, which must be adjacent. If the row repeats one element (stride 0), only this element.
+    /// The elements of a row, which must be adjacent. If the row repeats one element (stride 0), returns this element
+    /// once.
     pub fn row(&self, head: usize, row: usize) -> &'a [T] {
         let start = self.offsets[head] + row * self.strides[0];
         let len = if self.strides[1] == 0 { 1 } else { self.columns };
@@ -100,7 +101,7 @@ pub(super) struct Rows<'a, T> {
 }
 
 impl<T: Elem> Rows<'_, T> {
-    /// Write rows of `head` from `first_row` on.
+    /// Writes rows of `head` from `first_row` on.
     ///
     /// # Safety
     /// Two threads must not write the same row at the same time.

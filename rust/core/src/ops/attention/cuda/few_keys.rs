@@ -23,8 +23,9 @@ const QUERIES: u32 = 128;
 /// Threads of a block of the forward and of the backward kernel.
 const MAIN_THREADS: u32 = 384;
 
-/// The work of the thread blocks: an item is a head of a sample, a step is a tile of the head's queries. `None` if these
-/// kernels do not support the operands. The caller has checked that the general tensor-core kernels support the operands.
+/// The work of the thread blocks: an item is a head of a sample, a step is a tile of the head's queries. Several blocks
+/// may share the steps of an item. `None` if these kernels do not support the operands. The caller has checked that the
+/// general tensor-core kernels support the operands.
 fn schedule(gpu: &Gpu, sizes: &AttentionShape, form: Width, operands: &[&Heads]) -> Option<Schedule> {
     let (blocks, items) = (gpu.multiprocessors() as u32, sizes.batch * sizes.heads);
     let steps = sizes.queries.div_ceil(QUERIES);
@@ -36,6 +37,7 @@ fn schedule(gpu: &Gpu, sizes: &AttentionShape, form: Width, operands: &[&Heads])
         && sizes.queries >= FEWEST
         && [steps, blocks].iter().try_fold(items, |product, &factor| product.checked_mul(factor)).is_some()
         && operands.iter().all(|heads| is_mapped(heads, sizes));
+    // No item is reserved for a single block.
     fits.then_some(Schedule { items, steps, whole: 0, blocks })
 }
 
@@ -52,7 +54,8 @@ fn maps(
 }
 
 impl Attention<'_> {
-    /// Computes the result and the log-sum-exp of the scores of each query; false if these kernels do not support the operands.
+    /// Computes the result and the log-sum-exp of the scores of each query; false if these kernels do not support the
+    /// operands.
     pub(super) fn few_keys_forward(
         &self,
         gpu: &Gpu,
@@ -71,7 +74,8 @@ impl Attention<'_> {
         Ok(true)
     }
 
-    /// Writes the gradients of q, k and v for which there is a destination; false if these kernels do not support the operands.
+    /// Writes the gradients of q, k and v for which there is a destination; false if these kernels do not support the
+    /// operands.
     pub(super) fn few_keys_backward(
         &self,
         gpu: &Gpu,
@@ -91,8 +95,8 @@ impl Attention<'_> {
         let shape = Shape { grid: [schedule.blocks, 1, 1], block: [MAIN_THREADS, 1, 1], shared: 221_264 };
         let to_parts = optional_output(op, parts.as_ref())?;
         let arguments = Backward { dq, log_sums, parts: to_parts, maps, dq_strides, shape: *sizes, schedule };
-        // SAFETY: the maps describe the tensors, the strides stay inside of the gradient, and `parts` has room for each pair of a head and a
-        // block that computes some of its steps.
+        // SAFETY: the maps describe the tensors, the strides stay inside of the gradient, and `parts` has room for each
+        // pair of a head and a block that computes steps of this head.
         unsafe { gpu.function(&ATTENTION_FEW_KEYS_BACKWARD, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
         if parts.is_none() {
             return Ok(true);

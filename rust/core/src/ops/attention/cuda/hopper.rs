@@ -1,4 +1,5 @@
-//! Attention on compute capability 9.0, whose copy engine (TMA) loads the tiles: the host side of `attention_hopper.cu`.
+//! Attention on compute capability 9.0, whose copy engine (TMA) loads the tiles: the host side of
+//! `attention_hopper.cu`.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::attention_hopper::{
@@ -19,7 +20,8 @@ use crate::cuda::launch::{Const, Kernel, Mut, Shape, empty, input, optional_inpu
 use crate::cuda::tensor_map::Encoder;
 use crate::{Raw, Result};
 
-/// The fewest queries, and the fewest keys, for these kernels: with fewer, the general kernels (`attention.cu`) are as fast.
+/// The fewest queries, and the fewest keys, for these kernels: with fewer, the general kernels (`attention.cu`) are as
+/// fast.
 pub(in crate::ops::attention) const FEWEST: u32 = 256;
 /// Keys in a tile.
 pub(in crate::ops::attention) const KEYS: u32 = 128;
@@ -30,7 +32,8 @@ const SPLIT_COST: u64 = 5;
 /// Threads in a block of the kernels that compute statistics, sum parts or finish the backward pass.
 pub(in crate::ops::attention) const THREADS: u32 = 256;
 
-/// The constants of the kernels of one head width (at most 64 or at most 128 columns): queries per tile, threads and shared memory.
+/// The kernels for heads of at most `columns` columns, and their constants: queries per tile, threads and shared
+/// memory.
 struct Form {
     columns: u32,
     forward_queries: u32,
@@ -87,13 +90,14 @@ fn schedule(blocks: u32, items: u32, steps: u32) -> Schedule {
     Schedule { items, steps, whole, blocks }
 }
 
-/// Memory for the partial results of split items if there are split items: two parts of `values` numbers per thread block.
+/// Allocates the partial results of split items: two parts of `values` numbers per thread block. `None` if no item is
+/// split.
 fn parts(op: &'static str, gpu: &Gpu, schedule: &Schedule, values: u32) -> Result<Option<Raw>> {
     let dims = [2 * schedule.blocks as usize, values as usize];
     (schedule.whole < schedule.items).then(|| empty(op, gpu, &dims, DType::F32)).transpose()
 }
 
-/// Whether a tensor map can describe the operand: the strides of a map cannot be 0 or 2^39 and more.
+/// Whether a tensor map can describe the operand: the strides of a map must be above 0 and below 2^39 elements.
 pub(in crate::ops::attention) fn is_mapped(heads: &Heads, sizes: &AttentionShape) -> bool {
     let Strides { batch, head, row } = heads.strides;
     [(2, row), (sizes.heads, head), (sizes.batch, batch)]
@@ -117,8 +121,8 @@ pub(in crate::ops::attention) fn map(
     encoder.strided(heads.address, shape, &distances, [64, at_once, 1, 1])
 }
 
-/// The destination of the gradient of keys or values in a backward kernel: `wanted`, or new memory if the gradient is not
-/// wanted, because the kernel writes it in any case.
+/// The destination of the gradient of keys or values in a backward kernel: `wanted`, or new memory if the gradient is
+/// not wanted, because the kernel writes it in any case.
 pub(in crate::ops::attention) fn key_place(
     op: &'static str,
     gpu: &Gpu,
@@ -171,7 +175,8 @@ impl Attention<'_> {
         fits.then(|| form.hopper())
     }
 
-    /// Computes the result and the log-sum-exp of the scores of each query; false if only the general kernels support the operands.
+    /// Computes the result and the log-sum-exp of the scores of each query; false if only the general kernels support
+    /// the operands.
     pub(super) fn hopper_forward(
         &self,
         gpu: &Gpu,
@@ -289,7 +294,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn items_are_split_where_that_saves_more_than_it_costs() {
+    fn items_are_split_if_splitting_saves_more_than_it_costs() {
         let whole = |items, steps| schedule(132, items, steps).whole;
         // All blocks have the same number of items.
         assert_eq!(whole(264, 36), 264);

@@ -1,6 +1,6 @@
 //! Attention on CUDA devices: the host side of `kernels/attention.cu`. These kernels never store the matrix of all
-//! scores. They use tensor cores where the operands allow it; otherwise plain kernels compute the attention. For very wide
-//! heads, matrix products compute the forward pass (`wide.rs`).
+//! scores. They use tensor cores where the operands allow it; otherwise plain kernels compute the attention. For very
+//! wide heads, matrix products compute the forward pass (`wide.rs`).
 
 mod few_keys;
 pub(super) mod hopper;
@@ -95,14 +95,14 @@ fn head_strides(layout: &Layout) -> Option<Strides> {
     let stride =
         |from_end: usize| rank.checked_sub(from_end).map_or(0, |i| if dims[i] == 1 { 0 } else { strides[i] as u64 });
     let mut batch: Option<u64> = None;
-    let mut run = 1u64;
+    let mut merged = 1u64;
     for i in (0..rank.saturating_sub(3)).rev().filter(|&i| dims[i] != 1) {
         match batch {
             None => batch = Some(strides[i] as u64),
-            Some(batch) if strides[i] as u64 == batch * run => {}
+            Some(batch) if strides[i] as u64 == batch * merged => {}
             Some(_) => return None,
         }
-        run *= dims[i] as u64;
+        merged *= dims[i] as u64;
     }
     Some(Strides { batch: batch.unwrap_or(0), head: stride(3), row: stride(2) })
 }
@@ -139,7 +139,8 @@ impl Attention<'_> {
         })
     }
 
-    /// The mask, broadcast to the scores: its description for kernels, and the tensor, which must live until the launch.
+    /// The mask, broadcast to the scores: its description for kernels, and the tensor, which must live until the
+    /// launch.
     fn mask(&self, mask: Option<&Raw>) -> Result<(Mask, Option<Raw>)> {
         let Some(mask) = mask else { return Ok((Mask { numbers: 0, batch: 0, head: 0, query: 0, key: 0 }, None)) };
         let mask = mask.broadcast_as(self.scores)?;
@@ -393,8 +394,7 @@ impl Attention<'_> {
     }
 
     /// Sums the parts of the gradients of the keys and of the values; each part is what some of the queries contribute.
-    /// Does nothing for a gradient without parts.
-    /// `sizes.heads` is the number of heads of keys, not of queries.
+    /// Does nothing for a gradient without parts. `sizes.heads` is the number of heads of keys, not of queries.
     pub(super) fn sum_parts(
         &self,
         gpu: &Gpu,
@@ -420,8 +420,8 @@ impl Attention<'_> {
         unsafe { gpu.function(&ATTENTION_SUM_PARTS, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }
     }
 
-    /// The number of ranges into which the queries are split. With few keys, the gradients of keys and values are summed
-    /// in parts, one part per range, to fill the device.
+    /// The number of ranges into which the queries are split. With few keys, the gradients of keys and values are
+    /// summed in parts, one part per range, to fill the device.
     fn parts(&self, sizes: &AttentionShape) -> u32 {
         const BLOCKS: u32 = 396;
         let blocks = sizes.keys.div_ceil(64) * sizes.batch * sizes.heads;
@@ -436,7 +436,10 @@ fn result_heads(op: &'static str, grad: Option<&Raw>) -> Result<Option<Heads>> {
     if storage_identity(&heads.raw).0 != storage_identity(grad).0 {
         return Err(Error::shape(
             op,
-            format!("a gradient has strides {:?}, expected rows of contiguous elements", grad.stride()),
+            format!(
+                "the gradient has strides {:?}, expected contiguous rows and batch dimensions that can be merged",
+                grad.stride()
+            ),
         ));
     }
     Ok(Some(heads))

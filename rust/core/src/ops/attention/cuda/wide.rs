@@ -20,8 +20,8 @@ const MOST_VALUES: usize = 1 << 30;
 
 impl Attention<'_> {
     /// Whether heads are so wide that the plain kernel would be slow: the plain kernel computes the scores again for
-    /// every 64 columns of the result. False for masked and causal attention, which only the plain kernel supports at
-    /// this width.
+    /// every 64 columns of the result. False without keys, and for masked and causal attention, which only the plain
+    /// kernel supports at this width.
     pub(super) fn is_wide(&self, [width, value_width]: [usize; 2], mask: Option<&Raw>) -> bool {
         width.min(value_width) > WIDEST && mask.is_none() && !self.is_causal && self.scores.last() != Some(&0)
     }
@@ -37,8 +37,8 @@ impl Attention<'_> {
         let function = gpu.function(&LOGSUMEXP_FORWARD, suffix(op, numbers)?)?;
         let sums = output(op, log_sums)?;
         // `pairs` splits each f32 number of a row into hi + lo in bf16, and writes three parts one after the other: for
-        // k and v, the hi, the lo and again the hi numbers of the row (see `RIGHT`). It gets all of v as one row, so the
-        // result has three matrices of the size of v, one below the other.
+        // k and v, the hi, the lo and again the hi numbers of the row (see `RIGHT`). It gets all of v as one row, so
+        // the result has three matrices of the size of v, one below the other.
         let in_pairs = uses_pairs(dtype) && keys.is_multiple_of(8) && v.dims()[rank - 1] <= MOST_VALUES / keys;
         for head in 0..heads {
             let [q, k, v, o] =
@@ -64,9 +64,9 @@ impl Attention<'_> {
                 };
                 // SAFETY: there are this many rows of scores, and `log_sums` has a number for each row.
                 unsafe { function.launch(op, gpu, Shape::rows(count, keys, numbers), arguments) }?;
-                let shares = softmax::cuda::forward("softmax", &scores)?;
-                let shares = if in_pairs { pairs(op, LEFT, &shares, keys)? } else { cast(&shares, dtype)? };
-                write_products(&[[&o.narrow(0, start, count)?, &shares, &v]], 1.0, false)?;
+                let probs = softmax::cuda::forward("softmax", &scores)?;
+                let probs = if in_pairs { pairs(op, LEFT, &probs, keys)? } else { cast(&probs, dtype)? };
+                write_products(&[[&o.narrow(0, start, count)?, &probs, &v]], 1.0, false)?;
             }
         }
         Ok(())

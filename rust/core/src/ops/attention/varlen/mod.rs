@@ -1,11 +1,11 @@
-//! Causal attention inside the segments of a packed row: several sequences one after another, whose queries see only
-//! keys of their own sequence (Krell et al. 2021, arXiv:2107.02027). Query heads may share key and value
-//! heads (grouped-query attention, Ainslie et al. 2023, arXiv:2305.13245), and a window may limit how far back a query sees (Beltagy et al.
-//! 2020, arXiv:2004.05150).
+//! Causal attention inside the segments of a packed row: several sequences, the segments, one after another, where a
+//! query sees only keys of its own segment (Krell et al. 2021, arXiv:2107.02027). q, k and v have one row for each
+//! token. Query heads may share key and value heads (grouped-query attention, Ainslie et al. 2023, arXiv:2305.13245),
+//! and a window may limit how far back a query sees (Beltagy et al. 2020, arXiv:2004.05150).
 //!
-//! The bounds of the segments are turned into spans once, in memory of the device: for each row the first key that the
-//! row's query sees, and the end (exclusive) of the queries that see the row's key. The kernels read only the spans,
-//! not the bounds or the window. So the host never waits for the bounds, and a CUDA graph can be replayed with other
+//! The forward pass turns the bounds of the segments into spans, in memory of the device: for each token the first key
+//! that its query sees, and the end (exclusive) of the queries that see its key. The kernels read only the spans, not
+//! the bounds or the window. So the host never waits for the bounds, and a CUDA graph can be replayed with other
 //! bounds.
 
 #[cfg(feature = "cuda")]
@@ -21,17 +21,19 @@ use crate::{Error, Result, Tensor, checkpoint};
 
 pub(super) static VARLEN: OpInfo = OpInfo::expensive("varlen_attention");
 
-/// softmax(scale · q kᵀ) v inside each segment of a packed row: `q (N, heads, D)`, `k (N, key heads, D)`, `v (N, key heads, D)` →
-/// `(N, heads, D)`. Each of the N rows is a token. A query sees the keys of its segment up to its own position.
+/// softmax(scale · q kᵀ) v inside each segment of a packed row: `q (N, heads, D)`, `k (N, key heads, D)`,
+/// `v (N, key heads, D)` → `(N, heads, D)`, where N is the number of tokens. A query sees the keys of its segment up to
+/// its own position.
 ///
 /// `cu_seqlens (M + 1)`, i64 or u32 on the device of q, are the bounds of M segments: the first bound is 0, the bounds
-/// ascend, and segment i has the rows from bound i up to bound i + 1, exclusive. Bounds may repeat, so that a buffer of
-/// fixed size can hold the bounds of fewer segments. Rows from the last bound on belong to no segment: their results
-/// and gradients are zero. With `window` w a query at position i sees only keys at positions above i - w: at most w
-/// keys, including its own. Head h of q sees head h / (heads / key heads) of k and v. `scale` is 1/√D unless given.
-/// Scores are in f32 (in f64 for f64 operands).
+/// ascend, and segment i has the tokens from bound i up to bound i + 1, exclusive. Bounds may repeat, so that a buffer
+/// of fixed size can hold the bounds of fewer segments. Tokens from the last bound on belong to no segment: their
+/// results and gradients are zero. With `window` w, a query at position i sees only keys at positions above i - w: at
+/// most w keys, including its own. Head h of q sees head h / (heads / key heads) of k and v. `scale` is 1/√D unless
+/// given. Scores are in f32 (in f64 for f64 operands).
 ///
-/// Saves q, k, v, the result, one number per query and head, and two numbers per row. On CUDA the host does not wait for the bounds.
+/// Saves q, k, v, the result, one number per query and head, and two numbers per token. On CUDA the host does not wait
+/// for the bounds.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the window
@@ -68,6 +70,7 @@ pub fn varlen_attention(
 /// The sizes of an attention over a packed row.
 #[derive(Clone, Copy)]
 pub(super) struct Varlen {
+    /// The number of tokens: the rows of q, k and v.
     pub rows: usize,
     pub heads: usize,
     pub key_heads: usize,
@@ -104,7 +107,7 @@ impl Varlen {
         if v.dims() != k.dims() {
             return Err(Error::shape(op, format!("v has shape {:?}, expected that of k, {:?}", v.dims(), k.dims())));
         }
-        for (name, other) in [("k", k), ("v", v)] {
+        for (name, other) in [("tensor k", k), ("tensor v", v)] {
             crate::ops::linear::same_kind(op, q, name, other)?;
         }
         if !is_float(q.dtype()) {
@@ -122,7 +125,8 @@ impl Varlen {
         self.heads / self.key_heads
     }
 
-    /// The result (rows, heads, width) and the log-sum-exp of the scores of each query (heads, rows), for operands (rows, heads, width).
+    /// The result (rows, heads, width) and the log-sum-exp of the scores of each query (heads, rows), for operands
+    /// (rows, heads, width).
     pub fn forward(&self, inputs: [&Raw; 3], spans: &Raw) -> Result<(Raw, Raw)> {
         let [q, k, v] = inputs.map(|raw| raw.transpose(0, 1));
         let inputs = [&q?, &k?, &v?];
@@ -177,8 +181,8 @@ impl Varlen {
     }
 }
 
-/// Checks the bounds of segments (their shape and dtype, and that they are on the device of `like`), the number of rows
-/// and the window.
+/// Checks the bounds of segments (their shape and dtype, and that they are on the device of `like`), the number of
+/// tokens and the window.
 pub(super) fn check_bounds(
     op: &'static str,
     like: &Tensor,
@@ -199,13 +203,13 @@ pub(super) fn check_bounds(
         ));
     }
     if !cu_seqlens.device().same_device(like.device()) {
-        return Err(Error::device(op, "cu_seqlens is on another device than the rows; move one with to()"));
+        return Err(Error::device(op, "cu_seqlens is on another device than the input; move one with to()"));
     }
     if window == Some(0) {
         return Err(Error::argument(op, "the window is 0, expected at least 1: a query sees its own key"));
     }
     if u32::try_from(rows).is_err() {
-        return Err(Error::shape(op, format!("found {rows} rows, expected fewer than 2^32; split the packed row")));
+        return Err(Error::shape(op, format!("found {rows} tokens, expected fewer than 2^32; split the packed row")));
     }
     Ok(())
 }
@@ -219,9 +223,9 @@ pub(super) fn scale_of(op: &'static str, width: usize, scale: Option<f64>) -> Re
     Err(Error::argument(op, format!("the scale is {scale}, expected a finite number")))
 }
 
-/// The spans (2, rows) of a packed row, u32: for each of its rows the first key that the row's query sees; then for
-/// each row the end (exclusive) of the queries that see the row's key. For the query of a row i outside of the segments
-/// the first key is i + 1, so the query sees no key.
+/// The spans of a packed row, u32: for each token the first key that its query sees; then for each token the end
+/// (exclusive) of the queries that see its key. For a token i outside of the segments, the first key is i + 1, so its
+/// query sees no key. On CUDA one more number follows, a counter.
 pub(super) fn spans(op: &'static str, cu_seqlens: &Raw, rows: usize, window: Option<usize>) -> Result<Raw> {
     on_device!(
         cu_seqlens.device(),
@@ -247,7 +251,7 @@ fn spans_of(op: &'static str, bounds: &[i64], rows: usize, window: Option<usize>
                 op,
                 format!(
                     "bound {at} of cu_seqlens is {bound}, expected {}",
-                    if at == 0 { "0".into() } else { format!("{last} to {rows}: bounds ascend, found {rows} rows") }
+                    if at == 0 { "0".into() } else { format!("{last} to {rows}: bounds ascend, found {rows} tokens") }
                 ),
             ));
         };
@@ -299,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn spans_are_those_of_segments_and_windows() -> Result<()> {
+    fn spans_follow_from_segments_and_windows() -> Result<()> {
         assert_eq!(spans_with(&[0, 3, 4, 4], 6, None)?, [0, 0, 0, 3, 5, 6, 3, 3, 3, 4, 4, 5]);
         assert_eq!(spans_with(&[0, 0, 5], 5, Some(2))?, [0, 0, 1, 2, 3, 2, 3, 4, 5, 5]);
         assert_eq!(spans_with(&[0, 2], 2, Some(usize::MAX))?, [0, 0, 2, 2]);
@@ -308,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn bounds_that_do_not_fit_are_errors() {
+    fn bounds_out_of_order_or_range_are_errors() {
         for (bounds, message) in [
             (&[1, 2][..], "bound 0 of cu_seqlens is 1, expected 0"),
             (&[0, 3, 2], "bound 2 of cu_seqlens is 2, expected 3 to 4"),
@@ -321,9 +325,9 @@ mod tests {
         }
     }
 
-    /// The rows beyond the last bound have values other than zero here.
+    /// The inputs of these tokens are not zero.
     #[test]
-    fn rows_of_no_segment_give_zeros_and_get_no_gradient() -> Result<()> {
+    fn tokens_after_the_last_segment_have_zero_results_and_gradients() -> Result<()> {
         let device = candle_core::Device::Cpu;
         let inputs = [4, 2, 2].map(|heads| {
             let values = (0..300 * heads * 8).map(|i| (i as f64 * 0.37).sin()).collect();

@@ -13,8 +13,8 @@ const CHANNELS: usize = 128;
 
 /// The source position that target position `position` of the phase reads at the kernel tap with `offset`; `None` if it
 /// is in the padding.
-fn met(axis: &Axis, position: usize, offset: isize) -> Option<usize> {
-    usize::try_from((position * axis.step) as isize + offset).ok().filter(|&met| met < axis.source)
+fn source_position(axis: &Axis, position: usize, offset: isize) -> Option<usize> {
+    usize::try_from((position * axis.step) as isize + offset).ok().filter(|&found| found < axis.source)
 }
 
 /// The target (batch, height, width, channels) of a stencil in which each channel is a group.
@@ -44,9 +44,9 @@ pub(super) fn run<T: Elem>(
             for (column, y) in target.chunks_exact_mut(channels).skip(columns.first).step_by(columns.stride).enumerate()
             {
                 for &(i, offset) in &lines.places {
-                    let Some(line) = met(lines, position, offset) else { continue };
+                    let Some(line) = source_position(lines, position, offset) else { continue };
                     for &(j, offset) in &columns.places {
-                        let Some(column) = met(columns, column, offset) else { continue };
+                        let Some(column) = source_position(columns, column, offset) else { continue };
                         let pixel = (image * source_height + line) * source_width + column;
                         let x = &source[pixel * channels..(pixel + 1) * channels];
                         let place = i * geometry.kernel[1] + j;
@@ -84,9 +84,9 @@ pub(super) fn grad_weight<T: Elem>(geometry: &Geometry, grad: &[T], x: &[T]) -> 
                 (at / columns.count / lines.count, at / columns.count % lines.count, at % columns.count);
             let g = &pixel[range.clone()];
             for &(i, offset) in &lines.places {
-                let Some(line) = met(lines, line, offset) else { continue };
+                let Some(line) = source_position(lines, line, offset) else { continue };
                 for &(j, offset) in &columns.places {
-                    let Some(column) = met(columns, column, offset) else { continue };
+                    let Some(column) = source_position(columns, column, offset) else { continue };
                     let pixel = (image * height + line) * width + column;
                     let x = &x[pixel * channels..(pixel + 1) * channels][range.clone()];
                     let place = i * geometry.kernel[1] + j;

@@ -1,5 +1,5 @@
-//! Copies of parts of images, in the accumulator type, with the zeros of the padding. The terms are those of
-//! [`stencil`](super::stencil): each target position is computed from source positions, one per kernel tap.
+//! Copies of parts of images, in the accumulator type, with the zeros of the padding. [`stencil`](super::stencil)
+//! explains source, target and phase: each target position is computed from source positions, one per kernel tap.
 
 use std::ops::Range;
 
@@ -13,8 +13,8 @@ const MAX_COLUMNS: usize = 96;
 /// The maximum number of elements of a copy, so that the copy stays in the second-level cache. Only a copy for a single
 /// target line may have more.
 const MAX_PATCH: usize = 128 << 10;
-/// A part has at most an eighth of the target lines, so that threads share an image. The limit is never below this number:
-/// smaller parts would mostly copy lines that neighbouring parts copy too.
+/// A part has at most an eighth of the target lines, so that threads share an image. But it may always have this many
+/// lines: smaller parts would mostly copy lines that neighbouring parts copy too.
 const MIN_LINES: usize = 4;
 
 /// One direction, vertical or horizontal, of one phase of a stencil.
@@ -30,8 +30,8 @@ pub(in crate::ops::conv) struct Axis {
     /// Distance in the source between the source positions that neighbouring target positions of the phase read at the
     /// same kernel tap.
     pub step: usize,
-    /// The kernel taps of the phase: the index in the kernel and the offset of each, in the order of rising offsets. At a
-    /// tap, target position i of the phase reads source position i · step + offset.
+    /// The kernel taps of the phase: the index in the kernel and the offset of each, in the order of rising offsets. At
+    /// a tap, target position i of the phase reads source position i · step + offset.
     pub places: SmallVec<[(usize, isize); 8]>,
 }
 
@@ -46,8 +46,8 @@ impl Axis {
         self.places.last().map_or(0, |&(_, offset)| offset.abs_diff(self.origin()))
     }
 
-    /// Distance in the source between neighbouring positions of a copy: 1 if there are several kernel taps. With a single
-    /// tap, the copy has only the source positions that are read, and the distance is `step`.
+    /// Distance in the source between neighbouring positions of a copy: 1 if there are several kernel taps. With a
+    /// single tap, the copy has only the source positions that are read, and the distance is `step`.
     fn jump(&self) -> usize {
         if self.span() == 0 { self.step } else { 1 }
     }
@@ -62,8 +62,9 @@ impl Axis {
         (count - 1) * self.copy_step() + self.span() + 1
     }
 
-    /// For the copy that the target positions `range` read, returns the range of the copy's positions that are inside the
-    /// source, and the source position at which the copy begins. The copy may begin before the source (a negative position).
+    /// For the copy that the target positions `range` read, returns the range of the copy's positions that are inside
+    /// the source, and the source position at which the copy begins. The copy may begin before the source (a negative
+    /// position).
     fn inside(&self, range: &Range<usize>) -> (Range<usize>, isize) {
         let (jump, first) = (self.jump() as isize, (range.start * self.step) as isize + self.origin());
         let until = |position: isize| ((position - first).max(0) as usize).div_ceil(jump as usize);
@@ -77,7 +78,8 @@ impl Axis {
         self.places.windows(2).all(|pair| pair[1].1 - pair[0].1 == 1)
     }
 
-    /// For each kernel tap, its index in the kernel, and the position of a copy that the first target position reads at this tap.
+    /// For each kernel tap, its index in the kernel, and the position of a copy that the first target position reads at
+    /// this tap.
     pub fn copied_places(&self) -> impl Iterator<Item = (usize, usize)> {
         self.places.iter().map(|&(place, offset)| (place, offset.abs_diff(self.origin())))
     }
@@ -136,8 +138,8 @@ impl Patch {
         }
     }
 
-    /// The number of elements of the copy, plus a margin after its end: the last tiles may be larger than the rest of the
-    /// part, and read the margin.
+    /// The number of elements of the copy, plus a margin after its end: the last tiles may be larger than the rest of
+    /// the part, and read the margin.
     pub fn len(&self) -> usize {
         const SLACK: usize = 64;
         self.size[0] * self.line_len() + 3 * self.column_step() + SLACK
@@ -148,7 +150,8 @@ impl Patch {
         self.size[1] * self.channels
     }
 
-    /// Distance in the copy between the elements that neighbouring positions of a target line read at the same kernel tap.
+    /// Distance in the copy between the elements that neighbouring positions of a target line read at the same kernel
+    /// tap.
     pub fn column_step(&self) -> usize {
         self.step[1] * self.channels
     }
@@ -158,14 +161,15 @@ impl Patch {
         self.step[0] * self.line_len()
     }
 
-    /// The index in the copy of the first element that a target position, counted in the part, reads at the first kernel
-    /// tap.
+    /// The index in the copy of the first element that a target position, counted in the part, reads at the first
+    /// kernel tap.
     pub fn at(&self, line: usize, column: usize) -> usize {
         line * self.line_step() + column * self.column_step()
     }
 
-    /// The runs of adjacent elements of the copy that the part's first target position reads at all kernel taps, and the
-    /// number of elements of each run. If the taps of a kernel line are dense, a run has the whole line, otherwise one tap.
+    /// The runs of adjacent elements of the copy that the part's first target position reads at all kernel taps, and
+    /// the number of elements of each run. If the taps of a kernel line are dense, a run has the whole line, otherwise
+    /// one tap.
     pub fn runs(&self, axes: &[Axis; 2]) -> (Vec<Run>, usize) {
         let width = axes[1].places.len();
         let dense = axes[1].is_dense();

@@ -3,9 +3,9 @@
 //! the gradient of the result for the gradient of the input. The target is what the sums are written to.
 //!
 //! A part of the source, with the zeros around it, is copied to memory that stays in the second-level cache. The
-//! register tiles of the matrix product read this copy directly, for several target positions at a time, and multiply it
-//! by packed panels of the weight. There is no im2col matrix. Each element of the target is summed in the same order,
-//! however the image is divided into parts.
+//! register tiles of the matrix product read this copy directly, for several target positions at a time, and multiply
+//! it by packed panels of the weight. There is no im2col matrix. Each element of the target is summed in the same
+//! order, however the image is divided into parts.
 
 use std::ops::Range;
 
@@ -78,9 +78,9 @@ impl Stencil {
         }
     }
 
-    /// From the gradient of the result to the gradient of the image. In each direction, pixel i of the image contributed to
-    /// pixel o of the result at kernel tap k if o · stride = i + padding - k · dilation. Two pixels of the image whose
-    /// distance is a multiple of the stride use the same taps, and are in one phase.
+    /// From the gradient of the result to the gradient of the image. In each direction, pixel i of the image
+    /// contributed to pixel o of the result at kernel tap k if o · stride = i + padding - k · dilation. Two pixels of
+    /// the image whose distance is a multiple of the stride use the same taps, and are in one phase.
     pub fn transposed(geometry: &Geometry) -> Self {
         let options = &geometry.options;
         let axis = |i: usize, first: usize| {
@@ -157,8 +157,8 @@ impl Phase<'_> {
         self.stencil.target[2] / self.stencil.groups
     }
 
-    /// Splits the source channels of a group into blocks. All blocks except for the last have the same size. There is at
-    /// least one block; it is empty if the group has no channels.
+    /// Splits the source channels of a group into blocks. All blocks except for the last have the same size. There is
+    /// at least one block; it is empty if the group has no channels.
     fn blocks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         let depth = self.depth();
         let most = (STEPS / self.places().max(1)).max(16);
@@ -166,8 +166,8 @@ impl Phase<'_> {
         (0..depth.max(1)).step_by(size.max(1)).map(move |start| start..depth.min(start + size))
     }
 
-    /// The index of a panel's first element in the packed weight. The panel belongs to `group` and to `block`, a range of
-    /// source channels. `row` is the panel's first target channel.
+    /// The index of a panel's first element in the packed weight. The panel belongs to `group` and to `block`, a range
+    /// of source channels. `row` is the panel's first target channel.
     fn packed_at(&self, group: usize, block: &Range<usize>, row: usize) -> usize {
         let rows = packed_len(self.shape, Along::Rows, self.rows(), 1);
         self.places() * (rows * (group * self.depth() + block.start) + row * block.len())
@@ -251,8 +251,8 @@ impl Phase<'_> {
     }
 }
 
-/// The number of smaller tasks into which each of `tasks` tasks is split: at most `most`, and 1 if `tasks` tasks keep all
-/// threads busy until the end.
+/// The number of smaller tasks into which each of `tasks` tasks is split: at most `most`, and 1 if `tasks` tasks keep
+/// all threads busy until the end.
 pub(super) fn splits(tasks: usize, most: usize) -> usize {
     let threads = num_threads();
     if tasks >= 4 * threads || tasks.is_multiple_of(threads) {
@@ -324,16 +324,16 @@ struct Tiles<'a, T, W> {
     part: &'a Part<'a>,
     patch: &'a Patch,
     memory: *const T,
-    /// The runs of adjacent elements of the patch that a target position reads, in the order of the packed weight, and the
-    /// number of elements of each run.
+    /// The runs of adjacent elements of the patch that a target position reads, in the order of the packed weight, and
+    /// the number of elements of each run.
     runs: &'a (Vec<Run>, usize),
     weight: W,
     target: *mut T,
     accumulate: bool,
 }
 
-/// The number of columns of the next tile, if `rest` columns remain and a tile has at most `most`. If the tile after it would
-/// have fewer than 8 columns, the two tiles share the rest.
+/// The number of columns of the next tile, if `rest` columns remain and a tile has at most `most`. If the tile after it
+/// would have fewer than 8 columns, the two tiles share the rest.
 fn tile_columns(rest: usize, most: usize) -> usize {
     if rest > most && rest < most + 8 { rest.div_ceil(2).next_multiple_of(4).min(most) } else { rest.min(most) }
 }
@@ -368,8 +368,8 @@ impl<'a, T: Real, W: Fn(usize) -> &'a [T]> WithSimd for Tiles<'_, T, W> {
                         accumulate: self.accumulate,
                     };
                     let b = Broadcast { ptr: b, step: 1, column: patch.column_step() };
-                    // SAFETY: `a` is the packed panel of these rows, the patch has room for a whole tile, and `c` has elements
-                    // of this part.
+                    // SAFETY: `a` is the packed panel of these rows, the patch has room for a whole tile, and `c` has
+                    // elements of this part.
                     unsafe { Tile { runs: &runs, k: *k, a, a_step, b, c, rows, columns: count }.run(simd) };
                     column += count;
                 }

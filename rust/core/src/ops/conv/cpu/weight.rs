@@ -1,6 +1,6 @@
-//! The gradient of the weight. At each kernel tap, it is a sum over the result positions. Each term is the outer product
-//! of two vectors: the channels of the result's gradient at the position, and the channels of the pixel that the position
-//! reads at the tap. The lanes of a SIMD vector are adjacent channels of the image.
+//! The gradient of the weight. At each kernel tap, it is a sum over the result positions. Each term is the outer
+//! product of two vectors: the channels of the result's gradient at the position, and the channels of the pixel that
+//! the position reads at the tap. The lanes of a SIMD vector are adjacent channels of the image.
 
 use std::ops::Range;
 
@@ -97,7 +97,8 @@ impl Part<'_> {
                                 + first_out
                                 + out;
                             let src = Side { ptr: grad[at..].as_ptr(), outer: 1, inner: geometry.out_channels };
-                            // SAFETY: the gradient has `columns` positions from `at` on, and the scratch has room for them.
+                            // SAFETY: the gradient has `columns` positions from `at` on, and the scratch has room for
+                            // them.
                             unsafe {
                                 let dst = packed.add(out * lines * columns + line * step);
                                 pack(dst, *shape, Along::Columns, src, count, columns);
@@ -122,8 +123,8 @@ impl Part<'_> {
         });
     }
 
-    /// The stretches of an output channel's weight whose gradients this part computes. There is one per line of the kernel
-    /// if the part has all channels of the group and the taps of a line are dense, otherwise one per kernel tap.
+    /// The stretches of an output channel's weight whose gradients this part computes. There is one per line of the
+    /// kernel if the part has all channels of the group and the taps of a line are dense, otherwise one per kernel tap.
     fn stretches(&self, patch: &Patch) -> Vec<Stretch> {
         let (depth, channels) = (self.geometry.channels_per_group(), self.channels.len());
         let kernel_width = self.geometry.kernel[1];
@@ -148,8 +149,8 @@ impl Part<'_> {
 struct Tiles<'a, T> {
     part: &'a Part<'a>,
     stretches: &'a [Stretch],
-    /// A run for each line of result positions. `a` is an offset in the copy. `b` counts the positions before the line in a
-    /// panel of the packed gradient; the offset is `b` times the width of the panel.
+    /// A run for each line of result positions. `a` is an offset in the copy. `b` counts the positions before the line
+    /// in a panel of the packed gradient; the offset is `b` times the width of the panel.
     runs: Vec<Run>,
     /// Number of result positions of a line.
     k: usize,

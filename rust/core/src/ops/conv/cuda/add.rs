@@ -10,8 +10,8 @@ use crate::ops::conv::CONV2D;
 use crate::ops::conv::geometry::Geometry;
 use crate::{Raw, Result, compute};
 
-/// What is added to a result (pixels, channels) after it was rounded: `sharing` consecutive pixels get the same row of the dense matrix
-/// `rows`.
+/// What is added to a result (pixels, channels) after it was rounded: `sharing` consecutive pixels get the same row of
+/// the dense matrix `rows`.
 #[derive(Clone, Copy)]
 pub(super) struct Addend {
     pub rows: Const,
@@ -22,8 +22,8 @@ impl Addend {
     pub const NONE: Self = Self { rows: Const::NULL, sharing: 1 };
 }
 
-/// [`forward`] plus `addend`, which has a row of channels for each pixel or for each image. A kernel adds it as it writes the result,
-/// if it is one of the kernels for compute capability 9.0.
+/// [`forward`] plus `addend`, which has a row of channels for each pixel or for each image. The kernels for compute
+/// capability 9.0 add `addend` as they write the result; after other kernels, a separate kernel adds it.
 pub(in crate::ops::conv) fn forward_add(
     geometry: &Geometry,
     x: &Raw,

@@ -67,8 +67,8 @@ static TILES: [Tile; 4] = [
     },
 ];
 
-/// The tile of a launch, the number of thread blocks for each phase and part of the sums, and the number of parts that each
-/// sum is split into.
+/// The tile of a launch, the number of thread blocks for each phase and part of the sums, and the number of parts that
+/// each sum is split into.
 struct Plan {
     tile: &'static Tile,
     blocks: usize,
@@ -76,8 +76,8 @@ struct Plan {
 }
 
 impl Plan {
-    /// The plan with the least estimated time for `phases` matrices (`pixels`, `results`). Each element of a matrix is a sum
-    /// of `steps` · [`STEP`] terms.
+    /// The plan with the least estimated time for `phases` matrices (`pixels`, `results`). Each element of a matrix is
+    /// a sum of `steps` · [`STEP`] terms.
     fn of(phases: usize, pixels: usize, results: usize, steps: usize) -> Self {
         let mut best: Option<(f64, Self)> = None;
         for tile in &TILES {
@@ -97,14 +97,16 @@ impl Plan {
     }
 }
 
-/// One direction of a phase of the gradient of the input, as in `grad_input_axis` of the kernels: the number of input pixels
-/// of the phase, the number of kernel taps that contribute to these pixels, the pixel of the result that the first pixel of the
-/// phase reads at its first tap, and the distance from there to the pixel that it reads at its next tap.
+/// One direction of a phase of the gradient of the input, as in `grad_input_axis` of the kernels.
 #[derive(Clone, Copy)]
 struct Axis {
+    /// Number of input pixels of the phase.
     pixels: i64,
+    /// Number of kernel taps that contribute to these pixels.
     taps: i64,
+    /// The pixel of the result that the first pixel of the phase reads at its first tap.
     origin: i64,
+    /// The distance in the result from the pixel read at one tap to the pixel read at the next tap.
     step: i64,
 }
 
@@ -141,8 +143,8 @@ impl Sizes {
         [self.grad_input_axis(0, phase / self.stride[1]), self.grad_input_axis(1, phase % self.stride[1])]
     }
 
-    /// The windows in the gradient of the result that the pixels of a phase read; `None` if the phase has no pixels or if no
-    /// kernel tap contributes to them.
+    /// The windows in the gradient of the result that the pixels of a phase read; `None` if the phase has no pixels or
+    /// if no kernel tap contributes to them.
     fn grad_windows(&self, phase: u32) -> Option<Windows> {
         let axes = self.grad_input_axes(phase);
         if axes.iter().any(|axis| axis.pixels == 0 || axis.taps == 0) {
@@ -166,8 +168,8 @@ fn runs_on(gpu: &Gpu, sizes: &Sizes, dtype: DType, channels: &[u32], addresses: 
     gpu.is_hopper() && !MODULE.image.is_empty() && sizes.fits(dtype, channels, 8, addresses)
 }
 
-/// Computes y from dense operands, plus the addend, which only a y of the operands' dtype can have. Returns false, without an effect,
-/// if these kernels do not support the operands.
+/// Computes y from dense operands, plus the addend. If y has another dtype than the operands, there must be no addend.
+/// Returns false, without an effect, if these kernels do not support the operands.
 pub(super) fn forward(
     op: &'static str,
     gpu: &Gpu,
@@ -213,8 +215,8 @@ pub(super) fn forward(
     Ok(true)
 }
 
-/// Computes the gradient of the input from dense operands. Returns false, without an effect, if these kernels do not support
-/// the operands.
+/// Computes the gradient of the input from dense operands. Returns false, without an effect, if these kernels do not
+/// support the operands.
 pub(super) fn grad_input(
     op: &'static str,
     gpu: &Gpu,
@@ -268,8 +270,8 @@ pub(super) fn grad_input(
     Ok(true)
 }
 
-/// Computes the gradient of the weight from dense operands. Returns false, without an effect, if these kernels do not support
-/// the operands.
+/// Computes the gradient of the weight from dense operands. Returns false, without an effect, if these kernels do not
+/// support the operands.
 pub(super) fn grad_weight(
     op: &'static str,
     gpu: &Gpu,

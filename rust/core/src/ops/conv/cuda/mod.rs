@@ -1,6 +1,6 @@
-//! Convolution of channels-last images. Kernels for tensor cores compute f16 and bf16 convolutions if the numbers of
-//! channels allow it, and f32 forward passes if products are computed [in pairs](crate::compute::with_bf16_pairs) of bf16
-//! numbers. Plain kernels compute the other convolutions.
+//! Convolution of channels-last images. Pointwise convolutions are matrix products. Of the others, kernels for tensor
+//! cores compute f16 and bf16 convolutions if the sizes allow it, and f32 forward passes if products are computed
+//! [in pairs](crate::compute::with_bf16_pairs) of bf16 numbers. Plain kernels compute the rest.
 
 mod add;
 mod hopper;
@@ -45,8 +45,9 @@ struct Sizes {
     pub groups: u32,
 }
 
-/// The number of thread blocks that fills a large GPU. Sums are split if a launch would have fewer blocks. The number does
-/// not depend on the GPU, so that GPUs that run the same kernels split the sums in the same way and compute the same results.
+/// The number of thread blocks that fills a large GPU. Sums are split if a launch would have fewer blocks. The number
+/// does not depend on the GPU, so that GPUs that run the same kernels split the sums in the same way and compute the
+/// same results.
 const BLOCKS: usize = 132;
 /// The largest size of a grid in its second and in its third dimension.
 const MOST: u32 = 65_535;
@@ -115,8 +116,8 @@ impl Sizes {
         self.stride[0] * self.stride[1]
     }
 
-    /// The maximum number of input pixels of a phase. The pixels of a phase have the same (line, column) modulo the stride, so the
-    /// same kernel taps contribute to their gradients.
+    /// The maximum number of input pixels of a phase. The pixels of a phase have the same (line, column) modulo the
+    /// stride, so the same kernel taps contribute to their gradients.
     fn phase_pixels(&self) -> usize {
         let along = |i: usize| self.input[i].div_ceil(self.stride[i]) as usize;
         self.batch as usize * along(0) * along(1)
@@ -148,14 +149,14 @@ impl Sizes {
     }
 }
 
-/// The number of parts that each sum of `length` terms is split into, so that `tiles` tiles times the parts fill the GPU. A
-/// part has at least 8 · [`STEP`] terms.
+/// The number of parts that each sum of `length` terms is split into, so that `tiles` tiles times the parts fill the
+/// GPU. If there are several parts, each has at least 8 · [`STEP`] terms.
 fn splits(tiles: usize, length: usize) -> usize {
     (BLOCKS / tiles.max(1)).clamp(1, (length / (8 * STEP)).max(1))
 }
 
-/// Writes to `y` the sums of the `splits` parts in `partials`, plus `bias`, plus the addend. `columns` is the length of the rows of
-/// `y`.
+/// Writes to `y` the sums of the `splits` parts in `partials`, plus `bias`, plus the addend. `columns` is the length of
+/// the rows of `y`.
 fn sum_parts(
     op: &'static str,
     gpu: &Gpu,
@@ -171,8 +172,8 @@ fn sum_parts(
     let (y, partials) = (output(op, y)?, input(op, partials)?);
     let Addend { rows: addend, sharing } = addend;
     let arguments = Conv2dSum { y, partials, bias, addend, count: count as u64, columns, splits, sharing };
-    // SAFETY: each of the `splits` parts has as many elements as `y`, the bias, if any, has `columns` elements, and the addend a row
-    // for each `sharing` rows of `y`.
+    // SAFETY: each of the `splits` parts has as many elements as `y`, the bias, if any, has `columns` elements, and the
+    // addend a row for each `sharing` rows of `y`.
     unsafe { function.launch(op, gpu, shape, arguments) }
 }
 
@@ -185,8 +186,8 @@ struct Operands {
     bias: Const,
 }
 
-/// Where a kernel writes its sums. If `partials` is null, the kernel writes the sums plus `bias` to `y`, in the operands'
-/// dtype. Otherwise the kernel writes the sums plus `sums_bias` to `partials`, in f32.
+/// Where a kernel writes its sums. If `partials` is null, the kernel writes the sums plus `bias` to `y`, in the
+/// operands' dtype. Otherwise the kernel writes the sums plus `sums_bias` to `partials`, in f32.
 struct Places {
     y: Mut,
     bias: Const,
@@ -209,8 +210,8 @@ impl<'a> Sums<'a> {
         Ok(Self { y, partials, splits })
     }
 
-    /// The kernel's arguments. If sums are not split and the operands have a narrower dtype than `y`, which is f32, then
-    /// `partials` is `y` itself.
+    /// The kernel's arguments. If sums are not split and the operands have a narrower dtype than `y`, which is f32,
+    /// then `partials` is `y` itself.
     fn places(&self, op: &'static str, operands: &Operands) -> Result<Places> {
         let y = if self.y.dtype() == operands.dtype { output(op, self.y)? } else { Mut::NULL };
         let none = Places { y, bias: Const::NULL, partials: Mut::NULL, sums_bias: Const::NULL };
@@ -352,7 +353,7 @@ fn on_tensor_cores(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &Raw, operands
     Ok(true)
 }
 
-/// The gradient of the input (batch, height, width, channels) from dense operands.
+/// Computes the gradient of the input (batch, height, width, channels) from dense operands.
 fn run_grad_input(op: &'static str, sizes: Sizes, dims: [usize; 4], [grad, weight]: [&Raw; 2]) -> Result<Raw> {
     let gpu = Gpu::of(op, grad)?;
     let dtype = grad.dtype();
@@ -416,7 +417,8 @@ fn run_grad_input(op: &'static str, sizes: Sizes, dims: [usize; 4], [grad, weigh
     Ok(dx)
 }
 
-/// The gradient of the weight (out channels, kernel height, kernel width, channels / groups) from dense operands.
+/// Computes the gradient of the weight (out channels, kernel height, kernel width, channels / groups) from dense
+/// operands.
 fn run_grad_weight(op: &'static str, sizes: Sizes, dims: [usize; 4], [grad, x]: [&Raw; 2]) -> Result<Raw> {
     let gpu = Gpu::of(op, grad)?;
     let dtype = grad.dtype();

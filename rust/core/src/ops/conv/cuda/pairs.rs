@@ -1,5 +1,5 @@
-//! f32 operands as sums hi + lo of two bf16 numbers, stored in three times the channels. One bf16 product of such operands
-//! computes hi · hi + hi · lo + lo · hi, which is nearly the f32 product. `conv.cu` describes the layout.
+//! f32 operands as sums hi + lo of two bf16 numbers, stored in three times the channels. One bf16 product of such
+//! operands computes hi · hi + hi · lo + lo · hi, which is nearly the f32 product. `conv.cu` describes the layout.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::conv::{PAIRS_LEFT, PAIRS_RIGHT, PairsLeft};
@@ -15,13 +15,13 @@ const PARTS: usize = 3;
 /// Number of channels that a thread splits at a time.
 const GROUP: usize = 8;
 
-/// The kernels that split the numbers of the left and of the right factor into hi + lo. `LEFT` stores a number as hi, hi,
-/// lo, and `RIGHT` as hi, lo, hi.
+/// The kernels that split the numbers of the left and of the right factor into hi + lo. `LEFT` stores a number as hi,
+/// hi, lo, and `RIGHT` as hi, lo, hi.
 pub(in crate::ops) const LEFT: &Kernel<PairsLeft> = &PAIRS_LEFT;
 pub(in crate::ops) const RIGHT: &Kernel<PairsLeft> = &PAIRS_RIGHT;
 
-/// The bf16 numbers of a dense f32 operand with rows of `channels` numbers, as the kernel `side` stores them: (rows, 3 ·
-/// channels), where channels are rounded up to a multiple of 8.
+/// The bf16 numbers of a dense f32 operand with rows of `channels` numbers, as the kernel `side` stores them: (rows, 3
+/// · channels), where channels are rounded up to a multiple of 8.
 pub(in crate::ops) fn pairs(op: &'static str, side: &Kernel<PairsLeft>, from: &Raw, channels: usize) -> Result<Raw> {
     let gpu = Gpu::of(op, from)?;
     let (rows, padded) = (from.elem_count() / channels.max(1), channels.next_multiple_of(GROUP));
@@ -41,8 +41,8 @@ pub(in crate::ops) fn pairs(op: &'static str, side: &Kernel<PairsLeft>, from: &R
     Ok(to)
 }
 
-/// The bf16 numbers of the image and the weight, and the sizes of their convolution; `None` if the kernels for tensor cores
-/// do not support this convolution.
+/// The bf16 numbers of the image and the weight, and the sizes of their convolution; `None` if the kernels for tensor
+/// cores do not support this convolution.
 pub(super) fn operands(op: &'static str, sizes: Sizes, [x, weight]: [&Raw; 2]) -> Result<Option<(Sizes, [Raw; 2])>> {
     let channels = sizes.channels as usize;
     let split = Sizes { channels: count32(op, PARTS * channels.next_multiple_of(GROUP))?, ..sizes };

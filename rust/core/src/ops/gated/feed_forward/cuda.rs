@@ -34,7 +34,8 @@ const SHARED: u32 = 93184;
 /// Addresses of operands must be multiples of this.
 const ALIGNMENT: Address = 16;
 
-/// Whether the kernels support `x`, units of `width` columns, and the low-rank products of the features, the gate and the outer map.
+/// Whether the kernels support `x`, units of `width` columns, and the low-rank products of the features, the gate and
+/// the outer map.
 pub fn takes(x: &Tensor, width: usize, products: [&LowRank; 3]) -> Result<bool> {
     let is_half = matches!(x.dtype(), DType::F16 | DType::BF16);
     let has_rank = |product: &&LowRank| product.down.dims()[0] == RANK;
@@ -54,8 +55,9 @@ fn missing() -> Error {
     Error::autograd(OP, "found no low-rank products for the kernels; please report this")
 }
 
-/// The unit (rows, n), and the unit times the outer map's Aᵀ, (rows, 16). y (rows, 2 n) has the inner maps' results without the products
-/// in `late`. The unit is `None` if nothing reads it, because a recomputation ends with this operation.
+/// The unit (rows, n), and the unit times the outer map's Aᵀ, (rows, 16). y (rows, 2 n) has the inner maps' results
+/// without the products in `late`. The unit is `None` if nothing reads it, because a recomputation ends with this
+/// operation.
 pub fn forward(y: &Raw, late: Option<&Late<Raw>>, outer: &LowRanks<'_>) -> Result<(Option<Raw>, Raw)> {
     let (gpu, dtype, late) = (Gpu::of(OP, y)?, y.dtype(), late.ok_or_else(missing)?);
     let (rows, width) = (y.dims()[0], y.dims()[1] / 2);

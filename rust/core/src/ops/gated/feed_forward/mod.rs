@@ -1,6 +1,7 @@
-//! Feed-forward networks: two adapted linear maps of the input (the inner maps), the gated unit of their results, and an adapted
-//! linear map of the unit (the outer map). On CUDA, one kernel of the backward pass, `kernels/feed_forward_backward.cu`, computes all
-//! that needs the inner maps' results and the unit's gradient, so that these are read only once.
+//! Feed-forward networks: two adapted linear maps of the input (the inner maps), the gated unit of their results, and
+//! an adapted linear map of the unit (the outer map). On CUDA, one kernel of the backward pass,
+//! `kernels/feed_forward_backward.cu`, computes all that needs the inner maps' results and the unit's gradient, so that
+//! these are read only once.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -21,14 +22,15 @@ use crate::{Result, Tensor, checkpoint};
 
 pub(super) static SWIGLU_FEED_FORWARD: OpInfo = OpInfo::expensive("swiglu_feed_forward");
 
-/// [`linear_group`] of [`swiglu_linear_group`]: `x (..., in)` → `(..., out)`. The maps of `group` have 2 n results in all, the second half
-/// of which is the gate; `last` has n inputs. The function runs as one fused operation only if `group` is two maps and `last` is one
-/// map, all three have low-rank products, and x and all low-rank factors need a gradient. Otherwise it calls `swiglu_linear_group`, then
-/// `linear_group`.
+/// [`linear_group`] of [`swiglu_linear_group`]: `x (..., in)` → `(..., out)`. The maps of `group` have 2 n results in
+/// all, the second half of which is the gate; `last` has n inputs. The function runs as one fused operation only if
+/// `group` is two maps and `last` is one map, all three have low-rank products, and x and all low-rank factors need a
+/// gradient. Otherwise it calls `swiglu_linear_group`, then `linear_group`.
 ///
 /// # Errors
-/// [`Error::Shape`](crate::Error::Shape), [`Error::DType`](crate::Error::DType), [`Error::Device`](crate::Error::Device) if the operands
-/// do not fit, [`Error::Argument`](crate::Error::Argument) if a base needs a gradient or a scale is not finite.
+/// [`Error::Shape`](crate::Error::Shape), [`Error::DType`](crate::Error::DType),
+/// [`Error::Device`](crate::Error::Device) if the operands do not fit, [`Error::Argument`](crate::Error::Argument) if a
+/// base needs a gradient or a scale is not finite.
 pub fn swiglu_feed_forward(x: &Tensor, group: LinearGroup<'_>, last: LinearGroup<'_>) -> Result<Tensor> {
     group.check(SWIGLU_FEED_FORWARD.name, x)?;
     if !is_fused(x, group, last)? {
@@ -88,7 +90,8 @@ fn is_fused(x: &Tensor, group: LinearGroup<'_>, last: LinearGroup<'_>) -> Result
     // One kernel adds to the gradients of these three factors at once, so they must be different variables.
     let summed = [&features.up, &gate.up, &down.down].map(|factor| factor.node.as_ref().map(|node| node.id()));
     let are_apart = summed[0] != summed[1] && !summed[..2].contains(&summed[2]);
-    // In a selective checkpoint the maps stay operations of their own, because the checkpoint keeps the results of expensive operations.
+    // In a selective checkpoint the maps stay operations of their own, because the checkpoint keeps the results of
+    // expensive operations.
     if !fits || !are_apart || checkpoint::is_selective() {
         return Ok(false);
     }
@@ -117,9 +120,10 @@ struct FeedForward {
 type InnerGradients = (Raw, Raw);
 
 impl FeedForward {
-    /// Returns the inner gradients. `unit` is the part of the unit's gradient that comes through the outer map's base. `outer` is
-    /// s g B of the outer map's low-rank product; the function adds the other part of the unit's gradient, `outer` times A, to `unit`.
-    /// It adds the gradients of B of the two inner maps, and that of A of the outer map, to those in `context`.
+    /// Returns the inner gradients. `unit` is the part of the unit's gradient that comes through the outer map's base.
+    /// `outer` is s g B of the outer map's low-rank product; the function adds the other part of the unit's gradient,
+    /// `outer` times A, to `unit`. It adds the gradients of B of the two inner maps, and that of A of the outer map, to
+    /// those in `context`.
     fn on_cpu(&self, context: &mut BackwardContext<'_>, unit: &Raw, outer: &Raw) -> Result<InnerGradients> {
         let mut y = self.y.get()?;
         if let Some(late) = &self.late {

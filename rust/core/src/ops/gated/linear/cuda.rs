@@ -18,8 +18,8 @@ const WARP: usize = 32;
 /// Number of rows that a block of threads computes.
 const ROWS: usize = 128;
 
-/// Whether the kernels support these products. Each product must be for the features or for the gate, which have `width` columns
-/// each, and all products must have the same rank: 16, 32 or 64.
+/// Whether the kernels support these products. Each product must be for the features or for the gate, which have
+/// `width` columns each, and all products must have the same rank: 16, 32 or 64.
 pub fn takes<'a>(dtype: DType, width: usize, products: impl Iterator<Item = LastProduct<&'a Raw>>) -> bool {
     let mut rank = None;
     let mut count = 0;
@@ -41,7 +41,7 @@ pub fn forward(y: &Raw, late: &Late<Raw>) -> Result<Raw> {
     let (gpu, rows, columns) = (Gpu::of(op, y)?, y.dims()[0], y.dims()[1]);
     let result = empty(op, gpu, &[rows, columns / 2], y.dtype())?;
     if result.elem_count() > 0 {
-        let (name, halves, shape) = launch(late, rows, columns / 2)?;
+        let (name, halves, shape) = prepare(late, rows, columns / 2)?;
         let function = gpu.named(&name, "_forward", suffix(op, y.dtype())?)?;
         let (rows, width) = (count32(op, rows)?, count32(op, columns / 2)?);
         let arguments = SwigluLowRank16Forward { x: input(op, y)?, y: output(op, &result)?, halves, rows, width };
@@ -57,7 +57,7 @@ pub fn backward(y: &Raw, grad: &Raw, late: &Late<Raw>) -> Result<Raw> {
     let (gpu, width) = (Gpu::of(op, y)?, grad.dims()[1]);
     let result = empty(op, gpu, y.dims(), y.dtype())?;
     if result.elem_count() > 0 {
-        let (name, halves, shape) = launch(late, grad.dims()[0], width)?;
+        let (name, halves, shape) = prepare(late, grad.dims()[0], width)?;
         let function = gpu.named(&name, "_backward", suffix(op, y.dtype())?)?;
         let (rows, width) = (count32(op, grad.dims()[0])?, count32(op, width)?);
         let (x, grad, dx) = (input(op, y)?, input(op, grad)?, output(op, &result)?);
@@ -68,9 +68,9 @@ pub fn backward(y: &Raw, grad: &Raw, late: &Late<Raw>) -> Result<Raw> {
     Ok(result)
 }
 
-/// The kernel's name without `_forward` or `_backward`, its argument for the products, and the launch shape. The result
-/// of the unit is (`rows`, `width`).
-fn launch(late: &Late<Raw>, rows: usize, width: usize) -> Result<(String, LowRankHalves, Shape)> {
+/// Returns the kernel's name without `_forward` or `_backward`, its argument for the products, and the launch shape.
+/// The result of the unit is (`rows`, `width`).
+fn prepare(late: &Late<Raw>, rows: usize, width: usize) -> Result<(String, LowRankHalves, Shape)> {
     let op = SWIGLU_LINEAR_GROUP.name;
     let mut list = [LowRankHalf::default(); 2];
     let mut rank = 0;

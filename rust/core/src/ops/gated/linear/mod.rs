@@ -1,6 +1,6 @@
-//! Gated units of adapted linear maps. On CUDA, the low-rank products s (x Aᵀ) Bᵀ are "late": the kernel of the unit computes them
-//! from x Aᵀ and adds them to the maps' results while it reads these results. A separate addition would read and write the
-//! maps' results once more.
+//! Gated units of adapted linear maps. On CUDA, the low-rank products s (x Aᵀ) Bᵀ are "late": the kernel of the unit
+//! computes them from x Aᵀ and adds them to the maps' results while it reads these results. A separate addition would
+//! read and write the maps' results once more.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -20,17 +20,17 @@ use crate::{Error, Result, Tensor, checkpoint};
 
 pub(super) static SWIGLU_LINEAR_GROUP: OpInfo = OpInfo::expensive("swiglu_linear_group");
 
-/// [`swiglu`](super::swiglu) of [`linear_group`](crate::ops::linear_group::linear_group): `x (..., in)` → `(..., n)` for maps of 2 n
-/// results, the second half of which is the gate.
+/// [`swiglu`](super::swiglu) of [`linear_group`](crate::ops::linear_group::linear_group): `x (..., in)` → `(..., n)`
+/// for maps of 2 n results, the second half of which is the gate.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the base needs a gradient
-/// or a scale is not finite.
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the base
+/// needs a gradient or a scale is not finite.
 pub fn swiglu_linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor> {
     let op = SWIGLU_LINEAR_GROUP.name;
     if checkpoint::is_selective() {
-        // A selective checkpoint keeps only the results of the maps; if maps and unit were one operation, it would also keep the
-        // result of the unit.
+        // A selective checkpoint keeps only the results of the maps; if maps and unit were one operation, it would also
+        // keep the result of the unit.
         return swiglu(&linear_group(x, group)?);
     }
     group.check(op, x)?;
@@ -77,7 +77,8 @@ pub(super) struct Maps {
 }
 
 impl Maps {
-    /// Applies the maps to `x`. If `are_late`, the low-rank products are returned in `late`, otherwise they are added to `y`.
+    /// Applies the maps to `x`. If `are_late`, the low-rank products are returned in `late`, otherwise they are added
+    /// to `y`.
     pub fn of(x: &Raw, group: LinearGroup<'_>, low_ranks: &LowRanks<'_>, are_late: bool) -> Result<Self> {
         let y = forward(x, group.weight, group.bias.map(|b| &b.raw))?;
         if !are_late {

@@ -25,7 +25,10 @@ pub(in crate::ops::loss) fn read_targets(
     let ids: Vec<i64> = match targets.dtype() {
         DType::I64 | DType::U32 => to_vec(&to_cpu(&targets.raw)?.to_dtype(DType::I64)?)?,
         other => {
-            return Err(Error::dtype(op, format!("targets are {}, expected i64 or u32 class ids", other.as_str())));
+            return Err(Error::dtype(
+                op,
+                format!("targets are {}, expected i64 or u32; convert them with to()", other.as_str()),
+            ));
         }
     };
     let class = |(at, id): (usize, i64)| {
@@ -77,8 +80,8 @@ fn with_contiguous_rows(logits: &Raw) -> Result<Raw> {
     Ok(if side_by_side { logits.clone() } else { contiguous(logits)? })
 }
 
-/// log Σ exp of a row and the sum of the row, in one pass over the blocks of the row. When a block has a new maximum, the
-/// sum of exponentials so far is rescaled.
+/// log Σ exp of a row and the sum of the row, in one pass over the blocks of the row. When a block has a new maximum,
+/// the sum of exponentials so far is rescaled.
 fn row_statistics<T: Elem>(row: &[T]) -> (T::Acc, T::Acc) {
     let (mut largest, mut exponentials, mut sum) = (T::Acc::NEG_INFINITY, T::Acc::ZERO, T::Acc::ZERO);
     for block in row.chunks(BLOCK) {
@@ -132,8 +135,8 @@ pub(in crate::ops::loss) fn losses(logits: &Raw, targets: &Targets, smoothing: f
     }))
 }
 
-/// The gradient of the logits of each row: `scales[row]` times the gradient of the row's loss, or 0 if the target of the row
-/// is ignored.
+/// The gradient of the logits of each row: `scales[row]` times the gradient of the row's loss, or 0 if the target of
+/// the row is ignored.
 fn row_gradients<T: Elem>(x: &Rows<'_, T>, lse: &[f64], targets: &Targets, scales: &[f64], smoothing: f64) -> Vec<T> {
     let mut grad = vec![T::from_acc(T::Acc::ZERO); targets.len() * x.classes];
     par_chunks_mut(&mut grad, x.step() * x.classes, |piece, grad| {
@@ -147,7 +150,7 @@ fn row_gradients<T: Elem>(x: &Rows<'_, T>, lse: &[f64], targets: &Targets, scale
     grad
 }
 
-/// The gradient of the logits. That of a row is `scales[row]` times the gradient of the row's loss.
+/// The gradient of the logits. In each row, it is `scales[row]` times the gradient of the row's loss.
 pub(in crate::ops::loss) fn gradient(
     logits: &Raw,
     lse: &Raw,

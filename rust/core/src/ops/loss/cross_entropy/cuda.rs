@@ -81,8 +81,8 @@ pub(in crate::ops::loss) struct Targets {
 }
 
 impl Targets {
-    /// The host does not read the ids. If a target is out of range, a kernel writes its position to the device's board (memory that
-    /// the host reads later, to return the error), and the loss of its row is NaN.
+    /// Takes the ids without reading them on the host. If a target is out of range, a kernel writes its position to the
+    /// device's board (memory that the host reads later, to return the error), and the loss of its row is NaN.
     pub(in crate::ops::loss) fn new(op: &'static str, ids: &Raw, ignore_index: i64) -> Result<Self> {
         id_bytes(op, ids)?;
         Ok(Self { ids: contiguous(ids)?, ignore_index })
@@ -93,8 +93,8 @@ impl Targets {
     }
 }
 
-/// The loss and the log-sum-exp of each row of `logits (..., classes)` in the accumulator dtype. The loss of an ignored row
-/// is 0.
+/// The loss and the log-sum-exp of each row of `logits (..., classes)` in the accumulator dtype. The loss of an ignored
+/// row is 0.
 pub(in crate::ops::loss) fn losses(
     op: &'static str,
     logits: &Raw,
@@ -131,7 +131,8 @@ pub(in crate::ops::loss) fn losses(
     Ok((losses, lse))
 }
 
-/// The sum of the rows' losses in `dtype`, or their mean over the rows that are not ignored, and what the sum was divided by.
+/// The sum of the rows' losses in `dtype`, or their mean over the rows that are not ignored, and what the sum was
+/// divided by.
 fn total(op: &'static str, losses: &Raw, targets: &Targets, mean: bool, dtype: DType) -> Result<(Raw, Raw)> {
     let gpu = Gpu::of(op, losses)?;
     let result = empty(op, gpu, &[], dtype)?;

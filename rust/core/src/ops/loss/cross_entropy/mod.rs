@@ -1,8 +1,8 @@
-//! Cross-entropy of logits and class ids, fused: neither log-probabilities nor probabilities are kept, only the logits and
-//! one log-sum-exp per row.
+//! Cross-entropy of logits and class ids, fused: neither log-probabilities nor probabilities are kept, only the logits
+//! and one log-sum-exp per row.
 //!
-//! With label smoothing ε (Szegedy et al. 2016, arXiv:1512.00567), C classes and target t, the loss of a row x is
-//! log Σ exp(x) - (1 - ε) x_t - ε/C Σ x. The gradient of x is softmax(x) - (1 - ε) 1_t - ε/C, where 1_t is the one-hot vector
+//! With label smoothing ε (Szegedy et al. 2016, arXiv:1512.00567), C classes and target t, the loss of a row x is log Σ
+//! exp(x) - (1 - ε) x_t - ε/C Σ x. The gradient of x is softmax(x) - (1 - ε) 1_t - ε/C, where 1_t is the one-hot vector
 //! of t.
 
 pub(super) mod cpu;
@@ -21,8 +21,8 @@ const OP: &str = "cross_entropy";
 /// The target that torch ignores by default.
 pub const IGNORE_INDEX: i64 = -100;
 
-/// The cross-entropy of `logits (..., classes)` and the class ids `targets (...)`, i64 or u32. It is torch's `cross_entropy`, but
-/// the classes are always the last dimension.
+/// The cross-entropy of `logits (..., classes)` and the class ids `targets (...)`, i64 or u32. It is torch's
+/// `cross_entropy`, but the classes are always the last dimension.
 ///
 /// Rows whose target is `ignore_index` (usually [`IGNORE_INDEX`]) have loss 0 and no gradient. The mean is over the
 /// other rows; it is NaN if there are none. `label_smoothing`, from 0 to 1, is the share of each target that is spread
@@ -30,10 +30,10 @@ pub const IGNORE_INDEX: i64 = -100;
 ///
 /// # Errors
 /// [`Error::Shape`] if `targets` does not have the shape of `logits` without its last dimension, [`Error::Index`]
-/// naming a target that is out of range, [`Error::DType`] if the logits are not floating point or the targets not i64
-/// or u32, [`Error::Device`] if logits and targets are on different devices, [`Error::Argument`] if `label_smoothing` is
-/// out of range. On CUDA a target out of range makes the loss NaN, and the next function that reads a value or waits for
-/// the device returns the error.
+/// naming a target that is out of range, [`Error::DType`] if the logits are not floating point or the targets neither
+/// i64 nor u32, [`Error::Device`] if logits and targets are on different devices, [`Error::Argument`] if
+/// `label_smoothing` is out of range. On CUDA a target out of range makes the loss NaN, and the next function that
+/// reads a value or waits for the device returns the error.
 pub fn cross_entropy(
     logits: &Tensor,
     targets: &Tensor,
@@ -65,7 +65,7 @@ pub fn cross_entropy(
         return Err(Error::device(OP, "the targets are on another device than the logits; move one with to()"));
     }
     if !(0.0..=1.0).contains(&label_smoothing) {
-        return Err(Error::argument(OP, format!("label_smoothing is {label_smoothing}, expected 0 to 1")));
+        return Err(Error::argument(OP, format!("label_smoothing is {label_smoothing}, expected a number from 0 to 1")));
     }
     on_device!(
         logits.device(),

@@ -82,7 +82,8 @@ pub(super) fn log_probs(op: &'static str, head: &Head<'_>, targets: &Tensor) -> 
     Ok(from_vec(values, count).to_dtype(accumulator(head.h.dtype()))?)
 }
 
-/// The gradients with respect to the states and the weight; `grad` is the gradient with respect to the result of [`log_probs`].
+/// The gradients with respect to the states and the weight; `grad` is the gradient with respect to the result of
+/// [`log_probs`].
 pub(super) fn log_probs_backward(
     op: &'static str,
     head: &Head<'_>,

@@ -27,7 +27,8 @@ pub(super) fn log_probs(op: &'static str, head: &Head<'_>, targets: &Tensor) -> 
     Ok(losses)
 }
 
-/// The gradients with respect to the states and the weight; `grad` is the gradient with respect to the result of [`log_probs`].
+/// The gradients with respect to the states and the weight; `grad` is the gradient with respect to the result of
+/// [`log_probs`].
 pub(super) fn log_probs_backward(
     op: &'static str,
     head: &Head<'_>,
@@ -39,8 +40,8 @@ pub(super) fn log_probs_backward(
     Ok(run(op, head, targets, Some(&scales), true)?.1)
 }
 
-/// The losses of each chunk, and the gradients of states and weight for the sum of all losses. In this sum, the loss of row
-/// i is multiplied by `scales[i]`, if `scales (N)` is given.
+/// The losses of each chunk, and the gradients of states and weight for the sum of all losses. In this sum, the loss of
+/// row i is multiplied by `scales[i]`, if `scales (N)` is given.
 fn run(
     op: &'static str,
     head: &Head<'_>,

@@ -12,8 +12,8 @@ const OP: &str = LOG_PROBS.name;
 
 /// log softmax(h Wᵀ) at the targets: `h (N, D)`, `weight (V, D)`, `targets (N)` → (N) in f32 (f64 for f64); 0 where the
 /// target is [`IGNORE_INDEX`](super::super::IGNORE_INDEX). The forward pass computes the logits in chunks of rows. The
-/// backward pass computes them again: the gradient of a row's logits depends on the gradient of the row's result, and the
-/// forward pass does not know the latter.
+/// backward pass computes them again: the gradient of a row's logits depends on the gradient of the row's result, which
+/// is unknown in the forward pass.
 ///
 /// # Errors
 /// As [`linear_cross_entropy`](super::linear_cross_entropy).

@@ -1,8 +1,9 @@
 //! The head of a language model and its loss as one operation, so that the matrix of all logits never exists.
 //!
-//! The forward pass takes some rows at a time: it computes their logits and losses, and the gradients of the hidden states and of the
-//! weight. As the result is a sum, the backward pass only multiplies these saved gradients by a number (Hsu et al. 2024, Liger Kernel,
-//! arXiv:2410.10989; Wijmans et al. 2024, Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009).
+//! The forward pass takes some rows at a time: it computes their logits and losses, and the gradients of the hidden
+//! states and of the weight. As the result is a sum, the backward pass only multiplies these saved gradients by a
+//! number (Hsu et al. 2024, Liger Kernel, arXiv:2410.10989; Wijmans et al. 2024, Cut Your Losses in Large-Vocabulary
+//! Language Models, arXiv:2411.09009).
 
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -27,7 +28,8 @@ pub use log_probs::linear_log_probs;
 pub(super) static LINEAR_CROSS_ENTROPY: OpInfo = OpInfo::cheap("linear_cross_entropy");
 const OP: &str = LINEAR_CROSS_ENTROPY.name;
 
-/// Bytes of the logits of a chunk of rows on a GPU: enough to keep the GPU busy and to read the weight only a few times.
+/// Bytes of the logits of a chunk of rows on a GPU: enough to keep the GPU busy and to read the weight only a few
+/// times.
 const CHUNK_BYTES: usize = 256 << 20;
 /// Bytes of the logits of a chunk of rows on the CPU.
 const CPU_CHUNK_BYTES: usize = 16 << 20;
@@ -36,15 +38,15 @@ const CPU_CHUNK_BYTES: usize = 16 << 20;
 /// class ids `targets (N)`, i64 or u32. The factors w of the rows are `weights (N)`, f32 or f64; without `weights` they
 /// are 1. They get no gradient.
 ///
-/// Rows whose target is [`IGNORE_INDEX`](super::IGNORE_INDEX) count as 0. Sums are in f32 (f64 for f64). Logits are in the
+/// Rows whose target is [`IGNORE_INDEX`](super::IGNORE_INDEX) add 0. Sums are in f32 (f64 for f64). Logits are in the
 /// dtype of `h`, and only those of a chunk of rows exist at a time. The forward pass computes the gradients of `h` and
 /// `weight` if they need one. Of a quantized weight, only some rows are dequantized at a time.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Index`] naming a target
-/// that is out of range, [`Error::NoBackward`] if `weights` needs a gradient, [`Error::Argument`] if `weight` is streamed.
-/// On CUDA a target out of range makes the result NaN, and the next function that reads a value or waits for the device
-/// returns the error.
+/// that is out of range, [`Error::NoBackward`] if `weights` needs a gradient, [`Error::Argument`] if `weight` is
+/// streamed. On CUDA a target out of range makes the result NaN, and the next function that reads a value or waits for
+/// the device returns the error.
 pub fn linear_cross_entropy<'a>(
     h: &Tensor,
     weight: impl Into<WeightRef<'a>>,
@@ -101,7 +103,8 @@ impl Backward for LinearCrossEntropyBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         for (index, (gradient, dtype)) in self.gradients.iter().zip(self.dtypes).enumerate() {
             let Some(gradient) = gradient.as_ref().filter(|_| context.needs(index)) else { continue };
-            // The product is computed in f32 or f64, so that the gradient of the sum is not rounded to the dtype of the states.
+            // The product is computed in f32 or f64, so that the gradient of the sum is not rounded to the dtype of the
+            // states.
             let gradient = compute::cast(&gradient.get()?, accumulator(dtype))?;
             context.add(index, compute::cast(&compute::binary(&gradient, context.grad(), Mul)?, dtype)?)?;
         }
@@ -178,8 +181,8 @@ struct Head<'a> {
 
 impl Head<'_> {
     /// Calls `turn` for each chunk, with the logits and the range of rows of the chunk. `turn` returns a result and, if
-    /// gradients are wanted, the gradient of these logits. `run` returns all results, the gradient of the states, and the
-    /// gradient of the weight in f32 (f64 for f64).
+    /// gradients are wanted, the gradient of these logits. `run` returns all results, the gradient of the states, and
+    /// the gradient of the weight in f32 (f64 for f64).
     fn run<R>(
         &self,
         mut turn: impl FnMut(Raw, Range<usize>) -> Result<(R, Option<Raw>)>,
@@ -256,7 +259,7 @@ fn check(op: &'static str, h: &Tensor, weight: WeightRef<'_>, targets: &Tensor) 
 fn check_weights(h: &Tensor, targets: &Tensor, weights: &Tensor) -> Result<()> {
     if weights.dims() != targets.dims() {
         let text =
-            format!("the weights have shape {:?}, expected {:?}, as the targets", weights.dims(), targets.dims());
+            format!("the weights have shape {:?}, expected {:?}, like the targets", weights.dims(), targets.dims());
         return Err(Error::shape(OP, text));
     }
     if !matches!(weights.dtype(), DType::F32 | DType::F64) {

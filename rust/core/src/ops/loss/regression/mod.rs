@@ -158,7 +158,8 @@ impl<F: Distance> Binary for Value<F> {
     }
 }
 
-/// The gradient of the first element a of a pair (a, b): g · `factor` · slope(a - b), where g is the gradient of the result.
+/// The gradient of the first element a of a pair (a, b): g · `factor` · slope(a - b), where g is the gradient of the
+/// result.
 #[derive(Clone, Copy)]
 struct Slope<F> {
     function: F,
@@ -279,11 +280,11 @@ fn distance(
     )
 }
 
-/// The squared difference of `input` and `target`, which have the same shape.
+/// The squared difference of `input` and `target`, which have the same shape, reduced by `reduction`.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the shapes, dtypes or devices of the tensors differ; [`Error::DType`]
-/// also if they are not floating point.
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the shapes, dtypes or devices of the tensors differ;
+/// [`Error::DType`] also if they are not floating point.
 pub fn mse_loss(input: &Tensor, target: &Tensor, reduction: Reduction) -> Result<Tensor> {
     distance(&MSE, input, target, reduction, Square)
 }
@@ -301,7 +302,7 @@ pub fn l1_loss(input: &Tensor, target: &Tensor, reduction: Reduction) -> Result<
 /// it is not divided by `delta`.
 ///
 /// # Errors
-/// As [`mse_loss`], and [`Error::Argument`] if `delta` is not positive.
+/// As [`mse_loss`], and [`Error::Argument`] if `delta` is not positive or is NaN.
 pub fn huber_loss(input: &Tensor, target: &Tensor, delta: f64, reduction: Reduction) -> Result<Tensor> {
     if delta.is_nan() || delta <= 0.0 {
         return Err(Error::argument(HUBER.name, format!("delta is {delta}, expected a number above 0")));
@@ -309,11 +310,11 @@ pub fn huber_loss(input: &Tensor, target: &Tensor, delta: f64, reduction: Reduct
     distance(&HUBER, input, target, reduction, Huber { delta })
 }
 
-/// [`huber_loss`] divided by its threshold (Girshick 2015, arXiv:1504.08083): with d = input - target, d²/(2 `beta`) up to
-/// |d| = `beta`, and |d| - `beta`/2 beyond. With a `beta` of 0 it is [`l1_loss`].
+/// [`huber_loss`] divided by its threshold (Girshick 2015, arXiv:1504.08083): with d = input - target, d²/(2 `beta`) up
+/// to |d| = `beta`, and |d| - `beta`/2 beyond. With a `beta` of 0 it is [`l1_loss`].
 ///
 /// # Errors
-/// As [`mse_loss`], and [`Error::Argument`] if `beta` is negative.
+/// As [`mse_loss`], and [`Error::Argument`] if `beta` is negative or NaN.
 pub fn smooth_l1_loss(input: &Tensor, target: &Tensor, beta: f64, reduction: Reduction) -> Result<Tensor> {
     if beta.is_nan() || beta < 0.0 {
         return Err(Error::argument(SMOOTH_L1.name, format!("beta is {beta}, expected a number from 0 up")));

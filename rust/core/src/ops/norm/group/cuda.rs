@@ -164,7 +164,8 @@ fn gradients<const SILU: bool>(
         pieces,
         affine_f32,
     };
-    // SAFETY: the tensors are dense and have the sizes in the arguments; `partials` and `affine` have the sizes of `split`.
+    // SAFETY: the tensors are dense and have the sizes in the arguments; `partials` and `affine` have the sizes of
+    // `split`.
     unsafe { gpu.function(sums, suffix)?.launch(op, gpu, split.over_tensor, arguments) }?;
     if let Some(dx) = &dx {
         let joined = GroupNormSlopes {

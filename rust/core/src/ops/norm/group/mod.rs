@@ -14,8 +14,8 @@ pub(super) static GROUP_NORM_SILU: OpInfo = OpInfo::cheap("group_norm_silu");
 
 /// (x - mean) / √(var + eps) · weight + bias, for `x (batch, ..., channels)`. Each sample has `groups` equal groups of
 /// neighbouring channels, and mean and var are computed for each group. `weight` and `bias` have one element per
-/// channel, and the dtype of `x`; for a 16-bit `x` they may be f32. The variance is biased; the statistics are f32, or f64 for
-/// an f64 `x`.
+/// channel, and the dtype of `x`; for a 16-bit `x` they may be f32. The variance is biased; the statistics are f32, or
+/// f64 for an f64 `x`.
 ///
 /// # Errors
 /// [`Error::Argument`] if `groups` does not divide the channels or `eps` is negative or not finite, [`Error::Shape`],

@@ -18,8 +18,8 @@ pub(in crate::ops::norm) fn cases() -> Vec<Case> {
             plain_rope(&plain_rms_norm(x, EPS)?, [&cos, &sin], interleaved)
         })
     };
-    // In "heads inside", x[0] is (batch, positions, heads, width), as a projection returns it. The operation gets the view
-    // (batch, heads, positions, width).
+    // In "heads inside", x[0] is (batch, positions, heads, width), as a projection returns it. The operation gets the
+    // view (batch, heads, positions, width).
     let heads = |x: &Tensor| x.transpose(1, 2);
     let inside = move |x: &[Tensor]| {
         let [cos, sin] = tables(&heads(&x[0])?)?;

@@ -173,8 +173,8 @@ struct BackwardPass<'a, T: Elem> {
     weight: &'a [T::Acc],
 }
 
-/// The minimum number of rows of a block, if the weight's gradient is wanted. Each block has a partial sum of this gradient,
-/// so the minimum bounds the memory for the partial sums.
+/// The minimum number of rows of a block, if the weight's gradient is wanted. Each block has a partial sum of this
+/// gradient, so the minimum bounds the memory for the partial sums.
 const MIN_BLOCK: usize = 16;
 
 impl<T: Elem> BackwardPass<'_, T> {
@@ -214,9 +214,9 @@ impl<T: Elem> BackwardPass<'_, T> {
         (grad_x, sum)
     }
 
-    /// Writes the input's gradient for the rows of `range` to `out`, unless `out` is empty. Adds these rows' part of the
-    /// weight's gradient to `partial`, unless `partial` is empty. `rotated` is scratch memory for one row: the gradient `grad`,
-    /// rotated back.
+    /// Writes the input's gradient for the rows of `range` to `out`, unless `out` is empty. Adds these rows' part of
+    /// the weight's gradient to `partial`, unless `partial` is empty. `rotated` is scratch memory for one row: the
+    /// gradient `grad`, rotated back.
     #[inline(always)]
     fn block(&self, range: Range<usize>, out: &mut [MaybeUninit<T>], partial: &mut [T::Acc], rotated: &mut [T::Acc]) {
         let len = self.rows.len();

@@ -13,8 +13,8 @@ use crate::ops::norm::cuda::{Gradients, Wanted, sum_affine};
 use crate::tape::BackwardContext;
 use crate::{Raw, Result};
 
-/// The arguments that the kernels share, without `x`, gradients and results. The kernels get addresses of `tables` and `weight`;
-/// owning the tensors here keeps these addresses valid.
+/// The arguments that the kernels share, without `x`, gradients and results. The kernels get addresses of `tables` and
+/// `weight`; owning the tensors here keeps these addresses valid.
 struct Arguments {
     tables: [Raw; 2],
     weight: Option<Raw>,

@@ -21,16 +21,18 @@ pub(in crate::ops) use heads::{HeadNorms, HeadStatistics, check_head_norms};
 
 pub(super) static RMS_NORM_ROPE: OpInfo = OpInfo::cheap("rms_norm_rope");
 
-/// [`rope`](crate::ops::rope::rope) of [`rms_norm`](super::rms_norm), with `x (..., S, D)`, `weight (D)`, `cos (S, D/2)` and
-/// `sin (S, D/2)`.
+/// [`rope`](crate::ops::rope::rope) of [`rms_norm`](super::rms_norm), with `x (..., S, D)`, `weight (D)`,
+/// `cos (S, D/2)` and `sin (S, D/2)`.
 ///
-/// `weight` has the dtype of `x`; for a 16-bit `x` it may be f32. `cos` and `sin` have any floating-point dtype and get no gradient. The
-/// normalised values are not rounded to the dtype of `x` before they are rotated. As in `rope`, `interleaved` says which
-/// two features form a pair, and the result has the memory order of `x`. Saves `x` and, for each row, 1/√(mean(x²) + eps).
+/// `weight` has the dtype of `x`; for a 16-bit `x` it may be f32. `cos` and `sin` have any floating-point dtype and get
+/// no gradient. The normalised values are not rounded to the dtype of `x` before they are rotated. As in `rope`,
+/// `interleaved` says which two features form a pair, and the result has the memory order of `x`. Saves `x` and, for
+/// each row, 1/√(mean(x²) + eps).
 ///
 /// # Errors
-/// [`Error::Argument`](crate::Error::Argument) if `eps` is negative or not finite; [`Error::Shape`](crate::Error::Shape),
-/// [`Error::DType`](crate::Error::DType) or [`Error::Device`](crate::Error::Device) if D is odd or an operand does not match `x`;
+/// [`Error::Argument`](crate::Error::Argument) if `eps` is negative or not finite;
+/// [`Error::Shape`](crate::Error::Shape), [`Error::DType`](crate::Error::DType) or
+/// [`Error::Device`](crate::Error::Device) if D is odd or an operand does not match `x`;
 /// [`Error::NoBackward`](crate::Error::NoBackward) if `cos` or `sin` needs a gradient.
 pub fn rms_norm_rope(
     x: &Tensor,

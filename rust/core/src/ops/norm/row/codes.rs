@@ -1,4 +1,5 @@
-//! A residual sum and its layer norm, of which the norm exists as 8-bit codes alone (`kernels/norm_codes.cu`), for products of codes.
+//! The sum of two tensors, and the layer norm of the sum. The norm exists as 8-bit codes alone
+//! (`kernels/norm_codes.cu`), for products of codes.
 
 use super::{ADD_LAYER_NORM, Kind, Reads, RowNorm, RowNormBackward};
 use crate::Tensor;
@@ -16,8 +17,8 @@ impl<'a> CodesNorm<'a> {
         Ok(Self(RowNorm::new(ADD_LAYER_NORM.name, Kind::Layer, x, 1, affine, eps)?))
     }
 
-    /// The sum of two tensors, rounded to their dtype; the codes of its norm; and the norm's statistics. `None` if the kernel does not
-    /// support the tensors.
+    /// The sum of two tensors, rounded to their dtype; the codes of its norm; and the norm's statistics. `None` if the
+    /// kernel does not support the tensors.
     pub fn of_sum(&self, operands: [&Raw; 2], is_int8: bool) -> Result<Option<(Raw, CodeRows, Aux)>> {
         on_device!(operands[0].device(), cuda => super::cuda::sum_and_codes(&self.0, operands, is_int8), cpu => {
             let _ = (operands, is_int8); // for builds without CUDA

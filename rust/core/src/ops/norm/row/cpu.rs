@@ -63,13 +63,13 @@ pub(super) struct BackwardPass<'a, T: Elem> {
     pub scale: &'a [T::Acc],
 }
 
-/// The minimum number of rows of a block, if gradients of scale and shift are wanted. Each block has a partial sum of these
-/// gradients, so the minimum bounds the memory for the partial sums.
+/// The minimum number of rows of a block, if gradients of scale and shift are wanted. Each block has a partial sum of
+/// these gradients, so the minimum bounds the memory for the partial sums.
 const MIN_BLOCK: usize = 16;
 
 impl<T: Elem> BackwardPass<'_, T> {
-    /// Returns the gradient of the input, and the gradients of scale and shift, (samples, len) each. A gradient that is not
-    /// wanted is empty.
+    /// Returns the gradient of the input, and the gradients of scale and shift, (samples, len) each. A gradient that is
+    /// not wanted is empty.
     pub fn run<const CENTER: bool>(&self, wants_input: bool, wants_affine: bool) -> (Vec<T>, [Vec<T::Acc>; 2]) {
         let Size { samples, sharing, len } = self.size;
         // The rows of a block belong to one sample.
@@ -112,8 +112,8 @@ impl<T: Elem> BackwardPass<'_, T> {
         (grad_x, sums)
     }
 
-    /// Writes the input's gradient for the rows of `range` to `out`, unless `out` is empty. Adds these rows' part of the
-    /// gradients of scale and shift to `partial`, unless `partial` is empty.
+    /// Writes the input's gradient for the rows of `range` to `out`, unless `out` is empty. Adds these rows' part of
+    /// the gradients of scale and shift to `partial`, unless `partial` is empty.
     #[inline(always)]
     fn block<const CENTER: bool>(&self, range: Range<usize>, out: &mut [MaybeUninit<T>], partial: &mut [T::Acc]) {
         let len = self.size.len;

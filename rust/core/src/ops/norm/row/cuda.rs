@@ -23,8 +23,8 @@ fn sharing(op: &'static str, kind: Kind, size: Size) -> Result<u32> {
     if kind == Kind::Modulated { count32(op, size.sharing) } else { Ok(1) }
 }
 
-/// Checks that one launch can compute the gradients of scale and shift for all samples: its grid has a sample for each index of
-/// the third dimension. Only modulated norms have several samples, each with its own scale and shift.
+/// Checks that one launch can compute the gradients of scale and shift for all samples: its grid has a sample for each
+/// index of the third dimension. Only modulated norms have several samples, each with its own scale and shift.
 fn check_samples(op: &'static str, Size { samples, .. }: Size) -> Result<()> {
     /// The maximum number of thread blocks in the third dimension of a grid.
     const MOST: usize = 65_535;
@@ -35,16 +35,16 @@ fn check_samples(op: &'static str, Size { samples, .. }: Size) -> Result<()> {
     Err(Error::argument(op, message))
 }
 
-/// About as many threads as an H100 runs at once: of the forward kernels, and of the backward kernels, whose threads take more
-/// registers.
+/// About as many threads as an H100 runs at once: of the forward kernels, and of the backward kernels, whose threads
+/// take more registers.
 const FORWARD_THREADS: usize = 1 << 17;
 const BACKWARD_THREADS: usize = 1 << 16;
 /// The most packs of a row that a thread holds in registers.
 const HELD: usize = 3;
 
-/// The launch shape of the forward and backward kernels, which have a team of threads for each row. Each thread holds up to `held`
-/// packs (16 bytes) of the row in registers. `held` is the smallest number from 1 to `HELD` with which all teams together have at
-/// most `threads` threads; if no such number exists, it is `HELD`.
+/// The launch shape of the forward and backward kernels, which have a team of threads for each row. Each thread holds
+/// up to `held` packs (16 bytes) of the row in registers. `held` is the smallest number from 1 to `HELD` with which all
+/// teams together have at most `threads` threads; if no such number exists, it is `HELD`.
 fn over_rows(rows: usize, len: usize, dtype: DType, threads: usize) -> Shape {
     let shape = |held| Shape::teams(rows, len, held, dtype);
     let fits = |held: &usize| rows.saturating_mul(shape(*held).block[0] as usize) <= threads;
@@ -65,8 +65,8 @@ pub(super) fn sum_and_norm(norm: &RowNorm<'_>, [x, residual]: [&Raw; 2]) -> Resu
     Ok(sum.map(|sum| (sum, normalised)))
 }
 
-/// The sum of two dense tensors, the codes of its layer norm, and the norm's statistics, from one kernel; `None` if the kernel does not
-/// support the tensors.
+/// The sum of two dense tensors, the codes of its layer norm, and the norm's statistics, from one kernel; `None` if the
+/// kernel does not support the tensors.
 pub(super) fn sum_and_codes(
     &RowNorm { op, size, ref affine, eps, .. }: &RowNorm<'_>,
     [x, residual]: [&Raw; 2],
@@ -224,7 +224,8 @@ fn gradients(
         let shape = Shape { grid: [columns, pieces as u32, samples as u32], block: [32, 8, 1], shared: 0 };
         let (partials, rows) = (output(op, &partials)?, rows as u64);
         let arguments = LayerNormAffine { x: from, grad: g, mean, rstd, partials, rows, len: len32 };
-        // SAFETY: as above; `partials` has 2 x `len` numbers for each piece (the grid's second dimension) of each sample (the third).
+        // SAFETY: as above; `partials` has 2 x `len` numbers for each piece (the grid's second dimension) of each
+        // sample (the third).
         unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
     let [weight, bias] = sum_affine(op, gpu, &partials, dtype, [wanted.weight, wanted.bias])?;

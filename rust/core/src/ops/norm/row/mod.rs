@@ -32,12 +32,12 @@ pub(super) static RMS_NORM: OpInfo = OpInfo::cheap("rms_norm");
 
 /// (x - mean) / √(var + eps) · weight + bias over the last `normalized_dims` dimensions, with the biased variance.
 ///
-/// `weight` and `bias` have the shape of the normalised dimensions, and the dtype of `x`; for a 16-bit `x` they may be f32.
-/// The statistics are f32, or f64 for an f64 `x`.
+/// `weight` and `bias` have the shape of the normalised dimensions, and the dtype of `x`; for a 16-bit `x` they may be
+/// f32. The statistics are f32, or f64 for an f64 `x`.
 ///
 /// # Errors
-/// [`Error::Argument`] if `normalized_dims` is 0 or above the rank or `eps` is negative or not finite, [`Error::Shape`],
-/// [`Error::DType`], [`Error::Device`] if `weight` or `bias` does not match `x`.
+/// [`Error::Argument`] if `normalized_dims` is 0 or above the rank, or `eps` is negative or not finite;
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if `weight` or `bias` does not match `x`.
 pub fn layer_norm(
     x: &Tensor,
     normalized_dims: usize,
@@ -50,8 +50,8 @@ pub fn layer_norm(
 
 /// x / √(mean(x²) + eps) · weight over the last dimension.
 ///
-/// `weight` has the size of the last dimension, and the dtype of `x`; for a 16-bit `x` it may be f32. The statistics are f32, or
-/// f64 for an f64 `x`.
+/// `weight` has the size of the last dimension, and the dtype of `x`; for a 16-bit `x` it may be f32. The statistics
+/// are f32, or f64 for an f64 `x`.
 ///
 /// # Errors
 /// [`Error::Argument`] if `x` has no dimension or `eps` is negative or not finite, [`Error::Shape`], [`Error::DType`],
@@ -106,7 +106,8 @@ impl Size {
         self.samples * self.sharing
     }
 
-    /// The range of the scale of `row` in the scales of all samples (samples, len). Its shift has the same range in the shifts.
+    /// The range of the scale of `row` in the scales of all samples (samples, len). Its shift has the same range in the
+    /// shifts.
     #[inline(always)]
     fn parameters(self, row: usize) -> Range<usize> {
         let start = row / self.sharing.max(1) * self.len;
@@ -114,8 +115,8 @@ impl Size {
     }
 }
 
-/// The result of a norm, and the statistics that the backward pass reads: 1/√(var + eps) of each row, and each row's mean if the
-/// norm subtracts it.
+/// The result of a norm, and the statistics that the backward pass reads: 1/√(var + eps) of each row, and each row's
+/// mean if the norm subtracts it.
 type Normalised = (Raw, Aux);
 
 /// A norm of rows whose operands were checked.

@@ -14,12 +14,14 @@ use crate::{Error, Result, Tensor, compute};
 pub(in crate::ops::norm) static ADD_LAYER_NORM: OpInfo = OpInfo::cheap("add_layer_norm");
 pub(in crate::ops::norm) static ADD_RMS_NORM: OpInfo = OpInfo::cheap("add_rms_norm");
 
-/// Returns x + residual, rounded to the dtype of `x`, and [`layer_norm`](crate::ops::norm::layer_norm) of this rounded sum.
+/// Returns x + residual, rounded to the dtype of `x`, and [`layer_norm`](crate::ops::norm::layer_norm) of this rounded
+/// sum.
 ///
 /// `x` and `residual` have the same shape and dtype; the other arguments are those of the norm.
 ///
 /// # Errors
-/// As [`layer_norm`](crate::ops::norm::layer_norm), and if `x` and `residual` differ in shape, dtype or device.
+/// As [`layer_norm`](crate::ops::norm::layer_norm); also [`Error::Shape`], [`Error::DType`], [`Error::Device`] if `x`
+/// and `residual` differ in shape, dtype or device.
 pub fn add_layer_norm(
     x: &Tensor,
     residual: &Tensor,
@@ -37,7 +39,8 @@ pub fn add_layer_norm(
 /// `x` and `residual` have the same shape and dtype; the other arguments are those of the norm.
 ///
 /// # Errors
-/// As [`rms_norm`](crate::ops::norm::rms_norm), and if `x` and `residual` differ in shape, dtype or device.
+/// As [`rms_norm`](crate::ops::norm::rms_norm); also [`Error::Shape`], [`Error::DType`], [`Error::Device`] if `x` and
+/// `residual` differ in shape, dtype or device.
 pub fn add_rms_norm(x: &Tensor, residual: &Tensor, weight: Option<&Tensor>, eps: f64) -> Result<(Tensor, Tensor)> {
     let norm = RowNorm::new(ADD_RMS_NORM.name, Kind::Rms, x, 1, [weight, None], eps)?;
     add_norm(&ADD_RMS_NORM, &RMS_NORM, x, residual, &norm)
@@ -54,7 +57,7 @@ fn add_norm(
     if x.dims() != residual.dims() {
         return Err(Error::shape(
             op,
-            format!("x has shape {:?}, the residual {:?}; expected one shape", x.dims(), residual.dims()),
+            format!("x has shape {:?}, the residual {:?}; expected the same shape", x.dims(), residual.dims()),
         ));
     }
     check(op, x, residual)?;

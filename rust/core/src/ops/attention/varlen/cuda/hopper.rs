@@ -59,7 +59,7 @@ pub fn forward(
     let shape = Shape { grid: [blocks, 1, 1], block: [threads, 1, 1], shared };
     let (spans, taken) = (input(op, spans)?, output(op, &taken)?);
     let arguments = AttentionVarlenHopperForwardW64 { log_sums, spans, taken, maps, shape: *sizes, group };
-    // SAFETY: the maps describe the tensors, there are spans for every row, and the counter after the spans is zero
+    // SAFETY: the maps describe the tensors, there are spans for every token, and the counter after the spans is zero
     // before and after every launch.
     unsafe { gpu.function(kernel, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
     Ok(true)
@@ -104,12 +104,12 @@ impl Pass<'_> {
             Width::W128 => &W128,
         };
         let (queries, columns) = (form.queries, form.columns);
-        let (rows, key_tiles) = (sizes.queries.div_ceil(queries), sizes.keys.div_ceil(KEYS));
-        let steps = u64::from(sizes.heads) * u64::from(rows) * u64::from(key_tiles);
+        let (query_tiles, key_tiles) = (sizes.queries.div_ceil(queries), sizes.keys.div_ceil(KEYS));
+        let steps = u64::from(sizes.heads) * u64::from(query_tiles) * u64::from(key_tiles);
         if !fits(gpu, [sizes, &of_keys], [&of_queries, &with_keys]) || !self.result.is_aligned() || steps >= 1 << 31 {
             return Ok(false);
         }
-        let (tiles, blocks) = (sizes.heads * rows, gpu.multiprocessors() as u32);
+        let (tiles, blocks) = (sizes.heads * query_tiles, gpu.multiprocessors() as u32);
         let floats = |dims: [u32; 2]| empty(op, gpu, &dims.map(|size| size as usize), DType::F32);
         let numbers = |count: u32| empty(op, gpu, &[count as usize], DType::U32);
         let (plan, turns) = (numbers(key_tiles + 1 + blocks)?, numbers(tiles)?);
@@ -131,7 +131,8 @@ impl Pass<'_> {
             blocks,
         };
         let shape = Shape { grid: [1 + tiles, 1, 1], block: [THREADS, 1, 1], shared: 0 };
-        // SAFETY: the strides stay inside of the tensors, which are of these sizes, and the spans inside of the packed row.
+        // SAFETY: the strides stay inside of the tensors, which are of these sizes, and the spans stay inside of the
+        // packed row.
         unsafe { gpu.function(form.statistics, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
         let plan = input(op, &plan)?;
         let places = [key_place(op, gpu, k, dk)?, key_place(op, gpu, v, dv)?];

@@ -1,5 +1,5 @@
-//! Attention inside the segments of packed rows: the host side of `attention_varlen.cu`. The host never reads the
-//! bounds: grids depend on the number of rows alone.
+//! Attention inside the segments of a packed row: the host side of `attention_varlen.cu`. The host never reads the
+//! bounds: grids depend on the number of tokens alone.
 
 mod hopper;
 
@@ -25,8 +25,8 @@ use crate::{Raw, Result};
 /// keys of a segment have the most queries.
 const BLOCKS: u32 = 1056;
 
-/// The spans, as on the CPU: for each row the first key that the row's query sees; then for each row the end of the
-/// queries that see the row's key. After the spans comes a counter, initially zero, with which the blocks of the
+/// The spans, as on the CPU: for each token the first key that its query sees; then for each token the end (exclusive)
+/// of the queries that see its key. After the spans comes a counter, initially zero, with which the blocks of the
 /// forward kernel distribute the work among themselves.
 pub fn spans(op: &'static str, cu_seqlens: &Raw, rows: usize, window: Option<usize>) -> Result<Raw> {
     let gpu = Gpu::of(op, cu_seqlens)?;
@@ -205,8 +205,8 @@ impl Pass<'_> {
         let key_heads = self.sizes.heads / self.group;
         let tiles = self.sizes.queries.div_ceil(64);
         // The query heads of a group are split into about as many parts as fill the device.
-        let heads_a_part = self.group.div_ceil((BLOCKS / (tiles * key_heads)).clamp(1, self.group));
-        let parts = self.group.div_ceil(heads_a_part);
+        let heads_per_part = self.group.div_ceil((BLOCKS / (tiles * key_heads)).clamp(1, self.group));
+        let parts = self.group.div_ceil(heads_per_part);
         let sizes = AttentionShape { parts, ..self.sizes };
         let [(dq, dq_strides), (dk, dk_strides), (dv, dv_strides)] =
             self.results.each_ref().map(|result| Heads::place(result.as_ref()));

@@ -1,5 +1,5 @@
-//! The gradients of group norm, in three steps: sums over the positions for each channel; sums of these channel sums over the
-//! channels of each group; the gradient of the input.
+//! The gradients of group norm, in three steps: sums over the positions for each channel; sums of these channel sums
+//! over the channels of each group; the gradient of the input.
 
 use super::{Size, channel_table};
 use crate::cpu::pool::SharedMut;
@@ -16,8 +16,8 @@ pub(super) struct BackwardPass<'a, T: Elem> {
     pub bias: &'a [T::Acc],
 }
 
-/// The gradient of one element of the norm's result, from `g`, the gradient of the same element of the operation's result.
-/// With `SILU`, the operation is SiLU of the norm. `scale` is rstd times the channel's weight.
+/// The gradient of one element of the norm's result, from `g`, the gradient of the same element of the operation's
+/// result. With `SILU`, the operation is SiLU of the norm. `scale` is rstd times the channel's weight.
 #[inline(always)]
 fn of_norm<T: Elem, const SILU: bool>(g: T, x: T, mean: T::Acc, scale: T::Acc, bias: T::Acc) -> T::Acc {
     let g = g.to_acc();
@@ -89,8 +89,8 @@ impl<T: Elem> BackwardPass<'_, T> {
     }
 
     /// rstd (g w - mean(g w) - x̂ mean(g w x̂)), where g is the gradient of the norm's result, w the scale and x̂ the
-    /// normalised input. The two means over a group's elements come from the channel sums: Σ over the group's channels of w · `dots`
-    /// and of w · `sums`, divided by the number of elements.
+    /// normalised input. The two means over a group's elements come from the channel sums: Σ over the group's channels
+    /// of w · `dots` and of w · `sums`, divided by the number of elements.
     fn input_gradient<const SILU: bool>(
         &self,
         means: &[T::Acc],
@@ -111,8 +111,8 @@ impl<T: Elem> BackwardPass<'_, T> {
                 .collect()
         };
         let (mean_dots, mean_sums) = (of_groups(dots), of_groups(sums));
-        // The gradient is scale g - b (x - mean) - c, where scale = rstd w. The tables b and c have one value for each channel of
-        // each sample.
+        // The gradient is scale g - b (x - mean) - c, where scale = rstd w. The tables b and c have one value for each
+        // channel of each sample.
         let b = channel_table(size, |group, _| self.rstd[group] * self.rstd[group] * mean_dots[group]);
         let c = channel_table(size, |group, _| self.rstd[group] * mean_sums[group]);
         // SAFETY: every element of a block is written.

@@ -1,8 +1,8 @@
 //! The CPU form.
 //!
-//! A sample is processed in blocks of positions that fit in the cache. Within a block, elements are summed by channel, and the
-//! sums of a group's channels are added up. Chan's formula joins the means and squared deviations of a sample's blocks, so that
-//! x is read from memory once for the statistics, and no digits cancel.
+//! A sample is processed in blocks of positions that fit in the cache. Within a block, elements are summed by channel,
+//! and the sums of a group's channels are added up. Chan's formula joins the means and squared deviations of a sample's
+//! blocks, so that x is read from memory once for the statistics, and no digits cancel.
 
 mod backward;
 mod forward;

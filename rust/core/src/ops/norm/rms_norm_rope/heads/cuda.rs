@@ -12,8 +12,8 @@ use crate::cuda::launch::{
 use crate::cuda::{Gpu, cast, contiguous};
 use crate::{Error, Raw, Result};
 
-/// The arguments that both kernels for heads share, without `x`, gradients and results. The kernels get addresses of `tables` and
-/// `weights`; owning the tensors here keeps these addresses valid.
+/// The arguments that both kernels for heads share, without `x`, gradients and results. The kernels get addresses of
+/// `tables` and `weights`; owning the tensors here keeps these addresses valid.
 struct HeadArguments {
     tables: Option<[Raw; 2]>,
     weights: [Option<Raw>; 2],

@@ -1,5 +1,5 @@
-//! RMS norm and rotary embedding, or one of the two, of an attention's queries and keys, which are columns of a projection.
-//! The CUDA kernels read the columns in place; the CPU form copies them first.
+//! RMS norm and rotary embedding, or one of the two, of an attention's queries and keys, which are columns of a
+//! projection. The CUDA kernels read the columns in place; the CPU form copies them first.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -13,8 +13,8 @@ use crate::ops::norm::{Affine, check_eps};
 use crate::raw::{Raw, is_float};
 use crate::{Error, Result, Tensor, checkpoint};
 
-/// How an attention's queries and keys are computed from a projection (B, S, columns). The first columns are those of all
-/// query heads, then of all key heads, then of all value heads; a head has `width` columns.
+/// How an attention's queries and keys are computed from a projection (B, S, columns). The first columns are those of
+/// all query heads, then of all key heads, then of all value heads; a head has `width` columns.
 pub(in crate::ops) struct HeadNorms<'a> {
     /// The name of the operation, for errors.
     pub op: &'static str,
@@ -30,12 +30,12 @@ pub(in crate::ops) struct HeadNorms<'a> {
     pub eps: Option<f64>,
 }
 
-/// 1/√(mean(x²) + eps) of each head of each token: on CUDA one tensor for all heads, on the CPU one tensor for query heads and one
-/// for key heads. Empty if nothing is normalised.
+/// 1/√(mean(x²) + eps) of each head of each token: on CUDA one tensor for all heads, on the CPU one tensor for query
+/// heads and one for key heads. Empty if nothing is normalised.
 pub(in crate::ops) type HeadStatistics = SmallVec<[Raw; 2]>;
 
-/// Checks the operands of [`HeadNorms`] for an `x` of B samples of S tokens. The scales of queries and of keys must have shape
-/// (width), cos and sin (S, width / 2) or (B, S, width / 2). Scales, cos and sin must be frozen.
+/// Checks the operands of [`HeadNorms`] for an `x` of B samples of S tokens. The scales of queries and of keys must
+/// have shape (width), cos and sin (S, width / 2) or (B, S, width / 2). Scales, cos and sin must be frozen.
 pub(in crate::ops) fn check_head_norms(
     op: &'static str,
     x: &Tensor,
@@ -77,15 +77,16 @@ pub(in crate::ops) fn check_head_norms(
 }
 
 impl HeadNorms<'_> {
-    /// Writes the normalised, rotated queries and keys of a dense `x (B, S, columns)` to `y (B, S, query heads + key heads,
-    /// width)`. The last two dimensions of `y` must be dense. If `y` has as many further heads as there are value heads, the
-    /// values are copied to them.
+    /// Writes the normalised, rotated queries and keys of a dense `x (B, S, columns)` to
+    /// `y (B, S, query heads + key heads, width)`. The last two dimensions of `y` must be dense. If `y` has as many
+    /// further heads as there are value heads, the values are copied to them.
     pub fn forward(&self, x: &Raw, y: &Raw) -> Result<HeadStatistics> {
         on_device!(x.device(), cuda => cuda::forward(self, x, y), cpu => self.forward_on_cpu(x, y))
     }
 
-    /// Writes to `dx (B, S, heads · width)` the gradient of the columns that [`forward`](Self::forward) has read. `grad` is the
-    /// gradient of what `forward` has written to `y`, in the shape of `y`. `dx` and `grad` may be the same memory.
+    /// Writes to `dx (B, S, heads · width)` the gradient of the columns that [`forward`](Self::forward) has read.
+    /// `grad` is the gradient of what `forward` has written to `y`, in the shape of `y`. `dx` and `grad` may be the
+    /// same memory.
     pub fn backward(&self, x: &Raw, grad: &Raw, statistics: &HeadStatistics, dx: &Raw) -> Result<()> {
         on_device!(
             x.device(),
@@ -109,7 +110,8 @@ impl HeadNorms<'_> {
         if y.dims()[2] > self.heads[0] + self.heads[1] { 3 } else { 2 }
     }
 
-    /// The columns of `x` that hold queries (`index` 0), keys (1) or values (2), as a dense tensor (B, S, heads, width).
+    /// The columns of `x` that hold queries (`index` 0), keys (1) or values (2), as a dense tensor (B, S, heads,
+    /// width).
     fn part(&self, x: &Raw, index: usize) -> Result<Raw> {
         let [first, heads] = self.place(index);
         let rows = contiguous(&x.narrow(2, first * self.width, heads * self.width)?)?;
