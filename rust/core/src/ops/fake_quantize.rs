@@ -71,7 +71,7 @@ impl Grid {
         }
     }
 
-    /// Check that a matrix of these sizes consists of whole groups.
+    /// Checks that a matrix of these sizes consists of whole groups.
     ///
     /// # Errors
     /// [`Error::Shape`] if `dims` is not the shape of a matrix, or if a row (`Int4`) or the matrix (`Nf4`) does not
@@ -324,7 +324,7 @@ impl Backward for Learned {
 }
 
 /// A matrix (rows, columns) rounded to `grid`. The rounding is computed in f32 (f64 for f64), and the result has the
-/// dtype of the matrix. The gradient passes unchanged where codes are in range.
+/// dtype of the matrix. The gradient passes unchanged where codes are in range, and is 0 elsewhere.
 ///
 /// For `Int8`, `Fp8` and `Nf4` with scales in f32, the values are those of [`Quantized::new`](crate::Quantized::new),
 /// dequantized. No format stores `Int4`. `Int8` and `Int4` are the symmetric grids of

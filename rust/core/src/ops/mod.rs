@@ -3,8 +3,8 @@
 //!
 //! `REGISTRY` lists the cases, which are compiled only with the feature `testing`. `tests/registry.rs` runs every case
 //! in every dtype, and with strided and empty inputs. It compares gradients with finite differences in f64, fused
-//! operations with their plain forms, and results with checkpointing with results without it. A test fails if an
-//! operation has no case.
+//! operations with their plain forms, and checkpointed results with ordinary ones. A test fails if an operation has no
+//! case.
 
 pub mod activation;
 pub mod arithmetic;

@@ -37,8 +37,9 @@ static ATTENTION: OpInfo = OpInfo::expensive("scaled_dot_product_attention");
 /// With a mask that needs a gradient, the function computes the plain form: it saves the matrix of all scores, scores
 /// are in the dtype of the operands, and a query whose scores are all -∞ gets NaN.
 ///
-/// Saves q, k, v, the mask, the result and one number per query. If the heads of a query are adjacent in the memory of
-/// `q` (after `reshape` and `transpose`), they are adjacent in the result too, so joining the heads needs no copy.
+/// Otherwise it saves q, k, v, the mask, the result and one number per query. If the heads of a query are adjacent in
+/// the memory of `q` (after `reshape` and `transpose`), they are adjacent in the result too, so joining the heads needs
+/// no copy.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit; [`Error::Argument`] if `scale` is

@@ -67,8 +67,8 @@ fn of_addends() -> Vec<Case> {
         Case::new(label, &shapes, run).plain(plain)
     };
     vec![
-        case("every pixel", [&[2, 3, 4, 3], &[2, 3, 4, 5]], 3, true),
-        case("every image", [&[2, 3, 4, 3], &[2, 1, 1, 5]], 3, false),
+        case("addend per pixel", [&[2, 3, 4, 3], &[2, 3, 4, 5]], 3, true),
+        case("addend per image", [&[2, 3, 4, 3], &[2, 1, 1, 5]], 3, false),
         case("1x1", [&[2, 3, 2, 5], &[2, 3, 2, 3]], 1, true),
         // Channels that the kernels for tensor cores support; the second case has a sum that is split.
         case("tensor cores", [&[2, 5, 7, 8], &[2, 5, 7, 24]], 3, true),

@@ -25,9 +25,9 @@ type Map<'a> = (WeightRef<'a>, Option<&'a Tensor>);
 /// Scale and shift of a layer norm, and what is added to the variance.
 type Norm<'a> = ([Option<&'a Tensor>; 2], f64);
 
-/// s + outer([`geglu`](inner([`layer_norm`](s)))), where s = x + residual, and `inner` and `outer` are [`linear`] maps:
-/// `x (..., n)`, `residual (..., n)` → `(..., n)`. `inner` has 2 m results, the second half of which is the gate;
-/// `outer` has m inputs and n results.
+/// s + `outer(geglu(inner(layer_norm(s))))` with [`geglu`] and [`layer_norm`], where s = x + residual, and `inner` and
+/// `outer` are [`linear`] maps: `x (..., n)`, `residual (..., n)` → `(..., n)`. `inner` has 2 m results, the second
+/// half of which is the gate; `outer` has m inputs and n results.
 ///
 /// Norm and network run as one fused operation only on a GPU and outside of selective checkpoints, if norm and biases
 /// are frozen, and both weights multiply codes ([`w8a8`](crate::quantized::w8a8)) and also keep the codes transposed.

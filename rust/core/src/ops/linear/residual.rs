@@ -1,8 +1,8 @@
 //! The sum of a frozen linear map and a residual, as at the end of a transformer block.
 //!
 //! On a GPU, the kernel of a product of codes adds the residual as it writes the result: cuBLASLt before it rounds the
-//! result, the kernel for int8 codes after. For other weights, a separate kernel adds the residual: if a half-precision
-//! product of cuBLASLt reads a residual, it takes as much longer as that kernel takes.
+//! result, the kernel for int8 codes after. For other weights, a separate kernel adds the residual: reading a residual
+//! makes a half-precision product of cuBLASLt slower by the time that this kernel takes.
 
 use candle_core::Shape;
 

@@ -37,8 +37,9 @@ pub(super) static VARLEN: OpInfo = OpInfo::expensive("varlen_attention");
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the window
-/// is 0 or the scale not finite, [`Error::Index`] naming a bound that is out of order or range. On CUDA, such a bound
-/// makes the results undefined, and the next function that reads a value or waits for the device returns the error.
+/// is 0 or the scale is not finite, [`Error::Index`] naming a bound that is out of order or range. On CUDA, such a
+/// bound makes the results undefined, and the next function that reads a value or waits for the device returns the
+/// error.
 pub fn varlen_attention(
     q: &Tensor,
     k: &Tensor,

@@ -20,8 +20,8 @@ const GROUP: usize = 8;
 pub(in crate::ops) const LEFT: &Kernel<PairsLeft> = &PAIRS_LEFT;
 pub(in crate::ops) const RIGHT: &Kernel<PairsLeft> = &PAIRS_RIGHT;
 
-/// The bf16 numbers of a dense f32 operand with rows of `channels` numbers, as the kernel `side` stores them: (rows, 3
-/// · channels), where channels are rounded up to a multiple of 8.
+/// The bf16 numbers of a dense f32 operand with rows of `channels` numbers, as the kernel `side` stores them:
+/// `(rows, 3 · channels)`, where channels are rounded up to a multiple of 8.
 pub(in crate::ops) fn pairs(op: &'static str, side: &Kernel<PairsLeft>, from: &Raw, channels: usize) -> Result<Raw> {
     let gpu = Gpu::of(op, from)?;
     let (rows, padded) = (from.elem_count() / channels.max(1), channels.next_multiple_of(GROUP));
@@ -53,8 +53,8 @@ pub(super) fn operands(op: &'static str, sizes: Sizes, [x, weight]: [&Raw; 2]) -
 }
 
 /// Computes y (rows, n) = x (rows, k) times the transpose of `weight` (n, k), plus `bias` (n) in each row, as a
-/// convolution of one line of pixels; returns `None` if `x` is empty or products are not computed [in
-/// pairs](crate::compute::with_bf16_pairs).
+/// convolution of one line of pixels; returns `None` if `x` is empty or products are not computed
+/// [in pairs](crate::compute::with_bf16_pairs).
 pub fn linear(op: &'static str, x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Option<Raw>> {
     let (&[rows, inner], &[out, _]) = (x.dims(), weight.dims()) else {
         return Err(Error::shape(

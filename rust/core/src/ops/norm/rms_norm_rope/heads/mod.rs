@@ -119,7 +119,7 @@ impl HeadNorms<'_> {
     }
 
     /// cos and sin; if nothing is rotated, the tables of angle 0: cos = 1, sin = 0.
-    fn tables_or_still(&self, x: &Raw) -> Result<[Raw; 2]> {
+    fn tables_or_identity(&self, x: &Raw) -> Result<[Raw; 2]> {
         if let Some([cos, sin]) = self.tables {
             return Ok([cos.clone(), sin.clone()]);
         }
@@ -128,7 +128,7 @@ impl HeadNorms<'_> {
     }
 
     fn forward_on_cpu(&self, x: &Raw, y: &Raw) -> Result<HeadStatistics> {
-        let [cos, sin] = self.tables_or_still(x)?;
+        let [cos, sin] = self.tables_or_identity(x)?;
         let mut statistics = HeadStatistics::new();
         for index in 0..self.parts(y) {
             let ([first, heads], rows) = (self.place(index), self.part(x, index)?);
@@ -148,7 +148,7 @@ impl HeadNorms<'_> {
     }
 
     fn backward_on_cpu(&self, [x, grad]: [&Raw; 2], statistics: &HeadStatistics, dx: &Raw) -> Result<()> {
-        let [cos, sin] = self.tables_or_still(x)?;
+        let [cos, sin] = self.tables_or_identity(x)?;
         for index in 0..self.parts(grad) {
             let [first, heads] = self.place(index);
             let rotation = Rotation { tables: [&cos, &sin], repeats: heads, interleaved: self.interleaved };
