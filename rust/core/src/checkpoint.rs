@@ -1,9 +1,10 @@
 //! Gradient checkpointing: save little in the forward pass, recompute the rest when the backward pass first needs it.
 //!
-//! Inside a checkpointed function every node is recorded as usual, but in place of each value that it would save, it holds
-//! a numbered slot of the [`Region`], which stands for one call of the function. When a backward pass first reads a slot,
-//! the region runs the function again, up to the last value that was saved, and fills all slots in order. Gradients flow
-//! through the nodes of the first run, so captured variables, several inputs and several outputs need no special treatment.
+//! Inside a checkpointed function every node is recorded as usual, but in place of each value that it would save, it
+//! holds a numbered slot of the [`Region`], which stands for one call of the function. When a backward pass first reads
+//! a slot, the region runs the function again, up to the last value that was saved, and fills all slots in order.
+//! Gradients flow through the nodes of the first run, so captured variables, several inputs and several outputs need no
+//! special treatment.
 //!
 //! [`Policy::Full`] keeps the function's inputs only (Chen et al. 2016, arXiv:1604.06174). [`Policy::Selective`] also
 //! keeps the results of the expensive operations that a recomputation reaches, so that no matrix product runs twice
@@ -78,11 +79,12 @@ pub(crate) struct Complete;
 
 type Function = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync>;
 
-/// Run `function` on `inputs`, keeping the inputs only; the function's inner values are recomputed in the backward pass.
+/// Run `function` on `inputs`, keeping the inputs only; the function's inner values are recomputed in the backward
+/// pass.
 ///
-/// The function must compute the same values when it is called again; random numbers are repeated (dropout draws the same
-/// mask). The function is kept until the backward pass, so it must own what it uses (use `move`; clones of tensors and
-/// layers are cheap).
+/// The function must compute the same values when it is called again; random numbers are repeated (dropout draws the
+/// same mask). The function is kept until the backward pass, so it must own what it uses (use `move`; clones of tensors
+/// and layers are cheap).
 ///
 /// # Errors
 /// Those of `function`.
@@ -97,7 +99,8 @@ where
 /// [`checkpoint`] with a [`Policy`], for functions with several results.
 ///
 /// # Errors
-/// Those of `function`.
+/// Those of `function`. With [`Policy::Offloaded`], also [`Error::OutOfMemory`] if the system gives too little pinned
+/// memory for the inputs, and [`Error::Device`] if the driver reports an error.
 pub fn checkpoint_with<F>(policy: Policy, function: F, inputs: &[&Tensor]) -> Result<Vec<Tensor>>
 where
     F: Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync + 'static,
@@ -161,8 +164,9 @@ impl Kept {
         Self { name, results, bytes }
     }
 
-    /// Replace each result that is not among `saved` with a zero broadcast to the result's shape, which frees the memory
-    /// of the result. A recomputation ends with this operation, so nothing reads the results that were not saved.
+    /// Replace each result that is not among `saved` with a zero broadcast to the result's shape, which frees the
+    /// memory of the result. A recomputation ends with this operation, so nothing reads the results that were not
+    /// saved.
     fn forget_all_but(&mut self, saved: &[TensorId]) {
         for result in &mut self.results {
             if !saved.contains(&result.id()) {
@@ -203,7 +207,7 @@ impl Region {
         if let Some(Slot::Filled { value, .. }) = self.state().slots.get(index) {
             return Ok(value.clone());
         }
-        self.replay()?;
+        self.recompute()?;
         match self.state().slots.get(index) {
             Some(Slot::Filled { value, .. }) => Ok(value.clone()),
             _ => Err(nondeterministic()),
@@ -220,7 +224,7 @@ impl Region {
         drop(old);
     }
 
-    fn replay(&self) -> Result<()> {
+    fn recompute(&self) -> Result<()> {
         let (expected, last_saved, kept, draws) = {
             let state = self.state();
             for (version, then) in &state.versions {
@@ -236,7 +240,7 @@ impl Region {
         };
         let inputs = self.inputs.get()?;
         let selective = self.policy == Policy::Selective;
-        let scope = Scope::enter(Recorder::Replay(Replaying {
+        let scope = Scope::enter(Recorder::Recompute(Recomputing {
             sequence: 0,
             last_saved,
             expected,
@@ -247,16 +251,16 @@ impl Region {
         let repeating = rng::Replay::begin(draws);
         let outcome = (self.function)(&inputs);
         let draws_differ = repeating.finish();
-        let Some(Recorder::Replay(replaying)) = scope.leave() else { return Err(nondeterministic()) };
+        let Some(Recorder::Recompute(recomputing)) = scope.leave() else { return Err(nondeterministic()) };
         match outcome {
             _ if draws_differ => return Err(nondeterministic()),
             // All values have been recomputed. The outcome is the error [`Complete`], perhaps wrapped in another error.
-            _ if replaying.values.len() == expected => {}
+            _ if recomputing.values.len() == expected => {}
             Ok(_) => return Err(nondeterministic()),
             Err(error) => return Err(error),
         }
         let mut state = self.state();
-        for (slot, value) in state.slots.iter_mut().zip(replaying.values) {
+        for (slot, value) in state.slots.iter_mut().zip(recomputing.values) {
             if matches!(slot, Slot::Waiting) {
                 let _bytes = SavedBytes::new(&value);
                 *slot = Slot::Filled { value, _bytes };
@@ -269,13 +273,14 @@ impl Region {
 fn nondeterministic() -> Error {
     Error::autograd(
         "checkpoint",
-        "the function computed something else when it was run again; the function must not depend on anything that changes between calls",
+        "the function computed something else when it was run again; it must not depend on anything that changes \
+         between calls",
     )
 }
 
 enum Recorder {
     Record(Recording),
-    Replay(Replaying),
+    Recompute(Recomputing),
 }
 
 /// The state of a function's first run, which counts and keeps values.
@@ -317,11 +322,12 @@ impl Recording {
 }
 
 /// The state of a later run of a function, which recomputes the saved values.
-struct Replaying {
+struct Recomputing {
     /// Operations run so far.
     sequence: usize,
     /// The number of the operation with which the recomputation ends.
     last_saved: usize,
+    /// How many values the first run saved.
     expected: usize,
     values: Vec<Raw>,
     kept: VecDeque<Kept>,
@@ -371,7 +377,7 @@ impl Drop for Scope {
 pub(crate) fn is_selective() -> bool {
     RECORDERS.with_borrow(|recorders| match recorders.last() {
         Some(Recorder::Record(recording)) => recording.region.policy == Policy::Selective,
-        Some(Recorder::Replay(replaying)) => replaying.selective,
+        Some(Recorder::Recompute(recomputing)) => recomputing.selective,
         None => false,
     })
 }
@@ -397,8 +403,8 @@ where
             let keep = recording.region.policy == Policy::Selective && op.cost == Cost::Expensive;
             Ok(if keep { Plan::ComputeAndKeep } else { Plan::Compute })
         }
-        Some(Recorder::Replay(replaying)) if replaying.selective && op.cost == Cost::Expensive => {
-            match replaying.kept.pop_front() {
+        Some(Recorder::Recompute(recomputing)) if recomputing.selective && op.cost == Cost::Expensive => {
+            match recomputing.kept.pop_front() {
                 Some(kept) if kept.name == op.name => Ok(Plan::Take(kept)),
                 _ => Err(nondeterministic()),
             }
@@ -427,9 +433,10 @@ where
     }
 }
 
-/// Record the tensors that an operation reads, for the innermost checkpoint and for all checkpoints around it. Variables
-/// among these tensors must not change before the recomputation. [`run`] records the inputs of an operation; operations
-/// call `reads` for all other tensors, such as masks, tables, frozen weights and the operands of comparisons.
+/// Record the tensors that an operation reads, for the innermost checkpoint and for all checkpoints around it.
+/// Variables among these tensors must not change before the recomputation. [`run`] records the inputs of an operation;
+/// operations call `reads` for all other tensors, such as masks, tables, frozen weights and the operands of
+/// comparisons.
 pub(crate) fn reads(tensors: &[&Tensor]) {
     if !flags().recording() || tensors.iter().all(|tensor| tensor.version.is_none()) {
         return;
@@ -447,16 +454,16 @@ pub(crate) fn reads(tensors: &[&Tensor]) {
 fn begin_operation() {
     RECORDERS.with_borrow_mut(|recorders| match recorders.last_mut() {
         Some(Recorder::Record(recording)) => recording.sequence += 1,
-        Some(Recorder::Replay(replaying)) => replaying.sequence += 1,
+        Some(Recorder::Recompute(recomputing)) => recomputing.sequence += 1,
         None => {}
     });
 }
 
-/// Whether a recomputation ends with the operation that is running. Nothing will then read the operation's result, unless
-/// the operation itself saves the result.
+/// Whether a recomputation ends with the operation that is running. Nothing will then read the operation's result,
+/// unless the operation itself saves the result.
 pub(crate) fn ends_here() -> bool {
     let is_last = |recorders: &Vec<Recorder>| match recorders.last() {
-        Some(Recorder::Replay(replaying)) => replaying.sequence == replaying.last_saved,
+        Some(Recorder::Recompute(recomputing)) => recomputing.sequence == recomputing.last_saved,
         _ => false,
     };
     flags().recording() && RECORDERS.with_borrow(is_last)
@@ -464,7 +471,7 @@ pub(crate) fn ends_here() -> bool {
 
 /// Whether the innermost checkpoint is being recomputed.
 pub(crate) fn is_replaying() -> bool {
-    flags().recording() && RECORDERS.with_borrow(|recorders| matches!(recorders.last(), Some(Recorder::Replay(_))))
+    flags().recording() && RECORDERS.with_borrow(|recorders| matches!(recorders.last(), Some(Recorder::Recompute(_))))
 }
 
 /// Turn a value that a node saves into a slot. `None` outside of checkpointed functions.
@@ -480,9 +487,9 @@ pub(crate) fn save(raw: &Raw) -> Option<Saved> {
             recording.saved_by_last.push(raw.id());
             Some(Saved::slot(recording.region.clone(), index))
         }
-        Recorder::Replay(replaying) => {
-            if replaying.values.len() < replaying.expected {
-                replaying.values.push(raw.clone());
+        Recorder::Recompute(recomputing) => {
+            if recomputing.values.len() < recomputing.expected {
+                recomputing.values.push(raw.clone());
             }
             Some(Saved::nothing())
         }
@@ -492,7 +499,7 @@ pub(crate) fn save(raw: &Raw) -> Option<Saved> {
 /// Ends a recomputation with the error [`Complete`] when all saved values have been recomputed.
 pub(crate) fn stop_if_complete() -> Result<()> {
     RECORDERS.with_borrow(|recorders| match recorders.last() {
-        Some(Recorder::Replay(replaying)) if replaying.values.len() == replaying.expected => {
+        Some(Recorder::Recompute(recomputing)) if recomputing.values.len() == recomputing.expected => {
             Err(Error::External(Box::new(Complete)))
         }
         _ => Ok(()),

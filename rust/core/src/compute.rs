@@ -71,7 +71,8 @@ functions! {
     lerp_in_place(x, source: &Raw, weight: &Raw) -> ();
 }
 
-/// The device of an operation on `tensors`: the device of the first tensor that is on a CUDA device, or the CPU if none is.
+/// The device of an operation on `tensors`: the device of the first tensor that is on a CUDA device, or the CPU if none
+/// is.
 #[cfg(feature = "cuda")]
 fn device_of<'a>(mut tensors: impl Iterator<Item = &'a Raw>) -> &'a Device {
     tensors.find(|tensor| tensor.device().is_cuda()).map_or(&Device::Cpu, |tensor| tensor.device())
@@ -86,8 +87,8 @@ pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Resu
     )
 }
 
-/// Computes hidden = scale_hidden · input · down and dst += scale_dst · hidden · up for each pair of a term and its dst,
-/// which has shape (rows, outer). On CUDA one launch computes all terms if a kernel supports them.
+/// Computes hidden = scale_hidden · input · down and dst += scale_dst · hidden · up for each pair of a term and its
+/// dst, which has shape (rows, outer). On CUDA one launch computes all terms if a kernel supports them.
 ///
 /// # Errors
 /// As [`write_products`].
@@ -122,8 +123,8 @@ pub fn unset(op: &'static str, like: &Raw, dims: &[usize]) -> Result<Raw> {
     )
 }
 
-/// Computes all products, in any order. Returns for each product its result, or the tensor to which the result was added.
-/// On CUDA, many products run together.
+/// Computes all products, in any order. Returns for each product its result, or the tensor to which the result was
+/// added. On CUDA, many products run together.
 ///
 /// # Errors
 /// As [`product`] and [`matmul_accumulate`].

@@ -28,8 +28,8 @@ struct Entry {
 }
 
 impl Copies {
-    /// From now on, allocate new copies in the vectors of `buffer`, which hold the copies of the variables of a flat buffer
-    /// ([`FlatBuffer`](crate::FlatBuffer)). This variable begins at element `start` of the flat buffer.
+    /// From now on, allocate new copies in the vectors of `buffer`, which hold the copies of the variables of a flat
+    /// buffer ([`FlatBuffer`](crate::FlatBuffer)). This variable begins at element `start` of the flat buffer.
     pub(crate) fn lie_in(&mut self, buffer: Arc<FlatCopies>, start: usize) {
         self.part = Some((buffer, start));
     }
@@ -83,7 +83,8 @@ impl Entry {
     }
 }
 
-/// The copies of a flat buffer's variables: one vector per dtype, allocated when the first copy in this dtype is requested.
+/// The copies of a flat buffer's variables: one vector per dtype, allocated when the first copy in this dtype is
+/// requested.
 pub(crate) struct FlatCopies {
     /// The number of elements of the flat buffer, and of each vector.
     len: usize,

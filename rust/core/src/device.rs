@@ -11,18 +11,18 @@ use crate::{Error, Result};
 pub use crate::cuda::communicator;
 pub use stats::{KernelTime, MemoryStats};
 
-/// Whether `text` is meant as a device and not as a dtype: the part before a `:` is `cpu` or `cuda`. The device need not
-/// exist.
+/// Whether `text` is meant as a device and not as a dtype: the part before a `:` is `cpu` or `cuda`. The device need
+/// not exist.
 pub fn is_name(text: &str) -> bool {
     matches!(text.split(':').next(), Some("cpu" | "cuda"))
 }
 
-/// The device with a name: `"cpu"`, `"cuda"` or `"cuda:1"`. All calls with the same name return the same device. The first
-/// call for CUDA searches for the CUDA libraries, first in `folders` and then where the system's loader searches.
+/// The device with a name: `"cpu"`, `"cuda"` or `"cuda:1"`. All calls with the same name return the same device. The
+/// first call for CUDA looks for the CUDA libraries, first in `folders` and then where the system's loader looks.
 ///
 /// # Errors
 /// [`Error::Device`] if the name is unknown or there is no such device, [`Error::CudaUnavailable`] with the reason if
-/// CUDA cannot be used.
+/// CUDA cannot be used, [`Error::OutOfMemory`] if the device's memory is full.
 pub fn parse(text: &str, folders: impl FnOnce() -> Vec<std::path::PathBuf>) -> Result<Device> {
     let (kind, index) = text.split_once(':').map_or((text, None), |(kind, index)| (kind, Some(index)));
     match (kind, index.map(str::parse::<usize>)) {
@@ -45,7 +45,8 @@ pub fn name(device: &Device) -> String {
     }
 }
 
-/// The CUDA device with this number. All calls with the same number return the same device.
+/// The CUDA device with this number. All calls with the same number return the same device. The first call looks for
+/// the CUDA libraries, first in `folders` and then where the system's loader looks.
 ///
 /// # Errors
 /// As [`parse`].
@@ -79,8 +80,8 @@ pub fn reset_peak_memory_stats(device: &Device) -> Result<()> {
     crate::cuda::reset_peak_memory_stats(device)
 }
 
-/// Limit the bytes of a CUDA device's memory that tensors and workspaces may take from now on. What CUDA takes for itself
-/// does not count. With None there is no limit. An allocation above the limit fails as if memory had run out.
+/// Limit the bytes of a CUDA device's memory that tensors and workspaces may take from now on. What CUDA takes for
+/// itself does not count. With None there is no limit. An allocation above the limit fails as if memory had run out.
 ///
 /// # Errors
 /// As [`memory_stats`].
@@ -107,7 +108,8 @@ pub enum Link {
     None,
 }
 
-/// The address of a CUDA device on the PCI bus, such as `0000:3B:00.0`. It names the device in all processes of a machine.
+/// The address of a CUDA device on the PCI bus, such as `0000:3B:00.0`. It names the device in all processes of a
+/// machine.
 ///
 /// # Errors
 /// As [`memory_stats`].

@@ -106,8 +106,8 @@ pub enum Error {
     /// An error of candle that has no variant here.
     #[error("{0}")]
     Candle(String),
-    /// An error of the caller's own code, passed through unchanged: for example a Python exception inside a checkpointed
-    /// function.
+    /// An error of the caller's own code, passed through unchanged: for example a Python exception inside a
+    /// checkpointed function.
     #[error("{0}")]
     External(Box<dyn std::error::Error + Send + Sync>),
 }
@@ -156,8 +156,8 @@ impl Error {
         Self::Autograd { op, message: message.into() }
     }
 
-    /// Replaces the name of the operation in a shape or dtype error with `op`, the operation that the caller used. Other
-    /// errors stay unchanged.
+    /// Replaces the name of the operation in a shape or dtype error with `op`, the operation that the caller used.
+    /// Other errors stay unchanged.
     #[cold]
     pub(crate) fn under(self, op: &'static str) -> Self {
         match self {

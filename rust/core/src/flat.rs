@@ -24,8 +24,8 @@ impl FlatBuffer {
     /// Copy `values` (of one dtype and device) one after the other into a vector; each copy becomes a variable.
     ///
     /// # Errors
-    /// [`Error::Argument`] if there are no values, [`Error::DType`] or [`Error::Device`] if their dtypes or devices differ,
-    /// [`Error::OutOfMemory`] if the buffers do not fit.
+    /// [`Error::Argument`] if there are no values, [`Error::DType`] if their dtypes differ or are not floating point,
+    /// [`Error::Device`] if their devices differ, [`Error::OutOfMemory`] if the buffers do not fit.
     pub fn new(values: &[Tensor]) -> Result<Self> {
         const OP: &str = "flat buffer";
         let Some(first) = values.first() else {
@@ -36,11 +36,18 @@ impl FlatBuffer {
             if value.dtype() != dtype {
                 return Err(Error::dtype(
                     OP,
-                    format!("tensor {index} is {}, the first is {}", value.dtype().as_str(), dtype.as_str()),
+                    format!(
+                        "tensor {index} is {}, the first is {}; convert one with to()",
+                        value.dtype().as_str(),
+                        dtype.as_str()
+                    ),
                 ));
             }
             if !value.device().same_device(device) {
-                return Err(Error::device(OP, format!("tensor {index} is on another device than the first")));
+                return Err(Error::device(
+                    OP,
+                    format!("tensor {index} is on another device than the first; move it with to()"),
+                ));
             }
         }
         let total = values.iter().map(Tensor::elem_count).sum();
@@ -91,7 +98,8 @@ fn zeros(n: usize, dtype: DType, device: &Device) -> Result<Raw> {
 
 /// The gradients of variables, as views instead of copies.
 pub struct Gradients {
-    /// Gradients that are accumulated in buffers; gradients that are adjacent in a flat buffer are joined to one vector.
+    /// Gradients that are accumulated in buffers; gradients that are adjacent in a flat buffer are joined to one
+    /// vector.
     pub vectors: Vec<Raw>,
     /// The variables with gradients that are not in a buffer.
     pub loose: Vec<Var>,

@@ -23,13 +23,13 @@ impl Default for Tolerance {
     }
 }
 
-/// Check every entry of the gradient of `function` at `inputs` against central differences:
-/// `|analytic - numeric| <= atol + rtol * |numeric|`. The result may have any shape: its elements are summed with fixed,
-/// distinct weights, so that errors of different elements do not cancel.
+/// Check every entry of the gradient of `function` at `inputs` against central differences: `|analytic - numeric| <=
+/// atol + rtol * |numeric|`. The result may have any shape: its elements are summed with fixed, distinct weights, so
+/// that errors of different elements do not cancel.
 ///
 /// # Errors
-/// [`Error::DType`] if an input is not f64; [`Error::Autograd`] naming the worst entry, if an entry exceeds the
-/// tolerance.
+/// [`Error::DType`] if an input is not f64; the errors of `function`; [`Error::Autograd`], which names the worst entry,
+/// if an entry exceeds the tolerance.
 pub fn gradcheck(
     function: impl Fn(&[Tensor]) -> Result<Tensor>,
     inputs: &[Tensor],

@@ -7,8 +7,8 @@ use candle_core::DType;
 
 use crate::{Raw, Result};
 
-/// The low-rank product `input` · `down` · `up` of an adapted linear map. The tensor that it is added to is given separately. All
-/// fields are matrices.
+/// The low-rank product `input` · `down` · `up` of an adapted linear map. The tensor that it is added to is given
+/// separately. All fields are matrices.
 pub struct LowRankTerm {
     /// The input, (rows, inner).
     pub input: Raw,
@@ -69,8 +69,8 @@ pub enum MatmulPrecision {
 
 static TF32: AtomicBool = AtomicBool::new(false);
 
-/// Choose how products of f32 matrices are computed on CUDA devices from now on; the default is f32. Captured graphs keep
-/// the precision that they were recorded with. Other dtypes and the CPU are not affected.
+/// Choose how products of f32 matrices are computed on CUDA devices from now on; the default is f32. Captured graphs
+/// keep the precision that they were recorded with. Other dtypes and the CPU are not affected.
 pub fn set_float32_matmul_precision(precision: MatmulPrecision) {
     TF32.store(precision == MatmulPrecision::High, Ordering::Relaxed);
 }
@@ -82,9 +82,9 @@ pub fn float32_matmul_precision() -> MatmulPrecision {
 
 static W8A8: AtomicBool = AtomicBool::new(false);
 
-/// Chooses whether linear layers with int8 or fp8 weights multiply 8-bit codes (W8A8, see [`w8a8`](crate::quantized::w8a8))
-/// from now on. By default they multiply the values that the weights' codes represent. Captured graphs keep the choice that
-/// they were recorded with.
+/// Chooses whether linear layers with int8 or fp8 weights multiply 8-bit codes (W8A8, see
+/// [`w8a8`](crate::quantized::w8a8)) from now on. By default they multiply the values that the weights' codes
+/// represent. Captured graphs keep the choice that they were recorded with.
 pub fn set_w8a8(enabled: bool) {
     W8A8.store(enabled, Ordering::Relaxed);
 }
@@ -98,9 +98,9 @@ thread_local! {
     static PAIRS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs `work`, and splits each f32 operand of its products into a sum of two bf16 numbers. Tensor cores then multiply 16
-/// significant bits of each factor and sum in f32. This applies to the forward passes of convolutions, linear layers and
-/// attention with wide heads that this thread queues on a CUDA device. Other operations compute in f32 as usual.
+/// Runs `work`, and splits each f32 operand of its products into a sum of two bf16 numbers. Tensor cores then multiply
+/// 16 significant bits of each factor and sum in f32. This applies to the forward passes of convolutions, linear layers
+/// and attention with wide heads that this thread queues on a CUDA device. Other operations compute in f32 as usual.
 pub fn with_bf16_pairs<R>(work: impl FnOnce() -> R) -> R {
     struct Restored(bool);
     impl Drop for Restored {

@@ -22,11 +22,11 @@ const SMALLEST: usize = 1 << SMALLEST_LOG2;
 const SMALLEST_LOG2: u32 = 16;
 /// Blocks larger than this are not kept.
 const LARGEST: usize = 1 << 37;
-/// A block larger than this is kept only if a block of its size class has been taken after one was freed. Every training
-/// step takes its buffers again; weights are taken only once.
+/// A block larger than this is kept only if a block of its size class has been taken after one was freed. Every
+/// training step takes its buffers again; weights are taken only once.
 const LARGEST_AT_ONCE: usize = 1 << 27;
-/// The number of size classes per octave (a factor of two in size). The size of a block is rounded up to the size of its
-/// class.
+/// The number of size classes per octave (a factor of two in size). The size of a block is rounded up to the size of
+/// its class.
 const STEPS: usize = 4;
 const CLASSES: usize = (LARGEST.ilog2() - SMALLEST_LOG2) as usize * STEPS + 1;
 /// The most blocks kept of each size class.
@@ -38,9 +38,9 @@ const MOST_BYTES: usize = 256 << 20;
 /// The system's allocator with a store of freed blocks of 64 KiB and more.
 ///
 /// The sizes of blocks are rounded up to size classes. The store keeps up to 256 MiB of freed blocks of any size up to
-/// 128 MiB. Larger blocks, and blocks for which these 256 MiB have no room, are kept only if a block of their size class
-/// has been taken after one was freed. The bytes in use and in the store together are at most 256 MiB more than the
-/// largest number of bytes that were in use at one time.
+/// 128 MiB. Larger blocks, and blocks for which these 256 MiB have no room, are kept only if a block of their size
+/// class has been taken after one was freed. The bytes in use and in the store together are at most 256 MiB more than
+/// the largest number of bytes that were in use at one time.
 ///
 /// The allocator never waits. While one thread changes the store's list for a size class, other threads take blocks of
 /// that class from the system and return them to the system. If the process is forked during such a change, the child
@@ -154,9 +154,9 @@ unsafe impl GlobalAlloc for RecyclingAllocator {
         };
         let block = self.take(class);
         if !block.is_null() {
-            // Only the `layout.size()` bytes of the caller are zeroed. The block's remaining bytes (up to the size of its
-            // class) are not written, and so may take no physical memory.
-            // SAFETY: the block is at least as large as the layout.
+            // Only the `layout.size()` bytes of the caller are zeroed. The block's remaining bytes (up to the size of
+            // its class) are not written, and so may take no physical memory. SAFETY: the block is at least as large as
+            // the layout.
             unsafe { block.write_bytes(0, layout.size()) };
         }
         block
@@ -222,7 +222,8 @@ impl Shelf {
         }
     }
 
-    /// Run `action` on the shelf's blocks. If another thread uses the shelf, `action` does not run and the result is `None`.
+    /// Run `action` on the shelf's blocks. If another thread uses the shelf, `action` does not run and the result is
+    /// `None`.
     fn with<R>(&self, action: impl FnOnce(&mut Blocks) -> R) -> Option<R> {
         if self.busy.swap(true, Ordering::Acquire) {
             return None;
@@ -304,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn freed_block_comes_back_and_zeroed_if_asked() {
+    fn a_freed_block_is_taken_again_and_zeroed_if_requested() {
         let allocator = RecyclingAllocator::new();
         let layout = layout(100_000);
         // SAFETY: every block is used within its layout and freed once.
@@ -340,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_taken_again_are_kept_within_what_was_in_use() {
+    fn large_blocks_of_a_size_taken_again_are_kept_up_to_the_bound() {
         let allocator = RecyclingAllocator::new();
         let held = || allocator.bytes.load(Ordering::Relaxed) + allocator.used.load(Ordering::Relaxed);
         let step = |size: usize| {

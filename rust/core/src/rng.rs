@@ -33,8 +33,8 @@ pub fn philox(seed: u64, block: u64) -> [u32; 4] {
     philox_lanes::<1>(seed, block).map(|word| word[0])
 }
 
-/// [`philox`] on `N` counters from `block` on, side by side: word `w` of counter `block + i` is at `[w][i]`. For use inside
-/// [`dispatch`](crate::cpu::dispatch).
+/// [`philox`] on `N` counters from `block` on, side by side: word `w` of counter `block + i` is at `[w][i]`. For use
+/// inside [`dispatch`](crate::cpu::dispatch).
 #[inline(always)]
 pub(crate) fn philox_lanes<const N: usize>(seed: u64, block: u64) -> [[u32; N]; 4] {
     philox_lanes_above(seed, block, [0; 2])
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn uniform_values_have_their_mean_and_variance() {
+    fn uniform_values_have_the_mean_and_the_variance_of_their_distribution() {
         let values: Vec<f64> = (0..25_000u64).flat_map(|b| philox(7, b).map(unit)).map(f64::from).collect();
         let mean = values.iter().sum::<f64>() / values.len() as f64;
         let var = values.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / values.len() as f64;

@@ -11,7 +11,8 @@ use crate::{Error, Result};
 
 /// A value of the computation: a candle tensor and, if a gradient flows through it, its node on the tape.
 ///
-/// Cloning is cheap (reference counts). Values never change; only a [`Var`](crate::Var) can be set.
+/// Cloning is cheap (reference counts). Values never change, with one exception: when a [`Var`](crate::Var) is set, the
+/// tensors that share its storage (its own tensor, detached ones, views) change with it.
 #[derive(Clone)]
 pub struct Tensor {
     pub(crate) raw: Raw,
@@ -21,8 +22,8 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// A constant with the values of `raw` (shared storage): no gradient flows through it. If `raw` has a candle graph, the
-    /// constant is detached from it.
+    /// A constant with the values of `raw` (shared storage): no gradient flows through it. If `raw` has a candle graph,
+    /// the constant is detached from it.
     pub fn from_raw(raw: &Raw) -> Self {
         Self::constant(raw.detach())
     }
@@ -88,8 +89,8 @@ impl Tensor {
         Ok(Self::constant(crate::rng::normal(mean, std, &shape.into(), dtype, device)?))
     }
 
-    /// Uniformly distributed values in `[low, high)` from the library's generator ([`rng`](crate::rng)), drawn in f32 and
-    /// converted to `dtype`.
+    /// Uniformly distributed values in `[low, high)` from the library's generator ([`rng`](crate::rng)), drawn in f32
+    /// and converted to `dtype`.
     ///
     /// # Errors
     /// As [`randn`](Self::randn).
@@ -97,11 +98,11 @@ impl Tensor {
         Ok(Self::constant(crate::rng::uniform(low, high, &shape.into(), dtype, device)?))
     }
 
-    /// Mark this result of an operation as one to recompute. An operation that needs the result in its backward pass does
-    /// not keep it. Instead, the backward pass recomputes the result from the values that the result's own operation has
-    /// saved. Use this for results that take much memory and little time: norms of rows, gated units. The mark has no
-    /// effect on a result that its operation cannot recompute, or inside of a checkpoint, which decides itself which values
-    /// to keep.
+    /// Mark this result of an operation as one to recompute. An operation that needs the result in its backward pass
+    /// does not keep it. Instead, the backward pass recomputes the result from the values that the result's own
+    /// operation has saved. Use this for results that take much memory and little time: norms of rows, gated units. The
+    /// mark has no effect on a result that its operation cannot recompute, or inside of a checkpoint, which decides
+    /// itself which values to keep.
     #[must_use]
     pub fn remade(self) -> Self {
         if let Some(node) = &self.node {
@@ -179,8 +180,8 @@ impl Tensor {
     /// The only element as a `T`. The name is that of candle's method.
     ///
     /// # Errors
-    /// [`Error::Shape`] if there is not exactly one element, [`Error::DType`] if `T` is not the type of the tensor's elements;
-    /// for a tensor on a GPU, as [`to_cpu`](raw::to_cpu).
+    /// [`Error::Shape`] if there is not exactly one element, [`Error::DType`] if `T` is not the type of the tensor's
+    /// elements; for a tensor on a GPU, as [`to_cpu`](raw::to_cpu).
     pub fn to_scalar<T: candle_core::WithDType>(&self) -> Result<T> {
         if self.elem_count() != 1 {
             return Err(Error::shape(
@@ -196,7 +197,8 @@ impl Tensor {
     /// All elements in row-major order.
     ///
     /// # Errors
-    /// [`Error::DType`] if `T` is not the type of the tensor's elements; for a tensor on a GPU, as [`to_cpu`](raw::to_cpu).
+    /// [`Error::DType`] if `T` is not the type of the tensor's elements; for a tensor on a GPU, as
+    /// [`to_cpu`](raw::to_cpu).
     pub fn to_vec<T: candle_core::WithDType>(&self) -> Result<Vec<T>> {
         self.check_rust_type::<T>("to_vec")?;
         self.check_readable("to_vec")?;

@@ -14,8 +14,8 @@ use crate::{Error, Result, compute};
 
 /// A trainable variable: a leaf of the tape with storage of its own.
 ///
-/// Its storage never moves: [`set`](Var::set) and the optimizers write in place. A backward pass that needs a value that was
-/// overwritten returns an error instead of a wrong gradient. A clone refers to the same variable.
+/// Its storage never moves: [`set`](Var::set) and the optimizers write in place. A backward pass that needs a value
+/// that was overwritten returns an error instead of a wrong gradient. A clone refers to the same variable.
 #[derive(Clone)]
 pub struct Var(Tensor);
 
@@ -28,7 +28,8 @@ impl Var {
         Self::adopt(Raw::new(data, device)?)
     }
 
-    /// A variable whose values are a contiguous copy of `tensor`, of the same dtype, detached from the graph of `tensor`.
+    /// A variable whose values are a contiguous copy of `tensor`, of the same dtype, detached from the graph of
+    /// `tensor`.
     ///
     /// # Errors
     /// [`Error::DType`] if the values are not floating point.
@@ -52,13 +53,16 @@ impl Var {
         Self::adopt(Tensor::randn(mean, std, shape, dtype, device)?.raw)
     }
 
-    /// A variable whose values are `storage`. Nothing else may share this storage, except a flat buffer of which `storage`
-    /// is a view.
+    /// A variable whose values are `storage`. Nothing else may share this storage, except a flat buffer of which
+    /// `storage` is a view.
     pub(crate) fn adopt(storage: Raw) -> Result<Self> {
         if !raw::is_float(storage.dtype()) {
             return Err(Error::dtype(
                 "make_var",
-                format!("a variable must be floating point, found {}; convert it first", storage.dtype().as_str()),
+                format!(
+                    "a variable must be floating point, found {}; convert the tensor first",
+                    storage.dtype().as_str()
+                ),
             ));
         }
         let node = Node::leaf_node(Leaf::of(&storage));
@@ -81,8 +85,8 @@ impl Var {
         self.0
     }
 
-    /// Mark this variable as replaced by a copy, for example on another device. A step of an optimizer that still has this
-    /// variable then returns an error, because the step would not train the copy.
+    /// Mark this variable as replaced by a copy, for example on another device. A step of an optimizer that still has
+    /// this variable then returns an error, because the step would not train the copy.
     pub fn replace(&self) {
         self.leaf().is_replaced().store(true, Ordering::Relaxed);
     }
@@ -108,8 +112,8 @@ impl Var {
         self.update_copies()
     }
 
-    /// On CUDA, update the copies of the value in other dtypes at once, because a captured graph may read them. On the CPU,
-    /// a copy is updated at its next use.
+    /// On CUDA, update the copies of the value in other dtypes at once, because a captured graph may read them. On the
+    /// CPU, a copy is updated at its next use.
     fn update_copies(&self) -> Result<()> {
         if self.0.device().is_cpu() { Ok(()) } else { self.leaf().copies().update(&self.0.raw, self.counter()) }
     }
@@ -129,8 +133,8 @@ impl Var {
         self.leaf().copies().first()
     }
 
-    /// Mark the value and the [`copy_storage`](Self::copy_storage) as changed in place. The copy must have the new value,
-    /// rounded to the copy's dtype.
+    /// Mark the value and the [`copy_storage`](Self::copy_storage) as changed in place. The copy must have the new
+    /// value, rounded to the copy's dtype.
     ///
     /// # Errors
     /// The errors of updating the variable's other copies.
@@ -158,8 +162,8 @@ impl Var {
         Ok(self.leaf().grad()?.map(Tensor::constant))
     }
 
-    /// Remove the gradient: [`grad`](Self::grad) is `None` until the next backward pass. If the gradient is in a flat buffer,
-    /// its part of the buffer is zeroed.
+    /// Remove the gradient: [`grad`](Self::grad) is `None` until the next backward pass. If the gradient is in a flat
+    /// buffer, its part of the buffer is zeroed.
     pub fn zero_grad(&self) -> Result<()> {
         self.leaf().clear()
     }
@@ -167,15 +171,15 @@ impl Var {
     /// Set the gradient to a copy of `grad`, for example a gradient that was clipped, unscaled or averaged.
     ///
     /// # Errors
-    /// [`Error::Shape`], [`Error::DType`] or [`Error::Device`] if the shape, the dtype or the device of `grad` is not that
-    /// of the variable.
+    /// [`Error::Shape`], [`Error::DType`] or [`Error::Device`] if the shape, the dtype or the device of `grad` is not
+    /// that of the variable.
     pub fn set_grad(&self, grad: &Tensor) -> Result<()> {
         self.check_like("set_grad", grad)?;
         self.leaf().replace(&grad.raw)
     }
 
-    /// The gradient, if there is one, not copied: a view of the flat buffer if the variable has one. Only read it; later
-    /// backward passes change it.
+    /// The gradient, if there is one, not copied: a view of the flat buffer if the variable has one. Only read it;
+    /// later backward passes change it.
     pub fn grad_storage(&self) -> Option<Raw> {
         self.leaf().grad_storage()
     }
@@ -201,8 +205,8 @@ impl Var {
     /// Overwrite the value in place.
     ///
     /// # Errors
-    /// [`Error::Shape`], [`Error::DType`] or [`Error::Device`] if the shape, the dtype or the device of `value` is not that
-    /// of the variable.
+    /// [`Error::Shape`], [`Error::DType`] or [`Error::Device`] if the shape, the dtype or the device of `value` is not
+    /// that of the variable.
     pub fn set(&self, value: &Tensor) -> Result<()> {
         self.check_like("set", value)?;
         let source = if raw::storage_identity(&value.raw).0 == raw::storage_identity(&self.0.raw).0 {
@@ -214,8 +218,8 @@ impl Var {
         self.changed()
     }
 
-    /// Run `update`, which may change the variable's storage in place (an optimizer's step). The value counts as changed,
-    /// even if `update` returns an error.
+    /// Run `update`, which may change the variable's storage in place (an optimizer's step). The value counts as
+    /// changed, even if `update` returns an error.
     pub fn update_in_place<R>(&self, update: impl FnOnce(&Raw) -> Result<R>) -> Result<R> {
         let result = update(&self.0.raw);
         self.changed()?;

@@ -1,5 +1,6 @@
-//! Compares the results of all cases of the registry on a CUDA device with those on the CPU in f64, and tests what only the
-//! CUDA code has. All tests but `registry_runs_on_cuda` need a GPU: `cargo test --features cuda --test cuda -- --ignored`.
+//! Compares the results of all cases of the registry on a CUDA device with those on the CPU in f64, and tests what only
+//! the CUDA code has. All tests but `registry_runs_on_cuda` need a GPU. The command is
+//! `cargo test --features cuda --test cuda -- --ignored --test-threads 1`.
 #![cfg(feature = "cuda")]
 
 use std::path::PathBuf;
@@ -95,13 +96,13 @@ fn run(case: &Case, device: &Device) -> std::result::Result<(), String> {
     Ok(())
 }
 
-/// On a simulated device this test checks that the kernels exist under their names and accept their arguments and launch
-/// sizes; the simulation computes no values.
+/// On a simulated device this test checks that the kernels exist under their names and accept their arguments and
+/// launch sizes; the simulation computes no values.
 #[test]
 #[ignore = "needs a CUDA device, real or simulated"]
 fn registry_runs_on_cuda() {
     let device = gpu().unwrap();
-    walk_registry(|_, case| run(case, &device));
+    for_all_cases(|_, case| run(case, &device));
     device::synchronize(&device).unwrap();
 }
 
@@ -109,11 +110,11 @@ fn registry_runs_on_cuda() {
 #[ignore = "needs a CUDA device"]
 fn registry_on_cuda_equals_the_cpu() {
     let device = gpu().unwrap();
-    walk_registry(|_, case| check(case, &device));
+    for_all_cases(|_, case| check(case, &device));
 }
 
 /// Run `check` on every case and report all failures at once.
-fn walk_registry(check: impl Fn(&str, &Case) -> std::result::Result<(), String>) {
+fn for_all_cases(check: impl Fn(&str, &Case) -> std::result::Result<(), String>) {
     let failures: Vec<String> = all_cases()
         .filter_map(|(name, case)| check(name, &case).err().map(|e| format!("{name} ({}): {e}", case.label)))
         .collect();
@@ -124,7 +125,7 @@ fn walk_registry(check: impl Fn(&str, &Case) -> std::result::Result<(), String>)
 #[ignore = "needs a CUDA device"]
 fn results_and_gradients_on_cuda_do_not_follow_variables_that_change() {
     let device = gpu().unwrap();
-    walk_registry(|_, case| {
+    for_all_cases(|_, case| {
         sharing::results_do_not_follow_variables(case, &device)?;
         sharing::gradients_do_not_follow_variables(case, &device)
     });
@@ -134,14 +135,14 @@ fn results_and_gradients_on_cuda_do_not_follow_variables_that_change() {
 #[ignore = "needs a CUDA device"]
 fn checkpointed_functions_on_cuda_take_computed_tensors() {
     let device = gpu().unwrap();
-    walk_registry(|_, case| computed::checkpoints_take_computed_tensors(case, &device, 1e-6));
+    for_all_cases(|_, case| computed::checkpoints_take_computed_tensors(case, &device, 1e-6));
 }
 
 #[test]
 #[ignore = "needs a CUDA device"]
 fn nan_is_never_lost_on_cuda() {
     let device = gpu().unwrap();
-    walk_registry(|name, case| nan::is_passed_on(name, case, &device));
+    for_all_cases(|name, case| nan::is_passed_on(name, case, &device));
 }
 
 #[test]
@@ -171,8 +172,8 @@ fn random_numbers_equal_those_of_the_cpu() {
     }
 }
 
-/// An operation has several kernels, and the shape decides which of them runs: with vector or scalar loads, along rows or
-/// columns, in one launch or two. The shapes here lead to each of these kernels.
+/// An operation has several kernels, and the shape decides which of them runs: with vector or scalar loads, along rows
+/// or columns, in one launch or two. The shapes here lead to each of these kernels.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn large_and_odd_shapes_equal_the_cpu() {
@@ -223,17 +224,23 @@ fn memory_is_counted_and_running_out_is_an_error_that_leaves_the_device_usable()
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn devices_are_found_by_number_and_tensors_on_two_devices_are_an_error() {
+fn devices_are_found_by_number() {
     let device = gpu().unwrap();
     assert!(device.same_device(&gpu().unwrap()));
     assert!(matches!(device::cuda(99, &[] as &[PathBuf]), Err(Error::Device { .. })));
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn tensors_on_two_devices_are_an_error() {
+    let device = gpu().unwrap();
     let (a, b) = (Tensor::ones(2, DType::F32, &device).unwrap(), Tensor::ones(2, DType::F32, &Device::Cpu).unwrap());
     assert!(matches!(a.add(&b), Err(Error::Device { .. })));
     assert!(matches!(a.matmul(&b), Err(Error::Device { .. })));
 }
 
 /// Multiples of 1/64 in [-1, 1), which every dtype represents exactly.
-fn whole(dims: &[usize], seed: usize, dtype: DType, device: &Device) -> Tensor {
+fn exact(dims: &[usize], seed: usize, dtype: DType, device: &Device) -> Tensor {
     let number = |i: usize| ((i * 7919 + seed * 104_729 + 13) % 127) as f64 / 64.0 - 1.0;
     let values = Tensor::from_vec((0..dims.iter().product()).map(number).collect(), dims, &Device::Cpu);
     values.and_then(|values| values.to_dtype(dtype)?.to_device(device)).unwrap()
@@ -245,9 +252,9 @@ fn whole(dims: &[usize], seed: usize, dtype: DType, device: &Device) -> Tensor {
 #[ignore = "needs a CUDA device"]
 fn many_products_in_one_call_equal_those_of_the_cpu() {
     let run = |device: &Device, dtype: DType, wide: bool| -> Vec<Vec<f64>> {
-        let raw = |dims: &[usize], seed: usize| whole(dims, seed, dtype, device).raw().clone();
+        let raw = |dims: &[usize], seed: usize| exact(dims, seed, dtype, device).raw().clone();
         let to = if wide && dtype != DType::F64 { DType::F32 } else { dtype };
-        let sum = whole(&[5, 33], 90, to, device).raw().clone();
+        let sum = exact(&[5, 33], 90, to, device).raw().clone();
         let mut work = Vec::new();
         let mut add = |a: Raw, b: Raw, alpha, to| work.push(Product { a, b, alpha, to });
         for seed in 0..200 {
@@ -260,8 +267,8 @@ fn many_products_in_one_call_equal_those_of_the_cpu() {
         }
         let strided = raw(&[5, 66], 3).narrow(1, 1, 64).unwrap();
         add(strided, raw(&[64, 33], 4), 0.5, Destination::New(to));
-        // A factor of rank 4: columns 4 to 7 of a matrix of 8 columns. In the 16-bit dtypes, the address of the factor's
-        // first element is a multiple of 8 bytes but not of 16.
+        // A factor of rank 4: columns 4 to 7 of a matrix of 8 columns. In the 16-bit dtypes, the address of the
+        // factor's first element is a multiple of 8 bytes but not of 16.
         for seed in 0..3 {
             let part = raw(&[64, 8], seed).narrow(1, 4, 4).unwrap().t().unwrap();
             add(part, raw(&[64, 33], seed + 4), 0.5, Destination::New(to));
@@ -291,11 +298,11 @@ fn lora_of_f32_factors_on_cuda_agrees_with_f64() {
         let (layers, rows, inner, rank) = (6, 130, 72, 8);
         let start: Vec<Tensor> = (0..layers)
             .flat_map(|i| [([rank, inner], i), ([inner, rank], i + 50)])
-            .map(|(dims, seed)| whole(&dims, seed, factors, device))
+            .map(|(dims, seed)| exact(&dims, seed, factors, device))
             .collect();
         let vars = FlatBuffer::new(&start)?.vars().to_vec();
-        let base: Vec<Tensor> = (0..layers).map(|i| whole(&[inner, inner], i + 99, dtype, device)).collect();
-        let inputs: Vec<Tensor> = (0..layers).map(|i| whole(&[rows, inner], i + 7, dtype, device)).collect();
+        let base: Vec<Tensor> = (0..layers).map(|i| exact(&[inner, inner], i + 99, dtype, device)).collect();
+        let inputs: Vec<Tensor> = (0..layers).map(|i| exact(&[rows, inner], i + 7, dtype, device)).collect();
         for _ in 0..2 {
             let mut loss = Tensor::zeros((), dtype, device)?;
             for i in 0..layers {
@@ -306,7 +313,7 @@ fn lora_of_f32_factors_on_cuda_agrees_with_f64() {
             }
             loss.backward()?;
         }
-        let grad_output = whole(&[rows, inner], 5, dtype, device);
+        let grad_output = exact(&[rows, inner], 5, dtype, device);
         let many: Vec<LoraLayer<'_>> = (0..layers)
             .map(|i| LoraLayer {
                 grad_output: &grad_output,

@@ -59,9 +59,9 @@ fn attention_plain(x: &[Tensor], mask: Option<&Tensor>, is_causal: bool) -> Resu
     scores.softmax(scores.rank() - 1)?.matmul(&x[2])
 }
 
-/// Shapes of q, k and v. The first has several blocks of queries and of keys, and few heads, so that the gradients of keys
-/// and values are sums of several tasks. The second has several blocks of queries, and many heads. The third has heads as
-/// wide as in large models, over a prompt of 77 tokens. The last has heads of an odd width.
+/// Shapes of q, k and v. The first has several blocks of queries and of keys, and few heads, so that the gradients of
+/// keys and values are sums of several tasks. The second has several blocks of queries, and many heads. The third has
+/// heads as wide as in large models, over a prompt of 77 tokens. The last has heads of an odd width.
 const SHAPES: [[[usize; 3]; 3]; 4] = [
     [[2, 300, 8], [2, 600, 8], [2, 600, 5]],
     [[20, 150, 4], [20, 150, 4], [20, 150, 4]],
@@ -101,7 +101,7 @@ fn attention_keeps_the_layout_of_split_heads() {
 }
 
 #[test]
-fn keys_may_repeat_and_be_transposed() {
+fn attention_takes_keys_that_are_broadcast_and_transposed() {
     // One head of keys for three of queries, stored (width, length).
     let inputs = [draw(&[3, 9, 4], 0, DType::F64), draw(&[1, 4, 6], 1, DType::F64), draw(&[3, 6, 4], 2, DType::F64)];
     let keys = |x: &Tensor| x.t()?.broadcast_as((3, 6, 4));
@@ -183,7 +183,7 @@ fn norms_do_not_cancel_where_the_mean_is_large() {
 }
 
 #[test]
-fn parameters_in_f32_serve_inputs_in_bf16() {
+fn layer_norm_of_bf16_takes_parameters_in_f32() {
     let x = draw(&[300, 40], 0, DType::BF16);
     let (weight, bias) = (draw(&[40], 1, DType::F32), draw(&[40], 2, DType::F32));
     let inputs = [x.clone(), weight.clone(), bias.clone()];
@@ -225,8 +225,9 @@ fn rope_keeps_lengths_and_layouts() {
     }
 }
 
-/// The input has more rows than the kernel takes at a time. In memory, its heads lie one after the other (`outside`), or
-/// the heads of each position are adjacent (`inside`). Rotated pairs are adjacent features, or features half a width apart.
+/// The input has more rows than the kernel takes at a time. In memory, its heads lie one after the other (`outside`),
+/// or the heads of each position are adjacent (`inside`). Rotated pairs are adjacent features, or features half a width
+/// apart.
 #[test]
 fn rms_norm_rope_equals_rms_norm_then_rope() {
     let angles = draw(&[1100, 32], 1, DType::F64);
@@ -251,7 +252,7 @@ fn rms_norm_rope_equals_rms_norm_then_rope() {
 }
 
 #[test]
-fn a_weight_in_f32_serves_rms_norm_rope_in_bf16() {
+fn rms_norm_rope_of_bf16_takes_a_weight_in_f32() {
     let angles = draw(&[300, 20], 1, DType::F64);
     let (cos, sin) = (angles.cos().unwrap(), angles.sin().unwrap());
     let (x, weight) = (draw(&[2, 300, 40], 0, DType::BF16), draw(&[40], 2, DType::F32));
@@ -326,7 +327,7 @@ fn operands_that_do_not_fit_are_errors_that_name_the_operation() {
 
 /// The error of each wrong input names the shape or the value that was found, or the one that is needed.
 #[test]
-fn errors_of_operations_over_projections_name_what_does_not_fit() {
+fn errors_of_normed_attention_activate_beside_and_gated_add_name_what_does_not_fit() {
     let x = draw(&[2, 3, 24], 1, DType::F32);
     let sizes = HeadSizes { heads: 2, width: 4, eps: 1e-6 };
     let stream = Stream { x: &x, norms: [None, None], angles: None };

@@ -34,7 +34,7 @@ fn close(found: &Tensor, expected: &Tensor, tolerance: f64) {
 }
 
 #[test]
-fn a_copy_is_cast_again_only_after_a_change_and_keeps_its_storage() -> Result<()> {
+fn a_copy_gets_the_new_value_after_a_change_and_keeps_its_storage() -> Result<()> {
     for flat in [false, true] {
         let start = [draw(&[3], 0), draw(&[4, 2], 1)];
         let buffer = FlatBuffer::new(&start)?;
@@ -71,7 +71,7 @@ fn a_copy_that_an_update_has_written_is_not_cast() -> Result<()> {
 }
 
 #[test]
-fn gradients_through_a_copy_are_those_of_a_cast_and_stale_copies_are_an_error() -> Result<()> {
+fn gradients_through_a_copy_are_those_of_a_cast() -> Result<()> {
     for dtype in SHORT {
         let (cast, copied) = (var(&[4, 3], 1), var(&[4, 3], 1));
         let x = draw(&[5, 3], 2).to_dtype(dtype)?;
@@ -80,7 +80,16 @@ fn gradients_through_a_copy_are_those_of_a_cast_and_stale_copies_are_an_error() 
         linear(&x, &copied.compute_copy(dtype)?, None)?.backward_with(Some(&g), false)?;
         assert_eq!(values(&copied.grad().unwrap()), values(&cast.grad().unwrap()));
         assert_eq!(copied.grad().unwrap().dtype(), DType::F32);
-        let x = Var::from_tensor(&x)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_variable_changed_after_its_copy_was_read_is_an_error_of_the_backward_pass() -> Result<()> {
+    for dtype in SHORT {
+        let copied = var(&[4, 3], 1);
+        let x = Var::from_tensor(&draw(&[5, 3], 2).to_dtype(dtype)?)?;
+        let g = draw(&[5, 4], 3).to_dtype(dtype)?;
         let y = linear(&x, &copied.compute_copy(dtype)?, None)?;
         copied.set(&draw(&[4, 3], 9))?;
         assert!(matches!(y.backward_with(Some(&g), false), Err(Error::Autograd { .. })));
@@ -123,7 +132,8 @@ impl Layer {
         if dora { dora_linear(x, weights, magnitude) } else { lora_linear(x, weights) }
     }
 
-    /// The last value, and the gradients that two backward passes have added up: of x, down, up and, with DoRA, magnitude.
+    /// The last value, and the gradients that two backward passes have added up: of x, down, up and, with DoRA,
+    /// magnitude.
     fn train(&self, dora: bool) -> Result<Vec<Tensor>> {
         let mut results = Vec::new();
         for seed in [7, 8] {
@@ -198,7 +208,7 @@ fn dtypes_that_do_not_fit_are_errors() -> Result<()> {
 }
 
 #[test]
-fn lora_backward_of_many_layers_equals_that_of_each_layer() -> Result<()> {
+fn lora_backward_of_many_layers_equals_that_of_each_layer_and_an_error_changes_nothing() -> Result<()> {
     for dtype in [DType::F32, DType::BF16, DType::F16] {
         let shapes = [(6, 5, 2), (6, 5, 2), (4, 7, 3)];
         let sized = |dims: &[usize], seed| draw(dims, seed).to_dtype(dtype);

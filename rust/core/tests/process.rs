@@ -39,7 +39,7 @@ fn a_frozen_layer_saves_nothing() -> Result<()> {
 }
 
 #[test]
-fn saved_bytes_count_each_storage_once_and_end_with_the_pass() -> Result<()> {
+fn saved_bytes_count_each_storage_once_until_the_backward_pass_frees_it() -> Result<()> {
     let _alone = ALONE.lock();
     let before = saved_bytes();
     let x = Var::from_tensor(&ramp(40, &[8, 5]))?.add_scalar(1.0)?;
@@ -77,7 +77,8 @@ fn recomputed_results_are_not_saved_and_change_no_gradient() -> Result<()> {
             };
             let y = checkpoint_with(policy, squares, &[&x])?.remove(0).sum_all()?;
             let kept = saved_bytes() - before;
-            // Two backward passes: with a retained graph, the first keeps the values from which the second recomputes the result.
+            // Two backward passes: with a retained graph, the first keeps the values from which the second recomputes
+            // the result.
             y.backward_with(None, true)?;
             y.backward()?;
             let grad = var.grad().expect("a gradient").to_vec::<f32>()?;
@@ -96,7 +97,7 @@ fn recomputed_results_are_not_saved_and_change_no_gradient() -> Result<()> {
 }
 
 #[test]
-fn each_policy_keeps_the_documented_values() -> Result<()> {
+fn the_policies_none_selective_and_full_keep_the_documented_values() -> Result<()> {
     let _alone = ALONE.lock();
     let (first, second) = (Var::from_tensor(&ramp(72, &[12, 6]))?, Var::from_tensor(&ramp(72, &[6, 12]))?);
     // Two trainable layers with an activation in between and a residual connection around them.
@@ -114,14 +115,14 @@ fn each_policy_keeps_the_documented_values() -> Result<()> {
         drop(y);
         assert_eq!(saved_bytes(), before, "{policy:?}: a dropped graph frees what it kept");
     }
-    // None: x, the first product (read by GELU), the scaled activation. Selective: x, the first product, and a number that
-    // stands in for the second product. Full: x.
+    // None: x, the first product (read by GELU), the scaled activation. Selective: x, the first product, and a number
+    // that stands in for the second product. Full: x.
     assert_eq!(kept, [30 + 60 + 60, 30 + 60 + 1, 30]);
     Ok(())
 }
 
 #[test]
-fn dropout_repeats_its_mask_and_leaves_the_generator_unchanged() -> Result<()> {
+fn a_recomputed_dropout_repeats_its_mask_and_leaves_the_generator_unchanged() -> Result<()> {
     let _alone = ALONE.lock();
     let x = Var::from_tensor(&Tensor::ones(1000, DType::F32, &CPU)?)?;
     rng::manual_seed(7);

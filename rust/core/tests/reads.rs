@@ -91,7 +91,7 @@ fn check(name: &str, f: &dyn Fn(&Tensor, &Tensor) -> Result<Tensor>) {
 }
 
 #[test]
-fn a_change_before_the_backward_is_an_error_or_has_no_effect() {
+fn a_change_before_the_backward_pass_is_an_error_or_has_no_effect() {
     for (name, function) in FUNCTIONS {
         check(name, &function);
     }
@@ -107,9 +107,9 @@ fn a_change_before_a_recomputation_is_an_error_or_has_no_effect() {
                 Ok(checkpoint_with(policy, run, &[x])?.remove(0))
             };
             check(&format!("{name}, {policy:?}"), &recomputed);
-            // The inner checkpoint alone could miss the change: the recomputation of the outer checkpoint runs the inner
-            // checkpoint anew, which then records the variable as it is after the change. So the outer checkpoint must
-            // also check the variables that the inner function reads.
+            // The inner checkpoint alone could miss the change: the recomputation of the outer checkpoint runs the
+            // inner checkpoint anew, which then records the variable as it is after the change. So the outer checkpoint
+            // must also check the variables that the inner function reads.
             let nested = move |x: &Tensor, v: &Tensor| -> Result<Tensor> {
                 let v = v.clone();
                 let outer = move |xs: &[Tensor]| -> Result<Vec<Tensor>> {

@@ -21,7 +21,7 @@ mod sharing;
 mod walk;
 
 /// Run `check` on every case and report all failures at once.
-fn walk(check: impl Fn(&Case) -> std::result::Result<(), String>) {
+fn for_all_cases(check: impl Fn(&Case) -> std::result::Result<(), String>) {
     let failures: Vec<String> = all_cases()
         .filter_map(|(name, case)| check(&case).err().map(|e| format!("{name} ({}): {e}", case.label)))
         .collect();
@@ -66,7 +66,7 @@ fn every_operation_has_cases() {
 
 #[test]
 fn gradients_match_finite_differences() {
-    walk(|case| {
+    for_all_cases(|case| {
         let inputs = text(draw(case, DType::F64, false))?;
         text(gradcheck(|x| (case.run)(x), &inputs, Tolerance::default()))
     });
@@ -74,7 +74,7 @@ fn gradients_match_finite_differences() {
 
 #[test]
 fn fused_equals_plain_in_value_and_gradient() {
-    walk(|case| {
+    for_all_cases(|case| {
         let Some(plain) = &case.plain else { return Ok(()) };
         let inputs = text(draw(case, DType::F64, false))?;
         let (fused, fused_grads) = text(value_and_gradients(&*case.run, &inputs))?;
@@ -91,8 +91,8 @@ fn fused_equals_plain_in_value_and_gradient() {
 }
 
 #[test]
-fn every_dtype_agrees_with_f64_and_keeps_its_dtype() {
-    walk(|case| {
+fn results_have_the_dtype_of_the_inputs_and_agree_with_f64() {
+    for_all_cases(|case| {
         let reference = text(draw(case, DType::F64, false))?;
         let (expected, expected_grads) = text(value_and_gradients(&*case.run, &reference))?;
         let cast = expected.dtype() == DType::F64 && case.label.starts_with("to f64");
@@ -114,7 +114,7 @@ fn every_dtype_agrees_with_f64_and_keeps_its_dtype() {
 
 #[test]
 fn strided_and_contiguous_inputs_give_equal_results() {
-    walk(|case| {
+    for_all_cases(|case| {
         let contiguous = text(draw(case, DType::F64, false))?;
         let strided = text(draw(case, DType::F64, true))?;
         let expected = text((case.run)(&contiguous))?;
@@ -143,7 +143,7 @@ fn strided_and_contiguous_inputs_give_equal_results() {
 
 #[test]
 fn checkpointing_changes_no_bit() {
-    walk(|case| {
+    for_all_cases(|case| {
         let inputs = text(draw(case, DType::F32, false))?;
         let (value, grads) = text(value_and_gradients(&*case.run, &inputs))?;
         for policy in [Policy::Full, Policy::Selective] {
@@ -174,17 +174,17 @@ fn checkpointing_changes_no_bit() {
 
 #[test]
 fn checkpointed_functions_take_computed_tensors() {
-    walk(|case| computed::checkpoints_take_computed_tensors(case, &Device::Cpu, 0.0));
+    for_all_cases(|case| computed::checkpoints_take_computed_tensors(case, &Device::Cpu, 0.0));
 }
 
 #[test]
 fn results_do_not_follow_variables_that_change() {
-    walk(|case| sharing::results_do_not_follow_variables(case, &Device::Cpu));
+    for_all_cases(|case| sharing::results_do_not_follow_variables(case, &Device::Cpu));
 }
 
 #[test]
 fn gradients_do_not_follow_variables_that_change() {
-    walk(|case| sharing::gradients_do_not_follow_variables(case, &Device::Cpu));
+    for_all_cases(|case| sharing::gradients_do_not_follow_variables(case, &Device::Cpu));
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! Matrix products in TF32. The setting holds for the whole process, so this test has a process of its own. Needs a GPU:
-//! `cargo test --features cuda --test tf32 -- --ignored`.
+//! Matrix products in TF32. The setting holds for the whole process, so this test has a process of its own. Needs a
+//! GPU: `cargo test --features cuda --test tf32 -- --ignored`.
 #![cfg(feature = "cuda")]
 
 use std::path::PathBuf;

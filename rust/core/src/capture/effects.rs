@@ -144,8 +144,8 @@ pub(super) fn note_advance(key: usize) {
     }
 }
 
-/// Whether the function that is being captured on this thread has changed the state `key` by `HostState::change`, but not
-/// by `HostState::advance`. Then the value after the change is assumed to be the same in every call.
+/// Whether the function that is being captured on this thread has changed the state `key` by `HostState::change`, but
+/// not by `HostState::advance`. Then the value after the change is assumed to be the same in every call.
 pub(super) fn is_changed(key: usize) -> bool {
     has_changed(key) && !EFFECTS.with_borrow(|effects| effects.advanced.contains(&key))
 }
@@ -393,8 +393,13 @@ mod tests {
         assert!(message.starts_with("item: values are not known inside a captured function"), "{message}");
         drop(run);
         assert!(refuse("item").is_ok());
+    }
+
+    #[test]
+    fn before_replay_and_after_replay_do_nothing_outside_of_captures() {
         before_replay(|| Ok(()));
         after_replay(|| ());
-        assert!(EFFECTS.take().after.is_empty());
+        let effects = EFFECTS.take();
+        assert!(effects.before.is_empty() && effects.after.is_empty());
     }
 }

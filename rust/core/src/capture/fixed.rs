@@ -37,7 +37,8 @@ impl<T> Fixed<T> {
     /// A mutable reference to the value.
     ///
     /// # Errors
-    /// [`Error::Device`](crate::Error::Device) while a function is recorded, because replays would not repeat the change.
+    /// [`Error::Device`](crate::Error::Device) while a function is recorded, because replays would not repeat the
+    /// change.
     pub fn get_mut(&mut self) -> Result<&mut T> {
         refuse_change(self.name)?;
         Ok(&mut self.value)

@@ -58,16 +58,17 @@ impl<T: Clone + Send + 'static> HostState<T> {
     /// Replaces the value.
     ///
     /// # Errors
-    /// [`Error::Device`](crate::Error::Device) while a function is recorded, because replays would not repeat the change.
+    /// [`Error::Device`](crate::Error::Device) while a function is recorded, because replays would not repeat the
+    /// change.
     pub fn set(&self, value: T) -> Result<()> {
         refuse_change(self.0.name)?;
         *self.value() = value;
         Ok(())
     }
 
-    /// Changes the value; if a function is being recorded, each replay changes it too. Queued work that needs the value must
-    /// read it in device memory, where a kernel or a function given to [`before_replay`](super::before_replay) keeps it up to
-    /// date.
+    /// Changes the value; if a function is being recorded, each replay changes it too. Queued work that needs the value
+    /// must read it in device memory, where a kernel or a function given to [`before_replay`](super::before_replay)
+    /// keeps it up to date.
     pub fn advance(&self, change: impl Fn(&mut T) + Send + Sync + 'static) {
         self.change(&change);
         note_advance(self.key());
@@ -75,18 +76,18 @@ impl<T: Clone + Send + 'static> HostState<T> {
         after_replay(move || change(&mut state.value()));
     }
 
-    /// Checks that the function being recorded has not changed the value so far. Work that depends on the value and then
-    /// advances it calls this method first if a recorded function may do the work only once.
+    /// Checks that the function being recorded has not changed the value so far. Work that depends on the value and
+    /// then advances it calls this method first if a recorded function may do the work only once.
     ///
     /// # Errors
-    /// [`Error::Device`](crate::Error::Device) if the function has changed the value; in the message, `what` follows "the
-    /// function changes".
+    /// [`Error::Device`](crate::Error::Device) if the function has changed the value; in the message, `what` follows
+    /// "the function changes".
     pub fn refuse_repetition(&self, what: &'static str) -> Result<()> {
         if has_changed(self.key()) { refuse_change(what) } else { Ok(()) }
     }
 
-    /// Changes the value within a call of a captured function. The function must restore the value before the call ends,
-    /// because replays do not repeat the change; [`advance`](Self::advance) makes changes that replays repeat.
+    /// Changes the value within a call of a captured function. The function must restore the value before the call
+    /// ends, because replays do not repeat the change; [`advance`](Self::advance) makes changes that replays repeat.
     pub fn change<R>(&self, change: impl FnOnce(&mut T) -> R) -> R {
         let (state, before) = (self.clone(), self.get());
         note_change(self.key(), move || *state.value() = before);
@@ -103,9 +104,9 @@ impl<T: Clone + PartialEq + Send + 'static> HostState<T> {
     pub fn read(&self) -> T {
         let value = self.get();
         if is_changed(self.key()) {
-            // The value comes from a `change` in this call. It is assumed to be the same in every call, whatever the value was
-            // before the call, so the record does not depend on the value before the call. After `advance`, `is_changed` is
-            // false, because each call then has another value.
+            // The value comes from a `change` in this call. It is assumed to be the same in every call, whatever the
+            // value was before the call, so the record does not depend on the value before the call. After `advance`,
+            // `is_changed` is false, because each call then has another value.
             return value;
         }
         let (known, state) = (value.clone(), self.clone());

@@ -2,8 +2,8 @@
 //!
 //! An input that is offloaded is copied to the host while the function runs; the input's memory on the device is freed
 //! when the function has returned. The backward pass recomputes checkpoints in reverse order. The recomputation of
-//! checkpoint n starts to copy the inputs of checkpoint n - 1 to the device, so that these copies run in parallel with the
-//! recomputation.
+//! checkpoint n starts to copy the inputs of checkpoint n - 1 to the device, so that these copies run in parallel with
+//! the recomputation.
 
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -40,8 +40,9 @@ impl KeptInputs {
     pub(super) fn new(inputs: &[&Tensor], policy: Policy) -> Result<Self> {
         // An inner checkpoint offloads nothing: the outer checkpoint recomputes these inputs.
         let offloads = policy == Policy::Offloaded && !flags().recording();
-        // Count this checkpoint as an operation of the outer checkpoint; the operation saves these inputs. Otherwise the
-        // outer recomputation would end with the operation that computes the last input, as if nothing read its result.
+        // Count this checkpoint as an operation of the outer checkpoint; the operation saves these inputs. Otherwise
+        // the outer recomputation would end with the operation that computes the last input, as if nothing read its
+        // result.
         begin_operation();
         let mut parts = Vec::new();
         let mut placed = Vec::with_capacity(inputs.len());
@@ -150,8 +151,8 @@ impl Offloaded {
     }
 }
 
-/// The origin of an input. Operations keep references to variables but save computed values. A recomputation must save the
-/// same values as the first run, so its inputs must have the same origins.
+/// The origin of an input. Operations keep references to variables but save computed values. A recomputation must save
+/// the same values as the first run, so its inputs must have the same origins.
 #[derive(Clone, Copy)]
 enum Origin {
     Constant,
@@ -178,8 +179,8 @@ impl Origin {
     }
 }
 
-/// The backward function of an input that was computed outside the function. It does nothing, because gradients flow through the
-/// nodes of the first run.
+/// The backward function of an input that was computed outside the function. It does nothing, because gradients flow
+/// through the nodes of the first run.
 struct MadeElsewhere;
 
 impl Backward for MadeElsewhere {

@@ -1,10 +1,10 @@
 //! Access to the storage of candle tensors.
 //!
-//! Each storage is behind a lock. `Tensor::storage_and_layout`, the only access that candle exports, waits while another
-//! thread waits to write the storage. If two operands share a storage, the second access could wait for a thread that
-//! waits for the first: a deadlock. Candle's custom operations cannot deadlock: a thread may read a storage again while
-//! other threads wait to write it, and operations in place lock their storages in the order of the addresses. So kernels
-//! run inside custom operations, which this module makes from closures.
+//! Each storage is behind a lock. `Tensor::storage_and_layout`, the only access that candle exports, waits while
+//! another thread waits to write the storage. If two operands share a storage, the second access could wait for a
+//! thread that waits for the first: a deadlock. Candle's custom operations cannot deadlock: a thread may read a storage
+//! again while other threads wait to write it, and operations in place lock their storages in the order of the
+//! addresses. So kernels run inside custom operations, which this module makes from closures.
 
 use std::cell::Cell;
 
@@ -107,7 +107,8 @@ impl<F: Fn(&mut CpuStorage, &Layout, [Operand<'_>; 2]) -> Result<()>> InplaceOp3
     }
 }
 
-/// Checks that all tensors are on the CPU: CPU kernels read host memory only, and no operation moves a tensor by itself.
+/// Checks that all tensors are on the CPU: CPU kernels read host memory only, and no operation moves a tensor by
+/// itself.
 fn check_cpu(op: &'static str, tensors: &[&Raw]) -> crate::Result<()> {
     if tensors.iter().all(|tensor| tensor.device().is_cpu()) {
         return Ok(());
@@ -167,8 +168,8 @@ pub(crate) fn read_all<R>(
     result.take().ok_or_else(|| crate::Error::argument(op, "the kernel did not run"))
 }
 
-/// Nests custom operations, one for each tensor of `rest`, and calls `f` in the innermost operation with the storages of
-/// all tensors. `found` are the storages of the tensors before `rest`. Candle passes at most three storages to one
+/// Nests custom operations, one for each tensor of `rest`, and calls `f` in the innermost operation with the storages
+/// of all tensors. `found` are the storages of the tensors before `rest`. Candle passes at most three storages to one
 /// operation, so nesting is the way to read more.
 fn enter(
     op: &'static str,

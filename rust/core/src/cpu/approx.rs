@@ -94,8 +94,8 @@ pub(super) fn tanh(x: f32) -> f32 {
     y.copysign(x)
 }
 
-/// The distribution function of the standard normal distribution, with an absolute error of at most 1.5e-7. GELU uses this
-/// function; the usual formula with 1 + erf is not more accurate, and needs an exponential.
+/// The distribution function of the standard normal distribution, with an absolute error of at most 1.5e-7. GELU uses
+/// this function; the usual formula with 1 + erf is not more accurate, and needs an exponential.
 #[inline(always)]
 pub(super) fn normal_cdf(x: f32) -> f32 {
     // Beyond this bound the result is 0 or 1 to within 2e-8.
@@ -148,7 +148,8 @@ mod tests {
         (f64::from(got) - exact).abs() / if unit.is_finite() { unit } else { f64::from(size - size.next_down()) }
     }
 
-    /// The largest error in ulp over numbers of every sign and exponent, NaN and infinities; and the number with this error.
+    /// The largest error in ulp over numbers of every sign and exponent, NaN and infinities; and the number with this
+    /// error.
     fn worst(f: impl Fn(f32) -> f32, exact: impl Fn(f64) -> f64) -> (f64, f32) {
         let special =
             [0.0, f32::INFINITY, f32::NAN, f32::MAX, f32::MIN_POSITIVE, f32::from_bits(1), 1.0, 4.0, 0.9, 0.625];
@@ -208,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn signs_of_zero_and_limits_are_kept() {
+    fn results_at_zero_one_and_the_limits_are_exact() {
         assert!(tanh(-0.0).is_sign_negative());
         assert_eq!((tanh(10.0), tanh(-10.0)), (1.0, -1.0));
         assert_eq!((exp(0.0), ln(1.0), sigmoid(0.0)), (1.0, 0.0, 0.5));

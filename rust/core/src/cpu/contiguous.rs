@@ -127,7 +127,7 @@ mod tests {
     use crate::raw::from_vec;
 
     #[test]
-    fn copies_equal_candles_for_any_order_of_dimensions() {
+    fn copies_equal_those_of_candle_for_any_order_of_dimensions() {
         for dims in [[3, 70, 5, 130], [1, 17, 16, 65], [40, 3, 200, 2], [2, 0, 3, 4]] {
             let n: usize = dims.iter().product();
             let x = from_vec((0..n as u32).map(|i| i as f32).collect(), &dims[..]);

@@ -31,7 +31,8 @@ pub fn accumulate(dst: &Raw, src: &Raw) -> Result<()> {
 /// dst = src, rounded to the dtype of `dst`. If one dtype is an integer type, the other must be the same.
 ///
 /// # Errors
-/// As [`accumulate`].
+/// [`Error::Shape`] and [`Error::Candle`] as [`accumulate`], [`Error::DType`] if the dtypes differ and one of them is
+/// not a floating-point one.
 pub fn copy_into(dst: &Raw, src: &Raw) -> Result<()> {
     const OP: &str = "copy_into";
     check_dims(OP, dst, src)?;

@@ -1,6 +1,7 @@
 //! Elementwise functions of one, two and three tensors.
 //!
-//! Results are contiguous and have the dtype of the operands; operands broadcast by numpy's rules.
+//! Results are contiguous and have the dtype of the operands, except those of [`cast`]. Operands broadcast by numpy's
+//! rules.
 
 use std::mem::MaybeUninit;
 
@@ -380,7 +381,7 @@ mod tests {
         let x = from_vec(vec![bf16::from_f32_const(1.007_812_5)], 1);
         assert_eq!(values(&unary(&x, Square).unwrap()), [1.015_625]);
         let x = from_vec(vec![half::f16::from_f32_const(300.0)], 1);
-        let one_over = from_vec(vec![half::f16::from_f32_const(1.0)], 1);
+        let one = from_vec(vec![half::f16::from_f32_const(1.0)], 1);
         assert_eq!(values(&unary(&x, Square).unwrap()), [f64::INFINITY]);
         struct SquareOver;
         impl Binary for SquareOver {
@@ -391,7 +392,7 @@ mod tests {
                 a * a / (a + b - b)
             }
         }
-        assert_eq!(values(&binary(&x, &one_over, SquareOver).unwrap()), [300.0]);
+        assert_eq!(values(&binary(&x, &one, SquareOver).unwrap()), [300.0]);
     }
 
     #[test]

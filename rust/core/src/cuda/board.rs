@@ -65,7 +65,7 @@ impl Board {
     /// If a kernel may have written to an entry since the last check, wait for the device and read the entries.
     ///
     /// # Errors
-    /// [`Error::Index`] if a kernel has written to an entry.
+    /// [`Error::Index`] if a kernel has written to an entry, [`Error::Device`] if the driver reports an error.
     pub fn check(&self) -> Result<()> {
         if !self.is_used.change(std::mem::take) {
             return Ok(());

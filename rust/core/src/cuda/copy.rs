@@ -1,5 +1,5 @@
-//! Copies, conversions and changes in place. Where candle returns [`Error::Candle`] on the CPU (the destination shares the
-//! source's storage or is a broadcast view), these functions return [`Error::Argument`].
+//! Copies, conversions and changes in place. Where candle returns [`Error::Candle`] on the CPU (the destination shares
+//! the source's storage or is a broadcast view), these functions return [`Error::Argument`].
 
 use candle_core::DType;
 use candle_core::cuda_backend::cudarc::driver::result;
@@ -246,7 +246,7 @@ fn check_pair(op: &'static str, dst: &Raw, src: &Raw) -> Result<()> {
     same_device(op, dst, &[src])?;
     check_distinct(op, dst)?;
     if dst.elem_count() > 0 && storage_identity(dst).0 == storage_identity(src).0 {
-        return Err(Error::argument(op, "the destination and the source share one storage"));
+        return Err(Error::argument(op, "the destination and the source share one storage; copy the source first"));
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! Elementwise functions of one, two and three tensors.
 
-// All kernels of one operand take the arguments of `exp`, those of two operands the arguments of `add`, and those of three
-// operands the arguments of `share`.
+// All kernels of one operand take the arguments of `exp`, those of two operands the arguments of `add`, and those of
+// three operands the arguments of `share`.
 use trainable_candle_cuda::kernels::elementwise::{Add as Binary, Exp as Unary, Share as Ternary};
 
 use super::gpu::Gpu;

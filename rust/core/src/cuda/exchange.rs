@@ -19,7 +19,8 @@ const OP: &str = "dlpack";
 /// The address of a tensor's first element.
 ///
 /// # Errors
-/// [`Error::Device`](crate::Error::Device) if it is not on a CUDA device.
+/// [`Error::Device`](crate::Error::Device) if the tensor is not on a CUDA device,
+/// [`Error::DType`](crate::Error::DType) if kernels do not support its dtype.
 pub fn address(tensor: &Raw) -> Result<u64> {
     launch::address(OP, tensor)
 }
@@ -27,7 +28,7 @@ pub fn address(tensor: &Raw) -> Result<u64> {
 /// The stream in which this library queues its work on a device, as the driver's handle.
 ///
 /// # Errors
-/// As [`address`].
+/// [`Error::Device`](crate::Error::Device) if `device` is not a CUDA device.
 pub fn stream(device: &Device) -> Result<usize> {
     Ok(Gpu::of_device(OP, device)?.stream().cu_stream() as usize)
 }
@@ -54,7 +55,8 @@ unsafe fn order(first: CUstream, second: CUstream) -> std::result::Result<(), Dr
 /// stream.
 ///
 /// # Errors
-/// As [`address`], and if the driver reports an error.
+/// [`Error::Device`](crate::Error::Device) if `device` is not a CUDA device, inside a captured function, or if the
+/// driver reports an error.
 pub unsafe fn ready_for(device: &Device, consumer: usize) -> Result<()> {
     let gpu = Gpu::of_device(OP, device)?;
     capture::refuse(OP)?;
@@ -109,7 +111,8 @@ fn follow(device: &Device, consumer: Option<usize>) -> Result<()> {
 /// # Errors
 /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the copy does not fit into memory,
 /// [`Error::Shape`](crate::Error::Shape) if the tensor has too many dimensions, even after neighbouring dimensions are
-/// merged where their strides allow it, and as [`address`].
+/// merged where their strides allow it, [`Error::DType`](crate::Error::DType) if kernels do not support the dtype, and
+/// [`Error::Device`](crate::Error::Device) as [`ready_for`].
 pub unsafe fn copy(device: &Device, address: u64, dims: &[usize], strides: &[usize], dtype: DType) -> Result<Raw> {
     let gpu = Gpu::of_device(OP, device)?;
     capture::refuse(OP)?;

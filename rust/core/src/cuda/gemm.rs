@@ -56,7 +56,7 @@ pub fn matmul_accumulate(dst: &Raw, a: &Raw, b: &Raw, alpha: f64) -> Result<()> 
 fn check_apart(op: &'static str, dst: &Raw, a: &Raw, b: &Raw) -> Result<()> {
     let storage = storage_identity(dst).0;
     if dst.elem_count() > 0 && [a, b].iter().any(|operand| storage_identity(operand).0 == storage) {
-        return Err(Error::argument(op, "the destination and an operand share one storage"));
+        return Err(Error::argument(op, "the destination and an operand share one storage; copy the operand first"));
     }
     Ok(())
 }
@@ -112,7 +112,8 @@ struct Joined {
     right: Matrix,
     /// Number of products in the batch.
     count: usize,
-    /// The distance from the `a` of one product to that of the next, in elements; then the same for `b` and for the result.
+    /// The distance from the `a` of one product to that of the next, in elements; then the same for `b` and for the
+    /// result.
     strides: [usize; 3],
 }
 
@@ -155,7 +156,8 @@ impl Joined {
 }
 
 /// The distance in memory between the `a` (`which` = 0), the `b` (1) or the results (2) of consecutive products, in
-/// elements; 0 for a single product. `None` if the distances differ, are negative, or are not a whole number of elements.
+/// elements; 0 for a single product. `None` if the distances differ, are negative, or are not a whole number of
+/// elements.
 fn spacing(products: &[Product], which: usize) -> Option<usize> {
     let place = |product: &Product| product.addresses[which];
     let [first, second, ..] = products else { return Some(0) };
@@ -313,8 +315,8 @@ impl Call<'_> {
         measured(self.gpu, name, queue)
     }
 
-    /// A product of half-precision matrices as cuBLASLt takes it; `None` for other dtypes. The addresses are those of the
-    /// operands and the result.
+    /// A product of half-precision matrices as cuBLASLt takes it; `None` for other dtypes. The addresses are those of
+    /// the operands and the result.
     fn key(&self, [a, b, y]: [Address; 3]) -> Option<Key> {
         let dtype = match self.types {
             [Type::CUDA_R_16F, Type::CUDA_R_16F] => DType::F16,

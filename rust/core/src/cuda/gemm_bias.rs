@@ -17,9 +17,9 @@ use crate::{Raw, Result};
 ///
 /// # Errors
 /// [`Error::Shape`](crate::Error::Shape) if the shapes of `x` and `w` do not match,
-/// [`Error::DType`](crate::Error::DType) if their dtypes differ, [`Error::Device`](crate::Error::Device) if the operands are
-/// not on one CUDA device or cuBLASLt reports an error, [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the result does
-/// not fit.
+/// [`Error::DType`](crate::Error::DType) if their dtypes differ, [`Error::Device`](crate::Error::Device) if the
+/// operands are not on one CUDA device or cuBLASLt reports an error, [`Error::OutOfMemory`](crate::Error::OutOfMemory)
+/// if the result does not fit.
 pub fn product_with_bias(op: &'static str, x: &Raw, w: &Raw, bias: &Raw) -> Result<Option<Raw>> {
     same_device(op, x, &[w, bias])?;
     let plan = Plan::of(op, x, w)?;

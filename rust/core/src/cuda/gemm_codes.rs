@@ -69,9 +69,9 @@ pub struct Scaled {
 }
 
 /// Computes y (m, n) = x (m, k) times the transpose of w (n, k), both matrices of e4m3 codes. Row i of the product is
-/// multiplied by element i of `x_scales`, and column j by element j of `w_scales`; then `bias` is added to each row, and
-/// `addend` to the product. Sums are in f32, results in `dtype`. Returns false if cuBLASLt does not support the product. It supports such products on compute capability 9.0, for
-/// results in f16 and bf16.
+/// multiplied by element i of `x_scales`, and column j by element j of `w_scales`; then `bias` is added to each row,
+/// and `addend` to the product. Sums are in f32, results in `dtype`. Returns false if cuBLASLt does not support the
+/// product. Only compute capability 9.0 supports such products, for results in f16 and bf16.
 ///
 /// Source: <https://docs.nvidia.com/cuda/cublas/#outer-vector-scaling-for-fp8-data-types>
 ///

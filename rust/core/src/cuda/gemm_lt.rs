@@ -26,10 +26,10 @@ pub(super) const fn alignment(address: Address) -> u32 {
     1 << if zeros < 8 { zeros } else { 8 }
 }
 
-/// Queue a product y = a b of column-major matrices, given the addresses of the operands and the result, and of what else the
-/// product reads. Returns false if cuBLASLt does not support the product. For [`Arithmetic::Half`], also
-/// returns false if no tile is preferred, or if cuBLASLt recommends no algorithm with the preferred tile: the caller then
-/// uses cuBLAS, which has algorithms of its own.
+/// Queue a product y = a b of column-major matrices, given the addresses of the operands and the result, and of what
+/// else the product reads. Returns false if cuBLASLt does not support the product. For [`Arithmetic::Half`], also
+/// returns false if no tile is preferred, or if cuBLASLt recommends no algorithm with the preferred tile: the caller
+/// then uses cuBLAS, which has algorithms of its own.
 ///
 /// # Safety
 /// The addresses are those of matrices that `key` describes.

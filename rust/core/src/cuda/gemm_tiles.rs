@@ -8,8 +8,8 @@ use super::product_calls::Key;
 type Choice = ([usize; 3], bool, bool, u32);
 
 /// Products in half precision for which the first algorithm that cuBLASLt recommends is not the fastest. With the tile
-/// listed here, which cuBLASLt recommends too, the product takes at least 3 % less time than with the first recommendation
-/// and than with cuBLAS' choice. All these tiles give the same bits. Measured by `benches/gpu_tiles.py`
+/// listed here, which cuBLASLt recommends too, the product takes at least 3 % less time than with the first
+/// recommendation and than with cuBLAS' choice. All these tiles give the same bits. Measured by `benches/gpu_tiles.py`
 /// on an H100 on 2026-11-26, with cuBLASLt 13.1, with as many rows as the benchmarks have.
 const CHOICES: &[Choice] = &[
     // SDXL, batches of 1 and 4
@@ -61,8 +61,8 @@ const CHOICES: &[Choice] = &[
     ([6144, 4096, 1536], false, false, 20),
 ];
 
-/// The tile for a product, if one is known to be faster. A choice also applies to up to an eighth fewer rows, which need
-/// nearly the same number of tiles.
+/// The tile for a product, if one is known to be faster. A choice also applies to up to an eighth fewer rows, which
+/// need nearly the same number of tiles.
 pub(super) fn preferred(gpu: &Gpu, key: &Key) -> Option<u32> {
     if !gpu.is_hopper() || !key.arithmetic.is_half() {
         return None;

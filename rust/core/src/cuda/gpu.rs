@@ -46,12 +46,12 @@ fn known(find: impl Fn(&(DeviceId, &'static Gpu)) -> bool) -> Option<&'static Gp
     GPUS.read().unwrap_or_else(PoisonError::into_inner).iter().find(|gpu| find(gpu)).map(|&(_, gpu)| gpu)
 }
 
-/// The device with this number. All calls with the same number return the same device. CUDA libraries are searched in
-/// `folders` first.
+/// The device with this number. All calls with the same number return the same device. The CUDA libraries are looked
+/// for in `folders` first.
 ///
 /// # Errors
 /// [`Error::CudaUnavailable`] with the reason if CUDA cannot be used, [`Error::Device`] if there is no device of this
-/// number.
+/// number, [`Error::OutOfMemory`] if the device's memory is full.
 pub fn open(ordinal: usize, folders: &[&Path]) -> Result<Device> {
     if let Some(gpu) = known(|(_, gpu)| gpu.ordinal() == ordinal) {
         return Ok(Device::Cuda(gpu.device.clone()));

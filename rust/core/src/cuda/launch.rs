@@ -93,8 +93,8 @@ impl Shape {
 }
 
 impl Gpu {
-    /// The variant of `kernel` for `dtypes`: the function `<name>_<dtype>_...` in the kernel's module. The loader looks up
-    /// each function only once.
+    /// The variant of `kernel` for `dtypes`: the function `<name>_<dtype>_...` in the kernel's module. The loader looks
+    /// up each function only once.
     ///
     /// # Errors
     /// [`Error::Device`] if there is no kernel for these dtypes or the driver cannot load it.

@@ -42,8 +42,8 @@ impl Loader {
         Self { stream, modules: RwLock::default(), functions: RwLock::default() }
     }
 
-    /// The variant of `kernel` for `dtypes`: the function `<name>_<dtype>_...` in the kernel's module. Each function is looked
-    /// up only once.
+    /// The variant of `kernel` for `dtypes`: the function `<name>_<dtype>_...` in the kernel's module. Each function is
+    /// looked up only once.
     ///
     /// # Errors
     /// [`Error::Device`] if there is no kernel for these dtypes or the driver cannot load it.

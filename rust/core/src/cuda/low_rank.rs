@@ -1,5 +1,5 @@
-//! The low-rank products (terms) of adapted linear maps, dst += s · input · down · up, for which the library has kernels of its
-//! own.
+//! The low-rank products (terms) of adapted linear maps, dst += s · input · down · up, for which the library has
+//! kernels of its own.
 
 use candle_core::DType;
 use smallvec::SmallVec;
@@ -22,19 +22,19 @@ const OP: &str = "low_rank";
 const MOST_TERMS: usize = 4;
 /// Rows of dst that a block of threads computes.
 const ROWS: usize = 16;
-/// The most elements that input and dst of one term have together. For more elements, memory bandwidth matters more than the number of
-/// launches, and cuBLAS reads the factors less often than the kernel: on an H200 the kernel is faster than cuBLAS at 4096 rows of 640 + 640
-/// elements and slower at 4096 rows of 1280 + 1280.
+/// The most elements that input and dst of one term have together. For more elements, memory bandwidth matters more
+/// than the number of launches, and cuBLAS reads the factors less often than the kernel: on an H200 the kernel is
+/// faster than cuBLAS at 4096 rows of 640 + 640 elements and slower at 4096 rows of 1280 + 1280.
 const MOST_ELEMENTS: usize = 6 << 20;
 /// `inner` and `outer`, the numbers of input and output features, must be multiples of this.
 const STEP: usize = 32;
 /// The addresses of matrices, and the distances between their rows in bytes, must be multiples of this.
 const ALIGNMENT: usize = 16;
 
-/// The most elements of dst, summed over the terms, for which one launch for several terms is faster than a product by cuBLAS and a launch of
-/// `low_rank_add`. In the one launch, each term reads the input again, and each block of rows reads the factors again. On an H100 the one
-/// launch takes 12 instead of 9 μs for three terms of 1024 rows and 1280 + 1280 elements, and 4 instead of 6 μs for two terms of 77 rows
-/// and 2048 + 1280 elements.
+/// The most elements of dst, summed over the terms, for which one launch for several terms is faster than a product by
+/// cuBLAS and a launch of `low_rank_add`. In the one launch, each term reads the input again, and each block of rows
+/// reads the factors again. On an H100 the one launch takes 12 instead of 9 μs for three terms of 1024 rows and 1280 +
+/// 1280 elements, and 4 instead of 6 μs for two terms of 77 rows and 2048 + 1280 elements.
 const MOST_OF_SEVERAL: usize = 1 << 20;
 
 /// The number of ranks in a tile of `low_rank_add`.
@@ -60,7 +60,8 @@ enum Direction {
 /// Compute all terms in one launch. Returns false, without an effect, if the kernel does not support them.
 ///
 /// # Errors
-/// [`Error::Device`](crate::Error::Device) if the tensors of a term are on different devices.
+/// [`Error::Device`](crate::Error::Device) if the tensors of a term are on different devices, or the driver reports an
+/// error.
 pub fn low_rank(terms: &[(product::LowRankTerm, Raw)], [scale_hidden, scale_dst]: [f64; 2]) -> Result<bool> {
     let elements: usize = terms.iter().map(|(_, dst)| dst.elem_count()).sum();
     let is_fast = terms.len() == 1 || (terms.len() <= MOST_TERMS && elements <= MOST_OF_SEVERAL);
@@ -83,8 +84,9 @@ pub fn low_rank(terms: &[(product::LowRankTerm, Raw)], [scale_hidden, scale_dst]
             return Ok(false);
         }
     }
-    // In the forward pass the terms run concurrently, so the columns of one dst must not be those of another. The direction is inferred
-    // from the layout of the factors: a forward pass with transposed factors counts as backward, so its terms must have the same dst.
+    // In the forward pass the terms run concurrently, so the columns of one dst must not be those of another. The
+    // direction is inferred from the layout of the factors: a forward pass with transposed factors counts as backward,
+    // so its terms must have the same dst.
     let columns = u64::from(sizes.outer) * first.input.dtype().size_in_bytes() as u64;
     let mut places: Vec<Address> = list[..terms.len()].iter().map(|term| term.dst).collect();
     places.sort_unstable();
@@ -105,8 +107,8 @@ pub fn low_rank(terms: &[(product::LowRankTerm, Raw)], [scale_hidden, scale_dst]
     let layers = if direction == Direction::Forward { sizes.terms } else { 1 };
     let blocks = (sizes.rows as usize).div_ceil(ROWS);
     let warps: u32 = if first.hidden.dims()[1] == 64 { 8 } else { 16 };
-    // The columns of dst are divided into `shares`, so that all multiprocessors have work. The blocks of each share recompute the hidden
-    // values, which costs less than idle multiprocessors.
+    // The columns of dst are divided into `shares`, so that all multiprocessors have work. The blocks of each share
+    // recompute the hidden values, which costs less than idle multiprocessors.
     let most = (sizes.outer as usize).div_ceil(warps as usize * STEP);
     let shares = (gpu.multiprocessors() / (blocks * layers as usize)).clamp(1, most);
     let shape = Shape { grid: [blocks as u32, shares as u32, layers], block: [32 * warps, 1, 1], shared: 0 };
@@ -115,8 +117,8 @@ pub fn low_rank(terms: &[(product::LowRankTerm, Raw)], [scale_hidden, scale_dst]
     Ok(true)
 }
 
-/// Adds `alpha` a b to dst for each [dst, a, b] if the products are of low rank. The caller has checked the sizes. Returns false,
-/// without an effect, if the kernels do not support the matrices.
+/// Adds `alpha` a b to dst for each [dst, a, b] if the products are of low rank. The caller has checked the sizes.
+/// Returns false, without an effect, if the kernels do not support the matrices.
 ///
 /// # Errors
 /// [`Error::Device`](crate::Error::Device) if the driver reports an error.
@@ -201,8 +203,8 @@ impl<'a> Addition<'a> {
         [self.at, self.at + Address::from(self.outer) * self.dst.dtype().size_in_bytes() as Address]
     }
 
-    /// Whether one launch can compute all of `together`. If there are several, they must add to different columns of one
-    /// matrix.
+    /// Whether one launch can compute all of `together`. If there are several, they must add to different columns of
+    /// one matrix.
     fn fit(together: &[Self]) -> bool {
         let [first, others @ ..] = together else { return true };
         let mut rows: SmallVec<[[Address; 2]; MOST_SUMS]> = together.iter().map(Self::first_row).collect();
@@ -232,7 +234,8 @@ impl<'a> Addition<'a> {
         }
         let grid = [end, first.sizes.rows.div_ceil(ADD_BLOCK[0] as u32), 1];
         let arguments = LowRankAddForward1 { sums: LowRankSums { list }, sizes: first.sizes };
-        // SAFETY: `write_products` has checked that the matrices have these sizes, and that dst shares no storage with hidden and up.
+        // SAFETY: `write_products` has checked that the matrices have these sizes, and that dst shares no storage with
+        // hidden and up.
         unsafe { function.launch(OP, gpu, Shape { grid, block: [256, 1, 1], shared: 0 }, arguments) }
     }
 }
@@ -274,7 +277,8 @@ fn sizes(term: &product::LowRankTerm, dst: &Raw) -> Option<(Direction, LowRankSi
     Some((direction, sizes))
 }
 
-/// The distance between neighbouring rows of a matrix in elements, or None if the rows are not contiguous or not aligned.
+/// The distance between neighbouring rows of a matrix in elements, or None if the rows are not contiguous or not
+/// aligned.
 fn row_distance(strides: &[usize]) -> Option<u32> {
     let elements = ALIGNMENT / DType::BF16.size_in_bytes();
     match strides {

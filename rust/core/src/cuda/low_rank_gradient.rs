@@ -30,7 +30,8 @@ const STEP: usize = 8;
 /// into `results`. With fewer blocks than multiprocessors, cuBLAS is faster: it also splits the rows among blocks.
 ///
 /// # Errors
-/// [`Error::Device`](crate::Error::Device) if the tensors of a product are on different devices, or the driver reports an error.
+/// [`Error::Device`](crate::Error::Device) if the tensors of a product are on different devices, or the driver reports
+/// an error.
 pub(super) fn run(work: &[Product], results: &mut [Option<Raw>]) -> Result<()> {
     let mut found = Vec::new();
     for (index, product) in work.iter().enumerate() {
@@ -138,7 +139,8 @@ fn launch(gpu: &Gpu, dtype: DType, products: &[LowRankFactor]) -> Result<()> {
     unsafe { function.launch(OP, gpu, shape, LowRankGradient { products: LowRankFactors { ends, list } }) }
 }
 
-/// The distance in elements between the rows of a matrix; `None` if a row is not contiguous or the distance is no multiple of [`STEP`].
+/// The distance in elements between the rows of a matrix; `None` if a row is not contiguous or the distance is no
+/// multiple of [`STEP`].
 fn row_distance([row, column]: [usize; 2]) -> Option<u32> {
     if column == 1 && row.is_multiple_of(STEP) { u32::try_from(row).ok() } else { None }
 }

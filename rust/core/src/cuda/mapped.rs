@@ -1,7 +1,7 @@
-//! Tensors in pinned memory of the host that kernels of a device read and write over the bus.
+//! Tensors whose memory is pinned memory of the host. Kernels of a device read and write them over the bus.
 //!
-//! Kernels, graphs and views treat them as other tensors of the device. Only copies to the host differ: the host reads the
-//! memory itself ([`read`]).
+//! For kernels, graphs and views they are like all other tensors of the device. Only copies to the host differ: the
+//! host reads the memory itself ([`read`]).
 
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DeviceRepr};
 use candle_core::{DType, Device, WithDType};
@@ -29,7 +29,8 @@ impl Allocate for InHostMemory<'_> {
             );
             Error::OutOfMemory { op, message }
         };
-        // Without stream-ordered memory, dropping the slice would call another function than the one that frees this memory.
+        // Without stream-ordered memory, dropping the slice would call another function than the one that frees this
+        // memory.
         if !may_pin(bytes) || !self.gpu.stream().context().has_async_alloc() {
             return Err(short());
         }
@@ -37,7 +38,8 @@ impl Allocate for InHostMemory<'_> {
         let address = mapped::allocate(bytes).map_err(|status| {
             if status.is_out_of_memory() || status.is_unpinnable() { short() } else { status_error(op, status) }
         })?;
-        // SAFETY: the memory has this many elements, all zero, which is a value of every dtype. Dropping the slice frees it.
+        // SAFETY: the memory has this many elements, all zero, which is a value of every dtype. Dropping the slice
+        // frees it.
         Ok(unsafe { self.gpu.stream().upgrade_device_ptr(address, count) })
     }
 }
@@ -45,16 +47,16 @@ impl Allocate for InHostMemory<'_> {
 /// A tensor of zeros in pinned memory of the host. Kernels of the device read and write it there.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`] if the system gives no more pinned memory, [`Error::DType`] if kernels do not support the dtype,
-/// [`Error::Device`] if `device` is not a CUDA device, or inside a captured function.
+/// [`Error::OutOfMemory`] if the system gives no more pinned memory, [`Error::DType`] if kernels do not support the
+/// dtype, [`Error::Device`] if `device` is not a CUDA device, or inside a captured function.
 pub fn zeros_on_host(op: &'static str, device: &Device, dims: &[usize], dtype: DType) -> Result<Raw> {
     let gpu = Gpu::of_device(op, device)?;
     capture::refuse(op)?;
     made(op, gpu, dims, dtype, &InHostMemory { op, gpu })
 }
 
-/// The elements of a dense tensor at `address`. `None` if the tensor is empty or is not in memory that [`zeros_on_host`]
-/// allocates. Waits for the device.
+/// The elements of a dense tensor at `address`. `None` if the tensor is empty or is not in memory that
+/// [`zeros_on_host`] allocates. Waits for the device.
 ///
 /// # Errors
 /// [`Error::Device`] if the driver reports an error.

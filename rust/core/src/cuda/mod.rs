@@ -2,8 +2,9 @@
 //!
 //! This module has no code for particular operations; the code that launches their kernels is in `ops`.
 //!
-//! The functions that compute have the same names and arguments as in [`cpu`](crate::cpu). The tensors of a call are on one
-//! CUDA device. Kernels go to the device's one stream in the order of the calls; some copies have a stream of their own (see
+//! The functions that compute what a function of [`cpu`](crate::cpu) computes have its name and its arguments; the
+//! elementwise ones take a [`Kernel`] in place of a Rust function. The tensors of a call are on one CUDA device.
+//! Kernels go to the device's one stream in the order of the calls; some copies have a stream of their own (see
 //! `copies.rs`). No function that computes waits for the device, and shapes are passed as arguments of launches instead
 //! of through memory. f16 and bf16 are storage formats: arithmetic and accumulation are in f32. How a sum is split into
 //! partial sums depends on the tensors' sizes alone, so runs are repeatable.

@@ -5,8 +5,8 @@
 //! number of tensors that were offloaded at the same time.
 //!
 //! Graphs do not use the buffers of eager work, because their replays would overwrite values that eager work still
-//! needs. They have a second pool of buffers. All graphs share this pool: a replay writes each buffer before it reads the
-//! buffer.
+//! needs. They have a second pool of buffers. All graphs share this pool: a replay writes each buffer before it reads
+//! the buffer.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -57,8 +57,8 @@ fn take(gpu: &'static Gpu, bytes: usize) -> Result<Arc<Buffer>> {
         if let Some(place) = free(graphs, gpu, bytes) {
             return Ok(graphs[place].clone());
         }
-        // The driver allocates no pinned memory during a capture. But the function has run eagerly before, and the buffers
-        // of that run are free now, so the recording takes one of them.
+        // The driver allocates no pinned memory during a capture. But the function has run eagerly before, and the
+        // buffers of that run are free now, so the recording takes one of them.
         let Some(place) = free(eager, gpu, bytes) else {
             let message = "a recording cannot allocate pinned memory, and the function offloads more than its last eager call has \
                            left free; run the backward pass of that call, or drop the tensors that the function has kept";

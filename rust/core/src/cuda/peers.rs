@@ -1,9 +1,9 @@
 //! [`Shards`]: memory on the devices of several processes. Each of the processes reads the memory of all.
 //!
-//! The driver does not allow a process to free memory that another one has mapped. So the processes share a ledger in the
-//! memory of the host, in which each process records that it has ended its mappings. A shard that others still map waits in
-//! `WAITING`. It is freed at a later time, when a model is made or dropped, or cached memory is released. If a process
-//! ends without a record in the ledger, the other processes keep their shards until they end, too.
+//! The driver does not allow a process to free memory that another one has mapped. So the processes share a ledger in
+//! the memory of the host, in which each process records that it has ended its mappings. A shard that others still map
+//! waits in `WAITING`. It is freed at a later time, when a model is made or dropped, or cached memory is released. If a
+//! process ends without a record in the ledger, the other processes keep their shards until they end, too.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -150,8 +150,8 @@ impl Shards {
     /// Open the shards of the other processes, given the texts that [`new`](Self::new) returned in all processes.
     ///
     /// # Errors
-    /// [`Error::Device`] if this device cannot read the memory of another process's device, [`Error::Argument`] if a text is
-    /// not one that `new` has returned, or the ledger cannot be opened.
+    /// [`Error::Device`] if this device cannot read the memory of another process's device, [`Error::Argument`] if a
+    /// text is not one that `new` has returned, or the ledger cannot be opened.
     pub fn open(&mut self, texts: &[&str]) -> Result<()> {
         self.gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
         let (_, ledger) = texts.first().and_then(|text| text.split_once(' ')).unwrap_or_default();

@@ -12,7 +12,7 @@ use crate::product::{MatmulPrecision, float32_matmul_precision};
 pub(super) type DataType = sys::cudaDataType;
 type Compute = sys::cublasComputeType_t;
 
-/// The calls found so far, each with its algorithm; None if cuBLASLt does not support the product, or if cuBLAS shall
+/// The calls found so far, each with its algorithm; `None` if cuBLASLt does not support the product, or if cuBLAS is to
 /// choose the algorithm.
 #[derive(Default)]
 pub(super) struct ProductCalls(pub(super) Mutex<FxHashMap<Key, Option<Call>>>);

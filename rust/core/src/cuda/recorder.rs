@@ -71,7 +71,8 @@ pub fn release() {
     CAPTURER.store(0, Ordering::Release);
 }
 
-/// Return an error if another thread captures: work that this thread queued would become a part of the other thread's graph.
+/// Return an error if another thread captures: work that this thread queued would become a part of the other thread's
+/// graph.
 ///
 /// # Errors
 /// [`Error::Device`] if another thread captures.

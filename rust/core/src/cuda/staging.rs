@@ -1,8 +1,8 @@
 //! Copies from pageable host memory, for systems that give little pinned memory.
 //!
 //! A thread copies the bytes piece by piece to a small ring of pinned memory (`upload`), from which the device copies
-//! them. So the thread that computes waits for a copy only when it needs the copied values. Copies are queued in the order
-//! of their jobs.
+//! them. So the thread that computes waits for a copy only when it needs the copied values. Copies are queued in the
+//! order of their jobs.
 
 use std::any::Any;
 use std::sync::mpsc::{Sender, channel};
@@ -60,21 +60,23 @@ impl Staging {
     pub(super) fn new(gpu: &'static Gpu, stream: CUstream) -> Result<Self> {
         let (sender, jobs) = channel::<Job>();
         let progress = Arc::new(Progress::default());
-        let (told, queue) = (progress.clone(), Queue(stream as usize));
+        let (shared, queue) = (progress.clone(), Queue(stream as usize));
         let work = move || {
             for job in jobs {
                 let result = run(gpu, queue, &job);
                 drop(job);
-                let mut done = told.done.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut done = shared.done.lock().unwrap_or_else(PoisonError::into_inner);
                 done.0 += 1;
                 if let (Err(error), None) = (result, &done.1) {
                     done.1 = Some(error.to_string());
                 }
-                told.changed.notify_all();
+                shared.changed.notify_all();
             }
         };
         let thread = std::thread::Builder::new().name("staging".into()).spawn(work);
-        thread.map_err(|error| Error::device(OP, format!("cannot start a thread: {error}")))?;
+        thread.map_err(|error| {
+            Error::device(OP, format!("cannot start the thread that copies streamed blocks: {error}"))
+        })?;
         Ok(Self { jobs: Mutex::new((sender, 0)), progress })
     }
 

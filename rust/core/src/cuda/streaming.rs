@@ -1,5 +1,5 @@
-//! Copies of streamed weights from pinned host memory, or from other devices, on a separate stream, in parallel with the work
-//! of the device's stream. `crate::streaming` says what units and slots are.
+//! Copies of streamed weights from pinned host memory, or from other devices, on a separate stream, in parallel with
+//! the work of the device's stream. `crate::streaming` says what units and slots are.
 //!
 //! If the system gives too little pinned memory, pageable memory takes its place ([`Copier::start_staging`]).
 //!
@@ -42,8 +42,8 @@ pub(super) fn may_pin(bytes: usize) -> bool {
     TAKEN.load(Ordering::Acquire).saturating_add(mapped::held()).saturating_add(bytes) <= *LIMIT
 }
 
-/// How many of `wanted` bytes of pinned memory this process gets now, found by allocating them; they are freed again. On the
-/// host of an H100, each GiB took 0.7 s.
+/// How many of `wanted` bytes of pinned memory this process gets now, found by allocating them; they are freed again.
+/// On the host of an H100, each GiB took 0.7 s.
 ///
 /// # Errors
 /// [`Error::Device`] if `device` is not a CUDA device, or the driver reports an error.
@@ -59,7 +59,8 @@ pub fn pinnable(device: &Device, wanted: usize) -> Result<usize> {
 pub enum Source<'a> {
     /// Memory of the host.
     Host(&'a Kept),
-    /// Bytes of a shard: all shards, the number of the process that owns the shard, and the range of bytes in the shard.
+    /// Bytes of a shard: all shards, the number of the process that owns the shard, and the range of bytes in the
+    /// shard.
     Peer(&'a Shards, usize, Range<usize>),
 }
 

@@ -43,7 +43,8 @@ impl Quantized {
 }
 
 impl Part {
-    /// Fills `out` with the values of the part's elements from element number `start` on; `start` must be the beginning of a row.
+    /// Fills `out` with the values of the part's elements from element number `start` on; `start` must be the beginning
+    /// of a row.
     fn decode<T: Elem>(&self, start: usize, columns: usize, out: &mut [T]) -> Result<()> {
         with_bytes(&self.codes, |codes| match &self.scales {
             Scales::Int8(scales) => {
@@ -74,8 +75,8 @@ impl Part {
     }
 }
 
-/// Fills `out` with values of formats that have a code per element, and a scale per row or a single scale. Element number `start`
-/// is the first.
+/// Fills `out` with values of formats that have a code per element, and a scale per row or a single scale. Element
+/// number `start` is the first.
 fn by_rows<T: Elem>(
     codes: &[u8],
     scales: &[f32],
@@ -95,7 +96,8 @@ fn by_rows<T: Elem>(
     });
 }
 
-/// Fills `out` with values of formats that have two codes per byte and a scale per block. Element number `start` is the first.
+/// Fills `out` with values of formats that have two codes per byte and a scale per block. Element number `start` is the
+/// first.
 fn by_blocks<T: Elem>(codes: &[u8], scale: impl Fn(usize) -> f32 + Sync, start: usize, out: &mut [T]) {
     par_chunks_mut(out, GRAIN, |piece, out| {
         let mut at = start + piece * GRAIN;

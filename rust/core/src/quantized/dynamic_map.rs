@@ -1,10 +1,10 @@
 //! The dynamic map of 8-bit codes, for optimizer states and the scales of NF4.
 
-/// The 256 values of the dynamic map in ascending order: `signed` for values in [-1, 1], otherwise for [0, 1].
+/// The 256 values of the dynamic map in ascending order. They are in [-1, 1] if `signed`, otherwise in [0, 1].
 ///
-/// The map has seven decades, which end at 1e-6, 1e-5, ..., 1. Decade i (from 0 on) has 2^i values of each sign, or 2^(i+1) values
-/// if unsigned. To get these values, the range from a tenth of the decade's end to the decade's end is divided into equal intervals;
-/// the values are the intervals' midpoints. 0 and 1 complete the map.
+/// The map has seven decades, which end at 1e-6, 1e-5, ..., 1. Decade i (from 0 on) has 2^i values of each sign, or
+/// 2^(i+1) values if unsigned. To get these values, the range from a tenth of the decade's end to the decade's end is
+/// divided into equal intervals; the values are the intervals' midpoints. 0 and 1 complete the map.
 ///
 /// Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861; follows
 /// <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/functional.py#L296>.
@@ -29,8 +29,8 @@ pub fn create_dynamic_map(signed: bool) -> [f32; 256] {
     map
 }
 
-/// Point `i` of the points 0 to `intervals` that divide the range from `start` to `end` into equal intervals. It is computed from
-/// the nearer end, so that it is rounded as in torch's `linspace`.
+/// Point `i` of the points 0 to `intervals` that divide the range from `start` to `end` into equal intervals. It is
+/// computed from the nearer end, so that it is rounded as in torch's `linspace`.
 fn linspace(start: f32, end: f32, intervals: usize, i: usize) -> f32 {
     let step = (end - start) / intervals as f32;
     if i < intervals.div_ceil(2) { step.mul_add(i as f32, start) } else { (-step).mul_add((intervals - i) as f32, end) }

@@ -33,13 +33,14 @@ impl Format {
         }
     }
 
-    /// Number of bytes of a matrix in NF4 whose scales are not quantized, as files may have it.
+    /// Number of bytes of an NF4 matrix whose scales are not quantized. Files may contain such matrices.
     pub const fn bytes_with_plain_scales(rows: usize, columns: usize) -> usize {
         let count = rows * columns;
         count.div_ceil(2) + count.div_ceil(BLOCK) * size_of::<f32>()
     }
 
-    /// Number of bytes of codes and scales of a matrix that [`Quantized::new`](super::Quantized::new) quantizes to this format.
+    /// Number of bytes of codes and scales of a matrix that [`Quantized::new`](super::Quantized::new) quantizes to this
+    /// format.
     pub const fn bytes(self, rows: usize, columns: usize) -> usize {
         let (count, scale) = (rows * columns, size_of::<f32>());
         match self {

@@ -1,4 +1,5 @@
-//! The block formats of ggml, as in GGUF files. A row is divided into blocks, and each block contains its scales and its codes.
+//! The block formats of ggml, as in GGUF files. A row is divided into blocks, and each block contains its scales and
+//! its codes.
 //!
 //! Follows `ggml-common.h` and `ggml-quants.c` of
 //! <https://github.com/ggml-org/llama.cpp/tree/0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c/ggml/src>. Values are computed
@@ -17,8 +18,8 @@ const LARGEST_BLOCK: usize = 256;
 /// Number of elements that a thread takes at a time; a multiple of every block size.
 const GRAIN: usize = 32 * 1024;
 
-/// A block format of ggml. Each format below says how many codes a block has, and which value the code n represents. The
-/// scale d and the minimum m of a block are f16.
+/// A block format of ggml. Each format below says how many codes a block has, and which value the code n represents.
+/// The scale d and the minimum m of a block are f16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ggml {
     /// 32 codes of four bits: d (n - 8).
@@ -119,8 +120,8 @@ impl Ggml {
         matches!(self, Self::Q4_0 | Self::Q8_0)
     }
 
-    /// The blocks that represent `values`, rounded as in ggml's reference code. The length of a row must be a multiple of the
-    /// block size. `None` if a value is non-finite or too large for an f16 scale.
+    /// The blocks that represent `values`, rounded as in ggml's reference code. The length of a row must be a multiple
+    /// of the block size. `None` if a value is non-finite or too large for an f16 scale.
     pub(super) fn encode(self, values: &[f32]) -> Option<Raw> {
         let (block, bytes) = (self.block(), self.block_bytes());
         let mut codes = vec![0u8; values.len() / block * bytes];
@@ -181,8 +182,8 @@ fn word(block: &[u8], at: usize) -> u32 {
     u32::from_le_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]])
 }
 
-/// Writes `value(code)` for the 32 codes of a block. The low four bits of the sixteen bytes `codes` are the codes 0 to 15, and the
-/// high four bits the codes 16 to 31. Bit i of `fifth` is the fifth bit of code i.
+/// Writes `value(code)` for the 32 codes of a block. The low four bits of the sixteen bytes `codes` are the codes 0 to
+/// 15, and the high four bits the codes 16 to 31. Bit i of `fifth` is the fifth bit of code i.
 fn nibbles(codes: &[u8], fifth: u32, out: &mut [f32], value: impl Fn(f32) -> f32) {
     let (low, high) = out.split_at_mut(16);
     for (i, &code) in codes.iter().take(16).enumerate() {
@@ -192,7 +193,8 @@ fn nibbles(codes: &[u8], fifth: u32, out: &mut [f32], value: impl Fn(f32) -> f32
     }
 }
 
-/// Scale and minimum of part number `part`. The twelve bytes `scales` contain these two numbers of all eight parts, six bits each.
+/// Scale and minimum of part number `part`. The twelve bytes `scales` contain these two numbers of all eight parts, six
+/// bits each.
 fn part_scales(scales: &[u8], part: usize) -> [f32; 2] {
     let pair = if part < 4 {
         [scales[part] & 63, scales[part + 4] & 63]
@@ -203,9 +205,9 @@ fn part_scales(scales: &[u8], part: usize) -> [f32; 2] {
     pair.map(f32::from)
 }
 
-/// Writes the values of a block of eight parts of 32 elements. Each 32 bytes of `codes` hold two parts: the first in the low four bits,
-/// the second in the high four bits. Bit j of byte i of `fifth` is the fifth bit of code i of part j; `fifth` is empty for codes of
-/// four bits.
+/// Writes the values of a block of eight parts of 32 elements. Each 32 bytes of `codes` hold two parts: the first in
+/// the low four bits, the second in the high four bits. Bit j of byte i of `fifth` is the fifth bit of code i of part
+/// j; `fifth` is empty for codes of four bits.
 fn parts_of_32(block: &[u8], fifth: &[u8], codes: &[u8], out: &mut [f32]) {
     let (d, least) = (scale(block, 0), scale(block, 2));
     for (part, out) in out.chunks_exact_mut(32).enumerate() {
@@ -219,15 +221,15 @@ fn parts_of_32(block: &[u8], fifth: &[u8], codes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Writes the values of a block of sixteen parts of 16 elements. The block has the low four bits of all codes, then the two high bits
-/// of all codes, then the scales of the parts, then the scale of the block.
+/// Writes the values of a block of sixteen parts of 16 elements. The block has the low four bits of all codes, then the
+/// two high bits of all codes, then the scales of the parts, then the scale of the block.
 fn parts_of_16(block: &[u8], out: &mut [f32]) {
     let (low, high, scales, d) = (&block[..128], &block[128..192], &block[192..208], scale(block, 208));
     for (part, out) in out.chunks_exact_mut(16).enumerate() {
         let factor = d * f32::from(scales[part] as i8);
-        // Each half of the block (128 elements) has 64 bytes of `low` and 32 bytes of `high`. For quarter r of a half (32 elements), the
-        // low bits are 32 of the 64 bytes (r even: the first 32), in their low (r < 2) or high four bits; the high bits are bits 2 r and
-        // 2 r + 1 of the 32 bytes.
+        // Each half of the block (128 elements) has 64 bytes of `low` and 32 bytes of `high`. For quarter r of a half
+        // (32 elements), the low bits are 32 of the 64 bytes (r even: the first 32), in their low (r < 2) or high four
+        // bits; the high bits are bits 2 r and 2 r + 1 of the 32 bytes.
         let (half, quarter, start) = (part / 8, part / 2 % 4, part % 2 * 16);
         let low = &low[64 * half + 32 * (quarter % 2) + start..][..16];
         let high = &high[32 * half + start..][..16];
@@ -248,8 +250,8 @@ fn encode_q8_0(values: &[f32], codes: &mut [u8]) {
 }
 
 fn encode_q4_0(values: &[f32], codes: &mut [u8]) {
-    // The codes represent -8 d to 7 d. The element of the largest magnitude (the first of several) becomes -8 d, so d has the opposite
-    // sign.
+    // The codes represent -8 d to 7 d. The element of the largest magnitude (the first of several) becomes -8 d, so d
+    // has the opposite sign.
     let largest = values.iter().fold(0f32, |m, &x| if x.abs() > m.abs() { x } else { m });
     let d = largest / -8.0;
     let reciprocal = if d == 0.0 { 0.0 } else { 1.0 / d };

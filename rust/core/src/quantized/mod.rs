@@ -1,8 +1,8 @@
 //! Frozen matrices, quantized to four to eight bits per element: the base weights under adapters where memory is short.
 //!
 //! A [`Quantized`] is not a [`Tensor`]: it has codes and scales, and only operations that take a [`WeightRef`] accept
-//! it. These operations dequantize it right before a product, into memory that is freed after the product, unless they
-//! multiply codes ([`w8a8`]).
+//! it. If W8A8 is enabled ([`w8a8`]), linear layers multiply int8 and fp8 codes. All other products dequantize the
+//! matrix first, into memory that is freed after the product.
 
 mod dequantize;
 mod dynamic_map;
@@ -36,8 +36,8 @@ const OP: &str = "quantize";
 
 /// A frozen matrix (rows, columns) of codes and scales. Cloning is cheap.
 ///
-/// Its rows are the rows of its parts, stacked. Each part was quantized by itself, so that layers can be joined to
-/// one matrix without rounding again.
+/// Its rows are the rows of its parts, stacked. Each part was quantized by itself, so that layers can be joined
+/// into one matrix without rounding again.
 #[derive(Clone)]
 pub struct Quantized {
     /// Number of rows of all parts together, and number of columns.
@@ -68,8 +68,8 @@ enum Scales {
     Fp8(Raw),
     /// For NF4: one scale per block of [`nf4::BLOCK`] elements.
     Nf4(Raw),
-    /// For NF4 whose scales are quantized: the code of each block's scale in the dynamic map ([`create_dynamic_map`]), one
-    /// f32 scale per [`nf4::NESTED`] of these codes, and the offset that is added to every block's scale.
+    /// For NF4 whose scales are quantized: the code of each block's scale in the dynamic map ([`create_dynamic_map`]),
+    /// one f32 scale per [`nf4::NESTED`] of these codes, and the offset that is added to every block's scale.
     Nested { codes: Raw, scales: Raw, offset: f32 },
     /// For ggml's formats, whose blocks contain the scales.
     Ggml(Ggml),
@@ -115,7 +115,8 @@ impl Quantized {
 
     /// Quantize a matrix. The CPU computes the codes; the result is on the tensor's device.
     ///
-    /// - `Int8`: a scale per row, the largest magnitude / 127; ties are rounded to even codes (torchao's symmetric int8 weights).
+    /// - `Int8`: a scale per row, the largest magnitude / 127; ties are rounded to even codes (torchao's symmetric int8
+    ///   weights).
     /// - `Fp8`: e4m3 with a scale per row, the largest magnitude / 448 (torchao's float8 weights by rows).
     /// - `Nf4`: blocks of 64 elements, whose scales are quantized again in blocks of 256 (Dettmers et al. 2023,
     ///   arXiv:2305.14314); codes, their order and rounding are those of bitsandbytes' `quantize_4bit`.
@@ -123,14 +124,14 @@ impl Quantized {
     ///
     /// # Errors
     /// [`Error::Shape`] if `matrix` does not have two dimensions, or a row does not divide into blocks of the format,
-    /// [`Error::DType`] if `matrix` is not floating point, [`Error::Argument`] if `matrix` needs a gradient, or has values that
-    /// are non-finite or too large for the format, or if the format can only be read.
+    /// [`Error::DType`] if `matrix` is not floating point, [`Error::Argument`] if the format can only be read, if
+    /// `matrix` needs a gradient, or if it has values that are non-finite or too large for the format.
     pub fn new(matrix: &Tensor, format: Format) -> Result<Self> {
         Self::of_values(matrix, format, true)
     }
 
-    /// Quantize a matrix to `Nf4` whose scales are f32: bitsandbytes' `quantize_4bit` without `compress_statistics`, and the
-    /// rounding of [`Grid::Nf4`](crate::ops::fake_quantize::Grid::Nf4).
+    /// Quantize a matrix to `Nf4` whose scales are f32: bitsandbytes' `quantize_4bit` without `compress_statistics`,
+    /// and the rounding of [`Grid::Nf4`](crate::ops::fake_quantize::Grid::Nf4).
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -171,19 +172,20 @@ impl Quantized {
         let Some((codes, scales)) = quantized else {
             return Err(Error::argument(
                 OP,
-                "the tensor has values that are not finite, or too large; is the file damaged?",
+                "the tensor has values that are non-finite, or too large; is the file damaged?",
             ));
         };
         let part = Part { rows, codes, scales };
         Self::of_parts([rows, columns], matrix.dtype(), Arc::new([part])).to_device(matrix.device())
     }
 
-    /// A matrix from 8-bit codes (u8), (rows, columns), and their scales (f32), as files contain them: `Int8` has a scale for
-    /// each row, `Fp8` one for each row or one for all rows. The matrix represents values of `dtype`.
+    /// A matrix from its 8-bit codes, u8 (rows, columns), and their scales, f32, as files contain them. `Int8` has a
+    /// scale for each row, `Fp8` one for each row or one for all rows. The matrix represents values of `dtype`.
     ///
     /// # Errors
-    /// [`Error::Shape`] if `codes` is not a matrix or the number of scales is wrong, [`Error::DType`] if codes or scales have
-    /// another dtype or `dtype` is not floating point, [`Error::Argument`] for another format or if a code is NaN.
+    /// [`Error::Shape`] if `codes` is not a matrix or the number of scales is wrong, [`Error::DType`] if `codes` is not
+    /// u8, `scales` is not f32 or `dtype` is not floating point, [`Error::Argument`] for another format or if a code is
+    /// NaN.
     pub fn from_eight_bits(format: Format, codes: &Tensor, scales: &Tensor, dtype: DType) -> Result<Self> {
         let (codes, scales) = (&codes.raw, &scales.raw);
         let &[rows, columns] = codes.dims() else {
@@ -212,14 +214,14 @@ impl Quantized {
         Ok(Self::of_parts([rows, columns], dtype, Arc::new([part])))
     }
 
-    /// The NF4 matrix (rows, columns) of a file of bitsandbytes: two codes per byte, and a scale for each block of 64.
-    /// Without `nested`, `scales` holds the blocks' scales (f32). With `nested`, `scales` holds their codes (u8) in the
-    /// dynamic map, and `nested` holds one scale (f32) for each 256 of these codes and the offset that is added to every
-    /// block's scale. The matrix represents values of `dtype`.
+    /// The NF4 matrix (rows, columns) of a file of bitsandbytes: two codes per byte (u8), and a scale for each block of
+    /// 64 elements. Without `nested`, `scales` holds the blocks' scales (f32). With `nested`, `scales` holds the codes
+    /// (u8) of the blocks' scales in the dynamic map, and `nested` holds one scale (f32) for each 256 of these codes
+    /// and the offset that is added to every block's scale. The matrix represents values of `dtype`.
     ///
     /// # Errors
-    /// [`Error::Shape`] if a tensor does not have the number of elements that such a matrix needs, [`Error::DType`] if it has
-    /// another dtype.
+    /// [`Error::Shape`] if a tensor does not have the number of elements that such a matrix needs, [`Error::DType`] if
+    /// a tensor does not have the dtype given above.
     pub fn from_nf4(
         [rows, columns]: [usize; 2],
         codes: &Tensor,
@@ -254,8 +256,8 @@ impl Quantized {
         Ok(Self::of_parts([rows, columns], dtype, Arc::new([Part { rows, codes, scales }])))
     }
 
-    /// The rows from `start` on, `count` of them, with the codes and scales of this matrix. None if the matrix is not in NF4, or if
-    /// elements of other rows share a scale with elements of these rows.
+    /// The `count` rows from row `start` on, with the codes and scales of this matrix. `None` if the matrix is not in
+    /// NF4 or has several parts, or if elements of other rows share a scale with elements of these rows.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the copy does not fit.
@@ -283,12 +285,12 @@ impl Quantized {
         Ok(Some(Self::of_parts([count, columns], self.dtype, Arc::new([part]))))
     }
 
-    /// A matrix whose rows consist of blocks of a format of ggml: `blocks` (rows, bytes of a row), u8. The matrix represents
-    /// values of `dtype`.
+    /// A matrix whose rows consist of blocks of a format of ggml: `blocks` (rows, bytes of a row), u8. The matrix
+    /// represents values of `dtype`.
     ///
     /// # Errors
-    /// [`Error::Shape`] if a row does not divide into blocks, [`Error::DType`] if `blocks` is not u8 or `dtype` is not floating
-    /// point.
+    /// [`Error::Shape`] if a row does not divide into blocks, [`Error::DType`] if `blocks` is not u8 or `dtype` is not
+    /// floating point.
     pub fn from_ggml(format: Ggml, blocks: &Tensor, dtype: DType) -> Result<Self> {
         let &[rows, bytes] = blocks.dims() else {
             return Err(Error::shape(OP, format!("the blocks have shape {:?}, expected (rows, bytes)", blocks.dims())));
@@ -312,7 +314,8 @@ impl Quantized {
     /// The rows of several matrices, stacked. The result shares storage with them, and has the dtype of the first one.
     ///
     /// # Errors
-    /// [`Error::Shape`] if there are none or their columns differ, [`Error::Device`] if they are on different devices.
+    /// [`Error::Shape`] if `matrices` is empty or the numbers of columns differ, [`Error::Device`] if the matrices are
+    /// on different devices.
     pub fn cat(matrices: &[&Self]) -> Result<Self> {
         let Some(first) = matrices.first() else { return Err(Error::shape(OP, "there are no matrices to join")) };
         let columns = first.dims[1];
@@ -362,8 +365,8 @@ impl Quantized {
         of_parts.sum::<usize>() + self.transposed.as_ref().map_or(0, |both| size(&both.codes) + size(&both.ones))
     }
 
-    /// The tensors of the matrix, part by part: `codes` and `scales`. A part in NF4 with quantized scales also has `scale_codes` and
-    /// `offset`; a part in a format of ggml has `codes` alone.
+    /// The tensors of the matrix, part by part: `codes` and `scales`. A part in NF4 with quantized scales also has
+    /// `scale_codes` and `offset`; a part in a format of ggml has `codes` alone.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the offset does not fit on the device.
@@ -423,8 +426,8 @@ impl Quantized {
     }
 }
 
-/// A quantized matrix of fixed values for test cases, on the device of `like`. It has two parts, of which the second has half of
-/// the rows (rounded down).
+/// A quantized matrix of fixed values for test cases, on the device of `like`. It has two parts; the second part has
+/// half of the rows (rounded down).
 #[cfg(feature = "testing")]
 pub(crate) fn example(like: &Tensor, [rows, columns]: [usize; 2], format: Format) -> Result<Quantized> {
     let part = |rows: usize, phase: f64| {
@@ -449,7 +452,10 @@ impl std::fmt::Debug for Quantized {
 fn row_bytes(format: Ggml, columns: usize) -> Result<usize> {
     format.row_bytes(columns).ok_or_else(|| {
         let (name, block) = (format.name(), format.block());
-        Error::shape(OP, format!("found rows of {columns}, expected a multiple of {block}, the block size of {name}"))
+        Error::shape(
+            OP,
+            format!("found rows of {columns} elements, expected a multiple of {block}, the block size of {name}"),
+        )
     })
 }
 

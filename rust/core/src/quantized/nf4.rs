@@ -1,5 +1,5 @@
-//! NF4 as bitsandbytes stores it: a block may contain the end of one row and the beginning of the next, and the blocks' scales are
-//! quantized too.
+//! NF4 as bitsandbytes stores it: a block may contain the end of one row and the beginning of the next, and the blocks'
+//! scales are quantized too.
 //!
 //! Dettmers et al. 2023, "QLoRA", arXiv:2305.14314. Codes, their rounding and order follow
 //! <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/backends/default/ops.py>

@@ -58,8 +58,8 @@ fn to_int8(x: f32) -> i8 {
     round_to_even(x.clamp(-LARGEST_INT8, LARGEST_INT8)) as i8
 }
 
-/// The whole number nearest to `x`, ties to even. The magnitude of `x` must be below 2^22. `x + LARGE` is so large that an
-/// f32 has no bits for its fraction. `f32::round_ties_even` would be a function call on processors without SSE 4.1.
+/// The whole number nearest to `x`, ties to even. The magnitude of `x` must be below 2^22. `x + LARGE` is so large that
+/// an f32 has no bits for its fraction. `f32::round_ties_even` would be a function call on processors without SSE 4.1.
 #[inline(always)]
 fn round_to_even(x: f32) -> f32 {
     const LARGE: f32 = 12_582_912.0;

@@ -29,15 +29,15 @@ impl Quantized {
         })
     }
 
-    /// Whether the matrix has so many elements that a product dequantizes some rows at a time. False if the codes cannot be
-    /// split by rows.
+    /// Whether the matrix has so many elements that a product dequantizes some rows at a time. False if the codes
+    /// cannot be split by rows.
     pub(crate) fn is_large(&self) -> bool {
         self.has_rows() && self.dims.iter().product::<usize>() > 4 * GPU_PANEL
     }
 
-    /// Calls `see` once for each panel, a group of consecutive rows, with the index of the panel's first row and the panel's
-    /// values. The panels cover all rows. The size of a panel is bounded, except on a GPU if the codes cannot be split by rows:
-    /// then one panel has all rows.
+    /// Calls `see` once for each panel, a group of consecutive rows, with the index of the panel's first row and the
+    /// panel's values. The panels cover all rows. The size of a panel is bounded, except on a GPU if the codes cannot
+    /// be split by rows: then one panel has all rows.
     pub(crate) fn panels(&self, dtype: DType, mut see: impl FnMut(usize, &Raw) -> Result<()>) -> Result<()> {
         let [rows, columns] = self.dims;
         let cannot_narrow = !self.device().is_cpu() && !self.has_rows();
@@ -86,9 +86,9 @@ impl Quantized {
         )
     }
 
-    /// The rows of several int8 or of several fp8 matrices, stacked in common storage as one part, and views of each of them
-    /// in this storage. One product of codes then multiplies all. `None` if formats differ or some matrix does not have a
-    /// scale for each row.
+    /// The rows of several int8 or of several fp8 matrices, stacked in common storage as one part, and a view of each
+    /// matrix in this storage. One product of codes then multiplies all. `None` if formats differ or some matrix does
+    /// not have a scale for each row.
     ///
     /// # Errors
     /// Those of [`cat`](Self::cat), and [`Error::OutOfMemory`] if the copy does not fit.
@@ -124,8 +124,9 @@ impl Quantized {
         matches!(&*self.parts, [Part { scales: Scales::Int8(_) | Scales::Fp8(_) | Scales::Ggml(_), .. }])
     }
 
-    /// A matrix of `count` rows of this one. `pick` selects them: it is called with a tensor that has one row (codes) or one
-    /// number (scales) for each row of this matrix, and returns the selected ones. `None` if the codes cannot be split by rows.
+    /// A matrix of `count` rows of this one. `pick` selects them: it is called with a tensor that has one row (codes)
+    /// or one number (scales) for each row of this matrix, and returns the selected ones. `None` if the codes cannot be
+    /// split by rows.
     fn with_rows(&self, count: usize, pick: impl Fn(&Raw) -> Result<Raw>) -> Result<Option<Self>> {
         let [part] = &*self.parts else { return Ok(None) };
         let of_rows = |scales: &Raw| {
@@ -184,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn matrices_of_other_formats_stay_apart() {
+    fn matrices_of_mixed_formats_and_nf4_matrices_are_not_joined() {
         let joined = Quantized::join(&[&matrix(3, 0.0, Format::Int8), &matrix(5, 1.0, Format::Fp8)]).unwrap();
         assert!(joined.is_none());
         assert!(Quantized::join(&[&matrix(4, 0.0, Format::Nf4)]).unwrap().is_none());

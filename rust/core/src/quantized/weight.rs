@@ -172,7 +172,8 @@ impl<'a> WeightRef<'a> {
     ///
     /// # Errors
     /// [`Error::DType`](crate::Error::DType) if `dtype` is not floating point,
-    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the values do not fit.
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the values do not fit. For a streamed weight, as
+    /// [`Streamed::values`].
     pub fn values(self, dtype: DType) -> Result<Tensor> {
         match self {
             Self::Plain(tensor) => tensor.detach().to_dtype(dtype),
@@ -181,7 +182,8 @@ impl<'a> WeightRef<'a> {
         }
     }
 
-    /// Reports to checkpoints that an operation reads this weight in addition to the inputs of the operation's tape node.
+    /// Reports to checkpoints that an operation reads this weight in addition to the inputs of the operation's tape
+    /// node.
     pub(crate) fn is_read(self) {
         if let Self::Plain(tensor) = self {
             checkpoint::reads(&[tensor]);

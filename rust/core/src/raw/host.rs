@@ -18,7 +18,8 @@ pub fn own_copy(raw: &Raw) -> Result<Raw> {
 ///
 /// # Errors
 /// For a tensor on a GPU: [`Error::Index`] if an operation on the GPU has found an id out of range since values were
-/// last read from that GPU, [`Error::Device`] inside a captured function, [`Error::DType`] for floats of 8 bits or fewer.
+/// last read from that GPU, [`Error::Device`] inside a captured function or if the driver reports an error,
+/// [`Error::DType`] for floats of 8 bits or fewer.
 pub fn to_cpu(raw: &Raw) -> Result<Raw> {
     if raw.device().is_cpu() {
         return Ok(raw.clone());
@@ -104,7 +105,8 @@ pub fn with_bytes<R>(raw: &Raw, with: impl FnOnce(&[u8]) -> R) -> Result<R> {
 
 /// A contiguous CPU tensor whose elements `fill` writes in the byte order of this machine. The tensor's bytes are split
 /// into slices of `part` bytes (the last may be shorter). Several threads call `fill` in parallel, once for each slice;
-/// its arguments are the slice's byte offset in the tensor and the slice. `part` must be a multiple of the element size.
+/// its arguments are the slice's byte offset in the tensor and the slice. `part` must be a multiple of the element
+/// size.
 ///
 /// # Errors
 /// [`Error::DType`] if `dtype` is not u8, u32, i64, bf16, f16, f32 or f64; the first error of `fill`.
@@ -124,7 +126,8 @@ pub fn filled_in_parts(
         let room = &mut values.spare_capacity_mut()[..count];
         let failure = Mutex::new(None);
         par_chunks_mut(room, part / size_of::<T>(), |number, room| {
-            // SAFETY: the slice is filled with zero bytes before it is read, and zero bytes are a number of every dtype.
+            // SAFETY: the slice is filled with zero bytes before it is read, and zero bytes are a number of every
+            // dtype.
             let bytes = unsafe {
                 room.as_mut_ptr().write_bytes(0, room.len());
                 std::slice::from_raw_parts_mut(room.as_mut_ptr().cast::<u8>(), size_of_val(room))

@@ -42,8 +42,8 @@ fn cpu_len(storage: &CpuStorage) -> usize {
     }
 }
 
-/// Whether `raw`, of shape `[.., heads, positions, features]`, has the heads of one position next to each other in memory
-/// (the stride of heads is smaller than that of positions). A transposed view of a contiguous tensor of shape
+/// Whether `raw`, of shape `[.., heads, positions, features]`, has the heads of one position next to each other in
+/// memory (the stride of heads is smaller than that of positions). A transposed view of a contiguous tensor of shape
 /// `[.., positions, heads * features]` has this layout.
 pub fn heads_lie_inside(raw: &Raw) -> bool {
     let rank = raw.rank();
@@ -55,8 +55,8 @@ pub fn is_float(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64)
 }
 
-/// The number of elements of the shape `dims`. Call this function before candle allocates a tensor on the CPU, because a
-/// failed allocation in candle aborts the process.
+/// The number of elements of the shape `dims`. Call this function before candle allocates a tensor on the CPU, because
+/// a failed allocation in candle aborts the process.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`] if the tensor's size in bytes overflows, or exceeds the memory that is available.
@@ -80,7 +80,8 @@ pub fn check_allocation(op: &'static str, dims: &[usize], dtype: DType) -> Resul
     Ok(count)
 }
 
-/// [`check_allocation`] on the CPU. On a CUDA device, [`check_size`] alone: the allocation itself reports missing memory.
+/// [`check_allocation`] on the CPU. On a CUDA device, [`check_size`] alone: the allocation itself reports missing
+/// memory.
 ///
 /// # Errors
 /// As [`check_allocation`].

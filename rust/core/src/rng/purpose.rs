@@ -157,12 +157,12 @@ mod tests {
     }
 
     #[test]
-    fn values_of_many_samples_have_their_moments_and_are_uncorrelated() {
+    fn values_of_many_samples_have_the_moments_of_their_distribution_and_are_uncorrelated() {
         const COUNT: usize = 50_000;
         let samples: Vec<u64> = (0..COUNT as u64).collect();
         let normals = normal_samples(3, Purpose::Noise, &samples, 2);
-        // Six standard deviations of a mean of COUNT values with variance 1. For another variance, the bound is multiplied
-        // by its square root.
+        // Six standard deviations of a mean of COUNT values with variance 1. For another variance, the bound is
+        // multiplied by its square root.
         let bound = 6.0 / (COUNT as f64).sqrt();
         let column = |at: usize| normals.iter().skip(at).step_by(2).map(|&v| f64::from(v)).collect::<Vec<_>>();
         let (first, second) = (column(0), column(1));

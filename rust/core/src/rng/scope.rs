@@ -1,7 +1,7 @@
 //! The generator that a thread draws from.
 //!
-//! All threads share one generator. Two kinds of work do not advance it. While a [`Stream`] exists, its thread draws from
-//! the stream's generator. The recomputation of a checkpoint draws from the positions from which the checkpoint's
+//! All threads share one generator. Two kinds of work do not advance it. While a [`Stream`] exists, its thread draws
+//! from the stream's generator. The recomputation of a checkpoint draws from the positions from which the checkpoint's
 //! forward pass drew.
 
 use std::cell::RefCell;

@@ -1,6 +1,7 @@
 //! [`State`]: the seed and the position of a generator.
 
-/// Seed and position of a generator; restoring it repeats the draws that followed.
+/// The seed and the position of a generator. A generator that is set back to a state repeats the draws that followed
+/// the state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct State {
     /// The seed.

@@ -1,5 +1,5 @@
-//! [`Held`]: the bytes of a unit (the streamed weights of one block) in the memory where the ring keeps them. The ring copies
-//! them to a slot on the device before the block runs.
+//! [`Held`]: the bytes of a unit (the streamed weights of one block) in the memory where the ring keeps them. The ring
+//! copies them to a slot on the device before the block runs.
 
 use std::fmt::Write as _;
 use std::hash::{Hash, Hasher};
@@ -34,8 +34,8 @@ pub(super) enum Bytes {
 }
 
 impl Held {
-    /// A copy of the weights of `packing`. A ring on a GPU has a `copier`, which allocates the memory; without a copier, the
-    /// copy is a CPU tensor.
+    /// A copy of the weights of `packing`. A ring on a GPU has a `copier`, which allocates the memory; without a
+    /// copier, the copy is a CPU tensor.
     pub(super) fn new(packing: &Packing, copier: Option<&Copier>) -> Result<Self> {
         let mut held = Vec::new();
         for dtype in packing.dtypes() {
@@ -81,8 +81,8 @@ impl Bytes {
         }
     }
 
-    /// Copy the bytes to `to`, the tensor of this dtype in a slot. On the CPU, the bytes are copied at once. On a GPU, the
-    /// copies that a [`Copier`] must make are added to `copies`.
+    /// Copy the bytes to `to`, the tensor of this dtype in a slot. On the CPU, the bytes are copied at once. On a GPU,
+    /// the copies that a [`Copier`] must make are added to `copies`.
     pub(super) fn bring<'a>(&'a self, to: &Raw, copies: &mut Vec<(Source<'a>, Raw)>) -> Result<()> {
         match self {
             Self::Plain(raw) => compute::copy_into(&to.narrow(0, 0, raw.elem_count())?, raw),
@@ -101,8 +101,8 @@ impl Bytes {
         }
     }
 
-    /// A copy of the values that `view` has while its slot holds this unit; `view` is a view of this dtype's tensor in a
-    /// slot. The copy is on the CPU and has one dimension.
+    /// A copy of the values that `view` has while its slot holds this unit; `view` is a view of this dtype's tensor in
+    /// a slot. The copy is on the CPU and has one dimension.
     pub(super) fn read(&self, view: &Raw) -> Result<Raw> {
         let (start, count) = (view.layout().start_offset(), view.elem_count());
         let size = view.dtype().size_in_bytes();

@@ -3,10 +3,10 @@
 //!
 //! A unit is a set of weights that are used together: those of one block of a model. A [`Ring`] has two slots on the
 //! device. While the device computes with the unit in one slot, a second CUDA stream fills the other slot with the unit
-//! that is needed next. A block calls [`Ring::enter`] with its unit before it runs. All units share the memory of the slots,
-//! so a [`Streamed`] weight has values only while its unit is the one that was entered last. Every use of the weight checks
-//! this; at any other time, the use returns an error. Operations get the values from [`Streamed::here`] and do not keep
-//! them; a backward pass calls `here` again.
+//! that is needed next. A block calls [`Ring::enter`] with its unit before it runs. All units share the memory of the
+//! slots, so a [`Streamed`] weight has values only while its unit is the one that was entered last. Every use of the
+//! weight checks this; at any other time, the use returns an error. Operations get the values from [`Streamed::here`]
+//! and do not keep them; a backward pass calls `here` again.
 
 mod held;
 mod packing;
@@ -48,8 +48,8 @@ struct Inner {
 enum State {
     /// The weight on the CPU, until the ring is created.
     Gathered(Weight),
-    /// The weight is in unit number `unit` of `ring`. `view` is a view of a slot, and has the weight's values while this
-    /// unit is in the slot.
+    /// The weight is in unit number `unit` of `ring`. `view` is a view of a slot, and has the weight's values while
+    /// this unit is in the slot.
     Placed { ring: Arc<Ring>, unit: usize, view: Weight },
 }
 
@@ -73,9 +73,9 @@ impl Streamed {
         Ok(streamed)
     }
 
-    /// Joins weights along their rows. Returns one weight that has the rows of all `weights`, in their order, and for each
-    /// of `weights` a weight of its rows alone. `None` if the units or the dtypes of `weights` differ, or if some of
-    /// `weights` are quantized and some are not.
+    /// Joins weights along their rows. Returns one weight that has the rows of all `weights`, in their order, and for
+    /// each of `weights` a weight of its rows alone. `None` if the units or the dtypes of `weights` differ, or if some
+    /// of `weights` are quantized and some are not.
     ///
     /// # Errors
     /// [`Error::Argument`] if one of `weights` is in a ring already, [`Error::OutOfMemory`] if the copy does not fit.
@@ -115,8 +115,8 @@ impl Streamed {
         &self.0.device
     }
 
-    /// The weight on its device, while its unit is the one that the ring entered last. Only work that is queued before the
-    /// ring enters another unit may use the weight, so do not keep it.
+    /// The weight on its device, while its unit is the one that the ring entered last. Only work that is queued before
+    /// the ring enters another unit may use the weight, so do not keep it.
     ///
     /// # Errors
     /// [`Error::Argument`] if the ring entered another unit last, or does not exist yet.
@@ -135,8 +135,8 @@ impl Streamed {
     /// The weight on the CPU, whatever unit the ring has entered; a copy if the weight is in a ring.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if the copy does not fit, [`Error::Argument`] if the ring does not exist yet and only another
-    /// process has the weight's values.
+    /// [`Error::OutOfMemory`] if the copy does not fit, [`Error::Argument`] if the ring does not exist yet and only
+    /// another process has the weight's values.
     pub fn host(&self) -> Result<Weight> {
         match &*self.state() {
             State::Gathered(_) if self.0.unit.is_hollow() => Err(Error::argument(
@@ -151,7 +151,8 @@ impl Streamed {
     /// A copy of the weight's values, in `dtype` and on the weight's device, whatever unit the ring has entered.
     ///
     /// # Errors
-    /// [`Error::DType`] if `dtype` is not floating point, [`Error::OutOfMemory`] if the values do not fit.
+    /// [`Error::DType`] if `dtype` is not floating point, [`Error::OutOfMemory`] if the values do not fit, and the
+    /// errors of [`host`](Self::host).
     pub fn values(&self, dtype: DType) -> Result<Tensor> {
         match self.here() {
             // A copy, because the slot gets the values of other units later.
@@ -186,8 +187,8 @@ impl std::fmt::Debug for Streamed {
 }
 
 impl Weight {
-    /// The same weight with other tensors. `of` gets each tensor of the weight (a quantized weight has several) and returns
-    /// its replacement. The order of the tensors is always the same.
+    /// The same weight with other tensors. `of` gets each tensor of the weight (a quantized weight has several) and
+    /// returns its replacement. The order of the tensors is always the same.
     fn map(&self, mut of: impl FnMut(&Raw) -> Result<Raw>) -> Result<Self> {
         match self {
             Self::Plain(tensor) => Ok(Self::Plain(Tensor::constant(of(&tensor.raw)?))),
@@ -275,8 +276,8 @@ mod tests {
         }
     }
 
-    /// Runs `work` in `size` threads, which act as the processes of one machine. Each call of `work` gets its rank, and the
-    /// exchange that connects the threads.
+    /// Runs `work` in `size` threads, which act as the processes of one machine. Each call of `work` gets its rank, and
+    /// the exchange that connects the threads.
     fn together<T: Send>(size: usize, work: impl Fn(usize, Box<Exchange>) -> T + Sync) -> Vec<T> {
         let (barrier, messages) = (Arc::new(Barrier::new(size)), Arc::new(Mutex::new(vec![Vec::new(); size])));
         let run = |rank: usize| {
@@ -296,8 +297,9 @@ mod tests {
         })
     }
 
-    /// A ring of three units and their weights. Each unit has a joined weight, a quantized weight, and the two parts of the
-    /// joined weight, in this order. The values of unit `i` come from the seeds `first + 10 i` to `first + 10 i + 2`.
+    /// A ring of three units and their weights. Each unit has a joined weight, a quantized weight, and the two parts of
+    /// the joined weight, in this order. The values of unit `i` come from the seeds `first + 10 i` to `first + 10 i +
+    /// 2`.
     fn shared(
         first: usize,
         rank: usize,
@@ -337,8 +339,8 @@ mod tests {
             assert_eq!(values(weights[2][2].host().unwrap().tensor().unwrap()), values(&weight(20)));
             ring.host_bytes()
         });
-        // All processes report the same number of bytes, which is below the bytes of three plain weights per unit: joined
-        // weights are stored once, and the third weight is quantized.
+        // All processes report the same number of bytes, which is below the bytes of three plain weights per unit:
+        // joined weights are stored once, and the third weight is quantized.
         assert!(found.iter().all(|&bytes| bytes == found[0] && bytes < 3 * 3 * SIDE * SIDE * 4), "{found:?}");
     }
 
@@ -363,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_without_peers_is_an_error_in_all_processes() {
+    fn a_process_alone_on_its_machine_is_an_error_there_and_elsewhere() {
         let alone = Sharing::new(0, Origin::Peers, Box::new(|message: &[u8]| Ok(vec![message.to_vec()])));
         assert!(alone.err().unwrap().to_string().contains("rank 0 has no other process on its machine"));
         let elsewhere = |message: &[u8]| Ok(vec![message.to_vec(), message.to_vec(), b"elsewhere".to_vec()]);

@@ -1,5 +1,5 @@
-//! [`Packing`]: where the weights of a unit (the streamed weights of one block) lie in the memory of the unit, one after the
-//! other.
+//! [`Packing`]: where the weights of a unit (the streamed weights of one block) lie in the memory of the unit, one
+//! after the other.
 
 use std::collections::HashMap;
 
@@ -14,10 +14,10 @@ use super::OP;
 /// Packed tensors begin at multiples of this many bytes, from which copies and kernels are fastest.
 const ALIGNMENT: usize = 256;
 
-/// For each weight that is a part of a joined weight ([`Streamed::join`](super::Streamed::join)): where the part begins in
-/// the joined weight. Used for weights without values: with values, a part is a view of the joined weight's storage. The
-/// key is the address of the part's storage. The value is the address of the joined weight's storage, and the index of the
-/// part's first element in the joined weight.
+/// For each weight that is a part of a joined weight ([`Streamed::join`](super::Streamed::join)): where the part begins
+/// in the joined weight. Used for weights without values: with values, a part is a view of the joined weight's storage.
+/// The key is the address of the part's storage. The value is the address of the joined weight's storage, and the index
+/// of the part's first element in the joined weight.
 pub(super) type Joined = HashMap<usize, (usize, usize)>;
 
 /// A tensor that the packing holds. Weights that are views of this tensor have no entry of their own.
@@ -31,8 +31,8 @@ struct Part {
     offset: usize,
 }
 
-/// The offset of every tensor of a unit's weights, counted separately for each dtype. Weights that share storage share it
-/// in the packing too.
+/// The offset of every tensor of a unit's weights, counted separately for each dtype. Weights that share storage share
+/// it in the packing too.
 #[derive(Default)]
 pub(super) struct Packing {
     parts: Vec<Part>,
@@ -76,9 +76,9 @@ impl Packing {
         self.parts.iter().find(has).map(|part| part.offset + (start - part.start))
     }
 
-    /// The address of the storage of `raw`, and the index of `raw`'s first element in this storage. If `raw` is a part of a
-    /// joined weight without values: the address of the joined weight's storage, and the index of the part's first element
-    /// in the joined weight.
+    /// The address of the storage of `raw`, and the index of `raw`'s first element in this storage. If `raw` is a part
+    /// of a joined weight without values: the address of the joined weight's storage, and the index of the part's first
+    /// element in the joined weight.
     fn origin(&self, raw: &Raw) -> (usize, usize) {
         let (storage, start) = (storage_identity(raw).0, raw.layout().start_offset());
         self.joined.get(&storage).copied().unwrap_or((storage, start))

@@ -81,8 +81,8 @@ impl Pages {
         Ok(Self { address, len, file: Some(file) })
     }
 
-    /// The description by which another process [opens](Self::open) this memory: process, file descriptor, device, inode,
-    /// size in bytes. It is valid until this process [closes](Self::close) the memory.
+    /// The description by which another process [opens](Self::open) this memory: process, file descriptor, device,
+    /// inode, size in bytes. It is valid until this process [closes](Self::close) the memory.
     ///
     /// # Errors
     /// [`Error::Argument`] if the memory is closed.

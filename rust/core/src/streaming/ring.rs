@@ -51,13 +51,14 @@ enum Direction {
 }
 
 impl Ring {
-    /// Create the slots on `device`, and move the weights of `units` to pinned memory of the host, which `device` can read
-    /// by itself. If the system gives too little pinned memory, the last units are in pageable memory, from which a thread
-    /// copies them. If `device` is the CPU, the weights move to other memory of this process. Forward passes use the units
-    /// in the given order, backward passes in reverse order.
+    /// Create the slots on `device`, and move the weights of `units` to pinned memory of the host, which `device` can
+    /// read by itself. If the system gives too little pinned memory, the last units are in pageable memory, from which
+    /// a thread copies them. If `device` is the CPU, the weights move to other memory of this process. Forward passes
+    /// use the units in the given order, backward passes in reverse order.
     ///
-    /// With `sharing`, the processes of a machine share one copy of the weights. The copy is in the memory of the host, or
-    /// in slices on the devices of these processes ([`Origin`]). All processes of `sharing` must then call this function.
+    /// With `sharing`, the processes of a machine share one copy of the weights. The copy is in the memory of the host,
+    /// or in slices on the devices of these processes ([`Origin`]). All processes of `sharing` must then call this
+    /// function.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the slots do not fit on the device, or the units do not fit where they are kept;
@@ -115,7 +116,8 @@ impl Ring {
         if copier.is_staging() {
             return found;
         }
-        // Of the pinned memory that the system gives, this leaves about three tenths for other copies, such as those of batches.
+        // Of the pinned memory that the system gives, this leaves about three tenths for other copies, such as those of
+        // batches.
         let pinned = held.len() * 7 / 10;
         held[pinned..].iter_mut().for_each(|held| held.unpin(copier));
         copier.start_staging()?;
@@ -167,8 +169,8 @@ impl Ring {
         sharing.pages(end, fill, used)
     }
 
-    /// Divide every unit into slices, one on the device of each of the machine's N processes. Process i mod N has loaded the
-    /// values of unit i, and writes all slices of this unit.
+    /// Divide every unit into slices, one on the device of each of the machine's N processes. Process i mod N has
+    /// loaded the values of unit i, and writes all slices of this unit.
     fn slice(
         self: &Arc<Self>,
         units: &[Unit],
@@ -231,13 +233,13 @@ impl Ring {
     /// `unit - 1` while a checkpoint recomputes. After this call only the weights of `unit` can be used.
     ///
     /// # Errors
-    /// [`Error::Device`] if the driver reports an error.
+    /// [`Error::Argument`] if the model is not complete yet, [`Error::Device`] if the driver reports an error.
     pub fn enter(&self, unit: usize) -> Result<()> {
         self.go(unit, if checkpoint::is_replaying() { Direction::Down } else { Direction::Up })
     }
 
-    /// `result`, with a node on the tape that [enters](Self::enter) `unit` in the backward pass. The backward pass reaches
-    /// this node before the operations that computed `result`.
+    /// `result`, with a node on the tape that [enters](Self::enter) `unit` in the backward pass. The backward pass
+    /// reaches this node before the operations that computed `result`.
     #[must_use]
     pub fn reenter(self: &Arc<Self>, unit: usize, result: Tensor) -> Tensor {
         let Some(node) = result.node.clone() else { return result };
@@ -295,8 +297,8 @@ impl Ring {
         self.state().current == Some(unit)
     }
 
-    /// The values that `view`, a view of a tensor of a slot, has while `unit` is in the slot. They are copied to the CPU
-    /// from where the ring keeps the unit; the slot is not read.
+    /// The values that `view`, a view of a tensor of a slot, has while `unit` is in the slot. They are copied to the
+    /// CPU from where the ring keeps the unit; the slot is not read.
     pub(super) fn read(&self, unit: usize, view: &Raw) -> Result<Raw> {
         let held = self.units[unit].get().and_then(|held| held.0.iter().find(|(dtype, _)| *dtype == view.dtype()));
         let Some((_, bytes)) = held else {
@@ -315,8 +317,8 @@ impl Ring {
         self.units.iter().filter_map(OnceLock::get).flat_map(|held| &held.0).map(|(_, bytes)| bytes.len()).sum()
     }
 
-    /// The state of the slots. After a graph was recorded or replayed, the contents of the slots are not known, and the state
-    /// is that of empty slots.
+    /// The state of the slots. After a graph was recorded or replayed, the contents of the slots are not known, and the
+    /// state is that of empty slots.
     fn state(&self) -> MutexGuard<'_, State> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let epoch = self.copier.as_ref().map_or(0, Copier::epoch);

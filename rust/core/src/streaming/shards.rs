@@ -1,9 +1,9 @@
-//! [`Shards`]: units (the streamed weights of one block each) in slices. Each process of a machine keeps one slice of every
-//! unit; a process's shard is the memory that has its slices of all units.
+//! [`Shards`]: units (the streamed weights of one block each) in slices. Each process of a machine keeps one slice of
+//! every unit; a process's shard is the memory that has its slices of all units.
 //!
-//! Processes that train together need the same unit at the same time. If one process kept a whole unit, all others would
-//! read the unit through the link of that process's device. With slices, every device sends and receives as much as the
-//! others.
+//! Processes that train together need the same unit at the same time. If one process kept a whole unit, all others
+//! would read the unit through the link of that process's device. With slices, every device sends and receives as much
+//! as the others.
 
 use std::ops::Range;
 
@@ -19,8 +19,8 @@ use crate::{Result, compute};
 /// Slices begin at multiples of this many bytes, from which copies are fastest.
 const ALIGNMENT: usize = 256;
 
-/// Where the `len` bytes of one dtype of a unit are: process `p` has bytes `p * slice` to `(p + 1) * slice` of them, from
-/// offset `start` of its shard on. The last slices may be shorter or empty.
+/// Where the `len` bytes of one dtype of a unit are: process `p` has bytes `p * slice` to `(p + 1) * slice` of them,
+/// from offset `start` of its shard on. The last slices may be shorter or empty.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place {
     start: usize,
@@ -40,7 +40,8 @@ struct Piece {
 }
 
 impl Place {
-    /// The place of `len` bytes in the shards of `processes` processes. All slices begin at offset `start` of the shards.
+    /// The place of `len` bytes in the shards of `processes` processes. All slices begin at offset `start` of the
+    /// shards.
     pub(super) fn new(start: usize, len: usize, processes: usize) -> Self {
         Self { start, slice: len.div_ceil(processes).next_multiple_of(ALIGNMENT), len }
     }
@@ -75,9 +76,9 @@ pub(super) enum Shards {
 }
 
 impl Shards {
-    /// Shards of `bytes` bytes each. All processes of the machine must call this function at the same time. `fill` writes
-    /// the bytes that this process has for all shards. When this function returns, all processes have written, and any
-    /// shard may be read.
+    /// Shards of `bytes` bytes each. All processes of the machine must call this function at the same time. `fill`
+    /// writes the bytes that this process has for all shards. When this function returns, all processes have written,
+    /// and any shard may be read.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if a shard does not fit in memory,
@@ -108,8 +109,8 @@ impl Shards {
         Ok((Self::Device(shards), text))
     }
 
-    /// Open the shards of the other processes. `texts` has the text of each process of the machine; `number` is the number
-    /// of this process among them.
+    /// Open the shards of the other processes. `texts` has the text of each process of the machine; `number` is the
+    /// number of this process among them.
     fn open(self, texts: &[&str], number: usize) -> Result<Self> {
         match self {
             Self::Host(mut own) => {
@@ -127,8 +128,8 @@ impl Shards {
         }
     }
 
-    /// Write `bytes` to `place`, from its byte number `start` on, into the shards that have these bytes. The shards must not
-    /// be closed yet.
+    /// Write `bytes` to `place`, from its byte number `start` on, into the shards that have these bytes. The shards
+    /// must not be closed yet.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the system gives no memory,
@@ -171,8 +172,8 @@ impl Shards {
     }
 
     /// The copies that bring all bytes of `place` to `to`, the tensor of this dtype in a slot, if the shards are on the
-    /// devices. Process `p` begins with the slice of process `p + 1`, so that no two processes read from one device at a
-    /// time while all processes copy.
+    /// devices. Process `p` begins with the slice of process `p + 1`, so that no two processes read from one device at
+    /// a time while all processes copy.
     pub(super) fn copies<'a>(&'a self, place: Place, to: &Raw) -> Result<Vec<(Source<'a>, Raw)>> {
         let Self::Device(shards) = self else { return Ok(Vec::new()) };
         let size = to.dtype().size_in_bytes();
@@ -186,8 +187,8 @@ impl Shards {
         Ok(all)
     }
 
-    /// Bytes `range` of `place`, if the shards are on the devices: copied to a vector on the CPU that has the dtype and the
-    /// element count of `like`.
+    /// Bytes `range` of `place`, if the shards are on the devices: copied to a vector on the CPU that has the dtype and
+    /// the element count of `like`.
     pub(super) fn downloaded(&self, place: Place, range: Range<usize>, like: &Raw) -> Result<Raw> {
         let all = compute::zeros(&[like.elem_count()], like.dtype(), like.device())?;
         if let Self::Device(shards) = self {

@@ -32,8 +32,8 @@ pub struct Sharing {
     exchange: Box<Exchange>,
     rank: usize,
     origin: Origin,
-    /// The ranks of the processes on this machine, in ascending order. The first process writes a copy in the memory of the
-    /// host.
+    /// The ranks of the processes on this machine, in ascending order. The first process writes a copy in the memory of
+    /// the host.
     machine: Vec<usize>,
 }
 
@@ -41,8 +41,8 @@ thread_local! {
     static CURRENT: RefCell<Option<Arc<Sharing>>> = const { RefCell::new(None) };
 }
 
-/// A name that is equal in all processes that can share memory with this one: those with the same boot of the system, the
-/// same PID namespace and the same user. `None` if the system does not report the boot, the namespace or the user.
+/// A name that is equal in all processes that can share memory with this one: those with the same boot of the system,
+/// the same PID namespace and the same user. `None` if the system does not report the boot, the namespace or the user.
 pub fn machine() -> Option<String> {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     let numbers = std::fs::read_link("/proc/self/ns/pid").ok()?;
@@ -51,12 +51,12 @@ pub fn machine() -> Option<String> {
 }
 
 impl Sharing {
-    /// Find out which processes are on the same machine as this one; all processes must call this function. `rank` is the
-    /// rank of this process.
+    /// Find out which processes are on the same machine as this one; all processes must call this function. `rank` is
+    /// the rank of this process.
     ///
     /// # Errors
-    /// The errors of `exchange`; [`Error::Argument`] if `exchange` returns too few messages or, with [`Origin::Peers`], if a
-    /// process is alone on its machine.
+    /// The errors of `exchange`; [`Error::Argument`] if `exchange` returns too few messages or, with [`Origin::Peers`],
+    /// if a process is alone on its machine.
     pub fn new(rank: usize, origin: Origin, exchange: Box<Exchange>) -> Result<Arc<Self>> {
         // A process that cannot name its machine counts as alone on a machine.
         let mine = machine().unwrap_or_else(|| format!("rank {rank}"));
@@ -148,10 +148,10 @@ impl Sharing {
         Ok(())
     }
 
-    /// Create memory of at least `bytes` bytes that all processes of this machine share, and return the result of `used`.
-    /// `fill` is called in every process; only in the process that writes the memory, `fill` gets the memory. Then `used`
-    /// is called in every process with the written memory. When this function returns, `used` has returned in all
-    /// processes.
+    /// Create memory of at least `bytes` bytes that all processes of this machine share, and return the result of
+    /// `used`. `fill` is called in every process; only in the process that writes the memory, `fill` gets the memory.
+    /// Then `used` is called in every process with the written memory. When this function returns, `used` has returned
+    /// in all processes.
     pub(super) fn pages<T>(
         &self,
         bytes: usize,
@@ -174,8 +174,8 @@ impl Sharing {
         Ok(self.tell(used(pages), |_| String::new())?.0)
     }
 
-    /// Send a text made from the value `mine` to all processes; returns `mine`, and the texts of all processes by rank. If
-    /// `mine` is an error in one process, this function returns an error in all processes.
+    /// Send a text made from the value `mine` to all processes; returns `mine`, and the texts of all processes by rank.
+    /// If `mine` is an error in one process, this function returns an error in all processes.
     pub(super) fn tell<T>(&self, mine: Result<T>, text: impl FnOnce(&T) -> String) -> Result<(T, Vec<String>)> {
         let message = match &mine {
             Ok(found) => format!("+{}", text(found)),

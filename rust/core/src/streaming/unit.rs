@@ -22,8 +22,8 @@ struct Contents {
     weights: Vec<Weak<Inner>>,
     /// The digest of the values that [`Unit::share`] was called with, in the order of the calls.
     digest: u64,
-    /// `Some` if this process does not keep the weights' values. The map says for each part of a joined weight which of the
-    /// joined weight's elements it has.
+    /// `Some` if this process does not keep the weights' values. The map says which elements of a joined weight each of
+    /// its parts has.
     hollow: Option<Joined>,
     /// Tensors whose storage `hollow` names by its address, kept alive so that no other storage gets that address.
     kept: Vec<Raw>,
@@ -54,9 +54,9 @@ impl Unit {
         self.contents().weights.iter().filter_map(Weak::upgrade).map(Streamed).collect()
     }
 
-    /// Add the values of `weight` to the unit's digest. Returns the weight that this process keeps for its model: `weight`
-    /// itself if this process writes the unit for all processes of the machine; in other processes a weight of the same
-    /// shape and dtype that has one element in memory.
+    /// Add the values of `weight` to the unit's digest. Returns the weight that this process keeps for its model:
+    /// `weight` itself if this process writes the unit for all processes of the machine; in other processes a weight of
+    /// the same shape and dtype that has one element in memory.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the system gives no memory.
@@ -92,7 +92,8 @@ impl Unit {
         Packing::of(&weights, self.contents().hollow.as_ref())
     }
 
-    /// The tensors concatenated along their first dimension, and for each of them the part of the result that it became.
+    /// The tensors concatenated along their first dimension, and for each of them the part of the result that it
+    /// became.
     pub(super) fn cat(&self, tensors: &[&Tensor]) -> Result<(Tensor, Vec<Tensor>)> {
         let rows = tensors.iter().map(|tensor| tensor.dims()[0]).sum();
         let contents = &mut *self.contents();

@@ -19,8 +19,8 @@ use crate::tensor::Tensor;
 use crate::var::Var;
 use crate::{Error, Result, compute};
 
-/// Products that are added to the gradient buffers of variables. On CUDA, products wait until their operands together have
-/// 128 MiB, or until the pass ends; then many of them run in one launch.
+/// Products that are added to the gradient buffers of variables. On CUDA, products wait until their operands together
+/// have 128 MiB, or until the pass ends; then many of them run in one launch.
 #[derive(Default)]
 struct Buffered {
     /// The ids of the variables with such products.
@@ -76,8 +76,8 @@ impl BackwardContext<'_> {
             .is_some_and(|n| self.wanted.is_none_or(|w| w.contains(&n.id())))
     }
 
-    /// Add `grad` (in the input's shape and dtype) to the gradient of input `index`. The first `grad` of an input is kept
-    /// without a copy, and may be a strided view; later ones are added to it.
+    /// Add `grad` (in the input's shape and dtype) to the gradient of input `index`. The first `grad` of an input is
+    /// kept without a copy, and may be a strided view; later ones are added to it.
     pub fn add(&mut self, index: usize, grad: Raw) -> Result<()> {
         self.add_pending(index, Pending::new(grad, false))
     }
@@ -94,8 +94,9 @@ impl BackwardContext<'_> {
         }
     }
 
-    /// Take out the gradient that input `index` has so far, if it is contiguous and of `dtype`. A kernel can then compute
-    /// another gradient and add both in one launch. The caller must then [`add`](Self::add) this sum to the input.
+    /// Take out the gradient that input `index` has so far, if it is complete, contiguous and of `dtype`. A kernel can
+    /// then compute a further gradient of the input and add the two in one launch. The caller must [`add`](Self::add)
+    /// the sum.
     #[cfg(feature = "cuda")]
     pub(crate) fn take_pending(&mut self, index: usize, dtype: DType) -> Option<Pending> {
         let id = self.node.inputs.get(index)?.as_ref()?.id();
@@ -104,8 +105,8 @@ impl BackwardContext<'_> {
         if self.table.get(&id).is_some_and(fits) { self.table.remove(&id) } else { None }
     }
 
-    /// Add `grad` to the gradient of input `index`, at the indices from `start` on along dimension `dim`. The gradient of the
-    /// input has the shape `dims`; its other elements are zero unless another gradient is added there.
+    /// Add `grad` to the gradient of input `index`, at the indices from `start` on along dimension `dim`. The gradient
+    /// of the input has the shape `dims`; its other elements are zero unless another gradient is added there.
     pub fn add_part(&mut self, index: usize, dims: &[usize], dim: usize, start: usize, grad: &Raw) -> Result<()> {
         let part = start..start + grad.dims()[dim];
         if let Some(place) = self.part(index, (grad, dims), dim, part.clone())? {
@@ -120,9 +121,10 @@ impl BackwardContext<'_> {
         compute::accumulate(&pending.sum.narrow(dim, part.start, part.len())?, grad)
     }
 
-    /// A view of the gradient of input `index` at the indices `part` along dimension `dim`. The caller must write the whole
-    /// view. `None` if the input needs no gradient, or if some of the view has been written already; use
-    /// [`add_part`](Self::add_part) then. The gradient has the shape `dims`, and the dtype and the device of `like`.
+    /// A view of the gradient of input `index` at the indices `part` along dimension `dim`. The caller must write the
+    /// whole view. `None` if the input needs no gradient, if some of the view has been written already, or if the
+    /// gradient is written in parts along another dimension; use [`add_part`](Self::add_part) then. The gradient has
+    /// the shape `dims`, and the dtype and the device of `like`.
     pub(crate) fn part(
         &mut self,
         index: usize,
@@ -145,8 +147,8 @@ impl BackwardContext<'_> {
     /// dtype of the gradient. The shape has as many elements as the product. The dtype is that of a and b; if they are
     /// f16 or bf16, it may also be f32.
     ///
-    /// If the input is a variable with a gradient buffer, or has a gradient that can change in place, the product kernel
-    /// adds to this buffer or gradient: there is no temporary tensor and no separate addition.
+    /// If the input is a variable with a gradient buffer, or has a gradient that can change in place, the product
+    /// kernel adds to this buffer or gradient: there is no temporary tensor and no separate addition.
     pub fn add_product(
         &mut self,
         index: usize,
@@ -204,8 +206,9 @@ impl BackwardContext<'_> {
         Ok(Some(sum))
     }
 
-    /// The gradient buffer of input `index`, a variable; the caller must add a gradient to it. `None` if the input has no
-    /// buffer, or one of another dtype: the caller then passes the gradient to [`add`](Self::add).
+    /// The gradient buffer of input `index`, a variable; the caller must add a gradient to it. `None` if the input
+    /// needs no gradient or has no buffer of `dtype`, or if the pass does not change the gradients of variables: the
+    /// caller then passes the gradient to [`add`](Self::add).
     #[cfg(feature = "cuda")]
     pub(crate) fn buffer(&mut self, index: usize, dtype: DType) -> Option<Raw> {
         let (true, Some(buffered)) = (self.needs(index), self.buffered.as_deref_mut()) else { return None };
@@ -273,9 +276,9 @@ impl Ord for Youngest {
     }
 }
 
-/// Run the backward pass from `root`, whose gradient is `seed`. Only nodes in `wanted` get gradients (`None`: all nodes).
-/// `finish` gets each node of `targets` (`None`: each leaf) and its gradient.
-fn walk(
+/// Run the backward pass from `root`, whose gradient is `seed`. Only nodes in `wanted` get gradients (`None`: all
+/// nodes). `finish` gets each node of `targets` (`None`: each leaf) and its gradient.
+fn differentiate(
     root: &Arc<Node>,
     seed: Raw,
     retain_graph: bool,
@@ -346,7 +349,7 @@ fn seed_for(op: &'static str, loss: &Tensor, gradient: Option<&Tensor>) -> Resul
         Some(g) if g.dims() != loss.dims() => {
             return Err(Error::shape(
                 op,
-                format!("the gradient has shape {:?}, the tensor {:?}", g.dims(), loss.dims()),
+                format!("the gradient has shape {:?}, the tensor {:?}; they must be equal", g.dims(), loss.dims()),
             ));
         }
         Some(g) if g.dtype() != loss.dtype() => compute::cast(&g.raw, loss.dtype())?,
@@ -379,30 +382,32 @@ fn ones_like(raw: &Raw) -> Result<Raw> {
 }
 
 impl Tensor {
-    /// Differentiate this tensor of one element with respect to every variable it depends on. The gradients are added to
-    /// [`Var::grad`]. The values that an operation has saved are freed as soon as its gradients are computed.
+    /// Differentiate this tensor of one element with respect to every variable it depends on. The gradients are added
+    /// to [`Var::grad`]. The values that an operation has saved are freed as soon as its gradients are computed.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the tensor does not have one element, [`Error::Autograd`] if it does not depend on a variable,
-    /// the graph was differentiated before, or a variable was changed in place since an operation has saved its values.
+    /// [`Error::Shape`] if the tensor does not have one element, [`Error::Autograd`] if it does not depend on a
+    /// variable, the graph was differentiated before, or a variable was changed in place after an operation saved the
+    /// variable's values.
     pub fn backward(&self) -> Result<GradStore> {
         self.backward_with(None, false)
     }
 
-    /// [`backward`](Tensor::backward) of a tensor of any shape: `gradient`, of the same shape, is the gradient of the loss
-    /// with respect to this tensor. The graph is kept for another backward pass if `retain_graph`.
+    /// [`backward`](Tensor::backward) of a tensor of any shape: `gradient`, of the same shape, is the gradient of the
+    /// loss with respect to this tensor. The graph is kept for another backward pass if `retain_graph`.
     ///
     /// # Errors
-    /// As [`backward`](Tensor::backward), and [`Error::Shape`] if `gradient` has another shape than the tensor.
+    /// [`Error::Shape`] if `gradient` has another shape than the tensor, or if it is `None` and the tensor does not
+    /// have one element; [`Error::Autograd`] as [`backward`](Tensor::backward).
     pub fn backward_with(&self, gradient: Option<&Self>, retain_graph: bool) -> Result<GradStore> {
         let (root, seed) = seed_for("backward", self, gradient)?;
         let (mut reached, mut buffered) = (FxHashSet::default(), Buffered::default());
-        let walked = walk(&root, seed, retain_graph, None, None, Some(&mut buffered), |node, grad| {
+        let outcome = differentiate(&root, seed, retain_graph, None, None, Some(&mut buffered), |node, grad| {
             reached.insert(node.id());
             node.leaf().map_or(Ok(()), |leaf| leaf.accumulate(grad))
         });
         let run = buffered.run();
-        walked?;
+        outcome?;
         run?;
         reached.extend(buffered.variables);
         Ok(GradStore { reached })
@@ -429,9 +434,9 @@ pub fn grad(
         };
         targets.entry(node.id()).or_insert(index);
     }
-    let wanted = on_the_way(&root, &targets);
+    let wanted = on_paths_to(&root, &targets);
     let mut found: FxHashMap<u64, Raw> = FxHashMap::default();
-    walk(&root, seed, retain_graph, Some(&wanted), Some(&targets), None, |node, grad| {
+    differentiate(&root, seed, retain_graph, Some(&wanted), Some(&targets), None, |node, grad| {
         found.insert(node.id(), grad);
         Ok(())
     })?;
@@ -444,8 +449,9 @@ pub fn grad(
         .collect()
 }
 
-/// The ids of the nodes that lie on a path from `root` to a target, along the inputs of nodes: only these get gradients.
-fn on_the_way(root: &Arc<Node>, targets: &FxHashMap<u64, usize>) -> FxHashSet<u64> {
+/// The ids of the nodes that lie on a path from `root` to a target, along the inputs of nodes: only these get
+/// gradients.
+fn on_paths_to(root: &Arc<Node>, targets: &FxHashMap<u64, usize>) -> FxHashSet<u64> {
     let mut nodes: Vec<&Arc<Node>> = Vec::new();
     let mut seen: FxHashSet<u64> = FxHashSet::default();
     let mut stack = vec![root];

@@ -103,7 +103,8 @@ impl Leaf {
         &self.is_replaced
     }
 
-    /// The gradient, if there is one: a copy of the buffer or, if there is no buffer, the kept tensor, which never changes.
+    /// The gradient, if there is one: a copy of the buffer or, if there is no buffer, the kept tensor, which never
+    /// changes.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if there is no memory for the copy.
@@ -120,8 +121,8 @@ impl Leaf {
         self.gradient.read().current().cloned()
     }
 
-    /// The flat buffer that the gradient is accumulated in, as a vector, and the gradient's range in this vector. `None`
-    /// if there is no buffer, or no gradient in it.
+    /// The flat buffer that the gradient is accumulated in, as a vector, and the gradient's range in this vector.
+    /// `None` if there is no buffer, or no gradient in it.
     pub(crate) fn vector(&self) -> Option<(Raw, Range<usize>)> {
         let gradient = self.gradient.read();
         gradient.vector().filter(|_| gradient.filled)
@@ -249,8 +250,8 @@ impl Leaf {
         gradient.buffer.clone()
     }
 
-    /// Add `value`, which has the variable's shape and any floating dtype, to the gradient. The sum is in the variable's
-    /// dtype.
+    /// Add `value`, which has the variable's shape and any floating dtype, to the gradient. The sum is in the
+    /// variable's dtype.
     pub(crate) fn accumulate(&self, value: Raw) -> Result<()> {
         debug_assert_eq!(value.dims(), self.shape.dims());
         let mut gradient = self.gradient.change();

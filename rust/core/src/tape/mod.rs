@@ -1,8 +1,8 @@
 //! The autograd tape: operations record nodes, and a backward pass visits the nodes in reverse order of creation.
 //!
-//! Three rules keep the tape small and safe. A node saves only the values that its backward pass reads. A backward pass,
-//! and the drop of a graph, visit the nodes without recursion, so graphs may have any depth. If a saved variable was changed
-//! in place, a backward pass that reads it returns an error, never a wrong gradient.
+//! Three rules keep the tape small and safe. A node saves only the values that its backward pass reads. A backward
+//! pass, and the drop of a graph, visit the nodes without recursion, so graphs may have any depth. If a saved variable
+//! was changed in place, a backward pass that reads it returns an error, never a wrong gradient.
 
 pub(crate) mod backward;
 mod leaf;

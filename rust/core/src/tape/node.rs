@@ -13,8 +13,8 @@ use crate::{Error, Result};
 
 /// The derivative of one recorded operation, with the values that the operation saved.
 pub trait Backward: Send + Sync {
-    /// Read [`BackwardContext::grad`], the gradient of the result, and [`add`](BackwardContext::add) a gradient for each
-    /// input that [`needs`](BackwardContext::needs) one.
+    /// Read [`BackwardContext::grad`], the gradient of the result, and [`add`](BackwardContext::add) a gradient for
+    /// each input that [`needs`](BackwardContext::needs) one.
     ///
     /// # Errors
     /// The errors of the computation. An error ends the whole backward pass.
@@ -87,7 +87,8 @@ impl Node {
     pub(crate) fn result(&self) -> Result<Raw> {
         let gone = || {
             let message = format!(
-                "an earlier backward has freed the values that {} saved; pass retain_graph=True to it to differentiate again",
+                "an earlier backward has freed the values that {} saved; pass retain_graph=True to the first backward \
+                 to differentiate again",
                 self.name
             );
             Error::autograd("backward", message)

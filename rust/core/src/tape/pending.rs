@@ -55,8 +55,8 @@ impl Pending {
         self.unset.ranges.is_empty()
     }
 
-    /// A view of the indices `part` along `dim` of `sum`. The caller must write all elements of the view. `None` if some of
-    /// them have been written already, or if `sum` is written in parts along another dimension.
+    /// A view of the indices `part` along `dim` of `sum`. The caller must write all elements of the view. `None` if
+    /// some of them have been written already, or if `sum` is written in parts along another dimension.
     pub(super) fn take(&mut self, dim: usize, part: &Range<usize>) -> Result<Option<Raw>> {
         let is_free = self.unset.take(dim, part);
         Ok(is_free.then(|| self.sum.narrow(dim, part.start, part.len())).transpose()?)

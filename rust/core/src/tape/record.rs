@@ -72,9 +72,9 @@ impl Saver<'_> {
         }
     }
 
-    /// Keep a parameter (a weight, a bias, a norm's scale). If the parameter is changed in place before the backward pass
-    /// reads it, the backward pass returns an error. The parameter does not count as saved memory. A parameter that is the
-    /// result of operations is [saved](Self::save) like an activation.
+    /// Keep a parameter (a weight, a bias, a norm's scale). If the parameter is changed in place before the backward
+    /// pass reads it, the backward pass returns an error. The parameter does not count as saved memory. A parameter
+    /// that is the result of operations is [saved](Self::save) like an activation.
     pub fn hold(&mut self, tensor: &Tensor) -> Saved {
         if tensor.is_leaf() { Saved::hold(tensor) } else { self.save(tensor) }
     }

@@ -16,8 +16,8 @@ pub struct Saved(Kind);
 enum Kind {
     Kept {
         raw: Raw,
-        /// If this is a variable's storage: the counter of the variable's changes in place, and the count when the value
-        /// was kept.
+        /// If this is a variable's storage: the counter of the variable's changes in place, and the count when the
+        /// value was kept.
         version: Option<(Arc<Version>, u64)>,
         /// Absent for variables and other parameters, which would be in memory without the tape too.
         _bytes: Option<SavedBytes>,
@@ -33,7 +33,8 @@ enum Kind {
 }
 
 impl Saved {
-    /// If [`remade`](Tensor::remade) has marked `tensor`: its value, which is recomputed when it is read. Otherwise `None`.
+    /// If [`remade`](Tensor::remade) has marked `tensor`: its value, which is recomputed when it is read. Otherwise
+    /// `None`.
     pub(crate) fn again(tensor: &Tensor) -> Option<Self> {
         tensor.node.as_ref().filter(|node| node.is_remade()).map(|node| Self(Kind::Again(node.clone())))
     }
@@ -66,8 +67,9 @@ impl Saved {
     /// The value.
     ///
     /// # Errors
-    /// [`Error::Autograd`] if the value is a variable's and the variable was changed in place after it was kept, or if a
-    /// checkpointed function behaves differently when it is run again.
+    /// [`Error::Autograd`] if the value is a variable's and the variable was changed in place after the value was kept,
+    /// if a checkpointed function behaves differently when it is run again, or if an earlier backward pass has freed
+    /// the values from which this value is recomputed. The errors of the recomputation.
     pub fn get(&self) -> Result<Raw> {
         match &self.0 {
             Kind::Kept { raw, version, .. } => {

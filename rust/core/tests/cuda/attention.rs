@@ -1,5 +1,5 @@
-//! Attention on a CUDA device at the sizes of models, and the fused norm and rotation of queries and keys, compared with
-//! the CPU in f64.
+//! Attention on a CUDA device at the sizes of models, and the fused norm and rotation of queries and keys, compared
+//! with the CPU in f64.
 
 use trainable_candle_core::ops::attention::{
     HeadSizes, Stream, normed_attention, packed_attention, scaled_dot_product_attention,
@@ -25,8 +25,8 @@ fn separate(x: &[Tensor], heads: usize, is_causal: bool) -> Result<Tensor> {
     mixed.transpose(1, 2)?.reshape(x[0].dims())
 }
 
-/// Attention over packed tensors: q, k and v side by side in one tensor if `is_of_itself`, else q in one tensor, and the k
-/// and v of a context side by side in a second one.
+/// Attention over packed tensors: q, k and v side by side in one tensor if `is_of_itself`, else q in one tensor, and
+/// the k and v of a context side by side in a second one.
 fn packed(x: &[Tensor], is_of_itself: bool, heads: usize, is_causal: bool) -> Result<Tensor> {
     let first = usize::from(!is_of_itself);
     let joined = Tensor::cat(&x[first..].iter().collect::<Vec<_>>(), 2)?;
@@ -54,9 +54,10 @@ const fn shape(model: &'static str, queries: usize, heads: usize, width: usize) 
 }
 
 /// The attentions of the models for one image. The result of a head does not depend on the number of heads, with one
-/// exception: if few heads would leave the GPU idle, several thread blocks compute partial sums of the gradients of a tile of
-/// keys. If a name ends in "of N heads", the model has N heads, for which the reference would take long. The shape then has
-/// fewer heads: just enough that one thread block computes the gradients of a tile of keys, as with N heads.
+/// exception: if few heads would leave the GPU idle, several thread blocks compute partial sums of the gradients of a
+/// tile of keys. If a name ends in "of N heads", the model has N heads, for which the reference would take long. The
+/// shape then has fewer heads: just enough that one thread block computes the gradients of a tile of keys, as with N
+/// heads.
 const SHAPES: [Shape; 9] = [
     shape("SDXL, 64 x 64, of 10 heads", 4096, 4, 64),
     shape("SDXL, 32 x 32", 1024, 20, 64),
@@ -91,8 +92,8 @@ fn attention_of_the_models_equals_the_cpu() {
     }
 }
 
-/// Sizes with incomplete tiles, tiles of queries or keys that several thread blocks share, and tiles of one thread block.
-/// Results and gradients are the same in each run, bit for bit, also if only one operand needs a gradient.
+/// Sizes with incomplete tiles, tiles of queries or keys that several thread blocks share, and tiles of one thread
+/// block. Results and gradients are the same in each run, bit for bit, also if only one operand needs a gradient.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn attention_shared_by_blocks_equals_the_cpu_and_repeats() {
@@ -138,8 +139,8 @@ fn attention_shared_by_blocks_equals_the_cpu_and_repeats() {
     }
 }
 
-/// Sizes with fewer steps (a tile of queries times a tile of keys) than thread blocks. A thread block without a step writes
-/// no partial sum, and the kernel that adds the partial sums must not read the memory for it.
+/// Sizes with fewer steps (a tile of queries times a tile of keys) than thread blocks. A thread block without a step
+/// writes no partial sum, and the kernel that adds the partial sums must not read the memory for it.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn attention_of_fewer_steps_than_blocks_reads_only_what_was_written() {
@@ -163,8 +164,8 @@ fn attention_of_fewer_steps_than_blocks_reads_only_what_was_written() {
     }
 }
 
-/// The scores of all queries do not fit in the memory that the kernels use for scores, so the kernels take some queries at
-/// a time.
+/// The scores of all queries do not fit in the memory that the kernels use for scores, so the kernels take some queries
+/// at a time.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn attention_of_wide_heads_takes_some_queries_at_a_time() {
@@ -178,8 +179,8 @@ fn attention_of_wide_heads_takes_some_queries_at_a_time() {
     near("2,900 to 12,000", &found, &expected, 2.0 * TOLERANCE[0].1);
 }
 
-/// Projections side by side in one tensor, at widths such as SDXL's. The kernels read them there without a copy, and write
-/// their gradients side by side too.
+/// Projections side by side in one tensor, at widths such as SDXL's. The kernels read them there without a copy, and
+/// write their gradients side by side too.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn attention_over_packed_projections_equals_the_cpu() {
@@ -242,8 +243,8 @@ fn norms_and_rotations_of_queries_and_keys_equal_the_cpu() {
     }
 }
 
-/// Attention over the tokens of one stream and of two, whose projections have other columns beside queries, keys and values,
-/// at sizes for the kernels of compute capability 9.0 and for the general kernels.
+/// Attention over the tokens of one stream and of two, whose projections have other columns beside queries, keys and
+/// values, at sizes for the kernels of compute capability 9.0 and for the general kernels.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn attention_over_projections_of_streams_equals_the_cpu() {

@@ -7,8 +7,8 @@ use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var, checkpoin
 
 use super::gpu;
 
-/// The bits of the values, with 0 in place of -0. Without capture a gradient may be -0; added to a buffer of zeros, as in a
-/// captured function, it becomes 0.
+/// The bits of the values, with 0 in place of -0. Without capture a gradient may be -0; added to a buffer of zeros, as
+/// in a captured function, it becomes 0.
 fn bits(x: &Tensor) -> Vec<u64> {
     to_f64_vec(x.raw()).unwrap().iter().map(|x| (x + 0.0).to_bits()).collect()
 }
@@ -127,11 +127,27 @@ fn work_that_a_graph_cannot_contain_is_rejected_without_an_effect() {
         assert_eq!(step.call(&[&x]).unwrap()[0].dims(), first[0].dims());
         assert_eq!(to_f64_vec(x.add(&x).unwrap().raw()).unwrap(), [2.0, 4.0]);
     }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn values_from_the_cpu_that_do_not_change_are_constants_of_the_graph() {
+    let device = gpu().unwrap();
+    let x = Tensor::new(&[1f32, 2.0][..], &device).unwrap();
     let constant: Function = Box::new(|x| Ok(vec![x[0].add(&Tensor::new(&[10f32, 20.0][..], x[0].device())?)?]));
     let mut step = Captured::new(&device, constant, &[&x]).unwrap();
     for _ in 0..4 {
         assert_eq!(to_f64_vec(step.call(&[&x]).unwrap()[0].raw()).unwrap(), [11.0, 22.0]);
     }
+    assert!(step.is_recorded());
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn inputs_of_another_shape_or_number_are_errors() {
+    let device = gpu().unwrap();
+    let x = Tensor::new(&[1f32, 2.0][..], &device).unwrap();
+    let mut step = Captured::new(&device, Box::new(|x| Ok(vec![x[0].exp()?])), &[&x]).unwrap();
     let wrong = Tensor::new(&[1f32][..], &device).unwrap();
     assert!(matches!(step.call(&[&wrong]), Err(Error::Shape { .. })));
     assert!(matches!(step.call(&[]), Err(Error::Argument { .. })));
@@ -197,8 +213,8 @@ fn ids_out_of_range_are_an_error_when_the_host_waits_for_the_device() {
     assert!(matches!(wrong.item(), Err(Error::Index { op: "gather", .. })));
 }
 
-/// The copies have more bytes than fit in the ring of pinned memory that they go through, and are queued while the device is
-/// busy.
+/// The copies have more bytes than fit in the ring of pinned memory that they go through, and are queued while the
+/// device is busy.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn copies_from_the_host_arrive_in_order() {

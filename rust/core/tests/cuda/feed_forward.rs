@@ -1,5 +1,5 @@
-//! Feed-forward networks with a gated unit on a CUDA device, at sizes of several thread blocks in each dimension, compared
-//! with the CPU in f64.
+//! Feed-forward networks with a gated unit on a CUDA device, at sizes of several thread blocks in each dimension,
+//! compared with the CPU in f64.
 
 use trainable_candle_core::ops::gated::swiglu_feed_forward;
 use trainable_candle_core::ops::linear_group::{LinearGroup, LowRank};
@@ -61,8 +61,8 @@ fn feed_forward_networks_equal_the_cpu() {
     }
 }
 
-/// The gradients of A and B are added to f32 buffers: after two backward passes the buffers have twice the gradient, and
-/// each pass computes the same bits.
+/// The gradients of A and B are added to f32 buffers: after two backward passes the buffers have twice the gradient,
+/// and each pass computes the same bits.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn gradients_of_feed_forward_networks_are_added_in_place() {

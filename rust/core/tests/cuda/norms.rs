@@ -1,5 +1,5 @@
-//! Norms of rows on a CUDA device, alone and fused with residual sums, compared with the CPU in f64. Fused norms are also
-//! compared with separate kernels on the same device.
+//! Norms of rows on a CUDA device, alone and fused with residual sums, compared with the CPU in f64. Fused norms are
+//! also compared with separate kernels on the same device.
 
 use trainable_candle_core::checkpoint::{Policy, checkpoint_with};
 use trainable_candle_core::ops::norm::{add_layer_norm, add_rms_norm, layer_norm, modulated_layer_norm, rms_norm};
@@ -12,10 +12,10 @@ use super::walk::value_and_gradients;
 
 const EPS: f64 = 1e-5;
 
-/// Numbers of rows and their lengths. A thread gets few or many packs (accesses of 16 bytes), a thread block has several
-/// rows or a row has several warps, some lengths are no multiple of a pack, and some rows are too long for the registers of
-/// the threads that share a row. No number of rows is a multiple of seven: over seven rows the gradients of the results
-/// (`weights_like`) add up to zero, so the gradient of a bias would be zero.
+/// Numbers of rows and their lengths. A thread gets few or many packs (accesses of 16 bytes), a thread block has
+/// several rows or a row has several warps, some lengths are no multiple of a pack, and some rows are too long for the
+/// registers of the threads that share a row. No number of rows is a multiple of seven: over seven rows the gradients
+/// of the results (`weights_like`) add up to zero, so the gradient of a bias would be zero.
 const SIZES: [[usize; 2]; 8] =
     [[1024, 1280], [4096, 640], [5000, 1280], [79, 768], [3, 12_808], [2, 40_000], [5, 12_301], [300, 33]];
 
@@ -72,8 +72,8 @@ fn modulated_norms_equal_the_cpu() {
     }
 }
 
-/// The fused kernel rounds the sum to the dtype before it normalises the sum, as separate kernels do. The recomputation of
-/// a checkpoint runs the same kernels as the first run.
+/// The fused kernel rounds the sum to the dtype before it normalises the sum, as separate kernels do. The recomputation
+/// of a checkpoint runs the same kernels as the first run.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn a_fused_residual_norm_equals_sum_and_norm_bit_for_bit() {

@@ -51,8 +51,8 @@ pub(super) fn compare_with(
     }
 }
 
-/// [`close`] with a tolerance relative to the largest magnitude in `expected`, even if this is small. If all of `expected`
-/// is 0, the tolerance is absolute.
+/// [`close`] with a tolerance relative to the largest magnitude in `expected`, even if this is small. If all of
+/// `expected` is 0, the tolerance is absolute.
 pub(super) fn near(what: &str, found: &[f64], expected: &[f64], tolerance: f64) {
     let largest = expected.iter().fold(0f64, |m, e| m.max(e.abs()));
     let largest = if largest == 0.0 { 1.0 } else { largest };
@@ -60,8 +60,8 @@ pub(super) fn near(what: &str, found: &[f64], expected: &[f64], tolerance: f64) 
     close(what, &scaled(found), &scaled(expected), tolerance).unwrap();
 }
 
-/// Every kernel for convolutions, also those of compute capability 9.0. The cases have incomplete tiles, sums that few or
-/// many thread blocks share, strides, dilations, and numbers of channels that are no multiple of a kernel's step.
+/// Every kernel for convolutions, also those of compute capability 9.0. The cases have incomplete tiles, sums that few
+/// or many thread blocks share, strides, dilations, and numbers of channels that are no multiple of a kernel's step.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn convolutions_equal_the_cpu() {
@@ -96,10 +96,10 @@ fn convolutions_equal_the_cpu() {
     }
 }
 
-/// Convolutions whose f32 operands are split into sums high + low of two bf16 numbers keep nearly the accuracy of f32. The
-/// split operands have three times the channels, for the products high · high, high · low and low · high. There are cases
-/// where steps over the channels cross from one third to the next, where channels are padded, where few or many thread
-/// blocks share a sum, where values are large or small, and where there is no bias.
+/// Convolutions whose f32 operands are split into sums high + low of two bf16 numbers keep nearly the accuracy of f32.
+/// The split operands have three times the channels, for the products high · high, high · low and low · high. There are
+/// cases where steps over the channels cross from one third to the next, where channels are padded, where few or many
+/// thread blocks share a sum, where values are large or small, and where there is no bias.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn f32_convolutions_on_tensor_cores_equal_the_cpu() {
@@ -167,8 +167,9 @@ fn groups_of_linear_layers_equal_the_cpu() {
         (77, 2048, vec![640; 2], vec![true; 2]),
         (300, 320, vec![320; 3], vec![true, false, true]),
         (300, 320, vec![320, 64, 64], vec![true; 3]),
-        // The next two cases are large enough for one product of cuBLAS and one launch that adds all terms. The last tile of rows and
-        // the last block of columns are not full. In the second case, a layer without an adapter lies between the others.
+        // The next two cases are large enough for one product of cuBLAS and one launch that adds all terms. The last
+        // tile of rows and the last block of columns are not full. In the second case, a layer without an adapter lies
+        // between the others.
         (6999, 640, vec![640, 128, 128], vec![true; 3]),
         (4097, 320, vec![96, 640, 288, 32], vec![true, false, true, true]),
     ] {
@@ -262,8 +263,8 @@ fn products_written_in_one_call_equal_those_of_the_cpu() {
     }
 }
 
-/// Ranks and numbers of rows that are multiples of the kernels' tiles, and others; inputs that need a gradient, and frozen
-/// inputs.
+/// Ranks and numbers of rows that are multiples of the kernels' tiles, and others; inputs that need a gradient, and
+/// frozen inputs.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn low_rank_products_equal_the_cpu() {

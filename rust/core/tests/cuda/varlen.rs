@@ -1,5 +1,5 @@
-//! Attention inside the segments of packed tensors (rows, heads, width) on a CUDA device, compared with the CPU in f64. A
-//! row is a token.
+//! Attention inside the segments of packed tensors (rows, heads, width) on a CUDA device, compared with the CPU in f64.
+//! A row is a token.
 
 use trainable_candle_core::capture::{Captured, Function};
 use trainable_candle_core::ops::attention::{RotaryHeads, rotary_attention, varlen_attention};
@@ -11,7 +11,7 @@ use super::products::{TOLERANCE, compare_with, in_f64, random};
 use super::{close, value_and_gradients};
 
 /// One case.
-struct Row {
+struct Case {
     /// The number of heads of queries, and that of keys.
     heads: [usize; 2],
     /// The features of a head.
@@ -35,40 +35,40 @@ const MANY: [i64; 41] = {
     bounds
 };
 
-/// The cases have tiles of rows inside of one segment, tiles with many segments, and segments and windows that end inside
-/// of a tile. The rows after the last segment begin inside of a tile and fill further tiles. Several thread blocks share a
-/// tile of a head, or one thread block has several tiles. The tensor-core kernels do not support some of the widths: those
-/// above 128 and those that are no multiple of 8.
-const ROWS: [Row; 19] = [
-    Row { heads: [12, 2], width: 128, rows: 1024, bounds: &[0, 1024], window: None },
-    Row { heads: [12, 2], width: 128, rows: 1000, bounds: &[0, 257, 320, 321, 700, 1000], window: None },
-    Row { heads: [8, 2], width: 64, rows: 1000, bounds: &[0, 257, 320, 321, 700, 1000], window: None },
-    Row { heads: [4, 1], width: 128, rows: 700, bounds: &[0, 600, 600, 700], window: Some(100) },
-    Row { heads: [4, 4], width: 64, rows: 700, bounds: &[0, 600, 600, 700], window: Some(64) },
-    Row { heads: [6, 2], width: 64, rows: 600, bounds: &[0, 30, 290, 290, 290], window: None },
-    Row { heads: [6, 2], width: 128, rows: 600, bounds: &[0, 30, 290, 290, 290], window: Some(1) },
-    Row { heads: [12, 2], width: 64, rows: 2309, bounds: &[0, 2200, 2201, 2202, 2300], window: None },
-    Row { heads: [12, 2], width: 128, rows: 2309, bounds: &[0, 2200, 2201, 2202, 2300], window: None },
-    Row { heads: [4, 2], width: 128, rows: 1500, bounds: &[0, 1400], window: Some(300) },
-    Row { heads: [8, 8], width: 128, rows: 4100, bounds: &MANY, window: None },
-    Row { heads: [8, 4], width: 64, rows: 4100, bounds: &MANY, window: Some(20) },
-    Row { heads: [16, 2], width: 96, rows: 1301, bounds: &[0, 1, 2, 300, 301, 427, 559, 600, 1301], window: None },
-    Row { heads: [32, 8], width: 128, rows: 640, bounds: &[0, 128, 129, 256, 639, 640], window: None },
-    Row { heads: [8, 8], width: 48, rows: 700, bounds: &[0, 191, 192, 384, 385], window: Some(129) },
-    Row { heads: [2, 1], width: 40, rows: 130, bounds: &[0, 1, 2, 3, 4, 5, 70, 130], window: None },
-    Row { heads: [3, 1], width: 32, rows: 65, bounds: &[0, 64, 65], window: None },
-    Row { heads: [4, 2], width: 256, rows: 200, bounds: &[0, 33, 190], window: Some(50) },
-    Row { heads: [2, 2], width: 36, rows: 100, bounds: &[0, 33, 90, 90], window: None },
+/// The cases have tiles of rows inside of one segment, tiles with many segments, and segments and windows that end
+/// inside of a tile. The rows after the last segment begin inside of a tile and fill further tiles. Several thread
+/// blocks share a tile of a head, or one thread block has several tiles. The tensor-core kernels do not support some of
+/// the widths: those above 128 and those that are no multiple of 8.
+const CASES: [Case; 19] = [
+    Case { heads: [12, 2], width: 128, rows: 1024, bounds: &[0, 1024], window: None },
+    Case { heads: [12, 2], width: 128, rows: 1000, bounds: &[0, 257, 320, 321, 700, 1000], window: None },
+    Case { heads: [8, 2], width: 64, rows: 1000, bounds: &[0, 257, 320, 321, 700, 1000], window: None },
+    Case { heads: [4, 1], width: 128, rows: 700, bounds: &[0, 600, 600, 700], window: Some(100) },
+    Case { heads: [4, 4], width: 64, rows: 700, bounds: &[0, 600, 600, 700], window: Some(64) },
+    Case { heads: [6, 2], width: 64, rows: 600, bounds: &[0, 30, 290, 290, 290], window: None },
+    Case { heads: [6, 2], width: 128, rows: 600, bounds: &[0, 30, 290, 290, 290], window: Some(1) },
+    Case { heads: [12, 2], width: 64, rows: 2309, bounds: &[0, 2200, 2201, 2202, 2300], window: None },
+    Case { heads: [12, 2], width: 128, rows: 2309, bounds: &[0, 2200, 2201, 2202, 2300], window: None },
+    Case { heads: [4, 2], width: 128, rows: 1500, bounds: &[0, 1400], window: Some(300) },
+    Case { heads: [8, 8], width: 128, rows: 4100, bounds: &MANY, window: None },
+    Case { heads: [8, 4], width: 64, rows: 4100, bounds: &MANY, window: Some(20) },
+    Case { heads: [16, 2], width: 96, rows: 1301, bounds: &[0, 1, 2, 300, 301, 427, 559, 600, 1301], window: None },
+    Case { heads: [32, 8], width: 128, rows: 640, bounds: &[0, 128, 129, 256, 639, 640], window: None },
+    Case { heads: [8, 8], width: 48, rows: 700, bounds: &[0, 191, 192, 384, 385], window: Some(129) },
+    Case { heads: [2, 1], width: 40, rows: 130, bounds: &[0, 1, 2, 3, 4, 5, 70, 130], window: None },
+    Case { heads: [3, 1], width: 32, rows: 65, bounds: &[0, 64, 65], window: None },
+    Case { heads: [4, 2], width: 256, rows: 200, bounds: &[0, 33, 190], window: Some(50) },
+    Case { heads: [2, 2], width: 36, rows: 100, bounds: &[0, 33, 90, 90], window: None },
 ];
 
 fn bounds(values: &[i64], device: &Device) -> Result<Tensor> {
     Tensor::from_vec(values.to_vec(), values.len(), device)
 }
 
-fn drawn(row: &Row) -> [Tensor; 3] {
-    [row.heads[0], row.heads[1], row.heads[1]].map(|heads| {
+fn drawn(case: &Case) -> [Tensor; 3] {
+    [case.heads[0], case.heads[1], case.heads[1]].map(|heads| {
         // The values are exact in every dtype, so that all dtypes share one reference.
-        random(&[row.rows, heads, row.width], 1.0, DType::BF16).to_dtype(DType::F16).unwrap()
+        random(&[case.rows, heads, case.width], 1.0, DType::BF16).to_dtype(DType::F16).unwrap()
     })
 }
 
@@ -76,21 +76,22 @@ fn drawn(row: &Row) -> [Tensor; 3] {
 #[ignore = "needs a CUDA device"]
 fn attention_of_segments_equals_the_cpu_and_repeats() {
     let device = gpu().unwrap();
-    for row in &ROWS {
-        let drawn = drawn(row);
-        let attend =
-            |x: &[Tensor]| varlen_attention(&x[0], &x[1], &x[2], &bounds(row.bounds, x[0].device())?, row.window, None);
+    for case in &CASES {
+        let drawn = drawn(case);
+        let attend = |x: &[Tensor]| {
+            varlen_attention(&x[0], &x[1], &x[2], &bounds(case.bounds, x[0].device())?, case.window, None)
+        };
         let expected = in_f64(&attend, &drawn);
         for (dtype, tolerance) in TOLERANCE {
             let inputs = drawn.each_ref().map(|x| x.to_dtype(dtype).unwrap());
             let what = format!(
                 "{} of {:?} heads of {} in {:?} of {}, {:?}",
                 dtype.as_str(),
-                row.heads,
-                row.width,
-                row.bounds,
-                row.rows,
-                row.window
+                case.heads,
+                case.width,
+                case.bounds,
+                case.rows,
+                case.window
             );
             compare_with(&what, &attend, &expected, &inputs, &device, 2.0 * tolerance);
             let moved = inputs.each_ref().map(|x| x.to_device(&device).unwrap());
@@ -117,12 +118,12 @@ fn attention_of_segments_equals_the_cpu_and_repeats() {
 #[ignore = "needs a CUDA device"]
 fn attention_of_projections_equals_the_cpu_and_repeats() {
     let device = gpu().unwrap();
-    for row in &ROWS {
+    for case in &CASES {
         for is_normed in [false, true] {
-            let [heads, key_heads] = row.heads;
+            let [heads, key_heads] = case.heads;
             let fixed = |dims: &[usize], spread| random(dims, spread, DType::BF16).to_dtype(DType::F32).unwrap();
-            let angles = fixed(&[row.rows, row.width / 2], 3.0);
-            let (tables, scale) = ([angles.cos().unwrap(), angles.sin().unwrap()], fixed(&[row.width], 1.0));
+            let angles = fixed(&[case.rows, case.width / 2], 3.0);
+            let (tables, scale) = ([angles.cos().unwrap(), angles.sin().unwrap()], fixed(&[case.width], 1.0));
             let attend = |x: &[Tensor]| {
                 let device = x[0].device();
                 let wide = if x[0].dtype() == DType::F64 { DType::F64 } else { DType::F32 };
@@ -131,14 +132,14 @@ fn attention_of_projections_equals_the_cpu_and_repeats() {
                 let scale = scale.to_device(device)?.to_dtype(wide)?;
                 let norms = is_normed.then_some(([Some(&scale), None], 1e-6));
                 let heads = RotaryHeads { heads, key_heads, angles: [&cos, &sin], norms };
-                rotary_attention(&x[0], heads, &bounds(row.bounds, device)?, row.window)
+                rotary_attention(&x[0], heads, &bounds(case.bounds, device)?, case.window)
             };
-            let columns = (heads + 2 * key_heads) * row.width;
-            let drawn = [random(&[row.rows, columns], 1.0, DType::BF16).to_dtype(DType::F16).unwrap()];
+            let columns = (heads + 2 * key_heads) * case.width;
+            let drawn = [random(&[case.rows, columns], 1.0, DType::BF16).to_dtype(DType::F16).unwrap()];
             let expected = in_f64(&attend, &drawn);
             for (dtype, tolerance) in TOLERANCE {
                 let inputs = drawn.each_ref().map(|x| x.to_dtype(dtype).unwrap());
-                let what = format!("{} of {:?}, normed {is_normed}, {:?}", dtype.as_str(), row.heads, row.bounds);
+                let what = format!("{} of {:?}, normed {is_normed}, {:?}", dtype.as_str(), case.heads, case.bounds);
                 compare_with(&what, &attend, &expected, &inputs, &device, 2.0 * tolerance);
                 let moved = inputs.each_ref().map(|x| x.to_device(&device).unwrap());
                 let first = value_and_gradients(&attend, &moved).unwrap();
@@ -156,21 +157,21 @@ fn attention_of_projections_equals_the_cpu_and_repeats() {
 #[ignore = "needs a CUDA device"]
 fn kernels_for_compute_capability_9_0_equal_the_general_kernels() {
     let device = gpu().unwrap();
-    for row in ROWS.iter().filter(|row| row.rows >= 256) {
-        let [heads, key_heads] = [row.heads[0] / row.heads[1] * 2, 2];
+    for case in CASES.iter().filter(|case| case.rows >= 256) {
+        let [heads, key_heads] = [case.heads[0] / case.heads[1] * 2, 2];
         let attend = |x: &[Tensor], is_general: bool| {
             let keys = |x: &Tensor| {
-                let shared = x.broadcast_as((row.rows, key_heads, row.width))?;
+                let shared = x.broadcast_as((case.rows, key_heads, case.width))?;
                 if is_general { Ok(shared) } else { shared.contiguous() }
             };
-            varlen_attention(&x[0], &keys(&x[1])?, &keys(&x[2])?, &bounds(row.bounds, &device)?, row.window, None)
+            varlen_attention(&x[0], &keys(&x[1])?, &keys(&x[2])?, &bounds(case.bounds, &device)?, case.window, None)
         };
         for (dtype, tolerance) in &TOLERANCE[1..] {
             let inputs = [heads, 1, 1]
-                .map(|heads| random(&[row.rows, heads, row.width], 1.0, *dtype).to_device(&device).unwrap());
+                .map(|heads| random(&[case.rows, heads, case.width], 1.0, *dtype).to_device(&device).unwrap());
             let [(value, grads), (expected, expected_grads)] = [false, true]
                 .map(|is_general| value_and_gradients(&|x: &[Tensor]| attend(x, is_general), &inputs).unwrap());
-            let what = format!("{} of {:?}, {:?}", dtype.as_str(), row.bounds, row.window);
+            let what = format!("{} of {:?}, {:?}", dtype.as_str(), case.bounds, case.window);
             let [found, wanted] = [value, expected].map(|value| to_f64_vec(value.raw()).unwrap());
             close(&what, &found, &wanted, *tolerance).unwrap();
             for (found, expected) in grads.iter().zip(&expected_grads) {
@@ -185,8 +186,8 @@ fn kernels_for_compute_capability_9_0_equal_the_general_kernels() {
 #[ignore = "needs a CUDA device"]
 fn a_graph_can_be_replayed_with_other_segments() {
     let device = gpu().unwrap();
-    let row = &ROWS[1];
-    let inputs = drawn(row).map(|x| x.to_device(&device).unwrap());
+    let case = &CASES[1];
+    let inputs = drawn(case).map(|x| x.to_device(&device).unwrap());
     let run = |cu_seqlens: &Tensor, inputs: &[Tensor]| -> Result<Vec<Tensor>> {
         let leaves = inputs
             .iter()

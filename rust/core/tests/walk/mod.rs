@@ -4,13 +4,13 @@ use trainable_candle_core::ops::{Case, Domain, REGISTRY};
 use trainable_candle_core::raw::{from_vec, to_f64_vec};
 use trainable_candle_core::{DType, Raw, Result, Tensor, Var, grad};
 
-/// For each dtype, the largest allowed difference between an element of the result in this dtype and the same element of the
-/// f64 result, divided by `max(1, largest absolute element of the f64 result)`.
+/// For each dtype, the largest allowed difference between an element of the result in this dtype and the same element
+/// of the f64 result, divided by `max(1, largest absolute element of the f64 result)`.
 pub const TOLERANCE: [(DType, f64); 4] =
     [(DType::F64, 1e-12), (DType::F32, 2e-5), (DType::F16, 1e-2), (DType::BF16, 6e-2)];
 
-/// One tensor of fixed values for each input of `case`, inside the input's domain. Two inputs of a case get different values.
-/// If `strided`, the tensors are transposed views of larger tensors.
+/// One tensor of fixed values for each input of `case`, inside the input's domain. Two inputs of a case get different
+/// values. If `strided`, the tensors are transposed views of larger tensors.
 pub fn draw(case: &Case, dtype: DType, strided: bool) -> Result<Vec<Tensor>> {
     case.inputs
         .iter()
@@ -39,8 +39,8 @@ pub fn draw(case: &Case, dtype: DType, strided: bool) -> Result<Vec<Tensor>> {
         .collect()
 }
 
-/// A view with the values of `tensor`, but with strides in reverse order and a storage offset. A scalar or empty `tensor` is
-/// returned as it is.
+/// A view with the values of `tensor`, but with strides in reverse order and a storage offset. A scalar or empty
+/// `tensor` is returned as it is.
 pub fn strided_copy(tensor: &Raw) -> Result<Raw> {
     let rank = tensor.rank();
     if rank == 0 || tensor.elem_count() == 0 {
@@ -60,8 +60,8 @@ pub fn all_cases() -> impl Iterator<Item = (&'static str, Case)> {
     })
 }
 
-/// The value of `run`, and for each input the gradient of `sum(value * weights_like(value))`. The gradient is zeros for an
-/// input that `run` does not use.
+/// The value of `run`, and for each input the gradient of `sum(value * weights_like(value))`. The gradient is zeros for
+/// an input that `run` does not use.
 pub fn value_and_gradients(
     run: &dyn Fn(&[Tensor]) -> Result<Tensor>,
     inputs: &[Tensor],

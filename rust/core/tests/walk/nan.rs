@@ -1,5 +1,5 @@
-//! NaN is never lost: if an input element is NaN, every element of the value and of the gradients that depends on the input
-//! element is NaN.
+//! NaN is never lost: if an input element is NaN, every element of the value and of the gradients that depends on the
+//! input element is NaN.
 
 use trainable_candle_core::ops::Case;
 use trainable_candle_core::ops::activation::Gelu;
@@ -17,8 +17,8 @@ use super::walk::{TOLERANCE, draw, text, value_and_gradients};
 
 type Checked = std::result::Result<(), String>;
 
-/// Operations whose derivative has only a few values, such as 0 and 1. Most of them have one of these values even where the
-/// input is NaN, as in torch. The gradients of these operations are not checked.
+/// Operations whose derivative has only a few values, such as 0 and 1. Most of them have one of these values even where
+/// the input is NaN, as in torch. The gradients of these operations are not checked.
 const CHOOSING: [&str; 8] = ["relu", "clamp", "max", "min", "maximum", "minimum", "abs", "l1_loss"];
 
 /// `x` with the element at `at` replaced by `value`, in `dtype`.
@@ -28,7 +28,8 @@ fn with_element(x: &Tensor, at: usize, value: f64, dtype: DType) -> Result<Tenso
     Ok(Tensor::from_raw(&from_vec(values, x.shape().clone()).to_dtype(dtype)?))
 }
 
-/// The number of elements of the value, and a list: the elements of the value, then those of the gradients of all inputs.
+/// The number of elements of the value, and a list: the elements of the value, then those of the gradients of all
+/// inputs.
 fn numbers(case: &Case, inputs: &[Tensor]) -> Result<(usize, Vec<f64>)> {
     let (value, gradients) = value_and_gradients(&*case.run, inputs)?;
     let mut numbers = to_f64_vec(value.raw())?;
@@ -37,9 +38,9 @@ fn numbers(case: &Case, inputs: &[Tensor]) -> Result<(usize, Vec<f64>)> {
     Ok((count, numbers))
 }
 
-/// Sets each element of each input to NaN in turn, and checks the elements of the value and the gradients that depend on it.
-/// An output element depends on an input element if another finite value of the input element changes the output element,
-/// computed in f64 on the CPU.
+/// Sets each element of each input to NaN in turn, and checks the elements of the value and the gradients that depend
+/// on it. An output element depends on an input element if another finite value of the input element changes the output
+/// element, computed in f64 on the CPU.
 pub fn is_passed_on(name: &str, case: &Case, device: &Device) -> Checked {
     let wide = text(draw(case, DType::F64, false))?;
     let (value_count, before) = text(numbers(case, &wide))?;
@@ -221,14 +222,16 @@ fn like(x: &Tensor) -> Result<Tensor> {
     Tensor::from_raw(&from_vec(values, x.shape().clone()).to_dtype(x.dtype())?).to_device(x.device())
 }
 
-/// The target of every row is the last class, so a loop over the classes meets a NaN of an earlier class before the target.
+/// The target of every row is the last class, so a loop over the classes meets a NaN of an earlier class before the
+/// target.
 fn targets(x: &Tensor) -> Result<Tensor> {
     let last = x.dims()[1] as i64 - 1;
     Tensor::from_vec(vec![last; x.dims()[0]], x.dims()[0], x.device())
 }
 
 /// Calls `attention` for three sequences, one for each row of `x`. The arguments are: one query of fixed numbers per
-/// sequence; the elements of the row, each repeated 16 times, as the keys or the values; fixed numbers of the same shape.
+/// sequence; the elements of the row, each repeated 16 times, as the keys or the values; fixed numbers of the same
+/// shape.
 fn attend(x: &Tensor, attention: impl Fn(&Tensor, &Tensor, &Tensor) -> Result<Tensor>) -> Result<Tensor> {
     let keys = x.reshape((3, x.dims()[1], 1))?.broadcast_as((3, x.dims()[1], 16))?.contiguous()?;
     attention(&like(&keys.narrow(1, 0, 1)?.contiguous()?)?, &keys, &like(&keys)?)
@@ -237,7 +240,8 @@ fn attend(x: &Tensor, attention: impl Fn(&Tensor, &Tensor, &Tensor) -> Result<Te
 /// Row lengths around the sizes of warps, vectorized loads and blocks of the kernels.
 const LENGTHS: [usize; 15] = [1, 2, 31, 33, 63, 65, 127, 255, 257, 1023, 1024, 1025, 2049, 4097, 8193];
 
-/// Writes single NaNs, and runs of consecutive NaNs, into row 1 at the edges of warps and blocks, and checks [`FUNCTIONS`].
+/// Writes single NaNs, and runs of consecutive NaNs, into row 1 at the edges of warps and blocks, and checks
+/// [`FUNCTIONS`].
 pub fn is_passed_on_at_edges(device: &Device) -> Checked {
     let mut failures = Vec::new();
     for n in LENGTHS {

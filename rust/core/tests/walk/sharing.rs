@@ -36,9 +36,9 @@ fn same(what: &str, found: &[Vec<f64>], expected: &[Vec<f64>]) -> Checked {
     found.iter().zip(expected).enumerate().try_for_each(|(index, (f, e))| close(&format!("{what} {index}"), f, e, 1e-6))
 }
 
-/// True if a backward pass succeeded, false if it reported a changed variable (`Error::Autograd`). The tests accept that
-/// report in place of the right gradient. Any other error is an error here too.
-fn walked(outcome: Result<impl Sized>) -> std::result::Result<bool, String> {
+/// True if a backward pass succeeded, false if it reported a changed variable (`Error::Autograd`). The tests accept
+/// that report in place of the right gradient. Any other error is an error here too.
+fn succeeded(outcome: Result<impl Sized>) -> std::result::Result<bool, String> {
     match outcome {
         Ok(_) => Ok(true),
         Err(Error::Autograd { .. }) => Ok(false),
@@ -47,8 +47,8 @@ fn walked(outcome: Result<impl Sized>) -> std::result::Result<bool, String> {
 }
 
 /// Changes each input of `case` in turn after the result was computed. Every backward pass that succeeds must give the
-/// gradients of the unchanged inputs. A result may follow the changed input only if it is a view that has the variable's
-/// version (the count of changes), so that a backward pass that needs the result fails.
+/// gradients of the unchanged inputs. A result may follow the changed input only if it is a view that has the
+/// variable's version (the count of changes), so that a backward pass that needs the result fails.
 pub fn results_do_not_follow_variables(case: &Case, device: &Device) -> Checked {
     let expected = {
         let vars = text(variables(case, device))?;
@@ -66,7 +66,7 @@ pub fn results_do_not_follow_variables(case: &Case, device: &Device) -> Checked 
         text(change(&vars[changed]))?;
         let follows = text(to_f64_vec(y.raw()))? != before;
         let ones = text(Tensor::ones(y.shape(), y.dtype(), device))?;
-        if text_of(changed, walked(product.backward_with(Some(&ones), false)))? {
+        if text_of(changed, succeeded(product.backward_with(Some(&ones), false)))? {
             if follows {
                 return Err(format!(
                     "the result changed with input {changed}, but a backward pass that uses the result succeeded"
@@ -75,7 +75,7 @@ pub fn results_do_not_follow_variables(case: &Case, device: &Device) -> Checked 
             same("gradient of the factor", &text(gradients(std::slice::from_ref(&factor)))?, &[before])?;
         }
         let weights = text(weights_like(&y))?;
-        if text_of(changed, walked(y.backward_with(Some(&weights), false)))? {
+        if text_of(changed, succeeded(y.backward_with(Some(&weights), false)))? {
             same(&format!("input {changed} changed: gradient"), &text(gradients(&vars))?, &expected)?;
         }
     }
@@ -86,8 +86,8 @@ fn text_of<T>(input: usize, result: std::result::Result<T, String>) -> std::resu
     result.map_err(|error| format!("input {input} changed: {error}"))
 }
 
-/// A gradient shares no storage with the inputs. It also shares none with the variable whose value (or whose reshaped view)
-/// was passed to the backward pass as the gradient of the result.
+/// A gradient shares no storage with the inputs. It also shares none with the variable whose value (or whose reshaped
+/// view) was passed to the backward pass as the gradient of the result.
 pub fn gradients_do_not_follow_variables(case: &Case, device: &Device) -> Checked {
     for as_view in [false, true] {
         let vars = text(variables(case, device))?;

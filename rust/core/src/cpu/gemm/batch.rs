@@ -71,8 +71,8 @@ fn write_product(op: &'static str, dst: &Raw, a: &Raw, b: &Raw, alpha: f64, accu
     }
 }
 
-/// Checks that `dst` is contiguous or a range of the columns of a matrix, and has the product's shape. Its dtype must be
-/// `operands`, the dtype of the operands; if `operands` is f16 or bf16, it may also be f32.
+/// Checks that `dst` is contiguous or a range of the columns of a matrix, and has the product's shape. Its dtype must
+/// be `operands`, the dtype of the operands; if `operands` is f16 or bf16, it may also be f32.
 pub(crate) fn check_destination(op: &'static str, plan: &Plan, dst: &Raw, operands: DType) -> Result<()> {
     if dst.dims() != plan.dims.as_slice() {
         let message = format!("found a destination of shape {:?}, expected {:?}", dst.dims(), plan.dims);
@@ -95,7 +95,7 @@ pub(crate) fn check_result_dtype(op: &'static str, operands: DType, result: DTyp
         (DType::BF16 | DType::F16, DType::F32) => Ok(()),
         (operands, found) => {
             let message = format!(
-                "found a destination of dtype {} for operands of dtype {}, expected the same, or f32 for f16 and bf16",
+                "found a result of dtype {} for operands of dtype {}, expected the same, or f32 for f16 and bf16",
                 found.as_str(),
                 operands.as_str()
             );
@@ -192,8 +192,8 @@ impl Plan {
     }
 
     /// Adds the next outer batch dimension. The dimension is merged with m, the rows of the result, if all its indices
-    /// use the same matrix of `b`, and the rows of `a` at all its indices are evenly spaced in memory. So a batch of inputs
-    /// times one weight is a single product.
+    /// use the same matrix of `b`, and the rows of `a` at all its indices are evenly spaced in memory. So a batch of
+    /// inputs times one weight is a single product.
     fn push_outer(&mut self, axis: BatchAxis) {
         if axis.size == 1 {
             return;

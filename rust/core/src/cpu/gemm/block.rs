@@ -9,8 +9,8 @@ use super::pack::{Along, Side, pack, packed_len};
 use super::thin::{self, Dot, Outer};
 use crate::cpu::{Elem, Real, dispatch, pool};
 
-/// The most indices along `k` that are packed at once, chosen so that a panel of `b` (the packed columns of one tile) stays in
-/// the first-level cache.
+/// The most indices along `k` that are packed at once, chosen so that a panel of `b` (the packed columns of one tile)
+/// stays in the first-level cache.
 const MAX_K: usize = 384;
 /// Most rows of a block, chosen so that its packed `a` stays in the second-level cache.
 const MAX_ROWS: usize = 512;
@@ -51,8 +51,8 @@ where
     B: Elem<Acc = A::Acc>,
     C: Elem<Acc = A::Acc>,
 {
-    /// Computes `batch` products. `offsets(i)` has three numbers for product i: how many elements after those of `self` its
-    /// `a`, `b` and `c` begin.
+    /// Computes `batch` products. `offsets(i)` has three numbers for product i: how many elements after those of `self`
+    /// its `a`, `b` and `c` begin.
     ///
     /// # Safety
     /// The operands are readable and the results writable at all their elements. No result shares an element with

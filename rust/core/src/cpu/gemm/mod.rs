@@ -1,14 +1,14 @@
 //! Matrix products.
 //!
 //! Operands are given with their strides, so a transpose is never copied. Elements are converted to the accumulator's
-//! type (f32 for f16 and bf16) when operands are packed, or in registers if an f16 or bf16 operand is read in place. Sums
-//! stay in the accumulator's type until they are written to the result.
+//! type (f32 for f16 and bf16) when operands are packed, or in registers if an f16 or bf16 operand is read in place.
+//! Sums stay in the accumulator's type until they are written to the result.
 //!
 //! The result is split into blocks, which are computed on several threads. For each block, a thread packs the operands
 //! and computes tiles of the result in registers by [`kernel`] (Goto and van de Geijn, "Anatomy of high-performance
-//! matrix multiplication", 2008). The indices at which a sum over k is split depend only on the sizes, strides and dtypes of
-//! the product, and an element is computed in the same way in any block. So the result does not depend on the number of
-//! threads.
+//! matrix multiplication", 2008). The indices at which a sum over k is split depend only on the sizes, strides and
+//! dtypes of the product, and an element is computed in the same way in any block. So the result does not depend on the
+//! number of threads.
 
 pub(crate) mod batch;
 mod block;

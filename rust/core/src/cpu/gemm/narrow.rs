@@ -1,14 +1,14 @@
 //! Products of an f16 or bf16 matrix with a matrix of a few columns. A language model that generates one token computes
 //! such products.
 //!
-//! A product takes about as long as reading the f16 or bf16 matrix once: its elements are converted in registers, and
-//! the matrix is not packed.
+//! The elements of the f16 or bf16 matrix are converted in registers, and the matrix is not packed. So a product takes
+//! about as long as reading this matrix once.
 
 use super::kernel::Target;
 use crate::cpu::{Elem, Real, dispatch};
 
-/// The largest number of columns for which the matrix is read in place. For more columns, packing the matrix once is less work than
-/// converting it for every four columns.
+/// The largest number of columns for which the matrix is read in place. For more columns, packing the matrix once is
+/// less work than converting it for every four columns.
 pub const MAX_COLUMNS: usize = 8;
 /// Columns that are computed at a time.
 const COLUMNS: usize = 4;

@@ -3,8 +3,8 @@
 //! The first call of a captured function runs it eagerly, which allocates memory, loads kernels and creates optimizer
 //! states. The second call records the function and replays the record; each later call copies new inputs in and
 //! replays. Every call has its full effect, so training computes the same bits as without a graph. If the function
-//! creates gradients outside of [flat buffers](crate::FlatBuffer), these gradients move to fixed storage after the first
-//! call. Then the second call runs eagerly again, and the third call records.
+//! creates gradients outside of [flat buffers](crate::FlatBuffer), these gradients move to fixed storage after the
+//! first call. Then the second call runs eagerly again, and the third call records.
 //!
 //! All graphs of a device share one pool of memory for temporaries (the memory of graphs). They can share it, because
 //! the graphs of a device run one after the other; eager work between two replays may use the pool, too. A call returns
@@ -63,7 +63,8 @@ pub struct Captured {
 }
 
 enum Stage {
-    /// The next call runs the function eagerly: there was no call yet, or the last call has failed or has moved gradients.
+    /// The next call runs the function eagerly: there was no call yet, or the last call has failed or has moved
+    /// gradients.
     New,
     /// The function ran eagerly: its effects on the host, and the values that it copied from the CPU.
     Ran(Effects, Known),
@@ -72,12 +73,13 @@ enum Stage {
 }
 
 impl Captured {
-    /// Calls take tensors of the shapes and dtypes of `inputs`. The function gets tensors on `device`, and returns
-    /// tensors there.
+    /// Prepare `function` for capture; nothing is run yet. Calls will take tensors of the shapes and dtypes of
+    /// `inputs`. The function gets tensors on `device`, and must return tensors there.
     ///
     /// # Errors
-    /// [`Error::Device`] if `device` is not a CUDA device or cannot run graphs, [`Error::Autograd`] if an input needs a
-    /// gradient, [`Error::OutOfMemory`] if the copies of the inputs do not fit into memory.
+    /// [`Error::Device`] if `device` is not a CUDA device or cannot run graphs, or inside a captured function;
+    /// [`Error::Autograd`] if an input needs a gradient, [`Error::OutOfMemory`] if the copies of the inputs do not fit
+    /// into memory.
     pub fn new(device: &Device, function: Function, inputs: &[&Tensor]) -> Result<Self> {
         let gpu = Gpu::of_device(OP, device)?;
         capture::refuse(OP)?;
@@ -104,10 +106,11 @@ impl Captured {
     ///
     /// # Errors
     /// [`Error::Argument`], [`Error::Shape`] or [`Error::DType`] if the number, a shape or a dtype of the inputs
-    /// differs from those given to [`new`](Self::new). An error of the function is returned. In the call that records,
-    /// [`Error::Device`] if the function does what a graph cannot repeat: it reads a tensor's value, waits for the
-    /// device, copies a value from the CPU that the previous call did not copy, keeps a tensor that it has created, or
-    /// changes state that its own work depends on. That call then has no effect, and the next one runs eagerly.
+    /// differs from those given to [`new`](Self::new). An error of the function is returned. [`Error::Device`] if the
+    /// function returns a tensor on the CPU or, in the call that records, if it does what a graph cannot repeat: it
+    /// reads a tensor's value, waits for the device, copies a value from the CPU that the previous call did not copy,
+    /// seeds the random generator, keeps a tensor that it has created, or changes state that its own work depends on. A
+    /// call that fails to record has no effect, and the next call runs eagerly.
     pub fn call(&mut self, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
         self.check(inputs)?;
         if capture::is_running() {

@@ -28,8 +28,8 @@ impl Drop for Template {
     }
 }
 
-/// Keeps the memory of graphs (the pool for the temporaries of all graphs of a device) allocated. The memory is released
-/// when the last lease is dropped.
+/// Keeps the memory of graphs (the pool for the temporaries of all graphs of a device) allocated. The memory is
+/// released when the last lease is dropped.
 pub(super) struct Lease(&'static Gpu);
 
 impl Drop for Lease {

@@ -141,7 +141,7 @@ fn mismatched_shapes_and_dtypes_are_errors() {
     let accumulate = |dst: &Raw| matmul_accumulate(dst, &a, &b, 1.0).unwrap_err().to_string();
     assert!(accumulate(&f32(&[5, 3])).starts_with("matmul_accumulate: found a destination of shape [5, 3]"));
     assert!(accumulate(&f32(&[5, 3]).t().unwrap()).starts_with("matmul_accumulate: found a destination with strides"));
-    assert!(accumulate(&random(&[3, 5], DType::BF16)).contains("found a destination of dtype bf16"));
+    assert!(accumulate(&random(&[3, 5], DType::BF16)).contains("found a result of dtype bf16"));
 }
 
 /// Products replace columns of a larger matrix or are added to them; the other columns keep their values.
