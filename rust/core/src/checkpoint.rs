@@ -1,10 +1,10 @@
 //! Gradient checkpointing: save little in the forward pass, recompute the rest when the backward pass first needs it.
 //!
-//! Inside a checkpointed function every node is recorded as usual, but in place of each value that it would save, it
-//! holds a numbered slot of the [`Region`], which stands for one call of the function. When a backward pass first reads
-//! a slot, the region runs the function again, up to the last value that was saved, and fills all slots in order.
-//! Gradients flow through the nodes of the first run, so captured variables, several inputs and several outputs need no
-//! special treatment.
+//! Inside a checkpointed function every node is recorded as usual, but it holds a numbered slot in place of each value
+//! that it would save. The slots belong to the [`Region`], which stands for one call of the function. When a backward
+//! pass first reads a slot, the region runs the function again, up to the last value that was saved, and fills all
+//! slots in order. Gradients flow through the nodes of the first run, so captured variables, several inputs and several
+//! outputs need no special treatment.
 //!
 //! [`Policy::Full`] keeps the function's inputs only (Chen et al. 2016, arXiv:1604.06174). [`Policy::Selective`] also
 //! keeps the results of the expensive operations that a recomputation reaches, so that no matrix product runs twice

@@ -23,9 +23,9 @@ impl Default for Tolerance {
     }
 }
 
-/// Check every entry of the gradient of `function` at `inputs` against central differences: `|analytic - numeric| <=
-/// atol + rtol * |numeric|`. The result may have any shape: its elements are summed with fixed, distinct weights, so
-/// that errors of different elements do not cancel.
+/// Check every entry of the gradient of `function` at `inputs` against central differences:
+/// `|analytic - numeric| <= atol + rtol * |numeric|`. The result may have any shape: its elements are summed with fixed,
+/// distinct weights, so that errors of different elements do not cancel.
 ///
 /// # Errors
 /// [`Error::DType`] if an input is not f64; the errors of `function`; [`Error::Autograd`], which names the worst entry,

@@ -155,8 +155,8 @@ unsafe impl GlobalAlloc for RecyclingAllocator {
         let block = self.take(class);
         if !block.is_null() {
             // Only the `layout.size()` bytes of the caller are zeroed. The block's remaining bytes (up to the size of
-            // its class) are not written, and so may take no physical memory. SAFETY: the block is at least as large as
-            // the layout.
+            // its class) are not written, and so may take no physical memory.
+            // SAFETY: the block is at least as large as the layout.
             unsafe { block.write_bytes(0, layout.size()) };
         }
         block

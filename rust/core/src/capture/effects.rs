@@ -271,8 +271,8 @@ fn push_new(known: &mut Vec<Box<dyn Repeat>>, new: Box<dyn Repeat>) {
 
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "graphs exist on CUDA alone"))]
 impl Effects {
-    /// Give fixed storage to every gradient that the run has changed, so that its address is the same in the capture
-    /// and in each replay. Returns whether a gradient has moved.
+    /// Give fixed storage to every gradient that the run has changed, so that the address of the gradient is the same
+    /// in the capture and in each replay. Returns whether a gradient has moved.
     pub(crate) fn settle_gradients(&mut self) -> Result<bool> {
         let mut has_moved = false;
         for gradient in &self.gradients {

@@ -1,4 +1,4 @@
-//! Memory that this library shares with other libraries by DLPack. They queue their work in streams of their own.
+//! Memory that this library shares by DLPack with other libraries, which queue their work in streams of their own.
 
 use std::sync::{Mutex, PoisonError};
 

@@ -70,7 +70,7 @@ fn find(gpu: &Gpu, key: &Key, extras: Extras) -> Result<Option<Call>> {
     if is_optional && tile.is_none() {
         return Ok(None);
     }
-    let [operand, outcome] = key.arithmetic.types();
+    let [operand_type, result_type] = key.arithmetic.types();
     let [m, n, k] = key.sizes.map(|size| size as u64);
     let layout = |kind: DataType, [rows, columns]: [u64; 2], distance: i64| -> Result<Layout> {
         let layout = result::create_matrix_layout(kind, rows, columns, distance).map_err(failed)?;
@@ -78,9 +78,9 @@ fn find(gpu: &Gpu, key: &Key, extras: Extras) -> Result<Option<Call>> {
     };
     let [(a_turned, a_distance), (b_turned, b_distance)] = key.operands;
     let layouts = [
-        layout(operand, if a_turned { [k, m] } else { [m, k] }, a_distance)?,
-        layout(operand, if b_turned { [n, k] } else { [k, n] }, b_distance)?,
-        layout(outcome, [m, n], key.distance)?,
+        layout(operand_type, if a_turned { [k, m] } else { [m, k] }, a_distance)?,
+        layout(operand_type, if b_turned { [n, k] } else { [k, n] }, b_distance)?,
+        layout(result_type, [m, n], key.distance)?,
     ];
     let (compute, factor) = key.arithmetic.sums();
     let description = result::create_matmul_desc(compute, factor).map_err(failed)?;

@@ -298,8 +298,8 @@ mod tests {
     }
 
     /// A ring of three units and their weights. Each unit has a joined weight, a quantized weight, and the two parts of
-    /// the joined weight, in this order. The values of unit `i` come from the seeds `first + 10 i` to `first + 10 i +
-    /// 2`.
+    /// the joined weight, in this order. The values of unit `i` come from the seeds `first + 10 i` to
+    /// `first + 10 i + 2`.
     fn shared(
         first: usize,
         rank: usize,

@@ -383,7 +383,8 @@ fn ones_like(raw: &Raw) -> Result<Raw> {
 
 impl Tensor {
     /// Differentiate this tensor of one element with respect to every variable it depends on. The gradients are added
-    /// to [`Var::grad`]. The values that an operation has saved are freed as soon as its gradients are computed.
+    /// to [`Var::grad`]. The values that an operation has saved are freed as soon as the gradients of its inputs are
+    /// computed.
     ///
     /// # Errors
     /// [`Error::Shape`] if the tensor does not have one element, [`Error::Autograd`] if it does not depend on a

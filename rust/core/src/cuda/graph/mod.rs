@@ -120,7 +120,7 @@ impl Captured {
                 inputs.iter().map(|input| Tensor::from_raw(&input.raw).to_device(&device)).collect::<Result<_>>()?;
             return (self.function)(&inputs);
         }
-        self.take(inputs)?;
+        self.copy_inputs(inputs)?;
         match std::mem::replace(&mut self.stage, Stage::New) {
             Stage::New => self.run(),
             Stage::Ran(mut effects, known) => {
@@ -184,7 +184,7 @@ impl Captured {
     }
 
     /// Copy the inputs of a call into the tensors that the function reads.
-    fn take(&self, inputs: &[&Tensor]) -> Result<()> {
+    fn copy_inputs(&self, inputs: &[&Tensor]) -> Result<()> {
         for (own, new) in self.inputs.iter().zip(inputs) {
             if own.elem_count() > 0 && storage_identity(&own.raw).0 != storage_identity(&new.raw).0 {
                 let moved = Tensor::from_raw(&new.raw).to_device(own.device())?;
