@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn max_over_an_empty_dimension_is_an_error() {
+    fn max_is_an_error_only_over_an_empty_dimension() {
         assert!(matches!(max(&whole(&[2, 0], DType::F32), &[1], false), Err(Error::Shape { .. })));
         assert_eq!(max(&whole(&[2, 0], DType::F32), &[0], false).unwrap().dims(), [0]);
     }

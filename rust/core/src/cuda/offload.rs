@@ -60,8 +60,9 @@ fn take(gpu: &'static Gpu, bytes: usize) -> Result<Arc<Buffer>> {
         // The driver allocates no pinned memory during a capture. But the function has run eagerly before, and the
         // buffers of that run are free now, so the recording takes one of them.
         let Some(place) = free(eager, gpu, bytes) else {
-            let message = "a recording cannot allocate pinned memory, and the function offloads more than its last eager call has \
-                           left free; run the backward pass of that call, or drop the tensors that the function has kept";
+            let message = "a recording cannot allocate pinned memory, and the buffers that the function's last eager call \
+                           has released are too few or too small; run the backward pass of that call, or drop the tensors \
+                           that the function has kept";
             return Err(Error::device(OP, message));
         };
         let buffer = eager.swap_remove(place);

@@ -1,9 +1,10 @@
-//! [`Shards`]: memory on the devices of several processes. Each of the processes reads the memory of all.
+//! [`Shards`]: memory on the devices of several processes. Each process has one shard and reads the shards of all.
 //!
-//! The driver does not allow a process to free memory that another one has mapped. So the processes share a ledger in
-//! the memory of the host, in which each process records that it has ended its mappings. A shard that others still map
-//! waits in `WAITING`. It is freed at a later time, when a model is made or dropped, or cached memory is released. If a
-//! process ends without a record in the ledger, the other processes keep their shards until they end, too.
+//! The driver does not allow a process to free memory that another process has mapped. So the processes share a ledger
+//! in the memory of the host, in which each process records that it has ended its mappings of the other shards. A shard
+//! that other processes still map waits in `WAITING`. It is freed at a later time, when a model is made or dropped, or
+//! cached memory is released. If a process ends without a record in the ledger, the other processes keep their shards
+//! until they end, too.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
