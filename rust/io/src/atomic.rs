@@ -9,8 +9,8 @@ use trainable_candle_core::{Error, Result};
 /// The size of the write buffer in bytes. A single write of this size or more bypasses the buffer.
 const BUFFER: usize = 1 << 20;
 
-/// Call `write` on a temporary file in the folder of `path`, sync the temporary file to the disk, and rename it to `path`.
-/// After a crash, `path` is the old file or the complete new file.
+/// Call `write` on a temporary file in the folder of `path`, sync the temporary file to the disk, and rename it to
+/// `path`. After a crash, `path` is the old file or the complete new file.
 ///
 /// # Errors
 /// [`Error::Io`] that names `path`, if the folder is missing or read-only, the disk is full, or `write` fails.

@@ -1,9 +1,10 @@
 //! NF4 weights of bitsandbytes in folders of diffusers and transformers.
 //!
-//! A weight X with n elements is stored as a tensor named X, of shape (n / 2, 1), with two codes in each byte. The tensor
-//! `X.quant_state.bitsandbytes__nf4` (the weight's *state*) is JSON with the weight's shape. `X.absmax` has the scales of
-//! the weight's blocks and `X.quant_map` the values of the 16 codes. If the scales are quantized too, `X.nested_absmax` has
-//! the scales of the blocks of scales, and `X.nested_quant_map` the values of the scales' codes. Follows `QuantState` in
+//! A weight X with n elements is stored as a tensor named X, of shape (n / 2, 1), with two codes in each byte. The
+//! tensor `X.quant_state.bitsandbytes__nf4` (the weight's *state*) is JSON with the weight's shape. `X.absmax` has the
+//! scales of the weight's blocks and `X.quant_map` the values of the 16 codes. If the scales are quantized too,
+//! `X.nested_absmax` has the scales of the blocks of scales, and `X.nested_quant_map` the values of the scales' codes.
+//! Follows `QuantState` in
 //! <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/functional.py>.
 
 use std::rc::Rc;
@@ -32,11 +33,11 @@ const BLOCK: usize = 64;
 
 /// The tensors in which bitsandbytes stores a matrix in NF4 with scales in f32.
 ///
-/// `name` is the weight's key, `dims` is its shape (out, in), and `values` computes its values, which have `dtype`. They are
-/// computed once for the codes and once for the scales, so that only one matrix is in memory at a time.
+/// `name` is the weight's key, `dims` is its shape (out, in), and `values` computes its values, which have `dtype`.
+/// They are computed once for the codes and once for the scales, so that only one matrix is in memory at a time.
 ///
 /// # Errors
-/// [`Error::DType`] if `dtype` is f64, which bitsandbytes does not quantize.
+/// [`Error::DType`] if `dtype` is not f32, f16 or bf16, the dtypes that bitsandbytes quantizes.
 pub fn nf4_entries(
     name: &str,
     dims: [usize; 2],
@@ -48,7 +49,7 @@ pub fn nf4_entries(
         DType::F16 => "float16",
         DType::BF16 => "bfloat16",
         other => {
-            let text = format!("\"{name}\" is {}, and bitsandbytes quantizes f32, f16 or bf16", other.as_str());
+            let text = format!("\"{name}\" has dtype {}, expected f32, f16 or bf16 for bitsandbytes", other.as_str());
             return Err(Error::dtype("save_pretrained", text));
         }
     };
@@ -59,7 +60,8 @@ pub fn nf4_entries(
         let read = move || {
             let parts = Quantized::nf4_with_plain_scales(&values()?)?.tensors()?;
             let found = parts.into_iter().flatten().find(|(known, _)| *known == wanted);
-            let (_, tensor) = found.ok_or_else(|| Error::argument("save_pretrained", "a matrix has no codes"))?;
+            let missing = || Error::argument("save_pretrained", format!("a matrix in NF4 has no {wanted}"));
+            let (_, tensor) = found.ok_or_else(missing)?;
             tensor.reshape(shape)
         };
         Box::new(read) as Box<dyn FnOnce() -> Result<Tensor>>

@@ -1,9 +1,9 @@
 //! Eight-bit weights, with or without scales, as `ComfyUI`, compressed-tensors and bitsandbytes store them.
 //!
-//! The scales of `layer.weight` are in another tensor. Older files of `ComfyUI` store them in `layer.scale_weight`, and an
-//! empty tensor `scaled_fp8` marks such a file. Newer files of `ComfyUI` store the scales in `layer.weight_scale`. They name the
-//! format of each layer in JSON, in the tensor `layer.comfy_quant` or, for all layers together, in an entry of the header.
-//! A weight has one scale or one for each row
+//! The scales of `layer.weight` are in another tensor. Older files of `ComfyUI` store them in `layer.scale_weight`, and
+//! an empty tensor `scaled_fp8` marks such a file. compressed-tensors and newer files of `ComfyUI` store the scales in
+//! `layer.weight_scale`. `ComfyUI` also names the format of each layer in JSON, in the tensor `layer.comfy_quant` or,
+//! for all layers together, in an entry of the header. A weight has one scale or one for each row
 //! (<https://github.com/comfyanonymous/ComfyUI/blob/a125cd84b054a57729b5eecab930ca9408719832/comfy/ops.py>).
 //! bitsandbytes stores the largest magnitude of each row in `layer.SCB`. `layer.weight_format` is 0 if the codes are in
 //! row-major order
@@ -27,14 +27,14 @@ const INPUTS: [&str; 2] = ["scale_input", "input_scale"];
 pub(crate) const COMFY: &str = "comfy_quant";
 /// The entry of the header in which `ComfyUI` names the formats of layers.
 pub(crate) const HEADER: &str = "_quantization_metadata";
-/// What the names of weights may begin with while the names of layers in [`HEADER`] do not.
+/// The prefixes that the names of weights may have and the names of layers in [`HEADER`] lack.
 pub(crate) const PREFIXES: [&str; 2] = ["", "model.diffusion_model."];
 /// The ending of the key of bitsandbytes' number for the order of the codes.
 pub(crate) const ORDER: &str = "weight_format";
 /// The name of the empty tensor that marks an older file of `ComfyUI` with scales.
 pub(crate) const MARK: &str = "scaled_fp8";
 
-/// What another tensor of a weight contains.
+/// The content of a further tensor that belongs to a weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Beside {
     /// The numbers by which the weight's codes are multiplied.
@@ -47,8 +47,8 @@ pub(crate) enum Beside {
     Nothing,
 }
 
-/// All keys that other tensors of the weight `name` may have, with the tensors' contents. Empty if `name` does not end in
-/// `weight`.
+/// All keys that other tensors of the weight `name` may have, with the tensors' contents. Empty if `name` does not end
+/// in `weight`.
 pub(crate) fn keys_beside(name: &str) -> Vec<(String, Beside)> {
     let Some(layer) = name.strip_suffix("weight") else { return Vec::new() };
     let keys = |ends: &'static [&str], what| ends.iter().map(move |end| (format!("{layer}{end}"), what));
@@ -67,8 +67,9 @@ pub const fn comfy_format(bits: EightBits) -> &'static str {
     }
 }
 
-/// The type of the codes of a weight, given `ComfyUI`'s JSON about it and the dtype of its tensor. The error is the name of a
-/// format that is not supported. The supported formats are those of [`comfy_format`], without the rotation `convrot`.
+/// The type of the codes of a weight, given `ComfyUI`'s JSON about it and the dtype of its tensor. The error is the
+/// name of a format that is not supported. The supported formats are those of [`comfy_format`], without the rotation
+/// `convrot`.
 pub(crate) fn bits_of(stated: &Value, stored: Option<Dtype>) -> Result<EightBits, String> {
     let format = stated.get("format").and_then(Value::as_str).unwrap_or("unknown");
     if stated.get("convrot").and_then(Value::as_bool) == Some(true) {
@@ -104,8 +105,8 @@ pub(crate) fn value(bits: u8) -> bf16 {
     })
 }
 
-/// The value of the e5m2 number with the given bits, which are the upper eight bits of an f16 number. bf16 represents every
-/// e5m2 value exactly.
+/// The value of the e5m2 number with the given bits, which are the upper eight bits of an f16 number. bf16 represents
+/// every e5m2 value exactly.
 pub(crate) fn value_of_e5m2(bits: u8) -> bf16 {
     bf16::from_f32(f16::from_bits(u16::from(bits) << 8).to_f32())
 }

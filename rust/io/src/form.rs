@@ -18,7 +18,8 @@ pub enum Form {
     Plain,
     /// The parameter is a matrix, and the tensor is its transpose.
     Transposed,
-    /// The parameter is the matrix (out, in) of a linear layer. The tensor is the weight (out, in, 1, 1) of a 1×1 convolution.
+    /// The parameter is the matrix (out, in) of a linear layer. The tensor is the weight (out, in, 1, 1) of a 1×1
+    /// convolution.
     Pointwise,
     /// The tensor stacks several parameters. Its rows are divided into `of` equal shares. The parameter consists of
     /// `count` consecutive shares, beginning with share `first`.
@@ -32,9 +33,9 @@ pub enum Form {
     },
     /// The tensor has the second half of the parameter's rows first, then the first half.
     Swapped,
-    /// The rows of the parameter are divided into heads, and the rows of each head into two halves. The tensor has the rows
-    /// of a head in this order: row 0 of the first half, row 0 of the second half, row 1 of the first half, row 1 of the
-    /// second half, and so on.
+    /// The rows of the parameter are divided into heads, and the rows of each head into two halves. The tensor has the
+    /// rows of a head in this order: row 0 of the first half, row 0 of the second half, row 1 of the first half, row 1
+    /// of the second half, and so on.
     Interleaved {
         /// The number of heads.
         heads: usize,
@@ -44,9 +45,9 @@ pub enum Form {
         /// The number of the tensor's dimensions.
         rank: usize,
     },
-    /// The tensor is the kernel (out, in, time, height, width) of a convolution that is causal in time. The parameter is the
-    /// kernel's last slice in time, (out, in, height, width). For a single image, the earlier slices multiply only padding.
-    /// Writing gives the earlier slices the value 0.
+    /// The tensor is the kernel (out, in, time, height, width) of a convolution that is causal in time. The parameter
+    /// is the kernel's last slice in time, (out, in, height, width). For a single image, the earlier slices multiply
+    /// only padding. Writing gives the earlier slices the value 0.
     LastFrame {
         /// The size of the kernel in time.
         frames: usize,
@@ -59,7 +60,8 @@ impl Key {
         Self { key: key.into(), form: Form::Plain }
     }
 
-    /// This key without its ending `.weight`, which names the layer. `None` if the key does not end in `.weight`.
+    /// The key of the layer whose weight has this key: this key without its ending `.weight`. `None` if the key does
+    /// not end in `.weight`.
     pub fn of_layer(self) -> Option<Self> {
         Some(Self { key: self.key.strip_suffix(".weight")?.to_owned(), form: self.form })
     }
@@ -71,8 +73,8 @@ impl Form {
         Self::Rows { first: index, count: 1, of }
     }
 
-    /// The shape of the parameter, given the shape `stored` of the tensor. `None` if a tensor of the shape `stored` cannot
-    /// have this form.
+    /// The shape of the parameter, given the shape `stored` of the tensor. `None` if a tensor of the shape `stored`
+    /// cannot have this form.
     pub fn shape(self, stored: &[usize]) -> Option<Vec<usize>> {
         match (self, stored) {
             (Self::Plain, dims) => Some(dims.to_vec()),
@@ -170,7 +172,7 @@ impl Form {
     }
 }
 
-/// Reshapes the rows of a tensor to three dimensions (heads, a, b) and exchanges the dimensions a and b. `sizes` gets the
+/// Reshape the rows of a tensor to three dimensions (heads, a, b) and exchange the dimensions a and b. `sizes` gets the
 /// number of rows in half a head and returns the sizes of the three dimensions.
 fn turned(tensor: &Tensor, sizes: impl Fn(usize) -> [usize; 3]) -> Result<Tensor> {
     let dims = tensor.dims();

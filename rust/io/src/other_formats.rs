@@ -1,7 +1,7 @@
 //! Formats of quantized weights that are not supported, by the names that their tensors have in files.
 
-/// The end of a tensor's name, and the format that has such tensors. If a file has tensors with several of these endings, the
-/// first names its format.
+/// Pairs (end of a tensor's name, format that has such tensors). If a file has tensors with several of these ends, the
+/// first pair gives the file's format.
 const ENDINGS: [(&str, &str); 11] = [
     // https://github.com/nunchaku-tech/nunchaku
     (".wscales", "SVDQuant (Nunchaku)"),
@@ -22,7 +22,7 @@ const ENDINGS: [(&str, &str); 11] = [
     (".weight_code", "ComfyUI's NF4 (bitsandbytes' NF4 is supported)"),
 ];
 
-/// The first key that tells a format that is not supported, and the name of the format.
+/// A key of a format that is not supported, and the name of the format. `None` if no key shows such a format.
 pub(crate) fn find<'a>(keys: impl Iterator<Item = &'a String> + Clone) -> Option<(&'a String, &'static str)> {
     ENDINGS.iter().find_map(|&(ending, format)| Some((keys.clone().find(|key| key.ends_with(ending))?, format)))
 }
@@ -32,7 +32,7 @@ mod tests {
     use super::find;
 
     #[test]
-    fn keys_tell_the_formats() {
+    fn keys_show_the_unsupported_formats_only() {
         let format = |keys: &[&str]| {
             let keys: Vec<String> = keys.iter().map(|&key| key.to_owned()).collect();
             find(keys.iter()).map(|(key, format)| (key.clone(), format))

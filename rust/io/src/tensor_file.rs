@@ -32,7 +32,8 @@ pub struct TensorFile {
 }
 
 impl TensorFile {
-    /// Open the file at `path`, parse its header, and check that the file's size is the size that follows from the header.
+    /// Open the file at `path`, parse its header, and check that the file's size is the size that follows from the
+    /// header.
     ///
     /// # Errors
     /// [`Error::Io`] if the file cannot be read; [`Error::WeightsFormat`] if it is not a complete safetensors file.
@@ -102,8 +103,8 @@ impl TensorFile {
         self.metadata.info(name).map(|info| info.shape.as_slice())
     }
 
-    /// The dtype in which [`read`](Self::read) returns the tensor `name`: the stored dtype, bf16 for fp8 and u8 for bool.
-    /// `None` if the file has no tensor `name`, or if the tensor's dtype is not supported.
+    /// The dtype in which [`read`](Self::read) returns the tensor `name`: the stored dtype, bf16 for fp8 and u8 for
+    /// bool. `None` if the file has no tensor `name`, or if the tensor's dtype is not supported.
     pub fn dtype_of(&self, name: &str) -> Option<DType> {
         let info = self.metadata.info(name)?;
         self.dtype(name, info).ok()
@@ -117,8 +118,8 @@ impl TensorFile {
     /// Read one tensor to `device`.
     ///
     /// # Errors
-    /// [`Error::WeightsFormat`] if there is no such tensor or its dtype is not supported, [`Error::Io`] if reading fails,
-    /// [`Error::OutOfMemory`] if the tensor does not fit in memory.
+    /// [`Error::WeightsFormat`] if there is no such tensor or its dtype is not supported, [`Error::Io`] if reading
+    /// fails, [`Error::OutOfMemory`] if the tensor does not fit in memory.
     pub fn read(&mut self, name: &str, device: &Device) -> Result<Tensor> {
         self.read_as(name, None, device)
     }
@@ -165,7 +166,8 @@ impl TensorFile {
         Ok(Tensor::from_raw(&result.reshape(info.shape)?))
     }
 
-    /// Read a tensor of fp8 numbers. `value` converts each to bf16, which represents it exactly; bf16 is converted to `dtype`.
+    /// Read a tensor of fp8 numbers. `value` converts a number to bf16 exactly. The bf16 numbers are then converted to
+    /// `dtype`.
     fn read_fp8(&self, info: &TensorInfo, value: fn(u8) -> bf16, dtype: DType, device: &Device) -> Result<Tensor> {
         let elements = check_allocation("load", &info.shape, dtype)?;
         let bytes = self.read_stored(info, DType::U8)?.reshape(elements)?.to_vec1::<u8>()?;
@@ -222,8 +224,8 @@ impl TensorFile {
     }
 }
 
-/// Whether a file that begins with `start` looks like a zip archive (`torch.save`) or a bare pickle. Call this function only
-/// for files that are not safetensors files: the header length of a safetensors file could have the same bytes.
+/// Whether a file that begins with `start` looks like a zip archive (`torch.save`) or a bare pickle. Call this function
+/// only for files that are not safetensors files: the header length of a safetensors file could have the same bytes.
 fn looks_like_pickle(start: &[u8; 8]) -> bool {
     start.starts_with(b"PK\x03\x04")
         || (start[0] == 0x80 && (2..=5).contains(&start[1]) && start[2..].iter().any(|&b| b != 0))

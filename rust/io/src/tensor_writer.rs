@@ -53,8 +53,8 @@ impl<'a> TensorEntry<'a> {
         }
     }
 
-    /// The same entry, but its u8 values are the bytes of eight-bit numbers of the type `codes`, or plain numbers if `codes`
-    /// is `None`.
+    /// The same entry, but its u8 values are the bytes of eight-bit numbers of the type `codes`, or plain numbers if
+    /// `codes` is `None`.
     #[must_use]
     pub fn with_codes(self, codes: Option<EightBits>) -> Self {
         Self { codes, ..self }
@@ -76,12 +76,13 @@ pub fn save_tensors<'a>(
 /// Write tensors and text `metadata` to `path`, atomically, one tensor at a time.
 ///
 /// # Errors
-/// [`Error::Io`] with the path if the file cannot be written, [`Error::DType`] for a dtype that safetensors files cannot
-/// hold, [`Error::Argument`] for a tensor with the name `__metadata__`, [`Error::Shape`] if computed values do not have the
-/// shape and dtype of their entry, and the errors of computing the values.
+/// [`Error::Io`] with the path if the file cannot be written, [`Error::DType`] for a dtype that safetensors files
+/// cannot hold and for an entry with `codes` whose dtype is not u8, [`Error::Argument`] for a tensor with the name
+/// `__metadata__`, [`Error::Shape`] if computed values do not have the shape and dtype of their entry, and the errors
+/// of computing the values.
 pub fn save_entries(path: &Path, mut entries: Vec<TensorEntry<'_>>, metadata: &BTreeMap<String, String>) -> Result<()> {
-    // The tensors with the largest elements come first, so that the offset of every tensor is a multiple of the size of the
-    // tensor's elements.
+    // The tensors with the largest elements come first, so that the offset of every tensor is a multiple of the size of
+    // the tensor's elements.
     entries.sort_by(|a, b| (b.dtype.size_in_bytes(), &a.name).cmp(&(a.dtype.size_in_bytes(), &b.name)));
     let header = header(&entries, metadata)?;
     let mut failure = None;
@@ -90,11 +91,17 @@ pub fn save_entries(path: &Path, mut entries: Vec<TensorEntry<'_>>, metadata: &B
         file.write_all(&header)?;
         for entry in entries {
             let values = (entry.values)().and_then(|tensor| {
-                let fits = tensor.dims() == entry.shape && tensor.dtype() == entry.dtype;
-                fits.then_some(tensor).ok_or_else(|| {
-                    let message = format!("the values of \"{}\" do not have the entry's shape and dtype", entry.name);
-                    Error::shape("save", message)
-                })
+                if tensor.dims() == entry.shape && tensor.dtype() == entry.dtype {
+                    return Ok(tensor);
+                }
+                let (dims, dtype) = (tensor.dims(), tensor.dtype().as_str());
+                let message = format!(
+                    "the values of \"{}\" have shape {dims:?} and dtype {dtype}, expected {:?} and {}",
+                    entry.name,
+                    entry.shape,
+                    entry.dtype.as_str()
+                );
+                Err(Error::shape("save", message))
             });
             match values {
                 Ok(tensor) => write_elements(file, tensor.raw(), &mut failure)?,

@@ -66,8 +66,8 @@ impl WeightFile {
         }
     }
 
-    /// The dtype in which [`read_as`](Self::read_as) returns the tensor `name` if no other dtype is requested. `None` if the
-    /// file has no tensor `name`, or if the tensor's dtype is not supported.
+    /// The dtype in which [`read_as`](Self::read_as) returns the tensor `name` if no other dtype is requested. `None`
+    /// if the file has no tensor `name`, or if the tensor's dtype is not supported.
     pub fn dtype_of(&self, name: &str) -> Option<DType> {
         match self {
             Self::Safetensors(file) => file.dtype_of(name),
@@ -102,14 +102,18 @@ impl WeightFile {
         }
     }
 
-    /// Read the bytes of the tensor `name` of a safetensors file, whatever the tensor's dtype is, as u8 in one dimension.
+    /// Read the bytes of the tensor `name` of a safetensors file, whatever the tensor's dtype is, as u8 in one
+    /// dimension.
     ///
     /// # Errors
-    /// [`Error::WeightsFormat`] if there is no such tensor, or if this is a GGUF file; [`Error::Io`] if reading fails.
+    /// [`Error::WeightsFormat`] if there is no such tensor, or if this is a GGUF file; [`Error::Io`] if reading fails;
+    /// [`Error::OutOfMemory`] if the bytes do not fit in memory.
     pub(crate) fn read_bytes(&self, name: &str) -> Result<Tensor> {
         match self {
             Self::Safetensors(file) => file.read_bytes(name),
-            Self::Gguf(file) => Err(Error::weights(file.path(), format!("\"{name}\" is not in a safetensors file"))),
+            Self::Gguf(file) => {
+                Err(Error::weights(file.path(), format!("\"{name}\" is in a GGUF file, expected a safetensors file")))
+            }
         }
     }
 }

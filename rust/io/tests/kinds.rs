@@ -67,8 +67,8 @@ impl Golden {
         Self { tensors, scales }
     }
 
-    /// The tensors with names `{case}.{part}.LAYER.PARAMETER`, by layer and parameter. `part` is `start` for the adapter's
-    /// parameters and `grad` for their gradients.
+    /// The tensors with names `{case}.{part}.LAYER.PARAMETER`, by layer and parameter. `part` is `start` for the
+    /// adapter's parameters and `grad` for their gradients.
     fn parts(&self, case: &str, part: &str) -> BTreeMap<(String, String), Tensor> {
         let prefix = format!("{case}.{part}.");
         self.tensors
@@ -124,7 +124,8 @@ fn values_gradients_and_merged_weights_equal_the_references() {
         mse_loss(&y, &golden.tensors["target"], Reduction::Mean).unwrap().backward().unwrap();
         assert!(error_of(&x.grad().unwrap(), get("grad_input")) < 1e-4, "{case}");
 
-        // The variables are set to their gradients, so that `layers` returns the gradients in the layout of adapter files.
+        // The variables are set to their gradients, so that `layers` returns the gradients in the layout of adapter
+        // files.
         let gradients = golden.parts(case, "grad");
         for var in set.vars() {
             var.set(&var.grad().unwrap()).unwrap();
@@ -185,7 +186,7 @@ fn parameters_have_the_names_and_shapes_of_the_references_and_start_as_the_ident
 }
 
 #[test]
-fn adapters_that_do_not_fit_the_layer_are_rejected() {
+fn adapters_of_wrong_shapes_and_of_unknown_layers_are_rejected() {
     let golden = Golden::load();
     let net = Net::load(&golden.tensors, DType::F32);
     for case in golden.scales.keys() {
@@ -202,7 +203,7 @@ fn adapters_that_do_not_fit_the_layer_are_rejected() {
 }
 
 #[test]
-fn bf16_layers_keep_f32_parameters_and_their_own_dtype() {
+fn adapters_of_bf16_layers_have_f32_parameters_and_bf16_results() {
     let golden = Golden::load();
     for case in golden.scales.keys() {
         let net = Net::load(&golden.tensors, DType::BF16);
@@ -233,15 +234,15 @@ fn oft_rotates_outputs_of_every_layer_but_inputs_of_linear_layers_only() {
     let set = AdapterSet::attach(config, &net.named_layers()).unwrap();
     assert_eq!(error_of(&net.forward(&golden.tensors["x"]).unwrap(), &before), 0.0);
     let dims: Vec<_> = set.layers().unwrap().iter().map(|layer| layer.parameters[0].1.dims().to_vec()).collect();
-    // The layers have 8, 12 and 10 outputs. The block size is the divisor of the number of outputs that is nearest to the
-    // requested size 3.
+    // The layers have 8, 12 and 10 outputs. The block size is the divisor of the number of outputs that is nearest to
+    // the requested size 3.
     assert_eq!(dims, [[4, 2, 2], [4, 3, 3], [5, 2, 2]]);
 }
 
-/// For a weight (out, in): a rotation of the inputs keeps the inner product of every two rows. A rotation of the outputs keeps
-/// the inner product of every two columns.
+/// For a weight (out, in): a rotation of the inputs keeps the inner product of every two rows. A rotation of the
+/// outputs keeps the inner product of every two columns.
 #[test]
-fn merged_weights_are_rotations() {
+fn merging_oft_rotates_the_weight() {
     let golden = Golden::load();
     for (case, dims) in [("oft", [1, 0]), ("oft_outputs", [0, 1])] {
         let net = Net::load(&golden.tensors, DType::F64);

@@ -1,11 +1,11 @@
 //! Scales and alphas in adapter files. A layer's scale is alpha / rank.
 //!
 //! In three cases the scale in the file differs from the trained scale:
-//! - The file names the layers of a UNet as kohya does. For the projections of attention layers, diffusers 0.42 looks for
-//!   alphas under names that no layer has. It then uses the most common alpha of the part (text encoder or UNet) instead.
-//!   Therefore all layers of a part get one alpha in the file.
-//! - The file has names that both `ComfyUI` and diffusers read. The two programs expect the alphas under different keys.
-//!   Therefore the file has no alphas: every scale is 1.
+//! - The file names the layers of a UNet as kohya does. For the projections of attention layers, diffusers 0.42 looks
+//!   for alphas under names that no layer has. It then uses the most common alpha of the part (text encoder or UNet)
+//!   instead. Therefore all layers of a part get one alpha in the file.
+//! - The file has names that both `ComfyUI` and diffusers read. The two programs expect the alphas under different
+//!   keys. Therefore the file has no alphas: every scale is 1.
 //! - Several layers are stored as one fused module. The module has one alpha, so the layers get one scale.
 //!
 //! In all three cases the up factor is multiplied by (trained scale / scale in the file), so that the adapter's effect
@@ -16,8 +16,8 @@ use std::collections::{BTreeMap, HashMap};
 use trainable_candle_core::{DType, Result, Tensor};
 use trainable_candle_nn::adapter::{AdaptedLayer, LayerValues};
 
-/// The metadata entry that maps diffusers' name of a layer to the alpha of training. A file has this entry if the alphas
-/// stored as its tensors differ from the alphas of training.
+/// The metadata entry that maps diffusers' name of a layer to the alpha of training. A file has this entry if the
+/// alphas stored as its tensors differ from the alphas of training.
 pub(super) const TRAINED: &str = "trainable_candle.alphas";
 
 /// The parameter names of the up factors that [`rescale`] multiplies. An adapter has at most one of these parameters.
@@ -45,8 +45,8 @@ pub(super) fn same(a: f64, b: f64) -> bool {
     a as f32 == b as f32
 }
 
-/// The alpha that all layers of a part get in the file. `None` if some layer has an adapter other than LoRA, or if some alpha
-/// is 0; then all layers keep their own alphas.
+/// The alpha that all layers of a part get in the file. `None` if some layer has an adapter other than LoRA, or if some
+/// alpha is 0; then all layers keep their own alphas.
 pub(super) fn common(layers: &[AdaptedLayer<'_>]) -> Option<f64> {
     let plain = layers.iter().all(|layer| layer.kind.name == "lora" && of(layer) != 0.0);
     most_common(layers.iter().filter(|_| plain).map(of))
@@ -67,8 +67,9 @@ pub(super) fn trained(metadata: &HashMap<String, String>) -> BTreeMap<String, f6
     metadata.get(TRAINED).and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default()
 }
 
-/// Undo [`rescale`]: set the scale of `values` to the scale of training, `alpha / rank`, and multiply the up factor by (old
-/// scale / scale of training). Does nothing if this quotient is 0 or not finite, or if the adapter has no up factor.
+/// Undo [`rescale`]: set the scale of `values` to the scale of training, `alpha / rank`, and multiply the up factor by
+/// (old scale / scale of training). Does nothing if this quotient is 0 or not finite, or if the adapter has no up
+/// factor.
 pub(super) fn to_trained(values: &mut LayerValues, rank: usize, alpha: f64) -> Result<()> {
     let scale = alpha / rank as f64;
     let quotient = values.scale / scale;

@@ -2,11 +2,11 @@
 //! these layers (for example the query, key and value projections) are one matrix in the original checkpoint.
 //!
 //! The rows (outputs) of the matrix are divided into equal *shares* ([`Form::Rows`]). Each layer has one or several
-//! consecutive shares. The LoRA factors of n layers of rank r become one pair of rank n · r: the layers' B factors are the
-//! blocks of a block-diagonal B, and their A factors are stacked. If all layers have the same A, the module stores this A
-//! once, with rank r. The two factor pairs of a LoHa are each joined like a LoRA's. DoRA's magnitudes are stacked if there
-//! is one for each output, and so are OFT's blocks of outputs. Parameters that apply to all rows (LoKr's factors, a
-//! magnitude for each input) cannot be joined.
+//! consecutive shares. The LoRA factors of n layers of rank r become one pair of rank n · r: the layers' B factors are
+//! the blocks of a block-diagonal B, and their A factors are stacked. If all layers have the same A, the module stores
+//! this A once, with rank r. The two factor pairs of a LoHa are each joined like a LoRA's. DoRA's magnitudes are
+//! stacked if there is one for each output, and so are OFT's blocks of outputs. Parameters that apply to all rows
+//! (LoKr's factors, a magnitude for each input) cannot be joined.
 
 use std::collections::BTreeMap;
 
@@ -23,7 +23,8 @@ pub(super) type Parameters = BTreeMap<&'static str, Tensor>;
 const UPS: [&str; 3] = ["lora_B.weight", "hada_w1_a", "hada_w2_a"];
 /// Down factors (r, in).
 const DOWNS: [&str; 3] = ["lora_A.weight", "hada_w1_b", "hada_w2_b"];
-/// DoRA's magnitudes: one for each output if the first dimension is the number of outputs, otherwise one for each input.
+/// DoRA's magnitudes: one for each output if the first dimension is the number of outputs, otherwise one for each
+/// input.
 const MAGNITUDES: [&str; 2] = ["lora_magnitude_vector.weight", "dora_scale"];
 /// The left factors of LoKr's Kronecker product. Their row index is the slower digit of the output index: output =
 /// left row · (number of right rows) + right row.
@@ -37,7 +38,8 @@ const BLOCKS: &str = oft::BLOCKS;
 /// Join the adapters of several layers to the parameters of one module. The layers must have the same scale.
 ///
 /// # Errors
-/// [`Error::Argument`] if `members` is empty; [`Error::Shape`] if the rows of a parameter do not fit the layer's shares.
+/// [`Error::Argument`] if `members` is empty; [`Error::Shape`] if the rows of an up factor do not fit the layer's
+/// shares, or if the layers' parameters cannot be concatenated.
 pub(super) fn join(mut members: Vec<(Form, Parameters)>) -> Result<Parameters> {
     members.sort_by_key(|(form, _)| if let Form::Rows { first, .. } = form { *first } else { 0 });
     let Some((form, first)) = members.first() else {
@@ -83,8 +85,8 @@ fn share_downs(members: &[(Form, Parameters)]) -> Result<bool> {
     Ok(members.len() > 1)
 }
 
-/// The up factor of a module with `of` shares of `unit` rows each. If `shared`, all layers use the same columns; otherwise
-/// each layer has columns of its own. The rows of shares that belong to no layer are zero.
+/// The up factor of a module with `of` shares of `unit` rows each. If `shared`, all layers use the same columns;
+/// otherwise each layer has columns of its own. The rows of shares that belong to no layer are zero.
 fn diagonal(parts: &[(Form, &Tensor)], unit: usize, of: usize, shared: bool) -> Result<Tensor> {
     let ranks: Vec<usize> = parts.iter().map(|(_, value)| value.dims()[1]).collect();
     let width: usize = if shared { ranks[0] } else { ranks.iter().sum() };
@@ -118,8 +120,8 @@ fn diagonal(parts: &[(Form, &Tensor)], unit: usize, of: usize, shared: bool) -> 
     Tensor::cat(&blocks.iter().collect::<Vec<_>>(), 0)
 }
 
-/// OFT's stacked blocks: `unit` blocks for each of the module's `of` shares. Shares that belong to no layer get blocks of
-/// zeros, which stand for no rotation.
+/// OFT's stacked blocks: `unit` blocks for each of the module's `of` shares. Shares that belong to no layer get blocks
+/// of zeros, which stand for no rotation.
 fn stacked(parts: &[(Form, &Tensor)], unit: usize, of: usize) -> Result<Tensor> {
     let (size, dtype) = (parts[0].1.dims()[1], parts[0].1.dtype());
     let zeros = |shares: usize| Tensor::zeros((shares * unit, size, size), dtype, &Device::Cpu);
@@ -138,8 +140,8 @@ fn stacked(parts: &[(Form, &Tensor)], unit: usize, of: usize) -> Result<Tensor> 
     Tensor::cat(&blocks.iter().collect::<Vec<_>>(), 0)
 }
 
-/// The parameters of one layer of a module. The module has `rows` outputs, and `form` tells which of these outputs belong to
-/// the layer. `None` if the module does not change the layer.
+/// The parameters of one layer of a module. The module has `rows` outputs, and `form` tells which of these outputs
+/// belong to the layer. `None` if the module does not change the layer.
 ///
 /// # Errors
 /// [`Error::Config`] if the module has a parameter that cannot be divided because it applies to all outputs together,
@@ -195,11 +197,11 @@ pub(super) fn split(module: &BTreeMap<&'static str, Tensor>, form: Form, rows: u
     Ok(Some(own))
 }
 
-/// The columns of the module's up factors that only this layer uses, as runs (start, length). (In the modules that [`join`]
-/// and kohya's trainers write, every column belongs to one layer, unless all layers have the same down factors.) A column is
-/// used by a share if it is not zero in the share's rows. `None` if the layer keeps all columns. This is so if the module has
-/// no up factor, if another layer uses a column of this layer too, if all columns are zero, or if the module has a magnitude
-/// and this layer uses no column.
+/// The columns of the module's up factors that only this layer uses, as runs (start, length). (In the modules that
+/// [`join`] and kohya's trainers write, every column belongs to one layer, unless all layers have the same down
+/// factors.) A column is used by a share if it is not zero in the share's rows. `None` if the layer keeps all columns.
+/// This is so if the module has no up factor, if another layer uses a column of this layer too, if all columns are
+/// zero, or if the module has a magnitude and this layer uses no column.
 fn kept(module: &Parameters, (first, count, of): (usize, usize, usize)) -> Result<Option<Vec<(usize, usize)>>> {
     let Some(up) = UPS.iter().find_map(|name| module.get(name)).filter(|up| up.rank() == 2) else { return Ok(None) };
     let (rows, rank) = (up.dims()[0], up.dims()[1]);
@@ -245,26 +247,27 @@ fn is_zero(value: &Tensor) -> Result<bool> {
     Ok(value.to_dtype(DType::F32)?.contiguous()?.to_vec::<f32>()?.iter().all(|x| *x == 0.0))
 }
 
-/// For [`Form::Swapped`]: exchanges the first and the second half of the rows of every parameter whose rows are outputs.
+/// Exchange, for [`Form::Swapped`], the first and the second half of the rows of every parameter whose rows are
+/// outputs.
 fn swap(values: &Parameters) -> Result<Parameters> {
     let slow = SLOW_ROWS.iter().find_map(|name| values.get(name)).map(|value| value.dims()[0]);
     values
         .iter()
         .map(|(name, value)| {
             let height = value.dims().first().copied().unwrap_or(0);
-            let own = UPS.contains(name)
+            let per_row = UPS.contains(name)
                 || MAGNITUDES.contains(name) && height > 1
                 || SLOW_ROWS.contains(name) && height % 2 == 0
                 || FAST_ROWS.contains(name) && slow == Some(1) && height % 2 == 0;
-            let own = own || *name == BLOCKS;
-            let odd = SLOW_ROWS.contains(name) && height > 1 || own;
-            if odd && (height == 0 || height % 2 == 1) {
+            let per_row = per_row || *name == BLOCKS;
+            let needs_halves = SLOW_ROWS.contains(name) && height > 1 || per_row;
+            if needs_halves && (height == 0 || height % 2 == 1) {
                 return Err(Error::shape(
                     OP,
-                    format!("{name} has shape {:?}, expected two halves of rows", value.dims()),
+                    format!("{name} has shape {:?}, expected an even number of rows", value.dims()),
                 ));
             }
-            Ok((*name, if own { swapped(value)? } else { value.clone() }))
+            Ok((*name, if per_row { swapped(value)? } else { value.clone() }))
         })
         .collect()
 }

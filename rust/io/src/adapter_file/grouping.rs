@@ -1,5 +1,5 @@
-//! The assignment of a model's layers to the modules of an adapter file. A module is the set of adapter parameters under one
-//! name in the file. It holds the adapter of one layer, or the joined adapters of several layers.
+//! The assignment of a model's layers to the modules of an adapter file. A module is the set of adapter parameters
+//! under one name in the file. It holds the adapter of one layer, or the joined adapters of several layers.
 
 use std::collections::BTreeMap;
 
@@ -10,8 +10,8 @@ use super::readers::{self, Tool};
 use super::{AdapterFormat, OP, PartNames, Style, oft};
 use crate::form::{Form, Key};
 
-/// The modules of a part by their names in a file. Each module lists its layers as (the rows of the module that belong to
-/// the layer, the layer's index).
+/// The modules of a part by their names in a file. Each module lists its layers as (the rows of the module that belong
+/// to the layer, the layer's index).
 pub(super) type Modules = BTreeMap<String, Vec<(Form, usize)>>;
 
 /// The properties of a layer's adapter that decide which module of a file can hold it.
@@ -21,10 +21,11 @@ pub(super) struct Adapted<'a> {
     pub kind: &'static str,
     /// For DoRA: true if the adapter has one magnitude for each input, false if it has one for each output.
     pub per_input: bool,
-    /// For `LoKr`: whether the left factor (`lokr_w1` or `lokr_w1_a`) has an odd number of rows. For OFT that rotates the
-    /// outputs: whether the number of blocks is odd.
+    /// For `LoKr`: whether the left factor (`lokr_w1` or `lokr_w1_a`) has an odd number of rows. For OFT that rotates
+    /// the outputs: whether the number of blocks is odd.
     pub odd_rows: bool,
-    /// For OFT that rotates the outputs: the number of outputs in a block. `None` for other adapters, or if it is unknown.
+    /// For OFT that rotates the outputs: the number of outputs in a block. `None` for other adapters, or if it is
+    /// unknown.
     pub block: Option<usize>,
 }
 
@@ -46,8 +47,8 @@ impl<'a> Adapted<'a> {
     }
 }
 
-/// Check that a file format can represent adapters of the kind `kind` on the given layers of a part. `None` stands for the
-/// part's default format. The check assumes that a DoRA has one magnitude for each output.
+/// Check that a file format can represent adapters of the kind `kind` on the given layers of a part. `None` stands for
+/// the part's default format. The check assumes that a DoRA has one magnitude for each output.
 ///
 /// # Errors
 /// [`Error::Argument`] if the format cannot represent these adapters; the message names a format that can.
@@ -62,9 +63,9 @@ pub fn check_format(
     modules(format.unwrap_or_else(|| names.default_format()), names, &layers).map(drop)
 }
 
-/// The modules of a part in a file of the given format. kohya's format has two styles of names ([`Style::KohyaOriginal`] and
-/// [`Style::Kohya`]). If a file mixes the two styles, diffusers ignores the names of one of them. Therefore all layers of a
-/// part get names of the same style.
+/// The modules of a part in a file of the given format. kohya's format has two styles of names
+/// ([`Style::KohyaOriginal`] and [`Style::Kohya`]). If a file mixes the two styles, diffusers ignores the names of one
+/// of them. Therefore all layers of a part get names of the same style.
 ///
 /// # Errors
 /// As [`check_format`].
@@ -111,8 +112,8 @@ pub(super) fn modules(format: AdapterFormat, names: &PartNames, layers: &[Adapte
                 return Err(Error::argument(
                     OP,
                     format!(
-                        "format \"{format}\" stores the adapter of {name} in the module {key}, which cannot hold this \
-                         \"{kind}\" adapter: {why}; save with format \"{cure}\""
+                        "format \"{format}\" stores the adapter of \"{name}\" in the module \"{key}\", which cannot \
+                         hold this \"{kind}\" adapter: {why}; save with format \"{cure}\""
                     ),
                 ));
             }
@@ -124,7 +125,7 @@ pub(super) fn modules(format: AdapterFormat, names: &PartNames, layers: &[Adapte
 fn unnamed(format: AdapterFormat, layer: &str) -> Error {
     Error::argument(
         OP,
-        format!("format \"{}\" has no name for the layer {layer}; save with format \"peft\"", format.name()),
+        format!("format \"{}\" has no name for the layer \"{layer}\"; save with format \"peft\"", format.name()),
     )
 }
 

@@ -2,8 +2,9 @@
 //!
 //! Let W be the base weight, ΔW the trained change and m the magnitude. The trained weight is m (W + ΔW) / ‖W + ΔW‖.
 //! `ComfyUI` computes this formula if there is one magnitude for each input. If there is one for each output, `ComfyUI`
-//! divides by ‖W‖ instead of ‖W + ΔW‖ (`comfy/weight_adapter/base.py`, `weight_decompose`). A file for `ComfyUI` with one
-//! magnitude for each output therefore stores m ‖W‖ / ‖W + ΔW‖ in place of m, so that `ComfyUI` computes the trained weight.
+//! divides by ‖W‖ instead of ‖W + ΔW‖ (`comfy/weight_adapter/base.py`, `weight_decompose`). A file for `ComfyUI` with
+//! one magnitude for each output therefore stores m ‖W‖ / ‖W + ΔW‖ in place of m, so that `ComfyUI` computes the
+//! trained weight.
 //!
 //! Follows <https://github.com/comfyanonymous/ComfyUI/blob/9c0cf36cd7964978850fd40f8cf76ac2cf9f9e15/comfy/weight_adapter/base.py>.
 
@@ -14,8 +15,8 @@ use trainable_candle_nn::adapter::{AdapterSettings, KINDS};
 /// The metadata entry (name, value) of files that store m ‖W‖ / ‖W + ΔW‖ in place of the magnitudes m.
 pub(super) const MARK: (&str, &str) = ("trainable_candle.dora_scale", "divided_by_base_norm");
 
-/// ‖W + s B A‖ / ‖W‖ for each output, shape (out), f32. W is the weight of `base` and s is `scale`. A is `down` and B is
-/// `up`, both in the layout of adapter files.
+/// ‖W + s B A‖ / ‖W‖ for each output, shape (out), f32. W is the weight of `base` and s is `scale`. A is `down` and B
+/// is `up`, both in the layout of adapter files.
 ///
 /// # Errors
 /// [`Error::Shape`] if the factors do not fit the base.

@@ -10,10 +10,10 @@ use super::{AdapterFormat, PartNames, alpha, oft, peft};
 /// The name of the entry with peft's configuration of each part as JSON, as diffusers writes and reads it.
 pub(super) const CONFIGURATION: &str = "lora_adapter_metadata";
 
-/// The metadata entries that other tools read: those entries of kohya that A1111 needs to recognise SDXL, and the entries of
-/// modelspec 1.0.1. Files in the formats of diffusers and peft also have the entry [`CONFIGURATION`], from which diffusers
-/// and peft take the alphas. A file in diffusers' format has no configuration if its factors are already multiplied by the
-/// scale (`folds`).
+/// The metadata entries that other tools read: those entries of kohya that A1111 needs to recognise SDXL, and the
+/// entries of modelspec 1.0.1. Files in the formats of diffusers and peft also have the entry [`CONFIGURATION`], from
+/// which diffusers and peft take the alphas. A file in diffusers' format has no configuration if its factors are
+/// already multiplied by the scale (`folds`).
 pub(super) fn entries(
     format: AdapterFormat,
     folds: bool,

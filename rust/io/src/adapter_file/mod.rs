@@ -42,15 +42,16 @@ const OP: &str = "save_adapter";
 pub enum AdapterFormat {
     /// `lora_unet_input_blocks_4_1_….lora_down.weight` (kohya's trainers): ComfyUI, A1111 and diffusers load it.
     Kohya,
-    /// `unet.down_blocks.1.….lora_A.weight` (diffusers). If `ComfyUI` also reads diffusers' names of the part, the factors
-    /// are already multiplied by the scale.
+    /// `unet.down_blocks.1.….lora_A.weight` (diffusers). If `ComfyUI` also reads diffusers' names of the part, the
+    /// factors are already multiplied by the scale.
     Diffusers,
-    /// `base_model.model.LAYER.lora_A.weight` (peft). A file holds one part. If the path is a folder, the folder gets the
-    /// files `adapter_model.safetensors` and `adapter_config.json`, which `PeftModel.from_pretrained` loads.
+    /// `base_model.model.LAYER.lora_A.weight` (peft). A file holds one part. A path that does not end in
+    /// `.safetensors` is a folder, which gets the files `adapter_model.safetensors` and `adapter_config.json`.
+    /// `PeftModel.from_pretrained` loads such a folder.
     Peft,
     /// `diffusion_model.input_blocks.4.1.….lora_A.weight` (ComfyUI's names, which follow the original checkpoint). Some
-    /// layers are one matrix in the original checkpoint. If their adapters cannot be joined to one module, the file uses
-    /// diffusers' names for these layers, provided that `ComfyUI` reads diffusers' names of the part.
+    /// layers are one matrix in the original checkpoint. If their adapters cannot be joined to one module, the file
+    /// uses diffusers' names for these layers, provided that `ComfyUI` reads diffusers' names of the part.
     ComfyUi,
 }
 

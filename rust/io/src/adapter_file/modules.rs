@@ -14,8 +14,8 @@ use crate::tensor_file::TensorFile;
 pub(super) struct Stored {
     /// Parameters under peft's names, laid out as in files.
     pub parameters: BTreeMap<&'static str, Tensor>,
-    /// The module's alpha. The scale of most kinds is alpha / rank; for OFT that rotates outputs, alpha limits the rotation
-    /// (`oft::apply_limit`).
+    /// The module's alpha. The scale of most kinds is alpha / rank; for OFT that rotates outputs, alpha limits the
+    /// rotation (`oft::apply_limit`).
     pub alpha: Option<f64>,
 }
 
@@ -57,16 +57,16 @@ const ALIASES: [(&str, &str); 12] = [
     (".alpha", ALPHA),
 ];
 
-/// Split a key into the module's name and the parameter's name. `None` if the key ends neither in one of [`ALIASES`] nor in
-/// a parameter's name of this crate.
+/// Split a key into the module's name and the parameter's name. `None` if the key ends neither in one of [`ALIASES`]
+/// nor in a parameter's name of this crate.
 fn split(key: &str) -> Option<(&str, &'static str)> {
     let alias = ALIASES.iter().find_map(|(ending, parameter)| Some((key.strip_suffix(ending)?, *parameter)));
     let mut parameters = KINDS.iter().flat_map(|kind| kind.parameters);
     alias.or_else(|| parameters.find_map(|(name, _)| Some((key.strip_suffix(name)?.strip_suffix('.')?, *name))))
 }
 
-/// The scales that quantization-aware training learns have keys `qat_scales.LAYER`. The scales are no part of the adapter:
-/// they are needed to quantize the sum of base weight and adapter.
+/// The scales that quantization-aware training learns have keys `qat_scales.LAYER`. The scales are no part of the
+/// adapter: they are needed to quantize the sum of base weight and adapter.
 pub(super) const SCALES: &str = "qat_scales.";
 
 /// Pairs (ending of the key of an unsupported parameter, the variant of adapter that has such parameters).
@@ -85,9 +85,9 @@ impl Contents {
     /// Read the adapter file at `path`, or peft's adapter file in the folder `path`.
     ///
     /// # Errors
-    /// As [`TensorFile::open`] and [`TensorFile::read`]; [`Error::WeightsFormat`] if the file has no tensors, has an alpha
-    /// that is not one finite number, or has a parameter of an unsupported variant of adapter; [`Error::Config`] if
-    /// `adapter_config.json` beside the file is not JSON.
+    /// As [`TensorFile::open`] and [`TensorFile::read`]; [`Error::WeightsFormat`] if the file has no tensors, has an
+    /// alpha that is not one finite number, or has a parameter of an unsupported variant of adapter; as
+    /// [`peft::read_config_beside`].
     pub(super) fn read(path: &Path) -> Result<Self> {
         let path = &peft::file_to_read(path);
         let mut file = TensorFile::open(path)?;
@@ -134,14 +134,15 @@ impl Contents {
             !orphan
         });
         for (module, stored) in &mut contents.modules {
-            let wrong = |e: Error| Error::weights(path, format!("{module}: {e}"));
+            let wrong = |e: Error| Error::weights(path, format!("\"{module}\": {e}"));
             oft::apply_limit(stored).map_err(wrong)?;
             peft::project(contents.config.as_ref(), stored).map_err(wrong)?;
         }
         Ok(contents)
     }
 
-    /// The scale of a layer according to peft's configuration, for modules without an alpha. `None` without a configuration.
+    /// The scale of a layer according to peft's configuration, for modules without an alpha. `None` without a
+    /// configuration.
     pub(super) fn configured_scale(&self, part: &str, layer: &str) -> Option<f64> {
         peft::configured_scale(self.config.as_ref()?, part, layer)
     }

@@ -18,8 +18,8 @@ pub struct BaseModel {
     pub resolution: usize,
 }
 
-/// A function from a layer's name to the name of its matrix in the original checkpoint, and to the rows of the matrix that
-/// belong to the layer. `None` for a layer without a matrix there.
+/// A function from a layer's name to the name of its matrix in the original checkpoint, and to the rows of the matrix
+/// that belong to the layer. `None` for a layer without a matrix there.
 pub type Original = Arc<dyn Fn(&str) -> Option<Key> + Send + Sync>;
 
 /// The names that tools use for one part of a pipeline and its layers.
@@ -74,14 +74,15 @@ impl PartNames {
         }
     }
 
-    /// Whether the factors in a file in diffusers' format are multiplied by the scale. This is so if the part is a denoiser
-    /// and `ComfyUI` reads diffusers' names of the layers that are usually adapted. (diffusers takes the scale from the
-    /// metadata, `ComfyUI` from tensors. Both compute the same if the scale is 1.)
+    /// Whether the factors in a file in diffusers' format are multiplied by the scale. This is so if the part is a
+    /// denoiser and `ComfyUI` reads diffusers' names of the layers that are usually adapted. (diffusers takes the scale
+    /// from the metadata, `ComfyUI` from tensors. Both compute the same if the scale is 1.)
     pub(super) fn folds(&self) -> bool {
         self.is_denoiser && readers::knows_usual(self.readers, Tool::ComfyUi, Style::Diffusers)
     }
 
-    /// The prefix of a known part, or `LyCORIS`' prefix, that `key` begins with. `None` if `key` begins with no known prefix.
+    /// The prefix of a known part, or `LyCORIS`' prefix, that `key` begins with. `None` if `key` begins with no known
+    /// prefix.
     pub(super) fn prefix_of<'a>(&'a self, key: &str) -> Option<&'a str> {
         self.prefixes.iter().map(String::as_str).chain([LYCORIS]).find(|prefix| key.starts_with(prefix))
     }
@@ -103,8 +104,8 @@ impl PartNames {
         self.place(layer, style).map(|place| place.key)
     }
 
-    /// The module that holds a layer: the module's name in the style `style`, and the rows of the module that belong to the
-    /// layer. `None` if the style has no name for the layer.
+    /// The module that holds a layer: the module's name in the style `style`, and the rows of the module that belong to
+    /// the layer. `None` if the style has no name for the layer.
     pub(super) fn place(&self, layer: &str, style: Style) -> Option<Key> {
         let flat = || layer.replace('.', "_");
         let prefixed = |name: &str| match self.diffusers {

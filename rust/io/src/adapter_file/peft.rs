@@ -1,8 +1,8 @@
 //! peft's files: `adapter_model.safetensors`, and beside it `adapter_config.json`, the configuration with the scales.
 //!
-//! peft multiplies the change of every layer's weight by alpha / r. It does so even for a LoKr without a rank, whose two
-//! factors are full matrices. `LyCORIS`, and tools that read the files of `LyCORIS`, multiply a LoKr without a rank by 1.
-//! Therefore, for a LoKr without a rank, peft's files store the factor [`FOLDED`] divided by peft's alpha / r.
+//! peft multiplies the change of every layer's weight by alpha / r. It does so even for a LoKr without a rank, whose
+//! two factors are full matrices. `LyCORIS`, and tools that read the files of `LyCORIS`, multiply a LoKr without a rank
+//! by 1. Therefore, for a LoKr without a rank, peft's files store the factor [`FOLDED`] divided by peft's alpha / r.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -22,7 +22,8 @@ const CONFIG: &str = "adapter_config.json";
 pub(super) const FOLDED: &str = "lokr_w1";
 
 /// The file to write for `path`: `path` itself if it ends in `.safetensors` and is no folder, otherwise
-/// `adapter_model.safetensors` in the folder `path`. The folder need not exist. A path such as `x_v1.5` thus names a folder.
+/// `adapter_model.safetensors` in the folder `path`. The folder need not exist. A path such as `x_v1.5` thus names a
+/// folder.
 pub(super) fn file_to_write(path: &Path) -> PathBuf {
     let is_file = path.extension().is_some_and(|extension| extension == "safetensors") && !path.is_dir();
     if is_file { path.to_path_buf() } else { path.join(MODEL) }
@@ -39,8 +40,8 @@ pub(super) fn config_beside(path: &Path) -> Option<PathBuf> {
     (path.file_name()? == MODEL).then(|| path.with_file_name(CONFIG))
 }
 
-/// The fields `r` and alpha of peft's configuration. They hold for every layer that `rank_pattern` and `alpha_pattern` do not
-/// list.
+/// The fields `r` and alpha of peft's configuration. They hold for every layer that `rank_pattern` and `alpha_pattern`
+/// do not list.
 #[derive(Clone, Copy)]
 pub(super) struct Common {
     rank: usize,
@@ -161,8 +162,8 @@ pub(super) fn block_size(layers: &[AdaptedLayer<'_>]) -> Option<usize> {
     (2..=2 * most).find(makes)
 }
 
-/// The triangles of all blocks of a layer with `inputs` input features, (blocks, elements of a triangle). If the file has
-/// only one triangle (`block_share`), the triangle is repeated for each block.
+/// The triangles of all blocks of a layer with `inputs` input features, (blocks, elements of a triangle). If the file
+/// has only one triangle (`block_share`), the triangle is repeated for each block.
 pub(super) fn unshared(triangles: &Tensor, inputs: usize) -> Result<Tensor> {
     match *triangles.dims() {
         [1, elements] => {
@@ -194,8 +195,8 @@ pub(super) fn project(config: Option<&Value>, stored: &mut Stored) -> Result<()>
     Ok(())
 }
 
-/// The number of terms of the Neumann series with which OFT approximates the Cayley transform. `None` if the configuration
-/// selects the exact Cayley transform, or is not one of OFT.
+/// The number of terms of the Neumann series with which OFT approximates the Cayley transform. `None` if the
+/// configuration selects the exact Cayley transform, or is not one of OFT.
 pub(super) fn cayley_neumann_terms(config: &Value) -> Option<usize> {
     // peft's default for missing entries: the Neumann series with five terms.
     let asked = config.get("use_cayley_neumann").and_then(Value::as_bool).unwrap_or(true);
@@ -204,9 +205,9 @@ pub(super) fn cayley_neumann_terms(config: &Value) -> Option<usize> {
     (is_oft && asked).then(|| usize::try_from(terms).ok()).flatten()
 }
 
-/// The name of a layer in peft's configuration, which is the layer's name without `text_model.`. transformers 5 removed this
-/// prefix from the layer names of one of its two CLIP encoders and kept it in the other. peft compares only the ends of
-/// layer names, so names without the prefix match in both encoders.
+/// The name of a layer in peft's configuration, which is the layer's name without `text_model.`. transformers 5 removed
+/// this prefix from the layer names of one of its two CLIP encoders and kept it in the other. peft compares only the
+/// ends of layer names, so names without the prefix match in both encoders.
 fn module(layer: &str) -> &str {
     layer.strip_prefix("text_model.").unwrap_or(layer)
 }

@@ -25,9 +25,10 @@ pub struct PartLayers<'a> {
 /// `parts`, from a layer's name to its adapter. Modules of parts other than `parts` are skipped.
 ///
 /// # Errors
-/// [`Error::Io`] if the file cannot be read; [`Error::WeightsFormat`] if it is not an adapter file, has no adapter for any
-/// of the parts, names layers that a part does not have, has one layer under two names, or has non-finite elements;
-/// [`Error::Config`] if peft's configuration beside the file is not JSON.
+/// [`Error::Io`] if the file cannot be read; [`Error::WeightsFormat`] if it is not an adapter file, has no adapter for
+/// any of the parts, names layers that a part does not have, has one layer under two names, has non-finite elements or
+/// an alpha that is not one finite number, has a parameter of an unsupported variant of adapter, or has a module that
+/// cannot be divided among its layers; [`Error::Config`] if peft's configuration beside the file is not JSON.
 pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeMap<String, LayerValues>>> {
     let contents = Contents::read(path)?;
     let places = places(parts.iter().map(|p| (p.names, p.layers.iter().map(|(n, _)| n.as_str()).collect())));
@@ -44,7 +45,7 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
         for &(layer, form) in &place.layers {
             let base = part.layers.iter().find(|(name, _)| name == layer).map(|(_, l)| l.base());
             let Some(base) = base else { continue };
-            let wrong = |e: Error| Error::weights(path, format!("{module}: {e}"));
+            let wrong = |e: Error| Error::weights(path, format!("\"{module}\": {e}"));
             let Some(own) = own(stored, form, base.rows()).map_err(wrong)? else { continue };
             let configured = || contents.configured_scale(part.names.diffusers, layer);
             let alpha = part.names.key(layer, Style::Diffusers).and_then(|key| trained.get(&key).copied());
@@ -58,7 +59,7 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
                 return Err(Error::weights(path, format!("{module}.{name} has non-finite elements; {cure}")));
             }
             if found[place.part].insert(layer.to_owned(), values).is_some() {
-                return Err(Error::weights(path, format!("the layer {layer} is in the file under two names")));
+                return Err(Error::weights(path, format!("the layer \"{layer}\" is in the file under two names")));
             }
         }
     }
@@ -68,27 +69,28 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
     // A key is an error if it has no known prefix, or a prefix that modules of the requested parts have too. Keys with
     // another known prefix belong to parts that were not requested and are skipped, unless no module fits any part.
     let strange = |key: &String| part_prefix(key).is_none_or(|prefix| prefixes.contains(&prefix));
-    let nothing = found.iter().all(BTreeMap::is_empty);
-    let wrong: Vec<&String> = lost.into_iter().chain(&contents.others).filter(|key| nothing || strange(key)).collect();
-    if nothing || !wrong.is_empty() {
+    let none_fits = found.iter().all(BTreeMap::is_empty);
+    let unknown: Vec<&String> =
+        lost.into_iter().chain(&contents.others).filter(|key| none_fits || strange(key)).collect();
+    if none_fits || !unknown.is_empty() {
         let asked: Vec<&PartNames> = parts.iter().map(|part| part.names).collect();
-        return Err(Error::weights(path, mismatch(&contents, &asked, &wrong)));
+        return Err(Error::weights(path, mismatch(&contents, &asked, &unknown)));
     }
     Ok(found)
 }
 
-/// The largest number of unknown keys that the error message asks the user to remove. If a file has more unknown keys, the
-/// message says that the file is for another model.
+/// The largest number of unknown keys that the error message asks the user to remove. If a file has more unknown keys,
+/// the message says that the file is for another model.
 const FOREIGN: usize = 3;
 
-/// The error message for a file in which the keys `wrong` belong to none of the requested parts `asked`.
-fn mismatch(contents: &Contents, asked: &[&PartNames], wrong: &[&String]) -> String {
+/// The error message for a file in which the keys `unknown` belong to none of the requested parts `asked`.
+fn mismatch(contents: &Contents, asked: &[&PartNames], unknown: &[&String]) -> String {
     let list = |keys: &[&String]| keys.iter().take(3).map(|key| key.as_str()).collect::<Vec<_>>().join(", ");
     let modules = contents.modules.len();
     if modules == 0 {
-        return format!("not an adapter file: none of its tensors is a parameter of an adapter ({})", list(wrong));
+        return format!("not an adapter file: none of its tensors is a parameter of an adapter ({})", list(unknown));
     }
-    let lost = wrong.iter().filter(|key| contents.modules.contains_key(**key)).count();
+    let lost = unknown.iter().filter(|key| contents.modules.contains_key(**key)).count();
     let prefix_of = |key: &String| asked.first().and_then(|names| names.prefix_of(key));
     let prefixes: BTreeSet<Option<&str>> = contents.modules.keys().map(prefix_of).collect();
     let is_asked = |prefix: &str| asked.iter().any(|names| names.begins(prefix));
@@ -96,29 +98,29 @@ fn mismatch(contents: &Contents, asked: &[&PartNames], wrong: &[&String]) -> Str
         let there: Vec<&str> = prefixes.into_iter().flatten().collect();
         let parts: Vec<&str> = asked.iter().map(|names| names.diffusers).collect();
         return format!(
-            "it has no adapter for the {}: all of its {modules} modules belong to another part ({})",
+            "the file has no adapter for the {}: all of its {modules} modules belong to another part ({})",
             parts.join(" and "),
             there.join(", ")
         );
     }
-    if wrong.len() <= FOREIGN && lost < modules {
+    if unknown.len() <= FOREIGN && lost < modules {
         return format!(
             "{} of the file's keys ({}) fit no layer of the model, while the other {} modules fit; remove these keys \
              from the file",
-            wrong.len(),
-            list(wrong),
+            unknown.len(),
+            list(unknown),
             modules - lost
         );
     }
     format!(
         "the model has no layer for {lost} of the file's {modules} modules ({}); the adapter is for another model",
-        list(wrong)
+        list(unknown)
     )
 }
 
-/// The adapter of one layer of a module. The layer has `rows` outputs, and `form` tells which rows of the module they are.
-/// `None` if the module does not change the layer. The alpha is multiplied by (rank of the layer's adapter / rank of the
-/// module), so that the scale alpha / rank stays the same.
+/// The adapter of one layer of a module. The layer has `rows` outputs, and `form` tells which rows of the module they
+/// are. `None` if the module does not change the layer. The alpha is multiplied by (rank of the layer's adapter / rank
+/// of the module), so that the scale alpha / rank stays the same.
 pub(super) fn own(stored: &Stored, form: Form, rows: usize) -> Result<Option<Stored>> {
     let all = form.stored_shape(&[rows]).first().copied().unwrap_or(rows);
     let Some(parameters) = fused::split(&stored.parameters, form, all)? else { return Ok(None) };
@@ -132,9 +134,9 @@ pub(super) fn own(stored: &Stored, form: Form, rows: usize) -> Result<Option<Sto
 
 /// The adapter of one layer, with parameters under peft's names, from `stored`, the layer's own part of a module.
 ///
-/// `divided` tells whether the file stores m ‖W‖ / ‖W + ΔW‖ in place of the magnitudes m (see [`magnitude`]). `trained` is
-/// the layer's alpha in training if the alpha in the file differs from it, otherwise `None`. `configured` returns the
-/// layer's scale in peft's configuration.
+/// `divided` tells whether the file stores m ‖W‖ / ‖W + ΔW‖ in place of the magnitudes m (see [`magnitude`]). `trained`
+/// is the layer's alpha in training if the alpha in the file differs from it, otherwise `None`. `configured` returns
+/// the layer's scale in peft's configuration.
 fn values(
     stored: &Stored,
     base: &Base<'_>,
@@ -177,8 +179,8 @@ fn output_magnitude(scale: &Tensor, values: &LayerValues, base: &Base<'_>, divid
     }
 }
 
-/// Read the parameters of an adapter file into `set`, which is attached to `part`. The scales of quantization-aware training
-/// are read for those layers that have such scales both in the file and in `set`.
+/// Read the parameters of an adapter file into `set`, which is attached to `part`. The scales of quantization-aware
+/// training are read for those layers that have such scales both in the file and in `set`.
 ///
 /// # Errors
 /// As [`read_adapters`], [`AdapterSet::load`] and [`AdapterSet::set_scales`].
@@ -188,8 +190,8 @@ pub fn load_adapter(path: &Path, set: &AdapterSet, part: PartLayers<'_>) -> Resu
     set.set_scales(&scales(path)?)
 }
 
-/// Attach the adapters of a file to the layers of `part` that the file names. Ranks, kinds and alphas are those of the file;
-/// the adapters' scales are multiplied by `scale`.
+/// Attach the adapters of a file to the layers of `part` that the file names. Ranks, kinds and alphas are those of the
+/// file; the adapters' scales are multiplied by `scale`.
 ///
 /// # Errors
 /// [`Error::Argument`] if `scale` is 0 or not finite; as [`read_adapters`] and [`AdapterSet::attach_values`].

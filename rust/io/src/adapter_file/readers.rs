@@ -1,7 +1,8 @@
-//! [`Reader`]: the styles of names that a tool reads, and how the tool applies adapters whose names are in these styles.
+//! [`Reader`]: the styles of names that a tool reads, and how the tool applies adapters whose names are in these
+//! styles.
 //!
-//! Each part of a model family has a table of readers. The table determines the format in which adapters of the part are
-//! saved by default, and what `verify` reports.
+//! Each part of a model family has a table of readers. The table determines the format in which adapters of the part
+//! are saved by default, and what `verify` reports.
 
 use super::Style;
 
@@ -41,10 +42,11 @@ pub struct Reader {
     pub tool: Tool,
     /// The styles of names that the tool reads.
     pub styles: &'static [Known],
-    /// The kinds of adapters that the tool loads.
+    /// The kinds of adapters that the tool loads. DoRA need not be listed: every tool loads it, with the magnitude or
+    /// without ([`magnitude`](Self::magnitude)).
     pub kinds: &'static [&'static str],
-    /// The name of the parameter in which the tool expects DoRA's magnitude. `None` if the tool ignores the magnitude and
-    /// applies the rest of the adapter.
+    /// The name of the parameter in which the tool expects DoRA's magnitude. `None` if the tool ignores the magnitude
+    /// and applies the rest of the adapter.
     pub magnitude: Option<&'static str>,
 }
 
@@ -73,7 +75,7 @@ pub enum Alpha {
 }
 
 impl Known {
-    /// A tool reads every layer's name in `style`, and applies a tensor `….alpha` of a module.
+    /// The style `style`, for a tool that reads the names of all layers and applies a tensor `….alpha` of a module.
     pub const fn all(style: Style) -> Self {
         Self { style, only: None, alpha: Alpha::Applied, configured: false }
     }
@@ -130,8 +132,8 @@ pub(super) struct Found<'a> {
     pub kind: &'a str,
     /// The name of DoRA's magnitude in the file, if there is one.
     pub magnitude: Option<&'a str>,
-    /// For DoRA: whether it has one magnitude for each input (not for each output). For OFT: whether it rotates inputs (not
-    /// outputs).
+    /// For DoRA: whether it has one magnitude for each input (not for each output). For OFT: whether it rotates inputs
+    /// (not outputs).
     pub per_input: bool,
     /// Whether OFT has an alpha that limits the rotations in `ComfyUI` to less than in training.
     pub limited: bool,
@@ -167,7 +169,7 @@ impl Reader {
             return Outcome::Not("it only loads LoRA");
         }
         if found.kind == "oft" {
-            return self.rotates(found);
+            return self.oft_outcome(found);
         }
         if found.has_alpha && known.alpha == Alpha::Refused {
             return Outcome::Not("it rejects files with an alpha beside the factors");
@@ -178,11 +180,11 @@ impl Reader {
                 _ => "it ignores DoRA's magnitude",
             });
         }
-        // A1111's `NetworkModule.apply_weight_decompose` always divides by one norm for each input, whatever the shape of
-        // the magnitude.
+        // A1111's `NetworkModule.apply_weight_decompose` always divides by one norm for each input, whatever the shape
+        // of the magnitude.
         if self.tool == Tool::A1111 && found.magnitude.is_some() && !found.per_input {
             return Outcome::Part(
-                "it divides DoRA's weights by one norm for each input; train with --dora-axis input for it",
+                "it divides DoRA's weights by one norm for each input; train with --dora-axis input for A1111",
             );
         }
         match found.scaled {
@@ -200,11 +202,11 @@ impl Reader {
 impl Reader {
     /// What the tool does with OFT. For A1111 see `extensions-builtin/Lora/network_oft.py` at
     /// <https://github.com/AUTOMATIC1111/stable-diffusion-webui/tree/0550659c>.
-    fn rotates(&self, found: &Found<'_>) -> Outcome {
+    fn oft_outcome(&self, found: &Found<'_>) -> Outcome {
         match (self.tool, found.per_input) {
             (Tool::Peft, true) => Outcome::Whole,
-            (Tool::Peft, false) => Outcome::Not("its OFT rotates inputs; for it, train with --oft-side input"),
-            (_, true) => Outcome::Not("its OFT rotates outputs; for it, train with --oft-side output"),
+            (Tool::Peft, false) => Outcome::Not("its OFT rotates inputs; train with --oft-side input for peft"),
+            (_, true) => Outcome::Not("its OFT rotates outputs; train with --oft-side output for this tool"),
             (Tool::A1111, false) => Outcome::Part("it rotates biases too"),
             (_, false) if found.limited => {
                 Outcome::Part("it limits rotations to alpha, not to alpha times the number of outputs")

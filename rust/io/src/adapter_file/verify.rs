@@ -1,4 +1,5 @@
-//! Reports how other tools would apply an adapter file. The tools do not run: the report follows from the file's contents.
+//! Reports how other tools would apply an adapter file. The tools do not run: the report follows from the file's
+//! contents.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -22,8 +23,9 @@ pub struct Outline {
     pub layers: BTreeMap<String, Vec<usize>>,
 }
 
-/// The report on one module of a file: the tensors whose keys start with the same name, such as the two factors of a LoRA.
-/// If a module adapts several layers, which are one matrix in some tools, each of these layers has a report.
+/// The report on one module of a file. A module consists of the tensors whose keys start with the same name, such as
+/// the two factors of a LoRA. If a module adapts several layers, which are one matrix in some tools, each of these
+/// layers has a report of its own.
 pub struct ModuleReport {
     /// The module's name in the file: the keys of its tensors without the parameters' names.
     pub module: String,
@@ -35,12 +37,13 @@ pub struct ModuleReport {
     pub rank: usize,
     /// The value of the module's tensor `….alpha`, the numerator of the scale. `None` if the module has no such tensor.
     pub alpha: Option<f64>,
-    /// The scale by which the adapter is multiplied: the module's [`alpha`](Self::alpha) / rank, or without this tensor the
-    /// scale in peft's configuration. It is 1 if there is neither, and for an adapter without a rank.
+    /// The scale by which the adapter is multiplied: the module's [`alpha`](Self::alpha) / rank, or without this tensor
+    /// the scale in peft's configuration. It is 1 if there is neither, and for an adapter without a rank.
     pub scale: f64,
     /// Whether all elements of one of the factors are 0, so that the adapter has no effect.
     pub zero: bool,
-    /// A message about wrong shapes, missing parameters or non-finite elements; `None` if the adapter has no such fault.
+    /// A message about wrong shapes, missing parameters or non-finite elements; `None` if the adapter has no such
+    /// fault.
     pub fault: Option<String>,
     /// Tools that ignore the module, with the reason.
     pub ignored_by: Vec<(Tool, &'static str)>,
@@ -81,19 +84,19 @@ impl Report {
 ///
 /// # Errors
 /// [`Error::Io`](trainable_candle_core::Error::Io) if the file cannot be read;
-/// [`Error::WeightsFormat`](trainable_candle_core::Error::WeightsFormat) if it is not a safetensors file, has no tensors,
-/// has an alpha that is not one finite number, or has a parameter of an unsupported variant of adapter;
+/// [`Error::WeightsFormat`](trainable_candle_core::Error::WeightsFormat) if it is not a safetensors file, has no
+/// tensors, has an alpha that is not one finite number, or has a parameter of an unsupported variant of adapter;
 /// [`Error::Config`](trainable_candle_core::Error::Config) if peft's configuration beside the file is not JSON.
 pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
     let contents = Contents::read(path)?;
     let places = places(parts.iter().map(|p| (&p.names, p.layers.keys().map(String::as_str).collect())));
     let found = contents.modules.keys().filter_map(|module| Some((module.as_str(), places.get(module)?)));
     // A name that is the same in both of kohya's styles is no sign of mixed styles, so such names are skipped.
-    let is_one = |(module, place): &(&str, &Place<'_>)| {
+    let is_sign = |(module, place): &(&str, &Place<'_>)| {
         let name = |layer| parts[place.part].names.key(layer, Style::Kohya);
         place.layers.iter().all(|(layer, _)| name(layer).as_deref() != Some(*module)) || place.style == Style::Kohya
     };
-    let mixes = mixes_kohya_names(found.filter(is_one).map(|(_, place)| place.style));
+    let mixes = mixes_kohya_names(found.filter(is_sign).map(|(_, place)| place.style));
     let mut modules = Vec::new();
     // The index of each module's part; `None` if no part has the module.
     let mut owners = Vec::new();
@@ -245,7 +248,7 @@ fn misfit(values: &LayerValues, shape: &[usize]) -> Option<String> {
     })
 }
 
-/// Adds to `report` those tools of the part's table of readers that ignore the module or change its effect.
+/// Add to `report` those tools of the part's table of readers that ignore the module or change its effect.
 fn read_by(names: &PartNames, found: &Found<'_>, mixes: bool, report: &mut ModuleReport) {
     for reader in names.readers {
         let mut outcome = reader.outcome(found);
@@ -271,8 +274,8 @@ fn misread_alphas(
 ) -> Option<String> {
     let is_split = |layer: &String| (parts[part].names.original)(layer).is_some_and(|key| key.form != Form::Plain);
     if parts[part].layers.keys().any(is_split) {
-        // If several layers of the model are one matrix in original checkpoints, diffusers converts the names with another
-        // function, which reads each alpha correctly.
+        // If several layers of the model are one matrix in original checkpoints, diffusers converts the names with
+        // another function, which reads each alpha correctly.
         return None;
     }
     let alphas = contents.modules.iter().filter_map(|(module, stored)| {
@@ -292,7 +295,7 @@ fn misread_alphas(
     (others > 0).then(remark)
 }
 
-/// A remark about modules without a tensor `….alpha`; `None` if every module has this tensor.
+/// A remark about modules without a tensor `….alpha`; `None` if every module, apart from those of OFT, has this tensor.
 fn unread_scales(contents: &Contents, modules: &[ModuleReport]) -> Option<String> {
     // OFT has no scale.
     let modules = modules.iter().filter(|m| m.kind != Some("oft"));
@@ -308,8 +311,8 @@ fn unread_scales(contents: &Contents, modules: &[ModuleReport]) -> Option<String
     }
 }
 
-/// The name of the metadata entry with the name of the training adapter that was active during training. (A training adapter
-/// changes a distilled model so that it can be trained, and is removed afterwards.)
+/// The name of the metadata entry with the name of the training adapter that was active during training. (A training
+/// adapter changes a distilled model so that it can be trained, and is removed afterwards.)
 const TRAINED_OVER: &str = "ss_training_adapter";
 
 /// Remarks about the metadata of the file.
@@ -321,8 +324,8 @@ fn remarks(contents: &Contents, parts: &[Outline]) -> Vec<String> {
              include: use the adapter without {name}"
         ));
     }
-    let shows = |part: &&Outline| part.names.readers.iter().any(|reader| reader.tool == Tool::A1111);
-    if let Some(base) = parts.iter().filter(shows).find_map(|part| part.names.base)
+    let a1111_reads = |part: &&Outline| part.names.readers.iter().any(|reader| reader.tool == Tool::A1111);
+    if let Some(base) = parts.iter().filter(a1111_reads).find_map(|part| part.names.base)
         && !contents.metadata.is_empty()
     {
         match contents.metadata.get("ss_base_model_version") {

@@ -22,8 +22,8 @@ pub struct SaveOptions {
     pub format: Option<AdapterFormat>,
     /// The dtype of the parameters in the file; f32 by default.
     pub dtype: Option<DType>,
-    /// Text entries for the file's header. The file also gets the entries that other tools need. If an entry given here has
-    /// the same name as one of those, the file gets the entry given here.
+    /// Text entries for the file's header. The file also gets the entries that other tools need. If an entry given here
+    /// has the same name as one of those, the file gets the entry given here.
     pub metadata: BTreeMap<String, String>,
 }
 
@@ -38,18 +38,19 @@ pub struct Saved {
 
 /// Write the adapters of one or several parts to `path`, atomically, with the metadata that tools look for.
 ///
-/// - Except as described below, alpha / rank in the file is the scale of training, for rsLoRA too. Each module has a tensor
-///   `….alpha`. In the formats of diffusers and peft, the alphas are in the header instead.
-/// - In kohya's format all layers of a part have the same alpha if all their adapters are LoRAs and the original checkpoint
-///   stores each layer's matrix as it is. Each layer's up factor is then multiplied so that the adapter's effect stays the same.
-/// - In diffusers' format the factors are multiplied by the scale if `ComfyUI` also reads diffusers' names of the part. Such
-///   a file has no alphas.
-/// - If the format uses the names of original checkpoints, layers that are one matrix in the original checkpoint are stored
-///   as one module.
+/// - Except as described below, alpha / rank in the file is the scale of training, for rsLoRA too. Each module has a
+///   tensor `….alpha`. In the formats of diffusers and peft, the alphas are in the header instead.
+/// - In kohya's format all layers of a part have the same alpha if all their adapters are LoRAs and the original
+///   checkpoint stores each layer's matrix as it is. Each layer's up factor is then multiplied so that the adapter's
+///   effect stays the same.
+/// - In diffusers' format the factors are multiplied by the scale if `ComfyUI` also reads diffusers' names of the part.
+///   Such a file has no alphas.
+/// - If the format uses the names of original checkpoints, layers that are one matrix in the original checkpoint are
+///   stored as one module.
 /// - In peft's format, a path that does not end in `.safetensors` becomes a folder with `adapter_model.safetensors` and
 ///   `adapter_config.json`, which `PeftModel.from_pretrained` loads.
-/// - The scales that quantization-aware training learns are f32 tensors `qat_scales.LAYER`. A folder in peft's format does not
-///   get them.
+/// - The scales that quantization-aware training learns are f32 tensors `qat_scales.LAYER`. A folder in peft's format
+///   does not get them.
 ///
 /// # Errors
 /// As [`prepare_adapters`] and [`AdapterFile::write`].
@@ -62,9 +63,9 @@ pub fn save_adapters(path: &Path, parts: &[(&PartNames, &AdapterSet)], options: 
 /// Copy to the CPU everything that [`save_adapters`] writes, so that the file can be written while training continues.
 ///
 /// # Errors
-/// [`Error::Argument`] if `parts` is empty, the dtype is not floating-point, the format cannot represent these adapters, the
-/// format is peft's and there are several parts, two parts have the same name for a layer, or `path` is a folder and the
-/// format is not peft's.
+/// [`Error::Argument`] if `parts` is empty, the dtype is not floating-point, the format cannot represent these
+/// adapters, the format is peft's and there are several parts, two parts have the same name for a layer, or `path` is a
+/// folder and the format is not peft's.
 pub fn prepare_adapters(
     path: &Path,
     parts: &[(&PartNames, &AdapterSet)],
@@ -85,7 +86,8 @@ pub fn prepare_adapters(
     }
     let dtype = options.dtype.unwrap_or(DType::F32);
     if !is_float(dtype) {
-        return Err(Error::argument(OP, format!("dtype is {}, expected f32, f16 or bf16", dtype.as_str())));
+        let found = dtype.as_str();
+        return Err(Error::argument(OP, format!("dtype is {found}, expected a floating-point dtype such as bf16")));
     }
     if format == AdapterFormat::Peft && parts.len() > 1 {
         return Err(Error::argument(
@@ -126,8 +128,8 @@ pub fn prepare_adapters(
                 }
             }
             let mut values = fused::join(own)?;
-            // diffusers and peft reject the key of an alpha. In their formats the alphas are in peft's configuration, or
-            // every scale is 1.
+            // For most parts diffusers rejects the key of an alpha, and peft ignores it. In their formats the alphas
+            // are in peft's configuration, or every scale is 1.
             if !matches!(format, AdapterFormat::Diffusers | AdapterFormat::Peft) {
                 let rank = RANKED.iter().find_map(|name| values.get(name)).map(|down| down.dims()[0]);
                 let first = &layers[members[0].1];
@@ -166,8 +168,8 @@ pub fn prepare_adapters(
     Ok(AdapterFile { path: path.clone(), tensors, metadata: entries, config, saved })
 }
 
-/// The complete content of an adapter file, to be written by [`write`](Self::write). The tensors are copies on the CPU, so
-/// further training does not change them.
+/// The complete content of an adapter file, to be written by [`write`](Self::write). The tensors are copies on the CPU,
+/// so further training does not change them.
 pub struct AdapterFile {
     path: PathBuf,
     tensors: BTreeMap<String, Tensor>,
@@ -199,7 +201,7 @@ impl AdapterFile {
     }
 }
 
-/// Copies a layer's parameters to the CPU. Apart from the parameters, saving copies only the scales of quantization-aware
+/// Copy a layer's parameters to the CPU. Apart from the parameters, saving copies only the scales of quantization-aware
 /// training and DoRA's norms from the device.
 fn on_host<'a>(layer: &AdaptedLayer<'a>) -> Result<Vec<(&'static str, Tensor)>> {
     layer.parameters.iter().map(|(name, value)| Ok((*name, Tensor::from_raw(&host_copy(value.raw())?)))).collect()
@@ -207,37 +209,37 @@ fn on_host<'a>(layer: &AdaptedLayer<'a>) -> Result<Vec<(&'static str, Tensor)>> 
 
 /// Check that a format can represent the OFT adapters among `layers`.
 fn check_oft(format: AdapterFormat, layers: &[AdaptedLayer<'_>]) -> Result<()> {
-    let refuse = |text: String| Err(Error::argument(OP, text));
+    let rejected = |text: String| Err(Error::argument(OP, text));
     let Some((first, side)) = layers.iter().find_map(|layer| Some((layer, oft::side(layer)?))) else { return Ok(()) };
     let read = format.oft_side();
     if side != read {
         let instead = if side == OftSide::Input { "peft" } else { "kohya\" or \"comfyui" };
         let (format, side, read) = (format.name(), side.name(), read.name());
-        return refuse(format!(
+        return rejected(format!(
             "programs that read format \"{format}\" rotate {read}s, and this OFT rotates {side}s; save with format \"{instead}\", or \
              train with oft_side=\"{read}\" (--oft-side {read})"
         ));
     }
     if first.settings.scale != 1.0 {
-        return refuse(format!(
+        return rejected(format!(
             "files of OFT have no scale, but this adapter has the scale {}; load it with scale=1, or merge it",
             first.settings.scale
         ));
     }
     if side == OftSide::Input && peft::block_size(layers).is_none() {
-        return refuse(
+        return rejected(
             "no oft_block_size in peft's configuration gives the block sizes of all layers; merge the adapter".into(),
         );
     }
     Ok(())
 }
 
-/// For the kinds of low-rank adapters whose modules may hold several layers: the parameters whose first dimension is the
-/// module's rank.
+/// For the kinds of low-rank adapters whose modules may hold several layers: the parameters whose first dimension is
+/// the module's rank.
 const RANKED: [&str; 2] = ["lora_A.weight", "hada_w1_b"];
 
-/// Change the layers' scales to those that the format needs, without changing the adapters' effects. Returns the alphas that
-/// the changed layers had before, by diffusers' names.
+/// Change the layers' scales to those that the format needs, without changing the adapters' effects. Returns the alphas
+/// that the changed layers had before, by diffusers' names.
 fn rescale(
     format: AdapterFormat,
     folds: bool,
@@ -267,8 +269,8 @@ fn rescale(
     Ok(trained)
 }
 
-/// The parameters of one layer with the values that a file in `format` stores, under peft's names. If a file in kohya's or
-/// `ComfyUI`'s format gets magnitudes of outputs (DoRA), the entry [`magnitude::MARK`] is added to `entries`.
+/// The parameters of one layer with the values that a file in `format` stores, under peft's names. If a file in kohya's
+/// or `ComfyUI`'s format gets magnitudes of outputs (DoRA), the entry [`magnitude::MARK`] is added to `entries`.
 fn file_parameters(
     format: AdapterFormat,
     (layer, values): (&AdaptedLayer<'_>, &[(&'static str, Tensor)]),
@@ -279,7 +281,8 @@ fn file_parameters(
     let fold = match format {
         _ if peft::has_rank(layer) => 1.0,
         AdapterFormat::Peft => common.fold(layer),
-        // If no parameter has a rank, tools other than peft use the scale 1. Therefore a factor is multiplied by the scale.
+        // If no parameter has a rank, tools other than peft use the scale 1. Therefore a factor is multiplied by the
+        // scale.
         _ => layer.settings.scale,
     };
     let mut found = Parameters::new();
@@ -309,11 +312,11 @@ fn file_parameters(
 
 /// m ‖W‖ / ‖W + ΔW‖ for the magnitudes m of the outputs (see [`magnitude`]), of shape (out, 1) or (out, 1, 1, 1).
 fn magnitude_for_comfyui(layer: &AdaptedLayer<'_>, magnitude: &Tensor, dtype: DType) -> Result<Tensor> {
-    // The norms are computed on the device of the base weight. They use the factors as the file stores them, rounded to the
-    // file's dtype.
+    // The norms are computed on the device of the base weight. They use the factors as the file stores them, rounded to
+    // the file's dtype.
     let rounded = |wanted: &str| {
         let factor = layer.parameters.iter().find(|(name, _)| *name == wanted);
-        let missing = || Error::argument(OP, format!("the layer {} has no {wanted}", layer.name));
+        let missing = || Error::argument(OP, format!("the layer \"{}\" has no {wanted}", layer.name));
         factor.ok_or_else(missing)?.1.detach().to_dtype(dtype)
     };
     let (down, up) = (rounded("lora_A.weight")?, rounded("lora_B.weight")?);
@@ -328,7 +331,8 @@ fn ending(format: AdapterFormat, names: &PartNames, name: &'static str) -> &'sta
     match (name, format) {
         ("lora_A.weight", AdapterFormat::Kohya) => "lora_down.weight",
         ("lora_B.weight", AdapterFormat::Kohya) => "lora_up.weight",
-        // transformers 5 loads text encoders and expects the key with `.weight`. peft loads other parts and adds `.weight`.
+        // transformers 5 loads text encoders and expects the key with `.weight`. peft loads other parts and adds
+        // `.weight`.
         ("lora_magnitude_vector.weight", AdapterFormat::Diffusers) if !names.is_denoiser => name,
         ("lora_magnitude_vector.weight", _) => "lora_magnitude_vector",
         _ => name,

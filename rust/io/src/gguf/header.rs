@@ -12,12 +12,13 @@ use trainable_candle_core::quantized::Ggml;
 
 /// The first four bytes of a GGUF file.
 pub(crate) const MAGIC: [u8; 4] = *b"GGUF";
-/// The largest allowed number of elements of an array in the metadata. The longest arrays are vocabularies, with a few hundred
-/// thousand elements.
+/// The largest allowed number of elements of an array in the metadata. The longest arrays are vocabularies, with a few
+/// hundred thousand elements.
 const LONGEST_ARRAY: u64 = 1 << 23;
 /// The largest number of dimensions of a tensor.
 const MOST_DIMENSIONS: u32 = 4;
-/// The name of the fact with the alignment of the tensors' data, and the alignment in bytes if a file does not have this fact.
+/// The name of the fact with the alignment of the tensors' data, and the alignment in bytes if a file does not have
+/// this fact.
 const ALIGNMENT: (&str, u64) = ("general.alignment", 32);
 
 /// How the values of a tensor are stored.
@@ -57,6 +58,7 @@ pub(crate) fn parse(file: impl Read, length: u64) -> Result<Header, String> {
     let version = reader.u32()?;
     if magic != MAGIC || !(2..=3).contains(&version) {
         let text = match version.swap_bytes() {
+            _ if magic != MAGIC => "not a GGUF file: it does not begin with \"GGUF\"".to_owned(),
             2 | 3 => {
                 "its numbers are big-endian, which is not supported; convert it with gguf-convert-endian".to_owned()
             }
@@ -159,8 +161,8 @@ impl<R: Read> Reader<R> {
                 let (kind, count) = (self.u32()?, self.u64()?);
                 if kind == 9 || count > LONGEST_ARRAY.min(self.length) {
                     return Err(format!(
-                        "the metadata entry {name} is a list of lists, or a list of {count} elements, which is too long; is \
-                         the file damaged?"
+                        "the metadata entry \"{name}\" is a list of lists, or a list of {count} elements, which is too \
+                         long; is the file damaged?"
                     ));
                 }
                 (0..count).map(|_| self.value(kind, name)).collect::<Result<Vec<_>, _>>()?.into()
@@ -170,7 +172,8 @@ impl<R: Read> Reader<R> {
             12 => f64::from_le_bytes(self.bytes()?).into(),
             other => {
                 return Err(format!(
-                    "the metadata entry {name} has type {other}, which the format does not have; is the file damaged?"
+                    "the metadata entry \"{name}\" has type {other}, which the format does not have; is the file \
+                     damaged?"
                 ));
             }
         })
@@ -271,7 +274,7 @@ fn kind_of(id: u32, name: &str) -> Result<Kind, String> {
     let known =
         OTHERS.iter().find(|(other, _)| *other == id).map_or_else(|| id.to_string(), |(_, name)| (*name).to_owned());
     Err(format!(
-        "tensor \"{name}\" has the type {known}, which is not supported; use a file of Q8_0, Q6_K, Q5_K, Q4_K (Q4_K_M), Q5_0, Q4_0, F16 \
-         or BF16"
+        "tensor \"{name}\" has the type {known}, which is not supported; use a file of Q8_0, Q6_K, Q5_K, Q4_K \
+         (Q4_K_M), Q5_1, Q5_0, Q4_1, Q4_0, F32, F16 or BF16"
     ))
 }

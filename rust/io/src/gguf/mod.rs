@@ -1,5 +1,5 @@
-//! Reads GGUF files tensor by tensor. GGUF is the file format of llama.cpp, and of image models whose weights are quantized
-//! in llama.cpp's formats.
+//! Reads GGUF files tensor by tensor. GGUF is the file format of llama.cpp, and of image models whose weights are
+//! quantized in llama.cpp's formats.
 
 mod header;
 
@@ -33,8 +33,8 @@ impl GgufFile {
     /// Open the file at `path`, parse its header, and check that every tensor of the header lies inside the file.
     ///
     /// # Errors
-    /// [`Error::Io`] if the file cannot be read; [`Error::WeightsFormat`] if it is damaged, or has tensors of a type that is not
-    /// supported.
+    /// [`Error::Io`] if the file cannot be read; [`Error::WeightsFormat`] if it is damaged, or has tensors of a type
+    /// that is not supported.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
         let file = File::open(&path).map_err(|source| Error::io(&path, source))?;
@@ -63,7 +63,8 @@ impl GgufFile {
         Some(&self.header.tensors.get(name)?.dims)
     }
 
-    /// The dtype of the values of the tensor `name`, bf16 if the tensor is quantized. `None` if the file has no tensor `name`.
+    /// The dtype of the values of the tensor `name`, bf16 if the tensor is quantized. `None` if the file has no tensor
+    /// `name`.
     pub fn dtype_of(&self, name: &str) -> Option<DType> {
         Some(match self.header.tensors.get(name)?.kind {
             Kind::Plain(dtype) => dtype,
@@ -71,16 +72,16 @@ impl GgufFile {
         })
     }
 
-    /// The block format of the matrix `name`. `None` if the file has no tensor `name`, or if the tensor is not a matrix of
-    /// quantized blocks whose rows are whole blocks.
+    /// The block format of the matrix `name`. `None` if the file has no tensor `name`, or if the tensor is not a matrix
+    /// of quantized blocks whose rows are whole blocks.
     pub fn format_of(&self, name: &str) -> Option<Ggml> {
         let info = self.header.tensors.get(name)?;
         let (Kind::Blocks(format), &[_, columns]) = (info.kind, info.dims.as_slice()) else { return None };
         format.row_bytes(columns).is_some().then_some(format)
     }
 
-    /// Read the values of the tensor `name` to `device`, converted to `dtype`. If `dtype` is `None`, the values have the
-    /// dtype [`dtype_of`](Self::dtype_of).
+    /// Read the values of the tensor `name` to `device`, converted to `dtype`. If `dtype` is `None`, the values have
+    /// the dtype [`dtype_of`](Self::dtype_of).
     ///
     /// # Errors
     /// [`Error::WeightsFormat`] if there is no such tensor, [`Error::Io`] if reading fails,
@@ -106,8 +107,8 @@ impl GgufFile {
         }
     }
 
-    /// Read the stored bytes of the matrix `name`, u8 (rows, bytes of a row), and the format of its blocks. `None` if the
-    /// tensor is not a matrix of quantized blocks, or if its rows are not whole blocks.
+    /// Read the stored bytes of the matrix `name`, u8 (rows, bytes of a row), and the format of its blocks. `None` if
+    /// the tensor is not a matrix of quantized blocks, or if its rows are not whole blocks.
     ///
     /// # Errors
     /// As [`read_as`](Self::read_as).
@@ -125,7 +126,8 @@ impl GgufFile {
         self.header.tensors.get(name).ok_or_else(missing)
     }
 
-    /// Read the bytes of a tensor with several threads. The result interprets them as elements of `dtype` in the shape `dims`.
+    /// Read the bytes of a tensor with several threads. The result interprets them as elements of `dtype` in the shape
+    /// `dims`.
     fn read_stored(&self, info: &Info, dims: &[usize], dtype: DType) -> Result<Raw> {
         filled_in_parts(dims, dtype, PART, |at, part| {
             self.file.read_exact_at(part, info.start + at as u64).map_err(|error| Error::io(&self.path, error))

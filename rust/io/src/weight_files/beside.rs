@@ -14,8 +14,8 @@ use crate::tensor_writer::EightBits;
 use crate::weight_file::WeightFile;
 
 impl WeightFiles {
-    /// Read everything that belongs to quantized weights. The tensors with it are removed from the names, because they are part
-    /// of the weights' values.
+    /// Read everything that headers and further tensors state about quantized weights. These tensors are removed from
+    /// the names, because they are part of the weights' values.
     pub(super) fn take_all_beside(&mut self) -> Result<()> {
         self.take_codes()?;
         self.take_scales()?;
@@ -93,8 +93,8 @@ impl WeightFiles {
         Ok(())
     }
 
-    /// Read the tensor `key`, which belongs to the eight-bit weight `weight`, from the file with the index `file`. `beside` is what
-    /// the tensor contains.
+    /// Read the tensor `key`, which belongs to the eight-bit weight `weight`, from the file with the index `file`.
+    /// `beside` is what the tensor contains.
     fn take_beside(&mut self, weight: &str, key: &str, beside: Beside, file: usize) -> Result<()> {
         match beside {
             Beside::Scales | Beside::Largest => {
@@ -138,8 +138,8 @@ impl WeightFiles {
         Ok(())
     }
 
-    /// Read the states of four-bit weights. All tensors of these weights except the codes are removed from the names, because
-    /// they are part of the weights' values.
+    /// Read the states of four-bit weights. All tensors of these weights except the codes are removed from the names,
+    /// because they are part of the weights' values.
     fn take_packed(&mut self) -> Result<()> {
         let states: Vec<(String, usize)> = self
             .index

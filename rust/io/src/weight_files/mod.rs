@@ -23,14 +23,15 @@ pub struct WeightFiles {
     index: BTreeMap<String, usize>,
     /// The types of the codes of eight-bit weights by the weights' names.
     codes: BTreeMap<String, EightBits>,
-    /// The scales (f32) of the eight-bit weights by the weights' names: one scale for a weight, or one for each of its rows.
+    /// The scales (f32) of the eight-bit weights by the weights' names: one scale for a weight, or one for each of its
+    /// rows.
     scales: BTreeMap<String, Tensor>,
     /// The four-bit weights of bitsandbytes by name.
     packed: BTreeMap<String, Packed>,
 }
 
-/// A four-bit weight of bitsandbytes. The tensor with the weight's name holds the codes. Other tensors hold the scales and the
-/// values of the codes.
+/// A four-bit weight of bitsandbytes. The tensor with the weight's name holds the codes. Other tensors hold the scales
+/// and the values of the codes.
 struct Packed {
     state: State,
     /// The other tensors of the weight: a map from a tensor's name to the index of the file that has the tensor.
@@ -41,8 +42,8 @@ impl WeightFiles {
     /// Open one file, or all files (shards) of a model.
     ///
     /// # Errors
-    /// As [`WeightFile::open`]; [`Error::WeightsFormat`] if two shards have a tensor of the same name, or if weights are quantized
-    /// in a format that is not supported.
+    /// As [`WeightFile::open`]; [`Error::WeightsFormat`] if two shards have a tensor of the same name, or if weights
+    /// are quantized in a format that is not supported.
     pub fn open(paths: &[PathBuf]) -> Result<Self> {
         let files = paths.iter().map(|path| WeightFile::open(path)).collect::<Result<Vec<_>>>()?;
         let mut index = BTreeMap::new();
@@ -78,8 +79,8 @@ impl WeightFiles {
         self.files[*self.index.get(name)?].shape(name)
     }
 
-    /// The dtype in which [`read`](Self::read) returns the tensor `name` if no other dtype is requested. It is bf16 for eight-bit
-    /// weights. `None` if the files have no tensor `name`, or if the tensor's dtype is not supported.
+    /// The dtype in which [`read`](Self::read) returns the tensor `name` if no other dtype is requested. It is bf16 for
+    /// eight-bit weights. `None` if the files have no tensor `name`, or if the tensor's dtype is not supported.
     pub fn dtype(&self, name: &str) -> Option<DType> {
         if let Some(packed) = self.packed.get(name) {
             return Some(packed.state.dtype);
@@ -90,8 +91,8 @@ impl WeightFiles {
         self.files[*self.index.get(name)?].dtype_of(name)
     }
 
-    /// The floating-point dtype that the largest number of elements has, among the tensors whose names begin with `prefix`.
-    /// `None` if no tensor with such a name has a floating-point dtype. Int8 weights do not count.
+    /// The floating-point dtype that the largest number of elements has, among the tensors whose names begin with
+    /// `prefix`. `None` if no tensor with such a name has a floating-point dtype. Int8 weights do not count.
     pub fn common_dtype(&self, prefix: &str) -> Option<DType> {
         let mut elements: Vec<(DType, usize)> = Vec::new();
         for name in self.names().filter(|name| name.starts_with(prefix)) {
@@ -114,8 +115,8 @@ impl WeightFiles {
         self.files.iter().flat_map(WeightFile::metadata).filter(|(name, _)| name != eight_bits::HEADER).collect()
     }
 
-    /// Read one tensor to `device`. Floating-point values are converted to `dtype`, if it is given. Quantized weights are
-    /// dequantized.
+    /// Read one tensor to `device`. Floating-point values are converted to `dtype`, if it is given. Quantized weights
+    /// are dequantized.
     ///
     /// # Errors
     /// As [`WeightFile::read_as`], [`read_nf4`](Self::read_nf4) and [`read_eight_bits`](Self::read_eight_bits).
@@ -153,8 +154,8 @@ impl WeightFiles {
         self.packed.get(name).is_some_and(|packed| packed.state.offset.is_none())
     }
 
-    /// The format of the codes of the quantized weight `name`, except for weights in GGUF files: see
-    /// [`block_format`](Self::block_format).
+    /// The format of the codes of the quantized weight `name`. `None` for other weights, and for weights in GGUF files,
+    /// which have a [`block_format`](Self::block_format) instead.
     pub fn format(&self, name: &str) -> Option<Format> {
         if self.is_nf4(name) {
             return Some(Format::Nf4);
@@ -168,8 +169,8 @@ impl WeightFiles {
     /// Read a four-bit weight to the CPU without dequantizing it.
     ///
     /// # Errors
-    /// [`Error::WeightsFormat`] if the weight is not a four-bit weight, one of its tensors is missing, or the file's values of
-    /// the codes are not those of NF4, or a tensor does not have the size or the dtype that the weight's shape requires.
+    /// [`Error::WeightsFormat`] if the weight is not a four-bit weight, one of its tensors is missing or does not have the
+    /// size or the dtype that the weight's shape requires, or the file's values of the codes are not those of NF4.
     pub fn read_nf4(&mut self, name: &str) -> Result<Quantized> {
         let error = |text: String| Error::weights(self.path(), format!("\"{name}\": {text}"));
         let (Some(packed), Some(&file)) = (self.packed.get(name), self.index.get(name)) else {
@@ -182,7 +183,8 @@ impl WeightFiles {
         let [scales, code] = [file_of(bitsandbytes::SCALES)?, file_of(bitsandbytes::CODE)?];
         let outer =
             if nested { Some([file_of(bitsandbytes::OUTER)?, file_of(bitsandbytes::OUTER_CODE)?]) } else { None };
-        // The bytes are the codes whatever the dtype of the tensor is: `bnb_4bit_quant_storage` may be bf16, for example.
+        // The bytes are the codes whatever the dtype of the tensor is: `bnb_4bit_quant_storage` may be bf16, for
+        // example.
         let codes = self.files[file].read_bytes(name)?;
         let mut read = |file: usize, end: &str| self.files[file].read(&format!("{name}{end}"), &Device::Cpu);
         let scales = read(scales, bitsandbytes::SCALES)?;
@@ -209,12 +211,12 @@ impl WeightFiles {
         })
     }
 
-    /// Read an eight-bit weight: the type of its codes, the codes' bytes (u8) in the weight's shape, and its scales (f32),
-    /// one for the weight or one for each row. An e4m3 weight without scales gets the scale 1. `None` for other weights, and
-    /// for int8 weights without scales.
+    /// Read an eight-bit weight: the type of its codes, the codes' bytes (u8) in the weight's shape, and its scales
+    /// (f32), one for the weight or one for each row. An e4m3 weight without scales gets the scale 1. `None` for other
+    /// weights, and for int8 weights without scales.
     ///
     /// # Errors
-    /// [`Error::Io`] if reading fails.
+    /// [`Error::Io`] if reading fails, [`Error::OutOfMemory`] if the codes do not fit in memory.
     pub fn read_eight_bits(&self, name: &str) -> Result<Option<(EightBits, Tensor, Tensor)>> {
         let Some((bits, file)) = self.eight_bits(name) else { return Ok(None) };
         let scales = match self.scales.get(name) {
@@ -225,8 +227,8 @@ impl WeightFiles {
         Ok(Some((bits, codes, scales)))
     }
 
-    /// The type of an eight-bit weight's codes, and the weight's file. `None` for other weights, and for int8 weights without
-    /// scales.
+    /// The type of an eight-bit weight's codes, and the weight's file. `None` for other weights, and for int8 weights
+    /// without scales.
     fn eight_bits(&self, name: &str) -> Option<(EightBits, &TensorFile)> {
         let (&bits, &file) = (self.codes.get(name)?, self.index.get(name)?);
         let file = self.files[file].safetensors()?;
@@ -253,8 +255,8 @@ impl WeightFiles {
     }
 }
 
-/// Make a quantized matrix from `codes` (rows, columns) and `scales`: one scale for the matrix, or one for each row. The
-/// dequantized values have the dtype `dtype`.
+/// Make a quantized matrix from `codes` (rows, columns) and `scales`: one scale for the matrix, or one for each row.
+/// The dequantized values have the dtype `dtype`.
 ///
 /// # Errors
 /// As [`Quantized::from_eight_bits`].
