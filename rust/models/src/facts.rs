@@ -27,13 +27,14 @@ use crate::saved::{Flops, SampleSize, Saved};
 pub struct Facts {
     /// The pipeline that all parts belong to. None for a single model that fits no part of a pipeline.
     pub pipeline: Option<&'static Pipeline>,
-    /// The models by the names of their folders in a pipeline's folder. The name of a model without a pipeline is empty.
+    /// The models by the names of their folders in a pipeline's folder. The name of a model without a pipeline is
+    /// empty.
     pub parts: BTreeMap<String, PartFacts>,
-    /// What the denoiser predicts: `epsilon` or `v_prediction`. In a folder, the scheduler's configuration states it. In a
-    /// checkpoint in one file, a tensor `v_pred` marks `v_prediction`, as in `ComfyUI`.
+    /// What the denoiser predicts: `epsilon` or `v_prediction`. In a folder, the scheduler's configuration states it.
+    /// In a checkpoint in one file, a tensor `v_pred` marks `v_prediction`, as in `ComfyUI`.
     pub prediction_type: Option<String>,
-    /// Whether the last timestep is pure noise. In a folder, the scheduler's configuration states it; in a checkpoint in
-    /// one file, a tensor `ztsnr` marks it.
+    /// Whether the last timestep is pure noise. In a folder, the scheduler's configuration states it; in a checkpoint
+    /// in one file, a tensor `ztsnr` marks it.
     pub zero_snr: bool,
 }
 
@@ -59,7 +60,8 @@ pub struct PartFacts {
 
 impl Facts {
     /// Side in pixels of the square images that the denoiser was trained on: the `sample_size` of the denoiser's
-    /// configuration, in pixels. If the configuration has no `sample_size`, the `resolution` of the pipeline's base model.
+    /// configuration, in pixels. If the configuration has no `sample_size`, the `resolution` of the pipeline's base
+    /// model.
     pub fn resolution(&self) -> Option<usize> {
         let is_denoiser = |part: &&PartFacts| part.place.is_some_and(|place| place.part.role == Role::Denoiser);
         let denoiser = self.parts.values().find(is_denoiser)?;
@@ -83,7 +85,7 @@ impl Facts {
 }
 
 impl PartFacts {
-    /// The facts of `files`. Reads no weight.
+    /// The facts of the model in `files`. Reads no weight.
     fn of(kind: &'static ModelKind, files: &Pretrained) -> Result<Self> {
         let path = files.path().to_path_buf();
         let model = (kind.shapes)(&(kind.config)(files)?)?;
@@ -129,15 +131,16 @@ impl PartFacts {
         self.model.named_weights().into_iter().map(|(name, tensor)| (name, tensor.dims().to_vec())).collect()
     }
 
-    /// The layers that can have adapters, with the shapes of their weights in files: (out, in), or (out, in, height, width).
+    /// The layers that can have adapters, with the shapes of their weights in files: (out, in), or (out, in, height,
+    /// width).
     pub fn layers(&self) -> BTreeMap<String, Vec<usize>> {
         pipelines::layer_shapes(self.model.as_ref())
     }
 
-    /// Bytes of the weights on a device, and bytes of the streamed weights. A weight that may be quantized has `format`;
-    /// if `format` is None, the weight keeps the block format in which its file stores it. A weight that may not be
-    /// quantized, or that has none of these formats, has `dtype`. Whether linear layers multiply codes now decides which
-    /// layers are quantized, as it does when a model is loaded.
+    /// Bytes of the weights on a device, and bytes of the streamed weights. A weight that may be quantized has
+    /// `format`; if `format` is None, the weight keeps the block format in which its file stores it. A weight that may
+    /// not be quantized, or that has none of these formats, has `dtype`. Which layers are quantized depends also on
+    /// [`uses_w8a8`] (whether linear layers multiply codes), as it does when a model is loaded.
     ///
     /// # Errors
     /// [`Error::Argument`] if a format is given but no layer may be quantized; as [`Streaming::new`].
@@ -185,8 +188,8 @@ impl PartFacts {
         Ok((all - streamed.blocks - streamed.modulation + streamed.slots, streamed))
     }
 
-    /// The approximate number of values that the tape holds at its peak, for one sample of `size`: on the device, and in
-    /// the memory of the host, which [`Policy::Offloaded`] uses.
+    /// The approximate number of values that the tape holds at its peak, for one sample of `size`: on the device, and
+    /// in the memory of the host, which [`Policy::Offloaded`] uses.
     ///
     /// # Errors
     /// As [`Saved::values`].
@@ -204,7 +207,7 @@ impl PartFacts {
         Saved::recomputed(self.model.as_ref(), checkpointing, size)
     }
 
-    /// `policy` for the first `blocks` of the model's blocks; None: for all.
+    /// `policy` for the first `blocks` of the model's blocks, or for all blocks if `blocks` is None.
     ///
     /// # Errors
     /// As [`Checkpointing::of_first`].
@@ -231,8 +234,8 @@ impl PartFacts {
         Saved::forward_flops(self.model.as_ref(), size)
     }
 
-    /// The format in which the model's file stores every layer that may be quantized: int8, fp8 or NF4. Loading the model in this
-    /// format keeps the codes of the file.
+    /// The format in which the model's file stores every layer that may be quantized: int8, fp8 or NF4. Loading the
+    /// model in this format keeps the codes of the file.
     pub const fn stored_format(&self) -> Option<Format> {
         self.codes
     }
@@ -252,13 +255,13 @@ impl PartFacts {
 }
 
 /// The facts of `path`: a pipeline's folder, an original checkpoint in one file, or a single model. Reads headers and
-/// configurations, no weights. If `pipeline` is given, or if the `model_index.json` of the folder names a pipeline, each
-/// part of the pipeline must be at `path` or in `others`. `others` are folders and files of single models. Each must hold
-/// a text encoder or an autoencoder of the pipeline, which is used instead of the one at `path`.
+/// configurations, no weights. If `pipeline` is given, or if the `model_index.json` of the folder names a pipeline,
+/// each part of the pipeline must be at `path` or in `others`. `others` are folders and files of single models. Each
+/// must hold a text encoder or an autoencoder of the pipeline, which is used instead of the one at `path`.
 ///
 /// # Errors
-/// [`Error::Io`] if nothing is at `path`, [`Error::WeightsFormat`] if a file is damaged, or a part is missing,
-/// [`Error::Config`] if a configuration or `model_index.json` is wrong.
+/// [`Error::Io`] if nothing is at `path` or at one of `others`, [`Error::WeightsFormat`] if a file is damaged or a part
+/// is missing, [`Error::Config`] if a configuration or `model_index.json` is wrong.
 pub fn inspect(path: &Path, pipeline: Option<&'static Pipeline>, others: &[PathBuf]) -> Result<Facts> {
     let is_folder = std::fs::metadata(path).map_err(|e| Error::io(path, e))?.is_dir();
     let indexed = if is_folder { Pipeline::of_folder(path)? } else { None };
@@ -328,8 +331,8 @@ fn parts_of(
     })
 }
 
-/// Assigns each of `paths` to a part of a pipeline. If the model at a path fits several parts that have no path yet, the
-/// path gets the part whose published model has the same width, or else the first part.
+/// Assigns each of `paths` to a part of a pipeline. If the model at a path fits several parts that have no path yet,
+/// the path gets the part whose published model has the same width, or else the first part.
 fn placed(paths: &[PathBuf], pipeline: &'static Pipeline) -> Result<BTreeMap<String, PartFacts>> {
     let mut found: BTreeMap<String, PartFacts> = BTreeMap::new();
     for path in paths {
@@ -400,8 +403,8 @@ fn looks_like(names: &[String]) -> String {
     pipelines::recognised(names).map_or_else(String::new, |what| format!("; it looks like {what}"))
 }
 
-/// Says how to give the parts `missing` of a pipeline in files of their own. `None` if the denoiser is missing, which must be
-/// in the checkpoint itself.
+/// Says how to give the parts `missing` of a pipeline in files of their own. `None` if the denoiser is missing, which
+/// must be in the checkpoint itself.
 fn flags_of(pipeline: &Pipeline, missing: &[&str]) -> Option<String> {
     let of = |role: Role| pipeline.parts.iter().any(|part| part.role == role && missing.contains(&part.subfolder));
     if of(Role::Denoiser) {
@@ -447,8 +450,8 @@ pub fn adapted_parts(path: &Path, pipeline: &'static Pipeline) -> Result<Vec<&'s
 /// The memory that adapters on some layers take.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// Number of elements of the parameters. f32 parameters, gradients and moving averages each take 4 bytes per element;
-    /// bf16 parameters and gradients each take 2.
+    /// Number of elements of the parameters. f32 parameters, gradients and moving averages each take 4 bytes per
+    /// element; bf16 parameters and gradients each take 2.
     pub parameters: usize,
     /// Bytes of the optimizer's states.
     pub state_bytes: usize,
@@ -458,8 +461,8 @@ pub struct Plan {
 /// layer to the shape of its weight in files. The optimizer is assumed to round bf16 parameters stochastically.
 ///
 /// # Errors
-/// [`Error::Config`] if a value is out of range, or if there is no such optimizer or kind of adapter; [`Error::Shape`] if
-/// a shape is not that of a layer's weight.
+/// [`Error::Config`] if a value is out of range, or if there is no such optimizer or kind of adapter; [`Error::Shape`]
+/// if a shape is not that of a layer's weight.
 pub fn plan(config: &LoraConfig, layers: &BTreeMap<String, Vec<usize>>, optimizer: &str) -> Result<Plan> {
     let Some(optimizer) = OptimizerKind::find(optimizer) else {
         return Err(Error::Config(format!("there is no optimizer \"{optimizer}\"")));

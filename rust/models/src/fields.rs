@@ -10,8 +10,8 @@ use trainable_candle_core::{Error, Result};
 const LARGEST: u64 = 1 << 20;
 
 /// The fields of a configuration. Callers read them by name; a field that is null counts as missing.
-/// [`finish`](Self::finish) rejects a field that no caller has read, unless its name begins with `_` or its value is null
-/// or false: newer versions of the libraries write null or false for new features that a model does not use.
+/// [`finish`](Self::finish) rejects a field that no caller has read, unless its name begins with `_` or its value is
+/// null or false: newer versions of the libraries write null or false for new features that a model does not use.
 pub(crate) struct Fields<'a> {
     owner: &'static str,
     map: &'a Map<String, Value>,

@@ -27,8 +27,8 @@ pub trait Model: Module + Any + Send + Sync {
     /// The dtype of the model's weights, in which the model computes.
     fn dtype(&self) -> DType;
 
-    /// The layout of the model's parameters: in a folder if `original` is None, or in an original checkpoint. `files` is
-    /// this checkpoint, if it exists already.
+    /// The layout of the model's parameters: in a folder if `original` is None, or in an original checkpoint. `files`
+    /// is this checkpoint, if it exists already.
     fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout>;
 
     /// Adds to `saved` what the tape keeps of a forward pass of one sample. A model that is not fine-tuned adds
@@ -198,8 +198,8 @@ pub fn find(path: &Path, choice: &Choice) -> Result<(&'static ModelKind, Pretrai
 }
 
 /// Load the frozen model at `path`: a model's folder, a weight file beside a `config.json`, a pipeline's folder, or an
-/// original checkpoint. `choice` or the files name the kind of model. From a pipeline's folder or an original checkpoint,
-/// this function loads the model that is fine-tuned, unless `choice` names another model.
+/// original checkpoint. `choice` or the files name the kind of model. From a pipeline's folder or an original
+/// checkpoint, this function loads the model that is fine-tuned, unless `choice` names another model.
 ///
 /// # Errors
 /// As [`find`] and the kind's loader.

@@ -1,9 +1,10 @@
 //! Estimates from a model's layers alone how many values the tape keeps of a forward pass. Each block counts its own
 //! values in a function beside its forward pass.
 //!
-//! A frozen layer keeps nothing. An adapter keeps what its kind says ([`Kept`]), such as its input and the result of its
-//! first factor. A norm, a product or an activation keeps what its backward pass reads, if a gradient passes through it. A
-//! forward pass over zeros that take no memory would give the same count, but would take seconds for SDXL.
+//! A frozen layer keeps nothing. An adapter keeps what its kind says ([`Kept`]), such as its input and the result of
+//! its first factor. A norm, a product or an activation keeps what its backward pass reads, if a gradient passes
+//! through it. A forward pass over zeros that take no memory would give the same count, but would take seconds for
+//! SDXL.
 
 use std::collections::HashMap;
 
@@ -41,11 +42,11 @@ pub struct Saved {
     reached: bool,
     /// Values that the tape holds when the forward pass ends.
     held: usize,
-    /// The largest number of recomputed values that the backward pass holds at a time, in the latest blocks with the same
-    /// policy.
+    /// The largest number of recomputed values that the backward pass holds at a time, in the latest blocks with the
+    /// same policy.
     again: usize,
-    /// The largest number of values that the backward pass holds while it is in earlier blocks: it has freed the values of
-    /// the blocks that follow.
+    /// The largest number of values that the backward pass holds while it is in earlier blocks. By then, it has freed
+    /// the values of the blocks that follow.
     earlier: usize,
     /// The current block.
     block: Block,
@@ -55,7 +56,8 @@ pub struct Saved {
     is_entered: bool,
     /// Values in the memory of the host: inputs of offloaded checkpoints.
     offloaded: usize,
-    /// The largest number of values in the result of layers that share an input, among layers whose result has a gradient.
+    /// The largest number of values in the result of layers that share an input, among layers whose result has a
+    /// gradient.
     widest: usize,
     flops: Flops,
     /// Operations of the blocks that are recomputed, and of all blocks.
@@ -88,8 +90,8 @@ impl Flops {
 }
 
 impl Saved {
-    /// The approximate number of values that the tape holds at its peak, for one sample of `size`: on the device, and in
-    /// the memory of the host.
+    /// The approximate number of values that the tape holds at its peak, for one sample of `size`: on the device, and
+    /// in the memory of the host.
     ///
     /// # Errors
     /// As [`LoraConfig::select`].
@@ -300,8 +302,8 @@ impl Saved {
     }
 
     /// Count layers that share an input. Without checkpointing, the backward pass computes the input again
-    /// ([`Tensor::remade`]), unless an adapter needs the tape to keep it, or a rounded copy of it. Under checkpointing, the layers count as in
-    /// [`cheap_linear`](Self::cheap_linear).
+    /// ([`Tensor::remade`]), unless an adapter needs the input, or a rounded copy of the input, on the tape. Under
+    /// checkpointing, the layers count as in [`cheap_linear`](Self::cheap_linear).
     pub fn remade_layers(&mut self, layers: &[Layer<'_>], (inputs, positions): (usize, usize)) {
         if self.policy == Policy::None && !self.rounds && !self.kept(layers).any(|kept| kept.remade) {
             self.layers(layers, (0, positions), false);
@@ -332,8 +334,8 @@ impl Saved {
         self.block.kept += positions * kept.iter().map(|kept| kept.values + selective * kept.products).sum::<usize>();
         let recomputed = cheap && self.policy == Policy::Selective;
         if self.rounds {
-            // Each layer keeps its own rounded copy of the input. Selective checkpointing recomputes the copy from the input.
-            // Otherwise the tape keeps the input only if another operation, such as attention, keeps it.
+            // Each layer keeps its own rounded copy of the input. Selective checkpointing recomputes the copy from the
+            // input. Otherwise the tape keeps the input only if another operation, such as attention, keeps it.
             let adapted = layers.iter().filter(|layer| self.adapted.contains_key(&key(**layer)));
             let rounded = adapted.map(|layer| positions * layer.base().weight.dims()[1]).sum::<usize>();
             if self.policy == Policy::Selective {

@@ -79,7 +79,7 @@ fn velocity_and_gradients_equal_torchs() {
 }
 
 #[test]
-fn checkpointing_does_not_change_a_bit() {
+fn checkpointing_changes_no_bit_of_the_loss_and_the_gradients() {
     let case = Case::load();
     let gradients = |policy| {
         let model = trainable();

@@ -27,7 +27,7 @@ fn published_configurations_identify_their_parts() {
 }
 
 #[test]
-fn every_probe_is_a_key_of_its_part() {
+fn marks_and_probes_occur_in_the_keys_of_their_parts() {
     for place in PIPELINES.iter().flat_map(|pipeline| pipeline.places()) {
         let model = (place.part.model.shapes)(&(place.part.published)()).unwrap();
         let names: Vec<String> = model.named_tensors().into_iter().map(|(name, _)| name).collect();
@@ -56,13 +56,17 @@ fn parts_of_a_pipeline_have_different_names_in_adapter_files() {
             assert_eq!(keys(style).len(), outlines.len(), "{}", pipeline.name);
         }
     }
+}
+
+#[test]
+fn the_error_for_an_unknown_pipeline_names_the_known_ones() {
     assert!(Pipeline::find("sdxx").unwrap_err().to_string().contains("expected \"sdxl\", \"flux\""));
 }
 
-/// By its configuration alone, an encoder that projects its pooled text counts as SDXL's second encoder. In a known
+/// By its configuration alone, an encoder that projects its pooled state counts as SDXL's second encoder. In a known
 /// pipeline, the name of the encoder's folder decides.
 #[test]
-fn the_folder_of_an_encoder_takes_precedence_over_its_sizes() {
+fn in_a_known_pipeline_the_folder_of_an_encoder_decides_its_part() {
     let root = Path::new(env!("CARGO_TARGET_TMPDIR")).join("projecting_pipeline");
     let folder = root.join("text_encoder");
     std::fs::create_dir_all(&folder).unwrap();

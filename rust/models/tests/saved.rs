@@ -1,4 +1,5 @@
-//! Compares the estimated number of values that the tape keeps ([`Saved`]) with the number that the tape actually keeps.
+//! Compares the estimated number of values that the tape keeps ([`Saved`]) with the number that the tape actually
+//! keeps.
 
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
@@ -56,8 +57,8 @@ fn check_kind(
             let found = (4 * batch * Saved::values(model, &config, policy.into(), size).unwrap()[0]) as f64;
             drop(result);
             let ratio = found / held;
-            // Under full checkpointing the estimate also counts the values of the blocks that the backward pass recomputes together. The
-            // tape does not hold these values after the forward pass.
+            // Under full checkpointing the estimate also counts the values of the blocks that the backward pass
+            // recomputes together. The tape does not hold these values after the forward pass.
             let fits =
                 if policy == Policy::Full { (1.0..6.0).contains(&ratio) } else { (ratio - 1.0).abs() < 1.0 / 7.0 };
             assert!(fits, "{} {target} {policy:?}: estimated {found} bytes, kept {held}", model.class_name());
@@ -101,7 +102,7 @@ fn check_parts(
 }
 
 #[test]
-fn estimate_of_the_unet() {
+fn the_estimate_for_the_unet_is_near_what_the_tape_keeps() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../python/trainable_candle/assets/sdxl_tiny/unet");
     let unet = SDXLUNet::from_pretrained(&path, Some(DType::F32), &CPU).unwrap();
     let config = unet.config();
@@ -116,7 +117,7 @@ fn estimate_of_the_unet() {
 }
 
 #[test]
-fn estimate_of_a_text_encoder() {
+fn the_estimate_for_a_text_encoder_is_near_what_the_tape_keeps() {
     let config = CLIPTextConfig {
         vocab_size: 100,
         hidden_size: 32,
@@ -134,7 +135,7 @@ fn estimate_of_a_text_encoder() {
 }
 
 #[test]
-fn estimate_of_a_language_model() {
+fn the_estimate_for_a_language_model_is_near_what_the_tape_keeps() {
     for kind in [("qwen2", "Qwen2ForCausalLM"), ("qwen3", "Qwen3ForCausalLM")] {
         let json = json!({
             "architectures": [kind.1], "model_type": kind.0, "vocab_size": 100, "hidden_size": 32,
@@ -158,7 +159,7 @@ fn estimate_of_a_language_model() {
 }
 
 #[test]
-fn estimate_of_the_digits() {
+fn the_estimate_for_the_digits_is_near_what_the_tape_keeps() {
     let model = DigitsTransformer::new(DigitsConfig::default(), &mut Source::random(DType::F32, &CPU).root()).unwrap();
     let labels = Tensor::zeros(&[2usize][..], DType::I64, &CPU).unwrap();
     let size = SampleSize { height: 8, width: 8, tokens: 0 };
@@ -168,7 +169,7 @@ fn estimate_of_the_digits() {
 }
 
 #[test]
-fn estimate_of_z_image() {
+fn the_estimate_for_z_image_is_near_what_the_tape_keeps() {
     let config = ZImageConfig {
         dim: 96,
         n_layers: 8,
@@ -192,7 +193,7 @@ fn estimate_of_z_image() {
 }
 
 #[test]
-fn estimate_of_flux2() {
+fn the_estimate_for_flux2_is_near_what_the_tape_keeps() {
     let config = Flux2Config {
         num_layers: 2,
         num_single_layers: 8,
@@ -217,7 +218,7 @@ fn estimate_of_flux2() {
 }
 
 #[test]
-fn estimate_of_chroma() {
+fn the_estimate_for_chroma_is_near_what_the_tape_keeps() {
     let config = ChromaConfig {
         num_layers: 4,
         num_single_layers: 8,
@@ -244,7 +245,7 @@ fn estimate_of_chroma() {
 }
 
 #[test]
-fn estimate_of_flux() {
+fn the_estimate_for_flux_is_near_what_the_tape_keeps() {
     let config = FluxConfig {
         num_layers: 4,
         num_single_layers: 8,
@@ -273,7 +274,7 @@ fn estimate_of_flux() {
 }
 
 #[test]
-fn estimate_of_qwen_image() {
+fn the_estimate_for_qwen_image_is_near_what_the_tape_keeps() {
     let config = QwenImageConfig {
         num_layers: 8,
         num_attention_heads: 4,

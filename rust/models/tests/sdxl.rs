@@ -47,7 +47,7 @@ fn autoencoder_and_encoders_at_full_size_have_the_published_numbers_of_parameter
 }
 
 #[test]
-fn original_names_are_unique() {
+fn original_names_are_unique_and_those_of_the_published_checkpoint() {
     let config = UNetConfig::default();
     let names: Vec<String> = unet().named_tensors().into_iter().map(|(name, _)| name).collect();
     let original: std::collections::BTreeSet<String> =
@@ -76,7 +76,7 @@ fn configurations_are_read_as_written() {
 }
 
 #[test]
-fn unsupported_fields_are_reported() {
+fn wrong_and_unsupported_fields_are_reported() {
     for (field, value, expected) in [
         ("act_fn", r#""gelu""#, r#"act_fn is "gelu", expected "silu""#),
         ("resnet_time_scale_shift", r#""scale_shift""#, "expected \"default\""),
@@ -108,5 +108,9 @@ fn the_error_for_an_empty_folder_says_what_was_looked_for() {
     let choice = Choice { subfolder: Some("text_encoder_3".into()), ..Choice::default() };
     let files = Pretrained::find(&folder, CLIPTextModel::KIND, &choice);
     assert!(files.unwrap_err().to_string().contains("or in text_encoder_3"));
+}
+
+#[test]
+fn the_unets_class_name_is_that_of_diffusers() {
     assert_eq!(unet().class_name(), "UNet2DConditionModel");
 }

@@ -38,7 +38,7 @@ fn configurations_are_read_as_written() {
 }
 
 #[test]
-fn unsupported_fields_are_reported() {
+fn wrong_values_of_fields_are_reported() {
     for (field, value, expected) in [
         (
             "feed_forward_proj",

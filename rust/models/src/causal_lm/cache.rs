@@ -1,9 +1,10 @@
-//! The cache for generation: the tokens of several texts, and the attention keys and values of these tokens in every layer.
+//! The cache for generation: the tokens of several texts, and the attention keys and values of these tokens in every
+//! layer.
 
 use trainable_candle_core::{DType, Device, Raw, Result, Tensor, compute};
 
-/// The texts that [`CausalLM::extend`](super::CausalLM::extend) continues. For each text, the cache has all tokens and, for
-/// each layer, the keys and values of those tokens that the model has already processed.
+/// The texts that [`CausalLM::extend`](super::CausalLM::extend) continues. For each text, the cache has all tokens and,
+/// for each layer, the keys and values of those tokens that the model has already processed.
 #[derive(Default)]
 pub struct KvCache {
     pub(super) texts: Vec<Text>,
@@ -43,8 +44,8 @@ impl KvCache {
 #[derive(Default)]
 pub(super) struct Text {
     pub tokens: Vec<u32>,
-    /// The number of tokens, from the first, that the model has processed. Their keys and values are in `layers`, except
-    /// those that a layer's window has dropped.
+    /// The number of tokens, from the first, that the model has processed. Their keys and values are in `layers`,
+    /// except those that a layer's window has dropped.
     pub known: usize,
     /// The [`Rope::stage`](super::Rope::stage) of the frequencies that the keys in `layers` are rotated with.
     pub stage: usize,
@@ -60,9 +61,9 @@ impl Text {
     }
 }
 
-/// The keys and values of one layer for one text, in two buffers of shape (key heads, capacity in tokens, width of a head).
-/// If a layer with a window has full buffers, the tokens that no later query attends to are dropped. The memory of such a
-/// layer is therefore bounded, however long the text is.
+/// The keys and values of one layer for one text, in two buffers of shape (key heads, capacity in tokens, width of a
+/// head). If a layer with a window has full buffers, the tokens that no later query attends to are dropped. The memory
+/// of such a layer is therefore bounded, however long the text is.
 pub(super) struct Kept {
     keys: Raw,
     values: Raw,
@@ -87,7 +88,8 @@ impl Kept {
         Ok(Self { keys, values, filled: 0, window })
     }
 
-    /// Add the keys and values of the next tokens. `keys` and `values` have the shape (tokens, key heads, width of a head).
+    /// Add the keys and values of the next tokens. `keys` and `values` have the shape (tokens, key heads, width of a
+    /// head).
     pub fn append(&mut self, keys: &Tensor, values: &Tensor) -> Result<()> {
         let count = keys.dims()[0];
         if self.filled + count > self.keys.dims()[1] {
@@ -100,12 +102,12 @@ impl Kept {
         Ok(())
     }
 
-    /// Copy the keys and values that later queries attend to into new buffers, before `count` tokens are added. The capacity
-    /// of the new buffers is 2 · (copied tokens + `count`) + [`ROOM`] tokens.
+    /// Copy the keys and values that later queries attend to into new buffers, before `count` tokens are added. The
+    /// capacity of the new buffers is 2 · (copied tokens + `count`) + [`ROOM`] tokens.
     fn make_room(&mut self, count: usize) -> Result<()> {
         let &[heads, _, width] = self.keys.dims() else { unreachable!("buffers have three dimensions") };
-        // The window of the next query includes the query's own key, which is not in the buffers yet. So the query attends
-        // to at most `window - 1` of the tokens in the buffers.
+        // The window of the next query includes the query's own key, which is not in the buffers yet. So the query
+        // attends to at most `window - 1` of the tokens in the buffers.
         let seen = self.window.map_or(self.filled, |window| self.filled.min(window - 1));
         let capacity = 2 * (seen + count) + ROOM;
         let [keys, values] = buffers(heads, capacity, width, self.keys.dtype(), self.keys.device())?;
@@ -118,7 +120,8 @@ impl Kept {
         Ok(())
     }
 
-    /// The keys and the values that the query of the last added token attends to, each (key heads, tokens, width of a head).
+    /// The keys and the values that the query of the last added token attends to, each (key heads, tokens, width of a
+    /// head).
     pub fn seen(&self) -> Result<[Tensor; 2]> {
         let count = self.window.map_or(self.filled, |window| self.filled.min(window));
         let part =

@@ -17,9 +17,9 @@ pub enum Family {
     Mistral,
     /// Qwen2 and 2.5: biases of queries, keys and values.
     Qwen2,
-    /// The language model of Qwen2.5-VL as a text encoder, without the language-model head and without the vision encoder.
-    /// The rotary embedding has three position axes (time, height, width). A text token has the same position on all three
-    /// axes, so the rotation angles equal those of Qwen2.
+    /// The language model of Qwen2.5-VL as a text encoder, without the language-model head and without the vision
+    /// encoder. The rotary embedding has three position axes (time, height, width). A text token has the same position
+    /// on all three axes, so the rotation angles equal those of Qwen2.
     Qwen25Vl,
     /// Qwen3: norms of queries and keys.
     Qwen3,
@@ -41,7 +41,8 @@ const VL: &str = "qwen2_5_vl";
 pub(super) static CLASS_NAMES: [&str; 5] = [FAMILIES[0].2, FAMILIES[1].2, FAMILIES[2].2, FAMILIES[3].2, FAMILIES[4].2];
 
 /// `config.json` of a decoder as transformers writes it. The fields of the rotary embedding may have their old names
-/// (`rope_theta`, `rope_scaling`) or their new name (`rope_parameters`). The default is the configuration of Qwen2.5 0.5B.
+/// (`rope_theta`, `rope_scaling`) or their new name (`rope_parameters`). The default is the configuration of Qwen2.5
+/// 0.5B.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CausalLMConfig {
     /// The decoder's family.
@@ -56,8 +57,8 @@ pub struct CausalLMConfig {
     pub num_hidden_layers: usize,
     /// Number of query heads.
     pub num_attention_heads: usize,
-    /// Number of key and value heads, a divisor of `num_attention_heads`. `num_attention_heads / num_key_value_heads` query
-    /// heads share one key and value head.
+    /// Number of key and value heads, a divisor of `num_attention_heads`. `num_attention_heads / num_key_value_heads`
+    /// query heads share one key and value head.
     pub num_key_value_heads: usize,
     /// Number of features of one head, an even number. `num_attention_heads · head_dim` need not equal `hidden_size`.
     pub head_dim: usize,
@@ -80,8 +81,8 @@ pub struct CausalLMConfig {
     /// The ids of the tokens that end a text: those in `config.json`, and for a loaded model also those in
     /// `generation_config.json`.
     pub eos_token_ids: Vec<u32>,
-    /// Number of layers in the files. The model consists of the first `num_hidden_layers` of these layers. If it does not have
-    /// all layers, it has no language-model head.
+    /// Number of layers in the files. The model consists of the first `num_hidden_layers` of these layers. If it does
+    /// not have all layers, it has no language-model head.
     stored_layers: usize,
     /// All fields of the file, so that [`to_json`](Configuration::to_json) keeps the fields that only other tools read.
     json: Map<String, Value>,
@@ -114,8 +115,8 @@ impl Default for CausalLMConfig {
 }
 
 impl Configuration for CausalLMConfig {
-    // All other fields are ignored: those that transformers writes are about initial values, dropout or generation. A missing
-    // field gets transformers' default, except the sizes without a default here, which are required.
+    // All other fields are ignored: those that transformers writes are about initial values, dropout or generation. A
+    // missing field gets transformers' default, except the sizes without a default here, which are required.
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let (whole, text) = (map, text_part(map));
         let map = text.as_ref().unwrap_or(map);
@@ -175,8 +176,8 @@ impl Configuration for CausalLMConfig {
     }
 }
 
-/// The fields of a Qwen2.5-VL's language model, if the configuration has them inside `text_config`. `None` for other models,
-/// and for a configuration without `text_config`.
+/// The fields of a Qwen2.5-VL's language model, if the configuration has them inside `text_config`. `None` for other
+/// models, and for a configuration without `text_config`.
 fn text_part(map: &Map<String, Value>) -> Option<Map<String, Value>> {
     let is_vl = match map.get("model_type") {
         Some(kind) => kind.as_str() == Some(VL),
@@ -214,7 +215,8 @@ impl CausalLMConfig {
         self.family == Family::Qwen25Vl
     }
 
-    /// Whether the model has fewer layers than the files. Such a model computes hidden states and has no language-model head.
+    /// Whether the model has fewer layers than the files. Such a model computes hidden states and has no language-model
+    /// head.
     pub const fn is_part(&self) -> bool {
         self.num_hidden_layers < self.stored_layers
     }

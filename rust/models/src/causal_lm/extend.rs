@@ -1,5 +1,6 @@
-//! Computes the scores of the next token of growing texts. New texts get one forward pass over all their tokens, packed one
-//! after another. If a text grows by one token, the forward pass has only that token and uses the cached keys and values.
+//! Computes the scores of the next token of growing texts. New texts get one forward pass over all their tokens, packed
+//! one after another. If a text grows by one token, the forward pass has only that token and uses the cached keys and
+//! values.
 
 use trainable_candle_core::ops::attention::{scaled_dot_product_attention, varlen_attention};
 use trainable_candle_core::{Device, Error, Result, Tensor, tape::no_grad};
@@ -39,8 +40,8 @@ impl CausalLM {
         let (whole, steps): (Vec<_>, Vec<_>) = growing.into_iter().partition(|(_, text)| text.known == 0);
         let (mut order, mut states) = (Vec::with_capacity(count), Vec::new());
         for mut group in [whole, steps] {
-            // The texts of one call of `decode` share tables of rotary angles. So each text gets a call of its own if the
-            // angles depend on the length of the text.
+            // The texts of one call of `decode` share tables of rotary angles. So each text gets a call of its own if
+            // the angles depend on the length of the text.
             let together = if rope.follows_length() { 1 } else { group.len().max(1) };
             for texts in group.chunks_mut(together) {
                 order.extend(texts.iter().map(|&(place, _)| place));
@@ -82,9 +83,9 @@ impl CausalLM {
         })
     }
 
-    /// The hidden states of the last token of each text after the last norm, (texts, hidden size). Adds the keys and values
-    /// of the new tokens to the cache. The cache has keys and values either for no token of the texts, or for all tokens of
-    /// each text except the last.
+    /// The hidden states of the last token of each text after the last norm, (texts, hidden size). Adds the keys and
+    /// values of the new tokens to the cache. The cache has keys and values either for no token of the texts, or for
+    /// all tokens of each text except the last.
     fn decode(&self, texts: &mut [&mut Text]) -> Result<Tensor> {
         let device = self.device();
         let row = |values: Vec<i64>| {
@@ -99,7 +100,8 @@ impl CausalLM {
         let bounds = row(std::iter::once(0).chain(ends.iter().copied()).map(|end| end as i64).collect())?;
         let (mut x, [cos, sin]) = self.start(&row(ids.collect())?, &row(positions.collect())?)?;
         for text in texts.iter_mut() {
-            // `known` is 0 until all layers are done. After an error, the next call therefore computes the whole text again.
+            // `known` is 0 until all layers are done. After an error, the next call therefore computes the whole text
+            // again.
             text.known = 0;
         }
         let config = self.config();

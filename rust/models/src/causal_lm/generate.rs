@@ -1,4 +1,4 @@
-//! Generation of texts. A text ends with a stop token, or when it has got the largest number of new tokens.
+//! Generation of texts. A text ends at a stop token, or when it has got the largest number of new tokens.
 
 use trainable_candle_core::interrupt::Interrupt;
 use trainable_candle_core::rng::{Purpose, uniform_samples};
@@ -17,8 +17,8 @@ pub struct GenerateOptions {
     pub sampling: Sampling,
     /// The ids of stop tokens. A stop token ends a text and is not added to it.
     pub stops: Vec<u32>,
-    /// The seed of the random numbers. The random number for a token depends only on the seed, the index of the text and the
-    /// index of the token in its text.
+    /// The seed of the random numbers. The random number for a token depends only on the seed, the index of the text
+    /// and the index of the token in its text.
     pub seed: u64,
 }
 
@@ -32,8 +32,8 @@ impl Default for GenerateOptions {
 pub struct Generation {
     options: GenerateOptions,
     cache: KvCache,
-    /// The tokens of each text that are not in `cache` yet: the prompt, or the last chosen token. Empty for texts that have
-    /// ended.
+    /// The tokens of each text that are not in `cache` yet: the prompt, or the last chosen token. Empty for texts that
+    /// have ended.
     unread: Vec<Vec<u32>>,
     /// The number of tokens added to each text, without the prompt.
     added: Vec<usize>,
@@ -69,8 +69,8 @@ impl Generation {
         self.unread.iter().all(Vec::is_empty)
     }
 
-    /// Choose the next token of each text that has not ended. The result is `None` for texts that ended before, and for texts
-    /// that now end with a stop token.
+    /// Choose the next token of each text that has not ended. The result is `None` for texts that ended before, and for
+    /// texts that end now at a stop token.
     ///
     /// # Errors
     /// As [`CausalLM::extend`]; [`Error::NonFinite`] if a score is NaN.
@@ -125,8 +125,8 @@ impl Generation {
 }
 
 impl CausalLM {
-    /// Generate tokens after each of `prompts`. The result has the generated tokens of each text, without the prompt and
-    /// without the stop token.
+    /// Generate tokens after each of `prompts`. The result has the generated tokens of each text, without the prompt
+    /// and without the stop token.
     ///
     /// # Errors
     /// As [`Generation::new`] and [`Generation::step`].

@@ -11,8 +11,8 @@ use super::config::Family;
 use super::{CausalLMConfig, keys};
 use crate::pretrained::{Configuration, Form, Key, Layout};
 
-/// llama.cpp's names of the supported architectures, each with transformers' `model_type` and class name. Files of Mistral
-/// have the architecture name of Llama, because llama.cpp computes both in the same way.
+/// llama.cpp's names of the supported architectures, each with transformers' `model_type` and class name. Files of
+/// Mistral have the architecture name of Llama, because llama.cpp computes both in the same way.
 const ARCHITECTURES: [(&str, &str, &str); 3] = [
     ("llama", "llama", "LlamaForCausalLM"),
     ("qwen2", "qwen2", "Qwen2ForCausalLM"),
@@ -43,15 +43,16 @@ const INSIDE: [(&str, &str); 11] = [
     ("mlp.down_proj", "ffn_down"),
 ];
 
-/// The tensor with the numbers by which the rotary frequencies are divided. These divisors become part of the configuration.
+/// The tensor with the numbers by which the rotary frequencies are divided. These divisors become part of the
+/// configuration.
 const FACTORS: &str = "rope_freqs.weight";
 
 /// The names and forms of a decoder's parameters in a GGUF file.
 pub(super) fn layout(config: &CausalLMConfig) -> Box<dyn Layout> {
     let heads = match config.family {
-        // A rotary embedding rotates pairs of features. For these families llama.cpp pairs neighbouring features, but this
-        // library pairs features that are half a head apart. So the query and key projections have their rows in another
-        // order in the file.
+        // A rotary embedding rotates pairs of features. For these families llama.cpp pairs neighbouring features, but
+        // this library pairs features that are half a head apart. So the query and key projections have their rows in
+        // another order in the file.
         Family::Llama | Family::Mistral => Some([config.num_attention_heads, config.num_key_value_heads]),
         Family::Qwen2 | Family::Qwen25Vl | Family::Qwen3 => None,
     };
@@ -65,8 +66,8 @@ pub(super) fn layout(config: &CausalLMConfig) -> Box<dyn Layout> {
 }
 
 struct LlamaCpp {
-    /// The numbers of query heads and of key heads if the rows of their projections are interleaved ([`Form::Interleaved`]),
-    /// otherwise `None`.
+    /// The numbers of query heads and of key heads if the rows of their projections are interleaved
+    /// ([`Form::Interleaved`]), otherwise `None`.
     heads: Option<[usize; 2]>,
     /// The model's number of layers.
     layers: usize,
@@ -81,9 +82,9 @@ impl Layout for LlamaCpp {
         self.place(name).into_iter().collect()
     }
 
-    /// Whether readers skip the tensor `key`. They skip the divisors of frequencies, which are in the configuration. They
-    /// skip the language-model head if the model has none of its own. If the file has more layers than the model, they also
-    /// skip the final norm and the further layers.
+    /// Whether readers skip the tensor `key`. They skip the divisors of frequencies, which are in the configuration.
+    /// They skip the language-model head if the model has none of its own. If the file has more layers than the model,
+    /// they also skip the final norm and the further layers.
     fn ignores(&self, key: &str) -> bool {
         let layer = key.strip_prefix("blk.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
         key == FACTORS
@@ -93,7 +94,8 @@ impl Layout for LlamaCpp {
 }
 
 impl LlamaCpp {
-    /// The key and form in the file of the parameter with transformers' name `name`. `None` if the file has no such parameter.
+    /// The key and form in the file of the parameter with transformers' name `name`. `None` if the file has no such
+    /// parameter.
     fn place(&self, name: &str) -> Option<Key> {
         let outside =
             |(ours, theirs): &(&str, &str)| Some(format!("{theirs}.{}", name.strip_prefix(ours)?.strip_prefix('.')?));
@@ -114,18 +116,19 @@ impl LlamaCpp {
 /// The configuration of the decoder in a GGUF file.
 ///
 /// # Errors
-/// [`Error::Config`] if the file's architecture is not one of [`ARCHITECTURES`], or if a fact is missing or not supported.
+/// [`Error::Config`] if the file's architecture is not one of [`ARCHITECTURES`], or if a fact is missing or not
+/// supported.
 pub(super) fn config(file: &GgufFile) -> Result<CausalLMConfig> {
     let facts = file.facts();
     let wrong = |text: String| Error::Config(format!("{}: {text}", file.path().display()));
     let name = facts.get("general.architecture").and_then(Value::as_str).unwrap_or("missing");
     let Some((_, kind, class)) = ARCHITECTURES.iter().find(|(theirs, ..)| *theirs == name) else {
         let known = ARCHITECTURES.map(|(theirs, ..)| theirs).join(", ");
-        return Err(wrong(format!("general.architecture is {name}, which is not supported; expected one of {known}")));
+        return Err(wrong(format!("general.architecture is \"{name}\", which is not supported; expected {known}")));
     };
     let fact = |key: &str| facts.get(&format!("{name}.{key}")).cloned();
     let needed =
-        |key: &str| fact(key).ok_or_else(|| wrong(format!("{name}.{key} is missing; is the file a whole model?")));
+        |key: &str| fact(key).ok_or_else(|| wrong(format!("\"{name}.{key}\" is missing; is the file a whole model?")));
     if fact("expert_count").is_some_and(|count| count != json!(0)) {
         return Err(wrong("the model is a mixture of experts, which is not supported".to_owned()));
     }
@@ -174,8 +177,8 @@ pub(super) fn config(file: &GgufFile) -> Result<CausalLMConfig> {
 /// The field `rope_scaling` of the configuration. `None` if the file scales neither positions nor frequencies.
 fn scaling(file: &GgufFile, fact: impl Fn(&str) -> Option<Value>) -> Result<Option<Value>> {
     if file.shape(FACTORS).is_some() {
-        // Only `LongRoPE` has a divisor for each frequency. The file's divisors hold for texts of all lengths, so they are
-        // `LongRoPE`'s divisors for short and for long texts.
+        // Only `LongRoPE` has a divisor for each frequency. The file's divisors hold for texts of all lengths, so they
+        // are `LongRoPE`'s divisors for short and for long texts.
         let factors = file.read_as(FACTORS, Some(DType::F32), &Device::Cpu)?.to_vec::<f32>()?;
         let longest = fact("context_length");
         return Ok(Some(json!({

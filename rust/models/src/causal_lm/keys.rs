@@ -28,8 +28,8 @@ pub(super) fn weight_of(name: &str) -> String {
     format!("{name}.weight")
 }
 
-/// The names of a decoder's parameters in the files of a folder (`original` is `None`), or in one file that holds other models
-/// too. In such a file, the prefix `original.prefix` precedes each name.
+/// The names of a decoder's parameters in the files of a folder (`original` is `None`), or in one file that holds other
+/// models too. In such a file, the prefix `original.prefix` precedes each name.
 pub(super) fn layout(config: &CausalLMConfig, original: Option<Original>) -> Box<dyn Layout> {
     Box::new(Transformers {
         prefix: original.map_or("", |original| original.prefix),
@@ -65,8 +65,8 @@ impl Layout for Transformers {
     }
 
     /// Whether readers skip the tensor `key`. They skip rotary frequencies, which are computed, and Qwen2.5-VL's vision
-    /// encoder. They skip the language-model head if the model has none of its own. If the files have more layers than the
-    /// model, they also skip the final norm and the further layers.
+    /// encoder. They skip the language-model head if the model has none of its own. If the files have more layers than
+    /// the model, they also skip the final norm and the further layers.
     fn ignores(&self, key: &str) -> bool {
         let key = key.strip_prefix(BODY).unwrap_or(key);
         let layer = key.strip_prefix("layers.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
@@ -77,12 +77,13 @@ impl Layout for Transformers {
     }
 }
 
-/// The configuration of a decoder in a file without `config.json`: the first of `known` whose sizes equal those of the file's
-/// tensors. (In general, the tensors' shapes do not determine the number of heads and the rotary frequencies.) For another
-/// Qwen3, the configuration in `known` of a Qwen3, with the sizes of the file's tensors.
+/// The configuration of a decoder in a file without `config.json`: the first of `known` whose sizes equal those of the
+/// file's tensors. (In general, the tensors' shapes determine neither the number of heads nor the rotary frequencies.)
+/// If none has these sizes and the file holds a Qwen3, the result is the first Qwen3 in `known`, with the sizes of the
+/// file's tensors.
 ///
 /// # Errors
-/// [`Error::Config`] if none of `known` fits.
+/// [`Error::Config`] if none of `known` has these sizes, and the file holds no Qwen3 or `known` has none.
 pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<CausalLMConfig>) -> Result<CausalLMConfig> {
     let shape = |name: &str| {
         let inside = name.strip_prefix(BODY);
@@ -108,9 +109,9 @@ pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<CausalL
     })
 }
 
-/// The configuration `known` of a Qwen3 with the sizes of another Qwen3's tensors. All sizes of Qwen3 (0.6B to 32B) follow from
-/// the tensors: the norm of the queries has the width of a head. The other fields are the same for all sizes. `None` if the
-/// tensors are not those of a Qwen3.
+/// The configuration `known` of a Qwen3 with the sizes of another Qwen3's tensors. All sizes of Qwen3 (0.6B to 32B)
+/// follow from the tensors: the norm of the queries has the width of a head. The other fields are the same for all
+/// sizes. `None` if the tensors are not those of a Qwen3.
 fn resized<'a>(
     known: &CausalLMConfig,
     layers: usize,

@@ -16,8 +16,8 @@ const PROJECTIONS: [&str; 3] = ["self_attn.q_proj", "self_attn.k_proj", "self_at
 const OUT: &str = "self_attn.o_proj";
 const QUERY_NORM: &str = "self_attn.q_norm";
 const KEY_NORM: &str = "self_attn.k_norm";
-/// The names of the feed-forward network's two input projections. The gate comes last, as [`LinearGroup::forward_swiglu`]
-/// requires.
+/// The names of the feed-forward network's two input projections. The gate comes last, as
+/// [`LinearGroup::forward_swiglu`] requires.
 const MIDDLE: [&str; 2] = ["mlp.up_proj", "mlp.gate_proj"];
 const DOWN: &str = "mlp.down_proj";
 const INPUT_NORM: &str = "input_layernorm";
@@ -71,8 +71,8 @@ impl DecoderLayer {
         })
     }
 
-    /// The layer's result (N, D) for the hidden states `x (N, D)` of N tokens. `cos` and `sin (N, head_dim / 2)` are the
-    /// cosines and sines of the tokens' rotary angles. `cu_seqlens` has the bounds of the packed texts.
+    /// The layer's result (N, D) for the hidden states `x (N, D)` of N tokens. `cos` and `sin (N, head_dim / 2)` are
+    /// the cosines and sines of the tokens' rotary angles. `cu_seqlens` has the bounds of the packed texts.
     pub(super) fn forward(&self, x: &Tensor, [cos, sin, cu_seqlens]: [&Tensor; 3]) -> Result<Tensor> {
         let projected = self.projections.forward(&self.input_norm.forward(x)?.remade())?;
         let mixed = if let Projected::Joined(all) = &projected {
@@ -87,8 +87,8 @@ impl DecoderLayer {
     }
 
     /// As [`forward`](Self::forward), for one text that is followed by padding. The first `words` of the N rows are the
-    /// text's tokens, 0 < words < N, and the other rows are padding tokens. `cu_seqlens` is [0, words]. Each padding token
-    /// attends to all tokens of the text, but to no padding token.
+    /// text's tokens, 0 < words < N, and the other rows are padding tokens. `cu_seqlens` is [0, words]. Each padding
+    /// token attends to all tokens of the text, but to no padding token.
     pub(super) fn forward_padded(
         &self,
         x: &Tensor,
@@ -100,8 +100,8 @@ impl DecoderLayer {
         let (keys, values) = (text(&k)?, text(&v)?);
         let mixed = varlen_attention(&text(&q)?, &keys, &values, cu_seqlens, self.window, None)?;
         let (padding, width) = (x.dims()[0] - words, q.dims()[2]);
-        // All padding tokens attend to the same keys. So for each key head, the queries of all padding tokens and of all
-        // query heads that share the key head are computed as the query rows of one attention.
+        // All padding tokens attend to the same keys. So for each key head, the queries of all padding tokens and of
+        // all query heads that share the key head are computed as the query rows of one attention.
         let group = self.heads / self.kv_heads;
         let by_keys = (padding, self.kv_heads, group, width);
         let rows = q.narrow(0, words, padding)?.reshape(by_keys)?.permute(&[1, 0, 2, 3])?;
@@ -112,14 +112,14 @@ impl DecoderLayer {
         self.finish(x, &Tensor::cat(&[&mixed, &seen.reshape((padding, self.heads, width))?], 0)?)
     }
 
-    /// The queries, keys and values of the layer's input `x (N, D)`, each (N, heads, `head_dim`). Queries and keys are rotated
-    /// by their positions; `tables` are the cosines and sines.
+    /// The queries, keys and values of the layer's input `x (N, D)`, each (N, heads, `head_dim`). Queries and keys are
+    /// rotated by their positions; `tables` are the cosines and sines.
     pub(super) fn project(&self, x: &Tensor, tables: [&Tensor; 2]) -> Result<[Tensor; 3]> {
         self.rotate(&self.projections.forward(&self.input_norm.forward(x)?)?, tables)
     }
 
-    /// Splits the projections into queries, keys and values, each (N, heads, `head_dim`). Queries and keys are normalized, if
-    /// the family has such norms, and rotated by their positions.
+    /// Splits the projections into queries, keys and values, each (N, heads, `head_dim`). Queries and keys are
+    /// normalized, if the family has norms of queries and keys, and rotated by their positions.
     fn rotate(&self, projected: &Projected, tables: [&Tensor; 2]) -> Result<[Tensor; 3]> {
         let [q, k, v] = self.split(projected)?;
         let rotate = |x: &Tensor, norm: Option<&RmsNorm>| {
@@ -155,15 +155,15 @@ impl DecoderLayer {
         }
     }
 
-    /// Computes the layer's result from the layer's input `x (N, D)` and from `mixed`, the result of attention before the
-    /// output projection, of shape (N, heads, `head_dim`) or (N, heads · `head_dim`).
+    /// Computes the layer's result from the layer's input `x (N, D)` and from `mixed`, the result of attention before
+    /// the output projection, of shape (N, heads, `head_dim`) or (N, heads · `head_dim`).
     pub(super) fn finish(&self, x: &Tensor, mixed: &Tensor) -> Result<Tensor> {
         let mixed = mixed.reshape((x.dims()[0], self.out.in_features()))?;
         let (x, normed) = self.middle_norm.add_forward(x, &self.out.forward(&mixed)?)?;
         x.add(&self.middle.feed_forward(&normed.remade(), &self.down)?)
     }
 
-    /// Adds the number of values that the tape keeps of a forward pass over `tokens` tokens to `saved`.
+    /// Adds to `saved` what the tape keeps of a forward pass over `tokens` tokens.
     pub(super) fn saved(&self, tokens: usize, saved: &mut Saved) {
         let &[width, middle] = self.down.weight.dims() else { return };
         let (stream, wide, queries) = (tokens * width, tokens * middle, tokens * self.out.in_features());

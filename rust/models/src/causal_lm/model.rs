@@ -21,10 +21,10 @@ use crate::saved::{SampleSize, Saved};
 /// The file in a model's folder with settings for generation.
 const GENERATION_CONFIG: &str = "generation_config.json";
 
-/// A language model that computes the same as transformers' class for its family (`LlamaForCausalLM` for Llama). The tokens
-/// of all texts are concatenated to one sequence: M texts with N tokens in total. `positions (N)` (i64 or u32) are the tokens'
-/// positions for the rotary embedding. `cu_seqlens (M + 1)` are the bounds of the texts: text i has the tokens `cu_seqlens[i]` to
-/// `cu_seqlens[i + 1] - 1` of the sequence. D is the hidden size.
+/// A language model that computes the same as transformers' class for its family (`LlamaForCausalLM` for Llama). The
+/// tokens of all texts are concatenated to one sequence: M texts with N tokens in total. `positions (N)` (i64 or u32)
+/// are the tokens' positions for the rotary embedding. `cu_seqlens (M + 1)` are the bounds of the texts: text i has the
+/// tokens `cu_seqlens[i]` to `cu_seqlens[i + 1] - 1` of the sequence. D is the hidden size.
 pub struct CausalLM {
     config: CausalLMConfig,
     embedding: Weight,
@@ -36,8 +36,8 @@ pub struct CausalLM {
 /// The final norm and the language-model head, after the last layer.
 struct Top {
     norm: RmsNorm,
-    /// The head's matrix (vocab, D). `None` if the head uses the embedding's matrix, or if the model is a text encoder without
-    /// a head.
+    /// The head's matrix (vocab, D). `None` if the head uses the embedding's matrix, or if the model is a text encoder
+    /// without a head.
     head: Option<Weight>,
 }
 
@@ -104,12 +104,12 @@ impl CausalLM {
         Ok(self.top()?.head.as_ref().unwrap_or(&self.embedding))
     }
 
-    /// The hidden states after the final norm, (N, D), for `input_ids (N)` (i64 or u32). The language-model head computes the
-    /// scores from these states.
+    /// The hidden states after the final norm, (N, D), for `input_ids (N)` (i64 or u32). The language-model head
+    /// computes the scores from these states.
     ///
     /// # Errors
-    /// [`Error::Shape`] if an input has another shape. [`Error::Index`] if an id is not less than the vocabulary's size, or a
-    /// bound in `cu_seqlens` is out of order or range. [`Error::DType`] if an input does not have integers.
+    /// [`Error::Shape`] if an input has another shape. [`Error::Index`] if an id is not less than the vocabulary's
+    /// size, or a bound in `cu_seqlens` is out of order or range. [`Error::DType`] if an input does not have integers.
     /// [`Error::Argument`] if only a part of the layers was loaded.
     pub fn hidden(&self, input_ids: &Tensor, positions: &Tensor, cu_seqlens: &Tensor) -> Result<Tensor> {
         let top = self.top()?;
@@ -154,9 +154,9 @@ impl CausalLM {
         texts.unpack(&self.logits(&hidden)?)
     }
 
-    /// The mean cross entropy of the labels (B, S), i64 or u32. The label in column s is predicted from the tokens up to column
-    /// s - 1. Three sorts of labels do not count: [`IGNORE_INDEX`], labels in the first column, and labels that directly
-    /// follow padding. If no label counts, the loss is 0.
+    /// The mean cross entropy of the labels (B, S), i64 or u32. The label in column s is predicted from the tokens up
+    /// to column s - 1. Three sorts of labels do not count: [`IGNORE_INDEX`], labels in the first column, and labels
+    /// that directly follow padding. If no label counts, the loss is 0.
     ///
     /// # Errors
     /// As [`PackedTexts::targets`] and [`packed_loss`](Self::packed_loss).
@@ -167,9 +167,9 @@ impl CausalLM {
         self.packed_loss(&hidden, &targets, None)?.mul_scalar(1.0 / counted.max(1) as f64)
     }
 
-    /// The sum, in f32, of `weights[i]` · cross entropy of `targets[i]`, given the hidden states `hidden (N, D)`. A target is
-    /// the id of the token to predict, or [`IGNORE_INDEX`]. Without `weights`, all weights are 1. The sum is computed in
-    /// parts, so that the whole matrix of logits (N, vocab) never exists in memory.
+    /// The sum, in f32, of `weights[i]` · cross entropy of `targets[i]`, given the hidden states `hidden (N, D)`. A
+    /// target is the id of the token to predict, or [`IGNORE_INDEX`]. Without `weights`, all weights are 1. The sum is
+    /// computed in parts, so that the whole matrix of logits (N, vocab) never exists in memory.
     ///
     /// # Errors
     /// As [`linear_cross_entropy`] and [`head`](Self::head).
@@ -177,8 +177,8 @@ impl CausalLM {
         linear_cross_entropy(hidden, self.head()?, targets, weights)
     }
 
-    /// The logarithms of the probabilities of `targets (N)`, given the hidden states `hidden (N, D)`. The result (N) is in f32,
-    /// and 0 where the target is [`IGNORE_INDEX`].
+    /// The logarithms of the probabilities of `targets (N)`, given the hidden states `hidden (N, D)`. The result (N) is
+    /// in f32, and 0 where the target is [`IGNORE_INDEX`].
     ///
     /// # Errors
     /// As [`linear_log_probs`] and [`head`](Self::head).
@@ -186,8 +186,8 @@ impl CausalLM {
         linear_log_probs(hidden, self.head()?, targets)
     }
 
-    /// For each number n in `after`, the hidden states (N, D) after the first n layers, before the final norm. For n = 0 these
-    /// are the embedded tokens. Only as many layers as the largest n are computed.
+    /// For each number n in `after`, the hidden states (N, D) after the first n layers, before the final norm. For n =
+    /// 0 these are the embedded tokens. Only as many layers as the largest n are computed.
     ///
     /// # Errors
     /// [`Error::Argument`] if a number in `after` exceeds the model's number of layers; as [`hidden`](Self::hidden).
@@ -205,9 +205,9 @@ impl CausalLM {
         })
     }
 
-    /// As [`states`](Self::states), for one text. The first `words` tokens of `input_ids (N)` are the text, and the other
-    /// tokens are padding. Padding tokens attend to the tokens of the text, but not to padding tokens, as in transformers
-    /// with an attention mask.
+    /// As [`states`](Self::states), for one text. The first `words` tokens of `input_ids (N)` are the text, and the
+    /// other tokens are padding. Padding tokens attend to the tokens of the text, but not to padding tokens, as in
+    /// transformers with an attention mask.
     ///
     /// # Errors
     /// [`Error::Argument`] if `words` is 0 or larger than N; as [`states`](Self::states).
@@ -229,8 +229,8 @@ impl CausalLM {
         })
     }
 
-    /// The hidden states after each number of layers in `after`. `run(i, x, [cos, sin])` computes layer i from the layer's
-    /// input `x` and the cosines and sines of the positions' rotary angles.
+    /// The hidden states after each number of layers in `after`. `run(i, x, [cos, sin])` computes layer i from the
+    /// layer's input `x` and the cosines and sines of the positions' rotary angles.
     fn states_by(
         &self,
         input_ids: &Tensor,

@@ -4,8 +4,8 @@ use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 
 use super::OP;
 
-/// The texts of a batch (B, S), concatenated without padding to one sequence of N tokens. The sequence has a segment for each
-/// of the B texts.
+/// The texts of a batch (B, S), concatenated without padding to one sequence of N tokens. The sequence has a segment
+/// for each of the B texts.
 pub struct PackedTexts {
     /// The tokens' ids, (N).
     pub input_ids: Tensor,
@@ -22,12 +22,12 @@ pub struct PackedTexts {
 }
 
 impl PackedTexts {
-    /// Packs the tokens of `input_ids (B, S)` where `attention_mask (B, S)` is 1; without a mask, packs all tokens. The mask
-    /// is copied to the CPU, so the call waits for the GPU that computes it.
+    /// Packs the tokens of `input_ids (B, S)` where `attention_mask (B, S)` is 1; without a mask, packs all tokens. The
+    /// mask is copied to the CPU, so the call waits for the GPU that computes it.
     ///
     /// # Errors
-    /// [`Error::Shape`] if an input has another shape, [`Error::DType`] if an input is not i64 or u32, [`Error::Index`] if the
-    /// mask has a value other than 0 and 1.
+    /// [`Error::Shape`] if an input has another shape, [`Error::DType`] if the mask, or the ids of a batch with
+    /// padding, are not i64 or u32, [`Error::Index`] if the mask has a value other than 0 and 1.
     pub fn new(input_ids: &Tensor, attention_mask: Option<&Tensor>) -> Result<Self> {
         let &[rows, columns] = input_ids.dims() else {
             return Err(Error::shape(OP, format!("input_ids has shape {:?}, expected (B, S)", input_ids.dims())));
@@ -68,9 +68,9 @@ impl PackedTexts {
         Ok(Self { input_ids: packed_ids, positions, cu_seqlens, places, batch: [rows, columns], device })
     }
 
-    /// The target of each token of the sequence, (N), and the number of targets that are not `ignored`. The target of a token
-    /// is the label in the next column of the token's row, or `ignored` for a token in the last column. The labels are copied
-    /// to the CPU, so the call waits for the GPU that computes them.
+    /// The target of each token of the sequence, (N), and the number of targets that are not `ignored`. The target of a
+    /// token is the label in the next column of the token's row, or `ignored` for a token in the last column. The
+    /// labels are copied to the CPU, so the call waits for the GPU that computes them.
     ///
     /// # Errors
     /// [`Error::Shape`] if the shape of `labels` is not (B, S), [`Error::DType`] if `labels` is not i64 or u32.

@@ -1,5 +1,5 @@
-//! Rotary position embedding: the angles by which queries and keys are rotated, and the scaling of the frequencies for texts
-//! longer than those of pretraining.
+//! Rotary position embedding: the angles by which queries and keys are rotated, and the scaling of the frequencies for
+//! texts longer than those of pretraining.
 
 use std::f64::consts::PI;
 
@@ -8,8 +8,8 @@ use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use super::OP;
 use crate::fields::Fields;
 
-/// Rotary position embedding. Pair i of a head's features has a frequency, the angle per position. The token at `position` is
-/// rotated by `position · frequency`. Without scaling, the frequency is `θ^(-2i / width)`.
+/// Rotary position embedding. Pair i of a head's features has a frequency, the angle per position. The token at
+/// `position` is rotated by `position · frequency`. Without scaling, the frequency is `θ^(-2i / width)`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
     theta: f64,
@@ -20,7 +20,8 @@ pub struct Rope {
     longest: usize,
 }
 
-/// The scaling of the frequencies. A frequency *makes* `original · frequency / 2π` rotations in a text of the original length.
+/// The scaling of the frequencies. A frequency *makes* `original · frequency / 2π` rotations in a text of the original
+/// length.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Scaling {
     /// No scaling.
@@ -36,8 +37,8 @@ pub enum Scaling {
         /// The factor in the formula.
         factor: f64,
     },
-    /// Llama 3.1's scaling: low frequencies are divided by a factor, high frequencies are unchanged, and the frequencies in
-    /// between are interpolated linearly in their number of rotations.
+    /// Llama 3.1's scaling: low frequencies are divided by a factor, high frequencies are unchanged, and the
+    /// frequencies in between are interpolated linearly in their number of rotations.
     Llama3 {
         /// The divisor of low frequencies.
         factor: f64,
@@ -59,8 +60,8 @@ pub enum Scaling {
         /// A frequency that makes at most this many rotations in a text of the original length is divided by `factor`.
         slow: f64,
         /// The frequencies between `slow` and `fast` rotations are interpolated linearly in the index of their pair.
-        /// `truncate` tells whether the interpolation begins and ends at whole indices: the index of `fast` rotations rounded
-        /// down, and the index of `slow` rotations rounded up.
+        /// `truncate` tells whether the interpolation begins and ends at whole indices: the index of `fast` rotations
+        /// rounded down, and the index of `slow` rotations rounded up.
         truncate: bool,
         /// The number by which cosines and sines are multiplied.
         attention: f64,
@@ -79,8 +80,8 @@ pub enum Scaling {
 }
 
 impl Rope {
-    /// Reads the rotary embedding from a configuration. The fields are inside `rope_parameters` in new configurations and inside
-    /// `rope_scaling` in old ones.
+    /// Reads the rotary embedding from a configuration. The fields are inside `rope_parameters` in new configurations
+    /// and inside `rope_scaling` in old ones.
     pub(super) fn read(fields: &mut Fields<'_>, width: usize, longest: usize) -> Result<Self> {
         let theta = fields.number("rope_theta", Some(10_000.0))?;
         let top = fields.optional_number("original_max_position_embeddings")?;
@@ -142,8 +143,8 @@ impl Rope {
         Ok(rope(theta, scaling))
     }
 
-    /// The frequency of each pair, and the number by which cosines and sines are multiplied. The longest text has `length`
-    /// tokens.
+    /// The frequency of each pair, and the number by which cosines and sines are multiplied. The longest text has
+    /// `length` tokens.
     fn frequencies(&self, length: usize) -> (Vec<f64>, f64) {
         let width = self.width as f64;
         let pairs = |theta: f64| (0..self.width / 2).map(move |i| theta.powf(-2.0 * i as f64 / width));
@@ -194,8 +195,8 @@ impl Rope {
         }
     }
 
-    /// A number that identifies the frequencies for a text of `length` tokens: two texts with equal numbers have the same
-    /// frequencies.
+    /// A number that identifies the frequencies for a text of `length` tokens: two texts with equal numbers have the
+    /// same frequencies.
     pub(super) fn stage(&self, length: usize) -> usize {
         match &self.scaling {
             Scaling::Dynamic { .. } => length.max(self.longest),
@@ -216,8 +217,9 @@ impl Rope {
         Ok([scaled(angles.cos()?)?, scaled(angles.sin()?)?])
     }
 
-    /// The largest of `positions` plus 1 (the length of the longest text), or 0 if the frequencies do not depend on the length.
-    /// The positions are copied to the CPU to find the largest, so the call waits for the GPU that computes them.
+    /// The largest of `positions` plus 1 (the length of the longest text), or 0 if the frequencies do not depend on the
+    /// length. The positions are copied to the CPU to find the largest, so the call waits for the GPU that computes
+    /// them.
     fn length(&self, positions: &Tensor) -> Result<usize> {
         if !self.follows_length() {
             return Ok(0);
@@ -228,8 +230,8 @@ impl Rope {
     }
 }
 
-/// The number by which `YaRN` multiplies cosines and sines: the field `attention_factor`, or transformers' default for the
-/// scaling factor `factor`.
+/// The number by which `YaRN` multiplies cosines and sines: the field `attention_factor`, or transformers' default for
+/// the scaling factor `factor`.
 fn yarn_attention(fields: &mut Fields<'_>, factor: f64) -> Result<f64> {
     if let Some(given) = fields.optional_number("attention_factor")? {
         return Ok(given);

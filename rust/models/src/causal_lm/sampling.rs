@@ -10,19 +10,19 @@ use super::OP;
 /// `repetition_penalty`, `temperature`, `top_k`, `top_p`, `min_p`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampling {
-    /// The temperature t, at least 0. If t is 0, the token with the highest score is chosen. Otherwise a token is drawn with
-    /// the probabilities `softmax(scores / t)`, and the following options limit the tokens.
+    /// The temperature t, at least 0. If t is 0, the token with the highest score is chosen. Otherwise a token is drawn
+    /// with the probabilities `softmax(scores / t)`, and the following options limit the tokens.
     pub temperature: f64,
     /// A token is drawn from this many tokens with the highest scores. 0 means all tokens.
     pub top_k: usize,
-    /// A probability above 0 and up to 1. A token is drawn from the smallest set of most likely tokens whose probabilities
-    /// sum to at least `top_p` (Holtzman et al. 2020, arXiv:1904.09751).
+    /// A probability above 0 and up to 1. A token is drawn from the smallest set of most likely tokens whose
+    /// probabilities sum to at least `top_p` (Holtzman et al. 2020, arXiv:1904.09751).
     pub top_p: f64,
-    /// A fraction from 0 to 1. A token can be drawn only if its probability is at least `min_p` · the probability of the most
-    /// likely token (Nguyen et al. 2024, arXiv:2407.01082).
+    /// A fraction from 0 to 1. A token can be drawn only if its probability is at least `min_p` · the probability of
+    /// the most likely token (Nguyen et al. 2024, arXiv:2407.01082).
     pub min_p: f64,
-    /// A number above 0. For tokens that are already in the text, positive scores are divided by it and negative scores are
-    /// multiplied by it (Keskar et al. 2019, arXiv:1909.05858). Values above 1 make these tokens less likely.
+    /// A number above 0. For tokens that are already in the text, positive scores are divided by it and negative scores
+    /// are multiplied by it (Keskar et al. 2019, arXiv:1909.05858). Values above 1 make these tokens less likely.
     pub repetition_penalty: f64,
 }
 
@@ -32,8 +32,8 @@ impl Default for Sampling {
     }
 }
 
-/// The number of tokens that `top_p` sorts at first. More tokens are sorted only if these do not reach `top_p`, which is
-/// rare, because a few tokens usually have nearly all of the probability.
+/// The number of tokens that `top_p` sorts at first. More tokens are sorted only if these do not reach `top_p`, which
+/// is rare, because a few tokens usually have nearly all of the probability.
 const FIRST: usize = 256;
 
 impl Sampling {
@@ -56,8 +56,8 @@ impl Sampling {
         }
     }
 
-    /// Choose the next token of a text from `scores (vocab)`. `known` are the text's tokens. `draw` is a random number, uniform
-    /// in [0, 1). The function applies the repetition penalty to `scores` in place.
+    /// Choose the next token of a text from `scores (vocab)`. `known` are the text's tokens. `draw` is a random number,
+    /// uniform in [0, 1). The function applies the repetition penalty to `scores` in place.
     ///
     /// # Errors
     /// [`Error::NonFinite`] if a score is NaN.
@@ -116,8 +116,9 @@ impl Sampling {
     }
 }
 
-/// Move the ids of the `count` highest scores in `ids[from..]` to the front of this slice, with the highest score first. Of
-/// two equal scores, the one with the lower id comes first. Returns the index in `ids` of the first id that is not sorted.
+/// Move the ids of the `count` highest scores in `ids[from..]` to the front of this slice, with the highest score
+/// first. Of two equal scores, the one with the lower id comes first. Returns the index in `ids` of the first id that
+/// is not sorted.
 fn sort_highest(ids: &mut [u32], from: usize, count: usize, scores: &[f32]) -> usize {
     let order = |a: &u32, b: &u32| scores[*b as usize].total_cmp(&scores[*a as usize]).then(a.cmp(b));
     let rest = &mut ids[from..];
@@ -151,13 +152,14 @@ mod tests {
     }
 
     #[test]
-    fn limits_keep_the_proportions_of_the_most_likely_tokens() {
+    fn tokens_are_drawn_with_their_probabilities_within_the_limits() {
         let probabilities = [0.1f64, 0.5, 0.15, 0.25];
         let scores = probabilities.map(|p| p.ln() as f32 + 3.0);
         let warm = Sampling { temperature: 1.0, ..Sampling::default() };
         near(&shares(&warm, &scores), &probabilities);
         near(&shares(&Sampling { top_k: 2, ..warm.clone() }, &scores), &[0.0, 2.0 / 3.0, 0.0, 1.0 / 3.0]);
-        // The probability 0.5 of the most likely token is below `top_p`, so the token with the probability 0.25 is kept too.
+        // The probability 0.5 of the most likely token is below `top_p`, so the token with the probability 0.25 is kept
+        // too.
         near(&shares(&Sampling { top_p: 0.6, ..warm.clone() }, &scores), &[0.0, 2.0 / 3.0, 0.0, 1.0 / 3.0]);
         near(&shares(&Sampling { top_p: 0.45, ..warm.clone() }, &scores), &[0.0, 1.0, 0.0, 0.0]);
         near(&shares(&Sampling { min_p: 0.29, ..warm.clone() }, &scores), &[0.0, 5.0 / 9.0, 1.0 / 6.0, 5.0 / 18.0]);
@@ -178,19 +180,24 @@ mod tests {
         let sampling = Sampling { temperature: 1.0, top_p: 0.999, ..Sampling::default() };
         let last = sampling.choose(&mut scores.clone(), &[], 1.0 - 1e-12).unwrap();
         let below = scores.iter().filter(|&&score| score < scores[last as usize]).count();
-        // `draw` is so large that the least likely token within `top_p` is chosen. The weights sum to 3935. The less likely
-        // tokens outside of `top_p` have at most 0.001 of this sum, 3.93. Each of them has a weight of about exp(-0.5) =
-        // 0.607, so there are six of them.
+        // `draw` is so large that the least likely token within `top_p` is chosen. The weights sum to 3935. The less
+        // likely tokens outside of `top_p` have at most 0.001 of this sum, 3.93. Each of them has a weight of about
+        // exp(-0.5) = 0.607, so there are six of them.
         assert_eq!(below, 6);
     }
 
     #[test]
-    fn the_penalty_lowers_known_tokens_and_nan_is_an_error() {
+    fn the_penalty_lowers_the_scores_of_known_tokens() {
         let penalty = Sampling { repetition_penalty: 2.0, ..Sampling::default() };
         assert_eq!(penalty.choose(&mut [1.0, 3.0, 2.0], &[1, 1], 0.0).unwrap(), 2);
         assert_eq!(penalty.choose(&mut [-1.0, -2.0, -1.9], &[0, 2], 0.0).unwrap(), 0);
         assert_eq!(penalty.choose(&mut [-1.0, -1.5, -1.9], &[0, 2], 0.0).unwrap(), 1);
-        assert!(matches!(penalty.choose(&mut [1.0, f32::NAN], &[], 0.0), Err(Error::NonFinite { .. })));
+    }
+
+    #[test]
+    fn scores_of_nan_and_options_out_of_range_are_rejected() {
+        let greedy = Sampling::default();
+        assert!(matches!(greedy.choose(&mut [1.0, f32::NAN], &[], 0.0), Err(Error::NonFinite { .. })));
         let wrong = Sampling { top_p: 0.0, ..Sampling::default() };
         assert!(wrong.check().unwrap_err().to_string().contains("top_p is 0, expected above 0"));
     }

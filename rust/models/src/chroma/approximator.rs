@@ -1,6 +1,6 @@
-//! The network that computes the modulation table: a row for each shift, scale and gate of all transformer blocks. In Flux,
-//! each block has its own layers that compute its modulation. Chroma's network was distilled from these layers of
-//! Flux.1-schnell. Its name in files is `distilled_guidance_layer`.
+//! The network that computes the modulation table: a row for each shift, scale and gate of all transformer blocks, and
+//! for the shift and the scale of the last norm. In Flux, each block has its own layers that compute its modulation.
+//! Chroma's network was distilled from these layers of Flux.1-schnell. Its name in files is `distilled_guidance_layer`.
 
 use trainable_candle_core::{DType, Device, Result, Tensor};
 use trainable_candle_nn::{Linear, Module, RmsNorm, Visitor, Weights};
@@ -9,15 +9,15 @@ use crate::layers::timestep::LINEAR;
 use crate::layers::{Sinusoids, TimestepEmbedding};
 use crate::saved::Saved;
 
-/// The epsilon that the norms add to the mean square, as in the original code. diffusers adds the machine epsilon of the
-/// dtype instead, which makes no difference in f32.
+/// The epsilon that the norms add to the mean square, as in the original code. diffusers adds the machine epsilon of
+/// the dtype instead, which makes no difference in f32.
 const EPS: f64 = 1e-6;
 /// The row numbers of the modulation table are multiplied by this number before their sinusoids are computed.
 const ROW_SCALE: f32 = 1000.0;
 /// The number of rows of the modulation table for a single-stream block: shift, scale, gate.
 const SINGLE: usize = 3;
-/// The number of rows of the modulation table for one of the two streams of a double-stream block: shift, scale and gate of
-/// attention, and of the feed-forward network.
+/// The number of rows of the modulation table for one of the two streams of a double-stream block: shift, scale and
+/// gate of attention, and of the feed-forward network.
 const DOUBLE: usize = 6;
 /// The number of rows of the modulation table for the last norm: shift and scale.
 const OUTPUT: usize = 2;
@@ -46,13 +46,14 @@ impl ApproximatorSizes {
     }
 }
 
-/// Computes the modulation table from the time. Each row is computed from the sinusoids of the time and of the row's number.
-/// They pass through a projection, residual layers with RMS norms, and a projection to the number of features of a token.
+/// Computes the modulation table from the time. Each row is computed from the sinusoids of the time and of the row's
+/// number. They pass through a projection, residual layers with RMS norms, and a projection to the number of features
+/// of a token.
 pub(super) struct Approximator {
     sizes: ApproximatorSizes,
     sinusoids: Sinusoids,
-    /// The input features that do not depend on the time, (rows, channels · 3 / 4): the sinusoids of the guidance, which is
-    /// always 0, and of the row's number.
+    /// The input features that do not depend on the time, (rows, channels · 3 / 4): the sinusoids of the guidance,
+    /// which is always 0, and of the row's number.
     fixed: Tensor,
     in_proj: Linear<Tensor>,
     layers: Vec<TimestepEmbedding>,
@@ -99,7 +100,7 @@ impl Approximator {
         Ok(ModulationTable { sizes: self.sizes, rows: self.out_proj.forward(&x)? })
     }
 
-    /// Adds the number of values that the tape keeps of a forward pass for one time to `saved`.
+    /// Adds to `saved` what the tape keeps of a forward pass for one time.
     pub fn saved(&self, saved: &mut Saved) {
         let ApproximatorSizes { channels, width, .. } = self.sizes;
         let rows = self.sizes.rows();
@@ -133,8 +134,9 @@ fn fixed(sizes: ApproximatorSizes, device: &Device) -> Result<Tensor> {
     Tensor::cat(&[&guidance, &Sinusoids::new(channels / 2, device)?.forward(&numbers)?], 1)
 }
 
-/// The shifts, scales and gates of all blocks. The rows are, in order: three for each single-stream block, six for the image
-/// stream of each double-stream block, six for the text stream of each double-stream block, and two for the last norm.
+/// The shifts, scales and gates of all blocks. The rows are, in order: three for each single-stream block, six for the
+/// image stream of each double-stream block, six for the text stream of each double-stream block, and two for the last
+/// norm.
 pub(super) struct ModulationTable {
     sizes: ApproximatorSizes,
     /// The tables (B, rows, D) of B samples or times.
@@ -157,8 +159,8 @@ impl ModulationTable {
         self.rows.narrow(1, first, count)?.reshape((batch, count * self.sizes.dim))
     }
 
-    /// The modulation of the image stream and of the text stream, (B, 6 · D) each, in the double-stream block `index`, which
-    /// must be less than the number of these blocks.
+    /// The modulation of the image stream and of the text stream, (B, 6 · D) each, in the double-stream block `index`,
+    /// which must be less than the number of these blocks.
     ///
     /// # Errors
     /// As [`Tensor::narrow`].
@@ -168,7 +170,8 @@ impl ModulationTable {
         Ok([self.side_by_side(image + DOUBLE * index, DOUBLE)?, self.side_by_side(text + DOUBLE * index, DOUBLE)?])
     }
 
-    /// The modulation (B, 3 · D) of the single-stream block `index`, which must be less than the number of these blocks.
+    /// The modulation (B, 3 · D) of the single-stream block `index`, which must be less than the number of these
+    /// blocks.
     ///
     /// # Errors
     /// As [`Tensor::narrow`].

@@ -9,12 +9,12 @@ use crate::fields::Fields;
 use crate::layers::joint::{BlockSizes, EPS, RopeAxes};
 use crate::pretrained::Configuration;
 
-/// `config.json` of a transformer as diffusers writes it (`ChromaTransformer2DModel`). The default is the configuration of the
-/// published model.
+/// `config.json` of a transformer as diffusers writes it (`ChromaTransformer2DModel`). The default is the configuration
+/// of the published model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChromaConfig {
-    /// Number of values of an input image token. A token is a square of 2 × 2 latents, so this is 4 · the number of latent
-    /// channels.
+    /// Number of values of an input image token. A token is a square of 2 × 2 latents, so this is 4 · the number of
+    /// latent channels.
     pub in_channels: usize,
     /// Number of values of a token of the prediction.
     pub out_channels: usize,
@@ -28,7 +28,8 @@ pub struct ChromaConfig {
     pub attention_head_dim: usize,
     /// Number of features of a token of the text encoder.
     pub joint_attention_dim: usize,
-    /// For each position axis, the even number of features of a head that the axis rotates. The sum is `attention_head_dim`.
+    /// For each position axis, the even number of features of a head that the axis rotates. The sum is
+    /// `attention_head_dim`.
     pub axes_dims_rope: Vec<usize>,
     /// Number of input features from which the approximator computes a row of the modulation table; a multiple of 8.
     pub approximator_num_channels: usize,

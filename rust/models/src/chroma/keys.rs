@@ -1,4 +1,5 @@
-//! The names of the transformer's parameters in files. The model uses diffusers' names. Original checkpoints have other names.
+//! The names of the transformer's parameters in files. The model uses diffusers' names. Original checkpoints have other
+//! names.
 
 use trainable_candle_core::Result;
 use trainable_candle_io::WeightFiles;
@@ -7,8 +8,8 @@ use super::ChromaConfig;
 use crate::flux::keys::{BlockNames, DOUBLE_ATTENTION, DOUBLE_BLOCKS, DOUBLE_MLP, SINGLE, SINGLE_BLOCKS};
 use crate::pretrained::{Form, Original, Renaming, StoredSizes};
 
-/// Pairs (diffusers' name, name in original checkpoints): those of Flux, without the layers of the modulation, and those of
-/// the approximator.
+/// Pairs (diffusers' name, name in original checkpoints): those of Flux, without the layers of the modulation, and
+/// those of the approximator.
 pub(super) static NAMES: BlockNames = BlockNames {
     outside: &OUTSIDE,
     blocks: &[
@@ -32,9 +33,9 @@ const OUTSIDE: [Renaming; 6] = [
 const APPROXIMATOR_LAYER: [Renaming; 2] =
     [("linear_1", "in_layer", Form::Plain), ("linear_2", "out_layer", Form::Plain)];
 
-/// The configuration of the transformer in a checkpoint, from the shapes of the checkpoint's tensors. The shapes determine all
-/// fields except `axes_dims_rope`. This field comes from the first configuration in `known` whose other fields agree, or else
-/// from the published model.
+/// The configuration of the transformer in a checkpoint, from the shapes of the checkpoint's tensors. The shapes
+/// determine all fields except `axes_dims_rope`. This field comes from the first configuration in `known` whose other
+/// fields agree, or else from the published model.
 ///
 /// # Errors
 /// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or the model is Chroma Radiance.

@@ -1,5 +1,5 @@
-//! The transformer of Chroma (lodestones 2025). It has Flux.1's transformer blocks, but a single network, the approximator,
-//! computes the modulation of all blocks. Follows
+//! The transformer of Chroma (lodestones 2025). It has Flux.1's transformer blocks, but a single network, the
+//! approximator, computes the modulation of all blocks. Follows
 //! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/transformers/transformer_chroma.py>.
 
 mod approximator;

@@ -25,8 +25,8 @@ const TIME_SCALE: f64 = 1000.0;
 /// The height and width, in latents, of the square that becomes an image token.
 const PATCH: usize = 2;
 
-/// Chroma's transformer. It computes the same as diffusers' `ChromaTransformer2DModel` and has the same parameter names. It
-/// predicts flow matching's velocity, which is noise − latents.
+/// Chroma's transformer. It computes the same as diffusers' `ChromaTransformer2DModel` and has the same parameter
+/// names. It predicts flow matching's velocity, which is noise − latents.
 pub struct ChromaTransformer {
     config: ChromaConfig,
     x_embedder: Linear<Tensor>,
@@ -50,8 +50,8 @@ pub struct ChromaConditions<'a> {
     pub img_ids: &'a Tensor,
     /// The positions of the text tokens, (L, axes): zeros.
     pub txt_ids: &'a Tensor,
-    /// For each sample, the number of text tokens that other tokens attend to, (B), at least 1: all tokens of the text and
-    /// one padding token. `None` means all L tokens; then attention needs no mask, which saves time.
+    /// For each sample, the number of text tokens that other tokens attend to, (B), at least 1: all tokens of the text
+    /// and one padding token. `None` means all L tokens; then attention needs no mask, which saves time.
     pub lengths: Option<&'a Tensor>,
 }
 
@@ -62,7 +62,8 @@ impl ChromaTransformer {
     /// A model with the parameters `weights`.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Config`] if the configuration is wrong or the parameters belong to another model.
+    /// [`trainable_candle_core::Error::Config`] if the configuration is wrong or the parameters belong to another
+    /// model.
     pub fn new(config: ChromaConfig, weights: &mut Weights<'_>) -> Result<Self> {
         config.validate()?;
         let (dim, sizes) = (config.inner_dim(), config.block());

@@ -19,8 +19,8 @@ pub enum Activation {
 /// The activations with their names in `hidden_act`.
 const ACTIVATIONS: [(&str, Activation); 2] = [("quick_gelu", Activation::QuickGelu), ("gelu", Activation::Gelu)];
 
-/// `config.json` of a text encoder as transformers writes it (`CLIPTextModel`, `CLIPTextModelWithProjection`). The default is
-/// the configuration of SDXL's first text encoder, CLIP ViT-L.
+/// `config.json` of a text encoder as transformers writes it (`CLIPTextModel`, `CLIPTextModelWithProjection`). The
+/// default is the configuration of SDXL's first text encoder, CLIP ViT-L.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CLIPTextConfig {
     /// Number of tokens in the vocabulary.
@@ -39,8 +39,8 @@ pub struct CLIPTextConfig {
     pub hidden_act: Activation,
     /// The epsilon that the norms add to the variance.
     pub layer_norm_eps: f64,
-    /// The id of the end token, whose hidden state represents the text. If this is 2, as in OpenAI's files, the token with the
-    /// largest id in the text is the end token.
+    /// The id of the end token, whose hidden state represents the text. If this is 2, as in OpenAI's files, the token
+    /// with the largest id in the text is the end token.
     pub eos_token_id: u32,
     /// Number of features to which the end token's state is projected. `None` if the model has no projection.
     pub projection_dim: Option<usize>,
@@ -64,8 +64,8 @@ impl Default for CLIPTextConfig {
 }
 
 impl Configuration for CLIPTextConfig {
-    // All other fields are ignored: those that transformers writes are about initial values, generation or CLIP's vision
-    // encoder. A missing field gets transformers' default.
+    // All other fields are ignored: those that transformers writes are about initial values, generation or CLIP's
+    // vision encoder. A missing field gets transformers' default.
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(CLIPTextModel::CLASS_NAME, map);
         let projects = map

@@ -1,5 +1,5 @@
-//! The names of a text encoder's parameters in files: transformers' names, with and without `text_model.`, and OpenCLIP's
-//! names.
+//! The names of a text encoder's parameters in files: transformers' names, with and without `text_model.`, and
+//! OpenCLIP's names.
 
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
@@ -18,8 +18,8 @@ pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
     }
 }
 
-/// Whether the tensor `key` is no parameter of the text encoder, so that readers skip it. The position ids are constants,
-/// and only CLIP's comparison of texts and images uses the logit scale.
+/// Whether the tensor `key` is no parameter of the text encoder, so that readers skip it. The position ids are
+/// constants, and only CLIP's comparison of texts and images uses the logit scale.
 fn unused(key: &str) -> bool {
     key.ends_with("position_ids") || key == "logit_scale"
 }
@@ -102,15 +102,16 @@ fn open_clip(name: &str) -> Option<Key> {
     })
 }
 
-/// `hidden_size`, number of heads and activation of the published text encoders: CLIP ViT-L, OpenCLIP ViT-H and ViT-bigG.
+/// `hidden_size`, number of heads and activation of the published text encoders: CLIP ViT-L, OpenCLIP ViT-H and
+/// ViT-bigG.
 const PUBLISHED: [(usize, usize, Activation); 3] =
     [(768, 12, Activation::QuickGelu), (1024, 16, Activation::Gelu), (1280, 20, Activation::Gelu)];
 
-/// The configuration of a text encoder in an original checkpoint, from the shapes of the checkpoint's tensors. The shapes do
-/// not determine the number of heads, the activation, the norms' epsilon and the id of the end token. These fields come from
-/// the first configuration in `known` whose other fields agree. If there is none, the number of heads and the activation are
-/// those of the published text encoder with the same `hidden_size`, and the epsilon and the id are those of
-/// [`CLIPTextConfig::default`].
+/// The configuration of a text encoder in an original checkpoint, from the shapes of the checkpoint's tensors. The
+/// shapes do not determine the number of heads, the activation, the norms' epsilon and the id of the end token. These
+/// fields come from the first configuration in `known` whose other fields agree. If there is none, the number of heads
+/// and the activation are those of the published text encoder with the same `hidden_size`, and the epsilon and the id
+/// are those of [`CLIPTextConfig::default`].
 ///
 /// # Errors
 /// [`Error::Config`] if a size, the number of heads or the activation cannot be determined.

@@ -54,7 +54,7 @@ impl EncoderLayer {
 }
 
 impl EncoderLayer {
-    /// Adds the number of values that the tape keeps of a forward pass over one text of `tokens` tokens to `saved`.
+    /// Adds to `saved` what the tape keeps of a forward pass over one text of `tokens` tokens.
     pub(super) fn saved(&self, tokens: usize, saved: &mut Saved) {
         let &[width, middle] = self.fc2.weight.dims() else { return };
         let inside = tokens * width;

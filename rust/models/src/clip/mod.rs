@@ -1,4 +1,5 @@
-//! The text encoders of CLIP (Radford et al. 2021, arXiv:2103.00020), with the weights of OpenAI or of OpenCLIP. Follows
+//! The text encoders of CLIP (Radford et al. 2021, arXiv:2103.00020), with the weights of OpenAI or of OpenCLIP.
+//! Follows
 //! <https://github.com/huggingface/transformers/blob/679021a6b0ded09d623a96e2bd2f822c5a548872/src/transformers/models/clip/modeling_clip.py>.
 
 mod config;

@@ -15,8 +15,8 @@ use crate::pretrained::{Architecture, Configuration, Key, Layout, Original};
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
-/// A text encoder that computes the same as transformers' `CLIPTextModel` or `CLIPTextModelWithProjection`. The names of its
-/// parameters, except the projection's, begin with `text_model.`, as in the published files.
+/// A text encoder that computes the same as transformers' `CLIPTextModel` or `CLIPTextModelWithProjection`. The names
+/// of its parameters, except the projection's, begin with `text_model.`, as in the published files.
 pub struct CLIPTextModel {
     config: CLIPTextConfig,
     token_embedding: Tensor,
@@ -26,8 +26,8 @@ pub struct CLIPTextModel {
     text_projection: Option<Linear<Tensor>>,
 }
 
-/// The `eos_token_id` in older configurations, which is not the id of the end token. If a configuration has this value, the
-/// token of a text with the largest id is the text's end token.
+/// The `eos_token_id` in older configurations, which is not the id of the end token. If a configuration has this value,
+/// the token of a text with the largest id is the text's end token.
 const LEGACY_END: u32 = 2;
 
 /// The text encoder's results for B texts of S tokens. D is the hidden size.
@@ -37,8 +37,8 @@ pub struct TextFeatures {
     pub hidden_states: Vec<Tensor>,
     /// The hidden states after the last layer and the final norm, (B, S, D).
     pub last_hidden_state: Tensor,
-    /// The pooled states. Without a projection: the end tokens' states in `last_hidden_state`, (B, D). With a projection:
-    /// these states projected to P = `projection_dim` features, (B, P).
+    /// The pooled states. Without a projection: the end tokens' states in `last_hidden_state`, (B, D). With a
+    /// projection: these states projected to P = `projection_dim` features, (B, P).
     pub pooled: Tensor,
 }
 
@@ -51,8 +51,8 @@ impl TextFeatures {
         self.skipped(0)
     }
 
-    /// The hidden states `clip_skip` layers before [`penultimate`](Self::penultimate). diffusers' SDXL pipelines count in the
-    /// same way.
+    /// The hidden states `clip_skip` layers before [`penultimate`](Self::penultimate). diffusers' SDXL pipelines count
+    /// in the same way.
     ///
     /// # Errors
     /// [`Error::Argument`] if `clip_skip` is not less than the number of layers.
@@ -102,12 +102,12 @@ impl CLIPTextModel {
         &self.config
     }
 
-    /// The features of the texts `input_ids (B, S)` (i64 or u32), with S from 1 to `max_position_embeddings`. Each token
-    /// attends to itself and to earlier tokens. The results have the dtype of the weights.
+    /// The features of the texts `input_ids (B, S)` (i64 or u32), with S from 1 to `max_position_embeddings`. Each
+    /// token attends to itself and to earlier tokens. The results have the dtype of the weights.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the ids have another shape or S is out of range, [`Error::Index`] if an id is not less than the
-    /// vocabulary's size, [`Error::DType`] if the ids are neither i64 nor u32.
+    /// [`Error::Shape`] if the ids have another shape or S is out of range, [`Error::Index`] if an id is not less than
+    /// the vocabulary's size, [`Error::DType`] if the ids are neither i64 nor u32.
     pub fn forward(&self, input_ids: &Tensor) -> Result<TextFeatures> {
         let longest = self.config.max_position_embeddings;
         let &[_, length] = input_ids.dims() else {
@@ -144,8 +144,8 @@ impl CLIPTextModel {
             LEGACY_END => input_ids.clone(),
             end => input_ids.eq(&Tensor::full(f64::from(end), (), input_ids.dtype(), input_ids.device())?)?,
         };
-        // A text may have several end tokens: some tokenizers pad texts with them. Of equal scores, argmax returns the first.
-        // f32 represents every id exactly.
+        // A text may have several end tokens: some tokenizers pad texts with them. Of equal scores, argmax returns the
+        // first. f32 represents every id exactly.
         let place = scores.to_dtype(DType::F32)?.argmax(1, true)?;
         let (batch, dim) = (states.dims()[0], states.dims()[2]);
         let place = place.unsqueeze(2)?.broadcast_as((batch, 1, dim))?.contiguous()?;

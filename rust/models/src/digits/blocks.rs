@@ -60,7 +60,7 @@ impl Block {
 }
 
 impl Block {
-    /// Counts what the tape keeps for `tokens` tokens.
+    /// Adds to `saved` what the tape keeps for `tokens` tokens.
     pub(super) fn saved(&self, tokens: usize, saved: &mut Saved) {
         let &[width, middle] = self.ff_out.weight.dims() else { return };
         let inside = tokens * width;

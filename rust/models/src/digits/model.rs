@@ -1,4 +1,4 @@
-//! The digits transformer: its parameters, its forward pass and its registry traits.
+//! The digits transformer: its parameters and its forward pass.
 
 use serde_json::{Map, Value};
 use trainable_candle_core::ops::index::embedding;
@@ -14,7 +14,8 @@ use crate::pretrained::{Architecture, Configuration, Layout, Original, OwnNames}
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
-/// A class-conditional diffusion transformer for small images. It predicts the velocity `noise - image` of flow matching.
+/// A class-conditional diffusion transformer for small images. It predicts the velocity `noise - image` of flow
+/// matching.
 pub struct DigitsTransformer {
     config: DigitsConfig,
     patch_embed: Linear<Tensor>,
@@ -81,8 +82,8 @@ impl DigitsTransformer {
     /// - `class_labels (B)`: i64 or u32.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the inputs do not fit the configuration or one another, [`Error::Index`] if a label is not a class,
-    /// [`Error::DType`] if the labels are neither i64 nor u32.
+    /// [`Error::Shape`] if the inputs do not fit the configuration or one another, [`Error::Index`] if a label is not a
+    /// class, [`Error::DType`] if the labels are neither i64 nor u32.
     pub fn forward(&self, sample: &Tensor, timestep: &Tensor, class_labels: &Tensor) -> Result<Tensor> {
         self.check(sample, timestep, class_labels)?;
         let x = self.patch_embed.forward(&self.patchify(&sample.to_dtype(self.dtype())?)?)?.add(&self.pos_embed)?;

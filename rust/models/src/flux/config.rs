@@ -17,9 +17,9 @@ pub struct FluxConfig {
     pub in_channels: usize,
     /// Number of values that the model predicts for each image token.
     pub out_channels: usize,
-    /// Number of blocks of two streams: image and text tokens have separate weights and attend jointly.
+    /// Number of double-stream blocks: image and text tokens have separate weights and attend jointly.
     pub num_layers: usize,
-    /// Number of blocks of one stream: image and text tokens have the same weights.
+    /// Number of single-stream blocks: image and text tokens have the same weights.
     pub num_single_layers: usize,
     /// Number of attention heads of each block.
     pub num_attention_heads: usize,

@@ -1,5 +1,5 @@
-//! The names of the transformer's parameters in files: diffusers' names, which are also the model's own, and the names in
-//! original checkpoints.
+//! The names of the transformer's parameters in files: diffusers' names, which are also the model's own, and the names
+//! in original checkpoints.
 
 use trainable_candle_core::Result;
 use trainable_candle_io::WeightFiles;
@@ -78,9 +78,9 @@ pub(super) static NAMES: BlockNames = BlockNames {
     ],
 };
 
-/// This library's and the original prefix of the blocks of two streams.
+/// This library's and the original prefix of the double-stream blocks.
 pub(crate) const DOUBLE_BLOCKS: (&str, &str) = ("transformer_blocks.", "double_blocks");
-/// This library's and the original prefix of the blocks of one stream.
+/// This library's and the original prefix of the single-stream blocks.
 pub(crate) const SINGLE_BLOCKS: (&str, &str) = ("single_transformer_blocks.", "single_blocks");
 
 const OUTSIDE: [Renaming; 10] = [
@@ -97,7 +97,7 @@ const OUTSIDE: [Renaming; 10] = [
     ("proj_out", "final_layer.linear", Form::Plain),
 ];
 
-/// The attention layers of the blocks of two streams.
+/// The attention layers of the double-stream blocks.
 pub(crate) const DOUBLE_ATTENTION: [Renaming; 12] = [
     ("attn.to_q", "img_attn.qkv", Form::share(0, 3)),
     ("attn.to_k", "img_attn.qkv", Form::share(1, 3)),
@@ -116,7 +116,7 @@ pub(crate) const DOUBLE_ATTENTION: [Renaming; 12] = [
 const DOUBLE_MODULATION: [Renaming; 2] =
     [("norm1.linear", "img_mod.lin", Form::Plain), ("norm1_context.linear", "txt_mod.lin", Form::Plain)];
 
-/// The feed-forward layers of the blocks of two streams.
+/// The feed-forward layers of the double-stream blocks.
 pub(crate) const DOUBLE_MLP: [Renaming; 4] = [
     ("ff.net.0.proj", "img_mlp.0", Form::Plain),
     ("ff.net.2", "img_mlp.2", Form::Plain),
@@ -126,7 +126,7 @@ pub(crate) const DOUBLE_MLP: [Renaming; 4] = [
 
 const SINGLE_MODULATION: [Renaming; 1] = [("norm.linear", "modulation.lin", Form::Plain)];
 
-/// The layers of the blocks of one stream. In original files, `linear1` computes the queries, the keys, the values
+/// The layers of the single-stream blocks. In original files, `linear1` computes the queries, the keys, the values
 /// and the hidden values of the feed-forward network. The hidden values are four times as wide as the queries.
 pub(crate) const SINGLE: [Renaming; 7] = [
     ("attn.to_q", "linear1", Form::share(0, 7)),

@@ -98,7 +98,8 @@ impl FluxTransformer {
     /// latents. The result is (B, S, out_channels), in the dtype of the weights.
     ///
     /// # Errors
-    /// As [`TokenSizes::check`]; [`trainable_candle_core::Error::DType`] if `img_ids` and `txt_ids` have different dtypes.
+    /// As [`TokenSizes::check`]; [`trainable_candle_core::Error::DType`] if `img_ids` and `txt_ids` have different
+    /// dtypes.
     pub fn forward(&self, hidden_states: &Tensor, conditions: FluxConditions<'_>) -> Result<Tensor> {
         let [area, length] = self.check(hidden_states, conditions)?;
         let dtype = self.dtype();

@@ -47,8 +47,8 @@ const SINGLE: [Renaming; 4] = [
 
 /// The configuration of the transformer in a checkpoint, from the shapes of its tensors. Shapes do not determine
 /// `axes_dims_rope` and `rope_theta`: they come from the first of the `known` configurations with the same sizes. If no
-/// known configuration has the same sizes, the two fields have the values of [`Flux2Config::default`], which all published
-/// models share.
+/// known configuration has the same sizes, the two fields have the values of [`Flux2Config::default`], which all
+/// published models share.
 ///
 /// # Errors
 /// [`trainable_candle_core::Error::Config`] if a size cannot be determined.

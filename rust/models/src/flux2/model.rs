@@ -30,8 +30,8 @@ pub struct Flux2Transformer {
     x_embedder: Linear<Tensor>,
     context_embedder: Linear<Tensor>,
     time_guidance_embed: TimeTextEmbedding,
-    /// The layers that compute the modulation: one for the image and one for the text in blocks of two streams, and one
-    /// for blocks of one stream. All blocks of a kind share their modulation.
+    /// The layers that compute the modulation: one for the image and one for the text in double-stream blocks, and
+    /// one for single-stream blocks. All blocks of a kind share their modulation.
     modulations: [Linear<Tensor>; 3],
     axes: RopeAxes,
     double_blocks: Blocks<DoubleBlock>,
@@ -110,7 +110,8 @@ impl Flux2Transformer {
     /// latents. The result is (B, S, out_channels), in the dtype of the weights.
     ///
     /// # Errors
-    /// As [`TokenSizes::check`]; [`trainable_candle_core::Error::DType`] if `img_ids` and `txt_ids` have different dtypes.
+    /// As [`TokenSizes::check`]; [`trainable_candle_core::Error::DType`] if `img_ids` and `txt_ids` have different
+    /// dtypes.
     pub fn forward(&self, hidden_states: &Tensor, conditions: Flux2Conditions<'_>) -> Result<Tensor> {
         let [area, length] = self.check(hidden_states, conditions)?;
         let dtype = self.dtype();

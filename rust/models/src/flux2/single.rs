@@ -1,6 +1,7 @@
-//! The block of one stream. Its layers are fused, in the model as well as in files. The first layer computes the queries,
-//! keys and values of attention and the two inputs of the feed-forward network's `SwiGLU`. The last layer projects the
-//! results of attention and of the `SwiGLU` together (Dehghani et al. 2023, arXiv:2302.05442, section 2.1).
+//! The single-stream block. Its layers are fused, in the model as well as in files. The first layer computes the
+//! queries, keys and values of attention and the two inputs of the feed-forward network's `SwiGLU`. The last layer
+//! projects the results of attention and of the `SwiGLU` together (Dehghani et al. 2023, arXiv:2302.05442, section
+//! 2.1).
 
 use trainable_candle_core::ops::beside::{Activation, activate_beside};
 use trainable_candle_core::{Result, Tensor};
@@ -50,7 +51,7 @@ impl FusedBlock {
         gated_add(x, &self.to_out.forward(&both)?, &part(2)?)
     }
 
-    /// Counts what the tape keeps for `tokens` tokens.
+    /// Adds to `saved` what the tape keeps for `tokens` tokens.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         let inside = tokens * self.sizes.dim();
         saved.block(inside, false, |saved| {

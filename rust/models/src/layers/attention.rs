@@ -85,8 +85,8 @@ impl Attention {
 }
 
 impl Attention {
-    /// Counts what the tape keeps for `area` tokens that attend to one another, or to `context_area` tokens of a context.
-    /// The backward pass of attention reads q, k, v and the attention's result.
+    /// Adds to `saved` what the tape keeps for `area` tokens that attend to one another, or to `context_area` tokens of
+    /// a context. The backward pass of attention reads q, k, v and the attention's result.
     pub fn saved(&self, area: usize, context_area: Option<usize>, saved: &mut Saved) {
         let width = self.to_out.weight.dims()[0];
         let inside = area * width;
@@ -100,7 +100,8 @@ impl Attention {
             }
         }
         saved.keep(2 * inside + 2 * context_area.unwrap_or(area) * width);
-        // If a gradient passes through attention, the tape keeps attention's result, which is also the input of `to_out`, already.
+        // If a gradient passes through attention, the tape keeps attention's result, which is also the input of
+        // `to_out`, already.
         let input = if saved.is_reached() { 0 } else { inside };
         saved.linear(&self.to_out, (input, area));
     }

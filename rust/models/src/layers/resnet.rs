@@ -1,5 +1,5 @@
-//! The convolutional blocks that U-Nets and autoencoders share (He et al. 2016, arXiv:1603.05027), under diffusers' names.
-//! Images are (batch, height, width, channels).
+//! The convolutional blocks that U-Nets and autoencoders share (He et al. 2016, arXiv:1603.05027), under diffusers'
+//! names. Images are (batch, height, width, channels).
 
 use trainable_candle_core::ops::conv::Conv2dOptions;
 use trainable_candle_core::ops::upsample::upsample_nearest2d;
@@ -44,8 +44,8 @@ pub struct ResnetSizes {
     pub eps: f64,
 }
 
-/// Applies norm, SiLU and 3×3 convolution twice, and adds the result to the input, or to a 1×1 convolution of the input if
-/// the numbers of channels differ. A projection of the time's embedding is added after the first 3×3 convolution.
+/// Applies norm, SiLU and 3×3 convolution twice, and adds the result to the input, or to a 1×1 convolution of the input
+/// if the numbers of channels differ. A projection of the time's embedding is added after the first 3×3 convolution.
 pub struct ResnetBlock {
     norm1: GroupNorm,
     conv1: Conv2d<Tensor>,
@@ -103,8 +103,8 @@ impl ResnetBlock {
         self.conv1.weight.dims()[0]
     }
 
-    /// Counts what the tape keeps for an image of `area` pixels. If the block's input is concatenated from several
-    /// feature maps, `own` is the number of input channels that no other block keeps.
+    /// Adds to `saved` what the tape keeps for an image of `area` pixels. If the block's input is concatenated from
+    /// several feature maps, `own` is the number of input channels that no other block keeps.
     pub fn saved(&self, area: usize, own: Option<usize>, saved: &mut Saved) {
         let &[out, _, _, channels] = self.conv1.weight.dims() else { return };
         let input = area * channels;
@@ -191,7 +191,7 @@ impl Downsample {
 }
 
 impl Downsample {
-    /// Counts what the tape keeps for an image of `area` pixels that becomes an image of `smaller` pixels.
+    /// Adds to `saved` what the tape keeps for an image of `area` pixels that becomes an image of `smaller` pixels.
     pub fn saved(&self, area: usize, smaller: usize, saved: &mut Saved) {
         let inputs = area * self.conv.weight.dims()[0];
         saved.outside(|saved| saved.conv(&self.conv, (inputs, smaller)));
@@ -241,7 +241,7 @@ impl Upsample {
 }
 
 impl Upsample {
-    /// Counts what the tape keeps for an image that is enlarged to `larger` pixels.
+    /// Adds to `saved` what the tape keeps for an image that is enlarged to `larger` pixels.
     pub fn saved(&self, larger: usize, saved: &mut Saved) {
         let inputs = larger * self.conv.weight.dims()[0];
         saved.outside(|saved| saved.conv(&self.conv, (inputs, larger)));

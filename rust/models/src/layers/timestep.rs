@@ -50,8 +50,8 @@ pub struct TimestepEmbedding {
 }
 
 impl TimestepEmbedding {
-    /// Takes parameters below `weights`. Fresh weights are drawn from a normal distribution with a standard deviation of
-    /// 0.02 (DiT, arXiv:2212.09748).
+    /// Takes parameters below `weights`. Fresh weights are drawn from a normal distribution with a standard deviation
+    /// of 0.02 (DiT, arXiv:2212.09748).
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -93,7 +93,7 @@ impl TimestepEmbedding {
 }
 
 impl TimestepEmbedding {
-    /// Counts what the tape keeps for one sample.
+    /// Adds to `saved` what the tape keeps for one sample.
     pub fn saved(&self, saved: &mut Saved) {
         self.saved_rows(1, saved);
     }

@@ -31,8 +31,8 @@ pub struct TransformerSizes {
     pub linear_projection: bool,
 }
 
-/// Attention of the image tokens to one another, attention to the context, then a gated feed-forward network. Each of the
-/// three reads a layer norm of the residual stream; its result is added to the residual stream.
+/// Attention of the image tokens to one another, attention to the context, then a gated feed-forward network. Each of
+/// the three reads a layer norm of the residual stream; its result is added to the residual stream.
 struct Block {
     norm1: LayerNorm,
     attn1: Attention,
@@ -69,7 +69,7 @@ impl Block {
 }
 
 impl Block {
-    /// Counts what the tape keeps for `area` tokens and `context` tokens of the context.
+    /// Adds to `saved` what the tape keeps for `area` tokens and `context` tokens of the context.
     fn saved(&self, area: usize, context: usize, saved: &mut Saved) {
         let &[width, middle] = self.ff_out.weight.dims() else { return };
         let inside = area * width;
@@ -141,7 +141,8 @@ impl Projection {
     }
 }
 
-/// Transformer blocks over the pixels of an image. Their projected result is added to the image (Rombach et al. 2022, arXiv:2112.10752).
+/// Transformer blocks over the pixels of an image (Rombach et al. 2022, arXiv:2112.10752). Their projected result is
+/// added to the image.
 pub struct SpatialTransformer {
     norm: GroupNorm,
     proj_in: Projection,
@@ -185,7 +186,7 @@ impl SpatialTransformer {
 }
 
 impl SpatialTransformer {
-    /// Counts what the tape keeps for an image of `area` pixels and a context of `context` tokens.
+    /// Adds to `saved` what the tape keeps for an image of `area` pixels and a context of `context` tokens.
     pub fn saved(&self, area: usize, context: usize, saved: &mut Saved) {
         let inside = area * self.proj_in.layer().base().rows();
         saved.outside(|saved| {

@@ -31,8 +31,8 @@ pub(super) const fn t5_part(subfolder: &'static str) -> Part {
 pub(super) const LLAMA_CPP: Section =
     Section { prefixes: &[""], naming: Naming::LlamaCpp, probe: "blk.0.attn_q.weight" };
 
-/// Qwen3 as a text encoder, on which adapters are not supported. The sizes are those of Qwen3 4B, unless the model's files
-/// show other sizes.
+/// Qwen3 as a text encoder, on which adapters are not supported. The sizes are those of Qwen3 4B, unless the model's
+/// files show other sizes.
 pub(super) const QWEN3_ENCODER: Part = Part {
     role: Role::TextEncoder,
     model: &causal_lm::KIND,

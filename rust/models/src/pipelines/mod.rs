@@ -76,8 +76,8 @@ pub struct Part {
     pub role: Role,
     /// The kind of model that the part is.
     pub model: &'static ModelKind,
-    /// The name of the part's folder in a pipeline's folder. diffusers uses the same name for the part in adapter files.
-    /// Empty for a model that stands alone.
+    /// The name of the part's folder in a pipeline's folder. diffusers uses the same name for the part in adapter
+    /// files. Empty for a model that stands alone.
     pub subfolder: &'static str,
     /// The sections of checkpoints in one file that may contain the part. This library writes files with the first one,
     /// or none if the first one is for GGUF files.
@@ -156,14 +156,14 @@ impl Pipeline {
         Ok(PIPELINES.iter().find(|pipeline| pipeline.class_names.contains(&class.as_str())).copied())
     }
 
-    /// The places of its parts.
+    /// The places of the pipeline's parts.
     pub fn places(&'static self) -> impl Iterator<Item = Place> {
         self.parts.iter().map(move |part| Place { pipeline: self, part })
     }
 
-    /// The layers that can have adapters, for each part whose adapters are supported. Without `weights`, the layers have
-    /// the sizes of the published model. With `weights`, they have the sizes of the files there; a text encoder that
-    /// cannot be read there has the sizes of the published model.
+    /// The layers that can have adapters, for each part whose adapters are supported. Without `weights`, the layers
+    /// have the sizes of the published model. With `weights`, they have the sizes of the files there; a text encoder
+    /// that cannot be read there has the sizes of the published model.
     ///
     /// # Errors
     /// As [`Pretrained::find`] and the reading of a configuration, for the part that is fine-tuned.

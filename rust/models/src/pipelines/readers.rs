@@ -95,8 +95,8 @@ pub(super) static SD3: &[Reader] = &[
     PEFT,
 ];
 
-/// Flux.1. When diffusers converts kohya's names, it drops layers outside of the blocks. Its conversion of `OneTrainer`'s
-/// names supports only attention, and fails on other layers.
+/// Flux.1. When diffusers converts kohya's names, it drops layers outside of the blocks. Its conversion of
+/// `OneTrainer`'s names supports only attention, and fails on other layers.
 pub(super) static FLUX: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),
@@ -117,8 +117,8 @@ const FLUX_IN_DIFFUSERS: Reader = diffusers(&[
     Known::all(Style::OneTrainer).only(is_attention),
 ]);
 
-/// Chroma. The tools read the names that they read for Flux.1, but `ComfyUI` does not read diffusers' names for the layers
-/// of the approximator (`distilled_guidance_layer`).
+/// Chroma. The tools read the names that they read for Flux.1, but `ComfyUI` does not read diffusers' names for the
+/// layers of the approximator (`distilled_guidance_layer`).
 pub(super) static CHROMA: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),
@@ -145,8 +145,8 @@ fn is_attention(layer: &str) -> bool {
     in_a_block(layer) && layer.contains(".attn.")
 }
 
-/// FLUX.2. `ComfyUI` does not read diffusers' names for the shared modulation layers and for the network that embeds time
-/// and guidance. diffusers converts peft's names as if they were those of the trainer ai-toolkit.
+/// FLUX.2. `ComfyUI` does not read diffusers' names for the shared modulation layers and for the network that embeds
+/// time and guidance. diffusers converts peft's names as if they were those of the trainer ai-toolkit.
 pub(super) static FLUX2: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),
@@ -159,7 +159,7 @@ pub(super) static FLUX2: &[Reader] = &[
     diffusers(&[
         Known::all(Style::Diffusers).configured().alpha(Alpha::Refused),
         Known::all(Style::KohyaOriginal).only(no_modulation),
-        Known::all(Style::ComfyUi).only(has_no_halves).configured().alpha(Alpha::Refused),
+        Known::all(Style::ComfyUi).only(has_same_row_order).configured().alpha(Alpha::Refused),
         Known::all(Style::ComfyUiOwn).only(in_a_block).configured().alpha(Alpha::Refused),
         Known::all(Style::Peft).only(in_a_block).configured().alpha(Alpha::Refused),
     ]),
@@ -172,19 +172,19 @@ fn no_condition(layer: &str) -> bool {
 }
 
 fn no_modulation(layer: &str) -> bool {
-    !layer.contains("_modulation") && has_no_halves(layer)
+    !layer.contains("_modulation") && has_same_row_order(layer)
 }
 
 /// Whether original files and diffusers store a layer's rows in the same order. In original files, the rows of
 /// `norm_out.linear` for the shift come before those for the scale. diffusers has the reverse order, but fails to
 /// exchange the two halves of an adapter's rows.
-fn has_no_halves(layer: &str) -> bool {
+fn has_same_row_order(layer: &str) -> bool {
     layer != "norm_out.linear"
 }
 
-/// Z-Image. `ComfyUI` reads its own names and also diffusers' names, but not diffusers' names in kohya's style. diffusers
-/// reads `ComfyUI`'s names in kohya's style; in other styles, diffusers reads only names that are the same in both tools.
-/// musubi-tuner, kohya's trainer for this model, uses diffusers' names.
+/// Z-Image. `ComfyUI` reads its own names and also diffusers' names, but not diffusers' names in kohya's style.
+/// diffusers reads `ComfyUI`'s names in kohya's style; in other styles, diffusers reads only names that are the same in
+/// both tools. musubi-tuner, kohya's trainer for this model, uses diffusers' names.
 pub(super) static Z_IMAGE: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),

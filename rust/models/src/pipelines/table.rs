@@ -34,7 +34,7 @@ fn is(config: &Map<String, Value>, field: &str, size: u64) -> bool {
     config.get(field).and_then(Value::as_u64) == Some(size)
 }
 
-/// Whether a CLIP text encoder projects its pooled text.
+/// Whether a CLIP text encoder projects its pooled state.
 fn projects(config: &Map<String, Value>) -> bool {
     let names = config.get("architectures").and_then(Value::as_array);
     names.is_some_and(|names| names.iter().any(|name| name.as_str() == Some(clip::PROJECTING_CLASS_NAME)))
@@ -84,12 +84,12 @@ const AUTOENCODER: &[Section] = &[Section {
 }];
 
 /// Whether an autoencoder's `scaling_factor` is `scale`. The autoencoders of the families differ in this factor.
-fn latents(config: &Map<String, Value>, scale: f64) -> bool {
+fn has_scaling_factor(config: &Map<String, Value>, scale: f64) -> bool {
     config.get("scaling_factor").and_then(Value::as_f64) == Some(scale)
 }
 
 /// The configuration of an autoencoder whose latents have 16 channels.
-fn latents_of(scaling_factor: f64, shift_factor: f64) -> Map<String, Value> {
+fn autoencoder_config(scaling_factor: f64, shift_factor: f64) -> Map<String, Value> {
     VaeConfig {
         latent_channels: 16,
         scaling_factor,
@@ -108,8 +108,8 @@ const FLUX_AUTOENCODER: Part = Part {
     model: &vae::KIND,
     subfolder: "vae",
     sections: AUTOENCODER,
-    fits: |config| latents(config, 0.3611),
-    published: || latents_of(0.3611, 0.1159),
+    fits: |config| has_scaling_factor(config, 0.3611),
+    published: || autoencoder_config(0.3611, 0.1159),
     adapter: None,
 };
 
@@ -162,8 +162,8 @@ static SDXL: Pipeline = Pipeline {
                 readers: readers::TEXT_ENCODER,
             }),
         },
-        // OpenCLIP ViT-bigG. It is embedder 1 in files of the base model. In files of the refiner, which has no other text
-        // encoder, it is embedder 0.
+        // OpenCLIP ViT-bigG. It is embedder 1 in files of the base model. In files of the refiner, which has no other
+        // text encoder, it is embedder 0.
         Part {
             role: Role::TextEncoder,
             model: &clip::KIND,
@@ -215,8 +215,8 @@ static SD3: Pipeline = Pipeline {
             model: &vae::KIND,
             subfolder: "vae",
             sections: AUTOENCODER,
-            fits: |config| latents(config, 1.5305),
-            published: || latents_of(1.5305, 0.0609),
+            fits: |config| has_scaling_factor(config, 1.5305),
+            published: || autoencoder_config(1.5305, 0.0609),
             adapter: None,
         },
         Part {

@@ -51,8 +51,8 @@ pub trait Architecture: Model + Sized {
     /// [`Error::Config`] if a size cannot be determined.
     fn deduce(files: &WeightFiles, original: Original, known: Vec<Self::Config>) -> Result<Self::Config>;
 
-    /// The layout of the model's parameters: in a folder if `original` is None, or in an original checkpoint. `files` is
-    /// this checkpoint, if it exists already.
+    /// The layout of the model's parameters: in a folder if `original` is None, or in an original checkpoint. `files`
+    /// is this checkpoint, if it exists already.
     fn names(config: &Self::Config, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout>;
 
     /// Whether the configuration says that the model needs f32, because half precision is not enough for it.
@@ -73,7 +73,9 @@ pub trait Architecture: Model + Sized {
     /// is None.
     ///
     /// # Errors
-    /// [`Error::Config`] if the configuration is wrong or does not fit the weights; as [`Pretrained::build`].
+    /// [`Error::Argument`] if `files` selects a number of layers, which only language models support; [`Error::Config`]
+    /// if the configuration is wrong or does not fit the weights; as [`quantization`](Self::quantization),
+    /// [`streaming`](Self::streaming) and [`Pretrained::build`].
     fn load(files: &Pretrained, dtype: Option<DType>, device: &Device) -> Result<Self> {
         if files.layers().is_some() {
             let text = format!("layers= is for language models, but this is {}; leave it out", Self::KIND.noun);
@@ -101,8 +103,10 @@ pub trait Architecture: Model + Sized {
     }
 
     /// The quantization of the model's layers to `format`. If `format` is None, layers that may be quantized stay
-    /// quantized if their file stores them in blocks of ggml; no other layer is quantized. Whether linear layers multiply codes
-    /// now decides which layers are quantized ([`Quantizable::multiplied`](trainable_candle_nn::Quantizable::multiplied)).
+    /// quantized if their file stores them in blocks of ggml; no other layer is quantized. If `format` is int8 or fp8
+    /// and linear layers multiply codes ([`uses_w8a8`]), only the layers of
+    /// [`Quantizable::multiplied`](trainable_candle_nn::Quantizable::multiplied) are quantized, unless this list is
+    /// empty.
     ///
     /// # Errors
     /// [`Error::Argument`] if a format is given but no layer may be quantized.
@@ -113,8 +117,8 @@ pub trait Architecture: Model + Sized {
         Ok(Quantization::new(format, Self::QUANTIZABLE, uses_w8a8()))
     }
 
-    /// Load the frozen model at `path`: the model's folder, a weight file beside the model's `config.json`, a pipeline's
-    /// folder, or an original checkpoint.
+    /// Load the frozen model at `path`: the model's folder, a weight file beside the model's `config.json`, a
+    /// pipeline's folder, or an original checkpoint.
     ///
     /// # Errors
     /// As [`Pretrained::find`] and [`load`](Self::load).
@@ -128,8 +132,8 @@ pub trait Architecture: Model + Sized {
     ///
     /// # Errors
     /// [`Error::Io`] if the `config.json` cannot be read, [`Error::Config`] if it belongs to another model,
-    /// [`Error::DType`] if `dtype` is not floating-point, [`Error::OutOfMemory`] if the model does not fit on the device,
-    /// [`Error::Argument`] if the model cannot be quantized; as [`Streaming::new`].
+    /// [`Error::DType`] if `dtype` is not floating-point, [`Error::OutOfMemory`] if the model does not fit on the
+    /// device, [`Error::Argument`] if the model cannot be quantized; as [`Streaming::new`].
     fn from_config(
         config: Option<&Path>,
         dtype: DType,

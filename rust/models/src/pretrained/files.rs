@@ -18,7 +18,8 @@ const PICKLES: [&str; 6] = ["ckpt", "pt", "pth", "bin", "pkl", "pickle"];
 /// (`*.fp16.safetensors`) exist, `half` selects the half-precision one.
 ///
 /// # Errors
-/// [`Error::WeightsFormat`] if there are no weight files or shards are missing, [`Error::Io`] if the folder cannot be read.
+/// [`Error::WeightsFormat`] if there are no weight files or shards are missing, [`Error::Io`] if the folder cannot be
+/// read.
 pub(super) fn weights_in(folder: &Path, half: bool) -> Result<Vec<PathBuf>> {
     let variants = if half { [Some(HALF), None] } else { [None, Some(HALF)] };
     for variant in variants {

@@ -29,8 +29,8 @@ pub trait Layout {
         ""
     }
 
-    /// The keys, without the prefix, under which a file may store the parameter `name`, each with the form of the stored
-    /// tensor. Writers of files use the first key.
+    /// The keys, without the prefix, under which a file may store the parameter `name`, each with the form of the
+    /// stored tensor. Writers of files use the first key.
     fn places(&self, name: &str) -> Vec<Key>;
 
     /// Whether readers skip the tensor under this key (without the prefix), because the model does not use it.
@@ -62,7 +62,8 @@ impl Layout for PrefixedNames {
     }
 }
 
-/// A layer's name in the model, the layer's name in a file, and the form in which the file stores the layer's parameters.
+/// A layer's name in the model, the layer's name in a file, and the form in which the file stores the layer's
+/// parameters.
 pub type Renaming = (&'static str, &'static str, Form);
 
 /// The key of a parameter whose layer is in `renamings`. For example, `ff.net.2.bias` becomes `mlp.fc2.bias`.

@@ -1,5 +1,6 @@
-//! The files of a pretrained model: a folder of diffusers or transformers, such a folder in a pipeline's folder, or an
-//! original checkpoint in one file, which may hold several models under names of its own format.
+//! The files of a pretrained model: a folder of diffusers or transformers, such a folder in a pipeline's folder, a
+//! weight file beside the model's `config.json`, or an original checkpoint in one file, which may hold several models
+//! under names of its own format.
 
 mod architecture;
 mod files;
@@ -54,7 +55,7 @@ pub struct Choice {
     pub force_upcast: Option<bool>,
     /// The number of layers to load, from the first on, of a model that can be loaded in part.
     pub layers: Option<usize>,
-    /// Quantize the linear layers in blocks while they are read.
+    /// The format to which linear layers are quantized while they are read, if one is requested.
     pub quantize: Option<Format>,
     /// Which weights stay in host memory, and are copied to the device before their use.
     pub stream: StreamOptions,
@@ -132,8 +133,8 @@ impl Pretrained {
         let beside = Some(path.with_file_name(CONFIG)).filter(|beside| beside.is_file());
         let file = WeightFile::open(path)?;
         let original = pipelines::of_file(model, choice, |name| file.shape(name).is_some())
-            // Some names of original checkpoints also occur in the weight files of folders. A file beside a configuration
-            // belongs to a folder, unless it is GGUF.
+            // Some names of original checkpoints also occur in the weight files of folders. A file beside a
+            // configuration belongs to a folder, unless it is GGUF.
             .filter(|(_, _, prefix)| !prefix.is_empty() || beside.is_none() || file.gguf().is_some())
             .map(|(place, section, prefix)| (place, Original { prefix, naming: section.naming }));
         if original.is_none() && beside.is_none() && choice.config.is_none() {
@@ -143,8 +144,8 @@ impl Pretrained {
         Ok(Self { config, original, ..Self::new(path, model, choice, vec![path.to_path_buf()]) })
     }
 
-    /// The model's place in a pipeline: from the file that contains it, the pipeline's `model_index.json`, or the model's own
-    /// configuration.
+    /// The model's place in a pipeline: from the file that contains it, the pipeline's `model_index.json`, or the
+    /// model's own configuration.
     pub fn place(&self) -> Option<Place> {
         if let Some((place, _)) = self.original {
             return Some(place);
@@ -221,8 +222,8 @@ impl Pretrained {
         path.filter(|path| path.is_file()).map(|path| read_json(&path)).transpose()
     }
 
-    /// The configuration in `config.json`. For an original checkpoint, `deduce` determines the configuration from
-    /// the shapes of tensors and from known configurations. The first known configuration is the one in the file's header.
+    /// The configuration in `config.json`. For an original checkpoint, `deduce` determines the configuration from the
+    /// shapes of tensors and from known configurations. The first known configuration is the one in the file's header.
     /// If the header has none, the first one is the `config.json` in a folder beside the file, if this folder has the
     /// part's name in a pipeline, such as `unet`. The configurations of published models follow.
     ///
@@ -273,8 +274,8 @@ impl Pretrained {
     }
 
     /// Build a frozen model, which must use all weights of the files. Weights are read one at a time and converted to
-    /// `dtype`, or to the dtype of most stored weights if `dtype` is None. So besides the model, memory holds at most one
-    /// parameter.
+    /// `dtype`, or to the dtype of most stored weights if `dtype` is None. So besides the model, memory holds at most
+    /// one parameter.
     ///
     /// # Errors
     /// [`Error::DType`] if `dtype` is not floating-point; as [`WeightFiles::open`], [`WeightFiles::read`],

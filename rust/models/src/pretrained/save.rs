@@ -22,13 +22,15 @@ use crate::pipelines::{self, Pipeline, Place, Section, places};
 /// diffusers and transformers read. Adapters are not written, but a merged adapter is part of its layer's weight.
 ///
 /// With the format `Nf4`, the linear layers that may be quantized are in bitsandbytes' format with scales in f32, and
-/// `config.json` names the other linear layers. diffusers matches these names also with the last part of a layer's name.
-/// If that part of another layer is the same, the layer is quantized too: the last layer of Flux, `proj_out`.
+/// `config.json` names the other linear layers, which diffusers does not quantize then. diffusers compares each of
+/// these names also with the last part of a layer's name. Therefore a layer is quantized too if its whole name is the
+/// last part of a quantized layer's name. An example is Flux's last layer `proj_out`, because of
+/// `single_transformer_blocks.0.proj_out`.
 ///
 /// # Errors
 /// [`Error::Io`] that names the path that cannot be written; [`Error::Argument`] if only a part of the model was
-/// loaded, if the format is not `Nf4`, or if the model has no layers that may be quantized; [`Error::DType`] if a layer to
-/// quantize is f64.
+/// loaded, if the format is not `Nf4`, or if the model has no layers that may be quantized; [`Error::DType`] if a layer
+/// to quantize is f64.
 pub fn save_pretrained(model: &dyn Model, folder: &Path, format: Option<Format>) -> Result<()> {
     let codes = match format {
         None => None,
@@ -92,10 +94,10 @@ pub struct Written {
 /// field.
 ///
 /// # Errors
-/// [`Error::Argument`] if a model has no place in such a file, if a model with a format has no layers that may be
-/// quantized, or if a format is not `Fp8` or `Int8`; [`Error::DType`] if the dtype is not a floating-point one;
-/// [`Error::WeightsFormat`] if `base` is damaged or has tensors of an unsupported dtype; [`Error::Io`] that names the path
-/// that cannot be read or written.
+/// [`Error::Argument`] if a model has no place in such a file, if only a part of a model was loaded, if a format is
+/// given for a name that is not in `models` or for a model without layers that may be quantized, or if a format is not
+/// `Fp8` or `Int8`; [`Error::DType`] if the dtype is not a floating-point one; [`Error::WeightsFormat`] if `base` is
+/// damaged or has tensors of an unsupported dtype; [`Error::Io`] that names the path that cannot be read or written.
 pub fn save_checkpoint(
     path: &Path,
     models: &[(&str, &dyn Model)],
@@ -104,7 +106,7 @@ pub fn save_checkpoint(
 ) -> Result<()> {
     const OP: &str = "save_checkpoint";
     if let Some(other) = written.formats.keys().find(|name| !models.iter().any(|(known, _)| known == name)) {
-        return Err(Error::argument(OP, format!("quantize names \"{other}\", which is not among the models")));
+        return Err(Error::argument(OP, format!("quantize names \"{other}\", which is not among the models to save")));
     }
     if let Some(dtype) = written.dtype.filter(|&dtype| !is_float(dtype)) {
         let text = format!("dtype is {}, expected one of f32, f16, bf16, f64", dtype.as_str());
@@ -222,7 +224,7 @@ impl Stored {
         let mut groups: BTreeMap<String, Group> = BTreeMap::new();
         for (name, weight) in model.named_weights() {
             let Some(place) = layout.places(&name).into_iter().next() else {
-                return Err(Error::argument("save", format!("{name} has no name in this kind of file")));
+                return Err(Error::argument("save", format!("parameter \"{name}\" has no key in this kind of file")));
             };
             let is_layer = name.strip_suffix(".weight").is_some_and(is_chosen);
             let group =
@@ -243,7 +245,8 @@ impl Stored {
         layers.filter_map(|(key, _)| Some(key.strip_suffix(".weight")?.to_owned())).collect()
     }
 
-    /// Quantize the layers whose names diffusers would also match with other layers, which are quantized.
+    /// Quantize each layer whose whole name is the last part of a quantized layer's name: diffusers would skip both
+    /// layers.
     fn quantize_what_cannot_be_skipped(&mut self) {
         let last = |key: &str| Some(key.strip_suffix(".weight")?.rsplit('.').next()?.to_owned());
         let quantized = self.groups.iter().filter(|(_, group)| group.is_quantized);

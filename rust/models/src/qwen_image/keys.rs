@@ -25,8 +25,8 @@ const RELATIVES: [(&str, &str); 4] = [
 ];
 
 /// The configuration of the transformer in a file, from the shapes of its tensors. Shapes do not determine
-/// `axes_dims_rope`: it comes from the first of the `known` configurations with the same sizes, or else from the published
-/// model.
+/// `axes_dims_rope`: it comes from the first of the `known` configurations with the same sizes, or else from the
+/// published model.
 ///
 /// # Errors
 /// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or the model is one of the

@@ -46,8 +46,8 @@ pub struct QwenImageConditions<'a> {
     pub timestep: &'a Tensor,
     /// Positions of the image's tokens, (S, axes): 0, row, column, with row and column 0 in the image's centre.
     pub img_ids: &'a Tensor,
-    /// Positions of the text's tokens, (L, axes). All coordinates of text token i are max(h / 2, w / 2) + i, rounded down,
-    /// for an image of h × w tokens.
+    /// Positions of the text's tokens, (L, axes). All coordinates of text token i are max(h / 2, w / 2) + i, rounded
+    /// down, for an image of h × w tokens.
     pub txt_ids: &'a Tensor,
     /// The number of tokens that attention reads of each text, (B), at least 1; the tokens after them are padding. With
     /// `None`, attention reads all tokens and needs no mask, which saves time.

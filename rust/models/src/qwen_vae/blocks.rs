@@ -5,8 +5,8 @@ use trainable_candle_nn::{Blocks, Conv2d, Init, Linear, Module, Projected, RmsNo
 
 use crate::layers::{attend, conv1x1, conv3x3};
 
-/// Added to the mean square of a pixel's channels. diffusers instead divides by the L2 norm of the channels, but at least
-/// by 1e-12. The results differ only at pixels whose channels are all nearly 0.
+/// Added to the mean square of a pixel's channels. diffusers instead divides by the L2 norm of the channels, but at
+/// least by 1e-12. The results differ only at pixels whose channels are all nearly 0.
 const EPS: f64 = 1e-24;
 
 /// An RMS norm over the channels. `name` is the name of its scale in files.
@@ -35,8 +35,8 @@ impl Norm {
     }
 }
 
-/// Applies norm, SiLU and 3×3 convolution twice, and adds the result to the input, or to a 1×1 convolution of the input if
-/// the numbers of channels differ.
+/// Applies norm, SiLU and 3×3 convolution twice, and adds the result to the input, or to a 1×1 convolution of the input
+/// if the numbers of channels differ.
 pub(super) struct ResidualBlock {
     norm1: Norm,
     conv1: Conv2d<Tensor>,
@@ -109,7 +109,8 @@ impl Module for PixelAttention {
     }
 }
 
-/// The block at the lowest resolution of the encoder or decoder (`mid_block`): residual block, attention, residual block.
+/// The block at the lowest resolution of the encoder or decoder (`mid_block`): residual block, attention, residual
+/// block.
 pub(super) struct MidBlock {
     resnets: Blocks<ResidualBlock>,
     attention: PixelAttention,

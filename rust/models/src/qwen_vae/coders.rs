@@ -10,8 +10,8 @@ use crate::layers::{Downsample, Upsample, conv3x3};
 /// The name of the convolution in a downsampling or upsampling layer.
 const RESAMPLE: &str = "resample.1";
 
-/// A residual block or a downsampling layer of the encoder. Parameter names number both kinds together (`down_blocks.0`,
-/// `down_blocks.1`, ...).
+/// A residual block or a downsampling layer of the encoder. Parameter names number both kinds together
+/// (`down_blocks.0`, `down_blocks.1`, ...).
 enum Down {
     Block(Box<ResidualBlock>),
     Halve(Downsample),
@@ -111,8 +111,8 @@ impl Module for Encoder {
     }
 }
 
-/// One level of the decoder: residual blocks, then, except in the last level, an upsampling layer that halves the number of
-/// channels.
+/// One level of the decoder: residual blocks, then, except in the last level, an upsampling layer that halves the
+/// number of channels.
 struct Up {
     resnets: Blocks<ResidualBlock>,
     upsampler: Option<Upsample>,

@@ -15,8 +15,8 @@ pub struct QwenVaeConfig {
     pub base_dim: usize,
     /// Number of channels of the latents.
     pub z_dim: usize,
-    /// Number of channels of each level as a multiple of `base_dim`, from the highest resolution to the lowest. Each level
-    /// of the encoder but the last halves height and width.
+    /// Number of channels of each level as a multiple of `base_dim`, from the highest resolution to the lowest. Each
+    /// level of the encoder but the last halves height and width.
     pub dim_mult: Vec<usize>,
     /// Number of residual blocks of each level of the encoder. A level of the decoder has one block more.
     pub num_res_blocks: usize,

@@ -1,5 +1,5 @@
-//! The names of the autoencoder's parameters in files. diffusers' files have the model's own names; `ComfyUI`'s files have
-//! the names of Wan's code. In both, convolution kernels have a time dimension, which the model's kernels lack.
+//! The names of the autoencoder's parameters in files. diffusers' files have the model's own names; `ComfyUI`'s files
+//! have the names of Wan's code. In both, convolution kernels have a time dimension, which the model's kernels lack.
 
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
@@ -45,8 +45,8 @@ impl Layout for Files {
 fn form(name: &str) -> Form {
     let is = |part: &str| name.contains(part);
     match name.rsplit_once('.') {
-        // In files, the scale of the attention's norm is (C, 1, 1). The scales of other norms have a time dimension too:
-        // (C, 1, 1, 1).
+        // In files, the scale of the attention's norm is (C, 1, 1). The scales of other norms have a time dimension
+        // too: (C, 1, 1, 1).
         Some((_, "gamma")) => Form::Vector { rank: if is(".attentions.") { 3 } else { 4 } },
         Some((_, "weight")) if is(".attentions.") => Form::Pointwise,
         Some((_, "weight")) if is(".resample.") => Form::Plain,

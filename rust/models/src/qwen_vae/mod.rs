@@ -2,8 +2,8 @@
 //! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/autoencoders/autoencoder_kl_qwenimage.py>.
 //!
 //! The published model convolves in space and time, and a frame sees only itself and earlier frames. An image is the
-//! first frame: only the last time slice of each kernel multiplies the image, and the other slices multiply zeros of the
-//! padding. Therefore two-dimensional convolutions with the last slices compute the same result.
+//! first frame: only the last time slice of each kernel multiplies the image, and the other slices multiply zeros of
+//! the padding. Therefore two-dimensional convolutions with the last slices compute the same result.
 
 mod blocks;
 mod coders;

@@ -47,9 +47,9 @@ impl AutoencoderKLQwenImage {
     }
 
     /// The distribution of the latents of `image (B, 3, H, W)` (values -1 to 1), without normalisation: mean and
-    /// logarithm of the variance, (B, z_dim, H / downscale, W / downscale) each, sizes rounded down. If an image is larger
-    /// than `tile_size` pixels along a side, it is encoded in tiles of this size, which overlap by a quarter. Near the
-    /// tiles' seams, the result differs a little from that of the whole image.
+    /// logarithm of the variance, (B, z_dim, H / downscale, W / downscale) each, sizes rounded down. If an image is
+    /// larger than `tile_size` pixels along a side, it is encoded in tiles of this size, which overlap by a quarter.
+    /// Near the tiles' seams, the result differs a little from that of the whole image.
     ///
     /// # Errors
     /// As [`Coding::encode`].
@@ -59,8 +59,8 @@ impl AutoencoderKLQwenImage {
     }
 
     /// The image of `latent (B, z_dim, h, w)`, which is not normalised: (B, 3, h · downscale, w · downscale), values -1
-    /// to 1. If the image is larger than `tile_size` pixels along a side, it is decoded in tiles of this size, which overlap
-    /// by a quarter and are blended at their seams. The decoder's memory then does not grow with the image.
+    /// to 1. If the image is larger than `tile_size` pixels along a side, it is decoded in tiles of this size, which
+    /// overlap by a quarter and are blended at their seams. The decoder's memory then does not grow with the image.
     ///
     /// # Errors
     /// As [`Coding::decode`].

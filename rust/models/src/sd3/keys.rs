@@ -1,5 +1,5 @@
-//! The names of the transformer's parameters in files: diffusers' names, which are also the model's own, and the names in
-//! original checkpoints.
+//! The names of the transformer's parameters in files: diffusers' names, which are also the model's own, and the names
+//! in original checkpoints.
 
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
@@ -81,8 +81,8 @@ pub(super) fn original_layer(layer: &str, last: usize) -> Option<Key> {
     original(&format!("{layer}.weight"), last)?.of_layer()
 }
 
-/// The key of the parameter `name` in an original checkpoint, without the checkpoint's prefix; `last` is the index of the
-/// model's last block.
+/// The key of the parameter `name` in an original checkpoint, without the checkpoint's prefix; `last` is the index of
+/// the model's last block.
 fn original(name: &str, last: usize) -> Option<Key> {
     if name == "pos_embed.pos_embed" {
         return Some(Key::plain("pos_embed"));
@@ -90,8 +90,8 @@ fn original(name: &str, last: usize) -> Option<Key> {
     let Some(rest) = name.strip_prefix("transformer_blocks.") else { return renamed(name, &OUTSIDE) };
     let (index, inside) = rest.split_once('.')?;
     let Key { key, mut form } = renamed(inside, &INSIDE)?;
-    // The linear layer of the last block's text norm computes only a shift and a scale. As in `norm_out.linear`, original
-    // files have the shift first, diffusers has the scale first.
+    // The linear layer of the last block's text norm computes only a shift and a scale. As in `norm_out.linear`,
+    // original files have the shift first, diffusers has the scale first.
     if inside.starts_with("norm1_context.") && index.parse() == Ok(last) {
         form = Form::Swapped;
     }

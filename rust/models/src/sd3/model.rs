@@ -84,8 +84,8 @@ impl SD3Transformer {
     /// has the shape of `hidden_states`, but with the model's output channels, and the dtype of the weights.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the inputs do not fit the configuration or one another, or the image or the text has no token;
-    /// [`Error::DType`] if `hidden_states` is not floating-point.
+    /// [`Error::Shape`] if the inputs do not fit the configuration or one another, or the image or the text has no
+    /// token; [`Error::DType`] if `hidden_states` is not floating-point.
     pub fn forward(&self, hidden_states: &Tensor, conditions: SD3Conditions<'_>) -> Result<Tensor> {
         let [batch, height, width] = self.check(hidden_states, conditions)?;
         let (dtype, dim) = (self.dtype(), self.config.inner_dim());

@@ -8,15 +8,15 @@ use trainable_candle_core::{Device, Error, Result, Tensor};
 /// cached first.
 const KEPT: usize = 8;
 
-/// The embeddings of `side` × `side` positions. They stay in host memory, because in SD3.5-medium the table is a tenth of
-/// the transformer's file, and an image of 1024 × 1024 pixels uses 1/36 of the table.
+/// The embeddings of `side` × `side` positions. They stay in host memory, because in SD3.5-medium the table is a tenth
+/// of the transformer's file, and an image of 1024 × 1024 pixels uses 1/36 of the table.
 pub(super) struct Positions {
     /// The embeddings of all positions, row by row, (1, side², D), as in files.
     pub table: Tensor,
     side: usize,
     device: Device,
     /// The embeddings of recent images by [height, width] in tokens, on the device.
-    cut: Mutex<Vec<([usize; 2], Tensor)>>,
+    cached: Mutex<Vec<([usize; 2], Tensor)>>,
 }
 
 impl Positions {
@@ -26,7 +26,7 @@ impl Positions {
     /// [`Error::OutOfMemory`] if the table does not fit into host memory.
     pub fn new(table: &Tensor, side: usize, device: &Device) -> Result<Self> {
         let table = table.to_device(&Device::Cpu)?;
-        Ok(Self { table, side, device: device.clone(), cut: Mutex::new(Vec::new()) })
+        Ok(Self { table, side, device: device.clone(), cached: Mutex::new(Vec::new()) })
     }
 
     /// The embeddings of the middle `height` × `width` positions, row by row, (1, height · width, D), on the device.
@@ -41,18 +41,18 @@ impl Positions {
                 format!("the image has {height} x {width} tokens, but the model has only {side} x {side} positions"),
             ));
         }
-        let mut cut = self.cut.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, positions)) = cut.iter().find(|(size, _)| *size == [height, width]) {
+        let mut cached = self.cached.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, positions)) = cached.iter().find(|(size, _)| *size == [height, width]) {
             return Ok(positions.clone());
         }
         let dim = self.table.dims()[2];
         let grid = self.table.detach().reshape((side, side, dim))?;
         let rows = grid.narrow(0, (side - height) / 2, height)?.narrow(1, (side - width) / 2, width)?;
         let positions = rows.contiguous()?.reshape((1, height * width, dim))?.to_device(&self.device)?;
-        if cut.len() == KEPT {
-            cut.remove(0);
+        if cached.len() == KEPT {
+            cached.remove(0);
         }
-        cut.push(([height, width], positions.clone()));
+        cached.push(([height, width], positions.clone()));
         Ok(positions)
     }
 }

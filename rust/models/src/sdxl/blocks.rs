@@ -37,8 +37,8 @@ fn transformer(config: &UNetConfig, level: usize, weights: &mut Weights<'_>) -> 
 /// Runs residual block `index` on the feature maps `parts`, which are joined along the channels.
 fn run(blocks: &Blocks<ResnetBlock>, index: usize, parts: &[&Tensor], conditions: &Conditions<'_>) -> Result<Tensor> {
     let inputs: Vec<&Tensor> = std::iter::once(&conditions.time).chain(parts.iter().copied()).collect();
-    // The tape keeps the parts anyway, as results of other blocks. `run_one` joins them inside the block's checkpoint, if it has
-    // one, so that the tape does not keep the joined copy, too.
+    // The tape keeps the parts anyway, as results of other blocks. `run_one` joins them inside the block's checkpoint,
+    // if it has one, so that the tape does not keep the joined copy, too.
     blocks.run_one(index, &inputs, |block, inputs| {
         let x = match &inputs[1..] {
             [x] => x.clone(),
@@ -99,8 +99,8 @@ impl DownBlock {
 }
 
 impl DownBlock {
-    /// Counts what the tape keeps if the level's feature map has `area` pixels and the next level's feature map has
-    /// `smaller` pixels.
+    /// Adds to `saved` what the tape keeps if the level's feature map has `area` pixels and the next level's feature
+    /// map has `smaller` pixels.
     pub(super) fn saved(&self, (area, smaller): (usize, usize), tokens: usize, saved: &mut Saved) {
         for i in 0..self.resnets.len() {
             saved.one(&self.resnets, i, |block, saved| block.saved(area, None, saved));
@@ -153,7 +153,7 @@ impl MidBlock {
 }
 
 impl MidBlock {
-    /// Counts what the tape keeps for a feature map of `area` pixels.
+    /// Adds to `saved` what the tape keeps for a feature map of `area` pixels.
     pub(super) fn saved(&self, area: usize, tokens: usize, saved: &mut Saved) {
         for i in 0..self.resnets.len() {
             saved.one(&self.resnets, i, |block, saved| block.saved(area, None, saved));
@@ -217,17 +217,17 @@ impl UpBlock {
             }
         }
         let Some(upsample) = &self.upsample else { return Ok(x) };
-        // The upsampling doubles height and width. Where the down block halved an odd size and rounded up, the size of the
-        // result must be one less than the double.
+        // The upsampling doubles height and width. Where the down block halved an odd size and rounded up, the size of
+        // the result must be one less than the double.
         let size = skips.last().map(|skip| [skip.dims()[1], skip.dims()[2]]);
         upsample.forward(&x, size)
     }
 }
 
 impl UpBlock {
-    /// Counts what the tape keeps if the level's feature map has `area` pixels, the previous level's feature map has
-    /// `larger` pixels, and the input without the skip has `channels` channels. Returns the channels of the result. The
-    /// skips are not counted here, because the down blocks count them.
+    /// Adds to `saved` what the tape keeps if the level's feature map has `area` pixels, the previous level's feature
+    /// map has `larger` pixels, and the input without the skip has `channels` channels. Returns the channels of the
+    /// result. The skips are not counted here, because the down blocks count them.
     pub(super) fn saved(
         &self,
         (area, larger): (usize, usize),

@@ -8,8 +8,8 @@ use crate::fields::Fields;
 use crate::pretrained::Configuration;
 
 /// `config.json` of a UNet as diffusers writes it (`UNet2DConditionModel`): the fields in which SDXL's models differ.
-/// Lists have one entry per level, from the level with the largest feature map to the level with the smallest. The
-/// default is SDXL's base model.
+/// Lists have one entry per level, from the level with the largest feature map to the level with the smallest; only
+/// `up_attention` has the reverse order. The default is SDXL's base model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct UNetConfig {
     /// Channels of the latents.

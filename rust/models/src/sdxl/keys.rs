@@ -1,5 +1,5 @@
-//! The names of the UNet's parameters in files: diffusers' names, which are also the model's own, and the names in original
-//! checkpoints.
+//! The names of the UNet's parameters in files: diffusers' names, which are also the model's own, and the names in
+//! original checkpoints.
 
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
@@ -181,8 +181,8 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<UNetConfig>) 
         .find(|block| shape(format!("{block}.proj_in.weight")).is_some())
         .ok_or_else(|| unknown("the number of features of the text, because no level attends to the text"))?;
     let projection = size("label_emb.0.0.weight", 1)?;
-    // The UNet's shapes determine how many features the pooled text and the sinusoids of `time_ids` have together, but not
-    // how many each has. The projection of the text encoder in the same file shows how many the pooled text has.
+    // The UNet's shapes determine how many features the pooled text and the sinusoids of `time_ids` have together, but
+    // not how many each has. The projection of the text encoder in the same file shows how many the pooled text has.
     let pooled = files.shape("conditioner.embedders.1.model.text_projection").and_then(|dims| dims.get(1).copied());
     let deduced = UNetConfig {
         in_channels: size("input_blocks.0.0.weight", 1)?,

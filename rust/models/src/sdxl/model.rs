@@ -93,9 +93,9 @@ impl SDXLUNet {
     /// but with the model's output channels, and the dtype of the weights.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the inputs do not fit the configuration or one another, `sample` has no pixel, or the text has
-    /// no token; [`Error::DType`] if `sample` is not floating-point; [`Error::Argument`] if a timestep in host memory is
-    /// not finite.
+    /// [`Error::Shape`] if the inputs do not fit the configuration or one another, `sample` has no pixel, or the text
+    /// has no token; [`Error::DType`] if `sample` is not floating-point; [`Error::Argument`] if a timestep in host
+    /// memory is not finite.
     pub fn forward(&self, sample: &Tensor, timestep: &Tensor, conditions: UNetConditions<'_>) -> Result<Tensor> {
         let batch = self.check(sample, timestep, conditions)?;
         let dtype = self.dtype();

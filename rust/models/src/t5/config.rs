@@ -33,8 +33,8 @@ pub struct T5Config {
     pub num_layers: usize,
     /// Heads of each attention.
     pub num_heads: usize,
-    /// Number of buckets. A bucket is a range of distances between query and key that share one bias per head. Half of the
-    /// buckets are for keys at or before the query, half for keys after it.
+    /// Number of buckets. A bucket is a range of distances between query and key that share one bias per head. Half of
+    /// the buckets are for keys at or before the query, half for keys after it.
     pub relative_attention_num_buckets: usize,
     /// All distances of at least this many tokens share the last bucket of their direction.
     pub relative_attention_max_distance: usize,
@@ -62,8 +62,8 @@ impl Default for T5Config {
 }
 
 impl Configuration for T5Config {
-    // All other fields are ignored: those that transformers writes are about initial values, generation or the decoder. A
-    // missing field gets transformers' default, which is not always that of `T5Config::default`.
+    // All other fields are ignored: those that transformers writes are about initial values, generation or the decoder.
+    // A missing field gets transformers' default, which is not always that of `T5Config::default`.
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(T5Encoder::CLASS_NAME, map);
         let form = fields.text("feed_forward_proj").unwrap_or("relu");

@@ -6,12 +6,12 @@ use trainable_candle_io::WeightFiles;
 use super::{FeedForward, T5Config};
 use crate::pretrained::{Key, Layout, Naming, Original};
 
-/// The two names of the token embedding in files: the encoder and the decoder share it under the first name, and the
-/// second name is the encoder's. A file has one of the names or both.
+/// The two names of the token embedding in files: the name of the table that encoder and decoder share, and the name of
+/// the encoder's table. A file has one of the names or both.
 const EMBEDDINGS: [&str; 2] = ["shared.weight", "encoder.embed_tokens.weight"];
 
-/// The keys of the encoder's parameters in a transformers folder (`original` is `None`), in a file that holds other models
-/// too, or in a GGUF file.
+/// The keys of the encoder's parameters in a transformers folder (`original` is `None`), in a file that holds other
+/// models too, or in a GGUF file.
 pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
     if original.is_some_and(|original| original.naming == Naming::LlamaCpp) {
         return Box::new(LlamaCpp);
@@ -81,8 +81,8 @@ impl Layout for LlamaCpp {
 }
 
 /// The configuration of an encoder in a file, from the shapes of its tensors. Fields that shapes do not determine come
-/// from the first of the `known` configurations that have the deduced sizes, or else from [`T5Config::default`]: T5 models
-/// of all sizes have the same values in these fields.
+/// from the first of the `known` configurations that have the deduced sizes, or else from [`T5Config::default`]: T5
+/// models of all sizes have the same values in these fields.
 ///
 /// # Errors
 /// [`Error::Config`] if a size cannot be determined.

@@ -118,10 +118,10 @@ impl EncoderBlock {
         if normed.dtype() != DType::F16 {
             return self.wo.forward(&hidden.to_dtype(normed.dtype())?)?.to_dtype(wide);
         }
-        // A linear layer without bias commutes with a scalar factor for each token. So each token's vector is divided by
-        // its largest magnitude before `wo`, and the result of `wo` is multiplied by this magnitude. The result of `wo`
-        // then stays in the range of f16 without f32 weights. The backward pass treats the magnitude as a constant. The
-        // gradient is the same, because the magnitude cancels.
+        // A linear layer without bias commutes with a scalar factor for each token. So each token's vector is divided
+        // by its largest magnitude before `wo`, and the result of `wo` is multiplied by this magnitude. The result of
+        // `wo` then stays in the range of f16 without f32 weights. The backward pass treats the magnitude as a
+        // constant. The gradient is the same, because the magnitude cancels.
         let largest = hidden.detach().abs()?.max(&[2], true)?.clamp(Some(f64::from(f32::MIN_POSITIVE)), None)?;
         self.wo.forward(&hidden.div(&largest)?.to_dtype(DType::F16)?)?.to_dtype(wide)?.mul(&largest)
     }

@@ -64,8 +64,8 @@ impl T5Encoder {
     /// where the mask is 1. The mask has the values 0 and 1.
     ///
     /// # Errors
-    /// [`Error::Shape`] if an input has another shape, [`Error::Index`] if an id is not in the vocabulary or a value of the
-    /// mask is neither 0 nor 1, [`Error::DType`] if an input does not have integers.
+    /// [`Error::Shape`] if an input has another shape, [`Error::Index`] if an id is not in the vocabulary or a value of
+    /// the mask is neither 0 nor 1, [`Error::DType`] if an input does not have integers.
     pub fn forward(&self, input_ids: &Tensor, attention_mask: Option<&Tensor>) -> Result<Tensor> {
         let length = match *input_ids.dims() {
             [_, length] if length > 0 => length,

@@ -22,8 +22,9 @@ pub struct Coding {
 impl Coding {
     /// The distribution of the latents of `image (B, C, H, W)`: mean and logarithm of the variance, (B, latent
     /// channels, h, w) each. `run` computes the moments (B, h, w, 2 · latent channels) of channels-last images.
-    /// `of_image` and `of_latents` are the numbers of channels of images and of latents. With `tile_size`, an image with
-    /// more than `tile_size` pixels along a side is encoded in tiles. `tile_size` is rounded down to whole latents.
+    /// `of_image` and `of_latents` are the numbers of channels of images and of latents. With `tile_size`, an image
+    /// with more than `tile_size` pixels along a side is encoded in tiles. `tile_size` is rounded down to whole
+    /// latents.
     ///
     /// # Errors
     /// [`Error::Shape`] if the image has another number of channels or a side is shorter than one latent,

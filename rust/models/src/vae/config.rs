@@ -10,12 +10,12 @@ use crate::pretrained::Configuration;
 /// `config.json` of an autoencoder as diffusers writes it (`AutoencoderKL`). The default is SDXL's.
 #[derive(Clone, Debug, PartialEq)]
 pub struct VaeConfig {
-    /// Channels of an encoded image.
+    /// Channels of the images that the encoder reads.
     pub in_channels: usize,
-    /// Channels of a decoded image.
+    /// Channels of the images that the decoder returns.
     pub out_channels: usize,
-    /// Channels of each level, from the level with the largest feature map to the level with the smallest. In the encoder,
-    /// each level but the last halves height and width; the decoder doubles them in reverse order.
+    /// Channels of each level, from the level with the largest feature map to the level with the smallest. In the
+    /// encoder, each level but the last halves height and width; the decoder doubles them in reverse order.
     pub block_out_channels: Vec<usize>,
     /// Residual blocks of each level of the encoder; those of the decoder have one more.
     pub layers_per_block: usize,

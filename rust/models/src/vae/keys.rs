@@ -1,5 +1,5 @@
-//! The names of the autoencoder's parameters in files: diffusers' names, which are also the model's own, diffusers' older
-//! names for the attention, and the names in original checkpoints.
+//! The names of the autoencoder's parameters in files: diffusers' names, which are also the model's own, diffusers'
+//! older names for the attention, and the names in original checkpoints.
 
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
@@ -103,7 +103,8 @@ impl OriginalCoders {
                 format!("mid.block_{}.{rest}", index.parse::<usize>().ok()? + 1)
             }
             "down_blocks" => level(inside, "down", Some)?,
-            // In original files, the level with the largest feature map, which the decoder runs last, has the lowest index.
+            // In original files, the level with the largest feature map, which the decoder runs last, has the lowest
+            // index.
             "up_blocks" => level(inside, "up", |index| self.last_level.checked_sub(index))?,
             _ => rest.to_owned(),
         };

@@ -1,5 +1,6 @@
-//! The autoencoder between images and latents (Kingma & Welling 2014, arXiv:1312.6114; Rombach et al. 2022, arXiv:2112.10752).
-//! The code follows <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/autoencoders/autoencoder_kl.py#L36>.
+//! The autoencoder between images and latents (Kingma & Welling 2014, arXiv:1312.6114; Rombach et al. 2022,
+//! arXiv:2112.10752). The code follows
+//! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/autoencoders/autoencoder_kl.py#L36>.
 
 mod blocks;
 mod coders;

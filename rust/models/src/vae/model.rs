@@ -19,8 +19,8 @@ pub struct AutoencoderKL {
     decoder: Decoder,
     quant_conv: Option<Conv2d<Tensor>>,
     post_quant_conv: Option<Conv2d<Tensor>>,
-    /// Mean and variance of FLUX.2's latents per channel, after squares of 2 × 2 latents were stacked along the channels:
-    /// (4 · latent channels) each. Callers normalise latents with them; `encode` and `decode` do not.
+    /// Mean and variance of FLUX.2's latents per channel, after squares of 2 × 2 latents were stacked along the
+    /// channels: (4 · latent channels) each. Callers normalise latents with them; `encode` and `decode` do not.
     statistics: Option<[Tensor; 2]>,
 }
 
@@ -30,7 +30,7 @@ const STATISTICS: [&str; 2] = ["bn.running_mean", "bn.running_var"];
 impl AutoencoderKL {
     /// The `_class_name` in its `config.json`.
     pub const CLASS_NAME: &'static str = "AutoencoderKL";
-    /// FLUX.2's autoencoder, which stores statistics of its latents.
+    /// The `_class_name` of FLUX.2's autoencoder, which stores statistics of its latents.
     pub const NORMED_CLASS_NAME: &'static str = "AutoencoderKLFlux2";
 
     /// A model with the parameters of `weights`.
@@ -65,9 +65,9 @@ impl AutoencoderKL {
     }
 
     /// The distribution of the latents of `image (B, C, H, W)` (values -1 to 1): mean and logarithm of the variance,
-    /// (B, latent channels, H / downscale, W / downscale) each, sizes rounded down. With `tile_size`, an image with more
-    /// than `tile_size` pixels along a side is encoded in tiles of that size, which overlap by a quarter of their side.
-    /// Near the seams of tiles the result differs a little from the result without tiles.
+    /// (B, latent channels, H / downscale, W / downscale) each, sizes rounded down. With `tile_size`, an image with
+    /// more than `tile_size` pixels along a side is encoded in tiles of that size, which overlap by a quarter of their
+    /// side. Near the seams of tiles the result differs a little from the result without tiles.
     ///
     /// # Errors
     /// As [`Coding::encode`].
@@ -80,9 +80,9 @@ impl AutoencoderKL {
     }
 
     /// The image of `latent (B, C, h, w)`: (B, image channels, h · downscale, w · downscale), values about -1 to 1. The
-    /// caller has undone the scale and shift of the latents. With `tile_size`, an image with more than `tile_size` pixels
-    /// along a side is decoded in tiles of that size, which overlap by a quarter of their side and are blended at their
-    /// seams. The memory of the decoder's activations then does not grow with the image.
+    /// caller has undone the scale and shift of the latents. With `tile_size`, an image with more than `tile_size`
+    /// pixels along a side is decoded in tiles of that size, which overlap by a quarter of their side and are blended
+    /// at their seams. The memory of the decoder's activations then does not grow with the image.
     ///
     /// # Errors
     /// As [`Coding::decode`].
@@ -130,8 +130,8 @@ impl Architecture for AutoencoderKL {
         keys::layout(original, config, files)
     }
 
-    /// The activations of some autoencoders exceed the range of f16, and bf16 loses visible detail. The configuration of
-    /// SDXL's autoencoder sets `force_upcast`.
+    /// The activations of some autoencoders exceed the range of f16, and bf16 loses visible detail. The configuration
+    /// of SDXL's autoencoder sets `force_upcast`.
     fn force_upcast(config: &VaeConfig) -> bool {
         config.force_upcast
     }

@@ -19,8 +19,8 @@ pub(super) struct Tiling {
 }
 
 impl Tiling {
-    /// Tiles with `tile` pixels along a side, whose results have `result` pixels along a side. Neighbouring tiles overlap
-    /// by a quarter of the side.
+    /// Tiles with `tile` pixels along a side, whose results have `result` pixels along a side. Neighbouring tiles
+    /// overlap by a quarter of the side.
     pub fn new(tile: usize, result: usize) -> Self {
         let blend = result / 4;
         Self { tile, step: (tile * 3 / 4).max(1), blend, keep: result - blend }

@@ -12,9 +12,9 @@ use crate::saved::Saved;
 /// feed-forward layer.
 const PARTS: usize = 4;
 
-/// Attention, then a feed-forward layer. Both compute x + tanh(g) · norm(f(norm(x) · (1 + s))), where f is the attention
-/// or the feed-forward layer. The block computes a scale s and a gate g for each of the two from the condition. Without
-/// modulation, s is 0 and tanh(g) is 1.
+/// Attention, then a feed-forward layer. Both compute x + tanh(g) · norm(f(norm(x) · (1 + s))), where f is the
+/// attention or the feed-forward layer. The block computes a scale s and a gate g for each of the two from the
+/// condition. Without modulation, s is 0 and tanh(g) is 1.
 pub(super) struct Block {
     modulation: Option<Linear<Tensor>>,
     attention: SelfAttention,
@@ -108,7 +108,7 @@ impl Block {
         gated_add(x, &result, &part(place + 1)?.tanh()?)
     }
 
-    /// Counts what the tape keeps for `tokens` tokens.
+    /// Adds to `saved` what the tape keeps for `tokens` tokens.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         let inside = tokens * self.dim;
         // If the modulation's layer has an adapter, the tape keeps the values that scales and gates multiply.
@@ -118,8 +118,8 @@ impl Block {
             self.modulation.iter().for_each(|layer| saved.linear(layer, (layer.in_features(), 1)));
         });
         saved.block(inside, false, |saved| {
-            // The tape keeps the inputs of the four norms: the block's input, the attention's result, the residual sum after
-            // the attention (which selective checkpointing recomputes), and the feed-forward layer's result.
+            // The tape keeps the inputs of the four norms: the block's input, the attention's result, the residual sum
+            // after the attention (which selective checkpointing recomputes), and the feed-forward layer's result.
             saved.keep(inside);
             self.attention.saved(tokens, saved);
             saved.keep(inside);

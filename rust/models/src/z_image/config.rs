@@ -8,7 +8,8 @@ use crate::fields::Fields;
 use crate::layers::joint::BlockSizes;
 use crate::pretrained::Configuration;
 
-/// `config.json` of a transformer as diffusers writes it (`ZImageTransformer2DModel`). The default is the published model's.
+/// `config.json` of a transformer as diffusers writes it (`ZImageTransformer2DModel`). The default is the published
+/// model's.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ZImageConfig {
     /// Channels of the latents.

@@ -1,5 +1,5 @@
-//! The names of the transformer's parameters in files: diffusers' names, which are also the model's own, and the names in
-//! `ComfyUI`'s files.
+//! The names of the transformer's parameters in files: diffusers' names, which are also the model's own, and the names
+//! in `ComfyUI`'s files.
 
 use trainable_candle_core::Result;
 use trainable_candle_io::WeightFiles;

@@ -26,8 +26,8 @@ const TIME_SCALE: f64 = 1000.0;
 const SINUSOIDS: [usize; 2] = [256, 1024];
 
 /// Z-Image's transformer, with the results and the parameter names of diffusers' `ZImageTransformer2DModel`. Its time
-/// goes from 0 (noise) to 1 (clean), and it predicts the velocity along this time: latents − noise. The other flow models
-/// here count the time from clean to noise and predict noise − latents.
+/// goes from 0 (noise) to 1 (clean), and it predicts the velocity along this time: latents − noise. The other flow
+/// models here count the time from clean to noise and predict noise − latents.
 pub struct ZImageTransformer {
     config: ZImageConfig,
     x_embedder: Linear<Tensor>,
@@ -52,11 +52,11 @@ pub struct ZImageConditions<'a> {
     pub encoder_hidden_states: &'a Tensor,
     /// The time from 0 (noise) to 1 (clean), of shape (B), (1) or ().
     pub timestep: &'a Tensor,
-    /// The number of tokens of each text without its padding, (B), at least 1 each. Tokens after these are not read. With
-    /// None, no text has padding.
+    /// The number of tokens of each text without its padding, (B), at least 1 each. Tokens after these are not read.
+    /// With None, no text has padding.
     pub lengths: Option<&'a Tensor>,
-    /// Whether the length of every text, rounded up to a multiple of 32 tokens, equals L rounded up to a multiple of 32.
-    /// Attention then needs no mask. The value is not checked, because the check would wait for a GPU.
+    /// Whether the length of every text equals L after both are rounded up to a multiple of 32 tokens. Attention then
+    /// needs no mask. The value is not checked, because the check would wait for a GPU.
     pub rows_are_full: bool,
 }
 
@@ -109,8 +109,8 @@ impl ZImageTransformer {
     /// even. The result has the shape of `hidden_states` and the dtype of the weights.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the inputs do not fit the configuration or one another, or the image or the text has no token;
-    /// [`Error::DType`] if `hidden_states` is not floating-point.
+    /// [`Error::Shape`] if the inputs do not fit the configuration or one another, or the image or the text has no
+    /// token; [`Error::DType`] if `hidden_states` is not floating-point.
     pub fn forward(&self, hidden_states: &Tensor, conditions: ZImageConditions<'_>) -> Result<Tensor> {
         let extent = self.check(hidden_states, conditions)?;
         let (dtype, batch) = (self.dtype(), hidden_states.dims()[0]);

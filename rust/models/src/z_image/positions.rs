@@ -84,8 +84,8 @@ impl Positions {
         Rope::stack(&(0..shown.dims()[0]).map(sample).collect::<Result<Vec<_>>>()?)
     }
 
-    /// Positions of all tokens, (S, 3): the image, its padding, the text. `time (1)` is the position of the image along the
-    /// first axis.
+    /// Positions of all tokens, (S, 3): the image, its padding, the text. `time (1)` is the position of the image along
+    /// the first axis.
     fn ids(&self, extent: Extent, time: &Tensor) -> Result<Tensor> {
         let Extent { height, width, text } = extent;
         let area = extent.area();
@@ -99,8 +99,8 @@ impl Positions {
         Tensor::cat(&[&image, &zeros(extent.padded_area() - area, 3)?, &caption], 0)
     }
 
-    /// A mask (B, L, 1), u8: 1 for a text's own tokens and 0 for its padding. With its padding, each text has L = `text`
-    /// tokens. Without the padding, the texts have `lengths (B)` tokens.
+    /// A mask (B, L, 1), u8: 1 for a text's own tokens and 0 for its padding. With its padding, each text has L =
+    /// `text` tokens. Without the padding, the texts have `lengths (B)` tokens.
     pub fn words(&self, lengths: &Tensor, text: usize) -> Result<Tensor> {
         let numbers = self.numbers.narrow(0, 0, text)?.to_dtype(DType::F32)?.unsqueeze(0)?;
         numbers.lt(&column(lengths)?)?.unsqueeze(2)

@@ -61,8 +61,8 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// A folder for the files of one reader. It is also a lock: memory is counted for the whole process, so only one test at a
-/// time may have a folder. Tests create their folder before they prepare their files.
+/// A folder for the files of one reader. It is also a lock: memory is counted for the whole process, so only one test
+/// at a time may have a folder. Tests create their folder before they prepare their files.
 pub struct Folder {
     path: PathBuf,
     _alone: MutexGuard<'static, ()>,
@@ -104,21 +104,21 @@ fn setting(name: &str, default: u64) -> u64 {
     }
 }
 
-/// Writes `FUZZ_CASES` damaged versions of the valid files `seeds` to `file`, one after the other, and reads each. `read`
+/// Writes `FUZZ_CASES` damaged versions of the files `valid` to `file`, one after the other, and reads each. `read`
 /// returns whether the reader accepted the file; the reader must accept the valid files. `others` is the total size in
 /// bytes of the other files that the reader reads. `FUZZ_SEED` seeds the random numbers, and `FUZZ_FIRST` is the number
 /// of the first case.
 pub fn run(
     reader: &str,
     file: &Path,
-    seeds: &[Vec<u8>],
+    valid: &[Vec<u8>],
     others: usize,
     mutate: impl Fn(&mut Rng, &[u8]) -> Vec<u8>,
     mut read: impl FnMut() -> bool,
 ) {
     let (cases, seed, first) = (setting("FUZZ_CASES", 1000), setting("FUZZ_SEED", 0), setting("FUZZ_FIRST", 0));
-    for (number, seed) in seeds.iter().enumerate() {
-        std::fs::write(file, seed).unwrap();
+    for (number, bytes) in valid.iter().enumerate() {
+        std::fs::write(file, bytes).unwrap();
         assert!(read(), "{reader}: valid file {number} is rejected");
     }
     let progress = watch(reader);
@@ -126,7 +126,7 @@ pub fn run(
     for case in first..first + cases {
         progress.store(case, Ordering::Relaxed);
         let mut rng = Rng::new(seed, case);
-        let damaged = mutate(&mut rng, rng_pick(seeds, case));
+        let damaged = mutate(&mut rng, &valid[case as usize % valid.len()]);
         std::fs::write(file, &damaged).unwrap();
         let before = NOW.load(Ordering::Relaxed);
         PEAK.store(before, Ordering::Relaxed);
@@ -140,10 +140,6 @@ pub fn run(
     }
     progress.store(u64::MAX, Ordering::Relaxed);
     println!("{reader}: {cases} cases of seed {seed} from case {first} on, {accepted} of them accepted");
-}
-
-fn rng_pick(seeds: &[Vec<u8>], case: u64) -> &[u8] {
-    &seeds[case as usize % seeds.len()]
 }
 
 /// Starts a thread that aborts the process if a case hangs. The caller stores the number of each case in the returned

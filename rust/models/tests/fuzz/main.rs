@@ -53,20 +53,20 @@ fn read_whole(path: &Path) -> Result<()> {
 }
 
 #[test]
-fn weights() {
+fn damaged_weights_are_read_or_rejected() {
     let folder = Folder::new("weights");
     let path = folder.join("weights.safetensors");
-    let seeds = [small_file(&path, ""), std::fs::read(golden("digits/model.safetensors")).unwrap()];
-    run("weights", &path, &seeds, 0, mutate::safetensors, || read_whole(&path).is_ok());
+    let valid = [small_file(&path, ""), std::fs::read(golden("digits/model.safetensors")).unwrap()];
+    run("weights", &path, &valid, 0, mutate::safetensors, || read_whole(&path).is_ok());
 }
 
 #[test]
-fn shards() {
+fn damaged_shards_are_read_or_rejected() {
     let folder = Folder::new("shards");
     let paths = [folder.join("a.safetensors"), folder.join("b.safetensors")];
     let other = small_file(&paths[1], "b.").len();
-    let seeds = [small_file(&paths[0], "a."), small_file(&paths[0], "a.much.longer.")];
-    run("shards", &paths[0], &seeds, other, mutate::safetensors, || {
+    let valid = [small_file(&paths[0], "a."), small_file(&paths[0], "a.much.longer.")];
+    run("shards", &paths[0], &valid, other, mutate::safetensors, || {
         let read = || -> Result<()> {
             let mut files = WeightFiles::open(&paths)?;
             drop((files.common_dtype("a."), files.metadata()));
@@ -78,13 +78,13 @@ fn shards() {
 }
 
 #[test]
-fn adapters() {
+fn damaged_adapters_are_read_or_rejected() {
     let folder = Folder::new("adapters");
     // The file has peft's name, so that the reader looks for a configuration beside it.
     let path = folder.join("adapter_model.safetensors");
     let model = model("digits");
     let (names, layers) = (model.adapter_names(), model.named_layers());
-    let mut seeds = Vec::new();
+    let mut valid = Vec::new();
     for kind in ["lora", "dora", "loha", "lokr", "oft"] {
         let config = LoraConfig {
             r: 2,
@@ -96,15 +96,15 @@ fn adapters() {
         for format in [AdapterFormat::Kohya, AdapterFormat::Diffusers, AdapterFormat::Peft] {
             let options = SaveOptions { format: Some(format), ..SaveOptions::default() };
             if save_adapters(&path, &[(&names, &set)], &options).is_ok() {
-                seeds.push(std::fs::read(&path).unwrap());
+                valid.push(std::fs::read(&path).unwrap());
             }
         }
         set.set_enabled(false);
     }
-    assert!(seeds.len() >= 8, "{} pairs of kind and format could be saved, expected at least 8", seeds.len());
+    assert!(valid.len() >= 8, "{} pairs of kind and format could be saved, expected at least 8", valid.len());
     let shapes = layers.iter().map(|(name, layer)| (name.clone(), layer.base().weight.dims().to_vec()));
     let outline = [Outline { names: names.clone(), layers: shapes.collect() }];
-    run("adapters", &path, &seeds, 0, mutate::safetensors, || {
+    run("adapters", &path, &valid, 0, mutate::safetensors, || {
         let verified = verify_adapter(&path, &outline);
         let attached = attach_adapter(&path, 1.0, PartLayers { names: &names, layers: &layers });
         let removed = attached.as_ref().is_ok_and(|set| {
@@ -116,7 +116,7 @@ fn adapters() {
 }
 
 #[test]
-fn adapter_configurations() {
+fn damaged_adapter_configurations_are_read_or_rejected() {
     let folder = Folder::new("adapter_configurations");
     let model = model("digits");
     let (names, layers) = (model.adapter_names(), model.named_layers());
@@ -129,8 +129,8 @@ fn adapter_configurations() {
     set.set_enabled(false);
     let path = folder.join("adapter_config.json");
     let others = std::fs::metadata(folder.join("adapter_model.safetensors")).unwrap().len() as usize;
-    let seeds = [std::fs::read(&path).unwrap()];
-    run("adapter_configurations", &path, &seeds, others, mutate::json, || {
+    let valid = [std::fs::read(&path).unwrap()];
+    run("adapter_configurations", &path, &valid, others, mutate::json, || {
         match attach_adapter(folder.path(), 1.0, PartLayers { names: &names, layers: &layers }) {
             Ok(set) => {
                 set.set_enabled(false);
@@ -141,7 +141,8 @@ fn adapter_configurations() {
     });
 }
 
-/// Copies the configuration and the weights of a model in `tests/golden` to `folder`; returns their total size in bytes.
+/// Copies the configuration and the weights of a model in `tests/golden` to `folder`; returns their total size in
+/// bytes.
 fn copied(name: &str, folder: &Folder) -> usize {
     let files = ["config.json", "model.safetensors"];
     files.iter().map(|file| std::fs::copy(golden(name).join(file), folder.join(file)).unwrap() as usize).sum()
@@ -152,46 +153,47 @@ fn loads(path: &Path) -> bool {
 }
 
 #[test]
-fn configurations() {
+fn damaged_configurations_are_read_or_rejected() {
     for name in ["digits", "sdxl/text_encoder"] {
         let folder = Folder::new(&format!("configurations-{}", name.replace('/', "-")));
         let others = copied(name, &folder);
         let path = folder.join("config.json");
-        let seeds = [std::fs::read(&path).unwrap()];
-        run("configurations", &path, &seeds, others, mutate::json, || loads(folder.path()));
+        let valid = [std::fs::read(&path).unwrap()];
+        run("configurations", &path, &valid, others, mutate::json, || loads(folder.path()));
     }
 }
 
 #[test]
-fn configurations_of_other_models() {
+fn damaged_configurations_of_other_models_are_read_or_rejected() {
     let folder = Folder::new("configurations_of_other_models");
     // These weights fit no model, so the reader rejects every configuration at the model's first parameter.
     let others = small_file(&folder.join("model.safetensors"), "").len();
     let path = folder.join("config.json");
-    let seeds = ["sdxl/unet", "sdxl/vae", "sdxl/text_encoder_2"]
+    let valid = ["sdxl/unet", "sdxl/vae", "sdxl/text_encoder_2"]
         .map(|name| std::fs::read(golden(name).join("config.json")).unwrap());
-    let valid = seeds.iter().all(|seed| serde_json::from_slice::<serde_json::Value>(seed).is_ok());
-    let mut first = seeds.len();
-    run("configurations_of_other_models", &path, &seeds, others, mutate::json, || {
+    let are_json = valid.iter().all(|file| serde_json::from_slice::<serde_json::Value>(file).is_ok());
+    let mut left = valid.len();
+    run("configurations_of_other_models", &path, &valid, others, mutate::json, || {
         let loaded = loads(folder.path());
-        // `run` reads the seeds first and requires `true` for them: here, that the configuration is JSON and is rejected.
-        let is_seed = first > 0;
-        first = first.saturating_sub(1);
-        if is_seed { valid && !loaded } else { loaded }
+        // `run` reads the valid files first and requires `true` for them. Here `true` means that the file is JSON and
+        // that the reader rejects its configuration.
+        let is_valid_file = left > 0;
+        left = left.saturating_sub(1);
+        if is_valid_file { are_json && !loaded } else { loaded }
     });
 }
 
 #[test]
-fn models() {
+fn damaged_models_are_read_or_rejected() {
     let folder = Folder::new("models");
     let others = copied("digits", &folder);
     let path = folder.join("model.safetensors");
-    let seeds = [std::fs::read(&path).unwrap()];
-    run("models", &path, &seeds, others, mutate::safetensors, || loads(folder.path()));
+    let valid = [std::fs::read(&path).unwrap()];
+    run("models", &path, &valid, others, mutate::safetensors, || loads(folder.path()));
 }
 
 #[test]
-fn indexes() {
+fn damaged_indexes_are_read_or_rejected() {
     let folder = Folder::new("indexes");
     let mut others = copied("digits", &folder);
     std::fs::rename(folder.join("model.safetensors"), folder.join("model-00001-of-00002.safetensors")).unwrap();
@@ -202,12 +204,12 @@ fn indexes() {
 }
 
 #[test]
-fn original_checkpoints() {
+fn damaged_original_checkpoints_are_read_or_rejected() {
     let folder = Folder::new("original_checkpoints");
     let path = folder.join("checkpoint.safetensors");
     let model = model("sdxl/text_encoder");
     save_checkpoint(&path, &[("text_encoder", &*model)], None, &trainable_candle_models::Written::default()).unwrap();
-    let seeds = [std::fs::read(&path).unwrap()];
+    let valid = [std::fs::read(&path).unwrap()];
     let choice = Choice { subfolder: Some("text_encoder".into()), ..Choice::default() };
-    run("original_checkpoints", &path, &seeds, 0, mutate::safetensors, || load(&path, &choice, None, &CPU).is_ok());
+    run("original_checkpoints", &path, &valid, 0, mutate::safetensors, || load(&path, &choice, None, &CPU).is_ok());
 }

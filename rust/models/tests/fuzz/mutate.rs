@@ -2,8 +2,8 @@
 
 use serde_json::{Map, Value, json};
 
-/// The generator SplitMix64 (Steele, Lea and Flood 2014). A case depends only on the seed and on its number, so it can be
-/// repeated alone.
+/// The generator SplitMix64 (Steele, Lea and Flood 2014). A case depends only on the seed and on its number, so it can
+/// be repeated alone.
 pub struct Rng(u64);
 
 impl Rng {
@@ -69,8 +69,8 @@ const TEXTS: [&str; 12] = [
 ];
 
 /// Makes one to eight changes: flips a bit, or replaces, removes, repeats or cuts off bytes.
-pub fn bytes(rng: &mut Rng, seed: &[u8]) -> Vec<u8> {
-    let mut bytes = seed.to_vec();
+pub fn bytes(rng: &mut Rng, valid: &[u8]) -> Vec<u8> {
+    let mut bytes = valid.to_vec();
     for _ in 0..=rng.below(8) {
         let at = rng.below(bytes.len());
         let longest = rng.below(bytes.len() - at).min(64);
@@ -96,23 +96,24 @@ pub fn bytes(rng: &mut Rng, seed: &[u8]) -> Vec<u8> {
 }
 
 /// Changes bytes or values of a JSON document.
-pub fn json(rng: &mut Rng, seed: &[u8]) -> Vec<u8> {
+pub fn json(rng: &mut Rng, valid: &[u8]) -> Vec<u8> {
     if rng.below(3) == 0 {
-        return bytes(rng, seed);
+        return bytes(rng, valid);
     }
-    match serde_json::from_slice(seed) {
+    match serde_json::from_slice(valid) {
         Ok(value) => text_of(rng, value),
-        Err(_) => bytes(rng, seed),
+        Err(_) => bytes(rng, valid),
     }
 }
 
-/// Changes a safetensors file: either any of its bytes, or only bytes of the data and bytes or values of the header. In the
-/// second case, the length before the header is set to the new header's length, or to a wrong length once in 50 cases.
-pub fn safetensors(rng: &mut Rng, seed: &[u8]) -> Vec<u8> {
-    let length = u64::from_le_bytes(seed[..8].try_into().unwrap()) as usize;
-    let (header, data) = seed[8..].split_at(length);
+/// Changes a safetensors file: either any of its bytes, or only bytes of the data and bytes or values of the header. In
+/// the second case, the length before the header is set to the new header's length, or to a wrong length once in 50
+/// cases.
+pub fn safetensors(rng: &mut Rng, valid: &[u8]) -> Vec<u8> {
+    let length = u64::from_le_bytes(valid[..8].try_into().unwrap()) as usize;
+    let (header, data) = valid[8..].split_at(length);
     let (header, data) = match rng.below(8) {
-        0 | 1 => return bytes(rng, seed),
+        0 | 1 => return bytes(rng, valid),
         2 => (bytes(rng, header), data.to_vec()),
         3 => (header.to_vec(), bytes(rng, data)),
         4 => (json(rng, header), bytes(rng, data)),

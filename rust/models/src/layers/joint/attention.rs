@@ -44,7 +44,7 @@ impl Projections {
         Ok(Stream { projected: self.qkv.forward(x)?, norms: self.norms.as_ref(), angles })
     }
 
-    /// Counts what the tape keeps for `tokens` tokens: queries and keys before their norms, and values.
+    /// Adds to `saved` what the tape keeps for `tokens` tokens: queries and keys before their norms, and values.
     fn saved(&self, tokens: usize, saved: &mut Saved) {
         let inside = tokens * self.sizes.dim();
         saved.layers(&self.qkv.layers(), (inside, tokens), true);
@@ -94,8 +94,8 @@ pub(crate) fn mix(streams: &[Stream<'_>], sizes: BlockSizes, mask: Option<&Tenso
 }
 
 impl Stream<'_> {
-    /// The stream as an input of [`normed_attention`]. None if the stream's projections are not joined, if the stream has
-    /// no norms, or if its norms are trainable.
+    /// The stream as an input of [`normed_attention`]. None if the stream's projections are not joined, if the stream
+    /// has no norms, or if its norms are trainable.
     fn as_tokens(&self) -> Option<Tokens<'_>> {
         let (Projected::Joined(x), Some(norms)) = (&self.projected, self.norms) else { return None };
         let norms = norms.each_ref().map(|norm| norm.weight.as_ref());
@@ -173,7 +173,7 @@ impl JointAttention {
         Ok((image, text))
     }
 
-    /// Counts what the tape keeps for an image of `area` tokens and a text of `length`.
+    /// Adds to `saved` what the tape keeps for an image of `area` tokens and a text of `length`.
     pub fn saved(&self, area: usize, length: usize, saved: &mut Saved) {
         self.text.saved(length, saved);
         self.image.saved(area, saved);
@@ -223,7 +223,7 @@ impl SelfAttention {
         self.to_out.forward(&mix(&[stream], self.stream.sizes, sight.mask)?)
     }
 
-    /// Counts what the tape keeps for `tokens` tokens.
+    /// Adds to `saved` what the tape keeps for `tokens` tokens.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         self.stream.saved(tokens, saved);
         saved.attention(tokens, tokens, self.to_out.in_features());

@@ -1,4 +1,4 @@
-//! The block of two streams.
+//! The double-stream block.
 
 use trainable_candle_core::{Error, Result, Tensor};
 use trainable_candle_nn::{Linear, Module, Visitor, Weights};
@@ -26,11 +26,11 @@ impl Default for DoubleBlockNames {
 /// Properties in which the blocks of models differ.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DoubleBlockKind {
-    /// Whether the block has a second attention, in which image tokens attend to image tokens only (SD3.5-medium's "dual
-    /// attention").
+    /// Whether the block has a second attention, in which image tokens attend to image tokens only (SD3.5-medium's
+    /// "dual attention").
     pub dual: bool,
-    /// Whether the block returns the text unchanged. This is so in the last block of some models, because no later layer
-    /// reads the text.
+    /// Whether the block returns the text unchanged. This is so in the last block of some models, because no later
+    /// layer reads the text.
     pub image_only: bool,
     /// Whether the model computes the modulation and passes it to the block. The block then has no layers that compute
     /// the modulation.
@@ -41,8 +41,9 @@ pub struct DoubleBlockKind {
     pub names: DoubleBlockNames,
 }
 
-/// Joint attention of image and text tokens, then a feed-forward network for each stream. The input of the attention and
-/// of each network is normalised and modulated; the result is multiplied by a gate and added to the residual stream.
+/// Joint attention of image and text tokens, then a feed-forward network for each stream. The input of the attention
+/// and of each network is normalised and modulated; the result is multiplied by a gate and added to the residual
+/// stream.
 pub struct DoubleBlock {
     /// The layers that modulate the image and the text, unless the model passes the modulation.
     norms: Option<[Linear<Tensor>; 2]>,
@@ -135,7 +136,7 @@ impl DoubleBlock {
         Ok([image, text])
     }
 
-    /// Counts what the tape keeps for an image of `area` tokens and a text of `length`.
+    /// Adds to `saved` what the tape keeps for an image of `area` tokens and a text of `length`.
     pub fn saved(&self, area: usize, length: usize, saved: &mut Saved) {
         let dim = self.dim;
         saved.outside(|saved| self.norms.iter().flatten().for_each(|layer| saved.linear(layer, (dim, 1))));

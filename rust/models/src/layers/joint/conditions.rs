@@ -71,7 +71,7 @@ impl TimeTextEmbedding {
         condition.silu()
     }
 
-    /// Counts what the tape keeps for one sample.
+    /// Adds to `saved` what the tape keeps for one sample.
     pub fn saved(&self, saved: &mut Saved) {
         self.time.saved(saved);
         self.guidance.iter().for_each(|guidance| guidance.saved(saved));

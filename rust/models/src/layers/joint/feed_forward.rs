@@ -79,7 +79,7 @@ impl FeedForward {
         })
     }
 
-    /// Counts what the tape keeps for `tokens` tokens.
+    /// Adds to `saved` what the tape keeps for `tokens` tokens.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         let middle = tokens * self.last.in_features();
         saved.cheap_linear(&self.first, (tokens * self.first.in_features(), tokens));

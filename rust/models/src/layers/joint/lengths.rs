@@ -5,7 +5,7 @@ use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 /// The largest number of tokens of a padded text if lengths are given.
 const MOST_TOKENS: usize = 4096;
 
-/// Makes masks on the device, so that a forward pass that a CUDA graph records copies nothing from the host.
+/// Makes masks on the device, so that a forward pass that is recorded as a CUDA graph copies nothing from the host.
 pub struct TextLengths {
     /// The model's name in messages.
     op: &'static str,
@@ -41,8 +41,8 @@ impl TextLengths {
         Ok(())
     }
 
-    /// The mask of keys, (B, 1, 1, L + S), u8: 1 for the text's keys that are not padding and for all keys of the image.
-    /// `length` is L, the number of tokens of the padded texts; `area` is S, the number of image tokens.
+    /// The mask of keys, (B, 1, 1, L + S), u8: 1 for the text's keys that are not padding and for all keys of the
+    /// image. `length` is L, the number of tokens of the padded texts; `area` is S, the number of image tokens.
     ///
     /// # Errors
     /// [`Error::Shape`] or [`Error::Index`] for inputs that [`check`](Self::check) rejects.

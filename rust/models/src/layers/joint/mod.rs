@@ -1,6 +1,6 @@
-//! The blocks of a multimodal diffusion transformer (Esser et al. 2024, arXiv:2403.03206, section 4). In blocks of
-//! two streams, image and text tokens have separate weights. In blocks of one stream, they have the same weights. In
-//! both, every token attends to all image and text tokens. Names are diffusers'. Follows
+//! The blocks of a multimodal diffusion transformer (Esser et al. 2024, arXiv:2403.03206, section 4). In
+//! double-stream blocks, image and text tokens have separate weights. In single-stream blocks, they have the same
+//! weights. In both, every token attends to all image and text tokens. Names are diffusers'. Follows
 //! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/attention.py#L580>
 //! and
 //! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/transformers/transformer_flux.py>.

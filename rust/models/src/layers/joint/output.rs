@@ -67,7 +67,7 @@ impl ModulatedOutput {
         self.projection.weight.dtype()
     }
 
-    /// Counts what the tape keeps for `tokens` tokens.
+    /// Adds to `saved` what the tape keeps for `tokens` tokens.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         let dim = self.projection.in_features();
         saved.outside(|saved| {

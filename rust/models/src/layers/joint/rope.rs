@@ -33,8 +33,8 @@ impl RopeAxes {
         )))
     }
 
-    /// For each axis of a token's position, `widths` has the number of features of a head that the axis rotates, an even
-    /// number. The axis rotates its pair i by the angle position · `theta`^(−2i / width).
+    /// For each axis of a token's position, `widths` has the number of features of a head that the axis rotates, an
+    /// even number. The axis rotates its pair i by the angle position · `theta`^(−2i / width).
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Candle`] if the frequencies cannot be copied to the device.

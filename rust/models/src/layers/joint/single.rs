@@ -1,4 +1,4 @@
-//! The block of one stream, in which attention and feed-forward network are parallel (Dehghani et al. 2023,
+//! The single-stream block, in which attention and feed-forward network are parallel (Dehghani et al. 2023,
 //! arXiv:2302.05442, section 2.1).
 
 use trainable_candle_core::ops::activation::Gelu;
@@ -79,7 +79,7 @@ impl SingleBlock {
         gated_add(x, &self.proj_out.forward(&both)?, &part(2)?)
     }
 
-    /// Counts what the tape keeps for `tokens` tokens.
+    /// Adds to `saved` what the tape keeps for `tokens` tokens.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         let dim = self.sizes.dim();
         let inside = tokens * dim;

@@ -1,4 +1,4 @@
-//! Runs a model's blocks one after another: blocks of two streams, and blocks of one stream.
+//! Runs a model's blocks one after another: double-stream blocks, and single-stream blocks.
 
 use trainable_candle_core::{Result, Tensor};
 use trainable_candle_nn::Blocks;
