@@ -4,8 +4,8 @@
 //! cargo run --release --example train_sdxl_lora -- UNET CACHE OUTPUT [STEPS [DEVICE]]
 //! ```
 //!
-//! `UNET` is the folder or file of a checkpoint, `OUTPUT` is the adapter file to write, and `CACHE` is a safetensors file
-//! of N examples. The images of all examples have the same `height` and `width` in pixels:
+//! `UNET` is the folder or file of a checkpoint, `OUTPUT` is the adapter file to write, and `CACHE` is a safetensors
+//! file of N examples. The images of all examples have the same `height` and `width` in pixels:
 //!
 //! | tensor | shape |
 //! |---|---|

@@ -140,8 +140,8 @@ pub mod prelude {
     };
 }
 
-/// The mean of the squared differences of `input` and `target`, as a tensor of one element. `input` and `target` must have
-/// the same shape.
+/// The mean of the squared differences of `input` and `target`, as a tensor of one element. `input` and `target` must
+/// have the same shape.
 ///
 /// # Errors
 /// [`Error::Shape`] or [`Error::DType`] if the shapes or the dtypes do not fit together.

@@ -11,8 +11,8 @@ use super::{check_numbers, normal_rows};
 
 const OP: &str = "diffusion_objective";
 
-/// δ of the Huber losses at timestep t of the schedule's T timesteps (Khrapov et al. 2024, arXiv:2403.16728). `delta` is
-/// [`DiffusionConfig::huber_delta`].
+/// δ of the Huber losses at timestep t of the schedule's T timesteps (Khrapov et al. 2024, arXiv:2403.16728). `delta`
+/// is [`DiffusionConfig::huber_delta`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HuberSchedule {
     /// δ is `delta` at every timestep.
@@ -56,13 +56,14 @@ pub struct DiffusionConfig {
     /// noise, and min(SNR, γ) / (SNR + 1) if it predicts velocities. SNR is the signal-to-noise ratio of the timestep.
     /// The paper uses γ = 5. `None` means a weight of 1 for all timesteps.
     pub min_snr_gamma: Option<f64>,
-    /// Standard deviation of additional noise that has one value for each channel of each example, so that whole images can
-    /// become dark or bright (Guttenberg 2023, "Diffusion with offset noise"). 0 adds none; up to about 0.1 is usual.
+    /// Standard deviation of additional noise that has one value for each channel of each example, so that whole images
+    /// can become dark or bright (Guttenberg 2023, "Diffusion with offset noise"). 0 adds none; up to about 0.1 is
+    /// usual.
     pub noise_offset: f64,
-    /// The largest number of levels of multiresolution noise. The first level is normal noise of the size of the latents.
-    /// Each further level has a lower resolution and is enlarged to that size. All levels are added to the noise of the
-    /// latents, and the sum is divided by its standard deviation over the example. Like offset noise, the levels let whole
-    /// images become dark or bright. 0 adds none; 6 to 10 are usual.
+    /// The largest number of levels of multiresolution noise. The first level is normal noise of the size of the
+    /// latents. Each further level has a lower resolution and is enlarged to that size. All levels are added to the
+    /// noise of the latents, and the sum is divided by its standard deviation over the example. Like offset noise, the
+    /// levels let whole images become dark or bright. 0 adds none; 6 to 10 are usual.
     pub multires_noise_iterations: usize,
     /// The weight of each level after the first, divided by the weight of the level before it: above 0 and below 1.
     pub multires_noise_discount: f64,
@@ -104,8 +105,8 @@ pub struct NoisedLatents {
     pub target: Tensor,
 }
 
-/// Adds noise to latents and computes the loss of a model's prediction. The tables with one number for each timestep are on
-/// the device of the latents, so that a training step copies nothing to the host.
+/// Adds noise to latents and computes the loss of a model's prediction. The tables with one number for each timestep
+/// are on the device of the latents, so that a training step copies nothing to the host.
 #[derive(Clone, Debug)]
 pub struct DiffusionObjective {
     config: DiffusionConfig,
@@ -126,8 +127,8 @@ impl DiffusionObjective {
     /// The objective of a model trained under `schedule`, for tensors on `device`.
     ///
     /// # Errors
-    /// [`Error::Argument`] if a setting is outside its range. The same error if the model predicts noise and a timestep of pure
-    /// noise may be drawn, because the model could learn nothing from this timestep.
+    /// [`Error::Argument`] if a setting is outside its range. The same error if the model predicts noise and a timestep
+    /// of pure noise may be drawn, because the model could learn nothing from this timestep.
     pub fn new(schedule: &NoiseSchedule, config: DiffusionConfig, device: &Device) -> Result<Self> {
         let levels = NoiseLevels::new(OP, config.timesteps, config.shift)?;
         let total = schedule.num_train_timesteps();
@@ -197,9 +198,9 @@ impl DiffusionObjective {
         self.noise_at(latents, &noise, &timesteps)
     }
 
-    /// As [`noise`](Self::noise), but the noise and the timestep of example i depend only on `seed` and `samples[i]`, the
-    /// number of the example, counted through the whole training run. So noise and timestep are the same in every call and in
-    /// any batch. The library's generator does not advance.
+    /// As [`noise`](Self::noise), but the noise and the timestep of example i depend only on `seed` and `samples[i]`,
+    /// the number of the example, counted through the whole training run. So noise and timestep are the same in every
+    /// call and in any batch. The library's generator does not advance.
     ///
     /// # Errors
     /// As [`noise`](Self::noise); [`Error::Shape`] if `samples` does not have one number for each example.
@@ -218,8 +219,8 @@ impl DiffusionObjective {
         self.noise_at(latents, &noise, &timesteps)
     }
 
-    /// Add `noise_offset` · a standard normal value to each channel of each example of `noise (B, C, ...)`. `draw(shape)`
-    /// returns the standard normal values.
+    /// Add `noise_offset` · a standard normal value to each channel of each example of `noise (B, C, ...)`.
+    /// `draw(shape)` returns the standard normal values.
     fn with_offset(&self, noise: Tensor, draw: impl FnOnce(&[usize]) -> Result<Tensor>) -> Result<Tensor> {
         if self.config.noise_offset == 0.0 {
             return Ok(noise);
@@ -229,8 +230,8 @@ impl DiffusionObjective {
         noise.add(&draw(&dims)?.mul_scalar(self.config.noise_offset)?)
     }
 
-    /// Add multiresolution noise to `noise (B, C, H, W)`, and divide the sum by its standard deviation over each example.
-    /// `draw(pyramid, b, [C, H, W])` returns the multiresolution noise of example b.
+    /// Add multiresolution noise to `noise (B, C, H, W)`, and divide the sum by its standard deviation over each
+    /// example. `draw(pyramid, b, [C, H, W])` returns the multiresolution noise of example b.
     fn with_levels(&self, noise: Tensor, draw: impl Fn(Pyramid, usize, [usize; 3]) -> Vec<f32>) -> Result<Tensor> {
         if self.config.multires_noise_iterations == 0 {
             return Ok(noise);
@@ -281,8 +282,9 @@ impl DiffusionObjective {
     }
 
     /// Add noise for a validation loss that can be compared over a run. Example number `examples[i]` has the same noise
-    /// and timestep in every call and in any batch. The library's generator does not advance. Multiples of the golden ratio
-    /// choose the timesteps, so that examples with consecutive numbers are spread evenly over the range of timesteps.
+    /// and timestep in every call and in any batch. The library's generator does not advance. Multiples of the golden
+    /// ratio choose the timesteps, so that examples with consecutive numbers are spread evenly over the range of
+    /// timesteps.
     ///
     /// # Errors
     /// As [`noise`](Self::noise); [`Error::Shape`] if `examples` does not have one number for each example.
@@ -300,15 +302,16 @@ impl DiffusionObjective {
         self.noise_at(latents, &noise, &timesteps.to_device(latents.device())?)
     }
 
-    /// The loss of `prediction` for the result of [`noise`](Self::noise): one element in f32, with a gradient for the prediction.
+    /// The loss of `prediction` for the result of [`noise`](Self::noise): one element in f32, with a gradient for the
+    /// prediction.
     ///
     /// An example's loss is the mean of the losses of its elements, times its min-SNR weight, times its entry in
-    /// `weights (B,)` (for example the weight of the prior loss for regularisation images). The result is the mean over the
-    /// examples of the batch.
+    /// `weights (B,)` (for example the weight of the prior loss for regularisation images). The result is the mean over
+    /// the examples of the batch.
     ///
     /// `mask (B, 1, ...)` has the spatial size of the latents and a weight, at least 0, for each spatial position. An
-    /// example's mask is divided by its mean, so that the area of the mask does not change the weight of the example. An
-    /// example whose mask is 0 everywhere has loss 0.
+    /// example's mask is divided by its mean, so that the area of the mask does not change the weight of the example.
+    /// An example whose mask is 0 everywhere has loss 0.
     ///
     /// # Errors
     /// [`Error::Shape`], [`Error::DType`] or [`Error::Device`] if an argument does not fit `noised`.

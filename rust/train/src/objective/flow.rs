@@ -1,5 +1,5 @@
-//! Rectified flow (Liu et al. 2022, arXiv:2209.03003; Lipman et al. 2022, arXiv:2210.02747) in the conventions of Stable
-//! Diffusion 3 and Flux: x = (1 - σ) · data + σ · noise, and the model predicts dx/dσ = noise - data.
+//! Rectified flow (Liu et al. 2022, arXiv:2209.03003; Lipman et al. 2022, arXiv:2210.02747) in the conventions of
+//! Stable Diffusion 3 and Flux: x = (1 - σ) · data + σ · noise, and the model predicts dx/dσ = noise - data.
 
 use trainable_candle_core::raw::is_float;
 use trainable_candle_core::rng::Purpose;
@@ -36,8 +36,8 @@ impl FlowMatching {
         Ok(Self { levels: NoiseLevels::new(OP, distribution, shift)? })
     }
 
-    /// Add noise to floating-point `data (B, ...)`, each example at its own noise level. The noise and the levels come from
-    /// the library's generator.
+    /// Add noise to floating-point `data (B, ...)`, each example at its own noise level. The noise and the levels come
+    /// from the library's generator.
     ///
     /// # Errors
     /// [`Error::Shape`] if `data` has no dimension, [`Error::DType`] if it is not floating point.
@@ -47,9 +47,9 @@ impl FlowMatching {
         noised(data, &noise, &sigmas)
     }
 
-    /// As [`noise`](Self::noise), but the noise and the level of example i depend only on `seed` and `samples[i]`, the number
-    /// of the example, counted through the whole training run. So noise and level are the same in every call and in any batch.
-    /// The library's generator does not advance.
+    /// As [`noise`](Self::noise), but the noise and the level of example i depend only on `seed` and `samples[i]`, the
+    /// number of the example, counted through the whole training run. So noise and level are the same in every call and
+    /// in any batch. The library's generator does not advance.
     ///
     /// # Errors
     /// As [`noise`](Self::noise); [`Error::Shape`] if `samples` does not have one number for each example.
@@ -57,8 +57,8 @@ impl FlowMatching {
         self.keyed(data, samples, seed, [Purpose::Level, Purpose::Noise])
     }
 
-    /// As [`noise_for`](Self::noise_for), for a validation loss: noise and levels come from streams of random numbers that
-    /// training does not use.
+    /// As [`noise_for`](Self::noise_for), for a validation loss: noise and levels come from streams of random numbers
+    /// that training does not use.
     ///
     /// # Errors
     /// As [`noise_for`](Self::noise_for).
@@ -79,8 +79,8 @@ fn batch_of(data: &Tensor) -> Result<usize> {
     batch.ok_or_else(|| Error::shape(OP, "the data has no dimension, expected (B, ...)"))
 }
 
-/// Mix `data (B, ...)` with `noise (B, ...)` at the levels `sigmas (B)`. The mixture is computed in f32; noised data and target
-/// have the dtype of the data.
+/// Mix `data (B, ...)` with `noise (B, ...)` at the levels `sigmas (B)`. The mixture is computed in f32; noised data
+/// and target have the dtype of the data.
 ///
 /// # Errors
 /// [`Error::Shape`] if the three shapes do not fit together, [`Error::DType`] if `data` is not floating point.
@@ -119,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn samples_are_mixtures_of_data_and_noise() {
+    fn samples_are_mixtures_of_data_and_noise_and_other_inputs_are_rejected() {
         let cpu = Device::Cpu;
         let data = Tensor::new(&[[1f32, 2.0], [3.0, 4.0], [5.0, 6.0]], &cpu).unwrap();
         let noise = Tensor::new(&[[-1f32, 0.0], [1.0, 0.0], [7.0, 8.0]], &cpu).unwrap();
@@ -128,7 +128,7 @@ mod tests {
         assert_eq!(result.sample.to_vec::<f32>().unwrap(), [1.0, 2.0, 2.5, 3.0, 7.0, 8.0]);
         assert_eq!(result.target.to_vec::<f32>().unwrap(), [-2.0, -2.0, -2.0, -4.0, 2.0, 2.0]);
         assert!(noised(&data, &noise, &sigmas.narrow(0, 0, 2).unwrap()).is_err());
-        // The mixture is no integer, so that it cannot have the dtype of such data.
+        // A mixture with integer data is not an integer, so it cannot have the dtype of the data.
         let integers = data.to_dtype(DType::I64).unwrap();
         assert!(matches!(noised(&integers, &noise, &sigmas), Err(Error::DType { .. })));
     }

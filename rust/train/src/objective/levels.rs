@@ -19,8 +19,8 @@ pub enum SigmaDistribution {
         std: f64,
     },
     /// 1 − u − scale · (cos²(π u / 2) − 1 + u) for uniform u (arXiv:2403.03206, section 3.1, "mode sampling with heavy
-    /// tails"). A positive scale makes levels near 0.5 more frequent; a negative scale makes levels near 0 and near 1 more
-    /// frequent.
+    /// tails"). A positive scale makes levels near 0.5 more frequent; a negative scale makes levels near 0 and near 1
+    /// more frequent.
     Mode {
         /// A number from −1 to 2 / (π − 2), the range in which the function decreases with u.
         scale: f64,
@@ -61,8 +61,8 @@ impl NoiseLevels {
     /// (arXiv:2403.03206, section 5.3.2).
     ///
     /// # Errors
-    /// [`Error::Argument`], with the name `op` of the operation, if the shift or the standard deviation is not a finite number
-    /// above 0, if the mean is not finite, or if the scale of [`SigmaDistribution::Mode`] is out of range.
+    /// [`Error::Argument`], with the name `op` of the operation, if the shift or the standard deviation is not a finite
+    /// number above 0, if the mean is not finite, or if the scale of [`SigmaDistribution::Mode`] is out of range.
     pub fn new(op: &'static str, distribution: SigmaDistribution, shift: f64) -> Result<Self> {
         if !(shift > 0.0 && shift.is_finite()) {
             return Err(Error::argument(op, format!("shift is {shift}, expected a number above 0")));
@@ -103,8 +103,8 @@ impl NoiseLevels {
         self.shifted(levels)
     }
 
-    /// Draw one level for each of the B sample numbers in `samples`: (B,), f32, on `device`. Each level comes from the stream
-    /// of random numbers for `seed`, `purpose` and the sample number.
+    /// Draw one level for each of the B sample numbers in `samples`: (B,), f32, on `device`. Each level comes from the
+    /// stream of random numbers for `seed`, `purpose` and the sample number.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the levels do not fit in memory.

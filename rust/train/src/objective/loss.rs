@@ -48,13 +48,13 @@ pub(crate) enum Delta<'a> {
 pub(crate) struct Weights<'a> {
     /// A weight for each example, (B,).
     pub(crate) examples: Option<&'a Tensor>,
-    /// A weight for each spatial position of each example, (B, 1, ...). [`weighted_loss`] divides an example's weights by
-    /// their mean.
+    /// A weight for each spatial position of each example, (B, 1, ...). [`weighted_loss`] divides an example's weights
+    /// by their mean.
     pub(crate) places: Option<&'a Tensor>,
 }
 
-/// The mean of the examples' losses, one element in f32. The loss of an example is the mean over its elements of (position
-/// weight · loss of the element), times the weight of the example.
+/// The mean of the examples' losses, one element in f32. The loss of an example is the mean over its elements of
+/// (position weight · loss of the element), times the weight of the example.
 pub(crate) fn weighted_loss(
     function: LossFunction,
     delta: Delta<'_>,
@@ -99,8 +99,8 @@ pub(crate) fn per_example(x: &Tensor) -> Vec<usize> {
 /// The product of the example weights and the position weights, which are divided by their mean over each example. The
 /// product's shape broadcasts to the shape of `x`. `None` without weights.
 fn combined(x: &Tensor, examples: Option<&Tensor>, places: Option<&Tensor>) -> Result<Option<Tensor>> {
-    /// A lower bound for the mean of an example's position weights, so that weights of 0 everywhere give a loss of 0, not
-    /// NaN. Other weights have larger means.
+    /// A lower bound for the mean of an example's position weights, so that weights of 0 everywhere give a loss of 0,
+    /// not NaN. Other weights have larger means.
     const LEAST: f64 = 1e-12;
     let examples = examples.map(|weights| weights.reshape(per_example(x))).transpose()?;
     let Some(places) = places else { return Ok(examples) };

@@ -17,15 +17,15 @@ pub use levels::{NoiseLevels, SigmaDistribution};
 pub use loss::LossFunction;
 pub use schedule::{BetaSchedule, NoiseSchedule, NoiseScheduleConfig, PredictionType, TimestepSpacing};
 
-/// Standard normal values of shape `dims` (B, ...) in f32 on `device`. Row `i` comes from the random stream that `seed`, `purpose` and the
-/// sample number `samples[i]` select.
+/// Standard normal values of shape `dims` (B, ...) in f32 on `device`. Row `i` comes from the random stream that
+/// `seed`, `purpose` and the sample number `samples[i]` select.
 fn normal_rows(dims: &[usize], samples: &[u64], purpose: Purpose, seed: u64, device: &Device) -> Result<Tensor> {
     let values = rng::normal_samples(seed, purpose, samples, dims[1..].iter().product());
     Tensor::from_vec(values, dims, &Device::Cpu)?.to_device(device)
 }
 
-/// Check that the caller passed one sample number for each example: `numbers`, the count of sample numbers, must equal the batch size
-/// `dims[0]`.
+/// Check that the caller passed one sample number for each example: `numbers`, the count of sample numbers, must equal
+/// the batch size `dims[0]`.
 fn check_numbers(op: &'static str, dims: &[usize], numbers: usize) -> Result<()> {
     if numbers == dims[0] {
         return Ok(());

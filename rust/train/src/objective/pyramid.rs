@@ -1,4 +1,5 @@
-//! Multiresolution noise ("pyramid noise"): the weighted sum of standard normal noise at several resolutions, enlarged to one size.
+//! Multiresolution noise ("pyramid noise"): the weighted sum of standard normal noise at several resolutions, enlarged
+//! to one size.
 //!
 //! The idea is from J. Whitaker 2023, "Multi-Resolution Noise for Diffusion Model Training",
 //! <https://wandb.ai/johnowhitaker/multires_noise/reports/Multi-Resolution-Noise-for-Diffusion-Model-Training--VmlldzozNjYyOTU2>. The
@@ -17,11 +18,12 @@ pub(super) struct Pyramid {
 }
 
 impl Pyramid {
-    /// Draws noise for one example from the generator of this thread. The caller adds the result to standard normal noise.
+    /// Draws noise for one example from the generator of this thread. The caller adds the result to standard normal
+    /// noise.
     ///
-    /// The result is Σᵢ `discount`ⁱ · enlarge(noiseᵢ), in the shape `[channels, h, w]`, where i counts levels from 0. noiseᵢ is standard
-    /// normal noise of ⌊h / rᵢⁱ⌋ × ⌊w / rᵢⁱ⌋ pixels (each side at least one pixel), and rᵢ is uniform in [2, 4). The sum ends with the
-    /// first level that has a side of one pixel.
+    /// The result is Σᵢ `discount`ⁱ · enlarge(noiseᵢ), in the shape `[channels, h, w]`, where i counts levels from 0.
+    /// noiseᵢ is standard normal noise of ⌊h / rᵢⁱ⌋ × ⌊w / rᵢⁱ⌋ pixels (each side at least one pixel), and rᵢ is
+    /// uniform in [2, 4). The sum ends with the first level that has a side of one pixel.
     pub fn draw(self, [channels, height, width]: [usize; 3]) -> Vec<f32> {
         let mut sum = vec![0f32; channels * height * width];
         let mut weight = 1.0;
@@ -40,9 +42,9 @@ impl Pyramid {
     }
 }
 
-/// Enlarge each image of `images` from `small` to `size` by bilinear interpolation, multiply the enlarged image by `weight`, and add it to
-/// the image with the same index in `sums`. `images` and `sums` hold one image after the other, row by row. Both sizes are
-/// (height, width) in pixels.
+/// Enlarge each image of `images` from `small` to `size` by bilinear interpolation, multiply the enlarged image by
+/// `weight`, and add it to the image with the same index in `sums`. `images` and `sums` hold one image after the other,
+/// row by row. Both sizes are (height, width) in pixels.
 fn add_enlarged(sums: &mut [f32], size: [usize; 2], images: &[f32], small: [usize; 2], weight: f32) {
     let [rows, columns] = [0, 1].map(|axis| neighbours(small[axis], size[axis]));
     let pixels = (size[0] * size[1]).max(1);
@@ -71,8 +73,8 @@ struct Neighbours {
 }
 
 /// The neighbours of each output pixel along an axis that is enlarged from `input` to `output` pixels, as in torch's
-/// `interpolate(mode="bilinear", align_corners=False)`: the centre of pixel i is at i + 0.5. An output pixel whose centre is before the
-/// centre of the first input pixel gets the value of the first input pixel.
+/// `interpolate(mode="bilinear", align_corners=False)`: the centre of pixel i is at i + 0.5. An output pixel whose
+/// centre is before the centre of the first input pixel gets the value of the first input pixel.
 fn neighbours(input: usize, output: usize) -> Vec<Neighbours> {
     let scale = input as f64 / output as f64;
     let of = |i: usize| {

@@ -1,7 +1,7 @@
 //! The noise schedule of diffusion models (Ho et al. 2020, arXiv:2006.11239) under diffusers' names.
 //!
-//! β is the variance of the noise that a timestep adds. ᾱ of a timestep is the product of 1 - β over all timesteps up to
-//! and including it.
+//! β is the variance of the noise that a timestep adds. ᾱ of a timestep is the product of 1 - β over all timesteps up
+//! to and including it.
 //!
 //! Follows <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/schedulers/scheduling_ddpm.py#L101>.
 
@@ -21,8 +21,8 @@ pub enum BetaSchedule {
     Linear,
     /// The square roots of the variances grow linearly (latent diffusion, Stable Diffusion, SDXL).
     ScaledLinear,
-    /// The variances grow so that √ᾱ follows a cosine (Nichol & Dhariwal 2021, arXiv:2102.09672); `beta_start` and `beta_end`
-    /// are ignored.
+    /// The variances grow so that √ᾱ follows a cosine (Nichol & Dhariwal 2021, arXiv:2102.09672); `beta_start` and
+    /// `beta_end` are ignored.
     #[serde(rename = "squaredcos_cap_v2")]
     SquaredCosine,
 }
@@ -43,8 +43,8 @@ pub enum PredictionType {
 pub enum TimestepSpacing {
     /// Evenly spaced from the last timestep to the first.
     Linspace,
-    /// The multiples 0, d, 2d, ... of d = ⌊number of timesteps / number of steps⌋, plus `steps_offset`. For DPM-Solver++ the
-    /// divisor is the number of steps + 1. The multiples usually end before the last timestep.
+    /// The multiples 0, d, 2d, ... of d = ⌊number of timesteps / number of steps⌋, plus `steps_offset`. For
+    /// DPM-Solver++ the divisor is the number of steps + 1. The multiples usually end before the last timestep.
     Leading,
     /// Counted down from the last timestep at a distance of (number of timesteps / number of steps), then rounded.
     Trailing,
@@ -81,8 +81,8 @@ names!(BetaSchedule, "beta_schedule", "linear" => Linear, "scaled_linear" => Sca
 names!(PredictionType, "prediction_type", "epsilon" => Epsilon, "v_prediction" => VPrediction);
 names!(TimestepSpacing, "timestep_spacing", "linspace" => Linspace, "leading" => Leading, "trailing" => Trailing);
 
-/// The entries of diffusers' `scheduler_config.json` that tell how a model was trained and which timesteps samplers pick. The defaults
-/// are SDXL's. Other entries are ignored.
+/// The entries of diffusers' `scheduler_config.json` that tell how a model was trained and which timesteps samplers
+/// pick. The defaults are SDXL's. Other entries are ignored.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct NoiseScheduleConfig {
@@ -156,12 +156,12 @@ impl NoiseSchedule {
         Self::new(NoiseScheduleConfig::default())
     }
 
-    /// The schedule in a `scheduler_config.json`: `path` is the file, the folder that holds it, or the folder of a model
-    /// that holds it as `scheduler/scheduler_config.json`. Missing entries have SDXL's values.
+    /// The schedule in a `scheduler_config.json`: `path` is the file, the folder that holds it, or the folder of a
+    /// model that holds it as `scheduler/scheduler_config.json`. Missing entries have SDXL's values.
     ///
     /// # Errors
-    /// [`Error::Io`] if there is no such file, [`Error::Config`] naming the line that does not parse, [`Error::Argument`]
-    /// as for [`new`](Self::new).
+    /// [`Error::Io`] if there is no such file, [`Error::Config`] naming the line that does not parse,
+    /// [`Error::Argument`] as for [`new`](Self::new).
     pub fn from_pretrained(path: &Path) -> Result<Self> {
         let candidates: [PathBuf; 2] = [path.join(FILE), path.join("scheduler").join(FILE)];
         let file = candidates
@@ -178,8 +178,8 @@ impl NoiseSchedule {
         &self.config
     }
 
-    /// ᾱ of each timestep. The values fall from about 1. If the data have variance 1, ᾱ is the data's share of the variance
-    /// of x = √ᾱ · data + √(1 - ᾱ) · noise.
+    /// ᾱ of each timestep. The values fall from about 1. If the data have variance 1, ᾱ is the data's share of the
+    /// variance of x = √ᾱ · data + √(1 - ᾱ) · noise.
     pub fn alphas_cumprod(&self) -> &[f64] {
         &self.alphas_cumprod
     }
@@ -241,8 +241,8 @@ fn checked(betas: Vec<f64>) -> Result<Vec<f64>> {
     }
 }
 
-/// Subtract one number from √ᾱ of all timesteps so that √ᾱ of the last timestep is 0. Then multiply √ᾱ of all timesteps by one
-/// factor so that √ᾱ of the first timestep has its old value.
+/// Subtract one number from √ᾱ of all timesteps so that √ᾱ of the last timestep is 0. Then multiply √ᾱ of all timesteps
+/// by one factor so that √ᾱ of the first timestep has its old value.
 fn rescale_to_zero_snr(alphas_cumprod: &mut [f64]) {
     let (Some(first), Some(last)) = (alphas_cumprod.first(), alphas_cumprod.last()) else { return };
     let (first, last) = (first.sqrt(), last.sqrt());
@@ -257,11 +257,11 @@ mod tests {
 
     #[test]
     fn impossible_schedules_are_rejected() {
-        let refused = |config: NoiseScheduleConfig| NoiseSchedule::new(config).unwrap_err().to_string();
+        let message = |config: NoiseScheduleConfig| NoiseSchedule::new(config).unwrap_err().to_string();
         let default = NoiseScheduleConfig::default;
-        assert!(refused(NoiseScheduleConfig { num_train_timesteps: 1, ..default() }).contains("at least 2"));
-        assert!(refused(NoiseScheduleConfig { beta_start: -0.1, ..default() }).contains("-0.1"));
-        assert!(refused(NoiseScheduleConfig { trained_betas: Some(vec![0.1, f64::NAN]), ..default() }).contains("NaN"));
+        assert!(message(NoiseScheduleConfig { num_train_timesteps: 1, ..default() }).contains("at least 2"));
+        assert!(message(NoiseScheduleConfig { beta_start: -0.1, ..default() }).contains("-0.1"));
+        assert!(message(NoiseScheduleConfig { trained_betas: Some(vec![0.1, f64::NAN]), ..default() }).contains("NaN"));
         assert!("cosine".parse::<BetaSchedule>().unwrap_err().to_string().contains("squaredcos_cap_v2"));
     }
 

@@ -7,8 +7,9 @@ use trainable_candle_core::{Error, Result, Tensor};
 use super::{OP, Sampler, check_step, checked, combined, denoised, grid, wide};
 use crate::objective::{NoiseSchedule, PredictionType, TimestepSpacing};
 
-/// DPM-Solver++(2M) (Lu et al. 2022, arXiv:2211.01095, algorithm 2) in x = α · data + √(1 - α²) · noise, with the timesteps of
-/// diffusers' `DPMSolverMultistepScheduler` (`dpmsolver++`, order 2, midpoint). The first and the last step are of first order.
+/// DPM-Solver++(2M) (Lu et al. 2022, arXiv:2211.01095, algorithm 2) in x = α · data + √(1 - α²) · noise, with the
+/// timesteps of diffusers' `DPMSolverMultistepScheduler` (`dpmsolver++`, order 2, midpoint). The first and the last
+/// step are of first order.
 #[derive(Clone, Debug)]
 pub struct DpmSolver {
     prediction: PredictionType,

@@ -7,8 +7,8 @@ use trainable_candle_core::{Result, Tensor};
 use super::{Sampler, check_step, checked, combined, denoised, grid, wide};
 use crate::objective::{NoiseSchedule, PredictionType, TimestepSpacing};
 
-/// Euler's method in x = data + σ · noise (Karras et al. 2022, arXiv:2206.00364, algorithm 1). The timesteps and the factors
-/// of the initial noise and of the model's input are those of diffusers' `EulerDiscreteScheduler`.
+/// Euler's method in x = data + σ · noise (Karras et al. 2022, arXiv:2206.00364, algorithm 1). The timesteps and the
+/// factors of the initial noise and of the model's input are those of diffusers' `EulerDiscreteScheduler`.
 #[derive(Clone, Debug)]
 pub struct Euler {
     prediction: PredictionType,

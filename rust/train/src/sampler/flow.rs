@@ -19,8 +19,8 @@ pub fn flow_sigmas(steps: usize, shift: f64) -> Result<Vec<f64>> {
     Ok((0..=steps).map(|i| shift_sigma(1.0 - i as f64 / steps as f64, shift)).collect())
 }
 
-/// Integrate dx/dσ = `velocity(x, σ)` by Euler's method, from x = `noise` at σ = `sigmas[0]` to x at the last of `sigmas`, with one
-/// step between neighbouring `sigmas`. Records no gradients.
+/// Integrate dx/dσ = `velocity(x, σ)` by Euler's method, from x = `noise` at σ = `sigmas[0]` to x at the last of
+/// `sigmas`, with one step between neighbouring `sigmas`. Records no gradients.
 ///
 /// # Errors
 /// [`Error::Argument`] if there are fewer than two noise levels; the errors of `velocity` and [`euler_step`].
@@ -48,7 +48,7 @@ pub fn euler_step(x: &Tensor, velocity: &Tensor, sigma: f64, next: f64) -> Resul
     if velocity.dims() != x.dims() {
         return Err(Error::shape(
             "euler_step",
-            format!("the sample has shape {:?}, the velocity {:?}", x.dims(), velocity.dims()),
+            format!("the velocity has shape {:?}, expected {:?}, the shape of the sample", velocity.dims(), x.dims()),
         ));
     }
     x.add(&velocity.to_dtype(x.dtype())?.mul_scalar(next - sigma)?)
@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn error_falls_with_the_number_of_steps() {
+    fn twice_as_many_steps_halve_the_error() {
         // dx/dσ = x from 1 at σ = 1 to 1/e at σ = 0; Euler's method is of first order.
         let one = Tensor::new(1f64, &Device::Cpu).unwrap();
         let error = |steps| {
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn zero_steps_are_rejected() {
+    fn too_few_steps_are_rejected() {
         assert!(flow_sigmas(0, 1.0).is_err());
         assert!(euler(&Tensor::new(1f32, &Device::Cpu).unwrap(), &[1.0], |x, _| Ok(x.clone())).is_err());
     }

@@ -8,9 +8,9 @@ use trainable_candle_core::{Error, Result};
 use super::OP;
 use crate::objective::{NoiseSchedule, TimestepSpacing};
 
-/// The first `keep` of `count` decreasing timesteps, where `keep` is the number of steps. For Euler's method `count` equals
-/// `keep`. For DPM-Solver++ `count` is `keep` + 1: the extra timestep is the end of the last step. The trailing spacing never
-/// includes the end of the last step, so it ignores `count`.
+/// The first `keep` of `count` decreasing timesteps, where `keep` is the number of steps. For Euler's method `count`
+/// equals `keep`. For DPM-Solver++ `count` is `keep` + 1: the extra timestep is the end of the last step. The trailing
+/// spacing never includes the end of the last step, so it ignores `count`.
 pub(super) fn spaced(schedule: &NoiseSchedule, count: usize, keep: usize) -> Result<Vec<f64>> {
     let config = schedule.config();
     let total = schedule.num_train_timesteps();
@@ -39,8 +39,8 @@ pub(super) fn spaced(schedule: &NoiseSchedule, count: usize, keep: usize) -> Res
     Ok(timesteps.into_iter().take(keep).collect())
 }
 
-/// The noise levels at `timesteps`, interpolated linearly between whole timesteps. `sigmas[t]` is the noise level of the whole
-/// timestep `t`.
+/// The noise levels at `timesteps`, interpolated linearly between whole timesteps. `sigmas[t]` is the noise level of
+/// the whole timestep `t`.
 pub(super) fn sigmas_at(sigmas: &[f64], timesteps: &[f64]) -> Vec<f64> {
     let at = |&t: &f64| {
         let t = t.clamp(0.0, (sigmas.len() - 1) as f64);
@@ -51,7 +51,8 @@ pub(super) fn sigmas_at(sigmas: &[f64], timesteps: &[f64]) -> Vec<f64> {
     timesteps.iter().map(at).collect()
 }
 
-/// `steps` noise levels from `first` down to `last`, spaced as in Karras et al. 2022 (arXiv:2206.00364, equation 5), ρ = 7.
+/// `steps` noise levels from `first` down to `last`, spaced as in Karras et al. 2022 (arXiv:2206.00364, equation 5), ρ
+/// = 7.
 pub(super) fn karras(first: f64, last: f64, steps: usize) -> Vec<f64> {
     const RHO: f64 = 7.0;
     let (first, last) = (first.powf(1.0 / RHO), last.powf(1.0 / RHO));
@@ -59,8 +60,8 @@ pub(super) fn karras(first: f64, last: f64, steps: usize) -> Vec<f64> {
     (0..steps).map(|i| level(i).powf(RHO)).collect()
 }
 
-/// The timestep of the noise level `sigma`, interpolated linearly in ln σ between two whole timesteps. `sigmas[t]` is the noise
-/// level of the whole timestep `t`.
+/// The timestep of the noise level `sigma`, interpolated linearly in ln σ between two whole timesteps. `sigmas[t]` is
+/// the noise level of the whole timestep `t`.
 pub(super) fn timestep_of(sigmas: &[f64], sigma: f64) -> f64 {
     let below = sigmas.partition_point(|&s| s <= sigma).clamp(1, sigmas.len() - 1) - 1;
     let (low, high) = (sigmas[below].ln(), sigmas[below + 1].ln());

@@ -2,8 +2,8 @@
 
 use trainable_candle_core::{Error, Result, Tensor};
 
-/// `negative` + `scale` · (`positive` - `negative`): the model's output for the prompt, moved away from the output for the
-/// negative prompt. Up to rounding, scale 1 gives the output for the prompt.
+/// `negative` + `scale` · (`positive` - `negative`): the model's output for the prompt, moved away from the output for
+/// the negative prompt. Up to rounding, scale 1 gives the output for the prompt.
 ///
 /// # Errors
 /// [`Error::Shape`] if the shapes of the two outputs do not broadcast, [`Error::DType`] if their dtypes differ.
@@ -21,21 +21,23 @@ pub struct Guided<M> {
 enum Conditions {
     /// The tensors of the prompt alone, for scale 1.
     Positive(Vec<Tensor>),
-    /// The tensors of the negative prompt and of the prompt, concatenated along the batch for one call with twice the batch.
+    /// The tensors of the negative prompt and of the prompt, concatenated along the batch for one call with twice the
+    /// batch.
     Pair(Vec<Tensor>),
     /// The tensors for one call for each prompt. A call for one prompt needs half of the memory of a call for both.
     Each { negative: Vec<Tensor>, positive: Vec<Tensor> },
 }
 
 impl<M: FnMut(&Tensor, f64, &[Tensor]) -> Result<Tensor>> Guided<M> {
-    /// Guide `model(x, timestep, conditioning)` away from `negative` towards `positive`. `negative` and `positive` are lists
-    /// of equally many tensors. The first dimension of each tensor is the batch, and tensors with the same index must have
-    /// the same shape. With `batched`, one call of the model gets the tensors of both lists and two copies of `x`,
-    /// concatenated along the batch (negative first). With a `scale` of 1, the model is called with `positive` alone.
+    /// Guide `model(x, timestep, conditioning)` away from `negative` towards `positive`. `negative` and `positive` are
+    /// lists of equally many tensors. The first dimension of each tensor is the batch, and tensors with the same index
+    /// must have the same shape. With `batched`, one call of the model gets the tensors of both lists and two copies of
+    /// `x`, concatenated along the batch (negative first). With a `scale` of 1, the model is called with `positive`
+    /// alone.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the scale is not finite or the numbers of tensors differ. With `batched` and a scale other
-    /// than 1, [`Error::Shape`] if two tensors cannot be concatenated along the batch.
+    /// [`Error::Argument`] if the scale is not finite or the numbers of tensors differ. With `batched` and a scale
+    /// other than 1, [`Error::Shape`] if two tensors cannot be concatenated along the batch.
     pub fn new(model: M, positive: Vec<Tensor>, negative: Vec<Tensor>, scale: f64, batched: bool) -> Result<Self> {
         if !scale.is_finite() || positive.len() != negative.len() {
             return Err(Error::argument(

@@ -50,8 +50,8 @@ pub trait Sampler: Send {
     /// [`Error::Argument`] if there is no step `i`.
     fn scale_input(&self, x: &Tensor, i: usize) -> Result<Tensor>;
 
-    /// Compute the sample at the next noise level. `x` is the sample at step `i`, and `model_output` is the model's output for the
-    /// scaled `x`. Call the steps in order from 0; step 0 starts a new run.
+    /// Compute the sample at the next noise level. `x` is the sample at step `i`, and `model_output` is the model's
+    /// output for the scaled `x`. Call the steps in order from 0; step 0 starts a new run.
     ///
     /// # Errors
     /// [`Error::Argument`] if there is no step `i`, or if `i` is out of order and the sampler needs the previous step's
@@ -128,7 +128,11 @@ fn checked(model_output: &Tensor, x: &Tensor) -> Result<(Tensor, Tensor)> {
     if model_output.dims() != x.dims() {
         return Err(Error::shape(
             OP,
-            format!("the model's output has shape {:?}, the sample {:?}", model_output.dims(), x.dims()),
+            format!(
+                "the model's output has shape {:?}, expected {:?}, the shape of the sample",
+                model_output.dims(),
+                x.dims()
+            ),
         ));
     }
     let x = wide(x)?;

@@ -97,7 +97,7 @@ fn runs_equal_diffusers() {
 }
 
 #[test]
-fn sampling_with_a_closure_equals_its_steps() {
+fn sample_computes_the_same_as_the_steps_one_by_one() {
     let schedule = NoiseSchedule::sdxl().unwrap();
     let noise = Tensor::randn(0.0, 1.0, (2, 4, 3), DType::F32, &Device::Cpu).unwrap();
     let model = |x: &Tensor, timestep: f64| x.mul_scalar(0.3 + timestep / 2000.0);
@@ -129,8 +129,13 @@ fn guidance_of_1_calls_the_model_with_the_prompt_alone() {
     assert_eq!(guided.predict(&x, 0.0).unwrap().to_vec::<f32>().unwrap(), expected);
     drop(guided);
     assert_eq!(calls, 1);
+}
+
+#[test]
+fn prompts_with_unequal_numbers_of_tensors_are_rejected() {
+    let condition = vec![Tensor::ones((2, 1), DType::F32, &Device::Cpu).unwrap()];
     let nothing = |x: &Tensor, _: f64, _: &[Tensor]| Ok(x.clone());
-    assert!(Guided::new(nothing, condition(1.0), vec![], 2.0, true).is_err());
+    assert!(Guided::new(nothing, condition, vec![], 2.0, true).is_err());
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! Compares the objective with results of diffusers in f64 (tests/golden/schedules), and with the formulas of the losses,
-//! computed in f64.
+//! Compares the objective with results of diffusers in f64 (tests/golden/schedules), and with the formulas of the
+//! losses, computed in f64.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -54,8 +54,8 @@ fn schedule_noise_velocity_and_weights_equal_diffusers() {
         let noised = objective.noise_at(latents, noise, timesteps).unwrap();
         assert!(difference(&values(&noised.sample), &values(&golden["ddpm_noised"])) < 1e-6);
         assert!(difference(&values(&noised.target), &values(&golden[target])) < 1e-6);
-        // If the prediction differs from the target by 1 everywhere, the mean squared error is 1, so the loss is the example's
-        // min-SNR weight.
+        // If the prediction differs from the target by 1 everywhere, the mean squared error is 1, so the loss is the
+        // example's min-SNR weight.
         for (t, expected) in values(&golden[weight]).into_iter().enumerate().step_by(37) {
             let timesteps = Tensor::new(&[t as i64], &CPU).unwrap();
             let noised = objective.noise_at(&randn(&[1, 4, 2, 2]), &randn(&[1, 4, 2, 2]), &timesteps).unwrap();
@@ -65,8 +65,8 @@ fn schedule_noise_velocity_and_weights_equal_diffusers() {
     }
 }
 
-/// The loss by its definition, element by element in f64. `element(d, b)` is the loss of one element of example b, where d
-/// is the absolute difference between the prediction and the target.
+/// The loss by its definition, element by element in f64. `element(d, b)` is the loss of one element of example b,
+/// where d is the absolute difference between the prediction and the target.
 fn reference(
     prediction: &[f64],
     target: &[f64],
@@ -164,7 +164,7 @@ fn losses_and_their_gradients_follow_the_definition() {
 }
 
 #[test]
-fn timesteps_fill_their_range_and_repeat_with_the_generator() {
+fn timesteps_fill_their_range_and_follow_the_seed() {
     let config = DiffusionConfig { min_timestep: 200, max_timestep: Some(210), ..DiffusionConfig::default() };
     let objective = objective(PredictionType::Epsilon, config);
     let draw = |seed| {
@@ -199,8 +199,8 @@ fn multiresolution_noise_has_large_structures_and_deviation_1() {
             DiffusionConfig { multires_noise_iterations, multires_noise_discount: 0.9, ..DiffusionConfig::default() };
         objective(PredictionType::Epsilon, config).noise(&latents).unwrap().target
     };
-    // Each square of 8 x 8 pixels has a mean; this is the variance of these means. For independent pixels of variance 1, it
-    // is 1 / 64.
+    // Each square of 8 x 8 pixels has a mean; this is the variance of these means. For independent pixels of variance
+    // 1, it is 1 / 64.
     let coarse = |noise: &Tensor| {
         let means = noise.reshape((8, 4, 4, 8, 6, 8)).unwrap().mean(&[3, 5], false).unwrap();
         means.var(&[0, 1, 2, 3], false, 0.0).unwrap().item().unwrap()
@@ -231,7 +231,7 @@ fn the_number_of_a_sample_determines_its_noise_and_timestep() {
 }
 
 #[test]
-fn validation_noise_belongs_to_the_example() {
+fn validation_noise_belongs_to_the_example_and_its_timesteps_are_spread_evenly() {
     let objective = objective(PredictionType::VPrediction, DiffusionConfig::default());
     let latents = randn(&[4, 4, 3, 3]);
     let before = rng::state();
@@ -263,23 +263,23 @@ fn samples_keep_the_dtype_of_the_latents_and_targets_are_f32() {
 }
 
 #[test]
-fn inputs_that_do_not_fit_are_rejected() {
-    let refused = |prediction, config: DiffusionConfig| {
+fn wrong_settings_and_inputs_are_rejected() {
+    let rejection = |prediction, config: DiffusionConfig| {
         DiffusionObjective::new(&schedule(prediction), config, &CPU).unwrap_err().to_string()
     };
     let default = DiffusionConfig::default;
     let epsilon = PredictionType::Epsilon;
     assert!(
-        refused(epsilon, DiffusionConfig { min_timestep: 500, max_timestep: Some(500), ..default() }).contains("500")
+        rejection(epsilon, DiffusionConfig { min_timestep: 500, max_timestep: Some(500), ..default() }).contains("500")
     );
-    assert!(refused(epsilon, DiffusionConfig { max_timestep: Some(1001), ..default() }).contains("1001"));
-    assert!(refused(epsilon, DiffusionConfig { min_snr_gamma: Some(0.0), ..default() }).contains("min_snr_gamma"));
-    assert!(refused(epsilon, DiffusionConfig { noise_offset: f64::NAN, ..default() }).contains("noise_offset"));
+    assert!(rejection(epsilon, DiffusionConfig { max_timestep: Some(1001), ..default() }).contains("1001"));
+    assert!(rejection(epsilon, DiffusionConfig { min_snr_gamma: Some(0.0), ..default() }).contains("min_snr_gamma"));
+    assert!(rejection(epsilon, DiffusionConfig { noise_offset: f64::NAN, ..default() }).contains("noise_offset"));
     for multires_noise_discount in [0.0, 1.0, f64::NAN] {
-        let message = refused(epsilon, DiffusionConfig { multires_noise_discount, ..default() });
+        let message = rejection(epsilon, DiffusionConfig { multires_noise_discount, ..default() });
         assert!(message.contains("expected above 0 and below 1"), "{message}");
     }
-    assert!(refused(epsilon, DiffusionConfig { huber_delta: -1.0, ..default() }).contains("huber_delta"));
+    assert!(rejection(epsilon, DiffusionConfig { huber_delta: -1.0, ..default() }).contains("huber_delta"));
     let zero = NoiseScheduleConfig { rescale_betas_zero_snr: true, ..NoiseScheduleConfig::default() };
     let zero = NoiseSchedule::new(zero).unwrap();
     assert!(DiffusionObjective::new(&zero, default(), &CPU).unwrap_err().to_string().contains("v_prediction"));
