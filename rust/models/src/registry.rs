@@ -103,7 +103,7 @@ impl ModelKind {
             class_names,
             weights_name,
             load: |files, dtype, device| Ok(Arc::new(M::load(files, dtype, device)?)),
-            random: |config, dtype, device, held| Ok(Arc::new(M::from_config(config, dtype, device, held)?)),
+            random: |config, dtype, device, options| Ok(Arc::new(M::from_config(config, dtype, device, options)?)),
             quantizable: M::QUANTIZABLE,
             config: |files| Ok(M::read_config(files)?.to_json()),
             shapes: |config| {

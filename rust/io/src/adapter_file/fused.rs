@@ -35,7 +35,7 @@ const FAST_ROWS: [&str; 2] = ["lokr_w2", "lokr_w2_a"];
 /// OFT's square matrices (blocks, size, size), one for each block of consecutive outputs.
 const BLOCKS: &str = oft::BLOCKS;
 
-/// Join the adapters of several layers to the parameters of one module. The layers must have the same scale.
+/// Join the adapters of several layers into the parameters of one module. The layers must have the same scale.
 ///
 /// # Errors
 /// [`Error::Argument`] if `members` is empty; [`Error::Shape`] if the rows of an up factor do not fit the layer's

@@ -73,7 +73,7 @@ impl Generation {
     /// texts that end now at a stop token.
     ///
     /// # Errors
-    /// As [`CausalLM::extend`]; [`Error::NonFinite`] if a score is NaN.
+    /// As [`CausalLM::extend`] and [`Interrupt::step`]; [`Error::NonFinite`] if a score is NaN.
     pub fn step(&mut self, model: &CausalLM) -> Result<Vec<Option<u32>>> {
         let mut tokens = vec![None; self.unread.len()];
         if self.is_done() {

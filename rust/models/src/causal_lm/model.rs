@@ -190,7 +190,8 @@ impl CausalLM {
     /// 0 these are the embedded tokens. Only as many layers as the largest n are computed.
     ///
     /// # Errors
-    /// [`Error::Argument`] if a number in `after` exceeds the model's number of layers; as [`hidden`](Self::hidden).
+    /// [`Error::Argument`] if a number in `after` exceeds the model's number of layers; for wrong inputs, as
+    /// [`hidden`](Self::hidden).
     pub fn states(
         &self,
         input_ids: &Tensor,
