@@ -61,7 +61,7 @@ fn error(found: &Tensor, expected: &Tensor) -> f32 {
 }
 
 #[test]
-fn velocity_and_gradients_equal_torchs() {
+fn velocity_and_gradients_equal_those_of_torch() {
     let case = Case::load();
     assert!(error(&case.run(&frozen()), &case.0["velocity"]) < 1e-5);
     let model = trainable();

@@ -1,6 +1,7 @@
 //! The network that computes the modulation table: a row for each shift, scale and gate of all transformer blocks, and
 //! for the shift and the scale of the last norm. In Flux, each block has its own layers that compute its modulation.
-//! Chroma's network was distilled from these layers of Flux.1-schnell. Its name in files is `distilled_guidance_layer`.
+//! Chroma's network was distilled from these layers of Flux.1-schnell. The name of
+//! Chroma's network in files is `distilled_guidance_layer`.
 
 use trainable_candle_core::{DType, Device, Result, Tensor};
 use trainable_candle_nn::{Linear, Module, RmsNorm, Visitor, Weights};
@@ -47,8 +48,8 @@ impl ApproximatorSizes {
 }
 
 /// Computes the modulation table from the time. Each row is computed from the sinusoids of the time and of the row's
-/// number. They pass through a projection, residual layers with RMS norms, and a projection to the number of features
-/// of a token.
+/// number. The sinusoids pass through a projection, residual layers with RMS norms, and a projection to the number of
+/// features of a token.
 pub(super) struct Approximator {
     sizes: ApproximatorSizes,
     sinusoids: Sinusoids,

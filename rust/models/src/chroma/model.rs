@@ -107,7 +107,7 @@ impl ChromaTransformer {
         let text = self.context_embedder.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
         let angles = self.axes.at(&Tensor::cat(&[conditions.txt_ids, conditions.img_ids], 0)?)?;
         // The mask hides the keys of text tokens beyond the lengths. The original code also masks the queries of these
-        // tokens. That is not needed, because the results of these queries are not used.
+        // tokens. This second mask is not needed, because the results of these queries are not used.
         let mask = conditions.lengths.map(|lengths| self.lengths.mask(lengths, length, area)).transpose()?;
         let sight = Sight { angles: Some(&angles), mask: mask.as_ref() };
         let [image, text] = run_double(&self.double_blocks, [image, text], sight, |i, _| table.double(i))?;

@@ -45,7 +45,7 @@ fn toy(x: &Tensor, timestep: f64, condition: &Tensor) -> Result<Tensor> {
 }
 
 #[test]
-fn schedules_equal_diffusers() {
+fn schedules_equal_those_of_diffusers() {
     let golden = load_tensors(&file(), &Device::Cpu).unwrap();
     let schedules: BTreeMap<String, serde_json::Value> = metadata("schedules");
     assert_eq!(schedules.len(), 5);
@@ -57,7 +57,7 @@ fn schedules_equal_diffusers() {
 }
 
 #[test]
-fn runs_equal_diffusers() {
+fn runs_of_samplers_equal_those_of_diffusers() {
     let golden = load_tensors(&file(), &Device::Cpu).unwrap();
     let runs: BTreeMap<String, Run> = metadata("runs");
     let scale: f64 = metadata("scale");

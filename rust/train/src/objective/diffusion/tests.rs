@@ -40,7 +40,7 @@ fn difference(found: &[f64], expected: &[f64]) -> f64 {
 }
 
 #[test]
-fn schedule_noise_velocity_and_weights_equal_diffusers() {
+fn schedule_noise_velocity_and_weights_equal_those_of_diffusers() {
     let golden = golden();
     let [latents, noise, timesteps] = ["x0", "noise", "timesteps"].map(|name| &golden[name]);
     let alphas = schedule(PredictionType::Epsilon).alphas_cumprod().to_vec();
