@@ -1,7 +1,7 @@
 //! The network that computes the modulation table: a row for each shift, scale and gate of all transformer blocks, and
 //! for the shift and the scale of the last norm. In Flux, each block has its own layers that compute its modulation.
-//! Chroma's network was distilled from these layers of Flux.1-schnell. The name of
-//! Chroma's network in files is `distilled_guidance_layer`.
+//! Chroma's network was distilled from these layers of Flux.1-schnell. The name of Chroma's network in files is
+//! `distilled_guidance_layer`.
 
 use trainable_candle_core::{DType, Device, Result, Tensor};
 use trainable_candle_nn::{Linear, Module, RmsNorm, Visitor, Weights};
