@@ -55,7 +55,8 @@ pub struct Choice {
     pub force_upcast: Option<bool>,
     /// The number of layers to load, from the first on, of a model that can be loaded in part.
     pub layers: Option<usize>,
-    /// The format to which linear layers are quantized while they are read, if one is requested.
+    /// The format to which the linear layers of the model's blocks are quantized while they are read. None: no format is
+    /// requested.
     pub quantize: Option<Format>,
     /// Which weights stay in host memory, and are copied to the device before their use.
     pub stream: StreamOptions,
