@@ -69,10 +69,10 @@ fn compile_kernels(out: &Path) -> io::Result<()> {
     println!("cargo::rustc-env=COMPILED_ARCHITECTURES={list}");
     let headers = files("include", "cuh")?.iter().filter_map(|path| modified(path)).max();
     let sources = files("kernels", "cu")?;
-    let read_by = env::current_exe().ok().and_then(|program| modified(&program));
+    let script = env::current_exe().ok().and_then(|program| modified(&program));
     let unread = sources.iter().filter(|source| {
         let read = modified(&made(out, source, "signatures"));
-        [modified(source), headers, read_by].iter().any(|change| read.is_none() || read < *change)
+        [modified(source), headers, script].iter().any(|change| read.is_none() || read < *change)
     });
     in_parallel(unread, |source| read_signatures(&nvcc, source, out))?;
     write_host_side(out, &sources)?;

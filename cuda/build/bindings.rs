@@ -64,7 +64,7 @@ pub fn module(source: &Source) -> Result<String, String> {
          #[allow(missing_docs, reason = \"the fields are those of CUDA\")]\n\
          pub mod {file} {{\n\
          use super::*;\n\
-         /// The machine code of these kernels.\n\
+         /// The compiled code of these kernels.\n\
          pub static MODULE: Module =\n\
          Module {{ name: \"{file}\", image: include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{file}.fatbin\")) }};\n"
     );
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn structures_that_a_file_defines_are_asserted() {
+    fn the_layouts_of_the_structures_in_a_file_are_asserted() {
         let code = unit("file", &["Strides", "Strided"]);
         for part in [
             "#include \"kernels/file.cu\"",

@@ -44,7 +44,7 @@ pub fn heads(preprocessed: &str) -> Result<Vec<String>, String> {
         let head = head.split_whitespace().collect::<Vec<_>>().join(" ");
         let starts = |body: &str| FIRST.iter().any(|first| body.trim_start().starts_with(first));
         if body.strip_prefix('{').is_some_and(|body| !starts(body)) {
-            return Err(format!("the first statement is not {} (include/follow.cuh says why) in: {head}", FIRST[0]));
+            return Err(format!("expected {} first in the body (include/follow.cuh says why): {head}", FIRST[0]));
         }
         heads.push(head);
     }
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_is_read() {
+    fn the_name_and_the_parameters_of_a_kernel_are_parsed() {
         let code = "# 1 \"a.cu\"\nextern \"C\" int puts(const char *);\nextern \"C\" __attribute__((global)) void\n\
                     __attribute__((launch_bounds((128), 2))) __attribute__((cluster_dims(2, 1, 1)))\n\
                     pair_f16(const __half *__restrict__ x, Acc<__half> *sum, void const *ids, int64_t last,\n\

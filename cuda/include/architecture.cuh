@@ -1,4 +1,4 @@
-// The architecture that is compiled for, where a kernel's parameters depend on it.
+// The architecture that the code is compiled for. Some parameters of kernels depend on it.
 #pragma once
 
 // A hundred times the compute capability: 860 for 8.6. 0 in code for the host.

@@ -1,7 +1,7 @@
 // The dynamic maps of 8-bit optimizer states, built at compile time, and the search for their nearest values.
 //
-// A block of 256 states is divided by its largest magnitude, and each quotient is rounded to the nearest of 256 values. Each decade
-// i of the seven from 1e-7 to 1 holds 2^i magnitudes (2^(i+1) in the map without signs), evenly spaced; 0 and 1 complete the map.
+// A block of 256 states is divided by its largest magnitude, and each quotient is rounded to the nearest of 256 values. From 1e-7 to
+// 1 there are seven decades. Decade i holds 2^i magnitudes (2^(i+1) in the map without signs), evenly spaced; 0 and 1 complete the map.
 // Codes number the values in ascending order. The map, the rounding of ties (to the even code) and the rules for signs are those of
 // bitsandbytes 0.50.
 // Dettmers et al., "8-bit Optimizers via Block-wise Quantization", https://arxiv.org/abs/2110.02861.
@@ -110,7 +110,7 @@ __device__ __forceinline__ uint32_t encode_signed(const uint32_t *to_rank, float
     return __float_as_int(x) < 0 ? below : ZERO_CODE<true> + rank;
 }
 
-// The code of a quotient of at least 0 in the map without signs; 0 for NaN.
+// The code, in the map without signs, of a quotient that is at least 0. The code of NaN is 0.
 __device__ __forceinline__ uint32_t encode_unsigned(const uint32_t *to_rank, float x) {
     return rank_of(to_rank, fminf(fmaxf(x, SMALLEST), 1.0f));
 }

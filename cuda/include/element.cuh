@@ -7,7 +7,7 @@
 // - tensors are dense and row-major unless a function takes strides; sizes of one dimension are `uint32_t`, counts of elements
 //   `uint64_t`; a result overwrites its destination, unless the kernel's name or comment says otherwise;
 // - only sizes (and the segments of packed rows) decide how sums are split, and parts are added in a fixed order, never by
-//   floating-point atomics in an order that depends on timing: a run is reproducible.
+//   floating-point atomics in an order that depends on timing: results are reproducible.
 #pragma once
 
 #include <cstdint>

@@ -8,7 +8,7 @@ struct alignas(64) TensorMap {
     uint64_t opaque[16];
 };
 
-// Fetches a map, which copies will use soon.
+// Fetches a map that copies will use soon.
 __device__ __forceinline__ void prefetch(const TensorMap &map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {

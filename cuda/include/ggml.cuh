@@ -54,8 +54,8 @@ __device__ __forceinline__ uint2 fifth(uint32_t bits) {
 
 __device__ __forceinline__ uint2 both(uint2 a, uint2 b) { return {a.x | b.x, a.y | b.y}; }
 
-// The scale and the minimum of part `part` (0 to 7), 32 elements, of a Q4_K or Q5_K block. Each is a number of six bits in the twelve
-// bytes at `scales`.
+// The scale and the minimum of part `part` of a Q4_K or Q5_K block, which has eight parts of 32 elements. Each is a number of six bits in
+// the twelve bytes at `scales`.
 __device__ __forceinline__ float2 part_scales(const uint8_t *scales, uint32_t part) {
     const uint32_t middle = __ldg(scales + part % 4 + 4), first = __ldg(scales + part % 4);
     if (part < 4) return {static_cast<float>(first & 63), static_cast<float>(middle & 63)};

@@ -26,7 +26,7 @@ template <typename T, int N, bool INTERLEAVED> struct Pairs {
     using A = Acc<T>;
     A values[2][N];
 
-    // The offset in the row of pack `pack` (0 or 1) of the N pairs that begin with `pair`.
+    // The offset of pack `pack` (0 or 1) from the start of the row. The two packs contain the N pairs from `pair` on.
     static __device__ __forceinline__ uint64_t start(int pack, uint32_t pair, uint32_t half) {
         return INTERLEAVED ? 2ull * pair + pack * N : static_cast<uint64_t>(pair) + pack * half;
     }

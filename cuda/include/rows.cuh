@@ -6,7 +6,7 @@
 
 #include "element.cuh"
 
-// Whether 16-byte access is possible at all of these addresses; null pointers do not matter.
+// Whether every one of these addresses allows 16-byte access; a null pointer counts as such an address.
 template <typename... P> __device__ __forceinline__ bool are_wide(const P *...pointers) {
     return ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
 }
@@ -26,7 +26,7 @@ template <int N, typename T> __device__ __forceinline__ Pack<T, N> load_pack(con
     return pack;
 }
 
-// Stores to global memory; 16 bytes as `store_words` does.
+// Stores a pack to global memory; a pack of 16 bytes by `store_words`.
 template <typename T, int N> __device__ __forceinline__ void store_pack(T *to, const Pack<T, N> &pack) {
     typename Words<sizeof(pack)>::type word;
     memcpy(&word, &pack, sizeof(pack));

@@ -1,5 +1,5 @@
-// The attention of attention.cu to few keys on compute capability 9.0, forward and backward (for sm_90a alone). It takes f16 and bf16;
-// equal widths of queries and values, which are a multiple of 8 up to 64; pointers and strides that are multiples of 16 bytes; a scale
+// Attention to few keys, computed as in attention.cu, on compute capability 9.0: forward and backward (for sm_90a alone). It takes f16 and
+// bf16; equal widths of queries and values, which are a multiple of 8 up to 64; pointers and strides that are multiples of 16 bytes; a scale
 // above 0; at least one query; 1 to 80 keys; no mask, and no causal mask. Tensors, strides and log_sums are as in attention.cu.
 //
 // `Schedule` (include/attention/hopper/schedule.cuh) divides the work: items are the heads of all samples, with
@@ -24,8 +24,8 @@
         pass.run([&] { pass.work(o, o_strides, log_sums); });                                                                      \
     }
 
-// attention_few_keys_backward_{f16,bf16}: dq, unless it is null. Unless `parts` is null, writes sums over the block's queries for dk
-// and dv of each head to parts (items + blocks - 1, 2, 80, 64).
+// attention_few_keys_backward_{f16,bf16}: dq, unless it is null. Unless `parts` is null, each block writes, for each of its heads, the sums
+// for dk and dv over its queries to parts (items + blocks - 1, 2, 80, 64).
 // Grid (blocks), 384 threads. Dynamic shared memory: 221264 bytes.
 #define BACKWARD(dtype, type)                                                                                                      \
     static_assert(FewKeysBackward<type>::SHARED == 221264);                                                                        \

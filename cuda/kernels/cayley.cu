@@ -1,4 +1,4 @@
-// Computes, for skew-symmetric matrices Q, the Cayley transform of Q minus the identity: D = (I - Q) (I + Q)^-1 - I. D is the
+// Computes D = (I - Q) (I + Q)^-1 - I for skew-symmetric matrices Q: their Cayley transforms, each minus the identity. D is the
 // solution of (I + Q) D = -2 Q, which is found by Gauss-Jordan elimination. The symmetric part of I + Q is I, so each pivot is at least
 // 1, and no rows need to be exchanged.
 //
@@ -64,8 +64,8 @@ __device__ __forceinline__ void forward(const T *__restrict__ upper, T *__restri
     }
 }
 
-// With V = (I + Q)^-1 = I + D / 2 and G for grad, the gradient of Q is -2 V^T G V^T. An element above the diagonal occurs in Q a second
-// time, negated, below it, so its gradient is the difference of two elements.
+// With V = (I + Q)^-1 = I + D / 2 and G for grad, the gradient of Q is -2 V^T G V^T. An element above the diagonal of Q also occurs,
+// negated, below the diagonal, so its gradient is the difference of two elements.
 template <typename T>
 __device__ __forceinline__ void backward(const T *__restrict__ grad, const T *__restrict__ change, T *__restrict__ grad_upper,
                                          uint64_t count, uint32_t size) {

@@ -84,7 +84,7 @@ FOR_EACH_HALF(DEFINE_GRAD_WEIGHT, m64, 64, 2, 2, 8, 8, 4)
 FOR_EACH_HALF(DEFINE_GRAD_WEIGHT, m128, 128, 2, 2, 8, 8, 3)
 
 // y[i] = round(bias[i mod columns] + sum over the splits s of partials[s, i]) + addend[i], for `count` elements; `bias` may be null.
-// Grid: any (a thread takes every gridDim.x * blockDim.x-th group of four); block: any.
+// Grid: any (a thread takes every gridDim.x * blockDim.x-th group of four); block: at most 256.
 template <typename T, bool ACCUMULATE> __device__ __forceinline__ void
 sum_partials(T *y, const Acc<T> *partials, const T *bias, const ConvAddend<T> &addend, uint64_t count, uint32_t columns, uint32_t splits) {
     constexpr int GROUP = 4;

@@ -1,4 +1,4 @@
-// Dropout (Srivastava et al. 2014): y = 0 where a random word is below the threshold, elsewhere y = x `kept`. The gradient of x is
+// Dropout (Srivastava et al. 2014): y = 0 where a random word is below the threshold, elsewhere y = kept x. The gradient of x is
 // the same function of the gradient of y.
 //
 // The mask is the same as on the CPU. Elements are taken in groups of 64, for which the generator gives 16 blocks of 4 words: word

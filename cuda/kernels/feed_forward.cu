@@ -136,9 +136,9 @@ __device__ __forceinline__ void forward(Warp<T> warp, float *parts, uint32_t row
 } // namespace
 
 // x (rows, 2 width) has the results of the maps to h and to gate without their low-rank products, unit (rows, width) is the unit, or null
-// if only the parts are needed. hidden (rows, 2 x 16) is the input of the maps times A of the map to h, then times A of the map to gate.
-// up_h and up_gate (width, 16) are the factors B of these maps, down (16, width) is A of the map that reads the unit. parts (ceil(width /
-// columns), rows, 16) is unit down.T, each part summed over `columns` columns.
+// if only the parts are needed. A row of hidden (rows, 2 x 16) has the product of the maps' input with A of the map to h, then the product
+// with A of the map to gate. up_h and up_gate (width, 16) are the factors B of these maps, down (16, width) is A of the map that reads the
+// unit. parts (ceil(width / columns), rows, 16) is unit down.T, each part summed over `columns` columns.
 // width and columns are multiples of 32; all addresses are multiples of 16 bytes.
 // Launch: block 256, grid (ceil(width / columns), ceil(rows / 128)), no dynamic shared memory.
 #define DEFINE_FORWARD(SUFFIX, T)                                                                                      \

@@ -31,7 +31,7 @@ constexpr int STAGE = MATRICES * (WARPS * TILE_OF_WARP + HIDDEN);
 constexpr int SUMS = WARPS * TILE * 2 * RANKS;
 constexpr int SHARED = MATRICES * WARPS * FACTOR_OF_WARP + 2 * STAGE + SUMS * 4;
 static_assert(SHARED == 93184, "ops/gated/feed_forward/cuda.rs has this number");
-// The number of blocks that a multiprocessor must have room for. Only those of compute capability 9.0 have shared memory for two.
+// The number of blocks that a multiprocessor must have room for. Code for compute capability 9.0 relies on shared memory for two.
 constexpr int BLOCKS = ARCHITECTURE == 900 ? 2 : 1;
 
 // Transposes a matrix of 8 x 8 values, of which a thread has two neighbours of row lane / 4.
@@ -319,9 +319,9 @@ __device__ __forceinline__ float4 sum_of(const float *parts, uint32_t count, uin
 } // namespace
 
 // x (rows, 2 width) has the results of the maps to h and to gate without their low-rank products, dx their gradient. grad (rows, width) is
-// the gradient of the unit without the low-rank product last_hidden last_down. hidden (rows, 2 x 16) has the input of the maps times A
-// of the map to h, then times A of the map to gate; last_hidden (rows, 16) is W's LoRA scale times the gradient of y times B of W. up_h and
-// up_gate (width, 16) are the factors B of the maps to h and gate, last_down (16, width) is A of W.
+// the gradient of the unit without the low-rank product last_hidden last_down. A row of hidden (rows, 2 x 16) has the product of the maps'
+// input with A of the map to h, then the product with A of the map to gate; last_hidden (rows, 16) is W's LoRA scale times the gradient of
+// y times B of W. up_h and up_gate (width, 16) are the factors B of the maps to h and gate, last_down (16, width) is A of W.
 // factor_parts (ceil(rows / 560), 3, 16 width): the parts of the gradients of up_h and up_gate, and of last_down. hidden_parts
 // (ceil(width / 256), rows, 2 x 16): the parts of the gradient of hidden. The parts are not yet multiplied by scale_h and scale_gate.
 // width is a multiple of 32; all addresses are multiples of 16 bytes.

@@ -12,14 +12,14 @@ namespace {
 
 // Elements of a pack. Packs of eight elements would take so many registers that a multiprocessor could hold fewer teams.
 constexpr int N = 4;
-// Packs of each part of a row's result that a thread computes: as many elements as two packs of 16 bytes have.
+// How many packs of each part of a row's result a thread computes: as many elements as two packs of 16 bytes have.
 template <typename T> constexpr int KEPT = 2 * WIDE<T> / N;
-// The number of the largest teams that a multiprocessor shall hold at least. For compute capability 12.0 the compiler needs more
+// How many teams of the largest size a multiprocessor must have room for. For compute capability 12.0 the compiler needs more
 // registers.
 constexpr int TEAMS = ARCHITECTURE >= 1200 ? 1 : 2;
 
-// Rounds a row of PARTS * packs packs to codes. compute(pack, results) computes the numbers to round of pack `pack` of each of the row's
-// PARTS parts.
+// Rounds a row of PARTS * packs packs to codes. For each of the row's PARTS parts, compute(pack, results) computes the numbers of pack
+// `pack` that are to be rounded.
 template <typename T, int PARTS, typename Compute>
 __device__ __forceinline__ void round_row(uint32_t packs, bool is_int8, uint8_t *codes, float *row_scale, Compute compute) {
     float kept[KEPT<T>][PARTS][N];

@@ -1,9 +1,11 @@
-//! A caching allocator for the device memory of one stream. A [`Backend`] provides the memory: the driver, or a test's substitute.
+//! A caching allocator for the device memory of one stream. The memory comes from a [`Backend`]: the driver, or a
+//! substitute in tests.
 //!
 //! All work is queued in one stream, so a block can be reused as soon as it is freed: the new owner's kernels run after the old owner's.
-//! A pool is one reserved range of addresses. If no free block fits, the allocator maps memory into an unmapped gap of the range: its
-//! unused end, or a gap that [`Allocator::trim`] left. All blocks of a pool are in one range, so free neighbours can always be joined,
-//! and a large block can reuse memory that was freed in small blocks.
+//! A pool is one reserved range of addresses. If no free block fits, the allocator maps memory into an unmapped gap of
+//! the range. A gap is the unused end of the range, or addresses whose memory was unmapped. All blocks of a pool are in
+//! one range, so free neighbours can always be joined, and a large block can reuse memory that was freed in small
+//! blocks.
 //!
 //! While a CUDA graph is captured, blocks come from a separate space. Each replay of a graph writes to the addresses of its capture,
 //! including those that the capture has freed, so eager work never gets addresses of this space. Graphs are replayed one after
@@ -68,7 +70,7 @@ pub struct Stats {
     pub graphs: u64,
     /// Number of allocations.
     pub allocations: u64,
-    /// How often memory was mapped.
+    /// How often a pool grew by mapping memory.
     pub growths: u64,
     /// How often an allocation released cached blocks because the device's memory ran out.
     pub retries: u64,
@@ -109,7 +111,8 @@ impl<C> Pool<C> {
         }
     }
 
-    /// Use the first `size` bytes of the smallest free block that has them; its other bytes stay a free block. Returns the address.
+    /// Use the first `size` bytes of the smallest free block that is large enough; its other bytes stay a free block.
+    /// Returns the address, or None if no free block is large enough.
     fn take(&mut self, size: u64) -> Option<u64> {
         let &(found, address) = self.free.range((size, 0)..).next()?;
         self.free.remove(&(found, address));
@@ -152,7 +155,8 @@ impl<C> Pool<C> {
         self.blocks.remove(&address);
     }
 
-    /// Map memory in a gap that has `size` bytes together with its free neighbours. Returns the mapped bytes, or None without such a gap.
+    /// Map memory in a gap that has `size` bytes together with its free neighbours. Returns the number of mapped bytes,
+    /// or None if there is no such gap.
     fn grow<B: Backend<Chunk = C>>(&mut self, backend: &mut B, size: u64) -> Result<Option<u64>, B::Error> {
         let found = self.gaps.iter().find_map(|(&gap, &length)| {
             let before = self.blocks.range(..gap).next_back();
@@ -191,15 +195,15 @@ impl<C> Pool<C> {
         self.insert_free(address, size);
     }
 
-    /// The chunks without a block in use.
+    /// The addresses of the chunks without a block in use.
     fn unused(&self) -> Vec<u64> {
-        let is_free = |(&address, (size, _)): (&u64, &(u64, C))| {
+        let if_unused = |(&address, (size, _)): (&u64, &(u64, C))| {
             let around = self.blocks.range(..=address).next_back();
             around
                 .is_some_and(|(&start, block)| block.is_free && start + block.size >= address + size)
                 .then_some(address)
         };
-        self.chunks.iter().filter_map(is_free).collect()
+        self.chunks.iter().filter_map(if_unused).collect()
     }
 
     /// Unmap the chunks without a block in use. Returns the number of unmapped bytes.
@@ -309,7 +313,8 @@ impl<B: Backend> Allocator<B> {
     /// Allocate a block of at least `size` bytes, from the space of graphs during a capture. Returns its address.
     ///
     /// # Errors
-    /// The backend's error, if the device's memory is full even after cached blocks are released (during a capture, none are).
+    /// The backend's error, for example if the device's memory is full even after cached blocks are released. During a
+    /// capture, no blocks are released.
     pub fn allocate(&mut self, size: u64) -> Result<u64, B::Error> {
         let origin = if self.capturing { Origin::Graph } else { Origin::Eager };
         self.allocate_from(origin, size)
@@ -322,7 +327,7 @@ impl<B: Backend> Allocator<B> {
     pub fn allocate_from(&mut self, origin: Origin, size: u64) -> Result<u64, B::Error> {
         let size = size.max(1).next_multiple_of(ALIGNMENT);
         let address = match self.attempt(origin, size) {
-            // `trim` waits for the device before it unmaps memory, which is not possible during a capture.
+            // `trim` waits for the device, which is not possible during a capture.
             Err(error) if B::is_full(&error) && !self.capturing => {
                 self.stats.retries += 1;
                 self.trim()?;
@@ -356,7 +361,7 @@ impl<B: Backend> Allocator<B> {
             if let Some(graph) = lender.as_deref_mut() {
                 self.stats.reserved -= lend(&mut self.backend, graph, &mut self.lent, size.max(growth))?;
             }
-            // Without a gap for the request, report full memory: the pool's addresses are more than the device's memory.
+            // If no gap is large enough, report full memory: the pool has more addresses than the device has memory.
             let mapped = pool.grow(&mut self.backend, size)?.ok_or_else(B::full)?;
             self.stats.growths += 1;
             self.stats.reserved += mapped;
@@ -367,7 +372,7 @@ impl<B: Backend> Allocator<B> {
     /// Map memory again at the addresses of graph memory that was unmapped for eager work. Must be called before each replay.
     ///
     /// # Errors
-    /// The backend's error, if the device is full even after cached blocks are released.
+    /// The backend's error, for example if the device's memory is full even after cached blocks are released.
     pub fn restore(&mut self) -> Result<(), B::Error> {
         if self.lent.is_empty() {
             return Ok(());
@@ -409,13 +414,14 @@ impl<B: Backend> Allocator<B> {
         self.graph.owns(address)
     }
 
-    /// Unmap the chunks without a block in use; those of graphs only if no graph exists. Returns the number of unmapped bytes.
+    /// Unmap the chunks without a block in use; those of graphs only if no graph exists. During a capture, unmap
+    /// nothing. Returns the number of unmapped bytes.
     ///
     /// # Errors
     /// The backend's error, if waiting for the device fails; then nothing is unmapped.
     pub fn trim(&mut self) -> Result<u64, B::Error> {
-        let graphs = self.graphs == 0;
-        let pools = self.eager.0.iter_mut().chain(self.graph.0.iter_mut().filter(|_| graphs)).flatten();
+        let has_no_graph = self.graphs == 0;
+        let pools = self.eager.0.iter_mut().chain(self.graph.0.iter_mut().filter(|_| has_no_graph)).flatten();
         let mut pools: Vec<_> = pools.filter(|pool| !pool.unused().is_empty()).collect();
         if self.capturing || pools.is_empty() {
             return Ok(0);
@@ -430,7 +436,7 @@ impl<B: Backend> Allocator<B> {
     /// the graph needs about as much memory as the eager run before it.
     ///
     /// # Errors
-    /// As [`trim`](Self::trim).
+    /// As [`trim`](Self::trim) and [`restore`](Self::restore).
     pub fn begin_capture(&mut self) -> Result<(), B::Error> {
         self.trim()?;
         self.restore()?;
@@ -485,7 +491,7 @@ fn lend<B: Backend>(
                 return Ok(total);
             }
             if total == 0 {
-                // Queued replays, and queued kernels that read the results of graphs, still use this memory.
+                // Queued replays, and queued kernels that read the results of graphs, may still use this memory.
                 backend.wait()?;
             }
             let size = pool.release(backend, address);

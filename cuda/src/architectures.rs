@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_are_read_as_they_are_written() {
+    fn lists_are_parsed_and_malformed_items_are_rejected() {
         let list = Architecture::parse_list(" 80+ptx, 90a,").unwrap();
         assert_eq!(list.iter().map(ToString::to_string).collect::<Vec<_>>(), ["80", "90a"]);
         assert_eq!(list.iter().map(|architecture| architecture.has_ptx).collect::<Vec<_>>(), [true, false]);

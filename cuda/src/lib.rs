@@ -1,4 +1,4 @@
-//! The CUDA kernels, and access to CUDA's libraries without linking to the libraries.
+//! The CUDA kernels, and access to CUDA's libraries without linking to them.
 //!
 //! Candle's CUDA backend calls the functions of the driver and of the CUDA libraries as linked functions. This crate defines each of
 //! these functions itself, as a jump to an address in a table of slots. [`load`] opens the machine's libraries and fills each slot with
@@ -94,8 +94,8 @@ pub enum Unavailable {
     },
     /// The kernels were compiled for other architectures than the GPU's.
     #[error(
-        "the GPU {name} has compute capability {}.{}, and this build has code for {built} alone; build it with \
-         TRAINABLE_CANDLE_CUDA_ARCHS={}{}",
+        "the GPU {name} has compute capability {}.{}, and this build has code for {built} alone; build the package \
+         with TRAINABLE_CANDLE_CUDA_ARCHS={}{}",
         .found.0, .found.1, .found.0, .found.1
     )]
     NoCode {
@@ -108,9 +108,10 @@ pub enum Unavailable {
     },
 }
 
-/// Open the driver's library and the CUDA libraries, so that candle's CUDA backend can call them. Each library is searched first in
-/// `folders` (where pip installs NVIDIA's libraries), then by the system's loader. This function must succeed before any CUDA call; CUDA
-/// calls before that return `CUDA_ERROR_UNKNOWN`. After a success, further calls return at once. One usable GPU is enough for a success;
+/// Open the driver's library and the CUDA libraries, so that candle's CUDA backend can call them. The CUDA libraries
+/// are searched first in `folders` (where pip installs NVIDIA's libraries), then by the system's loader; the driver's
+/// library is searched by the loader alone. This function must succeed before any CUDA call; CUDA calls before that
+/// return `CUDA_ERROR_UNKNOWN`. After a success, further calls return at once. One usable GPU is enough for a success;
 /// `check_device` says whether a given GPU is usable.
 ///
 /// # Errors

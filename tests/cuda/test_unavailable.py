@@ -82,7 +82,7 @@ def test_a_gpu_without_machine_code_is_rejected_at_its_first_use(cuda: Any) -> N
     if any(name.startswith("compute_") for name in built):
         pytest.skip("this build has PTX, which the driver compiles for every GPU")
     reason = "the GPU Simulated GPU has compute capability 13.0, and this build has code for "
-    reason += r"[0-9a,]+ alone; build it with TRAINABLE_CANDLE_CUDA_ARCHS=130"
+    reason += r"[0-9a,]+ alone; build the package with TRAINABLE_CANDLE_CUDA_ARCHS=130"
     run = cuda.run(REPORT, settings={"CAPABILITY": "13.0"})
     assert re.search(reason, run.output), run.output
     assert run.of("refused", "module") == []

@@ -1,6 +1,6 @@
 // The gradients of attention on tensor cores, from the log-sums of the forward pass (Dao 2023, arXiv:2307.08691). Scores are
 // computed twice, once for the gradients of keys and values and once for those of queries, so that each block owns the sums that
-// it writes: there are no atomics, and a run is reproducible.
+// it writes: there are no atomics, and results are reproducible.
 //
 // With P = e^(scale q kᵀ - log_sum), dP = do vᵀ, delta = rowsum(do ∘ o) and dS = P ∘ (dP - delta):
 // dv = Pᵀ do, dk = scale dSᵀ q, dq = scale dS k.
@@ -10,8 +10,8 @@
 #include "shape.cuh"
 
 // One block computes the gradients of a tile of queries and loops over tiles of keys. It has `WARPS` warps with 16 `M` queries
-// each. It copies `KEYS` keys at a time and works on `STEP` of them at a time. `Rows` is the class of its own rows (queries and
-// gradients of the result), which are in registers or in shared memory. `Sight` tells which keys a query sees.
+// each. It copies `KEYS` keys at a time and works on `STEP` of them at a time. `Rows` is the class of the block's own rows (queries
+// and gradients of the result), which are in registers or in shared memory. `Sight` tells which keys a query sees.
 template <typename T, int D, int WARPS, int M, int KEYS, int STEP, template <int, int, int> class Rows, class Sight>
 __device__ __forceinline__ void attention_backward_query(uint32_t block, const T *q, const T *k, const T *v, const T *d_o, const float *log_sums,
                                                          const float *delta, T *dq, const Strides &q_strides,
@@ -154,8 +154,8 @@ __device__ __forceinline__ void write_key_rows(T *grad, const Strides &strides, 
 
 // One block computes the gradients of a tile of keys and values. It loops over a range of the tiles of queries or, with spans (packed
 // rows), over a range of the heads of queries that share the keys. It has `WARPS` warps with 16 `M` keys each. It copies `QUERIES`
-// queries at a time and works on `STEP` of them at a time. `Rows` is the class of its own rows (keys and values), which are in
-// registers or in shared memory.
+// queries at a time and works on `STEP` of them at a time. `Rows` is the class of the block's own rows (keys and values), which are
+// in registers or in shared memory.
 template <typename T, int D, int WARPS, int M, int QUERIES, int STEP, template <int, int, int> class Rows, class Sight>
 __device__ __forceinline__ void
 attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v, const T *d_o, const float *log_sums, const float *delta, T *dk, T *dv,

@@ -83,8 +83,8 @@ template <int M, class Sight> __device__ __forceinline__ void first_keys(uint32_
         for (int r = 0; r < 2; r++) keys[m][r] = sight.first_key(query + m * 16 + r * 8);
 }
 
-// Sets scores to negative infinity for keys that do not exist, that come after their query, or that come before the query's `first`
-// visible key. `query` and `key` are the indices of the thread's first score.
+// Sets scores to negative infinity for keys that do not exist, that come after their query if attention is causal, or that come before
+// the query's `first` visible key. `query` and `key` are the indices of the thread's first score.
 template <class Sight, int M, int N>
 __device__ __forceinline__ void hide(float (&scores)[M][N][4], uint32_t query, uint32_t key, const AttentionShape &shape,
                                      const uint32_t (&first)[M][2]) {

@@ -62,7 +62,8 @@ __device__ void row_products(Acc<T> (&sum)[2][2], const MatrixRows<T> &a, uint32
     }
 }
 
-// Scores of 32 queries and 32 keys, negative infinity where a query does not see a key. The threads have them as in `row_products`.
+// Scores of 32 queries and 32 keys, negative infinity where a query does not see a key. They are distributed over the threads as the
+// products of `row_products`.
 template <typename T, class Sight>
 __device__ void plain_scores(Acc<T> (&scores)[2][2], const MatrixRows<T> &q, uint32_t query, const MatrixRows<T> &k, uint32_t key,
                              const Mask<Acc<T>> &mask, const Task &task, const AttentionShape &shape, const Sight &sight,

@@ -33,8 +33,8 @@ __device__ __forceinline__ Axis forward_axis(int size, int kernel, int out, int 
 }
 
 // The axis of the pixels of the input whose coordinate is `phase` modulo the stride. All these pixels use the same kernel
-// taps, and neighbours among them read neighbouring pixels of the gradient of the result. So no products are computed with
-// the zeros that a strided convolution's gradient would have between these pixels if they were spread over the input.
+// taps, and neighbours among them read neighbouring pixels of the gradient of the result. A convolution over the gradient of
+// the result with zeros inserted between its pixels would give the same sums. Here no products with such zeros are computed.
 __device__ __forceinline__ Axis grad_input_axis(int size, int kernel, int out, int stride, int padding, int dilation,
                                                 int phase) {
     Axis axis = {0, phase, stride, 0, 0, 1, 0, 1, 0, out};

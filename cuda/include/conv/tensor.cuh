@@ -81,8 +81,8 @@ template <int THREADS> __device__ __forceinline__ void workers_wait() {
     asm volatile("bar.sync 1, %0;\n" ::"n"(THREADS) : "memory");
 }
 
-// Writes the sums plus bias: to the block's slice of `partials` if it is not null, otherwise, plus the addend, to the result.
-// `strips` calls its argument with each 16-row strip of the warp, the strip's first row and its first column.
+// Writes the sums plus bias to the block's slice of `partials`. If `partials` is null, writes the sums plus bias and addend to the
+// result. `strips` calls its argument with each 16-row strip of the warp, the strip's first row and its first column.
 template <typename T, Direction D, int ROWS, int COUNT, int THREADS, bool PAIRED, typename Strips>
 __device__ __forceinline__ void finish(const Work<D, ROWS, COUNT, PAIRED> &work, const Conv2dShape &s,
                                        const Conv2dOperands<T> &operands, unsigned char *shared, Strips strips) {

@@ -29,8 +29,8 @@ impl Ring {
         RINGS.lock().unwrap_or_else(PoisonError::into_inner).push(self);
     }
 
-    /// Copy `size` bytes. In iteration `number`, the host copies part `number` - PIECES out of its piece. Then it queues the copy of part
-    /// `number` from the GPU to the same piece.
+    /// Copy `size` bytes, in parts of at most `PIECE` bytes. In iteration `number`, the host copies part `number` -
+    /// `PIECES` out of its piece. Then the host queues the copy of part `number` from the GPU to the same piece.
     ///
     /// # Safety
     /// The conditions of [`download`].

@@ -107,8 +107,9 @@ pub fn unregister(address: NonNull<u8>) {
 /// The first and the largest number of bytes that [`pinnable`] allocates at once; the first is also its precision.
 const STEPS: [usize; 2] = [64 << 20, 1 << 30];
 
-/// How many of `wanted` bytes the driver pins in this process now, found by allocating them in growing steps; all are freed
-/// again. If the driver pins fewer, the result may be up to 64 MiB too small. A device must be current on this thread.
+/// How many bytes, up to `wanted`, the driver can pin in this process now. The function allocates pinned memory in
+/// growing steps, then frees all of it. A result below `wanted` may be up to 64 MiB too small. A device must be current
+/// on this thread.
 ///
 /// # Errors
 /// The driver's error, unless it means that this memory cannot be pinned.

@@ -1,7 +1,8 @@
-//! The kernels: a Rust module for each file of `kernels/`. It has the file's compiled code and a structure of the arguments of each kernel.
+//! The kernels: a Rust module for each file of `kernels/`, with the file's compiled code and a structure of the
+//! arguments of each kernel.
 //!
 //! The build script generates these Rust modules from the kernels' signatures in CUDA. So a launch in Rust does not compile if an argument
-//! is missing, has another name or another type. The element types of pointers are checked when the kernel is launched.
+//! is missing or has another name or type. The element types of pointers are checked when the kernel is launched.
 
 use std::ffi::c_void;
 use std::marker::PhantomData;

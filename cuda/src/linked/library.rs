@@ -74,7 +74,7 @@ fn stand_in(name: &str, address: *mut ()) -> *mut () {
 pub(super) fn open(file: &str, folders: &[&Path]) -> Result<Handle, String> {
     let path = folders.iter().map(|folder| folder.join(file)).find(|path| path.is_file());
     let name = path.as_deref().map_or(OsStr::new(file), Path::as_os_str);
-    // SAFETY: these are NVIDIA's libraries, whose initialisers have no conditions that the caller must meet.
+    // SAFETY: these are NVIDIA's libraries, whose initializers have no conditions that the caller must meet.
     unsafe { Handle::new(name) }.map_err(|error| error.source().map_or_else(|| error.to_string(), ToString::to_string))
 }
 
@@ -102,6 +102,7 @@ impl Driver<'_> {
         found.map_or_else(|| unreachable!("{name} is in the list"), |&(_, address)| address)
     }
 
+    /// Return an error unless `status` is `CUDA_SUCCESS`.
     fn ok(&self, status: c_int) -> Result<(), Unavailable> {
         if status == 0 {
             return Ok(());
@@ -152,7 +153,7 @@ impl Driver<'_> {
     /// Check that GPU `ordinal` is new enough and that the kernels were compiled for it.
     ///
     /// # Safety
-    /// The driver must be initialised and have a GPU with this ordinal.
+    /// The driver must be initialized and have a GPU with this ordinal.
     unsafe fn check_device(&self, ordinal: c_int) -> Result<(), Unavailable> {
         const MAJOR: c_int = 75;
         const MINOR: c_int = 76;

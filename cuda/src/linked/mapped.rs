@@ -28,8 +28,8 @@ fn blocks() -> MutexGuard<'static, BTreeMap<u64, Block>> {
     BLOCKS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Allocate `size` zero bytes, at least 1, and return their address, which is the same for the host and for kernels. A device must be
-/// current on this thread.
+/// Allocate `size` zero bytes and return their address, which is the same for the host and for kernels. `size` must be
+/// at least 1. A device must be current on this thread.
 ///
 /// # Errors
 /// The driver's error.
@@ -46,7 +46,7 @@ pub fn allocate(size: usize) -> Result<u64, Status> {
     Ok(address as u64)
 }
 
-/// Whether an address is in this memory.
+/// Whether an address is in one of the blocks.
 pub fn owns(address: u64) -> bool {
     blocks().range(..=address).next_back().is_some_and(|(start, block)| address - start < block.size as u64)
 }
@@ -56,7 +56,8 @@ pub fn held() -> usize {
     blocks().values().map(|block| block.size).sum()
 }
 
-/// Free a block when the work that is queued on `stream` now is done. Returns false if the address is not that of a block.
+/// Free a block once the work that is now queued on `stream` is done. Returns false if the address is not that of a
+/// block.
 pub(crate) fn free(address: u64, stream: Stream) -> bool {
     let is_known = blocks().get_mut(&address).map(|block| block.last = Some(stream as usize)).is_some();
     if is_known {
@@ -65,7 +66,8 @@ pub(crate) fn free(address: u64, stream: Stream) -> bool {
     is_known
 }
 
-/// Free the blocks that have no owner. While a graph is captured, nothing can wait for a stream, so they stay until a later call.
+/// Free the blocks that have no owner. While a graph is captured, nothing can wait for a stream, so these blocks stay
+/// until a later call.
 pub(crate) fn sweep() {
     let mut blocks = blocks();
     let waiting: Vec<u64> =

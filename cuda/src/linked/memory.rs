@@ -49,7 +49,7 @@ struct Share {
     limit: Option<u64>,
 }
 
-/// The shares of all devices whose memory was mapped or that have a limit.
+/// The shares, by device.
 static SHARES: Mutex<BTreeMap<c_int, Share>> = Mutex::new(BTreeMap::new());
 
 fn with_share<T>(device: c_int, work: impl FnOnce(&mut Share) -> T) -> T {
@@ -224,7 +224,8 @@ pub(crate) extern "C" fn allocate(address: *mut u64, size: usize, stream: Stream
     }
 }
 
-/// Allocate from a given space, or by default from the current one. Returns the address.
+/// Allocate from the space `origin`. If `origin` is None, allocate from the space of graphs during a capture, and else
+/// from that of eager work. Returns the address.
 pub(crate) fn allocate_from(origin: Option<Origin>, size: usize, stream: Stream) -> Result<u64, Status> {
     if *PLAIN {
         let mut address = 0;

@@ -24,7 +24,7 @@ const NEXT_MAJOR: c_int = 30_000;
 
 /// `ncclResult_t`: `ncclSuccess`.
 pub const SUCCESS: c_int = 0;
-/// `ncclResult_t`: `ncclInProgress`, the result of a call that returned while a thread of the library still executes it.
+/// `ncclResult_t`: `ncclInProgress`, the result of a call that returned before the library has completed the operation.
 pub const IN_PROGRESS: c_int = 7;
 /// `ncclRedOp_t`: `ncclSum`.
 pub const SUM: c_int = 0;

@@ -7,7 +7,7 @@ use super::memory::{Status, check};
 
 /// The number of bytes of a piece.
 pub(crate) const PIECE: usize = 8 << 20;
-/// The largest number of pieces of a stream. While the GPU reads or writes some of them, the host can use another.
+/// The largest number of pieces of a ring. While the GPU reads or writes some of them, the host can use another.
 pub(crate) const PIECES: usize = 4;
 
 /// A piece of pinned memory, and an event that marks the end of the GPU's last use of the memory. Memory and event are never freed.
@@ -41,7 +41,8 @@ impl Piece {
         Ok(())
     }
 
-    /// Wait until the work of the last [`queued`](Self::queued) is done. Returns at once if there is none, or if it was waited for already.
+    /// Wait until the work of the last [`queued`](Self::queued) is done. Returns at once if an earlier call has waited
+    /// for this work, or if there is no such work.
     pub(crate) fn wait(&mut self) -> Result<(), Status> {
         if std::mem::take(&mut self.is_queued) {
             // SAFETY: as in `queued`.

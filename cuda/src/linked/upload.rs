@@ -3,10 +3,10 @@
 //! The host copies the bytes to pinned memory, and the GPU copies them from there to the device. So the caller may reuse its memory at
 //! once, and the host waits only if the GPU still needs all pinned memory of the stream.
 //!
-//! A CUDA graph cannot copy from host memory that is freed before a replay. "Value" means the bytes of one copy here. During a capture, a
-//! value is a constant if an eager run of the captured function copied the same bytes. A constant is put into device memory that lives as
-//! long as the graph, and the graph copies from there. Any other value is rejected: it may change from call to call, but each replay would
-//! copy the value of the capture.
+//! A CUDA graph cannot copy from host memory that is freed before a replay. In this module, a value is the bytes of one
+//! copy. During a capture, a value is a constant if an eager run of the captured function copied the same bytes. A
+//! constant is put into device memory that lives as long as the graph, and the graph copies from there. Any other value
+//! is rejected: it may change from call to call, but each replay would copy the value of the capture.
 
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -155,7 +155,8 @@ enum Watch {
     Off,
     /// During an eager run: record the fingerprints of the values.
     Noting(HashSet<u64>),
-    /// During a capture: make values whose fingerprints are `known` constants, and reject the others (`has_refused`).
+    /// During a capture: turn values whose fingerprints are in `known` into `constants`. Reject the others, and set
+    /// `has_refused`.
     Capturing { known: HashSet<u64>, constants: Vec<Constant>, has_refused: bool },
 }
 
@@ -233,7 +234,8 @@ pub fn finish_noting() -> Known {
     }
 }
 
-/// Until [`finish_capture`], make the values that this thread copies constants of a graph if they are `known`, and reject other values.
+/// Until [`finish_capture`], turn each value that this thread copies into a constant of the graph if its fingerprint is
+/// `known`, and reject other values.
 pub fn capture(known: Known) {
     WATCH.set(Watch::Capturing { known: known.0, constants: Vec::new(), has_refused: false });
 }

@@ -95,8 +95,8 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
             keys.advance();
 #pragma unroll
             for (int i = 0; i < SUM; i++) dk[i] *= factor;
-            // Heads and blocks follow one another in the sequence of steps. So the sum of their indices is a number of its own for each
-            // pair of a head and a block that share steps.
+            // Along the sequence of steps, the indices of heads and of blocks only grow. So their sum is different for each pair of a
+            // head and a block that share steps.
             add_groups(group, dk, dv, parts == nullptr ? nullptr : parts + uint64_t(span.item + blockIdx.x) * PART);
         }
     }

@@ -92,7 +92,8 @@ __device__ __forceinline__ uint32_t unknown(uint32_t x) {
     return x;
 }
 
-// sum (64, N) = a bᵀ over D columns, with 64 rows `a` of a tile of `A_ROWS` rows and N rows `b` of a tile of `B_ROWS` rows.
+// sum (64, 2 N) = a bᵀ over D columns, with 64 rows `a` of a tile of `A_ROWS` rows and 2 N rows `b` of a tile of `B_ROWS` rows. A thread
+// has N accumulators.
 template <typename T, int D, int A_ROWS, int B_ROWS, int N>
 __device__ __forceinline__ void multiply_rows(float (&sum)[N], uint32_t a, uint32_t b) {
     const uint32_t left = along_rows(a), right = along_rows(b);

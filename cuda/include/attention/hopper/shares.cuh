@@ -42,8 +42,8 @@ template <int M> struct Shares {
         return min(max(ceil_divide(seen, M), first(tile) + EACH), all);
     }
 
-    // `places`: the number of places that the items of one head of keys take before tile `tile`. `all_places`: the number that all items
-    // take.
+    // `places`: the number of places of the items of one head of keys that come before tile `tile`. `all_places`: the number of places of
+    // all items.
     __device__ __forceinline__ uint32_t places(uint32_t tile) const { return spans.group() * plan[tile] + ITEM_PLACES * tile; }
     __device__ __forceinline__ uint32_t all_places() const { return heads * places(tiles); }
     // How many places a block has.
