@@ -1,6 +1,6 @@
 // Attention to few keys, computed as in attention.cu, on compute capability 9.0: forward and backward (for sm_90a alone). It takes f16 and
-// bf16; equal widths of queries and values, which are a multiple of 8 up to 64; pointers and strides that are multiples of 16 bytes; a scale
-// above 0; at least one query; 1 to 80 keys; no mask, and no causal mask. Tensors, strides and log_sums are as in attention.cu.
+// bf16; equal widths of queries and values, which are a multiple of 8 up to 64; pointers and strides that are multiples of 16 bytes; a
+// scale above 0; at least one query; 1 to 80 keys; no mask, and no causal mask. Tensors, strides and log_sums are as in attention.cu.
 //
 // `Schedule` (include/attention/hopper/schedule.cuh) divides the work: items are the heads of all samples, with
 // ceil(queries / 128) steps each; whole = 0; `blocks` is the number of multiprocessors. items * steps * blocks must be below 2^32.

@@ -19,8 +19,8 @@ constexpr int PIECES = 2;
 template <int TILES> constexpr int CHUNKS = TILES == 1 ? 4 : 2;
 // The number of warps of a block for the rank 16 TILES. A higher rank needs more registers in each thread, so fewer warps fit.
 template <int TILES> constexpr int WARPS = TILES <= 2 ? 16 : 8;
-// Whether dst is loaded before hidden is computed, as the factor is. The registers for it would spill others where this is false: for rank
-// 32, and on compute capability 12.0 in the backward pass of rank 16.
+// Whether dst is loaded before hidden is computed, as `up` is. This is false where the registers for dst would make the compiler spill
+// others: for rank 32, and on compute capability 12.0 in the backward pass of rank 16.
 template <int TILES, bool is_backward> constexpr bool LOADS_DST_EARLY = TILES == 1 ? ARCHITECTURE < 1200 || !is_backward : TILES != 2;
 
 // All terms have the same sizes. `*_row` is the distance in elements between the starts of two neighbouring rows of a matrix.

@@ -13,8 +13,8 @@ struct LowRankTile {
     const void *hidden, *up;
 };
 
-// Products that are added to one dst with `outer` columns. Its blocks (blockIdx.x) are those from the `end` of the sum before it (0 for the
-// first sum) up to, but not including, `end`.
+// Products that are added to one dst with `outer` columns. The blocks (blockIdx.x) of this sum are those from the `end` of the previous sum
+// (0 for the first sum) up to, but not including, `end`.
 struct LowRankSum {
     void *dst;
     uint32_t outer, end;

@@ -7,7 +7,7 @@
 #include "architecture.cuh"
 #include "norm_rows.cuh"
 
-// The number of the largest teams of a forward kernel that a multiprocessor must have room for. For f64 on compute capability 12.0 the
+// How many teams of the largest size a multiprocessor must have room for in a forward kernel. For f64 on compute capability 12.0 the
 // compiler needs more registers.
 template <typename T> constexpr int FORWARD_TEAMS = ARCHITECTURE >= 1200 && sizeof(T) == 8 ? 1 : 2;
 

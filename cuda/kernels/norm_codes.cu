@@ -13,10 +13,10 @@ __device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, A
                                         uint32_t len, Acc<T> eps, bool is_int8, uint8_t *codes, float *scales, Acc<T> *shared) {
     constexpr int N = WIDE<T>;
     const auto write = [&](uint64_t row, NormRow<T, N> &values, auto normalized) {
-        // Lets the compiler drop the loops over packs that registers do not hold, which would spill some.
+        // Lets the compiler drop the loops over packs that are not in registers. With these loops it would spill registers.
         values.packs = min(values.packs, NORM_HELD * blockDim.x);
         RowScale found;
-        // The normalized values take the place of the row's.
+        // In the registers, the normalized values replace the row's values.
 #pragma unroll
         for (int i = 0; i < NORM_HELD; i++) {
             const uint32_t pack = threadIdx.x + i * blockDim.x;

@@ -1,6 +1,6 @@
 // The optimizers with 8-bit states, as in bitsandbytes' AdamW8bit and Lion8bit. AdamW has two states for each parameter, Lion has one. A
-// value of a state is one byte, its code. Every 256 values of a state share a scale. A "block" below is 256 such elements, not a block
-// of threads, unless the comment says so.
+// value of a state is one byte, its code. Every 256 values of a state share a scale. A "block" below is 256 such elements. Only where a
+// launch is described, a block is a block of threads.
 //
 // A warp updates a block of 256 elements in registers. Each lane has four neighbouring elements of each half of the block, so that every
 // access of the warp is to 512 contiguous bytes of f32 or 128 contiguous bytes of codes. Multiplications and additions are fused where the
@@ -16,8 +16,8 @@ static __device__ const Table UNSIGNED_TABLE = dynamic_map::make_table<false>();
 // The number of quads of a block that each lane has.
 constexpr int QUADS = STATE_BLOCK / (WARP * QUAD);
 
-// The number of threads of a block, and of blocks of threads on a multiprocessor. With three blocks, each thread can have the 80 registers
-// that it needs.
+// For launches: the number of threads of a block, and of blocks on a multiprocessor. With three blocks, each thread can have the 80
+// registers that it needs.
 constexpr int THREADS = 256;
 constexpr int BLOCKS = 3;
 
