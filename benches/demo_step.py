@@ -1,4 +1,4 @@
-"""A whole training step of the demo's digit generator: noise, forward, backward and AdamW.
+"""A training step of the demo's digit generator: noise, forward, backward, clipping and AdamW.
 
 python benches/demo_step.py
 """

@@ -1,4 +1,7 @@
-"""Write folders with the configurations of published models, and no weights, to plan memory."""
+"""Write folders that have the configurations of published models without their weights.
+
+Predictions of memory need only the configurations.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ MODELS = {
 
 
 def write_model(folder: Path, name: str) -> Path:
-    """Write each configuration, and beside it a weight file with a single number."""
+    """Write each configuration, and beside it a weight file with one number; return `folder`."""
     for part, config in MODELS[name][1]().items():
         where = folder / part
         where.mkdir(parents=True, exist_ok=True)

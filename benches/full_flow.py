@@ -90,7 +90,7 @@ QWEN25_VL: Config = {
     "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
     "max_position_embeddings": 128000, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
     "tie_word_embeddings": False, "hidden_act": "silu",
-    # transformers builds a vision tower, too; the file has no weights of it, and no phase uses it.
+    # transformers also builds a vision tower, which has no weights in the file and is not used.
     "vision_config": {
         "depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 1,
         "out_hidden_size": 3584,

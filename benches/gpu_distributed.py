@@ -9,11 +9,12 @@ checkpointing. One GPU then trains twice: with one batch a step, to compare time
 batches a step as there are GPUs, to compare losses. The time of a sum of f32 vectors includes
 everything that a step waits for.
 
-`--stream 57` trains only Flux, only on all GPUs, with this number of blocks in host memory: in one
-copy for all processes or, with `--apart`, in one copy for each process. It prints the time of a
-step, the peak memory of a GPU, the host memory of each process (Pss, which divides shared memory
-among the processes that share it), and by how much loading reduced the free memory of the machine.
-`--peers` measures twice: with the blocks in host memory, and with the blocks in slices on the GPUs.
+With `--stream 57`, the script trains Flux alone, and on all GPUs alone. It keeps 57 blocks in host
+memory: one copy for all processes or, with `--apart`, one copy for each process. It prints the time
+of a step, the peak memory of a GPU, the host memory of each process (Pss, which divides shared
+memory among the processes that share it), and by how much loading reduced the free memory of the
+machine. With `--peers`, it measures this twice: with the blocks in host memory, and with the blocks
+in slices on the GPUs.
 
 With NCCL_P2P_DISABLE=1 the GPUs do not access each other's memory, as on cards that do not support
 this access. `--machines` makes NCCL treat every GPU as if it were on a machine of its own, so that

@@ -3,7 +3,7 @@
 python benches/gpu_encode.py [--only decode] [--profile] [--no-torch]
 
 Weights are random, with the shapes of SDXL's base model; images are noise. `--profile` adds the
-time of each of our kernels. diffusers is measured too, if it is installed.
+time of each of our kernels. If diffusers is installed, its autoencoder is measured too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 SIZES = [(1024, 1024), (1280, 960)]
 BATCHES = [1, 2, 4]
 STEPS = 30
-LATENT = 8
+DOWNSCALE = 8
+"""The side of an image in px, divided by the side of its latents."""
 EXACT_SIDE = 512
 """Side in px of the image whose latents are compared with those of f64."""
 BIG_G = {
@@ -124,7 +125,7 @@ def errors(machine: Machine, vae: Any) -> None:
     device = machine.device
     picture = pixels(1, EXACT_SIDE, EXACT_SIDE)
     image = (picture.transpose(0, 3, 1, 2) / 127.5 - 1.0).astype(np.float32)
-    side = EXACT_SIDE // LATENT
+    side = EXACT_SIDE // DOWNSCALE
     latent = np.random.default_rng(1).standard_normal((1, 4, side, side)).astype(np.float32)
     with tempfile.TemporaryDirectory() as folder:
         vae.save_pretrained(folder)

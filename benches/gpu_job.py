@@ -9,7 +9,7 @@ small. Then the benchmark runs the commands that a user would type: train (200 s
 the other models) on cold caches, then on warm ones; resume; train with previews, validation and an
 average of the weights; sample; merge; verify. A phase is the time between two lines that a command
 prints. The peaks of GPU memory (nvidia-smi) and of resident host memory are those of the command's
-process. If diffusers is installed, the benchmark also times how it loads, encodes, draws and saves.
+process. If torch is installed, `job_peer.py` then times diffusers.
 """
 
 from __future__ import annotations

@@ -43,17 +43,17 @@ class Case:
     theirs: Operation
     flops: float
     """Floating-point operations of forward and backward."""
-    passes: float
+    traffic: float
     """The bytes that must be read and written, as a multiple of the bytes of the first input."""
     trained: int = 1
     images: bool = False
 
     @property
     def moved(self) -> float:
-        first = BYTES * self.passes
+        moved = BYTES * self.traffic
         for size in self.shapes[0]:
-            first *= size
-        return first
+            moved *= size
+        return moved
 
 
 def convolution(image: tuple[int, int, int], out: int, kernel: int, stride: int = 1) -> Case:
@@ -68,7 +68,7 @@ def convolution(image: tuple[int, int, int], out: int, kernel: int, stride: int 
         partial(functional.conv2d, **options, channels_last=True),
         lambda torch, x, w: torch.nn.functional.conv2d(x, w, **options),
         flops=2 * flops,
-        passes=2 * (1 + out / channels / stride**2),
+        traffic=2 * (1 + out / channels / stride**2),
         images=True,
     )
 
@@ -81,7 +81,7 @@ def attention(heads: int, tokens: int, keys: int, dim: int = 64) -> Case:
         functional.scaled_dot_product_attention,
         lambda torch, *x: torch.nn.functional.scaled_dot_product_attention(*x),
         flops=3.5 * flops,
-        passes=4 * (1 + keys / tokens),
+        traffic=4 * (1 + keys / tokens),
         trained=3,
     )
 
@@ -114,7 +114,7 @@ def packed_attention(heads: int, key_heads: int, segments: int, length: int = 20
         theirs,
         # The causal mask hides half of the scores.
         flops=3.5 * 2 * heads * segments * length**2 * dim,
-        passes=4 * (1 + key_heads / heads),
+        traffic=4 * (1 + key_heads / heads),
         trained=3,
     )
 
@@ -134,7 +134,7 @@ def norms() -> list[Case]:
                 partial(layer_norm, width),
                 partial(torch_layer_norm, width),
                 flops=0,
-                passes=5,
+                traffic=5,
             )
         )
         made.append(
@@ -144,7 +144,7 @@ def norms() -> list[Case]:
                 functional.geglu,
                 geglu,
                 flops=0,
-                passes=4,
+                traffic=4,
             )
         )
     for side, width in ((128, 320), (64, 640), (32, 1280), (32, 2560)):
@@ -157,7 +157,7 @@ def norms() -> list[Case]:
                     torch.nn.functional.group_norm(x, 32, w, b)
                 ),
                 flops=0,
-                passes=5,
+                traffic=5,
                 images=True,
             )
         )

@@ -4,9 +4,9 @@ python benches/gpu_streaming.py [--base int8] [--blocks 0 28 57] [--modulation]
 
 1024 x 1024 px, full checkpointing, random weights. The script prints a line for each number of
 streamed blocks. The line has the time of a step with and without a graph, the time of a forward
-pass of a few tokens, the peak on the device, and the losses of the first steps. These losses must
-be equal in all lines. A few tokens take almost no computation, so the time of their forward pass is
-that of copying the blocks.
+pass of a few tokens, the peak on the device, the time of loading the model, and the losses of the
+first steps. These losses must be equal in all lines. A few tokens take almost no computation, so
+the time of their forward pass is that of copying the blocks.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ python benches/gpu_text_job.py [--model qwen2] [--folder DIR] [--only cold,chat,
 
 The benchmark first writes a model of random weights (3.1 GB for Qwen2-1.5B, 16 GB for Llama-3-8B)
 and 5,000 conversations. Then it runs the commands that a user would type: preview the data; train
-100 steps of 4 rows of 2,048 tokens; resume; train with validation, previews and saves, with LoRA+,
-from PiSSA, and until the validation loss rises; chat; export for peft, llama.cpp and as a merged
-model; verify. A phase is the time between two lines that a command prints. `text_job_peer.py` runs
-the same phases in transformers and peft.
+100 steps of 4 rows of 2,048 tokens; resume; train with validation, previews and saves; train with
+LoRA+; train from PiSSA; train until the validation loss rises; chat; export for peft, for llama.cpp
+and as a merged model; verify. A phase is the time between two lines that a command prints.
+`text_job_peer.py` runs most of these phases in transformers and peft.
 """
 
 from __future__ import annotations

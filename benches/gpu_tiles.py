@@ -2,11 +2,12 @@
 
 python benches/gpu_tiles.py [--only sdxl] [--least 2] [--codes]
 
-Prints the lines of the table in rust/core/src/cuda/gemm_tiles.rs: the products for which one of the
-algorithms that cuBLASLt recommends takes less time than the usual one. The usual algorithm is
-cuBLASLt's first recommendation for a product with a bias or of codes, cuBLAS's choice for others.
-With `--codes`, the products are those of e4m3 codes with a scale for each row and column. Weights
-come from memory in each product, as in a model, and inputs from the cache. Needs torch.
+Prints a line for each product of a model. An arrow marks the lines that belong in the table in
+rust/core/src/cuda/gemm_tiles.rs: those of products for which one of the algorithms that cuBLASLt
+recommends saves at least `--least` percent of the usual algorithm's time. For a product with a bias
+or of codes, the usual algorithm is cuBLASLt's first recommendation; for others it is the choice of
+cuBLAS. With `--codes`, the products are those of e4m3 codes with a scale for each row and column.
+Weights come from memory in each product, as in a model, and inputs from the cache. Needs torch.
 """
 
 from __future__ import annotations
@@ -243,11 +244,11 @@ def examine(lt: CublasLt, layer: Layer, *, backward: bool, least: float, codes: 
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--only", default="", help="the models whose name contains this")
-    options.add_argument("--least", type=float, default=3, help="the least gain of a line, in %%")
-    options.add_argument("--codes", action="store_true", help="products of e4m3 codes")
-    given = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="the models whose name contains this")
+    parser.add_argument("--least", type=float, default=3, help="least gain of a marked line, in %%")
+    parser.add_argument("--codes", action="store_true", help="products of e4m3 codes")
+    given = parser.parse_args()
     lt = CublasLt()
     print(f"// {torch.cuda.get_device_name()}, cuBLASLt {lt.library.cublasLtGetVersion()}")
     seen = set()

@@ -31,7 +31,7 @@ import trainable_candle as tc
 
 MODELS: tuple[str, ...] = ("sdxl", *full_flow.PIPELINES, *full_text.MODELS)
 IMAGES = 2
-GIB = r"([\d.]+) GiB"
+SIZE = r"([\d.]+) GiB"
 ROW = "{:<10} {:>5} {:>9} {:>9} {:>9} {:>9} {:>9}  {}"
 
 
@@ -57,10 +57,10 @@ def row(model: str, vram: str, outcome: Outcome, output: Path) -> str:
     if outcome.code:
         return ROW.format(model, vram, "", "", "", "", "", outcome.errors.strip()[-300:])
     text = "\n".join(line for _, line in outcome.lines)
-    plan = re.compile(rf"^plan: (.*?) \(about {GIB}(?:, ([\d.]+) s a step)?\) fits", re.MULTILINE)
+    plan = re.compile(rf"^plan: (.*?) \(about {SIZE}(?:, ([\d.]+) s a step)?\) fits", re.MULTILINE)
     chosen = plan.search(text)
-    phases = re.findall(rf"^GPU memory while .*: {GIB}", text, re.MULTILINE)
-    held = re.search(rf"at most {GIB} of GPU memory", text)
+    phases = re.findall(rf"^GPU memory while .*: {SIZE}", text, re.MULTILINE)
+    held = re.search(rf"at most {SIZE} of GPU memory", text)
     with (output / "train.csv").open() as file:
         seconds = [float(step["seconds"]) for step in csv.DictReader(file)]
     median = statistics.median(seconds[len(seconds) // 2 :])

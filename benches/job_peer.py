@@ -3,9 +3,9 @@
 python benches/job_peer.py FOLDER MODEL [--steps 28] [--guidance 3.5] [--device cpu] [--side 1024]
 
 FOLDER is the folder of `gpu_job.py`: its subfolder MODEL has the pipeline, and `pictures` the
-images. SDXL is loaded as a pipeline. The other pipelines lack tokenizers, so each part is loaded
-separately. Text encoders get random tokens: CLIP 77, the others 512. Images are drawn from random
-features.
+images. SDXL is loaded as a pipeline. The other pipelines lack files of tokenizers, so each of their
+parts is loaded separately, their text encoders get random tokens (CLIP 77, the others 512), and
+images are drawn from random features.
 """
 
 from __future__ import annotations

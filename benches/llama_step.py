@@ -75,7 +75,7 @@ class TorchLlama:
         return self.torch.nn.functional.rms_norm(x, (WIDTH,), self.norm_weight, 1e-5)
 
     def heads(self, layer: int, name: str, x: Any, *, turned: bool) -> Any:
-        """A projection, (B, heads, L, HEAD); `turned` by the angles of its positions."""
+        """A projection, (B, heads, L, HEAD); if `turned`, rotated by the positions' angles."""
         x = self.linear(layer, name, x).unflatten(2, (-1, HEAD)).transpose(1, 2)
         if not turned:
             return x

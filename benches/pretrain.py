@@ -3,9 +3,9 @@
 python benches/pretrain.py FOLDER [--seconds 240] [--text FOLDER] [--megabytes 120] [--tiny]
 
 The model is a Llama of 0.11 B parameters (14 layers of width 768) with a byte-level BPE of 16,384
-tokens. It learns the Python files under --text (default: the installed packages) under autocast to
-bf16, and is saved into FOLDER in bf16, with transformers. `--tiny` makes a model that is small
-enough for a CPU.
+tokens. It is trained on the Python files in --text (default: the installed packages), with autocast
+to bf16, and transformers saves it in bf16 into FOLDER. `--tiny` makes a model that is small enough
+for a CPU.
 """
 
 from __future__ import annotations
