@@ -23,7 +23,7 @@ use architectures::{ARCHITECTURES, Architecture};
 
 /// Libraries that candle asks the linker for. `src/linked/symbols.rs` defines the functions of these libraries that are called,
 /// so the linker needs only an empty file for each library.
-const STOOD_IN: [&str; 5] = ["cuda", "cublas", "cublasLt", "curand", "nvrtc"];
+const LINKED_LIBRARIES: [&str; 5] = ["cuda", "cublas", "cublasLt", "curand", "nvrtc"];
 /// An `ar` archive without members.
 const EMPTY_ARCHIVE: &[u8] = b"!<arch>\n";
 /// Environment variables that may name the folder of the CUDA toolkit.
@@ -51,10 +51,11 @@ fn main() {
 }
 
 fn prepare_libraries(out: &Path) -> io::Result<()> {
-    for name in STOOD_IN {
+    for name in LINKED_LIBRARIES {
         fs::write(out.join(format!("lib{name}.a")), EMPTY_ARCHIVE)?;
     }
-    // The linker looks for `libcudart`. This copy gives it the static runtime, which opens the driver only at its first use.
+    // The linker looks for `libcudart`. This copy gives it the static runtime, which opens the driver when a program
+    // first uses the runtime.
     let runtime = find(&["lib/libcudart_static.a", "lib64/libcudart_static.a"])?;
     fs::copy(runtime, out.join("libcudart.a"))?;
     println!("cargo::rustc-link-search=native={}", out.display());
@@ -71,7 +72,7 @@ fn compile_kernels(out: &Path) -> io::Result<()> {
     let sources = files("kernels", "cu")?;
     let script = env::current_exe().ok().and_then(|program| modified(&program));
     let unread = sources.iter().filter(|source| {
-        let read = modified(&made(out, source, "signatures"));
+        let read = modified(&generated(out, source, "signatures"));
         [modified(source), headers, script].iter().any(|change| read.is_none() || read < *change)
     });
     in_parallel(unread, |source| read_signatures(&nvcc, source, out))?;
@@ -81,8 +82,8 @@ fn compile_kernels(out: &Path) -> io::Result<()> {
     let wanted = targets.join(" ");
     let same = fs::read_to_string(&record).is_ok_and(|found| found == wanted);
     let stale = sources.iter().filter(|source| {
-        let compiled = modified(&made(out, source, "fatbin"));
-        let changes = [modified(source), headers, modified(&made(out, source, "cu"))];
+        let compiled = modified(&generated(out, source, "fatbin"));
+        let changes = [modified(source), headers, modified(&generated(out, source, "cu"))];
         !same || changes.iter().any(|change| compiled.is_none() || compiled < *change)
     });
     in_parallel(stale, |source| compile(&nvcc, source, &targets, out))?;
@@ -111,7 +112,7 @@ fn read_signatures(nvcc: &Path, source: &Path, out: &Path) -> io::Result<()> {
     let mut lines = vec![signature::structures(&preprocessed).into_iter().collect::<Vec<_>>().join(" ")];
     let invalid = |reason: String| io::Error::other(format!("{}: {reason}", source.display()));
     lines.extend(signature::heads(&preprocessed).map_err(invalid)?);
-    fs::write(made(out, source, "signatures"), lines.join("\n"))
+    fs::write(generated(out, source, "signatures"), lines.join("\n"))
 }
 
 /// Writes the Rust code of all kernels and, for each source, the file that nvcc compiles.
@@ -120,10 +121,10 @@ fn write_host_side(out: &Path, sources: &[PathBuf]) -> io::Result<()> {
     for path in sources {
         let invalid = |reason: String| io::Error::other(format!("{}: {reason}", path.display()));
         let name = path.file_stem().expect("a source has a name").to_string_lossy().into_owned();
-        let lines = fs::read_to_string(made(out, path, "signatures"))?;
+        let lines = fs::read_to_string(generated(out, path, "signatures"))?;
         let (structures, heads) = lines.split_once('\n').unwrap_or((&lines, ""));
         let unit = bindings::unit(&name, &structures.split(' ').collect::<Vec<_>>());
-        write_changed(&made(out, path, "cu"), &unit)?;
+        write_changed(&generated(out, path, "cu"), &unit)?;
         let signatures = heads.lines().map(signature::parse).collect::<Result<_, _>>().map_err(invalid)?;
         code.push_str(&bindings::module(&bindings::Source { name, signatures }).map_err(invalid)?);
     }
@@ -133,7 +134,7 @@ fn write_host_side(out: &Path, sources: &[PathBuf]) -> io::Result<()> {
 fn compile(nvcc: &Path, source: &Path, targets: &[String], out: &Path) -> io::Result<()> {
     let is_hopper = source.file_stem().is_some_and(|stem| stem.to_string_lossy().ends_with(HOPPER));
     let targets: Vec<&String> = targets.iter().filter(|target| !is_hopper || target.ends_with("_90a")).collect();
-    let (unit, fatbin) = (made(out, source, "cu"), made(out, source, "fatbin"));
+    let (unit, fatbin) = (generated(out, source, "cu"), generated(out, source, "fatbin"));
     if targets.is_empty() {
         // An empty file is a module without code.
         return fs::write(fatbin, []);
@@ -171,7 +172,7 @@ fn targets(list: &str) -> io::Result<Vec<String>> {
 }
 
 /// The path of a file that is generated from a source.
-fn made(out: &Path, source: &Path, extension: &str) -> PathBuf {
+fn generated(out: &Path, source: &Path, extension: &str) -> PathBuf {
     out.join(source.with_extension(extension).file_name().expect("a source has a name"))
 }
 

@@ -187,7 +187,7 @@ template <typename A> struct Partials {
         return pairs + (((sample * tiles + tile) * size.groups + group) * size.pieces + piece) * 2;
     }
 
-    // Calls f(pair, number of elements that each sum of the pair adds) for this thread's share of the pairs of a group.
+    // Calls f(pair, count) for this thread's share of a group's pairs. `count` is the number of elements that each sum of the pair adds.
     template <typename T, typename F>
     __device__ __forceinline__ void for_each(const ChannelSize &size, uint64_t sample, uint32_t group, F f) const {
         const uint32_t low = group * size.width(), high = low + size.width();

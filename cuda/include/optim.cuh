@@ -136,7 +136,7 @@ struct RoundStochastically {
     const Settings *settings;
     const uint32_t *firsts; // for each piece, the element number (see `Stochastic`) of its first element, in units of STATE_BLOCK
 
-    // For the four elements from `index` on of the piece with number `number` in the list of pieces.
+    // For four elements of piece `number` of the list: those from the piece's element `index` on.
     __device__ __forceinline__ Stochastic at(const Piece &piece, uint32_t number, uint32_t index) const {
         const Settings &of = settings[piece.group];
         return {of.seed, of.step, static_cast<uint64_t>(firsts[number]) * STATE_BLOCK + index};

@@ -27,7 +27,7 @@ template <typename T> constexpr int FORWARD_BLOCKS = sizeof(T) == 2 ? 3 : 4;
 template <typename T> constexpr int BACKWARD_BLOCKS = sizeof(T) == 4 ? 3 : 2;
 template <typename T> constexpr int WEIGHT_BLOCKS = sizeof(T) == 8 ? 3 : 0;
 
-// The number of lanes of a row of `packs` packs of pairs: a power of two.
+// The number of lanes for a row with `packs` packs of pairs: a power of two.
 __device__ __forceinline__ uint32_t team_lanes(uint32_t packs) { return packs < WARP ? 1u << (WARP - __clz(packs - 1)) : WARP; }
 
 // The sum over a team of `lanes` lanes, returned to all of them. Every lane of the warp takes part.

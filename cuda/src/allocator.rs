@@ -8,8 +8,9 @@
 //! blocks.
 //!
 //! While a CUDA graph is captured, blocks come from a separate space. Each replay of a graph writes to the addresses of its capture,
-//! including those that the capture has freed, so eager work never gets addresses of this space. Graphs are replayed one after
-//! another, so they share the space. Between replays, addresses that a capture has freed hold no data. Eager work that needs more memory
+//! including those that the capture has freed, so eager work (all work outside of graphs) never gets addresses of this
+//! space. Graphs are replayed one after another, so they share the space. Between replays, addresses that a capture has
+//! freed hold no data. Eager work that needs more memory
 //! can therefore unmap these addresses and map as much memory into its own pools; memory is mapped at these addresses again before the
 //! next replay. So a run needs the larger of the memory of graphs and the memory of eager work between replays, not their sum.
 
@@ -87,6 +88,7 @@ struct Block {
 struct Pool<C> {
     start: u64,
     end: u64,
+    /// The number of bytes by which the pool grows, unless a request needs more or less memory is left.
     growth: u64,
     /// All blocks by address. Every mapped byte is in exactly one block.
     blocks: BTreeMap<u64, Block>,
@@ -113,7 +115,7 @@ impl<C> Pool<C> {
 
     /// Use the first `size` bytes of the smallest free block that is large enough; its other bytes stay a free block.
     /// Returns the address, or None if no free block is large enough.
-    fn take(&mut self, size: u64) -> Option<u64> {
+    fn allocate(&mut self, size: u64) -> Option<u64> {
         let &(found, address) = self.free.range((size, 0)..).next()?;
         self.free.remove(&(found, address));
         self.blocks.insert(address, Block { size, is_free: false });
@@ -125,7 +127,7 @@ impl<C> Pool<C> {
     }
 
     /// Free a block. Returns its size, or None if it is not in use.
-    fn give(&mut self, address: u64) -> Option<u64> {
+    fn free_block(&mut self, address: u64) -> Option<u64> {
         let block = self.blocks.get(&address).copied().filter(|block| !block.is_free)?;
         self.insert_free(address, block.size);
         Some(block.size)
@@ -355,7 +357,7 @@ impl<B: Backend> Allocator<B> {
             None => slot.insert(Pool::new(self.backend.reserve(self.range)?, self.range, growth)),
         };
         loop {
-            if let Some(address) = pool.take(size) {
+            if let Some(address) = pool.allocate(size) {
                 return Ok(address);
             }
             if let Some(graph) = lender.as_deref_mut() {
@@ -393,7 +395,7 @@ impl<B: Backend> Allocator<B> {
     /// Free a block. Returns false if the block is not one of this allocator's blocks in use.
     pub fn free(&mut self, address: u64) -> bool {
         let pool = self.eager.pool_of(address).or_else(|| self.graph.pool_of(address));
-        let Some(size) = pool.and_then(|pool| pool.give(address)) else { return false };
+        let Some(size) = pool.and_then(|pool| pool.free_block(address)) else { return false };
         self.captured.remove(&address);
         self.stats.allocated -= size;
         true

@@ -59,7 +59,7 @@ pub enum Unavailable {
         reason: String,
     },
     /// A library lacks a function.
-    #[error("{file} has no function {symbol}; its version is too old, expected that of CUDA 13")]
+    #[error("{file} has no function {symbol}; its version is too old, expected that of CUDA 13 or NCCL 2.27")]
     NoFunction {
         /// The file's name.
         file: &'static str,

@@ -58,7 +58,7 @@ fn with_share<T>(device: c_int, work: impl FnOnce(&mut Share) -> T) -> T {
 
 /// Add `size` bytes, which the caller is about to map, to the device's mapped bytes. If they would exceed the limit, adds nothing and
 /// returns `CUDA_ERROR_OUT_OF_MEMORY`.
-fn take(device: c_int, size: u64) -> Result<(), Status> {
+fn charge(device: c_int, size: u64) -> Result<(), Status> {
     with_share(device, |share| {
         if share.limit.is_some_and(|limit| share.mapped + size > limit) {
             return Err(Status(driver::OUT_OF_MEMORY));
@@ -69,7 +69,7 @@ fn take(device: c_int, size: u64) -> Result<(), Status> {
 }
 
 /// Subtract `size` bytes, which are no longer mapped, from the device's mapped bytes.
-fn give(device: c_int, size: u64) {
+fn refund(device: c_int, size: u64) {
     with_share(device, |share| share.mapped -= size);
 }
 
@@ -80,10 +80,10 @@ pub(crate) fn allocate_outside(size: u64) -> Result<(u64, c_int), Status> {
     // SAFETY: the signature is the driver's.
     check(unsafe { driver::cuCtxGetDevice(&raw mut device) })?;
     let attempt = || -> Result<u64, Status> {
-        take(device, size)?;
+        charge(device, size)?;
         let mut address = 0;
         // SAFETY: as above.
-        check(unsafe { driver::cuMemAlloc_v2(&raw mut address, size as usize) }).inspect_err(|_| give(device, size))?;
+        check(unsafe { driver::cuMemAlloc_v2(&raw mut address, size as usize) }).inspect_err(|_| refund(device, size))?;
         Ok(address)
     };
     let address = match attempt() {
@@ -119,8 +119,8 @@ impl Backend for Driver {
     }
 
     fn map(&mut self, address: u64, size: u64) -> Result<u64, Status> {
-        take(self.device, size)?;
-        self.create(address, size as usize).inspect_err(|_| give(self.device, size))
+        charge(self.device, size)?;
+        self.create(address, size as usize).inspect_err(|_| refund(self.device, size))
     }
 
     fn unmap(&mut self, address: u64, size: u64, handle: u64) {
@@ -130,7 +130,7 @@ impl Backend for Driver {
             driver::cuMemUnmap(address, size as usize);
             driver::cuMemRelease(handle);
         }
-        give(self.device, size);
+        refund(self.device, size);
     }
 
     fn wait(&mut self) -> Result<(), Status> {
@@ -209,7 +209,7 @@ fn with_allocator<T>(
 
 /// Whether the driver allocates every block and no free block is cached. Tools that look for accesses beyond the end of a block need this
 /// mode: with pools, such a tool sees only the pool, not its blocks. This mode is slow, has no statistics, and rejects graphs.
-static PLAIN: LazyLock<bool> =
+static WITHOUT_POOLS: LazyLock<bool> =
     LazyLock::new(|| std::env::var_os("TRAINABLE_CANDLE_CUDA_POOLS").is_some_and(|value| value == "0"));
 
 /// `cuMemAllocAsync`.
@@ -227,7 +227,7 @@ pub(crate) extern "C" fn allocate(address: *mut u64, size: usize, stream: Stream
 /// Allocate from the space `origin`. If `origin` is None, allocate from the space of graphs during a capture, and else
 /// from that of eager work. Returns the address.
 pub(crate) fn allocate_from(origin: Option<Origin>, size: usize, stream: Stream) -> Result<u64, Status> {
-    if *PLAIN {
+    if *WITHOUT_POOLS {
         let mut address = 0;
         // SAFETY: the signature is the driver's.
         check(unsafe { driver::cuMemAlloc_v2(&raw mut address, size.max(1)) })?;
@@ -241,7 +241,7 @@ pub(crate) fn allocate_from(origin: Option<Origin>, size: usize, stream: Stream)
 
 /// `cuMemFreeAsync`. `stream` must be the stream that the memory was allocated for.
 pub(crate) extern "C" fn free(address: u64, stream: Stream) -> c_int {
-    if *PLAIN {
+    if *WITHOUT_POOLS {
         if mapped::free(address, stream) {
             return driver::SUCCESS;
         }
@@ -289,7 +289,7 @@ pub fn limit(device: i32) -> Option<u64> {
     with_share(device, |share| share.limit)
 }
 
-/// Reset the memory peaks of a device to the memory in use now.
+/// Reset the memory peaks of a device to the current values.
 pub fn reset_peaks(device: i32) {
     allocators().iter_mut().filter(|known| known.backend().device == device).for_each(Allocator::reset_peaks);
 }
@@ -319,8 +319,8 @@ pub fn is_of_graphs(address: u64) -> bool {
     allocators().iter().any(|allocator| allocator.is_of_graphs(address))
 }
 
-/// From now on, allocate the stream's memory from the space of graphs. Must be called before the stream starts to capture. The stream's
-/// device must be current.
+/// Release the stream's cached memory, and from now on allocate its memory from the space of graphs. Must be called
+/// before the stream starts to capture. The stream's device must be current.
 ///
 /// # Errors
 /// The driver's error; `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED` if `TRAINABLE_CANDLE_CUDA_POOLS` is 0.
@@ -328,7 +328,7 @@ pub fn is_of_graphs(address: u64) -> bool {
 /// # Safety
 /// `stream` must be a stream of the current device.
 pub unsafe fn begin_capture(stream: *mut c_void) -> Result<(), Status> {
-    if *PLAIN {
+    if *WITHOUT_POOLS {
         return Err(Status(driver::CAPTURE_UNSUPPORTED));
     }
     with_allocator(stream, Allocator::begin_capture)?;

@@ -206,8 +206,8 @@ impl Nccl {
     pub unsafe fn async_error(&self, comm: Comm) -> c_int {
         let mut state = SUCCESS;
         // SAFETY: the caller's promise.
-        let asked = unsafe { (self.async_error)(comm, &raw mut state) };
-        if asked == SUCCESS { state } else { asked }
+        let result = unsafe { (self.async_error)(comm, &raw mut state) };
+        if result == SUCCESS { state } else { result }
     }
 
     /// Queue on the stream: replace each rank's `count` values at `address` by their sums over all ranks. `dtype` is an `ncclDataType_t`.

@@ -29,7 +29,7 @@ template <int M> struct Order {
     // The tile of keys of an item.
     __device__ __forceinline__ Task keys(uint32_t item) const { return Task(item, tiles, heads); }
 
-    // The tile of queries of the first step of tile `tile` of keys. The tiles of keys start at different tiles of queries, spread evenly
+    // The tile of queries with which tile `tile` of keys begins. The tiles of keys begin with different tiles of queries, spread evenly
     // over all, so that blocks seldom wait for each other's additions.
     __device__ __forceinline__ uint32_t first(uint32_t tile) const { return tile * schedule.steps / tiles; }
 
