@@ -39,8 +39,8 @@ __device__ __forceinline__ void gather(const T *x, const void *ids, T *y, Counte
     }
 }
 
-// The number of threads of a block in the kernels for index_select's gradient. In each step of a loop over the ids, each thread loads one
-// id.
+// The number of threads of a block in the kernels for index_select's gradient. A loop over the ids takes this many ids in each step: each
+// thread loads one id.
 constexpr int THREADS = 128;
 // The number of blocks that a multiprocessor must have room for. If it is 0, the compiler chooses the number, and may spill registers to
 // make room for one block more.

@@ -7,12 +7,12 @@
 //! one range, so free neighbours can always be joined, and a large block can reuse memory that was freed in small
 //! blocks.
 //!
-//! While a CUDA graph is captured, blocks come from a separate space. Each replay of a graph writes to the addresses of its capture,
-//! including those that the capture has freed, so eager work (all work outside of graphs) never gets addresses of this
-//! space. Graphs are replayed one after another, so they share the space. Between replays, addresses that a capture has
-//! freed hold no data. Eager work that needs more memory
-//! can therefore unmap these addresses and map as much memory into its own pools; memory is mapped at these addresses again before the
-//! next replay. So a run needs the larger of the memory of graphs and the memory of eager work between replays, not their sum.
+//! While a CUDA graph is captured, blocks come from a separate space. Each replay of a graph writes to the addresses of
+//! its capture, including those that the capture has freed, so eager work (all work outside of graphs) never gets
+//! addresses of this space. Graphs are replayed one after another, so they share the space. Between replays, addresses
+//! that a capture has freed hold no data. Eager work that needs more memory can therefore unmap these addresses and map
+//! as much memory into its own pools; memory is mapped at these addresses again before the next replay. So a run needs
+//! the larger of the memory of graphs and the memory of eager work between replays, not their sum.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -88,7 +88,8 @@ struct Block {
 struct Pool<C> {
     start: u64,
     end: u64,
-    /// The number of bytes by which the pool grows, unless a request needs more or less memory is left.
+    /// The number of bytes by which the pool grows. It grows by more for a larger request, and by less if not so much
+    /// memory is left.
     growth: u64,
     /// All blocks by address. Every mapped byte is in exactly one block.
     blocks: BTreeMap<u64, Block>,
