@@ -3,7 +3,7 @@
 
     eval $(tests/cuda/simulate.py FOLDER python/trainable_candle/_core.abi3.so)
 
-Commands that the shell then runs find the simulated libraries, which log their calls to FOLDER/log.
+Commands that the shell then runs find the simulated libraries, which log each call in FOLDER/log.
 The script needs CUDA's headers (from CUDA_HOME or PyPI's nvidia-cuda-runtime) and a C compiler,
 such as zig.
 """

@@ -30,7 +30,7 @@ def launches(cuda: Any, part: str, **names: Any) -> Counter[str]:
 
 
 @pytest.mark.parametrize(("width", "form"), [(64, "w64"), (40, "w64"), (128, "w128")])
-def test_long_sequences_take_the_kernels_of_their_gpu(cuda: Any, width: int, form: str) -> None:
+def test_long_sequences_use_the_hopper_kernels(cuda: Any, width: int, form: str) -> None:
     """The simulated GPU has compute capability 9.0 and 132 multiprocessors."""
     sizes = {"HEADS": 10, "WIDTH": width, "QUERIES": 300, "KEYS": 2500}
     forward, backward = (launches(cuda, part, **sizes) for part in ("forward", "backward"))
@@ -43,7 +43,7 @@ def test_long_sequences_take_the_kernels_of_their_gpu(cuda: Any, width: int, for
 
 
 @pytest.mark.parametrize("width", [64, 40])
-def test_few_keys_take_the_kernels_of_their_gpu(cuda: Any, width: int) -> None:
+def test_few_keys_use_the_kernels_for_few_keys(cuda: Any, width: int) -> None:
     sizes = {"HEADS": 10, "WIDTH": width, "QUERIES": 300, "KEYS": 77}
     assert launches(cuda, "forward", **sizes) == {"attention_few_keys_forward_bf16": 1}
     assert launches(cuda, "backward", **sizes) == {
@@ -51,8 +51,8 @@ def test_few_keys_take_the_kernels_of_their_gpu(cuda: Any, width: int) -> None:
     }
 
 
-@pytest.mark.parametrize("other", [{"CAUSAL": True}, {"KEYS": 100}, {"WIDTH": 44}])
-def test_other_attention_takes_the_general_kernels(cuda: Any, other: dict[str, Any]) -> None:
+@pytest.mark.parametrize("other", [{"CAUSAL": True}, {"KEYS": 100}, {"WIDTH": 44}], ids=str)
+def test_other_attention_uses_no_hopper_kernel(cuda: Any, other: dict[str, Any]) -> None:
     sizes = {"HEADS": 2, "WIDTH": 64, "QUERIES": 300, "KEYS": 300} | other
     forward = launches(cuda, "forward", **sizes)
     (name,) = forward
@@ -75,7 +75,7 @@ SEGMENTS = """
 
 
 @pytest.mark.parametrize(("width", "dtype", "form"), [(128, "bf16", "w128"), (64, "f16", "w64")])
-def test_segments_take_the_kernels_of_their_gpu_and_nothing_waits(
+def test_segments_use_the_hopper_kernels_and_nothing_waits(
     cuda: Any, width: int, dtype: str, form: str
 ) -> None:
     code = SEGMENTS
@@ -96,7 +96,7 @@ def test_segments_take_the_kernels_of_their_gpu_and_nothing_waits(
     assert backward.waits == []
 
 
-def test_short_rows_take_the_general_kernels(cuda: Any) -> None:
+def test_segments_of_short_rows_use_the_general_kernels(cuda: Any) -> None:
     code = SEGMENTS
     for name, value in {"ROWS": 200, "WIDTH": 64, "DTYPE": "bf16", "HEADS": 12}.items():
         code = code.replace(name, str(value))
@@ -113,7 +113,7 @@ def test_short_rows_take_the_general_kernels(cuda: Any) -> None:
     ]
 
 
-def test_segments_of_wide_heads_take_the_plain_kernels(cuda: Any) -> None:
+def test_segments_of_wide_heads_use_the_plain_kernels(cuda: Any) -> None:
     code = SEGMENTS
     for name, value in {"ROWS": 200, "WIDTH": 160, "DTYPE": "bf16", "HEADS": 4}.items():
         code = code.replace(name, str(value))

@@ -111,6 +111,15 @@ def test_inputs_are_copied_and_outputs_are_copies(cuda: Any) -> None:
         outputs = [step(tc.tensor([float(i), 0.0])) for i in range(4)]
         assert [y.tolist() for y in outputs] == [[float(i), 0.0] for i in range(4)]
         assert x.tolist() == [1.0, 2.0]
+    """)
+
+
+def test_inputs_that_do_not_fit_are_rejected(cuda: Any) -> None:
+    cuda.run("""
+        x = tc.tensor([1.0, 2.0], device="cuda")
+        step = tc.cuda.capture(lambda x: x, [x])
+        for _ in range(4):
+            step(x)
         for wrong, error in (
             ((tc.zeros(3),), tc.ShapeError),
             ((tc.zeros(2, dtype="f64"),), tc.DTypeError),
@@ -342,7 +351,7 @@ def test_many_copies_from_the_host_arrive(cuda: Any) -> None:
     assert all(call["pageable"] == "0" for call in copies)
 
 
-def test_dlpack_orders_the_streams(cuda: Any) -> None:
+def test_dlpack_exports_to_valid_streams_only(cuda: Any) -> None:
     run = cuda.run("""
         t = tc.tensor([[1.0, 2.0], [3.0, 4.0]], device="cuda")
         assert t.__dlpack_device__() == (2, 0)
@@ -359,6 +368,13 @@ def test_dlpack_orders_the_streams(cuda: Any) -> None:
                 assert f"stream is {stream}" in str(error)
             else:
                 raise AssertionError
+    """)
+    assert run.of("refused") == []
+
+
+def test_a_dlpack_capsule_keeps_the_memory_of_its_tensor(cuda: Any) -> None:
+    run = cuda.run("""
+        tc.zeros(1, device="cuda")
         before = tc.cuda.memory_stats()["allocated"]
         big = tc.zeros((1024, 1024), device="cuda")
         capsule = big.__dlpack__(max_version=(1, 0))

@@ -129,7 +129,7 @@ def test_ranks_with_different_sizes_abort_the_communicator(cuda: Any) -> None:
     assert len([call for call in run.of("nccl") if call["op"] == "abort"]) == 1
 
 
-def test_a_rank_that_waits_for_others_in_vain_raises_in_time(cuda: Any) -> None:
+def test_joining_alone_fails_after_the_given_seconds(cuda: Any) -> None:
     run = cuda.run(
         TOGETHER
         + """
@@ -151,7 +151,7 @@ def test_a_rank_that_waits_for_others_in_vain_raises_in_time(cuda: Any) -> None:
     assert [call["op"] for call in run.of("nccl")] == ["init", "abort"]
 
 
-def test_a_stop_from_another_thread_ends_a_wait(cuda: Any) -> None:
+def test_a_stopped_communicator_waits_for_no_rank(cuda: Any) -> None:
     cuda.run(
         TOGETHER
         + """

@@ -166,7 +166,7 @@ def test_a_recording_that_is_rejected_changes_nothing(cuda: Any) -> None:
     assert run.after("eager").launches.count("optim_configure") == 1
 
 
-def test_master_values_are_not_rounded_by_replays(cuda: Any) -> None:
+def test_a_set_value_is_copied_to_the_master_values_before_a_replay(cuda: Any) -> None:
     run = cuda.run(
         """
     weight = tc.Var(tc.ones(64, dtype="bf16", device="cuda"))
@@ -194,8 +194,9 @@ def test_master_values_are_not_rounded_by_replays(cuda: Any) -> None:
     for name in ("recorded", "replayed"):
         done = run.after(name)
         copies = [c["captured"] for c in done.of("launch") if c["name"] == "copy_bf16_f32"]
-        # The optimizer updates master values: an f32 copy of the weight. As `set` has changed the
-        # weight, a launch outside the graph copies it into the master values before the replay.
+        # The optimizer updates master values: an f32 copy of the weight. `set` has changed the
+        # weight, so a launch outside the graph copies the new weight into the master values before
+        # the replay.
         assert copies == ["0"], name
         assert len(done.of("replay")) == 1
     assert "copy_bf16_f32" not in run.after("as-it-was").launches
@@ -323,7 +324,7 @@ def test_graphs_reject_two_updates_and_a_swap_of_averages(cuda: Any, digits_base
     )
 
 
-def test_a_failure_leaves_the_loss_scaler_as_it_was(cuda: Any) -> None:
+def test_a_loss_scaler_survives_a_failure_and_rejects_a_graph_without_its_step(cuda: Any) -> None:
     cuda.run(
         ADAMW
         + """

@@ -57,7 +57,7 @@ def test_full_memory_leaves_the_process_usable() -> None:
     assert tc.cuda.memory_stats()["allocated"] == before
 
 
-def test_the_memory_of_a_run_can_be_limited() -> None:
+def test_memory_can_be_limited() -> None:
     tc.cuda.empty_cache()
     limit = tc.cuda.memory_stats()["reserved"] + (256 << 20)
     tc.cuda.set_memory_limit(limit)

@@ -1,4 +1,4 @@
-"""Loading weights to a GPU takes little host memory, and runs load no kernel of candle.
+"""Loading weights to a GPU takes little host memory, and training runs load no kernel of candle.
 
 candle is the Rust library whose tensors this package uses. Its kernels are PTX, which the driver
 compiles at first use; that takes seconds. The log of the simulated device gives the architecture of
@@ -36,7 +36,7 @@ LOAD = """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads Linux's /proc")
-def test_a_model_passes_through_little_host_memory(cuda: Any, tmp_path: Path) -> None:
+def test_loading_a_model_takes_little_host_memory(cuda: Any, tmp_path: Path) -> None:
     tiny = Path(tc.__file__).parent / "assets" / "sdxl_tiny" / "unet" / "config.json"
     larger = {"block_out_channels": [128, 768, 768], "attention_head_dim": [2, 12, 12]}
     config = json.loads(tiny.read_text()) | larger

@@ -98,7 +98,7 @@ def test_a_graph_has_the_copies(cuda: Any) -> None:
     assert len(run.after("eager").of("alloc-pinned")) == LAYERS - 1
 
 
-def test_without_pinned_memory_the_error_names_the_cure(cuda: Any) -> None:
+def test_with_too_little_pinned_memory_the_error_names_the_cure(cuda: Any) -> None:
     run = cuda.run(
         CHAIN
         + """

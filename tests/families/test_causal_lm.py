@@ -90,7 +90,7 @@ def parameters(run: Any) -> dict[str, bytes]:
     return {n: v.detach().numpy().tobytes() for n, v in run.adapter.named_parameters().items()}
 
 
-def test_a_run_teaches_answers_and_writes_a_file_that_peft_loads(
+def test_a_run_teaches_answers_and_every_command_gives_them(
     weights: Path,
     chats: Path,
     tmp_path: Path,

@@ -1,4 +1,4 @@
-"""The tiny SDXL in `tests/golden/sdxl`, and results of diffusers, transformers and peft."""
+"""Files of the tiny SDXL in `tests/golden/sdxl`, and comparisons with expected values."""
 
 import gzip
 import json
@@ -15,7 +15,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "sdxl"
 
 @pytest.fixture
 def sdxl() -> Path:
-    """A pipeline's folder."""
+    """The folder of the tiny SDXL."""
     return GOLDEN
 
 

@@ -62,7 +62,7 @@ def test_latents_are_normalised_by_the_statistics(flux2_base: Path) -> None:
     np.testing.assert_allclose(drawn.numpy(), coder.model.decode(kept["mean"]).numpy(), atol=1e-4)
 
 
-def test_distilled_models_are_recognised_by_their_folder_or_a_files_name(
+def test_distilled_models_are_recognized_by_their_index_or_file_name(
     flux2_base: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
@@ -120,7 +120,7 @@ def test_parts_of_another_size_are_reported(flux2_base: Path, tmp_path: Path) ->
 def test_a_file_of_qwen3_of_any_size_is_the_text_encoder(
     flux2_base: Path, tmp_path: Path, tied: bool
 ) -> None:
-    """Without a configuration, the sizes of the 8B model follow from its tensors, as here."""
+    """The sizes of a model without a configuration, such as Qwen3-8B, follow from its tensors."""
     (weights,) = (flux2_base / "text_encoder").glob("*.safetensors")
     file = tmp_path / "qwen_3_8b.safetensors"
     head = {} if tied else {"lm_head.weight": tc.randn((300, 16))}

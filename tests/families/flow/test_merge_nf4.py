@@ -86,10 +86,10 @@ def test_the_folder_holds_the_rounded_merged_weights(
         ends = (".absmax", ".quant_map", state) if key in packed else ()
         assert parts == {f"{key}{end}" for end in ends}
 
-    # The layers that --base-precision nf4 quantizes are in NF4, and the last layer of models whose
+    # In NF4 are the layers that --base-precision nf4 quantizes, and also the last layer if the
     # blocks have a layer of the same name.
-    config = tc.models.load(weights, subfolder=part, dtype="f32", quantize="nf4")
-    rounded = config.named_tensors()
+    quantized = tc.models.load(weights, subfolder=part, dtype="f32", quantize="nf4")
+    rounded = quantized.named_tensors()
     before = tc.models.load(weights, subfolder=part, dtype="f32").named_tensors()
     changed = {k for k, v in rounded.items() if not np.array_equal(v.numpy(), before[k].numpy())}
     more = {"proj_out.weight"} if name in {"flux", "chroma"} else set()
@@ -129,7 +129,7 @@ def test_the_configuration_names_the_layers_that_are_not_quantized(
 
 
 def found_skips(folder: Path) -> set[str]:
-    """The layers of a folder with a plain matrix."""
+    """The layers in a folder whose weights are matrices that are not quantized."""
     stored = tc.load_file(next(folder.glob("*.safetensors")))
     return {
         key.removesuffix(".weight")
@@ -158,7 +158,7 @@ def test_the_losses_before_and_after_rounding_are_reported(
     assert abs(after - apart) < 0.2 * apart
 
 
-def test_forms_that_cannot_hold_nf4_are_errors_before_anything_is_loaded(
+def test_impossible_models_and_outputs_are_errors_before_anything_is_loaded(
     flux_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "transformer.safetensors"
@@ -183,7 +183,7 @@ def test_forms_that_cannot_hold_nf4_are_errors_before_anything_is_loaded(
     assert [path.name for path in full.iterdir()] == ["file"]
 
 
-def test_only_models_with_such_layers_and_dtypes_are_written(
+def test_save_pretrained_rejects_what_cannot_be_quantized(
     flux_base: Path, tmp_path: Path
 ) -> None:
     model = tc.models.load(flux_base / "transformer", dtype="f32")
@@ -239,7 +239,7 @@ def test_diffusers_loads_the_folder(
     assert packed > 0
 
 
-def test_a_note_counts_the_format_of_the_file_of_the_base(
+def test_notes_depend_on_the_stored_format_of_the_base(
     flux_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     adapter = make_adapter(flux_base, tmp_path / "plain.safetensors")
@@ -265,7 +265,7 @@ def test_a_note_counts_the_format_of_the_file_of_the_base(
 
 
 @pytest.mark.gpu
-def test_a_gpu_has_the_values_of_the_folder(gpu: str, flux_base: Path, tmp_path: Path) -> None:
+def test_a_gpu_loads_the_same_values_as_the_cpu(gpu: str, flux_base: Path, tmp_path: Path) -> None:
     assert merged("flux", flux_base, tmp_path / "nf4", "--to", "nf4") == 0
     expected, found = (
         tc.models.load(

@@ -183,11 +183,11 @@ def test_chroma_reads_text_and_one_token_of_padding(chroma_base: Path, tmp_path:
     np.testing.assert_array_equal(lengths, mask.sum(1).numpy())
     assert lengths[0] == 2
     assert lengths[2] == 512
-    for ours, expected, length in zip(
+    for states, expected, length in zip(
         found["encoder_hidden_states"].numpy(), theirs.numpy(), lengths, strict=True
     ):
-        np.testing.assert_allclose(ours[:length], expected[:length], atol=1e-5)
-        assert (ours[length:] == 0).all()
+        np.testing.assert_allclose(states[:length], expected[:length], atol=1e-5)
+        assert (states[length:] == 0).all()
 
 
 @pytest.mark.parametrize("guidance", [1.0, 5.0])
@@ -358,8 +358,8 @@ def test_images_of_qwen_image_equal_those_of_diffusers(
     np.testing.assert_allclose(found, theirs, atol=1e-3 + 0.5 / 255)
 
 
-def test_tokens_of_qwen2_from_vocabulary_and_merges(tmp_path: Path) -> None:
-    """The tokens from `vocab.json` and `merges.txt` equal those of transformers.
+def test_tokens_of_qwen2_equal_those_of_transformers(tmp_path: Path) -> None:
+    """The tokens come from `vocab.json` and `merges.txt`.
 
     The published folder of Qwen-Image has these files, but no `tokenizer.json`.
     """

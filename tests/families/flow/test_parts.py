@@ -55,7 +55,7 @@ def files(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, Pa
     return name, base, weights, config
 
 
-def test_parts_are_recognised_by_their_keys(files: tuple[str, Path, Path, TrainConfig]) -> None:
+def test_parts_are_recognized_by_the_names_of_their_tensors(files: tuple[str, Path, Path, TrainConfig]) -> None:
     name, base, weights, config = files
     found = tc.inspect(weights, name, [*config.text_encoder, config.vae])
     expected = tc.inspect(base, name)
@@ -65,7 +65,7 @@ def test_parts_are_recognised_by_their_keys(files: tuple[str, Path, Path, TrainC
     latents = ("scaling_factor", "shift_factor", "latent_channels")
     for field in latents:
         assert found.parts["vae"].config.get(field) == expected.parts["vae"].config.get(field)
-    assert {path.path.name for path in found.parts.values()} == {
+    assert {facts.path.name for facts in found.parts.values()} == {
         "transformer.safetensors", "ae.safetensors", *(Path(p).name for p in config.text_encoder)
     }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What the weights of a flow model are: parts that fit together, distilled or not."""
+"""Facts about the weights of a flow model: whether parts fit together, and distillation."""
 
 import json
 import re
@@ -129,7 +129,7 @@ def test_a_run_has_the_learning_rate_and_clipping_of_its_family(
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "flux"])
-def test_a_note_says_where_f16_has_too_small_a_range(name: str, tmp_path: Path) -> None:
+def test_a_note_warns_if_the_range_of_f16_is_too_small(name: str, tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text('{"is_distilled": false}')
     warns = {
         dtype: bool(families.find(name)(tmp_path, dtype, "cpu", TrainConfig()).notes())  # type: ignore[attr-defined]

@@ -29,7 +29,7 @@ def test_captions_are_wrapped_in_the_template(zimage_base: Path) -> None:
     assert plain.size == 256 + 5
 
 
-def test_features_end_with_the_caption(zimage_base: Path) -> None:
+def test_features_are_padded_to_a_multiple_of_32_tokens(zimage_base: Path) -> None:
     family = families.load("zimage", zimage_base, "f32", "cpu").family
     made = family.features(CAPTIONS)
     assert made["encoder_hidden_states"].shape == (2, 64, 40)

@@ -72,7 +72,7 @@ def test_estimated_activations_match_the_tape_within_a_seventh(
 @pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS)
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("train_text_encoder", [False, True])
-def test_parameters_states_and_weights_are_exact(
+def test_estimates_of_parameters_states_and_weights_are_exact(
     sdxl_base: Path,
     configure: Callable[..., TrainConfig],
     targets: dict[str, Any],

@@ -218,7 +218,7 @@ def test_errors_say_what_a_file_of_another_kind_is(
         facts(path)
 
 
-def test_a_part_of_a_pipeline_is_recognised(sdxl_base: Path) -> None:
+def test_a_part_of_a_pipeline_is_rejected_by_its_class(sdxl_base: Path) -> None:
     with pytest.raises(
         WeightsFormatError, match=r"not a model of SDXL \(it holds a UNet2DConditionModel"
     ):
