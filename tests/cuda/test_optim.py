@@ -84,7 +84,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_step_has_the_same_few_launches_for_any_number_of_variables(
+def test_a_step_on_many_variables_has_few_launches(
     cuda: Any, optimizer: str
 ) -> None:
     for update in (CLIPPED, SCALED):
@@ -126,7 +126,7 @@ def test_lora_gradients_are_products_in_batches(cuda: Any) -> None:
     assert not any(name.startswith("scale_in_place") for name in launches), launches
 
 
-def test_the_backward_of_many_layers_is_four_calls(cuda: Any) -> None:
+def test_the_backward_pass_of_many_layers_has_four_products(cuda: Any) -> None:
     code = """
         tc.manual_seed(0)
         downs = [tc.Var(tc.randn(8, 64, device="cuda")) for _ in range(10)]

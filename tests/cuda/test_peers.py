@@ -102,7 +102,7 @@ def together(cuda: Any, folder: Path, code: str, **settings: str) -> Any:
 def side_copies(run: Any, kind: str, rank: int) -> list[Any]:
     """The copies of one kind to a rank's device, on the stream that copies blocks.
 
-    Of the streams that copy to the device, it has the highest number.
+    Of the streams that copy to the device, this stream has the highest number.
     """
     found = [call for call in run.of("copy") if call["to"] == str(rank)]
     side = max((call["stream"] for call in found), key=int)
@@ -119,7 +119,7 @@ def halves(size: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("quantize", [None, "nf4"])
-def test_each_process_copies_slices_of_both(
+def test_each_process_copies_slices_from_both_devices(
     cuda: Any, tmp_path: Path, quantize: str | None
 ) -> None:
     run = together(
@@ -176,14 +176,14 @@ mark("end")
         assert all(int(replay["copies"]) >= 2 * (3 * COUNT - 2) for replay in replays)
 
 
-def test_values_cross_the_slices_and_all_memory_is_freed(cuda: Any, tmp_path: Path) -> None:
+def test_saving_reads_both_slices_and_all_memory_is_freed(cuda: Any, tmp_path: Path) -> None:
     run = together(
         cuda,
         tmp_path,
         """
-free = tc.cuda.memory_stats(device)["allocated"]
+before = tc.cuda.memory_stats(device)["allocated"]
 model = load(True)
-kept = tc.cuda.memory_stats(device)["allocated"] - free
+kept = tc.cuda.memory_stats(device)["allocated"] - before
 saved = os.path.join(os.path.dirname(__file__), str(group.rank))
 model.save_pretrained(saved)
 file = "diffusion_pytorch_model.safetensors"
@@ -204,7 +204,7 @@ del model
 gc.collect()
 group.barrier()
 tc.cuda.empty_cache(device)
-assert tc.cuda.memory_stats(device)["allocated"] <= free
+assert tc.cuda.memory_stats(device)["allocated"] <= before
 mark("end")
 """.replace("COUNT", str(COUNT)),
     )

@@ -16,7 +16,7 @@ def bytes_of(calls: list[Any]) -> int:
 @pytest.mark.parametrize(
     ("limit", "wanted", "expected"),
     [
-        # The driver pins everything that is wanted; the last step is the rest.
+        # The driver pins everything that is wanted; the last step pins the rest.
         (None, 300 * MIB + 5, 300 * MIB + 5),
         (None, 0, 0),
         # Steps of 64 MiB, 128 MiB and, after failures, of 128 MiB and 64 MiB.
@@ -44,7 +44,7 @@ def test_a_probe_finds_the_pinned_memory_and_frees_it(
     assert bytes_of(probe.of("alloc-pinned")) == bytes_of(probe.of("free-pinned")) == expected
 
 
-def test_the_variable_limits_the_probe_too(cuda: Any) -> None:
+def test_the_environment_variable_limits_the_probe_too(cuda: Any) -> None:
     run = cuda.run(
         f"""
     os.environ["TRAINABLE_CANDLE_PINNED_BYTES"] = str(100 * {MIB})
@@ -75,7 +75,7 @@ def test_a_run_plans_with_the_memory_that_the_driver_pins(
     # Kernels do not compute, so losses have arbitrary values.
     Trainer._require_finite = lambda *_: None
     pinned.PROBED = 1
-    # This copy takes one buffer of pinned memory, as later copies of other values do.
+    # This copy allocates the buffer of pinned memory that later copies of other values use, too.
     tc.ones((1000,)).to("cuda").to("cpu")
     told = []
     train_adapter(TrainConfig(**{settings!r}), progress=False, report=told.append)

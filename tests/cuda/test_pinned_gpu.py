@@ -27,7 +27,7 @@ def test_the_driver_pins_what_is_wanted_and_gets_it_back(gpu: str) -> None:
     assert available() > before - GIB
 
 
-def test_the_variable_limits_what_a_process_pins(gpu: str) -> None:
+def test_the_environment_variable_limits_what_a_process_pins(gpu: str) -> None:
     code = f"""
 from trainable_candle import _core
 print(_core.cuda_pinnable_bytes("{gpu}", {GIB}))

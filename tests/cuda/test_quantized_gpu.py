@@ -51,7 +51,7 @@ def test_fake_quantized_values_and_gradients_are_those_of_the_cpu(
         np.testing.assert_array_equal(ours, expected)
 
 
-def test_a_layer_trained_with_rounding_is_near_the_cpu(gpu: str) -> None:
+def test_gradients_of_quantization_aware_training_are_near_the_cpu(gpu: str) -> None:
     path = GOLDEN / "flux" / "transformer"
     case = tc.load_file(GOLDEN / "flux" / "transformer_forward.safetensors")
     found = []
@@ -193,7 +193,7 @@ def test_a_feed_forward_network_of_codes_equals_separate_operations(
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("policy", ["none", "full", "selective"])
-def test_training_a_transformer_equals_the_cpu(gpu: str, format: str, policy: str) -> None:
+def test_losses_of_a_transformer_are_near_the_cpu(gpu: str, format: str, policy: str) -> None:
     """On the GPU, the losses of eager and of captured steps are near the losses on the CPU."""
     case = tc.load_file(GOLDEN / "flux" / "transformer_forward.safetensors")
     names = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
@@ -228,7 +228,7 @@ def test_training_a_transformer_equals_the_cpu(gpu: str, format: str, policy: st
     np.testing.assert_allclose(losses(gpu, graph=True), expected, rtol=2e-4)
 
 
-def test_a_quantized_language_model_is_near_to_the_cpus(gpu: str) -> None:
+def test_a_quantized_language_model_is_near_the_cpu(gpu: str) -> None:
     folder = GOLDEN / "llm" / "llama"
     ids = tc.tensor(np.arange(48).reshape(2, 24) * 7 % 100)
     for format in FORMATS:

@@ -120,7 +120,7 @@ def test_two_thousand_replays_take_no_memory() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "f64", "i64", "u8"])
-def test_torch_shares_memory(dtype: str) -> None:
+def test_torch_shares_our_memory_and_we_copy_from_torch(dtype: str) -> None:
     torch = pytest.importorskip("torch")
     t = tc.tensor(np.arange(6).reshape(2, 3), dtype=dtype, device="cuda").T
     there = torch.from_dlpack(t)
@@ -173,7 +173,7 @@ def test_streams_of_torch_wait_for_ours_and_ours_for_torch() -> None:
             del other
 
 
-def test_dtypes_that_need_a_conversion_are_rejected() -> None:
+def test_int32_from_torch_is_rejected_and_bool_becomes_0_and_1() -> None:
     torch = pytest.importorskip("torch")
     with pytest.raises(tc.DTypeError, match="convert them to int64 first"):
         tc.from_dlpack(torch.arange(3, dtype=torch.int32, device="cuda"))

@@ -103,7 +103,7 @@ SAVE = """
 
 @pytest.mark.parametrize("dtype", ["", "dtype='bf16'"])
 @pytest.mark.parametrize("kind", ["lora", "lokr", "dora"])
-def test_a_save_moves_what_it_writes_once(
+def test_a_save_copies_each_value_once(
     cuda: Any, digits_base: Path, tmp_path: Path, kind: str, dtype: str
 ) -> None:
     code = SAVE.replace("FOLDER", repr(str(tmp_path))).replace("BASE", repr(str(digits_base)))

@@ -159,7 +159,7 @@ def test_host_memory_is_freed_with_the_model_and_its_graphs(cuda: Any) -> None:
     assert run.of("refused") == []
 
 
-def test_streamed_blocks_take_two_slots_of_the_device(cuda: Any) -> None:
+def test_streamed_blocks_save_the_device_memory_that_is_estimated(cuda: Any) -> None:
     run = cuda.run(
         STEP
         + f"""

@@ -96,7 +96,7 @@ def test_losses_are_equal_under_other_checkpoint_policies(gpu: str, policy: str)
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("quantize", [None, "nf4"])
 @pytest.mark.parametrize("policy", ["full", "offload"])
-def test_a_part_of_the_blocks_is_recomputed(
+def test_losses_are_equal_when_a_part_of_the_blocks_is_recomputed(
     gpu: str, policy: str, quantize: str | None, *, graph: bool
 ) -> None:
     expected = losses(gpu, "flux", stream_blocks=0, quantize=quantize)

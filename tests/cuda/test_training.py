@@ -110,7 +110,7 @@ def test_without_graphs_a_step_waits_once_too(
         assert done.launches == first
 
 
-def test_sdxl_trains_validates_and_draws(
+def test_steps_of_sdxl_are_replayed_in_a_run_with_validation(
     cuda: Any, sdxl_base: Path, sdxl_folder: Path, tmp_path: Path
 ) -> None:
     given = {
@@ -187,7 +187,7 @@ def test_steps_of_texts_are_replayed(cuda: Any, tmp_path: Path, settings: dict[s
         assert done.of("grow", "map", "capture-begin") == [], step
 
 
-def test_steps_on_pairs_of_answers_are_not_recorded(cuda: Any, tmp_path: Path) -> None:
+def test_steps_on_pairs_of_answers_are_not_replayed(cuda: Any, tmp_path: Path) -> None:
     rows = [{"prompt": "a", "chosen": "b" * n, "rejected": "c"} for n in range(1, 9)]
     program = texts(tmp_path, objective="dpo")
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -38,7 +38,7 @@ CASES = {
         {"settings": {"DEVICES": "0"}},
         "the NVIDIA driver finds no GPU; is it hidden by CUDA_VISIBLE_DEVICES?",
     ),
-    "card too old": (
+    "GPU too old": (
         {"settings": {"CAPABILITY": "7.5"}},
         "the GPU Simulated GPU has compute capability 7.5, expected at least 8.0",
     ),
@@ -58,11 +58,11 @@ CASES = {
         {"libraries": (DRIVER, "libcublas.so.13", "libcublasLt.so.13")},
         "libcurand.so.10 cannot be opened (libcurand.so.10: cannot open shared object file",
     ),
-    "function of cuBLAS": (
+    "cuBLAS lacks a function": (
         {"missing": ("cublasGemmStridedBatchedEx",)},
         "libcublas.so.13 has no function cublasGemmStridedBatchedEx; its version is too old",
     ),
-    "function of the driver": (
+    "driver lacks a function": (
         {"missing": ("cuLaunchKernel",)},
         "libcuda.so.1 has no function cuLaunchKernel; its version is too old",
     ),

@@ -48,7 +48,7 @@ def run(cuda: Any, targets: str = ATTENTION) -> Any:
     return cuda.run(STEP.replace("TARGETS", targets))
 
 
-def test_convolutions_take_the_kernels_of_their_gpu(cuda: Any) -> None:
+def test_convolutions_use_the_hopper_kernels(cuda: Any) -> None:
     """The simulated GPU has compute capability 9.0."""
     step = run(cuda)
     assert step.of("refused") == []

@@ -45,7 +45,7 @@ def assert_equal(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
 
 @pytest.mark.parametrize("policy", ["full", "offload"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_part_changes_no_gradient(name: str, policy: str) -> None:
+def test_recomputing_a_part_changes_no_gradient(name: str, policy: str) -> None:
     family = FAMILIES[name]
     expected = gradients(family, load(family))
     for count in some(facts_of(family.folder / "transformer").blocks_to_checkpoint):
@@ -56,7 +56,7 @@ def test_a_part_changes_no_gradient(name: str, policy: str) -> None:
 
 @pytest.mark.parametrize("quantize", [None, "nf4", "int8"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_streamed_and_quantized_blocks_are_recomputed_in_part(
+def test_recomputing_a_part_of_streamed_blocks_changes_no_gradient(
     name: str, quantize: str | None
 ) -> None:
     family = FAMILIES[name]
@@ -69,8 +69,8 @@ def test_streamed_and_quantized_blocks_are_recomputed_in_part(
 
 
 @pytest.mark.parametrize("streamed", [0, 5])
-def test_a_part_of_a_unet_is_recomputed(streamed: int) -> None:
-    """Its nested blocks are recomputed in stretches, which end where the part ends."""
+def test_recomputing_a_part_of_a_unet_changes_no_gradient(streamed: int) -> None:
+    """The UNet's nested blocks are recomputed in stretches, which end where the part ends."""
     folder = GOLDEN / "sdxl" / "unet"
     case = tc.load_file(GOLDEN / "sdxl" / "unet_forward.safetensors")
     case.pop("output")
@@ -90,7 +90,7 @@ def test_a_part_of_a_unet_is_recomputed(streamed: int) -> None:
         assert_equal(found(count), expected)
 
 
-def test_a_part_of_a_language_model_is_recomputed() -> None:
+def test_recomputing_a_part_of_a_language_model_changes_no_gradient() -> None:
     def found(count: int | None) -> list[np.ndarray]:
         tc.manual_seed(1)
         model = CausalLM.from_pretrained(LLAMA, dtype="f32")
@@ -123,7 +123,7 @@ def test_a_model_holds_less_the_more_blocks_it_recomputes() -> None:
     assert len(set(held)) == len(held)
 
 
-def test_parts_that_cannot_be_are_errors() -> None:
+def test_impossible_numbers_of_blocks_and_policies_are_errors() -> None:
     model = load(FAMILIES["flux"])
     with pytest.raises(tc.errors.ArgumentError, match="found 100 blocks to recompute, expected at"):
         model.enable_gradient_checkpointing("full", blocks=100)

@@ -51,7 +51,7 @@ def test_load_takes_the_class_from_the_configuration(folder: Path) -> None:
     assert model.dtype == "bf16"
 
 
-def test_training_the_adapter_leaves_the_base_bit_for_bit(frozen: DigitsTransformer) -> None:
+def test_training_the_adapter_leaves_the_base_unchanged(frozen: DigitsTransformer) -> None:
     arguments = inputs()
     base = frozen(*arguments).numpy()
     adapter = frozen.add_adapter(

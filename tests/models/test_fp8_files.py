@@ -199,7 +199,7 @@ def test_other_formats_and_wrong_scales_are_reported(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_code_that_is_no_number_is_an_error(form: str, tmp_path: Path) -> None:
+def test_a_code_that_is_nan_is_an_error(form: str, tmp_path: Path) -> None:
     tensors, _ = quantised(form)
     kind, dims, codes = tensors[NAME]
     path = tmp_path / "model.safetensors"
@@ -211,7 +211,7 @@ def test_a_code_that_is_no_number_is_an_error(form: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("form", ["plain", "old", "new"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_files_of_every_family_are_read(name: str, form: str, tmp_path: Path) -> None:
-    """Files with the original names have the values of files without codes, loaded as fp8 too."""
+    """The values equal those of an unquantized file, also if they are loaded as fp8."""
     family = FAMILIES[name]
     original, path = tmp_path / "original.safetensors", tmp_path / "fp8.safetensors"
     tc.models.save_checkpoint(original, {"transformer": family.load()})

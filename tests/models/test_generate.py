@@ -88,7 +88,7 @@ def test_scores_stay_right_when_the_cache_outgrows_its_buffers(tmp_path: Path) -
     assert len(ids) == 20
 
 
-def test_adapters_and_half_precision_change_the_scores() -> None:
+def test_scores_with_a_cache_are_right_with_an_adapter_and_in_bf16() -> None:
     model = model_of("llama")
     adapter = model.add_adapter(
         tc.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"])

@@ -46,7 +46,7 @@ def kind_of(name: str, tensor: tc.Tensor, kind: str) -> str:
 
 
 def write_gguf(original: Path, path: Path, kind: str) -> dict[str, tc.Tensor]:
-    """Write the tensors of an original checkpoint to a GGUF file; returns the stored values."""
+    """Write the tensors of an original checkpoint to a GGUF file; return the stored values."""
     tensors = {name.removeprefix(PREFIX): t for name, t in tc.load_file(original).items()}
     entries, values = [], {}
     for name, tensor in tensors.items():
@@ -89,7 +89,7 @@ def test_a_file_computes_the_same_as_its_values(family: str, kind: str, tmp_path
                 var.set(tc.randn(var.shape) * 0.05)
             loss = (each(**given) ** 2).mean()
             gradients = tc.grad(loss, adapter.parameters())
-            # The last layers of Qwen-Image's text have no gradients.
+            # The layers of Qwen-Image's last block that apply only to the text have no gradients.
             known = [gradient.numpy() for gradient in gradients if gradient is not None]
             assert known
             losses.append([loss.numpy(), *known])

@@ -132,7 +132,7 @@ def run_qwen2(model: Any, _: str) -> tc.Tensor:
 
 
 FLOW = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
-# The folder, the sizes of the two samples (one for Qwen2) in `run`, and `run`.
+# The folder, the number of samples in `run`, their sizes, and `run`.
 ESTIMATED = {
     "flux": ("flux/transformer", 2, {"height": 2, "width": 48, "tokens": 19}, run_flow),
     "sd3": ("sd3/transformer", 2, {"height": 16, "width": 12, "tokens": 21}, run_flow),
@@ -149,7 +149,7 @@ def test_the_estimate_counts_rounded_inputs(name: str, policy: str) -> None:
     layers = facts.layers
 
     def measured(**settings: bool) -> tuple[int, int]:
-        """The bytes on the tape without those of rounded weights, and the estimate of them."""
+        """The bytes on the tape without those of rounded weights, and their estimate."""
         model = tc.models.load(path, dtype="f32")
         if policy != "none":
             model.enable_gradient_checkpointing(policy)

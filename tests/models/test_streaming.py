@@ -37,7 +37,7 @@ def blocks(family: Family) -> int:
     return sum(config.get(name, 0) for name in names) + refiners
 
 
-def step(family: Family, model: Model, policy: str, config: dict[str, object]) -> list[np.ndarray]:
+def two_steps(family: Family, model: Model, policy: str, config: dict[str, object]) -> list[np.ndarray]:
     """The predictions and the adapter's gradients of two steps, and the prediction after them."""
     tc.manual_seed(0)
     adapter = model.add_adapter(tc.LoraConfig(**config))
@@ -68,9 +68,9 @@ def assert_equal(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_streamed_blocks_compute_the_same_as_resident_blocks(name: str, policy: str) -> None:
     family = FAMILIES[name]
-    expected = step(family, load(family, 0), policy, ALL_LINEAR)
+    expected = two_steps(family, load(family, 0), policy, ALL_LINEAR)
     for count in (1, blocks(family) - 1, blocks(family)):
-        assert_equal(step(family, load(family, count), policy, ALL_LINEAR), expected)
+        assert_equal(two_steps(family, load(family, count), policy, ALL_LINEAR), expected)
 
 
 @pytest.mark.parametrize("name", ["flux", "sd3"])
@@ -78,18 +78,18 @@ def test_modulation_can_be_streamed_with_or_without_blocks(name: str) -> None:
     """The modulation layers have adapters: the backward pass needs the layers' weights again."""
     family = FAMILIES[name]
     for policy in ("full", "none"):
-        expected = step(family, load(family, 0), policy, ALL_LINEAR)
+        expected = two_steps(family, load(family, 0), policy, ALL_LINEAR)
         for count in (0, 1, blocks(family)):
             model = load(family, count, modulation=True)
-            assert_equal(step(family, model, policy, ALL_LINEAR), expected)
+            assert_equal(two_steps(family, model, policy, ALL_LINEAR), expected)
 
 
 @pytest.mark.parametrize("quantize", ["nf4", "int8", "fp8"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_streamed_blocks_may_be_quantized(name: str, quantize: str) -> None:
     family = FAMILIES[name]
-    expected = step(family, load(family, 0, quantize), "full", ATTENTION)
-    found = step(family, load(family, blocks(family), quantize), "full", ATTENTION)
+    expected = two_steps(family, load(family, 0, quantize), "full", ATTENTION)
+    found = two_steps(family, load(family, blocks(family), quantize), "full", ATTENTION)
     assert_equal(found, expected)
 
 
@@ -107,8 +107,8 @@ def test_streamed_blocks_may_be_quantized(name: str, quantize: str) -> None:
 def test_every_kind_of_adapter_trains_on_streamed_blocks(kind: dict[str, object]) -> None:
     family = FAMILIES["flux"]
     config = ATTENTION | {"target_modules": ["to_q", "ff.net.2"]} | kind
-    expected = step(family, load(family, 0), "full", config)
-    assert_equal(step(family, load(family, blocks(family)), "full", config), expected)
+    expected = two_steps(family, load(family, 0), "full", config)
+    assert_equal(two_steps(family, load(family, blocks(family)), "full", config), expected)
 
 
 def test_merging_and_saving_read_streamed_weights(tmp_path: Path) -> None:

@@ -24,7 +24,10 @@ def on(sdxl: Path, device: str) -> tuple[AutoencoderKL, dict[str, tc.Tensor]]:
 
 
 def assert_close(found: tc.Tensor, expected: tc.Tensor) -> None:
-    """The tolerance is wider on a GPU: products keep 16 bits of each factor (docs/decisions.md)."""
+    """Assert that values are near; on a GPU, products keep 16 bits of each factor.
+
+    docs/decisions.md has the reasons.
+    """
     if found.device == "cpu":
         assert_near(found, expected)
     else:

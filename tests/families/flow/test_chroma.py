@@ -70,7 +70,7 @@ def test_drawing_needs_no_mask(chroma_base: Path, monkeypatch: pytest.MonkeyPatc
     assert found == [negative, positive] * 2
 
 
-def test_chroma_flash_is_recognised_by_its_name(chroma_base: Path, tmp_path: Path) -> None:
+def test_chroma_flash_is_recognized_by_its_name(chroma_base: Path, tmp_path: Path) -> None:
     for name, is_distilled in (("Chroma1-Flash", True), ("Chroma1-HD", False)):
         shutil.copytree(chroma_base, tmp_path / name)
         notes = Chroma(tmp_path / name, "f32", "cpu").notes()

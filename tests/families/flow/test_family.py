@@ -55,7 +55,7 @@ def test_a_run_trains_on_images_and_writes_an_adapter(
     names = tc.load_file(result.adapter_path)
     assert all(key.startswith("transformer.") for key in names)
     assert {key.rpartition(".lora_")[2] for key in names} == {"A.weight", "B.weight"}
-    # Every adapted layer has learnt, and ComfyUI applies it.
+    # Every adapted layer has learned, and ComfyUI can apply the adapter.
     assert tc.verify_adapter(result.adapter_path, name, base).good
     assert len(list((tmp_path / "out" / "samples").glob("*.png"))) == 2
     task = families.load(name, base, "f32", "cpu")

@@ -55,7 +55,9 @@ def files(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, Pa
     return name, base, weights, config
 
 
-def test_parts_are_recognized_by_the_names_of_their_tensors(files: tuple[str, Path, Path, TrainConfig]) -> None:
+def test_parts_are_recognized_by_the_names_of_their_tensors(
+    files: tuple[str, Path, Path, TrainConfig],
+) -> None:
     name, base, weights, config = files
     found = tc.inspect(weights, name, [*config.text_encoder, config.vae])
     expected = tc.inspect(base, name)
