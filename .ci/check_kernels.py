@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Check the kernels of a wheel that was built with CUDA: `.ci/check_kernels.py WHEEL`.
 
-The script reads the machine code for every architecture in the wheel. A kernel that spills
-registers to local memory fails the check. So does a kernel whose shared memory is beyond what a
-block may have: for shared memory of fixed size the machine code tells, and the kernels that ask for
-the most at their launch run on a simulated GPU of each compute capability.
+The script reads the machine code for every architecture in the wheel. A kernel fails the check if
+it spills registers to local memory, or if it needs more shared memory than a block may have. The
+machine code has the fixed sizes of shared memory. The kernels that request the most shared memory
+at a launch run on simulated GPUs whose blocks may have the least.
 """
 
 import os
@@ -25,12 +25,13 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "cuda"))
 import simulate  # type: ignore[import-not-found] # noqa: E402
 
-# Bytes that kernels may spill: on 9.0, where they were measured so, and on 8.0, where a kernel of
-# Adafactor spills 16. Elsewhere none may.
+# Bytes that a kernel may spill on these architectures; on others, no kernel may spill. Kernels for
+# 9.0 were measured with their spills. On 8.0, kernels of Adafactor spill 16 bytes.
 SPILLED = {"sm_80": 72, "sm_90a": 72}
-# The sine and cosine of a large angle index an array of so many bytes, the digits of 1 / pi.
+# Bytes of local memory that are no spills: for a large angle, sine and cosine index an array of
+# digits of 1 / pi.
 LOCAL = {r"(sin|cos)(_backward)?_(f16|bf16|f32|f64)": 40}
-# Without asking the driver for more, a block has 48 KiB.
+# A block has 48 KiB of shared memory, unless the program asks the driver for more.
 MOST_FIXED = 48 << 10
 # Compute capabilities whose blocks have at most 99 KiB, which the simulated driver enforces.
 SMALL = ("86", "89", "120")
@@ -89,7 +90,7 @@ class Kernel:
 
 
 def kernels(library: bytes) -> Iterator[Kernel]:
-    """The kernels in the machine code of a library, without those of candle."""
+    """Yield the kernels in the machine code of a library, without those of candle."""
     elf, stack_size = 2, 0x12
     for _, images in simulate.fatbins(library):
         # The only machine code of candle's kernels is for compute capability 8.0. The fatbins of
@@ -112,7 +113,7 @@ def kernels(library: bytes) -> Iterator[Kernel]:
 
 
 def launch(folder: Path, capability: str) -> int:
-    """Run `LAUNCH` on a simulated GPU; the most shared memory that a launch asks for, in bytes."""
+    """Run `LAUNCH` on a simulated GPU; return the most shared memory of a launch, in bytes."""
     log = folder / "log"
     log.unlink(missing_ok=True)
     environment = {**os.environ, **simulate.environment(folder)}

@@ -28,7 +28,7 @@ MODULES = (
 
 
 def names(module: str) -> list[str]:
-    """Return every public name of a module: its `__all__`, read without importing it."""
+    """Return every public name of a module: its `__all__`, read without an import."""
     path = PACKAGE.joinpath(*module.split(".")) if module else PACKAGE
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     for node in ast.parse(source.read_text()).body:

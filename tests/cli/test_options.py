@@ -33,7 +33,7 @@ from trainable_candle.settings.config import canonical
 from trainable_candle.settings.foreign import instead
 
 DOCS = Path(__file__).parents[2] / "docs"
-SAMPLES: dict[str, Any] = {
+VALUES: dict[str, Any] = {
     "model": "digits",
     "weights": "w",
     "text_encoder": ["t 1.safetensors", "t2"],
@@ -177,15 +177,15 @@ def as_arguments(name: str, value: Any) -> list[str]:
 
 
 def test_every_setting_has_a_flag() -> None:
-    # These settings conflict with settings in SAMPLES, so SAMPLES does not contain them.
+    # These settings conflict with settings in VALUES, so VALUES does not contain them.
     exclusive = {"validation_dataset", "objective", "qat", "init"}
     exclusive |= {"qat_learned_scales", "qat_activations", "stochastic_rounding"}
-    assert SAMPLES.keys() | exclusive == settings().keys()
+    assert VALUES.keys() | exclusive == settings().keys()
     default = TrainConfig()
-    for name, value in SAMPLES.items():
+    for name, value in VALUES.items():
         assert value != getattr(default, name)
-    arguments = [part for item in SAMPLES.items() for part in as_arguments(*item)]
-    assert parse(*arguments) == TrainConfig(**SAMPLES)
+    arguments = [part for item in VALUES.items() for part in as_arguments(*item)]
+    assert parse(*arguments) == TrainConfig(**VALUES)
     assert parse("--validation-dataset", "v").validation_dataset == "v"
     assert parse("--qat", "nf4").qat == "nf4"
     assert parse("--qat", "nf4", "--qat-learned-scales").qat_learned_scales

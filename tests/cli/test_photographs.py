@@ -82,11 +82,11 @@ def test_photographs_are_learned(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == [0, 75, 150]
     first, _, last = (row["validation_loss"] for row in rows)
     assert last < 0.75 * first
-    pictures = []
+    drawn = []
     for step in (0, 150):
         with Image.open(output / "samples" / f"step-{step:06}.png") as image:
-            pictures.append(np.asarray(image).astype(float))
-    assert np.abs(pictures[0] - pictures[1]).mean() > 5
+            drawn.append(np.asarray(image).astype(float))
+    assert np.abs(drawn[0] - drawn[1]).mean() > 5
 
 
 @pytest.mark.slow

@@ -32,11 +32,11 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def training(base: Path, pictures: Path, output: Path, steps: int) -> list[str]:
+def training(base: Path, images: Path, output: Path, steps: int) -> list[str]:
     settings = {
         "model": "digits",
         "weights": base,
-        "dataset": pictures,
+        "dataset": images,
         "output": output,
         "steps": steps,
         "rank": 4,

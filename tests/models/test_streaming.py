@@ -37,7 +37,9 @@ def blocks(family: Family) -> int:
     return sum(config.get(name, 0) for name in names) + refiners
 
 
-def two_steps(family: Family, model: Model, policy: str, config: dict[str, object]) -> list[np.ndarray]:
+def two_steps(
+    family: Family, model: Model, policy: str, config: dict[str, object]
+) -> list[np.ndarray]:
     """The predictions and the adapter's gradients of two steps, and the prediction after them."""
     tc.manual_seed(0)
     adapter = model.add_adapter(tc.LoraConfig(**config))

@@ -92,7 +92,7 @@ def test_wrong_inputs_are_reported(model: AutoencoderKL) -> None:
 FLUX2 = GOLDEN.parent / "flux2"
 
 
-def test_the_autoencoder_of_flux2_has_statistics_of_latents(tmp_path: Path) -> None:
+def test_the_autoencoder_of_flux2_equals_that_of_diffusers_and_is_saved(tmp_path: Path) -> None:
     case = tc.load_file(FLUX2 / "vae_forward.safetensors")
     stored = tc.load_file(FLUX2 / "vae" / "diffusion_pytorch_model.safetensors")
     model = AutoencoderKL.from_pretrained(FLUX2 / "vae", dtype="f32")

@@ -74,7 +74,7 @@ def test_rounded_values_are_representable_in_the_format(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_non_finite_values_stay_non_finite(format: str) -> None:
+def test_a_nan_stays_nan_and_leaves_other_rows_finite(format: str) -> None:
     values = matrix(6, 64)
     values[1, 3] = np.nan
     rounded = F.fake_quantize(tc.tensor(values), format).numpy()

@@ -162,7 +162,7 @@ def test_a_damaged_configuration_is_reported(
         tc.PeftModel.from_pretrained(net, tmp_path)
 
 
-def test_every_target_selects_a_layer() -> None:
+def test_targets_without_a_layer_that_can_have_an_adapter_are_rejected() -> None:
     def model() -> tc.nn.Sequential:
         return tc.nn.Sequential(tc.nn.Embedding(5, 4), tc.nn.Linear(4, 2))
 

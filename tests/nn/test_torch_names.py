@@ -185,7 +185,7 @@ def test_functions_for_equal_shapes_or_dtypes_follow_their_argument() -> None:
         tc.randn_like(3)  # type: ignore[arg-type]
 
 
-def test_gradients_are_cleared_under_torchs_argument() -> None:
+def test_zero_grad_accepts_the_argument_of_torch() -> None:
     net = nn.Linear(2, 2)
     optimizer = tc.optim.SGD(net.parameters(), lr=0.1)
     for clear in (optimizer.zero_grad, net.zero_grad):

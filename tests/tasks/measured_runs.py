@@ -20,7 +20,7 @@ ROWS = {"tokens": 2048}
 FULL: dict[str, Any] = {"gradient_checkpointing": "full"}
 SELECTIVE: dict[str, Any] = {"gradient_checkpointing": "selective"}
 OFFLOAD: dict[str, Any] = {"gradient_checkpointing": "offload"}
-ASIDE: dict[str, Any] = {"stream_modulation": True}
+MODULATION: dict[str, Any] = {"stream_modulation": True}
 ALL_FLUX: dict[str, Any] = FULL | {"stream_blocks": 57, "stream_modulation": True}
 
 
@@ -52,14 +52,14 @@ RUNS = [
     Run("SDXL", "sdxl", SDXL, FULL | {"stream_blocks": 17}, 5.13, 73),
     Run("SDXL", "sdxl", SDXL, SELECTIVE | {"stream_blocks": 52}, 6.24, 131),
     Run("SDXL", "sdxl", SDXL, SELECTIVE, 9.21, 52),
-    Run("SD3.5-medium", "sd3", SD3, SELECTIVE | ASIDE | {"stream_blocks": 24}, 5.30, 139),
-    Run("SD3.5-medium", "sd3", SD3, SELECTIVE | ASIDE | {"stream_blocks": 6}, 7.30, 89),
-    Run("Flux.1-dev", "flux", FLUX, OFFLOAD | ASIDE | {"stream_blocks": 49}, 5.30, 785),
-    Run("Flux.1-dev", "flux", FLUX, OFFLOAD | ASIDE | {"stream_blocks": 42}, 7.30, 689),
-    Run("Flux.1-dev", "flux", FLUX, OFFLOAD | ASIDE | {"stream_blocks": 28}, 11.29, None),
-    Run("Flux.1-dev", "flux", FLUX, FULL | ASIDE | {"stream_blocks": 35}, 10.88, 614),
-    Run("Flux.1-dev", "flux", FLUX, FULL | ASIDE | {"stream_blocks": 21}, 14.65, 541),
-    Run("Flux.1-dev", "flux", FLUX, SELECTIVE | ASIDE | {"stream_blocks": 42}, 20.94, None),
+    Run("SD3.5-medium", "sd3", SD3, SELECTIVE | MODULATION | {"stream_blocks": 24}, 5.30, 139),
+    Run("SD3.5-medium", "sd3", SD3, SELECTIVE | MODULATION | {"stream_blocks": 6}, 7.30, 89),
+    Run("Flux.1-dev", "flux", FLUX, OFFLOAD | MODULATION | {"stream_blocks": 49}, 5.30, 785),
+    Run("Flux.1-dev", "flux", FLUX, OFFLOAD | MODULATION | {"stream_blocks": 42}, 7.30, 689),
+    Run("Flux.1-dev", "flux", FLUX, OFFLOAD | MODULATION | {"stream_blocks": 28}, 11.29, None),
+    Run("Flux.1-dev", "flux", FLUX, FULL | MODULATION | {"stream_blocks": 35}, 10.88, 614),
+    Run("Flux.1-dev", "flux", FLUX, FULL | MODULATION | {"stream_blocks": 21}, 14.65, 541),
+    Run("Flux.1-dev", "flux", FLUX, SELECTIVE | MODULATION | {"stream_blocks": 42}, 20.94, None),
     Run("FLUX.2-klein-4B", "flux2", FLUX, OFFLOAD | {"stream_blocks": 9}, 6.94, 225),
     Run("FLUX.2-klein-4B", "flux2", FLUX, SELECTIVE | {"stream_blocks": 21}, 10.80, 241),
     Run("FLUX.2-klein-4B", "flux2", FLUX, {}, 18.11, 154),

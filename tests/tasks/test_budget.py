@@ -428,7 +428,7 @@ def test_a_weight_is_not_rounded_to_a_second_format(flux: Model) -> None:
         flux.plan(budget(16), qat="int4", **resident)
 
 
-def test_models_without_such_blocks_stream_nothing() -> None:
+def test_models_without_blocks_stream_nothing() -> None:
     work = Work(1e9, 1e8, 1e6, 0, 0, 0, 0, 0, 0, 0, False, False)
     estimates: list[TrainConfig] = []
 

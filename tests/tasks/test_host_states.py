@@ -109,7 +109,9 @@ def test_the_link_is_crossed_twice_in_each_optimizer_step() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw8bit", "adamw", "muon"])
-def test_bytes_move_from_the_gpu_to_the_host(tmp_path: Path, optimizer: str) -> None:
+def test_the_estimate_moves_the_states_from_the_gpu_to_the_host(
+    tmp_path: Path, optimizer: str
+) -> None:
     facts = tc.inspect(write_model(tmp_path, "SDXL")).parts["unet"]
     adapter = tc.LoraConfig(r=64, target_modules=["to_q", "to_out.0"])
     count, states = adapter.plan(dict(facts.layers), optimizer)

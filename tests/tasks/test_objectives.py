@@ -64,7 +64,9 @@ def expected(
     ],
     ids=str,
 )
-def test_the_loss_of_a_flow(settings: dict[str, Any], masked: bool, weighed: bool) -> None:
+def test_the_loss_of_a_flow_equals_its_definition(
+    settings: dict[str, Any], masked: bool, weighed: bool
+) -> None:
     config = TrainConfig(**settings)
     objective = FlowObjective(config)
     latents = rng().standard_normal(SHAPE).astype(np.float32)

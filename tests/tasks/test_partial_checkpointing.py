@@ -28,7 +28,7 @@ def found(folder: Path, run: Run) -> tuple[float, float]:
 
 @pytest.mark.parametrize("policy", ["full", "offload"])
 @pytest.mark.parametrize(("model", "family", "sizes"), MODELS, ids=str)
-def test_a_part_needs_a_part_of_memory_and_time(
+def test_recomputing_more_blocks_takes_less_memory_and_more_time(
     tmp_path: Path, model: str, family: str, sizes: dict[str, int], policy: str
 ) -> None:
     def of(**settings: Any) -> tuple[float, float]:
@@ -50,7 +50,7 @@ def test_a_part_needs_a_part_of_memory_and_time(
     assert 0.4 < saved < 0.75
 
 
-def test_plans_take_a_part_where_memory_allows_it(tmp_path: Path) -> None:
+def test_plans_recompute_only_as_many_blocks_as_needed(tmp_path: Path) -> None:
     model = Model(tmp_path, "Flux.1-dev")
     there = budget(16, "RTX 4090")
     made = model.plan(there, stream_blocks=42, stream_modulation=True)

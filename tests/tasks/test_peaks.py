@@ -32,7 +32,7 @@ def test_peaks_are_predicted_within_5_percent(tmp_path: Path, run: Run) -> None:
     ],
     ids=str,
 )
-def test_the_largest_gradient_is_that_of_layers_with_one_input(
+def test_the_largest_gradient_is_that_of_layers_that_share_an_input(
     tmp_path: Path, model: str, targets: list[str], sizes: dict[str, int], values: int
 ) -> None:
     config = tc.LoraConfig(target_modules=targets)

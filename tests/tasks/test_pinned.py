@@ -88,7 +88,7 @@ def test_states_take_what_streamed_weights_leave() -> None:
     assert can_pin(states, STREAMED, 3 * GIB, shared=True)
 
 
-def test_the_limit_is_that_of_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_is_that_of_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(pinned.LIMIT, raising=False)
     assert pinned_limit() == math.inf
     monkeypatch.setenv(pinned.LIMIT, "300000")
@@ -129,7 +129,7 @@ def test_a_probe_finds_what_the_system_pins(
     plan = plan_of(WORK)
     told: list[str] = []
     found = probed(BUDGET, plan, Others(*others), told.append)  # type: ignore[arg-type]
-    # Of the 32 GiB, 4 are tried, because pinning takes time.
+    # The probe asks for only 4 of the 32 GiB, because pinning takes time.
     assert asked == [("cuda", TRIED)]
     assert TRIED < STREAMED
     assert found == replace(BUDGET, pinned=expected)

@@ -97,7 +97,7 @@ def test_steps_of_runs_are_predicted_within_15_percent(tmp_path: Path, run: Run)
         ("Llama-3-8B", ROWS, 2 * 2048 * (8030261248 - 128256 * 4096), 32 * 4 * 2048 * 1024 * 4096),
     ],
 )
-def test_operations_of_a_forward_pass(
+def test_operations_of_a_forward_pass_are_counted(
     tmp_path: Path, model: str, sizes: dict[str, int], layers: float, attention: float
 ) -> None:
     assert facts_of(tmp_path, model).forward_flops(**sizes) == (
@@ -106,7 +106,7 @@ def test_operations_of_a_forward_pass(
     )
 
 
-def test_settings_that_make_a_step_longer(tmp_path: Path) -> None:
+def test_more_work_makes_a_step_longer(tmp_path: Path) -> None:
     plain = work(tmp_path, "Flux.1-dev", JOINT, FLUX, {})
     longer = [
         replace(plain, recomputed=0.5),

@@ -1,4 +1,4 @@
-"""A tokenizer of another model is an error before training; those of published models are not."""
+"""A tokenizer of another model is rejected before training; a model's own one is accepted."""
 
 import json
 import shutil

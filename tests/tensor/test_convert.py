@@ -11,7 +11,7 @@ import trainable_candle as tc
 
 @pytest.mark.parametrize("dtype", ["f32", "f64", "f16", "u8", "u32", "i64"])
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3, 4)])
-def test_round_trip_through_numpy(dtype, shape):
+def test_values_survive_a_round_trip_through_numpy(dtype, shape):
     values = (np.arange(np.prod(shape, dtype=int)) % 7).reshape(shape)
     t = tc.tensor(values, dtype=dtype)
     array = t.numpy()

@@ -65,7 +65,7 @@ def test_the_table_equals_that_of_torch(a: str, b: str) -> None:
         (lambda: made("f16", 2) / 2, "f16"),
     ],
 )
-def test_numbers_and_tensors_without_dimensions_rarely_change_the_dtype(
+def test_numbers_and_tensors_without_dimensions_only_turn_integers_into_floats(
     found: Any, dtype: str
 ) -> None:
     assert str(found().dtype) == dtype
@@ -84,7 +84,7 @@ def test_values_and_gradients_pass_through_the_conversion() -> None:
     ).tolist()
 
 
-def test_matrices_and_arrays_keep_their_dtypes() -> None:
+def test_matrix_products_and_numpy_arrays_of_another_dtype_are_rejected() -> None:
     with pytest.raises(tc.DTypeError, match="matmul: dtypes f32 and f16 differ"):
         tc.ones(2, 3) @ tc.ones(3, 2, dtype="f16")
     with pytest.raises(tc.DTypeError, match="add: dtypes f32 and f64 differ"):
