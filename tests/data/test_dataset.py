@@ -123,7 +123,9 @@ def test_epochs_follow_repeats_and_regularisation(pictures: MakePictures, tmp_pa
         assert batch.captions[0].startswith("sks, ") == (folder != "class")
 
 
-def test_a_data_set_of_regularisation_images_alone_is_rejected(pictures: MakePictures, tmp_path: Path) -> None:
+def test_a_data_set_of_regularisation_images_alone_is_rejected(
+    pictures: MakePictures, tmp_path: Path
+) -> None:
     pictures("a", (64, 64))
     with pytest.raises(ConfigError, match="there are only regularisation images"):
         load({"path": tmp_path / "a", "regularization": True})

@@ -134,7 +134,7 @@ def test_images_are_rotated_as_exif_says(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_pixels(tmp_path / "a.png"), [[[255, 0, 0]], [[0, 255, 0]]])
 
 
-def test_grey_and_sixteen_bits_are_scaled(tmp_path: Path) -> None:
+def test_grey_and_16_bit_images_become_rgb_of_8_bits(tmp_path: Path) -> None:
     Image.fromarray(np.array([[0, 77, 255]], dtype=np.uint8)).save(tmp_path / "8.png")
     np.testing.assert_array_equal(read_pixels(tmp_path / "8.png")[0, :, 0], [0, 77, 255])
     Image.fromarray(np.array([[0, 0x4D80, 0xFFFF]], dtype=np.uint16)).save(tmp_path / "16.png")

@@ -240,9 +240,9 @@ def test_targets_stay_within_their_example(several: int) -> None:
         assert bounds[0] == 0
         assert len(batch.input_ids) % (32 // several) == 0
         assert 0 <= len(batch.input_ids) - bounds[-1] < 32 // several
-        of_nobody = slice(bounds[-1], None)
-        assert (batch.targets[of_nobody] == IGNORED).all()
-        assert not batch.positions[of_nobody].any()
+        padding = slice(bounds[-1], None)
+        assert (batch.targets[padding] == IGNORED).all()
+        assert not batch.positions[padding].any()
         for begin, end in pairwise(bounds):
             assert batch.positions[begin:end].tolist() == list(range(end - begin))
             if begin == end:

@@ -107,17 +107,17 @@ def test_the_error_of_a_process_alone_names_the_missing_ranks(port: int) -> None
     assert f"rank 1 of 2 processes did not connect to rank 0 at 127.0.0.1:{port} within 2 s" in said
 
 
-def test_rank_0_at_localhost_is_found_by_its_name(port: int) -> None:
+def test_rank_0_at_localhost_is_found_at_its_network_address(port: int) -> None:
     """Some launchers give rank 0 the address localhost, and the other ranks its network address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outward:
         try:
             outward.connect(("203.0.113.7", 9))  # With UDP, this sends nothing.
         except OSError:
             pytest.skip("this machine has no network")
-        name = outward.getsockname()[0]
+        address = outward.getsockname()[0]
     found: list[tuple[int, str]] = []
     other = threading.Thread(
-        target=lambda: found.extend(started(name, port, ranks=(1,), seconds=20))
+        target=lambda: found.extend(started(address, port, ranks=(1,), seconds=20))
     )
     other.start()
     found.extend(started("localhost", port, ranks=(0,), seconds=20))

@@ -149,7 +149,7 @@ class Reader:
     change: Callable[[random.Random, bytes], bytes] = mutated
 
 
-def pictures() -> dict[str, list[bytes]]:
+def images() -> dict[str, list[bytes]]:
     """Small valid images by format."""
     grey = Image.fromarray(np.arange(96, dtype=np.uint8).reshape(8, 12))
     made: dict[str, list[bytes]] = {}
@@ -305,7 +305,7 @@ def readers() -> list[Reader]:
     return [
         *text,
         *binary,
-        *(Reader(k, f"a.{k}", seeds, look, {}) for k, seeds in pictures().items()),
+        *(Reader(k, f"a.{k}", seeds, look, {}) for k, seeds in images().items()),
     ]
 
 

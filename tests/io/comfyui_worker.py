@@ -12,7 +12,7 @@ Each line of the standard input is a JSON object with these keys:
 - `output`: the path of a file for all weights of the model, in f32, with ComfyUI's names.
 
 ComfyUI also takes some sizes of layers from published models. Therefore each parameter gets the
-shape that it has in the file before it is loaded. The answer is a line of JSON on the standard
+shape that it has in the file before values are loaded. The answer is a line of JSON on the standard
 output: the list of messages of level WARNING and above in ComfyUI's log.
 
 An object with only the key `shapes`, the shapes of a published denoiser's parameters, is a question

@@ -29,7 +29,7 @@ def applied(weight: np.ndarray, module: Arrays) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("kind", "right"), [("dora", False), ("dora_input", True)])
-def test_a_magnitude_for_each_input_is_applied_as_trained(
+def test_only_a_magnitude_for_each_input_is_applied_as_trained(
     sdxl: Path,
     unet: tc.models.SDXLUNet,
     attach: Attach,

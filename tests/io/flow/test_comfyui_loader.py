@@ -99,7 +99,7 @@ def test_comfyui_loads_what_verify_says(
         assert report.good
 
 
-# Names that tools give to layers: the name with the layer's name, or with underscores in it.
+# The name that each tool gives to a layer. `flat` is the layer's name with underscores for dots.
 STYLES = {
     "diffusers": "transformer.{layer}",
     "OneTrainer": "lora_transformer_{flat}",
@@ -141,8 +141,8 @@ def published(file: str) -> dict[str, list[int]]:
     return found
 
 
-# The files of published models' shapes, and parameters by which ComfyUI recognizes the models whose
-# names in diffusers it does not convert to its own names.
+# For each family, the file with the shapes of a published model. If ComfyUI does not convert the
+# model's names in diffusers to its own names: parameters by which ComfyUI recognizes the model.
 PUBLISHED: dict[str, tuple[str, dict[str, list[int]]]] = {
     "sd3": ("sd35_medium", {}),
     "flux": ("flux_dev", {}),
