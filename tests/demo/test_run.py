@@ -105,13 +105,13 @@ def test_base_is_small() -> None:
 
 
 def test_writing_the_data_set_again_gives_the_same_files(tmp_path: Path) -> None:
-    pictures = digits.load().only(UNSEEN)
+    images = digits.load().only(UNSEEN)
 
     def write(folder: Path) -> list[tuple[str, str]]:
-        write_dataset(pictures, folder)
+        write_dataset(images, folder)
         return [
             (p.name, hashlib.sha256(p.read_bytes()).hexdigest()) for p in sorted(folder.iterdir())
         ]
 
     assert write(tmp_path / "a") == write(tmp_path / "b")
-    assert len(list((tmp_path / "a").glob("*.png"))) == len(pictures)
+    assert len(list((tmp_path / "a").glob("*.png"))) == len(images)

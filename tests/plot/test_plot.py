@@ -13,8 +13,8 @@ from trainable_candle.plot import image_grid, loss_curve, running_mean, save_png
 
 
 def test_grid_puts_images_row_by_row() -> None:
-    pictures = np.arange(3, dtype=np.uint8)[:, None, None].repeat(2, 1).repeat(3, 2)
-    grid = np.asarray(image_grid(pictures, columns=2, gap=1))
+    images = np.arange(3, dtype=np.uint8)[:, None, None].repeat(2, 1).repeat(3, 2)
+    grid = np.asarray(image_grid(images, columns=2, gap=1))
     paper = 255
     row = [0, 0, 0, paper, 1, 1, 1]
     last = [2, 2, 2, paper, paper, paper, paper]
@@ -22,9 +22,9 @@ def test_grid_puts_images_row_by_row() -> None:
 
 
 def test_grid_enlarges_and_keeps_colours() -> None:
-    pictures = np.zeros((1, 2, 2, 3), dtype=np.uint8)
-    pictures[0, 0, 1] = (9, 8, 7)
-    grid = np.asarray(image_grid(pictures, scale=3))
+    images = np.zeros((1, 2, 2, 3), dtype=np.uint8)
+    images[0, 0, 1] = (9, 8, 7)
+    grid = np.asarray(image_grid(images, scale=3))
     assert grid.shape == (6, 6, 3)
     np.testing.assert_array_equal(grid[0:3, 3:6], np.broadcast_to((9, 8, 7), (3, 3, 3)))
 

@@ -61,12 +61,12 @@ def child(folder: str, last: int, arguments: list[str]) -> None:
 def train(folder: Path, last: int, *more: str) -> subprocess.CompletedProcess[str]:
     """Train in `folder` until event `last`, which kills the run; if `last` is 0, until the end."""
     flags = [text for name, value in FLAGS.items() for text in (f"--{name}", str(value))]
-    given = ["--dataset", str(folder / "pictures"), "--output", str(folder / "run"), *flags, *more]
+    given = ["--dataset", str(folder / "images"), "--output", str(folder / "run"), *flags, *more]
     command = [sys.executable, __file__, "--child", str(folder), str(last), *given]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def pictures(folder: Path) -> None:
+def write_images(folder: Path) -> None:
     """Write twelve images with captions."""
     folder.mkdir(parents=True)
     generator = np.random.default_rng(0)
@@ -101,7 +101,7 @@ def main() -> None:
     rng = random.Random(options.seed)
     with tempfile.TemporaryDirectory(prefix="kill-") as name:
         base = Path(name)
-        pictures(base / "whole" / "pictures")
+        write_images(base / "whole" / "images")
         result = train(base / "whole", 0)
         if result.returncode:
             sys.exit(f"the run without kills failed: {result.stderr}")
@@ -110,7 +110,7 @@ def main() -> None:
         kills, runs = 0, 0
         while kills < options.kills:
             folder = base / f"run-{runs}"
-            pictures(folder / "pictures")
+            write_images(folder / "images")
             runs += 1
             while True:
                 # Each iteration starts one process. If no process was killed so far, or if the

@@ -215,7 +215,7 @@ def test_numbers_of_numpy_are_accepted() -> None:
 
 
 @pytest.mark.parametrize("value", [10**400, 10**300, 2**63])
-def test_whole_numbers_beyond_the_machines_are_rejected(value: int) -> None:
+def test_whole_numbers_that_are_too_large_are_rejected(value: int) -> None:
     for name in ("rank", "steps", "batch_size", "random_crops"):
         with pytest.raises(ConfigError, match=f"{name} is"):
             TrainConfig(**{name: value})

@@ -58,7 +58,7 @@ def test_the_inputs_of_a_sample_do_not_depend_on_the_batch_size(
 
 
 def test_views_and_captions_of_a_sample_do_not_depend_on_its_batch(tmp_path: Path) -> None:
-    folder = tmp_path / "pictures"
+    folder = tmp_path / "images"
     folder.mkdir()
     for number in range(4):
         noise = np.random.default_rng(number).integers(0, 256, (80, 96, 3), dtype=np.uint8)

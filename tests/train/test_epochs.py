@@ -41,8 +41,8 @@ def test_actions_are_due_every_nth_step_or_by_a_function() -> None:
 
 
 def test_a_run_saves_and_draws_at_the_ends_of_epochs(config: TrainConfig) -> None:
-    pictures = len(list(Path(config.dataset).glob("*.png")))
-    per_epoch = -(-pictures // 4)
+    images = len(list(Path(config.dataset).glob("*.png")))
+    per_epoch = -(-images // 4)
     each = config.with_(
         steps=TrainConfig.steps,
         epochs=3,
@@ -56,7 +56,7 @@ def test_a_run_saves_and_draws_at_the_ends_of_epochs(config: TrainConfig) -> Non
     )
     lines: list[str] = []
     run = train_adapter(each, progress=False, report=lines.append)
-    epochs = Epochs(ShuffledBatches(pictures, 4, seed=0).first_batch, 1)
+    epochs = Epochs(ShuffledBatches(images, 4, seed=0).first_batch, 1)
     ends = [step for step in range(1, run.step) if epochs.ends(1)(step)]
     assert len(ends) >= 2
     saved = [int(path.stem.rpartition("step")[2]) for path in step_adapters(run.output, "digit")]

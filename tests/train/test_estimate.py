@@ -45,7 +45,7 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("batch_size", [4, 32])
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
-def test_estimated_activations_match_the_tape_within_a_fifth(
+def test_estimated_activations_match_the_tape(
     base: Path, digits_folder: Path, batch_size: int, checkpointing: str
 ) -> None:
     task = digits(base, digits_folder, batch_size=batch_size, gradient_checkpointing=checkpointing)
@@ -58,12 +58,13 @@ def test_estimated_activations_match_the_tape_within_a_fifth(
     assert loss.item() > 0
     if checkpointing == "full":
         # The backward pass recomputes one block at a time. The estimate includes that block.
-        assert held < estimated < held + 1.2 * _none(base, digits_folder, batch_size)
+        most = held + 1.2 * without_checkpointing(base, digits_folder, batch_size)
+        assert held < estimated < most
     else:
         assert estimated == pytest.approx(held, rel=0.2)
 
 
-def _none(base: Path, folder: Path, batch_size: int) -> int:
+def without_checkpointing(base: Path, folder: Path, batch_size: int) -> int:
     return estimated_items(digits(base, folder, batch_size=batch_size))["model activations"]
 
 
@@ -134,14 +135,16 @@ def test_estimated_rounded_inputs_match_what_the_tape_adds(
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("adapter", ADAPTERS)
-def test_parameters_and_optimizer_states_are_exact(
+def test_estimates_of_parameters_and_optimizer_states_are_exact(
     base: Path, digits_folder: Path, optimizer: str, adapter: str
 ) -> None:
     check_states(base, digits_folder, optimizer=optimizer, adapter=adapter, rank=64)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw8bit", "adamw", "lion", "sgd"])
-def test_states_in_bf16_are_exact(base: Path, digits_folder: Path, optimizer: str) -> None:
+def test_estimates_with_stochastic_rounding_are_exact(
+    base: Path, digits_folder: Path, optimizer: str
+) -> None:
     check_states(base, digits_folder, optimizer=optimizer, rank=64, stochastic_rounding=True)
 
 
@@ -199,13 +202,14 @@ def test_the_table_names_the_memory_of_the_host() -> None:
         ("a.proj_out", ["all-attention"], False),
     ],
 )
-def test_patterns_select_the_layers_that_adapters_select(
-    name: str, patterns: list[str], expected: Any
-) -> None:
+def test_patterns_select_layers(name: str, patterns: list[str], expected: Any) -> None:
     found = adapted_layers({name: (4, 4)}, patterns)
     assert found == ({name: (4, 4)} if expected else {})
+
+
+def test_a_pattern_that_is_no_regular_expression_is_rejected() -> None:
     with pytest.raises(ConfigError, match="is not a regular expression"):
-        adapted_layers({name: (4, 4)}, ["a["])
+        adapted_layers({"a.to_q": (4, 4)}, ["a["])
 
 
 def test_convolutions_are_recognized_by_their_shape() -> None:

@@ -23,7 +23,7 @@ from trainable_candle.train.logs import read_json_log, read_log
 Train = Callable[..., dict[str, bytes]]
 # Settings for a run without previews. Without prompts, `sample_every` and `sample_steps` must have
 # their defaults.
-UNSEEN: dict[str, Any] = {"sample_prompts": [], "sample_every": 250, "sample_steps": None}
+NO_PREVIEWS: dict[str, Any] = {"sample_prompts": [], "sample_every": 250, "sample_steps": None}
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_validation_repeats_its_noise_and_keeps_the_generator_state(
     assert abs(first - np.mean(losses)) < 4 * np.std(losses)
 
 
-def test_a_split_depends_only_on_the_seed_and_leaves_no_part_empty(
+def test_a_split_depends_on_the_seed_and_leaves_no_part_empty(
     digits_base: Path, digits_folder: Path
 ) -> None:
     def held_out(**settings: Any) -> list[str]:
@@ -173,7 +173,7 @@ def test_a_validation_dataset_and_a_split_together_are_rejected() -> None:
 def test_evaluation_does_not_change_the_training(everything: TrainConfig, train: Train) -> None:
     train(everything)
     plain = everything.with_(
-        output=f"{everything.output}-plain", ema_decay=0.0, **UNSEEN, validate_every=1000
+        output=f"{everything.output}-plain", ema_decay=0.0, **NO_PREVIEWS, validate_every=1000
     )
     train(plain)
 
@@ -191,17 +191,17 @@ def test_a_non_finite_preview_is_reported_and_left_out(tmp_path: Path) -> None:
         assert path == tmp_path / "samples" / "step-000000"
         raise NonFiniteError("sample: the image has non-finite values")
 
-    class Standing:
+    class StandIn:
         step = 0
 
     lines: list[str] = []
     previews: Any = Previews(broken, 1, tmp_path / "samples", nullcontext, lines.append)
-    previews.on_train_begin(Standing())
+    previews.on_train_begin(StandIn())
     assert lines == ["no preview of step 0: sample: the image has non-finite values"]
     assert not (tmp_path / "samples").exists()
 
 
-def test_a_resume_without_an_average_in_the_checkpoint_starts_one(
+def test_a_run_without_an_average_can_resume_with_one(
     config: TrainConfig, train: Train
 ) -> None:
     train(config, Until(5))
@@ -227,7 +227,7 @@ def test_a_damaged_state_of_the_validation_is_an_error(
         train(everything.with_(resume="latest"))
 
 
-def test_the_average_is_that_of_the_definition(everything: TrainConfig) -> None:
+def test_the_average_of_the_adapter_follows_its_formula(everything: TrainConfig) -> None:
     values: list[dict[str, np.ndarray]] = []
 
     class Watch(Callback):
@@ -235,7 +235,7 @@ def test_the_average_is_that_of_the_definition(everything: TrainConfig) -> None:
             assert trainer.step == report.step
             values.append({n: v.numpy().copy() for n, v in trainer.parameters.items()})
 
-    config = everything.with_(save_every=0, **UNSEEN, validation_split=0.0, validate_every=100)
+    config = everything.with_(save_every=0, **NO_PREVIEWS, validation_split=0.0, validate_every=100)
     run = train_adapter(config, callbacks=[Watch()], progress=False, report=lambda _: None)
     fresh = LatentTask(Digits(Path(config.weights), "f32", "cpu", config))
     tc.manual_seed(config.seed)

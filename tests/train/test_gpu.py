@@ -43,7 +43,7 @@ def curve(config: TrainConfig, **settings: Any) -> npt.NDArray[np.float64]:
     return np.array(losses.all)
 
 
-def test_two_hundred_steps_give_the_curve_of_the_cpu(gpu: str, tmp_path: Path) -> None:
+def test_two_hundred_steps_give_a_curve_near_that_of_the_cpu(gpu: str, tmp_path: Path) -> None:
     config = TrainConfig(
         model="sdxl",
         dataset=str(PHOTOGRAPHS),
@@ -69,8 +69,10 @@ def test_two_hundred_steps_give_the_curve_of_the_cpu(gpu: str, tmp_path: Path) -
     assert half.mean() == pytest.approx(expected.mean(), rel=0.02)
 
 
-def test_recorded_steps_of_texts_equal_eager_ones(gpu: str, tmp_path: Path) -> None:
-    """Texts begin at other positions in each batch, and a replay uses those of its own batch."""
+def test_recorded_steps_of_texts_are_near_eager_ones_and_repeat_bit_for_bit(
+    gpu: str, tmp_path: Path
+) -> None:
+    """Each batch has its own start positions of texts. A replay uses those of its batch."""
     dataset = tmp_path / "texts.jsonl"
     lines = ["".join(chr(97 + n * k % 26) for k in range(3 + 7 * n % 90)) for n in range(80)]
     dataset.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
@@ -207,7 +209,7 @@ def test_checkpointing_needs_less_memory(gpu: str) -> None:
         peaks[policy] = tc.cuda.memory_stats(gpu)["peak_allocated"] - before
         assert all(var.grad is not None for var in adapter.parameters())
     # Of the activations that this model keeps without checkpointing, full checkpointing keeps a
-    # fifth, and selective checkpointing nine tenths. The peaks also have what is recomputed.
+    # fifth, and selective checkpointing nine tenths. The peaks also include the recomputed values.
     assert peaks["full"] < 0.7 * peaks["none"], peaks
     assert peaks["full"] < peaks["selective"] < peaks["none"], peaks
 
@@ -260,7 +262,7 @@ def test_a_run_that_does_not_fit_the_gpu_is_rejected(
         train_adapter(config, progress=False, report=lambda _: None)
 
 
-def test_a_profile_names_the_kernels_and_a_full_gpu_stays_usable(gpu: str) -> None:
+def test_a_profile_counts_the_launches_of_each_kernel(gpu: str) -> None:
     x = tc.randn((256, 256), device=gpu)
     with tc.cuda.profile(gpu) as profile:
         for _ in range(300):
@@ -270,6 +272,9 @@ def test_a_profile_names_the_kernels_and_a_full_gpu_stays_usable(gpu: str) -> No
     assert profile.launches == 600
     assert all(0 < kernel.milliseconds < 1000 for kernel in profile.kernels)
     assert json.dumps(str(profile)).count("launches") == 1
+
+
+def test_after_an_allocation_that_fails_the_gpu_stays_usable(gpu: str) -> None:
     with pytest.raises(tc.OutOfMemoryError):
         tc.zeros((1 << 20, 1 << 22), device=gpu)
     assert float(tc.ones((2, 2), device=gpu).sum().item()) == 4.0

@@ -16,7 +16,8 @@ Inputs = Mapping[str, tc.Tensor]
 class Recordings:
     """A stand-in for `tc.cuda.capture`.
 
-    `made` has the input shapes of each captured graph, `calls` the number of each graph that ran.
+    `made` has the input shapes of each captured graph, and `calls` has the number of the graph of
+    each call. If `full` is set, each call fails for lack of memory.
     """
 
     def __init__(self) -> None:
@@ -48,36 +49,36 @@ def total(inputs: Inputs, first: bool) -> tc.Tensor:
     return inputs["x"].sum() + (100.0 if first else 0.0)
 
 
-def of(size: int) -> dict[str, tc.Tensor]:
+def ones(size: int) -> dict[str, tc.Tensor]:
     return {"x": tc.ones((size,))}
 
 
 def test_each_shape_has_a_graph_for_first_and_for_later_batches(recordings: Recordings) -> None:
     graphs = PassGraphs(total, 8)
-    found = [graphs(of(n), first).item() for n, first in [(2, True), (2, False), (3, True)] * 2]
+    found = [graphs(ones(n), first).item() for n, first in [(2, True), (2, False), (3, True)] * 2]
     assert found == [102.0, 2.0, 103.0] * 2
     assert recordings.made == [[(2,)], [(2,)], [(3,)]]
     assert recordings.calls == [0, 1, 2] * 2
     # Inputs with other names need another graph.
-    graphs({**of(2), "mask": tc.ones((1,))}, True)
+    graphs({**ones(2), "mask": tc.ones((1,))}, True)
     assert recordings.made[-1] == [(2,), (1,)]
 
 
 def test_only_the_graphs_used_last_are_kept(recordings: Recordings) -> None:
     graphs = PassGraphs(total, 2)
     for size in (1, 2, 1, 3, 1, 2):
-        graphs(of(size), True)
+        graphs(ones(size), True)
     assert recordings.made == [[(1,)], [(2,)], [(3,)], [(2,)]]
 
 
 def test_after_a_stop_passes_run_without_graphs(recordings: Recordings) -> None:
     graphs = PassGraphs(total, 2)
-    assert graphs(of(1), True).item() == 101.0
+    assert graphs(ones(1), True).item() == 101.0
     recordings.full = True
     with pytest.raises(OutOfMemoryError):
-        graphs(of(1), True)
+        graphs(ones(1), True)
     assert graphs.stop()
-    assert graphs(of(1), True).item() == 101.0
+    assert graphs(ones(1), True).item() == 101.0
     assert recordings.calls == [0]
     assert not graphs.stop()
 
@@ -133,5 +134,5 @@ def test_a_step_without_memory_for_its_graphs_runs_again_without_them(
 
 def test_a_limit_of_zero_records_no_graph(recordings: Recordings) -> None:
     graphs = PassGraphs(total, 0)
-    assert graphs(of(1), False).item() == 1.0
+    assert graphs(ones(1), False).item() == 1.0
     assert not recordings.made

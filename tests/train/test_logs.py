@@ -70,7 +70,7 @@ def test_a_new_run_starts_an_empty_file(tmp_path: Path) -> None:
     assert path.read_text() == ""
 
 
-def test_foreign_lines_are_left_out(tmp_path: Path) -> None:
+def test_lines_without_a_step_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('[1]\n{"a": 1}\n{"step": "x"}\nnothing\n{"step": 3}\n')
     assert read_json_log(path) == [{"step": 3}]
@@ -92,7 +92,7 @@ def scalars(folder: Path) -> list[tuple[int, str, float]]:
     return points
 
 
-def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
+def test_tensorboard_shows_the_losses_of_the_last_run(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
     log(TensorBoardLog(tmp_path / "events"), 0, 2)
     found = scalars(tmp_path / "events")
@@ -114,7 +114,7 @@ def test_without_tensorboardx_the_error_says_how_to_install_it(
         TensorBoardLog(tmp_path)
 
 
-def test_damaged_lines_of_a_table_are_left_out(tmp_path: Path) -> None:
+def test_damaged_lines_of_the_csv_log_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "train.csv"
     good = "3,0.5,0.1,1.0,0.01"
     damaged = ["\u00b2,0.5,0.1,1.0,0.01", "4,x,0.1,1.0,0.01", "5,0.5", "9" * 200_000]

@@ -63,8 +63,8 @@ def test_the_learning_rates_of_factors_are_those_of_peft(kind: str) -> None:
     config = TrainConfig(learning_rate=1e-3, lora_plus_ratio=RATIO, adapter=kind)
     found = rates(Adapters({"": adapters_of(GOLDEN, kind)}), config)
     assert found.keys() == expected.keys()
-    # peft counts all vectors among the factors B, and so also the magnitudes of DoRA. LoRA+ as the
-    # paper defines it is about the factors alone.
+    # peft counts all vectors among the factors B, and so also the magnitudes of DoRA. The paper
+    # defines LoRA+ for the factors alone.
     magnitudes = {name for name in found if "magnitude" in name}
     assert bool(magnitudes) == (kind == "dora")
     assert {found.pop(name) for name in magnitudes} <= {1e-3}
@@ -106,7 +106,7 @@ class Updates(Callback):
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_every_update_has_the_scheduled_rate(config: TrainConfig, kind: str) -> None:
+def test_updates_have_the_scheduled_rates(config: TrainConfig, kind: str) -> None:
     config = config.with_(
         adapter=kind, optimizer="sgd", learning_rate=0.1, weight_decay=0, lora_plus_ratio=RATIO
     )
@@ -138,7 +138,7 @@ def test_in_the_first_step_the_ratio_changes_only_the_factors_b(
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_a_run_resumes_bit_for_bit(
+def test_a_run_resumes_bit_for_bit_and_only_with_the_same_ratio(
     config: TrainConfig, train: Train, tmp_path: Path, kind: str
 ) -> None:
     class Halt(Callback):
@@ -155,7 +155,7 @@ def test_a_run_resumes_bit_for_bit(
         train(broken.with_(resume="latest", lora_plus_ratio=1, steps=13))
 
 
-def test_a_language_model_trains(tmp_path: Path) -> None:
+def test_updates_of_a_language_model_have_the_scheduled_rates(tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"instruction": "say", "output": "so"}) + "\n")
     config = TrainConfig(
@@ -178,6 +178,8 @@ def test_a_language_model_trains(tmp_path: Path) -> None:
         ({"lora_plus_ratio": 0}, r"lora_plus_ratio is 0\.0, expected above 0"),
     ],
 )
-def test_a_ratio_without_effect_is_rejected(settings: dict[str, Any], message: str) -> None:
+def test_ratios_of_zero_or_without_effect_are_rejected(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         check_settings(TrainConfig(**{"lora_plus_ratio": RATIO, **settings}))

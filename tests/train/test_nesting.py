@@ -26,7 +26,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     ),
     "run.yaml": TrainConfig.from_yaml,
     "sources.yaml": parse_sources,
-    "pictures/metadata.jsonl": lambda path: check_folder(path.parent),
+    "images/metadata.jsonl": lambda path: check_folder(path.parent),
     "checkpoint/state.json": lambda path: read_state(path.parent),
 }
 

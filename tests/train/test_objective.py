@@ -106,10 +106,10 @@ def enlarged(image: Array, size: tuple[int, int]) -> Array:
     """Enlarge images (..., h, w) like torch's bilinear `interpolate` with align_corners=False."""
     for axis, length in zip((-2, -1), size, strict=True):
         count = image.shape[axis]
-        centres = (np.arange(length) + 0.5) * count / length - 0.5
-        # Each input pixel has a triangular weight around its centre. Beyond the edge, the values of
+        centers = (np.arange(length) + 0.5) * count / length - 0.5
+        # Each input pixel has a triangular weight around its center. Beyond the edge, the values of
         # the edge pixels continue.
-        distance = np.abs(np.clip(centres, 0, count - 1)[:, None] - np.arange(count))
+        distance = np.abs(np.clip(centers, 0, count - 1)[:, None] - np.arange(count))
         tents = np.maximum(1 - distance, 0)
         image = np.moveaxis(np.moveaxis(image, axis, -1) @ tents.T, -1, axis)
     return image
@@ -124,8 +124,8 @@ def test_multiresolution_noise_is_that_of_kohyas_formula(height: int, width: int
         objective = DiffusionObjective(NoiseSchedule(), **settings)
         return objective.noise(latents, samples, seed).target.numpy()
 
-    def levels(first: Array) -> Array:
-        """What kohya's `pyramid_noise_like` makes of `first`, the noise of one example."""
+    def pyramid(first: Array) -> Array:
+        """Add coarser noise to `first`, the noise of one example, as `pyramid_noise_like` does."""
         noise = first.astype(np.float64)
         for i in range(6):
             r = float(tc.rand(1).item()) * 2 + 2
@@ -142,9 +142,10 @@ def test_multiresolution_noise_is_that_of_kohyas_formula(height: int, width: int
         )
         for example, sample in enumerate(samples):
             first = plain[example]
-            expected = drawn(seed, "pyramid", sample, lambda first=first: levels(first))
+            expected = drawn(seed, "pyramid", sample, lambda first=first: pyramid(first))
             np.testing.assert_allclose(found[example], expected, atol=3e-6)
     np.testing.assert_array_equal(noise(multires_noise_iterations=0), noise())
+    # Validation draws no coarser noise.
     validation = [
         DiffusionObjective(NoiseSchedule(), multires_noise_iterations=n).validation_noise(
             latents, samples

@@ -78,7 +78,9 @@ def test_the_output_of_a_run_is_rejected_as_a_data_set(config: TrainConfig, trai
         find_files(output)
 
 
-def test_the_output_of_a_run_can_be_given_as_its_adapter(config: TrainConfig, train: Train) -> None:
+def test_the_output_of_a_run_is_accepted_only_as_an_adapter(
+    config: TrainConfig, train: Train
+) -> None:
     train(config.with_(name="mine", save_every=6))
     output = Path(config.output)
     finished = output / "mine.safetensors"

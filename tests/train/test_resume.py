@@ -153,21 +153,21 @@ def test_resuming_with_another_adapter_is_rejected(config: TrainConfig, train: T
 
 def test_changed_settings_are_reported(config: TrainConfig, train: Train) -> None:
     train(config, StopAfter(3))
-    said: list[str] = []
+    lines: list[str] = []
     changed = config.with_(resume="latest", learning_rate=0.5, save_every=1)
-    train_adapter(changed, progress=False, report=said.append)
-    assert [line for line in said if "was" in line] == [
+    train_adapter(changed, progress=False, report=lines.append)
+    assert [line for line in lines if "was" in line] == [
         "resume: learning_rate is 0.5, was 0.01: the run will not repeat the earlier one"
     ]
 
 
-@pytest.mark.parametrize(("scheduler", "told"), [("constant", 0), ("cosine", 1)])
+@pytest.mark.parametrize(("scheduler", "count"), [("constant", 0), ("cosine", 1)])
 def test_more_steps_are_reported_only_if_the_schedule_depends_on_them(
-    config: TrainConfig, train: Train, scheduler: str, told: int
+    config: TrainConfig, train: Train, scheduler: str, count: int
 ) -> None:
     config = config.with_(lr_scheduler=scheduler)
     train(config)
     lines: list[str] = []
     longer = config.with_(steps=13, resume="latest")
     train_adapter(longer, progress=False, report=lines.append)
-    assert sum("steps is 13, was 12: the run will not repeat" in line for line in lines) == told
+    assert sum("steps is 13, was 12: the run will not repeat" in line for line in lines) == count

@@ -1,4 +1,4 @@
-"""Whole training runs: their files, the effect of each setting, and what happens without memory.
+"""Whole training runs: their files, the effects of settings, and runs whose memory runs out.
 
 A plan chooses settings that the user leaves open (such as checkpointing and the precision of the
 base) so that the run fits into memory. If memory runs out within the first 20 steps and before the
@@ -57,10 +57,10 @@ def test_epochs_become_the_number_of_steps_of_their_batches(config: TrainConfig)
     lines: list[str] = []
     given = config.with_(steps=TrainConfig.steps, epochs=3, batch_size=4, gradient_accumulation=2)
     run = train_adapter(given, progress=False, report=lines.append)
-    pictures = len(list(Path(config.dataset).glob("*.png")))
+    images = len(list(Path(config.dataset).glob("*.png")))
     # If the last items of an epoch do not fill a batch, items of the next epoch complete the batch.
-    assert run.step == math.ceil(3 * pictures // 4 / 2)
-    assert f"epochs: 3 of {pictures} images: {run.step} steps" in lines
+    assert run.step == math.ceil(3 * images // 4 / 2)
+    assert f"epochs: 3 of {images} images: {run.step} steps" in lines
     assert read_log(Path(config.output) / LOG)[-1]["step"] == str(run.step)
     written = TrainConfig.from_yaml(Path(config.output) / CONFIG)
     assert (written.epochs, written.steps) == (None, run.step)
@@ -168,7 +168,7 @@ def reference(
     return train(of_six_steps(digits_base, digits_folder, tmp_path_factory.mktemp("reference")))
 
 
-def of_six_steps(base: Path, pictures: Path, output: Path, **changes: Any) -> TrainConfig:
+def of_six_steps(base: Path, dataset: Path, output: Path, **changes: Any) -> TrainConfig:
     settings = {
         "rank": 4,
         "steps": 6,
@@ -178,7 +178,7 @@ def of_six_steps(base: Path, pictures: Path, output: Path, **changes: Any) -> Tr
         "lr_scheduler": "cosine",
         "warmup_steps": 2,
     }
-    folders = {"weights": str(base), "dataset": str(pictures), "output": str(output / "run")}
+    folders = {"weights": str(base), "dataset": str(dataset), "output": str(output / "run")}
     return TrainConfig(model="digits", **folders, **{**settings, **changes})
 
 
@@ -251,7 +251,7 @@ def test_runs_in_16_bit_floats_train(config: TrainConfig, train: Train, precisio
 @pytest.mark.parametrize(
     ("policy", "blocks"), [("full", None), ("selective", None), ("full", 1), ("offload", 1)]
 )
-def test_checkpointing_changes_nothing(
+def test_checkpointing_does_not_change_the_result(
     config: TrainConfig, train: Train, policy: str, blocks: int | None, tmp_path: Path
 ) -> None:
     given = {"gradient_checkpointing": policy, "checkpoint_blocks": blocks}
@@ -303,8 +303,8 @@ def test_a_run_out_of_memory_restarts_with_a_new_plan_and_the_same_result(
     )
     after = "1 step" if step == 1 else f"{step} steps"
     assert f"plan: memory ran out after {after}: matmul: there is too little" in lines
-    (said,) = (line for line in lines if line.startswith("plan: --"))
-    assert "--gradient-checkpointing" in said
+    (plan,) = (line for line in lines if line.startswith("plan: --"))
+    assert "--gradient-checkpointing" in plan
     written = TrainConfig.from_yaml(tmp_path / "again" / CONFIG)
     assert written.gradient_checkpointing in {"selective", "full"}
     # Gradient checkpointing changes no value.
@@ -314,7 +314,7 @@ def test_a_run_out_of_memory_restarts_with_a_new_plan_and_the_same_result(
     assert steps == [row["step"] for row in read_log(Path(config.output) / LOG)]
 
 
-def test_a_run_out_of_memory_late_or_without_open_settings_fails(config: TrainConfig) -> None:
+def test_a_run_out_of_memory_fails_if_it_cannot_be_planned_anew(config: TrainConfig) -> None:
     by_hand = config.with_(gradient_checkpointing="none", base_precision="same")
     late = config.with_(steps=30, save_every=0)
     # None of the three runs is planned anew. In the first, the user has set all that a plan could

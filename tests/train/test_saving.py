@@ -123,11 +123,11 @@ def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_last_checkpoint(
         def on_save(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
             begun.append(trainer.step)
 
-    class Failure(Callback):
+    class ManyJobs(Callback):
         """Unless `is_late`, submits more jobs at step 6 than the queue of the writer holds.
 
-        So it waits for the writer, whose write of step 6 fails: a call of `write_later` raises that
-        error.
+        When the queue is full, `write_later` waits for the writer, whose write of step 6 fails.
+        `write_later` raises the error of that write.
         """
 
         def on_save(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
@@ -144,7 +144,7 @@ def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_last_checkpoint(
     gate.set()
     release = At(8, lambda _: gate.set())
     with files_up_to(1 << 30), pytest.raises(FileError) as caught:
-        train(config.with_(save_every=3), At(5, fill), release, Failure(), Begun())
+        train(config.with_(save_every=3), At(5, fill), release, ManyJobs(), Begun())
     assert caught.value.errno == errno.EFBIG
     assert "checkpoint-000006.partial" in str(caught.value)
     # The training loop raises the error at its next call of the saver: in a callback of the same
@@ -191,8 +191,8 @@ def test_the_command_prints_the_reason_and_ends(
     assert "Traceback" not in error
 
 
-# Each child process saves a checkpoint and is killed one file operation later than the child before
-# it, until one is not killed.
+# Each child process saves a checkpoint. Each is killed one file operation later than the child
+# before it; the last child is not killed.
 STEPWISE = """
 import os, signal, sys
 from pathlib import Path

@@ -175,7 +175,9 @@ def load(folder: Path) -> None:
         ('{"format": 1}', "has format 1, expected 2: it was written by another version"),
     ],
 )
-def test_damaged_numbers_are_rejected(tmp_path: Path, text: str, message: str) -> None:
+def test_a_state_file_that_is_damaged_or_of_another_version_is_rejected(
+    tmp_path: Path, text: str, message: str
+) -> None:
     folder = save(tmp_path, 1)
     (folder / "state.json").write_text(text)
     with pytest.raises(WeightsFormatError, match=message):
@@ -209,7 +211,7 @@ def test_a_damaged_checkpoint_without_an_earlier_one_is_reported(tmp_path: Path)
         load(folder)
 
 
-def test_nested_state_is_rejected(tmp_path: Path) -> None:
+def test_a_deeply_nested_state_file_is_rejected(tmp_path: Path) -> None:
     folder = save(tmp_path, 2)
     (folder / "state.json").write_text("[" * 100_000)
     with pytest.raises(WeightsFormatError, match=r"is damaged: state\.json: "):

@@ -292,19 +292,19 @@ def test_a_scaler_that_skips_for_ever_is_an_error() -> None:
     assert weight.item() == 1.0
 
 
-def test_the_inputs_of_all_batches_are_made_before_the_step() -> None:
-    """A step first makes the inputs of all its batches. Each batch has its own random numbers."""
+def test_the_inputs_of_all_batches_of_a_step_are_made_before_its_losses() -> None:
+    """The inputs of each batch have their own random numbers."""
 
     def numbered(rows: npt.NDArray[np.int64]) -> dict[str, tc.Tensor]:
         seen.append(list(rows))
         return {"x": tc.tensor(X[rows]) + tc.randn((len(rows), 3)) * 0.1, "y": tc.tensor(Y[rows])}
 
     def loss(given: Mapping[str, tc.Tensor]) -> tc.Tensor:
-        asked.append(len(seen))
+        ready.append(len(seen))
         return (((given["x"] * weight).sum(1) - given["y"]) ** 2).mean()
 
     seen: list[list[int]] = []
-    asked: list[int] = []
+    ready: list[int] = []
     weight, recorder = tc.Var(np.zeros(3, np.float32)), Recorder()
     tc.manual_seed(1)
     Trainer(
@@ -318,7 +318,7 @@ def test_the_inputs_of_all_batches_are_made_before_the_step() -> None:
         steps=3,
         callbacks=[recorder],
     ).train()
-    assert asked == [2, 2, 4, 4, 6, 6]
+    assert ready == [2, 2, 4, 4, 6, 6]
     assert seen == [list(Slices(4).batch(n)) for n in range(6)]
     expected = np.zeros(3)
     for step in range(3):

@@ -55,7 +55,7 @@ def test_a_run_logs_its_settings_steps_and_validations(config: TrainConfig, wand
     assert wandb.finished == 1
 
 
-def test_a_resumed_training_continues_with_its_run(tmp_path: Path, wandb: Wandb) -> None:
+def test_a_resumed_training_continues_the_same_run_of_wandb(tmp_path: Path, wandb: Wandb) -> None:
     trainer: Any = SimpleNamespace(step=0, settings={})
     for step in (0, 4):
         trainer.step = step

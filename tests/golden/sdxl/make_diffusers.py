@@ -7,10 +7,10 @@ python make_diffusers.py
 This script does not write two of the files. `original_names.json.gz` maps each key of a checkpoint
 in Stability AI's format to the parameters that it holds. Each parameter has a folder, a name and a
 form ("plain", "transposed", "pointwise", or "rows N" for the third with number N of the key's
-rows). The map fits models with as many layers as this SDXL. It comes from a comparison of a model with the output of
-diffusers' convert_diffusers_to_original_sdxl.py. `unet_shapes.json` has the names and shapes of the
-parameters of the full-size SDXL's UNet in diffusers, in the format of `folded` in
-transformers/make_diffusers.py.
+rows). The map fits models with as many layers as this SDXL. It comes from a comparison of a model
+with the output of diffusers' convert_diffusers_to_original_sdxl.py. `unet_shapes.json` has the
+names and shapes of the parameters of the full-size SDXL's UNet in diffusers, in the format of
+`folded` in transformers/make_diffusers.py.
 """
 
 import copy
