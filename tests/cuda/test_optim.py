@@ -84,9 +84,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_step_on_many_variables_has_few_launches(
-    cuda: Any, optimizer: str
-) -> None:
+def test_a_step_on_many_variables_has_few_launches(cuda: Any, optimizer: str) -> None:
     for update in (CLIPPED, SCALED):
         run = cuda.run(
             TRAIN.replace("OPTIMIZER", f"tc.optim.{optimizer}").replace("UPDATE", update)

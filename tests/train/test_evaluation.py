@@ -201,9 +201,7 @@ def test_a_non_finite_preview_is_reported_and_left_out(tmp_path: Path) -> None:
     assert not (tmp_path / "samples").exists()
 
 
-def test_a_run_without_an_average_can_resume_with_one(
-    config: TrainConfig, train: Train
-) -> None:
+def test_a_run_without_an_average_can_resume_with_one(config: TrainConfig, train: Train) -> None:
     train(config, Until(5))
     train(config.with_(resume="latest", ema_decay=0.9))
 

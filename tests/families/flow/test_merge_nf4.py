@@ -183,9 +183,7 @@ def test_impossible_models_and_outputs_are_errors_before_anything_is_loaded(
     assert [path.name for path in full.iterdir()] == ["file"]
 
 
-def test_save_pretrained_rejects_what_cannot_be_quantized(
-    flux_base: Path, tmp_path: Path
-) -> None:
+def test_save_pretrained_rejects_what_cannot_be_quantized(flux_base: Path, tmp_path: Path) -> None:
     model = tc.models.load(flux_base / "transformer", dtype="f32")
     with pytest.raises(tc.errors.ArgumentError, match="fp8, expected nf4 in a folder; save_checkp"):
         model.save_pretrained(tmp_path / "fp8", quantize="fp8")
