@@ -170,8 +170,8 @@ def oft_side(config: TrainConfig, formats: Sequence[str]) -> str:
         config: the settings.
         formats: the formats that have names for the layers of the model, the default first.
     """
-    read = OFT_SIDES[0] if (config.format or formats[0]) == "peft" else OFT_SIDES[1]
-    return config.oft_side or read
+    expected = OFT_SIDES[0] if (config.format or formats[0]) == "peft" else OFT_SIDES[1]
+    return config.oft_side or expected
 
 
 def adapter_config(

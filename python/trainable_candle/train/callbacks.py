@@ -105,7 +105,7 @@ class ProgressBar(Callback):
         self._bar.update()
 
     def beside(self, report: Callable[[str], None]) -> Callable[[str], None]:
-        """Return a function like `report` that clears the bar before a line and redraws it."""
+        """Return a function that clears the bar, calls `report`, and redraws the bar."""
 
         def write(line: str) -> None:
             if self._bar is None or self._bar.disable:

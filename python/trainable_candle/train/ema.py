@@ -103,7 +103,10 @@ class AdapterAverage(Callback):
                     {n.removeprefix(start): t for n, t in stored.items() if n.startswith(start)}
                 )
         except Error as error:
-            raise WeightsFormatError(f"resume: the averages of {folder}: {error}") from error
+            raise WeightsFormatError(
+                f"resume: {folder} has the averages of another adapter: {error}; resume with the "
+                "settings that the run was started with"
+            ) from error
 
     @contextmanager
     def applied(self) -> Iterator[None]:

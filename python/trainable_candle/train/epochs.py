@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 Moments: TypeAlias = int | Callable[[int], bool]
-"""Selects the steps at which something is done: n for every n-th step (0: none), or a function
-from the number of a step, counted from 1, to whether it is selected."""
+"""Selects the steps at which something is done: n for every n-th step (0: none), or a function that
+takes the number of a step, counted from 1, and returns whether that step is selected."""
 
 
 def is_due(moments: Moments, step: int) -> bool:

@@ -1,4 +1,7 @@
-"""Validation, previews and adapter files between steps, without dropout and with averages."""
+"""Validation, previews and adapter files between steps, without dropout.
+
+If a run averages the adapters' parameters, these use the averages.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def evaluated(adapters: Adapters, average: Average | None) -> Iterator[None]:
 
     Args:
         adapters: the adapters that are trained.
-        average: the average of the adapters' parameters over the steps; None: no average is kept.
+        average: the average of the adapters' parameters over the steps; None: the parameters stay.
     """
     adapters.set_training(False)
     try:
@@ -54,7 +57,7 @@ class Validation(Callback):
     """Measures the loss on validation data, keeps the best adapter, and may end the run early.
 
     There is one measurement before the first step and one after the last step. The measurement
-    before the first step is never the best one, because the adapter has no effect yet.
+    before the first step is never the best one, because the adapter is not trained yet.
 
     Args:
         loss: returns the mean loss over the validation data, with the same random numbers at every
@@ -95,7 +98,7 @@ class Validation(Callback):
         self._report = report
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
-        """Measure the initial model."""
+        """Measure the initial model, unless the run resumes."""
         if trainer.step == 0:
             self._measure(trainer)
         # The checkpoint may be that of a run that has ended early.

@@ -35,7 +35,7 @@ class PassGraphs:
 
     def __call__(self, inputs: Inputs, first: bool) -> Tensor:
         """Return the function's result; `first` is its second argument."""
-        if not self._keep or self._needs_the_host(inputs):
+        if not self._keep or self._copies_from_pageable(inputs):
             return self._run(inputs, first)
         shapes = tuple((name, tensor.shape, str(tensor.dtype)) for name, tensor in inputs.items())
         key = (shapes, first)
@@ -47,7 +47,7 @@ class PassGraphs:
         return result
 
     @staticmethod
-    def _needs_the_host(inputs: Inputs) -> bool:
+    def _copies_from_pageable(inputs: Inputs) -> bool:
         """Return whether weights streamed to the inputs' device are in pageable host memory."""
         device = str(next(iter(inputs.values())).device)
         return device != "cpu" and _core.cuda_stages_weights(device)

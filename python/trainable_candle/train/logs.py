@@ -148,7 +148,10 @@ class TensorBoardLog(Callback):
         self._writer: Any = None
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
-        """Open the log; TensorBoard will drop points after the step that the run resumes from."""
+        """Open the log; TensorBoard drops its points after the step from which the run resumes.
+
+        A new run first removes the events of earlier runs.
+        """
         if not trainer.step and self._folder.is_dir():
             for stale in self._folder.glob("events.out.tfevents.*"):
                 stale.unlink()
@@ -197,8 +200,8 @@ def is_logged(trainer: Trainer[Any], report: StepReport, every: int) -> bool:
 
 def read_log(path: Path) -> list[dict[str, str]]:
     """Return the lines of a `CsvLog`, oldest first, without a line that a crash truncated."""
-    # The csv module is not used: fields of a damaged file may exceed the module's limit of length,
-    # and an intact file has no quoted fields.
+    # The csv module is not used: fields of a damaged file may exceed that module's limit on their
+    # length, and an intact file has no quoted fields.
     names, *lines = [line.split(",") for line in _whole_lines(path)] or [[]]
     rows = [dict(zip(names, line, strict=True)) for line in lines if len(line) == len(names)]
     return [row for row in rows if _is_complete(row)]

@@ -24,10 +24,10 @@ _MODELSPEC_PREDICTIONS: Final = {"epsilon": "epsilon", "v_prediction": "v"}
 _UNKNOWN: Final = "0" * 64
 """The placeholder of a SHA-256, which `stamp` replaces."""
 _HASHES: Final = ("sshs_model_hash", "modelspec.hash_sha256")
-"""kohya's and ModelSpec's entry for the hash."""
+"""The entries for the hash: that of kohya's scripts, and that of ModelSpec."""
 _BLOCK: Final = 2**20
 BASE: Final = "trainable_candle.base_precision"
-"""The entry with the format of the base, if the base was quantized."""
+"""The entry with the format to which `--base-precision` quantized the base, if it did."""
 QAT: Final = "trainable_candle.qat"
 """The entry with the format to which training rounded the adapted weights."""
 QAT_SCALES: Final = "trainable_candle.qat_scales"

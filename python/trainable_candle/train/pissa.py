@@ -2,11 +2,11 @@
 
 A layer computes W x + s (B A - B0 A0) x, where A0 and B0 are the initial values of the trained
 factors A and B, and s is the scale. That is PiSSA (Meng et al. 2024, arXiv:2404.02948), which
-freezes the residual W - s B0 A0. Here W itself stays: a frozen LoRA subtracts the start. So the
-residual is not rounded to the dtype of the weights, and a model whose adapter is disabled is the
-original model, as previews and DPO need it.
+freezes the residual W - s B0 A0. Here W itself stays, and a frozen LoRA with the factors A0 and B0
+(the start) subtracts s B0 A0 x. So the residual is not rounded to the dtype of the weights, and a
+model whose adapter is disabled is the original model, as previews and DPO require.
 
-Files hold s (B A - B0 A0) as plain LoRA of twice the rank, which fits the original weights.
+Files hold s (B A - B0 A0) as a plain LoRA of twice the rank, for the original weights.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def doubled(config: tc.LoraConfig) -> tc.LoraConfig:
 class PissaStart:
     """The start of a model's trained LoRA, and the LoRA of twice the rank that files get.
 
-    Until `begin` or `load`, the trained LoRA has its usual initial values.
+    Until `begin`, the trained LoRA has its usual initial values. Until `begin`, `take` or `load`,
+    nothing is subtracted from it.
 
     Args:
         model: the model; its linear layers have the LoRA.
@@ -67,7 +68,7 @@ class PissaStart:
         self._trained = trained
         self._subtracted: TrainingAdapter | None = None
         # From now on, the model's adapter is the one for files, so that this adapter can be merged
-        # after training. During training, the trained LoRA has its place in the layers.
+        # after training. During training, the layers apply the trained LoRA instead.
         model.remove_adapter()
         self._written = model.add_adapter(doubled(trained.config))
         self._written.set_enabled(False)
@@ -76,8 +77,8 @@ class PissaStart:
     def begin(self, seed: int) -> None:
         """Set the trained LoRA to the principal part of each weight.
 
-        If the rank exceeds the smaller side of a weight, the ranks beyond that side keep their
-        usual initial values.
+        If the rank exceeds the smaller side of a weight, the factors' remaining rows and columns
+        keep their usual initial values.
 
         Raises:
             NonFiniteError: a weight has a value that is not a finite number.
@@ -89,10 +90,11 @@ class PissaStart:
                 continue
             up, rank = parameters[layer + _UP], down.shape[0]
             found = pissa(self._model.get_tensor(f"{layer}.weight"), rank, seed)
-            share = scale_of(self._trained.config, layer, rank) ** -0.5
+            # The product of the factors is the principal part divided by the scale.
+            multiplier = scale_of(self._trained.config, layer, rank) ** -0.5
             values = [var.detach().to("cpu").to("f32").numpy().copy() for var in (down, up)]
-            values[0][: found.rank] = share * found.down
-            values[1][:, : found.rank] = share * found.up
+            values[0][: found.rank] = multiplier * found.down
+            values[1][:, : found.rank] = multiplier * found.up
             for var, value in zip((down, up), values, strict=True):
                 var.set(_like(var, value))
         self.take()
@@ -201,10 +203,10 @@ class KeepStart(Callback):
 
 
 def require_same_start(config: TrainConfig, earlier: Mapping[str, object]) -> None:
-    """Check that a resumed run subtracts the start of its adapter if, and only if, it did before.
+    """Check that a resumed run starts with PiSSA if, and only if, the earlier run did.
 
     Raises:
-        ConfigError: the checkpoint's run had another `init`.
+        ConfigError: only one of the two runs has `init` pissa.
     """
     before = earlier.get("init", INITS[0])
     if before != config.init and PISSA in {before, config.init}:

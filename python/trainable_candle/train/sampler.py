@@ -34,7 +34,7 @@ class ConditionedModel(Protocol):
     """A denoising model, such as a UNet, called with its conditioning by name."""
 
     def __call__(self, x: Tensor, timestep: float, /, **conditioning: Tensor) -> Tensor:
-        """Return the prediction for `x`, in its shape."""
+        """Return the prediction for `x`, in the shape of `x`."""
 
 
 class Guided:
@@ -56,11 +56,12 @@ class Guided:
         batched: call the model once, with a batch that has x twice: for the negative prompt, then
             for the prompt. If False, call the model twice, which needs less memory.
         rescale: takes the guided prediction and the prediction for the prompt, and returns the
-            result; by default the result is the guided prediction.
+            result; by default the result is the guided prediction. Not called if the scale is 1.
 
     Raises:
         ArgumentError: `positive` and `negative` have different names, or the scale is not finite.
-        ShapeError: tensors of the same name have different shapes.
+        ShapeError: tensors of the same name cannot be put into one batch (if `batched`, and the
+            scale is not 1).
     """
 
     def __init__(

@@ -227,7 +227,8 @@ def load(folder: Path, parameters: Mapping[str, Var], optimizer: Optimizer) -> R
     """Read a checkpoint into the variables and the optimizer.
 
     Raises:
-        WeightsFormatError: a file is missing, damaged, of another format, or of another adapter.
+        WeightsFormatError: a file is missing, damaged, of another format, or of a run with another
+            adapter or optimizer.
     """
     state = read_state(folder)
     stored, states = (read_tensors(folder, name) for name in (_PARAMETERS, _OPTIMIZER))
@@ -341,7 +342,10 @@ def needs_restoring(output: Path) -> bool:
 
 
 def remove_leftovers(output: Path) -> None:
-    """Remove the unfinished files of a killed run; no other run may be writing to `output`."""
+    """Remove the unfinished files of a killed run, after `restore`.
+
+    No other run may be writing to `output`.
+    """
     restore(output)
     for path in list(output.iterdir()):
         if path.name.endswith((_PARTIAL, _REPLACED, _REMOVED)):

@@ -41,7 +41,8 @@ Inputs: TypeAlias = Mapping[str, "Tensor"]
 """The inputs of a loss by name, on the device of the parameters."""
 
 MAX_SKIPPED: Final = 50
-"""A run fails after this many skipped steps in a row; they halve a loss scale of 65536 to 6e-11."""
+"""A run fails after this many skipped steps in a row: they reduce the loss scale by 2**50, for
+example from 65536 to 6e-11."""
 _SHARE: Final = "share"
 """The name of the input with a batch's weight in the loss of its step."""
 
@@ -53,7 +54,7 @@ class StepReport:
     step: int
     """The number of the step, from 1."""
     loss: float
-    """The mean of the losses of the accumulated batches, weighted if the task weighs batches."""
+    """The mean of the losses of the step's batches, weighted if the trainer has `weigh`."""
     lr: float
     """The learning rate of the step."""
     grad_norm: float
@@ -61,9 +62,9 @@ class StepReport:
     seconds: float
     """The duration of the step."""
     epoch: float | None = None
-    """Epochs so far; None if the trainer has no function `epoch`."""
+    """Epochs so far; None if the trainer has no `epoch`."""
     amount: float = 0.0
-    """The number of images, tokens or other units; 0 if the trainer does not count."""
+    """The number of images, tokens or other units; 0 if the trainer has no `count`."""
     memory: int | None = None
     """Bytes of the GPU's memory that the run holds; None on the CPU."""
 
@@ -110,15 +111,15 @@ class Trainer(Generic[Batch]):
         weigh: needs `inputs`; takes a batch, returns its weight, above 0. The loss of a step is the
             mean with these weights, and `loss` gets the batch's share as an input. By default
             batches count equally.
-        cuda_graphs: needs `inputs` and a GPU; for how many shapes of batches to record the forward
-            and backward passes as CUDA graphs (`tc.cuda.capture`). `loss` must launch the same
-            operations for all batches of a shape. 0: none.
+        cuda_graphs: the number of batch shapes for which the forward and backward passes are kept
+            as CUDA graphs (`tc.cuda.capture`); 0: none. Needs `inputs`; has no effect on the CPU.
+            `loss` must launch the same operations for all batches of a shape.
         steps: the total number of optimizer steps.
         scheduler: sets the learning rate; stepped after every optimizer step.
         gradient_accumulation: batches in a step, at least 1.
         max_grad_norm: clip the global norm to this; 0 does not clip.
         scaler: the loss scaler, for f16.
-        output: folder for checkpoints; None keeps none.
+        output: folder for checkpoints; None: no checkpoints.
         save_every: steps between checkpoints, or a function that selects the steps; 0 saves at the
             end only.
         keep_checkpoints: how many to keep, at least 1.
@@ -200,8 +201,8 @@ class Trainer(Generic[Batch]):
     def train(self) -> bool:
         """Run to the last step.
 
-        After Ctrl-C (or SIGTERM) it finishes the current step, saves a checkpoint and returns; a
-        second Ctrl-C raises KeyboardInterrupt at once.
+        After Ctrl-C (or SIGTERM) the trainer finishes the current step, saves a checkpoint and
+        returns; a second Ctrl-C raises KeyboardInterrupt at once.
 
         Returns:
             Whether the last step was reached.
@@ -444,8 +445,8 @@ class Trainer(Generic[Batch]):
     def write_later(self, job: Callable[[], object]) -> None:
         """Let `job` write files while training continues; for callbacks.
 
-        Jobs run one after the other. The checkpoint of an `on_save` gets its final name after the
-        jobs that this event submits. An error in a job ends the run.
+        Jobs run one after the other. A checkpoint gets its final name after the jobs that `on_save`
+        submits for it. An error in a job ends the run.
 
         Args:
             job: must not read values that training changes; copy them with `tc.snapshot`.

@@ -26,8 +26,8 @@ class WandbLog(Callback):
 
     Args:
         project: the name of the project.
-        name: the name of the run.
-        folder: the output folder, for wandb's files and the id of the run.
+        name: the name of the wandb run.
+        folder: the output folder, for wandb's files and the id of the wandb run.
         every: steps between two points of a `train/...` curve; the last step has a point, unless
             the run ends early.
 
@@ -46,7 +46,7 @@ class WandbLog(Callback):
             self._wandb: Any = importlib.import_module("wandb")
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                'wandb: it is not installed; run: pip install "trainable-candle[wandb]"',
+                'wandb: the package is not installed; run: pip install "trainable-candle[wandb]"',
                 name=error.name,
             ) from error
         self._facts = {"project": project, "name": name}
@@ -55,7 +55,7 @@ class WandbLog(Callback):
         self._run: Any = None
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
-        """Start a run, or continue the run of the checkpoint."""
+        """Start a wandb run; resumed training continues the one whose id is in the folder."""
         path = self._folder / _ID
         known = path.read_text(encoding="utf-8").strip() if trainer.step and path.exists() else None
         self._run = self._wandb.init(
@@ -79,6 +79,6 @@ class WandbLog(Callback):
         self._run.log(values, step=trainer.step)
 
     def on_train_end(self, trainer: Trainer[Any]) -> None:  # noqa: ARG002
-        """End the run."""
+        """End the wandb run."""
         if self._run is not None:
             self._run.finish()
