@@ -298,7 +298,7 @@ def copies_of(plan: Plan, there: Budget) -> str:
     computing = step_seconds(replace(plan, estimate=Estimate({"training": []}, True, alone)), there)
     longer = "shorter" if copying <= computing else "longer"
     return (
-        f"copies between host and GPU take {copying:.2g} s, which is {longer} than the "
+        f"copies to and from the GPU take {copying:.2g} s, which is {longer} than the "
         f"{computing:.2g} s of computation beside them"
     )
 
@@ -400,13 +400,13 @@ def test_checkpointing_is_chosen_on_the_cpu_too() -> None:
 @pytest.mark.parametrize(
     ("limit", "changes", "message"),
     [
-        (GIB, {}, r"with --batch-size 1 it would be 713\.0 MiB"),
-        (GIB, {"rank": 1000}, r"with --rank 128 --batch-size 1 it would be 840\.0 MiB"),
-        (1 << 20, {}, r"with the smallest settings it would be 713\.0 MiB"),
+        (GIB, {}, r"with --batch-size 1 the run would need 713\.0 MiB"),
+        (GIB, {"rank": 1000}, r"with --rank 128 --batch-size 1 the run would need 840\.0 MiB"),
+        (1 << 20, {}, r"with the smallest settings the run would need 713\.0 MiB"),
         (
             3 * GIB,
             {"gradient_checkpointing": "none"},
-            r"with --batch-size 1 it would be 2\.20 GiB",
+            r"with --batch-size 1 the run would need 2\.20 GiB",
         ),
     ],
     ids=str,

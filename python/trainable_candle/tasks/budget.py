@@ -111,7 +111,7 @@ class Budget:
         return self.memory * (1 - self.margin)
 
     def host_need(self, found: Estimate) -> float:
-        """Bytes of host memory for each process, with its share of the copy of streamed weights.
+        """Return the bytes of host memory of each process, with its share of streamed weights.
 
         Weights that are streamed from other GPUs take host memory only while a model is loaded.
         """
@@ -119,7 +119,7 @@ class Budget:
         return found.host - streamed + streamed / self.sharing
 
     def can_pin(self, found: Estimate) -> bool:
-        """Whether optimizer states in host memory can be pinned beside the streamed weights."""
+        """Return whether the optimizer's states can be pinned beside the streamed weights."""
         if found.work is None:
             return True
         shared = self.sharing > 1
@@ -132,7 +132,7 @@ class Budget:
         return self._pinnable(found) / self.sharing + found.work.states + found.work.offloaded
 
     def paced(self, found: Estimate) -> Rates:
-        """The GPU's rates, with the rate at which the run copies streamed weights."""
+        """Return the GPU's rates, with the rate at which the run copies streamed weights."""
         rates = self.rates or ANY_GPU
         if self.peers is not None:
             return with_peers(rates, self.peers)
@@ -140,13 +140,13 @@ class Budget:
         return with_ring(rates, share)
 
     def _pinnable(self, found: Estimate) -> float:
-        """Bytes of the streamed weights that are in host memory."""
+        """Return the bytes of the streamed weights that are in host memory."""
         return _streamed(found) if self.peers is None else 0
 
     def sliced(
         self, estimate: Callable[[TrainConfig], Estimate]
     ) -> Callable[[TrainConfig], Estimate]:
-        """An `estimate` that also counts the weights that each GPU holds for streaming.
+        """Return an `estimate` that also counts the weights that each GPU holds for streaming.
 
         If GPUs hold the streamed weights (`peers`), each GPU of a machine holds a slice of them.
         """
@@ -166,13 +166,13 @@ class Budget:
         return with_slice
 
     def below(self, bytes_held: float) -> Budget:
-        """A budget smaller than `bytes_held`, the estimate of a plan that ran out of memory."""
+        """Return a budget below `bytes_held`, the estimate of a plan that ran out of memory."""
         held = min(self.memory, bytes_held) - RUNTIME_BYTES
         return replace(self, memory=_LESS * held + RUNTIME_BYTES, margin=0.0)
 
 
 def find_budget(group: Group, config: TrainConfig) -> Budget:
-    """The budget of one process: the least memory and the slowest GPU of all processes of the run.
+    """Return the budget of a process: the least memory and the slowest GPU among all processes.
 
     All processes get the same budget, so that they make the same plan.
 
@@ -202,7 +202,7 @@ def find_budget(group: Group, config: TrainConfig) -> Budget:
 
 @contextmanager
 def kept_within(budget: Budget, config: TrainConfig) -> Iterator[None]:
-    """A context in which tensors on the GPU take at most the memory of `vram`, if `vram` is set."""
+    """Return a context in which tensors on the GPU take at most `vram` GiB, if `vram` is set."""
     if config.vram is None or not config.on_gpu:
         yield
         return
@@ -225,14 +225,11 @@ class Plan:
     """The plan that needs the least memory among the faster plans, none of which fits."""
 
     def lines(self, budget: Budget) -> list[str]:
-        """Lines for the log.
-
-        They are about the chosen settings, a faster plan that more memory would allow, and copies.
-        """
+        """Return lines for the log: chosen settings, a faster plan with more memory, copies."""
         return [*self._choice(budget), *self._copies(budget)]
 
     def _copies(self, budget: Budget) -> list[str]:
-        """A line that compares the time of copies with that of the computation beside them."""
+        """Return a line that compares the time of copies with that of the computation."""
         work = self.estimate.work
         if work is None or budget.rates is None:
             return []
@@ -241,9 +238,9 @@ class Plan:
         if copying == 0:
             return []
         computing = computing_seconds(work, rates)
-        longer = "shorter" if copying <= computing else "longer"
-        times = f"{copying:.2g} s, which is {longer} than the {computing:.2g} s of computation"
-        return [f"plan: copies between host and GPU take {times} beside them"]
+        compared = "shorter" if copying <= computing else "longer"
+        times = f"{copying:.2g} s, which is {compared} than the {computing:.2g} s of computation"
+        return [f"plan: copies to and from the GPU take {times} beside them"]
 
     def _choice(self, budget: Budget) -> list[str]:
         if not self.chosen:
@@ -254,7 +251,7 @@ class Plan:
         return found
 
     def described(self, budget: Budget) -> str:
-        """The chosen flags, the estimated memory and, if known, the time of an optimizer step."""
+        """Return the chosen flags, the estimated memory and the time of a step, if it is known."""
         flags = " ".join(as_flag(name, value) for name, value in self.chosen.items())
         if budget.peers is not None and self.config.streams:
             flags = f"{flags} from {budget.sharing} GPUs by {_LINKS[budget.peers]}".lstrip()
@@ -265,7 +262,7 @@ class Plan:
 
 
 def is_open(config: TrainConfig, name: str) -> bool:
-    """Whether the user left a setting to the plan."""
+    """Return whether the user left a setting to the plan."""
     value = getattr(config, name)
     return value == 0 if name == _BATCH else value in {None, AUTO}
 
@@ -277,12 +274,12 @@ def make_plan(
     estimate: Callable[[TrainConfig], Estimate],
     samples: int = 1,
 ) -> Plan:
-    """Choose the fastest checkpointing, precision and streaming that fit, if they are left open.
+    """Choose the fastest values that fit for the settings in `PLANNED` that are left open.
 
     A batch size of `auto` is 1 on the CPU. On a GPU, it is doubled as long as this reduces the time
-    per sample, and as long as a given effective batch divides into such batches. The time with a
-    quantized base is multiplied by `_COST`, because rounding changes the model, unless the file has
-    this format already. The time with optimizer states in host memory is multiplied by
+    per sample, and as long as a given effective batch divides into such batches. Unless the file
+    has this format already, the time with a quantized base is multiplied by `_COST`, because
+    rounding changes the model. The time with optimizer states in host memory is multiplied by
     `_HOST_STATES`. Modulation weights are streamed before blocks, because each step reads them only
     once. Text encoders are quantized only if the run does not fit otherwise, and first to the
     formats of their files.
@@ -301,16 +298,17 @@ def make_plan(
     estimate = budget.sliced(estimate)
     if not is_open(config, _BATCH):
         return _plan_batch(config, groups, budget, estimate)
-    # Of a given effective batch, each batch is a part, and the gradients of the parts add up.
-    share = None if config.effective_batch is None else config.gradient_accumulation
+    # With an effective batch, the accumulation is that of batches of one sample: it is the number
+    # of samples in a step of this process.
+    in_step = None if config.effective_batch is None else config.gradient_accumulation
 
     def of_batches(count: int) -> dict[str, int]:
-        times = {} if share is None else {_ACCUMULATION: share // count}
+        times = {} if in_step is None else {_ACCUMULATION: in_step // count}
         return {_BATCH: count, **times}
 
     best = _plan_batch(config.with_(**of_batches(1)), groups, budget, estimate)
     for count in _BATCHES:
-        if count > samples or not config.on_gpu or (share or 0) % count:
+        if count > samples or not config.on_gpu or (in_step or 0) % count:
             break
         try:
             larger = _plan_batch(config.with_(**of_batches(count)), groups, budget, estimate)
@@ -332,9 +330,9 @@ def _plan_batch(
     budget: Budget,
     estimate: Callable[[TrainConfig], Estimate],
 ) -> Plan:
-    """`make_plan` with a given batch size."""
+    """Make the plan for a given batch size; see `make_plan`."""
     names = [name for name in _CHOSEN if is_open(config, name) and group_of(name) in groups]
-    # On the CPU, host memory is the only memory. A given policy is that of all blocks.
+    # On the CPU, host memory is the only memory. A policy that the user gives is for all blocks.
     idle = {STATES: not config.on_gpu, parts.PART: CHECKPOINTING not in names}
     names = [name for name in names if not idle.get(name)]
 
@@ -386,12 +384,11 @@ def _explored(
 ) -> list[Plan]:
     """Return plans for the choices in `lists`, the result of `ladders`.
 
-    The last choice of each list needs the least memory.
-
-    If the plan of the last choice fits into the device's memory, the earlier choices are planned,
-    up to the first that fits. If the policy can be that of a part of the `blocks`, the choices from
-    this one on are also planned with parts. A list with states in host memory is left out if a plan
-    of an earlier list fits and costs no more than the fastest plan of this list.
+    The last choice of each list needs the least memory. If its plan fits into the device's memory,
+    the earlier choices are planned, up to the first that fits. If the policy can be limited to the
+    first of the `blocks`, that choice and the later ones are also planned with limited policies. A
+    list with states in host memory is left out if a plan of an earlier list fits and costs no more
+    than the fastest plan of this list. Plans whose states cannot be pinned are left out, too.
     """
     fits = partial(_fits, budget=budget)
     plans: list[Plan] = []
@@ -420,7 +417,7 @@ def _explored(
 
 
 def _until_it_fits(plans: Iterable[Plan], budget: Budget) -> Iterator[Plan]:
-    """The plans up to the first one that fits.
+    """Yield the plans up to the first one that fits.
 
     The plans must come in the order of falling memory and rising time.
     """
@@ -431,7 +428,7 @@ def _until_it_fits(plans: Iterable[Plan], budget: Budget) -> Iterator[Plan]:
 
 
 def _streamed(found: Estimate) -> float:
-    """Bytes of all streamed weights."""
+    """Return the bytes of all streamed weights."""
     return found.work.streamed + found.work.modulation if found.work else 0
 
 
@@ -442,12 +439,12 @@ def _fits(plan: Plan, budget: Budget) -> bool:
 
 
 def _can_pin(plan: Plan, budget: Budget) -> bool:
-    """Whether the host can pin the optimizer's states, if the plan chose to keep them there."""
+    """Return whether the host can pin the optimizer's states, if the plan keeps them there."""
     return STATES not in plan.chosen or budget.can_pin(plan.estimate)
 
 
 def _cost(plan: Plan, budget: Budget) -> float:
-    """The time of a step times `_COST`, and times `_HOST_STATES` if the plan chose such states."""
+    """Return the time of a step, multiplied by the factors of `_COST` and `_HOST_STATES`."""
     work, form = plan.estimate.work, plan.config.base_format
     kept = work is not None and work.stored_format == form
     penalty = 1.0 if kept else _COST[form or SAME]
@@ -457,7 +454,7 @@ def _cost(plan: Plan, budget: Budget) -> float:
 
 
 def step_seconds(plan: Plan, budget: Budget) -> float:
-    """The approximate time of a step; 0 if the estimate has no `work`."""
+    """Return the approximate time of a step; 0 if the estimate has no `work`."""
     work = plan.estimate.work
     if work is None:
         return 0.0

@@ -44,12 +44,12 @@ def check_format(config: TrainConfig, formats: Sequence[str], parts: int) -> Non
         raise ConfigError(f"{start} --adapter {config.adapter}; {instead}")
     if form in {"diffusers", "peft"} and (config.adapter, config.dora_axis) == ("dora", "input"):
         able = next((other for other in formats if other in {"kohya", "comfyui"}), None)
-        instead = f"give --format {able}" if able else "leave it out"
+        instead = f"give --format {able}" if able else "leave --dora-axis out"
         raise ConfigError(f"{start} --dora-axis input; {instead}")
     side = oft_side(config, formats)
     if config.adapter == OFT and (form == "peft") != (side == "input"):
         able = "peft" if side == "input" else next((f for f in others if f != "peft"), None)
-        instead = f"give --format {able}" if able in formats else "leave it out"
+        instead = f"give --format {able}" if able in formats else "leave --oft-side out"
         raise ConfigError(f"{start} --oft-side {side}; {instead}")
     if form == "peft" and parts > 1:
         raise ConfigError(
@@ -76,11 +76,11 @@ def check_targets(
         ConfigError: a pattern matches no layer, or no layer is left.
     """
     for pattern in config.target_modules:
-        if not _named("--target-modules", pattern, layers):
+        if not _matched("--target-modules", pattern, layers):
             raise ConfigError(f"--target-modules: `{pattern}` is not a layer {_some(layers)}")
     chosen = adapted_layers(layers, config.target_modules or targets)
     for pattern in config.exclude_modules:
-        if not _named("--exclude-modules", pattern, {**(others or {}), **chosen}):
+        if not _matched("--exclude-modules", pattern, {**(others or {}), **chosen}):
             raise ConfigError(
                 f"--exclude-modules: `{pattern}` is none of the layers that get adapters "
                 f"{_some(chosen)}"
@@ -96,7 +96,7 @@ def check_targets(
         )
 
 
-def _named(option: str, pattern: str, layers: Mapping[str, Shape]) -> Mapping[str, Shape]:
+def _matched(option: str, pattern: str, layers: Mapping[str, Shape]) -> Mapping[str, Shape]:
     """Return the layers that a pattern matches.
 
     Raises:

@@ -40,7 +40,7 @@ class Item:
     component: str
     """The model or the part of the run that owns the memory, such as `unet`."""
     what: str
-    """`weights`, `activations`, `cache`, ..."""
+    """The purpose: `weights`, `activations`, `cache`, ..."""
     bytes: int
 
 
@@ -73,7 +73,7 @@ class Estimate:
         return max(self.phases, key=lambda phase: _total(self.phases[phase]))
 
     def table(self) -> list[str]:
-        """Lines for a user: each phase with its items and its sum, then the peaks."""
+        """Return lines for a user: each phase with its items and its sum, then the peaks."""
         lines = []
         around = "kernels and workspaces" if self.on_gpu else "interpreter and libraries"
         for phase, items in self.phases.items():
@@ -89,7 +89,7 @@ class Estimate:
 
 
 def available_bytes(device: str) -> float:
-    """Bytes that a run on a device can use; infinity if the system does not report it.
+    """Return the bytes that a run on a device can use; infinity if the system does not report them.
 
     Raises:
         CudaUnavailableError, DeviceError: there is no such device.
@@ -101,7 +101,7 @@ def available_bytes(device: str) -> float:
 
 
 def memory_limit(config: TrainConfig) -> float:
-    """Bytes that a run may use: the free memory, limited by `vram` if it is set.
+    """Return the bytes that a run may use: the free memory, limited by `vram` if that is set.
 
     On a GPU, `vram` includes the memory that CUDA itself takes. On the CPU, `vram` replaces the
     free memory that the system reports.
@@ -138,7 +138,7 @@ def require_memory(what: str, needed: float, limit: float) -> None:
 def adapted_layers(
     layers: Mapping[str, Shape], targets: Sequence[str], exclude: Sequence[str] = ()
 ) -> dict[str, Shape]:
-    """The layers that get adapters, with the shapes of their weights.
+    """Return the layers that get adapters, with the shapes of their weights.
 
     Args:
         layers: shapes of weights by the names of layers.
@@ -155,7 +155,7 @@ def adapted_layers(
 def adapter_items(
     component: str, layers: Mapping[str, Shape], adapter: LoraConfig, config: TrainConfig
 ) -> list[Item]:
-    """The memory of the adapters' parameters, their gradients and the optimizer's states.
+    """Return the memory of the adapters' parameters, their gradients and the optimizer's states.
 
     Optimizer states in host memory are left out; `states_on_host` counts them.
 
@@ -199,7 +199,7 @@ def trained_model(
     config: TrainConfig,
     **sizes: int,
 ) -> Trained:
-    """The memory of the model that is trained, and the work of a micro-batch.
+    """Return the memory of the model that is trained, and the work of a micro-batch.
 
     Args:
         component: the name of the model in the estimate.
@@ -247,7 +247,7 @@ def trained_model(
 
 
 def _start(component: str, facts: PartFacts, computed: LoraConfig, config: TrainConfig) -> Item:
-    """The memory that PiSSA takes in addition to the trained adapter.
+    """Return the memory that PiSSA takes in addition to the trained adapter.
 
     There is an adapter of twice the rank, `computed`, that files get: its values and gradients are
     f32. In the precision of the computation there are the frozen start, and the factors of each
@@ -266,7 +266,7 @@ def activations(
     blocks: int | None = None,
     **sizes: int,
 ) -> Item:
-    """The tape's memory for a micro-batch.
+    """Return the tape's memory for a micro-batch.
 
     `blocks` is as for `PartFacts.saved_values`; the other arguments are those of `trained_model`.
     """
@@ -277,7 +277,7 @@ def activations(
 
 
 def _rounded(component: str, facts: PartFacts, adapter: LoraConfig, config: TrainConfig) -> Item:
-    """The memory of rounded weights, which quantization-aware training computes per adapted layer.
+    """Return the memory of the rounded weights of adapted layers in quantization-aware training.
 
     The tape keeps each rounded weight in the precision of the computation. For int4 and for learned
     scales, the tape also keeps it in f32. Of the blocks under full checkpointing, the tape keeps
@@ -301,5 +301,5 @@ def _total(items: Iterable[Item]) -> int:
 
 
 def size(count: float) -> str:
-    """A number of bytes for a user."""
+    """Return a number of bytes as text, in MiB or GiB."""
     return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / 2**20:.1f} MiB"

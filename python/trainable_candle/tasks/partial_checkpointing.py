@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 PART: Final = "checkpoint_blocks"
 OF_PARTS: Final = ("full", "offload")
-"""The policies that a part of the blocks can have."""
+"""The policies that the first blocks alone can have."""
 GAIN: Final = 0.99
-"""Parts are tried where a step may become this much faster."""
+"""Plans that recompute only the first blocks are tried if the time of a step may fall to this share
+of the best time so far."""
 OTHERS: Final = "selective"
 """The policy of the blocks that are not among the first."""
 _SHARES: Final = 8
-"""Plans are tried for eighths of all blocks; then the chosen number is made as small as possible.
-"""
+"""Plans are tried for eighths of all blocks; then the chosen number is made as small as fits."""
 
 
 def without_parts(found: Plan) -> Plan:
-    """A plan that takes no time for recomputation, as no part of the blocks can."""
+    """Return a plan with a lower bound of its time: that of a step that recomputes no block."""
     work = found.estimate.work
     if work is None:
         return found
@@ -38,7 +38,7 @@ def with_parts(
     fits: Callable[[Plan], bool],
     is_worth_it: Callable[[Plan], bool],
 ) -> Iterator[Plan]:
-    """Plans along the border of what fits: less recomputation needs more streaming.
+    """Yield plans along the border of what fits: less recomputation needs more streaming.
 
     Args:
         ladder: choices in the order of falling memory, with a policy that recomputes blocks. The
@@ -69,11 +69,11 @@ def fewest(
     blocks: int,
     fits: Callable[[Plan], bool],
 ) -> Plan:
-    """The plan that differs from `best` by recomputing as few blocks as fit.
+    """Return the plan that differs from `best` only by recomputing as few blocks as fit.
 
     Args:
         best: a plan that fits.
-        choice: its choice.
+        choice: the choice of `best`.
         plan: makes the plan of a choice.
         blocks: the number of all blocks.
         fits: whether a plan fits.
@@ -91,6 +91,6 @@ def fewest(
 
 
 def _counts(blocks: int) -> list[int]:
-    """Parts of all blocks, the largest first."""
+    """Return one eighth to seven eighths of the number of blocks, the largest first."""
     counts = {blocks * share // _SHARES for share in range(1, _SHARES)}
     return sorted(counts - {0}, reverse=True)

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 LIMIT: Final = "TRAINABLE_CANDLE_PINNED_BYTES"
 """The environment variable that limits pinned memory."""
 PROBED: Final = 2**29
-"""`probed` asks the system only for more bytes than these, because pinning them takes time: WSL2,
-which gives the least, gives about twice as much."""
+"""`probed` asks the system only if a plan needs at least this many pinned bytes, because pinning
+takes time. WSL2, the system that gives the least, gives about twice as much."""
 TRIED: Final = 2**32
 """The most bytes that `probed` asks for. On the host of an H100, pinning a GiB took 0.7 s."""
 _LEFT: Final = 0.3
-"""The share of pinned memory that streamed weights leave to other uses if they do not fit."""
+"""The share of pinned memory that streamed weights leave to other uses if not all of them fit."""
 HOST_COPY: Final = 10e9
 """Bytes that a thread of the host copies from memory to memory in a second.
 
@@ -35,7 +35,7 @@ This is the usual rate of one core of a desktop or server with DDR4 or DDR5; no 
 
 
 def pinned_limit() -> float:
-    """Bytes of memory that this process may pin by `LIMIT`; infinity if that is not set."""
+    """Return the bytes that this process may pin by `LIMIT`; infinity without such a limit."""
     with contextlib.suppress(ValueError):
         return float(int(os.environ.get(LIMIT, "")))
     return math.inf
@@ -73,7 +73,7 @@ def probed(budget: Budget, plan: Plan, group: Group, report: Callable[[str], Non
 
 
 def ring_share(streamed: float, pinned: float, *, shared: bool) -> float:
-    """The share of streamed weights that a thread copies through a ring of pinned memory.
+    """Return the share of streamed weights that a thread copies through a ring of pinned memory.
 
     The ring is a small buffer that is filled again and again, for weights that cannot be pinned.
 
@@ -88,7 +88,7 @@ def ring_share(streamed: float, pinned: float, *, shared: bool) -> float:
 
 
 def can_pin(work: Work, streamed: float, pinned: float, *, shared: bool) -> bool:
-    """Whether the optimizer's states can be pinned beside streamed weights and blocks' inputs.
+    """Return whether the optimizer's states and blocks' inputs fit beside the streamed weights.
 
     Args:
         work: has the bytes of the states and of the offloaded inputs of blocks.
@@ -103,7 +103,7 @@ def can_pin(work: Work, streamed: float, pinned: float, *, shared: bool) -> bool
 
 
 def with_ring(rates: Rates, share: float) -> Rates:
-    """The rates if a share of streamed weights goes through the ring of pinned memory.
+    """Return the rates if a share of streamed weights goes through the ring of pinned memory.
 
     The host copies into the ring while the GPU copies from it, so the slower copy limits both.
     """

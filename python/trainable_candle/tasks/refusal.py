@@ -60,11 +60,11 @@ def refuse(
     start = f"{found.place}: the run needs about {size(found.peak)}, {size(limit)} are available"
     if changes is None:
         raise OutOfMemoryError(
-            f"{start}; with the smallest settings it would be {size(least)}: use "
+            f"{start}; with the smallest settings the run would need {size(least)}: use "
             f"{_last(groups)}another machine"
         )
     flags = " ".join(as_flag(name, value) for name, value in changes.items())
-    raise OutOfMemoryError(f"{start}; with {flags} it would be {size(least)}")
+    raise OutOfMemoryError(f"{start}; with {flags} the run would need {size(least)}")
 
 
 def refuse_for_the_host(
@@ -95,7 +95,7 @@ def refuse_for_the_host(
 
 
 def as_flag(name: str, value: Any) -> str:
-    """A setting as users give it on the command line."""
+    """Return a setting as users give it on the command line."""
     return flag(name) if value is True else f"{flag(name)} {value}"
 
 

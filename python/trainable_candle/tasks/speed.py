@@ -62,11 +62,12 @@ class Work:
     can_be_quantized: bool
     """Whether the model's layers can be quantized."""
     stored_format: str | None = None
-    """The format in which the model's file stores these layers, if all are in one format."""
+    """The quantized format in which the model's file stores every layer that can be quantized; None
+    if there is no such format."""
     checkpointed: int = 0
     """How many blocks of the model can have a checkpointing policy."""
     texts_have_format: bool = False
-    """Whether the file of a text encoder stores its layers in a format."""
+    """Whether the file of a text encoder stores its layers in a quantized format."""
 
 
 @dataclass(frozen=True)
@@ -127,13 +128,13 @@ ANY_GPU: Final = GPUS["RTX 3060"]
 
 
 def rates_of(name: str) -> Rates | None:
-    """The rates of a GPU by the driver's name for it; None if they are not known."""
+    """Return the rates of a GPU by the driver's name for it; None if they are not known."""
     fits = [known for known in GPUS if known in name]
     return GPUS[max(fits, key=len)] if fits else None
 
 
 def with_peers(rates: Rates, link: str) -> Rates:
-    """The rates of a GPU that copies streamed weights from other GPUs over `link`.
+    """Return the rates of a GPU that copies streamed weights from other GPUs over `link`.
 
     Without NVLink the rates stay the same: copies from other GPUs cross the same bus as copies from
     host memory.
@@ -144,7 +145,7 @@ def with_peers(rates: Rates, link: str) -> Rates:
 def work_of(
     facts: PartFacts, adapter: LoraConfig, config: TrainConfig, itemsize: int, **sizes: int
 ) -> Work:
-    """The arithmetic and the transfers of a micro-batch of a model.
+    """Return the arithmetic and the transfers of a micro-batch of a model.
 
     Args:
         facts: the facts about the model.
@@ -183,7 +184,7 @@ def work_of(
 def states_on_host(
     layers: Mapping[str, Sequence[int]], adapter: LoraConfig, config: TrainConfig
 ) -> int:
-    """Bytes of the optimizer's states in host memory for the adapters of a model.
+    """Return the bytes of the optimizer's states in host memory for the adapters of a model.
 
     Args:
         layers: shapes of weights by the names of layers, which `adapter` chooses from.
@@ -194,7 +195,7 @@ def states_on_host(
 
 
 def states_seconds(work: Work, rates: Rates) -> float:
-    """The approximate extra time of an optimizer step if the states are in host memory.
+    """Return the approximate extra time of an optimizer step if the states are in host memory.
 
     The optimizer's kernels read and write the states over the link. Nothing else runs meanwhile.
     """
@@ -202,7 +203,7 @@ def states_seconds(work: Work, rates: Rates) -> float:
 
 
 def seconds(work: Work, rates: Rates) -> float:
-    """The approximate time of a micro-batch.
+    """Return the approximate time of a micro-batch.
 
     Copies run in parallel with the computation, and slow it down more the longer they take (see
     `_BESIDE`).
@@ -212,7 +213,7 @@ def seconds(work: Work, rates: Rates) -> float:
 
 
 def computing_seconds(work: Work, rates: Rates) -> float:
-    """The approximate time of a micro-batch without copies from and to host memory.
+    """Return the approximate time of a micro-batch without copies to and from the GPU.
 
     The backward pass of a frozen layer costs as much as one forward pass; the backward pass of
     attention costs as much as two and a half.
@@ -226,6 +227,6 @@ def computing_seconds(work: Work, rates: Rates) -> float:
 
 
 def copying_seconds(work: Work, rates: Rates) -> float:
-    """The approximate time of a micro-batch's copies of streamed weights and inputs of blocks."""
+    """Return the approximate time of a micro-batch's copies: streamed weights, inputs of blocks."""
     weights = (2 * work.streamed + work.modulation) / (rates.streams or rates.link)
     return weights + 2 * work.offloaded / rates.link

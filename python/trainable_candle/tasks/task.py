@@ -1,4 +1,4 @@
-"""The interface of tasks and families, through which the command line trains them."""
+"""The interfaces of tasks and families, through which the command line trains models."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def held_out_items(count: int, share: float, seed: int, noun: str = "image") -> 
     They are about `share` of the `count` items, at least one and never all, and depend on the seed.
 
     Raises:
-        DatasetError: there is only one item.
+        DatasetError: there are fewer than two items.
     """
     if count < 2:
         raise DatasetError(
@@ -118,8 +118,9 @@ class Prepared(Protocol[BatchT]):
 class Task(Protocol):
     """One model with its data, its loss and its previews.
 
-    The methods are called in the order of their definitions; no weights are loaded before
-    `prepare`.
+    A run calls `check`, `read`, `samples`, `estimate`, `prepare` and `attach` in this order, and
+    then the other methods up to `publish`. `load_adapter`, `loss_on` and `save_merged` are for a
+    model outside of a run. A run loads no weights before `prepare`.
     """
 
     noun: ClassVar[str]

@@ -1,4 +1,4 @@
-"""Switches on the products of 8-bit codes (W8A8) for a part of a run."""
+"""Switches on the products of 8-bit codes (W8A8) in a context."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _STEPS: Final = (64, 32, 16, 8)
 
 
 def dataset_options(config: TrainConfig, dataset: str, resolution: int) -> DatasetOptions:
-    """Return the options for reading images that the settings describe.
+    """Return the options for images, from the settings.
 
     Raises:
         ConfigError: two settings contradict each other, or the run would write into a folder that
@@ -79,7 +79,7 @@ def default_bucket_step(resolution: int) -> int:
 
 
 def caption_options(config: TrainConfig) -> CaptionOptions:
-    """Return the options for captions that the settings describe.
+    """Return the options for captions, from the settings.
 
     Raises:
         ConfigError: two settings contradict each other.
@@ -96,7 +96,7 @@ def caption_options(config: TrainConfig) -> CaptionOptions:
 
 
 def cache_options(config: TrainConfig) -> CacheOptions:
-    """Return the options for caches that the settings describe."""
+    """Return the options for caches, from the settings."""
     folder = Path(config.cache_dir).expanduser() if config.cache_dir else None
     return CacheOptions(config.cache, folder)
 
@@ -106,7 +106,8 @@ def load_images(config: TrainConfig, folder: str, resolution: int) -> Dataset:
 
     Raises:
         DatasetError: images or captions cannot be used.
-        ConfigError: settings contradict each other.
+        ConfigError: settings contradict each other, or the run would write into a folder that it
+            reads.
     """
     options = dataset_options(config, folder, resolution)
     return load_dataset(options, caption_options(config), config.seed)

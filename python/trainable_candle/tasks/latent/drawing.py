@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Usual(NamedTuple):
-    """How a model draws images: the values of a model's family for options that are not given."""
+    """How a model draws images: its family's values for options that are not given."""
 
     steps: int = 25
     """Steps of the sampler."""
@@ -69,7 +69,10 @@ def parse_size(text: str) -> tuple[int, int]:
     """
     match = re.fullmatch(r"(\d{1,5})(?:[xX](\d{1,5}))?", text.strip(), re.ASCII)
     if match is None or not int(match[1]) or not int(match[2] or 1):
-        raise ConfigError(f"size: {text!r} is not a size in pixels, expected WIDTHxHEIGHT")
+        raise ConfigError(
+            f"size: {text!r} is not a size in pixels, expected WIDTHxHEIGHT, or one number for a "
+            "square"
+        )
     return int(match[1]), int(match[2] or match[1])
 
 
@@ -94,8 +97,10 @@ def draw(
         size: default width and height, px.
 
     Raises:
-        ConfigError: a prompt does not suit the model, or a side is not a multiple of
-            `family.multiple`.
+        ConfigError, ArgumentError: a prompt, the sampler or the number of steps does not suit the
+            model, or a side is not a multiple of `family.multiple`.
+        MissingFileError, WeightsFormatError: a part of the model that is not loaded yet is missing,
+            damaged, or of another model.
         NonFiniteError: an image has a NaN or an infinity.
     """
     width, height = options.size or size

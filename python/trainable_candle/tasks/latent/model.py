@@ -199,11 +199,11 @@ class LatentModel(ABC):
         """
 
     def encode_area(self) -> int:
-        """Return the most pixels of all images to encode at once; 0: one image at a time."""
+        """Return how many pixels to encode at once, in all images; 0: one image at a time."""
         return 0
 
     def text_parts(self) -> int:
-        """Return the largest sum of the captions' `text_length` to encode at once."""
+        """Return the largest sum of `text_length` over captions that are encoded at once."""
         return 1
 
     def dataset(self, folder: str) -> Dataset:
@@ -257,7 +257,8 @@ class LatentModel(ABC):
             size: width and height of the images, px, on which noise levels may depend.
 
         Raises:
-            ArgumentError: there is no such sampler, or the number of steps does not suit it.
+            ConfigError, ArgumentError: the model cannot be drawn with this sampler, or the number
+                of steps does not suit it.
         """
 
     @abstractmethod

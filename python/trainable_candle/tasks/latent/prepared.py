@@ -58,7 +58,7 @@ class PreparedLatents:
         return self._dataset.batches(batch_size)
 
     def inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the inputs of `loss`, with random numbers from the seed and samples' numbers."""
+        """Return the inputs of `loss`; the seed and the samples' numbers determine all draws."""
         kept = self._latents.batch(batch)
         seed = self._dataset.seed
         latents = self._family.coder.latents(

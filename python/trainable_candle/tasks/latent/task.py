@@ -170,8 +170,8 @@ class LatentTask:
         """
         family, config = self.family, self.family.config
         self._side = data.train.options.resolution
-        # The most pixels to encode at once depend on the free memory. Determine them before the
-        # text encoders are loaded: the estimate of memory assumes that nothing is loaded yet.
+        # How many pixels to encode at once depends on the free memory. Determine the number before
+        # the text encoders are loaded: the estimate of memory assumes that nothing is loaded yet.
         area = family.encode_area()
         # Only rank 0 draws previews. The other ranks load no encoder if all latents and text
         # features are cached.
@@ -239,7 +239,7 @@ class LatentTask:
 
     @contextmanager
     def _as_used(self) -> Iterator[None]:
-        """Return a context without the training adapter, as the model is used after training."""
+        """Return a context without the training adapter, which is for training only."""
         if self._training_adapter is None:
             yield
             return
@@ -282,7 +282,8 @@ class LatentTask:
         Consecutive prompts with equal options are drawn by one call of `draw`.
 
         Raises:
-            ConfigError, NonFiniteError: see `draw`.
+            ConfigError, ArgumentError, MissingFileError, WeightsFormatError, NonFiniteError: see
+                `draw`.
         """
         family, drawn = self.family, []
         for options, group in groupby(prompts, key=lambda prompt: prompt.options):
@@ -327,7 +328,7 @@ class LatentTask:
         change.
 
         Raises:
-            ConfigError: a prompt or an option does not suit the model.
+            ConfigError, ArgumentError: a prompt or an option does not suit the model.
             MissingFileError, WeightsFormatError: a part of the model that is not loaded yet is
                 missing, damaged, or of another model.
             NonFiniteError: an image has a NaN or an infinity.

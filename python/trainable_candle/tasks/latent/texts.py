@@ -48,7 +48,7 @@ def prepare_texts(
         family: the model.
         data: the data with the captions.
         prompts: texts whose features are needed after the encoders have been freed.
-        report: receives a line of log if features are cached.
+        report: gets lines for the user if features are cached.
         group: the processes that compute features together.
 
     Returns:

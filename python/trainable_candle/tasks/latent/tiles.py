@@ -16,5 +16,5 @@ def tile_size(width: int, height: int) -> int | None:
 
 
 def area_at_once(area: int) -> int:
-    """Return how many pixels the autoencoder processes at once of an image of `area` pixels."""
+    """Return how many of the `area` pixels of an image the autoencoder processes at once."""
     return area if area <= WHOLE else TILE**2

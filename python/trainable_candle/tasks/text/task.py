@@ -44,7 +44,7 @@ _FILES: Final = {
     ".safetensors": "language models are written as folders: give the name of a new folder",
     ".gguf": "merge writes a folder: give the name of a new folder, and see export --gguf",
 }
-"""What to say about a folder whose name ends as a file's."""
+"""For an output whose name ends like a file's: what the error says."""
 PEFT: Final = "peft"
 """The folder that `PeftModel.from_pretrained` loads."""
 
@@ -75,7 +75,7 @@ class TextTask:
 
     @property
     def sequence_length(self) -> int:
-        """The most tokens of a packed row.
+        """The largest number of tokens in a packed row.
 
         Raises:
             ConfigError: the setting exceeds the model's context.
@@ -252,7 +252,7 @@ class TextTask:
 
     def _streamed(self, asked: Sequence[int], options: WritingOptions) -> Iterator[str]:
         family = self.family
-        given = self._room(options, [asked]).arguments(family.tokenizer.stops)
+        given = self._limited(options, [asked]).arguments(family.tokenizer.stops)
         steps = family.model.stream([asked], **given)
         tokens = (token for step in steps for token in step if token is not None)
         return streamed(tokens, family.tokenizer, options.stop)
@@ -267,11 +267,11 @@ class TextTask:
         """
         asked = [self.prompt_tokens(messages) for messages in conversations]
         family = self.family
-        given = self._room(options, asked).arguments(family.tokenizer.stops)
+        given = self._limited(options, asked).arguments(family.tokenizer.stops)
         written = family.model.generate(asked, **given)
         return ["".join(streamed(ids, family.tokenizer, options.stop)) for ids in written]
 
-    def _room(self, options: WritingOptions, asked: Sequence[Sequence[int]]) -> WritingOptions:
+    def _limited(self, options: WritingOptions, asked: Sequence[Sequence[int]]) -> WritingOptions:
         """Limit `tokens` of the options to the positions that the longest prompt leaves."""
         room = self.family.context - max(map(len, asked))
         return replace(options, tokens=min(options.tokens, room))
