@@ -408,7 +408,7 @@ def test_another_model_is_rejected(
     refused(
         run(*flags(out, weights=digits_base / "model.safetensors")), "is not a checkpoint of SDXL"
     )
-    refused(run(*flags(out, model="digits", resolution=64)), "has no effect on the model `digits`")
+    refused(run(*flags(out, model="digits", resolution=64)), "have no effect on the model `digits`")
     truncated = tmp_path / "truncated"
     shutil.copytree(sdxl_base, truncated)
     path = truncated / "unet" / "diffusion_pytorch_model.safetensors"

@@ -82,7 +82,8 @@ def weights_of(name: str, given: str | Path | None) -> Path:
             is downloaded.
 
     Raises:
-        ConfigError: there is no such model, or it needs weights and none are given.
+        ConfigError: there is no such model, it needs weights and none are given, or the path is the
+            output of a run.
         MissingFileError: there are no such weights, or the hub cannot be reached.
     """
     family = find(name)
@@ -124,7 +125,8 @@ def load(
         config: settings, which may name separate files for parts of the model.
 
     Raises:
-        ConfigError: there is no such model, or it needs weights and none are given.
+        ConfigError: there is no such model, it needs weights and none are given, the path is the
+            output of a run, or the parts of the model do not fit together.
         MissingFileError, WeightsFormatError: the weights are missing, damaged, or of another model.
     """
     family = find(name)(weights_of(name, weights), dtype, device, config)

@@ -35,7 +35,7 @@ BUILT_IN: Final = Path(__file__).parents[1] / "assets" / "llama_tiny"
 
 
 class CausalLM:
-    """A language model and its tokenizer, from one folder.
+    """A language model and its tokenizer, from one folder or one GGUF file.
 
     Args:
         weights: the folder with the weights, `config.json` and the tokenizer's files; or a GGUF
@@ -70,7 +70,7 @@ class CausalLM:
 
     @classmethod
     def default_weights(cls) -> Path | None:
-        """Return a tiny Llama model, trained on small tasks about words (`assets/llama_tiny`)."""
+        """Return the folder of a tiny Llama model, which was trained on small tasks about words."""
         return BUILT_IN
 
     @classmethod
@@ -94,7 +94,7 @@ class CausalLM:
 
     @cached_property
     def tokenizer(self) -> ChatTokenizer:
-        """The tokenizer beside the weights."""
+        """The tokenizer beside the weights, or in the GGUF file."""
         return ChatTokenizer.from_pretrained(self.weights)
 
     @property

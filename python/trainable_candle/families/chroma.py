@@ -122,7 +122,7 @@ class Chroma(FlowFamily[ChromaTexts]):
         )
 
     def text_identity(self) -> dict[str, str]:
-        """Return what encoded captions depend on: the files of T5 and its tokenizer, settings."""
+        """Return what encoded captions depend on: encoder, tokenizer, dtype, token count."""
         return {
             **parts_identity(self.facts, self.facts.text_encoders),
             **tokenizers_identity(self.weights, {"tokenizer": T5_TOKENIZER}),

@@ -144,7 +144,7 @@ class Digits(LatentFamily):
 
         Raises:
             DatasetError: an image has another size, or a caption does not name exactly one digit;
-                the message names them.
+                the message names the files.
         """
         images = check_folder(folder, self.config.caption)
         problems = [problem for image in images if (problem := _problem(image))]
@@ -186,7 +186,7 @@ class Digits(LatentFamily):
         )
 
     def objective(self, device: str) -> FlowObjective:  # noqa: ARG002
-        """Return the objective, flow matching: the model learns the velocity to the noise."""
+        """Return the objective, flow matching: the model learns the velocity from data to noise."""
         return FlowObjective(self.config)
 
     def stepper(self, steps: int, sampler: str | None, size: tuple[int, int]) -> FlowSampler:  # noqa: ARG002

@@ -60,7 +60,7 @@ class FluxTexts:
         return 1
 
     def truncates(self, caption: str) -> bool:
-        """Return whether a caption has more tokens than T5 reads; CLIP always reads fewer."""
+        """Return whether a caption has more tokens than T5 reads; CLIP reads fewer than T5."""
         return self._t5.truncates(caption)
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
@@ -142,13 +142,16 @@ class Flux(FlowFamily[FluxTexts]):
         super().check()
         if self.config.negative_prompt:
             raise ConfigError(
-                "--negative-prompt has no effect on Flux, which makes no second prediction for it"
+                "--negative-prompt has no effect on Flux, which makes no second prediction for the "
+                "negative prompt; leave it out"
             )
         if self.config.guidance is not None and not self.is_told_guidance:
-            raise ConfigError("--guidance has no effect on Flux schnell, which takes no scale")
+            raise ConfigError(
+                "--guidance has no effect on Flux schnell, which takes no scale; leave it out"
+            )
         if self.config.train_guidance != 1 and not self.is_told_guidance:
             raise ConfigError(
-                "--train-guidance has no effect on Flux schnell, which takes no scale"
+                "--train-guidance has no effect on Flux schnell, which takes no scale; leave it out"
             )
 
     @property

@@ -94,10 +94,10 @@ class Flux2(FlowFamily[Flux2Texts]):
     def is_distilled(self) -> bool:
         """Whether the model was distilled to 4 steps.
 
-        The folder's `model_index.json` says it, or else the name of the weights.
+        The folder's `model_index.json` says so, or else the name of the weights.
 
         Raises:
-            ConfigError: the folder's index is damaged.
+            ConfigError: `model_index.json` is damaged.
         """
         stated = index_of(self.weights).get("is_distilled")
         if isinstance(stated, bool):
@@ -145,8 +145,8 @@ class Flux2(FlowFamily[Flux2Texts]):
         ):
             if given:
                 raise ConfigError(
-                    f"{option} has no effect on the distilled FLUX.2-klein, which is drawn without "
-                    "guidance"
+                    f"{option} has no effect on the distilled FLUX.2-klein, which draws without "
+                    "guidance; leave it out"
                 )
 
     @property

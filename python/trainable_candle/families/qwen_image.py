@@ -100,10 +100,10 @@ class QwenImage(FlowFamily[QwenImageTexts]):
 
     @property
     def targets(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The layers that musubi-tuner and OneTrainer adapt: all of the blocks but the modulation.
+        """The layers that musubi-tuner and OneTrainer adapt: those of the blocks, save modulation.
 
-        Nothing reads the last block's outputs for the text, so the layers that make them are left
-        out: they would learn nothing.
+        Nothing reads the last block's outputs for the text. The layers that make these outputs
+        would learn nothing, so they are left out.
         """
         read = "|".join(map(str, range(self.facts.config["num_layers"] - 1)))
         return (

@@ -59,7 +59,7 @@ class SD3Texts:
         return 1
 
     def truncates(self, caption: str) -> bool:
-        """Return whether a caption has more tokens than T5 reads; CLIP always reads fewer."""
+        """Return whether a caption has more tokens than T5 reads; CLIP reads fewer than T5."""
         return self._t5.truncates(caption)
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:

@@ -39,8 +39,9 @@ def check_groups(config: TrainConfig, groups: Collection[type[Group]]) -> None:
     """
     given = [flag(name) for name in config.changed() if group_of(name) not in groups]
     if given:
+        verb, them = ("has", "it") if len(given) == 1 else ("have", "them")
         raise ConfigError(
-            f"{', '.join(given)}: has no effect on the model `{config.model}`; leave it out"
+            f"{', '.join(given)}: {verb} no effect on the model `{config.model}`; leave {them} out"
         )
 
 

@@ -77,7 +77,7 @@ class TrainConfig(
     """
 
     def __post_init__(self) -> None:
-        """Check every value."""
+        """Convert and check every value, and check that no settings contradict each other."""
         for name, (hint, setting) in settings().items():
             object.__setattr__(self, name, checked(name, getattr(self, name), hint, setting))
         for group in GROUPS:
@@ -110,7 +110,8 @@ class TrainConfig(
         """
         if not isinstance(values, Mapping):
             raise TypeError(
-                f"from_mapping: values is {type(values).__name__}, expected a mapping of names"
+                f"from_mapping: values is {type(values).__name__}, expected a mapping from names "
+                "to values"
             )
         try:
             return cls(**canonical(values))

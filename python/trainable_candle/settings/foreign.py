@@ -1,4 +1,4 @@
-"""Settings that other tools have and this library lacks in that form, and what to do instead."""
+"""Settings of other tools that this library lacks in the same form, and what to do instead."""
 
 from __future__ import annotations
 

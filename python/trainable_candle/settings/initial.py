@@ -53,7 +53,7 @@ def _init_contradiction(config: Any) -> str | None:
 
 
 def _pissa_contradiction(config: Any) -> str | None:
-    """Return why `pissa` contradicts a setting other than the adapter's kind and start, or None."""
+    """Return why `pissa` contradicts a setting that `_init_contradiction` leaves out, or None."""
     if config.base_format is not None:
         return (
             f"--init pissa needs the original weights, and --base-precision {config.base_format} "
@@ -79,6 +79,7 @@ def _pissa_contradiction(config: Any) -> str | None:
     if config.adapter_precision != "f32":
         return (
             "--init pissa writes a small difference of two large products, which "
-            f"--adapter-precision {config.adapter_precision} would round away; leave it out"
+            f"--adapter-precision {config.adapter_precision} would round away; leave "
+            "--adapter-precision out"
         )
     return None

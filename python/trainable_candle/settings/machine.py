@@ -200,7 +200,7 @@ class Machine(Group):
 
     @property
     def recomputes_all(self) -> bool:
-        """Whether checkpointing keeps only the inputs of blocks."""
+        """Whether checkpointing keeps only the inputs of the blocks that it recomputes."""
         return self.checkpointing in {"full", "offload"}
 
     @property

@@ -12,7 +12,7 @@ SAMPLERS: Final = ("euler", "dpmpp_2m")
 
 
 def _previews(*names: str) -> Condition:
-    """Return the condition that these settings have an effect only with `sample_prompts`."""
+    """Return the condition without which these settings have no effect: there are prompts."""
     return Condition(names, lambda c: bool(c.sample_prompts), "--sample-prompts")
 
 

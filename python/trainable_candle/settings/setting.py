@@ -97,7 +97,7 @@ _WORD: Final = 2**63
 def checked(name: str, value: Any, hint: Any, setting: Setting) -> Any:
     """Convert a value to the type of its setting, and check the value.
 
-    A float may be given as a whole number, and a list of names as a text with commas.
+    A float may be given as a whole number or as a text, and a list of names as a text with commas.
 
     Raises:
         ConfigError: the type is wrong, or the value is outside its range.

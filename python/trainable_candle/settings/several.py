@@ -11,7 +11,7 @@ from trainable_candle.settings.setting import Group, Setting
 REDUCTIONS: Final = ("f32", "bf16")
 
 
-def _names_gpus(config: Any) -> str | None:
+def _wrong_gpus(config: Any) -> str | None:
     """Return what is wrong with `gpus`; None if it names GPUs or is not set."""
     text = config.gpus
     if text is None or text == "all":
@@ -40,7 +40,7 @@ class Several(Group):
     """The GPUs that train together, and how they exchange gradients."""
 
     section: ClassVar[str] = sections.MACHINE
-    contradictions: ClassVar = (_names_gpus,)
+    contradictions: ClassVar = (_wrong_gpus,)
 
     gpus: Annotated[
         str | None,

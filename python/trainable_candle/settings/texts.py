@@ -19,8 +19,8 @@ OBJECTIVES: Final = ("sft", "dpo")
 def _answers_compared(config: Any) -> str | None:
     if config.objective == "dpo" and config.initial_adapter:
         return (
-            "objective dpo compares the trained model with the model without any adapter, even "
-            "without initial_adapter; merge initial_adapter into the weights first"
+            "objective dpo compares the trained model with the model without adapters, so "
+            "initial_adapter would count as learnt; merge initial_adapter into the weights first"
         )
     return None
 

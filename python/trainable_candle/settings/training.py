@@ -57,7 +57,7 @@ def _wrong_arguments(config: Any) -> str | None:
     texts = (config.optimizer_args, config.lr_scheduler_args)
     if not any(texts):
         return None
-    values, course = config.optimizer_arguments, config.lr_scheduler_arguments
+    values, of_schedule = config.optimizer_arguments, config.lr_scheduler_arguments
     kind: Callable[..., Any] = KINDS[config.optimizer]
     schedule = SCHEDULES[config.lr_scheduler]
     if "weight_decay" in parsed("optimizer_args", config.optimizer_args) and (
@@ -71,19 +71,19 @@ def _wrong_arguments(config: Any) -> str | None:
     }
     check_names("optimizer_args", values, config.optimizer, kind, flags)
     own = {"optimizer": "--optimizer", "total_steps": "--steps", "warmup_steps": "--warmup-steps"}
-    check_names("lr_scheduler_args", course, config.lr_scheduler, schedule, own)
+    check_names("lr_scheduler_args", of_schedule, config.lr_scheduler, schedule, own)
     name = "optimizer_args"
     try:
         optimizer: Any = kind([Var(zeros(1))], lr=config.rate, **values)
         name = "lr_scheduler_args"
-        schedule(optimizer, total_steps=max(1, config.warmup_steps, config.steps), **course)
+        schedule(optimizer, total_steps=max(1, config.warmup_steps, config.steps), **of_schedule)
     except (Error, TypeError) as error:
         return f"{name}: {error}"
     return None
 
 
 def _one_rate_for_all(config: Any) -> str | None:
-    """Say why the optimizer cannot train the factors B at another rate; None if it can."""
+    """Return why the optimizer cannot train the factors B at another rate; None if it can."""
     if config.finds_rate and config.lora_plus_ratio != 1:
         return (
             f"--optimizer {config.optimizer} finds one step size for all parameters, so it cannot "
@@ -92,7 +92,7 @@ def _one_rate_for_all(config: Any) -> str | None:
     return None
 
 
-def _averaged_twice(config: Any) -> str | None:
+def _averaging_contradiction(config: Any) -> str | None:
     """Return why an optimizer that averages the adapter itself contradicts a setting; else None."""
     kind: Callable[..., Any] = KINDS[config.optimizer]
     if not kind([Var(zeros(1))]).averages:
@@ -129,7 +129,7 @@ def _contradiction(config: Any) -> str | None:
         _long_warmup(config)
         or _wrong_arguments(config)
         or _one_rate_for_all(config)
-        or _averaged_twice(config)
+        or _averaging_contradiction(config)
         or _rounding_contradiction(config)
     )
 

@@ -64,7 +64,7 @@ class FlowFamily(PipelineFamily[E]):
     goes_with: ClassVar[str]
     """Which text encoders the model goes with, for messages."""
     distilled: ClassVar[Usual] = Usual(4, 1.0)
-    """How models draw that were distilled to a few steps."""
+    """How images are drawn by default with a model that was distilled to a few steps."""
     wide_images: ClassVar[int] = 12
     """The most values per token that a block holds without a tape, divided by `width`."""
 
@@ -175,7 +175,7 @@ class FlowFamily(PipelineFamily[E]):
         return notes
 
     def objective(self, device: str) -> FlowObjective:  # noqa: ARG002
-        """Return the objective, flow matching: the model learns the velocity to the noise."""
+        """Return the objective, flow matching: the model learns the velocity from data to noise."""
         by_size = self._shift_of_latents if self.config.resolution_shift else None
         return FlowObjective(
             self.config, timesteps=self.timesteps, shift=by_size or self.training_shift
@@ -190,7 +190,8 @@ class FlowFamily(PipelineFamily[E]):
         """Return Euler's method over the noise levels for an image of (width, height), in pixels.
 
         Raises:
-            ConfigError: the sampler is not Euler.
+            ConfigError: the sampler is not Euler, or the scheduler's configuration is wrong.
+            ArgumentError: `steps` is below 1.
         """
         if sampler not in {None, "euler"}:
             raise ConfigError(

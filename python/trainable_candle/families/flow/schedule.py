@@ -146,7 +146,10 @@ class KleinSchedule(FlowSchedule):
     """
 
     def drawing(self, steps: int, tokens: int) -> float:
-        """Return exp(mu); mu is linear in the number of steps, fitted at 10 and 200 steps."""
+        """Return exp(mu); mu is linear in the number of steps, fitted at 10 and 200 steps.
+
+        `_MOST_FITTED` is an exception.
+        """
         if not self.grows:
             return self.shift
         at_10 = 8.73809524e-05 * tokens + 1.89833333

@@ -87,7 +87,8 @@ def estimate(
         limit: the bytes of memory that are available before anything is loaded.
 
     Raises:
-        MissingFileError, WeightsFormatError, ConfigError: the checkpoint is of another model.
+        MissingFileError, WeightsFormatError, ConfigError: the checkpoint is missing, damaged, or of
+            another model; or a prompt of the previews has a wrong option.
     """
     itemsize = ITEM_BYTES[config.precision]
     facts = family.facts
@@ -162,7 +163,7 @@ def _together(items: Sequence[Item]) -> list[Item]:
 
 
 def encode_area(facts: Facts, config: TrainConfig, limit: float) -> int:
-    """Return the most pixels to encode at once; an image of more pixels is encoded alone.
+    """Return how many pixels to encode at once; an image of more pixels is encoded alone.
 
     On a GPU, these are as many pixels as fit in half of the memory that the models leave free, up
     to those of four images of 1024x1024. On the CPU, the result is 0, and images are encoded one by

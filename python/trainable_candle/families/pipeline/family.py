@@ -161,7 +161,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
         return sizes.sampling_bytes(self, self.config, size, count, loaded=loaded)
 
     def encode_area(self) -> int:
-        """Return the most pixels to encode at once; see `estimate.encode_area`."""
+        """Return how many pixels to encode at once; see `estimate.encode_area`."""
         return sizes.encode_area(self.facts, self.config, memory_limit(self.config))
 
     def text_parts(self) -> int:
@@ -246,8 +246,8 @@ class PipelineFamily(LatentFamily, Generic[E]):
         """Write the merged checkpoint: a `.safetensors` file if `output` names one, else a folder.
 
         Raises:
-            ConfigError: `output` exists and is not an empty folder, or the checkpoint is a file and
-                `output` does not end in `.safetensors`.
+            ConfigError: `output` exists and is not an empty folder, the folder of a new file does
+                not exist, or the checkpoint is a file and `output` does not end in `.safetensors`.
             OSError: the checkpoint cannot be written.
         """
         saving.save_merged(self.weights, self.parts, models, output)

@@ -29,8 +29,8 @@ def save_merged(
         output: a new or an empty folder, or a new file.
 
     Raises:
-        ConfigError: `output` exists and is not an empty folder, or the checkpoint is a file and
-            `output` does not end in `.safetensors`.
+        ConfigError: `output` exists and is not an empty folder, the folder of a new file does not
+            exist, or the checkpoint is a file and `output` does not end in `.safetensors`.
         OSError: the checkpoint cannot be written.
     """
     if output.suffix == ".safetensors":
@@ -61,7 +61,7 @@ def save_file(
         quantize: the 8-bit format of each model to quantize, by the names of their folders.
 
     Raises:
-        ConfigError: `output` exists.
+        ConfigError: `output` exists, or its folder does not.
         OSError: the file cannot be written.
     """
     require_new_file(output)
@@ -124,7 +124,7 @@ def save_folder(
         *parts, *tokenizers, "scheduler", "model_index.json"
     }  # fmt: skip
     partial.mkdir(parents=True)
-    # The disk takes bytes faster than one thread writes them, so a thread copies beside the saving.
+    # The disk takes bytes faster than one thread writes them, so a second thread copies files.
     with ThreadPoolExecutor(1) as beside:
         copied = beside.submit(_copy, weights, sorted(names - models.keys()), partial)
         for name, model in models.items():
