@@ -1,4 +1,4 @@
-"""The output file of `resize`, `combine` and `extract`, and its flags."""
+"""The output files of commands, the flags of `resize`, `combine` and `extract`, and `--scale`."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def _notice(text: str) -> None:
 
 
 def _answer(task: TextTask, messages: Sequence[dict[str, str]], options: WritingOptions) -> str:
-    """Print an answer while it is generated; returns it."""
+    """Print an answer while it is generated, and return its text."""
     parts = []
     for part in task.answer(messages, options):
         parts.append(part)

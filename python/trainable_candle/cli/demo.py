@@ -39,9 +39,9 @@ def make_parser(program: str) -> Parser:
     """Make the parser of the flags."""
     parser = Parser(
         program,
-        "Fine-tune the built-in generator of handwritten digits on a digit that is new to it, the "
-        "built-in SDXL on hearts, or the built-in language model on a task that is new to it, in "
-        "the same way as train-lora, and report whether the model has learnt it.",
+        "Fine-tune a built-in model as train-lora does, and report whether it has learnt its task. "
+        "The generator of handwritten digits learns a new digit, SDXL learns hearts, and the "
+        "language model learns a new task.",
         "[options]",
     )
     group = parser.add_argument_group("options")

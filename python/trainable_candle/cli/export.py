@@ -48,7 +48,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     family = task.family
     adapter = export.read_adapter(path, model, family.weights)
     if reader == MERGED:
-        # The loss comes first, because it checks the data set.
+        # Compute this loss before any file is written, because that checks the data set.
         base_loss = task.loss_on(given["dataset"]) if "dataset" in given else None
         output.mkdir(parents=True, exist_ok=True)
         merged = output

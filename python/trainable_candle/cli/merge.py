@@ -1,4 +1,4 @@
-"""`trainable-candle merge`: write a model with an adapter merged into its weights, or quantized."""
+"""`trainable-candle merge`: write a model with an adapter merged in, or quantized, or both."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def _quantized(given: Mapping[str, Any], output: Path) -> None:
     if isinstance(task, LatentTask):
         _quantized_image(task, given, output)
     elif isinstance(task, TextTask):
-        apart = _loss(task, given)
+        before = _loss(task, given)
         _quantized_text(task, given.get("adapter"), output, to)
-        _compare(apart, lambda: _unadapted({**given, "weights": str(output)}), given)
+        _compare(before, lambda: _unadapted({**given, "weights": str(output)}), given)
 
 
 def _require_format(task: Task, given: Mapping[str, Any], output: Path) -> None:
@@ -97,21 +97,21 @@ def _require_format(task: Task, given: Mapping[str, Any], output: Path) -> None:
 
 
 def _quantized_image(task: LatentTask, given: Mapping[str, Any], output: Path) -> None:
-    apart = _loss(task, given)
-    if apart is not None:
+    before = _loss(task, given)
+    if before is not None:
         # Computing the loss frees parts of the model that `save_merged` writes: load them again.
         again = load_model(given, "cpu", given.get("precision"), tell=lambda _: None)
         task = cast("LatentTask", again)
     task.save_merged(output, given["to"])
 
     def merged() -> Task:
-        # A merged file has no tokenizers. So only the denoiser is read from what was written, and
-        # everything else from --weights.
+        # A merged file has no tokenizers. So read only the denoiser from `output`, and everything
+        # else from --weights.
         task = cast("LatentTask", _unadapted(given))
         cast("PipelineFamily[Any]", task.family).use_model(output)
         return task
 
-    _compare(apart, merged, given)
+    _compare(before, merged, given)
 
 
 def _unadapted(given: Mapping[str, Any]) -> Task:
@@ -119,11 +119,11 @@ def _unadapted(given: Mapping[str, Any]) -> Task:
     return load_model(plain, "cpu", given.get("precision"))
 
 
-def _compare(apart: float | None, merged: Callable[[], Task], given: Mapping[str, Any]) -> None:
-    if apart is not None:
+def _compare(before: float | None, merged: Callable[[], Task], given: Mapping[str, Any]) -> None:
+    if before is not None:
         loss = _loss(merged(), given)
         names = ("adapter not merged", "merged and ") if "adapter" in given else ("before", "")
-        print(f"loss: {names[0]} {apart:.4f}, {names[1]}quantized {loss:.4f}")
+        print(f"loss: {names[0]} {before:.4f}, {names[1]}quantized {loss:.4f}")
 
 
 def _require_no_sizes(given: Mapping[str, Any]) -> None:

@@ -37,20 +37,20 @@ def notes(adapter: Path, base: str | None, merged: str | None = None) -> list[st
         facts = safetensors_metadata(path)
     except (OSError, ValueError):
         return []  # loading the adapter reports what is wrong
-    told = []
+    found = []
     trained, grid = facts.get(BASE), facts.get(QAT)
     if trained not in {None, base}:
         why = " and offsets this base's rounding error" if facts.get(INIT) == LOFTQ else ""
-        told.append(
+        found.append(
             f"note: {adapter.name} was trained over a base in {trained}{why}, but here the base is "
             f"in {base or 'its own precision'}: give --base-precision {trained}"
         )
     if grid not in {None, merged, base}:
-        told.append(
+        found.append(
             f"note: {adapter.name} was trained for weights rounded to {grid} (--qat), but here "
             f"the weights are not rounded to {grid}{_CURES.get(str(grid), '')}"
         )
-    return told
+    return found
 
 
 def learned_scales(adapter: Path, to: str) -> dict[str, Tensor]:

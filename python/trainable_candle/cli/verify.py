@@ -22,7 +22,11 @@ _ONLY_PEFT: Final = "peft loads it, and this library does not"
 
 
 def run(arguments: Sequence[str], program: str) -> int:
-    """Print the report; returns 0 if ComfyUI (for language models: peft) applies all modules."""
+    """Print the report; returns 0 if ComfyUI (for language models: peft) applies all modules.
+
+    Also returns 0 for an adapter in llama.cpp's, mlx-lm's or Ollama's form, which is only compared
+    with the model.
+    """
     parser = make_parser(program)
     given = parser.parse(arguments)
     parser.require(given, "file")
@@ -76,7 +80,7 @@ def lines(
     Args:
         path: the file.
         report: the result of `verify_adapter`.
-        every: whether to list every module.
+        every: whether to list every module and every problem.
         outside: modules and tensors that peft loads and this library does not.
         remarks: whether to list the report's remarks.
     """
@@ -126,9 +130,9 @@ def _applied(tool: str, modules: Sequence[AdapterModule], outside: Collection[st
     missing = sum(m.layer is None and m.module not in outside for m in modules)
     if missing:
         ignored["the model has no such layer"] = missing
-    wrong_size = sum(_misfit(m) and tool not in m.ignored_by for m in modules)
-    if wrong_size:
-        ignored["its shapes or values do not fit the layer"] = wrong_size
+    misfits = sum(_misfit(m) and tool not in m.ignored_by for m in modules)
+    if misfits:
+        ignored["its shapes or values do not fit the layer"] = misfits
     changed = Counter(
         m.changed_by[tool] for m in modules if tool in m.changed_by and not _misfit(m)
     )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trainable_candle import AdapterReport
     from trainable_candle.tasks.text.family import TextFamily
 
-_SETTINGS_BESIDE: Final = (None, "peft")
+_FOR_VERIFY: Final = (None, "peft")
 """The forms that `verify_adapter` reads: a safetensors file alone, and peft's folder."""
 
 
@@ -26,7 +26,7 @@ def is_text(model: str) -> bool:
 
 def is_exported(path: Path) -> bool:
     """Return whether the files are an adapter in llama.cpp's, mlx-lm's or Ollama's form."""
-    return export.form_of(path) not in _SETTINGS_BESIDE
+    return export.form_of(path) not in _FOR_VERIFY
 
 
 def exported_lines(path: Path, model: str, weights: Path | None) -> list[str]:
@@ -55,7 +55,7 @@ def reader_lines(path: Path, model: str, weights: Path | None) -> list[str]:
     """
     if weights is None:
         programs = ", ".join(export.READERS.values())
-        return [f"note: give --weights to see what these programs do with it: {programs}"]
+        return [f"note: give --weights to see what these programs do with the file: {programs}"]
     return _verdicts(path, _family(model, weights))
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def add_writing(group: argparse._ArgumentGroup) -> None:
-    """Add the flags."""
+    """Add the flags that say how text is generated."""
     group.add_argument(
         "--tokens", metavar="N", type=whole(1), help="longest answer, tokens (default: 512)"
     )

@@ -35,7 +35,7 @@ class Factors(NamedTuple):
     """(out,): with DoRA, the Euclidean norms of the rows of the changed weight."""
 
     def rows(self, some: slice) -> Factors:
-        """The change of these rows of the weight."""
+        """Return the change of these rows of the weight."""
         magnitude = None if self.magnitude is None else self.magnitude[some]
         return Factors(self.down, self.up[some], magnitude)
 
@@ -58,7 +58,7 @@ class TextAdapter:
         return any(factors.magnitude is not None for factors in self.layers.values())
 
     def filled(self) -> dict[str, Factors]:
-        """The layers, all with the largest rank: factors are padded with zeros."""
+        """Return the layers, all with the largest rank: factors are padded with zeros."""
         return {
             layer: Factors(
                 _filled(factors.down, (self.rank, factors.down.shape[1])),
@@ -84,8 +84,8 @@ def read_adapter(path: Path, family: str, weights: Path) -> TextAdapter:
         weights: the model's folder; its weights are not read.
 
     Raises:
-        MissingFileError, WeightsFormatError: the adapter is missing or damaged, or does not fit the
-            model.
+        MissingFileError, WeightsFormatError: the adapter is missing or damaged, does not fit the
+            model, or does not have peft's names of tensors.
         ConfigError: the adapter is neither LoRA nor DoRA.
     """
     report = tc.verify_adapter(path, family, weights)
@@ -125,7 +125,7 @@ def read_adapter(path: Path, family: str, weights: Path) -> TextAdapter:
 
 
 def adapter_settings(path: Path) -> dict[str, Any] | None:
-    """The `adapter_config.json` of a folder; None without one."""
+    """Return the `adapter_config.json` of a folder; None without one."""
     file = path / CONFIG
     if not file.is_file():
         return None
@@ -134,7 +134,7 @@ def adapter_settings(path: Path) -> dict[str, Any] | None:
 
 
 def short_names(adapted: Iterable[str], layers: Iterable[str]) -> list[str]:
-    """The shortest names that select the adapted layers and no others.
+    """Return the shortest names that select the adapted layers and no others.
 
     They are the last parts of the adapted layers' names, or the whole names if the name of another
     layer ends in one of these parts.

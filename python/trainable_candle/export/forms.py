@@ -26,7 +26,7 @@ MODELFILE: Final = "Modelfile"
 
 
 def form_of(path: Path) -> str | None:
-    """The program whose form the files have; None for a safetensors file without configuration.
+    """Return the program whose form the files have; None for others, such as a safetensors file.
 
     The result is a key of `READERS`; "peft" also stands for vLLM, which reads peft's form.
     """
@@ -46,7 +46,7 @@ def form_of(path: Path) -> str | None:
 
 
 def summary(path: Path, form: str) -> str:
-    """What an adapter in mlx-lm's or llama.cpp's form consists of.
+    """Return what an adapter in mlx-lm's or llama.cpp's form consists of.
 
     Raises:
         WeightsFormatError: the files are damaged, or do not hold an adapter.
@@ -94,7 +94,7 @@ def require_fit(
 
 
 def _mlx_factors(path: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the factors: lora_a is (in, rank), lora_b is (rank, out)."""
+    """Return the shapes of the factors: lora_a is (in, rank), lora_b is (rank, out)."""
     tensors = tc.load_file(path / MLX_WEIGHTS if path.is_dir() else path)
     factors = {key: t.shape for key, t in tensors.items() if key.endswith((".lora_a", ".lora_b"))}
     if not factors:

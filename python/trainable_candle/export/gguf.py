@@ -38,7 +38,7 @@ NAMES: Final = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-"""The name of a layer in a block in transformers -> its name in GGUF."""
+"""transformers' name of a layer in a block -> the layer's name in GGUF."""
 LAYER: Final = re.compile(r"model\.layers\.(\d+)\.(.+)")
 """The whole name of a layer in transformers: the index of its block, and its name in the block."""
 
@@ -81,7 +81,7 @@ def write_adapter(path: Path, adapter: TextAdapter, config: Mapping[str, Any]) -
 
 
 def architecture(config: Mapping[str, Any]) -> str:
-    """llama.cpp's name of the architecture of a `config.json`.
+    """Return llama.cpp's name of the architecture of a `config.json`.
 
     Raises:
         ConfigError: llama.cpp does not support the architecture.
@@ -100,7 +100,7 @@ def _name(layer: str) -> str:
 
 
 def heads(config: Mapping[str, Any], name: str) -> int:
-    """The number of query heads or of key heads.
+    """Return the number of query heads or of key heads.
 
     Args:
         config: the model's `config.json`.

@@ -1,4 +1,4 @@
-"""Write a language model, with an adapter merged into its weights, as one GGUF file for llama.cpp.
+"""Writes a language model, with an adapter merged into its weights, as one GGUF file for llama.cpp.
 
 The names of the tensors, the metadata and the order of a weight's rows are those of llama.cpp's
 converter (`convert_hf_to_gguf.py` at 0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c).
@@ -65,7 +65,7 @@ def write_model(weights: Path, adapter: TextAdapter, path: Path, kind: str) -> N
     facts = model_facts(config) | vocabulary(weights, int(config["vocab_size"]))
     facts |= {"general.file_type": FILE_TYPES[kind], "general.quantization_version": 2}
     left = dict(adapter.layers)
-    entries = _factors(config)
+    entries = _rotary_divisors(config)
     for name in names:
         for key, tensor in tc.load_file(weights / name).items():
             ours = key.removeprefix("model.")
@@ -96,7 +96,7 @@ def write_model(weights: Path, adapter: TextAdapter, path: Path, kind: str) -> N
 
 
 def _kind_of(shape: Sequence[int], kind: str) -> str:
-    """The kind that a tensor is stored in: f32 for vectors, else `kind`.
+    """Return the kind that a tensor is stored in: f32 for vectors, else `kind`.
 
     As in llama.cpp's converter, f16 replaces `kind` if the rows are not whole blocks of `kind`.
     """
@@ -106,7 +106,11 @@ def _kind_of(shape: Sequence[int], kind: str) -> str:
 
 
 def parameter_name(ours: str) -> str:
-    """llama.cpp's name of a parameter; `ours` is the name without `model.`."""
+    """Return llama.cpp's name of a parameter; `ours` is the parameter's name without `model.`.
+
+    Raises:
+        ConfigError: llama.cpp has no name for the parameter.
+    """
     if ours in _OUTSIDE:
         return _OUTSIDE[ours]
     layer, _, parameter = ours.rpartition(".")
@@ -118,7 +122,7 @@ def parameter_name(ours: str) -> str:
 
 
 def _ordered(values: Tensor, name: str, config: Mapping[str, Any]) -> Tensor:
-    """The values; the rows of a Llama model's query and key weights in llama.cpp's order."""
+    """Return the values, with the rows of Llama's query and key weights in llama.cpp's order."""
     layer = name.rpartition(".")[0]
     llama = gguf.architecture(config) == "llama"
     if not (llama and layer.endswith(("attn_q", "attn_k"))):
@@ -128,7 +132,7 @@ def _ordered(values: Tensor, name: str, config: Mapping[str, Any]) -> Tensor:
 
 
 def model_facts(config: Mapping[str, Any]) -> dict[str, Fact]:
-    """The model's architecture, sizes and rotary settings, as metadata of the GGUF file.
+    """Return the model's architecture, sizes and rotary settings, as metadata of the GGUF file.
 
     Raises:
         ConfigError: llama.cpp does not support the model, or the kind of its rotary scaling.
@@ -166,13 +170,13 @@ def model_facts(config: Mapping[str, Any]) -> dict[str, Fact]:
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings; newer and older versions of transformers name them differently."""
+    """Return the rotary settings, which versions of transformers name differently."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return {"rope_theta": config.get("rope_theta", 10_000.0), **found}
 
 
-def _factors(config: Mapping[str, Any]) -> list[Entry]:
-    """The divisors of the rotary frequencies, as an entry; only Llama 3's scaling has divisors."""
+def _rotary_divisors(config: Mapping[str, Any]) -> list[Entry]:
+    """Return the entry of the rotary frequencies' divisors; only Llama 3's scaling has divisors."""
     rope = _rope(config)
     if (rope.get("rope_type") or rope.get("type")) != "llama3":
         return []

@@ -36,7 +36,7 @@ _START: Final = "tokenizer.ggml."
 
 
 def vocabulary(folder: Path, size: int) -> dict[str, Fact]:
-    """The tokenizer of a folder, as metadata of a GGUF file.
+    """Return the tokenizer of a folder, as metadata of a GGUF file.
 
     Args:
         folder: the folder with `tokenizer.json`.
@@ -61,7 +61,8 @@ def vocabulary(folder: Path, size: int) -> dict[str, Fact]:
         kinds[token["content"]] = CONTROL if token.get("special") else USER
     if max(numbers.values()) >= size:
         raise ConfigError(
-            f"export: {path} has {max(numbers.values()) + 1} tokens, the model {size}"
+            f"export: {path} has {max(numbers.values()) + 1} tokens, expected at most {size}, the "
+            "rows of the model's embedding"
         )
     tokens = [f"[PAD{number}]" for number in range(size)]
     types = [UNUSED] * size
@@ -87,7 +88,7 @@ def vocabulary(folder: Path, size: int) -> dict[str, Fact]:
 
 
 def _named(folder: Path, numbers: Mapping[str, int], post_processor: str) -> dict[str, Fact]:
-    """The ids of the named special tokens, whether texts begin with BOS, and the chat templates."""
+    """Return the ids of named special tokens, whether texts begin with BOS, and chat templates."""
     facts: dict[str, Fact] = {}
     config = read_object(folder / "tokenizer_config.json")
     named = special_tokens({**read_object(folder / "special_tokens_map.json"), **config})
@@ -110,7 +111,7 @@ def _named(folder: Path, numbers: Mapping[str, int], post_processor: str) -> dic
 
 
 def _split(found: Mapping[str, Any], path: str) -> str:
-    """llama.cpp's name of the tokenizer's pre-tokenizer, which splits text into words.
+    """Return llama.cpp's name of the tokenizer's pre-tokenizer, which splits text into words.
 
     Raises:
         ConfigError: this project knows no llama.cpp name for the pre-tokenizer.

@@ -92,7 +92,7 @@ def write_merged(weights: Path, adapter: TextAdapter, output: Path) -> Merged:
 
 
 def quantization_of(folder: Path) -> Any:
-    """What the configuration in a model's folder says about quantized weights; None if nothing."""
+    """Return what the configuration in a model's folder says about quantized weights, or None."""
     path = folder / CONFIG
     return parse_json(path.read_text("utf-8")).get(QUANTIZATION) if path.is_file() else None
 
@@ -106,7 +106,7 @@ def as_unquantized(folder: Path) -> None:
 
 
 def shards(weights: Path) -> list[str]:
-    """The names of the weight files in a model's folder.
+    """Return the names of the weight files in a model's folder.
 
     Raises:
         MissingFileError: the folder has no weight files, or `weights` is a GGUF file.
@@ -135,7 +135,7 @@ def shards(weights: Path) -> list[str]:
 
 
 def add_factors(before: Tensor, factors: Factors) -> Tensor:
-    """A weight `before` in f32, [out, in], plus up @ down of its adapter.
+    """Return a weight `before` in f32, [out, in], plus up @ down of its adapter.
 
     With a magnitude (DoRA), each row of the sum is scaled to the length that the magnitude gives.
     """
@@ -147,7 +147,7 @@ def add_factors(before: Tensor, factors: Factors) -> Tensor:
 
 
 def _sum(weight: Tensor, factors: Factors, result: Merged) -> Tensor:
-    """The weight with its adapter, computed some rows at a time, and counted in `result`."""
+    """Return the weight with its adapter, computed some rows at a time; count it in `result`."""
     count, width = weight.shape
     step = max(1, AT_ONCE // width)
     parts = []

@@ -56,7 +56,7 @@ def quantize_folder(
         NonFiniteError, ArgumentError: a weight is not a finite number.
         OSError: a file cannot be written.
     """
-    left, error, length = set(layers), 0.0, 0.0
+    left, squared_error, squared_norm = set(layers), 0.0, 0.0
     places: dict[str, str] = {}
     form = _FORMS[to]
     for name in shards(folder):
@@ -70,14 +70,14 @@ def quantize_folder(
             left.remove(layer)
             exact = weight.to("f32")
             learned = (factors or {}).get(layer)
-            rounded = fake_quantize(exact, to, learned)  # raises for a wrong weight
+            rounded = fake_quantize(exact, to, learned)  # raises if the weight cannot be quantized
             matrix = _matrix(exact, rounded, form, learned, _DTYPES[str(weight.dtype)])
             tensors |= form.parts(key, matrix)
             if to in _CODES:
                 codes[key] = to
             lost = (rounded - exact).numpy()
-            error += float((lost.astype(np.float64) ** 2).sum())
-            length += float((exact.numpy().astype(np.float64) ** 2).sum())
+            squared_error += float((lost.astype(np.float64) ** 2).sum())
+            squared_norm += float((exact.numpy().astype(np.float64) ** 2).sum())
         tc.save_file(tensors, folder / name, {"format": "pt"}, codes)
         places |= dict.fromkeys(tensors, name)
     if left:
@@ -90,7 +90,7 @@ def quantize_folder(
     dtype = config.get("torch_dtype") or config.get("dtype") or "float32"
     config[QUANTIZATION] = form.configuration(dtype)
     write_atomically(path, json.dumps(config, indent=2))
-    return math.sqrt(error / length) if length else 0.0
+    return math.sqrt(squared_error / squared_norm) if squared_norm else 0.0
 
 
 _Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
@@ -175,7 +175,7 @@ def _fp8(key: str, matrix: _Matrix) -> dict[str, Tensor]:
 
 
 def _codes(matrix: _Matrix, to: str) -> Tensor:
-    """The 8-bit codes of the units, [rows, columns].
+    """Return the 8-bit codes of the units, [rows, columns].
 
     `quantize` divides by the scale of a row. An added column of the largest value makes each scale
     1, so that `quantize` only encodes the units; the result omits the column.
@@ -189,7 +189,7 @@ def _codes(matrix: _Matrix, to: str) -> Tensor:
 
 
 def _values() -> _Floats:
-    """The sixteen values of NF4, found by rounding blocks whose scale is 1."""
+    """Return the sixteen values of NF4, found by rounding blocks whose scale is 1."""
     blocks = np.linspace(-1, 1, 64 * 63, dtype=np.float32).reshape(64, 63)
     blocks = np.concatenate([blocks, np.ones((64, 1), np.float32)], 1)
     return np.unique(fake_quantize(tc.tensor(blocks), "nf4").numpy())

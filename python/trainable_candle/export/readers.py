@@ -28,7 +28,7 @@ VLLM_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def refusals(adapter: TextAdapter, reader: str) -> list[str]:
-    """The reasons why a program does not load the exported adapter.
+    """Return the reasons why a program does not load the exported adapter.
 
     The exported adapter has one scale and one rank for all layers, so it needs none of the settings
     that some programs ignore.
@@ -56,5 +56,5 @@ def require_accepted(adapter: TextAdapter, reader: str) -> None:
 
 
 def vllm_rank(rank: int) -> int:
-    """The smallest `--max-lora-rank` of vLLM that admits an adapter of this rank."""
+    """Return the smallest `--max-lora-rank` of vLLM that admits an adapter of this rank."""
     return next(allowed for allowed in VLLM_RANKS if allowed >= rank)

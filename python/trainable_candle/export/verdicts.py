@@ -51,7 +51,7 @@ _UNREAD: Final = {
 
 
 def outside(report: AdapterReport, settings: Mapping[str, Any] | None) -> set[str]:
-    """The modules and tensors that peft loads but that belong to no linear layer of a block.
+    """Return the modules and tensors that peft loads but that belong to no linear layer of a block.
 
     They are LoRA on the embedding or the head, and whole weights: those of `modules_to_save`, and
     those that peft stores beside an adapted embedding.
@@ -65,13 +65,13 @@ def outside(report: AdapterReport, settings: Mapping[str, Any] | None) -> set[st
 
 
 def _outside(key: str, settings: Mapping[str, Any] | None) -> set[str]:
-    """The names of layers outside of the blocks, or of `modules_to_save`, in a key."""
+    """Return the names in a key of layers outside of the blocks, or of `modules_to_save`."""
     saved = (settings or {}).get("modules_to_save") or ()
     return {*_OUTSIDE, *saved}.intersection(key.split("."))
 
 
 def settings_of(path: Path) -> dict[str, Any] | None:
-    """The configuration of an adapter in peft's form; None for a safetensors file without one.
+    """Return the configuration of an adapter in peft's form; None for files without one.
 
     Args:
         path: the file, or the folder of peft's form.
@@ -82,7 +82,7 @@ def settings_of(path: Path) -> dict[str, Any] | None:
 
 
 def verdicts(path: Path, family: TextFamily) -> dict[str, str]:
-    """By program, whether it loads the files, and what to do if it does not.
+    """Return, for each program, whether it loads the files, and what to do if it does not.
 
     Args:
         path: the file or folder.
@@ -120,18 +120,18 @@ class _Given:
     """Why `export` cannot read the adapter; None if it can."""
 
     def verdict(self, reader: str) -> str:
-        now = self._now(reader)
-        if not now:
+        problems = self._problems(reader)
+        if not problems:
             rank = vllm_rank(self.adapter.rank) if reader == "vllm" and self.adapter else 0
             # 16 is the default of this flag.
             return AS_IT_IS + (f", with --max-lora-rank {rank}" if rank > 16 else "")
-        later = self._later(reader)
-        if later:
-            return f"cannot load it, even exported: {'; '.join(later)}"
-        return f"loads it after `trainable-candle export --for {reader}`: {'; '.join(now)}"
+        left = self._problems_once_exported(reader)
+        if left:
+            return f"cannot load it, even exported: {'; '.join(left)}"
+        return f"loads it after `trainable-candle export --for {reader}`: {'; '.join(problems)}"
 
-    def _now(self, reader: str) -> list[str]:
-        """Why a program does not load the files as they are, or not as trained."""
+    def _problems(self, reader: str) -> list[str]:
+        """Return why a program does not load the files as they are, or not as trained."""
         if reader == "mlx":
             return ["it needs adapters.safetensors, and an adapter_config.json of its own form"]
         if reader == "gguf":
@@ -147,7 +147,7 @@ class _Given:
         return reasons if reader == "peft" else [*reasons, *self._for_vllm(self.settings)]
 
     def _for_vllm(self, settings: Mapping[str, Any]) -> list[str]:
-        """Why vLLM does not load peft's folder, or not as trained."""
+        """Return why vLLM does not load peft's folder, or not as trained."""
         reasons = self._unread("vllm", "before 0.33, it")
         if self.adapter:
             reasons += refusals(self.adapter, "vllm")
@@ -168,8 +168,8 @@ class _Given:
         names = [name for name in _UNREAD[reader] if (self.settings or {}).get(name)]
         return [f"{subject} does not read {' and '.join(names)}"] if names else []
 
-    def _later(self, reader: str) -> list[str]:
-        """Why a program does not load the exported adapter."""
+    def _problems_once_exported(self, reader: str) -> list[str]:
+        """Return why a program does not load the exported adapter."""
         if self.unexportable or not self.adapter:
             return [str(self.unexportable)]
         reasons = refusals(self.adapter, reader)

@@ -100,7 +100,7 @@ class QwenImage(FlowFamily[QwenImageTexts]):
 
     @property
     def targets(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The layers that musubi-tuner and OneTrainer adapt: those of the blocks, save modulation.
+        """The layers that musubi-tuner and OneTrainer adapt: all in the blocks except modulation.
 
         Nothing reads the last block's outputs for the text. The layers that make these outputs
         would learn nothing, so they are left out.

@@ -62,8 +62,8 @@ def start_from_rounding(adapter: AdapterSet, base: Model, original: Model) -> No
 
     The base does not change. This is `loftq` with one iteration, like peft's
     `replace_lora_weights_loftq`. The LoRAs of convolutions and of layers without an error keep
-    their values. If the rank exceeds the smaller side of a weight, the ranks beyond that side are
-    zero in both factors.
+    their values. If the rank exceeds the smaller side of a weight, the factors' remaining rows and
+    columns are zero.
 
     Args:
         adapter: LoRAs on the base, whose values are replaced.
@@ -114,8 +114,8 @@ def _lost(layer: str, base: Model, original: Model) -> Matrix:
     if exact is None or exact.shape != held.shape:
         sizes = " x ".join(map(str, held.shape))
         raise ConfigError(
-            f"start_from_rounding: the original model has no linear layer {layer} of {sizes}; is "
-            "it the same model?"
+            f"start_from_rounding: the original model has no linear layer {layer} of {sizes}; give "
+            "the model from which the base was quantized"
         )
     lost = exact.to("cpu").to("f32") - held.to("cpu").to("f32")
     return lost.numpy()

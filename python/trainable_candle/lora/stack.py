@@ -40,8 +40,8 @@ def stacked(model: Model, files: Sequence[tuple[Path, float]]) -> AdapterSet:
         others = any(not name.endswith((_DOWN, _UP)) for name in values)
         if config.adapter != "lora" or config.use_dora or others:
             raise ConfigError(
-                f"--adapter {path}: it has adapters other than LoRA, and only LoRA can be used "
-                "together with others; merge it into the model first"
+                f"--adapter {path}: the file has adapters other than LoRA, and only LoRAs add up; "
+                "merge the file into the model first"
             )
         for name, down in values.items():
             layer = name.removesuffix(_DOWN)
@@ -49,9 +49,9 @@ def stacked(model: Model, files: Sequence[tuple[Path, float]]) -> AdapterSet:
                 continue
             up = values[layer + _UP]
             rank = down.shape[0]
-            factor = scale_of(config, layer, rank)
+            own_scale = scale_of(config, layer, rank)
             flat = Factors(up.numpy().reshape(-1, rank), down.numpy().reshape(rank, -1)).scaled(
-                factor
+                own_scale
             )
             parts.setdefault(layer, []).append(flat)
         model.remove_adapter()

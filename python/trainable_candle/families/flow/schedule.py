@@ -148,7 +148,7 @@ class KleinSchedule(FlowSchedule):
     def drawing(self, steps: int, tokens: int) -> float:
         """Return exp(mu); mu is linear in the number of steps, fitted at 10 and 200 steps.
 
-        `_MOST_FITTED` is an exception.
+        For images of more than `_MOST_FITTED` tokens, mu is always that of 200 steps.
         """
         if not self.grows:
             return self.shift
