@@ -154,7 +154,7 @@ def test_models_that_cannot_learn_scales_are_rejected(tmp_path: Path) -> None:
     wanted = tc.LoraConfig(target_modules=["fc"], qat="int8", qat_learned_scales=True)
     with pytest.raises(ConfigError, match=r"is for models of trainable_candle\.models"):
         Small().add_adapter(wanted)
-    with pytest.raises(ConfigError, match="cannot write int4"):
+    with pytest.raises(ConfigError, match="merge cannot write int4"):
         TrainConfig(qat="int4", qat_learned_scales=True)
     given = TrainConfig(
         model="digits", dataset=str(tmp_path), output=str(tmp_path), qat="int8",

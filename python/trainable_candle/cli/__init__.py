@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 FAILED: Final = 1
-"""Exit status of an unexpected error."""
+"""Exit status of an unexpected error, or if the program that reads stdout has closed the pipe."""
 REFUSED: Final = 2
 """Exit status of an error whose message says how to fix it."""
 INTERRUPTED: Final = 130
@@ -122,7 +122,10 @@ def _run(name: str, arguments: list[str], program: str) -> int:
 
 
 def guarded(action: Callable[[], int]) -> int:
-    """Run `action` and return the exit status; prints an error as one line without traceback."""
+    """Run `action`, print its error without a traceback, and return the exit status.
+
+    If the environment variable `TRACEBACK` is set, print the traceback, too.
+    """
     try:
         status = action()
         # If the pipe is closed, this flush raises BrokenPipeError, which is handled below. Without

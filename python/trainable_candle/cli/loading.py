@@ -87,7 +87,7 @@ def load_model(
         given: the flags and their values.
         device: where to load the model.
         dtype: the dtype of the weights; None keeps the stored dtype.
-        check: called before weights are loaded; it raises an error if the task does not suit.
+        check: called before weights are loaded; raises an error if the task does not suit.
         tell: gets notes about how the adapters were trained.
 
     Raises:

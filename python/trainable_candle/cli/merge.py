@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 _SIZES: Final = ("resolution", "max_side")
-"""Flags for the images of `--dataset`, on which losses are compared."""
+"""Flags for the images of `--dataset`, whose losses are compared."""
 _BEFORE: Final = ("adapter", "scale", "base_precision")
 """Flags of the unmerged model, which do not apply to the merged one."""
 

@@ -26,7 +26,7 @@ MODELFILE: Final = "Modelfile"
 
 
 def form_of(path: Path) -> str | None:
-    """Return the program whose form the files have; None for others, such as a safetensors file.
+    """Return the program whose form the files have; None if they are in no program's form.
 
     The result is a key of `READERS`; "peft" also stands for vLLM, which reads peft's form.
     """
@@ -73,8 +73,8 @@ def require_fit(
         layers: the shapes of the weights of the model's linear layers.
 
     Raises:
-        WeightsFormatError: the adapter is for another model.
-        ConfigError: llama.cpp does not support the model.
+        WeightsFormatError: the files are damaged, hold no adapter, or are for another model.
+        ConfigError: llama.cpp's name of the model's architecture is not known.
     """
     if form != "mlx":
         found, expected = _gguf(path)["general.architecture"], architecture(config)

@@ -84,7 +84,7 @@ def architecture(config: Mapping[str, Any]) -> str:
     """Return llama.cpp's name of the architecture of a `config.json`.
 
     Raises:
-        ConfigError: llama.cpp does not support the architecture.
+        ConfigError: llama.cpp's name of the architecture is not known.
     """
     family = str(config.get("model_type"))
     if family not in ARCHITECTURES:

@@ -186,7 +186,7 @@ class Digits(LatentFamily):
         )
 
     def objective(self, device: str) -> FlowObjective:  # noqa: ARG002
-        """Return the objective, flow matching: the model learns the velocity from data to noise."""
+        """Return the objective, flow matching, which learns the velocity from latents to noise."""
         return FlowObjective(self.config)
 
     def stepper(self, steps: int, sampler: str | None, size: tuple[int, int]) -> FlowSampler:  # noqa: ARG002

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from trainable_candle.train.trainer import Inputs
 
 _TOKENS: Final = {True: 512, False: 256}
-"""The most tokens of a caption: True for dev, which takes a guidance scale, False for schnell."""
+"""Whether the model takes a guidance scale (dev does, schnell does not) -> the most tokens of a
+caption."""
 
 
 class FluxTexts:
@@ -101,14 +102,14 @@ class Flux(FlowFamily[FluxTexts]):
     model: FluxTransformer
 
     @property
-    def is_told_guidance(self) -> bool:
+    def takes_guidance(self) -> bool:
         """Whether the model takes a guidance scale as an input: True for dev, False for schnell."""
         return bool(self.facts.config["guidance_embeds"])
 
     @cached_property
     def found_schedule(self) -> FlowSchedule:
         """See `FlowFamily.found_schedule`; schnell's noise levels are not shifted."""
-        default = self.schedule if self.is_told_guidance else FlowSchedule(1.0)
+        default = self.schedule if self.takes_guidance else FlowSchedule(1.0)
         return FlowSchedule.of(self.weights, default)
 
     @property
@@ -119,7 +120,7 @@ class Flux(FlowFamily[FluxTexts]):
     @property
     def text_tokens(self) -> int:  # type: ignore[override]
         """The most tokens of a caption: 512 for dev, 256 for schnell."""
-        return _TOKENS[self.is_told_guidance]
+        return _TOKENS[self.takes_guidance]
 
     @property
     def text_features(self) -> Mapping[str, Features]:
@@ -145,11 +146,11 @@ class Flux(FlowFamily[FluxTexts]):
                 "--negative-prompt has no effect on Flux, which makes no second prediction for the "
                 "negative prompt; leave it out"
             )
-        if self.config.guidance is not None and not self.is_told_guidance:
+        if self.config.guidance is not None and not self.takes_guidance:
             raise ConfigError(
                 "--guidance has no effect on Flux schnell, which takes no scale; leave it out"
             )
-        if self.config.train_guidance != 1 and not self.is_told_guidance:
+        if self.config.train_guidance != 1 and not self.takes_guidance:
             raise ConfigError(
                 "--train-guidance has no effect on Flux schnell, which takes no scale; leave it out"
             )
@@ -157,7 +158,7 @@ class Flux(FlowFamily[FluxTexts]):
     @property
     def distillation(self) -> str | None:
         """A note that training undoes schnell's distillation; None for dev."""
-        if self.is_told_guidance:
+        if self.takes_guidance:
             return None
         undone = "training Flux schnell directly undoes its distillation to a few steps"
         return f"{undone}; prefer dev"
@@ -188,7 +189,7 @@ class Flux(FlowFamily[FluxTexts]):
             frames: one for each image.
             guidance: the scale; None: `--train-guidance`.
         """
-        if not self.is_told_guidance:
+        if not self.takes_guidance:
             return {}
         guidance = self.config.train_guidance if guidance is None else guidance
         return {"guidance": tc.tensor(np.full(len(frames), guidance, np.float32))}

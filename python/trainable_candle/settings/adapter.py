@@ -170,7 +170,10 @@ class Adapter(Group):
 def _scales_contradiction(config: Any) -> str | None:
     """Return why `qat_learned_scales` contradicts another setting; None if it does not."""
     if config.qat_learned_scales and config.qat == "int4":
-        return "--qat-learned-scales needs a format that merge --to can write; it cannot write int4"
+        return (
+            "--qat-learned-scales needs a format that merge --to can write, and merge cannot write "
+            "int4"
+        )
     return None
 
 

@@ -220,7 +220,7 @@ class Plan:
     config: TrainConfig
     estimate: Estimate
     chosen: Mapping[str, Any]
-    """The chosen settings that would differ with enough memory, and the batch size if chosen."""
+    """The chosen values that differ from those with enough memory, and a chosen batch size."""
     nearest: Plan | None = None
     """The plan that needs the least memory among the faster plans, none of which fits."""
 

@@ -81,8 +81,8 @@ class Rates:
     link: float
     """Bytes copied from host memory."""
     streams: float | None = None
-    """Bytes of streamed weights copied from other GPUs, or from memory that is not pinned; None:
-    they come from pinned memory."""
+    """Bytes of streamed weights copied by NVLink, or through a ring of pinned memory; None: the
+    streamed weights are copied at the rate `link`."""
 
 
 def _rates(tera: float, memory: float, link: float) -> Rates:

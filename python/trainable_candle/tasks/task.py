@@ -138,7 +138,7 @@ class Task(Protocol):
         """
 
     def check(self, report: Callable[[str], None]) -> None:
-        """Check the settings against the headers of the weights; nothing else is read yet.
+        """Check the settings against the model, before any weights or data are read.
 
         Raises:
             ConfigError, ArgumentError: a value is outside its range or does not suit the model.
@@ -151,6 +151,7 @@ class Task(Protocol):
 
         Raises:
             DatasetError: an example does not suit the model, or there is none.
+            ConfigError: settings contradict each other, or have no effect on the data.
         """
 
     def samples(self, data: Split[Any]) -> int:

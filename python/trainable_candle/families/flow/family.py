@@ -175,7 +175,7 @@ class FlowFamily(PipelineFamily[E]):
         return notes
 
     def objective(self, device: str) -> FlowObjective:  # noqa: ARG002
-        """Return the objective, flow matching: the model learns the velocity from data to noise."""
+        """Return the objective, flow matching, which learns the velocity from latents to noise."""
         by_size = self._shift_of_latents if self.config.resolution_shift else None
         return FlowObjective(
             self.config, timesteps=self.timesteps, shift=by_size or self.training_shift

@@ -130,7 +130,8 @@ def tokenizer_folder(family: PipelineFamily[Any], of: str = Qwen3.of) -> Path:
     """Return the folder of the tokenizer's files.
 
     It is the first of these folders that has such a file: `tokenizer` in the pipeline's folder,
-    `tokenizer` in the text encoder's folder, `tokenizer` beside it, and the text encoder's folder.
+    `tokenizer` in the text encoder's folder, `tokenizer` beside the text encoder's folder, and the
+    text encoder's folder.
 
     Args:
         family: the family with the weights.

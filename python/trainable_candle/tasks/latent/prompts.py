@@ -32,7 +32,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Place:
-    """The index of an image in its batch, the images that one tensor of noise is drawn for."""
+    """The place of an image in its batch, whose images share one tensor of noise."""
 
     number: int
     """Counted from 0."""
@@ -125,7 +125,7 @@ def infotext(prompt: Prompt, model: str, used: Usual, size: tuple[int, int], pla
         model: the model's name.
         used: the steps and the guidance that were used.
         size: width and height, px.
-        place: the image's index in its batch.
+        place: the image's place in its batch.
     """
     options = prompt.options
     lines = [prompt.text]

@@ -44,7 +44,7 @@ _FILES: Final = {
     ".safetensors": "language models are written as folders: give the name of a new folder",
     ".gguf": "merge writes a folder: give the name of a new folder, and see export --gguf",
 }
-"""For an output whose name ends like a file's: what the error says."""
+"""The end of an output's name that is a file's -> what the error says."""
 PEFT: Final = "peft"
 """The folder that `PeftModel.from_pretrained` loads."""
 
@@ -272,7 +272,7 @@ class TextTask:
         return ["".join(streamed(ids, family.tokenizer, options.stop)) for ids in written]
 
     def _limited(self, options: WritingOptions, asked: Sequence[Sequence[int]]) -> WritingOptions:
-        """Limit `tokens` of the options to the positions that the longest prompt leaves."""
+        """Return the options, with `tokens` limited to what the longest prompt leaves."""
         room = self.family.context - max(map(len, asked))
         return replace(options, tokens=min(options.tokens, room))
 
