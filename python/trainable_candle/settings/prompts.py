@@ -44,9 +44,7 @@ def expanded(prompts: Sequence[str], setting: str = "--sample-prompts") -> list[
             raise ConfigError(f"{setting}: {path} is a folder, expected a file") from None
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{setting}: {path} cannot be read as text: {error}") from None
-        kept = [
-            line.strip() for line in lines if line.strip() and not line.strip().startswith("#")
-        ]
+        kept = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
         if not kept:
             raise ConfigError(f"{setting}: {path} has no prompt; expected one on each line")
         found += kept

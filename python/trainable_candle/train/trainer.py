@@ -41,8 +41,7 @@ Inputs: TypeAlias = Mapping[str, "Tensor"]
 """The inputs of a loss by name, on the device of the parameters."""
 
 MAX_SKIPPED: Final = 50
-"""A run fails after this many skipped steps in a row: they reduce the loss scale by 2**50, for
-example from 65536 to 6e-11."""
+"""A run fails after this many skipped steps in a row: they divide the loss scale by 2**50."""
 _SHARE: Final = "share"
 """The name of the input with a batch's weight in the loss of its step."""
 
