@@ -59,7 +59,7 @@ def test_changes_of_several_files_are_summed(sdxl_base: Path, tmp_path: Path) ->
 def test_several_adapters_must_all_be_loras(sdxl_base: Path, tmp_path: Path) -> None:
     one = adapter(sdxl_base, tmp_path / "a.safetensors", 1, target_modules=["to_q"])
     dora = adapter(sdxl_base, tmp_path / "b.safetensors", 2, adapter="dora")
-    with pytest.raises(ConfigError, match="adapters other than LoRA, and only LoRA can be used"):
+    with pytest.raises(ConfigError, match="adapters other than LoRA, and only LoRAs add up"):
         stacked(unet(sdxl_base), [(one, 1.0), (dora, 1.0)])
 
 
