@@ -65,8 +65,8 @@ class FlowFamily(PipelineFamily[E]):
     """Which text encoders the model goes with, for messages."""
     distilled: ClassVar[Usual] = Usual(4, 1.0)
     """How images are drawn by default with a model that was distilled to a few steps."""
-    wide_images: ClassVar[int] = 12
-    """The most values per token that a block holds without a tape, divided by `width`."""
+    held_tensors: ClassVar[int] = 12
+    """The most tensors, of `width` values for each token, that a block holds without a tape."""
 
     @cached_property
     def found_schedule(self) -> FlowSchedule:
@@ -211,4 +211,4 @@ class FlowFamily(PipelineFamily[E]):
 
     def predicting_values(self, latents: int) -> int:
         """Return the most values that a prediction of `latents` latent pixels holds at once."""
-        return self.wide_images * self.width * (latents // self.patch**2 + self.text_tokens)
+        return self.held_tensors * self.width * (latents // self.patch**2 + self.text_tokens)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _TEXT_ENCODERS: Final = ("text_encoder", "text_encoder_2")
 """The folders of CLIP-L and OpenCLIP-bigG."""
-_WIDE_IMAGES: Final = 12
+_HELD_MAPS: Final = 12
 """The number of feature maps that the UNet holds at once without a tape: the skip connections and
 the gates. Each map has the height and width of the latents, and the channels of the first level."""
 
@@ -101,8 +101,8 @@ class SDXL(PipelineFamily[TextEncoders]):
         return int(self.text_tokens * width)
 
     def predicting_values(self, latents: int) -> int:
-        """Return the number of values in `_WIDE_IMAGES` feature maps of the UNet's first level."""
-        return int(_WIDE_IMAGES * self.facts.config["block_out_channels"][0] * latents)
+        """Return the number of values in `_HELD_MAPS` feature maps of the UNet's first level."""
+        return int(_HELD_MAPS * self.facts.config["block_out_channels"][0] * latents)
 
     def load_encoders(self) -> TextEncoders:
         """Load CLIP-L and OpenCLIP-bigG with their tokenizers."""
