@@ -41,8 +41,9 @@ class AdamW8bit(GroupedOptimizer):
         states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        ArgumentError: if a number is out of range, if there is no variable, if a variable appears twice, or if `states` is unknown.
         DTypeError: if a variable's dtype is not supported.
+        DeviceError: if the variables are on different devices.
         OutOfMemoryError: if the system gives too little pinned memory for the states.
     """
     def __new__(
@@ -83,8 +84,9 @@ class Adam8bit(GroupedOptimizer):
         states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        ArgumentError: if a number is out of range, if there is no variable, if a variable appears twice, or if `states` is unknown.
         DTypeError: if a variable's dtype is not supported.
+        DeviceError: if the variables are on different devices.
         OutOfMemoryError: if the system gives too little pinned memory for the states.
     """
     def __new__(
@@ -126,8 +128,9 @@ class AdamW(GroupedOptimizer):
         states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        ArgumentError: if a number is out of range, if there is no variable, if a variable appears twice, or if `states` is unknown.
         DTypeError: if a variable's dtype is not supported.
+        DeviceError: if the variables are on different devices.
         OutOfMemoryError: if the system gives too little pinned memory for the states.
     """
     def __new__(
@@ -170,8 +173,9 @@ class Adam(GroupedOptimizer):
         states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        ArgumentError: if a number is out of range, if there is no variable, if a variable appears twice, or if `states` is unknown.
         DTypeError: if a variable's dtype is not supported.
+        DeviceError: if the variables are on different devices.
         OutOfMemoryError: if the system gives too little pinned memory for the states.
     """
     def __new__(
@@ -212,8 +216,9 @@ class Lion8bit(GroupedOptimizer):
         states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        ArgumentError: if a number is out of range, if there is no variable, if a variable appears twice, or if `states` is unknown.
         DTypeError: if a variable's dtype is not supported.
+        DeviceError: if the variables are on different devices.
         OutOfMemoryError: if the system gives too little pinned memory for the states.
     """
     def __new__(
@@ -244,15 +249,16 @@ class Lion(GroupedOptimizer):
 
     Args:
         params: variables, or dicts with an entry "params" and their own hyper-parameters.
-        lr: Learning rate, at least 0; 3 to 10 times smaller than Adam's.
+        lr: Learning rate, at least 0; usually a third to a tenth of Adam's.
         betas: The momentum's weight in the update, and the momentum's decay rate; each in [0, 1).
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Variables of other dtypes are not affected.
         states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        ArgumentError: if a number is out of range, if there is no variable, if a variable appears twice, or if `states` is unknown.
         DTypeError: if a variable's dtype is not supported.
+        DeviceError: if the variables are on different devices.
         OutOfMemoryError: if the system gives too little pinned memory for the states.
     """
     def __new__(
@@ -292,8 +298,9 @@ class Adafactor(GroupedOptimizer):
         states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        ArgumentError: if a number is out of range, if there is no variable, if a variable appears twice, or if `states` is unknown.
         DTypeError: if a variable's dtype is not supported.
+        DeviceError: if the variables are on different devices.
         OutOfMemoryError: if the system gives too little pinned memory for the states.
     """
     def __new__(
@@ -338,8 +345,9 @@ class CAME(GroupedOptimizer):
         states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        ArgumentError: if a number is out of range, if there is no variable, if a variable appears twice, or if `states` is unknown.
         DTypeError: if a variable's dtype is not supported.
+        DeviceError: if the variables are on different devices.
         OutOfMemoryError: if the system gives too little pinned memory for the states.
     """
     def __new__(
@@ -364,7 +372,7 @@ class CAME(GroupedOptimizer):
 
 class Prodigy(GroupedOptimizer):
     """
-    Prodigy (Mishchenko & Defazio 2023, arXiv:2306.06101), as `prodigyopt.Prodigy`: AdamW that estimates its step size. All groups share one estimate d. Only weight_decay and eps may differ in groups, and lr may be 0. The state dict has `estimate` (4), f64: d, its maximum, its numerator and the number of steps.
+    Prodigy (Mishchenko & Defazio 2023, arXiv:2306.06101), as `prodigyopt.Prodigy`: AdamW that estimates its step size. All groups share one estimate d. Only weight_decay and eps may differ between groups, and a group's lr may be 0. The state dict has `estimate` (4), f64: d, its maximum, its numerator and the number of steps.
 
     ```python
     optimizer = tc.optim.Prodigy(model.parameters(), lr=1e-3)
@@ -375,7 +383,7 @@ class Prodigy(GroupedOptimizer):
 
     Args:
         params: variables, or dicts with an entry "params" and their own hyper-parameters.
-        lr: Factor on the estimated step size, at least 0; 1 unless a schedule changes it. It must be the same in all groups, except that a group may have 0; the variables of this group do not change.
+        lr: Factor on the estimated step size, at least 0; 1 unless a schedule changes it. It must be the same in all groups, except that a group may have 0; the variables of such a group do not change.
         betas: Decay rates of the first and the second moment, each in [0, 1); a first rate of 0 keeps no first moment.
         beta3: Decay rate of the sums that give the estimate, in [0, 1); default: the square root of the second beta.
         eps: Above 0: eps times the estimate is added to the root of the second moment.
@@ -391,8 +399,9 @@ class Prodigy(GroupedOptimizer):
         states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        ArgumentError: if a number is out of range, if there is no variable, if a variable appears twice, or if `states` is unknown.
         DTypeError: if a variable's dtype is not supported.
+        DeviceError: if the variables are on different devices.
         OutOfMemoryError: if the system gives too little pinned memory for the states.
     """
     def __new__(
@@ -442,8 +451,9 @@ class AdamWScheduleFree(GroupedOptimizer):
         states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        ArgumentError: if a number is out of range, if there is no variable, if a variable appears twice, or if `states` is unknown.
         DTypeError: if a variable's dtype is not supported.
+        DeviceError: if the variables are on different devices.
         OutOfMemoryError: if the system gives too little pinned memory for the states.
     """
     def __new__(
@@ -491,8 +501,9 @@ class Muon(GroupedOptimizer):
         states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        ArgumentError: if a number is out of range, if there is no variable, if a variable appears twice, or if `states` is unknown.
         DTypeError: if a variable's dtype is not supported.
+        DeviceError: if the variables are on different devices.
         OutOfMemoryError: if the system gives too little pinned memory for the states.
     """
     def __new__(
@@ -546,8 +557,9 @@ class SGD(GroupedOptimizer):
         states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        ArgumentError: if a number is out of range, if there is no variable, if a variable appears twice, or if `states` is unknown.
         DTypeError: if a variable's dtype is not supported.
+        DeviceError: if the variables are on different devices.
         OutOfMemoryError: if the system gives too little pinned memory for the states.
     """
     def __new__(

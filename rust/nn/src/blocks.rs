@@ -17,9 +17,10 @@ const STRETCHES: usize = 3;
 
 /// The checkpointing policy of a model's blocks, or of its first blocks.
 ///
-/// The first blocks are those to recompute if only some are: the tape holds their results the longest. While the backward
-/// pass recomputes them, the results of the other blocks are already freed; if it recomputed the last blocks, it would hold
-/// the recomputed results together with those of all other blocks.
+/// If only some blocks are recomputed, these are the first blocks, because the tape holds the results of the first
+/// blocks the longest. While the backward pass recomputes the first blocks, the results of the other blocks are already
+/// freed. If the last blocks were recomputed instead, their recomputed results would be in memory together with the
+/// results of all other blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Checkpointing {
     policy: Policy,
@@ -34,12 +35,12 @@ impl Checkpointing {
     /// [`Error::Argument`] if `policy` does not recompute everything, or if `count` exceeds `all`, the number of blocks.
     pub fn of_first(count: usize, policy: Policy, all: usize) -> Result<Self> {
         if !policy.recomputes_all() {
-            let message =
-                "only a part of the blocks can have the policy \"full\" or \"offload\", but not another policy";
+            let message = "a policy other than \"full\" or \"offload\" takes no number of blocks; leave the number out";
             return Err(Error::argument("checkpoint_blocks", message));
         }
         if count > all {
-            let message = format!("found {count} blocks to recompute, expected at most {all}, all that the model has");
+            let message =
+                format!("found {count} blocks to recompute, expected at most {all}, the model's number of blocks");
             return Err(Error::argument("checkpoint_blocks", message));
         }
         Ok(Self { policy, first: Some(count) })
@@ -50,7 +51,7 @@ impl Checkpointing {
         if self.first.is_none_or(|first| index < first) { self.policy } else { Policy::Selective }
     }
 
-    /// The same policies for the blocks from the block `start` on.
+    /// The policies of the blocks from `start` on, for callers that count these blocks from 0.
     #[must_use]
     pub fn after(self, start: usize) -> Self {
         Self { first: self.first.map(|first| first.saturating_sub(start)), ..self }
@@ -72,7 +73,7 @@ pub struct Blocks<B> {
     kept: Kept,
 }
 
-/// The checkpointing policies of blocks, and which of them have streamed weights.
+/// The checkpointing policies of blocks, and which blocks have streamed weights.
 pub struct Kept {
     checkpointing: RwLock<Checkpointing>,
     turns: RwLock<Turns>,
@@ -305,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_run_in_order_and_policies_change_no_gradient() {
+    fn blocks_are_named_by_index_and_policies_change_no_gradient() {
         let var = |value: f64| Var::from_tensor(&Tensor::full(value, 3, DType::F64, &Device::Cpu).unwrap()).unwrap();
         let model = Model((2..7).map(|i| Scale(var(f64::from(i)))).collect::<Blocks<_>>().nested());
         assert_eq!(model.named_tensors()[4].0, "scales.4.scale");
@@ -332,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_blocks_of_a_model_are_recomputed() {
+    fn checkpoint_first_recomputes_the_first_blocks_and_rejects_other_counts_and_policies() {
         let var = || Var::from_tensor(&Tensor::full(2.0, 3, DType::F64, &Device::Cpu).unwrap()).unwrap();
         let blocks = |count| (0..count).map(|_| Scale(var())).collect::<Blocks<_>>();
         let model = Two(Model(blocks(2)), Model(blocks(3)));

@@ -81,7 +81,7 @@ impl LinearGroup {
     /// Apply the two members, features and gate, to `x (..., in_features)`, and return the
     /// [`swiglu`](trainable_candle_core::ops::gated::swiglu) of their results, `(..., out_features)`. If
     /// [`forward`](Self::forward) would compute both members by one matrix product, one operation computes the SwiGLU. The
-    /// tape then need not keep its result, because the backward pass can recompute it ([`remade`](Tensor::remade)).
+    /// tape then need not keep the SwiGLU, because the backward pass can recompute it ([`remade`](Tensor::remade)).
     ///
     /// # Errors
     /// As [`forward`](Self::forward); [`Error::Shape`] if there are not two members with the same number of output

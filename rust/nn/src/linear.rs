@@ -138,7 +138,7 @@ impl<T: Parameter> Linear<T> {
         linear_add(x, base.weight, base.bias, residual)
     }
 
-    /// Return s = x + residual, both (..., in_features), plus the layer `last` of [`geglu`] of this layer of `norm` of s. Without
+    /// Return s + last(geglu(self(norm(s)))), where s = x + residual, both (..., in_features); see [`geglu`]. Without
     /// adapters, one operation may compute all of this; [`geglu_feed_forward`] says when.
     ///
     /// # Errors

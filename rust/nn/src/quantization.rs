@@ -29,7 +29,7 @@ impl Quantizable {
     /// Quantizes no layer.
     pub const NOTHING: Self = Self { blocks: &[], kept: &[], modulation: &[], rows: &[], multiplied: &[] };
 
-    /// Whether the layer `name` may be quantized.
+    /// Whether the layer `name` is in a block and may be quantized.
     pub fn has(&self, name: &str) -> bool {
         self.blocks.iter().any(|block| name.starts_with(block)) && !self.kept.iter().any(|kept| name.contains(kept))
     }

@@ -30,11 +30,11 @@ pub trait Stored {
     /// [`Error::Io`] if reading fails, [`Error::OutOfMemory`] if the values do not fit.
     fn read(&mut self, name: &str) -> Result<Tensor>;
 
-    /// The weight of a linear layer. With a `format`, the weight is quantized to it. Without, the weight is quantized
-    /// only if the store has the whole weight in one quantized format.
+    /// The weight of a linear layer. With a `format`, the weight is quantized to this format. Without a format, the
+    /// weight is quantized only if the store has the whole weight in one quantized format.
     ///
     /// # Errors
-    /// As [`read`](Self::read); as [`Quantized::new`].
+    /// The errors of [`read`](Self::read) and of [`Quantized::new`].
     fn read_weight(&mut self, name: &str, format: Option<Format>) -> Result<Weight> {
         let values = self.read(name)?;
         format.map_or_else(|| Ok(values.clone().into()), |format| Ok(Quantized::new(&values, format)?.into()))
@@ -148,7 +148,7 @@ impl Source {
     /// Checks, after the model is built, that no parameter was missing and that no stored parameter is unused.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the missing and the unexpected parameters.
+    /// [`Error::Config`] that names the missing and the unexpected parameters.
     pub fn finish(self) -> Result<()> {
         let Kind::Stored { stored, taken, missing } = self.kind else { return Ok(()) };
         let unexpected = stored.unexpected(&taken);
@@ -201,7 +201,7 @@ impl Source {
         }
     }
 
-    /// Whether quantized weights keep their codes transposed, too. Weights that are copied to the device for each use never do.
+    /// Whether quantized weights keep their codes transposed, too; never if the source streams weights.
     fn transposes(&self) -> bool {
         self.streaming.is_none() && self.quantization.is_some_and(|quantization| quantization.transposes())
     }

@@ -1,5 +1,6 @@
-//! [`Streaming`]: which weights of a model are streamed: kept in the memory of the host, or in slices on the devices of a
-//! machine, and copied to the device before each use. The weights are chosen before the model is built.
+//! [`Streaming`]: which weights of a model are streamed. Streamed weights are kept in the memory of the host, or in
+//! slices on the devices of a machine, and copied to the device before each use. They are chosen before the model is
+//! built.
 //!
 //! The weights of a block that are copied together are a [`Unit`]. A [`Ring`] has two slots in the memory of the
 //! device, and copies its units to them in turn. A model has up to two rings: one for the weights that blocks use while
@@ -64,7 +65,7 @@ impl Units {
     }
 }
 
-/// The plan for streaming a model: which weights of linear layers in blocks are streamed, and the unit of each. All other
+/// How a model is streamed: which weights of linear layers in blocks are streamed, and the unit of each. All other
 /// parameters, such as norms and biases, stay on the device. See [`streaming`](trainable_candle_core::streaming).
 pub struct Streaming {
     device: Device,
@@ -78,10 +79,10 @@ pub struct Streaming {
 }
 
 impl Streaming {
-    /// A plan that streams some blocks of a model. The streamed blocks are spread evenly over all blocks, so that a unit is
-    /// copied while the device computes the blocks before it. `shapes` is the model with shapes but no values. `layers` says
-    /// which layers are in blocks, and which of them compute the modulation. If [`Sharing::set`] was called on this thread,
-    /// the processes that load the model together share one copy of the weights.
+    /// Chooses the blocks of a model to stream. The streamed blocks are spread evenly over all blocks, so that a unit
+    /// is copied while the device computes the blocks before it. `shapes` is the model with shapes but no values.
+    /// `layers` says which layers are in blocks, and which of them compute the modulation. If [`Sharing::set`] was
+    /// called on this thread, the processes that load the model together share one copy of the weights.
     ///
     /// # Errors
     /// [`Error::Argument`] if the model has fewer blocks than `options` asks for, or if the modulation is to be
@@ -90,7 +91,8 @@ impl Streaming {
         let (names, count) = (blocks(shapes, &layers), options.blocks);
         if count > names.len() {
             let found = names.len();
-            let message = format!("found {count} blocks to stream, expected at most {found}, all that the model has");
+            let message =
+                format!("found {count} blocks to stream, expected at most {found}, all that can be streamed");
             return Err(Error::argument("stream_blocks", message));
         }
         if options.modulation && layers.modulation.is_empty() {

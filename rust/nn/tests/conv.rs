@@ -48,7 +48,7 @@ fn largest_difference(a: &Tensor, b: &Tensor) -> f32 {
 }
 
 #[test]
-fn weights_in_files_have_torchs_layout() {
+fn layers_from_files_have_torchs_layout_and_results() {
     let (weight, bias) = (random(&[6, 2, 3, 2]), random(&[6]));
     let tensors =
         BTreeMap::from([("conv.weight".to_string(), weight.clone()), ("conv.bias".to_string(), bias.clone())]);
@@ -94,7 +94,7 @@ fn errors_name_wrong_shapes_and_channels() {
 }
 
 #[test]
-fn a_disabled_adapter_leaves_the_layer_unchanged() {
+fn adapters_start_without_effect_and_can_be_merged_and_disabled() {
     let options = Conv2dOptions { groups: 1, ..OPTIONS };
     let weight = random(&[6, 3, 2, 4]);
     let model = One(Conv2d::from_parameters(weight, Some(random(&[6])), options).unwrap());

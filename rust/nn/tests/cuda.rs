@@ -164,7 +164,7 @@ fn clipped_steps_and_steps_skipped_by_norms_equal_those_of_the_cpu() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn scaled_steps_equal_those_of_the_cpu() {
+fn scaled_steps_and_their_scales_equal_those_of_the_cpu() {
     for unscale in [false, true] {
         compare(|opt| {
             let config = GradScalerConfig { init_scale: 4.0, growth_interval: 2, ..GradScalerConfig::default() };
@@ -208,12 +208,24 @@ fn norms_equal_those_of_the_cpu() {
             assert!((found / expected - 1.0).abs() < 1e-12, "{found}, expected {expected}");
         }
     }
-    let none = variables(DType::F32, Layout::Loose, &device);
-    let norm = grad_norm(&none, NormType::L2).unwrap();
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn the_norm_without_gradients_is_0_on_the_device() {
+    let vars = variables(DType::F32, Layout::Loose, &gpu());
+    let norm = grad_norm(&vars, NormType::L2).unwrap();
     assert!(norm.device().is_cuda());
     assert_eq!(norm.item().unwrap(), 0.0);
-    none[5].set_grad(&tensor(SIZES[5], 0, DType::F32, &device).mul_scalar(f64::NAN).unwrap()).unwrap();
-    assert!(matches!(clip_grad_norm_(&none, 1.0, NormType::L2, true), Err(Error::NonFinite { .. })));
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn clipping_rejects_nan_gradients_on_request() {
+    let device = gpu();
+    let vars = variables(DType::F32, Layout::Loose, &device);
+    vars[5].set_grad(&tensor(SIZES[5], 0, DType::F32, &device).mul_scalar(f64::NAN).unwrap()).unwrap();
+    assert!(matches!(clip_grad_norm_(&vars, 1.0, NormType::L2, true), Err(Error::NonFinite { .. })));
 }
 
 #[test]

@@ -149,6 +149,10 @@ fn adapters_that_are_no_low_rank_products_run_layer_by_layer() {
         other.merge().unwrap();
         assert_close(&joined(group.0.forward(&x()).unwrap()).0, &apart.forward(&x()));
     }
+}
+
+#[test]
+fn trainable_layers_run_layer_by_layer_and_stay_trainable() {
     assert!(!joined(group(true).0.forward(&x()).unwrap()).1);
     assert_eq!(group(true).named_vars().len(), 6);
 }

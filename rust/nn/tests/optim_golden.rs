@@ -233,7 +233,8 @@ fn follows_bitsandbytes(name: &str, n: usize, lr: f64, make: impl Fn(Vec<Var>) -
         opt.step_all().unwrap();
         if [1, 6].contains(&step) {
             let error = difference(&opt.vars()[0], &golden.tensor(&format!("{name}.p{step}.{n}")));
-            // Each step also rounds the values: the error is at most half a unit in the last place, 1.2e-7 below 4.
+            // Each step also rounds the values: the error is at most half a unit in the last place, 1.2e-7 for values
+            // below 4.
             let allowed = f64::from(step) * (5e-5 * lr + 1.2e-7);
             assert!(error <= allowed, "{name}: values differ by {error:e} after step {step}, {allowed:e} allowed");
         }

@@ -1,5 +1,5 @@
 //! Frozen low-rank products that layers add to their results in training, beside the adapter that is trained. An example
-//! is the training adapter of a distilled model, a LoRA that is used in training and left out afterwards.
+//! is a training adapter: a LoRA, published for a distilled model, that is used in training and left out afterwards.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -39,7 +39,7 @@ pub struct LoraConfig {
     /// OFT: the size of blocks (peft's name). If it does not divide the number of features, the nearest divisor is used.
     pub oft_block_size: usize,
     /// OFT: the side of layers that is rotated. `None` means the side that other programs expect in adapters of the model,
-    /// or the inputs if that is unknown.
+    /// or the inputs if that side is unknown.
     pub oft_side: Option<OftSide>,
     /// OFT of inputs: the number of terms of the series that replaces the Cayley transform (peft's `use_cayley_neumann`
     /// and `num_cayley_neumann_terms`); `None` for the transform itself.
@@ -48,8 +48,8 @@ pub struct LoraConfig {
     pub use_rslora: bool,
     /// Quantization-aware training of linear layers: the grid that adapted weights are rounded to.
     pub qat: Option<Grid>,
-    /// If `qat` is [`Grid::Int8`] or [`Grid::Fp8`]: also round the inputs of these layers to this grid, with one scale per
-    /// token, as servers that multiply in eight bits do.
+    /// If `qat` is [`Grid::Int8`] or [`Grid::Fp8`]: also round the inputs of adapted layers to this grid, with one
+    /// scale per token, as servers that multiply in eight bits do.
     pub qat_activations: bool,
     /// With `qat`: learn a factor on each scale of the weights.
     pub qat_learned_scales: bool,
@@ -93,12 +93,12 @@ impl LoraConfig {
     /// Check every value.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the value and its range.
+    /// [`Error::Config`] that names a wrong value and says what is expected.
     pub fn validate(&self) -> Result<()> {
         let ranks = std::iter::once(("r", self.r)).chain(self.rank_pattern.iter().map(|(k, &v)| (k.as_str(), v)));
         for (name, rank) in ranks {
             if rank == 0 {
-                return Err(Error::Config(format!("LoraConfig: found rank 0 for {name}, expected at least 1")));
+                return Err(Error::Config(format!("LoraConfig: found rank 0 for \"{name}\", expected at least 1")));
             }
         }
         let alphas = std::iter::once(("lora_alpha", self.lora_alpha))
@@ -106,7 +106,7 @@ impl LoraConfig {
         for (name, alpha) in alphas {
             if !alpha.is_finite() || alpha == 0.0 {
                 return Err(Error::Config(format!(
-                    "LoraConfig: found alpha {alpha} for {name}, expected a finite number other than 0"
+                    "LoraConfig: found alpha {alpha} for \"{name}\", expected a finite number other than 0"
                 )));
             }
         }
@@ -187,13 +187,13 @@ impl LoraConfig {
     /// The kind of adapter in the configuration.
     ///
     /// # Errors
-    /// [`Error::Config`] if there is no such kind, or `use_dora` is set for another kind than `lora`.
+    /// [`Error::Config`] if there is no such kind, or `use_dora` is set for another kind than `lora` and `dora`.
     pub fn kind(&self) -> Result<&'static AdapterKind> {
         let name = match (self.use_dora, self.adapter.as_str()) {
             (true, "lora" | "dora") => "dora",
             (true, other) => {
                 return Err(Error::Config(format!(
-                    "LoraConfig: use_dora works with adapter \"lora\", found \"{other}\""
+                    "LoraConfig: use_dora works with adapter \"lora\" or \"dora\", found \"{other}\""
                 )));
             }
             (false, name) => name,
@@ -376,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn patterns_select_layers_and_exclusions_remove_them() {
+    fn patterns_select_layers_exclusions_remove_them_and_invalid_patterns_are_errors() {
         let mut c = config(&[r"blocks\.[02]\..*to_(q|k)"]);
         assert!(targeted(&c, "blocks.2.attn.to_k").0);
         assert!(!targeted(&c, "blocks.1.attn.to_k").0);
@@ -404,7 +404,7 @@ mod tests {
     }
 
     #[test]
-    fn kinds_are_found_by_name() {
+    fn adapter_and_use_dora_select_the_kind_and_unknown_names_are_errors() {
         assert_eq!(LoraConfig::default().kind().unwrap().name, "lora");
         assert_eq!(LoraConfig { use_dora: true, ..LoraConfig::default() }.kind().unwrap().name, "dora");
         let wrong = LoraConfig { adapter: "lara".into(), ..LoraConfig::default() };
@@ -426,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_values_are_reported() {
+    fn validate_accepts_bf16_and_oft_and_its_errors_name_the_wrong_values() {
         let wrong = LoraConfig { lora_dropout: 1.0, ..LoraConfig::default() };
         assert!(wrong.validate().unwrap_err().to_string().contains("lora_dropout is 1"));
         let wrong = LoraConfig { lora_dropout: 0.1, qat: Some(Grid::Int8), ..LoraConfig::default() };

@@ -7,7 +7,7 @@ use trainable_candle_core::{DType, Result, Tensor};
 use super::{Adapter, AdapterSettings, training};
 use crate::base::Base;
 
-/// The parameters of an adapter, from which it computes the matrix Δ.
+/// The parameters of an adapter, from which the adapter computes the matrix Δ.
 pub(super) trait Delta: Send + Sync {
     /// Δ of the shape of the base's weight, from parameters converted to `dtype`.
     fn delta(&self, base: &Base<'_>, dtype: DType) -> Result<Tensor>;

@@ -71,7 +71,7 @@ impl Lora {
         if base.groups() != 1 {
             let cure = "leave the layer out with exclude_modules";
             return Err(Error::Config(format!(
-                "LoRA: a convolution in {} groups cannot have this adapter; {cure}",
+                "LoRA: a convolution with {} groups cannot have this adapter; {cure}",
                 base.groups()
             )));
         }
@@ -160,7 +160,8 @@ impl LoRABackwardOps {
     /// `input (..., in)` is x, and `grad_output (..., out)` is the gradient of y.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Shape`], `DType` or `Device` if the operands do not fit.
+    /// [`trainable_candle_core::Error::Shape`], `DType` or `Device` if the operands do not fit, `Argument` if `scale`
+    /// is not finite.
     pub fn backward(
         grad_output: &Tensor,
         input: &Tensor,

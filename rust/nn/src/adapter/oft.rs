@@ -138,7 +138,7 @@ fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &Adapter
     }
     if base.groups() != 1 {
         return Err(Error::Config(format!(
-            "OFT: a convolution in {} groups cannot have this adapter; leave the layer out with exclude_modules",
+            "OFT: a convolution with {} groups cannot have this adapter; leave the layer out with exclude_modules",
             base.groups()
         )));
     }

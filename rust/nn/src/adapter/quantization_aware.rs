@@ -22,7 +22,7 @@ pub struct QuantizationAware {
 }
 
 impl QuantizationAware {
-    /// An adapter of the layer `base` that rounds the weight which `inner` adapts.
+    /// An adapter of the layer `base` that rounds the weight to which `inner` changes the layer's weight.
     ///
     /// # Errors
     /// [`Error::Config`] if the layer is a convolution, if its weight is quantized to another grid or does not divide
@@ -56,7 +56,7 @@ impl QuantizationAware {
     /// Check that inputs can be rounded to the grid of the weights.
     ///
     /// # Errors
-    /// [`Error::Config`] if there is no grid, or one whose groups are not rows.
+    /// [`Error::Config`] if there is no grid, or the groups of the grid are not rows.
     pub fn check_activations(grid: Option<Grid>) -> Result<()> {
         if matches!(grid, Some(Grid::Int8 | Grid::Fp8)) {
             return Ok(());

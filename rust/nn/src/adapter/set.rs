@@ -72,7 +72,7 @@ pub struct LayerValues {
     pub parameters: BTreeMap<String, Tensor>,
     /// The factor in front of the low-rank product.
     pub scale: f64,
-    /// OFT: the number of terms of peft's series, if the adapter was trained with it.
+    /// OFT: the number of terms of peft's series, if the adapter was trained with the series.
     pub cayley_neumann_terms: Option<usize>,
 }
 
@@ -114,7 +114,8 @@ impl AdapterSet {
     /// change, except by the rounding that `config.qat` requests.
     ///
     /// # Errors
-    /// [`Error::Config`] if the configuration is invalid, matches no layer, or does not suit a layer; [`Error::OutOfMemory`].
+    /// [`Error::Config`] if the configuration is invalid, matches no layer, or does not suit a layer;
+    /// [`Error::OutOfMemory`] if the parameters do not fit.
     pub fn attach(config: LoraConfig, layers: &[(String, Layer<'_>)]) -> Result<Self> {
         config.validate()?;
         let kind = config.kind()?;
@@ -156,7 +157,7 @@ impl AdapterSet {
         for (name, given) in values {
             let Some(&layer) = known.get(name.as_str()) else {
                 return Err(Error::Config(format!(
-                    "load_adapter: the model has no layer {name}; the adapter is for another model"
+                    "load_adapter: the model has no layer \"{name}\"; the adapter is for another model"
                 )));
             };
             let kind = given.kind().map_err(|e| Error::Config(format!("load_adapter: {name}: {e}")))?;
@@ -327,8 +328,8 @@ impl AdapterSet {
     /// Overwrite the parameters with `values` from a file that has the same layers, kinds, ranks and scales.
     ///
     /// # Errors
-    /// [`Error::Config`] that names a missing or unexpected parameter, or a scale that differs; [`Error::Shape`] if a
-    /// shape differs. After an error, nothing has changed.
+    /// [`Error::Config`] that names a missing or unexpected parameter, or a kind, a rank, a scale or a setting of OFT
+    /// that differs; [`Error::Shape`] if a shape differs. After an error, nothing has changed.
     pub fn load(&self, values: &BTreeMap<String, LayerValues>) -> Result<()> {
         self.check_sizes(values)?;
         let names = |m: &Member| m.parameters.iter().map(|(name, _)| format!("{}.{name}", m.name)).collect::<Vec<_>>();
@@ -374,12 +375,13 @@ impl AdapterSet {
         Ok(())
     }
 
-    /// Check that kinds, ranks and scales agree in the layers that are both in this set and in `values`.
+    /// Check that kinds, ranks, scales and settings of OFT agree in the layers that are both in this set and in
+    /// `values`.
     fn check_sizes(&self, values: &BTreeMap<String, LayerValues>) -> Result<()> {
         for member in &self.members {
             let Some(given) = values.get(&member.name) else { continue };
             let (kind, rank) = (given.kind().map_err(|e| at_layer(&member.name, e))?, given.rank()?);
-            let cure = |found: &str, asked: &str| {
+            let differs = |found: &str, asked: &str| {
                 Err(Error::Config(format!(
                     "load_adapter: {}: the file has {found}, this adapter is {asked}",
                     member.name
@@ -389,7 +391,7 @@ impl AdapterSet {
                 let found = format!("a \"{}\"", kind.name);
                 let asked =
                     format!("a \"{}\"; make it with adapter=\"{1}\" (--adapter {1})", member.kind.name, kind.name);
-                return cure(&found, &asked);
+                return differs(&found, &asked);
             }
             let own_side = OftSide::of(member.parameters.iter().map(|(name, _)| *name));
             if let Some(side) = OftSide::of(given.parameters.keys().map(String::as_str)).filter(|_| own_side.is_some())
@@ -397,7 +399,7 @@ impl AdapterSet {
                 if own_side != Some(side) {
                     let side = side.name();
                     let asked = format!("OFT of the other side; make it with oft_side=\"{side}\" (--oft-side {side})");
-                    return cure(&format!("OFT of {side}s"), &asked);
+                    return differs(&format!("OFT of {side}s"), &asked);
                 }
                 if given.cayley_neumann_terms != member.settings.cayley_neumann_terms {
                     let named = |terms: Option<usize>| {
@@ -407,7 +409,7 @@ impl AdapterSet {
                     };
                     let asked = named(member.settings.cayley_neumann_terms);
                     let asked = format!("made with {asked}; make it with the file's values");
-                    return cure(&named(given.cayley_neumann_terms), &asked);
+                    return differs(&named(given.cayley_neumann_terms), &asked);
                 }
             }
             let own_rank = if member.has_rank() { member.settings.rank } else { 0 };
@@ -424,7 +426,7 @@ impl AdapterSet {
                     "of rank {own_rank} and alpha {own_alpha}; make it with r={rank} and lora_alpha={alpha} \
                      (--rank {rank} --alpha {alpha})"
                 );
-                return cure(&found, &asked);
+                return differs(&found, &asked);
             }
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! The exponential moving average of an adapter's parameters.
+//! The exponential moving average of the variables of a flat buffer, such as an adapter's parameters.
 
 use trainable_candle_core::capture::{Fixed, HostState, before_replay, is_capturing};
 use trainable_candle_core::compute::{copy_into, fill, lerp_in_place, zeros};
@@ -176,8 +176,9 @@ impl EMA {
     /// Loads a [`state_dict`](Self::state_dict) that was saved over variables of the same shapes.
     ///
     /// # Errors
-    /// [`Error::Config`] if an entry is missing or not expected, [`Error::Shape`] or [`Error::DType`] if an entry has
-    /// another shape or dtype, [`Error::Device`] within a captured function. After an error, nothing has changed.
+    /// [`Error::Config`] if an entry is missing or not expected, or the number of updates is negative; [`Error::Shape`]
+    /// or [`Error::DType`] if an entry has another shape or dtype; [`Error::Device`] within a captured function. After
+    /// an error, nothing has changed.
     pub fn load_state_dict(&mut self, states: &StateDict) -> Result<()> {
         let entry = |name: &str, dtype: DType, dims: &[usize]| {
             let wrong = |what: String| format!("load_state_dict: {OP}: {what}");

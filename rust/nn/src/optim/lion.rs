@@ -19,7 +19,7 @@ use super::rule::{
 hyper_parameters! {
     /// Hyper-parameters of [`Lion`]; names, meaning and defaults are those of the paper's implementation and bitsandbytes.
     pub struct LionConfig {
-        /// Learning rate, at least 0; 3 to 10 times smaller than Adam's.
+        /// Learning rate, at least 0; usually a third to a tenth of Adam's.
         pub lr: f64,
         /// The momentum's weight in the update, and the momentum's decay rate; each in [0, 1).
         pub betas: (f64, f64),

@@ -23,7 +23,7 @@
 //!
 //! For CUDA variables, states, hyper-parameters and step counters are on the device;
 //! [`place_states`](Optimizer::place_states) moves the states to memory of the host. A step usually is two launches for
-//! all variables, without synchronization. It also writes the f16 or bf16 copies of variables that the forward pass reads.
+//! all variables, without synchronization. A step also writes the f16 or bf16 copies that the forward pass reads.
 //! State dicts do not depend on the device, so a run can continue on another kind of device. CUDA devices need a rule
 //! with [`KERNELS`](Rule::KERNELS), and do not support f64 variables.
 

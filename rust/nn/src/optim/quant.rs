@@ -1,4 +1,4 @@
-//! Block-wise 8-bit quantisation of optimizer states, as bitsandbytes defines it.
+//! Block-wise 8-bit quantization of optimizer states, as bitsandbytes defines it.
 //!
 //! A block of values is divided by its largest magnitude, and each quotient is rounded to the nearest of 256 values, the
 //! *dynamic map*. This map has more values near zero than near one, so that small states keep a relative precision of a few
@@ -23,7 +23,7 @@ use super::lanes::Lanes;
 /// The number of elements of an optimizer state that share one scale.
 pub const BLOCK_SIZE: usize = 256;
 
-/// The number of elements that one thread quantises at a time.
+/// The number of elements that one thread quantizes at a time.
 const GRAIN: usize = 1 << 14;
 
 /// A map of 256 ascending values, with tables that give the code of the nearest map value in a few instructions.
@@ -70,7 +70,8 @@ impl Codebook {
         &self.values
     }
 
-    /// The code whose value is nearest to `x`. A tie goes to the even code, a NaN to code 0.
+    /// The code whose value is nearest to `x`. A tie goes to the even code, a NaN to code 0. The map
+    /// [`sign_preserving`](Self::sign_preserving) differs for NaNs and for some negative numbers.
     #[inline(always)]
     pub fn encode(&self, x: f32) -> u8 {
         encode(&self.table, x)
@@ -179,8 +180,8 @@ fn border(values: &[f32; 256], code: usize) -> f32 {
     if code.is_multiple_of(2) { middle } else { middle.next_down() }
 }
 
-/// Quantises `values` in blocks of `block_size` elements (the last block may be shorter). Writes each block's largest magnitude
-/// to `absmax`, and the codes of the block's values divided by this magnitude to `codes`.
+/// Quantizes `values` in blocks of `block_size` elements (the last block may be shorter). Writes each block's largest
+/// magnitude to `absmax`, and the codes of the block's values divided by this magnitude to `codes`.
 ///
 /// # Errors
 /// [`Error::Argument`] if `block_size` is 0; [`Error::Shape`] if `codes` is not as long as `values` or `absmax` does

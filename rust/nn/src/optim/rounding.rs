@@ -70,8 +70,8 @@ fn round(value: f32, bits: u32) -> bf16 {
 impl<R: Rule> Stepper<R> {
     /// Keeps bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round
     /// stochastically, with random bits that depend on `seed`, the number of the step, the variable and the element.
-    /// Other variables, and 8-bit states, are updated as before. Call this before the first step, and before the states are
-    /// placed in memory of the host.
+    /// Other variables, and 8-bit states, are updated as without stochastic rounding. Call this before the first step,
+    /// and before the states are placed in memory of the host.
     ///
     /// # Errors
     /// [`Error::Argument`] if the update is not elementwise, or if states exist on a device; [`Error::DType`] if no variable is
@@ -145,6 +145,10 @@ mod tests {
                 assert!(round(nan, bits).is_nan());
             }
         }
+    }
+
+    #[test]
+    fn a_value_rounds_up_only_if_the_sum_of_its_lower_bits_and_the_random_bits_carries() {
         let (below, above) = (f32::from_bits(0x3f80_0001), f32::from_bits(0x3f80_ffff));
         assert_eq!([round(below, 0xfffe), round(below, 0xffff)].map(bf16::to_bits), [0x3f80, 0x3f81]);
         assert_eq!([round(above, 0), round(above, 1)].map(bf16::to_bits), [0x3f80, 0x3f81]);

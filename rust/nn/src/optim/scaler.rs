@@ -43,8 +43,8 @@ impl Default for GradScalerConfig {
 #[derive(Debug)]
 pub struct GradScaler {
     config: GradScalerConfig,
-    /// The scale and the counter of finite steps. They must be on the device before a capture, because captured functions read
-    /// them there.
+    /// The scale and the counter of steps with finite gradients. On CUDA, they must be on the device before a capture,
+    /// because captured functions read them there.
     state: Fixed<State>,
     /// What was done for each optimizer since the last update, by the optimizer's id.
     stages: HostState<FxHashMap<u64, Stage>>,
@@ -287,7 +287,7 @@ impl GradScaler {
         Ok(())
     }
 
-    /// Sets the scale and the counter of finite steps to those of a saved run.
+    /// Sets the scale and the counter of steps with finite gradients to those of a saved run.
     ///
     /// # Errors
     /// [`Error::Argument`] if the scale is not a number above 0.

@@ -125,10 +125,15 @@ mod tests {
         assert!(slots.split(&vars, 0..4).is_none() && slots.split(&vars, 0..3).is_none());
         let (split, from) = slots.split(&vars, [1, 3].into_iter()).unwrap();
         assert_eq!((&split.group_of[..], &split.of[..], &from[..]), (&[0, 1, 0][..], &[0, 2, 0, 1][..], &[0][..]));
+    }
+
+    #[test]
+    fn runs_are_ranges_of_consecutive_slots() {
+        let slots = Slots { group_of: vec![0, 1, 0], of: vec![0, 2, 0, 1] };
         let all = 0..3;
-        assert_eq!(split.runs([3, 1, 0].into_iter()), std::slice::from_ref(&all));
+        assert_eq!(slots.runs([3, 1, 0].into_iter()), std::slice::from_ref(&all));
         let last = 2..3;
-        assert_eq!(split.runs([1].into_iter()), std::slice::from_ref(&last));
+        assert_eq!(slots.runs([1].into_iter()), std::slice::from_ref(&last));
     }
 
     #[test]

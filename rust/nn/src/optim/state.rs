@@ -28,7 +28,7 @@ const SEED: &str = "seed";
 /// - states of the optimizer that belong to no variable, under their names
 pub type StateDict = BTreeMap<String, Tensor>;
 
-/// Where the states of variables on a CUDA device are. Results do not depend on it.
+/// Where the states of variables on a CUDA device are. Results do not depend on the place.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum StatePlace {
     /// In the memory of the device.
@@ -334,7 +334,7 @@ impl<'a> Reader<'a> {
             return Ok(());
         }
         let saved_by = String::from_utf8_lossy(&kind);
-        Err(self.error(format!("the states were saved by {saved_by}; load them into an optimizer of this kind")))
+        Err(self.error(format!("the states were saved by {saved_by}; load them into another {saved_by}")))
     }
 
     /// The seed of stochastic rounding; None if the optimizer does not round stochastically (`rounds` is false).

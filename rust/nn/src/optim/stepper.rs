@@ -27,7 +27,8 @@ pub trait Optimizer: Send {
     fn vars(&self) -> Vec<Var>;
 
     /// Updates every variable that has a gradient, unless the guard skips the step. On CUDA, the kernels check
-    /// the norm, so the host does not wait for it. The gradients are kept until [`zero_grad`](Self::zero_grad).
+    /// the guard's norm, so the host does not wait for the norm. The gradients are kept until
+    /// [`zero_grad`](Self::zero_grad).
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the states do not fit, [`Error::Argument`] if averages replace the values
@@ -69,7 +70,8 @@ pub trait Optimizer: Send {
     /// Sets the learning rate of one group.
     ///
     /// # Errors
-    /// [`Error::Argument`] if `lr` is negative or not finite, or no such group; [`Error::Device`] within a captured function.
+    /// [`Error::Argument`] if `lr` is negative or not finite, or if there is no such group; [`Error::Device`] within a
+    /// captured function.
     fn set_group_lr(&mut self, group: usize, lr: f64) -> Result<()>;
 
     /// Sets the learning rate of every group.
@@ -91,24 +93,25 @@ pub trait Optimizer: Send {
     ///
     /// # Errors
     /// [`Error::Config`] that names states that are missing or not expected, [`Error::Shape`] or [`Error::DType`] that
-    /// names a state of another shape or dtype, [`Error::Argument`] if averages replace the values ([`eval`](Self::eval)),
-    /// [`Error::Device`] within a captured function. After these errors, nothing has changed. If the copy to a device fails,
-    /// the host has the loaded states, and the next step copies them again.
+    /// names a state of another shape or dtype, [`Error::Argument`] if averages replace the values
+    /// ([`eval`](Self::eval)) or a learning rate is outside its range, [`Error::Device`] within a captured function.
+    /// After these errors, nothing has changed. If the copy to a device fails, the host has the loaded states, and the
+    /// next step copies them again.
     fn load_state_dict(&mut self, states: &StateDict) -> Result<()>;
 
-    /// Decides where the states of CUDA variables are; by default on the device. With [`StatePlace::Host`], this makes the
-    /// states, so that a lack of memory shows before the first step. Call this method before the first step, and
-    /// after all other settings are made. On the CPU it has no effect, because the states are in the memory of the host
-    /// anyway.
+    /// Decides where the states of CUDA variables are; by default on the device. With [`StatePlace::Host`], this method
+    /// creates the states, so that a lack of memory shows before the first step. Call this method before the first
+    /// step, and after all other settings are made. On the CPU it has no effect, because the states are in the memory
+    /// of the host anyway.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the system gives too little pinned memory, [`Error::Argument`] if the states exist
-    /// elsewhere, [`Error::Device`] within a captured function. After an error, nothing has changed.
+    /// already, in the other place, [`Error::Device`] within a captured function. After an error, nothing has changed.
     fn place_states(&mut self, place: StatePlace) -> Result<()>;
 
-    /// Replaces the variables' values by the averages over the steps that the optimizer keeps, for validation or for saving.
-    /// Does nothing if the optimizer keeps no averages, or if the averages have already replaced the values. As after a step,
-    /// a backward pass that needs the replaced values returns an error.
+    /// Replaces the variables' values by the averages that the optimizer keeps (of the values over the steps), for
+    /// validation or for saving. Does nothing if the optimizer keeps no averages, or if the averages have already
+    /// replaced the values. As after a step, a backward pass that needs the replaced values returns an error.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if a copy of the variables does not fit, [`Error::Device`] within a captured function.
@@ -248,7 +251,7 @@ impl<R: Rule> Stepper<R> {
         self.configure(group, config)
     }
 
-    /// Sets hyper-parameters that were already checked, on the host and on the device.
+    /// Sets, on the host and on the device, hyper-parameters that were already checked.
     fn configure(&mut self, index: usize, config: R::Config) -> Result<()> {
         let place = self.groups[index].config.get_mut()?;
         if let Some(device) = &self.device {
@@ -341,7 +344,10 @@ impl<R: Rule> Stepper<R> {
 
     fn group_mut(&mut self, index: usize) -> Result<&mut Group<R::Config>> {
         let count = self.groups.len();
-        let none = || Error::argument(R::NAME, format!("found group {index}, expected less than {count}"));
+        let none = || {
+            let message = format!("found group {index}, expected less than {count}, the number of groups");
+            Error::argument(R::NAME, message)
+        };
         self.groups.get_mut(index).ok_or_else(none)
     }
 

@@ -143,7 +143,8 @@ impl LossScale {
     }
 
     /// Updates the state after a step with gradients of this `norm` (f64). The scale is multiplied by `backoff` if the
-    /// norm is non-finite, and by `growth` after `interval` finite steps in a row, unless f32 cannot hold the result.
+    /// norm is non-finite, and by `growth` after `interval` steps in a row with finite gradients, unless f32 cannot
+    /// hold the result.
     ///
     /// # Errors
     /// [`Error::Device`] if `norm` is on another device.

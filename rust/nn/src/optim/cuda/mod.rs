@@ -302,8 +302,9 @@ impl OnDevice {
         of_group.try_for_each(|slot| self.settings.configure(R::NAME, slot, settings, Some(slot)))
     }
 
-    /// Queues a step of the variables that are `wanted` and have a gradient. The step divides gradients by `loss_scale`, and does
-    /// not change variables and states if `norm` is non-finite. With `zero`, it also clears the gradients of these variables.
+    /// Queues a step of the variables that are `wanted` and have a gradient. The step divides gradients by
+    /// `loss_scale`, and changes neither variables nor states if `norm` is non-finite. With `zero`, it also clears the
+    /// gradients of these variables.
     pub(super) fn step<R: Rule>(
         &mut self,
         groups: &[Group<R::Config>],
@@ -362,8 +363,8 @@ impl OnDevice {
         Ok(())
     }
 
-    /// Variables that have taken different numbers of steps must not share a counter. If only some variables of a slot
-    /// take part in a step, this moves them to a new slot, with its own counter.
+    /// Moves the variables that take part in a step to a new slot, with its own counter, if the other variables of
+    /// their slot take no part: variables that have taken different numbers of steps must not share a counter.
     fn split_slots<R: Rule>(
         &mut self,
         groups: &[Group<R::Config>],
@@ -375,9 +376,9 @@ impl OnDevice {
         // In a captured function `set` returns an error, because captured functions cannot change slots. Therefore this
         // function queues no work before `set`.
         self.slots.set(Arc::new(new))?;
-        for (new, slot) in (old.group_of.len()..).zip(split) {
+        for (new_slot, slot) in (old.group_of.len()..).zip(split) {
             let settings = settings::<R>(&groups[old.group_of[slot]].config, 0, self.seed)?;
-            self.settings.configure(R::NAME, new, settings, Some(slot))?;
+            self.settings.configure(R::NAME, new_slot, settings, Some(slot))?;
         }
         Ok(())
     }
@@ -415,12 +416,12 @@ impl OnDevice {
                 Error::argument("step", "the variables have more elements than stochastic rounding can count")
             })?;
             let member = Member { params, grads, copy, state, group, first };
-            let found = launches.iter().position(|launch| launch.key == key).unwrap_or_else(|| {
+            let number = launches.iter().position(|launch| launch.key == key).unwrap_or_else(|| {
                 launches.push(Launch { key, layout: place.layout, members: Vec::new(), variables: Vec::new() });
                 launches.len() - 1
             });
-            launches[found].members.push(member);
-            launches[found].variables.push(index);
+            launches[number].members.push(member);
+            launches[number].variables.push(index);
         }
         Ok(launches)
     }

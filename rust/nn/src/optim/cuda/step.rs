@@ -44,7 +44,7 @@ impl Groups {
     /// `like` is None. The change applies to the steps that are queued after this call; the host does not wait.
     ///
     /// # Errors
-    /// [`Error::Device`] if the driver reports an error.
+    /// [`Error::Argument`] if there is no room for the group, [`Error::Device`] if the driver reports an error.
     pub fn configure(&self, op: &'static str, group: usize, settings: Settings, like: Option<usize>) -> Result<()> {
         let gpu = Gpu::of(op, &self.settings)?;
         let function = gpu.function(&OPTIM_CONFIGURE, &[])?;
@@ -68,7 +68,8 @@ impl Groups {
     /// skipped: counters and variables do not change.
     ///
     /// # Errors
-    /// [`Error::Device`] if `norm` or `loss_scale` is on another device.
+    /// [`Error::Argument`] if there is no room for the groups, [`Error::Device`] if `norm` or `loss_scale` is on
+    /// another device.
     pub fn prepare(
         &self,
         op: &'static str,
@@ -172,8 +173,9 @@ impl Known {
     /// must their copies.
     ///
     /// # Errors
-    /// [`Error::DType`] if there is no kernel for the dtypes; [`Error::Argument`] while a graph is captured, because an
-    /// earlier step must have made the table.
+    /// [`Error::DType`] if there is no kernel for the dtypes; [`Error::Device`] if tensors are on different devices;
+    /// [`Error::Argument`] if there are no members, if a tensor is not contiguous or does not have the size of its
+    /// variable, or while a graph is captured, because an earlier step must have made the table.
     pub fn new(op: &'static str, members: Vec<Member>) -> Result<Self> {
         if members.is_empty() {
             return Err(Error::argument(op, "found no variables"));
@@ -198,7 +200,7 @@ impl Known {
     /// Whether `members` are the same tensors and groups.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// The errors of [`new`](Self::new) for members that do not fit.
     pub fn is_of(&self, op: &'static str, members: &[Member]) -> Result<bool> {
         if members.len() != self.places.len() || suffixes(op, members)? != self.dtypes {
             return Ok(false);
@@ -401,8 +403,8 @@ mod tests {
     #[test]
     fn loose_variables_have_segments_of_their_own() {
         let cases = [
-            // The order of parameters and gradients differs, gradients have a gap, only one variable has a copy, or parameters
-            // are more than 2^32 elements apart.
+            // One case after the other: the order of parameters and gradients differs, gradients have a gap, only one
+            // variable has a copy, or parameters are more than 2^32 elements apart.
             [place([4096, 8192, 0], 3, 0, 0), place([64, 8204, 0], 3, 1, 0)],
             [place([4096, 8192, 0], 3, 0, 0), place([4108, 9000, 0], 3, 1, 0)],
             [place([4096, 8192, 0], 3, 0, 0), place([4108, 8204, 512], 3, 1, 0)],

@@ -121,7 +121,8 @@ pub struct Call {
 /// groups. `states` are f32; `shared` are the f64 numbers that the steps of all variables share.
 ///
 /// # Errors
-/// [`Error::Device`] if the states are on another device, or there is no such kernel.
+/// [`Error::Argument`] if the variables have more than five states, [`Error::Device`] if the states are on another
+/// device, or there is no such kernel.
 pub fn launch(
     op: &'static str,
     call: Call,

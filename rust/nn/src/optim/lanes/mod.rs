@@ -1,5 +1,5 @@
-//! An interface to registers of f32, with which a step over 8-bit states is written once for AVX-512, AVX2 and any other
-//! processor.
+//! An interface to registers of f32, with which a step over 8-bit states is written once for all processors: those with
+//! AVX-512, those with AVX2, and all others.
 //!
 //! The compiler vectorises the arithmetic of plain loops, but not the look-ups of codes before and after the arithmetic. The
 //! compiler also turns a conditional store into a masked store, which takes AMD's processors 42 micro-operations. All

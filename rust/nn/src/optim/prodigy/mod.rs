@@ -25,7 +25,7 @@ hyper_parameters! {
     /// Hyper-parameters of [`Prodigy`]; names, meaning and defaults are those of `prodigyopt`.
     pub struct ProdigyConfig {
         /// Factor on the estimated step size, at least 0; 1 unless a schedule changes it. It must be the same in all groups,
-        /// except that a group may have 0; the variables of this group do not change.
+        /// except that a group may have 0; the variables of such a group do not change.
         pub lr: f64,
         /// Decay rates of the first and the second moment, each in [0, 1); a first rate of 0 keeps no first moment.
         pub betas: (f64, f64),
@@ -314,8 +314,9 @@ impl Registered for Prodigy {
     type Config = ProdigyConfig;
     const NAME: &'static str = NAME;
     const ABOUT: &'static str = "Prodigy (Mishchenko & Defazio 2023, arXiv:2306.06101), as `prodigyopt.Prodigy`: AdamW \
-        that estimates its step size. All groups share one estimate d. Only weight_decay and eps may differ in groups, \
-        and lr may be 0. The state dict has `estimate` (4), f64: d, its maximum, its numerator and the number of steps.";
+        that estimates its step size. All groups share one estimate d. Only weight_decay and eps may differ between \
+        groups, and a group's lr may be 0. The state dict has `estimate` (4), f64: d, its maximum, its numerator and \
+        the number of steps.";
     const POSITIONAL: usize = 11;
 
     fn defaults() -> ProdigyConfig {
