@@ -603,6 +603,7 @@ class CapturedFunction:
             ArgumentError: if the number of inputs is another than in `static_inputs`.
             ShapeError, DTypeError: if an input has another shape or dtype than in `static_inputs`.
             DeviceError: if the function does something that graphs do not support, such as reading a value.
+            The exceptions of the function.
         """
     def __new__(
         cls, /, function: Callable[..., Any], static_inputs: SupportsGetItem[int, Tensor]
@@ -1289,7 +1290,8 @@ class EMA:
         Load a state that was saved for an adapter with the same shapes.
 
         Raises:
-            ConfigError: if an entry is missing or not expected. In this case nothing changes.
+            ConfigError: if an entry is missing or not expected, or the number of updates is negative. In this case
+                nothing changes.
             ShapeError, DTypeError: if an entry has another shape or dtype. In this case nothing changes.
         """
     def state_dict(self, /) -> dict[str, Tensor]:
@@ -1880,7 +1882,9 @@ class Model:
         Put trainable adapters on the layers that `config` targets. The model's own weights do not change.
 
         Raises:
-            ConfigError: if no layer matches, or the model has an adapter already.
+            ConfigError: if the configuration matches no layer or does not suit a layer, or if the model has an adapter
+                already.
+            OutOfMemoryError: if the adapters' parameters do not fit.
         """
     def add_training_adapter(
         self,
@@ -2070,8 +2074,9 @@ class Model:
         Args:
             folder: the folder, which is created if missing.
             quantize: "nf4" writes the linear layers that may be quantized as bitsandbytes does, in four bits with
-                scales in f32. `config.json` tells diffusers which other layers are plain. A layer that diffusers cannot
-                tell apart from these by name is quantized too: the last layer of Flux.
+                scales in f32. `config.json` names the other linear layers, which stay plain. If diffusers cannot tell
+                such a name apart from the name of a quantized layer, both layers are quantized: this happens to the
+                last layer of Flux.
 
         Raises:
             FileError: if a file cannot be written.
@@ -2345,12 +2350,14 @@ class Optimizer:
     def group_lrs(self, /, lrs: SupportsGetItem[int, SupportsFloat | SupportsIndex]) -> None: ...
     def load_state_dict(self, /, state: dict[str, Tensor]) -> None:
         """
-        Load the states of an optimizer of the same kind over variables of the same shapes.
+        Load the states of an optimizer of the same kind over variables of the same shapes. After each of the following
+        errors, nothing has changed.
 
         Raises:
-            ConfigError: if an optimizer of another kind has saved the states, or if states are missing or not expected.
-                In this case nothing changes.
-            ShapeError, DTypeError: if a state has another shape or dtype. In this case nothing changes.
+            ConfigError: if an optimizer of another kind has saved the states, if only one of the two optimizers rounds
+                stochastically, or if states are missing or not expected.
+            ShapeError, DTypeError: if a state has another shape or dtype.
+            ArgumentError: if `eval` has replaced the values, or if a learning rate is out of range.
         """
     @property
     def lr(self, /) -> float:
@@ -2387,6 +2394,7 @@ class Optimizer:
             ShapeError: if `if_finite` does not have exactly one element.
             ArgumentError: if `eval` has replaced the values, or a variable was replaced by a copy on another device or in
                 another dtype.
+            OutOfMemoryError: if the states do not fit.
         """
     def train(self, /) -> None:
         """
@@ -2424,7 +2432,8 @@ class PartFacts:
     def can_be_quantized(self, /) -> bool:
         """
         Whether the model has layers that `quantize` applies to, and its file is not a GGUF file with quantized layers.
-        The layers of such a file stay quantized without `quantize`; with it, their values are rounded a second time.
+        The layers of such a file stay quantized without `quantize`; with `quantize`, their values are rounded a second
+        time.
         """
     def check_format(self, /, format: str, adapter: str, layers: SupportsGetItem[int, str]) -> None:
         """
@@ -2501,7 +2510,8 @@ class PartFacts:
         The share of the blocks' floating-point operations in a forward pass that the backward pass repeats.
 
         Args:
-            policy: "none", "full", "selective" or "offload" checkpointing. "selective" repeats no operation that counts.
+            policy: "none", "full", "selective" or "offload" checkpointing. "selective" repeats only operations that are
+                not counted (norms, activations, sums).
             blocks: as in `enable_gradient_checkpointing`.
             height: the height of the latents or the image that is the model's input.
             width: the width of the latents or the image.
@@ -2555,8 +2565,8 @@ class PartFacts:
         stream_modulation: bool = False,
     ) -> tuple[int, int]:
         """
-        Bytes of the weights in host memory, as a pair: without the layers that compute the blocks' modulation, and
-        those layers alone. The arguments are those of `weight_bytes`.
+        Bytes of the weights in host memory, as a pair: first without the layers that compute the blocks' modulation,
+        then of those layers alone. The arguments are those of `weight_bytes`.
         """
     @property
     def tensors(self, /) -> dict[str, list[int]]:
@@ -2596,8 +2606,8 @@ class PartFacts:
         tokens: SupportsIndex = 0,
     ) -> int:
         """
-        The number of values in the largest gradient that the backward pass computes for one sample. The gradient is that of
-        the result of layers that share an input, and exists in addition to the saved values.
+        The number of values in the largest gradient that the backward pass computes for one sample: the gradient of the
+        results of layers that share an input. This gradient exists in addition to the saved values.
 
         Args:
             config: the configuration of the adapters.
@@ -2612,7 +2622,7 @@ class PartFacts:
 @final
 class QuantizedTensor:
     """
-    A frozen matrix, stored as codes of four to eight bits per value and scales. `quantize` makes one, and
+    A frozen matrix, stored as scales, and codes of four to eight bits per value. `quantize` makes one, and
     `nn.functional.linear` takes it as a weight.
 
     ```python
@@ -2624,7 +2634,7 @@ class QuantizedTensor:
     def __repr__(self, /) -> str: ...
     def dequantize(self, /, dtype: DType | str | None = None) -> Tensor:
         """
-        The values: code times scale in f32, rounded once.
+        The values that the codes and scales represent, computed in f32 and rounded once.
 
         Args:
             dtype: the dtype of the result; default: the dtype of the matrix.
@@ -2921,8 +2931,8 @@ class Schedule:
 class T5Encoder(Model):
     """
     T5's encoder, a text encoder of Stable Diffusion 3, Flux and Chroma, with the results of transformers'
-    `T5EncoderModel`. In f16, the encoder keeps activations that exceed the range of f16 in f32 or scales them, so nothing
-    overflows. `from_pretrained` loads one.
+    `T5EncoderModel`. Nothing overflows in f16: activations that would exceed the range of f16 are scaled or kept in
+    f32. `from_pretrained` loads one.
     """
     def __call__(self, /, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """
@@ -4266,11 +4276,12 @@ def eye(
 
 def fake_quantize(input: Tensor, format: str, factors: Tensor | None = None) -> Tensor:
     """
-    Round a matrix to the values that an 8-bit or 4-bit format can represent: products of a scale and a code, which is a number of the
-    format. The result keeps the dtype of the input. The backward pass is the straight-through estimator: an element gets the gradient of
-    its rounded value if its code is within the format's range, and 0 otherwise. The backward pass treats scales as constants. `factors`
-    get the gradient of LSQ, equation 3 (<https://arxiv.org/abs/1902.08153>), except that an element is clipped only if it rounds to a
-    number beyond the last code.
+    Round a matrix to the values that an 8-bit or 4-bit format can represent: products of a scale and a code (one of the
+    format's numbers). The result keeps the dtype of the input. The backward pass is the straight-through estimator: an
+    element gets the gradient of its rounded value if its code is within the format's range, and 0 otherwise. The
+    backward pass treats scales as constants. `factors` get the gradient of LSQ, equation 3
+    (<https://arxiv.org/abs/1902.08153>), except that an element is clipped only if it rounds to a number beyond the
+    last code.
 
     ```python
     weight = tc.Var(tc.randn(64, 64))
@@ -4307,7 +4318,9 @@ def from_dlpack(data: Any) -> Tensor:
         CudaUnavailableError: if the values are on a CUDA device and CUDA cannot be used.
         DTypeError: if no dtype can represent the values. On a CUDA device, also for int8, int16, int32 and uint16.
         ShapeError: if the values are on a CUDA device and a stride is negative.
-        ArgumentError: if `data` has no `__dlpack__`, or is a capsule without a tensor.
+        ArgumentError: if `data` has no `__dlpack__`, or is a capsule that has no tensor or was used before.
+        OutOfMemoryError: if the copy does not fit into memory.
+        The exceptions of the producer.
     """
 
 def full(
@@ -4568,8 +4581,10 @@ def init_linear(
     are drawn uniformly between -1 / sqrt(in_features) and 1 / sqrt(in_features).
 
     Raises:
-        OutOfMemoryError: if the parameters do not fit into memory.
+        ArgumentError: if a number of features is negative.
         DTypeError: if the dtype is not floating point.
+        DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
+        OutOfMemoryError: if the parameters do not fit into memory.
     """
 
 def inspect(
@@ -4773,6 +4788,7 @@ def lora_backward(
 
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
+        ArgumentError: if the scale is not finite.
     """
 
 def lora_backward_(
@@ -5295,6 +5311,7 @@ def scaled_dot_product_attention(
 
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
+        ArgumentError: if the scale is not finite.
     """
 
 def set_float32_matmul_precision(precision: str) -> None:
@@ -5386,7 +5403,7 @@ def set_w8a8(enabled: bool) -> None:
     multiply values.
 
     Choose before a model is loaded: SDXL's UNet then quantizes the layers of its feed-forward networks alone, because the
-    products of its other layers are too small to gain.
+    products of its other layers are too small to gain speed.
 
     Args:
         enabled: whether layers multiply codes from now on. By default they multiply the values that codes represent.
@@ -5409,6 +5426,7 @@ def share_streamed(
 
     Raises:
         ArgumentError: if `exchange` returns too few messages, or if `peers` is True and a process is alone on its machine.
+        The exceptions of `exchange`.
     """
 
 def smooth_l1_loss(
@@ -5554,7 +5572,7 @@ def upsample_nearest2d(
         (B, C, *size); (B, *size, C) with `channels_last`.
 
     Raises:
-        ArgumentError: unless exactly one of `size` and `scale_factor` is given, or if a number in it is negative.
+        ArgumentError: if both or neither of `size` and `scale_factor` are given, or if a number in them is negative.
         ShapeError: if the input does not have four dimensions, or has no pixels.
         DTypeError: if the input is not floating point.
     """
@@ -5596,8 +5614,9 @@ def varlen_attention(
 
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
-        IndexOutOfRangeError: if `cu_seqlens` does not ascend from 0 to at most N. On CUDA, the next call that reads a value raises this.
-        ArgumentError: if the window is below 1.
+        IndexOutOfRangeError: if `cu_seqlens` does not ascend from 0 to at most N. On CUDA, the next call that reads a
+            value or waits for the device raises this error.
+        ArgumentError: if the window is below 1, or the scale is not finite.
     """
 
 def verify_adapter(

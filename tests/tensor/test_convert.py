@@ -170,7 +170,7 @@ def test_to_converts_dtype_and_device():
         t.to("cuda")
     with pytest.raises(tc.DTypeError, match="dtype: unknown dtype"):
         t.to("nonsense")
-    with pytest.raises(tc.ArgumentError, match="to: the target was given twice"):
+    with pytest.raises(tc.ArgumentError, match="to: found two dtypes or two devices"):
         t.to("f16", dtype="f32")
 
 

@@ -135,8 +135,10 @@ impl Adapter {
 /// are drawn uniformly between -1 / sqrt(in_features) and 1 / sqrt(in_features).
 ///
 /// Raises:
-///     OutOfMemoryError: if the parameters do not fit into memory.
+///     ArgumentError: if a number of features is negative.
 ///     DTypeError: if the dtype is not floating point.
+///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
+///     OutOfMemoryError: if the parameters do not fit into memory.
 #[pyfunction]
 #[pyo3(signature = (in_features, out_features, bias=true, dtype=None, device="cpu"))]
 pub fn init_linear(

@@ -81,6 +81,7 @@ impl CapturedFunction {
     ///     ArgumentError: if the number of inputs is another than in `static_inputs`.
     ///     ShapeError, DTypeError: if an input has another shape or dtype than in `static_inputs`.
     ///     DeviceError: if the function does something that graphs do not support, such as reading a value.
+    ///     The exceptions of the function.
     fn __call__(&self, py: Python<'_>, inputs: Vec<PyRef<'_, Tensor>>) -> Result<Vec<Tensor>> {
         let inputs: Vec<tc::Tensor> = inputs.iter().map(|tensor| tensor.0.clone()).collect();
         let function = self.function.as_ref().map(|function| function.clone_ref(py));

@@ -232,6 +232,7 @@ pub fn memory_machine() -> Option<String> {
 ///
 /// Raises:
 ///     ArgumentError: if `exchange` returns too few messages, or if `peers` is True and a process is alone on its machine.
+///     The exceptions of `exchange`.
 #[pyfunction]
 #[pyo3(signature = (rank=0, exchange=None, peers=false))]
 pub fn share_streamed(py: Python<'_>, rank: usize, exchange: Option<Function>, peers: bool) -> Result<()> {

@@ -141,8 +141,8 @@ impl PartFacts {
         Ok(self.bytes("weight_bytes", dtype, quantize, (stream_blocks, stream_modulation))?.0)
     }
 
-    /// Bytes of the weights in host memory, as a pair: without the layers that compute the blocks' modulation, and
-    /// those layers alone. The arguments are those of `weight_bytes`.
+    /// Bytes of the weights in host memory, as a pair: first without the layers that compute the blocks' modulation,
+    /// then of those layers alone. The arguments are those of `weight_bytes`.
     #[pyo3(signature = (dtype, quantize=None, *, stream_blocks=Integer::of(0), stream_modulation=false))]
     fn streamed_bytes(
         &self,
@@ -163,7 +163,8 @@ impl PartFacts {
     }
 
     /// Whether the model has layers that `quantize` applies to, and its file is not a GGUF file with quantized layers.
-    /// The layers of such a file stay quantized without `quantize`; with it, their values are rounded a second time.
+    /// The layers of such a file stay quantized without `quantize`; with `quantize`, their values are rounded a second
+    /// time.
     #[getter]
     fn can_be_quantized(&self) -> bool {
         self.0.can_be_quantized()
@@ -245,7 +246,8 @@ impl PartFacts {
     /// The share of the blocks' floating-point operations in a forward pass that the backward pass repeats.
     ///
     /// Args:
-    ///     policy: "none", "full", "selective" or "offload" checkpointing. "selective" repeats no operation that counts.
+    ///     policy: "none", "full", "selective" or "offload" checkpointing. "selective" repeats only operations that are
+    ///         not counted (norms, activations, sums).
     ///     blocks: as in `enable_gradient_checkpointing`.
     ///     height: the height of the latents or the image that is the model's input.
     ///     width: the width of the latents or the image.
@@ -268,8 +270,8 @@ impl PartFacts {
         detached(py, || Ok(self.0.recomputed(checkpointing, size)))
     }
 
-    /// The number of values in the largest gradient that the backward pass computes for one sample. The gradient is that of
-    /// the result of layers that share an input, and exists in addition to the saved values.
+    /// The number of values in the largest gradient that the backward pass computes for one sample: the gradient of the
+    /// results of layers that share an input. This gradient exists in addition to the saved values.
     ///
     /// Args:
     ///     config: the configuration of the adapters.

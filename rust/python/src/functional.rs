@@ -45,11 +45,12 @@ pub fn linear(py: Python<'_>, input: &Tensor, weight: WeightArg<'_>, bias: Optio
     compute(py, work, || lin::linear(&input.0, weight, inner(bias))).map(Tensor)
 }
 
-/// Round a matrix to the values that an 8-bit or 4-bit format can represent: products of a scale and a code, which is a number of the
-/// format. The result keeps the dtype of the input. The backward pass is the straight-through estimator: an element gets the gradient of
-/// its rounded value if its code is within the format's range, and 0 otherwise. The backward pass treats scales as constants. `factors`
-/// get the gradient of LSQ, equation 3 (<https://arxiv.org/abs/1902.08153>), except that an element is clipped only if it rounds to a
-/// number beyond the last code.
+/// Round a matrix to the values that an 8-bit or 4-bit format can represent: products of a scale and a code (one of the
+/// format's numbers). The result keeps the dtype of the input. The backward pass is the straight-through estimator: an
+/// element gets the gradient of its rounded value if its code is within the format's range, and 0 otherwise. The
+/// backward pass treats scales as constants. `factors` get the gradient of LSQ, equation 3
+/// (<https://arxiv.org/abs/1902.08153>), except that an element is clipped only if it rounds to a number beyond the
+/// last code.
 ///
 /// ```python
 /// weight = tc.Var(tc.randn(64, 64))
@@ -102,6 +103,7 @@ pub fn fake_quantize(py: Python<'_>, input: &Tensor, format: &str, factors: Opti
 ///
 /// Raises:
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+///     ArgumentError: if the scale is not finite.
 #[pyfunction]
 pub fn lora_backward(
     py: Python<'_>,
@@ -250,7 +252,7 @@ pub fn with_channels_last(
 ///     (B, C, *size); (B, *size, C) with `channels_last`.
 ///
 /// Raises:
-///     ArgumentError: unless exactly one of `size` and `scale_factor` is given, or if a number in it is negative.
+///     ArgumentError: if both or neither of `size` and `scale_factor` are given, or if a number in them is negative.
 ///     ShapeError: if the input does not have four dimensions, or has no pixels.
 ///     DTypeError: if the input is not floating point.
 #[pyfunction]
@@ -355,6 +357,7 @@ pub fn swiglu(py: Python<'_>, input: &Tensor) -> Result<Tensor> {
 ///
 /// Raises:
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+///     ArgumentError: if the scale is not finite.
 #[pyfunction]
 #[pyo3(signature = (query, key, value, attn_mask=None, *, is_causal=false, scale=Argument::of(None)))]
 pub fn scaled_dot_product_attention(
@@ -398,8 +401,9 @@ pub fn scaled_dot_product_attention(
 ///
 /// Raises:
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
-///     IndexOutOfRangeError: if `cu_seqlens` does not ascend from 0 to at most N. On CUDA, the next call that reads a value raises this.
-///     ArgumentError: if the window is below 1.
+///     IndexOutOfRangeError: if `cu_seqlens` does not ascend from 0 to at most N. On CUDA, the next call that reads a
+///         value or waits for the device raises this error.
+///     ArgumentError: if the window is below 1, or the scale is not finite.
 #[pyfunction]
 #[pyo3(signature = (query, key, value, cu_seqlens, *, window=None, scale=Argument::of(None)))]
 pub fn varlen_attention(

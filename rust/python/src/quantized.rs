@@ -14,7 +14,7 @@ use crate::named::NamedTensors;
 use crate::tensor::Tensor;
 use crate::types::Sizes;
 
-/// A frozen matrix, stored as codes of four to eight bits per value and scales. `quantize` makes one, and
+/// A frozen matrix, stored as scales, and codes of four to eight bits per value. `quantize` makes one, and
 /// `nn.functional.linear` takes it as a weight.
 ///
 /// ```python
@@ -80,7 +80,7 @@ impl QuantizedTensor {
         self.0.dims().iter().product()
     }
 
-    /// The values: code times scale in f32, rounded once.
+    /// The values that the codes and scales represent, computed in f32 and rounded once.
     ///
     /// Args:
     ///     dtype: the dtype of the result; default: the dtype of the matrix.

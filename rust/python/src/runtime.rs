@@ -121,7 +121,7 @@ pub fn get_w8a8() -> bool {
 /// multiply values.
 ///
 /// Choose before a model is loaded: SDXL's UNet then quantizes the layers of its feed-forward networks alone, because the
-/// products of its other layers are too small to gain.
+/// products of its other layers are too small to gain speed.
 ///
 /// Args:
 ///     enabled: whether layers multiply codes from now on. By default they multiply the values that codes represent.

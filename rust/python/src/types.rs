@@ -6,10 +6,12 @@ use pyo3::inspect::{PyStaticConstant, PyStaticExpr};
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 use pyo3::{type_hint_identifier, type_hint_subscript};
+
 /// The `...` in an annotation such as `tuple[int, ...]`.
 pub const ELLIPSIS: PyStaticExpr = PyStaticExpr::Constant { value: PyStaticConstant::Ellipsis };
 
 const INT: PyStaticExpr = type_hint_identifier!("builtins", "int");
+
 /// The shape of a tensor as a tuple.
 pub struct Sizes<'a>(pub &'a [usize]);
 

@@ -1,8 +1,8 @@
 //! DLPack (data interchange of the Python array API): shares tensors with other libraries without a copy.
 //!
-//! Values are immutable. Export shares memory: consumers of DLPack 1.0 get the flag "read-only"; older consumers do not
-//! support this flag and get a copy, unless they request `copy=False`. Import copies on the device of the data, because
-//! other owners of the memory may change it.
+//! The values of tensors are immutable. Export shares memory: consumers of DLPack 1.0 get the flag "read-only"; older
+//! consumers do not support this flag and get a copy, unless they request `copy=False`. Import copies on the device of
+//! the data, because other owners of the memory may change it.
 
 mod cuda;
 
@@ -211,7 +211,7 @@ fn data_of(tensor: &Raw) -> tc::Result<*const c_void> {
     })
 }
 
-/// A capsule that keeps the memory of `tensor` until its consumer or the capsule's destructor releases it.
+/// A capsule that keeps the memory of `tensor` until the consumer or the capsule's destructor releases that memory.
 fn export<'py, E: Exchange>(
     py: Python<'py>,
     tensor: Raw,
@@ -394,7 +394,9 @@ pub fn import(object: &Bound<'_, PyAny>) -> Result<Raw> {
 ///     CudaUnavailableError: if the values are on a CUDA device and CUDA cannot be used.
 ///     DTypeError: if no dtype can represent the values. On a CUDA device, also for int8, int16, int32 and uint16.
 ///     ShapeError: if the values are on a CUDA device and a stride is negative.
-///     ArgumentError: if `data` has no `__dlpack__`, or is a capsule without a tensor.
+///     ArgumentError: if `data` has no `__dlpack__`, or is a capsule that has no tensor or was used before.
+///     OutOfMemoryError: if the copy does not fit into memory.
+///     The exceptions of the producer.
 #[pyfunction]
 pub fn from_dlpack(data: &Bound<'_, PyAny>) -> Result<Tensor> {
     if !data.is_instance_of::<PyCapsule>() && !data.hasattr("__dlpack__")? {

@@ -304,7 +304,9 @@ impl Model {
     /// Put trainable adapters on the layers that `config` targets. The model's own weights do not change.
     ///
     /// Raises:
-    ///     ConfigError: if no layer matches, or the model has an adapter already.
+    ///     ConfigError: if the configuration matches no layer or does not suit a layer, or if the model has an adapter
+    ///         already.
+    ///     OutOfMemoryError: if the adapters' parameters do not fit.
     fn add_adapter(&self, py: Python<'_>, config: &LoraConfig) -> Result<Py<AdapterSet>> {
         let mut config = config.inner();
         self.adapter.attach(py, "add_adapter", &self.model, || {
@@ -411,8 +413,9 @@ impl Model {
     /// Args:
     ///     folder: the folder, which is created if missing.
     ///     quantize: "nf4" writes the linear layers that may be quantized as bitsandbytes does, in four bits with
-    ///         scales in f32. `config.json` tells diffusers which other layers are plain. A layer that diffusers cannot
-    ///         tell apart from these by name is quantized too: the last layer of Flux.
+    ///         scales in f32. `config.json` names the other linear layers, which stay plain. If diffusers cannot tell
+    ///         such a name apart from the name of a quantized layer, both layers are quantized: this happens to the
+    ///         last layer of Flux.
     ///
     /// Raises:
     ///     FileError: if a file cannot be written.

@@ -12,8 +12,8 @@ use crate::error::Result;
 use crate::tensor::Tensor;
 
 /// T5's encoder, a text encoder of Stable Diffusion 3, Flux and Chroma, with the results of transformers'
-/// `T5EncoderModel`. In f16, the encoder keeps activations that exceed the range of f16 in f32 or scales them, so nothing
-/// overflows. `from_pretrained` loads one.
+/// `T5EncoderModel`. Nothing overflows in f16: activations that would exceed the range of f16 are scaled or kept in
+/// f32. `from_pretrained` loads one.
 #[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
 pub struct T5Encoder(Arc<models::T5Encoder>);
 

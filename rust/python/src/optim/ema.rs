@@ -136,7 +136,8 @@ impl EMA {
     /// Load a state that was saved for an adapter with the same shapes.
     ///
     /// Raises:
-    ///     ConfigError: if an entry is missing or not expected. In this case nothing changes.
+    ///     ConfigError: if an entry is missing or not expected, or the number of updates is negative. In this case
+    ///         nothing changes.
     ///     ShapeError, DTypeError: if an entry has another shape or dtype. In this case nothing changes.
     fn load_state_dict(&self, py: Python<'_>, state: HashMap<String, PyRef<'_, Tensor>>) -> Result<()> {
         let states: StateDict = state.into_iter().map(|(name, tensor)| (name, tensor.0.clone())).collect();

@@ -53,8 +53,11 @@ fn docstring(kind: &OptimizerKind) -> String {
         memory of the host. \"host\" saves memory of the GPU, but each step reads and writes the states over the bus. Results \
         do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the \
         memory of the host.\n";
-    text + "\nRaises:\n    ArgumentError: if a number is out of range, there is no variable, or one appears twice.\n    \
+    text + "\nRaises:\n    \
+        ArgumentError: if a number is out of range, if there is no variable, if a variable appears twice, or if \
+        `states` is unknown.\n    \
         DTypeError: if a variable's dtype is not supported.\n    \
+        DeviceError: if the variables are on different devices.\n    \
         OutOfMemoryError: if the system gives too little pinned memory for the states.\n"
 }
 

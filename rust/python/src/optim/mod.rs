@@ -74,6 +74,7 @@ impl Optimizer {
     ///     ShapeError: if `if_finite` does not have exactly one element.
     ///     ArgumentError: if `eval` has replaced the values, or a variable was replaced by a copy on another device or in
     ///         another dtype.
+    ///     OutOfMemoryError: if the states do not fit.
     #[pyo3(signature = (*, if_finite=None))]
     fn step(&self, py: Python<'_>, if_finite: Option<&Tensor>) -> Result<()> {
         detached(py, || {
@@ -151,12 +152,14 @@ impl Optimizer {
         NamedTensors::new(py, detached(py, || self.lock().state_dict())?)
     }
 
-    /// Load the states of an optimizer of the same kind over variables of the same shapes.
+    /// Load the states of an optimizer of the same kind over variables of the same shapes. After each of the following
+    /// errors, nothing has changed.
     ///
     /// Raises:
-    ///     ConfigError: if an optimizer of another kind has saved the states, or if states are missing or not expected.
-    ///         In this case nothing changes.
-    ///     ShapeError, DTypeError: if a state has another shape or dtype. In this case nothing changes.
+    ///     ConfigError: if an optimizer of another kind has saved the states, if only one of the two optimizers rounds
+    ///         stochastically, or if states are missing or not expected.
+    ///     ShapeError, DTypeError: if a state has another shape or dtype.
+    ///     ArgumentError: if `eval` has replaced the values, or if a learning rate is out of range.
     fn load_state_dict(&self, py: Python<'_>, state: HashMap<String, PyRef<'_, Tensor>>) -> Result<()> {
         let states: StateDict = state.into_iter().map(|(name, tensor)| (name, tensor.0.clone())).collect();
         detached(py, || self.lock().load_state_dict(&states))

@@ -149,7 +149,9 @@ impl Tensor {
         match target {
             Some(Target::DType(target)) if dtype.is_none() => dtype = Some(target.0),
             Some(Target::Device(target)) if device.is_none() => device = Some(target.0),
-            Some(_) => return Err(tc::Error::argument("to", "the target was given twice; drop the keyword").into()),
+            Some(_) => {
+                return Err(tc::Error::argument("to", "found two dtypes or two devices; drop the keyword").into());
+            }
             None => {}
         }
         reading(py, &self.0, || {

@@ -59,7 +59,7 @@ impl Number {
         Ok(Self { value: object.extract().unwrap_or(limit), kind: Kind::Huge })
     }
 
-    /// The number for error messages, in short also if it is very large.
+    /// The number as text for error messages, which is short even if the number is very large.
     pub fn text(self) -> String {
         if let Kind::Integer(value) = self.kind { value.to_string() } else { format!("{:?}", self.value) }
     }

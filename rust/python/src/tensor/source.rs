@@ -56,7 +56,7 @@ pub struct Source {
     /// The distance in bytes between neighbouring elements along each dimension.
     pub strides: Vec<isize>,
     pub element: Element,
-    /// Whether the elements have the opposite byte order of this machine.
+    /// Whether the byte order of the elements is the opposite of this machine's.
     pub swapped: bool,
 }
 
