@@ -115,8 +115,8 @@ impl Streaming {
         blocks(model, layers).len()
     }
 
-    /// Where the weight of the linear layer `layer` is streamed: the units of its ring, and the index of its unit among
-    /// them. None if the weight is not streamed.
+    /// Where the weight of the linear layer `layer` is streamed: the units of the weight's ring, and the index of the
+    /// weight's unit among them. None if the weight is not streamed.
     fn place(&self, layer: &str) -> Option<(&Units, usize)> {
         if !self.layers.has(layer) {
             return None;

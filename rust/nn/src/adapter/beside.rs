@@ -14,8 +14,8 @@ use crate::Layer;
 use crate::base::{Base, Operation};
 use crate::slot::AdapterSlot;
 
-/// A frozen LoRA. Each of its layers adds a low-rank product to the layer's result, whether or not the layer has another
-/// adapter. Saved and merged weights do not include the LoRA.
+/// A frozen LoRA. Each layer that has the LoRA adds a low-rank product to its result, whether or not the layer has
+/// another adapter. Saved and merged weights do not include the LoRA.
 ///
 /// The weights of the layers do not change. So [`set_enabled`](Self::set_enabled) restores the original results exactly in
 /// every dtype, without a copy of the weights.

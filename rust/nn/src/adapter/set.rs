@@ -14,7 +14,7 @@ use crate::Layer;
 use crate::base::{Base, Operation};
 use crate::slot::AdapterSlot;
 
-/// The name of a layer's learned scales among its parameters.
+/// The name of a layer's learned scales among the layer's parameters.
 const SCALES: &str = "qat_scales";
 
 /// One adapted layer.

@@ -154,8 +154,8 @@ pub struct Stepper<R: Rule> {
     pub(super) groups: Vec<Group<R::Config>>,
     /// The states of CUDA variables; the first step moves them here from `groups`.
     pub(super) device: Option<OnDevice>,
-    /// Numbers that the steps of all variables share, for steps on the host. The first step on a device copies them to
-    /// `device`.
+    /// Numbers that the steps of all variables share, such as Prodigy's estimate, for steps on the host. The first step
+    /// on a device copies them to `device`.
     shared: Vec<f64>,
     /// Where the states of CUDA variables are.
     place: StatePlace,
@@ -261,12 +261,12 @@ impl<R: Rule> Stepper<R> {
         Ok(())
     }
 
-    /// The values that are common to all variables. If a device holds them, waits for it.
+    /// The numbers that the steps of all variables share. If a device holds them, waits for the device.
     pub(super) fn shared(&self) -> Result<Vec<f64>> {
         self.device.as_ref().map_or_else(|| Ok(self.shared.clone()), OnDevice::shared)
     }
 
-    /// Sets the values that are common to all variables.
+    /// Sets the numbers that the steps of all variables share.
     pub(super) fn set_shared(&mut self, numbers: Vec<f64>) -> Result<()> {
         if let Some(device) = &self.device {
             device.set_shared(&numbers)?;

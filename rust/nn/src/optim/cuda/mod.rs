@@ -312,8 +312,8 @@ impl OnDevice {
         (norm, loss_scale): (Option<&Tensor>, Option<&LossScale>),
         zero: bool,
     ) -> Result<()> {
-        let held: Vec<&Parameter> = parameters(groups).collect();
-        let vars: Vec<&Var> = held.iter().map(|parameter| &parameter.var).collect();
+        let all: Vec<&Parameter> = parameters(groups).collect();
+        let vars: Vec<&Var> = all.iter().map(|parameter| &parameter.var).collect();
         let taking_part = |&(index, var): &(usize, &Var)| {
             let grad = var.grad_storage().filter(|_| wanted(var) && var.elem_count() > 0)?;
             Some((index, grad))
@@ -336,7 +336,7 @@ impl OnDevice {
         };
         let runs = slots.runs(found.iter().map(|(index, _)| *index));
         let mut launches = Vec::new();
-        for launch in self.launches(&held, &slots, found)? {
+        for launch in self.launches(&all, &slots, found)? {
             launches.push((launch.layout, self.work::<R>(&vars, &launch)?, launch.variables));
         }
         for run in runs {
@@ -351,7 +351,7 @@ impl OnDevice {
                         var.update_in_place(|_| Ok(()))?;
                         var.set_followed_by(&master.follower);
                     }
-                    None if short_copy(held[index]).is_some() => var.changed_with_copy()?,
+                    None if short_copy(all[index]).is_some() => var.changed_with_copy()?,
                     None => var.update_in_place(|_| Ok(()))?,
                 }
             }
@@ -392,10 +392,10 @@ impl OnDevice {
     }
 
     /// The launches of a step. Variables with the same kinds of states and the same dtypes share a launch.
-    fn launches(&self, held: &[&Parameter], slots: &Slots, found: Vec<(usize, Raw)>) -> Result<Vec<Launch>> {
+    fn launches(&self, all: &[&Parameter], slots: &Slots, found: Vec<(usize, Raw)>) -> Result<Vec<Launch>> {
         let mut launches: Vec<Launch> = Vec::new();
         for (index, grads) in found {
-            let (var, place) = (&held[index].var, &self.places[index]);
+            let (var, place) = (&all[index].var, &self.places[index]);
             let (params, copy) = match &place.master {
                 Some(master) => {
                     master.refresh(var)?;
@@ -403,7 +403,7 @@ impl OnDevice {
                     before_replay(move || before.refresh(&of));
                     (master.values.clone(), Some(var.raw().clone()))
                 }
-                None => (var.raw().clone(), short_copy(held[index])),
+                None => (var.raw().clone(), short_copy(all[index])),
             };
             let group = u16::try_from(slots.of[index]).map_err(|_| {
                 Error::argument("step", "more than 65536 sets of variables have taken different numbers of steps")
@@ -411,7 +411,7 @@ impl OnDevice {
             // f32 parameters without a copy share the launch of those with a bf16 copy.
             let key = (place.layout, grads.dtype(), copy.as_ref().map_or(DType::BF16, Raw::dtype));
             let state = place.blocks.first().copied().unwrap_or(0);
-            let first = held[index].rounded.map(|first| u32::try_from(first / BLOCK_SIZE as u64));
+            let first = all[index].rounded.map(|first| u32::try_from(first / BLOCK_SIZE as u64));
             let first = first.transpose().map_err(|_| {
                 Error::argument("step", "the variables have more elements than stochastic rounding can count")
             })?;

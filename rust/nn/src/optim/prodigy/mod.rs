@@ -101,7 +101,7 @@ impl ProdigyConfig {
     }
 }
 
-/// Prodigy, as `prodigyopt.Prodigy`: it estimates the step size.
+/// Prodigy, as `prodigyopt.Prodigy`: AdamW that estimates its step size.
 ///
 /// Its state dict has, besides each variable's states, `estimate` (4), f64: the estimate d, its maximum, its numerator and
 /// the number of steps.
@@ -200,9 +200,9 @@ impl Prodigy {
         let lr = self.common_lr()?;
         let config = self.stepper.groups[0].config.config.clone();
         let mut now = Estimate::of(&self.stepper.shared()?);
-        let at = now.steps + 1.0;
+        let step = now.steps + 1.0;
         let correction = if config.use_bias_correction {
-            (1.0 - config.betas.1.powf(at)).sqrt() / (1.0 - config.betas.0.powf(at))
+            (1.0 - config.betas.1.powf(step)).sqrt() / (1.0 - config.betas.0.powf(step))
         } else {
             1.0
         };
@@ -225,7 +225,7 @@ impl Prodigy {
             now.d = now.d.max(estimate);
         }
         now.d_max = now.d_max.max(estimate);
-        now = Estimate { d: now.d_max.min(now.d * config.growth_rate), numerator, steps: at, ..now };
+        now = Estimate { d: now.d_max.min(now.d * config.growth_rate), numerator, steps: step, ..now };
         self.stepper.set_shared(now.to_shared())?;
         self.run::<Apply>(&wanted, now.d, dlr)
     }
