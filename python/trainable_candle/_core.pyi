@@ -211,14 +211,14 @@ class Adapter:
     ) -> Adapter: ...
     def forward(self, /, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """
-        The layer's result with the adapter: (..., in_features) -> (..., out_features).
+        Compute the layer's result with the adapter: (..., in_features) -> (..., out_features).
 
         Raises:
             ShapeError, DTypeError, DeviceError: if the operands do not fit.
         """
     def merged_weight(self, /, weight: Tensor) -> Tensor:
         """
-        The merged weight. A plain linear layer with this weight computes the same results as the layer with the
+        Return the merged weight. A plain linear layer with this weight computes the same results as the layer with the
         adapter.
         """
     @property
@@ -232,8 +232,8 @@ class Adapter:
         """
     def vars(self, /) -> list[Var]:
         """
-        The adapter's trainable parameters. They depend on its kind: LoRA has the matrices down and up, DoRA has the
-        magnitude too.
+        Return the adapter's trainable parameters. They depend on its kind: LoRA has the matrices down and up, DoRA has
+        the magnitude too.
         """
 
 @final
@@ -393,11 +393,11 @@ class AdapterSet:
         """
     def named_parameters(self, /) -> dict[str, Var]:
         """
-        The trainable parameters under peft's names ("transformer_blocks.0.attn.to_q.lora_A.weight").
+        Return the trainable parameters under peft's names ("transformer_blocks.0.attn.to_q.lora_A.weight").
         """
     def parameters(self, /) -> list[Var]:
         """
-        The trainable parameters in the order of the layers.
+        Return the trainable parameters in the order of the layers.
         """
     def save(
         self,
@@ -476,7 +476,7 @@ class AutoencoderKL(Model):
         self, /, image: Tensor, *, tile_size: SupportsIndex | None = None
     ) -> tuple[Tensor, Tensor]:
         """
-        The distribution of an image's latents.
+        Encode images: return the distribution of their latents.
 
         Args:
             image: images, (B, 3, H, W), values -1 to 1.
@@ -536,7 +536,7 @@ class AutoencoderKLQwenImage(Model):
         self, /, image: Tensor, *, tile_size: SupportsIndex | None = None
     ) -> tuple[Tensor, Tensor]:
         """
-        The distribution of an image's latents.
+        Encode images: return the distribution of their latents.
 
         Args:
             image: images, (B, 3, H, W), values -1 to 1.
@@ -577,7 +577,7 @@ class CLIPTextModel(Model):
     """
     def __call__(self, /, input_ids: Tensor) -> TextFeatures:
         """
-        The features of texts.
+        Compute the features of texts.
 
         Args:
             input_ids: token ids, (B, S), i64 or u32. S is at most the model's number of positions, 77 in the published
@@ -656,8 +656,8 @@ class CausalLM(Model):
     """
     def __call__(self, /, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """
-        For each token of `input_ids`, the scores (logits) of the token that follows it: (B, S, V) in the dtype of the
-        weights. V is the size of the vocabulary.
+        Compute, for each token of `input_ids`, the scores (logits) of the token that follows it: (B, S, V) in the dtype
+        of the weights. V is the size of the vocabulary.
 
         Args:
             input_ids: token ids, (B, S), i64 or u32.
@@ -739,8 +739,8 @@ class CausalLM(Model):
         """
     def hidden(self, /, input_ids: Tensor, positions: Tensor, cu_seqlens: Tensor) -> Tensor:
         """
-        The hidden states of a packed row after the final norm, (N, D). The language-model head computes the scores from
-        these states (see `logits`).
+        Compute the hidden states of a packed row after the final norm, (N, D). The language-model head computes the
+        scores from these states (see `logits`).
 
         Args:
             input_ids: token ids, (N), i64 or u32.
@@ -761,9 +761,9 @@ class CausalLM(Model):
         layers: SupportsGetItem[int, SupportsIndex] | None = None,
     ) -> list[Tensor]:
         """
-        The hidden states after the given numbers of layers, numbered as in transformers: number 0 has the embedded tokens,
-        number n the states after the first n layers. Layers after the largest given number are not computed. Unlike in
-        transformers, the final norm is not applied to the last layer's states.
+        Compute the hidden states after the given numbers of layers, numbered as in transformers: number 0 has the
+        embedded tokens, number n the states after the first n layers. Layers after the largest given number are not
+        computed. Unlike in transformers, the final norm is not applied to the last layer's states.
 
         Args:
             input_ids: token ids, (B, S), i64 or u32.
@@ -783,8 +783,8 @@ class CausalLM(Model):
         self, /, input_ids: Tensor, targets: Tensor, positions: Tensor, cu_seqlens: Tensor
     ) -> Tensor:
         """
-        The logarithm of the probability of each target of a packed row: (N) in f32, 0 where the target is -100. Neither
-        the forward nor the backward pass holds the matrix of the scores of all tokens in memory.
+        Compute the logarithm of the probability of each target of a packed row: (N) in f32, 0 where the target is -100.
+        Neither the forward nor the backward pass holds the matrix of the scores of all tokens in memory.
 
         Args:
             input_ids, targets, positions, cu_seqlens: as for `packed_loss`.
@@ -794,7 +794,7 @@ class CausalLM(Model):
         """
     def logits(self, /, hidden: Tensor) -> Tensor:
         """
-        The scores (logits) of the next token, (..., V), for hidden states (..., D) that `hidden` computed.
+        Compute the scores (logits) of the next token, (..., V), for hidden states (..., D) that `hidden` computed.
 
         Raises:
             ShapeError, DTypeError: if the last dimension of the states is not D, or their dtype is not that of the weights.
@@ -804,8 +804,8 @@ class CausalLM(Model):
         self, /, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
     ) -> Tensor:
         """
-        The mean cross entropy of predicting each label from the tokens before it: a scalar in f32. The matrix of the
-        scores of all tokens never exists in memory.
+        Compute the mean cross entropy of predicting each label from the tokens before it: a scalar in f32. The matrix
+        of the scores of all tokens never exists in memory.
 
         Args:
             input_ids: token ids, (B, S), i64 or u32.
@@ -839,8 +839,8 @@ class CausalLM(Model):
         weights: Tensor | None = None,
     ) -> Tensor:
         """
-        The sum, over the tokens of a packed row, of weight · cross entropy of the token's target: a scalar in f32. The
-        matrix of the scores of all tokens never exists in memory.
+        Compute the sum, over the tokens of a packed row, of weight · cross entropy of the token's target: a scalar in
+        f32. The matrix of the scores of all tokens never exists in memory.
 
         Args:
             input_ids: token ids, (N), i64 or u32.
@@ -863,8 +863,8 @@ class CausalLM(Model):
         layers: SupportsGetItem[int, SupportsIndex],
     ) -> list[Tensor]:
         """
-        The hidden states, as in `hidden_states`, of one text and the padding that follows it. Padding tokens attend to all
-        tokens of the text, but not to padding tokens, as in transformers with an attention mask.
+        Compute the hidden states, as in `hidden_states`, of one text and the padding that follows it. Padding tokens
+        attend to all tokens of the text, but not to padding tokens, as in transformers with an attention mask.
 
         Args:
             input_ids: token ids, (N), i64 or u32.
@@ -971,7 +971,7 @@ class ChromaTransformer(Model):
         lengths: Tensor | None = None,
     ) -> Tensor:
         """
-        The velocity (noise minus latents) that the model predicts for noisy latents.
+        Predict the velocity (noise minus latents) for noisy latents.
 
         Args:
             hidden_states: noisy latents as tokens, (B, S, in_channels). The features of a token are the values of a
@@ -1015,7 +1015,7 @@ class DType:
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self, /) -> int:
         """
-        The hash of the short name, so that `{"f32": ...}[t.dtype]` finds its entry.
+        Return the hash of the short name, so that `{"f32": ...}[t.dtype]` finds its entry.
         """
     def __new__(cls, /, name: DType | str) -> DType: ...
     def __reduce__(self, /) -> tuple[Any, ...]: ...
@@ -1112,8 +1112,8 @@ class DiffusionObjective:
         weights: Tensor | None = None,
     ) -> Tensor:
         """
-        The loss of a prediction. An example's loss is the mean of the losses of its elements, times its min-SNR weight and
-        its entry in `weights`. The result is the mean over the examples of the batch.
+        Compute the loss of a prediction. An example's loss is the mean of the losses of its elements, times its min-SNR
+        weight and its entry in `weights`. The result is the mean over the examples of the batch.
 
         Args:
             prediction: the model's output for `noised.sample` at `noised.timesteps`.
@@ -1215,7 +1215,7 @@ class DigitsTransformer(Model):
     """
     def __call__(self, /, sample: Tensor, timestep: Tensor, class_labels: Tensor) -> Tensor:
         """
-        The velocity of flow matching, noise - image, that the model predicts for noisy images.
+        Predict the velocity of flow matching, noise - image, for noisy images.
 
         Args:
             sample: noisy images, (B, 1, H, W), values about -1 to 1.
@@ -1296,8 +1296,8 @@ class EMA:
         """
     def state_dict(self, /) -> dict[str, Tensor]:
         """
-        A copy of the state: `INDEX.average` is the average of the parameter with the index INDEX, and `updates` (i64) is
-        the number of updates.
+        Return a copy of the state: `INDEX.average` is the average of the parameter with the index INDEX, and `updates`
+        (i64) is the number of updates.
         """
     def swap_in(self, /) -> None:
         """
@@ -1359,7 +1359,7 @@ class FlowMatching:
         next_sigma: SupportsFloat | SupportsIndex,
     ) -> Tensor:
         """
-        One step of Euler's method along a velocity.
+        Take one step of Euler's method along a velocity.
 
         Args:
             sample: the sample at noise level `sigma`.
@@ -1400,7 +1400,7 @@ class FlowMatching:
         """
     def sigmas(self, /, steps: SupportsIndex) -> list[float]:
         """
-        The noise levels of `steps` sampling steps: `steps + 1` numbers from 1 down to 0.
+        Return the noise levels of `steps` sampling steps: `steps + 1` numbers from 1 down to 0.
 
         Raises:
             ArgumentError: if `steps` is 0.
@@ -1446,7 +1446,7 @@ class Flux2Transformer(Model):
         guidance: Tensor | float | int | None = None,
     ) -> Tensor:
         """
-        The velocity (noise minus latents) that the model predicts for noisy latents.
+        Predict the velocity (noise minus latents) for noisy latents.
 
         Args:
             hidden_states: noisy latents as tokens, (B, S, in_channels). The features of a token are the values of a
@@ -1485,7 +1485,7 @@ class FluxTransformer(Model):
         guidance: Tensor | float | int | None = None,
     ) -> Tensor:
         """
-        The velocity (noise minus latents) that the model predicts for noisy latents.
+        Predict the velocity (noise minus latents) for noisy latents.
 
         Args:
             hidden_states: noisy latents as tokens, (B, S, in_channels). The features of a token are the values of a
@@ -1570,7 +1570,8 @@ class GradScaler:
     ) -> GradScaler: ...
     def get_scale(self, /) -> float:
         """
-        The current scale; 1 if the scaler is not enabled. On a CUDA device, this method waits for the device's work.
+        Return the current scale; 1 if the scaler is not enabled. On a CUDA device, this method waits for the device's
+        work.
         """
     def load_state_dict(self, /, state: dict[str, SupportsFloat | SupportsIndex]) -> None:
         """
@@ -1582,15 +1583,15 @@ class GradScaler:
         """
     def scale(self, /, loss: Tensor) -> Tensor:
         """
-        The loss times the scale.
+        Multiply the loss by the scale.
 
         Raises:
             DTypeError: if the loss is not floating point.
         """
     def state_dict(self, /) -> dict[str, float]:
         """
-        The scale (`scale`) and the number of steps in a row with finite gradients (`growth_tracker`). On a CUDA device,
-        this method waits for the device's work.
+        Return the scale (`scale`) and the number of steps in a row with finite gradients (`growth_tracker`). On a CUDA
+        device, this method waits for the device's work.
         """
     def step(self, /, optimizer: Optimizer) -> bool | None:
         """
@@ -1642,7 +1643,7 @@ class KVCache:
     def __new__(cls, /, texts: SupportsIndex) -> KVCache: ...
     def tokens(self, /, text: SupportsIndex) -> list[int]:
         """
-        The token ids of the text with the index `text`.
+        Return the token ids of the text with the index `text`.
 
         Raises:
             ArgumentError: if `text` is not less than the number of texts.
@@ -1790,8 +1791,8 @@ class LoraConfig:
         self, /, layers: dict[str, SupportsGetItem[int, SupportsIndex]], optimizer: str
     ) -> tuple[int, int]:
         """
-        The number of elements of the adapters' parameters, and the bytes of an optimizer's states for them. If `dtype`
-        is "bf16", the states are those of an optimizer that rounds stochastically.
+        Return the number of elements of the adapters' parameters, and the bytes of an optimizer's states for them. If
+        `dtype` is "bf16", the states are those of an optimizer that rounds stochastically.
 
         Args:
             layers: as for `select`.
@@ -1828,7 +1829,7 @@ class LoraConfig:
         """
     def select(self, /, layers: dict[str, SupportsGetItem[int, SupportsIndex]]) -> dict[str, int]:
         """
-        The layers that get an adapter, with their ranks.
+        Return the layers that get an adapter, with their ranks.
 
         Args:
             layers: the shapes of the layers' weights in files, (out, in) or (out, in, height, width), by name.
@@ -2021,7 +2022,7 @@ class Model:
         """
     def get_tensor(self, /, name: str) -> Tensor:
         """
-        The tensor `named_tensors()[name]`. Unlike `named_tensors`, this method dequantizes only this tensor.
+        Return the tensor `named_tensors()[name]`. Unlike `named_tensors`, this method dequantizes only this tensor.
 
         Raises:
             ArgumentError: if the model has no parameter of this name.
@@ -2052,13 +2053,13 @@ class Model:
         """
     def named_parameters(self, /) -> dict[str, Var]:
         """
-        The model's trainable parameters by name, without the parameters of adapters. A model from `from_pretrained` has
-        none. In a model from the constructor, all parameters are trainable.
+        Return the model's trainable parameters by name, without the parameters of adapters. A model from
+        `from_pretrained` has none. In a model from the constructor, all parameters are trainable.
         """
     def named_tensors(self, /) -> dict[str, Tensor]:
         """
-        Every parameter by name. Parameters of adapters are not included, but if an adapter is merged, the weight of its
-        layer is the merged weight.
+        Return every parameter by name. Parameters of adapters are not included, but if an adapter is merged, the weight
+        of its layer is the merged weight.
         """
     def remove_adapter(self, /) -> None:
         """
@@ -2322,8 +2323,8 @@ class Optimizer:
         states: str = "device",
     ) -> Optimizer:
         """
-        An optimizer of the kind `kind` over `params`. `settings` has the hyper-parameters that differ from the kind's
-        defaults.
+        Make an optimizer of the kind `kind` over `params`. `settings` has the hyper-parameters that differ from the
+        kind's defaults.
         """
     def __repr__(self, /) -> str: ...
     @property
@@ -2377,10 +2378,10 @@ class Optimizer:
         """
     def state_dict(self, /) -> dict[str, Tensor]:
         """
-        A copy of all states, on the CPU. INDEX numbers the variables through all groups. `INDEX.NAME` is the state NAME
-        of variable INDEX, and `INDEX.master` the variable's f32 master values. `step` (i64) has the number of steps of
-        each variable, `lr` (f64) the learning rate of each group, and `kind` (u8) the optimizer's name in ASCII. With
-        stochastic rounding, `seed` (i64) has the seed of the random bits.
+        Return a copy of all states, on the CPU. INDEX numbers the variables through all groups. `INDEX.NAME` is the
+        state NAME of variable INDEX, and `INDEX.master` the variable's f32 master values. `step` (i64) has the number
+        of steps of each variable, `lr` (f64) the learning rate of each group, and `kind` (u8) the optimizer's name in
+        ASCII. With stochastic rounding, `seed` (i64) has the seed of the random bits.
         """
     def step(self, /, *, if_finite: Tensor | None = None) -> None:
         """
@@ -2473,8 +2474,8 @@ class PartFacts:
         self, /, *, height: SupportsIndex = 0, width: SupportsIndex = 0, tokens: SupportsIndex = 0
     ) -> tuple[int, int]:
         """
-        The number of floating-point operations of a forward pass over one sample, without adapters, as a pair: the
-        operations of layers, and those of attention.
+        Return the number of floating-point operations of a forward pass over one sample, without adapters, as a pair:
+        the operations of layers, and those of attention.
 
         Args:
             height: the height of the latents or the image that is the model's input.
@@ -2507,7 +2508,7 @@ class PartFacts:
         tokens: SupportsIndex = 0,
     ) -> float:
         """
-        The share of the blocks' floating-point operations in a forward pass that the backward pass repeats.
+        Return the share of the blocks' floating-point operations in a forward pass that the backward pass repeats.
 
         Args:
             policy: "none", "full", "selective" or "offload" checkpointing. "selective" repeats only operations that are
@@ -2532,7 +2533,7 @@ class PartFacts:
         tokens: SupportsIndex = 0,
     ) -> tuple[int, int]:
         """
-        The approximate peak of the number of values that are saved for the backward pass of one sample.
+        Return the approximate peak of the number of values that are saved for the backward pass of one sample.
 
         Args:
             config: the configuration of the adapters.
@@ -2565,8 +2566,8 @@ class PartFacts:
         stream_modulation: bool = False,
     ) -> tuple[int, int]:
         """
-        Bytes of the weights in host memory, as a pair: first without the layers that compute the blocks' modulation,
-        then of those layers alone. The arguments are those of `weight_bytes`.
+        Return the number of bytes of the weights in host memory, as a pair: first without the layers that compute the
+        blocks' modulation, then of those layers alone. The arguments are those of `weight_bytes`.
         """
     @property
     def tensors(self, /) -> dict[str, list[int]]:
@@ -2583,8 +2584,8 @@ class PartFacts:
         stream_modulation: bool = False,
     ) -> int:
         """
-        Bytes of the model's weights on a device. With streaming, these include the device memory to which streamed
-        weights are copied, but not the weights in host memory.
+        Return the number of bytes of the model's weights on a device. With streaming, the number includes the device
+        memory to which streamed weights are copied, but not the weights in host memory.
 
         Args:
             dtype: the dtype of the weights.
@@ -2606,8 +2607,8 @@ class PartFacts:
         tokens: SupportsIndex = 0,
     ) -> int:
         """
-        The number of values in the largest gradient that the backward pass computes for one sample: the gradient of the
-        results of layers that share an input. This gradient exists in addition to the saved values.
+        Return the number of values in the largest gradient that the backward pass computes for one sample: the gradient
+        of the results of layers that share an input. This gradient exists in addition to the saved values.
 
         Args:
             config: the configuration of the adapters.
@@ -2634,7 +2635,7 @@ class QuantizedTensor:
     def __repr__(self, /) -> str: ...
     def dequantize(self, /, dtype: DType | str | None = None) -> Tensor:
         """
-        The values that the codes and scales represent, computed in f32 and rounded once.
+        Return the values that the codes and scales represent, computed in f32 and rounded once.
 
         Args:
             dtype: the dtype of the result; default: the dtype of the matrix.
@@ -2681,7 +2682,7 @@ class QuantizedTensor:
         """
     def numel(self, /) -> int:
         """
-        The number of elements.
+        Return the number of elements.
         """
     @property
     def shape(self, /) -> tuple[int, ...]:
@@ -2690,12 +2691,12 @@ class QuantizedTensor:
         """
     def tensors(self, /) -> dict[str, Tensor]:
         """
-        The tensors that store the matrix: "codes" (u8) and "scales"; for "nf4" also "scale_codes" (u8) and "offset". A
-        matrix of ggml blocks has only "codes": its blocks contain the scales.
+        Return the tensors that store the matrix: "codes" (u8) and "scales"; for "nf4" also "scale_codes" (u8) and
+        "offset". A matrix of ggml blocks has only "codes": its blocks contain the scales.
         """
     def to(self, /, device: str) -> QuantizedTensor:
         """
-        The same matrix on another device.
+        Return the same matrix on another device.
 
         Raises:
             DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
@@ -2718,7 +2719,7 @@ class QwenImageTransformer(Model):
         lengths: Tensor | None = None,
     ) -> Tensor:
         """
-        The velocity (noise minus latents) that the model predicts for noisy latents.
+        Predict the velocity (noise minus latents) for noisy latents.
 
         Args:
             hidden_states: noisy latents as tokens, (B, S, in_channels). The features of a token are the values of a
@@ -2755,7 +2756,7 @@ class SD3Transformer(Model):
         timestep: Tensor | float | int,
     ) -> Tensor:
         """
-        The velocity (noise minus latents) that the model predicts for noisy latents.
+        Predict the velocity (noise minus latents) for noisy latents.
 
         Args:
             hidden_states: noisy latents, (B, 16, h, w), shifted and scaled by the autoencoder's `shift_factor` and
@@ -2797,8 +2798,7 @@ class SDXLUNet(Model):
         time_ids: Tensor,
     ) -> Tensor:
         """
-        The noise that the model predicts for noisy latents, or the velocity if the model was trained to predict the
-        velocity.
+        Predict the noise for noisy latents, or the velocity if the model was trained to predict the velocity.
 
         Args:
             sample: noisy latents, (B, 4, h, w), scaled by the autoencoder's `scaling_factor`.
@@ -2924,7 +2924,7 @@ class Schedule:
     ) -> Schedule: ...
     def factor(self, /, step: SupportsIndex) -> float:
         """
-        The factor of the learning rate in step `step`, counted from 0.
+        Return the factor of the learning rate in step `step`, counted from 0.
         """
 
 @final
@@ -2936,7 +2936,8 @@ class T5Encoder(Model):
     """
     def __call__(self, /, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """
-        The hidden states of the tokens after the last block and the final norm: (B, L, D), in the dtype of the weights.
+        Compute the hidden states of the tokens after the last block and the final norm: (B, L, D), in the dtype of the
+        weights.
 
         Args:
             input_ids: token ids, (B, L), i64 or u32.
@@ -2989,14 +2990,14 @@ class Tensor(ComposedMethods):
         copy: bool | None = None,
     ) -> Any:
         """
-        A capsule for other libraries' `from_dlpack`. Consumers that support read-only tensors (DLPack 1.0) share this
-        tensor's memory; older consumers get a copy unless `copy=False`. On a CUDA device, the consumer's `stream` waits
-        for the values. Without `stream`, the default stream waits; with -1, no stream waits. The memory is reused only
-        after the consumer has released the capsule's tensor.
+        Return a capsule for other libraries' `from_dlpack`. Consumers that support read-only tensors (DLPack 1.0) share
+        this tensor's memory; older consumers get a copy unless `copy=False`. On a CUDA device, the consumer's `stream`
+        waits for the values. Without `stream`, the default stream waits; with -1, no stream waits. The memory is reused
+        only after the consumer has released the capsule's tensor.
         """
     def __dlpack_device__(self, /) -> tuple[int, int]:
         """
-        DLPack's type of the device (1 for the CPU, 2 for CUDA), and the device's index.
+        Return DLPack's type of the device (1 for the CPU, 2 for CUDA), and the device's index.
         """
     def __eq__(self, other: object, /) -> Tensor: ...
     def __float__(self, /) -> builtins.float: ...
@@ -3045,12 +3046,12 @@ class Tensor(ComposedMethods):
     def __truediv__(self, other: object, /) -> Tensor: ...
     def abs(self, /) -> Tensor:
         """
-        The absolute value; the gradient at 0 is 0.
+        Return the absolute value; the gradient at 0 is 0.
         """
     def argmax(self, /, dim: SupportsIndex | None = None, keepdim: bool = False) -> Tensor:
         """
-        The index of the largest element, in i64. If several elements are largest, it is the index of the first of them.
-        The result has no gradient.
+        Return the index of the largest element, in i64. If several elements are largest, it is the index of the first
+        of them. The result has no gradient.
 
         Args:
             dim: the dimension to reduce; by default, the result is the index in the flattened tensor.
@@ -3079,8 +3080,8 @@ class Tensor(ComposedMethods):
         """
     def broadcast_to(self, /, *shape: int | tuple[int, ...] | list[int]) -> Tensor:
         """
-        A view of shape `shape`. The elements repeat along dimensions that have size 1 in this tensor, and along new leading
-        dimensions.
+        Return a view of shape `shape`. The elements repeat along dimensions that have size 1 in this tensor, and along
+        new leading dimensions.
 
         Raises:
             ShapeError: if this tensor's shape does not broadcast to `shape`.
@@ -3109,19 +3110,19 @@ class Tensor(ComposedMethods):
         """
     def contiguous(self, /) -> Tensor:
         """
-        A tensor with the same values, whose elements are in memory in row-major order. The values are copied only if
-        this tensor is not contiguous.
+        Return a tensor with the same values, whose elements are in memory in row-major order. The values are copied
+        only if this tensor is not contiguous.
         """
     def cos(self, /) -> Tensor:
         """
-        The cosine.
+        Return the cosine.
 
         Raises:
             DTypeError: if the tensor is not floating point.
         """
     def cumsum(self, /, dim: SupportsIndex) -> Tensor:
         """
-        The cumulative sum along `dim`: element i of the result is the sum of elements 0 to i.
+        Return the cumulative sum along `dim`: element i of the result is the sum of elements 0 to i.
 
         Raises:
             IndexOutOfRangeError: if the dimension is out of range.
@@ -3129,7 +3130,7 @@ class Tensor(ComposedMethods):
         """
     def detach(self, /) -> Tensor:
         """
-        A tensor with the same values (shared storage), detached from the tape.
+        Return a tensor with the same values (shared storage), detached from the tape.
         """
     @property
     def device(self, /) -> Device:
@@ -3152,7 +3153,7 @@ class Tensor(ComposedMethods):
         """
     def exp(self, /) -> Tensor:
         """
-        e to the power of each element.
+        Return e to the power of each element.
 
         Raises:
             DTypeError: if the tensor is not floating point.
@@ -3174,7 +3175,7 @@ class Tensor(ComposedMethods):
         """
     def float(self, /) -> Tensor:
         """
-        The values in f32.
+        Return the values in f32.
         """
     def gather(self, /, dim: SupportsIndex, index: Tensor) -> Tensor:
         """
@@ -3192,7 +3193,7 @@ class Tensor(ComposedMethods):
         """
     def gelu(self, /, approximate: str = "none") -> Tensor:
         """
-        GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415).
+        Apply GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415).
 
         Args:
             approximate: "none" for x * Phi(x), where Phi is the standard normal distribution function, computed with the
@@ -3217,7 +3218,7 @@ class Tensor(ComposedMethods):
         """
     def is_contiguous(self, /) -> bool:
         """
-        Whether the elements are in memory in row-major order without gaps.
+        Return whether the elements are in memory in row-major order without gaps.
         """
     @property
     def is_leaf(self, /) -> bool:
@@ -3226,21 +3227,21 @@ class Tensor(ComposedMethods):
         """
     def item(self, /) -> Any:
         """
-        The only element as a Python number.
+        Return the only element as a Python number.
 
         Raises:
             ShapeError: if there is not exactly one element.
         """
     def log(self, /) -> Tensor:
         """
-        The natural logarithm.
+        Return the natural logarithm.
 
         Raises:
             DTypeError: if the tensor is not floating point.
         """
     def log_softmax(self, /, dim: SupportsIndex = -1) -> Tensor:
         """
-        The logarithm of `softmax`, computed without overflow or underflow.
+        Return the logarithm of `softmax`, computed without overflow or underflow.
 
         Raises:
             IndexOutOfRangeError: if the dimension is out of range.
@@ -3255,7 +3256,7 @@ class Tensor(ComposedMethods):
         axis: SupportsIndex | Sequence[SupportsIndex] | None = None,
     ) -> Tensor:
         """
-        The logarithm of the sum of exponentials, without overflow.
+        Return the logarithm of the sum of exponentials, without overflow.
 
         Args:
             dim: the dimension or dimensions to reduce; default all.
@@ -3276,7 +3277,7 @@ class Tensor(ComposedMethods):
         """
     def matmul(self, /, other: Tensor | builtins.float | int) -> Tensor:
         """
-        The matrix product (..., m, k) x (..., k, n) -> (..., m, n).
+        Return the matrix product (..., m, k) x (..., k, n) -> (..., m, n).
 
         Batch dimensions broadcast. As in numpy, a vector (k,) on the left counts as the matrix (1, k), a vector (k,) on the
         right as (k, 1), and the result does not have the added dimension of size 1.
@@ -3294,8 +3295,8 @@ class Tensor(ComposedMethods):
         axis: SupportsIndex | Sequence[SupportsIndex] | None = None,
     ) -> Tensor:
         """
-        The largest element. Over one dimension, the first of equal elements gets the gradient; over several or all
-        dimensions, equal elements share the gradient equally.
+        Return the largest element. Over one dimension, the first of equal elements gets the gradient; over several or
+        all dimensions, equal elements share the gradient equally.
 
         Args:
             dim: the dimension or dimensions to reduce; default all.
@@ -3309,7 +3310,7 @@ class Tensor(ComposedMethods):
         """
     def maximum(self, /, other: Tensor | builtins.float | int) -> Tensor:
         """
-        The larger of each pair of elements. Equal elements share the gradient.
+        Return the larger of each pair of elements. Equal elements share the gradient.
 
         Raises:
             ShapeError: if the shapes do not broadcast.
@@ -3324,7 +3325,7 @@ class Tensor(ComposedMethods):
         axis: SupportsIndex | Sequence[SupportsIndex] | None = None,
     ) -> Tensor:
         """
-        The mean.
+        Return the mean.
 
         Args:
             dim: the dimension or dimensions to reduce; default all.
@@ -3345,7 +3346,7 @@ class Tensor(ComposedMethods):
         axis: SupportsIndex | Sequence[SupportsIndex] | None = None,
     ) -> Tensor:
         """
-        The smallest element. Equal elements get gradients as in `max`.
+        Return the smallest element. Equal elements get gradients as in `max`.
 
         Args:
             dim: the dimension or dimensions to reduce; default all.
@@ -3359,7 +3360,7 @@ class Tensor(ComposedMethods):
         """
     def minimum(self, /, other: Tensor | builtins.float | int) -> Tensor:
         """
-        The smaller of each pair of elements. Equal elements share the gradient.
+        Return the smaller of each pair of elements. Equal elements share the gradient.
 
         Raises:
             ShapeError: if the shapes do not broadcast.
@@ -3367,7 +3368,7 @@ class Tensor(ComposedMethods):
         """
     def narrow(self, /, dim: SupportsIndex, start: SupportsIndex, length: SupportsIndex) -> Tensor:
         """
-        A view of the indices from `start` to `start + length - 1` along `dim`.
+        Return a view of the indices from `start` to `start + length - 1` along `dim`.
 
         Raises:
             IndexOutOfRangeError: if an index of this range, or `dim`, is out of range.
@@ -3385,18 +3386,18 @@ class Tensor(ComposedMethods):
         """
     def neg(self, /) -> Tensor:
         """
-        The elements with the opposite sign.
+        Return the elements with the opposite sign.
 
         Raises:
             DTypeError: if the tensor is u8 or u32.
         """
     def numel(self, /) -> int:
         """
-        The number of elements.
+        Return the number of elements.
         """
     def numpy(self, /) -> NDArray[Any]:
         """
-        A numpy array with a copy of the values. Gradients do not flow through the array.
+        Return a numpy array with a copy of the values. Gradients do not flow through the array.
 
         For a view without a copy (read-only), use `numpy.from_dlpack(t)`.
 
@@ -3414,7 +3415,7 @@ class Tensor(ComposedMethods):
         """
     def pow(self, /, exponent: Tensor | builtins.float | int) -> Tensor:
         """
-        Each element to the power of `exponent`.
+        Raise each element to the power of `exponent`.
 
         Raises:
             ShapeError: if the shapes do not broadcast.
@@ -3423,14 +3424,14 @@ class Tensor(ComposedMethods):
         """
     def reciprocal(self, /) -> Tensor:
         """
-        One over each element.
+        Return one over each element.
 
         Raises:
             DTypeError: if the tensor is not floating point.
         """
     def relu(self, /) -> Tensor:
         """
-        max(x, 0); NaN stays NaN.
+        Return max(x, 0); NaN stays NaN.
 
         Raises:
             DTypeError: if the tensor is not floating point.
@@ -3442,7 +3443,7 @@ class Tensor(ComposedMethods):
         """
     def reshape(self, /, *shape: int | tuple[int, ...] | list[int]) -> Tensor:
         """
-        The same elements, in row-major order, in another shape. The result is a view if the layout allows it.
+        Return the same elements, in row-major order, in another shape. The result is a view if the layout allows it.
 
         Args:
             shape: the sizes, as arguments or one sequence. One size may be -1: it is computed from the number of elements.
@@ -3458,28 +3459,28 @@ class Tensor(ComposedMethods):
         """
     def sigmoid(self, /) -> Tensor:
         """
-        1 / (1 + exp(-x)).
+        Return 1 / (1 + exp(-x)).
 
         Raises:
             DTypeError: if the tensor is not floating point.
         """
     def silu(self, /) -> Tensor:
         """
-        x * sigmoid(x).
+        Return x * sigmoid(x).
 
         Raises:
             DTypeError: if the tensor is not floating point.
         """
     def sin(self, /) -> Tensor:
         """
-        The sine.
+        Return the sine.
 
         Raises:
             DTypeError: if the tensor is not floating point.
         """
     def softmax(self, /, dim: SupportsIndex = -1) -> Tensor:
         """
-        exp(x) / sum(exp(x)), where the sum is along `dim`, computed without overflow.
+        Compute exp(x) / sum(exp(x)), where the sum is along `dim`, computed without overflow.
 
         Raises:
             IndexOutOfRangeError: if the dimension is out of range.
@@ -3506,14 +3507,14 @@ class Tensor(ComposedMethods):
         """
     def sqrt(self, /) -> Tensor:
         """
-        The square root.
+        Return the square root.
 
         Raises:
             DTypeError: if the tensor is not floating point.
         """
     def square(self, /) -> Tensor:
         """
-        The square.
+        Return the square.
 
         Raises:
             DTypeError: if the tensor is not floating point.
@@ -3535,7 +3536,7 @@ class Tensor(ComposedMethods):
         axis: SupportsIndex | Sequence[SupportsIndex] | None = None,
     ) -> Tensor:
         """
-        The sum. The sum of an integer tensor or a mask is in i64.
+        Return the sum. The sum of an integer tensor or a mask is in i64.
 
         Args:
             dim: the dimension or dimensions to reduce; default all.
@@ -3548,7 +3549,7 @@ class Tensor(ComposedMethods):
         """
     def tanh(self, /) -> Tensor:
         """
-        The hyperbolic tangent.
+        Return the hyperbolic tangent.
 
         Raises:
             DTypeError: if the tensor is not floating point.
@@ -3562,7 +3563,7 @@ class Tensor(ComposedMethods):
         device: str | None = None,
     ) -> Tensor:
         """
-        A tensor with the same values in another dtype or on another device.
+        Return a tensor with the same values in another dtype or on another device.
 
         A cast between floating point dtypes is differentiable. The gradient has this tensor's dtype.
 
@@ -3579,7 +3580,7 @@ class Tensor(ComposedMethods):
         """
     def tolist(self, /) -> Any:
         """
-        The elements as nested lists of Python numbers. A tensor without dimensions gives a number.
+        Return the elements as nested lists of Python numbers. A tensor without dimensions gives a number.
         """
     def transpose(self, /, dim0: SupportsIndex, dim1: SupportsIndex) -> Tensor:
         """
@@ -3606,7 +3607,7 @@ class Tensor(ComposedMethods):
         axis: SupportsIndex | Sequence[SupportsIndex] | None = None,
     ) -> Tensor:
         """
-        The variance: the sum of the squared deviations from the mean of n elements, divided by n - `correction`.
+        Return the variance: the sum of the squared deviations from the mean of n elements, divided by n - `correction`.
 
         Args:
             dim: the dimension or dimensions to reduce; default all.
@@ -3622,7 +3623,7 @@ class Tensor(ComposedMethods):
         """
     def view(self, /, *shape: int | tuple[int, ...] | list[int]) -> Tensor:
         """
-        The same as `reshape`; torch has both names.
+        Return the same as `reshape`; torch has both names.
         """
 
 @final
@@ -3659,8 +3660,8 @@ class TextFeatures:
         """
     def skipped(self, /, clip_skip: SupportsIndex) -> Tensor:
         """
-        The hidden states `clip_skip` layers before `penultimate`, (B, S, D). diffusers' SDXL pipelines count in the same
-        way.
+        Compute the hidden states `clip_skip` layers before `penultimate`, (B, S, D). diffusers' SDXL pipelines count in
+        the same way.
 
         Raises:
             ArgumentError: if `clip_skip` is not less than the model's number of layers.
@@ -3680,11 +3681,11 @@ class TrainingAdapter:
     """
     def __len__(self, /) -> int:
         """
-        The number of layers that have the adapter.
+        Return the number of layers that have the adapter.
         """
     def numel(self, /) -> int:
         """
-        The number of elements of all factors of the adapter.
+        Return the number of elements of all factors of the adapter.
         """
     def remove(self, /) -> None:
         """
@@ -3769,7 +3770,7 @@ class ZImageTransformer(Model):
         rows_are_full: bool = False,
     ) -> Tensor:
         """
-        The velocity from noise to clean latents (latents minus noise) that the model predicts for noisy latents.
+        Predict the velocity from noise to clean latents (latents minus noise) for noisy latents.
 
         Args:
             hidden_states: noisy latents, (B, in_channels, h, w), shifted and scaled by the autoencoder's `shift_factor`
@@ -3792,7 +3793,7 @@ class ZImageTransformer(Model):
 
 def adapted_parts(path: str | bytes | PathLike[str] | PathLike[bytes], model: str) -> list[str]:
     """
-    The parts of a family that an adapter file has adapters for, by the names of their folders in a pipeline.
+    Return the parts of a family that an adapter file has adapters for, by the names of their folders in a pipeline.
 
     Args:
         path: the file, or peft's folder.
@@ -3844,7 +3845,7 @@ def arange(
     device: str = "cpu",
 ) -> Tensor:
     """
-    The numbers `start`, `start + step`, ... up to but not including `end`.
+    Return the numbers `start`, `start + step`, ... up to but not including `end`.
 
     ```python
     assert tc.arange(4).tolist() == [0, 1, 2, 3]
@@ -3867,7 +3868,7 @@ def arange(
 
 def available_bytes() -> int | None:
     """
-    The number of bytes of host memory that can still be allocated; None if the system does not report it.
+    Return the number of bytes of host memory that can still be allocated; None if the system does not report it.
 
     ```python
     free = tc.memory.available_bytes()
@@ -3921,15 +3922,15 @@ def checkpoint(function: Callable[..., Any], *tensors: Tensor, policy: str = "fu
 
 def choices() -> dict[str, list[str]]:
     """
-    The names that options accept, by option: "adapter", "format", "model", "optimizer", "qat". The names of "optimizer"
-    are class names in lower case.
+    Return the names that options accept, by option: "adapter", "format", "model", "optimizer", "qat". The names of
+    "optimizer" are class names in lower case.
     """
 
 def classifier_free_guidance(
     negative: Tensor, positive: Tensor, scale: SupportsFloat | SupportsIndex
 ) -> Tensor:
     """
-    Classifier-free guidance (arXiv:2207.12598): move a model's output for the prompt away from its output for a
+    Apply classifier-free guidance (arXiv:2207.12598): move a model's output for the prompt away from its output for a
     negative prompt.
 
     ```python
@@ -3996,7 +3997,7 @@ def conv2d(
     channels_last: bool = False,
 ) -> Tensor:
     """
-    Two-dimensional convolution.
+    Apply a two-dimensional convolution.
 
     ```python
     y = F.conv2d(tc.randn(1, 3, 8, 8), tc.randn(4, 3, 3, 3), padding=1, stride=2)
@@ -4031,7 +4032,7 @@ def cross_entropy(
     label_smoothing: SupportsFloat | SupportsIndex = ...,
 ) -> Tensor:
     """
-    The cross-entropy of logits and class ids.
+    Compute the cross-entropy of logits and class ids.
 
     ```python
     loss = F.cross_entropy(tc.randn(4, 10), tc.tensor([1, 2, 3, -100]), label_smoothing=0.1)
@@ -4052,7 +4053,7 @@ def cross_entropy(
 
 def cuda_bus_id(device: str) -> str:
     """
-    The address of a CUDA device on the PCI bus. All processes of the machine name the device by this address.
+    Return the address of a CUDA device on the PCI bus. All processes of the machine name the device by this address.
 
     Raises:
         DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
@@ -4060,7 +4061,7 @@ def cuda_bus_id(device: str) -> str:
 
 def cuda_device_count() -> int:
     """
-    The number of CUDA devices.
+    Return the number of CUDA devices.
 
     Raises:
         CudaUnavailableError: if CUDA cannot be used.
@@ -4068,7 +4069,7 @@ def cuda_device_count() -> int:
 
 def cuda_device_name(device: str) -> str:
     """
-    The product name of a CUDA device, such as "NVIDIA A100-SXM4-80GB".
+    Return the product name of a CUDA device, such as "NVIDIA A100-SXM4-80GB".
 
     Raises:
         DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
@@ -4094,9 +4095,9 @@ def cuda_finish_profile() -> list[tuple[str, int, float]]:
 
 def cuda_link(device: str, bus_id: str) -> str | None:
     """
-    How a CUDA device reads the memory of the device with the address `bus_id` on the PCI bus: "nvlink", "bus", or
-    "none" if it cannot read that memory. Returns None if this process does not see the device `bus_id`, or if both are
-    the same device.
+    Return how a CUDA device reads the memory of the device with the address `bus_id` on the PCI bus: "nvlink", "bus",
+    or "none" if it cannot read that memory. Returns None if this process does not see the device `bus_id`, or if both
+    are the same device.
 
     Raises:
         DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
@@ -4104,7 +4105,7 @@ def cuda_link(device: str, bus_id: str) -> str | None:
 
 def cuda_memory_stats(device: str) -> list[int]:
     """
-    Memory statistics of a CUDA device: ten numbers, in this order.
+    Return memory statistics of a CUDA device: ten numbers, in this order.
 
     0. Allocated bytes.
     1. Peak of the allocated bytes.
@@ -4123,7 +4124,7 @@ def cuda_memory_stats(device: str) -> list[int]:
 
 def cuda_pinnable_bytes(device: str, wanted: SupportsIndex) -> int:
     """
-    How many of `wanted` bytes of pinned memory this process gets now. The bytes are allocated and freed again.
+    Return how many of `wanted` bytes of pinned memory this process gets now. The bytes are allocated and freed again.
 
     Raises:
         DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
@@ -4147,9 +4148,9 @@ def cuda_set_memory_limit(device: str, limit: SupportsIndex | None) -> None:
 
 def cuda_stages_weights(device: str) -> bool:
     """
-    Whether some of a device's streamed weights (weights in host memory, copied to the device before each use) are in
-    memory that is not pinned, because the system provides too little pinned memory. CUDA graphs cannot copy weights from
-    such memory.
+    Return whether some of a device's streamed weights (weights in host memory, copied to the device before each use)
+    are in memory that is not pinned, because the system provides too little pinned memory. CUDA graphs cannot copy
+    weights from such memory.
 
     Raises:
         DeviceError, CudaUnavailableError: if there is no such device.
@@ -4174,7 +4175,7 @@ def cuda_synchronize(device: str) -> None:
 
 def cuda_unavailable_reason() -> str | None:
     """
-    Why CUDA cannot be used, or None if it can.
+    Return why CUDA cannot be used, or None if it can.
     """
 
 def draw_from(seed: SupportsIndex, function: Callable[..., Any]) -> Any:
@@ -4217,7 +4218,7 @@ def dropout(input: Tensor, p: SupportsFloat | SupportsIndex = ..., training: boo
 
 def embedding(input: Tensor, weight: Tensor) -> Tensor:
     """
-    The rows of a table at given indices.
+    Return the rows of a table at given indices.
 
     ```python
     table = tc.Var(tc.randn(100, 8))
@@ -4240,8 +4241,8 @@ def empty_like(
     input: Tensor, dtype: DType | str | None = None, device: str | None = None
 ) -> Tensor:
     """
-    A tensor of unspecified values in the shape of `input`, for callers that use only its shape or overwrite its values. By
-    default it has the dtype and the device of `input`.
+    Make a tensor of unspecified values in the shape of `input`, for callers that use only its shape or overwrite its
+    values. By default it has the dtype and the device of `input`.
 
     ```python
     x = tc.tensor([1, 2, 3])
@@ -4256,7 +4257,7 @@ def eye(
     device: str = "cpu",
 ) -> Tensor:
     """
-    The identity matrix (n, m): ones on the diagonal, zeros elsewhere.
+    Make the identity matrix (n, m): ones on the diagonal, zeros elsewhere.
 
     ```python
     assert tc.eye(2).tolist() == [[1.0, 0.0], [0.0, 1.0]]
@@ -4330,7 +4331,7 @@ def full(
     device: str = "cpu",
 ) -> Tensor:
     """
-    A tensor whose elements all have the value `value`.
+    Make a tensor whose elements all have the value `value`.
 
     Args:
         shape: the sizes of the dimensions.
@@ -4349,7 +4350,8 @@ def full(
 
 def geglu(input: Tensor) -> Tensor:
     """
-    `h * gelu(gate)`, where h is the first half of the last dimension and gate the second (Shazeer 2020, arXiv:2002.05202).
+    Compute `h * gelu(gate)`, where h is the first half of the last dimension and gate the second (Shazeer 2020,
+    arXiv:2002.05202).
 
     ```python
     assert F.geglu(tc.randn(2, 8)).shape == (2, 4)
@@ -4368,7 +4370,8 @@ def geglu(input: Tensor) -> Tensor:
 
 def get_float32_matmul_precision() -> str:
     """
-    The precision of products of f32 matrices on CUDA devices, "highest" or "high"; see `set_float32_matmul_precision`.
+    Return the precision of products of f32 matrices on CUDA devices, "highest" or "high"; see
+    `set_float32_matmul_precision`.
 
     ```python
     tc.set_float32_matmul_precision("high")
@@ -4379,7 +4382,7 @@ def get_float32_matmul_precision() -> str:
 
 def get_num_threads() -> int:
     """
-    The number of threads that compute on the CPU.
+    Return the number of threads that compute on the CPU.
 
     ```python
     before = tc.get_num_threads()
@@ -4390,8 +4393,8 @@ def get_num_threads() -> int:
 
 def get_rng_state() -> tuple[int, int]:
     """
-    The state of the library's generator: (seed, position in its sequence of random numbers). After `set_rng_state(state)`,
-    the generator repeats the random numbers that it gave after this call.
+    Return the state of the library's generator: (seed, position in its sequence of random numbers). After
+    `set_rng_state(state)`, the generator repeats the random numbers that it gave after this call.
 
     ```python
     state = tc.get_rng_state()
@@ -4403,12 +4406,12 @@ def get_rng_state() -> tuple[int, int]:
 
 def get_w8a8() -> bool:
     """
-    Whether linear layers with int8 or fp8 weights multiply the weights' 8-bit codes; see `set_w8a8`.
+    Return whether linear layers with int8 or fp8 weights multiply the weights' 8-bit codes; see `set_w8a8`.
     """
 
 def gguf_facts(path: str | bytes | PathLike[str] | PathLike[bytes]) -> dict[str, Any] | None:
     """
-    The metadata of a GGUF file about its model, under the names that GGUF uses; None for files of other formats.
+    Return the metadata of a GGUF file about its model, under the names that GGUF uses; None for files of other formats.
 
     Raises:
         MissingFileError, WeightsFormatError: if there is no such file, or the file is damaged.
@@ -4495,7 +4498,7 @@ def group_norm(
     channels_last: bool = False,
 ) -> Tensor:
     """
-    Group normalisation (Wu & He 2018, arXiv:1803.08494).
+    Apply group normalisation (Wu & He 2018, arXiv:1803.08494).
 
     ```python
     assert F.group_norm(tc.randn(1, 8, 4, 4), 2).shape == (1, 8, 4, 4)
@@ -4524,7 +4527,7 @@ def group_norm_silu(
     channels_last: bool = False,
 ) -> Tensor:
     """
-    `silu(group_norm(input, ...))` in one operation. The tape does not save the result of `group_norm`.
+    Compute `silu(group_norm(input, ...))` in one operation. The tape does not save the result of `group_norm`.
 
     ```python
     assert F.group_norm_silu(tc.randn(1, 8, 4, 4), 2).shape == (1, 8, 4, 4)
@@ -4550,7 +4553,7 @@ def huber_loss(
     delta: SupportsFloat | SupportsIndex = ...,
 ) -> Tensor:
     """
-    The Huber loss (Huber 1964) of a difference d: d² / 2 if |d| <= delta, otherwise delta * (|d| - delta / 2).
+    Compute the Huber loss (Huber 1964) of a difference d: d² / 2 if |d| <= delta, otherwise delta * (|d| - delta / 2).
 
     ```python
     loss = F.huber_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
@@ -4577,8 +4580,8 @@ def init_linear(
     device: str = "cpu",
 ) -> tuple[Var, Var | None]:
     """
-    Initial parameters of a linear layer: weight (out_features, in_features) and bias (out_features,). As in torch, both
-    are drawn uniformly between -1 / sqrt(in_features) and 1 / sqrt(in_features).
+    Draw the initial parameters of a linear layer: weight (out_features, in_features) and bias (out_features,). As in
+    torch, both are drawn uniformly between -1 / sqrt(in_features) and 1 / sqrt(in_features).
 
     Raises:
         ArgumentError: if a number of features is negative.
@@ -4612,7 +4615,7 @@ def inspect(
 
 def is_grad_enabled() -> bool:
     """
-    Whether operations of this thread are recorded for backward passes.
+    Return whether operations of this thread are recorded for backward passes.
 
     ```python
     with tc.no_grad():
@@ -4622,7 +4625,7 @@ def is_grad_enabled() -> bool:
 
 def l1_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
     """
-    The mean absolute error.
+    Compute the mean absolute error.
 
     ```python
     loss = F.l1_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
@@ -4648,7 +4651,7 @@ def layer_norm(
     eps: SupportsFloat | SupportsIndex = ...,
 ) -> Tensor:
     """
-    Layer normalisation (Ba et al. 2016, arXiv:1607.06450) over the trailing dimensions `normalized_shape`.
+    Apply layer normalisation (Ba et al. 2016, arXiv:1607.06450) over the trailing dimensions `normalized_shape`.
 
     ```python
     y = F.layer_norm(tc.randn(2, 8), 8, weight=tc.ones(8))
@@ -4669,7 +4672,7 @@ def layer_norm(
 
 def linear(input: Tensor, weight: Tensor | QuantizedTensor, bias: Tensor | None = None) -> Tensor:
     """
-    `input @ weight.T + bias`.
+    Compute `input @ weight.T + bias`.
 
     ```python
     y = F.linear(tc.randn(3, 4), tc.randn(2, 4), tc.zeros(2))
@@ -4693,9 +4696,9 @@ def linear_cross_entropy(
     input: Tensor, weight: Tensor, target: Tensor, weights: Tensor | None = None
 ) -> Tensor:
     """
-    The sum of the cross-entropies of the logits `input @ weight.T` and class ids, a scalar in f32 (f64 for f64 input).
-    The forward pass computes the logits of some rows at a time, without a matrix of all logits, and also computes the
-    gradients.
+    Compute the sum of the cross-entropies of the logits `input @ weight.T` and class ids, a scalar in f32 (f64 for f64
+    input). The forward pass computes the logits of some rows at a time, without a matrix of all logits, and also
+    computes the gradients.
 
     ```python
     states, head, ids = tc.randn(3, 8), tc.randn(100, 8), tc.tensor([5, 7, -100])
@@ -4717,8 +4720,8 @@ def linear_cross_entropy(
 
 def linear_log_probs(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """
-    For each row, the logarithm of the probability of its class id under the softmax of `input @ weight.T`: (N), in f32
-    (f64 for f64 input). The logits are computed for some rows at a time, and again in the backward pass.
+    Compute, for each row, the logarithm of the probability of its class id under the softmax of `input @ weight.T`:
+    (N), in f32 (f64 for f64 input). The logits are computed for some rows at a time, and again in the backward pass.
 
     ```python
     states, head = tc.randn(3, 8), tc.randn(100, 8)
@@ -4768,7 +4771,7 @@ def lora_backward(
     scale: SupportsFloat | SupportsIndex,
 ) -> tuple[Tensor, Tensor]:
     """
-    The gradients of `lora_down` and `lora_up`, the matrices in y = scale * (input @ lora_down.T) @ lora_up.T.
+    Compute the gradients of `lora_down` and `lora_up`, the matrices in y = scale * (input @ lora_down.T) @ lora_up.T.
 
     ```python
     x, down, up = tc.randn(5, 8), tc.randn(2, 8), tc.randn(4, 2)
@@ -4848,8 +4851,8 @@ def modulated_layer_norm(
     input: Tensor, scale: Tensor, shift: Tensor, eps: SupportsFloat | SupportsIndex = ...
 ) -> Tensor:
     """
-    layer_norm(input) * (1 + scale) + shift, where layer_norm is over the last dimension. Each sample of the batch has its
-    own scale and shift, as in adaLN of diffusion transformers (Peebles & Xie 2022, arXiv:2212.09748).
+    Compute layer_norm(input) * (1 + scale) + shift, where layer_norm is over the last dimension. Each sample of the
+    batch has its own scale and shift, as in adaLN of diffusion transformers (Peebles & Xie 2022, arXiv:2212.09748).
 
     ```python
     y = F.modulated_layer_norm(tc.randn(2, 16, 8), tc.zeros(2, 8), tc.zeros(2, 8))
@@ -4872,7 +4875,7 @@ def modulated_layer_norm(
 
 def mse_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
     """
-    The mean squared error.
+    Compute the mean squared error.
 
     ```python
     loss = F.mse_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
@@ -4914,8 +4917,8 @@ def normal_samples(
     purpose: str,
 ) -> Tensor:
     """
-    Standard normal values for the samples of a batch. Each sample has its own stream of random numbers, so a sample's
-    values do not depend on the other samples of the batch.
+    Draw standard normal values for the samples of a batch. Each sample has its own stream of random numbers, so a
+    sample's values do not depend on the other samples of the batch.
 
     Args:
         shape: the shape of the values of one sample.
@@ -4934,7 +4937,7 @@ def ones(
     *shape: int | tuple[int, ...] | list[int], dtype: DType | str | None = None, device: str = "cpu"
 ) -> Tensor:
     """
-    A tensor of ones.
+    Make a tensor of ones.
 
     Args:
         shape: the sizes, as arguments or one sequence.
@@ -4949,7 +4952,7 @@ def ones(
 
 def ones_like(input: Tensor, dtype: DType | str | None = None, device: str | None = None) -> Tensor:
     """
-    Ones in the shape of `input`. By default they have the dtype and the device of `input`.
+    Return ones in the shape of `input`. By default they have the dtype and the device of `input`.
 
     ```python
     x = tc.tensor([1, 2, 3])
@@ -4959,13 +4962,13 @@ def ones_like(input: Tensor, dtype: DType | str | None = None, device: str | Non
 
 def optimizer_kinds() -> list[tuple[str, str, int, dict[str, Any]]]:
     """
-    The optimizers of the library's registry. Each is a tuple of its name, its docstring, the number of hyper-parameters
-    that may be passed by position, and all hyper-parameters with their defaults, in order.
+    Return the optimizers of the library's registry. Each is a tuple of its name, its docstring, the number of
+    hyper-parameters that may be passed by position, and all hyper-parameters with their defaults, in order.
     """
 
 def pipeline_parts(model: str) -> list[str]:
     """
-    The parts of a family by the names of their folders in a pipeline.
+    Return the parts of a family by the names of their folders in a pipeline.
 
     Raises:
         ConfigError: if there is no such family.
@@ -5026,7 +5029,8 @@ def quantize(tensor: Tensor, format: str) -> QuantizedTensor:
 
 def quick_gelu(input: Tensor) -> Tensor:
     """
-    `input * sigmoid(1.702 * input)`, an approximation of GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415), used by CLIP.
+    Compute `input * sigmoid(1.702 * input)`, an approximation of GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415), used
+    by CLIP.
 
     ```python
     assert F.quick_gelu(tc.tensor([0.0, 10.0])).tolist() == [0.0, 10.0]
@@ -5040,7 +5044,7 @@ def rand(
     *shape: int | tuple[int, ...] | list[int], dtype: DType | str | None = None, device: str = "cpu"
 ) -> Tensor:
     """
-    Random values, uniform in [0, 1), from the library's generator (see `manual_seed`).
+    Draw random values, uniform in [0, 1), from the library's generator (see `manual_seed`).
 
     Args:
         shape: the sizes, as arguments or one sequence.
@@ -5061,7 +5065,7 @@ def randint(
     device: str = "cpu",
 ) -> Tensor:
     """
-    Random integers in i64, uniform in [low, high), from the library's generator (see `manual_seed`).
+    Draw random integers in i64, uniform in [low, high), from the library's generator (see `manual_seed`).
 
     Args:
         low: the smallest value.
@@ -5080,7 +5084,7 @@ def randn(
     *shape: int | tuple[int, ...] | list[int], dtype: DType | str | None = None, device: str = "cpu"
 ) -> Tensor:
     """
-    Random values from the standard normal distribution, from the library's generator (see `manual_seed`).
+    Draw random values from the standard normal distribution, from the library's generator (see `manual_seed`).
 
     Args:
         shape: the sizes, as arguments or one sequence.
@@ -5101,7 +5105,7 @@ def rms_norm(
     eps: SupportsFloat | SupportsIndex = ...,
 ) -> Tensor:
     """
-    Root-mean-square normalisation (Zhang & Sennrich 2019, arXiv:1910.07467) of the last dimension.
+    Apply root-mean-square normalisation (Zhang & Sennrich 2019, arXiv:1910.07467) of the last dimension.
 
     ```python
     y = F.rms_norm(tc.randn(2, 8), 8, weight=tc.ones(8))
@@ -5128,7 +5132,8 @@ def rms_norm_rope(
     eps: SupportsFloat | SupportsIndex = ...,
 ) -> Tensor:
     """
-    `rope(rms_norm(x, D, weight, eps), cos, sin, interleaved)` in one operation, for the queries and keys of Flux and Qwen3.
+    Compute `rope(rms_norm(x, D, weight, eps), cos, sin, interleaved)` in one operation, for the queries and keys of
+    Flux and Qwen3.
 
     ```python
     angles = tc.randn(16, 4)
@@ -5155,7 +5160,7 @@ def rms_norm_rope(
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """
-    Rotary position embedding (Su et al. 2021, arXiv:2104.09864): rotate each pair of features by an angle.
+    Apply rotary position embedding (Su et al. 2021, arXiv:2104.09864): rotate each pair of features by an angle.
 
     ```python
     angles = tc.arange(16.0).reshape(16, 1) * tc.tensor([1.0, 0.1, 0.01, 0.001])
@@ -5269,8 +5274,8 @@ def save_file(
 
 def saved_bytes() -> int:
     """
-    The number of bytes that existing tapes save for backward passes: activations and the inputs of checkpoints. A storage
-    that several tensors share counts once. Parameters do not count.
+    Return the number of bytes that existing tapes save for backward passes: activations and the inputs of checkpoints.
+    A storage that several tensors share counts once. Parameters do not count.
 
     ```python
     x = tc.Var(tc.ones(1000))
@@ -5289,8 +5294,8 @@ def scaled_dot_product_attention(
     scale: SupportsFloat | SupportsIndex | None = ...,
 ) -> Tensor:
     """
-    softmax(query @ key.T * scale + mask) @ value (Vaswani et al. 2017, arXiv:1706.03762). The matrix of all
-    scores is stored only if `attn_mask` needs a gradient.
+    Compute softmax(query @ key.T * scale + mask) @ value (Vaswani et al. 2017, arXiv:1706.03762). The matrix of scores
+    is not stored, unless the mask needs a gradient.
 
     ```python
     q, k, v = (tc.randn(1, 2, 16, 8) for _ in range(3))  # one text, two heads, 16 tokens
@@ -5436,7 +5441,7 @@ def smooth_l1_loss(
     beta: SupportsFloat | SupportsIndex = ...,
 ) -> Tensor:
     """
-    torch's `smooth_l1_loss` (Girshick 2015, arXiv:1504.08083) of a difference d: d² / (2 * beta) if |d| < beta,
+    Compute torch's `smooth_l1_loss` (Girshick 2015, arXiv:1504.08083) of a difference d: d² / (2 * beta) if |d| < beta,
     otherwise |d| - beta / 2. It is the Huber loss with the delta `beta`, divided by `beta`.
 
     ```python
@@ -5495,7 +5500,8 @@ def stack(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tens
 
 def stream_seed(seed: SupportsIndex, purpose: str, number: SupportsIndex) -> int:
     """
-    The seed of one stream of random numbers. A run has a separate stream for each pair of `purpose` and `number`.
+    Return the seed of one stream of random numbers. A run has a separate stream for each pair of `purpose` and
+    `number`.
 
     Args:
         seed: the seed of the run, 0 to 2**64 - 1.
@@ -5508,7 +5514,8 @@ def stream_seed(seed: SupportsIndex, purpose: str, number: SupportsIndex) -> int
 
 def swiglu(input: Tensor) -> Tensor:
     """
-    `h * silu(gate)`, where h is the first half of the last dimension and gate the second (Shazeer 2020, arXiv:2002.05202).
+    Compute `h * silu(gate)`, where h is the first half of the last dimension and gate the second (Shazeer 2020,
+    arXiv:2002.05202).
 
     ```python
     assert F.swiglu(tc.randn(2, 8)).shape == (2, 4)
@@ -5527,7 +5534,7 @@ def swiglu(input: Tensor) -> Tensor:
 
 def tensor(data: Any, dtype: DType | str | None = None, device: str | None = None) -> Tensor:
     """
-    A tensor with a copy of `data`, detached from the tape.
+    Make a tensor with a copy of `data`, detached from the tape.
 
     Args:
         data: a number, nested lists of numbers, a Tensor, a numpy array, or any object with `__dlpack__` or `__array__`.
@@ -5587,9 +5594,10 @@ def varlen_attention(
     scale: SupportsFloat | SupportsIndex | None = ...,
 ) -> Tensor:
     """
-    Causal attention inside the segments of a packed row. A packed row is several sequences, the segments, one after another. The result
-    for a query is softmax(query @ key.T * scale) @ value over the keys of the query's segment, up to the position of the query. On CUDA
-    the host does not read `cu_seqlens`, so a recorded CUDA graph can be replayed with other values in `cu_seqlens`.
+    Compute causal attention inside the segments of a packed row. A packed row is several sequences, the segments, one
+    after another. The result for a query is softmax(query @ key.T * scale) @ value over the keys of the query's
+    segment, up to the position of the query. On CUDA the host does not read `cu_seqlens`, so a recorded CUDA graph can
+    be replayed with other values in `cu_seqlens`.
 
     ```python
     q, k, v = (tc.randn(10, 2, 8) for _ in range(3))
@@ -5669,7 +5677,7 @@ def zeros(
     *shape: int | tuple[int, ...] | list[int], dtype: DType | str | None = None, device: str = "cpu"
 ) -> Tensor:
     """
-    A tensor of zeros.
+    Make a tensor of zeros.
 
     Args:
         shape: the sizes, as arguments or one sequence.
@@ -5686,7 +5694,7 @@ def zeros_like(
     input: Tensor, dtype: DType | str | None = None, device: str | None = None
 ) -> Tensor:
     """
-    Zeros in the shape of `input`. By default they have the dtype and the device of `input`.
+    Return zeros in the shape of `input`. By default they have the dtype and the device of `input`.
 
     ```python
     x = tc.tensor([1, 2, 3])

@@ -95,8 +95,8 @@ impl Adapter {
         Ok(Self { inner, vars })
     }
 
-    /// The adapter's trainable parameters. They depend on its kind: LoRA has the matrices down and up, DoRA has the
-    /// magnitude too.
+    /// Return the adapter's trainable parameters. They depend on its kind: LoRA has the matrices down and up, DoRA has
+    /// the magnitude too.
     fn vars(&self, py: Python<'_>) -> Vec<Py<Var>> {
         self.vars.iter().map(|var| var.clone_ref(py)).collect()
     }
@@ -107,7 +107,7 @@ impl Adapter {
         self.inner.scale()
     }
 
-    /// The layer's result with the adapter: (..., in_features) -> (..., out_features).
+    /// Compute the layer's result with the adapter: (..., in_features) -> (..., out_features).
     ///
     /// Raises:
     ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
@@ -118,7 +118,7 @@ impl Adapter {
         compute(py, work, || self.inner.forward(&input.0, &base)).map(Tensor)
     }
 
-    /// The merged weight. A plain linear layer with this weight computes the same results as the layer with the
+    /// Return the merged weight. A plain linear layer with this weight computes the same results as the layer with the
     /// adapter.
     fn merged_weight(&self, py: Python<'_>, weight: &Tensor) -> Result<Tensor> {
         let base = Base { weight: (&weight.0).into(), bias: None, operation: Operation::Linear };
@@ -131,8 +131,8 @@ impl Adapter {
     }
 }
 
-/// Initial parameters of a linear layer: weight (out_features, in_features) and bias (out_features,). As in torch, both
-/// are drawn uniformly between -1 / sqrt(in_features) and 1 / sqrt(in_features).
+/// Draw the initial parameters of a linear layer: weight (out_features, in_features) and bias (out_features,). As in
+/// torch, both are drawn uniformly between -1 / sqrt(in_features) and 1 / sqrt(in_features).
 ///
 /// Raises:
 ///     ArgumentError: if a number of features is negative.

@@ -53,12 +53,12 @@ impl AdapterSet {
 
 #[pymethods]
 impl AdapterSet {
-    /// The trainable parameters in the order of the layers.
+    /// Return the trainable parameters in the order of the layers.
     fn parameters(&self, py: Python<'_>) -> Vec<Py<Var>> {
         self.vars.iter().map(|(_, var)| var.clone_ref(py)).collect()
     }
 
-    /// The trainable parameters under peft's names ("transformer_blocks.0.attn.to_q.lora_A.weight").
+    /// Return the trainable parameters under peft's names ("transformer_blocks.0.attn.to_q.lora_A.weight").
     fn named_parameters<'py>(&self, py: Python<'py>) -> Result<NamedVars<'py>> {
         let dict = PyDict::new(py);
         for (name, var) in &self.vars {

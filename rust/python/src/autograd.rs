@@ -100,7 +100,7 @@ pub fn grad(
     Ok(grads.into_iter().map(|grad| grad.map(Tensor)).collect())
 }
 
-/// Whether operations of this thread are recorded for backward passes.
+/// Return whether operations of this thread are recorded for backward passes.
 ///
 /// ```python
 /// with tc.no_grad():

@@ -54,7 +54,7 @@ pub fn pip_folders(py: Python<'_>, below: &str) -> Vec<PathBuf> {
         .map_or_else(|_| Vec::new(), |entries| entries.iter().filter_map(folder).filter(|path| path.is_dir()).collect())
 }
 
-/// Why CUDA cannot be used, or None if it can.
+/// Return why CUDA cannot be used, or None if it can.
 #[pyfunction]
 pub fn cuda_unavailable_reason(py: Python<'_>) -> Option<String> {
     device::cuda_count(&library_folders(py)).err().map(|error| match error {
@@ -63,7 +63,7 @@ pub fn cuda_unavailable_reason(py: Python<'_>) -> Option<String> {
     })
 }
 
-/// The number of CUDA devices.
+/// Return the number of CUDA devices.
 ///
 /// Raises:
 ///     CudaUnavailableError: if CUDA cannot be used.
@@ -81,7 +81,7 @@ pub fn cuda_synchronize(py: Python<'_>, device: DeviceArg) -> Result<()> {
     detached(py, || device::synchronize(&device.0))
 }
 
-/// Memory statistics of a CUDA device: ten numbers, in this order.
+/// Return memory statistics of a CUDA device: ten numbers, in this order.
 ///
 /// 0. Allocated bytes.
 /// 1. Peak of the allocated bytes.
@@ -122,9 +122,9 @@ pub fn cuda_set_memory_limit(device: DeviceArg, limit: Option<u64>) -> Result<()
     Ok(device::set_memory_limit(&device.0, limit)?)
 }
 
-/// Whether some of a device's streamed weights (weights in host memory, copied to the device before each use) are in
-/// memory that is not pinned, because the system provides too little pinned memory. CUDA graphs cannot copy weights from
-/// such memory.
+/// Return whether some of a device's streamed weights (weights in host memory, copied to the device before each use)
+/// are in memory that is not pinned, because the system provides too little pinned memory. CUDA graphs cannot copy
+/// weights from such memory.
 ///
 /// Raises:
 ///     DeviceError, CudaUnavailableError: if there is no such device.
@@ -133,7 +133,7 @@ pub fn cuda_stages_weights(device: DeviceArg) -> bool {
     tc::streaming::is_staging(&device.0)
 }
 
-/// How many of `wanted` bytes of pinned memory this process gets now. The bytes are allocated and freed again.
+/// Return how many of `wanted` bytes of pinned memory this process gets now. The bytes are allocated and freed again.
 ///
 /// Raises:
 ///     DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
@@ -142,7 +142,7 @@ pub fn cuda_pinnable_bytes(py: Python<'_>, device: DeviceArg, wanted: usize) -> 
     detached(py, || tc::streaming::pinnable(&device.0, wanted))
 }
 
-/// The product name of a CUDA device, such as "NVIDIA A100-SXM4-80GB".
+/// Return the product name of a CUDA device, such as "NVIDIA A100-SXM4-80GB".
 ///
 /// Raises:
 ///     DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
@@ -151,7 +151,7 @@ pub fn cuda_device_name(device: DeviceArg) -> Result<String> {
     Ok(device::device_name(&device.0)?)
 }
 
-/// The address of a CUDA device on the PCI bus. All processes of the machine name the device by this address.
+/// Return the address of a CUDA device on the PCI bus. All processes of the machine name the device by this address.
 ///
 /// Raises:
 ///     DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
@@ -160,9 +160,9 @@ pub fn cuda_bus_id(device: DeviceArg) -> Result<String> {
     Ok(device::bus_id(&device.0)?)
 }
 
-/// How a CUDA device reads the memory of the device with the address `bus_id` on the PCI bus: "nvlink", "bus", or
-/// "none" if it cannot read that memory. Returns None if this process does not see the device `bus_id`, or if both are
-/// the same device.
+/// Return how a CUDA device reads the memory of the device with the address `bus_id` on the PCI bus: "nvlink", "bus",
+/// or "none" if it cannot read that memory. Returns None if this process does not see the device `bus_id`, or if both
+/// are the same device.
 ///
 /// Raises:
 ///     DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.

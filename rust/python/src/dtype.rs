@@ -107,7 +107,7 @@ impl DType {
         other.cast::<PyString>().ok().and_then(|text| text.to_str().ok().and_then(parse)) == Some(self.0)
     }
 
-    /// The hash of the short name, so that `{"f32": ...}[t.dtype]` finds its entry.
+    /// Return the hash of the short name, so that `{"f32": ...}[t.dtype]` finds its entry.
     fn __hash__(&self, py: Python<'_>) -> PyResult<isize> {
         PyString::intern(py, self.0.as_str()).hash()
     }

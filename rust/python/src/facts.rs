@@ -118,8 +118,8 @@ impl PartFacts {
         self.0.tensors().values().map(|dims| dims.iter().product::<usize>()).sum()
     }
 
-    /// Bytes of the model's weights on a device. With streaming, these include the device memory to which streamed
-    /// weights are copied, but not the weights in host memory.
+    /// Return the number of bytes of the model's weights on a device. With streaming, the number includes the device
+    /// memory to which streamed weights are copied, but not the weights in host memory.
     ///
     /// Args:
     ///     dtype: the dtype of the weights.
@@ -141,8 +141,8 @@ impl PartFacts {
         Ok(self.bytes("weight_bytes", dtype, quantize, (stream_blocks, stream_modulation))?.0)
     }
 
-    /// Bytes of the weights in host memory, as a pair: first without the layers that compute the blocks' modulation,
-    /// then of those layers alone. The arguments are those of `weight_bytes`.
+    /// Return the number of bytes of the weights in host memory, as a pair: first without the layers that compute the
+    /// blocks' modulation, then of those layers alone. The arguments are those of `weight_bytes`.
     #[pyo3(signature = (dtype, quantize=None, *, stream_blocks=Integer::of(0), stream_modulation=false))]
     fn streamed_bytes(
         &self,
@@ -182,8 +182,8 @@ impl PartFacts {
         self.0.streamable().1
     }
 
-    /// The number of floating-point operations of a forward pass over one sample, without adapters, as a pair: the
-    /// operations of layers, and those of attention.
+    /// Return the number of floating-point operations of a forward pass over one sample, without adapters, as a pair:
+    /// the operations of layers, and those of attention.
     ///
     /// Args:
     ///     height: the height of the latents or the image that is the model's input.
@@ -209,7 +209,7 @@ impl PartFacts {
         self.0.blocks_to_checkpoint()
     }
 
-    /// The approximate peak of the number of values that are saved for the backward pass of one sample.
+    /// Return the approximate peak of the number of values that are saved for the backward pass of one sample.
     ///
     /// Args:
     ///     config: the configuration of the adapters.
@@ -243,7 +243,7 @@ impl PartFacts {
         Ok((device, host))
     }
 
-    /// The share of the blocks' floating-point operations in a forward pass that the backward pass repeats.
+    /// Return the share of the blocks' floating-point operations in a forward pass that the backward pass repeats.
     ///
     /// Args:
     ///     policy: "none", "full", "selective" or "offload" checkpointing. "selective" repeats only operations that are
@@ -270,8 +270,8 @@ impl PartFacts {
         detached(py, || Ok(self.0.recomputed(checkpointing, size)))
     }
 
-    /// The number of values in the largest gradient that the backward pass computes for one sample: the gradient of the
-    /// results of layers that share an input. This gradient exists in addition to the saved values.
+    /// Return the number of values in the largest gradient that the backward pass computes for one sample: the gradient
+    /// of the results of layers that share an input. This gradient exists in addition to the saved values.
     ///
     /// Args:
     ///     config: the configuration of the adapters.
@@ -359,7 +359,7 @@ pub fn inspect(py: Python<'_>, path: FilePath, model: Option<&str>, others: Vec<
     })
 }
 
-/// The metadata of a GGUF file about its model, under the names that GGUF uses; None for files of other formats.
+/// Return the metadata of a GGUF file about its model, under the names that GGUF uses; None for files of other formats.
 ///
 /// Raises:
 ///     MissingFileError, WeightsFormatError: if there is no such file, or the file is damaged.
@@ -370,7 +370,7 @@ pub fn gguf_facts(py: Python<'_>, path: FilePath) -> Result<Option<Json>> {
     Ok(file.gguf().map(|file| Json(file.facts().clone().into())))
 }
 
-/// The parts of a family that an adapter file has adapters for, by the names of their folders in a pipeline.
+/// Return the parts of a family that an adapter file has adapters for, by the names of their folders in a pipeline.
 ///
 /// Args:
 ///     path: the file, or peft's folder.
@@ -385,7 +385,7 @@ pub fn adapted_parts(py: Python<'_>, path: FilePath, model: &str) -> Result<Vec<
     detached(py, || facts::adapted_parts(&path, Pipeline::find(model)?))
 }
 
-/// The parts of a family by the names of their folders in a pipeline.
+/// Return the parts of a family by the names of their folders in a pipeline.
 ///
 /// Raises:
 ///     ConfigError: if there is no such family.
@@ -394,8 +394,8 @@ pub fn pipeline_parts(model: &str) -> Result<Vec<&'static str>> {
     Ok(Pipeline::find(model)?.parts.iter().map(|part| part.subfolder).collect())
 }
 
-/// The names that options accept, by option: "adapter", "format", "model", "optimizer", "qat". The names of "optimizer"
-/// are class names in lower case.
+/// Return the names that options accept, by option: "adapter", "format", "model", "optimizer", "qat". The names of
+/// "optimizer" are class names in lower case.
 #[pyfunction]
 pub fn choices() -> BTreeMap<&'static str, Vec<String>> {
     BTreeMap::from([

@@ -19,7 +19,7 @@ pub fn inner(tensor: Option<&Tensor>) -> Option<&tc::Tensor> {
     tensor.map(|tensor| &tensor.0)
 }
 
-/// `input @ weight.T + bias`.
+/// Compute `input @ weight.T + bias`.
 ///
 /// ```python
 /// y = F.linear(tc.randn(3, 4), tc.randn(2, 4), tc.zeros(2))
@@ -83,7 +83,7 @@ pub fn fake_quantize(py: Python<'_>, input: &Tensor, format: &str, factors: Opti
     compute(py, input.0.elem_count(), rounded).map(Tensor)
 }
 
-/// The gradients of `lora_down` and `lora_up`, the matrices in y = scale * (input @ lora_down.T) @ lora_up.T.
+/// Compute the gradients of `lora_down` and `lora_up`, the matrices in y = scale * (input @ lora_down.T) @ lora_up.T.
 ///
 /// ```python
 /// x, down, up = tc.randn(5, 8), tc.randn(2, 8), tc.randn(4, 2)
@@ -168,7 +168,7 @@ pub fn lora_backward_(
     detached(py, || lora::lora_backward_(&layers))
 }
 
-/// Two-dimensional convolution.
+/// Apply a two-dimensional convolution.
 ///
 /// ```python
 /// y = F.conv2d(tc.randn(1, 3, 8, 8), tc.randn(4, 3, 3, 3), padding=1, stride=2)
@@ -282,7 +282,8 @@ pub fn upsample_nearest2d(
     compute(py, input.0.elem_count(), || with_channels_last(&input.0, channels_last, apply)).map(Tensor)
 }
 
-/// `input * sigmoid(1.702 * input)`, an approximation of GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415), used by CLIP.
+/// Compute `input * sigmoid(1.702 * input)`, an approximation of GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415), used
+/// by CLIP.
 ///
 /// ```python
 /// assert F.quick_gelu(tc.tensor([0.0, 10.0])).tolist() == [0.0, 10.0]
@@ -295,7 +296,8 @@ pub fn quick_gelu(py: Python<'_>, input: &Tensor) -> Result<Tensor> {
     compute(py, input.0.elem_count(), || input.0.quick_gelu()).map(Tensor)
 }
 
-/// `h * gelu(gate)`, where h is the first half of the last dimension and gate the second (Shazeer 2020, arXiv:2002.05202).
+/// Compute `h * gelu(gate)`, where h is the first half of the last dimension and gate the second (Shazeer 2020,
+/// arXiv:2002.05202).
 ///
 /// ```python
 /// assert F.geglu(tc.randn(2, 8)).shape == (2, 4)
@@ -315,7 +317,8 @@ pub fn geglu(py: Python<'_>, input: &Tensor) -> Result<Tensor> {
     compute(py, input.0.elem_count(), || gated::geglu(&input.0)).map(Tensor)
 }
 
-/// `h * silu(gate)`, where h is the first half of the last dimension and gate the second (Shazeer 2020, arXiv:2002.05202).
+/// Compute `h * silu(gate)`, where h is the first half of the last dimension and gate the second (Shazeer 2020,
+/// arXiv:2002.05202).
 ///
 /// ```python
 /// assert F.swiglu(tc.randn(2, 8)).shape == (2, 4)
@@ -335,8 +338,8 @@ pub fn swiglu(py: Python<'_>, input: &Tensor) -> Result<Tensor> {
     compute(py, input.0.elem_count(), || gated::swiglu(&input.0)).map(Tensor)
 }
 
-/// softmax(query @ key.T * scale + mask) @ value (Vaswani et al. 2017, arXiv:1706.03762). The matrix of all
-/// scores is stored only if `attn_mask` needs a gradient.
+/// Compute softmax(query @ key.T * scale + mask) @ value (Vaswani et al. 2017, arXiv:1706.03762). The matrix of scores
+/// is not stored, unless the mask needs a gradient.
 ///
 /// ```python
 /// q, k, v = (tc.randn(1, 2, 16, 8) for _ in range(3))  # one text, two heads, 16 tokens
@@ -374,9 +377,10 @@ pub fn scaled_dot_product_attention(
     compute(py, work, || attention(&query.0, &key.0, &value.0, inner(attn_mask), is_causal, scale)).map(Tensor)
 }
 
-/// Causal attention inside the segments of a packed row. A packed row is several sequences, the segments, one after another. The result
-/// for a query is softmax(query @ key.T * scale) @ value over the keys of the query's segment, up to the position of the query. On CUDA
-/// the host does not read `cu_seqlens`, so a recorded CUDA graph can be replayed with other values in `cu_seqlens`.
+/// Compute causal attention inside the segments of a packed row. A packed row is several sequences, the segments, one
+/// after another. The result for a query is softmax(query @ key.T * scale) @ value over the keys of the query's
+/// segment, up to the position of the query. On CUDA the host does not read `cu_seqlens`, so a recorded CUDA graph can
+/// be replayed with other values in `cu_seqlens`.
 ///
 /// ```python
 /// q, k, v = (tc.randn(10, 2, 8) for _ in range(3))
@@ -445,7 +449,7 @@ pub fn dropout(py: Python<'_>, input: &Tensor, p: Argument<f64>, training: bool)
     compute(py, input.0.elem_count(), || drop::dropout(&input.0, p, training)).map(Tensor)
 }
 
-/// The rows of a table at given indices.
+/// Return the rows of a table at given indices.
 ///
 /// ```python
 /// table = tc.Var(tc.randn(100, 8))
@@ -467,7 +471,7 @@ pub fn embedding(py: Python<'_>, input: &Tensor, weight: &Tensor) -> Result<Tens
     compute(py, weight.0.elem_count(), || index::embedding(&weight.0, &input.0)).map(Tensor)
 }
 
-/// Rotary position embedding (Su et al. 2021, arXiv:2104.09864): rotate each pair of features by an angle.
+/// Apply rotary position embedding (Su et al. 2021, arXiv:2104.09864): rotate each pair of features by an angle.
 ///
 /// ```python
 /// angles = tc.arange(16.0).reshape(16, 1) * tc.tensor([1.0, 0.1, 0.01, 0.001])

@@ -157,7 +157,7 @@ impl LoraConfig {
         Ok(Reduced((make, ()).into_pyobject(py)?))
     }
 
-    /// The layers that get an adapter, with their ranks.
+    /// Return the layers that get an adapter, with their ranks.
     ///
     /// Args:
     ///     layers: the shapes of the layers' weights in files, (out, in) or (out, in, height, width), by name.
@@ -168,8 +168,8 @@ impl LoraConfig {
         detached(py, || self.0.select(layers.iter().map(|(name, dims)| (name.as_str(), dims.len() == 4))))
     }
 
-    /// The number of elements of the adapters' parameters, and the bytes of an optimizer's states for them. If `dtype`
-    /// is "bf16", the states are those of an optimizer that rounds stochastically.
+    /// Return the number of elements of the adapters' parameters, and the bytes of an optimizer's states for them. If
+    /// `dtype` is "bf16", the states are those of an optimizer that rounds stochastically.
     ///
     /// Args:
     ///     layers: as for `select`.

@@ -10,7 +10,7 @@ use crate::call::compute;
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// The mean squared error.
+/// Compute the mean squared error.
 ///
 /// ```python
 /// loss = F.mse_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
@@ -33,7 +33,7 @@ pub fn mse_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str
     compute(py, input.0.elem_count(), || loss::mse_loss(&input.0, &target.0, reduction)).map(Tensor)
 }
 
-/// The mean absolute error.
+/// Compute the mean absolute error.
 ///
 /// ```python
 /// loss = F.l1_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
@@ -56,7 +56,7 @@ pub fn l1_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str)
     compute(py, input.0.elem_count(), || loss::l1_loss(&input.0, &target.0, reduction)).map(Tensor)
 }
 
-/// The Huber loss (Huber 1964) of a difference d: d² / 2 if |d| <= delta, otherwise delta * (|d| - delta / 2).
+/// Compute the Huber loss (Huber 1964) of a difference d: d² / 2 if |d| <= delta, otherwise delta * (|d| - delta / 2).
 ///
 /// ```python
 /// loss = F.huber_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
@@ -87,7 +87,7 @@ pub fn huber_loss(
     compute(py, input.0.elem_count(), || loss::huber_loss(&input.0, &target.0, delta, reduction)).map(Tensor)
 }
 
-/// torch's `smooth_l1_loss` (Girshick 2015, arXiv:1504.08083) of a difference d: d² / (2 * beta) if |d| < beta,
+/// Compute torch's `smooth_l1_loss` (Girshick 2015, arXiv:1504.08083) of a difference d: d² / (2 * beta) if |d| < beta,
 /// otherwise |d| - beta / 2. It is the Huber loss with the delta `beta`, divided by `beta`.
 ///
 /// ```python
@@ -119,7 +119,7 @@ pub fn smooth_l1_loss(
     compute(py, input.0.elem_count(), || loss::smooth_l1_loss(&input.0, &target.0, beta, reduction)).map(Tensor)
 }
 
-/// The cross-entropy of logits and class ids.
+/// Compute the cross-entropy of logits and class ids.
 ///
 /// ```python
 /// loss = F.cross_entropy(tc.randn(4, 10), tc.tensor([1, 2, 3, -100]), label_smoothing=0.1)
@@ -155,9 +155,9 @@ pub fn cross_entropy(
     .map(Tensor)
 }
 
-/// The sum of the cross-entropies of the logits `input @ weight.T` and class ids, a scalar in f32 (f64 for f64 input).
-/// The forward pass computes the logits of some rows at a time, without a matrix of all logits, and also computes the
-/// gradients.
+/// Compute the sum of the cross-entropies of the logits `input @ weight.T` and class ids, a scalar in f32 (f64 for f64
+/// input). The forward pass computes the logits of some rows at a time, without a matrix of all logits, and also
+/// computes the gradients.
 ///
 /// ```python
 /// states, head, ids = tc.randn(3, 8), tc.randn(100, 8), tc.tensor([5, 7, -100])
@@ -189,8 +189,8 @@ pub fn linear_cross_entropy(
         .map(Tensor)
 }
 
-/// For each row, the logarithm of the probability of its class id under the softmax of `input @ weight.T`: (N), in f32
-/// (f64 for f64 input). The logits are computed for some rows at a time, and again in the backward pass.
+/// Compute, for each row, the logarithm of the probability of its class id under the softmax of `input @ weight.T`:
+/// (N), in f32 (f64 for f64 input). The logits are computed for some rows at a time, and again in the backward pass.
 ///
 /// ```python
 /// states, head = tc.randn(3, 8), tc.randn(100, 8)

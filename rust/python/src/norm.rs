@@ -25,7 +25,7 @@ fn trailing(op: &'static str, input: &tc::Tensor, normalized_shape: &Shape) -> R
     .into())
 }
 
-/// Layer normalisation (Ba et al. 2016, arXiv:1607.06450) over the trailing dimensions `normalized_shape`.
+/// Apply layer normalisation (Ba et al. 2016, arXiv:1607.06450) over the trailing dimensions `normalized_shape`.
 ///
 /// ```python
 /// y = F.layer_norm(tc.randn(2, 8), 8, weight=tc.ones(8))
@@ -96,8 +96,8 @@ pub fn add_layer_norm(
     compute(py, input.0.elem_count(), apply).map(|(sum, y)| (Tensor(sum), Tensor(y)))
 }
 
-/// layer_norm(input) * (1 + scale) + shift, where layer_norm is over the last dimension. Each sample of the batch has its
-/// own scale and shift, as in adaLN of diffusion transformers (Peebles & Xie 2022, arXiv:2212.09748).
+/// Compute layer_norm(input) * (1 + scale) + shift, where layer_norm is over the last dimension. Each sample of the
+/// batch has its own scale and shift, as in adaLN of diffusion transformers (Peebles & Xie 2022, arXiv:2212.09748).
 ///
 /// ```python
 /// y = F.modulated_layer_norm(tc.randn(2, 16, 8), tc.zeros(2, 8), tc.zeros(2, 8))
@@ -130,7 +130,7 @@ pub fn modulated_layer_norm(
     compute(py, input.0.elem_count(), apply).map(Tensor)
 }
 
-/// Root-mean-square normalisation (Zhang & Sennrich 2019, arXiv:1910.07467) of the last dimension.
+/// Apply root-mean-square normalisation (Zhang & Sennrich 2019, arXiv:1910.07467) of the last dimension.
 ///
 /// ```python
 /// y = F.rms_norm(tc.randn(2, 8), 8, weight=tc.ones(8))
@@ -166,7 +166,7 @@ pub fn rms_norm(
     compute(py, input.0.elem_count(), || norms::rms_norm(&input.0, inner(weight), eps)).map(Tensor)
 }
 
-/// Group normalisation (Wu & He 2018, arXiv:1803.08494).
+/// Apply group normalisation (Wu & He 2018, arXiv:1803.08494).
 ///
 /// ```python
 /// assert F.group_norm(tc.randn(1, 8, 4, 4), 2).shape == (1, 8, 4, 4)
@@ -200,7 +200,7 @@ pub fn group_norm(
     compute(py, input.0.elem_count(), || with_channels_last(&input.0, channels_last, apply)).map(Tensor)
 }
 
-/// `silu(group_norm(input, ...))` in one operation. The tape does not save the result of `group_norm`.
+/// Compute `silu(group_norm(input, ...))` in one operation. The tape does not save the result of `group_norm`.
 ///
 /// ```python
 /// assert F.group_norm_silu(tc.randn(1, 8, 4, 4), 2).shape == (1, 8, 4, 4)
@@ -234,7 +234,8 @@ pub fn group_norm_silu(
     compute(py, input.0.elem_count(), || with_channels_last(&input.0, channels_last, apply)).map(Tensor)
 }
 
-/// `rope(rms_norm(x, D, weight, eps), cos, sin, interleaved)` in one operation, for the queries and keys of Flux and Qwen3.
+/// Compute `rope(rms_norm(x, D, weight, eps), cos, sin, interleaved)` in one operation, for the queries and keys of
+/// Flux and Qwen3.
 ///
 /// ```python
 /// angles = tc.randn(16, 4)

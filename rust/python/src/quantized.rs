@@ -75,12 +75,12 @@ impl QuantizedTensor {
         self.0.bytes()
     }
 
-    /// The number of elements.
+    /// Return the number of elements.
     fn numel(&self) -> usize {
         self.0.dims().iter().product()
     }
 
-    /// The values that the codes and scales represent, computed in f32 and rounded once.
+    /// Return the values that the codes and scales represent, computed in f32 and rounded once.
     ///
     /// Args:
     ///     dtype: the dtype of the result; default: the dtype of the matrix.
@@ -93,8 +93,8 @@ impl QuantizedTensor {
         compute(py, self.numel(), || self.0.dequantize(dtype)).map(Tensor)
     }
 
-    /// The tensors that store the matrix: "codes" (u8) and "scales"; for "nf4" also "scale_codes" (u8) and "offset". A
-    /// matrix of ggml blocks has only "codes": its blocks contain the scales.
+    /// Return the tensors that store the matrix: "codes" (u8) and "scales"; for "nf4" also "scale_codes" (u8) and
+    /// "offset". A matrix of ggml blocks has only "codes": its blocks contain the scales.
     fn tensors<'py>(&self, py: Python<'py>) -> Result<NamedTensors<'py>> {
         let dict = PyDict::new(py);
         // Only models join several matrices to one, so a matrix that is made in Python has one set of tensors.
@@ -104,7 +104,7 @@ impl QuantizedTensor {
         Ok(NamedTensors(dict))
     }
 
-    /// The same matrix on another device.
+    /// Return the same matrix on another device.
     ///
     /// Raises:
     ///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.

@@ -31,8 +31,8 @@ pub fn manual_seed(seed: Integer) -> Result<()> {
     Ok(())
 }
 
-/// The state of the library's generator: (seed, position in its sequence of random numbers). After `set_rng_state(state)`,
-/// the generator repeats the random numbers that it gave after this call.
+/// Return the state of the library's generator: (seed, position in its sequence of random numbers). After
+/// `set_rng_state(state)`, the generator repeats the random numbers that it gave after this call.
 ///
 /// ```python
 /// state = tc.get_rng_state()
@@ -64,7 +64,8 @@ pub fn set_rng_state(state: (Integer, Integer)) -> Result<()> {
     Ok(())
 }
 
-/// The seed of one stream of random numbers. A run has a separate stream for each pair of `purpose` and `number`.
+/// Return the seed of one stream of random numbers. A run has a separate stream for each pair of `purpose` and
+/// `number`.
 ///
 /// Args:
 ///     seed: the seed of the run, 0 to 2**64 - 1.
@@ -99,8 +100,8 @@ pub fn draw_from<'py>(py: Python<'py>, seed: Integer, function: Function) -> PyR
     function.call(py, &[]).map(Anything)
 }
 
-/// Standard normal values for the samples of a batch. Each sample has its own stream of random numbers, so a sample's
-/// values do not depend on the other samples of the batch.
+/// Draw standard normal values for the samples of a batch. Each sample has its own stream of random numbers, so a
+/// sample's values do not depend on the other samples of the batch.
 ///
 /// Args:
 ///     shape: the shape of the values of one sample.

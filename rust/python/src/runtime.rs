@@ -7,8 +7,8 @@ use trainable_candle_core::compute::MatmulPrecision;
 use crate::arguments::Integer;
 use crate::error::Result;
 
-/// The number of bytes that existing tapes save for backward passes: activations and the inputs of checkpoints. A storage
-/// that several tensors share counts once. Parameters do not count.
+/// Return the number of bytes that existing tapes save for backward passes: activations and the inputs of checkpoints.
+/// A storage that several tensors share counts once. Parameters do not count.
 ///
 /// ```python
 /// x = tc.Var(tc.ones(1000))
@@ -20,7 +20,7 @@ pub fn saved_bytes() -> usize {
     tc::memory::saved_bytes()
 }
 
-/// The number of bytes of host memory that can still be allocated; None if the system does not report it.
+/// Return the number of bytes of host memory that can still be allocated; None if the system does not report it.
 ///
 /// ```python
 /// free = tc.memory.available_bytes()
@@ -31,7 +31,7 @@ pub fn available_bytes() -> Option<usize> {
     tc::memory::available_bytes()
 }
 
-/// The number of threads that compute on the CPU.
+/// Return the number of threads that compute on the CPU.
 ///
 /// ```python
 /// before = tc.get_num_threads()
@@ -59,7 +59,8 @@ pub fn set_num_threads(py: Python<'_>, n: Integer) -> Result<()> {
     crate::call::detached(py, || tc::cpu::pool::set_num_threads(n))
 }
 
-/// The precision of products of f32 matrices on CUDA devices, "highest" or "high"; see `set_float32_matmul_precision`.
+/// Return the precision of products of f32 matrices on CUDA devices, "highest" or "high"; see
+/// `set_float32_matmul_precision`.
 ///
 /// ```python
 /// tc.set_float32_matmul_precision("high")
@@ -102,7 +103,7 @@ pub fn set_float32_matmul_precision(precision: &str) -> Result<()> {
     Ok(())
 }
 
-/// Whether linear layers with int8 or fp8 weights multiply the weights' 8-bit codes; see `set_w8a8`.
+/// Return whether linear layers with int8 or fp8 weights multiply the weights' 8-bit codes; see `set_w8a8`.
 #[pyfunction]
 pub fn get_w8a8() -> bool {
     tc::compute::uses_w8a8()

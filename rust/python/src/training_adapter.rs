@@ -48,12 +48,12 @@ impl TrainingAdapter {
         })
     }
 
-    /// The number of elements of all factors of the adapter.
+    /// Return the number of elements of all factors of the adapter.
     fn numel(&self) -> usize {
         self.inner.elements()
     }
 
-    /// The number of layers that have the adapter.
+    /// Return the number of layers that have the adapter.
     fn __len__(&self) -> usize {
         self.inner.len()
     }

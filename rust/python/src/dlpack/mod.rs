@@ -422,10 +422,10 @@ impl<'py> IntoPyObject<'py> for Capsule<'py> {
 
 #[pymethods]
 impl Tensor {
-    /// A capsule for other libraries' `from_dlpack`. Consumers that support read-only tensors (DLPack 1.0) share this
-    /// tensor's memory; older consumers get a copy unless `copy=False`. On a CUDA device, the consumer's `stream` waits
-    /// for the values. Without `stream`, the default stream waits; with -1, no stream waits. The memory is reused only
-    /// after the consumer has released the capsule's tensor.
+    /// Return a capsule for other libraries' `from_dlpack`. Consumers that support read-only tensors (DLPack 1.0) share
+    /// this tensor's memory; older consumers get a copy unless `copy=False`. On a CUDA device, the consumer's `stream`
+    /// waits for the values. Without `stream`, the default stream waits; with -1, no stream waits. The memory is reused
+    /// only after the consumer has released the capsule's tensor.
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         &self,
@@ -466,7 +466,7 @@ impl Tensor {
         capsule.map(Capsule)
     }
 
-    /// DLPack's type of the device (1 for the CPU, 2 for CUDA), and the device's index.
+    /// Return DLPack's type of the device (1 for the CPU, 2 for CUDA), and the device's index.
     fn __dlpack_device__(&self) -> (i32, i32) {
         let Device { kind, id } = device_of(self.0.raw());
         (kind, id)

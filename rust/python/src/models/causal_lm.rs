@@ -63,8 +63,8 @@ impl CausalLM {
         Ok(PyClassInitializer::from(Model::new(Loaded::new(model.clone()))).add_subclass(Self(model)))
     }
 
-    /// For each token of `input_ids`, the scores (logits) of the token that follows it: (B, S, V) in the dtype of the
-    /// weights. V is the size of the vocabulary.
+    /// Compute, for each token of `input_ids`, the scores (logits) of the token that follows it: (B, S, V) in the dtype
+    /// of the weights. V is the size of the vocabulary.
     ///
     /// Args:
     ///     input_ids: token ids, (B, S), i64 or u32.
@@ -88,8 +88,8 @@ impl CausalLM {
         detached(py, || self.0.forward(ids, mask)).map(Tensor)
     }
 
-    /// The mean cross entropy of predicting each label from the tokens before it: a scalar in f32. The matrix of the
-    /// scores of all tokens never exists in memory.
+    /// Compute the mean cross entropy of predicting each label from the tokens before it: a scalar in f32. The matrix
+    /// of the scores of all tokens never exists in memory.
     ///
     /// Args:
     ///     input_ids: token ids, (B, S), i64 or u32.
@@ -116,8 +116,8 @@ impl CausalLM {
         detached(py, || self.0.loss(ids, labels, mask)).map(Tensor)
     }
 
-    /// The sum, over the tokens of a packed row, of weight · cross entropy of the token's target: a scalar in f32. The
-    /// matrix of the scores of all tokens never exists in memory.
+    /// Compute the sum, over the tokens of a packed row, of weight · cross entropy of the token's target: a scalar in
+    /// f32. The matrix of the scores of all tokens never exists in memory.
     ///
     /// Args:
     ///     input_ids: token ids, (N), i64 or u32.
@@ -148,8 +148,8 @@ impl CausalLM {
         detached(py, || self.0.packed_loss(&self.0.hidden(&ids, &positions, &bounds)?, targets, weights)).map(Tensor)
     }
 
-    /// The logarithm of the probability of each target of a packed row: (N) in f32, 0 where the target is -100. Neither
-    /// the forward nor the backward pass holds the matrix of the scores of all tokens in memory.
+    /// Compute the logarithm of the probability of each target of a packed row: (N) in f32, 0 where the target is -100.
+    /// Neither the forward nor the backward pass holds the matrix of the scores of all tokens in memory.
     ///
     /// Args:
     ///     input_ids, targets, positions, cu_seqlens: as for `packed_loss`.
@@ -170,8 +170,8 @@ impl CausalLM {
         detached(py, || self.0.log_probs(&self.0.hidden(&ids, &positions, &bounds)?, targets)).map(Tensor)
     }
 
-    /// The hidden states of a packed row after the final norm, (N, D). The language-model head computes the scores from
-    /// these states (see `logits`).
+    /// Compute the hidden states of a packed row after the final norm, (N, D). The language-model head computes the
+    /// scores from these states (see `logits`).
     ///
     /// Args:
     ///     input_ids: token ids, (N), i64 or u32.
@@ -193,7 +193,7 @@ impl CausalLM {
         detached(py, || self.0.hidden(&ids, &positions, &bounds)).map(Tensor)
     }
 
-    /// The scores (logits) of the next token, (..., V), for hidden states (..., D) that `hidden` computed.
+    /// Compute the scores (logits) of the next token, (..., V), for hidden states (..., D) that `hidden` computed.
     ///
     /// Raises:
     ///     ShapeError, DTypeError: if the last dimension of the states is not D, or their dtype is not that of the weights.
@@ -204,9 +204,9 @@ impl CausalLM {
         detached(py, || self.0.logits(hidden)).map(Tensor)
     }
 
-    /// The hidden states after the given numbers of layers, numbered as in transformers: number 0 has the embedded tokens,
-    /// number n the states after the first n layers. Layers after the largest given number are not computed. Unlike in
-    /// transformers, the final norm is not applied to the last layer's states.
+    /// Compute the hidden states after the given numbers of layers, numbered as in transformers: number 0 has the
+    /// embedded tokens, number n the states after the first n layers. Layers after the largest given number are not
+    /// computed. Unlike in transformers, the final norm is not applied to the last layer's states.
     ///
     /// Args:
     ///     input_ids: token ids, (B, S), i64 or u32.
@@ -353,8 +353,8 @@ impl CausalLM {
         .map(Tensor)
     }
 
-    /// The hidden states, as in `hidden_states`, of one text and the padding that follows it. Padding tokens attend to all
-    /// tokens of the text, but not to padding tokens, as in transformers with an attention mask.
+    /// Compute the hidden states, as in `hidden_states`, of one text and the padding that follows it. Padding tokens
+    /// attend to all tokens of the text, but not to padding tokens, as in transformers with an attention mask.
     ///
     /// Args:
     ///     input_ids: token ids, (N), i64 or u32.

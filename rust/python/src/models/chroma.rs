@@ -21,7 +21,7 @@ class!(ChromaTransformer);
 
 #[pymethods]
 impl ChromaTransformer {
-    /// The velocity (noise minus latents) that the model predicts for noisy latents.
+    /// Predict the velocity (noise minus latents) for noisy latents.
     ///
     /// Args:
     ///     hidden_states: noisy latents as tokens, (B, S, in_channels). The features of a token are the values of a

@@ -28,7 +28,7 @@ class!(CLIPTextModel);
 
 #[pymethods]
 impl CLIPTextModel {
-    /// The features of texts.
+    /// Compute the features of texts.
     ///
     /// Args:
     ///     input_ids: token ids, (B, S), i64 or u32. S is at most the model's number of positions, 77 in the published
@@ -82,8 +82,8 @@ impl TextFeatures {
         self.0.hidden_states.iter().cloned().map(Tensor).collect()
     }
 
-    /// The hidden states `clip_skip` layers before `penultimate`, (B, S, D). diffusers' SDXL pipelines count in the same
-    /// way.
+    /// Compute the hidden states `clip_skip` layers before `penultimate`, (B, S, D). diffusers' SDXL pipelines count in
+    /// the same way.
     ///
     /// Raises:
     ///     ArgumentError: if `clip_skip` is not less than the model's number of layers.

@@ -75,7 +75,7 @@ impl DigitsTransformer {
         Ok(PyClassInitializer::from(Model::new(Loaded::new(model.clone()))).add_subclass(Self(model)))
     }
 
-    /// The velocity of flow matching, noise - image, that the model predicts for noisy images.
+    /// Predict the velocity of flow matching, noise - image, for noisy images.
     ///
     /// Args:
     ///     sample: noisy images, (B, 1, H, W), values about -1 to 1.

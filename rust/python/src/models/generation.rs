@@ -143,7 +143,7 @@ impl KVCache {
         Ok(Self(Mutex::new(causal_lm::KvCache::new(texts.count("KVCache", "texts")?))))
     }
 
-    /// The token ids of the text with the index `text`.
+    /// Return the token ids of the text with the index `text`.
     ///
     /// Raises:
     ///     ArgumentError: if `text` is not less than the number of texts.

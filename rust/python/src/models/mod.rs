@@ -269,8 +269,8 @@ impl Model {
         DType::new(self.model.dtype())
     }
 
-    /// Every parameter by name. Parameters of adapters are not included, but if an adapter is merged, the weight of its
-    /// layer is the merged weight.
+    /// Return every parameter by name. Parameters of adapters are not included, but if an adapter is merged, the weight
+    /// of its layer is the merged weight.
     fn named_tensors<'py>(&self, py: Python<'py>) -> Result<NamedTensors<'py>> {
         let dict = PyDict::new(py);
         for (name, tensor) in self.model.named_tensors() {
@@ -279,7 +279,7 @@ impl Model {
         Ok(NamedTensors(dict))
     }
 
-    /// The tensor `named_tensors()[name]`. Unlike `named_tensors`, this method dequantizes only this tensor.
+    /// Return the tensor `named_tensors()[name]`. Unlike `named_tensors`, this method dequantizes only this tensor.
     ///
     /// Raises:
     ///     ArgumentError: if the model has no parameter of this name.
@@ -291,8 +291,8 @@ impl Model {
         Ok(Tensor(self.model.named_tensor(name)?.ok_or_else(missing)?.detach()))
     }
 
-    /// The model's trainable parameters by name, without the parameters of adapters. A model from `from_pretrained` has
-    /// none. In a model from the constructor, all parameters are trainable.
+    /// Return the model's trainable parameters by name, without the parameters of adapters. A model from
+    /// `from_pretrained` has none. In a model from the constructor, all parameters are trainable.
     fn named_parameters<'py>(&self, py: Python<'py>) -> Result<NamedVars<'py>> {
         let dict = PyDict::new(py);
         for (name, var) in self.model.named_vars() {

@@ -40,7 +40,7 @@ impl AutoencoderKLQwenImage {
         self.0.config().downscale()
     }
 
-    /// The distribution of an image's latents.
+    /// Encode images: return the distribution of their latents.
     ///
     /// Args:
     ///     image: images, (B, 3, H, W), values -1 to 1.

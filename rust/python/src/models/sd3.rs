@@ -21,7 +21,7 @@ class!(SD3Transformer);
 
 #[pymethods]
 impl SD3Transformer {
-    /// The velocity (noise minus latents) that the model predicts for noisy latents.
+    /// Predict the velocity (noise minus latents) for noisy latents.
     ///
     /// Args:
     ///     hidden_states: noisy latents, (B, 16, h, w), shifted and scaled by the autoencoder's `shift_factor` and

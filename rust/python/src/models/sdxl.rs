@@ -29,8 +29,7 @@ class!(SDXLUNet);
 
 #[pymethods]
 impl SDXLUNet {
-    /// The noise that the model predicts for noisy latents, or the velocity if the model was trained to predict the
-    /// velocity.
+    /// Predict the noise for noisy latents, or the velocity if the model was trained to predict the velocity.
     ///
     /// Args:
     ///     sample: noisy latents, (B, 4, h, w), scaled by the autoencoder's `scaling_factor`.

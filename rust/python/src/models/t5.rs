@@ -21,7 +21,8 @@ class!(T5Encoder);
 
 #[pymethods]
 impl T5Encoder {
-    /// The hidden states of the tokens after the last block and the final norm: (B, L, D), in the dtype of the weights.
+    /// Compute the hidden states of the tokens after the last block and the final norm: (B, L, D), in the dtype of the
+    /// weights.
     ///
     /// Args:
     ///     input_ids: token ids, (B, L), i64 or u32.

@@ -21,7 +21,7 @@ class!(ZImageTransformer);
 
 #[pymethods]
 impl ZImageTransformer {
-    /// The velocity from noise to clean latents (latents minus noise) that the model predicts for noisy latents.
+    /// Predict the velocity from noise to clean latents (latents minus noise) for noisy latents.
     ///
     /// Args:
     ///     hidden_states: noisy latents, (B, in_channels, h, w), shifted and scaled by the autoencoder's `shift_factor`

@@ -127,8 +127,8 @@ impl EMA {
         self.lock().updates()
     }
 
-    /// A copy of the state: `INDEX.average` is the average of the parameter with the index INDEX, and `updates` (i64) is
-    /// the number of updates.
+    /// Return a copy of the state: `INDEX.average` is the average of the parameter with the index INDEX, and `updates`
+    /// (i64) is the number of updates.
     fn state_dict<'py>(&self, py: Python<'py>) -> Result<NamedTensors<'py>> {
         NamedTensors::new(py, detached(py, || self.lock().state_dict())?)
     }

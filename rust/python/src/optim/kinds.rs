@@ -15,8 +15,8 @@ use crate::error::Result;
 /// position, and all hyper-parameters with their defaults.
 type Kind<'py> = (&'static str, String, usize, Bound<'py, PyDict>);
 
-/// The optimizers of the library's registry. Each is a tuple of its name, its docstring, the number of hyper-parameters
-/// that may be passed by position, and all hyper-parameters with their defaults, in order.
+/// Return the optimizers of the library's registry. Each is a tuple of its name, its docstring, the number of
+/// hyper-parameters that may be passed by position, and all hyper-parameters with their defaults, in order.
 #[pyfunction]
 pub fn optimizer_kinds(py: Python<'_>) -> Result<Vec<Kind<'_>>> {
     let kind = |kind: &OptimizerKind| {

@@ -50,8 +50,8 @@ impl Optimizer {
 
 #[pymethods]
 impl Optimizer {
-    /// An optimizer of the kind `kind` over `params`. `settings` has the hyper-parameters that differ from the kind's
-    /// defaults.
+    /// Make an optimizer of the kind `kind` over `params`. `settings` has the hyper-parameters that differ from the
+    /// kind's defaults.
     #[new]
     #[pyo3(signature = (kind, params, settings, stochastic_rounding=false, states="device"))]
     fn new(
@@ -144,10 +144,10 @@ impl Optimizer {
         quick(|| lrs.iter().enumerate().try_for_each(|(group, &lr)| optimizer.set_group_lr(group, lr)))
     }
 
-    /// A copy of all states, on the CPU. INDEX numbers the variables through all groups. `INDEX.NAME` is the state NAME
-    /// of variable INDEX, and `INDEX.master` the variable's f32 master values. `step` (i64) has the number of steps of
-    /// each variable, `lr` (f64) the learning rate of each group, and `kind` (u8) the optimizer's name in ASCII. With
-    /// stochastic rounding, `seed` (i64) has the seed of the random bits.
+    /// Return a copy of all states, on the CPU. INDEX numbers the variables through all groups. `INDEX.NAME` is the
+    /// state NAME of variable INDEX, and `INDEX.master` the variable's f32 master values. `step` (i64) has the number
+    /// of steps of each variable, `lr` (f64) the learning rate of each group, and `kind` (u8) the optimizer's name in
+    /// ASCII. With stochastic rounding, `seed` (i64) has the seed of the random bits.
     fn state_dict<'py>(&self, py: Python<'py>) -> Result<NamedTensors<'py>> {
         NamedTensors::new(py, detached(py, || self.lock().state_dict())?)
     }

@@ -71,7 +71,7 @@ impl GradScaler {
         Ok(Self(Mutex::new(optim::GradScaler::new(config)?)))
     }
 
-    /// The loss times the scale.
+    /// Multiply the loss by the scale.
     ///
     /// Raises:
     ///     DTypeError: if the loss is not floating point.
@@ -108,13 +108,14 @@ impl GradScaler {
         quick(|| self.lock().update())
     }
 
-    /// The current scale; 1 if the scaler is not enabled. On a CUDA device, this method waits for the device's work.
+    /// Return the current scale; 1 if the scaler is not enabled. On a CUDA device, this method waits for the device's
+    /// work.
     fn get_scale(&self, py: Python<'_>) -> Result<f64> {
         detached(py, || self.lock().get_scale())
     }
 
-    /// The scale (`scale`) and the number of steps in a row with finite gradients (`growth_tracker`). On a CUDA device,
-    /// this method waits for the device's work.
+    /// Return the scale (`scale`) and the number of steps in a row with finite gradients (`growth_tracker`). On a CUDA
+    /// device, this method waits for the device's work.
     fn state_dict(&self, py: Python<'_>) -> Result<BTreeMap<&'static str, f64>> {
         detached(py, || {
             let scaler = self.lock();

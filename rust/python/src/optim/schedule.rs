@@ -55,7 +55,7 @@ impl Schedule {
         Ok(Self(optim::Schedule::new(warmup_steps, decay)?))
     }
 
-    /// The factor of the learning rate in step `step`, counted from 0.
+    /// Return the factor of the learning rate in step `step`, counted from 0.
     fn factor(&self, step: Integer) -> Result<f64> {
         Ok(self.0.factor(step.word(OP, "step")?))
     }

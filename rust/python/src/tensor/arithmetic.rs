@@ -149,7 +149,7 @@ impl Tensor {
         binary(py, "ge", &self.0, &other, tc::Tensor::ge)
     }
 
-    /// The larger of each pair of elements. Equal elements share the gradient.
+    /// Return the larger of each pair of elements. Equal elements share the gradient.
     ///
     /// Raises:
     ///     ShapeError: if the shapes do not broadcast.
@@ -158,7 +158,7 @@ impl Tensor {
         binary(py, "maximum", &self.0, &other, tc::Tensor::maximum)
     }
 
-    /// The smaller of each pair of elements. Equal elements share the gradient.
+    /// Return the smaller of each pair of elements. Equal elements share the gradient.
     ///
     /// Raises:
     ///     ShapeError: if the shapes do not broadcast.
@@ -167,7 +167,7 @@ impl Tensor {
         binary(py, "minimum", &self.0, &other, tc::Tensor::minimum)
     }
 
-    /// Each element to the power of `exponent`.
+    /// Raise each element to the power of `exponent`.
     ///
     /// Raises:
     ///     ShapeError: if the shapes do not broadcast.
@@ -177,7 +177,7 @@ impl Tensor {
         self.__pow__(py, exponent, None)
     }
 
-    /// The matrix product (..., m, k) x (..., k, n) -> (..., m, n).
+    /// Return the matrix product (..., m, k) x (..., k, n) -> (..., m, n).
     ///
     /// Batch dimensions broadcast. As in numpy, a vector (k,) on the left counts as the matrix (1, k), a vector (k,) on the
     /// right as (k, 1), and the result does not have the added dimension of size 1.

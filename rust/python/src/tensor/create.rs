@@ -37,7 +37,7 @@ pub fn from_data(data: &Bound<'_, PyAny>, dtype: Option<DType>, device: &tc::Dev
     Ok(tensor.to_device(device)?)
 }
 
-/// A tensor with a copy of `data`, detached from the tape.
+/// Make a tensor with a copy of `data`, detached from the tape.
 ///
 /// Args:
 ///     data: a number, nested lists of numbers, a Tensor, a numpy array, or any object with `__dlpack__` or `__array__`.
@@ -66,7 +66,7 @@ pub fn tensor(data: &Bound<'_, PyAny>, dtype: Option<DTypeArg>, device: Option<&
     from_data(data, dtype.map(|dtype| dtype.0), &device.unwrap_or(tc::Device::Cpu)).map(Tensor)
 }
 
-/// A tensor of zeros.
+/// Make a tensor of zeros.
 ///
 /// Args:
 ///     shape: the sizes, as arguments or one sequence.
@@ -85,7 +85,7 @@ pub fn zeros(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>
     compute(py, work(&sizes), || tc::Tensor::zeros(sizes, dtype_or_f32(dtype), &device)).map(Tensor)
 }
 
-/// A tensor of ones.
+/// Make a tensor of ones.
 ///
 /// Args:
 ///     shape: the sizes, as arguments or one sequence.
@@ -104,7 +104,7 @@ pub fn ones(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>,
     compute(py, work(&sizes), || tc::Tensor::ones(sizes, dtype_or_f32(dtype), &device)).map(Tensor)
 }
 
-/// A tensor whose elements all have the value `value`.
+/// Make a tensor whose elements all have the value `value`.
 ///
 /// Args:
 ///     shape: the sizes of the dimensions.
@@ -163,7 +163,7 @@ fn filled_like(
     compute(py, tensor.elem_count(), || tc::Tensor::full(value, tensor.shape(), dtype, &device)).map(Tensor)
 }
 
-/// Zeros in the shape of `input`. By default they have the dtype and the device of `input`.
+/// Return zeros in the shape of `input`. By default they have the dtype and the device of `input`.
 ///
 /// ```python
 /// x = tc.tensor([1, 2, 3])
@@ -175,7 +175,7 @@ pub fn zeros_like(py: Python<'_>, input: &Tensor, dtype: Option<DTypeArg>, devic
     filled_like(py, 0.0, &input.0, dtype, device)
 }
 
-/// Ones in the shape of `input`. By default they have the dtype and the device of `input`.
+/// Return ones in the shape of `input`. By default they have the dtype and the device of `input`.
 ///
 /// ```python
 /// x = tc.tensor([1, 2, 3])
@@ -187,8 +187,8 @@ pub fn ones_like(py: Python<'_>, input: &Tensor, dtype: Option<DTypeArg>, device
     filled_like(py, 1.0, &input.0, dtype, device)
 }
 
-/// A tensor of unspecified values in the shape of `input`, for callers that use only its shape or overwrite its values. By
-/// default it has the dtype and the device of `input`.
+/// Make a tensor of unspecified values in the shape of `input`, for callers that use only its shape or overwrite its
+/// values. By default it has the dtype and the device of `input`.
 ///
 /// ```python
 /// x = tc.tensor([1, 2, 3])
@@ -207,7 +207,7 @@ fn number(operand: &Operand<'_>) -> Result<Number> {
     }
 }
 
-/// The numbers `start`, `start + step`, ... up to but not including `end`.
+/// Return the numbers `start`, `start + step`, ... up to but not including `end`.
 ///
 /// ```python
 /// assert tc.arange(4).tolist() == [0, 1, 2, 3]
@@ -271,7 +271,7 @@ pub fn arange(
     Ok(Tensor(tc::Tensor::from(raw).to_device(&device::parse(device)?)?))
 }
 
-/// The identity matrix (n, m): ones on the diagonal, zeros elsewhere.
+/// Make the identity matrix (n, m): ones on the diagonal, zeros elsewhere.
 ///
 /// ```python
 /// assert tc.eye(2).tolist() == [[1.0, 0.0], [0.0, 1.0]]
@@ -299,7 +299,7 @@ pub fn eye(n: Integer, m: Option<Integer>, dtype: Option<DTypeArg>, device: &str
     Ok(Tensor(tc::Tensor::from(raw).to_device(&device::parse(device)?)?))
 }
 
-/// Random values, uniform in [0, 1), from the library's generator (see `manual_seed`).
+/// Draw random values, uniform in [0, 1), from the library's generator (see `manual_seed`).
 ///
 /// Args:
 ///     shape: the sizes, as arguments or one sequence.
@@ -319,7 +319,7 @@ pub fn rand(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>,
     compute(py, work(&sizes), || tc::Tensor::rand(0.0, 1.0, sizes, dtype_or_f32(dtype), &device)).map(Tensor)
 }
 
-/// Random values from the standard normal distribution, from the library's generator (see `manual_seed`).
+/// Draw random values from the standard normal distribution, from the library's generator (see `manual_seed`).
 ///
 /// Args:
 ///     shape: the sizes, as arguments or one sequence.
@@ -339,7 +339,7 @@ pub fn randn(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>
     compute(py, work(&sizes), || tc::Tensor::randn(0.0, 1.0, sizes, dtype_or_f32(dtype), &device)).map(Tensor)
 }
 
-/// Random integers in i64, uniform in [low, high), from the library's generator (see `manual_seed`).
+/// Draw random integers in i64, uniform in [low, high), from the library's generator (see `manual_seed`).
 ///
 /// Args:
 ///     low: the smallest value.

@@ -28,27 +28,27 @@ macro_rules! unary_methods {
 }
 
 unary_methods! {
-    exp = exp, "e to the power of each element.";
-    log = log, "The natural logarithm.";
-    sqrt = sqrt, "The square root.";
-    square = sqr, "The square.";
-    reciprocal = recip, "One over each element.";
-    sin = sin, "The sine.";
-    cos = cos, "The cosine.";
-    tanh = tanh, "The hyperbolic tangent.";
-    sigmoid = sigmoid, "1 / (1 + exp(-x)).";
-    relu = relu, "max(x, 0); NaN stays NaN.";
-    silu = silu, "x * sigmoid(x).";
+    exp = exp, "Return e to the power of each element.";
+    log = log, "Return the natural logarithm.";
+    sqrt = sqrt, "Return the square root.";
+    square = sqr, "Return the square.";
+    reciprocal = recip, "Return one over each element.";
+    sin = sin, "Return the sine.";
+    cos = cos, "Return the cosine.";
+    tanh = tanh, "Return the hyperbolic tangent.";
+    sigmoid = sigmoid, "Return 1 / (1 + exp(-x)).";
+    relu = relu, "Return max(x, 0); NaN stays NaN.";
+    silu = silu, "Return x * sigmoid(x).";
 }
 
 #[pymethods]
 impl Tensor {
-    /// The absolute value; the gradient at 0 is 0.
+    /// Return the absolute value; the gradient at 0 is 0.
     fn abs(&self, py: Python<'_>) -> Result<Self> {
         compute(py, self.0.elem_count(), || self.0.abs()).map(Self)
     }
 
-    /// The elements with the opposite sign.
+    /// Return the elements with the opposite sign.
     ///
     /// Raises:
     ///     DTypeError: if the tensor is u8 or u32.
@@ -56,7 +56,7 @@ impl Tensor {
         compute(py, self.0.elem_count(), || self.0.neg()).map(Self)
     }
 
-    /// GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415).
+    /// Apply GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415).
     ///
     /// Args:
     ///     approximate: "none" for x * Phi(x), where Phi is the standard normal distribution function, computed with the

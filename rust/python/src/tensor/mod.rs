@@ -102,28 +102,28 @@ impl Tensor {
         self.0.elem_count() * self.0.dtype().size_in_bytes()
     }
 
-    /// The number of elements.
+    /// Return the number of elements.
     fn numel(&self) -> usize {
         self.0.elem_count()
     }
 
-    /// Whether the elements are in memory in row-major order without gaps.
+    /// Return whether the elements are in memory in row-major order without gaps.
     fn is_contiguous(&self) -> bool {
         self.0.raw().is_contiguous()
     }
 
-    /// A tensor with the same values (shared storage), detached from the tape.
+    /// Return a tensor with the same values (shared storage), detached from the tape.
     fn detach(&self) -> Self {
         Self(self.0.detach())
     }
 
-    /// A tensor with the same values, whose elements are in memory in row-major order. The values are copied only if
-    /// this tensor is not contiguous.
+    /// Return a tensor with the same values, whose elements are in memory in row-major order. The values are copied
+    /// only if this tensor is not contiguous.
     fn contiguous(&self, py: Python<'_>) -> Result<Self> {
         compute(py, self.0.elem_count(), || self.0.contiguous()).map(Self)
     }
 
-    /// A tensor with the same values in another dtype or on another device.
+    /// Return a tensor with the same values in another dtype or on another device.
     ///
     /// A cast between floating point dtypes is differentiable. The gradient has this tensor's dtype.
     ///
@@ -161,12 +161,12 @@ impl Tensor {
         .map(Self)
     }
 
-    /// The values in f32.
+    /// Return the values in f32.
     fn float(&self, py: Python<'_>) -> Result<Self> {
         compute(py, self.0.elem_count(), || self.0.to_dtype(candle_core::DType::F32)).map(Self)
     }
 
-    /// A numpy array with a copy of the values. Gradients do not flow through the array.
+    /// Return a numpy array with a copy of the values. Gradients do not flow through the array.
     ///
     /// For a view without a copy (read-only), use `numpy.from_dlpack(t)`.
     ///
@@ -202,7 +202,7 @@ impl Tensor {
     #[allow(non_upper_case_globals)]
     const __array_priority__: f64 = 1000.0;
 
-    /// The only element as a Python number.
+    /// Return the only element as a Python number.
     ///
     /// Raises:
     ///     ShapeError: if there is not exactly one element.
@@ -210,7 +210,7 @@ impl Tensor {
         convert::item(py, &self.0).map(Anything)
     }
 
-    /// The elements as nested lists of Python numbers. A tensor without dimensions gives a number.
+    /// Return the elements as nested lists of Python numbers. A tensor without dimensions gives a number.
     fn tolist<'py>(&self, py: Python<'py>) -> Result<Anything<'py>> {
         convert::to_list(py, &self.0).map(Anything)
     }

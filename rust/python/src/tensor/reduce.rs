@@ -54,9 +54,9 @@ macro_rules! reductions {
 }
 
 reductions! {
-    sum "The sum. The sum of an integer tensor or a mask is in i64.";
-    mean "The mean." raises "    DTypeError: if the tensor is not floating point.";
-    logsumexp "The logarithm of the sum of exponentials, without overflow."
+    sum "Return the sum. The sum of an integer tensor or a mask is in i64.";
+    mean "Return the mean." raises "    DTypeError: if the tensor is not floating point.";
+    logsumexp "Return the logarithm of the sum of exponentials, without overflow."
         raises "    DTypeError: if the tensor is not floating point.";
 }
 
@@ -67,8 +67,8 @@ fn of_all(tensor: &tc::Tensor, result: &tc::Tensor, keepdim: bool) -> tc::Result
 
 #[pymethods]
 impl Tensor {
-    /// The largest element. Over one dimension, the first of equal elements gets the gradient; over several or all
-    /// dimensions, equal elements share the gradient equally.
+    /// Return the largest element. Over one dimension, the first of equal elements gets the gradient; over several or
+    /// all dimensions, equal elements share the gradient equally.
     ///
     /// Args:
     ///     dim: the dimension or dimensions to reduce; default all.
@@ -89,7 +89,7 @@ impl Tensor {
         .map(Self)
     }
 
-    /// The smallest element. Equal elements get gradients as in `max`.
+    /// Return the smallest element. Equal elements get gradients as in `max`.
     ///
     /// Args:
     ///     dim: the dimension or dimensions to reduce; default all.
@@ -110,7 +110,7 @@ impl Tensor {
         .map(Self)
     }
 
-    /// The variance: the sum of the squared deviations from the mean of n elements, divided by n - `correction`.
+    /// Return the variance: the sum of the squared deviations from the mean of n elements, divided by n - `correction`.
     ///
     /// Args:
     ///     dim: the dimension or dimensions to reduce; default all.
@@ -139,8 +139,8 @@ impl Tensor {
         compute(py, self.0.elem_count(), || self.0.var(&dims, keepdim, correction)).map(Self)
     }
 
-    /// The index of the largest element, in i64. If several elements are largest, it is the index of the first of them.
-    /// The result has no gradient.
+    /// Return the index of the largest element, in i64. If several elements are largest, it is the index of the first
+    /// of them. The result has no gradient.
     ///
     /// Args:
     ///     dim: the dimension to reduce; by default, the result is the index in the flattened tensor.
@@ -165,7 +165,7 @@ impl Tensor {
         .map(Self)
     }
 
-    /// exp(x) / sum(exp(x)), where the sum is along `dim`, computed without overflow.
+    /// Compute exp(x) / sum(exp(x)), where the sum is along `dim`, computed without overflow.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if the dimension is out of range.
@@ -176,7 +176,7 @@ impl Tensor {
         compute(py, self.0.elem_count(), || self.0.softmax(dim)).map(Self)
     }
 
-    /// The logarithm of `softmax`, computed without overflow or underflow.
+    /// Return the logarithm of `softmax`, computed without overflow or underflow.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if the dimension is out of range.
@@ -187,7 +187,7 @@ impl Tensor {
         compute(py, self.0.elem_count(), || self.0.log_softmax(dim)).map(Self)
     }
 
-    /// The cumulative sum along `dim`: element i of the result is the sum of elements 0 to i.
+    /// Return the cumulative sum along `dim`: element i of the result is the sum of elements 0 to i.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if the dimension is out of range.

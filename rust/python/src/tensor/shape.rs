@@ -11,7 +11,7 @@ use crate::error::Result;
 
 #[pymethods]
 impl Tensor {
-    /// The same elements, in row-major order, in another shape. The result is a view if the layout allows it.
+    /// Return the same elements, in row-major order, in another shape. The result is a view if the layout allows it.
     ///
     /// Args:
     ///     shape: the sizes, as arguments or one sequence. One size may be -1: it is computed from the number of elements.
@@ -27,7 +27,7 @@ impl Tensor {
         compute(py, work, || self.0.reshape(sizes)).map(Self)
     }
 
-    /// The same as `reshape`; torch has both names.
+    /// Return the same as `reshape`; torch has both names.
     #[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]"))]
     fn view(&self, py: Python<'_>, shape: &Bound<'_, PyTuple>) -> Result<Self> {
         self.reshape(py, shape)
@@ -108,8 +108,8 @@ impl Tensor {
         quick(|| dims.iter().rev().try_fold(self.0.clone(), |tensor, &dim| tensor.squeeze(dim))).map(Self)
     }
 
-    /// A view of shape `shape`. The elements repeat along dimensions that have size 1 in this tensor, and along new leading
-    /// dimensions.
+    /// Return a view of shape `shape`. The elements repeat along dimensions that have size 1 in this tensor, and along
+    /// new leading dimensions.
     ///
     /// Raises:
     ///     ShapeError: if this tensor's shape does not broadcast to `shape`.
@@ -136,7 +136,7 @@ impl Tensor {
         quick(|| self.0.broadcast_as(sizes)).map(Self)
     }
 
-    /// A view of the indices from `start` to `start + length - 1` along `dim`.
+    /// Return a view of the indices from `start` to `start + length - 1` along `dim`.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if an index of this range, or `dim`, is out of range.

@@ -221,8 +221,8 @@ impl DiffusionObjective {
         compute(py, latents.0.elem_count(), work).map(NoisedLatents)
     }
 
-    /// The loss of a prediction. An example's loss is the mean of the losses of its elements, times its min-SNR weight and
-    /// its entry in `weights`. The result is the mean over the examples of the batch.
+    /// Compute the loss of a prediction. An example's loss is the mean of the losses of its elements, times its min-SNR
+    /// weight and its entry in `weights`. The result is the mean over the examples of the batch.
     ///
     /// Args:
     ///     prediction: the model's output for `noised.sample` at `noised.timesteps`.

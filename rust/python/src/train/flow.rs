@@ -105,7 +105,7 @@ impl FlowMatching {
         compute(py, data.0.elem_count(), work).map(parts)
     }
 
-    /// The noise levels of `steps` sampling steps: `steps + 1` numbers from 1 down to 0.
+    /// Return the noise levels of `steps` sampling steps: `steps + 1` numbers from 1 down to 0.
     ///
     /// Raises:
     ///     ArgumentError: if `steps` is 0.
@@ -114,7 +114,7 @@ impl FlowMatching {
         quick(|| sampler::flow_sigmas(steps, self.shift))
     }
 
-    /// One step of Euler's method along a velocity.
+    /// Take one step of Euler's method along a velocity.
     ///
     /// Args:
     ///     sample: the sample at noise level `sigma`.

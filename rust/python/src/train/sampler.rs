@@ -103,7 +103,7 @@ impl Sampler {
     }
 }
 
-/// Classifier-free guidance (arXiv:2207.12598): move a model's output for the prompt away from its output for a
+/// Apply classifier-free guidance (arXiv:2207.12598): move a model's output for the prompt away from its output for a
 /// negative prompt.
 ///
 /// ```python
