@@ -126,7 +126,7 @@ impl Codebook {
     fn dynamic(signed: bool, preserve_sign: bool) -> Self {
         let values = create_dynamic_map(signed);
         let zero = values.partition_point(|&v| v < 0.0) as u32;
-        // Entries that only NaNs reach keep this first code: bitsandbytes' search gives 0 for a NaN, and with
+        // Entries that only NaNs reach keep this initial code: bitsandbytes' search gives 0 for a NaN, and with
         // `preserve_sign`, its correction of signs changes 0 to 255.
         let mut table = vec![if preserve_sign { 255 << 16 } else { 0 }; 1 << 16];
         let mut code = 0;

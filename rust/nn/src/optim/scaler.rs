@@ -180,7 +180,7 @@ impl GradScaler {
             let state = self.on_device(&device)?;
             let norm = clip(OP, &vars, &device, f64::INFINITY, NormType::Inf)?.norm()?;
             rescale(OP, &vars, None, Some(&state))?;
-            self.enter(optimizer, Stage { norm: Tensor::from_raw(&norm), stepped: false });
+            self.set_stage(optimizer, Stage { norm: Tensor::from_raw(&norm), stepped: false });
             return Ok(());
         }
         let norm = Tensor::new(host_norm(&vars, NormType::Inf)?, &Device::Cpu)?;
@@ -188,7 +188,7 @@ impl GradScaler {
         for var in &vars {
             var.scale_grad(1.0 / scale)?;
         }
-        self.enter(optimizer, Stage { norm, stepped: false });
+        self.set_stage(optimizer, Stage { norm, stepped: false });
         Ok(())
     }
 
@@ -211,7 +211,7 @@ impl GradScaler {
             let norm = clip(OP, &optimizer.vars(), &device, f64::INFINITY, NormType::Inf)?.norm()?;
             let norm = Tensor::from_raw(&norm);
             optimizer.step_guarded(Guard { norm: Some(&norm), loss_scale: Some(&state) })?;
-            self.enter(optimizer, Stage { norm, stepped: true });
+            self.set_stage(optimizer, Stage { norm, stepped: true });
             return Ok(None);
         }
         if self.stage(optimizer).is_none() {
@@ -222,7 +222,7 @@ impl GradScaler {
             let message = format!("step() was already called for this {} since the last update()", optimizer.name());
             return Err(Error::argument(OP, message));
         }
-        self.enter(optimizer, Stage { stepped: true, ..stage.clone() });
+        self.set_stage(optimizer, Stage { stepped: true, ..stage.clone() });
         let guard = Guard::finite(&stage.norm)?;
         optimizer.step_guarded(guard)?;
         if stage.norm.device().is_cpu() { Ok(Some(guard.allows()?)) } else { Ok(None) }
@@ -233,7 +233,7 @@ impl GradScaler {
         self.stages.get().remove(&optimizer.id())
     }
 
-    fn enter(&self, optimizer: &dyn Optimizer, stage: Stage) {
+    fn set_stage(&self, optimizer: &dyn Optimizer, stage: Stage) {
         self.stages.change(|stages| stages.insert(optimizer.id(), stage));
     }
 
