@@ -167,6 +167,12 @@ fn device_of(tensor: &Raw) -> Device {
     if device.is_cuda() { Device { kind: CUDA, id: cuda::ordinal(device) } } else { Device { kind: CPU, id: 0 } }
 }
 
+/// The error for a tensor of a dtype that DLPack cannot describe.
+fn not_exported(dtype: DType) -> tc::Error {
+    let message = format!("a tensor of dtype {} cannot be exported; convert it with to() first", dtype.as_str());
+    tc::Error::dtype(OP, message)
+}
+
 /// DLPack's description of a dtype.
 fn data_type(tensor: &Raw) -> tc::Result<DataType> {
     let dtype = tensor.dtype();
@@ -175,7 +181,7 @@ fn data_type(tensor: &Raw) -> tc::Result<DataType> {
         DType::BF16 => BFLOAT,
         DType::U8 | DType::U32 => UINT,
         DType::I64 => INT,
-        _ => return Err(tc::Error::dtype(OP, format!("dtype {} cannot be exported", dtype.as_str()))),
+        _ => return Err(not_exported(dtype)),
     };
     Ok(DataType { code, bits: (dtype.size_in_bytes() * 8) as u8, lanes: 1 })
 }
@@ -207,7 +213,7 @@ fn data_of(tensor: &Raw) -> tc::Result<*const c_void> {
         CpuStorage::U8(values) => address(values, offset),
         CpuStorage::U32(values) => address(values, offset),
         CpuStorage::I64(values) => address(values, offset),
-        _ => return Err(tc::Error::dtype(OP, format!("dtype {} cannot be exported", tensor.dtype().as_str()))),
+        _ => return Err(not_exported(tensor.dtype())),
     })
 }
 
@@ -315,7 +321,9 @@ fn take<E: Exchange>(capsule: &Bound<'_, PyCapsule>) -> Result<Raw> {
     };
     let Some(element) = element(view.dtype) else {
         let DataType { code, bits, lanes } = view.dtype;
-        let message = format!("elements of DLPack type code {code}, {bits} bits, {lanes} lanes cannot be imported");
+        let message = format!(
+            "elements of DLPack type code {code}, {bits} bits, {lanes} lanes cannot be imported; convert them first"
+        );
         return Err(tc::Error::dtype(OP, message).into());
     };
     let rank = usize::try_from(view.ndim).map_err(|_| tc::Error::shape(OP, "the number of dimensions is negative"))?;

@@ -62,8 +62,8 @@ impl Request {
                 (path, subfolder) = (found, None);
             }
         }
-        let held = Choice { quantize, stream, ..Choice::default() };
-        let choice = Choice { kind, subfolder, config, half, force_upcast, layers, ..held };
+        let others = Choice { quantize, stream, ..Choice::default() };
+        let choice = Choice { kind, subfolder, config, half, force_upcast, layers, ..others };
         Ok(Self { path, choice, dtype, device: device::parse(device)? })
     }
 

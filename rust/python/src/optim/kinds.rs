@@ -98,17 +98,17 @@ pub fn build(
     Ok(optimizer)
 }
 
-/// Convert `value`, the Python value of the hyper-parameter `key`. Errors name the hyper-parameter and add `of`, such as
-/// " of a parameter group". `None` if the optimizer has no hyper-parameter of this name.
+/// Convert `value`, the Python value of the hyper-parameter `key`. Errors name the hyper-parameter with `suffix`, such
+/// as " of a parameter group". `None` if the optimizer has no hyper-parameter of this name.
 fn setting(
     kind: &OptimizerKind,
     fields: &[Field],
     key: &str,
-    of: &str,
+    suffix: &str,
     value: &Bound<'_, PyAny>,
 ) -> Result<Option<(&'static str, Value)>> {
     let Some(field) = fields.iter().find(|field| field.name == key) else { return Ok(None) };
-    let (op, name) = (kind.name, format!("{key}{of}"));
+    let (op, name) = (kind.name, format!("{key}{suffix}"));
     let value = match field.value {
         Value::Number(_) => Value::Number(value.extract::<Argument<f64>>()?.get(op, &name)?),
         Value::Optional(_) => Value::Optional(value.extract::<Argument<Option<f64>>>()?.get(op, &name)?),
