@@ -45,12 +45,12 @@ def main() -> None:
     flow = FlowMatching()
     images, labels = to_model(rgb), seen.labels.astype(np.int64)
 
-    def inputs(pictures: np.ndarray) -> dict[str, tc.Tensor]:
-        sample, levels, target = flow.noise(tc.tensor(images[pictures]))
+    def inputs(indices: np.ndarray) -> dict[str, tc.Tensor]:
+        sample, levels, target = flow.noise(tc.tensor(images[indices]))
         return {
             "sample": sample,
             "times": levels * PURE_NOISE,
-            "labels": tc.tensor(labels[pictures]),
+            "labels": tc.tensor(labels[indices]),
             "target": target,
         }
 

@@ -117,7 +117,7 @@ class Chats:
         self._tokenizer = tokenizer
 
     def batch(self, index: int) -> Packed:
-        """Batch number `index`, from 0."""
+        """Return batch number `index`, from 0."""
         rng = generator(SEED, "items", index)
         tasks = list(words.TASKS)
         chosen = rng.integers(len(tasks), size=EXAMPLES)
@@ -131,7 +131,7 @@ class Chats:
 
 
 def tensors(batch: Packed) -> dict[str, tc.Tensor]:
-    """The inputs of `loss` in `main`: the batch's arrays and 1 / the number of learnt tokens."""
+    """Return the inputs of `loss` in `main`: a batch's arrays, and 1 / its `count`."""
     names = ("input_ids", "targets", "positions", "cu_seqlens")
     given = {name: tc.tensor(getattr(batch, name)) for name in names}
     return given | {"scale": tc.tensor(np.float32(1.0 / batch.count))}

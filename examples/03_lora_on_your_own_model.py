@@ -29,10 +29,10 @@ class Classifier(nn.Module):
         return self.out(nn.functional.silu(self.hidden(x)))
 
 
-def pixels(pictures: digits.Digits, *, turned: bool) -> tc.Tensor:
-    """The images as (N, 64), values from 0 to 1; `turned` turns them upside down."""
-    found = pictures.pixels[:, ::-1, ::-1] if turned else pictures.pixels
-    return tc.tensor(np.ascontiguousarray(found).reshape(-1, 64) / 16, dtype="f32")
+def pixels(images: digits.Digits, *, turned: bool) -> tc.Tensor:
+    """Return the images, upside down if `turned`, as (N, 64), values from 0 to 1."""
+    values = images.pixels[:, ::-1, ::-1] if turned else images.pixels
+    return tc.tensor(np.ascontiguousarray(values).reshape(-1, 64) / 16, dtype="f32")
 
 
 def fit(model: nn.Module, x: tc.Tensor, labels: tc.Tensor, steps: int, lr: float) -> None:
@@ -46,7 +46,7 @@ def fit(model: nn.Module, x: tc.Tensor, labels: tc.Tensor, steps: int, lr: float
 
 
 def accuracy(model: nn.Module, x: tc.Tensor, labels: tc.Tensor) -> float:
-    """The share of the images that the model reads correctly."""
+    """Return the share of the images that the model reads correctly."""
     with tc.no_grad():
         return float((model(x).argmax(1) == labels).to("f32").mean().item())
 
@@ -55,25 +55,26 @@ def main(folder: Path) -> dict[str, Any]:
     """Train the model, then its adapters, and save the adapters to `folder`."""
     tc.manual_seed(0)
     train, test = digits.split(digits.load())
-    learnt, asked = tc.tensor(train.labels, dtype="i64"), tc.tensor(test.labels, dtype="i64")
+    train_labels = tc.tensor(train.labels, dtype="i64")
+    test_labels = tc.tensor(test.labels, dtype="i64")
     upside_down = pixels(test, turned=True)
 
     base = Classifier()
-    fit(base, pixels(train, turned=False), learnt, steps=150, lr=5e-3)
-    before = accuracy(base, upside_down, asked)
+    fit(base, pixels(train, turned=False), train_labels, steps=150, lr=5e-3)
+    before = accuracy(base, upside_down, test_labels)
 
     config = tc.LoraConfig(r=8, lora_alpha=16, target_modules=["hidden", "out"])
     model = tc.get_peft_model(base, config)
     model.print_trainable_parameters()
-    fit(model, pixels(train, turned=True), learnt, steps=150, lr=1e-2)
-    after = accuracy(model, upside_down, asked)
+    fit(model, pixels(train, turned=True), train_labels, steps=150, lr=1e-2)
+    after = accuracy(model, upside_down, test_labels)
 
     # The folder has peft's format: peft loads it onto the same model written in torch.
     model.save_pretrained(folder)
     # The model without adapters, with their change added to its weights.
     merged = model.merge_and_unload()
     print(f"read upside down: {before:.1%} before, {after:.1%} with LoRA -> {folder}")
-    return {"before": before, "after": after, "merged": accuracy(merged, upside_down, asked)}
+    return {"before": before, "after": after, "merged": accuracy(merged, upside_down, test_labels)}
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ def main(folder: Path, steps: int = STEPS, **settings: object) -> TrainingRun:
     run = train_adapter(config)
 
     # The model is still in memory, with the adapter on it.
-    (picture,) = run.task.draw([PROMPT], SampleOptions(steps=25, seed=0))
-    Image.fromarray(picture).save(folder / "coffee.png")
+    (pixels,) = run.task.draw([PROMPT], SampleOptions(steps=25, seed=0))
+    Image.fromarray(pixels).save(folder / "coffee.png")
     print(f"{run.adapter_path}, and an image drawn with it: {folder / 'coffee.png'}")
     return run
 

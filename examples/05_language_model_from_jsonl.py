@@ -1,4 +1,4 @@
-"""A language model from a JSONL file: the built-in Llama learns Pig Latin.
+"""Train a language model on a JSONL file: the built-in Llama learns Pig Latin.
 
 A line of the file is a conversation, `{"messages": [{"role": "user", "content": ...}, ...]}`; the
 model learns the assistant's messages. The same code trains Qwen or Llama if the settings have
@@ -30,7 +30,7 @@ def write_chats(path: Path, count: int) -> None:
 
 
 def main(folder: Path, steps: int = STEPS) -> float:
-    """Train, then ask for new words; returns the share of correct answers, 0 to 1."""
+    """Train, then ask about new words; returns the share of correct answers, 0 to 1."""
     folder.mkdir(parents=True, exist_ok=True)
     write_chats(folder / "chats.jsonl", 600)
     run = train_adapter(

@@ -1,4 +1,4 @@
-"""Four ways to use two adapters at once.
+"""Use two adapters at once, in four ways.
 
 The script loads both with a weight for each, joins them into one file, shrinks this file to a lower
 rank, and merges both into the checkpoint. The adapters are two LoRAs of the tiny SDXL, trained for
@@ -27,18 +27,18 @@ WEIGHTS = (1.0, 0.5)
 OPTIONS = SampleOptions(steps=10, seed=0)
 PROMPT = "a photo of a cup of coffee"
 
-Picture = npt.NDArray[np.uint8]
+Pixels = npt.NDArray[np.uint8]
 
 
 def train(name: str, folder: Path, steps: int) -> Path:
     """Train a LoRA on the photographs of one subject; returns its file."""
-    pictures = folder / f"{name}-pictures"
-    pictures.mkdir(parents=True, exist_ok=True)
+    images = folder / f"{name}-pictures"
+    images.mkdir(parents=True, exist_ok=True)
     for file in PHOTOS.glob(SUBJECTS[name]):
-        shutil.copy(file, pictures)
+        shutil.copy(file, images)
     config = tc.train.TrainConfig(
         model="sdxl",
-        dataset=str(pictures),
+        dataset=str(images),
         output=str(folder / name),
         rank=8,
         steps=steps,
@@ -48,7 +48,7 @@ def train(name: str, folder: Path, steps: int) -> Path:
     return train_adapter(config, progress=False, report=lambda _: None).adapter_path
 
 
-def draw(*adapters: tuple[Path, float]) -> Picture:
+def draw(*adapters: tuple[Path, float]) -> Pixels:
     """Draw with the built-in SDXL and these adapters, each with its weight."""
     task = families.load("sdxl", None, "f32", "cpu")
     if adapters:
@@ -56,8 +56,8 @@ def draw(*adapters: tuple[Path, float]) -> Picture:
     return task.draw([PROMPT], OPTIONS)[0]
 
 
-def distance(one: Picture, other: Picture) -> float:
-    """The mean absolute difference of two images, from 0 to 255."""
+def distance(one: Pixels, other: Pixels) -> float:
+    """Return the mean absolute difference of two images, from 0 to 255."""
     return float(np.abs(one.astype(float) - other.astype(float)).mean())
 
 
@@ -65,8 +65,8 @@ def main(folder: Path, steps: int = STEPS) -> dict[str, float]:
     """Train both adapters and draw with them in four ways.
 
     Returns:
-        Distances from the image that is drawn with both adapters loaded: of the images of the three
-        other ways, and of the image without adapters ("without any").
+        The distance of each other image from the image that is drawn with both adapters loaded. The
+        other images are those of the three other ways, and one without adapters ("without any").
     """
     files = [train(name, folder, steps) for name in SUBJECTS]
     together = draw(*zip(files, WEIGHTS, strict=True))

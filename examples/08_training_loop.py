@@ -1,4 +1,4 @@
-"""A training loop of your own: batches, schedule, averaged weights, a checkpoint to resume from.
+"""Write a training loop: batches, schedule, averaged weights, a checkpoint to resume from.
 
 `tc.train.Trainer` does all this; here the loop is written out, as torch users write it. The script
 takes some seconds on a CPU:
@@ -58,7 +58,7 @@ class State:
 
 
 def make(steps: int) -> State:
-    """The initial state of a run of `steps` optimizer steps."""
+    """Return the initial state of a run of `steps` optimizer steps."""
     tc.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Dropout(0.1), nn.Linear(64, 10))
     optimizer = tc.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.01)
@@ -66,9 +66,9 @@ def make(steps: int) -> State:
     return State(model, optimizer, scheduler, tc.optim.VariableEMA(model.parameters(), 0.9))
 
 
-def pixels(pictures: digits.Digits) -> tc.Tensor:
-    """The images as (N, 64), values from 0 to 1."""
-    return tc.tensor(pictures.pixels.reshape(-1, 64) / 16, dtype="f32")
+def pixels(images: digits.Digits) -> tc.Tensor:
+    """Return the images as (N, 64), values from 0 to 1."""
+    return tc.tensor(images.pixels.reshape(-1, 64) / 16, dtype="f32")
 
 
 def train_epoch(state: State, data: TensorDataset) -> None:
@@ -88,12 +88,12 @@ def train_epoch(state: State, data: TensorDataset) -> None:
     state.epoch += 1
 
 
-def accuracy(model: nn.Module, pictures: digits.Digits) -> float:
-    """The share of images that the model reads correctly."""
+def accuracy(model: nn.Module, images: digits.Digits) -> float:
+    """Return the share of images that the model reads correctly."""
     model.eval()
     with tc.no_grad():
-        found = model(pixels(pictures)).argmax(1).numpy()
-    return float(np.mean(found == pictures.labels))
+        found = model(pixels(images)).argmax(1).numpy()
+    return float(np.mean(found == images.labels))
 
 
 def main(folder: Path) -> dict[str, tc.Tensor]:

@@ -34,7 +34,7 @@ def train(device: str) -> tuple[float, int]:
     device = tc.distributed.init(device)
     rank, size = tc.distributed.rank(), tc.distributed.world_size()
 
-    pictures, _ = digits.split(digits.load())
+    images, _ = digits.split(digits.load())
     tc.manual_seed(rank)  # The weights differ between processes until the broadcast.
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).to(device)
     parameters = model.parameters()
@@ -43,10 +43,10 @@ def train(device: str) -> tuple[float, int]:
 
     for step in range(STEPS):
         # The images of a step do not depend on the number of processes. Each process takes a part.
-        start = step * BATCH_SIZE % (len(pictures) - BATCH_SIZE)
+        start = step * BATCH_SIZE % (len(images) - BATCH_SIZE)
         mine = slice(start + rank * BATCH_SIZE // size, start + (rank + 1) * BATCH_SIZE // size)
-        x = tc.tensor(pictures.pixels[mine].reshape(-1, 64) / 16, dtype="f32", device=device)
-        labels = tc.tensor(pictures.labels[mine], dtype="i64", device=device)
+        x = tc.tensor(images.pixels[mine].reshape(-1, 64) / 16, dtype="f32", device=device)
+        labels = tc.tensor(images.labels[mine], dtype="i64", device=device)
         loss = nn.functional.cross_entropy(model(x), labels)
         optimizer.zero_grad()
         loss.backward()

@@ -36,7 +36,7 @@ class Latents:
 
 
 def scheduler() -> EulerDiscreteScheduler:
-    """SDXL's published schedule."""
+    """Return SDXL's published schedule."""
     return EulerDiscreteScheduler(
         beta_start=0.00085,
         beta_end=0.012,
@@ -47,7 +47,7 @@ def scheduler() -> EulerDiscreteScheduler:
 
 
 def caption_table(data: photos.Photos) -> tuple[list[str], dict[tuple[int, str], int], int]:
-    """The captions of all pairs (flower, colour), each pair with the same number of wordings.
+    """Return the captions of all pairs (flower, colour), equally many for each pair.
 
     Returns:
         The captions; the row of the first caption of each pair; the number of captions of a pair.
@@ -60,7 +60,7 @@ def caption_table(data: photos.Photos) -> tuple[list[str], dict[tuple[int, str],
 
 
 def tokenise(folder: Path, texts: list[str], device: torch.device) -> list[torch.Tensor]:
-    """The token ids of N texts, (N, 77), for each of the two text encoders."""
+    """Return the token ids of N texts, (N, 77), for each of the two text encoders."""
     ids = []
     for name in ("tokenizer", "tokenizer_2"):
         tokenizer = CLIPTokenizer.from_pretrained(folder / name)
@@ -74,7 +74,7 @@ def tokenise(folder: Path, texts: list[str], device: torch.device) -> list[torch
 def encode_texts(
     networks: nn.ModuleDict, ids: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The text features of N captions.
+    """Compute the text features of N captions.
 
     Returns:
         The inputs of each encoder's last layer, concatenated, (N, 77, 128); the pooled vectors.
@@ -213,7 +213,7 @@ def sample(folder: Path, prompts: list[str], count: int, scale: float, size: int
     pipeline.set_progress_bar_config(disable=True)
     grid = Image.new("RGB", (size * count, size * len(prompts)))
     for row, prompt in enumerate(prompts):
-        pictures = pipeline(
+        images = pipeline(
             prompt,
             height=size,
             width=size,
@@ -222,6 +222,6 @@ def sample(folder: Path, prompts: list[str], count: int, scale: float, size: int
             num_images_per_prompt=count,
             generator=torch.Generator("cpu").manual_seed(row),
         ).images
-        for column, picture in enumerate(pictures):
-            grid.paste(picture, (size * column, size * row))
+        for column, image in enumerate(images):
+            grid.paste(image, (size * column, size * row))
     return grid

@@ -1,7 +1,7 @@
 """Train the small SDXL-shaped checkpoint that ships with trainable-candle.
 
 The script needs torch, diffusers and transformers, which trainable-candle itself does not need. Run
-it on a CUDA GPU: training times are set in seconds, and a CPU takes only few steps in this time.
+it on a CUDA GPU: training times are set in seconds, and a CPU takes only a few steps in this time.
 
     python examples/sdxl_tiny/make.py --photos flower_photos --output sdxl_tiny
 
@@ -40,7 +40,7 @@ PROMPTS = [
 
 
 def reconstructions(vae: AutoencoderKL, pixels: torch.Tensor) -> Image.Image:
-    """A row of the images above a row of their reconstructions; prints the mean PSNR."""
+    """Return a row of the images above a row of their reconstructions; print the mean PSNR."""
     with torch.no_grad():
         latents = autoencoding.encode(vae, pixels) / vae.config.scaling_factor
         made = vae.decode(latents).sample.clamp(-1, 1).permute(0, 2, 3, 1)
@@ -91,7 +91,7 @@ def main() -> None:
     data = photos.load(arguments.photos)
     pixels = torch.from_numpy(data.pixels).to(device)
     labels = torch.from_numpy(data.flowers).to(device)
-    clear = autoencoding.clear_pictures(pixels, labels, arguments.classifier_steps)
+    clear = autoencoding.clear_images(pixels, labels, arguments.classifier_steps)
     if earlier:
         vae = AutoencoderKL.from_pretrained(earlier / "vae").float().to(device)
     else:

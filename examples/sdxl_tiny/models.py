@@ -9,7 +9,7 @@ POOLED_WIDTH = 64
 
 
 def autoencoder() -> AutoencoderKL:
-    """An autoencoder of SDXL's structure: four levels, 8x down-sampling, 4 latent channels."""
+    """Make an autoencoder of SDXL's structure: four levels, 8x down-sampling, 4 latent channels."""
     return AutoencoderKL(
         block_out_channels=(24, 40, 64, 64),
         down_block_types=("DownEncoderBlock2D",) * 4,
@@ -25,7 +25,9 @@ def autoencoder() -> AutoencoderKL:
 def text_encoders(
     vocabulary_size: int, start: int, end: int
 ) -> tuple[CLIPTextModel, CLIPTextModelWithProjection]:
-    """SDXL's two text encoders: like CLIP-L (quick GELU) and like OpenCLIP bigG (GELU, projection).
+    """Make SDXL's two text encoders: like CLIP-L (quick GELU), and like OpenCLIP bigG.
+
+    The second has GELU and a projection.
 
     Args:
         vocabulary_size: the number of tokens.
@@ -61,7 +63,7 @@ def text_encoders(
 
 
 def unet() -> UNet2DConditionModel:
-    """A UNet with SDXL's structure and its conditions: text, timestep, image size and crop."""
+    """Make a UNet with SDXL's structure and conditions: text, timestep, image size and crop."""
     return UNet2DConditionModel(
         sample_size=RESOLUTION // 8,
         block_out_channels=(48, 64, 64),

@@ -32,7 +32,7 @@ class Photos:
     """The colour of each image's flower, or ''."""
 
     def keep(self, chosen: np.ndarray) -> "Photos":
-        """The images where `chosen`, (N,) booleans, is true."""
+        """Return the images where `chosen`, (N,) booleans, is true."""
         colours = [colour for colour, kept in zip(self.colours, chosen, strict=True) if kept]
         return Photos(self.pixels[chosen], self.flowers[chosen], colours)
 
@@ -58,8 +58,8 @@ def load(folder: Path) -> Photos:
             if path.name not in licensed or digest in seen:
                 continue
             seen.add(digest)
-            with Image.open(path) as picture:
-                rgb = picture.convert("RGB").resize(
+            with Image.open(path) as image:
+                rgb = image.convert("RGB").resize(
                     (RESOLUTION, RESOLUTION), Image.Resampling.LANCZOS
                 )
             pixels.append(np.asarray(rgb))
@@ -70,10 +70,10 @@ def load(folder: Path) -> Photos:
     return Photos(np.stack(pixels), np.asarray(flowers), colours)
 
 
-def main_colour(picture: Image.Image) -> str:
-    """The petals' colour: the one with the largest share of the image's middle, '' below 8 %."""
+def main_colour(image: Image.Image) -> str:
+    """Return the colour with the largest share of the image's middle; '' if that is below 8 %."""
     border = RESOLUTION // 8
-    middle = picture.crop((border, border, RESOLUTION - border, RESOLUTION - border))
+    middle = image.crop((border, border, RESOLUTION - border, RESOLUTION - border))
     hue, saturation, value = np.moveaxis(np.asarray(middle.convert("HSV"), np.float32), -1, 0)
     hue *= 360 / 256
     strong = (saturation > 100) & (value > 80)
@@ -89,9 +89,9 @@ def main_colour(picture: Image.Image) -> str:
 
 
 def captions(flower: str, colour: str) -> list[str]:
-    """The captions for images of this flower and colour; each step draws one per image.
+    """Return the captions for images of this flower and colour; each step draws one per image.
 
-    The usual wording is in the list twice, so it is drawn twice as often as each other one.
+    The usual wording is in the list twice, so it is drawn twice as often as any other.
     """
     named = f"{colour} {flower}".strip()
     article = "an" if named[0] in "aeiou" else "a"
@@ -119,20 +119,20 @@ def crops(photos: Photos, variants: int, seed: int) -> tuple[np.ndarray, np.ndar
     pixels, sources, ids = [], [], []
     for variant in range(variants):
         for index in range(len(photos)):
-            picture = Image.fromarray(photos.pixels[index])
+            image = Image.fromarray(photos.pixels[index])
             original, top, left = RESOLUTION, 0, 0
             if variant % 8 == 7:
                 original = RESOLUTION // 2
-                picture = picture.resize((original, original), Image.Resampling.LANCZOS)
-                picture = picture.resize((RESOLUTION, RESOLUTION), Image.Resampling.BICUBIC)
+                image = image.resize((original, original), Image.Resampling.LANCZOS)
+                image = image.resize((RESOLUTION, RESOLUTION), Image.Resampling.BICUBIC)
             elif variant % 2:
                 size = generator.randint(RESOLUTION + 1, RESOLUTION * 5 // 4)
                 top, left = (generator.randint(0, size - RESOLUTION) for _ in range(2))
-                picture = picture.resize((size, size), Image.Resampling.BICUBIC)
-                picture = picture.crop((left, top, left + RESOLUTION, top + RESOLUTION))
+                image = image.resize((size, size), Image.Resampling.BICUBIC)
+                image = image.crop((left, top, left + RESOLUTION, top + RESOLUTION))
             if generator.random() < 0.5:
-                picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-            pixels.append(np.asarray(picture))
+                image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+            pixels.append(np.asarray(image))
             sources.append(index)
             ids.append((original, original, top, left, RESOLUTION, RESOLUTION))
     return np.stack(pixels), np.asarray(sources), np.asarray(ids)

@@ -15,14 +15,14 @@ COMMON = (Path(__file__).parent / "words.txt").read_text("utf-8").split()
 
 
 def byte_symbols() -> list[str]:
-    """The printable characters with which GPT-2 represents the 256 bytes, in CLIP's order."""
+    """Return the printable characters by which GPT-2 represents the 256 bytes, in CLIP's order."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) for byte in printable] + [chr(256 + index) for index in range(len(others))]
 
 
 def train_merges(words: Counter[str], count: int) -> list[tuple[str, str]]:
-    """Byte-pair encoding: `count` times, merge the most frequent pair (Sennrich et al., 2016)."""
+    """Merge the most frequent pair of symbols, `count` times (Sennrich et al., 2016)."""
     spelled = {word: (*word[:-1], word[-1] + WORD_END) for word in words}
     merges = []
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""Train the autoencoder, and the classifier for selecting images and for the perceptual loss."""
+"""Train the autoencoder, and the classifier that selects images and gives the perceptual loss."""
 
 import itertools
 import time
@@ -41,7 +41,7 @@ class Classifier(nn.Module):
         self.head = nn.Sequential(nn.Dropout(0.3), nn.Linear(widths[-1], len(FLOWERS)))
 
     def features(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """The outputs of the four stages, from fine to coarse."""
+        """Return the outputs of the four stages, from fine to coarse."""
         hidden = []
         for stage in self.stages:
             x = stage(x)
@@ -49,7 +49,7 @@ class Classifier(nn.Module):
         return hidden
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits (N, 5) of images (N, 3, H, W) in [-1, 1]."""
+        """Return the logits (N, 5) of images (N, 3, H, W) in [-1, 1]."""
         return self.head(self.features(x)[-1].mean((2, 3)))
 
 
@@ -64,7 +64,7 @@ def augmented(pixels: torch.Tensor) -> torch.Tensor:
 
 
 def to_unit(pixels: torch.Tensor) -> torch.Tensor:
-    """Bytes (N, H, W, 3) to floats in [-1, 1] of shape (N, 3, H, W)."""
+    """Convert bytes (N, H, W, 3) to floats in [-1, 1] of shape (N, 3, H, W)."""
     return pixels.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
@@ -86,8 +86,8 @@ def train_classifier(pixels: torch.Tensor, labels: torch.Tensor, steps: int) -> 
 
 
 @torch.no_grad()
-def clear_pictures(pixels: torch.Tensor, labels: torch.Tensor, steps: int) -> torch.Tensor:
-    """Whether each image shows its flower clearly, (N,) booleans.
+def clear_images(pixels: torch.Tensor, labels: torch.Tensor, steps: int) -> torch.Tensor:
+    """Return whether each image shows its flower clearly, (N,) booleans.
 
     Four classifiers are trained, each without a quarter of the images. An image is clear if the
     classifier that was not trained on the image gives its flower a probability of over 0.35.
@@ -108,7 +108,7 @@ def clear_pictures(pixels: torch.Tensor, labels: torch.Tensor, steps: int) -> to
 
 
 def adversary() -> nn.Sequential:
-    """A patch discriminator (Isola et al., 2017) with group norm."""
+    """Make a patch discriminator (Isola et al., 2017) with group norm."""
     return nn.Sequential(
         nn.Conv2d(3, 48, 4, 2, 1),
         nn.LeakyReLU(0.2),
@@ -159,8 +159,8 @@ def train(
             detail = detail_distance(judge, real, made)
         reconstruction = functional.l1_loss(made, real) + DETAIL_WEIGHT * detail.float()
         loss = reconstruction + KL_WEIGHT * posterior.kl().mean() / posterior.mean[0].numel()
-        fights = progress > ADVERSARY_START
-        if fights:
+        is_adversarial = progress > ADVERSARY_START
+        if is_adversarial:
             judged = -critic(made).mean()
             wanted, offered = (
                 torch.autograd.grad(term, last_layer, retain_graph=True)[0].norm()
@@ -173,7 +173,7 @@ def train(
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         averaged.update_parameters(model)
-        if fights:
+        if is_adversarial:
             hinge = (
                 functional.relu(1 - critic(real)).mean()
                 + functional.relu(1 + critic(made.detach())).mean()
@@ -192,7 +192,7 @@ def train(
 
 @torch.no_grad()
 def encode(model: AutoencoderKL, pixels: torch.Tensor) -> torch.Tensor:
-    """Bytes (N, H, W, 3) to scaled latents (N, 4, H / 8, W / 8): the posterior's mean."""
+    """Encode bytes (N, H, W, 3) as scaled latents (N, 4, H / 8, W / 8): the posterior's mean."""
     parts = [model.encode(to_unit(part)).latent_dist.mean for part in pixels.split(256)]
     return torch.cat(parts) * model.config.scaling_factor
 
