@@ -1,4 +1,4 @@
-"""Adds numpy's and torch's alternative arguments to `Tensor`, and advice on missing methods."""
+"""Adds to `Tensor`: the argument `axis`, checked device names, and advice on torch's attributes."""
 
 from __future__ import annotations
 
@@ -29,23 +29,27 @@ _MISSING: Final = {
 
 
 def attach() -> None:
-    """Add the alternative arguments and the advice to `Tensor`."""
+    """Change `Tensor`: `axis` works in place of `dim`, and errors about attributes give advice.
+
+    The attribute `device` becomes a `tc.device`, which is a string with torch's properties.
+    """
     for name in _RENAMED:
         setattr(_core.Tensor, name, _renamed(getattr(_core.Tensor, name)))
     # `__getattr__` is set here instead of in the class `ComposedMethods`, because there it would
     # make type checkers accept every name as an attribute.
     _core.Tensor.__getattr__ = _missing  # type: ignore[attr-defined]
-    where, known = vars(_core.Tensor)["device"], lru_cache(device)
+    plain_device, checked = vars(_core.Tensor)["device"], lru_cache(device)
     _core.Tensor.device = property(  # type: ignore[method-assign,assignment]
-        lambda tensor: known(where.__get__(tensor)), doc=where.__doc__
+        lambda tensor: checked(plain_device.__get__(tensor)), doc=plain_device.__doc__
     )
-    reads = _core.Tensor.requires_grad
+    requires_grad = _core.Tensor.requires_grad
     _core.Tensor.requires_grad = property(  # type: ignore[method-assign,assignment]
-        reads.__get__, _refused, doc=reads.__doc__
+        requires_grad.__get__, _reject_assignment, doc=requires_grad.__doc__
     )
 
 
-def _refused(tensor: object, value: object) -> None:
+def _reject_assignment(tensor: object, value: object) -> None:
+    """Raise `AttributeError` for an assignment to `requires_grad`."""
     raise AttributeError(
         f"requires_grad of a {type(tensor).__name__} is fixed; "
         f"use x = x.requires_grad_({value!r}), "

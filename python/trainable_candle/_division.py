@@ -32,7 +32,8 @@ def floor_divided(name: str, one: Any, other: Any) -> Tensor:
         then raises `TypeError`.
 
     Raises:
-        ArgumentError: If the operands are integers and an element of the divisor is 0.
+        ArgumentError: If the operands are integers and an element of the divisor is 0, or the dtype
+            of the result cannot represent a number that is an operand.
         ShapeError: If the operands' shapes do not broadcast.
         DeviceError: If the operands are on different devices.
     """
@@ -101,7 +102,7 @@ def _operand(name: str, value: Any, like: Tensor) -> Any:
 
 
 def _dtype(one: Any, other: Any) -> DType:
-    """Return the dtype of `one * other`; Python numbers and 0-d tensors follow its rules."""
+    """Return the dtype of `one * other`; Python numbers and 0-d tensors count as they do there."""
     first, second = (
         _core.zeros((1,) * bool(x.ndim), dtype=x.dtype)
         if isinstance(x, _core.Tensor)

@@ -105,7 +105,9 @@ def linspace(
         device: The device.
 
     Raises:
-        ArgumentError: If steps is negative.
+        TypeError: If `start` or `end` is not a number, or `steps` is not a whole number.
+        ArgumentError: If `steps` is negative.
+        DTypeError, DeviceError, CudaUnavailableError: If dtype or device cannot be used.
     """
     first, last = _number("linspace", "start", start), _number("linspace", "end", end)
     numbers = np.linspace(first, last, _count("linspace", "steps", steps))
@@ -124,7 +126,9 @@ def randperm(n: int, device: str = "cpu", *, generator: Generator | None = None)
         generator: The generator that draws the values; by default the library's (`manual_seed`).
 
     Raises:
-        ArgumentError: If n is negative.
+        TypeError: If `n` is not a whole number, or `generator` is not a `Generator`.
+        ArgumentError: If `n` is negative.
+        DeviceError, CudaUnavailableError: If the device is unknown or cannot be used.
     """
     count = _count("randperm", "n", n)
     with drawing("randperm", generator):
@@ -154,7 +158,9 @@ def normal(
         generator: The generator that draws the values; by default the library's (`manual_seed`).
 
     Raises:
-        ArgumentError: If the deviation is negative.
+        TypeError: If `mean` or `std` is not a number, or `generator` is not a `Generator`.
+        ArgumentError: If the deviation or a size is negative.
+        DeviceError, CudaUnavailableError: If the device is unknown or cannot be used.
     """
     if _number("normal", "std", std) < 0:
         raise ArgumentError(f"normal: std is {std}, expected at least 0")
@@ -186,10 +192,12 @@ def multinomial(
         (num_samples,) or (rows, num_samples), i64.
 
     Raises:
-        TypeError: If the weights are not a tensor.
+        TypeError: If the weights are not a tensor, `num_samples` is not a whole number, or
+            `generator` is not a `Generator`.
         ShapeError: If the weights are not a vector or a matrix.
-        ArgumentError: If a weight is negative or non-finite, if all weights of a row are 0, or if
-            `replacement` is False and a row has fewer than `num_samples` weights above 0.
+        ArgumentError: If `num_samples` or a weight is negative, a weight is non-finite, all weights
+            of a row are 0, or `replacement` is False and a row has fewer than `num_samples` weights
+            above 0.
     """
     if not isinstance(input, _core.Tensor):
         raise TypeError(f"multinomial: input is {type(input).__name__}, expected a Tensor")
@@ -236,7 +244,7 @@ def einsum(equation: str, *operands: Tensor) -> Tensor:
         *operands: The tensors.
 
     Raises:
-        TypeError: If an operand is not a tensor.
+        TypeError: If the equation is not a string, or an operand is not a tensor.
         ArgumentError: If the equation does not fit the operands, uses `...`, or repeats a label
             within an operand or in the output.
     """

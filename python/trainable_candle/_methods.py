@@ -494,7 +494,7 @@ def attach() -> None:
     _arguments.attach()
     for source, target in ((ComposedMethods, _core.Tensor), (VarMethods, _core.Var)):
         for name, member in vars(source).items():
-            plain = name.startswith("__") and name in {"__module__", "__dict__", "__weakref__"}
-            if not plain and name not in {"__doc__", "__firstlineno__", "__static_attributes__"}:
+            of_class = name.startswith("__") and name in {"__module__", "__dict__", "__weakref__"}
+            if not of_class and name not in {"__doc__", "__firstlineno__", "__static_attributes__"}:
                 changed = explained(member) if isfunction(member) else member
                 setattr(target, name, changed)

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     Report = Callable[[str], None]
 
 _FIRST_STEPS: Final = 20
-"""If memory runs out within this many steps, the run is planned once more, with less memory."""
-_EXACT: Final = 0.05
-"""A prediction is reported as wrong if the run takes more by more than this share of it."""
+"""If memory runs out within this many steps, the run is planned once more, for less memory."""
+_TOLERANCE: Final = 0.05
+"""The largest (taken - predicted) / predicted memory of a run that is not reported."""
 
 T = TypeVar("T")
 
@@ -67,7 +67,8 @@ def run_planned(
         report: gets a line about each plan and each wrong prediction.
 
     Raises:
-        OutOfMemoryError: memory ran out too late, or in the second attempt too.
+        OutOfMemoryError: memory ran out in the second attempt; or in the first one, if that was
+            after the first steps, if `may_repeat` returned False, or if there is no smaller plan.
     """
     with kept_within(budget, plan.config):
         try:
@@ -98,7 +99,7 @@ def _measured(run: Callable[[TrainConfig], T], plan: Plan, report: Report) -> T:
     except OutOfMemoryError:
         _compare(plan, "had taken", " when memory ran out", report)
         raise
-    if _excess(plan) > _EXACT:
+    if _excess(plan) > _TOLERANCE:
         _compare(plan, "took", "", report)
     return result
 

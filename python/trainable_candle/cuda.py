@@ -261,8 +261,8 @@ def capture(function: Callable[..., Any], static_inputs: Sequence[Tensor]) -> Ca
     thread may use CUDA during the recording.
 
     You may change the optimizer and its helpers (schedulers, `GradScaler`, `EMA`) between calls:
-    replays use new learning rates and loaded states. A graph cannot follow some changes: some
-    variables have now taken more steps than others, or a gradient is missing. Then the next call
+    replays use new learning rates and loaded states. A graph cannot follow two kinds of change:
+    some variables have taken more steps than others, or a gradient is missing. Then the next call
     runs the function, and the call after it records again. Inside the function, changing the
     optimizer or its helpers raises an error. The exceptions are `step`, `zero_grad`, `update` of a
     `GradScaler` and one call of `update` of an `EMA`; every replay repeats these.

@@ -55,12 +55,12 @@ def adapter_in(path: Path) -> Path:
         if finished.is_file():
             return finished
     if (path / _STATE).exists():
-        cure = f"a checkpoint, from which --resume continues; give an adapter in {path.parent}"
+        found = f"a checkpoint, from which --resume continues; give an adapter in {path.parent}"
     elif files := sorted(file.name for file in path.glob("*.safetensors")):
-        cure = f"a folder without a finished adapter; give one of its files: {', '.join(files)}"
+        found = f"a folder without a finished adapter; give one of its files: {', '.join(files)}"
     else:
-        cure = "a folder without adapters; give an adapter file, or the output folder of a run"
-    raise MissingFileError(f"{path} is {cure}")
+        found = "a folder without adapters; give an adapter file, or the output folder of a run"
+    raise MissingFileError(f"{path} is {found}")
 
 
 def _name(folder: Path) -> str | None:

@@ -335,10 +335,10 @@ def _put(owner: Any, key: Any, layer: Module) -> None:
 
 
 def _adapted(name: str, layer: Linear | Conv2d, rank: int, config: LoraConfig) -> _Adapted:
-    """Return the layer with an adapter that takes the place of a plain layer.
+    """Return the adapted layer that replaces a plain layer.
 
     Raises:
-        ConfigError: such a layer cannot have the adapter that the configuration describes.
+        ConfigError: The plain layer cannot have the adapter that the configuration describes.
     """
     alpha = next(
         (v for key, v in config.alpha_pattern.items() if re.fullmatch(rf"(.*\.)?({key})", name)),

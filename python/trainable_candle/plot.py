@@ -87,9 +87,9 @@ def loss_curve(
 
 
 def running_mean(values: Sequence[float]) -> npt.NDArray[np.float64]:
-    """Return, for each value, the mean of the last max(1, len(values) // 20) values up to it.
+    """Return, for each value, the mean of it and the values before it, at most `width` in all.
 
-    Near the beginning, where there are fewer values, the mean is over all values up to it.
+    `width` is a twentieth of the number of values, at least 1.
     """
     width = max(1, len(values) // 20)
     sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])

@@ -1,4 +1,4 @@
-"""Makes a trained adapter of a configuration, as `train-lora` does."""
+"""Trains an adapter with given settings, as `train-lora` does."""
 
 from __future__ import annotations
 
@@ -104,6 +104,9 @@ def train_adapter(
             weights cannot be used, or memory is too small. All are checked before the first step;
             memory can also run out later, and files can become unusable.
         CudaUnavailableError, DeviceError: there is no such device; raised before anything is read.
+        ArgumentError: `device` names one GPU, such as `cuda:1`, for several processes.
+        ModuleNotFoundError: a package that the settings need is not installed; the message says how
+            to install it.
         TypeError: `config` is no `TrainConfig`.
         NonFiniteError: the loss or the gradient is NaN or infinite.
         DistributedError: another process of the run is missing, has other settings or files, or
@@ -231,8 +234,9 @@ def _resumed(config: TrainConfig, output: Path) -> tuple[Path | None, int, Train
     user sets them now.
 
     Raises:
-        ConfigError: there is no such checkpoint; no step is left; or the folder has checkpoints of
-            later steps, or the finished adapter of another run.
+        ConfigError: there is no such checkpoint; the checkpoint is of a later step than the run's
+            last; or the folder has checkpoints of later steps, or, without a checkpoint to continue
+            from, the finished adapter of another run.
     """
     start = run_state.find(output, config.resume) if config.resume else None
     state = run_state.read_state(start) if start else None
@@ -357,8 +361,8 @@ def _shared_out(config: TrainConfig, world: World | None) -> TrainConfig:
 def _accumulating(config: TrainConfig, size: int) -> TrainConfig:
     """Return the settings with the gradient accumulation of one of `size` processes.
 
-    It follows from the effective batch, if that is given. While the batch size is `auto`, it is
-    that of batches of one sample.
+    If an effective batch is given, the accumulation follows from it. While the batch size is
+    `auto`, batches count as having one sample.
 
     Raises:
         ConfigError: the effective batch cannot be divided evenly among the processes.

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 SAMPLES = "samples"
 """The folder of the previews."""
 BEST = "best"
-"""The folder of what `Task.publish` writes of the best adapter."""
+"""The folder for what `Task.publish` writes for the best adapter."""
 
 
 def adapter_path(config: TrainConfig, output: Path) -> Path:
@@ -148,7 +148,7 @@ class Session:
         return self.validation is not None and self.validation.ends_early
 
     def _moments(self, steps: int, epochs: int | None) -> Moments:
-        """Return when something is due: every `epochs` epochs, or every `steps` steps if None."""
+        """Return when something is due: every `epochs` epochs, or every `steps` steps without it."""
         return steps if epochs is None else self.epochs.ends(epochs)
 
     def trainer(self, callbacks: Sequence[Callback], settings: dict[str, object]) -> Trainer[Any]:
@@ -179,7 +179,10 @@ class Session:
         )
 
     def announce(self, report: Callable[[str], None]) -> None:
-        """Report the number of steps, of examples in a step, and of epochs."""
+        """Report how much the run trains: the steps, the examples in a step, and the epochs.
+
+        Also report LoRA+, and slow copies of streamed weights.
+        """
         config = self._config
         batch, parts = config.batch_size, config.gradient_accumulation * self._group.size
         noun = self._task.noun if self._task.counts == "image" else "row"

@@ -34,7 +34,7 @@ def assert_close(
 
     Args:
         actual: The tensor.
-        expected: A tensor of the same dtype, or an array or nested lists.
+        expected: A tensor of the same dtype, an array, or nested lists.
         rtol: Relative tolerance; by default the first number in `TOLERANCES` for the dtype of
             `actual`, or 0 if the dtype is not listed.
         atol: Absolute tolerance; by default the second number, or 0.
