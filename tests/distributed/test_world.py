@@ -63,7 +63,7 @@ def test_port_and_job_can_be_set() -> None:
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT"),
         (
             {"RANK": "0", "WORLD_SIZE": "2", **ADDRESS, "TRAINABLE_CANDLE_JOIN_SECONDS": "1m"},
-            "TRAINABLE_CANDLE_JOIN_SECONDS is '1m', expected a number of seconds",
+            "TRAINABLE_CANDLE_JOIN_SECONDS is '1m', expected a whole number of seconds",
         ),
         (
             {"RANK": "0", "WORLD_SIZE": "2", "TRAINABLE_CANDLE_RENDEZVOUS": "host"},

@@ -119,7 +119,7 @@ class _Group:
         self._repeats = repeats[items]
         # If items occur only in every n-th epoch, these phases put them into different epochs.
         self._phases = (np.arange(len(items)) + 0.5) / len(items)
-        self._pass = lru_cache(maxsize=2)(self._shuffled)
+        self._epoch = lru_cache(maxsize=2)(self._shuffled)
         self.occurrences_before = lru_cache(maxsize=_REMEMBERED)(self._occurrences_before)
 
     def members(self, start: int, count: int) -> npt.NDArray[np.int64]:
@@ -128,7 +128,7 @@ class _Group:
         skipped = start - self.occurrences_before(number)
         parts, missing = [], count
         while missing:
-            part = self._pass(number)[skipped : skipped + missing]
+            part = self._epoch(number)[skipped : skipped + missing]
             parts.append(part)
             missing -= len(part)
             number, skipped = number + 1, 0
@@ -143,6 +143,7 @@ class _Group:
         return np.floor(number * self._repeats + self._phases + 1e-9).astype(np.int64)
 
     def _shuffled(self, number: int) -> npt.NDArray[np.int64]:
+        """Return the items of epoch `number`, in its order."""
         members = np.repeat(self._items, self._counts(number + 1) - self._counts(number))
         rng = generator(self._seed, "items", pair(self._number, number))
         order: npt.NDArray[np.int64] = members[rng.permutation(len(members))]

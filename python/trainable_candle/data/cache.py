@@ -106,9 +106,9 @@ class FeatureStore:
         whole = {"format": _FORMAT, **settings}
         self.folder = folder / f"{kind}-{fingerprint(whole)[:16]}"
         self.folder.mkdir(parents=True, exist_ok=True)
-        facts = self.folder / "settings.json"
-        if not facts.exists():
-            write_atomically(facts, json.dumps(whole, indent=2, default=str) + "\n")
+        record = self.folder / "settings.json"
+        if not record.exists():
+            write_atomically(record, json.dumps(whole, indent=2, default=str) + "\n")
         for path in self.folder.glob("*.partial"):
             # Another process may rename or delete the file after `glob` has listed it.
             with suppress(FileNotFoundError):
@@ -182,8 +182,8 @@ class FeatureStore:
             if path.stem in needed or not path.is_file():
                 continue
             facts = facts_of(path)
-            present = digests.get(facts.get("source", ""))
-            if not facts or (present is not None and facts.get("digest") != present):
+            current = digests.get(facts.get("source", ""))
+            if not facts or (current is not None and facts.get("digest") != current):
                 path.unlink(missing_ok=True)
                 removed += 1
         return removed

@@ -92,7 +92,7 @@ class LatentCache:
         dataset = self._dataset
         keys = {self._key(view): view for view in dataset.views()}
         missing = self._entries.missing(list(keys))
-        share, whole = _dealt(group, missing, keys)
+        share, lacking = _dealt(group, missing, keys)
 
         def bucket(view: View) -> Bucket:
             return dataset.items[view.item].fit.bucket
@@ -111,12 +111,12 @@ class LatentCache:
         ):
             stacked = (np.stack(list(islice(pixels, len(batch)))) for batch in batches)
             self._entries.fill(batches, stacked, self._encode, entry, done)
-        self._entries.pass_on(group, whole)
+        self._entries.pass_on(group, lacking)
         removed = 0
         if group.rank == 0:
             digests = {str(item.picture.path): item.picture.digest for item in dataset.items}
             removed = self._entries.remove_superseded(set(keys), digests)
-        return Filled(len(keys) - len(whole), len(whole), removed)
+        return Filled(len(keys) - len(lacking), len(lacking), removed)
 
     def batch(self, batch: Batch) -> dict[str, Tensor]:
         """Return the tensors of a batch, (B, ...) by name.
@@ -215,7 +215,7 @@ class TextCache:
             return Filled(0, 0, 0)
         keys = {_text_key(caption): caption for caption in ("", *captions)}
         missing = self._entries.missing(list(keys))
-        share, whole = _dealt(group, missing, keys)
+        share, lacking = _dealt(group, missing, keys)
 
         def entry(caption: str) -> tuple[str, dict[str, str]]:
             return _text_key(caption), {"caption": caption}
@@ -223,8 +223,8 @@ class TextCache:
         batches = groups_of(share, self._parts, self._at_once)
         with Progress("captions", len(share), progress, report) as done:
             self._entries.fill(batches, batches, self._encode, entry, done)
-        self._entries.pass_on(group, whole)
-        return Filled(len(keys) - len(whole), len(whole), 0)
+        self._entries.pass_on(group, lacking)
+        return Filled(len(keys) - len(lacking), len(lacking), 0)
 
     def _at_once(self, parts: int) -> int:
         return max(1, self._encode_parts // max(1, parts))
@@ -249,10 +249,10 @@ def _dealt(
     group: Group, missing: Sequence[str], tasks: Mapping[str, _Task]
 ) -> tuple[list[_Task], list[str]]:
     """Return the tasks that this process encodes, and all keys that some process lacks."""
-    whole = needed(group, missing, tasks)
-    here = set(missing)
-    mine = whole[group.rank :: group.size]
-    return [tasks[key] for key in mine if key in here], whole
+    lacking = needed(group, missing, tasks)
+    missing_here = set(missing)
+    mine = lacking[group.rank :: group.size]
+    return [tasks[key] for key in mine if key in missing_here], lacking
 
 
 def _joined(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

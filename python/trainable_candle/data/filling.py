@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 _Task = TypeVar("_Task")
 _Kind = TypeVar("_Kind", bound="Hashable")
 
-_TOLD_FROM: Final = 100
+_LOGGED_FROM: Final = 100
 """The progress of fewer tasks than this is not logged."""
-_TOLD_TIMES: Final = 10
+_LOG_LINES: Final = 10
 """The number of log lines from the first task to the last."""
 
 
@@ -48,14 +48,14 @@ class Progress:
         self._bar = tqdm(total=total, desc=what, disable=None if progress else True)
         self._what = what
         self._total = total
-        self._report = report if self._bar.disable and total >= _TOLD_FROM else None
+        self._report = report if self._bar.disable and total >= _LOGGED_FROM else None
         self._done = 0
 
     def __call__(self, count: int) -> None:
         """Count finished tasks."""
         self._bar.update(count)
         before, self._done = self._done, self._done + count
-        tenths = [_TOLD_TIMES * done // self._total for done in (before, self._done)]
+        tenths = [_LOG_LINES * done // self._total for done in (before, self._done)]
         if self._report is not None and tenths[0] < tenths[1]:
             self._report(f"{self._what}: {self._done} of {self._total} encoded")
 

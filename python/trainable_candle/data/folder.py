@@ -164,10 +164,10 @@ def _files(folder: Path, *, recursive: bool) -> Iterator[Path]:
     followed.
     """
 
-    def refuse(error: OSError) -> None:
+    def raise_error(error: OSError) -> None:
         raise error
 
-    for place, folders, names in os.walk(folder, onerror=refuse):
+    for place, folders, names in os.walk(folder, onerror=raise_error):
         require_no_output(Path(place))
         folders[:] = [n for n in folders if recursive and not n.startswith(".") and n != FOLDER]
         yield from (Path(place, name) for name in names if not name.startswith("."))

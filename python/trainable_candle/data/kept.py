@@ -125,13 +125,13 @@ class Entries:
         group.barrier()
         mine = keys[group.rank :: group.size]
         made = set(mine)
-        here = set(self.missing([key for key in keys if key not in made]))
-        wanted = set(needed(group, here, keys))
+        missing_here = set(self.missing([key for key in keys if key not in made]))
+        wanted = set(needed(group, missing_here, keys))
         mine = [key for key in mine if key in wanted]
         for content in passed_on(group, map(self._content, mine)):
             tensors, facts = unpacked(content)
             key = facts["key"]
-            if key in here:
+            if key in missing_here:
                 if self._store is not None:
                     self._store.put(key, content)
                 self._remember(key, tensors)

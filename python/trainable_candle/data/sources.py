@@ -50,6 +50,7 @@ def parse_sources(
     Raises:
         ConfigError: an entry is wrong; the message says which, and why.
         DatasetError: the YAML file cannot be read, or a folder is the output of a run.
+        OSError: a folder cannot be listed.
     """
     base, where = Path(), "dataset"
     if isinstance(dataset, (str, Path)):

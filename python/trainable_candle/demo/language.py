@@ -27,8 +27,8 @@ VERDICT: Final = "verdict.json"
 EXAMPLES: Final = 4000
 """The number of training examples."""
 OLD_SHARE: Final = 0.3
-"""This share of the training examples is of tasks that the base knows. Without such examples,
-training makes the model forget these tasks."""
+"""The share of the training examples whose tasks the base knows. Without such examples, training
+makes the model forget these tasks."""
 ASKED: Final = 200
 """The number of held-out words that the unseen task is judged on."""
 ASKED_OLD: Final = 20
@@ -68,8 +68,8 @@ class Verdict:
         rows = [
             (f"{words.UNSEEN}, without the LoRA", self.before, f"{MOST_BEFORE:.0%}"),
             (f"{words.UNSEEN}, with the LoRA", self.after, f"at least {LEAST_AFTER:.0%}"),
-            ("old tasks, without the LoRA", self.old_before, "-"),
-            ("old tasks, with the LoRA", self.old_after, kept),
+            ("known tasks, without the LoRA", self.old_before, "-"),
+            ("known tasks, with the LoRA", self.old_after, kept),
         ]
         lines = [f"  {what:30}{found:7.1%}  (expected: {wanted})" for what, found, wanted in rows]
         return "\n".join(["Exact answers about words that no model was trained on:", *lines])
@@ -154,10 +154,10 @@ def write_dataset(path: Path, seed: int) -> None:
         OSError: the file cannot be written.
     """
     rng = generator(seed, "items")
-    old, lines = list(words.TASKS), []
+    known, lines = list(words.TASKS), []
     for word in words.words(rng, EXAMPLES):
-        is_old = rng.random() < OLD_SHARE
-        task = old[int(rng.integers(len(old)))] if is_old else words.UNSEEN
+        is_known = rng.random() < OLD_SHARE
+        task = known[int(rng.integers(len(known)))] if is_known else words.UNSEEN
         lines.append(json.dumps({"messages": words.chat(task, word)}) + "\n")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, "".join(lines))
@@ -174,8 +174,8 @@ class Answers:
     def __init__(self, task: TextTask, seed: int) -> None:
         rng = generator(seed, "split")
         asked = [(words.UNSEEN, word) for word in words.words(rng, ASKED, held_out=True)]
-        for known in words.TASKS:
-            asked += [(known, word) for word in words.words(rng, ASKED_OLD, held_out=True)]
+        for task_name in words.TASKS:
+            asked += [(task_name, word) for word in words.words(rng, ASKED_OLD, held_out=True)]
         messages = [[{"role": "user", "content": words.message(*each)}] for each in asked]
         found = task.answers(messages, WritingOptions(tokens=32))
         self.asked = asked[:ASKED]

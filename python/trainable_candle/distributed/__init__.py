@@ -59,9 +59,11 @@ def init(device: str = "auto") -> str:
         The device of this process.
 
     Raises:
+        ArgumentError: there are several processes, and `device` names one GPU, such as `cuda:1`.
         ConfigError: the launcher's variables are incomplete, or there are too few GPUs.
         CudaUnavailableError: there is no GPU, or NCCL cannot be used.
-        DistributedError: the processes do not find each other, or differ in version or device.
+        DistributedError: the processes do not find each other, differ in version or device, or a
+            test sum over the GPUs is wrong.
     """
     global _group  # noqa: PLW0603
     world = from_environment()
@@ -79,7 +81,7 @@ def device_of(world: World | None, device: str) -> str:
 
     Raises:
         ConfigError: there are fewer GPUs than processes on this machine.
-        ArgumentError: there are several processes, and `device` is a certain GPU, like `cuda:1`.
+        ArgumentError: there are several processes, and `device` names one GPU, such as `cuda:1`.
     """
     if world is None:
         return device

@@ -116,7 +116,8 @@ def make_group(world: World | None, device: str, facts: Mapping[str, str], **opt
     """Return the group of this process; without a launcher (`world` is None), the process alone.
 
     Raises:
-        DistributedError: the processes do not find each other, or their `facts` differ.
+        DistributedError: the processes do not find each other, their `facts` differ, or a test sum
+            over the GPUs is wrong.
         CudaUnavailableError: NCCL cannot be used.
     """
     if world is None:

@@ -43,7 +43,8 @@ class Processes:
         step_seconds: the seconds that a step may take before its process counts as hung.
 
     Raises:
-        DistributedError: the processes do not find each other, or their facts differ.
+        DistributedError: the processes do not find each other, their facts differ, or a test sum
+            over the GPUs is wrong.
         CudaUnavailableError: NCCL cannot be used.
     """
 

@@ -1,4 +1,4 @@
-"""The actor that Ray starts for each process: it tells on which machine it runs, and trains."""
+"""The actor that Ray starts for each process: it reports on which machine it runs, and trains."""
 
 from __future__ import annotations
 
@@ -151,14 +151,14 @@ class _Lines(Callback):
     """Progress in lines, for a log."""
 
     def __init__(self) -> None:
-        self._told = time.monotonic()
+        self._printed_at = time.monotonic()
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
         """Print a line from time to time."""
         now = time.monotonic()
-        if now - self._told < _EVERY and report.step < trainer.steps:
+        if now - self._printed_at < _EVERY and report.step < trainer.steps:
             return
-        self._told = now
+        self._printed_at = now
         speed = f", {report.rate:.3g} a second" if report.amount else ""
         _printed(f"step {report.step} of {trainer.steps}: loss {report.loss:.4f}{speed}")
 

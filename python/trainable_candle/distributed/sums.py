@@ -37,8 +37,8 @@ def sum_up(
         group: the processes.
         parameters: the variables with the gradients.
         mine: the losses and counts of this process.
-        weighed: whether `shares`, added over all processes, may differ from 1; the gradients and
-            the loss are then divided by their sum.
+        weighed: whether the sum of the `shares` of all processes may differ from 1; the gradients
+            and the loss are then divided by this sum.
 
     Returns:
         The mean loss, how many processes were asked to stop, and the sum of the amounts, all f64.

@@ -154,7 +154,9 @@ def _join_seconds(env: Mapping[str, str]) -> float:
         return JOIN_SECONDS
     if text.isdecimal() and int(text) > 0:
         return float(text)
-    raise ConfigError(f"distributed: {JOIN} is {text!r}, expected a number of seconds")
+    raise ConfigError(
+        f"distributed: {JOIN} is {text!r}, expected a whole number of seconds, at least 1"
+    )
 
 
 def _number(env: Mapping[str, str], name: str, names: _Names) -> int:

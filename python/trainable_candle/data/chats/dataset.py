@@ -40,7 +40,7 @@ class TextOptions:
     skip_bad: bool = False
     """Whether lines that cannot be used are left out."""
     vocabulary: int | None = None
-    """The number of tokens that the model has; None: any token is right."""
+    """The number of tokens that the model has; None: any token is accepted."""
 
 
 @dataclass
@@ -155,12 +155,13 @@ def load_texts(
 
     Returns:
         Two data sets: the first to train on, the second for validation. The second is None if
-        `path` is a file or a folder without files for validation.
+        `path` is a file, or a folder that lacks files for training or for validation (see
+        `reading.find_files`).
 
     Raises:
-        DatasetError: a file cannot be read; there are no usable lines; some lines are unusable and
-            `skip_bad` is off (the message names the first ten); no token, or no stop token, would
-            be learnt.
+        DatasetError: there are no files, or `path` is the output folder of a run; a file cannot be
+            read; there are no usable lines; some lines are unusable and `skip_bad` is off (the
+            message names the first ten); no token, or no stop token, would be learnt.
         ModuleNotFoundError: a Parquet file needs pyarrow.
     """
     train, validation = find_files(path)

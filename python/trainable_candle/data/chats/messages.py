@@ -88,7 +88,7 @@ def require_whole(value: Any, field: str) -> None:
             ) from None
     elif isinstance(value, dict):
         for name, inside in value.items():
-            require_whole(name, f"{field}: a name in it")
+            require_whole(name, f"{field} (the name of an entry)")
             require_whole(inside, f"{field}.{name}")
     elif isinstance(value, (list, tuple)):
         for number, inside in enumerate(value):
@@ -117,10 +117,10 @@ def _message(value: Any, field: str) -> Message:
         raise RowError(
             f"`{field}.{named}` is {value.get(named)!r}, expected system, user, assistant or tool"
         )
-    held = "content" if "content" in value or named == "role" else "value"
-    content = value.get(held)
+    place = "content" if "content" in value or named == "role" else "value"
+    content = value.get(place)
     if role == "function_call":
-        return {"role": "assistant", "tool_calls": _calls(content, f"{field}.{held}")}
+        return {"role": "assistant", "tool_calls": _calls(content, f"{field}.{place}")}
     # `weight` and other fields are passed to the template.
     rest = {k: v for k, v in value.items() if k not in {"role", "from", "content", "value"}}
     message: Message = {"role": role, **rest}
@@ -131,10 +131,10 @@ def _message(value: Any, field: str) -> Message:
         message.pop("tool_calls", None)
     if content is None and calls:
         return message
-    said = _content(content, f"{field}.{held}")
+    said = _content(content, f"{field}.{place}")
     if role in {"user", "assistant"} and not said.strip() and not calls:
         what = "answer" if role == "assistant" else "message"
-        raise RowError(f"`{field}.{held}` is an empty {what}")
+        raise RowError(f"`{field}.{place}` is an empty {what}")
     return {"role": role, "content": content, **{k: v for k, v in message.items() if k != "role"}}
 
 

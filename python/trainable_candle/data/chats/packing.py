@@ -119,7 +119,8 @@ class PackedRows:
         self.rows = len(rows)
         """The number of rows in each epoch."""
         texts = max(2 if isinstance(example, Pair) else 1 for example in examples)
-        self._most = texts * max(map(len, rows))
+        self._most_texts = texts * max(map(len, rows))
+        """The greatest number of texts that a row can have."""
         self._epoch = lru_cache(maxsize=2)(self._packed)
 
     def batch(self, index: int) -> Packed:
@@ -130,7 +131,7 @@ class PackedRows:
         examples = [[self._examples[item] for item in row] for row in rows]
         if not self._unit:
             return joined(examples)
-        return joined(examples, self._unit, self._batch_size * self._most + 1)
+        return joined(examples, self._unit, self._batch_size * self._most_texts + 1)
 
     def first_batch(self, epoch: int) -> int:
         """Return the number of the batch in which an epoch begins; both are counted from 0."""
@@ -180,8 +181,8 @@ def joined(rows: Sequence[Sequence[Tokens | Pair]], unit: int = 1, bounds: int =
     room = -sum(lengths) % unit
     ids.append(np.zeros(room, np.int64))
     targets.append(np.full(room, IGNORED, np.int64))
-    of_nobody = np.zeros(room, np.int64)
-    positions = np.concatenate([*(np.arange(n, dtype=np.int64) for n in lengths), of_nobody])
+    padding = np.zeros(room, np.int64)
+    positions = np.concatenate([*(np.arange(n, dtype=np.int64) for n in lengths), padding])
     packed = Packed(np.concatenate(ids), np.concatenate(targets), positions, ends)
     if not pairs:
         return packed

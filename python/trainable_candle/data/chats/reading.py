@@ -81,11 +81,11 @@ def find_files(path: Path) -> tuple[list[Path], list[Path]]:
     )
     if not files:
         raise DatasetError(f"dataset: {path} has no file that ends in {', '.join(SUFFIXES)}")
-    split = {file: file.stem.lower().replace("_", "-").split("-")[0] for file in files}
-    train = [file for file in files if split[file] in TRAIN]
+    word = {file: file.stem.lower().replace("_", "-").split("-")[0] for file in files}
+    train = [file for file in files if word[file] in TRAIN]
     if train:
-        return train, [file for file in files if split[file] in VALIDATION]
-    return [file for file in files if split[file] not in {*VALIDATION, "test"}] or files, []
+        return train, [file for file in files if word[file] in VALIDATION]
+    return [file for file in files if word[file] not in {*VALIDATION, "test"}] or files, []
 
 
 def read_rows(path: Path) -> Iterator[Row | BadRow]:
