@@ -238,6 +238,7 @@ class DataLoader:
         persistent_workers: Ignored, because threads start quickly.
 
     Raises:
+        TypeError: If `generator` is not a `Generator`, or a number is not whole.
         ArgumentError: If arguments exclude each other, or a number is out of range.
     """
 

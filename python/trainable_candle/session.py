@@ -148,7 +148,7 @@ class Session:
         return self.validation is not None and self.validation.ends_early
 
     def _moments(self, steps: int, epochs: int | None) -> Moments:
-        """Return when something is due: every `epochs` epochs if given, else every `steps` steps."""
+        """Return when something is due: every `epochs` epochs, or if None, every `steps` steps."""
         return steps if epochs is None else self.epochs.ends(epochs)
 
     def trainer(self, callbacks: Sequence[Callback], settings: dict[str, object]) -> Trainer[Any]:

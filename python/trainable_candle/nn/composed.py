@@ -213,14 +213,15 @@ def max_pool2d(input: Tensor, kernel_size: Any, stride: Any = None, padding: Any
         input: (B, C, height, width), or (C, height, width) without batch.
         kernel_size: The window's height and width, or one number for both.
         stride: The steps from one window to the next; default: `kernel_size`.
-        padding: The positions added on each side, with the value -3e38 (in f16: -6e4).
+        padding: The number of positions added on each side, with the value -3e38 (in f16: -6e4).
 
     Returns:
         (B, C, height', width').
 
     Raises:
         TypeError: If the input is not a tensor.
-        ShapeError, ArgumentError: If the windows do not fit.
+        ShapeError: If the windows do not fit into the input.
+        ArgumentError: If a number is out of range, or the padding is more than half of the kernel.
     """
     windows = _windows("max_pool2d", input, kernel_size, stride, padding, -3.0e38)
     result = windows[0]
@@ -248,7 +249,8 @@ def avg_pool2d(input: Tensor, kernel_size: Any, stride: Any = None, padding: Any
 
     Raises:
         TypeError: If the input is not a tensor.
-        ShapeError, ArgumentError: If the windows do not fit.
+        ShapeError: If the windows do not fit into the input.
+        ArgumentError: If a number is out of range, or the padding is more than half of the kernel.
     """
     windows = _windows("avg_pool2d", input, kernel_size, stride, padding, 0.0)
     result = windows[0]
@@ -317,11 +319,14 @@ def kl_div(
 
 @explained
 def leaky_relu(input: Tensor, negative_slope: float = 0.01) -> Tensor:
-    """Return x where it is above 0, else `negative_slope` times x; raises if x is not a tensor.
+    """Return the input where it is above 0, elsewhere `negative_slope` times the input.
 
     ```python
     assert F.leaky_relu(tc.tensor([-1.0, 1.0]), 0.5).tolist() == [-0.5, 1.0]
     ```
+
+    Raises:
+        TypeError: If the input is not a tensor.
     """
     _require("leaky_relu", input)
     return input.relu() - (-input).relu() * negative_slope
@@ -329,11 +334,14 @@ def leaky_relu(input: Tensor, negative_slope: float = 0.01) -> Tensor:
 
 @explained
 def softplus(input: Tensor, beta: float = 1.0) -> Tensor:
-    """Return log(1 + exp(beta x)) / beta, without overflow; raises if x is not a tensor.
+    """Return log(1 + exp(beta * input)) / beta, without overflow.
 
     ```python
     assert F.softplus(tc.tensor([30.0])).tolist() == [30.0]
     ```
+
+    Raises:
+        TypeError: If the input is not a tensor.
     """
     _require("softplus", input)
     x = input * beta
@@ -342,11 +350,14 @@ def softplus(input: Tensor, beta: float = 1.0) -> Tensor:
 
 @explained
 def elu(input: Tensor, alpha: float = 1.0) -> Tensor:
-    """Return x where it is above 0, else alpha (exp(x) - 1); raises if x is not a tensor.
+    """Return the input where it is above 0, elsewhere alpha * (exp(input) - 1).
 
     ```python
     assert F.elu(tc.tensor([30.0])).tolist() == [30.0]
     ```
+
+    Raises:
+        TypeError: If the input is not a tensor.
     """
     _require("elu", input)
     return input.relu() + ((-(-input).relu()).exp() - 1) * alpha

@@ -90,8 +90,8 @@ class LoRAConv2d(Module):
         rank = self.lora_up.shape[1]
         up, down = self.lora_up.detach(), self.lora_down.detach()
         change = up.reshape((outputs, rank)) @ down.reshape((rank, -1))
-        whole = self.weight.to("f32") + change.reshape((outputs, *inner)) * self.scale
-        return whole.to(self.weight.dtype)
+        merged = self.weight.to("f32") + change.reshape((outputs, *inner)) * self.scale
+        return merged.to(self.weight.dtype)
 
     def _facts(self) -> str:
         outputs, inputs, *kernel = self.weight.shape

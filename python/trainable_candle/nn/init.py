@@ -224,7 +224,7 @@ def kaiming_normal_(
 
 @explained
 def orthogonal_(tensor: Var, gain: float = 1.0, generator: Generator | None = None) -> Var:
-    """Set a random matrix with orthogonal rows of norm `gain` (arXiv:1312.6120).
+    """Set the elements to a random matrix of orthogonal rows of norm `gain` (arXiv:1312.6120).
 
     If the matrix has more rows than columns, its columns are orthogonal instead. All dimensions
     after the first are flattened into the columns.
@@ -249,7 +249,7 @@ def orthogonal_(tensor: Var, gain: float = 1.0, generator: Generator | None = No
 
 @explained
 def calculate_gain(nonlinearity: str, param: float | None = None) -> float:
-    """Return the gain with which a layer and the activation after it keep their input's variance.
+    """Return the gain with which a layer and its activation together keep the input's variance.
 
         assert tc.nn.init.calculate_gain("linear") == 1
 

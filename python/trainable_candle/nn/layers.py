@@ -307,7 +307,8 @@ class Dropout(Module):
         p: The probability, in [0, 1].
 
     Raises:
-        ArgumentError: If the probability is out of range.
+        TypeError: If `p` is not a number.
+        ArgumentError: If `p` is out of range.
     """
 
     def __init__(self, p: float = 0.5) -> None:

@@ -205,8 +205,9 @@ def polynomial(
         power: The exponent of the fall; 1 gives a straight line.
 
     Raises:
-        ArgumentError: If `lr_end` is not below the first group's learning rate, or `power` is not
-            above 0.
+        TypeError: If `lr_end` is not a number.
+        ArgumentError: If `lr_end` is negative or not below the first group's learning rate, or
+            `power` is not above 0.
     """
     _check_optimizer(optimizer)
     if not isinstance(lr_end, (int, float)):

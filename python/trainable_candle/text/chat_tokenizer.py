@@ -145,7 +145,7 @@ class ChatTokenizer:
 
     @cached_property
     def special(self) -> frozenset[int]:
-        """Numbers of the special tokens, such as those that begin or end a text or a turn."""
+        """The ids of the special tokens, such as those that begin or end a text or a turn."""
         added = self._tokenizer.get_added_tokens_decoder()
         named = [self._tokenizer.token_to_id(token) for token in self.tokens.values()]
         return frozenset(
@@ -165,16 +165,16 @@ class ChatTokenizer:
 
     @property
     def end(self) -> int | None:
-        """The token that ends a text."""
+        """The id of the token that ends a text; None if the tokenizer has no such token."""
         number: int | None = self._tokenizer.token_to_id(self.tokens.get("eos_token", ""))
         return number
 
     @cached_property
     def stops(self) -> frozenset[int]:
-        """Numbers of the tokens that end an answer.
+        """The ids of the tokens that end an answer.
 
-        They are the end tokens of the configuration, and the last special token that the chat
-        template writes after an answer.
+        They are the token that ends a text, the end tokens of the configuration, and the last
+        special token that the chat template writes after an answer.
         """
         ends = self._ends if self.end is None else self._ends | {self.end}
         try:
@@ -222,7 +222,7 @@ class ChatTokenizer:
         return text
 
     def token(self, number: int) -> str:
-        """Return the text of a token in the vocabulary."""
+        """Return the text of the token with this id; `<ID>` if the vocabulary has no such id."""
         return self._tokenizer.id_to_token(number) or f"<{number}>"
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -48,10 +48,10 @@ _CURE: Final = "give the folder of the original model, with its tokenizer.json, 
 def read(
     path: Path, facts: Mapping[str, Any]
 ) -> tuple[Tokenizer, dict[str, str], dict[str, str], list[int]]:
-    """Return the tokenizer, its special tokens by name, its chat templates, and the end tokens.
+    """Return the tokenizer, its special tokens and chat templates by name, and the end tokens' ids.
 
-    The template `default` has the key `tokenizer.chat_template`; the keys of other templates have a
-    `.` and the name of the template after that.
+    The key of the template `default` is `tokenizer.chat_template`. The key of the template NAME is
+    `tokenizer.chat_template.NAME`.
 
     Args:
         path: the path of the file, for messages.

@@ -31,7 +31,7 @@ class PromptTokenizer:
 
     Args:
         tokenizer: splits text, also the template's, into tokens and maps each token to its number.
-        thinks: whether the answer may begin with thoughts; the template calls it
+        thinks: whether the answer may begin with thoughts; the template's name of this setting is
             `enable_thinking`.
         system: the text of a system's turn before the user's; None for no such turn.
 

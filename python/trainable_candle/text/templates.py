@@ -231,7 +231,7 @@ def _compiled(source: str) -> tuple[Template, bool]:
         if isinstance(name, str) and name.startswith("_"):
             raise SecurityError(f"a namespace cannot have the attribute {name!r}")
 
-    def refuse(message: str) -> None:
+    def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
     def as_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
@@ -243,7 +243,7 @@ def _compiled(source: str) -> tuple[Template, bool]:
     environment.filters["tojson"] = _to_json
     environment.globals.update(
         {
-            "raise_exception": refuse,
+            "raise_exception": raise_exception,
             "strftime_now": DAY.strftime,
             "dict": as_dict,
             "namespace": PlainNamespace,

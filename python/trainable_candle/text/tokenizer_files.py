@@ -57,9 +57,8 @@ def read_object(path: Path) -> dict[str, Any]:
 def token_ids(config: Mapping[str, Any], name: str) -> list[int]:
     """Return the ids in the entry `name` of one of `CONFIGS`.
 
-    The entry is an id, a list of ids, or absent.
-
-    Some files have -1 for a token that the model lacks; it is left out.
+    The entry is an id, a list of ids, or absent. Some files have -1 for a token that the model
+    lacks; negative ids are left out.
     """
     found = config.get(name)
     numbers = found if isinstance(found, list) else [found]
