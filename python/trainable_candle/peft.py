@@ -224,7 +224,8 @@ class PeftModel(Module):
         Raises:
             MissingFileError: If a file is missing.
             WeightsFormatError: If a file is damaged, or its adapters have other layers.
-            ConfigError: If the adapters are neither LoRA nor DoRA, or as for `ModuleAdapter`.
+            ConfigError: If the adapters are neither LoRA nor DoRA.
+            ConfigError, ArgumentError, TypeError: As for `get_peft_model`.
             ShapeError: If a layer of the module has another size than the adapters are for.
         """
         path = Path(folder).expanduser()

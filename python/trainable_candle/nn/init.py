@@ -1,7 +1,8 @@
 """Initial values of variables, like `torch.nn.init`.
 
-A function whose name ends with `_` sets a variable and returns it. Functions that draw random
-values take a `generator`; the default is the library's own (see `manual_seed`).
+A function whose name ends with `_` sets a variable and returns it; it raises `TypeError` if it gets
+something other than a `Var`. Functions that draw random values take a `generator`; the default is
+the library's own (see `manual_seed`).
 """
 
 from __future__ import annotations

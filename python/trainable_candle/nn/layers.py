@@ -46,6 +46,7 @@ class Embedding(Module):
         device: The device of the table.
 
     Raises:
+        TypeError: If a number is not whole.
         ArgumentError: If a number is below 1.
     """
 
@@ -99,6 +100,7 @@ class Conv2d(Module):
         device: The device of the parameters.
 
     Raises:
+        TypeError: If a number is not whole.
         ArgumentError: If a number is out of range, or `groups` or `padding` does not suit the other
             arguments.
     """
@@ -263,7 +265,8 @@ class GroupNorm(Module):
         device: The device.
 
     Raises:
-        ArgumentError: If the groups do not divide the channels.
+        TypeError: If a number of groups or channels is not whole.
+        ArgumentError: If such a number is below 1, or the groups do not divide the channels.
     """
 
     def __init__(

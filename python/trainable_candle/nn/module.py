@@ -131,6 +131,7 @@ class Module:
             persistent: Whether `state_dict` has the tensor.
 
         Raises:
+            TypeError: If the name is not a string, or the value is neither a tensor nor None.
             ArgumentError: If the name is not an identifier, starts with an underscore or is taken.
         """
         _check_buffer(name, tensor)

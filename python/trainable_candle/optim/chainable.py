@@ -53,6 +53,7 @@ class ChainableScheduler:
             initial rate as the entry "initial_lr".
 
     Raises:
+        TypeError: If an argument, of this class or of a subclass, has the wrong type.
         ArgumentError: If `last_epoch` is below -1, or an `initial_lr` to continue from is missing.
     """
 

@@ -119,6 +119,7 @@ class T5Tokenizer:
 
         Raises:
             ArgumentError: the length is less than 1.
+            WeightsFormatError: the tokenizer's files are damaged.
         """
         if length < 1:
             raise ArgumentError(f"T5Tokenizer: the length is {length}, expected 1 or more")
