@@ -40,7 +40,7 @@ class DTypeError(Error, TypeError):
 
 
 class DeviceError(Error, ValueError):
-    """Operands are on different devices, a device is unknown, or it reports an error."""
+    """Operands are on different devices, or a device is unknown or reports an error."""
 
 
 class CudaUnavailableError(Error, RuntimeError):

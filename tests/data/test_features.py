@@ -219,9 +219,10 @@ def test_an_entry_that_vanished_is_an_error(pictures: MakePictures, tmp_path: Pa
     pictures("a", (64, 64))
     data = load(tmp_path / "a")
     cache, _ = cached(data, tmp_path / "c")
-    with pytest.raises(DatasetError, match=r"there are no latents .* fill the cache before"):
+    missing = r"there is no entry .* of the kind 'latents' .* fill the cache before"
+    with pytest.raises(DatasetError, match=missing):
         cache.batch(data.fixed_batches(1)[0])
-    with pytest.raises(DatasetError, match="latents on disk need a folder"):
+    with pytest.raises(DatasetError, match="the kind 'latents' on disk need a folder"):
         cached(data, None)
 
 
@@ -374,5 +375,5 @@ def test_entries_beyond_the_memory_limits_are_read_again(
     for batch in batches[:2]:
         cache.batch(batch)
     for batch in batches[2:]:
-        with pytest.raises(DatasetError, match="there are no latents"):
+        with pytest.raises(DatasetError, match="there is no entry .* of the kind 'latents'"):
             cache.batch(batch)

@@ -100,7 +100,7 @@ class Buckets:
             self.full = tuple(sorted({square, *self._sizes()}))
 
     def fit(self, width: int, height: int) -> Fit | None:
-        """Fit an image; None if it is too small for every bucket."""
+        """Return how an image is fitted to a bucket; None if it is too small for every bucket."""
 
         def distance(bucket: Bucket) -> tuple[float, int]:
             apart = math.log(bucket.width / bucket.height) - math.log(width / height)

@@ -43,8 +43,8 @@ def cache_folder(
 
     Args:
         cache: whether to keep files, and where.
-        dataset: the dataset; by default, the cache is in a subfolder of its first folder.
-        output: the run's folder; the cache is in a subfolder of it if the dataset's first folder
+        dataset: the data set; by default, the cache is in a subfolder of its first folder.
+        output: the run's folder; the cache is in a subfolder of it if the data set's first folder
             cannot be written to. None if the run has no folder.
 
     Returns:

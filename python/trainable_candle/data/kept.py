@@ -51,7 +51,9 @@ class Entries:
         self._store: FeatureStore | None = None
         if options.kind == "disk":
             if folder is None:
-                raise DatasetError(f"cache: {kind} on disk need a folder, and none is given")
+                raise DatasetError(
+                    f"cache: entries of the kind {kind!r} on disk need a folder, and none is given"
+                )
             self._store = FeatureStore(folder, kind, identity)
         self._memory: dict[str, dict[str, Tensor]] = {}
         self._bytes = 0
@@ -154,8 +156,8 @@ class Entries:
         if tensors is None:
             where = f" in {self._store.folder}" if self._store is not None else ""
             raise DatasetError(
-                f"cache: there are no {self._kind} {key}{where}; fill the cache before its "
-                "batches are used, and leave it alone during training"
+                f"cache: there is no entry {key} of the kind {self._kind!r}{where}; fill the cache "
+                "before its batches are used, and leave it alone during training"
             )
         self._remember(key, tensors)
         return tensors

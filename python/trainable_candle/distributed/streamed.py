@@ -54,10 +54,10 @@ def require_peers(local_size: int) -> None:
 
 
 def require_streams(config: TrainConfig) -> None:
-    """Check that a complete configuration streams weights, if it says to stream from peers.
+    """Check that a complete configuration with `stream_from: peers` streams weights.
 
     Raises:
-        ConfigError: the configuration says to stream from peers, and streams no weights.
+        ConfigError: the configuration has `stream_from: peers`, and streams no weights.
     """
     if config.from_peers and not config.streams:
         raise ConfigError(
