@@ -151,7 +151,7 @@ def test_missing_and_damaged_files_are_reported(tmp_path: Path) -> None:
         (whole[:100_000], "ends within a field"),
         (unknown + b"\x12\x02\x18\x02", "of type 2, expected 1, unigram"),
         (piece, "has no piece for unknown text"),
-        (unknown + piece, "its vocabulary has no '<pad>'"),
+        (unknown + piece, "the vocabulary has no '<pad>'"),
         (b"\x0b", "wire type 3"),
         (b"\x08" + b"\xff" * 11, "an integer of more than 64 bits"),
         (b"\x0a\x02\x0d\x00", "ends within a field"),

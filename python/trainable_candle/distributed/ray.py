@@ -305,6 +305,7 @@ def _ray() -> Any:
         import ray.util.scheduling_strategies  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            'ray: it is not installed; run: pip install "trainable-candle[ray]"', name="ray"
+            'ray: the package ray is not installed; run: pip install "trainable-candle[ray]"',
+            name="ray",
         ) from error
     return ray

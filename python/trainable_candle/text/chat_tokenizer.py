@@ -82,7 +82,7 @@ class ChatTokenizer:
             named["END"] = "<|im_end|>" if chatml else self.tokens.get("eos_token", "")
             if not named["END"]:
                 raise WeightsFormatError(
-                    "tokenizer: it has neither a chat template nor a token that ends a text; "
+                    "tokenizer: there is neither a chat template nor a token that ends a text; "
                     "give the token as eos_token in tokenizer_config.json"
                 )
         self.template = ChatTemplate(templates[DEFAULT], named)

@@ -138,7 +138,9 @@ class CLIPTokenizer:
     def _number(self, token: str) -> int:
         number: int | None = self._tokenizer.token_to_id(token)
         if number is None:
-            raise WeightsFormatError(f"tokenizer: its vocabulary has no {token!r}")
+            raise WeightsFormatError(
+                f"tokenizer: the vocabulary has no {token!r}; expected a tokenizer of CLIP"
+            )
         return number
 
 

@@ -52,7 +52,7 @@ class PromptTokenizer:
         for token in _TOKENS:
             if tokenizer.token_to_id(token) is None:
                 raise WeightsFormatError(
-                    f"tokenizer: it has no token {token}; expected the tokenizer of {of}"
+                    f"tokenizer: the vocabulary has no {token!r}; expected the tokenizer of {of}"
                 )
 
     @classmethod

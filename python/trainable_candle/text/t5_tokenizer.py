@@ -134,7 +134,9 @@ class T5Tokenizer:
     def _number(self, token: str) -> int:
         number: int | None = self._tokenizer.token_to_id(token)
         if number is None:
-            raise WeightsFormatError(f"tokenizer: its vocabulary has no {token!r}")
+            raise WeightsFormatError(
+                f"tokenizer: the vocabulary has no {token!r}; expected a tokenizer of T5"
+            )
         return number
 
 
