@@ -85,7 +85,7 @@ def test_files_without_the_template_are_reported(zimage_base: Path, tmp_path: Pa
     text = (zimage_base / "tokenizer" / "tokenizer.json").read_text()
     (tmp_path / "tokenizer.json").write_text(text.replace("<|im_end|>", "<|other|>"))
     with pytest.raises(
-        WeightsFormatError, match=r"no token <\|im_end\|>; expected the tokenizer of Qwen3"
+        WeightsFormatError, match=r"no '<\|im_end\|>'; expected the tokenizer of Qwen3"
     ):
         PromptTokenizer.from_pretrained(tmp_path, thinks=True)
     (tmp_path / "tokenizer.json").write_text("{")
