@@ -32,8 +32,8 @@ def floor_divided(name: str, one: Any, other: Any) -> Tensor:
         then raises `TypeError`.
 
     Raises:
-        ArgumentError: If the operands are integers and an element of the divisor is 0, or the dtype
-            of the result cannot represent a number that is an operand.
+        ArgumentError: If the operands are integers and an element of the divisor is 0, or an
+            operand is a number that the dtype of the result cannot represent.
         ShapeError: If the operands' shapes do not broadcast.
         DeviceError: If the operands are on different devices.
     """

@@ -87,9 +87,10 @@ def loss_curve(
 
 
 def running_mean(values: Sequence[float]) -> npt.NDArray[np.float64]:
-    """Return, for each value, the mean of it and the values before it, at most `width` in all.
+    """Return, for each value, the mean of the value and of those before it, `width` in all.
 
-    `width` is a twentieth of the number of values, at least 1.
+    `width` is a twentieth of the number of values, at least 1. Near the beginning there are fewer
+    values than `width`; the mean is then over all values so far.
     """
     width = max(1, len(values) // 20)
     sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
