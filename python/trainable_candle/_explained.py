@@ -1,4 +1,4 @@
-"""Put the function's name in front of errors of functions written in Python."""
+"""A decorator that puts a function's name in front of the messages of its errors."""
 
 from __future__ import annotations
 

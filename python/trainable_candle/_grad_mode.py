@@ -47,7 +47,7 @@ class _Decorator(ContextDecorator):
         return cast("F", steps)
 
     def _recreate_cm(self) -> Any:
-        """Give each call of a decorated function its own instance."""
+        """Return a new instance; each call of a decorated function gets its own."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""Helpers of the tensor methods that are written in Python."""
+"""Helpers for the methods of tensors that are written in Python."""
 
 from __future__ import annotations
 

@@ -63,7 +63,8 @@ def run_planned(
         budget: the memory that the plan fits in.
         replan: makes a plan for a smaller budget.
         taken: counts the steps of `run`.
-        may_repeat: returns whether a second attempt would lose nothing that the first has saved.
+        may_repeat: returns False if a second attempt would lose what the first has saved, or cannot
+            be made for another reason.
         report: gets a line about each plan and each wrong prediction.
 
     Raises:

@@ -126,7 +126,7 @@ def train_adapter(
     config = _with_defaults(config, family)
     placement = choose(device_of(world, config.device), config.precision)
     config = config.with_(device=placement.device, precision=placement.precision)
-    config = _shared_out(config, world)
+    config = _with_share(config, world)
     check_settings(config)
     require_apart(config, Path(config.output).expanduser())
     group = make_group(
@@ -344,7 +344,7 @@ def _with_defaults(config: TrainConfig, family: type[Family]) -> TrainConfig:
     return config.with_(**missing)
 
 
-def _shared_out(config: TrainConfig, world: World | None) -> TrainConfig:
+def _with_share(config: TrainConfig, world: World | None) -> TrainConfig:
     """Return the settings with this process's share of the effective batch and of the CPU threads.
 
     The share of the effective batch becomes the gradient accumulation.

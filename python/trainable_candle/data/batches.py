@@ -101,10 +101,7 @@ class ShuffledBatches:
 
 
 class _Group:
-    """The endless sequence of a group's items, epoch after epoch.
-
-    `number` is the group's number in `__init__`, and the epoch's number in all other methods.
-    """
+    """The endless sequence of a group's items, epoch after epoch."""
 
     def __init__(
         self,
@@ -124,28 +121,28 @@ class _Group:
 
     def members(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """Return `count` items from position `start` of the sequence."""
-        number = _last(lambda number: self.occurrences_before(number) <= start)
-        skipped = start - self.occurrences_before(number)
+        epoch = _last(lambda epoch: self.occurrences_before(epoch) <= start)
+        skipped = start - self.occurrences_before(epoch)
         parts, missing = [], count
         while missing:
-            part = self._epoch(number)[skipped : skipped + missing]
+            part = self._epoch(epoch)[skipped : skipped + missing]
             parts.append(part)
             missing -= len(part)
-            number, skipped = number + 1, 0
+            epoch, skipped = epoch + 1, 0
         return np.concatenate(parts)
 
-    def _occurrences_before(self, number: int) -> int:
-        return int(self._counts(number).sum())
+    def _occurrences_before(self, epoch: int) -> int:
+        return int(self._counts(epoch).sum())
 
-    def _counts(self, number: int) -> npt.NDArray[np.int64]:
-        """Return how often each item occurs before epoch `number`."""
+    def _counts(self, epoch: int) -> npt.NDArray[np.int64]:
+        """Return how often each item occurs before an epoch."""
         # The tiny addend offsets rounding errors: ten epochs of 0.1 repeats must make at least 1.
-        return np.floor(number * self._repeats + self._phases + 1e-9).astype(np.int64)
+        return np.floor(epoch * self._repeats + self._phases + 1e-9).astype(np.int64)
 
-    def _shuffled(self, number: int) -> npt.NDArray[np.int64]:
-        """Return the items of epoch `number`, in its order."""
-        members = np.repeat(self._items, self._counts(number + 1) - self._counts(number))
-        rng = generator(self._seed, "items", pair(self._number, number))
+    def _shuffled(self, epoch: int) -> npt.NDArray[np.int64]:
+        """Return the items of an epoch in their order."""
+        members = np.repeat(self._items, self._counts(epoch + 1) - self._counts(epoch))
+        rng = generator(self._seed, "items", pair(self._number, epoch))
         order: npt.NDArray[np.int64] = members[rng.permutation(len(members))]
         return order
 

@@ -43,7 +43,7 @@ class Colors:
     def apply(
         self, pixels: npt.NDArray[np.uint8], opacity: npt.NDArray[np.uint8] | None = None
     ) -> npt.NDArray[np.uint8]:
-        """Change an image.
+        """Return an image with these changes.
 
         Args:
             pixels: RGB values, blended with white where the image is transparent; shape

@@ -22,7 +22,7 @@ _CHECKSUM: Final = "crc32"
 _START: Final = f'{{"{_METADATA}": {{"{_CHECKSUM}": "'.encode()
 """The start of every header. Then comes the checksum, 8 hexadecimal digits."""
 _PLACE: Final = slice(8 + len(_START), 16 + len(_START))
-"""The bytes of a file that are the checksum. The header begins at byte 8."""
+"""Where a file has the checksum. The header begins at byte 8."""
 _ALIGNMENT: Final = 8
 _DTYPES: Final = {
     "f64": "F64", "f32": "F32", "f16": "F16", "bf16": "BF16", "i64": "I64", "u32": "U32", "u8": "U8"

@@ -1,4 +1,4 @@
-"""Image files of any format as upright RGB arrays."""
+"""Image files as upright RGB images and arrays."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def describe(
 def nothing_left(
     options: DatasetOptions, folders: Sequence[Folder], small: Sequence[str]
 ) -> DatasetError:
-    """Return the error if no image can be used."""
+    """Return the error for a data set that has no image to train on."""
     problems = [problem for folder in folders for problem in folder.problems]
     reasons = []
     if small:

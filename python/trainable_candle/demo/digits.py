@@ -1,4 +1,4 @@
-"""The handwritten digits that the demo trains and judges on.
+"""The handwritten digits with which the demo trains a LoRA and judges what it draws.
 
 There are 1797 images of 8x8 pixels with the digits 0 to 9, written by 13 people. They are the test
 part of the UCI data set "Optical Recognition of Handwritten Digits" (E. Alpaydin, C. Kaynak, 1998;

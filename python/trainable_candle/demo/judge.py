@@ -108,7 +108,7 @@ def verdict(judge: Judge, digit: int, before: Pixels, after: Pixels, train: Digi
 
 
 def spread(pixels: Pixels) -> float:
-    """Return the mean Euclidean distance over all pairs of two of the images, in pixel values.
+    """Return the mean Euclidean distance over all pairs of images, in pixel values.
 
     The mean is zero if all images are equal: the spread detects a model that always draws the same
     image.

@@ -46,13 +46,13 @@ class Verdict:
     """Shares (0 to 1) of exact answers about words that no model was trained on."""
 
     before: float
-    """The share of the base's right answers in the unseen task."""
+    """In the unseen task: the share that the base answers right."""
     after: float
-    """The share of the right answers of the base with the LoRA in the unseen task."""
+    """In the unseen task: the share that the base with the LoRA answers right."""
     old_before: float
-    """The share of the base's right answers in the tasks that it knows."""
+    """In the tasks that the base knows: the share that the base answers right."""
     old_after: float
-    """The share of the right answers of the base with the LoRA in the tasks that the base knows."""
+    """In the tasks that the base knows: the share that the base with the LoRA answers right."""
 
     @property
     def passed(self) -> bool:

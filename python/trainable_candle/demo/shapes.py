@@ -83,7 +83,7 @@ class Judge:
 
 
 def is_colour(image: npt.NDArray[np.uint8], colour: str) -> bool:
-    """Return whether an image's middle is on average nearest to `colour` of all `COLOURS`.
+    """Return whether, of all `COLOURS`, `colour` is nearest to the mean of an image's middle.
 
     The image has the shape (height, width, 3).
     """

@@ -8,7 +8,7 @@ from trainable_candle._copies import reject
 from trainable_candle._core import Optimizer, optimizer_kinds
 from trainable_candle.optim.groups import GroupedOptimizer, listed, set_groups
 
-_ALWAYS = ("fused", "foreach")
+_IGNORED = ("fused", "foreach")
 """Arguments of torch's optimizers that are accepted and ignored, because every step is fused."""
 _OF_ALL = {"stochastic_rounding": False, "states": "device"}
 """Arguments that every optimizer has and that hold for all its groups, with their defaults."""
@@ -26,7 +26,7 @@ def _class(name: str, doc: str, positional: int, defaults: dict[str, Any]) -> ty
     signature = Signature(parameters)
 
     def new(cls: type[Optimizer], /, *args: Any, **kwargs: Any) -> GroupedOptimizer:
-        for flag in _ALWAYS:
+        for flag in _IGNORED:
             if not isinstance(value := kwargs.pop(flag, None), (bool, NoneType)):
                 raise TypeError(f"{name}: {flag} is {value!r}, expected True, False or None")
         try:

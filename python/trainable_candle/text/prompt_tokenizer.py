@@ -98,7 +98,7 @@ class PromptTokenizer:
         return int(self._tokenizer.token_to_id(_PAD) or 0)
 
     def encode(self, prompt: str, most: int) -> list[int]:
-        """Return the token ids of a prompt in the template, truncated to at most `most`."""
+        """Return the token numbers of a prompt in the template, truncated to at most `most`."""
         tokens: list[int] = self._tokenizer.encode(
             self._start + prompt + self._end, add_special_tokens=False
         ).ids

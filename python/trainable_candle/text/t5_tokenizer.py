@@ -115,7 +115,7 @@ class T5Tokenizer:
             length: tokens in a row, including the end; at least 1. Longer texts are truncated.
 
         Returns:
-            The tokens, and a mask that is 1 for text and end, and 0 for padding; both (n, length).
+            The token numbers, and a mask: 1 for text and end, 0 for padding. Both are (n, length).
 
         Raises:
             ArgumentError: the length is less than 1.

@@ -231,7 +231,7 @@ def _answers(
         if not answered.startswith(asked):
             raise RowError(
                 f"the chat template begins the answer in message {turn} differently from its "
-                "generation prompt, and has no {% generation %} that marks the answer"
+                "generation prompt; give a template with {% generation %} around answers"
             )
         if not whole.startswith(answered):
             raise RowError(

@@ -14,7 +14,7 @@ class RowError(ValueError):
 
 
 SYSTEM: Final = frozenset({"system", "developer"})
-"""The roles of a message with instructions, which begins a conversation."""
+"""The roles of messages with instructions; only the first message may have such a role."""
 _ROLES: Final = {
     "system": "system", "developer": "developer",
     "user": "user", "human": "user",
@@ -194,7 +194,10 @@ def _check_order(messages: list[Message], field: str) -> None:
             )
         if not fine:
             after = f"after {before}" if before else "first"
-            raise RowError(f"`{field}[{number}].role`: {role} {after} is out of order")
+            raise RowError(
+                f"`{field}[{number}].role`: {role} {after} is out of order; expected user and "
+                "assistant in turn, tool only after a tool call, and system only as the first"
+            )
         before = role
 
 
