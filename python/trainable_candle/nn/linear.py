@@ -43,6 +43,8 @@ class Linear(Module):
     Raises:
         TypeError: If `weight` and the bias are neither tensors nor numbers of features.
         ShapeError: If the weight is not a matrix or the bias does not fit it.
+        ArgumentError: If a number of features is negative.
+        DTypeError: If `dtype` is not a floating point one.
     """
 
     def __init__(
@@ -92,6 +94,11 @@ class Linear(Module):
             bias: Whether there is a bias.
             dtype: The floating point dtype of the parameters; default f32.
             device: The device of the parameters.
+
+        Raises:
+            TypeError: If a number is not whole.
+            ArgumentError: If a number is negative.
+            DTypeError: If the dtype is not a floating point one.
         """
         return cls(*init_linear(in_features, out_features, bias, dtype, device))
 
@@ -233,7 +240,8 @@ class LoRALinear(_AdaptedLinear):
     Raises:
         TypeError: If the weight or the bias is not a tensor.
         ShapeError: If the weight is not a matrix or the bias does not fit it.
-        ArgumentError: If the rank is below 1, the dropout is not in [0, 1), or `qat` is unknown.
+        ArgumentError: If the rank is below 1, alpha is not finite, the dropout is not in [0, 1), or
+            `qat` is unknown.
         ConfigError: If `qat` is combined with dropout, in_features is not a multiple of the
             format's group size, or `qat_activations` does not fit `qat`.
     """
@@ -270,7 +278,8 @@ class DoRALinear(_AdaptedLinear):
     Raises:
         TypeError: If the weight or the bias is not a tensor.
         ShapeError: If the weight is not a matrix or the bias does not fit it.
-        ArgumentError: If the rank is below 1, the dropout is not in [0, 1), or `qat` is unknown.
+        ArgumentError: If the rank is below 1, alpha is not finite, the dropout is not in [0, 1), or
+            `qat` is unknown.
         ConfigError: If `qat` is combined with dropout, in_features is not a multiple of the
             format's group size, or `qat_activations` does not fit `qat`.
     """

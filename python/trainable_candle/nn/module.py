@@ -41,7 +41,7 @@ _INSTEAD: Final = {
 
 
 class LoadResult(NamedTuple):
-    """The names that only the module has (`missing`), or only the state (`unexpected`).
+    """The names that only the module has (`missing`) or only the state has (`unexpected`).
 
     ```python
     result = model.load_state_dict({"0.weight": tc.zeros(8, 4)}, strict=False)

@@ -48,9 +48,9 @@ class ChainableScheduler:
 
     Args:
         optimizer: The optimizer.
-        last_epoch: The last finished epoch; -1 for a new start. To continue, the optimizer must
-            have the learning rates of the next epoch, and each of its `param_groups` must have its
-            initial rate as the entry "initial_lr".
+        last_epoch: The last finished epoch; -1 for a new start. If it is 0 or more, the optimizer
+            must have the learning rates of the next epoch, and each of its `param_groups` must
+            have its initial rate as the entry "initial_lr".
 
     Raises:
         TypeError: If an argument, of this class or of a subclass, has the wrong type.

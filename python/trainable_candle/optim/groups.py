@@ -31,8 +31,8 @@ class ParamGroup(MutableMapping[str, Any]):
 
     def __init__(self, optimizer: Optimizer, index: int, fixed: dict[str, Any]) -> None:
         self._optimizer, self._index, self._fixed = optimizer, index, fixed
-        # The entries that users add. The optimizer's plain data stores them under the name "",
-        # because each use of `param_groups` makes new objects of this class.
+        # The entries that users add. The group's dict stores them under the name "", because each
+        # use of `param_groups` makes new objects of this class.
         self._own: dict[str, Any] = fixed.setdefault("", {})
 
     def __getitem__(self, name: str) -> Any:
@@ -127,6 +127,9 @@ def listed(params: Any) -> Any:
     """Return an optimizer's `params` with lists in place of iterators.
 
     The optimizer and `set_groups` both read `params`, and an iterator can be read only once.
+
+    Raises:
+        TypeError: If `params` is a module.
     """
     if callable(getattr(params, "parameters", None)):
         raise TypeError(
