@@ -100,6 +100,13 @@ def test_gradients_are_added_where_values_were_read():
         np.testing.assert_allclose(v.grad.numpy(), expected)
 
 
+@pytest.mark.parametrize("index", [MASK, MASK.tolist(), [0, 2]], ids=["mask", "list", "positions"])
+def test_an_index_of_the_host_is_copied_to_the_device_of_the_tensor(
+    device: str, index: object
+) -> None:
+    np.testing.assert_array_equal(T.to(device)[index].numpy(), VALUES[index])
+
+
 @pytest.mark.parametrize(
     ("index", "error", "text"),
     [
@@ -107,9 +114,13 @@ def test_gradients_are_added_where_values_were_read():
         (
             (0, -6),
             tc.IndexOutOfRangeError,
-            "index: position -6 is out of range for dimension 0 of size 5",
+            "index: position -6 is out of range for dimension 1 of size 5",
         ),
-        ((0, 0, 0, 0), tc.IndexOutOfRangeError, "index: 4 indices for a tensor of 3 dimensions"),
+        (
+            (0, 0, 0, 0),
+            tc.IndexOutOfRangeError,
+            "index: the index covers 4 dimensions, but the tensor has 3",
+        ),
         ((..., ...), tc.IndexOutOfRangeError, "index: found more than one `...`"),
         ("a", tc.IndexOutOfRangeError, "index: cannot index with str"),
         (1.0, tc.IndexOutOfRangeError, "index: cannot index with float"),

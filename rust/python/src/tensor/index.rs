@@ -97,12 +97,13 @@ fn positions(tensor: &tc::Tensor, size: usize) -> tc::Result<tc::Tensor> {
     tc::Tensor::from(tc::raw::from_vec(values, count)).to_device(tensor.device())
 }
 
-/// The indices, in the flattened mask, of the elements that are not 0.
-fn chosen(mask: &tc::Tensor) -> tc::Result<tc::Tensor> {
+/// The indices, in the flattened mask, of the elements that are not 0. They are on `device`: a mask from a Python list is
+/// on the host, wherever the indexed tensor is.
+fn chosen(mask: &tc::Tensor, device: &tc::Device) -> tc::Result<tc::Tensor> {
     let values = mask.to_vec::<u8>()?;
     let ids: Vec<i64> = values.iter().enumerate().filter(|(_, m)| **m != 0).map(|(i, _)| i as i64).collect();
     let count = ids.len();
-    tc::Tensor::from(tc::raw::from_vec(ids, count)).to_device(mask.device())
+    tc::Tensor::from(tc::raw::from_vec(ids, count)).to_device(device)
 }
 
 /// Replace `dims[dim..dim + count]` by `new`.
@@ -114,11 +115,9 @@ fn apply(tensor: &tc::Tensor, items: &[Item<'_>]) -> Result<tc::Tensor> {
     let rank = tensor.rank();
     let consumed: usize = items.iter().map(Item::consumes).sum();
     if consumed > rank {
-        return Err(tc::Error::index(
-            OP,
-            format!("{consumed} indices for a tensor of {rank} dimensions (shape {:?})", tensor.dims()),
-        )
-        .into());
+        let message =
+            format!("the index covers {consumed} dimensions, but the tensor has {rank} (shape {:?})", tensor.dims());
+        return Err(tc::Error::index(OP, message).into());
     }
     if items.iter().filter(|item| matches!(item, Item::Ellipsis)).count() > 1 {
         return Err(tc::Error::index(OP, "found more than one `...` in an index").into());
@@ -131,14 +130,15 @@ fn apply(tensor: &tc::Tensor, items: &[Item<'_>]) -> Result<tc::Tensor> {
         .into());
     }
     let mut result = tensor.clone();
-    let mut dim = 0;
+    // The next dimension of `result`, and the same dimension of `tensor`.
+    let (mut dim, mut source_dim) = (0, 0);
     for item in items {
         match item {
             Item::Integer(position) => {
                 let size = result.dims()[dim];
                 let index = if *position < 0 { position.saturating_add_unsigned(size as u64) } else { *position };
                 if !(0..size as i64).contains(&index) {
-                    let message = format!("position {position} is out of range for dimension {dim} of size {size}");
+                    let message = format!("position {position} is out of range for dimension {source_dim} of size {size}");
                     return Err(tc::Error::index(OP, message).into());
                 }
                 result = quick(|| result.narrow(dim, index as usize, 1)?.squeeze(dim))?;
@@ -160,7 +160,10 @@ fn apply(tensor: &tc::Tensor, items: &[Item<'_>]) -> Result<tc::Tensor> {
                 result = quick(|| result.unsqueeze(dim))?;
                 dim += 1;
             }
-            Item::Ellipsis => dim += rank - consumed,
+            Item::Ellipsis => {
+                dim += rank - consumed;
+                source_dim += rank - consumed;
+            }
             Item::Positions(ids) => {
                 let dims = replaced(result.dims(), dim, 1, ids.dims());
                 result = quick(|| {
@@ -181,10 +184,11 @@ fn apply(tensor: &tc::Tensor, items: &[Item<'_>]) -> Result<tc::Tensor> {
                     return Err(tc::Error::index(OP, message).into());
                 }
                 let flat = replaced(result.dims(), dim, count, &[mask.elem_count()]);
-                result = quick(|| result.reshape(flat)?.index_select(&chosen(mask)?, dim))?;
+                result = quick(|| result.reshape(flat)?.index_select(&chosen(mask, tensor.device())?, dim))?;
                 dim += 1;
             }
         }
+        source_dim += item.consumes();
     }
     Ok(result)
 }
