@@ -10,19 +10,25 @@ use super::gpu::Gpu;
 use super::launch::{address, empty, same_device};
 use super::product_calls::{Arithmetic, Extras, Key};
 use crate::cpu::gemm::batch::Plan;
-use crate::{Raw, Result};
+use crate::{Error, Raw, Result};
 
-/// Computes y (m, n) = x (m, k) times w (k, n) plus `bias` (n) in each row; returns `None` if cuBLASLt does not support
-/// the operands.
+/// Computes y (m, n) = x (m, k) times w (k, n) plus `bias` (n) in each row; returns `None` if a size is 0, or if cuBLASLt
+/// does not support the operands.
 ///
 /// # Errors
-/// [`Error::Shape`](crate::Error::Shape) if the shapes of `x` and `w` do not match,
-/// [`Error::DType`](crate::Error::DType) if their dtypes differ, [`Error::Device`](crate::Error::Device) if the
-/// operands are not on one CUDA device or cuBLASLt reports an error, [`Error::OutOfMemory`](crate::Error::OutOfMemory)
-/// if the result does not fit.
+/// [`Error::Shape`] if the shapes of `x`, `w` and `bias` do not match, [`Error::DType`] if their dtypes differ,
+/// [`Error::Device`] if the operands are not on one CUDA device or cuBLASLt reports an error, [`Error::OutOfMemory`] if
+/// the result does not fit.
 pub fn product_with_bias(op: &'static str, x: &Raw, w: &Raw, bias: &Raw) -> Result<Option<Raw>> {
     same_device(op, x, &[w, bias])?;
     let plan = Plan::of(op, x, w)?;
+    if bias.dims() != [plan.n] {
+        return Err(Error::shape(op, format!("the bias has shape {:?}, expected [{}]", bias.dims(), plan.n)));
+    }
+    if bias.dtype() != x.dtype() {
+        let [found, expected] = [bias, x].map(|raw| raw.dtype().as_str());
+        return Err(Error::dtype(op, format!("the bias is {found}, expected {expected}")));
+    }
     let matrices = (Matrix::transpose_of([plan.m, plan.k], plan.a), Matrix::transpose_of([plan.k, plan.n], plan.b));
     let (Some(left), Some(right)) = matrices else { return Ok(None) };
     if !matches!(x.dtype(), DType::F16 | DType::BF16 | DType::F32) || plan.m * plan.n * plan.k == 0 {
@@ -31,17 +37,19 @@ pub fn product_with_bias(op: &'static str, x: &Raw, w: &Raw, bias: &Raw) -> Resu
     let gpu = Gpu::of(op, x)?;
     let bias = contiguous(bias)?;
     let y = empty(op, gpu, &plan.dims, x.dtype())?;
-    let [a, b, to, bias_at] = [address(op, w)?, address(op, x)?, address(op, &y)?, address(op, &bias)?];
+    // cuBLASLt's matrices are column-major: it computes yᵀ = wᵀ xᵀ, so that w is its first operand.
+    let [w_at, x_at, y_at, bias_at] = [address(op, w)?, address(op, x)?, address(op, &y)?, address(op, &bias)?];
     let operand = |matrix: Matrix| (matrix.operation == CUBLAS_OP_T, matrix.distance);
     let key = Key {
         arithmetic: Arithmetic::with_bias(x.dtype()),
         sizes: [plan.n, plan.m, plan.k],
         operands: [operand(right), operand(left)],
         distance: plan.n as i64,
-        alignments: [a, b, to | bias_at].map(alignment),
+        // The lowest bit of either address limits the alignment of both.
+        alignments: [w_at, x_at, y_at | bias_at].map(alignment),
     };
     let extras = Extras { addend: None, bias: Some(bias_at), scales: None };
-    // SAFETY: the plan stays within its operands and the result.
-    let is_done = unsafe { run(op, gpu, key, [a, b, to], extras) }?;
+    // SAFETY: the key describes w, x and y, which are alive; the bias has n contiguous elements.
+    let is_done = unsafe { run(op, gpu, key, [w_at, x_at, y_at], extras) }?;
     Ok(is_done.then_some(y))
 }
