@@ -104,7 +104,10 @@ def test_a_port_of_another_program_is_reported_by_all(stranger: int) -> None:
 def test_the_error_of_a_process_alone_names_the_missing_ranks(port: int) -> None:
     ((status, said),) = started("127.0.0.1", port, ranks=(0,))
     assert status != 0
-    assert f"rank 1 of 2 processes did not connect to rank 0 at 127.0.0.1:{port} within 2 s" in said
+    assert (
+        "of 2 processes, these ranks did not connect to rank 0 at "
+        f"127.0.0.1:{port} within 2 s: 1; read their output"
+    ) in said
 
 
 def test_rank_0_at_localhost_is_found_at_its_network_address(port: int) -> None:

@@ -189,12 +189,13 @@ class Link:
                 try:
                     came = arrived.get(timeout=max(0.0, deadline - time.monotonic()))
                 except Empty:
-                    missing = sorted(set(range(1, self.size)) - set(self._data))
+                    connected = set(self._data) & set(self._watch)
+                    missing = sorted(set(range(1, self.size)) - connected)
                     ranks = ", ".join(map(str, missing))
                     raise self._refusal(
-                        f"rank {ranks} of {self.size} processes did not connect to rank 0 at "
-                        f"{shown(self._world.address)} within {self._world.join_seconds:g} s; read "
-                        f"the output of that process, or set {JOIN} to wait longer"
+                        f"of {self.size} processes, these ranks did not connect to rank 0 at "
+                        f"{shown(self._world.address)} within {self._world.join_seconds:g} s: "
+                        f"{ranks}; read their output, or set {JOIN} to wait longer"
                     ) from None
                 if isinstance(came, OSError):
                     raise DistributedError(f"distributed: rank 0 cannot listen: {came}") from came
