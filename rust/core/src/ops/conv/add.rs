@@ -7,6 +7,7 @@ use crate::compute::on_device;
 use crate::cpu::Add;
 use crate::ops::arithmetic::reduced;
 use crate::ops::linear::same_kind;
+use crate::ops::lora::check_frozen;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
 use crate::{Error, Result, Tensor, compute};
 
@@ -37,6 +38,7 @@ pub fn conv2d_add(
     if !x.device().is_cuda() || weight.requires_grad() || bias.is_some_and(Tensor::requires_grad) {
         return conv2d(x, weight, bias, options)?.add(addend);
     }
+    check_frozen(CONV2D_ADD.name, weight.into(), bias)?;
     record(
         &CONV2D_ADD,
         &[x, addend],

@@ -11,6 +11,7 @@ use crate::cpu::Add;
 use crate::ops::activation::GeluExact;
 use crate::ops::arithmetic::add_by;
 use crate::ops::linear::{as_matrix, check, check_residual, forward, forward_add, linear, linear_add};
+use crate::ops::lora::check_frozen;
 use crate::ops::norm::{CodesNorm, CodesNormBackward, add_layer_norm, layer_norm};
 use crate::quantized::weight::HeldWeight;
 use crate::quantized::{Addends, WeightRef};
@@ -73,6 +74,10 @@ pub fn geglu_feed_forward(
     let between = Tensor::constant(between.broadcast_as([leading, &[width]].concat())?);
     check(op, &between, outer.0, outer.1)?;
     check_residual(op, &between, outer.0, &sum)?;
+    for (weight, bias) in [inner, outer] {
+        check_frozen(op, weight, bias)?;
+    }
+    affine.into_iter().flatten().for_each(|parameter| checkpoint::reads(&[parameter]));
     let bias_of = |map: Map<'_>| map.1.map(|bias| bias.raw.clone());
     let (inner_bias, outer_bias) = (bias_of(inner), bias_of(outer));
     record_with_aux(

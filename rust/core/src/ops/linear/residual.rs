@@ -12,6 +12,7 @@ use crate::cpu::Add;
 use crate::ops::case::{Case, Entry};
 #[cfg(feature = "testing")]
 use crate::ops::linear_group::frozen;
+use crate::ops::lora::check_frozen;
 use crate::quantized::Addends;
 use crate::quantized::weight::{HeldWeight, WeightRef};
 use crate::raw::Raw;
@@ -38,6 +39,7 @@ pub fn linear_add<'a>(
     if !x.device().is_cuda() || weight.requires_grad() || bias.is_some_and(Tensor::requires_grad) {
         return linear(x, weight, bias)?.add(residual);
     }
+    check_frozen(op, weight, bias)?;
     record(
         &LINEAR_ADD,
         &[x, residual],
