@@ -45,8 +45,12 @@ pub fn geglu_feed_forward(
 ) -> Result<Tensor> {
     let network =
         |normed: &Tensor, sum: &Tensor| linear_add(&geglu(&linear(normed, inner.0, inner.1)?)?, outer.0, outer.1, sum);
-    let is_frozen = !affine.into_iter().flatten().any(Tensor::requires_grad) && x.dims() == residual.dims();
-    let (Some(codes), Some(last_codes), true) = (codes_of(x, inner), codes_of(x, outer), is_frozen) else {
+    // `add_layer_norm` returns the error for tensors that cannot be added.
+    let fits = x.dims() == residual.dims()
+        && x.dtype() == residual.dtype()
+        && x.device().same_device(residual.device())
+        && !affine.into_iter().flatten().any(Tensor::requires_grad);
+    let (Some(codes), Some(last_codes), true) = (codes_of(x, inner), codes_of(x, outer), fits) else {
         let (sum, normed) = add_layer_norm(x, residual, 1, affine[0], affine[1], eps)?;
         return network(&normed, &sum);
     };
