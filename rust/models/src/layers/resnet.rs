@@ -81,15 +81,17 @@ impl ResnetBlock {
     /// [`Error::Shape`], `DType` or `Device` if an input does not fit, [`Error::Argument`] if the time's embedding
     /// is missing.
     pub fn forward(&self, x: &Tensor, time: Option<&Tensor>) -> Result<Tensor> {
-        let normed = self.norm1.forward_silu(x)?;
         let hidden = match &self.time_emb_proj {
             Some(project) => {
                 let time = time.ok_or_else(|| Error::argument("ResnetBlock", "the time's embedding is missing"))?;
-                self.conv1.forward_add(&normed, &project.forward(time)?.unsqueeze(1)?.unsqueeze(1)?)?
+                let time = project.forward(time)?.unsqueeze(1)?.unsqueeze(1)?;
+                self.conv1.forward_add(&self.norm1.forward_silu(x)?, &time)?
             }
-            None => self.conv1.forward(&normed)?,
+            None => self.conv1.forward(&self.norm1.forward_silu(x)?)?,
         };
         let normed = self.norm2.forward_silu(&hidden)?;
+        // The autoencoder's feature maps are large: none stays in memory after its last use.
+        drop(hidden);
         match &self.conv_shortcut {
             Some(shortcut) => self.conv2.forward_add(&normed, &shortcut.forward(x)?),
             None => self.conv2.forward_add(&normed, x),
