@@ -114,7 +114,7 @@ impl Projection {
     fn forward_add(&self, x: &Tensor, residual: &Tensor) -> Result<Tensor> {
         match self {
             Self::Linear(linear) => linear.forward_add(x, residual),
-            Self::Conv(conv) => conv.forward(x)?.add(residual),
+            Self::Conv(conv) => conv.forward_add(x, residual),
         }
     }
 
