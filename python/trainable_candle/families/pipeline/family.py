@@ -16,6 +16,7 @@ from trainable_candle.families.pipeline.identity import parts_identity
 from trainable_candle.models import load
 from trainable_candle.settings import flag
 from trainable_candle.settings.checks import existing
+from trainable_candle.settings.machine import SAME
 from trainable_candle.tasks.estimate import memory_limit
 from trainable_candle.tasks.latent.coders import KLCoder
 from trainable_candle.tasks.latent.family import LatentFamily
@@ -196,9 +197,14 @@ class PipelineFamily(LatentFamily, Generic[E]):
 
     @property
     def text_precision(self) -> str:
-        """The text encoders' dtype, followed by the formats that they are quantized to, if any."""
-        formats = dict.fromkeys(self.facts.text_formats(self.config).values())
-        return " ".join([str(self.dtype), *(form for form in formats if form)])
+        """The text encoders' dtype, followed by the format that they are quantized to, if any.
+
+        If their formats differ, each encoder has its own. Caches of captions depend on this text.
+        """
+        formats = list(self.facts.text_formats(self.config).values())
+        if len(set(formats)) == 1:
+            return f"{self.dtype} {formats[0] or ''}".rstrip()
+        return " ".join([str(self.dtype), *(form or SAME for form in formats)])
 
     @cached_property
     def coder(self) -> KLCoder:
