@@ -271,8 +271,8 @@ def test_configurations_and_values_of_other_tools_are_converted(tmp_path: Path) 
         assert config.gradient_checkpointing == "full"
     for value, expected in (("CPU_OFFLOADED", "offload"), ("off", "none"), ("true", "full")):
         path.write_text(f"gradient_checkpointing: {value}\nmask: off\nmixed_precision: no\n")
-        found = TrainConfig.from_yaml(path)
-        assert (found.checkpointing, found.mask, found.precision) == (expected, "off", "f32")
+        c = TrainConfig.from_yaml(path)
+        assert (c.gradient_checkpointing, c.mask, c.precision) == (expected, "off", "f32")
     assert parse("--resolution", "1024,1024").resolution == 1024
     assert parse("--steps", "300", "--lr_warmup_steps", "200").warmup_steps == 200
     assert parse("--lr_warmup_steps", "0").warmup_steps == 0
