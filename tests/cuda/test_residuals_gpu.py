@@ -1,4 +1,4 @@
-"""Kernels of convolutions add residuals on a GPU.
+"""Kernels of convolutions and of products of codes add residuals on a GPU.
 
 A layer with an adapter computes its result first and adds the residual then. So a model whose
 layers have adapters that change nothing computes with separate sums.
@@ -17,7 +17,13 @@ pytestmark = pytest.mark.gpu
 CONFIG = Path(__file__).parents[1] / "golden" / "sdxl" / "unet" / "config.json"
 
 
-def results(tmp_path: Path, device: str, dtype: str, targets: list[str] | None) -> list[np.ndarray]:
+def results(
+    tmp_path: Path,
+    device: str,
+    dtype: str,
+    targets: list[str] | None,
+    quantize: str | None = None,
+) -> list[np.ndarray]:
     """The result of a UNet, and the gradient of its input; `targets` get adapters."""
     config = json.loads(CONFIG.read_text())
     config |= {"block_out_channels": [32, 64, 128], "norm_num_groups": 8, "layers_per_block": 1}
@@ -29,7 +35,9 @@ def results(tmp_path: Path, device: str, dtype: str, targets: list[str] | None) 
     times, sizes = tc.full((2,), 500.0, device=device), tc.full((2, 6), 64.0, device=device)
     source = SDXLUNet.from_config(tmp_path / "config.json", "f32", "cpu")
     source.save_pretrained(tmp_path / "model")
-    model = SDXLUNet.from_pretrained(tmp_path / "model", dtype=dtype, device=device)
+    model = SDXLUNet.from_pretrained(
+        tmp_path / "model", dtype=dtype, device=device, quantize=quantize
+    )
     if targets is not None:
         model.add_adapter(tc.LoraConfig(r=4, target_modules=targets))
     image = tc.Var(image)
@@ -46,3 +54,19 @@ def test_convolutions_add_as_separate_sums_do(gpu: str, tmp_path: Path, dtype: s
     for ours, expected in zip(fused, separate, strict=True):
         assert np.abs(expected).max() > 0
         np.testing.assert_array_equal(ours, expected)
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+def test_products_of_codes_add_as_separate_sums_do(
+    gpu: str, tmp_path: Path, dtype: str, format: str
+) -> None:
+    """Results may differ by roundings, because cuBLASLt adds before it rounds a product of fp8."""
+    tc.set_w8a8(True)
+    try:
+        fused = results(tmp_path, gpu, dtype, None, format)
+        separate = results(tmp_path, gpu, dtype, ["ff.net.2", "proj_out"], format)
+    finally:
+        tc.set_w8a8(False)
+    for ours, expected in zip(fused, separate, strict=True):
+        assert np.linalg.norm(ours - expected) <= 0.05 * np.linalg.norm(expected)
