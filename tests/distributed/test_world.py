@@ -92,8 +92,8 @@ def test_number_and_count_of_machines_are_read() -> None:
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"NODE_RANK": "1"}, "NNODES is None, expected a number"),
-        ({"NNODES": "2"}, "NODE_RANK is None, expected a number"),
+        ({"NODE_RANK": "1"}, "NNODES is not set, expected a number"),
+        ({"NNODES": "2"}, "NODE_RANK is not set, expected a number"),
         ({"NNODES": "two", "NODE_RANK": "1"}, "NNODES is 'two', expected a number"),
         ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK is 2, expected below NNODES, 2"),
     ],

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 _SHOWN: Final = 3
 """The most differences that a message names."""
 _TOLERANCE: Final = 1e-5
-"""The greatest relative difference between sums that are still taken as equal. GPUs of different
-models add the same values in different orders, so their sums differ slightly."""
+"""Sums count as equal up to this relative difference. GPUs of different models add the same values
+in different orders, so their sums differ slightly."""
 
 
 def require_same(group: Group, what: str, facts: Mapping[str, str]) -> None:
@@ -33,40 +33,42 @@ def require_same(group: Group, what: str, facts: Mapping[str, str]) -> None:
 
     Args:
         group: the processes.
-        what: the kind of facts for the message, for example `data`.
+        what: what the facts describe, for the error message, for example `data`.
         facts: the facts of this process, by name.
 
     Raises:
-        DistributedError: in all processes, if a process has other facts than rank 0; the message
-            names the facts that differ.
+        DistributedError: the facts of a process differ from those of rank 0; all processes raise
+            it, and the message names the first facts that differ. Or another process has failed.
     """
     # Compare hashes first; send the facts, perhaps many file names, only if the hashes differ.
     if len(set(group.exchange(fingerprint(facts).encode()))) == 1:
         return
-    every = [json.loads(message) for message in group.exchange(json.dumps(dict(facts)).encode())]
-    rank, differs = next(
-        (rank, found) for rank, theirs in enumerate(every) if (found := differing(theirs, every[0]))
+    mine = json.dumps(dict(facts)).encode()
+    by_rank = [json.loads(message) for message in group.exchange(mine)]
+    rank, differences = next(
+        (rank, differences)
+        for rank, theirs in enumerate(by_rank)
+        if (differences := differing(theirs, by_rank[0]))
     )
-    more = f"; and {len(differs) - _SHOWN} more" if len(differs) > _SHOWN else ""
+    more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
     raise DistributedError(
-        f"distributed: rank {rank} has other {what} than rank 0: {'; '.join(differs[:_SHOWN])}"
+        f"distributed: rank {rank} has other {what} than rank 0: {'; '.join(differences[:_SHOWN])}"
         f"{more}; give all processes the same files"
     )
 
 
 class SameParameters(Callback):
-    """Ends the run when a process has other parameters than rank 0.
+    """Ends the run when the parameters of a process differ from those of rank 0.
 
     All processes begin with the parameters of rank 0 and apply the same gradients, so they stay
     equal. A difference means that a GPU or a link has made an error, or that a callback has changed
     the parameters of one process alone.
 
-    Two numbers of each tensor are compared: the sum of its values and the sum of their squares.
+    For each parameter, the sum of its values and the sum of their squares are compared.
 
     Args:
         group: the processes.
-        moments: the number of steps between two comparisons, or a function that tells whether to
-            compare after a step.
+        moments: selects the steps after which the processes compare; the same in all of them.
     """
 
     def __init__(self, group: Group, moments: Moments) -> None:
@@ -74,43 +76,46 @@ class SameParameters(Callback):
         self._moments = moments
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
-        """Compare if the step is due.
+        """Compare the parameters if `moments` selects the step.
 
         Raises:
-            DistributedError: in all processes, if a process has another parameter than rank 0; the
-                message names the parameter.
+            DistributedError: a parameter of a process differs from that of rank 0; all processes
+                raise it, and the message names the parameter. Or another process has failed.
         """
         if not is_due(self._moments, report.step):
             return
         mine = json.dumps(_sums(trainer.parameters)).encode()
-        every = [json.loads(message) for message in self._group.exchange(mine)]
-        for rank, theirs in enumerate(every):
+        by_rank = [json.loads(message) for message in self._group.exchange(mine)]
+        ours = by_rank[0]
+        for rank, theirs in enumerate(by_rank):
             for name, var in trainer.parameters.items():
-                if not _close(theirs[name], every[0][name], var.numel()):
+                if not _close(theirs[name], ours[name], var.numel()):
                     raise DistributedError(
                         f"distributed: after step {report.step}, {name} differs between rank "
                         f"{rank} (its norm is {math.sqrt(theirs[name][1]):.9g}) and rank 0 "
-                        f"({math.sqrt(every[0][name][1]):.9g}): a GPU or a link has made an error; "
-                        "continue with --resume latest, with NCCL_P2P_DISABLE=1 or without this "
-                        "GPU if it happens again"
+                        f"({math.sqrt(ours[name][1]):.9g}): a GPU or a link has made an error, or "
+                        "a callback has changed the parameters of one process alone; continue "
+                        "with --resume latest; if it happens again, set NCCL_P2P_DISABLE=1 or "
+                        f"leave out the GPU of rank {rank}"
                     )
 
 
 def _sums(parameters: Mapping[str, Var]) -> dict[str, tuple[float, float]]:
-    """Return the sum of each tensor's values, and of their squares, added in f64."""
+    """Return, for each parameter, the sum of its values and of their squares, added in f64."""
     sums, squares = [], []
     with tc.no_grad():
         for var in parameters.values():
             values = var.detach().to("f64")
             sums.append(values.sum())
             squares.append(values.square().sum())
-        found = zip(tc.stack(sums).tolist(), tc.stack(squares).tolist(), strict=True)
-    return dict(zip(parameters, found, strict=True))
+        pairs = zip(tc.stack(sums).tolist(), tc.stack(squares).tolist(), strict=True)
+    return dict(zip(parameters, pairs, strict=True))
 
 
 def _close(theirs: tuple[float, float], ours: tuple[float, float], count: int) -> bool:
+    """Return whether two pairs of sums over `count` values, as from `_sums`, are nearly equal."""
     # If values have both signs, their sum may be much smaller than its rounding error, which grows
-    # with the sum of the absolute values. That sum is at most sqrt(count * sum of squares).
+    # with the sum of the absolute values: at most `scale`.
     scale = math.sqrt(count * ours[1])
     same_sum = math.isclose(theirs[0], ours[0], rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * scale)
     return same_sum and math.isclose(theirs[1], ours[1], rel_tol=_TOLERANCE)

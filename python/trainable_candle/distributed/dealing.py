@@ -1,4 +1,4 @@
-"""Work that is distributed over all processes, so that each part is done once."""
+"""Work that the processes divide among them, so that each part is done only once."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _Item = TypeVar("_Item")
 _Found = TypeVar("_Found", float, list[float])
 
 _PIECE: Final = 16 * 2**20
-"""Contents are exchanged in rounds. For a round, a process collects contents until they have this
-many bytes or more."""
+"""`passed_on` exchanges contents in rounds. For a round, a process collects contents until they
+have this many bytes or more."""
 _LENGTH: Final = 8
-"""In a message, each content follows its length, which takes this many bytes."""
+"""In a message, the length of each content comes before it and takes this many bytes."""
 
 
 def measured(
     group: Group, items: Sequence[_Item], measure: Callable[[_Item], _Found]
 ) -> list[_Found]:
-    """Return the results of `measure` for all items in order; each process measures some.
+    """Return the results of `measure` for all items, in order; each process measures some items.
 
     Args:
         group: the processes.
@@ -31,7 +31,7 @@ def measured(
         measure: takes an item; returns a number or a list of numbers.
 
     Returns:
-        The results, equal to the last bit in all processes.
+        The results, the same to the last bit in all processes.
 
     Raises:
         DistributedError: another process has failed.
@@ -40,34 +40,35 @@ def measured(
     if group.size == 1:
         return mine
     # JSON preserves every bit of a float.
-    every = [json.loads(message) for message in group.exchange(json.dumps(mine).encode())]
-    return [every[number % group.size][number // group.size] for number in range(len(items))]
+    by_rank = [json.loads(message) for message in group.exchange(json.dumps(mine).encode())]
+    # Item `index` was measured by rank `index % size`, as its item number `index // size`.
+    return [by_rank[index % group.size][index // group.size] for index in range(len(items))]
 
 
 def needed(group: Group, missing: Iterable[str], order: Iterable[str]) -> list[str]:
     """Return the names that are missing in at least one process; all processes get the same list.
 
-    Each process then makes the items with the indices `group.rank`, `group.rank + group.size` and
-    so on.
+    Callers divide the list: each process makes what the names at the indices `group.rank`,
+    `group.rank + group.size` and so on stand for.
 
     Args:
         group: the processes.
         missing: the names that are missing in this process.
-        order: all names that may be missing, in the same order in all processes.
+        order: all names that may be missing, in the order of the result; the same in all processes.
 
     Raises:
         DistributedError: another process has failed.
     """
     messages = group.exchange(json.dumps(list(missing)).encode())
-    found = {name for message in messages for name in json.loads(message)}
-    return [name for name in order if name in found]
+    wanted = {name for message in messages for name in json.loads(message)}
+    return [name for name in order if name in wanted]
 
 
 def passed_on(group: Group, contents: Iterable[bytes]) -> Iterator[bytes]:
-    """Send `contents` to all processes; yields the contents of all processes, this one included.
+    """Send `contents` to all processes; yield the contents of all processes, this one included.
 
-    The contents are exchanged in rounds, so that memory holds only a few. All processes must call
-    this and exhaust the iterator; all get the contents in the same order.
+    The processes exchange contents in rounds, so that memory holds only those of one round. All
+    processes must call this and exhaust the iterator; all get the contents in the same order.
 
     Raises:
         DistributedError: another process has failed.
@@ -75,7 +76,7 @@ def passed_on(group: Group, contents: Iterable[bytes]) -> Iterator[bytes]:
     mine = iter(contents)
     while True:
         parts, size = [], 0
-        for content in mine:
+        for content in mine:  # Goes on where the last round stopped.
             parts += [len(content).to_bytes(_LENGTH, "little"), content]
             size += len(content)
             if size >= _PIECE:
@@ -88,6 +89,7 @@ def passed_on(group: Group, contents: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _split(message: bytes) -> Iterator[bytes]:
+    """Yield the contents that `passed_on` has joined to a message."""
     start = 0
     while start < len(message):
         end = start + _LENGTH + int.from_bytes(message[start : start + _LENGTH], "little")

@@ -1,4 +1,4 @@
-"""The group of processes that train together: sums, messages, and waiting for each other."""
+"""The group of processes that train together: they add up tensors, exchange messages and wait."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 
 
 class Group(Protocol):
-    """Processes that do the same at the same time, each with its own part of the data."""
+    """Processes that run the same program in step, each with its own part of the data.
+
+    Except for `fail`, `in_step` and `close`, methods raise `DistributedError` if another process
+    has failed.
+    """
 
     rank: int
     """The number of this process, from 0."""
@@ -26,8 +30,8 @@ class Group(Protocol):
     def sum_gradients(self, parameters: Mapping[str, Var], tail: Tensor) -> Tensor:
         """Add up the gradients of all processes, in place.
 
-        `tail` has further numbers of each process, such as its loss; the result is the sum of
-        all tails.
+        `tail` holds further numbers of this process, such as its loss; the result is the sum of
+        the tails of all processes.
         """
 
     def broadcast_(self, parameters: Mapping[str, Var]) -> None:
@@ -49,7 +53,7 @@ class Group(Protocol):
         """Make all processes end; their error messages give the reason."""
 
     def in_step(self) -> AbstractContextManager[None]:
-        """Return the context of a step; after its time limit, this process counts as failed."""
+        """Return a context for one step; if that takes too long, this process counts as failed."""
 
     def close(self) -> None:
         """Leave the group."""
@@ -100,7 +104,7 @@ ALONE: Final = Alone()
 def first_before_others(group: Group) -> Iterator[None]:
     """Return a context that the other ranks enter after rank 0 has left it.
 
-    So the other ranks find the files that rank 0 has written in the context.
+    The other ranks thus find the files that rank 0 has written in its context.
 
     Raises:
         DistributedError: another process has failed.
@@ -115,9 +119,15 @@ def first_before_others(group: Group) -> Iterator[None]:
 def make_group(world: World | None, device: str, facts: Mapping[str, str], **options: Any) -> Group:
     """Return the group of this process; without a launcher (`world` is None), the process alone.
 
+    Args:
+        world: the ranks of this process, and where the processes meet.
+        device: the device on which this process computes; not `auto`.
+        facts: what must be equal in all processes, by name.
+        options: the keyword arguments of `Processes`.
+
     Raises:
-        DistributedError: the processes do not find each other, their `facts` differ, or a test sum
-            over the GPUs is wrong.
+        DistributedError: the processes do not find each other, their versions, kinds of device or
+            `facts` differ, another process has failed, or a test sum over the GPUs is wrong.
         CudaUnavailableError: NCCL cannot be used.
     """
     if world is None:

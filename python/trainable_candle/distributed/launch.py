@@ -1,4 +1,4 @@
-"""Starts a process for each GPU of this machine and supervises the processes."""
+"""Starts a process for each chosen GPU of this machine, and supervises the processes."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LAUNCHER: Final = "TRAINABLE_CANDLE_LAUNCHER"
-"""The environment variable with the file descriptor of a pipe from the launcher to this process;
-the launcher's end of the pipe closes when the launcher ends."""
+"""The environment variable with the file descriptor of a pipe from the launcher to this process.
+The launcher writes nothing to the pipe; its end of the pipe closes when it ends."""
 LOGS: Final = "logs"
-"""The name of the folder, inside the folder of the run, with the logs of processes."""
+"""The folder, inside the folder of the run, with the logs of all processes but the first."""
 GRACE: Final = 15.0
 """Seconds that the other processes get to end after one has failed."""
 _TAIL: Final = 12
 """The number of lines that are shown from the end of a failed process's log."""
 _SOCKET_PATH: Final = 90
-"""Every system allows paths of sockets with this many characters."""
+"""The number of characters that every system allows in the path of a socket."""
+_SOCKET_NAME: Final = 30
+"""The characters reserved for `/tc-XXXXXXXX/rendezvous`, the end of the path."""
 
 _COUNT: Final = (
     "from trainable_candle import cuda\n"
@@ -45,19 +47,22 @@ _COUNT: Final = (
 
 
 def chosen_gpus(text: str) -> list[int]:
-    """Return the numbers of the GPUs that `--gpus` selects.
+    """Return the indices of the GPUs that `--gpus` selects.
+
+    Args:
+        text: the value of `--gpus`: `all`, a number of GPUs, or indices with commas between them.
 
     Raises:
-        DeviceError: there are fewer GPUs, or none can be used.
+        DeviceError: CUDA shows fewer GPUs than `text` needs, or none can be used.
     """
     # Count in another process: a launcher that uses CUDA would occupy memory on the first GPU.
-    asked = subprocess.run(  # noqa: S603 - this interpreter
+    counted = subprocess.run(  # noqa: S603 - this interpreter
         [sys.executable, "-c", _COUNT], capture_output=True, text=True, check=False
     )
-    answer = asked.stdout.strip().splitlines()[-1:] or [asked.stderr.strip()]
-    if not answer[0].isdecimal():
-        raise DeviceError(f"gpus: {text} asked for, and no GPU can be used: {answer[0]}")
-    count = int(answer[0])
+    [answer] = counted.stdout.strip().splitlines()[-1:] or [counted.stderr.strip()]
+    if not answer.isdecimal():
+        raise DeviceError(f"gpus: {text} asked for, and no GPU can be used: {answer}")
+    count = int(answer)
     if text == "all":
         return list(range(count))
     numbers = [int(number) for number in text.split(",")]
@@ -73,28 +78,29 @@ def chosen_gpus(text: str) -> list[int]:
 def launch(arguments: Sequence[str], gpus: Sequence[int], *, on_gpu: bool, output: Path) -> int:
     """Run `trainable-candle train ARGUMENTS` once for each GPU, as one run.
 
-    The first process of a machine writes to the terminal, its other processes to `output/logs`.
+    On each machine, the first process writes to the terminal, the others to files in `output/logs`.
     After Ctrl-C or SIGTERM the run saves and ends in all processes; a second Ctrl-C ends it at
     once. If the environment describes several machines, the processes of all machines are one run,
     and each machine must use the same number of GPUs.
 
     Args:
         arguments: the arguments of the command.
-        gpus: the numbers of the GPUs, as CUDA shows them to this process.
-        on_gpu: False starts processes that compute on the CPU.
+        gpus: the indices of the GPUs, as CUDA shows them to this process.
+        on_gpu: whether the processes compute on the GPUs; if not, only the number of `gpus` counts.
         output: the folder of the run.
 
     Returns:
-        The exit status of the process that failed first; 0 if none failed.
+        The exit status of the process that failed first, or 128 + n if signal n ended it; 0 if
+        none failed.
 
     Raises:
-        ConfigError: a variable of the environment about several machines is missing or wrong, or
-            `CUDA_VISIBLE_DEVICES` shows too few GPUs.
+        ConfigError: an environment variable about the processes or the machines is missing or
+            wrong, or `CUDA_VISIBLE_DEVICES` shows too few GPUs.
         OSError: a process cannot be started, or its log cannot be written.
     """
     machine, machines = machine_from_environment()
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tc-", dir=_short())))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tc-", dir=_parent())))
         reading, writing = os.pipe()
         stack.callback(os.close, writing)
         shared = {LAUNCHER: str(reading)}
@@ -105,16 +111,16 @@ def launch(arguments: Sequence[str], gpus: Sequence[int], *, on_gpu: bool, outpu
         logs = output / LOGS
         logs.mkdir(parents=True, exist_ok=True)
         processes: list[subprocess.Popen[bytes]] = []
-        first = machine * len(gpus)
+        first_rank = machine * len(gpus)
         environments = [
-            {**os.environ, **shared, **_place(first, number, len(gpus), machines)}
+            {**os.environ, **shared, **_place(first_rank, number, len(gpus), machines)}
             for number in range(len(gpus))
         ]
-        from_environment(environments[0])  # Raises before anything starts.
+        from_environment(environments[0])  # Raises for wrong variables before a process starts.
         for number, environment in enumerate(environments):
             log: IO[bytes] | None = None
             if number > 0:
-                log = stack.enter_context(_log(logs, first + number).open("wb"))
+                log = stack.enter_context(_log(logs, first_rank + number).open("wb"))
             processes.append(
                 subprocess.Popen(  # noqa: S603 - this interpreter
                     [sys.executable, "-m", "trainable_candle", "train", *arguments],
@@ -125,24 +131,24 @@ def launch(arguments: Sequence[str], gpus: Sequence[int], *, on_gpu: bool, outpu
                 )
             )
         os.close(reading)
-        return _Watch(processes, logs, first).run()
+        return _Watch(processes, logs, first_rank).run()
 
 
 def gpu_environment(folder: Path, rank: int, size: int) -> dict[str, str]:
-    """Return the environment of the process of this machine with rank `rank`.
+    """Return the environment of process `rank` of `size` on this machine alone.
 
-    The machine has `size` processes, which meet at a socket in `folder`.
+    The processes meet at a socket in `folder`.
     """
     return {**os.environ, RENDEZVOUS: str(folder / "rendezvous"), **_place(0, rank, size, 1)}
 
 
-def _place(first: int, number: int, count: int, machines: int) -> dict[str, str]:
+def _place(first_rank: int, number: int, count: int, machines: int) -> dict[str, str]:
     """Return the environment variables that give process `number` of a machine its ranks.
 
-    The machine has `count` processes, and the first of them has rank `first`.
+    Each machine has `count` processes. The first process of this machine has rank `first_rank`.
     """
     place = {
-        "RANK": first + number,
+        "RANK": first_rank + number,
         "LOCAL_RANK": number,
         "WORLD_SIZE": machines * count,
         "LOCAL_WORLD_SIZE": count,
@@ -154,29 +160,31 @@ class _Watch:
     """Waits for processes, and kills the others `GRACE` seconds after one has failed."""
 
     def __init__(
-        self, processes: Sequence[subprocess.Popen[bytes]], logs: Path, first: int
+        self, processes: Sequence[subprocess.Popen[bytes]], logs: Path, first_rank: int
     ) -> None:
         self._processes = processes
         self._logs = logs
-        self._first = first
+        self._first_rank = first_rank
         """The rank of this machine's first process."""
         self._interrupts = 0
+        """How often SIGINT has arrived."""
 
     def run(self) -> int:
         """Wait for the processes; returns the exit status of the run."""
-        before = {
+        handlers = {
             number: signal.signal(number, self._forward)
             for number in (signal.SIGINT, signal.SIGTERM)
         }
         try:
             return self._wait()
         finally:
-            for number, handler in before.items():
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
 
     def _forward(self, number: int, _frame: object) -> None:
         if number == signal.SIGINT:
-            # The terminal has sent SIGINT to the processes, too; the second Ctrl-C kills them.
+            # The terminal sends SIGINT to the processes, too, so forward nothing; the second one
+            # kills them.
             self._interrupts += 1
             if self._interrupts > 1:
                 self._signal(signal.SIGKILL)
@@ -192,27 +200,29 @@ class _Watch:
         failed: int | None = None
         deadline = float("inf")
         while True:
-            states = [process.poll() for process in self._processes]
+            statuses = [process.poll() for process in self._processes]
             if failed is None:
-                failed = next((n for n, state in enumerate(states) if state), None)
+                failed = next((n for n, status in enumerate(statuses) if status), None)
                 if failed is not None:
                     deadline = time.monotonic() + GRACE
-            if None not in states:
+            if None not in statuses:
                 break
             if time.monotonic() > deadline:
                 self._signal(signal.SIGKILL)
             time.sleep(0.05)
         if failed is None:
             return 0
+        # Process 0 has written its error to the terminal.
         if failed > 0 and not self._interrupts:
             self._show(failed)
         status = self._processes[failed].returncode
-        return status if status > 0 else 128 - status
+        return status if status > 0 else 128 - status  # `Popen` gives -n for signal n.
 
     def _show(self, number: int) -> None:
+        """Print how a process ended, and the end of its log."""
         status = self._processes[number].returncode
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
-        rank = self._first + number
+        rank = self._first_rank + number
         path = _log(self._logs, rank)
         print(f"error: rank {rank} ended with {how}; the end of {path}:", file=sys.stderr)
         for line in path.read_text(errors="replace").splitlines()[-_TAIL:]:
@@ -225,13 +235,16 @@ def is_launched() -> bool:
 
 
 def follow_launcher() -> None:
-    """Send SIGTERM to this process when the launcher that started it has ended."""
+    """Begin to watch the launcher; when it ends, this process gets SIGTERM.
+
+    Without a launcher, do nothing.
+    """
     text = os.environ.get(LAUNCHER)
     if text is None:
         return
 
     def watch() -> None:
-        os.read(int(text), 1)
+        os.read(int(text), 1)  # Returns when the launcher's end of the pipe closes.
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -242,15 +255,21 @@ def _log(logs: Path, rank: int) -> Path:
 
 
 def _visible(gpus: Sequence[int]) -> str:
+    """Return the `CUDA_VISIBLE_DEVICES` that shows only `gpus`, which are indices into ours."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = [name.strip() for name in given.split(",") if name.strip()]
     if names and max(gpus) >= len(names):
         raise ConfigError(
-            f"gpus: GPU {max(gpus)} asked for, and CUDA_VISIBLE_DEVICES shows {len(names)} GPUs"
+            f"gpus: GPU {max(gpus)} asked for, and CUDA_VISIBLE_DEVICES={given} shows only GPUs 0 "
+            f"to {len(names) - 1}"
         )
     return ",".join(names[gpu] if names else str(gpu) for gpu in gpus)
 
 
-def _short() -> str | None:
-    """Return a temporary folder with a path short enough for sockets; None: the usual one."""
-    return None if len(tempfile.gettempdir()) < _SOCKET_PATH - 30 else "/tmp"  # noqa: S108
+def _parent() -> str | None:
+    """Return where to make the folder of the socket: None for the usual place, or `/tmp`.
+
+    `/tmp` is for systems whose usual place has a path too long for a socket inside it.
+    """
+    usual = tempfile.gettempdir()
+    return None if len(usual) < _SOCKET_PATH - _SOCKET_NAME else "/tmp"  # noqa: S108

@@ -1,10 +1,10 @@
 """Connections of all processes to rank 0, for small messages and for detecting failures.
 
-Each process has two connections. On the first, the main thread exchanges messages, in the same
-order in all processes. On the second, another thread reports every second what the process is
-doing. A process that closes the second connection, or reports nothing for too long, has failed, and
-rank 0 informs all other processes. So a run ends in all processes even if NCCL would wait for ever
-for a process that has ended.
+Each other rank has two connections to rank 0. On the first, the main threads exchange messages, in
+the same order in all processes. On the second, other threads of both ends report every second what
+their process is doing. A process has failed if it closes the second connection without notice,
+reports nothing for too long, or exceeds its time limit. Rank 0 then informs all other processes. So
+a run ends in all processes even if NCCL would wait for ever for a process that has ended.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ SILENCE = 25.0
 GRACE: Final = 10.0
 """Seconds by which a process may exceed a time limit before it counts as failed."""
 _POLL: Final = 0.1
-_SILENT: Final = f"rank 0 does not answer; read its output, or set {JOIN} to wait longer"
+"""Seconds between two checks whether the run has failed, while this process waits for a message."""
+_NO_ANSWER: Final = f"rank 0 does not answer; read its output, or set {JOIN} to wait longer"
 
 
 def differing(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
@@ -45,7 +46,7 @@ def differing(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
         ours: the facts of rank 0, by name.
 
     Returns:
-        A part of a message for each difference.
+        A phrase of an error message for each difference.
     """
     names = [*ours, *(name for name in theirs if name not in ours)]
     missing = "missing"
@@ -61,11 +62,11 @@ class Link:
 
     Args:
         world: the rank of this process, the number of processes, and the address of rank 0.
-        facts: what must be equal in all processes, by name: versions, settings.
+        facts: what must be equal in all processes, by name: versions and settings.
 
     Raises:
-        DistributedError: a process does not connect in time, or has other facts than rank 0; the
-            message names the process.
+        DistributedError: the processes do not connect in time; or the number of processes or the
+            facts of a process differ from those of rank 0. The message names the process.
     """
 
     def __init__(self, world: World, facts: dict[str, str]) -> None:
@@ -76,11 +77,15 @@ class Link:
         self._facts = facts
         self._stops: list[Callable[[], None]] = []
         self._phase: tuple[str, float | None] = ("starting", None)
+        """What this process does, and its time limit in seconds; None: no limit."""
         self._since = time.monotonic()
+        """When the phase began."""
         self._lock = threading.Lock()
         self._closing = False
         self._data: dict[int, Connection[Any, Any]] = {}
+        """The connections for messages, by the rank of the other process."""
         self._watch: dict[int, Connection[Any, Any]] = {}
+        """The connections for heartbeats and failures, by the rank of the other process."""
         deadline = time.monotonic() + world.join_seconds
         if self.rank == 0:
             self._listen(deadline)
@@ -91,7 +96,7 @@ class Link:
         threading.Thread(target=self._speak, daemon=True).start()
 
     def on_failure(self, stop: Callable[[], None]) -> None:
-        """Call `stop`, from another thread, when another process fails."""
+        """Call `stop`, perhaps from another thread, when the run fails."""
         self._stops.append(stop)
 
     def enter(self, phase: str, limit: float | None = None) -> tuple[str, float | None]:
@@ -106,7 +111,7 @@ class Link:
         return before
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """Send the messages of all processes to each of them; returns the messages by rank.
+        """Send a message to all processes; return the messages of all processes, by rank.
 
         Raises:
             DistributedError: another process has failed.
@@ -116,19 +121,27 @@ class Link:
             return [self._receive(0) for _ in range(self.size)]
         messages = [message, *(self._receive(rank) for rank in range(1, self.size))]
         for rank in range(1, self.size):
-            for one in messages:
-                self._send(rank, one)
+            for each in messages:
+                self._send(rank, each)
         return messages
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Collect all processes' messages at rank 0, by rank; other ranks get an empty list."""
+        """Return the messages of all processes, by rank, in rank 0; an empty list in other ranks.
+
+        Raises:
+            DistributedError: another process has failed.
+        """
         if self.rank != 0:
             self._send(0, message)
             return []
         return [message, *(self._receive(rank) for rank in range(1, self.size))]
 
     def scatter(self, message: bytes) -> bytes:
-        """Send the message of rank 0 to all processes; returns this message in each process."""
+        """Return the message of rank 0 in all processes; the messages of other ranks are ignored.
+
+        Raises:
+            DistributedError: another process has failed.
+        """
         if self.rank != 0:
             return self._receive(0)
         for rank in range(1, self.size):
@@ -136,7 +149,7 @@ class Link:
         return message
 
     def fail(self, reason: str) -> None:
-        """Make the run end in all processes."""
+        """Make the run end in all processes, with the reason; only the first reason counts."""
         with self._lock:
             if self.failure is not None or self._closing:
                 return
@@ -148,16 +161,16 @@ class Link:
             stop()
 
     def require_alive(self) -> None:
-        """Raise if another process has failed.
+        """Check that the run has not failed.
 
         Raises:
-            DistributedError: with the reason.
+            DistributedError: it has failed; the message has the reason.
         """
         if self.failure is not None:
             raise DistributedError(f"distributed: {self.failure}; this process ends, too")
 
     def close(self) -> None:
-        """Close the connections, after telling the connected processes that this is no failure."""
+        """Close the connections, after informing the other ends that this is no failure."""
         with self._lock:
             self._closing = True
         for connection in self._watch.values():
@@ -167,6 +180,11 @@ class Link:
             connection.close()
 
     def _listen(self, deadline: float) -> None:
+        """Wait, as rank 0, until all other ranks have made both connections.
+
+        Raises:
+            DistributedError: see `Link`.
+        """
         arrived: Queue[tuple[Connection[Any, Any], Any] | OSError] = Queue()
         listener = listen(self._world)
         done = threading.Event()
@@ -210,45 +228,58 @@ class Link:
             connection.send_bytes(b"{}")
 
     def _welcome(self, connection: Connection[Any, Any], hello: dict[str, Any]) -> None:
+        """Keep a connection from the process that has sent `hello`.
+
+        Raises:
+            DistributedError: the process does not belong to this run.
+        """
         rank = hello["rank"]
-        named = self._data if hello["kind"] == "data" else self._watch
-        differs = differing(hello["facts"], self._facts)
-        if rank in named:
-            differs = ["there are two processes of this rank"]
+        by_rank = self._data if hello["kind"] == "data" else self._watch
+        differences = differing(hello["facts"], self._facts)
+        if rank in by_rank:
+            differences = ["there are two processes of this rank"]
         elif hello["size"] != self.size:
-            differs = [f"it expects {hello['size']} processes, rank 0 expects {self.size}"]
-        if not differs:
-            named[rank] = connection
+            differences = [f"it expects {hello['size']} processes, rank 0 expects {self.size}"]
+        if not differences:
+            by_rank[rank] = connection
             connection.send_bytes(b"{}")
             return
-        reason = f"rank {rank} does not belong to this run: {'; '.join(differs)}"
+        reason = f"rank {rank} does not belong to this run: {'; '.join(differences)}"
         raise self._refusal(reason, connection)
 
-    def _refusal(self, reason: str, *others: Connection[Any, Any]) -> DistributedError:
-        """Return the error of a run that cannot begin; the connected processes get the reason."""
-        for other in [*others, *self._data.values()]:
+    def _refusal(self, reason: str, *rejected: Connection[Any, Any]) -> DistributedError:
+        """Return the error of a run that cannot begin, after sending the reason.
+
+        The processes at the `rejected` connections and those already connected get the reason.
+        """
+        for connection in [*rejected, *self._data.values()]:
             with suppress(OSError):
-                other.send_bytes(json.dumps({"failure": reason}).encode())
+                connection.send_bytes(json.dumps({"failure": reason}).encode())
         return DistributedError(f"distributed: {reason}")
 
     def _connect(self, deadline: float) -> None:
-        for kind, named in (("data", self._data), ("watch", self._watch)):
-            named[0] = reach(self._world, deadline)
-            hello = {"rank": self.rank, "size": self.size, "kind": kind, "facts": self._facts}
-            named[0].send_bytes(json.dumps(hello).encode())
-            self._answered(named[0], deadline)
-        # Rank 0 answers once more when all processes have connected.
-        self._answered(self._data[0], deadline)
-
-    def _answered(self, connection: Connection[Any, Any], deadline: float) -> None:
-        """Wait until rank 0 accepts this process.
+        """Make both connections to rank 0, and wait until all processes have done so.
 
         Raises:
-            DistributedError: rank 0 rejects it, has ended or does not answer.
+            DistributedError: see `Link`.
+        """
+        for kind, by_rank in (("data", self._data), ("watch", self._watch)):
+            by_rank[0] = reach(self._world, deadline)
+            hello = {"rank": self.rank, "size": self.size, "kind": kind, "facts": self._facts}
+            by_rank[0].send_bytes(json.dumps(hello).encode())
+            self._await_answer(by_rank[0], deadline)
+        # Rank 0 answers once more when all processes have connected.
+        self._await_answer(self._data[0], deadline)
+
+    def _await_answer(self, connection: Connection[Any, Any], deadline: float) -> None:
+        """Wait until rank 0 answers.
+
+        Raises:
+            DistributedError: rank 0 rejects a process, has ended or does not answer.
         """
         try:
             answered = connection.poll(max(0.0, deadline - time.monotonic() + GRACE))
-            answer = json.loads(connection.recv_bytes()) if answered else {"failure": _SILENT}
+            answer = json.loads(connection.recv_bytes()) if answered else {"failure": _NO_ANSWER}
         except (EOFError, OSError):
             answer = {"failure": "rank 0 has ended; read its output"}
         if "failure" in answer:
@@ -270,9 +301,14 @@ class Link:
             return connection.recv_bytes()
         except (OSError, EOFError) as error:
             self._lost(rank, error)
-            raise AssertionError from error
+            raise AssertionError from error  # Not reached: `_lost` always raises.
 
     def _lost(self, rank: int, error: Exception) -> None:
+        """Raise the error of a run in which the connection to `rank` broke.
+
+        Raises:
+            DistributedError: always.
+        """
         # Another process may have failed first: its reason may arrive on the second connection.
         deadline = time.monotonic() + 1.0
         while self.failure is None and time.monotonic() < deadline:
@@ -281,6 +317,7 @@ class Link:
         raise DistributedError(f"distributed: {self.failure}; this process ends, too") from error
 
     def _speak(self) -> None:
+        """Send heartbeats until this process closes the link or the run fails."""
         while not self._closing and self.failure is None:
             with self._lock:
                 (phase, limit), age = self._phase, time.monotonic() - self._since
@@ -291,8 +328,9 @@ class Link:
             time.sleep(BEAT)
 
     def _hear(self, rank: int, connection: Connection[Any, Any]) -> None:
-        last: dict[str, Any] = {"phase": "starting", "limit": None, "age": 0.0}
-        heard = time.monotonic()
+        """Receive the heartbeats of `rank`; make the run fail if they stop or exceed a limit."""
+        beat: dict[str, Any] = {"phase": "starting", "limit": None, "age": 0.0}
+        heard_at = time.monotonic()
         try:
             while not self._closing and self.failure is None:
                 if connection.poll(BEAT):
@@ -302,12 +340,12 @@ class Link:
                         return
                     if "bye" in message:
                         return
-                    last, heard = message, time.monotonic()
-                silent = time.monotonic() - heard
-                age = last["age"] + silent
-                limit = last["limit"]
+                    beat, heard_at = message, time.monotonic()
+                silent = time.monotonic() - heard_at
+                age = beat["age"] + silent
+                limit = beat["limit"]
                 if limit is not None and age > limit + GRACE:
-                    self.fail(f"rank {rank} has been busy with {last['phase']} for {age:.0f} s")
+                    self.fail(f"rank {rank} has been busy with {beat['phase']} for {age:.0f} s")
                 elif silent > SILENCE:
                     self.fail(f"rank {rank} has not been heard from for {silent:.0f} s")
         except (OSError, EOFError, ValueError, TypeError):

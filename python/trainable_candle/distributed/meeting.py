@@ -1,4 +1,4 @@
-"""The rendezvous of the processes: rank 0 listens, other ranks connect to it."""
+"""The rendezvous of the processes: rank 0 listens, and the other ranks connect to it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ if TYPE_CHECKING:
     from trainable_candle.distributed.world import Address, World
 
 _AGAIN: Final = 0.1
-"""Seconds until the next attempt to reach rank 0."""
+"""Seconds until the next attempt to reach rank 0, and the least that an attempt gets."""
 _LOOPBACK: Final = ("localhost", "127.")
+"""What addresses begin with that lead back to the machine itself."""
 
 
 def listen(world: World) -> Listener:
     """Listen for other ranks, as rank 0.
 
     Raises:
-        DistributedError: the address is not one of this machine, or its port is taken.
+        DistributedError: rank 0 cannot listen at the address, for example because it belongs to
+            another machine or its port is taken.
     """
     address = world.address
     if (
@@ -35,8 +37,8 @@ def listen(world: World) -> Listener:
         and world.local_size < world.size
         and address[0].startswith(_LOOPBACK)
     ):
-        # Some launchers give rank 0 the loopback address, but other ranks the machine's name:
-        # listen on all addresses.
+        # Some launchers give rank 0 the loopback address, and the other ranks the machine's name:
+        # listen on all addresses of the machine.
         address = "", address[1]
     try:
         return Listener(address, backlog=2 * world.size, authkey=_key(world))
@@ -53,6 +55,10 @@ def listen(world: World) -> Listener:
 def reach(world: World, deadline: float) -> Connection[Any, Any]:
     """Return a connection to rank 0, which may not be listening yet.
 
+    Args:
+        world: the address of rank 0, the name of the job, and the rank of this process.
+        deadline: the time of `time.monotonic` at which to give up.
+
     Raises:
         DistributedError: rank 0 cannot be reached by `deadline`, or another program listens at its
             address.
@@ -61,6 +67,7 @@ def reach(world: World, deadline: float) -> Connection[Any, Any]:
     while True:
         try:
             return _connected(world, deadline)
+        # Python before 3.12 raises AssertionError if the other end does not speak its protocol.
         except (AuthenticationError, AssertionError) as error:  # noqa: PERF203 - a loop of attempts
             raise DistributedError(
                 f"distributed: another job or program listens at {where}; choose another "
@@ -77,22 +84,26 @@ def reach(world: World, deadline: float) -> Connection[Any, Any]:
 
 
 def _connected(world: World, deadline: float) -> Connection[Any, Any]:
-    """Try to connect once, until `deadline`.
+    """Return a connection to rank 0, after a single attempt.
 
     The call that connects has no time limit: without an answer, it may take minutes. So another
-    thread makes it, and this thread waits until `deadline`.
+    thread makes it, and this thread waits for it until `deadline`.
+
+    Raises:
+        TimeoutError: the call has not returned by `deadline`.
+        OSError, EOFError, AuthenticationError, AssertionError: those of the call.
     """
-    found: Queue[Connection[Any, Any] | BaseException] = Queue()
+    outcome: Queue[Connection[Any, Any] | BaseException] = Queue()
 
     def attempt() -> None:
         try:
-            found.put(Client(world.address, authkey=_key(world)))
+            outcome.put(Client(world.address, authkey=_key(world)))
         except BaseException as error:  # noqa: BLE001 - `_connected` raises it
-            found.put(error)
+            outcome.put(error)
 
     threading.Thread(target=attempt, daemon=True).start()
     try:
-        result = found.get(timeout=max(_AGAIN, deadline - time.monotonic()))
+        result = outcome.get(timeout=max(_AGAIN, deadline - time.monotonic()))
     except Empty:
         raise TimeoutError("no answer") from None
     if isinstance(result, BaseException):
@@ -114,4 +125,5 @@ def shown(address: Address) -> str:
 
 
 def _key(world: World) -> bytes:
+    """Return the key that both ends of a connection must have: it is the same in a whole job."""
     return f"trainable-candle {world.job}".encode()

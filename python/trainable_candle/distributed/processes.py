@@ -1,4 +1,4 @@
-"""The group of several processes: NCCL between GPUs, connections to rank 0 for all else."""
+"""The group of several processes: NCCL connects GPUs; all else goes over rank 0."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ NCCL_SECONDS: Final = 300.0
 """Seconds that NCCL may take to connect the processes after all of them have started."""
 STEP_SECONDS: Final = 600.0
 """Seconds that a step may take before its process counts as hung."""
+_TEST_SECONDS: Final = 60.0
+"""Seconds that the test sum of a new group of GPUs may take."""
 _FOR_EVER: Final = 1e9
 """Seconds to wait for the GPU without a limit. If another process fails, the link ends the wait."""
 
@@ -33,18 +35,18 @@ class Processes:
     """A group of several processes: NCCL adds up tensors on GPUs, rank 0 adds up those on the CPU.
 
     Training on several CPU processes is for tests and small models. Rank 0 adds in the order of the
-    ranks, so the sums repeat bit for bit.
+    ranks, so the sums on CPUs repeat bit for bit.
 
     Args:
-        world: the rank of this process, and where the processes meet.
+        world: the ranks of this process, and where the processes meet.
         device: the device on which this process computes; not `auto`.
-        facts: what must be equal in all processes, by name.
+        facts: what must be equal in all processes, by name, besides versions and kinds of device.
         narrow: whether GPUs send each other gradients as bf16.
         step_seconds: the seconds that a step may take before its process counts as hung.
 
     Raises:
-        DistributedError: the processes do not find each other, their facts differ, or a test sum
-            over the GPUs is wrong.
+        DistributedError: the processes do not find each other, their facts differ, another process
+            has failed, or a test sum over the GPUs is wrong.
         CudaUnavailableError: NCCL cannot be used.
     """
 
@@ -62,10 +64,10 @@ class Processes:
         self._narrow = narrow
         self._step_seconds = step_seconds
         on_gpu = device != "cpu"
-        known = {"trainable-candle": _core.__version__, "device": device.partition(":")[0]}
+        own_facts = {"trainable-candle": _core.__version__, "device": device.partition(":")[0]}
         if on_gpu:
-            known["NCCL"] = str(_core.nccl_version())
-        self._link = Link(world, {**known, **facts})
+            own_facts["NCCL"] = str(_core.nccl_version())
+        self._link = Link(world, {**own_facts, **facts})
         self._communicator: _core.NcclCommunicator | None = None
         if on_gpu:
             try:
@@ -75,15 +77,20 @@ class Processes:
                 raise
 
     def _join(self) -> None:
-        made = _core.nccl_unique_id() if self.rank == 0 else b""
-        unique_id = self._link.scatter(bytes(made))
+        """Connect the GPUs with NCCL, and test a sum.
+
+        Raises:
+            CudaUnavailableError, DistributedError: see `Processes`.
+        """
+        own_id = _core.nccl_unique_id() if self.rank == 0 else b""
+        unique_id = self._link.scatter(bytes(own_id))
         self._communicator = _core.NcclCommunicator(
             self.device, self.rank, self.size, unique_id, NCCL_SECONDS
         )
         self._link.on_failure(self._communicator.stop)
         # If GPUs cannot reach each other, some drivers return zeros or hang: check a sum.
         total = self._communicator.all_reduce(tc.tensor([self.rank + 1.0], device=self.device))
-        self._finished(60.0)
+        self._wait_for_gpu(_TEST_SECONDS)
         expected = self.size * (self.size + 1) / 2
         if float(total) != expected:
             raise DistributedError(
@@ -138,7 +145,7 @@ class Processes:
         if self._communicator is not None and tensor.device != "cpu":
             with self._explained():
                 return self._communicator.all_reduce(tensor)
-        return tc.tensor(self._sum(tensor.numpy()))
+        return _like(tensor, self._sum(_numbers(tensor)))
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Send a message to all processes; returns the messages of all processes, by rank.
@@ -158,23 +165,26 @@ class Processes:
             self.exchange(b"")
 
     def wait(self) -> None:
-        """Wait until what is queued on the GPU is done.
+        """Wait until the GPU has done all queued work.
 
         Raises:
             DistributedError: another process has failed.
         """
         if self._communicator is not None:
             with self._busy("waiting for the others"):
-                self._finished(_FOR_EVER)
+                self._wait_for_gpu(_FOR_EVER)
         self._link.require_alive()
 
     def in_step(self) -> AbstractContextManager[None]:
-        """Return the context of a step; after its time limit, this process counts as failed."""
+        """Return a context for one step; if that takes too long, this process counts as failed."""
         return self._busy("a step", self._step_seconds)
 
     @contextmanager
     def _busy(self, phase: str, limit: float | None = None) -> Iterator[None]:
-        """Inform the other processes that this one is in `phase`, for at most `limit` seconds."""
+        """Return a context in which the others know that this process is in `phase`.
+
+        If it stays there for more than `limit` seconds, it counts as failed.
+        """
         before = self._link.enter(phase, limit)
         try:
             yield
@@ -190,7 +200,12 @@ class Processes:
         self._communicator = None
         self._link.close()
 
-    def _finished(self, seconds: float) -> None:
+    def _wait_for_gpu(self, seconds: float) -> None:
+        """Wait until the GPU has done all queued work, for at most `seconds`.
+
+        Raises:
+            DistributedError: it takes longer, or another process has failed.
+        """
         assert self._communicator is not None
         with self._explained():
             self._communicator.wait(seconds)
@@ -198,6 +213,7 @@ class Processes:
     def _sum(self, values: NDArray[Any]) -> NDArray[Any]:
         """Add up the values of all processes, in the order of the ranks, in the values' dtype."""
         parts = self._link.gather(values.tobytes())
+        # Only rank 0 has parts, of which the first is its own; it sends the total to the others.
         total = values
         for part in parts[1:]:
             total = total + np.frombuffer(part, values.dtype).reshape(values.shape)
@@ -206,7 +222,11 @@ class Processes:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Raise NCCL's errors as `DistributedError`, with the reason if another process failed."""
+        """Return a context that raises NCCL's errors as `DistributedError`.
+
+        If the run has failed already, the error has the reason of that. `CudaUnavailableError`
+        stays as it is.
+        """
         try:
             yield
         except CudaUnavailableError:

@@ -7,8 +7,8 @@ Python code on a machine of the cluster, or in a job of the cluster, starts a ru
 
     train(TrainConfig(model="sdxl", ...), workers=4, max_failures=3)
 
-Ray places the processes, starts them, forwards what they print, and detects when one ends. The
-processes train together like processes that another launcher starts. Only Ray Core is used.
+Ray places the processes on machines, starts them, forwards what they print, and detects when one
+ends. The processes train together like those of any other launcher. Only Ray Core is used.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ STRICT_SPREAD each on a machine of its own."""
 GRACE: Final = 15.0
 """Seconds that the other processes get to end after one has failed."""
 _POLL: Final = 0.25
+"""Seconds between two checks whether a signal has arrived."""
 _START_SECONDS: Final = 120.0
 """Seconds that processes may take to start once Ray has reserved what they need."""
 
@@ -48,7 +49,7 @@ class RayRun:
     """The result of `train`."""
 
     output: str
-    """The folder of the run, on the machine of rank 0 or shared by all machines."""
+    """The folder of the run, on the machine of rank 0 or in a folder that all machines share."""
     step: int
     """The number of optimizer steps, including the steps before a failure."""
     completed: bool
@@ -83,7 +84,8 @@ def train(
         cpus_per_worker: the number of CPUs that Ray reserves for each process.
         strategy: one of `STRATEGIES`.
         max_failures: how often the run is started again, from its last checkpoint, after a process
-            or a machine was lost; -1: always. Errors of settings and data end the run at once.
+            has failed or a machine was lost; -1: without limit. Errors that another attempt would
+            meet, too, such as those of settings and data, end the run at once.
         wait_seconds: the seconds to wait until enough GPUs and CPUs of the cluster are free.
         address: the cluster's address, unless `ray.init` has been called. By default Ray looks for
             a cluster at `RAY_ADDRESS` and on this machine, and otherwise starts one here.
@@ -91,8 +93,11 @@ def train(
 
     Raises:
         ModuleNotFoundError: Ray is not installed.
-        ConfigError: the cluster is too small for this many processes, or the settings are wrong.
-        DistributedError: a process failed, and no attempt is left.
+        ConfigError: the settings are wrong, the cluster is too small or too busy for this many
+            processes, or `max_failures` is not 0 and the machines do not share the output folder.
+        DistributedError: the processes cannot be started; or one failed, and no attempt is left or
+            another would fail, too.
+        Ray's errors, for example if it loses a machine before the processes train.
     """
     ray = _ray()
     if strategy not in STRATEGIES:
@@ -105,7 +110,7 @@ def train(
     if not ray.is_initialized():
         ray.init(address=address)
     on_gpu = config.device != "cpu"
-    number = workers or int(ray.cluster_resources().get("GPU", 0)) if on_gpu else workers
+    number = (workers or int(ray.cluster_resources().get("GPU", 0))) if on_gpu else workers
     if not number:
         raise ConfigError(
             "ray: the cluster has no GPU; add a machine that has one, or give --device cpu"
@@ -116,13 +121,13 @@ def train(
     config = config.located().with_(device="cuda" if on_gpu else "cpu")
     for failures in count():
         attempt = _Workers(ray, number, needs, strategy, wait_seconds)
-        with attempt as group, InterruptGuard() as guard:
-            outcomes = group.run(config, failures, max_failures, guard, report)
-        rank, worst = max(enumerate(outcomes), key=lambda one: _weight(one[1]))
-        if not worst.error:
-            return RayRun(config.output, worst.step, worst.completed, failures, guard.signal)
-        text = f"rank {rank} on {group.places[rank].address}: {worst.error}"
-        if worst.is_final or 0 <= max_failures <= failures or guard.signal:
+        with attempt, InterruptGuard() as guard:
+            outcomes = attempt.run(config, failures, max_failures, guard, report)
+        rank, outcome = max(enumerate(outcomes), key=lambda ranked: _weight(ranked[1]))
+        if not outcome.error:
+            return RayRun(config.output, outcome.step, outcome.completed, failures, guard.signal)
+        text = f"rank {rank} on {attempt.places[rank].address}: {outcome.error}"
+        if outcome.is_final or 0 <= max_failures <= failures or guard.signal:
             tried = f" (failure {failures + 1})" if failures else ""
             raise DistributedError(f"ray: {text}{tried}")
         report(f"ray: {text}; starting again")
@@ -138,11 +143,15 @@ class _Workers:
     """The processes of one attempt, as a context that ends them on exit.
 
     Args:
-        ray: the module.
+        ray: the module `ray`.
         number: the number of processes.
-        needs: what Ray reserves for each process, by the name of the resource.
+        needs: how much Ray reserves for each process, by the name of the resource.
         strategy: how Ray places them.
         seconds: the seconds to wait until the resources are free.
+
+    Raises:
+        ConfigError: the resources are not free in time.
+        DistributedError: the processes cannot be started.
     """
 
     def __init__(
@@ -152,7 +161,9 @@ class _Workers:
         """Where each process runs, by rank."""
         self._ray = ray
         self._actors: list[Any] = []
+        """The actors, by rank; while they start, in any order."""
         self._running: list[Any] = []
+        """Ray's references to the outcomes of the actors that train, by rank."""
         self._group = ray.util.placement_group([needs] * number, strategy=strategy)
         try:
             self._start(number, needs, seconds)
@@ -207,15 +218,19 @@ class _Workers:
         guard: InterruptGuard,
         report: Callable[[str], None],
     ) -> list[Outcome]:
-        """Train in all processes; returns how training ended in each, by rank."""
-        ray, first = self._ray, self._actors[0]
+        """Train in all processes; return how training ended in each, by rank.
+
+        Raises:
+            ConfigError: `max_failures` is not 0, and the machines do not share the output folder.
+        """
+        ray, rank_0 = self._ray, self._actors[0]
         for rank, place in enumerate(self.places):
             report(f"ray: rank {rank} is process {place.pid} on {place.address}")
         if max_failures:
             self._require_shared(config.output)
-        if failures and ray.get(first.has_checkpoint.remote(config.output)):
+        if failures and ray.get(rank_0.has_checkpoint.remote(config.output)):
             config = config.with_(resume=LATEST)
-        port = ray.get(first.free_port.remote(self.places[0].address))
+        port = ray.get(rank_0.free_port.remote(self.places[0].address))
         job = secrets.token_hex(16)
         worlds = [self._world(rank, port, job) for rank in range(len(self.places))]
         self._running = [
@@ -225,6 +240,7 @@ class _Workers:
         return self._watched(guard)
 
     def _world(self, rank: int, port: int, job: str) -> World | None:
+        """Return what process `rank` knows of the others; None for a single process."""
         size = len(self.places)
         if size == 1:
             return None
@@ -234,24 +250,25 @@ class _Workers:
         return World(rank, size, mates.index(rank), len(mates), address, job)
 
     def _require_shared(self, output: str) -> None:
-        """Check that another machine could continue from the checkpoints of rank 0.
+        """Check that each machine could continue from the checkpoints of rank 0.
 
         Raises:
-            ConfigError: the output folder differs on a machine; the message names it.
+            ConfigError: a machine sees another folder at `output`; the message names the machine.
         """
-        ray, first = self._ray, self._actors[0]
-        nodes = {place.node: rank for rank, place in reversed(list(enumerate(self.places)))}
-        if len(nodes) == 1:
+        ray, rank_0 = self._ray, self._actors[0]
+        # Reversed, so that each machine keeps its lowest rank, the last that is set.
+        rank_of = {place.node: rank for rank, place in reversed(list(enumerate(self.places)))}
+        if len(rank_of) == 1:
             return
         name = f".shared-{secrets.token_hex(8)}"
-        ray.get(first.leave.remote(output, name))
+        ray.get(rank_0.leave.remote(output, name))
         try:
-            ranks = sorted(nodes.values())
+            ranks = sorted(rank_of.values())
             seen = ray.get([self._actors[rank].sees.remote(output, name) for rank in ranks])
         finally:
-            ray.get(first.remove.remote(output, name))
-        for rank, there in zip(ranks, seen, strict=True):
-            if not there:
+            ray.get(rank_0.remove.remote(output, name))
+        for rank, is_seen in zip(ranks, seen, strict=True):
+            if not is_seen:
                 raise ConfigError(
                     f"output: {output} on {self.places[0].address} is another folder than on "
                     f"{self.places[rank].address}, so a run could not continue there; give a "
@@ -259,7 +276,10 @@ class _Workers:
                 )
 
     def _watched(self, guard: InterruptGuard) -> list[Outcome]:
-        """Wait for all processes; after one has failed, at most `GRACE` seconds for the others."""
+        """Wait for all processes, and return their outcomes, by rank.
+
+        After one has failed, wait for the others for at most `GRACE` seconds. Pass a signal on.
+        """
         ray = self._ray
         ranks = {ref: rank for rank, ref in enumerate(self._running)}
         outcomes: dict[int, Outcome] = {}
@@ -272,17 +292,18 @@ class _Workers:
                 if outcome.error:
                     deadline = min(deadline, time.monotonic() + GRACE)
             if guard.signal and not is_forwarded:
-                self._actors[0].stop.remote()
+                self._actors[0].stop.remote()  # Ends all processes after the same step.
                 is_forwarded = True
         late = Outcome(error="did not end after another process had failed", follows=True)
         return [outcomes.get(rank, late) for rank in range(len(self.places))]
 
     def _outcome(self, ref: Any) -> Outcome:
+        """Return the outcome of an actor that has ended, even if it was lost."""
         ray = self._ray
         try:
             outcome: Outcome = ray.get(ref)
         except ray.exceptions.RayError as error:
-            # The first line of Ray's text; the rest is about Ray's internals.
+            # Keep the first line of Ray's text; the other lines are about Ray's internals.
             return Outcome(error=str(error).strip().partition("\n")[0])
         return outcome
 
@@ -300,6 +321,11 @@ class _Workers:
 
 
 def _ray() -> Any:
+    """Return the module `ray`.
+
+    Raises:
+        ModuleNotFoundError: Ray is not installed.
+    """
     try:
         import ray  # noqa: PLC0415 - an extra
         import ray.util.scheduling_strategies  # noqa: PLC0415

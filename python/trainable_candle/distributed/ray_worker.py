@@ -1,4 +1,4 @@
-"""The actor that Ray starts for each process: it reports on which machine it runs, and trains."""
+"""The actor that Ray starts for each process: it reports which machine it is on, and trains."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ FINAL: Final = (
     NonFiniteError,
     WeightsFormatError,
 )
-"""Errors that would also end another attempt."""
+"""Errors that another attempt would meet, too."""
 _EVERY: Final = 10.0
-"""The least number of seconds between two lines of progress."""
+"""The least number of seconds between two lines of progress; the last step has a line anyway."""
 _LOOK_SECONDS: Final = 3.0
-"""How long a file written by another machine may take to become visible."""
+"""Seconds that a file written by another machine may take to become visible."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,15 @@ class Outcome:
     is_final: bool = False
     """Whether another attempt would end in the same way."""
     follows: bool = False
-    """Whether the process only failed because another one had failed."""
+    """Whether the process probably failed only because another one had failed."""
 
 
 class Worker:
     """A process of a run, as an actor. It can use only the GPU that Ray has reserved for it."""
 
     def __init__(self) -> None:
-        self._stop = threading.Event()
+        self._asked = threading.Event()
+        """Set when the run is to stop."""
 
     def place(self) -> Place:
         """Return where this process runs."""
@@ -85,20 +86,23 @@ class Worker:
         return Place(node, util.get_node_ip_address(), os.getpid())
 
     def free_port(self, address: str) -> int:
-        """Return a port of this machine on which no process listens."""
+        """Return a port at `address`, one of this machine's, on which no process listens."""
         with socket.socket() as free:
             free.bind((address, 0))
             port: int = free.getsockname()[1]
             return port
 
     def leave(self, output: str, name: str) -> None:
-        """Write an empty file into the output folder."""
+        """Write an empty file with the given name into the output folder."""
         folder = Path(output).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
 
     def sees(self, output: str, name: str) -> bool:
-        """Return whether a file of another process exists; waits a few seconds for the file."""
+        """Return whether this machine sees the file that `leave` wrote on another.
+
+        Wait a few seconds for the file.
+        """
         path = Path(output).expanduser() / name
         deadline = time.monotonic() + _LOOK_SECONDS
         while not path.exists() and time.monotonic() < deadline:
@@ -106,7 +110,7 @@ class Worker:
         return path.exists()
 
     def remove(self, output: str, name: str) -> None:
-        """Remove the file that `leave` has written."""
+        """Remove the file that `leave` has written on this machine."""
         (Path(output).expanduser() / name).unlink(missing_ok=True)
 
     def has_checkpoint(self, output: str) -> bool:
@@ -115,17 +119,20 @@ class Worker:
 
     def stop(self) -> None:
         """Make all processes save and end after the current step."""
-        self._stop.set()
+        self._asked.set()
 
     def run(self, config: TrainConfig, world: World | None) -> Outcome:
-        """Train; an exception becomes a part of the result, because Ray could not transfer it."""
-        callbacks = [_Asked(self._stop), _Lines()]
+        """Train, and return how that ended.
+
+        An exception becomes a part of the result, because Ray cannot transfer every exception.
+        """
+        callbacks = [_StopIfSet(self._asked), _Lines()]
         try:
             # Ray forwards printed lines to the process that started the run.
             run = train_adapter(
                 config, callbacks=callbacks, progress=False, report=_printed, world=world
             )
-        except Exception as error:  # noqa: BLE001 - a process of its own
+        except Exception as error:  # noqa: BLE001 - the caller gets it
             text = str(error) or type(error).__name__
             return Outcome(
                 error=text,
@@ -135,26 +142,26 @@ class Worker:
         return Outcome(run.step, run.completed)
 
 
-class _Asked(Callback):
-    """Stops the run when the event is set; all processes end after the same step."""
+class _StopIfSet(Callback):
+    """Stops the run when an event is set; all processes end after the same step."""
 
     def __init__(self, event: threading.Event) -> None:
         self._event = event
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:  # noqa: ARG002
-        """Pass the request on."""
+        """Stop the run if the event is set."""
         if self._event.is_set():
             trainer.stop()
 
 
 class _Lines(Callback):
-    """Progress in lines, for a log."""
+    """Prints progress in lines, for a log."""
 
     def __init__(self) -> None:
         self._printed_at = time.monotonic()
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
-        """Print a line from time to time."""
+        """Print a line if the last one is old enough or the run is complete."""
         now = time.monotonic()
         if now - self._printed_at < _EVERY and report.step < trainer.steps:
             return

@@ -32,7 +32,8 @@ def machine() -> str:
 def least_sharing(machines: Sequence[str]) -> int:
     """Return the smallest number of processes that share a copy of streamed weights.
 
-    A process with an empty name shares with no other.
+    `machines` are the results of `machine` in all processes. A process with an empty name shares
+    with no other.
     """
     return min(machines.count(name) if name else 1 for name in machines)
 
@@ -44,7 +45,7 @@ def require_peers(local_size: int) -> None:
         local_size: the number of processes on each machine.
 
     Raises:
-        ConfigError: there is only one process.
+        ConfigError: there is only one process on each machine.
     """
     if local_size < 2:
         raise ConfigError(
@@ -61,7 +62,8 @@ def require_streams(config: TrainConfig) -> None:
     """
     if config.from_peers and not config.streams:
         raise ConfigError(
-            f"stream_from: all of the model is on each GPU; give --stream-blocks N, {_CURE}"
+            "stream_from: no weights are streamed, because all of the model is on each GPU; give "
+            f"--stream-blocks N, {_CURE}"
         )
 
 
@@ -75,6 +77,7 @@ def slowest_link(group: Group, device: str) -> str:
     Raises:
         ConfigError: a GPU cannot read the memory of another GPU of its machine, or a process has no
             other process with which it can share memory.
+        CudaUnavailableError, DeviceError: `device` is not a GPU, or the driver reports an error.
         DistributedError: another process has failed.
     """
     mine = {"machine": machine(), "bus": _core.cuda_bus_id(device)}
@@ -84,12 +87,13 @@ def slowest_link(group: Group, device: str) -> str:
             "stream_from: a process has no peer with which it can share memory; start at least two "
             f"on each machine, as one user and in one container, {_CURE}"
         )
-    others = [facts["bus"] for facts in found if facts["machine"] == mine["machine"]]
-    links = {bus: _core.cuda_link(device, bus) or BUS for bus in others if bus != mine["bus"]}
-    slowest = min(links, key=lambda bus: _ORDER.index(links[bus]), default="")
-    worst = [links.get(slowest, BUS), mine["bus"], slowest]
-    every = [json.loads(facts) for facts in group.exchange(json.dumps(worst).encode())]
-    link, near, far = min(every, key=lambda one: _ORDER.index(one[0]))
+    here = [facts["bus"] for facts in found if facts["machine"] == mine["machine"]]
+    links = {bus: _core.cuda_link(device, bus) or BUS for bus in here if bus != mine["bus"]}
+    # If the processes of the machine share one GPU, there are no links, and `peer` is empty.
+    peer = min(links, key=lambda bus: _ORDER.index(links[bus]), default="")
+    slowest_here = [links.get(peer, BUS), mine["bus"], peer]
+    by_rank = [json.loads(link) for link in group.exchange(json.dumps(slowest_here).encode())]
+    link, near, far = min(by_rank, key=lambda slowest: _ORDER.index(slowest[0]))
     if link == _NONE:
         raise ConfigError(
             f"stream_from: the GPU at {near} cannot read the memory of the one at {far}; choose "
@@ -104,7 +108,8 @@ def shared_streams(group: Group, *, peers: bool = False) -> Iterator[None]:
 
     All processes of the group must enter the context, and load the same models in it, in the same
     order. With `peers`, each GPU has a slice of the copy, and models can be used only as long as
-    all processes exist: call `group.barrier()` in all of them before the first one ends.
+    all processes exist: call `group.barrier()` in all of them before the first one ends. Without
+    `peers`, the copy is in host memory.
 
     Raises:
         ArgumentError: with `peers`, a process is alone on its machine.
@@ -117,4 +122,4 @@ def shared_streams(group: Group, *, peers: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
-        _core.share_streamed()
+        _core.share_streamed()  # Ends the sharing.

@@ -19,7 +19,7 @@ class Mine(NamedTuple):
     """The terms of this process in the sums of a step, besides its gradients."""
 
     losses: Sequence[Tensor]
-    """One loss per batch, f64, without dimensions."""
+    """The loss of each batch, an f64 tensor without dimensions."""
     shares: Sequence[float]
     """The weight of each loss in the loss of the step."""
     asked: bool
@@ -37,23 +37,24 @@ def sum_up(
         group: the processes.
         parameters: the variables with the gradients.
         mine: the losses and counts of this process.
-        weighed: whether the sum of the `shares` of all processes may differ from 1; the gradients
-            and the loss are then divided by this sum.
+        weighed: whether the sum of the `shares` of all processes may differ from 1; if so, the
+            gradients and the loss are divided by this sum.
 
     Returns:
-        The mean loss, how many processes were asked to stop, and the sum of the amounts, all f64.
+        The mean loss, how many processes were asked to stop, and the sum of the amounts: f64
+        tensors without dimensions.
 
     Raises:
         DistributedError: another process has failed.
     """
-    terms = [share * one for share, one in zip(mine.shares, mine.losses, strict=True)]
-    known = [math.fsum(mine.shares), float(mine.asked), mine.amount]
-    extra = tc.tensor(known, dtype="f64", device=mine.losses[0].device)
+    terms = [share * loss for share, loss in zip(mine.shares, mine.losses, strict=True)]
+    counts = [math.fsum(mine.shares), float(mine.asked), mine.amount]
+    extra = tc.tensor(counts, dtype="f64", device=mine.losses[0].device)
     tail = tc.cat([tc.stack(terms).sum().reshape((1,)), extra])
-    mean, whole, asked, amount = group.sum_gradients(parameters, tail).chunk(4)
+    loss, shares, asked, amount = group.sum_gradients(parameters, tail).chunk(4)
     if weighed:
-        mean = mean / whole
+        loss = loss / shares
         vectors = gradient_vectors(parameters)
-        by = whole.to(vectors[0].dtype)
-        set_gradient_vectors(parameters, [vector / by for vector in vectors])
-    return [each.reshape(()) for each in (mean, asked, amount)]
+        divisor = shares.to(vectors[0].dtype)
+        set_gradient_vectors(parameters, [vector / divisor for vector in vectors])
+    return [total.reshape(()) for total in (loss, asked, amount)]

@@ -32,12 +32,12 @@ JOIN_SECONDS: Final = 25.0
 """The default of `JOIN`; it can be short, because launchers start all processes at once."""
 
 _JOBS: Final = (JOB, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "OMPI_MCA_ess_base_jobid", "PMI_ID")
-"""Variables with the name of the job; the first that is set counts."""
+"""Environment variables that may contain the name of the job; the first that is set counts."""
 
 
 @dataclass(frozen=True)
 class _Names:
-    """The names of the variables in which a launcher gives the ranks and the numbers."""
+    """The names of the variables in which a launcher gives the ranks and numbers of processes."""
 
     rank: str
     size: str
@@ -56,8 +56,8 @@ _LAUNCHERS: Final = (
     ),
     _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-# SLURM also sets these variables for the batch script, which is not a process of the job.
-# `from_environment` reads them only if `SLURM_STEP_ID` says that srun has started the process.
+# The names of SLURM, which sets these variables for the batch script, too, although that is no
+# process of the job. `from_environment` reads them only if `SLURM_STEP_ID` is set: srun sets it.
 _SLURM: Final = _Names("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
 
 
@@ -87,24 +87,26 @@ class World:
             visible: the number of GPUs that CUDA shows to this process.
 
         Raises:
-            ConfigError: CUDA shows this process no GPU, or it shows two GPUs or more and
-                `local_rank` is not below their number.
+            ConfigError: `visible` is 0, or it is 2 or more and `local_rank` is not below it.
         """
         if visible == 1:  # The launcher shows each process only its own GPU.
             return "cuda:0"
         if self.local_rank < visible:
             return f"cuda:{self.local_rank}"
+        cure = f"start at most {visible} processes there" if visible else "compute on the CPU"
         raise ConfigError(
             f"distributed: rank {self.rank} is process {self.local_rank} of its machine, which "
-            f"shows {visible} GPUs; start at most {visible} processes there"
+            f"shows {visible} GPUs; {cure}"
         )
 
 
 def machine_from_environment(variables: Mapping[str, str] | None = None) -> tuple[int, int]:
-    """Return the index of this machine and the number of machines; 0 and 1 if no variable is set.
+    """Return the index of this machine and the number of machines.
+
+    If neither `NODE_RANK` nor `NNODES` is set, return 0 and 1.
 
     Raises:
-        ConfigError: a variable is missing, not a number, or too large.
+        ConfigError: only one of the two is set, one is not a number, or the index is too large.
     """
     env = os.environ if variables is None else variables
     texts = {name: env.get(name) for name in (MACHINE, MACHINES)}
@@ -113,8 +115,9 @@ def machine_from_environment(variables: Mapping[str, str] | None = None) -> tupl
     for name, text in texts.items():
         if text is None or not text.isdecimal():
             raise ConfigError(
-                f"gpus: {name} is {text!r}, expected a number: {MACHINES} is the number of "
-                f"machines, {MACHINE} the index of this machine, from 0; unset both for one machine"
+                f"gpus: {name} is {'not set' if text is None else repr(text)}, expected a number: "
+                f"{MACHINES} is the number of machines, {MACHINE} the index of this machine, from "
+                "0; unset both for one machine"
             )
     machine, machines = int(env[MACHINE]), int(env[MACHINES])
     if machine >= machines:
@@ -123,7 +126,7 @@ def machine_from_environment(variables: Mapping[str, str] | None = None) -> tupl
 
 
 def from_environment(variables: Mapping[str, str] | None = None) -> World | None:
-    """Return the ranks that a launcher has set; None without a launcher, or for one process.
+    """Return the ranks that a launcher has set; None without a launcher or for a single process.
 
     Raises:
         ConfigError: a variable is missing, or has a value that is not allowed.
@@ -141,9 +144,10 @@ def from_environment(variables: Mapping[str, str] | None = None) -> World | None
         raise ConfigError(
             f"distributed: {names.rank} is {rank}, expected below {names.size}, {size}"
         )
+    # Without a number of processes per machine, take all processes to be on this one.
     local_size = int(env[names.local_size]) if env.get(names.local_size, "").isdigit() else size
-    local = env.get(names.local_rank)
-    local_rank = rank % local_size if local is None else _number(env, names.local_rank, names)
+    has_local_rank = names.local_rank in env
+    local_rank = _number(env, names.local_rank, names) if has_local_rank else rank % local_size
     job = next((env[name] for name in _JOBS if env.get(name)), "")
     return World(rank, size, local_rank, local_size, _address(env), job, _join_seconds(env))
 
@@ -188,4 +192,4 @@ def _address(env: Mapping[str, str]) -> Address:
             "with the name of the first machine and the number of a free port"
         )
     # torchrun itself listens at MASTER_PORT, so use the next port.
-    return host, int(port) + (PORT not in env)
+    return host, int(port) if env.get(PORT) else int(port) + 1
