@@ -1,9 +1,8 @@
-"""Adapters of language models in the file formats that other programs load.
+"""Writes adapters of language models for other programs, alone or merged into the model.
 
-In all of these formats, the factor `up` of every layer is already multiplied by the layer's scale,
-and all factors are padded with zeros to the largest rank. So a program applies the adapter as it
-was trained, even if the program reads one rank and one alpha for all layers, or reads no rank and
-no alpha.
+In every format of adapters, the factor `up` of each layer (`lora_B`) is already multiplied by the
+layer's scale, and all factors are padded with zeros to the largest rank. A program thus applies the
+adapter as it was trained, even if it reads one rank and one alpha for all layers, or none at all.
 """
 
 from trainable_candle.export.adapter import Factors, TextAdapter, read_adapter

@@ -1,4 +1,4 @@
-"""An adapter of a language model, read from its file, with its scales multiplied in."""
+"""An adapter of a language model, read from its file, with the scales multiplied into factors."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 WEIGHTS: Final = "adapter_model.safetensors"
 CONFIG: Final = "adapter_config.json"
 KINDS: Final = ("lora", "dora")
+"""The kinds of adapters that can be exported."""
 
 
 class Factors(NamedTuple):
-    """The change of a layer's weight, `up @ down`."""
+    """The change of a layer's weight (out, in): `up @ down`, and with DoRA a magnitude."""
 
     down: Array
     """(rank, in)."""
@@ -35,14 +36,14 @@ class Factors(NamedTuple):
     """(out,): with DoRA, the Euclidean norms of the rows of the changed weight."""
 
     def rows(self, some: slice) -> Factors:
-        """Return the change of these rows of the weight."""
+        """Return the change of the rows `some` of the weight."""
         magnitude = None if self.magnitude is None else self.magnitude[some]
         return Factors(self.down, self.up[some], magnitude)
 
 
 @dataclass(frozen=True)
 class TextAdapter:
-    """The adapters of a language model's layers."""
+    """An adapter of a language model."""
 
     layers: dict[str, Factors]
     """The factors of each adapted layer, by the layer's name in transformers."""
@@ -54,25 +55,26 @@ class TextAdapter:
 
     @property
     def is_dora(self) -> bool:
-        """Whether layers have magnitudes."""
+        """Whether a layer has a magnitude."""
         return any(factors.magnitude is not None for factors in self.layers.values())
 
     def filled(self) -> dict[str, Factors]:
-        """Return the layers, all with the largest rank: factors are padded with zeros."""
+        """Return the factors of each layer, padded with zeros to the largest rank."""
         return {
             layer: Factors(
-                _filled(factors.down, (self.rank, factors.down.shape[1])),
-                _filled(factors.up, (factors.up.shape[0], self.rank)),
+                _padded(factors.down, (self.rank, factors.down.shape[1])),
+                _padded(factors.up, (factors.up.shape[0], self.rank)),
                 factors.magnitude,
             )
             for layer, factors in self.layers.items()
         }
 
 
-def _filled(array: Array, shape: tuple[int, int]) -> Array:
-    filled = np.zeros(shape, np.float32)
-    filled[: array.shape[0], : array.shape[1]] = array
-    return filled
+def _padded(matrix: Array, shape: tuple[int, int]) -> Array:
+    """Return the matrix with rows and columns of zeros added up to `shape`."""
+    padded = np.zeros(shape, np.float32)
+    padded[: matrix.shape[0], : matrix.shape[1]] = matrix
+    return padded
 
 
 def read_adapter(path: Path, family: str, weights: Path) -> TextAdapter:
@@ -86,7 +88,7 @@ def read_adapter(path: Path, family: str, weights: Path) -> TextAdapter:
     Raises:
         MissingFileError, WeightsFormatError: the adapter is missing or damaged, does not fit the
             model, or does not have peft's names of tensors.
-        ConfigError: the adapter is neither LoRA nor DoRA.
+        ConfigError: the adapter of a layer is neither LoRA nor DoRA, or `family` is not known.
     """
     report = tc.verify_adapter(path, family, weights)
     wrong = [*report.others, *(m.module for m in report.modules if m.layer is None or m.fault)]
@@ -94,29 +96,32 @@ def read_adapter(path: Path, family: str, weights: Path) -> TextAdapter:
         raise WeightsFormatError(
             f"adapter: {path} is not for this model: {wrong[0]}; see `trainable-candle verify`"
         )
-    kinds = {str(module.kind) for module in report.modules} - set(KINDS)
-    if kinds:
+    unsupported = {str(module.kind) for module in report.modules} - set(KINDS)
+    if unsupported:
         raise ConfigError(
-            f"adapter: {path} is of the kind {', '.join(sorted(kinds))}, and only LoRA and DoRA "
-            "can be exported; `trainable-candle merge` writes the whole model"
+            f"adapter: {path} has layers of the kind {', '.join(sorted(unsupported))}, and only "
+            "LoRA and DoRA can be exported; `trainable-candle merge` writes the model with the "
+            "adapter merged"
         )
     tensors = tc.load_file(path / WEIGHTS if path.is_dir() else path)
     layers = {}
     for module in report.modules:
-        start = f"{module.module}."
-        parts = {key.removeprefix(start): key for key in tensors if key.startswith(start)}
+        prefix = f"{module.module}."
+        keys = {key.removeprefix(prefix): key for key in tensors if key.startswith(prefix)}
 
-        def part(name: str, parts: Mapping[str, str] = parts) -> Array:
-            return np.asarray(tensors[parts[name]].to("f32").numpy())
+        def array(name: str, keys: Mapping[str, str] = keys) -> Array:
+            return np.asarray(tensors[keys[name]].to("f32").numpy())
 
-        if not {"lora_A.weight", "lora_B.weight"} <= parts.keys():
+        if not {"lora_A.weight", "lora_B.weight"} <= keys.keys():
             raise WeightsFormatError(
                 f"adapter: {path} does not have peft's names; load it with "
                 "`Model.load_adapter` and write it with `AdapterSet.save(format='peft')`"
             )
-        magnitude = next((part(name) for name in parts if name.startswith("lora_magn")), None)
-        up = part("lora_B.weight") * np.float32(module.scale)
-        layers[str(module.layer)] = Factors(part("lora_A.weight"), up, magnitude)
+        # peft writes the name without `.weight`, other programs with it.
+        names = (name for name in keys if name.startswith("lora_magnitude_vector"))
+        magnitude = next(map(array, names), None)
+        up = array("lora_B.weight") * np.float32(module.scale)
+        layers[str(module.layer)] = Factors(array("lora_A.weight"), up, magnitude)
     if not layers:
         raise WeightsFormatError(
             f"adapter: {path} holds no adapter; give one that train-lora wrote"
@@ -125,7 +130,11 @@ def read_adapter(path: Path, family: str, weights: Path) -> TextAdapter:
 
 
 def adapter_settings(path: Path) -> dict[str, Any] | None:
-    """Return the `adapter_config.json` of a folder; None without one."""
+    """Return the content of `adapter_config.json` in a folder; None if there is no such file.
+
+    Raises:
+        ValueError: the file is not JSON.
+    """
     file = path / CONFIG
     if not file.is_file():
         return None
@@ -136,8 +145,8 @@ def adapter_settings(path: Path) -> dict[str, Any] | None:
 def short_names(adapted: Iterable[str], layers: Iterable[str]) -> list[str]:
     """Return the shortest names that select the adapted layers and no others.
 
-    They are the last parts of the adapted layers' names, or the whole names if the name of another
-    layer ends in one of these parts.
+    They are the last parts of the adapted layers' names, such as `q_proj`, or the complete names if
+    the name of another layer ends in one of these parts.
 
     Args:
         adapted: the names of the adapted layers.
@@ -145,5 +154,5 @@ def short_names(adapted: Iterable[str], layers: Iterable[str]) -> list[str]:
     """
     chosen = set(adapted)
     last = {name.rpartition(".")[2] for name in chosen}
-    named = {name for name in layers if name.rpartition(".")[2] in last}
-    return sorted(last if named == chosen else chosen)
+    selected = {name for name in layers if name.rpartition(".")[2] in last}
+    return sorted(last if selected == chosen else chosen)

@@ -1,6 +1,6 @@
-"""Which program a file or folder with an adapter of a language model is for.
+"""Finds out for which program an adapter of a language model was written, and what it contains.
 
-The names of files are those that `export` writes, and those that the programs look for.
+The names of its files tell the program: `export` writes, and the programs look for, these names.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ MODELFILE: Final = "Modelfile"
 
 
 def form_of(path: Path) -> str | None:
-    """Return the program whose form the files have; None if they are in no program's form.
+    """Return the program whose form a file or folder has; None if it has no program's form.
 
     The result is a key of `READERS`; "peft" also stands for vLLM, which reads peft's form.
     """
     if path.is_file():
         if path.suffix == ".gguf":
             return "gguf"
-        names = {path.name, *({CONFIG} if (path.parent / CONFIG).is_file() else ())}
+        names = {path.name}
+        if (path.parent / CONFIG).is_file():
+            names.add(CONFIG)
     else:
         names = {file.name for file in path.iterdir()} if path.is_dir() else set()
     if {WEIGHTS, CONFIG} <= names:
@@ -46,10 +48,14 @@ def form_of(path: Path) -> str | None:
 
 
 def summary(path: Path, form: str) -> str:
-    """Return what an adapter in mlx-lm's or llama.cpp's form consists of.
+    """Describe an adapter: layers and ranks of mlx-lm's, the architecture of llama.cpp's.
+
+    Args:
+        path: the file or folder.
+        form: "mlx", "gguf" or "ollama".
 
     Raises:
-        WeightsFormatError: the files are damaged, or do not hold an adapter.
+        MissingFileError, WeightsFormatError: a file is missing or damaged, or holds no adapter.
     """
     if form == "mlx":
         factors = _mlx_factors(path)
@@ -64,16 +70,17 @@ def require_fit(
 ) -> None:
     """Check that an adapter in mlx-lm's or llama.cpp's form is for a model.
 
-    Of llama.cpp's files, only the name of the architecture is compared.
+    In llama.cpp's form, only the name of the architecture is compared.
 
     Args:
         path: the file or folder.
-        form: the adapter's form.
+        form: "mlx", "gguf" or "ollama".
         config: the model's `config.json`.
         layers: the shapes of the weights of the model's linear layers.
 
     Raises:
-        WeightsFormatError: the files are damaged, hold no adapter, or are for another model.
+        MissingFileError, WeightsFormatError: a file is missing or damaged, holds no adapter, or is
+            for another model.
         ConfigError: llama.cpp's name of the model's architecture is not known.
     """
     if form != "mlx":
@@ -86,7 +93,8 @@ def require_fit(
     for key, shape in _mlx_factors(path).items():
         layer, _, factor = key.rpartition(".")
         outputs, inputs = layers.get(layer, (0, 0))[:2]
-        if shape[factor == "lora_b"] != (outputs if factor == "lora_b" else inputs):
+        size, fitting = (shape[1], outputs) if factor == "lora_b" else (shape[0], inputs)
+        if size != fitting:
             raise WeightsFormatError(
                 f"{path}: {key} has the shape {list(shape)}, which does not fit "
                 + (f"a weight of shape {[outputs, inputs]}" if layer in layers else "this model")
@@ -94,7 +102,11 @@ def require_fit(
 
 
 def _mlx_factors(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the factors: lora_a is (in, rank), lora_b is (rank, out)."""
+    """Return the shapes of the factors, by key: lora_a is (in, rank), lora_b is (rank, out).
+
+    Raises:
+        MissingFileError, WeightsFormatError: the file is missing or damaged, or has no factors.
+    """
     tensors = tc.load_file(path / MLX_WEIGHTS if path.is_dir() else path)
     factors = {key: t.shape for key, t in tensors.items() if key.endswith((".lora_a", ".lora_b"))}
     if not factors:
@@ -103,6 +115,11 @@ def _mlx_factors(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _gguf(path: Path) -> dict[str, Any]:
+    """Return the metadata of an adapter in llama.cpp's form.
+
+    Raises:
+        MissingFileError, WeightsFormatError: the file is missing or damaged, or holds no adapter.
+    """
     facts = gguf_facts(path / GGUF_WEIGHTS if path.is_dir() else path) or {}
     if facts.get("general.type") != "adapter":
         kind = facts.get("general.type", "a file without general.type")

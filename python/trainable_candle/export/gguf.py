@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trainable_candle.export.adapter import TextAdapter
 
 ARCHITECTURES: Final = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""`model_type` of transformers -> the architecture's name in GGUF."""
+"""`model_type` in transformers' `config.json` -> the architecture's name in GGUF."""
 NAMES: Final = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -40,40 +40,40 @@ NAMES: Final = {
 }
 """transformers' name of a layer in a block -> the layer's name in GGUF."""
 LAYER: Final = re.compile(r"model\.layers\.(\d+)\.(.+)")
-"""The whole name of a layer in transformers: the index of its block, and its name in the block."""
+"""The name of a layer in transformers; the groups are the index of its block and its name there."""
 
 
 def write_adapter(path: Path, adapter: TextAdapter, config: Mapping[str, Any]) -> None:
-    """Write an adapter.
+    """Write a LoRA adapter.
 
     Args:
         path: the file to write.
-        adapter: the adapter, without DoRA.
+        adapter: the adapter, without magnitudes (DoRA).
         config: the model's `config.json`.
 
     Raises:
-        ConfigError: llama.cpp does not support the model, or a layer.
+        ConfigError: llama.cpp's name of the model's architecture or of a layer is not known.
         OSError: the file cannot be written.
     """
-    name_of_model = architecture(config)
+    architecture_name = architecture(config)
     tensors = {}
     for layer, factors in adapter.filled().items():
         name = _name(layer)
         up = factors.up
-        if name_of_model == "llama" and name.endswith(("attn_q", "attn_k")):
+        if architecture_name == "llama" and name.endswith(("attn_q", "attn_k")):
             up = paired(up, heads(config, name))
         tensors[f"{name}.weight.lora_a"] = factors.down
         tensors[f"{name}.weight.lora_b"] = up
     facts: dict[str, Fact] = {
-        "general.architecture": name_of_model,
+        "general.architecture": architecture_name,
         "general.type": "adapter",
         "adapter.type": "lora",
         # llama.cpp multiplies by alpha / rank. This must be 1, because `up` includes the scale.
         "adapter.lora.alpha": float(adapter.rank),
     }
     entries = [
-        Entry(name, rows.shape, "f32", partial(tc.tensor, np.ascontiguousarray(rows)))
-        for name, rows in tensors.items()
+        Entry(name, factor.shape, "f32", partial(tc.tensor, np.ascontiguousarray(factor)))
+        for name, factor in tensors.items()
     ]
     content = BytesIO()
     write(content, facts, entries)
@@ -81,18 +81,26 @@ def write_adapter(path: Path, adapter: TextAdapter, config: Mapping[str, Any]) -
 
 
 def architecture(config: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name of the architecture of a `config.json`.
+    """Return llama.cpp's name of the architecture of the model with this `config.json`.
 
     Raises:
         ConfigError: llama.cpp's name of the architecture is not known.
     """
-    family = str(config.get("model_type"))
-    if family not in ARCHITECTURES:
-        raise ConfigError(f"export: llama.cpp's name of the architecture `{family}` is not known")
-    return ARCHITECTURES[family]
+    model_type = str(config.get("model_type", ""))
+    if model_type not in ARCHITECTURES:
+        raise ConfigError(
+            f"export: llama.cpp's name of the architecture `{model_type}` is not known; expected "
+            f"one of {', '.join(ARCHITECTURES)} as model_type in config.json"
+        )
+    return ARCHITECTURES[model_type]
 
 
 def _name(layer: str) -> str:
+    """Return llama.cpp's name of a layer.
+
+    Raises:
+        ConfigError: it is not known.
+    """
     match = LAYER.fullmatch(layer)
     if not match or match[2] not in NAMES:
         raise ConfigError(f"export: llama.cpp has no name for the layer {layer}")
@@ -100,11 +108,11 @@ def _name(layer: str) -> str:
 
 
 def heads(config: Mapping[str, Any], name: str) -> int:
-    """Return the number of query heads or of key heads.
+    """Return the number of heads of a layer that computes queries or keys.
 
     Args:
         config: the model's `config.json`.
-        name: llama.cpp's name of the layer that computes the queries or the keys.
+        name: llama.cpp's name of the layer.
     """
     queries = int(config["num_attention_heads"])
     if name.endswith("attn_q"):
@@ -113,7 +121,7 @@ def heads(config: Mapping[str, Any], name: str) -> int:
 
 
 def paired(rows: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.float32]:
-    """Reorder the rows of a query or key weight with `count` heads for llama.cpp.
+    """Return the rows of a query or key weight with `count` heads in llama.cpp's order.
 
     The rotary embedding rotates pairs of features of a head: llama.cpp pairs neighbouring features,
     transformers pairs features that are half a head apart.

@@ -19,10 +19,13 @@ if TYPE_CHECKING:
     from trainable_candle import QuantizedTensor, Tensor
 
 _ALIGNMENT: Final = 32
+"""Each tensor begins at a multiple of this many bytes."""
 _U32, _I32, _FLOAT, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
+"""The numbers that stand in files for the types of metadata."""
 Fact = str | bool | int | float | list[Any]
 """A value of the metadata. An integer is stored as u32, but integers in a list as i32; floats are
-stored as f32, and an empty list as a list of strings."""
+stored as f32, and an empty list as a list of strings. The first value of a list decides its type.
+"""
 
 
 class Kind(NamedTuple):
@@ -57,6 +60,7 @@ class Entry(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
+    """The sizes in the order of PyTorch, the innermost dimension last."""
     kind: str
     """How the file stores the values; a key of `KINDS`."""
     values: Callable[[], Tensor | QuantizedTensor]
@@ -65,17 +69,18 @@ class Entry(NamedTuple):
 
 
 def write(file: BinaryIO, facts: Mapping[str, Fact], entries: Sequence[Entry]) -> None:
-    """Write a whole file. One tensor is in memory at a time.
+    """Write a complete file. One tensor is in memory at a time.
 
     Raises:
-        ConfigError: a tensor's rows are not whole blocks of its kind, or the kind cannot represent
-            its values.
+        ConfigError: a tensor's rows do not consist of whole blocks of its kind, its values are not
+            finite in f16, or `values` returns another number of bytes than shape and kind need.
+        ArgumentError: values are not finite or too large for a kind with blocks.
         OSError: the file cannot be written.
     """
     head = [b"GGUF", struct.pack("<IQQ", 3, len(entries), len(facts))]
     for key, value in facts.items():
-        kind, content = _fact(value)
-        head += [_string(key), struct.pack("<I", kind), content]
+        type_number, content = _fact(value)
+        head += [_string(key), struct.pack("<I", type_number), content]
     offset = 0
     for entry in entries:
         # GGUF lists the sizes in the opposite order, the innermost dimension first.
@@ -83,8 +88,8 @@ def write(file: BinaryIO, facts: Mapping[str, Fact], entries: Sequence[Entry]) -
         head += [_string(entry.name), struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)]
         head.append(struct.pack("<IQ", KINDS[entry.kind].number, offset))
         offset += _padded(_size(entry))
-    start = b"".join(head)
-    file.write(start + bytes(_padded(len(start)) - len(start)))
+    header = b"".join(head)
+    file.write(header + bytes(_padded(len(header)) - len(header)))
     for entry in entries:
         size = _size(entry)
         content = _content(entry)
@@ -95,10 +100,16 @@ def write(file: BinaryIO, facts: Mapping[str, Fact], entries: Sequence[Entry]) -
 
 
 def _padded(size: int) -> int:
+    """Return the least multiple of `_ALIGNMENT` that is not below `size`."""
     return size + -size % _ALIGNMENT
 
 
 def _size(entry: Entry) -> int:
+    """Return the number of bytes of a tensor.
+
+    Raises:
+        ConfigError: its rows do not consist of whole blocks.
+    """
     kind, columns = KINDS[entry.kind], entry.shape[-1] if entry.shape else 1
     if columns % kind.block:
         raise ConfigError(
@@ -109,6 +120,11 @@ def _size(entry: Entry) -> int:
 
 
 def _content(entry: Entry) -> bytes:
+    """Return the bytes of a tensor; the codes of a quantized tensor contain its scales.
+
+    Raises:
+        ConfigError, ArgumentError: its kind cannot represent a value.
+    """
     values = entry.values()
     if not isinstance(values, tc.Tensor):
         return bytes(values.tensors()["codes"].numpy().tobytes())
@@ -120,11 +136,14 @@ def _content(entry: Entry) -> bytes:
         return bytes((np.ascontiguousarray(rounded).view("<u4") >> 16).astype("<u2").tobytes())
     content = values.to(entry.kind).numpy()
     if entry.kind == "f16" and not np.isfinite(content).all():
-        raise ConfigError(f"export: {entry.name} has values too large for f16; use bf16 or f32")
+        raise ConfigError(
+            f"export: {entry.name} has values that are not finite in f16; use bf16 or f32"
+        )
     return bytes(np.ascontiguousarray(content).tobytes())
 
 
 def _fact(value: Fact) -> tuple[int, bytes]:
+    """Return the number that stands for the type of a value, and the bytes of the value."""
     # Test for bool before int, because a bool is also an int.
     if isinstance(value, bool):
         return _BOOL, struct.pack("<?", value)
@@ -138,10 +157,11 @@ def _fact(value: Fact) -> tuple[int, bytes]:
     count = struct.pack("<Q", len(value))
     if isinstance(first, str):
         return _ARRAY, struct.pack("<I", _STRING) + count + b"".join(map(_string, value))
-    kind, code = (_FLOAT, "f") if isinstance(first, float) else (_I32, "i")
-    return _ARRAY, struct.pack("<I", kind) + count + struct.pack(f"<{len(value)}{code}", *value)
+    number, code = (_FLOAT, "f") if isinstance(first, float) else (_I32, "i")
+    return _ARRAY, struct.pack("<I", number) + count + struct.pack(f"<{len(value)}{code}", *value)
 
 
 def _string(text: str) -> bytes:
+    """Return the number of a text's bytes in UTF-8, then these bytes."""
     content = text.encode()
     return struct.pack("<Q", len(content)) + content

@@ -26,18 +26,20 @@ if TYPE_CHECKING:
     from trainable_candle.export.adapter import TextAdapter
 
 FILE_TYPES: Final = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}
-"""The value of `general.file_type` for each kind that a model's matrices are written in."""
+"""The value of `general.file_type` for each kind that `write_model` offers for matrices."""
 _OUTSIDE: Final = {
     "embed_tokens.weight": "token_embd.weight",
     "norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
+"""Parameters outside the blocks: the name in transformers, without `model.` -> llama.cpp's name."""
 _NORMS: Final = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
 }
+"""Norms in a block: the name in transformers -> llama.cpp's name."""
 
 
 def write_model(weights: Path, adapter: TextAdapter, path: Path, kind: str) -> None:
@@ -53,9 +55,12 @@ def write_model(weights: Path, adapter: TextAdapter, path: Path, kind: str) -> N
         kind: "f32", "f16", "bf16", "q8_0" or "q4_0".
 
     Raises:
-        ConfigError: llama.cpp does not support the model or its tokenizer, or the kind is unknown.
-        MissingFileError, WeightsFormatError: a file is missing or damaged, or no file has the
-            weight of an adapted layer.
+        ConfigError: llama.cpp does not support the model or its tokenizer, the kind is unknown, or
+            a value is not finite in f16.
+        MissingFileError, WeightsFormatError: a file is missing or damaged, `weights` is not the
+            folder of an unquantized model, or no file has the weight of an adapted layer.
+        ArgumentError: a value is not finite or too large for "q8_0" or "q4_0".
+        ValueError: a JSON file is damaged.
         OSError: the file cannot be written.
     """
     if kind not in FILE_TYPES:
@@ -64,17 +69,18 @@ def write_model(weights: Path, adapter: TextAdapter, path: Path, kind: str) -> N
     config = parse_json((weights / CONFIG).read_text(encoding="utf-8"))
     facts = model_facts(config) | vocabulary(weights, int(config["vocab_size"]))
     facts |= {"general.file_type": FILE_TYPES[kind], "general.quantization_version": 2}
-    left = dict(adapter.layers)
+    unmerged = dict(adapter.layers)
     entries = _rotary_divisors(config)
     for name in names:
         for key, tensor in tc.load_file(weights / name).items():
             ours = key.removeprefix("model.")
+            # llama.cpp computes the frequencies, and takes a missing head to be the embedding.
             if ours.endswith("rotary_emb.inv_freq"):
                 continue
             if ours == "lm_head.weight" and config.get("tie_word_embeddings"):
                 continue
             layer = f"model.{ours.removesuffix('.weight')}"
-            factors = left.pop(layer, None)
+            factors = unmerged.pop(layer, None)
             theirs = parameter_name(ours)
 
             def values(
@@ -87,8 +93,8 @@ def write_model(weights: Path, adapter: TextAdapter, path: Path, kind: str) -> N
 
             shape = tuple(tensor.shape)
             entries.append(Entry(theirs, shape, _kind_of(shape, kind), values))
-    if left:
-        raise WeightsFormatError(f"weights: {weights} has no weight of {next(iter(left))}")
+    if unmerged:
+        raise WeightsFormatError(f"weights: {weights} has no weight of {next(iter(unmerged))}")
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("wb") as file:
         write(file, facts, entries)
@@ -122,10 +128,13 @@ def parameter_name(ours: str) -> str:
 
 
 def _ordered(values: Tensor, name: str, config: Mapping[str, Any]) -> Tensor:
-    """Return the values, with the rows of Llama's query and key weights in llama.cpp's order."""
+    """Return the values of a parameter; Llama's query and key rows get llama.cpp's order.
+
+    `name` is llama.cpp's name of the parameter.
+    """
     layer = name.rpartition(".")[0]
-    llama = gguf.architecture(config) == "llama"
-    if not (llama and layer.endswith(("attn_q", "attn_k"))):
+    is_llama = gguf.architecture(config) == "llama"
+    if not (is_llama and layer.endswith(("attn_q", "attn_k"))):
         return values
     rows = gguf.paired(values.numpy(), gguf.heads(config, layer))
     return tc.tensor(rows)
@@ -165,18 +174,25 @@ def model_facts(config: Mapping[str, Any]) -> dict[str, Fact]:
             length = rope.get("original_max_position_embeddings", config["max_position_embeddings"])
             facts[f"{name}.rope.scaling.original_context_length"] = int(length)
     elif kind not in {"default", "llama3"}:
-        raise ConfigError(f"export: positions of the kind {kind} are not supported for llama.cpp")
+        raise ConfigError(
+            f"export: rotary scaling of the kind {kind} is not supported for llama.cpp, expected "
+            "linear, yarn or llama3"
+        )
     return facts
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary settings, which versions of transformers name differently."""
+    """Return the rotary settings, for which versions of transformers have different names."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return {"rope_theta": config.get("rope_theta", 10_000.0), **found}
 
 
 def _rotary_divisors(config: Mapping[str, Any]) -> list[Entry]:
-    """Return the entry of the rotary frequencies' divisors; only Llama 3's scaling has divisors."""
+    """Return one entry, the divisors of the rotary frequencies, for Llama 3's scaling, else none.
+
+    Frequencies with at most `low` turns in `original_max_position_embeddings` positions are divided
+    by `factor`. Those with at least `high` turns stay. The divisor changes smoothly in between.
+    """
     rope = _rope(config)
     if (rope.get("rope_type") or rope.get("type")) != "llama3":
         return []

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
     from trainable_candle.export.gguf_file import Fact
 
-_START: Final = "tokenizer.ggml."
+_PREFIX: Final = "tokenizer.ggml."
+"""Keys of the metadata about the tokenizer begin with this."""
 
 
 def vocabulary(folder: Path, size: int) -> dict[str, Fact]:
@@ -45,62 +46,76 @@ def vocabulary(folder: Path, size: int) -> dict[str, Fact]:
     Raises:
         ConfigError: llama.cpp does not read this kind of tokenizer, or the tokenizer has more
             tokens than `size`.
-        MissingFileError, WeightsFormatError: a file is missing or damaged.
+        MissingFileError: there is no `tokenizer.json`.
+        WeightsFormatError, ValueError: a file is damaged.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise MissingFileError(f"export: there is no file {path}, which the GGUF file needs")
-    found = parse_json(path.read_text(encoding="utf-8"))
-    model = found["model"]
+    tokenizer = parse_json(path.read_text(encoding="utf-8"))
+    model = tokenizer["model"]
     if model.get("type", "BPE") != "BPE":
         raise ConfigError(f"export: {path} is of the kind {model['type']}, expected BPE")
-    numbers: dict[str, int] = dict(model["vocab"])
-    kinds = dict.fromkeys(numbers, NORMAL)
-    for token in found.get("added_tokens", ()):
-        numbers[token["content"]] = token["id"]
-        kinds[token["content"]] = CONTROL if token.get("special") else USER
-    if max(numbers.values()) >= size:
+    ids: dict[str, int] = dict(model["vocab"])
+    type_of = dict.fromkeys(ids, NORMAL)
+    for added in tokenizer.get("added_tokens", ()):
+        ids[added["content"]] = added["id"]
+        type_of[added["content"]] = CONTROL if added.get("special") else USER
+    if max(ids.values()) >= size:
         raise ConfigError(
-            f"export: {path} has {max(numbers.values()) + 1} tokens, expected at most {size}, the "
-            "rows of the model's embedding"
+            f"export: {path} has token ids up to {max(ids.values())}, expected below {size}, the "
+            "number of rows of the model's embedding"
         )
     tokens = [f"[PAD{number}]" for number in range(size)]
     types = [UNUSED] * size
-    pieces = bool(model.get("byte_fallback"))
-    for token, number in numbers.items():
+    # Only tokenizers that were converted from SentencePiece fall back to bytes.
+    is_sentencepiece = bool(model.get("byte_fallback"))
+    for token, number in ids.items():
         tokens[number] = token
-        is_byte = pieces and len(token) == len("<0x00>") and token.startswith("<0x")
-        types[number] = BYTE if is_byte else kinds[token]
+        is_byte = is_sentencepiece and len(token) == len("<0x00>") and token.startswith("<0x")
+        types[number] = BYTE if is_byte else type_of[token]
     facts: dict[str, Fact] = {
-        f"{_START}model": "llama" if pieces else "gpt2",
-        f"{_START}tokens": list(tokens),
-        f"{_START}token_type": list(types),
+        f"{_PREFIX}model": "llama" if is_sentencepiece else "gpt2",
+        f"{_PREFIX}tokens": list(tokens),
+        f"{_PREFIX}token_type": list(types),
     }
-    if pieces:
+    if is_sentencepiece:
         # llama.cpp applies the merge with the highest score first. Token ids rise in the order of
         # the merges, so a token's score is its negative id.
-        facts[f"{_START}scores"] = [-float(number) for number in range(size)]
+        facts[f"{_PREFIX}scores"] = [-float(number) for number in range(size)]
     else:
-        facts[f"{_START}pre"] = _split(found, str(path))
+        facts[f"{_PREFIX}pre"] = _pre_tokenizer(tokenizer, str(path))
         merges = model["merges"]
-        facts[f"{_START}merges"] = [m if isinstance(m, str) else " ".join(m) for m in merges]
-    return facts | _named(folder, numbers, str(found.get("post_processor")))
+        facts[f"{_PREFIX}merges"] = [m if isinstance(m, str) else " ".join(m) for m in merges]
+    return facts | _special(folder, ids, str(tokenizer.get("post_processor")))
 
 
-def _named(folder: Path, numbers: Mapping[str, int], post_processor: str) -> dict[str, Fact]:
-    """Return the ids of named special tokens, whether texts begin with BOS, and chat templates."""
+def _special(folder: Path, ids: Mapping[str, int], post_processor: str) -> dict[str, Fact]:
+    """Return metadata: ids of special tokens, whether texts begin with BOS, and chat templates.
+
+    Args:
+        folder: the folder with the tokenizer.
+        ids: the id of each token.
+        post_processor: the text of this entry of `tokenizer.json`; it names the tokens that it
+            adds.
+
+    Raises:
+        WeightsFormatError, ValueError: a file is damaged.
+    """
     facts: dict[str, Fact] = {}
     config = read_object(folder / "tokenizer_config.json")
     named = special_tokens({**read_object(folder / "special_tokens_map.json"), **config})
     for name, key in NAMES.items():
-        if named.get(name) in numbers:
-            facts[f"{_START}{key}"] = numbers[named[name]]
-    end = facts.get(f"{_START}eos_token_id")
-    ends = [number for number in end_tokens(folder) if number != end]
-    if ends:
-        facts[f"{_START}eot_token_id" if end is not None else f"{_START}eos_token_id"] = ends[0]
+        if named.get(name) in ids:
+            facts[f"{_PREFIX}{key}"] = ids[named[name]]
+    # llama.cpp ends texts at EOS and at EOT: give it a second end token, too, if there is one.
+    end = facts.get(f"{_PREFIX}eos_token_id")
+    other_ends = [number for number in end_tokens(folder) if number != end]
+    if other_ends:
+        key = "eos_token_id" if end is None else "eot_token_id"
+        facts[f"{_PREFIX}{key}"] = other_ends[0]
     first = named.get("bos_token")
-    facts[f"{_START}add_bos_token"] = first is not None and first in post_processor
+    facts[f"{_PREFIX}add_bos_token"] = first is not None and first in post_processor
     templates = chat_templates(folder, config)
     others = sorted(templates.keys() - {DEFAULT})
     if templates:
@@ -110,13 +125,13 @@ def _named(folder: Path, numbers: Mapping[str, int], post_processor: str) -> dic
     return facts | {f"{TEMPLATE}.{name}": templates[name] for name in others}
 
 
-def _split(found: Mapping[str, Any], path: str) -> str:
+def _pre_tokenizer(tokenizer: Mapping[str, Any], path: str) -> str:
     """Return llama.cpp's name of the tokenizer's pre-tokenizer, which splits text into words.
 
     Raises:
-        ConfigError: this project knows no llama.cpp name for the pre-tokenizer.
+        ConfigError: llama.cpp's name of the pre-tokenizer is not known.
     """
-    given = found.get("pre_tokenizer") or {}
+    given = tokenizer.get("pre_tokenizer") or {}
     steps = given.get("pretokenizers", [given])
     kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"]:
@@ -129,6 +144,6 @@ def _split(found: Mapping[str, Any], path: str) -> str:
             if known is not None and known == pattern:
                 return name
     raise ConfigError(
-        f"export: {path} splits text in a way that llama.cpp has no known name for; convert the "
-        "folder of --for merged with llama.cpp's convert_hf_to_gguf.py"
+        f"export: llama.cpp's name of the pre-tokenizer in {path} is not known; leave out --gguf, "
+        "and convert the folder that export writes with llama.cpp's convert_hf_to_gguf.py"
     )

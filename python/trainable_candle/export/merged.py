@@ -1,4 +1,4 @@
-"""Merges an adapter into a model's weights, one weight file at a time."""
+"""Merges an adapter into the weights of a language model, one weight file at a time."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ CONFIG: Final = "config.json"
 QUANTIZATION: Final = "quantization_config"
 """The entry of a configuration that says in which format the weights are quantized."""
 INDEX: Final = "model.safetensors.index.json"
+"""The file that says which weight file has which tensor; models in one weight file have none."""
 SINGLE: Final = "model.safetensors"
+"""The name of a single weight file."""
 AT_ONCE: Final = 2**21
-"""The number of elements of a weight that are merged at a time, so that they stay in the caches.
+"""The number of elements of a weight that are merged at a time, so that they stay in CPU caches.
 The number is small enough that changed elements can be counted exactly in f32."""
 
 
 @dataclass
 class Merged:
-    """How much of an adapter's change remains after rounding, summed over all weights."""
+    """How many weights were merged, and how much of the adapter's change remains after rounding."""
 
     files: int = 0
     """The number of weight files written."""
     weights: int = 0
     """The number of elements of the adapted layers' weights."""
     changed: int = 0
-    """How many of the elements counted in `weights` still differ after rounding."""
+    """How many of these elements differ from the original ones after rounding."""
     squared_change: float = 0.0
     """The squared norm of the exact change."""
     squared_loss: float = 0.0
@@ -49,6 +51,7 @@ class Merged:
         return (self.squared_loss / self.squared_change) ** 0.5 if self.squared_change else 0.0
 
     def __str__(self) -> str:
+        """Return the shares that changed and that rounding took, as text for the terminal."""
         share = self.changed / max(1, self.weights)
         return (
             f"{share:.1%} of the adapted layers' weights changed; rounding took "
@@ -67,24 +70,28 @@ def write_merged(weights: Path, adapter: TextAdapter, output: Path) -> Merged:
         adapter: the adapter.
         output: an empty folder.
 
+    Returns:
+        How much of the adapter's change remains after rounding.
+
     Raises:
-        MissingFileError, WeightsFormatError: a file is missing or damaged, or no file has the
-            weight of an adapted layer.
+        MissingFileError, WeightsFormatError: a file is missing or damaged, `weights` is not the
+            folder of an unquantized model, or no file has the weight of an adapted layer.
+        ValueError: a JSON file is damaged.
         OSError: a file cannot be written.
     """
-    left, result = dict(adapter.layers), Merged()
+    unmerged, result = dict(adapter.layers), Merged()
     for name in shards(weights):
         tensors = tc.load_file(weights / name)
         for key, weight in tensors.items():
             layer = key.removesuffix(".weight")
             # Files of a model without its head omit the prefix `model.`.
-            factors = left.pop(layer, None) or left.pop(f"model.{layer}", None)
+            factors = unmerged.pop(layer, None) or unmerged.pop(f"model.{layer}", None)
             if factors is not None:
                 tensors[key] = _sum(weight, factors, result)
         tc.save_file(tensors, output / name, {"format": "pt"})
         result.files += 1
-    if left:
-        raise WeightsFormatError(f"weights: {weights} has no weight of {next(iter(left))}")
+    if unmerged:
+        raise WeightsFormatError(f"weights: {weights} has no weight of {next(iter(unmerged))}")
     copy_files(weights, output, CONFIG)
     if (weights / INDEX).is_file():
         shutil.copyfile(weights / INDEX, output / INDEX)
@@ -92,7 +99,10 @@ def write_merged(weights: Path, adapter: TextAdapter, output: Path) -> Merged:
 
 
 def quantization_of(folder: Path) -> Any:
-    """Return what the configuration in a model's folder says about quantized weights, or None."""
+    """Return what the configuration in a model's folder says about quantized weights.
+
+    Return None if there is no configuration, or it says nothing about them.
+    """
     path = folder / CONFIG
     return parse_json(path.read_text("utf-8")).get(QUANTIZATION) if path.is_file() else None
 
@@ -109,13 +119,13 @@ def shards(weights: Path) -> list[str]:
     """Return the names of the weight files in a model's folder.
 
     Raises:
-        MissingFileError: the folder has no weight files, or `weights` is a GGUF file.
+        MissingFileError: the folder has no weight files, or `weights` is a file.
         WeightsFormatError: the index names a file in another folder, or the weights are quantized.
     """
     if weights.is_file():
         raise MissingFileError(
-            f"weights: {weights} is a GGUF file, whose values are rounded; give the folder of the "
-            "original model"
+            f"weights: {weights} is a file; give the folder of the original model (a GGUF file has "
+            "rounded values)"
         )
     if quantization_of(weights) is not None:
         raise WeightsFormatError(
@@ -135,9 +145,9 @@ def shards(weights: Path) -> list[str]:
 
 
 def add_factors(before: Tensor, factors: Factors) -> Tensor:
-    """Return a weight `before` in f32, [out, in], plus up @ down of its adapter.
+    """Return the weight `before`, [out, in] in f32, plus `up @ down` of its adapter.
 
-    With a magnitude (DoRA), each row of the sum is scaled to the length that the magnitude gives.
+    With a magnitude (DoRA), each row of the sum is scaled to the Euclidean norm in the magnitude.
     """
     exact = before + tc.tensor(factors.up) @ tc.tensor(factors.down)
     if factors.magnitude is None:
@@ -147,12 +157,15 @@ def add_factors(before: Tensor, factors: Factors) -> Tensor:
 
 
 def _sum(weight: Tensor, factors: Factors, result: Merged) -> Tensor:
-    """Return the weight with its adapter, computed some rows at a time; count it in `result`."""
+    """Return the weight with its adapter, and add its counts and norms to `result`.
+
+    Only some rows are computed at a time.
+    """
     count, width = weight.shape
     step = max(1, AT_ONCE // width)
     parts = []
-    for first in range(0, count, step):
-        some = slice(first, min(first + step, count))
+    for start in range(0, count, step):
+        some = slice(start, min(start + step, count))
         before = weight[some].to("f32")
         exact = add_factors(before, factors.rows(some))
         after = exact.to(str(weight.dtype))

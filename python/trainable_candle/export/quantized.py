@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 
 import trainable_candle as tc
-from trainable_candle.errors import WeightsFormatError
+from trainable_candle.errors import NonFiniteError, WeightsFormatError
 from trainable_candle.export.merged import CONFIG, INDEX, QUANTIZATION, shards
 from trainable_candle.files import parse_json, write_atomically
 from trainable_candle.nn.functional import fake_quantize
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from trainable_candle import Tensor
 
 _BLOCK: Final = 64
+"""The number of elements that share a scale in NF4."""
 _DTYPES: Final = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+"""The name of a dtype -> its name in PyTorch."""
 
 
 def quantize_folder(
@@ -43,48 +45,56 @@ def quantize_folder(
         folder: the folder with `config.json` and the weights; its files are replaced.
         layers: the names of the linear layers.
         to: one of `FORMATS`.
-        factors: the learned factors that multiply a layer's scales, by the names of layers.
+        factors: for layers with learned factors, by name, one factor for each scale; it multiplies
+            the scale.
 
     Returns:
         The relative error of the replaced weights: the norm of the error divided by the norm
         of the weights.
 
     Raises:
-        MissingFileError, WeightsFormatError: a file is missing or damaged, or no file has the
-            weight of a layer.
-        ShapeError: the number of a layer's factors is not the number of its scales.
-        NonFiniteError, ArgumentError: a weight is not a finite number.
+        MissingFileError, WeightsFormatError: a file is missing or damaged, the weights are already
+            quantized, or no file has the weight of a layer.
+        ShapeError: an nf4 weight does not consist of blocks of 64 elements, or the number of a
+            layer's factors is not the number of its scales.
+        NonFiniteError: a weight has values that are not finite.
+        ValueError: a JSON file is damaged.
         OSError: a file cannot be written.
     """
-    left, squared_error, squared_norm = set(layers), 0.0, 0.0
-    places: dict[str, str] = {}
+    remaining, squared_error, squared_norm = set(layers), 0.0, 0.0
+    weight_map: dict[str, str] = {}
     form = _FORMS[to]
     for name in shards(folder):
         tensors: dict[str, Tensor] = {}
-        codes: dict[str, str] = {}
+        code_dtypes: dict[str, str] = {}
         for key, weight in tc.load_file(folder / name).items():
             layer = key.removesuffix(".weight")
-            if layer not in left or layer == key:
+            if layer not in remaining or layer == key:
                 tensors[key] = weight
                 continue
-            left.remove(layer)
+            remaining.remove(layer)
             exact = weight.to("f32")
+            if not np.isfinite(exact.numpy()).all():
+                raise NonFiniteError(
+                    f"weights: {key} in {folder / name} has values that are not finite; is the "
+                    "file or the adapter damaged?"
+                )
             learned = (factors or {}).get(layer)
-            rounded = fake_quantize(exact, to, learned)  # raises if the weight cannot be quantized
+            rounded = fake_quantize(exact, to, learned)
             matrix = _matrix(exact, rounded, form, learned, _DTYPES[str(weight.dtype)])
             tensors |= form.parts(key, matrix)
-            if to in _CODES:
-                codes[key] = to
-            lost = (rounded - exact).numpy()
-            squared_error += float((lost.astype(np.float64) ** 2).sum())
+            if to in _CODE_DTYPES:
+                code_dtypes[key] = to
+            error = (rounded - exact).numpy()
+            squared_error += float((error.astype(np.float64) ** 2).sum())
             squared_norm += float((exact.numpy().astype(np.float64) ** 2).sum())
-        tc.save_file(tensors, folder / name, {"format": "pt"}, codes)
-        places |= dict.fromkeys(tensors, name)
-    if left:
-        raise WeightsFormatError(f"weights: {folder} has no weight of {min(left)}")
+        tc.save_file(tensors, folder / name, {"format": "pt"}, code_dtypes)
+        weight_map |= dict.fromkeys(tensors, name)
+    if remaining:
+        raise WeightsFormatError(f"weights: {folder} has no weight of {min(remaining)}")
     if (folder / INDEX).is_file():
         index = parse_json((folder / INDEX).read_text(encoding="utf-8"))
-        write_atomically(folder / INDEX, json.dumps(index | {"weight_map": places}, indent=2))
+        write_atomically(folder / INDEX, json.dumps(index | {"weight_map": weight_map}, indent=2))
     path = folder / CONFIG
     config = parse_json(path.read_text(encoding="utf-8"))
     dtype = config.get("torch_dtype") or config.get("dtype") or "float32"
@@ -98,11 +108,12 @@ _Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A weight rounded to a format, as units times scales."""
+    """A weight rounded to a format, as ratios times scales."""
 
-    units: _Floats
+    ratios: _Floats
     """The rounded values divided by their scales, [number of scales, elements per scale]."""
     scales: _Floats
+    """[number of scales]."""
     shape: tuple[int, ...]
     dtype: str
     """The weight's dtype before rounding, by its name in PyTorch."""
@@ -111,9 +122,14 @@ class _Matrix:
 def _matrix(
     exact: Tensor, rounded: Tensor, form: _Form, factors: Tensor | None, dtype: str
 ) -> _Matrix:
-    """Split `rounded` into units and scales.
+    """Split a rounded weight into ratios and scales.
 
-    `rounded` is `exact`, rounded with its scales multiplied by `factors`.
+    Args:
+        exact: the weight before rounding.
+        rounded: the result of `fake_quantize` for `exact` and `factors`.
+        form: the format.
+        factors: what multiplies the scales, one factor for each.
+        dtype: the weight's dtype in its file, by its name in PyTorch.
     """
     width = form.group or exact.shape[-1]
     scales = np.abs(exact.numpy().reshape(-1, width)).max(1) / np.float32(form.largest)
@@ -121,8 +137,8 @@ def _matrix(
     scales = np.maximum(scales, np.finfo(np.float32).tiny)
     if factors is not None:
         scales = scales * factors.numpy()
-    units = rounded.numpy().reshape(-1, width) / scales[:, None]
-    return _Matrix(units, scales, tuple(exact.shape), dtype)
+    ratios = rounded.numpy().reshape(-1, width) / scales[:, None]
+    return _Matrix(ratios, scales, tuple(exact.shape), dtype)
 
 
 @dataclass(frozen=True)
@@ -132,7 +148,7 @@ class _Form:
     group: int | None
     """The number of elements that share a scale; None: all elements of a row."""
     largest: float
-    """The scale of a group is the largest magnitude in it, divided by this number."""
+    """The scale of a group is the largest magnitude in the group, divided by this number."""
     parts: Callable[[str, _Matrix], dict[str, Tensor]]
     """Takes a weight's key and the rounded weight; returns the tensors to store by their keys, with
     the codes under the weight's key."""
@@ -149,9 +165,10 @@ def _nf4(key: str, matrix: _Matrix) -> dict[str, Tensor]:
         "shape": list(matrix.shape),
     }
     packed = np.frombuffer(json.dumps(state).encode(), np.uint8).copy()
-    values = _values()
-    codes = np.searchsorted((values[1:] + values[:-1]) / 2, matrix.units).astype(np.uint8)
-    pairs = codes.reshape(-1, 2)
+    values = _nf4_values()
+    # The code of a ratio is the index of the nearest value: the number of midpoints below it.
+    codes = np.searchsorted((values[1:] + values[:-1]) / 2, matrix.ratios).astype(np.uint8)
+    pairs = codes.reshape(-1, 2)  # A byte holds two codes, the first in its upper bits.
     return {
         key: tc.tensor(pairs[:, :1] << 4 | pairs[:, 1:]),
         f"{key}.absmax": tc.tensor(matrix.scales),
@@ -175,27 +192,28 @@ def _fp8(key: str, matrix: _Matrix) -> dict[str, Tensor]:
 
 
 def _codes(matrix: _Matrix, to: str) -> Tensor:
-    """Return the 8-bit codes of the units, [rows, columns].
+    """Return the 8-bit codes of the ratios, [rows, columns].
 
     `quantize` divides by the scale of a row. An added column of the largest value makes each scale
-    1, so that `quantize` only encodes the units; the result omits the column.
+    1, so that `quantize` only encodes the ratios; the result omits the column.
     """
     rows, columns = matrix.shape
     largest = np.full((rows, 1), _FORMS[to].largest, np.float32)
-    codes = tc.quantize(tc.tensor(np.concatenate([matrix.units, largest], 1)), to).tensors()[
-        "codes"
-    ]
+    extended = tc.tensor(np.concatenate([matrix.ratios, largest], 1))
+    codes = tc.quantize(extended, to).tensors()["codes"]
     return tc.tensor(codes.numpy().reshape(rows, columns + 1)[:, :-1].copy())
 
 
-def _values() -> _Floats:
-    """Return the sixteen values of NF4, found by rounding blocks whose scale is 1."""
-    blocks = np.linspace(-1, 1, 64 * 63, dtype=np.float32).reshape(64, 63)
-    blocks = np.concatenate([blocks, np.ones((64, 1), np.float32)], 1)
+def _nf4_values() -> _Floats:
+    """Return the sixteen values of NF4 in ascending order, found by rounding numbers."""
+    count = 64
+    numbers = np.linspace(-1, 1, count * (_BLOCK - 1), dtype=np.float32).reshape(count, _BLOCK - 1)
+    # The last number of each block is 1, so that the scale of the block is 1.
+    blocks = np.concatenate([numbers, np.ones((count, 1), np.float32)], 1)
     return np.unique(fake_quantize(tc.tensor(blocks), "nf4").numpy())
 
 
-def _bitsandbytes4(dtype: str) -> dict[str, object]:
+def _nf4_configuration(dtype: str) -> dict[str, object]:
     return {
         "quant_method": "bitsandbytes",
         "load_in_4bit": True,
@@ -208,7 +226,7 @@ def _bitsandbytes4(dtype: str) -> dict[str, object]:
     }
 
 
-def _bitsandbytes8(_dtype: str) -> dict[str, object]:
+def _int8_configuration(_dtype: str) -> dict[str, object]:
     return {
         "quant_method": "bitsandbytes",
         "load_in_4bit": False,
@@ -217,7 +235,7 @@ def _bitsandbytes8(_dtype: str) -> dict[str, object]:
     }
 
 
-def _compressed(_dtype: str) -> dict[str, object]:
+def _fp8_configuration(_dtype: str) -> dict[str, object]:
     weights = {
         "num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False,
     }  # fmt: skip
@@ -231,9 +249,11 @@ def _compressed(_dtype: str) -> dict[str, object]:
 
 
 _FORMS: Final[dict[str, _Form]] = {
-    "nf4": _Form(_BLOCK, 1, _nf4, _bitsandbytes4),
-    "int8": _Form(None, 127, _int8, _bitsandbytes8),
-    "fp8": _Form(None, 448, _fp8, _compressed),
+    "nf4": _Form(_BLOCK, 1, _nf4, _nf4_configuration),
+    "int8": _Form(None, 127, _int8, _int8_configuration),
+    "fp8": _Form(None, 448, _fp8, _fp8_configuration),
 }
-_CODES: Final = ("int8", "fp8")
+_CODE_DTYPES: Final = ("int8", "fp8")
+"""The formats whose codes have this dtype in the file; the codes of nf4 are u8."""
 FORMATS: Final = tuple(_FORMS)
+"""The formats of `quantize_folder`."""
