@@ -1,4 +1,4 @@
-"""A report of what this machine can train with, of its faults, and of their cures."""
+"""A report of what this machine can train with, of its faults, and of the cures."""
 
 from __future__ import annotations
 
@@ -20,18 +20,22 @@ if TYPE_CHECKING:
 
 GOOD: Final = "ok"
 NOTE: Final = "note"
+"""Training works, but something is missing or may be too small or slow."""
 FAULT: Final = "fault"
+"""Training, or training on a GPU, cannot work."""
 DRIVER: Final = 580
 """The oldest major version of NVIDIA's driver that CUDA 13 works with."""
 CAPABILITY: Final = (8, 0)
-"""The least compute capability of a GPU."""
+"""The least compute capability that a GPU must have, as (major, minor)."""
 _GIB: Final = 2**30
 _LEAST_MEMORY: Final = 16 * _GIB
-"""With less free memory, the report has a note."""
+"""With less free memory, in bytes, the report has a note."""
 _LEAST_DISK: Final = 20 * _GIB
-"""With less free disk space, the report has a note."""
+"""With less free disk space, in bytes, the report has a note."""
 _STEPS: Final = 60
 """The number of optimizer steps of the test on a device."""
+_FALL: Final = 0.1
+"""After the test, the loss must be below this fraction of the first loss."""
 _EXTRAS: Final = {
     "matplotlib": ("plot", "draws loss curves"),
     "tensorboardX": ("tensorboard", "logs for TensorBoard"),
@@ -53,7 +57,7 @@ class Finding:
     found: str
     """What the check has found."""
     cure: str = ""
-    """What to do; every fault has a cure."""
+    """What to do; empty if nothing must be done. Every fault has a cure."""
 
     def __str__(self) -> str:
         """Return one line, and the cure on a line below."""
@@ -62,7 +66,7 @@ class Finding:
 
 
 def examine(folder: Path) -> Iterator[Finding]:
-    """Run all checks; yields each finding as soon as it is known.
+    """Run all checks; yield each finding as soon as it is known.
 
     The last checks train a small layer on each device, for less than ten seconds per device.
 
@@ -134,7 +138,10 @@ def _disk(folder: Path) -> Finding:
 
 
 def _gpu() -> Finding:
-    """Return the NVIDIA GPU and its driver, as nvidia-smi reports them."""
+    """Return a finding about the NVIDIA GPUs and their driver, as nvidia-smi reports them.
+
+    The compute capability is checked for the first GPU only.
+    """
     tool = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path="/usr/lib/wsl/lib")
     if tool is None:
         if Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists():
@@ -156,29 +163,31 @@ def _gpu() -> Finding:
         return Finding(FAULT, "gpu", f"nvidia-smi does not run: {error}", "reboot, then try again")
     lines = [line.strip() for line in result.stdout.splitlines() if line.strip()]
     if result.returncode or not lines:
-        lines = (result.stdout + result.stderr).strip().splitlines()
+        said = (result.stdout + result.stderr).strip().splitlines()
         cure = "reboot after an update of the driver; in a container, give it the GPU (--gpus all)"
-        return Finding(FAULT, "gpu", f"nvidia-smi: {lines[0] if lines else 'no GPU'}", cure)
+        return Finding(FAULT, "gpu", f"nvidia-smi: {said[0] if said else 'no GPU'}", cure)
     facts = [part.strip() for part in lines[0].split(",")]
     found = "; ".join(lines)
-    if len(facts) == 4:
-        if facts[1].partition(".")[0].isdecimal() and int(facts[1].partition(".")[0]) < DRIVER:
+    if len(facts) == 4:  # The four values of `query`.
+        driver = facts[1].partition(".")[0]
+        if driver.isdecimal() and int(driver) < DRIVER:
             cure = f"install driver {DRIVER} or newer" + (" in Windows" if is_wsl() else "")
             return Finding(FAULT, "gpu", f"{found}: the driver is too old", cure)
         major, _, minor = facts[2].partition(".")
-        capable = major.isdecimal() and minor.isdecimal()
-        if capable and (int(major), int(minor)) < CAPABILITY:
+        is_known = major.isdecimal() and minor.isdecimal()
+        if is_known and (int(major), int(minor)) < CAPABILITY:
             cure = "train on the CPU, or on a GPU of the Ampere generation or newer"
             return Finding(FAULT, "gpu", f"{found}: compute capability below 8.0", cure)
     return Finding(GOOD, "gpu", found)
 
 
-def _cuda(has_gpu: bool, reason: str | None) -> Finding:
+def _cuda(gpu_is_good: bool, reason: str | None) -> Finding:
+    """Return a finding about CUDA; `reason` says why it cannot be used, and is None if it can."""
     if reason is None:
         count = tc.cuda.device_count()
         devices = "1 device" if count == 1 else f"{count} devices"
         return Finding(GOOD, "cuda", f"{devices} can be used")
-    if not has_gpu:
+    if not gpu_is_good:
         return Finding(NOTE, "cuda", f"not used: {reason}")
     cure = 'pip install "trainable-candle[cuda13]"; `nvidia-smi` shows whether the driver works'
     if "no CUDA support" in reason:
@@ -187,6 +196,7 @@ def _cuda(has_gpu: bool, reason: str | None) -> Finding:
 
 
 def _card(device: str) -> Finding:
+    """Return a finding about the free memory of a GPU."""
     stats = tc.cuda.memory_stats(device)
     found = f"{stats['free'] / _GIB:.1f} of {stats['total'] / _GIB:.1f} GiB are free on {device}"
     if stats["free"] < 0.5 * stats["total"]:
@@ -197,7 +207,7 @@ def _card(device: str) -> Finding:
 
 
 def _trains(device: str) -> Finding:
-    """Train a small LoRA layer: the loss must fall."""
+    """Train a small LoRA layer, and return whether its loss has fallen enough."""
     started = time.perf_counter()
     try:
         first, last = _self_test(device)
@@ -206,12 +216,13 @@ def _trains(device: str) -> Finding:
         return Finding(FAULT, "self-test", f"{device}: {error}", cure)
     seconds = time.perf_counter() - started
     found = f"{device}: {_STEPS} steps in {seconds:.1f} s, loss {first:.2e} to {last:.2e}"
-    if last < 0.1 * first:
+    if last < _FALL * first:
         return Finding(GOOD, "self-test", found)
     return Finding(FAULT, "self-test", found, "the loss must fall tenfold: report this")
 
 
 def _self_test(device: str) -> tuple[float, float]:
+    """Train a LoRA layer to learn a change of rank 4; return the first and the last loss."""
     from trainable_candle.nn import LoRALinear, functional  # noqa: PLC0415 - only for this test
     from trainable_candle.optim import AdamW  # noqa: PLC0415
 
@@ -237,7 +248,7 @@ def _self_test(device: str) -> tuple[float, float]:
 
 
 def main(folder: Path) -> bool:
-    """Print the report; returns whether there is no fault."""
+    """Print the report; return whether there is no fault."""
     faults = 0
     for finding in examine(folder):
         print(finding, flush=True)

@@ -1,7 +1,7 @@
 """Random numbers of a run, in streams.
 
-The run's seed, a purpose and an index, such as the index of a sample, select a stream. So the
-random numbers do not depend on earlier draws, on how samples are put into batches, or on which
+The run's seed, a purpose and a number, such as the index of a sample, select a stream. The random
+numbers thus do not depend on earlier draws, on how samples are put into batches, or on which
 process draws. The purposes are listed in `rust/core/src/rng/purpose.rs`.
 """
 
@@ -22,19 +22,20 @@ __all__ = ["draw_from", "drawn", "generator", "normal_samples", "pair", "stream_
 
 
 def generator(seed: int, purpose: str, number: int = 0) -> np.random.Generator:
-    """Return a numpy generator that begins the stream for a seed, a purpose and an index."""
+    """Return a numpy generator that begins the stream for `seed`, `purpose` and `number`."""
     return np.random.Generator(np.random.Philox(key=stream_seed(seed, purpose, number)))
 
 
 def drawn(seed: int, purpose: str, number: int, function: Callable[[], T]) -> T:
-    """Call a function; its draws come from the stream for `seed`, `purpose` and `number`.
+    """Return the result of `function`; its draws come from a stream of their own.
 
-    Without this, its draws would come from the library's random generator.
+    The stream is that for `seed`, `purpose` and `number`, in place of the library's random
+    generator.
     """
     result: T = draw_from(stream_seed(seed, purpose, number), function)
     return result
 
 
 def pair(high: int, low: int) -> int:
-    """Return two numbers below 2**32 packed into one."""
+    """Return two numbers below 2**32 packed into one, which can be the `number` of a stream."""
     return high << 32 | low

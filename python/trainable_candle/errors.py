@@ -1,8 +1,9 @@
 """The exceptions of the library.
 
-Each exception is an `Error`, and also the builtin exception that Python code expects: a
-`ShapeError` is a `ValueError`, a `MissingFileError` is a `FileNotFoundError`. A message starts with
-the operation, says what was found and what was expected and, where the caller can act, what to do.
+Each exception except `ReplayComplete` is an `Error`, and also the builtin exception that Python
+code expects: a `ShapeError` is a `ValueError`, a `MissingFileError` is a `FileNotFoundError`. A
+message starts with the operation, says what was found and what was expected and, where the caller
+can act, what to do.
 """
 
 __all__ = [
@@ -32,7 +33,7 @@ class Error(Exception):
 
 
 class ShapeError(Error, ValueError):
-    """Shapes do not fit together."""
+    """A shape is not one that an operation takes, or the shapes of operands do not fit together."""
 
 
 class DTypeError(Error, TypeError):
@@ -48,7 +49,7 @@ class CudaUnavailableError(Error, RuntimeError):
 
 
 class IndexOutOfRangeError(Error, IndexError):
-    """An index is outside its dimension."""
+    """An index is out of range, for example of a dimension or a vocabulary."""
 
 
 class ArgumentError(Error, ValueError):
@@ -64,7 +65,7 @@ class AutogradError(Error, RuntimeError):
 
 
 class OutOfMemoryError(Error, MemoryError):
-    """Memory ran out."""
+    """The memory of the host or of a device ran out."""
 
 
 class NonFiniteError(Error, ArithmeticError):
@@ -84,7 +85,7 @@ class ConfigError(Error, ValueError):
 
 
 class DistributedError(Error, RuntimeError):
-    """Processes that train together cannot connect, differ in settings or files, or one failed."""
+    """Processes that train together cannot connect or differ, or one of them has failed."""
 
 
 class FileError(Error, OSError):
@@ -98,7 +99,7 @@ class FileError(Error, OSError):
 
 
 class MissingFileError(FileError, FileNotFoundError):
-    """A file does not exist."""
+    """A file or folder does not exist."""
 
 
 class InternalError(Error, RuntimeError):
@@ -108,6 +109,6 @@ class InternalError(Error, RuntimeError):
 class ReplayComplete(BaseException):
     """Leaves a checkpointed function when all needed values have been recomputed.
 
-    It never reaches the caller of `backward`. It is not an `Exception`, so that functions which
-    catch exceptions let it pass.
+    It never reaches the caller of `backward`. It is no `Exception`, so that a checkpointed function
+    with `except Exception` lets it pass.
     """
