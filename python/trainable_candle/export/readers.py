@@ -1,9 +1,9 @@
-"""Which exported adapters of language models other programs load.
+"""The programs that load exported adapters of language models, and the adapters they reject.
 
-vLLM (`vllm/lora/peft_helper.py` at 02143692ba86a7ba6198a67e12982c5317c8bd2f) raises on DoRA.
-llama.cpp's format, which Ollama loads too, has no place for DoRA's magnitudes. mlx-lm loads DoRA,
-but `export` does not write its form. The module `verdicts` says what programs do with files that
-are not exported.
+vLLM (`vllm/lora/peft_helper.py` at 02143692ba86a7ba6198a67e12982c5317c8bd2f) rejects DoRA.
+llama.cpp's format, which Ollama loads too, cannot store DoRA's magnitudes. mlx-lm loads DoRA, but
+`export` does not write DoRA in mlx-lm's format. The module `verdicts` says what each program does
+with given files.
 """
 
 from __future__ import annotations
@@ -22,31 +22,35 @@ READERS: Final = {
     "mlx": "mlx-lm",
     "ollama": "Ollama",
 }
-"""For each name in `export --for`, the program that loads the exported adapter."""
+"""For each value of `export --for` except `merged`, the program that loads the exported adapter."""
 VLLM_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The allowed values of vLLM's `--max-lora-rank`; its default is 16."""
+"""The allowed values of vLLM's `--max-lora-rank`, ascending."""
 
 
 def refusals(adapter: TextAdapter, reader: str) -> list[str]:
-    """Return the reasons why a program does not load the exported adapter.
+    """Return why a program cannot load an adapter once it is exported; empty if it can.
 
-    The exported adapter has one scale and one rank for all layers, so it needs none of the settings
-    that some programs ignore.
+    Exported adapters have the same scale and rank in all layers. So they need no rank_pattern and
+    no alpha_pattern, which some programs ignore.
+
+    Args:
+        adapter: the adapter to export.
+        reader: the program, a key of `READERS`.
     """
     reasons = []
-    if adapter.is_dora and reader != "peft":
-        no = "export writes no DoRA for it" if reader == "mlx" else "it does not load DoRA"
-        reasons.append(f"{no}; use export --for merged")
     if reader == "vllm" and adapter.rank > VLLM_RANKS[-1]:
         reasons.append(f"the adapter's rank is {adapter.rank}, expected at most {VLLM_RANKS[-1]}")
+    if adapter.is_dora and reader != "peft":
+        reason = "export writes no DoRA for it" if reader == "mlx" else "it does not load DoRA"
+        reasons.append(f"{reason}; use export --for merged")
     return reasons
 
 
 def require_accepted(adapter: TextAdapter, reader: str) -> None:
-    """Check that a program will load the exported adapter.
+    """Check that a program can load an adapter once it is exported; see `refusals`.
 
     Raises:
-        ConfigError: the program rejects the adapter.
+        ConfigError: the program cannot.
     """
     reasons = refusals(adapter, reader)
     if reasons:
@@ -56,5 +60,5 @@ def require_accepted(adapter: TextAdapter, reader: str) -> None:
 
 
 def vllm_rank(rank: int) -> int:
-    """Return the smallest `--max-lora-rank` of vLLM that admits an adapter of this rank."""
+    """Return vLLM's smallest `--max-lora-rank` for adapters of `rank`, which is at most 512."""
     return next(allowed for allowed in VLLM_RANKS if allowed >= rank)

@@ -1,12 +1,12 @@
-"""What each program that loads adapters of language models does with the given files.
+"""Says, for each program that loads adapters of language models, whether it loads given files.
 
 vLLM (`vllm/lora/peft_helper.py` at 02143692ba86a7ba6198a67e12982c5317c8bd2f) reads peft's folder.
-It declares lora_alpha an integer, and raises on modules_to_save and DoRA. That version ignores
+It declares lora_alpha an integer, and rejects modules_to_save and DoRA. That version ignores
 rank_pattern and alpha_pattern, which vLLM 0.33 reads. llama.cpp's `convert_lora_to_gguf.py` (at
 0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c) takes lora_alpha from peft's configuration and the ranks
 from the shapes of the factors, and stops at a tensor that is not a LoRA factor. mlx-lm
-(`mlx_lm/tuner/utils.py` at d78bf58e) has a format of its own. Ollama takes a Modelfile, whose
-ADAPTER is llama.cpp's format, or peft's folder for the models in `_CONVERTED`.
+(`mlx_lm/tuner/utils.py` at d78bf58e) has a format of its own. Ollama takes a Modelfile, whose line
+ADAPTER names a file in llama.cpp's format or, for the models in `_CONVERTED`, peft's folder.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ if TYPE_CHECKING:
     from trainable_candle.tasks.text.family import TextFamily
 
 AS_IT_IS: Final = "loads it as it is"
+_VLLM_DEFAULT_RANK: Final = 16
+"""vLLM's default for `--max-lora-rank`."""
 _CONVERTED: Final = ("llama", "mistral", "gemma")
-"""The `model_type` of the models whose adapters Ollama converts from safetensors."""
-_OTHER_FORMS: Final = {
+"""The starts of the `model_type` of models whose adapters Ollama converts from safetensors."""
+_LOADERS: Final = {
     "mlx": {"mlx": AS_IT_IS},
     "gguf": {
         "gguf": AS_IT_IS,
@@ -40,41 +42,41 @@ _OTHER_FORMS: Final = {
     },
     "ollama": {"gguf": f"{AS_IT_IS}: adapter.gguf", "ollama": AS_IT_IS},
 }
-"""For each form that is not peft's, the programs that load it."""
-_OUTSIDE: Final = ("lm_head", "embed_tokens")
-"""The layers outside of the decoder's blocks that peft adapts or stores."""
+"""For each form except peft's, the verdicts on the programs that load it."""
+_OUTER: Final = ("lm_head", "embed_tokens")
+"""The layers outside of the decoder's blocks, which peft can adapt or store."""
 _UNREAD: Final = {
     "vllm": ("rank_pattern", "alpha_pattern"),
     "gguf": ("alpha_pattern", "use_rslora"),
 }
-"""Settings of peft's that vLLM before 0.33 and llama.cpp's converter ignore."""
+"""The fields of `adapter_config.json` that vLLM before 0.33 and llama.cpp's converter ignore."""
 
 
 def outside(report: AdapterReport, settings: Mapping[str, Any] | None) -> set[str]:
-    """Return the modules and tensors that peft loads but that belong to no linear layer of a block.
+    """Return the modules and tensors that peft loads and that are not for linear layers of blocks.
 
-    They are LoRA on the embedding or the head, and whole weights: those of `modules_to_save`, and
-    those that peft stores beside an adapted embedding.
+    They are LoRA on the embedding or the head, and complete weights: those of `modules_to_save`,
+    and the weight of an adapted embedding or head, which peft may store too.
 
     Args:
         report: the result of `verify_adapter` with the model's files.
-        settings: the `adapter_config.json` of the adapter.
+        settings: the `adapter_config.json` of the adapter; None if it has none.
     """
     modules = [module.module for module in report.modules if module.layer is None]
-    return {key for key in [*modules, *report.others] if _outside(key, settings)}
+    return {key for key in [*modules, *report.others] if _outer_names(key, settings)}
 
 
-def _outside(key: str, settings: Mapping[str, Any] | None) -> set[str]:
-    """Return the names in a key of layers outside of the blocks, or of `modules_to_save`."""
+def _outer_names(key: str, settings: Mapping[str, Any] | None) -> set[str]:
+    """Return the names in `key` that are in `_OUTER` or in `modules_to_save`."""
     saved = (settings or {}).get("modules_to_save") or ()
-    return {*_OUTSIDE, *saved}.intersection(key.split("."))
+    return {*_OUTER, *saved}.intersection(key.split("."))
 
 
 def settings_of(path: Path) -> dict[str, Any] | None:
-    """Return the configuration of an adapter in peft's form; None for files without one.
+    """Return the `adapter_config.json` of an adapter in peft's form; None for other adapters.
 
     Args:
-        path: the file, or the folder of peft's form.
+        path: the adapter's file or folder.
     """
     if form_of(path) != "peft":
         return None
@@ -85,16 +87,23 @@ def verdicts(path: Path, family: TextFamily) -> dict[str, str]:
     """Return, for each program, whether it loads the files, and what to do if it does not.
 
     Args:
-        path: the file or folder.
+        path: the adapter's file or folder.
         family: the adapter's model.
+
+    Returns:
+        A verdict for each key of `READERS`.
+
+    Raises:
+        MissingFileError, WeightsFormatError, ConfigError: the adapter or the model is missing or
+            damaged.
     """
     form = form_of(path)
-    if form in _OTHER_FORMS:
-        no = (
+    if form in _LOADERS:
+        otherwise = (
             f"cannot load it, and export cannot convert {READERS[form]}'s format: "
             "export the adapter that train-lora wrote"
         )
-        return {reader: _OTHER_FORMS[form].get(reader, no) for reader in READERS}
+        return {reader: _LOADERS[form].get(reader, otherwise) for reader in READERS}
     given = _examine(path, family)
     if given.wrong:
         return dict.fromkeys(READERS, f"cannot load it: it is not for this model: {given.wrong}")
@@ -103,73 +112,77 @@ def verdicts(path: Path, family: TextFamily) -> dict[str, str]:
 
 @dataclass
 class _Given:
-    """A folder of peft's, or a safetensors file alone."""
+    """An adapter in peft's form, or in a safetensors file without `adapter_config.json`."""
 
     settings: Mapping[str, Any] | None
-    """The `adapter_config.json`; None for a file alone."""
+    """The `adapter_config.json`; None without one."""
     config: Mapping[str, Any]
     """The model's `config.json`."""
     others: list[str]
-    """The tensors that are no parameters of adapters."""
-    unnamed: bool
-    """Whether the names are not peft's."""
+    """The keys of the tensors that are not parameters of an adapter."""
+    has_other_names: bool
+    """Whether peft does not know the names of some tensors."""
     wrong: str | None
-    """Why the adapter is not for the model; None if it is."""
+    """Why the adapter is not for the model; None if it is for the model."""
     adapter: TextAdapter | None
+    """The adapter; None if it is `wrong` or `unexportable`."""
     unexportable: str | None
-    """Why `export` cannot read the adapter; None if it can."""
+    """Why `export` cannot read the adapter; None if it can, or if the adapter is `wrong`."""
 
     def verdict(self, reader: str) -> str:
+        """Return whether a program loads the files, and what to do if it does not."""
         problems = self._problems(reader)
         if not problems:
-            rank = vllm_rank(self.adapter.rank) if reader == "vllm" and self.adapter else 0
-            # 16 is the default of this flag.
-            return AS_IT_IS + (f", with --max-lora-rank {rank}" if rank > 16 else "")
-        left = self._problems_once_exported(reader)
-        if left:
-            return f"cannot load it, even exported: {'; '.join(left)}"
+            if reader == "vllm" and self.adapter and self.adapter.rank > _VLLM_DEFAULT_RANK:
+                return f"{AS_IT_IS}, with --max-lora-rank {vllm_rank(self.adapter.rank)}"
+            return AS_IT_IS
+        remaining = self._problems_once_exported(reader)
+        if remaining:
+            return f"cannot load it, even exported: {'; '.join(remaining)}"
         return f"loads it after `trainable-candle export --for {reader}`: {'; '.join(problems)}"
 
     def _problems(self, reader: str) -> list[str]:
-        """Return why a program does not load the files as they are, or not as trained."""
+        """Return why a program does not load the files, or does not apply them as trained."""
         if reader == "mlx":
             return ["it needs adapters.safetensors, and an adapter_config.json of its own form"]
         if reader == "gguf":
             return ["it needs a .gguf file", *self._unread(reader, "its converter")]
         if reader == "ollama":
-            family = str(self.config.get("model_type"))
-            converts = family.startswith(_CONVERTED)
+            converts = str(self.config.get("model_type")).startswith(_CONVERTED)
             also = "" if converts else ", and converts no safetensors adapters of this architecture"
             return [f"it needs a Modelfile{also}"]
         if self.settings is None:
             return ["it needs a folder with adapter_model.safetensors and adapter_config.json"]
-        reasons = ["it knows only peft's names of tensors"] if self.unnamed else []
+        reasons = ["it knows only peft's names of tensors"] if self.has_other_names else []
         return reasons if reader == "peft" else [*reasons, *self._for_vllm(self.settings)]
 
     def _for_vllm(self, settings: Mapping[str, Any]) -> list[str]:
-        """Return why vLLM does not load peft's folder, or not as trained."""
+        """Return why vLLM does not load peft's folder, or does not apply it as trained."""
         reasons = self._unread("vllm", "before 0.33, it")
         if self.adapter:
             reasons += refusals(self.adapter, "vllm")
         elif settings.get("peft_type") != "LORA":
             reasons.append("it loads only LoRA")
         alpha = settings.get("lora_alpha")
-        if not isinstance(alpha, int):
+        if alpha is None:
+            reasons.append("it needs lora_alpha, which adapter_config.json does not give")
+        elif not isinstance(alpha, int):
             reasons.append(f"it declares lora_alpha an integer, and may reject {alpha}")
         if settings.get("modules_to_save"):
             reasons.append("it rejects modules_to_save")
         elif self.others:
-            reasons.append(f"it rejects {self.others[0]}")
+            reasons.append(f"it rejects the tensor {self.others[0]}")
         if settings.get("bias", "none") != "none":
             reasons.append(f"it may reject bias: {settings['bias']}")
         return reasons
 
     def _unread(self, reader: str, subject: str) -> list[str]:
+        """Return a reason if the settings have fields that `subject` ignores."""
         names = [name for name in _UNREAD[reader] if (self.settings or {}).get(name)]
         return [f"{subject} does not read {' and '.join(names)}"] if names else []
 
     def _problems_once_exported(self, reader: str) -> list[str]:
-        """Return why a program does not load the exported adapter."""
+        """Return why a program cannot load the adapter once it is exported."""
         if self.unexportable or not self.adapter:
             return [str(self.unexportable)]
         reasons = refusals(self.adapter, reader)
@@ -182,23 +195,24 @@ class _Given:
 
 
 def _examine(path: Path, family: TextFamily) -> _Given:
+    """Compare an adapter in peft's form or in a safetensors file with its model."""
     report = tc.verify_adapter(path, family.name, family.weights)
     settings = settings_of(path)
-    apart = outside(report, settings)
-    strange = [key for key in report.others if key not in apart]
-    missing = [m.module for m in report.modules if m.layer is None and m.module not in apart]
+    outer = outside(report, settings)
+    unknown = [key for key in report.others if key not in outer]
+    unmatched = [m.module for m in report.modules if m.layer is None and m.module not in outer]
     faults = [f"{m.module}: {m.fault}" for m in report.modules if m.layer and m.fault]
     wrong = [
-        *(f"there is no layer {name}" for name in missing),
+        *(f"there is no layer {name}" for name in unmatched),
         *faults,
-        *(f"{key} is no parameter of an adapter" for key in strange),
+        *(f"{key} is no parameter of an adapter" for key in unknown),
     ]
     adapter, unexportable = None, None
-    if apart:
-        part = ", ".join(sorted({name for key in apart for name in _outside(key, settings)}))
+    if outer:
+        names = sorted({name for key in outer for name in _outer_names(key, settings)})
         unexportable = (
-            f"it changes {part}, and export writes adapters of the blocks' linear layers only; "
-            "merge it with peft's merge_and_unload"
+            f"it changes {', '.join(names)}, and export writes adapters of the blocks' linear "
+            "layers only; merge it with peft's merge_and_unload"
         )
     elif not wrong:
         try:
@@ -206,11 +220,11 @@ def _examine(path: Path, family: TextFamily) -> _Given:
         except Error as error:
             unexportable = str(error)
     return _Given(
-        settings,
-        family.settings,
-        list(report.others),
-        any("peft" in module.ignored_by for module in report.modules),
-        wrong[0] if wrong else None,
-        adapter,
-        unexportable,
+        settings=settings,
+        config=family.settings,
+        others=list(report.others),
+        has_other_names=any("peft" in module.ignored_by for module in report.modules),
+        wrong=wrong[0] if wrong else None,
+        adapter=adapter,
+        unexportable=unexportable,
     )

@@ -1,4 +1,4 @@
-"""Writers of an adapter's files, one for each program that loads adapters of language models."""
+"""Functions that write an adapter's files, one for each program in `READERS`."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from trainable_candle.tasks.text.family import TextFamily
 
     Writer = Callable[[TextAdapter, TextFamily, str, Path], list[str]]
-    """(adapter, model, the base's name, an empty folder) -> commands that load the files."""
+    """(adapter, model, name or path of the base, empty folder) -> commands that load the files."""
 
 
 def _peft(adapter: TextAdapter, family: TextFamily, base: str, output: Path) -> list[str]:
     tensors = {}
     for layer, factors in adapter.filled().items():
-        start = f"base_model.model.{layer}."
-        tensors[f"{start}lora_A.weight"] = tc.tensor(factors.down)
-        tensors[f"{start}lora_B.weight"] = tc.tensor(factors.up)
+        prefix = f"base_model.model.{layer}."
+        tensors[f"{prefix}lora_A.weight"] = tc.tensor(factors.down)
+        tensors[f"{prefix}lora_B.weight"] = tc.tensor(factors.up)
         if factors.magnitude is not None:
-            tensors[f"{start}lora_magnitude_vector"] = tc.tensor(factors.magnitude)
+            tensors[f"{prefix}lora_magnitude_vector"] = tc.tensor(factors.magnitude)
     tc.save_file(tensors, output / WEIGHTS, {"format": "pt"})
     settings = {
         "alpha_pattern": {},
@@ -41,6 +41,7 @@ def _peft(adapter: TextAdapter, family: TextFamily, base: str, output: Path) -> 
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
+        # peft multiplies by lora_alpha / r. This must be 1, because `up` includes the scale.
         "lora_alpha": adapter.rank,
         "lora_dropout": 0.0,
         "modules_to_save": None,
@@ -71,11 +72,11 @@ def _gguf(adapter: TextAdapter, family: TextFamily, base: str, output: Path) -> 
 def _ollama(adapter: TextAdapter, family: TextFamily, base: str, output: Path) -> list[str]:
     _gguf(adapter, family, base, output)
     stops = (family.tokenizer.token(number) for number in sorted(family.tokenizer.stops))
-    # Ollama reads relative paths from the Modelfile's folder, but `base` is relative to the current
+    # In a Modelfile, paths are relative to its own folder, but `base` is relative to the current
     # folder.
     local = Path(base).expanduser()
-    name = local.resolve() if local.exists() else base
-    lines = [f"FROM {name}", f"ADAPTER ./{GGUF_WEIGHTS}"]
+    source = local.resolve() if local.exists() else base
+    lines = [f"FROM {source}", f"ADAPTER ./{GGUF_WEIGHTS}"]
     lines += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops]
     write_atomically(output / MODELFILE, "\n".join(lines) + "\n")
     return [f"ollama create tuned -f {output / MODELFILE}"]
@@ -87,8 +88,8 @@ def _mlx(adapter: TextAdapter, family: TextFamily, base: str, output: Path) -> l
         tensors[f"{layer}.lora_a"] = tc.tensor(np.ascontiguousarray(factors.down.T))
         tensors[f"{layer}.lora_b"] = tc.tensor(np.ascontiguousarray(factors.up.T))
     tc.save_file(tensors, output / MLX_WEIGHTS, {"format": "mlx"})
-    # (number of the decoder layer, name of the linear layer within that decoder layer). mlx-lm
-    # adapts all `keys` in each of the last `num_layers` decoder layers.
+    # "model.layers.NUMBER.NAME" -> (NUMBER of the decoder layer, NAME of the linear layer in it).
+    # mlx-lm adapts all `keys` in each of the last `num_layers` decoder layers.
     places = [layer.split(".", 3)[2:] for layer in adapter.layers]
     total = int(family.settings["num_hidden_layers"])
     settings: dict[str, Any] = {
