@@ -169,9 +169,9 @@ def test_impossible_models_and_outputs_are_errors_before_anything_is_loaded(
     parts += ("--text-encoder", str(flux_base / "text_encoder_2"))
     assert merged("flux", file, tmp_path / "nf4", *given, *parts) == 2
     error = capsys.readouterr().err
-    assert "is one file: give the model's folder; or --to fp8" in error
+    assert "is one file; give the model's folder, or give --to fp8" in error
     assert merged("flux", flux_base, tmp_path / "nf4.safetensors", *given) == 2
-    assert "--to nf4 writes a folder of diffusers: give the name of a new folder" in (
+    assert "--to nf4 writes a folder for diffusers; give the name of a new folder" in (
         capsys.readouterr().err
     )
     (full := tmp_path / "full").mkdir()

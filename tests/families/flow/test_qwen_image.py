@@ -185,7 +185,9 @@ def test_tokenizers_that_are_missing_or_damaged_are_reported(
     shutil.copytree(qwen_image_base, base)
     (base / "tokenizer" / "tokenizer.json").unlink()
     family = families.load("qwen-image", base, "f32", "cpu").family
-    with pytest.raises(WeightsFormatError, match=r"there is no tokenizer.json of Qwen2.5-VL"):
+    with pytest.raises(
+        WeightsFormatError, match=r"there is no tokenizer.json or vocab.json of Qwen2.5-VL"
+    ):
         family.features(["a"])
     (base / "tokenizer" / "vocab.json").write_text("[]")
     with pytest.raises(WeightsFormatError, match=r"vocab.json cannot be read"):

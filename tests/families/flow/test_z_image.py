@@ -63,7 +63,9 @@ def test_the_tokenizer_is_found_beside_the_text_encoder(zimage_base: Path, tmp_p
     config = TrainConfig(text_encoder=[str(parts / "text_encoder")], vae=str(parts / "vae"))
     task = families.load("zimage", weights, "f32", "cpu", config)
     options = SampleOptions(steps=1, size=(16, 16), guidance=1.0)
-    with pytest.raises(WeightsFormatError, match=r"there is no tokenizer.json of Qwen3"):
+    with pytest.raises(
+        WeightsFormatError, match=r"there is no tokenizer.json or vocab.json of Qwen3"
+    ):
         task.draw(["a"], options)
     shutil.copytree(zimage_base / "tokenizer", parts / "tokenizer")
     task = families.load("zimage", weights, "f32", "cpu", config)

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
     from trainable_candle.models import CLIPTextModel
 
-_TOKENS: Final = "text_model.embeddings.token_embedding.weight"
+_EMBEDDING: Final = "text_model.embeddings.token_embedding.weight"
+"""The weight that has a row for each token."""
 
 
 def pooled_width(config: Mapping[str, Any]) -> int:
@@ -25,30 +26,30 @@ def pooled_width(config: Mapping[str, Any]) -> int:
 def clip_tokenizer(weights: Path, name: str, pad: str, model: CLIPTextModel) -> CLIPTokenizer:
     """Return the tokenizer of a CLIP text encoder in a pipeline.
 
-    Weights without a tokenizer, such as original checkpoints, get the CLIP tokenizer that the
-    package ships.
+    If the pipeline has no such tokenizer, or the weights are an original checkpoint, this is the
+    CLIP tokenizer that the package ships.
 
     Args:
-        weights: the pipeline's folder or an original checkpoint.
+        weights: the pipeline's folder, or an original checkpoint's file.
         name: the name of the tokenizer's folder within the pipeline's folder.
-        pad: the padding token of the tokenizer that the package ships.
+        pad: the padding token, if the tokenizer is the one that the package ships.
         model: the text encoder that reads the tokens.
 
     Raises:
         MissingFileError: the tokenizer's folder lacks a file.
-        WeightsFormatError: the encoder's embedding has no row for one of the tokenizer's start, end
-            and padding tokens.
+        WeightsFormatError: a file of the tokenizer is damaged, or the encoder's embedding has no
+            row for the start, end or padding token.
     """
     folder = weights / name
-    there = folder.is_dir()
-    tokenizer = CLIPTokenizer.from_pretrained(folder) if there else CLIPTokenizer.shipped(pad)
-    known = model.named_tensors()[_TOKENS].shape[0]
-    last = max(tokenizer.start, tokenizer.end, tokenizer.pad)
-    if last >= known:
+    has_folder = folder.is_dir()
+    tokenizer = CLIPTokenizer.from_pretrained(folder) if has_folder else CLIPTokenizer.shipped(pad)
+    known = model.named_tensors()[_EMBEDDING].shape[0]
+    largest = max(tokenizer.start, tokenizer.end, tokenizer.pad)
+    if largest >= known:
         lacking = f"{folder} is missing" if weights.is_dir() else f"{weights} holds no tokenizer"
-        which = f"{folder} has" if there else f"{lacking}, and CLIP's usual tokenizer has"
+        which = f"{folder} has" if has_folder else f"{lacking}, and CLIP's usual tokenizer has"
         raise WeightsFormatError(
-            f"tokenizer: {which} a token {last}, but the text encoder knows {known} tokens; "
+            f"tokenizer: {which} a token {largest}, but the text encoder knows {known} tokens; "
             "give the folder of the pipeline with its own tokenizers"
         )
     return tokenizer

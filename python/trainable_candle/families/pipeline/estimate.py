@@ -33,22 +33,22 @@ if TYPE_CHECKING:
     from trainable_candle.tasks.task import Split
 
 _ENCODER_IMAGES: Final = 6
-"""The number of feature maps, each with the image's height and width and `vae_width` channels, that
-the autoencoder holds at once."""
+"""The number of feature maps that the autoencoder holds at once for an image. Each has the image's
+height and width, and `vae_width` channels."""
 _OF_STEPS: Final = ("activations", "backward pass")
-"""What only steps of training hold."""
-_IMAGE_COPIES: Final = 3 * 3
+"""The purposes of the memory that is in use only while a training step runs."""
+_DRAWN_BYTES: Final = 3 * 3
 """The bytes that a drawn image takes for each of its pixels: three copies in RGB."""
 _GUIDED: Final = 2
 """The number of predictions that a step with classifier-free guidance makes at once."""
 _ENCODE_AREA: Final = 4 * 1024**2
-"""The most pixels that a GPU encodes at once."""
+"""The most pixels that the autoencoder encodes at once on a GPU."""
 _TEXT_PARTS: Final = 16
-"""The most rows of tokens that a GPU encodes at once."""
+"""The most rows of tokens that the text encoders encode at once on a GPU."""
 
 
 class Sizes(Protocol):
-    """The facts about a family that the estimate needs."""
+    """What the estimate needs to know about a family; see `PipelineFamily`."""
 
     component: ClassVar[str]
     targets: ClassVar[tuple[str, ...]]
@@ -81,7 +81,7 @@ def estimate(
     """Estimate a run's memory from the denoiser's configuration and the weight files' headers.
 
     Args:
-        family: the facts about the checkpoint, and which layers get adapters.
+        family: the family with the checkpoint.
         config: the settings of the run, which may differ from the family's own.
         data: the images of training and validation.
         limit: the bytes of memory that are available before anything is loaded.
@@ -93,60 +93,62 @@ def estimate(
     itemsize = ITEM_BYTES[config.precision]
     facts = family.facts
     name = family.component
-    texts = Item("text encoders", "weights", facts.text_bytes(config.precision, config))
-    vae = Item("vae", "weights", facts.bytes("f32", "vae"))
-    pictures = len(data.train) + len(data.validation or ())
+    text_weights = Item("text encoders", "weights", facts.text_bytes(config.precision, config))
+    vae_weights = Item("vae", "weights", facts.bytes("f32", "vae"))
+    count = len(data.train) + len(data.validation or ())
     area = max(item.fit.bucket.width * item.fit.bucket.height for item in data.train.items)
 
-    latents = 2 * 4 * facts.latent_channels * area // facts.factor**2 * pictures
-    text = family.text_values * itemsize * pictures
-    kept = 0 if config.cache == "off" else latents + text
-    cached = kept if config.cache == "memory" else min(kept, MEMORY_LIMIT)
+    # Latents are kept as mean and logarithm of the variance, both in f32.
+    latents = 2 * 4 * facts.latent_channels * area // facts.factor**2 * count
+    features = family.text_values * itemsize * count
+    entries = 0 if config.cache == "off" else latents + features
+    cached = entries if config.cache == "memory" else min(entries, MEMORY_LIMIT)
     # On a GPU the cache is not counted: batches are made in host memory.
     cache = [] if config.on_gpu else [Item("latents and text", "cache", cached)]
 
-    hidden = text_parts(family, config, limit) * family.text_working_values * itemsize
-    captions = [texts, Item("text encoders", "activations", hidden), *cache]
-    at_once = max(area_at_once(area), min(encode_area(facts, config, limit), area * pictures))
-    images = [vae, Item("vae", "activations", _working(facts) * at_once), *cache]
+    encoding = text_parts(family, config, limit) * family.text_working_values * itemsize
+    captions = [text_weights, Item("text encoders", "activations", encoding), *cache]
+    at_once = max(area_at_once(area), min(encode_area(facts, config, limit), area * count))
+    images = [vae_weights, Item("vae", "activations", _coding(facts) * at_once), *cache]
     if _keeps_texts(config):
-        images.append(texts)
+        images.append(text_weights)
     if not config.on_gpu:
-        images.append(Item("images", "decoded ahead", 3 * area * (min(AHEAD, pictures) + 2)))
+        # In addition to these images, there are the one that is encoded and its copy in a batch.
+        images.append(Item("images", "decoded ahead", 3 * area * (min(AHEAD, count) + 2)))
 
     side = int(area**0.5) // facts.factor
     sample = {"height": side, "width": side, "tokens": family.text_tokens}
     adapter = adapter_config(config, family.targets, family.formats)
     model = trained_model(name, facts.parts[name], adapter, config, **sample)
-    trained = [*model.items, *cache]
+    training = [*model.items, *cache]
     if config.training_adapter:
         size = config.training_adapter_path.stat().st_size
-        trained.append(Item(name, "training adapter", size))
+        training.append(Item(name, "training adapter", size))
     if _keeps_texts(config):
-        trained.append(texts)
-    states = 0
+        training.append(text_weights)
+    text_states = 0
     if config.train_text_encoder:
         for part in facts.text_encoders:
-            found, adapter = facts.parts[part], family.text_adapter(part, config)
-            states += states_on_host(found.layers, adapter, config)
-            trained += adapter_items("text encoders", found.layers, adapter, config)
-            trained.append(activations("text encoders", found, adapter, config, **sample))
+            encoder, text_adapter = facts.parts[part], family.text_adapter(part, config)
+            text_states += states_on_host(encoder.layers, text_adapter, config)
+            training += adapter_items("text encoders", encoder.layers, text_adapter, config)
+            training.append(activations("text encoders", encoder, text_adapter, config, **sample))
     if config.cache == "off" or config.sample_prompts:
-        trained.append(vae)
+        training.append(vae_weights)
     phases = {
         "encoding captions": captions,
         "encoding images": images,
         **{phase: [*items, *cache] for phase, items in model.start.items()},
-        "training": _together(trained),
+        "training": _together(training),
     }
     if config.sample_prompts:
         drawn = _largest(config, data.train.options.resolution)
-        working = _drawing(family, itemsize, drawn) + _IMAGE_COPIES * drawn
-        idle = [item for item in trained if item.what not in _OF_STEPS]
-        phases["drawing previews"] = [*_together(idle), Item("previews", "activations", working)]
+        drawing = _drawing(family, itemsize, drawn) + _DRAWN_BYTES * drawn
+        idle = [item for item in training if item.what not in _OF_STEPS]
+        phases["drawing previews"] = [*_together(idle), Item("previews", "activations", drawing)]
     stored = any(facts.parts[part].stored_format for part in facts.text_encoders)
-    work = replace(model.work, states=model.work.states + states, texts_have_format=stored)
-    return Estimate(phases, config.on_gpu, work, model.host + states)
+    work = replace(model.work, states=model.work.states + text_states, texts_have_format=stored)
+    return Estimate(phases, config.on_gpu, work, model.host + text_states)
 
 
 def _keeps_texts(config: TrainConfig) -> bool:
@@ -155,7 +157,7 @@ def _keeps_texts(config: TrainConfig) -> bool:
 
 
 def _together(items: Sequence[Item]) -> list[Item]:
-    """Merge the items that have equal `component` and `what`: their bytes are summed."""
+    """Merge the items with equal `component` and equal `what` by adding their bytes."""
     sums: dict[tuple[str, str], int] = {}
     for item in items:
         sums[item.component, item.what] = sums.get((item.component, item.what), 0) + item.bytes
@@ -165,10 +167,10 @@ def _together(items: Sequence[Item]) -> list[Item]:
 def encode_area(facts: Facts, config: TrainConfig, limit: float) -> int:
     """Return how many pixels to encode at once; an image of more pixels is encoded alone.
 
-    On a GPU, these are as many pixels as fit in half of the memory that the models leave free, up
-    to those of four images of 1024x1024. On the CPU, the result is 0, and images are encoded one by
-    one: batches would not be faster, and a cache entry would depend on the other images of its
-    batch.
+    On a GPU, the result is the number of pixels that fit in half of the memory that the models
+    leave free, but at most that of four images of 1024x1024. On the CPU, the result is 0, and
+    images are encoded one by one: batches would not be faster, and a cache entry would depend on
+    the other images of its batch.
 
     Args:
         facts: the facts about the checkpoint.
@@ -180,17 +182,18 @@ def encode_area(facts: Facts, config: TrainConfig, limit: float) -> int:
     texts = facts.text_bytes(config.precision, config) if _keeps_texts(config) else 0
     models = facts.bytes("f32", "vae") + texts
     room = (limit - RUNTIME_BYTES - models) / 2
-    return max(0, int(min(_ENCODE_AREA, room // _working(facts))))
+    return max(0, int(min(_ENCODE_AREA, room // _coding(facts))))
 
 
 def text_parts(family: Sizes, config: TrainConfig, limit: float) -> int:
     """Return the number of rows of tokens that the text encoders encode at once.
 
-    On a GPU, these are as many as fit in half of the memory that the encoders leave free, from 1 to
-    16. On the CPU, it is one row, for the reasons that `encode_area` gives for images.
+    On a GPU, the result is the number of rows that fit in half of the memory that the encoders
+    leave free, but at least 1 and at most 16. On the CPU, it is 1, for the reasons that
+    `encode_area` gives for images.
 
     Args:
-        family: the facts about the checkpoint.
+        family: the family with the checkpoint.
         config: the settings.
         limit: the bytes of memory that are available before anything is loaded.
     """
@@ -201,8 +204,8 @@ def text_parts(family: Sizes, config: TrainConfig, limit: float) -> int:
     return int(max(1, min(_TEXT_PARTS, rows)))
 
 
-def _working(facts: Facts) -> int:
-    """Return the bytes that the autoencoder takes to encode one pixel of an image."""
+def _coding(facts: Facts) -> int:
+    """Return the bytes that the autoencoder takes per pixel to encode or decode an image."""
     return 4 * facts.vae_width * _ENCODER_IMAGES
 
 
@@ -212,11 +215,11 @@ def sampling_bytes(
     """Return roughly the bytes that drawing images one by one takes, without `RUNTIME_BYTES`.
 
     Args:
-        family: the facts about the checkpoint.
+        family: the family with the checkpoint.
         config: the settings, which name the format of the denoiser's weights.
         size: (width, height) of an image, in pixels.
-        count: the number of images; all of them stay in memory.
-        loaded: whether the denoiser is in memory already; its weights then do not count.
+        count: the number of images, all of which stay in memory.
+        loaded: whether the denoiser is in memory already; if so, its weights do not count.
     """
     facts, area = family.facts, size[0] * size[1]
     # Without a dtype, weights keep the dtype of their files; f16 is assumed.
@@ -224,19 +227,23 @@ def sampling_bytes(
     models = facts.text_bytes(dtype, config) + facts.bytes("f32", "vae")
     if not loaded:
         models += facts.bytes(dtype, family.component, quantize=config.base_format)
-    return int(models + _drawing(family, ITEM_BYTES[dtype], area) + _IMAGE_COPIES * area * count)
+    return int(models + _drawing(family, ITEM_BYTES[dtype], area) + _DRAWN_BYTES * area * count)
 
 
 def _drawing(family: Sizes, itemsize: int, area: int) -> int:
-    """Return the bytes that drawing an image of `area` pixels takes besides the weights."""
+    """Return the bytes in addition to the weights that drawing an image of `area` pixels takes."""
     facts = family.facts
     predicting = _GUIDED * family.predicting_values(area // facts.factor**2) * itemsize
-    tile = _working(facts) * area_at_once(area)
+    tile = _coding(facts) * area_at_once(area)
+    # Decoding holds two copies of the image, RGB in f32.
     return max(predicting, tile + 2 * 4 * 3 * area)
 
 
 def _largest(config: TrainConfig, side: int) -> int:
-    """Return the pixels of the largest preview; the default is a square of side `side`."""
+    """Return the number of pixels of the largest preview.
+
+    A preview has the size in its prompt, or else `--sample-size`, or else is a square of `side`.
+    """
     size = parse_size(config.sample_size) if config.sample_size else (side, side)
-    drawn = [parse_prompt(text, SampleOptions(size=size)) for text in config.sample_prompts]
-    return max(math.prod(prompt.options.size or size) for prompt in drawn)
+    prompts = [parse_prompt(text, SampleOptions(size=size)) for text in config.sample_prompts]
+    return max(math.prod(prompt.options.size or size) for prompt in prompts)

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from trainable_candle.settings import TrainConfig
 
 DENOISERS = ("unet", "transformer")
-"""The names that a denoiser's folder has in a pipeline; each pipeline has one of them."""
+"""The possible names of the denoiser's folder in a pipeline."""
 
 
 class Source(TypedDict):
-    """Arguments of `from_pretrained`."""
+    """The arguments of `from_pretrained` that say where a part is."""
 
     path: Path
     subfolder: str | None
 
 
 class Loading(Source):
-    """Arguments of `from_pretrained` for a part that may be quantized."""
+    """The arguments of `from_pretrained` that say where a part is, and how it is quantized."""
 
     quantize: str | None
 
@@ -38,11 +38,11 @@ def source(path: Path, part: str) -> Source:
     """Return the arguments of `from_pretrained` that load a part.
 
     Args:
-        path: a pipeline's folder, a file, or the part's own folder.
+        path: a pipeline's folder, a checkpoint's file, or the part's own folder.
         part: the name of the part's folder in a pipeline.
     """
-    alone = path.is_dir() and not (path / part).is_dir()
-    return {"path": path, "subfolder": None if alone else part}
+    is_own_folder = path.is_dir() and not (path / part).is_dir()
+    return {"path": path, "subfolder": None if is_own_folder else part}
 
 
 @dataclass(frozen=True)
@@ -81,31 +81,33 @@ class Facts:
 
     @property
     def factor(self) -> int:
-        """The width of an image divided by the width of its latents; the same for the heights."""
+        """Pixels per latent pixel along one side of an image; 1 without an autoencoder."""
         return self.checkpoint.factor or 1
 
     @property
     def text_encoders(self) -> tuple[str, ...]:
-        """The folders of the text encoders."""
+        """The names of the text encoders' folders, sorted."""
         return tuple(sorted(name for name in self.parts if name.startswith("text_encoder")))
 
     def text_formats(self, config: TrainConfig) -> Mapping[str, str | None]:
-        """Return the format to which each text encoder is quantized, by the names of folders."""
-        formats = {name: self.parts[name].stored_format for name in self.text_encoders}
-        return {name: config.text_encoder_format(stored) for name, stored in formats.items()}
+        """Return the format of each quantized text encoder, None for others, by folder name."""
+        stored = {name: self.parts[name].stored_format for name in self.text_encoders}
+        return {name: config.text_encoder_format(form) for name, form in stored.items()}
 
     def text_bytes(self, dtype: str, config: TrainConfig) -> int:
-        """Return the bytes of the text encoders' weights in `dtype` or in their formats."""
+        """Return the bytes of the text encoders' weights, in their formats or else in `dtype`."""
         formats = self.text_formats(config)
         return sum(self.parts[name].weight_bytes(dtype, form) for name, form in formats.items())
 
     def bytes(self, dtype: str, *parts: str, quantize: str | None = None) -> int:
-        """Return the bytes of the weights of `parts` in `dtype`, or in the format `quantize`."""
+        """Return the bytes of the weights of `parts`, in the format `quantize` or in `dtype`."""
         return sum(self.parts[part].weight_bytes(dtype, quantize) for part in parts)
 
 
 def index_of(weights: Path) -> Mapping[str, Any]:
-    """Return the fields of `model_index.json` in a pipeline's folder; empty without such a file.
+    """Return the fields of `model_index.json` in a pipeline's folder.
+
+    The result is empty if there is no such file, or if the file does not hold an object.
 
     Raises:
         ConfigError: the file is not JSON.
@@ -129,8 +131,9 @@ def facts(weights: Path, model: str, others: Sequence[Path] = ()) -> Facts:
         others: files and folders of single parts, which replace those parts of `weights`.
 
     Raises:
-        MissingFileError: `weights` does not exist.
-        WeightsFormatError, ConfigError: `weights` is damaged, is of another model, or lacks a part.
+        MissingFileError: there is nothing at `weights` or at one of `others`.
+        WeightsFormatError, ConfigError: a file is damaged or of another model, or a part is
+            missing.
     """
     weights = weights.resolve()
     if not weights.exists():
@@ -138,6 +141,7 @@ def facts(weights: Path, model: str, others: Sequence[Path] = ()) -> Facts:
     return _facts(weights, model, tuple(others))
 
 
+# Cached, because families ask for these facts often. A run has one checkpoint.
 @lru_cache(maxsize=1)
 def _facts(weights: Path, model: str, others: tuple[Path, ...]) -> Facts:
     return Facts(inspect(weights, model, list(others)))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
 
 from trainable_candle import _core
 from trainable_candle.errors import ArgumentError, ConfigError
-from trainable_candle.families.pipeline import estimate as sizes
+from trainable_candle.families.pipeline import estimate as memory
 from trainable_candle.families.pipeline import saving
 from trainable_candle.families.pipeline.facts import Loading, facts, source
 from trainable_candle.families.pipeline.identity import parts_identity
@@ -38,13 +38,13 @@ class Encoders(Protocol):
     """The text encoders of a pipeline with their tokenizers."""
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Return text features of captions, (B, ...) by name."""
+        """Return text features of B captions, (B, ...) by name."""
 
     def chunks(self, caption: str) -> int:
-        """Return the caption's size; captions of equal size can be encoded in one batch.
+        """Return a caption's size; captions of equal size can be encoded in one batch.
 
-        For SDXL it is the number of rows of 77 tokens that the caption needs. For other pipelines
-        it follows from the number of tokens, or is always 1.
+        For SDXL the size is the number of rows of 77 tokens that the caption needs. In other
+        pipelines the size depends on the number of tokens, or is always 1.
         """
 
     def truncates(self, caption: str) -> bool:
@@ -55,12 +55,15 @@ E = TypeVar("E", bound=Encoders)
 
 
 class PipelineFamily(LatentFamily, Generic[E]):
-    """The base of families with a pipeline; a family adds its text encoders and conditions."""
+    """The base of families whose models are a pipeline.
+
+    A family adds its text encoders, its noise levels and its predictions.
+    """
 
     text_tokens: ClassVar[int]
     """The number of tokens of a caption that memory estimates assume."""
     coder_kind: ClassVar[type[KLCoder]] = KLCoder
-    """The class of `coder`: the autoencoder with the normalization of latents for the denoiser."""
+    """The class of `coder`."""
 
     @property
     def facts(self) -> Facts:
@@ -70,10 +73,10 @@ class PipelineFamily(LatentFamily, Generic[E]):
             MissingFileError, WeightsFormatError, ConfigError: the checkpoint, or a file that
                 `--text-encoder` or `--vae` names, is missing, damaged or of another model.
         """
-        return facts(self.weights, self.name, self._others)
+        return facts(self.weights, self.name, self._single_parts)
 
     @property
-    def _others(self) -> list[Path]:
+    def _single_parts(self) -> list[Path]:
         """The files and folders that `--text-encoder` and `--vae` name.
 
         Raises:
@@ -95,8 +98,10 @@ class PipelineFamily(LatentFamily, Generic[E]):
         """Check that the checkpoint has the parts of this pipeline.
 
         Raises:
-            MissingFileError, WeightsFormatError: the checkpoint lacks a part.
-            ConfigError: a path of `--vae` is not an autoencoder, or one of `--text-encoder` is.
+            MissingFileError, WeightsFormatError: a file is missing or damaged, or the checkpoint
+                lacks a part.
+            ConfigError: the path of `--vae` is not an autoencoder, a path of `--text-encoder` is
+                one, or a file is of another model.
         """
         vae, given = self.facts.parts["vae"].path.resolve(), self.config.vae
         if given and Path(given).expanduser().resolve() != vae:
@@ -108,7 +113,11 @@ class PipelineFamily(LatentFamily, Generic[E]):
                 raise ConfigError(f"--text-encoder: {path} is an autoencoder; give it with --vae")
 
     def check_format(self, form: str, layers: Collection[str]) -> None:
-        """See `LatentFamily.check_format`; layers that a format fuses must be adapted together."""
+        """See `LatentModel.check_format`; layers that a format fuses must be adapted together.
+
+        Raises:
+            ConfigError: the format cannot represent the adapters.
+        """
         try:
             self.facts.parts[self.component].check_format(form, self.config.adapter, list(layers))
         except ArgumentError as error:
@@ -120,13 +129,13 @@ class PipelineFamily(LatentFamily, Generic[E]):
         return self.facts.checkpoint.resolution or 0
 
     def layers(self) -> Mapping[str, Shape]:
-        """Return the shapes of the weights of the denoiser's layers, by name."""
+        """Return the shapes of the weights of the denoiser's layers, by the layers' names."""
         return self.facts.parts[self.component].layers
 
     def text_layers(self) -> Mapping[str, Mapping[str, Shape]]:
-        """Return the shapes of each text encoder's layers, by its folder's name.
+        """Return the shapes of the weights of each text encoder's layers, by the folder's name.
 
-        Empty if the family cannot train text encoders.
+        The result is empty if the family cannot train text encoders.
         """
         if not self.text_targets:
             return {}
@@ -149,25 +158,25 @@ class PipelineFamily(LatentFamily, Generic[E]):
         """Return the most values that predicting `latents` latent pixels holds without a tape."""
 
     def estimate(self, config: TrainConfig, data: Split[Dataset], limit: float) -> Estimate:
-        """Estimate a run's memory from configurations and the weight files' headers."""
-        return sizes.estimate(self, config, data, limit)
+        """Estimate a run's memory; see `estimate.estimate`."""
+        return memory.estimate(self, config, data, limit)
 
     def drawing_bytes(self, size: tuple[int, int], count: int) -> int:
         """Return roughly the bytes that drawing `count` images of `size` (width, height) takes.
 
-        They include the other models, predictions with guidance, decoding and the images. They
-        include the denoiser only if it is not loaded yet.
+        They include the text encoders, the autoencoder, predictions with guidance, decoding, the
+        images and, unless it is loaded already, the denoiser.
         """
         loaded = "model" in vars(self)
-        return sizes.sampling_bytes(self, self.config, size, count, loaded=loaded)
+        return memory.sampling_bytes(self, self.config, size, count, loaded=loaded)
 
     def encode_area(self) -> int:
         """Return how many pixels to encode at once; see `estimate.encode_area`."""
-        return sizes.encode_area(self.facts, self.config, memory_limit(self.config))
+        return memory.encode_area(self.facts, self.config, memory_limit(self.config))
 
     def text_parts(self) -> int:
         """Return how many rows of tokens to encode at once; see `estimate.text_parts`."""
-        return sizes.text_parts(self, self.config, memory_limit(self.config))
+        return memory.text_parts(self, self.config, memory_limit(self.config))
 
     # The models of the pipeline.
 
@@ -188,7 +197,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
         self.model = load(**where, quantize=None, dtype=self.dtype, device=self.device)
 
     def source(self, part: str) -> Loading:
-        """Return a part's arguments for `load` and `from_pretrained`: place and quantization."""
+        """Return the arguments of `load` and `from_pretrained` for a part; see `Loading`."""
         where = source(self.facts.parts[part].path, part)
         quantize = self.config.base_format if part == self.component else None
         if part in self.facts.text_encoders:
@@ -208,7 +217,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
 
     @cached_property
     def coder(self) -> KLCoder:
-        """The autoencoder, with the conversion of its latents."""
+        """The autoencoder with the conversion of its latents to those that the denoiser reads."""
         config, factor = self.facts.parts["vae"].config, self.facts.factor
         return self.coder_kind(
             self.source("vae"), config, factor, self.device, self._latents_identity
@@ -224,18 +233,18 @@ class PipelineFamily(LatentFamily, Generic[E]):
 
     @abstractmethod
     def load_encoders(self) -> E:
-        """Read the text encoders and their tokenizers."""
+        """Load the text encoders and their tokenizers."""
 
     def drop_text_models(self) -> None:
         """Free the text encoders."""
         self.__dict__.pop("encoders", None)
 
     def features(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Return the text encoders' features of captions."""
+        """Return the text encoders' features of B captions, (B, ...) by name."""
         return self.encoders(captions)
 
     def text_length(self, caption: str) -> int:
-        """Return the caption's size, as `Encoders.chunks`; equal sizes can share a batch."""
+        """Return a caption's size; see `Encoders.chunks`."""
         return self.encoders.chunks(caption)
 
     def truncates(self, caption: str) -> bool:
@@ -259,17 +268,22 @@ class PipelineFamily(LatentFamily, Generic[E]):
         saving.save_merged(self.weights, self.parts, models, output)
 
     def require_quantized(self, output: Path, to: str) -> None:
-        """See `LatentFamily.require_quantized`."""
+        """See `LatentModel.require_quantized`.
+
+        Raises:
+            ConfigError: `output` or the weights do not suit `to`, or `output` exists.
+        """
         if to == "nf4":
             if not self.weights.is_dir():
                 raise ConfigError(
-                    f"--to nf4 writes a folder of diffusers, and --weights {self.weights} is one "
-                    "file: give the model's folder; or --to fp8 or --to int8, which write one file"
+                    f"--to nf4 writes a folder for diffusers, but --weights {self.weights} is one "
+                    "file; give the model's folder, or give --to fp8 or --to int8, which write one "
+                    "file"
                 )
             if output.suffix == ".safetensors":
                 raise ConfigError(
-                    f"--output is {output}; --to nf4 writes a folder of diffusers: give the name "
-                    "of a new folder; or --to fp8 or --to int8, which write one file"
+                    f"--output is {output}, but --to nf4 writes a folder for diffusers; give the "
+                    "name of a new folder, or give --to fp8 or --to int8, which write one file"
                 )
             saving.require_empty_folder(output)
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from trainable_candle.data import file_identity
@@ -10,6 +9,7 @@ from trainable_candle.families.pipeline.facts import source
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from trainable_candle.families.pipeline.facts import Facts
 
@@ -22,27 +22,27 @@ def parts_identity(facts: Facts, names: Sequence[str]) -> dict[str, str]:
     Raises:
         OSError: a file cannot be read.
     """
-    found = {}
+    identities = {}
     for name in names:
-        path, subfolder = source(facts.parts[name].path, name).values()
-        assert isinstance(path, Path)
+        where = source(facts.parts[name].path, name)
+        path, subfolder = where["path"], where["subfolder"]
         if path.is_dir():
-            found[name] = file_identity(path / str(subfolder) if subfolder else path)
+            identities[name] = file_identity(path / subfolder if subfolder else path)
             continue
-        # For a part in a single file, `config.json` may be in a folder with the part's name,
-        # beside the file.
+        # The `config.json` of a part in a single file may be in the folder of the part's name, next
+        # to the file.
         config = path.parent / name / _CONFIG
-        beside = file_identity(config) if config.is_file() else ""
-        found[name] = f"{file_identity(path)} {beside}"
-    return found
+        of_config = file_identity(config) if config.is_file() else ""
+        identities[name] = f"{file_identity(path)} {of_config}"
+    return identities
 
 
 def tokenizers_identity(weights: Path, shipped: Mapping[str, Path]) -> dict[str, str]:
-    """Return, for each tokenizer, the identity of its folder, or else of the package's copy.
+    """Return the identity of each tokenizer's folder, or of the package's copy if there is none.
 
     Args:
         weights: the pipeline's folder or a single file.
-        shipped: for the name of each tokenizer's folder, the tokenizer that the package ships.
+        shipped: the package's copy of each tokenizer, by the name of the tokenizer's folder.
 
     Raises:
         OSError: a file cannot be read.

@@ -25,14 +25,14 @@ MOST_TOKENS = 512
 
 
 class Template(TypedDict, total=False):
-    """The arguments of `PromptTokenizer` that determine its chat template."""
+    """The arguments of `PromptTokenizer` that choose the form of the chat template."""
 
     thinks: bool
     system: str | None
 
 
 class QwenEncoder:
-    """The base of the text encoders: a language model and its tokenizer.
+    """The base of Qwen's text encoders: a language model and its tokenizer.
 
     Args:
         family: the family with the weights.
@@ -86,11 +86,11 @@ class Qwen25VL(QwenEncoder):
     def states(self, tokens: Sequence[int]) -> Tensor:
         """Return the hidden states of L tokens after the final norm, (1, L, width)."""
         count = len(tokens)
-        ids, places, bounds = (
-            tc.tensor(np.array(row, np.int64), device=self._device)
-            for row in (tokens, range(count), [0, count])
+        ids, positions, cu_seqlens = (
+            tc.tensor(np.array(numbers, np.int64), device=self._device)
+            for numbers in (tokens, range(count), [0, count])
         )
-        return self._model.hidden(ids, places, bounds).unsqueeze(0)
+        return self._model.hidden(ids, positions, cu_seqlens).unsqueeze(0)
 
 
 class Qwen3(QwenEncoder):
@@ -119,34 +119,39 @@ class Qwen3(QwenEncoder):
         return states
 
     def padded_states(self, tokens: Sequence[int], length: int) -> list[Tensor]:
-        """Return the hidden states of tokens padded to `length`, for each layer (length, width)."""
-        row = [*tokens, *[self.tokenizer.pad] * (length - len(tokens))]
-        ids = tc.tensor(np.array(row, np.int64), device=self._device)
+        """Return the hidden states after each of the `layers`, each (length, width).
+
+        Args:
+            tokens: at least one token and at most `length`.
+            length: the number of tokens to which `tokens` are padded.
+        """
+        padded = [*tokens, *[self.tokenizer.pad] * (length - len(tokens))]
+        ids = tc.tensor(np.array(padded, np.int64), device=self._device)
         states: list[Tensor] = self._model.padded_states(ids, len(tokens), self._layers)
         return states
 
 
 def tokenizer_folder(family: PipelineFamily[Any], of: str = Qwen3.of) -> Path:
-    """Return the folder of the tokenizer's files.
+    """Return the folder with the text encoder's `tokenizer.json` or `vocab.json`.
 
-    It is the first of these folders that has such a file: `tokenizer` in the pipeline's folder,
-    `tokenizer` in the text encoder's folder, `tokenizer` beside the text encoder's folder, and the
-    text encoder's folder.
+    It is the first of these folders that has one of the files: `tokenizer` in the pipeline's
+    folder, `tokenizer` in the text encoder's folder, `tokenizer` next to the text encoder's folder,
+    and the text encoder's folder. A text encoder in a file has the folder of that file.
 
     Args:
         family: the family with the weights.
         of: the text encoder's name in messages.
 
     Raises:
-        WeightsFormatError: no such folder has a tokenizer's file.
+        WeightsFormatError: none of these folders has one of the files.
     """
     encoder = family.facts.parts["text_encoder"].path
-    near = encoder if encoder.is_dir() else encoder.parent
-    places = [family.weights / "tokenizer", near / "tokenizer", near.parent / "tokenizer", near]
-    for place in places:
+    folder = encoder if encoder.is_dir() else encoder.parent
+    inside, beside = folder / "tokenizer", folder.parent / "tokenizer"
+    for place in (family.weights / "tokenizer", inside, beside, folder):
         if (place / FILE).is_file() or (place / VOCABULARY).is_file():
             return place
     raise WeightsFormatError(
-        f"tokenizer: there is no {FILE} of {of} with {family.weights}; give the folder of the "
-        f"pipeline, or put the pipeline's folder `tokenizer` beside {encoder}"
+        f"tokenizer: there is no {FILE} or {VOCABULARY} of {of} with {family.weights}; give the "
+        f"folder of the pipeline, or put the pipeline's folder `tokenizer` next to {encoder}"
     )

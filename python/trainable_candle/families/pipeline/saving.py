@@ -1,4 +1,4 @@
-"""Writes a pipeline's checkpoint with changed weights in some of its models."""
+"""Writes a copy of a pipeline's checkpoint in which some models have changed weights."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ def save_merged(
         weights: the original checkpoint, from which everything but `models` is taken.
         parts: the names of the folders that hold the pipeline's models.
         models: the changed models, by the names of their folders.
-        output: a new or an empty folder, or a new file.
+        output: a new file that ends in `.safetensors`; or, if the checkpoint is a folder, a new or
+            an empty folder.
 
     Raises:
         ConfigError: `output` exists and is not an empty folder, the folder of a new file does not
             exist, or the checkpoint is a file and `output` does not end in `.safetensors`.
-        OSError: the checkpoint cannot be written.
+        OSError: the new checkpoint cannot be written.
     """
     if output.suffix == ".safetensors":
         save_file(weights, parts, models, output, {})
@@ -58,7 +59,7 @@ def save_file(
         parts: the names of the folders that hold the pipeline's models.
         models: the changed models, by the names of their folders.
         output: a new file.
-        quantize: the 8-bit format of each model to quantize, by the names of their folders.
+        quantize: for each model to quantize, its 8-bit format, by the name of the model's folder.
 
     Raises:
         ConfigError: `output` exists, or its folder does not.
@@ -103,14 +104,15 @@ def save_folder(
 ) -> None:
     """Write a pipeline's folder with `models` in place of those in `weights`.
 
-    The other models, the tokenizers, the scheduler and `model_index.json` are copied.
+    Copies the other models, the tokenizers, the scheduler and `model_index.json`. The new folder
+    appears only when it is complete.
 
     Args:
         weights: the pipeline's folder, from which everything but `models` is taken.
         parts: the names of the folders that hold the pipeline's models.
         models: the changed models, by the names of their folders.
         output: a new or an empty folder.
-        quantize: "nf4" for each model to quantize, by the names of their folders.
+        quantize: for each model to quantize, "nf4", by the name of the model's folder.
 
     Raises:
         ConfigError: `output` exists and is not an empty folder.
@@ -125,8 +127,8 @@ def save_folder(
     }  # fmt: skip
     partial.mkdir(parents=True)
     # The disk takes bytes faster than one thread writes them, so a second thread copies files.
-    with ThreadPoolExecutor(1) as beside:
-        copied = beside.submit(_copy, weights, sorted(names - models.keys()), partial)
+    with ThreadPoolExecutor(1) as copier:
+        copied = copier.submit(_copy, weights, sorted(names - models.keys()), partial)
         for name, model in models.items():
             model.save_pretrained(partial / name, quantize.get(name))
         copied.result()
@@ -137,7 +139,7 @@ def save_folder(
 
 
 def _copy(folder: Path, names: Sequence[str], to: Path) -> None:
-    """Copy files and folders with these names from `folder` into the folder `to`."""
+    """Copy the files and folders with these names from `folder` into the folder `to`."""
     for name in names:
         if (folder / name).is_dir():
             shutil.copytree(folder / name, to / name)

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from trainable_candle import Tensor
     from trainable_candle.families.pipeline.family import PipelineFamily
 
-_TOKENS: Final = "shared.weight"
+_EMBEDDING: Final = "shared.weight"
+"""The weight that has a row for each token."""
 
 
 class T5:
@@ -26,7 +27,8 @@ class T5:
     Args:
         model: the encoder.
         tokenizer: the encoder's tokenizer.
-        length: the number of tokens that captions are truncated to.
+        length: the most tokens of a caption, including the end token. Longer captions are
+            truncated.
         device: the device of the encoder.
     """
 
@@ -40,12 +42,12 @@ class T5:
     def load(cls, family: PipelineFamily[Any], part: str, length: int) -> Self:
         """Load the T5 encoder and the tokenizer of a family's weights.
 
-        Weights without a tokenizer get the T5 tokenizer that the package ships.
+        If the weights have no folder of the tokenizer, the tokenizer is the one in the package.
 
         Args:
             family: the family with the weights.
             part: the name of the text encoder's folder in the pipeline.
-            length: the number of tokens that captions are truncated to.
+            length: as for the class.
 
         Raises:
             MissingFileError, WeightsFormatError, ConfigError: a part is missing, damaged, or of
@@ -55,11 +57,11 @@ class T5:
             **family.source(part), dtype=family.dtype, device=family.device
         )
         folder = family.weights / part.replace("text_encoder", "tokenizer")
-        there = folder.is_dir()
-        tokenizer = T5Tokenizer.from_pretrained(folder) if there else T5Tokenizer.shipped()
-        known = model.named_tensors()[_TOKENS].shape[0]
+        has_folder = folder.is_dir()
+        tokenizer = T5Tokenizer.from_pretrained(folder) if has_folder else T5Tokenizer.shipped()
+        known = model.named_tensors()[_EMBEDDING].shape[0]
         if tokenizer.size > known:
-            which = f"{folder} has" if there else "T5's usual tokenizer has"
+            which = f"{folder} has" if has_folder else "T5's usual tokenizer has"
             raise WeightsFormatError(
                 f"tokenizer: {which} {tokenizer.size} tokens, but the text encoder knows {known}; "
                 "give the folder of the pipeline with its own tokenizers"
@@ -67,7 +69,7 @@ class T5:
         return cls(model, tokenizer, length, family.device)
 
     def __call__(self, captions: Sequence[str]) -> Tensor:
-        """Return the encoder's outputs for captions, (B, length, width).
+        """Return the encoder's outputs for B captions, (B, length, width).
 
         Shorter captions are padded to `length`. The padding is not masked, as in diffusers'
         pipelines of Stable Diffusion 3 and Flux.
@@ -76,22 +78,22 @@ class T5:
         return self.model(tc.tensor(ids, device=self._device))
 
     def truncates(self, caption: str) -> bool:
-        """Return whether a caption and the end token are more than `length` tokens."""
+        """Return whether a caption with its end token has more than `length` tokens."""
         return len(self._tokenizer.encode(caption)) + 1 > self._length
 
     def read_tokens(self, caption: str) -> int:
-        """Return the number of tokens that `words` encodes for a caption, at most `length`.
+        """Return the number of tokens that `words` encodes for a caption.
 
-        They are the caption's tokens, the end token and one padding token.
+        They are the caption's tokens, the end token and one padding token, but at most `length`.
         """
         return min(self._length, len(self._tokenizer.encode(caption)) + 2)
 
     def words(self, caption: str) -> Tensor:
-        """Encode a caption's tokens and one padding token, which is masked.
+        """Return the encoder's outputs for a caption and one padding token, which is masked.
 
         Returns:
-            (1, L, width), with L = `read_tokens(caption)`; a caption of `length` tokens has no
-            padding token.
+            (1, L, width), with L = `read_tokens(caption)`. If the caption with its end token has
+            `length` tokens or more, there is no padding token.
         """
         ids, mask = (
             row[:, : self.read_tokens(caption)] for row in self._tokenizer([caption], self._length)
@@ -100,6 +102,6 @@ class T5:
 
     @staticmethod
     def working_values(family: PipelineFamily[Any], part: str, tokens: int) -> int:
-        """Return the most values that the encoder `part` holds at once, for `tokens` tokens."""
+        """Return the most values that the encoder `part` holds while it encodes `tokens` tokens."""
         config = family.facts.parts[part].config
         return int(tokens * (2 * config["d_ff"] + 4 * config["d_model"]))
