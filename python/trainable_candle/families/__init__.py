@@ -31,7 +31,7 @@ NAMES: Final = {
     "causal-lm": "trainable_candle.families.causal_lm:CausalLM",
     "digits": "trainable_candle.families.digits:Digits",
 }
-"""For each name of `--model`, the class of its family; a new family adds one line here."""
+"""For each name of `--model`, the module and the class of its family."""
 
 
 def find(name: str) -> type[Family]:
@@ -52,7 +52,7 @@ def find(name: str) -> type[Family]:
 
 
 def presets(name: str) -> Mapping[str, Mapping[str, Any]]:
-    """Return the presets of a model by their names, each with the values of the model's settings.
+    """Return each preset by its name: its values for the settings that the model takes.
 
     ```python
     assert "fast" in tc.families.presets("sdxl")
@@ -62,10 +62,10 @@ def presets(name: str) -> Mapping[str, Mapping[str, Any]]:
         ConfigError: there is no such model.
     """
     groups = find(name).groups
-    presets = TEXTS if Texts in groups else IMAGES
+    complete = TEXTS if Texts in groups else IMAGES
     return {
         preset: {key: value for key, value in values.items() if group_of(key) in groups}
-        for preset, values in presets.items()
+        for preset, values in complete.items()
     }
 
 
@@ -73,17 +73,17 @@ def weights_of(name: str, given: str | Path | None) -> Path:
     """Return the path of a model's weights: `given`, or by default the weights in the package.
 
     ```python
-    folder = tc.families.weights_of("sdxl", None)  # the built-in one
+    folder = tc.families.weights_of("sdxl", None)  # the weights in the package
     ```
 
     Args:
         name: the name of the model.
-        given: a path, or the name of a pipeline or a language model on the Hugging Face hub, which
-            is downloaded.
+        given: a path; the name of a pipeline or a language model on the Hugging Face hub, which is
+            downloaded; or None.
 
     Raises:
-        ConfigError: there is no such model, it needs weights and none are given, or the path is the
-            output of a run.
+        ConfigError: there is no such model, no weights are given and the package has none, or the
+            path is the output of a run.
         MissingFileError: there are no such weights, or the hub cannot be reached.
     """
     family = find(name)
@@ -111,7 +111,9 @@ def load(
     device: str,
     config: TrainConfig | None = None,
 ) -> Task:
-    """Load a model to generate with it or to merge an adapter into it.
+    """Return the task of a model, to generate with the model or to merge an adapter into it.
+
+    Checks the model's files. Weights are loaded when they are first needed.
 
     ```python
     task = tc.families.load("digits", None, "f32", "cpu")
@@ -119,14 +121,14 @@ def load(
 
     Args:
         name: the name of the model.
-        weights: the argument `given` of `weights_of`.
+        weights: as `given` of `weights_of`.
         dtype: the dtype of the model and the text encoders; None: the dtype of their files.
-        device: the device of the model and the text encoders.
-        config: settings, which may name separate files for parts of the model.
+        device: the device of all parts.
+        config: settings, which may name separate files for parts of the model; None: the defaults.
 
     Raises:
-        ConfigError: there is no such model, it needs weights and none are given, the path is the
-            output of a run, or the parts of the model do not fit together.
+        ConfigError: as `weights_of`; or a configuration is wrong, or the parts of the model do not
+            fit together.
         MissingFileError, WeightsFormatError: the weights are missing, damaged, or of another model.
     """
     family = find(name)(weights_of(name, weights), dtype, device, config)

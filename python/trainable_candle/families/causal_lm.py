@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from trainable_candle.settings import Group
     from trainable_candle.tasks.estimate import Shape
 
-
 BUILT_IN: Final = Path(__file__).parents[1] / "assets" / "llama_tiny"
+"""The folder of the language model in the package."""
 
 
 class CausalLM:
@@ -75,17 +75,22 @@ class CausalLM:
 
     @classmethod
     def defaults(cls, config: TrainConfig) -> dict[str, Any]:
-        """Return the learning rate and, for adapters that have an alpha, alpha = 2 * rank."""
+        """Return the learning rate and, except for OFT, which has no alpha, alpha = 2 * rank."""
         rate = 1e-5 if config.objective == "dpo" else 2e-4
-        scale = {} if config.adapter == OFT else {"alpha": 2.0 * config.rank}
-        return {"learning_rate": rate, **scale}
+        alpha = {} if config.adapter == OFT else {"alpha": 2.0 * config.rank}
+        return {"learning_rate": rate, **alpha}
 
     def task(self) -> TextTask:
         """Return the task that trains this model and writes with it."""
         return TextTask(self)
 
     def require_own(self) -> None:
-        """Check that the weights are of this family."""
+        """Check that the weights are of this family.
+
+        Raises:
+            MissingFileError, WeightsFormatError, ConfigError: the weights are missing, damaged, or
+                of another model.
+        """
         _ = self._facts
 
     @cached_property
@@ -94,12 +99,12 @@ class CausalLM:
 
     @cached_property
     def tokenizer(self) -> ChatTokenizer:
-        """The tokenizer beside the weights, or in the GGUF file."""
+        """The tokenizer in the folder of the weights, or in the GGUF file."""
         return ChatTokenizer.from_pretrained(self.weights)
 
     @property
     def context(self) -> int:
-        """The largest number of tokens in a text that the model was made for."""
+        """The context length: the most tokens of a text that the model was made for."""
         return context_of(self._facts.config)
 
     @property
@@ -109,21 +114,23 @@ class CausalLM:
 
     @property
     def vocabulary(self) -> int:
-        """The size of the vocabulary."""
+        """The number of tokens in the vocabulary."""
         return int(self._facts.config["vocab_size"])
 
     @property
     def repeats(self) -> bool:
-        """See `TextFamily.repeats`; some rotary scalings depend on the longest text."""
+        """See `TextFamily.repeats`; some kinds of rotary scaling depend on the longest text."""
         settings = self.settings
         scaling = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
         kind = scaling.get("rope_type", scaling.get("type"))
         if kind in {"longrope", "su"}:
+            # The longest text determines which of these lists applies; if they are equal, it has no
+            # effect.
             return bool(scaling["short_factor"] == scaling["long_factor"])
         return kind != "dynamic"
 
     def layers(self) -> Mapping[str, Shape]:
-        """Return the shapes of the linear layers' weights, by name."""
+        """Return the shapes of the linear layers' weights, by the layers' names."""
         return self._facts.layers
 
     def check_initial_adapter(self, path: Path, layers: Collection[str]) -> None:
@@ -143,7 +150,7 @@ class CausalLM:
         )
 
     def estimate(self, config: TrainConfig, tokens: int) -> Estimate:
-        """Estimate the memory of weights, adapters and tape for rows of `tokens` tokens."""
+        """Estimate the memory of a run with packed rows of `tokens` tokens."""
         adapter = adapter_config(config, self.targets, self.formats)
         trained = trained_model("model", self._facts, adapter, config, tokens=tokens)
         phases = {**trained.start, "training": trained.items}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trainable_candle.train.trainer import Inputs
 
 _TOKENS: Final = 512
-"""The most tokens of a caption, as in diffusers' pipeline."""
+"""The most tokens of a caption, including the end token, as in diffusers' pipeline."""
 
 
 class ChromaTexts:
@@ -44,7 +44,7 @@ class ChromaTexts:
         self._t5 = T5.load(family, "text_encoder", _TOKENS)
 
     def chunks(self, caption: str) -> int:
-        """Count the tokens that T5 encodes for a caption, with the end token and padding."""
+        """Return the number of tokens that T5 encodes for a caption; see `T5.read_tokens`."""
         return self._t5.read_tokens(caption)
 
     def truncates(self, caption: str) -> bool:
@@ -52,7 +52,10 @@ class ChromaTexts:
         return self._t5.truncates(caption)
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Encode captions: `encoder_hidden_states` (B, L, 4096), and each row's `lengths` (B,)."""
+        """Encode B captions: `encoder_hidden_states` (B, L, 4096) and `lengths` (B,), in tokens.
+
+        L is the longest length. Zeros follow the features of shorter captions.
+        """
         return in_rows([self._t5.words(caption) for caption in captions])
 
 
@@ -66,8 +69,8 @@ class Chroma(FlowFamily[ChromaTexts]):
         "each, Apache-2.0)"
     )
     parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("chroma"))
-    # Chroma's blocks have Flux's layers. As in other trainers, no adapter is put on the
-    # approximator, which computes the blocks' modulation.
+    # Chroma's blocks have Flux's layers. As in other trainers, the approximator, which computes the
+    # blocks' modulation, gets no adapters.
     targets: ClassVar[tuple[str, ...]] = Flux.targets
     drawing: ClassVar[Usual] = Usual(35, 5.0)
     distilled: ClassVar[Usual] = Usual(16, 1.0)
@@ -101,24 +104,26 @@ class Chroma(FlowFamily[ChromaTexts]):
 
     @property
     def text_values(self) -> int:
-        """The number of values that T5 makes of one caption: tokens times features."""
+        """The number of values in a caption's features: tokens times features of a token."""
         return int(self.text_tokens * self.facts.config["joint_attention_dim"])
 
     @property
     def text_working_values(self) -> int:
-        """The number of values of T5's widest layer and of the result, for one caption."""
+        """The number of values in T5's widest layer plus `text_values`, for one caption."""
         return T5.working_values(self, "text_encoder", _TOKENS) + self.text_values
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
         """Return the velocity that the transformer predicts, in the shape of `sample`."""
         text = conditions["encoder_hidden_states"]
-        # A single text has one padding token, which the model reads as in diffusers, so it needs no
-        # mask. In a batch, shorter texts get more padding, which `lengths` masks.
+        # A text has at most one padding token, which the model reads, as in diffusers. So a single
+        # text needs no mask. In a batch, zeros follow shorter texts, and `lengths` masks the zeros.
         lengths = conditions["lengths"] if sample.shape[0] > 1 else None
         return over_tokens(
             sample,
             text.shape[1],
-            lambda x, image, words: self.model(x, text, times / 1000.0, image, words, lengths),
+            lambda tokens, image_at, text_at: self.model(
+                tokens, text, times / 1000.0, image_at, text_at, lengths
+            ),
         )
 
     def text_identity(self) -> dict[str, str]:

@@ -51,18 +51,20 @@ if TYPE_CHECKING:
     from trainable_candle.train.trainer import Inputs
 
 BASE: Final = Path(str(files("trainable_candle") / "demo" / "assets"))
-"""The built-in base model, which was trained on every digit but zero."""
+"""The folder of the built-in base model, which was trained on every digit but zero."""
 SIDE: Final = 8
 """The height and the width of an image, in pixels."""
 NAMES: Final = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-_CLASSES: Final = {word: n for n, name in enumerate(NAMES) for word in (name, str(n))}
+_DIGITS: Final = {word: digit for digit, name in enumerate(NAMES) for word in (name, str(digit))}
+"""English name or numeral -> digit."""
 _LUMA: Final = np.array([0.299, 0.587, 0.114], dtype=np.float32)
+"""The weights of red, green and blue in a grey value."""
 _SAMPLE_BYTES: Final = 32
 """The bytes of memory that drawing an image takes for each of its pixels."""
 
 
 class Pixels:
-    """In place of an autoencoder: the latents of an image are its grey pixels."""
+    """Takes the place of an autoencoder: the latents of an image are its grey pixels."""
 
     factor = 1
     channels = 1
@@ -71,11 +73,11 @@ class Pixels:
         """Return None: computing latents is so fast that a cache would save no time."""
 
     def encode(self, pixels: npt.NDArray[np.uint8]) -> dict[str, Tensor]:
-        """Return the latents as `mean`: the images as `to_model` converts them."""
+        """Return the grey pixels as `mean`; see `to_model`."""
         return {"mean": tc.tensor(to_model(pixels))}
 
     def latents(self, kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:  # noqa: ARG002
-        """Return the grey pixels in `kept`; an autoencoder's latents would be sampled."""
+        """Return the grey pixels in `kept`; nothing is drawn with `normal`."""
         return kept["mean"]
 
     def decode(self, latents: Tensor) -> Tensor:
@@ -112,24 +114,29 @@ class Digits(LatentFamily):
         return BASE
 
     def require_own(self) -> None:
-        """Check the weights by loading the transformer, which is small."""
+        """Check the weights by loading the transformer, which is small.
+
+        Raises:
+            MissingFileError, WeightsFormatError, ConfigError: the weights are missing, damaged, or
+                of another model.
+        """
         _ = self.model
 
     def check_initial_adapter(self, path: Path, layers: Collection[str]) -> None:  # noqa: ARG002
         """Check that the file can be read.
 
         Raises:
-            WeightsFormatError: the file is damaged.
+            MissingFileError, WeightsFormatError: the file is missing or damaged.
         """
         tc.verify_adapter(path, self.name)
 
     def check_prompt(self, prompt: str) -> None:
-        """Check that a text names one digit.
+        """Check that a prompt names exactly one digit.
 
         Raises:
-            ConfigError: the text names no digit, or several.
+            ConfigError: the prompt names no digit, or several.
         """
-        _label(prompt)
+        _digit(prompt)
 
     @property
     def _facts(self) -> PartFacts:
@@ -143,8 +150,8 @@ class Digits(LatentFamily):
         """Read a folder of images of 8x8 pixels, with captions that each name one digit.
 
         Raises:
-            DatasetError: an image has another size, or a caption does not name exactly one digit;
-                the message names the files.
+            DatasetError: the folder cannot be used, an image has another size, or a caption does
+                not name exactly one digit; the message names the files.
         """
         images = check_folder(folder, self.config.caption)
         problems = [problem for image in images if (problem := _problem(image))]
@@ -152,7 +159,10 @@ class Digits(LatentFamily):
             raise unusable(images[0].path.parent, len(images), problems)
         fit = Fit(Bucket(SIDE, SIDE), (SIDE, SIDE), (SIDE, SIDE))
         return Dataset(
-            [DatasetItem(image, fit, "", 1.0, 1.0, "off") for image in images],
+            [
+                DatasetItem(image, fit, trigger="", loss_weight=1.0, repeats=1.0, mask="off")
+                for image in images
+            ],
             DatasetOptions((Source(Path(folder)),), resolution=SIDE, bucket_step=SIDE),
             CaptionOptions(),
             self.config.seed,
@@ -160,18 +170,19 @@ class Digits(LatentFamily):
         )
 
     def estimate(self, config: TrainConfig, data: Split[Dataset], limit: float) -> Estimate:  # noqa: ARG002
-        """Return the memory of weights, adapters, activations and images."""
+        """Estimate the memory of a run: the model, its adapters and, on the CPU, the images."""
         adapter = adapter_config(config, self.targets, self.formats)
         sizes = {"height": SIDE, "width": SIDE}
         trained = trained_model("model", self._facts, adapter, config, **sizes)
         if not config.on_gpu:
-            images = len(data.train) + len(data.validation or ())
-            trained.items.append(Item("images", "", 4 * images * SIDE**2))
+            count = len(data.train) + len(data.validation or ())
+            # Grey pixels in f32.
+            trained.items.append(Item("images", "", 4 * count * SIDE**2))
         phases = {**trained.start, "training": trained.items}
         return Estimate(phases, config.on_gpu, trained.work, trained.host)
 
     def drawing_bytes(self, size: tuple[int, int], count: int) -> int:
-        """Return the bytes that drawing `count` images takes, without the small transformer."""
+        """Return the bytes that drawing `count` images takes; the small transformer is left out."""
         return count * size[0] * size[1] * _SAMPLE_BYTES
 
     @cached_property
@@ -186,11 +197,11 @@ class Digits(LatentFamily):
         )
 
     def objective(self, device: str) -> FlowObjective:  # noqa: ARG002
-        """Return the objective, flow matching, which learns the velocity from latents to noise."""
+        """Return flow matching: the transformer learns the velocity, noise minus latents."""
         return FlowObjective(self.config)
 
     def stepper(self, steps: int, sampler: str | None, size: tuple[int, int]) -> FlowSampler:  # noqa: ARG002
-        """Return Euler's method over the noise levels of `steps` steps."""
+        """Return Euler's method with `steps` steps, the only sampler of this family."""
         return FlowSampler(FlowMatching().sigmas(steps))
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
@@ -203,11 +214,11 @@ class Digits(LatentFamily):
         Raises:
             ConfigError: a caption does not name exactly one digit.
         """
-        labels = np.array([_label(caption) for caption in captions], dtype=np.int64)
+        labels = np.array([_digit(caption) for caption in captions], dtype=np.int64)
         return {"class_labels": tc.tensor(labels, device=self.device)}
 
     def adapted_parts(self, path: Path) -> Sequence[str]:  # noqa: ARG002
-        """Return the transformer's name, because it is the only part."""
+        """Return the only part, the transformer, whose name is empty."""
         return (self.component,)
 
     def save_merged(self, models: Mapping[str, Model], output: Path) -> None:
@@ -224,7 +235,7 @@ class Digits(LatentFamily):
         models[self.component].save_pretrained(output)
 
     def require_quantized(self, output: Path, to: str) -> None:  # noqa: ARG002
-        """Raise an error: the demo's model cannot be quantized.
+        """Raise an error: the demo's model cannot be written quantized.
 
         Raises:
             ConfigError: always.
@@ -232,7 +243,11 @@ class Digits(LatentFamily):
         raise ConfigError(f"--to {to}: {self.name} cannot be written quantized; leave --to out")
 
     def save_quantized(self, models: Mapping[str, Model], output: Path, to: str) -> None:  # noqa: ARG002
-        """Raise an error, as `require_quantized`."""
+        """Raise an error, as `require_quantized`.
+
+        Raises:
+            ConfigError: always.
+        """
         self.require_quantized(output, to)
 
 
@@ -244,13 +259,14 @@ def to_model(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
 
 
 def digits_in(caption: str) -> list[int]:
-    """Return the different digits that a caption names, by numeral or English name, ascending."""
+    """Return the digits that a caption names as numerals or English words, each once, ascending."""
     words = re.findall(r"[a-z]+|[0-9]+", caption.lower())
-    return sorted({_CLASSES[word] for word in words if word in _CLASSES})
+    return sorted({_DIGITS[word] for word in words if word in _DIGITS})
 
 
 @lru_cache(maxsize=1024)
-def _label(prompt: str) -> int:
+def _digit(prompt: str) -> int:
+    """Return the one digit that a prompt names."""
     found = digits_in(prompt)
     if len(found) != 1:
         raise ConfigError(f"sample: the prompt {prompt!r} {_expected(found)}")
@@ -258,6 +274,7 @@ def _label(prompt: str) -> int:
 
 
 def _problem(image: Picture) -> str | None:
+    """Return why an image or its caption cannot be used; None if both can."""
     if (image.width, image.height) != (SIDE, SIDE):
         return f"{image.path}: is {image.width}x{image.height} pixels, expected {SIDE}x{SIDE}"
     found = digits_in(image.caption)
@@ -267,5 +284,6 @@ def _problem(image: Picture) -> str | None:
 
 
 def _expected(found: list[int]) -> str:
+    """Return the end of a message about a text that names these digits, not exactly one."""
     names = f"the digits {', '.join(map(str, found))}" if found else "no digit"
     return f"names {names}, expected one of 0 to 9 or of zero to nine"

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _TOKENS: Final = {True: 512, False: 256}
 """Whether the model takes a guidance scale (dev does, schnell does not) -> the most tokens of a
-caption."""
+caption that T5 reads."""
 
 
 class FluxTexts:
@@ -56,7 +56,7 @@ class FluxTexts:
         self._t5 = T5.load(family, "text_encoder_2", family.text_tokens)
         self._device = family.device
 
-    def chunks(self, caption: str) -> int:  # noqa: ARG002 - each encoder truncates it
+    def chunks(self, caption: str) -> int:  # noqa: ARG002 - longer captions are truncated
         """Return 1: every caption takes one row of tokens in each encoder."""
         return 1
 
@@ -65,11 +65,14 @@ class FluxTexts:
         return self._t5.truncates(caption)
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Encode captions: `encoder_hidden_states` (B, L, 4096), `pooled_projections` (B, 768)."""
+        """Encode B captions: `encoder_hidden_states` (B, L, 4096), `pooled_projections` (B, 768).
+
+        L is the family's `text_tokens`; shorter captions are padded.
+        """
         rows = [self._tokenizer.chunks(caption, 1)[0] for caption in captions]
         states = self._clip(tc.tensor(rows, device=self._device)).last_hidden_state
-        # Not `pooled`: in files that were made for other models, CLIP-L has a projection, which
-        # Flux does not apply.
+        # Pool here: the result `pooled` of a CLIP-L that was made for another model may be
+        # projected, and Flux's is not. The pooled features are those of the first end token.
         ends = [int((row == self._tokenizer.end).argmax()) for row in rows]
         pooled = [states[i : i + 1, end] for i, end in enumerate(ends)]
         return {
@@ -88,8 +91,8 @@ class Flux(FlowFamily[FluxTexts]):
         "FLUX.1-schnell (Apache-2.0) on the Hugging Face hub, after a login there"
     )
     parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("flux"))
-    # Attention and feed-forward layers of the double-stream blocks, and attention layers of the
-    # single-stream blocks: the layers that diffusers' training script adapts.
+    # The layers that diffusers' training script adapts: in double-stream blocks, the attention and
+    # feed-forward layers; in single-stream blocks, the attention layers.
     targets: ClassVar[tuple[str, ...]] = (
         "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
         "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
@@ -109,35 +112,35 @@ class Flux(FlowFamily[FluxTexts]):
     @cached_property
     def found_schedule(self) -> FlowSchedule:
         """See `FlowFamily.found_schedule`; schnell's noise levels are not shifted."""
-        default = self.schedule if self.takes_guidance else FlowSchedule(1.0)
+        default = self.schedule if self.takes_guidance else FlowSchedule(shift=1.0)
         return FlowSchedule.of(self.weights, default)
 
     @property
     def distilled_guidance(self) -> bool:
-        """True: dev and schnell draw without classifier-free guidance."""
+        """True, because dev and schnell draw without classifier-free guidance."""
         return True
 
     @property
     def text_tokens(self) -> int:  # type: ignore[override]
-        """The most tokens of a caption: 512 for dev, 256 for schnell."""
+        """The most tokens of a caption that T5 reads: 512 for dev, 256 for schnell."""
         return _TOKENS[self.takes_guidance]
 
     @property
     def text_features(self) -> Mapping[str, Features]:
         """See `FlowFamily.text_features`."""
         config, parts = self.facts.config, self.facts.parts
-        pooled, states = (
-            parts["text_encoder"].config["hidden_size"], parts["text_encoder_2"].config["d_model"],
-        )  # fmt: skip
+        of_clip = parts["text_encoder"].config["hidden_size"]
+        of_t5 = parts["text_encoder_2"].config["d_model"]
         return {
-            "text_encoder": Features(pooled, config["pooled_projection_dim"]),
-            "text_encoder_2": Features(states, config["joint_attention_dim"]),
+            "text_encoder": Features(of_clip, config["pooled_projection_dim"]),
+            "text_encoder_2": Features(of_t5, config["joint_attention_dim"]),
         }
 
     def check(self) -> None:
-        """Check that the settings have no negative prompt, and no guidance scale for schnell.
+        """Check the parts, and that no setting asks for guidance that the model does not have.
 
         Raises:
+            MissingFileError, WeightsFormatError: a part is missing or damaged.
             ConfigError: a setting has no effect on the model, or the parts do not fit together.
         """
         super().check()
@@ -148,11 +151,13 @@ class Flux(FlowFamily[FluxTexts]):
             )
         if self.config.guidance is not None and not self.takes_guidance:
             raise ConfigError(
-                "--guidance has no effect on Flux schnell, which takes no scale; leave it out"
+                "--guidance has no effect on Flux schnell, which takes no guidance scale; leave it "
+                "out"
             )
         if self.config.train_guidance != 1 and not self.takes_guidance:
             raise ConfigError(
-                "--train-guidance has no effect on Flux schnell, which takes no scale; leave it out"
+                "--train-guidance has no effect on Flux schnell, which takes no guidance scale; "
+                "leave it out"
             )
 
     @property
@@ -183,11 +188,11 @@ class Flux(FlowFamily[FluxTexts]):
     def conditions(
         self, frames: Sequence[Frame], guidance: float | None = None
     ) -> dict[str, Tensor]:
-        """Return `guidance` (B,), the guidance scale of each image; for schnell, nothing.
+        """Return `guidance` (B,), the guidance scale for each of B images; for schnell, no tensor.
 
         Args:
             frames: one for each image.
-            guidance: the scale; None: `--train-guidance`.
+            guidance: the guidance scale; None: the value of `--train-guidance`.
         """
         if not self.takes_guidance:
             return {}
@@ -201,8 +206,8 @@ class Flux(FlowFamily[FluxTexts]):
         return over_tokens(
             sample,
             text.shape[1],
-            lambda x, image, words: self.model(
-                x, text, pooled, times / 1000.0, image, words, guidance
+            lambda tokens, image_at, text_at: self.model(
+                tokens, text, pooled, times / 1000.0, image_at, text_at, guidance
             ),
         )
 
@@ -214,6 +219,6 @@ class Flux(FlowFamily[FluxTexts]):
             **tokenizers_identity(self.weights, shipped),
             "dtype": self.text_precision,
             "tokens": str(self.text_tokens),
-            # Caches of earlier versions have CLIP-L's projected features if it has a projection.
+            # Caches of earlier versions hold projected features if CLIP-L has a projection.
             "pooled": "not projected",
         }

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from trainable_candle.train.trainer import Inputs
 
 LAYERS: Final = (9, 18, 27)
-"""The layers of Qwen3 whose hidden states are used."""
+"""The decoder layers of Qwen3 whose outputs are used, counted from 1."""
 
 
 class Flux2Texts:
-    """Qwen3 with its tokenizer; features are the hidden states of three layers, concatenated.
+    """Qwen3 with its tokenizer; features are the outputs of the three `LAYERS`, concatenated.
 
-    Captions are padded to 512 tokens. The features include the hidden states of the padding, as in
+    Captions are padded to 512 tokens. The features include those of the padding, as in
     `encode_prompt` of diffusers' pipeline:
     https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/flux2/pipeline_flux2_klein.py
 
@@ -48,7 +48,7 @@ class Flux2Texts:
     def __init__(self, family: Flux2) -> None:
         self._qwen3 = Qwen3(family, LAYERS, thinks=False)
 
-    def chunks(self, caption: str) -> int:  # noqa: ARG002 - longer ones are truncated
+    def chunks(self, caption: str) -> int:  # noqa: ARG002 - longer captions are truncated
         """Return 1: every caption takes one row of 512 tokens."""
         return 1
 
@@ -57,7 +57,7 @@ class Flux2Texts:
         return len(self._qwen3.tokenizer.encode(caption, MOST_TOKENS + 1)) > MOST_TOKENS
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Encode captions as `encoder_hidden_states` (B, 512, 3 times Qwen3's width)."""
+        """Encode B captions: `encoder_hidden_states` (B, 512, 3 times Qwen3's width)."""
         rows = []
         for caption in captions:
             tokens = self._qwen3.tokenizer.encode(caption, MOST_TOKENS)
@@ -94,7 +94,8 @@ class Flux2(FlowFamily[Flux2Texts]):
     def is_distilled(self) -> bool:
         """Whether the model was distilled to 4 steps.
 
-        The folder's `model_index.json` says so, or else the name of the weights.
+        The field `is_distilled` of the pipeline's `model_index.json` decides. Without it, a model
+        is distilled if the name of its weights has "klein" and not "base".
 
         Raises:
             ConfigError: `model_index.json` is damaged.
@@ -114,6 +115,7 @@ class Flux2(FlowFamily[Flux2Texts]):
         """See `FlowFamily.require_own`; also checks that the model is not FLUX.2-dev.
 
         Raises:
+            MissingFileError, WeightsFormatError: a part is missing or damaged.
             ConfigError: the parts do not fit together, or the model is FLUX.2-dev.
         """
         if self.facts.config["guidance_embeds"]:
@@ -133,8 +135,9 @@ class Flux2(FlowFamily[Flux2Texts]):
         """Check the parts, and that no setting asks a distilled model for guidance.
 
         Raises:
-            ConfigError: the model is distilled and has a guidance scale or a negative prompt, or
-                the parts do not fit together.
+            MissingFileError, WeightsFormatError: a part is missing or damaged.
+            ConfigError: the model is distilled, and the settings have a guidance scale other than 1
+                or a negative prompt; or the parts do not fit together.
         """
         super().check()
         if not self.is_distilled:
@@ -163,26 +166,30 @@ class Flux2(FlowFamily[Flux2Texts]):
 
     @property
     def text_values(self) -> int:
-        """The number of values in a caption's features: tokens times features."""
+        """The number of values in a caption's features: tokens times features of a token."""
         return int(self.text_tokens * self.facts.config["joint_attention_dim"])
 
     @property
     def text_working_values(self) -> int:
-        """The number of values of Qwen3's widest layer, its kept states and the result."""
+        """The number of values in Qwen3's widest layer and outputs plus `text_values`.
+
+        All numbers are for one caption.
+        """
         qwen3 = self.facts.parts["text_encoder"].config
-        states = (max(LAYERS) + 4) * qwen3["hidden_size"]
-        return int(self.text_tokens * (2 * qwen3["intermediate_size"] + states)) + self.text_values
+        # The outputs of all layers up to the last of `LAYERS` stay in memory.
+        outputs = (max(LAYERS) + 4) * qwen3["hidden_size"]
+        return int(self.text_tokens * (2 * qwen3["intermediate_size"] + outputs)) + self.text_values
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
         """Return the velocity that the transformer predicts, in the shape of `sample`."""
         height, width = sample.shape[2:]
         text = conditions["encoder_hidden_states"]
-        ids = positions(height, width, text.shape[1], self.device, counts_words=True)
-        predicted = self.model(as_tokens(sample), text, times / 1000.0, *ids)
+        image_at, text_at = positions(height, width, text.shape[1], self.device, counts_words=True)
+        predicted = self.model(as_tokens(sample), text, times / 1000.0, image_at, text_at)
         return from_tokens(predicted, (height, width))
 
     def text_identity(self) -> dict[str, str]:
-        """Return what the encoded captions depend on: encoder, tokenizer, dtype and token count."""
+        """Return what encoded captions depend on: encoder, tokenizer, dtype, token count."""
         return {
             **parts_identity(self.facts, self.facts.text_encoders),
             "tokenizer": file_identity(tokenizer_folder(self)),

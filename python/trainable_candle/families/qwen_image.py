@@ -32,19 +32,20 @@ _SYSTEM: Final = (
 )
 """The system message of the chat template that the model was trained with."""
 _DROPPED: Final = 34
-"""The number of tokens at the start of the chat template whose hidden states are not used."""
+"""The chat template starts with this number of tokens, whose hidden states are not used."""
 _MOST_TOKENS: Final = 1024
-"""The most tokens of a caption in its chat template, without the first `_DROPPED` tokens."""
+"""The most tokens of a caption in the chat template, in addition to `_DROPPED`."""
 _USUAL_TOKENS: Final = 128
 """The number of tokens of a caption that memory estimates assume."""
 _PIPELINES: Final = ("QwenImagePipeline", "QwenImageImg2ImgPipeline")
+"""The `_class_name` that `model_index.json` may have."""
 
 
 class QwenImageTexts:
     """Qwen2.5-VL with its tokenizer.
 
-    The features are the hidden states after the final norm, without the first `_DROPPED` tokens.
-    Follows `_get_qwen_prompt_embeds` of diffusers' pipeline:
+    The features are the hidden states after the final norm, without those of the first `_DROPPED`
+    tokens. Follows `_get_qwen_prompt_embeds` of diffusers' pipeline:
     https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/qwenimage/pipeline_qwenimage.py
 
     Args:
@@ -71,9 +72,12 @@ class QwenImageTexts:
         return len(self._encoder.tokenizer.encode(caption, most + 1)) > most
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Encode captions: `encoder_hidden_states` (B, L, 3584), and each row's `lengths` (B,)."""
-        rows = [self._encoder.states(self._tokens(caption)) for caption in captions]
-        return in_rows([row.narrow(1, _DROPPED, row.shape[1] - _DROPPED) for row in rows])
+        """Encode B captions: `encoder_hidden_states` (B, L, 3584) and `lengths` (B,), in tokens.
+
+        L is the longest length. Zeros follow the features of shorter captions.
+        """
+        texts = [self._encoder.states(self._tokens(caption)) for caption in captions]
+        return in_rows([text.narrow(1, _DROPPED, text.shape[1] - _DROPPED) for text in texts])
 
 
 class QwenImage(FlowFamily[QwenImageTexts]):
@@ -100,17 +104,17 @@ class QwenImage(FlowFamily[QwenImageTexts]):
 
     @property
     def targets(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The layers that musubi-tuner and OneTrainer adapt: all in the blocks except modulation.
+        """The layers of the blocks except the modulation, as in musubi-tuner and OneTrainer.
 
-        Nothing reads the last block's outputs for the text. The layers that make these outputs
+        Nothing reads the last block's outputs for the text. The layers that only make these outputs
         would learn nothing, so they are left out.
         """
-        read = "|".join(map(str, range(self.facts.config["num_layers"] - 1)))
+        all_but_last = "|".join(map(str, range(self.facts.config["num_layers"] - 1)))
         return (
             r"transformer_blocks\.\d+\.attn\.(to_(q|k|v|out\.0)|add_(k|v)_proj)",
             r"transformer_blocks\.\d+\.img_mlp\.net\.(0\.proj|2)",
-            rf"transformer_blocks\.({read})\.attn\.(to_add_out|add_q_proj)",
-            rf"transformer_blocks\.({read})\.txt_mlp\.net\.(0\.proj|2)",
+            rf"transformer_blocks\.({all_but_last})\.attn\.(to_add_out|add_q_proj)",
+            rf"transformer_blocks\.({all_but_last})\.txt_mlp\.net\.(0\.proj|2)",
         )
 
     @classmethod
@@ -119,18 +123,19 @@ class QwenImage(FlowFamily[QwenImageTexts]):
         return {"learning_rate": 5e-5}
 
     def require_own(self) -> None:
-        """See `FlowFamily.require_own`; also checks the kind of the pipeline.
+        """See `FlowFamily.require_own`; also checks the pipeline's class.
 
         Raises:
+            MissingFileError, WeightsFormatError: a part is missing or damaged.
             ConfigError: the folder holds a related pipeline, such as Qwen-Image-Edit, or the parts
                 do not fit together.
         """
         super().require_own()
-        kind = index_of(self.weights).get("_class_name", _PIPELINES[0])
-        if kind not in _PIPELINES:
+        pipeline = index_of(self.weights).get("_class_name", _PIPELINES[0])
+        if pipeline not in _PIPELINES:
             raise ConfigError(
-                f"weights: {self.weights} is a {kind}, which is not supported; expected Qwen-Image "
-                f"({_PIPELINES[0]})"
+                f"weights: {self.weights} is a {pipeline}, which is not supported; expected "
+                f"Qwen-Image ({_PIPELINES[0]})"
             )
 
     @property
@@ -145,15 +150,15 @@ class QwenImage(FlowFamily[QwenImageTexts]):
 
     @property
     def text_values(self) -> int:
-        """The number of values in a caption's features: tokens times features."""
+        """The number of values in a caption's features: tokens times features of a token."""
         return int(self.text_tokens * self.facts.config["joint_attention_dim"])
 
     @property
     def text_working_values(self) -> int:
         """The number of values in Qwen2.5-VL's widest layer plus `text_values`, for one caption."""
         layers = self.facts.parts["text_encoder"].layers
-        middle, width = layers["model.layers.0.mlp.up_proj"]
-        return int((_DROPPED + _MOST_TOKENS) * (2 * middle + 4 * width)) + self.text_values
+        inner, width = layers["model.layers.0.mlp.up_proj"]
+        return int((_DROPPED + _MOST_TOKENS) * (2 * inner + 4 * width)) + self.text_values
 
     def rescaled(self, guided: Tensor, positive: Tensor) -> Tensor:
         """Scale each token of the `guided` prediction to the norm that it has in `positive`.
@@ -162,20 +167,23 @@ class QwenImage(FlowFamily[QwenImageTexts]):
             guided: the prediction with guidance, (B, C, H, W).
             positive: the prediction for the prompt alone, of the same shape.
         """
-        tokens, others = squares(guided.to("f32")), squares(positive.to("f32"))
-        norm, other = (((x * x).sum(1, keepdim=True)).sqrt() for x in (tokens, others))
-        return from_squares(tokens * (other / norm))
+        # The channels of a square are the features of a token.
+        tokens, expected = squares(guided.to("f32")), squares(positive.to("f32"))
+        norm, expected_norm = ((x * x).sum(1, keepdim=True).sqrt() for x in (tokens, expected))
+        return from_squares(tokens * (expected_norm / norm))
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
         """Return the velocity that the transformer predicts, in the shape of `sample`."""
         text = conditions["encoder_hidden_states"]
-        # A single text has no padding. In a batch, shorter texts are padded, and `lengths` masks
-        # the padding.
+        # A single text has no padding. In a batch, zeros follow shorter texts, and `lengths` masks
+        # the zeros.
         lengths = conditions["lengths"] if sample.shape[0] > 1 else None
         return over_tokens(
             sample,
             text.shape[1],
-            lambda x, image, words: self.model(x, text, times / 1000.0, image, words, lengths),
+            lambda tokens, image_at, text_at: self.model(
+                tokens, text, times / 1000.0, image_at, text_at, lengths
+            ),
             centred=True,
         )
 

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from trainable_candle.train.trainer import Inputs
 
 _CLIP_TOKENS: Final = 77
+"""The number of tokens that each CLIP encoder reads, with padding."""
 _T5_TOKENS: Final = 256
-"""The number of tokens of T5, as in diffusers' pipeline and kohya's scripts."""
+"""The number of tokens that T5 reads, with padding, as in diffusers and in kohya's scripts."""
 
 
 class SD3Texts:
@@ -45,16 +46,16 @@ class SD3Texts:
 
     def __init__(self, family: SD3) -> None:
         self._clips = []
-        for number, pad in (("", PAD_OF_CLIP_L), ("_2", PAD_OF_BIG_G)):
+        for suffix, pad in (("", PAD_OF_CLIP_L), ("_2", PAD_OF_BIG_G)):
             model = CLIPTextModel.from_pretrained(
-                **family.source(f"text_encoder{number}"), dtype=family.dtype, device=family.device
+                **family.source(f"text_encoder{suffix}"), dtype=family.dtype, device=family.device
             )
-            tokenizer = clip_tokenizer(family.weights, f"tokenizer{number}", pad, model)
+            tokenizer = clip_tokenizer(family.weights, f"tokenizer{suffix}", pad, model)
             self._clips.append((model, tokenizer))
         self._t5 = T5.load(family, "text_encoder_3", _T5_TOKENS)
         self._device = family.device
 
-    def chunks(self, caption: str) -> int:  # noqa: ARG002 - each encoder truncates it
+    def chunks(self, caption: str) -> int:  # noqa: ARG002 - longer captions are truncated
         """Return 1: every caption takes one row of tokens in each encoder."""
         return 1
 
@@ -65,23 +66,23 @@ class SD3Texts:
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Encode captions: `encoder_hidden_states` (B, 333, 4096), `pooled_projections` (B, 2048).
 
-        The hidden states of both CLIP encoders are concatenated along the features and padded with
-        zeros to T5's width. T5's outputs follow them along the tokens:
+        The hidden states of both CLIP encoders, for 77 tokens, are concatenated along the features
+        and padded with zeros to T5's width. T5's outputs for 256 tokens follow:
         https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/stable_diffusion_3/pipeline_stable_diffusion_3.py#L379
         """
         states, pooled = [], []
         for model, tokenizer in self._clips:
             rows = [tokenizer.chunks(caption, 1)[0] for caption in captions]
-            found = model(tc.tensor(rows, device=self._device))
-            states.append(found.hidden_states[-2])
-            pooled.append(found.pooled)
-        long = self._t5(captions)
-        short = tc.cat(states, 2)
-        batch, length, width = short.shape
-        missing = (batch, length, long.shape[2] - width)
-        beside = tc.zeros(missing, dtype=short.dtype, device=self._device)
+            output = model(tc.tensor(rows, device=self._device))
+            states.append(output.hidden_states[-2])
+            pooled.append(output.pooled)
+        of_t5 = self._t5(captions)
+        of_clip = tc.cat(states, 2)
+        batch, length, width = of_clip.shape
+        missing = (batch, length, of_t5.shape[2] - width)
+        zeros = tc.zeros(missing, dtype=of_clip.dtype, device=self._device)
         return {
-            "encoder_hidden_states": tc.cat([tc.cat([short, beside], 2), long], 1),
+            "encoder_hidden_states": tc.cat([tc.cat([of_clip, zeros], 2), of_t5], 1),
             "pooled_projections": tc.cat(pooled, 1),
         }
 
@@ -96,11 +97,11 @@ class SD3(FlowFamily[SD3Texts]):
         "Face hub, under the Stability AI Community License, after a login there"
     )
     parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("sd3"))
-    # The layers that SimpleTuner adapts: those of the image tokens' attention. The "dual" blocks of
-    # medium have two such attentions.
+    # The layers that SimpleTuner adapts: those of the image tokens' attention. Some blocks of
+    # medium, the "dual" ones, have a second such attention, whose layers are adapted too.
     targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     drawing: ClassVar[Usual] = Usual(28, 4.5)
-    schedule: ClassVar[FlowSchedule] = FlowSchedule(3.0, shifted_last(3.0))
+    schedule: ClassVar[FlowSchedule] = FlowSchedule(shift=3.0, last=shifted_last(3.0))
     text_tokens: ClassVar[int] = _CLIP_TOKENS + _T5_TOKENS
     scaling: ClassVar[float | None] = 1.5305
     goes_with: ClassVar[str] = "SD3.5 goes with CLIP-L, OpenCLIP-bigG and T5-XXL"
@@ -109,9 +110,9 @@ class SD3(FlowFamily[SD3Texts]):
 
     @classmethod
     def defaults(cls, config: TrainConfig) -> Mapping[str, Any]:
-        """Return the usual defaults and, as in SimpleTuner, a low limit on the gradient's norm.
+        """Return the defaults of image models and, as in SimpleTuner, a low `max_grad_norm`.
 
-        Training Stable Diffusion 3.5 large is unstable without this limit.
+        Training Stable Diffusion 3.5 large is unstable without this limit on the gradient's norm.
         """
         return {**super().defaults(config), "max_grad_norm": 0.1}
 
@@ -119,12 +120,12 @@ class SD3(FlowFamily[SD3Texts]):
     def text_features(self) -> Mapping[str, Features]:
         """See `FlowFamily.text_features`; the pooled features are those of both CLIP encoders."""
         config, parts = self.facts.config, self.facts.parts
-        pooled = sum(pooled_width(parts[f"text_encoder{number}"].config) for number in ("", "_2"))
+        clips = ("text_encoder", "text_encoder_2")
+        of_clips = sum(pooled_width(parts[part].config) for part in clips)
+        of_t5 = parts["text_encoder_3"].config["d_model"]
         return {
-            "text_encoder with text_encoder_2": Features(pooled, config["pooled_projection_dim"]),
-            "text_encoder_3": Features(
-                parts["text_encoder_3"].config["d_model"], config["joint_attention_dim"]
-            ),
+            "text_encoder with text_encoder_2": Features(of_clips, config["pooled_projection_dim"]),
+            "text_encoder_3": Features(of_t5, config["joint_attention_dim"]),
         }
 
     @property
@@ -139,19 +140,20 @@ class SD3(FlowFamily[SD3Texts]):
         return f"{undone}; train SD3.5-large, and use the adapter on turbo"
 
     def dataset(self, folder: str) -> Dataset:
-        """Read and check images; no side may be longer than the position embedding covers.
+        """See `FlowFamily.dataset`; the position embedding must also cover all sides of images.
 
         Raises:
-            DatasetError, ConfigError: images or captions cannot be used, or the side of an image is
-                too long.
+            DatasetError, ConfigError: images or captions cannot be used, `--bucket-step` is not a
+                multiple of an image token's side, or the side of an image is too long.
         """
         images = super().dataset(folder)
         most = self.facts.config["pos_embed_max_size"] * self.multiple
         largest = max(max(item.fit.bucket.width, item.fit.bucket.height) for item in images.items)
         if largest > most:
             raise ConfigError(
-                f"dataset: an image would be {largest} px along a side, and this model knows "
-                f"positions up to {most} px; give --max-side {most} or a smaller --resolution"
+                f"dataset: a side of an image would be {largest} px, expected at most {most} px, "
+                f"the last position that this model knows; give --max-side {most} or a smaller "
+                "--resolution"
             )
         return images
 
@@ -161,7 +163,7 @@ class SD3(FlowFamily[SD3Texts]):
 
     @property
     def text_values(self) -> int:
-        """The number of values in the features of a caption's tokens and in its pooled features."""
+        """The number of values in a caption's features: those of its tokens and pooled ones."""
         config = self.facts.config
         return int(
             self.text_tokens * config["joint_attention_dim"] + config["pooled_projection_dim"]

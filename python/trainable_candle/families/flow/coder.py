@@ -18,13 +18,15 @@ if TYPE_CHECKING:
     from trainable_candle import Tensor
 
 _SIDE: Final = 2
+"""The side of a packed square, in latent pixels."""
 _MEAN, _VARIANCE = "bn.running_mean", "bn.running_var"
 
 
 class NormedKLCoder(KLCoder):
-    """An autoencoder whose latents are packed: squares of 2x2 latent pixels become channels.
+    """An autoencoder whose latents are packed, then normalised.
 
-    Each packed channel is then normalised by the running statistics of a batch norm.
+    The 2x2 latent pixels of a square become channels. Each of these channels is normalised by the
+    running statistics of a batch norm.
 
     Follows `_encode_vae_image` of diffusers' pipeline of FLUX.2:
     https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/flux2/pipeline_flux2_klein.py
@@ -49,12 +51,12 @@ class NormedKLCoder(KLCoder):
 
     @cached_property
     def _statistics(self) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of each packed channel, (C, 1, 1), in host memory."""
-        there = self.__dict__.get("model")
-        # If the autoencoder is not loaded, read its file; only the statistics stay in memory.
-        model = there or AutoencoderKL.from_pretrained(**self._source, dtype="f32", device="cpu")
-        found = model.named_tensors()
-        mean, variance = (found[name].to("cpu").reshape(-1, 1, 1) for name in (_MEAN, _VARIANCE))
+        """Mean and deviation of each of the C packed channels, both (C, 1, 1), in host memory."""
+        loaded = self.__dict__.get("model")
+        # If the autoencoder is not loaded, load it here; only the statistics stay in memory.
+        model = loaded or AutoencoderKL.from_pretrained(**self._source, dtype="f32", device="cpu")
+        tensors = model.named_tensors()
+        mean, variance = (tensors[name].to("cpu").reshape(-1, 1, 1) for name in (_MEAN, _VARIANCE))
         return mean, (variance + self._eps).sqrt()
 
     def latents(
@@ -64,7 +66,7 @@ class NormedKLCoder(KLCoder):
     ) -> Tensor:
         """Return the means in `kept`, packed and normalised.
 
-        As in diffusers' training script, the latents are not drawn from the distributions.
+        As in diffusers' training script, latents are not drawn from their distribution.
         """
         packed = squares(kept["mean"])
         mean, deviation = (statistic.to(str(packed.device)) for statistic in self._statistics)
@@ -79,12 +81,12 @@ class NormedKLCoder(KLCoder):
 class QwenImageCoder(KLCoder):
     """Qwen-Image's autoencoder, whose configuration has a mean and a deviation for each channel.
 
-    Follows the end of `__call__` of diffusers' pipeline. There, the variable `latents_std` is the
-    inverse of `latents_std` in the autoencoder's configuration:
+    Follows the end of `__call__` of diffusers' pipeline, whose variable `latents_std` is 1 divided
+    by the `latents_std` of the autoencoder's configuration:
     https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/qwenimage/pipeline_qwenimage.py
 
     Args:
-        source, config, factor, device, identity: as for `KLCoder`.
+        source, config, factor, device, identity: see `KLCoder`.
     """
 
     kind: ClassVar[type[AutoencoderKL | AutoencoderKLQwenImage]] = AutoencoderKLQwenImage
@@ -105,7 +107,7 @@ class QwenImageCoder(KLCoder):
         self._statistics = mean, deviation
 
     def latents(self, kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
-        """Return latents drawn from the distributions in `kept`, then normalised."""
+        """Return latents of the distributions in `kept`, drawn with `normal` and normalised."""
         drawn = self.drawn(kept, normal)
         mean, deviation = (statistic.to(str(drawn.device)) for statistic in self._statistics)
         return (drawn - mean) / deviation

@@ -29,13 +29,13 @@ class Features(NamedTuple):
     """The numbers of features of a text, or of each of its tokens."""
 
     made: int
-    """The number that the text encoder makes."""
+    """The number of features that the text encoder makes."""
     read: int
-    """The number that the transformer reads."""
+    """The number of features that the transformer reads."""
 
 
 class FlowFamily(PipelineFamily[E]):
-    """A family whose transformer predicts the velocity from latents to noise.
+    """A family whose transformer predicts the velocity, noise minus latents.
 
     Each image token of the transformer is a square of `patch` by `patch` latent pixels.
     """
@@ -46,7 +46,8 @@ class FlowFamily(PipelineFamily[E]):
         if group not in {NoisePrediction, TextEncoders, ClipSkip, DistilledGuidance}
     )
     component: ClassVar[str] = "transformer"
-    # ComfyUI and diffusers both read diffusers' names, with the scale multiplied into the factors.
+    # The default is diffusers' names, with the scale multiplied into the factors: both ComfyUI and
+    # diffusers read such files.
     formats: ClassVar[tuple[str, ...]] = ("diffusers", "comfyui", "kohya", "peft")
     timesteps: ClassVar[str] = "logit_normal"
     """The default distribution of noise levels in training."""
@@ -55,14 +56,14 @@ class FlowFamily(PipelineFamily[E]):
     patch: ClassVar[int] = 2
     """The side of an image token, in latent pixels."""
     packs: ClassVar[bool] = True
-    """Whether the transformer counts the channels of an image token as its input channels; if not,
-    it counts the channels of a latent pixel."""
+    """Whether the transformer's `in_channels` counts the channels of an image token; otherwise it
+    counts those of a latent pixel."""
     scaling: ClassVar[float | None] = None
-    """The factor of the autoencoder's latents; None if the autoencoder has no such factor."""
+    """The `scaling_factor` that the autoencoder must have; None: any, or none."""
     overflows: ClassVar[bool] = False
-    """Whether values of the published model are too large for f16."""
+    """Whether the published model computes values that are too large for f16."""
     goes_with: ClassVar[str]
-    """Which text encoders the model goes with, for messages."""
+    """The clause for messages that names the model's text encoders."""
     distilled: ClassVar[Usual] = Usual(4, 1.0)
     """How images are drawn by default with a model that was distilled to a few steps."""
     held_tensors: ClassVar[int] = 12
@@ -70,17 +71,17 @@ class FlowFamily(PipelineFamily[E]):
 
     @cached_property
     def found_schedule(self) -> FlowSchedule:
-        """The noise levels of sampling: of the scheduler beside the weights, or else `schedule`.
+        """The noise levels of sampling: those of the pipeline's scheduler, or else `schedule`.
 
         Raises:
-            ConfigError: the scheduler's configuration is wrong.
+            ConfigError: the scheduler's configuration is damaged, or a value in it is wrong.
         """
         return type(self.schedule).of(self.weights, self.schedule)
 
     @property
     def training_shift(self) -> float:
         """The default shift of noise levels in training; 1 if the shift grows with the image."""
-        return self.found_schedule.shift if not self.found_schedule.grows else 1.0
+        return 1.0 if self.found_schedule.grows else self.found_schedule.shift
 
     @property
     def multiple(self) -> int:
@@ -88,10 +89,10 @@ class FlowFamily(PipelineFamily[E]):
         return self.facts.factor * self.patch
 
     def dataset(self, folder: str) -> Dataset:
-        """Return the checked images; `--bucket-step` must be a multiple of the side of a token.
+        """Return the checked images; `--bucket-step` must be a multiple of an image token's side.
 
         Raises:
-            DatasetError, ConfigError: images or captions are invalid, or `--bucket-step` is not
+            DatasetError, ConfigError: images or captions cannot be used, or `--bucket-step` is not
                 such a multiple.
         """
         images = super().dataset(folder)
@@ -106,13 +107,14 @@ class FlowFamily(PipelineFamily[E]):
     @property
     @abstractmethod
     def text_features(self) -> Mapping[str, Features]:
-        """The features of texts that the text encoders make, by their folders in the pipeline."""
+        """The features of each text encoder's texts, by the encoder's name in messages."""
 
     def require_own(self) -> None:
         """See `PipelineFamily.require_own`; also checks that the parts fit together.
 
         Raises:
-            ConfigError: the autoencoder or a text encoder is of another model.
+            MissingFileError, WeightsFormatError, ConfigError: as there; or the autoencoder or a
+                text encoder is of another model.
         """
         super().require_own()
         facts = self.facts
@@ -125,9 +127,10 @@ class FlowFamily(PipelineFamily[E]):
             )
         scale = facts.parts["vae"].config.get("scaling_factor")
         if self.scaling is not None and scale != self.scaling:
+            scales = "does not scale latents" if scale is None else f"scales latents by {scale}"
             raise ConfigError(
-                f"vae: {facts.parts['vae'].path} scales latents by {scale}, expected "
-                f"{self.scaling}; give the autoencoder of the same model"
+                f"vae: {facts.parts['vae'].path} {scales}, expected {self.scaling}; give the "
+                "autoencoder of the same model"
             )
         for part, features in self.text_features.items():
             if features.made != features.read:
@@ -137,10 +140,10 @@ class FlowFamily(PipelineFamily[E]):
                 )
 
     def check(self) -> None:
-        """Check that the parts fit together.
+        """Check the parts; see `require_own`.
 
         Raises:
-            ConfigError: the autoencoder or a text encoder is of another model.
+            MissingFileError, WeightsFormatError, ConfigError: as `require_own`.
         """
         self.require_own()
 
@@ -163,11 +166,15 @@ class FlowFamily(PipelineFamily[E]):
         return None
 
     def notes(self) -> list[str]:
-        """Return notes about what spoils a run: a distillation undone, a needless setting, f16."""
-        notes, undone = [], self.distillation
-        if undone and self.config.training_adapter is None:
-            notes.append(f"{undone}, or give a --training-adapter")
-        if not undone and self.config.training_adapter:
+        """Return notes about what may spoil a run.
+
+        They are: training undoes a distillation, `--training-adapter` is given for a model that is
+        not distilled, and values leave the range of f16.
+        """
+        notes, distillation = [], self.distillation
+        if distillation and self.config.training_adapter is None:
+            notes.append(f"{distillation}, or give a --training-adapter")
+        if not distillation and self.config.training_adapter:
             name = self.shown_name
             notes.append(f"--training-adapter is for distilled models; is {name} distilled?")
         if self.overflows and self.dtype == "f16":
@@ -175,10 +182,15 @@ class FlowFamily(PipelineFamily[E]):
         return notes
 
     def objective(self, device: str) -> FlowObjective:  # noqa: ARG002
-        """Return the objective, flow matching, which learns the velocity from latents to noise."""
-        by_size = self._shift_of_latents if self.config.resolution_shift else None
+        """Return flow matching: the transformer learns the velocity, noise minus latents.
+
+        Raises:
+            ConfigError, ArgumentError: a setting is outside its range, or the scheduler's
+                configuration is wrong.
+        """
+        shift_of = self._shift_of_latents if self.config.resolution_shift else None
         return FlowObjective(
-            self.config, timesteps=self.timesteps, shift=by_size or self.training_shift
+            self.config, timesteps=self.timesteps, shift=shift_of or self.training_shift
         )
 
     def _shift_of_latents(self, size: tuple[int, int]) -> float:
@@ -187,7 +199,7 @@ class FlowFamily(PipelineFamily[E]):
         return self.found_schedule.in_training(self.tokens_of((width, height)))
 
     def stepper(self, steps: int, sampler: str | None, size: tuple[int, int]) -> FlowSampler:
-        """Return Euler's method over the noise levels for an image of (width, height), in pixels.
+        """Return Euler's method with `steps` steps for images of `size`, (width, height) in pixels.
 
         Raises:
             ConfigError: the sampler is not Euler, or the scheduler's configuration is wrong.
@@ -210,5 +222,5 @@ class FlowFamily(PipelineFamily[E]):
         return int(config["num_attention_heads"] * config["attention_head_dim"])
 
     def predicting_values(self, latents: int) -> int:
-        """Return the most values that a prediction of `latents` latent pixels holds at once."""
+        """Return the most values that predicting `latents` latent pixels holds without a tape."""
         return self.held_tensors * self.width * (latents // self.patch**2 + self.text_tokens)

@@ -1,4 +1,8 @@
-"""Packs 2x2 latent pixels into channels, turns latents into tokens and back, numbers the tokens."""
+"""Packs latents into squares, turns them into tokens and back, and gives tokens their positions.
+
+In the shapes, B is the batch, C channels, H and W the height and the width of latents; h and w are
+those of packed latents.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +21,19 @@ if TYPE_CHECKING:
     class Transformer(Protocol):
         """A transformer that takes the tokens of latents and the positions of all tokens."""
 
-        def __call__(self, tokens: Tensor, image: Tensor, text: Tensor, /) -> Tensor:
+        def __call__(self, tokens: Tensor, image_at: Tensor, text_at: Tensor, /) -> Tensor:
             """Return the output for image tokens, given the positions of image and text tokens."""
 
 
 _SIDE: Final = 2
+"""The side of a square, in latent pixels."""
 
 
 def squares(latents: Tensor) -> Tensor:
-    """Map (B, C, H, W) to (B, 4 C, H / 2, W / 2): 2x2 squares become channels, C outermost."""
+    """Map (B, C, H, W) to (B, 4 * C, H / 2, W / 2): the 2x2 pixels of a square become channels.
+
+    The first four channels are the pixels of the first channel, row by row.
+    """
     batch, channels, height, width = latents.shape
     rows, columns = height // _SIDE, width // _SIDE
     split = latents.reshape(batch, channels, rows, _SIDE, columns, _SIDE)
@@ -33,21 +41,21 @@ def squares(latents: Tensor) -> Tensor:
 
 
 def from_squares(packed: Tensor) -> Tensor:
-    """Map (B, 4 C, h, w) to (B, C, 2 h, 2 w), the inverse of `squares`."""
-    batch, values, rows, columns = packed.shape
-    channels = values // _SIDE**2
+    """Map (B, 4 * C, h, w) to (B, C, 2 * h, 2 * w), the inverse of `squares`."""
+    batch, packed_channels, rows, columns = packed.shape
+    channels = packed_channels // _SIDE**2
     split = packed.reshape(batch, channels, _SIDE, _SIDE, rows, columns)
     return split.permute(0, 1, 4, 2, 5, 3).reshape(batch, channels, rows * _SIDE, columns * _SIDE)
 
 
 def as_tokens(x: Tensor) -> Tensor:
-    """Map (B, C, h, w) to tokens (B, h w, C), row by row."""
+    """Map (B, C, h, w) to tokens (B, h * w, C), row by row."""
     batch, channels, height, width = x.shape
     return x.reshape(batch, channels, height * width).transpose(1, 2)
 
 
 def from_tokens(tokens: Tensor, size: tuple[int, int]) -> Tensor:
-    """Map (B, h w, C) to (B, C, h, w), the inverse of `as_tokens`; `size` is (h, w)."""
+    """Map (B, h * w, C) to (B, C, h, w), the inverse of `as_tokens`; `size` is (h, w)."""
     batch, _, channels = tokens.shape
     return tokens.transpose(1, 2).reshape(batch, channels, *size)
 
@@ -70,33 +78,35 @@ def positions(
         columns: the number of columns of tokens in the image.
         length: the number of tokens of the text.
         device: the device of the results.
-        counts_words: whether there is a fourth axis, which numbers the text's tokens from 0;
-            otherwise all tokens of the text are at (0, 0, 0), unless `centred`.
-        centred: whether rows and columns are counted from the image's centre, as in Qwen-Image;
-            token i of the text is then at max(rows // 2, columns // 2) + i on all axes.
+        counts_words: whether there is a fourth axis: token i of the text is at (0, 0, 0, i), and
+            the image is at 0 on this axis. Not with `centred`.
+        centred: whether rows and columns are counted from the image's centre, as in Qwen-Image:
+            the first row is -ceil(rows / 2), the first column -ceil(columns / 2). Token i of the
+            text is then at max(rows // 2, columns // 2) + i on all axes.
 
     Returns:
         The image's positions (rows * columns, axes), each (0, row, column) or (0, row, column, 0),
-        and the text's positions (length, axes), f32.
+        and the text's positions (length, axes), f32. Without either flag, all tokens of the text
+        are at (0, 0, 0).
     """
     axes = 4 if counts_words else 3
     image = np.zeros((rows, columns, axes), np.float32)
     image[..., 1] = np.arange(rows)[:, None]
     image[..., 2] = np.arange(columns)
-    words = np.zeros((length, axes), np.float32)
+    text = np.zeros((length, axes), np.float32)
     if counts_words:
-        words[:, 3] = np.arange(length)
+        text[:, 3] = np.arange(length)
     if centred:
         image[..., 1] -= rows - rows // 2
         image[..., 2] -= columns - columns // 2
-        words += max(rows // 2, columns // 2) + np.arange(length, dtype=np.float32)[:, None]
-    return tc.tensor(image.reshape(-1, axes), device=device), tc.tensor(words, device=device)
+        text += max(rows // 2, columns // 2) + np.arange(length, dtype=np.float32)[:, None]
+    return tc.tensor(image.reshape(-1, axes), device=device), tc.tensor(text, device=device)
 
 
 def over_tokens(
     latents: Tensor, length: int, transformer: Transformer, *, centred: bool = False
 ) -> Tensor:
-    """Predict (B, C, H, W) with a transformer whose image tokens are 2x2 latent pixels.
+    """Return a transformer's prediction, (B, C, H, W); its image tokens are 2x2 latent pixels.
 
     Args:
         latents: (B, C, H, W), with even height and width.
@@ -106,6 +116,6 @@ def over_tokens(
     """
     packed = squares(latents)
     rows, columns = packed.shape[2:]
-    places = positions(rows, columns, length, str(latents.device), centred=centred)
-    found = transformer(as_tokens(packed), *places)
-    return from_squares(from_tokens(found, (rows, columns)))
+    image_at, text_at = positions(rows, columns, length, str(latents.device), centred=centred)
+    predicted = transformer(as_tokens(packed), image_at, text_at)
+    return from_squares(from_tokens(predicted, (rows, columns)))

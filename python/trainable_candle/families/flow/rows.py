@@ -1,4 +1,4 @@
-"""Texts of different lengths as rows of one tensor."""
+"""Joins texts of different lengths as the rows of one tensor."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ if TYPE_CHECKING:
 
 
 def in_rows(texts: Sequence[Tensor], multiple: int = 1) -> dict[str, Tensor]:
-    """Pad the features of texts, each (1, L, W) with its own L, to one length.
+    """Pad texts to a common length with zeros, and join them into one batch.
 
     Args:
-        texts: at least one.
+        texts: the features of B texts, at least one. Each is (1, L, W): L tokens, which may differ
+            between the texts, with W features.
         multiple: the common length is the longest L, rounded up to a multiple of this number.
 
     Returns:
-        `encoder_hidden_states` (B, common length, W), with zeros after each text, and the `lengths`
-        of the texts, (B,), f32.
+        `encoder_hidden_states` (B, common length, W), and `lengths` (B,), f32: each text's L.
     """
     lengths = [text.shape[1] for text in texts]
-    longest = -(-max(lengths) // multiple) * multiple
+    common = -(-max(lengths) // multiple) * multiple
     return {
-        "encoder_hidden_states": tc.cat([_extended(text, longest) for text in texts], 0),
+        "encoder_hidden_states": tc.cat([_extended(text, common) for text in texts], 0),
         "lengths": tc.tensor(np.array(lengths, np.float32), device=texts[0].device),
     }
 
 
 def _extended(text: Tensor, length: int) -> Tensor:
     """Return a text (1, L, W), padded with zero rows to (1, length, W)."""
-    _, there, width = text.shape
-    if there == length:
+    _, own, width = text.shape
+    if own == length:
         return text
-    zeros = tc.zeros((1, length - there, width), dtype=text.dtype, device=str(text.device))
+    zeros = tc.zeros((1, length - own, width), dtype=text.dtype, device=str(text.device))
     return tc.cat([text, zeros], 1)

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 TRAINED_LEVELS = 1000
-"""The number of noise levels that the models were trained with: i / 1000 for i from 1 to 1000."""
+"""The models were trained with this number of noise levels: i / 1000 for i from 1 to 1000."""
 _MOST_FITTED: Final = 4300
-"""For images with more tokens than this, FLUX.2 takes mu, the logarithm of the shift, from the fit
-for 200 steps, whatever the number of steps."""
+"""The most tokens of an image for which FLUX.2's mu, the logarithm of the shift, depends on the
+number of steps."""
 
 
 def shifted_last(shift: float) -> float:
@@ -33,7 +33,7 @@ def shifted_last(shift: float) -> float:
 
 @dataclass(frozen=True)
 class FlowSchedule:
-    """Noise levels: a shift k maps equally spaced levels s to k s / (1 + (k - 1) s).
+    """Noise levels: a shift k maps equally spaced levels s to k * s / (1 + (k - 1) * s).
 
     Follows diffusers' `FlowMatchEulerDiscreteScheduler` and, if the shift grows with the image,
     `calculate_shift` of its Flux pipeline:
@@ -41,7 +41,7 @@ class FlowSchedule:
     """
 
     shift: float = 1.0
-    """The same k for drawing images of all sizes; not used if `grows`."""
+    """The shift k with which images of all sizes are drawn; not used if `grows`."""
     last: float | None = None
     """The last level above 0, before `shift` is applied; None: 1 divided by the number of steps."""
     grows: bool = False
@@ -55,11 +55,11 @@ class FlowSchedule:
     `terminal`. None: the shifted levels stay as they are."""
 
     def at(self, tokens: int) -> float:
-        """Return the shift k of an image of this many tokens."""
+        """Return the shift k for an image of this many tokens, whatever the number of steps."""
         if not self.grows:
             return self.shift
-        (first, last), (low, high) = self.tokens, self.mu
-        return math.exp(low + (high - low) * (tokens - first) / (last - first))
+        (few, many), (low, high) = self.tokens, self.mu
+        return math.exp(low + (high - low) * (tokens - few) / (many - few))
 
     def drawing(self, steps: int, tokens: int) -> float:  # noqa: ARG002 - for subclasses
         """Return the shift k for drawing an image of this many tokens in this many steps."""
@@ -77,7 +77,7 @@ class FlowSchedule:
         return self.shift * math.sqrt(tokens / self.tokens[1])
 
     def levels(self, steps: int, tokens: int) -> list[float]:
-        """Return `steps` descending noise levels for an image of `tokens` tokens, and a 0.
+        """Return `steps` descending noise levels for an image of `tokens` tokens, followed by 0.
 
         Raises:
             ArgumentError: `steps` is below 1.
@@ -86,8 +86,8 @@ class FlowSchedule:
             raise ArgumentError(f"sampler: found {steps} steps, expected at least 1")
         last = 1 / steps if self.last is None else self.last
         k = self.drawing(steps, tokens)
-        equal = [1 - (1 - last) * i / max(1, steps - 1) for i in range(steps)]
-        levels = [k * level / (1 + (k - 1) * level) for level in equal]
+        spaced = [1 - (1 - last) * i / max(1, steps - 1) for i in range(steps)]
+        levels = [k * level / (1 + (k - 1) * level) for level in spaced]
         if self.terminal is not None and steps > 1:
             stretch = (1 - self.terminal) / (1 - levels[-1])
             levels = [1 - (1 - level) * stretch for level in levels]
@@ -99,38 +99,41 @@ class FlowSchedule:
 
         Args:
             weights: the pipeline's folder, or a single file, which has no such configuration.
-            default: the family's schedule: the result for weights without a configuration, and the
-                source of values that the configuration omits.
+            default: the family's schedule, which is the result for weights without a configuration.
+                With one, it gives `tokens` and `mu` where the configuration omits them, and decides
+                whether `last` comes from the training levels. Other omitted values are those that
+                diffusers assumes: a shift of 1, which does not grow, and no terminal level.
 
         Raises:
-            ConfigError: the configuration is damaged, or a value is not a number above 0.
+            ConfigError: the configuration is damaged, or a number in it is not above 0.
         """
         path = weights / "scheduler" / "scheduler_config.json"
         if not path.is_file():
             return default
         try:
-            found = parse_json(path.read_bytes())
+            fields = parse_json(path.read_bytes())
         except ValueError as error:
             raise ConfigError(f"{path}: {error}") from error
-        if not isinstance(found, dict):
-            raise ConfigError(f"{path}: expected an object, found {type(found).__name__}")
+        if not isinstance(fields, dict):
+            raise ConfigError(f"{path}: expected an object, found {type(fields).__name__}")
 
         def number(name: str, otherwise: float) -> float:
-            value = found.get(name)
+            value = fields.get(name)
             if value is None:
                 return otherwise
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
                 raise ConfigError(f"{path}: {name} is {value!r}, expected a number above 0")
             return float(value)
 
-        (first, last), (low, high) = default.tokens, default.mu
+        (few, many), (low, high) = default.tokens, default.mu
         shift = number("shift", 1.0)
-        terminal = found.get("shift_terminal") and number("shift_terminal", 0.0)
+        # A terminal level of null or 0 means none.
+        terminal = fields.get("shift_terminal") and number("shift_terminal", 0.0)
         return cls(
             shift=shift,
             last=default.last and shifted_last(shift),
-            grows=found.get("use_dynamic_shifting") is True,
-            tokens=(number("base_image_seq_len", first), number("max_image_seq_len", last)),
+            grows=fields.get("use_dynamic_shifting") is True,
+            tokens=(number("base_image_seq_len", few), number("max_image_seq_len", many)),
             mu=(number("base_shift", low), number("max_shift", high)),
             terminal=terminal or None,
         )
@@ -146,9 +149,10 @@ class KleinSchedule(FlowSchedule):
     """
 
     def drawing(self, steps: int, tokens: int) -> float:
-        """Return exp(mu); mu is linear in the number of steps, fitted at 10 and 200 steps.
+        """Return the shift k, which is exp(mu) if it grows with the image.
 
-        For images of more than `_MOST_FITTED` tokens, mu is always that of 200 steps.
+        mu is linear in the number of steps, on a line through fits for 10 and for 200 steps. For
+        images of more than `_MOST_FITTED` tokens, mu is always that of 200 steps.
         """
         if not self.grows:
             return self.shift
