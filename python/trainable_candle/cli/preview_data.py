@@ -49,27 +49,27 @@ def run(arguments: Sequence[str], program: str) -> int:
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     print(legend(colour=colour))
     for number, example in enumerate(train.examples[: given.get("examples", 3)], 1):
-        counted = int(example.learnt.sum())
-        print(f"\nexample {number}: {len(example)} tokens, {counted} learnt")
+        learnt = int(example.learnt.sum())
+        print(f"\nexample {number}: {len(example)} tokens, {learnt} learnt")
         print(shown(example, tokenizer, colour=colour))
     print(f"\n{tokenizer.summary()}\n{train.summary()}")
     rows = len(best_fit([len(example) for example in train.examples], options.sequence_length))
-    full = 100 * train.tokens / (rows * options.sequence_length)
-    print(f"  packed: {rows} rows of {options.sequence_length} tokens, {full:.0f} % full")
+    percent = 100 * train.tokens / (rows * options.sequence_length)
+    print(f"  packed: {rows} rows of {options.sequence_length} tokens, {percent:.0f} % full")
     if validation is not None:
         print(validation.summary().replace("dataset:", "validation:", 1))
     return 0
 
 
 def _settings(family: CausalLM) -> Mapping[str, Any]:
-    """Return the model's `config.json`; empty if there is only a tokenizer."""
+    """Return the model's settings; empty if there is neither a GGUF file nor a `config.json`."""
     # An expensive import, after the flags are parsed.
     from trainable_candle.text.tokenizer_files import read_object  # noqa: PLC0415
 
     weights = family.weights
     if weights.suffix == ".gguf":
         return family.settings
-    # `family.settings` would require the files of weights, which only a run needs.
+    # `family.settings` would require the files of weights too, which only training needs.
     return read_object((weights if weights.is_dir() else weights.parent) / "config.json")
 
 
@@ -78,15 +78,17 @@ def make_parser(program: str) -> Parser:
     parser = Parser(
         program,
         "Show the tokens of a data set for language models, and which of them are learnt.",
-        "--dataset FILE [options]",
+        "--dataset PATH [options]",
     )
     group = parser.add_argument_group("options")
     group.add_argument(
         "--weights",
-        metavar="DIR",
-        help="folder of a model, or its tokenizer.json (default: the built-in model)",
+        metavar="PATH",
+        help="folder of a model, its tokenizer.json or a GGUF file (default: the built-in model)",
     )
-    group.add_argument("--dataset", metavar="PATH", help="file or folder of examples")
+    group.add_argument(
+        "--dataset", metavar="PATH", help="file or folder of examples, or a data set of the hub"
+    )
     group.add_argument(
         "--examples", metavar="N", type=whole(0), help="number of examples to show (default: 3)"
     )
@@ -94,10 +96,15 @@ def make_parser(program: str) -> Parser:
         "--sequence-length",
         metavar="N",
         type=whole(2),
-        help="longest example, tokens (default: 2048, or the model's context if it is shorter)",
+        help="most tokens of an example (default: 2048, or the model's context if it is shorter)",
     )
     group.add_argument("--objective", choices=OBJECTIVES, metavar="NAME", help="sft (default), dpo")
-    group.add_argument("--train-on", choices=TRAIN_ON, metavar="NAME", help=", ".join(TRAIN_ON))
+    group.add_argument(
+        "--train-on",
+        choices=TRAIN_ON,
+        metavar="NAME",
+        help=f"tokens to learn: {', '.join(TRAIN_ON)} (default: {TRAIN_ON[0]})",
+    )
     group.add_argument(
         "--skip-bad", action="store_true", help="leave out lines that cannot be used"
     )

@@ -19,38 +19,40 @@ _RESUME: Final = "--resume"
 
 def run(arguments: Sequence[str], program: str) -> int:
     """Train as the arguments say; returns the exit status."""
-    placing, others = make_parser(program).parse_own(arguments)
-    config = read_config(make_train_parser(program, rare=False).parse(others))
+    ray_options, train_arguments = make_parser(program).parse_own(arguments)
+    config = read_config(make_train_parser(program, rare=False).parse(train_arguments))
 
     # Imported after the arguments are checked.
     from trainable_candle.distributed.ray import train  # noqa: PLC0415
 
-    done = train(config, **placing, report=lambda line: print(line, flush=True))
-    if done.completed:
+    result = train(config, **ray_options, report=lambda line: print(line, flush=True))
+    if result.completed:
         return 0
-    again = continuation(program, arguments)
+    command = continuation(program, arguments)
     print(
-        f"stopped after step {done.step} of {config.steps}; continue with:\n  {again}",
+        f"stopped after step {result.step} of {config.steps}; continue with:\n  {command}",
         file=sys.stderr,
     )
-    return 128 + done.stopped_by if done.stopped_by else 0
+    # As in a shell: 128 and the number of the signal.
+    return 128 + result.stopped_by if result.stopped_by else 0
 
 
 def continuation(program: str, arguments: Sequence[str]) -> str:
-    """Return the command that continues a run from its last checkpoint."""
+    """Return the command that continues, from its last checkpoint, a run with these arguments."""
     kept = list(arguments)
-    for place, text in enumerate(arguments):
-        if text.partition("=")[0] == _RESUME:
-            del kept[place : place + (1 if "=" in text else 2)]
+    for index, argument in enumerate(arguments):
+        if argument.partition("=")[0] == _RESUME:
+            # The value is in the same argument, `--resume=PATH`, or in the next one.
+            del kept[index : index + (1 if "=" in argument else 2)]
     return shlex.join([*program.split(), *kept, _RESUME, LATEST])
 
 
 def make_parser(program: str) -> Parser:
-    """Make the parser of the flags for the placement of the processes."""
+    """Make the parser of the flags that `train` lacks."""
     parser = Parser(
         program,
-        "Fine-tune a model in several processes of a Ray cluster. All options of "
-        "`trainable-candle train` can be given, too.",
+        "Fine-tune a model in several processes of a Ray cluster. The options of "
+        "`trainable-candle train`, except --gpus, can be given, too.",
         "--model NAME --dataset DIR --output DIR [options]",
     )
     group = parser.add_argument_group("options")
@@ -64,13 +66,15 @@ def make_parser(program: str) -> Parser:
         help="CPUs reserved per process (default: 1)",
     )
     group.add_argument(
-        "--strategy", metavar="NAME", help="PACK (default), SPREAD, STRICT_PACK, STRICT_SPREAD"
+        "--strategy",
+        metavar="NAME",
+        help="Ray's placement strategy: PACK (default), SPREAD, STRICT_PACK, STRICT_SPREAD",
     )
     group.add_argument(
         "--max-failures",
         metavar="N",
         type=whole(-1),
-        help="restarts from the last checkpoint (default: 0; -1: any number)",
+        help="most restarts from the last checkpoint (default: 0; -1: any number)",
     )
     group.add_argument(
         "--wait-seconds",

@@ -20,23 +20,25 @@ def run(arguments: Sequence[str], program: str) -> int:
     given = parser.parse(arguments)
     parser.require(given, "file", "output")
     if not {"rank", "keep"} & given.keys():
-        raise ConfigError("give --rank, --keep or both")
+        raise ConfigError("missing --rank or --keep; give one of them, or both")
     output = new_file(given["output"], overwrite="overwrite" in given)
 
     from trainable_candle.lora import LoraFile, resize  # noqa: PLC0415 - after the arguments
 
     file = LoraFile.read(adapter_in(Path(given["file"]).expanduser()))
-    before = [module.factors.rank for module in file.modules.values()]
-    rank = given.get("rank", max(before))
+    ranks_before = [module.factors.rank for module in file.modules.values()]
+    rank = given.get("rank", max(ranks_before))
     resized = resize(file, rank, given.get("keep", 1.0))
     resized.write(output, given.get("precision", "f32"))
-    after = [module.factors.rank for module in resized.modules.values()]
-    print(f"{len(after)} modules: ranks {_range(before)} became {_range(after)}")
+    ranks_after = [module.factors.rank for module in resized.modules.values()]
+    count = len(ranks_after)
+    print(f"{count} modules: ranks {_range(ranks_before)} became {_range(ranks_after)}")
     print(f"adapter: {output}")
     return 0
 
 
 def _range(ranks: Sequence[int]) -> str:
+    """Return the one rank of all modules, or the lowest and the highest rank."""
     return str(ranks[0]) if min(ranks) == max(ranks) else f"{min(ranks)} to {max(ranks)}"
 
 
@@ -48,13 +50,23 @@ def make_parser(program: str) -> Parser:
         "FILE --output FILE [options]",
     )
     group = parser.add_argument_group("options")
-    group.add_argument("file", metavar="FILE", nargs="?", help="the LoRA, a safetensors file")
-    group.add_argument("--rank", metavar="N", type=whole(1), help="the highest rank of a module")
+    group.add_argument(
+        "file",
+        metavar="FILE",
+        nargs="?",
+        help="the LoRA: a safetensors file, or the output folder of a run",
+    )
+    group.add_argument(
+        "--rank",
+        metavar="N",
+        type=whole(1),
+        help="the highest rank that a module may have (default: no limit)",
+    )
     group.add_argument(
         "--keep",
         metavar="X",
         type=share,
-        help="fraction of each module's squared norm to keep, e.g. 0.95",
+        help="fraction of each module's squared norm to keep, e.g. 0.95 (default: 1)",
     )
     add_output(group)
     add_help(group)

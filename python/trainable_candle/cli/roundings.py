@@ -1,4 +1,4 @@
-"""Reads what adapter files record about quantization: formats in training, learned scales."""
+"""Reads what adapter files record about quantization: the formats of training, learned scales."""
 
 from __future__ import annotations
 
@@ -16,69 +16,70 @@ if TYPE_CHECKING:
 
     from trainable_candle import Tensor
 
-_IN_PEFT: Final = "adapter_model.safetensors"
+_PEFT_FILE: Final = "adapter_model.safetensors"
 _SCALES: Final = "qat_scales."
 """The prefix of the keys of learned scales; a layer's name follows."""
 _CURES: Final = {form: f": use merge --to {form}" for form in FORMATS}
+"""For each format that `merge --to` can write, the end of the note about `--qat`."""
 
 
 def notes(adapter: Path, base: str | None, merged: str | None = None) -> list[str]:
     """Return a note for each difference between the quantization in training and in this command.
 
-    A file without metadata about its training gets no notes.
+    A file without metadata about its training, or one that cannot be read, gets no notes.
 
     Args:
-        adapter: a file, or a folder of peft.
-        base: the format that the base is loaded in, if it is quantized.
-        merged: the quantized format of the merged weights (`merge --to`), if they are quantized.
+        adapter: a file, or a folder in peft's form.
+        base: the format of the quantized base in this command; None if it is not quantized.
+        merged: the format to which `merge --to` quantizes the merged weights; None if it does not.
     """
-    path = adapter / _IN_PEFT if adapter.is_dir() else adapter
+    path = adapter / _PEFT_FILE if adapter.is_dir() else adapter
     try:
-        facts = safetensors_metadata(path)
+        metadata = safetensors_metadata(path)
     except (OSError, ValueError):
-        return []  # loading the adapter reports what is wrong
+        return []  # Loading the adapter reports what is wrong.
     found = []
-    trained, grid = facts.get(BASE), facts.get(QAT)
-    if trained not in {None, base}:
-        why = " and offsets this base's rounding error" if facts.get(INIT) == LOFTQ else ""
+    trained_base, qat = metadata.get(BASE), metadata.get(QAT)
+    if trained_base not in {None, base}:
+        offset = " and offsets this base's rounding error" if metadata.get(INIT) == LOFTQ else ""
         found.append(
-            f"note: {adapter.name} was trained over a base in {trained}{why}, but here the base is "
-            f"in {base or 'its own precision'}: give --base-precision {trained}"
+            f"note: {adapter.name} was trained over a base in {trained_base}{offset}, but here the "
+            f"base is in {base or 'its own precision'}: give --base-precision {trained_base}"
         )
-    if grid not in {None, merged, base}:
+    if qat not in {None, merged, base}:
         found.append(
-            f"note: {adapter.name} was trained for weights rounded to {grid} (--qat), but here "
-            f"the weights are not rounded to {grid}{_CURES.get(str(grid), '')}"
+            f"note: {adapter.name} was trained for weights rounded to {qat} (--qat), but here "
+            f"the weights are not rounded to {qat}{_CURES.get(str(qat), '')}"
         )
     return found
 
 
 def learned_scales(adapter: Path, to: str) -> dict[str, Tensor]:
-    """Return the factors of quantization scales that were learned with an adapter, by layer.
+    """Return the learned scales of an adapter, by layer: factors on the scales of rounded weights.
 
     The result is empty if the adapter was trained for another format than `to`, or without learned
     scales.
 
     Args:
-        adapter: a file, or a folder of peft.
-        to: the quantized format of the merged weights.
+        adapter: a file, or a folder in peft's form.
+        to: the format to which the merged weights are quantized.
 
     Raises:
-        ConfigError: factors were learned, but the file does not have them.
+        ConfigError: scales were learned, but the file does not have them.
         WeightsFormatError, OSError: the file cannot be read.
     """
-    path = adapter / _IN_PEFT if adapter.is_dir() else adapter
-    facts = safetensors_metadata(path)
-    if facts.get(QAT) not in {None, to}:
+    path = adapter / _PEFT_FILE if adapter.is_dir() else adapter
+    metadata = safetensors_metadata(path)
+    if metadata.get(QAT) not in {None, to}:
         return {}
-    found = {
+    scales = {
         key.removeprefix(_SCALES): value
         for key, value in tc.load_file(path).items()
         if key.startswith(_SCALES)
     }
-    if QAT_SCALES in facts and not found:
+    if QAT_SCALES in metadata and not scales:
         raise ConfigError(
             f"--adapter: {path} was trained with --qat-learned-scales and lacks the learned "
-            "scales; folders of peft do not have them: give the adapter file of the run"
+            "scales; folders in peft's form do not have them: give the adapter file of the run"
         )
-    return found
+    return scales

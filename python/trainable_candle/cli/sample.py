@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from trainable_candle.tasks.text.writing import WritingOptions
 
 OF_IMAGES: Final = ("steps", "sampler", "guidance", "negative_prompt", "size", "columns")
+"""Flags that have an effect only with models of images."""
 OF_TEXTS: Final = ("raw", "system", "tokens", "temperature", "top_k", "top_p", "min_p",
                    "repetition_penalty", "stop")  # fmt: skip
+"""Flags that have an effect only with language models."""
 
 
 def run(arguments: Sequence[str], program: str) -> int:
@@ -50,6 +52,7 @@ def run(arguments: Sequence[str], program: str) -> int:
 
 
 def _prompts(given: Mapping[str, Any]) -> list[str]:
+    """Return the prompts of `--prompt`, with each name of a `.txt` file replaced by its prompts."""
     # Expensive imports, after the flags are parsed.
     from trainable_candle.settings.checks import require_text  # noqa: PLC0415
     from trainable_candle.settings.prompts import expanded  # noqa: PLC0415
@@ -77,17 +80,17 @@ def _draw(given: Mapping[str, Any]) -> None:
         size=parse_size(given["size"]) if "size" in given else None,
         sampler=given.get("sampler"),
     )
-    wanted = [parse_prompt(prompt, options) for prompt in _prompts(given)]
+    prompts = [parse_prompt(prompt, options) for prompt in _prompts(given)]
     require_text("--negative-prompt", given.get("negative_prompt", ""))
     if given.get("guidance") == 1 and given.get("negative_prompt"):
         raise ConfigError("--negative-prompt has no effect with --guidance 1; leave it out")
     placement = choose(given.get("device", AUTO), given.get("precision", AUTO))
     task: LatentTask = load_model(given, placement.device, placement.precision)  # type: ignore[assignment]
     count = given.get("count", 1)
-    for different in {prompt.options for prompt in wanted}:
-        task.require_room(len(wanted) * count, different)
+    for prompt_options in {prompt.options for prompt in prompts}:
+        task.require_room(len(prompts) * count, prompt_options)
     print(placement, flush=True)
-    drawn = task.draw_prompts([prompt for prompt in wanted for _ in range(count)])
+    drawn = task.draw_prompts([prompt for prompt in prompts for _ in range(count)])
     images = plot.padded([image for image, _ in drawn])
     scale = plot.visible_scale(images)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +100,7 @@ def _draw(given: Mapping[str, Any]) -> None:
 
 
 def _write(given: Mapping[str, Any]) -> None:
-    """Print texts while they are generated; then write them into a file, if one is wanted."""
+    """Print texts while they are generated; then write them into the file `--output`, if given."""
     options, count = writing_options(given), given.get("count", 1)
     if count > 1 and not options.temperature:
         raise ConfigError(
@@ -116,24 +119,31 @@ def _write(given: Mapping[str, Any]) -> None:
     check = partial(_check_prompts, prompts, given)
     task: TextTask = load_model(given, placement.device, placement.precision, check)  # type: ignore[assignment]
     several = len(prompts) * count > 1
-    written = []
+    records = []
     for prompt in prompts:
         for number in range(count):
             if several:
                 print(f"prompt: {prompt}", flush=True)
             seeded = replace(options, seed=(options.seed + number) % 2**64)
-            parts = []
-            for part in _pieces(task, prompt, given, seeded):
-                parts.append(part)
-                print(part, end="", flush=True)
+            pieces = []
+            for piece in _pieces(task, prompt, given, seeded):
+                pieces.append(piece)
+                print(piece, end="", flush=True)
+            # End the line; if there are several texts, add an empty line after each.
             print("\n" if several else "")
-            written.append(f"prompt: {prompt}\ntext: {''.join(parts)}\n")
+            records.append(f"prompt: {prompt}\ntext: {''.join(pieces)}\n")
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(output, "\n".join(written))
+        write_atomically(output, "\n".join(records))
 
 
 def _check_prompts(prompts: Sequence[str], given: Mapping[str, Any], task: TextTask) -> None:
+    """Check that the model can read each prompt and has room for an answer.
+
+    Raises:
+        ConfigError: the chat template rejects a prompt, a prompt has no tokens or too many, or the
+            model lacks a token.
+    """
     for prompt in prompts:
         if "raw" in given:
             task.text_tokens(prompt)
@@ -144,12 +154,14 @@ def _check_prompts(prompts: Sequence[str], given: Mapping[str, Any], task: TextT
 def _pieces(
     task: TextTask, prompt: str, given: Mapping[str, Any], options: WritingOptions
 ) -> Iterator[str]:
+    """Return the pieces of an answer, or with `--raw` of a continuation, as they are generated."""
     if "raw" in given:
         return task.continuation(prompt, options)
     return task.answer(_messages(prompt, given), options)
 
 
 def _messages(prompt: str, given: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return the conversation to answer: the message of `--system`, if given, and the prompt."""
     system = given.get("system")
     messages = [{"role": "system", "content": system}] if system else []
     return [*messages, {"role": "user", "content": prompt}]
@@ -168,13 +180,15 @@ def make_parser(program: str) -> Parser:
         "--prompt",
         metavar="TEXT",
         action="append",
-        help="what to draw or to answer, or a .txt file of prompts",
+        help="what to draw or to answer, or a .txt file of prompts; may be given again",
     )
     group.add_argument(
         "--count", metavar="N", type=whole(1), help="images or texts for each prompt (default: 1)"
     )
     group.add_argument(
-        "--output", metavar="FILE", help="the .png of the images, or a .txt of the texts"
+        "--output",
+        metavar="FILE",
+        help="the .png file for the images; for texts, an optional .txt file",
     )
     group.add_argument("--overwrite", action="store_true", help="replace an existing file")
     group.add_argument("--seed", metavar="N", type=whole(0), help="seed of the draws (default: 0)")
@@ -195,7 +209,7 @@ def make_parser(program: str) -> Parser:
     group.add_argument("--negative-prompt", metavar="TEXT", help="what the images should not show")
     group.add_argument("--size", metavar="WxH", help="size of an image, px (default: the model's)")
     group.add_argument(
-        "--columns", metavar="N", type=whole(1), help="images in a row (default: a square grid)"
+        "--columns", metavar="N", type=whole(1), help="images per row (default: a square grid)"
     )
     group = parser.add_argument_group("texts")
     group.add_argument(

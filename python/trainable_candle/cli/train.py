@@ -22,8 +22,8 @@ from trainable_candle.settings.presets import IMAGES, LENGTHS, PRESET, TEXTS, co
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-_ROW: Final = "sequence_length"
-"""The setting that, if a preset gives it, is limited to the context of the model."""
+_SEQUENCE_LENGTH: Final = "sequence_length"
+"""The setting whose value in a preset is reduced to the model's context, if this is shorter."""
 
 
 def run(arguments: Sequence[str], program: str) -> int:
@@ -38,8 +38,8 @@ def run(arguments: Sequence[str], program: str) -> int:
         return 0
     config = read_config(given)
     world = from_environment()
-    # `launch` starts this function again in each process. With one process it sets no world, so
-    # `is_launched` is needed to tell that process from the user's command.
+    # `launch` runs this function again in each process that it starts. If it starts only one, this
+    # process has no world; `is_launched` then tells the process from the user's command.
     if config.gpus is not None and world is None and not is_launched():
         return _launch(config, arguments)
     follow_launcher()
@@ -57,11 +57,12 @@ def run(arguments: Sequence[str], program: str) -> int:
         f"  {program} --config {shlex.quote(str(result.output / CONFIG))} --resume latest",
         file=sys.stderr,
     )
+    # As in a shell: 128 and the number of the signal.
     return 128 + result.stopped_by if result.stopped_by else 0
 
 
 def _downloads() -> Iterator[str]:
-    """Yield, for each model that is not in the package, where to get it, its size and licence."""
+    """Yield a paragraph for each model to download: where to get it, its size and its licence."""
     from trainable_candle import families  # noqa: PLC0415 - only the long help needs them
 
     for name in families.NAMES:
@@ -70,18 +71,19 @@ def _downloads() -> Iterator[str]:
 
 
 def _launch(config: TrainConfig, arguments: Sequence[str]) -> int:
-    """Train in several processes of this machine."""
+    """Train in the processes that `--gpus` asks for on this machine; returns the exit status."""
     config.require("model", "dataset", "output")
     gpus = str(config.gpus)
     on_gpu = config.device != "cpu"
     if config.device not in {"auto", "cuda", "cpu"}:
         raise ConfigError(f"gpus: --device {config.device} names one GPU; leave --device out")
+    # With `--device cpu`, `--gpus` is a number of processes.
     numbers = chosen_gpus(gpus) if on_gpu else list(range(int(gpus.split(",", maxsplit=1)[0])))
     output = Path(config.output).expanduser()
-    # `require_apart` must run before the processes write their logs into the output folder. It is
-    # imported here because its import is expensive.
+    # An expensive import, after the other checks.
     from trainable_candle.tasks.checks import require_apart  # noqa: PLC0415
 
+    # This check must precede `launch`, whose processes write logs into the output folder.
     require_apart(config, output)
     return launch(arguments, numbers, on_gpu=on_gpu, output=output)
 
@@ -98,10 +100,15 @@ def make_parser(program: str, *, rare: bool) -> Parser:
 
 
 def read_config(given: dict[str, Any]) -> TrainConfig:
-    """Read the configuration from a file, if one is given, and apply the flags.
+    """Return the configuration: the flags, then the file of `--config`, then the preset.
+
+    Each of these gives only the settings that those before it leave out.
 
     Raises:
-        MissingFileError, ConfigError: the file is missing or wrong, or a flag is wrong.
+        ConfigError: the file, a flag or the preset is wrong, or a preset is given without a model.
+        MissingFileError: there is no such file, or no such weights.
+        WeightsFormatError: the weights of a language model with a preset are damaged, or of another
+            model.
     """
     flags = dict(given)
     path = flags.pop("config", None)
@@ -122,22 +129,23 @@ def read_config(given: dict[str, Any]) -> TrainConfig:
         if not values.get("model"):
             raise ConfigError(f"--preset {preset} depends on the model: give --model, too")
         by_hand = frozenset(values)
-        values = completed(values, preset, families.presets(values.get("model", "")))
-        # A setting without effect is an error if the user gave it. If the preset gave it, it is
-        # dropped.
+        values = completed(values, preset, families.presets(values["model"]))
+        # Drop the preset's settings that have no effect. Settings of the user without effect stay:
+        # they are errors.
         try:
             idle = settings_without_effect(TrainConfig.from_mapping(values, source))
         except ConfigError as error:
-            raise _of_preset(error, preset, values.keys() - by_hand) from None
+            raise _naming_preset(error, preset, values.keys() - by_hand) from None
         for name in {name for _, names in idle for name in names} - by_hand:
             del values[name]
-        if _ROW in values.keys() - by_hand:
-            values[_ROW] = min(values[_ROW], _context(values["model"], values.get("weights")))
+        if _SEQUENCE_LENGTH in values.keys() - by_hand:
+            context = _context(values["model"], values.get("weights"))
+            values[_SEQUENCE_LENGTH] = min(values[_SEQUENCE_LENGTH], context)
     return TrainConfig.from_mapping(values, source)
 
 
 def _context(model: str, weights: str | None) -> int:
-    """Return the longest row, in tokens, that a language model was made for.
+    """Return the context of a language model: the most tokens of a text that it was made for.
 
     Raises:
         ConfigError, MissingFileError, WeightsFormatError: the weights are missing, damaged, or of
@@ -151,10 +159,17 @@ def _context(model: str, weights: str | None) -> int:
     return task.family.context
 
 
-def _of_preset(error: ConfigError, preset: str, taken: Collection[str]) -> ConfigError:
-    """Add to an error the names of the settings in its message that come from the preset."""
+def _naming_preset(error: ConfigError, preset: str, names: Collection[str]) -> ConfigError:
+    """Return an error that also says which settings in its message come from the preset.
+
+    Args:
+        error: the original error; it is returned itself if it mentions no such setting.
+        preset: the preset's name.
+        names: the settings that the preset gave.
+    """
+    # Messages mention a setting by its name or by its flag: `ema_decay` or `--ema-decay`.
     words = re.findall(r"[a-z]\w+", str(error).replace("-", "_"))
-    named = [flag(name) for name in sorted(taken) if name in words or f"__{name}" in words]
+    named = [flag(name) for name in sorted(names) if name in words]
     if not named:
         return error
     verb, them = ("comes", "it") if len(named) == 1 else ("come", "them")

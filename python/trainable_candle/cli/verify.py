@@ -18,14 +18,15 @@ BAD: Final = 1
 """Exit status if ComfyUI (for language models: peft) does not apply every module of the file."""
 
 _SHOWN: Final = 20
+"""The most kinds of adapters that a report lists; without --all, also the most problems."""
 _ONLY_PEFT: Final = "peft loads it, and this library does not"
 
 
 def run(arguments: Sequence[str], program: str) -> int:
-    """Print the report; returns 0 if ComfyUI (for language models: peft) applies all modules.
+    """Print the report; returns the exit status.
 
-    Also returns 0 for an adapter in llama.cpp's, mlx-lm's or Ollama's form, which is only compared
-    with the model.
+    It is 0 if ComfyUI (for language models: peft) applies all modules, else `BAD`. It is also 0 for
+    an adapter in llama.cpp's, mlx-lm's or Ollama's form, which is only compared with the model.
     """
     parser = make_parser(program)
     given = parser.parse(arguments)
@@ -38,31 +39,31 @@ def run(arguments: Sequence[str], program: str) -> int:
     path = Path(given["file"]).expanduser()
     weights = Path(given["weights"]).expanduser() if "weights" in given else None
     model = given.get("model", "sdxl")
-    writes = verify_texts.is_text(model)
-    if writes and verify_texts.is_exported(path):
+    is_text = verify_texts.is_text(model)
+    if is_text and verify_texts.is_exported(path):
         print("\n".join(verify_texts.exported_lines(path, model, weights)))
         return 0
     path = adapter_in(path)
     report = verify_adapter(path, model, weights)
     built_in = families.find(model).default_weights() if weights is None else None
-    if built_in is not None and _misfits(report):
-        other = verify_adapter(path, model, built_in)
-        if _misfits(other) < _misfits(report):
-            report, weights = other, built_in
+    if built_in is not None and _unfit(report):
+        built_in_report = verify_adapter(path, model, built_in)
+        if _unfit(built_in_report) < _unfit(report):
+            report, weights = built_in_report, built_in
             print(
                 f"note: the adapter's sizes are those of the built-in `{model}`, not those of the "
                 "published model"
             )
-    if weights is None and _misfits(report) == len(report.modules):
+    if weights is None and _unfit(report) == len(report.modules):
         print(
             f"note: compared with the published `{model}`; for a model of other sizes, give "
             "--weights"
         )
-    outside = verify_texts.outside(path, report) if writes else set()
-    # The remarks are about programs for image models.
-    shown = lines(path, report, every="all" in given, outside=outside, remarks=not writes)
+    outside = verify_texts.outside(path, report) if is_text else set()
+    # The remarks are about tools for image models.
+    shown = lines(path, report, every="all" in given, outside=outside, remarks=not is_text)
     print("\n".join(shown))
-    if writes:
+    if is_text:
         print("\n".join(verify_texts.reader_lines(path, model, weights)))
     return 0 if report.good else BAD
 
@@ -75,10 +76,10 @@ def lines(
     outside: Collection[str] = (),
     remarks: bool = True,
 ) -> list[str]:
-    """Return the text of a report.
+    """Return the lines of a report.
 
     Args:
-        path: the file.
+        path: the file or folder of the adapter.
         report: the result of `verify_adapter`.
         every: whether to list every module and every problem.
         outside: modules and tensors that peft loads and this library does not.
@@ -86,29 +87,30 @@ def lines(
     """
     modules = report.modules
     names = {module.module for module in modules}
-    sorts = Counter((m.kind or "unknown", m.rank, f"{m.scale:g}") for m in modules)
-    held = f" with the adapters of {len(modules)} layers" if len(modules) > len(names) else ""
-    text = [f"{path}: {len(names)} modules{held}"]
+    kinds = Counter((m.kind or "unknown", m.rank, f"{m.scale:g}") for m in modules)
+    # A module that adapts several layers, as one for q, k and v does, has a report for each layer.
+    layers = f" with the adapters of {len(modules)} layers" if len(modules) > len(names) else ""
+    text = [f"{path}: {len(names)} modules{layers}"]
     text += [
         f"  {count} x {kind}, rank {rank}, scale {scale}"
-        for (kind, rank, scale), count in sorts.most_common(_SHOWN)
+        for (kind, rank, scale), count in kinds.most_common(_SHOWN)
     ]
     text += [f"  {_applied(tool, modules, outside)}" for tool in report.tools]
-    first = report.tools[0] if report.tools else "this library"
+    main_tool = report.tools[0] if report.tools else "this library"
     wrong = [
         f"  {m.module}: {fault}"
         for m in modules
-        if (fault := _ONLY_PEFT if m.module in outside else _fault(m, first))
+        if (fault := _ONLY_PEFT if m.module in outside else _fault(m, main_tool))
     ]
     wrong += [
         f"  {key}: {_ONLY_PEFT if key in outside else 'this tensor is no parameter of an adapter'}"
         for key in report.others
     ]
     if wrong:
-        more = len(wrong) - _SHOWN
+        hidden = 0 if every else max(0, len(wrong) - _SHOWN)
         text += ["problems:", *(wrong if every else wrong[:_SHOWN])]
-        if more > 0 and not every:
-            text.append(f"  and {more} more; --all shows them")
+        if hidden:
+            text.append(f"  and {hidden} more; --all shows them")
     if remarks:
         text += [f"note: {remark}" for remark in report.remarks]
     if every:
@@ -118,12 +120,13 @@ def lines(
             f"scale {m.scale:g})"
             for m in modules
         ]
-    text.append(f"good: {first} applies all modules" if report.good else "not good")
+    text.append(f"good: {main_tool} applies all modules" if report.good else "not good")
     return text
 
 
 def _applied(tool: str, modules: Sequence[AdapterModule], outside: Collection[str]) -> str:
-    """Return how many adapters a program applies as trained, and why it does not apply the rest."""
+    """Return how many adapters a tool applies as trained, in part and not at all, with reasons."""
+    # The modules in `outside` match no layer of the report, but peft applies them.
     if tool != "peft":
         outside = ()
     ignored = Counter(m.ignored_by[tool] for m in modules if tool in m.ignored_by)
@@ -136,10 +139,10 @@ def _applied(tool: str, modules: Sequence[AdapterModule], outside: Collection[st
     changed = Counter(
         m.changed_by[tool] for m in modules if tool in m.changed_by and not _misfit(m)
     )
-    whole = len(modules) - ignored.total() - changed.total()
+    in_full = len(modules) - ignored.total() - changed.total()
     parts = [f"; {count} in part: {reason}" for reason, count in changed.items()]
     parts += [f"; {count} not: {reason}" for reason, count in ignored.items()]
-    return f"{tool} applies {whole}{''.join(parts)}"
+    return f"{tool} applies {in_full}{''.join(parts)}"
 
 
 def _misfit(module: AdapterModule) -> bool:
@@ -147,13 +150,13 @@ def _misfit(module: AdapterModule) -> bool:
     return module.layer is not None and module.fault is not None
 
 
-def _misfits(report: AdapterReport) -> int:
+def _unfit(report: AdapterReport) -> int:
     """Count the modules that match no layer of the model or do not fit their layer."""
     return sum(module.layer is None or _misfit(module) for module in report.modules)
 
 
 def _fault(module: AdapterModule, tool: str) -> str | None:
-    """Return why a module has no effect, or a wrong one, in a program."""
+    """Return why a module has no effect, or a wrong one, in a tool; None if its effect is right."""
     if module.layer is None:
         return "the model has no such layer"
     if module.fault:
@@ -173,13 +176,18 @@ def make_parser(program: str) -> Parser:
         "FILE [options]",
     )
     group = parser.add_argument_group("options")
-    group.add_argument("file", metavar="FILE", nargs="?", help="the adapter, a safetensors file")
+    group.add_argument(
+        "file",
+        metavar="FILE",
+        nargs="?",
+        help="the adapter: a file, a folder of another program, or the output folder of a run",
+    )
     group.add_argument("--model", metavar="NAME", help="the model of the adapter (default: sdxl)")
     group.add_argument(
         "--weights",
         metavar="PATH",
         help="the model's files, if its sizes are not those of the published model",
     )
-    group.add_argument("--all", action="store_true", help="list every module")
+    group.add_argument("--all", action="store_true", help="list every module and every problem")
     add_help(group)
     return parser

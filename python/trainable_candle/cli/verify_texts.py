@@ -1,4 +1,4 @@
-"""The lines of `trainable-candle verify` that only adapters of language models have."""
+"""The lines that `trainable-candle verify` prints only for adapters of language models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trainable_candle.tasks.text.family import TextFamily
 
 _FOR_VERIFY: Final = (None, "peft")
-"""The forms that `verify_adapter` reads: a safetensors file alone, and peft's folder."""
+"""The forms that `verify_adapter` reads: None is a safetensors file alone."""
 
 
 def is_text(model: str) -> bool:
@@ -25,14 +25,21 @@ def is_text(model: str) -> bool:
 
 
 def is_exported(path: Path) -> bool:
-    """Return whether the files are an adapter in llama.cpp's, mlx-lm's or Ollama's form."""
+    """Return whether `path` is an adapter in llama.cpp's, mlx-lm's or Ollama's form."""
     return export.form_of(path) not in _FOR_VERIFY
 
 
 def exported_lines(path: Path, model: str, weights: Path | None) -> list[str]:
     """Return the report on an adapter that another program reads and this library does not.
 
+    Args:
+        path: a file or a folder for which `is_exported` is true.
+        model: the model's name for `--model`.
+        weights: the model's folder; None: the adapter is not compared with a model.
+
     Raises:
+        ConfigError: llama.cpp's name of the model's architecture is not known.
+        MissingFileError: there are no such weights.
         WeightsFormatError: the files are damaged, or are not for the model in `weights`.
     """
     form = str(export.form_of(path))
@@ -46,12 +53,12 @@ def exported_lines(path: Path, model: str, weights: Path | None) -> list[str]:
 
 
 def reader_lines(path: Path, model: str, weights: Path | None) -> list[str]:
-    """Return a line for each program that loads adapters of language models.
+    """Return a line for each program that loads adapters of language models: what it does with one.
 
     Args:
-        path: a safetensors file, or peft's folder.
+        path: the adapter: a safetensors file, or peft's folder.
         model: the model's name for `--model`.
-        weights: the model's folder; without it, one line says that the folder is needed.
+        weights: the model's folder; None: the only line says that the folder is needed.
     """
     if weights is None:
         programs = ", ".join(export.READERS.values())
@@ -72,5 +79,5 @@ def _family(model: str, weights: Path | None) -> TextFamily:
 
 
 def _verdicts(path: Path, family: TextFamily) -> list[str]:
-    found = export.verdicts(path, family)
-    return [f"{export.READERS[reader]}: {verdict}" for reader, verdict in found.items()]
+    verdicts = export.verdicts(path, family)
+    return [f"{export.READERS[reader]}: {verdict}" for reader, verdict in verdicts.items()]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainable_candle.cli.options import guidance, whole
 from trainable_candle.errors import ConfigError
+from trainable_candle.settings import flag
 
 if TYPE_CHECKING:
     import argparse
@@ -17,28 +18,37 @@ if TYPE_CHECKING:
 def add_writing(group: argparse._ArgumentGroup) -> None:
     """Add the flags that say how text is generated."""
     group.add_argument(
-        "--tokens", metavar="N", type=whole(1), help="longest answer, tokens (default: 512)"
+        "--tokens", metavar="N", type=whole(1), help="most tokens of an answer (default: 512)"
     )
     group.add_argument(
-        "--temperature", metavar="X", type=guidance, help="0 (default): take the likeliest token"
+        "--temperature",
+        metavar="X",
+        type=guidance,
+        help="0 (default): take the likeliest token; 1: draw from the model's probabilities",
     )
     group.add_argument(
-        "--top-k", metavar="N", type=whole(0), help="draw from the N likeliest tokens; 0: all"
+        "--top-k",
+        metavar="N",
+        type=whole(0),
+        help="draw from the N likeliest tokens; 0 (default): all",
     )
     group.add_argument(
         "--top-p",
         metavar="X",
         type=guidance,
-        help="draw from the fewest tokens with this probability",
+        help="draw from the fewest tokens whose probabilities sum to X (default: 1, all tokens)",
     )
     group.add_argument(
         "--min-p",
         metavar="X",
         type=guidance,
-        help="least probability, relative to the likeliest token's",
+        help="least probability of a token, relative to the likeliest one's (default: 0)",
     )
     group.add_argument(
-        "--repetition-penalty", metavar="X", type=guidance, help="above 1: fewer repetitions"
+        "--repetition-penalty",
+        metavar="X",
+        type=guidance,
+        help="above 1: fewer repetitions (default: 1)",
     )
     group.add_argument(
         "--stop",
@@ -68,9 +78,11 @@ def writing_options(given: Mapping[str, Any]) -> WritingOptions:
         raise ConfigError("--repetition-penalty is 0, expected above 0")
     if "" in options.stop:
         raise ConfigError("--stop is empty; give a text")
-    if not options.temperature and {"top_k", "top_p", "min_p", "seed"} & given.keys():
+    idle = [flag(name) for name in ("top_k", "top_p", "min_p", "seed") if name in given]
+    if idle and not options.temperature:
+        verb, them = ("has", "it") if len(idle) == 1 else ("have", "them")
         raise ConfigError(
-            "--top-k, --top-p, --min-p and --seed have no effect without --temperature; give "
-            "--temperature, or leave them out"
+            f"{', '.join(idle)} {verb} no effect without --temperature; give --temperature, or "
+            f"leave {them} out"
         )
     return options
