@@ -122,7 +122,7 @@ def memory_stats(device: str | int = "cuda") -> dict[str, int]:
 
 
 def empty_cache(device: str | int = "cuda") -> int:
-    """Release the cached memory of `device` to other processes; return the released bytes.
+    """Release the cached memory of `device` to other processes; return how many bytes it was.
 
     Raises:
         CudaUnavailableError: If CUDA cannot be used.
@@ -171,10 +171,10 @@ class Profile:
         return sum(kernel.count for kernel in self.kernels)
 
     def __str__(self) -> str:
-        """Format a table."""
-        whole = self.milliseconds
-        divisor = whole or 1.0
-        lines = [f"{whole:10.3f} ms  {self.launches:6} launches"]
+        """Format as a table: the totals, then a line for each kernel with its share of the time."""
+        total = self.milliseconds
+        divisor = total or 1.0
+        lines = [f"{total:10.3f} ms  {self.launches:6} launches"]
         lines += [
             f"{k.milliseconds:10.3f} ms  {k.count:6}  {k.milliseconds / divisor:6.1%}  {k.name}"
             for k in self.kernels
@@ -186,9 +186,11 @@ class Profile:
 def profile(device: str | int = "cuda") -> Iterator[Profile]:
     """Measure how long the GPU takes for each kernel that is launched in this context.
 
-    The GPU starts each batch of launches only when the host has queued the whole batch, so that the
-    times do not include waiting for the host. Not measured are copies, and kernels that a captured
-    function launches as a graph::
+    The GPU starts a batch of launches only when the host has queued the whole batch, so the times
+    do not include waiting for the host. Copies are not measured, nor are the kernels of a graph
+    that a captured function launches.
+
+    Measure a training step::
 
         with tc.cuda.profile() as profile:
             step()
@@ -200,32 +202,33 @@ def profile(device: str | int = "cuda") -> Iterator[Profile]:
         ArgumentError: If another profile is active.
     """
     _core.cuda_start_profile(_named(device))
-    found = Profile()
+    result = Profile()
     try:
-        yield found
+        yield result
     finally:
-        found.kernels = [KernelTime(*kernel) for kernel in _core.cuda_finish_profile()]
+        result.kernels = [KernelTime(*kernel) for kernel in _core.cuda_finish_profile()]
 
 
 class Captured:
-    """A function that runs as a CUDA graph after its first calls; `capture` makes it."""
+    """A function that runs as a CUDA graph after its first calls; `capture` makes one."""
 
     def __init__(self, function: Callable[..., Any], static_inputs: Sequence[Tensor]) -> None:
-        inputs = _checked(function, static_inputs)
+        checked_inputs = _checked_inputs(function, static_inputs)
+        # Empty until the first call; then one entry, the structure of the function's last result.
         form: list[Any] = []
 
-        def flat(*inputs: Tensor) -> list[Tensor]:
+        def call_flat(*inputs: Tensor) -> list[Tensor]:
             tensors: list[Tensor] = []
             form[:] = [_flatten(function(*inputs), tensors)]
             return tensors
 
         self._form = form
-        self._run = _core.CapturedFunction(flat, inputs)
+        self._captured = _core.CapturedFunction(call_flat, checked_inputs)
 
     @property
     def is_recorded(self) -> bool:
         """Whether calls replay a graph."""
-        return self._run.is_recorded
+        return self._captured.is_recorded
 
     def __call__(self, *inputs: Tensor) -> Any:
         """Return what the function returns for `inputs`, as tensors detached from the tape.
@@ -237,8 +240,10 @@ class Captured:
                 differs from those of the static inputs.
             DeviceError: If the function does something that a graph cannot record; raised by the
                 call that records.
+            TypeError: If an input is not a Tensor, or the function returns values that `capture`
+                does not allow.
         """
-        tensors = self._run(list(inputs))
+        tensors = self._captured(list(inputs))
         return _unflatten(self._form[0], iter(tensors))
 
 
@@ -261,9 +266,9 @@ def capture(function: Callable[..., Any], static_inputs: Sequence[Tensor]) -> Ca
     thread may use CUDA during the recording.
 
     You may change the optimizer and its helpers (schedulers, `GradScaler`, `EMA`) between calls:
-    replays use new learning rates and loaded states. A graph cannot follow two kinds of change:
-    some variables have taken more steps than others, or a gradient is missing. Then the next call
-    runs the function, and the call after it records again. Inside the function, changing the
+    replays use new learning rates and loaded states. A graph cannot be replayed in two cases: some
+    variables have taken more steps than others, or a gradient is missing. Then the next call runs
+    the function, and the call after it records again. Inside the function, changing the
     optimizer or its helpers raises an error. The exceptions are `step`, `zero_grad`, `update` of a
     `GradScaler` and one call of `update` of an `EMA`; every replay repeats these.
 
@@ -283,6 +288,7 @@ def capture(function: Callable[..., Any], static_inputs: Sequence[Tensor]) -> Ca
 
 
 def _named(device: str | int) -> str:
+    """Return the name of a device: a number N means `cuda:N`, and a name is its own."""
     is_number = isinstance(device, int) and not isinstance(device, bool)
     return f"cuda:{device}" if is_number else str(device)
 
@@ -296,7 +302,7 @@ _INSTEAD = {
     "max_memory_reserved": 'use tc.cuda.memory_stats()["peak_reserved"]',
     "mem_get_info": 'use "free" and "total" of tc.cuda.memory_stats()',
     "set_device": 'give device="cuda:1" where tensors and models are made',
-    "current_device": 'there is none: "cuda" is GPU 0',
+    "current_device": 'name the device in each call; "cuda" is always GPU 0',
     "amp": "load a model in bf16; tc.optim.GradScaler scales the loss of f16",
     "Event": "use tc.cuda.profile, or time.perf_counter after tc.cuda.synchronize()",
     "CUDAGraph": "use tc.cuda.capture",
@@ -310,12 +316,17 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no {name!r}{advice}")
 
 
-def _checked(function: object, static_inputs: object) -> list[Tensor]:
-    """Return the inputs, or raise a `TypeError` that says what is wrong."""
+def _checked_inputs(function: object, static_inputs: object) -> list[Tensor]:
+    """Check the arguments of `capture`; returns the static inputs.
+
+    Raises:
+        TypeError: `function` is not a function, or a static input is not a Tensor.
+    """
     if not callable(function):
         kind = type(function).__name__
         raise TypeError(f"capture: function is a value of type {kind}, expected a function")
     inputs: list[Tensor] = []
+    # A value that is not a sequence gives the same error as a sequence that contains it.
     for given in static_inputs if isinstance(static_inputs, Iterable) else [static_inputs]:
         if not isinstance(given, Tensor):
             kind = type(given).__name__
@@ -326,11 +337,15 @@ def _checked(function: object, static_inputs: object) -> list[Tensor]:
 
 
 class _Leaf:
-    """Marks a tensor in a function's result."""
+    """Stands for a tensor in the structure of a function's result; has no instances."""
 
 
 def _flatten(value: Any, tensors: list[Tensor]) -> Any:
-    """Replace tensors in `value` by leaves, and collect them in `tensors`."""
+    """Return `value` with `_Leaf` in place of each tensor, and append the tensors to `tensors`.
+
+    Raises:
+        TypeError: `value` has something other than tensors, None, tuples, lists and dicts.
+    """
     if isinstance(value, Tensor):
         tensors.append(value)
         return _Leaf
@@ -348,7 +363,7 @@ def _flatten(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _unflatten(form: Any, tensors: Iterator[Tensor]) -> Any:
-    """Replace the leaves in `form` by the next of `tensors`."""
+    """Return `form` with the next of `tensors` in place of each `_Leaf`."""
     if form is _Leaf:
         return next(tensors)
     if isinstance(form, dict):
