@@ -4,7 +4,7 @@ How a folder becomes batches::
 
     options = DatasetOptions(parse_sources(config.dataset, config.caption), resolution=1024)
     dataset = load_dataset(options, CaptionOptions(dropout=0.05), config.seed)  # checks everything
-    report(dataset.summary())  # a table of buckets; what is left out, and why
+    report(dataset.summary())  # a table of buckets; which images are left out, and why
 
     cache = CacheOptions("disk")
     folder, note = cache_folder(cache, options, output)
@@ -17,13 +17,14 @@ How a folder becomes batches::
     def loss(batch: Batch) -> Tensor:
         latents.batch(batch)  # {name: Tensor (B, ...)} of what `encode` returned
         texts.batch(batch.captions)  # {name: Tensor (B, ...)} of what `encode_text` returned
-        batch.frames  # for each example, which part of the image it shows
+        batch.frames  # for each example, the `Frame` of its crop
         batch.loss_weights  # (B,) f32
         dataset.masks(batch)  # (B, h / 8, w / 8) f32 from 0 to 1, or None
 
-`encode` takes pixels, uint8 of shape (n, h, w, 3), and returns tensors of n rows by name;
-`encode_text` takes n captions and also returns tensors of n rows by name. A batch depends only on
-the seed and the number of the batch, so a resumed run gets the same batches. For validation,
+B is the number of examples in a batch; h and w are the height and width of its images, px.
+`encode` takes the pixels of n images, uint8 of shape (n, h, w, 3); `encode_text` takes n captions.
+Both return a dict of tensors, whose first dimension is n. A batch depends only on the data set, the
+seed and the number of the batch, so a resumed run gets the same batches. For validation,
 `dataset.fixed()` returns a data set without random crops, mirroring and changes of colour. Its
 `fixed_batches(size)` gives every image once, with its whole caption and the tags in order.
 """

@@ -1,4 +1,4 @@
-"""Batches of items in random order, each computed from its number."""
+"""Batches of items in random order; the items of a batch follow from the batch's number."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _REMEMBERED: Final = 64
-"""The number of epochs whose order or counts are cached."""
+"""The number of epochs for which the order of groups, and counts of occurrences, are cached."""
 
 
 class ShuffledBatches:
-    """Batches of item numbers: every epoch is a new shuffle of the items.
+    """Batches of the indices of items: every epoch is a new shuffle of the items.
 
     All items of a batch belong to one group; a batch may contain items of several epochs. In every
     epoch each item occurs `repeats` times; if that is not a whole number, the item occurs once more
     in some epochs, so that its mean number of occurrences is `repeats`. A batch depends only on the
-    seed and its number, so any batch can be computed at any time.
+    arguments and on its number, so any batch can be computed at any time.
 
     Args:
         items: number of items, at least 1.
         batch_size: items in a batch, at least 1.
         seed: at least 0.
         groups: the group of each item, numbered from 0; by default one group for all items.
-        repeats: how often each item occurs in an epoch, above 0; once by default.
+        repeats: how often each item occurs in an epoch, above 0; by default once.
 
     Raises:
-        ConfigError: a number is out of its range.
+        ConfigError: a number is out of its range, or the number of groups or of repeats is not that
+            of the items.
     """
 
     def __init__(
@@ -55,10 +56,11 @@ class ShuffledBatches:
         group = np.zeros(items, np.int64) if groups is None else np.asarray(groups, np.int64)
         often = np.ones(items) if repeats is None else np.asarray(repeats, np.float64)
         if group.shape != (items,) or often.shape != (items,) or not (often > 0).all():
+            smallest = f", the smallest of them {often.min():g}" if often.size else ""
             raise ConfigError(
-                f"batches: {items} items with {group.size} groups and {often.size} repeats, "
-                f"the smallest of these repeats is {often.min(initial=1):g}; expected one group "
-                "and one number of repeats for each item, and repeats above 0"
+                f"batches: {items} items with {group.size} groups and {often.size} repeats"
+                f"{smallest}; expected one group and one number of repeats for each item, and "
+                "repeats above 0"
             )
         self._batch_size = batch_size
         self._seed = seed
@@ -69,14 +71,14 @@ class ShuffledBatches:
         self._order = lru_cache(maxsize=_REMEMBERED)(self._shuffled_groups)
 
     def batch(self, index: int) -> npt.NDArray[np.int64]:
-        """Return the numbers of the items in batch `index`; shape (batch_size,)."""
+        """Return the indices of the items in batch number `index`; shape (batch_size,)."""
         epoch = _last(lambda epoch: self.first_batch(epoch) <= index)
-        place = index - self.first_batch(epoch)
+        position = index - self.first_batch(epoch)
         order = self._order(epoch)
-        chosen = int(order[place])
-        group = self._groups[chosen]
-        number = self._batches_before(group, epoch) + int((order[:place] == chosen).sum())
-        return group.members(number * self._batch_size, self._batch_size)
+        number = int(order[position])
+        group = self._groups[number]
+        earlier = self._batches_before(group, epoch) + int((order[:position] == number).sum())
+        return group.members(earlier * self._batch_size, self._batch_size)
 
     def first_batch(self, epoch: int) -> int:
         """Return the number of the first batch of an epoch; epochs are counted from 0.
@@ -87,10 +89,11 @@ class ShuffledBatches:
         return sum(self._batches_before(group, epoch) for group in self._groups)
 
     def _batches_before(self, group: _Group, epoch: int) -> int:
+        """Return how many batches the group's items of earlier epochs fill."""
         return group.occurrences_before(epoch) // self._batch_size
 
     def _shuffled_groups(self, epoch: int) -> npt.NDArray[np.int64]:
-        """Return the group of each batch of an epoch."""
+        """Return, for each batch of an epoch, the index of its group in `_groups`."""
         counts = [
             self._batches_before(group, epoch + 1) - self._batches_before(group, epoch)
             for group in self._groups
@@ -101,7 +104,14 @@ class ShuffledBatches:
 
 
 class _Group:
-    """The endless sequence of a group's items, epoch after epoch."""
+    """The endless sequence of a group's items, epoch after epoch.
+
+    Args:
+        seed: the seed of the order.
+        number: the group's number.
+        items: the indices of the group's items.
+        repeats: the repeats of the items of all groups.
+    """
 
     def __init__(
         self,
@@ -135,12 +145,12 @@ class _Group:
         return int(self._counts(epoch).sum())
 
     def _counts(self, epoch: int) -> npt.NDArray[np.int64]:
-        """Return how often each item occurs before an epoch."""
+        """Return how often each item occurs in all epochs before this one."""
         # The tiny addend offsets rounding errors: ten epochs of 0.1 repeats must make at least 1.
         return np.floor(epoch * self._repeats + self._phases + 1e-9).astype(np.int64)
 
     def _shuffled(self, epoch: int) -> npt.NDArray[np.int64]:
-        """Return the items of an epoch in their order."""
+        """Return the items of an epoch in their random order."""
         members = np.repeat(self._items, self._counts(epoch + 1) - self._counts(epoch))
         rng = generator(self._seed, "items", pair(self._number, epoch))
         order: npt.NDArray[np.int64] = members[rng.permutation(len(members))]
@@ -155,4 +165,5 @@ def _last(holds: Callable[[int], bool]) -> int:
     above = 1
     while holds(above):
         above *= 2
+    # Find the first number for which `holds` is false; the number before it is the last.
     return bisect_left(range(above), True, key=lambda number: not holds(number)) - 1

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 FOLDER: Final = ".trainable-candle"
 _FORMAT: Final = 3
+"""The version of the entries' contents, which is one of the settings of every store."""
 _SUFFIX: Final = ".safetensors"
 _ADVICE: Final = (
     "free disk space, or use --cache-dir FOLDER or --cache memory; entries already written are kept"
@@ -44,8 +45,8 @@ def cache_folder(
     Args:
         cache: whether to keep files, and where.
         dataset: the data set; by default, the cache is in a subfolder of its first folder.
-        output: the run's folder; the cache is in a subfolder of it if the data set's first folder
-            cannot be written to. None if the run has no folder.
+        output: the run's folder; the cache is in a subfolder of this folder if the data set's first
+            folder cannot be written to. None if the run has no folder.
 
     Returns:
         Two values. The first is the cache's folder, which exists and can be written to, or None if
@@ -53,23 +54,28 @@ def cache_folder(
         folder, or None if the cache is elsewhere.
 
     Raises:
-        ConfigError: none of the folders can be written to.
+        ConfigError: the folder that `cache` names cannot be written to; or it names none, and
+            neither the data set's folder nor the run's can be written to.
     """
     if cache.kind != "disk":
         return None, None
     if cache.folder is not None:
         return _writable(cache.folder.expanduser()), None
-    beside = dataset.sources[0].path / FOLDER
     try:
-        return _writable(beside), None
+        return _writable(dataset.sources[0].path / FOLDER), None
     except ConfigError as error:
         if output is None:
             raise
-        inside = _writable(output / FOLDER)
-        return inside, f"{error}; the cache is in {inside} instead"
+        in_output = _writable(output / FOLDER)
+        return in_output, f"{error}; the cache is in {in_output} instead"
 
 
 def _writable(folder: Path) -> Path:
+    """Make a folder, if there is none, and check that files can be written to it; returns it.
+
+    Raises:
+        ConfigError: the folder cannot be made or written to.
+    """
     probe = folder / f".{os.getpid()}-{secrets.token_hex(4)}.probe"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +87,7 @@ def _writable(folder: Path) -> Path:
 
 
 def fingerprint(facts: Mapping[str, object]) -> str:
-    """Return the BLAKE2b hash of `facts`, 32 hexadecimal digits, for any order of the keys."""
+    """Return the BLAKE2b hash of `facts`, 32 hexadecimal digits; the order of keys is ignored."""
     text = json.dumps(facts, sort_keys=True, default=str, ensure_ascii=False)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
@@ -99,16 +105,16 @@ class FeatureStore:
         settings: everything that an entry depends on besides its key.
 
     Raises:
-        OSError: the folder cannot be made or listed.
+        OSError: the folder cannot be made, listed or written to.
     """
 
     def __init__(self, folder: Path, kind: str, settings: Mapping[str, object]) -> None:
-        whole = {"format": _FORMAT, **settings}
-        self.folder = folder / f"{kind}-{fingerprint(whole)[:16]}"
+        facts = {"format": _FORMAT, **settings}
+        self.folder = folder / f"{kind}-{fingerprint(facts)[:16]}"
         self.folder.mkdir(parents=True, exist_ok=True)
-        record = self.folder / "settings.json"
-        if not record.exists():
-            write_atomically(record, json.dumps(whole, indent=2, default=str) + "\n")
+        settings_file = self.folder / "settings.json"
+        if not settings_file.exists():
+            write_atomically(settings_file, json.dumps(facts, indent=2, default=str) + "\n")
         for path in self.folder.glob("*.partial"):
             # Another process may rename or delete the file after `glob` has listed it.
             with suppress(FileNotFoundError):
@@ -135,7 +141,13 @@ class FeatureStore:
     def write(
         self, key: str, tensors: Mapping[str, Tensor], facts: Mapping[str, str] | None = None
     ) -> None:
-        """Add an entry, or replace it; `facts` are for people and for `remove_superseded`.
+        """Add or replace an entry.
+
+        Args:
+            key: the entry's key.
+            tensors: the entry's tensors, by name.
+            facts: texts about the entry, for people and for `remove_superseded`, which reads
+                `source`, the path of a file, and `digest`, the digest of the file's content.
 
         Raises:
             FileError: the entry cannot be written; an existing one does not change.
@@ -151,13 +163,14 @@ class FeatureStore:
         return self._path(key).read_bytes()
 
     def put(self, key: str, content: bytes) -> None:
-        """Add or replace an entry with bytes that `content` of another store returned.
+        """Add or replace an entry, given the bytes of its file, which `content` returns.
 
         Raises:
             FileError: the entry cannot be written; an existing one does not change.
         """
         path = self._path(key)
         try:
+            # A folder in the entry's place would make the write fail.
             if path.is_dir():
                 shutil.rmtree(path)
             # Syncing takes long and is not needed: the checksum finds entries that a power failure
@@ -168,11 +181,12 @@ class FeatureStore:
             raise FileError(error.errno, reason, str(path)) from error
 
     def remove_superseded(self, needed: set[str], digests: Mapping[str, str]) -> int:
-        """Remove entries made from earlier contents of files, and entries that cannot be read.
+        """Remove entries whose source file has changed since, and entries that cannot be read.
 
         Args:
             needed: the keys of entries that are kept without a check.
             digests: the digest of the current content of each source file, by the file's path.
+                Entries of other files are kept.
 
         Returns:
             The number of removed entries.

@@ -16,24 +16,29 @@ if TYPE_CHECKING:
     from trainable_candle.data.options import CaptionOptions
 
 METADATA: Final = "metadata.jsonl"
+"""The name of a file with the captions of the images in and below its folder."""
 CAPTION_SUFFIXES: Final = (".txt", ".caption")
 """Suffixes of caption files, in the order of preference if an image has several such files."""
 _COLUMNS: Final = ("text", "caption", "prompt")
+"""Fields of a line of `METADATA`; the first of them with a string has the caption."""
 
 
 def read_caption(path: Path) -> str | None:
-    """Return the text of the `.txt` or `.caption` file beside an image; None without a file.
+    """Return the caption in the `.txt` or `.caption` file beside an image; None without a file.
+
+    Args:
+        path: the image.
 
     Raises:
         DatasetError: the file cannot be read as UTF-8.
     """
     for suffix in CAPTION_SUFFIXES:
-        text = path.with_suffix(suffix)
+        file = path.with_suffix(suffix)
         try:
-            if text.is_file():
-                return text.read_text(encoding="utf-8-sig").strip()
+            if file.is_file():
+                return file.read_text(encoding="utf-8-sig").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise DatasetError(f"{text}: the caption cannot be read: {error}") from error
+            raise DatasetError(f"{file}: the caption cannot be read: {error}") from error
     return None
 
 
@@ -47,8 +52,9 @@ def read_metadata(folder: Path) -> dict[Path, str]:
     Hugging Face's cache.
 
     Raises:
-        DatasetError: the file cannot be read, a line is not such an object, or a line names a file
-            outside the folder; the message names the line.
+        DatasetError: the file cannot be read; a line is not such an object, names a file outside
+            the folder, or gives an image another caption than an earlier line (the message names
+            the line).
     """
     path = folder / METADATA
     if not path.is_file():
@@ -57,18 +63,18 @@ def read_metadata(folder: Path) -> dict[Path, str]:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DatasetError(f"dataset: {path} cannot be read: {error}") from error
-    found: dict[Path, str] = {}
+    captions: dict[Path, str] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             name, caption = _entry(line)
             image = _inside(folder, name)
-            if found.setdefault(image, caption) != caption:
+            if captions.setdefault(image, caption) != caption:
                 raise ValueError(f"{name} has another caption in an earlier line")  # noqa: TRY301 - with the line's number
         except (ValueError, OSError) as error:
             raise DatasetError(f"dataset: {path}, line {number}: {error}") from error
-    return found
+    return captions
 
 
 def _inside(folder: Path, name: str) -> Path:
@@ -80,18 +86,24 @@ def _inside(folder: Path, name: str) -> Path:
     """
     relative = PurePath(name)
     path = folder / relative
-    place = path.parent.resolve()
+    parent = path.parent.resolve()
     if (
         relative.is_absolute()
         or ".." in relative.parts
         or not relative.parts
-        or not place.is_relative_to(folder.resolve())
+        or not parent.is_relative_to(folder.resolve())
     ):
-        raise ValueError(f"{name!r} is not in this folder; expected a name relative to it")
+        raise ValueError(f"{name!r} is not in {folder}; expected a name relative to this folder")
     return path
 
 
 def _entry(line: str) -> tuple[str, str]:
+    """Return the file name and the caption in a line of `METADATA`.
+
+    Raises:
+        ValueError: the line has no such name or caption; the message ends a sentence about the
+            line.
+    """
     try:
         entry = parse_json(line)
     except ValueError as error:
@@ -108,8 +120,8 @@ def _entry(line: str) -> tuple[str, str]:
 class CaptionMaker:
     """Transforms captions as `CaptionOptions` say.
 
-    Line breaks become spaces. Brackets and braces are ordinary characters: they set neither weights
-    nor alternatives.
+    Line breaks and repeated spaces become single spaces. Brackets and braces are ordinary
+    characters: they set neither weights nor alternatives.
 
     Args:
         options: the transformations.
@@ -121,16 +133,25 @@ class CaptionMaker:
         self._seed = seed
 
     def plain(self, caption: str, trigger: str) -> str:
-        """Return the trigger and the whole caption, with its tags in order, as in validation."""
+        """Return the trigger and the whole caption, with its tags in order, as in validation.
+
+        A caption that already begins with the word `trigger` gets no other one.
+        """
         caption = " ".join(caption.split())
-        after = caption[len(trigger) : len(trigger) + 1]
-        if not trigger or (caption.startswith(trigger) and not after.isalnum()):
+        next_character = caption[len(trigger) : len(trigger) + 1]
+        if not trigger or (caption.startswith(trigger) and not next_character.isalnum()):
             return caption
-        joint = f"{self.options.separator.strip()} "
-        return f"{trigger}{joint}{caption}" if caption else trigger
+        return f"{trigger}{self._joint}{caption}" if caption else trigger
 
     def use(self, caption: str, trigger: str, picture: int, sample: int) -> str:
-        """Return the caption of the image with seed `picture`, as sample `sample` of a run."""
+        """Return the caption of an image in one sample of training; empty if it is dropped.
+
+        Args:
+            caption: the image's caption as it was read.
+            trigger: the words that come first; empty: none.
+            picture: the image's seed.
+            sample: the number of the sample in the run.
+        """
         if not self.options.dropout and not self._varies:
             return self.plain(caption, trigger)
         rng = generator(self._seed, "caption", sample)
@@ -161,20 +182,27 @@ class CaptionMaker:
 
     @property
     def _varies(self) -> bool:
+        """Whether the variants of a caption differ."""
         return self.options.shuffle or self.options.tag_dropout > 0
 
+    @property
+    def _joint(self) -> str:
+        """What separates the tags of a transformed caption."""
+        return f"{self.options.separator.strip()} "
+
     def _variant(self, caption: str, trigger: str, picture: int, number: int) -> str:
+        """Return variant `number` of an image's caption: some tags, perhaps in random order."""
         rng = generator(self._seed, "caption_variant", pair(picture, number))
         options = self.options
-        own, whole = self._tags(caption), self._tags(self.plain(caption, trigger))
+        own_tags, tags = self._tags(caption), self._tags(self.plain(caption, trigger))
         # `keep_tokens` counts tags of the caption; a trigger that `plain` prepends stays as well.
-        kept = options.keep_tokens + len(whole) - len(own)
-        head, tail = whole[:kept], whole[kept:]
+        kept = options.keep_tokens + len(tags) - len(own_tags)
+        head, tail = tags[:kept], tags[kept:]
         stays = rng.random(len(tail)) >= options.tag_dropout
         tail = [tag for tag, stay in zip(tail, stays, strict=True) if stay]
         if options.shuffle:
             tail = [tail[place] for place in rng.permutation(len(tail))]
-        return f"{options.separator.strip()} ".join([*head, *tail])
+        return self._joint.join([*head, *tail])
 
     def _tags(self, caption: str) -> list[str]:
         parts = " ".join(caption.split()).split(self.options.separator.strip())

@@ -8,8 +8,9 @@ How a file becomes batches::
     rows = PackedRows(train.examples, 2048, batch_size=1, seed=0)
     rows.batch(0)  # `Packed`: input_ids, targets, positions, cu_seqlens
 
-Examples are not padded: the examples of a batch follow each other in one sequence of tokens, and
-the tokens of an example attend only to tokens of the same example.
+Examples are not padded: the examples of a batch follow each other in one sequence of tokens. A
+token attends only to tokens of its own example; in a pair of answers, only to those of its own
+prompt and answer.
 """
 
 from trainable_candle.data.chats.dataset import TextDataset, TextOptions, has_pairs, load_texts

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 AT_ONCE: Final = 1024
 """The number of lines whose texts are tokenized together, by several threads."""
 SKIP_HINT: Final = " (--skip-bad leaves such lines out)"
+"""The cure in messages about lines that cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class TextOptions:
     train_on: str = "answers"
     """Which tokens count in the loss; one of `settings.texts.TRAIN_ON`."""
     preferences: bool = False
-    """Whether examples are pairs of answers to compare."""
+    """Whether each example is a pair of answers to compare."""
     skip_bad: bool = False
     """Whether lines that cannot be used are left out."""
     vocabulary: int | None = None
@@ -99,8 +100,8 @@ class TextDataset:
     def part(self, numbers: Sequence[int]) -> TextDataset:
         """Return the data set of the examples with these indices.
 
-        Its counts of answers and of truncated examples are those of its own examples. Its counts of
-        what was left out are those of the whole data set, because what was left out is in no part.
+        Its counts of answers and of truncation are those of its own examples. Its other counts are
+        those of the whole data set, because lines and examples that were left out are in no part.
         """
         chosen = [self.examples[number] for number in numbers]
         counts = replace(
@@ -122,7 +123,7 @@ class TextDataset:
         }
 
     def summary(self) -> str:
-        """Return a description of the data set, in lines."""
+        """Return a description of the data set in several lines."""
         counts, learnt = self.counts, self.learnt
         forms = ", ".join(counts.forms)
         share = f"{100 * learnt / self.tokens:.0f} %"
@@ -160,8 +161,8 @@ def load_texts(
 
     Raises:
         DatasetError: there are no files, or `path` is the output folder of a run; a file cannot be
-            read; there are no usable lines; some lines are unusable and `skip_bad` is off (the
-            message names the first ten); no token, or no stop token, would be learnt.
+            read; no line can be used; some lines cannot be used and `skip_bad` is off (the message
+            names the first ten); no token, or no stop token, would be learnt.
         ModuleNotFoundError: a Parquet file needs pyarrow.
     """
     train, validation = find_files(path)
@@ -170,13 +171,14 @@ def load_texts(
 
 
 def has_pairs(path: Path) -> bool:
-    """Return whether the first line of a data set is a pair of answers, chosen and rejected.
+    """Return whether the first readable line of a data set has a chosen and a rejected answer.
 
     Raises:
         DatasetError: the files are missing or cannot be read.
         ModuleNotFoundError: a Parquet file needs pyarrow.
     """
-    rows = (row for file in find_files(path)[0] for row in read_rows(file))
+    train, _ = find_files(path)
+    rows = (row for file in train for row in read_rows(file))
     first = next((row for row in rows if isinstance(row, Row)), None)
     form = form_of(first.values) if first else None
     return form is not None and form.name == "preferences"
@@ -185,15 +187,16 @@ def has_pairs(path: Path) -> bool:
 def _load(
     files: Sequence[Path], place: Path, tokenizer: ChatTokenizer, options: TextOptions
 ) -> TextDataset:
-    counts, rows = Counts(), 0
+    counts, line_count = Counts(), 0
     examples: list[Tokens | Pair] = []
     for file in files:
+        # The first line that has a form decides the form of all lines of its file.
         form: Form | None = None
-        found = read_rows(file)
-        while some := list(islice(found, AT_ONCE)):
-            rows += len(some)
+        rows = read_rows(file)
+        while chunk := list(islice(rows, AT_ONCE)):
+            line_count += len(chunk)
             drafts: list[tuple[str, tuple[Draft, ...]]] = []
-            for row in some:
+            for row in chunk:
                 try:
                     if isinstance(row, BadRow):
                         raise RowError(row.reason)
@@ -207,14 +210,19 @@ def _load(
             examples += _examples(drafts, tokenizer, options, counts)
     if counts.bad and not options.skip_bad:
         raise DatasetError(
-            f"dataset: {len(counts.bad)} of {counted(rows, 'line')} in {place} cannot be used"
+            f"dataset: {len(counts.bad)} of {counted(line_count, 'line')} in {place} cannot be used"
             f"{SKIP_HINT}:\n  " + "\n  ".join(first_lines(counts.bad))
         )
-    _require_something(counts, examples, rows, place, options)
+    _require_learnable(counts, examples, line_count, place, options)
     return TextDataset(examples, counts, options, place)
 
 
 def _form(row: Row) -> Form:
+    """Return the form of a line.
+
+    Raises:
+        RowError: no form has the line's fields.
+    """
     form = form_of(row.values)
     if form is None:
         names = ", ".join(map(str, row.values)) or "none"
@@ -225,7 +233,7 @@ def _form(row: Row) -> Form:
 def _drafts(
     row: Row, form: Form, tokenizer: ChatTokenizer, options: TextOptions
 ) -> tuple[Draft, ...]:
-    """Return the texts of a line.
+    """Return the texts of a line: two for a pair of answers, else one.
 
     Raises:
         ValueError: the line cannot be used.
@@ -249,10 +257,18 @@ def _examples(
     options: TextOptions,
     counts: Counts,
 ) -> Iterator[Tokens | Pair]:
-    """Yield the examples in which something is learnt, from each line's place and texts."""
+    """Tokenize texts and yield the examples in which something is learnt; count the others.
+
+    Args:
+        drafts: for each line, its place and its texts.
+        tokenizer: the tokenizer.
+        options: how the lines are read.
+        counts: gets what is counted.
+    """
     encoded: list[Encoded] = []
-    every = chain.from_iterable(texts for _, texts in drafts)
-    for special, group in groupby(every, lambda draft: draft.special):
+    all_texts = chain.from_iterable(texts for _, texts in drafts)
+    # All texts of one call of `encode_all` have the same `special`.
+    for special, group in groupby(all_texts, lambda draft: draft.special):
         encoded += tokenizer.encode_all([draft.text for draft in group], special=special)
     tokens = iter(encoded)
     for place, texts in drafts:
@@ -267,7 +283,10 @@ def _examples(
 
 
 def _kept(tokens: Tokens | Pair, options: TextOptions, counts: Counts) -> Tokens | Pair | None:
-    """Return what is kept of an example after truncation; None if nothing in it is learnt."""
+    """Return what is kept of an example after truncation, and count what is cut off.
+
+    None if nothing in the example, or in one half of a pair, is learnt.
+    """
     counts.answers += tokens.answers
     kept = tokens.truncated(options.sequence_length)
     counts.stops += len(kept.stops)
@@ -281,11 +300,16 @@ def _kept(tokens: Tokens | Pair, options: TextOptions, counts: Counts) -> Tokens
     return kept
 
 
-def _require_something(
-    counts: Counts, examples: Sequence[Tokens | Pair], rows: int, place: Path, options: TextOptions
+def _require_learnable(
+    counts: Counts, examples: Sequence[Tokens | Pair], lines: int, place: Path, options: TextOptions
 ) -> None:
-    start = f"dataset: {counted(rows, 'line')} in {place}:"
-    if not rows:
+    """Check that the examples have tokens to learn, and a stop token among them.
+
+    Raises:
+        DatasetError: they have none; the message says why.
+    """
+    start = f"dataset: {counted(lines, 'line')} in {place}:"
+    if not lines:
         raise DatasetError(f"dataset: {place} is empty")
     if not examples and not counts.unlearnt:
         raise DatasetError(f"{start} none can be used:\n  " + "\n  ".join(first_lines(counts.bad)))

@@ -43,13 +43,13 @@ Example: TypeAlias = Chat | Completion | Preference
 
 @dataclass(frozen=True)
 class Form:
-    """The names of the fields of a line, and the function that reads them."""
+    """The fields that a line has, and the function that makes an example from them."""
 
     name: str
     fields: tuple[str, ...]
     """Fields that each line of this form has."""
     others: tuple[str, ...]
-    """Fields that a line of this form may have."""
+    """Further fields that a line of this form may have."""
     read: Callable[[Mapping[str, Any]], Example]
     """Makes an example from the fields' values; raises a `RowError` that names a wrong field."""
 
@@ -68,28 +68,28 @@ def _sharegpt(values: Mapping[str, Any]) -> Chat:
 
 def _completion(values: Mapping[str, Any]) -> Example:
     prompt, completion = values.get("prompt"), values.get("completion")
-    lists = [isinstance(value, list) for value in (prompt, completion)]
-    if any(lists):
-        if not all(lists):
-            texts, messages = ("completion", "prompt") if lists[0] else ("prompt", "completion")
+    are_lists = [isinstance(value, list) for value in (prompt, completion)]
+    if any(are_lists):
+        if not all(are_lists):
+            fields = ("prompt", "completion") if are_lists[0] else ("completion", "prompt")
             raise RowError(
-                f"`{messages}` is a list of messages and `{texts}` is not; give both as texts, or "
-                "both as messages"
+                f"`{fields[0]}` is a list of messages and `{fields[1]}` is not; give both as "
+                "texts, or both as lists of messages"
             )
         asked = conversation(prompt, "prompt", answered=False)
         if not completion:
             raise RowError("`completion` is empty")
-        both = [*asked, *completion]
-        return Chat(conversation(both, "prompt + completion"), functions(values.get("tools")))
+        messages = conversation([*asked, *completion], "prompt + completion")
+        return Chat(messages, functions(values.get("tools")))
     return Completion(text(prompt, "prompt", empty=True), text(completion, "completion"))
 
 
 def _instruction(values: Mapping[str, Any]) -> Chat:
     asked = text(values.get("instruction"), "instruction")
-    more = values.get("input")
-    if more is not None and text(more, "input", empty=True).strip():
-        asked = f"{asked}\n{more}"
-    name = "output" if "output" in values else "response"
+    added = values.get("input")
+    if added is not None and text(added, "input", empty=True).strip():
+        asked = f"{asked}\n{added}"
+    answer_field = "output" if "output" in values else "response"
     messages = []
     if values.get("system"):
         messages.append({"role": "system", "content": text(values["system"], "system")})
@@ -104,7 +104,7 @@ def _instruction(values: Mapping[str, Any]) -> Chat:
         for role, content in zip(("user", "assistant"), pair, strict=True):
             messages.append({"role": role, "content": text(content, f"history[{turn}]")})
     messages.append({"role": "user", "content": asked})
-    messages.append({"role": "assistant", "content": text(values.get(name), name)})
+    messages.append({"role": "assistant", "content": text(values.get(answer_field), answer_field)})
     return Chat(messages)
 
 
@@ -118,26 +118,27 @@ def _preference(values: Mapping[str, Any]) -> Preference:
         chosen, rejected = (text(values.get(name), name) for name in names)
         if prompt is None and chosen != rejected:
             # The prompt is the longest common prefix of the two texts, without the spaces at its
-            # end: these belong to the first word of the answer.
-            before = commonprefix([chosen, rejected]).rstrip(" ")  # noqa: RUF071 - no paths
-            chosen, rejected = (answer.removeprefix(before) for answer in (chosen, rejected))
+            # end: these belong to the first words of the answers.
+            asked = commonprefix([chosen, rejected]).rstrip(" ")  # noqa: RUF071 - no paths
+            chosen, rejected = (answer.removeprefix(asked) for answer in (chosen, rejected))
         else:
-            before = text(prompt or "", "prompt", empty=True)
+            asked = text(prompt or "", "prompt", empty=True)
         if not chosen or not rejected:
             raise RowError("one of `chosen` and `rejected` is the beginning of the other")
-        preference = Preference(Completion(before, chosen), Completion(before, rejected))
+        preference = Preference(Completion(asked, chosen), Completion(asked, rejected))
     else:
-        asked = [] if prompt is None else _asked(prompt)
-        pair = [_answered(asked, values, name) for name in names]
-        if pair[0].messages[:-1] != pair[1].messages[:-1]:
+        messages = [] if prompt is None else _prompt_messages(prompt)
+        chats = [_answered(messages, values, name) for name in names]
+        if chats[0].messages[:-1] != chats[1].messages[:-1]:
             raise RowError("`chosen` and `rejected` differ before their last messages")
-        preference = Preference(*pair)
+        preference = Preference(*chats)
     if preference.chosen == preference.rejected:
         raise RowError("`chosen` and `rejected` are the same")
     return preference
 
 
-def _asked(prompt: Any) -> list[Message]:
+def _prompt_messages(prompt: Any) -> list[Message]:
+    """Return the messages of a prompt, which is a list of messages or the text of one."""
     if isinstance(prompt, list):
         return conversation(prompt, "prompt", answered=False)
     return [{"role": "user", "content": text(prompt, "prompt")}]
@@ -147,14 +148,17 @@ def _answered(asked: list[Message], values: Mapping[str, Any], name: str) -> Cha
     """Return the messages `asked` and, after them, the answer in field `name`.
 
     The field is a string or a list of messages.
+
+    Raises:
+        RowError: the messages are wrong, or the last one is not the assistant's.
     """
     answer = values.get(name)
     if not isinstance(answer, list):
         answer = [{"role": "assistant", "content": text(answer, name)}]
-    both = conversation([*asked, *answer], f"prompt + {name}" if asked else name)
-    if both[-1]["role"] != "assistant":
+    messages = conversation([*asked, *answer], f"prompt + {name}" if asked else name)
+    if messages[-1]["role"] != "assistant":
         raise RowError(f"`{name}` does not end with an answer of the assistant")
-    return Chat(both, functions(values.get("tools")))
+    return Chat(messages, functions(values.get("tools")))
 
 
 FORMS: Final = (
@@ -177,5 +181,5 @@ def form_of(values: Mapping[str, Any]) -> Form | None:
 
 
 def expected() -> str:
-    """Return the fields of all forms, for a message."""
+    """Return, for a message, the fields that each form requires."""
     return "; ".join(" and ".join(form.fields) for form in FORMS)

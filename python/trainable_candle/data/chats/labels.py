@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tokens:
-    """One example as the model reads it."""
+    """The tokens of an example, or of one half of a pair, as the model reads them."""
 
     ids: npt.NDArray[np.int64]
     learnt: npt.NDArray[np.bool_]
@@ -58,12 +58,12 @@ class Pair:
 
     @cached_property
     def ids(self) -> npt.NDArray[np.int64]:
-        """The tokens of `chosen`, then those of `rejected`, both with the prompt."""
+        """The tokens of `chosen` and then those of `rejected`; each begins with the prompt."""
         return np.concatenate([self.chosen.ids, self.rejected.ids])
 
     @cached_property
     def learnt(self) -> npt.NDArray[np.bool_]:
-        """The mask of the tokens of `ids` that are in one of the answers."""
+        """The mask of the tokens in `ids` to learn: those of the two answers."""
         return np.concatenate([self.chosen.learnt, self.rejected.learnt])
 
     @property
@@ -82,7 +82,7 @@ class Pair:
         return self.chosen.cut + self.rejected.cut
 
     def truncated(self, length: int) -> Pair:
-        """Return the pair with its ends cut off, so that it has at most `length` tokens.
+        """Return the pair with at most `length` tokens; the ends of its halves are cut off.
 
         Each of `chosen` and `rejected` keeps up to half of `length`, and more if the other is
         shorter than its half.
@@ -95,13 +95,14 @@ class Pair:
 
 @dataclass(frozen=True)
 class Draft:
-    """A text of an example before it is tokenized."""
+    """A text of an example, not yet tokenized."""
 
     text: str
     special: bool
-    """Whether to add the tokens that the tokenizer puts around a text."""
+    """Whether to add the tokens that the tokenizer puts around a text. A chat template writes these
+    tokens itself."""
     label: Callable[[Encoded], Tokens]
-    """Takes the tokens of the text, and selects those to learn."""
+    """Takes the tokens of the text and selects those to learn."""
 
 
 def drafts_of(
@@ -114,17 +115,17 @@ def drafts_of(
             messages follow.
     """
     if isinstance(example, Preference):
-        # Only the last messages differ; answers before them are part of the prompt.
-        last = "answers" if isinstance(example.chosen, Completion) else "last-answer"
-        answers = (example.chosen, example.rejected)
-        return tuple(_draft(answer, tokenizer, last) for answer in answers)
+        # In chats only the last messages differ; answers before them are part of the prompt.
+        compared = "answers" if isinstance(example.chosen, Completion) else "last-answer"
+        halves = (example.chosen, example.rejected)
+        return tuple(_draft(half, tokenizer, compared) for half in halves)
     return (_draft(example, tokenizer, train_on),)
 
 
 def labelled(drafts: Sequence[Draft], encoded: Sequence[Encoded]) -> Tokens | Pair:
-    """Return an example from its texts and the tokens of each text."""
-    first, *others = (draft.label(tokens) for draft, tokens in zip(drafts, encoded, strict=True))
-    return Pair(first, others[0]) if others else first
+    """Make an example from its texts and the tokens of each text; two texts make a `Pair`."""
+    labels = [draft.label(tokens) for draft, tokens in zip(drafts, encoded, strict=True)]
+    return Pair(*labels) if len(labels) > 1 else labels[0]
 
 
 def tokens_of(
@@ -148,10 +149,10 @@ def tokens_of(
 def unknown_token(
     ids: npt.ArrayLike, tokenizer: ChatTokenizer, vocabulary: int | None
 ) -> str | None:
-    """Return the end of a sentence about a token of `ids` that the model lacks, or None.
+    """Return the end of a sentence about a token that the model lacks; None if it lacks none.
 
     Args:
-        ids: at least one token.
+        ids: the tokens, at least one.
         tokenizer: the tokenizer that made them.
         vocabulary: the number of tokens that the model has; None: any number.
     """
@@ -166,13 +167,22 @@ def unknown_token(
 
 def _draft(example: Chat | Completion, tokenizer: ChatTokenizer, train_on: str) -> Draft:
     if isinstance(example, Chat):
-        return _chat(example, tokenizer, train_on)
+        return _chat_draft(example, tokenizer, train_on)
     text = example.prompt + example.completion
     span = (0 if train_on == "all" else len(example.prompt), len(text))
-    return Draft(text, True, lambda encoded: _completion(encoded, span, tokenizer.end))
+    return Draft(
+        text, special=True, label=lambda encoded: _label_completion(encoded, span, tokenizer.end)
+    )
 
 
-def _completion(encoded: Encoded, span: tuple[int, int], end: int | None) -> Tokens:
+def _label_completion(encoded: Encoded, span: tuple[int, int], end: int | None) -> Tokens:
+    """Return the tokens of a text, of which those in `span` and the end token are learnt.
+
+    Args:
+        encoded: the tokens of the text.
+        span: start and end of the part to learn, in characters.
+        end: the id of the end token, which is appended if it is missing; None: there is none.
+    """
     ids, learnt = list(encoded.ids), _inside(encoded, span)
     if end is not None and ids[-1:] != [end]:
         ids.append(end)
@@ -182,12 +192,12 @@ def _completion(encoded: Encoded, span: tuple[int, int], end: int | None) -> Tok
         learnt[-1] = True
     learnt[:1] = False
     stops = () if end is None else (len(ids) - 1,)
-    return Tokens(np.array(ids, np.int64), learnt, stops, 1)
+    return Tokens(np.array(ids, np.int64), learnt, stops, answers=1)
 
 
-def _chat(example: Chat, tokenizer: ChatTokenizer, train_on: str) -> Draft:
+def _chat_draft(example: Chat, tokenizer: ChatTokenizer, train_on: str) -> Draft:
     rendered = tokenizer.render(example.messages, example.tools)
-    if rendered.spans is None:
+    if rendered.spans is None:  # The template does not mark answers.
         last_only = train_on == "last-answer"
         spans = _answers(example, tokenizer, rendered.text, last_only=last_only)
     else:
@@ -208,9 +218,9 @@ def _chat(example: Chat, tokenizer: ChatTokenizer, train_on: str) -> Draft:
         if train_on == "all":
             learnt[:] = True
         learnt[:1] = False
-        return Tokens(ids, learnt, tuple(stops), len(spans))
+        return Tokens(ids, learnt, tuple(stops), answers=len(spans))
 
-    return Draft(rendered.text, False, label)
+    return Draft(rendered.text, special=False, label=label)
 
 
 def _answers(
@@ -218,12 +228,22 @@ def _answers(
 ) -> list[tuple[int, int]]:
     """Return the spans of the answers in the text `whole`, in characters.
 
-    For each answer, the template renders two texts: the messages before the answer, and the same
-    messages with the answer. The lengths of the two texts are the start and the end of the answer.
+    For each answer, the template renders two texts: the messages before the answer with a
+    generation prompt, and the messages up to the answer. The lengths of the two texts are the start
+    and the end of the answer.
+
+    Args:
+        example: the conversation.
+        tokenizer: renders its messages.
+        whole: the text of all messages.
+        last_only: whether to return only the span of the last answer.
+
+    Raises:
+        RowError: one of the two texts is not the beginning of the longer text.
     """
     spans = []
-    answers = [n for n, message in enumerate(example.messages) if message["role"] == "assistant"]
-    for turn in answers[-1:] if last_only else answers:
+    turns = [n for n, message in enumerate(example.messages) if message["role"] == "assistant"]
+    for turn in turns[-1:] if last_only else turns:
         asked = tokenizer.render(
             example.messages[:turn], example.tools, generation_prompt=True
         ).text
@@ -258,27 +278,29 @@ def _turn_end(
         tokenizer: knows the stop tokens.
     """
     ids, last = encoded.ids, int(inside[-1])
+    # A stop token right after the span.
     if (
         last + 1 < len(ids)
         and ids[last] not in tokenizer.stops
         and ids[last + 1] in tokenizer.stops
     ):
         return last + 1, True
-    ends = [n for n in inside.tolist() if ids[n] in tokenizer.stops]
-    if ends:
-        begin, end = encoded.offsets[ends[-1]][1], encoded.offsets[last][1]
+    # A stop token in the span, with nothing but white space after it.
+    stops = [n for n in inside.tolist() if ids[n] in tokenizer.stops]
+    if stops:
+        begin, end = encoded.offsets[stops[-1]][1], encoded.offsets[last][1]
         if not text[begin:end].strip():
-            return int(ends[-1]), True
+            return int(stops[-1]), True
     return last, False
 
 
 def _inside(encoded: Encoded, span: tuple[int, int]) -> npt.NDArray[np.bool_]:
-    """Return the mask of the tokens that have at least one character in the span."""
-    first, last = span
-    begin, end = encoded.offsets.T
-    found = np.zeros(len(begin), np.bool_)
-    touched = np.flatnonzero((begin < last) & (end > first) & (end > begin))
+    """Return the mask of the tokens from the first to the last with a character in the span."""
+    span_start, span_end = span
+    starts, ends = encoded.offsets.T
+    mask = np.zeros(len(starts), np.bool_)
+    touched = np.flatnonzero((starts < span_end) & (ends > span_start) & (ends > starts))
     if len(touched):
         # A token without characters is inside if tokens before it and after it are.
-        found[touched[0] : touched[-1] + 1] = True
-    return found
+        mask[touched[0] : touched[-1] + 1] = True
+    return mask

@@ -10,7 +10,7 @@ Message = dict[str, Any]
 
 
 class RowError(ValueError):
-    """A line of a data set that cannot be used; the message names the field."""
+    """Raised for a line of a data set that cannot be used; the message names what is wrong."""
 
 
 SYSTEM: Final = frozenset({"system", "developer"})
@@ -30,13 +30,15 @@ def conversation(values: Any, field: str, *, answered: bool = True) -> list[Mess
     """Check a list of messages; returns them with this module's names of roles and fields.
 
     Args:
-        values: objects with `role` and `content`, or, as in ShareGPT's files, `from` and `value`.
+        values: a list, or its JSON text, of objects with `role` and `content` or, as in ShareGPT's
+            files, `from` and `value`.
         field: the field's name, for error messages.
         answered: whether at least one message must be of the role assistant.
 
     Raises:
-        RowError: the value is not a list, a role or a content is wrong, or roles are out of order;
-            the message names the field.
+        RowError: the value is not a list of messages or is empty; a role, a content or a function
+            call is wrong; roles are out of order; no message is of the role assistant although
+            `answered`. The message names the field.
     """
     values = _parsed(values, field)
     if not isinstance(values, list) or not values:
@@ -54,7 +56,7 @@ def functions(values: Any, field: str = "tools") -> list[dict[str, Any]] | None:
     The result is None if there are no tools.
 
     Raises:
-        RowError: the tools are not a list of objects.
+        RowError: the tools are not a list of objects, or the text is not JSON.
     """
     values = _parsed(values, field)
     if values is None or values in ("", []):
@@ -87,12 +89,12 @@ def require_whole(value: Any, field: str) -> None:
                 f"{error.start}: the text was cut inside an emoji or another rare character"
             ) from None
     elif isinstance(value, dict):
-        for name, inside in value.items():
+        for name, item in value.items():
             require_whole(name, f"{field} (the name of an entry)")
-            require_whole(inside, f"{field}.{name}")
+            require_whole(item, f"{field}.{name}")
     elif isinstance(value, (list, tuple)):
-        for number, inside in enumerate(value):
-            require_whole(inside, f"{field}[{number}]")
+        for number, item in enumerate(value):
+            require_whole(item, f"{field}[{number}]")
 
 
 def text(value: Any, field: str, *, empty: bool = False) -> str:
@@ -109,69 +111,89 @@ def text(value: Any, field: str, *, empty: bool = False) -> str:
 
 
 def _message(value: Any, field: str) -> Message:
+    """Check a message; returns it with this module's names of roles and fields.
+
+    Raises:
+        RowError: the role, the content or a function call is wrong.
+    """
     if not isinstance(value, dict):
         raise RowError(f"`{field}` is {_kind(value)}, expected an object with role and content")
-    named = "role" if "role" in value else "from"
-    role = _ROLES.get(str(value.get(named)).lower())
+    role_field = "role" if "role" in value else "from"
+    if role_field not in value:
+        raise RowError(f"`{field}` has no role; expected system, user, assistant or tool")
+    role = _ROLES.get(str(value[role_field]).lower())
     if role is None:
         raise RowError(
-            f"`{field}.{named}` is {value.get(named)!r}, expected system, user, assistant or tool"
+            f"`{field}.{role_field}` is {value[role_field]!r}, expected system, user, assistant or "
+            "tool"
         )
-    place = "content" if "content" in value or named == "role" else "value"
-    content = value.get(place)
+    content_field = "content" if "content" in value or role_field == "role" else "value"
+    content = value.get(content_field)
     if role == "function_call":
-        return {"role": "assistant", "tool_calls": _calls(content, f"{field}.{place}")}
-    # `weight` and other fields are passed to the template.
+        return {"role": "assistant", "tool_calls": _calls(content, f"{field}.{content_field}")}
+    # The template gets `weight` and other fields, too.
     rest = {k: v for k, v in value.items() if k not in {"role", "from", "content", "value"}}
     message: Message = {"role": role, **rest}
     calls = _parsed(message.get("tool_calls"), f"{field}.tool_calls")
     if calls:
-        message["tool_calls"] = _named(calls, f"{field}.tool_calls")
+        message["tool_calls"] = _checked_calls(calls, f"{field}.tool_calls")
     else:
         message.pop("tool_calls", None)
     if content is None and calls:
         return message
-    said = _content(content, f"{field}.{place}")
-    if role in {"user", "assistant"} and not said.strip() and not calls:
-        what = "answer" if role == "assistant" else "message"
-        raise RowError(f"`{field}.{place}` is an empty {what}")
+    words = _content(content, f"{field}.{content_field}")
+    if role in {"user", "assistant"} and not words.strip() and not calls:
+        kind = "answer" if role == "assistant" else "message"
+        raise RowError(f"`{field}.{content_field}` is an empty {kind}")
     return {"role": role, "content": content, **{k: v for k, v in message.items() if k != "role"}}
 
 
 def _content(value: Any, field: str) -> str:
-    """Return the text of a message, whose content is a string or a list of parts with texts."""
+    """Return the text of a message's content, which is a string or a list of parts with texts.
+
+    Raises:
+        RowError: the content is neither, or has a part that is no text.
+    """
     if isinstance(value, list):
         for number, part in enumerate(value):
             kind = part.get("type", "text") if isinstance(part, dict) else _kind(part)
             if kind != "text":
                 raise RowError(f"`{field}[{number}]` is of type {kind}; the model reads only text")
-        return "".join(text(part.get("text"), f"{field}.text", empty=True) for part in value)
+        return "".join(
+            text(part.get("text"), f"{field}[{number}].text", empty=True)
+            for number, part in enumerate(value)
+        )
     return text(value, field, empty=True)
 
 
 def _calls(value: Any, field: str) -> list[dict[str, Any]]:
-    """Return the function calls of a message whose role is ShareGPT's `function_call`.
+    """Return the function calls in the content of a message with the role `function_call`.
 
-    The message's content is one call, or a list of calls, in JSON.
+    Args:
+        value: one call or a list of calls, or the JSON text of either.
+        field: the content's field, for error messages.
+
+    Raises:
+        RowError: the content has something that is not a function call.
     """
-    found = _parsed(value, field)
-    calls = found if isinstance(found, list) else [found]
-    return [{"type": "function", "function": call} for call in _named(calls, field)]
+    parsed = _parsed(value, field)
+    calls = parsed if isinstance(parsed, list) else [parsed]
+    return [{"type": "function", "function": call} for call in _checked_calls(calls, field)]
 
 
-def _named(calls: Any, field: str) -> list[Any]:
-    """Check that function calls are a list, and that each has the name of a function.
+def _checked_calls(calls: Any, field: str) -> list[Any]:
+    """Check that function calls are a list, and that each names a function; returns the list.
 
     A call is an object with `name` and `arguments`, or has such an object as `function`.
 
     Raises:
-        RowError: the message names the call.
+        RowError: this is not so; the message names the call.
     """
     if not isinstance(calls, list):
         raise RowError(f"`{field}` is {_kind(calls)}, expected a list of function calls")
     for number, call in enumerate(calls):
-        called = (call.get("function") or call) if isinstance(call, dict) else call
-        if not isinstance(called, dict) or not isinstance(called.get("name"), str):
+        inner = (call.get("function") or call) if isinstance(call, dict) else call
+        if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
             raise RowError(
                 f"`{field}[{number}]` is not a function call: expected JSON with name and arguments"
             )
@@ -179,30 +201,40 @@ def _named(calls: Any, field: str) -> list[Any]:
 
 
 def _check_order(messages: list[Message], field: str) -> None:
-    before = ""
+    """Check that each message has a role that may follow the role before it.
+
+    Raises:
+        RowError: a role is out of order.
+    """
+    previous = ""
     for number, message in enumerate(messages):
         role = message["role"]
         if role in SYSTEM:
-            fine = number == 0
+            in_order = number == 0
         elif role == "user":
-            fine = before in {"", *SYSTEM, "assistant"}
+            in_order = previous in {"", *SYSTEM, "assistant"}
         elif role == "assistant":
-            fine = before in {"user", "tool"}
+            in_order = previous in {"user", "tool"}
         else:
-            fine = before == "tool" or (
-                before == "assistant" and "tool_calls" in messages[number - 1]
+            in_order = previous == "tool" or (
+                previous == "assistant" and "tool_calls" in messages[number - 1]
             )
-        if not fine:
-            after = f"after {before}" if before else "first"
+        if not in_order:
+            where = f"after {previous}" if previous else "first"
             raise RowError(
-                f"`{field}[{number}].role`: {role} {after} is out of order; expected user and "
-                "assistant in turn, tool only after a tool call, and system only as the first"
+                f"`{field}[{number}].role`: {role} {where} is out of order; expected user and "
+                "assistant in turn, tool only after a tool call or another tool message, and "
+                "system only as the first message"
             )
-        before = role
+        previous = role
 
 
 def _parsed(value: Any, field: str) -> Any:
-    """Return the value; a string that is not blank is parsed as JSON."""
+    """Return the value; a string that is not blank is parsed as JSON.
+
+    Raises:
+        RowError: the string is not JSON, or has half of a character.
+    """
     if not isinstance(value, str) or not value.strip():
         return value
     try:
@@ -214,6 +246,7 @@ def _parsed(value: Any, field: str) -> Any:
 
 
 def _kind(value: Any) -> str:
+    """Return, for an error message, what a wrong value is: missing, empty, or its type."""
     if value is None:
         return "missing"
     return "empty" if value in ("", [], {}) else type(value).__name__

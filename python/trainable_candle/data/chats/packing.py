@@ -70,14 +70,16 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """
     order = sorted(range(len(lengths)), key=lambda item: -lengths[item])
     bins: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (room left, number) of each bin, ascending
+    # For each bin the room that is left in it and the bin's number, in ascending order.
+    rooms: list[tuple[int, int]] = []
     for item in order:
-        place = bisect_left(rooms, (lengths[item], -1))
-        if place == len(rooms):
+        # The first bin with enough room: -1 is less than the number of every bin.
+        position = bisect_left(rooms, (lengths[item], -1))
+        if position == len(rooms):
             room, number = capacity, len(bins)
             bins.append([])
         else:
-            room, number = rooms.pop(place)
+            room, number = rooms.pop(position)
         bins[number].append(item)
         insort(rooms, (room - lengths[item], number))
     return bins
@@ -87,11 +89,11 @@ class PackedRows:
     """Batches of packed rows by number, epoch after epoch.
 
     Each epoch packs all examples anew: examples of equal length randomly change places, and the
-    rows are shuffled. The result depends only on the seed and the epoch's number. If the last rows
-    of an epoch do not fill a batch, the first rows of the next epoch complete this batch.
+    rows are shuffled. For given examples, an epoch depends only on the seed and its number. If the
+    last rows of an epoch do not fill a batch, the first rows of the next epoch complete this batch.
 
     Args:
-        examples: at least one, none longer than a row.
+        examples: at least one, none longer than `sequence_length`.
         sequence_length: the greatest number of tokens in a row.
         batch_size: rows in a batch.
         seed: the seed of the order.
@@ -112,22 +114,23 @@ class PackedRows:
         self._length = sequence_length
         self._batch_size = batch_size
         self._seed = seed
-        # The number of tokens in a batch is a multiple of this number; 0: any number.
+        # Batches are padded to a multiple of this number of tokens; 0: they are not padded.
         self._unit = -(-batch_size * sequence_length // shapes) if shapes else 0
         lengths = [len(example) for example in examples]
         rows = best_fit(lengths, sequence_length)
         self.rows = len(rows)
         """The number of rows in each epoch."""
-        texts = max(2 if isinstance(example, Pair) else 1 for example in examples)
-        self._most_texts = texts * max(map(len, rows))
+        texts_per_example = max(2 if isinstance(example, Pair) else 1 for example in examples)
+        self._most_texts = texts_per_example * max(map(len, rows))
         """The greatest number of texts that a row can have."""
-        self._epoch = lru_cache(maxsize=2)(self._packed)
+        self._rows_of = lru_cache(maxsize=2)(self._packed)
 
     def batch(self, index: int) -> Packed:
         """Return batch number `index`, from 0."""
+        # Rows are numbered through all epochs.
         first = index * self._batch_size
         numbers = range(first, first + self._batch_size)
-        rows = [self._epoch(number // self.rows)[number % self.rows] for number in numbers]
+        rows = [self._rows_of(number // self.rows)[number % self.rows] for number in numbers]
         examples = [[self._examples[item] for item in row] for row in rows]
         if not self._unit:
             return joined(examples)
@@ -138,11 +141,12 @@ class PackedRows:
         return epoch * self.rows // self._batch_size
 
     def _packed(self, epoch: int) -> list[list[int]]:
+        """Return the rows of an epoch, each as the indices of its examples."""
         order = generator(self._seed, "items", epoch).permutation(len(self._examples))
         lengths = [len(self._examples[item]) for item in order]
         rows = [[int(order[item]) for item in row] for row in best_fit(lengths, self._length)]
-        places = generator(self._seed, "order", epoch).permutation(len(rows))
-        return [rows[place] for place in places]
+        row_order = generator(self._seed, "order", epoch).permutation(len(rows))
+        return [rows[number] for number in row_order]
 
 
 def in_order(
@@ -166,36 +170,41 @@ def joined(rows: Sequence[Sequence[Tokens | Pair]], unit: int = 1, bounds: int =
         bounds: `cu_seqlens` gets at least this many entries.
     """
     ids, targets, lengths = [], [], list[int]()
-    pairs = []
+    # The number of the first text, `chosen`, of each pair; `rejected` is the next text.
+    chosen_texts = []
     for row in rows:
         for example in row:
             texts = (example.chosen, example.rejected) if isinstance(example, Pair) else (example,)
             if len(texts) > 1:
-                pairs.append(len(lengths))
+                chosen_texts.append(len(lengths))
             for text in texts:
                 ids.append(text.ids)
                 targets.append(shifted(text))
                 lengths.append(len(text))
-    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    ends = np.pad(ends, (0, max(0, bounds - len(ends))), mode="edge")
-    room = -sum(lengths) % unit
-    ids.append(np.zeros(room, np.int64))
-    targets.append(np.full(room, IGNORED, np.int64))
-    padding = np.zeros(room, np.int64)
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    cu_seqlens = np.pad(cu_seqlens, (0, max(0, bounds - len(cu_seqlens))), mode="edge")
+    padding_length = -sum(lengths) % unit
+    padding = np.zeros(padding_length, np.int64)
+    ids.append(padding)
+    targets.append(np.full(padding_length, IGNORED, np.int64))
     positions = np.concatenate([*(np.arange(n, dtype=np.int64) for n in lengths), padding])
-    packed = Packed(np.concatenate(ids), np.concatenate(targets), positions, ends)
-    if not pairs:
+    packed = Packed(np.concatenate(ids), np.concatenate(targets), positions, cu_seqlens)
+    if not chosen_texts:
         return packed
-    answers = np.zeros((len(pairs), len(positions)), np.float32)
-    for pair, first in enumerate(pairs):
-        begin, middle, end = ends[first : first + 3]
+    answers = np.zeros((len(chosen_texts), len(positions)), np.float32)
+    for pair, chosen in enumerate(chosen_texts):
+        begin, middle, end = cu_seqlens[chosen : chosen + 3]
         answers[pair, begin:middle], answers[pair, middle:end] = 1, -1
+    # Prompts have no targets, so this leaves 0 at them.
     answers *= packed.targets != IGNORED
     return replace(packed, answers=answers)
 
 
 def shifted(example: Tokens) -> npt.NDArray[np.int64]:
-    """Return the targets of a text: the id of each next token that is learnt, else `IGNORED`."""
+    """Return the target of each token of a text: the next token's id if it is learnt, or `IGNORED`.
+
+    The last token has no next token, so its target is `IGNORED`.
+    """
     targets = np.full(len(example), IGNORED, np.int64)
     targets[:-1] = np.where(example.learnt[1:], example.ids[1:], IGNORED)
     return targets

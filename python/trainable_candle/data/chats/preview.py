@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 # Kinds of tokens: not learnt; learnt; learnt, and a stop token.
 _GIVEN, _LEARNT, _STOP = range(3)
+# The terminal's codes, or the brackets, before and after tokens of each kind.
 _COLOURS: Final = {_GIVEN: ("\x1b[2m", "\x1b[0m"), _LEARNT: ("\x1b[32m", "\x1b[0m"),
                    _STOP: ("\x1b[1;35m", "\x1b[0m")}  # fmt: skip
 _MARKS: Final = {_GIVEN: ("", ""), _LEARNT: ("[+", "+]"), _STOP: ("[!", "!]")}
@@ -27,20 +28,22 @@ def legend(*, colour: bool) -> str:
 
 
 def shown(example: Tokens | Pair, tokenizer: ChatTokenizer, *, colour: bool) -> str:
-    """Return the text of an example with separated tokens.
+    """Return the text of an example; `|` separates neighbouring tokens of the same kind.
+
+    Marks show the kind: not learnt, learnt, or a stop token.
 
     Args:
         example: the tokens.
         tokenizer: decodes the tokens.
-        colour: whether to mark learnt tokens with a terminal's colours instead of brackets.
+        colour: whether to mark the kinds with a terminal's colours instead of brackets.
     """
     marks = _COLOURS if colour else _MARKS
     kinds = [_LEARNT if learnt else _GIVEN for learnt in example.learnt]
-    for place in example.stops:
-        kinds[place] = _STOP
+    for index in example.stops:
+        kinds[index] = _STOP
     parts = []
-    for kind, group in groupby(range(len(example)), kinds.__getitem__):
-        pieces = _pieces([int(example.ids[place]) for place in group], tokenizer)
+    for kind, indices in groupby(range(len(example)), kinds.__getitem__):
+        pieces = _pieces([int(example.ids[index]) for index in indices], tokenizer)
         begin, end = marks[kind]
         parts.append(f"{begin}{'|'.join(pieces)}{end}")
     return "".join(parts)
@@ -49,11 +52,12 @@ def shown(example: Tokens | Pair, tokenizer: ChatTokenizer, *, colour: bool) -> 
 def _pieces(ids: Sequence[int], tokenizer: ChatTokenizer) -> list[str]:
     """Return the text of each token; tokens that share a character have one text together."""
     pieces, waiting = [], []
-    for number in ids:
-        waiting.append(number)
+    for token in ids:
+        waiting.append(token)
         text = tokenizer.decode(waiting, special=True)
+        # The replacement character stands for a character whose last token is still missing.
         if "\ufffd" not in text:
-            pieces.append(text or tokenizer.token(number))
+            pieces.append(text or tokenizer.token(token))
             waiting = []
     if waiting:
         pieces.append(tokenizer.decode(waiting, special=True))

@@ -18,18 +18,20 @@ if TYPE_CHECKING:
 SUFFIXES: Final = (".jsonl", ".json", ".csv", ".parquet")
 TRAIN: Final = ("train",)
 VALIDATION: Final = ("validation", "valid", "val", "dev")
+"""The first words of the names of files for validation; those of `TRAIN` are for training."""
 _NESTED: Final = ("messages", "conversations", "tools", "tool_calls", "history", "prompt",
                   "completion", "chosen", "rejected")  # fmt: skip
-"""The names of CSV columns in which a cell may be a list or an object as JSON."""
+"""The names of CSV columns in which a cell may be the JSON text of a list or an object."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a file."""
+    """One line of a file, or one entry of a JSON list."""
 
     place: str
     """The file and the line's number, for error messages: `chats.jsonl, line 7`."""
     values: dict[str, Any]
+    """The values of the line's fields, by name."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,10 @@ class BadRow:
 
 
 def dataset_path(name: str) -> Path:
-    """Return the file or folder that a setting names; downloads a data set of the hub.
+    """Return the file or folder that a setting names; a data set of the hub is downloaded.
+
+    Args:
+        name: a path, or "organisation/name" on the hub.
 
     Raises:
         MissingFileError: the hub has no such data set, or cannot be reached.
@@ -55,13 +60,13 @@ def find_files(path: Path) -> tuple[list[Path], list[Path]]:
     """Return the files for training and those for validation that a path names.
 
     Args:
-        path: a file, which is for training, or a folder. In a folder and in `data` inside it, files
-            with one of `SUFFIXES` are chosen by the first word of their names, such as `train` in
-            `train-00000-of-00002.parquet`. Files with the first word `train` are for training, and
-            files with a first word of `VALIDATION` are for validation. Without any `train` file,
-            there is no validation: all files are for training, except those with the first word
-            `test` or a first word of `VALIDATION`. If all files are such exceptions, all are for
-            training.
+        path: a file, which is for training, or a folder. In the folder and in its subfolder `data`,
+            files with one of `SUFFIXES` are chosen by the first word of their names, such as
+            `train` in `train-00000-of-00002.parquet`. Files with the first word `train` are for
+            training, and files with a first word of `VALIDATION` are for validation. Without any
+            `train` file, there is no validation: all files are for training, except those with the
+            first word `test` or a first word of `VALIDATION`. If all files are such exceptions, all
+            are for training.
 
     Raises:
         DatasetError: the path does not exist, has no file with one of `SUFFIXES`, or is the output
@@ -73,23 +78,27 @@ def find_files(path: Path) -> tuple[list[Path], list[Path]]:
         if path.suffix.lower() not in SUFFIXES:
             raise DatasetError(f"dataset: {path} has none of the suffixes {', '.join(SUFFIXES)}")
         return [path], []
-    inside = [path, path / "data"] if (path / "data").is_dir() else [path]
-    for folder in inside:
+    folders = [path, path / "data"] if (path / "data").is_dir() else [path]
+    for folder in folders:
         require_no_output(folder)
     files = sorted(
-        file for folder in inside for file in folder.iterdir() if file.suffix.lower() in SUFFIXES
+        file for folder in folders for file in folder.iterdir() if file.suffix.lower() in SUFFIXES
     )
     if not files:
         raise DatasetError(f"dataset: {path} has no file that ends in {', '.join(SUFFIXES)}")
-    word = {file: file.stem.lower().replace("_", "-").split("-")[0] for file in files}
-    train = [file for file in files if word[file] in TRAIN]
+    first_word = {file: file.stem.lower().replace("_", "-").split("-")[0] for file in files}
+    train = [file for file in files if first_word[file] in TRAIN]
     if train:
-        return train, [file for file in files if word[file] in VALIDATION]
-    return [file for file in files if word[file] not in {*VALIDATION, "test"}] or files, []
+        return train, [file for file in files if first_word[file] in VALIDATION]
+    others = [file for file in files if first_word[file] not in {*VALIDATION, "test"}]
+    return others or files, []
 
 
 def read_rows(path: Path) -> Iterator[Row | BadRow]:
-    """Yield the lines of a file, or the entries of a JSON list; the suffix tells the file's format.
+    """Yield the lines of a file, or the entries of a JSON list.
+
+    Args:
+        path: a file with one of `SUFFIXES`, which tells its format.
 
     Raises:
         DatasetError: the file as a whole cannot be read.
@@ -129,24 +138,27 @@ def _json(path: Path) -> Iterator[Row | BadRow]:
         raise DatasetError(
             f"dataset: {path} is not JSON: {error}; if each line is an object, name the file .jsonl"
         ) from error
+    # An object with a single list, such as {"data": [...]}, stands for this list.
     if isinstance(values, dict):
         lists = [value for value in values.values() if isinstance(value, list)]
         values = lists[0] if len(lists) == 1 else values
     if not isinstance(values, list):
         raise DatasetError(
-            f"dataset: {path} holds no list of examples; expected [{{...}}, {{...}}]"
+            f"dataset: {path} is not a list of examples; expected [{{...}}, {{...}}], or an object "
+            "with one such list"
         )
     for number, value in enumerate(values, 1):
         yield _row(f"{path.name}, entry {number}", value)
 
 
 def _table(path: Path) -> Iterator[Row | BadRow]:
-    csv.field_size_limit(2**30)
+    csv.field_size_limit(2**30)  # The default, 128 KiB, is too small for long texts.
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file)
         try:
             for values in reader:
                 place = f"{path.name}, line {reader.line_num}"
+                # `DictReader` stores surplus fields under the name None, and None for missing ones.
                 if None in values or None in values.values():
                     yield BadRow(place, "has another number of fields than the first line")
                 else:
