@@ -41,8 +41,8 @@ class ZImageTexts:
     """
 
     def __init__(self, family: ZImage) -> None:
-        layers = family.facts.parts["text_encoder"].config["num_hidden_layers"]
-        self._qwen3 = Qwen3(family, [layers - 1], thinks=True)
+        count = family.facts.parts["text_encoder"].config["num_hidden_layers"]
+        self._qwen3 = Qwen3(family, [count - 1], thinks=True)
 
     def _tokens(self, caption: str) -> list[int]:
         return self._qwen3.tokenizer.encode(caption, MOST_TOKENS)
@@ -52,21 +52,21 @@ class ZImageTexts:
         return -(-len(self._tokens(caption)) // _MULTIPLE)
 
     def truncates(self, caption: str) -> bool:
-        """Return whether a caption in the template has more tokens than Qwen3 reads."""
+        """Return whether a caption in its chat template has more than `MOST_TOKENS` tokens."""
         return len(self._qwen3.tokenizer.encode(caption, MOST_TOKENS + 1)) > MOST_TOKENS
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Encode captions: `encoder_hidden_states` (B, L, 2560) and `lengths` (B,) in tokens.
+        """Encode B captions: `encoder_hidden_states` (B, L, 2560) and `lengths` (B,) in tokens.
 
-        L is the longest length, rounded up to a multiple of 32. The transformer does not read a
-        caption's features beyond its length.
+        L is the greatest length, rounded up to a multiple of 32. The transformer does not read the
+        features of a caption after its length.
         """
         rows = [self._qwen3.states(self._tokens(caption))[0] for caption in captions]
         return in_rows(rows, _MULTIPLE)
 
 
 class ZImage(FlowFamily[ZImageTexts]):
-    """Z-Image, base and turbo."""
+    """Z-Image: the base model and turbo, which was distilled to a few steps."""
 
     name: ClassVar[str] = "zimage"
     summary: ClassVar[str] = "Z-Image base or turbo"
@@ -81,8 +81,8 @@ class ZImage(FlowFamily[ZImageTexts]):
     targets: ClassVar[tuple[str, ...]] = (
         r"layers\.\d+\.(attention\.to_(q|k|v|out\.0)|feed_forward\.w[123])",
     )
-    drawing: ClassVar[Usual] = Usual(50, 5.0)
-    distilled: ClassVar[Usual] = Usual(9, 1.0)
+    drawing: ClassVar[Usual] = Usual(steps=50, guidance=5.0)
+    distilled: ClassVar[Usual] = Usual(steps=9, guidance=1.0)
     reads_texts_apart: ClassVar[bool] = True
     schedule: ClassVar[FlowSchedule] = FlowSchedule(3.0)
     text_tokens: ClassVar[int] = _USUAL_TOKENS
@@ -102,13 +102,15 @@ class ZImage(FlowFamily[ZImageTexts]):
     def distillation(self) -> str | None:
         """A note that training undoes turbo's distillation; None if the model is not turbo.
 
-        Only the name of the weights distinguishes turbo.
+        Only the name of the weights distinguishes turbo from the base and from De-Turbo.
         """
         name = self.shown_name.lower()
         if "turbo" not in name or "de-turbo" in name or "de_turbo" in name:
             return None
-        undone = "training Z-Image-Turbo directly undoes its distillation to a few steps"
-        return f"{undone}; train the base, or Z-Image-De-Turbo"
+        return (
+            "training Z-Image-Turbo directly undoes its distillation to a few steps; train the "
+            "base, or Z-Image-De-Turbo"
+        )
 
     def load_encoders(self) -> ZImageTexts:
         """Load Qwen3, without its last decoder layer, and its tokenizer."""
@@ -121,15 +123,15 @@ class ZImage(FlowFamily[ZImageTexts]):
 
     @property
     def text_values(self) -> int:
-        """The number of values in a caption's features: tokens times features."""
+        """The number of values in a caption's features: tokens times features of a token."""
         return int(self.text_tokens * self.facts.config["cap_feat_dim"])
 
     @property
     def text_working_values(self) -> int:
-        """The number of values in Qwen3's widest layer plus `text_values`, for one caption."""
+        """The number of values in Qwen3's feed-forward layer and in a caption's features."""
         qwen3 = self.facts.parts["text_encoder"].config
-        wide = 2 * qwen3["intermediate_size"] + 4 * qwen3["hidden_size"]
-        return int(MOST_TOKENS * wide) + self.text_values
+        values_of_token = 2 * qwen3["intermediate_size"] + 4 * qwen3["hidden_size"]
+        return int(MOST_TOKENS * values_of_token) + self.text_values
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
         """Return the velocity from latents to noise, in the shape of `sample`.
@@ -142,14 +144,14 @@ class ZImage(FlowFamily[ZImageTexts]):
             conditions["encoder_hidden_states"],
             1.0 - times / 1000.0,
             conditions["lengths"],
-            # A single text is padded only to a multiple of 32 tokens. In a batch, the shorter texts
-            # are padded further.
+            # A single text is padded only to the next multiple of 32 tokens, so no mask is needed.
+            # In a batch, shorter texts may be padded further.
             rows_are_full=sample.shape[0] == 1,
         )
         return -predicted
 
     def text_identity(self) -> dict[str, str]:
-        """Return what the encoded captions depend on: encoder, tokenizer, dtype and token count."""
+        """Return what the encoded captions depend on: files, dtype, quantization, token limit."""
         return {
             **parts_identity(self.facts, self.facts.text_encoders),
             "tokenizer": file_identity(tokenizer_folder(self)),

@@ -1,4 +1,4 @@
-"""Trains adapters of SDXL, draws with them, and merges them."""
+"""The family SDXL: training its adapters, drawing images with them, and merging them."""
 
 from trainable_candle.families.sdxl.family import SDXL
 

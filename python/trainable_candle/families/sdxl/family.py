@@ -34,14 +34,15 @@ if TYPE_CHECKING:
     from trainable_candle.train.trainer import Inputs
 
 _TEXT_ENCODERS: Final = ("text_encoder", "text_encoder_2")
-"""The folders of CLIP-L and OpenCLIP-bigG."""
+"""The folders of CLIP-L and OpenCLIP-bigG in a pipeline."""
 _HELD_MAPS: Final = 12
-"""The number of feature maps that the UNet holds at once without a tape: the skip connections and
-the gates. Each map has the height and width of the latents, and the channels of the first level."""
+"""The most values that the UNet holds at once without a tape, mostly skip connections and gates of
+feed-forward layers. The unit is a feature map of the first level: the height and width of the
+latents, times the channels of that level."""
 
 
 class SDXL(PipelineFamily[TextEncoders]):
-    """Stable Diffusion XL: a UNet that takes features of CLIP-L and OpenCLIP-bigG, and sizes."""
+    """Stable Diffusion XL: a UNet that reads features of two text encoders, sizes and crops."""
 
     name: ClassVar[str] = "sdxl"
     summary: ClassVar[str] = "Stable Diffusion XL (a tiny one that draws flowers is built in)"
@@ -51,8 +52,8 @@ class SDXL(PipelineFamily[TextEncoders]):
     parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("sdxl"))
     component: ClassVar[str] = "unet"
     formats: ClassVar[tuple[str, ...]] = ("kohya", "diffusers", "peft", "comfyui")
-    # The layers that kohya's scripts adapt: all in the transformer blocks, and the projections
-    # before and after the blocks.
+    # The layers that kohya's scripts adapt: all layers of the transformer blocks, and the
+    # projections before and after these blocks.
     targets: ClassVar[tuple[str, ...]] = (
         r".*attentions\.\d+\.proj_(in|out)",
         r".*\.transformer_blocks\..*",
@@ -60,13 +61,13 @@ class SDXL(PipelineFamily[TextEncoders]):
     text_targets: ClassVar[tuple[str, ...]] = (
         "q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2",
     )  # fmt: skip
-    drawing: ClassVar[Usual] = Usual(25, 5.0)
+    drawing: ClassVar[Usual] = Usual(steps=25, guidance=5.0)
     text_tokens: ClassVar[int] = 77
     model: SDXLUNet
 
     @classmethod
     def default_weights(cls) -> Path | None:
-        """Return the small checkpoint that the package ships."""
+        """Return the folder of the small checkpoint in the package; None if it is missing."""
         folder = Path(str(files("trainable_candle") / "assets" / "sdxl_tiny"))
         return folder if folder.is_dir() else None
 
@@ -77,7 +78,7 @@ class SDXL(PipelineFamily[TextEncoders]):
             ConfigError: `--clip-skip` is too large for the text encoders.
         """
         counts = [self.facts.parts[name].config["num_hidden_layers"] for name in _TEXT_ENCODERS]
-        # The features never come from the last layer, and one layer must remain for adapters.
+        # `clip_skip` 0 already skips the last layer, and the features must come from some layer.
         most = min(counts) - 2
         if self.config.clip_skip is not None and self.config.clip_skip > most:
             raise ConfigError(
@@ -87,21 +88,23 @@ class SDXL(PipelineFamily[TextEncoders]):
 
     @property
     def text_values(self) -> int:
-        """The number of values in the features of a caption's tokens and in its pooled features."""
+        """The number of values in a caption's features, those of its tokens and the pooled ones."""
         config = self.facts.config
-        pooled = config["projection_class_embeddings_input_dim"]
-        pooled -= len(time_ids(Frame.whole(1, 1))) * config["addition_time_embed_dim"]
+        # The UNet reads the pooled features and an embedding of each of `time_ids` as one vector.
+        vector = config["projection_class_embeddings_input_dim"]
+        count = len(time_ids(Frame.whole(1, 1)))
+        pooled = vector - count * config["addition_time_embed_dim"]
         return int(self.text_tokens * config["cross_attention_dim"] + pooled)
 
     @property
     def text_working_values(self) -> int:
-        """The number of values in the hidden states of all layers of both text encoders."""
+        """The number of values in both text encoders' hidden states of one row of tokens."""
         encoders = [self.facts.parts[part].config for part in _TEXT_ENCODERS]
         width = sum(encoder["num_hidden_layers"] * encoder["hidden_size"] for encoder in encoders)
         return int(self.text_tokens * width)
 
     def predicting_values(self, latents: int) -> int:
-        """Return the number of values in `_HELD_MAPS` feature maps of the UNet's first level."""
+        """Return the number of values in `_HELD_MAPS` feature maps of `latents` pixels each."""
         return int(_HELD_MAPS * self.facts.config["block_out_channels"][0] * latents)
 
     def load_encoders(self) -> TextEncoders:
@@ -115,15 +118,19 @@ class SDXL(PipelineFamily[TextEncoders]):
 
     @property
     def schedule(self) -> NoiseSchedule:
-        """The noise schedule that the model was trained with."""
+        """The noise schedule of the model, with the `--prediction-type` that is given, if any."""
         return schedule(self.weights, self.config.prediction_type)
 
     def objective(self, device: str) -> NoiseObjective:
-        """Return the objective: noise or velocity, as the settings say, else the checkpoint."""
+        """Return the objective: to predict noise or velocity, as `schedule` says."""
         return NoiseObjective(self.schedule, self.config, device)
 
     def stepper(self, steps: int, sampler: str | None, size: tuple[int, int]) -> Sampler:  # noqa: ARG002
-        """Return the sampler; by default Euler's method."""
+        """Return the sampler; by default Euler's method.
+
+        Raises:
+            ArgumentError: the sampler is unknown, or `steps` is out of range.
+        """
         return Sampler(self.schedule, steps, sampler or "euler")
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
@@ -141,34 +148,35 @@ class SDXL(PipelineFamily[TextEncoders]):
         frames: Sequence[Frame],
         guidance: float | None = None,  # noqa: ARG002
     ) -> dict[str, Tensor]:
-        """Return `time_ids` (B, 6): sizes and crops (arXiv:2307.01952, section 2.2)."""
+        """Return `time_ids` of B frames, (B, 6); see arXiv:2307.01952, section 2.2."""
         return {"time_ids": tc.tensor(np.array([time_ids(frame) for frame in frames], np.float32))}
 
     def text_identity(self) -> dict[str, str]:
-        """Return what the encoded captions depend on: encoders, tokenizers, clip skip and dtype."""
-        how = {"clip_skip": str(self.config.clip_skip or 0), "dtype": self.text_precision}
+        """Return what the encoded captions depend on: files, clip skip, dtype and quantization."""
+        settings = {"clip_skip": str(self.config.clip_skip or 0), "dtype": self.text_precision}
         tokenizers = dict.fromkeys(("tokenizer", "tokenizer_2"), SHIPPED)
         return {
             **parts_identity(self.facts, _TEXT_ENCODERS),
             **tokenizers_identity(self.weights, tokenizers),
-            **how,
+            **settings,
         }
 
     def tokens(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Return the tokens of captions for each encoder."""
+        """Return the token ids of captions for each encoder; see `TextEncoders.tokens`."""
         return self.encoders.tokens(captions)
 
     def encode_tokens(self, tokens: Inputs, batch: int) -> dict[str, Tensor]:
-        """Return the features of `batch` captions from their tokens."""
+        """Return the features of `batch` captions from the result of `tokens`."""
         return self.encoders.encode(tokens, batch)
 
     def unread_layers(self, part: str) -> list[str]:
-        """Return the layers of a text encoder that do not affect its features.
+        """Return patterns of the names of a text encoder's layers that do not affect its features.
 
-        They are the last layers of CLIP-L. OpenCLIP-bigG has none, because its pooled features come
-        from the last layer.
+        In CLIP-L these are the last layers. OpenCLIP-bigG has none, because its pooled features
+        come from the last layer.
         """
-        if part != _TEXT_ENCODERS[0]:
+        clip_l, _ = _TEXT_ENCODERS
+        if part != clip_l:
             return []
         count = self.facts.parts[part].config["num_hidden_layers"]
         return unread_layers(count, self.config.clip_skip or 0)

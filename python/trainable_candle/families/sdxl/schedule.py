@@ -12,25 +12,27 @@ if TYPE_CHECKING:
 
 
 def schedule(weights: Path, prediction_type: str | None) -> NoiseSchedule:
-    """Return the noise schedule that a model was trained with, and what the model predicts.
+    """Return the noise schedule of a model's training, including what the model predicts.
 
     Args:
-        weights: a pipeline's folder with a scheduler, or an original checkpoint. As in ComfyUI, an
-            original checkpoint has a tensor `v_pred` if its model predicts velocities, and a tensor
-            `ztsnr` if its last timestep is pure noise.
-        prediction_type: the kind of prediction, in place of the one that the weights state; None:
-            that of the weights.
+        weights: a pipeline's folder, or an original checkpoint. A folder without a scheduler has
+            SDXL's usual schedule. As in ComfyUI, an original checkpoint has a tensor `v_pred` if
+            its model predicts velocities, and a tensor `ztsnr` if its last timestep is pure noise.
+        prediction_type: "epsilon" or "v_prediction", whatever the weights say; None: what the
+            weights say.
 
     Raises:
-        ConfigError: the scheduler's configuration is wrong.
+        ConfigError, ArgumentError: the scheduler's configuration is wrong.
+        MissingFileError, WeightsFormatError: the original checkpoint is missing, damaged, or of
+            another model.
     """
     if weights.is_dir():
         has_scheduler = (weights / "scheduler" / "scheduler_config.json").is_file()
         found = NoiseSchedule.from_pretrained(weights) if has_scheduler else NoiseSchedule()
-        if prediction_type in {None, found.prediction_type}:
+        if prediction_type is None or prediction_type == found.prediction_type:
             return found
         return NoiseSchedule(
-            prediction_type=prediction_type or found.prediction_type,
+            prediction_type=prediction_type,
             rescale_betas_zero_snr=found.rescale_betas_zero_snr,
             timestep_spacing=found.timestep_spacing,
         )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trainable_candle.families.pipeline.family import PipelineFamily
 
 _IDS: Final = ("input_ids", "input_ids_2")
+"""The names of the token ids of CLIP-L and of OpenCLIP-bigG."""
 MOST_CHUNKS: Final = 8
 """The most chunks (rows of 77 tokens) of a caption; longer captions are truncated."""
 
@@ -31,7 +32,8 @@ class TextEncoders:
     Args:
         models: CLIP-L and OpenCLIP-bigG.
         tokenizers: the tokenizers of `models`, in the same order.
-        clip_skip: the features are the hidden states before the last `clip_skip` + 1 layers.
+        clip_skip: the features are the input of the last layer (0), of the last but one (1), and
+            so on.
         device: the device of the models.
     """
 
@@ -55,53 +57,58 @@ class TextEncoders:
             MissingFileError, WeightsFormatError, ConfigError: a part is missing, damaged, or of
                 another model.
         """
-        first, second = (
+        clip_l, big_g = (
             CLIPTextModel.from_pretrained(
                 **family.source(part), dtype=family.dtype, device=family.device
             )
             for part in ("text_encoder", "text_encoder_2")
         )
-        one = clip_tokenizer(family.weights, "tokenizer", PAD_OF_CLIP_L, first)
-        other = clip_tokenizer(family.weights, "tokenizer_2", PAD_OF_BIG_G, second)
-        return cls((first, second), (one, other), clip_skip, family.device)
+        tokenizers = (
+            clip_tokenizer(family.weights, "tokenizer", PAD_OF_CLIP_L, clip_l),
+            clip_tokenizer(family.weights, "tokenizer_2", PAD_OF_BIG_G, big_g),
+        )
+        return cls((clip_l, big_g), tokenizers, clip_skip, family.device)
 
     def chunks(self, caption: str) -> int:
         """Return the number of chunks of a caption, from 1 to `MOST_CHUNKS`."""
-        return max(len(t.chunks(caption, MOST_CHUNKS)) for t in self._tokenizers)
+        return max(len(tokenizer.chunks(caption, MOST_CHUNKS)) for tokenizer in self._tokenizers)
 
     def truncates(self, caption: str) -> bool:
         """Return whether a caption has more than `MOST_CHUNKS` chunks."""
         most = MOST_CHUNKS
-        return any(len(t.chunks(caption, most + 1)) > most for t in self._tokenizers)
+        return any(
+            len(tokenizer.chunks(caption, most + 1)) > most for tokenizer in self._tokenizers
+        )
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Encode captions: `encoder_hidden_states` (B, 77 n, 2048) and `text_embeds` (B, 1280).
+        """Encode B captions.
 
-        n is the largest number of chunks of a caption; shorter captions are padded with empty
-        chunks.
+        Returns:
+            `encoder_hidden_states` (B, 77 n, 2048) and `text_embeds` (B, 1280). n is the number of
+            chunks of the longest caption; shorter captions are padded with empty chunks.
         """
         return self.encode(self.tokens(captions), len(captions))
 
     def tokens(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Return the token ids of captions for each encoder, (B n, 77), as input of `encode`."""
+        """Return the token ids of B captions for each encoder, (B n, 77); n as in `__call__`."""
         count = max(map(self.chunks, captions))
         return {
             name: tc.tensor(
-                np.concatenate([_rows(tokenizer, caption, count) for caption in captions]),
+                np.concatenate([_chunks(tokenizer, caption, count) for caption in captions]),
                 device=self._device,
             )
             for name, tokenizer in zip(_IDS, self._tokenizers, strict=True)
         }
 
     def encode(self, tokens: Mapping[str, Tensor], batch: int) -> dict[str, Tensor]:
-        """Return the features of `batch` captions from their tokens; see `__call__`."""
+        """Return what `__call__` returns, for `batch` captions, from the result of `tokens`."""
         states, pooled = [], None
         for name, model in zip(_IDS, self.models, strict=True):
             found = model(tokens[name])
             hidden = found.hidden_states[-(self._clip_skip + 2)]
             states.append(hidden.reshape(batch, -1, hidden.shape[-1]))
-            # Keep the pooled features of each caption's first chunk. Those of the second encoder
-            # replace those of the first encoder.
+            # Keep the pooled features of each caption's first chunk, (batch, 1, features). Those of
+            # the second encoder replace those of the first encoder.
             pooled = found.pooled.reshape(batch, -1, found.pooled.shape[-1]).narrow(1, 0, 1)
         assert pooled is not None
         return {"encoder_hidden_states": tc.cat(states, 2), "text_embeds": pooled.squeeze(1)}
@@ -119,7 +126,8 @@ def unread_layers(count: int, clip_skip: int) -> list[str]:
     return [rf".*encoder\.layers\.{n}\..*" for n in range(count - 1 - clip_skip, count)]
 
 
-def _rows(tokenizer: CLIPTokenizer, caption: str, count: int) -> npt.NDArray[np.int64]:
-    rows = tokenizer.chunks(caption, MOST_CHUNKS)
-    blank = tokenizer.chunks("")
-    return np.concatenate([rows, *[blank] * (count - len(rows))])
+def _chunks(tokenizer: CLIPTokenizer, caption: str, count: int) -> npt.NDArray[np.int64]:
+    """Return the token ids of a caption's chunks and of empty chunks, (count, 77)."""
+    filled = tokenizer.chunks(caption, MOST_CHUNKS)
+    empty = tokenizer.chunks("")
+    return np.concatenate([filled, *[empty] * (count - len(filled))])
