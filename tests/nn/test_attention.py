@@ -78,8 +78,8 @@ def test_wrong_shapes_are_reported() -> None:
         ([(B, S, E), (B, L, E)], {"attn_mask": (B, H, S, L)}, "attn_mask has shape"),
         ([(B, S, E), (B, L, E)], {"key_padding_mask": (L, B)}, rf"key_.*expected \({B}, {L}\)"),
         ([(S, E), (L, E)], {"key_padding_mask": (1, L)}, rf"key_padding.*expected \({L},\)"),
-        ([(B, S, E), (1, L, E)], {}, "expected one B for all"),
-        ([(B, S, E), (B, L, E), (B, S, E)], {}, "one S for key and value"),
+        ([(B, S, E), (1, L, E)], {}, "expected one batch size for all"),
+        ([(B, S, E), (B, L, E), (B, S, E)], {}, "one length for key and value"),
     ],
 )
 def test_shapes_that_torch_rejects_are_rejected(

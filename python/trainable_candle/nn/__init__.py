@@ -1,4 +1,4 @@
-"""Layers, losses, functions and initial values, under the names that `torch.nn` gives them."""
+"""Layers, losses, functions and initial values, with the names of `torch.nn` where it has them."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -100,12 +100,12 @@ _INSTEAD = {
     "DataParallel": "see docs/many-gpus.md",
     "Upsample": "use functional.interpolate",
 }
-"""For names that `torch.nn` has and this module lacks, what to use instead."""
+"""What to use instead of names that `torch.nn` has and this module lacks."""
 
 
 def __getattr__(name: str) -> Any:
     if name == "utils":
-        from trainable_candle.optim import clip_grad_norm_  # noqa: PLC0415 - it imports this package
+        from trainable_candle.optim import clip_grad_norm_  # noqa: PLC0415 - optim imports nn
 
         # Torch's name of the function is `torch.nn.utils.clip_grad_norm_`.
         return SimpleNamespace(clip_grad_norm_=clip_grad_norm_)

@@ -24,8 +24,8 @@ __all__ = ["MultiheadAttention"]
 class MultiheadAttention(Module):
     """Multi-head attention with its projections (Vaswani et al. 2017, arXiv:1706.03762).
 
-    If `need_weights` is False and no dropout applies, the scores of queries and keys are never
-    stored as a matrix.
+    If `need_weights` is False and no dropout applies, the matrix of the scores of queries and keys
+    is never stored.
 
         attention = tc.nn.MultiheadAttention(8, 2, batch_first=True)
         x = tc.randn(4, 5, 8)
@@ -37,12 +37,14 @@ class MultiheadAttention(Module):
         num_heads: The number of heads; must divide `embed_dim`.
         dropout: The probability with which an attention weight is set to 0 in training.
         bias: Whether the projections have biases.
-        batch_first: Whether tensors are (B, S, E), instead of (S, B, E).
+        batch_first: Whether tensors are (batch, length, E), instead of (length, batch, E).
         dtype: The floating point dtype of the parameters; default f32.
         device: The device of the parameters.
 
     Raises:
-        ArgumentError: If the heads do not divide the features, or the probability is out of range.
+        TypeError: If a number of features or heads is not whole.
+        ArgumentError: If such a number is below 1, the heads do not divide the features, or the
+            probability is out of range.
     """
 
     @explained
@@ -63,7 +65,9 @@ class MultiheadAttention(Module):
                 f"{embed_dim}"
             )
         if not 0 <= dropout < 1:
-            raise ArgumentError(f"MultiheadAttention: dropout is {dropout}, expected 0 to below 1")
+            raise ArgumentError(
+                f"MultiheadAttention: dropout is {dropout}, expected a number from 0 to below 1"
+            )
         self.embed_dim, self.num_heads = embed_dim, num_heads
         self.dropout, self.batch_first = dropout, batch_first
         shape = (3 * embed_dim, embed_dim)
@@ -89,7 +93,7 @@ class MultiheadAttention(Module):
         """Attend from queries to keys.
 
         Masks are as in torch: a u8 mask is 1 where attention is forbidden; a floating point mask
-        is added to the scores.
+        is added to the scores. B is the size of the batch.
 
         Args:
             query: S queries: (S, B, E), or (B, S, E) with `batch_first`, or (S, E) without batch.
@@ -123,21 +127,25 @@ class MultiheadAttention(Module):
             inputs = [x.unsqueeze(0) for x in inputs]
         sizes = [x.shape for x in inputs]
         if sizes[1][:2] != sizes[2][:2] or sizes[0][0] != sizes[1][0]:
-            form = "(B, S, E)" if self.batch_first else "(S, B, E)"
-            form = f"{form}, as batch_first={self.batch_first} says" if batched else "(S, E)"
+            form = (
+                "(batch, length, embed_dim)" if self.batch_first else "(length, batch, embed_dim)"
+            )
+            form += f", as batch_first={self.batch_first} says"
+            form = form if batched else "(length, embed_dim)"
             raise ShapeError(
                 f"MultiheadAttention: found shapes {query.shape}, {key.shape} and {value.shape}, "
-                f"expected one B for all, and one S for key and value; each is {form}"
+                "expected one batch size for all tensors, and one length for key and value; each "
+                f"tensor is {form}"
             )
         q, k, v = self._projected(inputs)
         masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask}
         mask = self._mask(q, k, masks, batched=batched, is_causal=is_causal)
-        chance = self.dropout if self.training else 0.0
+        dropout = self.dropout if self.training else 0.0
         weights = None
-        if need_weights or chance:
+        if need_weights or dropout:
             scores = q.matmul(k.transpose(-2, -1)) * (1 / math.sqrt(q.shape[-1]))
             weights = (scores if mask is None else scores + mask).softmax(-1)
-            mixed = functional.dropout(weights, chance, self.training).matmul(v)
+            mixed = functional.dropout(weights, dropout, self.training).matmul(v)
         else:
             mixed = functional.scaled_dot_product_attention(q, k, v, mask)
         batch, heads, length, width = mixed.shape
@@ -153,15 +161,16 @@ class MultiheadAttention(Module):
     def _projected(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return queries, keys and values, each (B, heads, S or L, features of a head)."""
         size, heads = self.embed_dim, self.num_heads
-        found = []
+        projected = []
+        # The rows of `in_proj_weight` are those for queries, then for keys, then for values.
         for place, x in enumerate(inputs):
             weight = self.in_proj_weight.narrow(0, place * size, size)
             bias = self.in_proj_bias
             bias = None if bias is None else bias.narrow(0, place * size, size)
             y = functional.linear(x, weight, bias)
             y = y.reshape((*y.shape[:2], heads, size // heads))
-            found.append(y.transpose(1, 2).contiguous())
-        return found
+            projected.append(y.transpose(1, 2).contiguous())
+        return projected
 
     def _mask(
         self,
@@ -174,16 +183,16 @@ class MultiheadAttention(Module):
     ) -> Tensor | None:
         """Return the sum of all masks, to be added to the scores: (1 or B, 1 or heads, 1 or S, L).
 
-        None if there is no mask.
+        None if there is no mask. With `is_causal`, adds a missing `attn_mask` to `masks`.
         """
-        batch, heads, length, keys = (*q.shape[:3], k.shape[2])
+        batch, heads, queries, keys = (*q.shape[:3], k.shape[2])
         if masks["attn_mask"] is None and is_causal:
-            later = [[column > row for column in range(keys)] for row in range(length)]
-            masks["attn_mask"] = tensor(later, device=q.device)
+            is_later = [[j > i for j in range(keys)] for i in range(queries)]
+            masks["attn_mask"] = tensor(is_later, device=q.device)
         accepted: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {
             "attn_mask": {
-                (length, keys): (1, 1, length, keys),
-                (batch * heads, length, keys): (batch, heads, length, keys),
+                (queries, keys): (1, 1, queries, keys),
+                (batch * heads, queries, keys): (batch, heads, queries, keys),
             },
             "key_padding_mask": {((batch, keys) if batched else (keys,)): (batch, 1, 1, keys)},
         }
@@ -201,17 +210,22 @@ class MultiheadAttention(Module):
 def _added(
     name: str, mask: Tensor, accepted: dict[tuple[int, ...], tuple[int, ...]], dtype: DType
 ) -> Tensor:
-    """Return the values that a mask adds to the scores.
+    """Return the values that a mask adds to the scores, in `dtype`.
 
-    `accepted` maps each allowed shape of the mask to the shape of these values.
+    `accepted` maps each allowed shape of the mask to the shape of these values; `name` is the
+    mask's name in messages.
+
+    Raises:
+        ShapeError: the mask has another shape.
+        DTypeError: the mask is neither u8 nor floating point.
     """
     if mask.shape not in accepted:
         shapes = " or ".join(map(str, accepted))
         raise ShapeError(f"MultiheadAttention: {name} has shape {mask.shape}, expected {shapes}")
     shape = accepted[mask.shape]
     if mask.dtype == "u8":
-        low = full((), -math.inf, dtype=dtype, device=mask.device)
-        return where(mask, low, zeros_like(mask, dtype=dtype)).reshape(shape)
+        forbidden = full((), -math.inf, dtype=dtype, device=mask.device)
+        return where(mask, forbidden, zeros_like(mask, dtype=dtype)).reshape(shape)
     if mask.dtype not in {"f32", "f64", "f16", "bf16"}:
         raise DTypeError(
             f"MultiheadAttention: {name} has dtype {mask.dtype}, expected u8, which is 1 where "

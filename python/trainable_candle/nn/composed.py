@@ -34,7 +34,7 @@ __all__ = [
 
 @explained
 def one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
-    """Return i64 rows with a 1 at the index of each class.
+    """Return for each class an i64 row of zeros, with a 1 at the index of the class.
 
     ```python
     assert F.one_hot(tc.tensor([0, 2]), 3).tolist() == [[1, 0, 0], [0, 0, 1]]
@@ -46,7 +46,7 @@ def one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
 
     Raises:
         TypeError: If the input is not a tensor.
-        ArgumentError: If an index is out of range, or `num_classes` is.
+        ArgumentError: If an index or `num_classes` is out of range.
     """
     _require("one_hot", input)
     if not -1 <= num_classes < 2**31:
@@ -54,7 +54,10 @@ def one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
     values = input.detach().numpy()
     count = int(values.max(initial=-1)) + 1 if num_classes == -1 else num_classes
     if values.size and (values.min() < 0 or values.max() >= count):
-        raise ArgumentError(f"one_hot: a class is out of range, expected 0 to below {count}")
+        raise ArgumentError(
+            f"one_hot: the classes are from {values.min()} to {values.max()}, expected 0 to below "
+            f"{count}"
+        )
     rows = np.zeros((values.size, count), np.int64)
     rows[np.arange(values.size), values.reshape(-1).astype(np.int64)] = 1
     return _core.tensor(rows.reshape((*values.shape, count)), device=input.device)
@@ -85,23 +88,25 @@ def pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float 
     amounts = [int(amount) for amount in pad]
     if len(amounts) % 2 or len(amounts) > 2 * input.ndim:
         raise ArgumentError(
-            f"pad: found {len(amounts)} numbers, expected pairs for dimensions of {input.shape}"
+            f"pad: found {len(amounts)} numbers, expected pairs for at most {input.ndim} dimensions"
         )
     result = input
     for place in range(len(amounts) // 2):
         dim = input.ndim - 1 - place
         before, after = amounts[2 * place : 2 * place + 2]
         size = result.shape[dim]
-        start, length = max(0, -before), size - max(0, -before) - max(0, -after)
-        if length < 0:
-            raise ArgumentError(f"pad: removes more than the {size} elements of dimension {dim}")
-        result = result.narrow(dim, start, length)
+        start, end = max(0, -before), size - max(0, -after)
+        if end < start:
+            raise ArgumentError(
+                f"pad: {before} and {after} remove more than the {size} elements of dimension {dim}"
+            )
+        result = result.narrow(dim, start, end - start)
         parts = [result]
-        for amount, first in ((before, True), (after, False)):
+        for amount, is_start in ((before, True), (after, False)):
             if amount > 0:
                 shape = (*result.shape[:dim], amount, *result.shape[dim + 1 :])
                 new = _core.full(shape, value, dtype=result.dtype, device=result.device)
-                parts = [new, *parts] if first else [*parts, new]
+                parts = [new, *parts] if is_start else [*parts, new]
         result = _core.cat(parts, dim) if len(parts) > 1 else result
     return result
 
@@ -113,7 +118,10 @@ def interpolate(
     scale_factor: float | None = None,
     mode: str = "nearest",
 ) -> Tensor:
-    """Resize the dimensions after B and C by copying elements, as torch's "nearest" does.
+    """Resize the dimensions after the first two by copying elements.
+
+    The result equals that of torch's "nearest" for the same size. If `scale_factor` times an old
+    size is not whole, torch copies other elements, unless it gets `recompute_scale_factor=True`.
 
     ```python
     assert F.interpolate(tc.zeros(1, 3, 4, 4), scale_factor=2).shape == (1, 3, 8, 8)
@@ -122,8 +130,8 @@ def interpolate(
     Args:
         input: A tensor (B, C, ...).
         size: The new size of the dimensions after C: one number for all, or one for each.
-        scale_factor: The new size divided by the old size, for all dimensions after C; the new size
-            is rounded down. Excludes `size`.
+        scale_factor: The factor of the sizes of all dimensions after C; the new sizes are rounded
+            down. Excludes `size`.
         mode: "nearest"; torch's other modes are not supported.
 
     Raises:
@@ -135,7 +143,7 @@ def interpolate(
     if mode != "nearest":
         raise ArgumentError(f'interpolate: mode is {mode!r}, expected "nearest"')
     if (size is None) == (scale_factor is None):
-        raise ArgumentError("interpolate: expected one of size and scale_factor")
+        raise ArgumentError("interpolate: expected size or scale_factor, and not both")
     old = input.shape[2:]
     if size is None:
         new = [int(length * float(scale_factor or 0)) for length in old]
@@ -143,10 +151,11 @@ def interpolate(
         new = [size] * len(old) if isinstance(size, int) else list(size)
     if len(new) != len(old) or min(new, default=1) < 1:
         raise ArgumentError(f"interpolate: the size {new} does not fit the shape {input.shape}")
-    for place, (before, after) in enumerate(zip(old, new, strict=True), 2):
-        index = np.floor(np.arange(after) * np.float32(before / after)).astype(np.int64)
-        index = np.minimum(index, before - 1)
-        input = input.index_select(place, _core.tensor(index, device=input.device))
+    for dim, (before, after) in enumerate(zip(old, new, strict=True), 2):
+        # As torch does, multiply by the ratio in f32.
+        indices = np.floor(np.arange(after) * np.float32(before / after)).astype(np.int64)
+        indices = np.minimum(indices, before - 1)
+        input = input.index_select(dim, _core.tensor(indices, device=input.device))
     return input
 
 
@@ -182,6 +191,7 @@ def conv1d(
         TypeError: If an operand is not a tensor.
         ShapeError, DTypeError, DeviceError: If the operands' shapes, dtypes or devices do not fit
             together.
+        ArgumentError: If a number is out of range.
     """
     _require("conv1d", input, weight)
     if input.ndim != 3 or weight.ndim != 3:
@@ -212,16 +222,18 @@ def max_pool2d(input: Tensor, kernel_size: Any, stride: Any = None, padding: Any
     Args:
         input: (B, C, height, width), or (C, height, width) without batch.
         kernel_size: The window's height and width, or one number for both.
-        stride: The steps from one window to the next; default: `kernel_size`.
-        padding: The number of positions added on each side, with the value -3e38 (in f16: -6e4).
+        stride: The steps from one window to the next, in height and width, or one number for both;
+            default: `kernel_size`.
+        padding: The number of positions added on each side, in height and width, or one number for
+            both. Their value is -3e38 (in f16: -6e4).
 
     Returns:
-        (B, C, height', width').
+        (B, C, height', width'), or (C, height', width') without batch.
 
     Raises:
         TypeError: If the input is not a tensor.
-        ShapeError: If the windows do not fit into the input.
-        ArgumentError: If a number is out of range, or the padding is more than half of the kernel.
+        ShapeError: If the input has another number of dimensions, or is smaller than a window.
+        ArgumentError: If a number is out of range, or `padding` is more than half of `kernel_size`.
     """
     windows = _windows("max_pool2d", input, kernel_size, stride, padding, -3.0e38)
     result = windows[0]
@@ -232,7 +244,7 @@ def max_pool2d(input: Tensor, kernel_size: Any, stride: Any = None, padding: Any
 
 @explained
 def avg_pool2d(input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0) -> Tensor:
-    """Return the mean of each window of (B, C, height, width); padding counts as zeros.
+    """Return the mean of each window of (B, C, height, width), in which padding counts as zeros.
 
     ```python
     assert F.avg_pool2d(tc.ones(1, 1, 4, 4), 2).tolist() == [[[[1.0, 1.0]] * 2]]
@@ -241,16 +253,18 @@ def avg_pool2d(input: Tensor, kernel_size: Any, stride: Any = None, padding: Any
     Args:
         input: (B, C, height, width), or (C, height, width) without batch.
         kernel_size: The window's height and width, or one number for both.
-        stride: The steps from one window to the next; default: `kernel_size`.
-        padding: The number of zeros added on each side.
+        stride: The steps from one window to the next, in height and width, or one number for both;
+            default: `kernel_size`.
+        padding: The number of zeros added on each side, in height and width, or one number for
+            both.
 
     Returns:
-        (B, C, height', width').
+        (B, C, height', width'), or (C, height', width') without batch.
 
     Raises:
         TypeError: If the input is not a tensor.
-        ShapeError: If the windows do not fit into the input.
-        ArgumentError: If a number is out of range, or the padding is more than half of the kernel.
+        ShapeError: If the input has another number of dimensions, or is smaller than a window.
+        ArgumentError: If a number is out of range, or `padding` is more than half of `kernel_size`.
     """
     windows = _windows("avg_pool2d", input, kernel_size, stride, padding, 0.0)
     result = windows[0]
@@ -263,7 +277,7 @@ def avg_pool2d(input: Tensor, kernel_size: Any, stride: Any = None, padding: Any
 def binary_cross_entropy_with_logits(
     input: Tensor, target: Tensor, reduction: str = "mean"
 ) -> Tensor:
-    """Return the binary cross-entropy of sigmoid(input) and `target`, which is from 0 to 1.
+    """Return the binary cross-entropy of the probabilities sigmoid(input) against `target`.
 
     ```python
     loss = F.binary_cross_entropy_with_logits(tc.randn(4), tc.tensor([0.0, 1.0, 1.0, 0.0]))
@@ -279,7 +293,7 @@ def binary_cross_entropy_with_logits(
         ArgumentError: If the reduction is not "mean", "sum" or "none".
     """
     _require("binary_cross_entropy_with_logits", input, target)
-    # max(x, 0) - x t + log(1 + exp(-|x|)) cannot overflow.
+    # With x the input and t the target, max(x, 0) - x t + log(1 + exp(-|x|)) cannot overflow.
     loss = input.relu() - input * target + softplus(-input.abs())
     return _reduce("binary_cross_entropy_with_logits", loss, reduction)
 
@@ -295,7 +309,7 @@ def kl_div(
     ```
 
     Args:
-        input: Logarithms of the probabilities of the distribution that is compared with the target.
+        input: The logarithms of the probabilities that are compared with the target.
         target: The probabilities of the target distribution; their logarithms with `log_target`.
         reduction: "sum", "batchmean" (the sum divided by the first dimension), "mean" (of all
             terms) or "none" (the terms).
@@ -309,9 +323,10 @@ def kl_div(
     if log_target:
         loss = target.exp() * (target - input)
     else:
-        zero = target.detach() <= 0
-        logs = _core.where(zero, 1.0, target).log()
-        loss = _core.where(zero, 0.0, target * logs) - target * input
+        # A target of 0 contributes 0, although its logarithm is infinite.
+        is_zero = target.detach() <= 0
+        logs = _core.where(is_zero, 1.0, target).log()
+        loss = _core.where(is_zero, 0.0, target * logs) - target * input
     if reduction == "batchmean":
         return loss.sum() * (1.0 / input.shape[0])
     return _reduce("kl_div", loss, reduction)
@@ -365,7 +380,7 @@ def elu(input: Tensor, alpha: float = 1.0) -> Tensor:
 
 @explained
 def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
-    """Return the cosine between vectors along a dimension; norms below `eps` count as `eps`.
+    """Return the cosine of the angle between vectors along `dim`; norms are at least `eps`.
 
     ```python
     assert F.cosine_similarity(x, x).shape == (3,)
@@ -381,7 +396,7 @@ def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -
 
 @explained
 def normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> Tensor:
-    """Divide vectors along a dimension by their p-norms, or by `eps` if a norm is smaller.
+    """Divide vectors along `dim` by their p-norms, or by `eps` where the norm is smaller.
 
     ```python
     assert tc.allclose(F.normalize(x).norm(dim=1), tc.ones(3), rtol=1e-5)
@@ -400,53 +415,64 @@ def normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -
 
 
 def _require(name: str, *tensors: object) -> None:
+    """Raise a `TypeError` in the name of a function unless its operands are tensors."""
     for tensor in tensors:
         if not isinstance(tensor, _core.Tensor):
             raise TypeError(f"{name}: found {type(tensor).__name__}, expected a Tensor")
 
 
 def _reduce(name: str, loss: Tensor, reduction: str) -> Tensor:
+    """Return the mean or the sum of the elements of a loss, or the loss itself for "none"."""
     if reduction not in {"mean", "sum", "none"}:
         raise ArgumentError(f"{name}: reduction is {reduction!r}, expected mean, sum or none")
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
-def _pair(name: str, value: Any, least: int) -> tuple[int, int]:
+def _pair(name: str, argument: str, value: Any, least: int) -> tuple[int, int]:
+    """Return the height and the width that an argument gives, which may be one number for both."""
     pair = (value, value) if isinstance(value, int) else tuple(value)
-    if len(pair) != 2 or not all(isinstance(v, int) and v >= least for v in pair):
+    if len(pair) != 2 or not all(isinstance(number, int) and number >= least for number in pair):
         raise ArgumentError(
-            f"{name}: found {value!r}, expected one or two numbers of at least {least}"
+            f"{name}: {argument} is {value!r}, expected one or two numbers of at least {least}"
         )
     return pair[0], pair[1]
 
 
 def _windows(
-    name: str, input: Tensor, kernel: Any, stride: Any, padding: Any, outside: float
+    name: str, input: Tensor, kernel_size: Any, stride: Any, padding: Any, outside: float
 ) -> list[Tensor]:
-    """Return, for each kernel element, the input elements that it covers in all windows.
+    """Return, for each position in a window, the input elements at this position in all windows.
 
-    Each result is (B, C, windows in height, windows in width). Padding has the value `outside`.
+    Each result is (B, C, windows in height, windows in width), or without B. Padding has the value
+    `outside`.
     """
     _require(name, input)
     if input.ndim not in {3, 4}:
-        raise ShapeError(f"{name}: the shape is {input.shape}, expected (B, C, height, width)")
-    size = _pair(name, kernel, 1)
-    step = size if stride is None else _pair(name, stride, 1)
-    around = _pair(name, padding, 0)
-    if any(2 * a > s for a, s in zip(around, size, strict=True)):
-        raise ArgumentError(f"{name}: the padding is more than half of the kernel")
-    if any(around):
+        raise ShapeError(
+            f"{name}: the shape is {input.shape}, expected (B, C, height, width) or (C, height, "
+            "width)"
+        )
+    size = _pair(name, "kernel_size", kernel_size, 1)
+    step = size if stride is None else _pair(name, "stride", stride, 1)
+    added = _pair(name, "padding", padding, 0)
+    if any(2 * count > side for count, side in zip(added, size, strict=True)):
+        raise ArgumentError(
+            f"{name}: padding is {padding}, expected at most half of kernel_size, {kernel_size}"
+        )
+    if any(added):
         # f16 has no finite values below -65504.
         outside = max(outside, -6.0e4) if input.dtype == "f16" else outside
-        edges = (around[1], around[1], around[0], around[0])
-        input = pad(input, edges, value=outside)
+        left_right_top_bottom = (added[1], added[1], added[0], added[0])
+        input = pad(input, left_right_top_bottom, value=outside)
     counts = [(input.shape[d] - size[d]) // step[d] + 1 for d in (-2, -1)]
     if min(counts) < 1:
-        raise ShapeError(f"{name}: the kernel {size} does not fit into {input.shape}")
-    parts = []
+        raise ShapeError(
+            f"{name}: kernel_size is {size}, which does not fit into the padded shape {input.shape}"
+        )
+    windows = []
     for row in range(size[0]):
         rows = slice(row, row + (counts[0] - 1) * step[0] + 1, step[0])
         for column in range(size[1]):
             columns = slice(column, column + (counts[1] - 1) * step[1] + 1, step[1])
-            parts.append(input[..., rows, columns])
-    return parts
+            windows.append(input[..., rows, columns])
+    return windows

@@ -23,7 +23,7 @@ class ModuleList(Module):
             x = layer(x)
 
     Args:
-        modules: The modules of the list.
+        modules: The modules of the list, none by default.
 
     Raises:
         TypeError: If an item is not a module.
@@ -47,10 +47,15 @@ class ModuleList(Module):
         return self
 
     def extend(self, modules: Iterable[Module]) -> Self:
-        """Add modules at the end; for errors see `append`."""
+        """Add modules at the end.
+
+        Raises:
+            TypeError: If the argument is not an iterable of modules.
+        """
         if not isinstance(modules, Iterable):
             raise TypeError(
-                f"{type(self).__name__}: found {type(modules).__name__}, expected modules"
+                f"{type(self).__name__}: found {type(modules).__name__}, expected an iterable of "
+                "modules"
             )
         for module in modules:
             self.append(module)
@@ -61,11 +66,11 @@ class ModuleList(Module):
     @overload
     def __getitem__(self, key: slice) -> Self: ...
     def __getitem__(self, key: int | slice) -> Module | Self:
-        """Return the module at an index, or the modules of a slice in a container of this class."""
+        """Return the module at an index, or a container of this class with a slice's modules."""
         if isinstance(key, slice):
-            part = type(self)()
-            part.extend(self._items[key])
-            return part
+            container = type(self)()
+            container.extend(self._items[key])
+            return container
         return self._items[key]
 
     def __setitem__(self, key: int, module: Module) -> None:
@@ -94,7 +99,7 @@ class ModuleList(Module):
 
 
 class Sequential(ModuleList):
-    """Modules that are called in order, each with the result of the one before.
+    """Modules that are called in order: the first with the input, each other with the last result.
 
         model = tc.nn.Sequential(tc.nn.Linear(4, 8), tc.nn.ReLU(), tc.nn.Linear(8, 2))
         assert model(x).shape == (3, 2)

@@ -17,8 +17,9 @@ class LoRAConv2d(Module):
 
     y = conv(x, W) + b + scale * conv_1x1(conv(x, lora_down), lora_up). The convolution with
     `lora_down` (rank, in, height, width) has the stride, padding and dilation of `base`. Both
-    factors are f32 variables. Initially `lora_down` has the values that torch gives to layers, and
-    `lora_up` (out, rank, 1, 1) is zero.
+    factors are f32 variables. Initially `lora_down` is drawn like the weight of a `Conv2d`, and
+    `lora_up` (out, rank, 1, 1) is zero. If the attribute `enabled` is False, y is the result of
+    `base`.
 
         layer = tc.nn.LoRAConv2d(tc.nn.Conv2d(3, 8, 3), rank=4, alpha=4)
         assert layer(tc.randn(1, 3, 6, 6)).shape == (1, 8, 4, 4)
@@ -32,7 +33,7 @@ class LoRAConv2d(Module):
         rslora: Whether the scale is alpha / sqrt(rank) instead.
 
     Raises:
-        TypeError: If `base` is not a `Conv2d`.
+        TypeError: If `base` is not a `Conv2d`, or `rank` is not whole.
         ArgumentError: If the convolution has several groups, or a number is out of range.
     """
 
@@ -55,10 +56,9 @@ class LoRAConv2d(Module):
             )
         self.weight = base.weight.detach()
         self.bias = None if base.bias is None else base.bias.detach()
-        outputs, *inner = self.weight.shape
-        size = inner[0] * inner[1] * inner[2]
-        down, _ = init_linear(size, rank, False, "f32", self.weight.device)
-        self.lora_down = Var(down.detach().reshape((rank, *inner)))
+        outputs, inputs, height, width = self.weight.shape
+        down, _ = init_linear(inputs * height * width, rank, False, "f32", self.weight.device)
+        self.lora_down = Var(down.detach().reshape((rank, inputs, height, width)))
         self.lora_up = Var(zeros((outputs, rank, 1, 1), dtype="f32", device=self.weight.device))
         self.scale = alpha / (rank**0.5 if rslora else rank)
         self.dropout = dropout
@@ -81,16 +81,15 @@ class LoRAConv2d(Module):
             return result
         dtype = self.weight.dtype
         dropped = _dropout(input, self.dropout, self.training) if self.dropout else input
-        inner = _conv2d(dropped, self.lora_down.to(dtype), None, *how)
-        return result + _conv2d(inner, self.lora_up.to(dtype)) * self.scale
+        low_rank = _conv2d(dropped, self.lora_down.to(dtype), None, *how)
+        return result + _conv2d(low_rank, self.lora_up.to(dtype)) * self.scale
 
     def merge(self) -> Tensor:
-        """Return the weight, in the base's dtype, with which a `Conv2d` equals this layer."""
-        outputs, *inner = self.weight.shape
-        rank = self.lora_up.shape[1]
+        """Return the weight, in the base's dtype, with which `base` would equal this layer."""
+        outputs, rank = self.lora_up.shape[:2]
         up, down = self.lora_up.detach(), self.lora_down.detach()
         change = up.reshape((outputs, rank)) @ down.reshape((rank, -1))
-        merged = self.weight.to("f32") + change.reshape((outputs, *inner)) * self.scale
+        merged = self.weight.to("f32") + change.reshape(self.weight.shape) * self.scale
         return merged.to(self.weight.dtype)
 
     def _facts(self) -> str:

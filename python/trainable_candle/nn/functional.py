@@ -1,4 +1,4 @@
-"""Operations as functions, with torch's names and argument orders."""
+"""Operations as functions; those that torch has, too, have its names and argument orders."""
 
 from typing import Any, Final
 
@@ -110,7 +110,7 @@ def relu(input: Tensor) -> Tensor:
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     """Return input * Phi(input), with Phi the standard normal distribution function.
 
-    Phi is exact ("none") or approximated with tanh ("tanh").
+    `approximate` is "none" for the exact function, or "tanh" for an approximation with tanh.
 
     ```python
     assert F.gelu(tc.zeros(3)).tolist() == [0.0] * 3
@@ -160,7 +160,7 @@ def softmax(input: Tensor, dim: int = -1) -> Tensor:
 
 
 def log_softmax(input: Tensor, dim: int = -1) -> Tensor:
-    """Return the logarithm of `softmax`, without underflow of small probabilities.
+    """Return the logarithm of `softmax`, which is finite even if a probability underflows to 0.
 
     ```python
     assert tc.allclose(F.log_softmax(x).exp(), F.softmax(x), rtol=1e-5)
@@ -180,7 +180,7 @@ _INSTEAD: Final = {
     "hardtanh": "use x.clamp(-1, 1)",
     "relu6": "use x.clamp(0, 6)",
 }
-"""For names that `torch.nn.functional` has and this module lacks, what to use instead."""
+"""What to use instead of names that `torch.nn.functional` has and this module lacks."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,11 @@
 """Initial values of variables, like `torch.nn.init`.
 
-A function whose name ends with `_` sets a variable and returns it; it raises `TypeError` if it gets
-something other than a `Var`. Functions that draw random values take a `generator`; the default is
-the library's own (see `manual_seed`).
+A function whose name ends with `_` sets the variable `tensor` and returns it; it raises `TypeError`
+if `tensor` is not a `Var`. Functions that draw random values take a `generator`; the default is the
+library's own (see `manual_seed`).
+
+`fan_in` is the number of inputs of each output, `fan_out` the number of outputs that each input
+affects: for a weight (out, in, ...), `in` and `out` times the number of kernel elements.
 """
 
 from __future__ import annotations
@@ -92,18 +95,21 @@ def trunc_normal_(
             0.001.
     """
     if not std > 0:
-        raise ArgumentError(f"trunc_normal_: std is {std}, expected above 0; see constant_")
-    low, high = (0.5 * (1 + math.erf((end - mean) / (std * math.sqrt(2)))) for end in (a, b))
-    if high - low < 1e-3:
+        raise ArgumentError(
+            f"trunc_normal_: std is {std}, expected above 0; for equal values use constant_"
+        )
+    # The probabilities of values below a, and of values below b.
+    below_a, below_b = (0.5 * (1 + math.erf((end - mean) / (std * math.sqrt(2)))) for end in (a, b))
+    if below_b - below_a < 1e-3:
         raise ArgumentError(
             f"trunc_normal_: [{a}, {b}] has a probability of less than 0.001 with mean {mean} and "
             f"std {std}; widen it, or move it nearer to the mean"
         )
-    values = np.full(_shape("trunc_normal_", tensor), np.nan)
+    values = np.full(_shape("trunc_normal_", tensor), np.nan)  # NaN: not drawn yet
     with drawing("trunc_normal_", generator):
-        while (missing := ~((values >= a) & (values <= b))).any():
-            count = int(missing.sum())
-            values[missing] = _core.randn((count,), dtype="f64").numpy() * std + mean
+        while (outside := ~((values >= a) & (values <= b))).any():
+            count = int(outside.sum())
+            values[outside] = _core.randn((count,), dtype="f64").numpy() * std + mean
     return _set("trunc_normal_", tensor, _core.tensor(values, dtype="f32"))
 
 
@@ -157,9 +163,10 @@ def eye_(tensor: Var) -> Var:
 def xavier_uniform_(tensor: Var, gain: float = 1.0, generator: Generator | None = None) -> Var:
     """Draw uniform values of variance gain^2 * 2 / (fan_in + fan_out) (Glorot & Bengio 2010).
 
-    ```python
-    tc.nn.init.xavier_uniform_(model[0].weight)
-    ```
+        tc.nn.init.xavier_uniform_(model[0].weight)
+
+    Raises:
+        ShapeError: If there are fewer than two dimensions.
     """
     bound = gain * math.sqrt(6 / sum(_fans("xavier_uniform_", tensor)))
     return uniform_(tensor, -bound, bound, generator)
@@ -169,9 +176,10 @@ def xavier_uniform_(tensor: Var, gain: float = 1.0, generator: Generator | None 
 def xavier_normal_(tensor: Var, gain: float = 1.0, generator: Generator | None = None) -> Var:
     """Draw normal values of variance gain^2 * 2 / (fan_in + fan_out) (Glorot & Bengio 2010).
 
-    ```python
-    tc.nn.init.xavier_normal_(model[0].weight)
-    ```
+        tc.nn.init.xavier_normal_(model[0].weight)
+
+    Raises:
+        ShapeError: If there are fewer than two dimensions.
     """
     std = gain * math.sqrt(2 / sum(_fans("xavier_normal_", tensor)))
     return normal_(tensor, 0.0, std, generator)
@@ -192,8 +200,7 @@ def kaiming_uniform_(
     Args:
         tensor: The variable, of at least two dimensions.
         a: The slope below 0 of the leaky ReLU, if `nonlinearity` is "leaky_relu".
-        mode: What "fan" counts: "fan_in" (the inputs of each output) or "fan_out" (the outputs that
-            each input affects). For a convolution, the count includes the kernel elements.
+        mode: Which number `fan` is: "fan_in" or "fan_out".
         nonlinearity: The function that determines the gain; a name that `calculate_gain` takes.
         generator: Draws the values; default: the library's own (see `manual_seed`).
 
@@ -201,7 +208,7 @@ def kaiming_uniform_(
         ArgumentError: If the mode or the nonlinearity is unknown.
         ShapeError: If there are fewer than two dimensions.
     """
-    bound = math.sqrt(3) * _kaiming("kaiming_uniform_", tensor, a, mode, nonlinearity)
+    bound = math.sqrt(3) * _kaiming_std("kaiming_uniform_", tensor, a, mode, nonlinearity)
     return uniform_(tensor, -bound, bound, generator)
 
 
@@ -213,13 +220,15 @@ def kaiming_normal_(
     nonlinearity: str = "leaky_relu",
     generator: Generator | None = None,
 ) -> Var:
-    """Draw normal values of variance gain^2 / fan; the arguments are those of `kaiming_uniform_`.
+    """Draw normal values of variance gain^2 / fan.
+
+    The arguments and errors are those of `kaiming_uniform_`.
 
     ```python
     tc.nn.init.kaiming_normal_(model[0].weight, mode="fan_out")
     ```
     """
-    std = _kaiming("kaiming_normal_", tensor, a, mode, nonlinearity)
+    std = _kaiming_std("kaiming_normal_", tensor, a, mode, nonlinearity)
     return normal_(tensor, 0.0, std, generator)
 
 
@@ -273,13 +282,15 @@ def calculate_gain(nonlinearity: str, param: float | None = None) -> float:
 
 
 def _shape(name: str, tensor: object) -> tuple[int, ...]:
+    """Return the shape of a variable; raise a `TypeError` for anything else."""
     if not isinstance(tensor, _core.Var):
         raise TypeError(f"{name}: found {type(tensor).__name__}, expected a Var, which can change")
     return tensor.shape
 
 
 def _set(name: str, tensor: Var, values: Tensor) -> Var:
-    _shape(name, tensor)
+    """Set a variable to values of any dtype on any device, and return it."""
+    _shape(name, tensor)  # raises unless it is a variable
     tensor.set(values.to(tensor.dtype).to(tensor.device))
     return tensor
 
@@ -291,14 +302,17 @@ def _matrix(name: str, tensor: Var) -> tuple[int, int]:
 
 
 def _fans(name: str, tensor: Var) -> tuple[int, int]:
+    """Return `fan_in` and `fan_out`."""
     if tensor.ndim < 2:
         raise ShapeError(f"{name}: the shape is {tensor.shape}, expected at least two dimensions")
-    area = math.prod(tensor.shape[2:])
-    return tensor.shape[1] * area, tensor.shape[0] * area
+    kernel_elements = math.prod(tensor.shape[2:])
+    return tensor.shape[1] * kernel_elements, tensor.shape[0] * kernel_elements
 
 
-def _kaiming(name: str, tensor: Var, a: float, mode: str, nonlinearity: str) -> float:
+def _kaiming_std(name: str, tensor: Var, a: float, mode: str, nonlinearity: str) -> float:
+    """Return the standard deviation, gain / sqrt(fan)."""
     if mode not in {"fan_in", "fan_out"}:
         raise ArgumentError(f'{name}: mode is {mode!r}, expected "fan_in" or "fan_out"')
-    fan = _fans(name, tensor)[mode == "fan_out"]
+    fan_in, fan_out = _fans(name, tensor)
+    fan = fan_in if mode == "fan_in" else fan_out
     return calculate_gain(nonlinearity, a) / math.sqrt(fan)

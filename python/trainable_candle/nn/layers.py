@@ -1,4 +1,4 @@
-"""Layers other than linear ones, with the names, initial values and main arguments of torch."""
+"""Convolutions, norms, activations and other layers, with torch's names and initial values."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ class Embedding(Module):
 
         Raises:
             IndexOutOfRangeError: If an index is out of range.
-            DTypeError: If the input is not an integer tensor.
+            DTypeError: If the input is neither i64 nor u32.
+            DeviceError: If the input is not on the device of the table.
         """
         return functional.embedding(input, self.weight)
 
@@ -79,7 +80,8 @@ class Embedding(Module):
 class Conv2d(Module):
     """Two-dimensional convolution of (B, in_channels, height, width).
 
-    Initial values are uniform in +-1 / sqrt(in_channels / groups * kernel area), as in torch.
+    Initial values are uniform between -bound and bound, as in torch, where bound is
+    1 / sqrt(in_channels / groups * height * width) for a kernel of (height, width).
 
         layer = tc.nn.Conv2d(3, 8, kernel_size=3, padding=1)
         assert layer(tc.randn(1, 3, 6, 6)).shape == (1, 8, 6, 6)
@@ -125,32 +127,37 @@ class Conv2d(Module):
             padding = self._padding(padding, (height, width))
         self.padding = _pair("Conv2d", "padding", padding, 0)
         self.groups = whole("Conv2d", "groups", groups)
-        inputs, rest = divmod(whole("Conv2d", "in_channels", in_channels), self.groups)
-        if rest or whole("Conv2d", "out_channels", out_channels) % self.groups:
+        inputs, remainder = divmod(whole("Conv2d", "in_channels", in_channels), self.groups)
+        if remainder or whole("Conv2d", "out_channels", out_channels) % self.groups:
             raise ArgumentError(
                 f"Conv2d: groups is {groups}, expected a divisor of in_channels, {in_channels}, "
                 f"and of out_channels, {out_channels}"
             )
-        weight, shift = init_linear(inputs * height * width, out_channels, bias, dtype, device)
+        inputs_of_output = inputs * height * width
+        weight, initial_bias = init_linear(inputs_of_output, out_channels, bias, dtype, device)
         shape = (out_channels, inputs, height, width)
         self.weight: Tensor = Var(weight.detach().reshape(shape))
-        self.bias: Tensor | None = shift
+        self.bias: Tensor | None = initial_bias
 
     def _padding(self, name: str, kernel: tuple[int, int]) -> tuple[int, int]:
-        """Return the zeros on each side, in height and in width, for "same" or "valid"."""
+        """Return the number of zeros on each side, in height and in width, for "same" or "valid".
+
+        Raises:
+            ArgumentError: the name is another, or the stride or the kernel does not suit "same".
+        """
         if name not in {"same", "valid"}:
             raise ArgumentError(f'Conv2d: padding is {name!r}, expected numbers, "same" or "valid"')
         if name == "valid":
             return 0, 0
         if self.stride != (1, 1):
             raise ArgumentError(f'Conv2d: padding is "same", expected stride 1, not {self.stride}')
-        lost = [step * (size - 1) for step, size in zip(self.dilation, kernel, strict=True)]
-        if any(zeros % 2 for zeros in lost):
+        needed = [step * (size - 1) for step, size in zip(self.dilation, kernel, strict=True)]
+        if any(count % 2 for count in needed):
             raise ArgumentError(
-                f'Conv2d: padding "same" needs {lost} zeros in height and width for kernel_size '
+                f'Conv2d: padding "same" needs {needed} zeros in height and width for kernel_size '
                 f"{kernel}, expected an even number of zeros; take an odd kernel_size"
             )
-        return lost[0] // 2, lost[1] // 2
+        return needed[0] // 2, needed[1] // 2
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (B, in_channels, height, width) to (B, out_channels, height', width').
@@ -181,8 +188,12 @@ class LayerNorm(Module):
         eps: Added to the variance.
         elementwise_affine: Whether there is a scale, initially ones.
         bias: Whether there is also a shift, initially zeros; ignored if there is no scale.
-        dtype: A floating point dtype; default f32.
-        device: The device.
+        dtype: The floating point dtype of the parameters; default f32.
+        device: The device of the parameters.
+
+    Raises:
+        TypeError: If a size is not whole.
+        ArgumentError: If a size is below 1.
     """
 
     def __init__(
@@ -219,11 +230,15 @@ class RMSNorm(Module):
         assert tc.nn.RMSNorm(4)(tc.randn(2, 4)).shape == (2, 4)
 
     Args:
-        normalized_shape: The size of the last dimension.
+        normalized_shape: The size of the last dimension, or a sequence with only this size.
         eps: Added to the mean square.
         elementwise_affine: Whether there is a scale, initially ones.
-        dtype: A floating point dtype; default f32.
-        device: The device.
+        dtype: The floating point dtype of the parameters; default f32.
+        device: The device of the parameters.
+
+    Raises:
+        TypeError: If the size is not whole.
+        ArgumentError: If the size is below 1.
     """
 
     def __init__(
@@ -261,8 +276,8 @@ class GroupNorm(Module):
         num_channels: The second dimension of the input.
         eps: Added to the variance.
         affine: Whether there are a scale and a shift, initially ones and zeros.
-        dtype: A floating point dtype; default f32.
-        device: The device.
+        dtype: The floating point dtype of the parameters; default f32.
+        device: The device of the parameters.
 
     Raises:
         TypeError: If a number of groups or channels is not whole.
@@ -301,7 +316,7 @@ class GroupNorm(Module):
 
 
 class Dropout(Module):
-    """Sets each element to 0 with probability p in training, and scales the others by 1 / (1 - p).
+    """In training, sets elements to 0 with probability p, and multiplies the others by 1 / (1 - p).
 
         layer = tc.nn.Dropout(0.1).eval()
         assert tc.allclose(layer(x), x)
@@ -419,7 +434,9 @@ class Tanh(Module):
 
 
 class GELU(Module):
-    """Applies GELU, x * Phi(x), with Phi the normal distribution function (arXiv:1606.08415).
+    """Applies GELU to each element x: x * Phi(x) (arXiv:1606.08415).
+
+    Phi is the standard normal distribution function.
 
         assert tc.nn.GELU()(tc.zeros(2)).tolist() == [0.0, 0.0]
 
@@ -444,7 +461,7 @@ class GELU(Module):
 
 
 class Softmax(Module):
-    """Divides exp(x) by its sum along a dimension.
+    """Divides exp(input) by its sum along a dimension.
 
         assert tc.nn.Softmax()(tc.zeros(2)).tolist() == [0.5, 0.5]
 
@@ -468,6 +485,12 @@ class Softmax(Module):
 
 
 def whole(layer: str, name: str, value: object, least: int = 1) -> int:
+    """Return the value of a layer's argument as an integer.
+
+    Raises:
+        TypeError: the value is not a whole number.
+        ArgumentError: the value is below `least`.
+    """
     try:
         number = index(value)  # type: ignore[arg-type]  # raises if it is not an integer
     except TypeError:
@@ -478,11 +501,13 @@ def whole(layer: str, name: str, value: object, least: int = 1) -> int:
 
 
 def _shape(layer: str, value: object) -> tuple[int, ...]:
+    """Return `normalized_shape`, which may be one number, as a tuple."""
     values = value if isinstance(value, (list, tuple)) else (value,)
     return tuple(whole(layer, "normalized_shape", number) for number in values)
 
 
 def _pair(layer: str, name: str, value: object, least: int) -> tuple[int, int]:
+    """Return the height and the width that an argument gives, which may be one number for both."""
     values = value if isinstance(value, (list, tuple)) else (value, value)
     if len(values) != 2:
         raise ArgumentError(f"{layer}: {name} is {value!r}, expected one or two numbers")
