@@ -1,4 +1,4 @@
-"""Writes files completely or not at all, locks folders, and reads YAML, JSON and safetensors."""
+"""Writes files completely or not at all, holds lock files, and reads YAML, JSON and metadata."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _TOO_DEEP: Final = "its values are nested too deeply"
+"""The reason in the error about a YAML or JSON document."""
 _LARGEST_HEADER: Final = 100_000_000
 """The most bytes of a safetensors file's header, as in the safetensors library."""
 
 
 def write_atomically(path: Path, content: str | bytes, *, sync: bool = True) -> None:
-    """Write a file under a temporary name, sync it and rename it to `path`.
+    """Write a file under a temporary name and rename it to `path`.
 
     Args:
         path: the file; an existing file is replaced.
@@ -33,7 +34,8 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = True) -> 
             or damaged after a power failure.
 
     Raises:
-        OSError: the file cannot be written; an existing file is unchanged.
+        OSError: the file cannot be written, and an existing file is unchanged; or the file is
+            written, but its folder cannot be synced.
     """
     data = content.encode() if isinstance(content, str) else content
     # Processes on different machines or in different containers may have the same pid.
@@ -57,13 +59,16 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = True) -> 
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Loads YAML's plain values (no Python objects); rejects a mapping that has a key twice."""
+    """Loads YAML's plain values (no Python objects); rejects a mapping that has a key twice.
+
+    Keys are compared by their text, so 1 and "1" are one key.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Make a dict of a YAML mapping, as `SafeLoader` does, but reject a key that occurs twice.
+        """Make a dict of a YAML mapping as `SafeLoader` does, after a check of its keys.
 
         Raises:
-            yaml.YAMLError: a key occurs twice.
+            yaml.YAMLError: a key occurs twice, or cannot be a key of a dict.
         """
         seen = set()
         for key, _ in node.value:
@@ -80,7 +85,8 @@ def load_yaml(text: str) -> Any:
     """Return the value of a YAML document of plain values.
 
     Raises:
-        yaml.YAMLError, ValueError: the text is not valid YAML, or has a key twice.
+        yaml.YAMLError: the text is not valid YAML, or a mapping has a key twice.
+        ValueError: the values are nested too deeply, or a value such as a date is out of range.
     """
     try:
         return yaml.load(text, _UniqueKeys)  # noqa: S506 - a safe loader
@@ -92,7 +98,7 @@ def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON document.
 
     Raises:
-        ValueError: the text is not JSON, or its brackets are nested too deeply to be read.
+        ValueError: the text is not JSON, or its values are nested too deeply to be read.
     """
     try:
         return json.loads(text)
@@ -102,17 +108,18 @@ def parse_json(text: str | bytes) -> Any:
 
 @contextmanager
 def held(path: Path, refusal: str) -> Iterator[None]:
-    """Hold a lock within the context; its file is removed at the end.
+    """Hold the lock of a file within the context, and remove the file at the end.
 
-    If the process dies, the operating system releases the lock; the file remains.
+    If the process dies, the operating system releases the lock; the file remains. On a file system
+    without locks, nothing is locked.
 
     Args:
         path: the lock file, in a folder that exists.
-        refusal: the start of the error's message if another process or thread holds the lock.
+        refusal: what is in use, as the start of the error's message.
 
     Raises:
-        ConfigError: another process, which the message names, or another thread holds the lock.
-        OSError: the file cannot be created.
+        ConfigError: another process or thread holds the lock; the message has the process's id.
+        OSError: the file cannot be created or locked.
     """
     handle = _lock(path, refusal)
     try:
@@ -125,19 +132,22 @@ def held(path: Path, refusal: str) -> Iterator[None]:
 
 
 def _lock(path: Path, refusal: str) -> int:
+    """Create and lock a file, write this process's id into it, and return its descriptor."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             _try_lock(handle)
+            # If the lock's previous owner removed the file after it was opened here, open anew.
             if _is_named(handle, path):
                 os.ftruncate(handle, 0)
                 os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
                 return handle
         except BlockingIOError:
-            holder = os.pread(handle, 32, 0).decode(errors="replace").strip() or "(unknown)"
+            pid = os.pread(handle, 32, 0).decode(errors="replace").strip()
             os.close(handle)
+            holder = f"process {pid}" if pid else "another process"
             raise ConfigError(
-                f"{refusal} by process {holder}; wait for it, or choose another folder"
+                f"{refusal} by {holder}; wait for it, or choose another folder"
             ) from None
         except BaseException:
             os.close(handle)
@@ -146,7 +156,12 @@ def _lock(path: Path, refusal: str) -> int:
 
 
 def _try_lock(handle: int) -> None:
-    """Lock an open file if its file system supports locks; some file systems of clusters do not."""
+    """Lock an open file if its file system supports locks; some file systems of clusters do not.
+
+    Raises:
+        BlockingIOError: another process or thread holds the lock.
+        OSError: the file cannot be locked.
+    """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -155,7 +170,7 @@ def _try_lock(handle: int) -> None:
 
 
 def _is_named(handle: int, path: Path) -> bool:
-    """Return whether `path` still names the open file, which the lock's owner may have removed."""
+    """Return whether `path` names the open file; False if that file was removed."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:
@@ -176,7 +191,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def safetensors_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata in a safetensors file's header; empty if it has none.
+    """Return the metadata in a safetensors file's header; empty if the header has none.
 
     Raises:
         OSError: the file cannot be read.

@@ -8,39 +8,43 @@ from typing import Final
 
 from trainable_candle.errors import MissingFileError
 
-# The starts of the names of weight files: those of diffusers, then those of transformers.
 _STEMS: Final = ("diffusion_pytorch_model", "model")
+"""The starts of the names of weight files in diffusers and in transformers."""
 _PLAIN: Final = (".safetensors", "-*-of-*.safetensors", ".safetensors.index.json")
-_FILES: Final = (".safetensors", ".gguf")
-"""The endings of the names of files that hold a model."""
-_WORD: Final = re.compile(r"(?!\.)[A-Za-z0-9._-]+")
+"""Patterns of what follows a stem in the names of files without "fp16"."""
 _HALF: Final = (
     ".fp16.safetensors",
     ".fp16-*-of-*.safetensors",
     "-*-of-*.fp16.safetensors",
     ".safetensors.index.fp16.json",
 )
+"""Patterns of what follows a stem in the names of half-precision files."""
+_FILES: Final = (".safetensors", ".gguf")
+"""The endings of the names of files that hold a model."""
+_WORD: Final = re.compile(r"(?!\.)[A-Za-z0-9._-]+")
+"""The name of an organisation, or of a repository without its organisation."""
 
 
 def download(name: str, subfolders: list[str], half: bool = False) -> str:
     """Return the local folder of a model on the hub, downloaded if it is not in the client's cache.
 
-    Downloads only the configuration and the safetensors weights of one variant: the files with
-    "fp16" in their names, or those without. Without a connection, uses the cache.
+    Downloads only the configuration and the safetensors weights of one variant: the half-precision
+    files, with "fp16" in their names, or the files without. Without a connection, uses the cache.
 
     Args:
         name: "organisation/name".
-        subfolders: the model's possible folders in the repository, the likeliest first; ""
-            is the repository itself.
-        half: which variant to prefer if the repository has both: True prefers the half-precision
-            files (`*.fp16.safetensors`), False the others.
+        subfolders: the model's possible folders in the repository, the likeliest first; "" is the
+            repository's root.
+        half: which variant to prefer if the repository has both: the half-precision files (True),
+            or the files without "fp16" (False).
 
     Returns:
         The folder with the model's `config.json`.
 
     Raises:
-        MissingFileError: the hub has no such model; the hub cannot be reached and the model is not
-            in the cache; or the client, `huggingface_hub`, is not installed.
+        MissingFileError: the hub has no such repository, or the repository has no such model or
+            has it without safetensors weights; the hub cannot be reached and the model is not in
+            the cache; or the client, `huggingface_hub`, is not installed.
     """
     variants = (_HALF, _PLAIN) if half else (_PLAIN, _HALF)
     places = [f"{subfolder}/" if subfolder else "" for subfolder in subfolders]
@@ -50,9 +54,10 @@ def download(name: str, subfolders: list[str], half: bool = False) -> str:
             continue
         for variant in variants:
             wanted = [f"{place}{stem}{ending}" for stem in _STEMS for ending in variant]
-            others = [] if variant is _HALF else ["*.fp16.*", "*.fp16-*"]
-            folder = _fetch(name, wanted, others) / place
-            if _weights(folder, variant):
+            # A `*` in `_PLAIN` also matches "fp16".
+            ignored = [] if variant is _HALF else ["*.fp16.*", "*.fp16-*"]
+            folder = _fetch(name, wanted, ignored) / place
+            if _has_weights(folder, variant):
                 return str(folder)
         raise MissingFileError(f"{name}: {place or 'the repository'} has no safetensors weights")
     searched = ", ".join(f"{place}config.json" for place in places)
@@ -60,19 +65,22 @@ def download(name: str, subfolders: list[str], half: bool = False) -> str:
 
 
 def is_name(text: str) -> bool:
-    """Return whether a text is "organisation/name" on the hub, not a path."""
+    """Return whether a text has the form "organisation/name" and was not meant as a path.
+
+    Does not ask the hub. A text counts as a path if it ends with `.safetensors` or `.gguf`, or if
+    it or its parent folder exists here.
+    """
     organisation, slash, name = text.partition("/")
     path = Path(text)
-    named = bool(slash) and all(map(_WORD.fullmatch, (organisation, name)))
-    # A path that exists, or whose parent folder exists, was meant as a path.
-    return named and path.suffix not in _FILES and not (path.exists() or path.parent.is_dir())
+    has_form = bool(slash) and all(map(_WORD.fullmatch, (organisation, name)))
+    return has_form and path.suffix not in _FILES and not (path.exists() or path.parent.is_dir())
 
 
 def resolve(name: str, subfolders: list[str], half: bool) -> str | None:
-    """Return the local folder of a model on the hub; None if `name` is not a name on the hub.
+    """Return the local folder of a model on the hub; None if `is_name` is False for `name`.
 
     Args:
-        name: "organisation/name", or something else.
+        name: "organisation/name", or a path.
         subfolders: see `download`.
         half: see `download`.
 
@@ -87,8 +95,8 @@ def download_pipeline(name: str, parts: Sequence[str], half: bool = False) -> Pa
 
     Args:
         name: "organisation/name".
-        parts: the folders of the models to download. The tokenizers and the scheduler are always
-            downloaded.
+        parts: the folders of the models to download, at least one. The tokenizers and the scheduler
+            are always downloaded.
         half: see `download`.
 
     Raises:
@@ -100,7 +108,10 @@ def download_pipeline(name: str, parts: Sequence[str], half: bool = False) -> Pa
 
 
 def shown_name(path: Path) -> str:
-    """Return a model's name: that of its repository on the hub, else its file or folder."""
+    """Return the name of a model's repository on the hub, or else of its file or folder.
+
+    A file's name is returned without `.safetensors` or `.gguf`.
+    """
     path = path.resolve()
     # The client keeps `organisation/name` in models--organisation--name/snapshots/REVISION.
     cached = path.parents[1].name if path.parent.name == "snapshots" else ""
@@ -137,10 +148,11 @@ def download_texts(name: str, suffixes: Sequence[str]) -> Path:
         MissingFileError: see `download`.
     """
     files = [f"{place}*{suffix}" for place in ("", "data/") for suffix in suffixes]
+    # This file describes the data set; the pattern for `.json` matches it.
     return _fetch(name, files, ["dataset_infos.json"], kind="dataset")
 
 
-def _weights(folder: Path, variant: tuple[str, ...]) -> bool:
+def _has_weights(folder: Path, variant: tuple[str, ...]) -> bool:
     """Return whether a folder has a weight file of a variant, `_PLAIN` or `_HALF`."""
     names = [path.name for path in folder.glob("*.safetensors")]
     if variant is _PLAIN:
@@ -151,10 +163,20 @@ def _weights(folder: Path, variant: tuple[str, ...]) -> bool:
     )
 
 
-def _fetch(name: str, wanted: list[str], others: list[str], kind: str = "model") -> Path:
-    """Download the files of a repository that match `wanted` but not `others`.
+def _fetch(name: str, wanted: list[str], ignored: list[str], kind: str = "model") -> Path:
+    """Download a repository's files that match a pattern of `wanted` and none of `ignored`.
 
-    Both are lists of patterns; `kind` is the repository's type, "model" or "dataset".
+    Args:
+        name: "organisation/name".
+        wanted: patterns of paths in the repository.
+        ignored: patterns of paths in the repository.
+        kind: the repository's type, "model" or "dataset".
+
+    Returns:
+        The repository's local folder.
+
+    Raises:
+        MissingFileError: see `download`.
     """
     try:
         from huggingface_hub import snapshot_download  # noqa: PLC0415 # optional
@@ -167,7 +189,7 @@ def _fetch(name: str, wanted: list[str], others: list[str], kind: str = "model")
     try:
         return Path(
             snapshot_download(
-                name, repo_type=kind, allow_patterns=wanted, ignore_patterns=others or None
+                name, repo_type=kind, allow_patterns=wanted, ignore_patterns=ignored or None
             )
         )
     except (OSError, ValueError, HfHubHTTPError) as error:

@@ -1,4 +1,4 @@
-"""Data sets and a loader that reads their batches ahead in threads, like `torch.utils.data`.
+"""Data sets, and a loader that prepares their batches in threads, like `torch.utils.data`.
 
 Also available as `tc.utils.data`.
 
@@ -47,7 +47,7 @@ _END = object()
 
 
 class Dataset:
-    """An optional base class of data sets; a `DataLoader` takes any sequence.
+    """An optional base class of data sets; a `DataLoader` takes any sequence or iterable.
 
     A subclass must define `__len__` and `__getitem__`.
 
@@ -71,7 +71,7 @@ class Dataset:
 
 
 class TensorDataset(Dataset):
-    """The rows of several tensors of equal length: item i is a tuple of their rows i.
+    """The rows of several tensors of equal length: item i is the tuple of row i of each tensor.
 
         rows = tc.loader.TensorDataset(tc.randn(10, 4), tc.arange(10))
         features, label = rows[3]
@@ -92,7 +92,7 @@ class TensorDataset(Dataset):
         self.tensors = tensors
 
     def __getitem__(self, place: int) -> tuple[Tensor, ...]:
-        """Return the row at an index, of each tensor."""
+        """Return the tuple of each tensor's row `place`."""
         return tuple(tensor[place] for tensor in self.tensors)
 
     def __len__(self) -> int:
@@ -135,31 +135,38 @@ def random_split(
     Args:
         dataset: The data set.
         lengths: The number of items of each subset, or fractions of the items that sum to 1.
+            Fractions are rounded down to whole items; then each of the first subsets gets one of
+            the remaining items.
         generator: Draws the order; default: the library's own (see `manual_seed`).
 
     Raises:
-        ArgumentError: If a length is negative, or the lengths do not sum to the number of items.
+        TypeError: If a number of items is not whole.
+        ArgumentError: If a length is negative, or the lengths sum neither to the number of items
+            nor, as fractions, to 1.
     """
     items, wanted = len(dataset), list(lengths)
     if any(length < 0 for length in wanted):
         raise ArgumentError(f"random_split: lengths are {wanted}, expected none below 0")
     if any(isinstance(length, float) for length in wanted) and abs(sum(wanted) - 1) < 1e-6:
-        whole = [int(items * part) for part in wanted]
-        for place in range(items - sum(whole)):
-            whole[place % len(whole)] += 1
-        wanted = [*whole]
+        counts = [int(items * fraction) for fraction in wanted]
+        for number in range(items - sum(counts)):
+            counts[number % len(counts)] += 1
+        wanted = [*counts]
     if sum(wanted) != items:
-        raise ArgumentError(f"random_split: lengths sum to {sum(wanted)}, expected {items}")
+        raise ArgumentError(
+            f"random_split: lengths sum to {sum(wanted)}, expected {items}, or 1 for fractions"
+        )
     order = randperm(items, generator=generator).tolist()
-    ends = np.cumsum([0, *(index(length) for length in wanted)]).tolist()  # type: ignore[arg-type]
-    return [Subset(dataset, order[a:b]) for a, b in pairwise(ends)]
+    bounds = np.cumsum([0, *(index(length) for length in wanted)]).tolist()  # type: ignore[arg-type]
+    return [Subset(dataset, order[start:end]) for start, end in pairwise(bounds)]
 
 
 @explained
 def default_collate(items: Sequence[Any]) -> Any:
-    """Join items to a batch: tensors, arrays and numbers are stacked in a new first dimension.
+    """Join items into a batch: tensors, arrays and numbers are stacked in a new first dimension.
 
-    Tuples, lists and mappings are joined entry by entry; strings and bytes become a list.
+    Tuples, lists and mappings are joined entry by entry; strings and bytes become a list. The type
+    of the first item decides.
 
         batch = tc.loader.default_collate([(tc.zeros(2), 1), (tc.ones(2), 2)])
         assert batch[0].shape == (2, 2)
@@ -167,7 +174,8 @@ def default_collate(items: Sequence[Any]) -> Any:
     Raises:
         TypeError: If an item is of another type.
         ArgumentError: If there is no item, or the items differ in the names or the number of their
-            entries.
+            entries, or in the shapes of arrays.
+        ShapeError, DTypeError: If tensors differ in shape or dtype.
     """
     if not items:
         raise ArgumentError("default_collate: found no items, expected at least one")
@@ -196,16 +204,17 @@ def default_collate(items: Sequence[Any]) -> Any:
 
 
 def _require_alike(found: Sequence[Any], what: str) -> None:
-    """Check that items have the same names, in any order, or the same number of entries."""
-    other = next((item for item in found if _sorted(item) != _sorted(found[0])), None)
-    if other is not None:
+    """Check that `found` has equal values: tuples of names, in any order, or numbers of entries."""
+    first = found[0]
+    different = next((item for item in found if _unordered(item) != _unordered(first)), None)
+    if different is not None:
         raise ArgumentError(
-            f"default_collate: the items differ in their {what}, {found[0]} and {other}; give a "
+            f"default_collate: the items differ in their {what}, {first} and {different}; give a "
             "collate_fn that makes them alike"
         )
 
 
-def _sorted(value: Any) -> Any:
+def _unordered(value: Any) -> Any:
     return set(value) if isinstance(value, tuple) else value
 
 
@@ -230,7 +239,8 @@ class DataLoader:
         num_workers: The number of threads that prepare batches in advance; 0 for none.
         collate_fn: Turns a list of items into a batch; default: `default_collate`.
         drop_last: Whether to leave out a last batch of fewer than `batch_size` items.
-        prefetch_factor: The number of batches in advance for each worker; default 2.
+        prefetch_factor: `num_workers` times this number of batches are prepared in advance;
+            default 2.
         generator: Draws the random orders; default: the library's own (see `manual_seed`).
         worker_init_fn: Each worker calls it with its own number, counted from 0, before its first
             batch of an epoch.
@@ -239,7 +249,8 @@ class DataLoader:
 
     Raises:
         TypeError: If `generator` is not a `Generator`, or a number is not whole.
-        ArgumentError: If arguments exclude each other, or a number is out of range.
+        ArgumentError: If arguments exclude each other, a number is out of range, or `shuffle` or a
+            sampler is given for an iterable.
     """
 
     @explained
@@ -295,7 +306,11 @@ class DataLoader:
         self.collate_fn = collate_fn or default_collate
 
     def __len__(self) -> int:
-        """Return how many batches an epoch has."""
+        """Return how many batches an epoch has, or how many items if `batch_size` is None.
+
+        Raises:
+            TypeError: If the data set or the sampler has no length.
+        """
         if self.batch_sampler is not None:
             return len(self.batch_sampler)  # type: ignore[arg-type]  # a list, most often
         items = len(self.dataset if self.sampler is None else self.sampler)  # type: ignore[arg-type]
@@ -306,26 +321,29 @@ class DataLoader:
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the batches of an epoch."""
         if not self.is_sequence:
-            made = (self._joined(items) for items in self._batches(iter(self.dataset)))
+            batches = (self._joined(items) for items in self._grouped(iter(self.dataset)))
+            if not self.num_workers:
+                return batches
             # One worker, because a generator cannot run in two threads at once.
-            return self._ahead(repeat(partial(next, made, _END)), 1) if self.num_workers else made
+            return self._ahead(repeat(partial(next, batches, _END)), 1)
         if self.num_workers:
             tasks = (partial(self._read, places) for places in self._places())
             return self._ahead(tasks, self.num_workers)
         return (self._read(places) for places in self._places())
 
     def _places(self) -> Iterator[Any]:
-        """Yield, for each batch, the indices of its items; single indices without batches."""
+        """Return the lists of the batches' indices, or the indices if `batch_size` is None."""
         if self.batch_sampler is not None:
             return iter(self.batch_sampler)
         if self.sampler is not None:
-            return self._batches(iter(self.sampler))
+            return self._grouped(iter(self.sampler))
         items = len(self.dataset)
         if not self.shuffle:
-            return self._batches(iter(range(items)))
-        return self._batches(iter(randperm(items, generator=self.generator).tolist()))
+            return self._grouped(iter(range(items)))
+        return self._grouped(iter(randperm(items, generator=self.generator).tolist()))
 
-    def _batches(self, items: Iterator[Any]) -> Iterator[Any]:
+    def _grouped(self, items: Iterator[Any]) -> Iterator[Any]:
+        """Yield lists of `batch_size` items, or the items if `batch_size` is None."""
         if self.batch_size is None:
             yield from items
             return
@@ -339,24 +357,26 @@ class DataLoader:
             yield batch
 
     def _read(self, places: Any) -> Any:
+        """Return the batch for an entry of `_places`, or the item if `batch_size` is None."""
         if self.batch_size is None and self.batch_sampler is None:
             return self._joined(self.dataset[places])
         return self._joined([self.dataset[place] for place in places])
 
     def _joined(self, items: Any) -> Any:
-        alone = self.batch_size is None and self.batch_sampler is None
-        if alone and self.collate_fn is default_collate:
+        """Return the batch of a list of items, or of one item if `batch_size` is None."""
+        is_single = self.batch_size is None and self.batch_sampler is None
+        if is_single and self.collate_fn is default_collate:
             return items
         return self.collate_fn(items)
 
     def _ahead(self, tasks: Iterator[Callable[[], Any]], threads: int) -> Iterator[Any]:
         """Yield the results of tasks in order, until one is `_END`; workers run the next tasks."""
-        waiting, numbers = deque[Any](), count()
-        beginning = _Beginning(lambda: (self.worker_init_fn or _nothing)(next(numbers)))
-        with ThreadPoolExecutor(threads, "loader", beginning) as workers:
+        waiting, worker_numbers = deque[Any](), count()
+        preparation = _Preparation(lambda: (self.worker_init_fn or _nothing)(next(worker_numbers)))
+        with ThreadPoolExecutor(threads, "loader", preparation) as workers:
             try:
                 for task in tasks:
-                    waiting.append(workers.submit(beginning.then, task))
+                    waiting.append(workers.submit(preparation.then, task))
                     if len(waiting) >= self.num_workers * self.prefetch_factor:
                         if (batch := waiting.popleft().result()) is _END:
                             return
@@ -372,8 +392,8 @@ def _nothing(number: int) -> None:
     """Do nothing, in place of a `worker_init_fn`."""
 
 
-class _Beginning:
-    """Prepares each worker; if the preparation of one fails, all later tasks raise its error."""
+class _Preparation:
+    """Prepares each worker when called; if this fails once, all later tasks raise the error."""
 
     def __init__(self, prepare: Callable[[], Any]) -> None:
         self._prepare = prepare
@@ -386,6 +406,7 @@ class _Beginning:
             self._error = error
 
     def then(self, task: Callable[[], Any]) -> Any:
+        """Run a task in a prepared worker and return its result."""
         if self._error is not None:
             raise self._error
         return task()

@@ -1,4 +1,4 @@
-"""Memory of the tape and of the machine, in bytes."""
+"""The memory that existing tapes hold, and the host memory that is available, in bytes."""
 
 from trainable_candle._core import available_bytes, saved_bytes
 

@@ -1,4 +1,4 @@
-"""Models: load one with `load`, or with its class; fine-tune it through `add_adapter`."""
+"""Models: load one with `load`, or with its class; then fine-tune it with `add_adapter`."""
 
 from trainable_candle._core import (
     AutoencoderKL,
@@ -24,6 +24,7 @@ from trainable_candle._core import (
 from trainable_candle.hub import resolve
 
 load = Model.from_pretrained
+# `load` and `from_pretrained` then also take the names of models on the Hugging Face hub.
 set_resolver(resolve)
 
 __all__ = [

@@ -82,7 +82,7 @@ def test_the_difference_of_two_models_can_be_extracted_as_a_lora(
     expected = {name: t.to("f32").numpy() for name, t in tuned.named_tensors().items()}
     for name, value in weights(base).items():
         np.testing.assert_allclose(value, expected[name], atol=1e-5, err_msg=name)
-    with pytest.raises(ConfigError, match="the models are equal in all of these layers"):
+    with pytest.raises(ConfigError, match="the models are equal in all given layers"):
         extract(unet(sdxl_base), unet(sdxl_base), layers, rank=2)
 
 

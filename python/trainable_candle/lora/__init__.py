@@ -1,7 +1,7 @@
-"""Tools for LoRAs: reduce ranks, combine files, extract a LoRA from a fine-tuned checkpoint.
+"""Tools for LoRAs: reducing ranks, combining files, extracting a LoRA from a fine-tuned model.
 
 `loftq` and `start_from_rounding` compute initial factors that reduce the error of quantization;
-`pissa` computes the principal part of a weight.
+`pissa` computes the principal part of a weight as factors.
 """
 
 from trainable_candle.lora.extract import extract

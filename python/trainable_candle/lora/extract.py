@@ -28,14 +28,14 @@ def extract(
 ) -> AdapterSet:
     """Attach LoRAs to `base`, so that its layers approximate those of `tuned`.
 
-    The LoRA of a layer is the best approximation of the change of its weight at the LoRA's rank. A
-    layer whose weights are equal in both models gets no LoRA.
+    The LoRA of a layer approximates the change of its weight, `tuned` minus `base`; see
+    `approximate`. A layer whose weights are equal in both models gets no LoRA.
 
     Args:
         base: a model without adapters.
         tuned: a model with weights of the same shapes.
-        layers: the names of the layers to compare.
-        rank: the highest rank of a layer.
+        layers: the names of the layers of `base` to compare.
+        rank: the highest rank of a LoRA.
         keep: a fraction, above 0 and at most 1. Each layer gets the lowest rank at which its LoRA
             keeps this fraction of the squared norm that the LoRA of rank `rank` has. With 1, each
             layer gets rank `rank`, or the smaller side of its weight if that side is below `rank`.
@@ -46,22 +46,22 @@ def extract(
         NonFiniteError: a weight is not a finite number.
     """
     before, after = base.named_tensors(), tuned.named_tensors()
-    found: dict[str, Factors] = {}
+    factors: dict[str, Factors] = {}
     for done, layer in enumerate(layers):
         progress(done, len(layers))
         name = f"{layer}.weight"
         if name not in after or after[name].shape != before[name].shape:
             raise ConfigError(f"extract: {layer} of the tuned model is missing or of another size")
-        one, other = (state[name].to("cpu").to("f32").numpy() for state in (before, after))
-        change = other - one
+        old, new = (tensors[name].to("cpu").to("f32").numpy() for tensors in (before, after))
+        change = new - old
         if not np.any(change):
             continue
         matrix = change.reshape(len(change), -1)
-        found[layer] = approximate(matrix, min(rank, *matrix.shape), keep)
+        factors[layer] = approximate(matrix, min(rank, *matrix.shape), keep)
     progress(len(layers), len(layers))
-    if not found:
+    if not factors:
         raise ConfigError(
-            "extract: the models are equal in all of these layers; give another --tuned, or name "
+            "extract: the models are equal in all given layers; give another --tuned, or name "
             "other layers"
         )
-    return attach_factors(base, found)
+    return attach_factors(base, factors)

@@ -1,4 +1,4 @@
-"""The best low-rank approximations of matrices, by singular value decompositions."""
+"""Low-rank approximations of matrices, by singular value decompositions."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     Matrix = npt.NDArray[np.floating[Any]]
 
 _OVERSAMPLED: Final = 16
-"""The number of columns that the random matrix has in addition to the rank."""
+"""The number of columns that the random matrix of `approximate` has in addition to the rank."""
 _ITERATIONS: Final = 4
-"""The number of power iterations."""
+"""The number of power iterations of `approximate`."""
 WHOLE: Final = 4
-"""A matrix whose shorter side is at most this many times the rank is decomposed as a whole."""
+"""If a matrix's shorter side is at most this many times the rank, no random matrix is used."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Factors:
 
 
 def joined(parts: Sequence[Factors]) -> Factors:
-    """Return the exact sum of several changes of one weight; the ranks add up, too."""
+    """Return the exact sum of several changes of one weight; its rank is the sum of their ranks."""
     return Factors(
         np.concatenate([part.up for part in parts], 1),
         np.concatenate([part.down for part in parts], 0),
@@ -58,25 +58,27 @@ def truncate(factors: Factors, rank: int, keep: float = 1.0) -> Factors:
         factors: the change.
         rank: the highest rank of the result, at least 1.
         keep: a fraction, above 0 and at most 1. The result has the lowest rank at which it keeps
-            this fraction of the squared norm of the nearest change of rank `rank`. 1 always gives
-            the highest rank.
+            this fraction of the squared norm of the nearest change of rank `rank`. With 1, the
+            result has rank `rank`, or the smallest of `out`, `in` and the rank of `factors` if that
+            is less.
 
     Raises:
         NonFiniteError: a value is not a finite number.
     """
     require_finite(factors.up, factors.down)
-    left, up = np.linalg.qr(factors.up.astype(np.float64))
-    right, down = np.linalg.qr(factors.down.T.astype(np.float64))
-    u, s, vt = np.linalg.svd(up @ down.T)
+    left, left_triangle = np.linalg.qr(factors.up.astype(np.float64))
+    right, right_triangle = np.linalg.qr(factors.down.T.astype(np.float64))
+    u, s, vt = np.linalg.svd(left_triangle @ right_triangle.T)
     return balanced(left @ u, s, vt @ right.T, rank, keep)
 
 
 def approximate(matrix: Matrix, rank: int, keep: float = 1.0, seed: int = 0) -> Factors:
-    """Return the matrix of rank `rank` that is nearest to `matrix`, as a product.
+    """Return the product of at most rank `rank` that is nearest to `matrix`.
 
-    Large matrices are decomposed by a randomized range finder with power iterations (Halko,
-    Martinsson and Tropp 2011, arXiv:0909.4061). If the singular values decay, as they do for
-    changes of weights by training, the error is close to the error of a full decomposition.
+    For large matrices the result is approximate: a randomized range finder with power iterations
+    decomposes them (Halko, Martinsson and Tropp 2011, arXiv:0909.4061). If the singular values
+    decay, as they do for changes of weights by training, the error is close to that of a full
+    decomposition.
 
     Args:
         matrix: the matrix (out, in).
@@ -94,19 +96,19 @@ def approximate(matrix: Matrix, rank: int, keep: float = 1.0, seed: int = 0) -> 
         return balanced(u, s, vt, rank, keep)
     size = min(rank + _OVERSAMPLED, *matrix.shape)
     probe = np.random.default_rng(seed).standard_normal((matrix.shape[1], size), np.float32)
-    basis, _ = np.linalg.qr(matrix @ probe)
+    of_columns, _ = np.linalg.qr(matrix @ probe)  # a basis of a part of the column space
     for _ in range(_ITERATIONS):
-        other, _ = np.linalg.qr(matrix.T @ basis)
-        basis, _ = np.linalg.qr(matrix @ other)
-    u, s, vt = wide_svd(basis.T @ matrix)
-    return balanced(basis @ u, s, vt, rank, keep)
+        of_rows, _ = np.linalg.qr(matrix.T @ of_columns)
+        of_columns, _ = np.linalg.qr(matrix @ of_rows)
+    u, s, vt = wide_svd(of_columns.T @ matrix)
+    return balanced(of_columns @ u, s, vt, rank, keep)
 
 
 def wide_svd(rows: Matrix) -> tuple[Matrix, Matrix, Matrix]:
     """Return the singular value decomposition, in f64, of a matrix with few rows and many columns.
 
     A QR decomposition of the transposed matrix leaves a small square matrix to decompose. LAPACK's
-    decomposition of the whole matrix takes ten times as long.
+    decomposition of the wide matrix takes about ten times as long.
     """
     right, square = np.linalg.qr(rows.T.astype(np.float64))
     u, s, vt = np.linalg.svd(square.T)
@@ -114,14 +116,21 @@ def wide_svd(rows: Matrix) -> tuple[Matrix, Matrix, Matrix]:
 
 
 def balanced(u: Matrix, s: Matrix, vt: Matrix, rank: int, keep: float = 1.0) -> Factors:
-    """Return the factors of the largest singular values of u @ diag(s) @ vt.
+    """Return the part of u @ diag(s) @ vt with the largest singular values, as factors in f32.
 
     The square root of each singular value scales its column of `up` and its row of `down`.
+
+    Args:
+        u: (out, n) or more columns, orthonormal.
+        s: the n singular values, in descending order.
+        vt: (n, in) or more rows, orthonormal.
+        rank: see `truncate`.
+        keep: see `truncate`.
     """
     rank = min(rank, len(s))
-    shares = np.cumsum(s[:rank] ** 2)
-    if keep < 1 and shares[-1] > 0:
-        rank = min(rank, int(np.searchsorted(shares, keep * shares[-1])) + 1)
+    squared_norms = np.cumsum(s[:rank] ** 2)  # of the nearest changes of rank 1, 2, ...
+    if keep < 1 and squared_norms[-1] > 0:
+        rank = min(rank, int(np.searchsorted(squared_norms, keep * squared_norms[-1])) + 1)
     roots = np.sqrt(s[:rank])
     up, down = u[:, :rank] * roots, roots[:, None] * vt[:rank]
     return Factors(up.astype(np.float32), down.astype(np.float32))

@@ -23,7 +23,7 @@ _PAIRS: Final = (
     (".lora.down.weight", ".lora.up.weight"),
     ("_lora.down.weight", "_lora.up.weight"),
 )
-"""The endings of the names of (`down`, `up`) in files of kohya, peft and old diffusers versions."""
+"""Pairs of endings of the names of `down` and `up`, in files of kohya, peft and old diffusers."""
 _STARTS: Final = (
     "transformer.", "unet.", "diffusion_model.", "base_model.model.", "lora_unet_",
     "lora_transformer_", "lycoris_",
@@ -31,11 +31,14 @@ _STARTS: Final = (
 """The starts of the names of a denoiser's layers in the styles of different tools."""
 _OF_TEXTS: Final = ("text_encoder", "lora_te")
 """The starts of the names of text encoders' layers."""
-_FUSED: Final = re.compile(r"(?:attn|attention)\d?([._]qkv|[._]to_q)$")
-"""Finds the names of query projections: joined with those of keys and values, or separate."""
+_QUERIES: Final = re.compile(r"(?:attn|attention)\d?([._]qkv|[._]to_q)$")
+"""Finds the names of query projections: fused with those of keys and values, or separate."""
 _ALPHA: Final = ".alpha"
+"""The ending of the name of a layer's alpha."""
 _CONFIGURATION: Final = "lora_adapter_metadata"
+"""The entry of the metadata in which diffusers stores the settings of LoRAs, as JSON."""
 _HASHES: Final = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
+"""The entries of the metadata with hashes of the file's tensors."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ class LoraFile:
 
         Raises:
             MissingFileError: there is no such file.
-            WeightsFormatError: the file is damaged, or has tensors that are not factors of a LoRA.
+            WeightsFormatError: the path is a folder; or the file is damaged, has no LoRA, has
+                factors whose ranks differ, or has tensors that are not factors of a LoRA.
         """
         if path.is_dir():
             raise WeightsFormatError(
@@ -77,15 +81,15 @@ class LoraFile:
         metadata = safetensors_metadata(path)
         config = _configuration(metadata)
         modules: dict[str, _Module] = {}
-        taken: set[str] = set()
+        used: set[str] = set()
         for key in tensors:
             for down_end, up_end in _PAIRS:
                 name = key.removesuffix(down_end)
                 if name == key or name + up_end not in tensors:
                     continue
                 names = (key, name + up_end, name + _ALPHA)
-                taken |= {*names} & tensors.keys()
-                down, up = (tensors[n].to("f32").numpy() for n in names[:2])
+                used |= {*names} & tensors.keys()
+                down, up = (tensors[factor].to("f32").numpy() for factor in names[:2])
                 alpha = tensors[names[2]].item() if names[2] in tensors else None
                 if down.ndim < 2 or up.shape[1:2] != down.shape[:1]:
                     raise WeightsFormatError(
@@ -98,17 +102,15 @@ class LoraFile:
                 modules[name] = _Module(
                     factors.scaled(scale), (down_end, up_end), down.shape, up.shape, bool(alpha)
                 )
-        others = sorted(tensors.keys() - taken)
+        others = sorted(tensors.keys() - used)
         if others:
             raise WeightsFormatError(
                 f"{path}: {others[0]} is not a factor of a LoRA ({len(others)} such tensors); "
-                "DoRA, LoHa, LoKr and OFT cannot be combined or resized: give them to "
+                "DoRA, LoHa, LoKr and OFT cannot be combined or resized: give a file with them to "
                 "`trainable-candle merge`, which adds them to a model"
             )
         if not modules:
-            raise WeightsFormatError(
-                f"{path}: holds no LoRA; give an adapter that train-lora wrote"
-            )
+            raise WeightsFormatError(f"{path}: the file has no tensors, expected those of a LoRA")
         return cls(modules, metadata)
 
     def changed(self, change: Callable[[Factors], Factors]) -> LoraFile:
@@ -145,16 +147,17 @@ class LoraFile:
                 tensors[name + _ALPHA] = tc.tensor(float(rank))
         # The configuration (with its alphas) and the hashes describe the tensors that were read,
         # not the tensors to write.
-        left_out = {_CONFIGURATION, *_HASHES}
-        metadata = {name: text for name, text in self.metadata.items() if name not in left_out}
+        outdated = {_CONFIGURATION, *_HASHES}
+        metadata = {name: text for name, text in self.metadata.items() if name not in outdated}
         if "ss_network_dim" in metadata:
+            # "Dynamic" is what kohya's script for resizing writes for ranks that differ.
             rank_text = str(max(ranks)) if len(ranks) == 1 else "Dynamic"
             metadata |= {"ss_network_dim": rank_text, "ss_network_alpha": rank_text}
         tc.save_file(tensors, path, metadata={**metadata, **facts})
 
 
 def resize(file: LoraFile, rank: int, keep: float = 1.0) -> LoraFile:
-    """Return the file with each LoRA replaced by the nearest one of a rank of at most `rank`.
+    """Return the file with each LoRA replaced by the nearest LoRA of at most rank `rank`.
 
     Args:
         file: the file.
@@ -170,24 +173,26 @@ def resize(file: LoraFile, rank: int, keep: float = 1.0) -> LoraFile:
 def combine(files: Sequence[LoraFile], scales: Sequence[float]) -> LoraFile:
     """Return one file that has exactly the summed effect of several.
 
-    The rank of a layer's LoRA is the sum of its ranks in all files.
+    The rank of a layer's LoRA is the sum of its ranks in all files. The metadata is that of the
+    first file.
 
     Args:
         files: at least one file, all in the same naming style.
         scales: for each file, a number that multiplies its effect.
 
     Raises:
-        ArgumentError: the files have names of different styles, or layers of different sizes.
+        ArgumentError: the files have names of different styles, or a layer has different sizes.
     """
     modules: dict[str, _Module] = {}
-    ends = {next(iter(file.modules.values())).ends[0] for file in files}
+    endings = {next(iter(file.modules.values())).ends[0] for file in files}
     # A layer that has different names in two files would be in the result twice.
-    starts = {start for file in files for name in file.modules if (start := _start(name))}
-    fused = {kind for file in files for name in file.modules for kind in _FUSED.findall(name)}
-    for found in (ends, starts, {kind.strip("._") for kind in fused}):
-        if len(found) > 1:
+    names = [name for file in files for name in file.modules]
+    starts = {start for name in names if (start := _start(name))}
+    queries = {kind.strip("._") for name in names for kind in _QUERIES.findall(name)}
+    for styles in (endings, starts, queries):
+        if len(styles) > 1:
             raise ArgumentError(
-                f"combine: the files have names of different styles ({', '.join(sorted(found))}); "
+                f"combine: the files have names of different styles ({', '.join(sorted(styles))}); "
                 "give them to `trainable-candle sample` or `merge`, each with its own --adapter"
             )
     for file, scale in zip(files, scales, strict=True):
@@ -208,13 +213,17 @@ def combine(files: Sequence[LoraFile], scales: Sequence[float]) -> LoraFile:
 
 
 def _start(name: str) -> str | None:
-    """Return the start of a layer's name that shows its style; None for layers of text encoders."""
+    """Return the start of a layer's name that shows its style, or "no prefix".
+
+    None for a layer of a text encoder: its name does not show how the denoiser's layers are named.
+    """
     if name.startswith(_OF_TEXTS):
         return None
     return next((start for start in _STARTS if name.startswith(start)), "no prefix")
 
 
 def _configuration(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Return diffusers' settings of LoRAs; empty if the metadata has none that can be read."""
     try:
         config = json.loads(metadata.get(_CONFIGURATION, "{}"))
     except ValueError:
@@ -223,17 +232,24 @@ def _configuration(metadata: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _scale(alpha: float | None, rank: int, name: str, config: Mapping[str, Any]) -> float:
-    """Return the scale of a layer's LoRA, from its `alpha`, else diffusers' `config`, else 1."""
+    """Return the scale of a layer's LoRA: from `alpha`, or else from `config`, or else 1.
+
+    Args:
+        alpha: the tensor `.alpha` of the layer; None if the file has none.
+        rank: the rank of the LoRA.
+        name: the layer's name in the file.
+        config: diffusers' settings. Their names start with the part of the pipeline, such as
+            `unet.`, or have no prefix.
+    """
     if alpha is not None:
         return float(alpha) / rank
     part, _, layer = name.partition(".")
     prefix = f"{part}." if f"{part}.r" in config else ""
     layer = layer if prefix else name
-    value = config.get(f"{prefix}lora_alpha")
     patterns = config.get(f"{prefix}alpha_pattern") or {}
-    ends = [v for key, v in patterns.items() if layer == key or layer.endswith(f".{key}")]
-    value = ends[0] if ends else value
-    if value is None:
+    fitting = [value for key, value in patterns.items() if f".{layer}".endswith(f".{key}")]
+    alpha = fitting[0] if fitting else config.get(f"{prefix}lora_alpha")
+    if alpha is None:
         return 1.0
-    root = config.get(f"{prefix}use_rslora", False)
-    return float(value) / (rank**0.5 if root else rank)
+    rslora = config.get(f"{prefix}use_rslora", False)
+    return float(alpha) / (rank**0.5 if rslora else rank)

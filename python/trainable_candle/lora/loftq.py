@@ -26,8 +26,8 @@ def loftq(
     """Find a quantized matrix Q and a product B A, so that Q + B A approximates a weight W.
 
     Begins with B A = 0. Each iteration computes Q = quantize(W - B A), and then B A as the nearest
-    matrix to W - Q of rank `rank`. This is the algorithm of peft's `loftq_init`, except that the
-    scales of Q are in f32:
+    matrix to W - Q of rank `rank`. This is the algorithm of peft's `loftq_init`, except that
+    `quantize` also quantizes the scales of "nf4":
     <https://github.com/huggingface/peft/blob/5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40/src/peft/utils/loftq_utils.py>.
     After one iteration, Q = quantize(W).
 
@@ -41,18 +41,19 @@ def loftq(
         Q, and the factors: `up` is B, `down` is A.
 
     Raises:
-        ArgumentError: the rank or the number of iterations is below 1, or the format is unknown.
-        ShapeError, DTypeError: the weight is not a matrix of floating point numbers.
-        NonFiniteError: a value is not a finite number.
+        ArgumentError: the rank or the number of iterations is below 1, the format is unknown, or a
+            value is non-finite or too large for the format.
+        ShapeError: the weight is not a matrix, or its rows do not fit the format.
     """
     for name, number in (("rank", rank), ("iterations", iterations)):
         if number < 1:
             raise ArgumentError(f"loftq: {name} is {number}, expected at least 1")
     exact = weight.detach().to("cpu").to("f32")
-    rest, size = exact, min(rank, *exact.shape)
+    rank = min(rank, *exact.shape)
+    rest = exact  # W - B A
     for _ in range(iterations):
         quantized = tc.quantize(rest, format)
-        factors = approximate((exact - quantized.dequantize()).numpy(), size)
+        factors = approximate((exact - quantized.dequantize()).numpy(), rank)
         rest = exact - tc.tensor(factors.up) @ tc.tensor(factors.down)
     return quantized, factors
 
@@ -62,8 +63,8 @@ def start_from_rounding(adapter: AdapterSet, base: Model, original: Model) -> No
 
     The base does not change. This is `loftq` with one iteration, like peft's
     `replace_lora_weights_loftq`. The LoRAs of convolutions and of layers without an error keep
-    their values. If the rank exceeds the smaller side of a weight, the factors' remaining rows and
-    columns are zero.
+    their values. If the rank exceeds the smaller side of a weight, the additional rows of A and
+    columns of B are zero.
 
     Args:
         adapter: LoRAs on the base, whose values are replaced.
@@ -81,45 +82,50 @@ def start_from_rounding(adapter: AdapterSet, base: Model, original: Model) -> No
             "start_from_rounding: expected LoRA, whose product is added to the weight; the "
             f"adapter is {'dora' if adapter.config.use_dora else adapter.config.adapter}"
         )
-    count = 0
+    changed = 0
     for name, down in parameters.items():
         layer = name.removesuffix(_DOWN)
         if layer == name or len(down.shape) != 2:
             continue
         up = parameters[layer + _UP]
-        lost = _lost(layer, base, original)
-        if not lost.any():
+        error = _quantization_error(layer, base, original)
+        if not error.any():
             continue
         rank = down.shape[0]
         scale = scale_of(adapter.config, layer, rank)
-        factors = approximate(lost, min(rank, *lost.shape)).scaled(1 / scale)
-        missing = rank - factors.rank
-        down.set(_like(down, np.pad(factors.down, ((0, missing), (0, 0)))))
-        up.set(_like(up, np.pad(factors.up, ((0, 0), (0, missing)))))
-        count += 1
-    if not count:
+        factors = approximate(error, min(rank, *error.shape)).scaled(1 / scale)
+        additional = rank - factors.rank
+        down.set(_like(down, np.pad(factors.down, ((0, additional), (0, 0)))))
+        up.set(_like(up, np.pad(factors.up, ((0, 0), (0, additional)))))
+        changed += 1
+    if not changed:
         raise ConfigError(
             "start_from_rounding: no layer has a quantization error: the base is not quantized, or "
-            "its file already has quantized weights"
+            "the file of the original model already has quantized weights"
         )
 
 
-def _lost(layer: str, base: Model, original: Model) -> Matrix:
-    """Return a layer's weight in `original` minus its dequantized weight in `base`, f32."""
-    held = base.get_tensor(f"{layer}.weight")
+def _quantization_error(layer: str, base: Model, original: Model) -> Matrix:
+    """Return a layer's weight in `original` minus its dequantized weight in `base`, f32.
+
+    Raises:
+        ConfigError: `original` lacks the layer or has it in another size.
+    """
+    dequantized = base.get_tensor(f"{layer}.weight")
     try:
         exact = original.get_tensor(f"{layer}.weight")
     except ArgumentError:
         exact = None
-    if exact is None or exact.shape != held.shape:
-        sizes = " x ".join(map(str, held.shape))
+    if exact is None or exact.shape != dequantized.shape:
+        sizes = " x ".join(map(str, dequantized.shape))
         raise ConfigError(
             f"start_from_rounding: the original model has no linear layer {layer} of {sizes}; give "
             "the model from which the base was quantized"
         )
-    lost = exact.to("cpu").to("f32") - held.to("cpu").to("f32")
-    return lost.numpy()
+    error = exact.to("cpu").to("f32") - dequantized.to("cpu").to("f32")
+    return error.numpy()
 
 
 def _like(var: Var, values: Matrix) -> Tensor:
+    """Return the values as a tensor with the dtype and the device of `var`."""
     return tc.tensor(values).to(var.dtype).to(var.device)

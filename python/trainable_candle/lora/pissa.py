@@ -15,20 +15,21 @@ if TYPE_CHECKING:
     from trainable_candle.lora.factors import Factors, Matrix
 
 _ITERATIONS: Final = 16
-"""Power iterations. Singular values of weights decay slowly, so more are needed than for changes of
-weights; the paper, too, uses 16."""
+"""The number of power iterations, as in the paper. They are more than in `approximate`, because the
+singular values of weights decay more slowly than those of changes of weights."""
 _LEAST_OVERSAMPLED: Final = 16
 """The least number of columns that the random matrix has in addition to the rank."""
 _SMALLEST: Final = 1e-6
-"""Eigenvalues of a Gram matrix below this fraction of the largest are rounding errors of f32."""
+"""Smaller eigenvalues of a Gram matrix, as fractions of the largest, are rounding errors of f32."""
 
 
 def pissa(weight: Tensor, rank: int, seed: int = 0) -> Factors:
     """Find the product B A of rank `rank` that is nearest to a weight W = U S Vᵀ.
 
     B is U sqrt(S) and A is sqrt(S) Vᵀ for the largest singular values, as in peft's
-    `init_lora_weights="pissa"`. Large weights are decomposed by a randomized range finder (Halko,
-    Martinsson and Tropp 2011, arXiv:0909.4061), whose products run on the weight's device.
+    `init_lora_weights="pissa"`. For large weights the result is approximate: a randomized range
+    finder decomposes them (Halko, Martinsson and Tropp 2011, arXiv:0909.4061). Its matrix products
+    run on the weight's device.
 
     ```python
     weight = tc.randn(64, 128)
@@ -40,7 +41,7 @@ def pissa(weight: Tensor, rank: int, seed: int = 0) -> Factors:
     Args:
         weight: W, (out, in), floating point.
         rank: the rank of B A, at least 1; at most the smaller side of W is used.
-        seed: the seed of the random matrix.
+        seed: the seed of the range finder's random matrix.
 
     Returns:
         The factors: `up` is B, `down` is A.
@@ -57,21 +58,24 @@ def pissa(weight: Tensor, rank: int, seed: int = 0) -> Factors:
         return approximate(exact.to("cpu").numpy(), rank)
     size = min(rank + max(rank, _LEAST_OVERSAMPLED), *exact.shape)
     probe = np.random.default_rng(seed).standard_normal((exact.shape[1], size), np.float32)
-    found = exact @ tc.tensor(probe, device=exact.device)
+    columns = exact @ tc.tensor(probe, device=exact.device)
     for _ in range(_ITERATIONS):
-        found = exact @ _even(exact.t() @ _even(found))
-    basis, _ = np.linalg.qr(_finite(found))
+        columns = exact @ _orthonormalised(exact.t() @ _orthonormalised(columns))
+    basis, _ = np.linalg.qr(_finite(columns))
     rows = _finite(exact.t() @ tc.tensor(basis, device=exact.device)).T
     u, s, vt = wide_svd(rows)
     return balanced(basis @ u, s, vt, rank)
 
 
-def _even(columns: Tensor) -> Tensor:
+def _orthonormalised(columns: Tensor) -> Tensor:
     """Return a matrix with the same column space and nearly orthonormal columns.
 
-    Only a small matrix leaves the device: a QR decomposition in numpy would take longer than the
-    products with the weight on a GPU. The columns need not be exactly orthonormal, because `pissa`
-    orthonormalises the last basis by a QR decomposition.
+    Only the small Gram matrix leaves the device. A QR decomposition in numpy would take longer than
+    the products with the weight on a GPU. The columns need not be exactly orthonormal, because
+    `pissa` orthonormalises the last ones by a QR decomposition.
+
+    Raises:
+        NonFiniteError: a value of the Gram matrix is not a finite number.
     """
     gram = _finite(columns.t() @ columns).astype(np.float64)
     values, vectors = np.linalg.eigh(gram)
@@ -82,7 +86,11 @@ def _even(columns: Tensor) -> Tensor:
 
 
 def _finite(tensor: Tensor) -> Matrix:
-    """Return the values of a tensor, which must be finite."""
+    """Return the values of a tensor as an array.
+
+    Raises:
+        NonFiniteError: a value is not a finite number.
+    """
     values = tensor.to("cpu").numpy()
     require_finite(values)
     return values

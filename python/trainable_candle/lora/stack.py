@@ -1,4 +1,4 @@
-"""Attaches LoRAs with given values to a model, such as the sum of several LoRA files."""
+"""Attaches LoRAs with given values to a model, such as the sums of the LoRAs in several files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UP = ".lora_B.weight"
 
 
 def stacked(model: Model, files: Sequence[tuple[Path, float]]) -> AdapterSet:
-    """Attach LoRAs with the summed effect of several LoRA files, in any naming style.
+    """Attach LoRAs with the summed effect of one or more LoRA files, in any naming style.
 
     Args:
         model: a model without adapters.
@@ -30,7 +30,7 @@ def stacked(model: Model, files: Sequence[tuple[Path, float]]) -> AdapterSet:
 
     Raises:
         MissingFileError, WeightsFormatError: a file is missing, damaged, or of another model.
-        ConfigError: a file has adapters other than LoRA, whose changes cannot be added up.
+        ConfigError: a file has adapters other than LoRA, which cannot be added up as factors.
     """
     parts: dict[str, list[Factors]] = {}
     for path, scale in files:
@@ -49,11 +49,9 @@ def stacked(model: Model, files: Sequence[tuple[Path, float]]) -> AdapterSet:
                 continue
             up = values[layer + _UP]
             rank = down.shape[0]
-            own_scale = scale_of(config, layer, rank)
-            flat = Factors(up.numpy().reshape(-1, rank), down.numpy().reshape(rank, -1)).scaled(
-                own_scale
-            )
-            parts.setdefault(layer, []).append(flat)
+            matrices = Factors(up.numpy().reshape(-1, rank), down.numpy().reshape(rank, -1))
+            scaled = matrices.scaled(scale_of(config, layer, rank))
+            parts.setdefault(layer, []).append(scaled)
         model.remove_adapter()
     return _attached(model, parts)
 
@@ -73,8 +71,8 @@ def attach_factors(model: Model, factors: Mapping[str, Factors]) -> AdapterSet:
 
     Args:
         model: a model without adapters.
-        factors: the factors of each layer. The columns of a convolution's `down` are in torch's
-            order: input channels before the height and width of the kernel.
+        factors: the factors of each layer, of at least one. The columns of a convolution's `down`
+            are in torch's order: input channels before the height and width of the kernel.
     """
     tensors = model.named_tensors()
     parts = {}
@@ -90,22 +88,27 @@ def attach_factors(model: Model, factors: Mapping[str, Factors]) -> AdapterSet:
 
 
 def _attached(model: Model, parts: Mapping[str, Sequence[Factors]]) -> AdapterSet:
-    whole = {layer: joined(found) for layer, found in parts.items()}
-    ranks: dict[str, SupportsIndex] = {layer: f.rank for layer, f in whole.items()}
-    most = max(factors.rank for factors in whole.values())
+    """Attach to each layer a LoRA that is the sum of the layer's `parts`, with a scale of 1.
+
+    The columns of a convolution's `down` are in the adapter's order: input channels last.
+    """
+    sums = {layer: joined(factors) for layer, factors in parts.items()}
+    ranks: dict[str, SupportsIndex] = {layer: factors.rank for layer, factors in sums.items()}
+    highest = max(factors.rank for factors in sums.values())
     adapter = model.add_adapter(
         tc.LoraConfig(
-            r=most,
-            lora_alpha=float(most),
+            r=highest,
+            lora_alpha=float(highest),
             target_modules=list(ranks),
             rank_pattern=ranks,
-            alpha_pattern={layer: float(factors.rank) for layer, factors in whole.items()},
+            # An alpha equal to the rank is a scale of 1.
+            alpha_pattern={layer: float(factors.rank) for layer, factors in sums.items()},
         )
     )
     parameters = adapter.named_parameters()
-    for layer, factors in whole.items():
-        for end, flat in ((_DOWN, factors.down), (_UP, factors.up)):
-            var = parameters[layer + end]
-            value = np.ascontiguousarray(flat.reshape(var.shape), np.float32)
+    for layer, factors in sums.items():
+        for ending, matrix in ((_DOWN, factors.down), (_UP, factors.up)):
+            var = parameters[layer + ending]
+            value = np.ascontiguousarray(matrix.reshape(var.shape), np.float32)
             var.set(tc.tensor(value, device=var.device))
     return adapter
