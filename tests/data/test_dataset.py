@@ -127,7 +127,7 @@ def test_a_data_set_of_regularisation_images_alone_is_rejected(
     pictures: MakePictures, tmp_path: Path
 ) -> None:
     pictures("a", (64, 64))
-    with pytest.raises(ConfigError, match="there are only regularisation images"):
+    with pytest.raises(ConfigError, match="all usable images are regularisation images"):
         load({"path": tmp_path / "a", "regularization": True})
 
 

@@ -136,7 +136,7 @@ def test_an_edited_image_is_encoded_again(pictures: MakePictures, tmp_path: Path
     paths[0].with_suffix(".txt").rename(paths[0].with_name("renamed.txt"))
     data = load(tmp_path / "a")
     cache, _ = cached(data, tmp_path / "c")
-    assert str(cache.fill()) == "3 found, 1 made, 1 outdated removed"
+    assert str(cache.fill()) == "3 found, 1 made, 1 outdated or damaged removed"
     red = next(b for b in data.fixed_batches(1) if b.captions[0].startswith("image 1"))
     assert (cache.batch(red)["mean"].numpy()[..., 0] == 255).all()
     assert len(list((tmp_path / "c").rglob("*.safetensors"))) == 4
@@ -219,7 +219,7 @@ def test_an_entry_that_vanished_is_an_error(pictures: MakePictures, tmp_path: Pa
     pictures("a", (64, 64))
     data = load(tmp_path / "a")
     cache, _ = cached(data, tmp_path / "c")
-    missing = r"there is no entry .* of the kind 'latents' .* fill the cache before"
+    missing = r"there is no intact entry .* of the kind 'latents' .* fill the cache before"
     with pytest.raises(DatasetError, match=missing):
         cache.batch(data.fixed_batches(1)[0])
     with pytest.raises(DatasetError, match="the kind 'latents' on disk need a folder"):
@@ -375,5 +375,5 @@ def test_entries_beyond_the_memory_limits_are_read_again(
     for batch in batches[:2]:
         cache.batch(batch)
     for batch in batches[2:]:
-        with pytest.raises(DatasetError, match="there is no entry .* of the kind 'latents'"):
+        with pytest.raises(DatasetError, match=r"no intact entry .* of the kind 'latents'"):
             cache.batch(batch)

@@ -233,7 +233,7 @@ def test_metadata_names_images_in_folders_below(tmp_path: Path) -> None:
     assert found == {"a.png": "a cat", "b.png": "its own"}
     with (tmp_path / "metadata.jsonl").open("a") as file:
         file.write('{"file_name": "gone.png", "text": ""}')
-    with pytest.raises(DatasetError, match=r"names 1 files that do not exist:\n  .*gone\.png"):
+    with pytest.raises(DatasetError, match=r"names 1 missing file:\n  .*gone\.png"):
         check_folder(tmp_path)
 
 

@@ -50,8 +50,8 @@ def test_a_folder_called_like_a_file_is_a_folder(tmp_path: Path) -> None:
     ("entry", "complaint"),
     [
         (3, "entry 2 is 3, expected a folder"),
-        ({"repeats": 2}, "entry 2 is .*expected a folder or `path: FOLDER`"),
-        ({"path": "a", "repeat": 2}, "entry 2: `repeat` is unknown, expected path, caption"),
+        ({"repeats": 2}, "entry 2 is .*expected a folder, or `path: FOLDER`"),
+        ({"path": "a", "repeat": 2}, "entry 2: `repeat` is unknown, expected one of path, caption"),
         ({"path": "a", "repeats": 0}, "entry 2: repeats is 0, expected a number above 0"),
         ({"path": "a", "repeats": True}, "repeats is True"),
         ({"path": "a", "loss_weight": float("nan")}, "loss_weight is nan"),
@@ -88,7 +88,7 @@ def test_entries_with_names_of_other_tools_are_read_and_repeated_folders_rejecte
         Source(tmp_path / "a", "cup", 2, regularization=True),
         Source(tmp_path / "b", mask="off"),
     )
-    with pytest.raises(ConfigError, match="`folder_path` is another name of `path`, which is"):
+    with pytest.raises(ConfigError, match="`path` and `folder_path` mean the same; give one"):
         parse_sources([{"path": "a", "folder_path": "b"}])
     with pytest.raises(ConfigError, match="entry 2 is a again; give `repeats: 2`"):
         parse_sources(["a", "./a/"])

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trainable_candle.data.options import ColorOptions
 
     Planes = npt.NDArray[np.float32]
+    """Three channels, shape (3, height, width), or one value per pixel, shape (height, width)."""
 
 _LUMA: Final = np.array([0.299, 0.587, 0.114], np.float32)
 """Weights of red, green and blue (ITU-R BT.601)."""
@@ -34,11 +35,12 @@ class Colors:
     brightness: float
     """The factor by which all channels are multiplied."""
     contrast: float
-    """The factor for the difference between a channel and the mean luma of the image."""
+    """The factor for the differences between the channels and the image's mean luma, for which a
+    pixel counts by its opacity."""
     saturation: float
-    """The factor for the difference between a channel and the luma of the same pixel."""
+    """The factor for the differences between a pixel's channels and its luma."""
     hue: float
-    """The number that is added to the hue; 1 is the whole circle."""
+    """What is added to the hue, as a fraction of the colour circle."""
 
     def apply(
         self, pixels: npt.NDArray[np.uint8], opacity: npt.NDArray[np.uint8] | None = None
@@ -49,27 +51,28 @@ class Colors:
             pixels: RGB values, blended with white where the image is transparent; shape
                 (height, width, 3).
             opacity: the alpha channel, with shape (height, width); None for an opaque image. The
-                image's own colours are changed, and then blended with white again.
+                blending with white is undone before the changes, and repeated after them.
         """
         planes = np.ascontiguousarray(np.moveaxis(pixels, -1, 0), np.float32)
-        share = None
+        alpha = None
         if opacity is not None:
-            share = opacity.astype(np.float32) / _WHITE
+            alpha = opacity.astype(np.float32) / _WHITE
             # Undo the blending with white. Fully transparent pixels have no colour of their own,
             # and stay white.
-            _stretch(planes, _WHITE, 1 / np.maximum(share, 1 / _WHITE))
+            _stretch(planes, _WHITE, 1 / np.maximum(alpha, 1 / _WHITE))
         if self.brightness != 1:
             _stretch(planes, np.float32(0), np.float32(self.brightness))
         if self.contrast != 1:
-            visible = None if share is None or not share.any() else share
-            mean = np.float32(np.average(_luma(planes), weights=visible))
+            # `np.average` rejects weights that are all zero.
+            weights = None if alpha is None or not alpha.any() else alpha
+            mean = np.float32(np.average(_luma(planes), weights=weights))
             _stretch(planes, mean, np.float32(self.contrast))
         if self.saturation != 1:
             _stretch(planes, _luma(planes), np.float32(self.saturation))
         if self.hue:
             planes = _turned(planes, np.float32(6 * self.hue))
-        if share is not None:
-            _stretch(planes, _WHITE, share)
+        if alpha is not None:
+            _stretch(planes, _WHITE, alpha)
         return np.moveaxis(np.rint(planes).astype(np.uint8), 0, -1)
 
 
@@ -87,12 +90,12 @@ def drawn_colors(options: ColorOptions, seed: int, image: int, variant: int) -> 
     """
     if not options.varies:
         return None
-    shares = generator(seed, "color", pair(image, variant)).uniform(-1, 1, 4).tolist()
+    offsets = generator(seed, "color", pair(image, variant)).uniform(-1, 1, 4).tolist()
     return Colors(
-        1 + options.brightness * shares[0],
-        1 + options.contrast * shares[1],
-        1 + options.saturation * shares[2],
-        options.hue * shares[3],
+        1 + options.brightness * offsets[0],
+        1 + options.contrast * offsets[1],
+        1 + options.saturation * offsets[2],
+        options.hue * offsets[3],
     )
 
 
@@ -105,15 +108,17 @@ def _stretch(planes: Planes, origin: Planes | np.float32, factor: Planes | np.fl
 
 
 def _luma(planes: Planes) -> Planes:
-    luma: Planes = np.tensordot(_LUMA, planes, 1)
+    """Return the luma of each pixel; shape (height, width)."""
+    luma: Planes = np.tensordot(_LUMA, planes, axes=1)
     return luma
 
 
 def _turned(planes: Planes, sixths: np.float32) -> Planes:
-    """Return the colours with `sixths` / 6 of the circle added to the hues, in the HSV model."""
+    """Return the channels after turning the hues by `sixths` sixths of the colour circle (HSV)."""
     red, green, blue = planes
     value, least = planes.max(0), planes.min(0)
     chroma = value - least
+    # The hue in sixths of the circle: red is 0, green 2, blue 4. Greys have no hue; it becomes 0.
     divisor = np.where(chroma > 0, chroma, 1)
     hue = np.where(
         value == red,
@@ -123,7 +128,7 @@ def _turned(planes: Planes, sixths: np.float32) -> Planes:
     hue += sixths
     turned = np.empty_like(planes)
     # Each channel is `value` minus `chroma` times a trapezium-shaped function of the hue.
-    for plane, start in zip(turned, (5, 3, 1), strict=True):
-        place = (hue + start) % 6
-        plane[...] = value - chroma * np.clip(np.minimum(place, 4 - place), 0, 1)
+    for plane, offset in zip(turned, (5, 3, 1), strict=True):
+        position = (hue + offset) % 6
+        plane[...] = value - chroma * np.clip(np.minimum(position, 4 - position), 0, 1)
     return turned

@@ -1,4 +1,4 @@
-"""All images of a run with their captions, drawn as batches."""
+"""The images of a run with their captions, and the batches that are made of them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MASKS_KEPT: Final = 4096
 
 @dataclass(frozen=True)
 class View:
-    """What one cache entry encodes: a crop of an image, perhaps mirrored and with other colours."""
+    """What a cache entry encodes: a crop of an image, perhaps mirrored or with changed colours."""
 
     item: int
     """The index of the image in `Dataset.items`."""
@@ -47,6 +47,7 @@ class View:
     top: int
     """The row of the scaled image where the crop starts, px."""
     flipped: bool
+    """Whether the crop is mirrored left to right after it is taken."""
     colors: Colors | None = None
     """The changes of the colours; None if there are none."""
 
@@ -56,7 +57,7 @@ class Batch:
     """The input of one call of the loss; all images have the same size."""
 
     index: int
-    """The number of the batch in the run."""
+    """The number of the batch in the run, from 0; in validation, its index in the list."""
     samples: tuple[int, ...]
     """The sample number of each image. A sample is one use of an image. In training, the samples of
     all batches of the run are numbered from 0, so the numbers do not depend on the batch size. All
@@ -67,7 +68,7 @@ class Batch:
     frames: tuple[Frame, ...]
     """For each image, the part of it that the view shows."""
     loss_weights: npt.NDArray[np.float32]
-    """The factor by which each image's loss is multiplied; shape (B,)."""
+    """The factor by which each image's loss is multiplied; shape (B,) for B images."""
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -92,7 +93,7 @@ class Dataset:
         self.seed = seed
         self._summary = summary
         self._mask = lru_cache(maxsize=_MASKS_KEPT)(self._read_mask)
-        self._variants = lru_cache(maxsize=None)(self._make_variants)
+        self._sides = lru_cache(maxsize=None)(self._make_sides)
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -103,7 +104,7 @@ class Dataset:
         return self._summary
 
     def listing(self) -> dict[str, str]:
-        """Return, for each image, a hash of its content, caption, mask's path and settings.
+        """Return, for each image, a hash of its content, caption, mask file's path and settings.
 
         The keys are the images' paths, relative to the deepest folder that contains all images.
         """
@@ -128,17 +129,20 @@ class Dataset:
         return described(self.items, self._captions.separator)
 
     def part(self, numbers: Sequence[int]) -> Dataset:
-        """Return the items with these indices as a separate data set."""
+        """Return the items with these indices as a data set; its summary is that of all items."""
         items = [self.items[number] for number in numbers]
         return Dataset(items, self.options, self._captions, self.seed, self._summary)
 
     def fixed(self) -> Dataset:
-        """Return the same images, never mirrored, with centre crops and unchanged colours."""
+        """Return a data set of the same images whose views are not random.
+
+        Each image is cropped at the centre, is not mirrored and has unchanged colours.
+        """
         options = replace(self.options, crop="center", flip=False, color=ColorOptions())
         return Dataset(self.items, options, self._captions, self.seed, self._summary)
 
     def batches(self, batch_size: int) -> DatasetBatches:
-        """Return batches in random order.
+        """Return training batches: images in random order, each with a random view and caption.
 
         Raises:
             ConfigError: the batch size is less than 1.
@@ -149,8 +153,8 @@ class Dataset:
         """Return batches for validation, with each image once and nothing random.
 
         The images of a bucket keep the order of `items`. Each is cropped at the centre, is not
-        mirrored and has unchanged colours. Captions are whole, with their tags in order. The last
-        batch of a bucket may be smaller.
+        mirrored and has unchanged colours. No caption is dropped, and no tag is dropped or moved.
+        The last batch of a bucket may be smaller than `batch_size`, which is at least 1.
         """
         by_bucket: dict[Bucket, list[int]] = {}
         for number, item in enumerate(self.items):
@@ -160,30 +164,31 @@ class Dataset:
             for _, members in sorted(by_bucket.items())
             for start in range(0, len(members), batch_size)
         ]
-        starts = accumulate((len(group) for group in groups), initial=0)
+        # The number of the first sample of each group; the last element is the number of samples.
+        firsts = accumulate((len(group) for group in groups), initial=0)
         return [
             self._batch(
                 index,
-                range(start, start + len(group)),
+                range(first, first + len(group)),
                 [View(number, *self.items[number].fit.box(), flipped=False) for number in group],
                 [self._plain_caption(number) for number in group],
             )
-            for index, (start, group) in enumerate(zip(starts, groups, strict=False))
+            for index, (first, group) in enumerate(zip(firsts, groups, strict=False))
         ]
 
     def views(self) -> list[View]:
-        """Return every view that can be in a batch, grouped by bucket."""
-        found = {
-            view: None
+        """Return every view that can be in a batch, once each, sorted by bucket."""
+        views = dict.fromkeys(
+            view
             for number in range(len(self.items))
-            for crop in range(self._crops)
-            for color in range(self._colors)
-            for view in self._variants(number, crop, color)
-        }
-        return sorted(found, key=lambda view: self.items[view.item].fit.bucket)
+            for crop in range(self._crop_count)
+            for color in range(self._color_count)
+            for view in self._sides(number, crop, color)
+        )
+        return sorted(views, key=lambda view: self.items[view.item].fit.bucket)
 
     def possible_captions(self) -> list[str]:
-        """Return every caption that can be in a batch.
+        """Return every caption that can be in a batch, once each.
 
         Raises:
             ConfigError: tags are shuffled or dropped anew for each sample (`variants` is 0).
@@ -193,18 +198,19 @@ class Dataset:
                 "dataset: with caption_variants 0, tags are shuffled or dropped anew for each "
                 "sample, so text features cannot be cached; set caption_variants to 1 or more"
             )
-        found = {
-            caption: None
+        captions = dict.fromkeys(
+            caption
             for item in self.items
             for caption in self._maker.possible(item.picture.caption, item.trigger, item.seed)
-        }
-        return list(found)
+        )
+        return list(captions)
 
     def pixels(self, view: View) -> npt.NDArray[np.uint8]:
-        """Return the RGB values of a view: (height, width, 3) in the size of its bucket.
+        """Return the RGB values of a view; shape (height, width, 3), the size of its bucket.
 
         Raises:
-            DatasetError: the file is missing or has changed since the data set was loaded.
+            DatasetError: the file is missing, cannot be decoded, or has changed since the data set
+                was loaded.
         """
         item = self.items[view.item]
         image = read_rgb(item.picture.path, item.picture.digest)
@@ -217,26 +223,30 @@ class Dataset:
         return view.colors.apply(pixels, opacity)
 
     def masks(self, batch: Batch, factor: int = 8) -> npt.NDArray[np.float32] | None:
-        """Return the weights of the loss, from 0 to 1; 1 everywhere for images without a mask.
+        """Return the masks of a batch: weights of the loss, from 0 to 1.
+
+        An image without a mask has the weight 1 everywhere.
 
         Args:
             batch: the batch.
-            factor: pixels per element of the latents, in width and in height.
+            factor: one element of the latents stands for `factor` x `factor` pixels.
 
         Returns:
-            Shape (B, height / factor, width / factor), or None if masks are off for all images.
+            Shape (B, height / factor, width / factor) for B images, or None if masks are off for
+            all images of the data set.
 
         Raises:
-            DatasetError: a mask cannot be decoded.
+            DatasetError: the file of a mask is missing or cannot be decoded.
         """
         if all(item.mask == "off" for item in self.items):
             return None
+        # Colours do not change a mask: without them, all colour variants share one cached mask.
         levels = np.stack([self._mask(replace(view, colors=None), factor) for view in batch.views])
         masks: npt.NDArray[np.float32] = levels.astype(np.float32) / np.float32(255)
         return masks
 
     def draw(self, index: int, numbers: Sequence[int]) -> Batch:
-        """Return batch number `index`: a random view and caption of each of the items `numbers`."""
+        """Return batch `index`: a random view and caption of each item in `numbers`, by index."""
         samples = range(index * len(numbers), (index + 1) * len(numbers))
         views, captions = [], []
         for sample, number in zip(samples, numbers, strict=True):
@@ -263,29 +273,31 @@ class Dataset:
         )
 
     def _drawn_view(self, number: int, sample: int) -> View:
-        if self._crops == self._colors == 1 and not self.options.flip:
-            return self._variants(number, 0, 0)[0]
+        if self._crop_count == self._color_count == 1 and not self.options.flip:
+            return self._sides(number, 0, 0)[0]
         rng = generator(self.seed, "view", sample)
-        crop, side, color = (int(rng.integers(count)) for count in (self._crops, 2, self._colors))
-        variants = self._variants(number, crop, color)
-        return variants[side % len(variants)]
+        counts = (self._crop_count, 2, self._color_count)
+        # The side is drawn without `flip` too, so that `flip` does not change the colours.
+        crop, side, color = (int(rng.integers(count)) for count in counts)
+        sides = self._sides(number, crop, color)
+        return sides[side % len(sides)]
 
     def _plain_caption(self, number: int) -> str:
         item = self.items[number]
         return self._maker.plain(item.picture.caption, item.trigger)
 
     @property
-    def _crops(self) -> int:
+    def _crop_count(self) -> int:
         return self.options.random_crops if self.options.crop == "random" else 1
 
     @property
-    def _colors(self) -> int:
+    def _color_count(self) -> int:
         return self.options.color.variants if self.options.color.varies else 1
 
-    def _make_variants(self, number: int, crop: int, color: int) -> list[View]:
-        """Return the views with crop number `crop` and colours number `color`.
+    def _make_sides(self, number: int, crop: int, color: int) -> list[View]:
+        """Return the view of item `number` with crop `crop` and colour variant `color`.
 
-        They are one view that is not mirrored and, with `flip`, its mirrored image.
+        With `flip`, the mirrored view follows.
         """
         item = self.items[number]
         fit = item.fit
@@ -294,9 +306,9 @@ class Dataset:
             left, top = fit.box(rng.random(), rng.random())
         else:
             left, top = fit.box()
-        sides = (False, True) if self.options.flip else (False,)
         colors = drawn_colors(self.options.color, self.seed, item.seed, color)
-        return [View(number, left, top, flipped, colors) for flipped in sides]
+        view = View(number, left, top, flipped=False, colors=colors)
+        return [view, replace(view, flipped=True)] if self.options.flip else [view]
 
     def _cropped(self, view: View, image: Image.Image) -> npt.NDArray[np.uint8]:
         fit = self.items[view.item].fit
@@ -304,21 +316,22 @@ class Dataset:
         return np.asarray(crop, dtype=np.uint8)
 
     def _read_mask(self, view: View, factor: int) -> npt.NDArray[np.uint8]:
+        """Return the mask of a view, 0 to 255, with one value per element of the latents."""
         item = self.items[view.item]
         bucket = item.fit.bucket
-        size = bucket.width // factor, bucket.height // factor
+        width, height = bucket.width // factor, bucket.height // factor
         if item.mask == "alpha":
-            whole = read_alpha(item.picture.path)
+            mask = read_alpha(item.picture.path)
         elif item.picture.mask is not None:
-            whole = read_grey(item.picture.mask)
+            mask = read_grey(item.picture.mask)
         else:
-            return np.full((size[1], size[0]), 255, np.uint8)
-        cut = item.fit.cut(whole, view.left, view.top, flipped=view.flipped)
-        return np.asarray(cut.resize(size, Image.Resampling.BOX), np.uint8)
+            return np.full((height, width), 255, np.uint8)
+        crop = item.fit.cut(mask, view.left, view.top, flipped=view.flipped)
+        return np.asarray(crop.resize((width, height), Image.Resampling.BOX), np.uint8)
 
 
 class DatasetBatches:
-    """Batches of a data set by number, a `BatchSource` for the trainer."""
+    """The training batches of a data set, each computed from its number (a `BatchSource`)."""
 
     def __init__(self, dataset: Dataset, batch_size: int, seed: int) -> None:
         buckets = sorted({item.fit.bucket for item in dataset.items})

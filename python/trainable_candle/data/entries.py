@@ -1,4 +1,7 @@
-"""Entries of a cache: safetensors files with a checksum, so that damage is detected."""
+"""Entries of a cache: safetensors files with a checksum, so that damage is detected.
+
+The facts of a file are texts by name, in the part `__metadata__` of its header.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,18 @@ if TYPE_CHECKING:
 _METADATA: Final = "__metadata__"
 _CHECKSUM: Final = "crc32"
 _START: Final = f'{{"{_METADATA}": {{"{_CHECKSUM}": "'.encode()
-"""The start of every header. Then comes the checksum, 8 hexadecimal digits."""
+"""The start of every header. The checksum follows, in 8 hexadecimal digits."""
 _PLACE: Final = slice(8 + len(_START), 16 + len(_START))
-"""Where a file has the checksum. The header begins at byte 8."""
+"""The bytes of the checksum in a file. The header begins at byte 8, after its length."""
 _ALIGNMENT: Final = 8
+"""Spaces extend the header so that its length is a multiple of this."""
 _DTYPES: Final = {
     "f64": "F64", "f32": "F32", "f16": "F16", "bf16": "BF16", "i64": "I64", "u32": "U32", "u8": "U8"
 }  # fmt: skip
+"""The names that safetensors gives to the library's dtypes."""
 
 _NUMPY: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "U32": "<u4", "U8": "u1"}
+"""numpy's dtypes for the names of safetensors; numpy has none for BF16."""
 
 
 def packed(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> bytes:
@@ -36,25 +42,25 @@ def packed(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> bytes:
 
     Args:
         tensors: the tensors, by name.
-        facts: text entries of the header, to which the checksum is added.
+        facts: the facts of the file, to which the checksum is added.
     """
-    # Tensors with the widest elements come first, so that each begins at a multiple of its element
-    # size.
+    # Tensors with the largest elements come first, so that each tensor begins at a multiple of its
+    # element size.
     order = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    entries: dict[str, Any] = {}
+    infos: dict[str, Any] = {}
     parts, end = [], 0
     for name, tensor in order:
         part = _bytes(tensor)
         dtype, shape = _DTYPES[str(tensor.dtype)], list(tensor.shape)
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + len(part)]}
+        infos[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + len(part)]}
         parts.append(part)
         end += len(part)
     data = b"".join(parts)
-    # A file name can have bytes that are not UTF-8. Python represents such bytes by surrogates,
-    # which become question marks here.
+    # A fact can be a file name, which may have bytes that are not UTF-8. Python represents such
+    # bytes by surrogates, which become question marks here.
     texts = {name: text.encode(errors="replace").decode() for name, text in facts.items()}
     metadata = {_CHECKSUM: "0" * 8, **texts}
-    header = json.dumps({_METADATA: metadata, **entries}).encode()
+    header = json.dumps({_METADATA: metadata, **infos}).encode()
     header += b" " * (-len(header) % _ALIGNMENT)
     content = bytearray(len(header).to_bytes(8, "little") + header + data)
     content[_PLACE] = _checksum(content)
@@ -62,34 +68,35 @@ def packed(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> bytes:
 
 
 def unpacked(content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and the text entries of a `packed` file; ignores the checksum."""
+    """Return the tensors and the facts of a `packed` file, without comparing the checksum."""
     start = 8 + int.from_bytes(content[:8], "little")
-    entries = json.loads(content[8:start])
-    facts = entries.pop(_METADATA)
+    infos = json.loads(content[8:start])
+    facts = infos.pop(_METADATA)
     tensors = {}
-    for name, entry in entries.items():
-        first, last = (start + offset for offset in entry["data_offsets"])
-        tensors[name] = _tensor(content[first:last], entry["dtype"]).reshape(entry["shape"])
+    for name, info in infos.items():
+        begin, end = (start + offset for offset in info["data_offsets"])
+        tensors[name] = _tensor(content[begin:end], info["dtype"]).reshape(info["shape"])
     return tensors, facts
 
 
 def facts_of(path: Path) -> dict[str, str]:
-    """Return the text entries of a file's header, without a check of the tensors.
+    """Return the facts of a file; reads only the header, and does not compare the checksum.
 
-    They are empty if the file is missing or not a safetensors file.
+    The facts are empty if the file cannot be read or has no valid header.
     """
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            return _metadata(file.read(min(length, path.stat().st_size)))
+            # In a damaged file, the length may be any number.
+            return _header_facts(file.read(min(length, path.stat().st_size)))
     except (OSError, ValueError):
         return {}
 
 
 def intact_facts(path: Path) -> dict[str, str]:
-    """Return the text entries of a file that `packed` made; empty if the file's checksum is wrong.
+    """Return the facts of a file that `packed` made; reads all of it, and compares the checksum.
 
-    The whole file is read.
+    The facts are empty if the file cannot be read, `packed` did not make it, or it is damaged.
     """
     try:
         content = path.read_bytes()
@@ -97,13 +104,13 @@ def intact_facts(path: Path) -> dict[str, str]:
         return {}
     if content[8 : _PLACE.start] != _START or content[_PLACE] != _checksum(content):
         return {}
-    return _metadata(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return _header_facts(content[8 : 8 + int.from_bytes(content[:8], "little")])
 
 
-def _metadata(header: bytes) -> dict[str, str]:
-    entries = parse_json(header)
-    found = entries.get(_METADATA) if isinstance(entries, dict) else None
-    return found if isinstance(found, dict) else {}
+def _header_facts(header: bytes) -> dict[str, str]:
+    fields = parse_json(header)
+    facts = fields.get(_METADATA) if isinstance(fields, dict) else None
+    return facts if isinstance(facts, dict) else {}
 
 
 def _checksum(content: bytes | bytearray) -> bytes:
@@ -114,15 +121,15 @@ def _checksum(content: bytes | bytearray) -> bytes:
 
 def _tensor(values: bytes, dtype: str) -> Tensor:
     if dtype == "BF16":
-        halves = np.frombuffer(values, "<u2").astype(np.uint32) << 16
-        return tc.tensor(halves.view(np.float32)).to("bf16")
+        # numpy has no bf16. A bf16 value is the upper half of the f32 value.
+        bits = np.frombuffer(values, "<u2").astype(np.uint32) << 16
+        return tc.tensor(bits.view(np.float32)).to("bf16")
     return tc.tensor(np.frombuffer(values, _NUMPY[dtype]))
 
 
 def _bytes(tensor: Tensor) -> bytes:
     if str(tensor.dtype) == "bf16":
-        # numpy has no bf16. A bf16 value is the upper half of the f32 value.
         halves: bytes = (tensor.to("f32").numpy().view(np.uint32) >> 16).astype("<u2").tobytes()
         return halves
-    whole: bytes = tensor.numpy().tobytes()
-    return whole
+    values: bytes = tensor.numpy().tobytes()
+    return values

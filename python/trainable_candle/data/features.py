@@ -37,7 +37,7 @@ _Task = TypeVar("_Task")
 
 
 class LatentCache:
-    """The encoder's results for the views of a data set.
+    """The encoder's results for the views of a data set; encodes each batch if the cache is off.
 
     Args:
         dataset: the images.
@@ -45,9 +45,10 @@ class LatentCache:
         options: where to keep results.
         identity: everything that results depend on besides pixels: the encoder's weights, its
             settings, the dtype. Different identities have separate entries.
-        folder: the folder of entries (`cache_folder`); needed if `options.kind` is `disk`.
+        folder: the result of `cache_folder`; needed if `options.kind` is `disk`.
         device: the device of batches.
-        encode_area: the most pixels that `encode` gets at once; a larger image is encoded alone.
+        encode_area: the most pixels that `encode` gets at once; a larger image is encoded alone. By
+            default, images are encoded one by one.
     """
 
     def __init__(
@@ -73,56 +74,61 @@ class LatentCache:
     ) -> Filled:
         """Encode the missing entries, in batches of images of equal size.
 
+        At the end, remove the entries of earlier contents of the images, and damaged entries. Do
+        nothing if the cache is off.
+
         While the encoder works, several threads decode the next images and another thread writes
         entries. Except for the entries that stay in memory, the memory in use does not grow with
-        the number of images. Nothing is encoded if the cache is off.
+        the number of images.
 
         Args:
             progress: whether to draw a bar on a terminal.
-            report: gets a line from time to time if there is no bar.
+            report: without a bar, gets a line from time to time.
             group: the processes that fill the cache together; each of them must call `fill`.
 
         Raises:
-            DatasetError: an image has changed, or can no longer be decoded.
+            DatasetError: an image has changed or can no longer be decoded, or `encode` returns the
+                wrong number of rows.
             OSError: an entry cannot be written; entries written earlier are kept.
             DistributedError: another process has failed.
         """
         if not self._kept:
             return Filled(0, 0, 0)
         dataset = self._dataset
-        keys = {self._key(view): view for view in dataset.views()}
-        missing = self._entries.missing(list(keys))
-        share, lacking = _dealt(group, missing, keys)
+        views = {self._key(view): view for view in dataset.views()}
+        missing = self._entries.missing(list(views))
+        mine, lacking = _dealt(group, missing, views)
 
-        def bucket(view: View) -> Bucket:
+        def bucket_of(view: View) -> Bucket:
             return dataset.items[view.item].fit.bucket
 
-        def at_once(bucket: Bucket) -> int:
+        def images_at_once(bucket: Bucket) -> int:
             return max(1, self._encode_area // (bucket.width * bucket.height))
 
-        def entry(view: View) -> tuple[str, dict[str, str]]:
+        def key_and_facts(view: View) -> tuple[str, dict[str, str]]:
             picture = dataset.items[view.item].picture
             return self._key(view), {"source": str(picture.path), "digest": picture.digest}
 
-        batches = groups_of(share, bucket, at_once)
+        batches = groups_of(mine, bucket_of, images_at_once)
         with (
             closing(in_parallel(dataset.pixels, (v for b in batches for v in b))) as pixels,
-            Progress("latents", len(share), progress, report) as done,
+            Progress("latents", len(mine), progress, report) as done,
         ):
             stacked = (np.stack(list(islice(pixels, len(batch)))) for batch in batches)
-            self._entries.fill(batches, stacked, self._encode, entry, done)
+            self._entries.fill(batches, stacked, self._encode, key_and_facts, done)
         self._entries.pass_on(group, lacking)
         removed = 0
         if group.rank == 0:
             digests = {str(item.picture.path): item.picture.digest for item in dataset.items}
-            removed = self._entries.remove_superseded(set(keys), digests)
-        return Filled(len(keys) - len(lacking), len(lacking), removed)
+            removed = self._entries.remove_superseded(set(views), digests)
+        return Filled(len(views) - len(lacking), len(lacking), removed)
 
     def batch(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the tensors of a batch, (B, ...) by name.
+        """Return the tensors of a batch of B images, by name; their shapes begin with B.
 
         Raises:
-            DatasetError: an entry is missing.
+            DatasetError: an entry is missing or damaged, or, with the cache off, an image has
+                changed or can no longer be decoded.
         """
         if not self._kept:
             return self._entries.placed(self._encode(self._pixels(batch.views)))
@@ -154,7 +160,7 @@ class LatentCache:
 
 
 class TextCache:
-    """The text encoders' results for captions.
+    """The text encoders' results for captions; encodes each batch if the cache is off.
 
     Features of captions may have different lengths along dimension 1. In a batch, shorter features
     are extended by the features of the empty caption, repeated as often as needed.
@@ -164,7 +170,7 @@ class TextCache:
         options: where to keep results.
         identity: everything that results depend on besides captions: the encoders' weights, clip
             skip, the number of tokens, the dtype. Different identities have separate entries.
-        folder: the folder of entries (`cache_folder`); needed if `options.kind` is `disk`.
+        folder: the result of `cache_folder`; needed if `options.kind` is `disk`.
         device: the device of batches.
         encode_parts: the greatest sum of the captions' sizes (see `parts`) that `encode` gets at
             once; a larger caption is encoded alone.
@@ -199,41 +205,43 @@ class TextCache:
     ) -> Filled:
         """Encode those captions that have no entry yet, and the empty caption if it has none.
 
-        Another thread writes entries meanwhile. Nothing is encoded if the cache is off.
+        While the encoders work, another thread writes entries. Nothing is encoded if the cache is
+        off.
 
         Args:
             captions: any number, repetitions allowed.
             progress: whether to draw a bar on a terminal.
-            report: gets a line from time to time if there is no bar.
+            report: without a bar, gets a line from time to time.
             group: the processes that fill the cache together; each of them must call `fill`.
 
         Raises:
+            DatasetError: `encode` returns the wrong number of rows.
             OSError: an entry cannot be written; entries written earlier are kept.
             DistributedError: another process has failed.
         """
         if not self._kept:
             return Filled(0, 0, 0)
-        keys = {_text_key(caption): caption for caption in ("", *captions)}
-        missing = self._entries.missing(list(keys))
-        share, lacking = _dealt(group, missing, keys)
+        texts = {_text_key(caption): caption for caption in ("", *captions)}
+        missing = self._entries.missing(list(texts))
+        mine, lacking = _dealt(group, missing, texts)
 
-        def entry(caption: str) -> tuple[str, dict[str, str]]:
+        def key_and_facts(caption: str) -> tuple[str, dict[str, str]]:
             return _text_key(caption), {"caption": caption}
 
-        batches = groups_of(share, self._parts, self._at_once)
-        with Progress("captions", len(share), progress, report) as done:
-            self._entries.fill(batches, batches, self._encode, entry, done)
+        batches = groups_of(mine, self._parts, self._captions_at_once)
+        with Progress("captions", len(mine), progress, report) as done:
+            self._entries.fill(batches, batches, self._encode, key_and_facts, done)
         self._entries.pass_on(group, lacking)
-        return Filled(len(keys) - len(lacking), len(lacking), 0)
+        return Filled(len(texts) - len(lacking), len(lacking), 0)
 
-    def _at_once(self, parts: int) -> int:
+    def _captions_at_once(self, parts: int) -> int:
         return max(1, self._encode_parts // max(1, parts))
 
     def batch(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Return the tensors of some captions, (B, ...) by name.
+        """Return the tensors of B captions, by name; their shapes begin with B.
 
         Raises:
-            DatasetError: an entry is missing.
+            DatasetError: an entry is missing or damaged.
         """
         if self._kept:
             rows = [self._entries.get(_text_key(caption)) for caption in captions]
@@ -248,14 +256,25 @@ class TextCache:
 def _dealt(
     group: Group, missing: Sequence[str], tasks: Mapping[str, _Task]
 ) -> tuple[list[_Task], list[str]]:
-    """Return the tasks that this process encodes, and all keys that some process lacks."""
+    """Divide the entries that some process lacks among all processes.
+
+    Args:
+        group: the processes.
+        missing: the keys of the entries that this process lacks.
+        tasks: all tasks by key, in the same order in all processes.
+
+    Returns:
+        The tasks that this process encodes, and the keys of all entries that some process lacks.
+    """
     lacking = needed(group, missing, tasks)
     missing_here = set(missing)
     mine = lacking[group.rank :: group.size]
+    # An entry that this process has, but another lacks, is not encoded again: `pass_on` sends it.
     return [tasks[key] for key in mine if key in missing_here], lacking
 
 
 def _joined(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Concatenate the tensors of one or more rows along dimension 0, name by name."""
     if len(rows) == 1:
         return dict(rows[0])
     return {name: tc.cat([row[name] for row in rows], 0) for name in rows[0]}
@@ -264,19 +283,22 @@ def _joined(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def _continued(
     row: Mapping[str, Tensor], rows: Sequence[Mapping[str, Tensor]], blank: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the features `row`, extended by `blank` along dimension 1 to the longest of `rows`."""
-    whole = {}
+    """Return the features `row`, extended along dimension 1 to the longest features of `rows`.
+
+    The features `blank` are appended as often as needed; the last repetition may be cut off.
+    """
+    extended = {}
     for name, tensor in row.items():
         if tensor.ndim < 2:
-            whole[name] = tensor
+            extended[name] = tensor
             continue
         length = max(other[name].shape[1] for other in rows)
-        parts, missing = [tensor], length - tensor.shape[1]
-        while missing:
-            parts.append(blank[name].narrow(1, 0, min(missing, blank[name].shape[1])))
-            missing -= parts[-1].shape[1]
-        whole[name] = tc.cat(parts, 1) if len(parts) > 1 else tensor
-    return whole
+        pieces, lacking = [tensor], length - tensor.shape[1]
+        while lacking:
+            pieces.append(blank[name].narrow(1, 0, min(lacking, blank[name].shape[1])))
+            lacking -= pieces[-1].shape[1]
+        extended[name] = tc.cat(pieces, 1) if len(pieces) > 1 else tensor
+    return extended
 
 
 def _text_key(caption: str) -> str:

@@ -1,4 +1,4 @@
-"""Helps to fill a cache: groups tasks, and reports progress and a summary."""
+"""Groups the tasks of filling a cache, and reports progress and a summary."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _Task = TypeVar("_Task")
 _Kind = TypeVar("_Kind", bound="Hashable")
 
 _LOGGED_FROM: Final = 100
-"""The progress of fewer tasks than this is not logged."""
+"""If there are fewer tasks than this, their progress is not logged."""
 _LOG_LINES: Final = 10
-"""The number of log lines from the first task to the last."""
+"""The greatest number of log lines from the first task to the last."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,19 @@ class Filled:
 
     def __str__(self) -> str:
         """Return one line for the log."""
-        gone = f", {self.removed} outdated removed" if self.removed else ""
+        gone = f", {self.removed} outdated or damaged removed" if self.removed else ""
         return f"{self.found} found, {self.made} made{gone}"
 
 
 class Progress:
-    """A progress bar on a terminal; elsewhere, ten log lines in all if there are many tasks."""
+    """A progress bar; without a bar, at most ten log lines in all, if there are many tasks.
+
+    Args:
+        what: what the tasks encode, for the bar and the lines.
+        total: the number of tasks.
+        progress: whether to draw the bar if the output is a terminal.
+        report: without a bar, gets the lines.
+    """
 
     def __init__(self, what: str, total: int, progress: bool, report: Report | None) -> None:
         # With None, tqdm draws on terminals only.
@@ -52,11 +59,11 @@ class Progress:
         self._done = 0
 
     def __call__(self, count: int) -> None:
-        """Count finished tasks."""
+        """Count `count` more finished tasks."""
         self._bar.update(count)
         before, self._done = self._done, self._done + count
-        tenths = [_LOG_LINES * done // self._total for done in (before, self._done)]
-        if self._report is not None and tenths[0] < tenths[1]:
+        lines_before, lines_now = (_LOG_LINES * n // self._total for n in (before, self._done))
+        if self._report is not None and lines_before < lines_now:
             self._report(f"{self._what}: {self._done} of {self._total} encoded")
 
     def __enter__(self) -> Self:
@@ -69,12 +76,12 @@ class Progress:
 def groups_of(
     tasks: Sequence[_Task], kind: Callable[[_Task], _Kind], size: Callable[[_Kind], int]
 ) -> list[list[_Task]]:
-    """Group tasks of the same kind; a group has at most `size(kind)` tasks."""
+    """Group tasks whose `kind(task)` is equal; a group has at most `size(kind(task))` tasks."""
     by_kind: dict[_Kind, list[_Task]] = {}
     for task in tasks:
         by_kind.setdefault(kind(task), []).append(task)
     return [
-        members[start : start + size(kind)]
-        for kind, members in by_kind.items()
-        for start in range(0, len(members), size(kind))
+        members[start : start + size(key)]
+        for key, members in by_kind.items()
+        for start in range(0, len(members), size(key))
     ]

@@ -18,16 +18,19 @@ from trainable_candle.outputs import require_no_output
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+# The ends of error messages. `10_a cup` is a name as in kohya's scripts.
 RECURSIVE_HINT: Final = "; folders inside it are read with `recursive: true` in a YAML file"
 KOHYA_HINT: Final = (
-    f"{RECURSIVE_HINT}, or if their names are like `10_a cup` (10: how often each image is seen)"
+    f"{RECURSIVE_HINT}, or if their names are like `10_a cup` (10: how often each image is seen in "
+    "an epoch)"
 )
 SKIP_HINT: Final = " (--skip-bad leaves such images out)"
 _SHOWN: Final = 10
+"""The greatest number of lines about images or files in a message."""
 _TABLE: Final = "metadata.csv"
 """A file of captions that Hugging Face's `imagefolder` reads and this library does not."""
 _EXPECTED: Final = frozenset({*CAPTION_SUFFIXES, ".json", ".jsonl", ".yaml", ".yml", ".md"})
-"""Suffixes of files that are no images and that the summary does not list."""
+"""Suffixes of files other than images that the summary does not list."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,9 @@ class Picture:
     digest: str
     """A hash of the file's bytes, 32 hexadecimal digits."""
     mask: Path | None = None
-    """The mask, if there is one and masks are read."""
+    """The file of the mask; None if there is none or masks are not read."""
     transparent: bool = False
-    """Whether the image has an alpha channel, or a colour that is transparent."""
+    """Whether the image has an alpha channel, or a colour that stands for transparency."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,8 @@ class Folder:
     problems: tuple[str, ...]
     """What is wrong with each unusable image."""
     others: tuple[tuple[str, int], ...]
-    """The suffixes of files that are not read, each with the number of files that have it."""
+    """The suffixes of files that are not read, except `_EXPECTED`, each with the number of such
+    files. `without a suffix` stands for no suffix."""
 
     @property
     def count(self) -> int:
@@ -79,9 +83,9 @@ def check_folder(folder: str | Path, caption: str | None = None) -> list[Picture
         The images; at least one.
 
     Raises:
-        DatasetError: the folder is missing, has no images or is the output of a run, its
-            `metadata.jsonl` is wrong, or some images cannot be read or have no caption; the message
-            names the first ten of them.
+        DatasetError: the folder is missing, is a file, has no images or is the output of a run; its
+            `metadata.jsonl` is wrong; or some images cannot be read or have no caption (the message
+            names the first ten of them).
         OSError: the folder cannot be listed.
     """
     found = read_folder(Source(Path(folder), caption))
@@ -93,18 +97,21 @@ def check_folder(folder: str | Path, caption: str | None = None) -> list[Picture
 def read_folder(source: Source, *, masks: bool = False, hint: str = "") -> Folder:
     """Check every image of a folder, each decoded once, in parallel.
 
-    Captions are in `.txt` or `.caption` files (UTF-8) named like the images, or in a
-    `metadata.jsonl`, which may also name images in folders below; other images get the caption of
-    the source. Hidden files and masks are left out.
+    An image's caption is in a `.txt` or `.caption` file (UTF-8) that is named like the image; else
+    in a `metadata.jsonl`, which may also name images in folders below its own; else it is
+    `source.caption`. Hidden files and masks are not read as images.
 
     Args:
         source: the folder.
         masks: whether to look for mask files.
         hint: the end of the error message about a folder without images.
 
+    Returns:
+        The images, and what is wrong with each unusable image.
+
     Raises:
-        DatasetError: the folder is missing or has no images, its `metadata.jsonl` is wrong, or a
-            folder that is read is the output of a run.
+        DatasetError: the folder is missing, is a file or has no images, a `metadata.jsonl` is
+            wrong, or a folder that is read is the output of a run.
         OSError: the folder cannot be listed.
     """
     folder = source.path
@@ -139,7 +146,7 @@ def read_folder(source: Source, *, masks: bool = False, hint: str = "") -> Folde
 
 
 def unusable(folder: Path, count: int, problems: Sequence[str], hint: str = "") -> DatasetError:
-    """Return the error for `problems` among `count` images; its message shows the first ten."""
+    """Return the error for the `problems` of some of `count` images; it shows the first ten."""
     return DatasetError(
         f"dataset: {len(problems)} of {counted(count, 'image')} in {folder} cannot be used"
         f"{hint}:\n  " + "\n  ".join(first_lines(problems))
@@ -152,7 +159,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def first_lines(lines: Sequence[str]) -> list[str]:
-    """Return the first ten lines, and the number of further lines."""
+    """Return the first ten lines and, if there are more, a line that counts the rest."""
     shown = list(lines[:_SHOWN])
     return [*shown, f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else shown
 
@@ -169,12 +176,17 @@ def _files(folder: Path, *, recursive: bool) -> Iterator[Path]:
 
     for place, folders, names in os.walk(folder, onerror=raise_error):
         require_no_output(Path(place))
+        # `os.walk` goes on to the folders that stay in this list.
         folders[:] = [n for n in folders if recursive and not n.startswith(".") and n != FOLDER]
         yield from (Path(place, name) for name in names if not name.startswith("."))
 
 
 def _listed(files: Sequence[Path], folder: Path) -> dict[Path, str]:
-    """Return the captions of every `metadata.jsonl` among `files`, by image."""
+    """Return the captions of every `metadata.jsonl` among `files`, by image.
+
+    Raises:
+        DatasetError: a `metadata.jsonl` is wrong, or names files that do not exist.
+    """
     listed = {
         picture: caption
         for path in files
@@ -185,7 +197,7 @@ def _listed(files: Sequence[Path], folder: Path) -> dict[Path, str]:
     missing = sorted(str(path) for path in listed if not os.path.isfile(path))  # noqa: PTH113
     if missing:
         raise DatasetError(
-            f"dataset: {METADATA} in {folder} names {len(missing)} files that do not exist:\n  "
+            f"dataset: {METADATA} in {folder} names {counted(len(missing), 'missing file')}:\n  "
             + "\n  ".join(first_lines(missing))
         )
     return listed
@@ -196,7 +208,14 @@ def _is_picture(path: Path) -> bool:
 
 
 def _check(path: Path, listed: str | None, default: str | None, *, masks: bool) -> Picture | str:
-    """Check an image; returns it, or what is wrong with it."""
+    """Check an image; returns it, or what is wrong with it.
+
+    Args:
+        path: the image.
+        listed: its caption in a `metadata.jsonl`; None without one.
+        default: the caption if the image has none of its own; None is an error.
+        masks: whether to look for a mask.
+    """
     if not path.is_file():
         return f"{path}: is not a regular file"
     try:

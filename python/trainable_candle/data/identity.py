@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 SUFFIXES: Final = (".safetensors", ".gguf", ".json", ".txt", ".model")
 """The suffixes of a model's files: weights, configurations and vocabularies."""
 MEMORY: Final = "contents.json"
-"""The file of remembered hashes."""
+"""The file of remembered hashes in `user_folder`."""
 _FORMAT: Final = 1
+"""The version of the format of this file; files of other versions are ignored."""
 _CHUNK: Final = 32 * 2**20
 """The number of bytes of a file that one task of the thread pool hashes."""
 _PIECE: Final = 2**20
@@ -29,20 +30,20 @@ _WORKERS: Final = min(16, os.cpu_count() or 1)
 _REMEMBERED: Final = 1000
 """The greatest number of files whose hashes are remembered."""
 SETTLED: Final = 2_000_000_000
-"""A time in nanoseconds: if at least this time is between two changes of a file, every file system
-gives them different timestamps."""
+"""A time in nanoseconds. If two changes of a file are farther apart, every file system gives them
+different timestamps."""
 
 
 def file_identity(path: str | Path) -> str:
-    """Return a hash of a file's contents, or of all model files below a folder.
+    """Return a hash of a file's contents, or of all files of a model in a folder and below it.
 
     The hash has 32 hexadecimal digits and depends on every byte. Several threads hash chunks of a
     file. A file's hash is remembered with the file's path, size, times, inode and device; while
     these are the same, the file is not read again.
 
     Args:
-        path: a file of any kind, or a folder. In a folder and below it, all files with one of
-            `SUFFIXES` are hashed together with their names.
+        path: a file with any suffix, or a folder. In a folder and below it, the files with
+            one of `SUFFIXES` count, and so do their paths relative to the folder.
 
     Raises:
         OSError: a file cannot be read.
@@ -71,27 +72,28 @@ def content_digests(files: Sequence[Path]) -> list[str]:
     names = [os.path.realpath(file) for file in files]
     found: dict[str, str] = {}
     for name, state in zip(names, before, strict=True):
-        entry = known.get(name)
+        entry = known.get(name)  # The state of the file, followed by its hash.
         if isinstance(entry, list) and entry[:-1] == state and isinstance(entry[-1], str):
             found[name] = entry[-1]
-    missing = {
-        name: state[0] for name, state in zip(names, before, strict=True) if name not in found
-    }
-    if missing:
-        found.update(_hashed(missing))
+    sizes = {name: state[0] for name, state in zip(names, before, strict=True) if name not in found}
+    if sizes:
+        found.update(_hashed(sizes))
         fresh = {
             name: [*state, found[name]]
             for name, file, state in zip(names, files, before, strict=True)
-            # A file that was changed less than `SETTLED` ago could change again and have the same
-            # timestamps.
-            if name in missing and now - max(state[1:3]) > SETTLED and _state(file) == state
+            # Do not remember the hash of a file that changed while it was read, or less than
+            # `SETTLED` ago: another change could give it the same timestamps.
+            if name in sizes and now - max(state[1:3]) > SETTLED and _state(file) == state
         }
         _remember(memory, fresh)
     return [found[name] for name in names]
 
 
 def user_folder() -> Path:
-    """Return the library's cache folder, in `$XDG_CACHE_HOME` or `~/.cache`."""
+    """Return the library's cache folder, in `$XDG_CACHE_HOME` or `~/.cache`.
+
+    The variable counts only if it is an absolute path.
+    """
     given = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(given) if Path(given).is_absolute() else Path("~/.cache").expanduser()
     return base / "trainable-candle"
@@ -107,10 +109,10 @@ def _hashed(sizes: Mapping[str, int]) -> dict[str, str]:
     """Hash files: the hash of a file is the hash of its size and of the hashes of its chunks.
 
     Args:
-        sizes: the sizes of the files, in bytes, by their names.
+        sizes: the sizes of the files, in bytes, by their paths.
 
     Returns:
-        The hashes, by the files' names.
+        The hashes, by the files' paths.
     """
     with ThreadPoolExecutor(_WORKERS) as pool:
         chunks = {
@@ -127,32 +129,37 @@ def _hashed(sizes: Mapping[str, int]) -> dict[str, str]:
 
 
 def _chunk(name: str, start: int) -> bytes:
+    """Return the hash of the chunk of a file that begins at byte `start`."""
     # Processors have instructions for SHA-256, which make it about twice as fast as other hashes.
     digest = hashlib.sha256()
     piece = memoryview(bytearray(_PIECE))
     with Path(name).open("rb", buffering=0) as file:
         file.seek(start)
-        left = _CHUNK
-        while left and (count := file.readinto(piece[: min(left, _PIECE)])):
+        remaining = _CHUNK
+        while remaining and (count := file.readinto(piece[: min(remaining, _PIECE)])):
             digest.update(piece[:count])
-            left -= count
+            remaining -= count
     return digest.digest()
 
 
 def _remembered(memory: Path) -> dict[str, Any]:
+    """Return the entries of the file `memory`, by path; none if it cannot be used."""
     try:
-        whole = parse_json(memory.read_text(encoding="ascii"))
+        content = parse_json(memory.read_text(encoding="ascii"))
     except (OSError, ValueError):
         return {}
-    files = whole.get("files") if isinstance(whole, dict) else None
-    return files if isinstance(files, dict) and whole.get("format") == _FORMAT else {}
+    files = content.get("files") if isinstance(content, dict) else None
+    return files if isinstance(files, dict) and content.get("format") == _FORMAT else {}
 
 
 def _remember(memory: Path, fresh: Mapping[str, Sequence[Any]]) -> None:
-    """Save hashes. A failure is ignored, because saved hashes only save time."""
+    """Add the entries `fresh` to the file `memory`, which keeps the latest entries.
+
+    If the file cannot be written, nothing happens: the hashes are then computed again.
+    """
     if not fresh:
         return
-    # Read the file again: another process may have added hashes in the meantime.
+    # Read the file again: another process may have added entries in the meantime.
     known = {name: entry for name, entry in _remembered(memory).items() if name not in fresh}
     entries = list({**known, **fresh}.items())[-_REMEMBERED:]
     with suppress(OSError):

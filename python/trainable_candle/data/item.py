@@ -1,4 +1,4 @@
-"""An image of the data set with its settings, before it is encoded."""
+"""An image of the data set with its bucket and its settings."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Item:
-    """An image with the settings of its folder."""
+    """An image, how it is fitted to a bucket, and the settings of its folder."""
 
     picture: Picture
     fit: Fit
     trigger: str
+    """The tag that is put before the caption; empty for none."""
     loss_weight: float
-    """The factor of the image's loss; `prior_loss_weight` is included for regularisation images."""
+    """The factor by which the image's loss is multiplied; for a regularisation image, it includes
+    `prior_loss_weight`."""
     repeats: float
     """How often the image occurs in an epoch, on average."""
     mask: str
@@ -26,12 +28,12 @@ class Item:
 
     @property
     def has_mask(self) -> bool:
-        """Whether the loss may weigh some pixels less."""
+        """Whether the image has a mask, and masks of its kind are used."""
         if self.mask == "alpha":
             return self.picture.transparent
         return self.mask == "file" and self.picture.mask is not None
 
     @property
     def seed(self) -> int:
-        """The seed of the image's random choices; it depends only on the content of its file."""
+        """A seed for random choices about the image; it depends only on the content of its file."""
         return int(self.picture.digest[:8], 16)

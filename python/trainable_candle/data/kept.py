@@ -25,10 +25,10 @@ _Task = TypeVar("_Task")
 _Given = TypeVar("_Given")
 
 DEVICE_LIMIT: Final = 512 * 1024**2
-"""The entries that stay on the device have at most this many bytes. Other entries are copied to the
-device for each batch that needs them."""
+"""The entries that stay on the device have at most this many bytes in all. Other entries are copied
+to the device for each batch that needs them."""
 MEMORY_LIMIT: Final = 2 * 1024**3
-"""With a cache on disk, the entries that are also kept in memory have at most this many bytes, on
+"""With a cache on disk, the entries that are also in memory have at most this many bytes in all, on
 the host and the device together."""
 PENDING: Final = 1
 """The greatest number of encoded groups that wait while the writer copies another group to the host
@@ -36,7 +36,19 @@ and writes it."""
 
 
 class Entries:
-    """Entries in memory, in files, or both."""
+    """Entries in memory, in files, or both.
+
+    Args:
+        options: where to keep entries.
+        kind: what is encoded, `latents` or `text`.
+        identity: everything that entries depend on besides their keys.
+        folder: the folder of all kinds and identities; needed if `options.kind` is `disk`.
+        device: the device of batches.
+
+    Raises:
+        DatasetError: `folder` is needed, but None.
+        OSError: the folder cannot be made or listed.
+    """
 
     def __init__(
         self,
@@ -59,9 +71,9 @@ class Entries:
         self._bytes = 0
 
     def missing(self, keys: Sequence[str]) -> list[str]:
-        """Return the keys that have no entries."""
+        """Return the keys that have no entry, or a damaged one."""
         held = in_parallel(self._holds, keys)
-        return [key for key, there in zip(keys, held, strict=True) if not there]
+        return [key for key, is_held in zip(keys, held, strict=True) if not is_held]
 
     def _holds(self, key: str) -> bool:
         return key in self._memory or (self._store is not None and self._store.holds(key))
@@ -74,13 +86,13 @@ class Entries:
         entry: Callable[[_Task], tuple[str, dict[str, str]]],
         done: Callable[[int], None],
     ) -> None:
-        """Encode group after group, and add the entries in the background.
+        """Encode one group after the other, and add the entries in the background.
 
         Args:
             groups: groups of tasks; the tasks of a group are encoded together.
             given: yields the encoder's input for each group.
             encode: takes the input of a group; returns tensors with one row for each task.
-            entry: returns the key of a task, and the facts for its file.
+            entry: returns the key of a task, and the facts for the file of its entry.
             done: called after each group with the number of its tasks.
 
         Raises:
@@ -103,7 +115,7 @@ class Entries:
     def _add(
         self, entries: Sequence[tuple[str, Mapping[str, str]]], encoded: Mapping[str, Tensor]
     ) -> None:
-        """Add entries, each with one row of the tensors; waits until the tensors are computed."""
+        """Add entries, each with one row of the tensors, which a GPU may still be computing."""
         for (key, facts), row in zip(entries, _rows(encoded, len(entries)), strict=True):
             if self._store is not None:
                 self._store.write(key, row, facts)
@@ -115,8 +127,8 @@ class Entries:
         Args:
             group: the processes. Each of them must call this after it has made its own entries.
             keys: the keys of all entries that some process lacked before they were made (the result
-                of `needed`). This process has made the entries of the keys with the indices
-                `group.rank`, `group.rank + group.size` and so on.
+                of `needed`). This process has the entries of the keys with the indices
+                `group.rank`, `group.rank + group.size` and so on, and sends them.
 
         Raises:
             OSError: an entry cannot be read or written.
@@ -124,13 +136,14 @@ class Entries:
         """
         if group.size == 1:
             return
+        # Processes may share a disk, so this one lacks only what is missing when all are done.
         group.barrier()
         mine = keys[group.rank :: group.size]
-        made = set(mine)
-        missing_here = set(self.missing([key for key in keys if key not in made]))
+        own = set(mine)
+        missing_here = set(self.missing([key for key in keys if key not in own]))
         wanted = set(needed(group, missing_here, keys))
-        mine = [key for key in mine if key in wanted]
-        for content in passed_on(group, map(self._content, mine)):
+        to_send = [key for key in mine if key in wanted]
+        for content in passed_on(group, map(self._content, to_send)):
             tensors, facts = unpacked(content)
             key = facts["key"]
             if key in missing_here:
@@ -148,7 +161,7 @@ class Entries:
         """Return the tensors of an entry, on the device.
 
         Raises:
-            DatasetError: the entry is missing.
+            DatasetError: the entry is missing or damaged.
         """
         if key in self._memory:
             return self.placed(self._memory[key])
@@ -156,21 +169,22 @@ class Entries:
         if tensors is None:
             where = f" in {self._store.folder}" if self._store is not None else ""
             raise DatasetError(
-                f"cache: there is no entry {key} of the kind {self._kind!r}{where}; fill the cache "
-                "before its batches are used, and leave it alone during training"
+                f"cache: there is no intact entry {key} of the kind {self._kind!r}{where}; fill "
+                "the cache before its batches are used, and leave it alone during training"
             )
         self._remember(key, tensors)
         return tensors
 
     def placed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors, copied to the device of batches unless they are on it."""
+        """Return the tensors on the device of batches; those on another device are copied."""
         return {name: tensor.to(self._device) for name, tensor in tensors.items()}
 
     def remove_superseded(self, needed: set[str], digests: Mapping[str, str]) -> int:
-        """Call `FeatureStore.remove_superseded`; without files, return 0."""
+        """Do what `FeatureStore.remove_superseded` does; without files, only return 0."""
         return 0 if self._store is None else self._store.remove_superseded(needed, digests)
 
     def _remember(self, key: str, tensors: dict[str, Tensor]) -> None:
+        """Keep an entry in memory, unless it has a file and exceeds the limits."""
         size = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
         if self._store is None or self._bytes + size <= MEMORY_LIMIT:
             place = self._device if self._bytes + size <= DEVICE_LIMIT else "cpu"

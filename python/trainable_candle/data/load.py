@@ -1,4 +1,4 @@
-"""Makes a data set of folders of images, and checks all of it before training."""
+"""Makes a data set from folders of images, and checks all of it before training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def load_dataset(
     options: DatasetOptions, captions: CaptionOptions | None = None, seed: int = 0
 ) -> Dataset:
-    """Check every image, caption and mask, and fit the images to buckets.
+    """Make a data set: check every image, caption and mask, and fit the images to buckets.
 
     Args:
         options: the folders and their settings.
@@ -38,21 +38,23 @@ def load_dataset(
         seed: the seed of all random choices, at least 0.
 
     Raises:
-        DatasetError: a folder is missing or has no usable images, or some images cannot be used
-            and `skip_bad` is off; the message names the first ten images.
-        ConfigError: there are only regularisation images, or no image of a folder has a mask of
+        DatasetError: a folder is missing, is a file, has no images or is the output of a run; a
+            `metadata.jsonl` is wrong; some images of a folder cannot be used and `skip_bad` is off
+            (the message names the first ten of them); or no image is usable and large enough.
+        ConfigError: only regularisation images are usable, or no image of a folder has a mask of
             the kind that the folder's own `mask` names.
         OSError: a folder cannot be listed.
     """
     captions = captions or CaptionOptions()
     buckets = Buckets(options)
     folders: list[Folder] = []
-    found: list[list[Item]] = []
+    by_folder: list[list[Item]] = []
     small: list[str] = []
     for source in options.sources:
         mask = source.mask or options.mask
         hint = KOHYA_HINT if source.repeats is None else RECURSIVE_HINT
-        hint = "" if source.recursive else hint
+        if source.recursive:
+            hint = ""
         folder = read_folder(source, masks=mask == "file", hint=hint)
         if folder.problems and not options.skip_bad:
             raise unusable(folder.path, folder.count, folder.problems, SKIP_HINT)
@@ -69,12 +71,12 @@ def load_dataset(
         if source.mask not in {None, "off"} and items and not any(i.has_mask for i in items):
             reason = none_found(mask, items[0].picture.path)
             raise ConfigError(f"dataset: {source.path}: mask: {mask} {reason}")
-        found.append(items)
-    if not any(found):
+        by_folder.append(items)
+    if not any(by_folder):
         raise nothing_left(options, folders, small)
-    _balance(found, options.sources)
-    items = [item for items in found for item in items]
-    return Dataset(items, options, captions, seed, describe(found, options, folders, small))
+    _balance(by_folder, options.sources)
+    every = [item for items in by_folder for item in items]
+    return Dataset(every, options, captions, seed, describe(by_folder, options, folders, small))
 
 
 def _trigger(source: Source, captions: CaptionOptions) -> str:
@@ -83,27 +85,32 @@ def _trigger(source: Source, captions: CaptionOptions) -> str:
     return "" if source.regularization else captions.trigger
 
 
-def _balance(found: list[list[Item]], sources: Sequence[Source]) -> None:
-    """Set how often the images of each folder are repeated.
+def _balance(by_folder: list[list[Item]], sources: Sequence[Source]) -> None:
+    """Set, in place, how often the images of each folder occur in an epoch.
 
-    The images of a source with `repeats` occur that often in an epoch. Other images to learn occur
-    once. Other regularisation images occur so often that together they are as many as the images to
-    learn.
+    If the source of a folder has `repeats`, its images occur that often. If it has none, images to
+    learn occur once. Regularisation images of sources without `repeats` occur equally often; in
+    total, they have as many occurrences as the images to learn.
+
+    Raises:
+        ConfigError: there are no images to learn.
     """
-    own = sum(
+    to_learn = sum(
         len(items) * (source.repeats or 1)
-        for items, source in zip(found, sources, strict=True)
+        for items, source in zip(by_folder, sources, strict=True)
         if not source.regularization
     )
-    if not own:
+    if not to_learn:
         raise ConfigError(
-            "dataset: there are only regularisation images; expected a folder of images to learn"
+            "dataset: all usable images are regularisation images; expected images to learn, too"
         )
-    free = sum(
+    to_repeat = sum(
         len(items)
-        for items, source in zip(found, sources, strict=True)
+        for items, source in zip(by_folder, sources, strict=True)
         if source.regularization and source.repeats is None
     )
     for place, source in enumerate(sources):
-        often = source.repeats or (own / free if source.regularization and free else 1.0)
-        found[place] = [replace(item, repeats=often) for item in found[place]]
+        repeats = source.repeats or 1.0
+        if source.regularization and source.repeats is None and to_repeat:
+            repeats = to_learn / to_repeat
+        by_folder[place] = [replace(item, repeats=repeats) for item in by_folder[place]]

@@ -1,4 +1,4 @@
-"""Masks: images that are white where the loss counts."""
+"""Masks: images that are white where the loss counts, and black where it does not."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ Small differences come from rounding the mask's width and height to whole pixels
 
 
 def is_mask(path: Path) -> bool:
-    """Return whether the name of an image marks it as the mask of another one."""
+    """Return whether the name of an image marks it as the mask of another image."""
     return path.stem.endswith(SUFFIX)
 
 
 def mask_of(picture: Path) -> Path | None:
-    """Find an image's mask: `NAME-masklabel.png` beside it, or `masks/NAME` in any format."""
+    """Return the path of the mask of an image `NAME.SUFFIX`; None if there is no such file.
+
+    It is `NAME-masklabel.png` beside the image, else `masks/NAME` with any suffix of images.
+    """
     beside = picture.with_name(f"{picture.stem}{SUFFIX}.png")
     folder = picture.parent / FOLDER
     inside = (folder / f"{picture.stem}{suffix}" for suffix in (picture.suffix, *SUFFIXES))
@@ -32,11 +35,11 @@ def mask_of(picture: Path) -> Path | None:
 
 
 def none_found(kind: str, picture: Path) -> str:
-    """Return the end of a message that says that no image has a mask.
+    """Return the end of a message that says that no image of a folder has a mask.
 
     Args:
         kind: the kind of the masks, `file` or `alpha`.
-        picture: one of the images; the message says how its mask would be named.
+        picture: one of the images; the message gives names that its mask file may have.
     """
     if kind == "alpha":
         return "has no effect: no image has transparency"
@@ -45,9 +48,9 @@ def none_found(kind: str, picture: Path) -> str:
 
 
 def mask_problem(mask: Path, picture: Facts) -> str | None:
-    """Return why a mask does not fit an image; None if it fits.
+    """Return what is wrong with the size of an image's mask; None if it fits.
 
-    The two must have the same aspect ratio, but may have different sizes.
+    The mask and the image must have nearly the same aspect ratio, but may have different sizes.
 
     Raises:
         DatasetError: the mask cannot be decoded.

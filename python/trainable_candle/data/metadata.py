@@ -1,4 +1,4 @@
-"""The metadata about images in adapter files, named as by kohya's scripts and by ModelSpec."""
+"""Metadata in adapter files about the images, under the names of kohya's scripts and ModelSpec."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ if TYPE_CHECKING:
 
     from trainable_candle.data.item import Item
 
-_FREQUENT: Final = 2
-"""A tag is in `modelspec.tags` only if it occurs in at least this many captions."""
-_TAGS: Final = 10
+_LEAST_COUNT: Final = 2
+"""A tag is in `modelspec.tags` only if it occurs at least this many times in the captions."""
+_MOST_TAGS: Final = 10
 """The greatest number of tags in `modelspec.tags`."""
 
 
 def described(items: Sequence[Item], separator: str) -> dict[str, str]:
-    """Return the entries of an adapter's header: folders, tag counts, buckets, frequent tags.
+    """Return metadata for the header of an adapter file: folders, tag counts, buckets, common tags.
+
+    Folders with the same name count as one folder. Entries with empty text are left out.
 
     Args:
         items: the images that are trained on.
@@ -31,30 +33,30 @@ def described(items: Sequence[Item], separator: str) -> dict[str, str]:
         name = item.picture.path.parent.name
         facts = folders.setdefault(name, {"n_repeats": item.repeats, "img_count": 0})
         facts["img_count"] += 1
-        tags.setdefault(name, Counter()).update(_tags(item.picture.caption, separator))
+        tags.setdefault(name, Counter()).update(_split(item.picture.caption, separator))
         buckets[(item.fit.bucket.width, item.fit.bucket.height)] += 1
     for facts in folders.values():
         if float(facts["n_repeats"]).is_integer():
             facts["n_repeats"] = int(facts["n_repeats"])
-    counted = {
+    bucket_info = {
         str(number): {"resolution": list(size), "count": count}
         for number, (size, count) in enumerate(sorted(buckets.items()))
     }
-    frequent = sum(tags.values(), Counter()).most_common(_TAGS)
+    frequent = sum(tags.values(), Counter()).most_common(_MOST_TAGS)
     entries = {
         "ss_dataset_dirs": _text(folders),
-        "ss_tag_frequency": _text({name: dict(count) for name, count in tags.items()}),
-        "ss_bucket_info": _text({"buckets": counted}),
-        "modelspec.tags": ", ".join(tag for tag, count in frequent if count >= _FREQUENT),
+        "ss_tag_frequency": _text({name: dict(counts) for name, counts in tags.items()}),
+        "ss_bucket_info": _text({"buckets": bucket_info}),
+        "modelspec.tags": ", ".join(tag for tag, count in frequent if count >= _LEAST_COUNT),
     }
     return {name: text for name, text in entries.items() if text}
 
 
-def _tags(caption: str, separator: str) -> list[str]:
+def _split(caption: str, separator: str) -> list[str]:
     parts = " ".join(caption.split()).split(separator.strip())
     return [tag for part in parts if (tag := part.strip())]
 
 
 def _text(value: object) -> str:
-    # ASCII, because a folder's name may have bytes that are not valid UTF-8.
+    # `json.dumps` escapes what is not ASCII. So a folder's name may have bytes that are not UTF-8.
     return json.dumps(value)

@@ -1,4 +1,4 @@
-"""The settings of a data set, its images and its captions."""
+"""The settings of a data set: its folders, images, captions and cached features."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ class Source:
     caption: str | None = None
     """The caption of images that have none of their own."""
     repeats: float | None = None
-    """How often each image occurs in an epoch; 0.5: in every other epoch. Default: 1; for
+    """How often each image occurs in an epoch; 0.5: in every other epoch. None means 1 or, for
     regularisation images, the number that makes them half of an epoch."""
     loss_weight: float = 1.0
     """The factor by which the loss of these images is multiplied."""
     regularization: bool = False
     """Whether these images preserve what the model has learnt of the class (DreamBooth's prior
-    preservation): their loss is also multiplied by `prior_loss_weight`, and they get no trigger."""
+    preservation). Their loss is also multiplied by `DatasetOptions.prior_loss_weight`, and they get
+    no trigger but their own `trigger`."""
     recursive: bool = False
     """Whether folders inside this folder are read too, except hidden folders and `masks`."""
     mask: str | None = None
-    """Replaces `DatasetOptions.mask` for these images."""
+    """If not None, replaces `DatasetOptions.mask` for these images."""
     trigger: str | None = None
-    """Replaces `CaptionOptions.trigger` for these images."""
+    """If not None, replaces `CaptionOptions.trigger` for these images."""
 
     def __post_init__(self) -> None:
-        """Check every value."""
+        """Check every value; convert `path` to a `Path`, and a `mask` of False to `off`."""
         given: Any = self.path
         if not isinstance(given, (str, Path)) or not str(given):
             raise ConfigError(f"dataset: path is {given!r}, expected a folder")
@@ -84,7 +85,7 @@ class ColorOptions:
     hue: float = 0.0
     """The hue turns by at most this fraction of the colour circle, up to 0.5."""
     variants: int = 4
-    """The number of random colour changes of an image; each result has its own latents."""
+    """The number of random colour changes of an image; each has its own latents."""
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -95,7 +96,7 @@ class ColorOptions:
 
     @property
     def varies(self) -> bool:
-        """Whether anything varies."""
+        """Whether any of the four properties varies."""
         return any((self.brightness, self.contrast, self.saturation, self.hue))
 
 
@@ -124,7 +125,7 @@ class DatasetOptions:
     smaller bucket (only with `bucketing`), and images that are too small for every bucket are left
     out and counted."""
     crop: str = "center"
-    """Which part of an image is kept if its bucket has a different shape: `center` or `random`."""
+    """Where an image is cropped if its bucket has another aspect ratio: `center` or `random`."""
     random_crops: int = 4
     """With `crop="random"`: the number of different crops of an image; each has its own latents."""
     flip: bool = False
@@ -132,9 +133,9 @@ class DatasetOptions:
     color: ColorOptions = field(default_factory=ColorOptions)
     """How the colours vary; not at all by default."""
     mask: str = "off"
-    """Where an image's mask, which weights the loss of each pixel, comes from. `off`: no masks;
-    `file`: from the file `masks/NAME` or `NAME-masklabel.png`; `alpha`: from the image's own alpha
-    channel."""
+    """Where the mask of an image NAME, which weights the loss of each pixel, comes from. `off`: no
+    masks; `file`: from the file `masks/NAME` or `NAME-masklabel.png`; `alpha`: from the image's own
+    alpha channel."""
     prior_loss_weight: float = 1.0
     """The factor by which the loss of regularisation images is multiplied."""
     skip_bad: bool = False
@@ -197,7 +198,8 @@ class CaptionOptions:
     shuffle: bool = False
     """Shuffle the tags of a caption; the tags are the parts between separators."""
     keep_tokens: int = 0
-    """The number of tags at the start that keep their position and are never dropped."""
+    """The number of tags at the start that keep their position and are never left out; a trigger
+    that is put before the caption is not counted."""
     tag_dropout: float = 0.0
     """Probability for each tag to be left out, 0 to below 1."""
     separator: str = ","
@@ -264,7 +266,7 @@ def _in_range(
         isinstance(value, bool)
         or not isinstance(value, (int, float))
         or not (above < value < below and least <= value <= most)
-        or (isinstance(value, int) and value.bit_length() > 1023)  # too large for a float
+        or (isinstance(value, int) and value.bit_length() > 1023)  # may be too large for a float
     ):
         bounds = [
             text.format(bound)

@@ -1,4 +1,4 @@
-"""Image files as upright RGB images and arrays."""
+"""Reads image files: upright RGB images, alpha channels, and their properties."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ SUFFIXES: Final = (
 )  # fmt: skip
 _ORIENTATION: Final = 0x0112
 _ON_ITS_SIDE: Final = range(5, 9)
-"""EXIF orientations that exchange width and height."""
+"""EXIF orientations for which the upright image has width and height exchanged."""
 _WORKERS: Final = min(8, os.cpu_count() or 1)
 AHEAD: Final = 2 * _WORKERS
 """The most results that `in_parallel` computes ahead."""
-# Known exceptions of Pillow's decoders for damaged files.
+# What Pillow's decoders are known to raise for damaged files.
 _UNDECODABLE: Final = (
     OSError, ValueError, SyntaxError, MemoryError, ArithmeticError, LookupError, RuntimeError,
     TypeError, struct.error,
@@ -55,14 +55,17 @@ class Facts:
     digest: str
     """A hash of the file's bytes, 32 hexadecimal digits."""
     transparent: bool = False
-    """Whether the image has an alpha channel, or a colour that is transparent."""
+    """Whether the image has an alpha channel, or a colour that stands for transparency."""
 
 
 def probe(path: Path) -> Facts:
-    """Decode an image to check it, at reduced size where the format allows that.
+    """Return the properties of an image file; decodes the image to check it.
+
+    The image is decoded at reduced size if its format allows that.
 
     Raises:
-        DatasetError: the image cannot be decoded.
+        DatasetError: the file is missing, cannot be decoded, or has pixels that are not integers of
+            at most 16 bits.
     """
     with _decoding(path):
         data = path.read_bytes()
@@ -72,7 +75,7 @@ def probe(path: Path) -> Facts:
                 width, height = height, width
             transparent = _has_alpha(image)
             if image.mode[0] in "IF":
-                _as_rgb(image)
+                _as_rgb(image)  # It raises an error if it cannot convert the pixels to 8 bits.
             else:
                 image.draft(None, (1, 1))
                 image.load()
@@ -80,9 +83,9 @@ def probe(path: Path) -> Facts:
 
 
 def read_rgb(path: Path, digest: str | None = None) -> Image.Image:
-    """Read an image as RGB, rotated as EXIF prescribes; transparent parts become white.
+    """Read an image as RGB, rotated as EXIF prescribes and blended with white where transparent.
 
-    Of an animation, the first frame is read. 16-bit grey loses its lower byte. Colour profiles are
+    Of an animation, the first frame is read. 16-bit values lose the lower byte. Colour profiles are
     not applied.
 
     Args:
@@ -90,7 +93,8 @@ def read_rgb(path: Path, digest: str | None = None) -> Image.Image:
         digest: the file's digest from `probe`, to detect a change since then; None skips the check.
 
     Raises:
-        DatasetError: the file cannot be decoded, has pixels that are not integers, or has changed.
+        DatasetError: the file is missing, cannot be decoded, has pixels that are not integers of at
+            most 16 bits, or has changed.
     """
     with _decoding(path):
         data = path.read_bytes()
@@ -106,13 +110,13 @@ def read_pixels(path: Path) -> npt.NDArray[np.uint8]:
     """Return the image of `read_rgb` as an array; shape (height, width, 3).
 
     Raises:
-        DatasetError: the file cannot be decoded, or has pixels that are not integers.
+        DatasetError: see `read_rgb`.
     """
     return np.asarray(read_rgb(path), dtype=np.uint8)
 
 
 def read_grey(path: Path) -> Image.Image:
-    """Return the brightness of an image, upright, in 8 bits.
+    """Return an image in 8-bit grey, upright and blended with white where transparent.
 
     Raises:
         DatasetError: see `read_rgb`.
@@ -124,7 +128,7 @@ def read_alpha(path: Path) -> Image.Image:
     """Return the alpha channel of an image, upright, in 8 bits; 255 everywhere if it has none.
 
     Raises:
-        DatasetError: the file cannot be decoded.
+        DatasetError: the file is missing or cannot be decoded.
     """
     with _decoding(path), Image.open(path) as image:
         upright = ImageOps.exif_transpose(image)
@@ -138,11 +142,11 @@ def in_parallel(
 ) -> Generator[Outcome, None, None]:
     """Yield the results of `function` in order; a few are computed ahead.
 
-    At most `AHEAD` results exist at a time besides those that the caller keeps, so that any number
-    of images takes the memory of a few.
+    At most `AHEAD` results wait for the caller, so the memory in use does not grow with the number
+    of tasks. An error of `function` is raised in place of its result.
     """
-    # Pillow warns of large images and odd metadata, which are accepted here. It raises an error for
-    # images that are too large.
+    # Hide Pillow's warnings about large images and odd metadata, which are accepted here. For even
+    # larger images, Pillow raises an error.
     with warnings.catch_warnings(), ThreadPoolExecutor(_WORKERS) as pool:
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -164,6 +168,7 @@ def _digest(data: bytes) -> str:
 
 @contextmanager
 def _decoding(path: Path) -> Iterator[None]:
+    """Replace errors of reading and decoding an image by DatasetErrors that name the file."""
     try:
         yield
     except Image.DecompressionBombError as error:
@@ -187,11 +192,16 @@ def _has_alpha(image: Image.Image) -> bool:
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:
+    """Convert an image to 8-bit RGB, blended with white where transparent.
+
+    Raises:
+        ValueError: the pixels are not integers from 0 to 65535.
+    """
     if image.mode.startswith("I"):
         # Pillow's own conversion clips values to 255 instead of scaling them.
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 0xFFFF:
-            raise ValueError("its pixels have more than 16 bits; save it with 8 or 16 bits")
+            raise ValueError("its pixels are not all from 0 to 65535; save it with 8 or 16 bits")
         image = Image.fromarray((values >> 8).astype(np.uint8))
     elif image.mode == "F":
         raise ValueError("its pixels are floating-point numbers; save it with 8 or 16 bits")

@@ -1,4 +1,4 @@
-"""The folders that a `dataset` setting names."""
+"""Reads a `dataset` setting: a folder, or a list of folders with their settings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SYNONYMS: Final = {
     "is_reg": "regularization",
     "class_tokens": "caption",
 }
-"""Maps field names in kohya's and ai-toolkit's lists of folders to the fields of `Source`."""
+"""The fields of `Source` by their names in kohya's and ai-toolkit's lists of folders."""
 _REPEATED: Final = re.compile(r"(\d+)_(.+)", re.DOTALL)
 """Folder names of kohya's scripts: the number of repeats, `_`, and the class."""
 
@@ -36,10 +36,11 @@ def parse_sources(
 ) -> tuple[Source, ...]:
     """Return the folders that a `dataset` setting names.
 
-    As in kohya's scripts, a folder that has neither images nor a metadata file is replaced by the
-    folders inside it with names like `10_a cup`. 10 becomes their `repeats`. `a cup` becomes the
-    caption of images that have none, unless the entry or the argument `caption` gives one. If an
-    entry sets `repeats` or `recursive`, its folder is not replaced.
+    As in kohya's scripts, a folder that has neither images nor a metadata file is replaced by those
+    folders inside it whose names are like `10_a cup`, if there are any. Their `repeats` is then 10,
+    and the caption of their images without one is `a cup`, unless the entry of the outer folder or
+    the argument `caption` gives a caption. A folder is not replaced if its entry sets `repeats` or
+    `recursive`.
 
     Args:
         dataset: a folder; a YAML file with a list of entries; or such a list. An entry is a folder
@@ -48,8 +49,9 @@ def parse_sources(
         caption: the caption of images that have none, for entries without a `caption` of their own.
 
     Raises:
-        ConfigError: an entry is wrong; the message says which, and why.
-        DatasetError: the YAML file cannot be read, or a folder is the output of a run.
+        ConfigError: there is no entry, or an entry is wrong; the message says which, and why.
+        DatasetError: the YAML file cannot be read or holds no list, `dataset` is a file of another
+            type, or a folder is the output of a run.
         OSError: a folder cannot be listed.
     """
     base, where = Path(), "dataset"
@@ -86,23 +88,27 @@ def _repeated(source: Source, where: str) -> tuple[Source, ...]:
 
     Raises:
         DatasetError: the folder is the output of a run.
-        ConfigError: repeats are 0, or there are images beside folders with repeats in their names.
+        ConfigError: a name gives 0 repeats, or both the folder and such a folder inside it hold
+            images.
+        OSError: a folder cannot be listed.
     """
     require_no_output(source.path)
     if source.recursive or source.repeats is not None or not source.path.is_dir():
         return (source,)
     with os.scandir(source.path) as entries:
         inside = sorted(entries, key=lambda entry: entry.name)
-    names = [Path(entry.name) for entry in inside]
-    found = [(entry, match) for entry in inside if (match := _REPEATED.fullmatch(entry.name))]
-    folders = [(entry, match) for entry, match in found if entry.is_dir()]
-    if any(name.name == METADATA for name in names):
-        return (source,)  # The metadata file lists images, also in folders below.
-    if any(name.suffix.lower() in SUFFIXES for name in names):
-        hidden = [entry.name for entry, _ in folders if _has_images(source.path / entry.name)]
-        if hidden:
+    if any(entry.name == METADATA for entry in inside):
+        return (source,)  # The metadata file names images, which may be in folders below.
+    folders = [
+        (entry.name, match)
+        for entry in inside
+        if (match := _REPEATED.fullmatch(entry.name)) and entry.is_dir()
+    ]
+    if _has_images(source.path):
+        ignored = [name for name, _ in folders if _has_images(source.path / name)]
+        if ignored:
             raise ConfigError(
-                f"{where}: {source.path} holds images, and so do its folders {', '.join(hidden)}; "
+                f"{where}: {source.path} holds images, and so do its folders {', '.join(ignored)}; "
                 "move all images into such folders, or list the folders in a YAML file"
             )
         return (source,)
@@ -110,24 +116,30 @@ def _repeated(source: Source, where: str) -> tuple[Source, ...]:
         return tuple(
             replace(
                 source,
-                path=source.path / entry.name,
+                path=source.path / name,
                 repeats=int(match[1]),
                 caption=match[2].strip() if source.caption is None else source.caption,
             )
-            for entry, match in folders
+            for name, match in folders
         ) or (source,)
     except ConfigError as error:
         reason = str(error).removeprefix("dataset: ")
-        given = ", ".join(entry.name for entry, _ in folders)
-        raise ConfigError(f"{where}: {source.path}: {reason}, in the names {given}") from None
+        names = ", ".join(name for name, _ in folders)
+        raise ConfigError(f"{where}: {source.path}: {reason}, in the names {names}") from None
 
 
 def _has_images(folder: Path) -> bool:
+    """Return whether a folder itself, not one inside it, has files with suffixes of images."""
     with os.scandir(folder) as entries:
         return any(Path(entry.name).suffix.lower() in SUFFIXES for entry in entries)
 
 
 def _read_entries(path: Path) -> list[Any]:
+    """Return the list in a YAML file; it may be under the key `dataset` or `datasets`.
+
+    Raises:
+        DatasetError: the file cannot be read, is not valid YAML, or holds no list.
+    """
     try:
         entries = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -142,15 +154,28 @@ def _read_entries(path: Path) -> list[Any]:
 
 
 def _source(entry: Any, caption: str | None, base: Path, where: str) -> Source:
+    """Return the source that an entry of the list describes.
+
+    Args:
+        entry: the entry.
+        caption: the default of the field `caption`.
+        base: the folder that relative paths start from.
+        where: the start of error messages.
+
+    Raises:
+        ConfigError: the entry is wrong.
+    """
     values = {"path": entry} if isinstance(entry, (str, Path)) else entry
     if isinstance(values, Mapping):
         values = _renamed(values, where)
     if not isinstance(values, Mapping) or "path" not in values:
-        raise ConfigError(f"{where} is {entry!r}, expected a folder or `path: FOLDER` and settings")
+        raise ConfigError(
+            f"{where} is {entry!r}, expected a folder, or `path: FOLDER` and settings"
+        )
     known = [field.name for field in fields(Source)]
     unknown = [str(name) for name in values if name not in known]
     if unknown:
-        raise ConfigError(f"{where}: `{unknown[0]}` is unknown, expected {', '.join(known)}")
+        raise ConfigError(f"{where}: `{unknown[0]}` is unknown, expected one of {', '.join(known)}")
     try:
         source = Source(**{"caption": caption, **values})
     except ConfigError as error:
@@ -165,9 +190,12 @@ def _renamed(values: Mapping[Any, Any], where: str) -> dict[Any, Any]:
         ConfigError: two names mean the same field.
     """
     renamed: dict[Any, Any] = {}
+    given: dict[Any, Any] = {}
     for key, value in values.items():
         name = _SYNONYMS.get(key, key)
         if name in renamed:
-            raise ConfigError(f"{where}: `{key}` is another name of `{name}`, which is given too")
-        renamed[name] = value
+            raise ConfigError(
+                f"{where}: `{given[name]}` and `{key}` mean the same; give one of them"
+            )
+        renamed[name], given[name] = value, key
     return renamed

@@ -1,4 +1,4 @@
-"""The summary of a data set before training: folders, buckets, what is left out."""
+"""The summary of a data set before training: its folders, its buckets, and what is left out."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def describe(
     """Return the summary of a data set.
 
     Args:
-        found: the usable images of each folder.
+        found: the images of each folder that are trained on.
         options: the settings.
-        folders: the contents of each folder.
+        folders: what each folder contains, in the order of `options.sources`.
         small: one line for each image that is too small for every bucket.
     """
     items = [item for group in found for item in group]
@@ -53,7 +53,13 @@ def describe(
 def nothing_left(
     options: DatasetOptions, folders: Sequence[Folder], small: Sequence[str]
 ) -> DatasetError:
-    """Return the error for a data set that has no image to train on."""
+    """Return the error for a data set that has no image to train on.
+
+    Args:
+        options: the settings.
+        folders: what each folder contains.
+        small: one line for each image that is too small for every bucket.
+    """
     problems = [problem for folder in folders for problem in folder.problems]
     reasons = []
     if small:
@@ -68,6 +74,7 @@ def nothing_left(
 
 
 def _too_small(options: DatasetOptions) -> str:
+    """Return the words that follow the number of too small images, with two cures."""
     least = options.shortest_side if options.bucketing else options.resolution
     return (
         f"smaller than the smallest bucket, {least} px per side "
@@ -78,8 +85,10 @@ def _too_small(options: DatasetOptions) -> str:
 def _folders(
     found: Sequence[Sequence[Item]], options: DatasetOptions, folders: Sequence[Folder]
 ) -> list[str]:
-    rows = []
+    """Return one line for each folder."""
+    lines = []
     for group, folder, source in zip(found, folders, options.sources, strict=True):
+        # The images of a folder have the same `repeats`, `loss_weight` and `mask`.
         facts = [counted(len(group), "image")]
         if group and group[0].repeats != 1:
             facts.append(f"{group[0].repeats:.4g} times each")
@@ -94,11 +103,12 @@ def _folders(
         blank = sum(not item.picture.caption for item in group)
         if blank:
             facts.append(f"{blank} with an empty caption")
-        rows.append(f"  {folder.path}: {', '.join(facts)}")
-    return rows
+        lines.append(f"  {folder.path}: {', '.join(facts)}")
+    return lines
 
 
 def _buckets(items: Sequence[Item]) -> list[str]:
+    """Return the lines of a table with one row for each bucket, after the row of headings."""
     by_bucket: dict[Bucket, list[Item]] = defaultdict(list)
     for item in items:
         by_bucket[item.fit.bucket].append(item)
