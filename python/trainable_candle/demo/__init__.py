@@ -1,1 +1,1 @@
-"""The demos: LoRAs teach built-in models what they have never seen: a digit, hearts, Pig Latin."""
+"""Demos: with a LoRA, a built-in model learns to draw zeros or hearts, or to write Pig Latin."""

@@ -1,8 +1,9 @@
-"""The handwritten digits with which the demo trains a LoRA and judges what it draws.
+"""Handwritten digits: the demo trains a LoRA on some of them, and fits its judge to others.
 
-There are 1797 images of 8x8 pixels with the digits 0 to 9, written by 13 people. They are the test
-part of the UCI data set "Optical Recognition of Handwritten Digits" (E. Alpaydin, C. Kaynak, 1998;
-CC BY 4.0, see ``assets/digits.LICENSE.txt``). The wheel has a copy, so that the demo runs offline.
+There are 1797 images of 8x8 pixels. They show the digits 0 to 9, written by 13 people, and are the
+test part of the UCI data set "Optical Recognition of Handwritten Digits" (E. Alpaydin, C. Kaynak,
+1998; CC BY 4.0, see ``assets/digits.LICENSE.txt``). The wheel has a copy, so that the demo runs
+offline.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ accidental zeros, and the judge takes no other drawing for a zero.
 
 @dataclass(frozen=True)
 class Digits:
-    """Images with their digits, in the same order."""
+    """Images, and the digit that each of them shows, in the same order."""
 
     pixels: Pixels
     labels: Labels
@@ -69,13 +70,13 @@ def load() -> Digits:
 def split(
     digits: Digits, held_out: float = HELD_OUT, seed: int = SPLIT_SEED
 ) -> tuple[Digits, Digits]:
-    """Split at random into a training and a held-out part, stratified by digit.
+    """Split images at random into a training and a held-out part, stratified by digit.
 
     The generator is numpy's legacy `RandomState`, whose numbers never change, so a seed gives the
     same split with every version of numpy.
 
     Args:
-        digits: what to split.
+        digits: the images to split.
         held_out: the share of each digit's images that is held out, between 0 and 1, both excluded.
         seed: 0 to 2**32 - 1. The base in the wheel was trained on the split of the default seed.
 
@@ -88,20 +89,21 @@ def split(
     if not 0.0 < held_out < 1.0:
         raise ValueError(f"split: held_out is {held_out}, expected a share between 0 and 1")
     generator = np.random.RandomState(seed)
-    mask = np.zeros(len(digits), dtype=np.bool_)
+    is_held_out = np.zeros(len(digits), dtype=np.bool_)
     for digit in range(CLASSES):
         members = np.flatnonzero(digits.labels == digit)
-        mask[generator.permutation(members)[: round(held_out * len(members))]] = True
-    return digits.where(~mask), digits.where(mask)
+        count = round(held_out * len(members))
+        is_held_out[generator.permutation(members)[:count]] = True
+    return digits.where(~is_held_out), digits.where(is_held_out)
 
 
 def to_grey(pixels: Pixels) -> npt.NDArray[np.uint8]:
-    """Convert pixels to greys of an image file: 0 (paper) to 16 (ink) becomes 255 to 0."""
+    """Convert pixels to the greys of an image file: 0 (paper) becomes 255, 16 (ink) becomes 0."""
     grey: npt.NDArray[np.uint8] = 255 - np.rint(pixels * (255 / MAX_PIXEL)).astype(np.uint8)
     return grey
 
 
 def from_grey(grey: npt.NDArray[np.uint8]) -> Pixels:
-    """Invert `to_grey`; a grey between two of the 17 levels becomes the nearer level."""
+    """Convert greys to pixels, the inverse of `to_grey`; each becomes the nearest of 17 levels."""
     pixels: Pixels = np.rint((255 - grey) * (MAX_PIXEL / 255)).astype(np.uint8)
     return pixels

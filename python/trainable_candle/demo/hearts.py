@@ -1,4 +1,4 @@
-"""The demo of SDXL: teach a small model, which was trained on flowers only, to draw hearts."""
+"""The demo of SDXL: teaches a small model that was trained only on flowers to draw hearts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ IMAGES: Final = 10
 UNSEEN: Final = "orange"
 """The colour that no training image has."""
 DRAWN: Final = 4
-"""The number of images of each colour that the model draws for the judge."""
+"""The number of images of each colour that the model draws without the LoRA, and again with it."""
 MOST_BEFORE: Final = 0.2
 """The largest `Verdict.before` that passes."""
 LEAST_AFTER: Final = 0.6
@@ -49,9 +49,10 @@ class Verdict:
     after: float
     """The share of hearts among the images that the base draws with the LoRA."""
     unseen: float
-    """The share of hearts in the right colour, among the images whose prompt names `UNSEEN`."""
+    """The share of hearts in the right colour among the images that the base draws with the LoRA if
+    the prompt names `UNSEEN`."""
     judge_accuracy: float
-    """The share of right answers of the judge about shapes that it was not fitted on."""
+    """The share of right answers that the judge gives about shapes that it was not fitted on."""
 
     @property
     def passed(self) -> bool:
@@ -91,7 +92,9 @@ def run_demo(
 
     Raises:
         OSError: the folder cannot be written.
+        ConfigError: the folder has checkpoints, and no finished demo.
     """
+    # Training does not overwrite an earlier run. Remove it only if it is a demo's.
     if (output / VERDICT).exists():
         run_state.remove_run(output, ADAPTER)
     if threads is not None:
@@ -148,12 +151,13 @@ def configuration(output: Path, *, seed: int = 0, threads: int | None = None) ->
 
 
 def write_dataset(folder: Path, seed: int) -> None:
-    """Write one PNG file per image with its caption beside it, as a user would.
+    """Write the training images as PNG files, each with its caption in a `.txt` file beside it.
 
     Raises:
         OSError: the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    # The seeds of the judge's images end in 1 and 2.
     random = np.random.default_rng([seed, 0])
     for colour in shapes.COLOURS:
         if colour == UNSEEN:
@@ -177,7 +181,7 @@ def _draw(task: LatentTask, seed: int) -> npt.NDArray[np.uint8]:
     colours = [*(colour for colour in shapes.COLOURS if colour != UNSEEN), UNSEEN]
     prompts = [caption(colour) for colour in colours for _ in range(DRAWN)]
     side = (shapes.SIDE, shapes.SIDE)
-    # Another seed than in training, so that no image starts from noise of the training.
+    # This seed differs from that of the training, so no image starts from noise of the training.
     options = SampleOptions(steps=14, seed=seed + 1000, guidance=4.0, size=side, sampler="dpmpp_2m")
     return task.draw(prompts, options)
 

@@ -56,7 +56,7 @@ class Judge:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The judgement of the samples before and after the LoRA."""
+    """The judgement of samples drawn without and with the LoRA."""
 
     digit: int
     """The digit that the base has never seen."""
@@ -67,11 +67,11 @@ class Verdict:
     spread_ratio: float
     """`spread` of the samples with the LoRA, divided by `spread` of real images of the digit."""
     judge_accuracy: float
-    """Share (0 to 1) of right answers about real images that the judge was not fitted on."""
+    """Share (0 to 1) of right answers of the judge about real images that it was not fitted on."""
 
     @property
     def passed(self) -> bool:
-        """Whether the base draws the digit only with the LoRA, and the drawings then differ."""
+        """Whether the base draws the digit only with the LoRA, and these drawings differ enough."""
         return (
             self.share_before < MOST_BEFORE
             and self.share_after > LEAST_AFTER
@@ -95,8 +95,11 @@ class Verdict:
 def verdict(judge: Judge, digit: int, before: Pixels, after: Pixels, train: Digits) -> Verdict:
     """Judge the samples drawn without (``before``) and with (``after``) the LoRA.
 
-    ``train`` is the training part of the real images: the judge's accuracy and the spread of real
+    ``train`` is the training part of the real images. The judge's accuracy and the spread of real
     images of the digit are measured on it.
+
+    Raises:
+        ValueError: ``after``, or the images of the digit in ``train``, are fewer than two.
     """
     return Verdict(
         digit=digit,
@@ -120,12 +123,14 @@ def spread(pixels: Pixels) -> float:
     if count < 2:
         raise ValueError(f"spread: found {count} images, expected at least 2")
     flat = pixels.reshape(count, -1).astype(np.float64)
-    squares = np.sum(flat * flat, axis=1)
-    squared = squares[:, None] + squares[None, :] - 2.0 * (flat @ flat.T)
+    squared_norms = np.sum(flat * flat, axis=1)
+    squared = squared_norms[:, None] + squared_norms[None, :] - 2.0 * (flat @ flat.T)
+    # Rounding may make the squared distance of equal images negative.
     distances = np.sqrt(np.maximum(squared, 0.0))
     return float(distances.sum() / (count * (count - 1)))
 
 
 def _features(pixels: Pixels) -> npt.NDArray[np.float64]:
+    """Return the pixels of each image as a row of values from 0 to 1; shape (n, 64)."""
     features: npt.NDArray[np.float64] = pixels.reshape(len(pixels), -1) / np.float64(MAX_PIXEL)
     return features

@@ -1,4 +1,4 @@
-"""The demo of language models: teach the built-in model a task that it has never seen."""
+"""The demo of language models: teaches the built-in model a task that it has never seen."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ VERDICT: Final = "verdict.json"
 EXAMPLES: Final = 4000
 """The number of training examples."""
 OLD_SHARE: Final = 0.3
-"""The share of the training examples whose tasks the base knows. Without such examples, training
-makes the model forget these tasks."""
+"""The probability that a training example is of a task that the base knows. Without such examples,
+training makes the model forget those tasks."""
 ASKED: Final = 200
 """The number of held-out words that the unseen task is judged on."""
 ASKED_OLD: Final = 20
@@ -43,7 +43,7 @@ LEAST_KEPT: Final = 0.8
 
 @dataclass(frozen=True)
 class Verdict:
-    """Shares (0 to 1) of exact answers about words that no model was trained on."""
+    """Shares (0 to 1) of exact answers about words that are in no training data."""
 
     before: float
     """In the unseen task: the share that the base answers right."""
@@ -56,7 +56,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether the base can do the task only with the LoRA, and has forgotten little."""
+        """Whether the base can do the unseen task only with the LoRA, and then forgets little."""
         return (
             self.before <= MOST_BEFORE
             and self.after >= LEAST_AFTER
@@ -72,7 +72,7 @@ class Verdict:
             ("known tasks, with the LoRA", self.old_after, kept),
         ]
         lines = [f"  {what:30}{found:7.1%}  (expected: {wanted})" for what, found, wanted in rows]
-        return "\n".join(["Exact answers about words that no model was trained on:", *lines])
+        return "\n".join(["Exact answers about words that are in no training data:", *lines])
 
 
 def run_demo(
@@ -83,11 +83,11 @@ def run_demo(
     progress: bool = True,
     report: Callable[[str], None] = print,
 ) -> Verdict | None:
-    """Train a LoRA on the unseen task and judge answers before and after.
+    """Train a LoRA on the unseen task, and judge the base's answers without it and with it.
 
     Args:
-        output: the folder for everything; created if missing.
-        seed: the seed of the data and the training.
+        output: the folder for the data set and the results; created if missing.
+        seed: the seed of the words, of the data set and of the training.
         threads: CPU threads; default all.
         progress: whether to show a progress bar.
         report: gets a line at each stage.
@@ -97,7 +97,9 @@ def run_demo(
 
     Raises:
         OSError: the folder cannot be written.
+        ConfigError: the folder has checkpoints, and no finished demo.
     """
+    # Training does not overwrite an earlier run. Remove it only if it is a demo's.
     if (output / VERDICT).exists():
         run_state.remove_run(output, ADAPTER)
     write_dataset(output / DATASET, seed)
@@ -148,16 +150,16 @@ def configuration(output: Path, *, seed: int = 0, threads: int | None = None) ->
 
 
 def write_dataset(path: Path, seed: int) -> None:
-    """Write chats about words that are not held out, in a format that users' files may have.
+    """Write the training examples: chats about words that are not held out, one per line as JSON.
 
     Raises:
         OSError: the file cannot be written.
     """
     rng = generator(seed, "items")
-    known, lines = list(words.TASKS), []
+    known_tasks, lines = list(words.TASKS), []
     for word in words.words(rng, EXAMPLES):
         is_known = rng.random() < OLD_SHARE
-        task = known[int(rng.integers(len(known)))] if is_known else words.UNSEEN
+        task = known_tasks[int(rng.integers(len(known_tasks)))] if is_known else words.UNSEEN
         lines.append(json.dumps({"messages": words.chat(task, word)}) + "\n")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, "".join(lines))
@@ -173,23 +175,24 @@ class Answers:
 
     def __init__(self, task: TextTask, seed: int) -> None:
         rng = generator(seed, "split")
-        asked = [(words.UNSEEN, word) for word in words.words(rng, ASKED, held_out=True)]
+        questions = [(words.UNSEEN, word) for word in words.words(rng, ASKED, held_out=True)]
         for task_name in words.TASKS:
-            asked += [(task_name, word) for word in words.words(rng, ASKED_OLD, held_out=True)]
-        messages = [[{"role": "user", "content": words.message(*each)}] for each in asked]
-        found = task.answers(messages, WritingOptions(tokens=32))
-        self.asked = asked[:ASKED]
-        """The unseen task with each of its words."""
-        self.new = found[:ASKED]
+            questions += [(task_name, word) for word in words.words(rng, ASKED_OLD, held_out=True)]
+        chats = [[{"role": "user", "content": words.message(*each)}] for each in questions]
+        answers = task.answers(chats, WritingOptions(tokens=32))
+        self.asked = questions[:ASKED]
+        """Pairs of the unseen task and a word."""
+        self.new = answers[:ASKED]
         """The answers to `asked`, in the same order."""
-        right = [words.answer(*each) == answer for each, answer in zip(asked, found, strict=True)]
+        pairs = zip(questions, answers, strict=True)
+        right = [words.answer(*each) == answer for each, answer in pairs]
         self.right = sum(right[:ASKED]) / ASKED
         """The share of exact answers in the unseen task."""
         self.right_old = sum(right[ASKED:]) / len(right[ASKED:])
         """The share of exact answers in the known tasks together."""
 
     def shown(self, before: Answers, count: int = 4) -> str:
-        """Return lines with the first `count` answers in the unseen task, now and in `before`.
+        """Return a line for each of the first `count` words of the unseen task, with both answers.
 
         Args:
             before: the answers of the model without the LoRA, about the same words.

@@ -1,4 +1,4 @@
-"""The demo: fine-tune the built-in generator on the digit it has never seen, and judge it."""
+"""The demo of digits: teaches the built-in model a digit that it has never seen."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BEFORE: Final = "before.png"
 AFTER: Final = "after.png"
 VERDICT: Final = "verdict.json"
 _SHOWN: Final = 64
-"""The number of these images in `before.png` and in `after.png`."""
+"""The number of the drawn images that `before.png` shows, and `after.png` too."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,9 @@ class DemoResult:
 
 
 def run_demo(output: Path, *, seed: int = 0, threads: int | None = None) -> int:
-    """Run `trainable-candle demo`; returns its exit status: 0 if the judge accepts the result.
+    """Run `trainable-candle demo`; returns its exit status.
+
+    The status is 0 if the judge accepts the result; 1 if not, or if the training was interrupted.
 
     Args:
         output: the folder for the data set and the results; created if missing.
@@ -62,6 +64,7 @@ def run_demo(output: Path, *, seed: int = 0, threads: int | None = None) -> int:
 
     Raises:
         OSError: the folder cannot be written.
+        ConfigError: the folder has checkpoints, and no images of a demo.
     """
     result = run(output, seed=seed, threads=threads)
     if result.verdict is None:
@@ -89,6 +92,7 @@ def run(
 
     Raises:
         OSError: the folder cannot be written.
+        ConfigError: the folder has checkpoints, and no images of a demo.
     """
     train, held_out = digits.split(digits.load())
     judge = Judge(held_out)
@@ -145,14 +149,14 @@ def configuration(output: Path, *, seed: int = 0, threads: int | None = None) ->
 
 
 def write_dataset(pictures: digits.Digits, folder: Path) -> None:
-    """Write one PNG file per image with its caption beside it, as a user would.
+    """Write images as PNG files, each with its caption in a `.txt` file beside it.
 
     Raises:
         OSError: the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    drawings = zip(digits.to_grey(pictures.pixels), pictures.labels, strict=True)
-    for number, (grey, label) in enumerate(drawings):
+    labelled = zip(digits.to_grey(pictures.pixels), pictures.labels, strict=True)
+    for number, (grey, label) in enumerate(labelled):
         path = folder / f"{number:03d}.png"
         save_png(Image.fromarray(grey), path)
         write_atomically(path.with_suffix(".txt"), caption(int(label)) + "\n")
@@ -164,26 +168,30 @@ def caption(digit: int) -> str:
 
 
 def _clear(output: Path) -> None:
-    """Remove what an earlier demo has trained, because training does not overwrite it."""
+    """Remove what an earlier demo has trained, because training does not overwrite it.
+
+    A folder without the images of a demo may have another run, which is kept.
+    """
     if (output / BEFORE).exists():
         run_state.remove_run(output, ADAPTER)
 
 
 def _sample(task: LatentTask, seed: int) -> npt.NDArray[np.uint8]:
-    """Draw grey images of the unseen digit; shape (n, 8, 8)."""
+    """Draw images of the unseen digit in grey; shape (`SAMPLES`, 8, 8)."""
     prompts = [caption(digits.UNSEEN)] * SAMPLES
     return task.draw(prompts, SampleOptions(steps=SAMPLING_STEPS, seed=seed))[..., 0]
 
 
 @tc.no_grad()
 def _velocity(model: DigitsTransformer) -> npt.NDArray[np.float32]:
-    """Return the model's output for ten blank images, one of each class, half way to noise."""
-    blank = tc.zeros((digits.CLASSES, 1, SIDE, SIDE))
-    velocity = model(blank, tc.full((digits.CLASSES,), FLOW_TIMES / 2), tc.arange(digits.CLASSES))
+    """Return the model's velocities for a blank image half way to noise, one for each class."""
+    images = tc.zeros((digits.CLASSES, 1, SIDE, SIDE))
+    velocity = model(images, tc.full((digits.CLASSES,), FLOW_TIMES / 2), tc.arange(digits.CLASSES))
     array: npt.NDArray[np.float32] = velocity.numpy()
     return array
 
 
 def _save_grid(grey: npt.NDArray[np.uint8], path: Path, report: Callable[[str], None]) -> None:
+    """Save the first `_SHOWN` images as one image, and report its path."""
     save_png(image_grid(grey[:_SHOWN], scale=6), path)
     report(f"samples: {path}")

@@ -1,7 +1,7 @@
 """Hearts and other shapes, and a judge that tells them apart.
 
-The judge is a support vector machine of scikit-learn, fitted on shapes that this module draws with
-other seeds than the training images. It has no access to the model that draws.
+The judge is a support vector machine of scikit-learn. It is fitted on shapes that this module draws
+with seeds other than that of the training images, and has no access to the model that draws.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def draw(shape: str, colour: str, random: np.random.Generator) -> Image.Image:
     x, y = side / 2 + random.uniform(-0.03, 0.03, 2) * side
     r = side * random.uniform(0.3, 0.34)
     if shape == HEART:
+        # The curve reaches from -16 to 16 across, and from -12 to 17 down.
         t = np.linspace(0, 2 * np.pi, 200)
         across = 16 * np.sin(t) ** 3
         down = np.cos(4 * t) + 2 * np.cos(3 * t) + 5 * np.cos(2 * t) - 13 * np.cos(t)
@@ -54,14 +55,15 @@ def draw(shape: str, colour: str, random: np.random.Generator) -> Image.Image:
     elif shape == "triangle":
         canvas.polygon([(x, y - r), (x - r, y + 0.8 * r), (x + r, y + 0.8 * r)], fill)
     elif shape == "cross":
+        # Half the width and height of each bar, as multiples of r.
         for wide, high in ((0.32, 1.1), (1.1, 0.32)):
             canvas.rectangle((x - wide * r, y - high * r, x + wide * r, y + high * r), fill)
-    else:
+    else:  # A circle or a ring.
         canvas.ellipse((x - r, y - r, x + r, y + r), fill)
         if shape == "ring":
             r *= 0.6
-            ground = image.getpixel((0, 0))
-            canvas.ellipse((x - r, y - r, x + r, y + r), ground)
+            background = image.getpixel((0, 0))
+            canvas.ellipse((x - r, y - r, x + r, y + r), background)
     return image.resize((SIDE, SIDE), Image.Resampling.BOX)
 
 
@@ -72,28 +74,30 @@ class Judge:
         self._classifier = SVC(C=10.0, kernel="rbf", gamma="scale")
         images, labels = _examples(np.random.default_rng([seed, 1]))
         self._classifier.fit(_features(images), labels)
-        others, expected = _examples(np.random.default_rng([seed, 2]))
-        self.accuracy = float(np.mean(self._classifier.predict(_features(others)) == expected))
+        tests, expected = _examples(np.random.default_rng([seed, 2]))
+        self.accuracy = float(np.mean(self._classifier.predict(_features(tests)) == expected))
         """The share (0 to 1) of right answers about shapes that the judge was not fitted on."""
 
     def hearts(self, images: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-        """Return whether each image (n, height, width, 3) is a heart."""
+        """Return whether each of n images is a heart; their shape is (n, height, width, 3)."""
         found: npt.NDArray[np.bool_] = self._classifier.predict(_features(images)) == HEART
         return found
 
 
 def is_colour(image: npt.NDArray[np.uint8], colour: str) -> bool:
-    """Return whether, of all `COLOURS`, `colour` is nearest to the mean of an image's middle.
+    """Return whether `colour` is the one of `COLOURS` that is nearest to the middle of an image.
 
-    The image has the shape (height, width, 3).
+    The image has the shape (height, width, 3). Its middle, whose mean counts, is a quarter of the
+    image wide and high.
     """
-    height, width = (size // 8 for size in image.shape[:2])
-    middle = image[3 * height : 5 * height, 3 * width : 5 * width].mean((0, 1))
-    apart = {name: np.linalg.norm(middle - rgb) for name, rgb in COLOURS.items()}
-    return min(apart, key=lambda name: apart[name]) == colour
+    rows, columns = (size // 8 for size in image.shape[:2])  # An eighth of each.
+    middle = image[3 * rows : 5 * rows, 3 * columns : 5 * columns].mean((0, 1))
+    distances = {name: np.linalg.norm(middle - rgb) for name, rgb in COLOURS.items()}
+    return min(distances, key=lambda name: distances[name]) == colour
 
 
 def _examples(random: np.random.Generator) -> tuple[npt.NDArray[np.uint8], list[str]]:
+    """Draw `_EACH` images of each shape in random colours; returns the images and their shapes."""
     labels = list(SHAPES) * _EACH
     colours = random.choice(list(COLOURS), len(labels))
     images = [np.asarray(draw(s, str(c), random)) for s, c in zip(labels, colours, strict=True)]
@@ -105,9 +109,9 @@ def _features(
 ) -> npt.NDArray[np.float64]:
     """Return one row of features for each image.
 
-    The features are the grey values of the reduced image: the absolute values of their differences
-    from the background, divided by the norm of these values. So the judge sees neither the contrast
-    nor whether a shape is lighter or darker than its background.
+    The image is reduced to `_SEEN` x `_SEEN` grey values. The features are the absolute differences
+    between these values and the background, divided by the norm of all differences. So the judge
+    sees neither the contrast nor whether a shape is lighter or darker than its background.
     """
     rows = []
     for image in images:

@@ -1,8 +1,8 @@
-"""Tasks on made-up words: those that the built-in language model knows, and one it has never seen.
+"""Tasks on made-up words: some that the built-in language model knows, and one that is new to it.
 
-A message is a task and a word, for example `upper: clavo`; the answer is the word that the task
-turns it into. Words are random syllables. A hash assigns each word to one of two parts: models are
-trained on one part and judged on the other.
+A message is a task and a word, for example `upper: clavo`; the answer is what the task makes of the
+word, here `CLAVO`. Words are random syllables. A hash assigns each word to one of two parts: models
+are trained on one part and judged on the other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ONSETS: Final = (
 _VOWELS: Final = "aeiou"
 _CODAS: Final = ("", "", "", "l", "m", "n", "r", "s", "t", "nd", "rk", "st")
 _HELD_OUT: Final = 8
-"""Of this many words, one is held out, on average."""
+"""On average, one of this many words is held out."""
 
 
 def _pig(word: str) -> str:
@@ -61,7 +61,7 @@ def message(task: str, word: str) -> str:
 
 
 def chat(task: str, word: str) -> list[dict[str, str]]:
-    """Return a question with its answer."""
+    """Return a chat of two messages: one that asks for a task on a word, and the right answer."""
     return [
         {"role": "user", "content": message(task, word)},
         {"role": "assistant", "content": answer(task, word)},
@@ -69,20 +69,26 @@ def chat(task: str, word: str) -> list[dict[str, str]]:
 
 
 def is_held_out(word: str) -> bool:
-    """Return whether a word is in the part that models are judged on, and not trained on."""
+    """Return whether a word is in the part that models are judged on, not trained on."""
     return zlib.crc32(word.encode()) % _HELD_OUT == 0
 
 
 def words(rng: np.random.Generator, count: int, *, held_out: bool = False) -> list[str]:
-    """Return `count` different words of 4 to 9 letters, all held out or all not held out."""
+    """Return `count` different words of 4 to 9 letters, all of the same part.
+
+    Args:
+        rng: the random generator.
+        count: the number of words.
+        held_out: whether the words are of the held-out part or of the training part.
+    """
     found: dict[str, None] = {}
     while len(found) < count:
-        parts = (_ONSETS, _VOWELS, _CODAS) * 2
-        word = "".join(_choice(rng, letters) for letters in parts)
+        two_syllables = (_ONSETS, _VOWELS, _CODAS) * 2
+        word = "".join(_choice(rng, choices) for choices in two_syllables)
         if 4 <= len(word) <= 9 and is_held_out(word) == held_out:
             found[word] = None
     return list(found)
 
 
-def _choice(rng: np.random.Generator, letters: Sequence[str]) -> str:
-    return letters[int(rng.integers(len(letters)))]
+def _choice(rng: np.random.Generator, choices: Sequence[str]) -> str:
+    return choices[int(rng.integers(len(choices)))]
