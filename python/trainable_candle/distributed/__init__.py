@@ -4,6 +4,7 @@
 torchrun, srun or mpirun, looks like this:
 
     device = tc.distributed.init("cpu")  # or "cuda", or "auto"
+    model.to(device)
     tc.distributed.broadcast_(model.parameters())
     loss.backward()  # the loss of a batch that only this process has
     tc.distributed.average_gradients_(model.parameters())
@@ -44,7 +45,9 @@ _group: Group = Alone()
 
 
 def init(device: str = "auto") -> str:
-    """Join the processes that a launcher has started with this one.
+    """Join the processes that a launcher has started together with this one.
+
+    Without a launcher, this process is the only one. A group that it has joined before is closed.
 
     ```python
     device = tc.distributed.init("cpu")
@@ -59,8 +62,8 @@ def init(device: str = "auto") -> str:
         The device of this process.
 
     Raises:
-        ArgumentError: there are several processes, and `device` names one GPU, such as `cuda:1`.
-        ConfigError: the launcher's variables are incomplete, or there are too few GPUs.
+        ArgumentError: there are several processes, and `device` is another name, such as `cuda:1`.
+        ConfigError: a variable of the launcher is missing or wrong, or there are too few GPUs.
         CudaUnavailableError: there is no GPU, or NCCL cannot be used.
         DistributedError: the processes do not find each other, differ in version or device, or a
             test sum over the GPUs is wrong.
@@ -74,14 +77,14 @@ def init(device: str = "auto") -> str:
 
 
 def device_of(world: World | None, device: str) -> str:
-    """Return the device of this process; `cuda` means the GPU of the process's rank.
+    """Return the device of this process; `cuda` means the GPU of its rank on this machine.
 
     With several processes, `auto` means `cuda` if CUDA is available, else `cpu`. If `world` is
     None, there is a single process, and the result is `device` unchanged.
 
     Raises:
         ConfigError: there are fewer GPUs than processes on this machine.
-        ArgumentError: there are several processes, and `device` names one GPU, such as `cuda:1`.
+        ArgumentError: there are several processes, and `device` is another name, such as `cuda:1`.
     """
     if world is None:
         return device
@@ -91,8 +94,8 @@ def device_of(world: World | None, device: str) -> str:
         return device
     if device != "cuda":
         raise ArgumentError(
-            f"distributed: found device {device} for {world.size} processes; give cuda, so that "
-            "each process takes the GPU of its rank"
+            f"distributed: device is {device!r} for {world.size} processes, expected auto, cpu or "
+            "cuda; with cuda, each process takes a GPU of its own"
         )
     return world.device(_core.cuda_device_count())
 
@@ -192,7 +195,9 @@ def average_gradients_(parameters: Mapping[str, Var] | Iterable[Var]) -> None:
         return
     named = _named(parameters)
     device = next(iter(named.values())).device
-    _group.sum_gradients(named, tc.zeros((1,), dtype="f64", device=device))
+    # `sum_gradients` also sums further numbers of each process; here, there are none to sum.
+    unused = tc.zeros((1,), dtype="f64", device=device)
+    _group.sum_gradients(named, unused)
     vectors = _core.gradient_vectors(named)
     _core.set_gradient_vectors(named, [vector * (1.0 / _group.size) for vector in vectors])
 
@@ -210,6 +215,7 @@ def close() -> None:
 
 
 def _named(parameters: Mapping[str, Var] | Iterable[Var]) -> dict[str, Var]:
+    """Return variables by name; their positions are their names if they have none."""
     if isinstance(parameters, Mapping):
         return dict(parameters)
     return {str(number): var for number, var in enumerate(parameters)}
