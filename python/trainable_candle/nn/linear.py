@@ -37,14 +37,17 @@ class Linear(Module):
         shift: The bias, (out_features,), or the number of output features.
         bias: In `Linear(weight, bias=...)`, the bias. In `Linear(64, 32, bias=...)`, whether there
             is a bias (default: True).
-        dtype: With numbers of features, the floating point dtype of the parameters; default f32.
-        device: With numbers of features, the device of the parameters.
+        dtype: The floating point dtype of new parameters; default f32. Ignored with tensors.
+        device: The device of new parameters. Ignored with tensors.
 
     Raises:
-        TypeError: If `weight` and the bias are neither tensors nor numbers of features.
+        TypeError: If the first two arguments are neither two numbers of features nor tensors; the
+            bias may be None.
         ShapeError: If the weight is not a matrix or the bias does not fit it.
         ArgumentError: If a number of features is negative.
         DTypeError: If `dtype` is not a floating point one.
+        DeviceError, CudaUnavailableError: If the device is unknown or cannot be used.
+        OutOfMemoryError: If new parameters do not fit into memory.
     """
 
     def __init__(
@@ -86,7 +89,10 @@ class Linear(Module):
         dtype: str | None = None,
         device: str = "cpu",
     ) -> Self:
-        """Make a trainable layer, its values uniform in +-1 / sqrt(in_features), as in torch.
+        """Make a trainable layer with torch's initial values.
+
+        Both parameters are drawn uniformly between -1 / sqrt(in_features) and
+        1 / sqrt(in_features).
 
         Args:
             in_features: The size of the input's last dimension.
@@ -96,9 +102,11 @@ class Linear(Module):
             device: The device of the parameters.
 
         Raises:
-            TypeError: If a number is not whole.
-            ArgumentError: If a number is negative.
+            TypeError: If a number of features is not an integer.
+            ArgumentError: If a number of features is negative.
             DTypeError: If the dtype is not a floating point one.
+            DeviceError, CudaUnavailableError: If the device is unknown or cannot be used.
+            OutOfMemoryError: If the parameters do not fit into memory.
         """
         return cls(*init_linear(in_features, out_features, bias, dtype, device))
 
@@ -119,7 +127,9 @@ class _AdaptedLinear(Module):
     """The base class of `LoRALinear` and `DoRALinear`: a frozen linear layer with an adapter."""
 
     _kind: ClassVar[str]
+    """The kind of the extension's `Adapter`."""
     _names: ClassVar[tuple[str, ...]]
+    """The attributes that hold the adapter's parameters, in the order of `Adapter.vars`."""
 
     def __init__(
         self,
@@ -135,12 +145,14 @@ class _AdaptedLinear(Module):
         _check_tensors(type(self).__name__, base_weight, bias)
         self.weight = base_weight.detach()
         self.bias = None if bias is None else bias.detach()
+        # The arguments that `Adapter` takes after the kind, the weight and the bias.
         self._how: tuple[Any, ...] = (rank, alpha, dropout, rslora, qat, qat_activations)
         self._adapter = Adapter(self._kind, self.weight, self.bias, *self._how)
-        self.enabled = True
-        self._joined: dict[str, Tensor] = {}
-        self._joined.update(zip(self._names, self._adapter.vars(), strict=True))
-        self.__dict__.update(self._joined)
+        self.enabled = True  # whether `forward` uses the adapter
+        # The tensors that share memory with the adapter's variables, by attribute.
+        self._shared: dict[str, Tensor] = {}
+        self._shared.update(zip(self._names, self._adapter.vars(), strict=True))
+        self.__dict__.update(self._shared)
 
     def __copy__(self) -> Self:
         """Return a layer that shares this layer's parameters."""
@@ -149,42 +161,47 @@ class _AdaptedLinear(Module):
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what `pickle` and `copy.deepcopy` copy: all but the extension's adapter."""
-        return {k: v for k, v in self.__dict__.items() if k not in {"_adapter", "_joined"}}
+        """Return what `pickle` and `copy.deepcopy` copy; `_make_adapter` makes the rest again."""
+        return {k: v for k, v in self.__dict__.items() if k not in {"_adapter", "_shared"}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the attributes, and make an adapter with these parameters."""
+        """Restore the attributes, and make an adapter with the restored parameters."""
         self.__dict__.update(state)
-        self._join()
+        self._make_adapter()
 
     def _tensors_replaced(self) -> None:
-        """See `Module`. Without a new adapter, the layer would compute with the old parameters."""
-        if any(getattr(self, name) is not value for name, value in self._joined.items()):
-            self._join()
+        """Make a new adapter if its parameters were replaced; the old one has the old parameters.
 
-    def _join(self) -> None:
+        `Module` calls this method.
+        """
+        if any(getattr(self, name) is not value for name, value in self._shared.items()):
+            self._make_adapter()
+
+    def _make_adapter(self) -> None:
         """Make an adapter with the attributes' values; its variables become the attributes.
 
-        As in a new layer, the adapter's variables are f32 and on the device of the weight.
+        As in a new layer, the adapter's variables are f32 and on the device of the weight. An
+        attribute that is not a variable becomes a frozen tensor over the variable's memory.
         """
-        base = self.weight.detach(), None if self.bias is None else self.bias.detach()
-        # The adapter's initial values are overwritten. They come from another stream of random
-        # numbers, so that the library's generator does not advance.
-        self._adapter = draw_from(0, lambda: Adapter(self._kind, *base, *self._how))
-        self._joined = {}
+        weight = self.weight.detach()
+        bias = None if self.bias is None else self.bias.detach()
+        # The adapter's initial values are overwritten. They come from a separate generator, so that
+        # the library's generator does not advance.
+        self._adapter = draw_from(0, lambda: Adapter(self._kind, weight, bias, *self._how))
+        self._shared = {}
         for name, var in zip(self._names, self._adapter.vars(), strict=True):
             value = getattr(self, name)
             var.set(value.detach().to(var.dtype).to(var.device))
-            self._joined[name] = var if isinstance(value, Var) else var.detach()
-        self.__dict__.update(self._joined)
+            self._shared[name] = var if isinstance(value, Var) else var.detach()
+        self.__dict__.update(self._shared)
 
     @property
     def scale(self) -> float:
-        """The number that multiplies lora_up @ lora_down: alpha / rank, or alpha / sqrt(rank)."""
+        """The factor of lora_up @ lora_down: alpha / rank, with `rslora` alpha / sqrt(rank)."""
         return self._adapter.scale
 
     def get_vars(self) -> list[Var]:
-        """Return the adapter's parameters, which are all trainable."""
+        """Return the adapter's parameters as variables, also after `requires_grad_(False)`."""
         return self._adapter.vars()
 
     def forward(self, input: Tensor) -> Tensor:
@@ -206,9 +223,10 @@ class _AdaptedLinear(Module):
         )
 
     def merge(self) -> Tensor:
-        """Return the weight with which a plain `Linear` computes what this layer computes.
+        """Return the weight with which a `Linear` with the same bias equals this layer.
 
-        With `qat_activations`, this layer rounds its inputs, and a plain `Linear` does not.
+        The results differ where this layer applies dropout, or rounds its inputs
+        (`qat_activations`).
         """
         return self._adapter.merged_weight(self.weight)
 
@@ -216,9 +234,9 @@ class _AdaptedLinear(Module):
 class LoRALinear(_AdaptedLinear):
     """A frozen linear layer with LoRA (Hu et al. 2021, arXiv:2106.09685).
 
-    y = x @ W.T + b + scale * (x @ lora_down.T) @ lora_up.T, as one operation. Both factors are f32
-    variables. Initially `lora_down` (rank, in_features) has the values that torch gives to linear
-    layers, and `lora_up` (out_features, rank) is zero.
+    y = x @ W.T + b + scale * (x @ lora_down.T) @ lora_up.T, as one operation. `lora_down` (rank,
+    in_features) and `lora_up` (out_features, rank) are f32 variables. Initially `lora_down` has
+    random values, as the weight of a linear layer in torch, and `lora_up` is zero.
 
         layer = tc.nn.LoRALinear(tc.randn(32, 64), rank=4, alpha=4)
         assert layer(tc.randn(5, 64)).shape == (5, 32)
@@ -232,13 +250,13 @@ class LoRALinear(_AdaptedLinear):
             training.
         rslora: Whether the scale is alpha / sqrt(rank) instead (Kalajdzievski 2023,
             arXiv:2312.03732).
-        qat: The format that the sum of W and the adapter's product is rounded to, as
+        qat: The format that the adapted weight W + scale * lora_up @ lora_down is rounded to, as
             `nn.functional.fake_quantize` does; None: no rounding.
         qat_activations: Whether the input is rounded too, with a scale for each vector of
             in_features; needs `qat` "int8" or "fp8".
 
     Raises:
-        TypeError: If the weight or the bias is not a tensor.
+        TypeError: If the weight is not a tensor, or the bias is neither a tensor nor None.
         ShapeError: If the weight is not a matrix or the bias does not fit it.
         ArgumentError: If the rank is below 1, alpha is not finite, the dropout is not in [0, 1), or
             `qat` is unknown.
@@ -276,7 +294,7 @@ class DoRALinear(_AdaptedLinear):
             in_features; needs `qat` "int8" or "fp8".
 
     Raises:
-        TypeError: If the weight or the bias is not a tensor.
+        TypeError: If the weight is not a tensor, or the bias is neither a tensor nor None.
         ShapeError: If the weight is not a matrix or the bias does not fit it.
         ArgumentError: If the rank is below 1, alpha is not finite, the dropout is not in [0, 1), or
             `qat` is unknown.

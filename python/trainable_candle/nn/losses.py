@@ -1,4 +1,8 @@
-"""Losses as modules, with torch's constructors; each calls the function of `nn.functional`."""
+"""Losses as modules, under torch's names; each calls one function of `nn.functional`.
+
+All losses take `reduction`: "mean", "sum", or "none" for the losses of the elements (for
+cross-entropy: of the rows). The constructors raise `ArgumentError` for any other value.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ __all__ = [
 
 
 class _Loss(Module):
-    """The base class of losses: checks and keeps the reduction, "mean", "sum" or "none"."""
+    """The base class of losses: checks and keeps the reduction."""
 
     def __init__(self, reduction: str = "mean") -> None:
         if reduction not in {"mean", "sum", "none"}:
@@ -45,7 +49,7 @@ class MSELoss(_Loss):
     """
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Return the loss of tensors of one shape."""
+        """Return the loss of two tensors of the same shape."""
         return functional.mse_loss(input, target, self.reduction)
 
 
@@ -58,12 +62,14 @@ class L1Loss(_Loss):
     """
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Return the loss of tensors of one shape."""
+        """Return the loss of two tensors of the same shape."""
         return functional.l1_loss(input, target, self.reduction)
 
 
 class SmoothL1Loss(_Loss):
-    """The Huber loss divided by its threshold `beta`, computed by `functional.smooth_l1_loss`.
+    """The Huber loss with the threshold `beta`, divided by `beta`.
+
+    `functional.smooth_l1_loss` computes it; `beta` = 0 gives the absolute error.
 
     ```python
     assert tc.nn.SmoothL1Loss()(tc.ones(2), tc.zeros(2)).item() == 0.5
@@ -75,7 +81,7 @@ class SmoothL1Loss(_Loss):
         self.beta = beta
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Return the loss of tensors of one shape."""
+        """Return the loss of two tensors of the same shape."""
         return functional.smooth_l1_loss(input, target, self.reduction, self.beta)
 
 
@@ -92,12 +98,15 @@ class HuberLoss(_Loss):
         self.delta = delta
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Return the loss of tensors of one shape."""
+        """Return the loss of two tensors of the same shape."""
         return functional.huber_loss(input, target, self.reduction, self.delta)
 
 
 class CrossEntropyLoss(_Loss):
-    """The cross-entropy of logits and class indices, computed by `functional.cross_entropy`.
+    """The cross-entropy of logits and class ids, computed by `functional.cross_entropy`.
+
+    Rows whose class id is `ignore_index` have no loss. `label_smoothing`, from 0 to 1, is the
+    fraction of each target's probability that is spread evenly over all classes.
 
     ```python
     loss = tc.nn.CrossEntropyLoss(label_smoothing=0.1)
@@ -112,7 +121,7 @@ class CrossEntropyLoss(_Loss):
         self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Return the loss of logits (..., classes) and the indices of the right classes, (...)."""
+        """Return the loss of logits, (..., classes), and the ids of the right classes, (...)."""
         return functional.cross_entropy(
             input,
             target,
@@ -131,5 +140,5 @@ class BCEWithLogitsLoss(_Loss):
     """
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Return the loss of logits and of targets from 0 to 1, two tensors of one shape."""
+        """Return the loss of logits and of targets from 0 to 1; both have the same shape."""
         return functional.binary_cross_entropy_with_logits(input, target, self.reduction)

@@ -27,7 +27,7 @@ _INSTEAD: Final = {
     "register_full_backward_hook": "use tc.grad(loss, [tensor])",
     "register_parameter": "assign a tc.nn.Parameter to an attribute",
     "add_module": "assign the module to an attribute",
-    "children": "named_children() has all modules inside; modules() has this module, too",
+    "children": "named_children() has the modules inside, at any depth; modules() also this module",
     "buffers": "named_tensors() has every tensor",
     "named_buffers": "named_tensors() has every tensor",
     "cuda": 'use to("cuda")',
@@ -41,7 +41,7 @@ _INSTEAD: Final = {
 
 
 class LoadResult(NamedTuple):
-    """The names that only the module has (`missing`) or only the state has (`unexpected`).
+    """Names that only the module has (`missing`) and that only the state dict has (`unexpected`).
 
     ```python
     result = model.load_state_dict({"0.weight": tc.zeros(8, 4)}, strict=False)
@@ -54,7 +54,7 @@ class LoadResult(NamedTuple):
 
 
 class _Slot(NamedTuple):
-    """A tensor, its full name, its owner (a module, list or dict), and its key in the owner."""
+    """A tensor, with its full name, its owner (module, list, tuple or dict) and its key there."""
 
     name: str
     owner: Any
@@ -82,9 +82,10 @@ def _items(node: Any) -> Iterator[tuple[Any, Any]]:
 class Module:
     """The base of layers and models written in Python.
 
-    A module finds tensors, variables, modules, and lists and dicts of them in its attributes;
-    nothing has to be registered. A tensor's name joins attributes, indices and keys with dots
-    ("blocks.0.fc.weight"). Attributes whose names start with an underscore are left out.
+    A module finds tensors, variables, modules, and lists, tuples and dicts of them in its
+    attributes; nothing has to be registered. A tensor's name joins attributes, indices and keys
+    with dots ("blocks.0.fc.weight"). Attributes whose names start with an underscore are not
+    searched.
 
         class MLP(tc.nn.Module):
             def __init__(self):
@@ -96,7 +97,7 @@ class Module:
 
     training: bool = True
     _buffers: Mapping[str, bool] = MappingProxyType({})
-    """For the name of each registered buffer, whether the buffer is in state dicts."""
+    """For each registered buffer, by name, whether the buffer is in state dicts."""
     forward: Callable[..., Any] = _not_implemented
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,14 +108,14 @@ class Module:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Raise an AttributeError that says what to use instead."""
+            """Raise an AttributeError; for names of torch's modules it says what to use instead."""
             advice = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}{advice}"
             )
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """Set an attribute to a tensor that `requires_grad_` never turns into a variable.
+        """Set an attribute to a tensor that `requires_grad_` does not turn into a variable.
 
             class Scaled(tc.nn.Module):
                 def __init__(self):
@@ -127,7 +128,7 @@ class Module:
 
         Args:
             name: The name of the attribute.
-            tensor: The value; None for a buffer that is empty for now.
+            tensor: The value; None for a buffer that gets its tensor later.
             persistent: Whether `state_dict` has the tensor.
 
         Raises:
@@ -136,7 +137,7 @@ class Module:
         """
         _check_buffer(name, tensor)
         if hasattr(self, name):
-            raise ArgumentError(f"register_buffer: there is a {name!r} already")
+            raise ArgumentError(f"register_buffer: there is an attribute {name!r} already")
         self._buffers = {**self._buffers, name: persistent}
         setattr(self, name, tensor)
 
@@ -146,6 +147,9 @@ class Module:
         ```python
         model.apply(lambda module: module.train())
         ```
+
+        Raises:
+            TypeError: If `function` is not callable.
         """
         if not callable(function):
             raise TypeError(f"apply: found {type(function).__name__}, expected a function")
@@ -154,11 +158,11 @@ class Module:
         return self
 
     def _parts(self) -> Iterable[tuple[Any, Any]]:
-        """Return (name, value) of each attribute to search; tensors' names contain these names."""
+        """Return the attributes to search: (name, value); tensors' names contain these names."""
         return [(key, value) for key, value in vars(self).items() if not key.startswith("_")]
 
     def named_modules(self) -> Iterator[tuple[str, Module]]:
-        """Iterate over this module (named "") and all inside it, each once."""
+        """Iterate over (name, module) of this module, named "", and of all inside it, each once."""
         yield from self._modules("", self, set())
 
     def modules(self) -> Iterator[Module]:
@@ -166,6 +170,10 @@ class Module:
         return (module for _, module in self.named_modules())
 
     def _modules(self, name: str, node: Any, seen: set[int]) -> Iterator[tuple[str, Module]]:
+        """Yield (name, module) of `node`, if it is a module, and of every module inside it.
+
+        `seen` has the ids of the modules and containers that the search has entered.
+        """
         if id(node) in seen:
             return
         seen.add(id(node))
@@ -176,6 +184,11 @@ class Module:
                 yield from self._modules(f"{name}.{key}" if name else str(key), value, seen)
 
     def _slots(self, prefix: str, node: Any, seen: set[int]) -> Iterator[_Slot]:
+        """Yield a slot for every tensor inside `node`, under names that start with `prefix`.
+
+        A module or container in several places is searched in the first place only; `seen` has the
+        ids of those already searched. A tensor in several places has a slot for each place.
+        """
         if id(node) in seen:
             return
         seen.add(id(node))
@@ -187,7 +200,11 @@ class Module:
                 yield from self._slots(name, value, seen)
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """Return every tensor, frozen or variable, by its name."""
+        """Return every tensor, frozen or variable, by its name.
+
+        A tensor in several attributes occurs under each name; the tensors of a shared module occur
+        under the first name only.
+        """
         return {slot.name: slot.tensor for slot in self._slots("", self, set())}
 
     def named_parameters(self) -> dict[str, Var]:
@@ -237,11 +254,11 @@ class Module:
         dtype: DType | str | None = None,
         device: str | None = None,
     ) -> Self:
-        """Move all tensors to a device, and floating point ones to a dtype.
+        """Move all tensors to a device, and convert floating point ones to a dtype.
 
         Variables of another device or dtype are replaced by new variables without gradients. Call
         this before making an optimizer: an optimizer that holds replaced variables raises an error
-        in its next step. The adapters of linear layers stay f32.
+        in its next step. The adapters of `LoRALinear` and `DoRALinear` stay f32.
 
         Args:
             target: A device or a dtype.
@@ -249,10 +266,9 @@ class Module:
             device: A device.
 
         Raises:
-            ArgumentError: If a device or a dtype is unknown or is given twice, or a tensor is in a
-                tuple.
-            DTypeError: If the dtype is not a floating point one.
-            CudaUnavailableError, DeviceError: If there is no such device.
+            ArgumentError: If two devices or two dtypes are given, or a tensor is in a tuple.
+            DTypeError: If the dtype is unknown or not a floating point one.
+            DeviceError, CudaUnavailableError: If the device is unknown or cannot be used.
         """
         if isinstance(target, str) and target.partition(":")[0] in {"cpu", "cuda"}:
             given: list[object] = [target, device]
@@ -262,24 +278,29 @@ class Module:
             dtype = dtype if target is None else target
         if None not in given:
             raise ArgumentError(f"to: found {given[0]!r} and {given[1]!r}, expected one of them")
-        wanted = None if dtype is None else zeros((), dtype=dtype).dtype
-        if wanted is not None and wanted not in _FLOATS:
-            raise DTypeError(f"to: the dtype is {wanted}, expected one of {', '.join(_FLOATS)}")
+        # Tensors have dtypes and devices under their own names: "cuda" becomes "cuda:0".
+        new_dtype = None if dtype is None else zeros((), dtype=dtype).dtype
+        if new_dtype is not None and new_dtype not in _FLOATS:
+            raise DTypeError(f"to: the dtype is {new_dtype}, expected one of {', '.join(_FLOATS)}")
+        new_device = None if device is None else zeros((), device=device).device
 
-        place = None if device is None else zeros((), device=device).device
-
-        def moved(value: Tensor) -> Tensor:
-            to = wanted if wanted is not None and value.dtype in _FLOATS else value.dtype
-            if value.dtype == to and place in {None, value.device}:
+        def converted(value: Tensor) -> Tensor:
+            is_float = value.dtype in _FLOATS
+            to_dtype = new_dtype if new_dtype is not None and is_float else value.dtype
+            to_device = new_device or value.device
+            if value.dtype == to_dtype and value.device == to_device:
                 return value
-            return _alike(value.detach().to(to).to(place or value.device), value)
+            return _alike(value.detach().to(to_dtype).to(to_device), value)
 
-        return self._replaced(moved)
+        return self._replace_tensors(converted)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Freeze all variables, or turn floating point tensors other than buffers into variables.
+        """Turn floating point tensors other than buffers into variables, or freeze all variables.
 
         Tensors that become variables are copied. Call this before making an optimizer.
+
+        Args:
+            requires_grad: True for variables, False to freeze.
 
         Raises:
             ArgumentError: If `requires_grad` is neither True nor False, or a tensor is in a tuple.
@@ -290,28 +311,28 @@ class Module:
         slots = self._slots("", self, set())
         buffers = {id(slot.tensor) for slot in slots if _persists(slot) is not None}
 
-        def changed(value: Tensor) -> Tensor:
+        def trained_or_frozen(value: Tensor) -> Tensor:
             if requires_grad and value.dtype in _FLOATS and id(value) not in buffers:
                 return value if isinstance(value, Var) else Var(value)
             return value.detach() if isinstance(value, Var) else value
 
-        return self._replaced(changed)
+        return self._replace_tensors(trained_or_frozen)
 
-    def _replaced(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Replace every tensor by the result of `change`; shared tensors stay shared."""
+    def _replace_tensors(self, convert: Callable[[Tensor], Tensor]) -> Self:
+        """Replace every tensor by the result of `convert`; shared tensors stay shared."""
         slots = list(self._slots("", self, set()))
-        fixed = [slot.name for slot in slots if isinstance(slot.owner, tuple)]
-        if fixed:
-            raise _in_tuple(fixed[0])
-        new: dict[int, Tensor] = {}
+        in_tuples = [slot.name for slot in slots if isinstance(slot.owner, tuple)]
+        if in_tuples:
+            raise _in_tuple(in_tuples[0])
+        converted: dict[int, Tensor] = {}
         for slot in slots:
-            if id(slot.tensor) not in new:
-                new[id(slot.tensor)] = change(slot.tensor)
+            if id(slot.tensor) not in converted:
+                converted[id(slot.tensor)] = convert(slot.tensor)
         for slot in slots:
-            old, changed = slot.tensor, new[id(slot.tensor)]
-            _put(slot, changed)
-            if isinstance(old, Var) and isinstance(changed, Var) and changed is not old:
-                old._replace()
+            old, new = slot.tensor, converted[id(slot.tensor)]
+            _put(slot, new)
+            if isinstance(old, Var) and isinstance(new, Var) and new is not old:
+                old._replace()  # so that an optimizer with the old variable raises an error
         for module in self.modules():
             module._tensors_replaced()  # noqa: SLF001 - a module's own
         return self
@@ -324,44 +345,47 @@ class Module:
         return ""
 
     def __repr__(self) -> str:
-        """Return the classes of this module and of those inside it, with their settings."""
-        inside = [
+        """Return the classes of this module and of those inside it, with their `_facts`."""
+        children = [
             f"  ({name}): " + repr(module).replace("\n", "\n  ")
-            for name, module in self._children("", self)
+            for name, module in self._direct_children("", self)
         ]
         facts = [f"  {self._facts()}"] if self._facts() else []
-        if not inside:
+        if not children:
             return f"{type(self).__name__}({self._facts()})"
-        return "\n".join([f"{type(self).__name__}(", *facts, *inside, ")"])
+        return "\n".join([f"{type(self).__name__}(", *facts, *children, ")"])
 
-    def _children(self, name: str, node: Any) -> Iterator[tuple[str, Module]]:
+    def _direct_children(self, prefix: str, node: Any) -> Iterator[tuple[str, Module]]:
         """Yield the modules in attributes, lists, tuples and dicts; not those in other modules."""
         for key, value in _items(node):
-            path = f"{name}.{key}" if name else str(key)
+            name = f"{prefix}.{key}" if prefix else str(key)
             if isinstance(value, Module):
-                yield path, value
+                yield name, value
             elif isinstance(value, (list, tuple, dict)):
-                yield from self._children(path, value)
+                yield from self._direct_children(name, value)
 
     def named_children(self) -> Iterator[tuple[str, Any, Any, Module]]:
         """Iterate over all modules inside, at any depth; a shared module occurs under each name.
 
-        Yields the name, the owner (a module, list or dict), the key in the owner, and the module.
+        Yields the name, the owner (a module, list, tuple or dict), the key in the owner, and the
+        module.
         """
-        yield from self._held("", self, {id(self)})
+        yield from self._all_children("", self, {id(self)})
 
-    def _held(
-        self, prefix: str, node: Any, path: set[int]
+    def _all_children(
+        self, prefix: str, node: Any, ancestors: set[int]
     ) -> Iterator[tuple[str, Any, Any, Module]]:
         for key, value in _items(node):
             name = f"{prefix}.{key}" if prefix else str(key)
             if isinstance(value, Module):
                 yield name, node, key, value
-            if isinstance(value, (Module, list, tuple, dict)) and id(value) not in path:
-                yield from self._held(name, value, path | {id(value)})
+            if isinstance(value, (Module, list, tuple, dict)) and id(value) not in ancestors:
+                yield from self._all_children(name, value, ancestors | {id(value)})
 
     def add_adapter(self, config: LoraConfig) -> ModuleAdapter:
-        """Freeze all parameters and put trainable adapters on linear layers and convolutions.
+        """Freeze all parameters, and put trainable adapters on the layers that `config` selects.
+
+        These can be `Linear` layers and convolutions (`Conv2d`).
 
         Args:
             config: The layers to adapt, and the kind and size of the adapters.
@@ -377,12 +401,15 @@ class Module:
         return ModuleAdapter(self, config)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return every tensor by its name; variables are copied, so later steps change no entry."""
-        named = self._state().items()
-        return {n: tensor(s.tensor) if isinstance(s.tensor, Var) else s.tensor for n, s in named}
+        """Return every tensor by its name, except buffers that are not persistent.
+
+        Variables are copied, so later steps change no entry.
+        """
+        slots = self._state().values()
+        return {s.name: tensor(s.tensor) if isinstance(s.tensor, Var) else s.tensor for s in slots}
 
     def _state(self) -> dict[str, _Slot]:
-        """Return the tensors that belong in a state dict, by name."""
+        """Return the slots of the tensors that belong in a state dict, by name."""
         slots = self._slots("", self, set())
         return {slot.name: slot for slot in slots if _persists(slot) is not False}
 
@@ -403,7 +430,7 @@ class Module:
             ArgumentError: If names are missing or unexpected and `strict` is True, or a frozen
                 tensor to replace is in a tuple.
             ShapeError: If a value has another shape than the module's tensor.
-            DTypeError: If a value has another dtype than the module's tensor.
+            DTypeError: If a value has another dtype than the module's tensor, or is not numbers.
             TypeError: If `state` is not a mapping.
         """
         if not isinstance(state, Mapping):
@@ -416,7 +443,8 @@ class Module:
         if strict and (missing or unexpected):
             raise ArgumentError(
                 f"load_state_dict: {_listed('missing', missing)}; "
-                f"{_listed('unexpected', unexpected)}; pass strict=False to load the others"
+                f"{_listed('unexpected', unexpected)}; pass strict=False to load the names that "
+                "both have"
             )
         values: list[tuple[_Slot, Tensor]] = []
         for name, slot in slots.items():
@@ -448,13 +476,16 @@ def _persists(slot: _Slot) -> bool | None:
 
 
 def _check_buffer(name: object, value: object) -> None:
+    """Raise an error unless the name and the value suit a buffer; see `register_buffer`."""
     if not isinstance(name, str) or not (value is None or isinstance(value, Tensor)):
-        kinds = f"{type(name).__name__} and {type(value).__name__}"
-        raise TypeError(f"register_buffer: found {kinds}, expected a name and a Tensor")
+        types = f"{type(name).__name__} and {type(value).__name__}"
+        raise TypeError(
+            f"register_buffer: found {types}, expected a name (str) and a Tensor or None"
+        )
     if not name.isidentifier() or name.startswith("_"):
         raise ArgumentError(
-            f"register_buffer: the name is {name!r}, expected the name of an attribute, without an "
-            "underscore in front"
+            f"register_buffer: the name is {name!r}, expected an identifier that does not start "
+            "with an underscore"
         )
 
 
@@ -467,6 +498,7 @@ def _in_tuple(name: str) -> ArgumentError:
 
 
 def _store(slot: _Slot, value: Tensor) -> None:
+    """Set a variable in place, or replace a frozen tensor by a copy of the value."""
     if isinstance(slot.tensor, Var):
         slot.tensor.set(value)
     else:
@@ -474,6 +506,7 @@ def _store(slot: _Slot, value: Tensor) -> None:
 
 
 def _put(slot: _Slot, value: Tensor) -> None:
+    """Replace the tensor of a slot in its owner."""
     if isinstance(slot.owner, Module):
         setattr(slot.owner, slot.key, value)
     else:

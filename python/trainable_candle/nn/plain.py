@@ -1,4 +1,4 @@
-"""Layers that have no parameters; each applies one function of `nn.functional`."""
+"""More layers without parameters; each applies one function of `nn.functional`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ELU", "AvgPool2d", "LeakyReLU", "LogSoftmax", "MaxPool2d", "Softplus
 
 
 class LeakyReLU(Module):
-    """Multiplies elements below 0 by `negative_slope`.
+    """Multiplies each element below 0 by `negative_slope`.
 
     ```python
     assert tc.nn.LeakyReLU(0.5)(tc.tensor([-1.0, 2.0])).tolist() == [-0.5, 2.0]
@@ -22,7 +22,7 @@ class LeakyReLU(Module):
     """
 
     def __init__(self, negative_slope: float = 0.01, inplace: bool = False) -> None:
-        del inplace  # accepted as by torch; the result is always a new tensor
+        del inplace  # accepted as in torch, but the result is always a new tensor
         self.negative_slope = negative_slope
 
     def forward(self, input: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ class LeakyReLU(Module):
 
 
 class ELU(Module):
-    """Replaces elements x below 0 by alpha (exp(x) - 1).
+    """Replaces each element x below 0 by alpha * (exp(x) - 1).
 
     ```python
     assert tc.nn.ELU()(tc.zeros(2)).tolist() == [0.0, 0.0]
@@ -42,7 +42,7 @@ class ELU(Module):
     """
 
     def __init__(self, alpha: float = 1.0, inplace: bool = False) -> None:
-        del inplace  # accepted as by torch; the result is always a new tensor
+        del inplace  # accepted as in torch, but the result is always a new tensor
         self.alpha = alpha
 
     def forward(self, input: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class ELU(Module):
 
 
 class Softplus(Module):
-    """Applies log(1 + exp(beta x)) / beta, a smooth ReLU, to each element x.
+    """Applies log(1 + exp(beta * x)) / beta, a smooth ReLU, to each element x.
 
     ```python
     assert tc.nn.Softplus()(tc.zeros(1)).item() > 0.69
@@ -84,7 +84,7 @@ class LogSoftmax(Module):
         self.dim = dim
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return logarithms of probabilities."""
+        """Return the logarithms of probabilities, in the shape of the input."""
         return functional.log_softmax(input, self.dim)
 
     def _facts(self) -> str:
@@ -92,7 +92,10 @@ class LogSoftmax(Module):
 
 
 class _Pool2d(Module):
-    """The base of pooling layers; each argument is one number or a pair (height, width)."""
+    """The base of pooling layers; each argument is one number or a pair (height, width).
+
+    If `stride` is None, it is `kernel_size`.
+    """
 
     def __init__(self, kernel_size: Any, stride: Any = None, padding: Any = 0) -> None:
         self.kernel_size, self.stride, self.padding = kernel_size, stride, padding
@@ -110,7 +113,7 @@ class MaxPool2d(_Pool2d):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map (B, C, height, width) to (B, C, height', width')."""
+        """Map (B, C, height, width) to (B, C, height', width'), one value per window."""
         return functional.max_pool2d(input, self.kernel_size, self.stride, self.padding)
 
 
@@ -123,5 +126,5 @@ class AvgPool2d(_Pool2d):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map (B, C, height, width) to (B, C, height', width')."""
+        """Map (B, C, height, width) to (B, C, height', width'), one value per window."""
         return functional.avg_pool2d(input, self.kernel_size, self.stride, self.padding)
