@@ -1,4 +1,4 @@
-"""Optimizers, gradient clipping, loss scaling and learning-rate schedules."""
+"""Optimizers, gradient clipping, loss scaling, moving averages and learning-rate schedules."""
 
 from typing import Any, Final
 
@@ -23,15 +23,15 @@ __all__ = [
 __all__ += kinds.__all__
 
 _INSTEAD: Final = {
-    "RMSprop": "use Adam with betas=(0.0, alpha), where alpha is RMSprop's",
+    "RMSprop": "use Adam with betas=(0.0, alpha), where alpha is RMSprop's argument",
     "Adagrad": "use Adafactor or Adam",
     "NAdam": "use Adam",
     "RAdam": "use Adam with lr_scheduler.LinearLR as a warm-up",
-    "LBFGS": "use Adam; all optimizers here use only first derivatives",
+    "LBFGS": "use Adam; no optimizer here computes the loss several times in a step",
     "SparseAdam": "use Adam; gradients are dense",
     "swa_utils": "use VariableEMA to average variables",
 }
-"""What to use instead of a name that torch.optim has and this module lacks."""
+"""For names that `torch.optim` has and this module lacks, what to use instead."""
 
 
 def __getattr__(name: str) -> Any:

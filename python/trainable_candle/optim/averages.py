@@ -1,4 +1,4 @@
-"""Moving averages of any variables."""
+"""`VariableEMA`, the moving averages of any variables."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ class VariableEMA:
 
     Args:
         variables: The variables, or a mapping of names to variables.
-        decay: Weight of the old average in each update, in [0, 1).
-        warmup: If True, the decay is min(decay, (1 + n) / (10 + n)) after n updates: the first
-            update keeps a tenth of the initial values, and `decay` = 0.999 is reached after 8990
-            updates. torch's `get_ema_multi_avg_fn` has no such warm-up.
+        decay: The weight of the old average in each update, in [0, 1).
+        warmup: If True, the weight in the update after n earlier ones is
+            min(decay, (1 + n) / (10 + n)): the first update keeps a tenth of the initial values,
+            and the weight reaches a `decay` of 0.999 after 8990 updates. torch's
+            `get_ema_multi_avg_fn` has no such warm-up.
 
     Raises:
         ArgumentError: If the decay is out of range, or there is no variable.
@@ -54,12 +55,12 @@ class VariableEMA:
     ) -> None:
         if not 0 <= decay < 1:
             raise ArgumentError(f"VariableEMA: decay is {decay}, expected at least 0 and below 1")
-        given = variables.values() if isinstance(variables, Mapping) else variables
+        items = variables.values() if isinstance(variables, Mapping) else variables
         self._variables: list[Var] = []
-        for place, variable in enumerate(cast("Iterable[object]", given)):
+        for index, variable in enumerate(cast("Iterable[object]", items)):
             if not isinstance(variable, _core.Var):
                 kind = type(variable).__name__
-                raise TypeError(f"VariableEMA: variable {place} is {kind}, expected a Var")
+                raise TypeError(f"VariableEMA: variable {index} is {kind}, expected a Var")
             self._variables.append(variable)
         if not self._variables:
             raise ArgumentError("VariableEMA: expected at least one variable")
@@ -82,12 +83,12 @@ class VariableEMA:
             raise ArgumentError(
                 "VariableEMA: the variables hold the averages; leave the `with` block first"
             )
-        early = (1 + self.updates) / (10 + self.updates)
-        kept = min(self.decay, early) if self.warmup else self.decay
+        limit = (1 + self.updates) / (10 + self.updates)
+        decay = min(self.decay, limit) if self.warmup else self.decay
         self.updates += 1
         with no_grad():
             self._averages = [
-                average * kept + variable.detach().to("f32") * (1 - kept)
+                average * decay + variable.detach().to("f32") * (1 - decay)
                 for average, variable in zip(self._averages, self._variables, strict=True)
             ]
 
@@ -102,7 +103,7 @@ class VariableEMA:
                 "VariableEMA: the variables hold the averages already; do not nest `with` blocks"
             )
         self._trained = [_copy(v) for v in self._variables]
-        self._give(self._averages)
+        self._set_variables(self._averages)
         return self
 
     def __exit__(
@@ -113,22 +114,23 @@ class VariableEMA:
     ) -> None:
         """Set the variables to the trained values that they had before the `with` block."""
         trained, self._trained = self._trained, None
-        self._give(trained or [])
+        self._set_variables(trained or [])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the averages (`INDEX.average`, f32) and their number of updates (`updates`, i64).
+        """Return the averages and the number of updates, on the CPU.
 
-        All tensors are on the CPU.
+        `INDEX.average` (f32) is the average of the variable with the index INDEX, `updates` (i64)
+        the number of updates.
         """
-        state = {f"{n}.average": a.to("cpu") for n, a in enumerate(self._averages)}
-        return {**state, "updates": _core.tensor(self.updates)}
+        averages = {f"{index}.average": a.to("cpu") for index, a in enumerate(self._averages)}
+        return {**averages, "updates": _core.tensor(self.updates)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Continue from a `state_dict` whose averages have the shapes of these variables.
 
         Raises:
-            ConfigError: If an entry is missing or not expected. Nothing is changed then.
-            ShapeError: If an entry has another shape. Nothing is changed then.
+            ConfigError: If an entry is missing or not expected. In this case nothing changes.
+            ShapeError: If an entry has another shape. In this case nothing changes.
         """
         expected = self.state_dict()
         if state.keys() != expected.keys():
@@ -141,15 +143,15 @@ class VariableEMA:
                 )
         self.updates = int(state["updates"].item())
         self._averages = [
-            state[f"{n}.average"].to("f32").to(average.device)
-            for n, average in enumerate(self._averages)
+            state[f"{index}.average"].to("f32").to(average.device)
+            for index, average in enumerate(self._averages)
         ]
 
-    def _give(self, values: list[Any]) -> None:
+    def _set_variables(self, values: list[Any]) -> None:
         for variable, value in zip(self._variables, values, strict=True):
             variable.set(value.to(variable.dtype))
 
 
 def _copy(variable: Var) -> Tensor:
-    """Return a copy of the variable's value, which later changes do not affect."""
-    return variable.detach() * 1
+    """Return a copy of the variable's value, so that later steps do not change the result."""
+    return variable.detach() * 1  # detach() alone would share the variable's memory

@@ -1,4 +1,4 @@
-"""Torch's schedulers that change the current learning rates; an optimizer can have several."""
+"""Torch's schedulers of learning rates; an optimizer can have several of them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ChainableScheduler:
     The caller chooses what an epoch is: training on every example once, or a step of the optimizer.
     The constructor sets the learning rates of epoch 0, and each call of `step` begins the next
     epoch. If an optimizer has several schedulers, each changes the rates that the previous one has
-    set.
+    set; but `LambdaLR`, `CosineAnnealingWarmRestarts` and `OneCycleLR` overwrite these rates.
 
     ```python
     schedulers = tc.optim.lr_scheduler
@@ -58,28 +58,29 @@ class ChainableScheduler:
     """
 
     _is_closed = False
-    """Whether `_next` needs only the epoch and the initial rates, not the previous rates."""
+    """Whether `_next` computes the rates of an epoch without the rates of the previous epoch."""
 
     @explained
     def __init__(self, optimizer: Optimizer, last_epoch: int = -1) -> None:
         self.optimizer = _checked(optimizer)
         name, groups = type(self).__name__, self.optimizer.param_groups
-        after = at_least(-1, name, "last_epoch", last_epoch)
-        if after >= 0 and not all("initial_lr" in group for group in groups):
+        finished = at_least(-1, name, "last_epoch", last_epoch)
+        if finished >= 0 and not all("initial_lr" in group for group in groups):
             raise ArgumentError(
-                f'{name}: last_epoch is {after}, expected an "initial_lr" in all param_groups; set '
-                'it: group["initial_lr"] = ..., or use load_state_dict of a new scheduler'
+                f'{name}: last_epoch is {finished}, expected an "initial_lr" in all param_groups; '
+                'set it: group["initial_lr"] = ..., or use load_state_dict of a new scheduler'
             )
         self.base_lrs = [float(group.setdefault("initial_lr", group["lr"])) for group in groups]
-        if after < 0:
-            self.restart(optimizer.group_lrs)
+        if finished < 0:
+            # The current rates, which other schedulers may have changed, not the initial ones.
+            self.restart(self.optimizer.group_lrs)
         else:
-            self.last_epoch = after + 1
+            self.last_epoch = finished + 1
             if self._is_closed:
                 self.optimizer.group_lrs = self._next(self.optimizer.group_lrs)
 
     def restart(self, lrs: Sequence[float] | None = None) -> None:
-        """Go back to epoch 0, with the initial learning rates or with `lrs`."""
+        """Go back to epoch 0. The scheduler then changes `lrs`, by default the initial rates."""
         self.last_epoch = 0
         self.optimizer.group_lrs = self._first(list(self.base_lrs if lrs is None else lrs))
 
@@ -95,10 +96,10 @@ class ChainableScheduler:
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, the initial rates and the settings, for `load_state_dict`.
 
-        The current learning rates are in the optimizer's state.
+        The current learning rates are in the optimizer's state. Functions are in no state.
         """
-        found = {n: v for n, v in vars(self).items() if n != "optimizer" and not n.startswith("_")}
-        return {name: value for name, value in found.items() if not callable(value)}
+        public = {n: v for n, v in vars(self).items() if n != "optimizer" and not n.startswith("_")}
+        return {name: value for name, value in public.items() if not callable(value)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the state of another scheduler of the same class.
@@ -114,7 +115,7 @@ class ChainableScheduler:
         vars(self).update(state)
 
     def _first(self, lrs: list[float]) -> list[float]:
-        """Return the rates of epoch 0."""
+        """Return the rates of epoch 0, given the rates that the scheduler starts from."""
         return lrs
 
     def _next(self, lrs: list[float]) -> list[float]:
@@ -123,28 +124,30 @@ class ChainableScheduler:
 
 
 class _ByFunctions(ChainableScheduler):
-    """The base of schedulers that take one function, or a function for each group."""
+    """The base of schedulers that take one function for all groups, or one for each group."""
 
     @explained
     def __init__(self, optimizer: Optimizer, lr_lambda: Any, last_epoch: int = -1) -> None:
-        groups = len(_checked(optimizer).group_lrs)
-        each = list(lr_lambda) if isinstance(lr_lambda, (list, tuple)) else [lr_lambda] * groups
-        if len(each) != groups or not all(callable(function) for function in each):
+        count = len(_checked(optimizer).group_lrs)
+        is_list = isinstance(lr_lambda, (list, tuple))
+        functions = list(lr_lambda) if is_list else [lr_lambda] * count
+        if len(functions) != count or not all(callable(function) for function in functions):
             raise ArgumentError(
                 f"{type(self).__name__}: lr_lambda is {lr_lambda!r}, expected a function, or a "
-                f"list with one for each of {groups} groups"
+                f"list with one for each of {count} groups"
             )
-        self._functions: list[Callable[[int], float]] = each
+        self._functions: list[Callable[[int], float]] = functions
         super().__init__(optimizer, last_epoch)
 
     def _factors(self) -> list[float]:
+        """Return the functions' values at the current epoch."""
         return [float(function(self.last_epoch)) for function in self._functions]
 
 
 class LambdaLR(_ByFunctions):
     """The initial learning rates times a function of the epoch.
 
-        warm_up = lambda step: min(1.0, (step + 1) / 100)
+        warm_up = lambda epoch: min(1.0, (epoch + 1) / 100)  # an epoch is a step here
         scheduler = tc.optim.lr_scheduler.LambdaLR(optimizer, warm_up)
         for inputs, targets in batches:
             F.mse_loss(model(inputs), targets).backward()
@@ -155,6 +158,7 @@ class LambdaLR(_ByFunctions):
     Args:
         optimizer: The optimizer.
         lr_lambda: A function of the epoch, or a list with a function for each group.
+        last_epoch: See `ChainableScheduler`.
 
     Raises:
         ArgumentError: If `lr_lambda` is neither a function nor a list with one for each group.
@@ -171,7 +175,7 @@ class LambdaLR(_ByFunctions):
 
 
 class MultiplicativeLR(_ByFunctions):
-    """Multiplies the learning rates by a function of the epoch, in every epoch.
+    """In each epoch after epoch 0, multiplies the learning rates by a function of the epoch.
 
         scheduler = tc.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda epoch: 0.95)
         scheduler.step()
@@ -179,6 +183,7 @@ class MultiplicativeLR(_ByFunctions):
     Args:
         optimizer: The optimizer.
         lr_lambda: A function of the epoch, or a list with a function for each group.
+        last_epoch: See `ChainableScheduler`.
 
     Raises:
         ArgumentError: If `lr_lambda` is neither a function nor a list with one for each group.
@@ -217,7 +222,7 @@ class StepLR(ChainableScheduler):
 class MultiStepLR(ChainableScheduler):
     """Multiplies the learning rates by `gamma` at each epoch of `milestones`.
 
-    A milestone that is listed twice multiplies them by gamma^2.
+    An epoch that is listed twice multiplies the rates by `gamma` ** 2.
 
     ```python
     scheduler = tc.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[30, 80])
@@ -233,7 +238,7 @@ class MultiStepLR(ChainableScheduler):
         gamma: float = 0.1,
         last_epoch: int = -1,
     ) -> None:
-        self.milestones = dict(Counter(milestones))
+        self.milestones = dict(Counter(milestones))  # how often each epoch is listed
         self.gamma = _number("MultiStepLR", "gamma", gamma)
         super().__init__(optimizer, last_epoch)
 
@@ -242,7 +247,7 @@ class MultiStepLR(ChainableScheduler):
 
 
 class ExponentialLR(ChainableScheduler):
-    """Multiplies the learning rates by `gamma` every epoch.
+    """Multiplies the learning rates by `gamma` in each epoch after epoch 0.
 
     ```python
     scheduler = tc.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
@@ -316,7 +321,7 @@ class LinearLR(ChainableScheduler):
         last_epoch: int = -1,
     ) -> None:
         self.start_factor = _fraction("LinearLR", "start_factor", start_factor)
-        self.end_factor = _fraction("LinearLR", "end_factor", end_factor, zero=True)
+        self.end_factor = _fraction("LinearLR", "end_factor", end_factor, or_zero=True)
         self.total_iters = at_least(1, "LinearLR", "total_iters", total_iters)
         super().__init__(optimizer, last_epoch)
 
@@ -324,12 +329,13 @@ class LinearLR(ChainableScheduler):
         return [lr * self.start_factor for lr in lrs]
 
     def _factor(self, epoch: int) -> float:
-        rise = self.end_factor - self.start_factor
-        return self.start_factor + rise * min(epoch, self.total_iters) / self.total_iters
+        change = self.end_factor - self.start_factor
+        return self.start_factor + change * min(epoch, self.total_iters) / self.total_iters
 
     def _next(self, lrs: list[float]) -> list[float]:
-        earlier = self._factor(self.last_epoch - 1)
-        return [lr * self._factor(self.last_epoch) / earlier if earlier else lr for lr in lrs]
+        previous, factor = self._factor(self.last_epoch - 1), self._factor(self.last_epoch)
+        # The previous factor is 0 only if `end_factor` is 0 and reached: the rates stay 0.
+        return [lr * factor / previous if previous else lr for lr in lrs]
 
 
 class PolynomialLR(ChainableScheduler):
@@ -357,13 +363,16 @@ class PolynomialLR(ChainableScheduler):
         super().__init__(optimizer, last_epoch)
 
     def _next(self, lrs: list[float]) -> list[float]:
-        left = self.total_iters - self.last_epoch
-        return [lr * (left / (left + 1)) ** self.power for lr in lrs] if left >= 0 else lrs
+        remaining = self.total_iters - self.last_epoch
+        if remaining < 0:
+            return lrs
+        return [lr * (remaining / (remaining + 1)) ** self.power for lr in lrs]
 
 
 class CosineAnnealingLR(ChainableScheduler):
-    """Lowers the learning rates along a half cosine to `eta_min` at `T_max`, then raises them.
+    """Lowers the learning rates along a half cosine to `eta_min` at epoch `T_max`.
 
+    Afterwards the rates follow the cosine up to the initial rates and down again.
     Loshchilov & Hutter 2017, arXiv:1608.03983, without restarts.
 
         scheduler = tc.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
@@ -390,19 +399,19 @@ class CosineAnnealingLR(ChainableScheduler):
         super().__init__(optimizer, last_epoch)
 
     def _next(self, lrs: list[float]) -> list[float]:
-        low, turn = self.eta_min, math.pi / self.T_max
+        low, angle = self.eta_min, math.pi / self.T_max  # `angle` of the cosine in each epoch
         if (self.last_epoch - 1 - self.T_max) % (2 * self.T_max) == 0:
-            # The previous rate is `eta_min`, where the quotient below would divide by 0.
-            rise = (1 - math.cos(turn)) / 2
+            # The previous rates are `eta_min`, so the quotient below would divide by 0.
+            rise = (1 - math.cos(angle)) / 2
             return [lr + (base - low) * rise for lr, base in zip(lrs, self.base_lrs, strict=True)]
-        factor = (1 + math.cos(turn * self.last_epoch)) / (
-            1 + math.cos(turn * (self.last_epoch - 1))
+        factor = (1 + math.cos(angle * self.last_epoch)) / (
+            1 + math.cos(angle * (self.last_epoch - 1))
         )
         return [(lr - low) * factor + low for lr in lrs]
 
 
 class CosineAnnealingWarmRestarts(ChainableScheduler):
-    """Lowers the learning rates along a half cosine to `eta_min`, again and again.
+    """Lowers the learning rates along a half cosine to `eta_min`, in cycles.
 
     Each cycle starts at the initial rates. The first cycle has `T_0` epochs, and each later cycle
     is `T_mult` times as long as the previous one (Loshchilov & Hutter 2017, arXiv:1608.03983).
@@ -449,7 +458,12 @@ def _checked(optimizer: object) -> GroupedOptimizer:
 
 
 def at_least(least: int, name: str, argument: str, value: Any) -> int:
-    """Check that a value is a whole number of at least `least`; returns the value."""
+    """Return `value` if it is a whole number of at least `least`.
+
+    Raises:
+        TypeError: If it is not a whole number.
+        ArgumentError: If it is below `least`.
+    """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: {argument} is {value!r}, expected a whole number")
     if value < least:
@@ -463,8 +477,10 @@ def _number(name: str, argument: str, value: Any) -> float:
     return value
 
 
-def _fraction(name: str, argument: str, value: float, *, zero: bool = False) -> float:
-    if not (0 if zero else 1e-300) <= _number(name, argument, value) <= 1:
-        least = "at least" if zero else "above"
-        raise ArgumentError(f"{name}: {argument} is {value}, expected {least} 0 and at most 1")
+def _fraction(name: str, argument: str, value: float, *, or_zero: bool = False) -> float:
+    """Return `value` if it is in (0, 1], or 0 with `or_zero`."""
+    least = 0 if or_zero else 1e-300  # dividing a rate by smaller numbers could overflow
+    if not least <= _number(name, argument, value) <= 1:
+        bound = "at least" if or_zero else "above"
+        raise ArgumentError(f"{name}: {argument} is {value}, expected {bound} 0 and at most 1")
     return value

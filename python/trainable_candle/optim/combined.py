@@ -1,4 +1,4 @@
-"""Torch's schedulers that combine several schedulers, and OneCycleLR and ReduceLROnPlateau."""
+"""Torch's schedulers that combine several schedulers; also `OneCycleLR` and `ReduceLROnPlateau`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["ChainedScheduler", "OneCycleLR", "ReduceLROnPlateau", "SequentialLR"]
 
 
-class _Several(ChainableScheduler):
+class _Combined(ChainableScheduler):
     """The base of schedulers that combine several schedulers of one optimizer."""
 
     @explained
@@ -27,27 +27,28 @@ class _Several(ChainableScheduler):
         name = type(self).__name__
         if not schedulers:
             raise ArgumentError(f"{name}: expected at least one scheduler")
-        for place, scheduler in enumerate(schedulers):
+        for index, scheduler in enumerate(schedulers):
             if not isinstance(scheduler, ChainableScheduler):
                 kind = type(scheduler).__name__
                 raise TypeError(
-                    f"{name}: scheduler {place} is {kind}, expected a ChainableScheduler"
+                    f"{name}: scheduler {index} is {kind}, expected a ChainableScheduler"
                 )
             if scheduler.optimizer is not optimizer:
-                raise ArgumentError(f"{name}: scheduler {place} was made for another optimizer")
+                raise ArgumentError(f"{name}: scheduler {index} was made for another optimizer")
             self._schedulers.append(scheduler)
         super().__init__(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all schedulers."""
+        """Return this scheduler's state, and as "schedulers" those of the combined schedulers."""
         states = [scheduler.state_dict() for scheduler in self._schedulers]
         return {**super().state_dict(), "schedulers": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state of a scheduler that combines the same classes of schedulers.
+        """Load the epoch, and the states of the combined schedulers.
 
         Raises:
-            ArgumentError: If the number or the classes of the combined schedulers differ.
+            ArgumentError: If the state has another number of schedulers, or a scheduler's state has
+                other entries than the scheduler here, as the state of another class often has.
         """
         states = state.get("schedulers", ())
         if len(states) != len(self._schedulers):
@@ -55,13 +56,13 @@ class _Several(ChainableScheduler):
                 f"{type(self).__name__}: the state has {len(states)} schedulers, expected "
                 f"{len(self._schedulers)}"
             )
-        for scheduler, inside in zip(self._schedulers, states, strict=True):
-            scheduler.load_state_dict(inside)
+        for scheduler, own_state in zip(self._schedulers, states, strict=True):
+            scheduler.load_state_dict(own_state)
         self.last_epoch = state["last_epoch"]
 
 
-class ChainedScheduler(_Several):
-    """Steps several schedulers one after the other; their changes multiply.
+class ChainedScheduler(_Combined):
+    """Steps several schedulers in order; each changes the rates that the previous one has set.
 
     ```python
     s = tc.optim.lr_scheduler
@@ -69,6 +70,14 @@ class ChainedScheduler(_Several):
     scheduler = s.ChainedScheduler(parts)
     scheduler.step()
     ```
+
+    Args:
+        schedulers: The schedulers, at least one.
+        optimizer: The optimizer that all schedulers were made for; default: the first scheduler's.
+
+    Raises:
+        ArgumentError: If there is no scheduler, or one was made for another optimizer.
+        TypeError: If an item is not a `ChainableScheduler`.
     """
 
     @explained
@@ -85,7 +94,7 @@ class ChainedScheduler(_Several):
         return self.optimizer.group_lrs
 
 
-class SequentialLR(_Several):
+class SequentialLR(_Combined):
     """Uses one scheduler until the first milestone, then the next from its epoch 0, and so on.
 
         s = tc.optim.lr_scheduler
@@ -99,8 +108,9 @@ class SequentialLR(_Several):
         milestones: The epochs at which the second and later schedulers begin.
 
     Raises:
-        ArgumentError: If there is not exactly one milestone fewer than schedulers, or a scheduler
-            was made for another optimizer.
+        ArgumentError: If there is no scheduler, the number of milestones is not one less than that
+            of the schedulers, or a scheduler was made for another optimizer.
+        TypeError: If a scheduler is not a `ChainableScheduler`.
     """
 
     @explained
@@ -120,26 +130,26 @@ class SequentialLR(_Several):
 
     def _first(self, lrs: list[float]) -> list[float]:
         del lrs
-        # The constructor of each later scheduler has set the rates of its epoch 0. Undo this: a
-        # scheduler's rates apply only from its milestone on.
+        # The constructors of the later schedulers have changed the rates to those of their epoch 0.
+        # Undo this: a scheduler's rates apply only from its milestone on.
         self._schedulers[0].restart()
         return self.optimizer.group_lrs
 
     def _next(self, lrs: list[float]) -> list[float]:
         del lrs
-        place = bisect_right(self.milestones, self.last_epoch)
-        if place and self.milestones[place - 1] == self.last_epoch:
-            self._schedulers[place].restart()
+        index = bisect_right(self.milestones, self.last_epoch)
+        if index and self.milestones[index - 1] == self.last_epoch:
+            self._schedulers[index].restart()
         else:
-            self._schedulers[place].step()
+            self._schedulers[index].step()
         return self.optimizer.group_lrs
 
 
 class OneCycleLR(ChainableScheduler):
-    """Raises the learning rate to `max_lr`, then lowers it, to far below the initial rate.
+    """Raises the learning rate to `max_lr`, then lowers it to far below the initial rate.
 
-    Smith & Topin 2017, arXiv:1708.07120. The initial rate is `max_lr / div_factor`. Unlike torch's
-    class, this one does not change the momentum.
+    Smith & Topin 2017, arXiv:1708.07120. The initial rate is `max_lr / div_factor`. All groups get
+    the same rate. Unlike torch's class, this one does not change the momentum.
 
         scheduler = tc.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=100)
         scheduler.step()
@@ -147,18 +157,19 @@ class OneCycleLR(ChainableScheduler):
     Args:
         optimizer: The optimizer.
         max_lr: The highest learning rate.
-        total_steps: Number of steps in the cycle; if None, `epochs` times `steps_per_epoch`.
-        epochs: Number of epochs in the cycle.
-        steps_per_epoch: Number of steps in an epoch.
+        total_steps: The number of steps; if None, `epochs` times `steps_per_epoch`.
+        epochs: The number of epochs of the training.
+        steps_per_epoch: The number of steps in an epoch.
         pct_start: The fraction of the steps in which the rate rises, in (0, 1).
         anneal_strategy: "cos" or "linear".
         div_factor: The highest rate divided by the initial rate.
         final_div_factor: The initial rate divided by the last rate.
-        last_epoch: The last finished step; -1 for a new start.
+        last_epoch: The last finished step; -1 for a new start. See `ChainableScheduler`.
 
     Raises:
-        ArgumentError: If `total_steps` is None and `epochs` or `steps_per_epoch` is None too, if a
-            number is out of range, or if `step` is called after the last step.
+        ArgumentError: If `total_steps` is None and `epochs` or `steps_per_epoch` is None too, if
+            `total_steps`, `max_lr` or `pct_start` is out of range, if `anneal_strategy` is unknown,
+            or if `step` is called more than `total_steps` times.
     """
 
     _is_closed = True
@@ -183,7 +194,7 @@ class OneCycleLR(ChainableScheduler):
                     "OneCycleLR: expected total_steps, or epochs and steps_per_epoch"
                 )
             total_steps = epochs * steps_per_epoch
-        if not (total_steps > 0 < max_lr and 0 < pct_start < 1):
+        if not (total_steps > 0 and max_lr > 0 and 0 < pct_start < 1):
             raise ArgumentError(
                 f"OneCycleLR: found max_lr {max_lr}, total_steps {total_steps} and pct_start "
                 f"{pct_start}, expected all three above 0, and pct_start below 1"
@@ -193,30 +204,30 @@ class OneCycleLR(ChainableScheduler):
                 f'OneCycleLR: anneal_strategy is {anneal_strategy!r}, expected "cos" or "linear"'
             )
         self.total_steps, self.anneal_strategy = total_steps, anneal_strategy
-        self.peak = pct_start * total_steps - 1
-        low = max_lr / div_factor
-        self.rates = (low, max_lr, low / final_div_factor)
+        self.peak = pct_start * total_steps - 1  # the step of the highest rate, not rounded
+        initial = max_lr / div_factor
+        self.rates = (initial, max_lr, initial / final_div_factor)
         super().__init__(optimizer, last_epoch)
 
     def _first(self, lrs: list[float]) -> list[float]:
         return self._next(lrs)
 
     def _next(self, lrs: list[float]) -> list[float]:
-        last = self.total_steps - 1
+        # A training loop also calls `step` after the last step, so one more epoch is allowed.
         if self.last_epoch > self.total_steps:
             raise ArgumentError(
                 f"OneCycleLR: all {self.total_steps} steps are done; give more total_steps"
             )
-        low, high, end = self.rates
+        initial, highest, final = self.rates
         if self.last_epoch <= self.peak:
-            begin, stop = low, high
-            part = self.last_epoch / self.peak if self.peak else 1.0
+            start, end = initial, highest
+            progress = self.last_epoch / self.peak if self.peak else 1.0
         else:
-            begin, stop = high, end
-            part = (self.last_epoch - self.peak) / (last - self.peak)
+            start, end = highest, final
+            progress = (self.last_epoch - self.peak) / (self.total_steps - 1 - self.peak)
         if self.anneal_strategy == "cos":
-            part = (1 - math.cos(math.pi * part)) / 2
-        return [begin + (stop - begin) * part] * len(lrs)
+            progress = (1 - math.cos(math.pi * progress)) / 2
+        return [start + (end - start) * progress] * len(lrs)
 
 
 class ReduceLROnPlateau:
@@ -231,10 +242,11 @@ class ReduceLROnPlateau:
         optimizer: The optimizer.
         mode: "min" if a smaller value is better, or "max".
         factor: The factor, below 1.
-        patience: Number of consecutive epochs without improvement that leave the rates unchanged.
+        patience: The number of consecutive epochs without improvement that leave the rates
+            unchanged.
         threshold: A value improves only if it is better than the best value by more than this.
         threshold_mode: "rel" if the threshold is a fraction of the best value, or "abs".
-        cooldown: Number of epochs after a reduction that do not count towards `patience`.
+        cooldown: The number of epochs after a reduction that do not count towards `patience`.
         min_lr: The least learning rate.
         eps: A reduction that would lower a rate by `eps` or less is not made.
 
@@ -268,10 +280,11 @@ class ReduceLROnPlateau:
         self.num_bad_epochs = self.cooldown_counter = self.last_epoch = 0
 
     def step(self, metrics: Any) -> None:
-        """Process an epoch's value: a number, or a tensor of one element."""
+        """Record an epoch's value, a number or a tensor of one element; lower the rates if due."""
         value = float(metrics)
         self.last_epoch += 1
         margin = self.threshold * (abs(self.best) if self._relative else 1.0)
+        # An infinite best value, such as the initial one, has no finite margin.
         if math.isinf(self.best) or self._sign * (self.best - value) > margin:
             self.best, self.num_bad_epochs = value, 0
         else:
@@ -279,9 +292,11 @@ class ReduceLROnPlateau:
         if self.cooldown_counter:
             self.cooldown_counter, self.num_bad_epochs = self.cooldown_counter - 1, 0
         if self.num_bad_epochs > self.patience:
-            lower = [max(lr * self.factor, self.min_lr) for lr in self.optimizer.group_lrs]
-            pairs = zip(self.optimizer.group_lrs, lower, strict=True)
-            self.optimizer.group_lrs = [new if lr - new > self.eps else lr for lr, new in pairs]
+            lrs = self.optimizer.group_lrs
+            reduced = [max(lr * self.factor, self.min_lr) for lr in lrs]
+            self.optimizer.group_lrs = [
+                new if lr - new > self.eps else lr for lr, new in zip(lrs, reduced, strict=True)
+            ]
             self.cooldown_counter, self.num_bad_epochs = self.cooldown, 0
 
     def get_last_lr(self) -> list[float]:
@@ -289,7 +304,7 @@ class ReduceLROnPlateau:
         return self.optimizer.group_lrs
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` needs."""
+        """Return the best value and the counts of epochs, without the settings."""
         names = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
         return {name: getattr(self, name) for name in names}
 

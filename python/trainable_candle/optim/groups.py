@@ -16,72 +16,79 @@ _INSTEAD = {
     "state": "state_dict() has the states of the variables",
     "defaults": "param_groups has the hyper-parameters",
 }
-"""What to use instead of an attribute that torch's optimizers have and `GroupedOptimizer` lacks."""
+"""For attributes that torch's optimizers have and `GroupedOptimizer` lacks, what to use instead."""
 
 
 class ParamGroup(MutableMapping[str, Any]):
-    """The variables and hyper-parameters of a group.
+    """The variables ("params") and hyper-parameters of one group of an optimizer.
 
-    Setting "lr" changes the optimizer's learning rate from the next step on. The other
-    hyper-parameters are fixed. Users may add entries of other names; the optimizer keeps them.
+    Setting "lr" changes the group's learning rate from the next step on. The variables and the
+    other hyper-parameters are fixed. Users may add entries of other names; the optimizer keeps
+    them.
 
         for group in optimizer.param_groups:
             group["lr"] *= 0.5
     """
 
-    def __init__(self, optimizer: Optimizer, index: int, fixed: dict[str, Any]) -> None:
-        self._optimizer, self._index, self._fixed = optimizer, index, fixed
-        # The entries that users add. The group's dict stores them under the name "", because each
-        # use of `param_groups` makes new objects of this class.
-        self._own: dict[str, Any] = fixed.setdefault("", {})
+    def __init__(self, optimizer: Optimizer, index: int, stored: dict[str, Any]) -> None:
+        self._optimizer, self._index, self._stored = optimizer, index, stored
+        # The entries that users add. The optimizer's dict of the group stores them under the name
+        # "", because each use of `param_groups` makes new objects of this class.
+        self._added: dict[str, Any] = stored.setdefault("", {})
 
     def __getitem__(self, name: str) -> Any:
         """Return an entry."""
         if name == "lr":
             return self._optimizer.group_lrs[self._index]
-        return self._own[name] if name in self._own else self._known()[name]
+        return self._added[name] if name in self._added else self._fixed()[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Set the learning rate, or an entry that the user adds.
 
         Raises:
-            ArgumentError: If the name is a fixed hyper-parameter or `params`.
+            ArgumentError: If the name is "params" or a fixed hyper-parameter, or the learning rate
+                is negative or not finite.
         """
         if name == "lr":
             rates = self._optimizer.group_lrs
             rates[self._index] = float(value)
             self._optimizer.group_lrs = rates
-        elif name in self._known():
+        elif name in self._fixed():
             raise ArgumentError(
                 f"param_groups: {name} is fixed, only lr can be set; make another optimizer with "
                 f"the new {name} and give its load_state_dict this optimizer's state_dict()"
             )
         else:
-            self._own[name] = value
+            self._added[name] = value
 
     def __delitem__(self, name: str) -> None:
-        """Remove an entry that the user added."""
-        del self._own[name]
+        """Remove an entry that the user added.
+
+        Raises:
+            KeyError: If the user added no such entry.
+        """
+        del self._added[name]
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names."""
-        return iter([*self._known(), "lr", *self._own])
+        return iter([*self._fixed(), "lr", *self._added])
 
     def __len__(self) -> int:
-        """Return how many entries there are."""
-        return len(self._known()) + 1 + len(self._own)
+        """Return the number of entries."""
+        return len(self._fixed()) + 1 + len(self._added)
 
     def __repr__(self) -> str:
         """Return the entries, with the number of variables instead of the variables."""
         shown = {name: value for name, value in self.items() if name != "params"}
         return f"ParamGroup({len(self['params'])} variables, {shown})"
 
-    def _known(self) -> dict[str, Any]:
-        return {name: value for name, value in self._fixed.items() if name not in {"", "lr"}}
+    def _fixed(self) -> dict[str, Any]:
+        """Return the variables and the hyper-parameters that cannot be set."""
+        return {name: value for name, value in self._stored.items() if name not in {"", "lr"}}
 
 
 class GroupedOptimizer(Optimizer):
-    """An optimizer that stores the variables of its groups."""
+    """An optimizer that stores the variables and hyper-parameters of its groups."""
 
     # The groups are plain data: a stored `ParamGroup` would refer back to the optimizer, and only
     # the garbage collector would then free the optimizer and its states.
@@ -89,7 +96,7 @@ class GroupedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[ParamGroup]:
-        """The groups with their variables and hyper-parameters; only `lr` can be changed."""
+        """The groups with their variables and hyper-parameters, of which only `lr` can be set."""
         return [ParamGroup(self, index, group) for index, group in enumerate(self._groups)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -105,7 +112,7 @@ class GroupedOptimizer(Optimizer):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Raise an AttributeError that says what to use instead."""
+            """Raise an AttributeError; for names of torch's it says what to use instead."""
             advice = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}{advice}"
@@ -113,20 +120,21 @@ class GroupedOptimizer(Optimizer):
 
 
 def set_groups(optimizer: GroupedOptimizer, params: Any, settings: Mapping[str, Any]) -> None:
-    """Record the variables and hyper-parameters of each of an optimizer's groups.
+    """Store the variables and hyper-parameters of each group in the optimizer.
 
     Args:
         optimizer: The optimizer.
-        params: The variables or groups that its constructor got; no iterators.
+        params: The variables or groups that the optimizer was made from, from `listed`.
         settings: The hyper-parameters of groups that do not set them.
     """
-    optimizer._groups = _settings_of(params, settings)  # noqa: SLF001 - the class is of this file
+    optimizer._groups = _groups_of(params, settings)  # noqa: SLF001 - the class is of this file
 
 
 def listed(params: Any) -> Any:
-    """Return an optimizer's `params` with lists in place of iterators.
+    """Return an optimizer's argument `params` with lists in place of iterators.
 
-    The optimizer and `set_groups` both read `params`, and an iterator can be read only once.
+    The optimizer and `set_groups` both read `params`, and an iterator can be read only once. An
+    argument of a wrong type is returned unchanged; the optimizer's constructor rejects it.
 
     Raises:
         TypeError: If `params` is a module.
@@ -135,9 +143,7 @@ def listed(params: Any) -> Any:
         raise TypeError(
             f"params is a {type(params).__name__}, expected variables: pass its parameters()"
         )
-    if isinstance(params, Mapping) or not isinstance(params, Iterable):
-        return params
-    if isinstance(params, Tensor):
+    if isinstance(params, (Mapping, Tensor)) or not isinstance(params, Iterable):
         return params
     return [
         {**item, "params": listed(item["params"])}
@@ -147,13 +153,13 @@ def listed(params: Any) -> Any:
     ]
 
 
-def _settings_of(params: Any, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return each group's variables and hyper-parameters, from the argument `params`."""
-    items = list(params.values()) if isinstance(params, Mapping) else list(params)
+def _groups_of(params: Any, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return each group's variables and hyper-parameters; for the arguments see `set_groups`."""
+    items = _values(params)
     groups = items if isinstance(items[0], Mapping) else [{"params": items}]
-    found = []
-    for group in groups:
-        inside = group["params"]
-        variables = list(inside.values()) if isinstance(inside, Mapping) else list(inside)
-        found.append({**settings, **group, "params": variables})
-    return found
+    return [{**settings, **group, "params": _values(group["params"])} for group in groups]
+
+
+def _values(items: Any) -> list[Any]:
+    """Return a list of the items, or of the values of a mapping."""
+    return list(items.values()) if isinstance(items, Mapping) else list(items)

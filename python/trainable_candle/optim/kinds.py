@@ -1,4 +1,4 @@
-"""One class for each optimizer that the Rust core registers; `kinds.pyi` declares the classes."""
+"""One class for each optimizer of the registry in Rust; `kinds.pyi` declares the classes."""
 
 from inspect import Parameter, Signature
 from types import NoneType
@@ -17,12 +17,12 @@ _OF_ALL = {"stochastic_rounding": False, "states": "device"}
 def _class(name: str, doc: str, positional: int, defaults: dict[str, Any]) -> type[Optimizer]:
     """Make an optimizer's class; the first `positional` hyper-parameters may be positional."""
     parameters = [Parameter("params", Parameter.POSITIONAL_OR_KEYWORD)]
-    for index, (field, default) in enumerate(defaults.items()):
+    for index, (argument, default) in enumerate(defaults.items()):
         by_position = index < positional
-        kind = Parameter.POSITIONAL_OR_KEYWORD if by_position else Parameter.KEYWORD_ONLY
-        parameters.append(Parameter(field, kind, default=default))
-    for field, default in _OF_ALL.items():
-        parameters.append(Parameter(field, Parameter.KEYWORD_ONLY, default=default))
+        passing = Parameter.POSITIONAL_OR_KEYWORD if by_position else Parameter.KEYWORD_ONLY
+        parameters.append(Parameter(argument, passing, default=default))
+    for argument, default in _OF_ALL.items():
+        parameters.append(Parameter(argument, Parameter.KEYWORD_ONLY, default=default))
     signature = Signature(parameters)
 
     def new(cls: type[Optimizer], /, *args: Any, **kwargs: Any) -> GroupedOptimizer:
@@ -34,8 +34,8 @@ def _class(name: str, doc: str, positional: int, defaults: dict[str, Any]) -> ty
             params = listed(settings.pop("params"))
         except TypeError as error:
             raise TypeError(f"{name}: {error}") from None
-        others = {field: settings.pop(field, default) for field, default in _OF_ALL.items()}
-        optimizer = GroupedOptimizer.__new__(cls, name, params, settings, **others)
+        of_all = {argument: settings.pop(argument, value) for argument, value in _OF_ALL.items()}
+        optimizer = GroupedOptimizer.__new__(cls, name, params, settings, **of_all)
         set_groups(optimizer, params, {**defaults, **settings})
         return optimizer
 
@@ -43,8 +43,8 @@ def _class(name: str, doc: str, positional: int, defaults: dict[str, Any]) -> ty
     return type(name, (GroupedOptimizer,), {"__module__": "trainable_candle.optim", **members})
 
 
-_CLASSES = {kind[0]: _class(*kind) for kind in optimizer_kinds()}
+_CLASSES = {kind[0]: _class(*kind) for kind in optimizer_kinds()}  # kind[0] is the name
 globals().update(_CLASSES)
-for _kind in _CLASSES.values():
-    reject(_kind)
+for _optimizer_class in _CLASSES.values():
+    reject(_optimizer_class)  # copies and pickles, which would lack the state in the extension
 __all__ = list(_CLASSES)

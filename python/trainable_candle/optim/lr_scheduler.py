@@ -1,13 +1,14 @@
 """Learning-rate schedules.
 
 The functions return an `LRScheduler` with a warm-up and the formulas of the package transformers.
-The other classes have torch's names and formulas.
+All classes except `LRScheduler` and `ChainableScheduler` have torch's names and formulas.
 
 ```python
 scheduler = tc.optim.lr_scheduler.cosine(optimizer, total_steps=1000, warmup_steps=50)
 for inputs, targets in batches:
     F.mse_loss(model(inputs), targets).backward()
     optimizer.step()
+    optimizer.zero_grad()
     scheduler.step()
 ```
 """
@@ -63,7 +64,7 @@ __all__ = [
 
 
 class LRScheduler:
-    """Sets an optimizer's learning rates to the initial rates times a factor for each step.
+    """Sets the learning rates of each step: an optimizer's initial rates times the step's factor.
 
     The constructor sets the rates of step 0, which is the optimizer's first step.
 
@@ -75,7 +76,10 @@ class LRScheduler:
 
     Args:
         optimizer: The optimizer.
-        schedule: The function that maps a step's index to the factor.
+        schedule: The function from the index of a step to its factor.
+
+    Raises:
+        TypeError: If `optimizer` is not an optimizer or `schedule` not a `Schedule`.
     """
 
     def __init__(self, optimizer: Optimizer, schedule: Schedule) -> None:
@@ -106,10 +110,10 @@ class LRScheduler:
         self.set_step(self._step + 1)
 
     def set_step(self, step: int) -> None:
-        """Jump to a step, as if `step` had been called that many times.
+        """Set the learning rates of the step with this index; `step` continues from there.
 
         Raises:
-            ArgumentError: If the step is negative.
+            ArgumentError: If the index is negative.
             DeviceError: If called inside a function that is being captured (`tc.cuda.capture`),
                 because replays would not repeat the change; call `set_step` between replays.
         """
@@ -129,32 +133,38 @@ def _check_optimizer(optimizer: object) -> None:
 def constant(
     optimizer: Optimizer, *, total_steps: int | None = None, warmup_steps: int = 0
 ) -> LRScheduler:
-    """Return a schedule that rises linearly from 0 over `warmup_steps`, then stays constant.
+    """Return a scheduler whose rates rise linearly from 0 in the warm-up, then stay constant.
 
         scheduler = tc.optim.lr_scheduler.constant(optimizer, total_steps=100, warmup_steps=5)
         scheduler.step()
 
     Args:
         optimizer: The optimizer.
-        total_steps: Ignored; accepted so that all schedules take the same arguments.
-        warmup_steps: Number of steps in the warm-up.
+        total_steps: Ignored; accepted because the other functions have this argument.
+        warmup_steps: The number of steps in the warm-up.
+
+    Raises:
+        ArgumentError: If `warmup_steps` is negative.
     """
     del total_steps
     return LRScheduler(optimizer, Schedule("constant", warmup_steps))
 
 
 def linear(optimizer: Optimizer, *, total_steps: int, warmup_steps: int = 0) -> LRScheduler:
-    """Return a schedule that rises linearly from 0 over `warmup_steps`, then falls linearly.
+    """Return a scheduler whose rates rise linearly from 0 in the warm-up, then fall linearly to 0.
 
-    The learning rate is 0 again at step `total_steps`.
+    The rates are 0 from step `total_steps` on.
 
         scheduler = tc.optim.lr_scheduler.linear(optimizer, total_steps=100, warmup_steps=5)
         scheduler.step()
 
     Args:
         optimizer: The optimizer.
-        total_steps: Number of training steps, warm-up included.
-        warmup_steps: Number of steps in the warm-up.
+        total_steps: The number of training steps, warm-up included.
+        warmup_steps: The number of steps in the warm-up.
+
+    Raises:
+        ArgumentError: If a number of steps is negative.
     """
     return LRScheduler(optimizer, Schedule("linear", warmup_steps, total_steps))
 
@@ -162,19 +172,20 @@ def linear(optimizer: Optimizer, *, total_steps: int, warmup_steps: int = 0) -> 
 def cosine(
     optimizer: Optimizer, *, total_steps: int, warmup_steps: int = 0, num_cycles: float = 0.5
 ) -> LRScheduler:
-    """Return a schedule that rises linearly from 0 over `warmup_steps`, then follows a cosine.
+    """Return a scheduler whose rates rise linearly from 0 in the warm-up, then follow a cosine.
 
         scheduler = tc.optim.lr_scheduler.cosine(optimizer, total_steps=100, warmup_steps=5)
         scheduler.step()
 
     Args:
         optimizer: The optimizer.
-        total_steps: Number of training steps, warm-up included.
-        warmup_steps: Number of steps in the warm-up.
-        num_cycles: Number of periods of the cosine; with 0.5, the rate is 0 at step `total_steps`.
+        total_steps: The number of training steps, warm-up included.
+        warmup_steps: The number of steps in the warm-up.
+        num_cycles: The number of periods of the cosine until step `total_steps`; with 0.5, the
+            rates fall to 0 once.
 
     Raises:
-        ArgumentError: If `num_cycles` is negative.
+        ArgumentError: If `num_cycles` or a number of steps is negative.
     """
     return LRScheduler(
         optimizer, Schedule("cosine", warmup_steps, total_steps, num_cycles=num_cycles)
@@ -189,25 +200,26 @@ def polynomial(
     lr_end: float = 1e-7,
     power: float = 1.0,
 ) -> LRScheduler:
-    """Return a schedule that rises linearly from 0 over `warmup_steps`, then falls by a power.
+    """Return a scheduler whose rates rise linearly from 0 in the warm-up, then fall to `lr_end`.
 
-    The learning rate stays at `lr_end` from step `total_steps` on.
+    They fall as a power of the fraction of steps that remain, and stay constant from step
+    `total_steps` on.
 
         scheduler = tc.optim.lr_scheduler.polynomial(optimizer, total_steps=100, warmup_steps=5)
         scheduler.step()
 
     Args:
         optimizer: The optimizer.
-        total_steps: Number of training steps, warm-up included.
-        warmup_steps: Number of steps in the warm-up.
+        total_steps: The number of training steps, warm-up included.
+        warmup_steps: The number of steps in the warm-up.
         lr_end: The last learning rate of the first group. Every other group ends at the same
             fraction of its own initial rate.
         power: The exponent of the fall; 1 gives a straight line.
 
     Raises:
         TypeError: If `lr_end` is not a number.
-        ArgumentError: If `lr_end` is negative or not below the first group's learning rate, or
-            `power` is not above 0.
+        ArgumentError: If `lr_end` is negative or not below the first group's learning rate, if
+            `power` is not above 0, or if a number of steps is negative.
     """
     _check_optimizer(optimizer)
     if not isinstance(lr_end, (int, float)):
@@ -223,6 +235,6 @@ def polynomial(
 
 
 SCHEDULES: Final[dict[str, Callable[..., LRScheduler]]] = {
-    schedule.__name__: schedule for schedule in (constant, linear, cosine, polynomial)
+    make.__name__: make for make in (constant, linear, cosine, polynomial)
 }
-"""The schedule function for each name that `--lr-scheduler` takes."""
+"""The function that makes the scheduler, for each name that `--lr-scheduler` takes."""
