@@ -19,6 +19,7 @@ CURVE: Final = "loss.png"
 ADAPTER: Final = "adapter"
 """The file stem of the finished adapter in a run without `--name`."""
 _PEFT: Final = "adapter_config.json"
+"""A file that every adapter folder in peft's format has."""
 _STATE: Final = "state.json"
 """A file that every checkpoint folder has."""
 
@@ -42,11 +43,14 @@ def require_no_output(folder: Path) -> None:
 
 
 def adapter_in(path: Path) -> Path:
-    """Return the finished adapter in `path` if `path` is a run's output folder, else `path` itself.
+    """Return the adapter that `path` names.
+
+    This is the finished adapter if `path` is a run's output folder. A folder in peft's format, a
+    file and a missing path are returned unchanged.
 
     Raises:
-        MissingFileError: `path` is a folder without a finished adapter; the message says what to
-            give.
+        MissingFileError: `path` is another folder, or the output folder of a run without a finished
+            adapter; the message says what to give.
     """
     if not path.is_dir() or (path / _PEFT).exists():
         return path
@@ -64,7 +68,7 @@ def adapter_in(path: Path) -> Path:
 
 
 def _name(folder: Path) -> str | None:
-    """Return the setting `name` of an output folder's run; None if it cannot be read."""
+    """Return the setting `name` of an output folder's run; None if it is not set or unreadable."""
     try:
         values = load_yaml((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):

@@ -27,7 +27,9 @@ _WEIGHTS: Final = "adapter_model.safetensors"
 _CONFIG: Final = "adapter_config.json"
 _PREFIX: Final = "base_model.model."
 _NAMES: Final = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
+"""The names of a layer's parameters in peft's files, in the order of `get_vars`."""
 _MAGNITUDE_OF_STATES: Final = "lora_magnitude_vector.weight"
+"""The name of the magnitude in the state dict of peft's model, which differs from that in files."""
 
 _Adapted = LoRALinear | DoRALinear | LoRAConv2d
 
@@ -41,10 +43,10 @@ class _Place(NamedTuple):
 
 
 class ModuleAdapter:
-    """The adapters of a module written in Python; `Module.add_adapter` makes it.
+    """The adapters of a module written in Python; `Module.add_adapter` returns this object.
 
-    Linear layers are replaced by `nn.LoRALinear` or `nn.DoRALinear`, convolutions by
-    `nn.LoRAConv2d`, with the same weights. All weights of the module are frozen.
+    Of the selected layers, linear ones are replaced by `nn.LoRALinear` or `nn.DoRALinear`, and
+    convolutions by `nn.LoRAConv2d`, with the same weights. All weights of the module are frozen.
 
     ```python
     adapter = model.add_adapter(tc.LoraConfig(r=2, target_modules="all-linear"))
@@ -59,7 +61,7 @@ class ModuleAdapter:
     Raises:
         ConfigError: If the configuration or one of its `target_modules` matches no layer, or a
             selected layer cannot have the adapter that the configuration describes.
-        ArgumentError: If a layer is in a tuple.
+        ArgumentError: If a layer is in a tuple, or a selected convolution has several groups.
         TypeError: If an argument has another type.
     """
 
@@ -80,29 +82,30 @@ class ModuleAdapter:
             _require_layer(module, shapes, target)
         if not ranks:
             raise ConfigError("add_adapter: no layer has a name that the configuration targets")
-        made = {
+        self.layers: dict[str, _Adapted] = {
             name: _adapted(name, places[name].layer, rank, config) for name, rank in ranks.items()
         }
-        module.requires_grad_(requires_grad=False)
-        self._bases: dict[str, _Place] = {}
-        self.layers: dict[str, _Adapted] = made
         """The adapted layers by name."""
-        for name, layer in made.items():
+        module.requires_grad_(requires_grad=False)
+        # The plain layers that the adapted layers replace, by name.
+        self._replaced: dict[str, _Place] = {}
+        for name, layer in self.layers.items():
             place = places[name]
             layer.train(place.layer.training)
-            self._bases[name] = place
+            self._replaced[name] = place
             _put(place.owner, place.key, layer)
 
     def named_parameters(self) -> dict[str, Var]:
         """Return the trainable parameters under peft's names ("fc.lora_A.weight")."""
         return {
-            f"{name}.{end}": var
+            f"{name}.{parameter}": var
             for name, layer in self.layers.items()
-            for end, var in zip(_NAMES, layer.get_vars(), strict=False)
+            # Not strict: LoRA has no magnitude.
+            for parameter, var in zip(_NAMES, layer.get_vars(), strict=False)
         }
 
     def parameters(self) -> list[Var]:
-        """Return the trainable parameters."""
+        """Return the trainable parameters, in the order of `named_parameters`."""
         return list(self.named_parameters().values())
 
     def set_enabled(self, enabled: bool) -> None:
@@ -123,7 +126,8 @@ class ModuleAdapter:
         return self._module
 
     def _restore(self, name: str, weight: Tensor) -> None:
-        place, layer = self._bases[name], self.layers[name]
+        """Put a plain layer back with this weight, in place of its adapted layer."""
+        place, layer = self._replaced[name], self.layers[name]
         place.layer.weight, place.layer.bias = weight, layer.bias
         place.layer.train(layer.training)
         _put(place.owner, place.key, place.layer)
@@ -143,6 +147,7 @@ class ModuleAdapter:
         write_atomically(folder / _CONFIG, json.dumps(self._settings(), indent=2))
 
     def _settings(self) -> dict[str, Any]:
+        """Return the content of peft's `adapter_config.json`."""
         config = self.config
         return {
             "peft_type": "LORA",
@@ -177,15 +182,15 @@ class ModuleAdapter:
         """
         path = Path(folder).expanduser()
         stored = {
-            _named(name): value
-            for name, value in load_file(path / _WEIGHTS if path.is_dir() else path).items()
+            _parameter_name(key): value
+            for key, value in load_file(path / _WEIGHTS if path.is_dir() else path).items()
         }
         parameters = self.named_parameters()
-        odd = sorted(stored.keys() ^ parameters.keys())
-        if odd:
+        unmatched = sorted(stored.keys() ^ parameters.keys())
+        if unmatched:
             raise WeightsFormatError(
-                f"{path}: its adapters differ from the model's ({len(odd)} parameters are only in "
-                f"the file or only in the model, the first is {odd[0]})"
+                f"{path}: its adapters differ from the model's ({len(unmatched)} parameters are "
+                f"only in the file or only in the model, the first is {unmatched[0]})"
             )
         for name, var in parameters.items():
             if stored[name].shape != var.shape:
@@ -197,9 +202,9 @@ class ModuleAdapter:
 
 
 class PeftModel(Module):
-    """A module with adapters, like peft's class of this name; `get_peft_model` makes it.
+    """A module with adapters, like peft's class of this name; `get_peft_model` returns one.
 
-    Calls are forwarded to the module. `parameters` returns the parameters of the adapters.
+    A call of this object calls the module. `parameters` returns the parameters of the adapters.
 
         model = tc.get_peft_model(model, tc.LoraConfig(r=2, target_modules=["0"]))
         model.save_pretrained("adapters")
@@ -224,9 +229,9 @@ class PeftModel(Module):
         Raises:
             MissingFileError: If a file is missing.
             WeightsFormatError: If a file is damaged, or its adapters have other layers.
-            ConfigError: If the adapters are neither LoRA nor DoRA.
-            ConfigError, ArgumentError, TypeError: As for `get_peft_model`.
-            ShapeError: If a layer of the module has another size than the adapters are for.
+            ConfigError: If the adapters are neither LoRA nor DoRA, or as for `get_peft_model`.
+            ArgumentError, TypeError: As for `get_peft_model`.
+            ShapeError: If a stored parameter does not have the shape that its layer needs.
         """
         path = Path(folder).expanduser()
         model = get_peft_model(module, _read_config(path / _CONFIG))
@@ -238,20 +243,20 @@ class PeftModel(Module):
         self._adapter.save(folder)
 
     def merge_and_unload(self) -> Module:
-        """Return the module with the adapters merged into its weights."""
+        """Merge the adapters into the weights of the module, and return the module."""
         return self._adapter.merge()
 
     def unload(self) -> Module:
-        """Return the module without the adapters."""
+        """Remove the adapters from the module, and return the module."""
         return self._adapter.remove()
 
     def print_trainable_parameters(self) -> None:
-        """Print the number of trained parameters, of all parameters, and the percentage."""
+        """Print the numbers of trained and of all parameters, and the trained percentage."""
         trained = sum(var.numel() for var in self.parameters())
-        whole = sum(value.numel() for value in self.named_tensors().values())
+        total = sum(value.numel() for value in self.named_tensors().values())
         print(
-            f"trainable params: {trained:,} || all params: {whole:,} || "
-            f"trainable%: {100 * trained / whole:.4f}"
+            f"trainable params: {trained:,} || all params: {total:,} || "
+            f"trainable%: {100 * trained / total:.4f}"
         )
 
 
@@ -273,31 +278,39 @@ def get_peft_model(module: Module, config: LoraConfig) -> PeftModel:
 
 
 def integer_if_whole(number: float) -> int | float:
-    """Return a number for `lora_alpha` of peft's configuration: 8 instead of 8.0.
+    """Return the number as `lora_alpha` of peft's configuration has it: 8 instead of 8.0.
 
-    peft and vLLM declare lora_alpha an integer, and Ollama rejects 8.0.
+    peft and vLLM declare `lora_alpha` an integer, and Ollama rejects 8.0.
     """
     return int(number) if float(number).is_integer() else number
 
 
 def _reject_model(value: object) -> None:
+    """Raise a TypeError for a model of `trainable_candle.models`."""
     if isinstance(value, Model):
         raise TypeError(
-            f"get_peft_model: module is {type(value).__name__}, whose adapters are made by "
-            "adapter = model.add_adapter(config); train adapter.parameters()"
+            f"get_peft_model: module is {type(value).__name__}, expected a module written in "
+            "Python; use adapter = model.add_adapter(config), and train adapter.parameters()"
         )
 
 
 def _expect(function: str, name: str, value: object, kind: type) -> None:
+    """Raise a TypeError unless the argument `name` is of the class `kind`."""
     if not isinstance(value, kind):
         raise TypeError(f"{function}: {name} is {type(value).__name__}, expected a {kind.__name__}")
 
 
 def _places(module: Module) -> dict[str, _Place]:
-    """Return the layers that can have adapters, by name; a shared layer has its first name."""
+    """Return the layers that can have adapters, by name; a shared layer has its first name.
+
+    Raises:
+        ArgumentError: One of these layers is in a tuple.
+    """
     found: dict[str, _Place] = {}
     seen: set[int] = set()
     for name, owner, key, layer in module.named_children():
+        # Subclasses, which may compute something else, get no adapters. Type checkers understand
+        # only `isinstance`.
         if not isinstance(layer, (Linear, Conv2d)) or type(layer) not in {Linear, Conv2d}:
             continue
         if id(layer) not in seen:
@@ -314,8 +327,8 @@ def _require_layer(module: Module, shapes: dict[str, Any], target: str) -> None:
     """Check that one entry of `target_modules` selects a layer.
 
     Raises:
-        ConfigError: The entry selects no layer. If a module of another kind has this name, the
-            message says its kind.
+        ConfigError: The entry selects no layer. If it is the name of a module that can have no
+            adapter, the message has the module's class.
     """
     if LoraConfig(target_modules=[target]).select(shapes):
         return
@@ -329,6 +342,7 @@ def _require_layer(module: Module, shapes: dict[str, Any], target: str) -> None:
 
 
 def _put(owner: Any, key: Any, layer: Module) -> None:
+    """Set the attribute or item `key` of `owner` to the layer."""
     if isinstance(owner, Module) and isinstance(key, str):
         setattr(owner, key, layer)
     else:
@@ -340,12 +354,14 @@ def _adapted(name: str, layer: Linear | Conv2d, rank: int, config: LoraConfig) -
 
     Raises:
         ConfigError: The plain layer cannot have the adapter that the configuration describes.
+        ArgumentError: The layer is a convolution with several groups.
     """
+    # A key of the pattern is a regular expression for the whole name, or for its end after a dot.
     alpha = next(
         (v for key, v in config.alpha_pattern.items() if re.fullmatch(rf"(.*\.)?({key})", name)),
         config.lora_alpha,
     )
-    how = (config.lora_dropout, config.use_rslora)
+    options = (config.lora_dropout, config.use_rslora)
     if config.dtype != "f32":
         raise ConfigError(
             f"add_adapter: dtype {config.dtype} is for models of trainable_candle.models, and this "
@@ -359,7 +375,7 @@ def _adapted(name: str, layer: Linear | Conv2d, rank: int, config: LoraConfig) -
             )
         if config.adapter == "dora":
             raise ConfigError(f"add_adapter: {name} is a convolution, which can have LoRA only")
-        return LoRAConv2d(layer, rank, alpha, *how)
+        return LoRAConv2d(layer, rank, alpha, *options)
     if config.qat_learned_scales:
         raise ConfigError(
             "add_adapter: qat_learned_scales is for models of trainable_candle.models, and this is "
@@ -367,16 +383,23 @@ def _adapted(name: str, layer: Linear | Conv2d, rank: int, config: LoraConfig) -
         )
     kind = DoRALinear if config.adapter == "dora" else LoRALinear
     assert isinstance(layer, Linear)
-    return kind(layer.weight, rank, alpha, layer.bias, *how, config.qat, config.qat_activations)
+    return kind(layer.weight, rank, alpha, layer.bias, *options, config.qat, config.qat_activations)
 
 
-def _named(key: str) -> str:
+def _parameter_name(key: str) -> str:
     """Convert a key of peft's file or `state_dict` to a name in `named_parameters`."""
     name = key.removeprefix(_PREFIX).replace(".default.", ".")
     return name.removesuffix(".weight") if name.endswith(_MAGNITUDE_OF_STATES) else name
 
 
 def _read_config(path: Path) -> LoraConfig:
+    """Read peft's `adapter_config.json`.
+
+    Raises:
+        MissingFileError: There is no such file.
+        WeightsFormatError: The file is damaged.
+        ConfigError: The file does not describe LoRA or DoRA.
+    """
     try:
         values: Any = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -385,12 +408,16 @@ def _read_config(path: Path) -> LoraConfig:
         raise WeightsFormatError(f"{path}: cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise WeightsFormatError(f"{path}: expected a JSON object")
-    kind = values.get("peft_type")
-    if kind != "LORA":
-        raise ConfigError(f"{path}: peft_type is {kind}, expected LORA")
+    found = {name: repr(value) for name, value in values.items()}
+    if values.get("peft_type") != "LORA":
+        raise ConfigError(
+            f"{path}: peft_type is {found.get('peft_type', 'missing')}, expected 'LORA'"
+        )
     for name in ("r", "lora_alpha"):
         if not isinstance(values.get(name), (int, float)):
-            raise WeightsFormatError(f"{path}: {name} is {values.get(name)}, expected a number")
+            raise WeightsFormatError(
+                f"{path}: {name} is {found.get(name, 'missing')}, expected a number"
+            )
     targets = values.get("target_modules") or []
     return LoraConfig(
         r=values["r"],

@@ -28,7 +28,7 @@ class Placement:
 
 
 def choose(device: str, precision: str) -> Placement:
-    """Resolve names and `auto` to a device and a precision.
+    """Return the placement for the settings `device` and `precision`: names, or `auto`.
 
     The device `auto` is the first GPU if CUDA can be used, else the CPU. The precision `auto` is
     bf16 on a GPU (every supported GPU computes in bf16), and f32 on the CPU. A named device is not

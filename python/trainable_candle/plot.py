@@ -1,4 +1,4 @@
-"""Images of results: loss curves and grids of samples, as PNG files."""
+"""Images of results: loss curves, grids of samples, and PNG files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def prepare() -> None:
     """
 
     def load() -> None:
-        # `loss_curve` raises if matplotlib is missing.
+        # `loss_curve` reports a missing matplotlib.
         with suppress(ImportError):
             import matplotlib.backends.backend_agg  # noqa: PLC0415 - optional, and slow to import
             import matplotlib.figure  # noqa: F401, PLC0415
@@ -44,7 +44,7 @@ def loss_curve(
     validation: Sequence[tuple[int, float]] = (),
     title: str = "Training loss",
 ) -> None:
-    """Draw every step's loss, the running mean over a twentieth of the run, and validation losses.
+    """Draw every step's loss, their running mean (see `running_mean`), and the validation losses.
 
     Args:
         path: the PNG file to write.
@@ -87,10 +87,10 @@ def loss_curve(
 
 
 def running_mean(values: Sequence[float]) -> npt.NDArray[np.float64]:
-    """Return, for each value, the mean of the value and of those before it, `width` in all.
+    """Return, for each value, the mean of the last `width` values up to and including this one.
 
-    `width` is a twentieth of the number of values, at least 1. Near the beginning there are fewer
-    values than `width`; the mean is then over all values so far.
+    `width` is a twentieth of the number of values, at least 1. The mean is over all values so far
+    while these are fewer than `width`.
     """
     width = max(1, len(values) // 20)
     sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
@@ -103,13 +103,14 @@ def running_mean(values: Sequence[float]) -> npt.NDArray[np.float64]:
 def image_grid(
     pictures: npt.NDArray[np.uint8], *, columns: int | None = None, scale: int = 1, gap: int = 1
 ) -> Image.Image:
-    """Return images side by side, row by row.
+    """Return one image with the given images in rows, on white.
 
     Args:
-        pictures: shape (n, height, width) for grey or (n, height, width, 3) for RGB; n at least 1.
-        columns: images in a row; by default the grid is about square.
+        pictures: the images, (n, height, width) for grey or (n, height, width, 3) for RGB, with n
+            at least 1.
+        columns: the number of images in a row; by default the grid is about square.
         scale: every pixel is drawn as a square of scale x scale pixels.
-        gap: pixels between images, before scaling.
+        gap: the number of pixels between images, before scaling.
 
     Raises:
         ArgumentError: the shape is wrong, or a number is out of its range.
@@ -127,13 +128,13 @@ def image_grid(
             "expected at least one column, a scale of at least 1, a gap of at least 0"
         )
     height, width = pictures.shape[1:3]
-    rows = -(-count // columns)
+    rows = -(-count // columns)  # rounded up
     size = (rows * (height + gap) - gap, columns * (width + gap) - gap)
     grid = np.full((*size, *pictures.shape[3:]), 255, dtype=np.uint8)
-    for number, picture in enumerate(pictures):
-        row, column = divmod(number, columns)
+    for index, image in enumerate(pictures):
+        row, column = divmod(index, columns)
         top, left = row * (height + gap), column * (width + gap)
-        grid[top : top + height, left : left + width] = picture
+        grid[top : top + height, left : left + width] = image
     return Image.fromarray(grid.repeat(scale, axis=0).repeat(scale, axis=1))
 
 
@@ -143,12 +144,12 @@ def visible_scale(pictures: npt.NDArray[np.uint8]) -> int:
 
 
 def padded(pictures: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
-    """Stack RGB images, padded with white to the largest height and width."""
-    height, width = (max(picture.shape[side] for picture in pictures) for side in (0, 1))
-    whole = np.full((len(pictures), height, width, 3), 255, np.uint8)
-    for place, picture in zip(whole, pictures, strict=True):
-        place[: picture.shape[0], : picture.shape[1]] = picture
-    return whole
+    """Stack RGB images; pad each with white, below and at the right, to the largest size."""
+    height, width = (max(image.shape[axis] for image in pictures) for axis in (0, 1))
+    stack = np.full((len(pictures), height, width, 3), 255, np.uint8)
+    for canvas, image in zip(stack, pictures, strict=True):
+        canvas[: image.shape[0], : image.shape[1]] = image
+    return stack
 
 
 def save_png(image: Image.Image, path: Path, parameters: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Trains an adapter with given settings, as `train-lora` does."""
+"""Trains an adapter with given settings, as the command `train-lora` does."""
 
 from __future__ import annotations
 
@@ -51,17 +51,22 @@ if TYPE_CHECKING:
 ADAPTER: Final = f"{STEM}.safetensors"
 """The file of the finished adapter if `--name` is not given."""
 TENSORBOARD: Final = "tensorboard"
+"""The folder of TensorBoard's logs."""
 LOCK: Final = ".lock"
+"""The file that reserves an output folder for one run."""
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """The result of `train_adapter` in memory."""
+    """What `train_adapter` returns."""
 
     task: Task
-    """The model with the adapters as their file has them: averaged if the run kept an average."""
+    """The task with the model. Its adapters have the values of the adapter file: averages, if the
+    run kept averages."""
     adapter: Adapters
+    """The adapters of this model."""
     output: Path
+    """The output folder."""
     step: int
     """The number of optimizer steps, including the steps before the run was resumed."""
     completed: bool
@@ -95,19 +100,20 @@ def train_adapter(
             has weights for the model.
         callbacks: called after the callbacks that write the logs and show the progress.
         progress: whether to show a progress bar.
-        report: gets a line at each stage.
+        report: gets lines about each stage.
         world: the processes that train together, and the rank of this process; only the process of
-            rank 0 writes, draws and reports. None: this process trains alone.
+            rank 0 writes, draws previews, calls `callbacks` and reports. None: this process trains
+            alone.
 
     Raises:
         ConfigError, DatasetError, WeightsFormatError, OutOfMemoryError, OSError: settings, data or
-            weights cannot be used, or memory is too small. All are checked before the first step;
-            memory can also run out later, and files can become unusable.
+            weights cannot be used, or memory is too small. All are checked before the first step,
+            but memory can also run out later, and files can become unusable.
         CudaUnavailableError, DeviceError: there is no such device; raised before anything is read.
         ArgumentError: `device` names one GPU, such as `cuda:1`, for several processes.
         ModuleNotFoundError: a package that the settings need is not installed; the message says how
             to install it.
-        TypeError: `config` is no `TrainConfig`.
+        TypeError: `config` is not a `TrainConfig`.
         NonFiniteError: the loss or the gradient is NaN or infinite.
         DistributedError: another process of the run is missing, has other settings or files, or
             has failed.
@@ -150,20 +156,22 @@ def _train_in(
     family: type[Family],
     config: TrainConfig,
     placement: Placement,
-    shown: tuple[Sequence[Callback], bool],
+    callbacks_and_progress: tuple[Sequence[Callback], bool],
     report: Callable[[str], None],
 ) -> TrainingRun:
-    """Check, read and train as one of a group of processes.
+    """Check the settings, read the data, and train, as one of a group of processes.
+
+    For errors see `train_adapter`.
 
     Args:
         group: the processes.
         family: the model's family.
         config: the settings, with the model's defaults and the chosen device filled in.
         placement: the choice of device and precision, for the log.
-        shown: the callbacks of the caller, and whether to show a progress bar.
-        report: gets a line at each stage.
+        callbacks_and_progress: the caller's callbacks, and whether to show a progress bar.
+        report: gets lines about each stage.
     """
-    callbacks, progress = shown
+    callbacks, progress = callbacks_and_progress
     is_first = group.rank == 0
     if not is_first:
         callbacks, progress, report = (), False, _silent
@@ -194,9 +202,9 @@ def _train_in(
         samples=max(1, task.samples(data) // group.size),
     )
     plan = planned(budget)
-    known = probed(budget, plan, group, report)
-    if known != budget:
-        budget, plan = known, planned(known)
+    probed_budget = probed(budget, plan, group, report)
+    if probed_budget != budget:
+        budget, plan = probed_budget, planned(probed_budget)
     tell(plan, budget, report)
     taken = Taken()
     before.append(taken)
@@ -210,8 +218,8 @@ def _train_in(
 
         def may_repeat() -> bool:
             # A checkpoint of the first attempt would look newer than those of the second.
-            saved = any(run_state.step_of(kept) > step for kept in run_state.checkpoints(output))
-            return group.size == 1 and not saved
+            has_saved = any(run_state.step_of(c) > step for c in run_state.checkpoints(output))
+            return group.size == 1 and not has_saved
 
         return run_planned(run, plan, budget, planned, taken, may_repeat, report)
 
@@ -228,15 +236,16 @@ def _held_output(output: Path, step: int) -> Iterator[None]:
 
 
 def _resumed(config: TrainConfig, output: Path) -> tuple[Path | None, int, TrainConfig]:
-    """Return the checkpoint to continue from, its step (-1 for none), and the settings.
+    """Return the checkpoint to continue from (or None), its step (or -1), and the settings.
 
     Settings that the earlier run planned by itself and that affect results are kept, unless the
     user sets them now.
 
     Raises:
-        ConfigError: there is no such checkpoint; the checkpoint is of a later step than the run's
-            last; or the folder has checkpoints of later steps, or, without a checkpoint to continue
-            from, the finished adapter of another run.
+        ConfigError: there is no checkpoint that `resume` names; its step is later than the last
+            step of this run; only one of the two runs starts with PiSSA; the folder has checkpoints
+            of later steps; or the run starts anew and the folder has the finished adapter of
+            another run.
     """
     start = run_state.find(output, config.resume) if config.resume else None
     state = run_state.read_state(start) if start else None
@@ -254,9 +263,9 @@ def _resumed(config: TrainConfig, output: Path) -> tuple[Path | None, int, Train
         )
     earlier = state.settings if state else {}
     planned = {name: earlier[name] for name in KEPT if earlier.get(name) is not None}
-    known = {name: value for name, value in planned.items() if is_open(config, name)}
+    kept = {name: value for name, value in planned.items() if is_open(config, name)}
     # Without a checkpoint, clear `resume`, so that checks and estimates are those of a new run.
-    return start, step, config.with_(**known, resume=config.resume if start else None)
+    return start, step, config.with_(**kept, resume=config.resume if start else None)
 
 
 def _train(
@@ -269,24 +278,26 @@ def _train(
     report: Callable[[str], None],
     config: TrainConfig,
 ) -> TrainingRun:
-    """Load, encode, train, and write to the output, whose lock the caller holds.
+    """Load the model, encode the data, train, and write to the output folder.
+
+    The caller has reserved the folder for this run.
 
     Args:
         group: the processes that train together.
         family: the model's family.
         weights: the model's weights.
-        start: the checkpoint to continue from.
+        start: the checkpoint to continue from; None for a new run.
         data: the data that the task has read.
         callbacks: the callbacks to call before the run's own, and those to call after.
-        report: gets a line at each stage.
-        config: the settings.
+        report: gets lines about each stage.
+        config: the settings, complete with those of the plan.
     """
     require_streams(config)
     task = family(weights, config.precision, config.device, config).task()
     output = Path(config.output).expanduser()
     if config.threads is not None:
         tc.set_num_threads(config.threads)
-    contents = fingerprint(data.train.listing())
+    digest = fingerprint(data.train.listing())
     with shared_streams(group, peers=config.from_peers):
         prepared = task.prepare(data, report, group)
     if config.epochs is not None:
@@ -308,7 +319,7 @@ def _train(
     settings = {
         **config.portable(output),
         "examples": len(prepared.train),
-        "digest of the examples": contents,
+        "digest of the examples": digest,
     }
     before, after = callbacks
     trainer = session.trainer([*before, *session.callbacks, *after], settings)
@@ -339,15 +350,15 @@ def _with_defaults(config: TrainConfig, family: type[Family]) -> TrainConfig:
     """Return the settings, with the model's defaults for those that have no value."""
     defaults = {**family.defaults(config)}
     if config.finds_rate:
-        defaults["learning_rate"] = 1.0
-    missing = {name: v for name, v in defaults.items() if getattr(config, name) is None}
-    return config.with_(**missing)
+        defaults["learning_rate"] = 1.0  # the optimizer multiplies the rate that it finds by this
+    used = {name: v for name, v in defaults.items() if getattr(config, name) is None}
+    return config.with_(**used)
 
 
 def _with_share(config: TrainConfig, world: World | None) -> TrainConfig:
     """Return the settings with this process's share of the effective batch and of the CPU threads.
 
-    The share of the effective batch becomes the gradient accumulation.
+    The share of the effective batch sets the gradient accumulation; see `_accumulating`.
 
     Raises:
         ConfigError: the effective batch cannot be divided evenly among the processes.
@@ -359,35 +370,35 @@ def _with_share(config: TrainConfig, world: World | None) -> TrainConfig:
 
 
 def _accumulating(config: TrainConfig, size: int) -> TrainConfig:
-    """Return the settings with the gradient accumulation of one of `size` processes.
+    """Return the settings with the gradient accumulation of each of `size` processes.
 
-    If an effective batch is given, the accumulation follows from it. While the batch size is
-    `auto`, batches count as having one sample.
+    It follows from the effective batch; without one, the settings are unchanged. While the batch
+    size is `auto`, a batch counts as one sample.
 
     Raises:
         ConfigError: the effective batch cannot be divided evenly among the processes.
     """
-    whole = config.effective_batch
-    if whole is None:
+    effective = config.effective_batch
+    if effective is None:
         return config
-    batch_size = config.batch_size or 1
+    batch_size = config.batch_size or 1  # 0 is `auto`
     at_once = batch_size * size
-    if whole % at_once:
+    if effective % at_once:
         raise ConfigError(
-            f"effective_batch: {whole} samples a step cannot be divided among {size} "
+            f"effective_batch: {effective} samples a step cannot be divided among {size} "
             f"processes of batch size {batch_size}; give a multiple of {at_once}"
         )
-    return config.with_(gradient_accumulation=whole // at_once)
+    return config.with_(gradient_accumulation=effective // at_once)
 
 
 def _agreed(config: TrainConfig) -> dict[str, str]:
     """Return the settings that must be equal in all processes.
 
-    Machines may have their files in different folders, so paths are left out; `_require_same_files`
-    compares the files.
+    Machines may have their files in different folders, so paths other than `resume` are left out;
+    `_require_same_files` compares the files.
     """
-    own = {name for name, (_, setting) in known_settings().items() if setting.path}
-    own = (own - {"resume"}) | {"device", "threads"}
+    paths = {name for name, (_, setting) in known_settings().items() if setting.path}
+    own = (paths - {"resume"}) | {"device", "threads"}
     return {name: str(value) for name, value in asdict(config).items() if name not in own}
 
 
@@ -412,7 +423,7 @@ def _require_same_files(group: Group, weights: Path, data: Split[Any]) -> None:
 
 
 def _silent(_line: str) -> None:
-    """Report nothing, because the first process reports."""
+    """Ignore a line of a process that does not report."""
 
 
 def _in_steps(
@@ -422,8 +433,9 @@ def _in_steps(
     size: int,
     report: Callable[[str], None],
 ) -> TrainConfig:
-    """Return the settings, with their epochs converted to steps on `size` processes."""
+    """Return the settings, with their epochs converted to steps of `size` processes."""
     epochs = config.epochs or 0
+    # Epochs count from 0, so this is the number of batches in `epochs` epochs.
     batches = data.batches(config.batch_size).first_batch(epochs)
     steps = max(1, math.ceil(batches / (config.gradient_accumulation * size)))
     report(f"epochs: {epochs} of {counted(len(data), noun)}: {counted(steps, 'step')}")
@@ -431,14 +443,20 @@ def _in_steps(
 
 
 def _require_steps_left(config: TrainConfig, step: int) -> None:
+    """Check that the step of a checkpoint is not after the last step of the run.
+
+    Raises:
+        ConfigError: the step is after the last step.
+    """
     if step > config.steps:
         raise ConfigError(
             f"resume: the checkpoint is of step {step}, and the run has {config.steps} steps: "
-            f"the run is done; give more than {step} --steps, or more --epochs, to train on"
+            f"the run is done; to train on, give more than {step} --steps, or more --epochs"
         )
 
 
 def _logs(config: TrainConfig, output: Path) -> list[Callback]:
+    """Return the callbacks that write the logs."""
     logs: list[Callback] = [
         CsvLog(output / LOG, config.log_every),
         JsonLog(output / JSON_LOG, config.log_every),
@@ -452,13 +470,18 @@ def _logs(config: TrainConfig, output: Path) -> list[Callback]:
 
 
 def _make_writable(folder: Path) -> None:
-    """Make a folder, and check now, before a model is loaded, that it can be written to."""
+    """Make a folder, and check before a model is loaded that the folder can be written to.
+
+    Raises:
+        OSError: the folder cannot be made or written to.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
 
 
 def _draw_curve(output: Path, report: Callable[[str], None]) -> None:
+    """Draw the loss curve from the logs, if matplotlib is installed."""
     rows = read_log(output / LOG)
     if not rows:
         return  # A finished run that is resumed into a new folder has no step to draw.

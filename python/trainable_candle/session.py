@@ -1,4 +1,4 @@
-"""What a run does besides its steps: averages, validation, previews, saving, and the end."""
+"""What a run does besides its steps: averages, validation, previews, and saving."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 SAMPLES = "samples"
 """The folder of the previews."""
 BEST = "best"
-"""The folder for what `Task.publish` writes for the best adapter."""
+"""The folder in which `Task.publish` writes the best adapter for other tools."""
 
 
 def adapter_path(config: TrainConfig, output: Path) -> Path:
@@ -69,7 +69,17 @@ def _optimizer(
 
 
 class Session:
-    """One run's averages, validation, previews and saved files."""
+    """One run's averages, validation, previews and saved files.
+
+    Args:
+        group: the processes that train together.
+        config: the settings, with a batch size and a number of steps.
+        task: the task, with the loaded model.
+        adapters: the adapters on the model.
+        prepared: the encoded data.
+        output: the output folder.
+        report: gets lines about the optimizer, validation and previews.
+    """
 
     def __init__(
         self,
@@ -88,7 +98,7 @@ class Session:
         self._train = prepared.train
         self._output = output
         self._started = now()
-        self._of_data = prepared.train.metadata()
+        self._data_metadata = prepared.train.metadata()
         self._batches = prepared.train.batches(config.batch_size)
         self.epochs = Epochs(self._batches.first_batch, config.gradient_accumulation * group.size)
         self.totals = Totals(task.counts)
@@ -98,20 +108,21 @@ class Session:
         # All processes need the average for validation. The first process also needs it for files
         # and previews.
         if config.ema_decay and (group.rank == 0 or prepared.validation is not None):
-            running = AdapterAverage(adapters, config.ema_decay)
-            self._average = running
-            self.callbacks.append(running)
+            average = AdapterAverage(adapters, config.ema_decay)
+            self._average = average
+            self.callbacks.append(average)
         elif self._optimizer.averages:
             self._average = OptimizerAverage(self._optimizer)
+        # Makes a context for everything but training: without dropout and tape, with averages.
         as_used: Callable[[], AbstractContextManager[None]] = partial(
             evaluated, adapters, self._average
         )
         self.validation = None
         if prepared.validation is not None:
-            held_out, every = prepared.validation, config.validate_every
+            held_out = prepared.validation
             self.validation = Validation(
                 held_out.validation_loss,
-                every,
+                config.validate_every,
                 as_used,
                 self.adapter_file,
                 held_out.validation_facts,
@@ -138,9 +149,9 @@ class Session:
         They do so every `compare_every` steps, before each checkpoint, and after the last step.
         """
         config = self._config
-        every = self._moments(config.save_every, config.save_every_epochs)
+        saves = self._moments(config.save_every, config.save_every_epochs)
         is_last = step == config.steps or self._ends_early
-        return is_due(config.compare_every, step) or is_due(every, step) or is_last
+        return is_due(config.compare_every, step) or is_due(saves, step) or is_last
 
     @property
     def _ends_early(self) -> bool:
@@ -184,21 +195,22 @@ class Session:
         Also report LoRA+, and slow copies of streamed weights.
         """
         config = self._config
-        batch, parts = config.batch_size, config.gradient_accumulation * self._group.size
+        # The batches of one step, of all processes.
+        batches = config.gradient_accumulation * self._group.size
         noun = self._task.noun if self._task.counts == "image" else "row"
-        size = counted(batch * parts, noun)
+        size = counted(config.batch_size * batches, noun)
         where = f" on {self._group.size} devices" if self._group.size > 1 else ""
-        of = f" ({parts} batches of {batch}{where})" if parts > 1 else ""
+        split = f" ({batches} batches of {config.batch_size}{where})" if batches > 1 else ""
         epochs = self.epochs.at(config.steps)
         if config.on_gpu and _core.cuda_stages_weights(config.device):
             report(
-                "streamed blocks: the system gives too little pinned memory for all of them. A "
-                "thread copies the others through a small pinned buffer, at most as fast as one "
-                "core can copy, and steps run without CUDA graphs. Raise the memory limit of the "
+                "streamed blocks: the system gives too little pinned memory for some of them. A "
+                "thread copies these through a small pinned buffer, at most as fast as one core "
+                "can copy, and steps run without CUDA graphs. Raise the memory limit of the "
                 "container or `ulimit -l`, or stream fewer blocks"
             )
         report(
-            f"training: {counted(config.steps, 'step')} of {size}{of}, "
+            f"training: {counted(config.steps, 'step')} of {size}{split}, "
             f"{epochs:.3g} epochs of {counted(len(self._train), self._task.noun)}"
         )
         if config.lora_plus_ratio != 1:
@@ -208,12 +220,13 @@ class Session:
             )
 
     def _metadata(self, step: int) -> dict[str, str]:
+        """Return the metadata of an adapter file that is saved after a step."""
         epoch = self.epochs.completed(step)
         progress = Progress(step, epoch, len(self._train), self._started)
-        return training_metadata(self._config, progress, self._of_data)
+        return training_metadata(self._config, progress, self._data_metadata)
 
     def adapter_file(self, path: Path, step: int) -> Stamped:
-        """Return a snapshot of the adapters, for a file that is written later."""
+        """Return a snapshot of the adapters after a step, whose file is written later."""
         return Stamped(self._task.adapter_file(self._adapters, path, self._metadata(step)), path)
 
     def conclude(self, step: int, report: Callable[[str], None]) -> None:
@@ -237,12 +250,13 @@ class Session:
         if idle:
             report(f"adapter: {len(idle)} layers have learnt nothing, the first is {idle[0]}")
         if self.validation is not None:
-            best = self.validation
+            validation = self.validation
             path = best_path(output, self._config.stem)
-            report(f"best: {path} (step {best.best_step}, loss {best.best_loss:.4f})")
-            # A run that was resumed into another folder may not have improved since.
+            report(f"best: {path} (step {validation.best_step}, loss {validation.best_loss:.4f})")
+            # A run that resumed into another folder has no best adapter there unless the loss has
+            # improved since.
             if published is not None and path.exists():
-                metadata = self._metadata(best.best_step)
+                metadata = self._metadata(validation.best_step)
                 with self._adapters.loaded(path):
                     published = self._task.publish(self._adapters, output / BEST, metadata)
                 report(f"best for other tools: {published}")
@@ -251,9 +265,9 @@ class Session:
             report(f"previews: {page if page.exists() else page.parent}")
 
     def finish(self) -> None:
-        """Leave training mode, and set the adapters to their average if the run keeps one.
+        """Leave training mode, and set the adapters to their averages if the run keeps any.
 
-        The model then has the parameters that the adapter files have.
+        The adapters then have the parameters that the file of the finished adapter gets.
         """
         self._adapters.set_training(False)
         if self._average is not None:

@@ -150,8 +150,11 @@ def test_adapters_that_do_not_fit_are_rejected(net: Net, tmp_path: Path) -> None
     ("text", "message"),
     [
         ("[]", "expected a JSON object"),
-        ('{"peft_type": "LORA"}', "r is None, expected a number"),
-        ('{"peft_type": "LORA", "r": 2, "lora_alpha": "4"}', "lora_alpha is 4, expected a number"),
+        ('{"peft_type": "LORA"}', "r is missing, expected a number"),
+        (
+            '{"peft_type": "LORA", "r": 2, "lora_alpha": "4"}',
+            "lora_alpha is '4', expected a number",
+        ),
     ],
 )
 def test_a_damaged_configuration_is_reported(

@@ -1,4 +1,4 @@
-"""Settings of the adapters: kind, layers, files."""
+"""Settings of the adapters: their kind, layers and files, and the layer of CLIP."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from trainable_candle.settings.setting import Condition, Group, Setting
 
 ADAPTERS: Final = tuple(choices()["adapter"])
 FORMATS: Final = tuple(choices()["format"])
+"""The formats of adapter files."""
 GRIDS: Final = tuple(choices()["qat"])
+"""The formats that quantization-aware training rounds weights to."""
 DORA_AXES: Final = ("output", "input")
-"""Whether DoRA has a magnitude for each output feature, as in peft, or for each input feature."""
+"""DoRA has a magnitude for each output feature, as in peft, or for each input feature."""
 OFT: Final = "oft"
 OFT_SIDES: Final = ("input", "output")
-"""OFT rotates the inputs of layers, as peft does, or their outputs, as LyCORIS and ComfyUI do."""
+"""OFT rotates the inputs of layers, as in peft, or their outputs, as in LyCORIS and ComfyUI."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,11 @@ class Adapter(Group):
     ] = 0.0
     qat: Annotated[
         str | None,
-        Setting("train for quantization: round adapted weights to this format", GRIDS, rare=True),
+        Setting(
+            "train for quantization: round adapted weights to this format",
+            choices=GRIDS,
+            rare=True,
+        ),
     ] = None
     qat_activations: Annotated[
         bool,
@@ -120,7 +126,7 @@ class Adapter(Group):
         Setting(
             "initial LoRA values; loftq: offset the error of --base-precision; pissa: the weights' "
             "largest singular values",
-            INITS,
+            choices=INITS,
             rare=True,
         ),
     ] = INITS[0]
@@ -156,10 +162,11 @@ class Adapter(Group):
 
     @property
     def initial_adapter_path(self) -> Path:
-        """The file that `initial_adapter` names; for a run's output folder, its finished adapter.
+        """The adapter that `initial_adapter` names, as `adapter_in` finds it.
 
         Raises:
-            MissingFileError: the path is a folder without a finished adapter.
+            MissingFileError: the path is a folder that has no finished adapter and is not in peft's
+                format.
         """
         try:
             return adapter_in(Path(self.initial_adapter or "").expanduser())
@@ -168,7 +175,7 @@ class Adapter(Group):
 
 
 def _scales_contradiction(config: Any) -> str | None:
-    """Return why `qat_learned_scales` contradicts another setting; None if it does not."""
+    """Return why `qat_learned_scales` contradicts `qat`; None if it does not."""
     if config.qat_learned_scales and config.qat == "int4":
         return (
             "--qat-learned-scales needs a format that merge --to can write, and merge cannot write "
@@ -194,7 +201,7 @@ class LearnedScales(Group):
 
 @dataclass(frozen=True)
 class TrainingAdapters(Group):
-    """A fixed adapter that is applied to a distilled model during training, and not afterwards."""
+    """The fixed adapter that is applied to a distilled model in training, and not afterwards."""
 
     section: ClassVar[str] = sections.ADAPTER
 
@@ -210,7 +217,7 @@ class TrainingAdapters(Group):
 
     @property
     def training_adapter_path(self) -> Path:
-        """The file that `training_adapter` names."""
+        """The file that `training_adapter` names; only for runs that have this setting."""
         return Path(self.training_adapter or "").expanduser()
 
 
