@@ -1,9 +1,9 @@
 """Methods of tensors that users of torch expect, composed of other methods.
 
 For type checkers, `ComposedMethods` is a base class of `Tensor`; at run time, `attach` adds its
-methods to `Tensor`. A method runs on the tensor's device unless its docstring names the host. It
-has gradients if torch's method has them. The exceptions are `sign`, `floor`, `ceil` and `round`,
-whose gradients would be zero.
+methods to `Tensor`. A method runs on the tensor's device unless its docstring names the host.
+Gradients flow through a method if they do so in torch. The exceptions are `sign`, `floor`, `ceil`
+and `round`, whose gradients would be zero.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from trainable_candle._parts import (
     order_of,
     own,
     place_of,
-    plain,
     reduced,
     sizes_of,
     triangle,
@@ -39,10 +38,21 @@ if TYPE_CHECKING:
 __all__ = ["ComposedMethods", "Sorted"]
 
 _FLOATS = ("f32", "f16", "bf16", "f64")
+_NOT_METHODS = frozenset(
+    {
+        "__dict__",
+        "__doc__",
+        "__firstlineno__",
+        "__module__",
+        "__static_attributes__",
+        "__weakref__",
+    }
+)
+"""Attributes that Python gives to every class."""
 
 
-def _whole(tensor: Tensor) -> float:
-    """Return a magnitude above which the dtype has only integers: 2^52 for f64, else 2^23."""
+def _integers_from(tensor: Tensor) -> float:
+    """Return a magnitude from which the dtype has only integers: 2^52 for f64, else 2^23."""
     return 2.0**52 if tensor.dtype == "f64" else 2.0**23
 
 
@@ -95,7 +105,7 @@ class ComposedMethods:
         return own(self).to(other.dtype)
 
     def expand_as(self, other: Tensor) -> Tensor:
-        """Repeat dimensions of size 1 to the shape of another tensor."""
+        """Repeat dimensions of size 1, so that the shape is that of another tensor."""
         return own(self).expand(other.shape)
 
     def view_as(self, other: Tensor) -> Tensor:
@@ -103,11 +113,11 @@ class ComposedMethods:
         return own(self).reshape(other.shape)
 
     def new_zeros(self, *size: Any) -> Tensor:
-        """Return zeros of a shape, of this dtype and on this device."""
+        """Return zeros in the given shape, with this tensor's dtype and device."""
         return _core.zeros(sizes_of(size), dtype=own(self).dtype, device=own(self).device)
 
     def new_ones(self, *size: Any) -> Tensor:
-        """Return ones of a shape, of this dtype and on this device."""
+        """Return ones in the given shape, with this tensor's dtype and device."""
         return _core.ones(sizes_of(size), dtype=own(self).dtype, device=own(self).device)
 
     def clone(self) -> Tensor:
@@ -143,7 +153,7 @@ class ComposedMethods:
     # Logic.
 
     def __and__(self, other: Any) -> Tensor:
-        """Return the mask (u8) of elements where both masks are true.
+        """Return the mask (u8) of the elements where both masks are true.
 
         Raises:
             DTypeError: If an operand is neither u8 nor bool.
@@ -151,7 +161,7 @@ class ComposedMethods:
         return mask("and", self) * mask("and", other, self)
 
     def __or__(self, other: Any) -> Tensor:
-        """Return the mask (u8) of elements where at least one of two masks is true.
+        """Return the mask (u8) of the elements where at least one of the masks is true.
 
         Raises:
             DTypeError: If an operand is neither u8 nor bool.
@@ -159,7 +169,7 @@ class ComposedMethods:
         return mask("or", self).maximum(mask("or", other, self))
 
     def __xor__(self, other: Any) -> Tensor:
-        """Return the mask (u8) of elements where exactly one of two masks is true.
+        """Return the mask (u8) of the elements where exactly one of the masks is true.
 
         Raises:
             DTypeError: If an operand is neither u8 nor bool.
@@ -167,7 +177,7 @@ class ComposedMethods:
         return mask("xor", self) != mask("xor", other, self)
 
     def __invert__(self) -> Tensor:
-        """Return the mask (u8) of elements where this mask is false.
+        """Return the mask (u8) of the elements where this mask is false.
 
         Raises:
             DTypeError: If the tensor is not u8.
@@ -175,11 +185,11 @@ class ComposedMethods:
         return mask("invert", self) == 0
 
     def all(self, dim: Any = None, keepdim: bool = False) -> Tensor:
-        """Return whether all elements are nonzero, as u8."""
+        """Return whether all elements, or all along dimensions, are nonzero, as u8."""
         return reduced(true(self), "min", dim, keepdim)
 
     def any(self, dim: Any = None, keepdim: bool = False) -> Tensor:
-        """Return whether any element is nonzero, as u8."""
+        """Return whether any element, or any along dimensions, is nonzero, as u8."""
         return reduced(true(self), "max", dim, keepdim)
 
     def isnan(self) -> Tensor:
@@ -200,7 +210,7 @@ class ComposedMethods:
     # Numbers.
 
     def sign(self) -> Tensor:
-        """Return -1, 0 or 1."""
+        """Return the sign of each element: -1, 0 or 1; 0 for NaN."""
         tensor = own(self).detach()
         return (tensor > 0).to(tensor.dtype) - (tensor < 0).to(tensor.dtype)
 
@@ -209,48 +219,50 @@ class ComposedMethods:
         tensor = own(self).detach()
         if tensor.dtype not in _FLOATS:
             return tensor
-        small = (tensor.abs() < _whole(tensor)).to(tensor.dtype)
-        cut = (tensor * small).to("i64").to(tensor.dtype)
-        down = cut - (cut > tensor).to(tensor.dtype)
-        return _core.where(small > 0, down, tensor)
+        # Only small values go through i64, which has neither large nor non-finite ones.
+        is_small = (tensor.abs() < _integers_from(tensor)).to(tensor.dtype)
+        truncated = (tensor * is_small).to("i64").to(tensor.dtype)
+        down = truncated - (truncated > tensor).to(tensor.dtype)
+        return _core.where(is_small > 0, down, tensor)
 
     def ceil(self) -> Tensor:
         """Round up."""
         return -(-own(self)).floor()
 
     def round(self) -> Tensor:
-        """Round to the nearest integer, and halves to the even neighbour."""
+        """Round to the nearest integer; a half is rounded to the even neighbour."""
         tensor = own(self).detach()
         if tensor.dtype not in _FLOATS:
             return tensor
         down = tensor.floor()
-        odd = down - (down * 0.5).floor() * 2
-        rest = tensor - down
-        more = (rest > 0.5).to(tensor.dtype) + (rest == 0.5).to(tensor.dtype) * odd
-        return _core.where(tensor.abs() < _whole(tensor), down + more, tensor)
+        is_odd = down - (down * 0.5).floor() * 2
+        fraction = tensor - down
+        step = (fraction > 0.5).to(tensor.dtype) + (fraction == 0.5).to(tensor.dtype) * is_odd
+        return _core.where(tensor.abs() < _integers_from(tensor), down + step, tensor)
 
     def __floordiv__(self, other: Any) -> Tensor:
         """Divide and round down, on the host.
 
         Raises:
             ArgumentError: If both operands are integers and an element of the divisor is 0.
+            ShapeError: If the shapes do not broadcast.
+            DeviceError: If the operands are on different devices.
         """
         return _division.floor_divided("floordiv", own(self), other)
 
     def __rfloordiv__(self, other: Any) -> Tensor:
-        """Divide by this tensor and round down, on the host."""
+        """Divide by this tensor and round down, on the host; errors are those of `//`."""
         return _division.floor_divided("floordiv", other, own(self))
 
     def __mod__(self, other: Any) -> Tensor:
         """Return the remainder, with the sign of the divisor; the host computes it.
 
-        Raises:
-            ArgumentError: If both operands are integers and an element of the divisor is 0.
+        Errors are those of `//`.
         """
         return _division.remainder("mod", own(self), other)
 
     def __rmod__(self, other: Any) -> Tensor:
-        """Return the remainder of a division by this tensor; the host computes it."""
+        """Return the remainder of a division by this tensor, as `%` does; the host computes it."""
         return _division.remainder("mod", other, own(self))
 
     def rsqrt(self) -> Tensor:
@@ -261,20 +273,21 @@ class ComposedMethods:
         """Return log(1 + x), accurate for small x (Higham, Accuracy and Stability, 1.14.1)."""
         x = own(self)
         u = x + 1
-        # The factor x / (u - 1) corrects the rounding of u.
-        zero = (u.detach() - 1) == 0
-        safe = _core.where(zero, 1.0, u - 1)
-        inside = _core.where(zero, 2.0, u)
-        return _core.where(zero, x, inside.log() * x / safe)
+        # The factor x / (u - 1) corrects the rounding of u. Where u is 1, the result is x, and the
+        # numbers 1 and 2 keep the unused branch and its gradients finite.
+        is_one = (u.detach() - 1) == 0
+        divisor = _core.where(is_one, 1.0, u - 1)
+        argument = _core.where(is_one, 2.0, u)
+        return _core.where(is_one, x, argument.log() * x / divisor)
 
     def erf(self) -> Tensor:
         """Return the error function."""
         x = own(self)
-        zero = x.detach() == 0
-        # Solve gelu(z) = z / 2 * (1 + erf(z / sqrt(2))) for erf. At x = 0 this would divide by 0,
-        # so use 2 x / sqrt(pi) there, which has erf's value and derivative.
-        z = _core.where(zero, 1.0, x) * math.sqrt(2)
-        return _core.where(zero, x * (2 / math.sqrt(math.pi)), z.gelu() * 2 / z - 1)
+        is_zero = x.detach() == 0
+        # With z = x * sqrt(2), solve gelu(z) = z / 2 * (1 + erf(x)) for erf. At x = 0 this would
+        # divide by 0, so use 2 x / sqrt(pi) there, which has erf's value and derivative.
+        z = _core.where(is_zero, 1.0, x) * math.sqrt(2)
+        return _core.where(is_zero, x * (2 / math.sqrt(math.pi)), z.gelu() * 2 / z - 1)
 
     def clip(self, min: Any = None, max: Any = None) -> Tensor:
         """Limit to a range; the same as `clamp`."""
@@ -287,10 +300,12 @@ class ComposedMethods:
         return own(self).var(*args, **kwargs).sqrt()
 
     def norm(self, p: float | str = 2, dim: Any = None, keepdim: bool = False) -> Tensor:
-        """Return the p-norm of the elements; p is a number above 0, infinity, or "fro" (p = 2).
+        """Return the p-norm of all elements, or the p-norms along dimensions.
+
+        p is a number above 0, infinity, or "fro", which means 2.
 
         Raises:
-            ArgumentError: If p is not supported.
+            ArgumentError: If p is something else.
         """
         p = 2 if p == "fro" else p
         if not isinstance(p, (int, float)) or not p > 0:
@@ -304,41 +319,48 @@ class ComposedMethods:
         return powers if p == 1 else powers ** (1 / p)
 
     def prod(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
-        """Return the product of all elements, or the products along a dimension."""
+        """Return the product of all elements, or the products along a dimension.
+
+        `keepdim` has no effect on the product of all elements.
+        """
         x = own(self)
-        whole = dim is None
+        over_all = dim is None
         if dim is None:
             x, dim = x.reshape((-1,)), 0
         dim = place_of("prod", x.shape, dim)
         if not x.shape[dim]:
-            return (x.sum(dim, keepdim=keepdim) if not whole else x.sum()) + 1
+            # The product of no elements is 1, and their sum is 0 in the shape of the result.
+            return (x.sum() if over_all else x.sum(dim, keepdim=keepdim)) + 1
+        # Multiply the first half by the second, until one element is left.
         while (count := x.shape[dim]) > 1:
             half = count // 2
-            product = x.narrow(dim, 0, half) * x.narrow(dim, half, half)
-            rest = [x.narrow(dim, 2 * half, 1)] if count % 2 else []
-            x = _core.cat([product, *rest], dim)
-        return x if keepdim and not whole else x.squeeze(dim)
+            products = x.narrow(dim, 0, half) * x.narrow(dim, half, half)
+            unpaired = [x.narrow(dim, 2 * half, 1)] if count % 2 else []
+            x = _core.cat([products, *unpaired], dim)
+        return x if keepdim and not over_all else x.squeeze(dim)
 
     def argmin(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
-        """Return the index of the smallest element, of all elements or along a dimension."""
+        """Return the index of the smallest of all elements, or the indices along a dimension."""
         x = own(self).detach()
+        # `argmax` takes floating point tensors only.
         return (-(x if x.dtype in _FLOATS else x.to("f64"))).argmax(dim, keepdim)
 
     def sort(self, dim: int = -1, descending: bool = False) -> Sorted:
-        """Return the values in order, and their indices, which the host finds."""
+        """Return the values in order along a dimension, and their indices; the host sorts."""
         x = own(self)
         order = order_of(x, dim, descending=descending)
         return Sorted(x.gather(dim, order), order)
 
     def argsort(self, dim: int = -1, descending: bool = False) -> Tensor:
-        """Return the indices that sort the values; the host finds them."""
+        """Return the indices that sort the values along a dimension; the host sorts."""
         return order_of(own(self), dim, descending=descending)
 
     def topk(self, k: int, dim: int = -1, largest: bool = True) -> Sorted:
-        """Return the k largest or smallest values in order; the host finds their indices.
+        """Return the k largest or smallest values in order, and their indices; the host sorts.
 
         Raises:
-            ArgumentError: If k is negative, or the dimension has fewer than k elements.
+            ArgumentError: If the tensor lacks the dimension, k is negative, or the dimension has
+                fewer than k elements.
         """
         x = own(self)
         place = place_of("topk", x.shape, dim)
@@ -354,11 +376,13 @@ class ComposedMethods:
         return _core.where(condition, own(self), other)
 
     def masked_fill(self, mask: Tensor, value: float) -> Tensor:
-        """Return the value where the mask is not zero, elsewhere this tensor."""
+        """Return `value` where the mask is not zero, elsewhere this tensor."""
         return _core.where(mask, value, own(self))
 
     def repeat(self, *sizes: Any) -> Tensor:
-        """Repeat along every dimension; additional sizes make new dimensions in front.
+        """Repeat along every dimension as often as its size says.
+
+        More sizes than dimensions make new dimensions in front.
 
         Raises:
             ArgumentError: If there are fewer sizes than dimensions.
@@ -376,7 +400,7 @@ class ComposedMethods:
         return x
 
     def tile(self, *sizes: Any) -> Tensor:
-        """Repeat along the last dimensions."""
+        """Repeat like `repeat`; fewer sizes than dimensions are for the last dimensions."""
         counts = sizes_of(sizes)
         return own(self).repeat((1,) * (own(self).ndim - len(counts)) + counts)
 
@@ -386,12 +410,12 @@ class ComposedMethods:
         if dim is None:
             x, dim = x.reshape((-1,)), 0
         dim = place_of("repeat_interleave", x.shape, dim)
-        shape = (*x.shape[: dim + 1], repeats, *x.shape[dim + 1 :])
-        whole = (*x.shape[:dim], x.shape[dim] * repeats, *x.shape[dim + 1 :])
-        return x.unsqueeze(dim + 1).expand(shape).reshape(whole)
+        expanded = (*x.shape[: dim + 1], repeats, *x.shape[dim + 1 :])
+        joined = (*x.shape[:dim], x.shape[dim] * repeats, *x.shape[dim + 1 :])
+        return x.unsqueeze(dim + 1).expand(expanded).reshape(joined)
 
     def flip(self, *dims: Any) -> Tensor:
-        """Reverse the order along dimensions."""
+        """Reverse the order of elements along dimensions."""
         x = own(self)
         for dim in sizes_of(dims):
             place = place_of("flip", x.shape, dim)
@@ -412,45 +436,55 @@ class ComposedMethods:
         return _core.cat(parts, place)
 
     def unbind(self, dim: int = 0) -> list[Tensor]:
-        """Return the slices along a dimension."""
+        """Return the slices along a dimension, each without that dimension."""
         x = own(self)
         place = place_of("unbind", x.shape, dim)
         return [x.narrow(place, n, 1).squeeze(place) for n in range(x.shape[place])]
 
     def tril(self, diagonal: int = 0) -> Tensor:
-        """Keep the lower triangle of matrices, up to a diagonal, and make the rest zero."""
+        """Keep the lower triangle of matrices, up to a diagonal, and make the rest zero.
+
+        Diagonal 0 is the main one, and positive diagonals are above it. The host makes the mask.
+
+        Raises:
+            ShapeError: If there are fewer than two dimensions.
+        """
         return triangle(own(self), lambda rows, columns: columns - rows <= diagonal)
 
     def triu(self, diagonal: int = 0) -> Tensor:
-        """Keep the upper triangle of matrices, from a diagonal on, and make the rest zero."""
+        """Keep the upper triangle of matrices, from a diagonal on, and make the rest zero.
+
+        Diagonals, the host's work and errors are those of `tril`.
+        """
         return triangle(own(self), lambda rows, columns: columns - rows >= diagonal)
 
     def scatter(self, dim: int, index: Tensor, src: Any) -> Tensor:
         """Return this tensor with `src` at the indices along a dimension, like torch's `scatter`.
 
         The host reads the indices. If several values have the same index, the last value is taken.
-        Gradients go to this tensor and to `src`.
+        Gradients flow to this tensor and to `src`.
         """
         x = own(self)
         place = place_of("scatter", x.shape, dim)
-        where = np.indices(index.shape)
-        where[place] = index.numpy()
-        flat = np.ravel_multi_index(tuple(where.reshape(x.ndim, -1)), x.shape)
-        source = np.zeros(x.numel(), np.int64)
-        taken = np.zeros(x.numel(), np.uint8)
+        targets = np.indices(index.shape)
+        targets[place] = index.numpy()
+        flat = np.ravel_multi_index(tuple(targets.reshape(x.ndim, -1)), x.shape)
+        # Per element of the flattened result: whether it is from `src`, and from which element.
+        is_set = np.zeros(x.numel(), np.uint8)
+        is_set[flat] = 1
+        condition = _core.tensor(is_set.reshape(x.shape), device=x.device)
         if isinstance(src, (int, float)):
-            taken[flat] = 1
-            mask = _core.tensor(taken.reshape(x.shape), device=x.device)
-            return _core.where(mask, float(src) if x.dtype in _FLOATS else src, x)
-        cut = src[tuple(slice(0, size) for size in index.shape)].reshape((-1,))
-        source[flat], taken[flat] = np.arange(flat.size), 1
-        picked = cut.index_select(0, _core.tensor(source, device=x.device)).reshape(x.shape)
-        return _core.where(_core.tensor(taken.reshape(x.shape), device=x.device), picked, x)
+            return _core.where(condition, float(src) if x.dtype in _FLOATS else src, x)
+        sources = np.zeros(x.numel(), np.int64)
+        sources[flat] = np.arange(flat.size)
+        values = src[tuple(slice(0, size) for size in index.shape)].reshape((-1,))
+        picked = values.index_select(0, _core.tensor(sources, device=x.device)).reshape(x.shape)
+        return _core.where(condition, picked, x)
 
     # In-place operations of torch.
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Set elements of a variable, on the host; only variables can change.
+        """Set elements of a variable, on the host; other tensors do not change.
 
         Raises:
             TypeError: If this tensor is not a variable.
@@ -461,10 +495,9 @@ class ComposedMethods:
                 "a Tensor does not change; make another with tc.where, masked_fill or scatter, or "
                 "use a tc.Var, whose elements can be set"
             )
-        place = key.numpy().astype(bool) if is_mask(key) else plain(key)
         with no_tape():
             new = _on_host(tensor).copy()
-            new[place] = _on_host(value) if is_tensor(value) else value
+            new[_numpy_key(key)] = _on_host(value) if is_tensor(value) else value
             tensor.set(_core.tensor(new, dtype=tensor.dtype, device=tensor.device))
 
     @property
@@ -473,7 +506,7 @@ class ComposedMethods:
         return None
 
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
-        """Return a variable with this value or, if `requires_grad` is False, the detached value.
+        """Return a variable with this value or, if `requires_grad` is False, a detached tensor.
 
         This tensor does not change.
         """
@@ -483,6 +516,15 @@ class ComposedMethods:
         return tensor.detach()
 
 
+def _numpy_key(key: Any) -> Any:
+    """Return a key of `[]` with numpy arrays in place of tensors; u8 tensors are masks."""
+    if isinstance(key, tuple):
+        return tuple(_numpy_key(part) for part in key)
+    if is_mask(key):
+        return key.numpy().astype(bool)
+    return key.numpy() if is_tensor(key) else key
+
+
 def _on_host(tensor: Tensor) -> Any:
     """Return the values as a numpy array; bf16, which numpy lacks, becomes f32, exactly."""
     tensor = tensor.detach()
@@ -490,11 +532,9 @@ def _on_host(tensor: Tensor) -> Any:
 
 
 def attach() -> None:
-    """Add the methods to `Tensor` and `Var`."""
+    """Add the methods and properties to `Tensor` and `Var`."""
     _arguments.attach()
     for source, target in ((ComposedMethods, _core.Tensor), (VarMethods, _core.Var)):
         for name, member in vars(source).items():
-            of_class = name.startswith("__") and name in {"__module__", "__dict__", "__weakref__"}
-            if not of_class and name not in {"__doc__", "__firstlineno__", "__static_attributes__"}:
-                changed = explained(member) if isfunction(member) else member
-                setattr(target, name, changed)
+            if name not in _NOT_METHODS:
+                setattr(target, name, explained(member) if isfunction(member) else member)

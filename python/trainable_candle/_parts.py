@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 def own(tensor: object) -> Tensor:
+    """Tell type checkers that `self` of a class of methods is a tensor."""
     return cast("Tensor", tensor)
 
 
@@ -28,23 +29,27 @@ def is_mask(key: object) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Return a tensor detached, or a tuple of indices with numpy arrays in place of tensors."""
-    if isinstance(value, tuple):
-        return tuple(v.numpy() if is_tensor(v) else v for v in value)
+    """Return a tensor detached, and any other value as it is."""
     return value.detach() if is_tensor(value) else value
 
 
 def no_tape() -> Any:
+    """Return a context in which no operations are recorded."""
     from trainable_candle._grad_mode import no_grad  # noqa: PLC0415 - imported when first needed
 
     return no_grad()
 
 
 def mask(op: str, value: Any, like: Any = None) -> Tensor:
-    """Convert a mask, a u8 tensor or a bool, to a u8 tensor of zeros and ones.
+    """Convert a mask, which is a u8 tensor or a bool, to a u8 tensor of zeros and ones.
+
+    Args:
+        op: The operator's name in the error message.
+        value: The mask.
+        like: A tensor on the device to which a bool goes.
 
     Raises:
-        DTypeError: If the value has another dtype; torch's operators would combine its bits.
+        DTypeError: If the value is no mask. Torch's operators would combine the bits of integers.
     """
     kind = value.dtype.name if is_tensor(value) else type(value).__name__
     if kind not in {"u8", "bool", "bool_"}:
@@ -56,16 +61,19 @@ def mask(op: str, value: Any, like: Any = None) -> Tensor:
 
 
 def true(value: Any, like: Any = None) -> Tensor:
+    """Return where a tensor is not zero, as u8; a bool becomes a tensor on the device of `like`."""
     if not is_tensor(value):
         value = _core.full((), float(bool(value)), device=own(like).device)
     return cast("Tensor", value.detach() != 0)
 
 
 def reduced(tensor: Tensor, how: str, dim: Any, keepdim: bool) -> Tensor:
+    """Reduce a tensor over `dim`, or over all elements, by the method named `how`."""
     function = getattr(tensor, how)
     if dim is None:
         return cast("Tensor", function())
     if how in {"min", "max"} and isinstance(dim, (tuple, list)):
+        # These methods take one dimension. The last one first: it does not move the ones before.
         for place in sorted((place_of(how, tensor.shape, d) for d in dim), reverse=True):
             tensor = getattr(tensor, how)(place, keepdim=keepdim)
         return tensor
@@ -73,6 +81,11 @@ def reduced(tensor: Tensor, how: str, dim: Any, keepdim: bool) -> Tensor:
 
 
 def place_of(function: str, shape: Sequence[int], dim: int) -> int:
+    """Return a dimension's number from 0; a negative `dim` counts from the end.
+
+    Raises:
+        ArgumentError: If the dimension is out of range; the message begins with `function`.
+    """
     if not -len(shape) <= dim < len(shape):
         raise ArgumentError(
             f"{function}: dimension {dim} is out of range for the shape {tuple(shape)}"
@@ -80,18 +93,20 @@ def place_of(function: str, shape: Sequence[int], dim: int) -> int:
     return dim % len(shape)
 
 
-def sizes_of(sizes: Sequence[Any]) -> tuple[int, ...]:
-    given = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
-    return tuple(int(size) for size in given)
+def sizes_of(arguments: Sequence[Any]) -> tuple[int, ...]:
+    """Return sizes that were given as separate arguments or as one sequence."""
+    is_one = len(arguments) == 1 and isinstance(arguments[0], (tuple, list))
+    return tuple(int(size) for size in (arguments[0] if is_one else arguments))
 
 
 def order_of(x: Tensor, dim: int, *, descending: bool) -> Tensor:
+    """Return the indices that sort a tensor along a dimension; equal values keep their order."""
     place = place_of("sort", x.shape, dim)
     x = x.detach()
     values = (x.to("f32") if x.dtype in {"bf16", "f16"} else x).numpy()
     if descending:
-        # An ascending sort of the flipped values, flipped back, is a descending sort in which equal
-        # values keep their order, as they do in the ascending sort below.
+        # An ascending sort of the flipped values, flipped back, is a descending sort that keeps the
+        # order of equal values. Flipping the ascending sort below would reverse their order.
         flipped = np.argsort(np.flip(values, place), axis=place, kind="stable")
         order = np.flip(values.shape[place] - 1 - flipped, place)
     else:
@@ -100,8 +115,9 @@ def order_of(x: Tensor, dim: int, *, descending: bool) -> Tensor:
 
 
 def triangle(x: Tensor, keeps: Any) -> Tensor:
+    """Return matrices with zeros where `keeps`, a function of row and column indices, is False."""
     if x.ndim < 2:
         raise ShapeError(f"tril, triu: the shape is {x.shape}, expected at least two dimensions")
     rows, columns = np.indices(x.shape[-2:])
-    mask = _core.tensor(keeps(rows, columns).astype(np.uint8), device=x.device)
-    return _core.where(mask.broadcast_to(x.shape), x, _core.zeros_like(x.detach()))
+    kept = _core.tensor(keeps(rows, columns).astype(np.uint8), device=x.device)
+    return _core.where(kept.broadcast_to(x.shape), x, _core.zeros_like(x.detach()))

@@ -49,6 +49,12 @@ def test_an_element_gets_every_bit_of_a_tensor(dtype: str, value: float) -> None
     assert (str(v.dtype), v.tolist()) == (dtype, [0, value])
 
 
+def test_a_mask_inside_an_index_selects_the_elements_to_set() -> None:
+    v = tc.Var(tc.zeros(3, 2))
+    v[tc.tensor([1, 0, 1], dtype="u8"), 0] = 1
+    assert v.tolist() == [[1, 0], [0, 0], [1, 0]]
+
+
 def test_a_fill_replaces_non_finite_values() -> None:
     v = tc.Var(tc.tensor([math.nan, math.inf]))
     assert v.fill_(2.0).tolist() == [2.0, 2.0]
