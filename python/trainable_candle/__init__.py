@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-# Importing _copies makes copy and pickle reject models, adapters and other stateful objects.
+# Only imported: _copies makes copy and pickle reject objects whose state is in the extension.
 from trainable_candle import _copies, _functions, _methods  # noqa: F401
 from trainable_candle._core import (
     AdapterFile,
@@ -230,7 +230,6 @@ __all__ = [
     "zeros_like",
 ]
 
-# Submodules that are imported at first use, so that `import trainable_candle` stays fast.
 _LAZY = frozenset(
     {
         "distributed",
@@ -245,14 +244,15 @@ _LAZY = frozenset(
         "train",
     }
 )
-_DTYPES = {
+"""Submodules that are imported at first use, so that `import trainable_candle` stays fast."""
+_DTYPE_ALIASES = {
     "float": "f32",
     "half": "f16",
     "double": "f64",
     "long": "i64",
-    "bool": "u8",  # comparisons return u8
+    "bool": "u8",  # the dtype of masks
 }
-"""Torch's aliases of dtypes."""
+"""Other names of dtypes in torch, and the dtypes."""
 _INSTEAD = {
     "save": "use tc.save_file, which writes tensors by name as safetensors",
     "load": "use tc.load_file for tensors by name, and models.load for a model",
@@ -281,6 +281,7 @@ _INSTEAD = {
 }
 """Advice on names that torch has and this package lacks."""
 _FROM_PEFT = frozenset({"PeftModel", "get_peft_model"})
+"""Names of this package that the submodule `peft` defines."""
 
 
 def __getattr__(name: str) -> Any:
@@ -290,8 +291,8 @@ def __getattr__(name: str) -> Any:
         # Python calls `__getattr__` only for missing names: this runs once for each function.
         globals()[name] = _functions.function(name)
         return globals()[name]
-    if name in _DTYPES:
-        return DType(_DTYPES[name])
+    if name in _DTYPE_ALIASES:
+        return DType(_DTYPE_ALIASES[name])
     if name in _INSTEAD:
         raise AttributeError(f"module {__name__!r} has no {name!r}: {_INSTEAD[name]}")
     if name == "utils":

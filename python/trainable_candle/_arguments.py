@@ -1,4 +1,4 @@
-"""Adds to `Tensor`: the argument `axis`, checked device names, and advice on torch's attributes."""
+"""Changes `Tensor`: adds the argument `axis`, `tc.device` names, and advice in attribute errors."""
 
 from __future__ import annotations
 
@@ -11,36 +11,37 @@ from trainable_candle._device import device
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_RENAMED: Final = ("argmax", "softmax", "cumsum")
-"""Methods to which `attach` adds `axis` as another name of `dim`; reductions already have both."""
-_MISSING: Final = {
+_LACK_AXIS: Final = ("argmax", "softmax", "cumsum")
+"""Methods to which `attach` adds `axis`, another name of `dim`; `sum` and `mean` have both."""
+_INSTEAD: Final = {
     "register_hook": "use tc.grad(loss, [v]) and change the gradients that it returns, or "
     "change v.grad between backward() and the optimizer's step",
     "retain_grad": "use tc.grad(loss, [tensor]), which needs no preparation",
-    "is_leaf": "a leaf is a tc.Var: isinstance(tensor, tc.Var)",
     "grad_fn": "tensor.requires_grad says whether there is a graph",
     "is_cuda": 'use tensor.device.type == "cuda"',
     "pin_memory": 'memory is not pinned by hand; move the tensor with to("cuda")',
-    "share_memory_": "threads share tensors as they are",
+    "share_memory_": "nothing to do: threads share tensors as they are",
     "data_ptr": "use tensor.__dlpack__(), which shares the memory",
     "stride": "strides are not visible; use contiguous()",
 }
-"""What to use instead of attributes that torch's tensors have and `Tensor` lacks."""
+"""Advice on attributes that torch's tensors have and `Tensor` lacks."""
 
 
 def attach() -> None:
-    """Change `Tensor`: `axis` works in place of `dim`, and errors about attributes give advice.
+    """Change `Tensor` so that it takes more of torch's spellings, and its errors give advice.
 
-    The attribute `device` becomes a `tc.device`, which is a string with torch's properties.
+    The methods in `_LACK_AXIS` take `axis` in place of `dim`. The attribute `device` becomes a
+    `tc.device`, which is a string with torch's properties. Reading a missing attribute and
+    assigning to `requires_grad` raise errors that give advice.
     """
-    for name in _RENAMED:
-        setattr(_core.Tensor, name, _renamed(getattr(_core.Tensor, name)))
+    for name in _LACK_AXIS:
+        setattr(_core.Tensor, name, _with_axis(getattr(_core.Tensor, name)))
     # `__getattr__` is set here instead of in the class `ComposedMethods`, because there it would
     # make type checkers accept every name as an attribute.
     _core.Tensor.__getattr__ = _missing  # type: ignore[attr-defined]
-    plain_device, checked = vars(_core.Tensor)["device"], lru_cache(device)
+    plain_device, cached_device = vars(_core.Tensor)["device"], lru_cache(device)
     _core.Tensor.device = property(  # type: ignore[method-assign,assignment]
-        lambda tensor: checked(plain_device.__get__(tensor)), doc=plain_device.__doc__
+        lambda tensor: cached_device(plain_device.__get__(tensor)), doc=plain_device.__doc__
     )
     requires_grad = _core.Tensor.requires_grad
     _core.Tensor.requires_grad = property(  # type: ignore[method-assign,assignment]
@@ -58,29 +59,29 @@ def _reject_assignment(tensor: object, value: object) -> None:
 
 
 def _missing(tensor: Any, name: str) -> Any:
-    """Raise `AttributeError` with what to use instead."""
-    raise AttributeError(_advice(f"{type(tensor).__name__!r} object", name))
+    """Raise `AttributeError`; the message says what to use instead, if that is known."""
+    raise AttributeError(_message(f"{type(tensor).__name__!r} object", name))
 
 
-def _advice(owner: str, name: str) -> str:
+def _message(owner: str, name: str) -> str:
     text = f"{owner} has no attribute {name!r}"
-    if name in _MISSING:
-        return f"{text}: {_MISSING[name]}"
+    if name in _INSTEAD:
+        return f"{text}: {_INSTEAD[name]}"
     if name.endswith("_") and not name.startswith("_"):
         return f"{text}: a Tensor does not change; use {name[:-1]}, or a tc.Var and set()"
     return text
 
 
-def _renamed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method with `axis` as another name of `dim`."""
-    name = function.__name__
+def _with_axis(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that also takes `axis`, as another name of `dim`."""
+    name = method.__name__
 
-    @wraps(function)
+    @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         if "axis" in kwargs:
             if "dim" in kwargs:
-                raise TypeError(f"{name}: axis and dim are the same argument")
+                raise TypeError(f"{name}: axis and dim are the same argument; give one")
             kwargs["dim"] = kwargs.pop("axis")
-        return function(*args, **kwargs)
+        return method(*args, **kwargs)
 
     return call

@@ -1,4 +1,4 @@
-"""Errors about copies and pickles of objects whose state is in the extension."""
+"""Makes `copy` and `pickle` reject objects whose state is in the extension."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any, Final, NoReturn
 
 from trainable_candle import _core
 
-_STATE: Final = "load its state_dict() into a new one"
+_LOAD_STATE: Final = "load its state_dict() into a new one"
 _CURES: Final = {
     _core.AdapterSet: "save() it, and load() the file into the adapter of another model",
     _core.QuantizedTensor: "quantize the tensor again, or share this object, which never changes",
-    _core.EMA: _STATE,
-    _core.GradScaler: _STATE,
+    _core.EMA: _LOAD_STATE,
+    _core.GradScaler: _LOAD_STATE,
     **dict.fromkeys(_core.Model.__subclasses__(), "load the model again from its files"),
 }
 
 
-def reject(kind: type, cure: str = _STATE) -> None:
-    """Make `copy` and `pickle` raise a TypeError for a class; the message says what to do."""
+def reject(kind: type, cure: str = _LOAD_STATE) -> None:
+    """Make `copy` and `pickle` raise a TypeError with a cure for the objects of a class."""
 
     def reduce(_: Any) -> NoReturn:
         raise TypeError(f"{kind.__name__} cannot be copied or pickled: {cure}")

@@ -1,4 +1,4 @@
-"""Functions that make tensors, with torch's arguments `requires_grad` and `generator`."""
+"""Functions that make tensors, most with torch's arguments `requires_grad` or `generator`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tensor(
     *,
     requires_grad: bool = False,
 ) -> Tensor:
-    """Return a tensor with a copy of data.
+    """Return a tensor with a copy of the data.
 
         x = tc.tensor([[1.0, 2.0], [3.0, 4.0]])
         assert x.shape == (2, 2)
@@ -35,17 +35,21 @@ def tensor(
     Args:
         data: A number, nested lists of numbers, a tensor, a numpy array, or anything with
             `__dlpack__` or `__array__`.
-        dtype: The dtype. By default, an array keeps its dtype, except that int8, int16 and int32
-            become i64, and uint16 becomes u32. Python floats become f32, integers i64, bools u8.
+        dtype: The dtype. By default, a tensor or an array keeps its dtype, except that int8, int16
+            and int32 become i64, uint16 becomes u32, and bool becomes u8. Numbers and lists become
+            f32 if they contain a float or are empty, u8 if all are bools, and i64 otherwise.
         device: The device. By default, a tensor keeps its device, and other data are put on the
             CPU.
-        requires_grad: Whether the result is a `Var`.
+        requires_grad: Whether the result is a `Var`, which must be floating point.
 
     Raises:
-        DTypeError: If the data are not numbers, or are of a kind for which there is no dtype
-            (complex, uint64).
-        ShapeError: If nested lists are ragged.
+        DTypeError: If the data are not numbers, are of a kind for which there is no dtype (complex,
+            uint64), or are integers while `requires_grad` is True.
+        ShapeError: If nested lists are ragged, or deeper than 32.
+        ArgumentError: If a number in lists is outside the range of the dtype, or lists contain a
+            tensor.
         DeviceError, CudaUnavailableError: If the device is unknown or cannot be used.
+        OutOfMemoryError: If the copy does not fit into memory.
     """
     return _leaf(_core.tensor(data, dtype, device), requires_grad=requires_grad)
 
@@ -56,7 +60,7 @@ def zeros(
     device: str = "cpu",
     requires_grad: bool = False,
 ) -> Tensor:
-    """Return zeros.
+    """Return a tensor of zeros.
 
         assert tc.zeros(2, 3).sum() == 0
 
@@ -64,11 +68,12 @@ def zeros(
         shape: The sizes, as arguments or one sequence.
         dtype: The dtype; default f32.
         device: The device.
-        requires_grad: Whether the result is a `Var`.
+        requires_grad: Whether the result is a `Var`, which must be floating point.
 
     Raises:
-        ArgumentError: If a size is negative.
+        ShapeError: If a size is negative.
         DTypeError, DeviceError, CudaUnavailableError: If dtype or device cannot be used.
+        OutOfMemoryError: If the tensor does not fit into memory.
     """
     made = _core.zeros(*shape, dtype=dtype, device=device)
     return _leaf(made, requires_grad=requires_grad)
@@ -80,7 +85,7 @@ def ones(
     device: str = "cpu",
     requires_grad: bool = False,
 ) -> Tensor:
-    """Return ones.
+    """Return a tensor of ones.
 
         assert tc.ones((2, 3), dtype="i64").sum() == 6
 
@@ -88,11 +93,12 @@ def ones(
         shape: The sizes, as arguments or one sequence.
         dtype: The dtype; default f32.
         device: The device.
-        requires_grad: Whether the result is a `Var`.
+        requires_grad: Whether the result is a `Var`, which must be floating point.
 
     Raises:
-        ArgumentError: If a size is negative.
+        ShapeError: If a size is negative.
         DTypeError, DeviceError, CudaUnavailableError: If dtype or device cannot be used.
+        OutOfMemoryError: If the tensor does not fit into memory.
     """
     made = _core.ones(*shape, dtype=dtype, device=device)
     return _leaf(made, requires_grad=requires_grad)
@@ -112,14 +118,18 @@ def full(
 
     Args:
         shape: The sizes.
-        value: The value.
+        value: The value, a number or a tensor of one element.
         dtype: The dtype; by default a float becomes f32, an integer i64.
         device: The device.
-        requires_grad: Whether the result is a `Var`.
+        requires_grad: Whether the result is a `Var`, which must be floating point.
 
     Raises:
-        ArgumentError: If a size is negative, or the dtype cannot represent the value.
-        DTypeError, DeviceError, CudaUnavailableError: If dtype or device cannot be used.
+        ShapeError: If a size is negative, or `value` is a tensor that does not have one element.
+        ArgumentError: If an integer is outside the range of the dtype.
+        DTypeError: If `value` is a float and the dtype is an integer dtype, or the dtype cannot be
+            used.
+        DeviceError, CudaUnavailableError: If the device is unknown or cannot be used.
+        OutOfMemoryError: If the tensor does not fit into memory.
     """
     return _leaf(_core.full(shape, value, dtype, device), requires_grad=requires_grad)
 
@@ -141,11 +151,13 @@ def rand(
         dtype: A floating point dtype; default f32.
         device: The device.
         generator: The generator that draws the values; by default the library's (`manual_seed`).
-        requires_grad: Whether the result is a `Var`.
+        requires_grad: Whether the result is a `Var`, which must be floating point.
 
     Raises:
-        ArgumentError: If a size is negative.
+        TypeError: If `generator` is not a `Generator`.
+        ShapeError: If a size is negative.
         DTypeError, DeviceError, CudaUnavailableError: If dtype or device cannot be used.
+        OutOfMemoryError: If the tensor does not fit into memory.
     """
     with drawing("rand", generator):
         made = _core.rand(*shape, dtype=dtype, device=device)
@@ -159,7 +171,7 @@ def randn(
     generator: Generator | None = None,
     requires_grad: bool = False,
 ) -> Tensor:
-    """Return random values of the standard normal distribution.
+    """Return random values from the standard normal distribution.
 
         noise = tc.randn(2, 3, generator=tc.Generator().manual_seed(0))
         assert noise.shape == (2, 3)
@@ -169,11 +181,13 @@ def randn(
         dtype: A floating point dtype; default f32.
         device: The device.
         generator: The generator that draws the values; by default the library's (`manual_seed`).
-        requires_grad: Whether the result is a `Var`.
+        requires_grad: Whether the result is a `Var`, which must be floating point.
 
     Raises:
-        ArgumentError: If a size is negative.
+        TypeError: If `generator` is not a `Generator`.
+        ShapeError: If a size is negative.
         DTypeError, DeviceError, CudaUnavailableError: If dtype or device cannot be used.
+        OutOfMemoryError: If the tensor does not fit into memory.
     """
     with drawing("randn", generator):
         made = _core.randn(*shape, dtype=dtype, device=device)
@@ -195,14 +209,17 @@ def randint(
 
     Args:
         low: The smallest integer.
-        high: The integer after the largest one.
+        high: One more than the largest integer.
         shape: The sizes.
         device: The device.
         generator: The generator that draws the values; by default the library's (`manual_seed`).
 
     Raises:
-        ArgumentError: If the range is empty, or a size is negative.
+        TypeError: If `generator` is not a `Generator`.
+        ArgumentError: If the range is empty, or has more than 2**32 - 1 integers.
+        ShapeError: If a size is negative.
         DeviceError, CudaUnavailableError: If the device is unknown or cannot be used.
+        OutOfMemoryError: If the tensor does not fit into memory.
     """
     with drawing("randint", generator):
         return _core.randint(low, high, shape, device)

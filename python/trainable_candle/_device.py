@@ -23,23 +23,24 @@ class device(str):  # noqa: N801 - torch's name
         assert x.device.type == device.type
 
     Args:
-        type: "cpu", "cuda" or "cuda:1"; or the number of a GPU.
-        index: The number of a GPU, if `type` does not contain it.
+        type: "cpu", "cuda" or "cuda:N", where N is the number of a GPU; or this number alone.
+        index: The number of the GPU, if `type` is "cuda".
 
     Raises:
-        ArgumentError: If there is no device of this name.
+        ArgumentError: If this is not the name of a device. Whether the machine has the device is
+            not checked.
     """
 
     __slots__ = ()
 
     def __new__(cls, type: str | int, index: int | None = None) -> Self:
-        """Check the name."""
+        """Make a name, and check its form."""
         if isinstance(type, int) and not isinstance(type, bool):
             type = f"cuda:{type}"
         text = str(type) if index is None else f"{type}:{index}"
         if not _DEVICE.fullmatch(text):
             raise ArgumentError(
-                f'device: found {text!r}, expected "cpu", "cuda", "cuda:1" or the number of a GPU'
+                f'device: found {text!r}, expected "cpu", "cuda", "cuda:N" or the number of a GPU'
             )
         return super().__new__(cls, text)
 
@@ -50,6 +51,6 @@ class device(str):  # noqa: N801 - torch's name
 
     @property
     def index(self) -> int | None:  # type: ignore[override]  # torch's `index`, not that of `str`
-        """The number of the GPU; None for the CPU, and for `cuda` without a number."""
+        """The number of the GPU; None if the name has no number."""
         number = self.partition(":")[2]
         return int(number) if number else None

@@ -17,45 +17,51 @@ if TYPE_CHECKING:
 __all__ = ["floor_divided", "remainder"]
 
 _NARROW = ("bf16", "f16")
+"""Dtypes whose values are divided in f32."""
 
 
-def floor_divided(name: str, one: Any, other: Any) -> Tensor:
+def floor_divided(name: str, dividend: Any, divisor: Any) -> Tensor:
     """Divide, and round down; at least one operand is a tensor.
 
     Args:
         name: The operation's name in error messages.
-        one: The dividend.
-        other: The divisor.
+        dividend: A tensor, an array or a number.
+        divisor: A tensor, an array or a number.
 
     Returns:
-        The quotients, or `NotImplemented` if an operand is neither a tensor nor a number; Python
-        then raises `TypeError`.
+        The quotients, or `NotImplemented` if an operand is something else; Python then raises
+        `TypeError`.
 
     Raises:
         ArgumentError: If the operands are integers and an element of the divisor is 0, or an
             operand is a number that the dtype of the result cannot represent.
+        DTypeError: If the operands have dtypes that cannot be multiplied.
         ShapeError: If the operands' shapes do not broadcast.
         DeviceError: If the operands are on different devices.
     """
-    quotient: Tensor = _computed(name, np.floor_divide, one, other)
-    return quotient
+    quotients: Tensor = _computed(name, np.floor_divide, dividend, divisor)
+    return quotients
 
 
-def remainder(name: str, one: Any, other: Any) -> Tensor:
-    """Return the remainder, with the sign of the divisor; at least one operand is a tensor.
+def remainder(name: str, dividend: Any, divisor: Any) -> Tensor:
+    """Return the remainders, with the signs of the divisor; at least one operand is a tensor.
 
     The derivative with respect to the dividend is 1. The derivative with respect to the divisor is
     the negative of the rounded-down quotient. Arguments and errors are those of `floor_divided`.
 
     Returns:
-        The remainders, or `NotImplemented` if an operand is neither a tensor nor a number.
+        The remainders, or `NotImplemented` as `floor_divided` returns it.
     """
-    rest: Any = _computed(name, np.remainder, one, other)
-    if rest is not NotImplemented and _needs_gradient(one):
-        rest = rest + _zero(one, rest.dtype)
-    if rest is not NotImplemented and _needs_gradient(other):
-        rest = rest - _zero(other, rest.dtype) * floor_divided(name, one, other)
-    return cast("Tensor", rest)
+    remainders: Any = _computed(name, np.remainder, dividend, divisor)
+    if remainders is NotImplemented:
+        return cast("Tensor", remainders)
+    # The host's computation is not on the tape. Terms that are 0 add the derivatives.
+    if _needs_gradient(dividend):
+        remainders = remainders + _zero(dividend, remainders.dtype)
+    if _needs_gradient(divisor):
+        quotients = floor_divided(name, dividend, divisor)
+        remainders = remainders - _zero(divisor, remainders.dtype) * quotients
+    return cast("Tensor", remainders)
 
 
 def _needs_gradient(value: Any) -> bool:
@@ -67,9 +73,13 @@ def _zero(x: Tensor, dtype: DType) -> Tensor:
     return (x - x.detach()).to(dtype)
 
 
-def _computed(name: str, function: Callable[..., Any], one: Any, other: Any) -> Any:
-    like = next(value for value in (one, other) if isinstance(value, _core.Tensor))
-    operands = [_operand(name, value, like) for value in (one, other)]
+def _computed(name: str, function: Callable[..., Any], dividend: Any, divisor: Any) -> Any:
+    """Call a numpy function; return a detached tensor on the operands' device, or NotImplemented.
+
+    Arguments and errors are those of `floor_divided`.
+    """
+    tensor = next(value for value in (dividend, divisor) if isinstance(value, _core.Tensor))
+    operands = [_operand(name, value, tensor.device) for value in (dividend, divisor)]
     if not all(isinstance(value, (_core.Tensor, int, float)) for value in operands):
         return NotImplemented
     dtype = _dtype(*operands)
@@ -82,41 +92,50 @@ def _computed(name: str, function: Callable[..., Any], one: Any, other: Any) -> 
     if arrays[0].dtype.kind != "f" and not arrays[1].all():
         raise ArgumentError(
             f"{name}: the divisor is 0, or has an element 0; "
-            "divide floating point numbers: tensor.float()"
+            "to get infinity or NaN there, divide tensor.float()"
         )
     with np.errstate(all="ignore"):
-        found = function(*arrays)
-    return _core.tensor(np.asarray(found), dtype=dtype, device=like.device)
+        result = function(*arrays)
+    return _core.tensor(np.asarray(result), dtype=dtype, device=tensor.device)
 
 
-def _operand(name: str, value: Any, like: Tensor) -> Any:
+def _operand(name: str, value: Any, device: str) -> Any:
+    """Return a detached tensor for a tensor or an array, and a Python number for a numpy number.
+
+    Other values are returned as they are.
+
+    Raises:
+        DeviceError: If the value is a tensor on another device.
+    """
     if isinstance(value, np.generic):
         return value.item()
     if not isinstance(value, _core.Tensor):
         return _core.tensor(value) if hasattr(value, "__dlpack__") else value
-    if value.device != like.device:
-        raise DeviceError(
-            f"{name}: found devices {like.device} and {value.device}; move one with to()"
-        )
+    if value.device != device:
+        raise DeviceError(f"{name}: found devices {device} and {value.device}; move one with to()")
     return value.detach()
 
 
-def _dtype(one: Any, other: Any) -> DType:
-    """Return the dtype of `one * other`; Python numbers and 0-d tensors count as they do there."""
-    first, second = (
-        _core.zeros((1,) * bool(x.ndim), dtype=x.dtype)
+def _dtype(dividend: Any, divisor: Any) -> DType:
+    """Return the dtype of `dividend * divisor`, found by multiplying stand-ins of one element."""
+    # Python numbers and 0-d tensors affect the dtype of a product less than other operands, so
+    # their stand-ins are numbers and 0-d tensors, too.
+    one, other = (
+        _core.zeros((1,) if x.ndim else (), dtype=x.dtype)
         if isinstance(x, _core.Tensor)
         else type(x)(1)
-        for x in (one, other)
+        for x in (dividend, divisor)
     )
-    result: Tensor = first * second
-    return result.dtype
+    product: Tensor = one * other
+    return product.dtype
 
 
 def _array(name: str, value: Any, dtype: DType) -> Any:
+    """Return an operand, rounded to `dtype`, as a numpy array; f32 stands for narrow dtypes."""
     if not isinstance(value, _core.Tensor):
         try:
             value = _core.full((), value, dtype=dtype)
         except Error as error:
+            # Put this operation's name in place of "full".
             raise type(error)(f"{name}: {str(error).partition(': ')[2]}") from None
     return value.to(dtype).to("f32" if dtype in _NARROW else dtype).numpy()

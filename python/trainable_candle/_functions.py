@@ -1,4 +1,4 @@
-"""Functions that call a tensor's method of the same name, as in torch, and a few others."""
+"""Torch's functions: those that call a tensor's method of the same name, and a few others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = (
     "sqrt", "square", "squeeze", "std", "sum", "t", "tanh", "tile", "topk", "transpose", "tril",
     "triu", "unbind", "unsqueeze", "var",
 )  # fmt: skip
-"""Methods of tensors that are also functions."""
+"""Methods of tensors that `tc` has as functions, too."""
 
 
 def function(name: str) -> Callable[..., Any]:
@@ -68,14 +68,16 @@ def concat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 @explained
 def allclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
-    """Return whether all elements differ by at most atol + rtol * |other|; NaN gives False.
+    """Return whether all pairs of elements differ by at most atol + rtol * |other|.
+
+    The result is False if an element is NaN.
 
         assert tc.allclose(tc.ones(2), tc.ones(2) + 1e-9)
 
     Args:
         input: A tensor.
         other: A tensor whose shape broadcasts with that of `input`.
-        rtol: The tolerance relative to `other`.
+        rtol: The tolerance relative to the magnitude of `other`.
         atol: The absolute tolerance.
 
     Raises:
@@ -95,12 +97,14 @@ def linspace(
 ) -> Tensor:
     """Return `steps` evenly spaced numbers from `start` to `end`, both included.
 
+    If `steps` is 1, the result is `start`.
+
         assert tc.linspace(0, 1, 5).tolist() == [0.0, 0.25, 0.5, 0.75, 1.0]
 
     Args:
         start: The first number.
         end: The last number.
-        steps: How many numbers.
+        steps: The length of the result.
         dtype: The dtype; default f32.
         device: The device.
 
@@ -121,7 +125,7 @@ def randperm(n: int, device: str = "cpu", *, generator: Generator | None = None)
         assert sorted(tc.randperm(3).tolist()) == [0, 1, 2]
 
     Args:
-        n: How many numbers.
+        n: The length of the result.
         device: The device.
         generator: The generator that draws the values; by default the library's (`manual_seed`).
 
@@ -146,7 +150,7 @@ def normal(
     *,
     generator: Generator | None = None,
 ) -> Tensor:
-    """Return random numbers of the normal distribution with a mean and a standard deviation.
+    """Return random f32 numbers from the normal distribution with a mean and a standard deviation.
 
         assert tc.normal(5.0, 0.1, (2, 3)).shape == (2, 3)
 
@@ -158,8 +162,10 @@ def normal(
         generator: The generator that draws the values; by default the library's (`manual_seed`).
 
     Raises:
-        TypeError: If `mean` or `std` is not a number, or `generator` is not a `Generator`.
-        ArgumentError: If the deviation or a size is negative.
+        TypeError: If `mean` or `std` is not a number, `size` is not a sequence of integers, or
+            `generator` is not a `Generator`.
+        ArgumentError: If the deviation is negative.
+        ShapeError: If a size is negative.
         DeviceError, CudaUnavailableError: If the device is unknown or cannot be used.
     """
     if _number("normal", "std", std) < 0:
@@ -177,19 +183,19 @@ def multinomial(
     *,
     generator: Generator | None = None,
 ) -> Tensor:
-    """Draw indices with probabilities in proportion to weights, on the host.
+    """Draw indices, each with a probability in proportion to its weight, on the host.
 
         weights = tc.tensor([0.0, 1.0, 3.0])
         assert 0 not in tc.multinomial(weights, 5, replacement=True).tolist()
 
     Args:
-        input: Weights of at least 0: (n,), or (rows, n).
-        num_samples: How many indices to draw per row.
+        input: Weights of at least 0: (n,), or (rows, n); each row is a distribution of its own.
+        num_samples: The number of indices to draw from each row.
         replacement: Whether an index may be drawn again.
         generator: The generator that draws the values; by default the library's (`manual_seed`).
 
     Returns:
-        (num_samples,) or (rows, num_samples), i64.
+        The indices, from 0 to n - 1: (num_samples,) or (rows, num_samples), i64.
 
     Raises:
         TypeError: If the weights are not a tensor, `num_samples` is not a whole number, or
@@ -204,49 +210,58 @@ def multinomial(
     if input.ndim not in {1, 2}:
         raise ShapeError(f"multinomial: the shape is {input.shape}, expected (n,) or (rows, n)")
     count = _count("multinomial", "num_samples", num_samples)
-    rows = np.atleast_2d(input.detach().to("f64").numpy())
-    if not np.isfinite(rows).all() or (rows < 0).any() or (rows.sum(1) <= 0).any():
+    weights = np.atleast_2d(input.detach().to("f64").numpy())
+    if not np.isfinite(weights).all() or (weights < 0).any() or (weights.sum(1) <= 0).any():
         raise ArgumentError(
             "multinomial: expected finite weights of at least 0, in each row at least one above 0"
         )
-    if not replacement and ((rows > 0).sum(1) < count).any():
-        raise ArgumentError(f"multinomial: fewer than {count} weights of a row are above 0")
+    if not replacement and ((weights > 0).sum(1) < count).any():
+        raise ArgumentError(
+            f"multinomial: fewer than {count} weights of a row are above 0; draw fewer indices, or "
+            "give replacement=True"
+        )
     with drawing("multinomial", generator):
-        shape = (len(rows), count) if replacement else rows.shape
+        shape = (len(weights), count) if replacement else weights.shape
         drawn = _core.rand(shape, dtype="f64").numpy()
     if replacement:
-        ends = np.cumsum(rows, 1) / rows.sum(1, keepdims=True)
-        found = np.stack([np.searchsorted(e, d, "right") for e, d in zip(ends, drawn, strict=True)])
-        found = np.minimum(found, rows.shape[1] - 1)
+        # Index i of a row has the interval from end i - 1 to end i. "right" skips empty intervals.
+        ends = np.cumsum(weights, 1) / weights.sum(1, keepdims=True)
+        rows = zip(ends, drawn, strict=True)
+        indices = np.stack(
+            [np.searchsorted(row_ends, numbers, "right") for row_ends, numbers in rows]
+        )
+        # Rounding can leave the last end below 1.
+        indices = np.minimum(indices, weights.shape[1] - 1)
     else:
         # For each index, draw an exponential variable whose rate is the index's weight. The sample
         # is the indices of the `count` smallest variables (Efraimidis and Spirakis 2006).
         with np.errstate(divide="ignore", invalid="ignore"):
-            times = np.where(rows > 0, -np.log1p(-drawn) / rows, np.inf)
-        found = np.argsort(times, 1, kind="stable")[:, :count]
-    result = _core.tensor(np.ascontiguousarray(found, np.int64), device=input.device)
+            exponential = np.where(weights > 0, -np.log1p(-drawn) / weights, np.inf)
+        indices = np.argsort(exponential, 1, kind="stable")[:, :count]
+    result = _core.tensor(np.ascontiguousarray(indices, np.int64), device=input.device)
     return result if input.ndim == 2 else result.reshape((count,))
 
 
 @explained
 def einsum(equation: str, *operands: Tensor) -> Tensor:
-    """Sum products of elements by the labels of their dimensions, like numpy's and torch's einsum.
+    """Multiply tensors, and sum over dimensions that the result lacks, like torch's einsum.
 
-    Operands are multiplied from left to right, each step as one matrix product. A label may occur
-    only once in each operand.
+    A letter labels each dimension. Operands are multiplied from left to right, each step as one
+    matrix product. In contrast to torch, a label may occur only once in each operand.
 
         x = tc.einsum("bij,bkj->bik", tc.ones(2, 3, 4), tc.ones(2, 5, 4))
         assert x.shape == (2, 3, 5)
 
     Args:
-        equation: A letter for each dimension of each operand, then `->` and the letters of the
-            result. Without `->`, the result has the letters that occur once, in alphabetical order.
+        equation: The labels of each operand's dimensions, separated by commas; then `->` and the
+            labels of the result. Without `->`, the result has the labels that occur once, in
+            alphabetical order.
         *operands: The tensors.
 
     Raises:
         TypeError: If the equation is not a string, or an operand is not a tensor.
         ArgumentError: If the equation does not fit the operands, uses `...`, or repeats a label
-            within an operand or in the output.
+            within an operand or in the result.
     """
     if not isinstance(equation, str):
         raise TypeError(f"einsum: the equation is {type(equation).__name__}, expected a str")
@@ -257,9 +272,9 @@ def einsum(equation: str, *operands: Tensor) -> Tensor:
         output = "".join(sorted(label for label in set(labels) if labels.count(label) == 1))
     _check_einsum(equation, terms, output, operands)
     labels, result = terms[0], operands[0]
-    for number, (term, operand) in enumerate(zip(terms[1:], operands[1:], strict=True), 2):
-        needed = set(output).union(*terms[number:])
-        labels, result = _product(labels, result, term, operand, needed)
+    for following, (term, operand) in enumerate(zip(terms[1:], operands[1:], strict=True), 2):
+        kept = set(output).union(*terms[following:])
+        labels, result = _product(labels, result, term, operand, kept)
     result = _summed(labels, result, set(output))
     labels = "".join(label for label in labels if label in output)
     return result.permute(*(labels.index(label) for label in output)) if output else result
@@ -268,64 +283,68 @@ def einsum(equation: str, *operands: Tensor) -> Tensor:
 def _check_einsum(
     equation: str, terms: Sequence[str], output: str, operands: Sequence[Tensor]
 ) -> None:
-    wrong = f"einsum: {equation!r}"
+    subject = f"einsum: {equation!r}"
     if len(terms) != len(operands) or not operands:
-        raise ArgumentError(f"{wrong} has {len(terms)} operands, {len(operands)} are given")
+        raise ArgumentError(f"{subject} has {len(terms)} operands, {len(operands)} are given")
     sizes: dict[str, int] = {}
     for term, operand in zip(terms, operands, strict=True):
         if not isinstance(operand, _core.Tensor):
             raise TypeError(f"einsum: found {type(operand).__name__}, expected a Tensor")
         if len(set(term)) != len(term) or not all(label.isalpha() for label in term):
             raise ArgumentError(
-                f"{wrong}: `{term}` has a label twice, or a character that is not a letter"
+                f"{subject}: `{term}` has a label twice, or a character that is not a letter"
             )
         if len(term) != operand.ndim:
-            raise ArgumentError(f"{wrong}: `{term}` does not fit the shape {operand.shape}")
+            raise ArgumentError(f"{subject}: `{term}` does not fit the shape {operand.shape}")
         for label, size in zip(term, operand.shape, strict=True):
             if sizes.setdefault(label, size) != size:
-                raise ArgumentError(f"{wrong}: `{label}` has sizes {sizes[label]} and {size}")
+                raise ArgumentError(f"{subject}: `{label}` has sizes {sizes[label]} and {size}")
     if len(set(output)) != len(output) or not set(output) <= sizes.keys():
-        raise ArgumentError(f"{wrong}: `{output}` has a label twice, or one that no operand has")
+        raise ArgumentError(f"{subject}: `{output}` has a label twice, or one that no operand has")
 
 
 def _summed(labels: str, tensor: Tensor, kept: set[str]) -> Tensor:
+    """Sum over the dimensions whose labels are not in `kept`."""
     dims = [place for place, label in enumerate(labels) if label not in kept]
     return tensor.sum(tuple(dims)) if dims else tensor
 
 
-def _product(one: str, a: Tensor, other: str, b: Tensor, kept: set[str]) -> tuple[str, Tensor]:
+def _product(
+    a_labels: str, a: Tensor, b_labels: str, b: Tensor, kept: set[str]
+) -> tuple[str, Tensor]:
     """Multiply two operands as matrices, and sum over labels that are not in `kept`.
 
     Args:
-        one: The labels of the dimensions of `a`.
+        a_labels: The labels of the dimensions of `a`.
         a: The first operand.
-        other: The labels of the dimensions of `b`.
+        b_labels: The labels of the dimensions of `b`.
         b: The second operand.
-        kept: The labels that the output or a later operand has.
+        kept: The labels that the result of `einsum` or a later operand has.
 
     Returns:
         The labels of the product's dimensions, and the product.
     """
-    a, b = _summed(one, a, kept | set(other)), _summed(other, b, kept | set(one))
-    one = "".join(label for label in one if label in kept or label in other)
-    other = "".join(label for label in other if label in kept or label in one)
-    batch = [label for label in one if label in other and label in kept]
-    inner = [label for label in one if label in other and label not in kept]
-    rows = [label for label in one if label not in other]
-    columns = [label for label in other if label not in one]
-    size = {**dict(zip(one, a.shape, strict=True)), **dict(zip(other, b.shape, strict=True))}
+    a, b = _summed(a_labels, a, kept | set(b_labels)), _summed(b_labels, b, kept | set(a_labels))
+    a_labels = "".join(label for label in a_labels if label in kept or label in b_labels)
+    b_labels = "".join(label for label in b_labels if label in kept or label in a_labels)
+    batch = [label for label in a_labels if label in b_labels and label in kept]
+    inner = [label for label in a_labels if label in b_labels and label not in kept]
+    rows = [label for label in a_labels if label not in b_labels]
+    columns = [label for label in b_labels if label not in a_labels]
+    sizes = dict(zip(a_labels, a.shape, strict=True)) | dict(zip(b_labels, b.shape, strict=True))
 
-    def ordered(tensor: Tensor, labels: str, groups: Sequence[Sequence[str]]) -> Tensor:
+    def grouped(tensor: Tensor, labels: str, groups: Sequence[Sequence[str]]) -> Tensor:
+        """Permute to the order of `groups`, and flatten each group after the first."""
         order = [labels.index(label) for group in groups for label in group]
-        shape = [size[label] for label in groups[0]]
-        shape += [math.prod(size[label] for label in group) for group in groups[1:]]
+        shape = [sizes[label] for label in groups[0]]
+        shape += [math.prod(sizes[label] for label in group) for group in groups[1:]]
         return (tensor.permute(*order) if order else tensor).reshape(tuple(shape))
 
-    left = ordered(a, one, (batch, rows, inner))
-    right = ordered(b, other, (batch, inner, columns))
+    left = grouped(a, a_labels, (batch, rows, inner))
+    right = grouped(b, b_labels, (batch, inner, columns))
     labels = [*batch, *rows, *columns]
-    whole = left.matmul(right).reshape(tuple(size[label] for label in labels))
-    return "".join(labels), whole
+    product = left.matmul(right).reshape(tuple(sizes[label] for label in labels))
+    return "".join(labels), product
 
 
 def _number(name: str, argument: str, value: Any) -> float:

@@ -1,4 +1,4 @@
-"""Generators of random numbers in addition to the library's own."""
+"""Random number generators in addition to the library's own."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ __all__ = ["Generator", "drawing"]
 
 
 class Generator:
-    """A stream of random numbers besides the library's, for arguments named `generator`.
+    """A random number generator apart from the library's, for arguments named `generator`.
 
-    In a `with` block, all functions draw from this generator instead of the library's.
+    In a `with` block of a generator, all functions draw from it instead of the library's generator.
+    Such blocks may be nested, also those of one generator.
 
         noise = tc.randn(2, 3, generator=tc.Generator().manual_seed(0))
 
@@ -27,9 +28,9 @@ class Generator:
     """
 
     _entered: ClassVar[list[Generator]] = []
-    """Generators with open contexts; the last one replaces the library's generator."""
+    """The generators of open `with` blocks; the last one replaces the library's generator."""
     _library: ClassVar[tuple[int, int]] = (0, 0)
-    """The state of the library's own generator while any context is open."""
+    """The state of the library's own generator while any `with` block is open."""
 
     def __init__(self, device: str = "cpu") -> None:
         del device
@@ -37,7 +38,13 @@ class Generator:
         self.manual_seed(0)
 
     def manual_seed(self, seed: int) -> Generator:
-        """Start the stream of a seed, 0 to 2**64 - 1, and return the generator."""
+        """Start the stream of a seed, 0 to 2**64 - 1, and return the generator.
+
+        Raises:
+            TypeError: If the seed is not an integer.
+            ArgumentError: If the seed is out of range.
+        """
+        # Seed the library's generator for a moment: this checks the seed and gives the state.
         before = _core.get_rng_state()
         try:
             _core.manual_seed(seed)
@@ -52,18 +59,18 @@ class Generator:
 
     def get_state(self) -> tuple[int, int]:
         """Return the seed and the position in the seed's stream."""
-        return _core.get_rng_state() if self._is_open() else self._state
+        return _core.get_rng_state() if self._is_in_use() else self._state
 
     def set_state(self, state: tuple[int, int]) -> Generator:
         """Set the seed and the position, as `get_state` returns them, and return the generator."""
-        if self._is_open():
+        if self._is_in_use():
             _core.set_rng_state(state)
         self._state = state
         return self
 
     def __enter__(self) -> Self:
         """Replace the library's generator."""
-        self._leave()
+        self._save_state_in_use()
         self._entered.append(self)
         _core.set_rng_state(self._state)
         return self
@@ -74,20 +81,18 @@ class Generator:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Continue with the generator of the enclosing `with` block, or with the library's.
-
-        A generator may also be used again in a block inside its own block.
-        """
-        self._leave()
+        """Continue with the generator of the enclosing `with` block, or with the library's."""
+        self._save_state_in_use()
         self._entered.pop()
         outside = self._entered[-1]._state if self._entered else Generator._library  # noqa: SLF001
         _core.set_rng_state(outside)
 
-    def _is_open(self) -> bool:
+    def _is_in_use(self) -> bool:
+        """Return whether the innermost `with` block is one of this generator."""
         return bool(self._entered) and self._entered[-1] is self
 
-    def _leave(self) -> None:
-        """Save the state of the generator that is in use."""
+    def _save_state_in_use(self) -> None:
+        """Save the state of the generator that is in use, which may be the library's."""
         state = _core.get_rng_state()
         if self._entered:
             self._entered[-1]._state = state  # noqa: SLF001
@@ -96,10 +101,10 @@ class Generator:
 
 
 def drawing(function: str, generator: object) -> Any:
-    """Return a context in which `generator` draws; with None, the context changes nothing.
+    """Return a context in which functions draw from `generator`; None changes nothing.
 
     Args:
-        function: The function that draws, for error messages.
+        function: The name of the function that draws, for error messages.
         generator: The function's argument `generator`.
 
     Raises:

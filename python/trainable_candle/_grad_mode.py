@@ -1,4 +1,4 @@
-"""Turn the recording of operations for the backward pass on and off."""
+"""Contexts and decorators that turn the recording of operations on the tape on and off."""
 
 from collections.abc import Callable
 from contextlib import ContextDecorator
@@ -23,16 +23,16 @@ class _Decorator(ContextDecorator):
             return super().__call__(function)
 
         @wraps(function)
-        def steps(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
             # The mode applies to the generator's own code, not to the code that uses its values.
             generator = function(*args, **kwargs)
             resume, argument = generator.send, None
             try:
                 while True:
                     with self._recreate_cm():
-                        found = resume(argument)
+                        value = resume(argument)
                     try:
-                        argument = yield found
+                        argument = yield value
                         resume = generator.send
                     except GeneratorExit:
                         raise
@@ -44,10 +44,10 @@ class _Decorator(ContextDecorator):
                 with self._recreate_cm():
                     generator.close()
 
-        return cast("F", steps)
+        return cast("F", wrapper)
 
     def _recreate_cm(self) -> Any:
-        """Return a new instance; each call of a decorated function gets its own."""
+        """Return a new context; each call of a decorated function has its own."""
         raise NotImplementedError
 
 
@@ -57,7 +57,7 @@ class _GradMode(_Decorator):
     _enabled: bool
 
     def __new__(cls, mode: Any = None) -> Any:
-        """Make a context, or decorate a function if used as a decorator without parentheses."""
+        """Make a context or, if `mode` is a function, decorate it (`@no_grad` alone)."""
         if callable(mode):
             return cls()(mode)
         return super().__new__(cls)
@@ -83,7 +83,7 @@ class _GradMode(_Decorator):
 class no_grad(_GradMode):  # noqa: N801 - torch's name
     """Do not record operations of this thread: nothing is saved for a backward pass.
 
-    A context manager and a decorator, with parentheses or without:
+    A context manager, and a decorator with parentheses or without:
 
         with tc.no_grad():
             prediction = model(x)
@@ -109,7 +109,7 @@ class enable_grad(_GradMode):  # noqa: N801 - torch's name
 
 
 class inference_mode(_GradMode):  # noqa: N801 - torch's name
-    """Torch's other name of `no_grad`.
+    """Do not record operations of this thread, like `no_grad`.
 
         with tc.inference_mode():
             assert not model(x).requires_grad
@@ -129,8 +129,8 @@ class inference_mode(_GradMode):  # noqa: N801 - torch's name
 class set_grad_enabled(_Decorator):  # noqa: N801 - torch's name
     """Turn this thread's recording on or off.
 
-    A call alone sets the mode from now on. In `with`, the mode applies to the block; as a
-    decorator, to the calls of the function.
+    A call alone sets the mode from now on. In a `with` statement, the mode applies to the block;
+    as a decorator, it applies to the calls of the function.
 
         with tc.set_grad_enabled(False):
             assert not model(x).requires_grad
@@ -148,7 +148,7 @@ class set_grad_enabled(_Decorator):  # noqa: N801 - torch's name
 
     def __call__(self, function: F) -> F:
         """Decorate a function; the mode applies only to its calls."""
-        _switch(self._earlier)
+        _switch(self._earlier)  # undoes what `__init__` did
         return super().__call__(function)
 
     def __enter__(self) -> None:

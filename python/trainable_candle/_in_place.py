@@ -19,15 +19,18 @@ _FLOATS = ("f32", "f16", "bf16", "f64")
 
 
 class VarMethods:
-    """In-place changes of variables, made with `Var.set`."""
+    """In-place changes of variables, made with `Var.set`; each returns the variable.
+
+    A result of another shape raises `ShapeError`.
+    """
 
     @property
     def data(self) -> Tensor:
-        """The value, without gradient."""
+        """The value as a detached tensor."""
         return own(self).detach()
 
     def copy_(self, value: Tensor) -> Var:
-        """Set the variable to a tensor's value."""
+        """Set the variable to a tensor's value, converted to the variable's dtype and device."""
         return _changed(self, value.detach().to(own(self).dtype).to(own(self).device))
 
     def fill_(self, value: float) -> Var:
@@ -61,13 +64,17 @@ class VarMethods:
         return _changed(self, start + (end.detach() - start) * weight)
 
     def clamp_(self, min: Any = None, max: Any = None) -> Var:
-        """Limit every element to the range from `min` to `max`."""
+        """Limit every element to the range from `min` to `max`; one of them may be None."""
         return _changed(self, own(self).detach().clamp(min, max))
 
     def normal_(
         self, mean: float = 0.0, std: float = 1.0, *, generator: Generator | None = None
     ) -> Var:
-        """Set every element to a normally distributed random number, like `nn.init.normal_`."""
+        """Set every element to a normally distributed random number, like `nn.init.normal_`.
+
+        Raises:
+            ArgumentError: If `std` is negative.
+        """
         if not std >= 0:
             raise ArgumentError(f"normal_: std is {std}, expected at least 0")
         with drawing("normal_", generator):
@@ -77,7 +84,11 @@ class VarMethods:
     def uniform_(
         self, a: float = 0.0, b: float = 1.0, *, generator: Generator | None = None
     ) -> Var:
-        """Set every element to a uniform random number of [a, b), like `nn.init.uniform_`."""
+        """Set every element to a random number, uniform in [a, b), like `nn.init.uniform_`.
+
+        Raises:
+            ArgumentError: If `b` is less than `a`.
+        """
         if not a <= b:
             raise ArgumentError(f"uniform_: [{a}, {b}) has no values, expected a to be at most b")
         with drawing("uniform_", generator):
@@ -86,8 +97,8 @@ class VarMethods:
 
 
 def _changed(variable: object, value: Tensor) -> Var:
-    """Set a variable; a floating-point value is converted to a floating-point variable's dtype."""
+    """Set a variable, and return it; a floating point value is converted to its dtype."""
     var = cast("Var", variable)
-    both = var.dtype in _FLOATS and value.dtype in _FLOATS
-    var.set(value.to(var.dtype) if both else value)
+    are_floats = var.dtype in _FLOATS and value.dtype in _FLOATS
+    var.set(value.to(var.dtype) if are_floats else value)
     return var

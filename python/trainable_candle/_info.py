@@ -9,13 +9,14 @@ __all__ = ["info"]
 
 
 def info() -> dict[str, Any]:
-    """Return versions, the backend, why CUDA is not used, devices and the number of threads.
+    """Return versions, the backend, why it is not CUDA, the devices and the number of threads.
 
         assert tc.info()["backend"] in {"cpu", "cuda"}
 
     Returns:
         A dictionary with `version`, `python`, `platform`, `backend` ("cpu" or "cuda"), `reason`
-        (why the backend is not CUDA, or None), `devices`, `threads` (their number on the CPU).
+        (why the backend is not CUDA, or None), `devices` (their names) and `threads` (the number of
+        CPU threads).
     """
     reason = cuda.unavailable_reason()
     return {

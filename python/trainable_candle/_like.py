@@ -23,7 +23,7 @@ def full_like(input: Tensor, value: float, dtype: DType | str | None = None) -> 
     assert tc.full_like(tc.zeros(2), 0.5).tolist() == [0.5, 0.5]
     ```
     """
-    shape, dtype = _like("full_like", input, dtype)
+    shape, dtype = _properties("full_like", input, dtype)
     return _core.full(shape, value, dtype, input.device)
 
 
@@ -38,7 +38,7 @@ def rand_like(
     assert tc.rand_like(tc.zeros(2, 3)).shape == (2, 3)
     ```
     """
-    shape, dtype = _like("rand_like", input, dtype)
+    shape, dtype = _properties("rand_like", input, dtype)
     return rand(shape, dtype=dtype, device=input.device, generator=generator)
 
 
@@ -53,11 +53,12 @@ def randn_like(
     assert tc.randn_like(tc.zeros(2, 3)).shape == (2, 3)
     ```
     """
-    shape, dtype = _like("randn_like", input, dtype)
+    shape, dtype = _properties("randn_like", input, dtype)
     return randn(shape, dtype=dtype, device=input.device, generator=generator)
 
 
-def _like(name: str, input: Tensor, dtype: DType | str | None) -> tuple[Any, DType | str]:
+def _properties(name: str, input: Tensor, dtype: DType | str | None) -> tuple[Any, DType | str]:
+    """Return the shape of `input`, and its dtype or the given one."""
     if not isinstance(input, _core.Tensor):
         raise TypeError(f"{name}: input is {type(input).__name__}, expected a Tensor")
     return input.shape, input.dtype if dtype is None else dtype

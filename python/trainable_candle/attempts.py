@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     Report = Callable[[str], None]
 
 _FIRST_STEPS: Final = 20
-"""If memory runs out within this many steps, the run is planned once more, for less memory."""
+"""If memory runs out before this many steps are done, a second attempt gets a smaller plan."""
 _TOLERANCE: Final = 0.05
-"""The largest (taken - predicted) / predicted memory of a run that is not reported."""
+"""A run that took at most this fraction more memory than predicted is not reported."""
 
 T = TypeVar("T")
 
@@ -58,18 +58,19 @@ def run_planned(
     """Run within the budget; if memory runs out in the first steps, plan again and start anew.
 
     Args:
-        run: trains with settings.
-        plan: the settings to start with.
-        budget: the memory that the plan fits in.
+        run: trains with the settings of a plan.
+        plan: the plan of the first attempt.
+        budget: the memory that this plan fits in.
         replan: makes a plan for a smaller budget.
-        taken: counts the steps of `run`.
+        taken: counts the steps that `run` does.
         may_repeat: returns False if a second attempt would lose what the first has saved, or cannot
             be made for another reason.
-        report: gets a line about each plan and each wrong prediction.
+        report: gets lines about memory that ran out, the second plan and wrong predictions.
 
     Raises:
-        OutOfMemoryError: memory ran out in the second attempt; or in the first one, if that was
-            after the first steps, if `may_repeat` returned False, or if there is no smaller plan.
+        OutOfMemoryError: memory ran out in the second attempt; or memory ran out in the first one,
+            and this was after the first steps, `may_repeat` returned False, or there is no smaller
+            plan.
     """
     with kept_within(budget, plan.config):
         try:
@@ -79,6 +80,7 @@ def run_planned(
                 raise
             report(f"plan: memory ran out after {counted(taken.steps, 'step')}: {error}")
             budget, tried = budget.below(plan.estimate.peak), plan
+            # Without a smaller plan, `plan` stays, and the first attempt's error is raised.
             with suppress(OutOfMemoryError):
                 plan = replan(budget)
             if plan.config == tried.config:
@@ -92,7 +94,7 @@ def run_planned(
 
 
 def _measured(run: Callable[[TrainConfig], T], plan: Plan, report: Report) -> T:
-    """Run with a plan's settings; report by how much the run's memory exceeded the prediction."""
+    """Run with a plan's settings; report memory that exceeded the prediction or ran out."""
     if plan.config.on_gpu:
         tc.cuda.reset_peak_memory_stats(plan.config.device)
     try:
@@ -117,12 +119,12 @@ def _peak(plan: Plan) -> int:
     return tc.cuda.memory_stats(plan.config.device)["peak_reserved"]
 
 
-def _compare(plan: Plan, took: str, when: str, report: Report) -> None:
+def _compare(plan: Plan, verb: str, when: str, report: Report) -> None:
     """Report the memory that a run on a GPU took, and by how much the prediction was wrong."""
     if plan.config.on_gpu:
-        more = _excess(plan)
+        excess = _excess(plan)
         report(
-            f"plan: the run {took} {size(_peak(plan))} of GPU memory{when}, where "
+            f"plan: the run {verb} {size(_peak(plan))} of GPU memory{when}, where "
             f"{size(plan.estimate.peak)} were predicted "
-            f"({100 * abs(more):.0f} % {'more' if more > 0 else 'less'})"
+            f"({100 * abs(excess):.0f} % {'more' if excess > 0 else 'less'})"
         )

@@ -1,4 +1,4 @@
-"""Background work that reports its errors to the main thread."""
+"""Jobs in a background thread, whose errors are raised in the threads that use it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 class BackgroundWriter:
     """Runs jobs one after the other in its own thread.
 
-    If a job fails, the jobs in the queue are dropped, and the next call of `submit`, `check` or
-    `wait` raises the error. After that, new jobs run as usual. The thread ends when the queue is
-    empty, and the interpreter waits for the end of the thread before it exits.
+    If a job fails, the jobs that are still in the queue are dropped, and the next call of `submit`,
+    `check` or `wait` raises the error. After that, new jobs run as usual. The thread ends when the
+    queue is empty; the next job starts another one. The interpreter waits for the end of the thread
+    before it exits.
 
     Args:
         name: the thread's name.
@@ -31,7 +32,7 @@ class BackgroundWriter:
         self._changed = threading.Condition()
 
     def submit(self, job: Callable[[], object]) -> None:
-        """Run `job` after the jobs that were submitted before.
+        """Append `job` to the queue; if the queue is full, wait until it is not.
 
         Raises:
             BaseException: the error of an earlier job; `job` does not run.
@@ -46,17 +47,18 @@ class BackgroundWriter:
                 threading.Thread(target=self._work, name=self._name).start()
 
     def check(self) -> None:
-        """Raise the error of a failed job, without waiting for other jobs."""
+        """Raise the error of a failed job, if there is one; do not wait for other jobs."""
         with self._changed:
             self._raise_error()
 
     def wait(self) -> None:
-        """Wait until all jobs are done, and raise the error of one that failed."""
+        """Wait until all jobs are done or dropped, and raise the error of one that failed."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_working)
             self._raise_error()
 
     def _raise_error(self) -> None:
+        """Raise the error that no call has raised yet, if there is one."""
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -72,7 +74,7 @@ class BackgroundWriter:
                 self._changed.notify_all()
             try:
                 job()
-            except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits
+            except BaseException as error:  # noqa: BLE001 - `_raise_error` raises it
                 with self._changed:
                     self._error = error
                     self._jobs.clear()

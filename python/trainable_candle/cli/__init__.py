@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 FAILED: Final = 1
-"""Exit status of an unexpected error, or if the program that reads stdout has closed the pipe."""
+"""Exit status after an unexpected error, or after the program that reads stdout closed the pipe."""
 REFUSED: Final = 2
-"""Exit status of an error whose message says how to fix it."""
+"""Exit status after an error whose message says how to fix it, or without a command."""
 INTERRUPTED: Final = 130
 """Exit status after Ctrl-C: 128 + SIGINT, as in shells."""
 
 TRACEBACK: Final = "TRAINABLE_CANDLE_TRACEBACK"
-"""Environment variable that makes errors show their traceback."""
+"""The environment variable that makes errors show their traceback."""
 
 
 @dataclass(frozen=True)
@@ -82,18 +82,19 @@ options:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command of `trainable-candle`; returns the exit status."""
+    """Run a command of `trainable-candle`, and return the exit status."""
     given = _given(arguments)
     return guarded(lambda: _dispatch(given))
 
 
 def train_lora(arguments: Sequence[str] | None = None) -> int:
-    """Run `train-lora`, which is `trainable-candle train`; returns the exit status."""
+    """Run `train-lora`, which is `trainable-candle train`, and return the exit status."""
     given = _given(arguments)
     return guarded(lambda: _run("train", given, "train-lora"))
 
 
 def _given(arguments: Sequence[str] | None) -> list[str]:
+    """Return the arguments, by default those of the process; make stdout print any file name."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A file name may have bytes that are not text; printing it must not fail.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -115,21 +116,21 @@ def _dispatch(given: list[str]) -> int:
 
 
 def _run(name: str, arguments: list[str], program: str) -> int:
-    # Imported here, so that no command waits for the imports of other commands.
+    # Import the module here, so that no command waits for the imports of other commands.
     module = importlib.import_module(COMMANDS[name].module)
     status: int = module.run(arguments, program)
     return status
 
 
 def guarded(action: Callable[[], int]) -> int:
-    """Run `action`, print its error without a traceback, and return the exit status.
+    """Run `action` and return its exit status; if it fails, print the error without a traceback.
 
-    If the environment variable `TRACEBACK` is set, print the traceback, too.
+    If the environment variable that `TRACEBACK` names is set, print the traceback, too.
     """
     try:
         status = action()
         # If the pipe is closed, this flush raises BrokenPipeError, which is handled below. Without
-        # it, the interpreter would flush at exit and report the error on stderr.
+        # this flush, the interpreter would flush at exit and report the error on stderr.
         sys.stdout.flush()
         return status  # noqa: TRY300 - an else would run outside the guard
     except KeyboardInterrupt:
@@ -137,7 +138,7 @@ def guarded(action: Callable[[], int]) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         # The program that reads stdout, such as `head`, has closed the pipe. The interpreter
-        # flushes stdout again when it exits, so replace the pipe by /dev/null.
+        # flushes stdout again when it exits, so put /dev/null in place of the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except Exception as error:  # noqa: BLE001 - the outermost frame

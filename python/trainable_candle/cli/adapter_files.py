@@ -1,4 +1,4 @@
-"""The output files of commands, the flags of `resize`, `combine` and `extract`, and `--scale`."""
+"""Flags that several commands share: `--output` and its dtype, `--scale`, and fractions."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def new_file(text: str, *, overwrite: bool, suffix: str = ".safetensors") -> Pat
     """Check the value `text` of `--output`, and return it as a path.
 
     Raises:
-        ConfigError: the path has another suffix, the file exists already, or a parent of the path
-            is a file.
+        ConfigError: the path has another suffix than `suffix`, the file exists and `overwrite` is
+            False, or a parent of the path is a file.
     """
     path = Path(text).expanduser()
     if path.suffix.lower() != suffix:
@@ -32,7 +32,11 @@ def new_file(text: str, *, overwrite: bool, suffix: str = ".safetensors") -> Pat
 
 
 def share(text: str) -> float:
-    """Convert a flag's text to a fraction above 0 and at most 1."""
+    """Convert a flag's text to a fraction above 0 and at most 1.
+
+    Raises:
+        ValueError, ArgumentTypeError: the text is not such a number; argparse reports it.
+    """
     value = float(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"expected a number above 0 and at most 1, found {text}")
@@ -40,7 +44,7 @@ def share(text: str) -> float:
 
 
 def add_output(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of the output file."""
+    """Add the flags of the output file: `--output`, `--overwrite` and `--precision`."""
     group.add_argument("--output", metavar="FILE", help="the .safetensors file to write")
     group.add_argument("--overwrite", action="store_true", help="replace an existing file")
     group.add_argument(
@@ -53,7 +57,11 @@ def add_output(group: argparse._ArgumentGroup) -> None:
 
 
 def precision(text: str) -> str:
-    """Convert a flag's text, a name of a precision here or in other tools, to the name here."""
+    """Return the precision that a flag's text names, also if it is another tool's name.
+
+    Raises:
+        ArgumentTypeError: there is no such precision; argparse reports it.
+    """
     name = PRECISION_SPELLINGS.get(text.lower(), text.lower())
     if name not in PRECISIONS:
         raise argparse.ArgumentTypeError(f"expected one of {', '.join(PRECISIONS)}, found {text}")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def run(arguments: Sequence[str], program: str) -> int:
-    """Talk as the arguments say; returns the exit status."""
+    """Talk as the arguments say, and return the exit status."""
     parser = make_parser(program)
     given = parser.parse(arguments)
     parser.require(given, "model")
@@ -30,33 +30,40 @@ def run(arguments: Sequence[str], program: str) -> int:
     from trainable_candle.tasks.text import TextTask  # noqa: PLC0415
 
     system = given.get("system")
-    start = [{"role": "system", "content": system}] if system else []
+    opening = [{"role": "system", "content": system}] if system else []
     prompts = given.get("prompt", [])
-    asked = [[*start, {"role": "user", "content": prompt}] for prompt in prompts]
+    chats = [[*opening, {"role": "user", "content": prompt}] for prompt in prompts]
     for prompt in prompts:
         require_text("--prompt", prompt)
 
     def check(task: Task) -> None:
+        """Raise an error if the model is for images, or a prompt is too long."""
         if not isinstance(task, TextTask):
             raise ConfigError(
                 f"--model {given['model']} draws images, and chat writes texts; "
                 "use trainable-candle sample"
             )
-        for messages in asked:
+        for messages in chats:
             task.prompt_tokens(messages)
 
     options = writing_options(given)
     placement = choose(given.get("device", AUTO), given.get("precision", AUTO))
     task = cast("TextTask", load_model(given, placement.device, placement.precision, check))
-    for messages in asked:
+    for messages in chats:
         _answer(task, messages, options)
     if not prompts:
-        _talk(task, start, options)
+        _talk(task, opening, options)
     return 0
 
 
 def _talk(task: TextTask, messages: list[dict[str, str]], options: WritingOptions) -> None:
-    """Answer lines of standard input as one conversation, until an empty line or the end."""
+    """Answer each line of standard input in one conversation, until an empty line or the end.
+
+    Args:
+        task: the model.
+        messages: the messages before the first line: none, or the system message.
+        options: how answers are written.
+    """
     # An expensive import, after the flags are parsed.
     from trainable_candle.data.folder import counted  # noqa: PLC0415
 
@@ -75,6 +82,7 @@ def _talk(task: TextTask, messages: list[dict[str, str]], options: WritingOption
             # One message that cannot be answered must not end the conversation.
             _notice(f"{error}; this message is left out")
             continue
+        # A turn is two messages: the user's and the answer.
         left_out = (len(messages) + 1 - len(asked)) // 2
         if left_out:
             turns = counted(left_out, "oldest turn")
@@ -84,10 +92,10 @@ def _talk(task: TextTask, messages: list[dict[str, str]], options: WritingOption
 
 
 def _line() -> str:
-    """Return the next line of standard input, without spaces around it.
+    """Return the next line of standard input, without spaces around it; "" at the end.
 
     Raises:
-        ConfigError: the line is not text in the encoding of the terminal.
+        ConfigError: the line is not text in the encoding of standard input.
     """
     # An expensive import, after the flags are parsed.
     from trainable_candle.settings.checks import require_text  # noqa: PLC0415
@@ -106,16 +114,16 @@ def _line() -> str:
 def _shortened(
     task: TextTask, messages: list[dict[str, str]], options: WritingOptions
 ) -> list[dict[str, str]]:
-    """Return a conversation without its oldest turns, if it leaves too little room for an answer.
+    """Leave out the oldest turns of a conversation until there is room for an answer.
 
-    The room must be enough for the longest answer, but need not exceed a quarter of the context.
+    Room for the longest answer that `options` allow is enough, and so is a quarter of the context.
     The system message and the last message stay.
     """
-    room = min(options.tokens, task.family.context // 4)
-    start = 1 if messages[0]["role"] == "system" else 0
+    needed = min(options.tokens, task.family.context // 4)
+    oldest = 1 if messages[0]["role"] == "system" else 0
     kept = messages
-    while len(kept) > start + 1 and task.room(kept) < room:
-        kept = [*kept[:start], *kept[start + 2 :]]
+    while len(kept) > oldest + 1 and task.room(kept) < needed:
+        kept = [*kept[:oldest], *kept[oldest + 2 :]]
     return kept
 
 
@@ -124,7 +132,7 @@ def _notice(text: str) -> None:
 
 
 def _answer(task: TextTask, messages: Sequence[dict[str, str]], options: WritingOptions) -> str:
-    """Print an answer while it is generated, and return its text."""
+    """Print the answer to the last message while it is generated, and return its text."""
     parts = []
     for part in task.answer(messages, options):
         parts.append(part)

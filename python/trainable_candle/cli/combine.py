@@ -1,4 +1,4 @@
-"""`trainable-candle combine`: several LoRAs in one file."""
+"""`trainable-candle combine`: write the sum of several LoRAs as one file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def run(arguments: Sequence[str], program: str) -> int:
-    """Combine as the arguments say; returns the exit status."""
+    """Combine as the arguments say, and return the exit status."""
     parser = make_parser(program)
     given = parser.parse(arguments)
     parser.require(given, "adapter", "output")
@@ -25,7 +25,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     scales = scales_of(given, len(paths))
     output = new_file(given["output"], overwrite="overwrite" in given)
 
-    from trainable_candle.lora import LoraFile, combine, resize  # noqa: PLC0415 - after the arguments
+    from trainable_candle.lora import LoraFile, combine, resize  # noqa: PLC0415 - after the checks
 
     combined = combine([LoraFile.read(path) for path in paths], scales)
     if "rank" in given:
@@ -41,7 +41,7 @@ def make_parser(program: str) -> Parser:
     """Make the parser of the flags."""
     parser = Parser(
         program,
-        "Write the sum of several LoRAs as one LoRA, whose rank is the sum of their ranks.",
+        "Write the sum of LoRAs as one LoRA; without --rank, its rank is the sum of theirs.",
         "--adapter FILE --adapter FILE --output FILE",
     )
     group = parser.add_argument_group("options")

@@ -1,4 +1,4 @@
-"""`trainable-candle demo`: teach a built-in model something that it was not trained on."""
+"""`trainable-candle demo`: teach a built-in model what it has never seen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODELS: Final = (DIGITS, SDXL, "causal-lm")
 
 
 def run(arguments: Sequence[str], program: str) -> int:
-    """Run the demo; returns the exit status."""
+    """Run the demo, and return the exit status: 0 if the model has learnt its task."""
     given = make_parser(program).parse(arguments)
     options = {"seed": given.get("seed", 0), "threads": given.get("threads")}
     output = Path(given.get("output", "demo-output")).expanduser()
@@ -29,7 +29,7 @@ def run(arguments: Sequence[str], program: str) -> int:
 
     module = hearts if given["model"] == SDXL else language
     verdict = module.run_demo(output, **options)
-    if verdict is None:
+    if verdict is None:  # The training was interrupted.
         return 1
     print(f"\n{verdict}\n\nEverything is in {output}")
     return 0 if verdict.passed else 1

@@ -15,7 +15,7 @@ FAULTY: Final = 1
 
 
 def run(arguments: Sequence[str], program: str) -> int:
-    """Print the report; the exit status is 0 if nothing is wrong."""
+    """Print the report, and return the exit status: 0 if nothing is wrong, else `FAULTY`."""
     given = make_parser(program).parse(arguments)
 
     from trainable_candle.doctor import main  # noqa: PLC0415 - after the flags are parsed

@@ -17,7 +17,7 @@ MERGED: Final = "merged"
 
 
 def run(arguments: Sequence[str], program: str) -> int:
-    """Export as the arguments say; returns the exit status."""
+    """Export as the arguments say, and return the exit status."""
     parser = make_parser(program)
     given = parser.parse(arguments)
     parser.require(given, "adapter", "for", "output")
@@ -38,7 +38,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output is {output}, which exists; expected a new or an empty folder")
     model = given.get("model", "causal-lm")
-    path = existing_adapter("adapter", Path(given["adapter"]).expanduser())
+    adapter_path = existing_adapter("adapter", Path(given["adapter"]).expanduser())
     task = families.load(model, given.get("weights"), None, "cpu")
     if not isinstance(task, TextTask):
         raise ConfigError(
@@ -46,9 +46,9 @@ def run(arguments: Sequence[str], program: str) -> int:
             "image models, use train-lora --format or trainable-candle merge"
         )
     family = task.family
-    adapter = export.read_adapter(path, model, family.weights)
+    adapter = export.read_adapter(adapter_path, model, family.weights)
     if reader == MERGED:
-        # Compute this loss before any file is written, because that checks the data set.
+        # Compute this loss before any file is written, because `loss_on` checks the data set.
         base_loss = task.loss_on(given["dataset"]) if "dataset" in given else None
         output.mkdir(parents=True, exist_ok=True)
         merged = output
@@ -58,28 +58,31 @@ def run(arguments: Sequence[str], program: str) -> int:
         else:
             print(export.write_merged(family.weights, adapter, output))
         if base_loss is not None:
-            _compare(task, path, merged, given["dataset"], base_loss)
+            _compare(task, adapter_path, merged, given["dataset"], base_loss)
         print(f"merged model: {merged}")
         return 0
     export.require_accepted(adapter, reader)
     output.mkdir(parents=True, exist_ok=True)
-    base = given.get("base", str(given.get("weights", family.weights)))
-    lines = export.WRITERS[reader](adapter, family, base, output)
+    base_name = given.get("base", str(given.get("weights", family.weights)))
+    commands = export.WRITERS[reader](adapter, family, base_name, output)
     print(f"for {export.READERS[reader]}: {output}")
-    for line in lines:
-        print(f"  {line}")
+    for command in commands:
+        print(f"  {command}")
     return 0
 
 
-def _compare(task: TextTask, adapter: Path, merged: Path, dataset: str, base: float) -> None:
-    """Print the losses of the base, of the base with the adapter, and of the merged model."""
+def _compare(task: TextTask, adapter: Path, merged: Path, dataset: str, base_loss: float) -> None:
+    """Print the losses of the base, of the base with the adapter, and of the merged model.
+
+    The adapter stays in the model of `task`.
+    """
     from trainable_candle import families  # noqa: PLC0415 - after the flags are parsed
 
     task.load_adapter(adapter, 1.0)
-    tuned = task.loss_on(dataset)
-    other = families.load(task.family.name, merged, None, "cpu")
+    adapted_loss = task.loss_on(dataset)
+    merged_loss = families.load(task.family.name, merged, None, "cpu").loss_on(dataset)
     print(
-        f"loss: base {base:.4f}, with the adapter {tuned:.4f}, merged {other.loss_on(dataset):.4f}"
+        f"loss: base {base_loss:.4f}, with the adapter {adapted_loss:.4f}, merged {merged_loss:.4f}"
     )
 
 
@@ -98,11 +101,11 @@ def make_parser(program: str) -> Parser:
     )
     group.add_argument("--adapter", metavar="PATH", help="the adapter that train-lora wrote")
     group.add_argument("--for", metavar="NAME", help="peft, vllm, gguf, mlx, ollama or merged")
-    group.add_argument("--output", metavar="DIR", help="new folder")
+    group.add_argument("--output", metavar="DIR", help="a new or an empty folder")
     group.add_argument(
         "--base",
         metavar="NAME",
-        help="name of the base model to write into the files (default: --weights)",
+        help="the base model's name, to write into the files (default: --weights)",
     )
     group.add_argument(
         "--dataset", metavar="PATH", help="with --for merged: texts to compare losses on"

@@ -1,4 +1,4 @@
-"""`trainable-candle extract`: the difference of two checkpoints as a LoRA."""
+"""`trainable-candle extract`: write the difference of two checkpoints as a LoRA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def run(arguments: Sequence[str], program: str) -> int:
-    """Extract as the arguments say; returns the exit status."""
+    """Extract as the arguments say, and return the exit status."""
     parser = make_parser(program)
     given = parser.parse(arguments)
     parser.require(given, "model", "tuned", "output")
@@ -56,8 +56,9 @@ def run(arguments: Sequence[str], program: str) -> int:
 
         models = (base.family.model, tuned.family.model)
         adapter = extract(*models, list(chosen), rank, given.get("keep", 1.0), progress)
-    names = {"ss_output_name": output.stem, "modelspec.title": output.stem}
-    base.adapter_file(Adapters({base.family.component: adapter}), output, names).write()
+    metadata = {"ss_output_name": output.stem, "modelspec.title": output.stem}
+    base.adapter_file(Adapters({base.family.component: adapter}), output, metadata).write()
+    # `rank_pattern` has an entry for each layer that differs.
     print(f"{len(adapter.config.rank_pattern)} of {len(chosen)} layers differ")
     print(f"adapter: {output}")
     return 0

@@ -1,4 +1,4 @@
-"""`trainable-candle info`: versions, devices and models."""
+"""`trainable-candle info`: show versions, devices and models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def run(arguments: Sequence[str], program: str) -> int:
-    """Print versions, devices and models; returns the exit status."""
+    """Print versions, devices and models, and return the exit status."""
     parser = Parser(program, "Show versions, devices and the models that can be trained.", "[-h]")
     add_help(parser.add_argument_group("options"))
     parser.parse(arguments)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def add_model(group: argparse._ArgumentGroup, precision: str) -> None:
-    """Add the flags of a model with an adapter; `precision` is the help text of `--precision`."""
+    """Add the flags that `load_model` reads; `precision` is the help text of `--precision`."""
     group.add_argument(
         "--model", metavar="NAME", help="which model; `trainable-candle info` lists them"
     )
@@ -58,15 +58,15 @@ def add_model(group: argparse._ArgumentGroup, precision: str) -> None:
 
 
 def reject(given: Mapping[str, Any], names: Sequence[str], where: str) -> None:
-    """Check that none of certain flags is given.
+    """Raise an error if flags are given that have no effect here.
 
     Args:
         given: the given flags and their values.
         names: the flags that have no effect here.
-        where: the reason, which ends the sentence "the flag has no effect with".
+        where: the other flag that is the reason; ends the sentence "--vae has no effect with".
 
     Raises:
-        ConfigError: some are given; the message names them.
+        ConfigError: some of these flags are given; the message names them.
     """
     useless = [flag(name) for name in names if name in given]
     if useless:
@@ -81,19 +81,19 @@ def load_model(
     check: Callable[[Task], None] = lambda _: None,
     tell: Callable[[str], None] = print,
 ) -> Task:
-    """Load the model that the flags name, with its adapters if they name any.
+    """Load the model and the adapters that the flags name, and attach the adapters.
 
     Args:
-        given: the flags and their values.
+        given: the given flags and their values.
         device: where to load the model.
         dtype: the dtype of the weights; None keeps the stored dtype.
         check: called before weights are loaded; raises an error if the task does not suit.
-        tell: gets notes about how the adapters were trained.
+        tell: gets notes about quantization that differs from that in the adapters' training.
 
     Raises:
-        ConfigError: a flag has no effect, there is no model of this name, the model needs weights
-            and none are given, the model takes one adapter and several are given, or the number of
-            scales is neither 1 nor the number of adapters.
+        ConfigError: a flag has no effect or a wrong value, there is no model of this name, the
+            model needs weights and none are given, the model takes one adapter and several are
+            given, or the number of scales is neither 1 nor the number of adapters.
         MissingFileError: a file does not exist; the message names the flag.
         WeightsFormatError: the weights or the adapter are damaged, or belong to another model.
     """
@@ -112,22 +112,22 @@ def load_model(
         where = f"--model {given['model']}, whose weights are all in --weights"
         reject(given, ("text_encoder", "vae"), where)
 
-    parts = TrainConfig(
+    config = TrainConfig(
         text_encoder=given.get("text_encoder", []),
         vae=given.get("vae"),
         base_precision=given.get("base_precision", SAME),
         **{name: given[name] for name in ("resolution", "max_side") if name in given},
     )
-    task = families.load(given["model"], given.get("weights"), dtype, device, parts)
+    task = families.load(given["model"], given.get("weights"), dtype, device, config)
     check(task)
     if "adapter" in given:
         adapters = [
             existing_adapter("adapter", Path(text).expanduser()) for text in given["adapter"]
         ]
         scales = scales_of(given, len(adapters))
-        base = parts.base_format or stored_format(task)
+        base_format = config.base_format or stored_format(task)
         for path in adapters:
-            for note in notes(path, base, given.get("to")):
+            for note in notes(path, base_format, given.get("to")):
                 tell(note)
         if len(adapters) == 1:
             with _naming_base(adapters[0], given):
@@ -143,9 +143,9 @@ def load_model(
 
 
 def stored_format(task: Task) -> str | None:
-    """Return the format in which the file of the model's base stores its layers; None if in none.
+    """Return the quantized format of the base in its file; None if the base is not quantized.
 
-    A format counts only if all of the layers that can be quantized are in it.
+    The result is also None if some of the layers that can be quantized are in another format.
     """
     from trainable_candle import inspect  # noqa: PLC0415 - expensive
 
@@ -156,9 +156,9 @@ def stored_format(task: Task) -> str | None:
 
 @contextmanager
 def _naming_base(adapter: Path, given: Mapping[str, Any]) -> Iterator[None]:
-    """Return a context whose errors also name the base model of peft's configuration.
+    """Return a context whose errors also name the base model in the adapter's peft configuration.
 
-    With --weights, errors do not change.
+    Errors do not change with --weights, or if there is no such name.
 
     Raises:
         Error: an error of the same class as the one in the context.
@@ -172,6 +172,6 @@ def _naming_base(adapter: Path, given: Mapping[str, Any]) -> Iterator[None]:
         if "weights" in given or not base:
             raise
         raise type(error)(
-            f"{error}\n  without --weights, this is the built-in model; the adapter's base is "
+            f"{error}\n  without --weights, the model is the built-in one; the adapter's base is "
             f"{base}, says its adapter_config.json: give --weights {base}"
         ) from None

@@ -22,49 +22,52 @@ if TYPE_CHECKING:
 
 
 _SIZES: Final = ("resolution", "max_side")
-"""Flags for the images of `--dataset`, whose losses are compared."""
-_BEFORE: Final = ("adapter", "scale", "base_precision")
+"""Flags that apply only to images of `--dataset`, on which losses are computed."""
+_UNMERGED: Final = ("adapter", "scale", "base_precision")
 """Flags of the unmerged model, which do not apply to the merged one."""
 
 
 def run(arguments: Sequence[str], program: str) -> int:
-    """Merge as the arguments say; returns the exit status."""
+    """Merge or quantize as the arguments say, and return the exit status."""
     parser = make_parser(program)
     given = parser.parse(arguments)
-    # With --to, the model may be quantized alone.
+    # With --to, a model without an adapter may be quantized.
     parser.require(given, "model", *([] if "to" in given else ["adapter"]), "output")
 
     output = Path(given["output"]).expanduser()
     if "to" in given:
-        _quantized(given, output)
+        _quantize(given, output)
     elif "dataset" in given:
         raise ConfigError("--dataset has no effect without --to; give --to, or leave --dataset out")
     else:
         task = load_model(given, "cpu", given.get("precision"))
         task.save_merged(output)
-        form = _format_of(task, given)
-        if form is not None:
-            print(f"note: the base was dequantized from {form}; the merged model is not quantized")
+        base_format = _base_format(task, given)
+        if base_format is not None:
+            print(
+                f"note: the base was dequantized from {base_format}; "
+                "the merged model is not quantized"
+            )
     print(f"{'merged' if 'adapter' in given else 'quantized'} model: {output}")
     return 0
 
 
-def _format_of(task: Task, given: Mapping[str, Any]) -> str | None:
-    """Return the format of the base that was merged into; None if it was not quantized.
+def _base_format(task: Task, given: Mapping[str, Any]) -> str | None:
+    """Return the quantized format of the base, for a message; None if it is not quantized.
 
     Without `--base-precision`, the format is that of the file, provided that the file stores all
     layers that can be quantized in one format. A GGUF file may mix formats.
     """
-    form = given.get("base_precision", SAME)
-    if form != SAME:
-        return str(form)
+    precision = given.get("base_precision", SAME)
+    if precision != SAME:
+        return str(precision)
     if cast("LatentTask | TextTask", task).family.weights.suffix == ".gguf":
         return "the file's formats"
     return stored_format(task)
 
 
-def _quantized(given: Mapping[str, Any], output: Path) -> None:
-    """Merge and write quantized weights; print their error and, with `--dataset`, the losses."""
+def _quantize(given: Mapping[str, Any], output: Path) -> None:
+    """Merge, if an adapter is given, and write quantized weights; print losses with `--dataset`."""
     # Expensive imports, after the flags are parsed.
     from trainable_candle.export.quantized import FORMATS  # noqa: PLC0415
     from trainable_candle.tasks.latent import LatentTask  # noqa: PLC0415
@@ -74,18 +77,22 @@ def _quantized(given: Mapping[str, Any], output: Path) -> None:
     if to not in FORMATS:
         known = ", ".join(FORMATS)
         raise ConfigError(f"--to is {to}, expected one of {known}; for GGUF see export --gguf")
-    check = partial(_require_format, given=given, output=output)
+    check = partial(_require_writable, given=given, output=output)
     task = load_model(given, "cpu", given.get("precision"), check)
     if isinstance(task, LatentTask):
-        _quantized_image(task, given, output)
+        _quantize_image_model(task, given, output)
     elif isinstance(task, TextTask):
         before = _loss(task, given)
-        _quantized_text(task, given.get("adapter"), output, to)
-        _compare(before, lambda: _unadapted({**given, "weights": str(output)}), given)
+        _quantize_text_model(task, given.get("adapter"), output, to)
+        _compare(before, lambda: _load_unadapted({**given, "weights": str(output)}), given)
 
 
-def _require_format(task: Task, given: Mapping[str, Any], output: Path) -> None:
-    """Check that a model of this kind can be quantized and written as the flags say."""
+def _require_writable(task: Task, given: Mapping[str, Any], output: Path) -> None:
+    """Check that a model of this kind can be quantized and written as the flags say.
+
+    Raises:
+        ConfigError: it cannot, or a flag for images of `--dataset` is given without such images.
+    """
     from trainable_candle.tasks.latent import LatentTask  # noqa: PLC0415 - expensive
 
     if isinstance(task, LatentTask):
@@ -96,7 +103,8 @@ def _require_format(task: Task, given: Mapping[str, Any], output: Path) -> None:
         _require_no_sizes(given)
 
 
-def _quantized_image(task: LatentTask, given: Mapping[str, Any], output: Path) -> None:
+def _quantize_image_model(task: LatentTask, given: Mapping[str, Any], output: Path) -> None:
+    """Merge, quantize and write an image model; print losses with `--dataset`."""
     before = _loss(task, given)
     if before is not None:
         # Computing the loss frees parts of the model that `save_merged` writes: load them again.
@@ -104,26 +112,32 @@ def _quantized_image(task: LatentTask, given: Mapping[str, Any], output: Path) -
         task = cast("LatentTask", again)
     task.save_merged(output, given["to"])
 
-    def merged() -> Task:
+    def load_merged() -> Task:
         # A merged file has no tokenizers. So read only the denoiser from `output`, and everything
         # else from --weights.
-        task = cast("LatentTask", _unadapted(given))
-        cast("PipelineFamily[Any]", task.family).use_model(output)
-        return task
+        merged = cast("LatentTask", _load_unadapted(given))
+        cast("PipelineFamily[Any]", merged.family).use_model(output)
+        return merged
 
-    _compare(before, merged, given)
-
-
-def _unadapted(given: Mapping[str, Any]) -> Task:
-    plain = {key: value for key, value in given.items() if key not in _BEFORE}
-    return load_model(plain, "cpu", given.get("precision"))
+    _compare(before, load_merged, given)
 
 
-def _compare(before: float | None, merged: Callable[[], Task], given: Mapping[str, Any]) -> None:
+def _load_unadapted(given: Mapping[str, Any]) -> Task:
+    """Load the model that the flags name, without the adapter and without quantizing it."""
+    flags = {name: value for name, value in given.items() if name not in _UNMERGED}
+    return load_model(flags, "cpu", given.get("precision"))
+
+
+def _compare(
+    before: float | None, load_written: Callable[[], Task], given: Mapping[str, Any]
+) -> None:
+    """Print the losses before and after; `before` is None without `--dataset`: print nothing."""
     if before is not None:
-        loss = _loss(merged(), given)
-        names = ("adapter not merged", "merged and ") if "adapter" in given else ("before", "")
-        print(f"loss: {names[0]} {before:.4f}, {names[1]}quantized {loss:.4f}")
+        after = _loss(load_written(), given)
+        if "adapter" in given:
+            print(f"loss: adapter not merged {before:.4f}, merged and quantized {after:.4f}")
+        else:
+            print(f"loss: before {before:.4f}, quantized {after:.4f}")
 
 
 def _require_no_sizes(given: Mapping[str, Any]) -> None:
@@ -133,14 +147,17 @@ def _require_no_sizes(given: Mapping[str, Any]) -> None:
             raise ConfigError(f"{flag} has no effect without --dataset of images; leave it out")
 
 
-def _quantized_text(task: TextTask, adapters: Sequence[str] | None, output: Path, to: str) -> None:
+def _quantize_text_model(
+    task: TextTask, adapters: Sequence[str] | None, output: Path, to: str
+) -> None:
+    """Merge, quantize and write a language model; print the relative error of the weights."""
     from trainable_candle.cli.roundings import learned_scales  # noqa: PLC0415
     from trainable_candle.export.quantized import quantize_folder  # noqa: PLC0415
 
     family = task.family
     layers = [name for name in family.layers() if name.split(".")[-1] in family.targets]
     factors = {}
-    if adapters:
+    if adapters:  # A language model takes only one.
         factors = learned_scales(adapter_in(Path(adapters[0]).expanduser()), to)
     task.save_merged(output)
     error = quantize_folder(output, layers, to, factors)
@@ -148,6 +165,7 @@ def _quantized_text(task: TextTask, adapters: Sequence[str] | None, output: Path
 
 
 def _loss(task: Task, given: Mapping[str, Any]) -> float | None:
+    """Return the loss on `--dataset`; None without this flag."""
     return task.loss_on(given["dataset"]) if "dataset" in given else None
 
 
@@ -156,11 +174,13 @@ def make_parser(program: str) -> Parser:
     parser = Parser(
         program,
         "Write a model with an adapter merged into its weights, or quantized, or both.",
-        "--model NAME [--adapter FILE] --output DIR ...",
+        "--model NAME [--adapter FILE] --output PATH ...",
     )
     group = parser.add_argument_group("options")
     add_model(group, "dtype of the written weights (default: as stored)")
-    group.add_argument("--output", metavar="DIR", help="new folder, or .safetensors file")
+    group.add_argument(
+        "--output", metavar="PATH", help="a new or an empty folder, or a new .safetensors file"
+    )
     group.add_argument(
         "--to",
         metavar="FORMAT",
@@ -169,7 +189,7 @@ def make_parser(program: str) -> Parser:
     group.add_argument(
         "--dataset",
         metavar="PATH",
-        help="with --to: print the losses before and after merging on this data",
+        help="with --to: print the losses on this data before and after merging and quantizing",
     )
     group.add_argument(
         "--resolution", metavar="PX", type=whole(1), help="resolution of the images of --dataset"

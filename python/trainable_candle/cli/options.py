@@ -1,4 +1,4 @@
-"""Flags: a parser that reports errors as exceptions, and the flags of a `TrainConfig`."""
+"""A parser of flags that raises its errors, the flags of `TrainConfig`, and types of flags."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ _HELP_COLUMN: Final = 33
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` with compact help, without abbreviations; errors name the nearest flag.
+    """An `ArgumentParser` with compact help, without abbreviations.
+
+    A flag that takes one value may be given once. Errors about unknown flags name the nearest flag.
 
     Args:
         program: the command as the user types it.
@@ -42,7 +44,7 @@ class Parser(argparse.ArgumentParser):
             argument_default=argparse.SUPPRESS,
             formatter_class=_CompactHelp,
         )
-        for action in (None, "store"):
+        for action in (None, "store"):  # None is the default `action=` of a flag.
             self.register("action", action, _Once)
 
     def error(self, message: str) -> NoReturn:
@@ -57,7 +59,8 @@ class Parser(argparse.ArgumentParser):
         """Return the given arguments by name; flags that were not given are absent.
 
         Raises:
-            ConfigError: a flag is unknown (the message names the nearest one), or a value is wrong.
+            ConfigError: a flag is unknown (the message names the nearest one) or given twice, a
+                value is wrong or missing, or an argument belongs to no flag.
         """
         known, unknown = self.parse_own(arguments)
         if unknown:
@@ -67,41 +70,43 @@ class Parser(argparse.ArgumentParser):
             advice = instead(name.lstrip("-"))
             if advice is not None:
                 raise ConfigError(f"{name} {advice}")
+            # Do not suggest synonyms: they have no help and are not the name of a setting.
             flags = [
                 option
                 for action in self._actions
                 for option in action.option_strings
                 if action.help != argparse.SUPPRESS or flag(action.dest) == option
             ]
-            hint = nearest(name, [option for option in flags if option.startswith("--")])
-            if "did you mean" not in hint:
-                hint = f" (see {self.prog} --help)"
-            raise ConfigError(f"unknown flag `{name}`{hint}")
+            suggestion = nearest(name, [option for option in flags if option.startswith("--")])
+            if "did you mean" not in suggestion:  # It lists all flags, which is too long.
+                suggestion = f" (see {self.prog} --help)"
+            raise ConfigError(f"unknown flag `{name}`{suggestion}")
         return known
 
     def parse_own(self, arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-        """Return the given arguments by name, and the arguments that this parser does not have.
+        """Return the given arguments by name, and the arguments that this parser does not know.
 
         Raises:
-            ConfigError: a value is wrong.
+            ConfigError: a flag is given twice, or a value is wrong or missing.
         """
-        known, others = self.parse_known_args([_hyphenated(text) for text in arguments])
-        return vars(known), others
+        known, unknown = self.parse_known_args([_hyphenated(text) for text in arguments])
+        return vars(known), unknown
 
     def require(self, given: Mapping[str, Any], *names: str) -> None:
-        """Check that flags without a default were given.
+        """Check that certain flags or positional arguments were given.
 
         Raises:
-            ConfigError: a flag is missing; the message names all missing flags.
+            ConfigError: some are missing; the message names all of them.
         """
-        own = {action.dest: action.metavar for action in self._actions if not action.option_strings}
-        missing = [str(own.get(name) or flag(name)) for name in names if name not in given]
+        actions = [action for action in self._actions if not action.option_strings]
+        positional = {action.dest: action.metavar for action in actions}
+        missing = [str(positional.get(name) or flag(name)) for name in names if name not in given]
         if missing:
             raise ConfigError(f"missing {', '.join(missing)} (see {self.prog} --help)")
 
 
 class _CompactHelp(argparse.HelpFormatter):
-    """Shows each flag once with its value, so that a help page fits on a screen."""
+    """Shows the value of a flag once, after all names of the flag, so that lines are short."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=_HELP_COLUMN, width=_WIDTH)
@@ -114,17 +119,19 @@ class _CompactHelp(argparse.HelpFormatter):
 
 
 class _Once(argparse.Action):
-    """Stores the value of a flag that may be given once, under one of its names."""
+    """Stores the value of a flag; to give it twice is an error, also under two of its names."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: Any, values: Any, name: str | None = None
     ) -> None:
         if name is not None and hasattr(namespace, self.dest):
             earlier = getattr(namespace, self.dest)
-            shown = flag(self.dest)
-            if name == shown:
+            main_name = flag(self.dest)
+            if name == main_name:
                 parser.error(f"{name} is given twice, as {earlier} and as {values}; give it once")
-            parser.error(f"{name} {values}: {shown} is already given, as {earlier}; give one value")
+            parser.error(
+                f"{name} {values}: {main_name} is already given, as {earlier}; give one value"
+            )
         setattr(namespace, self.dest, values)
 
 
@@ -136,13 +143,13 @@ class _OnOrOff(argparse.BooleanOptionalAction):
     ) -> None:
         on = not str(name).startswith("--no-")
         if getattr(namespace, self.dest, on) != on:
-            own = flag(self.dest)
-            parser.error(f"{own} and --no-{own[2:]} are both given; give one of them")
+            main_name = flag(self.dest)
+            parser.error(f"{main_name} and --no-{main_name[2:]} are both given; give one of them")
         setattr(namespace, self.dest, on)
 
 
 class _AddToList(argparse.Action):
-    """Joins the comma-separated values of a flag that is given several times."""
+    """Stores comma-separated names; joins those of a flag that is given several times."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: Any, values: Any, name: str | None = None
@@ -154,7 +161,7 @@ class _AddToList(argparse.Action):
 
 
 def add_settings(parser: Parser, *, rare: bool) -> None:
-    """Add a flag for every setting of `TrainConfig`.
+    """Add a flag for every setting of `TrainConfig`, and the flags of presets, files and help.
 
     Args:
         parser: gets the flags, in groups.
@@ -165,24 +172,25 @@ def add_settings(parser: Parser, *, rare: bool) -> None:
     for name, (hint, setting) in settings().items():
         group = groups[setting.section or group_of(name).section]
         shown = rare or not setting.rare
-        text = _help(setting, defaults[name]) if shown else argparse.SUPPRESS
-        facts: dict[str, Any] = {"dest": name, "help": text}
+        help_text = _help(setting, defaults[name]) if shown else argparse.SUPPRESS
+        keywords: dict[str, Any] = {"dest": name, "help": help_text}
         if _kind(hint) is bool:
-            facts["action"] = _OnOrOff
+            keywords["action"] = _OnOrOff
         else:
             if setting.several:
-                facts |= {"action": "extend", "nargs": "+"}
+                keywords |= {"action": "extend", "nargs": "+"}
             elif setting.texts:
-                facts["action"] = "append"
+                keywords["action"] = "append"
             elif get_origin(hint) is list:
-                facts["action"] = _AddToList
-            facts["type"] = _reader(setting, _kind(hint))
-            facts["metavar"] = _metavar(setting, _kind(hint))
+                keywords["action"] = _AddToList
+            keywords["type"] = _reader(setting, _kind(hint))
+            keywords["metavar"] = _metavar(setting, _kind(hint))
             if setting.bare is not None:
-                facts |= {"nargs": "?", "const": setting.bare}
-        group.add_argument(flag(name), **facts)
+                keywords |= {"nargs": "?", "const": setting.bare}
+        group.add_argument(flag(name), **keywords)
+        # Names with dots are for YAML files only.
         for synonym in (text for text in setting.synonyms if "." not in text):
-            parser.add_argument(flag(synonym), **{**facts, "help": argparse.SUPPRESS})
+            parser.add_argument(flag(synonym), **{**keywords, "help": argparse.SUPPRESS})
     groups[TRAINING].add_argument(
         flag(PRESET), metavar="NAME", help=f"default values: {', '.join(PRESETS)}"
     )
@@ -195,7 +203,7 @@ def add_settings(parser: Parser, *, rare: bool) -> None:
 
 
 def _hyphenated(text: str) -> str:
-    """Return the argument with hyphens in place of underscores in a flag's name."""
+    """Return an argument; if it is a flag, hyphens replace the underscores in the flag's name."""
     if not text.startswith("--"):
         return text
     name, equals, value = text.partition("=")
@@ -208,9 +216,10 @@ def add_help(group: argparse._ArgumentGroup) -> None:
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """Return the `type=` of a flag for a whole number of at least `least`, below 2**64."""
+    """Return the `type=` of a flag for whole numbers from `least` to 2**64 - 1."""
 
     def convert(text: str) -> int:
+        # `int` also accepts other scripts' digits.
         value = int(text) if text.lstrip("+-").isascii() else None
         if value is None or value < least:
             raise argparse.ArgumentTypeError(f"expected a whole number from {least}, found {text}")
@@ -218,23 +227,31 @@ def whole(least: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"expected a whole number below 2**64, found {text}")
         return value
 
-    convert.__name__ = "whole number"
+    convert.__name__ = "whole number"  # for argparse's error if `int` fails
     return convert
 
 
 def factor(text: str) -> float:
-    """Convert a flag's text to a factor on an adapter's effect: finite and not 0."""
+    """Convert a flag's text to a factor on an adapter's effect, a finite number other than 0.
+
+    Raises:
+        ValueError, ArgumentTypeError: the text is not such a number; argparse reports it.
+    """
     value = float(text)
     if value == 0 or not math.isfinite(value):
         raise argparse.ArgumentTypeError(
-            f"expected a finite number other than 0, found {text}; for the base model, leave "
+            f"expected a finite number other than 0, found {text}; to apply no adapter, leave "
             "--adapter out"
         )
     return value
 
 
 def guidance(text: str) -> float:
-    """Convert a flag's text to a guidance scale, a finite number of at least 0."""
+    """Convert a flag's text to a guidance scale, a finite number of at least 0.
+
+    Raises:
+        ValueError, ArgumentTypeError: the text is not such a number; argparse reports it.
+    """
     value = float(text)
     if value < 0 or not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"expected a finite number from 0, found {text}")
@@ -242,9 +259,9 @@ def guidance(text: str) -> float:
 
 
 def _kind(hint: Any) -> type:
-    """Return the type that a flag's text is converted to; lists are split by `TrainConfig`."""
+    """Return the type that a flag's text is converted to: str for lists; T for `T | None`."""
     if get_origin(hint) is list:
-        return str
+        return str  # `TrainConfig` splits the text.
     kinds = [kind for kind in get_args(hint) if kind is not type(None)] or [hint]
     kind: type = kinds[0]
     return kind
