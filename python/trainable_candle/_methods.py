@@ -18,10 +18,12 @@ from trainable_candle import _arguments, _core, _division
 from trainable_candle._explained import explained
 from trainable_candle._in_place import VarMethods
 from trainable_candle._parts import (
-    is_mask,
+    integers_from,
     is_tensor,
     mask,
     no_tape,
+    numpy_key,
+    on_host,
     order_of,
     own,
     place_of,
@@ -38,22 +40,10 @@ if TYPE_CHECKING:
 __all__ = ["ComposedMethods", "Sorted"]
 
 _FLOATS = ("f32", "f16", "bf16", "f64")
-_NOT_METHODS = frozenset(
-    {
-        "__dict__",
-        "__doc__",
-        "__firstlineno__",
-        "__module__",
-        "__static_attributes__",
-        "__weakref__",
-    }
-)
+_NOT_METHODS = (
+    "__dict__", "__doc__", "__firstlineno__", "__module__", "__static_attributes__", "__weakref__"
+)  # fmt: skip
 """Attributes that Python gives to every class."""
-
-
-def _integers_from(tensor: Tensor) -> float:
-    """Return a magnitude from which the dtype has only integers: 2^52 for f64, else 2^23."""
-    return 2.0**52 if tensor.dtype == "f64" else 2.0**23
 
 
 class Sorted(NamedTuple):
@@ -220,7 +210,7 @@ class ComposedMethods:
         if tensor.dtype not in _FLOATS:
             return tensor
         # Only small values go through i64, which has neither large nor non-finite ones.
-        is_small = (tensor.abs() < _integers_from(tensor)).to(tensor.dtype)
+        is_small = (tensor.abs() < integers_from(tensor)).to(tensor.dtype)
         truncated = (tensor * is_small).to("i64").to(tensor.dtype)
         down = truncated - (truncated > tensor).to(tensor.dtype)
         return _core.where(is_small > 0, down, tensor)
@@ -238,7 +228,7 @@ class ComposedMethods:
         is_odd = down - (down * 0.5).floor() * 2
         fraction = tensor - down
         step = (fraction > 0.5).to(tensor.dtype) + (fraction == 0.5).to(tensor.dtype) * is_odd
-        return _core.where(tensor.abs() < _integers_from(tensor), down + step, tensor)
+        return _core.where(tensor.abs() < integers_from(tensor), down + step, tensor)
 
     def __floordiv__(self, other: Any) -> Tensor:
         """Divide and round down, on the host.
@@ -255,10 +245,7 @@ class ComposedMethods:
         return _division.floor_divided("floordiv", other, own(self))
 
     def __mod__(self, other: Any) -> Tensor:
-        """Return the remainder, with the sign of the divisor; the host computes it.
-
-        Errors are those of `//`.
-        """
+        """Return the remainder, with the divisor's sign, on the host; errors are those of `//`."""
         return _division.remainder("mod", own(self), other)
 
     def __rmod__(self, other: Any) -> Tensor:
@@ -302,10 +289,8 @@ class ComposedMethods:
     def norm(self, p: float | str = 2, dim: Any = None, keepdim: bool = False) -> Tensor:
         """Return the p-norm of all elements, or the p-norms along dimensions.
 
-        p is a number above 0, infinity, or "fro", which means 2.
-
         Raises:
-            ArgumentError: If p is something else.
+            ArgumentError: If p is neither a number above 0, which may be infinite, nor "fro" (2).
         """
         p = 2 if p == "fro" else p
         if not isinstance(p, (int, float)) or not p > 0:
@@ -319,10 +304,7 @@ class ComposedMethods:
         return powers if p == 1 else powers ** (1 / p)
 
     def prod(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
-        """Return the product of all elements, or the products along a dimension.
-
-        `keepdim` has no effect on the product of all elements.
-        """
+        """Return the product of all elements, or the products along a dimension."""
         x = own(self)
         over_all = dim is None
         if dim is None:
@@ -359,8 +341,7 @@ class ComposedMethods:
         """Return the k largest or smallest values in order, and their indices; the host sorts.
 
         Raises:
-            ArgumentError: If the tensor lacks the dimension, k is negative, or the dimension has
-                fewer than k elements.
+            ArgumentError: If the tensor lacks the dimension, or k is not from 0 to its size.
         """
         x = own(self)
         place = place_of("topk", x.shape, dim)
@@ -444,18 +425,12 @@ class ComposedMethods:
     def tril(self, diagonal: int = 0) -> Tensor:
         """Keep the lower triangle of matrices, up to a diagonal, and make the rest zero.
 
-        Diagonal 0 is the main one, and positive diagonals are above it. The host makes the mask.
-
-        Raises:
-            ShapeError: If there are fewer than two dimensions.
+        Positive diagonals are above the main one. The host makes the mask of the triangle.
         """
         return triangle(own(self), lambda rows, columns: columns - rows <= diagonal)
 
     def triu(self, diagonal: int = 0) -> Tensor:
-        """Keep the upper triangle of matrices, from a diagonal on, and make the rest zero.
-
-        Diagonals, the host's work and errors are those of `tril`.
-        """
+        """Keep the upper triangle of matrices, from a diagonal on, like `tril`."""
         return triangle(own(self), lambda rows, columns: columns - rows >= diagonal)
 
     def scatter(self, dim: int, index: Tensor, src: Any) -> Tensor:
@@ -496,8 +471,8 @@ class ComposedMethods:
                 "use a tc.Var, whose elements can be set"
             )
         with no_tape():
-            new = _on_host(tensor).copy()
-            new[_numpy_key(key)] = _on_host(value) if is_tensor(value) else value
+            new = on_host(tensor).copy()
+            new[numpy_key(key)] = on_host(value) if is_tensor(value) else value
             tensor.set(_core.tensor(new, dtype=tensor.dtype, device=tensor.device))
 
     @property
@@ -514,21 +489,6 @@ class ComposedMethods:
         if requires_grad:
             return tensor if isinstance(tensor, _core.Var) else _core.Var(tensor)
         return tensor.detach()
-
-
-def _numpy_key(key: Any) -> Any:
-    """Return a key of `[]` with numpy arrays in place of tensors; u8 tensors are masks."""
-    if isinstance(key, tuple):
-        return tuple(_numpy_key(part) for part in key)
-    if is_mask(key):
-        return key.numpy().astype(bool)
-    return key.numpy() if is_tensor(key) else key
-
-
-def _on_host(tensor: Tensor) -> Any:
-    """Return the values as a numpy array; bf16, which numpy lacks, becomes f32, exactly."""
-    tensor = tensor.detach()
-    return (tensor.to("f32") if tensor.dtype == "bf16" else tensor).numpy()
 
 
 def attach() -> None:

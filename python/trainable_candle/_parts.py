@@ -121,3 +121,23 @@ def triangle(x: Tensor, keeps: Any) -> Tensor:
     rows, columns = np.indices(x.shape[-2:])
     kept = _core.tensor(keeps(rows, columns).astype(np.uint8), device=x.device)
     return _core.where(kept.broadcast_to(x.shape), x, _core.zeros_like(x.detach()))
+
+
+def integers_from(tensor: Tensor) -> float:
+    """Return a magnitude from which the dtype has only integers: 2^52 for f64, else 2^23."""
+    return 2.0**52 if tensor.dtype == "f64" else 2.0**23
+
+
+def numpy_key(key: Any) -> Any:
+    """Return a key of `[]` with numpy arrays in place of tensors; u8 tensors are masks."""
+    if isinstance(key, tuple):
+        return tuple(numpy_key(part) for part in key)
+    if is_mask(key):
+        return key.numpy().astype(bool)
+    return key.numpy() if is_tensor(key) else key
+
+
+def on_host(tensor: Tensor) -> Any:
+    """Return the values as a numpy array; bf16, which numpy lacks, becomes f32, exactly."""
+    tensor = tensor.detach()
+    return (tensor.to("f32") if tensor.dtype == "bf16" else tensor).numpy()
