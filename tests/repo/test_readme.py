@@ -118,7 +118,7 @@ def test_t5_encodes_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.chdir(tmp_path)
     names = run(blocks("docs/python.md")[1].replace("cuda", "cpu"))
     assert names["states"].shape == (1, 256, 16)
-    difference = (names["states"] - names["unpadded"]).to("f32").abs().max()
+    difference = (names["states"] - names["masked"]).to("f32").abs().max()
     assert difference.item() > 0.1
 
 
@@ -135,8 +135,8 @@ def test_a_users_own_model_gets_adapters(
 def test_factors_b_have_a_rate_of_their_own() -> None:
     names = run(blocks("docs/python.md")[4])
     assert names["scheduler"].base_lrs == [1e-3, 16e-3]
-    assert [p.shape for p in names["up"]] == [(32, 4), (10, 4)]
-    assert [p.shape for p in names["others"]] == [(4, 64), (4, 32)]
+    assert [p.shape for p in names["factors_b"]] == [(32, 4), (10, 4)]
+    assert [p.shape for p in names["factors_a"]] == [(4, 64), (4, 32)]
 
 
 def test_a_loop_runs_alone_too() -> None:
