@@ -69,7 +69,7 @@ def test_arguments_reach_the_schedule() -> None:
     [
         (
             {"optimizer_args": ["weight_decay=0.5"], "weight_decay": 0.1},
-            "--weight-decay and optimizer_args both say the weight decay",
+            "--weight-decay and --optimizer-args both set the weight decay",
         ),
         ({"optimizer_args": ["eps"]}, "found `eps`, expected name=value"),
         ({"optimizer_args": ["eps=small"]}, "found `eps=small`, expected a number"),

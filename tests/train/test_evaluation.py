@@ -282,7 +282,7 @@ def test_a_schedule_free_run_resumes_bit_for_bit(schedule_free: TrainConfig, tra
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ema_decay": 0.9}, "averages the adapter itself; set --ema-decay to 0"),
+        ({"ema_decay": 0.9}, "already averages the adapter; set --ema-decay to 0"),
         ({"lr_scheduler": "cosine"}, "needs no schedule; set --lr-scheduler to constant"),
     ],
 )

@@ -1,4 +1,7 @@
-"""Settings that pass `name=value` on to a function, as kohya's `--optimizer_args` does."""
+"""Parses and checks settings whose values are arguments `name=value` of a function.
+
+kohya's `--optimizer_args` is such a setting.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
 _BETWEEN: Final = re.compile(r"\s+(?=[A-Za-z_][\w-]*\s*=)")
-"""What separates the arguments of one text, such as "eps=1e-6 amsgrad=true" quoted in a shell."""
+"""The white space between arguments in one text, such as "eps=1e-6 amsgrad=true": a shell passes
+what is in quotes as one text."""
 _WORDS: Final = {"true": True, "false": False, "none": None, "inf": math.inf}
+"""Maps words, in lower case, to their values."""
 
 
 def parsed(name: str, texts: Sequence[str]) -> dict[str, Any]:
@@ -24,36 +29,38 @@ def parsed(name: str, texts: Sequence[str]) -> dict[str, Any]:
 
     Args:
         name: the name of the setting.
-        texts: the arguments, such as `eps=1e-6`, `betas=0.9,0.99`, `amsgrad=true`; several numbers
-            may have brackets around them.
+        texts: each has one or more arguments, such as `eps=1e-6`, `amsgrad=true` or
+            `betas=0.9,0.99`; a list of numbers may have brackets around it.
 
     Raises:
-        ConfigError: a text is not `name=value`, its value cannot be parsed, or a name occurs twice.
+        ConfigError: an argument is not `name=value`, its value cannot be parsed, or a name occurs
+            twice.
     """
     found: dict[str, Any] = {}
-    for text in [part for given in texts for part in _BETWEEN.split(given.strip())]:
-        key, equals, value = text.partition("=")
+    for argument in [part for text in texts for part in _BETWEEN.split(text.strip())]:
+        key, equals, value = argument.partition("=")
         key = key.strip().replace("-", "_")
         if not equals or not key.isidentifier():
-            raise ConfigError(f"{name}: found `{text}`, expected name=value such as eps=1e-6")
+            raise ConfigError(f"{name}: found `{argument}`, expected name=value such as eps=1e-6")
         if key in found:
             raise ConfigError(f"{name}: `{key}` is given twice")
-        found[key] = _value(name, text, value.strip())
+        found[key] = _value(name, argument, value.strip())
     return found
 
 
-def _value(name: str, text: str, value: str) -> Any:
+def _value(name: str, argument: str, value: str) -> Any:
+    """Return what a value means; the setting `name` and the `argument` are for the message."""
     if value.lower() in _WORDS:
         return _WORDS[value.lower()]
     parts = value.strip("()[]").split(",")
     if len(parts) > 1:
-        return tuple(_value(name, text, part.strip()) for part in parts)
+        return tuple(_value(name, argument, part.strip()) for part in parts)
     try:
         return ast.literal_eval(value)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError):
         raise ConfigError(
-            f"{name}: found `{text}`, expected a number, a comma-separated list of numbers, true, "
-            "false or none"
+            f"{name}: found `{argument}`, expected a number, a comma-separated list of numbers, "
+            "true, false or none"
         ) from None
 
 
@@ -67,12 +74,14 @@ def check_names(
         given: the names of the arguments.
         of: what the error message calls the function.
         function: the function.
-        own: maps each argument that has a setting of its own to the flag of the setting.
+        own: maps each argument that has a setting of its own to the flag of that setting.
 
     Raises:
-        ConfigError: the function has no argument of a given name (the message suggests one that it
-            has), or the argument has a setting of its own (the message names its flag).
+        ConfigError: the function has no argument of a given name (the message names those that it
+            has, or the nearest), or the argument has a setting of its own (the message names the
+            flag).
     """
+    # `params` is the optimizer's list of variables, which the run passes.
     known = [key for key in signature(function).parameters if key not in {*own, "params"}]
     for key in given:
         if key in own:

@@ -1,4 +1,4 @@
-"""Checks of a run's settings before any file is read, such as that each setting has an effect."""
+"""Checks of a run's settings: their effects, their paths, and differences from an earlier run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def check_settings(config: TrainConfig) -> None:
-    """Check everything that depends on the settings alone.
+    """Check that each setting has an effect, and that texts for a tokenizer are UTF-8.
 
     Raises:
-        ConfigError: a setting has no effect without another one, or a text is not UTF-8.
+        ConfigError: a setting has no effect with the other settings, or a text is not UTF-8.
     """
     _check_effects(config)
     for name, (_, setting) in settings().items():
@@ -32,26 +32,30 @@ def check_settings(config: TrainConfig) -> None:
 
 
 def check_groups(config: TrainConfig, groups: Collection[type[Group]]) -> None:
-    """Check that all given settings belong to groups that the model takes.
+    """Check that the settings that differ from their defaults belong to groups of the model.
+
+    Args:
+        config: the settings.
+        groups: the groups that the model takes.
 
     Raises:
-        ConfigError: a setting belongs to another group; the message names all of these settings.
+        ConfigError: settings belong to other groups; the message names all of these settings.
     """
-    given = [flag(name) for name in config.changed() if group_of(name) not in groups]
-    if given:
-        verb, them = ("has", "it") if len(given) == 1 else ("have", "them")
+    flags = [flag(name) for name in config.changed() if group_of(name) not in groups]
+    if flags:
+        verb, them = ("has", "it") if len(flags) == 1 else ("have", "them")
         raise ConfigError(
-            f"{', '.join(given)}: {verb} no effect on the model `{config.model}`; leave {them} out"
+            f"{', '.join(flags)}: {verb} no effect on the model `{config.model}`; leave {them} out"
         )
 
 
 def settings_without_effect(config: TrainConfig) -> list[tuple[Condition, list[str]]]:
-    """Return the conditions that do not hold, each with the settings that it makes idle.
+    """Return the conditions that do not hold, with the settings that therefore have no effect.
 
-    Only settings that differ from their defaults count.
+    Settings that have their default values do not count, nor do conditions without any setting.
     """
-    # Leave out false values of settings whose default is None (undecided): such a value turns
-    # something off, which always has an effect.
+    # Leave out False, 0 and empty values of settings whose default is None (undecided): such a
+    # value turns something off, which always has an effect.
     changed = {
         name: value
         for name, value in config.changed().items()
@@ -79,10 +83,10 @@ def _check_effects(config: TrainConfig) -> None:
 
 
 def require_text(name: str, text: str) -> None:
-    """Check that a text, perhaps from a command line, is valid UTF-8.
+    """Check that a text is valid UTF-8, which a text from a command line may not be.
 
     Raises:
-        ConfigError: the text is not UTF-8; the message names the flag.
+        ConfigError: the text is not UTF-8; the message begins with `name`, such as a flag.
     """
     try:
         text.encode()
@@ -91,7 +95,7 @@ def require_text(name: str, text: str) -> None:
 
 
 def existing(setting: str, path: Path) -> Path:
-    """Return the path itself, if it exists.
+    """Return the path itself if it exists.
 
     Raises:
         MissingFileError: the path does not exist; the message names the flag of the setting.
@@ -102,27 +106,26 @@ def existing(setting: str, path: Path) -> Path:
 
 
 def existing_adapter(setting: str, path: Path) -> Path:
-    """Return the adapter that a path names; for a run's output folder, the finished one.
+    """Return the path of an adapter; for a run's output folder, that of its finished adapter.
 
     Raises:
-        MissingFileError: the path does not exist, or is a folder without a finished adapter.
+        MissingFileError: the path does not exist, or is a folder without a finished adapter; the
+            message names the flag of the setting.
     """
+    path = existing(setting, path)
     try:
-        return adapter_in(existing(setting, path))
+        return adapter_in(path)
     except MissingFileError as error:
-        text = str(error)
-        raise MissingFileError(
-            text if text.startswith(flag(setting)) else f"{flag(setting)}: {text}"
-        ) from None
+        raise MissingFileError(f"{flag(setting)}: {error}") from None
 
 
 def differences(earlier: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
     """Return the differences between a resumed run and the run that it continues, a line each.
 
-    Settings and facts that do not change the results are not compared.
+    Settings that do not change the results are not compared, nor are names that only one run has.
 
     Args:
-        earlier: settings and facts of the run that wrote the checkpoint, by name.
+        earlier: settings of the run that wrote the checkpoint and facts about its data, by name.
         now: settings and facts of the resumed run.
     """
     return [
@@ -133,6 +136,7 @@ def differences(earlier: Mapping[str, object], now: Mapping[str, object]) -> lis
 
 
 def _is_free(name: str, values: Mapping[str, object]) -> bool:
+    """Return whether a name is that of a setting that does not change the results."""
     if name not in settings():
         return False
     free = settings()[name][1].free

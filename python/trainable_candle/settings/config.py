@@ -1,4 +1,4 @@
-"""All settings of a training run in one flat configuration, which is checked and read from YAML."""
+"""All settings of a training run in one flat configuration, which checks them and reads YAML."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ GROUPS: Final[tuple[type[Group], ...]] = (
     DistilledGuidance, ClipSkip, Validation, Previews, Denoising, Drawing, Writing,
     Machine, Several, Files,
 )  # fmt: skip
-"""Every group of settings, in the order of the help and of files."""
+"""Every group of settings, in the order of the settings in `--help` and in YAML files."""
 IMAGE_GROUPS: Final = tuple(
     group for group in GROUPS if group not in {Texts, LearnedScales, Writing}
 )
-"""The groups that apply to image models."""
+"""The groups that are not for language models alone. Each family of image models takes some."""
 
 
-# In reverse order, because a dataclass takes the fields of its last base first.
+# The bases are `GROUPS` in reverse: a dataclass has the fields of its last base first.
 @dataclass(frozen=True)
 class TrainConfig(
     Files, Several, Machine, Writing, Drawing, Denoising, Previews, Validation, ClipSkip,
@@ -87,10 +87,10 @@ class TrainConfig(
                     raise ConfigError(complaint)
 
     def require(self, *names: str) -> None:
-        """Check that settings without a default were given.
+        """Check that the settings with these names are given: that no value is empty.
 
         Raises:
-            ConfigError: a setting is missing; the message says which, and how to give it.
+            ConfigError: settings are missing; the message says which, and how to give them.
         """
         missing = [name for name in names if not getattr(self, name)]
         if missing:
@@ -102,11 +102,16 @@ class TrainConfig(
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], source: str = "configuration") -> TrainConfig:
-        """Return settings by name; names that other tools use are accepted, too.
+        """Make a configuration from values by the names of settings.
+
+        Args:
+            values: the values; names that other tools use are accepted, too.
+            source: where the values come from; messages begin with it.
 
         Raises:
-            ConfigError: a name is unknown (the nearest one is suggested), or a value is wrong.
-            TypeError: the values are no mapping.
+            ConfigError: a name is unknown (the message suggests what to give), two names mean one
+                setting, a value is wrong, or two settings contradict each other.
+            TypeError: `values` is not a mapping.
         """
         if not isinstance(values, Mapping):
             raise TypeError(
@@ -120,13 +125,14 @@ class TrainConfig(
 
     @classmethod
     def from_yaml(cls, path: str | bytes | Path) -> TrainConfig:
-        """Return settings from a YAML file of `name: value` lines.
+        """Make a configuration from a YAML file of `name: value` lines.
 
         Paths in the file are relative to the file's folder.
 
         Raises:
             MissingFileError: there is no such file.
-            ConfigError: the file cannot be read or is not YAML, or a name or a value is wrong.
+            ConfigError: the file cannot be read, is not YAML or has a line `preset`, which only the
+                command line accepts; or one of the reasons of `from_mapping`.
         """
         return cls.from_mapping(read_settings(path), os.fsdecode(path))
 
@@ -155,18 +161,18 @@ class TrainConfig(
         Names of models and data sets on the hub are kept.
         """
         here, values = Path.cwd(), asdict(self)
-        changed = {name: inward(name, values[name], here) for name in _paths()}
-        on_hub = {"weights", "dataset"}
+        absolute = {name: inward(name, values[name], here) for name in _paths()}
+        may_be_on_hub = {"weights", "dataset"}
         return self.with_(
             **{
                 name: value
-                for name, value in changed.items()
-                if not (name in on_hub and values[name] and is_name(values[name]))
+                for name, value in absolute.items()
+                if not (name in may_be_on_hub and values[name] and is_name(values[name]))
             }
         )
 
     def with_(self, **changes: Any) -> TrainConfig:
-        """Return a copy with other values.
+        """Return a copy with other values for some settings.
 
         Raises:
             ConfigError: a name is unknown, a value has the wrong type or is outside its range, or
@@ -184,13 +190,15 @@ class TrainConfig(
 
 
 def read_settings(path: str | bytes | Path) -> dict[str, Any]:
-    """Return the settings in a YAML file by name, with paths made relative to the current folder.
+    """Return the settings in a YAML file by name, unchecked.
 
-    A line `preset` is not expanded; `families.presets` has the values of presets.
+    The file's relative paths become relative to the current folder, or absolute if `path` is. A
+    line `preset` is returned as it is; `families.presets` has the values of presets.
 
     Raises:
         MissingFileError: there is no such file.
-        ConfigError: the file cannot be read or is not YAML, or a name is unknown.
+        ConfigError: the file cannot be read or is not YAML, a name is unknown, or two names mean
+            one setting.
     """
     file = Path(os.fsdecode(path)).expanduser()
     lines = read_yaml(file)
@@ -206,13 +214,14 @@ def read_settings(path: str | bytes | Path) -> dict[str, Any]:
 
 
 def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values, with synonyms replaced by the settings' own names.
+    """Return the values by the settings' own names, which replace synonyms and nested mappings.
 
     Raises:
         ConfigError: a name is unknown (if it is another tool's, the message says what to do), or
-            two names mean the same setting.
+            two names mean one setting.
     """
     found: dict[str, Any] = {}
+    keys: dict[str, str] = {}
     for key, value in _flat(values):
         text = key.replace("-", "_")
         name = _synonyms().get(text, text)
@@ -222,13 +231,14 @@ def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
                 raise ConfigError(f"`{key}` {advice}")
             raise ConfigError(f"unknown setting `{key}`{nearest(text, settings())}")
         if name in found:
-            raise ConfigError(f"`{key}` is another name of `{name}`, which is given too")
-        found[name] = value
+            synonym = keys[name] if key == name else key
+            raise ConfigError(f"`{synonym}` is another name of `{name}`, which is given too")
+        found[name], keys[name] = value, key
     return found
 
 
 def _flat(values: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Flatten nested mappings; keys are joined by dots, as in `network.linear`."""
+    """Yield the names and values in nested mappings; names are joined by dots: `network.linear`."""
     for key, value in values.items():
         name = f"{before}{key}"
         if isinstance(value, Mapping) and value:
@@ -239,6 +249,7 @@ def _flat(values: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, An
 
 @cache
 def _synonyms() -> dict[str, str]:
+    """Return the settings' own names by their synonyms, which have underscores, not hyphens."""
     return {
         synonym.replace("-", "_"): name
         for name, (_, setting) in settings().items()
@@ -248,6 +259,7 @@ def _synonyms() -> dict[str, str]:
 
 @cache
 def _paths() -> tuple[str, ...]:
+    """Return the names of the settings that may have paths as values."""
     # `inward` and `outward` change only those sample prompts that name a file.
     return (*(name for name, (_, s) in settings().items() if s.path), "sample_prompts")
 

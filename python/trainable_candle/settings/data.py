@@ -15,7 +15,8 @@ CROPS: Final = ("center", "random")
 MASKS: Final = ("off", "file", "alpha")
 CACHES: Final = ("disk", "memory", "off")
 MOST_VIEWS: Final = 1000
-"""The most crops, colour variants or tag orders of an image; each is encoded and cached."""
+"""The largest number of crops, of colour variants and of tag orders of an image; each of them is
+encoded and cached."""
 MOST_HUE: Final = 0.5
 """The largest hue change, as a share of the colour circle: half of it, in either direction, reaches
 every hue."""
@@ -23,8 +24,8 @@ YAML_SUFFIXES: Final = (".yaml", ".yml")
 """Endings of files that list the folders of a dataset."""
 
 
-def _folders(value: Any) -> Any:
-    """Return the value itself, if it may be the path of a data set.
+def _one_path(value: Any) -> Any:
+    """Return the value itself if it may be the path of a data set.
 
     Raises:
         ConfigError: the value is a list or a mapping, which belongs in a file of its own.
@@ -37,20 +38,22 @@ def _folders(value: Any) -> Any:
     return value
 
 
-def _side(text: Any) -> Any:
-    """Return a resolution; kohya's scripts also write it as two equal sides, such as 1024,1024.
+def _side(value: Any) -> Any:
+    """Return a resolution as one number; kohya's scripts also write two sides, as in 1024,1024.
+
+    Returns a value that is not such a text unchanged.
 
     Raises:
         ConfigError: the sides differ.
     """
-    if not isinstance(text, str):
-        return text
-    sides = [side.strip() for side in text.lower().replace("x", ",").split(",")]
+    if not isinstance(value, str):
+        return value
+    sides = [side.strip() for side in value.lower().replace("x", ",").split(",")]
     if not all(side.isdecimal() for side in sides):
-        return text
+        return value
     if len(set(sides)) > 1:
         raise ConfigError(
-            f"resolution is {text}, expected one number N: images have N x N px of area, in their "
+            f"resolution is {value}, expected one number N: images have N x N px of area, in their "
             "own aspect ratios"
         )
     return int(sides[0])
@@ -83,7 +86,7 @@ class Data(Group):
             "images with .txt captions, or texts",
             synonyms=("train-data-dir", "instance-data-dir", "data"),
             path=True,
-            read=_folders,
+            read=_one_path,
         ),
     ] = ""
     output: Annotated[
@@ -99,7 +102,7 @@ class Data(Group):
 
 @dataclass(frozen=True)
 class DefaultCaption(Group):
-    """The caption of images that have no caption."""
+    """The caption that images without a caption of their own get."""
 
     section: ClassVar[str] = sections.CAPTIONS
 
@@ -153,8 +156,11 @@ class Parts(Group):
     def text_encoder_format(self, stored: str | None) -> str | None:
         """Return the format of a text encoder's linear layers; None if they are not quantized.
 
+        As long as `text_encoder_precision` is `auto`, the result is None.
+
         Args:
-            stored: the format in which the text encoder's file stores these layers, or None.
+            stored: the quantized format in which the text encoder's file stores these layers; None
+                if there is none.
         """
         if self.text_encoder_precision == STORED:
             return stored
@@ -163,7 +169,7 @@ class Parts(Group):
 
 @dataclass(frozen=True)
 class Images(Group):
-    """Sizes, crops, masks and caches of images."""
+    """Sizes, crops, colours, masks and caches of images."""
 
     section: ClassVar[str] = sections.IMAGES
     conditions: ClassVar[tuple[Condition, ...]] = (
@@ -293,18 +299,20 @@ class Images(Group):
 
 
 def _varies(config: Any) -> bool:
+    """Return whether samples get variants of their captions: tags in another order, or fewer."""
     varies: bool = config.caption_shuffle or config.caption_tag_dropout > 0
     return varies
 
 
 def _joins_tags(config: Any) -> bool:
+    """Return whether the run may write the separator between tags."""
     # A YAML file as the dataset lists folders, and each folder may have its own trigger.
     return _varies(config) or bool(config.trigger) or config.dataset.endswith(YAML_SUFFIXES)
 
 
 @dataclass(frozen=True)
 class Captions(Group):
-    """Transformations of captions that consist of tags."""
+    """Changes to captions: a trigger, empty captions, and the order and omission of tags."""
 
     section: ClassVar[str] = sections.CAPTIONS
     conditions: ClassVar[tuple[Condition, ...]] = (

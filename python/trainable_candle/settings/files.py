@@ -1,4 +1,4 @@
-"""Settings of the files that a run writes, how often it saves, and where it resumes."""
+"""Settings of the files that a run writes, how often it saves, and which checkpoint it resumes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from trainable_candle.settings.setting import Condition, Group, Setting
 
 
 def _no_file_name(config: Any) -> str | None:
-    """Return why `name` cannot be the stem of a file's name; None if it can."""
+    """Return why `name` cannot be the stem of the adapter files' names; None if it can."""
     name = config.name
     if "/" in name or name.startswith(".") or "\0" in name or name.endswith(".safetensors"):
-        return f"name is `{config.name}`, expected a file's name without folder and ending"
+        return (
+            f"name is `{name}`, expected a file's name without folder and ending, and without a "
+            "dot at its start"
+        )
     return None
 
 
 @dataclass(frozen=True)
 class Files(Group):
-    """Checkpoints, adapters of earlier steps, logs."""
+    """The adapter's files, checkpoints and logs."""
 
     section: ClassVar[str] = sections.FILES
     conditions: ClassVar[tuple[Condition, ...]] = (

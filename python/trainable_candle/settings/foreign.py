@@ -26,6 +26,7 @@ _ONETRAINER: Final = (
 
 
 def _give(flags: str) -> str:
+    """Return advice to give these flags, or another thing that `flags` describes."""
     return f"has no counterpart of the same form: give {flags}"
 
 
@@ -43,7 +44,7 @@ _KOHYA: Final = {
     "text_encoder_batch_size": _NOT_NEEDED,
     "enable_bucket": _DEFAULT,
     "bucket_no_upscale": "is the default here; only --upscale changes it",
-    "network_train_unet_only": "is the default; only --train-text-encoder changes it",
+    "network_train_unet_only": "is the default here; only --train-text-encoder changes it",
     "network_train_text_encoder_only": _NONE,
     "no_half_vae": f"has no effect here, where the VAE is always f32: {_LEAVE}",
     "save_model_as": f"is always safetensors here: {_LEAVE}",
@@ -68,12 +69,14 @@ _KOHYA: Final = {
     "loraplus_lr_embedding": f"is not needed, because embeddings get no adapter: {_LEAVE}",
     "network_dropout": "has no exact counterpart: --lora-dropout drops the adapter's inputs",
     "scale_weight_norms": _NONE,
-    "dim_from_weights": _give("--rank, the rank of the file of --initial-adapter"),
+    "dim_from_weights": _give("--rank with the rank of the adapter in --initial-adapter"),
     "base_weights": _give("a model into which `trainable-candle merge` has merged the file"),
     "unet_lr": "has no counterpart: give --learning-rate, which is the rate of the UNet",
     "lr_scheduler_num_cycles": _give("--lr-scheduler-args num_cycles=N (of cosine)"),
     "lr_scheduler_power": _give("--lr-scheduler-args power=X (of polynomial)"),
-    "lr_scheduler_min_lr_ratio": _give("--lr-scheduler polynomial --lr-scheduler-args lr_end=X"),
+    "lr_scheduler_min_lr_ratio": _give(
+        "--lr-scheduler polynomial --lr-scheduler-args lr_end=X (the last learning rate itself)"
+    ),
     "lr_scheduler_type": _give("--lr-scheduler"),
     "v_parameterization": "has no counterpart: give --prediction-type v_prediction",
     "random_crop": "has no counterpart: give --crop random",
@@ -177,8 +180,8 @@ _AI_TOOLKIT: Final = {
     "--gradient-accumulation N, and divide --steps by N",
     "train.timestep_type": _LEVELS,
     "train.optimizer_params": _give("--optimizer-args name=value, or --weight-decay"),
-    "train.skip_first_sample": "has no counterpart: previews begin before the first step; "
-    "leave it out",
+    "train.skip_first_sample": "has no counterpart, because previews begin before the first step: "
+    f"{_LEAVE}",
     "train.disable_sampling": f"is the default without --sample-prompts: {_LEAVE}",
     "model.arch": _give("--model"),
     "model.is_flux": _give("--model flux"),
@@ -196,16 +199,18 @@ _AI_TOOLKIT: Final = {
 INSTEAD: Final = {**_KOHYA, **_ONETRAINER_KEYS, **_AI_TOOLKIT}
 """Maps another tool's setting to the rest of a message that begins with the setting's name.
 
-The names here have underscores, and dots between the names of nested lines.
+The names have underscores instead of hyphens, and dots between the names of nested lines.
 """
 
 
 def instead(name: str) -> str | None:
-    """Say what to do instead of another tool's setting; None if `INSTEAD` lacks the name.
+    """Return what `INSTEAD` says about another tool's setting; None if it says nothing.
+
+    If `INSTEAD` lacks a nested line, the result is what it says about the nearest line around it.
 
     Args:
-        name: the name of a flag without its leading hyphens, or of a line of a file; for nested
-            lines, all names joined by dots.
+        name: the name of a flag without its leading hyphens, or of a line in a file; for a nested
+            line, the names from the outermost line to this one, joined by dots.
     """
     key = name.replace("-", "_")
     while key not in INSTEAD and "." in key:

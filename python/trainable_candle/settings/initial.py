@@ -1,4 +1,4 @@
-"""The initial values of adapters, and the settings that contradict them."""
+"""The initial values of adapters, and settings that contradict them or contradict `qat`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, Final
 LOFTQ: Final = "loftq"
 PISSA: Final = "pissa"
 INITS: Final = ("default", LOFTQ, PISSA)
-"""Adapters start without an effect, with values that offset the base's quantization error, or as
-the principal part of the weights."""
+"""How adapters start, in this order: without an effect; with values that offset the base's
+quantization error; as the principal part of the weights."""
 
 
 def contradiction(config: Any) -> str | None:
@@ -29,7 +29,7 @@ def _qat_contradiction(config: Any) -> str | None:
     if base not in {None, config.qat}:
         return (
             f"--qat {config.qat} cannot start from --base-precision {base}, which has rounded the "
-            f"weights to another grid; leave --base-precision out"
+            "weights to another grid; leave --base-precision out"
         )
     return None
 
@@ -53,7 +53,10 @@ def _init_contradiction(config: Any) -> str | None:
 
 
 def _pissa_contradiction(config: Any) -> str | None:
-    """Return why `pissa` contradicts a setting that `_init_contradiction` leaves out, or None."""
+    """Return why `init: pissa` contradicts a setting; None if it does not.
+
+    `_init_contradiction` has already checked the settings that contradict `loftq` as well.
+    """
     if config.base_format is not None:
         return (
             f"--init pissa needs the original weights, and --base-precision {config.base_format} "

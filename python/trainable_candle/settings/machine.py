@@ -23,7 +23,7 @@ PRECISION_SPELLINGS: Final = {
     "float_16": "f16",
     "bfloat_16": "bf16",
 }
-"""Maps the names that other tools give to precisions to the names here."""
+"""Maps other tools' names of precisions, in lower case, to the names here."""
 SAME: Final = "same"
 """The value of a precision setting that leaves weights in the dtype of computation, unquantized."""
 STORED: Final = "stored"
@@ -33,8 +33,11 @@ FORMATS: Final = ("int8", "fp8", "nf4")
 EIGHT_BITS: Final = ("int8", "fp8")
 """The formats with 8-bit codes, which a matrix product can multiply without dequantizing them."""
 HOST: Final = "host"
+"""The value of `stream_from` and of `optimizer_states` that means host memory."""
 PEERS: Final = "peers"
+"""The value of `stream_from` that means slices on all GPUs of the machine."""
 DEVICE: Final = "device"
+"""The value of `optimizer_states` that means the memory of the device."""
 CHECKPOINTING: Final = ("none", "full", "selective", "offload")
 
 
@@ -63,6 +66,7 @@ class Machine(Group):
         ),
         Condition(
             ("stream_from",),
+            # None is undecided: the plan may stream.
             lambda c: c.stream_blocks != 0 or c.stream_modulation is not False,
             "--stream-blocks or --stream-modulation",
         ),
@@ -190,7 +194,7 @@ class Machine(Group):
 
     @property
     def base_format(self) -> str | None:
-        """The format to which the base is quantized; None if it is not."""
+        """The format to which the base is quantized; None if it is not quantized."""
         return self.base_precision if self.base_precision in FORMATS else None
 
     @property
@@ -205,7 +209,7 @@ class Machine(Group):
 
     @property
     def streaming(self) -> Streaming:
-        """Which weights to stream; none as long as the settings are not resolved."""
+        """Which weights to stream; none while the settings are not resolved."""
         return {
             "stream_blocks": self.stream_blocks or 0,
             "stream_modulation": bool(self.stream_modulation),
@@ -213,7 +217,7 @@ class Machine(Group):
 
     @property
     def streams(self) -> bool:
-        """Whether any weights are streamed."""
+        """Whether any weights are streamed; False while the settings are not resolved."""
         return any(self.streaming.values())
 
     @property

@@ -10,13 +10,17 @@ from trainable_candle.settings.setting import Condition, Group, Setting
 
 LOSSES: Final = ("mse", "l1", "huber", "smooth_l1")
 HUBER_SCHEDULES: Final = ("constant", "exponential", "snr")
+"""The ways in which `huber_delta` may vary with the noise level."""
 TIMESTEPS: Final = ("uniform", "logit_normal", "mode")
+"""The distributions of noise levels."""
 WEIGHTINGS: Final = ("none", "sigma_sqrt", "cosmap")
+"""The weights of the loss as functions of the noise level."""
 PREDICTIONS: Final = ("epsilon", "v_prediction")
+"""What models with discrete timesteps may predict: the noise, or the velocity."""
 
 
 def _no_timesteps(config: Any) -> str | None:
-    """Return why the limits of the timesteps leave none to train at; None if they leave some."""
+    """Return why no timestep is between the limits; None if there is one."""
     if config.max_timestep is not None and config.min_timestep >= config.max_timestep:
         return (
             f"--min-timestep is {config.min_timestep}, and --max-timestep is "
@@ -73,7 +77,7 @@ class NoisePrediction(Group):
 
 @dataclass(frozen=True)
 class Loss(Group):
-    """The loss function, and the weight of the loss at each noise level."""
+    """The loss function, and its dependence on the noise level."""
 
     section: ClassVar[str] = sections.OBJECTIVE
     conditions: ClassVar[tuple[Condition, ...]] = (
@@ -168,7 +172,7 @@ class Flow(Group):
 
 @dataclass(frozen=True)
 class DistilledGuidance(Group):
-    """The objective of models that take a guidance scale as input."""
+    """The guidance scale in the training of models that take one as input."""
 
     section: ClassVar[str] = sections.OBJECTIVE
 

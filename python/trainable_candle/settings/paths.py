@@ -1,4 +1,4 @@
-"""Paths in settings files: they are relative to the file's folder, so that a run can be moved."""
+"""Paths in settings files. They are relative to the file's folder, so that a run can be moved."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ AUTO: Final = "auto"
 Job schedulers can then repeat the same command.
 """
 PROMPTS: Final = (".txt",)
-"""Endings of prompt files; the path of such a file may be given in place of a prompt."""
+"""Endings of prompt files. The path of such a file may be given in place of a prompt."""
 
 
 def inward(name: str, value: Any, folder: Path) -> Any:
-    """Make paths that are relative to a file's folder relative to the current folder.
+    """Make paths that are relative to a settings file's folder relative to the current folder.
+
+    If `folder` is absolute, the paths become absolute. Absolute paths do not change, nor do values
+    that are not paths: `latest` and `auto` of `resume`, names of models on the hub, and prompts.
 
     Args:
         name: the name of a setting with paths.
@@ -46,7 +49,8 @@ def inward(name: str, value: Any, folder: Path) -> Any:
 def outward(name: str, value: Any, folder: Path) -> Any:
     """Make paths relative to `folder`, the folder of a settings file; inverts `inward`.
 
-    Absolute paths do not change, except for `output`: the output folder moves with the file.
+    Absolute paths do not change, except for the path in `output`: the output folder moves with the
+    file.
     """
 
     def change(text: str) -> str:
@@ -65,15 +69,15 @@ def is_prompts(text: str) -> bool:
 
 
 def _each(name: str, value: Any, change: Callable[[str], str]) -> Any:
-    """Return the value with each relative path changed; absolute paths and other texts are kept."""
+    """Return the value with `change` applied to each relative path, and to nothing else."""
 
-    def changed(text: Any) -> Any:
-        if not isinstance(text, str) or not text or text.startswith("~") or os.path.isabs(text):  # noqa: PTH117 - a text
-            return text
-        if name == "resume" and text in {LATEST, AUTO}:
-            return text
-        if name == "sample_prompts" and not is_prompts(text):
-            return text
-        return change(text)
+    def changed(item: Any) -> Any:
+        if not isinstance(item, str) or not item or item.startswith("~") or os.path.isabs(item):  # noqa: PTH117 - a text
+            return item
+        if name == "resume" and item in {LATEST, AUTO}:
+            return item
+        if name == "sample_prompts" and not is_prompts(item):
+            return item
+        return change(item)
 
     return [changed(item) for item in value] if isinstance(value, list) else changed(value)

@@ -32,7 +32,7 @@ IMAGES: Final[Mapping[str, Mapping[str, Any]]] = {
         "ema_decay": 0.99,
     },
 }
-"""The presets of image models."""
+"""The presets of image models: settings by the name of the preset."""
 TEXTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "fast": {"rank": 8, "epochs": 1, "batch_size": 1, "sequence_length": 1024},
     "balanced": {
@@ -50,8 +50,9 @@ TEXTS: Final[Mapping[str, Mapping[str, Any]]] = {
         "lora_dropout": 0.05,
     },
 }
-"""The presets of language models."""
+"""The presets of language models: settings by the name of the preset."""
 NAMES: Final = tuple(IMAGES)
+"""The names of the presets; `IMAGES` and `TEXTS` have the same."""
 LENGTHS: Final = frozenset({"steps", "epochs"})
 """The settings that say how long a run takes; at most one of them may be given."""
 
@@ -59,16 +60,22 @@ LENGTHS: Final = frozenset({"steps", "epochs"})
 def completed(
     values: Mapping[str, Any], name: str, presets: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the given settings, and the preset's values of the settings that are not given.
+    """Return the given settings, and the preset's values for the settings that are not given.
+
+    Args:
+        values: the given settings.
+        name: the name of the preset.
+        presets: settings by the name of the preset.
 
     Raises:
-        ConfigError: there is no such preset, or the values give all settings of the preset.
+        ConfigError: there is no such preset, or `values` leave no setting of the preset open.
     """
+    # From a YAML file, `name` may have any type.
     if str(name) not in presets:
         raise ConfigError(f"preset: `{name}` is not known{nearest(str(name), presets)}")
     # If `steps` or `epochs` is given, neither comes from the preset.
-    taken = values.keys() | (LENGTHS if LENGTHS & values.keys() else set())
-    missing = {key: value for key, value in presets[name].items() if key not in taken}
+    decided = values.keys() | (LENGTHS if LENGTHS & values.keys() else set())
+    missing = {key: value for key, value in presets[name].items() if key not in decided}
     if not missing:
         raise ConfigError(
             f"preset: `{name}` has no effect: all of its settings are given; leave it out"
@@ -79,7 +86,8 @@ def completed(
 def described(
     presets: Mapping[str, Mapping[str, Any]], names: Collection[str] = NAMES
 ) -> list[str]:
-    """Return a line for each preset, for the help."""
+    """Return a line for each preset in `names`, for the help."""
     return [
-        f"  {name:<9} " + ", ".join(f"{k} {v}" for k, v in presets[name].items()) for name in names
+        f"  {name:<9} " + ", ".join(f"{key} {value}" for key, value in presets[name].items())
+        for name in names
     ]

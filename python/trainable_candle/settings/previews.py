@@ -1,4 +1,4 @@
-"""Settings of checks during training: validation loss, previews."""
+"""Settings of validation and previews during training."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from trainable_candle.settings.setting import Condition, Group, Setting
 SAMPLERS: Final = ("euler", "dpmpp_2m")
 
 
-def _previews(*names: str) -> Condition:
-    """Return the condition without which these settings have no effect: there are prompts."""
+def _needs_prompts(*names: str) -> Condition:
+    """Return the condition that settings have no effect without prompts."""
     return Condition(names, lambda c: bool(c.sample_prompts), "--sample-prompts")
 
 
 def _two_validations(config: Any) -> str | None:
+    """Return why the data for validation are given twice; None if they are not."""
     if config.validation_dataset and config.validation_split:
         return (
             "validation_dataset and validation_split are both given; "
@@ -62,11 +63,11 @@ class Validation(Group):
 
 @dataclass(frozen=True)
 class Previews(Group):
-    """The prompts of previews, and how often they are drawn."""
+    """The prompts of previews, and how often previews are drawn."""
 
     section: ClassVar[str] = sections.VALIDATION
     conditions: ClassVar[tuple[Condition, ...]] = (
-        _previews("sample_every", "sample_every_epochs", "sample_seed"),
+        _needs_prompts("sample_every", "sample_every_epochs", "sample_seed"),
         Condition(
             ("sample_every",),
             lambda c: c.sample_every_epochs is None,
@@ -120,10 +121,10 @@ class Previews(Group):
 
 @dataclass(frozen=True)
 class Denoising(Group):
-    """The number of sampling steps."""
+    """The number of sampling steps of a preview."""
 
     section: ClassVar[str] = sections.VALIDATION
-    conditions: ClassVar[tuple[Condition, ...]] = (_previews("sample_steps"),)
+    conditions: ClassVar[tuple[Condition, ...]] = (_needs_prompts("sample_steps"),)
 
     sample_steps: Annotated[
         int | None,
@@ -139,11 +140,11 @@ class Denoising(Group):
 
 @dataclass(frozen=True)
 class Drawing(Group):
-    """How images are drawn from prompts."""
+    """How previews of image models are drawn from prompts."""
 
     section: ClassVar[str] = sections.VALIDATION
     conditions: ClassVar[tuple[Condition, ...]] = (
-        _previews("sample_size", "sampler", "guidance", "negative_prompt"),
+        _needs_prompts("sample_size", "sampler", "guidance", "negative_prompt"),
         Condition(("negative_prompt",), lambda c: c.guidance != 1, "--guidance other than 1"),
     )
 

@@ -11,24 +11,28 @@ from trainable_candle.settings.paths import is_prompts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_OTHERS: Final = (".toml", ".json")
-"""Endings of files of prompts that kohya's scripts read and this library does not."""
+_UNREAD: Final = (".toml", ".json")
+"""Endings of prompt files that kohya's scripts read and this library does not."""
 
 
 def expanded(prompts: Sequence[str], setting: str = "--sample-prompts") -> list[str]:
-    """Return prompts in which names of `.txt` files are replaced by the files' lines.
+    """Return the prompts, with the lines of a `.txt` file in place of the file's path.
 
     Empty lines and lines that begin with `#` are left out.
 
+    Args:
+        prompts: prompts and paths of `.txt` files.
+        setting: the flag that gives the prompts; messages begin with it.
+
     Raises:
-        MissingFileError: there is no such file.
-        ConfigError: a .txt file has no prompt or cannot be read as text, or a prompt names a .toml
-            or .json file.
+        MissingFileError: there is no such `.txt` file.
+        ConfigError: a `.txt` file has no prompt or cannot be read as text, or a prompt is the path
+            of a `.toml` or `.json` file.
     """
     found: list[str] = []
     for prompt in prompts:
         if not is_prompts(prompt):
-            if prompt.lower().endswith(_OTHERS) and Path(prompt).expanduser().is_file():
+            if prompt.lower().endswith(_UNREAD) and Path(prompt).expanduser().is_file():
                 raise ConfigError(
                     f"{setting}: prompts are not read from {prompt}; write a .txt file with one "
                     "prompt on each line"

@@ -1,4 +1,4 @@
-"""Reading settings from a YAML file."""
+"""Reads the lines of a YAML file of settings."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from trainable_candle.settings.setting import described
 
 
 def read_yaml(path: str | bytes | Path) -> dict[str, Any]:
-    """Return the `name: value` lines of a YAML file, unchecked.
+    """Return the `name: value` lines of a YAML file, unchecked; an empty file has none.
 
     Raises:
         MissingFileError: there is no such file.
-        ConfigError: the file cannot be read, is not YAML, or is not a mapping.
+        ConfigError: the file cannot be read, is not text in UTF-8 or not YAML, or does not consist
+            of such lines.
     """
     path = Path(os.fsdecode(path)).expanduser()
     try:
@@ -27,8 +28,8 @@ def read_yaml(path: str | bytes | Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise MissingFileError(f"{path}: there is no such configuration file") from None
     except IsADirectoryError:
-        inside = f", such as {path / CONFIG}" if (path / CONFIG).exists() else ""
-        raise ConfigError(f"{path}: is a folder, expected a YAML file{inside}") from None
+        example = f", such as {path / CONFIG}" if (path / CONFIG).exists() else ""
+        raise ConfigError(f"{path}: is a folder, expected a YAML file{example}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""`Setting`: the description of a setting, the check of its value, and its flag."""
+"""Descriptions of settings and groups, the check of a value, and texts for messages."""
 
 from __future__ import annotations
 
@@ -33,46 +33,51 @@ class Setting:
     high: float | None = None
     """The greatest value."""
     below: float | None = None
-    """The value must be less than this bound."""
+    """The value must be less than this bound. For a whole number without `below` and `high`, the
+    bound is 2**63."""
     rare: bool = False
     """Whether the short help omits the setting."""
     texts: bool = False
-    """Whether the items of a list are texts, which may contain commas; the flag is then repeated
-    for each item."""
+    """Whether the items of a list are texts, which may contain commas; the flag then takes one item
+    and may be repeated."""
     several: bool = False
-    """Whether the flag of a list takes several texts at once."""
+    """Whether the flag of such a list takes several items at once."""
     tokenized: bool = False
     """Whether a tokenizer reads the value, which must then be valid UTF-8."""
     free: bool | Callable[[Mapping[str, Any]], bool] = False
     """Whether a resumed run with another value still repeats the earlier run; may be a function of
-    the values of all settings."""
+    the values of all its settings, by name."""
     section: str | None = None
-    """The section of the help, if it differs from the group's."""
+    """The section of the help; None: that of the group."""
     synonyms: tuple[str, ...] = ()
-    """Names of the same setting in other tools, spelled like flags; flags and YAML files may use
-    them, too. A name with dots stands for nested lines in YAML files, and is not a flag."""
+    """Names of the same setting in other tools, spelled like flags. The command line and YAML files
+    accept them, too. A name with dots stands for nested lines in YAML files, and is not a flag."""
     spellings: Mapping[str, str] = field(default_factory=dict)
     """Maps other tools' names of choices, in lower case, to the choices."""
     words: Mapping[str, int] = field(default_factory=dict)
     """Maps words, in lower case, to the numbers that they stand for."""
     read: Callable[[Any], Any] | None = None
-    """Converts other tools' spellings of the value; returns any other value unchanged."""
+    """Converts other tools' spellings of the value; returns any other value unchanged, or raises
+    `ConfigError` if the value cannot be used."""
     bare: str | None = None
-    """The value of a flag that is given without a value."""
+    """The setting's value if its flag is given without one."""
     path: bool = False
-    """Whether the value is a path; in a YAML file, paths are relative to the folder of the file."""
+    """Whether the value is a path, or a list of paths; in a YAML file, paths are relative to the
+    folder of the file."""
 
 
 class Condition(NamedTuple):
     """A condition without which settings have no effect."""
 
     settings: tuple[str, ...]
+    """The names of the settings."""
     holds: Callable[[Any], bool]
     """Takes the whole configuration; returns whether the condition holds."""
     needed: str
-    """The flags that make the condition hold, for the message "... has no effect without ..."."""
+    """The flags that make the condition hold, for the message "... has no effect without ..."; not
+    used if there is a `complaint`."""
     complaint: str | None = None
-    """The whole message, in place of that one."""
+    """A whole message for conditions that this wording does not fit."""
 
 
 class Group:
@@ -84,23 +89,25 @@ class Group:
     section: ClassVar[str]
     """The section of the help that shows the group's settings."""
     conditions: ClassVar[tuple[Condition, ...]] = ()
-    """When the settings have an effect. A run checks at its start that its settings have one."""
+    """When settings have an effect. A run checks at its start that its settings have one."""
     contradictions: ClassVar[tuple[Callable[[Any], str | None], ...]] = ()
-    """Functions from a configuration to a message about a contradiction in it, or None; checked
-    whenever a configuration is made."""
+    """Functions from a configuration to a message about a contradiction in it, or None. They are
+    called whenever a configuration is made."""
 
 
-_WORD: Final = 2**63
+_PAST_INT64: Final = 2**63
 """The least whole number that does not fit in a signed 64-bit integer."""
 
 
 def checked(name: str, value: Any, hint: Any, setting: Setting) -> Any:
     """Convert a value to the type of its setting, and check the value.
 
-    A float may be given as a whole number or as a text, and a list of names as a text with commas.
+    A float may be given as a whole number or as a text, a list of names as a text with commas, and
+    a list of one text as that text.
 
     Raises:
-        ConfigError: the type is wrong, or the value is outside its range.
+        ConfigError: the type is wrong, the value is none of the choices or is outside its range, or
+            `setting.read` rejects it.
     """
     if isinstance(value, str):
         value = setting.words.get(value.lower(), value)
@@ -108,14 +115,14 @@ def checked(name: str, value: Any, hint: Any, setting: Setting) -> Any:
         value = setting.read(value)
     if isinstance(value, bool) and setting.choices:
         # YAML 1.1 reads on, off, yes and no as true and false.
-        words = ("on", "yes") if value else ("off", "no")
+        written = ("on", "yes") if value else ("off", "no")
         known = {*setting.choices, *setting.spellings}
-        value = next((word for word in words if word in known), value)
+        value = next((word for word in written if word in known), value)
     value = _typed(name, value, hint, setting)
     if setting.choices and isinstance(value, str) and value not in setting.choices:
         value = setting.spellings.get(value.lower(), value)
         value = value.lower() if value.lower() in setting.choices else value
-    _check_range(name, value, setting)
+    _check_value(name, value, setting)
     return value
 
 
@@ -125,7 +132,7 @@ def flag(name: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: the nearest known name, or all."""
+    """Return the end of a message about an unknown name: the nearest known name, or all names."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean `{near[0]}`?" if near else f"; expected one of {', '.join(known)}"
@@ -145,6 +152,8 @@ _EXPECTED: Final = {
 
 
 def _typed(name: str, value: Any, hint: Any, setting: Setting) -> Any:
+    """Convert a value to the type `hint`, such as `int`, `list[str]` or `float | None`."""
+    # The arguments of a union are its options; the argument of a list is the type of its items.
     options = get_args(hint) if get_origin(hint) is not list else ()
     if value is None and type(None) in options:
         return None
@@ -172,6 +181,7 @@ def _typed(name: str, value: Any, hint: Any, setting: Setting) -> Any:
 
 
 def _list(name: str, value: Any, *, split: bool) -> list[str]:
+    """Convert a value to a list of texts; if `split`, split one text at its commas."""
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()] if split else [value]
     if isinstance(value, (list, tuple)) and all(isinstance(part, str) for part in value):
@@ -180,7 +190,8 @@ def _list(name: str, value: Any, *, split: bool) -> list[str]:
     raise ConfigError(f"{name} is {described(value)}, expected {expected}")
 
 
-def _check_range(name: str, value: Any, setting: Setting) -> None:
+def _check_value(name: str, value: Any, setting: Setting) -> None:
+    """Check that a value of the right type is one of the choices, or in the range."""
     if value is None:
         return
     if setting.choices and value not in setting.choices:
@@ -202,6 +213,6 @@ def _check_range(name: str, value: Any, setting: Setting) -> None:
         raise ConfigError(f"{name} is {value}, expected at most {setting.high:g}")
     below = setting.below
     if below is None and setting.high is None and isinstance(value, int):
-        below = _WORD
+        below = _PAST_INT64
     if below is not None and value >= below:
         raise ConfigError(f"{name} is {value}, expected below {below}")

@@ -9,28 +9,30 @@ from trainable_candle.settings import sections
 from trainable_candle.settings.setting import Group, Setting
 
 REDUCTIONS: Final = ("f32", "bf16")
+"""The dtypes in which GPUs may exchange gradients."""
 
 
 def _wrong_gpus(config: Any) -> str | None:
-    """Return what is wrong with `gpus`; None if it names GPUs or is not set."""
+    """Return what is wrong with `gpus`; None if it is valid or not set."""
     text = config.gpus
     if text is None or text == "all":
         return None
-    numbers = text.split(",")
-    if not all(number.strip().isdecimal() for number in numbers):
+    numbers = [number.strip() for number in text.split(",")]
+    if not all(number.isdecimal() for number in numbers):
         return f"gpus: found {text!r}, expected a number of GPUs, `all`, or GPU indices as in 0,2"
-    if len(set(numbers)) < len(numbers):
+    if len(set(map(int, numbers))) < len(numbers):
         return f"gpus: {text!r} names a GPU twice"
     if len(numbers) == 1 and int(text) < 1:
         return f"gpus: found {text}, expected at least 1; GPU 0 alone is --device cuda:0"
     return None
 
 
-def _numbers(value: Any) -> Any:
+def _as_text(value: Any) -> Any:
     """Convert a number of GPUs or a list of indices to text; return other values unchanged."""
     if type(value) is int:
         return str(value)
-    if isinstance(value, list) and len(value) > 1 and all(type(v) is int for v in value):
+    # A list of one index stays a list, which is rejected: its text would be a number of GPUs.
+    if isinstance(value, list) and len(value) > 1 and all(type(index) is int for index in value):
         return ",".join(map(str, value))
     return value
 
@@ -49,7 +51,7 @@ class Several(Group):
             rare=True,
             free=True,
             synonyms=("devices", "num-processes", "gpu-ids"),
-            read=_numbers,
+            read=_as_text,
         ),
     ] = None
     effective_batch: Annotated[

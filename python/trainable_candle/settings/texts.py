@@ -9,14 +9,13 @@ from trainable_candle.settings import sections
 from trainable_candle.settings.setting import Condition, Group, Setting
 
 TRAIN_ON: Final = ("answers", "last-answer", "all")
-"""The tokens in the loss: those of all answers, of each example's last answer, or all tokens."""
-
-
+"""The tokens in the loss: those of all answers, those of each example's last answer, or all."""
 OBJECTIVES: Final = ("sft", "dpo")
 """The goals of training on texts: to reproduce the texts, or to prefer the better answer of two."""
 
 
-def _answers_compared(config: Any) -> str | None:
+def _dpo_contradiction(config: Any) -> str | None:
+    """Return why `initial_adapter` contradicts the objective dpo; None if it does not."""
     if config.objective == "dpo" and config.initial_adapter:
         return (
             "objective dpo compares the trained model with the model without adapters, so "
@@ -41,7 +40,7 @@ class Texts(Group):
             "change only one of them; leave --lora-dropout out",
         ),
     )
-    contradictions: ClassVar = (_answers_compared,)
+    contradictions: ClassVar = (_dpo_contradiction,)
 
     objective: Annotated[
         str,

@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 OPTIMIZERS: Final = tuple(KINDS)
 SCHEDULERS: Final = tuple(SCHEDULES)
 OF_RUNS: Final[dict[str, dict[str, Any]]] = {"muon": {"match_rms_adamw": True}}
-"""Arguments that runs give to optimizers. Muon's updates get the size of AdamW's updates, because
-the default learning rates are chosen for AdamW."""
+"""Arguments that a run gives to an optimizer, by the optimizer's name. Muon's updates get the size
+of AdamW's updates, because the default learning rates are chosen for AdamW."""
 
 
-def _steps(value: Any) -> Any:
-    """Return a number of steps, which OneTrainer writes as 200.0.
+def _warmup(value: Any) -> Any:
+    """Return a number of warm-up steps as `int`; OneTrainer writes it as 200.0.
+
+    Returns a value that is not a whole number unchanged.
 
     Raises:
         ConfigError: the value is a share of the steps, which kohya's scripts take.
@@ -53,32 +55,36 @@ def _long_warmup(config: Any) -> str | None:
 
 
 def _wrong_arguments(config: Any) -> str | None:
-    """Return why the optimizer or the schedule rejects its arguments; None if it does not."""
-    texts = (config.optimizer_args, config.lr_scheduler_args)
-    if not any(texts):
+    """Return why the optimizer or the schedule rejects its arguments; None if neither does.
+
+    Raises:
+        ConfigError: see `parsed` and `check_names`.
+    """
+    if not config.optimizer_args and not config.lr_scheduler_args:
         return None
-    values, of_schedule = config.optimizer_arguments, config.lr_scheduler_arguments
+    of_optimizer, of_schedule = config.optimizer_arguments, config.lr_scheduler_arguments
     kind: Callable[..., Any] = KINDS[config.optimizer]
     schedule = SCHEDULES[config.lr_scheduler]
     if "weight_decay" in parsed("optimizer_args", config.optimizer_args) and (
         config.weight_decay != Training.weight_decay
     ):
-        return "--weight-decay and optimizer_args both say the weight decay; give one"
-    flags = {
+        return "--weight-decay and --optimizer-args both set the weight decay; give one"
+    own = {
         "lr": "--learning-rate",
         "stochastic_rounding": "--stochastic-rounding",
         "states": "--optimizer-states",
     }
-    check_names("optimizer_args", values, config.optimizer, kind, flags)
+    check_names("optimizer_args", of_optimizer, config.optimizer, kind, own)
     own = {"optimizer": "--optimizer", "total_steps": "--steps", "warmup_steps": "--warmup-steps"}
     check_names("lr_scheduler_args", of_schedule, config.lr_scheduler, schedule, own)
-    name = "optimizer_args"
+    setting = "optimizer_args"
     try:
-        optimizer: Any = kind([Var(zeros(1))], lr=config.rate, **values)
-        name = "lr_scheduler_args"
+        optimizer: Any = kind([Var(zeros(1))], lr=config.rate, **of_optimizer)
+        setting = "lr_scheduler_args"
+        # If `epochs` is set, `steps` is not the length of the run, and may be below the warm-up.
         schedule(optimizer, total_steps=max(1, config.warmup_steps, config.steps), **of_schedule)
     except (Error, TypeError) as error:
-        return f"{name}: {error}"
+        return f"{setting}: {error}"
     return None
 
 
@@ -93,12 +99,12 @@ def _one_rate_for_all(config: Any) -> str | None:
 
 
 def _averaging_contradiction(config: Any) -> str | None:
-    """Return why an optimizer that averages the adapter itself contradicts a setting; else None."""
+    """Return why the optimizer contradicts a setting because it averages the adapter; else None."""
     kind: Callable[..., Any] = KINDS[config.optimizer]
     if not kind([Var(zeros(1))]).averages:
         return None
     if config.ema_decay:
-        return f"--optimizer {config.optimizer} averages the adapter itself; set --ema-decay to 0"
+        return f"--optimizer {config.optimizer} already averages the adapter; set --ema-decay to 0"
     if config.lr_scheduler != "constant":
         return f"--optimizer {config.optimizer} needs no schedule; set --lr-scheduler to constant"
     return None
@@ -125,6 +131,7 @@ def _rounding_contradiction(config: Any) -> str | None:
 
 
 def _contradiction(config: Any) -> str | None:
+    """Return a message about the first contradiction; None if there is none."""
     return (
         _long_warmup(config)
         or _wrong_arguments(config)
@@ -263,7 +270,7 @@ class Training(Group):
             low=0,
             rare=True,
             synonyms=("lr-warmup-steps", "learning-rate-warmup-steps"),
-            read=_steps,
+            read=_warmup,
         ),
     ] = 0
     weight_decay: Annotated[float, Setting("weight decay", low=0, rare=True)] = 0.01
@@ -284,21 +291,23 @@ class Training(Group):
 
     @property
     def optimizer_arguments(self) -> dict[str, Any]:
-        """The arguments of the optimizer besides its learning rate.
+        """The optimizer's arguments by name: `weight_decay`, `OF_RUNS` and `optimizer_args`.
+
+        If two of these give an argument, the later one counts.
 
         Raises:
-            ConfigError: a text of `optimizer_args` is not of the form `name=value`.
+            ConfigError: see `parsed`.
         """
-        own = OF_RUNS.get(self.optimizer, {})
+        of_run = OF_RUNS.get(self.optimizer, {})
         given = parsed("optimizer_args", self.optimizer_args)
-        return {"weight_decay": self.weight_decay, **own, **given}
+        return {"weight_decay": self.weight_decay, **of_run, **given}
 
     @property
     def lr_scheduler_arguments(self) -> dict[str, Any]:
-        """The arguments of the schedule besides its numbers of steps.
+        """The schedule's arguments by name, except for the optimizer and the numbers of steps.
 
         Raises:
-            ConfigError: a text of `lr_scheduler_args` is not of the form `name=value`.
+            ConfigError: see `parsed`.
         """
         return parsed("lr_scheduler_args", self.lr_scheduler_args)
 
