@@ -56,30 +56,33 @@ if TYPE_CHECKING:
 
 _BATCH: Final = "batch_size"
 _ACCUMULATION: Final = "gradient_accumulation"
-_CHOSEN: Final = (CHECKPOINTING, parts.PART, PRECISION, TEXTS, MODULATION, BLOCKS, STATES)
-PLANNED: Final = (*_CHOSEN, _BATCH)
+_OF_BATCH: Final = (CHECKPOINTING, parts.PART, PRECISION, TEXTS, MODULATION, BLOCKS, STATES)
+"""The settings that a plan chooses for a given batch size."""
+PLANNED: Final = (*_OF_BATCH, _BATCH)
 """The settings that a plan chooses if the user leaves them open."""
 KEPT: Final = (PRECISION, TEXTS, _BATCH)
 """The planned settings that a resumed run keeps, because its results depend on them."""
 _PLENTY: Final = {CHECKPOINTING: "none", PRECISION: SAME, TEXTS: SAME, STATES: DEVICE}
-"""The values of open settings if memory suffices. The streaming settings then stay None, which
-streams nothing."""
+"""The values of open settings if memory suffices. The other settings then stay None: nothing is
+streamed, and a checkpointing policy is for all blocks."""
 _COST: Final = {SAME: 1.0, "int8": 1.1, "fp8": 1.1, "nf4": 1.25}
-"""If a run also fits with an unrounded base, the base is rounded to a format only if that makes a
-step faster by the format's factor. A format that the file already has rounds nothing."""
+"""The factor for the time of a step with a base in each format, because rounding changes the model:
+a run that also fits with an unrounded base rounds it only if a step gets faster by this factor. A
+format that the file already has rounds nothing, so it costs no factor."""
 _HOST_STATES: Final = 1.05
-"""If a run also fits with the optimizer's states on the GPU, they are in host memory only if that
-makes a step faster by this factor: the speed at which kernels read and write states in host memory
-has not been measured."""
+"""The factor for the time of a step with the optimizer's states in host memory, because the speed
+at which kernels read and write them there has not been measured."""
 _BATCHES: Final = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Batch sizes that `auto` tries after 1."""
 _GAIN: Final = 0.97
 """The batch size is doubled if the new time per sample is at most this share of the old time."""
 _LINKS: Final = {NVLINK: "NVLink", BUS: "the bus"}
+"""Maps links between GPUs to their names in the log."""
 _MARGIN: Final = 0.05
 """The share of a GPU's memory that a plan leaves free."""
 _LESS: Final = 0.9
-"""The share of the first plan's need that a second plan may take after memory ran out."""
+"""The share of the first plan's memory that a second plan may take after memory ran out; both are
+without `RUNTIME_BYTES`."""
 _WORTH: Final = 0.95
 """A faster plan is mentioned if its step takes at most this share of the chosen plan's time."""
 
@@ -89,13 +92,13 @@ class Budget:
     """The memory that a run may use, and the speed of its GPU."""
 
     memory: float
-    """Bytes that the run may use in the memory of its device: a GPU's memory, or host memory."""
+    """Bytes that each process may use in its device's memory: that of a GPU, or of the host."""
     host: float
     """Bytes of host memory that each process may use for what `Estimate.host` counts."""
     rates: Rates | None = None
     """The speed of the GPU; None if it is not known."""
     margin: float = 0.0
-    """The share of the memory that a plan leaves free, because estimates may be wrong."""
+    """The share of `memory` that a plan leaves free, because estimates may be wrong."""
     processes: int = 1
     """The number of processes on a machine, among which the host memory is divided."""
     sharing: int = 1
@@ -107,32 +110,39 @@ class Budget:
 
     @property
     def planned(self) -> float:
-        """Bytes that a plan may fill."""
+        """Bytes of `memory` that a plan may fill."""
         return self.memory * (1 - self.margin)
 
     def host_need(self, found: Estimate) -> float:
         """Return the bytes of host memory of each process, with its share of streamed weights.
 
-        Weights that are streamed from other GPUs take host memory only while a model is loaded.
+        Weights that are streamed from other GPUs count, too: they take host memory while a model is
+        loaded.
         """
         streamed = _streamed(found) if found.host else 0
         return found.host - streamed + streamed / self.sharing
 
     def can_pin(self, found: Estimate) -> bool:
-        """Return whether the optimizer's states can be pinned beside the streamed weights."""
+        """Return whether the host can pin the optimizer's states and the offloaded inputs.
+
+        They share the memory that can be pinned with the streamed weights.
+        """
         if found.work is None:
             return True
         shared = self.sharing > 1
         return can_pin(found.work, self._pinnable(found), self.pinned, shared=shared)
 
     def pinned_need(self, found: Estimate) -> float:
-        """Return the pinned bytes of each process, with its share of the streamed weights."""
+        """Return the bytes that each process pins, with its share of the streamed weights."""
         if found.work is None:
             return 0.0
         return self._pinnable(found) / self.sharing + found.work.states + found.work.offloaded
 
     def paced(self, found: Estimate) -> Rates:
-        """Return the GPU's rates, with the rate at which the run copies streamed weights."""
+        """Return the GPU's rates, with the rate at which the run copies streamed weights.
+
+        The rates of an unknown GPU are those of `ANY_GPU`.
+        """
         rates = self.rates or ANY_GPU
         if self.peers is not None:
             return with_peers(rates, self.peers)
@@ -146,19 +156,20 @@ class Budget:
     def sliced(
         self, estimate: Callable[[TrainConfig], Estimate]
     ) -> Callable[[TrainConfig], Estimate]:
-        """Return an `estimate` that also counts the weights that each GPU holds for streaming.
+        """Return a function that adds each GPU's slice of the streamed weights to an estimate.
 
-        If GPUs hold the streamed weights (`peers`), each GPU of a machine holds a slice of them.
+        If the host holds the streamed weights (no `peers`), there are no slices: the result is
+        `estimate` itself.
         """
         if self.peers is None:
             return estimate
 
         def with_slice(config: TrainConfig) -> Estimate:
             found = estimate(config)
-            item = Item("slice of streamed", "weights", math.ceil(_streamed(found) / self.sharing))
+            held = Item("slice of streamed", "weights", math.ceil(_streamed(found) / self.sharing))
             # The slice is in memory in the same phases as the model: those with an adapter.
             phases = {
-                phase: [*items, item] if any(one.what == "adapter" for one in items) else items
+                phase: [*items, held] if any(item.what == "adapter" for item in items) else items
                 for phase, items in found.phases.items()
             }
             return replace(found, phases=phases)
@@ -172,9 +183,13 @@ class Budget:
 
 
 def find_budget(group: Group, config: TrainConfig) -> Budget:
-    """Return the budget of a process: the least memory and the slowest GPU among all processes.
+    """Return the budget of each process: the least memory and the slowest GPU among all processes.
 
     All processes get the same budget, so that they make the same plan.
+
+    Args:
+        group: the processes of the run, which must all call this function.
+        config: the settings, with a device.
 
     Raises:
         CudaUnavailableError, DeviceError: there is no such device.
@@ -189,20 +204,20 @@ def find_budget(group: Group, config: TrainConfig) -> Budget:
     found = [json.loads(facts) for facts in group.exchange(json.dumps(mine).encode())]
     known = [rates for facts in found if (rates := rates_of(facts["name"])) is not None]
     return Budget(
-        min(facts["memory"] for facts in found),
-        min(facts["host"] for facts in found),
-        min(known, key=lambda rates: rates.products, default=None),
-        _MARGIN if config.on_gpu else 0.0,
-        group.local_size,
-        min(group.local_size, least_sharing([facts["machine"] for facts in found])),
-        slowest_link(group, config.device) if config.from_peers and config.on_gpu else None,
-        min(facts["pinned"] for facts in found),
+        memory=min(facts["memory"] for facts in found),
+        host=min(facts["host"] for facts in found),
+        rates=min(known, key=lambda rates: rates.products, default=None),
+        margin=_MARGIN if config.on_gpu else 0.0,
+        processes=group.local_size,
+        sharing=min(group.local_size, least_sharing([facts["machine"] for facts in found])),
+        peers=slowest_link(group, config.device) if config.from_peers and config.on_gpu else None,
+        pinned=min(facts["pinned"] for facts in found),
     )
 
 
 @contextmanager
 def kept_within(budget: Budget, config: TrainConfig) -> Iterator[None]:
-    """Return a context in which tensors on the GPU take at most `vram` GiB, if `vram` is set."""
+    """Return a context in which tensors on the GPU stay within the budget, if `vram` is set."""
     if config.vram is None or not config.on_gpu:
         yield
         return
@@ -220,16 +235,21 @@ class Plan:
     config: TrainConfig
     estimate: Estimate
     chosen: Mapping[str, Any]
-    """The chosen values that differ from those with enough memory, and a chosen batch size."""
+    """The chosen values that differ from those with enough memory (`_PLENTY`), and a chosen batch
+    size with its accumulation."""
     nearest: Plan | None = None
-    """The plan that needs the least memory among the faster plans, none of which fits."""
+    """The plan that needs the least memory among the faster plans, none of which fits; None if no
+    plan is notably faster."""
 
     def lines(self, budget: Budget) -> list[str]:
-        """Return lines for the log: chosen settings, a faster plan with more memory, copies."""
+        """Return lines for the log: choices, a faster plan for more memory, the time of copies."""
         return [*self._choice(budget), *self._copies(budget)]
 
     def _copies(self, budget: Budget) -> list[str]:
-        """Return a line that compares the time of copies with that of the computation."""
+        """Return a line that compares a batch's time of copies with that of its computation.
+
+        There is no line if nothing is copied, or if the GPU's speed is not known.
+        """
         work = self.estimate.work
         if work is None or budget.rates is None:
             return []
@@ -243,15 +263,16 @@ class Plan:
         return [f"plan: copies to and from the GPU take {times} beside them"]
 
     def _choice(self, budget: Budget) -> list[str]:
+        """Return lines about the chosen settings, and about a faster plan with more memory."""
         if not self.chosen:
             return []
-        found = [f"plan: {self.described(budget)} fits in {size(budget.memory)}"]
+        lines = [f"plan: {self.described(budget)} fits in {size(budget.memory)}"]
         if self.nearest is not None:
-            found.append(f"plan: faster with more memory: {self.nearest.described(budget)}")
-        return found
+            lines.append(f"plan: faster with more memory: {self.nearest.described(budget)}")
+        return lines
 
     def described(self, budget: Budget) -> str:
-        """Return the chosen flags, the estimated memory and the time of a step, if it is known."""
+        """Return the chosen flags, the estimated memory and, if it is known, the time of a step."""
         flags = " ".join(as_flag(name, value) for name, value in self.chosen.items())
         if budget.peers is not None and self.config.streams:
             flags = f"{flags} from {budget.sharing} GPUs by {_LINKS[budget.peers]}".lstrip()
@@ -274,11 +295,11 @@ def make_plan(
     estimate: Callable[[TrainConfig], Estimate],
     samples: int = 1,
 ) -> Plan:
-    """Choose the fastest values that fit for the settings in `PLANNED` that are left open.
+    """Choose values for the open settings in `PLANNED`: those of the fastest run that fits.
 
     A batch size of `auto` is 1 on the CPU. On a GPU, it is doubled as long as this reduces the time
-    per sample, and as long as a given effective batch divides into such batches. Unless the file
-    has this format already, the time with a quantized base is multiplied by `_COST`, because
+    per sample, and as long as a given effective batch divides into such batches. The time with a
+    quantized base is multiplied by `_COST` unless the file already has that format, because
     rounding changes the model. The time with optimizer states in host memory is multiplied by
     `_HOST_STATES`. Modulation weights are streamed before blocks, because each step reads them only
     once. Text encoders are quantized only if the run does not fit otherwise, and first to the
@@ -288,39 +309,42 @@ def make_plan(
         config: the settings.
         groups: the groups of settings that the model takes; settings of other groups are not
             chosen.
-        budget: the available memory.
+        budget: the available memory, and the speed of the GPU.
         estimate: returns the estimate of a run with the settings that it gets.
         samples: the number of samples per epoch in this process; `auto` chooses no larger batch.
 
     Raises:
-        OutOfMemoryError: no plan fits; the message names settings that would fit.
+        OutOfMemoryError: no plan fits; the message names settings that would fit, or says that
+            another machine is needed.
     """
     estimate = budget.sliced(estimate)
     if not is_open(config, _BATCH):
         return _plan_batch(config, groups, budget, estimate)
-    # With an effective batch, the accumulation is that of batches of one sample: it is the number
-    # of samples in a step of this process.
+    # With an effective batch, the accumulation in `config` is that of batches of one sample: it is
+    # the number of samples in a step of this process.
     in_step = None if config.effective_batch is None else config.gradient_accumulation
 
-    def of_batches(count: int) -> dict[str, int]:
-        times = {} if in_step is None else {_ACCUMULATION: in_step // count}
-        return {_BATCH: count, **times}
+    def of_batch(samples_each: int) -> dict[str, int]:
+        accumulation = {} if in_step is None else {_ACCUMULATION: in_step // samples_each}
+        return {_BATCH: samples_each, **accumulation}
 
-    best = _plan_batch(config.with_(**of_batches(1)), groups, budget, estimate)
-    for count in _BATCHES:
-        if count > samples or not config.on_gpu or (in_step or 0) % count:
+    best = _plan_batch(config.with_(**of_batch(1)), groups, budget, estimate)
+    for samples_each in _BATCHES:
+        divides = in_step is None or in_step % samples_each == 0
+        if samples_each > samples or not config.on_gpu or not divides:
             break
         try:
-            larger = _plan_batch(config.with_(**of_batches(count)), groups, budget, estimate)
+            larger = _plan_batch(config.with_(**of_batch(samples_each)), groups, budget, estimate)
         except OutOfMemoryError:
             break
         if _sample_cost(larger, budget) > _GAIN * _sample_cost(best, budget):
             break
         best = larger
-    return replace(best, chosen={**of_batches(best.config.batch_size), **best.chosen})
+    return replace(best, chosen={**of_batch(best.config.batch_size), **best.chosen})
 
 
 def _sample_cost(plan: Plan, budget: Budget) -> float:
+    """Return the result of `_cost` per sample."""
     return _cost(plan, budget) / (plan.config.batch_size * plan.config.gradient_accumulation)
 
 
@@ -331,7 +355,7 @@ def _plan_batch(
     estimate: Callable[[TrainConfig], Estimate],
 ) -> Plan:
     """Make the plan for a given batch size; see `make_plan`."""
-    names = [name for name in _CHOSEN if is_open(config, name) and group_of(name) in groups]
+    names = [name for name in _OF_BATCH if is_open(config, name) and group_of(name) in groups]
     # On the CPU, host memory is the only memory. A policy that the user gives is for all blocks.
     idle = {STATES: not config.on_gpu, parts.PART: CHECKPOINTING not in names}
     names = [name for name in names if not idle.get(name)]
@@ -339,8 +363,8 @@ def _plan_batch(
     def plan(choice: Mapping[str, Any]) -> Plan:
         values = {name: choice.get(name, _PLENTY.get(name)) for name in names}
         chosen = {name: value for name, value in values.items() if value != _PLENTY.get(name)}
-        other = config.with_(**values)
-        return Plan(other, estimate(other), chosen)
+        complete = config.with_(**values)
+        return Plan(complete, estimate(complete), chosen)
 
     first = plan({})
     if _fits(first, budget):
@@ -358,20 +382,21 @@ def _plan_batch(
             if blocks and best.config.checkpointing in parts.OF_PARTS:
                 choice = {name: getattr(best.config, name) for name in names}
                 best = parts.fewest(best, choice, plan, blocks, partial(_fits, budget=budget))
-            most, slowest = _WORTH * _cost(best, budget), step_seconds(best, budget)
+            most_cost, time = _WORTH * _cost(best, budget), step_seconds(best, budget)
             # A plan that costs less only because it does not round the base may be slower.
-            better = [
+            faster = [
                 found
                 for found in plans
-                if _cost(found, budget) <= most and step_seconds(found, budget) < slowest
+                if _cost(found, budget) <= most_cost and step_seconds(found, budget) < time
             ]
-            nearest = min(better, key=lambda found: found.estimate.peak, default=None)
+            nearest = min(faster, key=lambda found: found.estimate.peak, default=None)
             return replace(best, nearest=nearest)
-    on_the_gpu = [found for found in plans if found.estimate.peak <= budget.planned]
-    if on_the_gpu:
-        fits = min((found.estimate for found in on_the_gpu), key=budget.host_need)
-        host = (budget.host_need(fits) * budget.processes, budget.host * budget.processes)
-        return refuse_for_the_host(first.estimate, fits, groups, host)
+    fit_device = [found.estimate for found in plans if found.estimate.peak <= budget.planned]
+    if fit_device:
+        # These plans lack only host memory.
+        least = min(fit_device, key=budget.host_need)
+        host = (budget.host_need(least) * budget.processes, budget.host * budget.processes)
+        return refuse_for_the_host(first.estimate, least, groups, host)
     smallest = min(plans, key=lambda found: found.estimate.peak)
     return refuse(first.estimate, smallest.config, groups, budget.planned, estimate)
 
@@ -382,37 +407,47 @@ def _explored(
     budget: Budget,
     blocks: int,
 ) -> list[Plan]:
-    """Return plans for the choices in `lists`, the result of `ladders`.
+    """Return plans for those choices that may be the best, or the nearest to fitting.
 
     The last choice of each list needs the least memory. If its plan fits into the device's memory,
-    the earlier choices are planned, up to the first that fits. If the policy can be limited to the
-    first of the `blocks`, that choice and the later ones are also planned with limited policies. A
-    list with states in host memory is left out if a plan of an earlier list fits and costs no more
-    than the fastest plan of this list. Plans whose states cannot be pinned are left out, too.
+    the earlier choices are planned, too, up to the first that fits. If the policy of the list can
+    be limited to the model's first blocks, the choices from that one on are also planned with
+    limited policies. A list with states in host memory is left out if a plan of an earlier list
+    fits and costs no more than the fastest plan of this list. Plans whose states cannot be pinned
+    are left out, too.
+
+    Args:
+        lists: the result of `ladders`.
+        plan: makes the plan of a choice.
+        budget: the available memory, and the speed of the GPU.
+        blocks: how many blocks of the model can have a policy; 0 if policies must be for all.
     """
     fits = partial(_fits, budget=budget)
     plans: list[Plan] = []
-    for *others, least in lists:
+    for *earlier, least in lists:
         in_parts = blocks > 0 and least[CHECKPOINTING] in parts.OF_PARTS
-        if least[STATES] == HOST and others:
+        if least[STATES] == HOST and earlier:
             # Streaming makes a step longer, and so does each block that is recomputed.
-            fastest = {**others[0], CHECKPOINTING: parts.OTHERS} if in_parts else others[0]
+            fastest = {**earlier[0], CHECKPOINTING: parts.OTHERS} if in_parts else earlier[0]
             costs = [_cost(found, budget) for found in plans if fits(found)]
             if costs and min(costs) <= _cost(plan(fastest), budget):
                 continue
         plans.append(plan(least))
         if plans[-1].estimate.peak > budget.planned:
             continue
-        whole = list(_until_it_fits(map(plan, others), budget))
-        plans += whole
+        unlimited = list(_until_it_fits(map(plan, earlier), budget))
+        plans += unlimited
         if in_parts:
-            start = sum(not fits(found) for found in whole)
-            best = min((_cost(found, budget) for found in plans if fits(found)), default=math.inf)
+            # The index of the first choice that fits; if no earlier choice fits, that of the last.
+            start = sum(not fits(found) for found in unlimited)
+            best_cost = min(
+                (_cost(found, budget) for found in plans if fits(found)), default=math.inf
+            )
 
-            def is_worth_it(found: Plan, limit: float = parts.GAIN * best) -> bool:
+            def is_worth_it(found: Plan, limit: float = parts.GAIN * best_cost) -> bool:
                 return _cost(parts.without_parts(found), budget) <= limit
 
-            plans += parts.with_parts([*others, least][start:], plan, blocks, fits, is_worth_it)
+            plans += parts.with_parts([*earlier, least][start:], plan, blocks, fits, is_worth_it)
     return [found for found in plans if _can_pin(found, budget)]
 
 
@@ -433,21 +468,25 @@ def _streamed(found: Estimate) -> float:
 
 
 def _fits(plan: Plan, budget: Budget) -> bool:
+    """Return whether a plan fits into the device's memory, host memory and pinned memory."""
     found = plan.estimate
     in_host = budget.host_need(found) <= budget.host and _can_pin(plan, budget)
     return found.peak <= budget.planned and in_host
 
 
 def _can_pin(plan: Plan, budget: Budget) -> bool:
-    """Return whether the host can pin the optimizer's states, if the plan keeps them there."""
+    """Return whether the host can pin the states, if the plan chose host memory for them.
+
+    If the user gave host memory, nothing is checked, and the result is True.
+    """
     return STATES not in plan.chosen or budget.can_pin(plan.estimate)
 
 
 def _cost(plan: Plan, budget: Budget) -> float:
     """Return the time of a step, multiplied by the factors of `_COST` and `_HOST_STATES`."""
     work, form = plan.estimate.work, plan.config.base_format
-    kept = work is not None and work.stored_format == form
-    penalty = 1.0 if kept else _COST[form or SAME]
+    is_stored = work is not None and work.stored_format == form
+    penalty = 1.0 if is_stored else _COST[form or SAME]
     if plan.config.states_on_host and STATES in plan.chosen:
         penalty *= _HOST_STATES
     return step_seconds(plan, budget) * penalty
@@ -459,5 +498,5 @@ def step_seconds(plan: Plan, budget: Budget) -> float:
     if work is None:
         return 0.0
     rates = budget.paced(plan.estimate)
-    pace = seconds(work, rates) * plan.config.gradient_accumulation
-    return pace + states_seconds(work, rates)
+    batches = seconds(work, rates) * plan.config.gradient_accumulation
+    return batches + states_seconds(work, rates)

@@ -1,9 +1,9 @@
-"""Checks of settings against the layers of the model, and against the contents of folders."""
+"""Checks of settings: the adapter format, the layers to adapt, and the folders of a run."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from trainable_candle.data.captions import CAPTION_SUFFIXES
 from trainable_candle.data.pixels import SUFFIXES
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from trainable_candle.tasks.estimate import Shape
 
 
+_MOST_EXAMPLES: Final = 12
+"""The most names of layers in a message."""
+
+
 def check_format(config: TrainConfig, formats: Sequence[str], parts: int) -> None:
     """Check that the format of the adapter files can represent the adapters.
 
@@ -30,7 +34,8 @@ def check_format(config: TrainConfig, formats: Sequence[str], parts: int) -> Non
         parts: how many parts of the model get adapters.
 
     Raises:
-        ConfigError: the format cannot represent the adapters; the message names one that can.
+        ConfigError: the format cannot represent the adapters; the message names one that can, or
+            the setting to leave out if there is none.
     """
     form = config.format or formats[0]
     start = f"--format {form} cannot represent"
@@ -46,9 +51,10 @@ def check_format(config: TrainConfig, formats: Sequence[str], parts: int) -> Non
         able = next((other for other in formats if other in {"kohya", "comfyui"}), None)
         instead = f"give --format {able}" if able else "leave --dora-axis out"
         raise ConfigError(f"{start} --dora-axis input; {instead}")
+    # In peft's format, OFT rotates inputs; in every other format, it rotates outputs.
     side = oft_side(config, formats)
     if config.adapter == OFT and (form == "peft") != (side == "input"):
-        able = "peft" if side == "input" else next((f for f in others if f != "peft"), None)
+        able = "peft" if side == "input" else next((o for o in others if o != "peft"), None)
         instead = f"give --format {able}" if able in formats else "leave --oft-side out"
         raise ConfigError(f"{start} --oft-side {side}; {instead}")
     if form == "peft" and parts > 1:
@@ -67,32 +73,33 @@ def check_targets(
 
     Args:
         config: the settings.
-        layers: the layers that targets choose from: shapes of weights by name.
-        targets: the model's default targets.
+        layers: the layers that `target_modules` chooses from: shapes of weights by name.
+        targets: the patterns to use if `target_modules` is empty.
         others: layers that get adapters regardless of `target_modules`, such as those of text
             encoders: shapes of weights by name.
 
     Raises:
-        ConfigError: a pattern matches no layer, or no layer is left.
+        ConfigError: a pattern is not a regular expression or matches no layer, no layer remains, or
+            `init` is `pissa` and a remaining layer is a convolution.
     """
     for pattern in config.target_modules:
         if not _matched("--target-modules", pattern, layers):
-            raise ConfigError(f"--target-modules: `{pattern}` is not a layer {_some(layers)}")
+            raise ConfigError(f"--target-modules: `{pattern}` is not a layer {_examples(layers)}")
     chosen = adapted_layers(layers, config.target_modules or targets)
     for pattern in config.exclude_modules:
         if not _matched("--exclude-modules", pattern, {**(others or {}), **chosen}):
             raise ConfigError(
                 f"--exclude-modules: `{pattern}` is none of the layers that get adapters "
-                f"{_some(chosen)}"
+                f"{_examples(chosen)}"
             )
-    left = adapted_layers(chosen, config.target_modules or targets, config.exclude_modules)
-    if not left:
+    adapted = adapted_layers(chosen, config.target_modules or targets, config.exclude_modules)
+    if not adapted:
         raise ConfigError("--exclude-modules: no layer is left for an adapter")
-    convolutions = [name for name, shape in left.items() if len(shape) != 2]
+    convolutions = [name for name, shape in adapted.items() if len(shape) != 2]
     if config.init == PISSA and convolutions:
         raise ConfigError(
-            f"--init pissa is for linear layers, and {convolutions[0]} is a convolution "
-            f"({len(convolutions)} are); name them in --exclude-modules"
+            f"--init pissa is for linear layers, and {convolutions[0]} is a convolution, the first "
+            f"of {len(convolutions)}; name all of them in --exclude-modules"
         )
 
 
@@ -108,14 +115,12 @@ def _matched(option: str, pattern: str, layers: Mapping[str, Shape]) -> Mapping[
         raise ConfigError(f"{option}: `{pattern}` is not a regular expression") from None
 
 
-def _some(layers: Mapping[str, Shape]) -> str:
+def _examples(layers: Mapping[str, Shape]) -> str:
     """Return a hint for messages: the last parts of some layers' names."""
-    ends = dict.fromkeys(
-        ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])
-        for name in layers
-        if (parts := name.split("."))
-    )
-    shown = sorted(end for end in ends if not end[0].isdigit())[:12]
+    names = [name.split(".") for name in layers]
+    # A number alone, as in `to_out.0`, says nothing without the part before it.
+    ends = {".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:]) for parts in names}
+    shown = sorted(end for end in ends if not end[0].isdigit())[:_MOST_EXAMPLES]
     return f"(layers are called {', '.join(shown)}, for example)"
 
 
@@ -123,14 +128,16 @@ def require_apart(config: TrainConfig, output: Path) -> None:
     """Check that the run does not write over what it reads, or into another data set.
 
     Raises:
-        ConfigError: a data set is the output folder or a log in that folder, or the output folder
-            has an image with a caption.
+        ConfigError: a data set is the output folder or a log in that folder, `output` is a file, or
+            the output folder has an image with a caption.
     """
     written = {path.resolve() for path in (output, output / LOG, output / JSON_LOG)}
-    for name in ("dataset", "validation_dataset"):
-        path = getattr(config, name)
+    for setting in ("dataset", "validation_dataset"):
+        path = getattr(config, setting)
         if path and Path(path).expanduser().resolve() in written:
-            raise ConfigError(f"{name}: the run would write into {path}; choose another --output")
+            raise ConfigError(
+                f"{setting}: the run would write into {path}; choose another --output"
+            )
     if not output.exists():
         return
     if not output.is_dir():

@@ -1,4 +1,4 @@
-"""Lists the choices for the settings that a plan may choose."""
+"""Lists the values from which a plan chooses settings."""
 
 from __future__ import annotations
 
@@ -14,22 +14,26 @@ if TYPE_CHECKING:
     from trainable_candle.settings import TrainConfig
     from trainable_candle.tasks.speed import Work
 
+# Names of settings that a plan may choose.
 PRECISION: Final = "base_precision"
 CHECKPOINTING: Final = "gradient_checkpointing"
 TEXTS: Final = "text_encoder_precision"
 BLOCKS: Final = "stream_blocks"
 MODULATION: Final = "stream_modulation"
 STATES: Final = "optimizer_states"
+
 _FORMATS: Final = (SAME, "int8", "nf4")
+"""The values that a plan tries for `base_precision` and for `text_encoder_precision`."""
 _POLICIES: Final = ("none", "selective", "full", "offload")
+"""The values that a plan tries for `gradient_checkpointing`."""
 _SHARES: Final = 8
 """The number of streamed blocks is planned in eighths of all blocks."""
 
 
 def text_formats(work: Work | None) -> list[str]:
-    """Return the precisions of text encoders that are tried one after the other.
+    """Return the precisions of text encoders, in the order in which a plan tries them.
 
-    The format of an encoder's file rounds no layer again, so it is tried before the others.
+    The formats of the encoders' files round no layer again, so they come before other formats.
     """
     stored = [STORED] if work is not None and work.texts_have_format else []
     return [SAME, *stored, *(form for form in _FORMATS if form != SAME)]
@@ -42,21 +46,28 @@ def ladders(
 
     There is a list for each combination of the states' memory, the checkpointing policy and the
     base's format. From item to item of a list, more weights are streamed; the first streams none.
+    Each choice has a value for all of these settings, open or not.
+
+    Args:
+        config: the settings.
+        names: the names of the open settings.
+        work: the arithmetic and transfers of a micro-batch. If it is None, nothing is quantized or
+            streamed.
     """
     formats = [SAME]
     streams: list[tuple[bool | None, int | None]] = [(None, None)]
-    # PiSSA decomposes unrounded weights in the device's memory.
-    whole = config.init == PISSA
-    if work is not None and work.can_be_quantized and PRECISION in names and not whole:
-        # Quantization-aware training needs an unrounded base or a base in its own format.
+    # PiSSA decomposes unrounded weights in the device's memory: no rounding and no streaming.
+    pissa = config.init == PISSA
+    if work is not None and work.can_be_quantized and PRECISION in names and not pissa:
+        # Quantization-aware training needs an unrounded base or a base in the format of `qat`.
         known = dict.fromkeys([*_FORMATS, work.stored_format or SAME])
         formats = [form for form in known if config.qat in {None, form} or form == SAME]
-    if work is not None and config.on_gpu and not whole:
+    if work is not None and config.on_gpu and not pissa:
         modulation = True if work.has_modulation and MODULATION in names else None
-        shares = range(1, _SHARES + 1) if BLOCKS in names else ()
-        blocks = sorted({max(1, work.blocks * share // _SHARES) for share in shares if work.blocks})
+        shares = range(1, _SHARES + 1) if BLOCKS in names and work.blocks else ()
+        counts = sorted({max(1, work.blocks * share // _SHARES) for share in shares})
         streams += [(modulation, None)] if modulation else []
-        streams += [(modulation, count) for count in blocks]
+        streams += [(modulation, count) for count in counts]
     policies = _POLICIES if CHECKPOINTING in names else (_POLICIES[0],)
     places = (DEVICE, HOST) if STATES in names else (DEVICE,)
     return [

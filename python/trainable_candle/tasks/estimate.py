@@ -49,6 +49,7 @@ class Estimate:
     """The memory of a run in each of its phases."""
 
     phases: Mapping[str, Sequence[Item]]
+    """What is in memory in each phase, by the name of the phase; without `RUNTIME_BYTES`."""
     on_gpu: bool = False
     """Whether `phases` is about the memory of a GPU."""
     work: Work | None = None
@@ -59,7 +60,7 @@ class Estimate:
 
     @property
     def place(self) -> str:
-        """The name of the memory in messages."""
+        """The name of the memory of `phases` in messages."""
         return "GPU memory" if self.on_gpu else "memory"
 
     @property
@@ -73,14 +74,14 @@ class Estimate:
         return max(self.phases, key=lambda phase: _total(self.phases[phase]))
 
     def table(self) -> list[str]:
-        """Return lines for a user: each phase with its items and its sum, then the peaks."""
+        """Return lines for a user: each phase with its sum and its items, then the peak."""
         lines = []
-        around = "kernels and workspaces" if self.on_gpu else "interpreter and libraries"
+        runtime = "kernels and workspaces" if self.on_gpu else "interpreter and libraries"
         for phase, items in self.phases.items():
             lines.append(f"{self.place} while {phase}: {size(_total(items) + RUNTIME_BYTES)}")
             lines += [
                 f"  {f'{item.component} {item.what}'.strip():<32}{size(item.bytes):>12}"
-                for item in [*items, Item(around, "", RUNTIME_BYTES)]
+                for item in [*items, Item(runtime, "", RUNTIME_BYTES)]
                 if item.bytes
             ]
         host = f", and {size(self.host)} in host memory" if self.host else ""
@@ -123,7 +124,7 @@ def require_memory(what: str, needed: float, limit: float) -> None:
     Args:
         what: the images for the message, such as `4 images of 64x64 px`.
         needed: the approximate bytes.
-        limit: available bytes.
+        limit: the available bytes.
 
     Raises:
         OutOfMemoryError: there is too little memory.
@@ -155,9 +156,10 @@ def adapted_layers(
 def adapter_items(
     component: str, layers: Mapping[str, Shape], adapter: LoraConfig, config: TrainConfig
 ) -> list[Item]:
-    """Return the memory of the adapters' parameters, their gradients and the optimizer's states.
+    """Return the memory of the adapters, their gradients and the optimizer's states.
 
-    Optimizer states in host memory are left out; `states_on_host` counts them.
+    The memory of the adapters includes copies in the precision of the computation, and a moving
+    average. Optimizer states in host memory are left out; `states_on_host` counts them.
 
     Args:
         component: the adapted model.
@@ -167,9 +169,9 @@ def adapter_items(
     """
     count, states = adapter.plan(dict(layers), config.optimizer)
     parameters = ITEM_BYTES[str(adapter.dtype)] * count
-    computes_in_it = config.precision == adapter.dtype
-    copies = 0 if computes_in_it else ITEM_BYTES[config.precision] * count
-    average = 4 * count if config.ema_decay else 0
+    needs_copies = config.precision != adapter.dtype
+    copies = ITEM_BYTES[config.precision] * count if needs_copies else 0
+    average = ITEM_BYTES["f32"] * count if config.ema_decay else 0
     states -= states_on_host(layers, adapter, config)
     return [
         Item(component, "adapter", parameters + copies + average),
@@ -187,7 +189,7 @@ class Trained:
     work: Work
     """The work of a micro-batch."""
     start: Mapping[str, list[Item]]
-    """Phases between encoding and training, by name."""
+    """The memory in phases between encoding and training, by the name of the phase."""
     host: int
     """See `Estimate.host`."""
 
@@ -237,25 +239,27 @@ def trained_model(
     host = int(work.streamed + work.modulation + work.offloaded + work.states)
     start: dict[str, list[Item]] = {}
     if config.init == LOFTQ and not config.resume:
+        # LoftQ reads the original weights on the host. On the CPU, that is the device's memory.
         original = facts.weight_bytes(config.precision)
         if config.on_gpu:
             host += original
         else:
-            second = Item(component, "original weights", original)
-            start["starting the adapter"] = [weights, adapters[0], second]
+            originals = Item(component, "original weights", original)
+            start["starting the adapter"] = [weights, adapters[0], originals]
     return Trained(items, work, start, host if config.on_gpu else 0)
 
 
 def _start(component: str, facts: PartFacts, computed: LoraConfig, config: TrainConfig) -> Item:
     """Return the memory that PiSSA takes in addition to the trained adapter.
 
-    There is an adapter of twice the rank, `computed`, that files get: its values and gradients are
-    f32. In the precision of the computation there are the frozen start, and the factors of each
-    layer joined with those of the start.
+    Adapter files get an adapter of twice the rank, `computed`, whose values and gradients are in
+    f32. In the precision of the computation there are the frozen start, which has the rank of the
+    trained adapter, and the factors of each layer joined with those of the start.
     """
     count, _ = computed.plan(dict(facts.layers), config.optimizer)
-    copies = ITEM_BYTES[config.precision] * (count // 2 + count)
-    return Item(component, "start of the adapter", 2 * 4 * count + copies)
+    start, joined = count // 2, count
+    copies = ITEM_BYTES[config.precision] * (start + joined)
+    return Item(component, "start of the adapter", 2 * ITEM_BYTES["f32"] * count + copies)
 
 
 def activations(
@@ -281,8 +285,8 @@ def _rounded(component: str, facts: PartFacts, adapter: LoraConfig, config: Trai
 
     The tape keeps each rounded weight in the precision of the computation. For int4 and for learned
     scales, the tape also keeps it in f32. Of the blocks under full checkpointing, the tape keeps
-    only the rounded weights of one block at a time. In addition, one layer has three f32 tensors:
-    its weight, the sum of weight and adapter, and the gradient.
+    only the rounded weights of one block at a time. In addition, one layer at a time has three f32
+    tensors: its weight, the sum of weight and adapter, and the gradient.
     """
     layers: Mapping[str, Shape] = facts.layers
     counts = [math.prod(layers[name]) for name in adapter.select(dict(layers))]
@@ -291,9 +295,11 @@ def _rounded(component: str, facts: PartFacts, adapter: LoraConfig, config: Trai
         all_blocks = facts.blocks_to_checkpoint
         recomputed = config.checkpoint_blocks or all_blocks
         kept = kept * (all_blocks - recomputed) // max(1, all_blocks) + kept // max(1, facts.blocks)
+    f32 = ITEM_BYTES["f32"]
     in_f32 = config.qat == "int4" or config.qat_learned_scales
-    bytes_each = ITEM_BYTES[config.precision] + (4 if in_f32 else 0)
-    return Item(component, "rounded weights", kept * bytes_each + 3 * 4 * max(counts, default=0))
+    bytes_each = ITEM_BYTES[config.precision] + (f32 if in_f32 else 0)
+    largest = max(counts, default=0)
+    return Item(component, "rounded weights", kept * bytes_each + 3 * f32 * largest)
 
 
 def _total(items: Iterable[Item]) -> int:
@@ -301,5 +307,5 @@ def _total(items: Iterable[Item]) -> int:
 
 
 def size(count: float) -> str:
-    """Return a number of bytes as text, in MiB or GiB."""
+    """Return a number of bytes as text, in MiB or in GiB."""
     return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / 2**20:.1f} MiB"
