@@ -1,4 +1,4 @@
-"""Compare tensors in tests."""
+"""Compares tensors in tests."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from trainable_candle._core import Tensor
 
 __all__ = ["TOLERANCES", "assert_close"]
 
-# Relative and absolute tolerance by dtype, for results that another implementation computed.
 TOLERANCES: dict[str, tuple[float, float]] = {
     "f64": (1e-9, 1e-11),
     "f32": (1e-5, 1e-6),
     "f16": (2e-3, 1e-4),
     "bf16": (1.6e-2, 1e-4),
 }
+"""Relative and absolute tolerance by dtype, for comparison with other implementations."""
 
 
 def _as_array(value: Any) -> npt.NDArray[Any]:
@@ -34,14 +34,14 @@ def assert_close(
 
     Args:
         actual: The tensor.
-        expected: A tensor of the same dtype, an array, or nested lists.
+        expected: A tensor of the same dtype, an array, a number, or nested lists of numbers.
         rtol: Relative tolerance; by default the first number in `TOLERANCES` for the dtype of
-            `actual`, or 0 if the dtype is not listed.
-        atol: Absolute tolerance; by default the second number, or 0.
+            `actual`, or 0 if `TOLERANCES` lacks the dtype.
+        atol: Absolute tolerance; by default the second number there, or 0.
 
     Raises:
-        AssertionError: If the tensor differs from `expected`; the message shows the two dtypes, the
-            two shapes or the largest difference of values.
+        AssertionError: If the dtypes or shapes differ, or values differ by more than the tolerance.
+            The message shows the two dtypes, the two shapes or the largest difference of values.
     """
     if isinstance(expected, Tensor) and actual.dtype != expected.dtype:
         raise AssertionError(f"dtypes differ: {actual.dtype} and {expected.dtype}")

@@ -159,7 +159,7 @@ def test_missing_and_damaged_files_are_reported(tmp_path: Path) -> None:
         (tmp_path / "spiece.model").write_bytes(damaged)
         with pytest.raises(WeightsFormatError, match=message):
             T5Tokenizer.from_pretrained(tmp_path)
-    with pytest.raises(WeightsFormatError, match="has no unigram model, as T5 needs"):
+    with pytest.raises(WeightsFormatError, match="has no unigram model, which T5 needs"):
         write(tmp_path, tokenizer_json(model={"type": "BPE", "vocab": {"a": 0}, "merges": []}))
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(WeightsFormatError, match="cannot be read: "):

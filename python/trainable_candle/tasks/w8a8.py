@@ -1,4 +1,4 @@
-"""Switches on the products of 8-bit codes (W8A8) in a context."""
+"""Switches on products of 8-bit codes (W8A8) within a context."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def multiplying_codes(config: Machine) -> Iterator[None]:
-    """Return a context in which linear layers multiply 8-bit codes if `w8a8` is set.
+    """Return a context in which linear layers multiply 8-bit codes if `config.w8a8` is set.
 
-    Load the trained model in this context, and estimate its memory in it: with `w8a8`, some models
-    quantize fewer layers. Train in it, too.
+    If this was switched on before, it stays on. Load the model, estimate its memory and train in
+    this context. Loading and the estimate need it too, because some models quantize fewer layers
+    with `w8a8`.
     """
     before = tc.get_w8a8()
     tc.set_w8a8(before or config.w8a8)

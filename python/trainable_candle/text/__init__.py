@@ -1,4 +1,4 @@
-"""Tokenizers: those of CLIP and T5, and those of language models with their chat templates."""
+"""Tokenizers of CLIP and T5, and of language models with their chat templates."""
 
 from trainable_candle.text.clip_tokenizer import PAD_OF_BIG_G, PAD_OF_CLIP_L, CLIPTokenizer
 from trainable_candle.text.t5_tokenizer import T5Tokenizer

@@ -41,10 +41,11 @@ class Encoded:
     def __init__(self, encoding: Encoding) -> None:
         self._encoding = encoding
         self.ids: list[int] = encoding.ids
+        """The ids of the tokens."""
 
     @cached_property
     def offsets(self) -> npt.NDArray[np.int64]:
-        """Start and end of each token in the text, in characters: an array of shape (tokens, 2)."""
+        """Where each token starts and ends in the text, in characters: shape (tokens, 2)."""
         return np.array(self._encoding.offsets, np.int64).reshape(-1, 2)
 
 
@@ -54,13 +55,13 @@ class ChatTokenizer:
     Args:
         tokenizer: converts text to ids of tokens and back.
         tokens: the texts of special tokens by name: `bos_token`, `eos_token` and so on.
-        templates: the chat templates by name; `default` is needed, and `tool_use`, if present, is
-            for conversations with tools. Empty: ChatML for all conversations.
+        templates: the chat templates by name. `default` is needed, and `tool_use`, if present, is
+            for conversations with tools. None or empty: ChatML for all conversations.
         ends: ids of the tokens that end a text according to the model's configuration.
 
     Raises:
-        WeightsFormatError: the template is damaged, or there is neither a template nor a token that
-            ends a turn.
+        WeightsFormatError: a template is not Jinja; or there are no templates, and the tokenizer
+            has neither `<|im_end|>` nor an `eos_token`.
     """
 
     def __init__(
@@ -75,21 +76,21 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self.tokens = dict(tokens)
         self.has_template = bool(templates)
-        named = dict(self.tokens)
+        variables = dict(self.tokens)
         if not templates:
             templates = {DEFAULT: CHATML}
-            chatml = tokenizer.token_to_id("<|im_end|>") is not None
-            named["END"] = "<|im_end|>" if chatml else self.tokens.get("eos_token", "")
-            if not named["END"]:
+            has_im_end = tokenizer.token_to_id("<|im_end|>") is not None
+            variables["END"] = "<|im_end|>" if has_im_end else self.tokens.get("eos_token", "")
+            if not variables["END"]:
                 raise WeightsFormatError(
                     "tokenizer: there is neither a chat template nor a token that ends a text; "
                     "give the token as eos_token in tokenizer_config.json"
                 )
-        self.template = ChatTemplate(templates[DEFAULT], named)
-        self._for_tools = (
-            ChatTemplate(templates[TOOL_USE], named) if TOOL_USE in templates else self.template
+        self.template = ChatTemplate(templates[DEFAULT], variables)
+        self._tool_template = (
+            ChatTemplate(templates[TOOL_USE], variables) if TOOL_USE in templates else self.template
         )
-        self._ends = frozenset(ends)
+        self._configured_ends = frozenset(ends)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Self:
@@ -101,7 +102,8 @@ class ChatTokenizer:
 
         Raises:
             MissingFileError: there is no `tokenizer.json`.
-            WeightsFormatError: a file cannot be understood.
+            WeightsFormatError: a file cannot be understood, or there is neither a chat template nor
+                a token that ends a text.
         """
         from tokenizers import Tokenizer  # noqa: PLC0415 - imported when first needed
 
@@ -133,13 +135,13 @@ class ChatTokenizer:
 
     @property
     def size(self) -> int:
-        """The number of tokens in the vocabulary, including added ones."""
+        """The number of tokens, including added tokens."""
         size: int = self._tokenizer.get_vocab_size()
         return size
 
     @property
     def size_without_added(self) -> int:
-        """The number of tokens in the vocabulary, without those that were added to it later."""
+        """The number of tokens in the vocabulary, without the tokens that were added to it."""
         size: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
         return size
 
@@ -156,7 +158,7 @@ class ChatTokenizer:
         )
 
     def is_ordinary(self, number: int) -> bool:
-        """Return whether a token id is one of ordinary text, neither special nor added."""
+        """Return whether the token with this id exists and is neither special nor added."""
         return (
             number not in self.special
             and number not in self._tokenizer.get_added_tokens_decoder()
@@ -174,18 +176,21 @@ class ChatTokenizer:
         """The ids of the tokens that end an answer.
 
         They are the token that ends a text, the end tokens of the configuration, and the last
-        special token that the chat template writes after an answer.
+        special token in an answer's turn. The last is left out if the chat template rejects a
+        question with its answer, or writes no special token there.
         """
-        ends = self._ends if self.end is None else self._ends | {self.end}
+        ends = self._configured_ends
+        if self.end is not None:
+            ends |= {self.end}
         try:
-            asked = [{"role": "user", "content": "a"}]
-            before = self.render(asked, generation_prompt=True).text
-            answered = [*asked, {"role": "assistant", "content": "b"}]
-            answer = self.render(answered).text.removeprefix(before)
+            question = [{"role": "user", "content": "a"}]
+            before = self.render(question, generation_prompt=True).text
+            conversation = [*question, {"role": "assistant", "content": "b"}]
+            answer = self.render(conversation).text.removeprefix(before)
         except ValueError:
             return ends
-        found = [n for n in self.encode(answer).ids if n in self.special]
-        return ends | frozenset(found[-1:])
+        special = [number for number in self.encode(answer).ids if number in self.special]
+        return ends | frozenset(special[-1:])
 
     def render(
         self,
@@ -194,11 +199,14 @@ class ChatTokenizer:
         *,
         generation_prompt: bool = False,
     ) -> Rendered:
-        """Return the text of a conversation, as `ChatTemplate.render`.
+        """Return the text of a conversation, as `ChatTemplate.render` does.
 
         Conversations with tools are rendered by the template `tool_use` if the tokenizer has one.
+
+        Raises:
+            ValueError: the template rejects the conversation.
         """
-        template = self.template if tools is None else self._for_tools
+        template = self.template if tools is None else self._tool_template
         return template.render(messages, tools, generation_prompt=generation_prompt)
 
     def encode(self, text: str, *, special: bool = False) -> Encoded:
@@ -206,27 +214,27 @@ class ChatTokenizer:
         return self.encode_all([text], special=special)[0]
 
     def encode_all(self, texts: Sequence[str], *, special: bool = False) -> list[Encoded]:
-        """Return the tokens of each text. Several threads work at the same time.
+        """Return the tokens of each text, which several threads compute.
 
         Args:
             texts: the texts; special tokens that are spelled out in them are recognised.
-            special: add the tokens that the tokenizer puts around a text, such as the token
-                that begins it.
+            special: whether to add the tokens that the tokenizer puts around a text, such as the
+                token that begins it.
         """
-        found = self._tokenizer.encode_batch(list(texts), add_special_tokens=special)
-        return [Encoded(encoding) for encoding in found]
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=special)
+        return [Encoded(encoding) for encoding in encodings]
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Return the text of tokens, with or without special tokens."""
+        """Return the text of tokens; `special` includes the text of special tokens."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=not special)
         return text
 
     def token(self, number: int) -> str:
-        """Return the text of the token with this id; `<ID>` if the vocabulary has no such id."""
+        """Return the text of the token with this id; the id in angle brackets if there is none."""
         return self._tokenizer.id_to_token(number) or f"<{number}>"
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the tokens of a conversation, including those that begin the answer's turn.
+        """Return the ids of a conversation's tokens, with those that begin the answer's turn.
 
         Raises:
             ValueError: the template rejects the conversation.
@@ -234,11 +242,15 @@ class ChatTokenizer:
         return self.encode(self.render(messages, generation_prompt=True).text).ids
 
     def beginning(self, text: str) -> list[int]:
-        """Return the tokens of a text to continue, with those that the tokenizer puts before it."""
+        """Return the ids of the tokens of a text that the model is to continue.
+
+        They include the tokens that the tokenizer puts before a text, but no end token that it puts
+        after the text.
+        """
         ids = self.encode(text, special=True).ids
-        ended = (
+        end_was_added = (
             self.end is not None
             and ids[-1:] == [self.end]
             and not text.endswith(self.token(self.end))
         )
-        return ids[:-1] if ended else ids
+        return ids[:-1] if end_was_added else ids

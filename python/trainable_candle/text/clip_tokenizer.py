@@ -1,4 +1,4 @@
-"""CLIP's tokenizer, which turns text into rows of 77 token numbers."""
+"""CLIP's tokenizer, which turns text into rows of up to 77 token numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 LENGTH: Final = 77
-"""The number of tokens that CLIP reads at once, including start and end."""
+"""The number of tokens that CLIP reads at once, including the start and end tokens."""
 START: Final = "<|startoftext|>"
 END: Final = "<|endoftext|>"
 PAD_OF_CLIP_L: Final = END
@@ -28,22 +28,23 @@ PAD_OF_CLIP_L: Final = END
 PAD_OF_BIG_G: Final = "!"
 """The padding token of OpenCLIP's ViT-bigG/14."""
 SHIPPED: Final = Path(str(files("trainable_candle.text") / "assets" / "clip_merges.txt.gz"))
-"""The package's own copy of the merges of the published CLIP models."""
+"""The package's own copy of `merges.txt`, which all published CLIP models share."""
 _WORD: Final = (
     r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 )
+"""The regular expression of the words that byte-pair encoding splits, one by one, into tokens."""
 
 
 class CLIPTokenizer:
-    """Byte-pair encoding of lower-case text, as `transformers.CLIPTokenizer`.
+    """Byte-pair encoding of text in lower case, as in `transformers.CLIPTokenizer`.
 
-    One difference: "!" in a text is ordinary text even if it is also the padding token, as in
-    OpenCLIP and ComfyUI.
+    Unlike there, "!" in a text is ordinary text even if "!" is the padding token. OpenCLIP and
+    ComfyUI treat it in the same way.
 
     Args:
         tokenizer: splits text into tokens and maps each token to its number.
         pad: the padding token, `PAD_OF_CLIP_L` or `PAD_OF_BIG_G`.
-        length: tokens in a row, with start and end; at least 3.
+        length: the number of tokens in a row, including the start and end tokens; at least 3.
 
     Raises:
         WeightsFormatError: the vocabulary lacks the start, end or padding token.
@@ -61,6 +62,9 @@ class CLIPTokenizer:
         """Return the tokenizer of the published CLIP models, from the package's own copy.
 
         All of these models, OpenCLIP's too, have the same vocabulary; they differ in `pad`.
+
+        Raises:
+            WeightsFormatError: the vocabulary has no token `pad`.
         """
         return cls(_from_merges(gzip.decompress(SHIPPED.read_bytes()).decode()), pad)
 
@@ -75,7 +79,8 @@ class CLIPTokenizer:
 
         Raises:
             MissingFileError: there is no such folder or file.
-            WeightsFormatError: a file cannot be understood.
+            WeightsFormatError: a file cannot be understood, or the vocabulary lacks the start, end
+                or padding token.
         """
         folder = Path(folder).expanduser()
         try:
@@ -92,16 +97,17 @@ class CLIPTokenizer:
             raise WeightsFormatError(f"tokenizer: {folder} cannot be read: {error}") from error
         length = settings.get("model_max_length", LENGTH)
         # Newer files leave the length out, or give a huge number for "unlimited".
-        usual = isinstance(length, int) and 3 <= length <= LENGTH
-        return cls(tokenizer, _token(settings.get("pad_token", END)), length if usual else LENGTH)
+        is_usable = isinstance(length, int) and 3 <= length <= LENGTH
+        pad = _token(settings.get("pad_token", END))
+        return cls(tokenizer, pad, length if is_usable else LENGTH)
 
     @property
     def content_length(self) -> int:
-        """Tokens in a row without start and end."""
+        """The number of tokens in a row, without the start and end tokens."""
         return self.length - 2
 
     def encode(self, text: str) -> list[int]:
-        """Return the numbers of a text's tokens, without start and end.
+        """Return the numbers of a text's tokens, without start and end tokens.
 
         Raises:
             WeightsFormatError: the vocabulary has no token for unknown text.
@@ -118,17 +124,29 @@ class CLIPTokenizer:
 
         Args:
             text: any text; an empty one gives one row.
-            most: the most rows, at least 1; the rest of the text is left out.
+            most: the greatest number of rows, at least 1; the rest of the text is left out.
 
         Returns:
-            Shape (rows, length).
+            Token numbers of shape (rows, length).
+
+        Raises:
+            WeightsFormatError: the vocabulary has no token for unknown text.
         """
         numbers = self.encode(text)[: most * self.content_length]
         starts = range(0, max(len(numbers), 1), self.content_length)
-        return np.array([self._row(numbers[s : s + self.content_length]) for s in starts], np.int64)
+        return np.array(
+            [self._row(numbers[at : at + self.content_length]) for at in starts], np.int64
+        )
 
     def __call__(self, texts: Sequence[str]) -> npt.NDArray[np.int64]:
-        """Return the first row of each text; shape (n, length)."""
+        """Return the first row of each text, in shape (number of texts, length).
+
+        Args:
+            texts: at least one text.
+
+        Raises:
+            WeightsFormatError: the vocabulary has no token for unknown text.
+        """
         return np.concatenate([self.chunks(text) for text in texts])
 
     def _row(self, content: list[int]) -> list[int]:
@@ -147,9 +165,9 @@ class CLIPTokenizer:
 def _from_folder(folder: Path) -> Tokenizer:
     from tokenizers import Tokenizer  # noqa: PLC0415 - imported when first needed
 
-    whole = folder / "tokenizer.json"
-    if whole.is_file():
-        return Tokenizer.from_str(whole.read_text(encoding="utf-8"))
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        return Tokenizer.from_str(path.read_text(encoding="utf-8"))
     vocabulary = parse_json((folder / "vocab.json").read_text(encoding="utf-8"))
     return _from_merges((folder / "merges.txt").read_text(encoding="utf-8"), vocabulary)
 
@@ -159,8 +177,8 @@ def _from_merges(merges: str, vocabulary: dict[str, int] | None = None) -> Token
 
     Args:
         merges: the text of `merges.txt`, with one merge on each line.
-        vocabulary: token -> number; by default, tokens are numbered in CLIP's order: bytes, bytes
-            at the end of a word, merges, start, end.
+        vocabulary: the number of each token. By default, tokens are numbered in CLIP's order:
+            bytes, bytes at the end of a word, results of merges, start, end.
     """
     from tokenizers import (  # noqa: PLC0415 - imported when first needed
         AddedToken,
@@ -204,17 +222,25 @@ def _from_merges(merges: str, vocabulary: dict[str, int] | None = None) -> Token
 
 
 def _byte_letters() -> list[str]:
-    """Return a printable character for every byte, in GPT-2's order: first the printable bytes."""
+    """Return a printable character for every byte, in GPT-2's order.
+
+    Bytes that are printable in Latin-1 come first, as themselves; characters from U+0100 on stand
+    for the remaining bytes.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = 256 - len(printable)
-    return [chr(code) for code in (*printable, *range(0x100, 0x100 + others))]
+    remaining = 256 - len(printable)
+    return [chr(code) for code in (*printable, *range(0x100, 0x100 + remaining))]
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; an empty one if there is no file."""
     values: dict[str, Any] = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return values
 
 
 def _token(entry: Any) -> str:
-    """Return the text of a token: `entry` is the text, or a mapping with the text as `content`."""
+    """Return the text of a token.
+
+    `entry` is the text, or a mapping with the text as `content`. Without a text, this is `END`.
+    """
     return str(entry.get("content", END)) if isinstance(entry, dict) else str(entry or END)

@@ -1,6 +1,6 @@
 """Reads the tokenizer of a language model from the metadata of its GGUF file.
 
-Keys and types of tokens are those of llama.cpp (`gguf-py/gguf/constants.py` at
+The keys and the types of tokens are those of llama.cpp (`gguf-py/gguf/constants.py` at
 0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c). The names of the pre-tokenizers, which split text into
 words before BPE, are those of llama.cpp's `src/llama-vocab.cpp`.
 """
@@ -30,12 +30,12 @@ SPLITS: Final = {
     "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2,
     GPT2: None, "default": None, SMOLLM: None,
 }  # fmt: skip
-"""Name of a pre-tokenizer -> the regular expression of its words; None: GPT-2's expression."""
+"""The regular expression of words, by the pre-tokenizer's name; None: GPT-2's expression."""
 NAMES: Final = {
     "bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }  # fmt: skip
-"""Special tokens: transformers' name -> the key in the file after `tokenizer.ggml.`."""
+"""The keys of special tokens in the file, after `tokenizer.ggml.`, by transformers' names."""
 TEMPLATE: Final = "tokenizer.chat_template"
 """The key of the chat template in the file."""
 NORMAL, CONTROL, USER, UNUSED, BYTE = 1, 3, 4, 5, 6
@@ -48,36 +48,38 @@ _CURE: Final = "give the folder of the original model, with its tokenizer.json, 
 def read(
     path: Path, facts: Mapping[str, Any]
 ) -> tuple[Tokenizer, dict[str, str], dict[str, str], list[int]]:
-    """Return the tokenizer, its special tokens and chat templates by name, and the end tokens' ids.
+    """Return the arguments of `ChatTokenizer`.
 
-    The key of the template `default` is `tokenizer.chat_template`. The key of the template NAME is
-    `tokenizer.chat_template.NAME`.
+    They are the tokenizer, its special tokens by name, the chat templates by name, and the ids of
+    end tokens. The key of the template `default` is `tokenizer.chat_template`; without it, no
+    template is returned. The key of another template NAME is `tokenizer.chat_template.NAME`.
 
     Args:
         path: the path of the file, for messages.
         facts: the metadata of the file.
 
     Raises:
-        WeightsFormatError: there is no tokenizer, or one that is not supported.
+        WeightsFormatError: there is no tokenizer, or it is damaged or not supported.
     """
-    given = {
+    entries = {
         key.removeprefix("tokenizer.ggml."): value
         for key, value in facts.items()
         if key.startswith("tokenizer.ggml.")
     }
-    kind = given.get("model")
+    kind = entries.get("model")
     if kind not in _MAKERS:
+        found = "no tokenizer" if kind is None else f"a tokenizer of the kind {kind!r}"
         raise WeightsFormatError(
-            f"tokenizer: {path} has a tokenizer of the kind {kind}, expected gpt2 or llama; {_CURE}"
+            f"tokenizer: {path} has {found}, expected one of the kind gpt2 or llama; {_CURE}"
         )
     try:
-        tokenizer, named = _built(given)
+        tokenizer, named = _built(entries)
     except Exception as error:
         # The library raises no narrower exception.
         raise WeightsFormatError(
-            f"tokenizer: the tokenizer in {path} is damaged: {error}"
+            f"tokenizer: the tokenizer in {path} cannot be used: {error}"
         ) from error
-    ends = [given[key] for key in _ENDS if isinstance(given.get(key), int)]
+    ends = [entries[key] for key in _ENDS if isinstance(entries.get(key), int)]
     templates = {
         key.removeprefix(TEMPLATE).removeprefix(".") or DEFAULT: value
         for key, value in facts.items()
@@ -86,31 +88,35 @@ def read(
     return tokenizer, named, templates if DEFAULT in templates else {}, ends
 
 
-def _built(given: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
+def _built(entries: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
+    """Return the tokenizer in the entries, which lack their prefix, and its special tokens."""
     from tokenizers import AddedToken  # noqa: PLC0415 - imported when first needed
 
-    tokens = given["tokens"]
-    tokenizer = _MAKERS[given["model"]](given)
-    kinds = given.get("token_type") or [NORMAL] * len(tokens)
+    tokens = entries["tokens"]
+    tokenizer = _MAKERS[entries["model"]](entries)
+    types = entries.get("token_type") or [NORMAL] * len(tokens)
     added = [
-        AddedToken(token, normalized=False, special=kind == CONTROL)
-        for token, kind in zip(tokens, kinds, strict=True)
-        if kind in {CONTROL, USER}
+        AddedToken(token, normalized=False, special=type_ == CONTROL)
+        for token, type_ in zip(tokens, types, strict=True)
+        if type_ in {CONTROL, USER}
     ]
     tokenizer.add_tokens(added)
     named = {
-        name: tokens[given[key]]
+        name: tokens[entries[key]]
         for name, key in NAMES.items()
-        if isinstance(given.get(key), int) and 0 <= given[key] < len(tokens)
+        if isinstance(entries.get(key), int) and 0 <= entries[key] < len(tokens)
     }
-    _begin(tokenizer, given, named.get("bos_token"))
+    _add_start(tokenizer, entries, named.get("bos_token"))
     return tokenizer, named
 
 
 def byte_level(given: Mapping[str, Any]) -> Tokenizer:
-    """Return a byte-level BPE tokenizer from the file's entries `tokens`, `merges` and `pre`.
+    """Return a byte-level BPE tokenizer from a file's entries `tokens`, `merges` and `pre`.
 
-    `pre` names the pre-tokenizer.
+    `pre` names the pre-tokenizer. The keys in `given` lack the prefix `tokenizer.ggml.`.
+
+    Raises:
+        ValueError: the pre-tokenizer is not supported.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers  # noqa: PLC0415
 
@@ -121,10 +127,10 @@ def byte_level(given: Mapping[str, Any]) -> Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in given.get("merges", ())]
     split = SPLITS[name]
     # Llama 3 encodes a word that is in the vocabulary as one token, whatever the merges.
-    whole = split is _LLAMA3
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=whole))
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
-    steps: list[Any] = [level]
+    ignore_merges = split is _LLAMA3
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=ignore_merges))
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
+    steps: list[Any] = [to_bytes]
     if split is not None:
         steps.insert(0, pre_tokenizers.Split(Regex(split), "isolated"))
     if name == SMOLLM:
@@ -136,36 +142,37 @@ def byte_level(given: Mapping[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def _pieces(given: Mapping[str, Any]) -> Tokenizer:
+def _sentencepiece(entries: Mapping[str, Any]) -> Tokenizer:
     """Return a SentencePiece BPE tokenizer from the file's entries `tokens` and `scores`.
 
-    The file has no merges. Each division of a token into two tokens is a merge; the merges that
-    make tokens with higher scores come first.
+    The file has no merges. Each division of a token into two tokens is a merge. The order of merges
+    is transformers': first those that make tokens with higher scores, and for one token by the
+    numbers of its two parts.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers  # noqa: PLC0415
 
-    tokens, scores = given["tokens"], given["scores"]
+    tokens, scores = entries["tokens"], entries["scores"]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    found = []
+    scored_merges = []
     for token, number in vocabulary.items():
         pairs = ((token[:at], token[at:]) for at in range(1, len(token)))
-        known = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
-        known.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-        found += [(-scores[number], pair) for pair in known]
-    found.sort(key=lambda entry: entry[0])
-    unknown = given.get("unknown_token_id", 0)
+        merges = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
+        merges.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        scored_merges += [(-scores[number], pair) for pair in merges]
+    scored_merges.sort(key=lambda scored: scored[0])
+    unknown = entries.get("unknown_token_id", 0)
     tokenizer = Tokenizer(
         models.BPE(
             vocabulary,
-            [pair for _, pair in found],
+            [pair for _, pair in scored_merges],
             unk_token=tokens[unknown],
             fuse_unk=True,
-            byte_fallback=BYTE in given.get("token_type", ()),
+            byte_fallback=BYTE in entries.get("token_type", ()),
         )
     )
     steps: list[Any] = [normalizers.Replace(" ", "▁")]
     strip: list[Any] = []
-    if given.get("add_space_prefix", True):
+    if entries.get("add_space_prefix", True):
         steps.insert(0, normalizers.Prepend("▁"))
         strip = [decoders.Strip(" ", 1, 0)]
     tokenizer.normalizer = normalizers.Sequence(steps)
@@ -175,23 +182,23 @@ def _pieces(given: Mapping[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def _begin(tokenizer: Tokenizer, given: Mapping[str, Any], first: str | None) -> None:
-    """Make texts begin with the token `first`, if the entry `add_bos_token` requires it.
+def _add_start(tokenizer: Tokenizer, entries: Mapping[str, Any], start: str | None) -> None:
+    """Make texts begin with the token `start`, if there is one and `add_bos_token` requires it.
 
-    Without the entry, llama.cpp's default for the kind of tokenizer applies.
+    Without this entry, llama.cpp's default for the kind of tokenizer applies.
     """
     from tokenizers.processors import TemplateProcessing  # noqa: PLC0415
 
-    default = given["model"] == "llama" or SPLITS.get(given.get("pre", "")) is _LLAMA3
-    if first is None or not given.get("add_bos_token", default):
+    default = entries["model"] == "llama" or SPLITS.get(entries.get("pre", "")) is _LLAMA3
+    if start is None or not entries.get("add_bos_token", default):
         return
-    number = tokenizer.token_to_id(first)
+    number = tokenizer.token_to_id(start)
     tokenizer.post_processor = TemplateProcessing(
-        single=f"{first} $A", pair=f"{first} $A {first} $B", special_tokens=[(first, number)]
+        single=f"{start} $A", pair=f"{start} $A {start} $B", special_tokens=[(start, number)]
     )
 
 
 _MAKERS: Final[dict[str, Callable[[Mapping[str, Any]], Tokenizer]]] = {
     "gpt2": byte_level,
-    "llama": _pieces,
+    "llama": _sentencepiece,
 }

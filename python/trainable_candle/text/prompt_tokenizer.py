@@ -1,4 +1,4 @@
-"""The tokenizer of image models with a Qwen text encoder, which wraps prompts in a chat turn."""
+"""The tokenizer of image models with a Qwen text encoder; it wraps prompts in a chat turn."""
 
 from __future__ import annotations
 
@@ -15,28 +15,30 @@ if TYPE_CHECKING:
 
 FILE: Final = "tokenizer.json"
 VOCABULARY: Final = "vocab.json"
-"""The file with the tokens' numbers, beside `merges.txt`, in folders without `tokenizer.json`."""
+"""The file with the tokens' numbers in folders that have `merges.txt` and no `tokenizer.json`."""
 _PAD: Final = "<|endoftext|>"
 _TOKENS: Final = ("<|im_start|>", "<|im_end|>", _PAD)
+"""The tokens of the template, and the padding token."""
 _TURN: Final = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 """A user's turn in Qwen3's template, up to where the answer begins."""
 _SYSTEM: Final = "<|im_start|>system\n{}<|im_end|>\n"
 """The system's turn, which precedes the user's and says what the model is to do."""
 _NO_THOUGHTS: Final = "<think>\n\n</think>\n\n"
-"""The text that the template adds for an answer without thoughts."""
+"""The beginning of an answer without thoughts, which the template writes."""
 
 
 class PromptTokenizer:
     """Qwen's tokenizer; it puts prompts into Qwen's chat template, as transformers does.
 
     Args:
-        tokenizer: splits text, also the template's, into tokens and maps each token to its number.
+        tokenizer: splits text, including the template's, into tokens, and maps each token to its
+            number.
         thinks: whether the answer may begin with thoughts; the template's name of this setting is
             `enable_thinking`.
         system: the text of a system's turn before the user's; None for no such turn.
 
     Raises:
-        WeightsFormatError: a token of the template is missing.
+        WeightsFormatError: a token of the template, or the padding token, is missing.
     """
 
     def __init__(
@@ -48,11 +50,12 @@ class PromptTokenizer:
         start, end = _TURN.split("{}")
         self._start = start if system is None else _SYSTEM.format(system) + start
         self._end = end if thinks else end + _NO_THOUGHTS
-        of = "Qwen3" if system is None else "Qwen2"
+        # The system's turn is used with Qwen2.5-VL, which has Qwen2's tokenizer.
+        model = "Qwen3" if system is None else "Qwen2"
         for token in _TOKENS:
             if tokenizer.token_to_id(token) is None:
                 raise WeightsFormatError(
-                    f"tokenizer: the vocabulary has no {token!r}; expected the tokenizer of {of}"
+                    f"tokenizer: the vocabulary has no {token!r}; expected the tokenizer of {model}"
                 )
 
     @classmethod
@@ -67,8 +70,9 @@ class PromptTokenizer:
             system: as for the class.
 
         Raises:
-            MissingFileError: there is no such file.
-            WeightsFormatError: the file cannot be understood.
+            MissingFileError: there is neither `tokenizer.json` nor `vocab.json`.
+            WeightsFormatError: a file cannot be understood, `merges.txt` is missing, or a token of
+                the template is missing.
         """
         from tokenizers import Tokenizer  # noqa: PLC0415 - imported when first needed
 
@@ -98,7 +102,7 @@ class PromptTokenizer:
         return int(self._tokenizer.token_to_id(_PAD) or 0)
 
     def encode(self, prompt: str, most: int) -> list[int]:
-        """Return the token numbers of a prompt in the template, truncated to at most `most`."""
+        """Return the numbers of the first `most` tokens of a prompt in the template."""
         tokens: list[int] = self._tokenizer.encode(
             self._start + prompt + self._end, add_special_tokens=False
         ).ids
@@ -109,6 +113,9 @@ def _from_merges(folder: Path) -> Tokenizer:
     """Return Qwen2's tokenizer from `vocab.json` and `merges.txt`.
 
     Added tokens come from `added_tokens.json` and `tokenizer_config.json`, if these files exist.
+
+    Raises:
+        OSError, ValueError, TypeError, KeyError: a file is missing or cannot be understood.
     """
     from tokenizers import AddedToken  # noqa: PLC0415 - imported when first needed
 
@@ -118,8 +125,8 @@ def _from_merges(folder: Path) -> Tokenizer:
     tokens = sorted(numbers, key=lambda token: int(numbers[token]))
     tokenizer = byte_level({"pre": "qwen2", "tokens": tokens, "merges": merges})
     added = {int(number): token for token, number in _read(folder / "added_tokens.json").items()}
-    listed = _read(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
-    added |= {int(number): fields["content"] for number, fields in listed.items()}
+    decoder = _read(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
+    added |= {int(number): fields["content"] for number, fields in decoder.items()}
     for number, token in sorted(added.items()):
         tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
         if tokenizer.token_to_id(token) != number:
@@ -131,7 +138,7 @@ def _from_merges(folder: Path) -> Tokenizer:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the object in a file of JSON; empty if there is no file."""
+    """Return the JSON object in a file; an empty one if there is no file."""
     if not path.is_file():
         return {}
     found = parse_json(path.read_bytes())

@@ -1,4 +1,4 @@
-"""Reads the models of SentencePiece (`spiece.model`): protocol buffers with pieces and scores."""
+"""Reads SentencePiece models (`spiece.model`): protocol buffers with pieces and their scores."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ _CHARSMAP: Final = 2
 _NORMAL, _UNKNOWN = 1, 2
 """Types of pieces."""
 _FLOAT: Final = struct.Struct("<f")
-_WIDEST: Final = 70
-"""Bits in the ten bytes of the longest 64-bit integer, seven bits per byte."""
+_MOST_BITS: Final = 70
+"""The bits in a 64-bit integer of ten bytes, the greatest number, with seven bits per byte."""
+_VARINT, _64_BITS, _BYTES, _32_BITS = 0, 1, 2, 5
+"""Wire types: the forms of fields' values."""
 
 
 class UnigramModel(NamedTuple):
@@ -32,11 +34,11 @@ class UnigramModel(NamedTuple):
     unknown: int
     """The number of the piece for text that no piece covers."""
     charsmap: bytes
-    """SentencePiece's compiled table that normalises characters first; may be empty."""
+    """SentencePiece's compiled table that normalises characters before the split; may be empty."""
 
 
 def parse(data: bytes) -> UnigramModel:
-    """Return the model in the contents of a file.
+    """Return the model in `data`, the contents of a file.
 
     Raises:
         ValueError: the contents are not a unigram model.
@@ -68,22 +70,27 @@ def _parse(data: bytes) -> UnigramModel:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield the number and the value (an integer, a float or bytes) of each field of a message."""
+    """Yield the number and the value (an integer, a float or bytes) of each field of a message.
+
+    Raises:
+        IndexError, struct.error: the message ends within a field.
+        ValueError: a field has an unknown wire type, or an integer is too long.
+    """
     at, end = 0, len(message)
     while at < end:
         key, at = _varint(message, at)
         wire, start = key & 7, at
         value: int | float | bytes
-        if wire == 0:
+        if wire == _VARINT:
             value, at = _varint(message, at)
-        elif wire == 2:
+        elif wire == _BYTES:
             length, start = _varint(message, at)
             at = start + length
             value = message[start:at]
-        elif wire == 5:
+        elif wire == _32_BITS:
             at += 4
             (value,) = _FLOAT.unpack_from(message, start)
-        elif wire == 1:
+        elif wire == _64_BITS:
             at += 8
             value = message[start:at]
         else:
@@ -94,7 +101,12 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the integer at an offset, seven bits per byte, and the offset after it."""
+    """Return the integer at an offset, seven bits per byte, and the offset after it.
+
+    Raises:
+        IndexError: `data` ends within the integer.
+        ValueError: the integer has more than ten bytes.
+    """
     byte = data[at]
     if byte < 0x80:
         return byte, at + 1
@@ -104,6 +116,6 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         byte = data[at]
         value |= (byte & 0x7F) << shift
         shift += 7
-        if shift > _WIDEST:
+        if shift > _MOST_BITS:
             raise ValueError("found an integer of more than 64 bits in a SentencePiece model")
     return value, at + 1

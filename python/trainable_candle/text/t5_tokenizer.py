@@ -1,4 +1,4 @@
-"""T5's tokenizer, which turns text into rows of token numbers and masks."""
+"""T5's tokenizer, which turns texts into rows of token numbers and a mask."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ PAD: Final = "<pad>"
 END: Final = "</s>"
 UNKNOWN: Final = "<unk>"
 SENTINELS: Final = 100
-"""The number of tokens `<extra_id_99>` to `<extra_id_0>`, which follow the pieces in this order."""
+"""The number of sentinels. They are the tokens `<extra_id_99>` to `<extra_id_0>`, which follow the
+pieces in this order."""
 SHIPPED: Final = Path(str(files("trainable_candle.text") / "assets" / "t5_spiece.model.gz"))
 """The package's own copy of the SentencePiece model that all published T5 models share."""
 _SPACE: Final = "▁"
@@ -34,7 +35,7 @@ _SPACE: Final = "▁"
 
 
 class T5Tokenizer:
-    """Splits words into pieces by a unigram model, as `transformers.T5Tokenizer`.
+    """Splits words into pieces by a unigram model, as `transformers.T5Tokenizer` does.
 
     Args:
         tokenizer: converts text to token numbers.
@@ -68,7 +69,8 @@ class T5Tokenizer:
 
         Raises:
             MissingFileError: there is no such folder or file.
-            WeightsFormatError: a file cannot be understood.
+            WeightsFormatError: a file cannot be understood, or the vocabulary lacks the padding or
+                the end token.
         """
         folder = Path(folder).expanduser()
         try:
@@ -86,7 +88,7 @@ class T5Tokenizer:
 
     @property
     def size(self) -> int:
-        """The number of tokens, including sentinels."""
+        """The number of tokens, including added tokens such as sentinels."""
         size: int = self._tokenizer.get_vocab_size()
         return size
 
@@ -99,7 +101,7 @@ class T5Tokenizer:
         try:
             numbers: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         except BaseException as error:
-            # A damaged table of characters makes the library panic; a panic is no `Exception`.
+            # A damaged table of characters makes the library panic; the panic is no `Exception`.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise WeightsFormatError(f"tokenizer: {text!r} cannot be encoded: {error}") from error
@@ -112,10 +114,12 @@ class T5Tokenizer:
 
         Args:
             texts: any texts; an empty one is the end token alone.
-            length: tokens in a row, including the end; at least 1. Longer texts are truncated.
+            length: tokens in a row, including the end token; at least 1. Longer texts are
+                truncated.
 
         Returns:
-            The token numbers, and a mask: 1 for text and end, 0 for padding. Both are (n, length).
+            The token numbers, and a mask: 1 for text and end token, 0 for padding. Both have the
+            shape (number of texts, length).
 
         Raises:
             ArgumentError: the length is less than 1.
@@ -126,9 +130,9 @@ class T5Tokenizer:
         rows = [[*self.encode(text)[: length - 1], self.end] for text in texts]
         ids = np.full((len(rows), length), self.pad, np.int64)
         mask = np.zeros_like(ids)
-        for place, row in enumerate(rows):
-            ids[place, : len(row)] = row
-            mask[place, : len(row)] = 1
+        for index, row in enumerate(rows):
+            ids[index, : len(row)] = row
+            mask[index, : len(row)] = 1
         return ids, mask
 
     def _number(self, token: str) -> int:
@@ -141,13 +145,13 @@ class T5Tokenizer:
 
 
 def _from_folder(folder: Path) -> Tokenizer:
-    whole = folder / "tokenizer.json"
-    if not whole.is_file():
+    path = folder / "tokenizer.json"
+    if not path.is_file():
         return _tokenizer(sentencepiece.parse((folder / "spiece.model").read_bytes()))
-    content: dict[str, Any] = parse_json(whole.read_text(encoding="utf-8"))
+    content: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
     model = content["model"]
     if not isinstance(model["vocab"], list):
-        raise WeightsFormatError(f"tokenizer: {whole} has no unigram model, as T5 needs")
+        raise WeightsFormatError(f"tokenizer: {path} has no unigram model, which T5 needs")
     pieces = [(str(piece), float(score)) for piece, score in model["vocab"]]
     charsmap = _charsmap(content.get("normalizer"))
     added = sorted(content.get("added_tokens") or [], key=lambda token: int(token["id"]))
@@ -156,7 +160,7 @@ def _from_folder(folder: Path) -> Tokenizer:
         number = tokenizer.token_to_id(str(token["content"]))
         if number != token["id"]:
             raise WeightsFormatError(
-                f"tokenizer: {whole} gives the added token {token['content']!r} the number "
+                f"tokenizer: {path} gives the added token {token['content']!r} the number "
                 f"{token['id']}, expected {number}"
             )
     return tokenizer
@@ -179,8 +183,9 @@ def _tokenizer(model: UnigramModel, added: Sequence[dict[str, Any]] | None = Non
 
     Args:
         model: the pieces, their scores and the table of characters.
-        added: the added tokens as in `tokenizer.json`, in the order of their numbers; by default
-            padding, end, unknown and the sentinels.
+        added: the added tokens as in `tokenizer.json`, in the order of their numbers. By default
+            they are the padding, end and unknown tokens, as far as these are pieces, and the
+            sentinels.
     """
     from tokenizers import (  # noqa: PLC0415 - imported when first needed
         AddedToken,
@@ -201,8 +206,8 @@ def _tokenizer(model: UnigramModel, added: Sequence[dict[str, Any]] | None = Non
     )
     if added is None:
         sentinels = [f"<extra_id_{number}>" for number in reversed(range(SENTINELS))]
-        known = [token for token in (PAD, END, UNKNOWN) if tokenizer.token_to_id(token) is not None]
-        added = [{"content": token} for token in (*known, *sentinels)]
+        named = [token for token in (PAD, END, UNKNOWN) if tokenizer.token_to_id(token) is not None]
+        added = [{"content": token} for token in (*named, *sentinels)]
     flags = ("single_word", "lstrip", "rstrip", "normalized")
     tokenizer.add_tokens(
         [

@@ -1,13 +1,13 @@
-"""Chat templates, which turn messages into text as in transformers' `apply_chat_template`.
+"""Chat templates, which turn messages into text as transformers' `apply_chat_template` does.
 
 Templates come with downloaded checkpoints, so they run in jinja's sandbox and get only plain JSON
 values. The environment is that of transformers 5 (`utils/chat_template_utils.py`), with four
 exceptions. `strftime_now` always gives the same day: if texts changed from day to day, runs would
 not be repeatable. Names of a namespace's attributes must not begin with `_`, because such names
 could lead to Python's internals. The role `developer` is called `system` for templates that do not
-name it, because most of them would leave the message out. A content that is text becomes a list of
-parts, or the reverse, for templates that read only the other form; transformers would render
-Python's notation of the list, or nothing.
+have the word "developer", because most of these would leave the message out. Content that is text
+becomes a list of parts for templates that read only lists, and a list of parts becomes text for
+templates that read only text; transformers would render nothing, or Python's notation of the list.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ CHATML: Final = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""The default template. `END` is `<|im_end|>`, or the token that ends a text if the vocabulary has
-no `<|im_end|>`."""
+"""The template for tokenizers without one. `END` is `<|im_end|>`; if the vocabulary lacks this
+token, `END` is the token that ends a text."""
 DAY: Final = dt.datetime(2024, 7, 26, tzinfo=dt.timezone.utc)
 """The date that templates get as today; it is the default date in Llama 3.1's template."""
 _START, _END = "\ufdd0", "\ufdd1"
-"""Marks around generated text; Unicode reserves these characters, so texts do not have them."""
+"""Marks around generated text. Unicode reserves these characters, so texts should not have them."""
 _PROBE: Final = "A question"
-"""The text of the message that shows which forms of content a template reads."""
+"""The text of a message that is rendered to find out which forms of content a template reads."""
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 """The keys under which a message may have its reasoning; the first key that is present is used."""
 
@@ -53,12 +53,12 @@ class Rendered:
 
     text: str
     spans: tuple[tuple[int, int], ...] | None
-    """Start and end, in characters, of each part that the model generates. Templates enclose such
-    parts in `{% generation %}`; None if the template has no `{% generation %}`."""
+    """Start and end, in characters, of each span that the model generates. Templates enclose such
+    text in `{% generation %}`; None if the template has no `{% generation %}`."""
 
 
 class ChatTemplate:
-    """A chat template in Jinja.
+    """A chat template in Jinja; `marks_answers` says whether it has `{% generation %}`.
 
     Args:
         source: the template.
@@ -90,16 +90,17 @@ class ChatTemplate:
         """Return the text of a conversation.
 
         Args:
-            messages: `role`, `content` and so on; values that are None count as absent. A content
-                is text, or a list of parts with `text`.
+            messages: mappings with `role`, `content` and so on; values that are None count as
+                absent. Content is text, or a list of parts with `text`.
             tools: JSON schemas of functions.
-            generation_prompt: end with the prefix of an answer.
+            generation_prompt: whether to end with the beginning of an answer's turn.
 
         Raises:
-            ValueError: the template rejects the conversation; the message says why.
+            ValueError: the template rejects the conversation, or a text has a reserved character;
+                the message says why.
         """
-        present = [{k: v for k, v in m.items() if v is not None} for m in messages]
-        adapted = [_with_reasoning(self._adapted(message)) for message in present]
+        without_none = [{k: v for k, v in m.items() if v is not None} for m in messages]
+        adapted = [_with_reasoning(self._adapted(message)) for message in without_none]
         marked = self._render(adapted, tools, generation_prompt)
         return _unmarked(marked, self.marks_answers)
 
@@ -123,7 +124,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template rejects the conversation: {error}") from error
 
     def _adapted(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message with a role and a form of content that the template reads."""
+        """Return a message with its role and its content in forms that the template reads."""
         content = message.get("content")
         if isinstance(content, list) and not self._reads_parts:
             message = {**message, "content": "".join(part["text"] for part in content)}
@@ -135,17 +136,19 @@ class ChatTemplate:
 
     @cached_property
     def _reads_text(self) -> bool:
-        """Whether the template writes a content that is text."""
+        """Whether the template writes content that is text."""
         return _PROBE in self._probed(_PROBE)
 
     @cached_property
     def _reads_parts(self) -> bool:
-        """Whether the template writes the texts of a content that is a list of parts."""
+        """Whether the template writes the texts of content that is a list of parts."""
         text = self._probed([{"type": "text", "text": _PROBE}])
-        # A template for text alone may write the list in the notation of Python or JSON.
+        # A template that reads only text may write the list in the notation of Python or JSON; then
+        # the probe is in quotes.
         return _PROBE in text and not any(f"{quote}{_PROBE}{quote}" in text for quote in "'\"")
 
     def _probed(self, content: str | list[dict[str, str]]) -> str:
+        """Return a user's message as text; an empty text if the template rejects it."""
         try:
             return self._render([{"role": "user", "content": content}])
         except ValueError:
@@ -153,7 +156,7 @@ class ChatTemplate:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Copy a message's reasoning to both keys that templates read.
+    """Return a message that has its reasoning, if any, under both keys that templates read.
 
     The keys are `thinking` and `reasoning_content`.
     """
@@ -163,39 +166,43 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _unmarked(marked: str, marks: bool) -> Rendered:
+def _unmarked(marked: str, has_tag: bool) -> Rendered:
     """Return the text without the marks `_START` and `_END`, and the spans that they enclosed.
 
-    Without marks in the text, the spans are () if `marks`, else None.
+    Without marks in the text, the spans are () if the template has the tag `generation`, else None.
 
     Raises:
         ValueError: the conversation itself has the characters of the marks.
     """
     if _START not in marked and _END not in marked:
-        return Rendered(marked, () if marks else None)
-    text, spans = "", []
-    first, *rest = marked.split(_START)
-    text = first
-    for part in rest:
+        return Rendered(marked, () if has_tag else None)
+    spans = []
+    before, *parts = marked.split(_START)
+    text = before
+    for part in parts:
         inside, end, outside = part.partition(_END)
         if not end or _END in outside:
             raise ValueError("a text has the reserved characters U+FDD0 or U+FDD1; remove them")
         spans.append((len(text), len(text) + len(inside)))
         text += inside + outside
-    if _END in first:
+    if _END in before:
         raise ValueError("a text has the reserved character U+FDD1; remove it")
     return Rendered(text, tuple(spans))
 
 
 @lru_cache(maxsize=16)
 def _compiled(source: str) -> tuple[Template, bool]:
-    """Return a template, and whether it has the tag `generation`."""
+    """Return a template, and whether it has the tag `generation`.
+
+    Raises:
+        TemplateSyntaxError: the source is not a template.
+    """
     from jinja2 import ext, nodes  # noqa: PLC0415 - imported when first needed
     from jinja2.exceptions import SecurityError, TemplateError  # noqa: PLC0415
     from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415
     from jinja2.utils import Namespace  # noqa: PLC0415
 
-    found = False
+    has_generation = False
 
     class Generation(ext.Extension):
         """`{% generation %}`, which puts marks around its contents."""
@@ -203,8 +210,8 @@ def _compiled(source: str) -> tuple[Template, bool]:
         tags = {"generation"}  # noqa: RUF012 - as the base has it
 
         def parse(self, parser: Parser) -> nodes.Node:
-            nonlocal found
-            found = True
+            nonlocal has_generation
+            has_generation = True
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
@@ -216,6 +223,7 @@ def _compiled(source: str) -> tuple[Template, bool]:
     class PlainNamespace(Namespace):
         """A namespace without attributes that could lead to Python's internals."""
 
+        # As in jinja's class, `self` is in `args`, so that an attribute may be called `self`.
         def __init__(*args: Any, **kwargs: Any) -> None:
             self, *given = args
             attributes = dict(*given, **kwargs)
@@ -234,6 +242,7 @@ def _compiled(source: str) -> tuple[Template, bool]:
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
+    # Templates get this function instead of the class `dict`.
     def as_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
 
@@ -249,7 +258,7 @@ def _compiled(source: str) -> tuple[Template, bool]:
             "namespace": PlainNamespace,
         }
     )
-    return environment.from_string(source), found
+    return environment.from_string(source), has_generation
 
 
 def _to_json(

@@ -1,4 +1,4 @@
-"""The files beside a language model's weights: its tokenizer, chat templates and end tokens."""
+"""The files of a language model other than weights: tokenizer, chat templates, end tokens."""
 
 from __future__ import annotations
 
@@ -15,21 +15,32 @@ if TYPE_CHECKING:
 _TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
                   "mask_token")  # fmt: skip
 DEFAULT: Final = "default"
+"""The name of the chat template for conversations that no other template is for."""
 TOOL_USE: Final = "tool_use"
 """The name of the chat template for conversations with tools."""
 _MORE_TEMPLATES: Final = "additional_chat_templates/*.jinja"
+"""The pattern of the files with further chat templates."""
 CONFIGS: Final = ("generation_config.json", "config.json")
-"""The files that have ids of special tokens."""
+"""The files with ids of special tokens; the first file that has an id takes precedence."""
 FILES: Final = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     _MORE_TEMPLATES, "generation_config.json", "added_tokens.json", "vocab.json", "merges.txt",
     "tokenizer.model",
 )  # fmt: skip
-"""The files in a model's folder with its tokenizer and its settings for generation, as patterns."""
+"""Patterns of the files that hold a model's tokenizer and its settings for generation."""
 
 
 def copy_files(weights: Path, output: Path, *others: str) -> None:
-    """Copy `FILES` and `others` to another folder, byte for byte; missing files are left out."""
+    """Copy a model's files to another folder, byte for byte; missing files are left out.
+
+    Args:
+        weights: the folder of the model.
+        output: the existing folder to copy to.
+        others: patterns of files to copy in addition to `FILES`.
+
+    Raises:
+        OSError: a file cannot be copied.
+    """
     for pattern in (*FILES, *others):
         for path in weights.glob(pattern):
             copy = output / path.relative_to(weights)
@@ -41,7 +52,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; an empty one if there is no file.
 
     Raises:
-        WeightsFormatError: the file is damaged.
+        WeightsFormatError: the file cannot be read, or its content is not a JSON object.
     """
     if not path.is_file():
         return {}
@@ -60,19 +71,26 @@ def token_ids(config: Mapping[str, Any], name: str) -> list[int]:
     The entry is an id, a list of ids, or absent. Some files have -1 for a token that the model
     lacks; negative ids are left out.
     """
-    found = config.get(name)
-    numbers = found if isinstance(found, list) else [found]
+    entry = config.get(name)
+    numbers = entry if isinstance(entry, list) else [entry]
     return [number for number in numbers if isinstance(number, int) and number >= 0]
 
 
 def end_tokens(folder: Path) -> list[int]:
-    """Return the ids of the end tokens in a folder's `CONFIGS`."""
+    """Return the ids of the end tokens in all of a folder's `CONFIGS`; an id may occur twice.
+
+    Raises:
+        WeightsFormatError: a file is damaged.
+    """
     configs = [read_object(folder / name) for name in CONFIGS]
     return [number for config in configs for number in token_ids(config, "eos_token_id")]
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return special tokens' texts by name; `config` has texts, or objects with `content`."""
+    """Return special tokens' texts by name.
+
+    The entries of `config` are the texts, or objects with the text as `content`.
+    """
     tokens = {}
     for name in _TOKENS:
         value = config.get(name)
@@ -84,19 +102,20 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return a folder's chat templates by name, as transformers finds them.
+    """Return a folder's chat templates by name, as transformers finds them; {} if there are none.
 
-    If `chat_template.jinja` or files in `additional_chat_templates` exist, they are the templates.
-    Otherwise the configuration has a template, which is called `default` here, or a list of
-    templates with names.
+    The file `chat_template.jinja` is the template `default`; the files in
+    `additional_chat_templates` have the names of their templates. If there is no such file, the
+    entry `chat_template` of the configuration is the template `default`, or a list of templates
+    with names.
 
     Args:
         folder: the folder with the tokenizer.
         config: the content of its `tokenizer_config.json`.
 
     Raises:
-        WeightsFormatError: a file is not UTF-8, the configuration's entry is neither text nor such
-            a list, or no template is called `default`.
+        WeightsFormatError: a file cannot be read as UTF-8, the configuration's entry is neither
+            text nor such a list, or there are templates but none is called `default`.
     """
     paths = {path.stem: path for path in sorted(folder.glob(_MORE_TEMPLATES))}
     single = folder / "chat_template.jinja"
@@ -114,26 +133,27 @@ def chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _template(path: Path) -> str:
+    """Return the template in a file."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise WeightsFormatError(f"tokenizer: {path} cannot be read: {error}") from error
 
 
-def _configured(path: Path, found: Any) -> dict[str, str]:
-    """Return the templates by name in the entry `chat_template` of the file `path`."""
-    if found is None:
+def _configured(path: Path, entry: Any) -> dict[str, str]:
+    """Return the templates by name in `entry`, the `chat_template` of the file `path`."""
+    if entry is None:
         return {}
-    if isinstance(found, str):
-        return {DEFAULT: found}
+    if isinstance(entry, str):
+        return {DEFAULT: entry}
     templates: dict[str, str] = {}
-    for entry in found if isinstance(found, list) else [found]:
-        match entry:
+    for item in entry if isinstance(entry, list) else [entry]:
+        match item:
             case {"name": str(name), "template": str(template)}:
                 templates[name] = template
             case _:
                 raise WeightsFormatError(
                     f"tokenizer: {path} has a chat_template that is neither text nor a list of "
-                    f"objects with name and template, but {found!r:.60}"
+                    f"objects with name and template, but {entry!r:.60}"
                 )
     return templates

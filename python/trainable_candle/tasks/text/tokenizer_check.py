@@ -1,4 +1,4 @@
-"""Checks that a tokenizer and the length of rows fit a language model, before it is loaded."""
+"""Checks, before a language model is loaded, that its tokenizer and the length of rows fit it."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ if TYPE_CHECKING:
     from trainable_candle.text.chat_tokenizer import ChatTokenizer
 
 ROW: Final = 2048
-"""The default number of tokens of a packed row, if the model's context is not shorter."""
+"""The number of tokens of a packed row by default, if the model's context is not shorter."""
 _DEFAULTS: Final = {"eos_token_id": 2, "bos_token_id": 1}
-"""The ids that transformers writes into the configuration of a Llama or Mistral model if no ids
-were given. They say nothing about the tokenizer."""
+"""The ids that transformers writes into the configuration of a Llama or Mistral model whose author
+gave no ids. They say nothing about the tokenizer."""
 _CURE: Final = "the tokenizer is another model's; give the model with its own tokenizer files"
 
 
 def context_of(settings: Mapping[str, Any]) -> int:
-    """Return the largest number of tokens in a text for a model with this `config.json`."""
+    """Return a model's context, the most tokens of a text; `settings` is its `config.json`."""
     # 2048 is transformers' default for Llama; other models' configurations have the entry.
     return int(settings.get("max_position_embeddings", 2048))
 
 
 def row_length(wanted: int | None, context: int) -> int:
-    """Return the number of tokens of a packed row: `wanted`, or by default `ROW` or the context.
+    """Return the number of tokens of a packed row.
+
+    This is `wanted`; by default, it is the smaller of `ROW` and the context.
 
     Raises:
         ConfigError: the context is shorter than `wanted`.
@@ -42,11 +44,12 @@ def row_length(wanted: int | None, context: int) -> int:
 
 
 def check_tokenizer(tokenizer: ChatTokenizer, weights: Path, vocabulary: int) -> None:
-    """Check that the tokenizer beside a model's weights is that model's.
+    """Check that the tokenizer that was found with a model's weights is that model's.
 
-    Published models may have more rows in the embedding than tokens, or added tokens that the
-    embedding lacks and no text has. Their `eos_token_id` may differ from the tokenizer's end token,
-    but it is always the id of a special or an added token.
+    In published models, the embedding may have more rows than the tokenizer has tokens. It may lack
+    rows for added tokens, which no text has. The model's `eos_token_id` may differ from the
+    tokenizer's end token, but it is always the id of a special or an added token. For a GGUF file,
+    only the number of tokens is checked.
 
     Args:
         tokenizer: the tokenizer.
@@ -54,9 +57,10 @@ def check_tokenizer(tokenizer: ChatTokenizer, weights: Path, vocabulary: int) ->
         vocabulary: the number of rows of the model's embedding.
 
     Raises:
-        WeightsFormatError: the tokenizer has more tokens than the model, or the ids of start and
-            end tokens in `generation_config.json` or else `config.json` are those of ordinary text,
-            or not in the tokenizer at all.
+        WeightsFormatError: the tokenizer, without added tokens, has more tokens than the embedding
+            has rows; or an id of a start or end token in `generation_config.json`, or else in
+            `config.json`, is that of ordinary text; or none of an entry's ids is in the tokenizer;
+            or one of these files is damaged.
     """
     if tokenizer.size_without_added > vocabulary:
         raise WeightsFormatError(
@@ -71,14 +75,19 @@ def check_tokenizer(tokenizer: ChatTokenizer, weights: Path, vocabulary: int) ->
         for path in (folder / file for file in CONFIGS):
             config = read_object(path)
             ids = token_ids(config, name)
-            is_copy = path.name == "config.json" or config.get("_from_model_config")
-            if ids and not (is_copy and ids == [default]):
+            # transformers made a `generation_config.json` with this mark from `config.json`.
+            may_be_default = path.name == "config.json" or config.get("_from_model_config")
+            if ids and not (may_be_default and ids == [default]):
                 _check_special(tokenizer, ids, f"tokenizer: {name} in {path}")
             if ids:
                 break
 
 
 def _check_special(tokenizer: ChatTokenizer, ids: Sequence[int], entry: str) -> None:
+    """Check that no id is that of ordinary text, and that the tokenizer has at least one of them.
+
+    `entry` names the ids in messages.
+    """
     for number in ids:
         if tokenizer.is_ordinary(number):
             text = tokenizer.decode([number], special=True)

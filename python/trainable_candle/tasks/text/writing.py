@@ -1,4 +1,4 @@
-"""Answers of a language model: the options, and the conversion of tokens to text as they arrive."""
+"""Answers of a language model: their options, and the text of their tokens as these arrive."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ class WritingOptions:
     """How the next token is chosen, and where an answer ends."""
 
     tokens: int = 512
-    """The most tokens of an answer."""
+    """The greatest number of tokens in an answer."""
     temperature: float = 0.0
-    """0 takes the likeliest token each time; 1 draws from the model's probabilities."""
+    """0 takes the likeliest token each time. Otherwise, tokens are drawn after a division of their
+    scores by this number; 1 draws with the model's probabilities."""
     top_k: int = 0
-    """Draw from this many of the likeliest tokens; 0: from all."""
+    """Draw from this many of the likeliest tokens; 0: from all tokens."""
     top_p: float = 1.0
     """Draw from the smallest set of likeliest tokens whose probabilities sum to at least this."""
     min_p: float = 0.0
-    """Draw from tokens whose probability is at least this fraction of the likeliest one's."""
+    """Draw from tokens whose probability is at least this fraction of the likeliest token's."""
     repetition_penalty: float = 1.0
     """Above 1: tokens that are already in the text become less likely (arXiv:1909.05858)."""
     seed: int = 0
@@ -33,7 +34,13 @@ class WritingOptions:
     """Texts that end an answer, as end tokens do. The answer does not contain the stop text."""
 
     def arguments(self, stops: Collection[int]) -> dict[str, Any]:
-        """Return the arguments of `CausalLM.generate` and `stream`; `stops` are the end tokens."""
+        """Return the arguments of `CausalLM.generate` and `CausalLM.stream`.
+
+        These functions do not know the texts in `stop`; `streamed` looks for them.
+
+        Args:
+            stops: the ids of the end tokens.
+        """
         return {
             "max_new_tokens": self.tokens,
             "temperature": self.temperature,
@@ -49,37 +56,39 @@ class WritingOptions:
 def streamed(
     tokens: Iterable[int], tokenizer: ChatTokenizer, stop: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Yield the text of tokens as they arrive, up to one of the texts in `stop`.
+    """Yield the text of tokens as they arrive, up to the first stop text (a text in `stop`).
 
     A character of several tokens is held back until its last token. Text that may begin a stop text
     is held back until further tokens show whether it does. The tokens of each piece of text are
     decoded together with those of the piece before, because SentencePiece tokenizers drop a space
     at the beginning of the text that they decode.
     """
-    pieces = _pieces(tokens, tokenizer)
     held = ""
-    for piece in pieces:
+    for piece in _pieces(tokens, tokenizer):
         held += piece
-        ends = [place for place in (held.find(text) for text in stop) if place >= 0]
-        if ends:
-            if held[: min(ends)]:
-                yield held[: min(ends)]
+        stop_starts = [place for place in (held.find(text) for text in stop) if place >= 0]
+        if stop_starts:
+            before = held[: min(stop_starts)]
+            if before:
+                yield before
             return
-        kept = _begun(held, stop)
-        if len(held) > kept:
-            yield held[: len(held) - kept]
-            held = held[len(held) - kept :]
+        decided = len(held) - _begun(held, stop)
+        if decided:
+            yield held[:decided]
+            held = held[decided:]
     if held:
         yield held
 
 
 def _pieces(tokens: Iterable[int], tokenizer: ChatTokenizer) -> Iterator[str]:
+    """Yield the text of tokens in pieces of whole characters."""
     ids: list[int] = []
-    # `ids[start:end]` are the tokens of the previous piece.
+    # `ids[start:end]` are the tokens of the previous piece; those from `end` on are held back.
     start = end = 0
     for token in tokens:
         ids.append(token)
         before, text = tokenizer.decode(ids[start:end]), tokenizer.decode(ids[start:])
+        # An unfinished character is decoded as U+FFFD.
         if len(text) > len(before) and not text.endswith("\ufffd"):
             yield text[len(before) :]
             start, end = end, len(ids)
@@ -92,9 +101,9 @@ def _pieces(tokens: Iterable[int], tokenizer: ChatTokenizer) -> Iterator[str]:
 def _begun(text: str, stop: Sequence[str]) -> int:
     """Return the length of the longest end of `text` that is a proper prefix of a stop text."""
     lengths = (
-        count
-        for word in stop
-        for count in range(1, min(len(word), len(text) + 1))
-        if text.endswith(word[:count])
+        length
+        for stop_text in stop
+        for length in range(1, min(len(stop_text), len(text) + 1))
+        if text.endswith(stop_text[:length])
     )
     return max(lengths, default=0)
