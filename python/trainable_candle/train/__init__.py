@@ -1,4 +1,4 @@
-"""Training: configuration, loop, checkpoints."""
+"""Training: settings, the loop, its callbacks and logs, objectives, and sampling."""
 
 from trainable_candle.settings import TrainConfig
 from trainable_candle.train.callbacks import Callback, ProgressBar

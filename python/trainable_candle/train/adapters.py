@@ -1,4 +1,4 @@
-"""The adapters of a run, on one or several parts of a model, behind one interface."""
+"""The adapters of a run, on one or several components of a model, behind one interface."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _UP: Final = ".lora_B.weight"
 
 
 class Adapters:
-    """Adapters by component, `unet` or `text_encoder` for example.
+    """The adapters of each component; a component is `unet` or `text_encoder`, for example.
 
     Args:
-        sets: the adapters, at least one.
+        sets: the adapters by component, at least one.
         starts: with `--init pissa`, the start of each component's LoRA (see `PissaStart`).
     """
 
@@ -44,7 +44,7 @@ class Adapters:
     def named_parameters(self) -> dict[str, Var]:
         """Return the trainable parameters by name.
 
-        If there are several components, names begin with the component's.
+        If there are several components, each name begins with the component's name and a dot.
         """
         if len(self.sets) == 1:
             return next(iter(self.sets.values())).named_parameters()
@@ -55,21 +55,21 @@ class Adapters:
         }
 
     def groups(self, config: TrainConfig) -> list[tuple[list[Var], float]]:
-        """Return the parameters by learning rate.
+        """Return groups of parameters, each with its learning rate.
 
         Text encoders have a learning rate of their own. `lora_plus_ratio` multiplies the rate of
-        the factors B in every part of the model (LoRA+, Hayou et al. 2024, arXiv:2402.12354).
+        the factors B in every component (LoRA+, Hayou et al. 2024, arXiv:2402.12354).
         """
         # By default, text encoders train at a tenth of the rate. Prodigy finds one step size for
         # all groups, so with Prodigy they train at the same rate.
-        share = 1 if config.finds_rate else 10
-        of_text = config.text_encoder_learning_rate or config.rate / share
+        divisor = 1 if config.finds_rate else 10
+        text_rate = config.text_encoder_learning_rate or config.rate / divisor
         groups: dict[float, list[Var]] = {}
         for component, adapter in self.sets.items():
-            rate = of_text if component.startswith("text_encoder") else config.rate
+            rate = text_rate if component.startswith("text_encoder") else config.rate
             for name, var in adapter.named_parameters().items():
-                faster = config.lora_plus_ratio if name.endswith(_UP) else 1.0
-                groups.setdefault(rate * faster, []).append(var)
+                ratio = config.lora_plus_ratio if name.endswith(_UP) else 1.0
+                groups.setdefault(rate * ratio, []).append(var)
         return [(parameters, rate) for rate, parameters in groups.items()]
 
     def set_training(self, training: bool) -> None:
@@ -85,24 +85,29 @@ class Adapters:
             start.set_enabled(enabled)
 
     def callbacks(self) -> list[Callback]:
-        """Return the callbacks that keep PiSSA's starts in checkpoints."""
+        """Return the callbacks that write PiSSA's starts to checkpoints and read them."""
         return [KeepStart(start) for start in self._starts.values()]
 
     def finish(self) -> None:
-        """Replace, after training, each LoRA that started with PiSSA by the LoRA for files."""
+        """After training, replace each LoRA that started with PiSSA by the LoRA for files."""
         self.sets |= {component: start.finish() for component, start in self._starts.items()}
         self._starts = {}
 
     def file(self, path: Path, config: Adapter, metadata: dict[str, str]) -> AdapterFile:
-        """Copy the adapters for one file, in the format and precision of the settings.
+        """Return a copy of the adapters that can be written to one file.
+
+        Args:
+            path: the path of the file.
+            config: the settings, with the format and precision of the file.
+            metadata: the metadata for the file's header.
 
         Raises:
             ArgumentError: the format cannot represent these adapters.
         """
-        changes = {component: start.for_files() for component, start in self._starts.items()}
+        plain_loras = {component: start.for_files() for component, start in self._starts.items()}
         return tc.prepare_adapters(
             path,
-            list((self.sets | changes).values()),
+            list((self.sets | plain_loras).values()),
             format=config.format,
             metadata=metadata,
             dtype=config.adapter_precision,
@@ -120,7 +125,10 @@ class Adapters:
 
     @contextmanager
     def loaded(self, path: Path) -> Iterator[None]:
-        """Return a context in which the adapters have the parameters of a file; see `load`."""
+        """Return a context in which the adapters have the parameters of a file.
+
+        After the context they have their own parameters again. For errors, see `load`.
+        """
         parameters = self.named_parameters()
         before = tc.snapshot({name: var.detach() for name, var in parameters.items()})
         try:
@@ -132,7 +140,7 @@ class Adapters:
 
 
 def start_adapter(adapter: AdapterSet, family: Any, fresh: bool) -> dict[str, PissaStart]:
-    """Initialise the adapters on a family's model by LoftQ or PiSSA, if the settings ask for it.
+    """Initialise the adapters of a family's model by LoftQ or PiSSA, if the settings ask for it.
 
     Otherwise, the adapters keep the initial values from `add_adapter`. LoftQ loads the model a
     second time, without quantization, into host memory.
@@ -140,10 +148,10 @@ def start_adapter(adapter: AdapterSet, family: Any, fresh: bool) -> dict[str, Pi
     Args:
         adapter: the newly attached adapters.
         family: a family of language models or image models.
-        fresh: whether the run starts; a resumed run reads its values from a checkpoint.
+        fresh: whether the run is new; a resumed run reads its values from a checkpoint.
 
     Returns:
-        For PiSSA, the start by the name of the family's component; nothing otherwise.
+        For PiSSA, the start by the name of the family's component; otherwise an empty dict.
     """
     config: TrainConfig = family.config
     if config.init == PISSA:
@@ -153,22 +161,22 @@ def start_adapter(adapter: AdapterSet, family: Any, fresh: bool) -> dict[str, Pi
         return {family.component: start}
     if config.init != LOFTQ or not fresh:
         return {}
-    plain = replace(
+    unquantized = replace(
         config, init=INITS[0], base_precision=SAME, stream_blocks=0, stream_modulation=False
     )
-    original = type(family)(family.weights, family.dtype, "cpu", plain).model
+    original = type(family)(family.weights, family.dtype, "cpu", unquantized).model
     start_from_rounding(adapter, family.model, original)
     return {}
 
 
 def oft_side(config: TrainConfig, formats: Sequence[str]) -> str:
-    """Return whether OFT rotates the layers' inputs or their outputs.
+    """Return what OFT rotates: the "input" of layers, or their "output".
 
-    The default is the side that readers of the adapter file's format expect.
+    The default is the side that programs which read the adapter file's format expect.
 
     Args:
         config: the settings.
-        formats: the formats that have names for the layers of the model, the default first.
+        formats: the file formats that have names for the model's layers, the default first.
     """
     expected = OFT_SIDES[0] if (config.format or formats[0]) == "peft" else OFT_SIDES[1]
     return config.oft_side or expected
@@ -177,9 +185,12 @@ def oft_side(config: TrainConfig, formats: Sequence[str]) -> str:
 def adapter_config(
     config: TrainConfig, targets: Sequence[str], formats: Sequence[str]
 ) -> tc.LoraConfig:
-    """Return the adapters' configuration; `targets` are the layers if the settings name none.
+    """Return the adapters' configuration.
 
-    `formats` is the argument of `oft_side`.
+    Args:
+        config: the settings.
+        targets: the layers that get adapters if the settings name none.
+        formats: as for `oft_side`.
     """
     return tc.LoraConfig(
         r=config.rank,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """The base of callbacks; a subclass overrides the events of interest.
+    """The base class of callbacks; a subclass overrides the methods of the events that it needs.
 
     ```python
     class Losses(tc.train.Callback):
@@ -26,7 +26,7 @@ class Callback:
     """
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
-        """Called before the first step; if the run resumes, its state is loaded already."""
+        """Called when `train` begins; if the run resumes, its state is loaded already."""
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
         """Called after every optimizer step."""
@@ -39,15 +39,20 @@ class Callback:
 
         Files that callbacks write to `folder` become part of the checkpoint. The trainer's own
         files are written in the background at the same time. A callback whose writing takes long
-        should copy its values (`tc.snapshot`) and pass the writing to `trainer.write_later`. The
-        folder gets its final name when all callbacks and their writes are done.
+        should copy its values (`tc.snapshot`) and pass a function that writes them to
+        `trainer.write_later`. The folder gets its final name when all callbacks and their writes
+        are done.
         """
 
     def on_resume(self, trainer: Trainer[Any], folder: Path) -> None:
         """Called when the trainer has loaded the checkpoint in `folder`."""
 
     def on_train_end(self, trainer: Trainer[Any]) -> None:
-        """Called at the end, even if the run was stopped or failed."""
+        """Called at the end of `train`, even if the run was stopped or failed."""
+
+
+_KEPT, _ADDED = 0.95, 0.05
+"""The weights of the earlier mean and of a step's loss in the running mean of the loss."""
 
 
 class ProgressBar(Callback):
@@ -65,7 +70,7 @@ class ProgressBar(Callback):
     ```
 
     Args:
-        file: the file to draw to; standard error by default.
+        file: the stream to draw the bar to; standard error by default.
         unit: the unit of the speed: `image` or `token`.
     """
 
@@ -89,11 +94,11 @@ class ProgressBar(Callback):
         )
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:  # noqa: ARG002
-        """Advance by one step."""
+        """Advance the bar by one step and show the step's values."""
         if self._bar is None:
             return
-        first = math.isnan(self._loss)
-        self._loss = report.loss if first else 0.95 * self._loss + 0.05 * report.loss
+        mean = _KEPT * self._loss + _ADDED * report.loss
+        self._loss = report.loss if math.isnan(self._loss) else mean
         parts = [] if report.epoch is None else [f"epoch {report.epoch:.1f}"]
         parts += [f"loss {self._loss:.4f}", f"lr {report.lr:.2e}"]
         parts.append(f"{1e3 * report.seconds:.0f} ms")
@@ -105,7 +110,10 @@ class ProgressBar(Callback):
         self._bar.update()
 
     def beside(self, report: Callable[[str], None]) -> Callable[[str], None]:
-        """Return a function that clears the bar, calls `report`, and redraws the bar."""
+        """Return a function that calls `report`, without the bar on the screen meanwhile.
+
+        If the bar is shown, the function clears it before the call and redraws it afterwards.
+        """
 
         def write(line: str) -> None:
             if self._bar is None or self._bar.disable:

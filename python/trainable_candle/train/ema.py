@@ -1,6 +1,6 @@
 """Averages of the adapters' parameters over the steps.
 
-Validation, previews and adapter files use the averages instead of the parameters.
+In runs with averages, validation, previews and adapter files use them instead of the parameters.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from trainable_candle.train.trainer import StepReport, Trainer
 
 _FILE: Final = "average.safetensors"
+"""The file of the averages in a checkpoint."""
 
 
 class Average(Protocol):
@@ -69,6 +70,7 @@ class AdapterAverage(Callback):
         self._averages = self._fresh()
 
     def _fresh(self) -> dict[str, tc.optim.EMA]:
+        """Return averages that start at the present parameters."""
         sets = self._adapters.sets.items()
         return {component: tc.optim.EMA(adapter, self._decay) for component, adapter in sets}
 
@@ -79,17 +81,20 @@ class AdapterAverage(Callback):
 
     def on_save(self, trainer: Trainer[Any], folder: Path) -> None:
         """Write the averages to a checkpoint."""
-        states = {
+        tensors = {
             f"{component}:{name}": tensor
             for component, average in self._averages.items()
             for name, tensor in average.state_dict().items()
         }
-        trainer.write_later(partial(tc.save_file, states, folder / _FILE))
+        trainer.write_later(partial(tc.save_file, tensors, folder / _FILE))
 
     def on_resume(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
         """Load the averages of a checkpoint.
 
         If the checkpoint has no averages, they start at the checkpoint's parameters.
+
+        Raises:
+            WeightsFormatError: the file is damaged, or has the averages of another adapter.
         """
         path = folder / _FILE
         if not path.exists():
@@ -98,9 +103,9 @@ class AdapterAverage(Callback):
         stored = read_tensors(folder, _FILE)
         try:
             for component, average in self._averages.items():
-                start = f"{component}:"
+                prefix = f"{component}:"
                 average.load_state_dict(
-                    {n.removeprefix(start): t for n, t in stored.items() if n.startswith(start)}
+                    {n.removeprefix(prefix): t for n, t in stored.items() if n.startswith(prefix)}
                 )
         except Error as error:
             raise WeightsFormatError(
@@ -119,8 +124,10 @@ class AdapterAverage(Callback):
         """Set all parameters to their averages; if setting one fails, none changes."""
         with ExitStack() as swapped:
             self._swap_in(swapped)
+            # Do not swap back.
             swapped.pop_all()
 
     def _swap_in(self, swapped: ExitStack) -> None:
+        """Set the parameters to their averages; the exit of `swapped` restores them."""
         for average in self._averages.values():
             swapped.enter_context(average)

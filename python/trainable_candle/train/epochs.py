@@ -1,4 +1,4 @@
-"""The epochs of a run: the epoch of a step, and the steps that end epochs."""
+"""Steps and epochs of a run: the epoch of a step, the last steps of epochs, selections of steps."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Epochs:
     """Converts steps of a run to epochs.
 
     Args:
-        first_batch: maps the number of an epoch to the number of the epoch's first batch, both
+        first_batch: takes the number of an epoch, returns the number of its first batch; both are
             counted from 0.
-        accumulation: batches in a step.
+        accumulation: the number of batches in a step.
     """
 
     def __init__(self, first_batch: Callable[[int], int], accumulation: int) -> None:
@@ -42,16 +42,17 @@ class Epochs:
         return self._epoch
 
     def at(self, step: int) -> float:
-        """Return the epochs after `step` steps, with the fraction of the unfinished epoch."""
-        whole = self.completed(step)
-        start, end = self._first_batch(whole), self._first_batch(whole + 1)
-        return whole + (step * self._accumulation - start) / (end - start)
+        """Return the number of epochs after `step` steps, with the unfinished one's fraction."""
+        completed = self.completed(step)
+        start, end = self._first_batch(completed), self._first_batch(completed + 1)
+        return completed + (step * self._accumulation - start) / (end - start)
 
     def ends(self, every: int) -> Callable[[int], bool]:
-        """Return the `Moments` that select the steps that complete every `every`-th epoch."""
+        """Return a function that selects the steps that complete every `every`-th epoch."""
 
         def is_end(step: int) -> bool:
             before, after = self.completed(step - 1), self.completed(step)
+            # A step may complete several epochs.
             return after // every > before // every
 
         return is_end

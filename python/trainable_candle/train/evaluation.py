@@ -1,6 +1,6 @@
-"""Validation, previews and adapter files between steps, without dropout.
+"""Callbacks for validation, previews and adapter files between steps, all without dropout.
 
-If a run averages the adapters' parameters, these use the averages.
+If a run averages the adapters' parameters, the callbacks use the averages.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     from trainable_candle.train.trainer import StepReport, Trainer
 
 _BEST_STATE: Final = "validation.json"
+"""The file of a checkpoint with the step and the loss of the best adapter."""
 
 
 @contextmanager
 def evaluated(adapters: Adapters, average: Average | None) -> Iterator[None]:
-    """Return a context without dropout and tape, in which averages replace the parameters.
+    """Return a context without dropout and without a tape, in which averages replace parameters.
 
     Args:
         adapters: the adapters that are trained.
@@ -56,18 +57,20 @@ def evaluated(adapters: Adapters, average: Average | None) -> Iterator[None]:
 class Validation(Callback):
     """Measures the loss on validation data, keeps the best adapter, and may end the run early.
 
-    There is one measurement before the first step and one after the last step. The measurement
-    before the first step is never the best one, because the adapter is not trained yet.
+    It also measures before the first step and after the last step. The measurement before the first
+    step is never the best one, because the adapter is not trained yet.
 
     Args:
         loss: returns the mean loss over the validation data, with the same random numbers at every
             call.
-        every: steps between two measurements, or a function that selects the steps.
+        every: the number of steps from one measurement to the next (0: no measurements between the
+            first and the last step), or a function that selects the steps.
         evaluated: makes the context to measure in.
-        adapter: takes a snapshot of the adapter at a step, for a file that is written later.
-        facts: returns the values to log for a loss, by name; called in the context of `evaluated`.
+        adapter: takes a file's path and the step, returns a snapshot of the adapter for that file.
+        facts: takes a loss, returns the values to log by name; called in the context of
+            `evaluated`.
         stem: the beginning of the name of the best adapter's file.
-        report: gets a line at each measurement if the loss is the only value.
+        report: gets a line at each measurement for which `facts` returns a single value.
         patience: the run ends after this many measurements in a row that are not better than the
             best one; None: it never ends early. All processes measure the same loss, and so end
             after the same step.
@@ -86,8 +89,9 @@ class Validation(Callback):
     ) -> None:
         self.best_loss = math.inf
         self.best_step = 0
+        """The step with the best loss; 0: none yet."""
         self.since_best = 0
-        """The number of measurements since the best one."""
+        """The number of measurements after the best one."""
         self._patience = patience
         self._loss = loss
         self._every = every
@@ -105,7 +109,7 @@ class Validation(Callback):
         self._end_if_due(trainer)
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
-        """Measure if the step is due."""
+        """Measure if the step is due or the last; write the adapter if it is the best so far."""
         if not is_due(self._every, report.step) and report.step != trainer.steps:
             return
         loss = self._measure(trainer)
@@ -120,7 +124,7 @@ class Validation(Callback):
 
     @property
     def ends_early(self) -> bool:
-        """Whether the loss has not improved for as many measurements as `patience` says."""
+        """Whether the last `patience` measurements were not better than the best one."""
         return self._patience is not None and self.since_best >= self._patience
 
     def _end_if_due(self, trainer: Trainer[Any]) -> None:
@@ -129,6 +133,7 @@ class Validation(Callback):
             trainer.steps = trainer.step
 
     def _measure(self, trainer: Trainer[Any]) -> float:
+        """Measure the loss, report the values for it, and return it."""
         with self._evaluated():
             loss = self._loss()
             facts = self._facts(loss)
@@ -139,37 +144,40 @@ class Validation(Callback):
         return loss
 
     def on_save(self, trainer: Trainer[Any], folder: Path) -> None:
-        """Save the best step, the validation loss after it, and the measurements since."""
+        """Save the best step, if any, its validation loss and the number of measurements since."""
         if self.best_step:
-            known = {"step": self.best_step, "loss": self.best_loss, "since_best": self.since_best}
-            best = json.dumps(known)
-            trainer.write_later(partial(write_atomically, folder / _BEST_STATE, best))
+            best = {"step": self.best_step, "loss": self.best_loss, "since_best": self.since_best}
+            content = json.dumps(best)
+            trainer.write_later(partial(write_atomically, folder / _BEST_STATE, content))
 
     def on_resume(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
-        """Restore the best step, the validation loss after it, and the measurements since."""
+        """Restore what `on_save` wrote, if the checkpoint has it.
+
+        Raises:
+            WeightsFormatError: the file is damaged.
+        """
         path = folder / _BEST_STATE
         if not path.exists():
             return
         best = read_json(folder, _BEST_STATE)
         try:
             self.best_step, self.best_loss = int(best["step"]), float(best["loss"])
-            # Checkpoints of older versions do not have the count.
+            # Checkpoints of older versions lack this number.
             self.since_best = int(best.get("since_best", 0))
         except (ValueError, TypeError, KeyError) as error:
             raise damaged(folder, _BEST_STATE, error) from error
 
 
 class Previews(Callback):
-    """Makes previews at intervals, each in its own file.
-
-    There is one preview before the first step and one after the last step.
+    """Makes previews at intervals, before the first step and after the last, each in its own file.
 
     Args:
-        preview: writes a preview; takes the path without the file extension, and returns the path
+        preview: writes a preview; takes a path without the file extension, and returns the path
             with it.
-        every: steps between two previews, or a function that selects the steps.
+        every: the number of steps from one preview to the next (0: none between the first and the
+            last step), or a function that selects the steps.
         folder: the folder for the files `step-000250` and so on.
-        evaluated: makes the context to draw in.
+        evaluated: makes the context to draw previews in.
         report: gets a line for each preview.
     """
 
@@ -188,16 +196,17 @@ class Previews(Callback):
         self._report = report
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
-        """Draw a preview of the initial model."""
+        """Draw a preview of the initial model, unless the run resumes."""
         if trainer.step == 0:
             self._show(0)
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
-        """Draw a preview if the step is due."""
+        """Draw a preview if the step is due or the last."""
         if is_due(self._every, report.step) or report.step == trainer.steps:
             self._show(report.step)
 
     def _show(self, step: int) -> None:
+        """Draw a preview and report it; report a non-finite result instead of raising."""
         try:
             with self._evaluated():
                 written = self._preview(self._folder / f"step-{step:06d}")
@@ -209,13 +218,15 @@ class Previews(Callback):
 
 
 class StepAdapters(Callback):
-    """Writes `adapter-step000500.safetensors` and so on with each checkpoint before the last step.
+    """Writes an adapter file, such as `adapter-step000500.safetensors`, with each checkpoint.
+
+    The checkpoint after the last step has none, because the finished adapter is written then.
 
     Args:
         stem: the beginning of the names, such as `adapter`.
-        keep: how many of the newest files to keep.
+        keep: how many of the newest files to keep, at least 1.
         evaluated: makes the context in which the snapshot is taken.
-        adapter: takes a snapshot of the adapter at a step, for a file that is written later.
+        adapter: takes a file's path and the step, returns a snapshot of the adapter for that file.
     """
 
     def __init__(
@@ -231,9 +242,9 @@ class StepAdapters(Callback):
         self._adapter = adapter
 
     def on_save(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
-        """Write the adapter beside the checkpoints.
+        """Write the adapter to the output folder.
 
-        A run that resumes from an earlier step replaces the files of later steps.
+        A run that resumes from an earlier step replaces the files of later steps as it gets there.
         """
         if trainer.output is None or trainer.step == trainer.steps:
             return
@@ -243,23 +254,24 @@ class StepAdapters(Callback):
         trainer.write_later(partial(self._prune, trainer.output))
 
     def _prune(self, output: Path) -> None:
+        """Remove all but the newest `keep` adapter files."""
         for path in step_adapters(output, self._stem)[: -self._keep]:
             path.unlink(missing_ok=True)
 
 
 def best_path(output: Path, stem: str = "adapter") -> Path:
-    """Return the file of the adapter with the lowest validation loss."""
+    """Return the path of the file of the adapter with the lowest validation loss."""
     return output / f"{stem}-best.safetensors"
 
 
 def step_adapter_path(output: Path, step: int, stem: str = "adapter") -> Path:
-    """Return the file of the adapter after `step` steps."""
+    """Return the path of the file of the adapter after `step` steps."""
     return output / f"{stem}-step{step:06d}.safetensors"
 
 
 def step_adapters(output: Path, stem: str = "adapter") -> list[Path]:
-    """Return the existing files of `step_adapter_path`, in the order of their steps."""
-    name = re.compile(rf"{re.escape(stem)}-step(\d+)\.safetensors")
-    found = [(name.fullmatch(path.name), path) for path in output.iterdir()]
-    steps = [(int(match[1]), path) for match, path in found if match]
-    return [path for _, path in sorted(steps)]
+    """Return the existing files that `step_adapter_path` names, in the order of their steps."""
+    pattern = re.compile(rf"{re.escape(stem)}-step(\d+)\.safetensors")
+    matches = [(pattern.fullmatch(path.name), path) for path in output.iterdir()]
+    by_step = [(int(match[1]), path) for match, path in matches if match]
+    return [path for _, path in sorted(by_step)]

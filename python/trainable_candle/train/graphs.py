@@ -1,4 +1,4 @@
-"""Forward and backward passes as CUDA graphs: recorded once for each shape, then replayed."""
+"""Forward and backward passes as CUDA graphs, recorded once for each batch shape, then replayed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 
 
 class PassGraphs:
-    """Runs a function as CUDA graphs, one for each shape of its inputs (`tc.cuda.capture`).
+    """Runs a function as CUDA graphs (`tc.cuda.capture`).
 
+    There is one graph for each combination of the inputs' names, shapes and dtypes and of `first`.
     If streamed weights are in pageable memory, from which graphs cannot copy, the function runs
     without graphs.
 
     Args:
         run: the function, such as a forward and backward pass. Its arguments are the inputs by
-            name, and whether the call is the first of an optimizer step. It returns a tensor.
+            name, and `first`: whether the call is the first of an optimizer step. It returns a
+            tensor.
         keep: how many of the most recently used graphs to keep; 0 records nothing.
     """
 
@@ -34,11 +36,12 @@ class PassGraphs:
         self._captured: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
 
     def __call__(self, inputs: Inputs, first: bool) -> Tensor:
-        """Return the function's result; `first` is its second argument."""
+        """Return the function's result; its arguments are `inputs` and `first`."""
         if not self._keep or self._copies_from_pageable(inputs):
             return self._run(inputs, first)
         shapes = tuple((name, tensor.shape, str(tensor.dtype)) for name, tensor in inputs.items())
         key = (shapes, first)
+        # The most recently used graph is the last one.
         captured = self._captured.pop(key, None) or self._capture(inputs, first)
         result: Tensor = captured(*inputs.values())
         self._captured[key] = captured
@@ -53,15 +56,16 @@ class PassGraphs:
         return device != "cpu" and _core.cuda_stages_weights(device)
 
     def stop(self) -> bool:
-        """Drop all graphs and stop recording; returns whether recording was on."""
+        """Drop all graphs, record no more, and return whether recording was on."""
         kept, self._keep = self._keep, 0
         self._captured.clear()
         return kept > 0
 
     def _capture(self, inputs: Inputs, first: bool) -> Callable[..., Any]:
+        """Record the function with these inputs; the result takes tensors in the same order."""
         names = list(inputs)
 
-        def run(*tensors: Tensor) -> Tensor:
+        def run_on(*tensors: Tensor) -> Tensor:
             return self._run(dict(zip(names, tensors, strict=True)), first)
 
-        return tc.cuda.capture(run, list(inputs.values()))
+        return tc.cuda.capture(run_on, list(inputs.values()))

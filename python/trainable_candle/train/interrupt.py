@@ -1,4 +1,4 @@
-"""Ctrl-C as a request to finish the current step, save the state and stop."""
+"""Ctrl-C (or SIGTERM) as a request to finish the current step, save the state and stop."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ _NOTICE: Final = b"\nstopping after this step; press Ctrl-C again to stop at onc
 
 
 class InterruptGuard:
-    """A context in which the first SIGINT (Ctrl-C) or SIGTERM only sets the attribute `signal`.
+    """A context in which the first SIGINT (Ctrl-C) or SIGTERM does not end the program.
 
-    A second signal acts as it would outside the context. The context has no effect in threads other
-    than the main thread, because Python runs the handlers of signals in the main thread only.
+    The signal sets the attribute `signal` and prints a notice. A second signal of either kind acts
+    as it would outside the context. The context has an effect in the main thread only,
+    because Python runs the handlers of signals there.
     """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        """The signal that was received in the context."""
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -44,6 +46,7 @@ class InterruptGuard:
         self._restore()
 
     def _request(self, number: int, _frame: object) -> None:
+        """Handle the first signal."""
         self.signal = signal.Signals(number)
         self._restore()
         # Not `print`, because the handler may interrupt another `print`.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CsvLog(Callback):
-    """A table with a row for each step: loss, learning rate, gradient norm, seconds.
+    """A CSV file with a line for each logged step; `COLUMNS` are its columns.
 
     ```python
     from pathlib import Path
@@ -34,7 +34,8 @@ class CsvLog(Callback):
 
     Args:
         path: the file.
-        every: steps between two lines; the last step has a line, unless the run ends early.
+        every: the number of steps from one line to the next; the last step has a line too, unless
+            the run ends early.
     """
 
     COLUMNS = ("step", "loss", "lr", "grad_norm", "seconds")
@@ -44,13 +45,13 @@ class CsvLog(Callback):
         self._every = every
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
-        """Keep the lines up to the step that the run resumes from."""
+        """Keep the lines up to the step that the run resumes from; a new run keeps none."""
         kept = [row for row in read_log(self.path) if int(row["step"]) <= trainer.step]
         lines = [",".join(self.COLUMNS), *(",".join(row[c] for c in self.COLUMNS) for row in kept)]
         write_atomically(self.path, "".join(f"{line}\n" for line in lines))
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
-        """Append a line."""
+        """Append a line if the step is logged."""
         if is_logged(trainer, report, self._every):
             _append(
                 self.path,
@@ -60,7 +61,7 @@ class CsvLog(Callback):
 
 
 class JsonLog(Callback):
-    """One JSON object per line, with the values of a step or with other metrics and their step.
+    """A file with one JSON object on each line: the values of a step, or metrics and their step.
 
     ```python
     from pathlib import Path
@@ -77,8 +78,8 @@ class JsonLog(Callback):
 
     Args:
         path: the file.
-        every: steps between two lines with the values of a step; the last step has such a line,
-            unless the run ends early.
+        every: the number of steps from one line with the values of a step to the next; the last
+            step has such a line too, unless the run ends early.
     """
 
     def __init__(self, path: Path, every: int = 1) -> None:
@@ -92,24 +93,26 @@ class JsonLog(Callback):
         write_atomically(self.path, "".join(f"{line}\n" for line in lines))
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
-        """Append the step."""
+        """Append the values of the step if the step is logged."""
         if is_logged(trainer, report, self._every):
             values = {name: getattr(report, name) for name in CsvLog.COLUMNS}
             values["seconds"] = round(report.seconds, 4)
-            self._write({**values, **rates(report)})
+            self._write({**values, **_further_values(report)})
 
     def on_metrics(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
         """Append the metrics."""
         self._write({"step": trainer.step, **metrics})
 
     def _write(self, values: Mapping[str, float]) -> None:
-        # JSON has no NaN and no infinity.
-        known = {name: v if math.isfinite(v) else None for name, v in values.items()}
-        _append(self.path, json.dumps(known))
+        # JSON has no NaN and no infinity; null stands for them.
+        finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
+        _append(self.path, json.dumps(finite))
 
 
 class TensorBoardLog(Callback):
-    """The values of `JsonLog` as scalars for TensorBoard: `train/...` and `validation/...`.
+    """The values of `JsonLog` as scalars for TensorBoard.
+
+    The names of a step's values are `train/...`; those of metrics are `validation/...` and so on.
 
     ```python
     from pathlib import Path
@@ -126,8 +129,8 @@ class TensorBoardLog(Callback):
 
     Args:
         folder: the folder for the event files.
-        every: steps between two points of a `train/...` curve; the last step has a point, unless
-            the run ends early.
+        every: the number of steps from one point of a `train/...` curve to the next; the last step
+            has a point too, unless the run ends early.
 
     Raises:
         ModuleNotFoundError: tensorboardX is not installed; the message says how to install it.
@@ -148,18 +151,19 @@ class TensorBoardLog(Callback):
         self._writer: Any = None
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
-        """Open the log; TensorBoard drops its points after the step from which the run resumes.
+        """Open the log, without points after the step from which the run resumes.
 
-        A new run first removes the events of earlier runs.
+        A new run first removes the event files of earlier runs.
         """
         if not trainer.step and self._folder.is_dir():
             for stale in self._folder.glob("events.out.tfevents.*"):
                 stale.unlink()
+        # TensorBoard drops the points that earlier event files have from this step on.
         purge = trainer.step + 1 if trainer.step else None
         self._writer = self._open(str(self._folder), purge_step=purge)
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
-        """Add the step's points."""
+        """Add the step's points if the step is logged."""
         if is_logged(trainer, report, self._every):
             for name, value in scalars(report).items():
                 self._writer.add_scalar(f"train/{name}", value, report.step)
@@ -167,6 +171,7 @@ class TensorBoardLog(Callback):
     def on_metrics(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
         """Add the metrics."""
         for name, value in metrics.items():
+            # TensorBoard groups by the word before the slash: `validation_loss` is in `validation`.
             self._writer.add_scalar(name.replace("_", "/", 1), value, trainer.step)
 
     def on_train_end(self, trainer: Trainer[Any]) -> None:  # noqa: ARG002
@@ -176,13 +181,13 @@ class TensorBoardLog(Callback):
 
 
 def scalars(report: StepReport) -> dict[str, float]:
-    """Return all values of a step, by name."""
+    """Return all values of a step except its number, by name."""
     names = [name for name in CsvLog.COLUMNS if name != "step"]
-    return {**{name: getattr(report, name) for name in names}, **rates(report)}
+    return {**{name: getattr(report, name) for name in names}, **_further_values(report)}
 
 
-def rates(report: StepReport) -> dict[str, float]:
-    """Return the values of a step that are not in the columns of `CsvLog`, by name."""
+def _further_values(report: StepReport) -> dict[str, float]:
+    """Return the known values of a step that are not in the columns of `CsvLog`, by name."""
     known: dict[str, float] = {}
     if report.epoch is not None:
         known["epoch"] = round(report.epoch, 4)
@@ -194,21 +199,27 @@ def rates(report: StepReport) -> dict[str, float]:
 
 
 def is_logged(trainer: Trainer[Any], report: StepReport, every: int) -> bool:
-    """Return whether to log a step: every `every`-th step and the last step are logged."""
+    """Return whether to log a step: true for every `every`-th step and for the last step."""
     return report.step % every == 0 or report.step == trainer.steps
 
 
 def read_log(path: Path) -> list[dict[str, str]]:
-    """Return the lines of a `CsvLog`, oldest first, without a line that a crash truncated."""
+    """Return the lines of a `CsvLog` as rows of texts by column, oldest first.
+
+    Damaged lines, such as a last line that a crash truncated, are skipped. Without a file there are
+    no rows.
+    """
     # The csv module is not used: fields of a damaged file may exceed that module's limit on their
     # length, and an intact file has no quoted fields.
-    names, *lines = [line.split(",") for line in _whole_lines(path)] or [[]]
-    rows = [dict(zip(names, line, strict=True)) for line in lines if len(line) == len(names)]
+    names, *records = [line.split(",") for line in _whole_lines(path)] or [[]]
+    rows = [
+        dict(zip(names, fields, strict=True)) for fields in records if len(fields) == len(names)
+    ]
     return [row for row in rows if _is_complete(row)]
 
 
 def read_json_log(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a `JsonLog`, oldest first; skips lines that have no step."""
+    """Return the objects in a `JsonLog`, oldest first; skips lines without a step."""
     rows = []
     for line in _whole_lines(path):
         try:
@@ -221,6 +232,7 @@ def read_json_log(path: Path) -> list[dict[str, Any]]:
 
 
 def _whole_lines(path: Path) -> list[str]:
+    """Return the lines of a file up to its last line break; none if there is no file."""
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -228,6 +240,7 @@ def _whole_lines(path: Path) -> list[str]:
 
 
 def _is_complete(row: dict[str, str]) -> bool:
+    """Return whether a row has the columns of a `CsvLog` and a number in each."""
     if row.keys() != set(CsvLog.COLUMNS) or not row["step"].isdecimal():
         return False
     try:

@@ -1,4 +1,4 @@
-"""The metadata about training in adapter files, with names of kohya's scripts and ModelSpec."""
+"""Adapter files' metadata about training, under the names of kohya's scripts and of ModelSpec."""
 
 from __future__ import annotations
 
@@ -22,37 +22,38 @@ if TYPE_CHECKING:
 _KOHYA_PRECISIONS: Final = {"f32": "no", "f16": "fp16", "bf16": "bf16"}
 _MODELSPEC_PREDICTIONS: Final = {"epsilon": "epsilon", "v_prediction": "v"}
 _UNKNOWN: Final = "0" * 64
-"""The placeholder of a SHA-256, which `stamp` replaces."""
+"""The placeholder that `stamp` replaces by a SHA-256."""
 _HASHES: Final = ("sshs_model_hash", "modelspec.hash_sha256")
-"""The entries for the hash: that of kohya's scripts, and that of ModelSpec."""
+"""The entries for the hash in kohya's scripts and in ModelSpec."""
 _BLOCK: Final = 2**20
+"""The number of bytes that are read and hashed at once."""
 BASE: Final = "trainable_candle.base_precision"
-"""The entry with the format to which `--base-precision` quantized the base, if it did."""
+"""The entry with the format to which `--base-precision` quantized the base."""
 QAT: Final = "trainable_candle.qat"
 """The entry with the format to which training rounded the adapted weights."""
 QAT_SCALES: Final = "trainable_candle.qat_scales"
-"""The entry that says that the scales of this rounding were learned."""
+"""The entry that says that the scales of the rounding in `QAT` were learned."""
 INIT: Final = "trainable_candle.init"
 """The entry with the initialisation of the adapter, if it is not the default."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a run, for the header of a file."""
+    """The progress of a run, for the header of an adapter file."""
 
     step: int
     epoch: int
-    """Epochs that are complete."""
+    """The number of complete epochs."""
     images: int
-    """Examples in an epoch without repeats."""
+    """The number of examples of the data set, each counted once."""
     started: float
-    """When the run began or was last resumed: seconds since 1970."""
+    """When the run was started or last resumed, in seconds since 1970."""
 
 
 def now() -> float:
     """Return seconds since 1970.
 
-    `SOURCE_DATE_EPOCH` in the environment gives a fixed value, which makes files reproducible.
+    If the environment has `SOURCE_DATE_EPOCH`, return its value, which makes files reproducible.
     """
     fixed = os.environ.get("SOURCE_DATE_EPOCH", "")
     return float(fixed) if fixed.isdecimal() else datetime.now(timezone.utc).timestamp()
@@ -61,17 +62,17 @@ def now() -> float:
 def training_metadata(
     config: TrainConfig, progress: Progress, of_data: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the entries of a file's header.
+    """Return the metadata for an adapter file's header; settings without a value are left out.
 
     Args:
         config: the settings.
         progress: the progress of the run.
-        of_data: entries about the data set.
+        of_data: the entries about the data set.
     """
     side = config.resolution
     title = config.name or Path(config.output).resolve().name
     date = datetime.fromtimestamp(now(), timezone.utc)
-    facts = {
+    values = {
         "ss_output_name": title,
         "ss_sd_model_name": Path(config.weights).name or config.model,
         "ss_steps": progress.step,
@@ -115,13 +116,13 @@ def training_metadata(
         _HASHES[0]: _UNKNOWN,
         _HASHES[1]: f"0x{_UNKNOWN}",
     }
-    # Names of files may contain bytes that are not valid text.
-    texts = {name: str(value).encode(errors="replace").decode() for name, value in facts.items()}
-    return {name: text for name, text in texts.items() if facts[name] not in {None, ""}}
+    # Names of files may contain bytes that are not UTF-8; question marks replace them.
+    texts = {name: str(value).encode(errors="replace").decode() for name, value in values.items()}
+    return {name: text for name, text in texts.items() if values[name] not in {None, ""}}
 
 
 def roundings(config: TrainConfig) -> dict[str, str | None]:
-    """Return the entries about rounding the weights and initialising the adapter."""
+    """Return the entries about rounding of weights and the adapter's start; None: no entry."""
     return {
         BASE: config.base_format,
         QAT: config.qat,
@@ -131,11 +132,11 @@ def roundings(config: TrainConfig) -> dict[str, str | None]:
 
 
 class Stamped:
-    """An adapter file that gets the hash of its tensors into its header when it is written.
+    """An adapter file; `write` puts the hash of its tensors into its header.
 
     Args:
         file: the file, with the metadata of `training_metadata`.
-        path: the path to which it will be written.
+        path: the path of the file.
     """
 
     def __init__(self, file: AdapterFile, path: Path) -> None:
@@ -148,7 +149,7 @@ class Stamped:
         return self._file.idle
 
     def write(self) -> None:
-        """Write the file, completely or not at all; then write the hash into its header.
+        """Write the file, completely or not at all; then write the hash into the file's header.
 
         Raises:
             FileError, OSError: the file cannot be written.
@@ -158,12 +159,13 @@ class Stamped:
 
 
 def stamp(path: Path) -> None:
-    """Replace the placeholder in a file's header by the SHA-256 of the bytes after the header.
+    """Replace the placeholders in a file's header by the SHA-256 of the bytes after the header.
 
     kohya's scripts and ModelSpec hash these bytes, which are the tensors.
 
     Args:
-        path: a safetensors file; one without the placeholder is not changed.
+        path: a safetensors file. It does not change if it has no placeholder; if there is no such
+            file, nothing happens.
 
     Raises:
         OSError: the file cannot be read or written.

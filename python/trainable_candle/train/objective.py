@@ -2,21 +2,23 @@
 
 A step of training a diffusion model (SDXL)::
 
-    schedule = NoiseSchedule()                        # SDXL's; .from_pretrained(folder)
+    schedule = NoiseSchedule()            # SDXL's; NoiseSchedule.from_pretrained reads another
     objective = DiffusionObjective(schedule, min_snr_gamma=5.0, device="cuda")
-    noised = objective.noise(latents)                 # draws from tc's generator; (B, 4, h, w)
+    noised = objective.noise(latents)     # draws from tc's generator
     prediction = unet(noised.sample, noised.timesteps, text, text_embeds=..., time_ids=...)
     loss = objective.loss(prediction, noised, mask=mask, weights=weights)
 
-`objective.noise(latents, samples, seed)` takes the numbers of the samples in the run; a sample's
-number and the seed determine its noise and timestep.
+The latents of B examples have the shape (B, 4, h, w). `objective.noise(latents, samples, seed)`
+takes the numbers that the run gives to its samples; a sample's number and the seed determine its
+noise and timestep.
 
-A mask (B, 1, h, w) weighs the latent positions; `loss` divides each example's mask by the mask's
-mean. `weights` (B,) weighs examples. For a validation loss,
-`objective.validation_noise(latents, examples)` gives example number `n` the same noise and timestep
-every time, without using tc's generator.
+`mask`, of shape (B, 1, h, w), has the weights of the latents' positions; `loss` divides an
+example's mask by its mean. `weights`, of shape (B,), has the weights of the examples.
 
-For flow models, `FlowMatching` adds the noise.
+For a validation loss, `objective.validation_noise(latents, examples)` gives each example the same
+noise and timestep in every call. They depend on its number in `examples`, not on tc's generator.
+
+For flow models, `FlowMatching` adds the noise and returns the target.
 """
 
 from trainable_candle._core import (

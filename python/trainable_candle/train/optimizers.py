@@ -1,4 +1,4 @@
-"""The optimizer and the schedule that a configuration names."""
+"""The optimizer and the learning-rate schedule that the settings name."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def make_optimizer(config: TrainConfig, groups: Sequence[tuple[Sequence[Var], float]]) -> Optimizer:
-    """Return the optimizer over (variables, learning rate) groups.
+    """Return the optimizer of the variables; each group has its own learning rate.
 
     Raises:
-        OutOfMemoryError: the states are to be in host memory, and the system does not let this
-            process pin as much memory as they need.
+        OutOfMemoryError: the optimizer's states are to be in host memory, and the system does not
+            let this process pin as much memory as they need.
     """
     kind: Callable[..., Optimizer] = KINDS[config.optimizer]
     parameters: list[dict[str, Any]] = [{"params": list(vars_), "lr": lr} for vars_, lr in groups]
@@ -36,7 +36,7 @@ def make_optimizer(config: TrainConfig, groups: Sequence[tuple[Sequence[Var], fl
 
 
 def make_scheduler(config: TrainConfig, optimizer: Optimizer) -> LRScheduler:
-    """Return the learning-rate schedule, for `optimizer`."""
+    """Return the learning-rate schedule of `optimizer`."""
     schedule = SCHEDULES[config.lr_scheduler]
     steps = {"total_steps": config.steps, "warmup_steps": config.warmup_steps}
     return schedule(optimizer, **steps, **config.lr_scheduler_arguments)

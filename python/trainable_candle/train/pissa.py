@@ -1,4 +1,4 @@
-"""LoRAs that start as the principal part of the weights, and the files that they are written to.
+"""LoRAs that start as the principal part of the weights, and their form in files.
 
 A layer computes W x + s (B A - B0 A0) x, where A0 and B0 are the initial values of the trained
 factors A and B, and s is the scale. That is PiSSA (Meng et al. 2024, arXiv:2404.02948), which
@@ -42,9 +42,10 @@ _FILE: Final = "start.safetensors"
 
 
 def doubled(config: tc.LoraConfig) -> tc.LoraConfig:
-    """Return the configuration of LoRAs of twice the rank, equal layers and equal scale."""
+    """Return the configuration of LoRAs of twice the rank, with the same layers and scale."""
     return tc.LoraConfig(
         r=2 * config.r,
+        # The scale is alpha / sqrt(rank) with `use_rslora`, else alpha / rank.
         lora_alpha=config.lora_alpha * (2**0.5 if config.use_rslora else 2),
         target_modules=config.target_modules,
         exclude_modules=config.exclude_modules,
@@ -81,22 +82,23 @@ class PissaStart:
         keep their usual initial values.
 
         Raises:
-            NonFiniteError: a weight has a value that is not a finite number.
+            NonFiniteError: a weight has a non-finite value.
         """
         parameters = self._trained.named_parameters()
         for name, down in parameters.items():
             layer = name.removesuffix(_DOWN)
             if layer == name:
+                # This is a factor B, which is set together with its factor A.
                 continue
             up, rank = parameters[layer + _UP], down.shape[0]
-            found = pissa(self._model.get_tensor(f"{layer}.weight"), rank, seed)
+            principal = pissa(self._model.get_tensor(f"{layer}.weight"), rank, seed)
             # The product of the factors is the principal part divided by the scale.
             multiplier = scale_of(self._trained.config, layer, rank) ** -0.5
-            values = [var.detach().to("cpu").to("f32").numpy().copy() for var in (down, up)]
-            values[0][: found.rank] = multiplier * found.down
-            values[1][:, : found.rank] = multiplier * found.up
-            for var, value in zip((down, up), values, strict=True):
-                var.set(_like(var, value))
+            a, b = (var.detach().to("cpu").to("f32").numpy().copy() for var in (down, up))
+            a[: principal.rank] = multiplier * principal.down
+            b[:, : principal.rank] = multiplier * principal.up
+            down.set(_like(down, a))
+            up.set(_like(up, b))
         self.take()
 
     def take(self) -> None:
@@ -104,12 +106,12 @@ class PissaStart:
         self._set({name: var.detach() for name, var in self._trained.named_parameters().items()})
 
     def state(self) -> dict[str, Tensor]:
-        """Return a copy of the start on the CPU."""
-        parts = {name: self._start_of(name, var) for name, var in self._named_written().items()}
-        return tc.snapshot(parts)
+        """Return a copy of the start on the CPU, by names of the trained LoRA's parameters."""
+        start = {name: self._start_of(name, var) for name, var in self._named_written().items()}
+        return tc.snapshot(start)
 
     def load(self, start: Mapping[str, Tensor]) -> None:
-        """Set the start to that of another run; the trained LoRA keeps its values.
+        """Set the start to a stored one; the trained LoRA keeps its values.
 
         Raises:
             KeyError: a value is missing.
@@ -131,7 +133,7 @@ class PissaStart:
         return self._written
 
     def finish(self) -> AdapterSet:
-        """Put the LoRA that files get on the layers, instead of the trained one and its start."""
+        """Replace the trained LoRA and its start by the LoRA that files get, and return that."""
         written = self.for_files()
         self._trained.set_enabled(False)
         if self._subtracted is not None:
@@ -144,26 +146,28 @@ class PissaStart:
 
     @staticmethod
     def _start_of(name: str, written: Var) -> Tensor:
-        """Return A0 or B0, from the second half of a parameter for files."""
+        """Return A0 or B0, from the second half of `written`, a factor of the LoRA for files."""
         axis = _axis(name)
         rank = written.shape[axis] // 2
         return _signed(name, written.detach().narrow(axis, rank, rank))
 
     def _set(self, start: Mapping[str, Tensor]) -> None:
+        """Write `start` to the frozen LoRA and to the second halves of the factors for files."""
         frozen = {}
         config = self._trained.config
         for name, var in self._named_written().items():
             value = start[name].to(var.device).to(var.dtype)
             var.set(tc.cat([value, _signed(name, value)], _axis(name)))
-            layer = name.removesuffix(_UP)
-            rank = value.shape[_axis(name)]
-            frozen[_PEFT + name] = value if layer == name else value * scale_of(config, layer, rank)
+            # The scale goes into B0, because a file without alphas has the scale 1.
+            if name.endswith(_UP):
+                rank = value.shape[_axis(name)]
+                value = value * scale_of(config, name.removesuffix(_UP), rank)
+            frozen[_PEFT + name] = value
         if self._subtracted is not None:
             self._subtracted.remove()
         with TemporaryDirectory() as folder:
             path = Path(folder) / _FILE
             tc.save_file(tc.snapshot(frozen), path)
-            # A file without alphas has the scale 1.
             self._subtracted = self._model.add_training_adapter(path, -1.0)
 
 
@@ -178,7 +182,7 @@ class KeepStart(Callback):
         self._start = start
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
-        """Take over the start of the first process, from which the trainer copies parameters."""
+        """Make the first process's initial values, which the trainer has copied here, the start."""
         if trainer.step == 0 and trainer.group.size > 1:
             self._start.take()
 
@@ -190,7 +194,7 @@ class KeepStart(Callback):
         """Load the start of a checkpoint.
 
         Raises:
-            WeightsFormatError: the file is missing, damaged or of another adapter.
+            WeightsFormatError: the start is missing, damaged or that of another adapter.
         """
         stored = read_tensors(folder, _FILE)
         try:
@@ -203,7 +207,7 @@ class KeepStart(Callback):
 
 
 def require_same_start(config: TrainConfig, earlier: Mapping[str, object]) -> None:
-    """Check that a resumed run starts with PiSSA if, and only if, the earlier run did.
+    """Check that a resumed run has `--init pissa` if, and only if, the earlier run had it.
 
     Raises:
         ConfigError: only one of the two runs has `init` pissa.
@@ -217,14 +221,15 @@ def require_same_start(config: TrainConfig, earlier: Mapping[str, object]) -> No
 
 
 def _axis(name: str) -> int:
-    """Return the axis of the ranks: rows of A, columns of B."""
+    """Return the axis whose length is the rank: 0 (rows) in A, 1 (columns) in B."""
     return 0 if name.endswith(_DOWN) else 1
 
 
 def _signed(name: str, value: Tensor) -> Tensor:
-    """Return A, or -B: the start is subtracted by the sign of B."""
+    """Return `value` if it is a factor A, else its negative: the sign of B subtracts the start."""
     return value if name.endswith(_DOWN) else -value
 
 
 def _like(var: Var, values: Matrix) -> Tensor:
+    """Return values as a tensor with the dtype and the device of a variable."""
     return tc.tensor(np.ascontiguousarray(values)).to(var.dtype).to(var.device)

@@ -1,4 +1,4 @@
-"""Sampling: turns noise into latents in steps, with a denoising model.
+"""Sampling turns noise into latents, in steps, with a denoising model.
 
 Sampling with `sample`::
 
@@ -34,7 +34,7 @@ class ConditionedModel(Protocol):
     """A denoising model, such as a UNet, called with its conditioning by name."""
 
     def __call__(self, x: Tensor, timestep: float, /, **conditioning: Tensor) -> Tensor:
-        """Return the prediction for `x`, in the shape of `x`."""
+        """Return the model's prediction for `x` at a timestep, in the shape of `x`."""
 
 
 class Guided:
@@ -49,12 +49,12 @@ class Guided:
     ```
 
     Args:
-        model: called as `model(x, timestep, **conditioning)`.
-        positive: the conditioning for the prompt; tensors with the batch first.
-        negative: the conditioning for the negative prompt.
+        model: the denoising model, called as `model(x, timestep, **conditioning)`.
+        positive: the conditioning for the prompt: tensors by name, with the batch as first axis.
+        negative: the conditioning for the negative prompt, with the same names.
         scale: the guidance scale; 1 uses the prompt alone, at half the cost.
-        batched: call the model once, with a batch that has x twice: for the negative prompt, then
-            for the prompt. If False, call the model twice, which needs less memory.
+        batched: whether to call the model once, with a batch that has x twice: for the negative
+            prompt, then for the prompt. If False, it is called twice, which needs less memory.
         rescale: takes the guided prediction and the prediction for the prompt, and returns the
             result; by default the result is the guided prediction. Not called if the scale is 1.
 
@@ -115,7 +115,7 @@ def sample(sampler: Sampler, model: Callable[[Tensor, float], Tensor], noise: Te
 
     Args:
         sampler: the sampler, which defines the steps.
-        model: takes a sample and a timestep, returns a prediction; a `Guided`, for example.
+        model: takes a noisy sample and a timestep, returns a prediction; a `Guided`, for example.
         noise: standard normal values in the shape of the sample.
 
     Returns:

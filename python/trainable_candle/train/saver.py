@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Saver:
     """Writes one checkpoint at a time in the background, complete or not at all.
 
-    Training waits only for the copies to host memory. A checkpoint begins when the previous one is
-    written, so that host memory holds the copies of one checkpoint at a time.
+    Training waits for the copies to host memory, and for the previous checkpoint if that is not
+    written yet. So host memory holds the copies of one checkpoint at a time.
     """
 
     def __init__(self) -> None:
@@ -39,11 +39,13 @@ class Saver:
         Args:
             folder: the final folder of the checkpoint.
             snapshot: copies the values of the checkpoint to host memory.
-            more: writes further files to the folder in its argument, directly or by `submit`.
+            more: takes the folder that is being written, and writes further files to it, itself or
+                by `submit`.
             then: called when the checkpoint has its final name.
 
         Raises:
             OSError: this checkpoint cannot be begun, or an earlier one could not be written.
+            Exception: any error of `snapshot`, `more`, or a job that was submitted before.
         """
         self.wait()
         self._draft = draft = Draft(folder)
@@ -58,31 +60,32 @@ class Saver:
             raise
 
     def submit(self, job: Callable[[], object]) -> None:
-        """Run `job` after the jobs that were submitted so far; for errors see `check`."""
+        """Run `job` after the jobs that were submitted so far; for errors of these, see `check`."""
         self.check()
         self._writer.submit(job)
 
     def check(self) -> None:
-        """Raise the error of a failed write, without waiting.
+        """Raise the error of a failed job, without waiting.
 
         Raises:
             OSError: a write failed; older checkpoints are intact.
+            Exception: a job that `submit` got failed in another way.
         """
         self._discarding(self._writer.check)
 
     def wait(self) -> None:
-        """Wait until everything is written; for errors see `check`."""
+        """Wait until everything is written; for errors, see `check`."""
         self._discarding(self._writer.wait)
 
     def settle(self) -> None:
-        """Wait until no write is in progress, without raising errors of writes."""
+        """Wait until no write is in progress, and ignore errors of writes."""
         with suppress(Exception):
             self.wait()
 
-    def _discarding(self, wait: Callable[[], None]) -> None:
-        """Call `wait`; if it raises an error, remove the unfinished checkpoint."""
+    def _discarding(self, action: Callable[[], None]) -> None:
+        """Call `action`; if it raises an error, remove the unfinished checkpoint."""
         try:
-            wait()
+            action()
         except Exception:
             # After a failed job no other job runs, so nothing writes to the folder any more.
             if self._draft is not None:

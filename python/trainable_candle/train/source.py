@@ -8,7 +8,7 @@ BatchOut = TypeVar("BatchOut", covariant=True)
 
 
 class BatchSource(Protocol[BatchOut]):
-    """Batches by number; a number always gives the same batch, so a run can resume at any step.
+    """Batches by number. A number always gives the same batch, so a run can resume at any step.
 
     ```python
     class Rows:
@@ -21,4 +21,4 @@ class BatchSource(Protocol[BatchOut]):
     """
 
     def batch(self, index: int) -> BatchOut:
-        """Return batch number `index`, from 0."""
+        """Return the batch with the number `index`, counted from 0."""

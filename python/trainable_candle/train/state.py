@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trainable_candle.optim import Optimizer
 
 FORMAT: Final = 2
+"""The version of the format of checkpoint folders."""
 _NAME: Final = re.compile(r"checkpoint-(\d+)")
 _PARAMETERS: Final = "parameters.safetensors"
 _OPTIMIZER: Final = "optimizer.safetensors"
@@ -31,18 +32,19 @@ _REPLACED: Final = ".replaced"
 """The suffix that an old checkpoint gets while a new one takes its name; then it is removed."""
 _REMOVED: Final = ".removed"
 """The suffix of a folder that is being removed."""
+_ADVICE: Final = "resume with the settings that the run was started with"
 
 
 @dataclass(frozen=True)
 class RunState:
-    """The state of a run in a checkpoint, besides tensors."""
+    """The state of a run in a checkpoint, except tensors."""
 
     step: int
-    """Optimizer steps taken."""
+    """The number of optimizer steps taken."""
     batches: int
-    """Batches that all processes together have used."""
+    """The number of batches that all processes together have used."""
     scaler: dict[str, Any] | None
-    """State of the loss scaler, if there is one."""
+    """The state of the loss scaler, if there is one."""
     settings: dict[str, Any]
     """The settings of the run."""
 
@@ -53,16 +55,16 @@ def checkpoint_path(output: Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int:
-    """Return the step of a folder that `checkpoint_path` named."""
+    """Return the step in the name of a folder; the name is one of `checkpoint_path`."""
     return int(folder.name.rpartition("-")[2])
 
 
 def checkpoints(output: Path) -> list[Path]:
-    """Return the complete checkpoints in `output`, oldest first."""
+    """Return the complete checkpoints in `output`, in the order of their steps."""
     if not output.is_dir():
         return []
-    found = [p for p in output.iterdir() if _NAME.fullmatch(p.name) and (p / _STATE).is_file()]
-    return sorted(found, key=step_of)
+    complete = [p for p in output.iterdir() if _NAME.fullmatch(p.name) and (p / _STATE).is_file()]
+    return sorted(complete, key=step_of)
 
 
 def find(output: Path, resume: str) -> Path | None:
@@ -96,7 +98,8 @@ def find(output: Path, resume: str) -> Path | None:
 def refuse_later(output: Path, step: int) -> None:
     """Check that `output` has no checkpoints of steps after `step`.
 
-    Such checkpoints are those of another run, and the new run would mix its checkpoints with them.
+    Another run wrote such checkpoints, and a run that continues from `step` would mix its own with
+    them.
 
     Raises:
         ConfigError: `output` has such checkpoints.
@@ -112,6 +115,10 @@ def refuse_later(output: Path, step: int) -> None:
 def remove_run(output: Path, adapter: str) -> None:
     """Remove the checkpoints and the finished adapter of the run in a folder.
 
+    Args:
+        output: the folder.
+        adapter: the name of the finished adapter's file.
+
     Raises:
         OSError: a file cannot be removed.
     """
@@ -122,7 +129,7 @@ def remove_run(output: Path, adapter: str) -> None:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy on the CPU of all that a checkpoint saves; training may go on without changing it."""
+    """A copy on the CPU of all that the trainer saves; further training does not change it."""
 
     parameters: dict[str, Tensor]
     optimizer: dict[str, Tensor]
@@ -130,7 +137,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, parameters: Mapping[str, Var], optimizer: Optimizer, state: RunState) -> Snapshot:
-        """Copy the current values."""
+        """Return a copy of the current values."""
         return cls(
             tc.snapshot({name: var.detach() for name, var in parameters.items()}),
             optimizer.state_dict(),
@@ -150,9 +157,9 @@ class Draft:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.path = _beside(folder, _PARTIAL)
+        self.path = _with_suffix(folder, _PARTIAL)
         """The temporary folder."""
-        _restore(folder)
+        _restore_name(folder)
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True)
 
@@ -170,13 +177,14 @@ class Draft:
     def finish(self) -> None:
         """Rename the temporary folder to its final name.
 
-        If the process is killed during the renaming, the old or the new checkpoint remains. The old
-        checkpoint may then have another name; `restore` gives it back its own.
+        An older checkpoint of that name is removed. If the process is killed during the renaming,
+        the old or the new checkpoint remains. The old checkpoint may then have another name;
+        `restore` gives it back its own.
 
         Raises:
-            OSError: the folder cannot be renamed.
+            OSError: a folder cannot be renamed.
         """
-        replaced = _beside(self._folder, _REPLACED)
+        replaced = _with_suffix(self._folder, _REPLACED)
         if self._folder.exists():
             self._folder.rename(replaced)
         self.path.rename(self._folder)
@@ -184,8 +192,8 @@ class Draft:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def discard(self) -> None:
-        """Remove the temporary folder."""
-        _restore(self._folder)
+        """Remove the temporary folder; give an old checkpoint back its name, if it has lost it."""
+        _restore_name(self._folder)
         shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -198,7 +206,7 @@ def save(
         folder: the final folder; an older checkpoint of the same name is replaced.
         parameters: the trainable variables by name.
         optimizer: the optimizer, whose state is saved completely.
-        state: the state besides tensors.
+        state: the state of the run, except tensors.
 
     Raises:
         OSError: the checkpoint cannot be written; older checkpoints are unchanged.
@@ -212,33 +220,34 @@ def save(
         raise
 
 
-def _beside(folder: Path, end: str) -> Path:
-    return folder.with_name(folder.name + end)
+def _with_suffix(folder: Path, suffix: str) -> Path:
+    """Return the path of a folder with a suffix after its name."""
+    return folder.with_name(folder.name + suffix)
 
 
-def _restore(folder: Path) -> None:
-    """Restore the name of an old checkpoint whose replacement was not completed."""
-    replaced = _beside(folder, _REPLACED)
+def _restore_name(folder: Path) -> None:
+    """Give the old checkpoint its name `folder` back if its replacement was not completed."""
+    replaced = _with_suffix(folder, _REPLACED)
     if replaced.exists() and not folder.exists():
         replaced.rename(folder)
 
 
 def load(folder: Path, parameters: Mapping[str, Var], optimizer: Optimizer) -> RunState:
-    """Read a checkpoint into the variables and the optimizer.
+    """Read a checkpoint into the variables and the optimizer; return the state of the run.
 
     Raises:
         WeightsFormatError: a file is missing, damaged, of another format, or of a run with another
             adapter or optimizer.
     """
     state = read_state(folder)
-    stored, states = (read_tensors(folder, name) for name in (_PARAMETERS, _OPTIMIZER))
+    stored, optimizer_state = (read_tensors(folder, name) for name in (_PARAMETERS, _OPTIMIZER))
     _check_fit(folder, stored, parameters)
     for name, var in parameters.items():
         var.set(stored[name].to(var.device))
     try:
         # Load the optimizer's state after setting the variables. The state has f32 copies of the
         # variables, and the optimizer would replace a copy if its variable were set afterwards.
-        optimizer.load_state_dict(states)
+        optimizer.load_state_dict(optimizer_state)
     except Error as error:
         raise WeightsFormatError(
             f"resume: {folder} has the state of another optimizer: {error}; {_ADVICE}"
@@ -246,11 +255,8 @@ def load(folder: Path, parameters: Mapping[str, Var], optimizer: Optimizer) -> R
     return state
 
 
-_ADVICE: Final = "resume with the settings that the run was started with"
-
-
 def read_state(folder: Path) -> RunState:
-    """Return the state of the run in a checkpoint, besides tensors.
+    """Return the state of the run in a checkpoint, except tensors.
 
     Raises:
         WeightsFormatError: the file is missing, damaged or of another format.
@@ -269,7 +275,7 @@ def read_state(folder: Path) -> RunState:
 
 
 def read_json(folder: Path, name: str) -> Any:
-    """Return the contents of a JSON file of a checkpoint.
+    """Return the value in a JSON file of a checkpoint.
 
     Raises:
         WeightsFormatError: the file is missing or damaged.
@@ -293,10 +299,10 @@ def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
 
 
 def damaged(folder: Path, name: str, reason: object) -> WeightsFormatError:
-    """Return the error for a checkpoint's damaged file: why, and where to resume instead."""
-    is_named = _NAME.fullmatch(folder.name) is not None
-    others = checkpoints(folder.parent) if is_named else []
-    earlier = [other for other in others if step_of(other) < step_of(folder)]
+    """Return the error for a checkpoint's damaged file: why, and from where to resume instead."""
+    has_step = _NAME.fullmatch(folder.name) is not None
+    candidates = checkpoints(folder.parent) if has_step else []
+    earlier = [other for other in candidates if step_of(other) < step_of(folder)]
     cure = (
         f"remove that folder, and --resume latest continues from {earlier[-1].name}"
         if earlier
@@ -306,14 +312,19 @@ def damaged(folder: Path, name: str, reason: object) -> WeightsFormatError:
 
 
 def _check_fit(folder: Path, stored: Mapping[str, Tensor], parameters: Mapping[str, Var]) -> None:
-    odd = sorted(stored.keys() ^ parameters.keys())
-    if odd:
+    """Check that the stored parameters have the names, shapes and dtypes of a run's parameters.
+
+    Raises:
+        WeightsFormatError: they differ.
+    """
+    differing = sorted(stored.keys() ^ parameters.keys())
+    if differing:
         raise WeightsFormatError(
             f"resume: {folder} holds other parameters than this run trains "
-            f"({len(odd)} differ, the first is {odd[0]}); {_ADVICE}"
+            f"({len(differing)} differ, the first is {differing[0]}); {_ADVICE}"
         )
-    for name, var in parameters.items():
-        found, expected = stored[name], var
+    for name, expected in parameters.items():
+        found = stored[name]
         if found.shape != expected.shape or found.dtype != expected.dtype:
             raise WeightsFormatError(
                 f"resume: {name} in {folder} has shape {found.shape} and dtype {found.dtype}, "
@@ -322,27 +333,27 @@ def _check_fit(folder: Path, stored: Mapping[str, Tensor], parameters: Mapping[s
 
 
 def restore(output: Path) -> None:
-    """Restore the names of the old checkpoints that a killed run was about to replace.
+    """Restore the names of the old checkpoints that a run was replacing when it was killed.
 
     No other run may be writing to `output`.
     """
     for path in list(output.iterdir()):
         if path.name.endswith(_REPLACED):
-            _restore(path.with_name(path.name.removesuffix(_REPLACED)))
+            _restore_name(path.with_name(path.name.removesuffix(_REPLACED)))
 
 
 def needs_restoring(output: Path) -> bool:
-    """Return whether `restore` would do something."""
-    found = output.iterdir() if output.is_dir() else ()
+    """Return whether `restore` would rename a checkpoint."""
+    paths = output.iterdir() if output.is_dir() else ()
     return any(
         path.name.endswith(_REPLACED)
         and not path.with_name(path.name.removesuffix(_REPLACED)).exists()
-        for path in found
+        for path in paths
     )
 
 
 def remove_leftovers(output: Path) -> None:
-    """Remove the unfinished files of a killed run, after `restore`.
+    """Call `restore`, then remove the temporary folders and files that a killed run left.
 
     No other run may be writing to `output`.
     """
@@ -356,10 +367,10 @@ def remove_leftovers(output: Path) -> None:
 
 
 def prune(output: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints."""
+    """Remove all but the last `keep` checkpoints; `keep` is at least 1."""
     for folder in checkpoints(output)[:-keep]:
         # Rename the folder first, because a partly removed folder must not look like a checkpoint.
-        removed = _beside(folder, _REMOVED)
+        removed = _with_suffix(folder, _REMOVED)
         shutil.rmtree(removed, ignore_errors=True)
         folder.rename(removed)
         shutil.rmtree(removed, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The totals of a run: time, speed, memory."""
+"""The totals of a run: steps, time, speed, memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Totals(Callback):
-    """Adds up the steps since the run was started or resumed; `str` gives a summary.
+    """Adds up steps, time and amounts since the run was started or resumed; `str` summarises them.
 
     Args:
         unit: the unit of `StepReport.amount`: `image` or `token`.
@@ -35,7 +35,7 @@ class Totals(Callback):
         self._device = next(iter(trainer.parameters.values())).device
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:  # noqa: ARG002
-        """Add a step."""
+        """Add the step to the totals."""
         self._steps += 1
         self._seconds += report.seconds
         self._amount += report.amount
@@ -48,8 +48,8 @@ class Totals(Callback):
         """Return a line with the number of steps, elapsed time, speed and peak memory."""
         parts = [f"{self._steps} steps in {duration(self._elapsed)}"]
         if self._steps:
-            each = self._seconds / self._steps
-            parts.append(f"{each:.2f} s a step" if each >= 1 else f"{1e3 * each:.0f} ms a step")
+            mean = self._seconds / self._steps
+            parts.append(f"{mean:.2f} s a step" if mean >= 1 else f"{1e3 * mean:.0f} ms a step")
         if self._seconds and self._amount:
             parts.append(f"{self._amount / self._seconds:.3g} {self._unit}s/s")
         parts.append(f"at most {peak_memory(self._device)}")
@@ -57,16 +57,16 @@ class Totals(Callback):
 
 
 def duration(seconds: float) -> str:
-    """Return a time for people: `12 s`, `3 min 5 s`, `2 h 10 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{seconds:.1f} s" if whole < 10 else f"{whole} s"
-    minutes, rest = divmod(whole, 60)
+    """Return a time for people: `3.4 s`, `12 s`, `3 min 5 s`, `2 h 10 min`."""
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{seconds:.1f} s" if rounded < 10 else f"{rounded} s"
+    minutes, rest = divmod(rounded, 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def peak_memory(device: str) -> str:
-    """Return the peak memory of this process on a device."""
+    """Return the peak memory of this process on a device, as text."""
     if device == "cpu":
         # `ru_maxrss` is in KiB on Linux.
         return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB of memory"

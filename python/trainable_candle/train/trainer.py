@@ -41,9 +41,9 @@ Inputs: TypeAlias = Mapping[str, "Tensor"]
 """The inputs of a loss by name, on the device of the parameters."""
 
 MAX_SKIPPED: Final = 50
-"""A run fails after this many skipped steps in a row: they divide the loss scale by 2**50."""
+"""A run fails after this many skipped steps in a row, which divide the loss scale by 2**50."""
 _SHARE: Final = "share"
-"""The name of the input with a batch's weight in the loss of its step."""
+"""The name of the input that is the weight of a batch's loss in the loss of its step."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,20 @@ class StepReport:
     step: int
     """The number of the step, from 1."""
     loss: float
-    """The mean of the losses of the step's batches, weighted if the trainer has `weigh`."""
+    """The mean loss of the step's batches, weighted if the trainer has `weigh`."""
     lr: float
     """The learning rate of the step."""
     grad_norm: float
-    """The norm of all gradients before clipping; non-finite if a loss scaler skipped the step."""
+    """The global norm of the gradients before clipping; non-finite if a loss scaler skipped the
+    step."""
     seconds: float
-    """The duration of the step."""
+    """The duration of the step in seconds."""
     epoch: float | None = None
-    """Epochs so far; None if the trainer has no `epoch`."""
+    """The number of epochs so far; None if the trainer has no `epoch`."""
     amount: float = 0.0
-    """The number of images, tokens or other units; 0 if the trainer has no `count`."""
+    """The number of images, tokens or other units in the step; 0 if the trainer has no `count`."""
     memory: int | None = None
-    """Bytes of the GPU's memory that the run holds; None on the CPU."""
+    """The number of bytes of the GPU's memory that the run holds; None on the CPU."""
 
     @property
     def rate(self) -> float:
@@ -74,24 +75,24 @@ class StepReport:
 
 
 class _Given(NamedTuple):
-    """The inputs of the loss of one batch in a step."""
+    """The inputs of the loss of one of a step's batches, and what is known about the batch."""
 
     number: int
     """The number of the batch in the run, counted over all processes."""
     inputs: Any
     share: float
-    """The weight of this loss in the loss of the step."""
+    """The weight of this batch's loss in the loss of the step."""
     amount: float = 0.0
-    """The number of images, tokens or other units."""
+    """The number of images, tokens or other units in the batch."""
 
 
 class Trainer(Generic[Batch]):
     """Minimises `loss(batch)` over `parameters`.
 
     A step averages the gradients of `gradient_accumulation` batches, clips them, and steps the
-    optimizer and the schedule. With a `scaler` (f16) the loss is scaled, and steps with overflow
-    are skipped. On a GPU, the trainer queues a whole step, prepares the next batch, and then waits
-    for the step's losses and gradient norm.
+    optimizer and the schedule. With a `scaler` (for f16) the loss is scaled, and steps in which the
+    gradients overflow are skipped. On a GPU, the trainer queues a whole step, prepares the next
+    step's batches, and then waits for the step's losses and gradient norm.
 
     ```python
     from trainable_candle.data import ShuffledBatches
@@ -106,29 +107,30 @@ class Trainer(Generic[Batch]):
         parameters: the trainable variables by name.
         optimizer: the optimizer of these variables.
         data: the source of batches.
-        inputs: takes a batch, returns the tensors by name that `loss` takes instead of the batch.
+        inputs: takes a batch, returns tensors by name, which `loss` takes in place of the batch.
         weigh: needs `inputs`; takes a batch, returns its weight, above 0. The loss of a step is the
-            mean with these weights, and `loss` gets the batch's share as an input. By default
-            batches count equally.
+            mean with these weights. `loss` also gets the input `share`, which it may ignore. By
+            default batches count equally.
         cuda_graphs: the number of batch shapes for which the forward and backward passes are kept
             as CUDA graphs (`tc.cuda.capture`); 0: none. Needs `inputs`; has no effect on the CPU.
             `loss` must launch the same operations for all batches of a shape.
         steps: the total number of optimizer steps.
         scheduler: sets the learning rate; stepped after every optimizer step.
         gradient_accumulation: batches in a step, at least 1.
-        max_grad_norm: clip the global norm to this; 0 does not clip.
+        max_grad_norm: the limit to which the global norm of the gradients is clipped; 0: none.
         scaler: the loss scaler, for f16.
-        output: folder for checkpoints; None: no checkpoints.
-        save_every: steps between checkpoints, or a function that selects the steps; 0 saves at the
-            end only.
-        keep_checkpoints: how many to keep, at least 1.
-        callbacks: called in order.
-        settings: stored in checkpoints, for users and for comparison with those of a resumed run.
+        output: the folder for checkpoints; None: no checkpoints.
+        save_every: the number of steps from one checkpoint to the next, or a function that selects
+            the steps; 0 saves at the end only.
+        keep_checkpoints: how many of the newest checkpoints to keep, at least 1.
+        callbacks: called in this order.
+        settings: the settings of the run. Checkpoints store them, for users and for comparison with
+            the settings of a run that resumes.
         group: the processes that train together. Each process takes `gradient_accumulation` batches
             in a step, in turn by batch number; only rank 0 has an `output`.
         seed: determines, with the number of a batch, the random numbers that `data`, `inputs` and
-            `loss` draw for the batch from tc's generator. Earlier draws do not change them. By
-            default the current seed of that generator.
+            `loss` draw for the batch from tc's generator. Earlier draws do not change these. The
+            default is the current seed of that generator.
         count: takes a batch, returns the number of its images or tokens, for reports.
         epoch: takes a number of steps, returns the number of epochs, for reports.
     """
@@ -162,6 +164,7 @@ class Trainer(Generic[Batch]):
         self.optimizer = optimizer
         self.steps = steps
         self.step = 0
+        """The number of steps taken."""
         self.group: Group = group or Alone()
         self.output = output if self.group.rank == 0 else None
         self.stopped_by: signal.Signals | None = None
@@ -172,18 +175,22 @@ class Trainer(Generic[Batch]):
         self._weigh = weigh
         self._on_gpu = any(var.device != "cpu" for var in self.parameters.values())
         # The first batch of a step clears the gradients, so its passes are a graph of their own.
-        passes = min(gradient_accumulation, 2) if inputs and self._on_gpu else 0
-        self._graphs = PassGraphs(self._pass, cuda_graphs * passes)
+        graphs_per_shape = min(gradient_accumulation, 2) if inputs and self._on_gpu else 0
+        self._graphs = PassGraphs(self._pass, cuda_graphs * graphs_per_shape)
         self._batches = 0
+        """The number of batches that all processes have used."""
         self._seed = tc.get_rng_state()[0] if seed is None else seed
         self._ready: list[_Given] | None = None
+        """The inputs of the next step, if they are made already."""
         self._scheduler = scheduler
         self._accumulation = gradient_accumulation
         self._max_grad_norm = max_grad_norm
         self._scaler = scaler
         self._skipped = 0
+        """The number of steps in a row that the scaler has skipped."""
         self._save_every = save_every
         self._saved: int | None = None
+        """The step of the last checkpoint in `output`."""
         self._saver = Saver()
         self._keep = keep_checkpoints
         self._callbacks = list(callbacks)
@@ -192,6 +199,7 @@ class Trainer(Generic[Batch]):
         self._count = count
         self._epoch = epoch
         self._stop = False
+        """Whether a callback has called `stop`."""
         self._asked = False
         """Whether this process has been asked to stop after the current step."""
         self._agreed = False
@@ -201,15 +209,17 @@ class Trainer(Generic[Batch]):
         """Run to the last step.
 
         After Ctrl-C (or SIGTERM) the trainer finishes the current step, saves a checkpoint and
-        returns; a second Ctrl-C raises KeyboardInterrupt at once.
+        returns. A second Ctrl-C raises KeyboardInterrupt at once.
 
         Returns:
             Whether the last step was reached.
 
         Raises:
             NonFiniteError: a loss or a gradient is NaN or infinite; the step does not change the
-                parameters. With a scaler, such steps are skipped, and only 50 in a row raise.
+                parameters. With a scaler, steps with such gradients are skipped, and only 50 in a
+                row raise the error.
             OSError: a checkpoint cannot be written; older ones are unchanged.
+            Exception: any error of the loss, the data, the callbacks or other processes.
         """
         self._stop = self._agreed = False
         self.group.broadcast_(self.parameters)
@@ -244,7 +254,7 @@ class Trainer(Generic[Batch]):
         return self._agreed if self.group.size > 1 else bool(self._stop or guard.signal)
 
     def stop(self) -> None:
-        """Let `train` save and return after the current step; for callbacks."""
+        """Make `train` save a checkpoint and return after the current step; for callbacks."""
         self._stop = True
 
     def report(self, metrics: Mapping[str, float]) -> None:
@@ -253,6 +263,11 @@ class Trainer(Generic[Batch]):
             callback.on_metrics(self, metrics)
 
     def _one_step(self) -> StepReport:
+        """Take one optimizer step.
+
+        Raises:
+            NonFiniteError: see `train`.
+        """
         started = time.perf_counter()
         given = self._take()
         losses = self._backward(given)
@@ -268,8 +283,8 @@ class Trainer(Generic[Batch]):
         self.group.wait()
         *values, norm = measured.tolist()  # On a GPU this waits for the step.
         if self.group.size > 1:
-            mean, asked, amount = values
-            self._agreed = asked > 0
+            mean, asked_processes, amount = values
+            self._agreed = asked_processes > 0
             self._check_losses([mean])
         else:
             self._check_losses(values)
@@ -289,22 +304,25 @@ class Trainer(Generic[Batch]):
         )
 
     def _memory(self) -> int | None:
+        """Return the number of bytes of GPU memory that the run holds; None on the CPU."""
         device = next(iter(self.parameters.values())).device
         if not device.startswith("cuda"):
             return None
         return tc.cuda.memory_stats(device)["reserved"]
 
     def _mean(self, given: Sequence[_Given], losses: Sequence[float]) -> float:
+        """Return the loss of a step of a single process."""
         if self._weigh is None:
             return math.fsum(losses) / len(losses)
         return math.fsum(one.share * loss for one, loss in zip(given, losses, strict=True))
 
     def _take(self) -> list[_Given]:
-        """Return the inputs of the losses of the next step."""
+        """Return the inputs of the next step, which may be ready."""
         ready, self._ready = self._ready, None
         return self._make() if ready is None else ready
 
     def _make(self) -> list[_Given]:
+        """Make the inputs of the next step for the batches of this process."""
         numbers = range(
             self._batches + self.group.rank, self._batches + self._batches_in_step, self.group.size
         )
@@ -321,20 +339,20 @@ class Trainer(Generic[Batch]):
         # With several processes, no process knows the others' weights before the step; `sum_up`
         # then divides by the sum of all weights.
         alone = self.group.size == 1
-        whole = math.fsum(weight for _, weight, _ in made) if alone else self._batches_in_step
+        divisor = math.fsum(weight for _, weight, _ in made) if alone else self._batches_in_step
         device = next(iter(self.parameters.values())).device
         given = []
         for number, (inputs, weight, amount) in zip(numbers, made, strict=True):
-            share = np.array(weight / whole, np.float32)
-            # The share is a tensor: a replayed CUDA graph reads tensors again, but would repeat the
-            # value that a Python number had at the recording.
+            share = np.array(weight / divisor, np.float32)
+            # The share is a tensor, because a replayed CUDA graph reads its inputs again, but
+            # repeats the value that a Python number had during the recording.
             named = {**inputs, _SHARE: tc.tensor(share, device=device)}
-            given.append(_Given(number, named, weight / whole, amount))
+            given.append(_Given(number, named, weight / divisor, amount))
         return given
 
     @property
     def _batches_in_step(self) -> int:
-        """The number of batches in a step of all processes."""
+        """The number of batches that all processes together use in a step."""
         return self._accumulation * self.group.size
 
     def _make_one(self, number: int) -> tuple[Any, float, float]:
@@ -345,7 +363,7 @@ class Trainer(Generic[Batch]):
         return batch if self._inputs is None else self._inputs(batch), weight, amount
 
     def _make_ready(self) -> None:
-        """Make the inputs of the next step."""
+        """Make the inputs of the next step in advance, if the trainer has `inputs`."""
         if self._inputs is None:
             return
         # If this fails, the next step makes the inputs again and raises the error.
@@ -353,7 +371,10 @@ class Trainer(Generic[Batch]):
             self._ready = self._make()
 
     def _backward(self, given: Sequence[_Given]) -> list[Tensor]:
-        """Set the gradients to the mean over the batches; returns the losses."""
+        """Set the gradients to those of the mean loss, and return the batches' losses.
+
+        With several processes, these are the terms of this process's batches in the mean.
+        """
         self._batches += self._batches_in_step
         try:
             return self._passes(given)
@@ -364,59 +385,72 @@ class Trainer(Generic[Batch]):
         return self._passes(given)
 
     def _passes(self, given: Sequence[_Given]) -> list[Tensor]:
+        """Run the forward and backward passes of a step; return the batches' losses."""
         return [
             drawn(self._seed, "pass", one.number, partial(self._graphs, one.inputs, n == 0))
             for n, one in enumerate(given)
         ]
 
     def _pass(self, inputs: Any, first: bool) -> Tensor:
-        """Add a batch's gradients, after clearing them if `first`; returns the batch's loss."""
+        """Clear the gradients if `first`, add those of a batch, and return the batch's loss."""
         if first:
             self.optimizer.zero_grad()
         loss = self._loss(inputs)
-        share = loss
+        term = loss
         if self._weigh is not None:
-            share = loss * inputs[_SHARE]
+            term = loss * inputs[_SHARE]
         elif self._batches_in_step > 1:
-            share = loss * (1.0 / self._batches_in_step)
-        (share if self._scaler is None else self._scaler.scale(share)).backward()
+            term = loss * (1.0 / self._batches_in_step)
+        (term if self._scaler is None else self._scaler.scale(term)).backward()
         return loss.detach()
 
     def _update(self, given: Sequence[_Given], losses: Sequence[Tensor]) -> Tensor:
-        """Clip and step, unless a loss or the gradient is not finite.
+        """Clip the gradients and step the optimizer, unless a loss or a gradient is non-finite.
 
-        With a scaler, which expects overflow, only the gradient is checked.
+        With a scaler, which expects overflow, only the gradients are checked.
 
         Returns:
-            The losses (with several processes the result of `sum_up`), and the gradient norm, f64.
+            A vector in f64: the losses, or with several processes the result of `sum_up`; and
+            last, the norm of the gradients.
         """
         limit = self._max_grad_norm or math.inf
         parameters = list(self.parameters.values())
-        known = [loss.to("f64").reshape(()) for loss in losses]
+        values = [loss.to("f64").reshape(()) for loss in losses]
         if self.group.size > 1:
             amount = math.fsum(one.amount for one in given)
-            mine = Mine(known, [one.share for one in given], self._asked, amount)
-            known = sum_up(self.group, self.parameters, mine, weighed=self._weigh is not None)
+            mine = Mine(values, [one.share for one in given], self._asked, amount)
+            values = sum_up(self.group, self.parameters, mine, weighed=self._weigh is not None)
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         norm = tc.optim.clip_grad_norm_(parameters, limit)
-        measured = tc.stack([*known, norm])
+        measured = tc.stack([*values, norm])
         if self._scaler is not None:
             self._scaler.step(self.optimizer)
             self._scaler.update()
         else:
-            # The sum is finite if and only if all terms are: f32 losses cannot overflow f64.
+            # The sum is finite if and only if all terms are, because the sum of f32 losses cannot
+            # overflow f64.
             self.optimizer.step(if_finite=measured.sum())
         return measured
 
     def _check_losses(self, losses: Sequence[Tensor | float]) -> None:
+        """Check the losses of the step's batches, or with several processes the mean loss.
+
+        Raises:
+            NonFiniteError: one is non-finite, and there is no scaler.
+        """
         if self._scaler is None:
-            first = self._batches - self._batches_in_step
-            for number, loss in enumerate(losses, first):
+            first_number = self._batches - self._batches_in_step
+            for number, loss in enumerate(losses, first_number):
                 what = f"the loss of batch {number}" if self.group.size == 1 else "the mean loss"
                 self._require_finite(float(loss), what)
 
     def _check_norm(self, norm: float) -> None:
+        """Check the norm of the gradients; with a scaler, count the skipped steps.
+
+        Raises:
+            NonFiniteError: the norm is non-finite; with a scaler, that of too many steps in a row.
+        """
         if self._scaler is None:
             self._require_finite(norm, "the gradient's norm")
             return
@@ -432,7 +466,11 @@ class Trainer(Generic[Batch]):
             )
 
     def save(self) -> Path | None:
-        """Write a checkpoint of the current step, if there is an output folder, and wait for it.
+        """Write a checkpoint of the current step and wait for it.
+
+        Returns:
+            The folder of the checkpoint; None, and nothing is written, if the trainer has no
+            `output`.
 
         Raises:
             OSError: the checkpoint cannot be written; older ones are unchanged.
@@ -442,21 +480,22 @@ class Trainer(Generic[Batch]):
         return folder
 
     def write_later(self, job: Callable[[], object]) -> None:
-        """Let `job` write files while training continues; for callbacks.
+        """Run `job`, which writes files, while training continues; for callbacks.
 
-        Jobs run one after the other. A checkpoint gets its final name after the jobs that `on_save`
-        submits for it. An error in a job ends the run.
+        Jobs run one after the other. A checkpoint gets its final name after the jobs that callbacks
+        pass to this method in `on_save`. An error in a job ends the run.
 
         Args:
             job: must not read values that training changes; copy them with `tc.snapshot`.
 
         Raises:
             OSError: an earlier job could not write.
+            Exception: an earlier job failed in another way.
         """
         self._saver.submit(job)
 
     def _begin_save(self) -> Path | None:
-        """Take a snapshot of the current step, and write it in the background."""
+        """Begin a checkpoint of the current step, if there is an `output`; return its folder."""
         if self.output is None:
             return None
         state = run_state.RunState(
@@ -479,7 +518,7 @@ class Trainer(Generic[Batch]):
         return folder
 
     def resume(self, folder: Path) -> dict[str, object]:
-        """Continue from a checkpoint; on the CPU, bit for bit like an uninterrupted run.
+        """Load a checkpoint, to continue from it; on the CPU, bit for bit as without interruption.
 
         Returns:
             The settings of the run that wrote the checkpoint.

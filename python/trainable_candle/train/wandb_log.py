@@ -16,20 +16,22 @@ if TYPE_CHECKING:
     from trainable_candle.train.trainer import StepReport, Trainer
 
 _ID: Final = "wandb-id.txt"
+"""The file with the id of the wandb run."""
 
 
 class WandbLog(Callback):
-    """Logs the values of `JsonLog` to a run of a wandb project: `train/...` and `validation/...`.
+    """Logs the values of `JsonLog` to a run of a wandb project.
 
+    The names of a step's values are `train/...`; those of metrics are `validation/...` and so on.
     Resumed training continues the same wandb run. wandb sends the values to its server, unless
     wandb's configuration forbids that, for example by `WANDB_MODE=offline` in the environment.
 
     Args:
         project: the name of the project.
         name: the name of the wandb run.
-        folder: the output folder, for wandb's files and the id of the wandb run.
-        every: steps between two points of a `train/...` curve; the last step has a point, unless
-            the run ends early.
+        folder: the output folder, which gets wandb's files and the id of the wandb run.
+        every: the number of steps from one point of a `train/...` curve to the next; the last step
+            has a point too, unless the run ends early.
 
     Raises:
         ModuleNotFoundError: wandb is not installed; the message says how to install it.
@@ -49,7 +51,7 @@ class WandbLog(Callback):
                 'wandb: the package is not installed; run: pip install "trainable-candle[wandb]"',
                 name=error.name,
             ) from error
-        self._facts = {"project": project, "name": name}
+        self._labels = {"project": project, "name": name}
         self._folder = folder
         self._every = every
         self._run: Any = None
@@ -57,24 +59,26 @@ class WandbLog(Callback):
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
         """Start a wandb run; resumed training continues the one whose id is in the folder."""
         path = self._folder / _ID
-        known = path.read_text(encoding="utf-8").strip() if trainer.step and path.exists() else None
+        resumes = trainer.step and path.exists()
+        known_id = path.read_text(encoding="utf-8").strip() if resumes else None
         self._run = self._wandb.init(
-            **self._facts,
+            **self._labels,
             config=dict(trainer.settings),
             dir=str(self._folder),
-            id=known,
-            resume="allow" if known else None,
+            id=known_id,
+            resume="allow" if known_id else None,
         )
         write_atomically(path, f"{self._run.id}\n")
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
-        """Log the step."""
+        """Log the values of the step if the step is logged."""
         if is_logged(trainer, report, self._every):
             values = {f"train/{name}": value for name, value in scalars(report).items()}
             self._run.log(values, step=report.step)
 
     def on_metrics(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
         """Log the metrics."""
+        # wandb groups by the word before the slash: `validation_loss` is in the group `validation`.
         values = {name.replace("_", "/", 1): value for name, value in metrics.items()}
         self._run.log(values, step=trainer.step)
 
