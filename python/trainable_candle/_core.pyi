@@ -181,11 +181,12 @@ class Adapter:
     Args:
         kind: "lora", "dora", "loha", "lokr" or "oft".
         weight: the layer's frozen weight, (out_features, in_features).
-        bias: the layer's frozen bias, (out_features,).
+        bias: the layer's frozen bias, (out_features,), or None.
         rank: rank of the low-rank product, at least 1.
         alpha: the low-rank product is multiplied by alpha / rank. For "oft", which has no such product, alpha / rank
             multiplies the difference between the rotation and the identity.
-        dropout: probability of dropping an element of the adapter's input while training, in [0, 1).
+        dropout: probability of dropping an element of the adapter's input while training, in [0, 1). "oft" drops
+            nothing.
         rslora: whether the low-rank product is multiplied by alpha / sqrt(rank) instead of alpha / rank.
         qat: the format to which every forward pass rounds the adapted weight, as `nn.functional.fake_quantize` does.
         qat_activations: whether `forward` also rounds its input, with a scale for each vector of in_features.
@@ -193,8 +194,9 @@ class Adapter:
     Raises:
         ArgumentError: if the kind or the format `qat` is unknown, or a number is out of range.
         ShapeError: if the weight is not a matrix or the bias does not fit it.
-        ConfigError: if the weight cannot be rounded to the format `qat`, or inputs are to be rounded to another format than
-            "int8" or "fp8".
+        ConfigError: if the weight cannot be rounded to the format `qat`, if `qat` is given with dropout, if
+            `qat_activations` is True and `qat` is neither "int8" nor "fp8", or if an adapter of this kind does not suit
+            the layer.
     """
     def __new__(
         cls,
@@ -211,20 +213,22 @@ class Adapter:
     ) -> Adapter: ...
     def forward(self, /, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """
-        Compute the layer's result with the adapter: (..., in_features) -> (..., out_features).
+        Compute the layer's result with the adapter: (..., in_features) -> (..., out_features). `weight` and `bias` are
+        the layer's: the adapter does not keep them.
 
         Raises:
             ShapeError, DTypeError, DeviceError: if the operands do not fit.
         """
     def merged_weight(self, /, weight: Tensor) -> Tensor:
         """
-        Return the merged weight. A plain linear layer with this weight computes the same results as the layer with the
-        adapter.
+        Return the merged weight, in the dtype of `weight`, the layer's frozen weight. A plain linear layer with the
+        merged weight and the same bias computes the same results as the layer with the adapter, unless the adapter
+        applies dropout or rounds its input.
         """
     @property
     def scale(self, /) -> float:
         """
-        The number by which the low-rank product is multiplied.
+        The number by which the low-rank product is multiplied: alpha / rank, or alpha / sqrt(rank) with `rslora`.
         """
     def set_training(self, /, training: bool) -> None:
         """
@@ -232,8 +236,8 @@ class Adapter:
         """
     def vars(self, /) -> list[Var]:
         """
-        Return the adapter's trainable parameters. They depend on its kind: LoRA has the matrices down and up, DoRA has
-        the magnitude too.
+        Return the adapter's trainable parameters. They depend on its kind: LoRA has down and up, in this order; DoRA
+        has down, up and the magnitude.
         """
 
 @final
@@ -245,7 +249,7 @@ class AdapterFile:
     unet = tc.models.load("sdxl")
     adapter = unet.add_adapter(tc.LoraConfig(r=4, target_modules=["to_q", "to_v"]))
     file = tc.prepare_adapters("lora.safetensors", [adapter])
-    assert file.idle  # untrained layers
+    assert file.idle  # no adapter is trained yet, so none has an effect
     file.write()
     ```
     """
@@ -253,7 +257,7 @@ class AdapterFile:
     @property
     def idle(self, /) -> list[str]:
         """
-        The names of layers whose adapter has no effect, because a factor is zero everywhere.
+        The names of layers whose adapter has no effect, as in `AdapterSet.save`.
         """
     def write(self, /) -> None:
         """
@@ -385,11 +389,14 @@ class AdapterSet:
         """
     def load(self, /, path: str | bytes | PathLike[str] | PathLike[bytes]) -> None:
         """
-        Read the parameters of an adapter file with the same layers, ranks and alphas as these adapters.
+        Set the parameters to those of an adapter file. The file must have the same layers, kinds, ranks and alphas as
+        these adapters.
 
         Raises:
-            MissingFileError, WeightsFormatError: if there is no such file, or the file has no adapter for this model.
-            ConfigError, ShapeError: if the file does not fit these adapters. In this case no parameter changes.
+            MissingFileError: if there is no such file.
+            WeightsFormatError: if the file is damaged, or has no adapter for this model.
+            ConfigError, ShapeError: if the file does not fit these adapters. In this case no parameter changes, unless
+                only the file's learned scales of `qat` are wrong.
         """
     def named_parameters(self, /) -> dict[str, Var]:
         """
@@ -411,26 +418,26 @@ class AdapterSet:
         Write the adapters to a safetensors file. If writing fails, no incomplete file remains.
 
         Args:
-            path: the file. With the format "peft", a path that does not end in ".safetensors" is a folder, which gets the
-                files that `PeftModel.from_pretrained` loads.
-            format: "kohya", "diffusers", "peft" or "comfyui". Default: the format that most tools load, such as "kohya"
-                for SDXL, or "peft" for a model that no other tool supports.
-            metadata: text entries for the file's header, in addition to the entries that other tools read.
+            path: the file. With the format "peft", a path that does not end in ".safetensors" is a folder, which gets
+                the files that `PeftModel.from_pretrained` loads.
+            format: "kohya", "diffusers", "peft" or "comfyui". Default: the format that most tools load for this model,
+                such as "kohya" for SDXL; "peft" for a model that no other tool supports.
+            metadata: entries (name: text) for the file's header, in addition to the entries that other tools read.
             dtype: the dtype of the parameters in the file, "f32", "f16" or "bf16". Default: f32.
 
         Returns:
-            The names of layers whose adapter has no effect because a factor is zero everywhere; empty if all adapters
-            were trained.
+            The names of layers whose adapter has no effect because one of its matrices is zero everywhere, as before
+            training.
 
         Raises:
             FileError: if the file cannot be written.
-            ArgumentError: if the format is unknown or cannot hold these adapters, if the dtype is not floating point, or if
-                `path` is a folder and the format is not "peft".
+            ArgumentError: if the format is unknown or cannot hold these adapters, if the dtype is not floating point,
+                or if `path` is a folder and the format is not "peft".
         """
     def set_enabled(self, /, enabled: bool) -> None:
         """
-        Enable or disable the adapters. While the adapters are disabled, the model computes exactly the results of the
-        base.
+        Enable or disable the adapters. While they are disabled, the model computes exactly the results of its frozen
+        weights.
         """
     def set_training(self, /, training: bool) -> None:
         """
@@ -597,26 +604,30 @@ class CapturedFunction:
     """
     def __call__(self, /, inputs: SupportsGetItem[int, Tensor]) -> list[Tensor]:
         """
-        Call the function, or replay its graph; return the results for `inputs`.
+        Call the function, record it or replay its graph, and return the results for `inputs`.
 
         Raises:
-            ArgumentError: if the number of inputs is another than in `static_inputs`.
+            ArgumentError: if there are more or fewer inputs than `static_inputs`.
             ShapeError, DTypeError: if an input has another shape or dtype than in `static_inputs`.
-            DeviceError: if the function does something that graphs do not support, such as reading a value.
+            DeviceError: if the function does something that graphs do not support, such as reading a value, if it
+                returns a tensor on the CPU, or if another call of this object has not returned yet.
             The exceptions of the function.
         """
     def __new__(
         cls, /, function: Callable[..., Any], static_inputs: SupportsGetItem[int, Tensor]
     ) -> CapturedFunction:
         """
+        Prepare a function. It is not called yet.
+
         Args:
             function: a function that takes as many tensors as `static_inputs` has, and returns a list of tensors.
-            static_inputs: tensors with the shapes and dtypes that the inputs of every call must have.
+            static_inputs: tensors with the shapes and dtypes that the inputs of every call must have. The graph runs on
+                the first CUDA device of these tensors, or on "cuda" if all are on the CPU.
 
         Raises:
             CudaUnavailableError: if CUDA cannot be used.
-            DeviceError: if the GPU cannot run graphs, or another captured function is running.
-            AutogradError: if an input needs a gradient.
+            DeviceError: if the GPU cannot run graphs, or this thread is recording a function.
+            AutogradError: if one of `static_inputs` needs a gradient.
             OutOfMemoryError: if copies of the inputs do not fit into memory.
         """
     @property
@@ -926,27 +937,28 @@ class CheckpointFacts:
     @property
     def factor(self, /) -> int | None:
         """
-        Pixels per latent along one side of an image, if there is an autoencoder.
+        Pixels per latent along one side of an image; None if there is no autoencoder.
         """
     @property
     def model(self, /) -> str | None:
         """
-        The family of the models, by its name on the command line; None for a model that belongs to no family.
+        The name of the models' family, as on the command line; None for a model that belongs to no family.
         """
     @property
     def parts(self, /) -> dict[str, PartFacts]:
         """
-        The models by the names of their folders. A model without a pipeline has an empty name.
+        The models, by the names of their folders in a pipeline. A model without a pipeline has an empty name.
         """
     @property
     def prediction_type(self, /) -> str | None:
         """
-        "epsilon" or "v_prediction", if the files state it.
+        What the denoiser predicts: "epsilon" or "v_prediction"; None if the files do not state it.
         """
     @property
     def resolution(self, /) -> int | None:
         """
-        Height and width in pixels of the images that the model was made for, if it generates images.
+        Side in pixels of the square images that the denoiser was trained on; None if it is unknown, or if there is no
+        denoiser.
         """
     @property
     def zero_snr(self, /) -> bool:
@@ -997,8 +1009,8 @@ class DType:
     """
     The type of a tensor's elements.
 
-    A dtype compares equal to its names: `t.dtype == "bf16"`, `t.dtype == "bfloat16"`, `t.dtype == tc.bfloat16`. A name
-    works wherever a dtype is expected.
+    A dtype is equal to each of its names: if `t.dtype == tc.bfloat16`, also `t.dtype == "bf16"` and
+    `t.dtype == "bfloat16"`. A name works wherever a dtype is expected.
 
     ```python
     dtype = tc.zeros(2).dtype
@@ -1015,7 +1027,7 @@ class DType:
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self, /) -> int:
         """
-        Return the hash of the short name, so that `{"f32": ...}[t.dtype]` finds its entry.
+        Return the hash of the short name, so that `t.dtype` finds its entry in a dict such as `{"f32": ...}`.
         """
     def __new__(cls, /, name: DType | str) -> DType: ...
     def __reduce__(self, /) -> tuple[Any, ...]: ...
@@ -1024,12 +1036,12 @@ class DType:
     @property
     def is_floating_point(self, /) -> bool:
         """
-        Whether this dtype is floating point; only floating-point values can have gradients.
+        Whether this dtype is floating point. Only floating-point tensors can have gradients.
         """
     @property
     def itemsize(self, /) -> int:
         """
-        Bytes of one element.
+        The number of bytes of one element.
         """
     @property
     def name(self, /) -> str:
@@ -2096,19 +2108,20 @@ class Model:
 @final
 class NcclCommunicator:
     """
-    This process's membership in a group of processes with one GPU each.
+    This process's membership in a group of processes with one GPU each. All processes of the group must make one at the
+    same time, with equal `size` and `unique_id`.
 
     Args:
         device: the GPU of this process.
         rank: the number of this process, from 0.
-        size: the number of processes.
+        size: the number of processes in the group.
         unique_id: the bytes that rank 0 got from `nccl_unique_id`.
         seconds: how long to wait for the other processes.
 
     Raises:
         CudaUnavailableError: if NCCL cannot be used.
         ArgumentError: if a number is out of range.
-        DeviceError: if NCCL fails, or not all processes have joined in time.
+        DeviceError: if `device` is not a CUDA device, if NCCL fails, or if not all processes have joined in time.
     """
     def __new__(
         cls,
@@ -2121,30 +2134,34 @@ class NcclCommunicator:
     ) -> NcclCommunicator: ...
     def all_reduce(self, /, tensor: Tensor) -> Tensor:
         """
-        Return the sum of a tensor over all processes. The call only queues the work.
+        Return the sum, over all processes, of each process's `tensor`. The call only queues the work.
 
         Raises:
-            DTypeError, DeviceError: if NCCL cannot send the tensor's dtype, if the tensor is not on the device of this
-                communicator, or if NCCL fails.
+            DTypeError: if NCCL cannot send the tensor's dtype.
+            DeviceError: if the tensor is not on the device of this communicator, if NCCL fails, or if `stop` was
+                called.
         """
     def all_reduce_gradients(
         self, /, parameters: Iterable[Var] | Mapping[str, Var], tail: Tensor, narrow: bool = False
     ) -> Tensor:
         """
-        Sum the gradients of all processes in place, and sum one tensor of each process. The call only queues the work.
+        Replace each gradient by its sum over all processes, and sum one more tensor over the processes. The call only
+        queues the work.
 
         Args:
             parameters: the variables, in the same order in all processes. A missing gradient counts as zeros.
             tail: this process's tensor for the second sum, such as losses and counts of the step.
-            narrow: send the gradients as bf16, which halves the bytes of f32 gradients, and rounds every sum to bf16.
+            narrow: whether the gradients are sent as bf16. This halves the bytes of f32 gradients, and rounds every sum
+                to bf16.
 
         Returns:
-            The sum of the tails.
+            The sum of `tail` over all processes.
 
         Raises:
-            DTypeError, DeviceError: if NCCL cannot send a dtype, if a variable or `tail` is not on the device of this
-                communicator, or if NCCL fails.
-            OutOfMemoryError: if the vectors of gradients do not fit.
+            DTypeError: if NCCL cannot send a dtype.
+            DeviceError: if a variable or `tail` is not on the device of this communicator, if NCCL fails, or if `stop`
+                was called.
+            OutOfMemoryError: if the vectors of gradients do not fit into memory.
         """
     def broadcast_(self, /, var: Var, root: SupportsIndex) -> None:
         """
@@ -2152,8 +2169,9 @@ class NcclCommunicator:
 
         Raises:
             ArgumentError: if there is no such process.
-            DTypeError, DeviceError: if NCCL cannot send the variable's dtype, if the variable is not on the device of
-                this communicator, or if NCCL fails.
+            DTypeError: if NCCL cannot send the variable's dtype.
+            DeviceError: if the variable is not on the device of this communicator, if NCCL fails, or if `stop` was
+                called.
         """
     @property
     def rank(self, /) -> int:
@@ -2167,16 +2185,17 @@ class NcclCommunicator:
         """
     def stop(self, /) -> None:
         """
-        End the current or the next `wait` with an error. Call it from another thread.
+        Make the current or the next call that waits for other processes raise a DeviceError. Any thread may call
+        `stop`, for example when another process has ended.
         """
     def wait(self, /, seconds: SupportsFloat | SupportsIndex) -> None:
         """
         Wait until all work queued on the GPU is done.
 
         Raises:
-            DeviceError: if waiting takes longer than `seconds`, if `stop` was called, or if NCCL fails. The
+            DeviceError: if waiting takes longer than `seconds`, if `stop` was called, or if NCCL or a kernel fails. The
                 communicator cannot be used afterwards.
-            ArgumentError: if `seconds` is negative, NaN or too large.
+            ArgumentError: if `seconds` is negative, NaN or at least 2**64.
         """
 
 @final
@@ -2432,22 +2451,22 @@ class PartFacts:
     @property
     def can_be_quantized(self, /) -> bool:
         """
-        Whether the model has layers that `quantize` applies to, and its file is not a GGUF file with quantized layers.
-        The layers of such a file stay quantized without `quantize`; with `quantize`, their values are rounded a second
-        time.
+        Whether the model has layers that may be quantized, and its file is not a GGUF file with quantized layers. Those
+        layers stay quantized without `quantize`; `quantize` would round their values a second time.
         """
     def check_format(self, /, format: str, adapter: str, layers: SupportsGetItem[int, str]) -> None:
         """
-        Check that a file format can hold adapters of a kind on some of the model's layers.
+        Check that a file format can hold adapters of the kind `adapter` on `layers`. For a model that belongs to no
+        family, every format can.
 
         Args:
             format: "diffusers", "kohya", "comfyui" or "peft".
-            adapter: the kind, such as "lora".
+            adapter: the kind of the adapters, such as "lora".
             layers: the names of the layers that get an adapter.
 
         Raises:
-            ArgumentError: if the format is unknown, or cannot hold these adapters. In the second case, the message names a
-                format that can.
+            ArgumentError: if the format is unknown, or cannot hold these adapters. In the second case, the message
+                names a format that can.
             ConfigError: if there is no such kind.
         """
     @property
@@ -2458,7 +2477,7 @@ class PartFacts:
     @property
     def config(self, /) -> dict[str, Any]:
         """
-        The contents of the model's `config.json`.
+        The model's configuration, as its `config.json` has it.
         """
     @property
     def dtype(self, /) -> DType | None:
@@ -2475,22 +2494,24 @@ class PartFacts:
     ) -> tuple[int, int]:
         """
         Return the number of floating-point operations of a forward pass over one sample, without adapters, as a pair:
-        the operations of layers, and those of attention.
+        those of the layers, and those of attention.
 
         Args:
-            height: the height of the latents or the image that is the model's input.
-            width: the width of the latents or the image.
-            tokens: the number of tokens of the text.
+            height: the height of the input, which is latents or an image; 0 for a model that takes text only.
+            width: the width of the input.
+            tokens: the number of tokens of the text; 0 for a model that takes no text.
         """
     @property
     def has_modulation(self, /) -> bool:
         """
-        Whether `stream_modulation` can keep weights in host memory.
+        Whether the model has separate layers, which compute the blocks' modulation, whose weights `stream_modulation`
+        can keep in host memory.
         """
     @property
     def layers(self, /) -> dict[str, list[int]]:
         """
-        The layers that can have adapters, by name, with the shapes of their weights: (out, in) or (out, in, height, width).
+        The shapes of the weights of the layers that can have adapters, by the layers' names: (out, in), or (out, in,
+        height, width) for a convolution.
         """
     @property
     def path(self, /) -> Path:
@@ -2508,18 +2529,19 @@ class PartFacts:
         tokens: SupportsIndex = 0,
     ) -> float:
         """
-        Return the share of the blocks' floating-point operations in a forward pass that the backward pass repeats.
+        Return which share of the floating-point operations of the blocks' forward pass the backward pass repeats, from
+        0 to 1.
 
         Args:
             policy: "none", "full", "selective" or "offload" checkpointing. "selective" repeats only operations that are
                 not counted (norms, activations, sums).
-            blocks: as in `enable_gradient_checkpointing`.
-            height: the height of the latents or the image that is the model's input.
-            width: the width of the latents or the image.
-            tokens: the number of tokens of the text.
+            blocks: the number of blocks that get the policy, as in `enable_gradient_checkpointing`.
+            height: the height of the input, which is latents or an image; 0 for a model that takes text only.
+            width: the width of the input.
+            tokens: the number of tokens of the text; 0 for a model that takes no text.
 
         Raises:
-            ArgumentError: as `enable_gradient_checkpointing`.
+            ArgumentError: as for `enable_gradient_checkpointing`.
         """
     def saved_values(
         self,
@@ -2533,28 +2555,29 @@ class PartFacts:
         tokens: SupportsIndex = 0,
     ) -> tuple[int, int]:
         """
-        Return the approximate peak of the number of values that are saved for the backward pass of one sample.
+        Return approximately how many values are saved for the backward pass of one sample, at the peak.
 
         Args:
             config: the configuration of the adapters.
             policy: "none", "full", "selective" or "offload" checkpointing.
-            blocks: as in `enable_gradient_checkpointing`.
-            height: the height of the latents or the image that is the model's input.
-            width: the width of the latents or the image.
-            tokens: the number of tokens of the text.
+            blocks: the number of blocks that get the policy, as in `enable_gradient_checkpointing`.
+            height: the height of the input, which is latents or an image; 0 for a model that takes text only.
+            width: the width of the input.
+            tokens: the number of tokens of the text; 0 for a model that takes no text.
 
         Returns:
-            The number of values on the device, and the number in host memory, which only "offload" uses.
+            The number of values on the device, and the number in host memory, which is 0 unless `policy` is "offload".
 
         Raises:
-            ArgumentError: as `enable_gradient_checkpointing`.
-            ConfigError: if a pattern is not a regular expression.
+            ArgumentError: as for `enable_gradient_checkpointing`.
+            ConfigError: if `config` has a wrong pattern or kind of adapter.
         """
     @property
     def stored_format(self, /) -> str | None:
         """
-        The format in which the file stores every layer that may be quantized: "int8", "fp8" or "nf4"; None if a layer has another
-        format. With this format as `quantize`, `from_pretrained` keeps the codes of the file.
+        The format in which the file stores every layer that may be quantized: "int8", "fp8" or "nf4". None if these
+        layers have different formats, or another one. With this format as `quantize`, `from_pretrained` keeps the
+        file's codes.
         """
     def streamed_bytes(
         self,
@@ -2566,8 +2589,8 @@ class PartFacts:
         stream_modulation: bool = False,
     ) -> tuple[int, int]:
         """
-        Return the number of bytes of the weights in host memory, as a pair: first without the layers that compute the
-        blocks' modulation, then of those layers alone. The arguments are those of `weight_bytes`.
+        Return how many bytes the streamed weights take in host memory, as a pair: those of the blocks, and those of the
+        layers that compute the blocks' modulation. The arguments and the errors are those of `weight_bytes`.
         """
     @property
     def tensors(self, /) -> dict[str, list[int]]:
@@ -2584,18 +2607,19 @@ class PartFacts:
         stream_modulation: bool = False,
     ) -> int:
         """
-        Return the number of bytes of the model's weights on a device. With streaming, the number includes the device
-        memory to which streamed weights are copied, but not the weights in host memory.
+        Return how many bytes the model's weights take on a device. With streaming, this includes the device memory to
+        which streamed weights are copied, but not the weights in host memory.
 
         Args:
-            dtype: the dtype of the weights.
-            quantize: the format of linear layers in blocks, as in `from_pretrained`.
+            dtype: the dtype of the weights that are not quantized.
+            quantize: the format of the linear layers that may be quantized, as in `from_pretrained`.
             stream_blocks: as in `from_pretrained`.
             stream_modulation: as in `from_pretrained`.
 
         Raises:
-            ArgumentError: if the format is unknown, if the model has no layers that may be quantized, if it has fewer blocks
-                than `stream_blocks`, or if it has no separate layers for `stream_modulation`.
+            ArgumentError: if the format is unknown, if a format is given and the model has no layers that may be
+                quantized, if the model has fewer blocks than `stream_blocks`, or if it has no separate layers for
+                `stream_modulation`.
         """
     def widest_gradient(
         self,
@@ -2607,17 +2631,18 @@ class PartFacts:
         tokens: SupportsIndex = 0,
     ) -> int:
         """
-        Return the number of values in the largest gradient that the backward pass computes for one sample: the gradient
-        of the results of layers that share an input. This gradient exists in addition to the saved values.
+        Return the number of values in the largest gradient of activations that the backward pass computes for one
+        sample. It is the gradient of the results of layers that share an input, and exists in addition to the saved
+        values.
 
         Args:
             config: the configuration of the adapters.
-            height: the height of the latents or the image that is the model's input.
-            width: the width of the latents or the image.
-            tokens: the number of tokens of the text.
+            height: the height of the input, which is latents or an image; 0 for a model that takes text only.
+            width: the width of the input.
+            tokens: the number of tokens of the text; 0 for a model that takes no text.
 
         Raises:
-            ConfigError: if a pattern is not a regular expression.
+            ConfigError: if `config` has a wrong pattern or kind of adapter.
         """
 
 @final
@@ -2990,14 +3015,27 @@ class Tensor(ComposedMethods):
         copy: bool | None = None,
     ) -> Any:
         """
-        Return a capsule for other libraries' `from_dlpack`. Consumers that support read-only tensors (DLPack 1.0) share
-        this tensor's memory; older consumers get a copy unless `copy=False`. On a CUDA device, the consumer's `stream`
-        waits for the values. Without `stream`, the default stream waits; with -1, no stream waits. The memory is reused
-        only after the consumer has released the capsule's tensor.
+        Return a capsule for other libraries' `from_dlpack`. The memory is reused only after the consumer has released
+        the capsule's tensor.
+
+        Args:
+            stream: on a CUDA device, the consumer's stream, which waits for the values: 1 (the default stream; also if
+                None), 2 (the per-thread default stream) or the address of a stream. With -1, no stream waits.
+            max_version: the newest version of DLPack that the consumer supports. Before 1.0 there are no read-only
+                tensors.
+            dl_device: this tensor's device, as `__dlpack_device__` returns it.
+            copy: whether the capsule has a copy instead of sharing this tensor's memory. Default: only if the consumer
+                does not support read-only tensors.
+
+        Raises:
+            BufferError: if `dl_device` is another device, or `stream` does not suit this tensor's device.
+            AutogradError: if this tensor needs a gradient.
+            DeviceError: if the driver reports an error, or inside a captured function.
+            OutOfMemoryError: if the copy does not fit into memory.
         """
     def __dlpack_device__(self, /) -> tuple[int, int]:
         """
-        Return DLPack's type of the device (1 for the CPU, 2 for CUDA), and the device's index.
+        Return DLPack's type of this tensor's device (1 for the CPU, 2 for CUDA), and the device's index.
         """
     def __eq__(self, other: object, /) -> Tensor: ...
     def __float__(self, /) -> builtins.float: ...
@@ -3064,17 +3102,18 @@ class Tensor(ComposedMethods):
         """
     def backward(self, /, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
         """
-        Differentiate with respect to every variable that this tensor depends on, and add the gradients to the
+        Differentiate this tensor with respect to every variable that it depends on, and add the gradients to the
         variables' `.grad`.
 
         The backward pass frees each saved tensor after its last use, unless `retain_graph` is True.
 
         Args:
-            gradient: the gradient with respect to this tensor, of its shape; not needed if the tensor has one element.
+            gradient: the gradient of the loss with respect to this tensor, in this tensor's shape. It may be left out
+                if this tensor has one element, which is then the loss itself.
             retain_graph: whether the graph can be differentiated again.
 
         Raises:
-            ShapeError: if there is more than one element and no gradient, or the gradient has another shape.
+            ShapeError: if `gradient` has another shape, or is left out and this tensor does not have one element.
             AutogradError: if this tensor depends on no variable, if the graph was differentiated before, or if a
                 variable was changed in place since it was used.
         """
@@ -3793,14 +3832,15 @@ class ZImageTransformer(Model):
 
 def adapted_parts(path: str | bytes | PathLike[str] | PathLike[bytes], model: str) -> list[str]:
     """
-    Return the parts of a family that an adapter file has adapters for, by the names of their folders in a pipeline.
+    Return the parts of a family for which an adapter file has adapters, by the names of their folders in a pipeline.
 
     Args:
-        path: the file, or peft's folder.
+        path: the adapter file, or the folder that peft writes.
         model: the family, such as "sdxl".
 
     Raises:
-        MissingFileError, WeightsFormatError: if there is no such file, or the file is damaged.
+        MissingFileError: if there is no such file.
+        WeightsFormatError: if the file is damaged.
         ConfigError: if there is no such family.
     """
 
@@ -3893,11 +3933,11 @@ def cat(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor
 
 def checkpoint(function: Callable[..., Any], *tensors: Tensor, policy: str = "full") -> Any:
     """
-    Run `function(*tensors)` and save only a part of its intermediate results. The backward pass calls the function
-    again to recompute the results that were not saved.
+    Run `function(*tensors)` and save only the intermediate results that `policy` names. The backward pass calls the
+    function again to recompute the other intermediate results.
 
-    The function must compute the same when it is called again. The second call gets the same random numbers, so that
-    dropout has the same mask. Variables that the function captures get their gradients.
+    The second call must compute the same as the first. It gets the same random numbers, so that dropout has the same
+    mask. Variables that the function captures get their gradients.
 
     ```python
     layer = tc.nn.Linear(4, 4)
@@ -3906,14 +3946,14 @@ def checkpoint(function: Callable[..., Any], *tensors: Tensor, policy: str = "fu
     ```
 
     Args:
-        function: takes the tensors, returns a Tensor or a tuple of Tensors.
+        function: takes `tensors` as its arguments, returns a Tensor, or a tuple or list of Tensors.
         tensors: the arguments of the function. The function must capture all other values that it needs.
-        policy: "full" saves only the tensors. "selective" also saves the results of matrix products and attention, so
-            that only cheap operations are recomputed. "none" saves everything. "offload" is "full" with large tensors
-            in the memory of the host until the backward pass.
+        policy: "full" saves only `tensors`. "selective" also saves the results of matrix products and attention, so
+            that only cheap operations are recomputed. "none" saves everything. "offload" saves the same as "full", and
+            keeps large tensors in host memory until the backward pass.
 
     Returns:
-        The result of the function.
+        The function's Tensor, or a tuple of its Tensors.
 
     Raises:
         ArgumentError: if an argument or a result is not a Tensor, or the policy is unknown.
@@ -3922,8 +3962,8 @@ def checkpoint(function: Callable[..., Any], *tensors: Tensor, policy: str = "fu
 
 def choices() -> dict[str, list[str]]:
     """
-    Return the names that options accept, by option: "adapter", "format", "model", "optimizer", "qat". The names of
-    "optimizer" are class names in lower case.
+    Return the names that each of the options "adapter", "format", "model", "optimizer" and "qat" accepts. Those of
+    "optimizer" are names of classes in lower case.
     """
 
 def classifier_free_guidance(
@@ -3999,6 +4039,9 @@ def conv2d(
     """
     Apply a two-dimensional convolution.
 
+    In the shapes, B is the number of images, C and O the numbers of their channels and of the result's, H and W their
+    height and width, OH and OW those of the result, and KH and KW those of the kernel.
+
     ```python
     y = F.conv2d(tc.randn(1, 3, 8, 8), tc.randn(4, 3, 3, 3), padding=1, stride=2)
     assert y.shape == (1, 4, 4, 4)
@@ -4012,15 +4055,17 @@ def conv2d(
         padding: number of zero pixels added on each side: one number or (height, width).
         dilation: distance in pixels between neighbouring elements of the kernel: one number or (height, width).
         groups: number of groups of channels; each group is convolved separately.
-        channels_last: whether the layouts are input (B, H, W, C), weight (O, KH, KW, C / groups) and result (B, OH, OW, O). This
-            layout needs no copies.
+        channels_last: whether the layouts are input (B, H, W, C), weight (O, KH, KW, C / groups) and result
+            (B, OH, OW, O). Operands in these layouts need not be copied.
 
     Returns:
         (B, O, OH, OW); (B, OH, OW, O) with `channels_last`.
 
     Raises:
-        ShapeError, DTypeError, DeviceError: if the operands do not fit.
+        ShapeError, DTypeError, DeviceError: if the operands do not fit, or if the kernel is larger than the padded
+            images.
         ArgumentError: if a stride, a dilation or the number of groups is less than 1, or a padding is negative.
+        OutOfMemoryError: if the result does not fit into memory.
     """
 
 def cross_entropy(
@@ -4053,10 +4098,11 @@ def cross_entropy(
 
 def cuda_bus_id(device: str) -> str:
     """
-    Return the address of a CUDA device on the PCI bus. All processes of the machine name the device by this address.
+    Return the address of a CUDA device on the PCI bus. It names the device in all processes of the machine.
 
     Raises:
-        DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
+        DeviceError: if `device` is not a CUDA device or the driver reports an error.
+        CudaUnavailableError: if CUDA cannot be used.
     """
 
 def cuda_device_count() -> int:
@@ -4072,21 +4118,23 @@ def cuda_device_name(device: str) -> str:
     Return the product name of a CUDA device, such as "NVIDIA A100-SXM4-80GB".
 
     Raises:
-        DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
+        DeviceError: if `device` is not a CUDA device or the driver reports an error.
+        CudaUnavailableError: if CUDA cannot be used.
     """
 
 def cuda_empty_cache(device: str) -> int:
     """
-    Release the cached memory of a CUDA device; returns the number of bytes released.
+    Release the cached memory of a CUDA device to other processes; return the number of bytes released.
 
     Raises:
-        DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
+        DeviceError: if `device` is not a CUDA device or the driver reports an error.
+        CudaUnavailableError: if CUDA cannot be used.
     """
 
 def cuda_finish_profile() -> list[tuple[str, int, float]]:
     """
-    Wait for the device; returns (name, number of launches, total milliseconds) of each kernel that was launched since
-    `cuda_start_profile`, in descending order of the milliseconds.
+    Stop measuring, and wait for the device. Return (name, number of launches, total milliseconds) for each kernel that
+    was launched since `cuda_start_profile`, the longest total first. CUDA graphs and copies are not measured.
 
     Raises:
         ArgumentError: if no launches are being measured.
@@ -4095,73 +4143,81 @@ def cuda_finish_profile() -> list[tuple[str, int, float]]:
 
 def cuda_link(device: str, bus_id: str) -> str | None:
     """
-    Return how a CUDA device reads the memory of the device with the address `bus_id` on the PCI bus: "nvlink", "bus",
-    or "none" if it cannot read that memory. Returns None if this process does not see the device `bus_id`, or if both
-    are the same device.
+    Return how `device` reads the memory of the device with the address `bus_id` on the PCI bus: "nvlink", "bus" (the
+    PCI bus), or "none" if `device` cannot read that memory. Return None if this process does not see the device at
+    `bus_id`, or if that is `device` itself.
 
     Raises:
-        DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
+        DeviceError: if `device` is not a CUDA device or the driver reports an error.
+        CudaUnavailableError: if CUDA cannot be used.
     """
 
 def cuda_memory_stats(device: str) -> list[int]:
     """
-    Return memory statistics of a CUDA device: ten numbers, in this order.
+    Return memory statistics of a CUDA device: ten numbers, in this order. Numbers 0 to 7 count this process alone.
 
     0. Allocated bytes.
     1. Peak of the allocated bytes.
     2. Reserved bytes.
     3. Peak of the reserved bytes.
-    4. Bytes reserved by captured graphs.
+    4. The part of the reserved bytes that captured graphs keep.
     5. How often tensors and workspaces allocated memory.
-    6. How often more memory of the device was reserved.
+    6. How often memory of the device was reserved.
     7. How often memory ran out and cached memory was released.
-    8. Free bytes on the device.
+    8. Bytes of the device that are free for any process.
     9. All bytes of the device.
 
     Raises:
-        DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
+        DeviceError: if `device` is not a CUDA device or the driver reports an error.
+        CudaUnavailableError: if CUDA cannot be used.
     """
 
 def cuda_pinnable_bytes(device: str, wanted: SupportsIndex) -> int:
     """
-    Return how many of `wanted` bytes of pinned memory this process gets now. The bytes are allocated and freed again.
+    Return how many of `wanted` bytes of pinned memory this process can allocate now, by allocating and freeing them.
 
     Raises:
-        DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
+        DeviceError: if `device` is not a CUDA device or the driver reports an error.
+        CudaUnavailableError: if CUDA cannot be used.
     """
 
 def cuda_reset_peak_memory_stats(device: str) -> None:
     """
-    Reset the memory peaks of a CUDA device to the current values.
+    Set the memory peaks of a CUDA device to the bytes that are allocated and reserved now.
 
     Raises:
-        DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
+        DeviceError: if `device` is not a CUDA device or the driver reports an error.
+        CudaUnavailableError: if CUDA cannot be used.
     """
 
 def cuda_set_memory_limit(device: str, limit: SupportsIndex | None) -> None:
     """
-    Limit the bytes of a CUDA device's memory that tensors and workspaces may take; None removes the limit.
+    Limit the bytes of a CUDA device's memory that tensors and workspaces of this process may take; None removes the
+    limit.
 
     Raises:
-        DeviceError, CudaUnavailableError: if `device` is not a CUDA device.
+        DeviceError: if `device` is not a CUDA device.
+        CudaUnavailableError: if CUDA cannot be used.
     """
 
 def cuda_stages_weights(device: str) -> bool:
     """
     Return whether some of a device's streamed weights (weights in host memory, copied to the device before each use)
-    are in memory that is not pinned, because the system provides too little pinned memory. CUDA graphs cannot copy
-    weights from such memory.
+    are in host memory that is not pinned, because the system provides too little pinned memory. CUDA graphs cannot copy
+    weights from memory that is not pinned. For the CPU, return False.
 
     Raises:
-        DeviceError, CudaUnavailableError: if there is no such device.
+        DeviceError: if there is no such device.
+        CudaUnavailableError: if CUDA cannot be used.
     """
 
 def cuda_start_profile(device: str) -> None:
     """
-    Measure every launch on a CUDA device from now on.
+    Measure the time of every kernel launch on a CUDA device from now on.
 
     Raises:
-        DeviceError, CudaUnavailableError: if `device` is not a CUDA device.
+        DeviceError: if `device` is not a CUDA device.
+        CudaUnavailableError: if CUDA cannot be used.
         ArgumentError: if launches are already being measured.
     """
 
@@ -4170,7 +4226,9 @@ def cuda_synchronize(device: str) -> None:
     Wait until all work queued on a CUDA device is done.
 
     Raises:
-        DeviceError, CudaUnavailableError: if `device` is not a CUDA device or a kernel failed.
+        DeviceError: if `device` is not a CUDA device or a kernel failed.
+        CudaUnavailableError: if CUDA cannot be used.
+        IndexOutOfRangeError: if a kernel has found an index out of range.
     """
 
 def cuda_unavailable_reason() -> str | None:
@@ -4209,16 +4267,16 @@ def dropout(input: Tensor, p: SupportsFloat | SupportsIndex = ..., training: boo
     Args:
         input: any shape.
         p: the probability of zeroing an element, in [0, 1].
-        training: if False, return the input unchanged.
+        training: whether elements are dropped. If False, the result is the input.
 
     Raises:
         ArgumentError: if `p` is out of range.
-        DTypeError: if the input is not floating point.
+        DTypeError: if elements are to be dropped and the input is not floating point.
     """
 
 def embedding(input: Tensor, weight: Tensor) -> Tensor:
     """
-    Return the rows of a table at given indices.
+    Return the rows of the table `weight` at the indices `input`.
 
     ```python
     table = tc.Var(tc.randn(100, 8))
@@ -4234,7 +4292,7 @@ def embedding(input: Tensor, weight: Tensor) -> Tensor:
 
     Raises:
         IndexOutOfRangeError: if an index is not in 0 to entries - 1.
-        ShapeError, DTypeError: if the operands do not fit.
+        ShapeError, DTypeError, DeviceError: if the operands do not fit.
     """
 
 def empty_like(
@@ -4278,48 +4336,56 @@ def eye(
 def fake_quantize(input: Tensor, format: str, factors: Tensor | None = None) -> Tensor:
     """
     Round a matrix to the values that an 8-bit or 4-bit format can represent: products of a scale and a code (one of the
-    format's numbers). The result keeps the dtype of the input. The backward pass is the straight-through estimator: an
-    element gets the gradient of its rounded value if its code is within the format's range, and 0 otherwise. The
-    backward pass treats scales as constants. `factors` get the gradient of LSQ, equation 3
-    (<https://arxiv.org/abs/1902.08153>), except that an element is clipped only if it rounds to a number beyond the
-    last code.
+    format's numbers). An element that would round to a number beyond the first or the last code is clipped to this
+    code.
+
+    The backward pass is the straight-through estimator: the gradient of an element is the gradient of its rounded
+    value, or 0 if the element is clipped. The backward pass treats scales as constants. `factors` get the gradient of
+    LSQ, equation 3 (<https://arxiv.org/abs/1902.08153>). LSQ, unlike this function, also clips elements that lie beyond
+    the last code and round to it.
 
     ```python
     weight = tc.Var(tc.randn(64, 64))
     y = F.linear(tc.randn(2, 64), F.fake_quantize(weight, "int8"))
-    y.sum().backward()  # the gradients of an unrounded weight, except for clipped elements
+    y.sum().backward()  # the weight gets the gradient of the rounded weight, except for clipped elements
     ```
 
     Args:
         input: floating point, (out_features, in_features).
-        format: "int8" or "fp8" rounds as `quantize` followed by `dequantize` does. "nf4" does the same, but keeps scales in f32.
-            "int4" is the format of torchao's symmetric weights: integers from -8 to 7, with one scale for each 32 elements of a row.
+        format: "int8" or "fp8" rounds as `quantize` followed by `dequantize` does. "nf4" does the same, but keeps
+            scales in f32. "int4" is the format of torchao's symmetric weights: integers from -8 to 7, with one scale
+            for each 32 elements of a row.
         factors: one factor for each scale, row after row; each scale is multiplied by its factor.
 
     Returns:
         The rounded matrix, in the shape and dtype of the input.
 
     Raises:
-        ShapeError: if the input is not a matrix, or does not consist of whole groups ("int4": 32 elements of a row; "nf4": 64 elements
-            of the matrix), or if the number of factors differs from the number of scales.
+        ShapeError: if the input is not a matrix, if it does not divide into the groups of elements that share a scale
+            ("int4": 32 elements of a row; "nf4": 64 elements of the matrix), or if the number of factors differs from
+            the number of scales.
         DTypeError: if the input is not floating point.
         ArgumentError: if the format is unknown.
     """
 
 def from_dlpack(data: Any) -> Tensor:
     """
-    Make a tensor with a copy of the values of an object with `__dlpack__`, on the device of the values.
+    Make a tensor with a copy of the values of another library's array, on the device of the values.
 
     ```python
     assert tc.from_dlpack(np.array([1.0, 2.0])).tolist() == [1.0, 2.0]
     ```
+
+    Args:
+        data: an object with `__dlpack__`, or a DLPack capsule.
 
     Raises:
         DeviceError: if the values are neither on the CPU nor on a CUDA device.
         CudaUnavailableError: if the values are on a CUDA device and CUDA cannot be used.
         DTypeError: if no dtype can represent the values. On a CUDA device, also for int8, int16, int32 and uint16.
         ShapeError: if the values are on a CUDA device and a stride is negative.
-        ArgumentError: if `data` has no `__dlpack__`, or is a capsule that has no tensor or was used before.
+        ArgumentError: if `data` has no `__dlpack__` and is no capsule, or if the capsule has no tensor or was used
+            before.
         OutOfMemoryError: if the copy does not fit into memory.
         The exceptions of the producer.
     """
@@ -4411,10 +4477,11 @@ def get_w8a8() -> bool:
 
 def gguf_facts(path: str | bytes | PathLike[str] | PathLike[bytes]) -> dict[str, Any] | None:
     """
-    Return the metadata of a GGUF file about its model, under the names that GGUF uses; None for files of other formats.
+    Return what the header of a GGUF file says about its model, under GGUF's names; None for a file of another format.
 
     Raises:
-        MissingFileError, WeightsFormatError: if there is no such file, or the file is damaged.
+        MissingFileError: if there is no such file.
+        WeightsFormatError: if the file is damaged.
     """
 
 def grad(
@@ -4435,7 +4502,7 @@ def grad(
     Args:
         loss: a tensor on the tape.
         inputs: variables, or any tensors on the tape.
-        gradient: the gradient with respect to `loss`, of the same shape; not needed if `loss` has a single element.
+        gradient: the gradient with respect to `loss`, in the same shape. Default: 1, for a `loss` with one element.
         retain_graph: whether the graph can be differentiated again.
 
     Returns:
@@ -4463,8 +4530,8 @@ def gradcheck(
 
     Args:
         function: takes the inputs, returns a Tensor of any shape.
-        inputs: one or several f64 tensors.
-        eps: how much the central differences change an entry, in both directions.
+        inputs: an f64 tensor, or a sequence of f64 tensors.
+        eps: the step of the central differences: each entry is changed by +eps and by -eps.
         atol: absolute tolerance.
         rtol: relative tolerance.
 
@@ -4472,8 +4539,8 @@ def gradcheck(
         True.
 
     Raises:
-        AutogradError: if an analytic gradient differs from the numeric one by more than the tolerance, or if the result
-            does not depend on the inputs. In the first case, the message names the entry that exceeds the tolerance most.
+        AutogradError: if an analytic gradient differs from the numeric one by more than the tolerance (the message
+            names the entry that exceeds the tolerance most), or if the result depends on no input.
         ArgumentError: if the function does not return one Tensor.
         DTypeError: if an input is not f64.
         The exceptions of the function.
@@ -4481,11 +4548,11 @@ def gradcheck(
 
 def gradient_vectors(parameters: Iterable[Var] | Mapping[str, Var]) -> list[Tensor]:
     """
-    Return the gradients of variables as vectors. Gradients that are adjacent in a flat buffer are one vector. Missing
-    gradients are zeros.
+    Return copies of the gradients of variables, as vectors. Gradients that are adjacent in a flat buffer are one
+    vector. Missing gradients are zeros.
 
     Raises:
-        OutOfMemoryError: if the vectors do not fit.
+        OutOfMemoryError: if the vectors do not fit into memory.
     """
 
 def group_norm(
@@ -4580,8 +4647,9 @@ def init_linear(
     device: str = "cpu",
 ) -> tuple[Var, Var | None]:
     """
-    Draw the initial parameters of a linear layer: weight (out_features, in_features) and bias (out_features,). As in
-    torch, both are drawn uniformly between -1 / sqrt(in_features) and 1 / sqrt(in_features).
+    Draw the initial parameters of a linear layer: weight (out_features, in_features) and bias (out_features,), or None
+    instead of the bias if `bias` is False. As in torch, both are drawn uniformly between -1 / sqrt(in_features) and
+    1 / sqrt(in_features). Their dtype is f32 by default.
 
     Raises:
         ArgumentError: if a number of features is negative.
@@ -4603,19 +4671,21 @@ def inspect(
     ```
 
     Args:
-        path: a pipeline's folder, an original checkpoint in one file, or a single model.
-        model: the family, such as "sdxl". With a family, `path` and `others` must have all models of the family.
-        others: folders and files of single text encoders and autoencoders, which replace those of `path`.
+        path: a pipeline's folder, an original checkpoint in one file, or the folder or file of a single model.
+        model: the family, such as "sdxl". With a family, `path` and `others` together must have all models of the
+            family.
+        others: folders and files of single text encoders and autoencoders, which replace those at `path`.
 
     Raises:
-        MissingFileError: if nothing is at `path`.
-        WeightsFormatError: if a file is damaged, or a model of the family is missing.
+        MissingFileError: if nothing is at `path` or at one of `others`.
+        WeightsFormatError: if a file is damaged, if a model of the family is missing, or if `path` is of another
+            family.
         ConfigError: if a configuration is wrong, or there is no such family.
     """
 
 def is_grad_enabled() -> bool:
     """
-    Return whether operations of this thread are recorded for backward passes.
+    Return whether operations of this thread are recorded on the tape.
 
     ```python
     with tc.no_grad():
@@ -4681,8 +4751,8 @@ def linear(input: Tensor, weight: Tensor | QuantizedTensor, bias: Tensor | None 
 
     Args:
         input: (..., in_features).
-        weight: (out_features, in_features), or a quantized matrix that `quantize` returned. A quantized matrix gets no gradient. The
-            tape saves the input for the backward pass only if the weight needs a gradient.
+        weight: (out_features, in_features), or a quantized matrix that `quantize` returned. A quantized matrix gets no
+            gradient. The tape saves the input for the backward pass only if the weight needs a gradient.
         bias: (out_features,).
 
     Returns:
@@ -4802,8 +4872,9 @@ def lora_backward_(
     scale: SupportsFloat | SupportsIndex,
 ) -> None:
     """
-    Compute `lora_backward` of many layers at once, and add the results to the `.grad` of the matrices. Gradients that are in a flat
-    buffer change in place. On a CUDA device, many matrix products run in one launch, without synchronization.
+    Compute `lora_backward` of many layers at once, and add the results to the `.grad` of the matrices. Gradients that
+    are in a flat buffer change in place. On a CUDA device, many matrix products run in one launch, without
+    synchronization.
 
     ```python
     x, down, up = tc.randn(5, 8), tc.Var(tc.randn(2, 8)), tc.Var(tc.randn(4, 2))
@@ -4816,11 +4887,12 @@ def lora_backward_(
         inputs: one tensor (..., in_features) for each layer.
         lora_downs: one variable (rank, in_features) for each layer.
         lora_ups: one variable (out_features, rank) for each layer.
-        scale: the factor `scale` of `lora_backward`, the same for all layers.
+        scale: the argument `scale` of `lora_backward`, the same for all layers.
 
     Raises:
         ArgumentError: if the lists have different lengths, or the scale is not finite.
-        ShapeError, DTypeError, DeviceError: if the operands of a layer do not fit together. No gradient changes in this case.
+        ShapeError, DTypeError, DeviceError: if the operands of a layer do not fit together. No gradient changes in this
+            case.
     """
 
 def manual_seed(seed: SupportsIndex) -> None:
@@ -4843,8 +4915,8 @@ def manual_seed(seed: SupportsIndex) -> None:
 
 def memory_machine() -> str | None:
     """
-    Return a name that identifies the machine, the process namespace and the user. Processes with equal names can share
-    memory. None if the system does not provide this information.
+    Return a name that identifies the machine, the process namespace and the user, or None if the system does not report
+    them. Processes with equal names can share memory.
     """
 
 def modulated_layer_norm(
@@ -4895,11 +4967,12 @@ def mse_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
 
 def nccl_unique_id() -> bytes:
     """
-    Return 128 bytes by which the processes of a group find each other. The calling process must be rank 0.
+    Return 128 bytes by which the processes of a group find each other. Only rank 0 may call this function; the other
+    processes must get its bytes.
 
     Raises:
         CudaUnavailableError: if NCCL cannot be used.
-        DeviceError: if NCCL finds no network interface to listen on.
+        DeviceError: if NCCL cannot listen for the other processes.
     """
 
 def nccl_version() -> int:
@@ -4968,7 +5041,7 @@ def optimizer_kinds() -> list[tuple[str, str, int, dict[str, Any]]]:
 
 def pipeline_parts(model: str) -> list[str]:
     """
-    Return the parts of a family by the names of their folders in a pipeline.
+    Return the names of the folders that the parts of a family have in a pipeline.
 
     Raises:
         ConfigError: if there is no such family.
@@ -4982,7 +5055,7 @@ def prepare_adapters(
     dtype: DType | str | None = None,
 ) -> AdapterFile:
     """
-    Copy to the CPU everything that `save_adapters` would write, so that another thread can write it while training
+    Copy to the CPU everything that `save_adapters` would write. Another thread can write the copy while training
     continues.
 
     ```python
@@ -4995,13 +5068,15 @@ def prepare_adapters(
     Args:
         path: the file; with the format "peft", also a folder, as in `AdapterSet.save`.
         adapters: the adapter set of each model.
-        format: "kohya" (the default for SDXL), "diffusers", "comfyui", or "peft", which holds only one model.
-        metadata: text entries for the file's header, in addition to the entries that other tools read.
+        format: "kohya" (the default for SDXL), "diffusers", "comfyui", or "peft", which holds only one model. Default:
+            as in `AdapterSet.save`, for the first model.
+        metadata: entries (name: text) for the file's header, in addition to the entries that other tools read.
         dtype: the dtype of the parameters in the file, "f32", "f16" or "bf16". Default: f32.
 
     Raises:
-        ArgumentError: if `adapters` is empty, if the format is unknown or cannot hold these adapters, if the dtype is not
-            floating point, or if `path` is a folder and the format is not "peft".
+        ArgumentError: if `adapters` is empty, if the format is unknown or cannot hold these adapters, if two models
+            name a layer alike, if the dtype is not floating point, or if `path` is a folder and the format is not
+            "peft".
     """
 
 def quantize(tensor: Tensor, format: str) -> QuantizedTensor:
@@ -5029,8 +5104,7 @@ def quantize(tensor: Tensor, format: str) -> QuantizedTensor:
 
 def quick_gelu(input: Tensor) -> Tensor:
     """
-    Compute `input * sigmoid(1.702 * input)`, an approximation of GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415), used
-    by CLIP.
+    Compute `input * sigmoid(1.702 * input)`: CLIP's approximation of GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415).
 
     ```python
     assert F.quick_gelu(tc.tensor([0.0, 10.0])).tolist() == [0.0, 10.0]
@@ -5169,13 +5243,14 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
     ```
 
     Args:
-        x: (..., S, D), D even.
+        x: (..., S, D): S positions, D features; D is even.
         cos: (S, D / 2), cosines of the angles.
         sin: (S, D / 2), sines of the angles.
         interleaved: whether pair i consists of features 2 * i and 2 * i + 1, instead of features i and i + D / 2.
 
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
+        NoBackwardError: if `cos` or `sin` needs a gradient.
     """
 
 def save_adapters(
@@ -5197,17 +5272,19 @@ def save_adapters(
     Args:
         path: the file; with the format "peft", also a folder, as in `AdapterSet.save`.
         adapters: the adapter set of each model.
-        format: "kohya" (the default for SDXL), "diffusers", "comfyui", or "peft", which holds only one model.
-        metadata: text entries for the file's header, in addition to the entries that other tools read.
+        format: "kohya" (the default for SDXL), "diffusers", "comfyui", or "peft", which holds only one model. Default:
+            as in `AdapterSet.save`, for the first model.
+        metadata: entries (name: text) for the file's header, in addition to the entries that other tools read.
         dtype: the dtype of the parameters in the file, "f32", "f16" or "bf16". Default: f32.
 
     Returns:
-        The names of layers whose adapter has no effect, because a factor is zero everywhere.
+        The names of layers whose adapter has no effect, as in `AdapterSet.save`.
 
     Raises:
         FileError: if the file cannot be written.
-        ArgumentError: if `adapters` is empty, if the format is unknown or cannot hold these adapters, if the dtype is not
-            floating point, or if `path` is a folder and the format is not "peft".
+        ArgumentError: if `adapters` is empty, if the format is unknown or cannot hold these adapters, if two models
+            name a layer alike, if the dtype is not floating point, or if `path` is a folder and the format is not
+            "peft".
     """
 
 def save_checkpoint(
@@ -5303,12 +5380,13 @@ def scaled_dot_product_attention(
     ```
 
     Args:
-        query: (..., S, D).
-        key: (..., L, D).
-        value: (..., L, Dv).
-        attn_mask: broadcastable to (..., S, L). A u8 mask is 1 where a query attends to a key and 0 elsewhere; a floating-point mask is
-            added to the scores.
-        is_causal: whether the query at position i attends only to keys at positions 0 to i.
+        query: (..., S, D): S queries of D features each.
+        key: (..., L, D): L keys.
+        value: (..., L, Dv): one value of Dv features for each key.
+        attn_mask: broadcastable to (..., S, L). A u8 mask is 1 where a query attends to a key and 0 elsewhere; a
+            floating-point mask is added to the scores. The result of a query that attends to no key is 0, or NaN if
+            the mask needs a gradient.
+        is_causal: whether the query at position i attends only to keys at positions 0 to i, also if a mask is given.
         scale: factor of the scores; default 1 / sqrt(D).
 
     Returns:
@@ -5339,7 +5417,7 @@ def set_float32_matmul_precision(precision: str) -> None:
 
 def set_grad_enabled(enabled: bool) -> bool:
     """
-    Enable or disable recording on this thread; returns the previous state.
+    Enable or disable recording on the tape in this thread; return whether it was enabled before.
     """
 
 def set_gradient_vectors(
@@ -5419,18 +5497,19 @@ def share_streamed(
     rank: SupportsIndex = 0, exchange: Callable[..., Any] | None = None, peers: bool = False
 ) -> None:
     """
-    Share the streamed weights (see `stream_blocks` of `from_pretrained`) of the models that this thread loads from now on:
-    the processes of a machine keep one copy of these weights. All processes must then load the same models in the same
-    order.
+    Share the streamed weights (see `stream_blocks` of `from_pretrained`) of the models that this thread loads from now
+    on: the processes of a machine together keep one copy of these weights. All processes must call this function, and
+    then load the same models in the same order.
 
     Args:
         rank: the number of this process, from 0.
-        exchange: a function that sends its argument, bytes, to all processes and returns a list of the bytes that each
-            process has sent, by rank. None ends the sharing.
+        exchange: a function that sends its argument (bytes) to all processes, and returns the list of the bytes that
+            the processes have sent, in the order of their ranks. None ends the sharing.
         peers: whether the copy is on the devices of the processes, one slice on each, instead of in host memory.
 
     Raises:
-        ArgumentError: if `exchange` returns too few messages, or if `peers` is True and a process is alone on its machine.
+        ArgumentError: if `exchange` returns too few messages, or if `peers` is True and a process is alone on its
+            machine.
         The exceptions of `exchange`.
     """
 
@@ -5561,8 +5640,8 @@ def upsample_nearest2d(
     channels_last: bool = False,
 ) -> Tensor:
     """
-    Resize images as torch's `interpolate(mode="nearest")` does. Along a side that grows from m to n pixels, pixel i of the result is a
-    copy of pixel floor(i * m / n) of the input.
+    Resize images as torch's `interpolate(mode="nearest")` does. Along a side of m pixels in the input and n pixels in
+    the result, pixel i of the result is a copy of pixel floor(i * m / n) of the input.
 
     ```python
     image = tc.tensor([[[[1.0, 2.0]]]])
@@ -5570,18 +5649,21 @@ def upsample_nearest2d(
     ```
 
     Args:
-        input: (B, C, H, W).
+        input: (B, C, H, W): images, channels, height, width.
         size: size of the result in pixels: one number or (height, width).
-        scale_factor: size of the result divided by the size of the input, an alternative to `size`: one number or (height, width).
-        channels_last: whether the layout of input and result is (B, H, W, C). This layout needs no copies.
+        scale_factor: instead of `size`: the size of the result divided by the size of the input, one whole number or
+            (height, width).
+        channels_last: whether the layout of input and result is (B, H, W, C). An input in this layout need not be
+            copied.
 
     Returns:
-        (B, C, *size); (B, *size, C) with `channels_last`.
+        (B, C, height, width); (B, height, width, C) with `channels_last`.
 
     Raises:
         ArgumentError: if both or neither of `size` and `scale_factor` are given, or if a number in them is negative.
-        ShapeError: if the input does not have four dimensions, or has no pixels.
+        ShapeError: if the input does not have four dimensions, or has no pixels while the result has some.
         DTypeError: if the input is not floating point.
+        OutOfMemoryError: if the result does not fit into memory.
     """
 
 def varlen_attention(
@@ -5597,7 +5679,7 @@ def varlen_attention(
     Compute causal attention inside the segments of a packed row. A packed row is several sequences, the segments, one
     after another. The result for a query is softmax(query @ key.T * scale) @ value over the keys of the query's
     segment, up to the position of the query. On CUDA the host does not read `cu_seqlens`, so a recorded CUDA graph can
-    be replayed with other values in `cu_seqlens`.
+    be replayed with other values in it.
 
     ```python
     q, k, v = (tc.randn(10, 2, 8) for _ in range(3))
@@ -5606,15 +5688,15 @@ def varlen_attention(
     ```
 
     Args:
-        query: (N, heads, D).
+        query: (N, heads, D): N tokens, D features per head.
         key: (N, key_heads, D). `heads` must be a multiple of `key_heads`; head h of the query attends to key head
             h // (heads // key_heads).
         value: (N, key_heads, D).
-        cu_seqlens: (M + 1,), i64 or u32, ascending: 0, then the end of each of M segments. The last end may be repeated, so that
-            a tensor of fixed size can hold fewer segments. Rows after the last end belong to no segment: their results are zeros, and
-            they get no gradient.
-        window: the largest number of keys that a query attends to, including the key at its own position. This is the sliding window of
-            Mistral (Jiang et al. 2023, arXiv:2310.06825). Default: no limit.
+        cu_seqlens: (M + 1,), i64 or u32, ascending: 0, then the end of each of M segments. The last end may be
+            repeated, so that a tensor of fixed size can hold fewer segments. Tokens from the last end on belong to no
+            segment: their results and gradients are zeros.
+        window: the largest number of keys that a query attends to: the key at its own position, and those just before.
+            This is the sliding window of Mistral (Jiang et al. 2023, arXiv:2310.06825). Default: no limit.
         scale: factor of the scores; default 1 / sqrt(D).
 
     Returns:
@@ -5623,7 +5705,7 @@ def varlen_attention(
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
         IndexOutOfRangeError: if `cu_seqlens` does not ascend from 0 to at most N. On CUDA, the next call that reads a
-            value or waits for the device raises this error.
+            value or waits for the device raises this error; until then, the results are undefined.
         ArgumentError: if the window is below 1, or the scale is not finite.
     """
 

@@ -20,11 +20,12 @@ use crate::var::Var;
 /// Args:
 ///     kind: "lora", "dora", "loha", "lokr" or "oft".
 ///     weight: the layer's frozen weight, (out_features, in_features).
-///     bias: the layer's frozen bias, (out_features,).
+///     bias: the layer's frozen bias, (out_features,), or None.
 ///     rank: rank of the low-rank product, at least 1.
 ///     alpha: the low-rank product is multiplied by alpha / rank. For "oft", which has no such product, alpha / rank
 ///         multiplies the difference between the rotation and the identity.
-///     dropout: probability of dropping an element of the adapter's input while training, in [0, 1).
+///     dropout: probability of dropping an element of the adapter's input while training, in [0, 1). "oft" drops
+///         nothing.
 ///     rslora: whether the low-rank product is multiplied by alpha / sqrt(rank) instead of alpha / rank.
 ///     qat: the format to which every forward pass rounds the adapted weight, as `nn.functional.fake_quantize` does.
 ///     qat_activations: whether `forward` also rounds its input, with a scale for each vector of in_features.
@@ -32,8 +33,9 @@ use crate::var::Var;
 /// Raises:
 ///     ArgumentError: if the kind or the format `qat` is unknown, or a number is out of range.
 ///     ShapeError: if the weight is not a matrix or the bias does not fit it.
-///     ConfigError: if the weight cannot be rounded to the format `qat`, or inputs are to be rounded to another format than
-///         "int8" or "fp8".
+///     ConfigError: if the weight cannot be rounded to the format `qat`, if `qat` is given with dropout, if
+///         `qat_activations` is True and `qat` is neither "int8" nor "fp8", or if an adapter of this kind does not suit
+///         the layer.
 #[pyclass(frozen, module = "trainable_candle")]
 pub struct Adapter {
     inner: Box<dyn adapter::Adapter>,
@@ -44,7 +46,7 @@ pub struct Adapter {
 impl Adapter {
     #[new]
     #[pyo3(signature = (kind, weight, bias, rank, alpha, dropout=Argument::of(0.0), rslora=false, qat=None, qat_activations=false))]
-    #[allow(clippy::too_many_arguments)] // each is a property of a layer
+    #[allow(clippy::too_many_arguments)] // each is an argument in Python
     fn new(
         py: Python<'_>,
         kind: &str,
@@ -73,41 +75,42 @@ impl Adapter {
             return Err(tc::Error::argument(OP, format!("alpha is {alpha}, expected a finite number")).into());
         }
         let scale = adapter::scale(alpha, rank, rslora);
-        let base = Linear::<Inner>::from_parameters(weight.0.detach(), bias.map(|b| b.0.detach()))?;
+        let layer = Linear::<Inner>::from_parameters(weight.0.detach(), bias.map(|b| b.0.detach()))?;
         let settings = AdapterSettings { rank, scale, dropout, ..AdapterSettings::default() };
         let parameters = quick(|| {
-            let start = kind.init(&base.base(), &settings)?;
-            start
+            let initial = kind.init(&layer.base(), &settings)?;
+            initial
                 .into_iter()
                 .map(|(name, value)| Ok((name, tc::Var::from_tensor(&value)?)))
                 .collect::<tc::Result<Vec<_>>>()
         })?;
-        let mut inner = (kind.build)(&parameters, &base.base(), &settings)?;
+        let mut inner = (kind.build)(&parameters, &layer.base(), &settings)?;
         let grid = qat.map(str::parse).transpose()?;
         if qat_activations {
             QuantizationAware::check_activations(grid)?;
         }
         if let Some(grid) = grid {
-            let aware = QuantizationAware::over(inner, &base.base(), &settings, grid)?;
-            inner = Box::new(aware.with_activations(qat_activations));
+            let rounding = QuantizationAware::over(inner, &layer.base(), &settings, grid)?;
+            inner = Box::new(rounding.with_activations(qat_activations));
         }
         let vars = parameters.into_iter().map(|(_, var)| Var::object(py, var)).collect::<PyResult<_>>()?;
         Ok(Self { inner, vars })
     }
 
-    /// Return the adapter's trainable parameters. They depend on its kind: LoRA has the matrices down and up, DoRA has
-    /// the magnitude too.
+    /// Return the adapter's trainable parameters. They depend on its kind: LoRA has down and up, in this order; DoRA
+    /// has down, up and the magnitude.
     fn vars(&self, py: Python<'_>) -> Vec<Py<Var>> {
         self.vars.iter().map(|var| var.clone_ref(py)).collect()
     }
 
-    /// The number by which the low-rank product is multiplied.
+    /// The number by which the low-rank product is multiplied: alpha / rank, or alpha / sqrt(rank) with `rslora`.
     #[getter]
     fn scale(&self) -> f64 {
         self.inner.scale()
     }
 
-    /// Compute the layer's result with the adapter: (..., in_features) -> (..., out_features).
+    /// Compute the layer's result with the adapter: (..., in_features) -> (..., out_features). `weight` and `bias` are
+    /// the layer's: the adapter does not keep them.
     ///
     /// Raises:
     ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
@@ -118,8 +121,9 @@ impl Adapter {
         compute(py, work, || self.inner.forward(&input.0, &base)).map(Tensor)
     }
 
-    /// Return the merged weight. A plain linear layer with this weight computes the same results as the layer with the
-    /// adapter.
+    /// Return the merged weight, in the dtype of `weight`, the layer's frozen weight. A plain linear layer with the
+    /// merged weight and the same bias computes the same results as the layer with the adapter, unless the adapter
+    /// applies dropout or rounds its input.
     fn merged_weight(&self, py: Python<'_>, weight: &Tensor) -> Result<Tensor> {
         let base = Base { weight: (&weight.0).into(), bias: None, operation: Operation::Linear };
         compute(py, weight.0.elem_count(), || self.inner.merged_weight(&base)).map(Tensor)
@@ -131,8 +135,9 @@ impl Adapter {
     }
 }
 
-/// Draw the initial parameters of a linear layer: weight (out_features, in_features) and bias (out_features,). As in
-/// torch, both are drawn uniformly between -1 / sqrt(in_features) and 1 / sqrt(in_features).
+/// Draw the initial parameters of a linear layer: weight (out_features, in_features) and bias (out_features,), or None
+/// instead of the bias if `bias` is False. As in torch, both are drawn uniformly between -1 / sqrt(in_features) and
+/// 1 / sqrt(in_features). Their dtype is f32 by default.
 ///
 /// Raises:
 ///     ArgumentError: if a number of features is negative.

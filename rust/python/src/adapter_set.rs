@@ -35,7 +35,7 @@ pub struct AdapterSet {
 }
 
 impl AdapterSet {
-    /// The Python object of a set.
+    /// Make the Python object of the adapters `set` on `model`.
     pub fn object(py: Python<'_>, set: Arc<adapter::AdapterSet>, model: Loaded) -> PyResult<Py<Self>> {
         let vars = set
             .named_vars()
@@ -73,8 +73,8 @@ impl AdapterSet {
         LoraConfig(self.set.config().clone())
     }
 
-    /// Enable or disable the adapters. While the adapters are disabled, the model computes exactly the results of the
-    /// base.
+    /// Enable or disable the adapters. While they are disabled, the model computes exactly the results of its frozen
+    /// weights.
     fn set_enabled(&self, enabled: bool) {
         self.set.set_enabled(enabled);
     }
@@ -87,21 +87,21 @@ impl AdapterSet {
     /// Write the adapters to a safetensors file. If writing fails, no incomplete file remains.
     ///
     /// Args:
-    ///     path: the file. With the format "peft", a path that does not end in ".safetensors" is a folder, which gets the
-    ///         files that `PeftModel.from_pretrained` loads.
-    ///     format: "kohya", "diffusers", "peft" or "comfyui". Default: the format that most tools load, such as "kohya"
-    ///         for SDXL, or "peft" for a model that no other tool supports.
-    ///     metadata: text entries for the file's header, in addition to the entries that other tools read.
+    ///     path: the file. With the format "peft", a path that does not end in ".safetensors" is a folder, which gets
+    ///         the files that `PeftModel.from_pretrained` loads.
+    ///     format: "kohya", "diffusers", "peft" or "comfyui". Default: the format that most tools load for this model,
+    ///         such as "kohya" for SDXL; "peft" for a model that no other tool supports.
+    ///     metadata: entries (name: text) for the file's header, in addition to the entries that other tools read.
     ///     dtype: the dtype of the parameters in the file, "f32", "f16" or "bf16". Default: f32.
     ///
     /// Returns:
-    ///     The names of layers whose adapter has no effect because a factor is zero everywhere; empty if all adapters
-    ///     were trained.
+    ///     The names of layers whose adapter has no effect because one of its matrices is zero everywhere, as before
+    ///     training.
     ///
     /// Raises:
     ///     FileError: if the file cannot be written.
-    ///     ArgumentError: if the format is unknown or cannot hold these adapters, if the dtype is not floating point, or if
-    ///         `path` is a folder and the format is not "peft".
+    ///     ArgumentError: if the format is unknown or cannot hold these adapters, if the dtype is not floating point,
+    ///         or if `path` is a folder and the format is not "peft".
     #[pyo3(signature = (path, format=None, metadata=Argument::of(None), dtype=None))]
     fn save(
         &self,
@@ -113,16 +113,19 @@ impl AdapterSet {
     ) -> Result<Vec<String>> {
         const OP: &str = "save";
         let path = path.get(OP)?;
-        let options = options(OP, format, metadata, dtype)?;
+        let options = save_options(OP, format, metadata, dtype)?;
         let names = self.model.adapter_names();
         detached(py, || Ok(io::save_adapters(&path, &[(&names, &self.set)], &options)?.zero))
     }
 
-    /// Read the parameters of an adapter file with the same layers, ranks and alphas as these adapters.
+    /// Set the parameters to those of an adapter file. The file must have the same layers, kinds, ranks and alphas as
+    /// these adapters.
     ///
     /// Raises:
-    ///     MissingFileError, WeightsFormatError: if there is no such file, or the file has no adapter for this model.
-    ///     ConfigError, ShapeError: if the file does not fit these adapters. In this case no parameter changes.
+    ///     MissingFileError: if there is no such file.
+    ///     WeightsFormatError: if the file is damaged, or has no adapter for this model.
+    ///     ConfigError, ShapeError: if the file does not fit these adapters. In this case no parameter changes, unless
+    ///         only the file's learned scales of `qat` are wrong.
     fn load(&self, py: Python<'_>, path: FilePath) -> Result<()> {
         let path = path.get("load")?;
         detached(py, || {
@@ -137,7 +140,8 @@ impl AdapterSet {
     }
 }
 
-fn options(
+/// Convert the arguments of the function `op`, which writes adapters.
+fn save_options(
     op: &'static str,
     format: Option<&str>,
     metadata: Argument<Option<BTreeMap<String, String>>>,
@@ -161,17 +165,19 @@ fn options(
 /// Args:
 ///     path: the file; with the format "peft", also a folder, as in `AdapterSet.save`.
 ///     adapters: the adapter set of each model.
-///     format: "kohya" (the default for SDXL), "diffusers", "comfyui", or "peft", which holds only one model.
-///     metadata: text entries for the file's header, in addition to the entries that other tools read.
+///     format: "kohya" (the default for SDXL), "diffusers", "comfyui", or "peft", which holds only one model. Default:
+///         as in `AdapterSet.save`, for the first model.
+///     metadata: entries (name: text) for the file's header, in addition to the entries that other tools read.
 ///     dtype: the dtype of the parameters in the file, "f32", "f16" or "bf16". Default: f32.
 ///
 /// Returns:
-///     The names of layers whose adapter has no effect, because a factor is zero everywhere.
+///     The names of layers whose adapter has no effect, as in `AdapterSet.save`.
 ///
 /// Raises:
 ///     FileError: if the file cannot be written.
-///     ArgumentError: if `adapters` is empty, if the format is unknown or cannot hold these adapters, if the dtype is not
-///         floating point, or if `path` is a folder and the format is not "peft".
+///     ArgumentError: if `adapters` is empty, if the format is unknown or cannot hold these adapters, if two models
+///         name a layer alike, if the dtype is not floating point, or if `path` is a folder and the format is not
+///         "peft".
 #[pyfunction]
 #[pyo3(signature = (path, adapters, format=None, metadata=Argument::of(None), dtype=None))]
 pub fn save_adapters(
@@ -182,12 +188,12 @@ pub fn save_adapters(
     metadata: Argument<Option<BTreeMap<String, String>>>,
     dtype: Option<DTypeArg>,
 ) -> Result<Vec<String>> {
-    let file = prepared(py, "save_adapters", path, &adapters, (format, metadata, dtype))?;
+    let file = prepare(py, "save_adapters", path, &adapters, (format, metadata, dtype))?;
     file.write(py)?;
     Ok(file.idle())
 }
 
-/// Copy to the CPU everything that `save_adapters` would write, so that another thread can write it while training
+/// Copy to the CPU everything that `save_adapters` would write. Another thread can write the copy while training
 /// continues.
 ///
 /// ```python
@@ -200,13 +206,15 @@ pub fn save_adapters(
 /// Args:
 ///     path: the file; with the format "peft", also a folder, as in `AdapterSet.save`.
 ///     adapters: the adapter set of each model.
-///     format: "kohya" (the default for SDXL), "diffusers", "comfyui", or "peft", which holds only one model.
-///     metadata: text entries for the file's header, in addition to the entries that other tools read.
+///     format: "kohya" (the default for SDXL), "diffusers", "comfyui", or "peft", which holds only one model. Default:
+///         as in `AdapterSet.save`, for the first model.
+///     metadata: entries (name: text) for the file's header, in addition to the entries that other tools read.
 ///     dtype: the dtype of the parameters in the file, "f32", "f16" or "bf16". Default: f32.
 ///
 /// Raises:
-///     ArgumentError: if `adapters` is empty, if the format is unknown or cannot hold these adapters, if the dtype is not
-///         floating point, or if `path` is a folder and the format is not "peft".
+///     ArgumentError: if `adapters` is empty, if the format is unknown or cannot hold these adapters, if two models
+///         name a layer alike, if the dtype is not floating point, or if `path` is a folder and the format is not
+///         "peft".
 #[pyfunction]
 #[pyo3(signature = (path, adapters, format=None, metadata=Argument::of(None), dtype=None))]
 pub fn prepare_adapters(
@@ -217,13 +225,14 @@ pub fn prepare_adapters(
     metadata: Argument<Option<BTreeMap<String, String>>>,
     dtype: Option<DTypeArg>,
 ) -> Result<AdapterFile> {
-    prepared(py, "prepare_adapters", path, &adapters, (format, metadata, dtype))
+    prepare(py, "prepare_adapters", path, &adapters, (format, metadata, dtype))
 }
 
-/// The options for writing an adapter file: its format, its metadata and the dtype of the parameters.
+/// How to write an adapter file: its format, its metadata and the dtype of the parameters.
 type FileOptions<'a> = (Option<&'a str>, Argument<Option<BTreeMap<String, String>>>, Option<DTypeArg>);
 
-fn prepared(
+/// Copy to the CPU what the function `op` writes or prepares.
+fn prepare(
     py: Python<'_>,
     op: &'static str,
     path: FilePath,
@@ -231,7 +240,7 @@ fn prepared(
     (format, metadata, dtype): FileOptions<'_>,
 ) -> Result<AdapterFile> {
     let path = path.get(op)?;
-    let options = options(op, format, metadata, dtype)?;
+    let options = save_options(op, format, metadata, dtype)?;
     let names: Vec<io::PartNames> = adapters.iter().map(|adapter| adapter.get().model.adapter_names()).collect();
     let sets: Vec<Arc<adapter::AdapterSet>> = adapters.iter().map(|adapter| adapter.get().set.clone()).collect();
     detached(py, || {
@@ -246,7 +255,7 @@ fn prepared(
 /// unet = tc.models.load("sdxl")
 /// adapter = unet.add_adapter(tc.LoraConfig(r=4, target_modules=["to_q", "to_v"]))
 /// file = tc.prepare_adapters("lora.safetensors", [adapter])
-/// assert file.idle  # untrained layers
+/// assert file.idle  # no adapter is trained yet, so none has an effect
 /// file.write()
 /// ```
 #[pyclass(frozen, module = "trainable_candle")]
@@ -262,7 +271,7 @@ impl AdapterFile {
         detached(py, || self.0.write())
     }
 
-    /// The names of layers whose adapter has no effect, because a factor is zero everywhere.
+    /// The names of layers whose adapter has no effect, as in `AdapterSet.save`.
     #[getter]
     fn idle(&self) -> Vec<String> {
         self.0.saved().zero.clone()
@@ -273,7 +282,7 @@ impl AdapterFile {
     }
 }
 
-/// The adapter set of a model, if it has one.
+/// The place of a model for its adapter set: empty until a set is attached.
 #[derive(Default)]
 pub struct Attached(std::sync::Mutex<Option<Arc<adapter::AdapterSet>>>);
 
@@ -290,10 +299,10 @@ impl Attached {
         model: &Loaded,
         make: impl FnOnce() -> tc::Result<adapter::AdapterSet> + Send,
     ) -> Result<Py<AdapterSet>> {
-        self.refuse_second(op)?;
+        self.check_empty(op)?;
         let set = Arc::new(detached(py, make)?);
         // Another thread may have attached a set while `make` ran.
-        if let Err(error) = self.refuse_second(op) {
+        if let Err(error) = self.check_empty(op) {
             set.set_enabled(false);
             return Err(error);
         }
@@ -301,7 +310,8 @@ impl Attached {
         Ok(AdapterSet::object(py, set, model.clone())?)
     }
 
-    fn refuse_second(&self, op: &'static str) -> Result<()> {
+    /// Return an error that names the operation `op` if the model has a set.
+    fn check_empty(&self, op: &'static str) -> Result<()> {
         if self.lock().is_none() {
             return Ok(());
         }
@@ -316,7 +326,7 @@ impl Attached {
         Ok(self.lock().clone().ok_or_else(missing)?)
     }
 
-    /// Remove the set, if there is one.
+    /// Take the set, if there is one, off the model's layers.
     pub fn remove(&self) -> Result<()> {
         quick(|| {
             if let Some(set) = self.lock().take() {

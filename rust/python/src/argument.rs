@@ -1,5 +1,5 @@
-//! Numbers and dicts as a user passed them. [`Argument::get`] converts them and names the operation and the parameter
-//! in errors.
+//! Numbers, bools, and lists and dicts of numbers or texts, as a user passed them. [`Argument::get`] returns the value;
+//! its errors name the operation and the parameter.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ use crate::error::Result;
 
 /// A type to which the argument for a parameter is converted.
 pub trait Expected {
-    /// The description of the type in the error about an argument of another type.
+    /// The type's description, for the error about an argument of another type.
     const EXPECTED: &'static str;
 }
 
@@ -42,15 +42,16 @@ expected!(
 /// The argument for a parameter of type `T`, or a description of an argument that is no `T`.
 pub struct Argument<T>(std::result::Result<T, Wrong>);
 
+/// What is wrong with an argument. Each variant holds the description that follows "lr is" in the error.
 enum Wrong {
-    /// A value of another type, described as in "lr is a value of type list".
+    /// A value of another type: "a value of type list".
     Type(String),
-    /// An integer too large for a float, or a container with such an integer, described by its type.
+    /// An integer too large for a float, or a container with such an integer: "a value of type list with a number".
     TooLarge(String),
 }
 
 impl<T: Expected> Argument<T> {
-    /// An argument with the value `value`, for the default of a parameter.
+    /// The default `value` of a parameter.
     pub const fn of(value: T) -> Self {
         Self(Ok(value))
     }
@@ -61,10 +62,11 @@ impl<T: Expected> Argument<T> {
     /// `TypeError` if the argument has another type, `ArgumentError` if a number is too large for a float.
     pub fn get(self, op: &'static str, name: &str) -> Result<T> {
         self.0.map_err(|wrong| match wrong {
-            Wrong::Type(found) => wrong_type(op, name, &found, T::EXPECTED),
-            Wrong::TooLarge(found) => {
+            Wrong::Type(description) => wrong_type(op, name, &description, T::EXPECTED),
+            Wrong::TooLarge(description) => {
                 let expected = T::EXPECTED;
-                let message = format!("{name} is {found} beyond the range of floating point, expected {expected}");
+                let message =
+                    format!("{name} is {description} beyond the range of floating point, expected {expected}");
                 tc::Error::argument(op, message).into()
             }
         })
@@ -79,16 +81,16 @@ impl<'a, 'py, T: FromPyObject<'a, 'py>> FromPyObject<'a, 'py> for Argument<T> {
         Ok(Self(object.extract::<T>().map_err(|error| {
             let (error, py): (PyErr, _) = (error.into(), object.py());
             if error.is_instance_of::<PyOverflowError>(py) {
-                let integer = object.is_instance_of::<PyInt>();
-                return Wrong::TooLarge(if integer {
+                let is_integer = object.is_instance_of::<PyInt>();
+                return Wrong::TooLarge(if is_integer {
                     "an integer".to_owned()
                 } else {
                     format!("{} with a number", found(&object))
                 });
             }
-            // For a dict, only the error of the conversion says which entry is wrong.
-            let dict = object.is_instance_of::<PyDict>();
-            Wrong::Type(if dict { format!("a dict ({})", error.value(py)) } else { found(&object) })
+            // The type of a dict does not show which key or value is wrong; the error of the conversion describes it.
+            let is_dict = object.is_instance_of::<PyDict>();
+            Wrong::Type(if is_dict { format!("a dict ({})", error.value(py)) } else { found(&object) })
         })))
     }
 }

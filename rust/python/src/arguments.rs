@@ -1,8 +1,8 @@
 //! Integers, names and paths as a user passed them.
 //!
-//! PyO3 extracts an argument without the names of the function and the parameter, but an error must name both. So
-//! extraction to the types of this module accepts any object. The function then reads the value with a method, to which
-//! it passes both names for an error.
+//! An error must name the function and the parameter, but PyO3 extracts an argument without these names. So extraction
+//! to the types of this module accepts any object. The function then reads the value with a method, to which it passes
+//! both names for an error.
 
 use std::path::PathBuf;
 
@@ -18,10 +18,10 @@ use crate::error::{Error, Result};
 /// A message quotes a value of at most this many characters, and describes a longer value by its type.
 const LONGEST: usize = 40;
 
-/// Describe an object in an error: None, a float or a short str by its value, anything else by its type.
+/// Describe an object in an error: None, a float or a short str by its value, any other object by its type.
 pub fn found(object: &Bound<'_, PyAny>) -> String {
-    let short = object.is_none() || object.is_instance_of::<PyFloat>() || object.is_instance_of::<PyString>();
-    if short
+    let is_quotable = object.is_none() || object.is_instance_of::<PyFloat>() || object.is_instance_of::<PyString>();
+    if is_quotable
         && let Some(text) = object.repr().ok().and_then(|text| text.to_str().map(str::to_owned).ok())
         && text.chars().count() <= LONGEST
     {
@@ -30,52 +30,53 @@ pub fn found(object: &Bound<'_, PyAny>) -> String {
     object.get_type().name().map_or_else(|_| "an object".to_owned(), |kind| format!("a value of type {kind}"))
 }
 
-/// A `TypeError` of `op` about the parameter `name`.
+/// A `TypeError` of `op` about the parameter `name`, whose argument has the `description` that [`found`] returns.
 #[cold]
-pub fn wrong_type(op: &str, name: &str, found: &str, expected: &str) -> Error {
-    PyTypeError::new_err(format!("{op}: {name} is {found}, expected {expected}")).into()
+pub fn wrong_type(op: &str, name: &str, description: &str, expected: &str) -> Error {
+    PyTypeError::new_err(format!("{op}: {name} is {description}, expected {expected}")).into()
 }
 
-/// An argument that must be an integer.
+/// An argument for a parameter that takes an integer.
 #[derive(Clone)]
 pub struct Integer(Value);
 
 #[derive(Clone)]
 enum Value {
+    /// An integer that fits i64 or u64.
     Number(i128),
-    /// An integer that fits neither i64 nor u64, described by its sign and number of bits.
+    /// The description of an integer that fits neither i64 nor u64: its sign and number of bits.
     Huge(String),
-    /// Not an integer: the description that [`found`] returns.
+    /// The description, from [`found`], of an object that is not an integer.
     Other(String),
 }
 
 impl Integer {
-    /// The default of a parameter.
+    /// The default `value` of a parameter.
     pub const fn of(value: i64) -> Self {
         Self(Value::Number(value as i128))
     }
 
-    /// The value as a `T`; `expected` describes the range of `T` in an error.
+    /// The value as a `T`; `expected` describes the allowed integers in an error.
     ///
     /// # Errors
     /// `TypeError` if the argument is not an integer, `ArgumentError` if it is outside the range of `T`.
     fn ranged<T: TryFrom<i128>>(&self, op: &'static str, name: &str, expected: &str) -> Result<T> {
-        let out_of_range = |found: &dyn std::fmt::Display| {
-            Err(tc::Error::argument(op, format!("{name} is {found}, expected {expected}")).into())
+        let out_of_range = |given: &dyn std::fmt::Display| {
+            Err(tc::Error::argument(op, format!("{name} is {given}, expected {expected}")).into())
         };
         match &self.0 {
             Value::Number(value) => T::try_from(*value).or_else(|_| out_of_range(value)),
-            Value::Huge(bits) => out_of_range(bits),
-            Value::Other(found) => Err(wrong_type(op, name, found, "an integer")),
+            Value::Huge(description) => out_of_range(description),
+            Value::Other(description) => Err(wrong_type(op, name, description, "an integer")),
         }
     }
 
-    /// The value as a signed number.
+    /// The value as a signed integer of 64 bits.
     pub fn signed(&self, op: &'static str, name: &str) -> Result<i64> {
         self.ranged(op, name, "an integer from -2**63 to 2**63 - 1")
     }
 
-    /// The value as a count.
+    /// The value as a count, which may be 0.
     pub fn count(&self, op: &'static str, name: &str) -> Result<usize> {
         self.at_least(op, name, 0)
     }
@@ -102,7 +103,8 @@ impl Integer {
         self.ranged(op, name, "an integer from 0 to 2**32 - 1")
     }
 
-    /// The index of the dimension that the value names among `rank` dimensions. A negative value counts from the end.
+    /// The index, among `rank` dimensions, of the dimension that the value selects. A negative value counts from the
+    /// end.
     pub fn dim(&self, op: &'static str, rank: usize) -> Result<usize> {
         Ok(resolve_dim(op, self.signed(op, "dim")?, rank)?)
     }
@@ -124,9 +126,9 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Integer {
         Ok(Self(match integer.cast::<PyInt>()?.extract::<u64>() {
             Ok(value) => Value::Number(i128::from(value)),
             Err(_) => {
-                let negative = if integer.lt(0)? { "a negative" } else { "an" };
+                let prefix = if integer.lt(0)? { "a negative" } else { "an" };
                 let bits: u64 = integer.call_method0("bit_length")?.extract()?;
-                Value::Huge(format!("{negative} integer of {bits} bits"))
+                Value::Huge(format!("{prefix} integer of {bits} bits"))
             }
         }))
     }
@@ -154,9 +156,10 @@ enum Integers {
 
 impl Integers {
     fn read(object: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let text = object.is_instance_of::<PyString>() || object.is_instance_of::<PyBytes>();
+        // A str or bytes object is a sequence too, but the error must describe it as one wrong argument.
+        let is_text = object.is_instance_of::<PyString>() || object.is_instance_of::<PyBytes>();
         match object.cast::<PySequence>() {
-            Ok(items) if !text => {
+            Ok(items) if !is_text => {
                 Ok(Self::Several(items.try_iter()?.map(|item| item?.extract()).collect::<PyResult<_>>()?))
             }
             _ => Ok(Self::One(object.extract()?)),
@@ -168,22 +171,22 @@ impl Integers {
         if arguments.len() == 1 { Self::read(&arguments.get_item(0)?) } else { Self::read(arguments) }
     }
 
-    /// The values, each read by `value`, which gets `op` and the name of the integer for errors: `name` or
-    /// `name[index]`.
+    /// The values, each converted by `convert`, which also gets `op` and, for errors, the name of the integer: `name`
+    /// or `name[index]`.
     fn get<T>(
         &self,
         op: &'static str,
         name: &str,
-        value: impl Fn(&Integer, &'static str, &str) -> Result<T>,
+        convert: impl Fn(&Integer, &'static str, &str) -> Result<T>,
     ) -> Result<Vec<T>> {
         match self {
-            Self::One(Integer(Value::Other(found))) => {
-                Err(wrong_type(op, name, found, "an integer or a sequence of integers"))
+            Self::One(Integer(Value::Other(description))) => {
+                Err(wrong_type(op, name, description, "an integer or a sequence of integers"))
             }
-            Self::One(one) => Ok(vec![value(one, op, name)?]),
+            Self::One(one) => Ok(vec![convert(one, op, name)?]),
             Self::Several(several) => {
-                let entry = |(index, item): (usize, &Integer)| value(item, op, &format!("{name}[{index}]"));
-                several.iter().enumerate().map(entry).collect()
+                let convert_item = |(index, item): (usize, &Integer)| convert(item, op, &format!("{name}[{index}]"));
+                several.iter().enumerate().map(convert_item).collect()
             }
         }
     }
@@ -197,7 +200,7 @@ const INT_OR_INTS: PyStaticExpr = type_hint_union!(Integer::INPUT_TYPE, INTS);
 pub struct Dims(Integers);
 
 impl Dims {
-    /// The dimensions in `f(0, 1)`, `f((0, 1))` or `f([0, 1])`.
+    /// The dimensions in the arguments of a call such as `f(0, 1)`, `f((0, 1))` or `f([0, 1])`.
     pub fn from_arguments(arguments: &Bound<'_, PyTuple>) -> PyResult<Self> {
         Integers::from_arguments(arguments).map(Self)
     }
@@ -230,7 +233,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Dims {
 pub struct Shape(Integers);
 
 impl Shape {
-    /// The shape in `f(2, 3)`, `f((2, 3))` or `f([2, 3])`.
+    /// The shape in the arguments of a call such as `f(2, 3)`, `f((2, 3))` or `f([2, 3])`.
     pub fn from_arguments(arguments: &Bound<'_, PyTuple>) -> PyResult<Self> {
         Integers::from_arguments(arguments).map(Self)
     }
@@ -245,7 +248,12 @@ impl Shape {
         sizes(op, &self.numbers(op)?)
     }
 
-    /// The sizes. If one of them is -1, it is replaced so that the product of the sizes is `elements`.
+    /// The sizes. If one of them is -1, it is replaced so that the product of the sizes is `elements`; without a -1,
+    /// the product is not checked.
+    ///
+    /// # Errors
+    /// `ShapeError` if several sizes are -1, if another size is negative, or if no size in place of -1 gives the
+    /// product.
     pub fn infer(&self, op: &'static str, elements: usize) -> Result<Vec<usize>> {
         let given = self.numbers(op)?;
         let Some(unknown) = given.iter().position(|&size| size == -1) else { return sizes(op, &given) };
@@ -254,20 +262,25 @@ impl Shape {
         if known.contains(&-1) {
             return Err(tc::Error::shape(op, format!("only one size can be -1, found shape {given:?}")).into());
         }
-        let mut sizes = sizes(op, &known)?;
-        let product = sizes.iter().try_fold(1usize, |n, &s| n.checked_mul(s)).unwrap_or(usize::MAX);
+        let mut inferred = sizes_in(op, &known, &given)?;
+        let product = inferred.iter().try_fold(1usize, |n, &s| n.checked_mul(s)).unwrap_or(usize::MAX);
         if product == 0 || !elements.is_multiple_of(product) {
             return Err(tc::Error::shape(op, format!("{elements} elements do not fill shape {given:?}")).into());
         }
-        sizes.insert(unknown, elements / product);
-        Ok(sizes)
+        inferred.insert(unknown, elements / product);
+        Ok(inferred)
     }
 }
 
-/// The sizes of `shape`. Returns an error if a size is negative.
+/// The sizes in `shape`. Returns an error if a size is negative.
 pub fn sizes(op: &'static str, shape: &[i64]) -> Result<Vec<usize>> {
-    let negative = |size: i64| tc::Error::shape(op, format!("negative size {size} in shape {shape:?}"));
-    Ok(shape.iter().map(|&size| usize::try_from(size).map_err(|_| negative(size))).collect::<tc::Result<_>>()?)
+    sizes_in(op, shape, shape)
+}
+
+/// The given `sizes`, some or all of those in `shape`. Returns an error that quotes `shape` if one of them is negative.
+fn sizes_in(op: &'static str, sizes: &[i64], shape: &[i64]) -> Result<Vec<usize>> {
+    let negative_size = |size: i64| tc::Error::shape(op, format!("negative size {size} in shape {shape:?}"));
+    Ok(sizes.iter().map(|&size| usize::try_from(size).map_err(|_| negative_size(size))).collect::<tc::Result<_>>()?)
 }
 
 impl<'a, 'py> FromPyObject<'a, 'py> for Shape {
@@ -283,18 +296,18 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Shape {
 pub struct Pair(Integers);
 
 impl Pair {
-    /// The default of a parameter.
+    /// The default `value` of a parameter, for both height and width.
     pub const fn of(value: i64) -> Self {
         Self(Integers::One(Integer::of(value)))
     }
 
-    /// Height and width.
+    /// The height and the width.
     pub fn get(&self, op: &'static str, name: &str) -> Result<[usize; 2]> {
         match self.0.get(op, name, Integer::count)?.as_slice() {
             &[both] => Ok([both, both]),
             &[height, width] => Ok([height, width]),
             several => {
-                let message = format!("{name} has {} numbers, expected one or (height, width)", several.len());
+                let message = format!("{name} has {} numbers, expected one number or (height, width)", several.len());
                 Err(tc::Error::argument(op, message).into())
             }
         }
@@ -310,18 +323,19 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Pair {
     }
 }
 
-/// How a dimension is split into parts: one size for all parts, or the size of each part.
+/// How a dimension is split into parts: one length for all parts, or the length of each part.
 pub struct Sections(Integers);
 
 impl Sections {
-    /// The lengths of the parts of a dimension with `total` elements. If one size was passed, the last part may be
-    /// shorter. If several sizes were passed, the caller must check that their sum is `total`.
+    /// The lengths of the parts of a dimension with `total` elements. If one length was passed, the last part may be
+    /// shorter. If a sequence was passed, the caller must check that the sum of the lengths is `total`.
     pub fn lengths(&self, op: &'static str, name: &str, total: usize) -> Result<Vec<usize>> {
         let given = self.0.get(op, name, Integer::count)?;
         match (&self.0, given.as_slice()) {
             (Integers::Several(_), _) => Ok(given),
-            (Integers::One(_), &[size]) if size > 0 => {
-                Ok((0..total.max(1)).step_by(size).map(|start| size.min(total - start)).collect())
+            // A dimension without elements has one part without elements, as in torch.
+            (Integers::One(_), &[length]) if length > 0 => {
+                Ok((0..total.max(1)).step_by(length).map(|start| length.min(total - start)).collect())
             }
             _ => Err(tc::Error::argument(op, "the size of a part must be at least 1, found 0").into()),
         }
@@ -337,13 +351,13 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Sections {
     }
 }
 
-/// One name, or a list of names.
+/// One name, or a list of names; otherwise the description that [`found`] returns.
 pub struct Names(std::result::Result<Vec<String>, String>);
 
 impl Names {
     /// The names.
     pub fn get(self, op: &'static str, name: &str) -> Result<Vec<String>> {
-        self.0.map_err(|found| wrong_type(op, name, &found, "a name or a list of names"))
+        self.0.map_err(|description| wrong_type(op, name, &description, "a name or a list of names"))
     }
 }
 
@@ -362,11 +376,11 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Names {
     }
 }
 
-/// A path: text, bytes, or `os.PathLike`.
+/// A path (a str, bytes or an `os.PathLike`); otherwise the description that [`found`] returns.
 pub struct FilePath(std::result::Result<PathBuf, String>);
 
 impl FilePath {
-    /// The path.
+    /// The path, called "the path" in errors.
     pub fn get(&self, op: &'static str) -> Result<PathBuf> {
         self.named(op, "the path")
     }
@@ -374,7 +388,7 @@ impl FilePath {
     /// The path, called `name` in errors.
     pub fn named(&self, op: &'static str, name: &str) -> Result<PathBuf> {
         let path = self.0.clone();
-        let path = path.map_err(|found| wrong_type(op, name, &found, "a str, bytes or an os.PathLike"))?;
+        let path = path.map_err(|description| wrong_type(op, name, &description, "a str, bytes or an os.PathLike"))?;
         if path.as_os_str().is_empty() {
             return Err(tc::Error::argument(op, format!("{name} is empty, expected a file or a folder")).into());
         }

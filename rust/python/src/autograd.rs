@@ -1,4 +1,4 @@
-//! Gradients: backward, grad, the recording mode, checkpoints, gradcheck.
+//! Gradients (backward, grad, the recording mode, checkpoints, gradcheck), and Python functions as arguments.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,17 +20,18 @@ use crate::types::{Anything, ELLIPSIS};
 
 #[pymethods]
 impl Tensor {
-    /// Differentiate with respect to every variable that this tensor depends on, and add the gradients to the
+    /// Differentiate this tensor with respect to every variable that it depends on, and add the gradients to the
     /// variables' `.grad`.
     ///
     /// The backward pass frees each saved tensor after its last use, unless `retain_graph` is True.
     ///
     /// Args:
-    ///     gradient: the gradient with respect to this tensor, of its shape; not needed if the tensor has one element.
+    ///     gradient: the gradient of the loss with respect to this tensor, in this tensor's shape. It may be left out
+    ///         if this tensor has one element, which is then the loss itself.
     ///     retain_graph: whether the graph can be differentiated again.
     ///
     /// Raises:
-    ///     ShapeError: if there is more than one element and no gradient, or the gradient has another shape.
+    ///     ShapeError: if `gradient` has another shape, or is left out and this tensor does not have one element.
     ///     AutogradError: if this tensor depends on no variable, if the graph was differentiated before, or if a
     ///         variable was changed in place since it was used.
     #[pyo3(signature = (gradient=None, retain_graph=false))]
@@ -39,12 +40,12 @@ impl Tensor {
     }
 }
 
-/// A tensor, or a sequence of tensors.
+/// A tensor, or a sequence of tensors; otherwise the description that [`found`] returns.
 pub struct Tensors(std::result::Result<Vec<tc::Tensor>, String>);
 
 impl Tensors {
     fn get(self, op: &'static str) -> Result<Vec<tc::Tensor>> {
-        self.0.map_err(|found| wrong_type(op, "inputs", &found, "a Tensor or a sequence of Tensors"))
+        self.0.map_err(|description| wrong_type(op, "inputs", &description, "a Tensor or a sequence of Tensors"))
     }
 }
 
@@ -76,7 +77,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Tensors {
 /// Args:
 ///     loss: a tensor on the tape.
 ///     inputs: variables, or any tensors on the tape.
-///     gradient: the gradient with respect to `loss`, of the same shape; not needed if `loss` has a single element.
+///     gradient: the gradient with respect to `loss`, in the same shape. Default: 1, for a `loss` with one element.
 ///     retain_graph: whether the graph can be differentiated again.
 ///
 /// Returns:
@@ -100,7 +101,7 @@ pub fn grad(
     Ok(grads.into_iter().map(|grad| grad.map(Tensor)).collect())
 }
 
-/// Return whether operations of this thread are recorded for backward passes.
+/// Return whether operations of this thread are recorded on the tape.
 ///
 /// ```python
 /// with tc.no_grad():
@@ -111,13 +112,13 @@ pub fn is_grad_enabled() -> bool {
     tc::tape::is_grad_enabled()
 }
 
-/// Enable or disable recording on this thread; returns the previous state.
+/// Enable or disable recording on the tape in this thread; return whether it was enabled before.
 #[pyfunction]
 pub fn set_grad_enabled(enabled: bool) -> bool {
     tc::tape::set_grad_enabled(enabled)
 }
 
-/// A Python function, given as an argument.
+/// A Python function as an argument.
 pub struct Function(pub Py<PyAny>);
 
 impl<'a, 'py> FromPyObject<'a, 'py> for Function {
@@ -158,36 +159,37 @@ impl Function {
     }
 }
 
-/// The tensors that a function returned, and whether it returned a single tensor.
+/// The tensors in the value `returned` of a function, and whether this value is one tensor instead of a tuple or a
+/// list.
 fn outputs(op: &'static str, returned: &Bound<'_, PyAny>) -> PyResult<(Vec<tc::Tensor>, bool)> {
     if let Ok(tensor) = returned.cast::<Tensor>() {
         return Ok((vec![tensor.get().0.clone()], true));
     }
-    let items = match returned.cast::<PyTuple>() {
-        Ok(tuple) => Some(tuple.to_list()),
-        Err(_) => returned.cast::<PyList>().ok().cloned(),
+    let wrong = |description: String| -> PyErr {
+        let message = format!("the function returned {description}, expected a Tensor or a tuple of Tensors");
+        crate::error::Error::from(tc::Error::argument(op, message)).into()
     };
-    let tensors = items.and_then(|items| {
-        items
-            .iter()
-            .map(|item| item.cast::<Tensor>().ok().map(|tensor| tensor.get().0.clone()))
-            .collect::<Option<Vec<_>>>()
-    });
-    match tensors {
-        Some(tensors) => Ok((tensors, false)),
-        None => {
-            let kind = returned.get_type().name()?;
-            let message = format!("the function returned {kind}, expected a Tensor or a tuple of Tensors");
-            Err(crate::error::Error::from(tc::Error::argument(op, message)).into())
-        }
+    let kind = returned.get_type().name()?;
+    let items = match returned.cast::<PyTuple>() {
+        Ok(tuple) => tuple.to_list(),
+        Err(_) => returned.cast::<PyList>().cloned().map_err(|_| wrong(kind.to_string()))?,
+    };
+    let mut tensors = Vec::with_capacity(items.len());
+    for item in &items {
+        let Ok(tensor) = item.cast::<Tensor>() else {
+            let item_kind = item.get_type().name()?;
+            return Err(wrong(format!("{kind} with an item of type {item_kind}")));
+        };
+        tensors.push(tensor.get().0.clone());
     }
+    Ok((tensors, false))
 }
 
-/// Run `function(*tensors)` and save only a part of its intermediate results. The backward pass calls the function
-/// again to recompute the results that were not saved.
+/// Run `function(*tensors)` and save only the intermediate results that `policy` names. The backward pass calls the
+/// function again to recompute the other intermediate results.
 ///
-/// The function must compute the same when it is called again. The second call gets the same random numbers, so that
-/// dropout has the same mask. Variables that the function captures get their gradients.
+/// The second call must compute the same as the first. It gets the same random numbers, so that dropout has the same
+/// mask. Variables that the function captures get their gradients.
 ///
 /// ```python
 /// layer = tc.nn.Linear(4, 4)
@@ -196,14 +198,14 @@ fn outputs(op: &'static str, returned: &Bound<'_, PyAny>) -> PyResult<(Vec<tc::T
 /// ```
 ///
 /// Args:
-///     function: takes the tensors, returns a Tensor or a tuple of Tensors.
+///     function: takes `tensors` as its arguments, returns a Tensor, or a tuple or list of Tensors.
 ///     tensors: the arguments of the function. The function must capture all other values that it needs.
-///     policy: "full" saves only the tensors. "selective" also saves the results of matrix products and attention, so
-///         that only cheap operations are recomputed. "none" saves everything. "offload" is "full" with large tensors
-///         in the memory of the host until the backward pass.
+///     policy: "full" saves only `tensors`. "selective" also saves the results of matrix products and attention, so
+///         that only cheap operations are recomputed. "none" saves everything. "offload" saves the same as "full", and
+///         keeps large tensors in host memory until the backward pass.
 ///
 /// Returns:
-///     The result of the function.
+///     The function's Tensor, or a tuple of its Tensors.
 ///
 /// Raises:
 ///     ArgumentError: if an argument or a result is not a Tensor, or the policy is unknown.
@@ -228,19 +230,21 @@ pub fn checkpoint<'py>(
         };
         inputs.push(tensor.get().0.clone());
     }
-    let single = Arc::new(AtomicBool::new(false));
-    let returned_one = single.clone();
-    let run = move |inputs: &[tc::Tensor]| {
-        Python::attach(|py| {
-            let returned = function.call(py, inputs).and_then(|returned| outputs(OP, &returned));
-            let (tensors, one) = returned.map_err(from_callback)?;
-            returned_one.store(one, Ordering::Relaxed);
-            Ok(tensors)
-        })
+    let is_single = Arc::new(AtomicBool::new(false));
+    let run = {
+        let is_single = is_single.clone();
+        move |inputs: &[tc::Tensor]| {
+            Python::attach(|py| {
+                let returned = function.call(py, inputs).and_then(|returned| outputs(OP, &returned));
+                let (tensors, single) = returned.map_err(from_callback)?;
+                is_single.store(single, Ordering::Relaxed);
+                Ok(tensors)
+            })
+        }
     };
     let results = quick(|| checkpoint_with(policy, run, &inputs.iter().collect::<Vec<_>>()))?;
     let mut results = results.into_iter().map(|tensor| Bound::new(py, Tensor(tensor))).collect::<PyResult<Vec<_>>>()?;
-    if single.load(Ordering::Relaxed) {
+    if is_single.load(Ordering::Relaxed) {
         return Ok(Anything(results.swap_remove(0).into_any()));
     }
     Ok(Anything(PyTuple::new(py, results)?.into_any()))
@@ -255,8 +259,8 @@ pub fn checkpoint<'py>(
 ///
 /// Args:
 ///     function: takes the inputs, returns a Tensor of any shape.
-///     inputs: one or several f64 tensors.
-///     eps: how much the central differences change an entry, in both directions.
+///     inputs: an f64 tensor, or a sequence of f64 tensors.
+///     eps: the step of the central differences: each entry is changed by +eps and by -eps.
 ///     atol: absolute tolerance.
 ///     rtol: relative tolerance.
 ///
@@ -264,8 +268,8 @@ pub fn checkpoint<'py>(
 ///     True.
 ///
 /// Raises:
-///     AutogradError: if an analytic gradient differs from the numeric one by more than the tolerance, or if the result
-///         does not depend on the inputs. In the first case, the message names the entry that exceeds the tolerance most.
+///     AutogradError: if an analytic gradient differs from the numeric one by more than the tolerance (the message
+///         names the entry that exceeds the tolerance most), or if the result depends on no input.
 ///     ArgumentError: if the function does not return one Tensor.
 ///     DTypeError: if an input is not f64.
 ///     The exceptions of the function.
@@ -281,14 +285,14 @@ pub fn gradcheck(
 ) -> Result<bool> {
     const OP: &str = "gradcheck";
     let tolerance = Tolerance { eps: eps.get(OP, "eps")?, atol: atol.get(OP, "atol")?, rtol: rtol.get(OP, "rtol")? };
-    let inputs: Vec<tc::Tensor> = inputs.get("gradcheck")?.iter().map(tc::Tensor::detach).collect();
+    let inputs: Vec<tc::Tensor> = inputs.get(OP)?.iter().map(tc::Tensor::detach).collect();
     let run = |inputs: &[tc::Tensor]| {
-        let returned = function.call(py, inputs).and_then(|returned| outputs("gradcheck", &returned));
-        let (mut tensors, one) = returned.map_err(from_callback)?;
-        if one {
+        let returned = function.call(py, inputs).and_then(|returned| outputs(OP, &returned));
+        let (mut tensors, is_single) = returned.map_err(from_callback)?;
+        if is_single {
             return Ok(tensors.swap_remove(0));
         }
-        Err(tc::Error::argument("gradcheck", "the function returned several values, expected one Tensor"))
+        Err(tc::Error::argument(OP, "the function returned a tuple or a list, expected one Tensor"))
     };
     quick(|| tc::gradcheck::gradcheck(run, &inputs, tolerance))?;
     Ok(true)

@@ -13,20 +13,23 @@ use crate::device;
 use crate::error::{Error, Result, from_callback};
 use crate::tensor::Tensor;
 
-/// Holds the Python function during a call. Between calls the slot is empty, and only [`CapturedFunction`] refers to
-/// the function, so that Python's garbage collector finds reference cycles through the function.
+/// Holds the Python function during a call of [`CapturedFunction`]. Between calls the slot is empty: only the
+/// `CapturedFunction` then refers to the function, so that Python's garbage collector finds reference cycles through
+/// the function.
 type Slot = Arc<Mutex<Option<Py<PyAny>>>>;
 
 /// A function of tensors that returns a list of tensors. After its first calls, it is recorded as a CUDA graph, which
 /// later calls replay.
 #[pyclass(module = "trainable_candle._core")]
 pub struct CapturedFunction {
+    /// None after the garbage collector has cleared this object.
     function: Option<Py<PyAny>>,
     slot: Slot,
     captured: Mutex<Captured>,
 }
 
-/// Run the function in `slot` on tensors. If the slot is empty, return no tensors.
+/// Run the function in `slot` on `inputs`. If the slot is empty, as in a call of a [`CapturedFunction`] that the
+/// garbage collector has cleared, return no tensors.
 fn call(slot: &Slot, inputs: &[tc::Tensor]) -> tc::Result<Vec<tc::Tensor>> {
     Python::attach(|py| {
         let function = {
@@ -39,8 +42,8 @@ fn call(slot: &Slot, inputs: &[tc::Tensor]) -> tc::Result<Vec<tc::Tensor>> {
             let tensors = returned.extract::<Vec<PyRef<'_, Tensor>>>()?;
             let tensors = tensors.iter().map(|tensor| tensor.0.clone()).collect();
             if tc::capture::is_capturing() {
-                // A captured function may keep no tensor that it has created, except its results. So the garbage
-                // collector must free the tensors in unreachable reference cycles that the function has left.
+                // A captured function must not keep a tensor that it has created, unless it returns the tensor. So the
+                // garbage collector frees the tensors in unreachable reference cycles that the function has made.
                 drop(returned);
                 py.import("gc")?.call_method0("collect")?;
             }
@@ -52,20 +55,23 @@ fn call(slot: &Slot, inputs: &[tc::Tensor]) -> tc::Result<Vec<tc::Tensor>> {
 
 #[pymethods]
 impl CapturedFunction {
+    /// Prepare a function. It is not called yet.
+    ///
     /// Args:
     ///     function: a function that takes as many tensors as `static_inputs` has, and returns a list of tensors.
-    ///     static_inputs: tensors with the shapes and dtypes that the inputs of every call must have.
+    ///     static_inputs: tensors with the shapes and dtypes that the inputs of every call must have. The graph runs on
+    ///         the first CUDA device of these tensors, or on "cuda" if all are on the CPU.
     ///
     /// Raises:
     ///     CudaUnavailableError: if CUDA cannot be used.
-    ///     DeviceError: if the GPU cannot run graphs, or another captured function is running.
-    ///     AutogradError: if an input needs a gradient.
+    ///     DeviceError: if the GPU cannot run graphs, or this thread is recording a function.
+    ///     AutogradError: if one of `static_inputs` needs a gradient.
     ///     OutOfMemoryError: if copies of the inputs do not fit into memory.
     #[new]
     fn new(py: Python<'_>, function: Function, static_inputs: Vec<PyRef<'_, Tensor>>) -> Result<Self> {
         let inputs: Vec<tc::Tensor> = static_inputs.iter().map(|tensor| tensor.0.clone()).collect();
-        let on_device = inputs.iter().map(tc::Tensor::device).find(|device| device.is_cuda()).cloned();
-        let device = on_device.map_or_else(|| device::parse("cuda"), Ok)?;
+        let input_device = inputs.iter().map(tc::Tensor::device).find(|device| device.is_cuda()).cloned();
+        let device = input_device.map_or_else(|| device::parse("cuda"), Ok)?;
         let slot = Slot::default();
         let run: tc::capture::Function = Box::new({
             let slot = slot.clone();
@@ -75,12 +81,13 @@ impl CapturedFunction {
         Ok(Self { function: Some(function.into()), slot, captured: Mutex::new(captured) })
     }
 
-    /// Call the function, or replay its graph; return the results for `inputs`.
+    /// Call the function, record it or replay its graph, and return the results for `inputs`.
     ///
     /// Raises:
-    ///     ArgumentError: if the number of inputs is another than in `static_inputs`.
+    ///     ArgumentError: if there are more or fewer inputs than `static_inputs`.
     ///     ShapeError, DTypeError: if an input has another shape or dtype than in `static_inputs`.
-    ///     DeviceError: if the function does something that graphs do not support, such as reading a value.
+    ///     DeviceError: if the function does something that graphs do not support, such as reading a value, if it
+    ///         returns a tensor on the CPU, or if another call of this object has not returned yet.
     ///     The exceptions of the function.
     fn __call__(&self, py: Python<'_>, inputs: Vec<PyRef<'_, Tensor>>) -> Result<Vec<Tensor>> {
         let inputs: Vec<tc::Tensor> = inputs.iter().map(|tensor| tensor.0.clone()).collect();
@@ -96,10 +103,10 @@ impl CapturedFunction {
                     ));
                 }
             };
-            let set = |function| *self.slot.lock().unwrap_or_else(PoisonError::into_inner) = function;
-            set(function);
+            let set_slot = |function| *self.slot.lock().unwrap_or_else(PoisonError::into_inner) = function;
+            set_slot(function);
             let outputs = captured.call(&inputs.iter().collect::<Vec<_>>());
-            set(None);
+            set_slot(None);
             outputs
         };
         let outputs: std::result::Result<_, Error> = detached(py, run);

@@ -36,20 +36,20 @@ impl<'a, 'py> FromPyObject<'a, 'py> for DeviceArg {
 /// Find the device with the name `text`, such as "cuda:1".
 ///
 /// # Errors
-/// `DeviceError` if the name is unknown, `CudaUnavailableError` if CUDA cannot be used.
+/// `DeviceError` if the name is unknown or there is no such device, `CudaUnavailableError` if CUDA cannot be used.
 pub fn parse(text: &str) -> Result<tc::Device> {
     Ok(device::parse(text, || Python::attach(library_folders))?)
 }
 
-/// The folders with the CUDA libraries of NVIDIA's pip packages, in every folder that Python imports from.
+/// The folders in which NVIDIA's pip packages have the CUDA libraries.
 fn library_folders(py: Python<'_>) -> Vec<PathBuf> {
     pip_folders(py, "nvidia/cu13/lib")
 }
 
-/// The subfolder `below` of every folder that Python imports from, where it exists.
-pub fn pip_folders(py: Python<'_>, below: &str) -> Vec<PathBuf> {
+/// The existing folders with the relative path `subfolder` in the folders that Python imports from (`sys.path`).
+pub fn pip_folders(py: Python<'_>, subfolder: &str) -> Vec<PathBuf> {
     let entries = || py.import("sys")?.getattr("path")?.cast_into::<PyList>().map_err(PyErr::from);
-    let folder = |entry: Bound<'_, PyAny>| Some(PathBuf::from(entry.extract::<String>().ok()?).join(below));
+    let folder = |entry: Bound<'_, PyAny>| Some(PathBuf::from(entry.extract::<String>().ok()?).join(subfolder));
     entries()
         .map_or_else(|_| Vec::new(), |entries| entries.iter().filter_map(folder).filter(|path| path.is_dir()).collect())
 }
@@ -75,27 +75,30 @@ pub fn cuda_device_count(py: Python<'_>) -> Result<usize> {
 /// Wait until all work queued on a CUDA device is done.
 ///
 /// Raises:
-///     DeviceError, CudaUnavailableError: if `device` is not a CUDA device or a kernel failed.
+///     DeviceError: if `device` is not a CUDA device or a kernel failed.
+///     CudaUnavailableError: if CUDA cannot be used.
+///     IndexOutOfRangeError: if a kernel has found an index out of range.
 #[pyfunction]
 pub fn cuda_synchronize(py: Python<'_>, device: DeviceArg) -> Result<()> {
     detached(py, || device::synchronize(&device.0))
 }
 
-/// Return memory statistics of a CUDA device: ten numbers, in this order.
+/// Return memory statistics of a CUDA device: ten numbers, in this order. Numbers 0 to 7 count this process alone.
 ///
 /// 0. Allocated bytes.
 /// 1. Peak of the allocated bytes.
 /// 2. Reserved bytes.
 /// 3. Peak of the reserved bytes.
-/// 4. Bytes reserved by captured graphs.
+/// 4. The part of the reserved bytes that captured graphs keep.
 /// 5. How often tensors and workspaces allocated memory.
-/// 6. How often more memory of the device was reserved.
+/// 6. How often memory of the device was reserved.
 /// 7. How often memory ran out and cached memory was released.
-/// 8. Free bytes on the device.
+/// 8. Bytes of the device that are free for any process.
 /// 9. All bytes of the device.
 ///
 /// Raises:
-///     DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
+///     DeviceError: if `device` is not a CUDA device or the driver reports an error.
+///     CudaUnavailableError: if CUDA cannot be used.
 #[pyfunction]
 pub fn cuda_memory_stats(device: DeviceArg) -> Result<Vec<u64>> {
     let stats = device::memory_stats(&device.0)?;
@@ -113,30 +116,34 @@ pub fn cuda_memory_stats(device: DeviceArg) -> Result<Vec<u64>> {
     ])
 }
 
-/// Limit the bytes of a CUDA device's memory that tensors and workspaces may take; None removes the limit.
+/// Limit the bytes of a CUDA device's memory that tensors and workspaces of this process may take; None removes the
+/// limit.
 ///
 /// Raises:
-///     DeviceError, CudaUnavailableError: if `device` is not a CUDA device.
+///     DeviceError: if `device` is not a CUDA device.
+///     CudaUnavailableError: if CUDA cannot be used.
 #[pyfunction]
 pub fn cuda_set_memory_limit(device: DeviceArg, limit: Option<u64>) -> Result<()> {
     Ok(device::set_memory_limit(&device.0, limit)?)
 }
 
 /// Return whether some of a device's streamed weights (weights in host memory, copied to the device before each use)
-/// are in memory that is not pinned, because the system provides too little pinned memory. CUDA graphs cannot copy
-/// weights from such memory.
+/// are in host memory that is not pinned, because the system provides too little pinned memory. CUDA graphs cannot copy
+/// weights from memory that is not pinned. For the CPU, return False.
 ///
 /// Raises:
-///     DeviceError, CudaUnavailableError: if there is no such device.
+///     DeviceError: if there is no such device.
+///     CudaUnavailableError: if CUDA cannot be used.
 #[pyfunction]
 pub fn cuda_stages_weights(device: DeviceArg) -> bool {
     tc::streaming::is_staging(&device.0)
 }
 
-/// Return how many of `wanted` bytes of pinned memory this process gets now. The bytes are allocated and freed again.
+/// Return how many of `wanted` bytes of pinned memory this process can allocate now, by allocating and freeing them.
 ///
 /// Raises:
-///     DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
+///     DeviceError: if `device` is not a CUDA device or the driver reports an error.
+///     CudaUnavailableError: if CUDA cannot be used.
 #[pyfunction]
 pub fn cuda_pinnable_bytes(py: Python<'_>, device: DeviceArg, wanted: usize) -> Result<usize> {
     detached(py, || tc::streaming::pinnable(&device.0, wanted))
@@ -145,27 +152,30 @@ pub fn cuda_pinnable_bytes(py: Python<'_>, device: DeviceArg, wanted: usize) -> 
 /// Return the product name of a CUDA device, such as "NVIDIA A100-SXM4-80GB".
 ///
 /// Raises:
-///     DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
+///     DeviceError: if `device` is not a CUDA device or the driver reports an error.
+///     CudaUnavailableError: if CUDA cannot be used.
 #[pyfunction]
 pub fn cuda_device_name(device: DeviceArg) -> Result<String> {
     Ok(device::device_name(&device.0)?)
 }
 
-/// Return the address of a CUDA device on the PCI bus. All processes of the machine name the device by this address.
+/// Return the address of a CUDA device on the PCI bus. It names the device in all processes of the machine.
 ///
 /// Raises:
-///     DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
+///     DeviceError: if `device` is not a CUDA device or the driver reports an error.
+///     CudaUnavailableError: if CUDA cannot be used.
 #[pyfunction]
 pub fn cuda_bus_id(device: DeviceArg) -> Result<String> {
     Ok(device::bus_id(&device.0)?)
 }
 
-/// Return how a CUDA device reads the memory of the device with the address `bus_id` on the PCI bus: "nvlink", "bus",
-/// or "none" if it cannot read that memory. Returns None if this process does not see the device `bus_id`, or if both
-/// are the same device.
+/// Return how `device` reads the memory of the device with the address `bus_id` on the PCI bus: "nvlink", "bus" (the
+/// PCI bus), or "none" if `device` cannot read that memory. Return None if this process does not see the device at
+/// `bus_id`, or if that is `device` itself.
 ///
 /// Raises:
-///     DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
+///     DeviceError: if `device` is not a CUDA device or the driver reports an error.
+///     CudaUnavailableError: if CUDA cannot be used.
 #[pyfunction]
 pub fn cuda_link(device: DeviceArg, bus_id: &str) -> Result<Option<&'static str>> {
     let name = |link| match link {
@@ -176,27 +186,29 @@ pub fn cuda_link(device: DeviceArg, bus_id: &str) -> Result<Option<&'static str>
     Ok(device::link(&device.0, bus_id)?.map(name))
 }
 
-/// Release the cached memory of a CUDA device; returns the number of bytes released.
+/// Release the cached memory of a CUDA device to other processes; return the number of bytes released.
 ///
 /// Raises:
-///     DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
+///     DeviceError: if `device` is not a CUDA device or the driver reports an error.
+///     CudaUnavailableError: if CUDA cannot be used.
 #[pyfunction]
 pub fn cuda_empty_cache(py: Python<'_>, device: DeviceArg) -> Result<u64> {
     detached(py, || device::empty_cache(&device.0))
 }
 
-/// Measure every launch on a CUDA device from now on.
+/// Measure the time of every kernel launch on a CUDA device from now on.
 ///
 /// Raises:
-///     DeviceError, CudaUnavailableError: if `device` is not a CUDA device.
+///     DeviceError: if `device` is not a CUDA device.
+///     CudaUnavailableError: if CUDA cannot be used.
 ///     ArgumentError: if launches are already being measured.
 #[pyfunction]
 pub fn cuda_start_profile(device: DeviceArg) -> Result<()> {
     Ok(device::start_profile(&device.0)?)
 }
 
-/// Wait for the device; returns (name, number of launches, total milliseconds) of each kernel that was launched since
-/// `cuda_start_profile`, in descending order of the milliseconds.
+/// Stop measuring, and wait for the device. Return (name, number of launches, total milliseconds) for each kernel that
+/// was launched since `cuda_start_profile`, the longest total first. CUDA graphs and copies are not measured.
 ///
 /// Raises:
 ///     ArgumentError: if no launches are being measured.
@@ -207,10 +219,11 @@ pub fn cuda_finish_profile(py: Python<'_>) -> Result<Vec<(String, u64, f64)>> {
     Ok(times.into_iter().map(|time| (time.name, time.count, time.milliseconds)).collect())
 }
 
-/// Reset the memory peaks of a CUDA device to the current values.
+/// Set the memory peaks of a CUDA device to the bytes that are allocated and reserved now.
 ///
 /// Raises:
-///     DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
+///     DeviceError: if `device` is not a CUDA device or the driver reports an error.
+///     CudaUnavailableError: if CUDA cannot be used.
 #[pyfunction]
 pub fn cuda_reset_peak_memory_stats(device: DeviceArg) -> Result<()> {
     Ok(device::reset_peak_memory_stats(&device.0)?)

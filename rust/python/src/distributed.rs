@@ -1,4 +1,4 @@
-//! Sums over processes with NCCL, gradients as vectors, and streamed weights that processes share.
+//! Sums over processes by NCCL, gradients as vectors, and streamed weights that processes share.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -19,15 +19,16 @@ use crate::optim::Variables;
 use crate::tensor::Tensor;
 use crate::var::Var;
 
-/// Run `work` with the folders in which to look for NCCL.
+/// Run `work`, which takes the folders in which to look for NCCL, without the GIL.
 fn with_folders<T: Send>(py: Python<'_>, work: impl FnOnce(&[&Path]) -> tc::Result<T> + Send) -> Result<T> {
     let folders: Vec<PathBuf> = pip_folders(py, "nvidia/nccl/lib");
     let folders: Vec<&Path> = folders.iter().map(PathBuf::as_path).collect();
     detached(py, || work(&folders))
 }
 
+/// The argument `seconds` of the function `op` as a duration.
 fn duration(op: &'static str, seconds: f64) -> Result<Duration> {
-    let wrong = |_| tc::Error::argument(op, format!("seconds is {seconds}, expected a number of seconds, at least 0"));
+    let wrong = |_| tc::Error::argument(op, format!("seconds is {seconds}, expected at least 0 and less than 2**64"));
     Ok(Duration::try_from_secs_f64(seconds).map_err(wrong)?)
 }
 
@@ -40,29 +41,31 @@ pub fn nccl_version(py: Python<'_>) -> Result<i32> {
     with_folders(py, communicator::version)
 }
 
-/// Return 128 bytes by which the processes of a group find each other. The calling process must be rank 0.
+/// Return 128 bytes by which the processes of a group find each other. Only rank 0 may call this function; the other
+/// processes must get its bytes.
 ///
 /// Raises:
 ///     CudaUnavailableError: if NCCL cannot be used.
-///     DeviceError: if NCCL finds no network interface to listen on.
+///     DeviceError: if NCCL cannot listen for the other processes.
 #[pyfunction]
 pub fn nccl_unique_id(py: Python<'_>) -> Result<[u8; 128]> {
     with_folders(py, communicator::unique_id)
 }
 
-/// This process's membership in a group of processes with one GPU each.
+/// This process's membership in a group of processes with one GPU each. All processes of the group must make one at the
+/// same time, with equal `size` and `unique_id`.
 ///
 /// Args:
 ///     device: the GPU of this process.
 ///     rank: the number of this process, from 0.
-///     size: the number of processes.
+///     size: the number of processes in the group.
 ///     unique_id: the bytes that rank 0 got from `nccl_unique_id`.
 ///     seconds: how long to wait for the other processes.
 ///
 /// Raises:
 ///     CudaUnavailableError: if NCCL cannot be used.
 ///     ArgumentError: if a number is out of range.
-///     DeviceError: if NCCL fails, or not all processes have joined in time.
+///     DeviceError: if `device` is not a CUDA device, if NCCL fails, or if not all processes have joined in time.
 #[pyclass(frozen, module = "trainable_candle._core")]
 pub struct NcclCommunicator(Communicator);
 
@@ -93,11 +96,12 @@ impl NcclCommunicator {
         self.0.size()
     }
 
-    /// Return the sum of a tensor over all processes. The call only queues the work.
+    /// Return the sum, over all processes, of each process's `tensor`. The call only queues the work.
     ///
     /// Raises:
-    ///     DTypeError, DeviceError: if NCCL cannot send the tensor's dtype, if the tensor is not on the device of this
-    ///         communicator, or if NCCL fails.
+    ///     DTypeError: if NCCL cannot send the tensor's dtype.
+    ///     DeviceError: if the tensor is not on the device of this communicator, if NCCL fails, or if `stop` was
+    ///         called.
     fn all_reduce(&self, py: Python<'_>, tensor: &Tensor) -> Result<Tensor> {
         detached(py, || {
             let sum = own_copy(tensor.0.raw())?;
@@ -111,8 +115,9 @@ impl NcclCommunicator {
     ///
     /// Raises:
     ///     ArgumentError: if there is no such process.
-    ///     DTypeError, DeviceError: if NCCL cannot send the variable's dtype, if the variable is not on the device of
-    ///         this communicator, or if NCCL fails.
+    ///     DTypeError: if NCCL cannot send the variable's dtype.
+    ///     DeviceError: if the variable is not on the device of this communicator, if NCCL fails, or if `stop` was
+    ///         called.
     fn broadcast_(&self, py: Python<'_>, var: &Var, root: usize) -> Result<()> {
         detached(py, || {
             let values = own_copy(var.0.as_tensor().raw())?;
@@ -121,20 +126,23 @@ impl NcclCommunicator {
         })
     }
 
-    /// Sum the gradients of all processes in place, and sum one tensor of each process. The call only queues the work.
+    /// Replace each gradient by its sum over all processes, and sum one more tensor over the processes. The call only
+    /// queues the work.
     ///
     /// Args:
     ///     parameters: the variables, in the same order in all processes. A missing gradient counts as zeros.
     ///     tail: this process's tensor for the second sum, such as losses and counts of the step.
-    ///     narrow: send the gradients as bf16, which halves the bytes of f32 gradients, and rounds every sum to bf16.
+    ///     narrow: whether the gradients are sent as bf16. This halves the bytes of f32 gradients, and rounds every sum
+    ///         to bf16.
     ///
     /// Returns:
-    ///     The sum of the tails.
+    ///     The sum of `tail` over all processes.
     ///
     /// Raises:
-    ///     DTypeError, DeviceError: if NCCL cannot send a dtype, if a variable or `tail` is not on the device of this
-    ///         communicator, or if NCCL fails.
-    ///     OutOfMemoryError: if the vectors of gradients do not fit.
+    ///     DTypeError: if NCCL cannot send a dtype.
+    ///     DeviceError: if a variable or `tail` is not on the device of this communicator, if NCCL fails, or if `stop`
+    ///         was called.
+    ///     OutOfMemoryError: if the vectors of gradients do not fit into memory.
     #[pyo3(signature = (parameters, tail, narrow=false))]
     fn all_reduce_gradients(
         &self,
@@ -151,8 +159,8 @@ impl NcclCommunicator {
             } else {
                 gradients.clone()
             };
-            let all: Vec<&tc::Raw> = sent.iter().chain([&tail]).collect();
-            self.0.all_reduce(&all)?;
+            let vectors: Vec<&tc::Raw> = sent.iter().chain([&tail]).collect();
+            self.0.all_reduce(&vectors)?;
             if narrow {
                 for (gradient, sum) in gradients.iter().zip(&sent) {
                     compute::copy_into(gradient, &compute::cast(sum, gradient.dtype())?)?;
@@ -166,25 +174,26 @@ impl NcclCommunicator {
     /// Wait until all work queued on the GPU is done.
     ///
     /// Raises:
-    ///     DeviceError: if waiting takes longer than `seconds`, if `stop` was called, or if NCCL fails. The
+    ///     DeviceError: if waiting takes longer than `seconds`, if `stop` was called, or if NCCL or a kernel fails. The
     ///         communicator cannot be used afterwards.
-    ///     ArgumentError: if `seconds` is negative, NaN or too large.
+    ///     ArgumentError: if `seconds` is negative, NaN or at least 2**64.
     fn wait(&self, py: Python<'_>, seconds: f64) -> Result<()> {
         let limit = duration("wait", seconds)?;
         detached(py, || self.0.wait(limit))
     }
 
-    /// End the current or the next `wait` with an error. Call it from another thread.
+    /// Make the current or the next call that waits for other processes raise a DeviceError. Any thread may call
+    /// `stop`, for example when another process has ended.
     fn stop(&self) {
         self.0.stop();
     }
 }
 
-/// Return the gradients of variables as vectors. Gradients that are adjacent in a flat buffer are one vector. Missing
-/// gradients are zeros.
+/// Return copies of the gradients of variables, as vectors. Gradients that are adjacent in a flat buffer are one
+/// vector. Missing gradients are zeros.
 ///
 /// Raises:
-///     OutOfMemoryError: if the vectors do not fit.
+///     OutOfMemoryError: if the vectors do not fit into memory.
 #[pyfunction]
 pub fn gradient_vectors(py: Python<'_>, parameters: Variables) -> Result<Vec<Tensor>> {
     let vectors = detached(py, || {
@@ -213,25 +222,26 @@ pub fn set_gradient_vectors(py: Python<'_>, parameters: Variables, vectors: Vec<
     })
 }
 
-/// Return a name that identifies the machine, the process namespace and the user. Processes with equal names can share
-/// memory. None if the system does not provide this information.
+/// Return a name that identifies the machine, the process namespace and the user, or None if the system does not report
+/// them. Processes with equal names can share memory.
 #[pyfunction]
 pub fn memory_machine() -> Option<String> {
     streaming::machine()
 }
 
-/// Share the streamed weights (see `stream_blocks` of `from_pretrained`) of the models that this thread loads from now on:
-/// the processes of a machine keep one copy of these weights. All processes must then load the same models in the same
-/// order.
+/// Share the streamed weights (see `stream_blocks` of `from_pretrained`) of the models that this thread loads from now
+/// on: the processes of a machine together keep one copy of these weights. All processes must call this function, and
+/// then load the same models in the same order.
 ///
 /// Args:
 ///     rank: the number of this process, from 0.
-///     exchange: a function that sends its argument, bytes, to all processes and returns a list of the bytes that each
-///         process has sent, by rank. None ends the sharing.
+///     exchange: a function that sends its argument (bytes) to all processes, and returns the list of the bytes that
+///         the processes have sent, in the order of their ranks. None ends the sharing.
 ///     peers: whether the copy is on the devices of the processes, one slice on each, instead of in host memory.
 ///
 /// Raises:
-///     ArgumentError: if `exchange` returns too few messages, or if `peers` is True and a process is alone on its machine.
+///     ArgumentError: if `exchange` returns too few messages, or if `peers` is True and a process is alone on its
+///         machine.
 ///     The exceptions of `exchange`.
 #[pyfunction]
 #[pyo3(signature = (rank=0, exchange=None, peers=false))]

@@ -1,4 +1,4 @@
-//! Element types and their names.
+//! Dtypes and their names.
 
 use candle_core::DType as Kind;
 use pyo3::inspect::PyStaticExpr;
@@ -9,7 +9,7 @@ use trainable_candle_core as tc;
 
 use crate::error::{Error, Result};
 
-/// Every supported dtype, with its name in this library and its names in torch and numpy.
+/// Every supported dtype, with its name in this library and its other names: those of torch and numpy.
 const NAMES: [(Kind, &str, &[&str]); 7] = [
     (Kind::F32, "f32", &["float32", "float"]),
     (Kind::F16, "f16", &["float16", "half"]),
@@ -20,11 +20,13 @@ const NAMES: [(Kind, &str, &[&str]); 7] = [
     (Kind::I64, "i64", &["int64", "long"]),
 ];
 
+/// The dtype with the name `text`, which may begin with "torch.".
 fn parse(text: &str) -> Option<Kind> {
     let text = text.strip_prefix("torch.").unwrap_or(text);
     NAMES.iter().find(|(_, name, others)| *name == text || others.contains(&text)).map(|(kind, ..)| *kind)
 }
 
+/// The error for an argument that is no dtype; `found` describes it.
 #[cold]
 fn unknown(found: &str) -> Error {
     tc::Error::dtype(
@@ -39,8 +41,8 @@ fn unknown(found: &str) -> Error {
 
 /// The type of a tensor's elements.
 ///
-/// A dtype compares equal to its names: `t.dtype == "bf16"`, `t.dtype == "bfloat16"`, `t.dtype == tc.bfloat16`. A name
-/// works wherever a dtype is expected.
+/// A dtype is equal to each of its names: if `t.dtype == tc.bfloat16`, also `t.dtype == "bf16"` and
+/// `t.dtype == "bfloat16"`. A name works wherever a dtype is expected.
 ///
 /// ```python
 /// dtype = tc.zeros(2).dtype
@@ -80,13 +82,13 @@ impl DType {
         self.0.as_str()
     }
 
-    /// Bytes of one element.
+    /// The number of bytes of one element.
     #[getter]
     fn itemsize(&self) -> usize {
         self.0.size_in_bytes()
     }
 
-    /// Whether this dtype is floating point; only floating-point values can have gradients.
+    /// Whether this dtype is floating point. Only floating-point tensors can have gradients.
     #[getter]
     fn is_floating_point(&self) -> bool {
         tc::raw::is_float(self.0)
@@ -107,7 +109,7 @@ impl DType {
         other.cast::<PyString>().ok().and_then(|text| text.to_str().ok().and_then(parse)) == Some(self.0)
     }
 
-    /// Return the hash of the short name, so that `{"f32": ...}[t.dtype]` finds its entry.
+    /// Return the hash of the short name, so that `t.dtype` finds its entry in a dict such as `{"f32": ...}`.
     fn __hash__(&self, py: Python<'_>) -> PyResult<isize> {
         PyString::intern(py, self.0.as_str()).hash()
     }
@@ -117,7 +119,7 @@ impl DType {
     }
 }
 
-/// What `__reduce__` returns.
+/// A tuple that `__reduce__` returns: how `pickle` makes the object again.
 pub struct Reduced<'py>(pub Bound<'py, PyTuple>);
 
 impl<'py> IntoPyObject<'py> for Reduced<'py> {
@@ -155,7 +157,8 @@ impl<'a, 'py> FromPyObject<'a, 'py> for DTypeArg {
     }
 }
 
-/// Recognize numpy's dtypes and scalar types by their names, and torch's dtypes by their `str()`.
+/// The dtype that an object of another library stands for: numpy's dtypes have a `name`, numpy's scalar types a
+/// `__name__`, and torch's dtypes have their name as their `str()`.
 fn foreign(object: &Bound<'_, PyAny>) -> Result<Kind> {
     let name = match object.getattr_opt("name")? {
         Some(name) => name,

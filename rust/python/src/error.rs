@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use trainable_candle_core as tc;
 
-use crate::exceptions as py;
+use crate::exceptions;
 
 /// A result whose error becomes a Python exception.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -15,7 +15,7 @@ pub enum Error {
     Core(tc::Error),
     /// Python code or the interpreter raised.
     Python(PyErr),
-    /// The library panicked, which is a bug; the message of the panic.
+    /// The library panicked, which is a bug. Holds the message of the panic.
     Panic(String),
 }
 
@@ -41,9 +41,9 @@ impl From<Error> for PyErr {
     #[cold]
     fn from(error: Error) -> Self {
         match error {
-            Error::Core(error) => raise(error),
+            Error::Core(error) => exception(error),
             Error::Python(error) => error,
-            Error::Panic(message) => py::InternalError::new_err(format!(
+            Error::Panic(message) => exceptions::InternalError::new_err(format!(
                 "internal error: {message}; this is a bug in trainable-candle, please report it with the code that led here"
             )),
         }
@@ -51,51 +51,50 @@ impl From<Error> for PyErr {
 }
 
 /// The exception for a core error.
-fn raise(error: tc::Error) -> PyErr {
+fn exception(error: tc::Error) -> PyErr {
     use tc::Error as E;
     let text = error.to_string();
     if error.ends_recomputation() {
-        return py::ReplayComplete::new_err(text);
+        return exceptions::ReplayComplete::new_err(text);
     }
     match error {
-        E::Shape { .. } => py::ShapeError::new_err(text),
-        E::DType { .. } => py::DTypeError::new_err(text),
-        E::Device { .. } => py::DeviceError::new_err(text),
-        E::CudaUnavailable(_) => py::CudaUnavailableError::new_err(text),
-        E::Index { .. } => py::IndexOutOfRangeError::new_err(text),
-        E::Argument { .. } => py::ArgumentError::new_err(text),
-        E::NoBackward { .. } => py::NoBackwardError::new_err(text),
-        E::Autograd { .. } => py::AutogradError::new_err(text),
-        E::OutOfMemory { .. } => py::OutOfMemoryError::new_err(text),
-        E::NonFinite { .. } => py::NonFiniteError::new_err(text),
-        E::WeightsFormat { .. } => py::WeightsFormatError::new_err(text),
-        E::Config(_) => py::ConfigError::new_err(text),
-        E::Io { path, source } => raise_io(&path, &source),
+        E::Shape { .. } => exceptions::ShapeError::new_err(text),
+        E::DType { .. } => exceptions::DTypeError::new_err(text),
+        E::Device { .. } => exceptions::DeviceError::new_err(text),
+        E::CudaUnavailable(_) => exceptions::CudaUnavailableError::new_err(text),
+        E::Index { .. } => exceptions::IndexOutOfRangeError::new_err(text),
+        E::Argument { .. } => exceptions::ArgumentError::new_err(text),
+        E::NoBackward { .. } => exceptions::NoBackwardError::new_err(text),
+        E::Autograd { .. } => exceptions::AutogradError::new_err(text),
+        E::OutOfMemory { .. } => exceptions::OutOfMemoryError::new_err(text),
+        E::NonFinite { .. } => exceptions::NonFiniteError::new_err(text),
+        E::WeightsFormat { .. } => exceptions::WeightsFormatError::new_err(text),
+        E::Config(_) => exceptions::ConfigError::new_err(text),
+        E::Io { path, source } => io_exception(&path, &source),
         E::External(source) => match source.downcast::<PyErr>() {
             Ok(exception) => *exception,
-            Err(other) => py::Error::new_err(other.to_string()),
+            Err(other) => exceptions::Error::new_err(other.to_string()),
         },
-        // These are candle's own errors, and variants that newer versions of the core add.
-        _ => py::Error::new_err(text),
+        // Candle's own errors, and variants that newer versions of the core may add.
+        _ => exceptions::Error::new_err(text),
     }
 }
 
-/// The exception for an I/O error. It gets `OSError`'s three arguments, so that `errno`, `strerror` and `filename` are
-/// set.
-fn raise_io(path: &std::path::Path, source: &std::io::Error) -> PyErr {
+/// The exception for an I/O error. It gets the arguments from which `OSError` sets `errno`, `strerror` and `filename`.
+fn io_exception(path: &std::path::Path, source: &std::io::Error) -> PyErr {
     let reason = source.to_string();
     // The text of an operating system error ends with the error's number, which `OSError` takes as a separate argument.
     let reason = reason.split(" (os error").next().unwrap_or_default().to_owned();
     let arguments = (source.raw_os_error(), reason, path.as_os_str().to_owned());
     if source.kind() == std::io::ErrorKind::NotFound {
         let (number, _, file) = arguments;
-        py::MissingFileError::new_err((number, "there is no such file or folder", file))
+        exceptions::MissingFileError::new_err((number, "there is no such file or folder", file))
     } else {
-        py::FileError::new_err(arguments)
+        exceptions::FileError::new_err(arguments)
     }
 }
 
-/// Return an error if the user has pressed Ctrl-C. Long computations call this from time to time.
+/// Return an error if the user has pressed Ctrl-C. Long computations call this function from time to time.
 pub fn check_signals() -> tc::Result<()> {
     Python::attach(|py| py.check_signals().map_err(from_callback))
 }

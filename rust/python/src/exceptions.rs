@@ -1,4 +1,4 @@
-//! The exception classes of `trainable_candle.errors`, imported when the first one is raised.
+//! The exception classes of `trainable_candle.errors`. Each is imported when it is first used.
 
 pyo3::import_exception!(trainable_candle.errors, Error);
 pyo3::import_exception!(trainable_candle.errors, ShapeError);

@@ -34,15 +34,16 @@ use crate::lora_config::LoraConfig;
 /// ```
 #[pyclass(frozen, get_all, module = "trainable_candle")]
 pub struct CheckpointFacts {
-    /// The family of the models, by its name on the command line; None for a model that belongs to no family.
+    /// The name of the models' family, as on the command line; None for a model that belongs to no family.
     model: Option<&'static str>,
-    /// The models by the names of their folders. A model without a pipeline has an empty name.
+    /// The models, by the names of their folders in a pipeline. A model without a pipeline has an empty name.
     parts: BTreeMap<String, Py<PartFacts>>,
-    /// Height and width in pixels of the images that the model was made for, if it generates images.
+    /// Side in pixels of the square images that the denoiser was trained on; None if it is unknown, or if there is no
+    /// denoiser.
     resolution: Option<usize>,
-    /// Pixels per latent along one side of an image, if there is an autoencoder.
+    /// Pixels per latent along one side of an image; None if there is no autoencoder.
     factor: Option<usize>,
-    /// "epsilon" or "v_prediction", if the files state it.
+    /// What the denoiser predicts: "epsilon" or "v_prediction"; None if the files do not state it.
     prediction_type: Option<String>,
     /// Whether the files state that the last timestep is pure noise.
     zero_snr: bool,
@@ -66,22 +67,23 @@ impl PartFacts {
         self.0.kind.name
     }
 
-    /// The contents of the model's `config.json`.
+    /// The model's configuration, as its `config.json` has it.
     #[getter]
     fn config(&self) -> Json {
         Json(Value::Object(self.0.config()))
     }
 
-    /// Check that a file format can hold adapters of a kind on some of the model's layers.
+    /// Check that a file format can hold adapters of the kind `adapter` on `layers`. For a model that belongs to no
+    /// family, every format can.
     ///
     /// Args:
     ///     format: "diffusers", "kohya", "comfyui" or "peft".
-    ///     adapter: the kind, such as "lora".
+    ///     adapter: the kind of the adapters, such as "lora".
     ///     layers: the names of the layers that get an adapter.
     ///
     /// Raises:
-    ///     ArgumentError: if the format is unknown, or cannot hold these adapters. In the second case, the message names a
-    ///         format that can.
+    ///     ArgumentError: if the format is unknown, or cannot hold these adapters. In the second case, the message
+    ///         names a format that can.
     ///     ConfigError: if there is no such kind.
     fn check_format(&self, format: &str, adapter: &str, layers: Vec<String>) -> Result<()> {
         let layers: Vec<&str> = layers.iter().map(String::as_str).collect();
@@ -106,7 +108,8 @@ impl PartFacts {
         self.0.tensors()
     }
 
-    /// The layers that can have adapters, by name, with the shapes of their weights: (out, in) or (out, in, height, width).
+    /// The shapes of the weights of the layers that can have adapters, by the layers' names: (out, in), or (out, in,
+    /// height, width) for a convolution.
     #[getter]
     fn layers(&self) -> BTreeMap<String, Vec<usize>> {
         self.0.layers()
@@ -118,18 +121,19 @@ impl PartFacts {
         self.0.tensors().values().map(|dims| dims.iter().product::<usize>()).sum()
     }
 
-    /// Return the number of bytes of the model's weights on a device. With streaming, the number includes the device
-    /// memory to which streamed weights are copied, but not the weights in host memory.
+    /// Return how many bytes the model's weights take on a device. With streaming, this includes the device memory to
+    /// which streamed weights are copied, but not the weights in host memory.
     ///
     /// Args:
-    ///     dtype: the dtype of the weights.
-    ///     quantize: the format of linear layers in blocks, as in `from_pretrained`.
+    ///     dtype: the dtype of the weights that are not quantized.
+    ///     quantize: the format of the linear layers that may be quantized, as in `from_pretrained`.
     ///     stream_blocks: as in `from_pretrained`.
     ///     stream_modulation: as in `from_pretrained`.
     ///
     /// Raises:
-    ///     ArgumentError: if the format is unknown, if the model has no layers that may be quantized, if it has fewer blocks
-    ///         than `stream_blocks`, or if it has no separate layers for `stream_modulation`.
+    ///     ArgumentError: if the format is unknown, if a format is given and the model has no layers that may be
+    ///         quantized, if the model has fewer blocks than `stream_blocks`, or if it has no separate layers for
+    ///         `stream_modulation`.
     #[pyo3(signature = (dtype, quantize=None, *, stream_blocks=Integer::of(0), stream_modulation=false))]
     fn weight_bytes(
         &self,
@@ -141,8 +145,8 @@ impl PartFacts {
         Ok(self.bytes("weight_bytes", dtype, quantize, (stream_blocks, stream_modulation))?.0)
     }
 
-    /// Return the number of bytes of the weights in host memory, as a pair: first without the layers that compute the
-    /// blocks' modulation, then of those layers alone. The arguments are those of `weight_bytes`.
+    /// Return how many bytes the streamed weights take in host memory, as a pair: those of the blocks, and those of the
+    /// layers that compute the blocks' modulation. The arguments and the errors are those of `weight_bytes`.
     #[pyo3(signature = (dtype, quantize=None, *, stream_blocks=Integer::of(0), stream_modulation=false))]
     fn streamed_bytes(
         &self,
@@ -155,16 +159,16 @@ impl PartFacts {
         Ok((streamed.blocks, streamed.modulation))
     }
 
-    /// The format in which the file stores every layer that may be quantized: "int8", "fp8" or "nf4"; None if a layer has another
-    /// format. With this format as `quantize`, `from_pretrained` keeps the codes of the file.
+    /// The format in which the file stores every layer that may be quantized: "int8", "fp8" or "nf4". None if these
+    /// layers have different formats, or another one. With this format as `quantize`, `from_pretrained` keeps the
+    /// file's codes.
     #[getter]
     fn stored_format(&self) -> Option<&'static str> {
         self.0.stored_format().map(trainable_candle_core::quantized::Format::name)
     }
 
-    /// Whether the model has layers that `quantize` applies to, and its file is not a GGUF file with quantized layers.
-    /// The layers of such a file stay quantized without `quantize`; with `quantize`, their values are rounded a second
-    /// time.
+    /// Whether the model has layers that may be quantized, and its file is not a GGUF file with quantized layers. Those
+    /// layers stay quantized without `quantize`; `quantize` would round their values a second time.
     #[getter]
     fn can_be_quantized(&self) -> bool {
         self.0.can_be_quantized()
@@ -176,19 +180,20 @@ impl PartFacts {
         self.0.streamable().0
     }
 
-    /// Whether `stream_modulation` can keep weights in host memory.
+    /// Whether the model has separate layers, which compute the blocks' modulation, whose weights `stream_modulation`
+    /// can keep in host memory.
     #[getter]
     fn has_modulation(&self) -> bool {
         self.0.streamable().1
     }
 
     /// Return the number of floating-point operations of a forward pass over one sample, without adapters, as a pair:
-    /// the operations of layers, and those of attention.
+    /// those of the layers, and those of attention.
     ///
     /// Args:
-    ///     height: the height of the latents or the image that is the model's input.
-    ///     width: the width of the latents or the image.
-    ///     tokens: the number of tokens of the text.
+    ///     height: the height of the input, which is latents or an image; 0 for a model that takes text only.
+    ///     width: the width of the input.
+    ///     tokens: the number of tokens of the text; 0 for a model that takes no text.
     #[pyo3(signature = (*, height=Integer::of(0), width=Integer::of(0), tokens=Integer::of(0)))]
     fn forward_flops(
         &self,
@@ -209,23 +214,23 @@ impl PartFacts {
         self.0.blocks_to_checkpoint()
     }
 
-    /// Return the approximate peak of the number of values that are saved for the backward pass of one sample.
+    /// Return approximately how many values are saved for the backward pass of one sample, at the peak.
     ///
     /// Args:
     ///     config: the configuration of the adapters.
     ///     policy: "none", "full", "selective" or "offload" checkpointing.
-    ///     blocks: as in `enable_gradient_checkpointing`.
-    ///     height: the height of the latents or the image that is the model's input.
-    ///     width: the width of the latents or the image.
-    ///     tokens: the number of tokens of the text.
+    ///     blocks: the number of blocks that get the policy, as in `enable_gradient_checkpointing`.
+    ///     height: the height of the input, which is latents or an image; 0 for a model that takes text only.
+    ///     width: the width of the input.
+    ///     tokens: the number of tokens of the text; 0 for a model that takes no text.
     ///
     /// Returns:
-    ///     The number of values on the device, and the number in host memory, which only "offload" uses.
+    ///     The number of values on the device, and the number in host memory, which is 0 unless `policy` is "offload".
     ///
     /// Raises:
-    ///     ArgumentError: as `enable_gradient_checkpointing`.
-    ///     ConfigError: if a pattern is not a regular expression.
-    #[allow(clippy::too_many_arguments)] // each is a name in Python
+    ///     ArgumentError: as for `enable_gradient_checkpointing`.
+    ///     ConfigError: if `config` has a wrong pattern or kind of adapter.
+    #[allow(clippy::too_many_arguments)] // each is an argument in Python
     #[pyo3(signature = (config, policy, *, blocks=None, height=Integer::of(0), width=Integer::of(0), tokens=Integer::of(0)))]
     fn saved_values(
         &self,
@@ -243,18 +248,19 @@ impl PartFacts {
         Ok((device, host))
     }
 
-    /// Return the share of the blocks' floating-point operations in a forward pass that the backward pass repeats.
+    /// Return which share of the floating-point operations of the blocks' forward pass the backward pass repeats, from
+    /// 0 to 1.
     ///
     /// Args:
     ///     policy: "none", "full", "selective" or "offload" checkpointing. "selective" repeats only operations that are
     ///         not counted (norms, activations, sums).
-    ///     blocks: as in `enable_gradient_checkpointing`.
-    ///     height: the height of the latents or the image that is the model's input.
-    ///     width: the width of the latents or the image.
-    ///     tokens: the number of tokens of the text.
+    ///     blocks: the number of blocks that get the policy, as in `enable_gradient_checkpointing`.
+    ///     height: the height of the input, which is latents or an image; 0 for a model that takes text only.
+    ///     width: the width of the input.
+    ///     tokens: the number of tokens of the text; 0 for a model that takes no text.
     ///
     /// Raises:
-    ///     ArgumentError: as `enable_gradient_checkpointing`.
+    ///     ArgumentError: as for `enable_gradient_checkpointing`.
     #[pyo3(signature = (policy, *, blocks=None, height=Integer::of(0), width=Integer::of(0), tokens=Integer::of(0)))]
     fn recomputed_share(
         &self,
@@ -270,17 +276,18 @@ impl PartFacts {
         detached(py, || Ok(self.0.recomputed(checkpointing, size)))
     }
 
-    /// Return the number of values in the largest gradient that the backward pass computes for one sample: the gradient
-    /// of the results of layers that share an input. This gradient exists in addition to the saved values.
+    /// Return the number of values in the largest gradient of activations that the backward pass computes for one
+    /// sample. It is the gradient of the results of layers that share an input, and exists in addition to the saved
+    /// values.
     ///
     /// Args:
     ///     config: the configuration of the adapters.
-    ///     height: the height of the latents or the image that is the model's input.
-    ///     width: the width of the latents or the image.
-    ///     tokens: the number of tokens of the text.
+    ///     height: the height of the input, which is latents or an image; 0 for a model that takes text only.
+    ///     width: the width of the input.
+    ///     tokens: the number of tokens of the text; 0 for a model that takes no text.
     ///
     /// Raises:
-    ///     ConfigError: if a pattern is not a regular expression.
+    ///     ConfigError: if `config` has a wrong pattern or kind of adapter.
     #[pyo3(signature = (config, *, height=Integer::of(0), width=Integer::of(0), tokens=Integer::of(0)))]
     fn widest_gradient(
         &self,
@@ -297,12 +304,14 @@ impl PartFacts {
 }
 
 impl PartFacts {
+    /// The checkpointing that the arguments `policy` and `blocks` of the function `op` describe.
     fn checkpointing(&self, op: &'static str, policy: &str, blocks: Option<Integer>) -> Result<Checkpointing> {
         let blocks = blocks.map(|blocks| blocks.count(op, "blocks")).transpose()?;
         Ok(self.0.checkpointing(policy.parse()?, blocks)?)
     }
 
-    /// Bytes on the device, and bytes that are streamed.
+    /// The bytes of the weights on the device, and of the streamed weights in host memory. `blocks` and `modulation`
+    /// are the arguments `stream_blocks` and `stream_modulation` of the function `op`.
     fn bytes(
         &self,
         op: &'static str,
@@ -315,7 +324,7 @@ impl PartFacts {
     }
 }
 
-/// The sizes of a sample: height, width, tokens.
+/// The size of a sample, from the arguments `height`, `width` and `tokens` of the function `op`.
 fn sample_size(op: &'static str, [height, width, tokens]: [Integer; 3]) -> Result<SampleSize> {
     Ok(SampleSize {
         height: height.count(op, "height")?,
@@ -331,13 +340,15 @@ fn sample_size(op: &'static str, [height, width, tokens]: [Integer; 3]) -> Resul
 /// ```
 ///
 /// Args:
-///     path: a pipeline's folder, an original checkpoint in one file, or a single model.
-///     model: the family, such as "sdxl". With a family, `path` and `others` must have all models of the family.
-///     others: folders and files of single text encoders and autoencoders, which replace those of `path`.
+///     path: a pipeline's folder, an original checkpoint in one file, or the folder or file of a single model.
+///     model: the family, such as "sdxl". With a family, `path` and `others` together must have all models of the
+///         family.
+///     others: folders and files of single text encoders and autoencoders, which replace those at `path`.
 ///
 /// Raises:
-///     MissingFileError: if nothing is at `path`.
-///     WeightsFormatError: if a file is damaged, or a model of the family is missing.
+///     MissingFileError: if nothing is at `path` or at one of `others`.
+///     WeightsFormatError: if a file is damaged, if a model of the family is missing, or if `path` is of another
+///         family.
 ///     ConfigError: if a configuration is wrong, or there is no such family.
 #[pyfunction]
 #[pyo3(signature = (path, model=None, others=Vec::new()))]
@@ -359,10 +370,11 @@ pub fn inspect(py: Python<'_>, path: FilePath, model: Option<&str>, others: Vec<
     })
 }
 
-/// Return the metadata of a GGUF file about its model, under the names that GGUF uses; None for files of other formats.
+/// Return what the header of a GGUF file says about its model, under GGUF's names; None for a file of another format.
 ///
 /// Raises:
-///     MissingFileError, WeightsFormatError: if there is no such file, or the file is damaged.
+///     MissingFileError: if there is no such file.
+///     WeightsFormatError: if the file is damaged.
 #[pyfunction]
 pub fn gguf_facts(py: Python<'_>, path: FilePath) -> Result<Option<Json>> {
     let path = path.get("gguf_facts")?;
@@ -370,14 +382,15 @@ pub fn gguf_facts(py: Python<'_>, path: FilePath) -> Result<Option<Json>> {
     Ok(file.gguf().map(|file| Json(file.facts().clone().into())))
 }
 
-/// Return the parts of a family that an adapter file has adapters for, by the names of their folders in a pipeline.
+/// Return the parts of a family for which an adapter file has adapters, by the names of their folders in a pipeline.
 ///
 /// Args:
-///     path: the file, or peft's folder.
+///     path: the adapter file, or the folder that peft writes.
 ///     model: the family, such as "sdxl".
 ///
 /// Raises:
-///     MissingFileError, WeightsFormatError: if there is no such file, or the file is damaged.
+///     MissingFileError: if there is no such file.
+///     WeightsFormatError: if the file is damaged.
 ///     ConfigError: if there is no such family.
 #[pyfunction]
 pub fn adapted_parts(py: Python<'_>, path: FilePath, model: &str) -> Result<Vec<&'static str>> {
@@ -385,7 +398,7 @@ pub fn adapted_parts(py: Python<'_>, path: FilePath, model: &str) -> Result<Vec<
     detached(py, || facts::adapted_parts(&path, Pipeline::find(model)?))
 }
 
-/// Return the parts of a family by the names of their folders in a pipeline.
+/// Return the names of the folders that the parts of a family have in a pipeline.
 ///
 /// Raises:
 ///     ConfigError: if there is no such family.
@@ -394,8 +407,8 @@ pub fn pipeline_parts(model: &str) -> Result<Vec<&'static str>> {
     Ok(Pipeline::find(model)?.parts.iter().map(|part| part.subfolder).collect())
 }
 
-/// Return the names that options accept, by option: "adapter", "format", "model", "optimizer", "qat". The names of
-/// "optimizer" are class names in lower case.
+/// Return the names that each of the options "adapter", "format", "model", "optimizer" and "qat" accepts. Those of
+/// "optimizer" are names of classes in lower case.
 #[pyfunction]
 pub fn choices() -> BTreeMap<&'static str, Vec<String>> {
     BTreeMap::from([
@@ -421,14 +434,15 @@ impl<'py> IntoPyObject<'py> for Json {
     );
 
     fn into_pyobject(self, py: Python<'py>) -> PyResult<Self::Output> {
-        object(py, &self.0)
+        python_value(py, &self.0)
     }
 }
 
-fn object<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> {
-    let dict = |map: &Map<String, Value>| {
+/// Convert a JSON value to a Python object.
+fn python_value<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> {
+    let to_dict = |map: &Map<String, Value>| {
         let dict = PyDict::new(py);
-        map.iter().try_for_each(|(key, value)| dict.set_item(key, object(py, value)?))?;
+        map.iter().try_for_each(|(key, value)| dict.set_item(key, python_value(py, value)?))?;
         Ok(dict.into_any())
     };
     match value {
@@ -440,9 +454,9 @@ fn object<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> {
         },
         Value::String(text) => text.into_bound_py_any(py),
         Value::Array(list) => {
-            let list = list.iter().map(|value| object(py, value)).collect::<PyResult<Vec<_>>>()?;
+            let list = list.iter().map(|value| python_value(py, value)).collect::<PyResult<Vec<_>>>()?;
             Ok(PyList::new(py, list)?.into_any())
         }
-        Value::Object(map) => dict(map),
+        Value::Object(map) => to_dict(map),
     }
 }

@@ -1,5 +1,5 @@
-//! The functions of `trainable_candle.nn.functional` except norms and losses. Argument names and tensor layouts are the same as in
-//! torch.
+//! The functions of `trainable_candle.nn.functional` except norms and losses, and the gradients of LoRA layers. If
+//! torch has a function, its argument names and tensor layouts are torch's.
 
 use pyo3::prelude::*;
 use tc::ops::attention::{scaled_dot_product_attention as attention, varlen_attention as attention_of_segments};
@@ -15,6 +15,7 @@ use crate::quantized::WeightArg;
 use crate::tensor::Tensor;
 use crate::var::Var;
 
+/// The core's tensor in an optional argument.
 pub fn inner(tensor: Option<&Tensor>) -> Option<&tc::Tensor> {
     tensor.map(|tensor| &tensor.0)
 }
@@ -28,8 +29,8 @@ pub fn inner(tensor: Option<&Tensor>) -> Option<&tc::Tensor> {
 ///
 /// Args:
 ///     input: (..., in_features).
-///     weight: (out_features, in_features), or a quantized matrix that `quantize` returned. A quantized matrix gets no gradient. The
-///         tape saves the input for the backward pass only if the weight needs a gradient.
+///     weight: (out_features, in_features), or a quantized matrix that `quantize` returned. A quantized matrix gets no
+///         gradient. The tape saves the input for the backward pass only if the weight needs a gradient.
 ///     bias: (out_features,).
 ///
 /// Returns:
@@ -46,30 +47,34 @@ pub fn linear(py: Python<'_>, input: &Tensor, weight: WeightArg<'_>, bias: Optio
 }
 
 /// Round a matrix to the values that an 8-bit or 4-bit format can represent: products of a scale and a code (one of the
-/// format's numbers). The result keeps the dtype of the input. The backward pass is the straight-through estimator: an
-/// element gets the gradient of its rounded value if its code is within the format's range, and 0 otherwise. The
-/// backward pass treats scales as constants. `factors` get the gradient of LSQ, equation 3
-/// (<https://arxiv.org/abs/1902.08153>), except that an element is clipped only if it rounds to a number beyond the
-/// last code.
+/// format's numbers). An element that would round to a number beyond the first or the last code is clipped to this
+/// code.
+///
+/// The backward pass is the straight-through estimator: the gradient of an element is the gradient of its rounded
+/// value, or 0 if the element is clipped. The backward pass treats scales as constants. `factors` get the gradient of
+/// LSQ, equation 3 (<https://arxiv.org/abs/1902.08153>). LSQ, unlike this function, also clips elements that lie beyond
+/// the last code and round to it.
 ///
 /// ```python
 /// weight = tc.Var(tc.randn(64, 64))
 /// y = F.linear(tc.randn(2, 64), F.fake_quantize(weight, "int8"))
-/// y.sum().backward()  # the gradients of an unrounded weight, except for clipped elements
+/// y.sum().backward()  # the weight gets the gradient of the rounded weight, except for clipped elements
 /// ```
 ///
 /// Args:
 ///     input: floating point, (out_features, in_features).
-///     format: "int8" or "fp8" rounds as `quantize` followed by `dequantize` does. "nf4" does the same, but keeps scales in f32.
-///         "int4" is the format of torchao's symmetric weights: integers from -8 to 7, with one scale for each 32 elements of a row.
+///     format: "int8" or "fp8" rounds as `quantize` followed by `dequantize` does. "nf4" does the same, but keeps
+///         scales in f32. "int4" is the format of torchao's symmetric weights: integers from -8 to 7, with one scale
+///         for each 32 elements of a row.
 ///     factors: one factor for each scale, row after row; each scale is multiplied by its factor.
 ///
 /// Returns:
 ///     The rounded matrix, in the shape and dtype of the input.
 ///
 /// Raises:
-///     ShapeError: if the input is not a matrix, or does not consist of whole groups ("int4": 32 elements of a row; "nf4": 64 elements
-///         of the matrix), or if the number of factors differs from the number of scales.
+///     ShapeError: if the input is not a matrix, if it does not divide into the groups of elements that share a scale
+///         ("int4": 32 elements of a row; "nf4": 64 elements of the matrix), or if the number of factors differs from
+///         the number of scales.
 ///     DTypeError: if the input is not floating point.
 ///     ArgumentError: if the format is unknown.
 #[pyfunction]
@@ -120,8 +125,9 @@ pub fn lora_backward(
     Ok((Tensor(down), Tensor(up)))
 }
 
-/// Compute `lora_backward` of many layers at once, and add the results to the `.grad` of the matrices. Gradients that are in a flat
-/// buffer change in place. On a CUDA device, many matrix products run in one launch, without synchronization.
+/// Compute `lora_backward` of many layers at once, and add the results to the `.grad` of the matrices. Gradients that
+/// are in a flat buffer change in place. On a CUDA device, many matrix products run in one launch, without
+/// synchronization.
 ///
 /// ```python
 /// x, down, up = tc.randn(5, 8), tc.Var(tc.randn(2, 8)), tc.Var(tc.randn(4, 2))
@@ -134,11 +140,12 @@ pub fn lora_backward(
 ///     inputs: one tensor (..., in_features) for each layer.
 ///     lora_downs: one variable (rank, in_features) for each layer.
 ///     lora_ups: one variable (out_features, rank) for each layer.
-///     scale: the factor `scale` of `lora_backward`, the same for all layers.
+///     scale: the argument `scale` of `lora_backward`, the same for all layers.
 ///
 /// Raises:
 ///     ArgumentError: if the lists have different lengths, or the scale is not finite.
-///     ShapeError, DTypeError, DeviceError: if the operands of a layer do not fit together. No gradient changes in this case.
+///     ShapeError, DTypeError, DeviceError: if the operands of a layer do not fit together. No gradient changes in this
+///         case.
 #[pyfunction]
 pub fn lora_backward_(
     py: Python<'_>,
@@ -151,9 +158,11 @@ pub fn lora_backward_(
     const OP: &str = "lora_backward_";
     let scale = scale.get(OP, "scale")?;
     let count = grad_outputs.len();
-    let lengths = [inputs.len(), lora_downs.len(), lora_ups.len()];
-    if lengths != [count; 3] {
-        let message = format!("found {count} grad_outputs, but {lengths:?} inputs, lora_downs and lora_ups");
+    let [xs, downs, ups] = [inputs.len(), lora_downs.len(), lora_ups.len()];
+    if [xs, downs, ups] != [count; 3] {
+        let message = format!(
+            "found {count} grad_outputs, but {xs} inputs, {downs} lora_downs and {ups} lora_ups; expected equal numbers"
+        );
         return Err(tc::Error::argument(OP, message).into());
     }
     let layers: Vec<lora::LoraLayer<'_>> = (0..count)
@@ -170,6 +179,9 @@ pub fn lora_backward_(
 
 /// Apply a two-dimensional convolution.
 ///
+/// In the shapes, B is the number of images, C and O the numbers of their channels and of the result's, H and W their
+/// height and width, OH and OW those of the result, and KH and KW those of the kernel.
+///
 /// ```python
 /// y = F.conv2d(tc.randn(1, 3, 8, 8), tc.randn(4, 3, 3, 3), padding=1, stride=2)
 /// assert y.shape == (1, 4, 4, 4)
@@ -183,15 +195,17 @@ pub fn lora_backward_(
 ///     padding: number of zero pixels added on each side: one number or (height, width).
 ///     dilation: distance in pixels between neighbouring elements of the kernel: one number or (height, width).
 ///     groups: number of groups of channels; each group is convolved separately.
-///     channels_last: whether the layouts are input (B, H, W, C), weight (O, KH, KW, C / groups) and result (B, OH, OW, O). This
-///         layout needs no copies.
+///     channels_last: whether the layouts are input (B, H, W, C), weight (O, KH, KW, C / groups) and result
+///         (B, OH, OW, O). Operands in these layouts need not be copied.
 ///
 /// Returns:
 ///     (B, O, OH, OW); (B, OH, OW, O) with `channels_last`.
 ///
 /// Raises:
-///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+///     ShapeError, DTypeError, DeviceError: if the operands do not fit, or if the kernel is larger than the padded
+///         images.
 ///     ArgumentError: if a stride, a dilation or the number of groups is less than 1, or a padding is negative.
+///     OutOfMemoryError: if the result does not fit into memory.
 #[pyfunction]
 #[pyo3(signature = (input, weight, bias=None, stride=Pair::of(1), padding=Pair::of(0), dilation=Pair::of(1),
     groups=Integer::of(1), *, channels_last=false))]
@@ -218,14 +232,15 @@ pub fn conv2d(
     compute(py, input.0.elem_count(), || apply(&input.0, &weight.0, inner(bias), options)).map(Tensor)
 }
 
-/// Call `apply`, which takes and returns the channels-last layout, on `x`. If `channels_last` is false, the channels are the second
-/// dimension of both `x` and the result, and this function permutes the dimensions.
+/// Call `apply`, which takes and returns the channels-last layout, on `x`. If `channels_last` is false, the channels
+/// are the second dimension of both `x` and the result, and this function permutes the dimensions.
 pub fn with_channels_last(
     x: &tc::Tensor,
     channels_last: bool,
     apply: impl Fn(&tc::Tensor) -> tc::Result<tc::Tensor>,
 ) -> tc::Result<tc::Tensor> {
     let rank = x.rank();
+    // With two dimensions, the second one is also the last one.
     if channels_last || rank < 3 {
         return apply(x);
     }
@@ -234,8 +249,8 @@ pub fn with_channels_last(
     apply(&x.permute(&to_last)?)?.permute(&back)
 }
 
-/// Resize images as torch's `interpolate(mode="nearest")` does. Along a side that grows from m to n pixels, pixel i of the result is a
-/// copy of pixel floor(i * m / n) of the input.
+/// Resize images as torch's `interpolate(mode="nearest")` does. Along a side of m pixels in the input and n pixels in
+/// the result, pixel i of the result is a copy of pixel floor(i * m / n) of the input.
 ///
 /// ```python
 /// image = tc.tensor([[[[1.0, 2.0]]]])
@@ -243,18 +258,21 @@ pub fn with_channels_last(
 /// ```
 ///
 /// Args:
-///     input: (B, C, H, W).
+///     input: (B, C, H, W): images, channels, height, width.
 ///     size: size of the result in pixels: one number or (height, width).
-///     scale_factor: size of the result divided by the size of the input, an alternative to `size`: one number or (height, width).
-///     channels_last: whether the layout of input and result is (B, H, W, C). This layout needs no copies.
+///     scale_factor: instead of `size`: the size of the result divided by the size of the input, one whole number or
+///         (height, width).
+///     channels_last: whether the layout of input and result is (B, H, W, C). An input in this layout need not be
+///         copied.
 ///
 /// Returns:
-///     (B, C, *size); (B, *size, C) with `channels_last`.
+///     (B, C, height, width); (B, height, width, C) with `channels_last`.
 ///
 /// Raises:
 ///     ArgumentError: if both or neither of `size` and `scale_factor` are given, or if a number in them is negative.
-///     ShapeError: if the input does not have four dimensions, or has no pixels.
+///     ShapeError: if the input does not have four dimensions, or has no pixels while the result has some.
 ///     DTypeError: if the input is not floating point.
+///     OutOfMemoryError: if the result does not fit into memory.
 #[pyfunction]
 #[pyo3(signature = (input, size=None, scale_factor=None, *, channels_last=false))]
 pub fn upsample_nearest2d(
@@ -282,8 +300,7 @@ pub fn upsample_nearest2d(
     compute(py, input.0.elem_count(), || with_channels_last(&input.0, channels_last, apply)).map(Tensor)
 }
 
-/// Compute `input * sigmoid(1.702 * input)`, an approximation of GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415), used
-/// by CLIP.
+/// Compute `input * sigmoid(1.702 * input)`: CLIP's approximation of GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415).
 ///
 /// ```python
 /// assert F.quick_gelu(tc.tensor([0.0, 10.0])).tolist() == [0.0, 10.0]
@@ -347,12 +364,13 @@ pub fn swiglu(py: Python<'_>, input: &Tensor) -> Result<Tensor> {
 /// ```
 ///
 /// Args:
-///     query: (..., S, D).
-///     key: (..., L, D).
-///     value: (..., L, Dv).
-///     attn_mask: broadcastable to (..., S, L). A u8 mask is 1 where a query attends to a key and 0 elsewhere; a floating-point mask is
-///         added to the scores.
-///     is_causal: whether the query at position i attends only to keys at positions 0 to i.
+///     query: (..., S, D): S queries of D features each.
+///     key: (..., L, D): L keys.
+///     value: (..., L, Dv): one value of Dv features for each key.
+///     attn_mask: broadcastable to (..., S, L). A u8 mask is 1 where a query attends to a key and 0 elsewhere; a
+///         floating-point mask is added to the scores. The result of a query that attends to no key is 0, or NaN if
+///         the mask needs a gradient.
+///     is_causal: whether the query at position i attends only to keys at positions 0 to i, also if a mask is given.
 ///     scale: factor of the scores; default 1 / sqrt(D).
 ///
 /// Returns:
@@ -380,7 +398,7 @@ pub fn scaled_dot_product_attention(
 /// Compute causal attention inside the segments of a packed row. A packed row is several sequences, the segments, one
 /// after another. The result for a query is softmax(query @ key.T * scale) @ value over the keys of the query's
 /// segment, up to the position of the query. On CUDA the host does not read `cu_seqlens`, so a recorded CUDA graph can
-/// be replayed with other values in `cu_seqlens`.
+/// be replayed with other values in it.
 ///
 /// ```python
 /// q, k, v = (tc.randn(10, 2, 8) for _ in range(3))
@@ -389,15 +407,15 @@ pub fn scaled_dot_product_attention(
 /// ```
 ///
 /// Args:
-///     query: (N, heads, D).
+///     query: (N, heads, D): N tokens, D features per head.
 ///     key: (N, key_heads, D). `heads` must be a multiple of `key_heads`; head h of the query attends to key head
 ///         h // (heads // key_heads).
 ///     value: (N, key_heads, D).
-///     cu_seqlens: (M + 1,), i64 or u32, ascending: 0, then the end of each of M segments. The last end may be repeated, so that
-///         a tensor of fixed size can hold fewer segments. Rows after the last end belong to no segment: their results are zeros, and
-///         they get no gradient.
-///     window: the largest number of keys that a query attends to, including the key at its own position. This is the sliding window of
-///         Mistral (Jiang et al. 2023, arXiv:2310.06825). Default: no limit.
+///     cu_seqlens: (M + 1,), i64 or u32, ascending: 0, then the end of each of M segments. The last end may be
+///         repeated, so that a tensor of fixed size can hold fewer segments. Tokens from the last end on belong to no
+///         segment: their results and gradients are zeros.
+///     window: the largest number of keys that a query attends to: the key at its own position, and those just before.
+///         This is the sliding window of Mistral (Jiang et al. 2023, arXiv:2310.06825). Default: no limit.
 ///     scale: factor of the scores; default 1 / sqrt(D).
 ///
 /// Returns:
@@ -406,7 +424,7 @@ pub fn scaled_dot_product_attention(
 /// Raises:
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
 ///     IndexOutOfRangeError: if `cu_seqlens` does not ascend from 0 to at most N. On CUDA, the next call that reads a
-///         value or waits for the device raises this error.
+///         value or waits for the device raises this error; until then, the results are undefined.
 ///     ArgumentError: if the window is below 1, or the scale is not finite.
 #[pyfunction]
 #[pyo3(signature = (query, key, value, cu_seqlens, *, window=None, scale=Argument::of(None)))]
@@ -437,11 +455,11 @@ pub fn varlen_attention(
 /// Args:
 ///     input: any shape.
 ///     p: the probability of zeroing an element, in [0, 1].
-///     training: if False, return the input unchanged.
+///     training: whether elements are dropped. If False, the result is the input.
 ///
 /// Raises:
 ///     ArgumentError: if `p` is out of range.
-///     DTypeError: if the input is not floating point.
+///     DTypeError: if elements are to be dropped and the input is not floating point.
 #[pyfunction]
 #[pyo3(signature = (input, p=Argument::of(0.5), training=true))]
 pub fn dropout(py: Python<'_>, input: &Tensor, p: Argument<f64>, training: bool) -> Result<Tensor> {
@@ -449,7 +467,7 @@ pub fn dropout(py: Python<'_>, input: &Tensor, p: Argument<f64>, training: bool)
     compute(py, input.0.elem_count(), || drop::dropout(&input.0, p, training)).map(Tensor)
 }
 
-/// Return the rows of a table at given indices.
+/// Return the rows of the table `weight` at the indices `input`.
 ///
 /// ```python
 /// table = tc.Var(tc.randn(100, 8))
@@ -465,7 +483,7 @@ pub fn dropout(py: Python<'_>, input: &Tensor, p: Argument<f64>, training: bool)
 ///
 /// Raises:
 ///     IndexOutOfRangeError: if an index is not in 0 to entries - 1.
-///     ShapeError, DTypeError: if the operands do not fit.
+///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
 #[pyfunction]
 pub fn embedding(py: Python<'_>, input: &Tensor, weight: &Tensor) -> Result<Tensor> {
     compute(py, weight.0.elem_count(), || index::embedding(&weight.0, &input.0)).map(Tensor)
@@ -480,13 +498,14 @@ pub fn embedding(py: Python<'_>, input: &Tensor, weight: &Tensor) -> Result<Tens
 /// ```
 ///
 /// Args:
-///     x: (..., S, D), D even.
+///     x: (..., S, D): S positions, D features; D is even.
 ///     cos: (S, D / 2), cosines of the angles.
 ///     sin: (S, D / 2), sines of the angles.
 ///     interleaved: whether pair i consists of features 2 * i and 2 * i + 1, instead of features i and i + D / 2.
 ///
 /// Raises:
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+///     NoBackwardError: if `cos` or `sin` needs a gradient.
 #[pyfunction]
 #[pyo3(signature = (x, cos, sin, interleaved=false))]
 pub fn rope(py: Python<'_>, x: &Tensor, cos: &Tensor, sin: &Tensor, interleaved: bool) -> Result<Tensor> {

@@ -1,4 +1,4 @@
-//! DLPack on CUDA devices: synchronization of streams, and copies.
+//! DLPack on CUDA devices: the streams of consumers, and copies of producers' data.
 
 use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
@@ -13,7 +13,8 @@ use crate::tensor::source::{Element, Source};
 /// The stream that the protocol assumes if none is given: CUDA's legacy default stream.
 const LEGACY: i64 = 1;
 
-/// The stream of a consumer that requests a capsule; `None` for -1, with which the consumer synchronizes itself.
+/// The stream that a consumer names with the argument `stream` of `__dlpack__`. `None` for -1: the consumer then
+/// synchronizes by itself.
 ///
 /// # Errors
 /// `BufferError` for 0 and for numbers below -1, which the protocol does not allow.
@@ -27,7 +28,7 @@ pub fn consumer(stream: Option<i64>) -> PyResult<Option<usize>> {
     }
 }
 
-/// The number of a CUDA device.
+/// The number of a CUDA device; 0 for another device.
 pub fn ordinal(device: &Device) -> i32 {
     match device.location() {
         tc::DeviceLocation::Cuda { gpu_id } => gpu_id as i32,
@@ -35,7 +36,7 @@ pub fn ordinal(device: &Device) -> i32 {
     }
 }
 
-/// The dtype of a tensor with these elements; `None` if they would have to be converted.
+/// The dtype of a tensor with elements of this type; `None` if no dtype has the same representation.
 fn dtype(element: Element) -> Option<DType> {
     Some(match element {
         // A bool is one byte, 0 or 1.
@@ -50,18 +51,22 @@ fn dtype(element: Element) -> Option<DType> {
     })
 }
 
-/// Copy values on the device. The producer has made the values ready for the stream on which this library copies them.
+/// Copy the values of `source` on the device. The stream in which this library copies them must already wait until the
+/// producer has written them; a producer ensures this when `__dlpack__` gets this stream.
 ///
 /// # Safety
 /// Every element that the source's dims and strides reach is readable on the device.
 ///
 /// # Errors
-/// `DTypeError` if the elements would have to be converted, `ShapeError` if a stride is negative.
+/// `DTypeError` if no dtype has the representation of the elements, `ShapeError` if a stride is negative or the
+/// dimensions are too many, `OutOfMemoryError` if the copy does not fit into memory, `DeviceError` if the driver
+/// reports an error.
 pub unsafe fn read(source: &Source, device: &Device) -> Result<Raw> {
     let Some(dtype) = dtype(source.element) else {
         let message = format!("{:?} elements on a GPU cannot be imported; convert them to int64 first", source.element);
         return Err(tc::Error::dtype(OP, message).into());
     };
+    // `source` has strides in bytes; the copy takes strides in elements.
     let size = source.element.size() as isize;
     let strides: std::result::Result<Vec<usize>, _> =
         source.strides.iter().map(|stride| usize::try_from(stride / size)).collect();

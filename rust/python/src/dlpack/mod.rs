@@ -1,8 +1,8 @@
 //! DLPack (data interchange of the Python array API): shares tensors with other libraries without a copy.
 //!
-//! The values of tensors are immutable. Export shares memory: consumers of DLPack 1.0 get the flag "read-only"; older
-//! consumers do not support this flag and get a copy, unless they request `copy=False`. Import copies on the device of
-//! the data, because other owners of the memory may change it.
+//! The values of tensors are immutable. Export shares memory with consumers of DLPack 1.0, which get the flag
+//! "read-only". Older consumers do not support this flag and get a copy, unless they request `copy=False`. Import
+//! copies the values, on the device that they are on, because other owners of their memory may change them.
 
 mod cuda;
 
@@ -23,8 +23,10 @@ use crate::tensor::Tensor;
 use crate::tensor::source::{Element, Source};
 
 const OP: &str = "dlpack";
+// Values of `DLDeviceType`.
 const CPU: i32 = 1;
 const CUDA: i32 = 2;
+// Bits of the flags of a `ManagedVersioned`.
 const READ_ONLY: u64 = 1;
 const IS_COPIED: u64 = 2;
 
@@ -45,6 +47,7 @@ struct DataType {
     lanes: u16,
 }
 
+// Values of `DLDataTypeCode`.
 const INT: u8 = 0;
 const UINT: u8 = 1;
 const FLOAT: u8 = 2;
@@ -84,15 +87,18 @@ struct ManagedVersioned {
 
 /// One of the two structures that a capsule can hold.
 trait Exchange: Sized {
+    /// The name of a capsule with this structure.
     const NAME: &'static CStr;
+    /// The name of the capsule after a consumer has taken the structure.
     const USED: &'static CStr;
 
     fn view(&self) -> &View;
     fn deleter(&self) -> Option<unsafe extern "C" fn(*mut Self)>;
     fn context(&self) -> *mut c_void;
+    /// The structure with [`delete`](Self::delete) as its deleter.
     fn pack(view: View, context: *mut c_void, flags: u64) -> Self;
 
-    /// Frees the structure that [`export`] made, and its tensor. A consumer calls this through `deleter`.
+    /// Free the structure that [`export`] made, and its tensor. A consumer calls this function as the deleter.
     unsafe extern "C" fn delete(this: *mut Self) {
         // SAFETY: `this` and its context were leaked by `export`, and a deleter is called once.
         unsafe {
@@ -149,7 +155,8 @@ struct Exported {
     tensor: Raw,
     shape: Vec<i64>,
     strides: Vec<i64>,
-    /// The stream that the consumer has named, if the tensor is on a GPU.
+    /// The consumer's stream, from [`cuda::consumer`]. `None` if the tensor is on the CPU, or if the consumer has
+    /// requested no synchronization.
     consumer: Option<usize>,
 }
 
@@ -161,7 +168,7 @@ impl Drop for Exported {
     }
 }
 
-/// The device of a tensor.
+/// DLPack's description of a tensor's device.
 fn device_of(tensor: &Raw) -> Device {
     let device = tensor.device();
     if device.is_cuda() { Device { kind: CUDA, id: cuda::ordinal(device) } } else { Device { kind: CPU, id: 0 } }
@@ -173,7 +180,7 @@ fn not_exported(dtype: DType) -> tc::Error {
     tc::Error::dtype(OP, message)
 }
 
-/// DLPack's description of a dtype.
+/// DLPack's description of a tensor's dtype.
 fn data_type(tensor: &Raw) -> tc::Result<DataType> {
     let dtype = tensor.dtype();
     let code = match dtype {
@@ -186,13 +193,14 @@ fn data_type(tensor: &Raw) -> tc::Result<DataType> {
     Ok(DataType { code, bits: (dtype.size_in_bytes() * 8) as u8, lanes: 1 })
 }
 
+/// The address of `values[offset]`.
 fn address<T>(values: &[T], offset: usize) -> *const c_void {
     values[offset..].as_ptr().cast()
 }
 
-/// The address of the first element. A tensor's storage is neither moved nor freed while a clone of the tensor exists.
-/// For a tensor without elements, the address is null, as the protocol requires; such a tensor may be a view that
-/// starts beyond the end of its storage.
+/// The address of the first element, which is valid as long as a clone of the tensor exists: until then, the tensor's
+/// storage is neither moved nor freed. For a tensor without elements, the address is null, as the protocol requires;
+/// such a tensor may be a view that starts beyond the end of its storage.
 fn data_of(tensor: &Raw) -> tc::Result<*const c_void> {
     if tensor.elem_count() == 0 {
         return Ok(std::ptr::null());
@@ -217,7 +225,7 @@ fn data_of(tensor: &Raw) -> tc::Result<*const c_void> {
     })
 }
 
-/// A capsule that keeps the memory of `tensor` until the consumer or the capsule's destructor releases that memory.
+/// Make a capsule that keeps the memory of `tensor` until the consumer or the capsule's destructor releases the memory.
 fn export<'py, E: Exchange>(
     py: Python<'py>,
     tensor: Raw,
@@ -250,8 +258,8 @@ fn export<'py, E: Exchange>(
     Ok(capsule?)
 }
 
-/// The destructor of a capsule. It frees the structure unless a consumer has taken the structure; consumers then rename
-/// the capsule.
+/// The destructor of a capsule. It frees the structure, unless a consumer has taken the structure and thus renamed the
+/// capsule.
 unsafe extern "C" fn dispose<E: Exchange>(capsule: *mut ffi::PyObject) {
     // SAFETY: Python passes the capsule that it frees. The capsule's name says whether a consumer has taken the
     // structure.
@@ -263,6 +271,7 @@ unsafe extern "C" fn dispose<E: Exchange>(capsule: *mut ffi::PyObject) {
     }
 }
 
+/// The element type that `dtype` describes; `None` if no dtype can represent its values.
 fn element(dtype: DataType) -> Option<Element> {
     Some(match (dtype.code, dtype.bits, dtype.lanes) {
         (BOOL, 8, 1) => Element::Bool,
@@ -281,13 +290,12 @@ fn element(dtype: DataType) -> Option<Element> {
     })
 }
 
-/// A structure that was taken out of a producer's capsule. Dropping it, after the copy was made or after an error,
-/// frees the structure.
+/// A structure that was taken out of a producer's capsule. Dropping the `Taken` frees the structure.
 struct Taken<E: Exchange>(NonNull<E>);
 
 impl<E: Exchange> Drop for Taken<E> {
     fn drop(&mut self) {
-        // SAFETY: the capsule was renamed, so `self` is the structure's only owner.
+        // SAFETY: the capsule was renamed, so this `Taken` is the structure's only owner.
         unsafe {
             if let Some(deleter) = self.0.as_ref().deleter() {
                 deleter(self.0.as_ptr());
@@ -314,7 +322,7 @@ fn take<E: Exchange>(capsule: &Bound<'_, PyCapsule>) -> Result<Raw> {
         CUDA => Some(crate::device::parse(&format!("cuda:{}", view.device.id))?),
         kind => {
             let message = format!(
-                "the data are on a device of DLPack type {kind}, expected the CPU or a CUDA device; copy them there first"
+                "the data are on a device of DLPack type {kind}, expected 1 (CPU) or 2 (CUDA); copy them there first"
             );
             return Err(tc::Error::device(OP, message).into());
         }
@@ -327,7 +335,8 @@ fn take<E: Exchange>(capsule: &Bound<'_, PyCapsule>) -> Result<Raw> {
         return Err(tc::Error::dtype(OP, message).into());
     };
     let rank = usize::try_from(view.ndim).map_err(|_| tc::Error::shape(OP, "the number of dimensions is negative"))?;
-    // SAFETY: DLPack guarantees that `shape` has `ndim` entries, and `strides` too unless it is null.
+    // A negative size, which DLPack does not allow, counts as 0.
+    // SAFETY: DLPack guarantees that `shape` has `ndim` entries.
     let dims: Vec<usize> = (0..rank).map(|dim| unsafe { *view.shape.add(dim) }.max(0) as usize).collect();
     let strides = if view.strides.is_null() {
         let mut strides = vec![element.size() as isize; rank];
@@ -336,12 +345,12 @@ fn take<E: Exchange>(capsule: &Bound<'_, PyCapsule>) -> Result<Raw> {
         }
         strides
     } else {
-        // SAFETY: `strides` is not null, so it has `ndim` entries.
+        // SAFETY: DLPack guarantees that `strides` has `ndim` entries if it is not null.
         (0..rank).map(|dim| unsafe { *view.strides.add(dim) } as isize * element.size() as isize).collect()
     };
     let data = view.data.cast::<u8>().wrapping_add(view.byte_offset as usize);
     let source = Source { data, dims, strides, element, swapped: false };
-    // SAFETY: DLPack guarantees that the memory which shape and strides reach is readable until the deleter runs.
+    // SAFETY: DLPack guarantees that the memory within the shape and the strides is readable until the deleter runs.
     unsafe {
         match device {
             None => Ok(source.read(OP)?),
@@ -350,12 +359,10 @@ fn take<E: Exchange>(capsule: &Bound<'_, PyCapsule>) -> Result<Raw> {
     }
 }
 
-/// Copy the values of an object with `__dlpack__`.
+/// Copy the values of an object with `__dlpack__`, or of a capsule.
 ///
 /// # Errors
-/// `DeviceError` if the values are neither on the CPU nor on a CUDA device, `CudaUnavailableError` if CUDA cannot be used,
-/// `DTypeError` if no dtype can represent the values, `ShapeError` for negative strides on a CUDA device, `ArgumentError`
-/// if the capsule was used before or has no tensor, or an exception of the producer.
+/// As [`from_dlpack`].
 pub fn import(object: &Bound<'_, PyAny>) -> Result<Raw> {
     let py = object.py();
     let capsule = if object.is_instance_of::<PyCapsule>() {
@@ -381,28 +388,32 @@ pub fn import(object: &Bound<'_, PyAny>) -> Result<Raw> {
     };
     let capsule = capsule.cast::<PyCapsule>()?;
     // SAFETY: the capsule is a valid Python object, and checking its name has no side effects.
-    let is = |name: &CStr| unsafe { ffi::PyCapsule_IsValid(capsule.as_ptr(), name.as_ptr()) == 1 };
-    if is(ManagedVersioned::NAME) {
+    let is_named = |name: &CStr| unsafe { ffi::PyCapsule_IsValid(capsule.as_ptr(), name.as_ptr()) == 1 };
+    if is_named(ManagedVersioned::NAME) {
         take::<ManagedVersioned>(capsule)
-    } else if is(Managed::NAME) {
+    } else if is_named(Managed::NAME) {
         take::<Managed>(capsule)
     } else {
         Err(tc::Error::argument(OP, "the capsule is not a DLPack tensor, or was used before").into())
     }
 }
 
-/// Make a tensor with a copy of the values of an object with `__dlpack__`, on the device of the values.
+/// Make a tensor with a copy of the values of another library's array, on the device of the values.
 ///
 /// ```python
 /// assert tc.from_dlpack(np.array([1.0, 2.0])).tolist() == [1.0, 2.0]
 /// ```
+///
+/// Args:
+///     data: an object with `__dlpack__`, or a DLPack capsule.
 ///
 /// Raises:
 ///     DeviceError: if the values are neither on the CPU nor on a CUDA device.
 ///     CudaUnavailableError: if the values are on a CUDA device and CUDA cannot be used.
 ///     DTypeError: if no dtype can represent the values. On a CUDA device, also for int8, int16, int32 and uint16.
 ///     ShapeError: if the values are on a CUDA device and a stride is negative.
-///     ArgumentError: if `data` has no `__dlpack__`, or is a capsule that has no tensor or was used before.
+///     ArgumentError: if `data` has no `__dlpack__` and is no capsule, or if the capsule has no tensor or was used
+///         before.
 ///     OutOfMemoryError: if the copy does not fit into memory.
 ///     The exceptions of the producer.
 #[pyfunction]
@@ -414,7 +425,7 @@ pub fn from_dlpack(data: &Bound<'_, PyAny>) -> Result<Tensor> {
     Ok(Tensor(import(data)?.into()))
 }
 
-/// A DLPack capsule.
+/// A DLPack capsule as a result.
 pub struct Capsule<'py>(Bound<'py, PyAny>);
 
 impl<'py> IntoPyObject<'py> for Capsule<'py> {
@@ -430,10 +441,23 @@ impl<'py> IntoPyObject<'py> for Capsule<'py> {
 
 #[pymethods]
 impl Tensor {
-    /// Return a capsule for other libraries' `from_dlpack`. Consumers that support read-only tensors (DLPack 1.0) share
-    /// this tensor's memory; older consumers get a copy unless `copy=False`. On a CUDA device, the consumer's `stream`
-    /// waits for the values. Without `stream`, the default stream waits; with -1, no stream waits. The memory is reused
-    /// only after the consumer has released the capsule's tensor.
+    /// Return a capsule for other libraries' `from_dlpack`. The memory is reused only after the consumer has released
+    /// the capsule's tensor.
+    ///
+    /// Args:
+    ///     stream: on a CUDA device, the consumer's stream, which waits for the values: 1 (the default stream; also if
+    ///         None), 2 (the per-thread default stream) or the address of a stream. With -1, no stream waits.
+    ///     max_version: the newest version of DLPack that the consumer supports. Before 1.0 there are no read-only
+    ///         tensors.
+    ///     dl_device: this tensor's device, as `__dlpack_device__` returns it.
+    ///     copy: whether the capsule has a copy instead of sharing this tensor's memory. Default: only if the consumer
+    ///         does not support read-only tensors.
+    ///
+    /// Raises:
+    ///     BufferError: if `dl_device` is another device, or `stream` does not suit this tensor's device.
+    ///     AutogradError: if this tensor needs a gradient.
+    ///     DeviceError: if the driver reports an error, or inside a captured function.
+    ///     OutOfMemoryError: if the copy does not fit into memory.
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         &self,
@@ -444,12 +468,14 @@ impl Tensor {
         copy: Option<bool>,
     ) -> Result<Capsule<'py>> {
         let Device { kind, id } = device_of(self.0.raw());
-        if stream.is_some() && kind == CPU {
-            return Err(PyBufferError::new_err("dlpack: CPU tensors have no streams").into());
+        if let Some(stream) = stream.filter(|_| kind == CPU) {
+            let message = format!("dlpack: stream is {stream}, expected None: tensors on the CPU have no streams");
+            return Err(PyBufferError::new_err(message).into());
         }
-        if dl_device.is_some_and(|device| device != (kind, id)) {
+        if let Some(wanted) = dl_device.filter(|&device| device != (kind, id)) {
             let name = if kind == CPU { "the CPU".to_owned() } else { format!("cuda:{id}") };
-            let message = format!("dlpack: the tensor is on {name}; move it with to() first");
+            let message =
+                format!("dlpack: dl_device is {wanted:?}, but the tensor is on {name}; move it with to() first");
             return Err(PyBufferError::new_err(message).into());
         }
         if self.0.requires_grad() {
@@ -458,15 +484,15 @@ impl Tensor {
             );
         }
         let consumer = if kind == CUDA { cuda::consumer(stream)? } else { None };
-        let versioned = max_version.is_some_and(|(major, _)| major >= 1);
-        let copies = copy.unwrap_or(!versioned);
-        let tensor = if copies { tc::raw::own_copy(self.0.raw())? } else { self.0.raw().clone() };
+        let is_versioned = max_version.is_some_and(|(major, _)| major >= 1);
+        let is_copied = copy.unwrap_or(!is_versioned);
+        let tensor = if is_copied { tc::raw::own_copy(self.0.raw())? } else { self.0.raw().clone() };
         if let Some(consumer) = consumer {
             // SAFETY: the protocol guarantees that the stream belongs to this tensor's device.
             unsafe { cuda::engine::ready_for(tensor.device(), consumer) }?;
         }
-        let flags = if copies { IS_COPIED } else { READ_ONLY };
-        let capsule = if versioned {
+        let flags = if is_copied { IS_COPIED } else { READ_ONLY };
+        let capsule = if is_versioned {
             export::<ManagedVersioned>(py, tensor, consumer, flags)
         } else {
             export::<Managed>(py, tensor, consumer, 0)
@@ -474,7 +500,7 @@ impl Tensor {
         capsule.map(Capsule)
     }
 
-    /// Return DLPack's type of the device (1 for the CPU, 2 for CUDA), and the device's index.
+    /// Return DLPack's type of this tensor's device (1 for the CPU, 2 for CUDA), and the device's index.
     fn __dlpack_device__(&self) -> (i32, i32) {
         let Device { kind, id } = device_of(self.0.raw());
         (kind, id)
