@@ -165,7 +165,7 @@ __all__ = [
 
 __version__: Final[str]
 """
-Version of the package.
+Version of the package. A build with CUDA has the suffix `+cu13`.
 """
 
 build_profile: Final[str]
@@ -447,8 +447,8 @@ class AdapterSet:
 @final
 class AutoencoderKL(Model):
     """
-    The autoencoder between images and latents, with the results and the parameter names of diffusers' `AutoencoderKL`.
-    `from_pretrained` loads one.
+    The autoencoder of latent diffusion, which converts images to latents and back. It has the results and the parameter
+    names of diffusers' `AutoencoderKL`. `from_pretrained` loads one.
 
     ```python
     vae = tc.models.AutoencoderKL.from_pretrained("sdxl", subfolder="vae")
@@ -462,10 +462,11 @@ class AutoencoderKL(Model):
         Decode latents to images.
 
         Args:
-            latent: latents, (B, C, h, w), not shifted or scaled. C is the model's number of latent channels.
-            tile_size: if given, images that are larger than this many pixels along a side (512 is usual) are decoded in
-                square tiles of this size, which overlap by a quarter and are blended at their seams. The memory of the
-                activations then does not grow with the image.
+            latent: latents, (B, C, h, w), before shift and scaling, as `encode` returns them. C is the model's number
+                of latent channels.
+            tile_size: the side of a tile in pixels, rounded down to a multiple of `downscale`; 512 is usual. Images
+                with a longer side are decoded in square tiles, which overlap by a quarter of their side and are blended
+                at their seams. The memory of the activations then does not grow with the image. Default: no tiles.
 
         Returns:
             Images, (B, 3, h * downscale, w * downscale), values about -1 to 1.
@@ -477,7 +478,7 @@ class AutoencoderKL(Model):
     @property
     def downscale(self, /) -> int:
         """
-        The height and width in pixels of an image, divided by the height and width of its latents.
+        The number of pixels per latent along each side of an image.
         """
     def encode(
         self, /, image: Tensor, *, tile_size: SupportsIndex | None = None
@@ -487,16 +488,16 @@ class AutoencoderKL(Model):
 
         Args:
             image: images, (B, 3, H, W), values -1 to 1.
-            tile_size: if given, images that are larger than this many pixels along a side (512 is usual) are encoded in
-                square tiles of this size, which overlap by a quarter. Near the tiles' seams, the result differs a little
-                from that of the whole image.
+            tile_size: the side of a tile in pixels, rounded down to a multiple of `downscale`; 512 is usual. Images
+                with a longer side are encoded in square tiles, which overlap by a quarter of their side. Near the
+                tiles' seams, the result differs a little from that of the whole image. Default: no tiles.
 
         Returns:
             The mean and the logarithm of the variance of the latents before shift and scaling, (B, C, H / downscale,
-            W / downscale) each. C is the model's number of latent channels, 4 for SDXL.
+            W / downscale) each, sizes rounded down. C is the model's number of latent channels, 4 for SDXL.
 
         Raises:
-            ShapeError: if the image does not fit the model.
+            ShapeError: if the image does not fit the model, or a side is shorter than `downscale`.
             ArgumentError: if `tile_size` is below 4 * downscale.
         """
     @property
@@ -507,7 +508,7 @@ class AutoencoderKL(Model):
     @property
     def shift_factor(self, /) -> float:
         """
-        The shift of the latents, see `scaling_factor`; 0 for SDXL.
+        The shift of the latents (see `scaling_factor`); 0 for SDXL.
         """
 
 @final
@@ -522,10 +523,10 @@ class AutoencoderKLQwenImage(Model):
         Decode latents to images.
 
         Args:
-            latent: latents, (B, 16, h, w), not normalised.
-            tile_size: if given, images that are larger than this many pixels along a side (512 is usual) are decoded in
-                square tiles of this size, which overlap by a quarter and are blended at their seams. The memory of the
-                activations then does not grow with the image.
+            latent: latents, (B, 16, h, w), before normalisation, as `encode` returns them.
+            tile_size: the side of a tile in pixels, rounded down to a multiple of `downscale`; 512 is usual. Images
+                with a longer side are decoded in square tiles, which overlap by a quarter of their side and are blended
+                at their seams. The memory of the activations then does not grow with the image. Default: no tiles.
 
         Returns:
             Images, (B, 3, h * downscale, w * downscale), values -1 to 1.
@@ -537,7 +538,7 @@ class AutoencoderKLQwenImage(Model):
     @property
     def downscale(self, /) -> int:
         """
-        The height and width in pixels of an image, divided by the height and width of its latents.
+        The number of pixels per latent along each side of an image.
         """
     def encode(
         self, /, image: Tensor, *, tile_size: SupportsIndex | None = None
@@ -547,16 +548,16 @@ class AutoencoderKLQwenImage(Model):
 
         Args:
             image: images, (B, 3, H, W), values -1 to 1.
-            tile_size: if given, images that are larger than this many pixels along a side (512 is usual) are encoded in
-                square tiles of this size, which overlap by a quarter. Near the tiles' seams, the result differs a little
-                from that of the whole image.
+            tile_size: the side of a tile in pixels, rounded down to a multiple of `downscale`; 512 is usual. Images
+                with a longer side are encoded in square tiles, which overlap by a quarter of their side. Near the
+                tiles' seams, the result differs a little from that of the whole image. Default: no tiles.
 
         Returns:
             The mean and the logarithm of the variance of the latents before normalisation with `latents_mean` and
-            `latents_std`, (B, 16, H / downscale, W / downscale) each.
+            `latents_std`, (B, 16, H / downscale, W / downscale) each, sizes rounded down.
 
         Raises:
-            ShapeError: if the image does not fit the model.
+            ShapeError: if the image does not fit the model, or a side is shorter than `downscale`.
             ArgumentError: if `tile_size` is below 4 * downscale.
         """
     @property
@@ -574,7 +575,8 @@ class AutoencoderKLQwenImage(Model):
 class CLIPTextModel(Model):
     """
     CLIP's text encoder. It computes the results of transformers' `CLIPTextModel` or `CLIPTextModelWithProjection`. The
-    names of the encoder's parameters begin with "text_model.", as in the published files. `from_pretrained` loads one.
+    names of its parameters, except the projection's, begin with "text_model.", as in the published files.
+    `from_pretrained` loads an encoder.
 
     ```python
     encoder = tc.models.CLIPTextModel.from_pretrained("sdxl", subfolder="text_encoder")
@@ -584,7 +586,7 @@ class CLIPTextModel(Model):
     """
     def __call__(self, /, input_ids: Tensor) -> TextFeatures:
         """
-        Compute the features of texts.
+        Compute the features of B texts of S tokens each.
 
         Args:
             input_ids: token ids, (B, S), i64 or u32. S is at most the model's number of positions, 77 in the published
@@ -639,15 +641,23 @@ class CapturedFunction:
 @final
 class CausalLM(Model):
     """
-    A language model: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5 and Qwen3. It computes the results of transformers'
-    `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM` or `Qwen3ForCausalLM`. `from_pretrained` loads a model;
-    with `layers=` it loads only the first layers, for use as a text encoder.
+    A language model of the family Llama 2 or 3, Mistral, SmolLM2, Qwen2, Qwen2.5 or Qwen3. It computes the results of
+    transformers' `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM` or `Qwen3ForCausalLM`. `from_pretrained`
+    loads a model. With `layers=` it loads only the first layers, for use as a text encoder. It loads Qwen2.5-VL as a
+    text encoder, too. A text encoder has no language-model head, so it computes hidden states, but no scores.
 
     The constructor makes a fresh model with the sizes in a `config.json`. The model's parameters are trainable and f32.
 
+    In shapes, V is the size of the vocabulary, and D is the number of features of a hidden state. A batch has B texts
+    of S tokens each, padding included. Some methods take M texts as one packed row of N tokens instead. It consists of
+    three tensors: `input_ids` has the tokens, one text after the other. `positions` has each token's position in its
+    text, from 0. `cu_seqlens` has M + 1 ascending bounds, from 0 to at most N: text i has the tokens from bound i up
+    to, but not including, bound i + 1. Tokens of a text do not attend to other texts. The tokens from the last bound on
+    are padding.
+
     ```python
     lm = tc.models.CausalLM.from_pretrained("llama")
-    tokens = [257, *b"upper: clavo", 256, 258]  # user, the bytes of the text, end, assistant
+    tokens = [257, *b"upper: clavo", 256, 258]  # the token "user", the bytes of the text, the tokens "end", "assistant"
     (answer,) = lm.generate([tokens], max_new_tokens=8)
     ```
 
@@ -659,26 +669,22 @@ class CausalLM(Model):
         MissingFileError, ConfigError: if the configuration is missing or belongs to another model.
         DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
         OutOfMemoryError: if the parameters do not fit.
-
-    Inside the model, all texts are in one packed row, which consists of three tensors. `input_ids` has the N tokens of
-    the M texts, one text after the other. `positions` has each token's position in its text, from 0. `cu_seqlens` has
-    M + 1 ascending bounds, from 0 to at most N: text i has the tokens from bound i up to, but not including, bound
-    i + 1. Tokens of a text do not attend to other texts. The tokens from the last bound on are padding.
     """
     def __call__(self, /, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """
         Compute, for each token of `input_ids`, the scores (logits) of the token that follows it: (B, S, V) in the dtype
-        of the weights. V is the size of the vocabulary.
+        of the weights.
 
         Args:
             input_ids: token ids, (B, S), i64 or u32.
             attention_mask: (B, S), i64 or u32: 1 for tokens of the text, 0 for padding, where the scores are 0.
+                Default: no padding.
 
         Raises:
             ShapeError: if an input has another shape.
             IndexOutOfRangeError: if an id is not a token, or the mask has other values than 0 and 1.
             DTypeError: if an input has another dtype than i64 or u32.
-            ArgumentError: if only a part of the layers was loaded.
+            ArgumentError: if the model is a text encoder.
         """
     def __new__(
         cls, /, config: str | bytes | PathLike[str] | PathLike[bytes], device: str = "cpu"
@@ -694,10 +700,10 @@ class CausalLM(Model):
     ) -> Tensor:
         """
         Add tokens to the texts of a cache, and compute the scores of the next token of each text that got tokens. The
-        result is (texts that got tokens, V), with the texts in the order of the cache.
+        result has one row of V scores for each of these texts, in the order of the cache, and no gradient.
 
-        The scores equal those of a forward pass over the whole texts, but the model usually computes only the new
-        tokens.
+        The scores equal those of a forward pass over the whole texts. For a text that grows by one token, the model
+        usually computes only this token; otherwise it computes all tokens of the text again.
 
         Args:
             cache: the cache with the texts.
@@ -705,8 +711,8 @@ class CausalLM(Model):
 
         Raises:
             IndexOutOfRangeError: if an id is not a token.
-            ArgumentError: if `tokens` has another number of texts than the cache, if no text gets a token, or if only a
-                part of the layers was loaded.
+            ArgumentError: if the number of lists in `tokens` is not the number of texts in the cache, if no text gets a
+                token, or if the model is a text encoder.
         """
     def generate(
         self,
@@ -723,29 +729,30 @@ class CausalLM(Model):
         seed: SupportsIndex = 0,
     ) -> list[list[int]]:
         """
-        Generate tokens after each prompt. The result has one list per prompt with its new tokens, without the token that
-        ends the text.
+        Generate tokens after each prompt. Returns one list of new tokens for each prompt, without the token that ends
+        the text.
 
         Texts do not influence each other and are not padded; their attention keys and values are cached. A drawn token
-        depends only on the scores, the seed, the index of the text and the token's position in the text.
+        depends only on the scores, the sampling options, the seed, the index of the text and the token's position in
+        the text.
 
         Args:
-            prompts: the token ids of each text; every text needs at least one.
+            prompts: the token ids with which each text begins; every text needs at least one.
             max_new_tokens: the largest number of tokens that are added to each text.
-            temperature: 0 always chooses the most likely token; otherwise scores are divided by the temperature and a
-                token is drawn.
-            top_k: draw only from this many most likely tokens; 0 draws from all.
-            top_p: draw only from the smallest set of most likely tokens whose probabilities sum to at least this number,
-                above 0 and up to 1.
-            min_p: draw only from tokens whose probability is at least `min_p` · the probability of the most likely token;
-                0 to 1.
-            repetition_penalty: a number above 1 makes tokens that are already in the text less likely.
+            temperature: a number of at least 0. 0 always chooses the most likely token; otherwise scores are divided by
+                the temperature and a token is drawn.
+            top_k: draw only from the `top_k` most likely tokens; 0 draws from all.
+            top_p: draw only from the smallest set of most likely tokens whose probabilities sum to at least this
+                number, above 0 and up to 1.
+            min_p: draw only from tokens whose probability is at least `min_p` · the probability of the most likely
+                token; 0 to 1.
+            repetition_penalty: a number above 0. Numbers above 1 make tokens that are already in the text less likely.
             stop_token_ids: the tokens that end a text; default: `eos_token_ids`.
             seed: the seed of the random draws.
 
         Raises:
             IndexOutOfRangeError: if an id is not a token.
-            ArgumentError: if a prompt is empty, if a number is out of range, or if only a part of the layers was loaded.
+            ArgumentError: if a prompt is empty, if a number is out of range, or if the model is a text encoder.
             NonFiniteError: if one of the model's scores is NaN.
         """
     def hidden(self, /, input_ids: Tensor, positions: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -754,9 +761,9 @@ class CausalLM(Model):
         scores from these states (see `logits`).
 
         Args:
-            input_ids: token ids, (N), i64 or u32.
-            positions: the position of each token in its text, (N), i64 or u32.
-            cu_seqlens: the bounds of the texts, (M + 1), i64 or u32.
+            input_ids: token ids, (N,), i64 or u32.
+            positions: the position of each token in its text, (N,), i64 or u32.
+            cu_seqlens: the bounds of the texts, (M + 1,), i64 or u32.
 
         Raises:
             ShapeError, DTypeError: if an input does not fit.
@@ -772,13 +779,14 @@ class CausalLM(Model):
         layers: SupportsGetItem[int, SupportsIndex] | None = None,
     ) -> list[Tensor]:
         """
-        Compute the hidden states after the given numbers of layers, numbered as in transformers: number 0 has the
-        embedded tokens, number n the states after the first n layers. Layers after the largest given number are not
-        computed. Unlike in transformers, the final norm is not applied to the last layer's states.
+        Compute the hidden states with the numbers `layers`. As in transformers, states 0 are the embedded tokens, and
+        states n are the results of the first n layers. Unlike in transformers, the final norm is not applied to the
+        last layer's states. Layers whose states are not needed are not computed.
 
         Args:
             input_ids: token ids, (B, S), i64 or u32.
             attention_mask: (B, S), i64 or u32: 1 for tokens of the text, 0 for padding, where the states are 0.
+                Default: no padding.
             layers: the numbers of the states to return, from 0 to the number of layers that were loaded; default: the
                 last layer's.
 
@@ -788,28 +796,29 @@ class CausalLM(Model):
         Raises:
             ShapeError, DTypeError: if an input does not fit.
             IndexOutOfRangeError: if an id is not a token, or the mask has other values than 0 and 1.
-            ArgumentError: if a number in `layers` exceeds the number of layers that were loaded.
+            ArgumentError: if a number in `layers` is negative or exceeds the number of layers that were loaded.
         """
     def log_probs(
         self, /, input_ids: Tensor, targets: Tensor, positions: Tensor, cu_seqlens: Tensor
     ) -> Tensor:
         """
-        Compute the logarithm of the probability of each target of a packed row: (N) in f32, 0 where the target is -100.
-        Neither the forward nor the backward pass holds the matrix of the scores of all tokens in memory.
+        Compute the logarithm of the probability of each target of a packed row: (N,) in f32, 0 where the target is
+        -100. Neither the forward nor the backward pass holds the matrix of the scores of all tokens in memory.
 
         Args:
             input_ids, targets, positions, cu_seqlens: as for `packed_loss`.
 
         Raises:
-            As `packed_loss`.
+            The errors of `packed_loss` about these arguments and the model.
         """
     def logits(self, /, hidden: Tensor) -> Tensor:
         """
-        Compute the scores (logits) of the next token, (..., V), for hidden states (..., D) that `hidden` computed.
+        Compute the scores (logits) of the next token, (..., V), from the hidden states (..., D) that `hidden` computed.
 
         Raises:
-            ShapeError, DTypeError: if the last dimension of the states is not D, or their dtype is not that of the weights.
-            ArgumentError: if only a part of the layers was loaded.
+            ShapeError, DTypeError: if the last dimension of the states is not D, or their dtype is not that of the
+                weights.
+            ArgumentError: if the model is a text encoder.
         """
     def loss(
         self, /, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
@@ -822,18 +831,19 @@ class CausalLM(Model):
             input_ids: token ids, (B, S), i64 or u32.
             labels: (B, S), i64: a copy of `input_ids`, with -100 at the tokens to ignore. The label in column s is
                 predicted from the tokens up to column s - 1, so labels in the first column and labels that directly
-                follow padding are ignored too. The mean is over the other labels; if there are none, it is 0.
-            attention_mask: (B, S), i64 or u32: 1 for tokens of the text, 0 for padding.
+                follow padding are ignored too. The mean is over the labels that are not ignored; if there are none, it
+                is 0.
+            attention_mask: (B, S), i64 or u32: 1 for tokens of the text, 0 for padding. Default: no padding.
 
         Raises:
             ShapeError, DTypeError: if an input does not fit.
             IndexOutOfRangeError: if an id or a label is not a token, or the mask has other values than 0 and 1.
-            ArgumentError: if only a part of the layers was loaded.
+            ArgumentError: if the model is a text encoder.
         """
     @property
     def max_position_embeddings(self, /) -> int:
         """
-        The longest text that the model is made for, in tokens.
+        The largest number of tokens of a text that the model was trained for.
         """
     @property
     def num_hidden_layers(self, /) -> int:
@@ -850,21 +860,22 @@ class CausalLM(Model):
         weights: Tensor | None = None,
     ) -> Tensor:
         """
-        Compute the sum, over the tokens of a packed row, of weight · cross entropy of the token's target: a scalar in
-        f32. The matrix of the scores of all tokens never exists in memory.
+        Compute the weighted sum of the cross entropies of a packed row's targets: a scalar in f32. The matrix of the
+        scores of all tokens never exists in memory.
 
         Args:
-            input_ids: token ids, (N), i64 or u32.
-            targets: the target of each token, (N), i64: the id of the next token in the same text, or -100 to leave the
-                token out of the sum.
-            positions: the position of each token in its text, (N), i64 or u32.
-            cu_seqlens: the bounds of the texts, (M + 1), i64 or u32.
-            weights: the factor of each token's cross entropy, (N), f32; default: 1 for all tokens.
+            input_ids: token ids, (N,), i64 or u32.
+            targets: the target of each token, (N,), i64: the id of the next token in the same text, or -100 to leave
+                the token out of the sum.
+            positions: the position of each token in its text, (N,), i64 or u32.
+            cu_seqlens: the bounds of the texts, (M + 1,), i64 or u32.
+            weights: the factor of each token's cross entropy, (N,), f32; default: 1 for all tokens.
 
         Raises:
             ShapeError, DTypeError: if an input does not fit.
             IndexOutOfRangeError: if an id or a target is not a token, or a bound is out of order or range.
-            ArgumentError: if only a part of the layers was loaded.
+            ArgumentError: if the model is a text encoder.
+            NoBackwardError: if `weights` needs a gradient.
         """
     def padded_states(
         self,
@@ -878,19 +889,19 @@ class CausalLM(Model):
         attend to all tokens of the text, but not to padding tokens, as in transformers with an attention mask.
 
         Args:
-            input_ids: token ids, (N), i64 or u32.
-            words: the number of tokens of the text, 1 to N. The first `words` tokens of `input_ids` are the text; the
-                others are padding.
+            input_ids: token ids, (N,), i64 or u32.
+            words: the number of tokens of the text, 1 to N. The first `words` tokens of `input_ids` are the text; all
+                later tokens are padding.
             layers: the numbers of the states to return, as in `hidden_states`.
 
         Returns:
-            For each of `layers` the states, (N, D).
+            (N, D) for each of `layers`.
 
         Raises:
             ShapeError, DTypeError: if an input does not fit.
             IndexOutOfRangeError: if an id is not a token.
-            ArgumentError: if `words` is 0 or larger than N, or if a number in `layers` exceeds the number of layers that
-                were loaded.
+            ArgumentError: if `words` is not from 1 to N, or if a number in `layers` is negative or exceeds the number
+                of layers that were loaded.
         """
     def stream(
         self,
@@ -907,20 +918,21 @@ class CausalLM(Model):
         seed: SupportsIndex = 0,
     ) -> Generation:
         """
-        As `generate`, but return an iterator. Each item is a list with one new token per text, or None for a text that
-        has ended.
+        Generate tokens as `generate` does, but return an iterator. Each item is a list with one element per text: the
+        new token, or None if the text has ended.
 
         Args:
-            prompts, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop_token_ids, seed: as for `generate`.
+            prompts, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop_token_ids, seed: as for
+                `generate`.
 
         Raises:
-            The errors of `generate`. The call itself raises ArgumentError if a prompt is empty or a number is out of range;
-            the iterator raises the other errors.
+            The errors of `generate`. The call itself raises ArgumentError if a prompt is empty or a number is out of
+            range, and IndexOutOfRangeError if an id is 2**32 or more; the iterator raises the other errors.
         """
     @property
     def vocab_size(self, /) -> int:
         """
-        The number of tokens that the embedding has rows for.
+        The number of rows of the embedding. All token ids are below this number.
         """
 
 @final
@@ -986,15 +998,15 @@ class ChromaTransformer(Model):
         Predict the velocity (noise minus latents) for noisy latents.
 
         Args:
-            hidden_states: noisy latents as tokens, (B, S, in_channels). The features of a token are the values of a
-                square of 2 x 2 latents in the order (channel, row, column).
-            encoder_hidden_states: T5's results for the text tokens, (B, L, joint_attention_dim).
+            hidden_states: noisy latents of B samples as S tokens each, (B, S, in_channels). The features of a token are
+                the values of a square of 2 x 2 latents in the order (channel, row, column).
+            encoder_hidden_states: T5's results for the L text tokens, (B, L, joint_attention_dim).
             timestep: the time from 0 (clean latents) to 1 (pure noise): (B,), (1,), or a number.
             img_ids: positions of the image tokens, (S, 3): 0, row, column.
             txt_ids: positions of the text tokens, (L, 3): zeros.
             lengths: for each sample, the number of text tokens that other tokens attend to, (B,), at least 1: the
-                text's own tokens and one padding token. Default: all L tokens; then attention needs no mask, which saves
-                time.
+                text's own tokens and one padding token. With `lengths`, L is at most 4096. Default: all L tokens; then
+                attention needs no mask, which saves time.
 
         Returns:
             A tensor of the shape of `hidden_states`, in the dtype of the weights.
@@ -1211,7 +1223,7 @@ class DigitsTransformer(Model):
     ```
 
     Args:
-        sample_size: height and width of an image in pixels.
+        sample_size: height and width of an image in pixels, a multiple of `patch_size`.
         patch_size: height and width in pixels of a patch; each patch becomes one token.
         num_layers: number of transformer blocks.
         num_attention_heads: number of attention heads of each block.
@@ -1221,21 +1233,22 @@ class DigitsTransformer(Model):
         device: the device of the parameters.
 
     Raises:
-        ConfigError, ArgumentError: if a number is out of range, or the sizes do not fit together.
+        ConfigError: if a number is 0 or above 65536, or `sample_size` is not a multiple of `patch_size`.
+        ArgumentError: if a number is negative.
         DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
         OutOfMemoryError: if the parameters do not fit.
     """
     def __call__(self, /, sample: Tensor, timestep: Tensor, class_labels: Tensor) -> Tensor:
         """
-        Predict the velocity of flow matching, noise - image, for noisy images.
+        Predict the velocity of flow matching (noise minus image) for noisy images.
 
         Args:
-            sample: noisy images, (B, 1, H, W), values about -1 to 1.
+            sample: noisy images, (B, 1, sample_size, sample_size). The values of images without noise are -1 to 1.
             timestep: the time of each image from 0 (clean image) to 1000 (pure noise), (B,).
             class_labels: the class of each image, (B,), i64 or u32.
 
         Returns:
-            A tensor of the shape of `sample`.
+            A tensor of the shape of `sample`, in the dtype of the weights.
 
         Raises:
             ShapeError: if the inputs do not fit the model or one another.
@@ -1274,12 +1287,13 @@ class EMA:
     Args:
         adapter: the adapter, from `add_adapter` or `load_adapter`.
         decay: the weight of the old average in each update, in [0, 1).
-        warmup: whether the update that follows n other updates uses min(decay, (1 + n) / (10 + n)) as its decay, so that
-            the initial values soon lose their weight.
+        warmup: whether the update that follows n other updates uses min(decay, (1 + n) / (10 + n)) instead of `decay`,
+            so that the initial values soon lose their weight.
 
     Raises:
         ArgumentError: if `decay` is out of range.
         DTypeError: if the parameters are not f32.
+        OutOfMemoryError: if the averages do not fit.
     """
     def __enter__(self, /) -> EMA: ...
     def __exit__(self, /, *exception: object) -> None: ...
@@ -1299,17 +1313,18 @@ class EMA:
         """
     def load_state_dict(self, /, state: dict[str, Tensor]) -> None:
         """
-        Load a state that was saved for an adapter with the same shapes.
+        Load a state that was saved for an adapter with the same shapes. After each of the following errors, nothing has
+        changed.
 
         Raises:
-            ConfigError: if an entry is missing or not expected, or the number of updates is negative. In this case
-                nothing changes.
-            ShapeError, DTypeError: if an entry has another shape or dtype. In this case nothing changes.
+            ConfigError: if an entry is missing or not expected, or the number of updates is negative.
+            ShapeError, DTypeError: if an entry has another shape or dtype.
+            DeviceError: inside a captured function.
         """
     def state_dict(self, /) -> dict[str, Tensor]:
         """
-        Return a copy of the state: `INDEX.average` is the average of the parameter with the index INDEX, and `updates`
-        (i64) is the number of updates.
+        Return a copy of the state on the CPU: `INDEX.average` is the average of the parameter with the index INDEX in
+        `adapter.parameters()`, and `updates` (i64) is the number of updates.
         """
     def swap_in(self, /) -> None:
         """
@@ -1317,6 +1332,8 @@ class EMA:
 
         Raises:
             ArgumentError: if the averages already replace the parameters.
+            OutOfMemoryError: if a copy of the parameters does not fit.
+            DeviceError: inside a captured function.
         """
     def swap_out(self, /) -> None:
         """
@@ -1324,13 +1341,15 @@ class EMA:
 
         Raises:
             ArgumentError: if the averages do not replace the parameters.
+            DeviceError: inside a captured function.
         """
     def update(self, /) -> None:
         """
-        Update each average: decay · average + (1 - decay) · parameter.
+        Set each average to decay · average + (1 - decay) · parameter.
 
         Raises:
-            ArgumentError: while the averages replace the parameters.
+            ArgumentError: if the averages replace the parameters.
+            DeviceError: if a captured function updates twice.
         """
     @property
     def updates(self, /) -> int:
@@ -1461,14 +1480,14 @@ class Flux2Transformer(Model):
         Predict the velocity (noise minus latents) for noisy latents.
 
         Args:
-            hidden_states: noisy latents as tokens, (B, S, in_channels). The features of a token are the values of a
-                square of 2 x 2 latents in the order (channel, row, column).
-            encoder_hidden_states: the text encoder's results for the text tokens, (B, L, joint_attention_dim).
+            hidden_states: noisy latents of B samples as S tokens each, (B, S, in_channels). The features of a token are
+                the values of a square of 2 x 2 latents in the order (channel, row, column).
+            encoder_hidden_states: the text encoder's results for the L text tokens, (B, L, joint_attention_dim).
             timestep: the time from 0 (clean latents) to 1 (pure noise): (B,), (1,), or a number.
             img_ids: positions of the image tokens, (S, 4): 0, row, column, 0.
             txt_ids: positions of the text tokens, (L, 4): 0, 0, 0, the token's index in the text.
-            guidance: the guidance scale, (B,), (1,), or a number. Only a guidance-distilled model (FLUX.2-dev) takes this
-                argument.
+            guidance: the guidance scale, (B,), (1,), or a number. Only a guidance-distilled model (FLUX.2-dev) takes
+                this argument.
 
         Returns:
             A tensor of the shape of `hidden_states`, in the dtype of the weights.
@@ -1500,9 +1519,9 @@ class FluxTransformer(Model):
         Predict the velocity (noise minus latents) for noisy latents.
 
         Args:
-            hidden_states: noisy latents as tokens, (B, S, in_channels). The features of a token are the values of a
-                square of 2 x 2 latents in the order (channel, row, column).
-            encoder_hidden_states: T5's results for the text tokens, (B, L, joint_attention_dim).
+            hidden_states: noisy latents of B samples as S tokens each, (B, S, in_channels). The features of a token are
+                the values of a square of 2 x 2 latents in the order (channel, row, column).
+            encoder_hidden_states: T5's results for the L text tokens, (B, L, joint_attention_dim).
             pooled_projections: CLIP's pooled text embedding, (B, pooled_projection_dim).
             timestep: the time from 0 (clean latents) to 1 (pure noise): (B,), (1,), or a number.
             img_ids: positions of the image tokens, (S, 3): 0, row, column.
@@ -1522,9 +1541,9 @@ class FluxTransformer(Model):
 @final
 class Generation:
     """
-    An iterator that generates several texts. Each iteration adds one token to every text that has not ended, and returns
-    a list with one new token per text, or None for a text that has ended. The iterator stops when all texts have ended.
-    `CausalLM.stream` makes one.
+    An iterator that generates several texts. Each iteration chooses the next token of every text that has not ended. It
+    returns a list with one element per text: the new token, or None if the text has ended. The iterator stops when all
+    texts have ended. `CausalLM.stream` makes one.
 
     ```python
     lm = tc.models.CausalLM.from_pretrained("llama")
@@ -1539,7 +1558,7 @@ class Generation:
         End the text with the index `text`. The other texts continue.
 
         Raises:
-            ArgumentError: if `text` is not less than the number of texts.
+            ArgumentError: if `text` is negative or not less than the number of texts.
         """
 
 @final
@@ -1641,7 +1660,7 @@ class KVCache:
     lm = tc.models.CausalLM.from_pretrained("llama")
     cache = tc.models.KVCache(1)
     scores = lm.extend(cache, [[257, 104]])
-    scores = lm.extend(cache, [[105]])  # computes this token alone
+    scores = lm.extend(cache, [[105]])  # computes only this token
     assert cache.tokens(0) == [257, 104, 105]
     ```
 
@@ -1658,61 +1677,69 @@ class KVCache:
         Return the token ids of the text with the index `text`.
 
         Raises:
-            ArgumentError: if `text` is not less than the number of texts.
+            ArgumentError: if `text` is negative or not less than the number of texts.
         """
 
 @disjoint_base
 class LoraConfig:
     """
-    The configuration of adapters: which layers get them, and their kind and size. The names of fields are peft's.
+    The configuration of adapters: which layers get them, and their kind and size. Arguments that peft has too have
+    peft's names.
 
-    An entry that selects layers is the whole name of a layer, the end of its name after a dot ("to_q", "to_out.0"), or
-    a regular expression for the whole name or its end after a dot. "all-linear" selects every linear layer, "all-conv"
-    every convolution, and "all-attention" the projections of attention.
+    The entries of `target_modules`, `exclude_modules`, `rank_pattern` and `alpha_pattern` select layers. An entry is
+    the whole name of a layer, or the end of its name after a dot ("to_q", "to_out.0"). An entry with other characters
+    than letters, digits, "_", "." and "-" is a regular expression for the whole name, or for the end after a dot.
+    "all-linear" selects every linear layer, "all-conv" every convolution, and "all-attention" the projections of
+    attention.
 
     ```python
     config = tc.LoraConfig(r=16, lora_alpha=16, target_modules=["to_q", "to_v"], rank_pattern={"to_v": 4})
-    assert config.select({"mid.to_q": (8, 8), "mid.to_v": (8, 8), "mid.to_k": (8, 8)}) == {"mid.to_q": 16, "mid.to_v": 4}
+    layers = {"mid.to_q": (8, 8), "mid.to_v": (8, 8), "mid.to_k": (8, 8)}
+    assert config.select(layers) == {"mid.to_q": 16, "mid.to_v": 4}
     ```
 
     Args:
         r: rank, at least 1.
-        lora_alpha: numerator of the scale, lora_alpha / r.
-        target_modules: the layers that get an adapter.
-        exclude_modules: layers that get no adapter although `target_modules` selects them.
+        lora_alpha: numerator of the scale lora_alpha / r; finite and not 0.
+        target_modules: the layers that get an adapter. Default: "all-linear".
+        exclude_modules: layers that get no adapter although `target_modules` selects them. Default: none.
         lora_dropout: probability of dropping an element of an adapter's input while training, in [0, 1).
         use_dora: whether adapters of the kind "lora" are weight-decomposed (DoRA), as those of the kind "dora" are.
         use_rslora: whether the scale is lora_alpha / sqrt(r) instead of lora_alpha / r.
-        rank_pattern: ranks other than `r`, by the entry that selects their layers.
-        alpha_pattern: alphas other than `lora_alpha`, by the entry that selects their layers.
+        rank_pattern: the ranks of layers whose rank is not `r`, by the entry that selects the layers. If several
+            entries select a layer, the first in alphabetical order counts.
+        alpha_pattern: as `rank_pattern`, the alphas of layers whose alpha is not `lora_alpha`.
         adapter: the kind of adapter: "lora", "dora", "loha", "lokr" or "oft". OFT has no rank, so it ignores `r` and
             `lora_alpha`.
         wd_on_output: whether DoRA has one magnitude for each output, as in the paper, instead of one for each input.
         decompose_both: whether LoKr's smaller factor may be low-rank, too.
-        decompose_factor: the size of LoKr's smaller factor; -1 chooses a size near the square root of the layer's size.
-        oft_block_size: the size of the blocks that OFT rotates. If it does not divide a layer's number of features, OFT uses the nearest
-            divisor.
+        decompose_factor: the number of rows, and of columns, of LoKr's smaller factor. If this number does not divide a
+            layer's number of outputs (or inputs), LoKr takes a smaller divisor. -1 chooses divisors near the square
+            roots of these two numbers.
+        oft_block_size: the size of the blocks that OFT rotates, at least 2. If it does not divide a layer's number of
+            features, OFT uses the nearest divisor.
         oft_side: "input" if OFT rotates the inputs of layers, as in peft; "output" if it rotates their outputs, as in
             LyCORIS and ComfyUI. The default depends on the default file format of the model's adapters: "input" for
             peft's format, "output" for the others.
-        use_cayley_neumann: whether OFT of inputs (`oft_side`) computes a Neumann series instead of the Cayley transform,
-            as peft does by default.
+        use_cayley_neumann: whether OFT of inputs (`oft_side`) computes a Neumann series instead of the Cayley
+            transform. In peft the default is True.
         num_cayley_neumann_terms: the number of terms of the Neumann series, from 2 to 64.
         qat: the format for quantization-aware training, "int8", "int4", "fp8" or "nf4". Every forward pass rounds the
-            adapted weights of linear layers to this format, as `nn.functional.fake_quantize` does.
+            adapted weights of linear layers (base and adapter together) to this format, as
+            `nn.functional.fake_quantize` does.
         qat_activations: whether layers with rounded weights also round their inputs, with a scale per token. This needs
             `qat` "int8" or "fp8".
-        qat_learned_scales: whether each scale of the weights is multiplied by a learned factor, which starts at 1.
+        qat_learned_scales: whether each scale of the rounded weights is multiplied by a learned factor, which starts
+            at 1.
         dtype: the dtype of the parameters in training, "f32", or "bf16" for an optimizer with `stochastic_rounding`.
-        peft: other arguments of peft's class, such as `bias="none"`. A value that asks for something that this library
-            does not do raises ConfigError.
+        peft: other arguments of peft's `LoraConfig`, such as `bias="none"`.
 
     Raises:
-        ConfigError: if a value is unknown, out of range or does not fit the other values, or if an argument of peft asks
-            for something that this library does not do.
+        ConfigError: if a value is unknown, out of range or does not fit the other values, or if an argument of peft
+            asks for something that this library does not do.
         ArgumentError: if an integer other than `decompose_factor` is negative, or the format `qat` is unknown.
         DTypeError: if the dtype is unknown.
-        TypeError: if there is no such argument.
+        TypeError: if an argument's name is unknown both here and in peft.
     """
     @classmethod
     def __init_subclass__(cls, /) -> None: ...
@@ -1752,7 +1779,7 @@ class LoraConfig:
     @property
     def alpha_pattern(self, /) -> dict[str, float]:
         """
-        The alphas other than `lora_alpha`, by the entry that selects their layers.
+        The alphas of layers whose alpha is not `lora_alpha`, by the entry that selects the layers.
         """
     @property
     def decompose_both(self, /) -> bool:
@@ -1762,7 +1789,7 @@ class LoraConfig:
     @property
     def decompose_factor(self, /) -> int:
         """
-        The size of LoKr's smaller factor; -1 chooses a size near the square root of the layer's size.
+        The number of rows, and of columns, of LoKr's smaller factor; -1 if LoKr chooses them.
         """
     @property
     def dtype(self, /) -> DType:
@@ -1787,7 +1814,7 @@ class LoraConfig:
     @property
     def num_cayley_neumann_terms(self, /) -> int:
         """
-        The number of terms of the Neumann series that OFT computes instead of the Cayley transform.
+        The number of terms of the Neumann series; 5 without `use_cayley_neumann`.
         """
     @property
     def oft_block_size(self, /) -> int:
@@ -1811,13 +1838,13 @@ class LoraConfig:
             optimizer: the name of an optimizer in lower case, such as "adamw8bit".
 
         Raises:
-            ConfigError: if there is no such optimizer, or a pattern is not a regular expression.
+            ConfigError: if there is no such optimizer, or an entry is not a valid regular expression.
             ShapeError: if a shape cannot be that of a layer's weight.
         """
     @property
     def qat(self, /) -> str | None:
         """
-        The format to which adapted weights are rounded in quantization-aware training, if any.
+        The format to which quantization-aware training rounds adapted weights; None for other training.
         """
     @property
     def qat_activations(self, /) -> bool:
@@ -1827,7 +1854,7 @@ class LoraConfig:
     @property
     def qat_learned_scales(self, /) -> bool:
         """
-        Whether each scale of the weights is multiplied by a learned factor.
+        Whether each scale of the rounded weights is multiplied by a learned factor.
         """
     @property
     def r(self, /) -> int:
@@ -1837,17 +1864,18 @@ class LoraConfig:
     @property
     def rank_pattern(self, /) -> dict[str, int]:
         """
-        The ranks other than `r`, by the entry that selects their layers.
+        The ranks of layers whose rank is not `r`, by the entry that selects the layers.
         """
     def select(self, /, layers: dict[str, SupportsGetItem[int, SupportsIndex]]) -> dict[str, int]:
         """
         Return the layers that get an adapter, with their ranks.
 
         Args:
-            layers: the shapes of the layers' weights in files, (out, in) or (out, in, height, width), by name.
+            layers: the shape of each layer's weight in files, by the layer's name: (out, in) for a linear layer, (out,
+                in, height, width) for a convolution.
 
         Raises:
-            ConfigError: if a pattern is not a regular expression.
+            ConfigError: if an entry is not a valid regular expression.
         """
     @property
     def target_modules(self, /) -> list[str]:
@@ -1862,7 +1890,7 @@ class LoraConfig:
     @property
     def use_dora(self, /) -> bool:
         """
-        Whether adapters are weight-decomposed (DoRA).
+        Whether adapters of the kind "lora" are weight-decomposed (DoRA), as those of the kind "dora" are.
         """
     @property
     def use_rslora(self, /) -> bool:
@@ -1878,8 +1906,9 @@ class LoraConfig:
 @disjoint_base
 class Model:
     """
-    The base class of models, with the methods for named tensors, adapters, gradient checkpointing and files. Each kind of
-    model is a subclass, and calling an object of the subclass runs the forward pass. `from_pretrained` loads a model.
+    The base class of models, with the methods for named tensors, adapters, gradient checkpointing and files. Each kind
+    of model is a subclass. Calling a model runs its forward pass, but an autoencoder has the methods `encode` and
+    `decode` instead. `from_pretrained` loads a model.
 
     ```python
     unet = tc.models.Model.from_pretrained("sdxl")  # the denoising model of the pipeline
@@ -1911,9 +1940,9 @@ class Model:
         Saved files and merged weights do not include the frozen LoRA.
 
         Raises:
-            MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
-            ConfigError, ShapeError: if the file is not a LoRA of linear layers, if it does not fit the layers, or if a layer
-                already has a training adapter.
+            MissingFileError, WeightsFormatError: if there is no such file, or it has no adapter for this model.
+            ConfigError, ShapeError: if the file is not a LoRA of linear layers, if it does not fit the layers, or if a
+                layer already has a training adapter.
             ArgumentError: if `scale` is not finite.
         """
     def disable_gradient_checkpointing(self, /) -> None:
@@ -1934,13 +1963,13 @@ class Model:
 
         Args:
             policy: "full" keeps the inputs of blocks; "selective" also keeps the results of matrix products and
-                attention; "offload" keeps the inputs of blocks, but in the memory of the host.
-            blocks: the number of blocks that get the policy "full" or "offload", the first in the order in which the
-                model lists them; the other blocks get "selective". Default: all blocks get the policy.
+                attention; "offload" keeps the inputs of blocks in the memory of the host; "none" keeps everything.
+            blocks: the number of blocks, from the model's first block on, that get the policy "full" or "offload"; the
+                later blocks get "selective". Default: all blocks get the policy.
 
         Raises:
-            ArgumentError: if the policy is unknown, if the model has fewer blocks, or if `blocks` is given with another
-                policy.
+            ArgumentError: if the policy is unknown, if `blocks` is negative or exceeds the model's number of blocks, or
+                if `blocks` is given with the policy "selective" or "none".
         """
     @classmethod
     def from_config(
@@ -1961,18 +1990,17 @@ class Model:
             config: the path of a `config.json`; default: the configuration of the published model of this class.
             dtype: the dtype of the weights; default: f32.
             device: the device of the weights.
-            quantize: as in `from_pretrained`.
-            stream_blocks: as in `from_pretrained`.
-            stream_modulation: as in `from_pretrained`.
+            quantize, stream_blocks, stream_modulation: as in `from_pretrained`.
 
         Raises:
             ArgumentError: if called on the base class `Model`, if `quantize` is unknown or the kind has no layers to
                 quantize, if the model has fewer blocks than `stream_blocks`, or if it has no separate layers for
                 `stream_modulation`.
-            MissingFileError, ConfigError: if the configuration is missing or belongs to another model.
+            MissingFileError, FileError, ConfigError: if the configuration is missing, cannot be read, or belongs to
+                another model.
             DTypeError: if the dtype is unknown or not floating point.
             DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
-            OutOfMemoryError: if the model does not fit.
+            OutOfMemoryError: if the model does not fit, or if the system cannot allocate the pinned memory.
         """
     @classmethod
     def from_pretrained(
@@ -1991,8 +2019,8 @@ class Model:
         stream_modulation: bool = False,
     ) -> Self:
         """
-        Load the model at `path` with frozen weights. `Class.from_pretrained` returns an object of `Class`;
-        `Model.from_pretrained` returns an object of the subclass that fits the files.
+        Load the model at `path` with frozen weights. A subclass's `from_pretrained` returns an object of the subclass;
+        `Model.from_pretrained`, also called `load`, returns an object of the subclass that fits the files.
 
         ```python
         unet = tc.models.load("sdxl", dtype="bf16")
@@ -2003,7 +2031,7 @@ class Model:
             path: a model's folder, a weight file beside its `config.json`, a pipeline's folder, an original checkpoint
                 in one file, or a name on the Hugging Face hub, "organisation/name". From a pipeline or an original
                 checkpoint, `Model.from_pretrained` loads the denoising model (the UNet or transformer).
-            dtype: the dtype to which the weights are converted; by default the weights keep the dtype of the file.
+            dtype: the dtype to which the weights are converted; default: the dtype of most weights in the files.
             device: the device of the weights.
             subfolder: the name of the model's folder in a pipeline ("unet", "vae", "text_encoder", "text_encoder_2"),
                 which also selects the model of an original checkpoint. Default: the first folder that fits the class.
@@ -2012,22 +2040,22 @@ class Model:
             force_upcast: whether the weights become f32 even if half precision is requested or stored. By default the
                 model's configuration decides. The configuration of SDXL's autoencoder requests f32, because the
                 autoencoder's activations exceed the range of f16.
-            layers: load only this many layers of a language model, from the first on, to read their `hidden_states`;
+            layers: the number of layers of a language model to load, from the first on, to read their `hidden_states`;
                 default: all.
-            quantize: "int8", "fp8", "nf4", "q8_0" or "q4_0": quantize the weights of linear layers as the function `quantize`
-                does, each layer when it is read. The other weights have `dtype`.
-            stream_blocks: the number of transformer blocks whose linear layers' weights are in pinned host memory. The
-                weights of such a block are copied to the device before the block runs, on a separate CUDA stream. The
-                device holds the copied weights of two such blocks at a time.
+            quantize: "int8", "fp8", "nf4", "q8_0" or "q4_0": the format to which the linear layers of blocks are
+                quantized while they are read, as by the function `quantize`. The other weights have `dtype`.
+            stream_blocks: the number of transformer blocks that keep the weights of linear layers in pinned host
+                memory. The weights of such a block are copied to the device before the block runs, on a separate CUDA
+                stream. The device holds the copied weights of two such blocks at a time.
             stream_modulation: whether the weights of the layers that compute the modulation of all blocks are in pinned
                 host memory too. For Flux these weights take 6 GiB, and each step reads them once.
 
         Raises:
-            MissingFileError, WeightsFormatError: if files are missing or damaged.
+            MissingFileError, FileError, WeightsFormatError: if files are missing, cannot be read, or are damaged.
             ConfigError: if the configuration belongs to another model, is not supported, or does not fit the weights.
-            ArgumentError: if `layers` is given for a model that is not a language model or exceeds the model's number of
-                layers, if `quantize` is unknown or is given for a kind of model without layers to quantize, if the model has
-                fewer blocks than `stream_blocks`, or if it has no separate layers for `stream_modulation`.
+            ArgumentError: if `layers` is given for a model that is not a language model or is not from 1 to its number
+                of layers, if `quantize` is unknown or given for a kind of model without layers to quantize, if the
+                model has fewer blocks than `stream_blocks`, or if it has no separate layers for `stream_modulation`.
             DTypeError: if the dtype is unknown or not floating point.
             DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
             OutOfMemoryError: if the model does not fit, or if the system cannot allocate the pinned memory.
@@ -2046,19 +2074,19 @@ class Model:
         scale: SupportsFloat | SupportsIndex = ...,
     ) -> AdapterSet:
         """
-        Put the adapters of a file on the model and multiply the adapters' scales by `scale`. The file may have any of the
-        formats of `AdapterSet.save`, and any tool may have written it. The file's adapters for other models of a pipeline
-        are ignored.
+        Put the adapters of a file on the model and multiply the adapters' scales by `scale`. The file may have any of
+        the formats of `AdapterSet.save`, and any tool may have written it. The file's adapters for other models of a
+        pipeline are ignored.
 
         Raises:
-            MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
+            MissingFileError, WeightsFormatError: if there is no such file, or it has no adapter for this model.
             ConfigError, ShapeError: if the model has an adapter already, or the file's adapters do not fit its layers.
             ArgumentError: if `scale` is 0 or not finite.
         """
     def merge_adapter(self, /) -> None:
         """
-        Make each adapted layer compute with one merged weight, as fast as an unquantized layer without an adapter. Later
-        changes of the adapters' parameters have no effect until `unmerge_adapter`.
+        Make each adapted layer compute with one merged weight, as fast as an unquantized layer without an adapter.
+        Later changes of the adapters' parameters have no effect until `unmerge_adapter`.
 
         Raises:
             ArgumentError: if the model has no adapter.
@@ -2070,8 +2098,8 @@ class Model:
         """
     def named_tensors(self, /) -> dict[str, Tensor]:
         """
-        Return every parameter by name. Parameters of adapters are not included, but if an adapter is merged, the weight
-        of its layer is the merged weight.
+        Return every parameter by name, quantized weights dequantized. Parameters of adapters are not included, but if
+        an adapter is merged, the weight of its layer is the merged weight.
         """
     def remove_adapter(self, /) -> None:
         """
@@ -2086,15 +2114,15 @@ class Model:
 
         Args:
             folder: the folder, which is created if missing.
-            quantize: "nf4" writes the linear layers that may be quantized as bitsandbytes does, in four bits with
-                scales in f32. `config.json` names the other linear layers, which stay plain. If diffusers cannot tell
-                such a name apart from the name of a quantized layer, both layers are quantized: this happens to the
-                last layer of Flux.
+            quantize: "nf4" quantizes all linear layers that may be quantized: it writes them as bitsandbytes does, in
+                four bits with scales in f32. `config.json` names the linear layers that are not quantized. If diffusers
+                cannot tell such a name apart from the name of a quantized layer, both layers are quantized: this
+                happens to the last layer of Flux.
 
         Raises:
             FileError: if a file cannot be written.
-            ArgumentError: if only a part of the model's layers was loaded, if the format is not "nf4", or if the model has
-                no layers that may be quantized.
+            ArgumentError: if only a part of the model's layers was loaded, if the format is not "nf4", or if the model
+                has no layers that may be quantized.
             DTypeError: if a layer to quantize is f64.
         """
     def unmerge_adapter(self, /) -> None:
@@ -2747,16 +2775,17 @@ class QwenImageTransformer(Model):
         Predict the velocity (noise minus latents) for noisy latents.
 
         Args:
-            hidden_states: noisy latents as tokens, (B, S, in_channels). The features of a token are the values of a
-                square of 2 x 2 latents in the order (channel, row, column).
-            encoder_hidden_states: Qwen2.5-VL's results for the text tokens, (B, L, joint_attention_dim).
+            hidden_states: noisy latents of B samples as S tokens each, (B, S, in_channels). The features of a token are
+                the values of a square of 2 x 2 latents in the order (channel, row, column).
+            encoder_hidden_states: Qwen2.5-VL's results for the L text tokens, (B, L, joint_attention_dim).
             timestep: the time from 0 (clean latents) to 1 (pure noise): (B,), (1,), or a number.
-            img_ids: positions of the image tokens, (S, 3): 0, row, column. The coordinates of n rows of tokens ascend from
-                n // 2 - n to n // 2 - 1; so do the coordinates of n columns.
+            img_ids: positions of the image tokens, (S, 3): 0, row, column. Rows and columns are counted from the middle
+                of the image: if there are n of them, their coordinates are n // 2 - n to n // 2 - 1.
             txt_ids: positions of the text tokens, (L, 3). If the image has h rows and w columns of tokens, all three
                 coordinates of text token i are max(h // 2, w // 2) + i.
-            lengths: for each sample, the number of text tokens that other tokens attend to, (B,), at least 1.
-                Default: all L tokens; then attention needs no mask, which saves time.
+            lengths: for each sample, the number of text tokens that other tokens attend to, (B,), at least 1. The later
+                tokens are padding. With `lengths`, L is at most 4096. Default: all L tokens; then attention needs no
+                mask, which saves time.
 
         Returns:
             A tensor of the shape of `hidden_states`, in the dtype of the weights.
@@ -2784,9 +2813,9 @@ class SD3Transformer(Model):
         Predict the velocity (noise minus latents) for noisy latents.
 
         Args:
-            hidden_states: noisy latents, (B, 16, h, w), shifted and scaled by the autoencoder's `shift_factor` and
-                `scaling_factor`; h and w must be even.
-            encoder_hidden_states: the text encoders' results for the text tokens, (B, L, joint_attention_dim).
+            hidden_states: noisy latents of B samples, (B, 16, h, w), shifted and scaled by the autoencoder's
+                `shift_factor` and `scaling_factor`; h and w must be even.
+            encoder_hidden_states: the text encoders' results for the L text tokens, (B, L, joint_attention_dim).
             pooled_projections: the pooled text embedding, (B, pooled_projection_dim).
             timestep: the time from 0 (clean latents) to 1000 (pure noise): (B,), (1,), or a number.
 
@@ -2823,15 +2852,15 @@ class SDXLUNet(Model):
         time_ids: Tensor,
     ) -> Tensor:
         """
-        Predict the noise for noisy latents, or the velocity if the model was trained to predict the velocity.
+        Predict the noise in noisy latents, or their velocity if the model was trained to predict the velocity.
 
         Args:
-            sample: noisy latents, (B, 4, h, w), scaled by the autoencoder's `scaling_factor`.
+            sample: noisy latents of B images, (B, 4, h, w), scaled by the autoencoder's `scaling_factor`.
             timestep: the diffusion timestep from 0 (least noise) to 999 (most noise): (B,), (1,), or a number.
-            encoder_hidden_states: the text encoders' results for the text tokens, (B, L, cross_attention_dim).
+            encoder_hidden_states: the text encoders' results for the L text tokens, (B, L, cross_attention_dim).
             text_embeds: the pooled text embedding of P features, (B, P).
-            time_ids: the sizes of the image in pixels, (B, 6): original height and width, top and left of the crop, target
-                height and width.
+            time_ids: the sizes and the crop of each image in pixels, (B, 6): original height and width, top and left of
+                the crop, target height and width.
 
         Returns:
             A tensor of the shape of `sample`, in the dtype of the weights.
@@ -2956,18 +2985,18 @@ class Schedule:
 class T5Encoder(Model):
     """
     T5's encoder, a text encoder of Stable Diffusion 3, Flux and Chroma, with the results of transformers'
-    `T5EncoderModel`. Nothing overflows in f16: activations that would exceed the range of f16 are scaled or kept in
-    f32. `from_pretrained` loads one.
+    `T5EncoderModel`. With weights in f16, activations that would exceed the range of f16 are scaled or kept in f32.
+    `from_pretrained` loads an encoder.
     """
     def __call__(self, /, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """
         Compute the hidden states of the tokens after the last block and the final norm: (B, L, D), in the dtype of the
-        weights.
+        weights. D is the number of features of a token.
 
         Args:
-            input_ids: token ids, (B, L), i64 or u32.
-            attention_mask: (B, L), i64 or u32: 1 for tokens that other tokens attend to, 0 for the rest. Default: all
-                tokens, padding included, as in diffusers' pipelines.
+            input_ids: the ids of L tokens for each of B texts, (B, L), i64 or u32; L is at least 1.
+            attention_mask: (B, L), i64 or u32: 1 for tokens that other tokens attend to, 0 for the rest. Default: 1 for
+                all tokens, padding included, as in diffusers' pipelines.
 
         Raises:
             ShapeError: if an input has another shape.
@@ -3668,7 +3697,7 @@ class Tensor(ComposedMethods):
 @final
 class TextFeatures:
     """
-    The features that a text encoder computes for texts.
+    The features that CLIP's text encoder computes for B texts of S tokens each. D is the encoder's hidden size.
 
     ```python
     encoder = tc.models.CLIPTextModel.from_pretrained("sdxl", subfolder="text_encoder")
@@ -3694,16 +3723,16 @@ class TextFeatures:
     @property
     def pooled(self, /) -> Tensor:
         """
-        The pooled states: of each text, the state of the end token in `last_hidden_state`, (B, D). If the model has a
-        projection, the result is these states projected to P features, (B, P).
+        The pooled states, (B, D): for each text, the state of its end token in `last_hidden_state`. If the model has a
+        projection, these states are projected to P features, (B, P).
         """
     def skipped(self, /, clip_skip: SupportsIndex) -> Tensor:
         """
-        Compute the hidden states `clip_skip` layers before `penultimate`, (B, S, D). diffusers' SDXL pipelines count in
-        the same way.
+        Return the hidden states `clip_skip` layers before `penultimate`, (B, S, D). diffusers' SDXL pipelines count
+        `clip_skip` in the same way.
 
         Raises:
-            ArgumentError: if `clip_skip` is not less than the model's number of layers.
+            ArgumentError: if `clip_skip` is negative or not less than the model's number of layers.
         """
 
 @final
@@ -3812,15 +3841,15 @@ class ZImageTransformer(Model):
         Predict the velocity from noise to clean latents (latents minus noise) for noisy latents.
 
         Args:
-            hidden_states: noisy latents, (B, in_channels, h, w), shifted and scaled by the autoencoder's `shift_factor`
-                and `scaling_factor`; h and w must be even.
-            encoder_hidden_states: the text encoder's results for the text tokens, (B, L, cap_feat_dim).
-            timestep: the time, (B,), (1,), or a number, from 0 (pure noise) to 1 (clean latents). Other flow models count
-                the time in the opposite direction, and predict noise minus latents.
-            lengths: the number of tokens of each text without padding, (B,). The model does not read the padding tokens
-                after them. Default: no text has padding.
-            rows_are_full: True asserts that the length of every text, rounded up to a multiple of 32, equals L rounded up
-                to a multiple of 32. Then attention needs no mask, which saves time. The model does not check this.
+            hidden_states: noisy latents of B samples, (B, in_channels, h, w), shifted and scaled by the autoencoder's
+                `shift_factor` and `scaling_factor`; h and w must be even.
+            encoder_hidden_states: the text encoder's results for the L text tokens, (B, L, cap_feat_dim).
+            timestep: the time, (B,), (1,), or a number, from 0 (pure noise) to 1 (clean latents). Other flow models
+                count the time in the opposite direction, and predict noise minus latents.
+            lengths: the number of tokens of each text without its padding, (B,), at least 1. The model replaces the
+                padding tokens after them by its own. Default: no text has padding.
+            rows_are_full: True asserts that the length of every text, rounded up to a multiple of 32, equals L rounded
+                up to a multiple of 32. Then attention needs no mask, which saves time. The model does not check this.
 
         Returns:
             A tensor of the shape of `hidden_states`, in the dtype of the weights.
@@ -3853,8 +3882,8 @@ def add_layer_norm(
     eps: SupportsFloat | SupportsIndex = ...,
 ) -> tuple[Tensor, Tensor]:
     """
-    Compute input + residual and the `layer_norm` of this sum. A pre-norm transformer block needs the sum for its residual
-    connection and the norm for its next layer. On CUDA, one kernel computes both.
+    Compute input + residual and the `layer_norm` of this sum. A pre-norm transformer block needs the sum for its
+    residual connection and the norm for its next layer. On CUDA, one kernel computes both.
 
     ```python
     total, normed = F.add_layer_norm(tc.randn(2, 8), tc.randn(2, 8), 8)
@@ -3869,8 +3898,8 @@ def add_layer_norm(
         eps: added to the variance.
 
     Returns:
-        The sum and the normalised sum, both of the input's shape and dtype. The sum is rounded to the dtype before it is
-        normalised.
+        The sum and the normalised sum, both of the input's shape and dtype. The sum is rounded to this dtype before it
+        is normalised.
 
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
@@ -4009,18 +4038,19 @@ def clip_grad_norm_(
 
     Args:
         parameters: the variables; those without a gradient are ignored.
-        max_norm: the largest norm after scaling, at least 0. If it is infinite, the gradients do not change.
+        max_norm: the largest norm after scaling, at least 0. If it is infinite, finite gradients do not change.
         norm_type: 2 for the root of the sum of squares, infinity for the largest magnitude of an element.
-        error_if_nonfinite: whether a non-finite norm raises an error. On a CUDA device, this check waits for all pending
-            work of the device.
+        error_if_nonfinite: whether a non-finite norm raises an error instead of making the gradients zero or NaN. On a
+            CUDA device, this check waits for all pending work of the device.
 
     Returns:
         The norm before scaling: a scalar in f64 on the device of the gradients. On a CUDA device, reading the scalar's
-            value waits for all pending work of the device.
+        value waits for all pending work of the device.
 
     Raises:
-        ArgumentError: if `max_norm` or `norm_type` is out of range, or `parameters` is a single tensor or has an item that
-            is not a Var.
+        ArgumentError: if `max_norm` or `norm_type` is out of range, or `parameters` is a single tensor or has an item
+            that is not a Var.
+        DeviceError: if the gradients are on different devices.
         NonFiniteError: if `error_if_nonfinite` is True and the norm is non-finite. In this case the gradients do not
             change.
     """
@@ -4077,22 +4107,25 @@ def cross_entropy(
     label_smoothing: SupportsFloat | SupportsIndex = ...,
 ) -> Tensor:
     """
-    Compute the cross-entropy of logits and class ids.
+    Compute the cross-entropy of logits and class ids. Unlike in torch, the classes are always the last dimension of the
+    logits.
 
     ```python
     loss = F.cross_entropy(tc.randn(4, 10), tc.tensor([1, 2, 3, -100]), label_smoothing=0.1)
     ```
 
     Args:
-        input: (..., classes) logits.
-        target: (...) class ids, i64 or u32.
-        ignore_index: rows with this target have no loss and no gradient.
-        reduction: "mean" (over the rows that are not ignored; NaN if all are), "sum", or "none" for the losses of the rows.
+        input: logits, (..., classes): one row of logits for each target.
+        target: class ids, (...), i64 or u32.
+        ignore_index: rows with this target have the loss 0 and no gradient.
+        reduction: "mean" (over the rows that are not ignored; NaN if all are), "sum", or "none" for the losses of the
+            rows.
         label_smoothing: the fraction of each target's probability that is spread evenly over all classes, in [0, 1].
 
     Raises:
-        ShapeError, DTypeError: if the operands do not fit.
-        IndexOutOfRangeError: if a target is not a class.
+        ShapeError, DTypeError, DeviceError: if the operands do not fit.
+        IndexOutOfRangeError: if a target is not a class. On CUDA, the next call that reads a value or waits for the
+            device raises this error.
         ArgumentError: if the reduction is unknown or `label_smoothing` is out of range.
     """
 
@@ -4572,7 +4605,7 @@ def group_norm(
     ```
 
     Args:
-        input: (B, C, ...).
+        input: B samples of C channels, (B, C, ...).
         num_groups: the number of groups of channels, a divisor of C.
         weight: scale, (C,).
         bias: shift, (C,).
@@ -4601,7 +4634,7 @@ def group_norm_silu(
     ```
 
     Args:
-        input: (B, C, ...).
+        input: B samples of C channels, (B, C, ...).
         num_groups: the number of groups of channels, a divisor of C.
         weight: scale, (C,).
         bias: shift, (C,).
@@ -4620,7 +4653,8 @@ def huber_loss(
     delta: SupportsFloat | SupportsIndex = ...,
 ) -> Tensor:
     """
-    Compute the Huber loss (Huber 1964) of a difference d: d² / 2 if |d| <= delta, otherwise delta * (|d| - delta / 2).
+    Compute the Huber loss (Huber 1964) of the differences d = input - target: d² / 2 if |d| <= delta, otherwise
+    delta * (|d| - delta / 2). By default, the result is the mean over all elements.
 
     ```python
     loss = F.huber_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
@@ -4629,13 +4663,13 @@ def huber_loss(
     ```
 
     Args:
-        input: any shape.
-        target: the same shape.
+        input: a tensor of any shape.
+        target: of the input's shape and dtype.
         reduction: "mean", "sum", or "none" for the losses of the elements.
-        delta: the difference from which the loss is linear, above 0.
+        delta: the magnitude of the difference from which the loss is linear, above 0.
 
     Raises:
-        ShapeError, DTypeError: if the operands do not fit.
+        ShapeError, DTypeError, DeviceError: if the operands do not fit.
         ArgumentError: if the reduction is unknown or `delta` is not above 0.
     """
 
@@ -4695,7 +4729,7 @@ def is_grad_enabled() -> bool:
 
 def l1_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
     """
-    Compute the mean absolute error.
+    Compute the absolute error |input - target|; by default, its mean over all elements.
 
     ```python
     loss = F.l1_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
@@ -4704,12 +4738,12 @@ def l1_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
     ```
 
     Args:
-        input: any shape.
-        target: the same shape.
+        input: a tensor of any shape.
+        target: of the input's shape and dtype.
         reduction: "mean", "sum", or "none" for the losses of the elements.
 
     Raises:
-        ShapeError, DTypeError: if the operands do not fit.
+        ShapeError, DTypeError, DeviceError: if the operands do not fit.
         ArgumentError: if the reduction is unknown.
     """
 
@@ -4766,32 +4800,35 @@ def linear_cross_entropy(
     input: Tensor, weight: Tensor, target: Tensor, weights: Tensor | None = None
 ) -> Tensor:
     """
-    Compute the sum of the cross-entropies of the logits `input @ weight.T` and class ids, a scalar in f32 (f64 for f64
-    input). The forward pass computes the logits of some rows at a time, without a matrix of all logits, and also
-    computes the gradients.
+    Compute the sum of the cross-entropies of the logits `input @ weight.T` and the class ids `target`: a scalar in f32
+    (f64 for f64 input). The forward pass computes the logits of some rows at a time, so that the matrix of all logits
+    never exists. It also computes the gradients, which the backward pass only multiplies by a number.
 
     ```python
     states, head, ids = tc.randn(3, 8), tc.randn(100, 8), tc.tensor([5, 7, -100])
-    found = F.linear_cross_entropy(states, head, ids)
-    assert tc.allclose(found, F.cross_entropy(states @ head.T, ids, reduction="sum"), rtol=1e-4)
+    loss = F.linear_cross_entropy(states, head, ids)
+    assert tc.allclose(loss, F.cross_entropy(states @ head.T, ids, reduction="sum"), rtol=1e-4)
     ```
 
     Args:
-        input: (N, D) states.
-        weight: (classes, D), in the dtype of the states. The gradient of a frozen weight is not computed.
-        target: (N) class ids, i64 or u32; rows with -100 are ignored.
-        weights: (N) f32, the factors by which the rows' losses are multiplied. They get no gradient. Default: all 1.
+        input: N rows of D features, (N, D).
+        weight: (classes, D), in the dtype of the input. The gradient of a frozen weight is not computed.
+        target: class ids, (N,), i64 or u32; rows with -100 are ignored.
+        weights: the factors by which the rows' losses are multiplied, (N,), f32 or f64. They get no gradient. Default:
+            all 1.
 
     Raises:
-        ShapeError, DTypeError: if the operands do not fit.
-        IndexOutOfRangeError: if a target is not a class.
+        ShapeError, DTypeError, DeviceError: if the operands do not fit.
+        IndexOutOfRangeError: if a target is not a class. On CUDA, the next call that reads a value or waits for the
+            device raises this error.
         NoBackwardError: if `weights` needs a gradient.
     """
 
 def linear_log_probs(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """
-    Compute, for each row, the logarithm of the probability of its class id under the softmax of `input @ weight.T`:
-    (N), in f32 (f64 for f64 input). The logits are computed for some rows at a time, and again in the backward pass.
+    Compute, for each row of `input`, the logarithm of the probability of its class id under the softmax of
+    `input @ weight.T`: (N,), in f32 (f64 for f64 input). The logits are computed for some rows at a time, and again in
+    the backward pass.
 
     ```python
     states, head = tc.randn(3, 8), tc.randn(100, 8)
@@ -4799,23 +4836,24 @@ def linear_log_probs(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     ```
 
     Args:
-        input: (N, D) states.
-        weight: (classes, D), in the dtype of the states.
-        target: (N) class ids, i64 or u32; rows with -100 give 0.
+        input: N rows of D features, (N, D).
+        weight: (classes, D), in the dtype of the input.
+        target: class ids, (N,), i64 or u32; rows with -100 give 0.
 
     Raises:
-        ShapeError, DTypeError: if the operands do not fit.
-        IndexOutOfRangeError: if a target is not a class.
+        ShapeError, DTypeError, DeviceError: if the operands do not fit.
+        IndexOutOfRangeError: if a target is not a class. On CUDA, the next call that reads a value or waits for the
+            device raises this error.
     """
 
 def load_file(
     path: str | bytes | PathLike[str] | PathLike[bytes], device: str = "cpu"
 ) -> dict[str, Tensor]:
     """
-    Read a safetensors file.
+    Read all tensors of a safetensors file.
 
     ```python
-    tc.save_file({"a": tc.ones(2)}, "tensors.safetensors", metadata={"made": "here"})
+    tc.save_file({"a": tc.ones(2)}, "tensors.safetensors")
     assert tc.load_file("tensors.safetensors")["a"].tolist() == [1.0, 1.0]
     ```
 
@@ -4824,11 +4862,12 @@ def load_file(
         device: the device of the tensors.
 
     Returns:
-        Tensors by name.
+        Tensors by name. fp8 tensors are converted to bf16, and bool tensors to u8.
 
     Raises:
         MissingFileError, FileError: if there is no such file, or it cannot be read.
-        WeightsFormatError: if the file is not a safetensors file, or a tensor in it has a dtype that is not supported.
+        WeightsFormatError: if the file is not a complete safetensors file, or a tensor in it has a dtype that is not
+            supported.
         DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
         OutOfMemoryError: if the tensors do not fit into memory.
     """
@@ -4947,7 +4986,7 @@ def modulated_layer_norm(
 
 def mse_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
     """
-    Compute the mean squared error.
+    Compute the squared error (input - target)²; by default, its mean over all elements.
 
     ```python
     loss = F.mse_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
@@ -4956,12 +4995,12 @@ def mse_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
     ```
 
     Args:
-        input: any shape.
-        target: the same shape.
+        input: a tensor of any shape.
+        target: of the input's shape and dtype.
         reduction: "mean", "sum", or "none" for the losses of the elements.
 
     Raises:
-        ShapeError, DTypeError: if the operands do not fit.
+        ShapeError, DTypeError, DeviceError: if the operands do not fit.
         ArgumentError: if the reduction is unknown.
     """
 
@@ -5036,7 +5075,8 @@ def ones_like(input: Tensor, dtype: DType | str | None = None, device: str | Non
 def optimizer_kinds() -> list[tuple[str, str, int, dict[str, Any]]]:
     """
     Return the optimizers of the library's registry. Each is a tuple of its name, its docstring, the number of
-    hyper-parameters that may be passed by position, and all hyper-parameters with their defaults, in order.
+    hyper-parameters that may be passed by position, and all hyper-parameters with their defaults, in the order of the
+    constructor's parameters.
     """
 
 def pipeline_parts(model: str) -> list[str]:
@@ -5216,7 +5256,7 @@ def rms_norm_rope(
     ```
 
     Args:
-        x: (..., S, D), D even.
+        x: S positions of D features, (..., S, D), D even.
         weight: scale, (D,), in the dtype of `x` or f32; None for ones.
         cos: (S, D / 2), cosines of the angles.
         sin: (S, D / 2), sines of the angles.
@@ -5304,18 +5344,19 @@ def save_checkpoint(
 
     Args:
         path: the file.
-        models: the models, by the names of their folders in a pipeline: "unet", "vae", "text_encoder",
-            "text_encoder_2". Adapters are not written, but if an adapter is merged, the weight of its layer is the merged
+        models: the models, by the names of their folders in a pipeline, such as "unet", "transformer", "vae" or
+            "text_encoder". Adapters are not written, but if an adapter is merged, the weight of its layer is the merged
             weight.
         base: the path of an original checkpoint. Its tensors that belong to none of `models` are copied unchanged.
-        dtype: the floating point dtype to which the weights of `models` are converted.
+        dtype: the floating point dtype to which the weights of `models` are converted. Default: each keeps its dtype.
         quantize: for each model to quantize, the format "fp8" or "int8", by the name of the model's folder. The linear
             layers of the model are written as ComfyUI stores them: "fp8" as e4m3 numbers with one scale per weight,
             "int8" as integers with one scale per row of the weight.
 
     Raises:
-        ArgumentError: if a model does not fit the name of its folder, if `quantize` names a model that is not in `models`
-            or has no layers that may be quantized, or if a format is neither "fp8" nor "int8".
+        ArgumentError: if a model does not fit the name of its folder, if only a part of a model's layers was loaded, if
+            `quantize` names a model that is not in `models` or has no layers that may be quantized, or if a format is
+            neither "fp8" nor "int8".
         DTypeError: if `dtype` is not floating point.
         FileError, MissingFileError: if a file cannot be written or read.
         WeightsFormatError: if `base` is damaged or has tensors of an unsupported dtype.
@@ -5339,13 +5380,13 @@ def save_file(
         tensors: tensors by name.
         path: the file.
         metadata: text entries for the file's header.
-        codes: by name, for each u8 tensor that holds the codes of a QuantizedTensor, its dtype in the file: "int8" or
-            "fp8" (e4m3).
+        codes: the dtype in the file, "int8" or "fp8" (e4m3), of each u8 tensor that holds the codes of a
+            QuantizedTensor, by the tensor's name.
 
     Raises:
         FileError: if the file cannot be written.
-        ArgumentError: if a tensor has the name "__metadata__", if a name in `codes` is not among `tensors`, or if a dtype in
-            `codes` is neither "int8" nor "fp8".
+        ArgumentError: if a tensor has the name "__metadata__", if `tensors` has no tensor with a name in `codes`, or if
+            a dtype in `codes` is neither "int8" nor "fp8".
         DTypeError: if a tensor of codes is not u8, or if safetensors files do not support the dtype of a tensor.
     """
 
@@ -5451,9 +5492,9 @@ def set_resolver(resolve: Callable[..., Any]) -> None:
     Set the function that finds models by names that are not paths. Only the first call has an effect.
 
     Args:
-        resolve: a function with three arguments: the name, the subfolders of a repository in which the model may be (the
-            most likely first; "" is the repository itself), and whether half-precision files are preferred. The function
-            returns the model's folder, or None if it finds no model of this name.
+        resolve: a function with three arguments: the name, the subfolders of a repository in which the model may be
+            (the most likely first; "" is the repository itself), and whether half-precision files are preferred. The
+            function returns the model's folder, or None if it finds no model of this name.
     """
 
 def set_rng_state(state: tuple[SupportsIndex, SupportsIndex]) -> None:
@@ -5520,8 +5561,9 @@ def smooth_l1_loss(
     beta: SupportsFloat | SupportsIndex = ...,
 ) -> Tensor:
     """
-    Compute torch's `smooth_l1_loss` (Girshick 2015, arXiv:1504.08083) of a difference d: d² / (2 * beta) if |d| < beta,
-    otherwise |d| - beta / 2. It is the Huber loss with the delta `beta`, divided by `beta`.
+    Compute torch's `smooth_l1_loss` (Girshick 2015, arXiv:1504.08083) of the differences d = input - target:
+    d² / (2 * beta) if |d| < beta, otherwise |d| - beta / 2. This is the Huber loss with the delta `beta`, divided by
+    `beta`. By default, the result is the mean over all elements.
 
     ```python
     loss = F.smooth_l1_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
@@ -5530,13 +5572,14 @@ def smooth_l1_loss(
     ```
 
     Args:
-        input: any shape.
-        target: the same shape.
+        input: a tensor of any shape.
+        target: of the input's shape and dtype.
         reduction: "mean", "sum", or "none" for the losses of the elements.
-        beta: the difference from which the loss is linear, at least 0; with 0 the loss is the absolute error.
+        beta: the magnitude of the difference from which the loss is linear, at least 0; with 0 the loss is the absolute
+            error.
 
     Raises:
-        ShapeError, DTypeError: if the operands do not fit.
+        ShapeError, DTypeError, DeviceError: if the operands do not fit.
         ArgumentError: if the reduction is unknown or `beta` is negative.
     """
 

@@ -31,17 +31,17 @@ class AdamW8bit(GroupedOptimizer):
     ```
 
     Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
+        params: variables, or parameter groups: dicts with an entry "params" and hyper-parameters of the group.
         lr: Learning rate, at least 0.
         betas: Decay rates of the first and the second moment, each in [0, 1).
         eps: Added to the root of the second moment, at least 0.
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         min_8bit_size: Parameters with fewer elements than this number keep their moments in f32.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Variables of other dtypes are not affected.
-        states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
+        states: where the states of variables on a GPU are: "device" for the memory of the GPU, "host" for pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
-        ArgumentError: if a number is out of range, if there is no variable, if a variable appears twice, or if `states` is unknown.
+        ArgumentError: if a value is out of range or unknown, if there is no variable, or if a variable appears twice.
         DTypeError: if a variable's dtype is not supported.
         DeviceError: if the variables are on different devices.
         OutOfMemoryError: if the system gives too little pinned memory for the states.
@@ -74,17 +74,17 @@ class Adam8bit(GroupedOptimizer):
     ```
 
     Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
+        params: variables, or parameter groups: dicts with an entry "params" and hyper-parameters of the group.
         lr: Learning rate, at least 0.
         betas: Decay rates of the first and the second moment, each in [0, 1).
         eps: Added to the root of the second moment, at least 0.
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         min_8bit_size: Parameters with fewer elements than this number keep their moments in f32.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Variables of other dtypes are not affected.
-        states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
+        states: where the states of variables on a GPU are: "device" for the memory of the GPU, "host" for pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
-        ArgumentError: if a number is out of range, if there is no variable, if a variable appears twice, or if `states` is unknown.
+        ArgumentError: if a value is out of range or unknown, if there is no variable, or if a variable appears twice.
         DTypeError: if a variable's dtype is not supported.
         DeviceError: if the variables are on different devices.
         OutOfMemoryError: if the system gives too little pinned memory for the states.
@@ -117,7 +117,7 @@ class AdamW(GroupedOptimizer):
     ```
 
     Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
+        params: variables, or parameter groups: dicts with an entry "params" and hyper-parameters of the group.
         lr: Learning rate, at least 0.
         betas: Decay rates of the first and the second moment, each in [0, 1).
         eps: Added to the root of the second moment, at least 0.
@@ -125,10 +125,10 @@ class AdamW(GroupedOptimizer):
         amsgrad: Divide by the root of each element's largest second moment so far, instead of its current second moment.
         maximize: Ascend instead of descend.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Variables of other dtypes are not affected.
-        states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
+        states: where the states of variables on a GPU are: "device" for the memory of the GPU, "host" for pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
-        ArgumentError: if a number is out of range, if there is no variable, if a variable appears twice, or if `states` is unknown.
+        ArgumentError: if a value is out of range or unknown, if there is no variable, or if a variable appears twice.
         DTypeError: if a variable's dtype is not supported.
         DeviceError: if the variables are on different devices.
         OutOfMemoryError: if the system gives too little pinned memory for the states.
@@ -162,7 +162,7 @@ class Adam(GroupedOptimizer):
     ```
 
     Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
+        params: variables, or parameter groups: dicts with an entry "params" and hyper-parameters of the group.
         lr: Learning rate, at least 0.
         betas: Decay rates of the first and the second moment, each in [0, 1).
         eps: Added to the root of the second moment, at least 0.
@@ -170,10 +170,10 @@ class Adam(GroupedOptimizer):
         amsgrad: Divide by the root of each element's largest second moment so far, instead of its current second moment.
         maximize: Ascend instead of descend.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Variables of other dtypes are not affected.
-        states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
+        states: where the states of variables on a GPU are: "device" for the memory of the GPU, "host" for pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
-        ArgumentError: if a number is out of range, if there is no variable, if a variable appears twice, or if `states` is unknown.
+        ArgumentError: if a value is out of range or unknown, if there is no variable, or if a variable appears twice.
         DTypeError: if a variable's dtype is not supported.
         DeviceError: if the variables are on different devices.
         OutOfMemoryError: if the system gives too little pinned memory for the states.
@@ -207,16 +207,16 @@ class Lion8bit(GroupedOptimizer):
     ```
 
     Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
+        params: variables, or parameter groups: dicts with an entry "params" and hyper-parameters of the group.
         lr: Learning rate, at least 0.
         betas: The momentum's weight in the update, and the momentum's decay rate; each in [0, 1).
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         min_8bit_size: Parameters with fewer elements than this number keep their momentum in f32.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Variables of other dtypes are not affected.
-        states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
+        states: where the states of variables on a GPU are: "device" for the memory of the GPU, "host" for pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
-        ArgumentError: if a number is out of range, if there is no variable, if a variable appears twice, or if `states` is unknown.
+        ArgumentError: if a value is out of range or unknown, if there is no variable, or if a variable appears twice.
         DTypeError: if a variable's dtype is not supported.
         DeviceError: if the variables are on different devices.
         OutOfMemoryError: if the system gives too little pinned memory for the states.
@@ -248,15 +248,15 @@ class Lion(GroupedOptimizer):
     ```
 
     Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
+        params: variables, or parameter groups: dicts with an entry "params" and hyper-parameters of the group.
         lr: Learning rate, at least 0; usually a third to a tenth of Adam's.
         betas: The momentum's weight in the update, and the momentum's decay rate; each in [0, 1).
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Variables of other dtypes are not affected.
-        states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
+        states: where the states of variables on a GPU are: "device" for the memory of the GPU, "host" for pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
-        ArgumentError: if a number is out of range, if there is no variable, if a variable appears twice, or if `states` is unknown.
+        ArgumentError: if a value is out of range or unknown, if there is no variable, or if a variable appears twice.
         DTypeError: if a variable's dtype is not supported.
         DeviceError: if the variables are on different devices.
         OutOfMemoryError: if the system gives too little pinned memory for the states.
@@ -287,18 +287,18 @@ class Adafactor(GroupedOptimizer):
     ```
 
     Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
+        params: variables, or parameter groups: dicts with an entry "params" and hyper-parameters of the group.
         lr: Upper bound of the relative step size; at least 0. The step size of step t is min(lr, 1/√t) times the parameter's root mean square.
         beta2_decay: At most 0: in step t, the squared gradient enters the second moments with weight t^`beta2_decay`.
         eps: Two numbers of at least 0. The square of the first number is the smallest second moment; the first number is by default the machine epsilon of the dtype of the computation. The second number is the smallest root mean square of a parameter in the formula of the step size.
         d: At least 1: the largest root mean square of an update (the gradient divided by the roots of the second moments). A larger update is scaled down to it before the multiplication by the step size.
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         maximize: Ascend instead of descend.
-        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. This optimizer rejects it.
-        states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
+        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. This optimizer rejects True.
+        states: where the states of variables on a GPU are: "device" for the memory of the GPU, "host" for pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
-        ArgumentError: if a number is out of range, if there is no variable, if a variable appears twice, or if `states` is unknown.
+        ArgumentError: if a value is out of range or unknown, if there is no variable, or if a variable appears twice.
         DTypeError: if a variable's dtype is not supported.
         DeviceError: if the variables are on different devices.
         OutOfMemoryError: if the system gives too little pinned memory for the states.
@@ -335,17 +335,17 @@ class CAME(GroupedOptimizer):
     ```
 
     Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
+        params: variables, or parameter groups: dicts with an entry "params" and hyper-parameters of the group.
         lr: Learning rate, at least 0.
         eps: Two numbers of at least 0: the first is added to squared gradients, the second to the squared differences between the update and the moving average of updates.
         clip_threshold: Above 0: the largest root mean square of an update (the gradient divided by the roots of the second moments). A larger update is scaled down to it.
         betas: Decay rates of three moving averages: updates, squared gradients and squared differences; each in [0, 1).
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
-        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. This optimizer rejects it.
-        states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
+        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. This optimizer rejects True.
+        states: where the states of variables on a GPU are: "device" for the memory of the GPU, "host" for pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
-        ArgumentError: if a number is out of range, if there is no variable, if a variable appears twice, or if `states` is unknown.
+        ArgumentError: if a value is out of range or unknown, if there is no variable, or if a variable appears twice.
         DTypeError: if a variable's dtype is not supported.
         DeviceError: if the variables are on different devices.
         OutOfMemoryError: if the system gives too little pinned memory for the states.
@@ -382,7 +382,7 @@ class Prodigy(GroupedOptimizer):
     ```
 
     Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
+        params: variables, or parameter groups: dicts with an entry "params" and hyper-parameters of the group.
         lr: Factor on the estimated step size, at least 0; 1 unless a schedule changes it. It must be the same in all groups, except that a group may have 0; the variables of such a group do not change.
         betas: Decay rates of the first and the second moment, each in [0, 1); a first rate of 0 keeps no first moment.
         beta3: Decay rate of the sums that give the estimate, in [0, 1); default: the square root of the second beta.
@@ -395,11 +395,11 @@ class Prodigy(GroupedOptimizer):
         d_coef: Factor on the estimate, above 0; tune the method with it, for example 0.5 or 2.
         growth_rate: At least 1: the largest factor by which the estimate grows in a step.
         slice_p: At least 1: the estimate is computed from every `slice_p`-th element; 11 saves almost half of the states' memory.
-        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. This optimizer rejects it.
-        states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
+        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. This optimizer rejects True.
+        states: where the states of variables on a GPU are: "device" for the memory of the GPU, "host" for pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
-        ArgumentError: if a number is out of range, if there is no variable, if a variable appears twice, or if `states` is unknown.
+        ArgumentError: if a value is out of range or unknown, if there is no variable, or if a variable appears twice.
         DTypeError: if a variable's dtype is not supported.
         DeviceError: if the variables are on different devices.
         OutOfMemoryError: if the system gives too little pinned memory for the states.
@@ -439,7 +439,7 @@ class AdamWScheduleFree(GroupedOptimizer):
     ```
 
     Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
+        params: variables, or parameter groups: dicts with an entry "params" and hyper-parameters of the group.
         lr: Learning rate, at least 0; use it without a schedule.
         betas: Two numbers below 1. The first, above 0, is the weight of the average in the point at which gradients are computed: `betas[0] * average + (1 - betas[0]) * iterate`. The second, at least 0, is the decay rate of the second moment.
         eps: Added to the root of the second moment, at least 0.
@@ -447,11 +447,11 @@ class AdamWScheduleFree(GroupedOptimizer):
         warmup_steps: The number of steps in which the learning rate grows linearly from 0.
         r: At least 0: the iterate of step k has the weight `k^r * lr_max^weight_lr_power` in the average, where `lr_max` is the largest learning rate so far.
         weight_lr_power: At least 0; see `r`.
-        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. This optimizer rejects it.
-        states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
+        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. This optimizer rejects True.
+        states: where the states of variables on a GPU are: "device" for the memory of the GPU, "host" for pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
-        ArgumentError: if a number is out of range, if there is no variable, if a variable appears twice, or if `states` is unknown.
+        ArgumentError: if a value is out of range or unknown, if there is no variable, or if a variable appears twice.
         DTypeError: if a variable's dtype is not supported.
         DeviceError: if the variables are on different devices.
         OutOfMemoryError: if the system gives too little pinned memory for the states.
@@ -486,7 +486,7 @@ class Muon(GroupedOptimizer):
     ```
 
     Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
+        params: variables, or parameter groups: dicts with an entry "params" and hyper-parameters of the group.
         lr: Learning rate, at least 0.
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         momentum: Decay rate of the momentum, in [0, 1).
@@ -497,11 +497,11 @@ class Muon(GroupedOptimizer):
         match_rms_adamw: Scale the update of an A x B matrix by `0.2 * sqrt(max(A, B))`, which suits learning rates of AdamW (torch: `adjust_lr_fn="match_rms_adamw"`). If false, scale it by `sqrt(max(1, A / B))`.
         vector_betas: Decay rates of the first and the second moment of AdamW, which updates vectors; each in [0, 1).
         vector_eps: At least 0: AdamW, which updates vectors, adds this to the root of the second moment.
-        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. This optimizer rejects it.
-        states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
+        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. This optimizer rejects True.
+        states: where the states of variables on a GPU are: "device" for the memory of the GPU, "host" for pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
-        ArgumentError: if a number is out of range, if there is no variable, if a variable appears twice, or if `states` is unknown.
+        ArgumentError: if a value is out of range or unknown, if there is no variable, or if a variable appears twice.
         DTypeError: if a variable's dtype is not supported.
         DeviceError: if the variables are on different devices.
         OutOfMemoryError: if the system gives too little pinned memory for the states.
@@ -546,7 +546,7 @@ class SGD(GroupedOptimizer):
     ```
 
     Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
+        params: variables, or parameter groups: dicts with an entry "params" and hyper-parameters of the group.
         lr: Learning rate, at least 0.
         momentum: At least 0: the factor by which each step multiplies the momentum buffer; with 0 there is no buffer.
         dampening: Each step after the first adds `1 - dampening` times the gradient to the momentum buffer.
@@ -554,10 +554,10 @@ class SGD(GroupedOptimizer):
         nesterov: Use Nesterov momentum. Needs `momentum > 0` and `dampening == 0`.
         maximize: Ascend instead of descend.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Variables of other dtypes are not affected.
-        states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
+        states: where the states of variables on a GPU are: "device" for the memory of the GPU, "host" for pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
-        ArgumentError: if a number is out of range, if there is no variable, if a variable appears twice, or if `states` is unknown.
+        ArgumentError: if a value is out of range or unknown, if there is no variable, or if a variable appears twice.
         DTypeError: if a variable's dtype is not supported.
         DeviceError: if the variables are on different devices.
         OutOfMemoryError: if the system gives too little pinned memory for the states.

@@ -1,4 +1,4 @@
-//! Files of named tensors.
+//! Safetensors files, and copies of tensors that are written later.
 
 use std::collections::BTreeMap;
 
@@ -25,13 +25,13 @@ use crate::tensor::Tensor;
 ///     tensors: tensors by name.
 ///     path: the file.
 ///     metadata: text entries for the file's header.
-///     codes: by name, for each u8 tensor that holds the codes of a QuantizedTensor, its dtype in the file: "int8" or
-///         "fp8" (e4m3).
+///     codes: the dtype in the file, "int8" or "fp8" (e4m3), of each u8 tensor that holds the codes of a
+///         QuantizedTensor, by the tensor's name.
 ///
 /// Raises:
 ///     FileError: if the file cannot be written.
-///     ArgumentError: if a tensor has the name "__metadata__", if a name in `codes` is not among `tensors`, or if a dtype in
-///         `codes` is neither "int8" nor "fp8".
+///     ArgumentError: if a tensor has the name "__metadata__", if `tensors` has no tensor with a name in `codes`, or if
+///         a dtype in `codes` is neither "int8" nor "fp8".
 ///     DTypeError: if a tensor of codes is not u8, or if safetensors files do not support the dtype of a tensor.
 #[pyfunction]
 #[pyo3(signature = (tensors, path, metadata=Argument::of(None), codes=Argument::of(None)))]
@@ -51,15 +51,15 @@ pub fn save_file(
     let codes = codes.get(OP, "codes")?.unwrap_or_default();
     let codes = codes
         .into_iter()
-        .map(|(name, format)| {
+        .map(|(name, dtype)| {
             if !tensors.contains_key(&name) {
-                return Err(tc::Error::argument(OP, format!("codes names \"{name}\", which is not among the tensors")));
+                return Err(tc::Error::argument(OP, format!("codes has {name:?}, which is not the name of a tensor")));
             }
-            match format.as_str() {
+            match dtype.as_str() {
                 "int8" => Ok((name, io::EightBits::Int8)),
                 "fp8" => Ok((name, io::EightBits::Fp8)),
                 _ => {
-                    Err(tc::Error::argument(OP, format!("codes[{name:?}] is {format:?}, expected \"int8\" or \"fp8\"")))
+                    Err(tc::Error::argument(OP, format!("codes[{name:?}] is {dtype:?}, expected \"int8\" or \"fp8\"")))
                 }
             }
         })
@@ -70,10 +70,10 @@ pub fn save_file(
     })
 }
 
-/// Read a safetensors file.
+/// Read all tensors of a safetensors file.
 ///
 /// ```python
-/// tc.save_file({"a": tc.ones(2)}, "tensors.safetensors", metadata={"made": "here"})
+/// tc.save_file({"a": tc.ones(2)}, "tensors.safetensors")
 /// assert tc.load_file("tensors.safetensors")["a"].tolist() == [1.0, 1.0]
 /// ```
 ///
@@ -82,11 +82,12 @@ pub fn save_file(
 ///     device: the device of the tensors.
 ///
 /// Returns:
-///     Tensors by name.
+///     Tensors by name. fp8 tensors are converted to bf16, and bool tensors to u8.
 ///
 /// Raises:
 ///     MissingFileError, FileError: if there is no such file, or it cannot be read.
-///     WeightsFormatError: if the file is not a safetensors file, or a tensor in it has a dtype that is not supported.
+///     WeightsFormatError: if the file is not a complete safetensors file, or a tensor in it has a dtype that is not
+///         supported.
 ///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
 ///     OutOfMemoryError: if the tensors do not fit into memory.
 #[pyfunction]

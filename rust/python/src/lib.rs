@@ -1,7 +1,8 @@
 //! Python bindings of trainable-candle: the extension module `trainable_candle._core`, which has no arithmetic of its
 //! own.
 //!
-//! Each area of the library has a file. All exports are in one flat module; the Python package structures them.
+//! Each area of the library has a file or a folder. All exports are in one flat module; the Python package sorts them
+//! into submodules.
 
 mod adapter;
 mod adapter_set;
@@ -117,7 +118,7 @@ mod _core {
     #[pymodule_export]
     use crate::verify::{AdapterModule, AdapterReport, verify_adapter};
 
-    /// Version of the package.
+    /// Version of the package. A build with CUDA has the suffix `+cu13`.
     #[pymodule_export]
     #[allow(non_upper_case_globals)]
     const __version__: &str =
@@ -130,6 +131,7 @@ mod _core {
 
     #[pymodule_init]
     fn init() {
+        // Long computations call this check from time to time, so that Ctrl-C interrupts them.
         trainable_candle_core::interrupt::set_check(crate::error::check_signals);
     }
 }

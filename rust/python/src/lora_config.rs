@@ -16,55 +16,63 @@ use crate::dtype::{DType, DTypeArg, Reduced};
 use crate::error::Result;
 use crate::peft_arguments;
 
-/// The configuration of adapters: which layers get them, and their kind and size. The names of fields are peft's.
+/// The configuration of adapters: which layers get them, and their kind and size. Arguments that peft has too have
+/// peft's names.
 ///
-/// An entry that selects layers is the whole name of a layer, the end of its name after a dot ("to_q", "to_out.0"), or
-/// a regular expression for the whole name or its end after a dot. "all-linear" selects every linear layer, "all-conv"
-/// every convolution, and "all-attention" the projections of attention.
+/// The entries of `target_modules`, `exclude_modules`, `rank_pattern` and `alpha_pattern` select layers. An entry is
+/// the whole name of a layer, or the end of its name after a dot ("to_q", "to_out.0"). An entry with other characters
+/// than letters, digits, "_", "." and "-" is a regular expression for the whole name, or for the end after a dot.
+/// "all-linear" selects every linear layer, "all-conv" every convolution, and "all-attention" the projections of
+/// attention.
 ///
 /// ```python
 /// config = tc.LoraConfig(r=16, lora_alpha=16, target_modules=["to_q", "to_v"], rank_pattern={"to_v": 4})
-/// assert config.select({"mid.to_q": (8, 8), "mid.to_v": (8, 8), "mid.to_k": (8, 8)}) == {"mid.to_q": 16, "mid.to_v": 4}
+/// layers = {"mid.to_q": (8, 8), "mid.to_v": (8, 8), "mid.to_k": (8, 8)}
+/// assert config.select(layers) == {"mid.to_q": 16, "mid.to_v": 4}
 /// ```
 ///
 /// Args:
 ///     r: rank, at least 1.
-///     lora_alpha: numerator of the scale, lora_alpha / r.
-///     target_modules: the layers that get an adapter.
-///     exclude_modules: layers that get no adapter although `target_modules` selects them.
+///     lora_alpha: numerator of the scale lora_alpha / r; finite and not 0.
+///     target_modules: the layers that get an adapter. Default: "all-linear".
+///     exclude_modules: layers that get no adapter although `target_modules` selects them. Default: none.
 ///     lora_dropout: probability of dropping an element of an adapter's input while training, in [0, 1).
 ///     use_dora: whether adapters of the kind "lora" are weight-decomposed (DoRA), as those of the kind "dora" are.
 ///     use_rslora: whether the scale is lora_alpha / sqrt(r) instead of lora_alpha / r.
-///     rank_pattern: ranks other than `r`, by the entry that selects their layers.
-///     alpha_pattern: alphas other than `lora_alpha`, by the entry that selects their layers.
+///     rank_pattern: the ranks of layers whose rank is not `r`, by the entry that selects the layers. If several
+///         entries select a layer, the first in alphabetical order counts.
+///     alpha_pattern: as `rank_pattern`, the alphas of layers whose alpha is not `lora_alpha`.
 ///     adapter: the kind of adapter: "lora", "dora", "loha", "lokr" or "oft". OFT has no rank, so it ignores `r` and
 ///         `lora_alpha`.
 ///     wd_on_output: whether DoRA has one magnitude for each output, as in the paper, instead of one for each input.
 ///     decompose_both: whether LoKr's smaller factor may be low-rank, too.
-///     decompose_factor: the size of LoKr's smaller factor; -1 chooses a size near the square root of the layer's size.
-///     oft_block_size: the size of the blocks that OFT rotates. If it does not divide a layer's number of features, OFT uses the nearest
-///         divisor.
+///     decompose_factor: the number of rows, and of columns, of LoKr's smaller factor. If this number does not divide a
+///         layer's number of outputs (or inputs), LoKr takes a smaller divisor. -1 chooses divisors near the square
+///         roots of these two numbers.
+///     oft_block_size: the size of the blocks that OFT rotates, at least 2. If it does not divide a layer's number of
+///         features, OFT uses the nearest divisor.
 ///     oft_side: "input" if OFT rotates the inputs of layers, as in peft; "output" if it rotates their outputs, as in
 ///         LyCORIS and ComfyUI. The default depends on the default file format of the model's adapters: "input" for
 ///         peft's format, "output" for the others.
-///     use_cayley_neumann: whether OFT of inputs (`oft_side`) computes a Neumann series instead of the Cayley transform,
-///         as peft does by default.
+///     use_cayley_neumann: whether OFT of inputs (`oft_side`) computes a Neumann series instead of the Cayley
+///         transform. In peft the default is True.
 ///     num_cayley_neumann_terms: the number of terms of the Neumann series, from 2 to 64.
 ///     qat: the format for quantization-aware training, "int8", "int4", "fp8" or "nf4". Every forward pass rounds the
-///         adapted weights of linear layers to this format, as `nn.functional.fake_quantize` does.
+///         adapted weights of linear layers (base and adapter together) to this format, as
+///         `nn.functional.fake_quantize` does.
 ///     qat_activations: whether layers with rounded weights also round their inputs, with a scale per token. This needs
 ///         `qat` "int8" or "fp8".
-///     qat_learned_scales: whether each scale of the weights is multiplied by a learned factor, which starts at 1.
+///     qat_learned_scales: whether each scale of the rounded weights is multiplied by a learned factor, which starts
+///         at 1.
 ///     dtype: the dtype of the parameters in training, "f32", or "bf16" for an optimizer with `stochastic_rounding`.
-///     peft: other arguments of peft's class, such as `bias="none"`. A value that asks for something that this library
-///         does not do raises ConfigError.
+///     peft: other arguments of peft's `LoraConfig`, such as `bias="none"`.
 ///
 /// Raises:
-///     ConfigError: if a value is unknown, out of range or does not fit the other values, or if an argument of peft asks
-///         for something that this library does not do.
+///     ConfigError: if a value is unknown, out of range or does not fit the other values, or if an argument of peft
+///         asks for something that this library does not do.
 ///     ArgumentError: if an integer other than `decompose_factor` is negative, or the format `qat` is unknown.
 ///     DTypeError: if the dtype is unknown.
-///     TypeError: if there is no such argument.
+///     TypeError: if an argument's name is unknown both here and in peft.
 #[pyclass(frozen, subclass, module = "trainable_candle")]
 pub struct LoraConfig(pub adapter::LoraConfig);
 
@@ -103,8 +111,9 @@ impl LoraConfig {
     ) -> Result<Self> {
         const OP: &str = "LoraConfig";
         peft.map_or(Ok(()), peft_arguments::check)?;
-        let rank =
-            |(name, rank): (String, Integer)| Ok((name.clone(), rank.count(OP, &format!("rank_pattern[{name:?}]"))?));
+        let ranked = |(entry, rank): (String, Integer)| {
+            Ok((entry.clone(), rank.count(OP, &format!("rank_pattern[{entry:?}]"))?))
+        };
         let config = adapter::LoraConfig {
             r: r.count(OP, "r")?,
             lora_alpha: lora_alpha.get(OP, "lora_alpha")?,
@@ -130,7 +139,7 @@ impl LoraConfig {
             qat_activations,
             qat_learned_scales,
             dtype: dtype.map_or(tc::DType::F32, |dtype| dtype.0),
-            rank_pattern: rank_pattern.unwrap_or_default().into_iter().map(rank).collect::<Result<_>>()?,
+            rank_pattern: rank_pattern.unwrap_or_default().into_iter().map(ranked).collect::<Result<_>>()?,
             alpha_pattern: alpha_pattern.get(OP, "alpha_pattern")?.unwrap_or_default(),
         };
         config.validate()?;
@@ -145,25 +154,26 @@ impl LoraConfig {
 
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Reduced<'py>> {
         let (py, class) = (slf.py(), slf.get_type());
-        let values = PyDict::new(py);
-        // Every argument is also a field, except the last one, `peft`.
+        let arguments = PyDict::new(py);
+        // Every argument is also an attribute, except the last one, `peft`.
         for name in py.import("inspect")?.call_method1("signature", (&class,))?.getattr("parameters")?.try_iter()? {
             let name = name?.cast_into::<PyString>()?;
             if name != "peft" {
-                values.set_item(&name, slf.getattr(&name)?)?;
+                arguments.set_item(&name, slf.getattr(&name)?)?;
             }
         }
-        let make = py.import("functools")?.getattr("partial")?.call((class,), Some(&values))?;
+        let make = py.import("functools")?.getattr("partial")?.call((class,), Some(&arguments))?;
         Ok(Reduced((make, ()).into_pyobject(py)?))
     }
 
     /// Return the layers that get an adapter, with their ranks.
     ///
     /// Args:
-    ///     layers: the shapes of the layers' weights in files, (out, in) or (out, in, height, width), by name.
+    ///     layers: the shape of each layer's weight in files, by the layer's name: (out, in) for a linear layer, (out,
+    ///         in, height, width) for a convolution.
     ///
     /// Raises:
-    ///     ConfigError: if a pattern is not a regular expression.
+    ///     ConfigError: if an entry is not a valid regular expression.
     fn select(&self, py: Python<'_>, layers: BTreeMap<String, Vec<usize>>) -> Result<BTreeMap<String, usize>> {
         detached(py, || self.0.select(layers.iter().map(|(name, dims)| (name.as_str(), dims.len() == 4))))
     }
@@ -176,7 +186,7 @@ impl LoraConfig {
     ///     optimizer: the name of an optimizer in lower case, such as "adamw8bit".
     ///
     /// Raises:
-    ///     ConfigError: if there is no such optimizer, or a pattern is not a regular expression.
+    ///     ConfigError: if there is no such optimizer, or an entry is not a valid regular expression.
     ///     ShapeError: if a shape cannot be that of a layer's weight.
     fn plan(&self, py: Python<'_>, layers: BTreeMap<String, Vec<usize>>, optimizer: &str) -> Result<(usize, usize)> {
         let plan = detached(py, || facts::plan(&self.0, &layers, optimizer))?;
@@ -219,7 +229,7 @@ impl LoraConfig {
         self.0.lora_dropout
     }
 
-    /// Whether adapters are weight-decomposed (DoRA).
+    /// Whether adapters of the kind "lora" are weight-decomposed (DoRA), as those of the kind "dora" are.
     #[getter]
     fn use_dora(&self) -> bool {
         self.0.use_dora
@@ -249,7 +259,7 @@ impl LoraConfig {
         self.0.decompose_both
     }
 
-    /// The size of LoKr's smaller factor; -1 chooses a size near the square root of the layer's size.
+    /// The number of rows, and of columns, of LoKr's smaller factor; -1 if LoKr chooses them.
     #[getter]
     fn decompose_factor(&self) -> i64 {
         self.0.decompose_factor.and_then(|factor| i64::try_from(factor).ok()).unwrap_or(-1)
@@ -273,13 +283,13 @@ impl LoraConfig {
         self.0.cayley_neumann_terms.is_some()
     }
 
-    /// The number of terms of the Neumann series that OFT computes instead of the Cayley transform.
+    /// The number of terms of the Neumann series; 5 without `use_cayley_neumann`.
     #[getter]
     fn num_cayley_neumann_terms(&self) -> usize {
         self.0.cayley_neumann_terms.unwrap_or(5)
     }
 
-    /// The format to which adapted weights are rounded in quantization-aware training, if any.
+    /// The format to which quantization-aware training rounds adapted weights; None for other training.
     #[getter]
     fn qat(&self) -> Option<&'static str> {
         self.0.qat.map(tc::ops::fake_quantize::Grid::name)
@@ -291,19 +301,19 @@ impl LoraConfig {
         self.0.qat_activations
     }
 
-    /// Whether each scale of the weights is multiplied by a learned factor.
+    /// Whether each scale of the rounded weights is multiplied by a learned factor.
     #[getter]
     const fn qat_learned_scales(&self) -> bool {
         self.0.qat_learned_scales
     }
 
-    /// The ranks other than `r`, by the entry that selects their layers.
+    /// The ranks of layers whose rank is not `r`, by the entry that selects the layers.
     #[getter]
     fn rank_pattern(&self) -> BTreeMap<String, usize> {
         self.0.rank_pattern.clone()
     }
 
-    /// The alphas other than `lora_alpha`, by the entry that selects their layers.
+    /// The alphas of layers whose alpha is not `lora_alpha`, by the entry that selects the layers.
     #[getter]
     fn alpha_pattern(&self) -> BTreeMap<String, f64> {
         self.0.alpha_pattern.clone()

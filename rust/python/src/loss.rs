@@ -1,4 +1,4 @@
-//! The losses of `trainable_candle.nn.functional`. Argument names are torch's.
+//! The losses of `trainable_candle.nn.functional`. Functions that torch also has use torch's argument names.
 
 use pyo3::prelude::*;
 use tc::ops::loss::{self, Reduction};
@@ -10,7 +10,7 @@ use crate::call::compute;
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// Compute the mean squared error.
+/// Compute the squared error (input - target)²; by default, its mean over all elements.
 ///
 /// ```python
 /// loss = F.mse_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
@@ -19,12 +19,12 @@ use crate::tensor::Tensor;
 /// ```
 ///
 /// Args:
-///     input: any shape.
-///     target: the same shape.
+///     input: a tensor of any shape.
+///     target: of the input's shape and dtype.
 ///     reduction: "mean", "sum", or "none" for the losses of the elements.
 ///
 /// Raises:
-///     ShapeError, DTypeError: if the operands do not fit.
+///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
 ///     ArgumentError: if the reduction is unknown.
 #[pyfunction]
 #[pyo3(signature = (input, target, reduction="mean"))]
@@ -33,7 +33,7 @@ pub fn mse_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str
     compute(py, input.0.elem_count(), || loss::mse_loss(&input.0, &target.0, reduction)).map(Tensor)
 }
 
-/// Compute the mean absolute error.
+/// Compute the absolute error |input - target|; by default, its mean over all elements.
 ///
 /// ```python
 /// loss = F.l1_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
@@ -42,12 +42,12 @@ pub fn mse_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str
 /// ```
 ///
 /// Args:
-///     input: any shape.
-///     target: the same shape.
+///     input: a tensor of any shape.
+///     target: of the input's shape and dtype.
 ///     reduction: "mean", "sum", or "none" for the losses of the elements.
 ///
 /// Raises:
-///     ShapeError, DTypeError: if the operands do not fit.
+///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
 ///     ArgumentError: if the reduction is unknown.
 #[pyfunction]
 #[pyo3(signature = (input, target, reduction="mean"))]
@@ -56,7 +56,8 @@ pub fn l1_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str)
     compute(py, input.0.elem_count(), || loss::l1_loss(&input.0, &target.0, reduction)).map(Tensor)
 }
 
-/// Compute the Huber loss (Huber 1964) of a difference d: d² / 2 if |d| <= delta, otherwise delta * (|d| - delta / 2).
+/// Compute the Huber loss (Huber 1964) of the differences d = input - target: d² / 2 if |d| <= delta, otherwise
+/// delta * (|d| - delta / 2). By default, the result is the mean over all elements.
 ///
 /// ```python
 /// loss = F.huber_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
@@ -65,13 +66,13 @@ pub fn l1_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str)
 /// ```
 ///
 /// Args:
-///     input: any shape.
-///     target: the same shape.
+///     input: a tensor of any shape.
+///     target: of the input's shape and dtype.
 ///     reduction: "mean", "sum", or "none" for the losses of the elements.
-///     delta: the difference from which the loss is linear, above 0.
+///     delta: the magnitude of the difference from which the loss is linear, above 0.
 ///
 /// Raises:
-///     ShapeError, DTypeError: if the operands do not fit.
+///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
 ///     ArgumentError: if the reduction is unknown or `delta` is not above 0.
 #[pyfunction]
 #[pyo3(signature = (input, target, reduction="mean", delta=Argument::of(1.0)))]
@@ -87,8 +88,9 @@ pub fn huber_loss(
     compute(py, input.0.elem_count(), || loss::huber_loss(&input.0, &target.0, delta, reduction)).map(Tensor)
 }
 
-/// Compute torch's `smooth_l1_loss` (Girshick 2015, arXiv:1504.08083) of a difference d: d² / (2 * beta) if |d| < beta,
-/// otherwise |d| - beta / 2. It is the Huber loss with the delta `beta`, divided by `beta`.
+/// Compute torch's `smooth_l1_loss` (Girshick 2015, arXiv:1504.08083) of the differences d = input - target:
+/// d² / (2 * beta) if |d| < beta, otherwise |d| - beta / 2. This is the Huber loss with the delta `beta`, divided by
+/// `beta`. By default, the result is the mean over all elements.
 ///
 /// ```python
 /// loss = F.smooth_l1_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
@@ -97,13 +99,14 @@ pub fn huber_loss(
 /// ```
 ///
 /// Args:
-///     input: any shape.
-///     target: the same shape.
+///     input: a tensor of any shape.
+///     target: of the input's shape and dtype.
 ///     reduction: "mean", "sum", or "none" for the losses of the elements.
-///     beta: the difference from which the loss is linear, at least 0; with 0 the loss is the absolute error.
+///     beta: the magnitude of the difference from which the loss is linear, at least 0; with 0 the loss is the absolute
+///         error.
 ///
 /// Raises:
-///     ShapeError, DTypeError: if the operands do not fit.
+///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
 ///     ArgumentError: if the reduction is unknown or `beta` is negative.
 #[pyfunction]
 #[pyo3(signature = (input, target, reduction="mean", beta=Argument::of(1.0)))]
@@ -119,22 +122,25 @@ pub fn smooth_l1_loss(
     compute(py, input.0.elem_count(), || loss::smooth_l1_loss(&input.0, &target.0, beta, reduction)).map(Tensor)
 }
 
-/// Compute the cross-entropy of logits and class ids.
+/// Compute the cross-entropy of logits and class ids. Unlike in torch, the classes are always the last dimension of the
+/// logits.
 ///
 /// ```python
 /// loss = F.cross_entropy(tc.randn(4, 10), tc.tensor([1, 2, 3, -100]), label_smoothing=0.1)
 /// ```
 ///
 /// Args:
-///     input: (..., classes) logits.
-///     target: (...) class ids, i64 or u32.
-///     ignore_index: rows with this target have no loss and no gradient.
-///     reduction: "mean" (over the rows that are not ignored; NaN if all are), "sum", or "none" for the losses of the rows.
+///     input: logits, (..., classes): one row of logits for each target.
+///     target: class ids, (...), i64 or u32.
+///     ignore_index: rows with this target have the loss 0 and no gradient.
+///     reduction: "mean" (over the rows that are not ignored; NaN if all are), "sum", or "none" for the losses of the
+///         rows.
 ///     label_smoothing: the fraction of each target's probability that is spread evenly over all classes, in [0, 1].
 ///
 /// Raises:
-///     ShapeError, DTypeError: if the operands do not fit.
-///     IndexOutOfRangeError: if a target is not a class.
+///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+///     IndexOutOfRangeError: if a target is not a class. On CUDA, the next call that reads a value or waits for the
+///         device raises this error.
 ///     ArgumentError: if the reduction is unknown or `label_smoothing` is out of range.
 #[pyfunction]
 #[pyo3(signature = (input, target, *, ignore_index=Integer::of(-100), reduction="mean", label_smoothing=Argument::of(0.0)))]
@@ -155,25 +161,27 @@ pub fn cross_entropy(
     .map(Tensor)
 }
 
-/// Compute the sum of the cross-entropies of the logits `input @ weight.T` and class ids, a scalar in f32 (f64 for f64
-/// input). The forward pass computes the logits of some rows at a time, without a matrix of all logits, and also
-/// computes the gradients.
+/// Compute the sum of the cross-entropies of the logits `input @ weight.T` and the class ids `target`: a scalar in f32
+/// (f64 for f64 input). The forward pass computes the logits of some rows at a time, so that the matrix of all logits
+/// never exists. It also computes the gradients, which the backward pass only multiplies by a number.
 ///
 /// ```python
 /// states, head, ids = tc.randn(3, 8), tc.randn(100, 8), tc.tensor([5, 7, -100])
-/// found = F.linear_cross_entropy(states, head, ids)
-/// assert tc.allclose(found, F.cross_entropy(states @ head.T, ids, reduction="sum"), rtol=1e-4)
+/// loss = F.linear_cross_entropy(states, head, ids)
+/// assert tc.allclose(loss, F.cross_entropy(states @ head.T, ids, reduction="sum"), rtol=1e-4)
 /// ```
 ///
 /// Args:
-///     input: (N, D) states.
-///     weight: (classes, D), in the dtype of the states. The gradient of a frozen weight is not computed.
-///     target: (N) class ids, i64 or u32; rows with -100 are ignored.
-///     weights: (N) f32, the factors by which the rows' losses are multiplied. They get no gradient. Default: all 1.
+///     input: N rows of D features, (N, D).
+///     weight: (classes, D), in the dtype of the input. The gradient of a frozen weight is not computed.
+///     target: class ids, (N,), i64 or u32; rows with -100 are ignored.
+///     weights: the factors by which the rows' losses are multiplied, (N,), f32 or f64. They get no gradient. Default:
+///         all 1.
 ///
 /// Raises:
-///     ShapeError, DTypeError: if the operands do not fit.
-///     IndexOutOfRangeError: if a target is not a class.
+///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+///     IndexOutOfRangeError: if a target is not a class. On CUDA, the next call that reads a value or waits for the
+///         device raises this error.
 ///     NoBackwardError: if `weights` needs a gradient.
 #[pyfunction]
 #[pyo3(signature = (input, weight, target, weights=None))]
@@ -189,8 +197,9 @@ pub fn linear_cross_entropy(
         .map(Tensor)
 }
 
-/// Compute, for each row, the logarithm of the probability of its class id under the softmax of `input @ weight.T`:
-/// (N), in f32 (f64 for f64 input). The logits are computed for some rows at a time, and again in the backward pass.
+/// Compute, for each row of `input`, the logarithm of the probability of its class id under the softmax of
+/// `input @ weight.T`: (N,), in f32 (f64 for f64 input). The logits are computed for some rows at a time, and again in
+/// the backward pass.
 ///
 /// ```python
 /// states, head = tc.randn(3, 8), tc.randn(100, 8)
@@ -198,13 +207,14 @@ pub fn linear_cross_entropy(
 /// ```
 ///
 /// Args:
-///     input: (N, D) states.
-///     weight: (classes, D), in the dtype of the states.
-///     target: (N) class ids, i64 or u32; rows with -100 give 0.
+///     input: N rows of D features, (N, D).
+///     weight: (classes, D), in the dtype of the input.
+///     target: class ids, (N,), i64 or u32; rows with -100 give 0.
 ///
 /// Raises:
-///     ShapeError, DTypeError: if the operands do not fit.
-///     IndexOutOfRangeError: if a target is not a class.
+///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+///     IndexOutOfRangeError: if a target is not a class. On CUDA, the next call that reads a value or waits for the
+///         device raises this error.
 #[pyfunction]
 pub fn linear_log_probs(py: Python<'_>, input: &Tensor, weight: &Tensor, target: &Tensor) -> Result<Tensor> {
     compute(py, weight.0.elem_count(), || loss::linear_log_probs(&input.0, &weight.0, &target.0)).map(Tensor)

@@ -1,4 +1,4 @@
-//! Result types for dicts of tensors or variables by name, with the type annotation for the Python stubs.
+//! Result types for dicts of tensors or variables by name, with their type annotations for the Python stubs.
 
 use std::convert::Infallible;
 

@@ -13,9 +13,15 @@ use crate::functional::{inner, with_channels_last};
 use crate::tensor::Tensor;
 
 /// The number of dimensions in `normalized_shape`, after a check that these are the trailing dimensions of `input`.
-fn trailing(op: &'static str, input: &tc::Tensor, normalized_shape: &Shape) -> Result<usize> {
+///
+/// # Errors
+/// `ShapeError` if `normalized_shape` is empty, has a negative size, or is not the end of the input's shape.
+fn trailing_dims(op: &'static str, input: &tc::Tensor, normalized_shape: &Shape) -> Result<usize> {
     let sizes = normalized_shape.sizes(op)?;
-    if !sizes.is_empty() && input.dims().ends_with(&sizes) {
+    if sizes.is_empty() {
+        return Err(tc::Error::shape(op, "normalized_shape is empty, expected at least one dimension").into());
+    }
+    if input.dims().ends_with(&sizes) {
         return Ok(sizes.len());
     }
     Err(tc::Error::shape(
@@ -53,12 +59,12 @@ pub fn layer_norm(
     eps: Argument<f64>,
 ) -> Result<Tensor> {
     let eps = eps.get("layer_norm", "eps")?;
-    let dims = trailing("layer_norm", &input.0, &normalized_shape)?;
+    let dims = trailing_dims("layer_norm", &input.0, &normalized_shape)?;
     compute(py, input.0.elem_count(), || norms::layer_norm(&input.0, dims, inner(weight), inner(bias), eps)).map(Tensor)
 }
 
-/// Compute input + residual and the `layer_norm` of this sum. A pre-norm transformer block needs the sum for its residual
-/// connection and the norm for its next layer. On CUDA, one kernel computes both.
+/// Compute input + residual and the `layer_norm` of this sum. A pre-norm transformer block needs the sum for its
+/// residual connection and the norm for its next layer. On CUDA, one kernel computes both.
 ///
 /// ```python
 /// total, normed = F.add_layer_norm(tc.randn(2, 8), tc.randn(2, 8), 8)
@@ -73,8 +79,8 @@ pub fn layer_norm(
 ///     eps: added to the variance.
 ///
 /// Returns:
-///     The sum and the normalised sum, both of the input's shape and dtype. The sum is rounded to the dtype before it is
-///     normalised.
+///     The sum and the normalised sum, both of the input's shape and dtype. The sum is rounded to this dtype before it
+///     is normalised.
 ///
 /// Raises:
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
@@ -91,7 +97,7 @@ pub fn add_layer_norm(
     eps: Argument<f64>,
 ) -> Result<(Tensor, Tensor)> {
     let eps = eps.get("add_layer_norm", "eps")?;
-    let dims = trailing("add_layer_norm", &input.0, &normalized_shape)?;
+    let dims = trailing_dims("add_layer_norm", &input.0, &normalized_shape)?;
     let apply = || norms::add_layer_norm(&input.0, &residual.0, dims, inner(weight), inner(bias), eps);
     compute(py, input.0.elem_count(), apply).map(|(sum, y)| (Tensor(sum), Tensor(y)))
 }
@@ -156,12 +162,9 @@ pub fn rms_norm(
     eps: Argument<f64>,
 ) -> Result<Tensor> {
     let eps = eps.get("rms_norm", "eps")?;
-    if trailing("rms_norm", &input.0, &normalized_shape)? != 1 {
-        return Err(tc::Error::argument(
-            "rms_norm",
-            "only the last dimension can be normalised; reshape the others into it",
-        )
-        .into());
+    if trailing_dims("rms_norm", &input.0, &normalized_shape)? != 1 {
+        let message = "normalized_shape has several dimensions, expected one; join the dimensions with reshape()";
+        return Err(tc::Error::argument("rms_norm", message).into());
     }
     compute(py, input.0.elem_count(), || norms::rms_norm(&input.0, inner(weight), eps)).map(Tensor)
 }
@@ -173,7 +176,7 @@ pub fn rms_norm(
 /// ```
 ///
 /// Args:
-///     input: (B, C, ...).
+///     input: B samples of C channels, (B, C, ...).
 ///     num_groups: the number of groups of channels, a divisor of C.
 ///     weight: scale, (C,).
 ///     bias: shift, (C,).
@@ -207,7 +210,7 @@ pub fn group_norm(
 /// ```
 ///
 /// Args:
-///     input: (B, C, ...).
+///     input: B samples of C channels, (B, C, ...).
 ///     num_groups: the number of groups of channels, a divisor of C.
 ///     weight: scale, (C,).
 ///     bias: shift, (C,).
@@ -244,7 +247,7 @@ pub fn group_norm_silu(
 /// ```
 ///
 /// Args:
-///     x: (..., S, D), D even.
+///     x: S positions of D features, (..., S, D), D even.
 ///     weight: scale, (D,), in the dtype of `x` or f32; None for ones.
 ///     cos: (S, D / 2), cosines of the angles.
 ///     sin: (S, D / 2), sines of the angles.
@@ -270,6 +273,6 @@ pub fn rms_norm_rope(
     eps: Argument<f64>,
 ) -> Result<Tensor> {
     let eps = eps.get("rms_norm_rope", "eps")?;
-    let work = || norms::rms_norm_rope(&x.0, inner(weight), &cos.0, &sin.0, interleaved, eps);
-    compute(py, x.0.elem_count(), work).map(Tensor)
+    let apply = || norms::rms_norm_rope(&x.0, inner(weight), &cos.0, &sin.0, interleaved, eps);
+    compute(py, x.0.elem_count(), apply).map(Tensor)
 }

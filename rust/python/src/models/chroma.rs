@@ -24,15 +24,15 @@ impl ChromaTransformer {
     /// Predict the velocity (noise minus latents) for noisy latents.
     ///
     /// Args:
-    ///     hidden_states: noisy latents as tokens, (B, S, in_channels). The features of a token are the values of a
-    ///         square of 2 x 2 latents in the order (channel, row, column).
-    ///     encoder_hidden_states: T5's results for the text tokens, (B, L, joint_attention_dim).
+    ///     hidden_states: noisy latents of B samples as S tokens each, (B, S, in_channels). The features of a token are
+    ///         the values of a square of 2 x 2 latents in the order (channel, row, column).
+    ///     encoder_hidden_states: T5's results for the L text tokens, (B, L, joint_attention_dim).
     ///     timestep: the time from 0 (clean latents) to 1 (pure noise): (B,), (1,), or a number.
     ///     img_ids: positions of the image tokens, (S, 3): 0, row, column.
     ///     txt_ids: positions of the text tokens, (L, 3): zeros.
     ///     lengths: for each sample, the number of text tokens that other tokens attend to, (B,), at least 1: the
-    ///         text's own tokens and one padding token. Default: all L tokens; then attention needs no mask, which saves
-    ///         time.
+    ///         text's own tokens and one padding token. With `lengths`, L is at most 4096. Default: all L tokens; then
+    ///         attention needs no mask, which saves time.
     ///
     /// Returns:
     ///     A tensor of the shape of `hidden_states`, in the dtype of the weights.
@@ -41,7 +41,7 @@ impl ChromaTransformer {
     ///     ShapeError: if the inputs do not fit the model or one another.
     ///     DTypeError: if `hidden_states` is not floating point, or `img_ids` and `txt_ids` have different dtypes.
     #[pyo3(signature = (hidden_states, encoder_hidden_states, timestep, img_ids, txt_ids, lengths=None))]
-    #[allow(clippy::too_many_arguments)] // each is a name in Python
+    #[allow(clippy::too_many_arguments)] // each is a parameter in Python
     fn __call__(
         &self,
         py: Python<'_>,

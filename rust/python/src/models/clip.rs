@@ -1,4 +1,4 @@
-//! CLIP's text encoders.
+//! CLIP's text encoder.
 
 use std::sync::Arc;
 
@@ -14,7 +14,8 @@ use crate::error::Result;
 use crate::tensor::Tensor;
 
 /// CLIP's text encoder. It computes the results of transformers' `CLIPTextModel` or `CLIPTextModelWithProjection`. The
-/// names of the encoder's parameters begin with "text_model.", as in the published files. `from_pretrained` loads one.
+/// names of its parameters, except the projection's, begin with "text_model.", as in the published files.
+/// `from_pretrained` loads an encoder.
 ///
 /// ```python
 /// encoder = tc.models.CLIPTextModel.from_pretrained("sdxl", subfolder="text_encoder")
@@ -28,7 +29,7 @@ class!(CLIPTextModel);
 
 #[pymethods]
 impl CLIPTextModel {
-    /// Compute the features of texts.
+    /// Compute the features of B texts of S tokens each.
     ///
     /// Args:
     ///     input_ids: token ids, (B, S), i64 or u32. S is at most the model's number of positions, 77 in the published
@@ -45,7 +46,7 @@ impl CLIPTextModel {
     }
 }
 
-/// The features that a text encoder computes for texts.
+/// The features that CLIP's text encoder computes for B texts of S tokens each. D is the encoder's hidden size.
 ///
 /// ```python
 /// encoder = tc.models.CLIPTextModel.from_pretrained("sdxl", subfolder="text_encoder")
@@ -69,8 +70,8 @@ impl TextFeatures {
         self.skipped(Integer::of(0))
     }
 
-    /// The pooled states: of each text, the state of the end token in `last_hidden_state`, (B, D). If the model has a
-    /// projection, the result is these states projected to P features, (B, P).
+    /// The pooled states, (B, D): for each text, the state of its end token in `last_hidden_state`. If the model has a
+    /// projection, these states are projected to P features, (B, P).
     #[getter]
     fn pooled(&self) -> Tensor {
         Tensor(self.0.pooled.clone())
@@ -82,11 +83,11 @@ impl TextFeatures {
         self.0.hidden_states.iter().cloned().map(Tensor).collect()
     }
 
-    /// Compute the hidden states `clip_skip` layers before `penultimate`, (B, S, D). diffusers' SDXL pipelines count in
-    /// the same way.
+    /// Return the hidden states `clip_skip` layers before `penultimate`, (B, S, D). diffusers' SDXL pipelines count
+    /// `clip_skip` in the same way.
     ///
     /// Raises:
-    ///     ArgumentError: if `clip_skip` is not less than the model's number of layers.
+    ///     ArgumentError: if `clip_skip` is negative or not less than the model's number of layers.
     fn skipped(&self, clip_skip: Integer) -> Result<Tensor> {
         let clip_skip = clip_skip.count("skipped", "clip_skip")?;
         quick(|| self.0.skipped(clip_skip).cloned()).map(Tensor)

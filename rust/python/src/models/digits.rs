@@ -25,7 +25,7 @@ use crate::tensor::Tensor;
 /// ```
 ///
 /// Args:
-///     sample_size: height and width of an image in pixels.
+///     sample_size: height and width of an image in pixels, a multiple of `patch_size`.
 ///     patch_size: height and width in pixels of a patch; each patch becomes one token.
 ///     num_layers: number of transformer blocks.
 ///     num_attention_heads: number of attention heads of each block.
@@ -35,7 +35,8 @@ use crate::tensor::Tensor;
 ///     device: the device of the parameters.
 ///
 /// Raises:
-///     ConfigError, ArgumentError: if a number is out of range, or the sizes do not fit together.
+///     ConfigError: if a number is 0 or above 65536, or `sample_size` is not a multiple of `patch_size`.
+///     ArgumentError: if a number is negative.
 ///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
 ///     OutOfMemoryError: if the parameters do not fit.
 #[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
@@ -43,12 +44,14 @@ pub struct DigitsTransformer(Arc<models::DigitsTransformer>);
 
 class!(DigitsTransformer);
 
+const OP: &str = "DigitsTransformer";
+
 #[pymethods]
 impl DigitsTransformer {
     #[new]
     #[pyo3(signature = (*, sample_size=Integer::of(8), patch_size=Integer::of(2), num_layers=Integer::of(3),
         num_attention_heads=Integer::of(3), attention_head_dim=Integer::of(32), mlp_ratio=Integer::of(3), num_classes=Integer::of(10), device="cpu"))]
-    #[allow(clippy::too_many_arguments)] // one for each size
+    #[allow(clippy::too_many_arguments)] // each is a parameter in Python
     fn new(
         sample_size: Integer,
         patch_size: Integer,
@@ -59,7 +62,6 @@ impl DigitsTransformer {
         num_classes: Integer,
         device: &str,
     ) -> Result<PyClassInitializer<Self>> {
-        const OP: &str = "DigitsTransformer";
         let config = DigitsConfig {
             sample_size: sample_size.count(OP, "sample_size")?,
             patch_size: patch_size.count(OP, "patch_size")?,
@@ -75,15 +77,15 @@ impl DigitsTransformer {
         Ok(PyClassInitializer::from(Model::new(Loaded::new(model.clone()))).add_subclass(Self(model)))
     }
 
-    /// Predict the velocity of flow matching, noise - image, for noisy images.
+    /// Predict the velocity of flow matching (noise minus image) for noisy images.
     ///
     /// Args:
-    ///     sample: noisy images, (B, 1, H, W), values about -1 to 1.
+    ///     sample: noisy images, (B, 1, sample_size, sample_size). The values of images without noise are -1 to 1.
     ///     timestep: the time of each image from 0 (clean image) to 1000 (pure noise), (B,).
     ///     class_labels: the class of each image, (B,), i64 or u32.
     ///
     /// Returns:
-    ///     A tensor of the shape of `sample`.
+    ///     A tensor of the shape of `sample`, in the dtype of the weights.
     ///
     /// Raises:
     ///     ShapeError: if the inputs do not fit the model or one another.
@@ -96,9 +98,8 @@ impl DigitsTransformer {
         timestep: Argument<PyRef<'_, Tensor>>,
         class_labels: Argument<PyRef<'_, Tensor>>,
     ) -> Result<Tensor> {
-        let (sample, timestep) =
-            (sample.get("DigitsTransformer", "sample")?, timestep.get("DigitsTransformer", "timestep")?);
-        let class_labels = class_labels.get("DigitsTransformer", "class_labels")?;
+        let (sample, timestep) = (sample.get(OP, "sample")?, timestep.get(OP, "timestep")?);
+        let class_labels = class_labels.get(OP, "class_labels")?;
         let (sample, timestep, labels) = (&sample.0, &timestep.0, &class_labels.0);
         detached(py, || self.0.forward(sample, timestep, labels)).map(Tensor)
     }

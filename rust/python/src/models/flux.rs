@@ -24,9 +24,9 @@ impl FluxTransformer {
     /// Predict the velocity (noise minus latents) for noisy latents.
     ///
     /// Args:
-    ///     hidden_states: noisy latents as tokens, (B, S, in_channels). The features of a token are the values of a
-    ///         square of 2 x 2 latents in the order (channel, row, column).
-    ///     encoder_hidden_states: T5's results for the text tokens, (B, L, joint_attention_dim).
+    ///     hidden_states: noisy latents of B samples as S tokens each, (B, S, in_channels). The features of a token are
+    ///         the values of a square of 2 x 2 latents in the order (channel, row, column).
+    ///     encoder_hidden_states: T5's results for the L text tokens, (B, L, joint_attention_dim).
     ///     pooled_projections: CLIP's pooled text embedding, (B, pooled_projection_dim).
     ///     timestep: the time from 0 (clean latents) to 1 (pure noise): (B,), (1,), or a number.
     ///     img_ids: positions of the image tokens, (S, 3): 0, row, column.
@@ -42,7 +42,7 @@ impl FluxTransformer {
     ///     DTypeError: if `hidden_states` is not floating point, or `img_ids` and `txt_ids` have different dtypes.
     ///     ArgumentError: if a model that takes `guidance` gets none, or if one that does not take `guidance` gets it.
     #[pyo3(signature = (hidden_states, encoder_hidden_states, pooled_projections, timestep, img_ids, txt_ids, guidance=None))]
-    #[allow(clippy::too_many_arguments)] // each is a name in Python
+    #[allow(clippy::too_many_arguments)] // each is a parameter in Python
     fn __call__(
         &self,
         py: Python<'_>,

@@ -24,14 +24,14 @@ impl Flux2Transformer {
     /// Predict the velocity (noise minus latents) for noisy latents.
     ///
     /// Args:
-    ///     hidden_states: noisy latents as tokens, (B, S, in_channels). The features of a token are the values of a
-    ///         square of 2 x 2 latents in the order (channel, row, column).
-    ///     encoder_hidden_states: the text encoder's results for the text tokens, (B, L, joint_attention_dim).
+    ///     hidden_states: noisy latents of B samples as S tokens each, (B, S, in_channels). The features of a token are
+    ///         the values of a square of 2 x 2 latents in the order (channel, row, column).
+    ///     encoder_hidden_states: the text encoder's results for the L text tokens, (B, L, joint_attention_dim).
     ///     timestep: the time from 0 (clean latents) to 1 (pure noise): (B,), (1,), or a number.
     ///     img_ids: positions of the image tokens, (S, 4): 0, row, column, 0.
     ///     txt_ids: positions of the text tokens, (L, 4): 0, 0, 0, the token's index in the text.
-    ///     guidance: the guidance scale, (B,), (1,), or a number. Only a guidance-distilled model (FLUX.2-dev) takes this
-    ///         argument.
+    ///     guidance: the guidance scale, (B,), (1,), or a number. Only a guidance-distilled model (FLUX.2-dev) takes
+    ///         this argument.
     ///
     /// Returns:
     ///     A tensor of the shape of `hidden_states`, in the dtype of the weights.
@@ -41,7 +41,7 @@ impl Flux2Transformer {
     ///     DTypeError: if `hidden_states` is not floating point, or `img_ids` and `txt_ids` have different dtypes.
     ///     ArgumentError: if a model that takes `guidance` gets none, or if one that does not take `guidance` gets it.
     #[pyo3(signature = (hidden_states, encoder_hidden_states, timestep, img_ids, txt_ids, guidance=None))]
-    #[allow(clippy::too_many_arguments)] // each is a name in Python
+    #[allow(clippy::too_many_arguments)] // each is a parameter in Python
     fn __call__(
         &self,
         py: Python<'_>,

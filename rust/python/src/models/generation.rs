@@ -12,9 +12,9 @@ use crate::arguments::Integer;
 use crate::call::{detached, quick};
 use crate::error::Result;
 
-/// An iterator that generates several texts. Each iteration adds one token to every text that has not ended, and returns
-/// a list with one new token per text, or None for a text that has ended. The iterator stops when all texts have ended.
-/// `CausalLM.stream` makes one.
+/// An iterator that generates several texts. Each iteration chooses the next token of every text that has not ended. It
+/// returns a list with one element per text: the new token, or None if the text has ended. The iterator stops when all
+/// texts have ended. `CausalLM.stream` makes one.
 ///
 /// ```python
 /// lm = tc.models.CausalLM.from_pretrained("llama")
@@ -44,7 +44,8 @@ impl Generation {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
             while !state.is_done() {
                 let tokens = state.step(&self.model)?;
-                // If all remaining texts end with a stop token in this step, the step adds no token.
+                // A step adds no token if all remaining texts end at a stop token. The iterator then stops without an
+                // item for this step.
                 if tokens.iter().any(Option::is_some) {
                     return Ok(Some(tokens));
                 }
@@ -56,7 +57,7 @@ impl Generation {
     /// End the text with the index `text`. The other texts continue.
     ///
     /// Raises:
-    ///     ArgumentError: if `text` is not less than the number of texts.
+    ///     ArgumentError: if `text` is negative or not less than the number of texts.
     fn end(&self, text: Integer) -> Result<()> {
         let text = text.count("end", "text")?;
         quick(|| self.state.lock().unwrap_or_else(PoisonError::into_inner).end(text))
@@ -76,8 +77,12 @@ pub struct Given {
 }
 
 impl Given {
-    /// Start to generate after `prompts`. A text ends at any of `stop_token_ids`; by default these are the model's
-    /// `eos_token_ids`. `op` is the name of the Python function for error messages.
+    /// Make a generation that continues `prompts`. A text ends at any of `stop_token_ids`; by default these are the
+    /// model's `eos_token_ids`. `op` is the name of the Python function for error messages.
+    ///
+    /// # Errors
+    /// As [`tokens`] for the ids; `TypeError` or `ArgumentError` if an option has another type or is out of range;
+    /// `ArgumentError` if a prompt is empty.
     pub fn start(
         self,
         op: &'static str,
@@ -107,13 +112,13 @@ impl Given {
 /// Convert the token ids that the function `op` got as the argument `name`.
 ///
 /// # Errors
-/// `TypeError` if an id is not an integer, `ArgumentError` if it is negative, `IndexOutOfRangeError` if it is too large for
-/// u32, so that no vocabulary contains it.
+/// `TypeError` if an id is not an integer, `ArgumentError` if it is negative, `IndexOutOfRangeError` if it is 2**32 or
+/// more, which no vocabulary contains.
 pub fn tokens(op: &'static str, name: &str, ids: Vec<Integer>) -> Result<Vec<u32>> {
     let token = |id: Integer| {
         let id = id.count(op, name)?;
-        let wrong = |_| tc::Error::index(op, format!("the id {id} is not a token; expected an id below 2**32"));
-        Ok(u32::try_from(id).map_err(wrong)?)
+        let too_large = |_| tc::Error::index(op, format!("the id {id} is not a token; expected an id below 2**32"));
+        Ok(u32::try_from(id).map_err(too_large)?)
     };
     ids.into_iter().map(token).collect()
 }
@@ -124,7 +129,7 @@ pub fn tokens(op: &'static str, name: &str, ids: Vec<Integer>) -> Result<Vec<u32
 /// lm = tc.models.CausalLM.from_pretrained("llama")
 /// cache = tc.models.KVCache(1)
 /// scores = lm.extend(cache, [[257, 104]])
-/// scores = lm.extend(cache, [[105]])  # computes this token alone
+/// scores = lm.extend(cache, [[105]])  # computes only this token
 /// assert cache.tokens(0) == [257, 104, 105]
 /// ```
 ///
@@ -146,12 +151,13 @@ impl KVCache {
     /// Return the token ids of the text with the index `text`.
     ///
     /// Raises:
-    ///     ArgumentError: if `text` is not less than the number of texts.
+    ///     ArgumentError: if `text` is negative or not less than the number of texts.
     fn tokens(&self, text: Integer) -> Result<Vec<u32>> {
         let text = text.count("tokens", "text")?;
         let cache = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if text >= cache.len() {
-            let message = format!("there is no text {text}; expected less than {}, the number of texts", cache.len());
+            let count = cache.len();
+            let message = format!("there is no text {text}; expected an index below {count}, the number of texts");
             return Err(tc::Error::argument("tokens", message).into());
         }
         Ok(cache.tokens(text).to_vec())

@@ -61,8 +61,9 @@ pub use t5::T5Encoder;
 pub use vae::AutoencoderKL;
 pub use z_image::ZImageTransformer;
 
-/// The base class of models, with the methods for named tensors, adapters, gradient checkpointing and files. Each kind of
-/// model is a subclass, and calling an object of the subclass runs the forward pass. `from_pretrained` loads a model.
+/// The base class of models, with the methods for named tensors, adapters, gradient checkpointing and files. Each kind
+/// of model is a subclass. Calling a model runs its forward pass, but an autoencoder has the methods `encode` and
+/// `decode` instead. `from_pretrained` loads a model.
 ///
 /// ```python
 /// unet = tc.models.Model.from_pretrained("sdxl")  # the denoising model of the pipeline
@@ -78,7 +79,7 @@ pub struct Model {
 }
 
 impl Model {
-    /// The base object of a model.
+    /// The part of a model's Python object that belongs to the base class.
     pub fn new(model: Loaded) -> Self {
         Self { model, adapter: Attached::default() }
     }
@@ -96,11 +97,13 @@ impl Model {
 /// The Python class of a kind of model.
 pub struct Class {
     kind: &'static ModelKind,
+    /// Whether a Python type is this class.
     is: fn(&Bound<'_, PyType>) -> bool,
+    /// Makes the Python object of a model of this kind.
     wrap: fn(Python<'_>, Loaded) -> PyResult<Py<Model>>,
 }
 
-/// Every class of models.
+/// The class of each kind of model.
 static CLASSES: &[Class] = &[
     SDXLUNet::CLASS,
     SD3Transformer::CLASS,
@@ -124,8 +127,8 @@ impl Class {
     }
 }
 
-/// `class!(Name)` defines `Name::CLASS`, the entry of a kind of model in `CLASSES`. `Name` must be a tuple struct around
-/// an `Arc<models::Name>`.
+/// `class!(Name)` defines `Name::CLASS`, the entry of a kind of model in `CLASSES`. `Name` must be a tuple struct
+/// around an `Arc<models::Name>`.
 macro_rules! class {
     ($class:ident) => {
         impl $class {
@@ -135,10 +138,10 @@ macro_rules! class {
                 is: |class| class.is(class.py().get_type::<Self>()),
                 wrap: |py, model| {
                     let any: std::sync::Arc<dyn std::any::Any + Send + Sync> = model.model().clone();
-                    let Ok(own) = any.downcast::<trainable_candle_models::$class>() else {
+                    let Ok(typed) = any.downcast::<trainable_candle_models::$class>() else {
                         unreachable!("a model is of its kind's type")
                     };
-                    let object = pyo3::PyClassInitializer::from(super::Model::new(model)).add_subclass(Self(own));
+                    let object = pyo3::PyClassInitializer::from(super::Model::new(model)).add_subclass(Self(typed));
                     Ok(Py::new(py, object)?.into_bound(py).into_super().unbind())
                 },
             };
@@ -149,8 +152,8 @@ pub(crate) use class;
 
 #[pymethods]
 impl Model {
-    /// Load the model at `path` with frozen weights. `Class.from_pretrained` returns an object of `Class`;
-    /// `Model.from_pretrained` returns an object of the subclass that fits the files.
+    /// Load the model at `path` with frozen weights. A subclass's `from_pretrained` returns an object of the subclass;
+    /// `Model.from_pretrained`, also called `load`, returns an object of the subclass that fits the files.
     ///
     /// ```python
     /// unet = tc.models.load("sdxl", dtype="bf16")
@@ -161,7 +164,7 @@ impl Model {
     ///     path: a model's folder, a weight file beside its `config.json`, a pipeline's folder, an original checkpoint
     ///         in one file, or a name on the Hugging Face hub, "organisation/name". From a pipeline or an original
     ///         checkpoint, `Model.from_pretrained` loads the denoising model (the UNet or transformer).
-    ///     dtype: the dtype to which the weights are converted; by default the weights keep the dtype of the file.
+    ///     dtype: the dtype to which the weights are converted; default: the dtype of most weights in the files.
     ///     device: the device of the weights.
     ///     subfolder: the name of the model's folder in a pipeline ("unet", "vae", "text_encoder", "text_encoder_2"),
     ///         which also selects the model of an original checkpoint. Default: the first folder that fits the class.
@@ -170,28 +173,28 @@ impl Model {
     ///     force_upcast: whether the weights become f32 even if half precision is requested or stored. By default the
     ///         model's configuration decides. The configuration of SDXL's autoencoder requests f32, because the
     ///         autoencoder's activations exceed the range of f16.
-    ///     layers: load only this many layers of a language model, from the first on, to read their `hidden_states`;
+    ///     layers: the number of layers of a language model to load, from the first on, to read their `hidden_states`;
     ///         default: all.
-    ///     quantize: "int8", "fp8", "nf4", "q8_0" or "q4_0": quantize the weights of linear layers as the function `quantize`
-    ///         does, each layer when it is read. The other weights have `dtype`.
-    ///     stream_blocks: the number of transformer blocks whose linear layers' weights are in pinned host memory. The
-    ///         weights of such a block are copied to the device before the block runs, on a separate CUDA stream. The
-    ///         device holds the copied weights of two such blocks at a time.
+    ///     quantize: "int8", "fp8", "nf4", "q8_0" or "q4_0": the format to which the linear layers of blocks are
+    ///         quantized while they are read, as by the function `quantize`. The other weights have `dtype`.
+    ///     stream_blocks: the number of transformer blocks that keep the weights of linear layers in pinned host
+    ///         memory. The weights of such a block are copied to the device before the block runs, on a separate CUDA
+    ///         stream. The device holds the copied weights of two such blocks at a time.
     ///     stream_modulation: whether the weights of the layers that compute the modulation of all blocks are in pinned
     ///         host memory too. For Flux these weights take 6 GiB, and each step reads them once.
     ///
     /// Raises:
-    ///     MissingFileError, WeightsFormatError: if files are missing or damaged.
+    ///     MissingFileError, FileError, WeightsFormatError: if files are missing, cannot be read, or are damaged.
     ///     ConfigError: if the configuration belongs to another model, is not supported, or does not fit the weights.
-    ///     ArgumentError: if `layers` is given for a model that is not a language model or exceeds the model's number of
-    ///         layers, if `quantize` is unknown or is given for a kind of model without layers to quantize, if the model has
-    ///         fewer blocks than `stream_blocks`, or if it has no separate layers for `stream_modulation`.
+    ///     ArgumentError: if `layers` is given for a model that is not a language model or is not from 1 to its number
+    ///         of layers, if `quantize` is unknown or given for a kind of model without layers to quantize, if the
+    ///         model has fewer blocks than `stream_blocks`, or if it has no separate layers for `stream_modulation`.
     ///     DTypeError: if the dtype is unknown or not floating point.
     ///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
     ///     OutOfMemoryError: if the model does not fit, or if the system cannot allocate the pinned memory.
     #[classmethod]
     #[pyo3(signature = (path, dtype=None, device="cpu", *, subfolder=None, config=None, force_upcast=None, layers=None, quantize=None, stream_blocks=Integer::of(0), stream_modulation=false))]
-    #[allow(clippy::too_many_arguments)] // each is a name in Python
+    #[allow(clippy::too_many_arguments)] // each is a parameter in Python
     fn from_pretrained(
         cls: &Bound<'_, PyType>,
         py: Python<'_>,
@@ -221,21 +224,20 @@ impl Model {
     ///     config: the path of a `config.json`; default: the configuration of the published model of this class.
     ///     dtype: the dtype of the weights; default: f32.
     ///     device: the device of the weights.
-    ///     quantize: as in `from_pretrained`.
-    ///     stream_blocks: as in `from_pretrained`.
-    ///     stream_modulation: as in `from_pretrained`.
+    ///     quantize, stream_blocks, stream_modulation: as in `from_pretrained`.
     ///
     /// Raises:
     ///     ArgumentError: if called on the base class `Model`, if `quantize` is unknown or the kind has no layers to
     ///         quantize, if the model has fewer blocks than `stream_blocks`, or if it has no separate layers for
     ///         `stream_modulation`.
-    ///     MissingFileError, ConfigError: if the configuration is missing or belongs to another model.
+    ///     MissingFileError, FileError, ConfigError: if the configuration is missing, cannot be read, or belongs to
+    ///         another model.
     ///     DTypeError: if the dtype is unknown or not floating point.
     ///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
-    ///     OutOfMemoryError: if the model does not fit.
+    ///     OutOfMemoryError: if the model does not fit, or if the system cannot allocate the pinned memory.
     #[classmethod]
     #[pyo3(signature = (config=None, dtype=None, device="cpu", *, quantize=None, stream_blocks=Integer::of(0), stream_modulation=false))]
-    #[allow(clippy::too_many_arguments)] // each is a name in Python
+    #[allow(clippy::too_many_arguments)] // each is a parameter in Python
     fn from_config(
         cls: &Bound<'_, PyType>,
         py: Python<'_>,
@@ -248,11 +250,8 @@ impl Model {
     ) -> Result<Own> {
         const OP: &str = "from_config";
         let Some(kind) = Class::kind(cls) else {
-            return Err(tc::Error::argument(
-                OP,
-                "Model is the base class; call from_config on the class of a model, such as SDXLUNet",
-            )
-            .into());
+            let message = "Model is the base class; call from_config on the class of a model, such as SDXLUNet";
+            return Err(tc::Error::argument(OP, message).into());
         };
         let config = config.map(|config| config.named(OP, "config")).transpose()?;
         let (dtype, device) = (dtype.map_or(tc::DType::F32, |dtype| dtype.0), device::parse(device)?);
@@ -269,8 +268,8 @@ impl Model {
         DType::new(self.model.dtype())
     }
 
-    /// Return every parameter by name. Parameters of adapters are not included, but if an adapter is merged, the weight
-    /// of its layer is the merged weight.
+    /// Return every parameter by name, quantized weights dequantized. Parameters of adapters are not included, but if
+    /// an adapter is merged, the weight of its layer is the merged weight.
     fn named_tensors<'py>(&self, py: Python<'py>) -> Result<NamedTensors<'py>> {
         let dict = PyDict::new(py);
         for (name, tensor) in self.model.named_tensors() {
@@ -285,8 +284,8 @@ impl Model {
     ///     ArgumentError: if the model has no parameter of this name.
     fn get_tensor(&self, name: &str) -> Result<Tensor> {
         let missing = || {
-            let problem = format!("the model has no parameter `{name}`; named_tensors() lists them");
-            tc::Error::argument("get_tensor", problem)
+            let message = format!("the model has no parameter {name:?}; named_tensors() lists the parameters");
+            tc::Error::argument("get_tensor", message)
         };
         Ok(Tensor(self.model.named_tensor(name)?.ok_or_else(missing)?.detach()))
     }
@@ -315,12 +314,12 @@ impl Model {
         })
     }
 
-    /// Put the adapters of a file on the model and multiply the adapters' scales by `scale`. The file may have any of the
-    /// formats of `AdapterSet.save`, and any tool may have written it. The file's adapters for other models of a pipeline
-    /// are ignored.
+    /// Put the adapters of a file on the model and multiply the adapters' scales by `scale`. The file may have any of
+    /// the formats of `AdapterSet.save`, and any tool may have written it. The file's adapters for other models of a
+    /// pipeline are ignored.
     ///
     /// Raises:
-    ///     MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
+    ///     MissingFileError, WeightsFormatError: if there is no such file, or it has no adapter for this model.
     ///     ConfigError, ShapeError: if the model has an adapter already, or the file's adapters do not fit its layers.
     ///     ArgumentError: if `scale` is 0 or not finite.
     #[pyo3(signature = (path, scale=Argument::of(1.0)))]
@@ -338,23 +337,23 @@ impl Model {
     /// Saved files and merged weights do not include the frozen LoRA.
     ///
     /// Raises:
-    ///     MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
-    ///     ConfigError, ShapeError: if the file is not a LoRA of linear layers, if it does not fit the layers, or if a layer
-    ///         already has a training adapter.
+    ///     MissingFileError, WeightsFormatError: if there is no such file, or it has no adapter for this model.
+    ///     ConfigError, ShapeError: if the file is not a LoRA of linear layers, if it does not fit the layers, or if a
+    ///         layer already has a training adapter.
     ///     ArgumentError: if `scale` is not finite.
     #[pyo3(signature = (path, scale=Argument::of(1.0)))]
     fn add_training_adapter(&self, py: Python<'_>, path: FilePath, scale: Argument<f64>) -> Result<TrainingAdapter> {
         const OP: &str = "add_training_adapter";
         let (path, scale) = (path.get(OP)?, scale.get(OP, "scale")?);
-        let made = detached(py, || {
+        let adapter = detached(py, || {
             let (names, layers) = (self.model.adapter_names(), self.model.named_layers());
             io::adapter_file::attach_training_adapter(&path, scale, io::PartLayers { names: &names, layers: &layers })
         })?;
-        Ok(TrainingAdapter::new(made, self.model.clone()))
+        Ok(TrainingAdapter::new(adapter, self.model.clone()))
     }
 
-    /// Make each adapted layer compute with one merged weight, as fast as an unquantized layer without an adapter. Later
-    /// changes of the adapters' parameters have no effect until `unmerge_adapter`.
+    /// Make each adapted layer compute with one merged weight, as fast as an unquantized layer without an adapter.
+    /// Later changes of the adapters' parameters have no effect until `unmerge_adapter`.
     ///
     /// Raises:
     ///     ArgumentError: if the model has no adapter.
@@ -382,13 +381,13 @@ impl Model {
     ///
     /// Args:
     ///     policy: "full" keeps the inputs of blocks; "selective" also keeps the results of matrix products and
-    ///         attention; "offload" keeps the inputs of blocks, but in the memory of the host.
-    ///     blocks: the number of blocks that get the policy "full" or "offload", the first in the order in which the
-    ///         model lists them; the other blocks get "selective". Default: all blocks get the policy.
+    ///         attention; "offload" keeps the inputs of blocks in the memory of the host; "none" keeps everything.
+    ///     blocks: the number of blocks, from the model's first block on, that get the policy "full" or "offload"; the
+    ///         later blocks get "selective". Default: all blocks get the policy.
     ///
     /// Raises:
-    ///     ArgumentError: if the policy is unknown, if the model has fewer blocks, or if `blocks` is given with another
-    ///         policy.
+    ///     ArgumentError: if the policy is unknown, if `blocks` is negative or exceeds the model's number of blocks, or
+    ///         if `blocks` is given with the policy "selective" or "none".
     #[pyo3(signature = (policy="full", *, blocks=None))]
     fn enable_gradient_checkpointing(&self, policy: &str, blocks: Option<Integer>) -> Result<()> {
         let policy: Policy = policy.parse()?;
@@ -412,15 +411,15 @@ impl Model {
     ///
     /// Args:
     ///     folder: the folder, which is created if missing.
-    ///     quantize: "nf4" writes the linear layers that may be quantized as bitsandbytes does, in four bits with
-    ///         scales in f32. `config.json` names the other linear layers, which stay plain. If diffusers cannot tell
-    ///         such a name apart from the name of a quantized layer, both layers are quantized: this happens to the
-    ///         last layer of Flux.
+    ///     quantize: "nf4" quantizes all linear layers that may be quantized: it writes them as bitsandbytes does, in
+    ///         four bits with scales in f32. `config.json` names the linear layers that are not quantized. If diffusers
+    ///         cannot tell such a name apart from the name of a quantized layer, both layers are quantized: this
+    ///         happens to the last layer of Flux.
     ///
     /// Raises:
     ///     FileError: if a file cannot be written.
-    ///     ArgumentError: if only a part of the model's layers was loaded, if the format is not "nf4", or if the model has
-    ///         no layers that may be quantized.
+    ///     ArgumentError: if only a part of the model's layers was loaded, if the format is not "nf4", or if the model
+    ///         has no layers that may be quantized.
     ///     DTypeError: if a layer to quantize is f64.
     #[pyo3(signature = (folder, quantize=None))]
     fn save_pretrained(&self, py: Python<'_>, folder: FilePath, quantize: Option<&str>) -> Result<()> {
@@ -445,18 +444,19 @@ impl Model {
 ///
 /// Args:
 ///     path: the file.
-///     models: the models, by the names of their folders in a pipeline: "unet", "vae", "text_encoder",
-///         "text_encoder_2". Adapters are not written, but if an adapter is merged, the weight of its layer is the merged
+///     models: the models, by the names of their folders in a pipeline, such as "unet", "transformer", "vae" or
+///         "text_encoder". Adapters are not written, but if an adapter is merged, the weight of its layer is the merged
 ///         weight.
 ///     base: the path of an original checkpoint. Its tensors that belong to none of `models` are copied unchanged.
-///     dtype: the floating point dtype to which the weights of `models` are converted.
+///     dtype: the floating point dtype to which the weights of `models` are converted. Default: each keeps its dtype.
 ///     quantize: for each model to quantize, the format "fp8" or "int8", by the name of the model's folder. The linear
 ///         layers of the model are written as ComfyUI stores them: "fp8" as e4m3 numbers with one scale per weight,
 ///         "int8" as integers with one scale per row of the weight.
 ///
 /// Raises:
-///     ArgumentError: if a model does not fit the name of its folder, if `quantize` names a model that is not in `models`
-///         or has no layers that may be quantized, or if a format is neither "fp8" nor "int8".
+///     ArgumentError: if a model does not fit the name of its folder, if only a part of a model's layers was loaded, if
+///         `quantize` names a model that is not in `models` or has no layers that may be quantized, or if a format is
+///         neither "fp8" nor "int8".
 ///     DTypeError: if `dtype` is not floating point.
 ///     FileError, MissingFileError: if a file cannot be written or read.
 ///     WeightsFormatError: if `base` is damaged or has tensors of an unsupported dtype.
@@ -472,19 +472,19 @@ pub fn save_checkpoint(
 ) -> Result<()> {
     const OP: &str = "save_checkpoint";
     let formats = quantize.get(OP, "quantize")?.unwrap_or_default();
-    let formats = formats.into_iter().map(|(place, format)| Ok((place, format.parse()?))).collect::<tc::Result<_>>()?;
+    let formats = formats.into_iter().map(|(name, format)| Ok((name, format.parse()?))).collect::<tc::Result<_>>()?;
     let path = path.get(OP)?;
     let base = base.map(|base| base.get(OP)).transpose()?;
-    let models: Vec<(String, Loaded)> = models.into_iter().map(|(place, model)| (place, model.model.clone())).collect();
-    let written = models::Written { dtype: dtype.map(|dtype| dtype.0), formats };
+    let models: Vec<(String, Loaded)> = models.into_iter().map(|(name, model)| (name, model.model.clone())).collect();
+    let options = models::Written { dtype: dtype.map(|dtype| dtype.0), formats };
     detached(py, || {
         let models: Vec<(&str, &dyn models::Model)> =
-            models.iter().map(|(place, model)| (place.as_str(), &**model)).collect();
-        models::save_checkpoint(&path, &models, base.as_deref(), &written)
+            models.iter().map(|(name, model)| (name.as_str(), &**model)).collect();
+        models::save_checkpoint(&path, &models, base.as_deref(), &options)
     })
 }
 
-/// The result of a class method: an object of the class on which the method was called.
+/// The result of a class method: an object of the class on which the method was called, or of a subclass.
 pub struct Own(pub Py<Model>);
 
 impl<'py> IntoPyObject<'py> for Own {

@@ -24,16 +24,17 @@ impl QwenImageTransformer {
     /// Predict the velocity (noise minus latents) for noisy latents.
     ///
     /// Args:
-    ///     hidden_states: noisy latents as tokens, (B, S, in_channels). The features of a token are the values of a
-    ///         square of 2 x 2 latents in the order (channel, row, column).
-    ///     encoder_hidden_states: Qwen2.5-VL's results for the text tokens, (B, L, joint_attention_dim).
+    ///     hidden_states: noisy latents of B samples as S tokens each, (B, S, in_channels). The features of a token are
+    ///         the values of a square of 2 x 2 latents in the order (channel, row, column).
+    ///     encoder_hidden_states: Qwen2.5-VL's results for the L text tokens, (B, L, joint_attention_dim).
     ///     timestep: the time from 0 (clean latents) to 1 (pure noise): (B,), (1,), or a number.
-    ///     img_ids: positions of the image tokens, (S, 3): 0, row, column. The coordinates of n rows of tokens ascend from
-    ///         n // 2 - n to n // 2 - 1; so do the coordinates of n columns.
+    ///     img_ids: positions of the image tokens, (S, 3): 0, row, column. Rows and columns are counted from the middle
+    ///         of the image: if there are n of them, their coordinates are n // 2 - n to n // 2 - 1.
     ///     txt_ids: positions of the text tokens, (L, 3). If the image has h rows and w columns of tokens, all three
     ///         coordinates of text token i are max(h // 2, w // 2) + i.
-    ///     lengths: for each sample, the number of text tokens that other tokens attend to, (B,), at least 1.
-    ///         Default: all L tokens; then attention needs no mask, which saves time.
+    ///     lengths: for each sample, the number of text tokens that other tokens attend to, (B,), at least 1. The later
+    ///         tokens are padding. With `lengths`, L is at most 4096. Default: all L tokens; then attention needs no
+    ///         mask, which saves time.
     ///
     /// Returns:
     ///     A tensor of the shape of `hidden_states`, in the dtype of the weights.
@@ -42,7 +43,7 @@ impl QwenImageTransformer {
     ///     ShapeError: if the inputs do not fit the model or one another.
     ///     DTypeError: if `hidden_states` is not floating point, or `img_ids` and `txt_ids` have different dtypes.
     #[pyo3(signature = (hidden_states, encoder_hidden_states, timestep, img_ids, txt_ids, lengths=None))]
-    #[allow(clippy::too_many_arguments)] // each is a name in Python
+    #[allow(clippy::too_many_arguments)] // each is a parameter in Python
     fn __call__(
         &self,
         py: Python<'_>,

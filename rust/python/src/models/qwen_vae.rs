@@ -34,7 +34,7 @@ impl AutoencoderKLQwenImage {
         self.0.config().latents_std.clone()
     }
 
-    /// The height and width in pixels of an image, divided by the height and width of its latents.
+    /// The number of pixels per latent along each side of an image.
     #[getter]
     fn downscale(&self) -> usize {
         self.0.config().downscale()
@@ -44,16 +44,16 @@ impl AutoencoderKLQwenImage {
     ///
     /// Args:
     ///     image: images, (B, 3, H, W), values -1 to 1.
-    ///     tile_size: if given, images that are larger than this many pixels along a side (512 is usual) are encoded in
-    ///         square tiles of this size, which overlap by a quarter. Near the tiles' seams, the result differs a little
-    ///         from that of the whole image.
+    ///     tile_size: the side of a tile in pixels, rounded down to a multiple of `downscale`; 512 is usual. Images
+    ///         with a longer side are encoded in square tiles, which overlap by a quarter of their side. Near the
+    ///         tiles' seams, the result differs a little from that of the whole image. Default: no tiles.
     ///
     /// Returns:
     ///     The mean and the logarithm of the variance of the latents before normalisation with `latents_mean` and
-    ///     `latents_std`, (B, 16, H / downscale, W / downscale) each.
+    ///     `latents_std`, (B, 16, H / downscale, W / downscale) each, sizes rounded down.
     ///
     /// Raises:
-    ///     ShapeError: if the image does not fit the model.
+    ///     ShapeError: if the image does not fit the model, or a side is shorter than `downscale`.
     ///     ArgumentError: if `tile_size` is below 4 * downscale.
     #[pyo3(signature = (image, *, tile_size=None))]
     fn encode(
@@ -72,10 +72,10 @@ impl AutoencoderKLQwenImage {
     /// Decode latents to images.
     ///
     /// Args:
-    ///     latent: latents, (B, 16, h, w), not normalised.
-    ///     tile_size: if given, images that are larger than this many pixels along a side (512 is usual) are decoded in
-    ///         square tiles of this size, which overlap by a quarter and are blended at their seams. The memory of the
-    ///         activations then does not grow with the image.
+    ///     latent: latents, (B, 16, h, w), before normalisation, as `encode` returns them.
+    ///     tile_size: the side of a tile in pixels, rounded down to a multiple of `downscale`; 512 is usual. Images
+    ///         with a longer side are decoded in square tiles, which overlap by a quarter of their side and are blended
+    ///         at their seams. The memory of the activations then does not grow with the image. Default: no tiles.
     ///
     /// Returns:
     ///     Images, (B, 3, h * downscale, w * downscale), values -1 to 1.

@@ -18,7 +18,7 @@ use crate::device;
 use crate::dtype::DTypeArg;
 use crate::error::Result;
 
-/// A model to load.
+/// A model to load: where it is, which model of several it is, and how to load it.
 pub struct Request {
     pub path: PathBuf,
     pub choice: Choice,
@@ -26,7 +26,7 @@ pub struct Request {
     pub device: tc::Device,
 }
 
-/// The arguments that select a model and its files, besides the path.
+/// The keyword-only arguments of `from_pretrained`.
 #[derive(Default)]
 pub struct Options {
     pub subfolder: Option<String>,
@@ -53,17 +53,19 @@ impl Request {
         let config = config.map(|config| config.named(op, "config")).transpose()?;
         let mut path = path.get(op)?;
         let dtype = dtype.map(|dtype| dtype.0);
+        // Half-precision files, which are preferred for this dtype, have values in f16.
         let half = dtype == Some(tc::DType::F16);
         if !path.exists()
             && let (Some(name), Some(resolve)) = (path.to_str(), RESOLVER.get(py))
         {
-            let places = subfolder.as_deref().map_or_else(|| likeliest(kind), |one| vec![one]);
-            if let Some(found) = resolve.call1(py, (name, places, half))?.extract::<Option<PathBuf>>(py)? {
-                (path, subfolder) = (found, None);
+            let subfolders = subfolder.as_deref().map_or_else(|| likely_subfolders(kind), |one| vec![one]);
+            if let Some(folder) = resolve.call1(py, (name, subfolders, half))?.extract::<Option<PathBuf>>(py)? {
+                // This is the model's own folder, so there is no subfolder to choose in it.
+                (path, subfolder) = (folder, None);
             }
         }
-        let others = Choice { quantize, stream, ..Choice::default() };
-        let choice = Choice { kind, subfolder, config, half, force_upcast, layers, ..others };
+        let pipeline = None;
+        let choice = Choice { kind, subfolder, pipeline, config, half, force_upcast, layers, quantize, stream };
         Ok(Self { path, choice, dtype, device: device::parse(device)? })
     }
 
@@ -74,15 +76,16 @@ impl Request {
 }
 
 /// The subfolders of a repository in which a model of `kind` may be, the most likely first: the model's subfolder in a
-/// pipeline, then the repository itself (""). Without a kind: the subfolder of the first model of every pipeline, then "".
-fn likeliest(kind: Option<&'static ModelKind>) -> Vec<&'static str> {
-    let mut places = match kind {
+/// pipeline, then the repository itself (""). Without a kind: the subfolder of the first model of every pipeline, then
+/// "".
+fn likely_subfolders(kind: Option<&'static ModelKind>) -> Vec<&'static str> {
+    let mut subfolders = match kind {
         Some(kind) => pipelines::subfolders(kind).into_iter().take(1).collect(),
         None => PIPELINES.iter().map(|pipeline| pipeline.parts[0].subfolder).collect::<Vec<_>>(),
     };
-    places.retain(|place| !place.is_empty());
-    places.push("");
-    places
+    subfolders.retain(|subfolder| !subfolder.is_empty());
+    subfolders.push("");
+    subfolders
 }
 
 /// The function that finds a model by a name that is not a path.
@@ -91,11 +94,11 @@ static RESOLVER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 /// Set the function that finds models by names that are not paths. Only the first call has an effect.
 ///
 /// Args:
-///     resolve: a function with three arguments: the name, the subfolders of a repository in which the model may be (the
-///         most likely first; "" is the repository itself), and whether half-precision files are preferred. The function
-///         returns the model's folder, or None if it finds no model of this name.
+///     resolve: a function with three arguments: the name, the subfolders of a repository in which the model may be
+///         (the most likely first; "" is the repository itself), and whether half-precision files are preferred. The
+///         function returns the model's folder, or None if it finds no model of this name.
 #[pyfunction]
 pub fn set_resolver(py: Python<'_>, resolve: Function) {
-    // Later calls do not replace the first function.
+    // `set` returns an error if a function is set already. This error is ignored.
     drop(RESOLVER.set(py, resolve.0));
 }

@@ -24,9 +24,9 @@ impl SD3Transformer {
     /// Predict the velocity (noise minus latents) for noisy latents.
     ///
     /// Args:
-    ///     hidden_states: noisy latents, (B, 16, h, w), shifted and scaled by the autoencoder's `shift_factor` and
-    ///         `scaling_factor`; h and w must be even.
-    ///     encoder_hidden_states: the text encoders' results for the text tokens, (B, L, joint_attention_dim).
+    ///     hidden_states: noisy latents of B samples, (B, 16, h, w), shifted and scaled by the autoencoder's
+    ///         `shift_factor` and `scaling_factor`; h and w must be even.
+    ///     encoder_hidden_states: the text encoders' results for the L text tokens, (B, L, joint_attention_dim).
     ///     pooled_projections: the pooled text embedding, (B, pooled_projection_dim).
     ///     timestep: the time from 0 (clean latents) to 1000 (pure noise): (B,), (1,), or a number.
     ///

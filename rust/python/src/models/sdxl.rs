@@ -29,15 +29,15 @@ class!(SDXLUNet);
 
 #[pymethods]
 impl SDXLUNet {
-    /// Predict the noise for noisy latents, or the velocity if the model was trained to predict the velocity.
+    /// Predict the noise in noisy latents, or their velocity if the model was trained to predict the velocity.
     ///
     /// Args:
-    ///     sample: noisy latents, (B, 4, h, w), scaled by the autoencoder's `scaling_factor`.
+    ///     sample: noisy latents of B images, (B, 4, h, w), scaled by the autoencoder's `scaling_factor`.
     ///     timestep: the diffusion timestep from 0 (least noise) to 999 (most noise): (B,), (1,), or a number.
-    ///     encoder_hidden_states: the text encoders' results for the text tokens, (B, L, cross_attention_dim).
+    ///     encoder_hidden_states: the text encoders' results for the L text tokens, (B, L, cross_attention_dim).
     ///     text_embeds: the pooled text embedding of P features, (B, P).
-    ///     time_ids: the sizes of the image in pixels, (B, 6): original height and width, top and left of the crop, target
-    ///         height and width.
+    ///     time_ids: the sizes and the crop of each image in pixels, (B, 6): original height and width, top and left of
+    ///         the crop, target height and width.
     ///
     /// Returns:
     ///     A tensor of the shape of `sample`, in the dtype of the weights.

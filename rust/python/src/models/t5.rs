@@ -12,8 +12,8 @@ use crate::error::Result;
 use crate::tensor::Tensor;
 
 /// T5's encoder, a text encoder of Stable Diffusion 3, Flux and Chroma, with the results of transformers'
-/// `T5EncoderModel`. Nothing overflows in f16: activations that would exceed the range of f16 are scaled or kept in
-/// f32. `from_pretrained` loads one.
+/// `T5EncoderModel`. With weights in f16, activations that would exceed the range of f16 are scaled or kept in f32.
+/// `from_pretrained` loads an encoder.
 #[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
 pub struct T5Encoder(Arc<models::T5Encoder>);
 
@@ -22,12 +22,12 @@ class!(T5Encoder);
 #[pymethods]
 impl T5Encoder {
     /// Compute the hidden states of the tokens after the last block and the final norm: (B, L, D), in the dtype of the
-    /// weights.
+    /// weights. D is the number of features of a token.
     ///
     /// Args:
-    ///     input_ids: token ids, (B, L), i64 or u32.
-    ///     attention_mask: (B, L), i64 or u32: 1 for tokens that other tokens attend to, 0 for the rest. Default: all
-    ///         tokens, padding included, as in diffusers' pipelines.
+    ///     input_ids: the ids of L tokens for each of B texts, (B, L), i64 or u32; L is at least 1.
+    ///     attention_mask: (B, L), i64 or u32: 1 for tokens that other tokens attend to, 0 for the rest. Default: 1 for
+    ///         all tokens, padding included, as in diffusers' pipelines.
     ///
     /// Raises:
     ///     ShapeError: if an input has another shape.

@@ -12,8 +12,8 @@ use crate::call::detached;
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// The autoencoder between images and latents, with the results and the parameter names of diffusers' `AutoencoderKL`.
-/// `from_pretrained` loads one.
+/// The autoencoder of latent diffusion, which converts images to latents and back. It has the results and the parameter
+/// names of diffusers' `AutoencoderKL`. `from_pretrained` loads one.
 ///
 /// ```python
 /// vae = tc.models.AutoencoderKL.from_pretrained("sdxl", subfolder="vae")
@@ -34,13 +34,13 @@ impl AutoencoderKL {
         self.0.config().scaling_factor
     }
 
-    /// The shift of the latents, see `scaling_factor`; 0 for SDXL.
+    /// The shift of the latents (see `scaling_factor`); 0 for SDXL.
     #[getter]
     fn shift_factor(&self) -> f64 {
         self.0.config().shift_factor.unwrap_or(0.0)
     }
 
-    /// The height and width in pixels of an image, divided by the height and width of its latents.
+    /// The number of pixels per latent along each side of an image.
     #[getter]
     fn downscale(&self) -> usize {
         self.0.config().downscale()
@@ -50,16 +50,16 @@ impl AutoencoderKL {
     ///
     /// Args:
     ///     image: images, (B, 3, H, W), values -1 to 1.
-    ///     tile_size: if given, images that are larger than this many pixels along a side (512 is usual) are encoded in
-    ///         square tiles of this size, which overlap by a quarter. Near the tiles' seams, the result differs a little
-    ///         from that of the whole image.
+    ///     tile_size: the side of a tile in pixels, rounded down to a multiple of `downscale`; 512 is usual. Images
+    ///         with a longer side are encoded in square tiles, which overlap by a quarter of their side. Near the
+    ///         tiles' seams, the result differs a little from that of the whole image. Default: no tiles.
     ///
     /// Returns:
     ///     The mean and the logarithm of the variance of the latents before shift and scaling, (B, C, H / downscale,
-    ///     W / downscale) each. C is the model's number of latent channels, 4 for SDXL.
+    ///     W / downscale) each, sizes rounded down. C is the model's number of latent channels, 4 for SDXL.
     ///
     /// Raises:
-    ///     ShapeError: if the image does not fit the model.
+    ///     ShapeError: if the image does not fit the model, or a side is shorter than `downscale`.
     ///     ArgumentError: if `tile_size` is below 4 * downscale.
     #[pyo3(signature = (image, *, tile_size=None))]
     fn encode(
@@ -78,10 +78,11 @@ impl AutoencoderKL {
     /// Decode latents to images.
     ///
     /// Args:
-    ///     latent: latents, (B, C, h, w), not shifted or scaled. C is the model's number of latent channels.
-    ///     tile_size: if given, images that are larger than this many pixels along a side (512 is usual) are decoded in
-    ///         square tiles of this size, which overlap by a quarter and are blended at their seams. The memory of the
-    ///         activations then does not grow with the image.
+    ///     latent: latents, (B, C, h, w), before shift and scaling, as `encode` returns them. C is the model's number
+    ///         of latent channels.
+    ///     tile_size: the side of a tile in pixels, rounded down to a multiple of `downscale`; 512 is usual. Images
+    ///         with a longer side are decoded in square tiles, which overlap by a quarter of their side and are blended
+    ///         at their seams. The memory of the activations then does not grow with the image. Default: no tiles.
     ///
     /// Returns:
     ///     Images, (B, 3, h * downscale, w * downscale), values about -1 to 1.

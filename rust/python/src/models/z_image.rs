@@ -24,15 +24,15 @@ impl ZImageTransformer {
     /// Predict the velocity from noise to clean latents (latents minus noise) for noisy latents.
     ///
     /// Args:
-    ///     hidden_states: noisy latents, (B, in_channels, h, w), shifted and scaled by the autoencoder's `shift_factor`
-    ///         and `scaling_factor`; h and w must be even.
-    ///     encoder_hidden_states: the text encoder's results for the text tokens, (B, L, cap_feat_dim).
-    ///     timestep: the time, (B,), (1,), or a number, from 0 (pure noise) to 1 (clean latents). Other flow models count
-    ///         the time in the opposite direction, and predict noise minus latents.
-    ///     lengths: the number of tokens of each text without padding, (B,). The model does not read the padding tokens
-    ///         after them. Default: no text has padding.
-    ///     rows_are_full: True asserts that the length of every text, rounded up to a multiple of 32, equals L rounded up
-    ///         to a multiple of 32. Then attention needs no mask, which saves time. The model does not check this.
+    ///     hidden_states: noisy latents of B samples, (B, in_channels, h, w), shifted and scaled by the autoencoder's
+    ///         `shift_factor` and `scaling_factor`; h and w must be even.
+    ///     encoder_hidden_states: the text encoder's results for the L text tokens, (B, L, cap_feat_dim).
+    ///     timestep: the time, (B,), (1,), or a number, from 0 (pure noise) to 1 (clean latents). Other flow models
+    ///         count the time in the opposite direction, and predict noise minus latents.
+    ///     lengths: the number of tokens of each text without its padding, (B,), at least 1. The model replaces the
+    ///         padding tokens after them by its own. Default: no text has padding.
+    ///     rows_are_full: True asserts that the length of every text, rounded up to a multiple of 32, equals L rounded
+    ///         up to a multiple of 32. Then attention needs no mask, which saves time. The model does not check this.
     ///
     /// Returns:
     ///     A tensor of the shape of `hidden_states`, in the dtype of the weights.

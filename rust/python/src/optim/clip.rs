@@ -21,18 +21,19 @@ use crate::tensor::Tensor;
 ///
 /// Args:
 ///     parameters: the variables; those without a gradient are ignored.
-///     max_norm: the largest norm after scaling, at least 0. If it is infinite, the gradients do not change.
+///     max_norm: the largest norm after scaling, at least 0. If it is infinite, finite gradients do not change.
 ///     norm_type: 2 for the root of the sum of squares, infinity for the largest magnitude of an element.
-///     error_if_nonfinite: whether a non-finite norm raises an error. On a CUDA device, this check waits for all pending
-///         work of the device.
+///     error_if_nonfinite: whether a non-finite norm raises an error instead of making the gradients zero or NaN. On a
+///         CUDA device, this check waits for all pending work of the device.
 ///
 /// Returns:
 ///     The norm before scaling: a scalar in f64 on the device of the gradients. On a CUDA device, reading the scalar's
-///         value waits for all pending work of the device.
+///     value waits for all pending work of the device.
 ///
 /// Raises:
-///     ArgumentError: if `max_norm` or `norm_type` is out of range, or `parameters` is a single tensor or has an item that
-///         is not a Var.
+///     ArgumentError: if `max_norm` or `norm_type` is out of range, or `parameters` is a single tensor or has an item
+///         that is not a Var.
+///     DeviceError: if the gradients are on different devices.
 ///     NonFiniteError: if `error_if_nonfinite` is True and the norm is non-finite. In this case the gradients do not
 ///         change.
 #[pyfunction]

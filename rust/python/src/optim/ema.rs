@@ -31,12 +31,13 @@ use crate::tensor::Tensor;
 /// Args:
 ///     adapter: the adapter, from `add_adapter` or `load_adapter`.
 ///     decay: the weight of the old average in each update, in [0, 1).
-///     warmup: whether the update that follows n other updates uses min(decay, (1 + n) / (10 + n)) as its decay, so that
-///         the initial values soon lose their weight.
+///     warmup: whether the update that follows n other updates uses min(decay, (1 + n) / (10 + n)) instead of `decay`,
+///         so that the initial values soon lose their weight.
 ///
 /// Raises:
 ///     ArgumentError: if `decay` is out of range.
 ///     DTypeError: if the parameters are not f32.
+///     OutOfMemoryError: if the averages do not fit.
 #[pyclass(frozen, module = "trainable_candle.optim")]
 #[allow(clippy::upper_case_acronyms)] // the usual name of the average
 pub struct EMA(Mutex<optim::EMA>);
@@ -52,7 +53,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Averaged<'a, 'py> {
         object.cast::<AdapterSet>().map(Self).map_err(|_| {
             let kind = object.get_type().name().map_or_else(|_| "object".into(), |name| name.to_string());
             PyTypeError::new_err(format!(
-                "found a {kind}, expected the adapter from add_adapter; for other variables use \
+                "found a {kind}, expected the adapter from add_adapter or load_adapter; for other variables use \
                  optim.VariableEMA"
             ))
         })
@@ -74,10 +75,11 @@ impl EMA {
         Ok(Self(Mutex::new(quick(|| optim::EMA::new(adapter.0.get().inner().buffer(), config))?)))
     }
 
-    /// Update each average: decay · average + (1 - decay) · parameter.
+    /// Set each average to decay · average + (1 - decay) · parameter.
     ///
     /// Raises:
-    ///     ArgumentError: while the averages replace the parameters.
+    ///     ArgumentError: if the averages replace the parameters.
+    ///     DeviceError: if a captured function updates twice.
     fn update(&self, py: Python<'_>) -> Result<()> {
         detached(py, || self.lock().update())
     }
@@ -86,6 +88,8 @@ impl EMA {
     ///
     /// Raises:
     ///     ArgumentError: if the averages already replace the parameters.
+    ///     OutOfMemoryError: if a copy of the parameters does not fit.
+    ///     DeviceError: inside a captured function.
     fn swap_in(&self, py: Python<'_>) -> Result<()> {
         detached(py, || self.lock().swap_in())
     }
@@ -94,6 +98,7 @@ impl EMA {
     ///
     /// Raises:
     ///     ArgumentError: if the averages do not replace the parameters.
+    ///     DeviceError: inside a captured function.
     fn swap_out(&self, py: Python<'_>) -> Result<()> {
         detached(py, || self.lock().swap_out())
     }
@@ -127,18 +132,19 @@ impl EMA {
         self.lock().updates()
     }
 
-    /// Return a copy of the state: `INDEX.average` is the average of the parameter with the index INDEX, and `updates`
-    /// (i64) is the number of updates.
+    /// Return a copy of the state on the CPU: `INDEX.average` is the average of the parameter with the index INDEX in
+    /// `adapter.parameters()`, and `updates` (i64) is the number of updates.
     fn state_dict<'py>(&self, py: Python<'py>) -> Result<NamedTensors<'py>> {
         NamedTensors::new(py, detached(py, || self.lock().state_dict())?)
     }
 
-    /// Load a state that was saved for an adapter with the same shapes.
+    /// Load a state that was saved for an adapter with the same shapes. After each of the following errors, nothing has
+    /// changed.
     ///
     /// Raises:
-    ///     ConfigError: if an entry is missing or not expected, or the number of updates is negative. In this case
-    ///         nothing changes.
-    ///     ShapeError, DTypeError: if an entry has another shape or dtype. In this case nothing changes.
+    ///     ConfigError: if an entry is missing or not expected, or the number of updates is negative.
+    ///     ShapeError, DTypeError: if an entry has another shape or dtype.
+    ///     DeviceError: inside a captured function.
     fn load_state_dict(&self, py: Python<'_>, state: HashMap<String, PyRef<'_, Tensor>>) -> Result<()> {
         let states: StateDict = state.into_iter().map(|(name, tensor)| (name, tensor.0.clone())).collect();
         detached(py, || self.lock().load_state_dict(&states))

@@ -1,5 +1,5 @@
-//! The optimizers of [`KINDS`], the library's registry. `python/trainable_candle/optim/kinds.py` makes a Python class for
-//! each.
+//! The optimizers of [`KINDS`], the library's registry. `python/trainable_candle/optim/kinds.py` makes a Python class
+//! for each.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
@@ -16,10 +16,11 @@ use crate::error::Result;
 type Kind<'py> = (&'static str, String, usize, Bound<'py, PyDict>);
 
 /// Return the optimizers of the library's registry. Each is a tuple of its name, its docstring, the number of
-/// hyper-parameters that may be passed by position, and all hyper-parameters with their defaults, in order.
+/// hyper-parameters that may be passed by position, and all hyper-parameters with their defaults, in the order of the
+/// constructor's parameters.
 #[pyfunction]
 pub fn optimizer_kinds(py: Python<'_>) -> Result<Vec<Kind<'_>>> {
-    let kind = |kind: &OptimizerKind| {
+    let entry = |kind: &OptimizerKind| {
         let defaults = PyDict::new(py);
         for Field { name, value, .. } in (kind.fields)() {
             match value {
@@ -34,38 +35,43 @@ pub fn optimizer_kinds(py: Python<'_>) -> Result<Vec<Kind<'_>>> {
         }
         Ok((kind.name, docstring(kind), kind.positional, defaults))
     };
-    KINDS.iter().map(kind).collect()
+    KINDS.iter().map(entry).collect()
 }
 
+/// The docstring of the optimizer's Python class.
 fn docstring(kind: &OptimizerKind) -> String {
     let mut text = format!(
         "{}\n\n```python\noptimizer = tc.optim.{}(model.parameters(), lr=1e-3)\nloss.backward()\noptimizer.step()\n\
-        optimizer.zero_grad()\n```\n\nArgs:\n    params: variables, or dicts with an entry \"params\" and their own hyper-parameters.\n",
+        optimizer.zero_grad()\n```\n\nArgs:\n    params: variables, or parameter groups: dicts with an entry \"params\" and \
+        hyper-parameters of the group.\n",
         kind.about, kind.name
     );
     for Field { name, doc, .. } in (kind.fields)() {
         text += &format!("    {name}: {}\n", doc.trim());
     }
-    text += "    stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute \
-        in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. ";
-    text += if kind.rounds { "Variables of other dtypes are not affected.\n" } else { "This optimizer rejects it.\n" };
-    text += "    states: the memory with the states of variables on a GPU: \"device\", the GPU's memory, or \"host\", pinned \
-        memory of the host. \"host\" saves memory of the GPU, but each step reads and writes the states over the bus. Results \
-        do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the \
-        memory of the host.\n";
+    text += "    stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps \
+        compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the \
+        element. ";
+    text +=
+        if kind.rounds { "Variables of other dtypes are not affected.\n" } else { "This optimizer rejects True.\n" };
+    text += "    states: where the states of variables on a GPU are: \"device\" for the memory of the GPU, \"host\" for \
+        pinned memory of the host. \"host\" saves memory of the GPU, but each step reads and writes the states over the \
+        bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU \
+        are always in the memory of the host.\n";
     text + "\nRaises:\n    \
-        ArgumentError: if a number is out of range, if there is no variable, if a variable appears twice, or if \
-        `states` is unknown.\n    \
+        ArgumentError: if a value is out of range or unknown, if there is no variable, or if a variable appears \
+        twice.\n    \
         DTypeError: if a variable's dtype is not supported.\n    \
         DeviceError: if the variables are on different devices.\n    \
         OutOfMemoryError: if the system gives too little pinned memory for the states.\n"
 }
 
-/// Make an optimizer of the kind `name`. The Python class has checked the names of `settings`: an unknown name is ignored.
+/// Make an optimizer of the kind `name`. The Python class has checked the names of `settings`: an unknown name is
+/// ignored.
 ///
 /// # Errors
-/// `TypeError` if a hyper-parameter has another type; `ArgumentError` if there is no kind `name` or a parameter group has an
-/// unknown entry; the errors of the optimizer's constructor.
+/// `TypeError` if a hyper-parameter has another type than its default; `ArgumentError` if there is no kind `name`, if
+/// `states` is unknown, or if a parameter group has an unknown entry; the errors of the optimizer's constructor.
 pub fn build(
     name: &str,
     params: &Params<'_>,
@@ -109,6 +115,7 @@ fn setting(
 ) -> Result<Option<(&'static str, Value)>> {
     let Some(field) = fields.iter().find(|field| field.name == key) else { return Ok(None) };
     let (op, name) = (kind.name, format!("{key}{suffix}"));
+    // All values of a hyper-parameter have the variant of its default.
     let value = match field.value {
         Value::Number(_) => Value::Number(value.extract::<Argument<f64>>()?.get(op, &name)?),
         Value::Optional(_) => Value::Optional(value.extract::<Argument<Option<f64>>>()?.get(op, &name)?),
@@ -122,8 +129,12 @@ fn setting(
 }
 
 impl Params<'_> {
-    /// The parameter groups. Each has the `common` hyper-parameters, followed by the group's own ones, which take
-    /// precedence.
+    /// The parameter groups; variables that were passed without groups form one group. Each group has the `common`
+    /// hyper-parameters, followed by the group's own ones, which take precedence.
+    ///
+    /// # Errors
+    /// `TypeError` if a group is not a dict or a value has a wrong type; `ArgumentError` if an item is not a variable,
+    /// or if a group has an unknown entry or no entry "params".
     fn groups(
         &self,
         kind: &OptimizerKind,
