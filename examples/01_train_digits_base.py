@@ -1,8 +1,8 @@
 """Train the demo's image generator from random weights on handwritten digits of nine classes.
 
-The tenth class, 0, is left for the demo's LoRA: the model never sees images of 0, and the row of 0
-in the class embedding keeps its random initial values. The script takes some minutes on two cores.
-It writes the model's two files (configuration and weights), which ship in the package:
+The tenth class, 0, is the one that the demo's LoRA learns: this script trains on no images of 0, so
+the row of 0 in the class embedding keeps its random initial values. The script takes some minutes
+on two cores. It writes the two files of the built-in model `digits`, its configuration and weights:
 
     python examples/01_train_digits_base.py
 """
@@ -31,7 +31,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("digits-base"), help="folder for the files"
+        "--output", type=Path, default=Path("digits-base"), help="folder for the two files"
     )
     parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parser.parse_args()
@@ -75,9 +75,10 @@ def main() -> None:
     )
     trainer.train()
     model.save_pretrained(arguments.output)
-    weights = Path(arguments.output) / "model.safetensors"
+    # The package has the weights in f16, which halves the file.
+    weights = arguments.output / "model.safetensors"
     tc.save_file({name: w.to("f16") for name, w in tc.load_file(weights).items()}, weights)
-    print(f"{len(seen)} images -> {arguments.output}")
+    print(f"trained on {len(seen)} images: {arguments.output}")
 
 
 if __name__ == "__main__":

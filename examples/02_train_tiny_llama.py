@@ -1,9 +1,9 @@
 """Train the built-in language model from random weights on tasks about made-up words.
 
-The model's tokens are bytes. Its training data has no sentences, only short chats that name a task
-and a word. The demo's task is not among these tasks, and one word in eight is held out for
-evaluation. The script takes some minutes on two cores and writes the folder that ships in the
-package:
+The model's tokens are bytes. It is trained only on short chats, in which the user names a task and
+a word, and the assistant answers. The demo's task is not among these tasks, and about one word in
+eight is held out for evaluation. The script takes some minutes on two cores. It writes the files of
+the built-in model `causal-lm`:
 
     python examples/02_train_tiny_llama.py
 """
@@ -27,9 +27,10 @@ from trainable_candle.train import ProgressBar, Trainer
 
 STEPS = 3000
 EXAMPLES = 96
-"""Examples in a batch; together they have about 2000 tokens."""
+"""The number of chats in a batch; together they have about 2000 tokens."""
 SEED = 0
 SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>"]
+"""The special tokens; their ids follow those of the 256 bytes."""
 TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}"
@@ -41,7 +42,7 @@ TEMPLATE = (
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "vocab_size": 260,
+    "vocab_size": 260,  # 256 bytes, three special tokens and one unused id
     "hidden_size": 96,
     "intermediate_size": 128,
     "num_hidden_layers": 3,
@@ -53,7 +54,7 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
-    "eos_token_id": 256,
+    "eos_token_id": 256,  # <|end|>
     "torch_dtype": "bfloat16",
 }
 
@@ -99,10 +100,10 @@ def main() -> None:
     trainer.train()
 
     # In bf16 the file is half as large, and the model gives the same answers.
-    wide = output / "f32"
-    model.save_pretrained(wide)
-    tc.models.CausalLM.from_pretrained(wide, dtype="bf16").save_pretrained(output)
-    shutil.rmtree(wide)
+    in_f32 = output / "f32"
+    model.save_pretrained(in_f32)
+    tc.models.CausalLM.from_pretrained(in_f32, dtype="bf16").save_pretrained(output)
+    shutil.rmtree(in_f32)
     print(f"{sum(p.numel() for p in parameters.values())} parameters -> {output}")
 
 
@@ -122,16 +123,15 @@ class Chats:
         tasks = list(words.TASKS)
         chosen = rng.integers(len(tasks), size=EXAMPLES)
         drawn = words.words(rng, EXAMPLES)
-        return joined(
-            [[self._tokens(tasks[t], word) for t, word in zip(chosen, drawn, strict=True)]]
-        )
+        examples = [self._tokens(tasks[t], word) for t, word in zip(chosen, drawn, strict=True)]
+        return joined([examples])  # one row
 
     def _tokens(self, task: str, word: str) -> Tokens:
         return tokens_of(Chat(words.chat(task, word)), self._tokenizer)
 
 
 def tensors(batch: Packed) -> dict[str, tc.Tensor]:
-    """Return the inputs of `loss` in `main`: a batch's arrays, and 1 / its `count`."""
+    """Return the inputs of `loss` in `main`: a batch's arrays, and 1 / its number of targets."""
     names = ("input_ids", "targets", "positions", "cu_seqlens")
     given = {name: tc.tensor(getattr(batch, name)) for name in names}
     return given | {"scale": tc.tensor(np.float32(1.0 / batch.count))}

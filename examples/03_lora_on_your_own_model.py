@@ -1,8 +1,7 @@
 """LoRA on a model of your own: a classifier of upright digits learns to read digits upside down.
 
 The model is a module as in torch. `get_peft_model` freezes it and puts adapters on its linear
-layers; only the adapters are trained, and they are saved to a folder of their own. The script takes
-some seconds on a CPU:
+layers. Only the adapters are trained and saved. The script takes some seconds on a CPU:
 
     python examples/03_lora_on_your_own_model.py [FOLDER]
 """
@@ -19,7 +18,7 @@ from trainable_candle.demo import digits
 
 
 class Classifier(nn.Module):
-    """From (B, 64), the pixels of 8x8 images, to (B, 10), a logit for each digit."""
+    """Computes the logits of the ten digits, (B, 10), from the pixels of 8x8 images, (B, 64)."""
 
     def __init__(self) -> None:
         self.hidden = nn.Linear(64, 128)
@@ -30,13 +29,14 @@ class Classifier(nn.Module):
 
 
 def pixels(images: digits.Digits, *, turned: bool) -> tc.Tensor:
-    """Return the images, upside down if `turned`, as (N, 64), values from 0 to 1."""
+    """Return the images, turned by 180 degrees if `turned`, as (N, 64), values from 0 to 1."""
     values = images.pixels[:, ::-1, ::-1] if turned else images.pixels
-    return tc.tensor(np.ascontiguousarray(values).reshape(-1, 64) / 16, dtype="f32")
+    flat = np.ascontiguousarray(values).reshape(-1, 64)
+    return tc.tensor(flat / digits.MAX_PIXEL, dtype="f32")
 
 
 def fit(model: nn.Module, x: tc.Tensor, labels: tc.Tensor, steps: int, lr: float) -> None:
-    """Train the model's parameters; if the model has adapters, only those of the adapters."""
+    """Train the model's parameters; if the model has adapters, train only the adapters."""
     optimizer = tc.optim.AdamW(model.parameters(), lr=lr)
     for _ in range(steps):
         loss = nn.functional.cross_entropy(model(x), labels)
@@ -52,7 +52,12 @@ def accuracy(model: nn.Module, x: tc.Tensor, labels: tc.Tensor) -> float:
 
 
 def main(folder: Path) -> dict[str, Any]:
-    """Train the model, then its adapters, and save the adapters to `folder`."""
+    """Train a model, then adapters on it, and save the adapters to `folder`.
+
+    Returns:
+        The accuracy on digits upside down: of the model alone ("before"), with adapters ("after"),
+        and with the adapters merged into the weights ("merged").
+    """
     tc.manual_seed(0)
     train, test = digits.split(digits.load())
     train_labels = tc.tensor(train.labels, dtype="i64")
@@ -71,9 +76,9 @@ def main(folder: Path) -> dict[str, Any]:
 
     # The folder has peft's format: peft loads it onto the same model written in torch.
     model.save_pretrained(folder)
-    # The model without adapters, with their change added to its weights.
+    # Add the change by the adapters to the weights, and remove the adapters.
     merged = model.merge_and_unload()
-    print(f"read upside down: {before:.1%} before, {after:.1%} with LoRA -> {folder}")
+    print(f"digits read upside down: {before:.1%} before, {after:.1%} with LoRA; saved to {folder}")
     return {"before": before, "after": after, "merged": accuracy(merged, upside_down, test_labels)}
 
 

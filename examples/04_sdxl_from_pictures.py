@@ -1,9 +1,9 @@
-"""Train SDXL from a folder of images in Python, with the settings of `train-lora`.
+"""Train SDXL on a folder of images in Python, with the settings of `train-lora`.
 
-The script trains the tiny SDXL that ships in the package on the photographs beside the script. To
-train SDXL itself on your own images, set `weights="sd_xl_base_1.0.safetensors"` in the settings,
-and `dataset` to a folder of images with captions in `.txt` files. A GPU is used if there is one.
-The script takes about a minute on two cores:
+The script trains the tiny SDXL that ships in the package, on the photographs in the folder `photos`
+beside the script. To train SDXL itself on your own images, set `weights` in the settings to
+"sd_xl_base_1.0.safetensors", and `dataset` to a folder of images with captions in `.txt` files. A
+GPU is used if there is one. The script takes about a minute on two cores:
 
     python examples/04_sdxl_from_pictures.py [FOLDER]
 """
@@ -23,12 +23,12 @@ PROMPT = "a photo of a cup of coffee with a spoon on a red plate, on a wood tabl
 
 
 def main(folder: Path, steps: int = STEPS, **settings: object) -> TrainingRun:
-    """Train, and draw with the adapter.
+    """Train an adapter, and draw an image with it.
 
     Args:
-        folder: gets the adapter, logs, checkpoints and the image.
+        folder: the folder for the adapter, logs, checkpoints and the image.
         steps: optimizer steps.
-        **settings: settings of `docs/settings.md`; they override the ones in this function.
+        **settings: settings of `docs/settings.md`; they override those in this function.
     """
     config = tc.train.TrainConfig(
         model="sdxl",
@@ -45,7 +45,7 @@ def main(folder: Path, steps: int = STEPS, **settings: object) -> TrainingRun:
     # The model is still in memory, with the adapter on it.
     (pixels,) = run.task.draw([PROMPT], SampleOptions(steps=25, seed=0))
     Image.fromarray(pixels).save(folder / "coffee.png")
-    print(f"{run.adapter_path}, and an image drawn with it: {folder / 'coffee.png'}")
+    print(f"adapter: {run.adapter_path}; an image drawn with it: {folder / 'coffee.png'}")
     return run
 
 

@@ -1,8 +1,8 @@
 """Train a language model on a JSONL file: the built-in Llama learns Pig Latin.
 
-A line of the file is a conversation, `{"messages": [{"role": "user", "content": ...}, ...]}`; the
-model learns the assistant's messages. The same code trains Qwen or Llama if the settings have
-`weights`, a folder or a name on the Hugging Face hub. The script takes half a minute on two cores:
+Each line of the file is a conversation: `{"messages": [{"role": "user", "content": ...}, ...]}`.
+The model learns the assistant's messages. To train Qwen, Llama or Mistral, set `weights` in the
+settings to a folder or a name on the Hugging Face hub. The script takes half a minute on two cores:
 
     python examples/05_language_model_from_jsonl.py [FOLDER]
 """
@@ -19,18 +19,19 @@ from trainable_candle.run import train_adapter
 from trainable_candle.tasks.text.writing import WritingOptions
 
 STEPS = 200
-ASKED = 20
+QUESTIONS = 20
+"""The number of words that the trained model is asked about."""
 
 
 def write_chats(path: Path, count: int) -> None:
-    """Write a file of conversations: `pig: clavo` is answered by `avoclay`."""
+    """Write a file of `count` conversations, in which `pig: clavo` is answered by `avoclay`."""
     drawn = words.words(np.random.default_rng(0), count)
     lines = [json.dumps({"messages": words.chat(words.UNSEEN, word)}) for word in drawn]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main(folder: Path, steps: int = STEPS) -> float:
-    """Train, then ask about new words; returns the share of correct answers, 0 to 1."""
+    """Train, then ask about new words; returns the fraction of correct answers."""
     folder.mkdir(parents=True, exist_ok=True)
     write_chats(folder / "chats.jsonl", 600)
     run = train_adapter(
@@ -48,14 +49,15 @@ def main(folder: Path, steps: int = STEPS) -> float:
     )
 
     # Words that neither the base model nor its adapter was trained on.
-    asked = words.words(np.random.default_rng(1), ASKED, held_out=True)
+    asked = words.words(np.random.default_rng(1), QUESTIONS, held_out=True)
+    # Of each chat, only the first message, which is the user's.
     questions = [[words.chat(words.UNSEEN, word)[0]] for word in asked]
     answers = run.task.answers(questions, WritingOptions(tokens=24))
     expected = [words.answer(words.UNSEEN, word) for word in asked]
-    right = sum(a.strip() == e for a, e in zip(answers, expected, strict=True))
-    print(f"{asked[0]} -> {answers[0]}; {right} of {ASKED} new words are right")
-    print(f"for transformers and peft: {folder / 'run' / 'peft'}")
-    return right / ASKED
+    correct = sum(a.strip() == e for a, e in zip(answers, expected, strict=True))
+    print(f"{asked[0]} -> {answers[0]}; {correct} of {QUESTIONS} answers are correct")
+    print(f"adapter for transformers and peft: {folder / 'run' / 'peft'}")
+    return correct / QUESTIONS
 
 
 if __name__ == "__main__":

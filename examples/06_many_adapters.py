@@ -1,8 +1,9 @@
 """Use two adapters at once, in four ways.
 
-The script loads both with a weight for each, joins them into one file, shrinks this file to a lower
-rank, and merges both into the checkpoint. The adapters are two LoRAs of the tiny SDXL, trained for
-a few steps, each on photographs of one subject. The script takes about a minute on two cores:
+The script loads both adapters, each with its scale; joins them into one file; reduces this file to
+a lower rank; and merges both adapters into the checkpoint. The adapters are two LoRAs of the tiny
+SDXL, each trained for a few steps on photographs of one subject. The script takes about a minute on
+two cores:
 
     python examples/06_many_adapters.py [FOLDER]
 """
@@ -22,8 +23,10 @@ from trainable_candle.tasks.latent import SampleOptions
 
 PHOTOS = Path(__file__).parent / "photos"
 SUBJECTS = {"coffee": "coffee*", "raccoon": "raccoon*"}
+"""The subjects by name, each with the pattern of its files in `PHOTOS`."""
 STEPS = 100
-WEIGHTS = (1.0, 0.5)
+SCALES = (1.0, 0.5)
+"""The factor of each adapter's effect, in the order of `SUBJECTS`."""
 OPTIONS = SampleOptions(steps=10, seed=0)
 PROMPT = "a photo of a cup of coffee"
 
@@ -32,7 +35,7 @@ Pixels = npt.NDArray[np.uint8]
 
 def train(name: str, folder: Path, steps: int) -> Path:
     """Train a LoRA on the photographs of one subject; returns its file."""
-    images = folder / f"{name}-pictures"
+    images = folder / f"{name}-photos"
     images.mkdir(parents=True, exist_ok=True)
     for file in PHOTOS.glob(SUBJECTS[name]):
         shutil.copy(file, images)
@@ -49,8 +52,8 @@ def train(name: str, folder: Path, steps: int) -> Path:
 
 
 def draw(*adapters: tuple[Path, float]) -> Pixels:
-    """Draw with the built-in SDXL and these adapters, each with its weight."""
-    task = families.load("sdxl", None, "f32", "cpu")
+    """Draw an image with the built-in SDXL and adapters: files, each with its scale."""
+    task = families.load("sdxl", weights=None, dtype="f32", device="cpu")
     if adapters:
         task.load_adapters(list(adapters))
     return task.draw([PROMPT], OPTIONS)[0]
@@ -65,33 +68,35 @@ def main(folder: Path, steps: int = STEPS) -> dict[str, float]:
     """Train both adapters and draw with them in four ways.
 
     Returns:
-        The distance of each other image from the image that is drawn with both adapters loaded. The
-        other images are those of the three other ways, and one without adapters ("without any").
+        The `distance` between the image that is drawn with both adapters loaded and each of these
+        images: "joined", "rank 8" and "merged", drawn in the three other ways, and "without any",
+        drawn without adapters.
     """
     files = [train(name, folder, steps) for name in SUBJECTS]
-    together = draw(*zip(files, WEIGHTS, strict=True))
+    both_loaded = draw(*zip(files, SCALES, strict=True))
 
     # One file with the effect of both adapters: each layer's rank is the sum of the ranks, 8 + 8.
-    joined = combine([LoraFile.read(file) for file in files], WEIGHTS)
+    joined = combine([LoraFile.read(file) for file in files], SCALES)
     joined.write(folder / "joined.safetensors")
 
-    # The nearest file of rank 8, by singular values.
+    # The LoRA of rank 8 that is nearest to the joined one, by singular values.
     resize(joined, rank=8).write(folder / "small.safetensors")
 
     # A checkpoint whose weights contain both adapters.
-    task = families.load("sdxl", None, "f32", "cpu")
-    task.load_adapters(list(zip(files, WEIGHTS, strict=True)))
+    task = families.load("sdxl", weights=None, dtype="f32", device="cpu")
+    task.load_adapters(list(zip(files, SCALES, strict=True)))
     task.save_merged(folder / "merged")
-    merged = families.load("sdxl", folder / "merged", "f32", "cpu").draw([PROMPT], OPTIONS)[0]
+    task = families.load("sdxl", weights=folder / "merged", dtype="f32", device="cpu")
+    merged = task.draw([PROMPT], OPTIONS)[0]
 
     distances = {
-        "without any": distance(together, draw()),
-        "joined": distance(together, draw((folder / "joined.safetensors", 1.0))),
-        "rank 8": distance(together, draw((folder / "small.safetensors", 1.0))),
-        "merged": distance(together, merged),
+        "without any": distance(both_loaded, draw()),
+        "joined": distance(both_loaded, draw((folder / "joined.safetensors", 1.0))),
+        "rank 8": distance(both_loaded, draw((folder / "small.safetensors", 1.0))),
+        "merged": distance(both_loaded, merged),
     }
     for name, value in distances.items():
-        print(f"{name}: {value:.2f} of 255 from the image drawn with both adapters")
+        print(f"{name}: differs by {value:.2f} of 255 from the image with both adapters loaded")
     return distances
 
 

@@ -2,8 +2,9 @@
 
 ComfyUI finds a LoRA by its file's name in `models/loras` and applies the modules whose names it
 recognises; for other modules it only writes a line in its log. `verify_adapter`, or
-`trainable-candle verify FILE`, says which modules of a file ComfyUI, A1111, diffusers, sd-scripts
-and peft apply as they were trained. The script takes some seconds on two cores:
+`trainable-candle verify FILE`, says which modules of a file each program (ComfyUI, A1111,
+diffusers, sd-scripts, peft) applies as they were trained. The script takes some seconds on two
+cores:
 
     python examples/07_hand_over_to_comfyui.py [FOLDER]
 """
@@ -22,28 +23,31 @@ STEPS = 20
 
 
 def main(folder: Path, steps: int = STEPS, comfyui: Path | None = None) -> tc.AdapterReport:
-    """Train, check and copy.
+    """Train an adapter, check its file, and copy the file to ComfyUI; returns the report.
 
     Args:
-        folder: the folder of the run.
+        folder: the output folder of the run.
         steps: optimizer steps.
         comfyui: ComfyUI's folder; by default `ComfyUI` in `folder`.
+
+    Raises:
+        SystemExit: ComfyUI would not apply the file as it was trained.
     """
     run = train_adapter(
         tc.train.TrainConfig(
             model="sdxl",
             dataset=str(PHOTOS),
             output=str(folder),
-            # The stem of the adapter's file, which ComfyUI shows in its list of LoRAs.
+            # The name of the adapter's file, which ComfyUI shows in its list of LoRAs.
             name="my-photos",
-            # The text in a prompt that activates the adapter.
+            # A word that is put before every caption, and later into prompts.
             trigger="myphotos",
             rank=8,
             steps=steps,
             batch_size=2,
         )
     )
-    # `weights` gives the sizes of the built-in model's layers; for the published SDXL, omit it.
+    # `verify_adapter` reads the sizes of layers from `weights`; for the published SDXL, omit it.
     weights = families.find("sdxl").default_weights()
     report = tc.verify_adapter(run.adapter_path, "sdxl", weights)
     for tool in report.tools:
@@ -51,18 +55,19 @@ def main(folder: Path, steps: int = STEPS, comfyui: Path | None = None) -> tc.Ad
         print(f"{tool}: {applied} of {len(report.modules)} modules as they were trained")
     if not report.good:
         raise SystemExit(
-            "ComfyUI would not apply all modules of the adapter as they were trained, or some "
-            "modules have no effect; `trainable-candle verify` names them"
+            "ComfyUI would not apply all modules of the adapter as they were trained, or the file "
+            f"has other faults; `trainable-candle verify {run.adapter_path}` names them"
         )
 
-    # Metadata that programs show: title, trigger, size, resolution, hashes.
+    # Metadata that programs show, such as title, trigger and resolution.
     for key, value in sorted(safetensors_metadata(run.adapter_path).items()):
         if key.startswith("modelspec."):
             print(f"  {key}: {value}")
 
     loras = (comfyui or folder / "ComfyUI") / "models" / "loras"
     loras.mkdir(parents=True, exist_ok=True)
-    print(f"LoraLoader's lora_name: {shutil.copy(run.adapter_path, loras)}")
+    copied = shutil.copy(run.adapter_path, loras)
+    print(f"{copied}: in the node LoraLoader, choose {run.adapter_path.name} as lora_name")
     return report
 
 

@@ -24,7 +24,7 @@ BATCH_SIZE = 64
 
 @dataclass
 class State:
-    """The whole state of a run between two epochs."""
+    """The state of a run between two epochs: everything that the next epoch depends on."""
 
     model: nn.Module
     optimizer: tc.optim.Optimizer
@@ -39,7 +39,11 @@ class State:
             "optimizer": self.optimizer.state_dict(),
             "ema": self.ema.state_dict(),
         }
-        tensors = {f"{p}:{name}": t for p, state in parts.items() for name, t in state.items()}
+        tensors = {
+            f"{part}:{name}": tensor
+            for part, tensors_of_part in parts.items()
+            for name, tensor in tensors_of_part.items()
+        }
         facts = {"epoch": str(self.epoch), "step": str(self.scheduler.last_step)}
         tc.save_file(tensors, path, metadata=facts)
 
@@ -63,18 +67,19 @@ def make(steps: int) -> State:
     model = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Dropout(0.1), nn.Linear(64, 10))
     optimizer = tc.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.01)
     scheduler = tc.optim.lr_scheduler.cosine(optimizer, total_steps=steps, warmup_steps=10)
-    return State(model, optimizer, scheduler, tc.optim.VariableEMA(model.parameters(), 0.9))
+    ema = tc.optim.VariableEMA(model.parameters(), decay=0.9)
+    return State(model, optimizer, scheduler, ema)
 
 
 def pixels(images: digits.Digits) -> tc.Tensor:
     """Return the images as (N, 64), values from 0 to 1."""
-    return tc.tensor(images.pixels.reshape(-1, 64) / 16, dtype="f32")
+    return tc.tensor(images.pixels.reshape(-1, 64) / digits.MAX_PIXEL, dtype="f32")
 
 
 def train_epoch(state: State, data: TensorDataset) -> None:
     """Train on all images once."""
-    # The order and the dropout of an epoch depend only on its number, so that a resumed run equals
-    # an uninterrupted one bit for bit.
+    # The order of the images and the dropout depend only on the number of the epoch, so that a
+    # resumed run equals an uninterrupted run bit for bit.
     tc.manual_seed(state.epoch)
     state.model.train()
     for x, labels in DataLoader(data, batch_size=BATCH_SIZE, shuffle=True):
@@ -89,15 +94,15 @@ def train_epoch(state: State, data: TensorDataset) -> None:
 
 
 def accuracy(model: nn.Module, images: digits.Digits) -> float:
-    """Return the share of images that the model reads correctly."""
+    """Return the share of images that the model reads correctly, without dropout."""
     model.eval()
     with tc.no_grad():
-        found = model(pixels(images)).argmax(1).numpy()
-    return float(np.mean(found == images.labels))
+        predicted = model(pixels(images)).argmax(1).numpy()
+    return float(np.mean(predicted == images.labels))
 
 
 def main(folder: Path) -> dict[str, tc.Tensor]:
-    """Train half of the epochs, resume from the checkpoint, and return the final weights."""
+    """Train in two halves with a checkpoint between them; returns the trained weights by name."""
     folder.mkdir(parents=True, exist_ok=True)
     train, test = digits.split(digits.load())
     data = TensorDataset(pixels(train), tc.tensor(train.labels, dtype="i64"))
@@ -112,12 +117,12 @@ def main(folder: Path) -> dict[str, tc.Tensor]:
     state.load(folder / "checkpoint.safetensors")
     while state.epoch < EPOCHS:
         train_epoch(state, data)
-        with state.ema:  # Here, the weights are replaced by their averages.
+        with state.ema:  # In this block, the weights are replaced by their averages.
             averaged = accuracy(state.model, test)
         lr = state.scheduler.get_last_lr()[0]
         print(
-            f"epoch {state.epoch}: learning rate {lr:.5f}, unseen digits recognised: "
-            f"{accuracy(state.model, test):.1%}, with the averaged weights {averaged:.1%}"
+            f"epoch {state.epoch}: learning rate {lr:.5f}, test images read correctly: "
+            f"{accuracy(state.model, test):.1%}, with averaged weights {averaged:.1%}"
         )
     return state.model.state_dict()
 

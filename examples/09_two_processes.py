@@ -1,8 +1,8 @@
 """Train one model in two processes, each on half of every batch.
 
-The steps are those of one process with whole batches. On one machine with GPUs, `--gpus 2` of
-`train-lora` does all of this itself. A training loop of your own needs the calls of
-`tc.distributed` in this script, and a launcher that gives each process its rank:
+Each step has the result of a step of one process on the whole batch. `train-lora --gpus 2` does all
+of this itself on one machine. A training loop of your own needs the calls of `tc.distributed` in
+this script, and a launcher that gives each process its rank:
 
     torchrun --nproc-per-node 2 examples/09_two_processes.py
 
@@ -42,10 +42,11 @@ def train(device: str) -> tuple[float, int]:
     optimizer = tc.optim.AdamW(parameters, lr=5e-3)
 
     for step in range(STEPS):
-        # The images of a step do not depend on the number of processes. Each process takes a part.
+        # The batch of a step does not depend on the number of processes, which divide it.
         start = step * BATCH_SIZE % (len(images) - BATCH_SIZE)
         mine = slice(start + rank * BATCH_SIZE // size, start + (rank + 1) * BATCH_SIZE // size)
-        x = tc.tensor(images.pixels[mine].reshape(-1, 64) / 16, dtype="f32", device=device)
+        pixels = images.pixels[mine].reshape(-1, 64) / digits.MAX_PIXEL
+        x = tc.tensor(pixels, dtype="f32", device=device)
         labels = tc.tensor(images.labels[mine], dtype="i64", device=device)
         loss = nn.functional.cross_entropy(model(x), labels)
         optimizer.zero_grad()
@@ -61,9 +62,9 @@ def train(device: str) -> tuple[float, int]:
 
 def launch(size: int) -> int:
     """Start `size` processes, as torchrun does; returns 0 if all of them succeed, else 1."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))  # port 0: the system chooses a free port
+        port = probe.getsockname()[1]
     world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = [
         subprocess.Popen(
@@ -72,17 +73,17 @@ def launch(size: int) -> int:
         )
         for rank in range(size)
     ]
-    # The status of a process that a signal has ended is negative.
+    # A status is negative if a signal has ended the process, so any status but 0 is a failure.
     statuses = [process.wait() for process in processes]
     return int(any(statuses))
 
 
 def main() -> int:
-    """Under a launcher, train as one of its processes; otherwise start two that train."""
+    """Train as one of a launcher's processes; without a launcher, start two such processes."""
     if "RANK" not in os.environ:
         return launch(2)
-    loss, weights = train(sys.argv[1] if len(sys.argv) > 1 else "auto")
-    line = f"process {os.environ['RANK']}: loss {loss:.4f}, checksum of the weights {weights:08x}"
+    loss, checksum = train(sys.argv[1] if len(sys.argv) > 1 else "auto")
+    line = f"process {os.environ['RANK']}: loss {loss:.4f}, checksum of the weights {checksum:08x}"
     print(f"{line}\n", end="")  # one write, so that the lines of the processes do not mix
     return 0
 
