@@ -20,7 +20,9 @@ from transformers import CLIPTokenizer
 from models import TOKENS
 
 CAPTION_DROPOUT = 0.1
+"""The share of samples that are trained without their caption."""
 GAMMA = 5.0
+"""The limit of the signal-to-noise ratio in the weights of the loss."""
 
 
 @dataclass
@@ -30,9 +32,9 @@ class Latents:
     values: torch.Tensor
     """Latents, (N, 4, 16, 16)."""
     time_ids: torch.Tensor
-    """SDXL's sizes and crop offsets, (N, 6)."""
+    """SDXL's time ids: sizes and offsets of the crops, (N, 6)."""
     rows: torch.Tensor
-    """The row of each crop's first caption in the caption table, (N,)."""
+    """The row of each crop's first caption in the table of all captions, (N,)."""
 
 
 def scheduler() -> EulerDiscreteScheduler:
@@ -50,13 +52,14 @@ def caption_table(data: photos.Photos) -> tuple[list[str], dict[tuple[int, str],
     """Return the captions of all pairs (flower, colour), equally many for each pair.
 
     Returns:
-        The captions; the row of the first caption of each pair; the number of captions of a pair.
+        A table of all captions; for each pair, the row of its first caption, after which its other
+        captions follow; and the number of captions of a pair.
     """
-    groups = sorted(set(zip(data.flowers.tolist(), data.colours, strict=True)))
-    worded = [photos.captions(photos.FLOWERS[flower], colour) for flower, colour in groups]
-    width = len(worded[0])
-    rows = {group: index * width for index, group in enumerate(groups)}
-    return list(itertools.chain.from_iterable(worded)), rows, width
+    pairs = sorted(set(zip(data.flowers.tolist(), data.colours, strict=True)))
+    captions = [photos.captions(photos.FLOWERS[flower], colour) for flower, colour in pairs]
+    per_pair = len(captions[0])
+    rows = {pair: index * per_pair for index, pair in enumerate(pairs)}
+    return list(itertools.chain.from_iterable(captions)), rows, per_pair
 
 
 def tokenise(folder: Path, texts: list[str], device: torch.device) -> list[torch.Tensor]:
@@ -77,7 +80,8 @@ def encode_texts(
     """Compute the text features of N captions.
 
     Returns:
-        The inputs of each encoder's last layer, concatenated, (N, 77, 128); the pooled vectors.
+        The inputs of each encoder's last layer, concatenated, (N, 77, 128); the second encoder's
+        pooled features, (N, 64).
     """
     first = networks["text_encoder"](ids[0], output_hidden_states=True)
     second = networks["text_encoder_2"](ids[1], output_hidden_states=True)
@@ -89,12 +93,12 @@ def train(
     networks: nn.ModuleDict,
     latents: Latents,
     table: list[torch.Tensor],
-    width: int,
+    per_pair: int,
     seconds: float,
     rate: float,
     batch: int = 256,
 ) -> nn.ModuleDict:
-    """Train noise prediction with min-SNR weights (Hang et al., 2023).
+    """Train the networks to predict noise, with min-SNR weights (Hang et al., 2023).
 
     A dropped caption is replaced by the empty caption or by zero features, each half of the time,
     so that both the empty caption and zeros work as negative prompts.
@@ -103,19 +107,20 @@ def train(
         networks: UNet and text encoders.
         latents: the training data.
         table: the token ids of all captions, for each encoder; the last row is the empty caption.
-        width: the number of captions of each sample; each step draws one of them.
+        per_pair: the number of captions that each crop can have; each step draws one of them.
         seconds: how long to train.
         rate: the peak learning rate.
         batch: samples in a step.
 
     Returns:
-        The networks with exponentially averaged weights.
+        Copies of the networks with the exponential averages of the weights.
     """
     device = latents.values.device
     cuda = device.type == "cuda"
     cumulative = scheduler().alphas_cumprod.to(device)
     averaged = copy.deepcopy(networks).eval().requires_grad_(requires_grad=False)
     average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.999)
+    # A tensor, because a recorded step reads the learning rate from memory.
     current_rate = torch.tensor(rate, device=device)
     optimizer = torch.optim.AdamW(
         networks.parameters(), current_rate, betas=(0.9, 0.98), fused=cuda, capturable=cuda
@@ -129,16 +134,17 @@ def train(
         signal = cumulative[timestep].view(-1, 1, 1, 1)
         noisy = signal.sqrt() * clean + (1 - signal).sqrt() * noise
         draw = torch.rand(batch, device=device)
-        rows = latents.rows[index] + torch.randint(0, width, (batch,), device=device)
+        rows = latents.rows[index] + torch.randint(0, per_pair, (batch,), device=device)
         rows = torch.where(draw < CAPTION_DROPOUT, len(table[0]) - 1, rows)
-        has_caption = (draw >= CAPTION_DROPOUT / 2).to(clean.dtype)
+        has_features = (draw >= CAPTION_DROPOUT / 2).to(clean.dtype)
         with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
+            # All captions of the table: they are fewer than the samples.
             hidden, pooled = encode_texts(networks, table)
             conditions = {
-                "text_embeds": pooled[rows] * has_caption[:, None],
+                "text_embeds": pooled[rows] * has_features[:, None],
                 "time_ids": latents.time_ids[index],
             }
-            text = hidden[rows] * has_caption[:, None, None]
+            text = hidden[rows] * has_features[:, None, None]
             predicted = networks["unet"](noisy, timestep, text, added_cond_kwargs=conditions).sample
         ratio = (signal / (1 - signal)).flatten()
         weight = ratio.clamp(max=GAMMA) / ratio
@@ -151,13 +157,14 @@ def train(
         average(list(averaged.parameters()), list(networks.parameters()), 1)
         return loss.detach()
 
-    replay = captured(take_step) if cuda else take_step
+    run_step = captured(take_step) if cuda else take_step
     start, step, progress, smooth = time.monotonic(), 0, 0.0, 1.0
     while progress < 1:
         progress = min(1.0, (time.monotonic() - start) / seconds)
         cosine = 0.5 + 0.5 * math.cos(math.pi * progress)
+        # 500 steps of warm-up; then a cosine from the peak to 1 % of it.
         current_rate.fill_(rate * min((step + 1) / 500, 0.01 + cosine))
-        loss = replay()
+        loss = run_step()
         if step % 50 == 0:
             smooth = 0.8 * smooth + 0.2 * float(loss)
         if step % 1000 == 0:
@@ -168,7 +175,13 @@ def train(
 
 
 def captured(take_step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """Record a step as a CUDA graph; in so small a model, kernel launches take most of the time."""
+    """Record a step as a CUDA graph, after four steps that are not recorded.
+
+    Without a graph, kernel launches take most of the time of a step of so small a model.
+
+    Returns:
+        A function that replays the graph and returns the loss, always in the same tensor.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -187,7 +200,10 @@ def captured(take_step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor
 
 
 def save(folder: Path, networks: nn.ModuleDict, vae: AutoencoderKL) -> None:
-    """Write the folder that diffusers' StableDiffusionXLPipeline loads, in f16."""
+    """Write a folder that diffusers' StableDiffusionXLPipeline loads, with weights in f16.
+
+    The folder must already have the tokenizers.
+    """
     pipeline = StableDiffusionXLPipeline(
         vae=vae,
         **networks,
@@ -200,11 +216,11 @@ def save(folder: Path, networks: nn.ModuleDict, vae: AutoencoderKL) -> None:
     for name in ("unet", "vae"):
         path = folder / name / "config.json"
         config = json.loads(path.read_text("utf-8"))
-        config.pop("_name_or_path", None)
+        config.pop("_name_or_path", None)  # a path on this machine
         path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 
-def sample(folder: Path, prompts: list[str], count: int, scale: float, size: int) -> Image.Image:
+def sample(folder: Path, prompts: list[str], count: int, guidance: float, size: int) -> Image.Image:
     """Load the folder with diffusers and draw one row of `count` images for each prompt."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     pipeline = StableDiffusionXLPipeline.from_pretrained(
@@ -218,7 +234,7 @@ def sample(folder: Path, prompts: list[str], count: int, scale: float, size: int
             height=size,
             width=size,
             num_inference_steps=30,
-            guidance_scale=scale,
+            guidance_scale=guidance,
             num_images_per_prompt=count,
             generator=torch.Generator("cpu").manual_seed(row),
         ).images

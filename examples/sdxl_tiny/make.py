@@ -1,12 +1,12 @@
-"""Train the small SDXL-shaped checkpoint that ships with trainable-candle.
+"""Train the small SDXL that ships with trainable-candle.
 
 The script needs torch, diffusers and transformers, which trainable-candle itself does not need. Run
 it on a CUDA GPU: training times are set in seconds, and a CPU takes only a few steps in this time.
 
     python examples/sdxl_tiny/make.py --photos flower_photos --output sdxl_tiny
 
-PHOTOS is TensorFlow's flower_photos archive, unpacked: daisy, dandelion, roses, sunflowers and
-tulips, with the LICENSE.txt that names each image's photographer.
+`--photos` names the folder of TensorFlow's unpacked archive flower_photos: the folders daisy,
+dandelion, roses, sunflowers and tulips, and LICENSE.txt, which names each image's photographer.
 """
 
 import argparse
@@ -40,18 +40,22 @@ PROMPTS = [
 
 
 def reconstructions(vae: AutoencoderKL, pixels: torch.Tensor) -> Image.Image:
-    """Return a row of the images above a row of their reconstructions; print the mean PSNR."""
+    """Return a row of the images above a row of their reconstructions.
+
+    Prints the PSNR of all reconstructions together.
+    """
     with torch.no_grad():
         latents = autoencoding.encode(vae, pixels) / vae.config.scaling_factor
         made = vae.decode(latents).sample.clamp(-1, 1).permute(0, 2, 3, 1)
     made = ((made + 1) * 127.5).round().byte()
     error = (made.float() - pixels.float()).square().mean() / 255**2
     print(f"vae: {-10 * float(error.log10()):.2f} dB PSNR", flush=True)
-    rows = [torch.cat(list(row), 1) for row in (pixels, made)]
+    rows = [torch.cat(list(images), 1) for images in (pixels, made)]
     return Image.fromarray(torch.cat(rows).cpu().numpy())
 
 
 def load_networks(folder: Path) -> nn.ModuleDict:
+    """Load the UNet and the text encoders of a checkpoint in f32."""
     return nn.ModuleDict(
         {
             "unet": UNet2DConditionModel.from_pretrained(folder / "unet"),
@@ -63,8 +67,11 @@ def load_networks(folder: Path) -> nn.ModuleDict:
     ).float()
 
 
-def new_networks(tokens: int) -> nn.ModuleDict:
-    first, second = models.text_encoders(tokens, tokens - 2, tokens - 1)
+def new_networks(vocabulary_size: int) -> nn.ModuleDict:
+    """Make the UNet and the text encoders with random weights."""
+    # `tokenizer.write` puts the tokens before and after a text at the end of the vocabulary.
+    start, end = vocabulary_size - 2, vocabulary_size - 1
+    first, second = models.text_encoders(vocabulary_size, start, end)
     return nn.ModuleDict({"unet": models.unet(), "text_encoder": first, "text_encoder_2": second})
 
 
@@ -74,7 +81,7 @@ def main() -> None:
     )
     parser.add_argument("--photos", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--start-from", type=Path, help="a checkpoint to train further")
+    parser.add_argument("--start-from", type=Path, help="an earlier --output to train further")
     parser.add_argument("--classifier-steps", type=int, default=500)
     parser.add_argument("--vae-seconds", type=float, default=150)
     parser.add_argument("--unet-seconds", type=float, default=300)
@@ -95,15 +102,16 @@ def main() -> None:
     if earlier:
         vae = AutoencoderKL.from_pretrained(earlier / "vae").float().to(device)
     else:
-        judge = autoencoding.train_classifier(pixels, labels, arguments.classifier_steps)
-        vae = autoencoding.train(pixels, judge, arguments.vae_seconds)
+        classifier = autoencoding.train_classifier(pixels, labels, arguments.classifier_steps)
+        vae = autoencoding.train(pixels, classifier, arguments.vae_seconds)
     output.mkdir(parents=True, exist_ok=True)
+    # Twelve images that are spread over all flowers.
     shown = torch.arange(0, len(pixels), max(1, len(pixels) // 12), device=device)[:12]
     reconstructions(vae, pixels[shown]).save(output / "reconstructions.png")
 
     data = data.keep(clear.cpu().numpy())
     print(f"{len(data)} of {len(pixels)} images show their flower clearly", flush=True)
-    texts, rows, width = diffusion.caption_table(data)
+    texts, rows, per_pair = diffusion.caption_table(data)
     if earlier:
         for name in ("tokenizer", "tokenizer_2"):
             shutil.copytree(earlier / name, output / name, dirs_exist_ok=True)
@@ -111,8 +119,8 @@ def main() -> None:
     else:
         networks = new_networks(tokenizer.write(output, texts)).to(device)
     cropped, sources, time_ids = photos.crops(data, arguments.variants, SEED)
-    groups = list(zip(data.flowers.tolist(), data.colours, strict=True))
-    caption_rows = np.asarray([rows[groups[index]] for index in sources])
+    pairs = list(zip(data.flowers.tolist(), data.colours, strict=True))
+    caption_rows = np.asarray([rows[pairs[index]] for index in sources])
     latents = diffusion.Latents(
         torch.cat(
             [
@@ -127,12 +135,12 @@ def main() -> None:
     table = diffusion.tokenise(output, [*texts, ""], device)
     networks.train()
     trained = diffusion.train(
-        networks, latents, table, width, arguments.unet_seconds, arguments.rate
+        networks, latents, table, per_pair, arguments.unet_seconds, arguments.rate
     )
     diffusion.save(output, trained, vae)
-    for scale in (1.0, 4.0, 7.0):
-        grid = diffusion.sample(output, PROMPTS, 8, scale, models.RESOLUTION)
-        grid.save(output / f"samples_{scale:.0f}.png")
+    for guidance in (1.0, 4.0, 7.0):
+        grid = diffusion.sample(output, PROMPTS, 8, guidance, models.RESOLUTION)
+        grid.save(output / f"samples_{guidance:.0f}.png")
 
 
 if __name__ == "__main__":

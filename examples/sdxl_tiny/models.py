@@ -1,11 +1,18 @@
-"""The four networks of a Stable Diffusion XL checkpoint, at a thousandth of their size."""
+"""The four networks of a Stable Diffusion XL checkpoint, at a thousandth of SDXL's size."""
 
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 RESOLUTION = 128
+"""The sides of the training images, px."""
 TOKENS = 77
+"""The number of tokens of a caption, with padding."""
+TEXT_WIDTHS = (48, 80)
+"""The number of features of a token in each text encoder."""
 POOLED_WIDTH = 64
+"""The number of features of a whole caption, from the second text encoder."""
+TIME_WIDTH = 32
+"""The number of features for each of the six time ids: sizes and offsets of the crop."""
 
 
 def autoencoder() -> AutoencoderKL:
@@ -25,9 +32,9 @@ def autoencoder() -> AutoencoderKL:
 def text_encoders(
     vocabulary_size: int, start: int, end: int
 ) -> tuple[CLIPTextModel, CLIPTextModelWithProjection]:
-    """Make SDXL's two text encoders: like CLIP-L (quick GELU), and like OpenCLIP bigG.
+    """Make SDXL's two text encoders: one like CLIP-L, and one like OpenCLIP-bigG.
 
-    The second has GELU and a projection.
+    The first has quick GELU; the second has GELU and a projection of the pooled features.
 
     Args:
         vocabulary_size: the number of tokens.
@@ -42,21 +49,21 @@ def text_encoders(
         "eos_token_id": end,
     }
     first = CLIPTextConfig(
-        hidden_size=48,
+        hidden_size=TEXT_WIDTHS[0],
         intermediate_size=96,
         num_attention_heads=3,
         hidden_act="quick_gelu",
-        projection_dim=48,
+        projection_dim=TEXT_WIDTHS[0],
         pad_token_id=end,
         **shared,
     )
     second = CLIPTextConfig(
-        hidden_size=80,
+        hidden_size=TEXT_WIDTHS[1],
         intermediate_size=160,
         num_attention_heads=5,
         hidden_act="gelu",
         projection_dim=POOLED_WIDTH,
-        pad_token_id=0,
+        pad_token_id=0,  # the token "!", as in OpenCLIP
         **shared,
     )
     return CLIPTextModel(first), CLIPTextModelWithProjection(second)
@@ -73,9 +80,9 @@ def unet() -> UNet2DConditionModel:
         transformer_layers_per_block=(1, 1, 2),
         attention_head_dim=(3, 4, 4),
         norm_num_groups=8,
-        cross_attention_dim=48 + 80,
+        cross_attention_dim=sum(TEXT_WIDTHS),
         use_linear_projection=True,
         addition_embed_type="text_time",
-        addition_time_embed_dim=32,
-        projection_class_embeddings_input_dim=6 * 32 + POOLED_WIDTH,
+        addition_time_embed_dim=TIME_WIDTH,
+        projection_class_embeddings_input_dim=6 * TIME_WIDTH + POOLED_WIDTH,
     )

@@ -1,4 +1,4 @@
-"""The training images: a folder of flower photographs, their colours and their captions."""
+"""Reads the training images, photographs of flowers, and makes their captions and crops."""
 
 import hashlib
 import random
@@ -18,6 +18,9 @@ HUES = (
     ("purple", 255, 305),
     ("pink", 305, 345),
 )
+"""Colours with the hues where each begins and ends, in degrees; red ends at 375, which is 15."""
+LEAST_SHARE = 0.08
+"""A flower's colour is known if it covers more than this share of the image's middle."""
 
 
 @dataclass
@@ -29,7 +32,7 @@ class Photos:
     flowers: np.ndarray
     """The index in `FLOWERS` of each image's flower, (N,)."""
     colours: list[str]
-    """The colour of each image's flower, or ''."""
+    """The colour of each image's flower; '' if it is not known."""
 
     def keep(self, chosen: np.ndarray) -> "Photos":
         """Return the images where `chosen`, (N,) booleans, is true."""
@@ -41,9 +44,13 @@ class Photos:
 
 
 def load(folder: Path) -> Photos:
-    """Read FOLDER/daisy/*.jpg and so on, without duplicates.
+    """Read the photographs FOLDER/daisy/*.jpg, FOLDER/roses/*.jpg and so on, as small squares.
 
-    Images that FOLDER/LICENSE.txt does not name are left out.
+    Files with the same content as an earlier file, and files that FOLDER/LICENSE.txt does not name,
+    are left out.
+
+    Raises:
+        SystemExit: no photograph is left.
     """
     licensed = {
         line.split()[0].split("/")[1]
@@ -71,7 +78,10 @@ def load(folder: Path) -> Photos:
 
 
 def main_colour(image: Image.Image) -> str:
-    """Return the colour with the largest share of the image's middle; '' if that is below 8 %."""
+    """Return the colour with the largest share of the image's middle.
+
+    '' if this share is not above `LEAST_SHARE`. The share of white is multiplied by 0.7.
+    """
     border = RESOLUTION // 8
     middle = image.crop((border, border, RESOLUTION - border, RESOLUTION - border))
     hue, saturation, value = np.moveaxis(np.asarray(middle.convert("HSV"), np.float32), -1, 0)
@@ -85,15 +95,17 @@ def main_colour(image: Image.Image) -> str:
     shares["pink"] += float(np.mean(pale & (((hue - 320) % 360) < 55)))
     shares["white"] = 0.7 * float(np.mean((saturation <= 45) & (value > 170)))
     colour = max(shares, key=lambda name: shares[name])
-    return colour if shares[colour] > 0.08 else ""
+    return colour if shares[colour] > LEAST_SHARE else ""
 
 
 def captions(flower: str, colour: str) -> list[str]:
-    """Return the captions for images of this flower and colour; each step draws one per image.
+    """Return the captions for images of this flower and colour; '' is no colour.
 
-    The usual wording is in the list twice, so it is drawn twice as often as any other.
+    Each training step draws one of them for each image. The usual wording is in the list twice, so
+    it is drawn twice as often as any other.
     """
     named = f"{colour} {flower}".strip()
+    plural = f"{named[:-1]}ies" if flower == "daisy" else f"{named}s"
     article = "an" if named[0] in "aeiou" else "a"
     return [
         f"a photo of {article} {named}",
@@ -102,18 +114,21 @@ def captions(flower: str, colour: str) -> list[str]:
         f"a close-up photo of {article} {named}, nature photography",
         f"a photo of a {flower}",
         f"a {flower}",
-        f"a photo of {named}s" if flower != "daisy" else f"a photo of {colour} daisies",
+        f"a photo of {plural}",
     ]
 
 
 def crops(photos: Photos, variants: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Make `variants` copies of each photograph: unchanged, enlarged and cropped, or blurred.
+    """Make `variants` crops of each of N photographs.
 
-    Half of the copies, chosen at random, are also mirrored.
+    Of eight crops, four are the unchanged photograph, three are a part of it after it was enlarged,
+    and one is the whole photograph, blurred. Each crop is mirrored with probability 1/2.
 
     Returns:
-        The pixels, (variants * N, 128, 128, 3); the index of each copy's photograph; and SDXL's
-        time ids (original height and width, top and left of the crop, target height and width).
+        The pixels, (variants * N, 128, 128, 3); the index of each crop's photograph,
+        (variants * N,); and SDXL's time ids, (variants * N, 6): original height and width, top and
+        left of the crop, target height and width. As the original size, a blurred photograph has
+        the small size that it was enlarged from.
     """
     generator = random.Random(seed)
     pixels, sources, ids = [], [], []

@@ -1,28 +1,44 @@
-"""A small byte-level BPE vocabulary in CLIP's files: vocab.json, merges.txt and their settings."""
+"""Makes a small byte-level BPE vocabulary and writes it as CLIP's tokenizer files."""
 
 import itertools
 import json
 from collections import Counter
 from pathlib import Path
 
-START, END, PAD_SECOND = "<|startoftext|>", "<|endoftext|>", "!"
+START, END = "<|startoftext|>", "<|endoftext|>"
+PAD_SECOND = "!"
+"""The second tokenizer's token for padding, as in OpenCLIP; its id is 0."""
 WORD_END = "</w>"
 MERGES = 640
+"""The number of pairs of symbols that are merged into one."""
 
 # Words that are frequent in prompts. The merges are trained on these words too, so that each word
 # becomes one or two tokens instead of a token per letter.
 COMMON = (Path(__file__).parent / "words.txt").read_text("utf-8").split()
+COMMON_COUNT = 5
+"""How often each of these words counts in addition to its occurrences in captions."""
 
 
 def byte_symbols() -> list[str]:
-    """Return the printable characters by which GPT-2 represents the 256 bytes, in CLIP's order."""
+    """Return the printable characters by which GPT-2 represents the 256 bytes, in CLIP's order.
+
+    A printable byte is its own character; the other bytes, in order, are the characters from 256.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) for byte in printable] + [chr(256 + index) for index in range(len(others))]
 
 
 def train_merges(words: Counter[str], count: int) -> list[tuple[str, str]]:
-    """Merge the most frequent pair of symbols, `count` times (Sennrich et al., 2016)."""
+    """Return the pairs of symbols that byte-pair encoding merges (Sennrich et al., 2016).
+
+    Each of `count` merges joins the pair that is most frequent in the words; of equally frequent
+    pairs, the first in order. Training ends earlier if no word has two symbols.
+
+    Args:
+        words: ASCII words with the number of their occurrences.
+        count: the greatest number of merges.
+    """
     spelled = {word: (*word[:-1], word[-1] + WORD_END) for word in words}
     merges = []
     for _ in range(count):
@@ -39,6 +55,7 @@ def train_merges(words: Counter[str], count: int) -> list[tuple[str, str]]:
 
 
 def joined(symbols: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
+    """Return the symbols of a word with each occurrence of `pair` joined to one symbol."""
     merged: list[str] = []
     for symbol in symbols:
         if merged and (merged[-1], symbol) == pair:
@@ -49,9 +66,12 @@ def joined(symbols: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
 
 
 def write(folder: Path, captions: list[str]) -> int:
-    """Write FOLDER/tokenizer and FOLDER/tokenizer_2; returns the size of the vocabulary."""
+    """Write FOLDER/tokenizer and FOLDER/tokenizer_2; returns the size of the vocabulary.
+
+    The last two tokens of the vocabulary are `START` and `END`.
+    """
     words = Counter(word.strip(",") for caption in captions for word in caption.split())
-    words.update(dict.fromkeys(COMMON, 5))
+    words.update(dict.fromkeys(COMMON, COMMON_COUNT))
     merges = train_merges(words, MERGES)
     symbols = byte_symbols()
     tokens = [*symbols, *(symbol + WORD_END for symbol in symbols)]

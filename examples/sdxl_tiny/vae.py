@@ -1,4 +1,4 @@
-"""Train the autoencoder, and the classifier that selects images and gives the perceptual loss."""
+"""Train the autoencoder, and classifiers: they select images, and give the perceptual loss."""
 
 import itertools
 import time
@@ -13,13 +13,16 @@ from models import autoencoder
 
 KL_WEIGHT = 2e-4
 DETAIL_WEIGHT = 0.3
+"""The weight of the perceptual loss, `detail_distance`."""
 ADVERSARY_WEIGHT = 0.15
 ADVERSARY_START = 0.4
 """The share of the training time after which the adversary is used."""
+CLEAR = 0.35
+"""An image is clear if a classifier gives its flower a probability above this."""
 
 
 class Classifier(nn.Module):
-    """Tells which flower an image shows.
+    """Finds which flower an image shows.
 
     The perceptual loss compares the classifier's hidden states of two images.
     """
@@ -29,14 +32,14 @@ class Classifier(nn.Module):
         widths = (3, 32, 64, 128, 192)
         self.stages = nn.ModuleList(
             nn.Sequential(
-                nn.Conv2d(a, b, 3, padding=1),
-                nn.BatchNorm2d(b),
+                nn.Conv2d(before, after, 3, padding=1),
+                nn.BatchNorm2d(after),
                 nn.ReLU(),
-                nn.Conv2d(b, b, 3, stride=2, padding=1),
-                nn.BatchNorm2d(b),
+                nn.Conv2d(after, after, 3, stride=2, padding=1),
+                nn.BatchNorm2d(after),
                 nn.ReLU(),
             )
-            for a, b in itertools.pairwise(widths)
+            for before, after in itertools.pairwise(widths)
         )
         self.head = nn.Sequential(nn.Dropout(0.3), nn.Linear(widths[-1], len(FLOWERS)))
 
@@ -69,6 +72,7 @@ def to_unit(pixels: torch.Tensor) -> torch.Tensor:
 
 
 def train_classifier(pixels: torch.Tensor, labels: torch.Tensor, steps: int) -> Classifier:
+    """Train a classifier on bytes (N, H, W, 3) with the indices of their flowers, (N,)."""
     device = pixels.device
     model = Classifier().to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3, weight_decay=0.05)
@@ -90,21 +94,27 @@ def clear_images(pixels: torch.Tensor, labels: torch.Tensor, steps: int) -> torc
     """Return whether each image shows its flower clearly, (N,) booleans.
 
     Four classifiers are trained, each without a quarter of the images. An image is clear if the
-    classifier that was not trained on the image gives its flower a probability of over 0.35.
+    classifier that was not trained on the image gives its flower a probability above `CLEAR`.
+
+    Args:
+        pixels: the images, bytes (N, H, W, 3).
+        labels: the indices of their flowers, (N,).
+        steps: the training steps of each classifier.
     """
     fold = torch.arange(len(pixels), device=pixels.device) % 4
-    chance = torch.zeros(len(pixels), device=pixels.device)
+    # The probability of each image's flower.
+    probability = torch.zeros(len(pixels), device=pixels.device)
     correct = 0
     for held_out in range(4):
-        rest = fold != held_out
+        trained_on = fold != held_out
         with torch.enable_grad():
-            model = train_classifier(pixels[rest], labels[rest], steps)
-        for index in torch.nonzero(~rest)[:, 0].split(256):
-            probabilities = model(to_unit(pixels[index])).softmax(-1)
-            correct += int((probabilities.argmax(-1) == labels[index]).sum())
-            chance[index] = probabilities.gather(1, labels[index, None])[:, 0]
+            model = train_classifier(pixels[trained_on], labels[trained_on], steps)
+        for index in torch.nonzero(~trained_on)[:, 0].split(256):
+            of_flowers = model(to_unit(pixels[index])).softmax(-1)
+            correct += int((of_flowers.argmax(-1) == labels[index]).sum())
+            probability[index] = of_flowers.gather(1, labels[index, None])[:, 0]
     print(f"classifier: {correct / len(pixels):.1%} right on held-out images", flush=True)
-    return chance > 0.35
+    return probability > CLEAR
 
 
 def adversary() -> nn.Sequential:
@@ -122,19 +132,33 @@ def adversary() -> nn.Sequential:
     )
 
 
-def detail_distance(judge: Classifier, real: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+def detail_distance(classifier: Classifier, real: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    """Return the perceptual loss: the mean L1 distance of hidden states, which are normalised."""
     total = made.new_zeros(())
-    for a, b in zip(judge.features(real), judge.features(made), strict=True):
-        total = total + functional.l1_loss(b / (a.std() + 1e-3), a / (a.std() + 1e-3))
-    return total / len(judge.stages)
+    features = zip(classifier.features(real), classifier.features(made), strict=True)
+    for of_real, of_made in features:
+        scale = of_real.std() + 1e-3
+        total = total + functional.l1_loss(of_made / scale, of_real / scale)
+    return total / len(classifier.stages)
 
 
 def train(
-    pixels: torch.Tensor, judge: Classifier, seconds: float, batch: int = 64
+    pixels: torch.Tensor, classifier: Classifier, seconds: float, batch: int = 64
 ) -> AutoencoderKL:
-    """Train with L1, perceptual and KL losses, later also with an adversarial loss.
+    """Train an autoencoder with L1, perceptual and KL losses, later also with an adversarial loss.
 
-    The weight of the adversarial loss follows the gradients, as in VQGAN (Esser et al., 2021).
+    As in VQGAN (Esser et al., 2021), the weight of the adversarial loss is such that the norm of
+    its gradient in the decoder's last layer is `ADVERSARY_WEIGHT` times that of the L1 and
+    perceptual losses.
+
+    Args:
+        pixels: the images, bytes (N, H, W, 3).
+        classifier: gives the perceptual loss.
+        seconds: how long to train.
+        batch: images in a step.
+
+    Returns:
+        The autoencoder with exponentially averaged weights and standardised latents.
     """
     device = pixels.device
     model = autoencoder().to(device, memory_format=torch.channels_last).train()
@@ -149,6 +173,8 @@ def train(
     start, step, progress = time.monotonic(), 0, 0.0
     while progress < 1:
         progress = (time.monotonic() - start) / seconds
+        # 200 steps of warm-up; then the peak rate; in the second half of the time, a linear decay
+        # to 2 % of the peak.
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1, (step + 1) / 200, 0.02 + max(0.0, 1 - progress) / 0.5)
         real = augmented(to_unit(pixels[torch.randint(len(pixels), (batch,), device=device)]))
@@ -156,18 +182,18 @@ def train(
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             posterior = model.encode(real).latent_dist
             made = model.decode(posterior.sample()).sample.float()
-            detail = detail_distance(judge, real, made)
+            detail = detail_distance(classifier, real, made)
         reconstruction = functional.l1_loss(made, real) + DETAIL_WEIGHT * detail.float()
         loss = reconstruction + KL_WEIGHT * posterior.kl().mean() / posterior.mean[0].numel()
         is_adversarial = progress > ADVERSARY_START
         if is_adversarial:
-            judged = -critic(made).mean()
-            wanted, offered = (
+            adversarial = -critic(made).mean()
+            norm, adversarial_norm = (
                 torch.autograd.grad(term, last_layer, retain_graph=True)[0].norm()
-                for term in (reconstruction, judged)
+                for term in (reconstruction, adversarial)
             )
-            weight = (wanted / (offered + 1e-6)).clamp(0, 100).detach()
-            loss = loss + ADVERSARY_WEIGHT * weight * judged
+            weight = (norm / (adversarial_norm + 1e-6)).clamp(0, 100).detach()
+            loss = loss + ADVERSARY_WEIGHT * weight * adversarial
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -192,7 +218,7 @@ def train(
 
 @torch.no_grad()
 def encode(model: AutoencoderKL, pixels: torch.Tensor) -> torch.Tensor:
-    """Encode bytes (N, H, W, 3) as scaled latents (N, 4, H / 8, W / 8): the posterior's mean."""
+    """Return the latents of bytes (N, H, W, 3): the posterior's mean, scaled, (N, 4, H/8, W/8)."""
     parts = [model.encode(to_unit(part)).latent_dist.mean for part in pixels.split(256)]
     return torch.cat(parts) * model.config.scaling_factor
 
@@ -201,14 +227,17 @@ def encode(model: AutoencoderKL, pixels: torch.Tensor) -> torch.Tensor:
 def standardise(model: AutoencoderKL, pixels: torch.Tensor) -> None:
     """Scale and shift each latent channel, without a change of the reconstructions.
 
-    The two 1x1 convolutions before and after the latents absorb the scale and the shift. Afterwards
-    latents times SDXL's `scaling_factor`, 0.13025, have mean 0 and variance 1 in each channel.
+    The 1x1 convolutions before and after the latents absorb the scale and the shift. Afterwards,
+    the latents of the first 2048 images times SDXL's `scaling_factor`, 0.13025, have mean 0 and
+    variance 1 in each channel.
     """
     latents = encode(model, pixels[:2048]) / model.config.scaling_factor
     channels = latents.shape[1]
     mean = latents.mean((0, 2, 3))
     scale = 1 / (latents.std((0, 2, 3)) * model.config.scaling_factor)
     before, after = model.quant_conv, model.post_quant_conv
+    # `after` undoes the scale and the shift that `before` applies. The outputs of `before` are the
+    # means of the latents, then the logarithms of their variances.
     after.bias += after.weight[:, :, 0, 0] @ mean
     after.weight /= scale[None, :, None, None]
     before.weight[:channels] *= scale[:, None, None, None]
