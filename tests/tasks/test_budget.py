@@ -176,7 +176,7 @@ def test_too_little_host_memory_is_an_error(flux: Model) -> None:
     there = budget(6)
     assert flux.plan(there).estimate.host > 0
     message = (
-        r"memory of the host: .* of which 512\.0 MiB are free; .* a smaller --resolution or another"
+        r"memory of the host: .* where 512\.0 MiB are free; .* a smaller --resolution or another"
     )
     with pytest.raises(OutOfMemoryError, match=message) as caught:
         flux.plan(Budget(there.memory, GIB // 2, there.rates))
@@ -213,7 +213,7 @@ def test_what_processes_share_counts_once_on_their_machine(flux: Model) -> None:
 def test_the_host_memory_in_messages_is_that_of_the_machine(flux: Model) -> None:
     def need(**processes: int) -> float:
         found = Budget(budget(6).memory, GIB / 4, processes=2, **processes)
-        message = r"on the GPU and ([\d.]+) GiB in host memory, of which 512\.0 MiB are free"
+        message = r"on the GPU and ([\d.]+) GiB in host memory, where 512\.0 MiB are free"
         with pytest.raises(OutOfMemoryError, match=message) as caught:
             flux.plan(found, gradient_checkpointing="full", optimizer_states="device")
         (gib,) = re.findall(message, str(caught.value))

@@ -1,4 +1,7 @@
-"""Plans that recompute only the first blocks of a model; the others checkpoint selectively."""
+"""Plans that recompute only the first blocks of a model; its other blocks are "selective".
+
+In this module, "recompute" means one of the policies `OF_PARTS`, which recompute whole blocks.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,21 @@ if TYPE_CHECKING:
     from trainable_candle.tasks.budget import Plan
 
 PART: Final = "checkpoint_blocks"
+"""The setting with the number of blocks, from the first on, that are recomputed; None: all."""
 OF_PARTS: Final = ("full", "offload")
-"""The policies that the first blocks alone can have."""
+"""The policies that can be limited to the first blocks."""
 GAIN: Final = 0.99
-"""Plans that recompute only the first blocks are tried if the time of a step may fall to this share
-of the best time so far."""
+"""Plans that recompute only the first blocks are tried as long as they may shorten a step to this
+share of the shortest known time, or to less."""
 OTHERS: Final = "selective"
 """The policy of the blocks that are not among the first."""
 _SHARES: Final = 8
-"""Plans are tried for eighths of all blocks; then the chosen number is made as small as fits."""
+"""`with_parts` tries eighths of all blocks; `fewest` then makes the chosen number as small as
+fits."""
 
 
 def without_parts(found: Plan) -> Plan:
-    """Return a plan with a lower bound of its time: that of a step that recomputes no block."""
+    """Return the plan `found` as if it recomputed no block; its time is a lower bound."""
     work = found.estimate.work
     if work is None:
         return found
@@ -40,13 +45,16 @@ def with_parts(
 ) -> Iterator[Plan]:
     """Yield plans along the border of what fits: less recomputation needs more streaming.
 
+    For each choice, the number of recomputed blocks falls until the plan no longer fits. The next
+    choice, which streams more, continues with this number.
+
     Args:
-        ladder: choices in the order of falling memory, with a policy that recomputes blocks. The
-            first fits if it recomputes all blocks.
+        ladder: choices with one policy of `OF_PARTS`, in the order of more streaming and less
+            memory. The first choice fits if all blocks are recomputed.
         plan: makes the plan of a choice.
         blocks: the number of all blocks.
         fits: whether a plan fits.
-        is_worth_it: whether a plan with this streaming may be faster than those known.
+        is_worth_it: whether a plan that streams as much as the given one may be fast enough.
     """
     counts = iter(_counts(blocks))
     count = next(counts, None)
@@ -69,17 +77,19 @@ def fewest(
     blocks: int,
     fits: Callable[[Plan], bool],
 ) -> Plan:
-    """Return the plan that differs from `best` only by recomputing as few blocks as fit.
+    """Return `best`, but with the smallest number of recomputed blocks that fits.
 
     Args:
-        best: a plan that fits.
+        best: the fastest plan that fits.
         choice: the choice of `best`.
         plan: makes the plan of a choice.
         blocks: the number of all blocks.
         fits: whether a plan fits.
     """
     most = choice[PART] or blocks
+    # If the next smaller number that `with_parts` tries did fit, its plan would be the fastest.
     least = max((count for count in _counts(blocks) if count < most), default=0) + 1
+    # Bisect: `most` blocks fit.
     while least < most:
         middle = (least + most) // 2
         found = plan({**choice, PART: middle})

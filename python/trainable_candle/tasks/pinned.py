@@ -1,4 +1,4 @@
-"""Pinned memory of the host: how much the system gives, and what copies cost without it."""
+"""Pinned host memory: how much of it the system gives, and what copies cost without it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ LIMIT: Final = "TRAINABLE_CANDLE_PINNED_BYTES"
 """The environment variable that limits pinned memory."""
 PROBED: Final = 2**29
 """`probed` asks the system only if a plan needs at least this many pinned bytes, because pinning
-takes time. WSL2, the system that gives the least, gives about twice as much."""
+takes time. WSL2, the system that gives the least, gives about twice this number."""
 TRIED: Final = 2**32
 """The most bytes that `probed` asks for. On the host of an H100, pinning a GiB took 0.7 s."""
 _LEFT: Final = 0.3
-"""The share of pinned memory that streamed weights leave to other uses if not all of them fit."""
+"""The share of pinned memory that streamed weights leave to other data if the weights do not all
+fit into it."""
 HOST_COPY: Final = 10e9
 """Bytes that a thread of the host copies from memory to memory in a second.
 
@@ -35,18 +36,18 @@ This is the usual rate of one core of a desktop or server with DDR4 or DDR5; no 
 
 
 def pinned_limit() -> float:
-    """Return the bytes that this process may pin by `LIMIT`; infinity without such a limit."""
+    """Return the bytes that this process may pin by `LIMIT`; infinity if it is not an integer."""
     with contextlib.suppress(ValueError):
         return float(int(os.environ.get(LIMIT, "")))
     return math.inf
 
 
 def probed(budget: Budget, plan: Plan, group: Group, report: Callable[[str], None]) -> Budget:
-    """Return the budget with the memory that the system pins, if that is less than a plan needs.
+    """Return `budget`, limited to the memory that the system pins if that is less than needed.
 
-    Each process pins the memory that it needs, but at most `TRIED` bytes, and frees it again,
-    before anything is loaded. If the system pins that much, nothing is known to limit it. All
-    processes of the run must call this function with the same plan.
+    Each process pins the memory that the plan needs, but at most `TRIED` bytes, and frees it again.
+    Call this before anything is loaded. If the system pins that much in every process, the result
+    is `budget` as it is. All processes of the run must call this function with the same plan.
 
     Args:
         budget: the budget of the plan.
@@ -56,13 +57,14 @@ def probed(budget: Budget, plan: Plan, group: Group, report: Callable[[str], Non
 
     Raises:
         DeviceError: the driver reports an error.
+        DistributedError: another process has failed.
     """
     wanted = min(budget.pinned_need(plan.estimate), budget.pinned)
     if not plan.config.on_gpu or wanted < PROBED:
         return budget
     tried = int(min(wanted, TRIED))
     mine = _core.cuda_pinnable_bytes(plan.config.device, tried)
-    found = min(json.loads(facts) for facts in group.exchange(json.dumps(mine).encode()))
+    found = min(json.loads(message) for message in group.exchange(json.dumps(mine).encode()))
     if found >= tried:
         return budget
     report(
@@ -80,26 +82,30 @@ def ring_share(streamed: float, pinned: float, *, shared: bool) -> float:
     Args:
         streamed: bytes of streamed weights in host memory.
         pinned: bytes that a process may pin.
-        shared: whether processes share the weights, which are then pinned as a whole or not at all.
+        shared: whether processes share the weights. Shared weights are all pinned, or none.
     """
     if streamed <= pinned:
         return 0.0
-    return 1.0 if shared else 1 - (1 - _LEFT) * pinned / streamed
+    pinned_weights = 0.0 if shared else (1 - _LEFT) * pinned
+    return 1 - pinned_weights / streamed
 
 
 def can_pin(work: Work, streamed: float, pinned: float, *, shared: bool) -> bool:
-    """Return whether the optimizer's states and blocks' inputs fit beside the streamed weights.
+    """Return whether the pinned memory that streamed weights leave suffices for all other data.
+
+    These are the optimizer's states and the offloaded inputs of blocks.
 
     Args:
-        work: has the bytes of the states and of the offloaded inputs of blocks.
+        work: has the bytes of the states and of the inputs.
         streamed: as for `ring_share`.
         pinned: as for `ring_share`.
         shared: as for `ring_share`.
     """
-    left = pinned - streamed
-    if left < 0:
-        left = pinned if shared else _LEFT * pinned
-    return work.states + work.offloaded <= left
+    room = pinned - streamed
+    if room < 0:
+        # The weights do not all fit. If shared, none is pinned; if not, they take all but `_LEFT`.
+        room = pinned if shared else _LEFT * pinned
+    return work.states + work.offloaded <= room
 
 
 def with_ring(rates: Rates, share: float) -> Rates:
@@ -109,5 +115,5 @@ def with_ring(rates: Rates, share: float) -> Rates:
     """
     if share == 0:
         return rates
-    seconds = (1 - share) / rates.link + share / min(rates.link, HOST_COPY)
-    return replace(rates, streams=1 / seconds)
+    seconds_per_byte = (1 - share) / rates.link + share / min(rates.link, HOST_COPY)
+    return replace(rates, streams=1 / seconds_per_byte)

@@ -1,4 +1,4 @@
-"""The message for a run that does not fit in memory, and what to change."""
+"""The errors for a run that does not fit into memory; they say what to change."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _SMALLER: Final[tuple[tuple[str, Any], ...]] = (
     ("precision", "bf16"),
 )
 """Settings with values that need less memory, in the order in which `_what_fits` adds them."""
-_LEAST: Final[tuple[tuple[str, Any], ...]] = (("rank", 16), ("rank", 4))
+_SMALL_RANKS: Final[tuple[tuple[str, Any], ...]] = (("rank", 16), ("rank", 4))
 """Settings that `_what_fits` tries after all others, because small ranks limit the training."""
-_LAST: Final = {
+_ADVICE: Final = {
     "resolution": "a smaller --resolution",
     "sequence_length": "a shorter --sequence-length",
 }
@@ -44,27 +44,28 @@ def refuse(
     limit: float,
     estimate: Callable[[TrainConfig], Estimate],
 ) -> NoReturn:
-    """Raise the error for a run that does not fit in memory.
+    """Raise the error for a run that does not fit into the memory of its device.
 
     Args:
-        found: the estimate of the run without any savings.
-        smallest: the run's settings, with the smallest values for those that a plan may choose.
+        found: the estimate of the run before a plan saves memory.
+        smallest: the run's settings, with those values for open settings that need least memory.
         groups: the groups of settings that the model takes.
         limit: available bytes.
         estimate: a function that estimates the run with other settings.
 
     Raises:
-        OutOfMemoryError: always; the message names settings that would fit.
+        OutOfMemoryError: always. The message names settings that would fit; if there are none, it
+            advises smaller inputs or another machine.
     """
-    changes, least = _what_fits(smallest, limit, estimate)
-    start = f"{found.place}: the run needs about {size(found.peak)}, {size(limit)} are available"
+    changes, needed = _what_fits(smallest, limit, estimate)
+    problem = f"{found.place}: the run needs about {size(found.peak)}, {size(limit)} are available"
     if changes is None:
         raise OutOfMemoryError(
-            f"{start}; with the smallest settings the run would need {size(least)}: use "
-            f"{_last(groups)}another machine"
+            f"{problem}; with the smallest settings the run would need {size(needed)}: use "
+            f"{_advice(groups)}another machine"
         )
     flags = " ".join(as_flag(name, value) for name, value in changes.items())
-    raise OutOfMemoryError(f"{start}; with {flags} the run would need {size(least)}")
+    raise OutOfMemoryError(f"{problem}; with {flags} the run would need {size(needed)}")
 
 
 def refuse_for_the_host(
@@ -73,48 +74,52 @@ def refuse_for_the_host(
     groups: Collection[type[Group]],
     host: tuple[float, float],
 ) -> NoReturn:
-    """Raise the error for a run that fits on the GPU only with more host memory than there is.
+    """Raise the error for a run that fits on the GPU only with more host memory than is free.
 
     Args:
-        found: the estimate of the run without any savings.
+        found: the estimate of the run before a plan saves memory.
         fitting: the estimate with settings that fit on the GPU.
         groups: the groups of settings that the model takes.
         host: the bytes of host memory that all processes of the machine need together, and the
-            bytes that are available.
+            bytes that are free.
 
     Raises:
         OutOfMemoryError: always.
     """
-    need, there = host
+    needed, free = host
     raise OutOfMemoryError(
         f"memory of the host: the run needs about {size(found.peak)} on the GPU. With a part of "
         f"these data in host memory, the run needs {size(fitting.peak)} on the GPU and "
-        f"{size(need)} in host memory, of which {size(there)} are free; end other programs, or use "
-        f"{_last(groups)}another machine"
+        f"{size(needed)} in host memory, where {size(free)} are free; end other programs, or use "
+        f"{_advice(groups)}another machine"
     )
 
 
 def as_flag(name: str, value: Any) -> str:
     """Return a setting as users give it on the command line."""
-    return flag(name) if value is True else f"{flag(name)} {value}"
+    if isinstance(value, bool):
+        return flag(name) if value else flag(f"no_{name}")
+    return f"{flag(name)} {value}"
 
 
-def _last(groups: Collection[type[Group]]) -> str:
-    return "".join(f"{text} or " for name, text in _LAST.items() if group_of(name) in groups)
+def _advice(groups: Collection[type[Group]]) -> str:
+    """Return the advice for settings of `groups`, each followed by "or"."""
+    return "".join(f"{text} or " for name, text in _ADVICE.items() if group_of(name) in groups)
 
 
 def _what_fits(
     config: TrainConfig, limit: float, estimate: Callable[[TrainConfig], Estimate]
 ) -> tuple[dict[str, Any] | None, int]:
-    """Change settings, one after the other, until the run fits.
+    """Change settings, one after the other, until the run fits; keep changes that save memory.
 
     Returns:
         The changes, or None if the run does not fit even with all of them; and the bytes that the
-        run needs with the changes.
+        run needs with all these changes.
     """
     changes: dict[str, Any] = {}
-    least = estimate(config).peak
-    for name, value in _smaller(estimate(config)):
+    unchanged = estimate(config)
+    least = unchanged.peak
+    for name, value in _smaller(unchanged):
         # Skip settings that the model does not support or that contradict others.
         with contextlib.suppress(ArgumentError, ConfigError):
             needed = estimate(config.with_(**{**changes, name: value})).peak
@@ -127,10 +132,11 @@ def _what_fits(
 
 
 def _smaller(found: Estimate) -> Iterator[tuple[str, Any]]:
+    """Yield settings with values that may need less memory, in the order in which to try them."""
     yield from _SMALLER
     if found.on_gpu and found.work is not None:
         if found.work.has_modulation:
             yield "stream_modulation", True
         if found.work.blocks:
             yield "stream_blocks", found.work.blocks
-    yield from _LEAST
+    yield from _SMALL_RANKS

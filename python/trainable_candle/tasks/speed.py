@@ -15,20 +15,21 @@ if TYPE_CHECKING:
     from trainable_candle.settings import TrainConfig
 
 _STEP: Final = 0.0073
-"""The seconds of a step that depend on none of the `Rates`: launches, small operations, the
+"""The seconds of a micro-batch that depend on none of the `Rates`: launches, small operations, the
 optimizer."""
 _ATTENTION: Final = 0.63
 """The rate of attention divided by that of matrix products."""
 _TRAFFIC: Final = 9.5
-"""How often norms, activations, gates and adapters together read or write each byte that the tape
-keeps, in a step without recomputation."""
+"""The memory traffic of norms, activations, gates and adapters in a micro-batch without
+recomputation, divided by the bytes that the tape keeps."""
 _AGAIN: Final = 0.43
-"""The memory traffic of a second forward pass, as a fraction of the traffic without it."""
+"""The memory traffic of a second forward pass over all blocks, divided by the traffic of a
+micro-batch without it."""
 _DECODED: Final = 4.4
-"""Bytes of memory traffic for each weight that is dequantized."""
+"""Bytes of memory traffic each time that a weight is dequantized."""
 _BESIDE: Final = 4
-"""The exponent p in (a^p + b^p)^(1/p), the time of computing and copying in parallel. Alone, the
-computation takes the time a, and the copies take the time b."""
+"""The exponent p in (a^p + b^p)^(1/p), the time of computing and copying in parallel. Here a is the
+time of the computation alone, and b that of the copies alone."""
 
 
 @dataclass(frozen=True)
@@ -42,51 +43,52 @@ class Work:
     kept: float
     """Bytes that the tape keeps without checkpointing."""
     recomputed: float
-    """The share of the forward pass that the backward pass repeats."""
+    """The share of the blocks' forward pass that the backward pass repeats."""
     decoded: float
     """The number of quantized weights; each forward and backward pass dequantizes them."""
     streamed: float
     """Bytes of the blocks' streamed weights, copied once in the forward pass and once in the
     backward pass."""
     modulation: float
-    """Bytes of streamed modulation weights, copied once a step."""
+    """Bytes of the streamed modulation weights, copied once in a micro-batch."""
     offloaded: float
-    """Bytes of blocks' inputs, copied to host memory in the forward pass and back in the backward
-    pass."""
+    """Bytes of the blocks' inputs that are copied to host memory in the forward pass and back in
+    the backward pass."""
     states: float
     """Bytes of the optimizer's states in host memory, which an optimizer step reads and writes."""
     blocks: int
-    """How many blocks of the model can be streamed."""
+    """The number of blocks of the model that can be streamed."""
     has_modulation: bool
     """Whether the model has modulation weights that can be streamed."""
     can_be_quantized: bool
-    """Whether the model's layers can be quantized."""
+    """Whether the model has layers that can be quantized; see `PartFacts.can_be_quantized`."""
     stored_format: str | None = None
     """The quantized format in which the model's file stores every layer that can be quantized; None
     if there is no such format."""
     checkpointed: int = 0
-    """How many blocks of the model can have a checkpointing policy."""
+    """The number of blocks of the model that can have a checkpointing policy."""
     texts_have_format: bool = False
     """Whether the file of a text encoder stores its layers in a quantized format."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The speed of a GPU, per second."""
+    """What a GPU does in a second."""
 
     products: float
     """Floating-point operations of matrix products in bf16."""
     memory: float
     """Bytes read from or written to the GPU's memory."""
     link: float
-    """Bytes copied from host memory."""
+    """Bytes copied from host memory or to it."""
     streams: float | None = None
-    """Bytes of streamed weights copied by NVLink, or through a ring of pinned memory; None: the
-    streamed weights are copied at the rate `link`."""
+    """Bytes of streamed weights that are copied, if not at the rate `link`: by NVLink, or partly
+    through a ring of pinned memory. None: at the rate `link`."""
 
 
-def _rates(tera: float, memory: float, link: float) -> Rates:
-    return Rates(tera * 1e12, memory * 1e9, link * 1e9)
+def _rates(tflops: float, memory_gb: float, link_gb: float) -> Rates:
+    """Return rates from TFLOP/s and GB/s."""
+    return Rates(tflops * 1e12, memory_gb * 1e9, link_gb * 1e9)
 
 
 GPUS: Final = {
@@ -115,22 +117,22 @@ GPUS: Final = {
 
 The rates of memory and link are the makers' figures, except for the H200's link, which is measured.
 The H200's rate of products is fitted to steps measured on 2026-11-23; the H100's is measured. With
-these two, the constants above are fitted to the steps that tests/tasks/test_speed.py lists. The
-other GPUs' rates of products are 0.77 times the makers' figures for bf16 with sums in f32, as the
-H200's rate is; nothing was run on these GPUs.
+these two rates, the constants above are fitted to the steps that tests/tasks/test_speed.py lists.
+The H200's rate of products is 0.77 times the maker's figure for bf16 with sums in f32. The rates of
+all GPUs but these two are assumed to have the same ratio; nothing was run on them.
 """
 _NVLINK: Final = 450e9
-"""Bytes that a GPU receives by NVLink in a second: half of NVIDIA's figure for an H100 or H200,
-which is 900 GB/s in both directions together. Copies of streamed weights by NVLink have not been
-measured."""
+"""Bytes that a GPU receives by NVLink in a second. NVIDIA's figure for an H100 or H200 is 900 GB/s
+in both directions together. Copies of streamed weights by NVLink have not been measured."""
 ANY_GPU: Final = GPUS["RTX 3060"]
 """The rates that are assumed for a GPU that is not in the table, to compare settings by time."""
 
 
 def rates_of(name: str) -> Rates | None:
     """Return the rates of a GPU by the driver's name for it; None if they are not known."""
-    fits = [known for known in GPUS if known in name]
-    return GPUS[max(fits, key=len)] if fits else None
+    matches = [known for known in GPUS if known in name]
+    # "RTX 3060 Ti" also contains "RTX 3060".
+    return GPUS[max(matches, key=len)] if matches else None
 
 
 def with_peers(rates: Rates, link: str) -> Rates:
@@ -149,35 +151,36 @@ def work_of(
 
     Args:
         facts: the facts about the model.
-        adapter: which layers get adapters.
+        adapter: which layers get adapters, and of which ranks.
         config: the settings.
-        itemsize: bytes of a value.
+        itemsize: bytes of a value in the precision of the computation.
         sizes: `height`, `width` and `tokens` of a sample, as for `PartFacts.saved_values`.
     """
     layers, attention = facts.forward_flops(**sizes)
     kept = facts.saved_values(adapter, "none", **sizes)[0] * itemsize
     policy, blocks = config.checkpointing, config.checkpoint_blocks
     _, offloaded = facts.saved_values(adapter, policy, blocks=blocks, **sizes)
-    count = config.batch_size
+    samples = config.batch_size
     base = config.base_format
     with multiplying_codes(config):
-        # The weights of GGUF files stay quantized without a format for the base.
-        whole = facts.weight_bytes(config.precision, base) == facts.elements * itemsize
-        streamed = facts.streamed_bytes(config.precision, base, **config.streaming)
+        # Compare bytes, because the weights of GGUF files stay quantized even if `base` is None.
+        is_quantized = facts.weight_bytes(config.precision, base) != facts.elements * itemsize
+        streamed, modulation = facts.streamed_bytes(config.precision, base, **config.streaming)
     return Work(
-        layers * count,
-        attention * count,
-        kept * count,
-        facts.recomputed_share(policy, blocks=blocks, **sizes),
-        0 if whole else facts.elements,
-        *streamed,
-        offloaded * itemsize * count if config.on_gpu else 0,
-        states_on_host(facts.layers, adapter, config),
-        facts.blocks,
-        facts.has_modulation,
-        facts.can_be_quantized,
-        facts.stored_format,
-        facts.blocks_to_checkpoint,
+        layers=layers * samples,
+        attention=attention * samples,
+        kept=kept * samples,
+        recomputed=facts.recomputed_share(policy, blocks=blocks, **sizes),
+        decoded=facts.elements if is_quantized else 0,
+        streamed=streamed,
+        modulation=modulation,
+        offloaded=offloaded * itemsize * samples if config.on_gpu else 0,
+        states=states_on_host(facts.layers, adapter, config),
+        blocks=facts.blocks,
+        has_modulation=facts.has_modulation,
+        can_be_quantized=facts.can_be_quantized,
+        stored_format=facts.stored_format,
+        checkpointed=facts.blocks_to_checkpoint,
     )
 
 
@@ -187,8 +190,8 @@ def states_on_host(
     """Return the bytes of the optimizer's states in host memory for the adapters of a model.
 
     Args:
-        layers: shapes of weights by the names of layers, which `adapter` chooses from.
-        adapter: which layers get adapters, and of what sizes.
+        layers: the shapes of weights, by the names of the layers that `adapter` chooses from.
+        adapter: which layers get adapters, and of which ranks.
         config: the settings.
     """
     return adapter.plan(dict(layers), config.optimizer)[1] if config.states_on_host else 0
@@ -215,14 +218,14 @@ def seconds(work: Work, rates: Rates) -> float:
 def computing_seconds(work: Work, rates: Rates) -> float:
     """Return the approximate time of a micro-batch without copies to and from the GPU.
 
-    The backward pass of a frozen layer costs as much as one forward pass; the backward pass of
-    attention costs as much as two and a half.
+    The backward pass of a frozen layer costs as much as its forward pass; the backward pass of
+    attention costs as much as two and a half of its forward passes.
     """
-    again = work.recomputed
-    products = (2 + again) * work.layers / rates.products
-    attention = (3.5 + again) * work.attention / (_ATTENTION * rates.products)
-    traffic = (1 + _AGAIN * again) * _TRAFFIC * work.kept / rates.memory
-    decoding = (2 + again) * _DECODED * work.decoded / rates.memory
+    repeated = work.recomputed
+    products = (2 + repeated) * work.layers / rates.products
+    attention = (3.5 + repeated) * work.attention / (_ATTENTION * rates.products)
+    traffic = (1 + _AGAIN * repeated) * _TRAFFIC * work.kept / rates.memory
+    decoding = (2 + repeated) * _DECODED * work.decoded / rates.memory
     return products + attention + traffic + decoding + _STEP
 
 
