@@ -29,7 +29,7 @@ PartT = TypeVar("PartT", covariant=True)
 
 @dataclass(frozen=True)
 class Split(Generic[PartT]):
-    """The data for training, and the data for validation or None."""
+    """The data for training, and the data for validation if there are any."""
 
     train: PartT
     validation: PartT | None = None
@@ -37,7 +37,7 @@ class Split(Generic[PartT]):
 
 @contextmanager
 def naming_validation() -> Iterator[None]:
-    """Return a context whose errors begin with `validation_dataset: `, not `dataset: `."""
+    """Return a context in which `validation_dataset: ` replaces `dataset: ` before errors."""
     try:
         yield
     except (ConfigError, DatasetError) as error:
@@ -50,7 +50,11 @@ def naming_validation() -> Iterator[None]:
 def held_out_items(count: int, share: float, seed: int, noun: str = "image") -> list[int]:
     """Return the sorted indices of the items that are held out for validation.
 
-    They are about `share` of the `count` items, at least one and never all, and depend on the seed.
+    Args:
+        count: the number of all items.
+        share: the share of the items to hold out. At least one is held out, and not all are.
+        seed: the seed of the random choice.
+        noun: the word for one item in messages.
 
     Raises:
         DatasetError: there are fewer than two items.
@@ -62,7 +66,7 @@ def held_out_items(count: int, share: float, seed: int, noun: str = "image") -> 
         )
     held_out = min(max(1, round(count * share)), count - 1)
     order = generator(seed, "split").permutation(count)
-    return sorted(int(number) for number in order[:held_out])
+    return sorted(int(index) for index in order[:held_out])
 
 
 class EpochSource(BatchSource[BatchOut], Protocol[BatchOut]):
@@ -103,12 +107,12 @@ class Prepared(Protocol[BatchT]):
         """Return the number of images or tokens of a batch, for reports of speed."""
 
     def metadata(self) -> Mapping[str, str]:
-        """Return metadata about the data for adapter files, named as by kohya's scripts."""
+        """Return metadata about the data for adapter files; most names are kohya's scripts'."""
 
     def validation_facts(self, loss: float) -> Mapping[str, float]:
-        """Return the values to log after a validation, by name, including the validation's `loss`.
+        """Return the values to log after a validation, by name.
 
-        All processes must call this method, like `validation_loss`.
+        They include `loss`, the result of `validation_loss`. All processes must call this method.
         """
 
     def __len__(self) -> int:
@@ -118,9 +122,10 @@ class Prepared(Protocol[BatchT]):
 class Task(Protocol):
     """One model with its data, its loss and its previews.
 
-    A run calls `check`, `read`, `samples`, `estimate`, `prepare` and `attach` in this order, and
-    then the other methods up to `publish`. `load_adapter`, `loss_on` and `save_merged` are for a
-    model outside of a run. A run loads no weights before `prepare`.
+    A run calls `check`, `read`, `samples`, `estimate`, `prepare` and `attach` in this order. During
+    training it calls `preview` and `adapter_file`, and after training `adapter_file` and `publish`.
+    `load_adapter`, `loss_on` and `save_merged` are for a model outside of a run. A run loads no
+    weights before `prepare`.
     """
 
     noun: ClassVar[str]
@@ -128,7 +133,8 @@ class Task(Protocol):
     counts: ClassVar[str]
     """The unit of `Prepared.count`: `image` or `token`."""
     weighs: ClassVar[bool]
-    """Whether `Prepared.weight` weighs the batches of a step; if not, they weigh the same."""
+    """Whether the mean over the batches of a step weighs them by `Prepared.weight`; if not, they
+    weigh the same."""
 
     @property
     def repeats(self) -> bool:
@@ -140,6 +146,8 @@ class Task(Protocol):
     def check(self, report: Callable[[str], None]) -> None:
         """Check the settings against the model, before any weights or data are read.
 
+        `report` gets notes for the user.
+
         Raises:
             ConfigError, ArgumentError: a value is outside its range or does not suit the model.
             MissingFileError, WeightsFormatError: the weights, or the initial adapter, are missing,
@@ -148,6 +156,8 @@ class Task(Protocol):
 
     def read(self, report: Callable[[str], None]) -> Split[Any]:
         """Find and check the data.
+
+        `report` gets a summary of them.
 
         Raises:
             DatasetError: an example does not suit the model, or there is none.
@@ -167,7 +177,8 @@ class Task(Protocol):
         Args:
             config: the settings, which may differ from the task's own.
             data: the result of `read`.
-            limit: available memory, bytes; with more memory, larger batches are encoded.
+            limit: available memory, bytes; the more there is, the larger are the batches that are
+                encoded.
 
         Raises:
             MissingFileError, WeightsFormatError: the files are missing, damaged, or of another
@@ -194,15 +205,15 @@ class Task(Protocol):
         """Attach trainable adapters to the model and set its checkpointing, as the settings say.
 
         Args:
-            fresh: whether to initialise the adapters as the settings say; not needed if a
-                checkpoint is loaded afterwards.
+            fresh: whether to initialise the adapters as the setting `init` says. This is not needed
+                if a checkpoint is loaded afterwards.
 
         Raises:
             ConfigError: a target matches no layer.
         """
 
     def preview(self, path: Path) -> Path:
-        """Write the preview that the settings describe to a file.
+        """Make the preview that the settings describe, and write it to a file.
 
         The file's path is `path` plus a suitable extension. The library's generator does not
         change.
@@ -228,7 +239,7 @@ class Task(Protocol):
         Args:
             adapters: the adapters with their final values.
             output: the folder of the run.
-            metadata: text entries for the header of the written file.
+            metadata: text entries for the header of the weights' file.
 
         Returns:
             The file or folder that was written; None if none.
@@ -248,15 +259,17 @@ class Task(Protocol):
     def loss_on(self, dataset: str) -> float:
         """Return the mean loss on a data set, with the adapters if there are any.
 
+        `dataset` is a value of the setting of this name.
+
         Raises:
             DatasetError: the data set cannot be used.
         """
 
     def save_merged(self, output: Path) -> None:
-        """Write the whole model with its adapters merged into the weights.
+        """Write all parts of the model, with the adapters merged into the weights.
 
         Raises:
-            ConfigError: `output` exists and is not empty, or does not suit the model.
+            ConfigError: `output` exists and is not an empty folder, or does not suit the model.
             OSError: the model cannot be written.
         """
 
@@ -269,7 +282,8 @@ class Family(Protocol):
     summary: ClassVar[str]
     """A description of the family in one line."""
     download: ClassVar[str]
-    """Where to get weights that are not in the package, with their size and licence."""
+    """Where to get weights that are not in the package, with their size and licence; empty if the
+    package has weights."""
     groups: ClassVar[tuple[type[Group], ...]]
     """The groups of settings that the family takes; a setting of another group is an error."""
     parts: ClassVar[tuple[str, ...]]
@@ -286,7 +300,7 @@ class Family(Protocol):
 
     @classmethod
     def defaults(cls, config: TrainConfig) -> Mapping[str, Any]:
-        """Return the model's defaults for settings without a value in `config`, by setting."""
+        """Return the model's defaults by setting; they apply where `config` has no value."""
 
     def require_own(self) -> None:
         """Check that the weights are of this family.

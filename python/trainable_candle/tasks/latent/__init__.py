@@ -1,7 +1,7 @@
 """Models that generate images from noise: everything that their families share.
 
-`LatentModel` is the interface of a model, and `LatentFamily` adds what `--model` needs;
-`LatentTask` trains any of them and draws with it.
+`LatentModel` is the interface of a model, and `LatentFamily` adds what `--model` needs.
+`LatentTask` trains any such model and draws images with it.
 """
 
 from trainable_candle.tasks.latent.drawing import SampleOptions

@@ -30,26 +30,27 @@ class Coder(Protocol):
         """Channels of a latent."""
 
     def identity(self) -> dict[str, str] | None:
-        """Return the files and facts that latents depend on; None if a cache saves no time.
+        """Return what latents depend on besides pixels, by name; None if a cache saves no time.
 
         Raises:
             OSError: a file cannot be read.
         """
 
     def encode(self, pixels: npt.NDArray[np.uint8]) -> dict[str, Tensor]:
-        """Encode images (n, h, w, 3) to tensors of n rows by name, which can be cached."""
+        """Encode images (n, h, w, 3), 0 to 255; return tensors of n rows by name, for a cache."""
 
     def latents(self, kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
         """Return the latents (n, channels, h / factor, w / factor) that the model learns, f32.
 
         Args:
             kept: the result of `encode`.
-            normal: returns standard normal numbers in the shape of `kept["mean"]`, with which
-                latents are drawn if `kept` is a distribution; None: take the mean.
+            normal: returns standard normal numbers in the shape of `kept["mean"]`. A coder that
+                encodes images as distributions draws the latents with them; if None, the latents
+                are the means.
         """
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Return images (n, 1 or 3, h, w), -1 to 1."""
+        """Decode latents to images (n, 1 or 3, h, w), -1 to 1."""
 
     def load(self) -> None:
         """Load what `encode` and `decode` need, if it is not loaded."""
@@ -59,7 +60,7 @@ class Coder(Protocol):
 
 
 class KLCoder:
-    """An autoencoder that computes in f32, because its activations overflow in f16.
+    """A coder with a KL autoencoder, which computes in f32: its activations overflow in f16.
 
     Args:
         source: the arguments of `kind.from_pretrained`, without the dtype and the device.
@@ -80,10 +81,13 @@ class KLCoder:
         device: str,
         identity: Callable[[], Mapping[str, str]],
     ) -> None:
+        # Qwen-Image's configuration has `z_dim`, the other configurations have `latent_channels`.
         self.channels = int(config.get("z_dim") or config["latent_channels"])
         self.factor = factor
-        self._downscale = factor
+        # A subclass that packs latents enlarges `factor`, but not this one.
+        self._autoencoder_factor = factor
         self._scaling_factor = float(config.get("scaling_factor", 1.0))
+        # The entry may be null.
         self._shift_factor = float(config.get("shift_factor") or 0.0)
         self._source = source
         self._device = device
@@ -100,11 +104,10 @@ class KLCoder:
         Raises:
             OSError: a file cannot be read.
         """
-        how = {"dtype": "f32", "tile": f"{TILE} above {WHOLE}"}
-        return {**self._identity(), **how}
+        return {**self._identity(), "dtype": "f32", "tile": f"{TILE} above {WHOLE}"}
 
     def encode(self, pixels: npt.NDArray[np.uint8]) -> dict[str, Tensor]:
-        """Return mean and logarithm of the variance of latents, neither shifted nor scaled."""
+        """Return the latents' mean and logarithm of the variance, neither shifted nor scaled."""
         # Copy the pixels to the device as bytes, and convert them to f32 there.
         image = tc.tensor(pixels, device=self._device).permute(0, 3, 1, 2).to("f32")
         height, width = image.shape[2:]
@@ -113,23 +116,27 @@ class KLCoder:
         return {"mean": mean, "logvar": logvar}
 
     def latents(self, kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
-        """Return latents from the distributions `kept`, shifted and scaled for the model."""
+        """Return latents as `drawn` does, but shifted and scaled for the model."""
         latents = self.drawn(kept, normal)
         shifted = latents - self._shift_factor if self._shift_factor else latents
         return shifted * self._scaling_factor
 
     @staticmethod
     def drawn(kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
-        """Return latents from the distributions `kept`, neither shifted nor scaled."""
+        """Draw latents from the distributions `kept`, or take their means if `normal` is None.
+
+        The latents are neither shifted nor scaled.
+        """
         mean = kept["mean"]
         return mean if normal is None else mean + (kept["logvar"] * 0.5).exp() * normal()
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Return images (n, 3, h, w), -1 to 1."""
+        """Undo the scale and the shift of `latents`, and decode to images (n, 3, h, w), -1 to 1."""
         height, width = latents.shape[2:]
         latents = latents.to("f32") / self._scaling_factor
         latents = latents + self._shift_factor if self._shift_factor else latents
-        tile = tile_size(width * self._downscale, height * self._downscale)
+        factor = self._autoencoder_factor
+        tile = tile_size(width * factor, height * factor)
         return self.model.decode(latents, tile_size=tile)
 
     def load(self) -> None:
@@ -137,5 +144,5 @@ class KLCoder:
         _ = self.model
 
     def drop(self) -> None:
-        """Free the autoencoder."""
+        """Free the autoencoder, if it is loaded."""
         self.__dict__.pop("model", None)

@@ -1,4 +1,4 @@
-"""Reads the images and captions that the settings name."""
+"""Reads the images and captions that the settings name, and makes their options."""
 
 from __future__ import annotations
 
@@ -25,14 +25,21 @@ if TYPE_CHECKING:
     from trainable_candle.settings import TrainConfig
 
 _STEPS: Final = (64, 32, 16, 8)
+"""The bucket steps that `default_bucket_step` chooses from, px, in falling order."""
 
 
 def dataset_options(config: TrainConfig, dataset: str, resolution: int) -> DatasetOptions:
     """Return the options for images, from the settings.
 
+    Args:
+        config: the settings.
+        dataset: a folder, or a YAML file with a list of folders.
+        resolution: the square root of the greatest area of a crop, px.
+
     Raises:
-        ConfigError: two settings contradict each other, or the run would write into a folder that
-            it reads.
+        ConfigError: an entry of the list is wrong, two settings contradict each other, or the run
+            would write into a folder that it reads.
+        DatasetError: the YAML file cannot be read, or a folder is the output of a run.
     """
     sources = parse_sources(dataset, config.caption)
     output = Path(config.output).expanduser().resolve()
@@ -69,13 +76,13 @@ def dataset_options(config: TrainConfig, dataset: str, resolution: int) -> Datas
 
 
 def default_bucket_step(resolution: int) -> int:
-    """Return the largest step of 64, 32, 16 and 8 px that suits the resolution; 8 px if none does.
+    """Return the largest step among 64, 32, 16 and 8 px that suits the resolution; else 8 px.
 
     A step suits if it divides the resolution and is at most a quarter of the resolution: larger
     steps allow only few buckets.
     """
-    suiting = (s for s in _STEPS if resolution % s == 0 and resolution >= 4 * s)
-    return next(suiting, _STEPS[-1])
+    suitable = (step for step in _STEPS if resolution % step == 0 and resolution >= 4 * step)
+    return next(suitable, _STEPS[-1])
 
 
 def caption_options(config: TrainConfig) -> CaptionOptions:
@@ -102,12 +109,12 @@ def cache_options(config: TrainConfig) -> CacheOptions:
 
 
 def load_images(config: TrainConfig, folder: str, resolution: int) -> Dataset:
-    """Return the checked images of a folder, or of a list of folders.
+    """Return the checked images of a folder, or of the folders that a YAML file lists.
 
     Raises:
         DatasetError: images or captions cannot be used.
-        ConfigError: settings contradict each other, or the run would write into a folder that it
-            reads.
+        ConfigError: settings contradict each other or have no effect on the images, or the run
+            would write into a folder that it reads.
     """
     options = dataset_options(config, folder, resolution)
     return load_dataset(options, caption_options(config), config.seed)
@@ -118,10 +125,11 @@ def read_datasets(config: TrainConfig, load: Callable[[str], Dataset]) -> Split[
 
     Args:
         config: the settings.
-        load: checks the images of a folder, or of a list of folders.
+        load: returns the checked images of a folder, or of the folders that a YAML file lists.
 
     Raises:
-        DatasetError: images or captions cannot be used.
+        DatasetError: images or captions cannot be used, or there are too few images to hold some
+            out.
         ConfigError: settings contradict each other, or have no effect on these images.
     """
     dataset = load(config.dataset)
@@ -139,8 +147,8 @@ def read_datasets(config: TrainConfig, load: Callable[[str], Dataset]) -> Split[
     if not config.validation_split:
         return Split(dataset)
     held_out = set(held_out_items(len(dataset), config.validation_split, config.seed))
-    kept = [number for number in range(len(dataset)) if number not in held_out]
-    return Split(dataset.part(kept), dataset.part(sorted(held_out)).fixed())
+    trained = [index for index in range(len(dataset)) if index not in held_out]
+    return Split(dataset.part(trained), dataset.part(sorted(held_out)).fixed())
 
 
 def folder_for_cache(
@@ -148,8 +156,13 @@ def folder_for_cache(
 ) -> Path | None:
     """Return the folder of cached latents and text features; None without a disk cache.
 
+    Args:
+        config: the settings.
+        dataset: the images; by default, the cache is in their first folder.
+        report: gets a line if that folder cannot be written to, and the cache is in the run's.
+
     Raises:
-        ConfigError: no folder can be written to.
+        ConfigError: none of the possible folders can be written to.
     """
     output = Path(config.output).expanduser()
     folder, note = cache_folder(cache_options(config), dataset.options, output)

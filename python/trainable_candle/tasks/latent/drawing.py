@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Usual(NamedTuple):
-    """How a model draws images: its family's values for options that are not given."""
+    """The model's values for the options of drawing that are not given."""
 
     steps: int = 25
     """Steps of the sampler."""
@@ -38,23 +38,23 @@ class Usual(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """How images are drawn; None means the default of the model."""
+    """How images are drawn; for options that are None, the model or the task has a default."""
 
     steps: int | None = None
     """Steps of the sampler, at least 1."""
     seed: int = 0
-    """Seed of the noise."""
+    """Seed of the noise, 0 to 2**64 - 1."""
     guidance: float | None = None
     """Scale of classifier-free guidance; 1 turns it off."""
     negative_prompt: str = ""
-    """The negative prompt, away from which guidance leads; empty: the model's own default."""
+    """The prompt that guidance leads away from; empty: the model's `no_prompt`."""
     size: tuple[int, int] | None = None
     """Width and height, px."""
     sampler: str | None = None
     """`euler` or `dpmpp_2m`."""
 
     def chosen(self, usual: Usual) -> Usual:
-        """Return these options' steps and guidance, or those of `usual` where they are None."""
+        """Return the steps and the guidance of these options; `usual` has those that are None."""
         return Usual(
             usual.steps if self.steps is None else self.steps,
             usual.guidance if self.guidance is None else self.guidance,
@@ -65,7 +65,7 @@ def parse_size(text: str) -> tuple[int, int]:
     """Return width and height from `1024x768`, or from `1024` for a square.
 
     Raises:
-        ConfigError: the text has neither form, or a side is 0.
+        ConfigError: the text has neither form, or a side is 0 or has more than five digits.
     """
     match = re.fullmatch(r"(\d{1,5})(?:[xX](\d{1,5}))?", text.strip(), re.ASCII)
     if match is None or not int(match[1]) or not int(match[2] or 1):
@@ -86,15 +86,16 @@ def draw(
 ) -> npt.NDArray[np.uint8]:
     """Draw one image per prompt; shape (n, height, width, 3).
 
-    Images that are drawn together have noise from one seed: `options.seed` plus the index of the
-    first of these images. The state of the library's random generator does not change.
+    Up to `family.at_once` images are drawn as a batch. The noise of a batch has one seed:
+    `options.seed` plus the index of the first image of the batch. The state of the library's
+    random generator does not change.
 
     Args:
         family: the model.
-        prompts: what to draw.
+        prompts: what to draw, at least one prompt.
         options: how to draw.
         features: maps prompts to text features.
-        size: default width and height, px.
+        size: width and height if `options.size` is None, px.
 
     Raises:
         ConfigError, ArgumentError: a prompt, the sampler or the number of steps does not suit the
@@ -104,29 +105,29 @@ def draw(
         NonFiniteError: an image has a NaN or an infinity.
     """
     width, height = options.size or size
-    factor = family.coder.factor
     require_multiple((width, height), family.multiple)
-    graphs = _graphs(family)
+    factor = family.coder.factor
     shape = (family.coder.channels, height // factor, width // factor)
+    graphs = _graphs(family)
     steps, guidance = options.chosen(family.usual)
     # A model with distilled guidance is called once per step, without a negative prompt.
     scale = 1.0 if family.distilled_guidance else guidance
     images = []
     for start in range(0, len(prompts), family.at_once):
-        group = prompts[start : start + family.at_once]
-        noise = _noise((options.seed + start) % 2**64, (len(group), *shape), family.device)
-        positive = features(group)
-        other = options.negative_prompt or family.no_prompt
-        negative = positive if scale == 1 else features([other] * len(group))
+        batch = prompts[start : start + family.at_once]
+        noise = _noise((options.seed + start) % 2**64, (len(batch), *shape), family.device)
+        positive = features(batch)
+        negative_prompt = options.negative_prompt or family.no_prompt
+        negative = positive if scale == 1 else features([negative_prompt] * len(batch))
         if not family.reads_texts_apart:
             positive, negative = paired(positive, negative)
-        frames = [Frame.whole(width, height)] * len(group)
+        frames = [Frame.whole(width, height)] * len(batch)
         conditions = {
             name: tensor.to(family.device)
             for name, tensor in family.conditions(frames, guidance).items()
         }
         guided = Guided(
-            _predictor(graphs, len(group)),
+            _predictor(graphs, len(batch)),
             {**positive, **conditions},
             {**negative, **conditions},
             scale,
@@ -143,10 +144,10 @@ def draw(
 
 
 def require_multiple(size: tuple[int, int], factor: int) -> None:
-    """Check that images of a width and height can be drawn.
+    """Check that width and height are multiples of `factor`.
 
     Raises:
-        ConfigError: a side is not a multiple of `factor`.
+        ConfigError: a side is not such a multiple.
     """
     width, height = size
     if width % factor or height % factor:
@@ -158,19 +159,23 @@ def require_multiple(size: tuple[int, int], factor: int) -> None:
 def paired(
     positive: Mapping[str, Tensor], negative: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Repeat the features of the shorter of two texts up to the length of the longer."""
-    one, other = dict(positive), dict(negative)
-    for name, found in positive.items():
-        if found.ndim < 3:
+    """Return the features of two texts in equal lengths, as a batch of both needs them.
+
+    The features of the shorter text are repeated up to the length of the longer.
+    """
+    both = dict(positive), dict(negative)
+    for name in positive:
+        # Features with fewer than three dimensions have no length.
+        if positive[name].ndim < 3:
             continue
-        length = max(found.shape[1], other[name].shape[1])
-        for features in (one, other):
-            text = whole = features[name]
-            while whole.shape[1] < length:
-                missing = min(text.shape[1], length - whole.shape[1])
-                whole = tc.cat([whole, text.narrow(1, 0, missing)], 1)
-            features[name] = whole
-    return one, other
+        length = max(positive[name].shape[1], negative[name].shape[1])
+        for features in both:
+            text = repeated = features[name]
+            while repeated.shape[1] < length:
+                count = min(text.shape[1], length - repeated.shape[1])
+                repeated = tc.cat([repeated, text.narrow(1, 0, count)], 1)
+            features[name] = repeated
+    return both
 
 
 def _noise(seed: int, shape: tuple[int, ...], device: str) -> Tensor:
@@ -179,29 +184,35 @@ def _noise(seed: int, shape: tuple[int, ...], device: str) -> Tensor:
 
 
 def _graphs(family: LatentModel) -> PassGraphs:
-    """Return the model as a function of `sample`, `times`, conditions; CUDA graphs on a GPU."""
+    """Return a function that calls the model, on a GPU as a CUDA graph.
+
+    The function's inputs are `sample`, `times` and the conditions, by name.
+    """
 
     def predict(inputs: Mapping[str, Tensor], _first: bool) -> Tensor:
         return family.predict(inputs["sample"], inputs["times"], inputs)
 
+    # If the prompt and the negative prompt are separate calls, their texts may differ in length.
     shapes = 2 if family.reads_texts_apart else 1
-    return PassGraphs(predict, keep=shapes * family.device.startswith("cuda"))
+    return PassGraphs(predict, keep=shapes if family.device.startswith("cuda") else 0)
 
 
 def _predictor(graphs: PassGraphs, count: int) -> ConditionedModel:
-    """Return the model in the form that `Guided` calls, to draw `count` images."""
+    """Return `graphs` in the form that `Guided` calls, to draw a batch of `count` images."""
 
     def predict(x: Tensor, timestep: float, /, **conditions: Tensor) -> Tensor:
-        # For one image, the prompt and the negative prompt in one batch share one row of times.
-        rows = 1 if count == 1 else x.shape[0]
-        times = tc.full((rows,), timestep, device=x.device)
+        # For one image, one time is enough, even if `x` has it twice, for both prompts.
+        entries = 1 if count == 1 else x.shape[0]
+        times = tc.full((entries,), timestep, device=x.device)
         return graphs({"sample": x, "times": times, **conditions}, first=True)
 
     return predict
 
 
 def to_pixels(image: Tensor) -> npt.NDArray[np.uint8]:
-    """Convert (n, 1 or 3, h, w), -1 to 1, to (n, h, w, 3), 0 to 255, rounded and clipped.
+    """Convert images (n, 1 or 3, h, w), -1 to 1, to pixels (n, h, w, 3), 0 to 255.
+
+    Values are rounded, and clipped to the range.
 
     Raises:
         NonFiniteError: there is a NaN or an infinity.

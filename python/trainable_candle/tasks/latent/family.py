@@ -1,4 +1,4 @@
-"""`LatentFamily`: a latent model with what `--model` needs to find and train it."""
+"""`LatentFamily`: a `LatentModel` with what `--model` needs to find and train it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LatentFamily(LatentModel):
-    """A family of latent models that `--model` selects by its name."""
+    """A family of models that generate latents; `--model` selects the family by its name."""
 
     summary: ClassVar[str]
     """A description of the family in one line."""
@@ -24,12 +24,12 @@ class LatentFamily(LatentModel):
 
     @classmethod
     def default_weights(cls) -> Path | None:
-        """Return the weights in the package; None if there are none."""
+        """Return the path of the family's weights in the package; None if there are none."""
         return None
 
     @classmethod
     def defaults(cls, config: TrainConfig) -> Mapping[str, Any]:  # noqa: ARG003
-        """Return the model's defaults for settings that have no value, by name."""
+        """Return the model's defaults by setting; they apply where `config` has no value."""
         return {"learning_rate": 1e-4}
 
     def task(self) -> LatentTask:

@@ -1,4 +1,4 @@
-"""`LatentModel`: the interface between the task and a latent model."""
+"""`LatentModel`: the interface between `LatentTask` and a model that generates latents."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class LatentModel(ABC):
     """A model that generates latents. Its files are read only when they are needed.
 
     Args:
-        weights: a folder or a file.
-        dtype: the dtype of the model and the text encoders; as stored if None.
+        weights: the folder or the file with the weights.
+        dtype: the dtype of the denoiser and the text encoders; None: as stored.
         device: the device of all parts.
-        config: the settings of the run; None: defaults, enough for drawing and merging.
+        config: the settings of the run; None: the defaults, which suffice to draw and to merge.
     """
 
     name: ClassVar[str]
@@ -45,28 +45,29 @@ class LatentModel(ABC):
     groups: ClassVar[tuple[type[Group], ...]]
     """The groups of settings that the model takes; other settings are an error."""
     parts: ClassVar[tuple[str, ...]] = ()
-    """The folders of the models in a pipeline; empty if the weights are not a pipeline."""
+    """The subfolders of a pipeline, one for each part; empty if the weights are not a pipeline."""
     component: ClassVar[str]
-    """The part that is trained; adapter files use this name."""
+    """The name of the denoiser, the part that is always trained; adapter files use this name."""
     formats: ClassVar[tuple[str, ...]]
     """The formats of adapter files that have names for the model's layers, the default first."""
     targets: ClassVar[tuple[str, ...]]
-    """The layers that get adapters by default."""
+    """The layers that get adapters by default, as names or patterns."""
     text_targets: ClassVar[tuple[str, ...]] = ()
-    """The layers of the text encoders that get adapters, if the encoders are trained too."""
+    """The layers of the text encoders that get adapters if the encoders are trained, too. Empty if
+    the family cannot train them."""
     drawing: ClassVar[Usual] = Usual()
-    """How images are drawn by default; see `usual`."""
+    """How the models of the family draw images by default; `usual` may differ for some weights."""
     no_prompt: ClassVar[str] = ""
-    """The negative prompt if none is given."""
+    """The negative prompt if the options have none."""
     reads_texts_apart: ClassVar[bool] = False
     """Whether drawing calls the model separately for the prompt and the negative prompt, because
-    texts of different length in one call need a mask, and attention with a mask is slow on a GPU.
+    texts of different lengths in one call need a mask, and attention with a mask is slow on a GPU.
     """
     at_once: ClassVar[int] = 1
     """The batch size of drawing, and the least batch size of validation."""
     validation_examples: ClassVar[int] = 16
-    """The least number of examples, each with its own noise and noise level, in a validation. Small
-    data sets are repeated."""
+    """The least number of examples in a validation. Each example has its own noise and noise level;
+    a smaller data set is used several times."""
 
     def __init__(
         self, weights: Path, dtype: str | None, device: str, config: TrainConfig | None = None
@@ -95,7 +96,7 @@ class LatentModel(ABC):
     @property
     @abstractmethod
     def resolution(self) -> int:
-        """The side of the images that the model was made for, px.
+        """The side of the square images that the model was made for, px; 0 if it is not known.
 
         Raises:
             MissingFileError, WeightsFormatError: the weights are missing, damaged, or of another
@@ -104,11 +105,11 @@ class LatentModel(ABC):
 
     @property
     def multiple(self) -> int:
-        """The width and the height of images must be multiples of this number of pixels."""
+        """The number of pixels of which the width and the height of images must be multiples."""
         return self.coder.factor
 
     def check(self) -> None:  # noqa: B027 - most families need no check
-        """Check the settings in ways that are specific to the family.
+        """Check what only this family requires of the settings.
 
         Raises:
             ConfigError: a value does not suit the model.
@@ -117,18 +118,18 @@ class LatentModel(ABC):
         """
 
     def check_format(self, form: str, layers: Collection[str]) -> None:  # noqa: B027
-        """Check that a format of files can represent the adapters of some layers.
+        """Check that a format of adapter files can represent the adapters of some layers.
 
         Args:
             form: the format.
-            layers: the layers of the trained model that get adapters.
+            layers: the layers of the denoiser that get adapters.
 
         Raises:
             ConfigError: the format cannot represent the adapters; the message names one that can.
         """
 
     def notes(self) -> list[str]:
-        """Return notes for the user about training these weights, a line each."""
+        """Return notes for the user about training these weights, one line each."""
         return []
 
     def check_initial_adapter(self, path: Path, layers: Collection[str]) -> None:
@@ -136,55 +137,60 @@ class LatentModel(ABC):
 
         Args:
             path: the file.
-            layers: the layers of the trained model that get adapters.
+            layers: the layers of the denoiser that get adapters.
 
         Raises:
             ConfigError: the adapters differ from the settings.
             MissingFileError, WeightsFormatError: the file is missing or damaged.
         """
-        texts = self.text_layers() if self.config.train_text_encoder else ()
+        text_encoders = self.text_layers() if self.config.train_text_encoder else ()
         check_initial_adapter(
             self.config,
             path,
             verify_adapter(path, self.name, self.weights).modules,
             found=self.adapted_parts(path),
-            expected=(self.component, *texts),
+            expected=(self.component, *text_encoders),
             layers=layers,
         )
 
     def check_training_adapter(self, path: Path) -> None:
-        """Check that a file is a LoRA of the trained model.
+        """Check that a file has LoRAs of the denoiser, and nothing else.
 
         Raises:
-            ConfigError: the file is no such LoRA.
+            ConfigError: the file has other modules, damaged ones, or none.
             MissingFileError, WeightsFormatError: the file is missing or damaged.
         """
-        start = f"--training-adapter: {path}"
+        subject = f"--training-adapter: {path}"
         modules = verify_adapter(path, self.name, self.weights).modules
         if not modules:
-            raise ConfigError(f"{start} is not an adapter: the file is empty")
+            raise ConfigError(f"{subject} is not an adapter: the file has no modules")
         for module in modules:
-            what = module.fault
+            problem = module.fault
             if module.layer is None or not module.layer.startswith(f"{self.component}."):
-                what = f"the {self.component} has no such layer"
-            elif what is None and module.kind != "lora":
-                what = f"it is a {module.kind}, expected a LoRA"
-            if what:
-                raise ConfigError(f"{start} is not a training adapter: {module.module}: {what}")
+                problem = f"the {self.component} has no such layer"
+            elif problem is None and module.kind != "lora":
+                problem = f"it is a {module.kind}, expected a LoRA"
+            if problem:
+                raise ConfigError(
+                    f"{subject} is not a training adapter: module {module.module}: {problem}"
+                )
 
-    def check_prompt(self, prompt: str) -> None:  # noqa: B027 - most draw any text
-        """Check that a preview of a prompt can be drawn.
+    def check_prompt(self, prompt: str) -> None:  # noqa: B027 - most families draw any text
+        """Check that the model can draw an image from a prompt.
 
         Raises:
-            ConfigError: the preview cannot be drawn.
+            ConfigError: the prompt does not suit the model.
         """
 
     @abstractmethod
     def layers(self) -> Mapping[str, Shape]:
-        """Return the trained model's linear layers and convolutions: shapes of weights by name."""
+        """Return the shapes of the weights of the denoiser's layers, by name.
+
+        The layers are linear layers and convolutions.
+        """
 
     def text_layers(self) -> Mapping[str, Mapping[str, Shape]]:
-        """Return the layers of each text encoder that can be trained, by part; see `layers`."""
+        """Return, for each text encoder that can be trained, what `layers` returns; by part."""
         return {}
 
     @abstractmethod
@@ -193,33 +199,38 @@ class LatentModel(ABC):
 
     @abstractmethod
     def drawing_bytes(self, size: tuple[int, int], count: int) -> int:
-        """Return the approximate bytes that drawing `count` images of a size takes.
+        """Return roughly the bytes that drawing images takes.
 
-        Not included are a model that is in memory already, kernels and workspaces.
+        They include neither kernels and workspaces, nor the denoiser if it is in memory already.
+
+        Args:
+            size: width and height of an image, px.
+            count: the number of images.
         """
 
     def encode_area(self) -> int:
-        """Return how many pixels to encode at once, in all images; 0: one image at a time."""
+        """Return the most pixels of the images that are encoded at once; 0: encode them singly."""
         return 0
 
     def text_parts(self) -> int:
-        """Return the largest sum of `text_length` over captions that are encoded at once."""
+        """Return the largest sum of `text_length` over the captions that are encoded at once."""
         return 1
 
     def dataset(self, folder: str) -> Dataset:
-        """Return the checked images of a folder, or of a list of folders.
+        """Return the checked images of a folder, or of the folders that a YAML file lists.
 
         Raises:
-            DatasetError, ConfigError: images or captions cannot be used.
+            DatasetError, ConfigError: see `load_images`.
+            MissingFileError, WeightsFormatError: see `resolution`.
         """
         return load_images(self.config, folder, self.config.resolution or self.resolution)
 
-    # The parts of the model, loaded when they are needed.
+    # The parts of the model, which are loaded when they are needed.
 
     @property
     @abstractmethod
     def model(self) -> Model:
-        """The denoising model, which gets the adapters."""
+        """The denoiser, which gets adapters."""
 
     @property
     @abstractmethod
@@ -241,7 +252,7 @@ class LatentModel(ABC):
         """Return the training objective.
 
         Args:
-            device: the device of the latents.
+            device: the device of the tensors that the objective's methods take.
 
         Raises:
             ConfigError, ArgumentError: a setting is outside its range.
@@ -252,9 +263,9 @@ class LatentModel(ABC):
         """Return the sampler for a number of sampling steps.
 
         Args:
-            steps: the number of sampling steps; each uses one guided prediction.
-            sampler: the name of the sampler; None means the family's default.
-            size: width and height of the images, px, on which noise levels may depend.
+            steps: the number of sampling steps; each step uses one guided prediction.
+            sampler: the name of the sampler; None: the family's default.
+            size: width and height of the images, px; noise levels may depend on it.
 
         Raises:
             ConfigError, ArgumentError: the model cannot be drawn with this sampler, or the number
@@ -266,14 +277,16 @@ class LatentModel(ABC):
         """Return the model's prediction for noisy latents, in their shape.
 
         Args:
-            sample: (B, C, h, w), in the dtype of the model.
+            sample: noisy latents (B, C, h, w): in training in the dtype of the model, in drawing
+                f32.
             times: the times of the samples, from 0 to 1000: (B,), or (1,) if all are equal.
-            conditions: the results of `features` and `conditions`.
+            conditions: the results of `features` and `conditions` together, by name. Other names
+                are ignored.
         """
 
     @property
     def usual(self) -> Usual:
-        """How images are drawn by default, with these weights."""
+        """How these weights draw images by default."""
         return self.drawing
 
     @property
@@ -302,7 +315,8 @@ class LatentModel(ABC):
 
         Args:
             frames: the frame of each image.
-            guidance: the scale, for models that take it as input; None: the scale for training.
+            guidance: the guidance scale, for models that take it as input; None: the scale for
+                training.
         """
         return {}
 
@@ -317,7 +331,7 @@ class LatentModel(ABC):
         """
 
     def text_identity(self) -> dict[str, str] | None:
-        """Return the text encoders' identity for cache keys; None if a cache saves no time.
+        """Return what text features depend on besides captions; None if a cache saves no time.
 
         Raises:
             OSError: a file cannot be read.
@@ -325,42 +339,45 @@ class LatentModel(ABC):
         return None
 
     def text_length(self, caption: str) -> int:  # noqa: ARG002
-        """Return a caption's size for `text_parts`; captions of one size are encoded together."""
+        """Return a caption's size for `text_parts`; only captions of equal size share a batch."""
         return 1
 
     def truncates(self, caption: str) -> bool:  # noqa: ARG002
-        """Return whether the text encoders do not read the end of a caption."""
+        """Return whether a caption is too long for the text encoders to read its end."""
         return False
 
-    # A family that takes the settings `TextEncoders` must implement the next two methods.
+    # A family whose `groups` include `TextEncoders` must override the next two methods.
 
     def tokens(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Return the tokens of captions for `encode_tokens`, (B, ...) by name."""
         raise NotImplementedError(f"{self.name}: its text encoders cannot be trained")
 
     def encode_tokens(self, tokens: Inputs, batch: int) -> dict[str, Tensor]:
-        """Encode the tokens of `batch` captions, with gradients: features (B, ...) by name."""
+        """Return text features of `batch` captions, (B, ...) by name, with gradients.
+
+        `tokens` is the result of the method `tokens`; it may have other entries, too.
+        """
         raise NotImplementedError(f"{self.name}: its text encoders cannot be trained")
 
     def unread_layers(self, part: str) -> list[str]:  # noqa: ARG002
-        """Return layers of the text encoder `part` whose outputs are unused, as patterns."""
+        """Return patterns for the layers of the text encoder `part` whose outputs are unused."""
         return []
 
     def text_adapter(self, part: str, config: TrainConfig) -> LoraConfig:
-        """Return the adapters of the text encoder `part` with the settings `config`.
+        """Return the configuration of the adapters of the text encoder `part`.
 
-        These adapters ignore `--target-modules`, which is for the denoising model. Layers whose
-        outputs are unused get no adapter.
+        It follows from the settings `config`, except for `--target-modules`, which names layers of
+        the denoiser. Layers whose outputs are unused get no adapter.
         """
         exclude = [*config.exclude_modules, *self.unread_layers(part)]
-        there = config.with_(target_modules=[], exclude_modules=exclude)
-        return adapter_config(there, self.text_targets, self.formats)
+        for_texts = config.with_(target_modules=[], exclude_modules=exclude)
+        return adapter_config(for_texts, self.text_targets, self.formats)
 
     # Files.
 
     @abstractmethod
     def adapted_parts(self, path: Path) -> Sequence[str]:
-        """Return the parts that an adapter file is for.
+        """Return the parts that an adapter file has adapters for.
 
         Raises:
             MissingFileError, WeightsFormatError: the file is missing or damaged.
@@ -368,10 +385,10 @@ class LatentModel(ABC):
 
     @abstractmethod
     def save_merged(self, models: Mapping[str, Model], output: Path) -> None:
-        """Write the whole model.
+        """Write all parts of the model.
 
         Args:
-            models: the parts whose weights differ from the stored weights.
+            models: the parts whose weights differ from the stored weights, by name.
             output: a new or an empty folder, or, if the family allows it, a new file.
 
         Raises:
@@ -389,15 +406,16 @@ class LatentModel(ABC):
 
         Raises:
             ConfigError: the family cannot be quantized, `to` does not suit the form of its weights,
-                or `output` exists or does not suit `to`.
+                or `output` does not suit `to` or is neither new nor an empty folder.
         """
 
     @abstractmethod
     def save_quantized(self, models: Mapping[str, Model], output: Path, to: str) -> None:
-        """Write the whole model with the denoiser's linear layers quantized.
+        """Write all parts of the model, with the denoiser's linear layers quantized.
 
         Args:
-            models: the parts whose weights differ from the stored weights, and the denoiser.
+            models: the denoiser, and the other parts whose weights differ from the stored weights,
+                by name.
             output: for "nf4" a new or an empty folder, otherwise a new `.safetensors` file.
             to: "nf4", "fp8" or "int8".
 

@@ -1,9 +1,9 @@
 """Training objectives: what models predict from noised latents, behind one interface.
 
-`noise` returns the model's inputs and the target as tensors by name, and `loss` compares a
-prediction with them. `sample` is the noised latents, `times` the level of the noise (0 to 1000,
-f32), `target` the right prediction. If present, `mask` weighs the elements of the latents, and
-`weights` the examples.
+An objective's `noise` returns tensors by name: `sample` (the noised latents), `times` (their noise
+levels as times from 0 to 1000, f32), `target` (the right prediction), and what else `loss` needs.
+Its `loss` takes these tensors with the model's prediction. The caller may add `mask`, which weighs
+the elements of the latents, and `weights`, which weighs the examples.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 FLOW_TIMES: Final = 1000
 """The time of pure noise in a flow model."""
 VALIDATION_SEED: Final = 20_261_121
+"""The seed of the noise and the noise levels of flow models in validation, in every run."""
 
 
 class Objective(Protocol):
@@ -38,19 +39,29 @@ class Objective(Protocol):
             samples: the number of each sample in the run; noise and level depend only on this
                 number and `seed`.
             seed: the seed of the run.
+
+        Returns:
+            The tensors that the docstring of this module describes, by name.
         """
 
     def validation_noise(self, latents: Tensor, examples: Sequence[int]) -> dict[str, Tensor]:
-        """Add noise; an example gets the same noise and level at every call of every run."""
+        """Add noise as `noise` does, but for an example the same at every call of every run.
+
+        Args:
+            latents: the latents of a validation batch.
+            examples: the number of each example in the validation; noise and level depend only on
+                this number.
+        """
 
     def loss(self, prediction: Tensor, inputs: Inputs) -> Tensor:
         """Return the loss of a prediction: one element, f32.
 
         Args:
             prediction: the model's output for `inputs["sample"]`.
-            inputs: the result of `noise`. It may also have `mask` (B, 1, ...), which weighs
-                the elements and is divided by its mean over an example, and `weights` (B,), which
-                multiply the examples' losses.
+            inputs: the result of `noise` or `validation_noise`. It may also have `mask`
+                (B, 1, ...) and `weights` (B,). `loss` divides an example's mask by the mask's mean
+                and multiplies the elements' losses by the result; it multiplies the examples'
+                losses by `weights`.
         """
 
 
@@ -62,7 +73,7 @@ class Stepper(Protocol):
         """The model's time at each step."""
 
     def init_noise(self, noise: Tensor, /) -> Tensor:
-        """Return the first sample, from standard normal numbers."""
+        """Return the sample of step 0, made from standard normal numbers."""
 
     def scale_input(self, x: Tensor, i: int, /) -> Tensor:
         """Return the sample of step `i`, scaled as the model expects."""
@@ -73,6 +84,11 @@ class Stepper(Protocol):
 
 class NoiseObjective:
     """Prediction of the noise, or of the velocity, on a schedule of discrete timesteps.
+
+    Args:
+        schedule: the noise schedule of the model's training.
+        config: the settings of noise levels and loss.
+        device: the device of the tensors that the methods take.
 
     Raises:
         ConfigError, ArgumentError: a setting is outside its range.
@@ -97,11 +113,11 @@ class NoiseObjective:
 
     def noise(self, latents: Tensor, samples: Sequence[int], seed: int) -> dict[str, Tensor]:
         """See `Objective.noise`."""
-        return _parts(self._objective.noise(latents, samples, seed))
+        return _by_name(self._objective.noise(latents, samples, seed))
 
     def validation_noise(self, latents: Tensor, examples: Sequence[int]) -> dict[str, Tensor]:
         """See `Objective.validation_noise`."""
-        return _parts(self._objective.validation_noise(latents, examples))
+        return _by_name(self._objective.validation_noise(latents, examples))
 
     def loss(self, prediction: Tensor, inputs: Inputs) -> Tensor:
         """See `Objective.loss`."""
@@ -111,32 +127,35 @@ class NoiseObjective:
         )
 
 
-def _parts(noised: NoisedLatents) -> dict[str, Tensor]:
+def _by_name(noised: NoisedLatents) -> dict[str, Tensor]:
     return {
         "sample": noised.sample,
         "times": noised.timesteps.to("f32"),
-        # The timesteps as integers, which index the objective's tables.
+        # `loss` needs the timesteps as integers, as indices of tables.
         "timesteps": noised.timesteps,
         "target": noised.target,
     }
 
 
 class FlowObjective:
-    """Flow matching: the model reads (1 - s) * data + s * noise and predicts noise - data.
+    """Flow matching: at noise level s, the model reads (1 - s) * data + s * noise.
 
-    The signal-to-noise ratio (SNR) at level s is ((1 - s) / s)**2. Loss weights and Huber schedules
-    are those of `DiffusionObjective` at the same SNR. Min-SNR weighs the squared error of the
-    predicted data by min(SNR, gamma). This error is s**2 times the squared error of the velocity,
-    whose weight is thus s**2 * min(SNR, gamma) (arXiv:2303.09556, section 3.4).
+    It predicts the velocity, noise - data. The signal-to-noise ratio (SNR) at level s is
+    ((1 - s) / s)**2.
 
-    Other weights are those of diffusers' script for Stable Diffusion 3: "sigma_sqrt" is 1 / s**2,
-    "cosmap" is 2 / (pi * (1 - 2 * s + 2 * s**2)) (arXiv:2403.03206, section 3.1).
+    As in `DiffusionObjective`, `min_snr_gamma` gives the squared error of the predicted data the
+    weight min(SNR, gamma) (arXiv:2303.09556, section 3.4). This error is s**2 times the squared
+    error of the velocity, so the latter gets the weight s**2 * min(SNR, gamma).
+
+    The weights of `loss_weighting` are those of diffusers' script for Stable Diffusion 3:
+    "sigma_sqrt" is 1 / s**2, and "cosmap" is 2 / (pi * (1 - 2 * s + 2 * s**2)) (arXiv:2403.03206,
+    section 3.1).
 
     Args:
         config: the settings of noise levels and loss.
-        timesteps: the default distribution of levels.
-        shift: the default shift of levels: a number, or a function that returns it for the height
-            and width of latents.
+        timesteps: the distribution of levels, unless the settings have one.
+        shift: the shift of levels, unless the settings have one: a number, or a function that
+            returns the number for the height and width of latents.
 
     Raises:
         ArgumentError: a setting is outside its range.
@@ -151,7 +170,7 @@ class FlowObjective:
     ) -> None:
         self._timesteps = config.timesteps or timesteps
         self._shift = shift if config.timestep_shift is None else config.timestep_shift
-        # Check the settings now, even if the shift is a function.
+        # Even if the shift is a function, this checks the distribution now.
         self._flow = FlowMatching(self._timesteps, 1.0 if callable(self._shift) else self._shift)
         self._loss = config.loss
         self._delta = config.huber_delta
@@ -161,15 +180,15 @@ class FlowObjective:
 
     def noise(self, latents: Tensor, samples: Sequence[int], seed: int) -> dict[str, Tensor]:
         """See `Objective.noise`."""
-        return _flow_parts(*self._flow_of(latents).noise(latents, samples, seed))
+        return _flow_by_name(*self._flow_of(latents).noise(latents, samples, seed))
 
     def validation_noise(self, latents: Tensor, examples: Sequence[int]) -> dict[str, Tensor]:
         """See `Objective.validation_noise`."""
         flow = self._flow_of(latents)
-        return _flow_parts(*flow.validation_noise(latents, examples, VALIDATION_SEED))
+        return _flow_by_name(*flow.validation_noise(latents, examples, VALIDATION_SEED))
 
     def _flow_of(self, latents: Tensor) -> FlowMatching:
-        """Return flow matching with the shift for latents of this size."""
+        """Return flow matching with the shift for the size of the latents."""
         if not callable(self._shift):
             return self._flow
         height, width = latents.shape[2:]
@@ -180,34 +199,35 @@ class FlowObjective:
         prediction, target = prediction.to("f32"), inputs["target"]
         mask, weights = inputs.get("mask"), inputs.get("weights")
         count = target.shape[0]
-        s = inputs["times"] / FLOW_TIMES
-        of_level = self._weights(s)
-        if self._loss == "mse" and of_level is None and mask is None and weights is None:
+        levels = inputs["times"] / FLOW_TIMES
+        level_weights = self._weights(levels)
+        if self._loss == "mse" and level_weights is None and mask is None and weights is None:
             return tc.nn.functional.mse_loss(prediction, target)
-        levels = s.reshape(count, *[1] * (target.ndim - 1))
-        each = self._elements(prediction - target, levels)
+        spread_levels = levels.reshape(count, *[1] * (target.ndim - 1))
+        elements = self._elements(prediction - target, spread_levels)
         if mask is not None:
-            mean = mask.reshape(count, -1).mean(dim=1).reshape(levels.shape)
+            mean = mask.reshape(count, -1).mean(dim=1).reshape(spread_levels.shape)
             # An example whose mask is 0 everywhere has a loss of 0.
-            each = each * mask / tc.where(mean > 0, mean, tc.ones_like(mean))
-        losses = each.reshape(count, -1).mean(dim=1)
-        if of_level is not None:
-            losses = losses * of_level
+            elements = elements * mask / tc.where(mean > 0, mean, tc.ones_like(mean))
+        losses = elements.reshape(count, -1).mean(dim=1)
+        if level_weights is not None:
+            losses = losses * level_weights
         return (losses if weights is None else losses * weights).mean()
 
     def _weights(self, s: Tensor) -> Tensor | None:
-        """Return the weight of the loss at each noise level; None if all weights are 1."""
+        """Return the weight of the loss at each noise level `s`; None if all weights are 1."""
         if self._gamma is not None:
+            # s**2 * min(SNR, gamma), without a division by s, which may be 0.
             return ((1 - s) ** 2).minimum(s * s * self._gamma)
         if self._weighting == "sigma_sqrt":
-            # Below the lowest level of the models' own training, the weight does not grow further.
+            # No model was trained at levels below 1 / FLOW_TIMES: there, the weight is constant.
             return 1 / s.maximum(1 / FLOW_TIMES) ** 2
         if self._weighting == "cosmap":
             return 2 / math.pi / (1 - 2 * s + 2 * s * s)
         return None
 
     def _elements(self, error: Tensor, levels: Tensor) -> Tensor:
-        """Return the loss of each element of `error`; `levels` broadcasts to its shape."""
+        """Return the loss of each element of `error`; `levels` broadcasts to the error's shape."""
         if self._loss == "mse":
             return error * error
         if self._loss == "l1":
@@ -218,7 +238,7 @@ class FlowObjective:
         return huber / delta if self._loss == "smooth_l1" else huber
 
     def _deltas(self, levels: Tensor) -> Tensor:
-        """Return the absolute error above which the Huber losses are linear, for each noise level.
+        """Return, for each noise level, the absolute error above which the Huber losses are linear.
 
         The schedules are those of arXiv:2403.16728.
         """
@@ -231,7 +251,7 @@ class FlowObjective:
         return tc.ones_like(levels) * self._delta
 
 
-def _flow_parts(sample: Tensor, levels: Tensor, target: Tensor) -> dict[str, Tensor]:
+def _flow_by_name(sample: Tensor, levels: Tensor, target: Tensor) -> dict[str, Tensor]:
     return {"sample": sample, "times": levels * FLOW_TIMES, "target": target}
 
 
@@ -239,7 +259,7 @@ class FlowSampler:
     """Euler's method along the predicted velocity, from noise to data.
 
     Args:
-        levels: the noise levels, falling from 1 to 0: one more than there are steps.
+        levels: the noise levels that the steps go through, from 1 down to 0.
     """
 
     def __init__(self, levels: Sequence[float]) -> None:
@@ -253,7 +273,7 @@ class FlowSampler:
         return noise
 
     def scale_input(self, x: Tensor, i: int) -> Tensor:  # noqa: ARG002
-        """Return the sample itself."""
+        """Return the sample as it is."""
         return x
 
     def step(self, model_output: Tensor, i: int, x: Tensor) -> Tensor:

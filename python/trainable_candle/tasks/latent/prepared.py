@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class PreparedLatents:
-    """The encoded latents of a data set, and the loss of a model on them.
+    """A data set of images as encoded latents, and the loss of a model on them.
 
     Args:
         family: the model.
         dataset: the images.
-        latents: the encoded latents of the images, in host memory.
+        latents: returns the encoded latents of the images, in host memory.
         texts: maps captions to features.
         group: the processes that validate together.
     """
@@ -54,11 +54,11 @@ class PreparedLatents:
         return len(self._dataset)
 
     def batches(self, batch_size: int) -> DatasetBatches:
-        """Return batches of images of one size."""
+        """Return shuffled batches; the images of a batch have one size."""
         return self._dataset.batches(batch_size)
 
     def inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the inputs of `loss`; the seed and the samples' numbers determine all draws."""
+        """Return the inputs of `loss`; see `Prepared.inputs`."""
         kept = self._latents.batch(batch)
         seed = self._dataset.seed
         latents = self._family.coder.latents(
@@ -83,39 +83,46 @@ class PreparedLatents:
         return len(batch)
 
     def count(self, batch: Batch) -> float:
-        """Return the number of images in a batch, for logs."""
+        """Return the number of images in a batch, for reports of speed."""
         return len(batch)
 
     def metadata(self) -> dict[str, str]:
-        """Return the data set's folders, tags and buckets, for an adapter's metadata."""
+        """Return metadata about the images for adapter files."""
         return self._dataset.metadata()
 
     def validation_facts(self, loss: float) -> dict[str, float]:
-        """Return the values to log for a validation loss: only the loss."""
+        """Return the value to log after a validation, the loss."""
         return {"validation_loss": loss}
 
     def validation_loss(self) -> float:
-        """Return the mean loss. Each example has the same noise and noise level at every call."""
+        """Return the mean loss over all images, each used equally often.
+
+        Few images are used several times, for at least `validation_examples` uses in all. Each use
+        has its own noise and noise level, the same at every call.
+        """
         family = self._family
         batches = self._dataset.fixed_batches(max(family.config.batch_size, family.at_once))
-        repeats = max(1, -(-family.validation_examples // len(self)))
-        tasks, example = [], 0
-        for _ in range(repeats):
+        rounds = math.ceil(family.validation_examples / len(self))
+        numbered: list[tuple[Batch, range]] = []
+        count = 0
+        for _ in range(max(1, rounds)):
             for batch in batches:
-                tasks.append((batch, range(example, example + len(batch))))
-                example += len(batch)
+                numbered.append((batch, range(count, count + len(batch))))
+                count += len(batch)
         losses = measured(
-            self._group, tasks, lambda task: self._validation_loss(*task) * len(task[0])
+            self._group, numbered, lambda item: self._validation_loss(*item) * len(item[0])
         )
-        return math.fsum(losses) / example
+        return math.fsum(losses) / count
 
     @tc.no_grad()
     def _validation_loss(self, batch: Batch, examples: Sequence[int]) -> float:
+        """Return the mean loss on a batch; `examples` are the numbers of its examples."""
         latents = self._family.coder.latents(self._latents.batch(batch), None)
         noised = self._noising.validation_noise(latents, examples)
         return float(self.loss(self._inputs(batch, noised)).item())
 
     def _inputs(self, batch: Batch, noised: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return noised latents with conditions, captions and masks, on the model's device."""
         family = self._family
         made: dict[str, Tensor] = {
             **noised,

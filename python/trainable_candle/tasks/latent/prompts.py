@@ -1,4 +1,4 @@
-"""Reads prompts with settings in kohya's syntax; writes the metadata of images.
+"""Reads prompts with flags in kohya's syntax, and makes the metadata of drawn images.
 
 The metadata have the format of AUTOMATIC1111's web UI (A1111).
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from trainable_candle.tasks.latent.drawing import SampleOptions, Usual
 
-_OPTION: Final = re.compile(r"(?:^|\s)--([a-zA-Z]\S*)")
+_FLAG: Final = re.compile(r"(?:^|\s)--([a-zA-Z]\S*)")
 _LABELS: Final = {"euler": "Euler", "dpmpp_2m": "DPM++ 2M"}
 """Value of the setting `sampler` -> A1111's name of the sampler."""
 
@@ -35,44 +35,47 @@ class Place:
     """The place of an image in its batch, whose images share one tensor of noise."""
 
     number: int
-    """Counted from 0."""
+    """The index of the image in the batch."""
     count: int
     """The number of images in the batch."""
 
 
 def parse_prompt(text: str, options: SampleOptions) -> Prompt:
-    """Read a prompt that settings may follow: `a cat --w 1024 --h 768 --d 1 --n blurry --l 6`.
+    """Read a prompt that flags may follow: `a cat --w 1024 --h 768 --d 1 --n blurry --l 6`.
 
     Args:
-        text: the prompt, followed by width and height (`--w`, `--h`), seed (`--d`), negative prompt
-            (`--n`), guidance (`--l`, or `--g` as in kohya's scripts for Flux), steps (`--s`) and
-            sampler (`--ss`), all optional, in any order, in upper or lower case.
-        options: the values of the settings that the prompt does not give.
+        text: the prompt, followed by flags for width and height (`--w`, `--h`), seed (`--d`),
+            negative prompt (`--n`), guidance (`--l`, or `--g` as in kohya's scripts for Flux),
+            steps (`--s`) and sampler (`--ss`). All flags are optional. They may be in any order,
+            and in upper or lower case.
+        options: the options, whose values the flags replace.
 
     Raises:
-        ConfigError: a setting is unknown, given twice, or has an invalid value.
+        ConfigError: a flag is unknown, given twice, or has an invalid value; or only one of `--w`
+            and `--h` is given, and `options` has no size.
     """
-    marks = list(_OPTION.finditer(text))
-    if not marks:
+    flags = list(_FLAG.finditer(text))
+    if not flags:
         return Prompt(text, options)
-    ends = [mark.start() for mark in marks[1:]] + [len(text)]
+    # The value of a flag ends where the next flag begins.
+    ends = [flag.start() for flag in flags[1:]] + [len(text)]
     changes: dict[str, Any] = {}
     sides: dict[str, int] = {}
-    for mark, end in zip(marks, ends, strict=True):
-        key, value = mark[1].lower(), text[mark.end() : end].strip()
+    for flag, end in zip(flags, ends, strict=True):
+        key, value = flag[1].lower(), text[flag.end() : end].strip()
         if key in sides:
             raise ConfigError(f"prompt {text!r}: --{key} is given a second time")
         if key in {"w", "h"}:
             sides[key] = _number(text, key, value, int, 1)
-        elif key in _READ:
-            name, read = _READ[key]
+        elif key in _READERS:
+            name, read = _READERS[key]
             if name in changes:
                 raise ConfigError(f"prompt {text!r}: --{key} sets {name} a second time")
             changes[name] = read(text, key, value)
         else:
-            known = ", ".join(f"--{name}" for name in ("w", "h", *_READ))
+            known = ", ".join(f"--{name}" for name in ("w", "h", *_READERS))
             raise ConfigError(
-                f"prompt {text!r}: --{mark[1]} is not known, expected one of {known}, with a space "
+                f"prompt {text!r}: --{flag[1]} is not known, expected one of {known}, with a space "
                 "before the value"
             )
     if sides:
@@ -81,17 +84,31 @@ def parse_prompt(text: str, options: SampleOptions) -> Prompt:
         if width is None or height is None:
             raise ConfigError(f"prompt {text!r}: give both --w and --h")
         changes["size"] = (width, height)
-    return Prompt(text[: marks[0].start()].strip(), replace(options, **changes))
+    return Prompt(text[: flags[0].start()].strip(), replace(options, **changes))
 
 
 def _number(text: str, key: str, value: str, kind: Callable[[str], Any], low: float) -> Any:
+    """Return the number in a flag's value.
+
+    Args:
+        text: the prompt with all flags, for the error message.
+        key: the flag, for the error message.
+        value: the text of the value.
+        kind: int or float.
+        low: the least valid number.
+
+    Raises:
+        ConfigError: the value is not such a number, or is 2**64 or more.
+    """
     try:
         number = kind(value)
     except ValueError:
         number = None
     if number is None or not low <= number < 2**64:
+        form = " without a fraction" if kind is int else ""
         raise ConfigError(
-            f"prompt {text!r}: --{key} is {value!r}, expected a number of at least {low:g}"
+            f"prompt {text!r}: --{key} is {value!r}, expected a number of at least {low:g} and "
+            f"below 2**64{form}"
         )
     return number
 
@@ -103,7 +120,7 @@ def _sampler(text: str, key: str, value: str) -> str:
     return value
 
 
-_READ: Final[dict[str, tuple[str, Callable[[str, str, str], Any]]]] = {
+_READERS: Final[dict[str, tuple[str, Callable[[str, str, str], Any]]]] = {
     "d": ("seed", lambda text, key, value: _number(text, key, value, int, 0)),
     "s": ("steps", lambda text, key, value: _number(text, key, value, int, 1)),
     "l": ("guidance", lambda text, key, value: _number(text, key, value, float, 0)),
@@ -113,15 +130,16 @@ _READ: Final[dict[str, tuple[str, Callable[[str, str, str], Any]]]] = {
 }
 """Flag -> the field of `SampleOptions` that the flag sets, and the function that reads the value.
 
-The function takes the whole prompt and the flag (both for its error messages) and the value's text.
+The function takes the prompt with all flags and the flag (both for its error messages), and the
+text of the value.
 """
 
 
 def infotext(prompt: Prompt, model: str, used: Usual, size: tuple[int, int], place: Place) -> str:
-    """Return the settings of an image in A1111's format for the entry `parameters` of a PNG.
+    """Return how an image was drawn, in A1111's format for the entry `parameters` of a PNG.
 
     Args:
-        prompt: what was drawn.
+        prompt: the prompt, and the options with the seed of the image's batch.
         model: the model's name.
         used: the steps and the guidance that were used.
         size: width and height, px.
@@ -137,6 +155,7 @@ def infotext(prompt: Prompt, model: str, used: Usual, size: tuple[int, int], pla
         "CFG scale": f"{used.guidance:g}",
         "Seed": options.seed,
         "Size": f"{size[0]}x{size[1]}",
+        # A comma would end the entry.
         "Model": model.replace(",", " "),
     }
     if place.count > 1:

@@ -1,4 +1,4 @@
-"""Trains a model that generates images, and draws images with the model."""
+"""`LatentTask`: trains models that generate images, and draws images with them."""
 
 from __future__ import annotations
 
@@ -51,10 +51,11 @@ if TYPE_CHECKING:
 
 
 class LatentTask:
-    """The `Task` that trains image models, which work on latents.
+    """The `Task` of image models, which work on latents.
 
     It can also draw images, load adapters and merge them. It loads each part of the model (text
-    encoders, denoiser, autoencoder) when the part is needed, and frees the part after its last use.
+    encoders, denoiser, autoencoder) when the part is needed. For training, it frees text encoders
+    and autoencoder after their last use.
 
     Args:
         family: the model, with the settings in its `config`.
@@ -68,30 +69,34 @@ class LatentTask:
     def __init__(self, family: LatentModel) -> None:
         self.family = family
         self._side: int | None = None
+        """The resolution of the training data: the default side of drawn images."""
         self._adapted: tuple[str, ...] = ()
+        """The parts that have adapters."""
         self._remembered: dict[str, dict[str, Tensor]] = {}
+        """The text features of prompts, from before the text encoders were freed."""
         self._training_adapter: TrainingAdapter | None = None
 
     def check(self, report: Callable[[str], None]) -> None:
-        """See `Task.check`; also reports tools that would not apply the adapter completely."""
+        """See `Task.check`; also reports which tools would not apply the adapter completely."""
         family, config = self.family, self.family.config
-        texts = family.text_layers() if config.train_text_encoder else {}
-        check_format(config, family.formats, parts=1 + len(texts))
+        text_encoders = family.text_layers() if config.train_text_encoder else {}
+        check_format(config, family.formats, parts=1 + len(text_encoders))
         family.check()
         for note in family.notes():
             report(f"note: {note}")
+        # Making the objective checks its settings.
         family.objective("cpu")
         for prompt in self.prompts:
             self._check_prompt(prompt)
         layers = family.layers()
-        others = {
+        adapted_in_texts = {
             layer: shape
-            for text in texts.values()
-            for layer, shape in adapted_layers(text, family.text_targets).items()
+            for text_layers in text_encoders.values()
+            for layer, shape in adapted_layers(text_layers, family.text_targets).items()
         }
-        check_targets(config, layers, family.targets, others)
-        wanted = config.target_modules or family.targets
-        adapted = adapted_layers(layers, wanted, config.exclude_modules)
+        check_targets(config, layers, family.targets, adapted_in_texts)
+        targets = config.target_modules or family.targets
+        adapted = adapted_layers(layers, targets, config.exclude_modules)
         form = config.format or family.formats[0]
         family.check_format(form, adapted)
         if config.initial_adapter and not config.resume:
@@ -107,11 +112,11 @@ class LatentTask:
                 "for ComfyUI, give --format comfyui"
             )
         if config.adapter != "lora" and form == "kohya":
-            ignores = "ignores DoRA's magnitude" if config.adapter == "dora" else "loads LoRA only"
-            fits = config.adapter == "dora" and config.dora_axis == "output"
-            instead = "; for diffusers, give --format diffusers" if fits else ""
+            limit = "ignores DoRA's magnitude" if config.adapter == "dora" else "loads LoRA only"
+            can_load = config.adapter == "dora" and config.dora_axis == "output"
+            instead = "; for diffusers, give --format diffusers" if can_load else ""
             report(
-                f"note: in files with kohya's names, diffusers {ignores}{instead}; "
+                f"note: in files with kohya's names, diffusers {limit}{instead}; "
                 "ComfyUI applies the whole adapter"
             )
 
@@ -120,7 +125,7 @@ class LatentTask:
         """The prompts in the settings, each with its options.
 
         Raises:
-            ConfigError: an option of a prompt is wrong.
+            ConfigError: a flag of a prompt, or `sample_size`, is wrong.
         """
         config = self.family.config
         options = SampleOptions(
@@ -134,11 +139,17 @@ class LatentTask:
         return [parse_prompt(prompt, options) for prompt in config.sample_prompts]
 
     def _check_prompt(self, prompt: Prompt) -> None:
+        """Check that a prompt can be drawn, and that its options have an effect.
+
+        Raises:
+            ConfigError, ArgumentError: the text or an option does not suit the model.
+        """
         family, options = self.family, prompt.options
         family.check_prompt(prompt.text)
         self._refuse_unused(options)
         side = family.config.resolution or family.resolution
         steps = options.chosen(family.usual).steps
+        # Making the sampler checks its name and the number of steps.
         family.stepper(steps, options.sampler, options.size or (side, side))
         if options.size:
             require_multiple(options.size, family.multiple)
@@ -175,29 +186,38 @@ class LatentTask:
         area = family.encode_area()
         # Only rank 0 draws previews. The other ranks load no encoder if all latents and text
         # features are cached.
-        drawn = self.prompts if group.rank == 0 else []
-        others = {p.options.negative_prompt or family.no_prompt for p in drawn}
-        prompts = {p.text for p in drawn} | others
-        texts, self._remembered = prepare_texts(family, data, sorted(prompts), report, group)
-        parts = [data.train] if data.validation is None else [data.train, data.validation]
-        latents = [self._latents(part, area, report, group) for part in parts]
+        previews = self.prompts if group.rank == 0 else []
+        negative = {prompt.options.negative_prompt or family.no_prompt for prompt in previews}
+        prompts = sorted({prompt.text for prompt in previews} | negative)
+        texts, self._remembered = prepare_texts(family, data, prompts, report, group)
+        datasets = [data.train] if data.validation is None else [data.train, data.validation]
+        latents = [self._latents(dataset, area, report, group) for dataset in datasets]
         if config.cache == "off":
             # Load the autoencoder now rather than in the first step.
             family.coder.load()
-        elif not drawn:
+        elif not previews:
             family.coder.drop()
         prepared = [
-            PreparedLatents(family, part, encoded, texts, group)
-            for part, encoded in zip(parts, latents, strict=True)
+            PreparedLatents(family, dataset, encoded, texts, group)
+            for dataset, encoded in zip(datasets, latents, strict=True)
         ]
         return Split(prepared[0], prepared[1] if len(prepared) > 1 else None)
 
     def _latents(
         self, dataset: Dataset, area: int, report: Callable[[str], None], group: Group
     ) -> LatentCache:
+        """Return the latents of a data set, encoded unless the settings switch the cache off.
+
+        Args:
+            dataset: the images.
+            area: the most pixels to encode at once; see `LatentModel.encode_area`.
+            report: gets lines about latents that a cache keeps.
+            group: the processes that encode together.
+        """
         family = self.family
         with first_before_others(group):
             identity = family.coder.identity()
+        # Without an identity, latents are encoded quickly: keep them in memory, whatever is set.
         options = cache_options(family.config) if identity is not None else CacheOptions("memory")
         folder = folder_for_cache(family.config, dataset, lambda _: None) if identity else None
         cache = LatentCache(
@@ -221,8 +241,8 @@ class LatentTask:
         See `Task.attach`.
         """
         family, config = self.family, self.family.config
-        wanted = adapter_config(config, family.targets, family.formats)
-        sets = {family.component: family.model.add_adapter(wanted)}
+        adapter = adapter_config(config, family.targets, family.formats)
+        sets = {family.component: family.model.add_adapter(adapter)}
         starts = start_adapter(sets[family.component], family, fresh)
         if config.train_text_encoder:
             for name, model in family.text_models.items():
@@ -239,7 +259,7 @@ class LatentTask:
 
     @contextmanager
     def _as_used(self) -> Iterator[None]:
-        """Return a context without the training adapter, which is for training only."""
+        """Return a context in which the training adapter, which is for training, is disabled."""
         if self._training_adapter is None:
             yield
             return
@@ -253,30 +273,29 @@ class LatentTask:
         return self.family.model if name == self.family.component else self.family.text_models[name]
 
     def preview(self, path: Path) -> Path:
-        """Write a grid of images for the prompts in the settings; see `Task.preview`.
+        """Draw the prompts in the settings, and write a grid of the images; see `Task.preview`.
 
-        If there are several prompts, also writes each image to its own file, in the subfolder
-        `images`. Then updates `index.html` in the folder of `path` and `previews.png` in its parent
-        folder: both show the previews of all steps so far.
+        If there are several prompts, also write each image to its own file, in the subfolder
+        `images`. Then update `index.html` in the folder of `path`, which shows the previews of all
+        steps so far, and `previews.png` in its parent folder, which shows some of them.
         """
         drawn = self.draw_prompts(self.prompts)
-        whole = path.with_suffix(".png")
-        (path.parent / "images" if len(drawn) > 1 else path.parent).mkdir(
-            parents=True, exist_ok=True
-        )
+        grid_path = path.with_suffix(".png")
+        several = len(drawn) > 1
+        folder = path.parent / "images" if several else path.parent
+        folder.mkdir(parents=True, exist_ok=True)
         images = plot.padded([image for image, _ in drawn])
         grid = plot.image_grid(images, scale=plot.visible_scale(images))
-        plot.save_png(grid, whole, "\n\n".join(text for _, text in drawn))
-        if len(drawn) > 1:
+        plot.save_png(grid, grid_path, "\n\n".join(text for _, text in drawn))
+        if several:
             for number, (image, text) in enumerate(drawn, 1):
-                alone = plot.image_grid(image[None], scale=plot.visible_scale(image[None]))
-                name = f"{path.name}-{number}.png"
-                plot.save_png(alone, path.parent / "images" / name, text)
+                enlarged = plot.image_grid(image[None], scale=plot.visible_scale(image[None]))
+                plot.save_png(enlarged, folder / f"{path.name}-{number}.png", text)
         write_sheet(path.parent, self.family.config.sample_prompts)
-        return whole
+        return grid_path
 
     def draw_prompts(self, prompts: Sequence[Prompt]) -> list[tuple[npt.NDArray[np.uint8], str]]:
-        """Draw each prompt; returns pairs of an image (height, width, 3) and a text.
+        """Draw each prompt; return pairs of an image (height, width, 3) and a text.
 
         The text has the image's prompt and options in the format of AUTOMATIC1111's web UI.
         Consecutive prompts with equal options are drawn by one call of `draw`.
@@ -290,15 +309,15 @@ class LatentTask:
             alike = list(group)
             images = self.draw([prompt.text for prompt in alike], options)
             used = options.chosen(family.usual)
-            for number, (image, prompt) in enumerate(zip(images, alike, strict=True)):
-                # `draw` draws up to `at_once` images from one seed: the seed of the options plus
-                # the index of the first of these images, which is `start`.
-                start = number - number % family.at_once
+            for index, (image, prompt) in enumerate(zip(images, alike, strict=True)):
+                # `draw` draws batches of up to `at_once` images. The seed of a batch is that of the
+                # options plus `start`, the index of the batch's first image.
+                start = index - index % family.at_once
                 seeded = replace(options, seed=(options.seed + start) % 2**64)
-                place = Place(number - start, min(family.at_once, len(alike) - start))
+                place = Place(index - start, min(family.at_once, len(alike) - start))
                 size = (image.shape[1], image.shape[0])
-                named = Prompt(prompt.text, seeded)
-                drawn.append((image, infotext(named, self._model_name, used, size, place)))
+                text = infotext(Prompt(prompt.text, seeded), self._model_name, used, size, place)
+                drawn.append((image, text))
         return drawn
 
     @property
@@ -306,9 +325,10 @@ class LatentTask:
         return self.family.shown_name or self.family.name
 
     def require_room(self, count: int, options: SampleOptions) -> None:
-        """Check that there is memory to draw `count` images.
+        """Check that there is memory to draw `count` images with these options.
 
         Raises:
+            CudaUnavailableError, DeviceError: there is no such device.
             OutOfMemoryError: the device has too little free memory.
             MissingFileError, WeightsFormatError: the weights are missing, damaged, or of another
                 model.
@@ -324,8 +344,8 @@ class LatentTask:
     ) -> npt.NDArray[np.uint8]:
         """Draw one image per prompt; shape (n, height, width, 3).
 
-        A training adapter is disabled during the drawing. The library's random generator does not
-        change.
+        The training adapter is disabled meanwhile, if there is one. The library's random generator
+        does not change.
 
         Raises:
             ConfigError, ArgumentError: a prompt or an option does not suit the model.
@@ -340,6 +360,7 @@ class LatentTask:
             return draw(self.family, prompts, options, self._features, (side, side))
 
     def _refuse_unused(self, options: SampleOptions) -> None:
+        """Raise an error if an option has no effect on this model."""
         family = self.family
         if Drawing in family.groups:
             self._refuse_negative(options)
@@ -351,7 +372,10 @@ class LatentTask:
                 )
 
     def _refuse_negative(self, options: SampleOptions) -> None:
-        """Check that a negative prompt has an effect."""
+        """Raise an error if a negative prompt has no effect because of the model.
+
+        A guidance of 1 in the options is accepted, so that single prompts can turn guidance off.
+        """
         family = self.family
         if not options.negative_prompt:
             return
@@ -368,7 +392,7 @@ class LatentTask:
             )
 
     def _features(self, prompts: Sequence[str]) -> dict[str, Tensor]:
-        # Features are remembered for single prompts only.
+        # `prepare` has remembered the features of single prompts only.
         if len(prompts) == 1 and prompts[0] in self._remembered:
             return self._remembered[prompts[0]]
         return self.family.features(prompts)
@@ -389,7 +413,7 @@ class LatentTask:
         return
 
     def load_adapter(self, path: Path, scale: float) -> Adapters:
-        """Attach the adapters in a file to the parts that the file is for.
+        """Attach the adapters in a file to the parts that the file has adapters for.
 
         `scale` multiplies the adapters' effect on the layers' outputs.
 
@@ -421,17 +445,17 @@ class LatentTask:
         return Adapters(sets)
 
     def save_merged(self, output: Path, to: str | None = None) -> None:
-        """Write the whole model with its adapters merged into the weights.
+        """Write all parts of the model, with the adapters merged into the weights.
 
         Args:
             output: a new or an empty folder, or a new `.safetensors` file.
             to: "nf4", "fp8" or "int8" quantizes the linear layers in the denoiser's blocks. "nf4"
-                writes a folder in bitsandbytes' format, the others a file in ComfyUI's format.
-                None keeps the precision.
+                writes a folder in bitsandbytes' format; "fp8" and "int8" write a file in ComfyUI's
+                format. None keeps the precision.
 
         Raises:
             ConfigError: `output` exists and is not an empty folder, or is a file where a folder is
-                needed, or the reverse.
+                needed, or the reverse; or the model cannot be quantized as `to` says.
             OSError: the model cannot be written.
         """
         models = {name: self._part(name) for name in self._adapted}
@@ -445,10 +469,18 @@ class LatentTask:
         self.family.save_quantized(models, output, to)
 
     def loss_on(self, dataset: str) -> float:
-        """Return the mean loss on the images of a folder, each with the same noise at every call.
+        """Return the mean loss on images, with the same noise at every call.
+
+        This changes the family's settings to `dataset`, and may free the text encoders and the
+        autoencoder, as `prepare` does.
+
+        Args:
+            dataset: a folder, or a YAML file that lists folders.
 
         Raises:
-            DatasetError: the folder cannot be used.
+            DatasetError, ConfigError: images or captions cannot be used.
+            MissingFileError, WeightsFormatError: a part of the model is missing, damaged, or of
+                another model.
         """
         family = self.family
         family.config = family.config.with_(dataset=dataset, cache="memory", device=family.device)

@@ -1,4 +1,4 @@
-"""Text features of captions: cached, computed for each batch, or computed within the step."""
+"""Text features of captions, which are cached, computed for each batch, or part of the step."""
 
 from __future__ import annotations
 
@@ -42,21 +42,24 @@ def prepare_texts(
 ) -> tuple[Texts, dict[str, dict[str, Tensor]]]:
     """Prepare the mapping from captions to text features, and free the text encoders if possible.
 
-    The encoders can be freed if the features of all captions are cached.
+    The encoders are freed if the features of all captions are cached.
 
     Args:
         family: the model.
         data: the data with the captions.
         prompts: texts whose features are needed after the encoders have been freed.
         report: gets lines for the user if features are cached.
-        group: the processes that compute features together.
+        group: the processes that compute features together; all must call this function.
 
     Returns:
-        The mapping, and the features of the prompts if the encoders have been freed.
+        The mapping; and, if the encoders have been freed, the features of each prompt, else an
+        empty dict.
 
     Raises:
-        MissingFileError, WeightsFormatError, ConfigError: the encoders cannot be read.
-        OSError: the cache cannot be written.
+        MissingFileError, WeightsFormatError, ConfigError: the encoders cannot be read, a text does
+            not suit them, or the cache has no folder that can be written to.
+        OSError: a file cannot be read, or the cache cannot be written.
+        DistributedError: another process has failed.
     """
     config = family.config
     # Pass the family's methods, not an encoder's: a reference to an encoder's method would keep the
@@ -83,14 +86,15 @@ def prepare_texts(
         captions += [caption for batch in batches for caption in batch.captions]
     filled = cache.fill(captions, progress=True, report=report, group=group)
     report(f"captions: {filled}")
-    # If all captions are cached, an earlier run logged the note, and no tokenizer must be loaded.
-    long = [caption for caption in captions if filled.made and family.truncates(caption)]
-    if long:
+    # If all captions were cached before, an earlier run has logged this note; then do not load the
+    # tokenizers only for it.
+    truncated = [caption for caption in captions if filled.made and family.truncates(caption)]
+    if truncated:
         report(
-            f"note: the text encoders do not read the end of {counted(len(long), 'caption')}, "
-            f"such as `{long[0][:40]}...`"
+            f"note: the text encoders do not read the end of {counted(len(truncated), 'caption')}, "
+            f"such as `{truncated[0][:40]}...`"
         )
     with tc.no_grad():
-        remembered = {prompt: family.features([prompt]) for prompt in prompts}
+        of_prompts = {prompt: family.features([prompt]) for prompt in prompts}
     family.drop_text_models()
-    return Texts(cache.batch), remembered
+    return Texts(cache.batch), of_prompts

@@ -1,6 +1,6 @@
-"""Models that continue texts: everything that their families share.
+"""Language models: everything that their families share.
 
-`TextFamily` is the interface of a model; `TextTask` trains any of them on rows of tokens.
+`TextFamily` is the interface of a model, and `TextTask` trains any such model on rows of tokens.
 """
 
 from trainable_candle.tasks.text.family import CausalModel, TextFamily

@@ -15,12 +15,15 @@ if TYPE_CHECKING:
 
 
 class CausalModel(Protocol):
-    """A causal language model: it predicts each token of a text from the tokens before it."""
+    """A causal language model: it predicts each token of a text from the tokens before it.
+
+    `packed_loss` and `log_probs` take the arrays of a `Packed` batch of N tokens.
+    """
 
     def packed_loss(
         self, input_ids: Tensor, targets: Tensor, positions: Tensor, cu_seqlens: Tensor
     ) -> Tensor:
-        """Return the summed cross-entropy of a packed row, f32; targets of -100 do not count."""
+        """Return the summed cross-entropy of the targets, f32; targets of -100 do not count."""
 
     def log_probs(
         self, input_ids: Tensor, targets: Tensor, positions: Tensor, cu_seqlens: Tensor
@@ -29,52 +32,58 @@ class CausalModel(Protocol):
 
     @property
     def generate(self) -> Callable[..., list[list[int]]]:
-        """The method that generates the tokens of the answer to each prompt."""
+        """The method that returns the generated tokens for each prompt."""
 
     @property
     def stream(self) -> Callable[..., Iterator[list[int | None]]]:
-        """The method that generates one token per prompt and step; None for a finished answer."""
+        """The method whose iterator yields one token per prompt at a time; None after an end."""
 
     def add_adapter(self, config: LoraConfig) -> AdapterSet:
         """Attach trainable adapters to layers."""
 
     def load_adapter(self, path: Path, *, scale: float = 1.0) -> AdapterSet:
-        """Attach the adapters in a file to layers."""
+        """Attach the adapters in a file to layers; `scale` multiplies their effect."""
 
     def merge_adapter(self) -> None:
-        """Add the adapters to the weights."""
+        """Merge the adapters into the weights."""
 
     def save_pretrained(self, path: Path) -> None:
         """Write configuration and weights to a folder."""
 
     def enable_gradient_checkpointing(self, policy: str, *, blocks: int | None = None) -> None:
-        """Recompute activations of blocks in the backward pass instead of keeping them."""
+        """Recompute activations in the backward pass, as the policy says, instead of keeping them.
+
+        The policies "full" and "offload" apply to the first `blocks` blocks; None: to all.
+        """
 
 
 class TextFamily(Protocol):
     """A language model of a family. Its files are read only when they are needed."""
 
     name: ClassVar[str]
+    """The name for `--model`."""
     component: ClassVar[str]
-    """The part that is trained; adapter files use this name."""
+    """The name of the part that is trained, in adapter files; empty for a model of one part."""
     formats: ClassVar[tuple[str, ...]]
     """The formats of adapter files that have names for the model's layers, the default first."""
     targets: ClassVar[tuple[str, ...]]
-    """The layers that get adapters by default."""
+    """The layers that get adapters by default, as names or patterns."""
     config: TrainConfig
+    """The settings of the run."""
     weights: Path
     """The folder of the model, or a file with its weights."""
     dtype: str | None
     """The dtype of the model; None: as stored."""
     device: str
+    """The device of the model."""
 
     @property
     def tokenizer(self) -> ChatTokenizer:
-        """The tokenizer in the folder of the weights, or in a GGUF file."""
+        """The tokenizer in the folder of the weights, or in their GGUF file."""
 
     @property
     def context(self) -> int:
-        """The model's context length: the most tokens of a text that the model was made for."""
+        """The length of the texts that the model was made for, in tokens."""
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -82,13 +91,13 @@ class TextFamily(Protocol):
 
     @property
     def vocabulary(self) -> int:
-        """The number of tokens in the model's vocabulary."""
+        """The number of tokens that the model's embedding has rows for."""
 
     @property
     def repeats(self) -> bool:
         """Whether packed rows of equal size run the same operations, whatever texts they contain.
 
-        If so, no state of the host depends on the lengths of the texts, as CUDA graphs require.
+        CUDA graphs require it: no state of the host may depend on the lengths of the texts.
         """
 
     @property
@@ -99,7 +108,16 @@ class TextFamily(Protocol):
         """Return the shapes of the linear layers' weights, by name."""
 
     def check_initial_adapter(self, path: Path, layers: Collection[str]) -> None:
-        """Check that the adapters in a file are those that the settings describe."""
+        """Check that the adapters in a file are those that the settings describe.
+
+        Args:
+            path: the file.
+            layers: the layers that get adapters.
+
+        Raises:
+            ConfigError: the adapters differ from the settings.
+            MissingFileError, WeightsFormatError: the file is missing or damaged.
+        """
 
     def estimate(self, config: TrainConfig, tokens: int) -> Estimate:
         """Estimate the memory of a run with packed rows of `tokens` tokens."""

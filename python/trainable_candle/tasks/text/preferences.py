@@ -1,9 +1,9 @@
 """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290) on packed pairs.
 
-The loss of a pair is -log sigmoid(beta (m - m0)). The margin m is the log-probability of the chosen
-answer minus that of the rejected one (each summed over its tokens) under the model; m0 is the
-margin under the base, which is the model with its adapter disabled. trl's `DPOTrainer` with
-`loss_type="sigmoid"` has the same loss. The pair's reward in this module is r = beta (m - m0).
+The loss of a pair is -log sigmoid(r) with the reward r = beta (m - m0). The margin m is the
+log-probability of the chosen answer minus that of the rejected one (each summed over the tokens of
+the answer) under the model; m0 is the margin under the base, which is the model with its adapter
+disabled. trl's `DPOTrainer` with `loss_type="sigmoid"` has the same loss.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class PreparedPreferences(Packing):
     """A data set of pairs of answers, and the loss of a model on it."""
 
-    # The shape of `answers` differs between batches with equally many tokens: it has a row for each
-    # pair of answers, and such batches can have different numbers of pairs.
+    # The shape of the input `answers` can differ between batches with equally many tokens: it has a
+    # row for each pair of answers, and such batches can have different numbers of pairs.
     alike: ClassVar[bool] = False
 
     def weight(self, batch: Packed) -> float:
@@ -42,7 +42,7 @@ class PreparedPreferences(Packing):
         return len(_answers(batch))
 
     def inputs(self, batch: Packed) -> dict[str, Tensor]:
-        """Return the result of `tokens`, with `answers` and the base's margins, `reference`."""
+        """Return the result of `tokens`, with `answers` and `reference`, the margins m0."""
         inputs = self.tokens(batch)
         inputs["answers"] = tc.tensor(_answers(batch), device=self._family.device)
         with tc.no_grad(), self._without_adapter():
@@ -51,7 +51,7 @@ class PreparedPreferences(Packing):
 
     def loss(self, inputs: Inputs) -> Tensor:
         """Return the mean loss of the pairs."""
-        # -log sigmoid(r) is the cross-entropy of the scores (r, 0) and class 0.
+        # -log sigmoid(r) is the cross-entropy of two classes with the scores (r, 0), for class 0.
         rewards = self._rewards(inputs)
         scores = tc.stack([rewards, rewards * 0.0], 1)
         return cross_entropy(scores, tc.zeros(len(rewards), dtype="i64", device=scores.device))
@@ -59,45 +59,57 @@ class PreparedPreferences(Packing):
     def validation_loss(self) -> float:
         """Return the mean loss over all pairs, each once."""
         rewards = self._all_rewards()
+        # log(1 + exp(-r)) is -log sigmoid(r).
         return float(np.logaddexp(0, -rewards).mean())
 
     def validation_facts(self, loss: float) -> dict[str, float]:
-        """Return the loss, the share of rewards above 0 (accuracy) and the mean reward (margin)."""
+        """Return and report the loss, the accuracy and the mean reward.
+
+        The accuracy is the share of the pairs whose reward is above 0. As in trl, the mean reward
+        is logged as a margin, `validation_margin`: beta times the mean of m - m0.
+        """
         rewards = self._all_rewards()
-        accuracy, margin = float((rewards > 0).mean()), float(rewards.mean())
+        accuracy, mean_reward = float((rewards > 0).mean()), float(rewards.mean())
         self._report(
-            f"validation: loss {loss:.4f}, chosen preferred {accuracy:.0%}, margin {margin:.3f}"
+            f"validation: loss {loss:.4f}, chosen preferred {accuracy:.0%}, "
+            f"margin {mean_reward:.3f}"
         )
         return {
             "validation_loss": loss,
             "validation_accuracy": accuracy,
-            "validation_margin": margin,
+            "validation_margin": mean_reward,
         }
 
     def _all_rewards(self) -> npt.NDArray[np.float64]:
+        """Return the rewards of all pairs, the same in all processes."""
         batches = in_order(
             self._dataset.examples,
             self._dataset.options.sequence_length,
             self._family.config.batch_size,
         )
         with tc.no_grad():
-            found = measured(
+            by_batch = measured(
                 self._group, batches, lambda batch: self._rewards(self.inputs(batch)).tolist()
             )
-        return np.array([reward for rewards in found for reward in rewards], np.float64)
+        return np.array([reward for rewards in by_batch for reward in rewards], np.float64)
 
     def _rewards(self, inputs: Inputs) -> Tensor:
         """Return the reward r = beta (m - m0) of each pair, shape (pairs,)."""
         return (self._margins(inputs) - inputs["reference"]) * self._family.config.dpo_beta
 
     def _margins(self, inputs: Inputs) -> Tensor:
-        """Return the margin m of each pair under the model in its present state, shape (pairs,)."""
+        """Return the margin of each pair under the model as it is now, shape (pairs,).
+
+        It is m0 if the adapter is disabled, else m.
+        """
         log_probs = self._family.model.log_probs(
             inputs["input_ids"], inputs["targets"], inputs["positions"], inputs["cu_seqlens"]
         )
+        # A row of `answers` is 1 at the targets of the chosen answer, -1 at those of the rejected.
         return (inputs["answers"] @ log_probs.reshape(-1, 1)).reshape(-1)
 
 
 def _answers(batch: Packed) -> npt.NDArray[np.float32]:
+    """Return the `answers` of a batch, which batches of pairs always have."""
     assert batch.answers is not None
     return batch.answers

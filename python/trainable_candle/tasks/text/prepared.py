@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 
 SHAPES: Final = 4
-"""In a run with CUDA graphs, the batches have at most this many different sizes in tokens."""
+"""In a run with CUDA graphs, the batches have at most this many different lengths in tokens."""
 
 
 class Packing:
-    """A data set of texts as packed rows.
+    """A data set as packed rows: what `PreparedTexts` and `PreparedPreferences` share.
 
     Args:
         family: the model.
         dataset: the examples.
-        without_adapter: makes a context in which the adapter is disabled.
+        without_adapter: returns a context in which the adapter is disabled.
         report: gets a line at each validation.
         group: the processes that validate together.
     """
@@ -59,23 +59,24 @@ class Packing:
         return len(self._dataset)
 
     def batches(self, batch_size: int) -> PackedRows:
-        """Return batches of packed rows.
+        """Return shuffled batches of `batch_size` packed rows.
 
-        If steps run as CUDA graphs, padding gives the batches at most `SHAPES` different sizes in
-        tokens. This needs a GPU, `alike`, and a family whose `repeats` is true.
+        If steps run as CUDA graphs, padding gives the batches at most `SHAPES` different lengths in
+        tokens, and at most as many as there are graphs (`--cuda-graphs`). Steps run as graphs on a
+        GPU, if `alike` and the family's `repeats` are true.
         """
         config = self._family.config
-        repeats = config.on_gpu and self.alike and self._family.repeats
+        in_graphs = config.on_gpu and self.alike and self._family.repeats
         return PackedRows(
             self._dataset.examples,
             self._dataset.options.sequence_length,
             batch_size,
             config.seed,
-            shapes=min(config.cuda_graphs, SHAPES) if repeats else 0,
+            shapes=min(config.cuda_graphs, SHAPES) if in_graphs else 0,
         )
 
     def count(self, batch: Packed) -> float:
-        """Return the number of all tokens, including those that do not count in the loss."""
+        """Return the number of tokens without padding; it includes tokens that the loss ignores."""
         return int(batch.cu_seqlens[-1])
 
     def metadata(self) -> dict[str, str]:
@@ -83,7 +84,7 @@ class Packing:
         return {}
 
     def tokens(self, batch: Packed) -> dict[str, Tensor]:
-        """Return tokens, targets, positions and bounds of texts, on the model's device."""
+        """Return tokens, targets, positions and bounds of texts, by name, on the model's device."""
         names = ("input_ids", "targets", "positions", "cu_seqlens")
         return {name: tc.tensor(getattr(batch, name), device=self._family.device) for name in names}
 
@@ -92,7 +93,7 @@ class PreparedTexts(Packing):
     """A data set of texts, and a model's cross-entropy on the tokens that count in the loss."""
 
     _base: float | None = None
-    """The validation loss of the base model, which is measured once."""
+    """The validation loss of the base; None until the first validation measures it."""
 
     def weight(self, batch: Packed) -> float:
         """Return the number of tokens that count in the loss.
@@ -103,7 +104,10 @@ class PreparedTexts(Packing):
         return batch.count
 
     def inputs(self, batch: Packed) -> dict[str, Tensor]:
-        """Return the result of `tokens`, and `scale`: 1 / the number of tokens that count."""
+        """Return the result of `tokens`, and `scale`: 1 / the number of tokens that count.
+
+        If no token counts, `scale` is 1; `loss` is then 0.
+        """
         scale = np.array(1.0 / max(1, batch.count), np.float32)
         return self.tokens(batch) | {"scale": tc.tensor(scale, device=self._family.device)}
 
@@ -112,7 +116,7 @@ class PreparedTexts(Packing):
         return self._sum(inputs) * inputs["scale"]
 
     def validation_loss(self) -> float:
-        """Return the mean loss over all tokens that count; each token is used once."""
+        """Return the mean cross-entropy over all tokens that count; each token is used once."""
         batches = in_order(
             self._dataset.examples,
             self._dataset.options.sequence_length,
@@ -125,7 +129,7 @@ class PreparedTexts(Packing):
         return math.fsum(sums) / sum(batch.count for batch in batches)
 
     def validation_facts(self, loss: float) -> dict[str, float]:
-        """Return the loss, its perplexity, and the loss of the base model."""
+        """Return and report the loss, its perplexity, and the loss of the base."""
         if self._base is None:
             with self._without_adapter():
                 self._base = self.validation_loss()
@@ -141,6 +145,7 @@ class PreparedTexts(Packing):
         }
 
     def _sum(self, inputs: Inputs) -> Tensor:
+        """Return the summed cross-entropy of the tokens that count."""
         return self._family.model.packed_loss(
             inputs["input_ids"], inputs["targets"], inputs["positions"], inputs["cu_seqlens"]
         )

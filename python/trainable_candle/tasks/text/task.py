@@ -1,4 +1,4 @@
-"""Trains a language model, and generates answers with it."""
+"""`TextTask`: trains language models, and generates answers with them."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ _FILES: Final = {
     ".safetensors": "language models are written as folders: give the name of a new folder",
     ".gguf": "merge writes a folder: give the name of a new folder, and see export --gguf",
 }
-"""The end of an output's name that is a file's -> what the error says."""
+"""Suffix that makes an output the name of a file -> what the error says."""
 PEFT: Final = "peft"
-"""The folder that `PeftModel.from_pretrained` loads."""
+"""The folder in a run's output that `PeftModel.from_pretrained` loads."""
 
 
 class TextTask:
-    """A language model of any family: a `Task` that also writes answers.
+    """The `Task` of language models, which also generates answers and continuations of texts.
 
     Args:
-        family: the model, and the settings.
+        family: the model, with the settings in its `config`.
     """
 
     noun: ClassVar[str] = "example"
@@ -68,8 +68,8 @@ class TextTask:
     def repeats(self) -> bool:
         """See `Task.repeats`.
 
-        The bounds of the texts in a packed row may differ between steps, because only the device
-        reads them.
+        The texts of a packed row may have other bounds in each step, because only the device reads
+        the bounds.
         """
         return self.family.repeats and self._kind.alike
 
@@ -78,21 +78,22 @@ class TextTask:
         """The largest number of tokens in a packed row.
 
         Raises:
-            ConfigError: the setting exceeds the model's context.
+            ConfigError: the setting exceeds the model's context length.
         """
         return row_length(self.family.config.sequence_length, self.family.context)
 
     def check(self, report: Callable[[str], None]) -> None:
-        """See `Task.check`; also reports which chat template is used."""
+        """See `Task.check`; also reports the chat template and the tokens that end an answer."""
         family, config = self.family, self.family.config
         check_format(config, family.formats, parts=1)
         layers = family.layers()
         check_targets(config, layers, family.targets)
         if config.initial_adapter and not config.resume:
             path = existing("initial_adapter", config.initial_adapter_path)
-            wanted = config.target_modules or family.targets
-            adapted = adapted_layers(layers, wanted, config.exclude_modules)
+            targets = config.target_modules or family.targets
+            adapted = adapted_layers(layers, targets, config.exclude_modules)
             family.check_initial_adapter(path, adapted)
+        # Reading the property checks the setting.
         _ = self.sequence_length
         check_tokenizer(family.tokenizer, family.weights, family.vocabulary)
         for prompt in config.sample_prompts:
@@ -104,13 +105,14 @@ class TextTask:
         config = self.family.config
         train, validation = self._load(config.dataset)
         if config.validation_dataset:
+            # Validate on what this setting would train on.
             with naming_validation():
                 validation, _ = self._load(config.validation_dataset)
         elif config.validation_split:
             count, share = len(train), config.validation_split
             held_out = held_out_items(count, share, config.seed, self.noun)
-            kept = sorted(set(range(count)) - set(held_out))
-            train, validation = train.part(kept), train.part(held_out)
+            trained = sorted(set(range(count)) - set(held_out))
+            train, validation = train.part(trained), train.part(held_out)
         report(train.summary())
         if validation is not None:
             report(f"validation: {counted(len(validation), self.noun)}")
@@ -126,6 +128,7 @@ class TextTask:
         return PreparedPreferences if self._compares else PreparedTexts
 
     def _load(self, dataset: str) -> tuple[TextDataset, TextDataset | None]:
+        """Return the texts to train on and, if a folder has files for it, to validate on."""
         config = self.family.config
         options = TextOptions(
             self.sequence_length,
@@ -154,12 +157,12 @@ class TextTask:
     ) -> Split[PreparedTexts | PreparedPreferences]:
         """Load the model; see `Task.prepare`."""
         _ = self.family.model
-        made = [
-            self._kind(self.family, part, self.without_adapter, report, group)
-            for part in (data.train, data.validation)
-            if part is not None
+        prepared = [
+            self._kind(self.family, dataset, self.without_adapter, report, group)
+            for dataset in (data.train, data.validation)
+            if dataset is not None
         ]
-        return Split(made[0], made[1] if len(made) > 1 else None)
+        return Split(prepared[0], prepared[1] if len(prepared) > 1 else None)
 
     def attach(self, fresh: bool = True) -> Adapters:
         """See `Task.attach`."""
@@ -195,7 +198,7 @@ class TextTask:
         return self._fitting(self._conversation(messages))
 
     def room(self, messages: Sequence[Mapping[str, str]]) -> int:
-        """Return how many positions a conversation leaves for an answer; below 1 if it is too long.
+        """Return how many tokens of the context a conversation leaves; below 1 if it is too long.
 
         Raises:
             ConfigError: the chat template rejects the conversation.
@@ -203,6 +206,11 @@ class TextTask:
         return self.family.context - len(self._conversation(messages))
 
     def _conversation(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Return the tokens of a conversation of any length.
+
+        Raises:
+            ConfigError: the chat template rejects the conversation.
+        """
         try:
             return self.family.tokenizer.prompt(messages)
         except ValueError as error:
@@ -220,6 +228,11 @@ class TextTask:
         return self._fitting(self.family.tokenizer.beginning(text))
 
     def _fitting(self, tokens: list[int]) -> list[int]:
+        """Return the tokens of a prompt if the model can continue them.
+
+        Raises:
+            ConfigError: there are none, or too many for another to follow, or the model lacks one.
+        """
         if not tokens:
             raise ConfigError("prompt: has no tokens; give a text")
         problem = unknown_token(tokens, self.family.tokenizer, self.family.vocabulary)
@@ -235,25 +248,31 @@ class TextTask:
     def answer(
         self, messages: Sequence[Mapping[str, str]], options: WritingOptions
     ) -> Iterator[str]:
-        """Yield the model's answer to a conversation, in pieces as the model generates them.
+        """Return an iterator over the model's answer to a conversation, piece by piece.
+
+        The iterator yields a piece as soon as the model has generated it.
 
         Raises:
             ConfigError: see `prompt_tokens`.
+            ArgumentError: an option is out of range.
+            NonFiniteError: the model's output has a NaN; the iterator raises it.
         """
         return self._streamed(self.prompt_tokens(messages), options)
 
     def continuation(self, text: str, options: WritingOptions) -> Iterator[str]:
-        """Return what the model writes after a text, in pieces, without the chat template.
+        """Return an iterator over what the model writes after a text, without the chat template.
 
         Raises:
             ConfigError: see `text_tokens`.
+            ArgumentError, NonFiniteError: see `answer`.
         """
         return self._streamed(self.text_tokens(text), options)
 
-    def _streamed(self, asked: Sequence[int], options: WritingOptions) -> Iterator[str]:
+    def _streamed(self, prompt: Sequence[int], options: WritingOptions) -> Iterator[str]:
+        """Return an iterator over the text that follows the tokens of a prompt."""
         family = self.family
-        given = self._limited(options, [asked]).arguments(family.tokenizer.stops)
-        steps = family.model.stream([asked], **given)
+        arguments = self._limited(options, [prompt]).arguments(family.tokenizer.stops)
+        steps = family.model.stream([prompt], **arguments)
         tokens = (token for step in steps for token in step if token is not None)
         return streamed(tokens, family.tokenizer, options.stop)
 
@@ -262,18 +281,22 @@ class TextTask:
     ) -> list[str]:
         """Return the model's answers to several conversations, generated in one batch.
 
+        All answers are limited to the tokens that the longest conversation leaves.
+
         Raises:
             ConfigError: see `prompt_tokens`.
+            ArgumentError: an option is out of range.
+            NonFiniteError: the model's output has a NaN.
         """
-        asked = [self.prompt_tokens(messages) for messages in conversations]
+        prompts = [self.prompt_tokens(messages) for messages in conversations]
         family = self.family
-        given = self._limited(options, asked).arguments(family.tokenizer.stops)
-        written = family.model.generate(asked, **given)
-        return ["".join(streamed(ids, family.tokenizer, options.stop)) for ids in written]
+        arguments = self._limited(options, prompts).arguments(family.tokenizer.stops)
+        generated = family.model.generate(prompts, **arguments)
+        return ["".join(streamed(ids, family.tokenizer, options.stop)) for ids in generated]
 
-    def _limited(self, options: WritingOptions, asked: Sequence[Sequence[int]]) -> WritingOptions:
+    def _limited(self, options: WritingOptions, prompts: Sequence[Sequence[int]]) -> WritingOptions:
         """Return the options, with `tokens` limited to what the longest prompt leaves."""
-        room = self.family.context - max(map(len, asked))
+        room = self.family.context - max(map(len, prompts))
         return replace(options, tokens=min(options.tokens, room))
 
     def preview(self, path: Path) -> Path:
@@ -282,18 +305,20 @@ class TextTask:
         options = WritingOptions(
             config.sample_tokens, config.sample_temperature, seed=config.sample_seed
         )
-        asked = [[{"role": "user", "content": prompt}] for prompt in config.sample_prompts]
-        tuned = self.answers(asked, options)
+        conversations = [[{"role": "user", "content": prompt}] for prompt in config.sample_prompts]
+        tuned_answers = self.answers(conversations, options)
         with self.without_adapter():
-            base = self.answers(asked, options)
-        parts = [
-            f"prompt: {prompt}\nbase: {before}\ntuned: {after}\n"
-            for prompt, before, after in zip(config.sample_prompts, base, tuned, strict=True)
+            base_answers = self.answers(conversations, options)
+        entries = [
+            f"prompt: {prompt}\nbase: {base}\ntuned: {tuned}\n"
+            for prompt, base, tuned in zip(
+                config.sample_prompts, base_answers, tuned_answers, strict=True
+            )
         ]
         path.parent.mkdir(parents=True, exist_ok=True)
-        written = path.with_suffix(".txt")
-        write_atomically(written, "\n".join(parts))
-        return written
+        text_path = path.with_suffix(".txt")
+        write_atomically(text_path, "\n".join(entries))
+        return text_path
 
     def adapter_file(self, adapters: Adapters, path: Path, metadata: dict[str, str]) -> AdapterFile:
         """See `Task.adapter_file`."""
@@ -302,7 +327,10 @@ class TextTask:
         return adapters.file(path, named, metadata)
 
     def publish(self, adapters: Adapters, output: Path, metadata: dict[str, str]) -> Path:
-        """Write the folder that peft loads, which names the base model; see `Task.publish`."""
+        """Write the folder that peft loads; see `Task.publish`.
+
+        Its configuration names the base model, the kind of task and the adapted layers.
+        """
         folder = output / PEFT
         adapters.file(folder, self.family.config.with_(format="peft"), metadata).write()
         path = folder / "adapter_config.json"
@@ -320,7 +348,8 @@ class TextTask:
         """Check that `save_merged` can write to `output`.
 
         Raises:
-            ConfigError: `output` exists and is not an empty folder, or has the name of a file.
+            ConfigError: `output` exists and is not an empty folder, or ends in `.safetensors` or
+                `.gguf`.
         """
         if output.suffix in _FILES:
             raise ConfigError(f"--output is {output}; {_FILES[output.suffix]}")
@@ -340,8 +369,8 @@ class TextTask:
         if self._adapters is not None:
             self.family.model.merge_adapter()
         self.family.model.save_pretrained(output)
-        # `save_pretrained` has written a configuration with the present dtype. Keep this
-        # configuration if the dtype was changed, else replace it by the original one.
+        # `save_pretrained` has written a configuration with the present dtype. Keep it if the user
+        # chose the dtype, else replace it by the original configuration.
         copy_files(self.family.weights, output, *([] if self.family.dtype else [CONFIG]))
         as_unquantized(output)
 
@@ -349,7 +378,7 @@ class TextTask:
         """Return the mean loss on a data set of texts, with the adapter if there is one.
 
         Raises:
-            DatasetError: the data set cannot be used, or has pairs of answers: the loss of DPO
+            DatasetError: the data set cannot be used, or has pairs of answers. The loss of DPO
                 compares a model with its base, and a merged model has no base.
         """
         path = dataset_path(dataset)
@@ -374,10 +403,12 @@ class TextTask:
         return self._adapters
 
     def _require_own_layers(self, path: Path) -> None:
-        """Check that a file's adapters are on layers of this model.
+        """Check that at least one of a file's modules is for a layer of this model.
+
+        A file without modules is accepted here; loading it then raises the error.
 
         Raises:
-            WeightsFormatError: none of the file's modules has a name of a layer of this model.
+            WeightsFormatError: the file has modules, and none is for a layer of this model.
         """
         modules = tc.verify_adapter(path, self.family.name, self.family.weights).modules
         if modules and all(module.layer is None for module in modules):
