@@ -10,9 +10,9 @@ import pytest
 
 SNIPPET = """
     tc.set_w8a8(True)
-    weight = tc.quantize(tc.randn((48, 64)), "FORMAT").to("cuda")
+    weight = tc.quantize(tc.randn((OUT, 64)), "FORMAT").to("cuda")
     x = tc.Var(tc.randn((ROWS, 64), dtype="DTYPE", device="cuda"))
-    bias = tc.randn((48,), dtype="DTYPE", device="cuda")
+    bias = tc.randn((OUT,), dtype="DTYPE", device="cuda")
     mark("forward")
     y = tc.nn.functional.linear(x, weight, bias)
     mark("backward")
@@ -25,9 +25,12 @@ TO_F16, TO_BF16, TO_F32 = "28,2", "28,14", "28,0"
 
 
 def calls(cuda: Any, **names: str) -> dict[str, tuple[list[str], list[tuple[str, ...]]]]:
-    """The kernels of both passes, and m, n, k, types and epilogue of their products."""
+    """The kernels of both passes, and m, n, k, types, epilogue and "fast" of their products.
+
+    "fast" is 1 if cuBLASLt may use fast accumulation.
+    """
     code = SNIPPET
-    for name, value in names.items():
+    for name, value in {"OUT": "48", **names}.items():
         code = code.replace(name, value)
     run = cuda.run(code)
     assert run.of("refused") == []
@@ -37,7 +40,7 @@ def calls(cuda: Any, **names: str) -> dict[str, tuple[list[str], list[tuple[str,
         kernels = [
             n for n in of_part.launches if any(w in n for w in ("codes", "quantize", "sums"))
         ]
-        fields = ("m", "n", "k", "types", "epilogue")
+        fields = ("m", "n", "k", "types", "epilogue", "fast")
         products = [tuple(call[field] for field in fields) for call in of_part.of("product")]
         found[part] = (kernels, products)
     return found
@@ -47,17 +50,31 @@ def calls(cuda: Any, **names: str) -> dict[str, tuple[list[str], list[tuple[str,
 @pytest.mark.parametrize("rows", ["77", "1"])
 def test_cublaslt_scales_products_of_e4m3(cuda: Any, dtype: str, types: str, rows: str) -> None:
     found = calls(cuda, FORMAT="fp8", DTYPE=dtype, ROWS=rows)
-    # The epilogue 4 adds the bias.
-    assert found["forward"] == ([f"quantize_rows_{dtype}"], [("48", rows, "64", types, "4")])
-    assert found["backward"] == ([f"quantize_gradient_{dtype}"], [("64", rows, "48", types, "1")])
+    # The epilogue 4 adds the bias. Fast accumulation is for sums of a forward pass that are short
+    # and rounded to bf16.
+    fast = "1" if dtype == "bf16" else "0"
+    products = [("48", rows, "64", types, "4", fast)]
+    assert found["forward"] == ([f"quantize_rows_{dtype}"], products)
+    products = [("64", rows, "48", types, "1", "0")]
+    assert found["backward"] == ([f"quantize_gradient_{dtype}"], products)
+
+
+def test_a_kernel_multiplies_e4m3_if_its_tiles_fill_the_gpu(cuda: Any) -> None:
+    # The GPU has 132 multiprocessors. The forward pass has 8 x 16 tiles of 128 x 80 results, the
+    # backward pass 8 x 1.
+    found = calls(cuda, FORMAT="fp8", DTYPE="bf16", ROWS="1000", OUT="1280")
+    kernels = ["quantize_rows_bf16", "product_of_codes_e4m3_n80_bf16"]
+    assert found["forward"] == (kernels, [])
+    products = [("64", "1000", "1280", TO_BF16, "1", "0")]
+    assert found["backward"] == (["quantize_gradient_bf16"], products)
 
 
 def test_sums_of_e4m3_in_f32_are_scaled_by_a_kernel(cuda: Any) -> None:
     found = calls(cuda, FORMAT="fp8", DTYPE="f32", ROWS="77")
     kernels = ["quantize_rows_f32", "scale_sums_f32"]
-    assert found["forward"] == (kernels, [("48", "80", "64", TO_F32, "1")])
+    assert found["forward"] == (kernels, [("48", "80", "64", TO_F32, "1", "0")])
     kernels = ["quantize_gradient_f32", "scale_sums_f32"]
-    assert found["backward"] == (kernels, [("64", "80", "48", TO_F32, "1")])
+    assert found["backward"] == (kernels, [("64", "80", "48", TO_F32, "1", "0")])
 
 
 def test_a_kernel_multiplies_and_scales_int8(cuda: Any) -> None:

@@ -118,7 +118,16 @@ def test_a_quantized_linear_layer_equals_one_with_its_dequantized_weight(
 @pytest.mark.parametrize("format", ["int8", "fp8"])
 @pytest.mark.parametrize(("dtype", "largest"), [("f32", 1e-3), ("f16", 2e-3), ("bf16", 1e-2)])
 @pytest.mark.parametrize(
-    "shape", [(1, 640, 640), (77, 3072, 48), (333, 48, 1936), (1030, 640, 1280)]
+    "shape",
+    [
+        (1, 640, 640),
+        (77, 3072, 48),
+        (333, 48, 1936),
+        (1030, 640, 1280),
+        # Tiles of 128 x 80 results fill the 132 multiprocessors of an H100 or H200 once and twice.
+        (1000, 1936, 1280),
+        (4000, 1280, 640),
+    ],
 )
 def test_products_of_codes_are_those_of_the_cpu(
     gpu: str, shape: tuple[int, int, int], dtype: str, largest: float, format: str

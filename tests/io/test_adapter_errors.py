@@ -66,7 +66,8 @@ def test_a_file_without_the_adapter_of_the_part_is_rejected(
         path = tmp_path / f"{format}.safetensors"
         attach(unet, "lora").save(path, format=format)
         unet.remove_adapter()
-        with pytest.raises(tc.WeightsFormatError, match="the file has no adapter for the text_encoder:"):
+        message = "the file has no adapter for the text_encoder:"
+        with pytest.raises(tc.WeightsFormatError, match=message):
             encoder().load_adapter(path)
     attach(text := encoder(), "lora").save(path, format="kohya")
     text.remove_adapter()

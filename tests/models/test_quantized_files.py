@@ -136,7 +136,8 @@ def test_a_wrong_number_of_scales_is_an_error_with_the_name_of_the_weight(tmp_pa
     dtype, (count,), content = tensors[key]
     write(file, tensors | {key: (dtype, (count - 1,), content[:-1])})
     weight = re.escape(key.removesuffix(".absmax"))
-    with pytest.raises(tc.errors.WeightsFormatError, match=f'{file.name}: "{weight}": the codes of'):
+    message = f'{file.name}: "{weight}": the codes of'
+    with pytest.raises(tc.errors.WeightsFormatError, match=message):
         FluxTransformer.from_pretrained(tmp_path)
 
 

@@ -1,4 +1,4 @@
-// Products of int8 codes with the matrix instructions and the copy engine of compute capability 9.0 (code for sm_90a alone). One
+// Products of 8-bit codes with the matrix instructions and the copy engine of compute capability 9.0 (code for sm_90a alone). One
 // thread copies tiles; two warpgroups multiply 64 rows by 80 to 256 columns each, scale the sums and store them. Two blocks form a cluster:
 // they take neighbouring tiles of rows and the same columns, and each block fetches half of the columns' codes for both.
 #pragma once
@@ -50,7 +50,9 @@ template <typename T> __device__ __forceinline__ uint4 add_eight(uint4 x, uint4 
 }
 
 // out[i, j] = round((Σ_k x[i, k] w[j, k]) row_scales[i] scales[j] + bias[j]) + residual[i, j], for the rows of all parts of w.
-template <typename T, int COLUMNS, int STAGES> struct CodesProduct {
+// Sum is uint32_t for int8 codes and float for e4m3 codes. The instructions keep about 14 bits of their sums of e4m3 codes, so the sums of
+// stages are added in f32.
+template <typename T, typename Sum, int COLUMNS, int STAGES> struct CodesProduct {
     static constexpr int ROWS = 128, STEP = 128, LEFT_BYTES = ROWS * STEP, STAGE_BYTES = LEFT_BYTES + COLUMNS * STEP,
                          WORKERS = 2 * WARPGROUP, SUMS = COLUMNS / 2;
     using Ring = Stages<STAGES, STAGE_BYTES, 2>;
@@ -92,25 +94,74 @@ template <typename T, int COLUMNS, int STAGES> struct CodesProduct {
             }
     }
 
+    // part = the sums of a stage's products, or part += them. The warpgroup still has to wait for the products.
+    __device__ __forceinline__ void multiply_stage(const Ring &ring, Sum (&part)[SUMS], bool add) const {
+        const uint32_t left = rows_descriptor(ring.address()) + threadIdx.x / WARPGROUP * (64 * STEP / DESCRIBED);
+        const uint32_t right = rows_descriptor(ring.address() + LEFT_BYTES);
+        barrier_wait(ring.barrier(), ring.round & 1);
+        multiply_fence();
+#pragma unroll
+        for (uint32_t slice = 0; slice < STEP; slice += 32)
+            multiply_codes(part, left + slice / DESCRIBED, right + slice / DESCRIBED, add || slice > 0);
+        multiply_commit();
+    }
+
+    // Keeps the compiler from reading sums before the products are done.
+    static __device__ __forceinline__ void settle(Sum (&sums)[SUMS]) {
+#pragma unroll
+        for (int i = 0; i < SUMS; i++)
+            if constexpr (std::is_same_v<Sum, float>) asm volatile("" : "+f"(sums[i])::"memory");
+            else asm volatile("" : "+r"(sums[i])::"memory");
+    }
+
     // sums = the sums of a tile's products.
-    __device__ __forceinline__ void sum_up(Ring &ring, uint32_t (&sums)[SUMS]) const {
-        for (uint32_t k = 0; k < inner; k += STEP) {
-            const uint32_t left = rows_descriptor(ring.address()) + threadIdx.x / WARPGROUP * (64 * STEP / DESCRIBED);
-            const uint32_t right = rows_descriptor(ring.address() + LEFT_BYTES);
-            barrier_wait(ring.barrier(), ring.round & 1);
-            multiply_fence();
-#pragma unroll
-            for (uint32_t slice = 0; slice < STEP; slice += 32)
-                multiply_codes(sums, left + slice / DESCRIBED, right + slice / DESCRIBED, k + slice > 0);
-            multiply_commit();
-            multiply_wait<1>();
-            if (k > 0) ring.leave_last();
-            ring.advance();
+    __device__ __forceinline__ void sum_up(Ring &ring, Sum (&sums)[SUMS]) const {
+        if constexpr (std::is_same_v<Sum, float>) {
+            add_stages(ring, sums);
+        } else {
+            for (uint32_t k = 0; k < inner; k += STEP) {
+                multiply_stage(ring, sums, k > 0);
+                multiply_wait<1>();
+                if (k > 0) ring.leave_last();
+                ring.advance();
+            }
+            multiply_wait<0>();
+            ring.leave_last();
+            settle(sums);
         }
-        multiply_wait<0>();
-        ring.leave_last();
+    }
+
+    // As sum_up. While the products of a stage are computed, the sums of the stage before are added.
+    __device__ __forceinline__ void add_stages(Ring &ring, Sum (&sums)[SUMS]) const {
+        Sum even[SUMS], odd[SUMS];
+        const auto add = [&](Sum (&part)[SUMS]) {
+            settle(part);
 #pragma unroll
-        for (int i = 0; i < SUMS; i++) asm volatile("" : "+r"(sums[i])::"memory");
+            for (int i = 0; i < SUMS; i++) sums[i] += part[i];
+        };
+        const auto add_last = [&](Sum (&part)[SUMS]) {
+            multiply_wait<0>();
+            ring.leave_last();
+            add(part);
+        };
+        // Starts the products of a stage, and adds those of the stage before.
+        const auto follow = [&](Sum (&next)[SUMS], Sum (&part)[SUMS]) {
+            multiply_stage(ring, next, false);
+            multiply_wait<1>();
+            ring.leave_last();
+            ring.advance();
+            add(part);
+        };
+#pragma unroll
+        for (int i = 0; i < SUMS; i++) sums[i] = 0;
+        multiply_stage(ring, even, false);
+        ring.advance();
+        for (uint32_t k = STEP;; k += 2 * STEP) {
+            if (k >= inner) return add_last(even);
+            follow(odd, even);
+            if (k + STEP >= inner) return add_last(odd);
+            follow(even, odd);
+        }
     }
 
     // Factors of a tile's results: those of this thread's two rows, and the factor and the addend of one of the columns. They are loaded
@@ -133,6 +184,7 @@ template <typename T, int COLUMNS, int STAGES> struct CodesProduct {
     }
 
     static __device__ __forceinline__ float number(uint32_t sum) { return static_cast<float>(static_cast<int32_t>(sum)); }
+    static __device__ __forceinline__ float number(float sum) { return sum; }
 
     // The first of this thread's two rows of a tile; the second is eight rows below.
     static __device__ __forceinline__ uint32_t row_of(const Tile &tile) {
@@ -158,7 +210,7 @@ template <typename T, int COLUMNS, int STAGES> struct CodesProduct {
         uint32_t turn = 0;
         for (uint32_t index = blockIdx.x / 2; find(index, tile); index += gridDim.x / 2, turn ^= 1) {
             const Factors factors = load_factors(tile);
-            uint32_t sums[SUMS];
+            Sum sums[SUMS];
             sum_up(ring, sums);
             if (threadIdx.x < COLUMNS) columns[turn][threadIdx.x] = make_float2(factors.column, factors.bias);
             asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
@@ -166,7 +218,7 @@ template <typename T, int COLUMNS, int STAGES> struct CodesProduct {
         }
     }
 
-    __device__ __forceinline__ void store(const Tile &tile, const float (&row_factors)[2], const float2 *columns, const uint32_t (&sums)[SUMS]) const {
+    __device__ __forceinline__ void store(const Tile &tile, const float (&row_factors)[2], const float2 *columns, const Sum (&sums)[SUMS]) const {
         const CodePart &part = parts.list[tile.part];
         const uint32_t row = row_of(tile), t = threadIdx.x % 4;
 #pragma unroll

@@ -83,7 +83,8 @@ pub(crate) fn allocate_outside(size: u64) -> Result<(u64, c_int), Status> {
         charge(device, size)?;
         let mut address = 0;
         // SAFETY: as above.
-        check(unsafe { driver::cuMemAlloc_v2(&raw mut address, size as usize) }).inspect_err(|_| refund(device, size))?;
+        check(unsafe { driver::cuMemAlloc_v2(&raw mut address, size as usize) })
+            .inspect_err(|_| refund(device, size))?;
         Ok(address)
     };
     let address = match attempt() {

@@ -91,8 +91,7 @@ impl Streaming {
         let (names, count) = (blocks(shapes, &layers), options.blocks);
         if count > names.len() {
             let found = names.len();
-            let message =
-                format!("found {count} blocks to stream, expected at most {found}, all that can be streamed");
+            let message = format!("found {count} blocks to stream, expected at most {found}, all that can be streamed");
             return Err(Error::argument("stream_blocks", message));
         }
         if options.modulation && layers.modulation.is_empty() {

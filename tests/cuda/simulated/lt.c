@@ -4,6 +4,7 @@
 struct descriptor {
     int compute, scale, transpose_a, transpose_b, epilogue, bias_type, pointer_mode;
     int scale_modes[2];
+    int8_t fast;
     const void *bias, *aux, *scales[2];
     long long aux_distance;
 };
@@ -88,7 +89,7 @@ int cublasLtMatmulDescDestroy(struct descriptor *descriptor) {
 int cublasLtMatmulDescSetAttribute(struct descriptor *descriptor, int attribute, const void *value, size_t bytes) {
     enum {
         COMPUTE, SCALE, POINTER_MODE, TRANSPOSE_A, TRANSPOSE_B, EPILOGUE = 7, BIAS = 8, AUX = 11, AUX_DISTANCE = 12, A_SCALES = 17,
-        B_SCALES = 18, BIAS_TYPE = 26, A_SCALE_MODE = 31, B_SCALE_MODE = 32
+        B_SCALES = 18, FAST_ACCUMULATION = 25, BIAS_TYPE = 26, A_SCALE_MODE = 31, B_SCALE_MODE = 32
     };
     switch (attribute) {
     case COMPUTE: return copy(&descriptor->compute, 4, value, bytes);
@@ -100,6 +101,7 @@ int cublasLtMatmulDescSetAttribute(struct descriptor *descriptor, int attribute,
     case BIAS: return copy(&descriptor->bias, 8, value, bytes);
     case AUX: return copy(&descriptor->aux, 8, value, bytes);
     case AUX_DISTANCE: return copy(&descriptor->aux_distance, 8, value, bytes);
+    case FAST_ACCUMULATION: return copy(&descriptor->fast, 1, value, bytes);
     case BIAS_TYPE: return copy(&descriptor->bias_type, 4, value, bytes);
     case A_SCALES: case B_SCALES: return copy(&descriptor->scales[attribute - A_SCALES], 8, value, bytes);
     case A_SCALE_MODE: case B_SCALE_MODE: return copy(&descriptor->scale_modes[attribute - A_SCALE_MODE], 4, value, bytes);
@@ -195,7 +197,7 @@ int cublasLtMatmul(void *handle, const struct descriptor *descriptor, const void
         ranges[count++] =
             (struct simulated_range){(CUdeviceptr)(uintptr_t)descriptor->bias, (size_t)layout_d->rows * type_bytes(type)};
     }
-    return queue_product("cublasLtMatmul", stream, layout_d->rows, layout_d->columns,
+    return queue_product(descriptor->fast ? "cublasLtMatmul fast=1" : "cublasLtMatmul fast=0", stream, layout_d->rows, layout_d->columns,
                          descriptor->transpose_a ? layout_a->rows : layout_a->columns, layout_d->count, layout_a->type, layout_d->type,
                          factor, descriptor->epilogue, ranges, count);
 }

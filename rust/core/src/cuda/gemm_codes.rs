@@ -66,12 +66,15 @@ pub struct Scaled {
     pub y: Address,
     /// The distance between rows of the result, in elements.
     pub stride: usize,
+    /// Whether sums may have about 14 bits, which takes less time, instead of those of f32.
+    pub is_fast: bool,
 }
 
 /// Computes y (m, n) = x (m, k) times the transpose of w (n, k), both matrices of e4m3 codes. Row i of the product is
 /// multiplied by element i of `x_scales`, and column j by element j of `w_scales`; then `bias` is added to each row,
-/// and `addend` to the product. Sums are in f32, results in `dtype`. Returns false if cuBLASLt does not support the
-/// product. Only compute capability 9.0 supports such products, for results in f16 and bf16.
+/// and `addend` to the product. Results are in `dtype`, and sums in f32 unless they may be [fast](Scaled::is_fast).
+/// Returns false if cuBLASLt does not support the product. Only compute capability 9.0 supports such products, for
+/// results in f16 and bf16.
 ///
 /// Source: <https://docs.nvidia.com/cuda/cublas/#outer-vector-scaling-for-fp8-data-types>
 ///
@@ -87,12 +90,12 @@ pub unsafe fn scaled_product_of_codes(
     [m, n, k]: [usize; 3],
     dtype: DType,
 ) -> Result<bool> {
-    let Scaled { x, x_scales, w, w_scales, bias, addend, y, stride } = operands;
+    let Scaled { x, x_scales, w, w_scales, bias, addend, y, stride, is_fast } = operands;
     if !gpu.is_hopper() || !matches!(dtype, DType::F16 | DType::BF16) {
         return Ok(false);
     }
     let key = Key {
-        arithmetic: Arithmetic::ScaledE4m3 { dtype, has_bias: bias.is_some() },
+        arithmetic: Arithmetic::ScaledE4m3 { dtype, has_bias: bias.is_some(), is_fast },
         sizes: [n, m, k],
         operands: [(true, k as i64), (false, k as i64)],
         distance: stride as i64,

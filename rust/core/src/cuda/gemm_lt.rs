@@ -99,6 +99,9 @@ fn find(gpu: &Gpu, key: &Key, extras: Extras) -> Result<Option<Call>> {
         set_description(&description, Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_MODE, &mode)?;
         set_vectors(&description, extras)?;
     }
+    if key.arithmetic.is_fast() {
+        set_description(&description, Attribute::CUBLASLT_MATMUL_DESC_FAST_ACCUM, &1i8)?;
+    }
     let preference = Owned(result::create_matmul_pref().map_err(failed)?, result::destroy_matmul_pref);
     type Preference = sys::cublasLtMatmulPreferenceAttributes_t;
     let (_, workspace) = gpu.workspace();

@@ -28,9 +28,9 @@ pub(super) enum Arithmetic {
     Int8,
     /// e4m3 numbers, with sums in f32.
     E4m3,
-    /// e4m3 numbers, with sums in f32 that are multiplied by a scale for each row and for each column. The results have
-    /// this dtype, f16 or bf16, and so has the bias if there is one.
-    ScaledE4m3 { dtype: DType, has_bias: bool },
+    /// e4m3 numbers, with sums that are multiplied by a scale for each row and for each column. The results have this
+    /// dtype, f16 or bf16, and so has the bias if there is one. `is_fast`: sums have about 14 bits instead of those of f32.
+    ScaledE4m3 { dtype: DType, has_bias: bool, is_fast: bool },
 }
 
 impl Arithmetic {
@@ -52,6 +52,11 @@ impl Arithmetic {
     /// Whether the operands are f16 or bf16.
     pub(super) const fn is_half(self) -> bool {
         matches!(self, Self::Half { .. } | Self::Bias { dtype: DType::F16 | DType::BF16, .. })
+    }
+
+    /// Whether sums have fewer bits than those of f32.
+    pub(super) const fn is_fast(self) -> bool {
+        matches!(self, Self::ScaledE4m3 { is_fast: true, .. })
     }
 
     /// The types of the operands and of the result.

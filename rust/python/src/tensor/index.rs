@@ -138,7 +138,8 @@ fn apply(tensor: &tc::Tensor, items: &[Item<'_>]) -> Result<tc::Tensor> {
                 let size = result.dims()[dim];
                 let index = if *position < 0 { position.saturating_add_unsigned(size as u64) } else { *position };
                 if !(0..size as i64).contains(&index) {
-                    let message = format!("position {position} is out of range for dimension {source_dim} of size {size}");
+                    let message =
+                        format!("position {position} is out of range for dimension {source_dim} of size {size}");
                     return Err(tc::Error::index(OP, message).into());
                 }
                 result = quick(|| result.narrow(dim, index as usize, 1)?.squeeze(dim))?;

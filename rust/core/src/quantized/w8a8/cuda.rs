@@ -1,6 +1,6 @@
-//! The CUDA form: `kernels/codes.cu` around products of 8-bit numbers. On compute capability 9.0 a kernel computes int8
-//! products and scales the sums itself, and cuBLASLt does the same for e4m3. Elsewhere cuBLASLt computes the sums, and
-//! another kernel scales them.
+//! The CUDA form: `kernels/codes.cu` around products of 8-bit numbers. On compute capability 9.0, a kernel or cuBLASLt
+//! computes the products and scales the sums itself: the kernel for int8 and, if its tiles fill the GPU, for e4m3.
+//! Elsewhere cuBLASLt computes the sums, and another kernel scales them.
 
 mod hopper;
 mod scaled;
@@ -338,7 +338,7 @@ fn gradient_of_rounded(
         return Ok(Some(dx));
     }
     if scaled::is_possible(gpu, kind, dtype)
-        && scaled::part(gpu, g, (&turned.codes, &turned.ones), (&dx, 0), Addends::default())?
+        && scaled::part(gpu, g, (&turned.codes, &turned.ones), (&dx, 0), Addends::default(), false)?
     {
         return Ok(Some(dx));
     }

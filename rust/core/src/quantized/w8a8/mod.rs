@@ -10,7 +10,8 @@
 //! - dx = s_g (q_g q_w), where q_g and s_g are the codes and scales of g = dy s_w. The sum runs over the rows of the
 //!   weight, which have different scales, so dy is multiplied by these scales before it is rounded.
 //!
-//! Products of int8 codes are summed exactly, products of e4m3 codes in f32; a result is rounded once to its dtype. The backward
+//! Products of int8 codes are summed exactly, products of e4m3 codes in f32. In a forward pass with results in bf16,
+//! cuBLASLt may sum up to 1280 products of e4m3 codes with fewer bits. A result is rounded once to its dtype. The backward
 //! pass ignores that x was rounded: the gradient passes the rounding unchanged (a straight-through estimator).
 
 #[cfg(feature = "cuda")]

@@ -65,7 +65,10 @@ pub fn cross_entropy(
         return Err(Error::device(OP, "the targets are on another device than the logits; move one with to()"));
     }
     if !(0.0..=1.0).contains(&label_smoothing) {
-        return Err(Error::argument(OP, format!("label_smoothing is {label_smoothing}, expected a number from 0 to 1")));
+        return Err(Error::argument(
+            OP,
+            format!("label_smoothing is {label_smoothing}, expected a number from 0 to 1"),
+        ));
     }
     on_device!(
         logits.device(),

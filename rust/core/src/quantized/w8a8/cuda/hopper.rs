@@ -1,4 +1,4 @@
-//! Products of int8 codes on compute capability 9.0: the host side of `codes_hopper.cu`.
+//! Products of 8-bit codes on compute capability 9.0: the host side of `codes_hopper.cu`.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::codes_hopper::{MODULE, ProductOfCodesInt8N80 as Arguments};
@@ -24,10 +24,12 @@ struct Tile {
     name: &'static str,
 }
 
-const TILES: [Tile; 3] = [
+const NARROW: Tile = Tile { columns: 80, stages: 8, name: "_n80" };
+const INT8_TILES: [Tile; 4] = [
     Tile { columns: 256, stages: 4, name: "_n256" },
+    Tile { columns: 160, stages: 6, name: "_n160" },
     Tile { columns: 128, stages: 6, name: "_n128" },
-    Tile { columns: 80, stages: 8, name: "_n80" },
+    NARROW,
 ];
 
 impl Tile {
@@ -43,13 +45,23 @@ impl Tile {
     }
 }
 
-/// Whether the device has these kernels, and they multiply codes of `kind` and write results of `dtype`.
-pub(super) fn is_possible(gpu: &Gpu, kind: Codes, dtype: DType) -> bool {
-    kind == Codes::Int8 && gpu.is_hopper() && !MODULE.image.is_empty() && matches!(dtype, DType::F16 | DType::BF16)
+/// The kernel for a product with `rows` rows, on a device that computes `most` clusters at a time. For int8, the one that is
+/// expected to take the least time. For e4m3 there is one kernel; `None` if cuBLASLt is expected to be faster: its tiles of
+/// 128 columns leave more of the device idle than this kernel's only if this kernel's fill the device once or twice.
+fn choose(kind: Codes, rows: usize, parts: &[CodePart], most: usize) -> Option<&'static Tile> {
+    let rounds = |tile: &Tile| tile.clusters(rows, parts).div_ceil(most);
+    match kind {
+        Codes::Int8 => INT8_TILES.iter().min_by_key(|tile| rounds(tile) * (tile.columns + REST)),
+        Codes::E4m3 => {
+            let (clusters, rounds) = (NARROW.clusters(rows, parts), rounds(&NARROW));
+            (rounds <= 2 && 8 * clusters >= 7 * rounds * most).then_some(&NARROW)
+        }
+    }
 }
 
-/// Writes x Wᵀ plus the addends to `y`, where the rows of W are those of the `count` parts. An element of y is the sum of products of codes, times
-/// the scales of its row and column, plus the bias, rounded; then the residual is added. Returns false if the device, format or dtype is not supported.
+/// Writes x Wᵀ plus the addends to `y`, where the rows of W are those of the `count` parts. An element of y is the sum of
+/// products of codes, times the scales of its row and column, plus the bias, rounded; then the residual is added. Returns
+/// false if the device or the dtype is not supported, or if cuBLASLt is expected to be faster.
 pub(super) fn product(
     gpu: &Gpu,
     kind: Codes,
@@ -58,15 +70,14 @@ pub(super) fn product(
     y: &Raw,
     Addends { bias, residual }: Addends<'_>,
 ) -> Result<bool> {
-    if !is_possible(gpu, kind, y.dtype()) {
+    if !gpu.is_hopper() || MODULE.image.is_empty() || !matches!(y.dtype(), DType::F16 | DType::BF16) {
         return Ok(false);
     }
     let encoder = Encoder::new(OP, DType::U8)?;
     let inner = x.columns as u64;
     let most = (gpu.multiprocessors() / 2).max(1);
     let list = &parts.list[..count];
-    let time = |tile: &&Tile| tile.clusters(x.rows, list).div_ceil(most) * (tile.columns + REST);
-    let Some(tile) = TILES.iter().min_by_key(time) else { return Ok(false) };
+    let Some(tile) = choose(kind, x.rows, list, most) else { return Ok(false) };
     let map = |at: Address, rows: u64, box_rows: usize| {
         encoder.boxes(at, [inner, 1, rows], [STEP as u32, 1, box_rows as u32])
     };
@@ -89,7 +100,11 @@ pub(super) fn product(
         count: count32(OP, count)?,
     };
     let shape = Shape { grid: [2 * clusters as u32, 1, 1], block: [384, 1, 1], shared: tile.shared() };
-    let function = gpu.named::<Arguments>("product_of_codes_int8", tile.name, suffix(OP, y.dtype())?)?;
+    let name = match kind {
+        Codes::Int8 => "product_of_codes_int8",
+        Codes::E4m3 => "product_of_codes_e4m3",
+    };
+    let function = gpu.named::<Arguments>(name, tile.name, suffix(OP, y.dtype())?)?;
     // SAFETY: codes, scales, addends and y have these rows and columns, and parts cover the columns.
     unsafe { function.launch(OP, gpu, shape, arguments) }?;
     Ok(true)
