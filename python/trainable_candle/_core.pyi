@@ -1075,9 +1075,9 @@ class DiffusionObjective:
 
     Args:
         schedule: the noise schedule of the model's training.
-        timesteps: the distribution of timesteps, "uniform", "logit_normal" or "mode" (arXiv:2403.03206).
-        logit_mean: mean of the normal distribution of "logit_normal"; a positive mean favours noisy timesteps.
-        logit_std: standard deviation of that normal distribution, above 0.
+        timesteps: the distribution of timesteps: "uniform", "logit_normal" or "mode" (arXiv:2403.03206).
+        logit_mean: for "logit_normal", the mean of the normal distribution; a positive mean favours noisy timesteps.
+        logit_std: for "logit_normal", the standard deviation of the normal distribution, above 0.
         shift: a number above 1 shifts the timesteps towards noise, a number below 1 towards data; 1 changes nothing.
         min_timestep: the first timestep that may be drawn.
         max_timestep: the timestep after the last one that may be drawn; None means the number of timesteps of the
@@ -1085,21 +1085,21 @@ class DiffusionObjective:
         min_snr_gamma: gamma of min-SNR weights (arXiv:2303.09556). The weight of a timestep in the loss is
             min(SNR, gamma) / SNR if the model predicts noise, and min(SNR, gamma) / (SNR + 1) if it predicts velocities.
             SNR is the timestep's signal-to-noise ratio. The paper uses 5; with None all timesteps have the weight 1.
-        noise_offset: the standard deviation of additional noise that has one value for each channel of each example, 0
-            to about 0.1.
+        noise_offset: the standard deviation of additional noise that has one value for each channel of each example. 0
+            adds none; up to about 0.1 is usual.
         multires_noise_iterations: the largest number of levels of multiresolution noise. The first level is normal noise of
             the size of the latents. Each further level has a lower resolution and is enlarged to that size. All levels are
             added to the noise of the latents, and the sum is scaled to a standard deviation of 1 over the example. 0 adds no
-            levels; 6 to 10 are usual.
+            levels; 6 to 10 are usual. Levels need latents (B, C, H, W).
         multires_noise_discount: the weight of each level after the first, divided by the weight of the level before it;
             above 0 and below 1.
         loss: the loss of an element: "mse", "l1", "huber" (torch's huber_loss) or "smooth_l1" (the Huber loss divided
             by delta).
-        huber_delta: delta of the Huber losses, above 0, and at most 1 unless `huber_schedule` is "constant". The losses
-            are linear for differences above delta.
+        huber_delta: delta of the losses "huber" and "smooth_l1", above 0, and at most 1 unless `huber_schedule` is
+            "constant". These losses are linear for differences above delta.
         huber_schedule: the delta of timestep t of the schedule's T timesteps (arXiv:2403.16728), where d is
             `huber_delta`: "constant" for d, "exponential" for d ** (t / T), "snr" for
-            (1 - d) / (1 + sigma) ** 2 + d with the timestep's entry of the schedule's `sigmas`.
+            (1 - d) / (1 + sigma) ** 2 + d, where sigma is `schedule.sigmas[t]`.
         device: the device of the latents.
 
     Raises:
@@ -1136,8 +1136,9 @@ class DiffusionObjective:
         weights: Tensor | None = None,
     ) -> Tensor:
         """
-        Compute the loss of a prediction. An example's loss is the mean of the losses of its elements, times its min-SNR
-        weight and its entry in `weights`. The result is the mean over the examples of the batch.
+        Compute the loss of a prediction. An example's loss is the mean of the losses of its elements, weighted by
+        `mask` and multiplied by the example's min-SNR weight and its entry in `weights`. The result is the mean over
+        the examples of the batch.
 
         Args:
             prediction: the model's output for `noised.sample` at `noised.timesteps`.
@@ -1151,7 +1152,8 @@ class DiffusionObjective:
             A scalar in f32.
 
         Raises:
-            ShapeError, DTypeError, DeviceError: if an argument does not fit `noised`.
+            ShapeError: if the shape of an argument does not fit `noised`.
+            DeviceError: if the tensors are on different devices.
         """
     def noise(
         self,
@@ -1165,14 +1167,17 @@ class DiffusionObjective:
 
         Args:
             latents: (B, C, ...).
-            samples: the number of each example, counted through the whole training run. If given, an example's noise and
-                timestep depend only on its number and `seed`, and the library's generator does not advance. By default,
-                the library's generator gives noise and timesteps.
+            samples: the number of each example's sample, counted from 0 through the whole training run. If given, an
+                example's noise and timestep depend only on this number and `seed`, and the library's generator does not
+                advance. By default, the library's generator gives noise and timesteps.
             seed: the seed of the run; it has an effect only with `samples`.
 
         Raises:
-            ShapeError, DTypeError, DeviceError: if the latents do not fit, or if there is not one number for each
-                example.
+            ShapeError: if the latents have fewer than two dimensions, or other than four for multiresolution noise, or
+                if `samples` does not have one number for each example.
+            DTypeError: if the latents are not floating point.
+            DeviceError: if the latents are on another device than the objective.
+            ArgumentError: if `seed` or a number is outside the range 0 to 2**64 - 1.
         """
     def noise_at(self, /, latents: Tensor, noise: Tensor, timesteps: Tensor) -> NoisedLatents:
         """
@@ -1181,11 +1186,13 @@ class DiffusionObjective:
         Args:
             latents: (B, C, ...).
             noise: in the shape of the latents.
-            timesteps: (B,), integers.
+            timesteps: (B,), i64 or u32.
 
         Raises:
-            ShapeError, DTypeError, DeviceError: if the three tensors do not fit together.
-            IndexOutOfRangeError: if there is no such timestep.
+            ShapeError: if the latents have fewer than two dimensions, or the three shapes do not fit together.
+            DTypeError: if the latents are not floating point, or the timesteps are neither i64 nor u32.
+            DeviceError: if a tensor is on another device than the objective.
+            IndexOutOfRangeError: if the schedule does not have one of the timesteps.
         """
     def validation_noise(
         self,
@@ -1195,9 +1202,9 @@ class DiffusionObjective:
         seed: SupportsIndex = 0,
     ) -> NoisedLatents:
         """
-        Add noise to latents for a validation loss. An example has the same noise and timestep in every call and in any
-        batch. The library's generator does not advance. The timesteps of examples with consecutive numbers are spread
-        evenly over the whole range of timesteps.
+        Add noise to latents for a validation loss. With the same `seed`, an example has the same noise and timestep in
+        every call and in any batch. The library's generator does not advance. The timesteps of examples with
+        consecutive numbers are spread evenly over the whole range of timesteps.
 
         Args:
             latents: (B, C, ...).
@@ -1205,8 +1212,11 @@ class DiffusionObjective:
             seed: the seed of the noise; the timesteps do not depend on it.
 
         Raises:
-            ShapeError, DTypeError, DeviceError: if the latents do not fit, or if `examples` does not have one number for each
-                example of the batch.
+            ShapeError: if the latents have fewer than two dimensions, or if `examples` does not have one number for
+                each example of the batch.
+            DTypeError: if the latents are not floating point.
+            DeviceError: if the latents are on another device than the objective.
+            ArgumentError: if `seed` is outside the range 0 to 2**64 - 1, or a number outside 0 to 2**32 - 1.
         """
 
 @final
@@ -1567,8 +1577,9 @@ class GradScaler:
     Scales the loss so that f16 gradients do not vanish, and skips steps whose gradients overflowed, as
     `torch.amp.GradScaler` does.
 
-    An iteration calls `scaler.scale(loss).backward()`, then optionally `scaler.unscale_(opt)` and clipping, then
-    `scaler.step(opt)` and `scaler.update()`.
+    An iteration calls `scaler.scale(loss).backward()`, then optionally `scaler.unscale_(optimizer)` and clipping, then
+    `scaler.step(optimizer)` and `scaler.update()`. If the loss is on a CUDA device, the first use of the scaler moves
+    the scale to the device, so use the scaler once before `tc.cuda.capture`.
 
     ```python
     scaler = tc.optim.GradScaler()
@@ -1577,14 +1588,15 @@ class GradScaler:
     tc.optim.clip_grad_norm_(model.parameters(), 1.0)
     scaler.step(optimizer)
     scaler.update()
+    optimizer.zero_grad()
     ```
 
     Args:
-        init_scale: the scale at the beginning, above 0.
+        init_scale: the first scale, above 0.
         growth_factor: the scale is multiplied by this after `growth_interval` steps in a row with finite gradients;
             above 1.
-        backoff_factor: the scale is multiplied by this after a step with an infinity or a NaN; in (0, 1).
-        growth_interval: the number of steps in a row with finite gradients before the scale grows.
+        backoff_factor: the scale is multiplied by this after a step with a non-finite gradient; in (0, 1).
+        growth_interval: the number of steps in a row with finite gradients after which the scale grows, at least 1.
         enabled: if False, the scaler changes neither losses nor gradients and takes every step.
 
     Raises:
@@ -1606,34 +1618,39 @@ class GradScaler:
         """
     def load_state_dict(self, /, state: dict[str, SupportsFloat | SupportsIndex]) -> None:
         """
-        Load the scale and the number of steps from a result of `state_dict`.
+        Load `scale` and `growth_tracker` from a result of `state_dict`.
 
         Raises:
             ConfigError: if an entry is missing.
-            ArgumentError: if the scale is not a number above 0, or the number of steps is not an integer of at least 0.
+            ArgumentError: if `scale` is not a finite number above 0, or `growth_tracker` not an integer of at least 0.
         """
     def scale(self, /, loss: Tensor) -> Tensor:
         """
-        Multiply the loss by the scale.
+        Return the loss times the scale, or the loss itself if the scaler is not enabled.
 
         Raises:
             DTypeError: if the loss is not floating point.
         """
     def state_dict(self, /) -> dict[str, float]:
         """
-        Return the scale (`scale`) and the number of steps in a row with finite gradients (`growth_tracker`). On a CUDA
-        device, this method waits for the device's work.
+        Return a dict with the scale (`scale`) and the number of steps in a row with finite gradients since the scale
+        last changed (`growth_tracker`). On a CUDA device, this method waits for the device's work.
         """
     def step(self, /, optimizer: Optimizer) -> bool | None:
         """
-        Unscale the gradients, unless `unscale_` has done so. Then let the optimizer step, unless a gradient is
-        non-finite.
+        Let the optimizer take a step with the gradients divided by the scale. If a gradient is non-finite, skip the
+        step.
+
+        If `unscale_` has not divided the gradients, `step` divides them: on the CPU in place; on a CUDA device while
+        the optimizer reads them, so that `grad` stays scaled.
 
         Returns:
-            Whether the step was taken; None on a CUDA device, because the answer would need synchronization.
+            Whether the step was taken, always True if the scaler is not enabled. An enabled scaler on a CUDA device
+            returns None, because the answer would need synchronization.
 
         Raises:
             ArgumentError: if `step` was already called for this optimizer since the last `update`.
+            The errors of the optimizer's `step`.
         """
     def unscale_(self, /, optimizer: Optimizer) -> None:
         """
@@ -1644,11 +1661,11 @@ class GradScaler:
         """
     def update(self, /) -> None:
         """
-        End the iteration: the scale falls after a skipped step, and grows after `growth_interval` steps in a row with
-        finite gradients.
+        End the iteration: the scale falls if a gradient was non-finite, and grows after `growth_interval` steps in a
+        row with finite gradients.
 
         Raises:
-            ArgumentError: if no optimizer was unscaled or stepped since the last call.
+            ArgumentError: if neither `unscale_` nor `step` was called since the last `update`.
         """
 
 @final
@@ -2326,14 +2343,14 @@ class NoisedLatents:
 
     Args:
         sample: the noised latents, (B, C, ...).
-        timesteps: the timestep of each example, (B,), i64.
+        timesteps: the timestep of each example, (B,), i64 or u32.
         target: the target of the prediction, in the shape of the latents, f32.
     """
     def __new__(cls, /, sample: Tensor, timesteps: Tensor, target: Tensor) -> NoisedLatents: ...
     @property
     def sample(self, /) -> Tensor:
         """
-        The noised latents, in the shape and dtype of the latents.
+        The noised latents, in the shape and dtype of the latents without noise.
         """
     @property
     def target(self, /) -> Tensor:
@@ -2343,7 +2360,7 @@ class NoisedLatents:
     @property
     def timesteps(self, /) -> Tensor:
         """
-        The timestep of each example: (B,), i64.
+        The timestep of each example: (B,), i64, or the dtype of the timesteps that `noise_at` got.
         """
 
 @disjoint_base
@@ -2356,8 +2373,8 @@ class Optimizer:
     optimizer.step()
     optimizer.zero_grad()
     optimizer.lr = 1e-4
-    again = tc.optim.AdamW(model.parameters(), lr=1e-4)
-    again.load_state_dict(optimizer.state_dict())
+    resumed = tc.optim.AdamW(model.parameters(), lr=1e-4)
+    resumed.load_state_dict(optimizer.state_dict())
     ```
     """
     def __new__(
@@ -2370,8 +2387,9 @@ class Optimizer:
         states: str = "device",
     ) -> Optimizer:
         """
-        Make an optimizer of the kind `kind` over `params`. `settings` has the hyper-parameters that differ from the
-        kind's defaults.
+        Make an optimizer of the kind `kind`, such as "AdamW", over the variables `params`. `settings` has
+        hyper-parameters by name; all others have the kind's defaults. The docstrings of the subclasses describe the
+        other arguments and the errors.
         """
     def __repr__(self, /) -> str: ...
     @property
@@ -2382,8 +2400,12 @@ class Optimizer:
         """
     def eval(self, /) -> None:
         """
-        Replace the variables' values by the averages that the optimizer keeps, for validation or saving. Does nothing if
-        the optimizer keeps no averages.
+        Replace the variables' values by the averages that the optimizer keeps, for validation or saving. `eval` does
+        nothing if the optimizer keeps no averages, or if they have already replaced the values.
+
+        Raises:
+            OutOfMemoryError: if a copy of the variables does not fit into memory.
+            DeviceError: if called inside a function that is being captured (`tc.cuda.capture`).
         """
     @property
     def group_lrs(self, /) -> list[float]:
@@ -2391,21 +2413,26 @@ class Optimizer:
         The learning rate of each parameter group. To change them, assign a list with one number for each group.
 
         Raises:
-            ArgumentError: on assignment, if there is not one number for each group, or if a number is negative or not
-                finite.
+            ArgumentError: on assignment, if there is not one number for each group, or if a number is negative or
+                non-finite.
+            DeviceError: on assignment inside a function that is being captured (`tc.cuda.capture`).
         """
     @group_lrs.setter
     def group_lrs(self, /, lrs: SupportsGetItem[int, SupportsFloat | SupportsIndex]) -> None: ...
     def load_state_dict(self, /, state: dict[str, Tensor]) -> None:
         """
-        Load the states of an optimizer of the same kind over variables of the same shapes. After each of the following
-        errors, nothing has changed.
+        Load the states of an optimizer of the same kind over variables of the same shapes. After the errors below,
+        nothing has changed. But if the states cannot be copied to a GPU, the optimizer has loaded them, and its next
+        step tries the copy again.
 
         Raises:
-            ConfigError: if an optimizer of another kind has saved the states, if only one of the two optimizers rounds
-                stochastically, or if states are missing or not expected.
+            ConfigError: if the states come from an optimizer of another kind; if they were saved with stochastic
+                rounding and this optimizer does not round stochastically, or the reverse; or if states are missing, not
+                expected or invalid.
             ShapeError, DTypeError: if a state has another shape or dtype.
-            ArgumentError: if `eval` has replaced the values, or if a learning rate is out of range.
+            ArgumentError: if `eval` has replaced the variables' values, or if a learning rate is negative or
+                non-finite.
+            DeviceError: if called inside a function that is being captured (`tc.cuda.capture`).
         """
     @property
     def lr(self, /) -> float:
@@ -2413,22 +2440,30 @@ class Optimizer:
         The learning rate of the first parameter group. Assignment sets the learning rate of all groups.
 
         Raises:
-            ArgumentError: on assignment, if the number is negative or not finite.
+            ArgumentError: on assignment, if the number is negative or non-finite.
+            DeviceError: on assignment inside a function that is being captured (`tc.cuda.capture`).
         """
     @lr.setter
     def lr(self, /, lr: SupportsFloat | SupportsIndex) -> None: ...
     @property
     def state_bytes(self, /) -> int:
         """
-        Bytes of all existing states and master values. On the CPU, a variable's first step creates the variable's states.
-        On a CUDA device, the first step of any variable creates the states of all variables.
+        The number of bytes of all existing states and master values. On the CPU, a variable's first step creates the
+        variable's states. On a CUDA device, the first step of any variable creates the states of all variables; with
+        `states="host"`, the constructor creates them.
         """
     def state_dict(self, /) -> dict[str, Tensor]:
         """
-        Return a copy of all states, on the CPU. INDEX numbers the variables through all groups. `INDEX.NAME` is the
-        state NAME of variable INDEX, and `INDEX.master` the variable's f32 master values. `step` (i64) has the number
-        of steps of each variable, `lr` (f64) the learning rate of each group, and `kind` (u8) the optimizer's name in
-        ASCII. With stochastic rounding, `seed` (i64) has the seed of the random bits.
+        Return a copy of all states on the CPU, as a dict with the following entries. INDEX counts the variables of all
+        groups from 0.
+
+        - `INDEX.NAME`: the state NAME of the variable
+        - `INDEX.master`: the f32 master values of the variable, if it has them
+        - `step` (i64): the number of steps of each variable
+        - `lr` (f64): the learning rate of each group
+        - `kind` (u8): the optimizer's name in ASCII
+        - `seed` (i64): the seed of the random bits, if the optimizer rounds stochastically
+        - states that belong to no variable, such as Prodigy's estimate, under their own names
         """
     def step(self, /, *, if_finite: Tensor | None = None) -> None:
         """
@@ -2436,18 +2471,22 @@ class Optimizer:
 
         Args:
             if_finite: a tensor of one element, such as the norm that `clip_grad_norm_` returned. If the element is infinite
-                or NaN, nothing changes and no step is counted. A CUDA device makes this decision without synchronization.
+                or NaN, nothing changes and no step is counted. A CUDA device decides this by itself; the host does not
+                wait.
 
         Raises:
             ShapeError: if `if_finite` does not have exactly one element.
-            ArgumentError: if `eval` has replaced the values, or a variable was replaced by a copy on another device or in
-                another dtype.
-            OutOfMemoryError: if the states do not fit.
+            ArgumentError: if `eval` has replaced the variables' values, or a variable was replaced by a copy on another
+                device or in another dtype.
+            OutOfMemoryError: if the states do not fit into memory.
         """
     def train(self, /) -> None:
         """
         Restore the values that `eval` has replaced, bit for bit. Call `train` before the next step. It does nothing if
         `eval` has not replaced the values.
+
+        Raises:
+            DeviceError: if called inside a function that is being captured (`tc.cuda.capture`).
         """
     def zero_grad(self, /) -> None:
         """
@@ -2676,13 +2715,14 @@ class PartFacts:
 @final
 class QuantizedTensor:
     """
-    A frozen matrix, stored as scales, and codes of four to eight bits per value. `quantize` makes one, and
+    A frozen matrix, stored as a code of four to eight bits for each element, and scales. `quantize` makes one, and
     `nn.functional.linear` takes it as a weight.
 
     ```python
     weight = tc.quantize(tc.randn(64, 128), "int8")
     y = tc.nn.functional.linear(tc.randn(3, 128), weight)
-    assert (y.shape, weight.nbytes) == ((3, 64), 64 * 128 + 64 * 4)
+    assert y.shape == (3, 64)
+    assert weight.nbytes == 64 * 128 + 64 * 4  # a byte for each element, an f32 scale for each row
     ```
     """
     def __repr__(self, /) -> str: ...
@@ -2695,6 +2735,7 @@ class QuantizedTensor:
 
         Raises:
             DTypeError: if the dtype is not floating point.
+            OutOfMemoryError: if the values do not fit into memory.
         """
     @property
     def device(self, /) -> str:
@@ -2719,7 +2760,7 @@ class QuantizedTensor:
         Make a matrix from ggml blocks, as GGUF files store them.
 
         Args:
-            blocks: u8, (rows, the number of bytes of a row's blocks).
+            blocks: u8, (rows, number of bytes of each row's blocks).
             format: "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k" or "q6_k".
             dtype: the dtype of the values that the matrix represents; default f32.
 
@@ -2740,12 +2781,13 @@ class QuantizedTensor:
     @property
     def shape(self, /) -> tuple[int, ...]:
         """
-        The numbers of rows and columns.
+        The shape: (rows, columns).
         """
     def tensors(self, /) -> dict[str, Tensor]:
         """
-        Return the tensors that store the matrix: "codes" (u8) and "scales"; for "nf4" also "scale_codes" (u8) and
-        "offset". A matrix of ggml blocks has only "codes": its blocks contain the scales.
+        Return a dict of the tensors that store the matrix: "codes" (u8) and "scales" (f32). A matrix in "nf4" also has
+        "scale_codes" (u8) and "offset" (f32), because its scales are quantized too. A matrix of ggml blocks has only
+        "codes": its blocks contain the scales.
         """
     def to(self, /, device: str) -> QuantizedTensor:
         """
@@ -2753,6 +2795,7 @@ class QuantizedTensor:
 
         Raises:
             DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
+            OutOfMemoryError: if the copy does not fit into memory.
         """
 
 @final
@@ -2951,16 +2994,18 @@ class Sampler:
 @final
 class Schedule:
     """
-    The factor on the learning rate as a function of the step, as in transformers' schedules with warm-up. Over the
-    first `warmup_steps` steps the factor rises linearly from 0; afterwards `kind` determines it.
+    A learning-rate schedule with warm-up, as in transformers: the factor by which the initial learning rate is
+    multiplied in each step. Over the first `warmup_steps` steps the factor rises linearly from 0 to 1; afterwards
+    `kind` determines it.
 
     Args:
         kind: "constant", "linear", "cosine" or "polynomial".
         warmup_steps: the number of steps of the warm-up.
         total_steps: the number of steps of the training, warm-up included; "constant" ignores it.
-        num_cycles: for "cosine", the number of periods of the cosine; 0.5 lets the factor fall from 1 to 0 once.
-        end: for "polynomial", the factor at the end of the training, in [0, 1).
-        power: for "polynomial", the exponent, above 0.
+        num_cycles: for "cosine", the number of periods of the cosine, at least 0. With 0.5, the factor falls from 1 at
+            the end of the warm-up to 0 at the end of the training.
+        end: for "polynomial", the factor at the end of the training and after it, in [0, 1).
+        power: for "polynomial", the exponent, above 0; 1 gives a straight line.
 
     Raises:
         ArgumentError: if the kind is unknown or a number is out of range.
@@ -2979,6 +3024,9 @@ class Schedule:
     def factor(self, /, step: SupportsIndex) -> float:
         """
         Return the factor of the learning rate in step `step`, counted from 0.
+
+        Raises:
+            ArgumentError: if `step` is negative.
         """
 
 @final
@@ -3007,12 +3055,12 @@ class T5Encoder(Model):
 @disjoint_base
 class Tensor(ComposedMethods):
     """
-    An immutable array of numbers on a device, with the operation that computed it on the autograd tape.
+    An immutable array of numbers on a device.
 
     Make one with `tensor`, `zeros`, `randn` and similar functions. The tape records operations on tensors that depend
-    on a `Var`; `backward` follows the tape. Shapes broadcast as in numpy. Elementwise arithmetic and comparisons of two
-    tensors promote dtypes as torch does; other operations need tensors of one dtype. A Python number gets the tensor's
-    dtype, except that a Python float and a tensor of integers give a result in f32.
+    on a `Var`, and `backward` computes gradients from the tape. Shapes broadcast as in numpy. Elementwise arithmetic
+    and comparisons of two tensors promote dtypes as torch does; other operations need tensors of one dtype. A Python
+    number gets the tensor's dtype, except that a Python float and a tensor of integers give a result in f32.
 
     ```python
     t = tc.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -3028,7 +3076,7 @@ class Tensor(ComposedMethods):
     @property
     def T(self, /) -> Tensor:
         """
-        The dimensions in reverse order: the transpose of a matrix.
+        A view with the dimensions in reverse order; the transpose, if the tensor is a matrix.
         """
     def __abs__(self, /) -> Tensor: ...
     def __add__(self, other: object, /) -> Tensor: ...
@@ -3070,15 +3118,29 @@ class Tensor(ComposedMethods):
     def __float__(self, /) -> builtins.float: ...
     def __format__(self, /, spec: str) -> str:
         """
-        Format a tensor without dimensions like a Python number, as torch does. With a format specification, the same holds
-        for every tensor of one element.
+        Format the only element like a Python number. Without a format specification, a tensor with dimensions gives its
+        `repr`, as in torch.
+
+        Raises:
+            ShapeError: if there is a format specification, and not exactly one element.
+            DeviceError: for a tensor on a GPU inside a function that is being captured (`tc.cuda.capture`).
         """
     def __ge__(self, other: object, /) -> Tensor: ...
     def __getitem__(self, index: Any, /) -> Tensor:
         """
-        Index with integers, slices with any step, None and ... as in numpy. The index may also contain either one integer
-        tensor (indices along one dimension) or one u8 mask, as in torch. The result is a view unless the index contains a
-        tensor or a slice with a step other than 1. Indexing is differentiable.
+        Index with integers, slices with any step, None and `...` as in numpy. The index may also contain either one
+        tensor of integers (positions along one dimension) or one u8 mask, as in torch; an array or a list counts as a
+        tensor. The result is a view unless the index contains a tensor or a slice with a step other than 1. Indexing is
+        differentiable.
+
+        Raises:
+            IndexOutOfRangeError: if a position is out of range, the index has more dimensions than this tensor, a mask
+                has another shape than the dimensions to which it applies, `...` appears twice, or an entry has another
+                type.
+            DTypeError: if a tensor in the index is not u8, u32 or i64.
+            ArgumentError: if the index contains several tensors, or an integer outside the range of i64.
+            ValueError: if the step of a slice is 0.
+            DeviceError: if the index contains a tensor on a GPU inside a function that is being captured.
         """
     def __gt__(self, other: object, /) -> Tensor: ...
     def __hash__(self, /) -> int:
@@ -3100,8 +3162,8 @@ class Tensor(ComposedMethods):
     def __radd__(self, other: object, /) -> Tensor: ...
     def __reduce__(self, /) -> tuple[Any, tuple[NDArray[Any], str, str]]:
         """
-        Pickles and copies contain the values. A variable becomes a variable without a gradient; any other tensor
-        becomes a constant.
+        Return the values for a pickle or a copy, and the function that makes a tensor of them. A variable becomes a
+        variable without a gradient; any other tensor becomes a constant.
         """
     def __repr__(self, /) -> str: ...
     def __rmatmul__(self, other: object, /) -> Tensor: ...
@@ -3113,12 +3175,12 @@ class Tensor(ComposedMethods):
     def __truediv__(self, other: object, /) -> Tensor: ...
     def abs(self, /) -> Tensor:
         """
-        Return the absolute value; the gradient at 0 is 0.
+        Return the absolute value of each element; the gradient at 0 is 0.
         """
     def argmax(self, /, dim: SupportsIndex | None = None, keepdim: bool = False) -> Tensor:
         """
-        Return the index of the largest element, in i64. If several elements are largest, it is the index of the first
-        of them. The result has no gradient.
+        Return the index of the largest element, in i64. If several elements are largest, return the index of the first
+        of them. NaN counts as the largest. The result has no gradient.
 
         Args:
             dim: the dimension to reduce; by default, the result is the index in the flattened tensor.
@@ -3126,7 +3188,7 @@ class Tensor(ComposedMethods):
 
         Raises:
             IndexOutOfRangeError: if the dimension is out of range.
-            ShapeError: if there are no elements.
+            ShapeError: if a reduced dimension has the size 0.
             DTypeError: if the tensor is not floating point.
         """
     def backward(self, /, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
@@ -3152,12 +3214,13 @@ class Tensor(ComposedMethods):
         new leading dimensions.
 
         Raises:
-            ShapeError: if this tensor's shape does not broadcast to `shape`.
+            ShapeError: if this tensor's shape does not broadcast to `shape`, or a size is negative.
+            OutOfMemoryError: if a tensor of shape `shape` without repeated elements would not fit into memory.
         """
     def chunk(self, /, chunks: SupportsIndex, dim: SupportsIndex = 0) -> list[Tensor]:
         """
-        Split the tensor along `dim` into views of ceil(size / `chunks`) indices each. As in torch, the last view may be
-        smaller, and there may be fewer than `chunks` views.
+        Split the tensor along `dim` into views. Each view has the size ceil(size / `chunks`) along `dim`, where size is
+        that of this tensor. As in torch, the last view may be smaller, and there may be fewer than `chunks` views.
 
         Raises:
             ArgumentError: if `chunks` is less than 1.
@@ -3170,7 +3233,7 @@ class Tensor(ComposedMethods):
         max: SupportsFloat | SupportsIndex | None = ...,
     ) -> Tensor:
         """
-        Limit each element to [min, max]. The gradient of elements outside of this range is 0.
+        Limit each element to [min, max]; None means no limit. The gradient of elements outside of this range is 0.
 
         Raises:
             ArgumentError: if neither limit is given, a limit is NaN, or min > max.
@@ -3183,14 +3246,14 @@ class Tensor(ComposedMethods):
         """
     def cos(self, /) -> Tensor:
         """
-        Return the cosine.
+        Return the cosine of each element.
 
         Raises:
             DTypeError: if the tensor is not floating point.
         """
     def cumsum(self, /, dim: SupportsIndex) -> Tensor:
         """
-        Return the cumulative sum along `dim`: element i of the result is the sum of elements 0 to i.
+        Return the cumulative sum along `dim`: element i of the result is the sum of the elements 0 to i, both included.
 
         Raises:
             IndexOutOfRangeError: if the dimension is out of range.
@@ -3212,12 +3275,14 @@ class Tensor(ComposedMethods):
         """
     def embedding(self, /, ids: Tensor) -> Tensor:
         """
-        Look up the rows `ids` of this table (entries, width). If `ids` has the shape (...), the result is (..., width).
+        Look up the rows with the indices `ids` in this table (rows, width). If `ids` has the shape (...), the result is
+        (..., width).
 
         Raises:
-            IndexOutOfRangeError: if a row index is out of range.
+            IndexOutOfRangeError: if an index is negative, or not less than the number of rows.
             ShapeError: if the table is not a matrix.
-            DTypeError: if `ids` is not an integer tensor.
+            DTypeError: if `ids` is neither i64 nor u32.
+            DeviceError: if `ids` is on another device.
         """
     def exp(self, /) -> Tensor:
         """
@@ -3228,14 +3293,17 @@ class Tensor(ComposedMethods):
         """
     def expand(self, /, *shape: int | tuple[int, ...] | list[int]) -> Tensor:
         """
-        As `broadcast_to`, but the size -1 means the size of this tensor's dimension, as in torch.
+        Return the same as `broadcast_to`, but the size -1 means the size of this tensor's dimension, as in torch.
 
         Raises:
-            ShapeError: if this tensor's shape does not broadcast to the shape.
+            ShapeError: if this tensor's shape does not broadcast to `shape`, a new leading dimension has the size -1,
+                or a size is less than -1.
+            OutOfMemoryError: as for `broadcast_to`.
         """
     def flatten(self, /, start_dim: SupportsIndex = 0, end_dim: SupportsIndex = -1) -> Tensor:
         """
-        Merge the dimensions from `start_dim` to `end_dim`, both included, into one dimension.
+        Merge the dimensions from `start_dim` to `end_dim`, both included, into one dimension. A tensor without
+        dimensions becomes a vector of one element.
 
         Raises:
             ArgumentError: if `start_dim` comes after `end_dim`.
@@ -3243,7 +3311,7 @@ class Tensor(ComposedMethods):
         """
     def float(self, /) -> Tensor:
         """
-        Return the values in f32.
+        Return a tensor with the same values in f32.
         """
     def gather(self, /, dim: SupportsIndex, index: Tensor) -> Tensor:
         """
@@ -3252,16 +3320,18 @@ class Tensor(ComposedMethods):
 
         Args:
             dim: the dimension along which `index` selects.
-            index: i64 or u32, with as many dimensions as this tensor. Negative indices are out of range.
+            index: i64 or u32, with as many dimensions as this tensor, and sizes of at most this tensor's except along
+                `dim`. Negative indices are out of range.
 
         Raises:
             IndexOutOfRangeError: if an index or the dimension is out of range.
-            ShapeError: if the shapes do not fit.
+            ShapeError: if `index` has another number of dimensions or a larger size.
             DTypeError: if `index` is neither i64 nor u32.
+            DeviceError: if `index` is on another device.
         """
     def gelu(self, /, approximate: str = "none") -> Tensor:
         """
-        Apply GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415).
+        Apply GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415) to each element x.
 
         Args:
             approximate: "none" for x * Phi(x), where Phi is the standard normal distribution function, computed with the
@@ -3273,16 +3343,18 @@ class Tensor(ComposedMethods):
         """
     def index_select(self, /, dim: SupportsIndex, index: Tensor) -> Tensor:
         """
-        Select the slices with the indices `index` along `dim`. The result has n slices along `dim`.
+        Select the n slices with the indices `index` along `dim`, in the order of `index`. The result has the size n
+        along `dim`.
 
         Args:
             dim: the dimension.
-            index: (n,), i64 or u32, without negative indices.
+            index: (n,), i64 or u32. Negative indices are out of range.
 
         Raises:
             IndexOutOfRangeError: if an index or the dimension is out of range.
             ShapeError: if `index` does not have one dimension.
             DTypeError: if `index` is neither i64 nor u32.
+            DeviceError: if `index` is on another device.
         """
     def is_contiguous(self, /) -> bool:
         """
@@ -3299,17 +3371,18 @@ class Tensor(ComposedMethods):
 
         Raises:
             ShapeError: if there is not exactly one element.
+            DeviceError: for a tensor on a GPU inside a function that is being captured (`tc.cuda.capture`).
         """
     def log(self, /) -> Tensor:
         """
-        Return the natural logarithm.
+        Return the natural logarithm of each element.
 
         Raises:
             DTypeError: if the tensor is not floating point.
         """
     def log_softmax(self, /, dim: SupportsIndex = -1) -> Tensor:
         """
-        Return the logarithm of `softmax`, computed without overflow or underflow.
+        Return the logarithm of `softmax`. It neither overflows nor underflows.
 
         Raises:
             IndexOutOfRangeError: if the dimension is out of range.
@@ -3351,8 +3424,9 @@ class Tensor(ComposedMethods):
         right as (k, 1), and the result does not have the added dimension of size 1.
 
         Raises:
-            ShapeError: if the shapes do not fit.
+            ShapeError: if an operand has no dimensions, the sizes k differ, or the batch dimensions do not broadcast.
             DTypeError: if the dtypes differ or are not floating point.
+            DeviceError: if the operands are on different devices.
         """
     def max(
         self,
@@ -3363,8 +3437,8 @@ class Tensor(ComposedMethods):
         axis: SupportsIndex | Sequence[SupportsIndex] | None = None,
     ) -> Tensor:
         """
-        Return the largest element. Over one dimension, the first of equal elements gets the gradient; over several or
-        all dimensions, equal elements share the gradient equally.
+        Return the largest element. NaN counts as the largest. With one dimension in `dim`, the first of equal elements
+        gets the gradient; with several dimensions or without `dim`, equal elements share the gradient equally.
 
         Args:
             dim: the dimension or dimensions to reduce; default all.
@@ -3374,15 +3448,18 @@ class Tensor(ComposedMethods):
         Raises:
             IndexOutOfRangeError: if a dimension is out of range.
             ArgumentError: if a dimension is given twice, or both `dim` and `axis` are given.
-            ShapeError: if there are no elements.
+            ShapeError: if a reduced dimension has the size 0.
         """
     def maximum(self, /, other: Tensor | builtins.float | int) -> Tensor:
         """
-        Return the larger of each pair of elements. Equal elements share the gradient.
+        Return the larger of each pair of elements. Equal elements share the gradient equally.
 
         Raises:
             ShapeError: if the shapes do not broadcast.
-            DTypeError: if `other` is a numpy array of another dtype.
+            DTypeError: if `other` is an array of numpy or another library with another dtype.
+            ArgumentError: if `other` is an integer outside the range of this tensor's dtype, or of f64 if the dtype is
+                floating point.
+            DeviceError: if the operands are on different devices.
         """
     def mean(
         self,
@@ -3414,7 +3491,7 @@ class Tensor(ComposedMethods):
         axis: SupportsIndex | Sequence[SupportsIndex] | None = None,
     ) -> Tensor:
         """
-        Return the smallest element. Equal elements get gradients as in `max`.
+        Return the smallest element. NaN counts as the smallest. Equal elements get gradients as in `max`.
 
         Args:
             dim: the dimension or dimensions to reduce; default all.
@@ -3424,22 +3501,25 @@ class Tensor(ComposedMethods):
         Raises:
             IndexOutOfRangeError: if a dimension is out of range.
             ArgumentError: if a dimension is given twice, or both `dim` and `axis` are given.
-            ShapeError: if there are no elements.
+            ShapeError: if a reduced dimension has the size 0.
         """
     def minimum(self, /, other: Tensor | builtins.float | int) -> Tensor:
         """
-        Return the smaller of each pair of elements. Equal elements share the gradient.
+        Return the smaller of each pair of elements. Equal elements share the gradient equally.
 
         Raises:
             ShapeError: if the shapes do not broadcast.
-            DTypeError: if `other` is a numpy array of another dtype.
+            DTypeError: if `other` is an array of numpy or another library with another dtype.
+            ArgumentError: if `other` is an integer outside the range of this tensor's dtype, or of f64 if the dtype is
+                floating point.
+            DeviceError: if the operands are on different devices.
         """
     def narrow(self, /, dim: SupportsIndex, start: SupportsIndex, length: SupportsIndex) -> Tensor:
         """
-        Return a view of the indices from `start` to `start + length - 1` along `dim`.
+        Return a view of the `length` slices along `dim` from index `start` on.
 
         Raises:
-            IndexOutOfRangeError: if an index of this range, or `dim`, is out of range.
+            IndexOutOfRangeError: if `dim` is out of range, or `start + length` is more than the size of the dimension.
             ArgumentError: if `start` or `length` is negative.
         """
     @property
@@ -3471,13 +3551,17 @@ class Tensor(ComposedMethods):
 
         Raises:
             DTypeError: for bf16, which numpy does not have; convert with `.to("f32")` first.
+            DeviceError: for a tensor on a GPU inside a function that is being captured (`tc.cuda.capture`).
         """
     def permute(self, /, *dims: int | tuple[int, ...] | list[int]) -> Tensor:
         """
-        Reorder the dimensions. The order is given as arguments or one sequence.
+        Reorder the dimensions: dimension i of the result is dimension `dims[i]` of this tensor.
+
+        Args:
+            dims: the dimensions in the new order, as arguments or one sequence.
 
         Raises:
-            ShapeError: if the order does not have all dimensions.
+            ShapeError: if `dims` does not have all dimensions.
             ArgumentError: if a dimension is given twice.
             IndexOutOfRangeError: if a dimension is out of range.
         """
@@ -3487,8 +3571,10 @@ class Tensor(ComposedMethods):
 
         Raises:
             ShapeError: if the shapes do not broadcast.
-            DTypeError: if neither this tensor nor the exponent is floating point, or if the exponent is a numpy array
-                of another dtype.
+            DTypeError: if neither this tensor nor the exponent is floating point, or if the exponent is an array of
+                numpy or another library with another dtype.
+            ArgumentError: if the exponent is an integer outside the range of f64.
+            DeviceError: if the operands are on different devices.
         """
     def reciprocal(self, /) -> Tensor:
         """
@@ -3499,7 +3585,7 @@ class Tensor(ComposedMethods):
         """
     def relu(self, /) -> Tensor:
         """
-        Return max(x, 0); NaN stays NaN.
+        Return max(x, 0) for each element x; NaN stays NaN.
 
         Raises:
             DTypeError: if the tensor is not floating point.
@@ -3511,7 +3597,8 @@ class Tensor(ComposedMethods):
         """
     def reshape(self, /, *shape: int | tuple[int, ...] | list[int]) -> Tensor:
         """
-        Return the same elements, in row-major order, in another shape. The result is a view if the layout allows it.
+        Return the same elements, in row-major order, in another shape. The result is a view if this tensor is
+        contiguous, and a copy otherwise.
 
         Args:
             shape: the sizes, as arguments or one sequence. One size may be -1: it is computed from the number of elements.
@@ -3527,28 +3614,28 @@ class Tensor(ComposedMethods):
         """
     def sigmoid(self, /) -> Tensor:
         """
-        Return 1 / (1 + exp(-x)).
+        Return 1 / (1 + exp(-x)) for each element x.
 
         Raises:
             DTypeError: if the tensor is not floating point.
         """
     def silu(self, /) -> Tensor:
         """
-        Return x * sigmoid(x).
+        Return x * sigmoid(x) for each element x.
 
         Raises:
             DTypeError: if the tensor is not floating point.
         """
     def sin(self, /) -> Tensor:
         """
-        Return the sine.
+        Return the sine of each element.
 
         Raises:
             DTypeError: if the tensor is not floating point.
         """
     def softmax(self, /, dim: SupportsIndex = -1) -> Tensor:
         """
-        Compute exp(x) / sum(exp(x)), where the sum is along `dim`, computed without overflow.
+        Return exp(x) / sum(exp(x)) for each element x, with the sum along `dim`. It does not overflow.
 
         Raises:
             IndexOutOfRangeError: if the dimension is out of range.
@@ -3575,21 +3662,21 @@ class Tensor(ComposedMethods):
         """
     def sqrt(self, /) -> Tensor:
         """
-        Return the square root.
+        Return the square root of each element.
 
         Raises:
             DTypeError: if the tensor is not floating point.
         """
     def square(self, /) -> Tensor:
         """
-        Return the square.
+        Return the square of each element.
 
         Raises:
             DTypeError: if the tensor is not floating point.
         """
     def squeeze(self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None) -> Tensor:
         """
-        Remove the dimensions of size 1. If `dim` is given, remove only those that are among the dimensions `dim`.
+        Remove the dimensions of size 1. If `dim` is given, remove only those among the dimensions `dim`.
 
         Raises:
             IndexOutOfRangeError: if a dimension is out of range.
@@ -3617,7 +3704,7 @@ class Tensor(ComposedMethods):
         """
     def tanh(self, /) -> Tensor:
         """
-        Return the hyperbolic tangent.
+        Return the hyperbolic tangent of each element.
 
         Raises:
             DTypeError: if the tensor is not floating point.
@@ -3633,7 +3720,8 @@ class Tensor(ComposedMethods):
         """
         Return a tensor with the same values in another dtype or on another device.
 
-        A cast between floating point dtypes is differentiable. The gradient has this tensor's dtype.
+        Casts between floating point dtypes and copies to another device are differentiable. The gradient has this
+        tensor's dtype and device.
 
         Args:
             target: a dtype ("bf16", "float32", tc.float16) or a device ("cpu", "cuda", "cuda:1").
@@ -3645,10 +3733,14 @@ class Tensor(ComposedMethods):
             DTypeError: if the dtype is unknown.
             DeviceError: if the device is unknown.
             CudaUnavailableError: if the device is a CUDA device and CUDA cannot be used. The message says why.
+            OutOfMemoryError: if the result does not fit into memory.
         """
     def tolist(self, /) -> Any:
         """
         Return the elements as nested lists of Python numbers. A tensor without dimensions gives a number.
+
+        Raises:
+            DeviceError: for a tensor on a GPU inside a function that is being captured (`tc.cuda.capture`).
         """
     def transpose(self, /, dim0: SupportsIndex, dim1: SupportsIndex) -> Tensor:
         """
@@ -3675,7 +3767,8 @@ class Tensor(ComposedMethods):
         axis: SupportsIndex | Sequence[SupportsIndex] | None = None,
     ) -> Tensor:
         """
-        Return the variance: the sum of the squared deviations from the mean of n elements, divided by n - `correction`.
+        Return the variance: the sum of the squared deviations from the mean, divided by n - `correction`, where n is
+        the number of elements in the sum.
 
         Args:
             dim: the dimension or dimensions to reduce; default all.
@@ -3691,7 +3784,7 @@ class Tensor(ComposedMethods):
         """
     def view(self, /, *shape: int | tuple[int, ...] | list[int]) -> Tensor:
         """
-        Return the same as `reshape`; torch has both names.
+        Return the same as `reshape`; torch has both names. So the result may be a copy.
         """
 
 @final
@@ -3923,14 +4016,16 @@ def arange(
 
     Args:
         start: the first value. If `end` is not given, `start` is the end, and the first value is 0.
-        end: the end of the range; all values are before it.
+        end: the end of the range, which is not one of the values.
         step: the difference between neighbouring values.
         dtype: the dtype; default i64 if all arguments are integers, else f32. The values are exact if all arguments are
             integers in the range of i64 and the dtype is i64; otherwise they are computed in f64 and then converted.
         device: the device.
 
     Raises:
-        ArgumentError: if `step` is 0, an argument is not finite or is a tensor, or f64 cannot represent the number of values.
+        ArgumentError: if `step` is 0 or so small that f64 cannot represent the number of values, or if an argument is
+            non-finite, a tensor or an array.
+        DTypeError: if the dtype is unknown.
         DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
         OutOfMemoryError: if the values do not fit into memory.
     """
@@ -3955,9 +4050,10 @@ def cat(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor
 
     Raises:
         ArgumentError: if there are no tensors.
-        ShapeError: if the sizes do not agree.
+        ShapeError: if the numbers of dimensions differ, or the sizes of another dimension than `dim`.
         DTypeError: if the dtypes differ.
         IndexOutOfRangeError: if the dimension is out of range.
+        OutOfMemoryError: if the result does not fit into memory.
     """
 
 def checkpoint(function: Callable[..., Any], *tensors: Tensor, policy: str = "full") -> Any:
@@ -4332,13 +4428,18 @@ def empty_like(
     input: Tensor, dtype: DType | str | None = None, device: str | None = None
 ) -> Tensor:
     """
-    Make a tensor of unspecified values in the shape of `input`, for callers that use only its shape or overwrite its
-    values. By default it has the dtype and the device of `input`.
+    Make a tensor of unspecified values in the shape of `input`, for callers that do not read the values. By default it
+    has the dtype and the device of `input`.
 
     ```python
     x = tc.tensor([1, 2, 3])
     assert tc.empty_like(x, dtype="f32").shape == x.shape
     ```
+
+    Raises:
+        DTypeError: if the dtype is unknown.
+        DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
+        OutOfMemoryError: if the tensor does not fit into memory.
     """
 
 def eye(
@@ -4362,6 +4463,7 @@ def eye(
 
     Raises:
         ArgumentError: if `n` or `m` is negative.
+        DTypeError: if the dtype is unknown.
         DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
         OutOfMemoryError: if the tensor does not fit into memory.
     """
@@ -4434,15 +4536,15 @@ def full(
 
     Args:
         shape: the sizes of the dimensions.
-        value: a number, or a tensor of one element.
+        value: a number, or a tensor or an array of one element.
         dtype: the dtype; default f32 for a float and i64 for an integer.
         device: the device.
 
     Raises:
-        DTypeError: if the value is a float and `dtype` is an integer dtype.
-        ArgumentError: if the value is an integer outside the range of an integer `dtype`, or of f64 if `dtype` is floating
-            point.
-        ShapeError: if a size is negative, or `value` is a tensor that does not have exactly one element.
+        DTypeError: if the dtype is unknown, or it is an integer dtype and the value is a float.
+        ArgumentError: if the value is an integer outside the range of an integer dtype, or of f64 if the dtype is
+            floating point.
+        ShapeError: if a size is negative, or `value` is a tensor or an array that does not have exactly one element.
         DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
         OutOfMemoryError: if the tensor does not fit into memory.
     """
@@ -4492,8 +4594,8 @@ def get_num_threads() -> int:
 
 def get_rng_state() -> tuple[int, int]:
     """
-    Return the state of the library's generator: (seed, position in its sequence of random numbers). After
-    `set_rng_state(state)`, the generator repeats the random numbers that it gave after this call.
+    Return the state of the library's generator: (seed, position in the sequence of random numbers of this seed). After
+    `set_rng_state(state)`, the generator repeats the random numbers that followed this state.
 
     ```python
     state = tc.get_rng_state()
@@ -5034,15 +5136,15 @@ def normal_samples(
 
     Args:
         shape: the shape of the values of one sample.
-        samples: the index of each of the B samples, counted through the whole training run.
+        samples: the numbers of the B samples, counted from 0 through the whole training run.
         seed: the seed of the run, 0 to 2**64 - 1.
-        purpose: the name of the random numbers' purpose.
+        purpose: what the random numbers are for, such as "noise".
 
     Returns:
         (B, *shape), f32.
 
     Raises:
-        ArgumentError: if no purpose has this name, or a number is out of range.
+        ArgumentError: if the purpose is unknown, or a number is out of range.
     """
 
 def ones(
@@ -5058,6 +5160,7 @@ def ones(
 
     Raises:
         ShapeError: if a size is negative.
+        DTypeError: if the dtype is unknown.
         DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
         OutOfMemoryError: if the tensor does not fit into memory.
     """
@@ -5070,6 +5173,11 @@ def ones_like(input: Tensor, dtype: DType | str | None = None, device: str | Non
     x = tc.tensor([1, 2, 3])
     assert tc.ones_like(x, dtype="f32").shape == x.shape
     ```
+
+    Raises:
+        DTypeError: if the dtype is unknown.
+        DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
+        OutOfMemoryError: if the tensor does not fit into memory.
     """
 
 def optimizer_kinds() -> list[tuple[str, str, int, dict[str, Any]]]:
@@ -5125,21 +5233,21 @@ def quantize(tensor: Tensor, format: str) -> QuantizedTensor:
 
     ```python
     weight = tc.randn(64, 128)
-    codes = tc.quantize(weight, "nf4")
-    assert (codes.dequantize() - weight).abs().mean().item() < 0.1
+    quantized = tc.quantize(weight, "nf4")
+    assert (quantized.dequantize() - weight).abs().mean().item() < 0.1
     ```
 
     Args:
         tensor: floating point, (out_features, in_features).
         format: "int8" for integers with a scale per row; "fp8" for e4m3 numbers with a scale per row; "nf4" for four
-            bits as in bitsandbytes, in blocks of 64 elements whose scales are quantized in blocks of 256; "q8_0" or
-            "q4_0" for blocks of 32 elements of a row, each with a scale, as in GGUF files.
+            bits as in bitsandbytes, with a scale per block of 64 elements, where each block of 256 scales is quantized
+            too; "q8_0" or "q4_0" for blocks of 32 elements of a row, each block with a scale, as in GGUF files.
 
     Raises:
         ShapeError: if the tensor is not a matrix, or for "q8_0" and "q4_0", if a row does not consist of whole blocks.
         DTypeError: if the tensor is not floating point.
-        ArgumentError: if the format is unknown, or if the tensor requires a gradient or has values that are not finite or
-            too large for the format.
+        ArgumentError: if the format is unknown or only `from_blocks` supports it, or if the tensor requires a gradient
+            or has values that are non-finite or too large for the format.
     """
 
 def quick_gelu(input: Tensor) -> Tensor:
@@ -5166,7 +5274,7 @@ def rand(
         device: the device.
 
     Raises:
-        DTypeError: if the dtype is not floating point.
+        DTypeError: if the dtype is unknown or not floating point.
         ShapeError: if a size is negative.
         DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
         OutOfMemoryError: if the tensor does not fit into memory.
@@ -5179,7 +5287,7 @@ def randint(
     device: str = "cpu",
 ) -> Tensor:
     """
-    Draw random integers in i64, uniform in [low, high), from the library's generator (see `manual_seed`).
+    Draw random i64 integers, uniform in [low, high), from the library's generator (see `manual_seed`).
 
     Args:
         low: the smallest value.
@@ -5188,7 +5296,8 @@ def randint(
         device: the device.
 
     Raises:
-        ArgumentError: if the range is empty or has more than 2**32 - 1 values.
+        ArgumentError: if `low` or `high` is outside the range of i64, or the range [low, high) is empty or has more
+            than 2**32 - 1 values.
         ShapeError: if a size is negative.
         DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
         OutOfMemoryError: if the tensor does not fit into memory.
@@ -5206,7 +5315,7 @@ def randn(
         device: the device.
 
     Raises:
-        DTypeError: if the dtype is not floating point.
+        DTypeError: if the dtype is unknown or not floating point.
         ShapeError: if a size is negative.
         DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
         OutOfMemoryError: if the tensor does not fit into memory.
@@ -5451,6 +5560,7 @@ def set_float32_matmul_precision(precision: str) -> None:
     Args:
         precision: "highest" for f32, the default; "high" for TF32, which is several times as fast on tensor cores, but
             rounds both factors to a mantissa of 10 bits. The precision affects neither other dtypes nor the CPU.
+            Captured graphs keep the precision with which they were recorded.
 
     Raises:
         ArgumentError: if `precision` has another value.
@@ -5520,14 +5630,15 @@ def set_w8a8(enabled: bool) -> None:
 
     Right before a product, the activations or gradients are rounded to the format of the weight. The scale of each row of
     activations or gradients is the row's largest magnitude divided by 127 (int8) or 448 (fp8), as in torchao's dynamic
-    quantization. In the backward pass, the product sums over the rows of the weight; there, the scales of the weight's
-    rows are multiplied into the gradient before the gradient is rounded. Sums of int8 products are exact; sums of fp8
-    products are in f32. Layers with other formats, and layers whose numbers of features are not multiples of 16, multiply
-    values. Products of codes need a GPU of compute capability 7.5 or higher for int8, and 8.9 or higher for fp8; older GPUs
-    multiply values.
+    quantization. In the backward pass, the product sums over the rows of the weight, so each gradient is multiplied by
+    the scales of these rows before it is rounded. Sums of int8 products are exact; sums of fp8 products are in f32.
 
-    Choose before a model is loaded: SDXL's UNet then quantizes the layers of its feed-forward networks alone, because the
-    products of its other layers are too small to gain speed.
+    Layers multiply values if their weights have other formats, if their numbers of features are not multiples of 16, or
+    if their inputs are f64. On a GPU, products of codes need compute capability 7.5 or higher for int8, and 8.9 or
+    higher for fp8; older GPUs multiply values.
+
+    Choose before a model is loaded: if layers multiply codes, loading SDXL's UNet in int8 or fp8 quantizes only the
+    layers of its feed-forward networks, because the products of its other layers are too small to gain speed.
 
     Args:
         enabled: whether layers multiply codes from now on. By default they multiply the values that codes represent.
@@ -5618,6 +5729,7 @@ def stack(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tens
         ShapeError: if the shapes differ.
         DTypeError: if the dtypes differ.
         IndexOutOfRangeError: if the dimension is out of range.
+        OutOfMemoryError: if the result does not fit into memory.
     """
 
 def stream_seed(seed: SupportsIndex, purpose: str, number: SupportsIndex) -> int:
@@ -5627,11 +5739,11 @@ def stream_seed(seed: SupportsIndex, purpose: str, number: SupportsIndex) -> int
 
     Args:
         seed: the seed of the run, 0 to 2**64 - 1.
-        purpose: the name of the random numbers' purpose.
-        number: the index of the sample, batch or other item that the stream belongs to, 0 to 2**64 - 1.
+        purpose: what the random numbers are for, such as "noise". The error for another value lists all purposes.
+        number: the number of the sample, batch or other item that the stream belongs to, 0 to 2**64 - 1.
 
     Raises:
-        ArgumentError: if no purpose has this name, or a number is out of range.
+        ArgumentError: if the purpose is unknown, or a number is out of range.
     """
 
 def swiglu(input: Tensor) -> Tensor:
@@ -5666,11 +5778,11 @@ def tensor(data: Any, dtype: DType | str | None = None, device: str | None = Non
         device: the device. By default, a Tensor keeps its device, and other data are put on the CPU.
 
     Raises:
-        DTypeError: if the data are not numbers, or no dtype can represent them (complex, uint64).
+        DTypeError: if the data are not numbers, no dtype can represent them (complex, uint64), or `dtype` is unknown.
         ShapeError: if nested lists are ragged or deeper than 32.
         ValueError: if lists contain arrays of different shapes.
-        ArgumentError: if a number in lists is an integer outside the range of i64, or if `dtype` is an integer dtype and a
-            number in lists is NaN or outside its range; or if lists contain a Tensor.
+        ArgumentError: if a number, alone or in lists, is an integer outside the range of i64; if `dtype` is an integer
+            dtype and such a number is NaN or outside the range of `dtype`; or if lists contain a Tensor.
         DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
         OutOfMemoryError: if the copy does not fit into memory.
     """
@@ -5789,13 +5901,15 @@ def where(condition: Tensor, input: Tensor | float | int, other: Tensor | float 
     Args:
         condition: a u8 tensor, such as the result of a comparison.
         input: a tensor or a number.
-        other: a tensor or a number. If `input` and `other` are numbers, the result is f32.
+        other: a tensor or a number. If both `input` and `other` are numbers, the result is f32.
 
     Raises:
         DTypeError: if `condition` is not u8, `input` and `other` are tensors of different dtypes, or one of them is a float
             and the other a tensor of integers.
-        ArgumentError: if an integer is outside the range of the other's dtype.
+        ArgumentError: if `input` or `other` is an integer outside the range of the result's dtype, or outside the range
+            of f64 if this dtype is floating point.
         ShapeError: if the shapes do not broadcast.
+        DeviceError: if the tensors are on different devices.
     """
 
 def zeros(
@@ -5811,6 +5925,7 @@ def zeros(
 
     Raises:
         ShapeError: if a size is negative.
+        DTypeError: if the dtype is unknown.
         DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
         OutOfMemoryError: if the tensor does not fit into memory.
     """
@@ -5825,4 +5940,9 @@ def zeros_like(
     x = tc.tensor([1, 2, 3])
     assert tc.zeros_like(x, dtype="f32").shape == x.shape
     ```
+
+    Raises:
+        DTypeError: if the dtype is unknown.
+        DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
+        OutOfMemoryError: if the tensor does not fit into memory.
     """

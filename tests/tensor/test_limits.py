@@ -117,7 +117,7 @@ def test_large_integers_are_exact() -> None:
     odd = 2**62 + 1
     assert tc.full((2,), odd).tolist() == [odd, odd]
     assert (tc.tensor([0]) + odd).item() == odd
-    with pytest.raises(tc.DTypeError, match=r"full: i64 cannot hold 1\.5, which is not an int"):
+    with pytest.raises(tc.DTypeError, match=r"full: i64 cannot hold 1\.5, which is a float"):
         tc.full((2,), 1.5, dtype="i64")
 
 

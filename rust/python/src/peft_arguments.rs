@@ -1,4 +1,5 @@
-//! The arguments of peft's `LoraConfig` that have no counterpart here.
+//! The arguments of peft's `LoraConfig` that are not parameters of this library's `LoraConfig`. A value is accepted if
+//! this library does what the value asks for, or if the value has no effect on training.
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
@@ -7,11 +8,12 @@ use trainable_candle_core as tc;
 
 use crate::error::Result;
 
-const INITIAL: &str = "adapters start without an effect; trainable_candle.lora.loftq sets other initial values";
-const LAYERS: &str = r"give target_modules a regular expression for whole names, such as '.*\.(0|1)\.to_q'";
+const INITIAL_VALUES: &str = "adapters start without an effect; trainable_candle.lora.loftq and \
+                              trainable_candle.lora.pissa compute other initial values";
+const LAYER_NAMES: &str = r"give target_modules a regular expression for whole names, such as '.*\.(0|1)\.to_q'";
 
-/// The name of each argument; the values that are accepted, as Python's `repr` shows them (an empty list accepts every
-/// value); and what to do instead of giving another value.
+/// For each argument: its name; the values that are accepted, as Python's `repr` shows them (an empty list accepts
+/// every value); and advice for a user who gives another value.
 const ARGUMENTS: [(&str, &[&str], &str); 28] = [
     ("task_type", &[], ""),
     ("auto_mapping", &[], ""),
@@ -21,8 +23,8 @@ const ARGUMENTS: [(&str, &[&str], &str); 28] = [
     ("megatron_core", &[], ""),
     ("qalora_group_size", &[], ""),
     ("peft_type", &["None", "'LORA'"], "choose the kind with `adapter`"),
-    ("inference_mode", &["False"], "adapters are made to be trained; `eval()` ends dropout"),
-    ("init_lora_weights", &["True"], INITIAL),
+    ("inference_mode", &["False"], "adapters are made to be trained; `eval()` switches dropout off"),
+    ("init_lora_weights", &["True"], INITIAL_VALUES),
     ("bias", &["'none'"], "adapters do not change biases; to train a layer's bias, make it a variable"),
     ("lora_bias", &["False"], "adapters have no bias"),
     (
@@ -30,14 +32,14 @@ const ARGUMENTS: [(&str, &[&str], &str); 28] = [
         &["None", "[]", "()"],
         "only adapters are trained and saved; `requires_grad_()` makes a module trainable, too",
     ),
-    ("fan_in_fan_out", &["False"], "weights are (out, in); transpose those of other layouts"),
-    ("layers_to_transform", &["None"], LAYERS),
-    ("layers_pattern", &["None"], LAYERS),
+    ("fan_in_fan_out", &["False"], "weights are (out, in); transpose weights of another layout"),
+    ("layers_to_transform", &["None"], LAYER_NAMES),
+    ("layers_pattern", &["None"], LAYER_NAMES),
     ("layer_replication", &["None"], "repeat the layers in the model"),
     ("loftq_config", &["None", "{}"], "call trainable_candle.lora.loftq"),
-    ("eva_config", &["None"], INITIAL),
-    ("corda_config", &["None"], INITIAL),
-    ("lora_ga_config", &["None"], INITIAL),
+    ("eva_config", &["None"], INITIAL_VALUES),
+    ("corda_config", &["None"], INITIAL_VALUES),
+    ("lora_ga_config", &["None"], INITIAL_VALUES),
     ("use_qalora", &["False"], "give `qat` for quantization-aware training"),
     ("trainable_token_indices", &["None"], "adapters are for linear layers and convolutions"),
     ("target_parameters", &["None"], "name layers in target_modules"),
@@ -47,7 +49,7 @@ const ARGUMENTS: [(&str, &[&str], &str); 28] = [
     ("ensure_weight_tying", &["False"], "tied layers are adapted once"),
 ];
 
-/// Check the arguments that the constructor of `LoraConfig` does not name.
+/// Check `given`, the arguments that are not parameters of `LoraConfig`.
 ///
 /// # Errors
 /// `ConfigError` if the value of an argument is not accepted, `TypeError` if peft has no such argument.
@@ -59,7 +61,7 @@ pub fn check(given: &Bound<'_, PyDict>) -> Result<()> {
             return Err(PyTypeError::new_err(message).into());
         };
         let value = value.repr()?.to_string();
-        if accepted.first().is_some_and(|_| !accepted.contains(&value.as_str())) {
+        if !accepted.is_empty() && !accepted.contains(&value.as_str()) {
             return Err(tc::Error::Config(format!(
                 "LoraConfig: {name}={value} of peft has no counterpart: {advice}; {} is accepted",
                 accepted[0]

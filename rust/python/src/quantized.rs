@@ -14,13 +14,14 @@ use crate::named::NamedTensors;
 use crate::tensor::Tensor;
 use crate::types::Sizes;
 
-/// A frozen matrix, stored as scales, and codes of four to eight bits per value. `quantize` makes one, and
+/// A frozen matrix, stored as a code of four to eight bits for each element, and scales. `quantize` makes one, and
 /// `nn.functional.linear` takes it as a weight.
 ///
 /// ```python
 /// weight = tc.quantize(tc.randn(64, 128), "int8")
 /// y = tc.nn.functional.linear(tc.randn(3, 128), weight)
-/// assert (y.shape, weight.nbytes) == ((3, 64), 64 * 128 + 64 * 4)
+/// assert y.shape == (3, 64)
+/// assert weight.nbytes == 64 * 128 + 64 * 4  # a byte for each element, an f32 scale for each row
 /// ```
 #[pyclass(frozen, module = "trainable_candle")]
 pub struct QuantizedTensor(pub tc::Quantized);
@@ -30,7 +31,7 @@ impl QuantizedTensor {
     /// Make a matrix from ggml blocks, as GGUF files store them.
     ///
     /// Args:
-    ///     blocks: u8, (rows, the number of bytes of a row's blocks).
+    ///     blocks: u8, (rows, number of bytes of each row's blocks).
     ///     format: "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k" or "q6_k".
     ///     dtype: the dtype of the values that the matrix represents; default f32.
     ///
@@ -45,7 +46,7 @@ impl QuantizedTensor {
         Ok(Self(tc::Quantized::from_ggml(format, &blocks.0, dtype.map_or(tc::DType::F32, |dtype| dtype.0))?))
     }
 
-    /// The numbers of rows and columns.
+    /// The shape: (rows, columns).
     #[getter]
     fn shape(&self) -> Sizes<'_> {
         Sizes(self.0.dims())
@@ -87,17 +88,19 @@ impl QuantizedTensor {
     ///
     /// Raises:
     ///     DTypeError: if the dtype is not floating point.
+    ///     OutOfMemoryError: if the values do not fit into memory.
     #[pyo3(signature = (dtype=None))]
     fn dequantize(&self, py: Python<'_>, dtype: Option<DTypeArg>) -> Result<Tensor> {
         let dtype = dtype.map_or_else(|| self.0.dtype(), |dtype| dtype.0);
         compute(py, self.numel(), || self.0.dequantize(dtype)).map(Tensor)
     }
 
-    /// Return the tensors that store the matrix: "codes" (u8) and "scales"; for "nf4" also "scale_codes" (u8) and
-    /// "offset". A matrix of ggml blocks has only "codes": its blocks contain the scales.
+    /// Return a dict of the tensors that store the matrix: "codes" (u8) and "scales" (f32). A matrix in "nf4" also has
+    /// "scale_codes" (u8) and "offset" (f32), because its scales are quantized too. A matrix of ggml blocks has only
+    /// "codes": its blocks contain the scales.
     fn tensors<'py>(&self, py: Python<'py>) -> Result<NamedTensors<'py>> {
         let dict = PyDict::new(py);
-        // Only models join several matrices to one, so a matrix that is made in Python has one set of tensors.
+        // Only models join several matrices into one, so a matrix that is made in Python has one set of tensors.
         for (name, tensor) in self.0.tensors()?.into_iter().flatten() {
             dict.set_item(name, Bound::new(py, Tensor(tensor))?)?;
         }
@@ -108,6 +111,7 @@ impl QuantizedTensor {
     ///
     /// Raises:
     ///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
+    ///     OutOfMemoryError: if the copy does not fit into memory.
     fn to(&self, py: Python<'_>, device: DeviceArg) -> Result<Self> {
         compute(py, self.numel(), || self.0.to_device(&device.0)).map(Self)
     }
@@ -124,21 +128,21 @@ impl QuantizedTensor {
 ///
 /// ```python
 /// weight = tc.randn(64, 128)
-/// codes = tc.quantize(weight, "nf4")
-/// assert (codes.dequantize() - weight).abs().mean().item() < 0.1
+/// quantized = tc.quantize(weight, "nf4")
+/// assert (quantized.dequantize() - weight).abs().mean().item() < 0.1
 /// ```
 ///
 /// Args:
 ///     tensor: floating point, (out_features, in_features).
 ///     format: "int8" for integers with a scale per row; "fp8" for e4m3 numbers with a scale per row; "nf4" for four
-///         bits as in bitsandbytes, in blocks of 64 elements whose scales are quantized in blocks of 256; "q8_0" or
-///         "q4_0" for blocks of 32 elements of a row, each with a scale, as in GGUF files.
+///         bits as in bitsandbytes, with a scale per block of 64 elements, where each block of 256 scales is quantized
+///         too; "q8_0" or "q4_0" for blocks of 32 elements of a row, each block with a scale, as in GGUF files.
 ///
 /// Raises:
 ///     ShapeError: if the tensor is not a matrix, or for "q8_0" and "q4_0", if a row does not consist of whole blocks.
 ///     DTypeError: if the tensor is not floating point.
-///     ArgumentError: if the format is unknown, or if the tensor requires a gradient or has values that are not finite or
-///         too large for the format.
+///     ArgumentError: if the format is unknown or only `from_blocks` supports it, or if the tensor requires a gradient
+///         or has values that are non-finite or too large for the format.
 #[pyfunction]
 pub fn quantize(py: Python<'_>, tensor: &Tensor, format: &str) -> Result<QuantizedTensor> {
     let format = format.parse()?;

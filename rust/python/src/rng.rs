@@ -31,8 +31,8 @@ pub fn manual_seed(seed: Integer) -> Result<()> {
     Ok(())
 }
 
-/// Return the state of the library's generator: (seed, position in its sequence of random numbers). After
-/// `set_rng_state(state)`, the generator repeats the random numbers that it gave after this call.
+/// Return the state of the library's generator: (seed, position in the sequence of random numbers of this seed). After
+/// `set_rng_state(state)`, the generator repeats the random numbers that followed this state.
 ///
 /// ```python
 /// state = tc.get_rng_state()
@@ -69,11 +69,11 @@ pub fn set_rng_state(state: (Integer, Integer)) -> Result<()> {
 ///
 /// Args:
 ///     seed: the seed of the run, 0 to 2**64 - 1.
-///     purpose: the name of the random numbers' purpose.
-///     number: the index of the sample, batch or other item that the stream belongs to, 0 to 2**64 - 1.
+///     purpose: what the random numbers are for, such as "noise". The error for another value lists all purposes.
+///     number: the number of the sample, batch or other item that the stream belongs to, 0 to 2**64 - 1.
 ///
 /// Raises:
-///     ArgumentError: if no purpose has this name, or a number is out of range.
+///     ArgumentError: if the purpose is unknown, or a number is out of range.
 #[pyfunction]
 pub fn stream_seed(seed: Integer, purpose: &str, number: Integer) -> Result<u64> {
     const OP: &str = "stream_seed";
@@ -105,15 +105,15 @@ pub fn draw_from<'py>(py: Python<'py>, seed: Integer, function: Function) -> PyR
 ///
 /// Args:
 ///     shape: the shape of the values of one sample.
-///     samples: the index of each of the B samples, counted through the whole training run.
+///     samples: the numbers of the B samples, counted from 0 through the whole training run.
 ///     seed: the seed of the run, 0 to 2**64 - 1.
-///     purpose: the name of the random numbers' purpose.
+///     purpose: what the random numbers are for, such as "noise".
 ///
 /// Returns:
 ///     (B, *shape), f32.
 ///
 /// Raises:
-///     ArgumentError: if no purpose has this name, or a number is out of range.
+///     ArgumentError: if the purpose is unknown, or a number is out of range.
 #[pyfunction]
 pub fn normal_samples(
     py: Python<'_>,
@@ -126,13 +126,18 @@ pub fn normal_samples(
     let mut dims = shape.iter().map(|size| size.count(OP, "a size")).collect::<Result<Vec<_>>>()?;
     dims.insert(0, samples.len());
     let (samples, seed, purpose) = (words(OP, &samples)?, seed.word(OP, "seed")?, purpose.parse::<Purpose>()?);
-    let size: usize = dims[1..].iter().product();
-    let draw =
-        || tc::Tensor::from_vec(rng::normal_samples(seed, purpose, &samples, size), dims.as_slice(), &tc::Device::Cpu);
-    compute(py, samples.len() * size, draw).map(Tensor)
+    let sample_size: usize = dims[1..].iter().product();
+    let draw = || {
+        let values = rng::normal_samples(seed, purpose, &samples, sample_size);
+        tc::Tensor::from_vec(values, dims.as_slice(), &tc::Device::Cpu)
+    };
+    compute(py, samples.len() * sample_size, draw).map(Tensor)
 }
 
-/// The indices of samples as 64-bit integers.
+/// The numbers of samples as unsigned integers of 64 bits.
+///
+/// # Errors
+/// `TypeError` if one is not an integer, `ArgumentError` if one is out of range.
 pub fn words(op: &'static str, numbers: &[Integer]) -> Result<Vec<u64>> {
     numbers.iter().map(|number| number.word(op, "a sample's number")).collect()
 }

@@ -1,4 +1,4 @@
-//! Settings and properties of the process: memory, CPU threads, the precision of matrix products.
+//! Settings and properties of the process: memory, CPU threads, and how matrix products are computed.
 
 use pyo3::prelude::*;
 use trainable_candle_core as tc;
@@ -86,6 +86,7 @@ pub fn get_float32_matmul_precision() -> &'static str {
 /// Args:
 ///     precision: "highest" for f32, the default; "high" for TF32, which is several times as fast on tensor cores, but
 ///         rounds both factors to a mantissa of 10 bits. The precision affects neither other dtypes nor the CPU.
+///         Captured graphs keep the precision with which they were recorded.
 ///
 /// Raises:
 ///     ArgumentError: if `precision` has another value.
@@ -115,14 +116,15 @@ pub fn get_w8a8() -> bool {
 ///
 /// Right before a product, the activations or gradients are rounded to the format of the weight. The scale of each row of
 /// activations or gradients is the row's largest magnitude divided by 127 (int8) or 448 (fp8), as in torchao's dynamic
-/// quantization. In the backward pass, the product sums over the rows of the weight; there, the scales of the weight's
-/// rows are multiplied into the gradient before the gradient is rounded. Sums of int8 products are exact; sums of fp8
-/// products are in f32. Layers with other formats, and layers whose numbers of features are not multiples of 16, multiply
-/// values. Products of codes need a GPU of compute capability 7.5 or higher for int8, and 8.9 or higher for fp8; older GPUs
-/// multiply values.
+/// quantization. In the backward pass, the product sums over the rows of the weight, so each gradient is multiplied by
+/// the scales of these rows before it is rounded. Sums of int8 products are exact; sums of fp8 products are in f32.
 ///
-/// Choose before a model is loaded: SDXL's UNet then quantizes the layers of its feed-forward networks alone, because the
-/// products of its other layers are too small to gain speed.
+/// Layers multiply values if their weights have other formats, if their numbers of features are not multiples of 16, or
+/// if their inputs are f64. On a GPU, products of codes need compute capability 7.5 or higher for int8, and 8.9 or
+/// higher for fp8; older GPUs multiply values.
+///
+/// Choose before a model is loaded: if layers multiply codes, loading SDXL's UNet in int8 or fp8 quantizes only the
+/// layers of its feed-forward networks, because the products of its other layers are too small to gain speed.
 ///
 /// Args:
 ///     enabled: whether layers multiply codes from now on. By default they multiply the values that codes represent.

@@ -19,8 +19,9 @@ const OP: &str = "GradScaler";
 /// Scales the loss so that f16 gradients do not vanish, and skips steps whose gradients overflowed, as
 /// `torch.amp.GradScaler` does.
 ///
-/// An iteration calls `scaler.scale(loss).backward()`, then optionally `scaler.unscale_(opt)` and clipping, then
-/// `scaler.step(opt)` and `scaler.update()`.
+/// An iteration calls `scaler.scale(loss).backward()`, then optionally `scaler.unscale_(optimizer)` and clipping, then
+/// `scaler.step(optimizer)` and `scaler.update()`. If the loss is on a CUDA device, the first use of the scaler moves
+/// the scale to the device, so use the scaler once before `tc.cuda.capture`.
 ///
 /// ```python
 /// scaler = tc.optim.GradScaler()
@@ -29,14 +30,15 @@ const OP: &str = "GradScaler";
 /// tc.optim.clip_grad_norm_(model.parameters(), 1.0)
 /// scaler.step(optimizer)
 /// scaler.update()
+/// optimizer.zero_grad()
 /// ```
 ///
 /// Args:
-///     init_scale: the scale at the beginning, above 0.
+///     init_scale: the first scale, above 0.
 ///     growth_factor: the scale is multiplied by this after `growth_interval` steps in a row with finite gradients;
 ///         above 1.
-///     backoff_factor: the scale is multiplied by this after a step with an infinity or a NaN; in (0, 1).
-///     growth_interval: the number of steps in a row with finite gradients before the scale grows.
+///     backoff_factor: the scale is multiplied by this after a step with a non-finite gradient; in (0, 1).
+///     growth_interval: the number of steps in a row with finite gradients after which the scale grows, at least 1.
 ///     enabled: if False, the scaler changes neither losses nor gradients and takes every step.
 ///
 /// Raises:
@@ -71,7 +73,7 @@ impl GradScaler {
         Ok(Self(Mutex::new(optim::GradScaler::new(config)?)))
     }
 
-    /// Multiply the loss by the scale.
+    /// Return the loss times the scale, or the loss itself if the scaler is not enabled.
     ///
     /// Raises:
     ///     DTypeError: if the loss is not floating point.
@@ -87,23 +89,28 @@ impl GradScaler {
         detached(py, || self.lock().unscale(&**optimizer.lock()))
     }
 
-    /// Unscale the gradients, unless `unscale_` has done so. Then let the optimizer step, unless a gradient is
-    /// non-finite.
+    /// Let the optimizer take a step with the gradients divided by the scale. If a gradient is non-finite, skip the
+    /// step.
+    ///
+    /// If `unscale_` has not divided the gradients, `step` divides them: on the CPU in place; on a CUDA device while
+    /// the optimizer reads them, so that `grad` stays scaled.
     ///
     /// Returns:
-    ///     Whether the step was taken; None on a CUDA device, because the answer would need synchronization.
+    ///     Whether the step was taken, always True if the scaler is not enabled. An enabled scaler on a CUDA device
+    ///     returns None, because the answer would need synchronization.
     ///
     /// Raises:
     ///     ArgumentError: if `step` was already called for this optimizer since the last `update`.
+    ///     The errors of the optimizer's `step`.
     fn step(&self, py: Python<'_>, optimizer: &Optimizer) -> Result<Option<bool>> {
         detached(py, || self.lock().step(&mut **optimizer.lock()))
     }
 
-    /// End the iteration: the scale falls after a skipped step, and grows after `growth_interval` steps in a row with
-    /// finite gradients.
+    /// End the iteration: the scale falls if a gradient was non-finite, and grows after `growth_interval` steps in a
+    /// row with finite gradients.
     ///
     /// Raises:
-    ///     ArgumentError: if no optimizer was unscaled or stepped since the last call.
+    ///     ArgumentError: if neither `unscale_` nor `step` was called since the last `update`.
     fn update(&self) -> Result<()> {
         quick(|| self.lock().update())
     }
@@ -114,8 +121,8 @@ impl GradScaler {
         detached(py, || self.lock().get_scale())
     }
 
-    /// Return the scale (`scale`) and the number of steps in a row with finite gradients (`growth_tracker`). On a CUDA
-    /// device, this method waits for the device's work.
+    /// Return a dict with the scale (`scale`) and the number of steps in a row with finite gradients since the scale
+    /// last changed (`growth_tracker`). On a CUDA device, this method waits for the device's work.
     fn state_dict(&self, py: Python<'_>) -> Result<BTreeMap<&'static str, f64>> {
         detached(py, || {
             let scaler = self.lock();
@@ -123,22 +130,22 @@ impl GradScaler {
         })
     }
 
-    /// Load the scale and the number of steps from a result of `state_dict`.
+    /// Load `scale` and `growth_tracker` from a result of `state_dict`.
     ///
     /// Raises:
     ///     ConfigError: if an entry is missing.
-    ///     ArgumentError: if the scale is not a number above 0, or the number of steps is not an integer of at least 0.
+    ///     ArgumentError: if `scale` is not a finite number above 0, or `growth_tracker` not an integer of at least 0.
     fn load_state_dict(&self, state: Argument<BTreeMap<String, f64>>) -> Result<()> {
         let state = state.get(OP, "state")?;
         let entry = |name: &str| {
             let missing = || tc::Error::Config(format!("GradScaler: the state has no entry \"{name}\""));
             state.get(name).copied().ok_or_else(missing)
         };
-        let (scale, tracker) = (entry("scale")?, entry("growth_tracker")?);
-        if tracker < 0.0 || tracker.fract() != 0.0 {
-            let message = format!("found growth_tracker {tracker}, expected an integer of at least 0");
+        let (scale, growth_tracker) = (entry("scale")?, entry("growth_tracker")?);
+        if growth_tracker < 0.0 || growth_tracker.fract() != 0.0 {
+            let message = format!("found growth_tracker {growth_tracker}, expected an integer of at least 0");
             return Err(tc::Error::argument(OP, message).into());
         }
-        quick(|| self.lock().restore(scale, tracker as u64))
+        quick(|| self.lock().restore(scale, growth_tracker as u64))
     }
 }

@@ -10,16 +10,18 @@ use crate::error::Result;
 
 const OP: &str = "lr_scheduler";
 
-/// The factor on the learning rate as a function of the step, as in transformers' schedules with warm-up. Over the
-/// first `warmup_steps` steps the factor rises linearly from 0; afterwards `kind` determines it.
+/// A learning-rate schedule with warm-up, as in transformers: the factor by which the initial learning rate is
+/// multiplied in each step. Over the first `warmup_steps` steps the factor rises linearly from 0 to 1; afterwards
+/// `kind` determines it.
 ///
 /// Args:
 ///     kind: "constant", "linear", "cosine" or "polynomial".
 ///     warmup_steps: the number of steps of the warm-up.
 ///     total_steps: the number of steps of the training, warm-up included; "constant" ignores it.
-///     num_cycles: for "cosine", the number of periods of the cosine; 0.5 lets the factor fall from 1 to 0 once.
-///     end: for "polynomial", the factor at the end of the training, in [0, 1).
-///     power: for "polynomial", the exponent, above 0.
+///     num_cycles: for "cosine", the number of periods of the cosine, at least 0. With 0.5, the factor falls from 1 at
+///         the end of the warm-up to 0 at the end of the training.
+///     end: for "polynomial", the factor at the end of the training and after it, in [0, 1).
+///     power: for "polynomial", the exponent, above 0; 1 gives a straight line.
 ///
 /// Raises:
 ///     ArgumentError: if the kind is unknown or a number is out of range.
@@ -56,6 +58,9 @@ impl Schedule {
     }
 
     /// Return the factor of the learning rate in step `step`, counted from 0.
+    ///
+    /// Raises:
+    ///     ArgumentError: if `step` is negative.
     fn factor(&self, step: Integer) -> Result<f64> {
         Ok(self.0.factor(step.word(OP, "step")?))
     }

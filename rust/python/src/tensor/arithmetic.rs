@@ -1,4 +1,4 @@
-//! Python's operators on tensors, and the methods with the operators' names.
+//! Python's operators on tensors, and the methods `maximum`, `minimum`, `pow` and `matmul`.
 
 use pyo3::prelude::*;
 use trainable_candle_core as tc;
@@ -13,46 +13,46 @@ fn work(a: &tc::Tensor, b: &Operand<'_>) -> usize {
     a.elem_count().max(b.elem_count())
 }
 
-/// Elementwise `a op b`: `tensors` computes it after both operands are promoted to one dtype and a number is converted to
-/// a tensor.
+/// Compute `apply(a, b)`, an elementwise operation, after [promotion](promoted) of both operands to one dtype. A number
+/// `b` becomes a tensor. `op` is the name of the operation for errors.
 #[inline]
 fn binary(
     py: Python<'_>,
     op: &'static str,
     a: &tc::Tensor,
     b: &Operand<'_>,
-    tensors: impl FnOnce(&tc::Tensor, &tc::Tensor) -> tc::Result<tc::Tensor> + Send,
+    apply: impl FnOnce(&tc::Tensor, &tc::Tensor) -> tc::Result<tc::Tensor> + Send,
 ) -> Result<Tensor> {
-    compute(py, work(a, b), || promoted(op, a, b, tensors)).map(Tensor)
+    compute(py, work(a, b), || promoted(op, a, b, apply)).map(Tensor)
 }
 
-/// A matrix product of `a` and `b`, which must have the same dtype: `tensors` computes it.
+/// Compute `apply(a, b)`, a matrix product. The dtypes are not promoted: they must be the same.
 #[inline]
 fn product(
     py: Python<'_>,
     a: &tc::Tensor,
     b: &Operand<'_>,
-    tensors: impl FnOnce(&tc::Tensor, &tc::Tensor) -> tc::Result<tc::Tensor> + Send,
+    apply: impl FnOnce(&tc::Tensor, &tc::Tensor) -> tc::Result<tc::Tensor> + Send,
 ) -> Result<Tensor> {
-    compute(py, work(a, b), || b.with("matmul", a, |b| tensors(a, b))).map(Tensor)
+    compute(py, work(a, b), || b.with("matmul", a, |b| apply(a, b))).map(Tensor)
 }
 
-/// As [`binary`], but if `a` is floating point and `b` is a number, `scalar` computes the result, without a tensor for `b`.
+/// As [`binary`], but for a floating-point `a` and a number `b`, compute `apply_number(a, b)` without a tensor for `b`.
 #[inline]
 fn with_scalar(
     py: Python<'_>,
     op: &'static str,
     a: &tc::Tensor,
     b: &Operand<'_>,
-    tensors: impl FnOnce(&tc::Tensor, &tc::Tensor) -> tc::Result<tc::Tensor> + Send,
-    scalar: impl FnOnce(&tc::Tensor, f64) -> tc::Result<tc::Tensor> + Send,
+    apply: impl FnOnce(&tc::Tensor, &tc::Tensor) -> tc::Result<tc::Tensor> + Send,
+    apply_number: impl FnOnce(&tc::Tensor, f64) -> tc::Result<tc::Tensor> + Send,
 ) -> Result<Tensor> {
     match b {
         Operand::Number(number) if tc::raw::is_float(a.dtype()) => {
             let value = number.float(op)?;
-            compute(py, a.elem_count(), || scalar(a, value)).map(Tensor)
+            compute(py, a.elem_count(), || apply_number(a, value)).map(Tensor)
         }
-        _ => binary(py, op, a, b, tensors),
+        _ => binary(py, op, a, b, apply),
     }
 }
 
@@ -149,20 +149,26 @@ impl Tensor {
         binary(py, "ge", &self.0, &other, tc::Tensor::ge)
     }
 
-    /// Return the larger of each pair of elements. Equal elements share the gradient.
+    /// Return the larger of each pair of elements. Equal elements share the gradient equally.
     ///
     /// Raises:
     ///     ShapeError: if the shapes do not broadcast.
-    ///     DTypeError: if `other` is a numpy array of another dtype.
+    ///     DTypeError: if `other` is an array of numpy or another library with another dtype.
+    ///     ArgumentError: if `other` is an integer outside the range of this tensor's dtype, or of f64 if the dtype is
+    ///         floating point.
+    ///     DeviceError: if the operands are on different devices.
     fn maximum(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
         binary(py, "maximum", &self.0, &other, tc::Tensor::maximum)
     }
 
-    /// Return the smaller of each pair of elements. Equal elements share the gradient.
+    /// Return the smaller of each pair of elements. Equal elements share the gradient equally.
     ///
     /// Raises:
     ///     ShapeError: if the shapes do not broadcast.
-    ///     DTypeError: if `other` is a numpy array of another dtype.
+    ///     DTypeError: if `other` is an array of numpy or another library with another dtype.
+    ///     ArgumentError: if `other` is an integer outside the range of this tensor's dtype, or of f64 if the dtype is
+    ///         floating point.
+    ///     DeviceError: if the operands are on different devices.
     fn minimum(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
         binary(py, "minimum", &self.0, &other, tc::Tensor::minimum)
     }
@@ -171,8 +177,10 @@ impl Tensor {
     ///
     /// Raises:
     ///     ShapeError: if the shapes do not broadcast.
-    ///     DTypeError: if neither this tensor nor the exponent is floating point, or if the exponent is a numpy array
-    ///         of another dtype.
+    ///     DTypeError: if neither this tensor nor the exponent is floating point, or if the exponent is an array of
+    ///         numpy or another library with another dtype.
+    ///     ArgumentError: if the exponent is an integer outside the range of f64.
+    ///     DeviceError: if the operands are on different devices.
     fn pow(&self, py: Python<'_>, exponent: Operand<'_>) -> Result<Self> {
         self.__pow__(py, exponent, None)
     }
@@ -183,8 +191,9 @@ impl Tensor {
     /// right as (k, 1), and the result does not have the added dimension of size 1.
     ///
     /// Raises:
-    ///     ShapeError: if the shapes do not fit.
+    ///     ShapeError: if an operand has no dimensions, the sizes k differ, or the batch dimensions do not broadcast.
     ///     DTypeError: if the dtypes differ or are not floating point.
+    ///     DeviceError: if the operands are on different devices.
     fn matmul(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
         self.__matmul__(py, other)
     }

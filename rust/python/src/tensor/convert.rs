@@ -18,11 +18,12 @@ use crate::error::Result;
 use crate::types::NdArray;
 
 /// Copy the numbers in a Python object to new storage, and convert them to `dtype` if it is given. A [`Tensor`] and an
-/// object with `__dlpack__` keep their device; other numbers are put on the CPU.
+/// object with `__dlpack__` keep their device; other numbers are put on the CPU. `op` is the name of the operation for
+/// errors.
 ///
 /// # Errors
-/// Those of [`nested::read`] for numbers and lists, and of [`dlpack::import`]; `DTypeError` if an array has other elements
-/// than numbers or no dtype can represent them.
+/// Those of [`nested::read`] for numbers and lists, of [`dlpack::import`], and of numpy for an object that numpy cannot
+/// read; `DTypeError` if an array has other elements than numbers or no dtype can represent them.
 pub fn to_raw(op: &'static str, data: &Bound<'_, PyAny>, dtype: Option<DType>) -> Result<Raw> {
     let raw = if let Ok(tensor) = data.cast::<Tensor>() {
         tc::raw::own_copy(tensor.get().0.raw())?
@@ -45,29 +46,36 @@ pub fn to_raw(op: &'static str, data: &Bound<'_, PyAny>, dtype: Option<DType>) -
     }
 }
 
+/// Whether `data` is a number without a dtype. An array or a scalar of numpy may have `__float__` too, but has a dtype.
 fn is_number(data: &Bound<'_, PyAny>) -> PyResult<bool> {
     Ok(data.is_instance_of::<PyFloat>()
         || data.is_instance_of::<PyInt>()
         || (data.hasattr("__float__")? && !data.hasattr("__array__")?))
 }
 
-/// Convert anything that numpy can read: `__array__`, the buffer protocol, sequences.
+/// Copy the numbers of an object that numpy can read: one with `__array__` or the buffer protocol, or a sequence.
 fn from_array_like(op: &'static str, data: &Bound<'_, PyAny>) -> Result<Raw> {
     let array = data.py().import("numpy")?.call_method1("asarray", (data,))?;
     let array = array.cast::<PyUntypedArray>()?;
-    if array.dtype().has_object() || array.dtype().kind() == b'U' {
-        let kind = data.get_type().name()?;
+    let is_text = array.dtype().kind() == b'U';
+    if array.dtype().has_object() || is_text {
+        let found = data.get_type().name()?;
         return Err(tc::Error::dtype(
             op,
-            format!("cannot make a tensor of {kind}; expected numbers, nested lists of them, or an array"),
+            format!("cannot make a tensor of {found}; expected numbers, nested lists of them, or an array"),
         )
         .into());
     }
     from_numpy(op, array)
 }
 
+/// Copy the numbers of a numpy array.
+///
+/// # Errors
+/// `DTypeError` if no dtype can represent the array's elements.
 fn from_numpy(op: &'static str, array: &Bound<'_, PyUntypedArray>) -> Result<Raw> {
     let dtype = array.dtype();
+    // Numpy's letter for the kind of number, and the bytes of a number.
     let element = match (dtype.kind(), dtype.itemsize()) {
         (b'b', 1) => Element::Bool,
         (b'i', 1) => Element::I8,
@@ -100,7 +108,7 @@ fn from_numpy(op: &'static str, array: &Bound<'_, PyUntypedArray>) -> Result<Raw
         swapped: dtype.is_native_byteorder() == Some(false),
     };
     // SAFETY: the array exists during the call and keeps its memory alive, and numpy's strides stay inside that memory.
-    // The GIL is held.
+    // The GIL is held, so no Python code resizes the array meanwhile.
     Ok(unsafe { source.read(op) }?)
 }
 
@@ -113,7 +121,7 @@ fn check_readable(op: &'static str, tensor: &tc::Tensor) -> Result<()> {
 /// A numpy array with a copy of the values.
 ///
 /// # Errors
-/// `DTypeError` for bf16, which numpy does not have.
+/// `DTypeError` for bf16, which numpy does not have; that of [`check_readable`].
 pub fn to_numpy<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<NdArray<'py>> {
     fn array<'py, T: candle_core::WithDType + NumpyElement + Send>(
         py: Python<'py>,
@@ -148,32 +156,39 @@ fn numbers<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<Vec<Bound<'py, P
 }
 
 /// The only element as a Python number.
+///
+/// # Errors
+/// `ShapeError` if there is not exactly one element; that of [`check_readable`].
 pub fn item<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<Bound<'py, PyAny>> {
     check_readable("item", tensor)?;
     if tc::raw::is_float(tensor.dtype()) {
         return Ok(reading(py, tensor, || tensor.item())?.into_bound_py_any(py)?);
     }
     if tensor.elem_count() != 1 {
-        // This returns the core's error.
+        // `tensor.item` returns the error.
         tensor.item()?;
     }
     Ok(reading(py, tensor, || integers(tensor))?[0].into_bound_py_any(py)?)
 }
 
-/// The elements of an integer dtype in row-major order, converted on the CPU.
+/// The elements in row-major order, for a tensor of an integer dtype. The CPU converts them to i64.
 pub fn integers(tensor: &tc::Tensor) -> tc::Result<Vec<i64>> {
     tensor.to_device(&tc::Device::Cpu)?.to_dtype(DType::I64)?.to_vec()
 }
 
 /// The elements as nested lists. A tensor without dimensions gives a number.
+///
+/// # Errors
+/// That of [`check_readable`].
 pub fn to_list<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<Bound<'py, PyAny>> {
     check_readable("tolist", tensor)?;
-    let mut level = numbers(py, tensor)?;
+    let mut items = numbers(py, tensor)?;
+    // From the last dimension to the first, every `size` neighbouring items become one list.
     for (dim, &size) in tensor.dims().iter().enumerate().rev() {
         let lists: usize = tensor.dims()[..dim].iter().product();
-        level = (0..lists)
-            .map(|i| PyList::new(py, &level[i * size..(i + 1) * size]).map(Bound::into_any))
+        items = (0..lists)
+            .map(|i| PyList::new(py, &items[i * size..(i + 1) * size]).map(Bound::into_any))
             .collect::<PyResult<_>>()?;
     }
-    Ok(level.swap_remove(0))
+    Ok(items.swap_remove(0))
 }

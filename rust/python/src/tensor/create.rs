@@ -24,7 +24,10 @@ fn work(sizes: &[usize]) -> usize {
 }
 
 /// A tensor on `device` with the values of `data`, in `dtype` if it is given. If `data` is a tensor, the result is detached
-/// from the tape.
+/// from the tape, and may share the storage of `data`.
+///
+/// # Errors
+/// Those of [`to_raw`]; those of the conversion and of the copy to `device`.
 pub fn from_data(data: &Bound<'_, PyAny>, dtype: Option<DType>, device: &tc::Device) -> Result<tc::Tensor> {
     let tensor = match data.cast::<Tensor>() {
         // Convert the dtype on the tensor's device, then copy the result.
@@ -47,11 +50,11 @@ pub fn from_data(data: &Bound<'_, PyAny>, dtype: Option<DType>, device: &tc::Dev
 ///     device: the device. By default, a Tensor keeps its device, and other data are put on the CPU.
 ///
 /// Raises:
-///     DTypeError: if the data are not numbers, or no dtype can represent them (complex, uint64).
+///     DTypeError: if the data are not numbers, no dtype can represent them (complex, uint64), or `dtype` is unknown.
 ///     ShapeError: if nested lists are ragged or deeper than 32.
 ///     ValueError: if lists contain arrays of different shapes.
-///     ArgumentError: if a number in lists is an integer outside the range of i64, or if `dtype` is an integer dtype and a
-///         number in lists is NaN or outside its range; or if lists contain a Tensor.
+///     ArgumentError: if a number, alone or in lists, is an integer outside the range of i64; if `dtype` is an integer
+///         dtype and such a number is NaN or outside the range of `dtype`; or if lists contain a Tensor.
 ///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
 ///     OutOfMemoryError: if the copy does not fit into memory.
 #[pyfunction]
@@ -75,6 +78,7 @@ pub fn tensor(data: &Bound<'_, PyAny>, dtype: Option<DTypeArg>, device: Option<&
 ///
 /// Raises:
 ///     ShapeError: if a size is negative.
+///     DTypeError: if the dtype is unknown.
 ///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
 ///     OutOfMemoryError: if the tensor does not fit into memory.
 #[pyfunction]
@@ -94,6 +98,7 @@ pub fn zeros(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>
 ///
 /// Raises:
 ///     ShapeError: if a size is negative.
+///     DTypeError: if the dtype is unknown.
 ///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
 ///     OutOfMemoryError: if the tensor does not fit into memory.
 #[pyfunction]
@@ -108,15 +113,15 @@ pub fn ones(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>,
 ///
 /// Args:
 ///     shape: the sizes of the dimensions.
-///     value: a number, or a tensor of one element.
+///     value: a number, or a tensor or an array of one element.
 ///     dtype: the dtype; default f32 for a float and i64 for an integer.
 ///     device: the device.
 ///
 /// Raises:
-///     DTypeError: if the value is a float and `dtype` is an integer dtype.
-///     ArgumentError: if the value is an integer outside the range of an integer `dtype`, or of f64 if `dtype` is floating
-///         point.
-///     ShapeError: if a size is negative, or `value` is a tensor that does not have exactly one element.
+///     DTypeError: if the dtype is unknown, or it is an integer dtype and the value is a float.
+///     ArgumentError: if the value is an integer outside the range of an integer dtype, or of f64 if the dtype is
+///         floating point.
+///     ShapeError: if a size is negative, or `value` is a tensor or an array that does not have exactly one element.
 ///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
 ///     OutOfMemoryError: if the tensor does not fit into memory.
 #[pyfunction]
@@ -135,6 +140,7 @@ pub fn full(py: Python<'_>, shape: Shape, value: Operand<'_>, dtype: Option<DTyp
         if tc::raw::is_float(dtype) {
             return tc::Tensor::full(value.float("full")?, sizes, dtype, &device);
         }
+        // `tc::Tensor::full` takes an f64, which cannot hold every i64. So repeat an integer tensor of one element.
         tc::raw::check_allocation("full", &sizes, dtype)?;
         let one = value.to_tensor("full", dtype, &device)?;
         Ok(tc::raw::own_copy(one.broadcast_as(sizes)?.raw())?.into())
@@ -143,6 +149,9 @@ pub fn full(py: Python<'_>, shape: Shape, value: Operand<'_>, dtype: Option<DTyp
 }
 
 /// The only element of a tensor.
+///
+/// # Errors
+/// [`tc::Error::Shape`] if there is not exactly one element; those of reading a tensor on a GPU.
 fn only_number(tensor: &tc::Tensor) -> tc::Result<Number> {
     let value = tensor.item()?;
     if tc::raw::is_float(tensor.dtype()) {
@@ -151,6 +160,7 @@ fn only_number(tensor: &tc::Tensor) -> tc::Result<Number> {
     Ok(Number::integer(integers(tensor)?[0]))
 }
 
+/// A tensor of `value` in the shape of `tensor`. By default it has the dtype and the device of `tensor`.
 fn filled_like(
     py: Python<'_>,
     value: f64,
@@ -169,6 +179,11 @@ fn filled_like(
 /// x = tc.tensor([1, 2, 3])
 /// assert tc.zeros_like(x, dtype="f32").shape == x.shape
 /// ```
+///
+/// Raises:
+///     DTypeError: if the dtype is unknown.
+///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
+///     OutOfMemoryError: if the tensor does not fit into memory.
 #[pyfunction]
 #[pyo3(signature = (input, dtype=None, device=None))]
 pub fn zeros_like(py: Python<'_>, input: &Tensor, dtype: Option<DTypeArg>, device: Option<&str>) -> Result<Tensor> {
@@ -181,25 +196,36 @@ pub fn zeros_like(py: Python<'_>, input: &Tensor, dtype: Option<DTypeArg>, devic
 /// x = tc.tensor([1, 2, 3])
 /// assert tc.ones_like(x, dtype="f32").shape == x.shape
 /// ```
+///
+/// Raises:
+///     DTypeError: if the dtype is unknown.
+///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
+///     OutOfMemoryError: if the tensor does not fit into memory.
 #[pyfunction]
 #[pyo3(signature = (input, dtype=None, device=None))]
 pub fn ones_like(py: Python<'_>, input: &Tensor, dtype: Option<DTypeArg>, device: Option<&str>) -> Result<Tensor> {
     filled_like(py, 1.0, &input.0, dtype, device)
 }
 
-/// Make a tensor of unspecified values in the shape of `input`, for callers that use only its shape or overwrite its
-/// values. By default it has the dtype and the device of `input`.
+/// Make a tensor of unspecified values in the shape of `input`, for callers that do not read the values. By default it
+/// has the dtype and the device of `input`.
 ///
 /// ```python
 /// x = tc.tensor([1, 2, 3])
 /// assert tc.empty_like(x, dtype="f32").shape == x.shape
 /// ```
+///
+/// Raises:
+///     DTypeError: if the dtype is unknown.
+///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
+///     OutOfMemoryError: if the tensor does not fit into memory.
 #[pyfunction]
 #[pyo3(signature = (input, dtype=None, device=None))]
 pub fn empty_like(py: Python<'_>, input: &Tensor, dtype: Option<DTypeArg>, device: Option<&str>) -> Result<Tensor> {
     filled_like(py, 0.0, &input.0, dtype, device)
 }
 
+/// The number that an argument of `arange` is.
 fn number(operand: &Operand<'_>) -> Result<Number> {
     match operand {
         Operand::Number(number) => Ok(*number),
@@ -216,14 +242,16 @@ fn number(operand: &Operand<'_>) -> Result<Number> {
 ///
 /// Args:
 ///     start: the first value. If `end` is not given, `start` is the end, and the first value is 0.
-///     end: the end of the range; all values are before it.
+///     end: the end of the range, which is not one of the values.
 ///     step: the difference between neighbouring values.
 ///     dtype: the dtype; default i64 if all arguments are integers, else f32. The values are exact if all arguments are
 ///         integers in the range of i64 and the dtype is i64; otherwise they are computed in f64 and then converted.
 ///     device: the device.
 ///
 /// Raises:
-///     ArgumentError: if `step` is 0, an argument is not finite or is a tensor, or f64 cannot represent the number of values.
+///     ArgumentError: if `step` is 0 or so small that f64 cannot represent the number of values, or if an argument is
+///         non-finite, a tensor or an array.
+///     DTypeError: if the dtype is unknown.
 ///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
 ///     OutOfMemoryError: if the values do not fit into memory.
 #[pyfunction]
@@ -235,15 +263,15 @@ pub fn arange(
     dtype: Option<DTypeArg>,
     device: &str,
 ) -> Result<Tensor> {
-    let first = number(&start)?;
+    let start_or_end = number(&start)?;
     let (start, end) = match end {
-        Some(end) => (first, number(&end)?),
-        None => (Number::integer(0), first),
+        Some(end) => (start_or_end, number(&end)?),
+        None => (Number::integer(0), start_or_end),
     };
     let step = step.as_ref().map_or(Ok(Number::integer(1)), number)?;
-    let parts = [start, end, step];
+    let numbers = [start, end, step];
     let count = ((end.value - start.value) / step.value).ceil();
-    if step.value == 0.0 || !count.is_finite() || parts.iter().any(|n| !n.value.is_finite()) {
+    if step.value == 0.0 || !count.is_finite() || numbers.iter().any(|n| !n.value.is_finite()) {
         let message = format!(
             "from {} to {} by {} is not a finite range; expected finite numbers, and a step that is neither 0 nor too small",
             start.text(),
@@ -252,12 +280,13 @@ pub fn arange(
         );
         return Err(tc::Error::argument("arange", message).into());
     }
-    let inferred = if parts.iter().all(|n| n.is_integer()) { DType::I64 } else { DType::F32 };
+    let inferred = if numbers.iter().all(|n| n.is_integer()) { DType::I64 } else { DType::F32 };
     let dtype = dtype.map_or(inferred, |dtype| dtype.0);
-    let integers = parts.map(|n| if let Kind::Integer(value) = n.kind { Some(i128::from(value)) } else { None });
-    let raw = if let (DType::I64, [Some(start), Some(end), Some(step)]) = (dtype, integers) {
-        let length = (end - start) * step.signum();
-        let count = if length > 0 { (length - 1) / step.abs() + 1 } else { 0 };
+    let exact = numbers.map(|n| if let Kind::Integer(value) = n.kind { Some(i128::from(value)) } else { None });
+    let raw = if let (DType::I64, [Some(start), Some(end), Some(step)]) = (dtype, exact) {
+        let distance = (end - start) * step.signum();
+        // The quotient of the distance and the step, rounded up.
+        let count = if distance > 0 { (distance - 1) / step.abs() + 1 } else { 0 };
         let count = usize::try_from(count).unwrap_or(usize::MAX);
         tc::raw::check_allocation("arange", &[count], dtype)?;
         let values: Vec<i64> = (0..count).map(|i| (start + i as i128 * step) as i64).collect();
@@ -285,6 +314,7 @@ pub fn arange(
 ///
 /// Raises:
 ///     ArgumentError: if `n` or `m` is negative.
+///     DTypeError: if the dtype is unknown.
 ///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
 ///     OutOfMemoryError: if the tensor does not fit into memory.
 #[pyfunction]
@@ -294,6 +324,7 @@ pub fn eye(n: Integer, m: Option<Integer>, dtype: Option<DTypeArg>, device: &str
     let m = m.map_or(Ok(n), |m| m.count("eye", "m"))?;
     let count = tc::raw::check_allocation("eye", &[n, m], DType::F32)?;
     let mut values = vec![0f32; count];
+    // From one element of the diagonal to the next, there are m + 1 elements in row-major order.
     values.iter_mut().step_by(m.saturating_add(1)).take(n.min(m)).for_each(|v| *v = 1.0);
     let raw = tc::raw::from_vec(values, (n, m)).to_dtype(dtype_or_f32(dtype)).map_err(tc::Error::from)?;
     Ok(Tensor(tc::Tensor::from(raw).to_device(&device::parse(device)?)?))
@@ -307,7 +338,7 @@ pub fn eye(n: Integer, m: Option<Integer>, dtype: Option<DTypeArg>, device: &str
 ///     device: the device.
 ///
 /// Raises:
-///     DTypeError: if the dtype is not floating point.
+///     DTypeError: if the dtype is unknown or not floating point.
 ///     ShapeError: if a size is negative.
 ///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
 ///     OutOfMemoryError: if the tensor does not fit into memory.
@@ -327,7 +358,7 @@ pub fn rand(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>,
 ///     device: the device.
 ///
 /// Raises:
-///     DTypeError: if the dtype is not floating point.
+///     DTypeError: if the dtype is unknown or not floating point.
 ///     ShapeError: if a size is negative.
 ///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
 ///     OutOfMemoryError: if the tensor does not fit into memory.
@@ -339,7 +370,7 @@ pub fn randn(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>
     compute(py, work(&sizes), || tc::Tensor::randn(0.0, 1.0, sizes, dtype_or_f32(dtype), &device)).map(Tensor)
 }
 
-/// Draw random integers in i64, uniform in [low, high), from the library's generator (see `manual_seed`).
+/// Draw random i64 integers, uniform in [low, high), from the library's generator (see `manual_seed`).
 ///
 /// Args:
 ///     low: the smallest value.
@@ -348,7 +379,8 @@ pub fn randn(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>
 ///     device: the device.
 ///
 /// Raises:
-///     ArgumentError: if the range is empty or has more than 2**32 - 1 values.
+///     ArgumentError: if `low` or `high` is outside the range of i64, or the range [low, high) is empty or has more
+///         than 2**32 - 1 values.
 ///     ShapeError: if a size is negative.
 ///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
 ///     OutOfMemoryError: if the tensor does not fit into memory.

@@ -8,8 +8,8 @@ use crate::argument::Argument;
 use crate::call::compute;
 use crate::error::Result;
 
-/// Define methods without arguments for floating-point tensors. An entry has the method's name in Python, its name in the
-/// core, and its docstring.
+/// Define methods without arguments for floating-point tensors. An entry has the name of the method, the name of the
+/// core's method that it calls, and its docstring.
 macro_rules! unary_methods {
     ($($name:ident = $method:ident, $doc:literal;)*) => {
         #[pymethods]
@@ -29,21 +29,21 @@ macro_rules! unary_methods {
 
 unary_methods! {
     exp = exp, "Return e to the power of each element.";
-    log = log, "Return the natural logarithm.";
-    sqrt = sqrt, "Return the square root.";
-    square = sqr, "Return the square.";
+    log = log, "Return the natural logarithm of each element.";
+    sqrt = sqrt, "Return the square root of each element.";
+    square = sqr, "Return the square of each element.";
     reciprocal = recip, "Return one over each element.";
-    sin = sin, "Return the sine.";
-    cos = cos, "Return the cosine.";
-    tanh = tanh, "Return the hyperbolic tangent.";
-    sigmoid = sigmoid, "Return 1 / (1 + exp(-x)).";
-    relu = relu, "Return max(x, 0); NaN stays NaN.";
-    silu = silu, "Return x * sigmoid(x).";
+    sin = sin, "Return the sine of each element.";
+    cos = cos, "Return the cosine of each element.";
+    tanh = tanh, "Return the hyperbolic tangent of each element.";
+    sigmoid = sigmoid, "Return 1 / (1 + exp(-x)) for each element x.";
+    relu = relu, "Return max(x, 0) for each element x; NaN stays NaN.";
+    silu = silu, "Return x * sigmoid(x) for each element x.";
 }
 
 #[pymethods]
 impl Tensor {
-    /// Return the absolute value; the gradient at 0 is 0.
+    /// Return the absolute value of each element; the gradient at 0 is 0.
     fn abs(&self, py: Python<'_>) -> Result<Self> {
         compute(py, self.0.elem_count(), || self.0.abs()).map(Self)
     }
@@ -56,7 +56,7 @@ impl Tensor {
         compute(py, self.0.elem_count(), || self.0.neg()).map(Self)
     }
 
-    /// Apply GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415).
+    /// Apply GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415) to each element x.
     ///
     /// Args:
     ///     approximate: "none" for x * Phi(x), where Phi is the standard normal distribution function, computed with the
@@ -71,7 +71,7 @@ impl Tensor {
         compute(py, self.0.elem_count(), || self.0.gelu(form)).map(Self)
     }
 
-    /// Limit each element to [min, max]. The gradient of elements outside of this range is 0.
+    /// Limit each element to [min, max]; None means no limit. The gradient of elements outside of this range is 0.
     ///
     /// Raises:
     ///     ArgumentError: if neither limit is given, a limit is NaN, or min > max.
@@ -93,13 +93,15 @@ impl Tensor {
 /// Args:
 ///     condition: a u8 tensor, such as the result of a comparison.
 ///     input: a tensor or a number.
-///     other: a tensor or a number. If `input` and `other` are numbers, the result is f32.
+///     other: a tensor or a number. If both `input` and `other` are numbers, the result is f32.
 ///
 /// Raises:
 ///     DTypeError: if `condition` is not u8, `input` and `other` are tensors of different dtypes, or one of them is a float
 ///         and the other a tensor of integers.
-///     ArgumentError: if an integer is outside the range of the other's dtype.
+///     ArgumentError: if `input` or `other` is an integer outside the range of the result's dtype, or outside the range
+///         of f64 if this dtype is floating point.
 ///     ShapeError: if the shapes do not broadcast.
+///     DeviceError: if the tensors are on different devices.
 #[pyfunction]
 #[pyo3(name = "where")]
 pub fn where_(py: Python<'_>, condition: &Tensor, input: Operand<'_>, other: Operand<'_>) -> Result<Tensor> {
@@ -107,8 +109,8 @@ pub fn where_(py: Python<'_>, condition: &Tensor, input: Operand<'_>, other: Ope
     let select = |a: &tc::Tensor, b: &tc::Tensor| tc::Tensor::select(&condition.0, a, b);
     compute(py, work, || match (&input, &other) {
         (Operand::Number(a), Operand::Number(b)) => {
-            let like = tc::Tensor::full(0.0, (), candle_core::DType::F32, condition.0.device())?;
-            select(&a.like("where", &like)?, &b.like("where", &like)?)
+            let in_f32 = tc::Tensor::full(0.0, (), candle_core::DType::F32, condition.0.device())?;
+            select(&a.like("where", &in_f32)?, &b.like("where", &in_f32)?)
         }
         (Operand::Number(a), Operand::Tensor(b)) => select(&a.like("where", b)?, b),
         (Operand::Number(a), Operand::Array(b)) => select(&a.like("where", b)?, b),

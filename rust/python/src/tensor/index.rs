@@ -19,9 +19,9 @@ enum Item<'py> {
     Slice(Bound<'py, PySlice>),
     NewDim,
     Ellipsis,
-    /// A tensor, of any shape, of indices along one dimension of the indexed tensor.
+    /// A tensor of any shape with positions along one dimension of the indexed tensor.
     Positions(tc::Tensor),
-    /// A mask over as many neighbouring dimensions of the indexed tensor as the mask has.
+    /// A mask with n dimensions, which applies to n neighbouring dimensions of the indexed tensor.
     Mask(tc::Tensor),
 }
 
@@ -48,9 +48,10 @@ impl<'py> Item<'py> {
         if object.hasattr("__index__")? && !object.is_instance_of::<PyBool>() {
             return Ok(Self::Integer(object.extract::<Integer>()?.signed(OP, "a position")?));
         }
-        let kind = object.get_type().name()?;
-        let message =
-            format!("cannot index with {kind}; expected integers, slices, None, ..., or an integer or mask tensor");
+        let found = object.get_type().name()?;
+        let message = format!(
+            "cannot index with {found}; expected integers, slices, None, `...`, an integer tensor or a u8 mask"
+        );
         Err(tc::Error::index(OP, message).into())
     }
 
@@ -68,8 +69,8 @@ impl<'py> Item<'py> {
         }
     }
 
-    /// The number of the indexed tensor's dimensions to which this entry applies. `...` counts as 0 here: it applies to the
-    /// dimensions that the other entries leave.
+    /// The number of the indexed tensor's dimensions to which this entry applies. `...` counts as 0 here, because the
+    /// number of its dimensions depends on the other entries.
     fn consumes(&self) -> usize {
         match self {
             Self::Integer(_) | Self::Slice(_) | Self::Positions(_) => 1,
@@ -79,8 +80,11 @@ impl<'py> Item<'py> {
     }
 }
 
-/// The indices in `tensor` along a dimension of `size` elements, as a flat i64 tensor. A negative index i counts from the
-/// end: it becomes i + `size`.
+/// The positions in `tensor` along a dimension of `size` elements, as a flat i64 tensor. A negative position i counts
+/// from the end: it becomes i + `size`.
+///
+/// # Errors
+/// [`tc::Error::Index`] if a position is out of range.
 fn positions(tensor: &tc::Tensor, size: usize) -> tc::Result<tc::Tensor> {
     let mut values = integers(tensor)?;
     for value in &mut values {
@@ -97,8 +101,8 @@ fn positions(tensor: &tc::Tensor, size: usize) -> tc::Result<tc::Tensor> {
     tc::Tensor::from(tc::raw::from_vec(values, count)).to_device(tensor.device())
 }
 
-/// The indices, in the flattened mask, of the elements that are not 0. They are on `device`: a mask from a Python list is
-/// on the host, wherever the indexed tensor is.
+/// The positions, in the flattened mask, of the elements that are not 0. They are on `device`, which may not be the
+/// mask's: a mask from a Python list is on the host.
 fn chosen(mask: &tc::Tensor, device: &tc::Device) -> tc::Result<tc::Tensor> {
     let values = mask.to_vec::<u8>()?;
     let ids: Vec<i64> = values.iter().enumerate().filter(|(_, m)| **m != 0).map(|(i, _)| i as i64).collect();
@@ -106,11 +110,15 @@ fn chosen(mask: &tc::Tensor, device: &tc::Device) -> tc::Result<tc::Tensor> {
     tc::Tensor::from(tc::raw::from_vec(ids, count)).to_device(device)
 }
 
-/// Replace `dims[dim..dim + count]` by `new`.
+/// A copy of `dims` with `new` in place of `dims[dim..dim + count]`.
 fn replaced(dims: &[usize], dim: usize, count: usize, new: &[usize]) -> Vec<usize> {
     [&dims[..dim], new, &dims[dim + count..]].concat()
 }
 
+/// Index `tensor` with the entries `items`.
+///
+/// # Errors
+/// Those of [`Tensor::__getitem__`].
 fn apply(tensor: &tc::Tensor, items: &[Item<'_>]) -> Result<tc::Tensor> {
     let rank = tensor.rank();
     let consumed: usize = items.iter().map(Item::consumes).sum();
@@ -125,7 +133,7 @@ fn apply(tensor: &tc::Tensor, items: &[Item<'_>]) -> Result<tc::Tensor> {
     if items.iter().filter(|item| matches!(item, Item::Positions(_) | Item::Mask(_))).count() > 1 {
         return Err(tc::Error::argument(
             OP,
-            "more than one tensor in an index; index by one at a time, or use gather()",
+            "found more than one tensor in an index; index by one at a time, or use gather()",
         )
         .into());
     }
@@ -168,7 +176,7 @@ fn apply(tensor: &tc::Tensor, items: &[Item<'_>]) -> Result<tc::Tensor> {
             Item::Positions(ids) => {
                 let dims = replaced(result.dims(), dim, 1, ids.dims());
                 result = quick(|| {
-                    // Indices from a Python list are on the host, and must move to the device of the indexed tensor.
+                    // Positions from a Python list are on the host, and must move to the device of the indexed tensor.
                     let ids = positions(ids, result.dims()[dim])?.to_device(result.device())?;
                     result.index_select(&ids, dim)?.reshape(dims)
                 })?;
@@ -184,8 +192,8 @@ fn apply(tensor: &tc::Tensor, items: &[Item<'_>]) -> Result<tc::Tensor> {
                     );
                     return Err(tc::Error::index(OP, message).into());
                 }
-                let flat = replaced(result.dims(), dim, count, &[mask.elem_count()]);
-                result = quick(|| result.reshape(flat)?.index_select(&chosen(mask, tensor.device())?, dim))?;
+                let flat_dims = replaced(result.dims(), dim, count, &[mask.elem_count()]);
+                result = quick(|| result.reshape(flat_dims)?.index_select(&chosen(mask, tensor.device())?, dim))?;
                 dim += 1;
             }
         }
@@ -196,9 +204,19 @@ fn apply(tensor: &tc::Tensor, items: &[Item<'_>]) -> Result<tc::Tensor> {
 
 #[pymethods]
 impl Tensor {
-    /// Index with integers, slices with any step, None and ... as in numpy. The index may also contain either one integer
-    /// tensor (indices along one dimension) or one u8 mask, as in torch. The result is a view unless the index contains a
-    /// tensor or a slice with a step other than 1. Indexing is differentiable.
+    /// Index with integers, slices with any step, None and `...` as in numpy. The index may also contain either one
+    /// tensor of integers (positions along one dimension) or one u8 mask, as in torch; an array or a list counts as a
+    /// tensor. The result is a view unless the index contains a tensor or a slice with a step other than 1. Indexing is
+    /// differentiable.
+    ///
+    /// Raises:
+    ///     IndexOutOfRangeError: if a position is out of range, the index has more dimensions than this tensor, a mask
+    ///         has another shape than the dimensions to which it applies, `...` appears twice, or an entry has another
+    ///         type.
+    ///     DTypeError: if a tensor in the index is not u8, u32 or i64.
+    ///     ArgumentError: if the index contains several tensors, or an integer outside the range of i64.
+    ///     ValueError: if the step of a slice is 0.
+    ///     DeviceError: if the index contains a tensor on a GPU inside a function that is being captured.
     fn __getitem__(&self, index: &Bound<'_, PyAny>) -> Result<Self> {
         let items = match index.cast::<PyTuple>() {
             Ok(tuple) => tuple.iter().map(|item| Item::parse(&item)).collect::<Result<Vec<_>>>()?,
@@ -207,16 +225,18 @@ impl Tensor {
         apply(&self.0, &items).map(Self)
     }
 
-    /// Select the slices with the indices `index` along `dim`. The result has n slices along `dim`.
+    /// Select the n slices with the indices `index` along `dim`, in the order of `index`. The result has the size n
+    /// along `dim`.
     ///
     /// Args:
     ///     dim: the dimension.
-    ///     index: (n,), i64 or u32, without negative indices.
+    ///     index: (n,), i64 or u32. Negative indices are out of range.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if an index or the dimension is out of range.
     ///     ShapeError: if `index` does not have one dimension.
     ///     DTypeError: if `index` is neither i64 nor u32.
+    ///     DeviceError: if `index` is on another device.
     fn index_select(&self, py: Python<'_>, dim: Integer, index: &Self) -> Result<Self> {
         let dim = dim.dim("index_select", self.0.rank())?;
         compute(py, self.0.elem_count(), || self.0.index_select(&index.0, dim)).map(Self)
@@ -227,23 +247,27 @@ impl Tensor {
     ///
     /// Args:
     ///     dim: the dimension along which `index` selects.
-    ///     index: i64 or u32, with as many dimensions as this tensor. Negative indices are out of range.
+    ///     index: i64 or u32, with as many dimensions as this tensor, and sizes of at most this tensor's except along
+    ///         `dim`. Negative indices are out of range.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if an index or the dimension is out of range.
-    ///     ShapeError: if the shapes do not fit.
+    ///     ShapeError: if `index` has another number of dimensions or a larger size.
     ///     DTypeError: if `index` is neither i64 nor u32.
+    ///     DeviceError: if `index` is on another device.
     fn gather(&self, py: Python<'_>, dim: Integer, index: &Self) -> Result<Self> {
         let dim = dim.dim("gather", self.0.rank())?;
         compute(py, index.0.elem_count(), || self.0.gather(&index.0, dim)).map(Self)
     }
 
-    /// Look up the rows `ids` of this table (entries, width). If `ids` has the shape (...), the result is (..., width).
+    /// Look up the rows with the indices `ids` in this table (rows, width). If `ids` has the shape (...), the result is
+    /// (..., width).
     ///
     /// Raises:
-    ///     IndexOutOfRangeError: if a row index is out of range.
+    ///     IndexOutOfRangeError: if an index is negative, or not less than the number of rows.
     ///     ShapeError: if the table is not a matrix.
-    ///     DTypeError: if `ids` is not an integer tensor.
+    ///     DTypeError: if `ids` is neither i64 nor u32.
+    ///     DeviceError: if `ids` is on another device.
     fn embedding(&self, py: Python<'_>, ids: &Self) -> Result<Self> {
         compute(py, ids.0.elem_count(), || tc::ops::index::embedding(&self.0, &ids.0)).map(Self)
     }

@@ -37,12 +37,12 @@ use crate::error::Result;
 use crate::types::{Anything, NdArray, Sizes};
 use crate::var::Var;
 
-/// An immutable array of numbers on a device, with the operation that computed it on the autograd tape.
+/// An immutable array of numbers on a device.
 ///
 /// Make one with `tensor`, `zeros`, `randn` and similar functions. The tape records operations on tensors that depend
-/// on a `Var`; `backward` follows the tape. Shapes broadcast as in numpy. Elementwise arithmetic and comparisons of two
-/// tensors promote dtypes as torch does; other operations need tensors of one dtype. A Python number gets the tensor's
-/// dtype, except that a Python float and a tensor of integers give a result in f32.
+/// on a `Var`, and `backward` computes gradients from the tape. Shapes broadcast as in numpy. Elementwise arithmetic
+/// and comparisons of two tensors promote dtypes as torch does; other operations need tensors of one dtype. A Python
+/// number gets the tensor's dtype, except that a Python float and a tensor of integers give a result in f32.
 ///
 /// ```python
 /// t = tc.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -125,7 +125,8 @@ impl Tensor {
 
     /// Return a tensor with the same values in another dtype or on another device.
     ///
-    /// A cast between floating point dtypes is differentiable. The gradient has this tensor's dtype.
+    /// Casts between floating point dtypes and copies to another device are differentiable. The gradient has this
+    /// tensor's dtype and device.
     ///
     /// Args:
     ///     target: a dtype ("bf16", "float32", tc.float16) or a device ("cpu", "cuda", "cuda:1").
@@ -137,6 +138,7 @@ impl Tensor {
     ///     DTypeError: if the dtype is unknown.
     ///     DeviceError: if the device is unknown.
     ///     CudaUnavailableError: if the device is a CUDA device and CUDA cannot be used. The message says why.
+    ///     OutOfMemoryError: if the result does not fit into memory.
     #[pyo3(signature = (target=None, *, dtype=None, device=None))]
     fn to(
         &self,
@@ -161,7 +163,7 @@ impl Tensor {
         .map(Self)
     }
 
-    /// Return the values in f32.
+    /// Return a tensor with the same values in f32.
     fn float(&self, py: Python<'_>) -> Result<Self> {
         compute(py, self.0.elem_count(), || self.0.to_dtype(candle_core::DType::F32)).map(Self)
     }
@@ -172,6 +174,7 @@ impl Tensor {
     ///
     /// Raises:
     ///     DTypeError: for bf16, which numpy does not have; convert with `.to("f32")` first.
+    ///     DeviceError: for a tensor on a GPU inside a function that is being captured (`tc.cuda.capture`).
     fn numpy<'py>(&self, py: Python<'py>) -> Result<NdArray<'py>> {
         convert::to_numpy(py, &self.0)
     }
@@ -186,7 +189,7 @@ impl Tensor {
         if copy == Some(false) {
             return Err(tc::Error::argument(
                 "__array__",
-                "numpy needs a copy of the values; allow it, or use numpy.from_dlpack()",
+                "numpy needs a copy of the values; pass copy=True or copy=None, or use numpy.from_dlpack()",
             )
             .into());
         }
@@ -206,11 +209,15 @@ impl Tensor {
     ///
     /// Raises:
     ///     ShapeError: if there is not exactly one element.
+    ///     DeviceError: for a tensor on a GPU inside a function that is being captured (`tc.cuda.capture`).
     fn item<'py>(&self, py: Python<'py>) -> Result<Anything<'py>> {
         convert::item(py, &self.0).map(Anything)
     }
 
     /// Return the elements as nested lists of Python numbers. A tensor without dimensions gives a number.
+    ///
+    /// Raises:
+    ///     DeviceError: for a tensor on a GPU inside a function that is being captured (`tc.cuda.capture`).
     fn tolist<'py>(&self, py: Python<'py>) -> Result<Anything<'py>> {
         convert::to_list(py, &self.0).map(Anything)
     }
@@ -219,8 +226,12 @@ impl Tensor {
         reading(py, &self.0, || self.0.item())
     }
 
-    /// Format a tensor without dimensions like a Python number, as torch does. With a format specification, the same holds
-    /// for every tensor of one element.
+    /// Format the only element like a Python number. Without a format specification, a tensor with dimensions gives its
+    /// `repr`, as in torch.
+    ///
+    /// Raises:
+    ///     ShapeError: if there is a format specification, and not exactly one element.
+    ///     DeviceError: for a tensor on a GPU inside a function that is being captured (`tc.cuda.capture`).
     fn __format__(slf: &Bound<'_, Self>, spec: &str) -> Result<String> {
         let tensor = &slf.get().0;
         if spec.is_empty() && tensor.rank() > 0 {
@@ -268,23 +279,23 @@ impl Tensor {
         if self.0.rank() == 0 {
             return Err(tc::Error::shape("iter", "a tensor without dimensions cannot be iterated").into());
         }
-        let rows = (0..self.0.dims()[0]).map(|row| quick(|| self.0.narrow(0, row, 1)?.squeeze(0)).map(Self));
-        let rows = rows.map(|row| Ok(Bound::new(py, row?)?.into_any())).collect::<Result<Vec<_>>>()?;
-        Ok(TensorIterator(PyList::new(py, rows)?.try_iter()?))
+        let slices = (0..self.0.dims()[0]).map(|index| quick(|| self.0.narrow(0, index, 1)?.squeeze(0)).map(Self));
+        let slices = slices.map(|slice| Ok(Bound::new(py, slice?)?.into_any())).collect::<Result<Vec<_>>>()?;
+        Ok(TensorIterator(PyList::new(py, slices)?.try_iter()?))
     }
 
-    /// Pickles and copies contain the values. A variable becomes a variable without a gradient; any other tensor
-    /// becomes a constant.
+    /// Return the values for a pickle or a copy, and the function that makes a tensor of them. A variable becomes a
+    /// variable without a gradient; any other tensor becomes a constant.
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> Result<(Anything<'py>, (NdArray<'py>, &'static str, String))> {
         let (tensor, py) = (&slf.get().0, slf.py());
-        let make = if slf.is_instance_of::<Var>() { "Var" } else { "tensor" };
-        let make = py.import("trainable_candle._core")?.getattr(make)?;
+        let name = if slf.is_instance_of::<Var>() { "Var" } else { "tensor" };
+        let make = py.import("trainable_candle._core")?.getattr(name)?;
         Ok((Anything(make), (numpy_values(py, tensor)?, tensor.dtype().as_str(), device::name(tensor.device()))))
     }
 
     /// Hash by identity, not by value.
     fn __hash__(slf: &Bound<'_, Self>) -> isize {
-        // Objects are aligned to 16 bytes, so the low bits are always 0.
+        // Objects are aligned to 16 bytes, so the lowest four bits are always 0.
         (slf.as_ptr() as isize) >> 4
     }
 
@@ -294,7 +305,7 @@ impl Tensor {
         let py = slf.py();
         let grad = if kind == "tensor" && tensor.requires_grad() { ", requires_grad=True" } else { "" };
         if tensor.elem_count() == 0 {
-            // numpy rejects empty shapes whose other sizes overflow.
+            // numpy rejects the shape of an empty array if the product of the sizes other than 0 overflows.
             return Ok(format!("{kind}([], shape={:?}, dtype={}{grad})", tensor.dims(), tensor.dtype().as_str()));
         }
         let options = PyDict::new(py);
@@ -314,7 +325,7 @@ fn numpy_values<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<NdArray<'py
     convert::to_numpy(py, tensor)
 }
 
-/// A dtype or a device.
+/// The argument `target` of `Tensor.to`: a dtype or a device.
 pub enum Target {
     DType(DTypeArg),
     Device(device::DeviceArg),

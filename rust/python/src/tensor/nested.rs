@@ -1,4 +1,4 @@
-//! Reads the numbers in nested Python lists.
+//! Reads Python numbers, and the numbers in nested Python lists and tuples.
 
 use std::ops::RangeInclusive;
 
@@ -43,8 +43,8 @@ impl Scalar {
     fn is_within(self, range: &RangeInclusive<i64>) -> bool {
         // 2^63, the first float above the range of i64.
         const END: f64 = 9_223_372_036_854_775_808.0;
-        let has_i64 = !matches!(self, Self::Float(value) if !(-END..END).contains(&value));
-        has_i64 && range.contains(&self.as_i64())
+        let fits_i64 = !matches!(self, Self::Float(value) if !(-END..END).contains(&value));
+        fits_i64 && range.contains(&self.as_i64())
     }
 
     fn text(self) -> String {
@@ -52,15 +52,16 @@ impl Scalar {
     }
 }
 
-/// Read the numbers in nested lists, and convert them to `dtype`. Without `dtype`, the result is f32 if any number is a
-/// float or there are no numbers, u8 if all numbers are bools, and i64 otherwise. `None` if the lists contain arrays.
+/// Read a number, or the numbers in nested lists or tuples, and convert them to `dtype`. Without `dtype`, the result is
+/// f32 if any number is a float or there are no numbers, u8 if all numbers are bools, and i64 otherwise. Returns `None`
+/// if the lists contain arrays. `op` is the name of the operation for errors.
 ///
 /// Conversions of floats to an integer dtype round towards 0.
 ///
 /// # Errors
-/// `ShapeError` if the lists are ragged or too deep, `DTypeError` if an element is not a number, `ArgumentError` if an
-/// element is a [`Tensor`] or an integer outside the range of i64, or if `dtype` is an integer dtype and a number is NaN or
-/// outside its range.
+/// `ShapeError` if the lists are ragged or deeper than [`MAX_DEPTH`], `DTypeError` if an element is not a number,
+/// `ArgumentError` if an element is a [`Tensor`] or an integer outside the range of i64, or if `dtype` is an integer
+/// dtype and a number is NaN or outside the range of `dtype`.
 pub fn read(op: &'static str, data: &Bound<'_, PyAny>, dtype: Option<DType>) -> Result<Option<Raw>> {
     let mut nested = Nested { op, dims: Vec::new(), values: Vec::new() };
     match nested.visit(data, 0) {
@@ -92,6 +93,7 @@ pub fn read(op: &'static str, data: &Bound<'_, PyAny>, dtype: Option<DType>) -> 
         DType::U32 => tc::raw::from_vec(values.iter().map(|v| v.as_i64() as u32).collect(), dims),
         DType::U8 => tc::raw::from_vec(values.iter().map(|v| v.as_i64() as u8).collect(), dims),
         DType::F64 => tc::raw::from_vec(values.iter().map(|v| v.as_f64()).collect(), dims),
+        // f32, and f16 and bf16 by way of f32.
         _ => {
             let raw = tc::raw::from_vec(values.iter().map(|v| v.as_f64() as f32).collect(), dims);
             if dtype == DType::F32 { raw } else { raw.to_dtype(dtype).map_err(tc::Error::from)? }
@@ -100,7 +102,7 @@ pub fn read(op: &'static str, data: &Bound<'_, PyAny>, dtype: Option<DType>) -> 
     Ok(Some(raw))
 }
 
-/// The reason why nested lists cannot be read.
+/// The reason why [`Nested`] cannot read an object.
 enum Refusal {
     /// An element is an array.
     Array,
@@ -121,6 +123,7 @@ struct Nested {
 }
 
 impl Nested {
+    /// Read the numbers of `object`, which is inside `depth` lists.
     fn visit(&mut self, object: &Bound<'_, PyAny>, depth: usize) -> std::result::Result<(), Refusal> {
         if let Ok(list) = object.cast::<PyList>() {
             self.enter(list.len(), depth)?;
@@ -138,6 +141,8 @@ impl Nested {
         Ok(())
     }
 
+    /// Begin a list of `length` items inside `depth` other lists. The first list at each depth determines the size of
+    /// that dimension; all others must have the same length.
     fn enter(&mut self, length: usize, depth: usize) -> std::result::Result<(), Refusal> {
         if depth >= MAX_DEPTH {
             return Err(tc::Error::shape(self.op, format!("lists are nested deeper than {MAX_DEPTH}")).into());
@@ -152,6 +157,7 @@ impl Nested {
         }
     }
 
+    /// The error about an object, described by `found`, that does not fit the lists before it.
     fn ragged(&self, depth: usize, found: &str) -> Refusal {
         let expected = self.dims.get(depth).map_or_else(|| "a number".to_owned(), |n| format!("a sequence of {n}"));
         tc::Error::shape(
@@ -161,6 +167,7 @@ impl Nested {
         .into()
     }
 
+    /// The number that `object` is.
     fn scalar(&self, object: &Bound<'_, PyAny>) -> std::result::Result<Scalar, Refusal> {
         if let Ok(value) = object.cast::<PyFloat>() {
             return Ok(Scalar::Float(value.value()));
@@ -197,15 +204,15 @@ impl Nested {
         if object.hasattr("__float__")? {
             return Ok(Scalar::Float(object.extract()?));
         }
-        let kind = object.get_type().name()?;
+        let found = object.get_type().name()?;
         Err(tc::Error::dtype(
             self.op,
-            format!("cannot make a tensor of {kind}; expected numbers, nested lists of them, or an array"),
+            format!("cannot make a tensor of {found}; expected numbers, nested lists of them, or an array"),
         )
         .into())
     }
 
-    /// The integer that Python converts `object` to.
+    /// The integer to which Python converts `object`.
     fn integer(&self, object: &Bound<'_, PyAny>) -> std::result::Result<Scalar, Refusal> {
         match object.extract::<i64>() {
             Ok(value) => Ok(Scalar::Int(value)),

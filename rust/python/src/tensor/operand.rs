@@ -1,4 +1,4 @@
-//! The other operand of an operator: a tensor, a number, a numpy array or a tensor of another library.
+//! [`Operand`]: an argument that is a tensor, a number, a numpy array or a tensor of another library.
 
 use numpy::PyUntypedArray;
 use pyo3::exceptions::PyTypeError;
@@ -11,11 +11,11 @@ use trainable_candle_core as tc;
 use super::{Tensor, to_raw};
 use crate::error::Result;
 
-/// The other operand of an operator.
+/// An argument that is a tensor or a number, such as the operand that an operator takes in addition to its tensor.
 pub enum Operand<'a> {
     /// A tensor.
     Tensor(&'a tc::Tensor),
-    /// A Python or numpy number, which gets the dtype of the operator's tensor.
+    /// A Python or numpy number. It has no dtype of its own, and usually gets that of the other operand.
     Number(Number),
     /// A numpy array or a tensor of another library, with its own dtype.
     Array(tc::Tensor),
@@ -30,7 +30,7 @@ pub struct Number {
     pub kind: Kind,
 }
 
-/// The kind of a user's number.
+/// The kind of a [`Number`].
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     Float,
@@ -46,7 +46,10 @@ impl Number {
         Self { value: value as f64, kind: Kind::Integer(value) }
     }
 
-    /// The number in `object`, which is an integer if `is_integer`. An error if Python cannot convert `object` to a number.
+    /// The number in `object`, which is an integer if `is_integer`, otherwise a float.
+    ///
+    /// # Errors
+    /// The exception of Python's conversion of `object` to a float.
     fn read(object: &Bound<'_, PyAny>, is_integer: bool) -> PyResult<Self> {
         if !is_integer {
             return Ok(Self { value: object.extract()?, kind: Kind::Float });
@@ -72,7 +75,7 @@ impl Number {
     /// The number as f64.
     ///
     /// # Errors
-    /// [`tc::Error::Argument`] for an integer that is too large for f64.
+    /// [`tc::Error::Argument`] for an integer outside the range of f64.
     pub fn float(self, op: &'static str) -> tc::Result<f64> {
         if self.kind == Kind::Huge && self.value.is_infinite() {
             return Err(tc::Error::argument(op, "the integer is too large for a floating point number"));
@@ -81,7 +84,10 @@ impl Number {
     }
 
     /// The number as an integer in the range of the integer dtype `dtype`.
-    fn whole(self, op: &'static str, dtype: tc::DType) -> tc::Result<i64> {
+    ///
+    /// # Errors
+    /// As [`to_tensor`](Self::to_tensor).
+    fn integer_in(self, op: &'static str, dtype: tc::DType) -> tc::Result<i64> {
         let range = match dtype {
             tc::DType::U8 => 0..=i64::from(u8::MAX),
             tc::DType::U32 => 0..=i64::from(u32::MAX),
@@ -91,11 +97,7 @@ impl Number {
             Kind::Integer(value) if range.contains(&value) => Ok(value),
             Kind::Float => Err(tc::Error::dtype(
                 op,
-                format!(
-                    "{} cannot hold {}, which is not an integer; use a floating point dtype",
-                    dtype.as_str(),
-                    self.text()
-                ),
+                format!("{} cannot hold {}, which is a float; use a floating point dtype", dtype.as_str(), self.text()),
             )),
             _ => Err(tc::Error::argument(
                 op,
@@ -114,13 +116,13 @@ impl Number {
     ///
     /// # Errors
     /// [`tc::Error::DType`] if `dtype` is an integer dtype and the number a float, [`tc::Error::Argument`] if the number is
-    /// outside the range of `dtype`.
+    /// an integer outside the range of an integer `dtype`, or of f64 if `dtype` is floating point.
     pub fn to_tensor(self, op: &'static str, dtype: tc::DType, device: &tc::Device) -> tc::Result<tc::Tensor> {
         if tc::raw::is_float(dtype) {
             return tc::Tensor::full(self.float(op)?, (), dtype, device);
         }
-        let whole = tc::Tensor::from(tc::raw::from_vec(vec![self.whole(op, dtype)?], ()));
-        whole.to_dtype(dtype)?.to_device(device)
+        let in_i64 = tc::Tensor::from(tc::raw::from_vec(vec![self.integer_in(op, dtype)?], ()));
+        in_i64.to_dtype(dtype)?.to_device(device)
     }
 
     /// A tensor without dimensions that has this value, in the dtype and on the device of `like`.
@@ -129,7 +131,7 @@ impl Number {
     /// As [`to_tensor`](Self::to_tensor).
     pub fn like(self, op: &'static str, like: &tc::Tensor) -> tc::Result<tc::Tensor> {
         match like.dtype() {
-            // In an operation on small tensors, the general conversion below would take most of the time.
+            // A fast path: in operations on small tensors, the general conversion below would take most of the time.
             tc::DType::F32 if like.device().is_cpu() => Ok(tc::raw::from_vec(vec![self.float(op)? as f32], ()).into()),
             dtype => self.to_tensor(op, dtype, like.device()),
         }
@@ -183,6 +185,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Operand<'a> {
     /// a `TypeError` if that operator fails too.
     #[inline]
     fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        // The most frequent types come first; the second check for a tensor finds its subclass, `Var`.
         if let Ok(tensor) = object.cast_exact::<Tensor>() {
             return Ok(Self::Tensor(&tensor.get().0));
         }
@@ -199,6 +202,10 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Operand<'a> {
     }
 }
 
+/// Read an operand of a class that is not Python's or this library's.
+///
+/// # Errors
+/// `TypeError` if `object` is no array or number; the errors of [`to_raw`].
 #[cold]
 fn foreign(object: &Bound<'_, PyAny>) -> Result<Operand<'static>> {
     if object.cast::<PyUntypedArray>().is_ok() || object.hasattr("__dlpack__")? {

@@ -7,8 +7,10 @@ use trainable_candle_core::DType;
 
 use super::Operand;
 
-/// Call `apply`, an elementwise operation, with `a` and `b` converted to one dtype. Numpy arrays are not converted, because
-/// they are often f64 by accident. If an array has another dtype than `a`, `apply` returns an error that names both dtypes.
+/// Call `apply`, an elementwise operation, with `a` and `b` converted to one dtype. A number gets the dtype of `a`,
+/// except that a float and an `a` of integers are both converted to f32. Arrays of other libraries are not converted,
+/// because numpy's are often f64 by accident. If such an array has another dtype than `a`, `apply` returns an error
+/// that names both dtypes.
 pub fn promoted<T>(
     op: &'static str,
     a: &tc::Tensor,
@@ -28,7 +30,7 @@ pub fn promoted<T>(
     }
 }
 
-/// As [`promoted`], for quotients, whose dtype is always floating point: integers are converted to f32.
+/// As [`promoted`], but convert two integer operands to f32, because a quotient is always floating point.
 pub fn for_quotient<T>(
     op: &'static str,
     a: &tc::Tensor,
@@ -58,16 +60,16 @@ fn common(a: &tc::Tensor, b: &tc::Tensor) -> DType {
     }
 }
 
-/// The wider of two dtypes, which must both be floating point or both integers; f32 for f16 with bf16.
+/// The wider of two dtypes, which must both be floating point or both integers. For f16 and bf16, it is f32.
 fn wider(a: DType, b: DType) -> DType {
-    let rank = |dtype: DType| match dtype {
+    let width = |dtype: DType| match dtype {
         DType::F64 | DType::I64 => 2,
         DType::F32 | DType::U32 => 1,
         _ => 0,
     };
     match (a, b) {
         (DType::F16, DType::BF16) | (DType::BF16, DType::F16) => DType::F32,
-        _ if rank(a) >= rank(b) => a,
+        _ if width(a) >= width(b) => a,
         _ => b,
     }
 }

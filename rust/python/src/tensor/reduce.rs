@@ -10,7 +10,7 @@ use crate::call::compute;
 use crate::error::Result;
 
 /// The dimensions that the caller gave as `dim` (torch's name) or `axis` (numpy's name); an error if it gave both.
-fn one_of(op: &'static str, dim: Option<Dims>, axis: Option<Dims>) -> Result<Option<Dims>> {
+fn dim_or_axis(op: &'static str, dim: Option<Dims>, axis: Option<Dims>) -> Result<Option<Dims>> {
     match (dim, axis) {
         (Some(_), Some(_)) => {
             Err(tc::Error::argument(op, "found both dim and axis, which mean the same; give only one").into())
@@ -24,8 +24,8 @@ fn dims_or_all(op: &'static str, tensor: &tc::Tensor, dim: Option<&Dims>) -> Res
     dim.map_or_else(|| Ok((0..tensor.rank()).collect()), |dims| dims.resolve(op, tensor.rank()))
 }
 
-/// Define methods that reduce over one, several or all dimensions. An entry has the method's name, its docstring, and
-/// optionally errors besides those of the arguments.
+/// Define methods that reduce over one, several or all dimensions. An entry has the method's name, the first paragraph
+/// of its docstring, and optionally a further line of the section `Raises`.
 macro_rules! reductions {
     ($($name:ident $doc:literal $(raises $raises:literal)?;)*) => {
         #[pymethods]
@@ -44,7 +44,7 @@ macro_rules! reductions {
                 $(#[doc = $raises])?
                 #[pyo3(signature = (dim=None, keepdim=false, *, axis=None))]
                 fn $name(&self, py: Python<'_>, dim: Option<Dims>, keepdim: bool, axis: Option<Dims>) -> Result<Self> {
-                    let dim = one_of(stringify!($name), dim, axis)?;
+                    let dim = dim_or_axis(stringify!($name), dim, axis)?;
                     let dims = dims_or_all(stringify!($name), &self.0, dim.as_ref())?;
                     compute(py, self.0.elem_count(), || self.0.$name(&dims, keepdim)).map(Self)
                 }
@@ -60,15 +60,16 @@ reductions! {
         raises "    DTypeError: if the tensor is not floating point.";
 }
 
-/// Reshape `result`, the one element of a reduction of `tensor` over all dimensions, to the shape that `keepdim` asks for.
+/// Reshape `result`, the one element to which all dimensions of `tensor` were reduced: without `keepdim` to no
+/// dimensions, with `keepdim` to as many dimensions as `tensor` has.
 fn of_all(tensor: &tc::Tensor, result: &tc::Tensor, keepdim: bool) -> tc::Result<tc::Tensor> {
     result.reshape(if keepdim { vec![1; tensor.rank()] } else { Vec::new() })
 }
 
 #[pymethods]
 impl Tensor {
-    /// Return the largest element. Over one dimension, the first of equal elements gets the gradient; over several or
-    /// all dimensions, equal elements share the gradient equally.
+    /// Return the largest element. NaN counts as the largest. With one dimension in `dim`, the first of equal elements
+    /// gets the gradient; with several dimensions or without `dim`, equal elements share the gradient equally.
     ///
     /// Args:
     ///     dim: the dimension or dimensions to reduce; default all.
@@ -78,10 +79,10 @@ impl Tensor {
     /// Raises:
     ///     IndexOutOfRangeError: if a dimension is out of range.
     ///     ArgumentError: if a dimension is given twice, or both `dim` and `axis` are given.
-    ///     ShapeError: if there are no elements.
+    ///     ShapeError: if a reduced dimension has the size 0.
     #[pyo3(signature = (dim=None, keepdim=false, *, axis=None))]
     fn max(&self, py: Python<'_>, dim: Option<Dims>, keepdim: bool, axis: Option<Dims>) -> Result<Self> {
-        let dims = one_of("max", dim, axis)?.map(|dim| dim.resolve("max", self.0.rank())).transpose()?;
+        let dims = dim_or_axis("max", dim, axis)?.map(|dim| dim.resolve("max", self.0.rank())).transpose()?;
         compute(py, self.0.elem_count(), || match dims {
             Some(dims) => self.0.max(&dims, keepdim),
             None => of_all(&self.0, &self.0.max_all()?, keepdim),
@@ -89,7 +90,7 @@ impl Tensor {
         .map(Self)
     }
 
-    /// Return the smallest element. Equal elements get gradients as in `max`.
+    /// Return the smallest element. NaN counts as the smallest. Equal elements get gradients as in `max`.
     ///
     /// Args:
     ///     dim: the dimension or dimensions to reduce; default all.
@@ -99,10 +100,10 @@ impl Tensor {
     /// Raises:
     ///     IndexOutOfRangeError: if a dimension is out of range.
     ///     ArgumentError: if a dimension is given twice, or both `dim` and `axis` are given.
-    ///     ShapeError: if there are no elements.
+    ///     ShapeError: if a reduced dimension has the size 0.
     #[pyo3(signature = (dim=None, keepdim=false, *, axis=None))]
     fn min(&self, py: Python<'_>, dim: Option<Dims>, keepdim: bool, axis: Option<Dims>) -> Result<Self> {
-        let dims = one_of("min", dim, axis)?.map(|dim| dim.resolve("min", self.0.rank())).transpose()?;
+        let dims = dim_or_axis("min", dim, axis)?.map(|dim| dim.resolve("min", self.0.rank())).transpose()?;
         compute(py, self.0.elem_count(), || match dims {
             Some(dims) => self.0.min(&dims, keepdim),
             None => of_all(&self.0, &self.0.min_all()?, keepdim),
@@ -110,7 +111,8 @@ impl Tensor {
         .map(Self)
     }
 
-    /// Return the variance: the sum of the squared deviations from the mean of n elements, divided by n - `correction`.
+    /// Return the variance: the sum of the squared deviations from the mean, divided by n - `correction`, where n is
+    /// the number of elements in the sum.
     ///
     /// Args:
     ///     dim: the dimension or dimensions to reduce; default all.
@@ -135,12 +137,12 @@ impl Tensor {
     ) -> Result<Self> {
         let correction = correction.get("var", "correction")?;
         let correction = unbiased.map_or(correction, |unbiased| if unbiased { 1.0 } else { 0.0 });
-        let dims = dims_or_all("var", &self.0, one_of("var", dim, axis)?.as_ref())?;
+        let dims = dims_or_all("var", &self.0, dim_or_axis("var", dim, axis)?.as_ref())?;
         compute(py, self.0.elem_count(), || self.0.var(&dims, keepdim, correction)).map(Self)
     }
 
-    /// Return the index of the largest element, in i64. If several elements are largest, it is the index of the first
-    /// of them. The result has no gradient.
+    /// Return the index of the largest element, in i64. If several elements are largest, return the index of the first
+    /// of them. NaN counts as the largest. The result has no gradient.
     ///
     /// Args:
     ///     dim: the dimension to reduce; by default, the result is the index in the flattened tensor.
@@ -148,24 +150,24 @@ impl Tensor {
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if the dimension is out of range.
-    ///     ShapeError: if there are no elements.
+    ///     ShapeError: if a reduced dimension has the size 0.
     ///     DTypeError: if the tensor is not floating point.
     #[pyo3(signature = (dim=None, keepdim=false))]
     fn argmax(&self, py: Python<'_>, dim: Option<Integer>, keepdim: bool) -> Result<Self> {
         let tensor = self.0.detach();
         let dim = dim.map(|dim| dim.dim("argmax", tensor.rank())).transpose()?;
         compute(py, tensor.elem_count(), || {
-            let position = match dim {
+            let index = match dim {
                 Some(dim) => tensor.argmax(dim, keepdim)?,
                 None => of_all(&tensor, &tensor.reshape(tensor.elem_count())?.argmax(0, false)?, keepdim)?,
             };
-            // i64 is the dtype of indices in all functions of the library.
-            position.to_dtype(candle_core::DType::I64)
+            // The core returns u32, but the indices that Python gets are i64, as in torch.
+            index.to_dtype(candle_core::DType::I64)
         })
         .map(Self)
     }
 
-    /// Compute exp(x) / sum(exp(x)), where the sum is along `dim`, computed without overflow.
+    /// Return exp(x) / sum(exp(x)) for each element x, with the sum along `dim`. It does not overflow.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if the dimension is out of range.
@@ -176,7 +178,7 @@ impl Tensor {
         compute(py, self.0.elem_count(), || self.0.softmax(dim)).map(Self)
     }
 
-    /// Return the logarithm of `softmax`, computed without overflow or underflow.
+    /// Return the logarithm of `softmax`. It neither overflows nor underflows.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if the dimension is out of range.
@@ -187,7 +189,7 @@ impl Tensor {
         compute(py, self.0.elem_count(), || self.0.log_softmax(dim)).map(Self)
     }
 
-    /// Return the cumulative sum along `dim`: element i of the result is the sum of elements 0 to i.
+    /// Return the cumulative sum along `dim`: element i of the result is the sum of the elements 0 to i, both included.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if the dimension is out of range.

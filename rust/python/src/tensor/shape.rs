@@ -11,7 +11,8 @@ use crate::error::Result;
 
 #[pymethods]
 impl Tensor {
-    /// Return the same elements, in row-major order, in another shape. The result is a view if the layout allows it.
+    /// Return the same elements, in row-major order, in another shape. The result is a view if this tensor is
+    /// contiguous, and a copy otherwise.
     ///
     /// Args:
     ///     shape: the sizes, as arguments or one sequence. One size may be -1: it is computed from the number of elements.
@@ -27,13 +28,14 @@ impl Tensor {
         compute(py, work, || self.0.reshape(sizes)).map(Self)
     }
 
-    /// Return the same as `reshape`; torch has both names.
+    /// Return the same as `reshape`; torch has both names. So the result may be a copy.
     #[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]"))]
     fn view(&self, py: Python<'_>, shape: &Bound<'_, PyTuple>) -> Result<Self> {
         self.reshape(py, shape)
     }
 
-    /// Merge the dimensions from `start_dim` to `end_dim`, both included, into one dimension.
+    /// Merge the dimensions from `start_dim` to `end_dim`, both included, into one dimension. A tensor without
+    /// dimensions becomes a vector of one element.
     ///
     /// Raises:
     ///     ArgumentError: if `start_dim` comes after `end_dim`.
@@ -55,10 +57,13 @@ impl Tensor {
         compute(py, work, || self.0.reshape(sizes)).map(Self)
     }
 
-    /// Reorder the dimensions. The order is given as arguments or one sequence.
+    /// Reorder the dimensions: dimension i of the result is dimension `dims[i]` of this tensor.
+    ///
+    /// Args:
+    ///     dims: the dimensions in the new order, as arguments or one sequence.
     ///
     /// Raises:
-    ///     ShapeError: if the order does not have all dimensions.
+    ///     ShapeError: if `dims` does not have all dimensions.
     ///     ArgumentError: if a dimension is given twice.
     ///     IndexOutOfRangeError: if a dimension is out of range.
     #[pyo3(signature = (*dims: "int | tuple[int, ...] | list[int]"))]
@@ -77,7 +82,7 @@ impl Tensor {
         quick(|| self.0.transpose(a, b)).map(Self)
     }
 
-    /// The dimensions in reverse order: the transpose of a matrix.
+    /// A view with the dimensions in reverse order; the transpose, if the tensor is a matrix.
     #[getter(T)]
     fn reversed_dims(&self) -> Result<Self> {
         let order: Vec<usize> = (0..self.0.rank()).rev().collect();
@@ -93,7 +98,7 @@ impl Tensor {
         quick(|| self.0.unsqueeze(dim)).map(Self)
     }
 
-    /// Remove the dimensions of size 1. If `dim` is given, remove only those that are among the dimensions `dim`.
+    /// Remove the dimensions of size 1. If `dim` is given, remove only those among the dimensions `dim`.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if a dimension is out of range.
@@ -105,6 +110,7 @@ impl Tensor {
             None => (0..self.0.rank()).collect(),
         };
         dims.sort_unstable();
+        // Begin with the last dimension, because the removal of a dimension changes the indices of those after it.
         quick(|| dims.iter().rev().try_fold(self.0.clone(), |tensor, &dim| tensor.squeeze(dim))).map(Self)
     }
 
@@ -112,20 +118,24 @@ impl Tensor {
     /// new leading dimensions.
     ///
     /// Raises:
-    ///     ShapeError: if this tensor's shape does not broadcast to `shape`.
+    ///     ShapeError: if this tensor's shape does not broadcast to `shape`, or a size is negative.
+    ///     OutOfMemoryError: if a tensor of shape `shape` without repeated elements would not fit into memory.
     #[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]"))]
     fn broadcast_to(&self, shape: &Bound<'_, PyTuple>) -> Result<Self> {
         let sizes = Shape::from_arguments(shape)?.sizes("broadcast_to")?;
         quick(|| self.0.broadcast_as(sizes)).map(Self)
     }
 
-    /// As `broadcast_to`, but the size -1 means the size of this tensor's dimension, as in torch.
+    /// Return the same as `broadcast_to`, but the size -1 means the size of this tensor's dimension, as in torch.
     ///
     /// Raises:
-    ///     ShapeError: if this tensor's shape does not broadcast to the shape.
+    ///     ShapeError: if this tensor's shape does not broadcast to `shape`, a new leading dimension has the size -1,
+    ///         or a size is less than -1.
+    ///     OutOfMemoryError: as for `broadcast_to`.
     #[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]"))]
     fn expand(&self, shape: &Bound<'_, PyTuple>) -> Result<Self> {
         let mut shape = Shape::from_arguments(shape)?.numbers("expand")?;
+        // The number of new leading dimensions. If `shape` has too few dimensions, `broadcast_as` returns the error.
         let offset = shape.len().wrapping_sub(self.0.rank());
         for (position, size) in shape.iter_mut().enumerate() {
             if let (-1, Some(&own)) = (*size, self.0.dims().get(position.wrapping_sub(offset))) {
@@ -136,10 +146,10 @@ impl Tensor {
         quick(|| self.0.broadcast_as(sizes)).map(Self)
     }
 
-    /// Return a view of the indices from `start` to `start + length - 1` along `dim`.
+    /// Return a view of the `length` slices along `dim` from index `start` on.
     ///
     /// Raises:
-    ///     IndexOutOfRangeError: if an index of this range, or `dim`, is out of range.
+    ///     IndexOutOfRangeError: if `dim` is out of range, or `start + length` is more than the size of the dimension.
     ///     ArgumentError: if `start` or `length` is negative.
     fn narrow(&self, dim: Integer, start: Integer, length: Integer) -> Result<Self> {
         let dim = dim.dim("narrow", self.0.rank())?;
@@ -147,8 +157,8 @@ impl Tensor {
         quick(|| self.0.narrow(dim, start, length)).map(Self)
     }
 
-    /// Split the tensor along `dim` into views of ceil(size / `chunks`) indices each. As in torch, the last view may be
-    /// smaller, and there may be fewer than `chunks` views.
+    /// Split the tensor along `dim` into views. Each view has the size ceil(size / `chunks`) along `dim`, where size is
+    /// that of this tensor. As in torch, the last view may be smaller, and there may be fewer than `chunks` views.
     ///
     /// Raises:
     ///     ArgumentError: if `chunks` is less than 1.
@@ -191,13 +201,15 @@ fn references<'a>(tensors: &'a [PyRef<'_, Tensor>]) -> Vec<&'a tc::Tensor> {
 ///
 /// Raises:
 ///     ArgumentError: if there are no tensors.
-///     ShapeError: if the sizes do not agree.
+///     ShapeError: if the numbers of dimensions differ, or the sizes of another dimension than `dim`.
 ///     DTypeError: if the dtypes differ.
 ///     IndexOutOfRangeError: if the dimension is out of range.
+///     OutOfMemoryError: if the result does not fit into memory.
 #[pyfunction]
 #[pyo3(signature = (tensors, dim=Integer::of(0)))]
 pub fn cat(py: Python<'_>, tensors: Vec<PyRef<'_, Tensor>>, dim: Integer) -> Result<Tensor> {
     let tensors = references(&tensors);
+    // Without tensors, `dim` does not matter, because `cat` returns an error.
     let dim = tensors.first().map_or(Ok(0), |first| dim.dim("cat", first.rank()))?;
     compute(py, tensors.iter().map(|t| t.elem_count()).sum(), || tc::Tensor::cat(&tensors, dim)).map(Tensor)
 }
@@ -213,10 +225,12 @@ pub fn cat(py: Python<'_>, tensors: Vec<PyRef<'_, Tensor>>, dim: Integer) -> Res
 ///     ShapeError: if the shapes differ.
 ///     DTypeError: if the dtypes differ.
 ///     IndexOutOfRangeError: if the dimension is out of range.
+///     OutOfMemoryError: if the result does not fit into memory.
 #[pyfunction]
 #[pyo3(signature = (tensors, dim=Integer::of(0)))]
 pub fn stack(py: Python<'_>, tensors: Vec<PyRef<'_, Tensor>>, dim: Integer) -> Result<Tensor> {
     let tensors = references(&tensors);
+    // Without tensors, `dim` does not matter, because `stack` returns an error.
     let dim = tensors.first().map_or(Ok(0), |first| dim.dim("stack", first.rank() + 1))?;
     compute(py, tensors.iter().map(|t| t.elem_count()).sum(), || tc::Tensor::stack(&tensors, dim)).map(Tensor)
 }

@@ -61,7 +61,7 @@ pub struct Source {
 }
 
 impl Source {
-    /// A tensor with a copy of the values, in row-major order.
+    /// A tensor on the CPU with a copy of the values, in row-major order. `op` is the name of the operation for errors.
     ///
     /// # Safety
     /// Every element that `dims` and `strides` reach from `data` must be readable until `read` returns.
@@ -70,7 +70,8 @@ impl Source {
     /// [`tc::Error::OutOfMemory`] if the copy does not fit.
     pub unsafe fn read(&self, op: &'static str) -> tc::Result<Raw> {
         check_allocation(op, &self.dims, self.element.dtype())?;
-        // SAFETY: the caller ensures that elements are readable; N is the size of an element in each arm.
+        // SAFETY: the caller ensures that the elements are readable; in each arm, the argument of the closure or
+        // function has as many bytes as an element.
         unsafe {
             Ok(match self.element {
                 Element::Bool => self.gather(|[byte]: [u8; 1]| u8::from(byte != 0)),
@@ -102,6 +103,7 @@ impl Source {
             let elements = unsafe { std::slice::from_raw_parts(self.data.cast::<[u8; N]>(), count) };
             values.extend(elements.iter().map(|&bytes| decode(bytes)));
         } else if count > 0 {
+            // The index of the next element in each dimension, and its distance from `data` in bytes.
             let mut position = vec![0usize; self.dims.len()];
             let mut offset = 0isize;
             for _ in 0..count {
@@ -111,6 +113,7 @@ impl Source {
                     bytes.reverse();
                 }
                 values.push(decode(bytes));
+                // Go on along the last dimension. At its end, return to its start, and go on along the one before it.
                 for dim in (0..self.dims.len()).rev() {
                     position[dim] += 1;
                     offset += self.strides[dim];
@@ -125,13 +128,14 @@ impl Source {
         from_vec(values, self.dims.as_slice())
     }
 
+    /// Whether the elements are in memory in row-major order without gaps.
     fn is_contiguous(&self) -> bool {
-        let mut expected = self.element.size() as isize;
+        let mut expected_stride = self.element.size() as isize;
         for (&size, &stride) in self.dims.iter().zip(&self.strides).rev() {
-            if size != 1 && stride != expected {
+            if size != 1 && stride != expected_stride {
                 return false;
             }
-            expected *= size as isize;
+            expected_stride *= size as isize;
         }
         true
     }

@@ -22,7 +22,7 @@ use crate::tensor::Tensor;
 ///
 /// Args:
 ///     sample: the noised latents, (B, C, ...).
-///     timesteps: the timestep of each example, (B,), i64.
+///     timesteps: the timestep of each example, (B,), i64 or u32.
 ///     target: the target of the prediction, in the shape of the latents, f32.
 #[pyclass(frozen, module = "trainable_candle.train")]
 pub struct NoisedLatents(objective::NoisedLatents);
@@ -35,13 +35,13 @@ impl NoisedLatents {
         Self(objective::NoisedLatents { sample, timesteps, target })
     }
 
-    /// The noised latents, in the shape and dtype of the latents.
+    /// The noised latents, in the shape and dtype of the latents without noise.
     #[getter]
     fn sample(&self) -> Tensor {
         Tensor(self.0.sample.clone())
     }
 
-    /// The timestep of each example: (B,), i64.
+    /// The timestep of each example: (B,), i64, or the dtype of the timesteps that `noise_at` got.
     #[getter]
     fn timesteps(&self) -> Tensor {
         Tensor(self.0.timesteps.clone())
@@ -65,9 +65,9 @@ impl NoisedLatents {
 ///
 /// Args:
 ///     schedule: the noise schedule of the model's training.
-///     timesteps: the distribution of timesteps, "uniform", "logit_normal" or "mode" (arXiv:2403.03206).
-///     logit_mean: mean of the normal distribution of "logit_normal"; a positive mean favours noisy timesteps.
-///     logit_std: standard deviation of that normal distribution, above 0.
+///     timesteps: the distribution of timesteps: "uniform", "logit_normal" or "mode" (arXiv:2403.03206).
+///     logit_mean: for "logit_normal", the mean of the normal distribution; a positive mean favours noisy timesteps.
+///     logit_std: for "logit_normal", the standard deviation of the normal distribution, above 0.
 ///     shift: a number above 1 shifts the timesteps towards noise, a number below 1 towards data; 1 changes nothing.
 ///     min_timestep: the first timestep that may be drawn.
 ///     max_timestep: the timestep after the last one that may be drawn; None means the number of timesteps of the
@@ -75,21 +75,21 @@ impl NoisedLatents {
 ///     min_snr_gamma: gamma of min-SNR weights (arXiv:2303.09556). The weight of a timestep in the loss is
 ///         min(SNR, gamma) / SNR if the model predicts noise, and min(SNR, gamma) / (SNR + 1) if it predicts velocities.
 ///         SNR is the timestep's signal-to-noise ratio. The paper uses 5; with None all timesteps have the weight 1.
-///     noise_offset: the standard deviation of additional noise that has one value for each channel of each example, 0
-///         to about 0.1.
+///     noise_offset: the standard deviation of additional noise that has one value for each channel of each example. 0
+///         adds none; up to about 0.1 is usual.
 ///     multires_noise_iterations: the largest number of levels of multiresolution noise. The first level is normal noise of
 ///         the size of the latents. Each further level has a lower resolution and is enlarged to that size. All levels are
 ///         added to the noise of the latents, and the sum is scaled to a standard deviation of 1 over the example. 0 adds no
-///         levels; 6 to 10 are usual.
+///         levels; 6 to 10 are usual. Levels need latents (B, C, H, W).
 ///     multires_noise_discount: the weight of each level after the first, divided by the weight of the level before it;
 ///         above 0 and below 1.
 ///     loss: the loss of an element: "mse", "l1", "huber" (torch's huber_loss) or "smooth_l1" (the Huber loss divided
 ///         by delta).
-///     huber_delta: delta of the Huber losses, above 0, and at most 1 unless `huber_schedule` is "constant". The losses
-///         are linear for differences above delta.
+///     huber_delta: delta of the losses "huber" and "smooth_l1", above 0, and at most 1 unless `huber_schedule` is
+///         "constant". These losses are linear for differences above delta.
 ///     huber_schedule: the delta of timestep t of the schedule's T timesteps (arXiv:2403.16728), where d is
 ///         `huber_delta`: "constant" for d, "exponential" for d ** (t / T), "snr" for
-///         (1 - d) / (1 + sigma) ** 2 + d with the timestep's entry of the schedule's `sigmas`.
+///         (1 - d) / (1 + sigma) ** 2 + d, where sigma is `schedule.sigmas[t]`.
 ///     device: the device of the latents.
 ///
 /// Raises:
@@ -137,7 +137,7 @@ impl DiffusionObjective {
             timesteps,
             shift: shift.get(OP, "shift")?,
             min_timestep: min_timestep.count(OP, "min_timestep")?,
-            max_timestep: max_timestep.map(|last| last.count(OP, "max_timestep")).transpose()?,
+            max_timestep: max_timestep.map(|end| end.count(OP, "max_timestep")).transpose()?,
             min_snr_gamma: min_snr_gamma.get(OP, "min_snr_gamma")?,
             noise_offset: noise_offset.get(OP, "noise_offset")?,
             multires_noise_iterations: multires_noise_iterations.count(OP, "multires_noise_iterations")?,
@@ -153,14 +153,17 @@ impl DiffusionObjective {
     ///
     /// Args:
     ///     latents: (B, C, ...).
-    ///     samples: the number of each example, counted through the whole training run. If given, an example's noise and
-    ///         timestep depend only on its number and `seed`, and the library's generator does not advance. By default,
-    ///         the library's generator gives noise and timesteps.
+    ///     samples: the number of each example's sample, counted from 0 through the whole training run. If given, an
+    ///         example's noise and timestep depend only on this number and `seed`, and the library's generator does not
+    ///         advance. By default, the library's generator gives noise and timesteps.
     ///     seed: the seed of the run; it has an effect only with `samples`.
     ///
     /// Raises:
-    ///     ShapeError, DTypeError, DeviceError: if the latents do not fit, or if there is not one number for each
-    ///         example.
+    ///     ShapeError: if the latents have fewer than two dimensions, or other than four for multiresolution noise, or
+    ///         if `samples` does not have one number for each example.
+    ///     DTypeError: if the latents are not floating point.
+    ///     DeviceError: if the latents are on another device than the objective.
+    ///     ArgumentError: if `seed` or a number is outside the range 0 to 2**64 - 1.
     #[pyo3(signature = (latents, samples=None, seed=Integer::of(0)))]
     fn noise(
         &self,
@@ -172,11 +175,11 @@ impl DiffusionObjective {
         const OP: &str = "noise";
         let samples = samples.map(|samples| words(OP, &samples)).transpose()?;
         let seed = seed.word(OP, "seed")?;
-        let work = || match &samples {
+        let add_noise = || match &samples {
             Some(samples) => self.0.noise_for(&latents.0, samples, seed),
             None => self.0.noise(&latents.0),
         };
-        compute(py, latents.0.elem_count(), work).map(NoisedLatents)
+        compute(py, latents.0.elem_count(), add_noise).map(NoisedLatents)
     }
 
     /// Add given noise to latents at given timesteps.
@@ -184,18 +187,20 @@ impl DiffusionObjective {
     /// Args:
     ///     latents: (B, C, ...).
     ///     noise: in the shape of the latents.
-    ///     timesteps: (B,), integers.
+    ///     timesteps: (B,), i64 or u32.
     ///
     /// Raises:
-    ///     ShapeError, DTypeError, DeviceError: if the three tensors do not fit together.
-    ///     IndexOutOfRangeError: if there is no such timestep.
+    ///     ShapeError: if the latents have fewer than two dimensions, or the three shapes do not fit together.
+    ///     DTypeError: if the latents are not floating point, or the timesteps are neither i64 nor u32.
+    ///     DeviceError: if a tensor is on another device than the objective.
+    ///     IndexOutOfRangeError: if the schedule does not have one of the timesteps.
     fn noise_at(&self, py: Python<'_>, latents: &Tensor, noise: &Tensor, timesteps: &Tensor) -> Result<NoisedLatents> {
         compute(py, latents.0.elem_count(), || self.0.noise_at(&latents.0, &noise.0, &timesteps.0)).map(NoisedLatents)
     }
 
-    /// Add noise to latents for a validation loss. An example has the same noise and timestep in every call and in any
-    /// batch. The library's generator does not advance. The timesteps of examples with consecutive numbers are spread
-    /// evenly over the whole range of timesteps.
+    /// Add noise to latents for a validation loss. With the same `seed`, an example has the same noise and timestep in
+    /// every call and in any batch. The library's generator does not advance. The timesteps of examples with
+    /// consecutive numbers are spread evenly over the whole range of timesteps.
     ///
     /// Args:
     ///     latents: (B, C, ...).
@@ -203,8 +208,11 @@ impl DiffusionObjective {
     ///     seed: the seed of the noise; the timesteps do not depend on it.
     ///
     /// Raises:
-    ///     ShapeError, DTypeError, DeviceError: if the latents do not fit, or if `examples` does not have one number for each
-    ///         example of the batch.
+    ///     ShapeError: if the latents have fewer than two dimensions, or if `examples` does not have one number for
+    ///         each example of the batch.
+    ///     DTypeError: if the latents are not floating point.
+    ///     DeviceError: if the latents are on another device than the objective.
+    ///     ArgumentError: if `seed` is outside the range 0 to 2**64 - 1, or a number outside 0 to 2**32 - 1.
     #[pyo3(signature = (latents, examples, seed=Integer::of(0)))]
     fn validation_noise(
         &self,
@@ -217,12 +225,13 @@ impl DiffusionObjective {
         let examples =
             examples.iter().map(|number| number.word32(OP, "an example's number")).collect::<Result<Vec<u32>>>()?;
         let seed = seed.word(OP, "seed")?;
-        let work = || self.0.validation_noise(&latents.0, &examples, seed);
-        compute(py, latents.0.elem_count(), work).map(NoisedLatents)
+        let add_noise = || self.0.validation_noise(&latents.0, &examples, seed);
+        compute(py, latents.0.elem_count(), add_noise).map(NoisedLatents)
     }
 
-    /// Compute the loss of a prediction. An example's loss is the mean of the losses of its elements, times its min-SNR
-    /// weight and its entry in `weights`. The result is the mean over the examples of the batch.
+    /// Compute the loss of a prediction. An example's loss is the mean of the losses of its elements, weighted by
+    /// `mask` and multiplied by the example's min-SNR weight and its entry in `weights`. The result is the mean over
+    /// the examples of the batch.
     ///
     /// Args:
     ///     prediction: the model's output for `noised.sample` at `noised.timesteps`.
@@ -236,7 +245,8 @@ impl DiffusionObjective {
     ///     A scalar in f32.
     ///
     /// Raises:
-    ///     ShapeError, DTypeError, DeviceError: if an argument does not fit `noised`.
+    ///     ShapeError: if the shape of an argument does not fit `noised`.
+    ///     DeviceError: if the tensors are on different devices.
     #[pyo3(signature = (prediction, noised, mask=None, weights=None))]
     fn loss(
         &self,
