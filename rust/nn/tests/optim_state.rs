@@ -6,9 +6,10 @@ use trainable_candle_nn::optim::{
     StateDict,
 };
 
-fn tensor(n: usize, seed: usize, dtype: DType) -> Tensor {
-    let wave = (0..n).map(|i| ((i * 7919 + seed * 104_729) % 10_007) as f32 / 5003.0 - 1.0).collect();
-    let values = Tensor::from_vec::<f32>(wave, n, &Device::Cpu).unwrap();
+/// `len` irregular numbers from -1 to 1 that depend on `seed`.
+fn tensor(len: usize, seed: usize, dtype: DType) -> Tensor {
+    let numbers = (0..len).map(|i| ((i * 7919 + seed * 104_729) % 10_007) as f32 / 5003.0 - 1.0).collect();
+    let values = Tensor::from_vec::<f32>(numbers, len, &Device::Cpu).unwrap();
     Tensor::from(values.raw().to_dtype(dtype).unwrap())
 }
 
@@ -16,10 +17,12 @@ fn values(tensor: &Tensor) -> Vec<f64> {
     tensor.raw().to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
+/// Two variables: 8-bit optimizers quantize the states of the large one, but not of the small one.
 fn params(dtype: DType) -> Vec<Var> {
-    [(6000, 0), (40, 1)].map(|(n, seed)| Var::from_tensor(&tensor(n, seed, dtype)).unwrap()).to_vec()
+    [(6000, 0), (40, 1)].map(|(len, seed)| Var::from_tensor(&tensor(len, seed, dtype)).unwrap()).to_vec()
 }
 
+/// Takes the given `steps`. The gradients depend on the number of the step.
 fn train(opt: &mut dyn Optimizer, steps: std::ops::Range<usize>) {
     for step in steps {
         for (index, var) in opt.vars().iter().enumerate() {
@@ -29,7 +32,8 @@ fn train(opt: &mut dyn Optimizer, steps: std::ops::Range<usize>) {
     }
 }
 
-fn all(dtype: DType) -> Vec<Box<dyn Optimizer>> {
+/// Optimizers with different states, each of its own [`params`].
+fn optimizers(dtype: DType) -> Vec<Box<dyn Optimizer>> {
     let sgd = SGDConfig { lr: 0.01, momentum: 0.9, ..SGDConfig::default() };
     let amsgrad = AdamConfig { amsgrad: true, ..AdamConfig::adam(0.01) };
     vec![
@@ -42,32 +46,31 @@ fn all(dtype: DType) -> Vec<Box<dyn Optimizer>> {
 }
 
 #[test]
-fn a_resumed_run_is_bit_equal() {
+fn a_resumed_run_is_bit_equal_to_an_uninterrupted_run() {
     for dtype in [DType::F32, DType::BF16] {
-        for (mut whole, mut resumed) in all(dtype).into_iter().zip(all(dtype)) {
-            train(&mut *whole, 0..3);
-            whole.set_lr(0.02).unwrap();
-            let states = whole.state_dict().unwrap();
-            for (to, from) in resumed.vars().iter().zip(whole.vars()) {
+        for (mut uninterrupted, mut resumed) in optimizers(dtype).into_iter().zip(optimizers(dtype)) {
+            train(&mut *uninterrupted, 0..3);
+            uninterrupted.set_lr(0.02).unwrap();
+            for (to, from) in resumed.vars().iter().zip(uninterrupted.vars()) {
                 to.set(&from.detach()).unwrap();
             }
-            resumed.load_state_dict(&states).unwrap();
+            resumed.load_state_dict(&uninterrupted.state_dict().unwrap()).unwrap();
             assert_eq!(resumed.lr(), 0.02);
-            train(&mut *whole, 3..6);
+            train(&mut *uninterrupted, 3..6);
             train(&mut *resumed, 3..6);
-            for (whole, resumed) in whole.vars().iter().zip(resumed.vars()) {
-                assert_eq!(values(whole), values(&resumed));
+            for (expected, found) in uninterrupted.vars().iter().zip(resumed.vars()) {
+                assert_eq!(values(expected), values(&found));
             }
-            let (whole, resumed) = (whole.state_dict().unwrap(), resumed.state_dict().unwrap());
-            assert!(whole.keys().eq(resumed.keys()));
-            assert!(whole.iter().all(|(key, state)| values(state) == values(&resumed[key])));
+            let (expected, found) = (uninterrupted.state_dict().unwrap(), resumed.state_dict().unwrap());
+            assert!(expected.keys().eq(found.keys()));
+            assert!(expected.iter().all(|(key, state)| values(state) == values(&found[key])));
         }
     }
 }
 
 #[test]
 fn a_state_dict_is_a_snapshot() {
-    for mut opt in all(DType::F32) {
+    for mut opt in optimizers(DType::F32) {
         train(&mut *opt, 0..1);
         let states = opt.state_dict().unwrap();
         let before: Vec<Vec<f64>> = states.values().map(values).collect();
@@ -78,42 +81,44 @@ fn a_state_dict_is_a_snapshot() {
 
 #[test]
 fn state_bytes_count_states_and_master_values() {
-    // One variable has 6000 elements, the other one has 40. 8-bit optimizers store codes and one f32 scale per block of
-    // 256 codes for the 6000 elements, and f32 states for the 40.
-    let blocks = 6000usize.div_ceil(256);
-    let expected =
-        [4 * 6040, 3 * 4 * 6040, 2 * (6000 + 4 * blocks) + 2 * 4 * 40, 6000 + 4 * blocks + 4 * 40, 4 * 4 * 6040];
-    for (dtype, master) in [(DType::F32, 0), (DType::F16, 4 * 6040)] {
-        for (mut opt, expected) in all(dtype).into_iter().zip(expected) {
+    // The variables have 6000 and 40 elements. An f32 state takes 4 bytes for each element. An 8-bit state of the 6000
+    // elements takes 1 byte for each element, and an f32 scale for each block of 256 elements; its 40 other elements
+    // are f32.
+    let f32_state = 4 * (6000 + 40);
+    let state_8bit = 6000 + 4 * 6000usize.div_ceil(256) + 4 * 40;
+    // SGD, Adam with amsgrad, AdamW8bit, Lion8bit, Prodigy.
+    let expected = [f32_state, 3 * f32_state, 2 * state_8bit, state_8bit, 4 * f32_state];
+    for (dtype, master_bytes) in [(DType::F32, 0), (DType::F16, f32_state)] {
+        for (mut opt, state_bytes) in optimizers(dtype).into_iter().zip(expected) {
             assert_eq!(opt.state_bytes(), 0);
             train(&mut *opt, 0..1);
-            assert_eq!(opt.state_bytes(), expected + master, "{}", opt.name());
+            assert_eq!(opt.state_bytes(), state_bytes + master_bytes, "{}", opt.name());
         }
     }
 }
 
 #[test]
-fn states_that_do_not_fit_are_rejected_and_change_nothing() -> Result<()> {
+fn wrong_states_are_rejected_and_change_nothing() -> Result<()> {
     let mut source = AdamW::new(params(DType::F32), 0.01, 0.1)?;
     train(&mut source, 0..2);
-    let good = source.state_dict()?;
+    let valid = source.state_dict()?;
     let mut opt = AdamW::new(params(DType::F32), 0.5, 0.1)?;
     train(&mut opt, 0..1);
     let before = opt.state_dict()?;
-    let with = |change: &dyn Fn(&mut StateDict)| {
-        let mut states = good.clone();
+    let changed = |change: &dyn Fn(&mut StateDict)| {
+        let mut states = valid.clone();
         change(&mut states);
         states
     };
-    let zeros = |n: usize, dtype| Tensor::zeros(n, dtype, &Device::Cpu).unwrap();
+    let zeros = |len: usize, dtype| Tensor::zeros(len, dtype, &Device::Cpu).unwrap();
     let of_sgd = SGD::new(params(DType::F32), 0.01)?.state_dict()?;
     let cases: [(StateDict, &str); 8] = [
-        (with(&|s| drop(s.remove("1.exp_avg_sq"))), "load_state_dict: AdamW: the state \"1.exp_avg_sq\" is missing"),
-        (with(&|s| drop(s.insert("1.extra".into(), zeros(40, DType::F32)))), "the first: 1.extra"),
-        (with(&|s| drop(s.insert("0.exp_avg".into(), zeros(7, DType::F32)))), "has shape [7], expected [6000]"),
-        (with(&|s| drop(s.insert("0.exp_avg".into(), zeros(6000, DType::U8)))), "is u8, expected f32"),
-        (with(&|s| drop(s.insert("step".into(), zeros(3, DType::I64)))), "\"step\" has shape [3], expected [2]"),
-        (with(&|s| drop(s.remove("step"))), "the state \"step\" is missing"),
+        (changed(&|s| drop(s.remove("1.exp_avg_sq"))), "load_state_dict: AdamW: the state \"1.exp_avg_sq\" is missing"),
+        (changed(&|s| drop(s.insert("1.extra".into(), zeros(40, DType::F32)))), "the first: 1.extra"),
+        (changed(&|s| drop(s.insert("0.exp_avg".into(), zeros(7, DType::F32)))), "has shape [7], expected [6000]"),
+        (changed(&|s| drop(s.insert("0.exp_avg".into(), zeros(6000, DType::U8)))), "is u8, expected f32"),
+        (changed(&|s| drop(s.insert("step".into(), zeros(3, DType::I64)))), "\"step\" has shape [3], expected [2]"),
+        (changed(&|s| drop(s.remove("step"))), "the state \"step\" is missing"),
         (StateDict::new(), "the entry \"kind\" is missing"),
         (of_sgd, "load_state_dict: AdamW: the states were saved by SGD"),
     ];
@@ -121,19 +126,21 @@ fn states_that_do_not_fit_are_rejected_and_change_nothing() -> Result<()> {
         let message = opt.load_state_dict(&states).unwrap_err().to_string();
         assert!(message.contains(expected), "{message}");
     }
-    let mut other = AdamW8bit::new(params(DType::F32), 0.01, 0.1)?;
-    assert!(matches!(other.load_state_dict(&good), Err(Error::Config(_))));
+    let mut adamw_8bit = AdamW8bit::new(params(DType::F32), 0.01, 0.1)?;
+    assert!(matches!(adamw_8bit.load_state_dict(&valid), Err(Error::Config(_))));
     let after = opt.state_dict()?;
     assert!(before.iter().all(|(key, state)| values(state) == values(&after[key])));
     assert_eq!(opt.lr(), 0.5);
-    opt.load_state_dict(&good)?;
+    // Without a change, the states are valid.
+    opt.load_state_dict(&valid)?;
     assert_eq!(opt.lr(), 0.01);
     Ok(())
 }
 
-fn with_grad(value: f32) -> Result<SGD> {
+/// SGD with learning rate 1 of a variable [0, 0] with the gradient [`first`, 1].
+fn sgd_with_grad(first: f32) -> Result<SGD> {
     let x = Var::zeros(2, DType::F32, &Device::Cpu)?;
-    x.set_grad(&Tensor::new(vec![value, 1.0], &Device::Cpu)?)?;
+    x.set_grad(&Tensor::new(vec![first, 1.0], &Device::Cpu)?)?;
     SGD::new(vec![x], 1.0)
 }
 
@@ -144,10 +151,10 @@ fn the_scale_grows_and_backs_off_and_steps_with_non_finite_gradients_are_skipped
     assert_eq!(scaler.scale(&Tensor::full(3.0, (), DType::F32, &Device::Cpu)?)?.item()?, 12.0);
     let mut scales = Vec::new();
     for grad in [8.0, 8.0, f32::INFINITY, 8.0, f32::NAN, 8.0, 8.0] {
-        let mut opt = with_grad(grad)?;
+        let mut opt = sgd_with_grad(grad)?;
+        let scale = scaler.get_scale()? as f32;
         let stepped = scaler.step(&mut opt)? == Some(true);
         assert_eq!(stepped, grad.is_finite());
-        let scale = scaler.get_scale()? as f32;
         let expected = if stepped { [-8.0 / scale, -1.0 / scale] } else { [0.0; 2] };
         assert_eq!(opt.vars()[0].to_vec::<f32>()?, expected);
         scaler.update()?;
@@ -161,7 +168,8 @@ fn the_scale_grows_and_backs_off_and_steps_with_non_finite_gradients_are_skipped
 fn the_scaler_rejects_calls_out_of_order() -> Result<()> {
     let mut scaler = GradScaler::new(GradScalerConfig::default())?;
     assert!(scaler.update().is_err());
-    let mut opt = with_grad(65536.0)?;
+    // The gradient is the default scale.
+    let mut opt = sgd_with_grad(65536.0)?;
     scaler.unscale(&opt)?;
     assert_eq!(opt.vars()[0].grad().unwrap().to_vec::<f32>()?[0], 1.0);
     assert!(scaler.unscale(&opt).is_err());
@@ -179,9 +187,9 @@ fn the_scaler_rejects_a_growth_factor_of_1() {
 }
 
 #[test]
-fn a_disabled_scaler_takes_every_step() -> Result<()> {
-    let mut off = GradScaler::new(GradScalerConfig { enabled: false, ..GradScalerConfig::default() })?;
-    assert_eq!(off.step(&mut with_grad(f32::INFINITY)?)?, Some(true));
-    assert_eq!(off.get_scale()?, 1.0);
-    off.update()
+fn a_disabled_scaler_has_scale_1_and_steps_with_non_finite_gradients() -> Result<()> {
+    let mut scaler = GradScaler::new(GradScalerConfig { enabled: false, ..GradScalerConfig::default() })?;
+    assert_eq!(scaler.step(&mut sgd_with_grad(f32::INFINITY)?)?, Some(true));
+    assert_eq!(scaler.get_scale()?, 1.0);
+    scaler.update()
 }

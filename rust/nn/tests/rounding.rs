@@ -5,27 +5,34 @@ use trainable_candle_core::cpu::pool::set_num_threads;
 use trainable_candle_core::{DType, Device, Error, FlatBuffer, Result, Tensor, Var};
 use trainable_candle_nn::optim::{AdamConfig, AdamW, KINDS, Optimizer, OptimizerKind, SGD, SGDConfig, Value};
 
+/// The numbers of elements of the variables. 8-bit optimizers quantize the states of the two large variables.
 const SIZES: [usize; 4] = [5000, 3, 0, 20_000];
 
-fn tensor(n: usize, seed: usize) -> Tensor {
-    let wave = (0..n).map(|i| ((i * 7919 + seed * 104_729) % 10_007) as f32 / 5003.0 - 1.0).collect();
-    Tensor::from_vec::<f32>(wave, n, &Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap()
+/// `len` irregular numbers from -1 to 1 that depend on `seed`, in bf16.
+fn tensor(len: usize, seed: usize) -> Tensor {
+    let numbers = (0..len).map(|i| ((i * 7919 + seed * 104_729) % 10_007) as f32 / 5003.0 - 1.0).collect();
+    Tensor::from_vec::<f32>(numbers, len, &Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap()
 }
 
-fn loose() -> Vec<Var> {
-    SIZES.iter().enumerate().map(|(i, &n)| Var::from_tensor(&tensor(n, i)).unwrap()).collect()
+/// Variables with separate storage.
+fn separate_vars() -> Vec<Var> {
+    SIZES.iter().enumerate().map(|(i, &len)| Var::from_tensor(&tensor(len, i)).unwrap()).collect()
 }
 
-fn flat() -> Vec<Var> {
-    let start: Vec<Tensor> = SIZES.iter().enumerate().map(|(i, &n)| tensor(n, i)).collect();
-    FlatBuffer::new(&start).unwrap().vars().to_vec()
+/// Variables with the values of [`separate_vars`] in one flat buffer.
+fn flat_vars() -> Vec<Var> {
+    let initial: Vec<Tensor> = SIZES.iter().enumerate().map(|(i, &len)| tensor(len, i)).collect();
+    FlatBuffer::new(&initial).unwrap().vars().to_vec()
 }
 
-fn rounding() -> impl Iterator<Item = &'static OptimizerKind> {
+/// The optimizers that can round stochastically.
+fn rounding_kinds() -> impl Iterator<Item = &'static OptimizerKind> {
     KINDS.iter().filter(|kind| kind.rounds)
 }
 
-fn made(kind: &OptimizerKind, vars: &[Var], seed: u64) -> Box<dyn Optimizer> {
+/// An optimizer that rounds stochastically, with two variables in each of two groups. SGD has momentum, so that it has
+/// a state.
+fn rounding_optimizer(kind: &OptimizerKind, vars: &[Var], seed: u64) -> Box<dyn Optimizer> {
     let mut settings = vec![("lr", Value::Number(0.001))];
     if kind.name == "SGD" {
         settings.push(("momentum", Value::Number(0.9)));
@@ -33,6 +40,7 @@ fn made(kind: &OptimizerKind, vars: &[Var], seed: u64) -> Box<dyn Optimizer> {
     kind.build(vec![(vars[..2].to_vec(), settings.clone()), (vars[2..].to_vec(), settings)], Some(seed)).unwrap()
 }
 
+/// Takes the given `steps`. The gradients depend on the number of the step.
 fn train(opt: &mut dyn Optimizer, steps: std::ops::Range<usize>) {
     for step in steps {
         for (index, var) in opt.vars().iter().enumerate() {
@@ -47,72 +55,72 @@ fn bits(vars: &[Var]) -> Vec<Vec<u16>> {
 }
 
 #[test]
-fn elementwise_optimizers_can_round_stochastically() {
-    let names: Vec<&str> = rounding().map(|kind| kind.name).collect();
+fn exactly_seven_optimizers_can_round_stochastically() {
+    let names: Vec<&str> = rounding_kinds().map(|kind| kind.name).collect();
     assert_eq!(names, ["AdamW8bit", "Adam8bit", "AdamW", "Adam", "Lion8bit", "Lion", "SGD"]);
 }
 
 #[test]
-fn results_depend_on_the_seed_but_not_on_storage_and_threads() {
-    for kind in rounding() {
-        let results: Vec<_> = [(loose(), 1, 2), (flat(), 1, 2), (flat(), 1, 1), (flat(), 2, 2)]
-            .into_iter()
-            .map(|(vars, seed, threads)| {
-                set_num_threads(threads).unwrap();
-                train(&mut *made(kind, &vars, seed), 0..3);
-                set_num_threads(2).unwrap();
-                bits(&vars)
-            })
-            .collect();
-        assert!(results[0] == results[1] && results[1] == results[2], "{}", kind.name);
-        assert_ne!(results[2], results[3], "{}", kind.name);
+fn results_depend_on_the_seed_but_not_on_storage_or_threads() {
+    for kind in rounding_kinds() {
+        let result = |vars: Vec<Var>, seed, threads| {
+            set_num_threads(threads).unwrap();
+            train(&mut *rounding_optimizer(kind, &vars, seed), 0..3);
+            bits(&vars)
+        };
+        let expected = result(flat_vars(), 1, 2);
+        assert!(result(separate_vars(), 1, 2) == expected, "{}: the storage has an effect", kind.name);
+        assert!(result(flat_vars(), 1, 1) == expected, "{}: the number of threads has an effect", kind.name);
+        assert!(result(flat_vars(), 2, 2) != expected, "{}: the seed has no effect", kind.name);
     }
 }
 
 #[test]
-fn a_resumed_run_is_bit_equal_and_takes_the_seed_from_the_states() -> Result<()> {
-    for kind in rounding() {
-        let (first, second) = (flat(), loose());
-        let (mut whole, mut resumed) = (made(kind, &first, u64::MAX), made(kind, &second, 5));
-        train(&mut *whole, 0..3);
-        for (to, from) in second.iter().zip(&first) {
+fn a_resumed_run_is_bit_equal_to_an_uninterrupted_run_and_takes_the_seed_from_the_states() -> Result<()> {
+    for kind in rounding_kinds() {
+        let (vars, resumed_vars) = (flat_vars(), separate_vars());
+        let mut uninterrupted = rounding_optimizer(kind, &vars, u64::MAX);
+        let mut resumed = rounding_optimizer(kind, &resumed_vars, 5);
+        train(&mut *uninterrupted, 0..3);
+        for (to, from) in resumed_vars.iter().zip(&vars) {
             to.set(&from.detach())?;
         }
-        resumed.load_state_dict(&whole.state_dict()?)?;
-        train(&mut *whole, 3..6);
+        resumed.load_state_dict(&uninterrupted.state_dict()?)?;
+        train(&mut *uninterrupted, 3..6);
         train(&mut *resumed, 3..6);
-        assert_eq!(bits(&first), bits(&second), "{}", kind.name);
+        assert_eq!(bits(&resumed_vars), bits(&vars), "{}", kind.name);
+        // State dicts store the seed as an i64, so u64::MAX becomes -1.
         assert_eq!(resumed.state_dict()?["seed"].to_vec::<i64>()?, [-1]);
     }
     Ok(())
 }
 
 #[test]
-fn states_take_two_bytes_and_there_are_no_master_values() -> Result<()> {
-    for kind in rounding() {
-        let vars = loose();
-        let mut opt = made(kind, &vars, 0);
+fn unquantized_states_are_bf16_and_there_are_no_master_values() -> Result<()> {
+    for kind in rounding_kinds() {
+        let mut opt = rounding_optimizer(kind, &separate_vars(), 0);
         train(&mut *opt, 0..1);
         let states = opt.state_dict()?;
         assert!(states.keys().all(|key| !key.ends_with(".master")));
         let mut moments = states.iter().filter(|(key, _)| key.ends_with(".exp_avg"));
         assert!(moments.all(|(_, state)| state.dtype() == DType::BF16), "{}", kind.name);
+        // `OptimizerKind::state_bytes` is for default hyper-parameters, with which SGD has no state.
         if kind.name != "SGD" {
-            let expected: usize = SIZES.iter().map(|&size| kind.state_bytes(&[size], true)).sum();
-            assert_eq!(opt.state_bytes(), expected, "{}", kind.name);
-            assert!(expected < SIZES.iter().map(|&size| kind.state_bytes(&[size], false)).sum(), "{}", kind.name);
+            let bytes = |rounded: bool| SIZES.iter().map(|&size| kind.state_bytes(&[size], rounded)).sum::<usize>();
+            assert_eq!(opt.state_bytes(), bytes(true), "{}", kind.name);
+            assert!(bytes(true) < bytes(false), "{}", kind.name);
         }
     }
     Ok(())
 }
 
-/// Each of the 512 updates is an eighth of the distance between neighbouring bf16 numbers in [0.5, 1]. The updates are
-/// 64 times that distance in total.
+/// The distance between neighbouring bf16 numbers in [0.5, 1] is 2⁻⁸. Each of the 512 updates is an eighth of this
+/// distance, so together the updates are 64 times this distance.
 #[test]
-fn small_updates_take_effect_on_average_where_rounding_to_nearest_stalls() -> Result<()> {
+fn small_updates_take_effect_on_average_although_rounding_to_nearest_loses_them() -> Result<()> {
     const COUNT: usize = 4096;
     const STEPS: i32 = 512;
-    let (unit, update) = (2f64.powi(-8), 2f64.powi(-11));
+    let (distance, update) = (2f64.powi(-8), 2f64.powi(-11));
     let one = Tensor::ones(COUNT, DType::BF16, &Device::Cpu)?;
     let var = Var::from_tensor(&one)?;
     let config = SGDConfig { lr: update, ..SGDConfig::default() };
@@ -127,19 +135,21 @@ fn small_updates_take_effect_on_average_where_rounding_to_nearest_stalls() -> Re
     let expected = 1.0 - f64::from(STEPS) * update;
     let values = var.to_vec::<bf16>()?;
     let mean = values.iter().map(|value| value.to_f64()).sum::<f64>() / COUNT as f64;
-    // The error of a step takes one of two values that are at most one unit apart, so its standard deviation is at most
-    // unit / 2. Errors of different steps and elements are uncorrelated. The bound is six standard deviations of the mean.
-    let bound = 6.0 * unit / 2.0 * (f64::from(STEPS) / COUNT as f64).sqrt();
+    // The rounding error of a step takes one of two values that are at most `distance` apart, so its standard deviation
+    // is at most `distance` / 2. Errors of different steps and elements are uncorrelated. The bound is six standard
+    // deviations of the mean.
+    let bound = 6.0 * distance / 2.0 * (f64::from(STEPS) / COUNT as f64).sqrt();
     assert!((mean - expected).abs() < bound, "{mean}, expected {expected} to within {bound}");
     Ok(())
 }
 
 #[test]
-fn adamw_in_bf16_follows_f32() -> Result<()> {
+fn adamw_with_stochastic_rounding_follows_f32_on_average() -> Result<()> {
     const COUNT: usize = 65_536;
     const STEPS: usize = 200;
     let config = AdamConfig::adamw(1e-4);
-    let moved = |dtype: DType, rounds: bool| -> Result<f64> {
+    // The mean decrease of the parameters, which are 1 at the start.
+    let mean_decrease = |dtype: DType, rounds: bool| -> Result<f64> {
         let var = Var::from_tensor(&Tensor::ones(COUNT, dtype, &Device::Cpu)?)?;
         let mut opt = AdamW::with_config(vec![var.clone()], config.clone())?;
         if rounds {
@@ -154,19 +164,20 @@ fn adamw_in_bf16_follows_f32() -> Result<()> {
         let values = var.to_dtype(DType::F32)?.to_vec::<f32>()?;
         Ok(1.0 - values.iter().map(|&value| f64::from(value)).sum::<f64>() / COUNT as f64)
     };
-    let (expected, found) = (moved(DType::F32, false)?, moved(DType::BF16, true)?);
-    // The first term bounds the rounding of the parameter, as in the test above, with units of 2⁻⁸. The second term
-    // bounds the rounding of the states, which changes single steps, but hardly their mean. In a step, the second
-    // moment decays by the factor 0.999, and rounding adds an error with a relative standard deviation of at most 2⁻⁷ /
-    // 2. After 200 steps, the relative standard deviation of the second moment is at most σ = 2⁻⁷ / 2 · √(Σ 0.999²ᵏ) =
-    // 5.0%. This raises the mean of the second moment's inverse square root by the fraction 3 / 8 · σ², which is less
-    // than 0.1%.
+    let (expected, found) = (mean_decrease(DType::F32, false)?, mean_decrease(DType::BF16, true)?);
+    // The first term bounds the effect of rounding the parameters, as in the test above, where bf16 numbers are 2⁻⁸
+    // apart. The second term bounds the effect of rounding the states, which changes single steps, but hardly their
+    // mean: in each step, the second moment is multiplied by 0.999, and rounding adds an error with a relative standard
+    // deviation of at most 2⁻⁷ / 2. After 200 steps, the relative standard deviation of the second moment is at most
+    // σ = 2⁻⁷ / 2 · √(Σ 0.999²ᵏ) = 5.0%. This raises the mean of the second moment's inverse square root by the
+    // fraction 3 / 8 · σ², which is less than 0.1%.
     let bound = 6.0 * 2f64.powi(-9) * (STEPS as f64 / COUNT as f64).sqrt() + 0.001 * expected;
     assert!((found - expected).abs() < bound, "{found}, expected {expected} to within {bound}");
-    assert!(expected > 10.0 * bound, "{expected} {bound}");
+    assert!(expected > 10.0 * bound, "the bound {bound} is not small compared with {expected}");
     Ok(())
 }
 
+/// A list with one f32 variable.
 fn f32_variables() -> Vec<Var> {
     vec![Var::zeros(3, DType::F32, &Device::Cpu).unwrap()]
 }
@@ -174,7 +185,8 @@ fn f32_variables() -> Vec<Var> {
 #[test]
 fn optimizers_and_dtypes_that_cannot_round_are_rejected() -> Result<()> {
     for kind in KINDS.iter().filter(|kind| !kind.rounds) {
-        let Err(error) = kind.build(vec![(loose(), Vec::new())], Some(0)) else { panic!("{}", kind.name) };
+        let result = kind.build(vec![(separate_vars(), Vec::new())], Some(0));
+        let Err(error) = result else { panic!("{} rounds stochastically", kind.name) };
         assert!(matches!(error, Error::Argument { .. }), "{error}");
         assert!(error.to_string().contains("such as AdamW"), "{error}");
     }
@@ -184,24 +196,25 @@ fn optimizers_and_dtypes_that_cannot_round_are_rejected() -> Result<()> {
 }
 
 #[test]
-fn f32_variables_beside_bf16_variables_are_updated_as_without_rounding() -> Result<()> {
-    let (with, without) = (f32_variables(), f32_variables());
+fn a_rounding_optimizer_updates_f32_variables_as_without_rounding() -> Result<()> {
+    let (beside_bf16, alone) = (f32_variables(), f32_variables());
     let mut opts = [
-        AdamW::new([loose(), with.clone()].concat(), 0.1, 0.0)?.with_stochastic_rounding(0)?,
-        AdamW::new(without.clone(), 0.1, 0.0)?,
+        AdamW::new([separate_vars(), beside_bf16.clone()].concat(), 0.1, 0.0)?.with_stochastic_rounding(0)?,
+        AdamW::new(alone.clone(), 0.1, 0.0)?,
     ];
-    for (opt, vars) in opts.iter_mut().zip([&with, &without]) {
+    for (opt, vars) in opts.iter_mut().zip([&beside_bf16, &alone]) {
         vars[0].set_grad(&Tensor::ones(3, DType::F32, &Device::Cpu)?)?;
         opt.step_all()?;
     }
-    assert_eq!(with[0].to_vec::<f32>()?, without[0].to_vec::<f32>()?);
+    assert_eq!(beside_bf16[0].to_vec::<f32>()?, alone[0].to_vec::<f32>()?);
     Ok(())
 }
 
 #[test]
-fn an_optimizer_rejects_states_if_only_one_of_the_two_was_rounded_stochastically() -> Result<()> {
-    let (mut rounded, mut plain) = (made(&KINDS[2], &loose(), 0), AdamW::new(loose(), 0.001, 0.0)?);
-    train(&mut *rounded, 0..1);
+fn states_of_optimizers_with_and_without_stochastic_rounding_are_not_interchangeable() -> Result<()> {
+    let mut rounded = AdamW::new(separate_vars(), 0.001, 0.0)?.with_stochastic_rounding(0)?;
+    let mut plain = AdamW::new(separate_vars(), 0.001, 0.0)?;
+    train(&mut rounded, 0..1);
     train(&mut plain, 0..1);
     let error = plain.load_state_dict(&rounded.state_dict()?).unwrap_err().to_string();
     assert!(error.contains("saved with stochastic rounding; build the optimizer with"), "{error}");
