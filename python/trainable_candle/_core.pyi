@@ -270,8 +270,9 @@ class AdapterFile:
 @final
 class AdapterModule:
     """
-    The report on one module of an adapter file: the tensors whose keys start with the same name, such as the two factors of
-    a LoRA. If a module adapts several layers, which are one matrix in some tools, each of these layers has a report.
+    The report on one module of an adapter file. A module consists of the tensors whose keys start with the same name,
+    such as the two factors of a LoRA. A module may adapt several layers that other tools hold as one matrix; then each
+    of these layers has its own report.
 
     ```python
     report = tc.verify_adapter("adapter.safetensors", "sdxl", weights="sdxl")
@@ -287,7 +288,7 @@ class AdapterModule:
     @property
     def changed_by(self, /) -> dict[str, str]:
         """
-        The tools that apply the module, but not as it was trained, with the reason.
+        The tools that apply the module, but not as it was trained: a dict of names and reasons.
         """
     @property
     def fault(self, /) -> str | None:
@@ -297,7 +298,7 @@ class AdapterModule:
     @property
     def ignored_by(self, /) -> dict[str, str]:
         """
-        The tools that ignore the module, with the reason.
+        The tools that ignore the module: a dict of names and reasons.
         """
     @property
     def kind(self, /) -> str | None:
@@ -307,12 +308,13 @@ class AdapterModule:
     @property
     def layer(self, /) -> str | None:
         """
-        The name of the layer that the adapter is for; None if the model has no such layer.
+        The name of the adapted layer, after the part's name in diffusers (such as "unet."); None if the model has no
+        such layer.
         """
     @property
     def module(self, /) -> str:
         """
-        The module's name in the file: the keys of its tensors without the parameters' names.
+        The module's name in the file: the part of its tensors' keys before the name of the parameter.
         """
     @property
     def rank(self, /) -> int:
@@ -322,19 +324,19 @@ class AdapterModule:
     @property
     def scale(self, /) -> float:
         """
-        The scale by which the adapter is multiplied: the module's `alpha` / rank, or without this tensor the scale in peft's
-        configuration. It is 1 if there is neither, and for an adapter without a rank.
+        The scale by which the adapter is multiplied: `alpha / rank`. If `alpha` is None, the scale is taken from peft's
+        configuration. The scale is 1 if that is missing too, or if `rank` is 0.
         """
     @property
     def zero(self, /) -> bool:
         """
-        Whether all elements of one of the factors are 0, so that the adapter has no effect.
+        Whether all elements of a factor are 0, so that the adapter has no effect.
         """
 
 @final
 class AdapterReport:
     """
-    The report of an adapter file: how other tools would apply the file.
+    The report on an adapter file: how other tools would apply the file.
 
     ```python
     report = tc.verify_adapter("adapter.safetensors", "sdxl", weights="sdxl")
@@ -344,8 +346,8 @@ class AdapterReport:
     @property
     def good(self, /) -> bool:
         """
-        Whether the file has modules and no other keys, every module fits a layer and has an effect, and the tool
-        `tools[0]`, if there is one, applies every module as it was trained. The other tools do not count.
+        Whether the file has modules, `others` is empty, every module has a layer, an effect and no fault, and the tool
+        `tools[0]`, if there is one, applies every module as it was trained. The rest of `tools` does not count.
         """
     @property
     def modules(self, /) -> list[AdapterModule]:
@@ -355,7 +357,7 @@ class AdapterReport:
     @property
     def others(self, /) -> list[str]:
         """
-        The file's keys that are not parameters of an adapter.
+        The keys of the file's tensors that are not parameters of an adapter.
         """
     @property
     def remarks(self, /) -> list[str]:
@@ -365,8 +367,8 @@ class AdapterReport:
     @property
     def tools(self, /) -> list[str]:
         """
-        The tools that the report covers: none for the demo's model, otherwise first ComfyUI (image models) or peft (language
-        models).
+        The names of the tools that the report covers. The first is ComfyUI for image models, and peft for language
+        models; the demo's model has no tools.
         """
 
 @final
@@ -1370,7 +1372,8 @@ class EMA:
 @final
 class FlowMatching:
     """
-    The flow-matching objective: the model receives (1 - s) * data + s * noise and predicts noise - data.
+    The flow-matching objective. At noise level sigma, the model receives `(1 - sigma) * data + sigma * noise` and
+    predicts the velocity `noise - data`.
 
     ```python
     flow = tc.train.FlowMatching("logit_normal", shift=3.0)
@@ -1380,13 +1383,13 @@ class FlowMatching:
     ```
 
     Args:
-        distribution: the distribution of noise levels s from 0 (data) to 1 (noise): "uniform", "logit_normal" or "mode"
+        distribution: the distribution of noise levels from 0 (data) to 1 (noise): "uniform", "logit_normal" or "mode"
             (arXiv:2403.03206).
-        shift: a number above 1 shifts the levels towards noise, a number below 1 towards data: level s becomes
-            shift * s / (1 + (shift - 1) * s).
+        shift: a finite number above 0. Each level sigma becomes `shift * sigma / (1 + (shift - 1) * sigma)`. A shift
+            above 1 moves levels towards noise, a shift below 1 towards data.
 
     Raises:
-        ArgumentError: if the distribution is unknown or the shift is not above 0.
+        ArgumentError: if the distribution is unknown, or the shift is not a finite number above 0.
     """
     def __new__(
         cls, /, distribution: str = "uniform", shift: SupportsFloat | SupportsIndex = ...
@@ -1400,19 +1403,20 @@ class FlowMatching:
         next_sigma: SupportsFloat | SupportsIndex,
     ) -> Tensor:
         """
-        Take one step of Euler's method along a velocity.
+        Take one step of Euler's method: move a sample along the velocity to another noise level.
 
         Args:
-            sample: the sample at noise level `sigma`.
+            sample: the noised data.
             velocity: the model's output for `sample` at `sigma`, in the shape of `sample`.
-            sigma: the noise level.
+            sigma: the noise level of `sample`.
             next_sigma: the noise level of the result.
 
         Returns:
-            sample + (next_sigma - sigma) * velocity.
+            `sample + (next_sigma - sigma) * velocity`, in the dtype of `sample`.
 
         Raises:
-            ShapeError: if the shapes differ.
+            ShapeError: if `velocity` does not have the shape of `sample`.
+            DeviceError: if `velocity` is on another device than `sample`.
         """
     def noise(
         self,
@@ -1425,26 +1429,28 @@ class FlowMatching:
         Add noise to a batch of data, each example at its own noise level.
 
         Args:
-            data: (B, ...), floating point.
-            samples: the number of each example, counted through the whole training run. If given, an example's noise and
-                level depend only on its number and `seed`, and the library's generator does not advance. By default, the
-                library's generator gives noise and levels.
-            seed: the seed of the run; it has an effect only with `samples`.
+            data: (B, ...), floating point; B is the number of examples.
+            samples: the sample number of each example; a training run numbers its samples from 0. If given, an
+                example's noise and noise level depend only on its sample number and `seed`, and the library's generator
+                does not advance. By default, noise and levels come from the library's generator.
+            seed: the seed of the training run; without `samples` it has no effect.
 
         Returns:
-            The noised data, the noise levels (B,) in f32, and the target of the prediction, noise - data. Noised data and
-            target have the shape and dtype of the data.
+            The noised data, the noise levels, and the target of the prediction, `noise - data`. The levels are (B,),
+            f32. The noised data and the target have the shape and dtype of the data.
 
         Raises:
             ShapeError: if the data has no dimension, or `samples` does not have one number for each example.
             DTypeError: if the data is not floating point.
+            ArgumentError: if a sample number or the seed is not from 0 to 2**64 - 1.
         """
     def sigmas(self, /, steps: SupportsIndex) -> list[float]:
         """
-        Return the noise levels of `steps` sampling steps: `steps + 1` numbers from 1 down to 0.
+        Return the noise levels of `steps` sampling steps: `steps + 1` numbers from 1 down to 0, which are evenly spaced
+        before they are shifted by `shift`.
 
         Raises:
-            ArgumentError: if `steps` is 0.
+            ArgumentError: if `steps` is less than 1.
         """
     def validation_noise(
         self,
@@ -1454,20 +1460,22 @@ class FlowMatching:
         seed: SupportsIndex = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """
-        Add noise to data for a validation loss. An example has the same noise and level in every call and in any batch.
-        The library's generator does not advance.
+        Add noise to data for a validation loss. With the same seed, an example has the same noise and noise level in
+        every call and in any batch. The library's generator does not advance.
 
         Args:
-            data: (B, ...), floating point.
-            examples: the number of each example in the validation set, from 0.
+            data: (B, ...), floating point; B is the number of examples.
+            examples: the index of each example in the validation set.
             seed: the seed of noise and levels.
 
         Returns:
-            As `noise`.
+            The same as `noise`.
 
         Raises:
-            ShapeError: if the data has no dimension, or `examples` does not have one number for each example of the batch.
+            ShapeError: if the data has no dimension, or `examples` does not have one index for each example of the
+                batch.
             DTypeError: if the data is not floating point.
+            ArgumentError: if an index or the seed is not from 0 to 2**64 - 1.
         """
 
 @final
@@ -2246,8 +2254,8 @@ class NcclCommunicator:
 @final
 class NoiseSchedule:
     """
-    The noise level of each timestep in a diffusion model's training. The arguments have diffusers' names and SDXL's
-    values as defaults.
+    The noise level of each timestep in a diffusion model's training. The arguments have diffusers' names, and their
+    defaults are SDXL's values.
 
     ```python
     schedule = tc.train.NoiseSchedule(prediction_type="v_prediction", rescale_betas_zero_snr=True)
@@ -2256,7 +2264,8 @@ class NoiseSchedule:
 
     Args:
         beta_schedule: how beta, the variance of the noise that a timestep adds, grows with the timestep: "linear",
-            "scaled_linear" or "squaredcos_cap_v2".
+            "scaled_linear" (the square root of beta grows linearly) or "squaredcos_cap_v2" (arXiv:2102.09672; it
+            ignores `beta_start` and `beta_end`).
         beta_start: beta of the first timestep, in (0, 1).
         beta_end: beta of the last timestep, in (0, 1).
         num_train_timesteps: the number of timesteps, at least 2.
@@ -2265,11 +2274,12 @@ class NoiseSchedule:
             arXiv:2202.00512).
         rescale_betas_zero_snr: whether all betas are rescaled so that the last timestep is pure noise
             (arXiv:2305.08891).
-        timestep_spacing: how samplers pick timesteps: "leading", "trailing" or "linspace".
-        steps_offset: the number that samplers add to the timesteps of the "leading" spacing.
+        timestep_spacing: how samplers pick timesteps: "leading", "trailing" or "linspace" (arXiv:2305.08891, table 2).
+        steps_offset: the number that samplers add to each timestep of the "leading" spacing.
 
     Raises:
-        ArgumentError: if a name is unknown or a number is out of range.
+        ArgumentError: if `beta_schedule`, `prediction_type` or `timestep_spacing` is unknown, or if a number is out of
+            range.
     """
     def __new__(
         cls,
@@ -2287,26 +2297,27 @@ class NoiseSchedule:
     @property
     def alphas_cumprod(self, /) -> list[float]:
         """
-        For each timestep, the fraction `a` of the noised data's variance that comes from the data: the noised data is
-        sqrt(a) * data + sqrt(1 - a) * noise.
+        The number a of each timestep, where the noised data is sqrt(a) * data + sqrt(1 - a) * noise. If the data has
+        variance 1, a is the data's share of the variance of the noised data.
         """
     @staticmethod
     def from_pretrained(path: str | bytes | PathLike[str] | PathLike[bytes]) -> NoiseSchedule:
         """
-        Read diffusers' configuration of a schedule. Missing entries have SDXL's values.
+        Read a noise schedule from diffusers' configuration. Missing entries have SDXL's values.
 
         Args:
-            path: the path of a `scheduler_config.json`, of its folder, or of a pipeline's folder that has the file in its
-                folder `scheduler`.
+            path: the path of a `scheduler_config.json`, of its folder, or of a pipeline's folder that has the file in
+                its folder `scheduler`.
 
         Raises:
             MissingFileError: if there is no `scheduler_config.json` at the path.
-            ConfigError, ArgumentError: if an entry is wrong.
+            ConfigError: if the file is not JSON, or an entry has the wrong type or an unknown name.
+            ArgumentError: if a number is out of range.
         """
     @property
     def num_train_timesteps(self, /) -> int:
         """
-        The number of timesteps of the training.
+        The number of timesteps.
         """
     @property
     def prediction_type(self, /) -> str:
@@ -2316,13 +2327,13 @@ class NoiseSchedule:
     @property
     def rescale_betas_zero_snr(self, /) -> bool:
         """
-        Whether the last timestep is pure noise.
+        Whether all betas were rescaled so that the last timestep is pure noise.
         """
     @property
     def sigmas(self, /) -> list[float]:
         """
         The noise-to-data ratio of each timestep: sqrt((1 - a) / a), where a is the timestep's entry of
-        `alphas_cumprod`.
+        `alphas_cumprod`, but at least 2**-24, so that the ratio is finite.
         """
     @property
     def timestep_spacing(self, /) -> str:
@@ -2917,7 +2928,7 @@ class SDXLUNet(Model):
 @final
 class Sampler:
     """
-    One run of a diffusion model from noise to data.
+    One sampling run of a diffusion model, from noise to data.
 
     ```python
     sampler = tc.train.Sampler(tc.train.NoiseSchedule(), 10, "dpmpp_2m")
@@ -2929,14 +2940,14 @@ class Sampler:
 
     Args:
         schedule: the noise schedule of the model's training.
-        steps: the number of calls of the model, at least 1.
+        steps: the number of sampling steps, at least 1.
         kind: "euler" (diffusers' EulerDiscreteScheduler) or "dpmpp_2m" (DPM-Solver++ of second order, arXiv:2211.01095;
             diffusers' DPMSolverMultistepScheduler).
-        karras_sigmas: whether noise levels are spaced as in arXiv:2206.00364, equation 5.
+        karras_sigmas: whether the noise levels `sigmas` are spaced as in arXiv:2206.00364, equation 5.
 
     Raises:
-        ArgumentError: if the kind is unknown, or if there are no steps or too many: "euler" takes at most as many steps as
-            the schedule has timesteps, "dpmpp_2m" one fewer.
+        ArgumentError: if the kind is unknown, or if there are no steps or too many: "euler" takes at most as many steps
+            as the schedule has timesteps, "dpmpp_2m" one fewer.
     """
     def __new__(
         cls,
@@ -2962,7 +2973,7 @@ class Sampler:
             i: the step, from 0.
 
         Raises:
-            ArgumentError: if `i` is not less than the number of steps.
+            ArgumentError: if there is no step `i`.
         """
     @property
     def sigmas(self, /) -> list[float]:
@@ -2971,7 +2982,7 @@ class Sampler:
         """
     def step(self, /, model_output: Tensor, i: SupportsIndex, x: Tensor) -> Tensor:
         """
-        Compute the sample at the next noise level. Call it for the steps in order; step 0 starts the run again.
+        Compute the sample at the next noise level. Call this function for all steps in order; step 0 starts a new run.
 
         Args:
             model_output: the model's output for `scale_input(x, i)` at the timestep `timesteps[i]`.
@@ -2982,8 +2993,9 @@ class Sampler:
             The sample at step `i + 1`, f32 (f64 for f64 samples).
 
         Raises:
-            ArgumentError: if there is no step `i`, or for "dpmpp_2m" if step `i` is neither the next one nor 0.
-            ShapeError: if the model's output does not have the sample's shape.
+            ArgumentError: if there is no step `i`, or, for "dpmpp_2m", if `i` is neither 0 nor the step after the
+                previous call's step.
+            ShapeError: if `model_output` does not have the shape of `x`.
         """
     @property
     def timesteps(self, /) -> list[float]:
@@ -3414,7 +3426,7 @@ class Tensor(ComposedMethods):
         Make a variable with a contiguous copy of this tensor's values, detached from the tape.
 
         Raises:
-            DTypeError: if the values are not floating point.
+            DTypeError: if the tensor is not floating point.
         """
     def matmul(self, /, other: Tensor | builtins.float | int) -> Tensor:
         """
@@ -3831,40 +3843,41 @@ class TextFeatures:
 @final
 class TrainingAdapter:
     """
-    A frozen LoRA that `add_training_adapter` puts on a model, in addition to the adapter that is trained.
+    A frozen LoRA that `add_training_adapter` puts on a model, in addition to the adapter that is trained. Such LoRAs
+    are published for distilled models, for use in training only.
 
     ```python
     unet = tc.models.load("sdxl")
     frozen = unet.add_training_adapter("adapter.safetensors")
-    adapter = unet.add_adapter(tc.LoraConfig(r=4))  # trained beside it
-    frozen.set_enabled(False)
+    adapter = unet.add_adapter(tc.LoraConfig(r=4))  # the adapter that is trained
+    frozen.set_enabled(False)  # such as for a preview
     ```
     """
     def __len__(self, /) -> int:
         """
-        Return the number of layers that have the adapter.
+        Return the number of layers to which the training adapter was added. `remove` does not change this number.
         """
     def numel(self, /) -> int:
         """
-        Return the number of elements of all factors of the adapter.
+        Return the number of elements of all factors of the training adapter.
         """
     def remove(self, /) -> None:
         """
-        Remove the adapter from the model.
+        Remove the training adapter from the model.
         """
     def set_enabled(self, /, enabled: bool) -> None:
         """
-        Set whether the model computes with the adapter. While the adapter is disabled, the model computes exactly what
-        it would compute without the adapter.
+        Set whether the model computes with the training adapter. While it is disabled, the model computes exactly what
+        it would compute without the training adapter.
         """
 
 @final
 class Var(VarMethods, Tensor):
     """
-    A trainable variable: a tensor with its own storage, whose values can be set and which accumulates a gradient.
+    A trainable variable: a tensor with its own storage that accumulates a gradient and can be set to new values.
 
-    A `Var` is a `Tensor`. After the values of a `Var` change, tensors that were computed from the old values are stale: a
-    backward pass through stale tensors raises an error instead of computing a wrong gradient.
+    A `Var` is a `Tensor`. After the values of a `Var` have changed, a backward pass that needs the old values raises an
+    error instead of computing a wrong gradient.
 
     ```python
     v = tc.Var([1.0, 2.0, 3.0])
@@ -3876,10 +3889,10 @@ class Var(VarMethods, Tensor):
     Args:
         data: a tensor or anything else that `tensor` takes. The values are copied and detached from the tape.
         dtype: a floating point dtype; default: the dtype that `tensor` gives the data.
-        device: the device; default: the device of a tensor, or the CPU for other data.
+        device: the device; default: the device of `data` if it is a tensor, otherwise the CPU.
 
     Raises:
-        DTypeError: if the values are not floating point.
+        DTypeError: if the variable's dtype would not be floating point.
         The other errors of `tensor`.
     """
     def __new__(
@@ -3887,18 +3900,20 @@ class Var(VarMethods, Tensor):
     ) -> Var: ...
     def _replace(self, /) -> None:
         """
-        Record that a copy has taken the place of this variable, for example on another device. A step of an optimizer that
-        still has this variable then raises an error.
+        Record that a copy has taken the place of this variable, for example on another device. A step of an optimizer
+        that still has this variable then raises an error.
         """
     @property
     def grad(self, /) -> Tensor | None:
         """
-        The accumulated gradient, or None. Assigning a tensor replaces the gradient; assigning None clears it.
+        The accumulated gradient, or None. Assigning a tensor replaces the gradient by a copy of the tensor; assigning
+        None clears the gradient.
 
         Raises:
-            ShapeError, DTypeError: on assignment, if the gradient differs from the variable in shape or dtype.
-            OutOfMemoryError: if the gradient is in an adapter's flat buffer, so that it must be copied, and the copy does
-                not fit.
+            ShapeError, DTypeError, DeviceError: on assignment, if the tensor differs from the variable in shape, dtype
+                or device.
+            OutOfMemoryError: if a copy of the gradient does not fit in memory. Reading makes a copy only if the
+                gradient is in an adapter's flat buffer.
         """
     @grad.setter
     def grad(self, /, grad: Tensor | None) -> None: ...
@@ -4106,14 +4121,14 @@ def classifier_free_guidance(
     Args:
         negative: the model's output for the negative prompt.
         positive: the model's output for the prompt.
-        scale: the guidance scale. 1 gives `positive`, up to rounding.
+        scale: the guidance scale; a scale of 1 gives `positive`, up to rounding.
 
     Returns:
-        negative + scale * (positive - negative).
+        `negative + scale * (positive - negative)`.
 
     Raises:
         ShapeError: if the shapes of the two outputs do not broadcast.
-        DTypeError: if the dtypes of the two outputs differ.
+        DTypeError, DeviceError: if the two outputs have different dtypes, or are on different devices.
     """
 
 def clip_grad_norm_(
@@ -5870,23 +5885,26 @@ def verify_adapter(
     weights: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
 ) -> AdapterReport:
     """
-    Match an adapter file with a model's layers as ComfyUI, diffusers and other tools do.
+    Report how ComfyUI, diffusers and other tools would apply an adapter file to a model. The tools do not run: the
+    report follows from the file.
 
     ```python
     report = tc.verify_adapter("adapter.safetensors", "sdxl", weights="sdxl")
-    assert report.good  # ComfyUI applies all of it
+    assert report.good  # ComfyUI applies every module as it was trained
     ```
 
     Args:
-        path: the adapter file.
+        path: the path of the adapter file, or of a folder with peft's files.
         model: the model family, such as "sdxl", "sd3" or "flux".
         weights: the path of the model's files, if the model's sizes differ from those of the published model. Only the
             headers of the files are read.
 
     Raises:
-        MissingFileError, WeightsFormatError: if there is no such file, or it is not a safetensors file of adapters that this
-            library can read.
-        ConfigError: if the model family is not known, or peft's configuration beside the file is not JSON.
+        MissingFileError: if the adapter file or the model's files do not exist.
+        WeightsFormatError: if the adapter file is not a safetensors file, has no tensors or has an adapter that this
+            library cannot read, or if the model's files are not in a known format.
+        ConfigError: if the model family is unknown, if peft's configuration beside the file is not JSON, or if the
+            configuration of the model's files is wrong.
     """
 
 def where(condition: Tensor, input: Tensor | float | int, other: Tensor | float | int) -> Tensor:

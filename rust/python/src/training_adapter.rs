@@ -7,18 +7,19 @@ use trainable_candle_nn::adapter;
 use crate::call::quick;
 use crate::error::Result;
 
-/// A frozen LoRA that `add_training_adapter` puts on a model, in addition to the adapter that is trained.
+/// A frozen LoRA that `add_training_adapter` puts on a model, in addition to the adapter that is trained. Such LoRAs
+/// are published for distilled models, for use in training only.
 ///
 /// ```python
 /// unet = tc.models.load("sdxl")
 /// frozen = unet.add_training_adapter("adapter.safetensors")
-/// adapter = unet.add_adapter(tc.LoraConfig(r=4))  # trained beside it
-/// frozen.set_enabled(False)
+/// adapter = unet.add_adapter(tc.LoraConfig(r=4))  # the adapter that is trained
+/// frozen.set_enabled(False)  # such as for a preview
 /// ```
 #[pyclass(frozen, module = "trainable_candle")]
 pub struct TrainingAdapter {
     inner: adapter::TrainingAdapter,
-    // Keeps the model alive, because the adapter is on its layers.
+    // Keeps the model alive, because the training adapter acts on the model's layers.
     _model: Loaded,
 }
 
@@ -31,8 +32,8 @@ impl TrainingAdapter {
 
 #[pymethods]
 impl TrainingAdapter {
-    /// Set whether the model computes with the adapter. While the adapter is disabled, the model computes exactly what
-    /// it would compute without the adapter.
+    /// Set whether the model computes with the training adapter. While it is disabled, the model computes exactly what
+    /// it would compute without the training adapter.
     fn set_enabled(&self, enabled: bool) -> Result<()> {
         quick(|| {
             self.inner.set_enabled(enabled);
@@ -40,7 +41,7 @@ impl TrainingAdapter {
         })
     }
 
-    /// Remove the adapter from the model.
+    /// Remove the training adapter from the model.
     fn remove(&self) -> Result<()> {
         quick(|| {
             self.inner.remove();
@@ -48,12 +49,12 @@ impl TrainingAdapter {
         })
     }
 
-    /// Return the number of elements of all factors of the adapter.
+    /// Return the number of elements of all factors of the training adapter.
     fn numel(&self) -> usize {
         self.inner.elements()
     }
 
-    /// Return the number of layers that have the adapter.
+    /// Return the number of layers to which the training adapter was added. `remove` does not change this number.
     fn __len__(&self) -> usize {
         self.inner.len()
     }

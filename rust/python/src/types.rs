@@ -1,4 +1,4 @@
-//! Result types with their type annotation for the Python stubs.
+//! Wrappers of results, which determine the type annotations of the results in the Python stubs.
 
 use std::convert::Infallible;
 
@@ -12,7 +12,7 @@ pub const ELLIPSIS: PyStaticExpr = PyStaticExpr::Constant { value: PyStaticConst
 
 const INT: PyStaticExpr = type_hint_identifier!("builtins", "int");
 
-/// The shape of a tensor as a tuple.
+/// A tensor's shape, which Python gets as a tuple; annotated as `tuple[int, ...]`.
 pub struct Sizes<'a>(pub &'a [usize]);
 
 impl<'py> IntoPyObject<'py> for Sizes<'_> {
@@ -26,7 +26,7 @@ impl<'py> IntoPyObject<'py> for Sizes<'_> {
     }
 }
 
-/// A numpy array.
+/// A numpy array, annotated as `NDArray[Any]`.
 pub struct NdArray<'py>(pub Bound<'py, PyAny>);
 
 impl<'py> IntoPyObject<'py> for NdArray<'py> {

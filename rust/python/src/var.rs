@@ -1,4 +1,4 @@
-//! The class `Var`.
+//! The class `Var`, and the method `make_var` of `Tensor`.
 
 use pyo3::prelude::*;
 use trainable_candle_core as tc;
@@ -9,10 +9,10 @@ use crate::dtype::DTypeArg;
 use crate::error::Result;
 use crate::tensor::{Tensor, from_data};
 
-/// A trainable variable: a tensor with its own storage, whose values can be set and which accumulates a gradient.
+/// A trainable variable: a tensor with its own storage that accumulates a gradient and can be set to new values.
 ///
-/// A `Var` is a `Tensor`. After the values of a `Var` change, tensors that were computed from the old values are stale: a
-/// backward pass through stale tensors raises an error instead of computing a wrong gradient.
+/// A `Var` is a `Tensor`. After the values of a `Var` have changed, a backward pass that needs the old values raises an
+/// error instead of computing a wrong gradient.
 ///
 /// ```python
 /// v = tc.Var([1.0, 2.0, 3.0])
@@ -24,10 +24,10 @@ use crate::tensor::{Tensor, from_data};
 /// Args:
 ///     data: a tensor or anything else that `tensor` takes. The values are copied and detached from the tape.
 ///     dtype: a floating point dtype; default: the dtype that `tensor` gives the data.
-///     device: the device; default: the device of a tensor, or the CPU for other data.
+///     device: the device; default: the device of `data` if it is a tensor, otherwise the CPU.
 ///
 /// Raises:
-///     DTypeError: if the values are not floating point.
+///     DTypeError: if the variable's dtype would not be floating point.
 ///     The other errors of `tensor`.
 #[pyclass(frozen, extends = Tensor, module = "trainable_candle")]
 pub struct Var(pub tc::Var);
@@ -57,12 +57,14 @@ impl Var {
         Ok(Self::initializer(quick(|| tc::Var::from_tensor(&tensor))?))
     }
 
-    /// The accumulated gradient, or None. Assigning a tensor replaces the gradient; assigning None clears it.
+    /// The accumulated gradient, or None. Assigning a tensor replaces the gradient by a copy of the tensor; assigning
+    /// None clears the gradient.
     ///
     /// Raises:
-    ///     ShapeError, DTypeError: on assignment, if the gradient differs from the variable in shape or dtype.
-    ///     OutOfMemoryError: if the gradient is in an adapter's flat buffer, so that it must be copied, and the copy does
-    ///         not fit.
+    ///     ShapeError, DTypeError, DeviceError: on assignment, if the tensor differs from the variable in shape, dtype
+    ///         or device.
+    ///     OutOfMemoryError: if a copy of the gradient does not fit in memory. Reading makes a copy only if the
+    ///         gradient is in an adapter's flat buffer.
     #[getter]
     fn grad(&self) -> Result<Option<Tensor>> {
         Ok(quick(|| self.0.try_grad())?.map(Tensor))
@@ -73,8 +75,8 @@ impl Var {
         quick(|| grad.map_or_else(|| self.0.zero_grad(), |grad| self.0.set_grad(&grad.0)))
     }
 
-    /// Record that a copy has taken the place of this variable, for example on another device. A step of an optimizer that
-    /// still has this variable then raises an error.
+    /// Record that a copy has taken the place of this variable, for example on another device. A step of an optimizer
+    /// that still has this variable then raises an error.
     fn _replace(&self) {
         self.0.replace();
     }
@@ -98,7 +100,7 @@ impl Tensor {
     /// Make a variable with a contiguous copy of this tensor's values, detached from the tape.
     ///
     /// Raises:
-    ///     DTypeError: if the values are not floating point.
+    ///     DTypeError: if the tensor is not floating point.
     fn make_var(&self, py: Python<'_>) -> Result<Py<Var>> {
         let var = compute(py, self.0.elem_count(), || tc::Var::from_tensor(&self.0))?;
         Ok(Var::object(py, var)?)

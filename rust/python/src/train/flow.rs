@@ -11,7 +11,8 @@ use crate::error::Result;
 use crate::rng::words;
 use crate::tensor::Tensor;
 
-/// The flow-matching objective: the model receives (1 - s) * data + s * noise and predicts noise - data.
+/// The flow-matching objective. At noise level sigma, the model receives `(1 - sigma) * data + sigma * noise` and
+/// predicts the velocity `noise - data`.
 ///
 /// ```python
 /// flow = tc.train.FlowMatching("logit_normal", shift=3.0)
@@ -21,13 +22,13 @@ use crate::tensor::Tensor;
 /// ```
 ///
 /// Args:
-///     distribution: the distribution of noise levels s from 0 (data) to 1 (noise): "uniform", "logit_normal" or "mode"
+///     distribution: the distribution of noise levels from 0 (data) to 1 (noise): "uniform", "logit_normal" or "mode"
 ///         (arXiv:2403.03206).
-///     shift: a number above 1 shifts the levels towards noise, a number below 1 towards data: level s becomes
-///         shift * s / (1 + (shift - 1) * s).
+///     shift: a finite number above 0. Each level sigma becomes `shift * sigma / (1 + (shift - 1) * sigma)`. A shift
+///         above 1 moves levels towards noise, a shift below 1 towards data.
 ///
 /// Raises:
-///     ArgumentError: if the distribution is unknown or the shift is not above 0.
+///     ArgumentError: if the distribution is unknown, or the shift is not a finite number above 0.
 #[pyclass(frozen, module = "trainable_candle.train")]
 pub struct FlowMatching {
     objective: objective::FlowMatching,
@@ -46,19 +47,20 @@ impl FlowMatching {
     /// Add noise to a batch of data, each example at its own noise level.
     ///
     /// Args:
-    ///     data: (B, ...), floating point.
-    ///     samples: the number of each example, counted through the whole training run. If given, an example's noise and
-    ///         level depend only on its number and `seed`, and the library's generator does not advance. By default, the
-    ///         library's generator gives noise and levels.
-    ///     seed: the seed of the run; it has an effect only with `samples`.
+    ///     data: (B, ...), floating point; B is the number of examples.
+    ///     samples: the sample number of each example; a training run numbers its samples from 0. If given, an
+    ///         example's noise and noise level depend only on its sample number and `seed`, and the library's generator
+    ///         does not advance. By default, noise and levels come from the library's generator.
+    ///     seed: the seed of the training run; without `samples` it has no effect.
     ///
     /// Returns:
-    ///     The noised data, the noise levels (B,) in f32, and the target of the prediction, noise - data. Noised data and
-    ///     target have the shape and dtype of the data.
+    ///     The noised data, the noise levels, and the target of the prediction, `noise - data`. The levels are (B,),
+    ///     f32. The noised data and the target have the shape and dtype of the data.
     ///
     /// Raises:
     ///     ShapeError: if the data has no dimension, or `samples` does not have one number for each example.
     ///     DTypeError: if the data is not floating point.
+    ///     ArgumentError: if a sample number or the seed is not from 0 to 2**64 - 1.
     #[pyo3(signature = (data, samples=None, seed=Integer::of(0)))]
     fn noise(
         &self,
@@ -74,23 +76,25 @@ impl FlowMatching {
             Some(samples) => self.objective.noise_for(&data.0, samples, seed),
             None => self.objective.noise(&data.0),
         };
-        compute(py, data.0.elem_count(), work).map(parts)
+        compute(py, data.0.elem_count(), work).map(into_tuple)
     }
 
-    /// Add noise to data for a validation loss. An example has the same noise and level in every call and in any batch.
-    /// The library's generator does not advance.
+    /// Add noise to data for a validation loss. With the same seed, an example has the same noise and noise level in
+    /// every call and in any batch. The library's generator does not advance.
     ///
     /// Args:
-    ///     data: (B, ...), floating point.
-    ///     examples: the number of each example in the validation set, from 0.
+    ///     data: (B, ...), floating point; B is the number of examples.
+    ///     examples: the index of each example in the validation set.
     ///     seed: the seed of noise and levels.
     ///
     /// Returns:
-    ///     As `noise`.
+    ///     The same as `noise`.
     ///
     /// Raises:
-    ///     ShapeError: if the data has no dimension, or `examples` does not have one number for each example of the batch.
+    ///     ShapeError: if the data has no dimension, or `examples` does not have one index for each example of the
+    ///         batch.
     ///     DTypeError: if the data is not floating point.
+    ///     ArgumentError: if an index or the seed is not from 0 to 2**64 - 1.
     #[pyo3(signature = (data, examples, seed=Integer::of(0)))]
     fn validation_noise(
         &self,
@@ -102,31 +106,33 @@ impl FlowMatching {
         const OP: &str = "validation_noise";
         let (examples, seed) = (words(OP, &examples)?, seed.word(OP, "seed")?);
         let work = || self.objective.validation_noise(&data.0, &examples, seed);
-        compute(py, data.0.elem_count(), work).map(parts)
+        compute(py, data.0.elem_count(), work).map(into_tuple)
     }
 
-    /// Return the noise levels of `steps` sampling steps: `steps + 1` numbers from 1 down to 0.
+    /// Return the noise levels of `steps` sampling steps: `steps + 1` numbers from 1 down to 0, which are evenly spaced
+    /// before they are shifted by `shift`.
     ///
     /// Raises:
-    ///     ArgumentError: if `steps` is 0.
+    ///     ArgumentError: if `steps` is less than 1.
     fn sigmas(&self, steps: Integer) -> Result<Vec<f64>> {
         let steps = steps.count("sigmas", "steps")?;
         quick(|| sampler::flow_sigmas(steps, self.shift))
     }
 
-    /// Take one step of Euler's method along a velocity.
+    /// Take one step of Euler's method: move a sample along the velocity to another noise level.
     ///
     /// Args:
-    ///     sample: the sample at noise level `sigma`.
+    ///     sample: the noised data.
     ///     velocity: the model's output for `sample` at `sigma`, in the shape of `sample`.
-    ///     sigma: the noise level.
+    ///     sigma: the noise level of `sample`.
     ///     next_sigma: the noise level of the result.
     ///
     /// Returns:
-    ///     sample + (next_sigma - sigma) * velocity.
+    ///     `sample + (next_sigma - sigma) * velocity`, in the dtype of `sample`.
     ///
     /// Raises:
-    ///     ShapeError: if the shapes differ.
+    ///     ShapeError: if `velocity` does not have the shape of `sample`.
+    ///     DeviceError: if `velocity` is on another device than `sample`.
     fn euler_step(
         &self,
         py: Python<'_>,
@@ -141,6 +147,7 @@ impl FlowMatching {
     }
 }
 
-fn parts(noised: objective::Noised) -> (Tensor, Tensor, Tensor) {
+/// The three tensors that `noise` returns, as Python gets them.
+fn into_tuple(noised: objective::Noised) -> (Tensor, Tensor, Tensor) {
     (Tensor(noised.sample), Tensor(noised.sigmas), Tensor(noised.target))
 }

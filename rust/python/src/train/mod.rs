@@ -1,4 +1,4 @@
-//! Objectives and samplers.
+//! Training objectives, the noise schedule of diffusion models, and samplers.
 
 mod diffusion;
 mod flow;

@@ -12,7 +12,7 @@ use crate::call::{compute, quick};
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// One run of a diffusion model from noise to data.
+/// One sampling run of a diffusion model, from noise to data.
 ///
 /// ```python
 /// sampler = tc.train.Sampler(tc.train.NoiseSchedule(), 10, "dpmpp_2m")
@@ -24,18 +24,19 @@ use crate::tensor::Tensor;
 ///
 /// Args:
 ///     schedule: the noise schedule of the model's training.
-///     steps: the number of calls of the model, at least 1.
+///     steps: the number of sampling steps, at least 1.
 ///     kind: "euler" (diffusers' EulerDiscreteScheduler) or "dpmpp_2m" (DPM-Solver++ of second order, arXiv:2211.01095;
 ///         diffusers' DPMSolverMultistepScheduler).
-///     karras_sigmas: whether noise levels are spaced as in arXiv:2206.00364, equation 5.
+///     karras_sigmas: whether the noise levels `sigmas` are spaced as in arXiv:2206.00364, equation 5.
 ///
 /// Raises:
-///     ArgumentError: if the kind is unknown, or if there are no steps or too many: "euler" takes at most as many steps as
-///         the schedule has timesteps, "dpmpp_2m" one fewer.
+///     ArgumentError: if the kind is unknown, or if there are no steps or too many: "euler" takes at most as many steps
+///         as the schedule has timesteps, "dpmpp_2m" one fewer.
 #[pyclass(frozen, module = "trainable_candle.train")]
 pub struct Sampler(Mutex<Box<dyn sampler::Sampler>>);
 
 impl Sampler {
+    /// The locked sampler. It remains usable after a panic in an earlier call.
     fn lock(&self) -> MutexGuard<'_, Box<dyn sampler::Sampler>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -78,13 +79,13 @@ impl Sampler {
     ///     i: the step, from 0.
     ///
     /// Raises:
-    ///     ArgumentError: if `i` is not less than the number of steps.
+    ///     ArgumentError: if there is no step `i`.
     fn scale_input(&self, py: Python<'_>, x: &Tensor, i: Integer) -> Result<Tensor> {
         let i = i.count("scale_input", "i")?;
         compute(py, x.0.elem_count(), || self.lock().scale_input(&x.0, i)).map(Tensor)
     }
 
-    /// Compute the sample at the next noise level. Call it for the steps in order; step 0 starts the run again.
+    /// Compute the sample at the next noise level. Call this function for all steps in order; step 0 starts a new run.
     ///
     /// Args:
     ///     model_output: the model's output for `scale_input(x, i)` at the timestep `timesteps[i]`.
@@ -95,8 +96,9 @@ impl Sampler {
     ///     The sample at step `i + 1`, f32 (f64 for f64 samples).
     ///
     /// Raises:
-    ///     ArgumentError: if there is no step `i`, or for "dpmpp_2m" if step `i` is neither the next one nor 0.
-    ///     ShapeError: if the model's output does not have the sample's shape.
+    ///     ArgumentError: if there is no step `i`, or, for "dpmpp_2m", if `i` is neither 0 nor the step after the
+    ///         previous call's step.
+    ///     ShapeError: if `model_output` does not have the shape of `x`.
     fn step(&self, py: Python<'_>, model_output: &Tensor, i: Integer, x: &Tensor) -> Result<Tensor> {
         let i = i.count("step", "i")?;
         compute(py, x.0.elem_count(), || self.lock().step(&model_output.0, i, &x.0)).map(Tensor)
@@ -114,14 +116,14 @@ impl Sampler {
 /// Args:
 ///     negative: the model's output for the negative prompt.
 ///     positive: the model's output for the prompt.
-///     scale: the guidance scale. 1 gives `positive`, up to rounding.
+///     scale: the guidance scale; a scale of 1 gives `positive`, up to rounding.
 ///
 /// Returns:
-///     negative + scale * (positive - negative).
+///     `negative + scale * (positive - negative)`.
 ///
 /// Raises:
 ///     ShapeError: if the shapes of the two outputs do not broadcast.
-///     DTypeError: if the dtypes of the two outputs differ.
+///     DTypeError, DeviceError: if the two outputs have different dtypes, or are on different devices.
 #[pyfunction]
 pub fn classifier_free_guidance(
     py: Python<'_>,

@@ -10,8 +10,8 @@ use crate::arguments::{FilePath, Integer};
 use crate::call::quick;
 use crate::error::Result;
 
-/// The noise level of each timestep in a diffusion model's training. The arguments have diffusers' names and SDXL's
-/// values as defaults.
+/// The noise level of each timestep in a diffusion model's training. The arguments have diffusers' names, and their
+/// defaults are SDXL's values.
 ///
 /// ```python
 /// schedule = tc.train.NoiseSchedule(prediction_type="v_prediction", rescale_betas_zero_snr=True)
@@ -20,7 +20,8 @@ use crate::error::Result;
 ///
 /// Args:
 ///     beta_schedule: how beta, the variance of the noise that a timestep adds, grows with the timestep: "linear",
-///         "scaled_linear" or "squaredcos_cap_v2".
+///         "scaled_linear" (the square root of beta grows linearly) or "squaredcos_cap_v2" (arXiv:2102.09672; it
+///         ignores `beta_start` and `beta_end`).
 ///     beta_start: beta of the first timestep, in (0, 1).
 ///     beta_end: beta of the last timestep, in (0, 1).
 ///     num_train_timesteps: the number of timesteps, at least 2.
@@ -29,11 +30,12 @@ use crate::error::Result;
 ///         arXiv:2202.00512).
 ///     rescale_betas_zero_snr: whether all betas are rescaled so that the last timestep is pure noise
 ///         (arXiv:2305.08891).
-///     timestep_spacing: how samplers pick timesteps: "leading", "trailing" or "linspace".
-///     steps_offset: the number that samplers add to the timesteps of the "leading" spacing.
+///     timestep_spacing: how samplers pick timesteps: "leading", "trailing" or "linspace" (arXiv:2305.08891, table 2).
+///     steps_offset: the number that samplers add to each timestep of the "leading" spacing.
 ///
 /// Raises:
-///     ArgumentError: if a name is unknown or a number is out of range.
+///     ArgumentError: if `beta_schedule`, `prediction_type` or `timestep_spacing` is unknown, or if a number is out of
+///         range.
 #[pyclass(frozen, module = "trainable_candle.train")]
 pub struct NoiseSchedule(pub Arc<objective::NoiseSchedule>);
 
@@ -68,22 +70,23 @@ impl NoiseSchedule {
         Ok(Self(Arc::new(quick(|| objective::NoiseSchedule::new(config))?)))
     }
 
-    /// Read diffusers' configuration of a schedule. Missing entries have SDXL's values.
+    /// Read a noise schedule from diffusers' configuration. Missing entries have SDXL's values.
     ///
     /// Args:
-    ///     path: the path of a `scheduler_config.json`, of its folder, or of a pipeline's folder that has the file in its
-    ///         folder `scheduler`.
+    ///     path: the path of a `scheduler_config.json`, of its folder, or of a pipeline's folder that has the file in
+    ///         its folder `scheduler`.
     ///
     /// Raises:
     ///     MissingFileError: if there is no `scheduler_config.json` at the path.
-    ///     ConfigError, ArgumentError: if an entry is wrong.
+    ///     ConfigError: if the file is not JSON, or an entry has the wrong type or an unknown name.
+    ///     ArgumentError: if a number is out of range.
     #[staticmethod]
     fn from_pretrained(path: FilePath) -> Result<Self> {
         let path = path.get("NoiseSchedule")?;
         Ok(Self(Arc::new(quick(|| objective::NoiseSchedule::from_pretrained(&path))?)))
     }
 
-    /// The number of timesteps of the training.
+    /// The number of timesteps.
     #[getter]
     fn num_train_timesteps(&self) -> usize {
         self.0.num_train_timesteps()
@@ -95,7 +98,7 @@ impl NoiseSchedule {
         self.0.prediction_type().name()
     }
 
-    /// Whether the last timestep is pure noise.
+    /// Whether all betas were rescaled so that the last timestep is pure noise.
     #[getter]
     fn rescale_betas_zero_snr(&self) -> bool {
         self.0.config().rescale_betas_zero_snr
@@ -107,15 +110,15 @@ impl NoiseSchedule {
         self.0.config().timestep_spacing.name()
     }
 
-    /// For each timestep, the fraction `a` of the noised data's variance that comes from the data: the noised data is
-    /// sqrt(a) * data + sqrt(1 - a) * noise.
+    /// The number a of each timestep, where the noised data is sqrt(a) * data + sqrt(1 - a) * noise. If the data has
+    /// variance 1, a is the data's share of the variance of the noised data.
     #[getter]
     fn alphas_cumprod(&self) -> Vec<f64> {
         self.0.alphas_cumprod().to_vec()
     }
 
     /// The noise-to-data ratio of each timestep: sqrt((1 - a) / a), where a is the timestep's entry of
-    /// `alphas_cumprod`.
+    /// `alphas_cumprod`, but at least 2**-24, so that the ratio is finite.
     #[getter]
     fn sigmas(&self) -> Vec<f64> {
         self.0.sigmas()
