@@ -7,7 +7,7 @@ use trainable_candle_nn::optim::{
     clip_grad_norm_,
 };
 
-/// Values that depend on the seed and are the same on every machine.
+/// `n` values in [-1, 1] that depend on `seed` and are the same on every machine.
 fn wave(n: usize, seed: usize) -> Vec<f32> {
     (0..n).map(|i| ((i * 7919 + seed * 104_729) % 10_007) as f32 / 5003.0 - 1.0).collect()
 }
@@ -26,7 +26,7 @@ fn values(tensor: &Tensor) -> Vec<f32> {
 }
 
 /// Every optimizer of the registry, over the same variables.
-fn all(params: &[Var]) -> Vec<Box<dyn Optimizer>> {
+fn optimizers(params: &[Var]) -> Vec<Box<dyn Optimizer>> {
     let settings = |name| match name {
         "Prodigy" => vec![("d0", Value::Number(1e-3)), ("slice_p", Value::Count(3))],
         "SGD" => vec![("lr", Value::Number(0.01)), ("momentum", Value::Number(0.9))],
@@ -45,19 +45,20 @@ fn train(opt: &mut dyn Optimizer, steps: std::ops::Range<usize>) {
     }
 }
 
-fn fresh(dtype: DType) -> Vec<Var> {
+/// Three variables: two that fit into one chunk of an update, and one that does not.
+fn variables(dtype: DType) -> Vec<Var> {
     let sizes = [5000, 300, 70_000];
     (0..3).map(|i| Var::from_tensor(&tensor(sizes[i], i, dtype)).unwrap()).collect()
 }
 
 fn number_of_optimizers() -> usize {
-    all(&fresh(DType::F32)).len()
+    optimizers(&variables(DType::F32)).len()
 }
 
 #[test]
 fn a_loop_of_backward_and_step_finds_the_minimum() -> Result<()> {
     let x = Var::new(vec![3f32, -2.0], &Device::Cpu)?;
-    for (index, mut opt) in all(std::slice::from_ref(&x)).into_iter().enumerate() {
+    for (index, mut opt) in optimizers(std::slice::from_ref(&x)).into_iter().enumerate() {
         x.set(&Tensor::new(vec![3f32, -2.0], &Device::Cpu)?)?;
         for _ in 0..1500 {
             let grads = (&*x * &*x)?.backward_with(Some(&Tensor::ones(2, DType::F32, &Device::Cpu)?), false)?;
@@ -75,10 +76,10 @@ fn results_do_not_depend_on_threads_or_layout() {
         let mut results = Vec::new();
         for (threads, flat) in [(1, false), (3, false), (3, true)] {
             set_num_threads(threads).unwrap();
-            let loose = fresh(DType::F32);
+            let loose = variables(DType::F32);
             let start: Vec<Tensor> = loose.iter().map(|v| v.detach()).collect();
             let params = if flat { FlatBuffer::new(&start).unwrap().vars().to_vec() } else { loose };
-            let mut opt = all(&params).swap_remove(index);
+            let mut opt = optimizers(&params).swap_remove(index);
             train(&mut *opt, 0..3);
             results.push(params.iter().map(|v| values(v)).collect::<Vec<_>>());
         }
@@ -90,13 +91,13 @@ fn results_do_not_depend_on_threads_or_layout() {
 fn f16_and_bf16_variables_are_rounded_master_values() {
     for dtype in [DType::BF16, DType::F16] {
         for index in 0..number_of_optimizers() {
-            let short = fresh(dtype);
+            let short = variables(dtype);
             // f32 variables with the same initial values; each step gives them the same gradients.
             let long: Vec<Var> = short
                 .iter()
                 .map(|v| Var::from_tensor(&Tensor::from(v.raw().to_dtype(DType::F32).unwrap())).unwrap())
                 .collect();
-            let (mut opt, mut oracle) = (all(&short).swap_remove(index), all(&long).swap_remove(index));
+            let (mut opt, mut oracle) = (optimizers(&short).swap_remove(index), optimizers(&long).swap_remove(index));
             for step in 0..5 {
                 train(&mut *opt, step..step + 1);
                 for (short, long) in short.iter().zip(&long) {
@@ -115,7 +116,7 @@ fn f16_and_bf16_variables_are_rounded_master_values() {
 }
 
 #[test]
-fn a_variable_that_is_set_replaces_its_master_values() -> Result<()> {
+fn setting_a_variable_replaces_its_master_values() -> Result<()> {
     let x = Var::zeros(4, DType::BF16, &Device::Cpu)?;
     let mut opt = SGD::new(vec![x.clone()], 1.0)?;
     train(&mut opt, 0..1);
@@ -127,7 +128,7 @@ fn a_variable_that_is_set_replaces_its_master_values() -> Result<()> {
 }
 
 #[test]
-fn variables_without_a_gradient_do_not_change_and_count_no_step() -> Result<()> {
+fn variables_without_a_gradient_do_not_change_count_no_step_and_get_no_states() -> Result<()> {
     for flat in [false, true] {
         let start = [tensor(3, 0, DType::F32), tensor(5, 1, DType::F32), tensor(7, 2, DType::F32)];
         let params = if flat {
@@ -158,23 +159,23 @@ fn groups_keep_their_own_hyper_parameters() -> Result<()> {
         ParamGroup { params: vec![a.clone()], config: first.clone() },
         ParamGroup { params: vec![b.clone()], config: second.clone() },
     ])?;
-    let (c, d) = (var(600, 0), var(600, 1));
-    let mut first = AdamW::with_config(vec![c.clone()], first)?;
-    let mut second = AdamW::with_config(vec![d.clone()], second)?;
+    let (a_copy, b_copy) = (var(600, 0), var(600, 1));
+    let mut first_alone = AdamW::with_config(vec![a_copy.clone()], first)?;
+    let mut second_alone = AdamW::with_config(vec![b_copy.clone()], second)?;
     for step in 0..4 {
         if step == 2 {
             opt.set_group_lr(1, 0.5)?;
-            second.set_lr(0.5)?;
+            second_alone.set_lr(0.5)?;
         }
         train(&mut opt, step..step + 1);
-        for (copy, original) in [(&c, &a), (&d, &b)] {
+        for (copy, original) in [(&a_copy, &a), (&b_copy, &b)] {
             copy.set_grad(&original.grad().unwrap())?;
         }
-        first.step_all()?;
-        second.step_all()?;
+        first_alone.step_all()?;
+        second_alone.step_all()?;
     }
     assert_eq!(opt.group_lrs(), [0.1, 0.5]);
-    assert_eq!((values(&a), values(&b)), (values(&c), values(&d)));
+    assert_eq!((values(&a), values(&b)), (values(&a_copy), values(&b_copy)));
     Ok(())
 }
 
@@ -198,10 +199,10 @@ fn a_step_makes_tensors_saved_before_it_stale() -> Result<()> {
 }
 
 #[test]
-fn eight_bit_optimizers_keep_elements_with_non_finite_gradients() -> Result<()> {
+fn eight_bit_optimizers_keep_elements_whose_gradients_are_non_finite_or_have_a_square_that_overflows() -> Result<()> {
     for (index, kind) in KINDS.iter().enumerate().filter(|(_, kind)| kind.name.ends_with("8bit")) {
-        let (x, clean) = (var(5000, 0), var(5000, 0));
-        // The square of 1e30 overflows. Lion computes no squares, so its gradient has a NaN instead of 1e30.
+        let (x, clean, initial) = (var(5000, 0), var(5000, 0), wave(5000, 0));
+        // The square of 1e30 overflows. Lion computes no squares, so its gradient has another NaN instead.
         let large = if kind.name == "Lion8bit" { f32::NAN } else { 1e30 };
         let mut grad = wave(5000, 1);
         clean.set_grad(&Tensor::from_vec(grad.clone(), 5000, &Device::Cpu)?)?;
@@ -209,10 +210,11 @@ fn eight_bit_optimizers_keep_elements_with_non_finite_gradients() -> Result<()> 
             grad[at] = bad;
         }
         x.set_grad(&Tensor::from_vec(grad.clone(), 5000, &Device::Cpu)?)?;
-        all(std::slice::from_ref(&x)).swap_remove(index).step_all()?;
-        all(std::slice::from_ref(&clean)).swap_remove(index).step_all()?;
+        optimizers(std::slice::from_ref(&x)).swap_remove(index).step_all()?;
+        optimizers(std::slice::from_ref(&clean)).swap_remove(index).step_all()?;
         for (at, (found, expected)) in values(&x).into_iter().zip(values(&clean)).enumerate() {
-            let expected = if grad[at].abs() < 1e30 { expected } else { wave(5000, 0)[at] };
+            // NaN is not below 1e30 either.
+            let expected = if grad[at].abs() < 1e30 { expected } else { initial[at] };
             assert_eq!(found, expected, "element {at}");
         }
     }
@@ -251,7 +253,7 @@ fn non_finite_norms_are_errors_on_request_and_otherwise_returned() -> Result<()>
 }
 
 #[test]
-fn clipping_rejects_negative_norms() {
+fn clipping_rejects_a_negative_maximum_of_the_norm() {
     assert!(clip_grad_norm_(&[var(4, 0)], -1.0, NormType::L2, false).is_err());
 }
 
@@ -259,7 +261,7 @@ fn clipping_rejects_negative_norms() {
 fn steps_accept_empty_variables() -> Result<()> {
     let empty = Var::zeros((0, 3), DType::F32, &Device::Cpu)?;
     empty.set_grad(&Tensor::zeros((0, 3), DType::F32, &Device::Cpu)?)?;
-    for mut opt in all(std::slice::from_ref(&empty)) {
+    for mut opt in optimizers(std::slice::from_ref(&empty)) {
         opt.step_all()?;
     }
     Ok(())
@@ -268,16 +270,17 @@ fn steps_accept_empty_variables() -> Result<()> {
 #[test]
 fn on_the_cpu_the_place_of_states_changes_nothing() -> Result<()> {
     for number in 0..number_of_optimizers() {
-        let (vars, others) = (fresh(DType::F32), fresh(DType::F32));
-        let (mut opt, mut other) = (all(&vars).swap_remove(number), all(&others).swap_remove(number));
-        other.place_states(StatePlace::Host)?;
-        assert_eq!(other.state_bytes(), 0);
+        let (expected, found) = (variables(DType::F32), variables(DType::F32));
+        let mut opt = optimizers(&expected).swap_remove(number);
+        let mut placed = optimizers(&found).swap_remove(number);
+        placed.place_states(StatePlace::Host)?;
+        assert_eq!(placed.state_bytes(), 0);
         train(&mut *opt, 0..2);
-        train(&mut *other, 0..2);
-        other.place_states(StatePlace::Device)?;
-        assert_eq!(other.state_bytes(), opt.state_bytes());
-        for (var, expected) in others.iter().zip(&vars) {
-            assert_eq!(values(var), values(expected), "{}", opt.name());
+        train(&mut *placed, 0..2);
+        placed.place_states(StatePlace::Device)?;
+        assert_eq!(placed.state_bytes(), opt.state_bytes());
+        for (found, expected) in found.iter().zip(&expected) {
+            assert_eq!(values(found), values(expected), "{}", opt.name());
         }
     }
     Ok(())
@@ -295,6 +298,10 @@ fn wrong_arguments_are_errors_that_name_the_optimizer() {
     assert!(message(Adam::new(vec![], 0.1).map(|_| ())).starts_with("Adam: parameter group 0 is empty"));
     let twice = var(2, 0);
     assert!(message(Adam::new(vec![twice.clone(), twice], 0.1).map(|_| ())).contains("appears twice"));
+}
+
+#[test]
+fn adam_takes_f64_variables_and_adam8bit_rejects_them() {
     let f64_var = || Var::zeros(2, DType::F64, &Device::Cpu).unwrap();
     assert!(Adam::new(vec![f64_var()], 0.1).is_ok());
     let error = Adam8bit::new(vec![f64_var()], 0.1, 0.0).map(|_| ()).unwrap_err();
@@ -309,11 +316,25 @@ fn a_rejected_learning_rate_or_group_changes_nothing() {
 }
 
 #[test]
-fn set_config_rejects_hyper_parameters_that_need_other_states() {
+fn set_config_rejects_only_hyper_parameters_that_need_other_states() {
     let mut opt = Adam::new(vec![var(2, 0)], 0.1).unwrap();
     train(&mut opt, 0..1);
     assert!(opt.set_config(0, AdamConfig { amsgrad: true, ..AdamConfig::adam(0.1) }).is_err());
     assert!(opt.set_config(0, AdamConfig { eps: 1e-6, ..AdamConfig::adam(0.1) }).is_ok());
+}
+
+#[test]
+fn load_state_dict_rejects_an_entry_whose_index_is_not_in_its_usual_form() -> Result<()> {
+    let mut opt = Adam::new(vec![var(2, 0)], 0.1)?;
+    train(&mut opt, 0..1);
+    for name in ["00.exp_avg", "+0.exp_avg"] {
+        let mut states = opt.state_dict()?;
+        let state = states["0.exp_avg"].clone();
+        states.insert(name.into(), state);
+        let error = opt.load_state_dict(&states).unwrap_err();
+        assert!(matches!(error, Error::Config(_)) && error.to_string().contains(name), "{error}");
+    }
+    Ok(())
 }
 
 #[test]

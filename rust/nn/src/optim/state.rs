@@ -20,12 +20,14 @@ const SEED: &str = "seed";
 /// A copy of an optimizer's states on the CPU. Later steps do not change the copy. Its entries are:
 ///
 /// - `INDEX.NAME`: the state NAME of parameter INDEX; indices count the parameters of all groups, from 0
-/// - `INDEX.master`: the f32 master values of parameter INDEX
-/// - `step` (i64): the number of steps of each parameter
+/// - `INDEX.master`: the f32 master values of parameter INDEX, if it has any
+/// - `step` (i64): the number of steps that each parameter has taken
 /// - `lr` (f64): the learning rate of each group
 /// - `kind` (u8): the bytes of the optimizer's name
-/// - `seed` (i64): the seed of stochastic rounding, if the optimizer rounds stochastically
-/// - states of the optimizer that belong to no variable, under their names
+/// - `seed` (i64): the bits of the seed of stochastic rounding, if the optimizer rounds stochastically
+/// - states of the optimizer that belong to no parameter, under their names
+///
+/// A parameter that has taken no step has no states. [`EMA`](super::EMA) uses the same type for other entries.
 pub type StateDict = BTreeMap<String, Tensor>;
 
 /// Where the states of variables on a CUDA device are. Results do not depend on the place.
@@ -47,9 +49,9 @@ pub(super) struct Group<C> {
 /// A variable with its states.
 pub(super) struct Parameter {
     pub(super) var: Var,
-    /// The number of steps taken.
+    /// The number of steps taken. Once the states are on a device, the device counts the steps, and this number stays.
     pub(super) step: u64,
-    /// Empty before the first step.
+    /// Empty before the first step, and while a device has the states.
     pub(super) states: SmallVec<[State; 4]>,
     pub(super) master: Option<Master>,
     /// The number of the variable's first element, as [`number_elements`] counts, if the variable and its states are
@@ -59,12 +61,14 @@ pub(super) struct Parameter {
     pub(super) sums: [f64; 2],
 }
 
+/// A state of one variable.
 pub(super) struct State {
     pub(super) spec: StateSpec,
     /// The values, of the dtype that [`State::dtype`] returns.
     pub(super) data: StateData,
 }
 
+/// The values of a state.
 pub(super) enum StateData {
     BF16(Vec<bf16>),
     F32(Vec<f32>),
@@ -80,9 +84,10 @@ pub(super) struct Master {
     pub(super) version: u64,
 }
 
-/// The element types of states that are not quantized to codes.
+/// The element types of states that are neither codes nor their scales.
 pub(super) trait Number: Elem {
     fn zeros(len: usize) -> StateData;
+    /// The values of `data`; None if they have another type.
     fn slice(data: &mut StateData) -> Option<&mut [Self]>;
 }
 
@@ -107,7 +112,7 @@ number! {
 }
 
 impl StateData {
-    /// Bytes of the values.
+    /// The size of the values in bytes.
     pub(super) fn bytes(&self) -> usize {
         match self {
             Self::BF16(data) => size_of_val(data.as_slice()),
@@ -129,12 +134,13 @@ impl State {
         Self { spec, data }
     }
 
+    /// The values as the slice that an update computing in `T` takes.
     pub(super) fn slice<T: Number>(&mut self) -> StateSlice<'_, T> {
-        const MADE: &str = "make_states and State::from_tensor store unquantized states as T";
+        const STORED_AS_T: &str = "make_states and State::from_tensor store unquantized states as T";
         match (self.spec.kind, &mut self.data) {
             (StateKind::Codes, StateData::U8(data)) => StateSlice::Codes(data),
             (StateKind::Scales, StateData::F32(data)) => StateSlice::Scales(data),
-            (_, data) => StateSlice::Float(T::slice(data).expect(MADE)),
+            (_, data) => StateSlice::Float(T::slice(data).expect(STORED_AS_T)),
         }
     }
 
@@ -194,18 +200,19 @@ impl Parameter {
         }
     }
 
-    /// Whether the existing states have the kinds of `specs`; true if there are no states yet.
+    /// Whether the existing states are those of `specs`; true before the first step. Not for states on a device.
     pub(super) fn states_are(&self, specs: &[StateSpec]) -> bool {
         self.step == 0 || self.states.iter().map(|s| &s.spec).eq(specs)
     }
 
     /// Copies of the state with index `number` and of the master values, if there are any.
     pub(super) fn state(&self, number: usize) -> Result<(Raw, Option<Raw>)> {
-        let master = |master: &Master| Raw::from_slice(&master.values, self.var.shape(), &Device::Cpu);
+        let copy = |master: &Master| Raw::from_slice(&master.values, self.var.shape(), &Device::Cpu);
         let state = self.states[number].to_tensor(&self.var)?;
-        Ok((state.raw().clone(), self.master.as_ref().map(master).transpose()?))
+        Ok((state.raw().clone(), self.master.as_ref().map(copy).transpose()?))
     }
 
+    /// The size of the states and of the master values in bytes.
     pub(super) fn bytes(&self) -> usize {
         let states = self.states.iter().map(|state| state.data.bytes());
         states.sum::<usize>() + self.master.as_ref().map_or(0, |m| size_of_val(m.values.as_slice()))
@@ -223,6 +230,7 @@ pub(super) fn number_elements<C>(groups: &mut [Group<C>]) {
     }
 }
 
+/// Makes a state dict. `lrs` has the learning rate of each group, `seed` is the seed of stochastic rounding.
 pub(super) fn to_dict(
     name: &'static str,
     parameters: &[&Parameter],
@@ -240,10 +248,10 @@ pub(super) fn to_dict(
         }
     }
     let steps: Vec<i64> = parameters.iter().map(|p| p.step as i64).collect();
-    let (parameters, groups) = (steps.len(), lrs.len());
-    dict.insert(STEP.into(), Tensor::from_vec(steps, parameters, &Device::Cpu)?);
+    let (parameter_count, group_count) = (steps.len(), lrs.len());
+    dict.insert(STEP.into(), Tensor::from_vec(steps, parameter_count, &Device::Cpu)?);
     dict.insert(KIND.into(), Tensor::from_vec(name.as_bytes().to_vec(), name.len(), &Device::Cpu)?);
-    dict.insert(LR.into(), Tensor::from_vec(lrs, groups, &Device::Cpu)?);
+    dict.insert(LR.into(), Tensor::from_vec(lrs, group_count, &Device::Cpu)?);
     if let Some(seed) = seed {
         dict.insert(SEED.into(), Tensor::from_vec(vec![seed.cast_signed()], 1, &Device::Cpu)?);
     }
@@ -256,16 +264,20 @@ pub(super) struct Loaded {
     pub(super) parameters: Vec<Parameter>,
     /// The learning rate of each group.
     pub(super) lrs: Vec<f64>,
-    /// The seed of stochastic rounding.
+    /// The seed of stochastic rounding, if the optimizer rounds stochastically.
     pub(super) seed: Option<u64>,
 }
 
-/// Reads a state dict. `rounds` is whether the optimizer rounds stochastically.
+/// Reads a state dict. `specs` has the states of each parameter; `rounds` says whether the optimizer rounds
+/// stochastically.
+///
+/// Returns an error if the states were saved by another kind of optimizer or with other rounding, if an entry is
+/// missing or not expected, if it has another dtype or shape, or if a number of steps is negative.
 pub(super) fn from_dict(
     name: &'static str,
     parameters: &[&Parameter],
     specs: &[SmallVec<[StateSpec; 4]>],
-    groups: usize,
+    group_count: usize,
     rounds: bool,
     dict: &StateDict,
 ) -> Result<Loaded> {
@@ -273,16 +285,17 @@ pub(super) fn from_dict(
     reader.check_kind()?;
     let seed = reader.seed(rounds)?;
     let steps: Vec<i64> = reader.get(STEP, DType::I64, &[parameters.len()])?.to_vec()?;
-    let lrs: Vec<f64> = reader.get(LR, DType::F64, &[groups])?.to_vec()?;
+    let lrs: Vec<f64> = reader.get(LR, DType::F64, &[group_count])?.to_vec()?;
+    // The entries read so far: kind, step and lr, and the seed if there is one.
     let mut known = 3 + usize::from(rounds);
     let mut loaded = Vec::with_capacity(parameters.len());
-    for (index, ((parameter, specs), &step)) in parameters.iter().zip(specs).zip(&steps).enumerate() {
+    for (index, ((parameter, own_specs), &step)) in parameters.iter().zip(specs).zip(&steps).enumerate() {
         let var = &parameter.var;
         let step = u64::try_from(step)
             .map_err(|_| reader.error(format!("parameter {index} has taken {step} steps, expected 0 or more")))?;
         let mut new = Parameter { step, ..parameter.fresh() };
         if step > 0 {
-            for &spec in specs {
+            for &spec in own_specs {
                 let key = format!("{index}.{}", spec.name);
                 let tensor = reader.get(&key, State::dtype(spec, parameter), &spec.kind.dims(var.dims()))?;
                 new.states.push(State::from_tensor(spec, tensor)?);
@@ -301,7 +314,9 @@ pub(super) fn from_dict(
             let Some((index, state)) = key.split_once('.') else {
                 return [KIND, STEP, LR, SEED].contains(&key.as_str());
             };
-            let parameter = index.parse::<usize>().ok().and_then(|i| loaded.get(i));
+            // Indices such as "00" and "+0" parse as well, but entries do not have them.
+            let number = index.parse::<usize>().ok().filter(|number| number.to_string() == index);
+            let parameter = number.and_then(|number| loaded.get(number));
             parameter.is_some_and(|p| {
                 p.states.iter().any(|s| s.spec.name == state) || (p.master.is_some() && state == MASTER)
             })
@@ -309,11 +324,12 @@ pub(super) fn from_dict(
         let unexpected: Vec<&String> = dict.keys().filter(|key| !expected(key)).collect();
         let count = unexpected.len();
         return Err(reader
-            .error(format!("found {count} states that this optimizer does not have, the first: {}", unexpected[0])));
+            .error(format!("found {count} entries that this optimizer does not have, the first: {}", unexpected[0])));
     }
     Ok(Loaded { parameters: loaded, lrs, seed })
 }
 
+/// Reads the entries of a state dict for the optimizer `name`.
 struct Reader<'a> {
     name: &'static str,
     dict: &'a StateDict,
@@ -327,14 +343,16 @@ impl<'a> Reader<'a> {
     /// Checks that the states were saved by an optimizer of the same name.
     fn check_kind(&self) -> Result<()> {
         let Some(kind) = self.dict.get(KIND).filter(|kind| kind.dtype() == DType::U8) else {
-            return Err(self.error(format!("the entry {KIND:?} is missing; expected what state_dict() returned")));
+            return Err(
+                self.error(format!("the entry {KIND:?} is missing or not u8; expected what state_dict() returned"))
+            );
         };
         let kind = kind.to_vec::<u8>()?;
         if kind == self.name.as_bytes() {
             return Ok(());
         }
         let saved_by = String::from_utf8_lossy(&kind);
-        Err(self.error(format!("the states were saved by {saved_by}; load them into another {saved_by}")))
+        Err(self.error(format!("the states were saved by {saved_by}; load them into {saved_by}")))
     }
 
     /// The seed of stochastic rounding; None if the optimizer does not round stochastically (`rounds` is false).
@@ -355,11 +373,12 @@ impl<'a> Reader<'a> {
         }
     }
 
+    /// The entry `key`. Returns an error if it is missing or has another dtype or shape.
     fn get(&self, key: &str, dtype: DType, dims: &[usize]) -> Result<&'a Tensor> {
         let Some(tensor) = self.dict.get(key) else {
-            return Err(
-                self.error(format!("the state {key:?} is missing; were the states saved by the same optimizer?"))
-            );
+            return Err(self.error(format!(
+                "the state {key:?} is missing; were the states saved with the same parameters and hyper-parameters?"
+            )));
         };
         if tensor.dtype() != dtype {
             let (found, expected) = (tensor.dtype().as_str(), dtype.as_str());

@@ -26,13 +26,15 @@ pub trait Optimizer: Send {
     /// The variables, group by group.
     fn vars(&self) -> Vec<Var>;
 
-    /// Updates every variable that has a gradient, unless the guard skips the step. On CUDA, the kernels check
-    /// the guard's norm, so the host does not wait for the norm. The gradients are kept until
-    /// [`zero_grad`](Self::zero_grad).
+    /// Updates every variable that has a gradient, unless the guard skips the step. If the guard's norm is on the CUDA
+    /// device of the variables, the kernels check it, so the host does not wait for the norm. The gradients are kept
+    /// until [`zero_grad`](Self::zero_grad).
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if the states do not fit, [`Error::Argument`] if averages replace the values
-    /// ([`eval`](Self::eval)), or if a copy has replaced a variable ([`Var::replace`]).
+    /// [`Error::OutOfMemory`] if the states do not fit; [`Error::Argument`] if averages replace the values
+    /// ([`eval`](Self::eval)), if a copy has replaced a variable ([`Var::replace`]), or if the groups of
+    /// [`Prodigy`](super::Prodigy) have different learning rates above 0; [`Error::Device`] if the device fails, or if
+    /// the step would change, within a captured function, which variables share a step counter.
     fn step_guarded(&mut self, guard: Guard<'_>) -> Result<()>;
 
     /// Updates every variable that has a gradient. The gradients are kept until [`zero_grad`](Self::zero_grad).
@@ -44,8 +46,8 @@ pub trait Optimizer: Send {
     }
 
     /// Updates the variables that the backward pass of `grads` has reached and clears their gradients, so that a
-    /// training loop only needs `backward` and `step`. Gradients that earlier backward passes have accumulated are
-    /// included.
+    /// training loop only needs `backward` and `step`. The step uses the accumulated gradients, so it includes those of
+    /// earlier backward passes.
     ///
     /// # Errors
     /// As [`step_all`](Self::step_all).
@@ -82,19 +84,20 @@ pub trait Optimizer: Send {
         (0..self.group_lrs().len()).try_for_each(|group| self.set_group_lr(group, lr))
     }
 
-    /// A copy of all states.
+    /// A copy of all states. Waits for the device.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if the copy does not fit.
+    /// [`Error::OutOfMemory`] if the copy does not fit, [`Error::Device`] if the device fails.
     fn state_dict(&self) -> Result<StateDict>;
 
     /// Loads a [`state_dict`](Self::state_dict) of an optimizer of the same kind over variables of the same shapes.
     /// Captured steps continue from the loaded states.
     ///
     /// # Errors
-    /// [`Error::Config`] that names states that are missing or not expected, [`Error::Shape`] or [`Error::DType`] that
-    /// names a state of another shape or dtype, [`Error::Argument`] if averages replace the values
-    /// ([`eval`](Self::eval)) or a learning rate is outside its range, [`Error::Device`] within a captured function.
+    /// [`Error::Config`] if another kind of optimizer saved the states, if only one of the two optimizers rounds
+    /// stochastically, if a state is missing or not expected, or if a number of steps is negative; [`Error::Shape`] or
+    /// [`Error::DType`] if a state has another shape or dtype; [`Error::Argument`] if averages replace the values
+    /// ([`eval`](Self::eval)) or a learning rate is outside its range; [`Error::Device`] within a captured function.
     /// After these errors, nothing has changed. If the copy to a device fails, the host has the loaded states, and the
     /// next step copies them again.
     fn load_state_dict(&mut self, states: &StateDict) -> Result<()>;
@@ -109,9 +112,9 @@ pub trait Optimizer: Send {
     /// already, in the other place, [`Error::Device`] within a captured function. After an error, nothing has changed.
     fn place_states(&mut self, place: StatePlace) -> Result<()>;
 
-    /// Replaces the variables' values by the averages that the optimizer keeps (of the values over the steps), for
-    /// validation or for saving. Does nothing if the optimizer keeps no averages, or if the averages have already
-    /// replaced the values. As after a step, a backward pass that needs the replaced values returns an error.
+    /// Replaces the variables' values by their averages over the steps, for validation or for saving. Does nothing if
+    /// the optimizer keeps no averages, or if the averages have already replaced the values. As after a step, a backward
+    /// pass that needs the replaced values returns an error.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if a copy of the variables does not fit, [`Error::Device`] within a captured function.
@@ -134,8 +137,9 @@ pub trait Optimizer: Send {
         false
     }
 
-    /// Bytes of all existing states and master values. The first step of a variable creates its states; on a CUDA
-    /// device, the first step of any variable creates the states of all variables.
+    /// The size of all existing states and master values in bytes. The first step of a variable creates its states; on
+    /// a CUDA device, the first step of any variable creates the states of all variables.
+    /// [`load_state_dict`](Self::load_state_dict) and [`place_states`](Self::place_states) may create states earlier.
     fn state_bytes(&self) -> usize;
 }
 
@@ -152,7 +156,7 @@ pub struct ParamGroup<C> {
 pub struct Stepper<R: Rule> {
     id: u64,
     pub(super) groups: Vec<Group<R::Config>>,
-    /// The states of CUDA variables; the first step moves them here from `groups`.
+    /// The states of CUDA variables; the first step or `place_states` moves them here from `groups`.
     pub(super) device: Option<OnDevice>,
     /// Numbers that the steps of all variables share, such as Prodigy's estimate, for steps on the host. The first step
     /// on a device copies them to `device`.
@@ -177,9 +181,10 @@ impl<R: Rule> Stepper<R> {
     /// An optimizer of several groups of variables.
     ///
     /// # Errors
-    /// [`Error::Argument`] if a hyper-parameter is outside its range, if there is no group, if a group is empty, or if a
-    /// variable appears twice; [`Error::DType`] or [`Error::Device`] if the optimizer does not support a variable's dtype
-    /// on its device, or if variables are on different devices.
+    /// [`Error::Argument`] if a hyper-parameter is outside its range, if there is no group, if a group is empty, or if
+    /// a variable appears twice; [`Error::DType`] if the optimizer does not support a variable's dtype on its device;
+    /// [`Error::Device`] if it does not support CUDA devices, or if variables are on different devices;
+    /// [`Error::OutOfMemory`] if buffers for the gradients of CUDA variables do not fit.
     pub fn with_groups(groups: Vec<ParamGroup<R::Config>>) -> Result<Self> {
         static NEXT_ID: AtomicU64 = AtomicU64::new(1);
         let mut seen = FxHashSet::default();
@@ -201,7 +206,7 @@ impl<R: Rule> Stepper<R> {
         }
         let vars: Vec<Var> = groups.iter().flat_map(|group| group.params.iter().cloned()).collect();
         let Some(first) = vars.first() else {
-            return Err(Error::argument(R::NAME, "found no parameters, expected at least one Var"));
+            return Err(Error::argument(R::NAME, "found no parameter groups, expected at least one"));
         };
         if let Some(other) = vars.iter().find(|var| !var.device().same_device(first.device())) {
             let message =
@@ -241,9 +246,11 @@ impl<R: Rule> Stepper<R> {
     /// hyper-parameters need other states than the existing ones; [`Error::Device`] within a captured function.
     pub fn set_config(&mut self, group: usize, config: R::Config) -> Result<()> {
         R::validate(&config)?;
-        let fits = self.group_mut(group)?.parameters.iter().all(|p| p.states_are(&R::states(&config, p.var.dims())));
+        let parameters = &self.group_mut(group)?.parameters;
+        let host_fits = parameters.iter().all(|p| p.states_are(&R::states(&config, p.var.dims())));
+        // Once the states are on a device, `groups` has none.
         let fits =
-            fits && self.device.as_ref().is_none_or(|device| device.states_are::<R>(&self.groups, group, &config));
+            self.device.as_ref().map_or(host_fits, |device| device.states_are::<R>(&self.groups, group, &config));
         if !fits {
             let message = "the new hyper-parameters need other states than this optimizer has; build a new optimizer";
             return Err(Error::argument(R::NAME, message));
@@ -253,11 +260,12 @@ impl<R: Rule> Stepper<R> {
 
     /// Sets, on the host and on the device, hyper-parameters that were already checked.
     fn configure(&mut self, index: usize, config: R::Config) -> Result<()> {
-        let place = self.groups[index].config.get_mut()?;
+        // Within a captured function, this returns an error before anything changes.
+        let current = self.groups[index].config.get_mut()?;
         if let Some(device) = &self.device {
             device.configure::<R>(index, &config)?;
         }
-        *place = config;
+        *current = config;
         Ok(())
     }
 
@@ -280,14 +288,14 @@ impl<R: Rule> Stepper<R> {
         self.parameters().any(|parameter| parameter.var.device().is_cuda())
     }
 
-    /// Updates the variables that are `wanted` and have a gradient. If `zero`, also clears the gradients of the
-    /// `wanted` variables.
+    /// Updates the variables that are `wanted` and have a gradient, unless the guard skips the step. If `zero`, also
+    /// clears the gradients of the `wanted` variables.
     pub(super) fn run(&mut self, wanted: impl Fn(&Var) -> bool, guard: Guard<'_>, zero: bool) -> Result<()> {
         self.check_training("step")?;
         if let Some(parameter) = self.parameters().find(|parameter| parameter.var.is_replaced()) {
             let message = format!(
-                "step() found a variable of shape {:?} that was replaced by a copy on another device or of another dtype; move \
-                 the model first, then make the optimizer",
+                "step() found a variable of shape {:?} that was replaced by a copy on another device or of \
+                 another dtype; move the model first, then make the optimizer",
                 parameter.var.dims()
             );
             return Err(Error::argument(R::NAME, message));
@@ -295,7 +303,7 @@ impl<R: Rule> Stepper<R> {
         if self.is_on_cuda() {
             let device = match &mut self.device {
                 Some(device) => device,
-                none => none.insert(OnDevice::new::<R>(&mut self.groups, self.place, (&self.shared, self.seed))?),
+                absent => absent.insert(OnDevice::new::<R>(&mut self.groups, self.place, (&self.shared, self.seed))?),
             };
             return device.step::<R>(&self.groups, wanted, (guard.norm, guard.loss_scale), zero);
         }
@@ -311,11 +319,12 @@ impl<R: Rule> Stepper<R> {
         Ok(())
     }
 
+    /// Checks that no averages replace the variables' values.
     fn check_training(&self, op: &str) -> Result<()> {
         if Option::is_none(&self.trained) {
             return Ok(());
         }
-        let message = format!("{op}() found the averages in place of the parameters; call train() before it");
+        let message = format!("{op}() found the averages in place of the parameters; call train() first");
         Err(Error::argument(R::NAME, message))
     }
 
@@ -323,32 +332,32 @@ impl<R: Rule> Stepper<R> {
     /// has taken no step.
     fn averaged(&self, average: &Average<R::Config>) -> Result<Vec<Option<Raw>>> {
         let steps = self.device.as_ref().map(OnDevice::steps).transpose()?;
-        let groups = self.groups.iter().flat_map(|group| group.parameters.iter().map(|p| (&*group.config, p)));
-        let value = |(index, (config, parameter)): (usize, (&R::Config, &Parameter))| {
+        let parameters = self.groups.iter().flat_map(|group| group.parameters.iter().map(|p| (&*group.config, p)));
+        let average_of = |(index, (config, parameter)): (usize, (&R::Config, &Parameter))| {
             let var = &parameter.var;
             let step = steps.as_ref().map_or(parameter.step, |steps| steps[index]);
             if step == 0 || var.elem_count() == 0 {
                 return Ok(None);
             }
-            let (end, master) = match &self.device {
+            let (state, master) = match &self.device {
                 Some(device) => device.state(var, index, average.state)?,
                 None => parameter.state(average.state)?,
             };
-            let value = own_copy(master.as_ref().unwrap_or_else(|| var.raw()))?;
+            let result = own_copy(master.as_ref().unwrap_or_else(|| var.raw()))?;
             let weight = Raw::from_vec(vec![(average.weight)(config)], 1, var.device())?;
-            lerp_in_place(&value, &end, &weight)?;
-            Ok(Some(value))
+            lerp_in_place(&result, &state, &weight)?;
+            Ok(Some(result))
         };
-        groups.enumerate().map(value).collect()
+        parameters.enumerate().map(average_of).collect()
     }
 
     fn group_mut(&mut self, index: usize) -> Result<&mut Group<R::Config>> {
         let count = self.groups.len();
-        let none = || {
+        let no_group = || {
             let message = format!("found group {index}, expected less than {count}, the number of groups");
             Error::argument(R::NAME, message)
         };
-        self.groups.get_mut(index).ok_or_else(none)
+        self.groups.get_mut(index).ok_or_else(no_group)
     }
 
     pub(super) fn parameters(&self) -> impl Iterator<Item = &Parameter> {
@@ -433,7 +442,7 @@ impl<R: Rule> Optimizer for Stepper<R> {
             group.parameters = parameters.by_ref().take(group.parameters.len()).collect();
         }
         self.seed = seed;
-        // If there is no device state yet, the first step moves the loaded states to the device.
+        // If no states are on a device yet, the first step moves the loaded states there.
         if let Some(device) = &mut self.device
             && let Err(error) = device.take::<R>(&mut self.groups, seed)
         {
@@ -448,8 +457,8 @@ impl<R: Rule> Optimizer for Stepper<R> {
     fn place_states(&mut self, place: StatePlace) -> Result<()> {
         if self.is_on_cuda() && place != self.place {
             if self.device.is_some() {
-                let message = "the states exist already; build a new optimizer with the states elsewhere, and load the state dict of \
-                    this one";
+                let message = "the states exist already; build a new optimizer with the states in the other place, \
+                    and load this optimizer's state dict into it";
                 return Err(Error::argument(R::NAME, message));
             }
             self.device = Some(OnDevice::new::<R>(&mut self.groups, place, (&self.shared, self.seed))?);
@@ -485,6 +494,7 @@ impl<R: Rule> Optimizer for Stepper<R> {
         let trained = self.trained.get_mut()?.take().unwrap_or_default();
         for (index, (var, value)) in self.vars().iter().zip(&trained).enumerate() {
             var.update_in_place(|raw| copy_into(raw, value))?;
+            // The master values belong to the restored values, so they stay current.
             if let Some(device) = &self.device {
                 device.follow(var, index);
             }
