@@ -429,7 +429,7 @@ class Prodigy(GroupedOptimizer):
 
 class AdamWScheduleFree(GroupedOptimizer):
     """
-    Schedule-free AdamW (Defazio et al. 2024, arXiv:2405.15682), as `schedulefree.AdamWScheduleFree`: call `eval()` before validating or saving, to replace the parameters by the average of the iterates, and `train()` before the next step.
+    Schedule-free AdamW (Defazio et al. 2024, arXiv:2405.15682), as `schedulefree.AdamWScheduleFree`. Call `eval()` before validating or saving, to replace the parameters by the average of the iterates, and `train()` before the next step.
 
     ```python
     optimizer = tc.optim.AdamWScheduleFree(model.parameters(), lr=1e-3)
@@ -440,12 +440,12 @@ class AdamWScheduleFree(GroupedOptimizer):
 
     Args:
         params: variables, or parameter groups: dicts with an entry "params" and hyper-parameters of the group.
-        lr: Learning rate, at least 0; use it without a schedule.
+        lr: Learning rate, at least 0; do not combine this optimizer with a learning-rate schedule.
         betas: Two numbers below 1. The first, above 0, is the weight of the average in the point at which gradients are computed: `betas[0] * average + (1 - betas[0]) * iterate`. The second, at least 0, is the decay rate of the second moment.
         eps: Added to the root of the second moment, at least 0.
         weight_decay: At least 0: `weight_decay * param` is added to the normalized gradient.
-        warmup_steps: The number of steps in which the learning rate grows linearly from 0.
-        r: At least 0: the iterate of step k has the weight `k^r * lr_max^weight_lr_power` in the average, where `lr_max` is the largest learning rate so far.
+        warmup_steps: The number of warm-up steps: step k of them, from 1, has the learning rate `lr * k / warmup_steps`.
+        r: At least 0: the iterate of step k, from 1, has the weight `k^r * lr_max^weight_lr_power` in the average, where `lr_max` is the largest learning rate so far.
         weight_lr_power: At least 0; see `r`.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. This optimizer rejects True.
         states: where the states of variables on a GPU are: "device" for the memory of the GPU, "host" for pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
@@ -550,7 +550,7 @@ class SGD(GroupedOptimizer):
         lr: Learning rate, at least 0.
         momentum: At least 0: the factor by which each step multiplies the momentum buffer; with 0 there is no buffer.
         dampening: Each step after the first adds `1 - dampening` times the gradient to the momentum buffer.
-        weight_decay: L2 penalty, at least 0: `weight_decay * param` is added to the gradient.
+        weight_decay: L2 penalty, at least 0: `weight_decay * param` is added to the gradient, after `maximize` has negated it.
         nesterov: Use Nesterov momentum. Needs `momentum > 0` and `dampening == 0`.
         maximize: Ascend instead of descend.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Variables of other dtypes are not affected.

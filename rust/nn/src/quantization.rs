@@ -18,7 +18,7 @@ pub struct Quantizable {
     /// format.
     pub rows: &'static [&'static str],
     /// Substrings of layer names, for models in which all other layers are so small that rounding their inputs takes
-    /// more time than products of 8-bit codes save. While linear layers multiply codes
+    /// more time than the multiplication of 8-bit codes saves. While linear layers multiply codes
     /// ([`set_w8a8`](trainable_candle_core::compute::set_w8a8)), only layers whose names contain one of these
     /// substrings are quantized, and these layers also [keep their codes
     /// transposed](trainable_candle_core::Quantized::with_transposed_codes). An empty list changes nothing.
@@ -43,11 +43,13 @@ impl Quantizable {
 /// How a model is quantized while it is built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Quantization {
-    /// The format of the model's `layers`. With None, they keep the format in which files store them, quantized or not.
+    /// The format of the model's `layers`. With None, a layer stays quantized if its file stores it in a format of
+    /// ggml; no other layer is quantized.
     pub format: Option<Format>,
     /// The layers that are quantized.
     pub layers: Quantizable,
-    /// Whether products multiply the layers' codes, so that only some layers are quantized: [`Quantizable::multiplied`].
+    /// Whether, of the layers in blocks, only those of [`Quantizable::multiplied`] are quantized, because linear layers
+    /// multiply codes.
     is_selective: bool,
 }
 
@@ -58,13 +60,13 @@ impl Quantization {
         Self { format, layers, is_selective }
     }
 
-    /// Whether the quantized layers keep their codes transposed, too.
+    /// Whether the quantized layers keep a transposed copy of their codes.
     pub const fn transposes(&self) -> bool {
         self.is_selective
     }
 
-    /// The format of the matrix `name`; None if the matrix stays unquantized. `Some(None)` means the format in which the
-    /// file stores the matrix.
+    /// The format of the weight of the layer or matrix `name`; None if the weight is not quantized. `Some(None)` means
+    /// that the weight stays quantized if its file stores it in a format of ggml.
     pub fn of(&self, name: &str) -> Option<Option<Format>> {
         if self.layers.rows.contains(&name) {
             return Some(self.format.map(by_rows));

@@ -8,13 +8,13 @@ use trainable_candle_core::{Result, Tensor, Weight, WeightRef};
 use crate::adapter::{Adapter, Beside, Product};
 use crate::base::Base;
 
-/// Holds a layer's adapter. Clones share their contents. An adapter set keeps a clone, with which it removes the adapter
-/// later.
+/// Holds a layer's adapter and frozen product. Clones share their contents. An adapter set keeps a clone, with which it
+/// removes the adapter later.
 #[derive(Clone)]
 pub(crate) struct AdapterSlot(HostState<Occupant>);
 
-/// An adapter, and a frozen low-rank product whose result is added to the result of the adapted layer. Each of the two may
-/// be missing.
+/// An adapter, and a frozen low-rank product whose result is added to the result of the adapted layer. Each of the two
+/// may be missing.
 #[derive(Clone, Default)]
 struct Occupant {
     adapter: Option<Arc<dyn Adapter>>,
@@ -26,27 +26,27 @@ struct Occupant {
     is_off: bool,
 }
 
-/// Occupants are equal if the layer computes with the same adapter object, or with none. A CUDA graph stays valid for
-/// an equal occupant.
+/// Two occupants are equal if the layer computes with the same adapter object for both, or with none for both. A CUDA
+/// graph stays valid for an equal occupant.
 impl PartialEq for Occupant {
     fn eq(&self, other: &Self) -> bool {
         match (self.computes(), other.computes()) {
-            (Some(one), Some(other)) => Arc::ptr_eq(one, other),
-            (one, other) => one.is_none() && other.is_none(),
+            (Some(mine), Some(theirs)) => Arc::ptr_eq(mine, theirs),
+            (mine, theirs) => mine.is_none() && theirs.is_none(),
         }
     }
 }
 
 impl Occupant {
-    /// The adapter that the layer computes with.
+    /// The adapter that the layer computes with, if there is one.
     fn computes(&self) -> Option<&Arc<dyn Adapter>> {
         self.both.as_ref().filter(|_| !self.is_off).or(self.adapter.as_ref())
     }
 
-    /// Makes the adapter that computes `adapter` and `product` together.
+    /// Sets `both` after `adapter` or `product` has changed.
     fn join(&mut self) {
-        let both = |product: &Arc<Product>| Arc::new(Beside::new(self.adapter.clone(), product.clone()));
-        self.both = self.product.as_ref().map(|product| both(product) as Arc<dyn Adapter>);
+        let beside = |product: &Arc<Product>| Arc::new(Beside::new(self.adapter.clone(), product.clone()));
+        self.both = self.product.as_ref().map(|product| beside(product) as Arc<dyn Adapter>);
     }
 }
 
@@ -95,7 +95,7 @@ impl AdapterSlot {
         self.0.read().product.is_some()
     }
 
-    /// The layer's result, with the adapter if there is one.
+    /// The result of the layer with the frozen parameters `base`, including its adapter and its frozen product.
     pub(crate) fn forward(&self, x: &Tensor, base: &Base<'_>) -> Result<Tensor> {
         match self.get() {
             Some(adapter) => adapter.forward(x, base),

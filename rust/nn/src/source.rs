@@ -27,11 +27,12 @@ pub trait Stored {
     /// The values of a stored parameter, in the dtype and on the device of the model.
     ///
     /// # Errors
-    /// [`Error::Io`] if reading fails, [`Error::OutOfMemory`] if the values do not fit.
+    /// [`Error::WeightsFormat`] if there is no such parameter, [`Error::Io`] if reading fails, [`Error::OutOfMemory`]
+    /// if the values do not fit.
     fn read(&mut self, name: &str) -> Result<Tensor>;
 
-    /// The weight of a linear layer. With a `format`, the weight is quantized to this format. Without a format, the
-    /// weight is quantized only if the store has the whole weight in one quantized format.
+    /// The weight `name` of a linear layer. With a `format`, the weight is quantized to this format. Without a format,
+    /// a weight that is stored in quantized form may stay quantized; this default never returns such a weight.
     ///
     /// # Errors
     /// The errors of [`read`](Self::read) and of [`Quantized::new`].
@@ -48,29 +49,26 @@ pub trait Stored {
         on_cpu(self.read_weight(name, format)?)
     }
 
-    /// The stored parameters that the model has not requested. `taken` has the names that the model has requested. Returns
+    /// The stored parameters that the model has not taken; `taken` has the model's names of those that it has. Returns
     /// the names that the store uses, which may differ from the model's.
     fn unexpected(&self, taken: &BTreeSet<String>) -> Vec<String>;
 }
 
 enum Kind {
+    /// Reads frozen tensors.
     Stored {
         stored: Box<dyn Stored>,
+        /// The names of the parameters that the model has requested and got.
         taken: BTreeSet<String>,
+        /// The names of the parameters that the model has requested, but that are not stored.
         missing: Vec<String>,
     },
     /// Draws trainable variables from the library's generator.
-    Fresh {
-        device: Device,
-    },
+    Fresh { device: Device },
     /// Draws frozen tensors from the library's generator.
-    Random {
-        dtype: DType,
-        device: Device,
-    },
-    Shapes {
-        dtype: DType,
-    },
+    Random { dtype: DType, device: Device },
+    /// Makes zeros that take no memory.
+    Shapes { dtype: DType },
 }
 
 /// How the layout of a parameter in memory differs from its layout in a file.
@@ -78,7 +76,8 @@ enum Kind {
 pub(crate) enum Packing {
     /// The layout in memory is that of the file.
     Plain,
-    /// The weight of a convolution, (out, in, height, width) in a file and (out, height, width, in) in memory.
+    /// The weight of a convolution, (out, in / groups, height, width) in a file and (out, height, width, in / groups)
+    /// in memory.
     ChannelsLast,
 }
 
@@ -126,26 +125,27 @@ impl Source {
         Self { kind, quantization: None, streaming: None }
     }
 
-    /// Quantizes each linear layer when it is requested; None quantizes nothing. Trainable parameters and bare shapes
-    /// do not change.
+    /// Quantizes each weight that `quantization` includes when the weight is requested; None quantizes nothing.
+    /// Trainable parameters and bare shapes do not change.
     #[must_use]
     pub fn quantized(self, quantization: Option<Quantization>) -> Self {
         Self { quantization, ..self }
     }
 
-    /// Keeps streamed weights on the CPU, for [`Streaming::start`]; None streams nothing. Trainable parameters and bare
-    /// shapes do not change.
+    /// Keeps the weights that `streaming` includes on the CPU, for [`Streaming::start`]; None streams nothing.
+    /// Trainable parameters and bare shapes do not change.
     #[must_use]
     pub fn streamed(self, streaming: Option<Arc<Streaming>>) -> Self {
         Self { streaming, ..self }
     }
 
-    /// Access to the parameters by their full names.
+    /// Access to the parameters, without a prefix of their names.
     pub const fn root(&mut self) -> Weights<'_> {
         Weights::root(self)
     }
 
-    /// Checks, after the model is built, that no parameter was missing and that no stored parameter is unused.
+    /// Checks, after a model of stored parameters is built, that no parameter was missing and that no stored parameter
+    /// is unused.
     ///
     /// # Errors
     /// [`Error::Config`] that names the missing and the unexpected parameters.
@@ -162,10 +162,11 @@ impl Source {
         )))
     }
 
-    /// The matrix `layer.weight` of `shape`. It is quantized if the source's quantization includes `layer`, and streamed if
-    /// the source's streaming includes `layer`.
+    /// The matrix `layer.weight` of `shape`. It is quantized if the source's quantization includes `layer`, and
+    /// streamed if the source's streaming includes `layer`.
     pub(crate) fn weight(&mut self, layer: &str, shape: &Shape, init: Init) -> Result<Weight> {
         let name = format!("{layer}.weight");
+        // None: not quantized. `Some(None)`: in the format in which the weight is stored.
         let wanted = self.quantization.and_then(|quantization| quantization.of(layer));
         let transposes = wanted.is_some() && self.transposes();
         let streaming = self.streaming.clone();
@@ -179,6 +180,7 @@ impl Source {
                     streaming.weight(unit, stored.read_weight_to_cpu(&name, format)?)?
                 }
                 (Some((streaming, unit)), None) => {
+                    // The store may return a quantized weight here, but this layer is not to be quantized.
                     let weight = stored.read_weight_to_cpu(&name, None)?;
                     let values = weight.quantized().map(|codes| codes.dequantize(codes.dtype())).transpose()?;
                     streaming.weight(unit, values.map_or(weight, Weight::from))?
@@ -190,6 +192,7 @@ impl Source {
             return Ok(weight);
         }
         let values = self.get(name, shape, init, Packing::Plain)?;
+        // Trainable parameters, bare shapes and stand-ins for missing parameters are neither quantized nor streamed.
         let Kind::Random { .. } = &self.kind else { return Ok(values.into()) };
         let weight: Weight = match wanted.flatten() {
             Some(format) => transposed(Quantized::new(&values, format)?.into(), transposes)?,
@@ -201,7 +204,7 @@ impl Source {
         }
     }
 
-    /// Whether quantized weights keep their codes transposed, too; never if the source streams weights.
+    /// Whether quantized weights keep a transposed copy of their codes; never if the source streams weights.
     fn transposes(&self) -> bool {
         self.streaming.is_none() && self.quantization.is_some_and(|quantization| quantization.transposes())
     }
@@ -236,7 +239,7 @@ impl Source {
     }
 }
 
-/// `weight`, which also keeps its codes transposed if `transposes`.
+/// `weight`. If it is quantized and `transposes` is true, it also keeps a transposed copy of its codes.
 fn transposed(weight: Weight, transposes: bool) -> Result<Weight> {
     match weight {
         Weight::Quantized(codes) if transposes => Ok(codes.with_transposed_codes()?.into()),
@@ -264,10 +267,11 @@ fn check_shape(name: &str, found: &[usize], expected: &Shape) -> Result<()> {
     )))
 }
 
-/// The number of missing parameters after which building stops, because a wrong configuration may request millions.
+/// The number of missing parameters at which building stops, because a model of a wrong configuration may request
+/// millions.
 const MOST_MISSING: usize = 512;
 
-/// Zeros of `shape` with one element in memory.
+/// Zeros of `shape`, of which memory holds a single element.
 fn without_memory(shape: &Shape, dtype: DType) -> Result<Tensor> {
     Tensor::zeros((), dtype, &Device::Cpu)?.broadcast_as(shape)
 }
@@ -285,6 +289,7 @@ fn listed<S: AsRef<str>>(names: &[S]) -> String {
     }
 }
 
+/// Initial values (f32) of a parameter whose shape in files is `shape`.
 fn draw(shape: &Shape, init: Init, device: &Device) -> Result<Tensor> {
     match init {
         Init::Kaiming => init::kaiming_uniform(shape.clone(), DType::F32, device),

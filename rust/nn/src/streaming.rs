@@ -21,8 +21,8 @@ use crate::{Layer, Module, Part, Visitor};
 pub struct StreamOptions {
     /// The number of blocks whose linear layers are streamed.
     pub blocks: usize,
-    /// Whether the layers that compute the modulation of a block are streamed for all blocks. If false, they are streamed
-    /// only for the [`blocks`](Self::blocks) above.
+    /// Whether the layers that compute the modulation of a block are streamed for all blocks. If false, they are
+    /// streamed only for the [`blocks`](Self::blocks) above.
     pub modulation: bool,
 }
 
@@ -65,12 +65,13 @@ impl Units {
     }
 }
 
-/// How a model is streamed: which weights of linear layers in blocks are streamed, and the unit of each. All other
-/// parameters, such as norms and biases, stay on the device. See [`streaming`](trainable_candle_core::streaming).
+/// How a model is streamed: which weights of linear layers in blocks are streamed, and the unit of each of these
+/// weights. All other parameters, such as norms and biases, stay on the device. See
+/// [`streaming`](trainable_candle_core::streaming).
 pub struct Streaming {
     device: Device,
     layers: Quantizable,
-    /// The units of the weights that blocks use while they run.
+    /// The units of the weights that blocks use while they run, without those for the modulation.
     runs: Units,
     /// The units of the weights that compute the modulation of a block, before the block runs.
     asides: Units,
@@ -85,13 +86,14 @@ impl Streaming {
     /// called on this thread, the processes that load the model together share one copy of the weights.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the model has fewer blocks than `options` asks for, or if the modulation is to be
-    /// streamed but the model has no layers for it.
+    /// [`Error::Argument`] if fewer blocks can be streamed than `options` asks for, or if the modulation is to be
+    /// streamed but the model has no separate layers for it.
     pub fn new(shapes: &dyn Module, layers: Quantizable, options: StreamOptions, device: &Device) -> Result<Self> {
         let (names, count) = (blocks(shapes, &layers), options.blocks);
-        if count > names.len() {
-            let found = names.len();
-            let message = format!("found {count} blocks to stream, expected at most {found}, all that can be streamed");
+        let most = names.len();
+        if count > most {
+            let message =
+                format!("found {count} blocks to stream, expected at most {most}, the number that can be streamed");
             return Err(Error::argument("stream_blocks", message));
         }
         if options.modulation && layers.modulation.is_empty() {
@@ -99,9 +101,11 @@ impl Streaming {
                 "the model has no separate layers for the modulation of blocks; stream whole blocks (stream_blocks)";
             return Err(Error::argument("stream_modulation", message));
         }
-        let is_streamed = |index: usize| (index + 1) * count / names.len() > index * count / names.len();
-        let chosen = |all: bool| {
-            names.iter().enumerate().filter(move |(index, _)| all || is_streamed(*index)).map(|(_, name)| name.clone())
+        // The quotient index · count / most, rounded down, rises from 0 to `count` in steps of 1, spread evenly.
+        let is_streamed = |index: usize| (index + 1) * count / most > index * count / most;
+        let chosen = |all_blocks: bool| {
+            let numbered = names.iter().enumerate();
+            numbered.filter(move |(index, _)| all_blocks || is_streamed(*index)).map(|(_, name)| name.clone())
         };
         let asides =
             if layers.modulation.is_empty() { Units::default() } else { Units::new(chosen(options.modulation)) };
@@ -121,8 +125,8 @@ impl Streaming {
             return None;
         }
         let units = if self.layers.is_modulation(layer) { &self.asides } else { &self.runs };
-        let ends = layer.match_indices('.').map(|(end, _)| &layer[..end]);
-        ends.filter_map(|block| units.blocks.get(block)).next().map(|unit| (units, *unit))
+        let prefixes = layer.match_indices('.').map(|(end, _)| &layer[..end]);
+        prefixes.filter_map(|prefix| units.blocks.get(prefix)).next().map(|unit| (units, *unit))
     }
 
     /// The unit of the linear layer `layer`, if its weight is streamed.
@@ -139,12 +143,15 @@ impl Streaming {
         Ok(Weight::Streamed(Streamed::new(weight, &self.device, unit)?))
     }
 
-    /// The bytes that are streamed; `layers` yields the name and the bytes of each layer.
+    /// The sizes of the streamed weights and of the slots. `layers` yields the name of each layer and the bytes of its
+    /// weight.
     pub fn bytes<'a>(&self, layers: impl Iterator<Item = (&'a str, usize)>) -> StreamedBytes {
+        // For each ring, the bytes of each unit. Ring 0 has the units in `runs`, ring 1 those in `asides`.
         let mut sizes = [vec![0; self.runs.units.len()], vec![0; self.asides.units.len()]];
         for (layer, bytes) in layers {
             if let Some((units, unit)) = self.place(layer) {
-                sizes[usize::from(std::ptr::eq(units, &raw const self.asides))][unit] += bytes;
+                let ring = usize::from(std::ptr::eq(units, &raw const self.asides));
+                sizes[ring][unit] += bytes;
             }
         }
         // A ring has two slots, one for the units with even indices and one for those with odd indices. A slot is as
@@ -155,7 +162,7 @@ impl Streaming {
     }
 
     /// Starts to stream the weights of `model`, after the model is built: makes the rings, and tells each streamed
-    /// block the index of its unit in each ring.
+    /// block which unit it has in each ring.
     ///
     /// # Errors
     /// As [`Ring::new`].
@@ -164,13 +171,13 @@ impl Streaming {
             [] => Ok(None),
             units => Ring::new(&self.device, units, self.sharing.as_deref()).map(Some),
         };
-        let (runs, asides) = (ring(&self.runs)?, ring(&self.asides)?);
+        let (runs_ring, asides_ring) = (ring(&self.runs)?, ring(&self.asides)?);
         model.visit(&mut Visitor::new(&mut |part| {
             if let Part::Blocks { name, kept, count } = part {
                 let turns = |ring: &Option<Arc<Ring>>, units: &Units| {
                     ring.as_ref().map_or_else(HashMap::new, |ring| Turn::each(ring, units.of(&name, count)))
                 };
-                kept.stream(turns(&runs, &self.runs), turns(&asides, &self.asides));
+                kept.stream(turns(&runs_ring, &self.runs), turns(&asides_ring, &self.asides));
             }
             Ok(())
         }))
@@ -181,19 +188,20 @@ impl Streaming {
 /// modulation. The names are in the order in which the model visits the blocks.
 fn blocks(model: &dyn Module, layers: &Quantizable) -> Vec<String> {
     let mut names = Vec::new();
-    let mut held = HashSet::new();
+    // All prefixes, up to a dot, of the names of such layers.
+    let mut prefixes = HashSet::new();
     // The closure returns no error.
     let _ = model.visit(&mut Visitor::new(&mut |part| {
         match part {
             Part::Blocks { name, count, .. } => names.extend((0..count).map(|index| format!("{name}.{index}"))),
             Part::Layer(name, Layer::Linear(_)) if layers.has(&name) && !layers.is_modulation(&name) => {
-                held.extend(name.match_indices('.').map(|(end, _)| name[..end].to_owned()));
+                prefixes.extend(name.match_indices('.').map(|(end, _)| name[..end].to_owned()));
             }
             Part::Layer(..) | Part::Tensor(..) | Part::Matrix(..) => {}
         }
         Ok(())
     }));
-    names.retain(|name| held.contains(name));
+    names.retain(|name| prefixes.contains(name));
     names
 }
 

@@ -36,7 +36,7 @@ pub enum Init {
 }
 
 impl Weights<'_> {
-    /// The parameters whose names start with this object's prefix and `name.`.
+    /// The parameters whose names start with this object's prefix, followed by `name` and a dot.
     pub fn pp(&mut self, name: &str) -> Weights<'_> {
         let prefix = self.join(name);
         Weights { source: self.source, prefix }
@@ -49,27 +49,28 @@ impl Weights<'_> {
     /// The parameter `name` of `shape`.
     ///
     /// # Errors
-    /// [`Error::Config`](trainable_candle_core::Error::Config) if the parameter has another shape in the file, or if too many
-    /// parameters are missing. If fewer are missing, [`Source::finish`] reports them. The errors of [`Stored`](crate::Stored)
-    /// and of drawing initial values.
+    /// [`Error::Config`](trainable_candle_core::Error::Config) if the parameter has another shape in the file, or if
+    /// too many parameters are missing. If fewer are missing, [`Source::finish`] reports them. The errors of
+    /// [`Stored`](crate::Stored) and of drawing initial values.
     pub fn get(&mut self, name: &str, shape: impl Into<Shape>, init: Init) -> Result<Tensor> {
         let name = self.join(name);
         self.source.get(name, &shape.into(), init, Packing::Plain)
     }
 
-    /// The matrix `name.weight` of `shape`, quantized if the [`Quantization`](crate::Quantization) includes `name`.
+    /// The matrix `name.weight` of `shape`, quantized if the source's [`Quantization`](crate::Quantization) includes
+    /// `name`, and streamed if the source's [`Streaming`](crate::Streaming) does.
     ///
     /// # Errors
-    /// As [`get`](Weights::get).
+    /// As [`get`](Weights::get), and if the weight cannot be quantized or streamed.
     pub fn matrix(&mut self, name: &str, shape: (usize, usize), init: Init) -> Result<Weight> {
         let name = self.join(name);
         self.source.weight(&name, &shape.into(), init)
     }
 
-    /// A linear layer `name` with torch's initial values.
+    /// A linear layer `name`. Fresh parameters start with torch's initial values.
     ///
     /// # Errors
-    /// As [`get`](Weights::get).
+    /// As [`matrix`](Weights::matrix).
     pub fn linear(
         &mut self,
         name: &str,
@@ -80,11 +81,11 @@ impl Weights<'_> {
         self.linear_init(name, in_features, out_features, bias, Init::Kaiming)
     }
 
-    /// A linear layer whose fresh weight is drawn from `init`. A fresh bias starts as in torch if `init` is
+    /// A linear layer `name`, whose fresh weight is drawn from `init`. A fresh bias starts as in torch if `init` is
     /// [`Init::Kaiming`], otherwise at zero.
     ///
     /// # Errors
-    /// As [`get`](Weights::get).
+    /// As [`matrix`](Weights::matrix).
     pub fn linear_init(
         &mut self,
         name: &str,
@@ -104,7 +105,7 @@ impl Weights<'_> {
     /// initial values are those of [`linear_init`](Weights::linear_init).
     ///
     /// # Errors
-    /// As [`get`](Weights::get).
+    /// As [`matrix`](Weights::matrix) and [`LinearGroup::new`].
     pub fn linear_group(
         &mut self,
         layers: &[(&'static str, usize)],
@@ -112,16 +113,17 @@ impl Weights<'_> {
         bias: bool,
         init: Init,
     ) -> Result<LinearGroup> {
-        let layer =
+        let named_layer =
             |&(name, out): &(&'static str, usize)| Ok((name, self.linear_init(name, in_features, out, bias, init)?));
-        LinearGroup::new(layers.iter().map(layer).collect::<Result<_>>()?)
+        LinearGroup::new(layers.iter().map(named_layer).collect::<Result<_>>()?)
     }
 
-    /// A convolution `name` with torch's initial values. Files hold its weight as (out, in / groups, height, width).
+    /// A convolution `name`. Fresh parameters start with torch's initial values. Files hold the weight as
+    /// (out, in / groups, height, width).
     ///
     /// # Errors
-    /// As [`get`](Weights::get); [`Error::Argument`](trainable_candle_core::Error::Argument) if the number of input or
-    /// output channels is not a multiple of the number of groups.
+    /// As [`get`](Weights::get); [`Error::Argument`](trainable_candle_core::Error::Argument) if the number of groups is
+    /// 0, or if the number of input or output channels is not a multiple of it.
     pub fn conv2d(
         &mut self,
         name: &str,
@@ -140,7 +142,7 @@ impl Weights<'_> {
         Conv2d::from_parameters(weight, bias, options)
     }
 
-    /// A layer norm `name` over `features`, starting with a scale of 1 and a shift of 0.
+    /// A layer norm `name` over `features`. A fresh scale starts at 1, a fresh shift at 0.
     ///
     /// # Errors
     /// As [`get`](Weights::get).
@@ -149,7 +151,7 @@ impl Weights<'_> {
         Ok(LayerNorm { weight: Some(weight), bias: Some(bias), eps })
     }
 
-    /// An RMS norm `name` over `features`, starting with a scale of 1.
+    /// An RMS norm `name` over `features`. A fresh scale starts at 1.
     ///
     /// # Errors
     /// As [`get`](Weights::get).
@@ -157,7 +159,7 @@ impl Weights<'_> {
         Ok(RmsNorm { weight: Some(self.pp(name).get("weight", features, Init::Constant(1.0))?), eps })
     }
 
-    /// A group norm `name` over `channels`, starting with a scale of 1 and a shift of 0.
+    /// A group norm `name` over `channels`. A fresh scale starts at 1, a fresh shift at 0.
     ///
     /// # Errors
     /// As [`get`](Weights::get).
@@ -166,6 +168,7 @@ impl Weights<'_> {
         Ok(GroupNorm { weight, bias, groups, eps })
     }
 
+    /// The parameters `name.weight`, the scale, and `name.bias`, the shift.
     fn scale_and_shift(&mut self, name: &str, size: usize) -> Result<(Tensor, Tensor)> {
         let mut scope = self.pp(name);
         Ok((scope.get("weight", size, Init::Constant(1.0))?, scope.get("bias", size, Init::Constant(0.0))?))

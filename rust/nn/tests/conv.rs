@@ -9,6 +9,7 @@ use trainable_candle_nn::{Conv2d, Module, Source, Stored, Visitor};
 
 const OPTIONS: Conv2dOptions = Conv2dOptions { stride: [2, 1], padding: [1, 0], dilation: [1, 1], groups: 2 };
 
+/// A model of one convolution.
 struct One(Conv2d<Tensor>);
 
 impl Module for One {
@@ -48,7 +49,7 @@ fn largest_difference(a: &Tensor, b: &Tensor) -> f32 {
 }
 
 #[test]
-fn layers_from_files_have_torchs_layout_and_results() {
+fn a_layer_from_a_file_is_frozen_keeps_its_parameters_and_computes_conv2d_nchw() {
     let (weight, bias) = (random(&[6, 2, 3, 2]), random(&[6]));
     let tensors =
         BTreeMap::from([("conv.weight".to_string(), weight.clone()), ("conv.bias".to_string(), bias.clone())]);
@@ -68,16 +69,18 @@ fn layers_from_files_have_torchs_layout_and_results() {
 }
 
 #[test]
-fn fresh_layers_are_trainable() {
+fn fresh_layers_are_trainable_and_start_within_torchs_bound() {
     let mut source = Source::fresh(&Device::Cpu);
     let model = One(source.root().conv2d("conv", 4, 6, [3, 2], OPTIONS, true).unwrap());
     source.finish().unwrap();
     let vars = model.named_vars();
+    // Variables are channels-last; tensors have the layout of files.
     assert_eq!(
         vars.iter().map(|(n, v)| (n.as_str(), v.dims().to_vec())).collect::<Vec<_>>(),
         [("conv.weight", vec![6, 3, 2, 2]), ("conv.bias", vec![6])]
     );
     assert_eq!(model.named_tensors()[0].1.dims(), [6, 2, 3, 2]);
+    // An output channel has 2 input channels per group, and a kernel of 3 x 2 elements for each of them.
     let bound = 1.0 / f32::sqrt(2.0 * 6.0);
     assert!(vars.iter().all(|(_, v)| values(v).iter().all(|x| x.abs() <= bound)));
     model.0.forward(&random(&[1, 5, 4, 4])).unwrap().sum_all().unwrap().backward().unwrap();
@@ -85,11 +88,11 @@ fn fresh_layers_are_trainable() {
 }
 
 #[test]
-fn errors_name_wrong_shapes_and_channels() {
+fn errors_name_a_wrong_shape_and_channels_that_do_not_divide_into_groups() {
     let mut source = Source::stored(InFile(BTreeMap::from([("conv.weight".to_string(), random(&[6, 3, 3, 3]))])));
     let error = source.root().conv2d("conv", 4, 6, [3, 3], Conv2dOptions::default(), false).err().unwrap();
     assert!(error.to_string().contains("conv.weight has shape [6, 3, 3, 3]"), "{error}");
-    let error = Conv2d::<Var>::new(3, 4, [1, 1], Conv2dOptions { groups: 2, ..OPTIONS }, &Device::Cpu).err().unwrap();
+    let error = Conv2d::<Var>::new(3, 4, [1, 1], OPTIONS, &Device::Cpu).err().unwrap();
     assert!(error.to_string().contains("3 input and 4 output channels"), "{error}");
 }
 
@@ -99,7 +102,7 @@ fn adapters_start_without_effect_and_can_be_merged_and_disabled() {
     let weight = random(&[6, 3, 2, 4]);
     let model = One(Conv2d::from_parameters(weight, Some(random(&[6])), options).unwrap());
     let x = random(&[2, 7, 5, 4]);
-    let before = values(&model.0.forward(&x).unwrap());
+    let plain = values(&model.0.forward(&x).unwrap());
     for (adapter, wd_on_output) in [("lora", true), ("dora", true), ("dora", false)] {
         let config = LoraConfig {
             r: 2,
@@ -110,7 +113,7 @@ fn adapters_start_without_effect_and_can_be_merged_and_disabled() {
         };
         let set = AdapterSet::attach(config, &model.named_layers()).unwrap();
         let start = model.0.forward(&x).unwrap();
-        assert!(values(&start).iter().zip(&before).all(|(a, b)| (a - b).abs() < 1e-5));
+        assert!(values(&start).iter().zip(&plain).all(|(a, b)| (a - b).abs() < 1e-5));
         for var in set.vars() {
             var.set(&var.add(&random(var.dims()).mul_scalar(0.3).unwrap()).unwrap().detach()).unwrap();
         }
@@ -119,12 +122,12 @@ fn adapters_start_without_effect_and_can_be_merged_and_disabled() {
         set.merge().unwrap();
         assert!(largest_difference(&model.0.forward(&x).unwrap(), &adapted) < 1e-4);
         set.set_enabled(false);
-        assert_eq!(values(&model.0.forward(&x).unwrap()), before);
+        assert_eq!(values(&model.0.forward(&x).unwrap()), plain);
     }
 }
 
 #[test]
-fn low_rank_adapters_reject_groups() {
+fn low_rank_adapters_reject_convolutions_with_groups() {
     let model = One(Conv2d::from_parameters(random(&[6, 3, 2, 2]), None, OPTIONS).unwrap());
     let config = LoraConfig { r: 2, target_modules: vec!["all-conv".into()], ..LoraConfig::default() };
     let error = AdapterSet::attach(config, &model.named_layers()).err().unwrap().to_string();

@@ -4,9 +4,10 @@
 use trainable_candle_core::{DType, Device, Error, FlatBuffer, Tensor};
 use trainable_candle_nn::optim::{Adam, EMA, EMAConfig, Optimizer, StateDict};
 
+/// Three variables with random values.
 fn buffer() -> FlatBuffer {
-    let values = [vec![3, 4], vec![2], vec![5, 1]];
-    let values = values.map(|dims| Tensor::randn(0.0, 1.0, dims, DType::F32, &Device::Cpu).unwrap());
+    let shapes = [vec![3, 4], vec![2], vec![5, 1]];
+    let values = shapes.map(|dims| Tensor::randn(0.0, 1.0, dims, DType::F32, &Device::Cpu).unwrap());
     FlatBuffer::new(&values).unwrap()
 }
 
@@ -14,6 +15,7 @@ fn values(buffer: &FlatBuffer) -> Vec<f32> {
     buffer.vars().iter().flat_map(|var| var.to_vec::<f32>().unwrap()).collect()
 }
 
+/// The averages in a state dict of an [`EMA`], in the order of the variables.
 fn averages(state: &StateDict) -> Vec<f32> {
     let averages = state.iter().filter(|(name, _)| name.ends_with(".average"));
     averages.flat_map(|(_, average)| average.to_vec::<f32>().unwrap()).collect()
@@ -33,10 +35,11 @@ fn averages_follow_the_definition() {
         let buffer = buffer();
         let mut ema = EMA::new(&buffer, EMAConfig { decay: 0.7, warmup }).unwrap();
         let mut expected: Vec<f64> = values(&buffer).into_iter().map(f64::from).collect();
-        for n in 0..40 {
+        for updates_before in 0..40 {
             train(&buffer);
             ema.update().unwrap();
-            let decay = if warmup { 0.7f64.min((1.0 + f64::from(n)) / (10.0 + f64::from(n))) } else { 0.7 };
+            let n = f64::from(updates_before);
+            let decay = if warmup { 0.7f64.min((1.0 + n) / (10.0 + n)) } else { 0.7 };
             for (average, value) in expected.iter_mut().zip(values(&buffer)) {
                 *average = decay * *average + (1.0 - decay) * f64::from(value);
             }
@@ -58,20 +61,34 @@ fn swapping_in_sets_the_averages_and_swapping_out_restores_the_bits() {
         ema.update().unwrap();
     }
     let (trained, expected) = (values(&buffer), averages(&ema.state_dict().unwrap()));
-    let loss = buffer.vars()[0].sqr().unwrap().sum_all().unwrap();
     ema.swap_in().unwrap();
     assert_eq!(values(&buffer), expected);
     assert_eq!(averages(&ema.state_dict().unwrap()), expected);
+    ema.swap_out().unwrap();
+    assert_eq!(values(&buffer), trained);
+}
+
+#[test]
+fn swapping_in_makes_values_saved_for_backward_stale() {
+    let buffer = buffer();
+    let mut ema = EMA::new(&buffer, EMAConfig::default()).unwrap();
+    let loss = buffer.vars()[0].sqr().unwrap().sum_all().unwrap();
+    ema.swap_in().unwrap();
     assert!(matches!(loss.backward(), Err(Error::Autograd { .. })), "the variable saved for backward has changed");
+}
+
+#[test]
+fn updating_or_swapping_in_while_swapped_in_is_an_error_as_is_swapping_out_twice() {
+    let mut ema = EMA::new(&buffer(), EMAConfig::default()).unwrap();
+    ema.swap_in().unwrap();
     assert!(matches!(ema.update(), Err(Error::Argument { .. })));
     assert!(matches!(ema.swap_in(), Err(Error::Argument { .. })));
     ema.swap_out().unwrap();
-    assert_eq!(values(&buffer), trained);
     assert!(matches!(ema.swap_out(), Err(Error::Argument { .. })));
 }
 
 #[test]
-fn resuming_or_swapping_does_not_change_a_run() {
+fn swapping_and_resuming_do_not_change_a_run() {
     let start: Vec<Tensor> = buffer().vars().iter().map(|var| var.detach()).collect();
     let run = |interrupted: bool| {
         let mut buffer = FlatBuffer::new(&start).unwrap();
@@ -87,13 +104,13 @@ fn resuming_or_swapping_does_not_change_a_run() {
                 ema.swap_out().unwrap();
             }
             if interrupted && step == 7 {
-                let (state, optimizer) = (ema.state_dict().unwrap(), adam.state_dict().unwrap());
+                let (ema_state, adam_state) = (ema.state_dict().unwrap(), adam.state_dict().unwrap());
                 let copies: Vec<Tensor> = buffer.vars().iter().map(|var| var.detach()).collect();
                 buffer = FlatBuffer::new(&copies).unwrap();
                 ema = EMA::new(&buffer, EMAConfig::default()).unwrap();
-                ema.load_state_dict(&state).unwrap();
+                ema.load_state_dict(&ema_state).unwrap();
                 adam = Adam::new(buffer.vars().to_vec(), 1e-2).unwrap();
-                adam.load_state_dict(&optimizer).unwrap();
+                adam.load_state_dict(&adam_state).unwrap();
             }
         }
         (values(&buffer), averages(&ema.state_dict().unwrap()), ema.updates())
@@ -107,8 +124,8 @@ fn decays_outside_their_range_and_bf16_variables_are_rejected() {
     for decay in [1.0, -0.1, f64::NAN] {
         assert!(EMA::new(&buffer, EMAConfig { decay, warmup: true }).is_err());
     }
-    let short = Tensor::zeros((2, 2), DType::BF16, &Device::Cpu).unwrap();
-    assert!(matches!(EMA::new(&FlatBuffer::new(&[short]).unwrap(), EMAConfig::default()), Err(Error::DType { .. })));
+    let bf16 = Tensor::zeros((2, 2), DType::BF16, &Device::Cpu).unwrap();
+    assert!(matches!(EMA::new(&FlatBuffer::new(&[bf16]).unwrap(), EMAConfig::default()), Err(Error::DType { .. })));
 }
 
 #[test]
@@ -117,6 +134,7 @@ fn states_that_do_not_fit_are_rejected_and_change_nothing() {
     let mut ema = EMA::new(&buffer, EMAConfig::default()).unwrap();
     let before = averages(&ema.state_dict().unwrap());
     let zeros = |dims: &[usize], dtype| Tensor::zeros(dims, dtype, &Device::Cpu).unwrap();
+    // The name of an entry and its new value; None removes the entry.
     let changes: [(&str, Option<Tensor>); 6] = [
         ("0.average", None),
         ("updates", None),
@@ -127,6 +145,7 @@ fn states_that_do_not_fit_are_rejected_and_change_nothing() {
     ];
     for (name, change) in changes {
         let mut state: StateDict = ema.state_dict().unwrap();
+        // All averages differ from the present ones, so that a partial load would show.
         for average in state.values_mut().filter(|value| value.dtype() == DType::F32) {
             *average = average.add_scalar(1.0).unwrap();
         }

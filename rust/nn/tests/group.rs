@@ -1,5 +1,4 @@
-//! Tests of linear layers that share their input: common storage, adapters on any of them, and equality with separate
-//! layers.
+//! Tests of linear layers that share their input: common storage, adapters, and equality with separate layers.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -21,6 +20,7 @@ impl Module for Projections {
     }
 }
 
+/// Three layers with the same random values in each call.
 fn layers(trainable: bool) -> Vec<(&'static str, Linear<Tensor>)> {
     let _alone = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
     rng::manual_seed(5);
@@ -56,7 +56,7 @@ fn adapt(module: &impl Module, config: LoraConfig) -> AdapterSet {
     set
 }
 
-fn x() -> Var {
+fn input() -> Var {
     let values: Vec<f32> = (0..40).map(|i| (i as f32 * 0.3).sin()).collect();
     Var::from_tensor(&Tensor::from_vec(values, (5, 8), &Device::Cpu).unwrap()).unwrap()
 }
@@ -110,20 +110,20 @@ fn frozen_parameters_share_a_storage_and_keep_names_and_values() {
 }
 
 #[test]
-fn a_group_equals_its_separate_layers_with_adapters_on_any_of_them() {
+fn a_group_equals_separate_layers_with_adapters_on_none_some_or_all_of_them() {
     for targets in [&[][..], &["to_q", "to_k", "to_v"], &["to_k"], &["to_q", "to_v"]] {
         let (group, apart) = (group(false), Apart(layers(false)));
         let sets = (!targets.is_empty()).then(|| (adapt(&group, config(targets)), adapt(&apart, config(targets))));
-        let (x, other) = (x(), x());
+        let (x, other_x) = (input(), input());
         let (found, is_joined) = joined(group.0.forward(&x).unwrap());
         assert!(is_joined);
-        let expected = apart.forward(&other);
+        let expected = apart.forward(&other_x);
         assert_close(&found, &expected);
         found.sqr().unwrap().sum_all().unwrap().backward().unwrap();
         expected.sqr().unwrap().sum_all().unwrap().backward().unwrap();
-        assert_close(&x.grad().unwrap(), &other.grad().unwrap());
-        if let Some((found, expected)) = sets {
-            for ((name, found), (_, expected)) in found.named_vars().iter().zip(expected.named_vars()) {
+        assert_close(&x.grad().unwrap(), &other_x.grad().unwrap());
+        if let Some((set, other_set)) = sets {
+            for ((name, found), (_, expected)) in set.named_vars().iter().zip(other_set.named_vars()) {
                 assert!(found.grad().is_some(), "{name}");
                 assert_close(&found.grad().unwrap(), &expected.grad().unwrap());
             }
@@ -132,33 +132,34 @@ fn a_group_equals_its_separate_layers_with_adapters_on_any_of_them() {
 }
 
 #[test]
-fn adapters_that_are_no_low_rank_products_run_layer_by_layer() {
+fn with_adapters_that_are_no_low_rank_products_a_group_runs_layer_by_layer_and_equals_separate_layers() {
     let dora = LoraConfig { use_dora: true, ..config(&["to_k"]) };
     let dropout = LoraConfig { lora_dropout: 0.5, ..config(&["to_k"]) };
     for settings in [dora, dropout] {
         let (group, apart) = (group(false), Apart(layers(false)));
-        let (set, other) = (adapt(&group, settings.clone()), adapt(&apart, settings));
+        let (set, other_set) = (adapt(&group, settings.clone()), adapt(&apart, settings));
+        // Both forward passes draw the same dropout mask.
         let alone = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
         rng::manual_seed(1);
-        let (found, is_joined) = joined(group.0.forward(&x()).unwrap());
+        let (found, is_joined) = joined(group.0.forward(&input()).unwrap());
         assert!(!is_joined);
         rng::manual_seed(1);
-        assert_close(&found, &apart.forward(&x()));
+        assert_close(&found, &apart.forward(&input()));
         drop(alone);
         set.merge().unwrap();
-        other.merge().unwrap();
-        assert_close(&joined(group.0.forward(&x()).unwrap()).0, &apart.forward(&x()));
+        other_set.merge().unwrap();
+        assert_close(&joined(group.0.forward(&input()).unwrap()).0, &apart.forward(&input()));
     }
 }
 
 #[test]
 fn trainable_layers_run_layer_by_layer_and_stay_trainable() {
-    assert!(!joined(group(true).0.forward(&x()).unwrap()).1);
+    assert!(!joined(group(true).0.forward(&input()).unwrap()).1);
     assert_eq!(group(true).named_vars().len(), 6);
 }
 
 #[test]
-fn layers_with_different_inputs_are_rejected() {
+fn layers_with_different_numbers_of_input_features_are_rejected() {
     let mut layers = layers(false);
     layers[1].1 = Linear::from_weight(Tensor::zeros((4, 7), DType::F32, &Device::Cpu).unwrap(), None);
     let error = LinearGroup::new(layers).err().unwrap().to_string();

@@ -1,7 +1,7 @@
 //! Learning-rate schedules: the factor of the learning rate as a pure function of the number of the step.
 //!
 //! Definitions are those of transformers' `get_*_schedule_with_warmup`: over the first `warmup_steps` steps the factor
-//! rises linearly from 0; afterwards it follows the schedule's [`Decay`].
+//! rises linearly from 0 towards 1; from step `warmup_steps` on it follows the schedule's [`Decay`].
 //!
 //! Follows <https://github.com/huggingface/transformers/blob/ad1fc9639f2e7b6808a2ca982c0a9b3134d76ee8/src/transformers/optimization.py>.
 
@@ -9,37 +9,38 @@ use std::f64::consts::PI;
 
 use trainable_candle_core::{Error, Result};
 
-/// The factor of the learning rate after the warm-up. In the formulas, progress is the fraction of the steps after the warm-up
-/// that are done.
+/// The factor of the learning rate after the warm-up. In the formulas, progress is the number of completed steps after
+/// the warm-up, divided by the number of all steps after the warm-up.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Decay {
     /// Constant 1.
     Constant,
-    /// Falls linearly from 1 to 0 at `total_steps`.
+    /// 1 - progress: falls linearly from 1 to 0 at `total_steps`, then stays at 0.
     Linear {
         /// The number of steps of the training, including the warm-up.
         total_steps: u64,
     },
-    /// (1 + cos(2π · `cycles` · progress)) / 2. With half a cycle, the factor falls from 1 to 0 at `total_steps`.
+    /// (1 + cos(2π · `cycles` · progress)) / 2. With half a cycle, the factor falls from 1 to 0 at `total_steps`. The
+    /// cosine continues after `total_steps`, so the factor may rise again.
     Cosine {
         /// The number of steps of the training, including the warm-up.
         total_steps: u64,
-        /// The number of cycles of the cosine; transformers' default is 0.5.
+        /// The number of cycles of the cosine up to `total_steps`, at least 0; transformers' default is 0.5.
         cycles: f64,
     },
     /// `end` + (1 - `end`) · (1 - progress)^`power`: falls from 1 to `end` at `total_steps`, then stays at `end`.
     Polynomial {
         /// The number of steps of the training, including the warm-up.
         total_steps: u64,
-        /// The last factor, in [0, 1): `lr_end / lr` in transformers, whose default for `lr_end` is 1e-7.
+        /// The final factor, in [0, 1): `lr_end / lr` in transformers, whose default for `lr_end` is 1e-7.
         end: f64,
         /// The exponent, above 0; 1 gives a straight line.
         power: f64,
     },
 }
 
-/// A learning-rate schedule. The learning rate of step `s` (from 0) is the optimizer's first learning rate times
-/// [`factor(s)`](Self::factor).
+/// A learning-rate schedule. The learning rate of step `s` (from 0) is the optimizer's initial learning rate
+/// times [`factor(s)`](Self::factor).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Schedule {
     warmup_steps: u64,
@@ -57,33 +58,36 @@ impl Schedule {
             Decay::Constant | Decay::Linear { .. } => {}
             Decay::Cosine { cycles, .. } => {
                 if !(cycles.is_finite() && cycles >= 0.0) {
-                    return Err(Error::argument(OP, format!("found {cycles} cosine cycles, expected 0 or more")));
+                    return Err(Error::argument(
+                        OP,
+                        format!("found {cycles} cosine cycles, expected a finite number of at least 0"),
+                    ));
                 }
             }
             Decay::Polynomial { end, power, .. } => {
                 if !(0.0..1.0).contains(&end) {
                     let message = format!(
-                        "the polynomial ends at {end} times the first learning rate, expected at least 0 and less than 1"
+                        "found end {end}, a fraction of the initial learning rate, expected at least 0 and less than 1"
                     );
                     return Err(Error::argument(OP, message));
                 }
                 if !(power.is_finite() && power > 0.0) {
-                    return Err(Error::argument(OP, format!("found power {power}, expected a number above 0")));
+                    return Err(Error::argument(OP, format!("found power {power}, expected a finite number above 0")));
                 }
             }
         }
         Ok(Self { warmup_steps, decay })
     }
 
-    /// The factor of step `step`, which counts from 0.
+    /// The factor in step number `step`, which counts from 0.
     pub fn factor(&self, step: u64) -> f64 {
         if step < self.warmup_steps {
             return step as f64 / self.warmup_steps as f64;
         }
-        // The fraction of the steps after the warm-up that are done; there may be no such steps.
         let progress = |total_steps: u64| {
-            let length = total_steps.saturating_sub(self.warmup_steps).max(1);
-            (step - self.warmup_steps) as f64 / length as f64
+            // At least 1, because the training may end within the warm-up.
+            let decay_steps = total_steps.saturating_sub(self.warmup_steps).max(1);
+            (step - self.warmup_steps) as f64 / decay_steps as f64
         };
         match self.decay {
             Decay::Constant => 1.0,
@@ -105,13 +109,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn schedules_reach_their_end_and_stay_there() {
+    fn linear_and_polynomial_schedules_reach_their_end_and_stay_there() {
         let linear = Schedule::new(10, Decay::Linear { total_steps: 110 }).unwrap();
         assert_eq!([0, 5, 10, 60, 110, 1000].map(|s| linear.factor(s)), [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]);
         let decay = Decay::Polynomial { total_steps: 100, end: 0.1, power: 2.0 };
         let polynomial = Schedule::new(0, decay).unwrap();
         assert_eq!([0, 100, 101].map(|s| polynomial.factor(s)), [1.0, 0.1, 0.1]);
-        assert_eq!(Schedule::new(0, Decay::Constant).unwrap().factor(0), 1.0);
+    }
+
+    #[test]
+    fn without_a_warmup_the_factor_of_a_constant_schedule_is_1_from_step_0_on() {
+        let constant = Schedule::new(0, Decay::Constant).unwrap();
+        assert_eq!([0, 1000].map(|s| constant.factor(s)), [1.0; 2]);
     }
 
     #[test]
@@ -127,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_outside_their_range_are_errors() {
+    fn numbers_outside_their_range_are_errors_that_name_the_operation() {
         for decay in [
             Decay::Polynomial { total_steps: 10, end: 1.5, power: 1.0 },
             Decay::Polynomial { total_steps: 10, end: 0.0, power: 0.0 },

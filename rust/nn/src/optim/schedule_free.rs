@@ -16,7 +16,7 @@ use super::rule::{
 hyper_parameters! {
     /// Hyper-parameters of [`AdamWScheduleFree`]; names, meaning and defaults are those of `schedulefree`.
     pub struct AdamWScheduleFreeConfig {
-        /// Learning rate, at least 0; use it without a schedule.
+        /// Learning rate, at least 0; do not combine this optimizer with a learning-rate schedule.
         pub lr: f64,
         /// Two numbers below 1. The first, above 0, is the weight of the average in the point at which gradients are
         /// computed: `betas[0] * average + (1 - betas[0]) * iterate`. The second, at least 0, is the decay rate of the
@@ -26,10 +26,10 @@ hyper_parameters! {
         pub eps: f64,
         /// At least 0: `weight_decay * param` is added to the normalized gradient.
         pub weight_decay: f64,
-        /// The number of steps in which the learning rate grows linearly from 0.
+        /// The number of warm-up steps: step k of them, from 1, has the learning rate `lr * k / warmup_steps`.
         pub warmup_steps: usize,
-        /// At least 0: the iterate of step k has the weight `k^r * lr_max^weight_lr_power` in the average, where `lr_max`
-        /// is the largest learning rate so far.
+        /// At least 0: the iterate of step k, from 1, has the weight `k^r * lr_max^weight_lr_power` in the average,
+        /// where `lr_max` is the largest learning rate so far.
         pub r: f64,
         /// At least 0; see `r`.
         pub weight_lr_power: f64,
@@ -57,7 +57,7 @@ pub type AdamWScheduleFree = Stepper<AdamWScheduleFreeRule>;
 
 registered!(
     AdamWScheduleFreeRule,
-    "Schedule-free AdamW (Defazio et al. 2024, arXiv:2405.15682), as `schedulefree.AdamWScheduleFree`: call `eval()` \
+    "Schedule-free AdamW (Defazio et al. 2024, arXiv:2405.15682), as `schedulefree.AdamWScheduleFree`. Call `eval()` \
      before validating or saving, to replace the parameters by the average of the iterates, and `train()` before the next \
      step.",
     7,
@@ -88,6 +88,7 @@ impl Rule for AdamWScheduleFreeRule {
         },
     });
     const ELEMENTWISE: bool = false;
+    // State 0 is z. The average x solves y = beta1 * x + (1 - beta1) * z, so x = y + (1 - 1 / beta1) * (z - y).
     const AVERAGE: Option<Average<AdamWScheduleFreeConfig>> =
         Some(Average { state: 0, weight: |config| 1.0 - 1.0 / config.betas.0 });
 
@@ -97,10 +98,9 @@ impl Rule for AdamWScheduleFreeRule {
         if betas.0 == 0.0 {
             return Err(Error::argument(Self::NAME, "found betas[0] 0, expected a number above 0 and less than 1"));
         }
-        for (name, value) in [("lr", lr), ("eps", eps), ("weight_decay", weight_decay)] {
-            check_not_negative(Self::NAME, name, value)?;
-        }
-        for (name, value) in [("r", r), ("weight_lr_power", weight_lr_power)] {
+        for (name, value) in
+            [("lr", lr), ("eps", eps), ("weight_decay", weight_decay), ("r", r), ("weight_lr_power", weight_lr_power)]
+        {
             check_not_negative(Self::NAME, name, value)?;
         }
         Ok(())
@@ -120,7 +120,7 @@ impl Rule for AdamWScheduleFreeRule {
     }
 }
 
-/// A state of one number for the whole parameter.
+/// A state of a single number, however many elements the parameter has.
 const ONE: StateKind = StateKind::Every(usize::MAX);
 
 fn update<T: Real>(config: &AdamWScheduleFreeConfig, step: u64, chunk: Chunk<'_, T>) {
@@ -130,7 +130,8 @@ fn update<T: Real>(config: &AdamWScheduleFreeConfig, step: u64, chunk: Chunk<'_,
     );
 }
 
-/// As in the paper, z are the iterates and y (the parameters) the points at which gradients are computed.
+/// Updates all elements of a parameter. As in the paper, z is the iterate, x the average of the iterates, and y (the
+/// parameter) the point at which gradients are computed: y = beta1 * x + (1 - beta1) * z. x is not stored.
 #[inline(always)]
 fn update_all<T: Real>(config: &AdamWScheduleFreeConfig, step: u64, mut chunk: Chunk<'_, T>) {
     let [StateSlice::Float(z), StateSlice::Float(square), StateSlice::Float(weight_sum), StateSlice::Float(lr_max)] =
@@ -148,18 +149,20 @@ fn update_all<T: Real>(config: &AdamWScheduleFreeConfig, step: u64, mut chunk: C
     let weight = step.powf(config.r) * lr_max[0].to_f64().powf(config.weight_lr_power);
     let sum = weight_sum[0].to_f64() + weight;
     weight_sum[0] = T::from_f64(sum);
+    // The share of the new z in the average. All weights so far may be 0, if the learning rates were 0.
     let share = if sum == 0.0 { 0.0 } else { weight / sum };
 
     let (beta1, beta2) = config.betas;
-    let root = T::from_f64((1.0 - beta2.powf(step)).sqrt());
+    let correction = T::from_f64((1.0 - beta2.powf(step)).sqrt());
     let (kept, gained) = (T::from_f64(beta2), T::from_f64(1.0 - beta2));
     let (eps, decay, share_of_z) = (T::from_f64(config.eps), T::from_f64(config.weight_decay), T::from_f64(share));
-    let (step_z, step_y) = (T::from_f64(lr), T::from_f64(lr * (beta1 * (1.0 - share) - 1.0)));
+    // z moves by -lr * direction, then x by share * (z - x). For y this gives the two terms below, with the old z.
+    let (rate_z, rate_y) = (T::from_f64(lr), T::from_f64(lr * (beta1 * (1.0 - share) - 1.0)));
     let elements = chunk.param.iter_mut().zip(chunk.grad).zip(z.iter_mut().zip(square.iter_mut()));
     for ((y, &g), (z, v)) in elements {
         *v = *v * kept + gained * g * g;
-        let direction = g / (v.sqrt() / root + eps) + decay * *y;
-        *y = *y + share_of_z * (*z - *y) + step_y * direction;
-        *z -= step_z * direction;
+        let direction = g / (v.sqrt() / correction + eps) + decay * *y;
+        *y = *y + share_of_z * (*z - *y) + rate_y * direction;
+        *z -= rate_z * direction;
     }
 }

@@ -17,7 +17,7 @@ hyper_parameters! {
         pub momentum: f64,
         /// Each step after the first adds `1 - dampening` times the gradient to the momentum buffer.
         pub dampening: f64,
-        /// L2 penalty, at least 0: `weight_decay * param` is added to the gradient.
+        /// L2 penalty, at least 0: `weight_decay * param` is added to the gradient, after `maximize` has negated it.
         pub weight_decay: f64,
         /// Use Nesterov momentum. Needs `momentum > 0` and `dampening == 0`.
         pub nesterov: bool,
@@ -36,7 +36,7 @@ impl Default for SGDConfig {
 pub type SGD = Stepper<SGDRule>;
 
 impl SGD {
-    /// Plain gradient descent on `params`.
+    /// Plain gradient descent on `params` with learning rate `lr`, without momentum.
     ///
     /// # Errors
     /// As [`with_groups`](Self::with_groups).
@@ -62,6 +62,7 @@ impl Rule for SGDRule {
         step_8bit: None,
         settings: |&SGDConfig { lr, momentum, dampening, weight_decay, nesterov, maximize }| Settings {
             lr,
+            // SGD's kernels read momentum and dampening from the fields for betas.
             beta1: momentum,
             beta2: dampening,
             weight_decay,
@@ -108,6 +109,7 @@ fn update_elements<T: Real>(config: &SGDConfig, step: u64, mut chunk: Chunk<'_, 
     let (momentum, gain) = (T::from_f64(config.momentum), T::from_f64(1.0 - config.dampening));
     let elements = chunk.param.iter_mut().zip(chunk.grad);
     let [StateSlice::Float(buffer)] = chunk.states.as_mut_slice() else {
+        // Without momentum there is no buffer.
         for (p, &g) in elements {
             *p -= lr * (sign * g + weight_decay * *p);
         }

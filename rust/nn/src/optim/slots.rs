@@ -50,40 +50,40 @@ impl Slots {
         Some(steps.into_iter().map(Option::unwrap_or_default).collect())
     }
 
-    /// Splits slots for a step in which only the variables with the indices `found` take part. If only some variables
-    /// of a slot take part, they move to a new slot. Returns the new assignment and, for each new slot, the old slot
-    /// that its variables come from; None if no slot must be split.
+    /// Splits slots for a step in which only the variables with the indices `participants` take part; none of these
+    /// variables is empty. If only some variables of a slot take part, they move to a new slot. Returns the new
+    /// assignment and, for each new slot, the old slot that its variables come from; None if no slot must be split.
     pub(super) fn split(
         &self,
         vars: &[&Var],
-        found: impl Iterator<Item = usize> + Clone,
+        participants: impl Iterator<Item = usize> + Clone,
     ) -> Option<(Self, Vec<usize>)> {
         let count = self.group_of.len();
-        let (mut sharing, mut taking_part) = (vec![0usize; count], vec![0usize; count]);
+        let (mut nonempty, mut taking_part) = (vec![0usize; count], vec![0usize; count]);
         for (&slot, _) in self.of.iter().zip(vars).filter(|(_, var)| var.elem_count() > 0) {
-            sharing[slot] += 1;
+            nonempty[slot] += 1;
         }
-        for index in found.clone() {
+        for index in participants.clone() {
             taking_part[self.of[index]] += 1;
         }
-        let split: Vec<usize> =
-            (0..count).filter(|&slot| taking_part[slot] > 0 && taking_part[slot] < sharing[slot]).collect();
-        if split.is_empty() {
+        let old_slots: Vec<usize> =
+            (0..count).filter(|&slot| taking_part[slot] > 0 && taking_part[slot] < nonempty[slot]).collect();
+        if old_slots.is_empty() {
             return None;
         }
         let mut slots = self.clone();
-        for (new, &slot) in (count..).zip(&split) {
-            slots.group_of.push(self.group_of[slot]);
-            for index in found.clone().filter(|&index| self.of[index] == slot) {
+        for (new, &old) in (count..).zip(&old_slots) {
+            slots.group_of.push(self.group_of[old]);
+            for index in participants.clone().filter(|&index| self.of[index] == old) {
                 slots.of[index] = new;
             }
         }
-        Some((slots, split))
+        Some((slots, old_slots))
     }
 
-    /// The slots of the variables with the indices `found`, as ranges of consecutive slots.
-    pub(super) fn runs(&self, found: impl Iterator<Item = usize>) -> Vec<Range<usize>> {
-        let mut used: Vec<usize> = found.map(|index| self.of[index]).collect();
+    /// The slots of the variables with the indices `participants`, as ranges of consecutive slots.
+    pub(super) fn runs(&self, participants: impl Iterator<Item = usize>) -> Vec<Range<usize>> {
+        let mut used: Vec<usize> = participants.map(|index| self.of[index]).collect();
         used.sort_unstable();
         used.dedup();
         let mut runs: Vec<Range<usize>> = Vec::new();
@@ -106,6 +106,7 @@ mod tests {
     use super::super::state::Parameter;
     use super::*;
 
+    /// Groups of variables. `steps` has, for each group, the number of steps that each variable has taken.
     fn groups(steps: &[&[u64]]) -> Vec<Group<()>> {
         let var = || Var::zeros(3, DType::F32, &Device::Cpu).unwrap();
         let parameter = |&step: &u64| Parameter { step, states: SmallVec::new(), ..Parameter::new(var()) };
@@ -118,31 +119,32 @@ mod tests {
 
     #[test]
     fn variables_share_a_slot_while_they_step_together() {
-        let all = groups(&[&[0, 0, 0], &[0]]);
-        let vars: Vec<&Var> = all.iter().flat_map(|group| &group.parameters).map(|parameter| &parameter.var).collect();
-        let slots = Slots::new(&all);
+        let groups = groups(&[&[0, 0, 0], &[0]]);
+        let vars: Vec<&Var> =
+            groups.iter().flat_map(|group| &group.parameters).map(|parameter| &parameter.var).collect();
+        let slots = Slots::new(&groups);
         assert_eq!((&slots.group_of[..], &slots.of[..]), (&[0, 1][..], &[0, 0, 0, 1][..]));
         assert!(slots.split(&vars, 0..4).is_none() && slots.split(&vars, 0..3).is_none());
-        let (split, from) = slots.split(&vars, [1, 3].into_iter()).unwrap();
-        assert_eq!((&split.group_of[..], &split.of[..], &from[..]), (&[0, 1, 0][..], &[0, 2, 0, 1][..], &[0][..]));
+        let (split, old_slots) = slots.split(&vars, [1, 3].into_iter()).unwrap();
+        assert_eq!((&split.group_of[..], &split.of[..], &old_slots[..]), (&[0, 1, 0][..], &[0, 2, 0, 1][..], &[0][..]));
     }
 
     #[test]
     fn runs_are_ranges_of_consecutive_slots() {
         let slots = Slots { group_of: vec![0, 1, 0], of: vec![0, 2, 0, 1] };
-        let all = 0..3;
-        assert_eq!(slots.runs([3, 1, 0].into_iter()), std::slice::from_ref(&all));
-        let last = 2..3;
-        assert_eq!(slots.runs([1].into_iter()), std::slice::from_ref(&last));
+        let all_slots = 0..3;
+        assert_eq!(slots.runs([3, 1, 0].into_iter()), std::slice::from_ref(&all_slots));
+        let last_slot = 2..3;
+        assert_eq!(slots.runs([1].into_iter()), std::slice::from_ref(&last_slot));
     }
 
     #[test]
-    fn steps_are_none_if_loaded_steps_differ_within_a_slot() {
+    fn steps_are_none_only_for_slots_in_which_the_numbers_of_steps_differ() {
         let slots = Slots::new(&groups(&[&[0, 0, 0], &[0]]));
         assert_eq!(slots.steps(&groups(&[&[7, 7, 7], &[5]])), Some(vec![7, 5]));
-        let other = groups(&[&[7, 6, 7], &[5]]);
-        assert_eq!(slots.steps(&other), None);
-        let slots = Slots::new(&other);
-        assert_eq!((slots.steps(&other), &slots.of[..]), (Some(vec![7, 6, 5]), &[0, 1, 0, 2][..]));
+        let differing = groups(&[&[7, 6, 7], &[5]]);
+        assert_eq!(slots.steps(&differing), None);
+        let slots = Slots::new(&differing);
+        assert_eq!((slots.steps(&differing), &slots.of[..]), (Some(vec![7, 6, 5]), &[0, 1, 0, 2][..]));
     }
 }

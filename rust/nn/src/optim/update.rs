@@ -17,7 +17,7 @@ use super::rounding::Bits;
 use super::rule::{Chunk, Rule, StateSlice, Update};
 use super::state::{Master, Number, Parameter};
 
-/// The number of elements that one thread updates at a time.
+/// The largest number of elements that one thread updates at a time, if the update is elementwise.
 const CHUNK: usize = 32 * BLOCK_SIZE;
 
 /// A variable to update, with its gradient.
@@ -32,6 +32,7 @@ impl<C> Item<'_, C> {
         self.parameter.var.elem_count()
     }
 
+    /// The index of the variable's first element in its storage.
     fn offset(&self) -> usize {
         self.parameter.var.raw().layout().start_offset()
     }
@@ -47,8 +48,8 @@ struct Bucket<'a, C> {
 /// Checks that the optimizer can update variables of `var`'s dtype on its device.
 pub(super) fn check_var<R: Rule>(var: &Var) -> Result<()> {
     if !var.device().is_cpu() && R::KERNELS.is_none() {
-        let message = "does not support CUDA devices; keep its variables on the CPU, or use an optimizer that does, \
-            such as AdamW";
+        let message = "does not support CUDA devices; keep its variables on the CPU, or use an optimizer that \
+            supports them, such as AdamW";
         return Err(Error::device(R::NAME, message));
     }
     match var.dtype() {
@@ -83,6 +84,7 @@ pub(super) fn run<R: Rule>(items: Vec<Item<'_, R::Config>>, seed: Option<u64>) -
     }
     // Large buckets run one after another, each on all threads. Small buckets run at the same time, each on one thread
     // of the pool: such a thread holds the lock of its bucket's storage and must not wait for other threads meanwhile.
+    // A bucket of one variable that cannot be cut into pieces occupies one thread, so it counts as small.
     let is_small = |bucket: &Bucket<'_, R::Config>| {
         let numel: usize = bucket.items.iter().map(Item::numel).sum();
         numel <= CHUNK || (bucket.items.len() == 1 && !R::ELEMENTWISE)
@@ -97,6 +99,7 @@ pub(super) fn run<R: Rule>(items: Vec<Item<'_, R::Config>>, seed: Option<u64>) -
     small.into_iter().try_for_each(|bucket| bucket.result)
 }
 
+/// Updates the variables of one bucket, on several threads if `parallel`. Empty variables take no step.
 fn run_bucket<R: Rule>(mut items: Vec<Item<'_, R::Config>>, seed: Option<u64>, parallel: bool) -> Result<()> {
     items.retain(|item| item.numel() > 0);
     items.sort_unstable_by_key(Item::offset);
@@ -107,6 +110,7 @@ fn run_bucket<R: Rule>(mut items: Vec<Item<'_, R::Config>>, seed: Option<u64>, p
         (DType::F16, ..) => run_mastered::<R, f16>(items, parallel),
         (DType::BF16, _, None) => run_mastered::<R, bf16>(items, parallel),
         (DType::BF16, _, Some(seed)) => run_rounded::<R>(items, seed, parallel),
+        // `with_groups` has rejected all other dtypes with this error.
         _ => check_var::<R>(&first.parameter.var),
     }
 }
@@ -212,6 +216,7 @@ fn run_rounded<R: Rule>(mut items: Vec<Item<'_, R::Config>>, seed: u64, parallel
                 values
             };
             let (mut param, grad) = (wide(work.param), wide(work.grad));
+            // The values of float states in f32; empty for codes and scales, which the update changes in place.
             let mut floats: SmallVec<[Vec<f32>; 4]> = SmallVec::new();
             for state in &work.states {
                 floats.push(if let StateSlice::Float(data) = state { wide(data) } else { Vec::new() });
@@ -227,11 +232,12 @@ fn run_rounded<R: Rule>(mut items: Vec<Item<'_, R::Config>>, seed: u64, parallel
                 work.step,
                 Chunk { dims: work.dims, param: &mut param, grad: &grad, states, sums: None },
             );
+            // The parameter takes its random bits under number 0, the states under 1 and later numbers.
             let bits = Bits { seed, step: work.step, first: work.start };
             bits.round(&param, work.param, 0);
-            for (number, (state, values)) in work.states.iter_mut().zip(&floats).enumerate() {
+            for (number, (state, values)) in (1..).zip(work.states.iter_mut().zip(&floats)) {
                 if let StateSlice::Float(data) = state {
-                    bits.round(values, data, number + 1);
+                    bits.round(values, data, number);
                 }
             }
         });
@@ -271,13 +277,13 @@ fn for_each_piece<C: Sync, T: Elem, D: Elem>(
     run: impl Fn(Work<'_, C, T, D>) + Sync,
 ) {
     let mut pieces = Vec::new();
-    for mut work in work {
-        while work.param.len() > longest {
-            let (piece, rest) = work.split_at(longest);
+    for mut rest in work {
+        while rest.param.len() > longest {
+            let (piece, tail) = rest.split_at(longest);
             pieces.push(Some(piece));
-            work = rest;
+            rest = tail;
         }
-        pieces.push(Some(work));
+        pieces.push(Some(rest));
     }
     if parallel {
         par_chunks_mut(&mut pieces, 1, |_, piece| piece[0].take().map_or((), &run));
@@ -290,12 +296,13 @@ impl<'a, C, T, D> Work<'a, C, T, D> {
     /// Splits the work after `at` elements, a multiple of [`BLOCK_SIZE`].
     fn split_at(self, at: usize) -> (Self, Self) {
         let (param, param_rest) = self.param.split_at_mut(at);
+        // `stored` may be empty.
         let (stored, stored_rest) = self.stored.split_at_mut(at.min(self.stored.len()));
         let (grad, grad_rest) = self.grad.split_at(at);
         let (states, states_rest) = self.states.into_iter().map(|state| state.split_at(at)).unzip();
-        let (first, start) = (self.start, self.start + at as u64);
+        let start = self.start;
         let rest = Self {
-            start,
+            start: start + at as u64,
             param: param_rest,
             stored: stored_rest,
             grad: grad_rest,
@@ -303,15 +310,16 @@ impl<'a, C, T, D> Work<'a, C, T, D> {
             sums: None,
             ..self
         };
-        (Self { start: first, param, stored, grad, states, sums: None, ..rest }, rest)
+        (Self { start, param, stored, grad, states, sums: None, ..rest }, rest)
     }
 }
 
 /// The values and the gradient of one variable.
 type Part<'s, D> = (&'s mut [D], &'s [D]);
 
-/// Calls `f` with the values and the gradient of each item, then marks the variables as changed. All items have their
-/// values in one storage and their gradients in another storage, and are sorted by the offsets of their values.
+/// Calls `f` with the values and the gradient of each item, and with the items. Then marks the variables as changed.
+/// All items have their values in one storage and their gradients in another storage, and are sorted by the offsets of
+/// their values.
 fn with_storages<C, D: Elem>(
     op: &'static str,
     items: &mut [Item<'_, C>],
@@ -338,6 +346,7 @@ fn with_storages<C, D: Elem>(
         })),
     };
     let result = var.update_in_place(|raw| Ok(raw.inplace_op2(&grad, &in_place)?));
+    // The line above has marked the first variable.
     vars.iter().skip(1).try_for_each(|var| var.update_in_place(|_| Ok(())))?;
     result
 }
