@@ -393,7 +393,7 @@ class Prodigy(GroupedOptimizer):
         safeguard_warmup: Leave `lr` and bias correction out of the estimate's denominator: a warm-up would make the denominator too small.
         d0: The first estimate, above 0.
         d_coef: Factor on the estimate, above 0; tune the method with it, for example 0.5 or 2.
-        growth_rate: At least 1: the largest factor by which the estimate grows in a step.
+        growth_rate: At least 1: the largest factor by which the estimate grows in a step; no limit while the estimate is `d0`.
         slice_p: At least 1: the estimate is computed from every `slice_p`-th element; 11 saves almost half of the states' memory.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. This optimizer rejects True.
         states: where the states of variables on a GPU are: "device" for the memory of the GPU, "host" for pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.

@@ -1,4 +1,5 @@
-//! The exponential moving average of the variables of a flat buffer, such as an adapter's parameters.
+//! [`EMA`]: exponential moving averages of variables that share a flat buffer. They can be the parameters of an
+//! adapter.
 
 use trainable_candle_core::capture::{Fixed, HostState, before_replay, is_capturing};
 use trainable_candle_core::compute::{copy_into, fill, lerp_in_place, zeros};
@@ -13,7 +14,7 @@ const UPDATES: &str = "updates";
 /// The settings of an [`EMA`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct EMAConfig {
-    /// Weight of the old average in each update, in [0, 1).
+    /// Weight of the old average in each update, in [0, 1); with `warmup`, the largest weight.
     pub decay: f64,
     /// Use the decay min(`decay`, (1 + n) / (10 + n)) in the update that follows n other updates, so that the initial values
     /// soon lose their weight. TensorFlow's `ExponentialMovingAverage` does the same with `num_updates`.
@@ -30,19 +31,22 @@ impl Default for EMAConfig {
 /// temporarily replace the variables' values.
 pub struct EMA {
     config: EMAConfig,
+    /// The variables.
     buffer: FlatBuffer,
+    /// The averages, in the order of `buffer`.
     average: Raw,
     /// The weight of the variables in the next update, one f64. It is on the variables' device, because a captured update
     /// reads it there.
     weight: Raw,
+    /// The number of updates.
     updates: HostState<u64>,
     is_swapped_in: HostState<bool>,
-    /// The variables' own values while the averages replace them.
+    /// The variables' own values while the averages replace them; otherwise None.
     trained: Fixed<Option<Raw>>,
 }
 
 impl EMAConfig {
-    /// The weight of the old average in an update that follows this many other updates.
+    /// Returns the weight of the old average in an update that follows `updates` other updates.
     fn decay_after(&self, updates: u64) -> f64 {
         let n = updates as f64;
         if self.warmup { self.decay.min((1.0 + n) / (10.0 + n)) } else { self.decay }
@@ -50,7 +54,7 @@ impl EMAConfig {
 }
 
 impl EMA {
-    /// Averages that start as the values of `buffer`.
+    /// Makes averages of the variables of `buffer`, which start as the variables' values.
     ///
     /// # Errors
     /// [`Error::Argument`] if the decay is outside its range, [`Error::DType`] if the buffer is not f32 (shorter dtypes
@@ -75,22 +79,22 @@ impl EMA {
         })
     }
 
-    /// The settings.
+    /// Returns the settings.
     pub const fn config(&self) -> EMAConfig {
         self.config
     }
 
-    /// The number of calls of [`update`](Self::update).
+    /// Returns the number of updates, including those before a loaded state was saved.
     pub fn updates(&self) -> u64 {
         self.updates.get()
     }
 
-    /// The weight of the old average in the next update.
+    /// Returns the weight of the old average in the next update.
     pub fn decay(&self) -> f64 {
         self.config.decay_after(self.updates())
     }
 
-    /// Whether the averages replace the variables.
+    /// Returns whether the averages replace the variables' values.
     pub fn is_swapped_in(&self) -> bool {
         self.is_swapped_in.get()
     }
@@ -99,7 +103,8 @@ impl EMA {
     /// optimizer. Every replay of a captured step uses the decay for the number of updates before that replay.
     ///
     /// # Errors
-    /// [`Error::Argument`] while the averages replace the variables; [`Error::Device`] if a captured function updates twice.
+    /// [`Error::Argument`] while the averages replace the variables' values; [`Error::Device`] if a captured function
+    /// updates twice in one call.
     pub fn update(&mut self) -> Result<()> {
         if self.is_swapped_in.read() {
             return Err(Error::argument(
@@ -112,6 +117,8 @@ impl EMA {
             let (config, weight, updates) = (self.config, self.weight.clone(), self.updates.clone());
             move || fill(&weight, 1.0 - config.decay_after(updates.get()))
         };
+        // A graph must not contain `set_weight`, because each call has another weight. `before_replay` calls it before
+        // every later call, and before the call that records the graph.
         if !is_capturing() {
             set_weight()?;
         }
@@ -121,31 +128,31 @@ impl EMA {
         Ok(())
     }
 
-    /// Replaces the variables by the averages. As after an optimizer's step, a backward pass that needs the replaced values
-    /// returns an error.
+    /// Replaces the variables' values by the averages. As after an optimizer's step, a backward pass that needs the
+    /// replaced values returns an error.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the averages already replace the variables, [`Error::OutOfMemory`] if a copy of the
+    /// [`Error::Argument`] if the averages already replace the values, [`Error::OutOfMemory`] if a copy of the
     /// variables does not fit, [`Error::Device`] within a captured function. After an error, nothing has changed.
     pub fn swap_in(&mut self) -> Result<()> {
         if self.is_swapped_in() {
             return Err(Error::argument(OP, "swap_in() found the averages already in place of the parameters"));
         }
-        let place = self.trained.get_mut()?;
+        let kept = self.trained.get_mut()?;
         check_allocation_on(self.average.device(), OP, self.average.dims(), self.average.dtype())?;
         let trained = own_copy(self.buffer.data())?;
         if let Err(error) = overwrite(&self.buffer, &self.average) {
             overwrite(&self.buffer, &trained)?;
             return Err(error);
         }
-        *place = Some(trained);
+        *kept = Some(trained);
         self.is_swapped_in.set(true)
     }
 
     /// Restores the variables' own values, bit for bit.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the averages do not replace the variables, [`Error::Device`] within a captured function.
+    /// [`Error::Argument`] if the averages do not replace the values, [`Error::Device`] within a captured function.
     pub fn swap_out(&mut self) -> Result<()> {
         let Some(trained) = Option::clone(&self.trained) else {
             return Err(Error::argument(
@@ -153,14 +160,14 @@ impl EMA {
                 "swap_out() found the parameters' own values in place; call swap_in() first",
             ));
         };
-        let place = self.trained.get_mut()?;
+        let kept = self.trained.get_mut()?;
         overwrite(&self.buffer, &trained)?;
-        *place = None;
+        *kept = None;
         self.is_swapped_in.set(false)
     }
 
-    /// A copy of the state on the CPU: `INDEX.average` is the average of the variable with that index, and `updates`
-    /// (i64) the number of updates.
+    /// Returns a copy of the state on the CPU: `INDEX.average` is the average of the buffer's variable INDEX, and
+    /// `updates` (i64) is the number of updates.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the copy does not fit.
@@ -176,16 +183,15 @@ impl EMA {
     /// Loads a [`state_dict`](Self::state_dict) that was saved over variables of the same shapes.
     ///
     /// # Errors
-    /// [`Error::Config`] if an entry is missing or not expected, or the number of updates is negative; [`Error::Shape`]
-    /// or [`Error::DType`] if an entry has another shape or dtype; [`Error::Device`] within a captured function. After
-    /// an error, nothing has changed.
+    /// [`Error::Config`] if an entry is missing or not expected, or if the number of updates is negative;
+    /// [`Error::Shape`] or [`Error::DType`] if an entry has another shape or dtype; [`Error::OutOfMemory`] if a copy
+    /// does not fit on the device; [`Error::Device`] within a captured function. After an error, nothing has changed.
     pub fn load_state_dict(&mut self, states: &StateDict) -> Result<()> {
         let entry = |name: &str, dtype: DType, dims: &[usize]| {
-            let wrong = |what: String| format!("load_state_dict: {OP}: {what}");
             let Some(found) = states.get(name) else {
-                return Err(Error::Config(wrong(format!(
-                    "the state {name:?} is missing; was it saved with the same adapter?"
-                ))));
+                return Err(Error::Config(format!(
+                    "load_state_dict: {OP}: the state {name:?} is missing; were the states saved with the same adapter?"
+                )));
             };
             if found.dims() != dims {
                 return Err(Error::shape(OP, format!("{name:?} has shape {:?}, expected {dims:?}", found.dims())));
@@ -201,12 +207,12 @@ impl EMA {
             return Err(Error::Config(format!("load_state_dict: {OP}: found {updates} updates, expected 0 or more")));
         };
         let views = self.views()?;
-        // All values are on the device before the first one changes, because a copy to the device may fail.
-        let on_device = |(i, view): (usize, &Raw)| entry(&key(i), DType::F32, view.dims())?.to_device(view.device());
-        let averages = views.iter().enumerate().map(on_device).collect::<Result<Vec<_>>>()?;
+        // A copy to the device may fail, so all new values are on the device before the first average changes.
+        let to_device = |(i, view): (usize, &Raw)| entry(&key(i), DType::F32, view.dims())?.to_device(view.device());
+        let averages = views.iter().enumerate().map(to_device).collect::<Result<Vec<_>>>()?;
         if let Some(name) = states.keys().find(|name| *name != UPDATES && !(0..views.len()).any(|i| **name == key(i))) {
             return Err(Error::Config(format!(
-                "load_state_dict: {OP}: found the state {name:?}, which this adapter lacks"
+                "load_state_dict: {OP}: found the state {name:?}, which these averages do not have"
             )));
         }
         self.updates.set(updates)?;
@@ -216,7 +222,7 @@ impl EMA {
         Ok(())
     }
 
-    /// A view of each variable's average.
+    /// Returns a view of each variable's average, with the variable's shape.
     fn views(&self) -> Result<Vec<Raw>> {
         let view = |(range, var): (&std::ops::Range<usize>, &trainable_candle_core::Var)| {
             Ok(self.average.narrow(0, range.start, range.len())?.reshape(var.shape())?)
@@ -225,11 +231,13 @@ impl EMA {
     }
 }
 
+/// Copies `values` to the variables of `buffer`, and marks the variables as changed.
 fn overwrite(buffer: &FlatBuffer, values: &Raw) -> Result<()> {
     copy_into(buffer.data(), values)?;
     buffer.vars().iter().try_for_each(|var| var.update_in_place(|_| Ok(())))
 }
 
+/// Returns the name of the average of variable `index` in a state dict.
 fn key(index: usize) -> String {
     format!("{index}.average")
 }

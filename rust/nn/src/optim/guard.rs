@@ -4,8 +4,8 @@ use trainable_candle_core::{Error, Result, Tensor};
 
 use super::cuda::LossScale;
 
-/// When to skip a step of an optimizer, and by which loss scale to divide the gradients. By default, every step is taken,
-/// and nothing is divided.
+/// Says when an optimizer skips a step, and by which loss scale the step divides the gradients. By default, no step is
+/// skipped and no gradient is divided.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Guard<'a> {
     /// A norm of the gradients. If it is infinite or NaN, the step is skipped.
@@ -15,7 +15,7 @@ pub struct Guard<'a> {
 }
 
 impl<'a> Guard<'a> {
-    /// Skip the step if `norm` (one element) is infinite or NaN.
+    /// Makes a guard that skips the step if `norm` (one element) is infinite or NaN.
     ///
     /// # Errors
     /// [`Error::Shape`] if `norm` does not have exactly one element.
@@ -26,7 +26,7 @@ impl<'a> Guard<'a> {
         Ok(Self { norm: Some(norm), loss_scale: None })
     }
 
-    /// Whether the step may be taken. Waits for the device of the norm.
+    /// Returns whether the step may be taken. Waits for the device of the norm, if there is a norm.
     ///
     /// # Errors
     /// [`Error::Device`] if that device fails.

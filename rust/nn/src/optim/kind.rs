@@ -12,13 +12,13 @@ use super::stepper::{Optimizer, ParamGroup};
 pub enum Value {
     /// A number.
     Number(f64),
-    /// A number, or none.
+    /// A number or `None`.
     Optional(Option<f64>),
     /// Two numbers.
     Pair((f64, f64)),
     /// Three numbers.
     Triple((f64, f64, f64)),
-    /// Two numbers, of which the first may be absent.
+    /// Two numbers, of which the first may be `None`.
     OptionalPair((Option<f64>, f64)),
     /// A boolean.
     Switch(bool),
@@ -26,10 +26,11 @@ pub enum Value {
     Count(usize),
 }
 
-/// The type of a field of a configuration.
+/// The type of a hyper-parameter in a configuration.
 pub(super) trait Hyper: Copy {
+    /// Converts to a value.
     fn value(self) -> Value;
-    /// Converts a value; None if it has another type.
+    /// Converts from a value; None if the value has another type.
     fn of(value: Value) -> Option<Self>;
 }
 
@@ -65,7 +66,7 @@ pub struct Field {
 
 /// A configuration whose fields can be listed and set by name. The macro `hyper_parameters` implements it.
 pub trait HyperParameters: Clone {
-    /// The fields with their values, in order.
+    /// Returns the fields with their values, in the order of their declaration.
     fn fields(&self) -> Vec<Field>;
 
     /// Sets a field; returns false if there is no field of this name and type.
@@ -106,7 +107,7 @@ pub trait Registered: Optimizer + Sized + 'static {
     type Config: HyperParameters;
     /// The name of the optimizer's class.
     const NAME: &'static str;
-    /// What the optimizer is, in a sentence or two, with its source.
+    /// What the optimizer is, in a sentence or two that cite the paper or the implementation that it follows.
     const ABOUT: &'static str;
     /// The number of hyper-parameters that the reference implementation takes by position; the others are passed by
     /// name.
@@ -114,18 +115,18 @@ pub trait Registered: Optimizer + Sized + 'static {
     /// Whether the optimizer can round bf16 variables stochastically.
     const ROUNDS: bool = false;
 
-    /// The default hyper-parameters.
+    /// Returns the default hyper-parameters.
     fn defaults() -> Self::Config;
 
-    /// The states kept for a parameter of shape `dims`.
+    /// Returns the states kept for a parameter of shape `dims`.
     fn states(config: &Self::Config, dims: &[usize]) -> SmallVec<[StateSpec; 4]>;
 
-    /// The optimizer of several groups of variables. With a `seed`, the optimizer rounds bf16 variables stochastically
-    /// ([`Stepper::with_stochastic_rounding`](super::Stepper::with_stochastic_rounding)).
+    /// Makes the optimizer of several groups of variables. With a `seed`, the optimizer rounds bf16 variables
+    /// stochastically ([`Stepper::with_stochastic_rounding`](super::Stepper::with_stochastic_rounding)).
     ///
     /// # Errors
-    /// Those of the optimizer's constructor; [`Error::Argument`] if there is a seed, but the optimizer does not round
-    /// stochastically.
+    /// Those of the optimizer's constructor; if there is a seed, [`Error::Argument`] if the optimizer cannot round
+    /// stochastically, and [`Error::DType`] if no variable is bf16.
     fn build(groups: Vec<ParamGroup<Self::Config>>, seed: Option<u64>) -> Result<Self>;
 }
 
@@ -155,10 +156,10 @@ macro_rules! registered {
                 groups: Vec<$crate::optim::ParamGroup<Self::Config>>,
                 seed: Option<u64>,
             ) -> trainable_candle_core::Result<Self> {
-                let made = Self::with_groups(groups)?;
+                let optimizer = Self::with_groups(groups)?;
                 match seed {
-                    Some(seed) => made.with_stochastic_rounding(seed),
-                    None => Ok(made),
+                    Some(seed) => optimizer.with_stochastic_rounding(seed),
+                    None => Ok(optimizer),
                 }
             }
         }
@@ -166,7 +167,7 @@ macro_rules! registered {
 }
 pub(super) use registered;
 
-/// Variables, and those of their hyper-parameters that differ from the defaults.
+/// Variables, and the hyper-parameters (name and value) whose values differ from the defaults.
 pub type NamedGroup<'a> = (Vec<Var>, Vec<(&'a str, Value)>);
 
 /// An optimizer in the registry.
@@ -174,24 +175,25 @@ pub type NamedGroup<'a> = (Vec<Var>, Vec<(&'a str, Value)>);
 pub struct OptimizerKind {
     /// The name of the optimizer's class.
     pub name: &'static str,
-    /// What the optimizer is, in a sentence or two, with its source.
+    /// What the optimizer is, in a sentence or two that cite the paper or the implementation that it follows.
     pub about: &'static str,
     /// The number of hyper-parameters that the reference implementation takes by position; the others are passed by
     /// name.
     pub positional: usize,
     /// Whether the optimizer can round bf16 variables stochastically.
     pub rounds: bool,
-    /// The hyper-parameters with their defaults, in order.
+    /// The hyper-parameters with their defaults, in the order of their declaration.
     pub fields: fn() -> Vec<Field>,
     /// The states of an f32 parameter of shape `dims`, with default hyper-parameters.
     pub states: fn(dims: &[usize]) -> SmallVec<[StateSpec; 4]>,
     make: Make,
 }
 
-/// Makes an optimizer of groups of variables. With a seed, the optimizer rounds stochastically.
+/// Makes an optimizer of groups of variables. With a seed, the optimizer rounds bf16 variables stochastically.
 type Make = fn(Vec<NamedGroup<'_>>, Option<u64>) -> Result<Box<dyn Optimizer>>;
 
 impl OptimizerKind {
+    /// Describes the optimizer `T`.
     pub(super) const fn of<T: Registered>() -> Self {
         Self {
             name: T::NAME,
@@ -204,27 +206,27 @@ impl OptimizerKind {
         }
     }
 
-    /// The optimizer over groups of variables. With a `seed`, the optimizer rounds bf16 variables stochastically.
+    /// Makes the optimizer of groups of variables. With a `seed`, the optimizer rounds bf16 variables stochastically.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the optimizer has no hyper-parameter of a given name and type, or if there is a seed but the
-    /// optimizer cannot round stochastically; the errors of the optimizer's constructor.
+    /// [`Error::Argument`] if the optimizer has no hyper-parameter of a given name and type; the errors of
+    /// [`Registered::build`].
     pub fn build(&self, groups: Vec<NamedGroup<'_>>, seed: Option<u64>) -> Result<Box<dyn Optimizer>> {
         (self.make)(groups, seed)
     }
 
-    /// The name of the optimizer in options: the class name in lower case.
+    /// Returns the name of the optimizer in options: the class name in lower case.
     pub fn option(&self) -> String {
         self.name.to_lowercase()
     }
 
-    /// The optimizer with this [`option`](Self::option) name; `None` if there is none.
+    /// Finds the optimizer with this name in options ([`option`](Self::option)); `None` if there is none.
     pub fn find(option: &str) -> Option<&'static Self> {
         super::KINDS.iter().find(|kind| kind.option() == option)
     }
 
-    /// Bytes of the states of an f32 parameter of shape `dims`, or of a bf16 parameter that is `rounded`
-    /// stochastically.
+    /// Returns the bytes of a parameter's states with default hyper-parameters. The parameter has the shape `dims`. It
+    /// is bf16 and rounded stochastically if `rounded`, otherwise f32.
     pub fn state_bytes(&self, dims: &[usize], rounded: bool) -> usize {
         (self.states)(dims).iter().map(|state| state.kind.bytes(dims, rounded)).sum()
     }
@@ -235,9 +237,9 @@ fn make<T: Registered>(groups: Vec<NamedGroup<'_>>, seed: Option<u64>) -> Result
         let mut config = T::defaults();
         for (name, value) in settings {
             if !config.set(name, value) {
-                let known: Vec<&str> = config.fields().iter().map(|field| field.name).collect();
+                let names: Vec<&str> = config.fields().iter().map(|field| field.name).collect();
                 let message =
-                    format!("found {name} = {value:?}, expected one of {}, with a value of its type", known.join(", "));
+                    format!("found {name} = {value:?}, expected one of {}, with a value of its type", names.join(", "));
                 return Err(Error::argument(T::NAME, message));
             }
         }

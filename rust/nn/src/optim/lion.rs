@@ -1,10 +1,9 @@
 //! Lion: each step moves every parameter by the learning rate, against the sign of an interpolation between the momentum and
 //! the gradient.
 //!
-//! Chen et al., "Symbolic Discovery of Optimization Algorithms", <https://arxiv.org/abs/2302.06675>; the order of
-//! operations is that of bitsandbytes' `Lion32bit`.
-//!
-//! Follows <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/csrc/kernels.cu#L807>.
+//! Chen et al., "Symbolic Discovery of Optimization Algorithms", <https://arxiv.org/abs/2302.06675>. The order of
+//! operations is that of bitsandbytes' `Lion32bit`:
+//! <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/csrc/kernels.cu#L807>.
 
 use smallvec::{SmallVec, smallvec};
 use trainable_candle_core::cpu::{Real, dispatch};
@@ -38,7 +37,7 @@ impl Default for LionConfig {
 pub type Lion = Stepper<LionRule>;
 
 impl Lion {
-    /// Lion on `params` with the defaults of [`LionConfig`] except `lr` and `weight_decay`.
+    /// Makes a Lion that updates `params`, with the defaults of [`LionConfig`] except `lr` and `weight_decay`.
     ///
     /// # Errors
     /// As [`with_groups`](Self::with_groups).
@@ -92,13 +91,14 @@ impl Rule for LionRule {
     }
 }
 
-/// The numbers that one step computes from a [`LionConfig`]. The step fuses the same multiplications and additions as the
-/// CUDA code of bitsandbytes, so that both compute the same momentum, bit for bit.
+/// The numbers that a step of Lion computes from the hyper-parameters. The step fuses the same multiplications and
+/// additions as the CUDA code of bitsandbytes, so both compute the same momentum, bit for bit.
 #[derive(Clone, Copy)]
 pub(crate) struct Coefficients<T> {
     pub(crate) beta1: T,
     pub(crate) beta2: T,
     pub(crate) lr: T,
+    /// The factor on the parameters, `1 - lr * weight_decay`.
     pub(crate) decay: T,
 }
 
@@ -108,15 +108,17 @@ impl<T: Real> Coefficients<T> {
         Self { beta1, beta2, lr, decay: T::ONE - lr * T::from_f64(weight_decay) }
     }
 
-    /// Applies weight decay to the parameter and moves it by `lr` against the sign of `direction`.
+    /// Applies weight decay to the parameter `p` and moves `p` by `lr` against the sign of `direction`, or not at all
+    /// if `direction` is 0.
     #[inline(always)]
     fn descend(&self, p: T, direction: T) -> T {
-        let up = if direction > T::ZERO { self.lr } else { T::ZERO };
-        let down = if direction < T::ZERO { self.lr } else { T::ZERO };
-        p * self.decay - up + down
+        let down = if direction > T::ZERO { self.lr } else { T::ZERO };
+        let up = if direction < T::ZERO { self.lr } else { T::ZERO };
+        p * self.decay - down + up
     }
 
-    /// Returns the parameter and the momentum after a step with gradient `g`.
+    /// Takes a step from the parameter `p` with the gradient `g` and the momentum `m`. Returns the new parameter and
+    /// momentum.
     #[inline(always)]
     fn advance(&self, p: T, g: T, m: T) -> (T, T) {
         let direction = m.mul_add(self.beta1, (T::ONE - self.beta1) * g);
@@ -125,24 +127,23 @@ impl<T: Real> Coefficients<T> {
 }
 
 fn update<T: Real>(config: &LionConfig, _step: u64, chunk: Chunk<'_, T>) {
-    let at = Coefficients::new(config.lr, config.betas, config.weight_decay);
-    update_float(at, chunk);
+    update_float(Coefficients::new(config.lr, config.betas, config.weight_decay), chunk);
 }
 
-/// One step with a momentum that is not quantized.
-pub(crate) fn update_float<T: Real>(at: Coefficients<T>, chunk: Chunk<'_, T>) {
+/// Takes a step with a momentum that is not quantized.
+pub(crate) fn update_float<T: Real>(coefficients: Coefficients<T>, chunk: Chunk<'_, T>) {
     dispatch(
         #[inline(always)]
-        || update_elements(at, chunk),
+        || update_elements(coefficients, chunk),
     );
 }
 
 #[inline(always)]
-fn update_elements<T: Real>(at: Coefficients<T>, mut chunk: Chunk<'_, T>) {
+fn update_elements<T: Real>(coefficients: Coefficients<T>, mut chunk: Chunk<'_, T>) {
     let [StateSlice::Float(exp_avg)] = chunk.states.as_mut_slice() else {
         unreachable!("the states are those that the rule declares");
     };
     for ((p, &g), m) in chunk.param.iter_mut().zip(chunk.grad).zip(exp_avg.iter_mut()) {
-        (*p, *m) = at.advance(*p, g, *m);
+        (*p, *m) = coefficients.advance(*p, g, *m);
     }
 }

@@ -1,6 +1,5 @@
-//! Lion with an 8-bit momentum, as bitsandbytes' `Lion8bit`.
-//!
-//! Follows <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/csrc/kernels.cu#L1153>.
+//! Lion with an 8-bit momentum, as bitsandbytes' `Lion8bit`:
+//! <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/csrc/kernels.cu#L1153>.
 
 use smallvec::{SmallVec, smallvec};
 use trainable_candle_core::{Result, Var};
@@ -39,7 +38,7 @@ impl Default for Lion8bitConfig {
 pub type Lion8bit = Stepper<Lion8bitRule>;
 
 impl Lion8bit {
-    /// Lion8bit on `params` with the defaults of [`Lion8bitConfig`] except `lr` and `weight_decay`.
+    /// Makes a Lion8bit that updates `params`, with the defaults of [`Lion8bitConfig`] except `lr` and `weight_decay`.
     ///
     /// # Errors
     /// As [`with_groups`](Self::with_groups).
@@ -91,51 +90,52 @@ impl Rule for Lion8bitRule {
 }
 
 fn update(config: &Lion8bitConfig, _step: u64, chunk: Chunk<'_, f32>) {
-    let at = Coefficients::new(config.lr, config.betas, config.weight_decay);
+    let coefficients = Coefficients::new(config.lr, config.betas, config.weight_decay);
     if matches!(chunk.states.as_slice(), [StateSlice::Float(_)]) {
-        return update_float(at, chunk);
+        return update_float(coefficients, chunk);
     }
-    update_blocks(at, chunk);
+    update_blocks(coefficients, chunk);
 }
 
 impl Step<1> for Coefficients<f32> {
     const BEHIND: [u8; 1] = [128];
 
-    /// If an element's gradient is non-finite, the element does not change and its momentum becomes zero. bitsandbytes
-    /// would set the element's momentum to the block's largest value.
+    /// Updates the block's parameters and momentum. If a gradient is non-finite, its element's parameter does not
+    /// change and the element's momentum becomes zero; bitsandbytes would set this momentum to the block's largest
+    /// value.
     #[inline(always)]
     fn update<L: Lanes>(self, l: L, block: Block<'_, 1>, [Values(m)]: &mut [Values; 1]) {
         let Block { param, grad, states: [(codes, absmax)] } = block;
         let codebook = Codebook::sign_preserving();
         let (zero, scale) = (l.splat(0.0), l.splat(*absmax));
         let (beta1, beta2) = (l.splat(self.beta1), l.splat(self.beta2));
-        let (weight1, weight2) = (l.splat(1.0 - self.beta1), l.splat(1.0 - self.beta2));
+        let (gradient_weight1, gradient_weight2) = (l.splat(1.0 - self.beta1), l.splat(1.0 - self.beta2));
         let (lr, minus_lr, decay) = (l.splat(self.lr), l.splat(-self.lr), l.splat(self.decay));
-        let mut max = zero;
+        let mut largest = zero;
         for start in (0..BLOCK_SIZE).step_by(4 * L::WIDTH) {
             let codes = &codes[start..];
             let decoded = l.decode(codebook, codes);
             for part in 0..4 {
                 let here = start + part * L::WIDTH;
-                // As in the 8-bit kernel of bitsandbytes, the product with the gradient is fused with the addition. In the f32
-                // kernel, the product with the momentum is fused with the addition.
+                // The additions are fused with the products of the gradient, as in the 8-bit kernel of bitsandbytes. In
+                // the f32 kernel, they are fused with the products of the momentum.
                 let g = l.load(&grad[here..]);
                 let old_momentum = l.mul(l.part(codebook, decoded, codes, part), scale);
-                let direction = l.mul_add(weight1, g, l.mul(old_momentum, beta1));
-                let momentum = l.mul_add(weight2, g, l.mul(old_momentum, beta2));
+                let direction = l.mul_add(gradient_weight1, g, l.mul(old_momentum, beta1));
+                let momentum = l.mul_add(gradient_weight2, g, l.mul(old_momentum, beta2));
                 // A parameter moves by `lr` against the sign of its direction, and not at all if the direction is 0.
                 let down = l.select(l.at_most(direction, zero), zero, minus_lr);
                 let up = l.select(l.at_most(zero, direction), zero, lr);
                 let finite = l.at_most(l.abs(g), l.splat(f32::MAX));
                 let momentum = l.or_zero(finite, momentum);
-                let moves = l.or_zero(finite, l.add(down, up));
+                let change = l.or_zero(finite, l.add(down, up));
                 let decay = l.select(finite, decay, l.splat(1.0));
-                l.store(l.add(l.mul(l.load(&param[here..]), decay), moves), &mut param[here..]);
+                l.store(l.add(l.mul(l.load(&param[here..]), decay), change), &mut param[here..]);
                 l.store(momentum, &mut m[here..]);
-                max = l.max(max, l.abs(momentum));
+                largest = l.max(largest, l.abs(momentum));
             }
         }
-        *absmax = l.largest(max);
+        *absmax = l.largest(largest);
         codebook.encode_block(l, m, 1.0 / *absmax, codes);
     }
 }

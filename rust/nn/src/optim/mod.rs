@@ -1,4 +1,4 @@
-//! Optimizers, learning-rate schedules, gradient clipping, loss scaling, averages of parameters.
+//! Optimizers, learning-rate schedules, gradient clipping, loss scaling and averages of parameters.
 //!
 //! ```
 //! use trainable_candle_core::{Device, Tensor, Var};
@@ -15,17 +15,19 @@
 //! # Ok::<(), trainable_candle_core::Error>(())
 //! ```
 //!
-//! Every optimizer is a [`Stepper`] over a [`Rule`], or holds a [`Stepper`] if its steps need sums over all variables.
-//! A new optimizer is a file with a rule and its hyper-parameters, and a line of the registry that makes [`KINDS`]. All
-//! optimizers take f32, f16 and bf16 variables. They hold f32 master values for f16 variables, and for bf16 variables that
-//! are not rounded stochastically. Optimizers with states in full precision also take f64. Variables that share one flat
-//! buffer are updated in one pass over the buffer.
+//! Every optimizer is a [`Stepper`] with a [`Rule`], or holds such a [`Stepper`] if its steps need sums over all
+//! variables. To add an optimizer, write a file with a rule and its hyper-parameters, and add a line to the registry,
+//! the macro call that makes [`KINDS`].
 //!
-//! For CUDA variables, states, hyper-parameters and step counters are on the device;
-//! [`place_states`](Optimizer::place_states) moves the states to memory of the host. A step usually is two launches for
-//! all variables, without synchronization. A step also writes the f16 or bf16 copies that the forward pass reads.
-//! State dicts do not depend on the device, so a run can continue on another kind of device. CUDA devices need a rule
-//! with [`KERNELS`](Rule::KERNELS), and do not support f64 variables.
+//! All optimizers take f32, f16 and bf16 variables. They hold f32 master values for f16 variables, and for bf16
+//! variables that are not rounded stochastically. On the CPU, optimizers with states in full precision also take f64
+//! variables. Variables that share one flat buffer are updated in one pass over the buffer.
+//!
+//! The states, hyper-parameters and step counters of CUDA variables are on the device;
+//! [`place_states`](Optimizer::place_states) puts the states into memory of the host instead. A step is usually two
+//! launches for all variables, without synchronization. It also writes the f16 or bf16 copies of f32 variables that the
+//! forward pass reads. An optimizer supports CUDA devices if its rule has [`KERNELS`](Rule::KERNELS). State dicts do
+//! not depend on the device, so a run can continue on another kind of device.
 
 mod blocks;
 mod clip;
@@ -78,7 +80,7 @@ macro_rules! registry {
     };
 }
 
-// One line for each file; all other lists of optimizers follow from it.
+// One line for each file. All other lists of optimizers follow from these lines.
 registry! {
     adam8bit: AdamW8bit, Adam8bit;
     adam: AdamW, Adam;

@@ -1,10 +1,10 @@
 //! Muon, as `torch.optim.Muon`: the update is the momentum, made orthogonal.
 //!
 //! Jordan et al., "Muon: An optimizer for hidden layers in neural networks",
-//! <https://kellerjordan.github.io/posts/muon/>; the scale of updates by shape: Liu et al., "Muon is Scalable for LLM
-//! Training", <https://arxiv.org/abs/2502.16982>; reference:
-//! <https://github.com/pytorch/pytorch/blob/v2.9.0/torch/optim/_muon.py>, which rounds the products of matrices to
-//! bf16. Here the products are f32 (f64 for f64 variables).
+//! <https://kellerjordan.github.io/posts/muon/>. `match_rms_adamw` is from Liu et al., "Muon is Scalable for LLM
+//! Training", <https://arxiv.org/abs/2502.16982>. The reference,
+//! <https://github.com/pytorch/pytorch/blob/v2.9.0/torch/optim/_muon.py>, rounds the products of matrices to bf16. Here
+//! the products are f32 (f64 for f64 variables).
 
 use smallvec::{SmallVec, smallvec};
 use trainable_candle_core::cpu::{Real, dispatch};
@@ -64,8 +64,8 @@ impl Default for MuonConfig {
 }
 
 /// Muon, as `torch.optim.Muon`. A parameter of more than two dimensions counts as a matrix with one row for each index
-/// of the first dimension. AdamW updates parameters of fewer than two dimensions. The implementation is for the low ranks
-/// of adapters: for a matrix, the time of a step is proportional to the number of elements times the smaller side.
+/// of the first dimension. AdamW updates parameters of fewer than two dimensions. The implementation is for the low
+/// ranks of adapters: the time of a step is proportional to the matrix's number of elements times its smaller side.
 pub type Muon = Stepper<MuonRule>;
 
 registered!(
@@ -117,7 +117,7 @@ impl Rule for MuonRule {
         check_not_negative(Self::NAME, "vector_eps", config.vector_eps)?;
         check_betas(Self::NAME, config.vector_betas)?;
         let (a, b, c) = config.ns_coefficients;
-        let wrong = if !(0.0..1.0).contains(&config.momentum) {
+        let message = if !(0.0..1.0).contains(&config.momentum) {
             format!("found momentum {}, expected at least 0 and less than 1", config.momentum)
         } else if !(config.eps > 0.0 && config.eps.is_finite()) {
             format!("found eps {}, expected a number above 0", config.eps)
@@ -128,7 +128,7 @@ impl Rule for MuonRule {
         } else {
             return Ok(());
         };
-        Err(Error::argument(Self::NAME, wrong))
+        Err(Error::argument(Self::NAME, message))
     }
 
     fn states(_config: &MuonConfig, dims: &[usize]) -> SmallVec<[StateSpec; 4]> {
@@ -138,7 +138,8 @@ impl Rule for MuonRule {
         smallvec![StateKind::Float.named("momentum_buffer")]
     }
 
-    /// The number of elements of four square matrices whose side is the smaller side of the parameter.
+    /// Returns the number of elements of four square matrices whose side is the smaller side of the parameter; 0 for a
+    /// vector.
     fn scratch(dims: &[usize]) -> usize {
         let Some((&rows, rest)) = dims.split_first().filter(|(_, rest)| !rest.is_empty()) else { return 0 };
         let smaller = rows.min(rest.iter().product());
@@ -159,6 +160,7 @@ fn update<T: Real>(config: &MuonConfig, step: u64, chunk: Chunk<'_, T>) {
     );
 }
 
+/// Takes a step of AdamW.
 #[inline(always)]
 fn update_vector<T: Real>(config: &MuonConfig, step: u64, mut chunk: Chunk<'_, T>) {
     let [StateSlice::Float(mean), StateSlice::Float(square)] = chunk.states.as_mut_slice() else {
@@ -166,28 +168,29 @@ fn update_vector<T: Real>(config: &MuonConfig, step: u64, mut chunk: Chunk<'_, T
     };
     let (beta1, beta2) = config.vector_betas;
     let corrections = (1.0 - beta1.powf(step as f64), 1.0 - beta2.powf(step as f64));
-    let (step_size, root) = (T::from_f64(config.lr / corrections.0), T::from_f64(corrections.1.sqrt()));
+    let (step_size, correction_root) = (T::from_f64(config.lr / corrections.0), T::from_f64(corrections.1.sqrt()));
     let (gain1, beta2, gain2) = (T::from_f64(1.0 - beta1), T::from_f64(beta2), T::from_f64(1.0 - beta2));
-    let (kept, eps) = (T::from_f64(1.0 - config.lr * config.weight_decay), T::from_f64(config.vector_eps));
+    let (decay, eps) = (T::from_f64(1.0 - config.lr * config.weight_decay), T::from_f64(config.vector_eps));
     let elements = chunk.param.iter_mut().zip(chunk.grad).zip(mean.iter_mut().zip(square.iter_mut()));
     for ((p, &g), (m, v)) in elements {
         *m += gain1 * (g - *m);
         *v = *v * beta2 + gain2 * g * g;
-        *p = *p * kept - step_size * *m / (v.sqrt() / root + eps);
+        *p = *p * decay - step_size * *m / (v.sqrt() / correction_root + eps);
     }
 }
 
+/// Takes a step of Muon. The parameter is a matrix with one row for each index of the first dimension.
 #[inline(always)]
 fn update_matrix<T: Real>(config: &MuonConfig, mut chunk: Chunk<'_, T>) {
-    let [StateSlice::Float(buffer)] = chunk.states.as_mut_slice() else {
+    let [StateSlice::Float(momentum_buffer)] = chunk.states.as_mut_slice() else {
         unreachable!("the states are those that the rule declares")
     };
     let (height, width) = (chunk.dims[0], chunk.param.len() / chunk.dims[0]);
     let (momentum, gain) = (T::from_f64(config.momentum), T::from_f64(1.0 - config.momentum));
-    let mut direction = Vec::with_capacity(buffer.len());
-    for (b, &g) in buffer.iter_mut().zip(chunk.grad) {
-        *b += gain * (g - *b);
-        direction.push(if config.nesterov { g + momentum * (*b - g) } else { *b });
+    let mut direction = Vec::with_capacity(momentum_buffer.len());
+    for (m, &g) in momentum_buffer.iter_mut().zip(chunk.grad) {
+        *m += gain * (g - *m);
+        direction.push(if config.nesterov { g + momentum * (*m - g) } else { *m });
     }
     let norm = sum_of_squares(&direction).sqrt().max(config.eps);
     let is_tall = height > width;
@@ -200,16 +203,18 @@ fn update_matrix<T: Real>(config: &MuonConfig, mut chunk: Chunk<'_, T>) {
 
     let (a, b) = (height as f64, width as f64);
     let ratio = if config.match_rms_adamw { 0.2 * a.max(b).sqrt() } else { (a / b).max(1.0).sqrt() };
-    let (kept, lr) = (T::from_f64(1.0 - config.lr * config.weight_decay), T::from_f64(config.lr * ratio));
+    let (decay, lr) = (T::from_f64(1.0 - config.lr * config.weight_decay), T::from_f64(config.lr * ratio));
     for (p, x) in chunk.param.iter_mut().zip(orthogonal) {
-        *p = *p * kept - lr * x;
+        *p = *p * decay - lr * x;
     }
 }
 
-/// The result of the Newton-Schulz iteration that starts with `scale` times `x`, a matrix of `short` rows.
+/// Runs the Newton-Schulz iteration, which starts with `scale` times `x`, and returns the last iterate. `x` has `short`
+/// rows and `long` columns.
 ///
-/// Every iterate is P x, where the square matrix P commutes with x xᵀ. So the iteration needs only P and G = P² (x xᵀ),
-/// which have `short` rows and columns. A step multiplies P by M and G by M², where M = a + b G + c G².
+/// Every iterate is P x, where the square matrix P commutes with x xᵀ. So the iteration needs only P (`product`) and
+/// G = P² (x xᵀ) (`gram`), which have `short` rows and columns. A step multiplies P by M (`factor`) and G by M², where
+/// M = a I + b G + c G² and I is the identity matrix.
 #[inline(always)]
 fn orthogonalize<T: Real>(config: &MuonConfig, x: &[T], (short, long): (usize, usize), scale: T) -> Vec<T> {
     let (a, b, c) = config.ns_coefficients;
@@ -217,8 +222,8 @@ fn orthogonalize<T: Real>(config: &MuonConfig, x: &[T], (short, long): (usize, u
     let mut gram = vec![T::ZERO; short * short];
     for (i, row) in x.chunks(long).enumerate() {
         for (j, other) in x.chunks(long).enumerate().take(i + 1) {
-            let dot = scale * scale * dot(row, other);
-            (gram[i * short + j], gram[j * short + i]) = (dot, dot);
+            let entry = scale * scale * dot(row, other);
+            (gram[i * short + j], gram[j * short + i]) = (entry, entry);
         }
     }
     let mut product = vec![T::ZERO; short * short];
@@ -235,6 +240,7 @@ fn orthogonalize<T: Real>(config: &MuonConfig, x: &[T], (short, long): (usize, u
     multiply(&product, x, short)
 }
 
+/// Returns the dot product, summed in an order that vectorises.
 #[inline(always)]
 fn dot<T: Real>(x: &[T], y: &[T]) -> T {
     const LANES: usize = 16;
@@ -249,14 +255,14 @@ fn dot<T: Real>(x: &[T], y: &[T]) -> T {
     total
 }
 
-/// The product of a square matrix with `rows` rows and another matrix with `rows` rows.
+/// Multiplies the square matrix `left` by the matrix `right`. Both have `rows` rows.
 #[inline(always)]
 fn multiply<T: Real>(left: &[T], right: &[T], rows: usize) -> Vec<T> {
     let width = right.len() / rows;
     let mut result = vec![T::ZERO; right.len()];
-    for (left, result) in left.chunks(rows).zip(result.chunks_mut(width)) {
-        for (&factor, right) in left.iter().zip(right.chunks(width)) {
-            for (sum, &x) in result.iter_mut().zip(right) {
+    for (left_row, result_row) in left.chunks(rows).zip(result.chunks_mut(width)) {
+        for (&factor, right_row) in left_row.iter().zip(right.chunks(width)) {
+            for (sum, &x) in result_row.iter_mut().zip(right_row) {
                 *sum += factor * x;
             }
         }
@@ -264,6 +270,7 @@ fn multiply<T: Real>(left: &[T], right: &[T], rows: usize) -> Vec<T> {
     result
 }
 
+/// Returns the transpose of the matrix `x` of `height` rows and `width` columns.
 fn transposed<T: Copy>(x: &[T], height: usize, width: usize) -> Vec<T> {
     (0..width).flat_map(|column| (0..height).map(move |row| x[row * width + column])).collect()
 }

@@ -1,5 +1,5 @@
-//! Stand-ins for the types of the module `cuda` in a build without CUDA. In such a build no variable is on a CUDA device, so no
-//! value of these types ever exists.
+//! Stand-ins for the types and functions of the module `cuda` in a build without CUDA. In such a build no variable is
+//! on a CUDA device, so no value of these types ever exists.
 
 use std::convert::Infallible;
 
@@ -8,6 +8,7 @@ use trainable_candle_core::{Device, Error, Raw, Result, Tensor, Var};
 use super::rule::Rule;
 use super::state::{Group, Parameter, StatePlace};
 
+/// Returns the error of a function that needs CUDA.
 fn unavailable<T>() -> Result<T> {
     Err(Error::CudaUnavailable("this build has no CUDA support".to_owned()))
 }

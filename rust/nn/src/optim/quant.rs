@@ -23,10 +23,11 @@ use super::lanes::Lanes;
 /// The number of elements of an optimizer state that share one scale.
 pub const BLOCK_SIZE: usize = 256;
 
-/// The number of elements that one thread quantizes at a time.
+/// The number of elements that one thread quantizes or dequantizes at a time, rounded up to whole blocks.
 const GRAIN: usize = 1 << 14;
 
-/// A map of 256 ascending values, with tables that give the code of the nearest map value in a few instructions.
+/// A map of 256 ascending values, with tables that give the code of the nearest map value in a few instructions. The
+/// code of a map value is its index.
 pub struct Codebook {
     values: [f32; 256],
     /// Entries for the f32 values to encode, indexed by a value's upper 16 bits. The value's code is the upper half of
@@ -45,40 +46,41 @@ pub struct Codebook {
 }
 
 impl Codebook {
-    /// The dynamic map for values in [-1, 1].
+    /// Returns the dynamic map for values in [-1, 1].
     pub fn signed() -> &'static Self {
         static CODEBOOK: LazyLock<Codebook> = LazyLock::new(|| Codebook::dynamic(true, false));
         &CODEBOOK
     }
 
-    /// The dynamic map for values in [0, 1].
+    /// Returns the dynamic map for values in [0, 1].
     pub fn unsigned() -> &'static Self {
         static CODEBOOK: LazyLock<Codebook> = LazyLock::new(|| Codebook::dynamic(false, false));
         &CODEBOOK
     }
 
-    /// The map of [`signed`](Self::signed) for optimizer states. A negative number that would be rounded to zero gets the
-    /// code of the negative value next to zero instead, so that its sign survives. A NaN, such as 0 / 0 in a block of zeros,
-    /// gets the code 255.
+    /// Returns the map of [`signed`](Self::signed) for optimizer states. -0, and a negative number that would be
+    /// rounded to zero, get the code of the negative value next to zero instead, which keeps the sign. A NaN (such as
+    /// 0 / 0 in a block of zeros) gets the code 255.
     pub fn sign_preserving() -> &'static Self {
         static CODEBOOK: LazyLock<Codebook> = LazyLock::new(|| Codebook::dynamic(true, true));
         &CODEBOOK
     }
 
-    /// The 256 values in ascending order.
+    /// Returns the 256 values in ascending order.
     pub fn values(&self) -> &[f32; 256] {
         &self.values
     }
 
-    /// The code whose value is nearest to `x`. A tie goes to the even code, a NaN to code 0. The map
-    /// [`sign_preserving`](Self::sign_preserving) differs for NaNs and for some negative numbers.
+    /// Returns the code whose value is nearest to `x`. A tie goes to the even code, a NaN to code 0. The map
+    /// [`sign_preserving`](Self::sign_preserving) differs for NaNs, -0 and negative numbers near zero.
     #[inline(always)]
     pub fn encode(&self, x: f32) -> u8 {
         encode(&self.table, x)
     }
 
-    /// Writes the codes of `values * scale`, which are those of [`encode`](Self::encode), to `codes`. `scale` is one over the
-    /// largest magnitude of `values`. The map [`signed`](Self::signed) is not supported.
+    /// Writes the codes of `values * scale`, which are those of [`encode`](Self::encode), to `codes`. `scale` is one
+    /// over the largest magnitude of `values`. The map [`signed`](Self::signed) is not supported, because
+    /// implementations of [`Lanes`] keep the signs of values.
     #[inline(always)]
     pub(super) fn encode_block<L: Lanes>(
         &self,
@@ -104,34 +106,38 @@ impl Codebook {
         }
     }
 
+    /// Returns the map as one line for each decade.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     pub(super) fn lines(&self) -> &Lines {
         &self.lines
     }
 
-    /// Byte `i` of the values of all codes, for `i` in 0..4.
+    /// Returns four tables: table `i` holds byte `i` of each of the 256 values.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     pub(super) fn planes(&self) -> &[[u8; 256]; 4] {
         &self.planes
     }
 
-    /// The value of a code.
+    /// Returns the value of a code.
     #[inline(always)]
     pub fn decode(&self, code: u8) -> f32 {
         self.values[usize::from(code)]
     }
 
+    /// Makes the dynamic map, with negative values if `signed`. With `preserve_sign`, encoding treats -0, negative
+    /// numbers near zero and NaNs as [`sign_preserving`](Self::sign_preserving) says.
     fn dynamic(signed: bool, preserve_sign: bool) -> Self {
         let values = create_dynamic_map(signed);
+        // The code of zero.
         let zero = values.partition_point(|&v| v < 0.0) as u32;
-        // Entries that only NaNs reach keep this initial code: bitsandbytes' search gives 0 for a NaN, and with
-        // `preserve_sign`, its correction of signs changes 0 to 255.
+        // Entries of upper halves that only NaNs have keep this initial code: bitsandbytes' search gives 0 for a NaN,
+        // and with `preserve_sign`, its correction of signs changes 0 to 255.
         let mut table = vec![if preserve_sign { 255 << 16 } else { 0 }; 1 << 16];
         let mut code = 0;
         for order in 0..1u32 << 16 {
-            // The upper 16 bits at index `order`, if all upper halves are sorted by value in ascending order.
+            // Of all upper halves (16 bits) in ascending order of their values, the one at index `order`.
             let upper = if order < 0x8000 { 0xffff - order } else { order - 0x8000 };
             if f32::from_bits(upper << 16).is_nan() {
                 continue;
@@ -139,9 +145,10 @@ impl Codebook {
             let negative = upper >= 0x8000;
             let mut entry = code << 16;
             if code < 255 {
-                let border = border(&values, code as usize).to_bits();
-                if border >> 16 == upper {
-                    let last = if negative { !border } else { border } & 0xffff;
+                let border_bits = border(&values, code as usize).to_bits();
+                if border_bits >> 16 == upper {
+                    // The lower half of the last value with `code`; values with a larger lower half get the next code.
+                    let last = if negative { !border_bits } else { border_bits } & 0xffff;
                     entry |= 0xffff - last;
                     code += 1;
                 }
@@ -153,10 +160,9 @@ impl Codebook {
         }
         debug_assert_eq!(code, 255, "every border has its entry");
         let table = table.into_boxed_slice().try_into().unwrap_or_else(|_| unreachable!("its length is fixed"));
-        let middle = if signed { zero as usize } else { 0 };
         Self {
             #[cfg(target_arch = "x86_64")]
-            lines: Lines::new(signed, |number| border(&values, middle + number)),
+            lines: Lines::new(signed, |number| border(&values, zero as usize + number)),
             #[cfg(target_arch = "x86_64")]
             planes: std::array::from_fn(|byte| values.map(|value| value.to_bits().to_le_bytes()[byte])),
             values,
@@ -165,23 +171,25 @@ impl Codebook {
     }
 }
 
+/// Looks up the code of `x` as the documentation of [`Codebook::table`] describes.
 #[inline(always)]
 fn encode(table: &[u32; 1 << 16], x: f32) -> u8 {
     let bits = x.to_bits();
     let entry = table[(bits >> 16) as usize];
+    // Inverts the bits of a negative value.
     let ascending = bits ^ ((bits as i32) >> 31) as u32;
     ((entry + (ascending & 0xffff)) >> 16) as u8
 }
 
-/// The largest value whose code is not above `code`. This is the middle between the values of `code` and the next code, or
-/// the number just below the middle if a tie goes to the next code.
+/// Returns the largest number whose code is at most `code`. This is the middle between the values of `code` and of the
+/// next code, or the f32 just below the middle if a tie goes to the next code.
 fn border(values: &[f32; 256], code: usize) -> f32 {
     let middle = (values[code] + values[code + 1]) * 0.5;
     if code.is_multiple_of(2) { middle } else { middle.next_down() }
 }
 
 /// Quantizes `values` in blocks of `block_size` elements (the last block may be shorter). Writes each block's largest
-/// magnitude to `absmax`, and the codes of the block's values divided by this magnitude to `codes`.
+/// magnitude to `absmax`, and to `codes` the codes of the block's values divided by this magnitude.
 ///
 /// # Errors
 /// [`Error::Argument`] if `block_size` is 0; [`Error::Shape`] if `codes` is not as long as `values` or `absmax` does
@@ -208,7 +216,8 @@ pub fn quantize_blockwise(
     Ok(())
 }
 
-/// The values that `codes` and `absmax` represent: the inverse of [`quantize_blockwise`] up to rounding.
+/// Writes the values that `codes` and `absmax` represent to `values`. This is the inverse of [`quantize_blockwise`] up
+/// to rounding.
 ///
 /// # Errors
 /// As [`quantize_blockwise`].
@@ -231,6 +240,7 @@ pub fn dequantize_blockwise(
     Ok(())
 }
 
+/// Checks the block size and the lengths of `codes` and `absmax` for this number of values.
 fn check_lengths(op: &'static str, values: usize, block_size: usize, codes: usize, absmax: usize) -> Result<()> {
     if block_size == 0 {
         return Err(Error::argument(op, "found block_size 0, expected at least 1"));
@@ -250,7 +260,7 @@ mod tests {
     use super::super::lanes::{WithLanes, in_each_form};
     use super::*;
 
-    /// bitsandbytes' binary search over the map, step by step.
+    /// Finds the code of `x` with the binary search of bitsandbytes, step by step.
     fn binary_search(map: &[f32; 256], x: f32) -> u8 {
         let (mut pivot, mut upper_pivot, mut lower_pivot) = (127usize, 255usize, 0usize);
         let mut step = 64;
@@ -274,8 +284,8 @@ mod tests {
         nearest as u8
     }
 
-    /// Every upper half of an f32, combined with lower halves at both ends and in the middle of their range, and every border
-    /// between two codes with the f32 values next to it.
+    /// Returns numbers to encode, without NaNs. They have every upper half of an f32, combined with lower halves at
+    /// both ends and in the middle of their range. Others are at and next to the borders between two codes.
     fn probes(codebook: &Codebook) -> impl Iterator<Item = f32> {
         let grid = (0..=0xffffu32).flat_map(|upper| [0, 1, 0x7fff, 0x8000, 0xffff].map(|lower| upper << 16 | lower));
         let borders = (0..255).flat_map(|code| {
@@ -286,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn encode_equals_the_binary_search() {
+    fn encode_equals_the_binary_search_and_gives_0_for_nan() {
         for codebook in [Codebook::signed(), Codebook::unsigned()] {
             for x in probes(codebook) {
                 assert_eq!(codebook.encode(x), binary_search(codebook.values(), x), "{x:e}");
@@ -297,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn sign_preserving_encode_corrects_the_sign() {
+    fn sign_preserving_encode_corrects_the_sign_and_gives_255_for_nan() {
         let codebook = Codebook::sign_preserving();
         for x in probes(codebook) {
             let mut expected = binary_search(codebook.values(), x);
@@ -325,14 +335,15 @@ mod tests {
             let mut codes = [0; BLOCK_SIZE];
             codebook.encode_block(l, values, scale, &mut codes);
             assert_eq!(codes, values.map(|x| codebook.encode(x * scale)), "{values:?} times {scale}");
-            let codes = std::array::from_fn::<u8, BLOCK_SIZE, _>(|code| code as u8);
+            let all_codes = std::array::from_fn::<u8, BLOCK_SIZE, _>(|code| code as u8);
             for start in (0..BLOCK_SIZE).step_by(4 * L::WIDTH) {
-                let decoded = l.decode(codebook, &codes[start..]);
+                let decoded = l.decode(codebook, &all_codes[start..]);
                 for part in 0..4 {
-                    let mut values = [0.0; 16];
-                    l.store(l.part(codebook, decoded, &codes[start..], part), &mut values);
+                    // Room for the values of a register; `WIDTH` is at most 16.
+                    let mut found = [0.0; 16];
+                    l.store(l.part(codebook, decoded, &all_codes[start..], part), &mut found);
                     let here = start + part * L::WIDTH;
-                    assert_eq!(values[..L::WIDTH], codebook.values()[here..here + L::WIDTH]);
+                    assert_eq!(found[..L::WIDTH], codebook.values()[here..here + L::WIDTH]);
                 }
             }
         }
@@ -340,8 +351,8 @@ mod tests {
 
     #[test]
     fn encode_block_and_decode_equal_the_functions_of_single_values() {
-        for (codebook, least) in [(Codebook::sign_preserving(), -1.0), (Codebook::unsigned(), 0.0)] {
-            let probes: Vec<f32> = probes(codebook).filter(|x| (least..=1.0).contains(x)).collect();
+        for (codebook, smallest) in [(Codebook::sign_preserving(), -1.0), (Codebook::unsigned(), 0.0)] {
+            let probes: Vec<f32> = probes(codebook).filter(|x| (smallest..=1.0).contains(x)).collect();
             let mut values = [0f32; BLOCK_SIZE];
             for scale in [1.0, 0.75, 1e-30] {
                 for part in probes.chunks(BLOCK_SIZE) {
@@ -349,7 +360,7 @@ mod tests {
                     in_each_form(Compare { codebook, values: &values, scale });
                 }
             }
-            // A block of zeros has an infinite scale.
+            // For these scales, `encode_block` does not use `Lanes`. A block of zeros has an infinite scale.
             for scale in [f32::INFINITY, f32::NAN, 0.0] {
                 values = [0.0; BLOCK_SIZE];
                 (values[1], values[2]) = (-0.0, 1e-40);
@@ -359,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn maps_are_ascending_and_hold_zero_and_one() {
+    fn maps_ascend_to_one_hold_zero_and_have_negative_values_only_if_signed() {
         for signed in [false, true] {
             let map = create_dynamic_map(signed);
             assert!(map.windows(2).all(|pair| pair[0] < pair[1]));
@@ -376,14 +387,14 @@ mod tests {
         dequantize_blockwise(&codes, &absmax, Codebook::signed(), 64, &mut back).unwrap();
         for (block, (values, back)) in values.chunks(64).zip(back.chunks(64)).enumerate() {
             for (v, b) in values.iter().zip(back) {
-                // Half the widest gap of the map, 0.9 / 64.
+                // The widest gap between two values of the map is 0.9 / 64. The bound is slightly more than half of it.
                 assert!((v - b).abs() <= 0.0071 * absmax[block], "{v} became {b}");
             }
         }
     }
 
     #[test]
-    fn wrong_lengths_are_errors() {
+    fn wrong_lengths_and_a_block_size_of_0_are_errors() {
         let error = quantize_blockwise(&[0.0; 10], Codebook::signed(), 4, &mut [0; 10], &mut [0.0; 2]).unwrap_err();
         assert_eq!(
             error.to_string(),

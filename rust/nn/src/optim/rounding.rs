@@ -17,7 +17,7 @@ use super::rule::Rule;
 use super::state;
 use super::stepper::Stepper;
 
-/// The number of Philox blocks (128 random bits each) that are computed side by side.
+/// The number of Philox blocks (128 random bits each) that are computed together, in lanes of vector registers.
 const LANES: usize = 16;
 
 /// The number of elements that take their random bits from one Philox block: one 32-bit word for each element.
@@ -34,20 +34,25 @@ pub(super) struct Bits {
 }
 
 impl Bits {
-    /// Rounds f32 values to bf16. `number` is 0 if the values are parameters, 1 if they are the first state, and so on.
+    /// Rounds `values` of consecutive elements to bf16. `array` is 0 if the values are parameters, 1 if they are the
+    /// first state, and so on.
     ///
-    /// Element `e` takes 16 bits from word `e % 4` of Philox block `e / 4`: the lower half of the word if `number` is even, the
-    /// upper half if `number` is odd. So `number` 0 and 1 share blocks, as do 2 and 3, and so on. The upper half of a block's
-    /// counter holds the step and 2 + `number` / 2.
-    pub(super) fn round(self, values: &[f32], rounded: &mut [bf16], number: usize) {
-        let upper = [self.step as u32, 2 + number as u32 / 2];
-        let shift = if number.is_multiple_of(2) { 0 } else { 16 };
-        let (chunks, first) = (LANES * QUAD, self.first / QUAD as u64);
+    /// Element `e` takes 16 bits from word `e % 4` of Philox block `e / 4`: the lower half of the word if `array` is
+    /// even, the upper half if `array` is odd. So the arrays 0 and 1 share blocks, as do 2 and 3, and so on. The upper
+    /// half of a block's counter holds the step and 2 + `array` / 2. Counters of other random numbers have 0 or 1 in
+    /// place of the latter.
+    pub(super) fn round(self, values: &[f32], rounded: &mut [bf16], array: usize) {
+        let upper = [self.step as u32, 2 + array as u32 / 2];
+        let shift = if array.is_multiple_of(2) { 0 } else { 16 };
+        let (chunk_len, first_block) = (LANES * QUAD, self.first / QUAD as u64);
         dispatch(
             #[inline(always)]
             || {
-                for (index, (values, rounded)) in values.chunks(chunks).zip(rounded.chunks_mut(chunks)).enumerate() {
-                    let words = philox_lanes_above::<LANES>(self.seed, first + (index * LANES) as u64, upper);
+                for (index, (values, rounded)) in
+                    values.chunks(chunk_len).zip(rounded.chunks_mut(chunk_len)).enumerate()
+                {
+                    // `words[w][b]` is word `w` of block `b` of this chunk.
+                    let words = philox_lanes_above::<LANES>(self.seed, first_block + (index * LANES) as u64, upper);
                     for (i, (value, rounded)) in values.iter().zip(rounded).enumerate() {
                         *rounded = round(*value, words[i % QUAD][i / QUAD] >> shift);
                     }
@@ -57,14 +62,15 @@ impl Bits {
     }
 }
 
-/// Rounds to one of the neighbouring bf16 numbers, which the lower 16 of `bits` choose. The probability of the neighbour of
-/// larger magnitude is the distance of `value` from the other neighbour, divided by the distance between the neighbours.
-/// Infinities do not change, and NaN stays NaN.
+/// Rounds to one of the two neighbouring bf16 numbers, which the lower 16 of `bits` choose. The probability of the
+/// neighbour of larger magnitude is the distance of `value` from the other neighbour, divided by the distance between
+/// the neighbours. Values that bf16 can represent do not change, and NaN stays NaN.
 #[inline(always)]
 fn round(value: f32, bits: u32) -> bf16 {
-    let found = value.to_bits();
-    let sum = if value.is_finite() { found + (bits & 0xffff) } else { found | (u32::from(value.is_nan()) << 22) };
-    bf16::from_bits((sum >> 16) as u16)
+    let exact = value.to_bits();
+    // Bit 22 keeps the mantissa of a NaN from becoming zero.
+    let wide = if value.is_finite() { exact + (bits & 0xffff) } else { exact | (u32::from(value.is_nan()) << 22) };
+    bf16::from_bits((wide >> 16) as u16)
 }
 
 impl<R: Rule> Stepper<R> {
@@ -74,8 +80,8 @@ impl<R: Rule> Stepper<R> {
     /// and before the states are placed in memory of the host.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the update is not elementwise, or if states exist on a device; [`Error::DType`] if no variable is
-    /// bf16.
+    /// [`Error::Argument`] if the update is not elementwise, or if states exist on a CUDA device; [`Error::DType`] if
+    /// no variable is bf16.
     pub fn with_stochastic_rounding(mut self, seed: u64) -> Result<Self> {
         if !R::ELEMENTWISE {
             return Err(no_rounding(R::NAME));
@@ -83,7 +89,7 @@ impl<R: Rule> Stepper<R> {
         if self.device.is_some() {
             return Err(Error::argument(
                 R::NAME,
-                "the states exist already; round stochastically from the first step on",
+                "the states exist already; choose stochastic rounding before the first step and before place_states()",
             ));
         }
         if self.parameters().all(|parameter| parameter.var.dtype() != DType::BF16) {
@@ -100,7 +106,7 @@ impl<R: Rule> Stepper<R> {
     }
 }
 
-/// The error for an optimizer that cannot round stochastically.
+/// Makes the error of the optimizer `name`, which cannot round stochastically.
 pub(super) fn no_rounding(name: &'static str) -> Error {
     let message = "its update needs whole variables, and such updates cannot round stochastically; use an optimizer that \
         updates each element alone, such as AdamW, AdamW8bit, Lion or SGD";
@@ -111,7 +117,7 @@ pub(super) fn no_rounding(name: &'static str) -> Error {
 mod tests {
     use super::*;
 
-    /// The unit in the last place of bf16 at `value`, a normal number.
+    /// Returns the unit in the last place of bf16 at `value`, a normal number.
     fn unit(value: f32) -> f64 {
         2f64.powi(value.abs().log2().floor() as i32 - 7)
     }
@@ -124,14 +130,14 @@ mod tests {
             let bits = Bits { seed: 5, step: 1 + case as u64, first: 0 };
             bits.round(&vec![value; COUNT], &mut rounded, case % 4);
             let (value, unit) = (f64::from(value), unit(value));
-            let neighbours = |found: &bf16| (f64::from(*found) - value).abs() < unit;
-            assert!(rounded.iter().all(neighbours), "{value}");
-            let mean = rounded.iter().map(|&found| f64::from(found) - value).sum::<f64>() / COUNT as f64;
+            let is_neighbour = |found: &bf16| (f64::from(*found) - value).abs() < unit;
+            assert!(rounded.iter().all(is_neighbour), "{value}");
+            let mean_error = rounded.iter().map(|&found| f64::from(found) - value).sum::<f64>() / COUNT as f64;
             // The error of a rounding takes one of two values that are one unit apart, so its standard deviation is at most
             // half a unit, and the standard deviation of the mean error is at most unit / 2 / √COUNT. The bound is six standard
             // deviations of the mean, plus 2⁻¹⁶ units because probabilities are multiples of 2⁻¹⁶.
             let bound = unit * (3.0 / (COUNT as f64).sqrt() + 2f64.powi(-16));
-            assert!(mean.abs() < bound, "{value}: {mean} of {bound}");
+            assert!(mean_error.abs() < bound, "{value}: the mean error is {mean_error}, the bound is {bound}");
         }
     }
 
@@ -149,29 +155,29 @@ mod tests {
 
     #[test]
     fn a_value_rounds_up_only_if_the_sum_of_its_lower_bits_and_the_random_bits_carries() {
-        let (below, above) = (f32::from_bits(0x3f80_0001), f32::from_bits(0x3f80_ffff));
-        assert_eq!([round(below, 0xfffe), round(below, 0xffff)].map(bf16::to_bits), [0x3f80, 0x3f81]);
-        assert_eq!([round(above, 0), round(above, 1)].map(bf16::to_bits), [0x3f80, 0x3f81]);
+        let (above_one, below_next) = (f32::from_bits(0x3f80_0001), f32::from_bits(0x3f80_ffff));
+        assert_eq!([round(above_one, 0xfffe), round(above_one, 0xffff)].map(bf16::to_bits), [0x3f80, 0x3f81]);
+        assert_eq!([round(below_next, 0), round(below_next, 1)].map(bf16::to_bits), [0x3f80, 0x3f81]);
     }
 
     #[test]
     fn bits_depend_on_everything_but_the_split_into_chunks() {
         let values: Vec<f32> = (0..1000).map(|i| 1.0 + i as f32 / 4096.1).collect();
-        let round = |bits: Bits, values: &[f32], number| {
+        let rounded_with = |bits: Bits, values: &[f32], array| {
             let mut rounded = vec![bf16::ZERO; values.len()];
-            bits.round(values, &mut rounded, number);
+            bits.round(values, &mut rounded, array);
             rounded
         };
         let bits = Bits { seed: 1, step: 2, first: 512 };
-        let whole = round(bits, &values, 0);
-        assert_eq!(round(Bits { first: 512 + 256, ..bits }, &values[256..], 0), whole[256..]);
-        let others = [Bits { seed: 2, ..bits }, Bits { step: 3, ..bits }, Bits { first: 516, ..bits }];
-        let mut all = vec![whole.clone()];
-        all.extend(others.map(|other| round(other, &values, 0)));
-        all.extend((1..4).map(|number| round(bits, &values, number)));
-        for (index, one) in all.iter().enumerate() {
-            for other in &all[..index] {
-                let same = one.iter().zip(other).filter(|(a, b)| a == b).count();
+        let unsplit = rounded_with(bits, &values, 0);
+        assert_eq!(rounded_with(Bits { first: 512 + 256, ..bits }, &values[256..], 0), unsplit[256..]);
+        let changed = [Bits { seed: 2, ..bits }, Bits { step: 3, ..bits }, Bits { first: 516, ..bits }];
+        let mut roundings = vec![unsplit];
+        roundings.extend(changed.map(|bits| rounded_with(bits, &values, 0)));
+        roundings.extend((1..4).map(|array| rounded_with(bits, &values, array)));
+        for (index, rounding) in roundings.iter().enumerate() {
+            for earlier in &roundings[..index] {
+                let same = rounding.iter().zip(earlier).filter(|(a, b)| a == b).count();
                 // If fractions of a unit are uniform, independent roundings agree for two thirds of the elements on average.
                 assert!((600..735).contains(&same), "{index}: {same}");
             }

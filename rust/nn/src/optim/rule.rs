@@ -11,7 +11,7 @@ pub use trainable_candle_cuda::structs::Settings;
 /// The arithmetic of an optimizer and the states that it keeps. [`Stepper`](super::Stepper) does everything else.
 ///
 /// An update is elementwise ([`ELEMENTWISE`](Self::ELEMENTWISE)) or needs whole variables. In an elementwise update,
-/// the elements of a block of [`BLOCK_SIZE`] may share a scale.
+/// blocks of [`BLOCK_SIZE`] elements may share a scale of their 8-bit states.
 pub trait Rule: Sized + Send + Sync + 'static {
     /// The optimizer's name; error messages start with it.
     const NAME: &'static str;
@@ -25,7 +25,7 @@ pub trait Rule: Sized + Send + Sync + 'static {
     /// The update of f64 values, if the optimizer takes f64 variables.
     const UPDATE_F64: Option<Update<Self::Config, f64>>;
 
-    /// The kernels of the update on CUDA devices, if there are any.
+    /// The kernels of the update on CUDA devices; without them, the optimizer does not support such devices.
     const KERNELS: Option<Kernels<Self::Config>> = None;
 
     /// Whether a variable may be updated in chunks, on several threads. If not, the update gets the whole variable; on
@@ -35,8 +35,8 @@ pub trait Rule: Sized + Send + Sync + 'static {
     /// The average that replaces the parameters outside of training, if the optimizer keeps one.
     const AVERAGE: Option<Average<Self::Config>> = None;
 
-    /// Whether the update increments the step counter; false if the rule is the second half of a step that another rule
-    /// has begun.
+    /// Whether the update increments the step counter; false if the rule is the second half of a step whose first half
+    /// is another rule.
     const COUNTS: bool = true;
 
     /// Checks the ranges of hyper-parameters.
@@ -45,40 +45,42 @@ pub trait Rule: Sized + Send + Sync + 'static {
     /// [`Error::Argument`] that names the first hyper-parameter outside its range.
     fn validate(config: &Self::Config) -> Result<()>;
 
-    /// The states kept for a parameter of shape `dims`.
+    /// Returns the states kept for a parameter of shape `dims`.
     fn states(config: &Self::Config, dims: &[usize]) -> SmallVec<[StateSpec; 4]>;
 
-    /// The number of f32 that the update of a variable of shape `dims` needs on a CUDA device as scratch memory.
+    /// Returns the number of f32 values of scratch memory that the update of a variable of shape `dims` needs on a CUDA
+    /// device.
     fn scratch(_dims: &[usize]) -> usize {
         0
     }
 
-    /// The learning rate.
+    /// Returns the learning rate in `config`, to be read or set.
     fn lr(config: &mut Self::Config) -> &mut f64;
 }
 
-/// An average over the steps, which replaces a parameter outside of training. It is computed from the parameter and one of its
-/// states, which has the same shape: `parameter + weight * (state - parameter)`.
+/// The average of a parameter over the steps, which replaces the parameter outside of training. It is
+/// `parameter + weight * (state - parameter)`, where `state` is a state of the parameter's shape.
 #[derive(Clone, Copy)]
 pub struct Average<C> {
-    /// The index of the state.
+    /// The index of the state in [`Rule::states`].
     pub state: usize,
-    /// The weight, from the hyper-parameters of the group; it may be negative.
+    /// Computes the weight from the hyper-parameters of the group; the weight may be negative.
     pub weight: fn(&C) -> f64,
 }
 
 /// The kernels of a rule, in the files `optim*.cu` of `kernels/`.
 #[derive(Clone, Copy)]
 pub struct Kernels<C> {
-    /// `<prepare>_prepare` begins a step.
+    /// The kernel `<prepare>_prepare` begins a step.
     pub prepare: &'static str,
-    /// The kernel that updates variables with f32 states: `<step>_step`, or `step` itself if the rule is not
-    /// elementwise.
+    /// The kernel that updates variables without 8-bit states: `<step>_step` (`<step>_rounded` for variables that are
+    /// rounded stochastically), or `step` itself if the rule is not elementwise.
     pub step: &'static str,
     /// The kernels that run before `step` in each step, for rules that are not elementwise. An entry has the kernel's name, and
     /// whether one block of threads processes all variables of a launch.
     pub before: &'static [(&'static str, bool)],
-    /// `<step_8bit>_step` updates variables with 8-bit states.
+    /// The kernel that updates variables with 8-bit states, if the rule has such states: `<step_8bit>_step` or
+    /// `<step_8bit>_rounded`.
     pub step_8bit: Option<&'static str>,
     /// Converts the hyper-parameters of a group to the structure that kernels read. Fields that an optimizer lacks are
     /// 0.
@@ -99,7 +101,8 @@ pub struct Chunk<'a, T> {
     pub grad: &'a [T],
     /// The states in the order of [`Rule::states`]; all zeros before the first step.
     pub states: SmallVec<[StateSlice<'a, T>; 4]>,
-    /// Where the update may write two numbers for the optimizer; only present if the chunk is a whole variable.
+    /// Where the update may write two numbers for the optimizer. None if the chunk is a part of a variable, or if the
+    /// variable is rounded stochastically.
     pub sums: Option<&'a mut [f64; 2]>,
 }
 
@@ -140,19 +143,20 @@ pub enum StateKind {
 }
 
 impl StateKind {
-    /// The shape of the state of a parameter of shape `dims`.
+    /// Returns the shape of the state of a parameter of shape `dims`.
     pub(crate) fn dims(self, dims: &[usize]) -> Vec<usize> {
         let mut shape = dims.to_vec();
         match (self, shape.as_mut_slice()) {
             (Self::Scales, _) => return vec![dims.iter().product::<usize>().div_ceil(BLOCK_SIZE)],
-            (Self::Every(count), _) => return vec![dims.iter().product::<usize>().div_ceil(count)],
-            (Self::Rows, [.., last]) | (Self::Columns, [.., last, _]) => *last = 1,
+            (Self::Every(n), _) => return vec![dims.iter().product::<usize>().div_ceil(n)],
+            (Self::Rows, [.., reduced]) | (Self::Columns, [.., reduced, _]) => *reduced = 1,
             _ => {}
         }
         shape
     }
 
-    /// Bytes of the state of an f32 parameter of shape `dims`, or of a bf16 parameter that is `rounded` stochastically.
+    /// Returns the bytes of the state of a parameter of shape `dims`, which is bf16 and rounded stochastically if
+    /// `rounded`, otherwise f32.
     pub(crate) fn bytes(self, dims: &[usize], rounded: bool) -> usize {
         let element = match self {
             Self::Codes => size_of::<u8>(),
@@ -163,13 +167,14 @@ impl StateKind {
         element * self.dims(dims).iter().product::<usize>()
     }
 
-    /// A state of this kind under `name`.
+    /// Makes the description of a state of this kind that is called `name`.
     pub(crate) const fn named(self, name: &'static str) -> StateSpec {
         StateSpec { name, kind: self }
     }
 }
 
 impl<'a, T> StateSlice<'a, T> {
+    /// Lends the state, so that `self` can be used again afterwards.
     pub(crate) fn reborrow(&mut self) -> StateSlice<'_, T> {
         match self {
             Self::Float(data) => StateSlice::Float(data),
@@ -178,7 +183,8 @@ impl<'a, T> StateSlice<'a, T> {
         }
     }
 
-    /// Splits the state after the entries of the first `at` elements; `at` is a multiple of [`BLOCK_SIZE`].
+    /// Splits the state of an elementwise update after the entries of the first `at` elements, a multiple of
+    /// [`BLOCK_SIZE`].
     pub(crate) fn split_at(self, at: usize) -> (Self, Self) {
         match self {
             Self::Float(data) => {
@@ -197,7 +203,7 @@ impl<'a, T> StateSlice<'a, T> {
     }
 }
 
-/// Checks that a hyper-parameter is a number of at least 0.
+/// Checks that the hyper-parameter `name` is a finite number of at least 0.
 pub(crate) fn check_not_negative(op: &'static str, name: &str, value: f64) -> Result<()> {
     if value.is_finite() && value >= 0.0 {
         return Ok(());

@@ -15,13 +15,13 @@ const OP: &str = "GradScaler";
 /// The settings of a [`GradScaler`]; names and defaults are torch's.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GradScalerConfig {
-    /// The first scale.
+    /// The initial scale, above 0.
     pub init_scale: f64,
     /// The scale is multiplied by this factor after `growth_interval` steps in a row with finite gradients; above 1.
     pub growth_factor: f64,
     /// The scale is multiplied by this factor after a step with an infinite or NaN gradient; in (0, 1).
     pub backoff_factor: f64,
-    /// The number of steps in a row with finite gradients before the scale grows.
+    /// The number of steps in a row with finite gradients after which the scale grows, at least 1.
     pub growth_interval: u64,
     /// If false, the scaler changes neither losses nor gradients and takes every step.
     pub enabled: bool,
@@ -46,17 +46,18 @@ pub struct GradScaler {
     /// The scale and the counter of steps with finite gradients. On CUDA, they must be on the device before a capture,
     /// because captured functions read them there.
     state: Fixed<State>,
-    /// What was done for each optimizer since the last update, by the optimizer's id.
+    /// What was done for each optimizer since the last update. The keys are the optimizers' ids.
     stages: HostState<FxHashMap<u64, Stage>>,
 }
 
 impl Clone for GradScaler {
     fn clone(&self) -> Self {
-        Self { config: self.config, state: self.state.clone(), stages: stages(self.stages.get()) }
+        Self { config: self.config, state: self.state.clone(), stages: new_stages(self.stages.get()) }
     }
 }
 
-fn stages(stages: FxHashMap<u64, Stage>) -> HostState<FxHashMap<u64, Stage>> {
+/// Makes the host state that holds `stages`.
+fn new_stages(stages: FxHashMap<u64, Stage>) -> HostState<FxHashMap<u64, Stage>> {
     HostState::new("which gradients are unscaled", stages)
 }
 
@@ -68,17 +69,19 @@ enum State {
     Device(LossScale),
 }
 
-/// What was done for an optimizer since the last update: its gradients were unscaled, or it has taken its step.
+/// What was done for an optimizer since the last update: its gradients were unscaled, or [`GradScaler::step`] was
+/// called.
 #[derive(Clone, Debug)]
 struct Stage {
-    /// The largest magnitude of all gradients, as a tensor of one element; it is non-finite if a gradient is.
+    /// The largest magnitude of all gradients before they were unscaled, as a tensor of one element. It is non-finite
+    /// if a gradient is.
     norm: Tensor,
     /// Whether [`GradScaler::step`] was called.
     stepped: bool,
 }
 
 impl GradScaler {
-    /// A scaler.
+    /// Makes a scaler.
     ///
     /// # Errors
     /// [`Error::Argument`] if a setting is outside its range.
@@ -101,10 +104,10 @@ impl GradScaler {
         }
         let state =
             Fixed::new("the device of the loss scale (the first use moves the scale)", State::Host(init_scale, 0));
-        Ok(Self { config, state, stages: stages(FxHashMap::default()) })
+        Ok(Self { config, state, stages: new_stages(FxHashMap::default()) })
     }
 
-    /// The current scale; 1 if the scaler is not enabled. Waits for a CUDA device.
+    /// Returns the current scale; 1 if the scaler is not enabled. Waits for a CUDA device.
     ///
     /// # Errors
     /// [`Error::Device`] if the device fails.
@@ -112,8 +115,8 @@ impl GradScaler {
         if self.config.enabled { Ok(self.read()?.0) } else { Ok(1.0) }
     }
 
-    /// The number of steps with finite gradients since the last step with a non-finite gradient or the last growth of the
-    /// scale. Waits for a CUDA device.
+    /// Returns the number of steps with finite gradients since the last step with a non-finite gradient or the last
+    /// growth of the scale. Waits for a CUDA device.
     ///
     /// # Errors
     /// As [`get_scale`](Self::get_scale).
@@ -121,6 +124,7 @@ impl GradScaler {
         Ok(self.read()?.1)
     }
 
+    /// Returns the scale and the growth tracker. Waits for a CUDA device.
     fn read(&self) -> Result<(f64, u64)> {
         match &*self.state {
             State::Host(scale, growth_tracker) => Ok((*scale, *growth_tracker)),
@@ -128,22 +132,23 @@ impl GradScaler {
         }
     }
 
-    /// The state on a CUDA device; the first call moves it there.
+    /// Returns the state on the CUDA device `device`; the first call moves it there.
     fn on_device(&mut self, device: &Device) -> Result<LossScale> {
         if let State::Device(state) = &*self.state {
             return Ok(state.clone());
         }
         let (scale, growth_tracker) = self.read()?;
-        let place = self.state.get_mut()?;
-        let state = LossScale::new(device, scale, growth_tracker)?;
-        *place = State::Device(state.clone());
-        Ok(state)
+        let host_state = self.state.get_mut()?;
+        let device_state = LossScale::new(device, scale, growth_tracker)?;
+        *host_state = State::Device(device_state.clone());
+        Ok(device_state)
     }
 
-    /// The loss times the scale.
+    /// Returns the loss times the scale.
     ///
     /// # Errors
-    /// [`Error::DType`] if the loss is not floating point; the errors of a multiplication.
+    /// [`Error::DType`] if the loss is not floating point; [`Error::Device`] if a captured function is the first to use
+    /// the scale on a CUDA device; the errors of [`Tensor::mul`].
     pub fn scale(&mut self, loss: &Tensor) -> Result<Tensor> {
         if !is_float(loss.dtype()) {
             let message = format!("the loss is {}, expected a floating point tensor", loss.dtype().as_str());
@@ -165,7 +170,8 @@ impl GradScaler {
     ///
     /// # Errors
     /// [`Error::Argument`] if `unscale` or `step` was already called for this optimizer since the last
-    /// [`update`](Self::update).
+    /// [`update`](Self::update); [`Error::Device`] if gradients are on different devices, or if a captured function is
+    /// the first to use the scale on a CUDA device.
     pub fn unscale(&mut self, optimizer: &dyn Optimizer) -> Result<()> {
         if !self.config.enabled {
             return Ok(());
@@ -195,12 +201,12 @@ impl GradScaler {
     /// Takes a step with the gradients divided by the scale, unless a gradient is infinite or NaN. Returns whether the
     /// step was taken; on a CUDA device returns None, because the answer would need synchronization.
     ///
-    /// If [`unscale`](Self::unscale) has already divided the gradients, they are not divided again. On a CUDA device the
-    /// optimizer divides gradients while it reads them, and the stored gradients do not change.
+    /// If [`unscale`](Self::unscale) has already divided the gradients, they are not divided again. Otherwise, on a
+    /// CUDA device, the optimizer divides gradients while it reads them, and the stored gradients do not change.
     ///
     /// # Errors
-    /// [`Error::Argument`] if `step` was already called for this optimizer since the last [`update`](Self::update); the
-    /// errors of the optimizer's step.
+    /// [`Error::Argument`] if `step` was already called for this optimizer since the last [`update`](Self::update);
+    /// [`Error::Device`] as [`unscale`](Self::unscale); the errors of the optimizer's step.
     pub fn step(&mut self, optimizer: &mut dyn Optimizer) -> Result<Option<bool>> {
         if !self.config.enabled {
             optimizer.step_all()?;
@@ -217,6 +223,7 @@ impl GradScaler {
         if self.stage(optimizer).is_none() {
             self.unscale(optimizer)?;
         }
+        // `unscale` has set the stage, so there always is one here.
         let Some(stage) = self.stage(optimizer) else { return Ok(Some(false)) };
         if stage.stepped {
             let message = format!("step() was already called for this {} since the last update()", optimizer.name());
@@ -228,11 +235,13 @@ impl GradScaler {
         if stage.norm.device().is_cpu() { Ok(Some(guard.allows()?)) } else { Ok(None) }
     }
 
-    /// What was done for an optimizer since the last update.
+    /// Returns what was done for an optimizer since the last update.
     fn stage(&self, optimizer: &dyn Optimizer) -> Option<Stage> {
+        // `get` returns a copy of the stages, so `remove` leaves the stages of the scaler as they are.
         self.stages.get().remove(&optimizer.id())
     }
 
+    /// Sets what was done for an optimizer since the last update.
     fn set_stage(&self, optimizer: &dyn Optimizer, stage: Stage) {
         self.stages.change(|stages| stages.insert(optimizer.id(), stage));
     }
@@ -241,7 +250,8 @@ impl GradScaler {
     /// in a row with finite gradients.
     ///
     /// # Errors
-    /// [`Error::Argument`] if no optimizer was unscaled or stepped since the last call.
+    /// [`Error::Argument`] if neither `unscale` nor `step` was called since the last call; [`Error::Device`] within a
+    /// captured function if the scale is on the host.
     pub fn update(&mut self) -> Result<()> {
         if !self.config.enabled {
             return Ok(());
@@ -255,22 +265,23 @@ impl GradScaler {
         let norms: Vec<Tensor> = self.stages.change(std::mem::take).into_values().map(|stage| stage.norm).collect();
         if let State::Device(state) = &*self.state {
             let device = state.scale()?.device().clone();
-            // The sum of finite norms is finite, because norms are far below the largest f64.
+            // The sum of the norms is finite exactly if all norms are, because finite norms are far below the largest
+            // f64.
             let mut sum: Option<Tensor> = None;
             for norm in norms {
                 let norm = norm.to_device(&device)?;
                 sum = Some(sum.map_or_else(|| Ok(norm.clone()), |sum| sum.add(&norm))?);
             }
             let GradScalerConfig { growth_factor, backoff_factor, growth_interval, .. } = self.config;
-            let update = |sum: Tensor| state.update(sum.raw(), growth_factor, backoff_factor, growth_interval);
-            return sum.map_or(Ok(()), update);
+            let update_state = |sum: Tensor| state.update(sum.raw(), growth_factor, backoff_factor, growth_interval);
+            return sum.map_or(Ok(()), update_state);
         }
-        let mut found_inf = false;
+        let mut found_non_finite = false;
         for norm in norms {
-            found_inf |= !norm.item()?.is_finite();
+            found_non_finite |= !norm.item()?.is_finite();
         }
         let (mut scale, mut growth_tracker) = self.read()?;
-        if found_inf {
+        if found_non_finite {
             *self.state.get_mut()? = State::Host(scale * self.config.backoff_factor, 0);
             return Ok(());
         }
@@ -290,7 +301,8 @@ impl GradScaler {
     /// Sets the scale and the counter of steps with finite gradients to those of a saved run.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the scale is not a number above 0.
+    /// [`Error::Argument`] if the scale is not a finite number above 0; [`Error::Device`] within a captured function if
+    /// the scale is on the host; [`Error::OutOfMemory`] if a CUDA device is full.
     pub fn restore(&mut self, scale: f64, growth_tracker: u64) -> Result<()> {
         if !(scale.is_finite() && scale > 0.0) {
             return Err(Error::argument(OP, format!("found scale {scale}, expected a number above 0")));

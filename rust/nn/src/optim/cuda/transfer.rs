@@ -1,4 +1,4 @@
-//! Copies states between the host and a device.
+//! Makes the buffers that hold states for a device, and copies states from the host to them.
 
 use std::ops::Range;
 
@@ -9,18 +9,19 @@ use trainable_candle_core::{DType, Device, Raw, Result};
 
 use crate::optim::state::{Number, StateData, StatePlace};
 
-/// Copies the values of one variable's state into `host` from element `start` on. `host` holds this state of all variables; the
-/// values of each variable are padded to whole blocks.
-pub(super) fn place_in(host: &mut StateData, data: &StateData, start: usize) {
-    match (host, data) {
-        (StateData::BF16(host), StateData::BF16(data)) => host[start..start + data.len()].copy_from_slice(data),
-        (StateData::F32(host), StateData::F32(data)) => host[start..start + data.len()].copy_from_slice(data),
-        (StateData::U8(host), StateData::U8(data)) => host[start..start + data.len()].copy_from_slice(data),
+/// Copies `data`, a state of one variable, into `all` from element `start` on. `all` holds this state of all variables,
+/// each padded to a multiple of the block size.
+pub(super) fn place_in(all: &mut StateData, data: &StateData, start: usize) {
+    match (all, data) {
+        (StateData::BF16(all), StateData::BF16(data)) => all[start..start + data.len()].copy_from_slice(data),
+        (StateData::F32(all), StateData::F32(data)) => all[start..start + data.len()].copy_from_slice(data),
+        (StateData::U8(all), StateData::U8(data)) => all[start..start + data.len()].copy_from_slice(data),
+        // This never happens: both have the dtype of the state's buffer, and CUDA devices do not support f64 variables.
         _ => {}
     }
 }
 
-/// A vector of zeros for states.
+/// Makes a buffer of `len` zeros for a state, in memory of `device` or in pinned memory of the host.
 pub(super) fn vector(op: &'static str, place: StatePlace, len: usize, dtype: DType, device: &Device) -> Result<Raw> {
     match place {
         StatePlace::Device => zeros(&[len], dtype, device),
@@ -28,7 +29,7 @@ pub(super) fn vector(op: &'static str, place: StatePlace, len: usize, dtype: DTy
     }
 }
 
-/// Zeros of the dtype of a state's buffer.
+/// Makes `len` zeros on the host. `dtype` is that of a state's buffer: u8, bf16 or f32.
 pub(super) fn host_zeros(dtype: DType, len: usize) -> StateData {
     match dtype {
         DType::U8 => StateData::U8(vec![0; len]),
@@ -37,7 +38,7 @@ pub(super) fn host_zeros(dtype: DType, len: usize) -> StateData {
     }
 }
 
-/// Copies the elements `part` of `data` to `device`.
+/// Copies the elements of `data` in the range `part` to `device`.
 pub(super) fn to_device(data: &StateData, part: Range<usize>, device: &Device) -> Result<Raw> {
     let len = part.len();
     Ok(match data {
@@ -48,8 +49,10 @@ pub(super) fn to_device(data: &StateData, part: Range<usize>, device: &Device) -
     })
 }
 
-/// Overwrites `buffer` part by part, so that device memory holds at most one part of the new values beside the buffer.
+/// Overwrites `buffer` part by part. `values` makes the new values of a range of elements. Besides the buffer, device
+/// memory holds the new values of only one part at a time.
 pub(super) fn overwrite(buffer: &Raw, values: impl Fn(Range<usize>) -> Result<Raw>) -> Result<()> {
+    /// The largest number of elements of a part.
     const PART: usize = 1 << 24;
     let len = buffer.elem_count();
     for start in (0..len).step_by(PART) {

@@ -17,7 +17,8 @@ const THREADS: u32 = 512;
 pub struct Extent {
     /// The shape of the variable.
     pub dims: Vec<usize>,
-    /// Where each state of the variable begins in its buffer, in units of [`STATE_BLOCK`](super::step::STATE_BLOCK).
+    /// Where the variable's values begin in the buffer of each state, in units of
+    /// [`STATE_BLOCK`](super::step::STATE_BLOCK).
     pub states: Vec<u32>,
     /// The number of f32 that the variable's update needs as scratch memory.
     pub scratch: usize,
@@ -26,42 +27,45 @@ pub struct Extent {
 /// The variables of one launch, in device memory.
 pub struct WholeTable {
     known: Known,
+    /// A [`Whole`] for each variable, as 32-bit words.
     variables: Raw,
+    /// The number of variables.
     count: usize,
-    /// The scratch memory of all variables; `variables` contains addresses in it.
+    /// The scratch memory of all variables. The table owns it, because `variables` contains addresses in it.
     _scratch: Raw,
 }
 
 impl WholeTable {
-    /// A table of variables with these extents.
+    /// Makes the table of the variables `known`. `extents` has an entry for each variable.
     ///
     /// # Errors
-    /// [`Error::Argument`] if a variable is too large, [`Error::OutOfMemory`] if the device is full.
+    /// [`Error::Shape`] if one of the dimensions that kernels read has 2^32 elements or more, [`Error::OutOfMemory`] if
+    /// the device is full.
     pub fn new(op: &'static str, known: Known, extents: &[Extent]) -> Result<Self> {
         /// The alignment of each variable's scratch memory, in f32 elements; 64 elements are 256 bytes.
         const ALIGNMENT: usize = 64;
         let gpu = Gpu::of(op, &known.members[0].params)?;
         let sizes = extents.iter().map(|extent| extent.scratch.next_multiple_of(ALIGNMENT));
         let scratch = empty(op, gpu, &[sizes.clone().sum::<usize>().max(1)], DType::F32)?;
-        let (mut at, mut words) = (address(op, &scratch)?, Vec::new());
+        let (mut scratch_start, mut words) = (address(op, &scratch)?, Vec::new());
         for (((addresses, group), extent), size) in known.addresses().zip(extents).zip(sizes) {
-            words.extend(self::words(&whole(op, addresses, group, extent, at)?));
-            at += (size * size_of::<f32>()) as Address;
+            words.extend(to_words(&structure(op, addresses, group, extent, scratch_start)?));
+            scratch_start += (size * size_of::<f32>()) as Address;
         }
         let (count, len) = (extents.len(), words.len());
         let variables = Raw::from_vec(words, len, &Device::Cuda(gpu.device().clone()))?;
         Ok(Self { known, variables, count, _scratch: scratch })
     }
 
-    /// The variables.
+    /// Returns the variables.
     pub const fn known(&self) -> &Known {
         &self.known
     }
 }
 
-/// The kernels' structure of a variable. `first` is the size of the first dimension. `rows` and `columns` are the sizes of the
-/// last two dimensions, or 1 if the variable has too few dimensions.
-fn whole(
+/// Makes the structure that kernels read for a variable. Its field `first` is the size of the first dimension; `rows`
+/// and `columns` are the sizes of the last two dimensions. The size of a dimension that does not exist is 1.
+fn structure(
     op: &'static str,
     [params, grads, copy]: [Address; 3],
     group: u16,
@@ -69,10 +73,10 @@ fn whole(
     scratch: Address,
 ) -> Result<Whole> {
     let dims = &extent.dims;
-    let size = |place: Option<usize>| count32(op, place.and_then(|place| dims.get(place)).copied().unwrap_or(1));
+    let size = |index: Option<usize>| count32(op, index.and_then(|index| dims.get(index)).copied().unwrap_or(1));
     let mut states = [0; 5];
-    for (to, &state) in states.iter_mut().zip(&extent.states) {
-        *to = state;
+    for (start, &known_start) in states.iter_mut().zip(&extent.states) {
+        *start = known_start;
     }
     Ok(Whole {
         params,
@@ -89,12 +93,13 @@ fn whole(
     })
 }
 
-/// A variable's structure as 32-bit words, in the order of its fields.
-fn words(whole: &Whole) -> [u32; 20] {
+/// Converts a variable's structure to 32-bit words, in the order of its fields. Each 64-bit field becomes two words,
+/// the lower half first.
+fn to_words(whole: &Whole) -> [u32; 20] {
     let Whole { params, grads, copy, scratch, count, first, rows, columns, group, states, unused } = *whole;
     let mut words = [0; 20];
-    for (pair, long) in words.chunks_exact_mut(2).zip([params, grads, copy, scratch, count]) {
-        (pair[0], pair[1]) = (long as u32, (long >> 32) as u32);
+    for (pair, field) in words.chunks_exact_mut(2).zip([params, grads, copy, scratch, count]) {
+        (pair[0], pair[1]) = (field as u32, (field >> 32) as u32);
     }
     words[10..14].copy_from_slice(&[first, rows, columns, group]);
     words[14..19].copy_from_slice(&states);
@@ -107,9 +112,9 @@ fn words(whole: &Whole) -> [u32; 20] {
 pub struct Call {
     /// The kernel's name, without the dtypes.
     pub kernel: &'static str,
-    /// Launch one block for all variables, whatever their dtypes, instead of one block per variable.
+    /// Whether to launch one block for all variables, whatever their dtypes, instead of one block per variable.
     pub is_single: bool,
-    /// Clear the gradients.
+    /// Whether to clear the gradients.
     pub zero_grads: bool,
     /// Whether this is the step's first launch of the kernel.
     pub is_first: bool,
@@ -117,12 +122,13 @@ pub struct Call {
     pub is_last: bool,
 }
 
-/// Launches a kernel over the variables of `table`, with the coefficients of the last [`Groups::prepare`] of their
-/// groups. `states` are f32; `shared` are the f64 numbers that the steps of all variables share.
+/// Launches a kernel over the variables of `table`. The kernel uses the coefficients that the last [`Groups::prepare`]
+/// of the variables' groups has computed. `states` are f32; `shared` are the f64 numbers that the steps of all
+/// variables share.
 ///
 /// # Errors
-/// [`Error::Argument`] if the variables have more than five states, [`Error::Device`] if the states are on another
-/// device, or there is no such kernel.
+/// [`Error::Argument`] if the variables have more than five states; [`Error::Device`] if the states are on another
+/// device, or if there is no such kernel.
 pub fn launch(
     op: &'static str,
     call: Call,
@@ -132,16 +138,18 @@ pub fn launch(
     shared: Option<&Raw>,
 ) -> Result<()> {
     let gpu = Gpu::of(op, &table.variables)?;
-    let first = usize::from(table.known.first_group);
+    let first_group = usize::from(table.known.first_group);
     let state = |index: usize| optional_output(op, states.get(index));
     if states.len() > 5 {
-        return Err(Error::argument(op, "the variables have more than five states, the most that a kernel takes"));
+        let message = format!("the variables have {} states, but a kernel takes at most five", states.len());
+        return Err(Error::argument(op, message));
     }
+    // All kernels over whole variables take the arguments of this kernel.
     let arguments = AdafactorStep {
         variables: input(op, &table.variables)?,
         count: count32(op, table.count)?,
-        settings: groups.settings_from(op, first)?,
-        coefficients: groups.coefficients_from(op, first)?,
+        settings: groups.settings_from(op, first_group)?,
+        coefficients: groups.coefficients_from(op, first_group)?,
         shared: optional_output(op, shared)?,
         flags: u32::from(call.zero_grads) | u32::from(call.is_first) << 1 | u32::from(call.is_last) << 2,
         state1: state(0)?,
@@ -163,17 +171,19 @@ mod tests {
     #[test]
     fn words_have_the_memory_layout_of_the_structure() {
         let extent = Extent { dims: vec![2, 3, 5, 7], states: vec![1 << 31, 9, 11, 13, 17], scratch: 0 };
-        let whole = whole("test", [1 << 40 | 1, 2, 3 << 33], 19, &extent, 23).unwrap();
+        let whole = structure("test", [1 << 40 | 1, 2, 3 << 33], 19, &extent, 23).unwrap();
         // SAFETY: the structure has no padding.
-        let bytes: [u32; 20] = unsafe { std::mem::transmute(whole) };
-        assert_eq!(words(&whole), bytes);
-        assert_eq!((whole.count, whole.first, whole.rows, whole.columns), (210, 2, 5, 7));
+        let memory: [u32; 20] = unsafe { std::mem::transmute(whole) };
+        assert_eq!(to_words(&whole), memory);
     }
 
     #[test]
-    fn a_vector_is_one_row() {
-        let extent = Extent { dims: vec![6], states: vec![4], scratch: 0 };
-        let whole = whole("test", [0; 3], 0, &extent, 0).unwrap();
-        assert_eq!((whole.count, whole.first, whole.rows, whole.columns, whole.states[0]), (6, 6, 1, 6, 4));
+    fn sizes_are_those_of_the_first_and_the_last_two_dimensions_and_a_vector_is_one_row() {
+        for (dims, sizes) in [(vec![2, 3, 5, 7], (210, 2, 5, 7)), (vec![6], (6, 6, 1, 6))] {
+            let extent = Extent { dims, states: vec![4], scratch: 0 };
+            let whole = structure("test", [0; 3], 0, &extent, 0).unwrap();
+            assert_eq!((whole.count, whole.first, whole.rows, whole.columns), sizes);
+            assert_eq!(whole.states, [4, 0, 0, 0, 0]);
+        }
     }
 }

@@ -47,7 +47,7 @@ macro_rules! intrinsics {
 impl Lanes for Avx2 {
     type Values = __m256;
     type Mask = __m256;
-    /// Empty: AVX2 has too few registers to hold the values of `4 * WIDTH` codes, so `part` looks the codes up instead.
+    /// Empty: AVX2 has too few registers to hold the values of `4 * WIDTH` codes, so `part` looks up the values.
     type Decoded = ();
     const WIDTH: usize = WIDTH;
 
@@ -144,7 +144,7 @@ impl Lanes for Avx2 {
     fn part(self, codebook: &Codebook, (): (), codes: &[u8], index: usize) -> __m256 {
         let codes = &codes[index * WIDTH..][..WIDTH];
         let value = |i: usize| codebook.decode(codes[i]);
-        // A gather takes AMD's processors more micro-operations than single loads.
+        // A gather would take AMD's processors more micro-operations than single loads.
         intrinsics!(_mm256_setr_ps(value(0), value(1), value(2), value(3), value(4), value(5), value(6), value(7)))
     }
 
@@ -194,7 +194,7 @@ impl Registers for Avx2 {
         let smaller = |a, b| intrinsics!(_mm256_min_epu16(a, b));
         let [a, b, c, d] = numbers;
         let least = smaller(smaller(a, b), smaller(c, d));
-        // AVX2 has no comparison of unsigned numbers: x < limit is tested as min(x, limit - 1) = x.
+        // AVX2 has no `<` of unsigned integers; x < limit if min(x, limit - 1) == x.
         let below = intrinsics!(_mm256_cmpeq_epi16(smaller(least, _mm256_set1_epi16(limit.cast_signed() - 1)), least));
         intrinsics!(_mm256_movemask_epi8(below) != 0)
     }
@@ -207,21 +207,23 @@ impl Registers for Avx2 {
             // Selects byte 2 (bits 16 to 23, the number) of each of the four 32-bit elements in a 128-bit half. The shuffle and
             // the unpacking take each half of a result from the same half of the operands, so the codes are out of order until
             // `in_order` sorts them at the end.
-            let third = _mm256_set1_epi32(0x0e0a_0602);
+            let byte_2 = _mm256_set1_epi32(0x0e0a_0602);
             let [a, b, c, d] = numbers;
-            let (a, b) = (_mm256_shuffle_epi8(a, third), _mm256_shuffle_epi8(b, third));
-            let (c, d) = (_mm256_shuffle_epi8(c, third), _mm256_shuffle_epi8(d, third));
+            let (a, b) = (_mm256_shuffle_epi8(a, byte_2), _mm256_shuffle_epi8(b, byte_2));
+            let (c, d) = (_mm256_shuffle_epi8(c, byte_2), _mm256_shuffle_epi8(d, byte_2));
             let bytes = _mm256_unpacklo_epi64(_mm256_unpacklo_epi32(a, b), _mm256_unpacklo_epi32(c, d));
             let mut result = bytes;
             if SIGNED {
                 let [a, b, c, d] = values;
                 let (a, b) = (_mm256_castps_si256(a), _mm256_castps_si256(b));
                 let (c, d) = (_mm256_castps_si256(c), _mm256_castps_si256(d));
+                // Packing saturates, which keeps the sign bits, and puts them in the order of `bytes`.
                 let signs = _mm256_packs_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d));
                 let zero = _mm256_set1_epi8(ZERO as i8);
-                // The clamp to [1, ZERO]: no code represents -1, and a negative value must not get the code of zero.
-                let kept = _mm256_min_epu8(_mm256_max_epu8(bytes, _mm256_set1_epi8(1)), zero);
-                result = _mm256_blendv_epi8(_mm256_add_epi8(bytes, zero), _mm256_sub_epi8(zero, kept), signs);
+                // Clamps the numbers of negative values to [1, ZERO], because a negative value must not get the code of
+                // zero, and no code represents -1 (number ZERO + 1).
+                let clamped = _mm256_min_epu8(_mm256_max_epu8(bytes, _mm256_set1_epi8(1)), zero);
+                result = _mm256_blendv_epi8(_mm256_add_epi8(bytes, zero), _mm256_sub_epi8(zero, clamped), signs);
             }
             let in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
             _mm256_storeu_si256(codes.as_mut_ptr().cast(), _mm256_permutevar8x32_epi32(result, in_order));

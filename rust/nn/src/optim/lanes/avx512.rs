@@ -1,4 +1,4 @@
-//! [`Lanes`] of AVX-512 with VBMI: 16 values, and codes looked up 64 at a time.
+//! [`Lanes`] of AVX-512 with VBMI: 16 values. Codes are looked up 64 at a time.
 
 use std::arch::x86_64::{
     __m512, __m512i, __mmask16, _CMP_GT_OQ, _CMP_LE_OQ, _mm_storeu_si128, _mm512_abs_ps, _mm512_add_epi32,
@@ -24,11 +24,11 @@ pub(in crate::optim) struct Avx512(());
 
 impl Avx512 {
     pub(super) fn new() -> Option<Self> {
-        let there = is_x86_feature_detected!("avx512f")
+        let is_supported = is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512dq")
             && is_x86_feature_detected!("avx512vbmi");
-        there.then_some(Self(()))
+        is_supported.then_some(Self(()))
     }
 
     pub(super) fn run(self, operation: impl WithLanes) {
@@ -42,41 +42,44 @@ impl Avx512 {
 
     /// Looks up the bytes of a table at 64 indices.
     #[inline(always)]
-    fn plane(self, table: &[u8; 256], indices: __m512i) -> __m512i {
+    fn look_up_bytes(self, table: &[u8; 256], indices: __m512i) -> __m512i {
         // SAFETY: the processor has the instructions; each load takes 64 of the table's 256 bytes.
         unsafe {
             let a = _mm512_loadu_si512(table.as_ptr().cast());
             let b = _mm512_loadu_si512(table.as_ptr().add(64).cast());
             let c = _mm512_loadu_si512(table.as_ptr().add(128).cast());
             let d = _mm512_loadu_si512(table.as_ptr().add(192).cast());
+            // Each permutation uses the lower seven bits of an index. The highest bit then selects a half of the table.
             let low = _mm512_permutex2var_epi8(a, indices, b);
             let high = _mm512_permutex2var_epi8(c, indices, d);
             _mm512_mask_blend_epi8(_mm512_movepi8_mask(indices), low, high)
         }
     }
 
-    /// The values of 64 codes, in the order of the codes. Each of a value's four bytes is looked up in that byte's table of 256
-    /// entries.
+    /// Looks up the values of the first 64 codes. Each of a value's four bytes comes from a separate table (`planes`)
+    /// of 256 bytes.
     ///
-    /// A gather of 16 values takes 16 loads; `vpermi2b` looks up 64 codes in 128 bytes.
+    /// This is faster than gathers, because a gather of 16 values takes 16 loads, whereas one `vpermi2b` looks up 64
+    /// bytes in half of a table.
     #[inline(always)]
-    fn look_up(self, planes: &[[u8; 256]; 4], codes: &[u8]) -> [__m512; 4] {
+    fn look_up_values(self, planes: &[[u8; 256]; 4], codes: &[u8]) -> [__m512; 4] {
         let codes = &codes[..4 * WIDTH];
         // SAFETY: the processor has the instructions; 64 bytes are loaded from a slice of 64.
         unsafe {
-            // Unpacking takes each 128-bit quarter of its result from the same quarter of its operands. The groups of four
-            // codes are therefore transposed first, so that the unpacked values are in order.
+            // Unpacking takes each 128-bit quarter of its result from the same quarter of its operands. A quarter holds
+            // four groups of four codes. These 4 x 4 groups are therefore transposed first, so that the unpacked values
+            // are in order.
             let transposed = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
             let indices = _mm512_permutexvar_epi32(transposed, _mm512_loadu_si512(codes.as_ptr().cast()));
-            let (b0, b1) = (self.plane(&planes[0], indices), self.plane(&planes[1], indices));
-            let (b2, b3) = (self.plane(&planes[2], indices), self.plane(&planes[3], indices));
-            let (low, high) = (_mm512_unpacklo_epi8(b0, b1), _mm512_unpackhi_epi8(b0, b1));
-            let (low2, high2) = (_mm512_unpacklo_epi8(b2, b3), _mm512_unpackhi_epi8(b2, b3));
+            let (b0, b1) = (self.look_up_bytes(&planes[0], indices), self.look_up_bytes(&planes[1], indices));
+            let (b2, b3) = (self.look_up_bytes(&planes[2], indices), self.look_up_bytes(&planes[3], indices));
+            let (low01, high01) = (_mm512_unpacklo_epi8(b0, b1), _mm512_unpackhi_epi8(b0, b1));
+            let (low23, high23) = (_mm512_unpacklo_epi8(b2, b3), _mm512_unpackhi_epi8(b2, b3));
             [
-                _mm512_castsi512_ps(_mm512_unpacklo_epi16(low, low2)),
-                _mm512_castsi512_ps(_mm512_unpackhi_epi16(low, low2)),
-                _mm512_castsi512_ps(_mm512_unpacklo_epi16(high, high2)),
-                _mm512_castsi512_ps(_mm512_unpackhi_epi16(high, high2)),
+                _mm512_castsi512_ps(_mm512_unpacklo_epi16(low01, low23)),
+                _mm512_castsi512_ps(_mm512_unpackhi_epi16(low01, low23)),
+                _mm512_castsi512_ps(_mm512_unpacklo_epi16(high01, high23)),
+                _mm512_castsi512_ps(_mm512_unpackhi_epi16(high01, high23)),
             ]
         }
     }
@@ -182,7 +185,7 @@ impl Lanes for Avx512 {
 
     #[inline(always)]
     fn decode(self, codebook: &Codebook, codes: &[u8]) -> Self::Decoded {
-        self.look_up(codebook.planes(), codes)
+        self.look_up_values(codebook.planes(), codes)
     }
 
     #[inline(always)]
@@ -244,15 +247,18 @@ impl Registers for Avx512 {
         for ((codes, number), value) in codes.iter_mut().zip(numbers).zip(values) {
             // SAFETY: the processor has the instructions; 16 bytes are stored to a slice of 16.
             unsafe {
+                // Bits 16 to 23 become the lowest byte.
                 let number = _mm512_srli_epi32::<16>(number);
                 let mut result = number;
                 if SIGNED {
+                    // The clamp needs the number without the bits above it.
                     let number = _mm512_and_si512(number, _mm512_set1_epi32(0xff));
                     let zero = _mm512_set1_epi32(i32::from(ZERO));
                     let negative = _mm512_movepi32_mask(_mm512_castps_si512(value));
-                    // The clamp to [1, ZERO]: no code represents -1, and a negative value must not get the code of zero.
-                    let kept = _mm512_min_epi32(_mm512_max_epi32(number, _mm512_set1_epi32(1)), zero);
-                    result = _mm512_mask_sub_epi32(_mm512_add_epi32(number, zero), negative, zero, kept);
+                    // Clamps the numbers of negative values to [1, ZERO], because a negative value must not get the
+                    // code of zero, and no code represents -1 (number ZERO + 1).
+                    let clamped = _mm512_min_epi32(_mm512_max_epi32(number, _mm512_set1_epi32(1)), zero);
+                    result = _mm512_mask_sub_epi32(_mm512_add_epi32(number, zero), negative, zero, clamped);
                 }
                 // Stores the lowest byte of each result.
                 _mm_storeu_si128(codes.as_mut_ptr().cast(), _mm512_cvtepi32_epi8(result));

@@ -1,9 +1,10 @@
-//! An interface to registers of f32, with which a step over 8-bit states is written once for all processors: those with
-//! AVX-512, those with AVX2, and all others.
+//! [`Lanes`]: an interface to registers of f32. A step over 8-bit states uses the interface and is thus written only
+//! once for all processors. There are implementations for AVX-512, for AVX2 and for all other processors. All round in
+//! the same way, so all give equal states and parameters, bit for bit.
 //!
-//! The compiler vectorises the arithmetic of plain loops, but not the look-ups of codes before and after the arithmetic. The
-//! compiler also turns a conditional store into a masked store, which takes AMD's processors 42 micro-operations. All
-//! implementations of [`Lanes`] round in the same way, so that all give states and parameters that are equal bit for bit.
+//! Plain loops would be slower: the compiler vectorises their arithmetic, but not the look-ups of codes before and
+//! after it. The compiler also turns a conditional store into a masked store, which takes AMD's processors 42
+//! micro-operations.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -13,23 +14,25 @@ mod plain;
 
 use super::quant::{BLOCK_SIZE, Codebook};
 
-/// A token of an instruction set that this processor has, with its operations on registers of `WIDTH` values.
+/// A token which shows that this processor has an instruction set. The methods are the instruction set's operations on
+/// registers of `WIDTH` values; comparisons and arithmetic apply to each of the values.
 ///
 /// All methods must be inlined into the operation of [`with_lanes`], because the instruction set is enabled only there.
 pub(super) trait Lanes: Copy {
-    /// `WIDTH` values.
+    /// A register of `WIDTH` values.
     type Values: Copy;
     /// A boolean for each of the values.
     type Mask: Copy;
-    /// The result of one look-up for four registers of codes.
+    /// What [`decode`](Self::decode) returns for [`part`](Self::part).
     type Decoded: Copy;
-    /// The number of values in a register, at most 16. A block consists of whole groups of four registers.
+    /// The number of values in a register, at most 16. [`BLOCK_SIZE`] is a multiple of `4 * WIDTH`.
     const WIDTH: usize;
 
+    /// Fills a register with `x`.
     fn splat(self, x: f32) -> Self::Values;
-    /// The first values of a slice.
+    /// Loads the first `WIDTH` values of a slice.
     fn load(self, from: &[f32]) -> Self::Values;
-    /// Writes the first values of a slice.
+    /// Writes `x` to the first `WIDTH` values of a slice.
     fn store(self, x: Self::Values, to: &mut [f32]);
     fn add(self, a: Self::Values, b: Self::Values) -> Self::Values;
     fn mul(self, a: Self::Values, b: Self::Values) -> Self::Values;
@@ -38,37 +41,38 @@ pub(super) trait Lanes: Copy {
     fn div(self, a: Self::Values, b: Self::Values) -> Self::Values;
     fn sqrt(self, x: Self::Values) -> Self::Values;
     fn abs(self, x: Self::Values) -> Self::Values;
-    /// The larger of two numbers; either of them if one is NaN.
+    /// The larger of two numbers; `b` if one is NaN.
     fn max(self, a: Self::Values, b: Self::Values) -> Self::Values;
-    /// The value whose bits are the larger signed integer. Of two magnitudes this is the larger one, where a NaN is above
-    /// all numbers. -0 is below all magnitudes.
+    /// The value whose bits, as a signed integer, are larger. Of two magnitudes this is the larger one, and a NaN
+    /// without a sign counts as larger than all numbers. -0 counts as smaller than all magnitudes.
     fn max_bits(self, a: Self::Values, b: Self::Values) -> Self::Values;
     /// `a <= b`; false if one is NaN.
     fn at_most(self, a: Self::Values, b: Self::Values) -> Self::Mask;
-    /// Whether `a <= b` for all values.
+    /// Whether `a <= b` for all values; false if one is NaN.
     fn all_at_most(self, a: Self::Values, b: Self::Values) -> bool;
     /// `a` where `mask` is true, otherwise `b`.
     fn select(self, mask: Self::Mask, a: Self::Values, b: Self::Values) -> Self::Values;
     /// `x` where `mask` is true, otherwise 0.
     fn or_zero(self, mask: Self::Mask, x: Self::Values) -> Self::Values;
-    /// The largest of the values, which are at least 0.
+    /// The largest of the values, which must be at least 0.
     fn largest(self, x: Self::Values) -> f32;
 
-    /// Looks up `4 * WIDTH` codes.
+    /// Looks up the values of the first `4 * WIDTH` codes, unless [`part`](Self::part) looks them up.
     fn decode(self, codebook: &Codebook, codes: &[u8]) -> Self::Decoded;
-    /// The values of register `index` of the four registers of `codes`, whose look-up returned `decoded`.
+    /// Returns the values of the `WIDTH` codes from `index * WIDTH` on; `index` is less than 4. `decoded` is what
+    /// [`decode`](Self::decode) has returned for `codes`.
     fn part(self, codebook: &Codebook, decoded: Self::Decoded, codes: &[u8], index: usize) -> Self::Values;
-    /// Writes the codes of `values * scale` to `codes`. The products must be finite and, up to a few roundings, in [-1, 1]
-    /// or, in a map without negative values, in [0, 1].
+    /// Writes the codes of `values * scale` to `codes`. The products must be finite and, up to a few roundings, in
+    /// [-1, 1]. With a map without negative values, they must be in [0, 1].
     fn encode(self, codebook: &Codebook, values: &[f32; BLOCK_SIZE], scale: f32, codes: &mut [u8; BLOCK_SIZE]);
 }
 
-/// An operation for any [`Lanes`].
+/// An operation that runs with any implementation of [`Lanes`].
 pub(super) trait WithLanes {
     fn run<L: Lanes>(self, lanes: L);
 }
 
-/// Runs an operation in the widest registers that this processor has.
+/// Runs an operation with the [`Lanes`] of the widest registers that this processor has.
 pub(super) fn with_lanes(operation: impl WithLanes) {
     #[cfg(target_arch = "x86_64")]
     {

@@ -5,9 +5,11 @@ use crate::optim::quant::{BLOCK_SIZE, Codebook};
 
 const WIDTH: usize = 8;
 
+/// The token of this implementation, which needs no special instructions.
 #[derive(Clone, Copy)]
 pub(super) struct Plain;
 
+/// Calls `f` with the index of each value of a register, and returns the results.
 #[inline(always)]
 fn each<T>(f: impl FnMut(usize) -> T) -> [T; WIDTH] {
     std::array::from_fn(f)
@@ -16,6 +18,7 @@ fn each<T>(f: impl FnMut(usize) -> T) -> [T; WIDTH] {
 impl Lanes for Plain {
     type Values = [f32; WIDTH];
     type Mask = [bool; WIDTH];
+    /// Empty: `part` looks up the values.
     type Decoded = ();
     const WIDTH: usize = WIDTH;
 

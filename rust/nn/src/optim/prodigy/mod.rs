@@ -1,4 +1,4 @@
-//! Prodigy, as in `prodigyopt`: Adam with an estimate of the distance to the solution as step size.
+//! Prodigy, as in `prodigyopt`: Adam whose step size is an estimate of the distance to the solution.
 //!
 //! Mishchenko and Defazio, "Prodigy: An Expeditiously Adaptive Parameter-Free Learner", <https://arxiv.org/abs/2306.06101>;
 //! reference:
@@ -18,7 +18,7 @@ use super::update;
 use rule::{Apply, Observe, Pass, states};
 
 const NAME: &str = "Prodigy";
-/// The entry of the state dict with the estimate d, its maximum, its numerator and the number of steps.
+/// The entry of the state dict with the four numbers of [`Estimate`].
 const ESTIMATE: &str = "estimate";
 
 hyper_parameters! {
@@ -45,7 +45,7 @@ hyper_parameters! {
         pub d0: f64,
         /// Factor on the estimate, above 0; tune the method with it, for example 0.5 or 2.
         pub d_coef: f64,
-        /// At least 1: the largest factor by which the estimate grows in a step.
+        /// At least 1: the largest factor by which the estimate grows in a step; no limit while the estimate is `d0`.
         pub growth_rate: f64,
         /// At least 1: the estimate is computed from every `slice_p`-th element; 11 saves almost half of the states' memory.
         pub slice_p: usize,
@@ -72,6 +72,7 @@ impl Default for ProdigyConfig {
 }
 
 impl ProdigyConfig {
+    /// Checks the ranges of the hyper-parameters.
     fn validate(&self) -> Result<()> {
         check_not_negative(NAME, "lr", self.lr)?;
         check_not_negative(NAME, "weight_decay", self.weight_decay)?;
@@ -96,6 +97,7 @@ impl ProdigyConfig {
         Ok(())
     }
 
+    /// Returns the third beta, or its default.
     fn beta3(&self) -> f64 {
         self.beta3.unwrap_or_else(|| self.betas.1.sqrt())
     }
@@ -103,35 +105,41 @@ impl ProdigyConfig {
 
 /// Prodigy, as `prodigyopt.Prodigy`: AdamW that estimates its step size.
 ///
-/// Its state dict has, besides each variable's states, `estimate` (4), f64: the estimate d, its maximum, its numerator and
-/// the number of steps.
+/// In addition to each variable's states, its state dict has the entry `estimate` with four f64 numbers: the estimate
+/// d, its maximum, its numerator and the number of steps.
 pub struct Prodigy {
-    /// The stepper's `shared` numbers begin with the fields of [`Estimate`], in the order that kernels read.
+    /// The stepper's `shared` numbers are those of [`Estimate::to_shared`].
     stepper: Stepper<Observe>,
 }
 
-/// The numbers that the steps of all variables share.
+/// The estimate and what it is computed from. The steps of all variables share these numbers.
 #[derive(Clone, Copy, Debug)]
 struct Estimate {
+    /// The estimate of the distance to the solution.
     d: f64,
+    /// The largest estimate so far, without the limit that `growth_rate` sets for `d`.
     d_max: f64,
+    /// The numerator of the estimate: a decaying sum over the steps.
     numerator: f64,
+    /// The number of steps in which an estimate was computed.
     steps: f64,
 }
 
 impl Estimate {
-    /// The fields in the order that kernels read, followed by room for the sums of a step.
+    /// Returns the fields in the order that kernels read, followed by room for the two sums and the step size of one
+    /// step.
     fn to_shared(self) -> Vec<f64> {
         vec![self.d, self.d_max, self.numerator, self.steps, 0.0, 0.0, 0.0]
     }
 
+    /// Reads the fields from the numbers of [`to_shared`](Self::to_shared).
     fn of(shared: &[f64]) -> Self {
         Self { d: shared[0], d_max: shared[1], numerator: shared[2], steps: shared[3] }
     }
 }
 
 impl Prodigy {
-    /// Prodigy on `params` with the defaults of [`ProdigyConfig`] except `lr`.
+    /// Makes a Prodigy that updates `params`, with the defaults of [`ProdigyConfig`] except `lr`.
     ///
     /// # Errors
     /// As [`with_groups`](Self::with_groups).
@@ -139,7 +147,7 @@ impl Prodigy {
         Self::with_config(params, ProdigyConfig { lr, ..ProdigyConfig::default() })
     }
 
-    /// Prodigy on `params` with the same hyper-parameters for all.
+    /// Makes a Prodigy that updates `params`, with the same hyper-parameters for all.
     ///
     /// # Errors
     /// As [`with_groups`](Self::with_groups).
@@ -147,15 +155,15 @@ impl Prodigy {
         Self::with_groups(vec![ParamGroup { params, config }])
     }
 
-    /// Prodigy on several groups of variables with one estimate.
+    /// Makes a Prodigy that updates several groups of variables, with one estimate for all.
     ///
     /// # Errors
     /// As [`Stepper::with_groups`]; [`Error::Argument`] if groups differ in a hyper-parameter that must be the same in all.
     pub fn with_groups(groups: Vec<ParamGroup<ProdigyConfig>>) -> Result<Self> {
-        let first = groups.first().map(|group| group.config.clone()).unwrap_or_default();
+        let first_config = groups.first().map(|group| group.config.clone()).unwrap_or_default();
         for (index, ParamGroup { config, .. }) in groups.iter().enumerate() {
             let ProdigyConfig { lr, weight_decay, eps, .. } = *config;
-            if *config != (ProdigyConfig { lr, weight_decay, eps, ..first.clone() }) {
+            if *config != (ProdigyConfig { lr, weight_decay, eps, ..first_config.clone() }) {
                 let message = format!(
                     "group {index} has other hyper-parameters than the first; only weight_decay and eps may differ, \
                      and lr may be 0"
@@ -167,14 +175,15 @@ impl Prodigy {
             .into_iter()
             .map(|ParamGroup { params, config }| ParamGroup { params, config: Pass { config, d: 0.0, dlr: 0.0 } });
         let mut stepper = Stepper::with_groups(groups.collect())?;
-        let start = Estimate { d: first.d0, d_max: first.d0, numerator: 0.0, steps: 0.0 };
+        let start = Estimate { d: first_config.d0, d_max: first_config.d0, numerator: 0.0, steps: 0.0 };
         stepper.set_shared(start.to_shared())?;
         let prodigy = Self { stepper };
         prodigy.common_lr()?;
         Ok(prodigy)
     }
 
-    /// The estimate d of the distance to the solution; steps have the size d · lr. Waits for a CUDA device.
+    /// Returns the estimate d of the distance to the solution. Without bias correction, a step has the size d · lr.
+    /// Waits for a CUDA device.
     ///
     /// # Errors
     /// [`Error::Device`] if the device fails.
@@ -182,7 +191,8 @@ impl Prodigy {
         Ok(Estimate::of(&self.stepper.shared()?).d)
     }
 
-    /// The common learning rate of all groups whose learning rate is not 0.
+    /// Returns the learning rate of all groups whose learning rate is not 0, or 0 if there is no such group. Returns an
+    /// error if these groups differ.
     fn common_lr(&self) -> Result<f64> {
         let lrs = self.group_lrs();
         let largest = lrs.iter().copied().fold(0.0, f64::max);
@@ -195,42 +205,44 @@ impl Prodigy {
         }
     }
 
-    /// A step on the CPU.
+    /// Takes a step on the CPU: updates the variables that are `wanted` and have a gradient.
     fn step_where(&mut self, wanted: impl Fn(&Var) -> bool) -> Result<()> {
         let lr = self.common_lr()?;
         let config = self.stepper.groups[0].config.config.clone();
-        let mut now = Estimate::of(&self.stepper.shared()?);
-        let step = now.steps + 1.0;
+        let mut current = Estimate::of(&self.stepper.shared()?);
+        let step = current.steps + 1.0;
         let correction = if config.use_bias_correction {
             (1.0 - config.betas.1.powf(step)).sqrt() / (1.0 - config.betas.0.powf(step))
         } else {
             1.0
         };
-        let dlr = now.d * lr * correction;
+        let dlr = current.d * lr * correction;
         for parameter in self.stepper.groups.iter_mut().flat_map(|group| &mut group.parameters) {
             parameter.sums = [0.0; 2];
         }
-        self.run::<Observe>(&wanted, now.d, dlr)?;
-        let (mut numerator, mut denominator) = (now.numerator * config.beta3(), 0.0);
+        self.run::<Observe>(&wanted, current.d, dlr)?;
+        let (mut numerator, mut denominator) = (current.numerator * config.beta3(), 0.0);
         for parameter in self.stepper.groups.iter().flat_map(|group| &group.parameters) {
-            numerator += now.d / config.d0 * dlr * parameter.sums[0];
+            numerator += current.d / config.d0 * dlr * parameter.sums[0];
             denominator += parameter.sums[1];
         }
-        // If there is no gradient, or all gradients are zero, there is nothing to estimate from.
+        // If there is no gradient, or if all gradients so far are zero, nothing can be estimated.
         if denominator == 0.0 {
             return Ok(());
         }
         let estimate = config.d_coef * numerator / denominator;
-        if now.d == config.d0 {
-            now.d = now.d.max(estimate);
+        // As in `prodigyopt`, `growth_rate` does not limit the growth from `d0`.
+        if current.d == config.d0 {
+            current.d = current.d.max(estimate);
         }
-        now.d_max = now.d_max.max(estimate);
-        now = Estimate { d: now.d_max.min(now.d * config.growth_rate), numerator, steps: step, ..now };
-        self.stepper.set_shared(now.to_shared())?;
-        self.run::<Apply>(&wanted, now.d, dlr)
+        current.d_max = current.d_max.max(estimate);
+        let d = current.d_max.min(current.d * config.growth_rate);
+        self.stepper.set_shared(Estimate { d, numerator, steps: step, ..current }.to_shared())?;
+        self.run::<Apply>(&wanted, d, dlr)
     }
 
-    /// Applies a rule to the variables that have a gradient and a learning rate above 0.
+    /// Applies a rule to the variables that are `wanted` and have a gradient and a learning rate above 0. `d` is the
+    /// estimate, `dlr` the step size.
     fn run<R: Rule<Config = Pass>>(&mut self, wanted: &impl Fn(&Var) -> bool, d: f64, dlr: f64) -> Result<()> {
         for group in &mut self.stepper.groups {
             let pass = group.config.get_mut()?;
@@ -289,7 +301,7 @@ impl Optimizer for Prodigy {
 
     fn load_state_dict(&mut self, states: &StateDict) -> Result<()> {
         let mut states = states.clone();
-        let estimate = states.remove(ESTIMATE).filter(|e| e.dtype() == DType::F64 && e.dims() == [4]);
+        let estimate = states.remove(ESTIMATE).filter(|entry| entry.dtype() == DType::F64 && entry.dims() == [4]);
         let estimate = estimate.map(|estimate| estimate.to_vec::<f64>()).transpose()?.unwrap_or_default();
         let [d, d_max, numerator, steps] = estimate[..] else {
             let message = format!(

@@ -1,8 +1,9 @@
-//! The arithmetic of Prodigy's steps: moments and sums first, then the variables.
+//! The arithmetic of Prodigy's steps: the first half updates the moments and sums, the second half updates the
+//! variables.
 
 use smallvec::{SmallVec, smallvec};
-use trainable_candle_core::cpu::{Real, dispatch};
 use trainable_candle_core::Result;
+use trainable_candle_core::cpu::{Real, dispatch};
 
 use super::{NAME, ProdigyConfig};
 use crate::optim::rule::{Chunk, Kernels, Rule, Settings, StateKind, StateSlice, StateSpec, Update};
@@ -13,17 +14,18 @@ pub(super) struct Pass {
     pub(super) config: ProdigyConfig,
     /// The estimate.
     pub(super) d: f64,
-    /// The step size.
+    /// The step size: the estimate times the learning rate, with bias correction if that is used.
     pub(super) dlr: f64,
 }
 
-/// The first half of a step: the moments, and the sums for the estimate.
+/// The first half of a step, which updates the moments and computes the sums for the estimate. On a CUDA device, this
+/// rule's kernels do the whole step.
 pub(super) struct Observe;
 
-/// The second half of a step, which updates the variables.
+/// The second half of a step on the CPU, which updates the variables.
 pub(super) struct Apply;
 
-/// The states that are kept for a parameter.
+/// Returns the states that are kept for a parameter.
 pub(super) fn states(config: &ProdigyConfig) -> SmallVec<[StateSpec; 4]> {
     let every = StateKind::Every(config.slice_p);
     let mut states = smallvec![every.named("s"), every.named("p0"), StateKind::Float.named("exp_avg_sq")];
@@ -72,7 +74,7 @@ impl Rule for Observe {
         states(&pass.config)
     }
 
-    /// The size of two f64, the variable's sums, in f32.
+    /// Returns the number of f32 values that take the space of the variable's two sums, which are f64.
     fn scratch(_dims: &[usize]) -> usize {
         4
     }
@@ -110,6 +112,8 @@ fn observe<T: Real>(pass: &Pass, step: u64, chunk: Chunk<'_, T>) {
     );
 }
 
+/// Updates the states of a variable, and writes two sums for the estimate to `chunk.sums`: the sum of `g * (p0 - p)`
+/// for the numerator, and the sum of the magnitudes of `s` for the denominator.
 #[inline(always)]
 fn observe_elements<T: Real>(pass: &Pass, step: u64, mut chunk: Chunk<'_, T>) {
     let Pass { config, d, dlr } = pass;
@@ -121,20 +125,21 @@ fn observe_elements<T: Real>(pass: &Pass, step: u64, mut chunk: Chunk<'_, T>) {
         unreachable!("the states are those that the rule declares")
     };
     let sampled = param.iter().zip(grad.iter()).step_by(config.slice_p);
-    let (beta3, gain3) = (T::from_f64(config.beta3()), d / config.d0 * if config.safeguard_warmup { *d } else { *dlr });
-    let gain3 = T::from_f64(gain3);
-    let [mut progress, mut distance] = [0f64; 2];
+    let beta3 = T::from_f64(config.beta3());
+    let gain3 = T::from_f64(d / config.d0 * if config.safeguard_warmup { *d } else { *dlr });
+    let [mut numerator, mut denominator] = [0f64; 2];
     for ((&p, &g), (s, p0)) in sampled.zip(s.iter_mut().zip(p0.iter_mut())) {
+        // `p0` holds the initial values of the parameters.
         if step == 1 {
             *p0 = p;
         }
         let g = g + l2 * p;
-        progress += (g * (*p0 - p)).to_f64();
+        numerator += (g * (*p0 - p)).to_f64();
         *s = beta3 * *s + gain3 * g;
-        distance += s.abs().to_f64();
+        denominator += s.abs().to_f64();
     }
     if let Some(sums) = sums {
-        **sums = [progress, distance];
+        **sums = [numerator, denominator];
     }
     let (beta1, beta2) = config.betas;
     let (gain1, gain2) = (T::from_f64(d * (1.0 - beta1)), T::from_f64(d * d * (1.0 - beta2)));
@@ -157,6 +162,7 @@ fn apply<T: Real>(pass: &Pass, _step: u64, chunk: Chunk<'_, T>) {
     );
 }
 
+/// Updates the elements of a variable with the states that the first half of the step has updated.
 #[inline(always)]
 fn apply_elements<T: Real>(pass: &Pass, mut chunk: Chunk<'_, T>) {
     let Pass { config, d, dlr } = pass;
@@ -168,6 +174,7 @@ fn apply_elements<T: Real>(pass: &Pass, mut chunk: Chunk<'_, T>) {
     match chunk.states.as_mut_slice() {
         [_, _, StateSlice::Float(exp_avg_sq), StateSlice::Float(exp_avg)] => {
             for ((p, _), (v, m)) in elements.zip(exp_avg_sq.iter().zip(exp_avg.iter())) {
+                // The factor d is in the first moment already.
                 *p = *p - lost * *p - step_size * *m / (v.sqrt() + eps);
             }
         }
