@@ -1,12 +1,14 @@
 //! Times the forward and backward pass of a frozen linear layer with LoRA. Compares this library's layer with the same
-//! layer written with candle's tensors, whose gradients candle computes.
+//! layer written with candle's tensors, for which candle computes the gradients.
 //!
 //! ```text
 //! cargo bench -p trainable-candle-nn --bench lora -- [cpu|cuda[:N]|rows] [FOLDER_OF_CUDA_LIBRARIES ...]
 //! ```
 //!
-//! `rows` shows how the time of this library's layer on the CPU grows with the number of input rows. For CUDA, build with
-//! `--features cuda`; the executable then also runs on machines without cargo.
+//! The first argument is the device (default: `cpu`); N is the number of the GPU. With `rows` instead, the program
+//! shows how the time of this library's layer on the CPU grows with the number of input rows. For CUDA, build with
+//! `--features cuda`. The program looks for the CUDA libraries in the folders, then where the system's loader looks.
+//! The built executable needs no cargo, so it can be copied to a machine with a GPU.
 #![allow(clippy::print_stdout)]
 
 use std::path::PathBuf;
@@ -22,12 +24,14 @@ use trainable_candle_nn::adapter::LoRALinear;
 #[global_allocator]
 static ALLOCATOR: RecyclingAllocator = RecyclingAllocator::new();
 
-/// The cases on the CPU, as in `benches/lora_linear.py`: (dtype, rows of the input, features of the input and of the
-/// result, rank).
-const ON_CPU: [(DType, usize, usize, usize); 4] =
+/// A layer and its input: (dtype, number of input rows, number of features of the input and also of the result, rank).
+type Case = (DType, usize, usize, usize);
+
+/// The cases on the CPU, as in `benches/lora_linear.py`.
+const ON_CPU: [Case; 4] =
     [(DType::F32, 512, 1024, 16), (DType::F32, 1024, 768, 16), (DType::F32, 2048, 640, 32), (DType::F32, 64, 256, 8)];
 /// The cases on CUDA devices, as in `benches/gpu_lora.py`.
-const ON_CUDA: [(DType, usize, usize, usize); 7] = [
+const ON_CUDA: [Case; 7] = [
     (DType::F32, 1024, 768, 16),
     (DType::F32, 1024, 2048, 16),
     (DType::BF16, 1024, 768, 16),
@@ -38,21 +42,29 @@ const ON_CUDA: [(DType, usize, usize, usize); 7] = [
 ];
 /// The numbers of input rows that the argument `rows` measures.
 const ROWS: [usize; 5] = [4096, 16384, 65_536, 262_144, 1_048_576];
-const WIDTH: usize = 512;
+/// The features of the input and of the result that the argument `rows` measures.
+const ROWS_WIDTH: usize = 512;
+/// The rank that the argument `rows` measures.
+const ROWS_RANK: usize = 16;
+/// The factor in front of the low-rank product.
+const SCALE: f64 = 0.5;
+/// The number of calls of each step before the measurement.
+const WARM_UP: usize = 3;
 
 fn main() -> Result<()> {
+    // Cargo adds `--bench` to the arguments.
     let mut arguments = std::env::args().skip(1).filter(|argument| argument != "--bench");
-    let text = arguments.next().unwrap_or_else(|| "cpu".into());
-    if text == "rows" {
-        return rows();
+    let first = arguments.next().unwrap_or_else(|| "cpu".into());
+    if first == "rows" {
+        return measure_rows();
     }
-    let device = parse(&text, || arguments.map(PathBuf::from).collect())?;
+    let device = parse(&first, || arguments.map(PathBuf::from).collect())?;
     println!("{}, {} threads of the CPU; median ms of forward and backward", name(&device), num_threads());
     let cases: &[_] = if device.is_cpu() { &ON_CPU } else { &ON_CUDA };
     for &(dtype, rows, width, rank) in cases {
-        let (mut ours, mut candle) =
-            (ours(dtype, rows, width, rank, &device)?, candle(dtype, rows, width, rank, &device)?);
-        let times = race(&mut [&mut *ours, &mut *candle], 15, 2.0, &device)?;
+        let mut ours = our_step((dtype, rows, width, rank), &device)?;
+        let mut candle = candle_step((dtype, rows, width, rank), &device)?;
+        let times = median_times(&mut [&mut *ours, &mut *candle], 15, 2.0, &device)?;
         let ratio = times[0] / times[1];
         println!(
             "{} {rows} x {width}, rank {rank}: ours {:.3}, candle {:.3}, ours/candle {ratio:.2}",
@@ -64,11 +76,11 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-fn rows() -> Result<()> {
-    println!("width {WIDTH}, rank 16, {} threads; median of forward and backward", num_threads());
+fn measure_rows() -> Result<()> {
+    println!("width {ROWS_WIDTH}, rank {ROWS_RANK}, {} threads; median of forward and backward", num_threads());
     for rows in ROWS {
-        let mut step = ours(DType::F32, rows, WIDTH, 16, &Device::Cpu)?;
-        let time = race(&mut [&mut *step], 5, 1.0, &Device::Cpu)?[0];
+        let mut step = our_step((DType::F32, rows, ROWS_WIDTH, ROWS_RANK), &Device::Cpu)?;
+        let time = median_times(&mut [&mut *step], 5, 1.0, &Device::Cpu)?[0];
         println!("{rows} rows: {time:.1} ms, {:.3} us a row", time * 1e3 / rows as f64);
     }
     Ok(())
@@ -79,14 +91,18 @@ fn synchronize(device: &Device) -> Result<()> {
     if device.is_cpu() { Ok(()) } else { device::synchronize(device) }
 }
 
+/// One forward and backward pass.
 type Step = Box<dyn FnMut() -> Result<()>>;
 
+/// Draws small normal values, with a standard deviation of 0.02.
 fn random(dims: (usize, usize), dtype: DType, device: &Device) -> Result<Tensor> {
     Tensor::randn(0.0, 1.0, dims, DType::F32, device)?.mul_scalar(0.02)?.to_dtype(dtype)
 }
 
-fn ours(dtype: DType, rows: usize, width: usize, rank: usize, device: &Device) -> Result<Step> {
-    let layer = LoRALinear::new(random((width, width), dtype, device)?, rank, rank as f64 / 2.0, device)?;
+/// The step of this library's layer.
+fn our_step((dtype, rows, width, rank): Case, device: &Device) -> Result<Step> {
+    let alpha = rank as f64 * SCALE;
+    let layer = LoRALinear::new(random((width, width), dtype, device)?, rank, alpha, device)?;
     let [down, up] = [(rank, width), (width, rank)].map(|dims| random(dims, DType::F32, device));
     layer.get_vars()[0].set(&down?)?;
     layer.get_vars()[1].set(&up?)?;
@@ -95,48 +111,56 @@ fn ours(dtype: DType, rows: usize, width: usize, rank: usize, device: &Device) -
     let vars: Vec<Var> = layer.get_vars().into_iter().chain([x.clone()]).collect();
     Ok(Box::new(move || {
         vars.iter().try_for_each(Var::zero_grad)?;
-        layer.forward(&x)?.backward_with(Some(&grad), false)?;
+        let retain_graph = false;
+        layer.forward(&x)?.backward_with(Some(&grad), retain_graph)?;
         Ok(())
     }))
 }
 
-fn candle(dtype: DType, rows: usize, width: usize, rank: usize, device: &Device) -> Result<Step> {
-    // The values come from this library's generator. Candle's generator needs functions of cuRAND that the CUDA build does not
-    // define.
-    let random = |rows: usize, columns: usize| -> Result<Plain> {
+/// The step of the layer written with candle's tensors.
+fn candle_step((dtype, rows, width, rank): Case, device: &Device) -> Result<Step> {
+    // The values come from this library's generator. Candle's generator needs functions of cuRAND that the CUDA build
+    // does not define.
+    let plain_random = |rows: usize, columns: usize| -> Result<Plain> {
         let values = random((rows, columns), DType::F32, &Device::Cpu)?.to_vec::<f32>()?;
         Ok(Plain::from_vec(values, (rows, columns), device)?.to_dtype(dtype)?)
     };
-    let (weight, grad) = (random(width, width)?, random(rows, width)?);
-    let x = PlainVar::from_tensor(&random(rows, width)?)?;
-    let down = PlainVar::from_tensor(&random(rank, width)?)?;
-    let up = PlainVar::from_tensor(&random(width, rank)?)?;
+    let (weight, grad) = (plain_random(width, width)?, plain_random(rows, width)?);
+    let x = PlainVar::from_tensor(&plain_random(rows, width)?)?;
+    let down = PlainVar::from_tensor(&plain_random(rank, width)?)?;
+    let up = PlainVar::from_tensor(&plain_random(width, rank)?)?;
     Ok(Box::new(move || {
-        let hidden = x.as_tensor().matmul(&down.as_tensor().t()?)?.matmul(&up.as_tensor().t()?)?;
-        let y = (x.as_tensor().matmul(&weight.t()?)? + (hidden * 0.5)?)?;
-        // Candle's backward pass starts from ones. Multiplying `y` by `grad` before the sum makes `grad` the gradient of
-        // `y`.
+        let low_rank = x.as_tensor().matmul(&down.as_tensor().t()?)?.matmul(&up.as_tensor().t()?)?;
+        let y = (x.as_tensor().matmul(&weight.t()?)? + (low_rank * SCALE)?)?;
+        // Candle's backward pass starts from ones. Multiplying `y` by `grad` before the sum makes `grad` the gradient
+        // of `y`.
         let grads = (y * &grad)?.sum_all()?.backward()?;
-        let all = [&x, &down, &up].iter().all(|var| grads.get(var.as_tensor()).is_some());
-        if all { Ok(()) } else { Err(Error::argument("bench", "candle computed no gradient for x, down or up")) }
+        let has_all = [&x, &down, &up].iter().all(|var| grads.get(var.as_tensor()).is_some());
+        let message = "candle computed no gradient for at least one of x, down and up";
+        if has_all { Ok(()) } else { Err(Error::argument("bench", message)) }
     }))
 }
 
-/// Runs the functions in turn, each at least `least` times, and for at least `seconds` in total. Returns the median time
-/// of each in ms.
-fn race(sides: &mut [&mut dyn FnMut() -> Result<()>], least: usize, seconds: f64, device: &Device) -> Result<Vec<f64>> {
-    let mut times = vec![Vec::new(); sides.len()];
-    for side in &mut *sides {
-        for _ in 0..3 {
-            side()?;
+/// Runs the steps in turn until each has run `calls` times and `seconds` have passed. Returns the median time of each
+/// step in ms.
+fn median_times(
+    steps: &mut [&mut dyn FnMut() -> Result<()>],
+    calls: usize,
+    seconds: f64,
+    device: &Device,
+) -> Result<Vec<f64>> {
+    let mut times = vec![Vec::new(); steps.len()];
+    for step in &mut *steps {
+        for _ in 0..WARM_UP {
+            step()?;
         }
     }
     synchronize(device)?;
-    let start = Instant::now();
-    while times[0].len() < least || start.elapsed().as_secs_f64() < seconds {
-        for (side, times) in sides.iter_mut().zip(&mut times) {
+    let measured = Instant::now();
+    while times[0].len() < calls || measured.elapsed().as_secs_f64() < seconds {
+        for (step, times) in steps.iter_mut().zip(&mut times) {
             let start = Instant::now();
-            side()?;
+            step()?;
             synchronize(device)?;
             times.push(start.elapsed().as_secs_f64() * 1e3);
         }
