@@ -1,5 +1,4 @@
-//! [`Base`]: the frozen weight and bias of a linear or convolutional layer, and the layer's operation. Adapters compute
-//! with them.
+//! [`Base`]: what an adapter reads of its layer: the frozen weight and bias, and the operation.
 
 use trainable_candle_core::ops::conv::{Conv2dOptions, conv2d};
 use trainable_candle_core::ops::linear::linear;
@@ -8,9 +7,9 @@ use trainable_candle_core::{Error, Result, Tensor, WeightRef};
 /// The operation of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
-    /// y = x Wᵀ + b, W (out, in).
+    /// y = x Wᵀ + b with W (out, in).
     Linear,
-    /// Convolution of channels-last images, W (out, kernel height, kernel width, in / groups).
+    /// A convolution of channels-last images with W (out, kernel height, kernel width, in / groups).
     Conv2d(Conv2dOptions),
 }
 
@@ -18,7 +17,8 @@ impl Operation {
     /// Apply the operation to `x` with the given weight and bias, which need not be the layer's own.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Shape`], `DType` or `Device` if the operands do not fit.
+    /// [`trainable_candle_core::Error::Shape`], `DType` or `Device` if the operands do not fit, `Argument` if the
+    /// weight of a convolution is quantized or streamed.
     pub fn apply<'a>(self, x: &Tensor, weight: impl Into<WeightRef<'a>>, bias: Option<&Tensor>) -> Result<Tensor> {
         match (self, weight.into()) {
             (Self::Linear, weight) => linear(x, weight, bias),
@@ -38,12 +38,12 @@ pub struct Base<'a> {
     pub weight: WeightRef<'a>,
     /// The frozen bias, (out).
     pub bias: Option<&'a Tensor>,
-    /// The operation.
+    /// The operation on the input.
     pub operation: Operation,
 }
 
 impl Base<'_> {
-    /// The layer's result without an adapter.
+    /// Compute the layer's result without an adapter.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`], `DType` or `Device` if the input does not fit.
@@ -67,7 +67,7 @@ impl Base<'_> {
         self.weight.dims().last().copied().unwrap_or(0)
     }
 
-    /// Height and width of a convolution's kernel; `None` for a linear layer.
+    /// The height and the width of a convolution's kernel; `None` for a linear layer.
     pub fn kernel(&self) -> Option<[usize; 2]> {
         match self.weight.dims() {
             &[_, height, width, _] => Some([height, width]),

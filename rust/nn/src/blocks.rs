@@ -10,29 +10,29 @@ use trainable_candle_core::{Error, Result, Tensor};
 use crate::streaming::Turn;
 use crate::{Module, Visitor};
 
-/// The number of stretches (runs of consecutive blocks) into which [nested](Blocks::nested) blocks are divided. Each
-/// stretch is one checkpoint: the backward pass recomputes its blocks together. With three stretches, the recomputed
-/// results of one stretch need less memory than the results that the layers around the blocks keep.
+/// The largest number of stretches (groups of consecutive blocks) into which [nested](Blocks::nested) blocks are
+/// divided. Each stretch is one checkpoint: the backward pass recomputes its blocks together. With three stretches, the
+/// recomputed results of one stretch need less memory than the results that the layers around the blocks keep.
 const STRETCHES: usize = 3;
 
 /// The checkpointing policy of a model's blocks, or of its first blocks.
 ///
 /// If only some blocks are recomputed, these are the first blocks, because the tape holds the results of the first
-/// blocks the longest. While the backward pass recomputes the first blocks, the results of the other blocks are already
+/// blocks the longest. While the backward pass recomputes the first blocks, the results of the later blocks are already
 /// freed. If the last blocks were recomputed instead, their recomputed results would be in memory together with the
-/// results of all other blocks.
+/// results of all earlier blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Checkpointing {
     policy: Policy,
-    /// How many blocks have the policy; None: all.
-    first: Option<usize>,
+    /// The number of first blocks that have the policy; None if all blocks have it.
+    count: Option<usize>,
 }
 
 impl Checkpointing {
-    /// `policy` for the first `count` blocks, and [`Policy::Selective`] for the others.
+    /// Apply `policy` to the first `count` blocks, and [`Policy::Selective`] to the rest of the model's `all` blocks.
     ///
     /// # Errors
-    /// [`Error::Argument`] if `policy` does not recompute everything, or if `count` exceeds `all`, the number of blocks.
+    /// [`Error::Argument`] if `policy` does not recompute everything, or if `count` exceeds `all`.
     pub fn of_first(count: usize, policy: Policy, all: usize) -> Result<Self> {
         if !policy.recomputes_all() {
             let message = "a policy other than \"full\" or \"offload\" takes no number of blocks; leave the number out";
@@ -43,44 +43,46 @@ impl Checkpointing {
                 format!("found {count} blocks to recompute, expected at most {all}, the model's number of blocks");
             return Err(Error::argument("checkpoint_blocks", message));
         }
-        Ok(Self { policy, first: Some(count) })
+        Ok(Self { policy, count: Some(count) })
     }
 
     /// The policy of the block `index`.
     pub fn policy(self, index: usize) -> Policy {
-        if self.first.is_none_or(|first| index < first) { self.policy } else { Policy::Selective }
+        if self.count.is_none_or(|count| index < count) { self.policy } else { Policy::Selective }
     }
 
-    /// The policies of the blocks from `start` on, for callers that count these blocks from 0.
+    /// Return the policies of the blocks from `start` on. The result numbers these blocks from 0.
     #[must_use]
     pub fn after(self, start: usize) -> Self {
-        Self { first: self.first.map(|first| first.saturating_sub(start)), ..self }
+        Self { count: self.count.map(|count| count.saturating_sub(start)), ..self }
     }
 }
 
 impl From<Policy> for Checkpointing {
     fn from(policy: Policy) -> Self {
-        Self { policy, first: None }
+        Self { policy, count: None }
     }
 }
 
-/// Blocks of one kind. They run one after another, or the model runs each separately. They keep all results between forward
-/// and backward pass until [`Module::set_checkpointing`] sets another policy. The code of the model is the same for every
-/// policy.
+/// Blocks of one kind. [`run`](Self::run) runs them one after another; with [`run_one`](Self::run_one), the model runs
+/// each separately. All results are kept from the forward to the backward pass until [`Module::set_checkpointing`] sets
+/// another policy. The code of the model is the same for every policy.
 pub struct Blocks<B> {
     blocks: Vec<Arc<B>>,
+    /// Whether [`nested`](Self::nested) has marked the blocks.
     nested: bool,
     kept: Kept,
 }
 
-/// The checkpointing policies of blocks, and which blocks have streamed weights.
+/// The state of blocks that changes after they are built: their checkpointing policies, and which of them have streamed
+/// weights.
 pub struct Kept {
     checkpointing: RwLock<Checkpointing>,
     turns: RwLock<Turns>,
 }
 
-/// The [`Turn`]s of the blocks with streamed weights, by the index of the block. A turn copies the block's weights to the
-/// device.
+/// The [`Turn`]s of the blocks with streamed weights, by the index of the block. A turn copies the block's weights to
+/// the device.
 #[derive(Default)]
 struct Turns {
     /// The turns of the blocks that read streamed weights while they run.
@@ -113,10 +115,12 @@ impl Kept {
         self.turns.read().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The turn of a block that reads streamed weights while it runs.
     fn turn(&self, block: usize) -> Option<Turn> {
         self.turns().runs.get(&block).cloned()
     }
 
+    /// Whether any block reads streamed weights while it runs.
     fn streams(&self) -> bool {
         !self.turns().runs.is_empty()
     }
@@ -131,8 +135,8 @@ impl<B> FromIterator<B> for Blocks<B> {
 
 impl<B> Blocks<B> {
     /// Mark the blocks as nested in a network whose other layers keep more for the backward pass than several of these
-    /// blocks keep together. Under [`Policy::Full`] the tape then needs less memory: it keeps one input for each stretch of
-    /// [`stretch`](Self::stretch) blocks instead of one for each block.
+    /// blocks keep together. Under [`Policy::Full`] the tape then needs less memory: it keeps one input for each
+    /// stretch of [`stretch`](Self::stretch) blocks instead of one for each block.
     #[must_use]
     pub fn nested(mut self) -> Self {
         self.nested = true;
@@ -154,14 +158,15 @@ impl<B> Blocks<B> {
         self.blocks.iter().map(AsRef::as_ref)
     }
 
-    /// What [`Part::Blocks`](crate::Part::Blocks) shows of these blocks.
+    /// The state that [`Part::Blocks`](crate::Part::Blocks) shows of these blocks.
     pub const fn kept(&self) -> &Kept {
         &self.kept
     }
 
-    /// The number of blocks, at least 1, that the backward pass recomputes together under a policy that recomputes
-    /// everything. The number is 1 if weights are streamed, because weights are copied one block at a time. It is also 1
-    /// under [`Policy::Offloaded`], because the blocks' inputs then take no memory of the device.
+    /// The number of blocks that the backward pass recomputes together under a policy that recomputes everything. The
+    /// number is 1 unless the blocks are [nested](Self::nested). It is also 1 if weights are streamed, because weights
+    /// are copied one block at a time, and under [`Policy::Offloaded`], because the blocks' inputs then take no memory
+    /// of the device.
     pub fn stretch(&self) -> usize {
         if self.nested && !self.kept.streams() && self.kept.checkpointing().policy != Policy::Offloaded {
             self.blocks.len().div_ceil(STRETCHES).max(1)
@@ -172,10 +177,10 @@ impl<B> Blocks<B> {
 }
 
 impl<B: Send + Sync + 'static> Blocks<B> {
-    /// The result of block `index` for `inputs`.
+    /// Run `forward` on block `index` and `inputs`, under the block's checkpointing policy.
     ///
     /// # Errors
-    /// Those of `forward`.
+    /// Those of `forward`, of copying streamed weights and of [`checkpoint_with`].
     ///
     /// # Panics
     /// If there is no such block.
@@ -189,7 +194,7 @@ impl<B: Send + Sync + 'static> Blocks<B> {
     /// As [`run_one`](Self::run_one), for a `forward` that returns several tensors.
     ///
     /// # Errors
-    /// Those of `forward`.
+    /// As [`run_one`](Self::run_one).
     ///
     /// # Panics
     /// If there is no such block.
@@ -203,11 +208,11 @@ impl<B: Send + Sync + 'static> Blocks<B> {
         checkpointed(policy, turn, move |inputs: &[Tensor]| forward(&block, inputs), inputs)
     }
 
-    /// Run `forward` on block `index` outside of the block's checkpoint, before the block runs. Models use this to compute
-    /// the block's modulation (shifts, scales and gates from the timestep).
+    /// Run `forward` on block `index` outside of the block's checkpoint, before the block runs. Models use this to
+    /// compute the block's modulation (shifts, scales and gates from the timestep).
     ///
     /// # Errors
-    /// Those of `forward`.
+    /// Those of `forward` and of copying streamed weights.
     ///
     /// # Panics
     /// If there is no such block.
@@ -222,19 +227,21 @@ impl<B: Send + Sync + 'static> Blocks<B> {
         Ok(forward(&self.blocks[index])?.map(|result| turn.reenter(result)))
     }
 
-    /// Run all blocks one after another. Each takes the previous block's result (the first takes `x`) and `conditions`.
+    /// Run `forward` on all blocks one after another. Each takes the previous block's result (the first takes `x`) and
+    /// `conditions`.
     ///
     /// # Errors
-    /// Those of `forward`.
+    /// As [`run_one`](Self::run_one).
     pub fn run<F>(&self, x: &Tensor, conditions: &[&Tensor], forward: F) -> Result<Tensor>
     where
         F: Fn(&B, &Tensor, &[Tensor]) -> Result<Tensor> + Copy + Send + Sync + 'static,
     {
         let (checkpointing, mut x) = (self.kept.checkpointing(), x.clone());
         let together = if checkpointing.policy.recomputes_all() { self.stretch() } else { 1 };
-        let (first, others) = self.blocks.split_at(checkpointing.first.unwrap_or(self.len()).min(self.len()));
+        let (first, rest) = self.blocks.split_at(checkpointing.count.unwrap_or(self.len()).min(self.len()));
         let mut start = 0;
-        for blocks in first.chunks(together).chain(others.chunks(1)) {
+        for blocks in first.chunks(together).chain(rest.chunks(1)) {
+            // If weights are streamed, `blocks` is one block, so `turn` is the turn of all of `blocks`.
             let (policy, turn) = (checkpointing.policy(start), self.kept.turn(start));
             start += blocks.len();
             let blocks = blocks.to_vec();
@@ -249,19 +256,19 @@ impl<B: Send + Sync + 'static> Blocks<B> {
     }
 }
 
-/// Run `forward` of a block under a checkpointing policy. The block's streamed weights are copied to the device before
-/// `forward`, and again before the backward pass of the block.
+/// Run `forward` on `inputs` under a checkpointing policy. With a `turn`, its streamed weights are copied to the device
+/// before `forward`, and again before the backward pass reaches the results.
 fn checkpointed<F>(policy: Policy, turn: Option<Turn>, forward: F, inputs: &[&Tensor]) -> Result<Vec<Tensor>>
 where
     F: Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync + 'static,
 {
     let Some(turn) = turn else { return checkpoint_with(policy, forward, inputs) };
-    let inside = turn.clone();
-    let run = move |inputs: &[Tensor]| {
-        inside.enter()?;
+    let entered = turn.clone();
+    let enter_and_run = move |inputs: &[Tensor]| {
+        entered.enter()?;
         forward(inputs)
     };
-    let results = checkpoint_with(policy, run, inputs)?;
+    let results = checkpoint_with(policy, enter_and_run, inputs)?;
     Ok(results.into_iter().map(|result| turn.reenter(result)).collect())
 }
 
@@ -280,6 +287,7 @@ mod tests {
 
     use super::*;
 
+    /// A block with one parameter.
     struct Scale(Var);
 
     impl Module for Scale {
@@ -321,6 +329,7 @@ mod tests {
             grads.iter().map(|grad| grad.as_ref().unwrap().to_vec::<f64>().unwrap()).collect::<Vec<_>>()
         };
         let expected = gradients();
+        // Of five blocks and x.
         assert_eq!(expected.len(), 6);
         for policy in [Policy::Full, Policy::Selective] {
             model.set_checkpointing(policy);
@@ -333,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn checkpoint_first_recomputes_the_first_blocks_and_rejects_other_counts_and_policies() {
+    fn checkpoint_first_sets_the_policy_of_the_first_blocks_and_rejects_large_counts_and_other_policies() {
         let var = || Var::from_tensor(&Tensor::full(2.0, 3, DType::F64, &Device::Cpu).unwrap()).unwrap();
         let blocks = |count| (0..count).map(|_| Scale(var())).collect::<Blocks<_>>();
         let model = Two(Model(blocks(2)), Model(blocks(3)));

@@ -21,8 +21,8 @@ pub struct Conv2d<T: AsRef<Tensor>> {
     adapter: AdapterSlot,
 }
 
-/// Copy a file's weight, (out, in / groups, kernel height, kernel width), into a layer's layout, (out, kernel height, kernel
-/// width, in / groups).
+/// Copy a file's weight, (out, in / groups, kernel height, kernel width), into a layer's layout, (out, kernel height,
+/// kernel width, in / groups).
 ///
 /// # Errors
 /// [`Error::Shape`] if the weight does not have four dimensions.
@@ -39,12 +39,12 @@ pub fn weight_to_file(weight: &Tensor) -> Result<Tensor> {
 }
 
 impl Conv2d<Var> {
-    /// A trainable f32 layer with torch's initial values: weight and bias are uniform in ±1/√fan_in, where fan_in =
-    /// in_channels / groups · kernel height · kernel width.
+    /// Make a trainable f32 layer with torch's initial values: weight and bias are uniform in ±1/√fan_in, where fan_in
+    /// = in_channels / groups · kernel height · kernel width. `kernel` is (height, width).
     ///
     /// # Errors
     /// [`Error::Argument`] if `groups` is 0 or does not divide both numbers of channels, [`Error::OutOfMemory`] if the
-    /// weight does not fit in the device's memory.
+    /// parameters do not fit into the device's memory.
     pub fn new(
         in_channels: usize,
         out_channels: usize,
@@ -67,8 +67,8 @@ impl Conv2d<Var> {
 }
 
 impl<T: AsRef<Tensor>> Conv2d<T> {
-    /// A layer over given parameters: `weight` (out_channels, kernel height, kernel width, in_channels / groups) and `bias`
-    /// (out_channels).
+    /// Make a layer over given parameters: `weight` (out_channels, kernel height, kernel width, in_channels / groups)
+    /// and `bias` (out_channels).
     ///
     /// # Errors
     /// [`Error::Shape`] if the weight does not have four dimensions or the bias does not fit it.
@@ -87,20 +87,21 @@ impl<T: AsRef<Tensor>> Conv2d<T> {
         Ok(Self { weight, bias, options, adapter: AdapterSlot::default() })
     }
 
-    /// The layer's result, with the adapter if one is attached: `x (B, H, W, in_channels)` → `(B, OH, OW,
-    /// out_channels)`.
+    /// Compute the layer's result, with the adapter if one is attached: `x (B, H, W, in_channels)` →
+    /// `(B, OH, OW, out_channels)`.
     ///
     /// # Errors
-    /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the input does not fit.
+    /// [`Error::Shape`], [`Error::DType`] or [`Error::Device`] if the input does not fit.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.adapter.forward(x, &self.base())
     }
 
-    /// [`forward`](Self::forward) of `x (B, H, W, in_channels)`, plus `addend (B, OH, OW, out_channels)` or `(B, 1, 1,
-    /// out_channels)`. Without an adapter, one operation may compute both; [`conv2d_add`] says when.
+    /// Compute [`forward`](Self::forward) of `x (B, H, W, in_channels)` and add `addend`, which has the shape
+    /// `(B, OH, OW, out_channels)` or `(B, 1, 1, out_channels)`. Without an adapter, one operation may compute both;
+    /// [`conv2d_add`] says when.
     ///
     /// # Errors
-    /// As [`forward`](Self::forward), and if the addend does not fit.
+    /// As [`forward`](Self::forward), also if the addend does not fit.
     pub fn forward_add(&self, x: &Tensor, addend: &Tensor) -> Result<Tensor> {
         if self.slot().get().is_some() {
             return self.forward(x)?.add(addend);
@@ -108,12 +109,12 @@ impl<T: AsRef<Tensor>> Conv2d<T> {
         conv2d_add(x, self.weight.as_ref(), self.bias.as_ref().map(AsRef::as_ref), self.options, addend)
     }
 
-    /// Channels of the input.
+    /// The number of channels of the input.
     pub fn in_channels(&self) -> usize {
         self.weight.as_ref().dims().last().copied().unwrap_or(0) * self.options.groups
     }
 
-    /// Channels of the result.
+    /// The number of channels of the result.
     pub fn out_channels(&self) -> usize {
         self.weight.as_ref().dims().first().copied().unwrap_or(0)
     }
@@ -123,7 +124,7 @@ impl<T: AsRef<Tensor>> Conv2d<T> {
         self.adapter.effective_weight(self.weight.as_ref().into())
     }
 
-    /// The frozen parameters and the operation, for adapters.
+    /// The layer's parameters and operation, for adapters.
     pub fn base(&self) -> Base<'_> {
         Base {
             weight: self.weight.as_ref().into(),
@@ -132,12 +133,16 @@ impl<T: AsRef<Tensor>> Conv2d<T> {
         }
     }
 
+    /// The place for the layer's adapter.
     pub(crate) const fn slot(&self) -> &AdapterSlot {
         &self.adapter
     }
 }
 
-/// The number of input channels of each group.
+/// Compute the number of input channels of each group.
+///
+/// # Errors
+/// [`Error::Argument`] if `groups` is 0 or does not divide both numbers of channels.
 pub(crate) fn channels_per_group(in_channels: usize, out_channels: usize, groups: usize) -> Result<usize> {
     if groups == 0 || !in_channels.is_multiple_of(groups) || !out_channels.is_multiple_of(groups) {
         return Err(Error::argument(

@@ -1,5 +1,6 @@
-//! Frozen low-rank products that layers add to their results in training, beside the adapter that is trained. An example
-//! is a training adapter: a LoRA, published for a distilled model, that is used in training and left out afterwards.
+//! Frozen low-rank products, which layers add to their results in training besides the products of the trained adapter.
+//! An example is a training adapter: a LoRA that is published for a distilled model, used in training and removed
+//! afterwards.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,25 +18,28 @@ use crate::slot::AdapterSlot;
 /// A frozen LoRA. Each layer that has the LoRA adds a low-rank product to its result, whether or not the layer has
 /// another adapter. Saved and merged weights do not include the LoRA.
 ///
-/// The weights of the layers do not change. So [`set_enabled`](Self::set_enabled) restores the original results exactly in
-/// every dtype, without a copy of the weights.
+/// The weights of the layers do not change. So [`set_enabled`](Self::set_enabled) with `false` restores the results
+/// without the LoRA exactly in every dtype, and no copy of the weights is needed.
 pub struct TrainingAdapter {
+    /// The slots of the layers that have the LoRA.
     slots: Vec<AdapterSlot>,
+    /// The number of elements of all factors.
     elements: usize,
 }
 
 impl TrainingAdapter {
-    /// Attach the LoRA of `values` to the layers that its keys name, and multiply its products by `scale`.
+    /// Attach each LoRA of `values` to the layer that its key names, and multiply its low-rank product by `scale`.
     ///
     /// # Errors
-    /// [`Error::Config`] if a layer is missing, is not linear or already has a training adapter, or if the adapter is
-    /// not a LoRA; [`Error::Shape`] if a factor does not fit its layer.
+    /// [`Error::Config`] if a layer is missing, is not linear or already has a training adapter, or if an adapter is
+    /// not a LoRA or lacks a factor; [`Error::Shape`] if the factors do not fit their layer; [`Error::OutOfMemory`] if
+    /// the factors do not fit into the device's memory. After an error, no layer has changed.
     pub fn attach(values: &BTreeMap<String, LayerValues>, scale: f64, layers: &[(String, Layer<'_>)]) -> Result<Self> {
-        let known: BTreeMap<&str, Layer<'_>> = layers.iter().map(|(name, layer)| (name.as_str(), *layer)).collect();
+        let by_name: BTreeMap<&str, Layer<'_>> = layers.iter().map(|(name, layer)| (name.as_str(), *layer)).collect();
         let wrong = |name: &str, what: &str| Error::Config(format!("training adapter: {name}: {what}"));
         let mut products = Vec::with_capacity(values.len());
         for (name, given) in values {
-            let layer = known.get(name.as_str()).ok_or_else(|| wrong(name, "the model has no such layer"))?;
+            let layer = by_name.get(name.as_str()).ok_or_else(|| wrong(name, "the model has no such layer"))?;
             if layer.slot().has_beside() {
                 return Err(wrong(name, "the layer has a training adapter already"));
             }
@@ -49,11 +53,12 @@ impl TrainingAdapter {
             }
             let (device, dtype) = (base.weight.device(), base.weight.dtype());
             let factor = |parameter: &str| {
-                let stored = &given.parameters[parameter];
+                let stored = given.parameters.get(parameter);
+                let stored = stored.ok_or_else(|| wrong(name, &format!("the parameter {parameter} is missing")))?;
                 stored.to_dtype(DType::F32)?.to_device(device)
             };
             let (down, up) = (factor(lora::DOWN)?, factor(lora::UP)?);
-            let rank = down.dims()[0];
+            let rank = down.dims().first().copied().unwrap_or(0);
             if down.dims() != [rank, base.inputs()] || up.dims() != [base.rows(), rank] {
                 let (down, up, weight) = (down.dims(), up.dims(), base.weight.dims());
                 let text = format!("{name}: down {down:?} and up {up:?} do not fit a weight {weight:?}");
@@ -62,6 +67,7 @@ impl TrainingAdapter {
             let up = up.mul_scalar(given.scale * scale)?.to_dtype(dtype)?;
             products.push((layer.slot().clone(), Product { down: down.to_dtype(dtype)?, up }));
         }
+        // From here on no error can occur, so either all slots change or none.
         let elements = products.iter().map(|(_, product)| product.down.elem_count() + product.up.elem_count()).sum();
         let slots = products.into_iter().map(|(slot, product)| {
             slot.set_beside(Some(Arc::new(product)));
@@ -70,8 +76,8 @@ impl TrainingAdapter {
         Ok(Self { slots: slots.collect(), elements })
     }
 
-    /// Set whether the layers add the products. While `enabled` is false, the layers compute exactly the same as
-    /// without the training adapter.
+    /// Set whether the layers add the products. While they are disabled, the layers compute exactly the same as without
+    /// the training adapter.
     pub fn set_enabled(&self, enabled: bool) {
         self.slots.iter().for_each(|slot| slot.enable_beside(enabled));
     }
@@ -81,17 +87,17 @@ impl TrainingAdapter {
         self.slots.iter().for_each(|slot| slot.set_beside(None));
     }
 
-    /// The number of layers that have the training adapter.
+    /// The number of layers to which the training adapter was attached.
     pub const fn len(&self) -> usize {
         self.slots.len()
     }
 
-    /// Whether no layer has the training adapter.
+    /// Whether the training adapter was attached to no layer.
     pub const fn is_empty(&self) -> bool {
         self.slots.is_empty()
     }
 
-    /// The number of elements of all factors of the training adapter.
+    /// The number of elements of all factors.
     pub const fn elements(&self) -> usize {
         self.elements
     }
@@ -105,8 +111,9 @@ pub(crate) struct Product {
     up: Tensor,
 }
 
-/// The forward pass of a layer that has a frozen product and, if `inner` is given, an adapter.
+/// A frozen product together with the layer's adapter, if it has one. To the layer, both are one adapter.
 pub(crate) struct Beside {
+    /// The layer's adapter.
     inner: Option<Arc<dyn Adapter>>,
     product: Arc<Product>,
 }
@@ -116,17 +123,18 @@ impl Beside {
         Self { inner, product }
     }
 
-    /// The adapter's product and the frozen product as a single product, whose rank is the sum of their ranks. None if
-    /// the adapter is not a low-rank product, or if its scale is 0.
+    /// Return the adapter's product and the frozen product as a single product, whose rank is the sum of their ranks.
+    /// Without an adapter, this is the frozen product alone. None if the adapter is not a low-rank product, or if its
+    /// scale is 0.
     fn joined(&self, dtype: DType) -> Result<Option<LowRank>> {
         let (down, up) = (self.product.down.to_dtype(dtype)?, self.product.up.to_dtype(dtype)?);
         let Some(inner) = &self.inner else { return Ok(Some(LowRank { down, up, scale: 1.0 })) };
-        let Some(own) = inner.as_low_rank(dtype)?.filter(|own| own.scale != 0.0) else { return Ok(None) };
+        let Some(trained) = inner.as_low_rank(dtype)?.filter(|trained| trained.scale != 0.0) else { return Ok(None) };
         // The joined product is multiplied by the adapter's scale, so the frozen `up` is divided by that scale.
-        let up = if own.scale == 1.0 { up } else { up.mul_scalar(1.0 / own.scale)? };
-        let down = Tensor::cat(&[&own.down.to_dtype(dtype)?, &down], 0)?;
-        let up = Tensor::cat(&[&own.up.to_dtype(dtype)?, &up], 1)?;
-        Ok(Some(LowRank { down, up, scale: own.scale }))
+        let up = if trained.scale == 1.0 { up } else { up.mul_scalar(1.0 / trained.scale)? };
+        let down = Tensor::cat(&[&trained.down.to_dtype(dtype)?, &down], 0)?;
+        let up = Tensor::cat(&[&trained.up.to_dtype(dtype)?, &up], 1)?;
+        Ok(Some(LowRank { down, up, scale: trained.scale }))
     }
 }
 
@@ -149,6 +157,7 @@ impl Adapter for Beside {
         self.joined(dtype)
     }
 
+    /// Leaves the frozen product out: merged weights do not include it.
     fn adapted_weight(&self, base: &Base<'_>) -> Result<Tensor> {
         self.inner.as_ref().map_or_else(|| base.weight.values(base.weight.dtype()), |inner| inner.adapted_weight(base))
     }

@@ -1,4 +1,4 @@
-//! [`LoraConfig`]: which layers get an adapter, of which kind and size. The names are peft's.
+//! [`LoraConfig`]: which layers get an adapter, of which kind and size. Settings that peft has too have peft's names.
 
 use std::collections::BTreeMap;
 
@@ -14,51 +14,53 @@ use super::{AdapterKind, AdapterSettings, KINDS, OftSide, QuantizationAware};
 pub struct LoraConfig {
     /// Rank, at least 1.
     pub r: usize,
-    /// Alpha, the numerator of the scale alpha / r.
+    /// Alpha, the numerator of the scale alpha / r; finite and not 0.
     pub lora_alpha: f64,
-    /// The layers to adapt. An entry matches a layer whose name is the entry, or ends in `.` and the entry. An entry with
-    /// characters that no name has (`*`, `(`, `|`, …) is a regular expression for the whole name or its end after a `.`.
-    /// `all-linear` matches every linear layer, `all-conv` every convolution, `all-attention` the projections of
-    /// attention.
+    /// The layers to adapt, as patterns. A pattern matches a layer whose name is the pattern, or ends in `.` and the
+    /// pattern. A pattern with other characters than letters, digits, `_`, `.` and `-` is also a regular expression for
+    /// the whole name, or for the end of the name after a `.`. `all-linear` matches every linear layer, `all-conv`
+    /// every convolution, `all-attention` the projections of attention.
     pub target_modules: Vec<String>,
-    /// Layers to leave out, by the same rules.
+    /// Patterns of layers to leave out, although `target_modules` matches them.
     pub exclude_modules: Vec<String>,
     /// Probability of dropping an element of the adapter's input while training, in [0, 1).
     pub lora_dropout: f64,
-    /// The kind of adapter, a name in [`KINDS`].
+    /// The kind of adapter: the name of one of [`KINDS`].
     pub adapter: String,
-    /// Use the weight-decomposed adapter (DoRA), as `adapter` = `dora` does.
+    /// Whether adapters of the kind `lora` are weight-decomposed, as those of the kind `dora` are. An error with
+    /// another kind.
     pub use_dora: bool,
-    /// DoRA: whether there is one magnitude for each output, as in peft, or one for each input. The name is LyCORIS'.
+    /// DoRA: true for one magnitude for each output, as in peft; false for one for each input. The name is LyCORIS'.
     pub wd_on_output: bool,
-    /// LoKr: whether the smaller factor may be low-rank, too (peft's name).
+    /// LoKr: whether the smaller factor may be low-rank, too.
     pub decompose_both: bool,
-    /// LoKr: the size of the smaller factor (peft's name); `None` for a size near the square root of the number of outputs
-    /// (or inputs) of the layer.
+    /// LoKr: the size of the smaller factor, as in [`AdapterSettings::decompose_factor`]; `None` for sizes near the
+    /// square roots of the layer's numbers of outputs and inputs.
     pub decompose_factor: Option<usize>,
-    /// OFT: the size of blocks (peft's name). If it does not divide the number of features, the nearest divisor is used.
+    /// OFT: the size of blocks, at least 2. If it does not divide the number of features, OFT uses the nearest divisor.
     pub oft_block_size: usize,
-    /// OFT: the side of layers that is rotated. `None` means the side that other programs expect in adapters of the model,
-    /// or the inputs if that side is unknown.
+    /// OFT: the side of layers that is rotated. `None` leaves the choice to the caller, who knows which side other
+    /// programs expect in adapters of the model; [`settings`](Self::settings) takes the inputs if it is still `None`.
     pub oft_side: Option<OftSide>,
-    /// OFT of inputs: the number of terms of the series that replaces the Cayley transform (peft's `use_cayley_neumann`
-    /// and `num_cayley_neumann_terms`); `None` for the transform itself.
+    /// OFT of inputs: the number of terms, from 2 to 64, of the series that replaces the Cayley transform (peft's
+    /// `use_cayley_neumann` and `num_cayley_neumann_terms`); `None` for the transform itself.
     pub cayley_neumann_terms: Option<usize>,
     /// Whether the scale is alpha / √r instead of alpha / r (Kalajdzievski 2023, arXiv:2312.03732).
     pub use_rslora: bool,
-    /// Quantization-aware training of linear layers: the grid that adapted weights are rounded to.
+    /// Quantization-aware training of linear layers: the grid to which adapted weights are rounded.
     pub qat: Option<Grid>,
-    /// If `qat` is [`Grid::Int8`] or [`Grid::Fp8`]: also round the inputs of adapted layers to this grid, with one
-    /// scale per token, as servers that multiply in eight bits do.
+    /// Whether the inputs of adapted layers are rounded to the grid too, with one scale per token, as servers that
+    /// multiply in eight bits do. Needs `qat` to be [`Grid::Int8`] or [`Grid::Fp8`].
     pub qat_activations: bool,
-    /// With `qat`: learn a factor on each scale of the weights.
+    /// Whether each scale of the rounded weights is multiplied by a learned factor. Needs `qat`.
     pub qat_learned_scales: bool,
     /// The dtype of the parameters in training: f32, or bf16 for an optimizer with stochastic rounding
     /// ([`Stepper::with_stochastic_rounding`](crate::optim::Stepper::with_stochastic_rounding)).
     pub dtype: DType,
-    /// Layers with another rank than `r`: patterns as in `target_modules`, and the ranks.
+    /// The ranks of layers whose rank is not `r`, by pattern. If several patterns match a layer, the first in
+    /// alphabetical order counts.
     pub rank_pattern: BTreeMap<String, usize>,
-    /// Layers with another alpha than `lora_alpha`: patterns as in `target_modules`, and the alphas.
+    /// The alphas of layers whose alpha is not `lora_alpha`, by pattern as in `rank_pattern`.
     pub alpha_pattern: BTreeMap<String, f64>,
 }
 
@@ -90,7 +92,8 @@ impl Default for LoraConfig {
 }
 
 impl LoraConfig {
-    /// Check every value.
+    /// Check the values, and that they fit together. OFT's settings are checked only if the kind is OFT, and patterns
+    /// only when they are matched.
     ///
     /// # Errors
     /// [`Error::Config`] that names a wrong value and says what is expected.
@@ -134,8 +137,8 @@ impl LoraConfig {
         self.validate_oft()?;
         if self.decompose_factor == Some(0) {
             return Err(Error::Config(
-                "LoraConfig: decompose_factor is 0, expected at least 1, or -1 for a size near the square root \
-                 of the layer's size"
+                "LoraConfig: decompose_factor is 0, expected at least 1, or -1 for sizes near the square roots of the \
+                 layer's numbers of outputs and inputs"
                     .into(),
             ));
         }
@@ -147,7 +150,8 @@ impl LoraConfig {
         Ok(())
     }
 
-    /// Check the settings of OFT, and that settings without effect on OFT are left out.
+    /// If the kind is OFT, check its settings, and that dropout, rsLoRA and the patterns of ranks and alphas are left
+    /// out.
     fn validate_oft(&self) -> Result<()> {
         let wrong = |text: String| Err(Error::Config(format!("LoraConfig: {text}")));
         if self.kind()?.name != "oft" {
@@ -184,7 +188,7 @@ impl LoraConfig {
         Ok(())
     }
 
-    /// The kind of adapter in the configuration.
+    /// Find the kind of adapter that the configuration names.
     ///
     /// # Errors
     /// [`Error::Config`] if there is no such kind, or `use_dora` is set for another kind than `lora` and `dora`.
@@ -204,6 +208,7 @@ impl LoraConfig {
         })
     }
 
+    /// Check the dtype of the parameters, and that the other settings allow it.
     fn validate_dtype(&self) -> Result<()> {
         let wrong = |text: &str| Err(Error::Config(format!("LoraConfig: dtype is {}, {text}", self.dtype.as_str())));
         match self.dtype {
@@ -217,22 +222,24 @@ impl LoraConfig {
         }
     }
 
-    /// The layers that get an adapter, with their ranks. `layers` lists the name of every layer, and whether the layer is
-    /// a convolution.
+    /// Select the layers that get an adapter. `layers` lists the name of every layer, and whether the layer is a
+    /// convolution. The result has the ranks of the selected layers by name.
     ///
     /// # Errors
-    /// [`Error::Config`] if a pattern is not a regular expression.
+    /// [`Error::Config`] if a pattern is not a valid regular expression.
     pub fn select<'a>(&self, layers: impl IntoIterator<Item = (&'a str, bool)>) -> Result<BTreeMap<String, usize>> {
-        let (targets, exclude) = (patterns(&self.target_modules)?, patterns(&self.exclude_modules)?);
-        let hit = |patterns: &[Pattern<'_>], name, is_conv| patterns.iter().any(|p| p.matches(name, is_conv));
+        let (targets, excluded) = (parse_all(&self.target_modules)?, parse_all(&self.exclude_modules)?);
+        let any_matches = |patterns: &[Pattern<'_>], name, is_conv| patterns.iter().any(|p| p.matches(name, is_conv));
         layers
             .into_iter()
-            .filter(|&(name, is_conv)| hit(&targets, name, is_conv) && !hit(&exclude, name, is_conv))
+            .filter(|&(name, is_conv)| any_matches(&targets, name, is_conv) && !any_matches(&excluded, name, is_conv))
             .map(|(name, is_conv)| Ok((name.to_owned(), self.settings(name, is_conv)?.rank)))
             .collect()
     }
 
-    /// Add the layer `name` and its adapter to a configuration that describes a set of adapters read from a file.
+    /// Add the layer `name` and its adapter to a configuration that describes a set of adapters read from a file. Rank
+    /// and alpha are recorded for each layer. `use_dora` holds if any layer has DoRA, `wd_on_output` if no layer has
+    /// magnitudes of inputs. Of the other settings, those of the last layer count.
     pub(super) fn describe(&mut self, name: &str, kind: &AdapterKind, settings: &AdapterSettings) {
         self.adapter = kind.name.into();
         self.use_dora |= kind.name == "dora";
@@ -243,14 +250,15 @@ impl LoraConfig {
         if settings.rank > 0 {
             self.rank_pattern.insert(name.into(), settings.rank);
         }
+        // Without a rank, the scale is recorded as the alpha of rank 1.
         self.alpha_pattern.insert(name.into(), settings.scale * settings.rank.max(1) as f64);
         self.target_modules.push(name.into());
     }
 
-    /// The settings of the adapter on the layer `name`, a convolution or a linear layer.
+    /// Return the settings of the adapter on the layer `name`. `is_conv` says whether the layer is a convolution.
     ///
     /// # Errors
-    /// [`Error::Config`] if a pattern is not a regular expression.
+    /// [`Error::Config`] if a pattern is not a valid regular expression.
     pub fn settings(&self, name: &str, is_conv: bool) -> Result<AdapterSettings> {
         let rank = lookup(&self.rank_pattern, name, is_conv)?.unwrap_or(self.r);
         let alpha = lookup(&self.alpha_pattern, name, is_conv)?.unwrap_or(self.lora_alpha);
@@ -268,12 +276,12 @@ impl LoraConfig {
     }
 }
 
-/// The factor in front of a product of rank `rank`: alpha / r, or alpha / √r for rsLoRA.
+/// Compute the factor in front of a low-rank product: alpha / rank, or alpha / √rank for rsLoRA.
 pub fn scale(alpha: f64, rank: usize, rslora: bool) -> f64 {
     alpha / if rslora { (rank as f64).sqrt() } else { rank as f64 }
 }
 
-/// The names of the projections of attention in diffusers and transformers.
+/// The ends of the names of attention's projections in diffusers and transformers.
 const ATTENTION: &[&str] = &[
     "to_q",
     "to_k",
@@ -292,12 +300,13 @@ const ATTENTION: &[&str] = &[
     "out_proj",
 ];
 
-/// An entry of `target_modules` or `exclude_modules`.
+/// An entry of `target_modules` or `exclude_modules`, or a key of `rank_pattern` or `alpha_pattern`.
 enum Pattern<'a> {
     AllLinear,
     AllConv,
     AllAttention,
-    /// The whole name or its end after a dot, as peft matches names; or a regular expression for the whole name or its end.
+    /// The entry's text and, if the text has characters that names do not have, the text as a regular expression.
+    /// Either matches the whole name or its end after a dot, as in peft.
     Name(&'a str, Option<Regex>),
 }
 
@@ -320,7 +329,7 @@ impl<'a> Pattern<'a> {
         })
     }
 
-    /// Whether the layer `name` matches the pattern.
+    /// Whether the pattern matches the layer `name`.
     fn matches(&self, name: &str, is_conv: bool) -> bool {
         let ends_in = |end: &str| name == end || name.strip_suffix(end).is_some_and(|rest| rest.ends_with('.'));
         match self {
@@ -332,12 +341,12 @@ impl<'a> Pattern<'a> {
     }
 }
 
-fn patterns(texts: &[String]) -> Result<Vec<Pattern<'_>>> {
+/// Parse the entries of a list of patterns.
+fn parse_all(texts: &[String]) -> Result<Vec<Pattern<'_>>> {
     texts.iter().map(|text| Pattern::new(text)).collect()
 }
 
-/// The value of the first pattern, in alphabetical order, that matches the layer `name`, a convolution or a linear
-/// layer.
+/// Find the first pattern in alphabetical order that matches the layer `name`, and return its value.
 fn lookup<V: Copy>(values: &BTreeMap<String, V>, name: &str, is_conv: bool) -> Result<Option<V>> {
     for (pattern, value) in values {
         if Pattern::new(pattern)?.matches(name, is_conv) {
@@ -357,12 +366,12 @@ mod tests {
 
     /// Whether `config` targets a linear layer of this name, and whether it targets a convolution of this name.
     fn targeted(config: &LoraConfig, name: &str) -> (bool, bool) {
-        let hit = |is_conv| !config.select([(name, is_conv)]).unwrap().is_empty();
-        (hit(false), hit(true))
+        let is_targeted = |is_conv| !config.select([(name, is_conv)]).unwrap().is_empty();
+        (is_targeted(false), is_targeted(true))
     }
 
     #[test]
-    fn names_match_whole_or_after_a_dot() {
+    fn an_entry_matches_the_whole_name_or_its_end_after_a_dot() {
         let c = config(&["to_q", "to_out.0"]);
         for (name, expected) in [
             ("blocks.0.attn.to_q", true),
@@ -376,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn patterns_select_layers_exclusions_remove_them_and_invalid_patterns_are_errors() {
+    fn regular_expressions_select_layers_exclusions_remove_them_and_invalid_expressions_are_errors() {
         let mut c = config(&[r"blocks\.[02]\..*to_(q|k)"]);
         assert!(targeted(&c, "blocks.2.attn.to_k").0);
         assert!(!targeted(&c, "blocks.1.attn.to_k").0);
@@ -404,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn adapter_and_use_dora_select_the_kind_and_unknown_names_are_errors() {
+    fn the_default_kind_is_lora_use_dora_selects_dora_and_unknown_kinds_are_errors() {
         assert_eq!(LoraConfig::default().kind().unwrap().name, "lora");
         assert_eq!(LoraConfig { use_dora: true, ..LoraConfig::default() }.kind().unwrap().name, "dora");
         let wrong = LoraConfig { adapter: "lara".into(), ..LoraConfig::default() };
@@ -447,7 +456,7 @@ mod tests {
         assert!(wrong.validate().unwrap_err().to_string().contains("no effect without qat"));
         let oft = LoraConfig { adapter: "oft".into(), ..LoraConfig::default() };
         assert!(oft.validate().is_ok());
-        for (wrong, part) in [
+        for (wrong, expected) in [
             (LoraConfig { oft_block_size: 1, ..oft.clone() }, "oft_block_size is 1"),
             (LoraConfig { lora_dropout: 0.1, ..oft.clone() }, "lora_dropout is 0.1"),
             (LoraConfig { use_rslora: true, ..oft.clone() }, "use_rslora"),
@@ -458,7 +467,7 @@ mod tests {
                 "use_cayley_neumann is for oft_side \"input\"",
             ),
         ] {
-            assert!(wrong.validate().unwrap_err().to_string().contains(part), "{part}");
+            assert!(wrong.validate().unwrap_err().to_string().contains(expected), "{expected}");
         }
         let wrong = LoraConfig { r: 0, ..LoraConfig::default() };
         assert!(wrong.validate().unwrap_err().to_string().contains("rank"));

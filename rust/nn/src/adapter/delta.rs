@@ -7,17 +7,19 @@ use trainable_candle_core::{DType, Result, Tensor};
 use super::{Adapter, AdapterSettings, training};
 use crate::base::Base;
 
-/// The parameters of an adapter, from which the adapter computes the matrix Δ.
+/// The parameters of an adapter, from which Δ is computed.
 pub(super) trait Delta: Send + Sync {
-    /// Δ of the shape of the base's weight, from parameters converted to `dtype`.
+    /// Convert the parameters to `dtype` and compute Δ, in the shape of the base's weight.
     fn delta(&self, base: &Base<'_>, dtype: DType) -> Result<Tensor>;
 }
 
-/// The adapter of one layer. Merging returns the weight W + s Δ. The forward pass computes with the same single weight,
+/// The adapter of one layer, with the merged weight W + s Δ. The forward pass multiplies its input by this weight too,
 /// except while dropout is active: dropout changes the input of s Δ, but not the input of W.
 pub(super) struct Added<D> {
     delta: D,
+    /// The factor s.
     scale: f64,
+    /// The probability of dropping an element of the input of s Δ in training.
     dropout: f64,
     training: HostState<bool>,
 }
@@ -27,7 +29,7 @@ impl<D: Delta> Added<D> {
         Self { delta, scale: settings.scale, dropout: settings.dropout, training: training() }
     }
 
-    /// The matrix s Δ that is added to the weight, in f32 (f64 for an f64 weight).
+    /// Compute s Δ in f32 (for an f64 weight: in f64).
     fn scaled(&self, base: &Base<'_>) -> Result<Tensor> {
         let dtype = if base.weight.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         self.delta.delta(base, dtype)?.mul_scalar(self.scale)
@@ -38,12 +40,13 @@ impl<D: Delta> Adapter for Added<D> {
     fn forward(&self, x: &Tensor, base: &Base<'_>) -> Result<Tensor> {
         if self.dropout > 0.0 && self.training.read() {
             let change = self.scaled(base)?.to_dtype(x.dtype())?;
-            return base.forward(x)?.add(&base.operation.apply(&dropout(x, self.dropout, true)?, &change, None)?);
+            let dropped = dropout(x, self.dropout, true)?;
+            return base.forward(x)?.add(&base.operation.apply(&dropped, &change, None)?);
         }
         base.operation.apply(x, &self.adapted_weight(base)?.to_dtype(base.weight.dtype())?, base.bias)
     }
 
-    /// W + s Δ.
+    /// Compute W + s Δ.
     fn adapted_weight(&self, base: &Base<'_>) -> Result<Tensor> {
         let change = self.scaled(base)?;
         base.weight.values(change.dtype())?.add(&change)
@@ -54,6 +57,6 @@ impl<D: Delta> Adapter for Added<D> {
     }
 
     fn set_training(&self, training: bool) {
-        self.training.change(|known| *known = training);
+        self.training.change(|value| *value = training);
     }
 }

@@ -1,10 +1,13 @@
-//! DoRA (Liu et al. 2024, arXiv:2402.09353): m (W + s B A) / ‖W + s B A‖. The backward pass treats the norm as a constant.
+//! DoRA (Liu et al. 2024, arXiv:2402.09353): m (W + s B A) / ‖W + s B A‖ with a trained magnitude m. The backward pass
+//! treats the norm as a constant.
 //!
-//! There is either one norm per output, as in peft, or one norm per input (feature or channel), as in
-//! kohya's files and in `ComfyUI`. The norm of an input is taken over the outputs and the kernel positions.
+//! There is either one magnitude and one norm for each output, as in peft, or one for each input (feature or channel),
+//! as in kohya's files and in `ComfyUI`. The norm of an input is taken over the outputs and the kernel positions.
 //!
-//! The code follows <https://github.com/huggingface/peft/blob/5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40/src/peft/tuners/lora/dora.py#L86>
-//! and <https://github.com/comfyanonymous/ComfyUI/blob/9c0cf36cd7964978850fd40f8cf76ac2cf9f9e15/comfy/weight_adapter/base.py>.
+//! The code follows
+//! <https://github.com/huggingface/peft/blob/5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40/src/peft/tuners/lora/dora.py#L86>
+//! and
+//! <https://github.com/comfyanonymous/ComfyUI/blob/9c0cf36cd7964978850fd40f8cf76ac2cf9f9e15/comfy/weight_adapter/base.py>.
 
 use trainable_candle_core::ops::dropout::dropout;
 use trainable_candle_core::ops::lora::{LoraWeights, adapted_row_norm, dora_linear};
@@ -15,10 +18,10 @@ use super::lora::{self, DOWN, Lora, UP};
 use super::{Adapter, AdapterKind, AdapterSettings, Layout};
 use crate::base::{Base, Operation};
 
-/// One magnitude for each output, (out).
+/// The parameter with one magnitude for each output, (out).
 const PER_OUTPUT: &str = "lora_magnitude_vector.weight";
-/// One magnitude for each input, (1, in).
-const PER_INPUT: &str = "dora_scale";
+/// The parameter with one magnitude for each input, (1, in).
+pub(super) const PER_INPUT: &str = "dora_scale";
 
 /// DoRA in the registry.
 pub static KIND: AdapterKind = AdapterKind {
@@ -36,8 +39,8 @@ pub static KIND: AdapterKind = AdapterKind {
     build,
 };
 
-/// Initial values: the factors start as LoRA's do. The magnitude starts as the norms of the weight, so that the layer's
-/// results do not change.
+/// The initial values: the factors start as LoRA's do, and the magnitudes start as the norms of the weight, so that the
+/// layer's results do not change.
 fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
     let mut parameters = lora::start(base, settings);
     parameters.push(if settings.wd_on_output {
@@ -55,14 +58,14 @@ fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &Adapter
         (None, Some(magnitude)) => (Magnitude::PerInput(magnitude), vec![1, base.inputs()]),
         _ => {
             return Err(Error::Config(format!(
-                "DoRA: expected exactly one of the parameters {PER_OUTPUT} and {PER_INPUT}"
+                "DoRA: found both or none of the parameters {PER_OUTPUT} and {PER_INPUT}, expected exactly one"
             )));
         }
     };
     if magnitude.var().dims() != expected {
         return Err(Error::shape(
             "DoRA",
-            format!("the magnitude has shape {:?}, expected {expected:?}", magnitude.var().dims()),
+            format!("the magnitudes have shape {:?}, expected {expected:?}", magnitude.var().dims()),
         ));
     }
     Ok(Box::new(Dora { factors, magnitude }))
@@ -84,43 +87,43 @@ impl Magnitude {
     }
 }
 
-/// The adapter of one layer: LoRA's two factors and a magnitude.
+/// The adapter of one layer: LoRA's two factors and the magnitudes.
 pub struct Dora {
     factors: Lora,
     magnitude: Magnitude,
 }
 
 impl Dora {
-    /// y = m / ‖W + s B A‖ (W x + s B A x) + b, with one norm per output.
+    /// Compute y = m / ‖W + s B A‖ (W x + s B A x) + b, with one norm for each output.
     fn per_output(&self, magnitude: &Var, x: &Tensor, base: &Base<'_>) -> Result<Tensor> {
         let scale = self.factors.scale();
-        let dropped = self.factors.active_dropout();
-        if let (None, Operation::Linear) = (dropped, base.operation) {
+        let dropout_probability = self.factors.active_dropout();
+        if let (None, Operation::Linear) = (dropout_probability, base.operation) {
             let (down, up) = self.factors.operands(x.dtype())?;
             let magnitude = lora::operand(magnitude, x.dtype())?;
             let (weight, bias) = (base.weight, base.bias);
             return dora_linear(x, LoraWeights { weight, bias, down: &down, up: &up, scale }, &magnitude);
         }
         let (down, up) = self.factors.factors(x.dtype())?;
-        let wide = if base.weight.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-        let rows = base.weight.values(wide)?.reshape((base.rows(), base.columns()))?;
+        let norm_dtype = if base.weight.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+        let matrix = base.weight.values(norm_dtype)?.reshape((base.rows(), base.columns()))?;
         let down = down.detach().reshape((down.dims()[0], base.columns()))?;
-        let norm = adapted_row_norm(&rows, &down, &up.detach(), scale)?;
+        let norm = adapted_row_norm(&matrix, &down, &up.detach(), scale)?;
         let ratio = magnitude.to_dtype(norm.dtype())?.div(&norm)?.to_dtype(x.dtype())?;
-        let unbiased = Base { bias: None, ..*base };
-        let Some(p) = dropped else {
-            let y = unbiased.forward(x)?.add(&self.factors.low_rank(x, base)?)?.mul(&ratio)?;
+        let without_bias = Base { bias: None, ..*base };
+        let Some(p) = dropout_probability else {
+            let y = without_bias.forward(x)?.add(&self.factors.low_rank(x, base)?)?.mul(&ratio)?;
             return base.bias.map_or_else(|| Ok(y.clone()), |bias| y.add(bias));
         };
-        // With dropout, peft adds (c - 1) W x' + c s B A x' to W x, where x' is x after dropout and
+        // With dropout, peft adds (c - 1) W x' + c s B A x' to W x + b, where x' is x after dropout and
         // c = m / ‖W + s B A‖.
         let dropped = dropout(x, p, true)?;
-        let change = unbiased.forward(&dropped)?.mul(&ratio.add_scalar(-1.0)?)?;
+        let change = without_bias.forward(&dropped)?.mul(&ratio.add_scalar(-1.0)?)?;
         let low_rank = self.factors.low_rank(&dropped, base)?.mul(&ratio)?;
         base.forward(x)?.add(&change)?.add(&low_rank)
     }
 
-    /// y = (W + s B A) (m / ‖W + s B A‖ x) + b, with one norm per input.
+    /// Compute y = (W + s B A) (m / ‖W + s B A‖ x) + b, with one norm for each input.
     fn per_input(&self, magnitude: &Var, x: &Tensor, base: &Base<'_>) -> Result<Tensor> {
         let norm = {
             let _constant = no_grad();
@@ -139,18 +142,18 @@ impl Adapter for Dora {
         }
     }
 
-    /// m (W + s B A) / ‖W + s B A‖; no gradient flows through the norm.
+    /// Compute m (W + s B A) / ‖W + s B A‖; no gradient flows through the norm.
     fn adapted_weight(&self, base: &Base<'_>) -> Result<Tensor> {
         let adapted = self.factors.adapted_weight(base)?;
-        let fixed = adapted.detach();
+        let constant = adapted.detach();
         let ratio = match &self.magnitude {
             Magnitude::PerOutput(magnitude) => {
-                let dims: Vec<usize> = (1..fixed.rank()).collect();
-                let norm = fixed.sqr()?.sum(&dims, true)?.sqrt()?;
-                magnitude.to_dtype(fixed.dtype())?.reshape(norm.shape().clone())?.div(&norm)?
+                let dims: Vec<usize> = (1..constant.rank()).collect();
+                let norm = constant.sqr()?.sum(&dims, true)?.sqrt()?;
+                magnitude.to_dtype(constant.dtype())?.reshape(norm.shape().clone())?.div(&norm)?
             }
             Magnitude::PerInput(magnitude) => {
-                magnitude.to_dtype(fixed.dtype())?.div(&input_norm(&fixed)?)?.squeeze(0)?
+                magnitude.to_dtype(constant.dtype())?.div(&input_norm(&constant)?)?.squeeze(0)?
             }
         };
         adapted.mul(&ratio)

@@ -10,24 +10,25 @@ use crate::init::kaiming_uniform;
 pub struct AdapterKind {
     /// The name in configurations and files.
     pub name: &'static str,
-    /// The kind's parameters: the name that follows the layer's name in peft's files, and the layout in files.
+    /// The name and the layout in files of each parameter. The name follows the layer's name, and is peft's if peft has
+    /// the parameter.
     pub parameters: &'static [(&'static str, Layout)],
-    /// Names of parameters that no other kind has, by which readers of files recognize the kind. Each adapter of the kind
-    /// has exactly one of these parameters. The list is empty if the kind has no parameter of its own.
+    /// Names of parameters that no other kind has, by which readers of files recognize the kind. Each adapter of the
+    /// kind has exactly one of these parameters. The list is empty if other kinds have all parameters of this kind.
     pub mark: &'static [&'static str],
     /// Names of parameters whose first dimension is the rank. The first of these parameters that an adapter
-    /// has determines the adapter's rank.
+    /// has determines the adapter's rank. An adapter that has none of them has no rank.
     pub ranked: &'static [&'static str],
     /// What the tape keeps of a layer with this kind of adapter.
     pub kept: fn(base: &Base<'_>, settings: &AdapterSettings) -> Kept,
-    /// The shapes and initial values of the kind's parameters. With these values, a layer computes the same as without
-    /// the adapter.
+    /// The shapes and initial values of an adapter's parameters. With these values, a layer computes the same as
+    /// without the adapter.
     pub start: fn(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start>,
     /// Makes an adapter of this kind from its parameters.
     pub build: Build,
 }
 
-/// What the tape keeps of a layer with an adapter, besides what the layer itself keeps.
+/// What the tape keeps of an adapter's layer, in addition to what it keeps of the layer without an adapter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kept {
     /// Whether the tape keeps the layer's input.
@@ -42,8 +43,8 @@ pub struct Kept {
 }
 
 impl Kept {
-    /// What the tape keeps of a low-rank product: the input, and the result of the first factor, which has as many
-    /// values per position as the rank.
+    /// What the tape keeps of a low-rank product: the input, and the input times the first factor, which has as many
+    /// values for each position as the rank.
     pub(super) fn low_rank(_base: &Base<'_>, settings: &AdapterSettings) -> Self {
         Self { input: true, remade: false, values: settings.rank, products: 0 }
     }
@@ -77,12 +78,12 @@ pub enum StartValues {
 }
 
 impl Start {
-    /// A parameter of this shape.
+    /// The start of a parameter of this shape.
     pub(super) fn new(dims: impl Into<Vec<usize>>, values: StartValues) -> Self {
         Self { dims: dims.into(), values }
     }
 
-    /// The values, f32, drawn from the library's generator where they are random.
+    /// Compute the values in f32. Random values come from the library's generator.
     fn draw(&self, base: &Base<'_>) -> Result<Tensor> {
         let (dims, device) = (self.dims.clone(), base.weight.device());
         match self.values {
@@ -95,25 +96,25 @@ impl Start {
     }
 }
 
-/// ‖W‖ for each output, (out).
+/// Compute the norm of the weight's elements of each output, (out).
 pub(super) fn output_norm(weight: &Tensor) -> Result<Tensor> {
-    let dims: Vec<usize> = (1..weight.rank()).collect();
-    weight.sqr()?.sum(&dims, false)?.sqrt()
+    let all_but_first: Vec<usize> = (1..weight.rank()).collect();
+    weight.sqr()?.sum(&all_but_first, false)?.sqrt()
 }
 
-/// ‖W‖ for each input, (1, in).
+/// Compute the norm of the weight's elements of each input, (1, in).
 pub(super) fn input_norm(weight: &Tensor) -> Result<Tensor> {
-    let dims: Vec<usize> = (0..weight.rank() - 1).collect();
-    weight.sqr()?.sum(&dims, false)?.sqrt()?.unsqueeze(0)
+    let all_but_last: Vec<usize> = (0..weight.rank() - 1).collect();
+    weight.sqr()?.sum(&all_but_last, false)?.sqrt()?.unsqueeze(0)
 }
 
-/// Makes an adapter from its parameters, and checks their shapes.
+/// Makes an adapter from its parameters, and checks that they fit the base.
 pub type Build =
     fn(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &AdapterSettings) -> Result<Box<dyn Adapter>>;
 
 impl AdapterKind {
-    /// Initial f32 values of the parameters for a frozen base, with which the layer computes the same as without the
-    /// adapter.
+    /// Compute the initial values of the parameters in f32. With these values, a layer over `base` computes the same as
+    /// without the adapter.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`](trainable_candle_core::Error::OutOfMemory) if the values do not fit into memory.
@@ -121,13 +122,14 @@ impl AdapterKind {
         (self.start)(base, settings).into_iter().map(|(name, start)| Ok((name, start.draw(base)?))).collect()
     }
 
-    /// The parameter `name`: the name as a `'static` string, and the layout.
+    /// Return the name, as a `'static` string, and the layout of the parameter `name`. None if the kind has no such
+    /// parameter.
     pub fn parameter(&self, name: &str) -> Option<(&'static str, Layout)> {
         self.parameters.iter().find(|(known, _)| *known == name).copied()
     }
 }
 
-/// The parameter `name`.
+/// Return the parameter `name`, if there is one.
 pub(super) fn find(parameters: &[(&'static str, Var)], name: &str) -> Option<Var> {
     parameters.iter().find(|(known, _)| *known == name).map(|(_, var)| var.clone())
 }

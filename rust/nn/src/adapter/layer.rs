@@ -31,7 +31,7 @@ pub trait LayerKind {
     const KIND: &'static AdapterKind;
 }
 
-/// LoRA.
+/// The type parameter of [`LoRALinear`].
 pub struct LoraLayer;
 
 impl LayerKind for LoraLayer {
@@ -39,7 +39,7 @@ impl LayerKind for LoraLayer {
     const KIND: &'static AdapterKind = &lora::KIND;
 }
 
-/// DoRA.
+/// The type parameter of [`DoRALinear`].
 pub struct DoraLayer;
 
 impl LayerKind for DoraLayer {
@@ -47,7 +47,8 @@ impl LayerKind for DoraLayer {
     const KIND: &'static AdapterKind = &dora::KIND;
 }
 
-/// Check that a frozen base is a floating-point matrix on `device`, that its bias fits, and that the rank is at least 1.
+/// Check that a frozen weight is a floating-point matrix on `device`, that the bias fits it, and that the rank is at
+/// least 1.
 fn check_base(
     op: &'static str,
     weight: WeightRef<'_>,
@@ -83,20 +84,22 @@ fn check_base(
 }
 
 impl<K: LayerKind> AdaptedLinear<K> {
-    /// A layer over a frozen `base_weight (out, in)` with scale alpha / rank. Until the layer is trained, it computes
-    /// the same results as the base. The adapter's parameters are f32: A (rank, in) starts with uniform values like the
-    /// weight of a linear layer of torch, B (out, rank) starts at zero, and DoRA's magnitude (out) starts as the norms of
-    /// the weight's rows.
+    /// Make a layer over a frozen `base_weight (out, in)` with scale alpha / rank. Until the layer is trained, it
+    /// computes the same results as the base. The adapter's parameters are f32: A (rank, in) starts with uniform values
+    /// like the weight of a linear layer of torch, B (out, rank) starts at zero, and DoRA's magnitudes (out) start as
+    /// the norms of the weight's rows.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the weight is not a matrix, [`Error::DType`] if it is not floating-point, [`Error::Argument`] if
-    /// the rank is 0, [`Error::Device`] if the weight is not on `device`.
+    /// [`Error::Shape`] if the weight is not a matrix, [`Error::DType`] if it is not floating-point,
+    /// [`Error::Argument`] if the rank is 0, [`Error::Device`] if the weight is not on `device`, [`Error::OutOfMemory`]
+    /// if the parameters do not fit into memory.
     pub fn new(base_weight: impl Into<Weight>, rank: usize, alpha: f64, device: &Device) -> Result<Self> {
         let settings = AdapterSettings { rank, scale: alpha / rank.max(1) as f64, ..AdapterSettings::default() };
         Self::with_settings(base_weight, None, settings, device)
     }
 
-    /// As [`new`](Self::new), with a frozen bias (out) and all settings of the adapter.
+    /// As [`new`](Self::new), with a frozen bias (out) and all settings of the adapter. If `wd_on_output` is false,
+    /// DoRA's magnitudes (1, in) start as the norms of the weight's columns.
     ///
     /// # Errors
     /// As [`new`](Self::new); [`Error::Shape`] if the bias does not fit the weight.
@@ -124,7 +127,7 @@ impl<K: LayerKind> AdaptedLinear<K> {
         Base { weight: (&self.weight).into(), bias: self.bias.as_ref(), operation: Operation::Linear }
     }
 
-    /// The layer's result with the adapter: `x (..., in)` → `(..., out)`.
+    /// Compute the layer's result with the adapter: `x (..., in)` → `(..., out)`.
     ///
     /// # Errors
     /// [`Error::Shape`], `DType` or `Device` if the input does not fit.
@@ -132,7 +135,7 @@ impl<K: LayerKind> AdaptedLinear<K> {
         self.adapter.forward(x, &self.base())
     }
 
-    /// The trainable parameters: down, up, and for DoRA the magnitude.
+    /// The trainable parameters: down (A), up (B), and for DoRA the magnitudes.
     pub fn get_vars(&self) -> Vec<Var> {
         self.vars.clone()
     }
@@ -142,8 +145,8 @@ impl<K: LayerKind> AdaptedLinear<K> {
         self.adapter.scale()
     }
 
-    /// The merged weight: W + scale · up · down; DoRA then scales each row (each column, if `wd_on_output` is false) to
-    /// the norm that the magnitude gives.
+    /// Compute the merged weight: W + scale · up · down; DoRA then scales each row (each column, if `wd_on_output` is
+    /// false) until its norm is its magnitude.
     ///
     /// # Errors
     /// The errors of the operations on tensors.

@@ -6,9 +6,10 @@ use trainable_candle_core::{DType, Error, Result, Tensor};
 use super::oft::upper_places;
 use crate::base::Base;
 
-/// How the shape of an adapter's parameter in files differs from its shape in memory, for a convolution whose kernel
-/// has the size (h, w). Parameters in memory are channels-last, as this library's convolutions read them. For a linear layer
-/// both shapes are the same, except for [`UpperTriangle`](Self::UpperTriangle).
+/// How the shape of an adapter's parameter in files differs from its shape in memory, for a convolution with h x w
+/// kernels and c input channels (per group); n, m and k stand for any sizes. Parameters in memory are channels-last, as
+/// this library's convolutions read them. For a linear layer both shapes are the same, except for
+/// [`UpperTriangle`](Self::UpperTriangle).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
     /// The same as in memory.
@@ -23,8 +24,8 @@ pub enum Layout {
     Channels,
     /// (1, n) in memory, (1, n, 1, 1) in files.
     Row,
-    /// (k, n (n - 1) / 2) in memory: the strict upper triangles of k skew-symmetric matrices S. (k, n, n) in files:
-    /// matrices M with the same upper triangles and zeros elsewhere, so that S = M - Mᵀ.
+    /// (k, n (n - 1) / 2) in memory: the strict upper triangles of k skew-symmetric matrices Q. (k, n, n) in files:
+    /// matrices M with Q = M - Mᵀ. Written files have M with the upper triangle of Q and zeros elsewhere.
     UpperTriangle,
 }
 
@@ -54,7 +55,9 @@ impl Layout {
         }
     }
 
-    /// Convert a parameter from the layout of files to the layout in memory.
+    /// Convert a parameter from the layout of files to the layout in memory. [`Pointwise`](Self::Pointwise),
+    /// [`Channels`](Self::Channels) and [`Row`](Self::Row) also accept their shape in memory. For a linear layer, only
+    /// the shape of [`UpperTriangle`](Self::UpperTriangle) is checked.
     ///
     /// # Errors
     /// [`Error::Shape`] if the value does not have the layout of files.
@@ -87,7 +90,7 @@ impl Layout {
     }
 }
 
-/// Triangles (k, n (n - 1) / 2) as matrices (k, n, n) that are zero elsewhere.
+/// Expand strict upper triangles (k, n (n - 1) / 2) to matrices (k, n, n) that are zero elsewhere.
 fn squares(value: &Tensor) -> Result<Tensor> {
     let (count, elements) = match *value.dims() {
         [count, elements] => (count, elements),
@@ -99,16 +102,17 @@ fn squares(value: &Tensor) -> Result<Tensor> {
         }
     };
     let size = size_of(elements).unwrap_or(1);
+    // Each element of a matrix is an element of the triangle, or the 0 that is appended to it at the index `elements`.
     let mut ids = vec![elements as i64; size * size];
-    for (at, (row, column)) in upper_places(size).enumerate() {
-        ids[row * size + column] = at as i64;
+    for (id, (row, column)) in upper_places(size).enumerate() {
+        ids[row * size + column] = id as i64;
     }
     let zero = Tensor::zeros((count, 1), value.dtype(), value.device())?;
     let ids = Tensor::from_vec(ids, size * size, value.device())?;
     Tensor::cat(&[value, &zero], 1)?.index_select(&ids, 1)?.reshape((count, size, size))
 }
 
-/// For each matrix M of `value` (k, n, n), the strict upper triangle of M - Mᵀ, in f32.
+/// Compute, for each matrix M of `value` (k, n, n), the strict upper triangle of M - Mᵀ, in f32.
 fn triangles(value: &Tensor) -> Result<Tensor> {
     let &[count, size, columns] = value.dims() else {
         let text = format!(

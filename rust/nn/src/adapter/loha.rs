@@ -1,9 +1,11 @@
-//! LoHa (Hyeon-Woo et al. 2022, arXiv:2108.06098, as in `LyCORIS`, arXiv:2309.14859): W + s (A₁ B₁) ∘ (A₂ B₂).
+//! LoHa (Hyeon-Woo et al. 2022, arXiv:2108.06098, as in `LyCORIS`, arXiv:2309.14859): W + s (A₁ B₁) ∘ (A₂ B₂), where ∘
+//! is the elementwise product.
 //!
-//! A convolution's weight counts as a matrix (out, in · height · width). LyCORIS' Tucker form of convolutions is
-//! not supported.
+//! A convolution's weight counts as a matrix (out, height · width · in), in files (out, in · height · width). LyCORIS'
+//! Tucker form of convolutions is not supported.
 //!
-//! The code follows <https://github.com/KohakuBlueleaf/LyCORIS/blob/f49d30d670591ec8841d241d79aaa8449b30a715/lycoris/functional/loha.py#L78>.
+//! The code follows
+//! <https://github.com/KohakuBlueleaf/LyCORIS/blob/f49d30d670591ec8841d241d79aaa8449b30a715/lycoris/functional/loha.py#L78>.
 
 use trainable_candle_core::ops::low_rank_hadamard::low_rank_hadamard;
 use trainable_candle_core::{DType, Error, Result, Tensor, Var};
@@ -29,7 +31,8 @@ pub static KIND: AdapterKind = AdapterKind {
     build,
 };
 
-/// `LyCORIS`' initial values: A₁ is normal with a standard deviation of 0.1, B₁ and B₂ with 1, and A₂ is zero.
+/// The initial values of `LyCORIS`: A₁ is normal with a standard deviation of 0.1, B₁ and B₂ are normal with a standard
+/// deviation of 1, and A₂ is zero.
 fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
     let (rows, columns, rank) = (base.rows(), base.columns(), settings.rank);
     vec![
@@ -46,7 +49,8 @@ fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &Adapter
     };
     let loha = LoHa { a: [get(A1)?, get(A2)?], b: [get(B1)?, get(B2)?] };
     let fits = loha.a.iter().zip(&loha.b).all(|(a, b)| {
-        matches!((a.dims(), b.dims()), (&[n, r], &[s, m]) if n == base.rows() && m == base.columns() && r == s)
+        let dims = (a.dims(), b.dims());
+        matches!(dims, (&[n, r], &[b_rank, m]) if n == base.rows() && m == base.columns() && r == b_rank)
     });
     if !fits {
         let found: Vec<String> = parameters.iter().map(|(name, var)| format!("{name} {:?}", var.dims())).collect();

@@ -1,10 +1,12 @@
-//! LoKr (`LyCORIS`, arXiv:2309.14859): W + s C ⊗ D, a Kronecker product of a small matrix C and a larger matrix D. Each of
-//! the matrices C and D is stored whole or as a low-rank product.
+//! LoKr (`LyCORIS`, arXiv:2309.14859): W + s C ⊗ D, a Kronecker product of a small matrix C and a larger matrix D. Each
+//! of the matrices C and D is stored whole or as a low-rank product.
 //!
 //! On a convolution, D also has the kernel's height and width. LyCORIS' Tucker form of convolutions is not supported.
 //!
-//! The code follows <https://github.com/KohakuBlueleaf/LyCORIS/blob/f49d30d670591ec8841d241d79aaa8449b30a715/lycoris/functional/lokr.py#L11>
-//! and <https://github.com/KohakuBlueleaf/LyCORIS/blob/f49d30d670591ec8841d241d79aaa8449b30a715/lycoris/functional/general.py#L14>.
+//! The code follows
+//! <https://github.com/KohakuBlueleaf/LyCORIS/blob/f49d30d670591ec8841d241d79aaa8449b30a715/lycoris/functional/lokr.py#L11>
+//! and
+//! <https://github.com/KohakuBlueleaf/LyCORIS/blob/f49d30d670591ec8841d241d79aaa8449b30a715/lycoris/functional/general.py#L14>.
 
 use trainable_candle_core::{DType, Error, Result, Tensor, Var};
 
@@ -13,9 +15,9 @@ use super::kind::{Kept, Parameters, Start, StartValues, find};
 use super::{Adapter, AdapterKind, AdapterSettings, Layout};
 use crate::base::Base;
 
-/// The names of C's parameters: C as a whole, and the two factors of a low-rank C.
+/// The names of C's parameters: the whole matrix C, or the two factors of a low-rank C.
 const SMALL: [&str; 3] = ["lokr_w1", "lokr_w1_a", "lokr_w1_b"];
-/// The names of D's parameters: D as a whole, and the two factors of a low-rank D.
+/// The names of D's parameters: the whole matrix D, or the two factors of a low-rank D.
 const LARGE: [&str; 3] = ["lokr_w2", "lokr_w2_a", "lokr_w2_b"];
 
 /// LoKr in the registry.
@@ -36,9 +38,9 @@ pub static KIND: AdapterKind = AdapterKind {
     build,
 };
 
-/// Two numbers whose product is `size`, the smaller first. If `factor` divides `size`, `factor` is one of the two numbers.
-/// Otherwise the smaller number is the largest divisor of `size` that is at most √`size` and, if a `factor` is given, at
-/// most `factor`.
+/// Return two numbers whose product is `size`, the smaller first. If `factor` divides `size`, it is one of the two
+/// numbers. Otherwise the smaller number is the largest divisor of `size` that is at most √`size` and, if a `factor` is
+/// given, at most `factor`.
 fn factorization(size: usize, factor: Option<usize>) -> (usize, usize) {
     if let Some(factor) = factor.filter(|&f| f > 0 && size.is_multiple_of(f)) {
         return (factor.min(size / factor), factor.max(size / factor));
@@ -51,8 +53,9 @@ fn factorization(size: usize, factor: Option<usize>) -> (usize, usize) {
     (small, size / small)
 }
 
-/// `LyCORIS`' initial values: D (or its second factor) is zero, and all other parameters have the initial values of torch's
-/// linear layers.
+/// The initial values of `LyCORIS`: D (or its second factor) is zero, and all other parameters have the initial values
+/// of torch's linear layers. As in `LyCORIS`, a matrix is low-rank only if the rank is less than half of its longer
+/// side, C only if `decompose_both` is set too.
 fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
     let rank = settings.rank;
     let (out_small, out_large) = factorization(base.rows(), settings.decompose_factor);
@@ -81,7 +84,9 @@ fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
 fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &AdapterSettings) -> Result<Box<dyn Adapter>> {
     let lokr = LoKr { small: Factor::of(parameters, SMALL)?, large: Factor::of(parameters, LARGE)? };
     let fits = match (lokr.small.dims(), lokr.large.dims()) {
-        (Some((a, b)), Some((c, d))) => a * c == base.rows() && b * d == base.columns(),
+        (Some((small_rows, small_columns)), Some((large_rows, large_columns))) => {
+            small_rows * large_rows == base.rows() && small_columns * large_columns == base.columns()
+        }
         _ => false,
     };
     if !fits {
@@ -89,7 +94,7 @@ fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &Adapter
         return Err(Error::shape(
             "LoKr",
             format!(
-                "found {} (channels last), whose Kronecker product does not have the weight's shape, {:?}",
+                "found {} (channels last), expected matrices whose Kronecker product has the weight's shape, {:?}",
                 found.join(", "),
                 base.weight.dims()
             ),
@@ -107,25 +112,31 @@ enum Factor {
 }
 
 impl Factor {
-    fn of(parameters: &[(&'static str, Var)], [whole, a, b]: [&str; 3]) -> Result<Self> {
-        match (find(parameters, whole), find(parameters, a), find(parameters, b)) {
-            (Some(whole), None, None) => Ok(Self::Whole(whole)),
-            (None, Some(a), Some(b)) => Ok(Self::LowRank(a, b)),
-            _ => Err(Error::Config(format!("LoKr: expected either {whole}, or {a} and {b}"))),
+    /// Find the parameters of one matrix by their `names`, as in [`SMALL`].
+    fn of(parameters: &[(&'static str, Var)], names: [&str; 3]) -> Result<Self> {
+        match names.map(|name| find(parameters, name)) {
+            [Some(whole), None, None] => Ok(Self::Whole(whole)),
+            [None, Some(a), Some(b)] => Ok(Self::LowRank(a, b)),
+            _ => {
+                let [whole, a, b] = names;
+                Err(Error::Config(format!("LoKr: expected either {whole} alone, or {a} and {b}")))
+            }
         }
     }
 
-    /// The numbers of rows and columns of the matrix; None if the factors of a low-rank product do not fit together.
+    /// The numbers of rows and columns of the matrix; height and width count as columns. None if the factors of a
+    /// low-rank matrix do not fit together.
     fn dims(&self) -> Option<(usize, usize)> {
         match self {
             Self::Whole(whole) => whole.dims().split_first().map(|(n, rest)| (*n, rest.iter().product())),
             Self::LowRank(a, b) => match (a.dims(), b.dims()) {
-                (&[n, r], &[s, m]) if r == s => Some((n, m)),
+                (&[n, r], &[b_rank, m]) if r == b_rank => Some((n, m)),
                 _ => None,
             },
         }
     }
 
+    /// Compute the matrix from parameters converted to `dtype`.
     fn value(&self, dtype: DType) -> Result<Tensor> {
         match self {
             Self::Whole(whole) => whole.to_dtype(dtype),
@@ -141,14 +152,15 @@ struct LoKr {
 }
 
 impl Delta for LoKr {
-    /// Δ[a · c + i, p, b · d + j] = C[a, b] · D[i, p, j], where D has c rows and, for each kernel tap p, d columns.
+    /// Compute Δ[a · c + i, p, b · d + j] = C[a, b] · D[i, p, j], where D has c rows and, for each position p in the
+    /// kernel, d columns.
     fn delta(&self, base: &Base<'_>, dtype: DType) -> Result<Tensor> {
         let (small, large) = (self.small.value(dtype)?, self.large.value(dtype)?);
-        let (rows, columns) = (small.dims()[0], small.dims()[1]);
-        let places = base.kernel().map_or(1, |[height, width]| height * width);
-        let (large_rows, inputs) = (large.dims()[0], base.inputs() / columns.max(1));
-        let small = small.reshape((rows, 1, 1, columns, 1))?;
-        let large = large.reshape((1, large_rows, places, 1, inputs))?;
+        let (small_rows, small_columns) = (small.dims()[0], small.dims()[1]);
+        let positions = base.kernel().map_or(1, |[height, width]| height * width);
+        let (large_rows, large_columns) = (large.dims()[0], base.inputs() / small_columns.max(1));
+        let small = small.reshape((small_rows, 1, 1, small_columns, 1))?;
+        let large = large.reshape((1, large_rows, positions, 1, large_columns))?;
         small.mul(&large)?.reshape(base.weight.dims())
     }
 }
@@ -159,7 +171,7 @@ mod tests {
 
     /// The expected values are the results of `lycoris.functional.general.factorization` of LyCORIS 4.1.
     #[test]
-    fn sizes_are_split_as_lycoris_does() {
+    fn sizes_are_factored_as_in_lycoris() {
         for (size, expected) in [
             (127, [(1, 127), (1, 127), (1, 127), (1, 127), (1, 127)]),
             (128, [(8, 16), (2, 64), (4, 32), (8, 16), (8, 16)]),
@@ -169,7 +181,7 @@ mod tests {
             (1024, [(32, 32), (2, 512), (4, 256), (8, 128), (16, 64)]),
         ] {
             for (factor, expected) in [None, Some(2), Some(4), Some(8), Some(16)].into_iter().zip(expected) {
-                assert_eq!(factorization(size, factor), expected, "{size} by {factor:?}");
+                assert_eq!(factorization(size, factor), expected, "size {size}, factor {factor:?}");
             }
         }
     }

@@ -1,7 +1,7 @@
-//! LoRA (Hu et al. 2021, arXiv:2106.09685): W + s B A.
+//! LoRA (Hu et al. 2021, arXiv:2106.09685): W + s B A with the scale s and the rank r.
 //!
-//! On a convolution, A is a convolution with the layer's kernel, stride, padding and dilation and r output channels,
-//! and B is a 1 x 1 convolution to the layer's output channels (LoCon; peft and kohya do the same).
+//! On a convolution, A is a convolution with r output channels and the layer's kernel size, stride, padding and
+//! dilation, and B is a 1 x 1 convolution to the layer's output channels (LoCon; peft and kohya do the same).
 
 use trainable_candle_core::capture::HostState;
 use trainable_candle_core::ops::dropout::dropout;
@@ -14,7 +14,9 @@ use super::kind::{Kept, Parameters, Start, StartValues, find};
 use super::{Adapter, AdapterKind, AdapterSettings, Layout, training};
 use crate::base::{Base, Operation};
 
+/// The parameter A.
 pub(super) const DOWN: &str = "lora_A.weight";
+/// The parameter B.
 pub(super) const UP: &str = "lora_B.weight";
 
 /// LoRA in the registry.
@@ -28,8 +30,8 @@ pub static KIND: AdapterKind = AdapterKind {
     build: |parameters, base, settings| Ok(Box::new(Lora::over(parameters, base, settings)?)),
 };
 
-/// Initial values: A is uniform as in torch's layers of the same shape, and B is zero, so that the layer's results do not
-/// change.
+/// The initial values: A is uniform as in torch's layers of the same shape, and B is zero, so that the layer's results
+/// do not change.
 pub(super) fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
     let mut dims = base.weight.dims().to_vec();
     if let Some(first) = dims.first_mut() {
@@ -48,37 +50,47 @@ pub(super) fn operand(parameter: &Var, dtype: DType) -> Result<Tensor> {
     }
 }
 
-/// The adapter of one layer: A = `down (r, in)`, or `(r, h, w, in)` on a convolution, B = `up (out, r)`.
+/// The adapter of one layer.
 pub struct Lora {
+    /// A, (r, in); on a convolution (r, kernel height, kernel width, in).
     down: Var,
+    /// B, (out, r).
     up: Var,
+    /// The factor s.
     scale: f64,
+    /// The probability of dropping an element of the input of A in training.
     dropout: f64,
     training: HostState<bool>,
 }
 
 impl Lora {
-    /// An adapter over given parameters, which must fit the base.
+    /// Make an adapter over given parameters.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if a parameter is missing or the base is a convolution with groups; [`Error::Shape`] if the
+    /// parameters do not fit the base.
     pub(super) fn over(
         parameters: &[(&'static str, Var)],
         base: &Base<'_>,
         settings: &AdapterSettings,
     ) -> Result<Self> {
-        const OP: &str = "LoRA";
         let (Some(down), Some(up)) = (find(parameters, DOWN), find(parameters, UP)) else {
-            return Err(Error::Config(format!("LoRA: expected the parameters {DOWN} and {UP}")));
+            let names: Vec<&str> = parameters.iter().map(|(name, _)| *name).collect();
+            return Err(Error::Config(format!(
+                "LoRA: found the parameters [{}], expected {DOWN} and {UP}",
+                names.join(", ")
+            )));
         };
         if base.groups() != 1 {
-            let cure = "leave the layer out with exclude_modules";
             return Err(Error::Config(format!(
-                "LoRA: a convolution with {} groups cannot have this adapter; {cure}",
+                "LoRA: a convolution with {} groups cannot have this adapter; leave the layer out with exclude_modules",
                 base.groups()
             )));
         }
-        let (rank, tail) = (down.dims().first().copied().unwrap_or(0), &base.weight.dims()[1..]);
-        if rank == 0 || &down.dims()[1..] != tail || up.dims() != [base.rows(), rank] {
+        let rank = down.dims().first().copied().unwrap_or(0);
+        if rank == 0 || down.dims()[1..] != base.weight.dims()[1..] || up.dims() != [base.rows(), rank] {
             return Err(Error::shape(
-                OP,
+                "LoRA",
                 format!(
                     "down {:?} and up {:?} do not fit the layer's weight {:?} (shapes are channels last)",
                     down.dims(),
@@ -90,24 +102,24 @@ impl Lora {
         Ok(Self { down, up, scale: settings.scale, dropout: settings.dropout, training: training() })
     }
 
-    /// The two factors (f32 master values) converted to the dtype that the layer computes in.
+    /// Convert the factors A and B to `dtype`.
     pub(super) fn factors(&self, dtype: DType) -> Result<(Tensor, Tensor)> {
         Ok((self.down.compute_copy(dtype)?, self.up.compute_copy(dtype)?))
     }
 
-    /// The two factors as operands of a fused operation, which converts f32 factors itself.
+    /// Convert the factors A and B with [`operand`], for a fused operation on an input of `dtype`.
     pub(super) fn operands(&self, dtype: DType) -> Result<(Tensor, Tensor)> {
         Ok((operand(&self.down, dtype)?, operand(&self.up, dtype)?))
     }
 
-    /// The product s B A x that the adapter adds to the layer's result.
+    /// Compute s B A x, which the adapter adds to the layer's result.
     pub(super) fn low_rank(&self, x: &Tensor, base: &Base<'_>) -> Result<Tensor> {
         let (down, up) = self.factors(x.dtype())?;
         linear(&base.operation.apply(x, &down, None)?, &up, None)?.mul_scalar(self.scale)
     }
 
-    /// The dropout probability if dropout is active now. The input of the adapter then differs from the input of the
-    /// layer.
+    /// Return the dropout probability if dropout is active now. The input of the adapter then differs from the input of
+    /// the layer.
     pub(super) fn active_dropout(&self) -> Option<f64> {
         (self.dropout > 0.0 && self.training.read()).then_some(self.dropout)
     }
@@ -134,7 +146,7 @@ impl Adapter for Lora {
         Ok(Some(LowRank { down, up, scale: self.scale }))
     }
 
-    /// W + s B A.
+    /// Compute W + s B A.
     fn adapted_weight(&self, base: &Base<'_>) -> Result<Tensor> {
         let dtype = if base.weight.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         let (down, up) = self.factors(dtype)?;
@@ -148,16 +160,16 @@ impl Adapter for Lora {
     }
 
     fn set_training(&self, training: bool) {
-        self.training.change(|known| *known = training);
+        self.training.change(|value| *value = training);
     }
 }
 
-/// The gradients of LoRA's factors as a function that needs no tape.
+/// Computes the gradients of LoRA's factors without a tape.
 pub struct LoRABackwardOps;
 
 impl LoRABackwardOps {
-    /// The gradients of `lora_down (r, in)` and `lora_up (out, r)`, the factors in y = scale (x downᵀ) upᵀ.
-    /// `input (..., in)` is x, and `grad_output (..., out)` is the gradient of y.
+    /// Compute the gradients of `lora_down (r, in)` and `lora_up (out, r)`, in this order. They are the factors in
+    /// y = scale (x downᵀ) upᵀ. `input (..., in)` is x, and `grad_output (..., out)` is the gradient of y.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`], `DType` or `Device` if the operands do not fit, `Argument` if `scale`

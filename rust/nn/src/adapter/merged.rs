@@ -1,4 +1,4 @@
-//! An adapter that replaces the layer's weight by another, for example by the merged weight.
+//! An adapter that replaces the layer's weight by the merged weight.
 
 use trainable_candle_core::{Result, Tensor};
 
@@ -7,6 +7,7 @@ use crate::base::Base;
 
 /// Computes with `weight` in place of the layer's weight.
 pub(super) struct Merged {
+    /// The merged weight, in the dtype and layout of the layer's weight.
     pub(super) weight: Tensor,
 }
 
@@ -23,9 +24,11 @@ impl Adapter for Merged {
         Some(self.weight.clone())
     }
 
+    /// 0: a merged weight has no factor in front of a change.
     fn scale(&self) -> f64 {
         0.0
     }
 
+    /// Does nothing: a merged weight has no dropout.
     fn set_training(&self, _training: bool) {}
 }

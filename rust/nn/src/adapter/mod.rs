@@ -1,7 +1,8 @@
 //! Adapters: small trainable changes to frozen layers.
 //!
-//! An adapter kind is one file with an [`AdapterKind`] and one line in [`KINDS`]. The code of models does not depend on
-//! adapters: a set of adapters is attached to layers by their names ([`AdapterSet::attach`]), and can be removed again.
+//! A kind of adapter is one file with an [`AdapterKind`] and one line in [`KINDS`]. The code of models does not depend
+//! on adapters: [`AdapterSet::attach`] finds the layers by name, and [`AdapterSet::set_enabled`] removes the adapters
+//! again.
 
 mod beside;
 mod config;
@@ -37,14 +38,14 @@ use crate::base::Base;
 
 /// An adapter of one layer.
 pub trait Adapter: Send + Sync {
-    /// The layer's result with the adapter, over the frozen `base`.
+    /// Compute the layer's result with the adapter. `base` is the frozen layer.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`], `DType` or `Device` if the input does not fit.
     fn forward(&self, x: &Tensor, base: &Base<'_>) -> Result<Tensor>;
 
-    /// The low-rank product that the adapter adds to a linear layer's result for an input of `dtype`; None if the adapter
-    /// changes the result in another way, as LoRA does while its dropout is active.
+    /// Return the low-rank product that the adapter adds to the layer's result for an input of `dtype`. None if the
+    /// adapter changes the result in another way, as LoRA does while its dropout is active.
     ///
     /// # Errors
     /// The errors of the operations on tensors.
@@ -52,14 +53,15 @@ pub trait Adapter: Send + Sync {
         Ok(None)
     }
 
-    /// The weight with which a layer without an adapter would compute the same, in f32 or f64 and in the base's layout.
-    /// Gradients flow through it to the adapter's parameters.
+    /// Compute the weight with which a layer without an adapter would give the same results (without dropout), in the
+    /// layout of the base's weight. If the weight depends on the adapter's parameters, it is f32 or f64, and gradients
+    /// flow through it to the parameters.
     ///
     /// # Errors
     /// The errors of the operations on tensors.
     fn adapted_weight(&self, base: &Base<'_>) -> Result<Tensor>;
 
-    /// [`adapted_weight`](Self::adapted_weight) in the dtype of the base, without recording on the tape.
+    /// Compute [`adapted_weight`](Self::adapted_weight) in the dtype of the base, without recording on the tape.
     ///
     /// # Errors
     /// The errors of the operations on tensors.
@@ -68,20 +70,22 @@ pub trait Adapter: Send + Sync {
         Ok(self.adapted_weight(base)?.to_dtype(base.weight.dtype())?.detach())
     }
 
-    /// The weight with which this adapter computes in place of the layer's own weight; None if the adapter
-    /// changes the result in another way.
+    /// Return the constant weight with which this adapter computes in place of the layer's own weight. None if the
+    /// adapter changes the result in another way, or computes its weight from parameters.
     fn replaces_weight(&self) -> Option<Tensor> {
         None
     }
 
-    /// The factor in front of the low-rank product.
+    /// Return the factor in front of the adapter's change: for LoRA, in front of the low-rank product. 0 if the adapter
+    /// has no such factor.
     fn scale(&self) -> f64;
 
     /// Set whether the adapter is in training mode, in which dropout is active.
     fn set_training(&self, training: bool);
 }
 
-/// Whether an adapter is in training mode. CUDA graphs depend on this value.
+/// Make the state of one adapter that says whether the adapter is in training mode; it starts as true. CUDA graphs
+/// depend on this state.
 fn training() -> HostState<bool> {
     HostState::new("whether adapters are in training", true)
 }
@@ -89,26 +93,28 @@ fn training() -> HostState<bool> {
 /// Sizes and settings of one adapter, after `rank_pattern` and `alpha_pattern` have been applied.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdapterSettings {
-    /// Rank r of the low-rank product.
+    /// Rank r of the low-rank product. OFT ignores it.
     pub rank: usize,
-    /// Factor in front of the low-rank product: alpha / r, or alpha / √r for rsLoRA.
+    /// Factor in front of the adapter's change: alpha / r, or alpha / √r for rsLoRA.
     pub scale: f64,
     /// Probability of dropping an element of the adapter's input while training.
     pub dropout: f64,
-    /// DoRA: whether there is one magnitude for each output, as in peft, or one for each input.
+    /// DoRA: true for one magnitude for each output, as in peft; false for one for each input.
     pub wd_on_output: bool,
     /// LoKr: whether the smaller factor may be low-rank, too.
     pub decompose_both: bool,
-    /// LoKr: the size of the smaller factor, for outputs and for inputs. If the size does not divide the layer's number of
-    /// outputs (or inputs), the largest divisor up to this size and up to the square root of that number is used. `None`
-    /// means the largest divisor up to the square root.
+    /// LoKr: a size F, which determines the number of rows of the smaller factor from the layer's number n of outputs
+    /// (and, in the same way, its number of columns from the number of inputs). If F divides n, it is the smaller of F
+    /// and n / F, otherwise the largest divisor of n that is at most F and at most √n. `None` means the largest divisor
+    /// up to √n.
     pub decompose_factor: Option<usize>,
-    /// OFT: the size of blocks. If it does not divide the number of features, the nearest divisor is used.
+    /// OFT: the size of blocks. If it does not divide the number of features, OFT uses the nearest divisor
+    /// ([`oft_block_size`]).
     pub oft_block_size: usize,
     /// OFT: the side that is rotated.
     pub oft_side: OftSide,
-    /// OFT of inputs: the number of terms of peft's series in place of the Cayley transform, at least 2. `None` means the
-    /// Cayley transform itself.
+    /// OFT of inputs: the number of terms, from 2 to 64, of peft's series in place of the Cayley transform. `None`
+    /// means the Cayley transform itself.
     pub cayley_neumann_terms: Option<usize>,
 }
 

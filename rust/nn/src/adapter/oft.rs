@@ -1,16 +1,19 @@
-//! OFT (Qiu et al. 2023, arXiv:2306.07280): rotations of blocks of a layer's inputs or outputs, y = W R x + b or y = R W x + b.
+//! OFT (Qiu et al. 2023, arXiv:2306.07280) rotates blocks of a layer's inputs, y = W R x + b, or of its outputs,
+//! y = R W x + b.
 //!
-//! R is block diagonal. For outputs, each block is the Cayley transform C = (I - Q) (I + Q)⁻¹ of a skew-symmetric Q; for
-//! inputs, each block is Cᵀ. The strict upper triangle of Q is trained; Q = 0 gives the identity. The layer rotates
-//! activations, not the weight. A row vector x becomes x + x D with D = Rᵀ - I. The layer does not compute with R itself,
-//! because bf16 would round the diagonal of R to 1 if the rotation is small.
+//! R is block diagonal. For outputs, each block is the Cayley transform C = (I - Q) (I + Q)⁻¹ of a skew-symmetric Q;
+//! for inputs, each block is Cᵀ. The strict upper triangle of Q is trained; Q = 0 gives the identity. The layer rotates
+//! activations, not the weight. A row vector x becomes x + x D with D = Rᵀ - I. The layer does not compute with R
+//! itself, because bf16 would round the diagonal of R to 1 if the rotation is small.
 //!
 //! peft rotates inputs; `LyCORIS` and `ComfyUI` rotate outputs. The parameter of each side has the name that these
-//! programs give it. In place of C, peft can use the first terms of a series (`use_cayley_neumann`). Their sum approximates
-//! (I + Q) (I - Q)⁻¹ = C⁻¹: also a rotation, which can be trained equally well.
+//! programs give it. In place of C, peft can use the first terms of a series (`use_cayley_neumann`). Their sum
+//! approximates (I + Q) (I - Q)⁻¹ = C⁻¹, which is also a rotation and can be trained equally well.
 //!
-//! The code follows <https://github.com/huggingface/peft/blob/5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40/src/peft/tuners/oft/layer.py#L116>,
-//! <https://github.com/KohakuBlueleaf/LyCORIS/blob/01ca138aead1b5d2e5c4b1b22c3ba6ba274e7d14/lycoris/modules/diag_oft.py#L87> and
+//! The code follows
+//! <https://github.com/huggingface/peft/blob/5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40/src/peft/tuners/oft/layer.py#L116>,
+//! <https://github.com/KohakuBlueleaf/LyCORIS/blob/01ca138aead1b5d2e5c4b1b22c3ba6ba274e7d14/lycoris/modules/diag_oft.py#L87>
+//! and
 //! <https://github.com/comfyanonymous/ComfyUI/blob/3684cff31bb470fc106b2c843224e69780266cca/comfy/weight_adapter/oft.py#L118>.
 
 use std::ops::RangeInclusive;
@@ -25,10 +28,11 @@ use crate::base::{Base, Operation};
 
 /// The parameter that rotates inputs: the strict upper triangles of its blocks, (blocks, n (n - 1) / 2).
 const INPUT: &str = "oft_R.weight";
-/// The parameter that rotates outputs: triangles as in [`INPUT`]. Files have a square matrix M for each block, and Q is M - Mᵀ.
+/// The parameter that rotates outputs: triangles as in [`INPUT`]. Files have a square matrix M for each block, and Q is
+/// M - Mᵀ.
 const OUTPUT: &str = "oft_blocks";
 
-/// The numbers of terms that a series may have.
+/// The numbers of terms that the series may have.
 pub(super) const TERMS: RangeInclusive<usize> = 2..=64;
 
 /// OFT in the registry.
@@ -61,7 +65,7 @@ impl OftSide {
         }
     }
 
-    /// The side that adapters with these parameters rotate; `None` if they are not OFT.
+    /// Return the side that an adapter with parameters of these names rotates; `None` if it is not OFT.
     pub fn of<'a>(parameters: impl IntoIterator<Item = &'a str>) -> Option<Self> {
         parameters.into_iter().find_map(|name| match name {
             INPUT => Some(Self::Input),
@@ -97,8 +101,8 @@ impl FromStr for OftSide {
     }
 }
 
-/// The size of blocks on a side with `features` features: the divisor of `features` that is nearest to `wanted`, or the
-/// smaller one if two are equally near. This is peft's `adjust_oft_parameters`.
+/// Compute the size of blocks on a side with `features` features: the divisor of `features` that is nearest to
+/// `wanted`, or the smaller one if two are equally near. This is peft's `adjust_oft_parameters`.
 pub fn oft_block_size(features: usize, wanted: usize) -> usize {
     if wanted >= features {
         return features;
@@ -108,14 +112,15 @@ pub fn oft_block_size(features: usize, wanted: usize) -> usize {
     if wanted - lower <= higher - wanted { lower } else { higher }
 }
 
+/// The initial values: zeros, which give the identity.
 fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
     let features = settings.oft_side.features(base);
     let size = oft_block_size(features, settings.oft_block_size).max(1);
     vec![(settings.oft_side.parameter(), Start::new([features / size, size * (size - 1) / 2], StartValues::Zero))]
 }
 
-/// For the gradient of the blocks, the tape keeps a view of the activations before their rotation: the layer's input or its
-/// result.
+/// For the gradient of the blocks, the tape keeps a view of the activations before their rotation: the layer's input,
+/// or its result without the bias.
 fn kept(base: &Base<'_>, settings: &AdapterSettings) -> Kept {
     match settings.oft_side {
         OftSide::Input => Kept { input: true, remade: true, values: 0, products: base.inputs() },
@@ -127,7 +132,11 @@ fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &Adapter
     let (side, upper) = match (find(parameters, INPUT), find(parameters, OUTPUT)) {
         (Some(upper), None) => (OftSide::Input, upper),
         (None, Some(upper)) => (OftSide::Output, upper),
-        _ => return Err(Error::Config(format!("OFT: expected either {INPUT} or {OUTPUT}"))),
+        _ => {
+            let message =
+                format!("OFT: found both or none of the parameters {INPUT} and {OUTPUT}, expected exactly one");
+            return Err(Error::Config(message));
+        }
     };
     if base.operation != Operation::Linear && side == OftSide::Input {
         return Err(Error::Config(
@@ -189,15 +198,15 @@ impl Series {
     fn new(terms: usize, size: usize, device: &Device) -> Result<Self> {
         let triangle = size * (size - 1) / 2;
         let mut ids = vec![2 * triangle as i64; size * size];
-        for (at, (row, column)) in upper_places(size).enumerate() {
-            ids[row * size + column] = at as i64;
-            ids[column * size + row] = (triangle + at) as i64;
+        for (id, (row, column)) in upper_places(size).enumerate() {
+            ids[row * size + column] = id as i64;
+            ids[column * size + row] = (triangle + id) as i64;
         }
         Ok(Self { terms, ids: Tensor::from_vec(ids, size * size, device)? })
     }
 
-    /// The series minus I, with the powers that peft sums. This is 2 Q for two terms, otherwise 2 Q + 2 Q² + … + Qⁿ with
-    /// n = max(3, `terms` - 1), where all powers but the last have the factor 2.
+    /// Compute the series minus I, with the powers that peft sums: 2 Q for two terms, otherwise 2 Q + 2 Q² + … + Qⁿ
+    /// with n = max(3, `terms` - 1), where all powers but the last have the factor 2. `size` is the size of the blocks.
     fn change(&self, upper: &Tensor, size: usize) -> Result<Tensor> {
         let count = upper.dims()[0];
         let zero = Tensor::zeros((count, 1), upper.dtype(), upper.device())?;
@@ -221,15 +230,17 @@ impl Series {
 struct Oft {
     /// The strict upper triangles of the blocks' matrices Q, (blocks, n (n - 1) / 2).
     upper: Var,
+    /// The size n of the blocks.
     size: usize,
     side: OftSide,
     /// The factor s in front of R - I; 1 in training.
     scale: f64,
+    /// The series in place of the Cayley transform, if the settings ask for it.
     series: Option<Series>,
 }
 
 impl Oft {
-    /// s (Rᵀ - I), (blocks, n, n): the matrices by which row vectors are multiplied from the right. The dtype is f64 for
+    /// Compute s (Rᵀ - I), (blocks, n, n), by which row vectors are multiplied from the right. The dtype is f64 for
     /// `dtype` f64, otherwise f32.
     fn change(&self, dtype: DType) -> Result<Tensor> {
         let upper = self.upper.to_dtype(if dtype == DType::F64 { DType::F64 } else { DType::F32 })?;
@@ -246,7 +257,7 @@ impl Oft {
     }
 }
 
-/// Row vectors `x (..., features)` times the block diagonal matrix I + `change (blocks, n, n)`.
+/// Multiply row vectors `x (..., features)` by the block diagonal matrix I + `change (blocks, n, n)`.
 fn rotated(x: &Tensor, change: &Tensor) -> Result<Tensor> {
     let (count, size) = (change.dims()[0], change.dims()[1]);
     let rows = x.elem_count() / (count * size).max(1);
@@ -265,8 +276,9 @@ impl Adapter for Oft {
         }
     }
 
-    /// W R or R W.
+    /// Compute W R or R W.
     fn adapted_weight(&self, base: &Base<'_>) -> Result<Tensor> {
+        // s (R - I): for inputs, the rows of W are row vectors, multiplied by R.
         let change = self.change(base.weight.dtype())?.transpose(1, 2)?;
         let weight = base.weight.values(change.dtype())?;
         match self.side {
@@ -282,6 +294,7 @@ impl Adapter for Oft {
         self.scale
     }
 
+    /// Does nothing: OFT has no dropout.
     fn set_training(&self, _training: bool) {}
 }
 
@@ -291,7 +304,7 @@ mod tests {
 
     /// The expected values are the results of `OFTLayer.adjust_oft_parameters` of peft 0.21.2.
     #[test]
-    fn sizes_of_blocks_are_pefts() {
+    fn block_sizes_are_those_of_peft() {
         for (features, wanted, expected) in [
             (2048, 32, 32),
             (320, 48, 40),
@@ -302,7 +315,7 @@ mod tests {
             (12, 5, 4),
             (90, 8, 9),
         ] {
-            assert_eq!(oft_block_size(features, wanted), expected, "{features} by {wanted}");
+            assert_eq!(oft_block_size(features, wanted), expected, "{features} features, wanted {wanted}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! [`AdapterSet`]: the adapters of a model, whose parameters are in one flat buffer.
+//! [`AdapterSet`]: the adapters of a model, with their parameters in one flat buffer.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -7,6 +7,7 @@ use trainable_candle_core::ops::cayley::size_of;
 use trainable_candle_core::ops::fake_quantize::Grid;
 use trainable_candle_core::{DType, Error, FlatBuffer, Result, Tensor, Var, Weight};
 
+use super::dora::PER_INPUT;
 use super::kind::Parameters;
 use super::merged::Merged;
 use super::{Adapter, AdapterKind, AdapterSettings, KINDS, LoraConfig, OftSide, QuantizationAware};
@@ -19,16 +20,19 @@ const SCALES: &str = "qat_scales";
 
 /// One adapted layer.
 struct Member {
+    /// The layer's name.
     name: String,
     kind: &'static AdapterKind,
     settings: AdapterSettings,
+    /// The layer's frozen weight.
     weight: Weight,
+    /// The layer's frozen bias.
     bias: Option<Tensor>,
     operation: Operation,
     slot: AdapterSlot,
     adapter: Arc<dyn Adapter>,
     parameters: Parameters<Var>,
-    /// The logarithms of the learned factors on the scales of the rounded weight.
+    /// The logarithms of the learned factors on the scales of the rounded weight; None if no factors are learned.
     scales: Option<Var>,
 }
 
@@ -37,6 +41,7 @@ impl Member {
         Base { weight: (&self.weight).into(), bias: self.bias.as_ref(), operation: self.operation }
     }
 
+    /// Whether the adapter has a parameter whose size depends on the rank.
     fn has_rank(&self) -> bool {
         self.parameters.iter().any(|(name, _)| self.kind.ranked.contains(name))
     }
@@ -77,22 +82,22 @@ pub struct LayerValues {
 }
 
 impl LayerValues {
-    /// The kind of adapter that has these parameters.
+    /// Find the kind of adapter that has these parameters.
     ///
     /// # Errors
     /// [`Error::Config`] if no kind has all of these parameters.
     pub fn kind(&self) -> Result<&'static AdapterKind> {
-        let has = |kind: &&&AdapterKind| {
+        let fits = |kind: &&&AdapterKind| {
             self.parameters.keys().all(|name| kind.parameter(name).is_some())
                 && (kind.mark.is_empty() || kind.mark.iter().any(|name| self.parameters.contains_key(*name)))
         };
-        KINDS.iter().find(has).copied().ok_or_else(|| {
+        KINDS.iter().find(fits).copied().ok_or_else(|| {
             let names: Vec<&str> = self.parameters.keys().map(String::as_str).collect();
             Error::Config(format!("no kind of adapter has the parameters {}", names.join(", ")))
         })
     }
 
-    /// The rank; 0 if the adapter has no low-rank factors.
+    /// Read the rank from the shape of a parameter; 0 if the adapter has no low-rank factors.
     ///
     /// # Errors
     /// As [`kind`](Self::kind).
@@ -114,8 +119,8 @@ impl AdapterSet {
     /// change, except by the rounding that `config.qat` requests.
     ///
     /// # Errors
-    /// [`Error::Config`] if the configuration is invalid, matches no layer, or does not suit a layer;
-    /// [`Error::OutOfMemory`] if the parameters do not fit.
+    /// [`Error::Config`] if the configuration is invalid, matches no layer, or does not suit a layer, or if a layer
+    /// already has an adapter; [`Error::OutOfMemory`] if the parameters do not fit into memory.
     pub fn attach(config: LoraConfig, layers: &[(String, Layer<'_>)]) -> Result<Self> {
         config.validate()?;
         let kind = config.kind()?;
@@ -136,8 +141,12 @@ impl AdapterSet {
         }
         if planned.is_empty() {
             let names: Vec<&str> = layers.iter().take(6).map(|(n, _)| n.as_str()).collect();
+            let excluded = match config.exclude_modules.as_slice() {
+                [] => String::new(),
+                excluded => format!(" that exclude_modules {excluded:?} leave"),
+            };
             return Err(Error::Config(format!(
-                "add_adapter: target_modules {:?} match no layer; layers are named like {}",
+                "add_adapter: target_modules {:?} match no layer{excluded}; layers are named like {}",
                 config.target_modules,
                 names.join(", ")
             )));
@@ -148,14 +157,15 @@ impl AdapterSet {
     /// Attach each adapter of `values` to the layer that its key names. Other layers do not change.
     ///
     /// # Errors
-    /// [`Error::Config`] if a layer is missing or already has an adapter, or if no kind has the parameters;
-    /// [`Error::Shape`] if the parameters do not fit the layer.
+    /// [`Error::Config`] if there are no values, if a layer is missing or already has an adapter, if no kind has the
+    /// parameters, or if the layer cannot have this kind; [`Error::Shape`] if the parameters do not fit the layer;
+    /// [`Error::OutOfMemory`] if they do not fit into memory.
     pub fn attach_values(values: &BTreeMap<String, LayerValues>, layers: &[(String, Layer<'_>)]) -> Result<Self> {
-        let known: BTreeMap<&str, Layer<'_>> = layers.iter().map(|(name, layer)| (name.as_str(), *layer)).collect();
+        let by_name: BTreeMap<&str, Layer<'_>> = layers.iter().map(|(name, layer)| (name.as_str(), *layer)).collect();
         let mut planned = Vec::new();
         let mut config = LoraConfig { target_modules: Vec::new(), ..LoraConfig::default() };
         for (name, given) in values {
-            let Some(&layer) = known.get(name.as_str()) else {
+            let Some(&layer) = by_name.get(name.as_str()) else {
                 return Err(Error::Config(format!(
                     "load_adapter: the model has no layer \"{name}\"; the adapter is for another model"
                 )));
@@ -166,7 +176,7 @@ impl AdapterSet {
             let mut settings = AdapterSettings {
                 rank,
                 scale: given.scale,
-                wd_on_output: !given.parameters.contains_key("dora_scale"),
+                wd_on_output: !given.parameters.contains_key(PER_INPUT),
                 cayley_neumann_terms: given.cayley_neumann_terms,
                 ..AdapterSettings::default()
             };
@@ -184,6 +194,8 @@ impl AdapterSet {
         Self::build(config, planned)
     }
 
+    /// Copy the initial values of all adapters into one flat buffer, build the adapters over it and put them on the
+    /// layers.
     fn build(config: LoraConfig, planned: Vec<Planned<'_>>) -> Result<Self> {
         if let Some(taken) = planned.iter().find(|p| p.layer.slot().is_taken()) {
             return Err(Error::Config(format!(
@@ -191,12 +203,12 @@ impl AdapterSet {
                 taken.name
             )));
         }
-        let learned = config.qat.filter(|_| config.qat_learned_scales);
+        let grid_of_learned_scales = config.qat.filter(|_| config.qat_learned_scales);
         let mut values = Vec::new();
         for Planned { name, layer, values: own, .. } in &planned {
             values.extend(own.iter().map(|(_, value)| value.clone()));
-            if let Some(grid) = learned {
-                values.push(unlearned(grid, &layer.base()).map_err(|e| at_layer(name, e))?);
+            if let Some(grid) = grid_of_learned_scales {
+                values.push(initial_logarithms(grid, &layer.base()).map_err(|e| at_layer(name, e))?);
             }
         }
         let buffer = FlatBuffer::new(&values)?;
@@ -205,13 +217,13 @@ impl AdapterSet {
         for Planned { name, layer, kind, settings, values } in planned {
             let parameters: Parameters<Var> =
                 values.iter().map(|(name, _)| *name).zip(vars.by_ref().take(values.len())).collect();
-            let scales = if learned.is_some() { vars.next() } else { None };
+            let scales = if grid_of_learned_scales.is_some() { vars.next() } else { None };
             let base = layer.base();
             let mut adapter = (kind.build)(&parameters, &base, &settings).map_err(|e| at_layer(name, e))?;
             if let Some(grid) = config.qat {
-                let aware = QuantizationAware::over(adapter, &base, &settings, grid);
-                let aware = aware.map_err(|e| at_layer(name, e))?;
-                adapter = Box::new(aware.with_activations(config.qat_activations).with_scales(scales.clone()));
+                let rounding = QuantizationAware::over(adapter, &base, &settings, grid);
+                let rounding = rounding.map_err(|e| at_layer(name, e))?;
+                adapter = Box::new(rounding.with_activations(config.qat_activations).with_scales(scales.clone()));
             }
             members.push(Member {
                 name: name.to_string(),
@@ -241,13 +253,14 @@ impl AdapterSet {
         &self.buffer
     }
 
-    /// The trainable parameters in the order of the layers.
+    /// The trainable parameters in the order of the layers, including the logarithms of learned factors.
     pub fn vars(&self) -> &[Var] {
         self.buffer.vars()
     }
 
-    /// The trainable parameters under peft's names (`blocks.0.attn.to_q.lora_A.weight`). Parameters of convolutions
-    /// are channels-last; [`Layout`](super::Layout) describes their shapes in files.
+    /// The trainable parameters under peft's names (`blocks.0.attn.to_q.lora_A.weight`), and the logarithms of learned
+    /// factors as `qat_scales`. Parameters of convolutions are channels-last; [`Layout`](super::Layout) describes their
+    /// shapes in files.
     pub fn named_vars(&self) -> Vec<(String, Var)> {
         self.members
             .iter()
@@ -259,7 +272,8 @@ impl AdapterSet {
             .collect()
     }
 
-    /// The learned factors on the scales of rounded weights, by layer. The list is empty if scales are not learned.
+    /// Compute the learned factors on the scales of rounded weights, by layer. The list is empty if no factors are
+    /// learned.
     ///
     /// # Errors
     /// The errors of the operations on tensors.
@@ -272,8 +286,8 @@ impl AdapterSet {
     /// their factors.
     ///
     /// # Errors
-    /// [`Error::Shape`] if a layer has another number of scales, [`Error::Config`] if a factor is not a finite number
-    /// above 0. After an error, nothing has changed.
+    /// [`Error::Shape`] if the factors of a layer do not have the shape of its scales, [`Error::Config`] if a factor is
+    /// not a finite number above 0. After an error, nothing has changed.
     pub fn set_scales(&self, factors: &BTreeMap<String, Tensor>) -> Result<()> {
         let mut updates = Vec::new();
         for member in &self.members {
@@ -283,8 +297,10 @@ impl AdapterSet {
                 return Err(Error::shape("load_adapter", text));
             }
             let values = value.to_dtype(DType::F32)?.to_vec::<f32>()?;
-            if !values.iter().all(|factor| *factor > 0.0 && factor.is_finite()) {
-                let text = format!("load_adapter: {}.{SCALES}: expected finite factors above 0", member.name);
+            let is_valid = |factor: &f32| *factor > 0.0 && factor.is_finite();
+            if let Some(wrong) = values.iter().find(|&factor| !is_valid(factor)) {
+                let name = &member.name;
+                let text = format!("load_adapter: {name}.{SCALES}: found {wrong}, expected finite factors above 0");
                 return Err(Error::Config(text));
             }
             let logarithms = values.into_iter().map(f32::ln).collect::<Vec<_>>();
@@ -293,7 +309,7 @@ impl AdapterSet {
         updates.into_iter().try_for_each(|(var, value)| var.set(&value))
     }
 
-    /// The adapted layers, with parameters laid out as in files.
+    /// Return the adapted layers, with parameters laid out as in files.
     ///
     /// # Errors
     /// The errors of the operations on tensors.
@@ -325,21 +341,22 @@ impl AdapterSet {
         self.members.is_empty()
     }
 
-    /// Overwrite the parameters with `values` from a file that has the same layers, kinds, ranks and scales.
+    /// Overwrite the parameters with `values` from a file. The file must have the same layers, kinds, ranks and scales
+    /// as this set.
     ///
     /// # Errors
     /// [`Error::Config`] that names a missing or unexpected parameter, or a kind, a rank, a scale or a setting of OFT
     /// that differs; [`Error::Shape`] if a shape differs. After an error, nothing has changed.
     pub fn load(&self, values: &BTreeMap<String, LayerValues>) -> Result<()> {
-        self.check_sizes(values)?;
+        self.check_settings(values)?;
         let names = |m: &Member| m.parameters.iter().map(|(name, _)| format!("{}.{name}", m.name)).collect::<Vec<_>>();
-        let here: Vec<String> = self.members.iter().flat_map(names).collect();
-        let there: Vec<String> = values
+        let own_names: Vec<String> = self.members.iter().flat_map(names).collect();
+        let file_names: Vec<String> = values
             .iter()
             .flat_map(|(layer, given)| given.parameters.keys().map(move |name| format!("{layer}.{name}")))
             .collect();
-        let missing: Vec<&String> = here.iter().filter(|name| !there.contains(name)).collect();
-        let unexpected: Vec<&String> = there.iter().filter(|name| !here.contains(name)).collect();
+        let missing: Vec<&String> = own_names.iter().filter(|name| !file_names.contains(name)).collect();
+        let unexpected: Vec<&String> = file_names.iter().filter(|name| !own_names.contains(name)).collect();
         if !missing.is_empty() || !unexpected.is_empty() {
             return Err(Error::Config(format!(
                 "load_adapter: the file does not fit this adapter: {} missing (first: {}), {} unexpected (first: {})",
@@ -377,62 +394,71 @@ impl AdapterSet {
 
     /// Check that kinds, ranks, scales and settings of OFT agree in the layers that are both in this set and in
     /// `values`.
-    fn check_sizes(&self, values: &BTreeMap<String, LayerValues>) -> Result<()> {
+    fn check_settings(&self, values: &BTreeMap<String, LayerValues>) -> Result<()> {
         for member in &self.members {
             let Some(given) = values.get(&member.name) else { continue };
             let (kind, rank) = (given.kind().map_err(|e| at_layer(&member.name, e))?, given.rank()?);
-            let differs = |found: &str, asked: &str| {
+            // `own` describes this set's adapter, and says what to do.
+            let differs = |found: &str, own: &str| {
                 Err(Error::Config(format!(
-                    "load_adapter: {}: the file has {found}, this adapter is {asked}",
+                    "load_adapter: {}: the file has {found}, this adapter is {own}",
                     member.name
                 )))
             };
             if kind.name != member.kind.name {
                 let found = format!("a \"{}\"", kind.name);
-                let asked =
+                let own =
                     format!("a \"{}\"; make it with adapter=\"{1}\" (--adapter {1})", member.kind.name, kind.name);
-                return differs(&found, &asked);
+                return differs(&found, &own);
             }
             let own_side = OftSide::of(member.parameters.iter().map(|(name, _)| *name));
             if let Some(side) = OftSide::of(given.parameters.keys().map(String::as_str)).filter(|_| own_side.is_some())
             {
                 if own_side != Some(side) {
                     let side = side.name();
-                    let asked = format!("OFT of the other side; make it with oft_side=\"{side}\" (--oft-side {side})");
-                    return differs(&format!("OFT of {side}s"), &asked);
+                    let own = format!("OFT of the other side; make it with oft_side=\"{side}\" (--oft-side {side})");
+                    return differs(&format!("OFT of {side}s"), &own);
                 }
                 if given.cayley_neumann_terms != member.settings.cayley_neumann_terms {
-                    let named = |terms: Option<usize>| {
+                    let arguments = |terms: Option<usize>| {
                         terms.map_or("use_cayley_neumann=False".into(), |terms| {
                             format!("use_cayley_neumann=True, num_cayley_neumann_terms={terms}")
                         })
                     };
-                    let asked = named(member.settings.cayley_neumann_terms);
-                    let asked = format!("made with {asked}; make it with the file's values");
-                    return differs(&named(given.cayley_neumann_terms), &asked);
+                    let own = arguments(member.settings.cayley_neumann_terms);
+                    let own = format!("made with {own}; make it with the file's values");
+                    return differs(&arguments(given.cayley_neumann_terms), &own);
                 }
             }
             let own_rank = if member.has_rank() { member.settings.rank } else { 0 };
             if (rank == 0) != (own_rank == 0) {
-                // Either the file or this set has parameters that the other does not. The caller returns the error for this.
+                // Either the file or this set has parameters that the other does not. The caller returns the error for
+                // this.
                 continue;
             }
-            let (there, here) = (given.scale, member.settings.scale);
-            if rank != own_rank || (there - here).abs() > 1e-4 * here.abs() {
-                let divisor = |rank: usize| rank.max(1) as f64;
-                let (alpha, own_alpha) = (rounded(there * divisor(rank)), rounded(here * divisor(own_rank)));
+            // Files store f32, so equal scales may differ a little.
+            let (file_scale, own_scale) = (given.scale, member.settings.scale);
+            let same_scale = (file_scale - own_scale).abs() <= 1e-4 * own_scale.abs();
+            if rank == 0 && !same_scale {
+                let own = format!("of scale {own_scale}; remove it, and attach the file with load_adapter()");
+                return differs(&format!("the scale {file_scale}"), &own);
+            }
+            if rank != own_rank || !same_scale {
+                let (alpha, own_alpha) = (rounded(file_scale * rank as f64), rounded(own_scale * own_rank as f64));
                 let found = format!("rank {rank} and alpha {alpha}");
-                let asked = format!(
+                let own = format!(
                     "of rank {own_rank} and alpha {own_alpha}; make it with r={rank} and lora_alpha={alpha} \
                      (--rank {rank} --alpha {alpha})"
                 );
-                return differs(&found, &asked);
+                return differs(&found, &own);
             }
         }
         Ok(())
     }
 
-    /// Enable or disable the adapters. While they are disabled, the layers compute the base's results bit for bit.
+    /// If `enabled`, put the adapters on the layers, in place of merged weights if there are any. Otherwise remove the
+    /// adapters or merged weights; the layers then compute the same results as before [`attach`](Self::attach), bit for
+    /// bit.
     pub fn set_enabled(&self, enabled: bool) {
         for member in &self.members {
             member.slot.set(enabled.then(|| member.adapter.clone()));
@@ -446,9 +472,9 @@ impl AdapterSet {
         }
     }
 
-    /// Make every adapted layer compute with one merged weight, as fast as an unquantized layer without an adapter. Later
-    /// changes of the adapters have no effect until [`set_enabled`](Self::set_enabled) removes the merged weights,
-    /// which restores the adapters exactly.
+    /// Make every adapted layer compute with one merged weight, as fast as an unquantized layer without an adapter.
+    /// Later changes of the adapters have no effect until [`set_enabled`](Self::set_enabled) with `true` puts the
+    /// adapters in the place of the merged weights again.
     ///
     /// # Errors
     /// The errors of the operations on tensors. After an error, the layers have not changed.
@@ -461,15 +487,16 @@ impl AdapterSet {
     }
 }
 
-/// The initial logarithms of the factors on a layer's scales: zeros, for factors of 1.
-fn unlearned(grid: Grid, base: &Base<'_>) -> Result<Tensor> {
+/// Make the initial logarithms of the factors on a layer's scales: zeros, for factors of 1.
+fn initial_logarithms(grid: Grid, base: &Base<'_>) -> Result<Tensor> {
     let dims = base.weight.dims();
-    // For a weight that does not fit the grid, `QuantizationAware` returns the error.
+    // For a weight that does not fit the grid, `QuantizationAware` returns the error later.
     let scales = if grid.check(dims).is_ok() { grid.scales(base.rows(), base.columns()) } else { 0 };
     Tensor::zeros(scales, DType::F32, base.weight.device())
 }
 
-/// Convert parameters of a file to their layout in memory and to f32. The result has the order of the kind's parameters.
+/// Convert a layer's parameters from a file to their layout in memory, to f32 and to the layer's device. The result has
+/// the order of the kind's parameters.
 fn in_memory(
     layer: &str,
     kind: &AdapterKind,
@@ -481,7 +508,6 @@ fn in_memory(
         .filter_map(|(name, layout)| Some((*name, *layout, given.get(*name)?)))
         .map(|(name, layout, value)| {
             let value = layout.from_file(base, value).map_err(|e| at_layer(&format!("{layer}.{name}"), e))?;
-            // Files are read to the CPU.
             Ok((name, value.to_dtype(DType::F32)?.to_device(base.weight.device())?))
         })
         .collect()
@@ -492,7 +518,7 @@ fn rounded(number: f64) -> f64 {
     (number * 1e5).round() / 1e5
 }
 
-/// Put the layer's name at the start of the error's message.
+/// Put the layer's name at the start of the message of a shape or configuration error.
 fn at_layer(layer: &str, error: Error) -> Error {
     match error {
         Error::Shape { op, message } => Error::Shape { op, message: format!("{layer}: {message}") },
