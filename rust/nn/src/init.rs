@@ -2,8 +2,9 @@
 
 use trainable_candle_core::{DType, Device, Result, Shape, Tensor};
 
-/// Initial values of a weight: uniform in ±√(1 / fan_in), where `fan_in` is the product of all dimensions but the first. This
-/// is torch's `kaiming_uniform_(a=√5)`, with which torch's linear layers and the down matrices of most LoRAs start.
+/// Draw the initial values of a weight: uniform in ±√(1 / fan_in), where fan_in is the product of all dimensions but
+/// the first. This is torch's `kaiming_uniform_(a=√5)`, which initializes torch's linear layers and the down matrices
+/// of most LoRAs.
 ///
 /// # Errors
 /// As [`Tensor::rand`].
@@ -13,7 +14,8 @@ pub fn kaiming_uniform(shape: impl Into<Shape>, dtype: DType, device: &Device) -
     uniform_by_fan(fan_in, shape, dtype, device)
 }
 
-/// Initial values of a bias: uniform in ±√(1 / fan_in), where `fan_in` is that of the layer's weight.
+/// Draw the initial values of a bias: uniform in ±√(1 / fan_in), where `fan_in` is that of the layer's weight
+/// ([`kaiming_uniform`]). A `fan_in` of 0 counts as 1.
 ///
 /// # Errors
 /// As [`Tensor::rand`].

@@ -9,12 +9,12 @@ use crate::init;
 use crate::norm::LayerNorm;
 use crate::slot::AdapterSlot;
 
-/// The types that a layer's parameters can have: [`Tensor`] for frozen parameters, [`Var`] for trainable ones.
+/// The type of a layer's parameters: [`Tensor`] for frozen parameters, [`Var`] for trainable ones.
 pub trait Parameter: AsRef<Tensor> + Sized {
     /// The type of a linear layer's weight.
     type Weight: From<Self>;
 
-    /// A reference to the weight, of the type that operations take.
+    /// Borrow the weight as the type that operations take.
     fn weight(weight: &Self::Weight) -> WeightRef<'_>;
 }
 
@@ -37,8 +37,8 @@ impl Parameter for Var {
 
 /// A linear layer. `Linear<Tensor>` is frozen, and its weight may be quantized or streamed; `Linear<Var>` is trainable.
 ///
-/// The adapter's slot can be changed through a shared reference, so an adapter can be attached or removed without mutable
-/// access to the layer.
+/// An adapter can be attached or removed through a shared reference to the layer, because the slot for the adapter is
+/// mutable inside.
 pub struct Linear<T: Parameter> {
     /// The weight, (out_features, in_features).
     pub weight: T::Weight,
@@ -48,7 +48,7 @@ pub struct Linear<T: Parameter> {
 }
 
 impl Linear<Var> {
-    /// A trainable f32 layer with torch's initial values: weight and bias uniform in ±1/√in_features.
+    /// Make a trainable f32 layer with torch's initial values: weight and bias uniform in ±1/√in_features.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the weight does not fit in the device's memory.
@@ -58,21 +58,22 @@ impl Linear<Var> {
         Self::from_parameters(Var::from_tensor(&weight)?, Some(Var::from_tensor(&bias)?))
     }
 
-    /// The trainable parameters: weight, then bias.
+    /// List the trainable parameters: the weight, then the bias if there is one.
     pub fn vars(&self) -> Vec<Var> {
         std::iter::once(self.weight.clone()).chain(self.bias.clone()).collect()
     }
 }
 
 impl Linear<Tensor> {
-    /// A frozen layer over a weight `(out_features, in_features)` and a bias `(out_features)`.
+    /// Make a frozen layer over a weight `(out_features, in_features)` and a bias `(out_features)`. Their shapes are
+    /// not checked before [`forward`](Self::forward).
     pub fn from_weight(weight: impl Into<Weight>, bias: Option<Tensor>) -> Self {
         Self { weight: weight.into(), bias, adapter: AdapterSlot::default() }
     }
 }
 
 impl<T: Parameter> Linear<T> {
-    /// A layer over given parameters.
+    /// Make a layer over a weight `(out_features, in_features)` and a bias `(out_features)`.
     ///
     /// # Errors
     /// [`Error::Shape`] if the weight is not a matrix or the bias does not fit it.
@@ -93,30 +94,30 @@ impl<T: Parameter> Linear<T> {
         Ok(Self { weight: weight.into(), bias, adapter: AdapterSlot::default() })
     }
 
-    /// The layer's result, with the adapter if one is attached: `x (..., in_features)` → `(..., out_features)`.
+    /// Return the layer's result, with the adapter if one is attached: `x (..., in_features)` → `(..., out_features)`.
     ///
     /// # Errors
-    /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the input does not fit.
+    /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the input does not fit; the errors of the adapter.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.adapter.forward(x, &self.base())
     }
 
-    /// Size of the input's last dimension.
+    /// Return the size of the input's last dimension.
     pub fn in_features(&self) -> usize {
         T::weight(&self.weight).dims().get(1).copied().unwrap_or(0)
     }
 
-    /// Size of the result's last dimension.
+    /// Return the size of the result's last dimension.
     pub fn out_features(&self) -> usize {
         T::weight(&self.weight).dims().first().copied().unwrap_or(0)
     }
 
-    /// The weight that the layer computes with: its own weight, or the merged weight while an adapter is merged.
+    /// Return the weight that the layer computes with: its own weight, or the merged weight while an adapter is merged.
     pub fn effective_weight(&self) -> Weight {
         self.adapter.effective_weight(T::weight(&self.weight))
     }
 
-    /// The frozen parameters and the operation, for adapters.
+    /// Return the layer's own parameters and its operation, for adapters.
     pub fn base(&self) -> Base<'_> {
         Base {
             weight: T::weight(&self.weight),
@@ -125,8 +126,8 @@ impl<T: Parameter> Linear<T> {
         }
     }
 
-    /// [`forward`](Self::forward) of `x (..., in_features)`, plus `residual (..., out_features)`. Without an adapter, one operation may
-    /// compute both steps; [`linear_add`] says when.
+    /// Return [`forward`](Self::forward) of `x (..., in_features)`, plus `residual (..., out_features)`. Without an
+    /// adapter, one operation may compute both steps; [`linear_add`] says when.
     ///
     /// # Errors
     /// As [`forward`](Self::forward), and if the residual does not fit.
@@ -138,8 +139,9 @@ impl<T: Parameter> Linear<T> {
         linear_add(x, base.weight, base.bias, residual)
     }
 
-    /// Return s + last(geglu(self(norm(s)))), where s = x + residual, both (..., in_features); see [`geglu`]. Without
-    /// adapters, one operation may compute all of this; [`geglu_feed_forward`] says when.
+    /// Return s + last(geglu(self(norm(s)))), where s = x + residual, with the operation [`geglu`]. `x`, `residual` and
+    /// the result are (..., in_features). Without adapters, one operation may compute all of this;
+    /// [`geglu_feed_forward`] says when.
     ///
     /// # Errors
     /// As [`forward_add`](Self::forward_add) and [`LayerNorm::add_forward`].
@@ -149,8 +151,8 @@ impl<T: Parameter> Linear<T> {
             return last.forward_add(&geglu(&self.forward(&normed)?)?, &sum);
         }
         let (inner, outer) = (self.base(), last.base());
-        let norm = ([norm.weight.as_ref(), norm.bias.as_ref()], norm.eps);
-        geglu_feed_forward(x, residual, norm, (inner.weight, inner.bias), (outer.weight, outer.bias))
+        let norm_parameters = ([norm.weight.as_ref(), norm.bias.as_ref()], norm.eps);
+        geglu_feed_forward(x, residual, norm_parameters, (inner.weight, inner.bias), (outer.weight, outer.bias))
     }
 
     pub(crate) const fn slot(&self) -> &AdapterSlot {

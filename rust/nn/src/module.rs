@@ -19,7 +19,7 @@ pub enum Layer<'a> {
 }
 
 impl<'a> Layer<'a> {
-    /// The layer's frozen parameters and operation, for adapters.
+    /// Return the layer's own parameters and its operation, for adapters.
     pub fn base(self) -> Base<'a> {
         match self {
             Self::Linear(linear) => linear.base(),
@@ -39,8 +39,8 @@ impl<'a> Layer<'a> {
         }
     }
 
-    /// The weight that the layer computes with, in the layout of files. The weight of a convolution is (out, in /
-    /// groups, kernel height, kernel width).
+    /// Return the weight that the layer computes with, in the layout of files: for a convolution, (out, in / groups,
+    /// kernel height, kernel width). Fails only if a convolution's weight does not have four dimensions.
     fn file_weight(self) -> Result<Weight> {
         match self {
             Self::Linear(linear) => Ok(linear.effective_weight()),
@@ -52,16 +52,16 @@ impl<'a> Layer<'a> {
     }
 }
 
-/// A model, or a part of one, with named layers and tensors. [`visit`](Self::visit) lists them; adapters, checkpointing,
-/// streaming and the other methods of this trait use this list.
+/// A model or a component of a model, with named layers and tensors. [`visit`](Self::visit) lists them; adapters,
+/// checkpointing, streaming and the other methods of this trait use this list.
 pub trait Module {
-    /// Pass every part to `visitor`.
+    /// Pass every [`Part`] of the module to `visitor`.
     ///
     /// # Errors
     /// Those of the visitor.
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()>;
 
-    /// Every layer that adapters can attach to, with its name (`blocks.0.attn.to_q`).
+    /// List every layer that adapters can attach to, with its name (`blocks.0.attn.to_q`).
     fn named_layers(&self) -> Vec<(String, Layer<'_>)> {
         let mut layers = Vec::new();
         // `visit` returns no errors but those of the closure, and this closure returns none.
@@ -74,24 +74,26 @@ pub trait Module {
         layers
     }
 
-    /// Every parameter with its name (`blocks.0.attn.to_q.weight`), dequantized and in the layout of files. A weight that
-    /// cannot be dequantized is left out. Parameters of adapters are not in the list, but while an adapter is merged, the
-    /// weight of its layer is the merged one.
+    /// List every parameter with its name (`blocks.0.attn.to_q.weight`), in the layout of files. Quantized weights are
+    /// dequantized, and the values of streamed weights are gathered; a weight for which this fails is left out.
+    /// Parameters of adapters are not in the list, but while an adapter is merged, the weight of its layer is the
+    /// merged weight.
     fn named_tensors(&self) -> Vec<(String, Tensor)> {
-        let values = |(name, weight): (String, Weight)| match weight {
+        let named_values = |(name, weight): (String, Weight)| match weight {
             Weight::Plain(tensor) => Some((name, tensor)),
             other => {
                 let values = WeightRef::from(&other).values(other.dtype()).ok()?;
                 Some((name, values))
             }
         };
-        self.named_weights().into_iter().filter_map(values).collect()
+        self.named_weights().into_iter().filter_map(named_values).collect()
     }
 
-    /// The tensor with this name in [`named_tensors`](Self::named_tensors), or None.
+    /// Return the tensor with this name in [`named_tensors`](Self::named_tensors); None if there is no parameter of
+    /// this name.
     ///
     /// # Errors
-    /// If a quantized weight cannot be dequantized.
+    /// As [`WeightRef::values`].
     fn named_tensor(&self, name: &str) -> Result<Option<Tensor>> {
         let mut found: Option<Weight> = None;
         self.visit(&mut Visitor::new(&mut |part| {
@@ -101,8 +103,8 @@ pub trait Module {
                     Some(".bias") => layer.base().bias.map(|bias| bias.clone().into()),
                     _ => None,
                 },
-                Part::Tensor(own, tensor) if own == name => Some(tensor.clone().into()),
-                Part::Matrix(own, weight) if own == name => Some(weight.clone()),
+                Part::Tensor(own_name, tensor) if own_name == name => Some(tensor.clone().into()),
+                Part::Matrix(own_name, weight) if own_name == name => Some(weight.clone()),
                 Part::Tensor(..) | Part::Matrix(..) | Part::Blocks { .. } => None,
             };
             found = found.take().or(weight);
@@ -111,26 +113,28 @@ pub trait Module {
         found.map(|weight| WeightRef::from(&weight).values(weight.dtype())).transpose()
     }
 
-    /// As [`named_tensors`](Self::named_tensors), but quantized weights stay quantized and streamed weights stay streamed.
+    /// As [`named_tensors`](Self::named_tensors), but quantized weights stay quantized and streamed weights stay
+    /// streamed.
     fn named_weights(&self) -> Vec<(String, Weight)> {
-        let mut tensors = Vec::new();
+        let mut weights = Vec::new();
+        // The closure returns no error: convolutions have weights of four dimensions, so `file_weight` does not fail.
         let _ = self.visit(&mut Visitor::new(&mut |part| {
             match part {
                 Part::Layer(name, layer) => {
-                    tensors.push((format!("{name}.weight"), layer.file_weight()?));
-                    tensors.extend(layer.base().bias.map(|b| (format!("{name}.bias"), b.clone().into())));
+                    weights.push((format!("{name}.weight"), layer.file_weight()?));
+                    weights.extend(layer.base().bias.map(|b| (format!("{name}.bias"), b.clone().into())));
                 }
-                Part::Tensor(name, tensor) => tensors.push((name, tensor.clone().into())),
-                Part::Matrix(name, weight) => tensors.push((name, weight.clone())),
+                Part::Tensor(name, tensor) => weights.push((name, tensor.clone().into())),
+                Part::Matrix(name, weight) => weights.push((name, weight.clone())),
                 Part::Blocks { .. } => {}
             }
             Ok(())
         }));
-        tensors
+        weights
     }
 
-    /// Every trainable parameter with its name. A loaded model has none; in a fresh model all parameters are trainable.
-    /// The weights of convolutions are channels-last, as in memory.
+    /// List every trainable parameter of the module itself with its name; parameters of adapters are not in the list. A
+    /// loaded model has no trainable parameters. The weights of convolutions are channels-last, as in memory.
     fn named_vars(&self) -> Vec<(String, Var)> {
         let mut vars = Vec::new();
         let _ = self.visit(&mut Visitor::new(&mut |part| {
@@ -149,8 +153,8 @@ pub trait Module {
         vars
     }
 
-    /// Set the policy of all [`Blocks`] from now on: which results the blocks keep from the forward pass to the backward pass.
-    /// By default blocks keep all results.
+    /// Set the checkpointing policy of all [`Blocks`] for later forward passes. The policy says which results the
+    /// blocks keep from the forward pass to the backward pass. By default, blocks keep all results.
     fn set_checkpointing(&self, policy: Policy) {
         let _ = self.visit(&mut Visitor::new(&mut |part| {
             if let Part::Blocks { kept, .. } = part {
@@ -160,8 +164,8 @@ pub trait Module {
         }));
     }
 
-    /// Set the policy of the first `count` blocks from now on, in the order of [`visit`](Self::visit); the other blocks get
-    /// [`Policy::Selective`].
+    /// Set the checkpointing policy of the first `count` blocks, in the order of [`visit`](Self::visit), for later
+    /// forward passes. The other blocks get [`Policy::Selective`].
     ///
     /// # Errors
     /// As [`Checkpointing::of_first`].
@@ -169,28 +173,29 @@ pub trait Module {
         let checkpointing = Checkpointing::of_first(count, policy, self.blocks_to_checkpoint())?;
         let mut start = 0;
         self.visit(&mut Visitor::new(&mut |part| {
-            if let Part::Blocks { kept, count, .. } = part {
+            if let Part::Blocks { kept, count: len, .. } = part {
                 kept.set(checkpointing.after(start));
-                start += count;
+                start += len;
             }
             Ok(())
         }))
     }
 
-    /// The number of all blocks, each of which can have a checkpointing policy.
+    /// Count all blocks; each of them can have a checkpointing policy.
     fn blocks_to_checkpoint(&self) -> usize {
-        let mut all = 0;
+        let mut total = 0;
         let _ = self.visit(&mut Visitor::new(&mut |part| {
             if let Part::Blocks { count, .. } = part {
-                all += count;
+                total += count;
             }
             Ok(())
         }));
-        all
+        total
     }
 }
 
-/// A named part of a model, as a visitor receives it.
+/// A named part of a module, as a [`Visitor`] passes it to its function. Names begin with the names of the enclosing
+/// modules.
 pub enum Part<'a> {
     /// A layer and its name.
     Layer(String, Layer<'a>),
@@ -198,7 +203,7 @@ pub enum Part<'a> {
     Tensor(String, &'a Tensor),
     /// A parameter that belongs to no layer and may be quantized, and its name.
     Matrix(String, &'a Weight),
-    /// Repeated blocks. The visitor receives the blocks' layers and parameters after this item.
+    /// Repeated blocks. The layers and parameters of the blocks follow as parts of their own.
     Blocks {
         /// The common prefix of the blocks' names: `blocks` for `blocks.0`, `blocks.1` and so on.
         name: String,
@@ -209,19 +214,20 @@ pub enum Part<'a> {
     },
 }
 
-/// Passes the parts of modules to a function, under their full names: the visitor stores the prefix of the current module.
+/// Passes the parts of modules to a function, under their full names.
 pub struct Visitor<'a, 'f> {
+    /// The full name of the current module; empty for the outermost module.
     path: String,
     see: &'f mut dyn FnMut(Part<'a>) -> Result<()>,
 }
 
 impl<'a, 'f> Visitor<'a, 'f> {
-    /// A visitor that calls `see` with every part.
+    /// Make a visitor that calls `see` with every part.
     pub fn new(see: &'f mut dyn FnMut(Part<'a>) -> Result<()>) -> Self {
         Self { path: String::new(), see }
     }
 
-    fn join(&self, name: &str) -> String {
+    fn full_name(&self, name: &str) -> String {
         if self.path.is_empty() { name.to_string() } else { format!("{}.{name}", self.path) }
     }
 
@@ -230,10 +236,10 @@ impl<'a, 'f> Visitor<'a, 'f> {
     /// # Errors
     /// Those of `see`.
     pub fn module(&mut self, name: &str, module: &'a dyn Module) -> Result<()> {
-        let inner = self.join(name);
-        let outer = std::mem::replace(&mut self.path, inner);
+        let inner_path = self.full_name(name);
+        let outer_path = std::mem::replace(&mut self.path, inner_path);
         let result = module.visit(self);
-        self.path = outer;
+        self.path = outer_path;
         result
     }
 
@@ -245,8 +251,9 @@ impl<'a, 'f> Visitor<'a, 'f> {
         blocks.visit(name, self)
     }
 
+    /// Visit repeated blocks themselves, without their layers and parameters.
     pub(crate) fn kept(&mut self, name: &str, kept: &'a Kept, count: usize) -> Result<()> {
-        let name = self.join(name);
+        let name = self.full_name(name);
         (self.see)(Part::Blocks { name, kept, count })
     }
 
@@ -255,7 +262,7 @@ impl<'a, 'f> Visitor<'a, 'f> {
     /// # Errors
     /// Those of `see`.
     pub fn linear(&mut self, name: &str, linear: &'a Linear<Tensor>) -> Result<()> {
-        let name = self.join(name);
+        let name = self.full_name(name);
         (self.see)(Part::Layer(name, Layer::Linear(linear)))
     }
 
@@ -264,7 +271,7 @@ impl<'a, 'f> Visitor<'a, 'f> {
     /// # Errors
     /// Those of `see`.
     pub fn conv(&mut self, name: &str, conv: &'a Conv2d<Tensor>) -> Result<()> {
-        let name = self.join(name);
+        let name = self.full_name(name);
         (self.see)(Part::Layer(name, Layer::Conv(conv)))
     }
 
@@ -273,7 +280,7 @@ impl<'a, 'f> Visitor<'a, 'f> {
     /// # Errors
     /// Those of `see`.
     pub fn tensor(&mut self, name: &str, tensor: &'a Tensor) -> Result<()> {
-        let name = self.join(name);
+        let name = self.full_name(name);
         (self.see)(Part::Tensor(name, tensor))
     }
 
@@ -282,7 +289,7 @@ impl<'a, 'f> Visitor<'a, 'f> {
     /// # Errors
     /// Those of `see`.
     pub fn matrix(&mut self, name: &str, weight: &'a Weight) -> Result<()> {
-        let name = self.join(name);
+        let name = self.full_name(name);
         (self.see)(Part::Matrix(name, weight))
     }
 }

@@ -9,27 +9,28 @@ use crate::{Module, Visitor};
 
 /// Layer normalisation of the last dimension (Ba et al. 2016, arXiv:1607.06450).
 pub struct LayerNorm {
-    /// Scale, (features).
+    /// Scale, (features); None for a scale of 1.
     pub weight: Option<Tensor>,
-    /// Shift, (features).
+    /// Shift, (features); None for a shift of 0.
     pub bias: Option<Tensor>,
     /// Added to the variance.
     pub eps: f64,
 }
 
 impl LayerNorm {
-    /// The normalised input: `x (..., features)` → the same shape.
+    /// Normalise `x (..., features)`; the result has the same shape.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Shape`] if the input does not fit the parameters.
+    /// As [`layer_norm`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         layer_norm(x, 1, self.weight.as_ref(), self.bias.as_ref(), self.eps)
     }
 
-    /// Return x + residual, both (..., features), and [`forward`](Self::forward) of that sum.
+    /// Return x + residual and [`forward`](Self::forward) of this sum. `x`, `residual` and both results are
+    /// (..., features).
     ///
     /// # Errors
-    /// As [`forward`](Self::forward), and if `x` and `residual` do not fit each other.
+    /// As [`add_layer_norm`].
     pub fn add_forward(&self, x: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
         add_layer_norm(x, residual, 1, self.weight.as_ref(), self.bias.as_ref(), self.eps)
     }
@@ -37,25 +38,26 @@ impl LayerNorm {
 
 /// Root-mean-square normalisation of the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467).
 pub struct RmsNorm {
-    /// Scale, (features).
+    /// Scale, (features); None for a scale of 1.
     pub weight: Option<Tensor>,
     /// Added to the mean square.
     pub eps: f64,
 }
 
 impl RmsNorm {
-    /// The normalised input: `x (..., features)` → the same shape.
+    /// Normalise `x (..., features)`; the result has the same shape.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Shape`] if the input does not fit the parameters.
+    /// As [`rms_norm`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         rms_norm(x, self.weight.as_ref(), self.eps)
     }
 
-    /// Return x + residual, both (..., features), and [`forward`](Self::forward) of that sum.
+    /// Return x + residual and [`forward`](Self::forward) of this sum. `x`, `residual` and both results are
+    /// (..., features).
     ///
     /// # Errors
-    /// As [`forward`](Self::forward), and if `x` and `residual` do not fit each other.
+    /// As [`add_rms_norm`].
     pub fn add_forward(&self, x: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
         add_rms_norm(x, residual, self.weight.as_ref(), self.eps)
     }
@@ -67,25 +69,25 @@ pub struct GroupNorm {
     pub weight: Tensor,
     /// Shift, (channels).
     pub bias: Tensor,
-    /// The number of groups of channels; each group is normalised separately.
+    /// The number of groups of channels. Each group of each sample is normalised separately.
     pub groups: usize,
     /// Added to the variance.
     pub eps: f64,
 }
 
 impl GroupNorm {
-    /// The normalised input: `x (batch, ..., channels)` → the same shape.
+    /// Normalise `x (batch, ..., channels)`; the result has the same shape.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Shape`] if the input does not fit the parameters.
+    /// As [`group_norm`].
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         group_norm(x, self.groups, Some(&self.weight), Some(&self.bias), self.eps)
     }
 
-    /// SiLU of [`forward`](Self::forward), in one operation.
+    /// Return the SiLU of [`forward`](Self::forward), computed in one operation.
     ///
     /// # Errors
-    /// As [`forward`](Self::forward).
+    /// As [`group_norm_silu`].
     pub fn forward_silu(&self, x: &Tensor) -> Result<Tensor> {
         group_norm_silu(x, self.groups, Some(&self.weight), Some(&self.bias), self.eps)
     }
