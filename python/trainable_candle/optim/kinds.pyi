@@ -36,7 +36,7 @@ class AdamW8bit(GroupedOptimizer):
         betas: Decay rates of the first and the second moment, each in [0, 1).
         eps: Added to the root of the second moment, at least 0.
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
-        min_8bit_size: Parameters with fewer elements than this number keep their moments in f32.
+        min_8bit_size: Parameters with fewer elements than this number keep their moments unquantized.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Variables of other dtypes are not affected.
         states: where the states of variables on a GPU are: "device" for the memory of the GPU, "host" for pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
@@ -79,7 +79,7 @@ class Adam8bit(GroupedOptimizer):
         betas: Decay rates of the first and the second moment, each in [0, 1).
         eps: Added to the root of the second moment, at least 0.
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
-        min_8bit_size: Parameters with fewer elements than this number keep their moments in f32.
+        min_8bit_size: Parameters with fewer elements than this number keep their moments unquantized.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Variables of other dtypes are not affected.
         states: where the states of variables on a GPU are: "device" for the memory of the GPU, "host" for pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 

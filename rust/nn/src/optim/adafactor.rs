@@ -1,7 +1,8 @@
 //! Adafactor, as `torch.optim.Adafactor`: Adam without a first moment. The second moment of each element of a matrix is
 //! estimated from the second moments of the element's row and column.
 //!
-//! Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", <https://arxiv.org/abs/1804.04235>.
+//! Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost",
+//! <https://arxiv.org/abs/1804.04235>.
 
 use smallvec::{SmallVec, smallvec};
 use trainable_candle_core::cpu::{Real, dispatch};
@@ -39,12 +40,12 @@ impl Default for AdafactorConfig {
     }
 }
 
-/// Adafactor, as `torch.optim.Adafactor`. For each matrix its states have as many elements as the matrix has rows and
-/// columns together.
+/// Adafactor, as `torch.optim.Adafactor`. The states of a matrix have as many elements as the matrix has rows and
+/// columns together; the state of a vector has one for each element.
 pub type Adafactor = Stepper<AdafactorRule>;
 
 impl Adafactor {
-    /// Adafactor on `params` with the defaults of [`AdafactorConfig`] except `lr`.
+    /// Makes Adafactor on `params` with the defaults of [`AdafactorConfig`] except `lr`.
     ///
     /// # Errors
     /// As [`with_groups`](Self::with_groups).
@@ -78,6 +79,7 @@ impl Rule for AdafactorRule {
             lr: config.lr,
             weight_decay: config.weight_decay,
             maximize: config.maximize.into(),
+            // In the order in which the kernel `adafactor_step` reads them.
             more: [
                 config.beta2_decay,
                 config.eps.0.unwrap_or(f32::EPSILON.into()),
@@ -118,6 +120,7 @@ impl Rule for AdafactorRule {
     }
 
     fn scratch(dims: &[usize]) -> usize {
+        // For each matrix, the mean of its rows' second moments.
         matrices(dims)
     }
 
@@ -126,7 +129,8 @@ impl Rule for AdafactorRule {
     }
 }
 
-/// The number of matrices in a parameter, which is the product of all dimensions but the last two; 0 for a vector.
+/// Returns the number of matrices in a parameter: the product of all dimensions but the last two, or 0 if the parameter
+/// has fewer than two dimensions.
 pub(super) fn matrices(dims: &[usize]) -> usize {
     if dims.len() < 2 { 0 } else { dims[..dims.len() - 2].iter().product() }
 }
@@ -138,8 +142,8 @@ fn update<T: Precision>(config: &AdafactorConfig, step: u64, chunk: Chunk<'_, T>
     );
 }
 
-/// A floating-point type with its machine epsilon: the distance from 1 to the next larger number of the type.
 trait Precision: Real {
+    /// The machine epsilon: the distance from 1 to the next larger number of the type.
     const EPSILON: f64;
 }
 
@@ -156,8 +160,8 @@ fn update_all<T: Precision>(config: &AdafactorConfig, step: u64, mut chunk: Chun
     let (step, numel) = (step as f64, chunk.param.len() as f64);
     let weight = step.powf(config.beta2_decay);
     let eps = config.eps.0.unwrap_or(T::EPSILON);
-    let size = (sum_of_squares(chunk.param) / numel).sqrt().max(config.eps.1);
-    let step_size = size * config.lr.min(1.0 / step.sqrt());
+    let param_rms = (sum_of_squares(chunk.param) / numel).sqrt().max(config.eps.1);
+    let step_size = param_rms * config.lr.min(1.0 / step.sqrt());
 
     // `direction` holds the roots of the second moments at first, and then the gradient divided by these roots.
     let mut direction = vec![T::ZERO; chunk.param.len()];
@@ -169,11 +173,11 @@ fn update_all<T: Precision>(config: &AdafactorConfig, step: u64, mut chunk: Chun
             }
         }
         [StateSlice::Float(rows), StateSlice::Float(columns)] => {
-            let matrix = chunk.dims[chunk.dims.len() - 2..].iter().product();
-            let (height, width) = (matrix / chunk.dims[chunk.dims.len() - 1], chunk.dims[chunk.dims.len() - 1]);
+            let (height, width) = (chunk.dims[chunk.dims.len() - 2], chunk.dims[chunk.dims.len() - 1]);
+            let matrix_len = height * width;
             let moments = rows.chunks_mut(height).zip(columns.chunks_mut(width));
-            let matrices = chunk.grad.chunks(matrix).zip(direction.chunks_mut(matrix));
-            for ((rows, columns), (grad, roots)) in moments.zip(matrices) {
+            let elements = chunk.grad.chunks(matrix_len).zip(direction.chunks_mut(matrix_len));
+            for ((rows, columns), (grad, roots)) in moments.zip(elements) {
                 update_moments(rows, columns, grad, weight);
                 factored_roots(rows, columns, eps, roots);
             }
@@ -185,22 +189,23 @@ fn update_all<T: Precision>(config: &AdafactorConfig, step: u64, mut chunk: Chun
         *x = sign * g / *x;
     }
 
-    let clip = ((sum_of_squares(&direction) / numel).sqrt() / config.d).max(1.0);
+    let clip_divisor = ((sum_of_squares(&direction) / numel).sqrt() / config.d).max(1.0);
     let decay = T::from_f64(1.0 - config.lr * config.weight_decay);
-    let step_size = T::from_f64(step_size / clip);
+    let step_size = T::from_f64(step_size / clip_divisor);
     for (p, x) in chunk.param.iter_mut().zip(direction) {
         *p = *p * decay - step_size * x;
     }
 }
 
-/// Moves the second moments of rows and columns towards the mean squares of the gradient in each row and column.
+/// Moves the second moments of the rows and columns of a matrix towards the mean squares of the gradient in each row
+/// and column, by the fraction `weight` of the way.
 #[inline(always)]
 fn update_moments<T: Real>(rows: &mut [T], columns: &mut [T], grad: &[T], weight: f64) {
     let (height, width) = (rows.len() as f64, columns.len() as f64);
     let mut column_sums = vec![0f64; columns.len()];
-    for (row, grad) in rows.iter_mut().zip(grad.chunks(columns.len())) {
-        *row = lerp(*row, T::from_f64(sum_of_squares(grad) / width), T::from_f64(weight));
-        for (sum, g) in column_sums.iter_mut().zip(grad) {
+    for (row, row_grad) in rows.iter_mut().zip(grad.chunks(columns.len())) {
+        *row = lerp(*row, T::from_f64(sum_of_squares(row_grad) / width), T::from_f64(weight));
+        for (sum, g) in column_sums.iter_mut().zip(row_grad) {
             *sum += g.to_f64() * g.to_f64();
         }
     }
@@ -209,14 +214,15 @@ fn update_moments<T: Real>(rows: &mut [T], columns: &mut [T], grad: &[T], weight
     }
 }
 
-/// Estimates the second moment of each element from the second moments of its row and its column: row · column / mean of all
-/// rows. Writes the root of each element's second moment, or `eps` if that is larger, to `roots`.
+/// Estimates the second moment of each element of a matrix from the second moments of its row and its column: their
+/// product divided by the mean of all rows' second moments, or by `eps` if the mean is smaller. Writes the root of each
+/// element's second moment, or `eps` if the root is smaller, to `roots`.
 #[inline(always)]
 fn factored_roots<T: Real>(rows: &[T], columns: &[T], eps: f64, roots: &mut [T]) {
     let mean = rows.iter().map(|row| row.to_f64()).sum::<f64>() / rows.len() as f64;
     let mean = T::from_f64(mean.max(eps));
-    for (roots, &row) in roots.chunks_mut(columns.len()).zip(rows) {
-        for (root, &column) in roots.iter_mut().zip(columns) {
+    for (row_roots, &row) in roots.chunks_mut(columns.len()).zip(rows) {
+        for (root, &column) in row_roots.iter_mut().zip(columns) {
             *root = (row * column / mean).max(T::from_f64(eps * eps)).sqrt();
         }
     }
@@ -228,6 +234,8 @@ fn lerp<T: Real>(a: T, b: T, weight: T) -> T {
     if weight.to_f64() < 0.5 { a + weight * (b - a) } else { b - (T::ONE - weight) * (b - a) }
 }
 
+/// Returns the sum of the squares, computed in f64. The compiler can vectorize the loop because the partial sums are
+/// separate.
 #[inline(always)]
 pub(super) fn sum_of_squares<T: Real>(data: &[T]) -> f64 {
     const LANES: usize = 8;

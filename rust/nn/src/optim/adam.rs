@@ -33,12 +33,12 @@ hyper_parameters! {
 }
 
 impl AdamConfig {
-    /// The defaults of Adam: no weight decay.
+    /// Returns the defaults of Adam: no weight decay.
     pub const fn adam(lr: f64) -> Self {
         Self { lr, betas: (0.9, 0.999), eps: 1e-8, weight_decay: 0.0, amsgrad: false, maximize: false }
     }
 
-    /// The defaults of AdamW: weight decay of 0.01.
+    /// Returns the defaults of AdamW: weight decay of 0.01.
     pub const fn adamw(lr: f64) -> Self {
         Self { weight_decay: 0.01, ..Self::adam(lr) }
     }
@@ -66,7 +66,7 @@ pub type Adam = Stepper<AdamRule>;
 pub type AdamW = Stepper<AdamWRule>;
 
 impl Adam {
-    /// Adam on `params` with the defaults of [`AdamConfig::adam`].
+    /// Makes Adam on `params` with the defaults of [`AdamConfig::adam`].
     ///
     /// # Errors
     /// As [`with_groups`](Self::with_groups).
@@ -76,7 +76,7 @@ impl Adam {
 }
 
 impl AdamW {
-    /// AdamW on `params` with the defaults of [`AdamConfig::adamw`] except `lr` and `weight_decay`.
+    /// Makes AdamW on `params` with the defaults of [`AdamConfig::adamw`] except `weight_decay`.
     ///
     /// # Errors
     /// As [`with_groups`](Self::with_groups).
@@ -161,9 +161,10 @@ struct Coefficients<T> {
     root_correction2: T,
     /// The factor of the gradient: 1, or -1 to ascend.
     sign: T,
-    /// The factor of the parameter: AdamW's weight decay, or 1.
+    /// The factor of the parameter: 1 - lr * weight_decay for AdamW, 1 for Adam.
     decay: T,
-    /// The parameter's weight in the gradient: Adam's weight decay, or 0.
+    /// The factor of the parameter in the L2 penalty, which is added to the gradient: weight_decay for Adam, 0 for
+    /// AdamW.
     l2: T,
 }
 
@@ -195,6 +196,8 @@ impl<T: Real> Coefficients<T> {
         (p, m + self.gain1 * (g - m), v * self.beta2 + self.gain2 * g * g)
     }
 
+    /// Returns the parameter `p` after the move along the first moment `m`, divided by the root of `v`. `v` is the
+    /// second moment or, with AMSGrad, its largest value so far.
     #[inline(always)]
     fn descend(&self, p: T, m: T, v: T) -> T {
         p - self.step_size * m / (v.sqrt() / self.root_correction2 + self.eps)
@@ -202,29 +205,29 @@ impl<T: Real> Coefficients<T> {
 }
 
 fn update<T: Real, const DECOUPLED: bool>(config: &AdamConfig, step: u64, chunk: Chunk<'_, T>) {
-    let at = Coefficients::new(config, step, DECOUPLED);
+    let coefficients = Coefficients::new(config, step, DECOUPLED);
     dispatch(
         #[inline(always)]
-        || update_elements(at, chunk),
+        || update_elements(coefficients, chunk),
     );
 }
 
 #[inline(always)]
-fn update_elements<T: Real>(at: Coefficients<T>, mut chunk: Chunk<'_, T>) {
+fn update_elements<T: Real>(coefficients: Coefficients<T>, mut chunk: Chunk<'_, T>) {
     let elements = chunk.param.iter_mut().zip(chunk.grad);
     match chunk.states.as_mut_slice() {
         [StateSlice::Float(exp_avg), StateSlice::Float(exp_avg_sq)] => {
             for ((p, &g), (m, v)) in elements.zip(exp_avg.iter_mut().zip(exp_avg_sq.iter_mut())) {
-                (*p, *m, *v) = at.advance(*p, g, *m, *v);
-                *p = at.descend(*p, *m, *v);
+                (*p, *m, *v) = coefficients.advance(*p, g, *m, *v);
+                *p = coefficients.descend(*p, *m, *v);
             }
         }
         [StateSlice::Float(exp_avg), StateSlice::Float(exp_avg_sq), StateSlice::Float(max_exp_avg_sq)] => {
             let states = exp_avg.iter_mut().zip(exp_avg_sq.iter_mut()).zip(max_exp_avg_sq.iter_mut());
             for ((p, &g), ((m, v), max)) in elements.zip(states) {
-                (*p, *m, *v) = at.advance(*p, g, *m, *v);
+                (*p, *m, *v) = coefficients.advance(*p, g, *m, *v);
                 *max = max.max(*v);
-                *p = at.descend(*p, *m, *max);
+                *p = coefficients.descend(*p, *m, *max);
             }
         }
         _ => unreachable!("the states are those that the rule declares"),

@@ -16,8 +16,8 @@ use super::rule::{
 };
 
 hyper_parameters! {
-    /// Hyper-parameters of [`Adam8bit`] and [`AdamW8bit`]; names and meaning are those of bitsandbytes. The two optimizers
-    /// differ only in the default of `weight_decay`. In both, weight decay is decoupled from the gradient.
+    /// Hyper-parameters of [`Adam8bit`] and [`AdamW8bit`]; names and meaning are those of bitsandbytes. The two
+    /// optimizers differ only in the default of `weight_decay`. In both, weight decay is decoupled from the gradient.
     pub struct Adam8bitConfig {
         /// Learning rate, at least 0.
         pub lr: f64,
@@ -27,18 +27,18 @@ hyper_parameters! {
         pub eps: f64,
         /// At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         pub weight_decay: f64,
-        /// Parameters with fewer elements than this number keep their moments in f32.
+        /// Parameters with fewer elements than this number keep their moments unquantized.
         pub min_8bit_size: usize,
     }
 }
 
 impl Adam8bitConfig {
-    /// The defaults of Adam8bit: no weight decay.
+    /// Returns the defaults of Adam8bit: no weight decay.
     pub const fn adam(lr: f64) -> Self {
         Self { lr, betas: (0.9, 0.999), eps: 1e-8, weight_decay: 0.0, min_8bit_size: 4096 }
     }
 
-    /// The defaults of AdamW8bit: weight decay of 0.01.
+    /// Returns the defaults of AdamW8bit: weight decay of 0.01.
     pub const fn adamw(lr: f64) -> Self {
         Self { weight_decay: 0.01, ..Self::adam(lr) }
     }
@@ -51,7 +51,7 @@ pub type Adam8bit = Stepper<Adam8bitRule>;
 pub type AdamW8bit = Stepper<AdamW8bitRule>;
 
 impl Adam8bit {
-    /// Adam8bit on `params` with the defaults of [`Adam8bitConfig::adam`] except `lr` and `weight_decay`.
+    /// Makes Adam8bit on `params` with the defaults of [`Adam8bitConfig::adam`] except `weight_decay`.
     ///
     /// # Errors
     /// As [`with_groups`](Self::with_groups).
@@ -61,7 +61,7 @@ impl Adam8bit {
 }
 
 impl AdamW8bit {
-    /// AdamW8bit on `params` with the defaults of [`Adam8bitConfig::adamw`] except `lr` and `weight_decay`.
+    /// Makes AdamW8bit on `params` with the defaults of [`Adam8bitConfig::adamw`] except `weight_decay`.
     ///
     /// # Errors
     /// As [`with_groups`](Self::with_groups).
@@ -86,7 +86,7 @@ registered!(
 /// The arithmetic of [`Adam8bit`].
 pub struct Adam8bitRule;
 
-/// The arithmetic of [`AdamW8bit`]: the same as that of [`Adam8bit`], under the name of [`AdamW8bit`].
+/// The arithmetic of [`AdamW8bit`], which is that of [`Adam8bit`].
 pub struct AdamW8bitRule;
 
 macro_rules! rule {
@@ -138,14 +138,18 @@ fn kernel_settings(config: &Adam8bitConfig) -> Settings {
     Settings { lr, beta1: betas.0, beta2: betas.1, eps, weight_decay, ..Settings::default() }
 }
 
-/// The values of an [`Adam8bitConfig`] that a step uses, rounded as the kernels of bitsandbytes round them. A step also fuses
-/// the same multiplications and additions as these kernels, so that its moments equal the kernels' moments bit for bit.
+/// The values of an [`Adam8bitConfig`] that a step uses, rounded as the kernels of bitsandbytes round them. A step also
+/// fuses the same multiplications and additions as these kernels, so that its moments equal the kernels' moments bit
+/// for bit.
 #[derive(Clone, Copy)]
 struct Coefficients {
     beta1: f32,
     beta2: f32,
+    /// -lr √(1 - beta2^step) / (1 - beta1^step): negative, so that adding a step descends.
     step_size: f32,
+    /// `eps` of the configuration times √(1 - beta2^step).
     eps: f32,
+    /// The factor of the parameter: 1 - lr * weight_decay.
     decay: f32,
 }
 
@@ -153,17 +157,18 @@ impl Coefficients {
     fn new(config: &Adam8bitConfig, step: u64) -> Self {
         let (beta1, beta2, lr) = (config.betas.0 as f32, config.betas.1 as f32, config.lr as f32);
         let correction1 = (1.0 - f64::from(beta1).powf(step as f64)) as f32;
-        let correction2 = (1.0 - f64::from(beta2).powf(step as f64)).sqrt() as f32;
+        let root_correction2 = (1.0 - f64::from(beta2).powf(step as f64)).sqrt() as f32;
         Self {
             beta1,
             beta2,
-            step_size: -lr * correction2 / correction1,
-            eps: config.eps as f32 * correction2,
+            step_size: -lr * root_correction2 / correction1,
+            eps: config.eps as f32 * root_correction2,
             decay: 1.0 - lr * config.weight_decay as f32,
         }
     }
 
-    /// The parameter after a move along `ratio` (the first moment divided by the root of the second) and weight decay.
+    /// Returns the parameter after a move along `ratio` (the first moment divided by the root of the second) and weight
+    /// decay.
     #[inline(always)]
     fn updated(&self, param: f32, ratio: f32) -> f32 {
         self.step_size.mul_add(ratio, param) * self.decay
@@ -171,38 +176,46 @@ impl Coefficients {
 }
 
 fn update(config: &Adam8bitConfig, step: u64, mut chunk: Chunk<'_, f32>) {
-    let at = Coefficients::new(config, step);
+    let coefficients = Coefficients::new(config, step);
     match chunk.states.as_mut_slice() {
         [StateSlice::Float(state1), StateSlice::Float(state2)] => dispatch(
             #[inline(always)]
-            || update_elements(at, chunk.param, chunk.grad, state1, state2),
+            || update_elements(coefficients, chunk.param, chunk.grad, state1, state2),
         ),
-        _ => update_blocks(at, chunk),
+        _ => update_blocks(coefficients, chunk),
     }
 }
 
 #[inline(always)]
-fn update_elements(at: Coefficients, param: &mut [f32], grad: &[f32], state1: &mut [f32], state2: &mut [f32]) {
+fn update_elements(
+    coefficients: Coefficients,
+    param: &mut [f32],
+    grad: &[f32],
+    state1: &mut [f32],
+    state2: &mut [f32],
+) {
     for ((p, &g), (m, v)) in param.iter_mut().zip(grad).zip(state1.iter_mut().zip(state2)) {
-        // A moment is the sum of two products. The kernels of bitsandbytes fuse one of them with the addition: for f32 states
-        // the product with the old moment, for 8-bit states the product with the gradient.
-        *m = m.mul_add(at.beta1, (1.0 - at.beta1) * g);
-        *v = v.mul_add(at.beta2, (1.0 - at.beta2) * (g * g));
-        *p = at.updated(*p, *m / (v.sqrt() + at.eps));
+        // A moment is the sum of two products. The kernels of bitsandbytes fuse one of them with the addition: for f32
+        // states the product with the old moment, for 8-bit states the product with the gradient.
+        *m = m.mul_add(coefficients.beta1, (1.0 - coefficients.beta1) * g);
+        *v = v.mul_add(coefficients.beta2, (1.0 - coefficients.beta2) * (g * g));
+        *p = coefficients.updated(*p, *m / (v.sqrt() + coefficients.eps));
     }
 }
 
 impl Step<2> for Coefficients {
     const BEHIND: [u8; 2] = [128, 0];
 
-    /// If an element's gradient or its square is non-finite, the element does not change and its moments become zero.
+    /// If an element's gradient or its new second moment is non-finite, the element does not change and its moments
+    /// become zero.
     #[inline(always)]
     fn update<L: Lanes>(self, l: L, block: Block<'_, 2>, values: &mut [Values; 2]) {
         let mut largest = l.splat(0.0);
         for grad in block.grad.chunks_exact(L::WIDTH) {
             largest = l.max_bits(largest, l.abs(l.load(grad)));
         }
-        // If the condition holds, the squares of the gradients are at most 1e36, and all new second moments are finite in f32.
+        // If the condition holds, the squares of the gradients are at most 1e36, and all new second moments are finite
+        // in f32.
         if l.all_at_most(largest, l.splat(1e18)) && *block.states[1].1 <= 1e37 {
             self.update_block::<L, false>(l, block, values);
         } else {
@@ -211,13 +224,14 @@ impl Step<2> for Coefficients {
     }
 }
 
-/// The number of vector registers whose elements are updated together: each operation runs on all of these registers before
-/// the next operation. With one register, the processor would have too little other work during the root and the division.
-/// With more than two, the loop would need more registers than a processor has.
+/// The number of vector registers whose elements are updated together: each operation runs on all of these registers
+/// before the next operation. With one register, the processor would have too little other work during the root and the
+/// division. With more than two registers, the loop would need more registers than a processor has.
 const TOGETHER: usize = 2;
 
 impl Coefficients {
-    /// With `CHECKED`, elements whose new moments are non-finite do not change, and their moments become zero.
+    /// Updates a block. With `CHECKED`, elements whose new second moment is non-finite do not change, and their moments
+    /// become zero; without, the new second moments of all elements must be finite.
     #[inline(always)]
     fn update_block<L: Lanes, const CHECKED: bool>(
         self,
@@ -237,10 +251,10 @@ impl Coefficients {
             let (codes1, codes2) = (&codes1[start..], &codes2[start..]);
             let (decoded1, decoded2) = (l.decode(codebook1, codes1), l.decode(codebook2, codes2));
             for part in (0..4).step_by(TOGETHER) {
-                let here: [usize; TOGETHER] = std::array::from_fn(|i| start + (part + i) * L::WIDTH);
+                let starts: [usize; TOGETHER] = std::array::from_fn(|i| start + (part + i) * L::WIDTH);
                 let (mut moment1, mut moment2, mut ratio) = ([zero; TOGETHER], [zero; TOGETHER], [zero; TOGETHER]);
                 for i in 0..TOGETHER {
-                    let g = l.load(&grad[here[i]..]);
+                    let g = l.load(&grad[starts[i]..]);
                     let old2 = l.mul(l.part(codebook2, decoded2, codes2, part + i), scale2);
                     moment2[i] = l.mul_add(l.mul(weight2, g), g, l.mul(old2, beta2));
                 }
@@ -248,7 +262,7 @@ impl Coefficients {
                     ratio[i] = l.sqrt(moment2[i]);
                 }
                 for i in 0..TOGETHER {
-                    let g = l.load(&grad[here[i]..]);
+                    let g = l.load(&grad[starts[i]..]);
                     let old1 = l.mul(l.part(codebook1, decoded1, codes1, part + i), scale1);
                     moment1[i] = l.mul_add(weight1, g, l.mul(old1, beta1));
                 }
@@ -258,25 +272,25 @@ impl Coefficients {
                 let mut decays = [decay; TOGETHER];
                 if CHECKED {
                     for i in 0..TOGETHER {
-                        // False if the gradient is infinite or NaN, or its square is infinite.
+                        // False if the gradient is infinite or NaN, or if the second moment overflows.
                         let finite = l.at_most(moment2[i], l.splat(f32::MAX));
                         moment1[i] = l.or_zero(finite, moment1[i]);
                         moment2[i] = l.or_zero(finite, moment2[i]);
-                        // Zero for `ratio` and 1 for `decays` keep the parameter. The compiler would turn a choice between the
-                        // new and the old parameter into a masked store, which is slow on AMD's processors.
+                        // Zero for `ratio` and 1 for `decays` keep the parameter. The compiler would turn a choice
+                        // between the new and the old parameter into a masked store, which is slow on AMD's processors.
                         ratio[i] = l.or_zero(finite, ratio[i]);
                         decays[i] = l.select(finite, decay, l.splat(1.0));
                     }
                 }
                 for i in 0..TOGETHER {
-                    l.store(moment1[i], &mut m[here[i]..]);
-                    l.store(moment2[i], &mut v[here[i]..]);
+                    l.store(moment1[i], &mut m[starts[i]..]);
+                    l.store(moment2[i], &mut v[starts[i]..]);
                     max1 = l.max_bits(max1, l.abs(moment1[i]));
                     max2 = l.max_bits(max2, moment2[i]);
                 }
                 for i in 0..TOGETHER {
-                    let moved = l.mul_add(step_size, ratio[i], l.load(&param[here[i]..]));
-                    l.store(l.mul(moved, decays[i]), &mut param[here[i]..]);
+                    let moved = l.mul_add(step_size, ratio[i], l.load(&param[starts[i]..]));
+                    l.store(l.mul(moved, decays[i]), &mut param[starts[i]..]);
                 }
             }
         }

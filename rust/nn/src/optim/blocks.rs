@@ -4,8 +4,8 @@ use super::lanes::{Lanes, WithLanes, with_lanes};
 use super::quant::BLOCK_SIZE;
 use super::rule::{Chunk, StateSlice};
 
-/// A block of a parameter's elements, with their gradients and `N` states. Each state consists of the elements' codes and one
-/// scale, which is the largest magnitude of the state's values in the block.
+/// [`BLOCK_SIZE`] elements of a parameter, with their gradients and `N` states. Each state consists of the elements'
+/// codes and one scale, which is the largest magnitude of the state's values in the block.
 pub(super) struct Block<'a, const N: usize> {
     pub(super) param: &'a mut [f32; BLOCK_SIZE],
     pub(super) grad: &'a [f32; BLOCK_SIZE],
@@ -14,12 +14,12 @@ pub(super) struct Block<'a, const N: usize> {
 
 /// One step of a rule with `N` 8-bit states.
 pub(super) trait Step<const N: usize>: Copy {
-    /// For each state, the code that bitsandbytes assumes for the missing elements of the last block, if this block is not
-    /// full.
+    /// For each state, the code that bitsandbytes assumes for the missing elements of the last block if the block is
+    /// not full.
     const BEHIND: [u8; N];
 
-    /// Updates a block. `values` is a buffer for the new states in f32. Callers reuse it, because a new buffer would have to be
-    /// zeroed.
+    /// Updates a block. `values` is a buffer for the new states in f32. Callers reuse it, because a new buffer would
+    /// have to be zeroed.
     fn update<L: Lanes>(self, lanes: L, block: Block<'_, N>, values: &mut [Values; N]);
 }
 
@@ -33,6 +33,7 @@ pub(super) fn update_blocks<const N: usize>(step: impl Step<N>, chunk: Chunk<'_,
     with_lanes(Blocks { step, chunk });
 }
 
+/// The update of a chunk block by block, for any [`Lanes`].
 struct Blocks<'a, S, const N: usize> {
     step: S,
     chunk: Chunk<'a, f32>,
@@ -50,7 +51,7 @@ impl<S: Step<N>, const N: usize> WithLanes for Blocks<'_, S, N> {
         let mut values = [Values([0.0; BLOCK_SIZE]); N];
         let (params, param_rest) = param.as_chunks_mut();
         let (grads, grad_rest) = grad.as_chunks();
-        let full = params.len();
+        let full_blocks = params.len();
         for (index, (param, grad)) in params.iter_mut().zip(grads).enumerate() {
             let states =
                 states.each_mut().map(|(codes, scales)| (&mut codes.as_chunks_mut().0[index], &mut scales[index]));
@@ -59,15 +60,18 @@ impl<S: Step<N>, const N: usize> WithLanes for Blocks<'_, S, N> {
         if param_rest.is_empty() {
             return;
         }
+        // The last block is not full: update a padded copy, and copy its elements back.
         let (mut param, grad) = (padded(param_rest, 0.0), padded(grad_rest, 0.0));
-        let mut codes: [_; N] = std::array::from_fn(|i| padded(states[i].0.as_chunks::<BLOCK_SIZE>().1, S::BEHIND[i]));
-        let mut pairs = codes.iter_mut().zip(&mut states).map(|(codes, (_, scales))| (codes, &mut scales[full]));
+        let mut padded_codes: [_; N] =
+            std::array::from_fn(|i| padded(states[i].0.as_chunks::<BLOCK_SIZE>().1, S::BEHIND[i]));
+        let mut pairs =
+            padded_codes.iter_mut().zip(&mut states).map(|(codes, (_, scales))| (codes, &mut scales[full_blocks]));
         let block_states = std::array::from_fn(|_| pairs.next().unwrap_or_else(|| unreachable!("there are N states")));
         self.step.update(lanes, Block { param: &mut param, grad: &grad, states: block_states }, &mut values);
         let len = param_rest.len();
         param_rest.copy_from_slice(&param[..len]);
-        for (codes, state) in codes.iter().zip(states) {
-            state.0.as_chunks_mut::<BLOCK_SIZE>().1.copy_from_slice(&codes[..len]);
+        for (updated, (codes, _)) in padded_codes.iter().zip(states) {
+            codes.as_chunks_mut::<BLOCK_SIZE>().1.copy_from_slice(&updated[..len]);
         }
     }
 }
@@ -79,13 +83,17 @@ fn padded<T: Copy>(data: &[T], value: T) -> [T; BLOCK_SIZE] {
     block
 }
 
-/// Check that all implementations of [`Lanes`] that this processor supports give bitwise equal steps.
+/// Checks that all implementations of [`Lanes`] that this processor supports give bitwise equal steps, and that
+/// parameters stay finite although some gradients are not.
 #[cfg(test)]
 pub(super) fn check_forms<const N: usize>(step: impl Step<N>) {
     use super::lanes::in_each_form;
     use std::cell::RefCell;
 
-    /// Gradients of many magnitudes, some of them zero or non-finite; all are zero in the second block.
+    /// Three full blocks and a block that is not full.
+    const LEN: usize = 1000;
+
+    /// Makes gradients of many magnitudes, some of them zero or non-finite; all are zero in the second block.
     fn gradients(round: usize) -> Vec<f32> {
         let value = |i: usize| match (i, (i * 7919 + round * 104_729) % 1000) {
             (256..512, _) | (_, 0..50) => 0.0,
@@ -94,38 +102,42 @@ pub(super) fn check_forms<const N: usize>(step: impl Step<N>) {
             (_, 52) => 1e30,
             (_, n) => ((n * n) as f32 * 0.37).sin() * 10f32.powi(n as i32 % 9 - 6),
         };
-        (0..1000).map(value).collect()
+        (0..LEN).map(value).collect()
     }
 
+    /// Runs several steps, and appends the bits of the parameters, codes and scales to `results`.
     #[derive(Clone, Copy)]
-    struct Run<'a, S, const N: usize>(S, &'a RefCell<Vec<Vec<u32>>>);
+    struct Run<'a, S, const N: usize> {
+        step: S,
+        results: &'a RefCell<Vec<Vec<u32>>>,
+    }
 
     impl<S: Step<N>, const N: usize> WithLanes for Run<'_, S, N> {
         #[inline(always)]
         fn run<L: Lanes>(self, lanes: L) {
-            let mut param: Vec<f32> = (0..1000).map(|i| (i as f32).cos()).collect();
-            let mut states: [_; N] = std::array::from_fn(|_| (vec![0u8; 1000], vec![0f32; 4]));
+            let mut param: Vec<f32> = (0..LEN).map(|i| (i as f32).cos()).collect();
+            let mut states: [_; N] = std::array::from_fn(|_| (vec![0u8; LEN], vec![0f32; LEN.div_ceil(BLOCK_SIZE)]));
             for round in 0..6 {
                 let grad = gradients(round);
                 let slices = states
                     .iter_mut()
                     .flat_map(|(codes, scales)| [StateSlice::Codes(codes), StateSlice::Scales(scales)])
                     .collect();
-                let chunk = Chunk { dims: &[1000], param: &mut param, grad: &grad, states: slices, sums: None };
-                Blocks { step: self.0, chunk }.run(lanes);
+                let chunk = Chunk { dims: &[LEN], param: &mut param, grad: &grad, states: slices, sums: None };
+                Blocks { step: self.step, chunk }.run(lanes);
             }
             let mut bits: Vec<u32> = param.iter().map(|x| x.to_bits()).collect();
             for (codes, scales) in states {
                 bits.extend(codes.into_iter().map(u32::from).chain(scales.into_iter().map(f32::to_bits)));
             }
-            self.1.borrow_mut().push(bits);
+            self.results.borrow_mut().push(bits);
         }
     }
 
     let results = RefCell::new(Vec::new());
-    in_each_form(Run(step, &results));
+    in_each_form(Run { step, results: &results });
     let results = results.into_inner();
     assert!(results.iter().all(|found| *found == results[0]), "implementations of `Lanes` differ");
-    let param = &results[0][..1000];
-    assert!(param.iter().all(|&bits| f32::from_bits(bits).is_finite()), "a non-finite gradient spread to an element");
+    let param = &results[0][..LEN];
+    assert!(param.iter().all(|&bits| f32::from_bits(bits).is_finite()), "a parameter is not finite");
 }

@@ -1,8 +1,8 @@
-//! CAME, as in `came-pytorch`: Adafactor with smaller steps for the elements whose recent updates have differed from the
+//! CAME, as in `came-pytorch`: Adafactor with smaller steps for the elements whose recent updates differ more from the
 //! moving average of their updates.
 //!
-//! Luo et al., "CAME: Confidence-guided Adaptive Memory Efficient Optimization", <https://arxiv.org/abs/2307.02047>; the order of
-//! operations is that of `came_pytorch.CAME` 0.1.3, <https://github.com/yangluo7/CAME>.
+//! Luo et al., "CAME: Confidence-guided Adaptive Memory Efficient Optimization", <https://arxiv.org/abs/2307.02047>;
+//! the order of operations is that of `came_pytorch.CAME` 0.1.3, <https://github.com/yangluo7/CAME>.
 
 use smallvec::{SmallVec, smallvec};
 use trainable_candle_core::cpu::{Real, dispatch};
@@ -14,15 +14,16 @@ use super::kind::{hyper_parameters, registered};
 use super::rule::{Chunk, Kernels, Rule, Settings, StateKind, StateSlice, StateSpec, Update, check_not_negative};
 
 hyper_parameters! {
-    /// Hyper-parameters of [`CAME`]; names, meaning and defaults are those of `came-pytorch`, which has no default for `lr`.
+    /// Hyper-parameters of [`CAME`]; names, meaning and defaults are those of `came-pytorch`, which has no default for
+    /// `lr`.
     pub struct CAMEConfig {
         /// Learning rate, at least 0.
         pub lr: f64,
         /// Two numbers of at least 0: the first is added to squared gradients, the second to the squared differences
         /// between the update and the moving average of updates.
         pub eps: (f64, f64),
-        /// Above 0: the largest root mean square of an update (the gradient divided by the roots of the second moments).
-        /// A larger update is scaled down to it.
+        /// Above 0: the largest root mean square of an update (the gradient divided by the roots of the second
+        /// moments). A larger update is scaled down to it.
         pub clip_threshold: f64,
         /// Decay rates of three moving averages: updates, squared gradients and squared differences; each in [0, 1).
         pub betas: (f64, f64, f64),
@@ -38,7 +39,9 @@ impl Default for CAMEConfig {
 }
 
 /// CAME, as `came_pytorch.CAME`. Its states are a moving average of updates for each element, and for each row and each
-/// column of a matrix the moving averages of squared gradients and of squared differences.
+/// column of a matrix the moving averages of squared gradients and of squared differences. A vector has a moving
+/// average of squared gradients for each element, and none of squared differences: the steps of its elements are not
+/// made smaller.
 pub type CAME = Stepper<CAMERule>;
 
 registered!(
@@ -68,6 +71,7 @@ impl Rule for CAMERule {
             beta2: config.betas.1,
             eps: config.eps.0,
             weight_decay: config.weight_decay,
+            // In the order in which the kernel `came_step` reads them.
             more: [config.eps.1, config.clip_threshold, config.betas.2, 0.0, 0.0, 0.0, 0.0, 0.0],
             ..Settings::default()
         },
@@ -104,6 +108,7 @@ impl Rule for CAMERule {
     }
 
     fn scratch(dims: &[usize]) -> usize {
+        // For each matrix, the means of both averages of its rows.
         2 * matrices(dims)
     }
 
@@ -124,76 +129,80 @@ fn update_all<T: Real>(config: &CAMEConfig, chunk: Chunk<'_, T>) {
     let Chunk { dims, param, grad, mut states, .. } = chunk;
     let (beta1, beta2, beta3) = config.betas;
     let (eps1, eps2) = (T::from_f64(config.eps.0), T::from_f64(config.eps.1));
-    // `step` holds the squared gradients plus `eps1` at first, and at the end the step without the factor of the learning rate.
-    let mut step: Vec<T> = grad.iter().map(|&g| g * g + eps1).collect();
+    // `direction` holds the squared gradients plus `eps1` at first, then the update, and at the end the step without
+    // the factor of the learning rate.
+    let mut direction: Vec<T> = grad.iter().map(|&g| g * g + eps1).collect();
     match states.as_mut_slice() {
         [_, StateSlice::Float(moments)] => {
-            decay(moments, &step, beta2);
-            for (x, v) in step.iter_mut().zip(moments.iter()) {
+            update_averages(moments, &direction, beta2);
+            for (x, v) in direction.iter_mut().zip(moments.iter()) {
                 *x = T::ONE / v.sqrt();
             }
         }
-        [_, StateSlice::Float(rows), StateSlice::Float(columns), ..] => factored(dims, rows, columns, &mut step, beta2),
+        [_, StateSlice::Float(rows), StateSlice::Float(columns), ..] => {
+            factored_inverse_roots(dims, rows, columns, &mut direction, beta2);
+        }
         _ => unreachable!("the states are those that the rule declares"),
     }
-    for (x, &g) in step.iter_mut().zip(grad) {
+    for (x, &g) in direction.iter_mut().zip(grad) {
         *x *= g;
     }
-    let size = (sum_of_squares(&step) / step.len() as f64).sqrt();
-    let clip = T::from_f64(1.0 / (size / config.clip_threshold).max(1.0));
-    for x in &mut step {
-        *x *= clip;
+    let rms = (sum_of_squares(&direction) / direction.len() as f64).sqrt();
+    let clip_factor = T::from_f64(1.0 / (rms / config.clip_threshold).max(1.0));
+    for x in &mut direction {
+        *x *= clip_factor;
     }
-    let [StateSlice::Float(mean), others @ ..] = states.as_mut_slice() else {
+    let [StateSlice::Float(mean), other_states @ ..] = states.as_mut_slice() else {
         unreachable!("the states are those that the rule declares")
     };
-    decay(mean, &step, beta1);
-    if let [_, _, StateSlice::Float(rows), StateSlice::Float(columns)] = others {
-        for (x, &m) in step.iter_mut().zip(mean.iter()) {
+    update_averages(mean, &direction, beta1);
+    // The states of a matrix end with the averages of squared differences.
+    if let [_, _, StateSlice::Float(rows), StateSlice::Float(columns)] = other_states {
+        for (x, &m) in direction.iter_mut().zip(mean.iter()) {
             *x = (*x - m) * (*x - m) + eps2;
         }
-        factored(dims, rows, columns, &mut step, beta3);
-        for (x, &m) in step.iter_mut().zip(mean.iter()) {
+        factored_inverse_roots(dims, rows, columns, &mut direction, beta3);
+        for (x, &m) in direction.iter_mut().zip(mean.iter()) {
             *x *= m;
         }
     } else {
-        step.copy_from_slice(mean);
+        direction.copy_from_slice(mean);
     }
-    let (kept, lr) = (T::from_f64(1.0 - config.lr * config.weight_decay), T::from_f64(config.lr));
-    for (p, x) in param.iter_mut().zip(step) {
-        *p = *p * kept - lr * x;
+    let (decay, lr) = (T::from_f64(1.0 - config.lr * config.weight_decay), T::from_f64(config.lr));
+    for (p, x) in param.iter_mut().zip(direction) {
+        *p = *p * decay - lr * x;
     }
 }
 
 /// Moves `averages` towards `values`: the old averages have the weight `beta`.
 #[inline(always)]
-fn decay<T: Real>(averages: &mut [T], values: &[T], beta: f64) {
-    let (kept, gained) = (T::from_f64(beta), T::from_f64(1.0 - beta));
+fn update_averages<T: Real>(averages: &mut [T], values: &[T], beta: f64) {
+    let (beta, gain) = (T::from_f64(beta), T::from_f64(1.0 - beta));
     for (average, &value) in averages.iter_mut().zip(values) {
-        *average = *average * kept + gained * value;
+        *average = *average * beta + gain * value;
     }
 }
 
-/// Moves the averages of each matrix's rows and columns towards the means of `values` in each row and column. Then replaces
-/// each value by 1/√(row average · column average / mean of the row averages).
+/// Moves the averages of each matrix's rows and columns towards the means of `values` in each row and column. Then
+/// replaces each value by 1/√(row average · column average / mean of the row averages).
 #[inline(always)]
-fn factored<T: Real>(dims: &[usize], rows: &mut [T], columns: &mut [T], values: &mut [T], beta: f64) {
+fn factored_inverse_roots<T: Real>(dims: &[usize], rows: &mut [T], columns: &mut [T], values: &mut [T], beta: f64) {
     let (height, width) = (dims[dims.len() - 2], dims[dims.len() - 1]);
     let matrices = values.chunks_mut((height * width).max(1));
     for ((values, rows), columns) in matrices.zip(rows.chunks_mut(height)).zip(columns.chunks_mut(width)) {
-        let mut sums = vec![0f64; width];
-        let means = values.chunks(width).map(|row| {
-            let mut sum = 0.0;
-            for (x, column) in row.iter().zip(&mut sums) {
-                sum += x.to_f64();
-                *column += x.to_f64();
+        let mut column_sums = vec![0f64; width];
+        let row_means = values.chunks(width).map(|row| {
+            let mut row_sum = 0.0;
+            for (x, column_sum) in row.iter().zip(&mut column_sums) {
+                row_sum += x.to_f64();
+                *column_sum += x.to_f64();
             }
-            T::from_f64(sum / width as f64)
+            T::from_f64(row_sum / width as f64)
         });
-        let means: Vec<T> = means.collect();
-        decay(rows, &means, beta);
-        let means: Vec<T> = sums.iter().map(|sum| T::from_f64(sum / height as f64)).collect();
-        decay(columns, &means, beta);
+        let row_means: Vec<T> = row_means.collect();
+        update_averages(rows, &row_means, beta);
+        let column_means: Vec<T> = column_sums.iter().map(|sum| T::from_f64(sum / height as f64)).collect();
+        update_averages(columns, &column_means, beta);
         let mean = rows.iter().map(|row| row.to_f64()).sum::<f64>() / height as f64;
         let by_column: Vec<T> = columns.iter().map(|column| T::ONE / column.sqrt()).collect();
         for (values, row) in values.chunks_mut(width).zip(rows.iter()) {

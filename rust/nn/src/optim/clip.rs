@@ -8,7 +8,8 @@ use trainable_candle_core::{Device, Error, Result, Tensor, Var, dispatch_float};
 
 use super::cuda::{Clip, LossScale, scale_gradients};
 
-const OP: &str = "clip_grad_norm_";
+const GRAD_NORM: &str = "grad_norm";
+const CLIP_GRAD_NORM: &str = "clip_grad_norm_";
 
 /// The number of elements that one thread reduces to a sum or a maximum at a time.
 const CHUNK: usize = 1 << 14;
@@ -23,24 +24,26 @@ pub enum NormType {
     Inf,
 }
 
-/// The norm of the gradients of `params` (0 if none has a gradient), as a scalar f64 tensor on the gradients' device. The sum
-/// is computed in f64, in an order that depends only on the sizes of the gradients. The host does not wait for a CUDA device.
+/// Returns the norm of the gradients of `params` (0 if none has a gradient), as a scalar f64 tensor on the device of
+/// `params`. The norm is computed in f64, in an order that does not depend on the timing of threads. The host does not
+/// wait for a CUDA device.
 ///
 /// # Errors
 /// [`Error::Device`] if gradients are on different devices.
 pub fn grad_norm(params: &[Var], norm_type: NormType) -> Result<Tensor> {
     if let Some(device) = cuda_device(params) {
-        return Ok(Tensor::from_raw(&clip("grad_norm", params, &device, f64::INFINITY, norm_type)?.norm()?));
+        return Ok(Tensor::from_raw(&clip(GRAD_NORM, params, &device, f64::INFINITY, norm_type)?.norm()?));
     }
     Tensor::new(host_norm(params, norm_type)?, &Device::Cpu)
 }
 
-/// The CUDA device of `params`; `None` if no parameter is on a CUDA device.
+/// Returns the CUDA device of `params`; `None` if no parameter is on a CUDA device.
 pub(super) fn cuda_device(params: &[Var]) -> Option<Device> {
     params.iter().map(|var| var.device()).find(|device| device.is_cuda()).cloned()
 }
 
-/// The norm of the gradients of `params`, and the factor that clips this norm to `max_norm`, both on the CUDA device `device`.
+/// Computes the norm of the gradients of `params`, and the factor that clips this norm to `max_norm`, both on the CUDA
+/// device `device`.
 pub(super) fn clip(
     op: &'static str,
     params: &[Var],
@@ -53,7 +56,8 @@ pub(super) fn clip(
     Clip::of(op, device, &vectors, norm_type == NormType::Inf, max_norm, None)
 }
 
-/// Multiplies the gradients of `params`, which are on a CUDA device, by the factor of `clip` and divides them by `loss_scale`.
+/// Multiplies the gradients of `params`, which are on a CUDA device, by the factor of `clip` and divides them by
+/// `loss_scale`, if there is one.
 pub(super) fn rescale(
     op: &'static str,
     params: &[Var],
@@ -66,11 +70,11 @@ pub(super) fn rescale(
     gradients.loose.iter().try_for_each(|var| var.change_grad(scale))
 }
 
-/// The norm of gradients on the CPU.
+/// Computes the norm of the gradients of `params`, which are on the CPU.
 pub(super) fn host_norm(params: &[Var], norm_type: NormType) -> Result<f64> {
     let mut norm = 0f64;
     for grad in params.iter().filter_map(Var::grad_storage) {
-        let part = partial(&grad, norm_type)?;
+        let part = reduce(&grad, norm_type)?;
         norm = match norm_type {
             NormType::L2 => norm + part,
             NormType::Inf => larger(norm, part),
@@ -79,25 +83,30 @@ pub(super) fn host_norm(params: &[Var], norm_type: NormType) -> Result<f64> {
     Ok(if norm_type == NormType::L2 { norm.sqrt() } else { norm })
 }
 
-/// Scales the gradients of `params` by `max_norm / (norm + 1e-6)` if this factor is less than 1. Returns the norm before
-/// scaling as a tensor, as [`grad_norm`] does. The host waits for a CUDA device only if `error_if_nonfinite` is set.
+/// Scales the gradients of `params` by `max_norm / (norm + 1e-6)` if this factor is less than 1. Returns the norm
+/// before scaling as a tensor, as [`grad_norm`] does. The host waits for a CUDA device only if `error_if_nonfinite` is
+/// set.
 ///
-/// Unless `error_if_nonfinite` is set, a non-finite norm makes the gradients zero or NaN, as in torch.
+/// Unless `error_if_nonfinite` is set, an infinite norm makes finite gradients zero, and a NaN norm makes all gradients
+/// NaN, as in torch.
 ///
 /// # Errors
 /// [`Error::Argument`] if `max_norm` is negative or NaN; [`Error::NonFinite`] if `error_if_nonfinite` is set and the
 /// norm is non-finite, in which case the gradients do not change; [`Error::Device`] as [`grad_norm`].
 pub fn clip_grad_norm_(params: &[Var], max_norm: f64, norm_type: NormType, error_if_nonfinite: bool) -> Result<Tensor> {
     if max_norm.is_nan() || max_norm < 0.0 {
-        return Err(Error::argument(OP, format!("found max_norm {max_norm}, expected a number of at least 0")));
+        return Err(Error::argument(
+            CLIP_GRAD_NORM,
+            format!("found max_norm {max_norm}, expected a number of at least 0"),
+        ));
     }
     if let Some(device) = cuda_device(params) {
-        let clip = clip(OP, params, &device, max_norm, norm_type)?;
+        let clip = clip(CLIP_GRAD_NORM, params, &device, max_norm, norm_type)?;
         let norm = Tensor::from_raw(&clip.norm()?);
         if error_if_nonfinite {
             check_finite(norm.item()?)?;
         }
-        rescale(OP, params, Some(&clip), None)?;
+        rescale(CLIP_GRAD_NORM, params, Some(&clip), None)?;
         return Ok(norm);
     }
     let norm = host_norm(params, norm_type)?;
@@ -118,43 +127,42 @@ fn check_finite(norm: f64) -> Result<()> {
         return Ok(());
     }
     let message = format!("the norm of the gradients is {norm}; lower the learning rate or skip this step");
-    Err(Error::NonFinite { op: OP, message })
+    Err(Error::NonFinite { op: CLIP_GRAD_NORM, message })
 }
 
-/// The sum of squares or the largest magnitude of one gradient.
-fn partial(grad: &Raw, norm_type: NormType) -> Result<f64> {
-    const OP: &str = "grad_norm";
+/// Reduces one gradient to its sum of squares or its largest magnitude.
+fn reduce(grad: &Raw, norm_type: NormType) -> Result<f64> {
     let grad = if grad.is_contiguous() { grad.clone() } else { own_copy(grad)? };
     let (storage, layout) = grad.storage_and_layout();
     let candle_core::Storage::Cpu(storage) = &*storage else {
-        return Err(Error::device(OP, "a gradient is not on the CPU"));
+        return Err(Error::device(GRAD_NORM, "a gradient is not on the CPU"));
     };
-    dispatch_float!(grad.dtype(), OP, T => {
+    dispatch_float!(grad.dtype(), GRAD_NORM, T => {
         let data = &candle_core::WithDType::cpu_storage_as_slice(storage)?[layout.start_offset()..][..grad.elem_count()];
-        Ok(partial_slice::<T>(data, norm_type))
+        Ok(reduce_slice::<T>(data, norm_type))
     })
 }
 
-fn partial_slice<T: Elem>(data: &[T], norm_type: NormType) -> f64 {
+fn reduce_slice<T: Elem>(data: &[T], norm_type: NormType) -> f64 {
     let mut chunks: Vec<(&[T], f64)> = data.chunks(CHUNK).map(|chunk| (chunk, 0.0)).collect();
-    par_chunks_mut(&mut chunks, 1, |_, chunk| {
-        let (data, part) = &mut chunk[0];
+    par_chunks_mut(&mut chunks, 1, |_, one| {
+        let (chunk, part) = &mut one[0];
         *part = dispatch(
             #[inline(always)]
             || match norm_type {
-                NormType::L2 => sum_of_squares(data),
-                NormType::Inf => largest(data),
+                NormType::L2 => sum_of_squares(chunk),
+                NormType::Inf => largest(chunk),
             },
         );
     });
-    let parts = chunks.iter().map(|chunk| chunk.1);
+    let parts = chunks.iter().map(|(_, part)| *part);
     match norm_type {
         NormType::L2 => parts.sum(),
         NormType::Inf => parts.fold(0.0, larger),
     }
 }
 
-/// The number of separate partial sums or maxima. Because they are separate, the compiler can vectorize the loops.
+/// The number of partial sums or maxima in a loop. Because they are separate, the compiler can vectorize the loop.
 const LANES: usize = 16;
 
 #[inline(always)]
@@ -185,7 +193,7 @@ fn largest<T: Elem>(data: &[T]) -> f64 {
     maxima.into_iter().fold(0.0, larger)
 }
 
-/// The larger of two numbers, NaN if one is NaN.
+/// Returns the larger of two numbers, or NaN if one of them is NaN.
 #[inline(always)]
 fn larger(a: f64, b: f64) -> f64 {
     if a > b || a.is_nan() { a } else { b }

@@ -8,34 +8,37 @@ use super::{Layout, OnDevice, Place, entries, parameters};
 use crate::optim::state::{Group, Master, Parameter, State, StateData};
 
 impl OnDevice {
-    /// The numbers that the steps of all variables share; waits for the device.
+    /// Returns the numbers that the steps of all variables share; empty if the optimizer has none. Waits for the
+    /// device.
     ///
     /// # Errors
-    /// [`Error::Device`] if the device fails.
+    /// [`Error::Device`](trainable_candle_core::Error::Device) if the device fails.
     pub(in crate::optim) fn shared(&self) -> Result<Vec<f64>> {
         self.shared.as_ref().map_or_else(|| Ok(Vec::new()), to_vec::<f64>)
     }
 
-    /// Replaces the numbers that the steps of all variables share; captured steps then use the new numbers.
+    /// Replaces the numbers that the steps of all variables share, if the optimizer has any. Captured steps then use
+    /// the new numbers.
     ///
     /// # Errors
-    /// [`Error::Device`] if the device fails.
+    /// [`Error::Device`](trainable_candle_core::Error::Device) if the device fails.
     pub(in crate::optim) fn set_shared(&self, numbers: &[f64]) -> Result<()> {
         let Some(shared) = &self.shared else { return Ok(()) };
         copy_into(shared, &Raw::from_slice(numbers, numbers.len(), shared.device())?)
     }
 
-    /// The number of steps that each variable has taken; waits for the device.
+    /// Returns the number of steps that each variable has taken; waits for the device. For an empty variable, the
+    /// number is that of its slot.
     ///
     /// # Errors
-    /// [`Error::Device`] if the device fails.
+    /// [`Error::Device`](trainable_candle_core::Error::Device) if the device fails.
     pub(in crate::optim) fn steps(&self) -> Result<Vec<u64>> {
         let (steps, slots) = (self.settings.steps()?, self.slots.get());
         Ok(slots.of.iter().map(|&slot| steps[slot]).collect())
     }
 
-    /// State number `state` of variable number `index`, and the variable's f32 master values if it has any. State and master
-    /// values are views, not copies.
+    /// Returns state number `state` of `var`, which is variable number `index`, and the f32 master values of `var` if
+    /// it has any. State and master values are views, not copies.
     ///
     /// # Errors
     /// None that a caller could cause.
@@ -48,35 +51,39 @@ impl OnDevice {
         Ok((part, place.master.as_ref().map(|master| master.values.clone())))
     }
 
-    /// Marks the f32 master values of variable number `index` as current. Call this function after the variable was set back
-    /// to its trained values.
+    /// Marks the f32 master values of `var`, which is variable number `index`, as current; does nothing if it has none.
+    /// Call this function after the variable was set back to its trained values.
     pub(in crate::optim) fn follow(&self, var: &Var, index: usize) {
         if let Some(master) = &self.places[index].master {
             var.set_followed_by(&master.follower);
         }
     }
 
-    /// Copies the variables' states to the host. Waits for the device.
+    /// Copies the variables' step counters, states and master values to the host; a variable that has taken no step
+    /// gets no states. Waits for the device.
+    ///
+    /// # Errors
+    /// [`Error::Device`](trainable_candle_core::Error::Device) if the device fails.
     pub(in crate::optim) fn download<C>(&self, groups: &[Group<C>]) -> Result<Vec<Parameter>> {
         let (steps, slots) = (self.settings.steps()?, self.slots.get());
-        let host = |buffer: &Raw| {
+        let buffer_to_host = |buffer: &Raw| {
             Ok(match buffer.dtype() {
                 DType::U8 => StateData::U8(to_vec(buffer)?),
                 DType::BF16 => StateData::BF16(to_vec(buffer)?),
                 _ => StateData::F32(to_vec(buffer)?),
             })
         };
-        let host = |layout: &Layout| layout.buffers.iter().map(host).collect::<Result<Vec<_>>>();
-        let layouts = self.layouts.iter().map(host).collect::<Result<Vec<_>>>()?;
-        let download = |((parameter, place), &slot): ((&Parameter, &Place), &usize)| {
+        let layout_to_host = |layout: &Layout| layout.buffers.iter().map(buffer_to_host).collect::<Result<Vec<_>>>();
+        let host_layouts = self.layouts.iter().map(layout_to_host).collect::<Result<Vec<_>>>()?;
+        let parameter_to_host = |((parameter, place), &slot): ((&Parameter, &Place), &usize)| {
             let var = &parameter.var;
             // Empty variables take no steps.
             let step = if var.elem_count() > 0 { steps[slot] } else { 0 };
             let mut copy = Parameter { step, ..parameter.fresh() };
             if copy.step > 0 {
                 let specs = self.layouts[place.layout].specs.iter().zip(&place.blocks);
-                for ((&spec, &block), buffer) in specs.zip(&layouts[place.layout]) {
-                    let start = entries(spec.kind, block as usize);
+                for ((&spec, &first_block), buffer) in specs.zip(&host_layouts[place.layout]) {
+                    let start = entries(spec.kind, first_block as usize);
                     let part = start..start + spec.kind.dims(var.dims()).iter().product::<usize>();
                     let data = match buffer {
                         StateData::BF16(data) => StateData::BF16(data[part].to_vec()),
@@ -93,10 +100,10 @@ impl OnDevice {
             }
             Ok(copy)
         };
-        parameters(groups).zip(&self.places).zip(&slots.of).map(download).collect()
+        parameters(groups).zip(&self.places).zip(&slots.of).map(parameter_to_host).collect()
     }
 
-    /// The bytes of the states (on the device or on the host) and of the master values.
+    /// Returns the number of bytes of the states (on the device or on the host) and of the master values.
     pub(in crate::optim) fn state_bytes(&self) -> usize {
         let bytes = |raw: &Raw| raw.elem_count() * raw.dtype().size_in_bytes();
         let states: usize = self.layouts.iter().flat_map(|layout| &layout.buffers).map(bytes).sum();

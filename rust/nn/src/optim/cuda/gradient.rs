@@ -16,11 +16,13 @@ use trainable_candle_core::{Error, Raw, Result};
 pub struct Clip(Raw);
 
 impl Clip {
-    /// Computes the norm of all `vectors` together, divided by `loss_scale`. The norm is the largest magnitude if `is_max`,
-    /// else the root of the sum of squares. The clip factor is min(1, `max_norm / (norm + 1e-6)`).
+    /// Computes the norm of all `vectors` together, divided by `loss_scale` if there is one. The norm is the largest
+    /// magnitude if `is_max`, else the root of the sum of squares. The clip factor is the smaller of 1 and
+    /// `max_norm / (norm + 1e-6)`.
     ///
     /// # Errors
-    /// [`Error::Device`] if a vector is on another device, [`Error::DType`] if one is not floating point.
+    /// [`Error::Device`] if a vector is on another device than `device`, [`Error::DType`] if one is not floating point,
+    /// [`Error::OutOfMemory`] if the device is full.
     pub fn of(
         op: &'static str,
         device: &Device,
@@ -33,36 +35,38 @@ impl Clip {
         let clip = empty(op, gpu, &[size_of::<structs::Clip>() / size_of::<f64>()], DType::F64)?;
         let vectors = vectors.iter().filter(|vector| vector.elem_count() > 0).map(contiguous);
         let vectors = vectors.collect::<Result<Vec<_>>>()?;
+        // The grid that the kernels require.
         let blocks = |vector: &Raw| vector.elem_count().div_ceil(4096).min(1024);
         let parts = empty(op, gpu, &[vectors.iter().map(blocks).sum::<usize>()], DType::F64)?;
-        let (mut room, mut count) = (output(op, &parts)?, 0);
+        let (mut next_part, mut part_count) = (output(op, &parts)?, 0);
+        // Both kernels take the arguments of the first.
         let kernel = if is_max { &GRADIENT_NORM_MAX } else { &GRADIENT_NORM_L2 };
         for vector in &vectors {
             same_device(op, &clip, &[vector])?;
             let function = gpu.function(kernel, suffix(op, vector.dtype())?)?;
             let grads = input(op, vector)?;
-            let arguments = GradientNormL2 { grads, count: vector.elem_count() as u64, parts: room };
+            let arguments = GradientNormL2 { grads, count: vector.elem_count() as u64, parts: next_part };
             let shape = Shape::linear(op, blocks(vector), 256)?;
             // SAFETY: `parts` has one number for each block of each vector.
             unsafe { function.launch(op, gpu, shape, arguments) }?;
-            count += blocks(vector);
-            room = room.behind(blocks(vector) * size_of::<f64>());
+            part_count += blocks(vector);
+            next_part = next_part.behind(blocks(vector) * size_of::<f64>());
         }
         let function = gpu.function(&GRADIENT_CLIP, &[])?;
         let arguments = GradientClip {
             parts: input(op, &parts)?,
-            count: count32(op, count)?,
+            count: count32(op, part_count)?,
             is_max: u32::from(is_max),
             max_norm,
             loss_scale: optional_input(op, loss_scale.map(|scale| &scale.0))?,
             clip: output(op, &clip)?,
         };
-        // SAFETY: `parts` has `count` numbers, and `clip` has two.
+        // SAFETY: `parts` has `part_count` numbers, and `clip` has two.
         unsafe { function.launch(op, gpu, Shape::linear(op, 1, 256)?, arguments) }?;
         Ok(Self(clip))
     }
 
-    /// The norm, a scalar f64; it is non-finite if a gradient is.
+    /// Returns the norm, a scalar f64, without a copy. The norm is non-finite if a gradient is non-finite.
     ///
     /// # Errors
     /// None that a caller could cause.
@@ -71,8 +75,8 @@ impl Clip {
     }
 }
 
-/// Multiplies gradients in place by the factor of `clip`, divided by `loss_scale`. If this quotient is 1, the kernel reads
-/// and writes no gradients.
+/// Multiplies gradients in place by the factor of `clip` (1 if there is no `clip`), divided by `loss_scale` (1 if there
+/// is none). If this quotient is 1, the kernel reads and writes no gradients.
 ///
 /// # Errors
 /// [`Error::Argument`] if the gradients are not contiguous, [`Error::DType`] if they are not floating point.
@@ -97,27 +101,28 @@ pub fn scale_gradients(
         clip: optional_input(op, clip.map(|clip| &clip.0))?,
         loss_scale: optional_input(op, loss_scale.map(|scale| &scale.0))?,
     };
-    // With few blocks, a launch that has nothing to scale is cheap.
-    let each = count.div_ceil(256 * 2048).max(4);
+    // At most 2048 blocks of 256 threads: with few blocks, a launch that has nothing to scale is cheap.
+    let per_thread = count.div_ceil(256 * 2048).max(4);
     // SAFETY: `gradients` has `count` elements.
-    unsafe { function.launch(op, gpu, Shape::flat(count, each), arguments) }
+    unsafe { function.launch(op, gpu, Shape::flat(count, per_thread), arguments) }
 }
 
-/// The state of dynamic loss scaling: the scale, and the number of steps with finite gradients since the last step with a
-/// non-finite gradient or the last growth of the scale.
+/// The state of dynamic loss scaling: the scale, and the number of steps with finite gradients since the last step with
+/// a non-finite gradient or the last growth of the scale.
 #[derive(Clone, Debug)]
 pub struct LossScale(Raw);
 
 impl LossScale {
-    /// A state on `device`.
+    /// Makes a state on `device`. `growth_tracker` is the number of steps with finite gradients.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the device is full.
     pub fn new(device: &Device, scale: f64, growth_tracker: u64) -> Result<Self> {
+        // The kernels read the bits of the second number as a u64.
         Ok(Self(Raw::from_vec(vec![scale, f64::from_bits(growth_tracker)], 2, device)?))
     }
 
-    /// The scale as a scalar f64, without a copy.
+    /// Returns the scale as a scalar f64, without a copy.
     ///
     /// # Errors
     /// None that a caller could cause.
@@ -125,7 +130,7 @@ impl LossScale {
         Ok(self.0.narrow(0, 0, 1)?.reshape(())?)
     }
 
-    /// The scale and the number of steps with finite gradients; waits for the device.
+    /// Returns the scale and the number of steps with finite gradients; waits for the device.
     ///
     /// # Errors
     /// [`Error::Device`] if the device fails.
@@ -143,8 +148,8 @@ impl LossScale {
     }
 
     /// Updates the state after a step with gradients of this `norm` (f64). The scale is multiplied by `backoff` if the
-    /// norm is non-finite, and by `growth` after `interval` steps in a row with finite gradients, unless f32 cannot
-    /// hold the result.
+    /// norm is non-finite, and by `growth` after `interval` steps in a row with finite gradients, unless the product is
+    /// too large for f32.
     ///
     /// # Errors
     /// [`Error::Device`] if `norm` is on another device.

@@ -1,8 +1,9 @@
-//! Steps of CUDA variables. States, hyper-parameters and step counters are in device memory. One launch updates all variables
-//! that have the same kinds of states and the same dtypes.
+//! Steps of CUDA variables. States, hyper-parameters and step counters are in device memory. One launch updates all
+//! variables that have the same kinds of states and the same dtypes.
 
 mod access;
 mod gradient;
+mod master;
 mod pieces;
 mod step;
 mod transfer;
@@ -12,7 +13,7 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 use trainable_candle_core::capture::{Follower, HostState, before_replay};
-use trainable_candle_core::compute::{copy_into, zeros};
+use trainable_candle_core::compute::zeros;
 use trainable_candle_core::flat::forget_grads;
 use trainable_candle_core::{DType, Device, Error, Raw, Result, Tensor, Var};
 
@@ -20,6 +21,7 @@ use super::quant::BLOCK_SIZE;
 use super::rule::{Kernels, Rule, Settings, StateKind, StateSpec};
 use super::slots::Slots;
 use super::state::{Group, Parameter, StatePlace};
+use master::DeviceMaster;
 use step::{Groups, Known, Member, STATE_BLOCK, Table};
 use transfer::{host_zeros, overwrite, place_in, to_device, vector};
 use whole::{Call, Extent, WholeTable};
@@ -35,17 +37,17 @@ type Specs = SmallVec<[StateSpec; 4]>;
 
 /// The device state of an optimizer.
 pub(super) struct OnDevice {
-    /// The settings, coefficients and step counters of all slots (sets of variables that share one of each). There is room for
-    /// as many slots as the optimizer has variables.
+    /// The settings, coefficients and step counters of all slots (sets of variables that share one of each). There is
+    /// room for as many slots as the optimizer has variables.
     settings: Groups,
-    /// Which variables share settings and a step counter. A captured step is valid only with the slots that it was captured
-    /// with.
+    /// Which variables share settings and a step counter. A captured step is valid only with the slots that it was
+    /// captured with.
     slots: HostState<Arc<Slots>>,
     /// The places of the states, in the order of the optimizer's variables.
     places: Vec<Place>,
     /// The states. There is one layout for each combination of kinds of states.
     layouts: Vec<Layout>,
-    /// The cached tables, each with the index of its layout.
+    /// The cached tables, the oldest first, each with the index of its layout.
     tables: Vec<(usize, Arc<Work>)>,
     /// f64 numbers that the steps of all variables share, if the optimizer has any.
     shared: Option<Raw>,
@@ -53,9 +55,11 @@ pub(super) struct OnDevice {
     seed: Option<u64>,
 }
 
-/// The work of one launch.
+/// The table of one launch.
 enum Work {
+    /// Of an elementwise update.
     Pieces(Table),
+    /// Of an update that needs whole variables.
     Whole(WholeTable),
 }
 
@@ -70,45 +74,13 @@ impl Work {
 
 /// Where the states of a variable are.
 struct Place {
+    /// The index of the layout in [`OnDevice::layouts`].
     layout: usize,
     /// The first block of each state of the variable in the layout's buffers.
     blocks: SmallVec<[u32; 4]>,
-    /// The number of f32 that the variable's update needs as scratch memory.
+    /// The number of f32 that the variable's update needs as scratch memory; 0 if the update is elementwise.
     scratch: usize,
     master: Option<DeviceMaster>,
-}
-
-/// The f32 master values of an f16 or bf16 variable.
-#[derive(Clone)]
-struct DeviceMaster {
-    values: Raw,
-    /// The version of the variable from which the values were last derived.
-    follower: Follower,
-}
-
-impl DeviceMaster {
-    /// Takes the master values from the host if they are current there, otherwise from the variable itself.
-    fn take(&self, parameter: &Parameter) -> Result<()> {
-        let version = parameter.var.version();
-        match parameter.master.as_ref().filter(|master| master.version == version) {
-            Some(master) => {
-                let values = Raw::from_slice(&master.values, self.values.shape(), self.values.device())?;
-                copy_into(&self.values, &values)?;
-            }
-            None => copy_into(&self.values, parameter.var.raw())?,
-        }
-        parameter.var.set_followed_by(&self.follower);
-        Ok(())
-    }
-
-    /// Copies the variable's values to the master values if the variable was set outside the optimizer.
-    fn refresh(&self, var: &Var) -> Result<()> {
-        if !var.is_followed_by(&self.follower) {
-            copy_into(&self.values, var.raw())?;
-            var.set_followed_by(&self.follower);
-        }
-        Ok(())
-    }
 }
 
 /// The states of all variables with the same kinds of states.
@@ -121,10 +93,12 @@ struct Layout {
 }
 
 impl Layout {
+    /// Whether the states are 8-bit codes and their scales.
     fn has_codes(&self) -> bool {
         self.specs.iter().any(|spec| spec.kind == StateKind::Codes)
     }
 
+    /// Returns the dtype of the buffer of a state of `kind`.
     fn dtype(&self, kind: StateKind) -> DType {
         match kind {
             StateKind::Codes => DType::U8,
@@ -135,13 +109,13 @@ impl Layout {
     }
 }
 
-/// The number of entries that a state of `kind` has for `blocks` blocks of elements.
+/// Returns the number of entries that a state of `kind` has for `blocks` blocks of elements.
 const fn entries(kind: StateKind, blocks: usize) -> usize {
     if matches!(kind, StateKind::Scales) { blocks } else { blocks * STATE_BLOCK }
 }
 
-/// The number of blocks that a state takes for a variable of shape `dims`. States with a number per element, a code per element
-/// or a scale per block take the same number of blocks.
+/// Returns the number of blocks that a state takes for a variable of shape `dims`. States with a number per element, a
+/// code per element or a scale per block take the same number of blocks.
 fn blocks(kind: StateKind, dims: &[usize]) -> usize {
     let elements = match kind {
         StateKind::Float | StateKind::Codes | StateKind::Scales => dims.iter().product(),
@@ -154,6 +128,7 @@ fn kernels<R: Rule>() -> Result<Kernels<R::Config>> {
     R::KERNELS.ok_or_else(|| no_kernels(R::NAME))
 }
 
+/// Converts the hyper-parameters `config` of a group to the settings that kernels read.
 fn settings<R: Rule>(config: &R::Config, step: u64, seed: Option<u64>) -> Result<Settings> {
     Ok(Settings { step, seed: seed.unwrap_or_default(), ..(kernels::<R>()?.settings)(config) })
 }
@@ -163,16 +138,18 @@ fn no_kernels(op: &'static str) -> Error {
 }
 
 impl OnDevice {
-    /// Moves the states of `groups` to the device of their variables, or to host memory that the device reads. Variables
-    /// without states get zeros. `shared` are the numbers that all steps share, `seed` is the seed of stochastic rounding.
+    /// Moves the states of `groups` to the device of their variables, or to host memory that the device reads.
+    /// Variables without states get zeros. `shared` are the numbers that the steps of all variables share, `seed` is
+    /// the seed of stochastic rounding.
     pub(super) fn new<R: Rule>(
         groups: &mut [Group<R::Config>],
-        place: StatePlace,
+        state_place: StatePlace,
         (shared, seed): (&[f64], Option<u64>),
     ) -> Result<Self> {
         let count: usize = groups.iter().map(|group| group.parameters.len()).sum();
-        let first = groups.first().and_then(|group| group.parameters.first());
-        let device = first.ok_or_else(|| no_kernels(R::NAME))?.var.device().clone();
+        let first_parameter = groups.first().and_then(|group| group.parameters.first());
+        let device =
+            first_parameter.ok_or_else(|| Error::argument(R::NAME, "found no variables"))?.var.device().clone();
         let shared = if shared.is_empty() { None } else { Some(Raw::from_slice(shared, shared.len(), &device)?) };
         let mut made = Self {
             settings: Groups::new(R::NAME, &device, count)?,
@@ -183,7 +160,7 @@ impl OnDevice {
             shared,
             seed,
         };
-        // For each layout and each of its states: the number of blocks so far.
+        // For each layout and each of its states: the number of blocks of the variables so far.
         let mut ends: Vec<SmallVec<[usize; 4]>> = Vec::new();
         for group in groups.iter() {
             for parameter in &group.parameters {
@@ -196,20 +173,26 @@ impl OnDevice {
                     made.layouts.push(Layout { specs, rounded, buffers: Vec::new() });
                     made.layouts.len() - 1
                 });
-                let mut first = SmallVec::new();
+                let mut first_blocks = SmallVec::new();
                 for (spec, end) in made.layouts[layout].specs.iter().zip(&mut ends[layout]) {
-                    first.push(u32::try_from(*end).map_err(|_| {
+                    first_blocks.push(u32::try_from(*end).map_err(|_| {
                         Error::argument(R::NAME, "the variables have more elements than kernels can count")
                     })?);
                     *end += blocks(spec.kind, dims);
                 }
                 let scratch = if R::ELEMENTWISE { 0 } else { R::scratch(dims) };
-                made.places.push(Place { layout, blocks: first, scratch, master: None });
+                made.places.push(Place { layout, blocks: first_blocks, scratch, master: None });
             }
         }
         for (layout, ends) in made.layouts.iter_mut().zip(ends) {
             for (spec, end) in layout.specs.iter().zip(ends) {
-                layout.buffers.push(vector(R::NAME, place, entries(spec.kind, end), layout.dtype(spec.kind), &device)?);
+                layout.buffers.push(vector(
+                    R::NAME,
+                    state_place,
+                    entries(spec.kind, end),
+                    layout.dtype(spec.kind),
+                    &device,
+                )?);
             }
         }
         made.make_masters(groups, &device)?;
@@ -230,8 +213,8 @@ impl OnDevice {
                 (Arc::new(new), steps)
             }
         };
-        for (slot, (&group, step)) in slots.group_of.iter().zip(steps).enumerate() {
-            self.settings.configure(R::NAME, slot, settings::<R>(&groups[group].config, step, seed)?, None)?;
+        for (slot, (&index, step)) in slots.group_of.iter().zip(steps).enumerate() {
+            self.settings.configure(R::NAME, slot, settings::<R>(&groups[index].config, step, seed)?, None)?;
         }
         self.slots.set(slots)?;
         self.write_states(groups)?;
@@ -250,18 +233,18 @@ impl OnDevice {
     /// Writes the states of the variables to the device, with zeros for variables without states.
     fn write_states<C>(&self, groups: &[Group<C>]) -> Result<()> {
         for (index, layout) in self.layouts.iter().enumerate() {
-            let held: Vec<(&Place, &Parameter)> = parameters(groups)
+            let with_states: Vec<(&Place, &Parameter)> = parameters(groups)
                 .zip(&self.places)
                 .filter(|(parameter, place)| place.layout == index && !parameter.states.is_empty())
                 .map(|(parameter, place)| (place, parameter))
                 .collect();
             for (number, (spec, buffer)) in layout.specs.iter().zip(&layout.buffers).enumerate() {
-                if held.is_empty() {
+                if with_states.is_empty() {
                     overwrite(buffer, |part| zeros(&[part.len()], buffer.dtype(), buffer.device()))?;
                     continue;
                 }
                 let mut host = host_zeros(buffer.dtype(), buffer.elem_count());
-                for (place, parameter) in &held {
+                for (place, parameter) in &with_states {
                     let start = entries(spec.kind, place.blocks[number] as usize);
                     place_in(&mut host, &parameter.states[number].data, start);
                 }
@@ -271,7 +254,8 @@ impl OnDevice {
         Ok(())
     }
 
-    /// Makes one vector for the f32 master values of all f16 and bf16 variables.
+    /// Makes one vector for the f32 master values of all f16 variables, and of the bf16 variables that are not rounded
+    /// stochastically. [`take`](Self::take) sets the values.
     fn make_masters<C>(&mut self, groups: &[Group<C>], device: &Device) -> Result<()> {
         let total: usize = parameters(groups).filter(|p| p.has_master()).map(|p| p.var.elem_count()).sum();
         if total == 0 {
@@ -287,14 +271,15 @@ impl OnDevice {
         Ok(())
     }
 
-    /// Whether group `index` would have the same states with the hyper-parameters `config`.
+    /// Tells whether group `index` would have the same states with the hyper-parameters `config`.
     pub(super) fn states_are<R: Rule>(&self, groups: &[Group<R::Config>], index: usize, config: &R::Config) -> bool {
         let before: usize = groups[..index].iter().map(|group| group.parameters.len()).sum();
         let places = groups[index].parameters.iter().zip(&self.places[before..]);
         places.into_iter().all(|(p, place)| self.layouts[place.layout].specs == R::states(config, p.var.dims()))
     }
 
-    /// Sets the hyper-parameters of one of the optimizer's groups, for the steps that are queued after this call.
+    /// Sets the hyper-parameters of the optimizer's group `index`, for the steps that are queued after this call. Step
+    /// counters do not change.
     pub(super) fn configure<R: Rule>(&self, index: usize, config: &R::Config) -> Result<()> {
         let (settings, slots) = (settings::<R>(config, 0, self.seed)?, self.slots.get());
         let group_of = &slots.group_of;
@@ -304,7 +289,7 @@ impl OnDevice {
 
     /// Queues a step of the variables that are `wanted` and have a gradient. The step divides gradients by
     /// `loss_scale`, and changes neither variables nor states if `norm` is non-finite. With `zero`, it also clears the
-    /// gradients of these variables.
+    /// gradients of these variables. The host waits for `norm` only if `norm` is on another device than the variables.
     pub(super) fn step<R: Rule>(
         &mut self,
         groups: &[Group<R::Config>],
@@ -314,12 +299,11 @@ impl OnDevice {
     ) -> Result<()> {
         let all: Vec<&Parameter> = parameters(groups).collect();
         let vars: Vec<&Var> = all.iter().map(|parameter| &parameter.var).collect();
-        let taking_part = |&(index, var): &(usize, &Var)| {
+        let with_grad = |(index, &var): (usize, &&Var)| {
             let grad = var.grad_storage().filter(|_| wanted(var) && var.elem_count() > 0)?;
             Some((index, grad))
         };
-        let found: Vec<(usize, Raw)> =
-            vars.iter().enumerate().filter_map(|(index, &var)| taking_part(&(index, var))).collect();
+        let found: Vec<(usize, Raw)> = vars.iter().enumerate().filter_map(with_grad).collect();
         if found.is_empty() {
             return Ok(());
         }
@@ -351,7 +335,7 @@ impl OnDevice {
                         var.update_in_place(|_| Ok(()))?;
                         var.set_followed_by(&master.follower);
                     }
-                    None if short_copy(all[index]).is_some() => var.changed_with_copy()?,
+                    None if half_precision_copy(all[index]).is_some() => var.changed_with_copy()?,
                     None => var.update_in_place(|_| Ok(()))?,
                 }
             }
@@ -391,7 +375,8 @@ impl OnDevice {
         self.slots.set(Arc::default())
     }
 
-    /// The launches of a step. Variables with the same kinds of states and the same dtypes share a launch.
+    /// Divides the variables of a step, given as indices and gradients, into launches. Variables with the same kinds of
+    /// states and the same dtypes share a launch.
     fn launches(&self, all: &[&Parameter], slots: &Slots, found: Vec<(usize, Raw)>) -> Result<Vec<Launch>> {
         let mut launches: Vec<Launch> = Vec::new();
         for (index, grads) in found {
@@ -399,20 +384,23 @@ impl OnDevice {
             let (params, copy) = match &place.master {
                 Some(master) => {
                     master.refresh(var)?;
-                    let (before, of) = (master.clone(), var.clone());
-                    before_replay(move || before.refresh(&of));
+                    let (same_master, same_var) = (master.clone(), var.clone());
+                    before_replay(move || same_master.refresh(&same_var));
                     (master.values.clone(), Some(var.raw().clone()))
                 }
-                None => (var.raw().clone(), short_copy(all[index])),
+                None => (var.raw().clone(), half_precision_copy(all[index])),
             };
             let group = u16::try_from(slots.of[index]).map_err(|_| {
-                Error::argument("step", "more than 65536 sets of variables have taken different numbers of steps")
+                Error::argument(
+                    "step",
+                    "found more than 65536 sets of variables that differ in group or number of steps",
+                )
             })?;
             // f32 parameters without a copy share the launch of those with a bf16 copy.
             let key = (place.layout, grads.dtype(), copy.as_ref().map_or(DType::BF16, Raw::dtype));
             let state = place.blocks.first().copied().unwrap_or(0);
-            let first = all[index].rounded.map(|first| u32::try_from(first / BLOCK_SIZE as u64));
-            let first = first.transpose().map_err(|_| {
+            let first_block = all[index].rounded.map(|element| u32::try_from(element / BLOCK_SIZE as u64));
+            let first = first_block.transpose().map_err(|_| {
                 Error::argument("step", "the variables have more elements than stochastic rounding can count")
             })?;
             let member = Member { params, grads, copy, state, group, first };
@@ -426,7 +414,8 @@ impl OnDevice {
         Ok(launches)
     }
 
-    /// Queues the kernels of a step.
+    /// Queues the kernels of a step: each kernel for all launches, before the next kernel. With `zero`, the last kernel
+    /// also zeroes the gradients.
     fn launch<R: Rule>(
         &self,
         kernels: &Kernels<R::Config>,
@@ -454,7 +443,7 @@ impl OnDevice {
         Ok(())
     }
 
-    /// The table of a launch, from the cache or made now.
+    /// Returns the table of a launch, from the cache or made now. A new table replaces the oldest one of a full cache.
     fn work<R: Rule>(&mut self, vars: &[&Var], launch: &Launch) -> Result<Arc<Work>> {
         for (known, work) in &self.tables {
             if *known == launch.layout && work.known().is_of(R::NAME, &launch.members)? {
@@ -482,20 +471,23 @@ impl OnDevice {
 
 /// The variables that one launch updates.
 struct Launch {
-    /// The layout, and the dtypes of gradients and copies.
+    /// The index of the layout, and the dtypes of gradients and copies; bf16 if there are no copies.
     key: (usize, DType, DType),
+    /// The index of the layout.
     layout: usize,
     members: Vec<Member>,
-    /// Indices of the variables.
+    /// The index of each member's variable.
     variables: Vec<usize>,
 }
 
-/// The f16 or bf16 copy of an f32 variable, if the variable has one; a step's launch writes this copy.
-fn short_copy(parameter: &Parameter) -> Option<Raw> {
+/// Returns the f16 or bf16 copy of an f32 variable, if the variable has one. A step's launch writes this copy.
+/// Variables that are rounded stochastically need no copy.
+fn half_precision_copy(parameter: &Parameter) -> Option<Raw> {
     let copy = parameter.var.copy_storage().filter(|copy| matches!(copy.dtype(), DType::F16 | DType::BF16));
     copy.filter(|_| parameter.rounded.is_none())
 }
 
+/// Lists the parameters of all groups, in the order of the optimizer's variables.
 fn parameters<C>(groups: &[Group<C>]) -> impl Iterator<Item = &Parameter> {
     groups.iter().flat_map(|group| &group.parameters)
 }

@@ -9,13 +9,17 @@ use trainable_candle_cuda::kernels::optim_8bit::{Adam8bitRounded, Adam8bitStep};
 
 use super::step::{Groups, Table};
 
+/// The number of threads of a block.
+const THREADS: u32 = 256;
+
 /// Updates the variables of `table` with the kernel `<kernel>_step`, or `<kernel>_rounded` if the variables are rounded
-/// stochastically. The kernel uses the coefficients that the last [`Groups::prepare`] of the variables' groups has computed.
-/// With `zero_grads`, it also zeroes the gradients. `states` are f32 (bf16 if the variables are rounded stochastically), or
-/// pairs of 8-bit codes (u8) and scales (f32).
+/// stochastically. The kernel uses the coefficients that the last [`Groups::prepare`] of the variables' groups has
+/// computed. With `zero_grads`, it also zeroes the gradients. `states` are f32 (bf16 if the variables are rounded
+/// stochastically), or pairs of 8-bit codes (u8) and scales (f32).
 ///
 /// # Errors
-/// [`Error::Device`](trainable_candle_core::Error::Device) if the states are on another device, or there is no such kernel.
+/// [`Error::Device`](trainable_candle_core::Error::Device) if the states are not on a CUDA device, or there is no such
+/// kernel; [`Error::Argument`](trainable_candle_core::Error::Argument) if there are too many pieces.
 pub fn step(
     op: &'static str,
     kernel: &'static str,
@@ -31,7 +35,7 @@ pub fn step(
     let state = |index: usize| optional_output(op, states.get(index));
     if let Some(firsts) = &table.firsts {
         let (settings, firsts) = (groups.settings_from(op, usize::from(table.known.first_group))?, input(op, firsts)?);
-        // SAFETY: as below.
+        // SAFETY: there are coefficients and settings for all groups of the table, and states for all its pieces.
         return unsafe {
             if states.first().is_some_and(|state| state.dtype() == DType::U8) {
                 let (codes1, scales1, codes2, scales2) = (state(0)?, state(1)?, state(2)?, state(3)?);
@@ -64,7 +68,7 @@ pub fn step(
                     state2,
                     state3,
                 };
-                let shape = Shape::linear(op, table.count, 256)?;
+                let shape = Shape::linear(op, table.count, THREADS)?;
                 gpu.named(kernel, "_rounded", table.known.dtypes)?.launch(op, gpu, shape, arguments)
             }
         };
@@ -81,16 +85,17 @@ pub fn step(
         } else {
             let (state1, state2, state3) = (state(0)?, state(1)?, state(2)?);
             let arguments = AdamStep { pieces, segments, coefficients, zero_grads, state1, state2, state3 };
-            let shape = Shape::linear(op, table.count, 256)?;
+            let shape = Shape::linear(op, table.count, THREADS)?;
             gpu.named(kernel, "_step", table.known.dtypes)?.launch(op, gpu, shape, arguments)
         }
     }
 }
 
-/// The shape of a launch with at most as many blocks of threads as the device runs at a time (`BLOCKS` per multiprocessor). The
-/// warps of these blocks take the pieces in turn.
+/// Returns the shape of a launch with at most as many blocks of threads as the device runs at a time (`BLOCKS` per
+/// multiprocessor). The warps of these blocks take the pieces in turn.
 fn shape_8bit(op: &'static str, gpu: &Gpu, pieces: usize) -> Result<Shape> {
     const BLOCKS: usize = 3;
-    const WARPS: usize = 8;
-    Shape::linear(op, pieces.div_ceil(WARPS).min(BLOCKS * gpu.multiprocessors()), 256)
+    /// The number of warps (of 32 threads) of a block.
+    const WARPS: usize = THREADS as usize / 32;
+    Shape::linear(op, pieces.div_ceil(WARPS).min(BLOCKS * gpu.multiprocessors()), THREADS)
 }

@@ -1,0 +1,41 @@
+//! [`DeviceMaster`]: the f32 master values of a variable in device memory.
+
+use trainable_candle_core::capture::Follower;
+use trainable_candle_core::compute::copy_into;
+use trainable_candle_core::{Raw, Result, Var};
+
+use crate::optim::state::Parameter;
+
+/// The f32 master values of an f16 or bf16 variable.
+#[derive(Clone)]
+pub(super) struct DeviceMaster {
+    pub(super) values: Raw,
+    /// The version of the variable from which the values were last derived.
+    pub(super) follower: Follower,
+}
+
+impl DeviceMaster {
+    /// Sets the master values to those of `parameter` on the host if they are current, otherwise to the values of the
+    /// variable itself.
+    pub(super) fn take(&self, parameter: &Parameter) -> Result<()> {
+        let version = parameter.var.version();
+        match parameter.master.as_ref().filter(|master| master.version == version) {
+            Some(master) => {
+                let values = Raw::from_slice(&master.values, self.values.shape(), self.values.device())?;
+                copy_into(&self.values, &values)?;
+            }
+            None => copy_into(&self.values, parameter.var.raw())?,
+        }
+        parameter.var.set_followed_by(&self.follower);
+        Ok(())
+    }
+
+    /// Copies the variable's values to the master values if the variable was set outside the optimizer.
+    pub(super) fn refresh(&self, var: &Var) -> Result<()> {
+        if !var.is_followed_by(&self.follower) {
+            copy_into(&self.values, var.raw())?;
+            var.set_followed_by(&self.follower);
+        }
+        Ok(())
+    }
+}
