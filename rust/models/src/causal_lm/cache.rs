@@ -4,16 +4,16 @@
 use trainable_candle_core::{DType, Device, Raw, Result, Tensor, compute};
 
 /// The texts that [`CausalLM::extend`](super::CausalLM::extend) continues. For each text, the cache has all tokens and,
-/// for each layer, the keys and values of those tokens that the model has already processed.
+/// for each layer, the keys and values of processed tokens to which later tokens attend.
 #[derive(Default)]
 pub struct KvCache {
     pub(super) texts: Vec<Text>,
 }
 
 impl KvCache {
-    /// A cache of `texts` texts without tokens.
-    pub fn new(texts: usize) -> Self {
-        Self { texts: (0..texts).map(|_| Text::default()).collect() }
+    /// A cache of `count` texts without tokens.
+    pub fn new(count: usize) -> Self {
+        Self { texts: (0..count).map(|_| Text::default()).collect() }
     }
 
     /// The number of texts.
@@ -34,7 +34,7 @@ impl KvCache {
         &self.texts[text].tokens
     }
 
-    /// Drop the keys and values of the text with the index `text`, which will not be continued.
+    /// Free the memory of the keys and values of the text with the index `text`. The text keeps its tokens.
     pub(super) fn release(&mut self, text: usize) {
         self.texts[text].forget();
     }
@@ -44,17 +44,17 @@ impl KvCache {
 #[derive(Default)]
 pub(super) struct Text {
     pub tokens: Vec<u32>,
-    /// The number of tokens, from the first, that the model has processed. Their keys and values are in `layers`,
-    /// except those that a layer's window has dropped.
+    /// The model has processed the first `known` tokens. Their keys and values are in `layers`, except those that a
+    /// layer with a window has dropped.
     pub known: usize,
-    /// The [`Rope::stage`](super::Rope::stage) of the frequencies that the keys in `layers` are rotated with.
+    /// The [`Rope::stage`](super::Rope::stage) of the frequencies by which the keys in `layers` were rotated.
     pub stage: usize,
-    /// The keys and values of every layer. Empty before the model has processed a token.
+    /// The keys and values of every layer. Empty before the first forward pass and after [`forget`](Self::forget).
     pub layers: Vec<Kept>,
 }
 
 impl Text {
-    /// Drop the keys and values of the layers.
+    /// Drop the keys and values of the layers. The next forward pass then processes all tokens again.
     pub fn forget(&mut self) {
         self.known = 0;
         self.layers.clear();
@@ -62,22 +62,24 @@ impl Text {
 }
 
 /// The keys and values of one layer for one text, in two buffers of shape (key heads, capacity in tokens, width of a
-/// head). If a layer with a window has full buffers, the tokens that no later query attends to are dropped. The memory
-/// of such a layer is therefore bounded, however long the text is.
+/// head). When the buffers are full, [`append`](Self::append) makes new ones. If the layer has a window, the new
+/// buffers lack the tokens to which no later query attends, so their size does not grow with the length of the text.
 pub(super) struct Kept {
     keys: Raw,
     values: Raw,
     /// The number of tokens whose keys and values are in the buffers. They are the text's latest processed tokens.
     filled: usize,
-    /// The number of tokens that a query attends to, its own included. `None` if a query attends to all earlier tokens.
+    /// The number of tokens to which a query attends, its own included. `None` if a query attends to all tokens up to
+    /// its own.
     window: Option<usize>,
 }
 
-/// The least number of free tokens in new buffers.
+/// New buffers have room for at least this many tokens in addition to those for which they are made.
 const ROOM: usize = 64;
 
 impl Kept {
-    /// Empty buffers in `dtype` with room for `tokens` + [`ROOM`] tokens.
+    /// Empty buffers in `dtype` on `device` for `heads` key heads of `width` features, with room for `tokens` +
+    /// [`ROOM`] tokens.
     pub fn new(
         tokens: usize,
         [heads, width]: [usize; 2],
@@ -88,8 +90,8 @@ impl Kept {
         Ok(Self { keys, values, filled: 0, window })
     }
 
-    /// Add the keys and values of the next tokens. `keys` and `values` have the shape (tokens, key heads, width of a
-    /// head).
+    /// Add the keys and values of the text's next tokens. `keys` and `values` have the shape (tokens, key heads, width
+    /// of a head).
     pub fn append(&mut self, keys: &Tensor, values: &Tensor) -> Result<()> {
         let count = keys.dims()[0];
         if self.filled + count > self.keys.dims()[1] {
@@ -102,25 +104,25 @@ impl Kept {
         Ok(())
     }
 
-    /// Copy the keys and values that later queries attend to into new buffers, before `count` tokens are added. The
-    /// capacity of the new buffers is 2 · (copied tokens + `count`) + [`ROOM`] tokens.
+    /// Copy the keys and values to which later queries attend into new buffers, before `count` tokens are added. The
+    /// new buffers have a capacity of 2 · (copied tokens + `count`) + [`ROOM`] tokens.
     fn make_room(&mut self, count: usize) -> Result<()> {
         let &[heads, _, width] = self.keys.dims() else { unreachable!("buffers have three dimensions") };
         // The window of the next query includes the query's own key, which is not in the buffers yet. So the query
         // attends to at most `window - 1` of the tokens in the buffers.
-        let seen = self.window.map_or(self.filled, |window| self.filled.min(window - 1));
-        let capacity = 2 * (seen + count) + ROOM;
+        let copied = self.window.map_or(self.filled, |window| self.filled.min(window - 1));
+        let capacity = 2 * (copied + count) + ROOM;
         let [keys, values] = buffers(heads, capacity, width, self.keys.dtype(), self.keys.device())?;
         for (old, new) in [(&self.keys, &keys), (&self.values, &values)] {
-            if seen > 0 {
-                compute::copy_into(&new.narrow(1, 0, seen)?, &old.narrow(1, self.filled - seen, seen)?)?;
+            if copied > 0 {
+                compute::copy_into(&new.narrow(1, 0, copied)?, &old.narrow(1, self.filled - copied, copied)?)?;
             }
         }
-        (self.keys, self.values, self.filled) = (keys, values, seen);
+        (self.keys, self.values, self.filled) = (keys, values, copied);
         Ok(())
     }
 
-    /// The keys and the values that the query of the last added token attends to, each (key heads, tokens, width of a
+    /// The keys and the values to which the query of the last added token attends, each (key heads, tokens, width of a
     /// head).
     pub fn seen(&self) -> Result<[Tensor; 2]> {
         let count = self.window.map_or(self.filled, |window| self.filled.min(window));
@@ -130,7 +132,7 @@ impl Kept {
     }
 }
 
-/// Buffers for keys and for values, each (heads, capacity, width), filled with zeros.
+/// A buffer for keys and a buffer for values, each (heads, capacity, width), filled with zeros.
 fn buffers(heads: usize, capacity: usize, width: usize, dtype: DType, device: &Device) -> Result<[Raw; 2]> {
     let buffer = || Tensor::zeros((heads, capacity, width), dtype, device).map(|tensor| tensor.raw().clone());
     Ok([buffer()?, buffer()?])

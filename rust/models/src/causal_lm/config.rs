@@ -31,11 +31,13 @@ const FAMILIES: [(Family, &str, &str); 5] = [
     (Family::Mistral, "mistral", "MistralForCausalLM"),
     (Family::Qwen2, "qwen2", "Qwen2ForCausalLM"),
     (Family::Qwen3, "qwen3", "Qwen3ForCausalLM"),
-    (Family::Qwen25Vl, VL, "Qwen2_5_VLForConditionalGeneration"),
+    (Family::Qwen25Vl, VL, VL_CLASS),
 ];
 
 /// The `model_type` of Qwen2.5-VL.
 const VL: &str = "qwen2_5_vl";
+/// The class name of Qwen2.5-VL in `architectures`.
+const VL_CLASS: &str = "Qwen2_5_VLForConditionalGeneration";
 
 /// The class names of all families.
 pub(super) static CLASS_NAMES: [&str; 5] = [FAMILIES[0].2, FAMILIES[1].2, FAMILIES[2].2, FAMILIES[3].2, FAMILIES[4].2];
@@ -47,13 +49,13 @@ pub(super) static CLASS_NAMES: [&str; 5] = [FAMILIES[0].2, FAMILIES[1].2, FAMILI
 pub struct CausalLMConfig {
     /// The decoder's family.
     pub family: Family,
-    /// Number of tokens of the vocabulary: the rows of the embedding.
+    /// Number of tokens of the vocabulary, which is the number of rows of the embedding.
     pub vocab_size: usize,
     /// Number of features of a token's hidden state.
     pub hidden_size: usize,
     /// Number of features of the hidden layer of the feed-forward networks.
     pub intermediate_size: usize,
-    /// Number of layers that are built.
+    /// Number of layers of the model.
     pub num_hidden_layers: usize,
     /// Number of query heads.
     pub num_attention_heads: usize,
@@ -62,7 +64,7 @@ pub struct CausalLMConfig {
     pub num_key_value_heads: usize,
     /// Number of features of one head, an even number. `num_attention_heads · head_dim` need not equal `hidden_size`.
     pub head_dim: usize,
-    /// The epsilon added to the mean square in the norms.
+    /// The epsilon that the norms add to the mean square.
     pub rms_norm_eps: f64,
     /// Whether queries, keys and values have biases.
     pub qkv_bias: bool,
@@ -115,34 +117,38 @@ impl Default for CausalLMConfig {
 }
 
 impl Configuration for CausalLMConfig {
-    // All other fields are ignored: those that transformers writes are about initial values, dropout or generation. A
-    // missing field gets transformers' default, except the sizes without a default here, which are required.
+    // Fields that are not read here are ignored: those that transformers writes are about initial values, dropout,
+    // generation or the vision encoder. A missing field gets transformers' default, except the sizes without a default
+    // here, which are required.
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
-        let (whole, text) = (map, text_part(map));
-        let map = text.as_ref().unwrap_or(map);
+        let (all_fields, text_fields) = (map, text_part(map));
+        let map = text_fields.as_ref().unwrap_or(all_fields);
         let mut fields = Fields::new(OP, map);
         let family = family(&mut fields, map)?;
-        let activation = ["silu", "swish"];
-        if fields.text("hidden_act").is_some_and(|name| !activation.contains(&name)) {
+        // Two names of the same function.
+        let silu = ["silu", "swish"];
+        if fields.text("hidden_act").is_some_and(|name| !silu.contains(&name)) {
             return Err(fields.wrong("hidden_act", "\"silu\""));
         }
         let hidden_size = fields.size("hidden_size", None)?;
         let num_hidden_layers = fields.size("num_hidden_layers", None)?;
         let num_attention_heads = fields.size("num_attention_heads", None)?;
-        let default_heads = match family {
+        // In transformers, null means as many key and value heads as query heads. Only a missing field gets the
+        // family's default.
+        let default_kv_heads = match family {
             _ if fields.is_null("num_key_value_heads") => num_attention_heads,
             Family::Llama => num_attention_heads,
             Family::Mistral => 8,
             Family::Qwen2 | Family::Qwen25Vl | Family::Qwen3 => 32,
         };
-        let default_width = if family == Family::Qwen3 { 128 } else { hidden_size / num_attention_heads };
-        let head_dim = fields.size("head_dim", Some(default_width))?;
-        let default_length = match family {
+        let default_head_dim = if family == Family::Qwen3 { 128 } else { hidden_size / num_attention_heads };
+        let head_dim = fields.size("head_dim", Some(default_head_dim))?;
+        let default_positions = match family {
             Family::Llama => 2048,
             Family::Mistral => 131_072,
             Family::Qwen2 | Family::Qwen25Vl | Family::Qwen3 => 32_768,
         };
-        let max_position_embeddings = fields.size("max_position_embeddings", Some(default_length))?;
+        let max_position_embeddings = fields.size("max_position_embeddings", Some(default_positions))?;
         let attention_bias = matches!(family, Family::Llama | Family::Qwen3) && fields.flag("attention_bias", false)?;
         let config = Self {
             family,
@@ -151,7 +157,7 @@ impl Configuration for CausalLMConfig {
             intermediate_size: fields.size("intermediate_size", None)?,
             num_hidden_layers,
             num_attention_heads,
-            num_key_value_heads: fields.size("num_key_value_heads", Some(default_heads))?,
+            num_key_value_heads: fields.size("num_key_value_heads", Some(default_kv_heads))?,
             head_dim,
             rms_norm_eps: fields.number("rms_norm_eps", Some(1e-6))?,
             qkv_bias: matches!(family, Family::Qwen2 | Family::Qwen25Vl) || attention_bias,
@@ -161,9 +167,9 @@ impl Configuration for CausalLMConfig {
             max_position_embeddings,
             rope: Rope::read(&mut fields, head_dim, max_position_embeddings)?,
             windows: windows(&mut fields, family, num_hidden_layers)?,
-            eos_token_ids: tokens(map.get("eos_token_id")),
+            eos_token_ids: token_ids(map.get("eos_token_id")),
             stored_layers: num_hidden_layers,
-            json: whole.clone(),
+            json: all_fields.clone(),
         };
         config.validate()?;
         Ok(config)
@@ -176,24 +182,26 @@ impl Configuration for CausalLMConfig {
     }
 }
 
-/// The fields of a Qwen2.5-VL's language model, if the configuration has them inside `text_config`. `None` for other
-/// models, and for a configuration without `text_config`.
+/// The fields of Qwen2.5-VL's language model, if `map` has them in the object `text_config`: the fields of `map`,
+/// overwritten by those of `text_config`, except `model_type` and `architectures`. `None` for other models, and for a
+/// configuration without `text_config`.
 fn text_part(map: &Map<String, Value>) -> Option<Map<String, Value>> {
     let is_vl = match map.get("model_type") {
         Some(kind) => kind.as_str() == Some(VL),
-        None => class_of(map).as_deref() == Some(FAMILIES[4].2),
+        None => class_of(map).as_deref() == Some(VL_CLASS),
     };
-    let inside = map.get("text_config").and_then(Value::as_object).filter(|_| is_vl)?;
+    let text_config = map.get("text_config").and_then(Value::as_object).filter(|_| is_vl)?;
     let mut fields = map.clone();
-    let named = |name: &str| matches!(name, "model_type" | "architectures");
-    fields.extend(inside.iter().filter(|(name, _)| !named(name)).map(|(name, value)| (name.clone(), value.clone())));
+    let names_model = |name: &str| matches!(name, "model_type" | "architectures");
+    let of_text = text_config.iter().filter(|(name, _)| !names_model(name));
+    fields.extend(of_text.map(|(name, value)| (name.clone(), value.clone())));
     Some(fields)
 }
 
 impl CausalLMConfig {
     /// Add the end tokens of a `generation_config.json`, which may differ from those of `config.json`.
     pub(super) fn add_eos_tokens(&mut self, settings: &Map<String, Value>) {
-        for id in tokens(settings.get("eos_token_id")) {
+        for id in token_ids(settings.get("eos_token_id")) {
             if !self.eos_token_ids.contains(&id) {
                 self.eos_token_ids.push(id);
             }
@@ -238,12 +246,13 @@ impl CausalLMConfig {
         FAMILIES.iter().find(|(family, ..)| *family == self.family).map_or("", |&(_, _, class)| class)
     }
 
+    /// Check that `num_key_value_heads` divides `num_attention_heads`, and that `head_dim` is even.
     fn validate(&self) -> Result<()> {
         let wrong = |text: String| Err(Error::Config(format!("{OP}: {text}")));
-        let (heads, shared) = (self.num_attention_heads, self.num_key_value_heads);
-        if !heads.is_multiple_of(shared) {
+        let (heads, kv_heads) = (self.num_attention_heads, self.num_key_value_heads);
+        if !heads.is_multiple_of(kv_heads) {
             return wrong(format!(
-                "num_attention_heads is {heads}, expected a multiple of num_key_value_heads, {shared}"
+                "num_attention_heads is {heads}, expected a multiple of num_key_value_heads, {kv_heads}"
             ));
         }
         if !self.head_dim.is_multiple_of(2) {
@@ -253,7 +262,10 @@ impl CausalLMConfig {
     }
 }
 
-/// The family that `model_type`, or else the class name in `architectures`, stands for.
+/// The family that `model_type` names or, if there is no `model_type`, the class name in `architectures`.
+///
+/// # Errors
+/// [`Error::Config`] if this name is not in [`FAMILIES`], or if both fields are missing.
 fn family(fields: &mut Fields<'_>, map: &Map<String, Value>) -> Result<Family> {
     let (kind, class) = (fields.text("model_type"), class_of(map));
     let known = FAMILIES.iter().find(|(_, name, class_name)| match kind {
@@ -270,32 +282,34 @@ fn family(fields: &mut Fields<'_>, map: &Map<String, Value>) -> Result<Family> {
 fn windows(fields: &mut Fields<'_>, family: Family, layers: usize) -> Result<Vec<Option<usize>>> {
     // If `sliding_window` is missing, the window has transformers' default. If it is null, there is no window.
     let default = (!fields.is_null("sliding_window")).then_some(4096);
-    let window = |fields: &mut Fields<'_>| match fields.optional_number("sliding_window")? {
+    let read_window = |fields: &mut Fields<'_>| match fields.optional_number("sliding_window")? {
         None => Ok(default),
         Some(_) => fields.size("sliding_window", None).map(Some),
     };
     match family {
         Family::Llama => Ok(vec![None; layers]),
-        Family::Mistral => Ok(vec![window(fields)?; layers]),
+        Family::Mistral => Ok(vec![read_window(fields)?; layers]),
         Family::Qwen2 | Family::Qwen25Vl | Family::Qwen3 => {
-            let window = if fields.flag("use_sliding_window", false)? { window(fields)? } else { None };
-            let slides = if fields.is_given("layer_types") {
+            let window = if fields.flag("use_sliding_window", false)? { read_window(fields)? } else { None };
+            let windowed: Vec<bool> = if fields.is_given("layer_types") {
                 fields.names("layer_types", layers, &[("full_attention", false), ("sliding_attention", true)])?
             } else {
-                let full = fields.number("max_window_layers", Some(28.0))?;
-                (0..layers).map(|layer| layer as f64 >= full).collect()
+                // The first `max_window_layers` layers have no window.
+                let full_layers = fields.number("max_window_layers", Some(28.0))?;
+                (0..layers).map(|layer| layer as f64 >= full_layers).collect()
             };
-            Ok(slides.into_iter().map(|slides| window.filter(|_| slides)).collect())
+            Ok(windowed.into_iter().map(|is_windowed| window.filter(|_| is_windowed)).collect())
         }
     }
 }
 
-/// The token ids in a field whose value is one id or a list of ids. Empty if the field is missing.
-pub(super) fn tokens(value: Option<&Value>) -> Vec<u32> {
-    let token = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
+/// The token ids in a field whose value is one id or a list of ids. Values that are not ids, such as null, are skipped.
+/// Empty if the field is missing.
+fn token_ids(value: Option<&Value>) -> Vec<u32> {
+    let id = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
     match value {
-        Some(Value::Array(list)) => list.iter().filter_map(token).collect(),
-        Some(one) => token(one).into_iter().collect(),
+        Some(Value::Array(list)) => list.iter().filter_map(id).collect(),
+        Some(one) => id(one).into_iter().collect(),
         None => Vec::new(),
     }
 }

@@ -1,4 +1,4 @@
-//! Generation of texts. A text ends at a stop token, or when it has got the largest number of new tokens.
+//! Generation of texts. A text ends at a stop token, or when `max_new_tokens` tokens were added to it.
 
 use trainable_candle_core::interrupt::Interrupt;
 use trainable_candle_core::rng::{Purpose, uniform_samples};
@@ -44,7 +44,7 @@ impl Generation {
     /// A generation that continues each of `prompts`.
     ///
     /// # Errors
-    /// [`Error::Argument`] if a prompt is empty or an option is out of range.
+    /// [`Error::Argument`] if a prompt is empty or an option of `options.sampling` is out of range.
     pub fn new(prompts: Vec<Vec<u32>>, options: GenerateOptions) -> Result<Self> {
         options.sampling.check()?;
         if let Some(text) = prompts.iter().position(Vec::is_empty) {
@@ -59,6 +59,7 @@ impl Generation {
             interrupt: Interrupt::new(),
         };
         if generation.options.max_new_tokens == 0 {
+            // All texts have ended.
             generation.unread.iter_mut().for_each(Vec::clear);
         }
         Ok(generation)
@@ -69,41 +70,42 @@ impl Generation {
         self.unread.iter().all(Vec::is_empty)
     }
 
-    /// Choose the next token of each text that has not ended. The result is `None` for texts that ended before, and for
-    /// texts that end now at a stop token.
+    /// Choose the next token of each text that has not ended. The result has an element for each text: the token, or
+    /// `None` for a text that ended before or ends now at a stop token.
     ///
     /// # Errors
     /// As [`CausalLM::extend`] and [`Interrupt::step`]; [`Error::NonFinite`] if a score is NaN.
     pub fn step(&mut self, model: &CausalLM) -> Result<Vec<Option<u32>>> {
-        let mut tokens = vec![None; self.unread.len()];
+        let mut chosen = vec![None; self.unread.len()];
         if self.is_done() {
-            return Ok(tokens);
+            return Ok(chosen);
         }
         self.interrupt.step(self.unread.len().saturating_mul(model.config().vocab_size))?;
         let new: Vec<&[u32]> = self.unread.iter().map(Vec::as_slice).collect();
         let scores = model.extend(&mut self.cache, &new)?.to_dtype(DType::F32)?.to_device(&Device::Cpu)?;
         let vocab = scores.dims()[1];
         let mut scores = scores.reshape(scores.elem_count())?.to_vec::<f32>()?;
-        let growing = (0..tokens.len()).filter(|&text| !new[text].is_empty()).collect::<Vec<_>>();
+        let growing = (0..chosen.len()).filter(|&text| !new[text].is_empty()).collect::<Vec<_>>();
         for (text, scores) in growing.into_iter().zip(scores.chunks_exact_mut(vocab)) {
-            let known = self.cache.tokens(text);
-            let number = (text as u64) << 32 | known.len() as u64;
-            let draw = f64::from(uniform_samples(self.options.seed, Purpose::Token, &[number], 1)[0]);
-            let token = self.options.sampling.choose(scores, known, draw)?;
+            let text_tokens = self.cache.tokens(text);
+            // The indices of the text and of the token, in one number.
+            let index = (text as u64) << 32 | text_tokens.len() as u64;
+            let draw = f64::from(uniform_samples(self.options.seed, Purpose::Token, &[index], 1)[0]);
+            let token = self.options.sampling.choose(scores, text_tokens, draw)?;
             let unread = &mut self.unread[text];
             unread.clear();
-            let stops = self.options.stops.contains(&token);
-            if !stops {
-                tokens[text] = Some(token);
+            let is_stop = self.options.stops.contains(&token);
+            if !is_stop {
+                chosen[text] = Some(token);
                 self.added[text] += 1;
             }
-            if stops || self.added[text] == self.options.max_new_tokens {
+            if is_stop || self.added[text] == self.options.max_new_tokens {
                 self.cache.release(text);
             } else {
                 unread.push(token);
             }
         }
-        Ok(tokens)
+        Ok(chosen)
     }
 
     /// End the text with the index `text`; later steps add no token to it.
@@ -125,19 +127,20 @@ impl Generation {
 }
 
 impl CausalLM {
-    /// Generate tokens after each of `prompts`. The result has the generated tokens of each text, without the prompt
-    /// and without the stop token.
+    /// Generate tokens after each of `prompts` until all texts have ended. The result has the generated tokens of each
+    /// text, without the prompt and without the stop token.
     ///
     /// # Errors
     /// As [`Generation::new`] and [`Generation::step`].
     pub fn generate(&self, prompts: Vec<Vec<u32>>, options: GenerateOptions) -> Result<Vec<Vec<u32>>> {
-        let mut texts = vec![Vec::new(); prompts.len()];
+        let mut added = vec![Vec::new(); prompts.len()];
         let mut generation = Generation::new(prompts, options)?;
         while !generation.is_done() {
-            for (text, token) in texts.iter_mut().zip(generation.step(self)?) {
-                text.extend(token);
+            for (tokens, token) in added.iter_mut().zip(generation.step(self)?) {
+                // The token is `None` if the text has ended.
+                tokens.extend(token);
             }
         }
-        Ok(texts)
+        Ok(added)
     }
 }

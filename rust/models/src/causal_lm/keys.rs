@@ -1,4 +1,5 @@
-//! The names of a decoder's parameters in files: transformers' names, with or without the prefix `model.`.
+//! The names of a decoder's parameters in files: transformers' names, with or without the prefix `model.`, or with
+//! Qwen2.5-VL's prefix `model.language_model.` in its place.
 
 use serde_json::{Value, json};
 use trainable_candle_core::{Error, Result};
@@ -16,9 +17,10 @@ pub(super) const LAYERS: &str = "model.layers";
 pub(super) const NORM: &str = "model.norm";
 /// The name of the language-model head.
 pub(super) const HEAD: &str = "lm_head";
-/// The prefix of all names except that of the language-model head. Files of a model without this head omit the prefix.
+/// The prefix of all names except that of the language-model head. Files of a model without this head may omit the
+/// prefix.
 const BODY: &str = "model.";
-/// The prefix in place of [`BODY`] in files of Qwen2.5-VL that transformers 5 wrote.
+/// The prefix that replaces [`BODY`] in files of Qwen2.5-VL that transformers 5 wrote.
 const VL_BODY: &str = "model.language_model.";
 /// The beginning, after [`BODY`], of the keys of Qwen2.5-VL's vision encoder.
 const VISUAL: &str = "visual.";
@@ -40,6 +42,7 @@ pub(super) fn layout(config: &CausalLMConfig, original: Option<Original>) -> Box
     })
 }
 
+/// transformers' names.
 struct Transformers {
     /// The prefix of the model's keys in a file that holds other models too, otherwise empty.
     prefix: &'static str,
@@ -68,7 +71,8 @@ impl Layout for Transformers {
     /// encoder. They skip the language-model head if the model has none of its own. If the files have more layers than
     /// the model, they also skip the final norm and the further layers.
     fn ignores(&self, key: &str) -> bool {
-        let key = key.strip_prefix(BODY).unwrap_or(key);
+        let of_vl = key.strip_prefix(VL_BODY).filter(|_| self.is_vl);
+        let key = of_vl.or_else(|| key.strip_prefix(BODY)).unwrap_or(key);
         let layer = key.strip_prefix("layers.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
         key.ends_with("rotary_emb.inv_freq")
             || (key.strip_suffix(".weight") == Some(HEAD) && !self.has_head)
@@ -77,15 +81,17 @@ impl Layout for Transformers {
     }
 }
 
-/// The configuration of a decoder in a file without `config.json`: the first of `known` whose sizes equal those of the
-/// file's tensors. (In general, the tensors' shapes determine neither the number of heads nor the rotary frequencies.)
-/// If none has these sizes and the file holds a Qwen3, the result is the first Qwen3 in `known`, with the sizes of the
-/// file's tensors.
+/// The configuration of a decoder in a file without `config.json`: the first of `known` whose `vocab_size`,
+/// `hidden_size`, `intermediate_size` and `num_hidden_layers` are those of the file's tensors. (In general, the
+/// tensors' shapes determine neither the number of heads nor the rotary frequencies.) If none has these sizes and the
+/// file holds a Qwen3, the result is the first Qwen3 in `known`, with all sizes replaced by those of the file's
+/// tensors.
 ///
 /// # Errors
 /// [`Error::Config`] if none of `known` has these sizes, and the file holds no Qwen3 or `known` has none.
 pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<CausalLMConfig>) -> Result<CausalLMConfig> {
     let shape = |name: &str| {
+        // The family is not known yet, so all prefixes are tried.
         let inside = name.strip_prefix(BODY);
         let nested = inside.map(|inside| format!("{VL_BODY}{inside}"));
         let places = std::iter::once(name).chain(inside).map(str::to_owned).chain(nested);
@@ -99,19 +105,20 @@ pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<CausalL
             && config.num_hidden_layers == layers
     };
     let qwen3 = known.iter().find(|config| config.family == Family::Qwen3).cloned();
-    let of_qwen3 = || resized(&qwen3?, layers, shape);
-    known.into_iter().find(fits).or_else(of_qwen3).ok_or_else(|| {
+    let resized_qwen3 = || resized(&qwen3?, layers, shape);
+    known.into_iter().find(fits).or_else(resized_qwen3).ok_or_else(|| {
         Error::Config(format!(
-            "{}: the checkpoint has no known language model, and the shapes of its tensors do not determine the \
-             model's number of heads; put the model's config.json beside the file, or give its path as config=",
+            "{}: the sizes of the checkpoint's tensors are those of no known language model, and the tensors' shapes \
+             do not determine the number of heads; put the model's config.json beside the file, or give its path as \
+             config=",
             files.path().display()
         ))
     })
 }
 
-/// The configuration `known` of a Qwen3 with the sizes of another Qwen3's tensors. All sizes of Qwen3 (0.6B to 32B)
-/// follow from the tensors: the norm of the queries has the width of a head. The other fields are the same for all
-/// sizes. `None` if the tensors are not those of a Qwen3.
+/// The configuration `known` of a Qwen3 with the sizes of another Qwen3's tensors. For a Qwen3, the tensors determine
+/// all sizes: the norm of the queries has the width of a head. The other fields are the same for all published models
+/// (0.6B to 32B). `None` if the tensors are not those of a Qwen3, or if the sizes do not fit one another.
 fn resized<'a>(
     known: &CausalLMConfig,
     layers: usize,

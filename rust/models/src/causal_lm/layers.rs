@@ -18,13 +18,14 @@ const QUERY_NORM: &str = "self_attn.q_norm";
 const KEY_NORM: &str = "self_attn.k_norm";
 /// The names of the feed-forward network's two input projections. The gate comes last, as
 /// [`LinearGroup::forward_swiglu`] requires.
-const MIDDLE: [&str; 2] = ["mlp.up_proj", "mlp.gate_proj"];
-const DOWN: &str = "mlp.down_proj";
+const MLP_IN: [&str; 2] = ["mlp.up_proj", "mlp.gate_proj"];
+const MLP_OUT: &str = "mlp.down_proj";
 const INPUT_NORM: &str = "input_layernorm";
-const MIDDLE_NORM: &str = "post_attention_layernorm";
+const MLP_NORM: &str = "post_attention_layernorm";
 
 /// A pre-norm decoder layer: `x + attention(norm(x))`, then `x + feed_forward(norm(x))`.
 pub(super) struct DecoderLayer {
+    /// The norm before attention.
     input_norm: RmsNorm,
     /// `q_proj`, `k_proj` and `v_proj`.
     projections: LinearGroup,
@@ -39,16 +40,17 @@ pub(super) struct DecoderLayer {
     /// The largest number of tokens that a token attends to, itself included; `None` for no limit.
     window: Option<usize>,
     /// The norm before the feed-forward network.
-    middle_norm: RmsNorm,
+    mlp_norm: RmsNorm,
     /// `up_proj` and `gate_proj`.
-    middle: LinearGroup,
+    mlp_in: LinearGroup,
     /// The output projection of the feed-forward network.
-    down: Linear<Tensor>,
+    mlp_out: Linear<Tensor>,
 }
 
 impl DecoderLayer {
+    /// A layer with the parameters below `weights`.
     pub(super) fn new(config: &CausalLMConfig, window: Option<usize>, weights: &mut Weights<'_>) -> Result<Self> {
-        let &CausalLMConfig { hidden_size: dim, intermediate_size: middle, head_dim, rms_norm_eps: eps, .. } = config;
+        let &CausalLMConfig { hidden_size: dim, intermediate_size: wide, head_dim, rms_norm_eps: eps, .. } = config;
         let (heads, kv_heads) = (config.num_attention_heads, config.num_key_value_heads);
         let sizes = [heads, kv_heads, kv_heads].map(|heads| heads * head_dim);
         let projections = [0, 1, 2].map(|i| (PROJECTIONS[i], sizes[i]));
@@ -65,20 +67,22 @@ impl DecoderLayer {
             heads,
             kv_heads,
             window,
-            middle_norm: weights.rms_norm(MIDDLE_NORM, dim, eps)?,
-            middle: weights.linear_group(&MIDDLE.map(|name| (name, middle)), dim, config.mlp_bias, Init::Kaiming)?,
-            down: weights.linear(DOWN, middle, dim, config.mlp_bias)?,
+            mlp_norm: weights.rms_norm(MLP_NORM, dim, eps)?,
+            mlp_in: weights.linear_group(&MLP_IN.map(|name| (name, wide)), dim, config.mlp_bias, Init::Kaiming)?,
+            mlp_out: weights.linear(MLP_OUT, wide, dim, config.mlp_bias)?,
         })
     }
 
-    /// The layer's result (N, D) for the hidden states `x (N, D)` of N tokens. `cos` and `sin (N, head_dim / 2)` are
-    /// the cosines and sines of the tokens' rotary angles. `cu_seqlens` has the bounds of the packed texts.
+    /// The layer's result (N, D) for the hidden states `x (N, D)` of N tokens, with D = `hidden_size`. The cosines and
+    /// sines of the tokens' rotary angles are `cos` and `sin`, each (N, `head_dim` / 2). `cu_seqlens` has the bounds of
+    /// the packed texts.
     pub(super) fn forward(&self, x: &Tensor, [cos, sin, cu_seqlens]: [&Tensor; 3]) -> Result<Tensor> {
         let projected = self.projections.forward(&self.input_norm.forward(x)?.remade())?;
         let mixed = if let Projected::Joined(all) = &projected {
+            // One operation normalizes and rotates queries and keys, and attends.
             let norms = self.head_norms.as_ref().map(|[q, k]| ([q.weight.as_ref(), k.weight.as_ref()], q.eps));
-            let heads = RotaryHeads { heads: self.heads, key_heads: self.kv_heads, angles: [cos, sin], norms };
-            rotary_attention(all, heads, cu_seqlens, self.window)?
+            let rotary = RotaryHeads { heads: self.heads, key_heads: self.kv_heads, angles: [cos, sin], norms };
+            rotary_attention(all, rotary, cu_seqlens, self.window)?
         } else {
             let [q, k, v] = self.rotate(&projected, [cos, sin])?;
             varlen_attention(&q, &k, &v, cu_seqlens, self.window, None)?
@@ -100,26 +104,27 @@ impl DecoderLayer {
         let (keys, values) = (text(&k)?, text(&v)?);
         let mixed = varlen_attention(&text(&q)?, &keys, &values, cu_seqlens, self.window, None)?;
         let (padding, width) = (x.dims()[0] - words, q.dims()[2]);
-        // All padding tokens attend to the same keys. So for each key head, the queries of all padding tokens and of
-        // all query heads that share the key head are computed as the query rows of one attention.
+        // All padding tokens attend to the same keys. So for each key head, the queries of all padding tokens, in all
+        // query heads that share the key head, are the query rows of one attention.
         let group = self.heads / self.kv_heads;
-        let by_keys = (padding, self.kv_heads, group, width);
-        let rows = q.narrow(0, words, padding)?.reshape(by_keys)?.permute(&[1, 0, 2, 3])?;
-        let rows = rows.reshape((self.kv_heads, padding * group, width))?;
+        let by_key_head = (padding, self.kv_heads, group, width);
+        let queries = q.narrow(0, words, padding)?.reshape(by_key_head)?.permute(&[1, 0, 2, 3])?;
+        let queries = queries.reshape((self.kv_heads, padding * group, width))?;
         let (keys, values) = (keys.transpose(0, 1)?.contiguous()?, values.transpose(0, 1)?.contiguous()?);
-        let seen = scaled_dot_product_attention(&rows, &keys, &values, None, false, None)?;
-        let seen = seen.reshape((self.kv_heads, padding, group, width))?.permute(&[1, 0, 2, 3])?;
-        self.finish(x, &Tensor::cat(&[&mixed, &seen.reshape((padding, self.heads, width))?], 0)?)
+        let of_padding = scaled_dot_product_attention(&queries, &keys, &values, None, false, None)?;
+        let of_padding = of_padding.reshape((self.kv_heads, padding, group, width))?.permute(&[1, 0, 2, 3])?;
+        self.finish(x, &Tensor::cat(&[&mixed, &of_padding.reshape((padding, self.heads, width))?], 0)?)
     }
 
-    /// The queries, keys and values of the layer's input `x (N, D)`, each (N, heads, `head_dim`). Queries and keys are
-    /// rotated by their positions; `tables` are the cosines and sines.
+    /// The queries, keys and values of the layer's input `x (N, D)`, each (N, heads, `head_dim`). `x` is normalized
+    /// first. Queries and keys are normalized, if the family has norms of queries and keys, and rotated by the angles
+    /// with the cosines and sines `tables`.
     pub(super) fn project(&self, x: &Tensor, tables: [&Tensor; 2]) -> Result<[Tensor; 3]> {
         self.rotate(&self.projections.forward(&self.input_norm.forward(x)?)?, tables)
     }
 
-    /// Splits the projections into queries, keys and values, each (N, heads, `head_dim`). Queries and keys are
-    /// normalized, if the family has norms of queries and keys, and rotated by their positions.
+    /// Splits the projections as [`split`](Self::split), and normalizes and rotates queries and keys as
+    /// [`project`](Self::project).
     fn rotate(&self, projected: &Projected, tables: [&Tensor; 2]) -> Result<[Tensor; 3]> {
         let [q, k, v] = self.split(projected)?;
         let rotate = |x: &Tensor, norm: Option<&RmsNorm>| {
@@ -136,6 +141,7 @@ impl DecoderLayer {
 
     /// Splits the projections into queries, keys and values, each (N, heads, `head_dim`).
     fn split(&self, projected: &Projected) -> Result<[Tensor; 3]> {
+        // The numbers of heads of queries, keys and values.
         let counts = [self.heads, self.kv_heads, self.kv_heads];
         match projected {
             Projected::Joined(all) => {
@@ -146,11 +152,11 @@ impl DecoderLayer {
                 Ok([part(0, heads)?, part(heads, kv_heads)?, part(heads + kv_heads, kv_heads)?])
             }
             Projected::Separate(parts) => {
-                let part = |index: usize| {
+                let by_head = |index: usize| {
                     let part = &parts[index];
                     part.reshape((part.dims()[0], counts[index], part.dims()[1] / counts[index]))
                 };
-                Ok([part(0)?, part(1)?, part(2)?])
+                Ok([by_head(0)?, by_head(1)?, by_head(2)?])
             }
         }
     }
@@ -159,27 +165,34 @@ impl DecoderLayer {
     /// the output projection, of shape (N, heads, `head_dim`) or (N, heads · `head_dim`).
     pub(super) fn finish(&self, x: &Tensor, mixed: &Tensor) -> Result<Tensor> {
         let mixed = mixed.reshape((x.dims()[0], self.out.in_features()))?;
-        let (x, normed) = self.middle_norm.add_forward(x, &self.out.forward(&mixed)?)?;
-        x.add(&self.middle.feed_forward(&normed.remade(), &self.down)?)
+        let (x, normed) = self.mlp_norm.add_forward(x, &self.out.forward(&mixed)?)?;
+        x.add(&self.mlp_in.feed_forward(&normed.remade(), &self.mlp_out)?)
     }
 
     /// Adds to `saved` what the tape keeps of a forward pass over `tokens` tokens.
     pub(super) fn saved(&self, tokens: usize, saved: &mut Saved) {
-        let &[width, middle] = self.down.weight.dims() else { return };
-        let (stream, wide, queries) = (tokens * width, tokens * middle, tokens * self.out.in_features());
+        let &[dim, wide] = self.mlp_out.weight.dims() else { return };
+        // Numbers of values: of the hidden states, between the projections of the feed-forward network, of the queries,
+        // and of the keys.
+        let (states, between, queries) = (tokens * dim, tokens * wide, tokens * self.out.in_features());
         let keys = queries / self.heads * self.kv_heads;
-        saved.block(stream, false, |saved| {
-            saved.keep(stream);
-            saved.remade_layers(&self.projections.layers(), (stream, tokens));
+        let recomputed_with_previous = false;
+        saved.block(states, recomputed_with_previous, |saved| {
+            // The input of the first norm.
+            saved.keep(states);
+            saved.remade_layers(&self.projections.layers(), (states, tokens));
             // Each token attends to itself and the tokens before it: on average, to half of all tokens.
             saved.attention(tokens, tokens / 2, self.out.in_features());
+            // Attention keeps queries, keys, values and its result.
             saved.keep(2 * queries + 2 * keys);
             // The output projection keeps no input: its input is the result of attention, which attention keeps.
             saved.linear(&self.out, (0, tokens));
-            saved.keep(stream);
-            saved.remade_layers(&self.middle.layers(), (stream, tokens));
-            saved.keep(2 * wide);
-            saved.remade_layers(&[Layer::Linear(&self.down)], (wide, tokens));
+            // The input of the second norm.
+            saved.keep(states);
+            saved.remade_layers(&self.mlp_in.layers(), (states, tokens));
+            // The results of both input projections.
+            saved.keep(2 * between);
+            saved.remade_layers(&[Layer::Linear(&self.mlp_out)], (between, tokens));
         });
     }
 }
@@ -193,8 +206,8 @@ impl Module for DecoderLayer {
             visitor.module(KEY_NORM, of_keys)?;
         }
         visitor.linear(OUT, &self.out)?;
-        visitor.module(MIDDLE_NORM, &self.middle_norm)?;
-        self.middle.visit(visitor)?;
-        visitor.linear(DOWN, &self.down)
+        visitor.module(MLP_NORM, &self.mlp_norm)?;
+        self.mlp_in.visit(visitor)?;
+        visitor.linear(MLP_OUT, &self.mlp_out)
     }
 }

@@ -1,11 +1,11 @@
 //! Decoders (causal language models) with variants of Llama's architecture: Llama (Touvron et al. 2023,
-//! arXiv:2302.13971), Mistral (Jiang et al. 2023, arXiv:2310.06825), Qwen2 (Yang et al. 2024, arXiv:2407.10671) and
-//! Qwen3 (Yang et al. 2025, arXiv:2505.09388). Follows
-//! <https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/qwen3/modeling_qwen3.py> and the
-//! files of the other families beside it.
+//! arXiv:2302.13971), Mistral (Jiang et al. 2023, arXiv:2310.06825), Qwen2 (Yang et al. 2024, arXiv:2407.10671), Qwen3
+//! (Yang et al. 2025, arXiv:2505.09388), and Qwen2.5-VL's language model (Bai et al. 2025, arXiv:2502.13923). Follows
+//! <https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/qwen3/modeling_qwen3.py> and
+//! transformers' `modeling_*.py` files of the other families.
 //!
 //! The tokens of all texts of a batch are concatenated to one sequence, in which each text is a segment (packing). So
-//! the model computes no padding tokens, except in [`CausalLM::padded_states`].
+//! the model computes nothing for padding tokens, except in [`CausalLM::padded_states`].
 
 mod cache;
 mod config;

@@ -23,8 +23,9 @@ const GENERATION_CONFIG: &str = "generation_config.json";
 
 /// A language model that computes the same as transformers' class for its family (`LlamaForCausalLM` for Llama). The
 /// tokens of all texts are concatenated to one sequence: M texts with N tokens in total. `positions (N)` (i64 or u32)
-/// are the tokens' positions for the rotary embedding. `cu_seqlens (M + 1)` are the bounds of the texts: text i has the
-/// tokens `cu_seqlens[i]` to `cu_seqlens[i + 1] - 1` of the sequence. D is the hidden size.
+/// are the tokens' positions for the rotary embedding. `cu_seqlens (M + 1)` (i64 or u32) are the bounds of the texts:
+/// text i has the tokens `cu_seqlens[i]` to `cu_seqlens[i + 1] - 1` of the sequence. D is the hidden size, and vocab is
+/// the number of tokens of the vocabulary.
 pub struct CausalLM {
     config: CausalLMConfig,
     embedding: Weight,
@@ -48,8 +49,8 @@ impl CausalLM {
     /// [`Error::Config`] if the parameters belong to another model.
     pub fn new(config: CausalLMConfig, weights: &mut Weights<'_>) -> Result<Self> {
         let (vocab, dim) = (config.vocab_size, config.hidden_size);
-        let start = Init::Normal(0.02);
-        let embedding = weights.matrix(keys::EMBEDDING, (vocab, dim), start)?;
+        let init = Init::Normal(0.02);
+        let embedding = weights.matrix(keys::EMBEDDING, (vocab, dim), init)?;
         let layer = |index: usize| {
             let mut weights = weights.pp(&format!("{}.{index}", keys::LAYERS));
             DecoderLayer::new(&config, config.windows[index], &mut weights)
@@ -59,13 +60,13 @@ impl CausalLM {
             None
         } else {
             let norm = weights.rms_norm(keys::NORM, dim, config.rms_norm_eps)?;
-            let head = config.has_own_head().then(|| weights.matrix(keys::HEAD, (vocab, dim), start));
+            let head = config.has_own_head().then(|| weights.matrix(keys::HEAD, (vocab, dim), init));
             Some(Top { norm, head: head.transpose()? })
         };
         Ok(Self { config, embedding, layers, top })
     }
 
-    /// A model with trainable parameters, whose initial values are drawn from the library's generator.
+    /// A model with trainable parameters. Their initial values are drawn from the library's generator.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the parameters do not fit on the device.
@@ -85,8 +86,8 @@ impl CausalLM {
             Error::argument(
                 OP,
                 format!(
-                    "the model was loaded with layers={layers}, so it cannot compute scores or be \
-                     saved; load all layers"
+                    "there is no final norm and no head: the model was loaded with layers={layers}, so it cannot \
+                     compute scores or be saved; load all layers"
                 ),
             )
         })
@@ -95,7 +96,7 @@ impl CausalLM {
     /// The matrix of the language-model head, (vocab, D). It may be the matrix of the embedding.
     ///
     /// # Errors
-    /// [`Error::Argument`] if only a part of the layers was loaded, or the model is a text encoder.
+    /// [`Error::Argument`] if only a part of the layers was loaded, or if the model is Qwen2.5-VL, which has no head.
     pub fn head(&self) -> Result<&Weight> {
         if self.config.is_vl() {
             let text = "Qwen2.5-VL is loaded as a text encoder, without its head, so it cannot compute scores";
@@ -109,8 +110,8 @@ impl CausalLM {
     ///
     /// # Errors
     /// [`Error::Shape`] if an input has another shape. [`Error::Index`] if an id is not less than the vocabulary's
-    /// size, or a bound in `cu_seqlens` is out of order or range. [`Error::DType`] if an input does not have integers.
-    /// [`Error::Argument`] if only a part of the layers was loaded.
+    /// size, or a bound in `cu_seqlens` is out of order or range. [`Error::DType`] if `input_ids` or `cu_seqlens` is
+    /// neither i64 nor u32. [`Error::Argument`] if only a part of the layers was loaded.
     pub fn hidden(&self, input_ids: &Tensor, positions: &Tensor, cu_seqlens: &Tensor) -> Result<Tensor> {
         let top = self.top()?;
         let (x, [cos, sin]) = self.start(input_ids, positions)?;
@@ -130,6 +131,7 @@ impl CausalLM {
         &self.embedding
     }
 
+    /// The layers, in the order of the forward pass.
     pub(super) const fn layers(&self) -> &Blocks<DecoderLayer> {
         &self.layers
     }
@@ -138,7 +140,8 @@ impl CausalLM {
     /// [`hidden`](Self::hidden).
     ///
     /// # Errors
-    /// As [`head`](Self::head); [`Error::Shape`] if the last dimension of `hidden` is not D.
+    /// As [`head`](Self::head); [`Error::Shape`] if the last dimension of `hidden` is not D, [`Error::DType`] if
+    /// `hidden` does not have the dtype of the weights.
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
         linear(hidden, self.head()?, None)
     }
@@ -147,7 +150,7 @@ impl CausalLM {
     /// `attention_mask (B, S)` is 0, the scores are zeros.
     ///
     /// # Errors
-    /// As [`PackedTexts::new`] and [`hidden`](Self::hidden).
+    /// As [`PackedTexts::new`], [`hidden`](Self::hidden) and [`head`](Self::head).
     pub fn forward(&self, input_ids: &Tensor, attention_mask: Option<&Tensor>) -> Result<Tensor> {
         let texts = PackedTexts::new(input_ids, attention_mask)?;
         let hidden = self.hidden(&texts.input_ids, &texts.positions, &texts.cu_seqlens)?;
@@ -159,7 +162,8 @@ impl CausalLM {
     /// that directly follow padding. If no label counts, the loss is 0.
     ///
     /// # Errors
-    /// As [`PackedTexts::targets`] and [`packed_loss`](Self::packed_loss).
+    /// As [`PackedTexts::new`], [`PackedTexts::targets`], [`hidden`](Self::hidden) and
+    /// [`packed_loss`](Self::packed_loss).
     pub fn loss(&self, input_ids: &Tensor, labels: &Tensor, attention_mask: Option<&Tensor>) -> Result<Tensor> {
         let texts = PackedTexts::new(input_ids, attention_mask)?;
         let (targets, counted) = texts.targets(labels, IGNORE_INDEX)?;
@@ -169,7 +173,7 @@ impl CausalLM {
 
     /// The sum, in f32, of `weights[i]` · cross entropy of `targets[i]`, given the hidden states `hidden (N, D)`. A
     /// target is the id of the token to predict, or [`IGNORE_INDEX`]. Without `weights`, all weights are 1. The sum is
-    /// computed in parts, so that the whole matrix of logits (N, vocab) never exists in memory.
+    /// computed in parts, so that the matrix of all scores (N, vocab) never exists in memory.
     ///
     /// # Errors
     /// As [`linear_cross_entropy`] and [`head`](Self::head).
@@ -211,7 +215,7 @@ impl CausalLM {
     /// transformers with an attention mask.
     ///
     /// # Errors
-    /// [`Error::Argument`] if `words` is 0 or larger than N; as [`states`](Self::states).
+    /// [`Error::Argument`] if `words` is 0 or larger than N; otherwise as [`states`](Self::states).
     pub fn padded_states(&self, input_ids: &Tensor, words: usize, after: &[usize]) -> Result<Vec<Tensor>> {
         let (tokens, device) = (input_ids.elem_count(), input_ids.device());
         if words == 0 || words > tokens {
@@ -240,19 +244,19 @@ impl CausalLM {
         run: impl Fn(usize, &Tensor, [&Tensor; 2]) -> Result<Tensor>,
     ) -> Result<Vec<Tensor>> {
         let count = self.layers.len();
-        if let Some(wrong) = after.iter().find(|&&layer| layer > count) {
+        if let Some(too_many) = after.iter().find(|&&number| number > count) {
             return Err(Error::argument(
                 OP,
-                format!("hidden states after {wrong} layers were requested, expected 0 to {count} layers"),
+                format!("hidden states after {too_many} layers were requested, expected 0 to {count} layers"),
             ));
         }
-        let last = after.iter().copied().max().unwrap_or(0);
+        let computed = after.iter().copied().max().unwrap_or(0);
         let (x, [cos, sin]) = self.start(input_ids, positions)?;
         let mut states = vec![x];
-        for index in 0..last {
+        for index in 0..computed {
             states.push(run(index, &states[index], [&cos, &sin])?);
         }
-        Ok(after.iter().map(|&layer| states[layer].clone()).collect())
+        Ok(after.iter().map(|&number| states[number].clone()).collect())
     }
 
     /// The embedded tokens (N, D), and the cosines and sines of the rotary angles of their positions.
@@ -332,10 +336,10 @@ impl Architecture for CausalLM {
             Some(count) => config.first_layers(count)?,
             None => config,
         };
-        let layout = |_: &WeightFiles| layout(&config, files.original());
+        let names = |_: &WeightFiles| layout(&config, files.original());
         let quantization = Self::quantization("from_pretrained", files.quantize())?;
         files.build(
-            layout,
+            names,
             dtype,
             (device, quantization, Self::streaming(&config, files.stream(), device)?),
             |weights| Self::new(config.clone(), weights),
@@ -362,6 +366,7 @@ impl Model for CausalLM {
 
     fn saved(&self, size: SampleSize, saved: &mut Saved) {
         saved.each(&self.layers, |layer, saved| layer.saved(size.tokens, saved));
+        // The scores are the product of the hidden states with the head's matrix, which has the embedding's shape.
         saved.product(self.embedding.dims(), size.tokens);
     }
 

@@ -13,7 +13,7 @@ pub struct PackedTexts {
     pub positions: Tensor,
     /// The bounds of the segments, (B + 1): the index in the sequence at which each segment starts, and N.
     pub cu_seqlens: Tensor,
-    /// For each token of the sequence, row · S + column of the token in the batch.
+    /// For each token of the sequence, its index among the B · S tokens of the batch: row · S + column.
     places: Vec<usize>,
     /// B and S.
     batch: [usize; 2],
@@ -23,11 +23,12 @@ pub struct PackedTexts {
 
 impl PackedTexts {
     /// Packs the tokens of `input_ids (B, S)` where `attention_mask (B, S)` is 1; without a mask, packs all tokens. The
-    /// mask is copied to the CPU, so the call waits for the GPU that computes it.
+    /// mask is copied to the CPU, and so are the ids of a batch with padding. The call waits for the GPU that computes
+    /// them.
     ///
     /// # Errors
     /// [`Error::Shape`] if an input has another shape, [`Error::DType`] if the mask, or the ids of a batch with
-    /// padding, are not i64 or u32, [`Error::Index`] if the mask has a value other than 0 and 1.
+    /// padding, are neither i64 nor u32, [`Error::Index`] if the mask has a value other than 0 and 1.
     pub fn new(input_ids: &Tensor, attention_mask: Option<&Tensor>) -> Result<Self> {
         let &[rows, columns] = input_ids.dims() else {
             return Err(Error::shape(OP, format!("input_ids has shape {:?}, expected (B, S)", input_ids.dims())));
@@ -42,28 +43,28 @@ impl PackedTexts {
                         format!("attention_mask has shape {found:?}, expected {expected:?}, the shape of input_ids");
                     return Err(Error::shape(OP, text));
                 }
-                let flag = |value: i64| match value {
+                let as_bool = |value: i64| match value {
                     0 | 1 => Ok(value == 1),
                     other => Err(Error::index(OP, format!("attention_mask has the value {other}, expected 0 or 1"))),
                 };
-                host(mask, "attention_mask")?.into_iter().map(flag).collect::<Result<_>>()?
+                host(mask, "attention_mask")?.into_iter().map(as_bool).collect::<Result<_>>()?
             }
         };
         let places: Vec<usize> = (0..rows * columns).filter(|&place| is_text[place]).collect();
-        let ends = (0..=rows).map(|row| places.partition_point(|&place| place < row * columns) as i64);
-        let bounds: Vec<i64> = ends.collect();
-        let row = |values: Vec<i64>| {
+        // For each row, the number of tokens in earlier rows; then the number of all tokens.
+        let bounds = (0..=rows).map(|row| places.partition_point(|&place| place < row * columns) as i64);
+        let vector = |values: Vec<i64>| {
             let count = values.len();
             Tensor::from_vec(values, count, &device)
         };
-        let positions = row(places.iter().map(|place| (place % columns.max(1)) as i64).collect())?;
-        let cu_seqlens = row(bounds)?;
+        let positions = vector(places.iter().map(|place| (place % columns) as i64).collect())?;
+        let cu_seqlens = vector(bounds.collect())?;
         let flat = input_ids.reshape(rows * columns)?;
         let packed_ids = if places.len() == rows * columns {
             flat
         } else {
             let ids = host(&flat, "input_ids")?;
-            row(places.iter().map(|&place| ids[place]).collect())?
+            vector(places.iter().map(|&place| ids[place]).collect())?
         };
         Ok(Self { input_ids: packed_ids, positions, cu_seqlens, places, batch: [rows, columns], device })
     }
@@ -73,12 +74,12 @@ impl PackedTexts {
     /// labels are copied to the CPU, so the call waits for the GPU that computes them.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the shape of `labels` is not (B, S), [`Error::DType`] if `labels` is not i64 or u32.
+    /// [`Error::Shape`] if the shape of `labels` is not (B, S), [`Error::DType`] if `labels` is neither i64 nor u32.
     pub fn targets(&self, labels: &Tensor, ignored: i64) -> Result<(Tensor, usize)> {
-        let [rows, columns] = self.batch;
+        let [_, columns] = self.batch;
         if *labels.dims() != self.batch {
-            let found = labels.dims();
-            let text = format!("labels have shape {found:?}, expected {:?}, the shape of input_ids", [rows, columns]);
+            let (found, expected) = (labels.dims(), self.batch);
+            let text = format!("labels have shape {found:?}, expected {expected:?}, the shape of input_ids");
             return Err(Error::shape(OP, text));
         }
         let labels = host(labels, "labels")?;
@@ -99,6 +100,7 @@ impl PackedTexts {
             return x.reshape((rows, columns, width));
         }
         let padding = Tensor::zeros((1, width), x.dtype(), x.device())?;
+        // For each place in the batch, a row of `x`, or the row of zeros that follows the rows of `x`.
         let mut sources = vec![self.places.len() as i64; rows * columns];
         for (source, &place) in self.places.iter().enumerate() {
             sources[place] = source as i64;
@@ -109,6 +111,9 @@ impl PackedTexts {
 }
 
 /// The elements of `tensor`, copied to the CPU. `name` is the tensor's name in errors.
+///
+/// # Errors
+/// [`Error::DType`] if `tensor` is neither i64 nor u32.
 fn host(tensor: &Tensor, name: &str) -> Result<Vec<i64>> {
     if !matches!(tensor.dtype(), DType::I64 | DType::U32) {
         let found = tensor.dtype().as_str();

@@ -8,8 +8,9 @@ use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use super::OP;
 use crate::fields::Fields;
 
-/// Rotary position embedding. Pair i of a head's features has a frequency, the angle per position. The token at
-/// `position` is rotated by `position · frequency`. Without scaling, the frequency is `θ^(-2i / width)`.
+/// Rotary position embedding. The features i and i + `width` / 2 of a head are pair i. Each pair has a frequency, the
+/// angle per position: for the token at `position`, the pair is rotated by `position · frequency`. Without scaling, the
+/// frequency is `θ^(-2i / width)`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
     theta: f64,
@@ -31,8 +32,9 @@ pub enum Scaling {
         /// The divisor of frequencies.
         factor: f64,
     },
-    /// NTK-aware scaling: for a text of L tokens, more than `longest`, θ is replaced by
-    /// `θ (factor · L / longest - (factor - 1))^(width / (width - 2))`.
+    /// NTK-aware scaling: for a text of L tokens, θ is replaced by
+    /// `θ (factor · L / longest - (factor - 1))^(width / (width - 2))` if L is larger than `longest`, the number of
+    /// tokens of the longest texts in training.
     Dynamic {
         /// The factor in the formula.
         factor: f64,
@@ -80,11 +82,16 @@ pub enum Scaling {
 }
 
 impl Rope {
-    /// Reads the rotary embedding from a configuration. The fields are inside `rope_parameters` in new configurations
-    /// and inside `rope_scaling` in old ones.
+    /// Reads the rotary embedding from a configuration: `rope_theta` beside the other fields of the model, and all
+    /// other fields inside `rope_scaling`; in new configurations all fields are inside `rope_parameters`. `width` is
+    /// the number of features of a head. `longest` is the largest number of tokens of a text that the model was trained
+    /// for.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if a field is missing or has a wrong value, or if the kind of scaling is not supported.
     pub(super) fn read(fields: &mut Fields<'_>, width: usize, longest: usize) -> Result<Self> {
         let theta = fields.number("rope_theta", Some(10_000.0))?;
-        let top = fields.optional_number("original_max_position_embeddings")?;
+        let outer_original = fields.optional_number("original_max_position_embeddings")?;
         let rope = |theta, scaling| Self { theta, scaling, width, longest };
         let inner = match fields.object("rope_parameters")? {
             Some(inner) => Some(inner),
@@ -93,8 +100,8 @@ impl Rope {
         let Some(mut inner) = inner else { return Ok(rope(theta, Scaling::Plain)) };
         let theta = inner.number("rope_theta", Some(theta))?;
         inner.only(&[("partial_rotary_factor", 1.0.into())])?;
-        let original = |inner: &mut Fields<'_>| match top {
-            Some(top) => Ok(top),
+        let original = |inner: &mut Fields<'_>| match outer_original {
+            Some(original) => Ok(original),
             None => inner.number("original_max_position_embeddings", Some(longest as f64)),
         };
         let factor = |inner: &mut Fields<'_>| inner.number("factor", None);
@@ -123,15 +130,16 @@ impl Rope {
                     attention: yarn_attention(&mut inner, factor)?,
                 }
             }
+            // "su" is an old name of LongRoPE.
             "longrope" | "su" => {
                 let original = original(&mut inner)?;
                 let factor = inner.number("factor", Some(longest as f64 / original))?;
-                let default = if factor > 1.0 { (1.0 + factor.ln() / original.ln()).sqrt() } else { 1.0 };
+                let default_attention = if factor > 1.0 { (1.0 + factor.ln() / original.ln()).sqrt() } else { 1.0 };
                 Scaling::LongRope {
                     short: inner.numbers("short_factor", width / 2)?,
                     long: inner.numbers("long_factor", width / 2)?,
                     original,
-                    attention: inner.number("attention_factor", Some(default))?,
+                    attention: inner.number("attention_factor", Some(default_attention))?,
                 }
             }
             _ => {
@@ -143,45 +151,48 @@ impl Rope {
         Ok(rope(theta, scaling))
     }
 
-    /// The frequency of each pair, and the number by which cosines and sines are multiplied. The longest text has
-    /// `length` tokens.
+    /// The frequency of each pair, and the number by which cosines and sines are multiplied. `length` is the number of
+    /// tokens of the longest text.
     fn frequencies(&self, length: usize) -> (Vec<f64>, f64) {
         let width = self.width as f64;
-        let pairs = |theta: f64| (0..self.width / 2).map(move |i| theta.powf(-2.0 * i as f64 / width));
-        let plain = || pairs(self.theta);
+        let unscaled = |theta: f64| (0..self.width / 2).map(move |i| theta.powf(-2.0 * i as f64 / width));
+        let plain = || unscaled(self.theta);
         match &self.scaling {
             Scaling::Plain => (plain().collect(), 1.0),
             Scaling::Linear { factor } => (plain().map(|f| f / factor).collect(), 1.0),
             Scaling::Dynamic { factor } => {
                 let ratio = length.max(self.longest) as f64 / self.longest as f64;
                 let theta = self.theta * (factor * ratio - (factor - 1.0)).powf(width / (width - 2.0));
-                (pairs(theta).collect(), 1.0)
+                (unscaled(theta).collect(), 1.0)
             }
             &Scaling::Llama3 { factor, low, high, original } => {
-                let stretch = |frequency: f64| {
+                let scaled = |frequency: f64| {
                     let rotations = original * frequency / (2.0 * PI);
-                    let kept = ((rotations - low) / (high - low)).clamp(0.0, 1.0);
-                    (1.0 - kept) * frequency / factor + kept * frequency
+                    let unchanged = ((rotations - low) / (high - low)).clamp(0.0, 1.0);
+                    (1.0 - unchanged) * frequency / factor + unchanged * frequency
                 };
-                (plain().map(stretch).collect(), 1.0)
+                (plain().map(scaled).collect(), 1.0)
             }
             &Scaling::Yarn { factor, original, fast, slow, truncate, attention } => {
+                // The index i, not rounded, of the pair whose frequency makes this many rotations.
                 let pair = |rotations: f64| width * (original / (rotations * 2.0 * PI)).ln() / (2.0 * self.theta.ln());
                 let (first, last) = (pair(fast), pair(slow));
                 let (first, last) = if truncate { (first.floor(), last.ceil()) } else { (first, last) };
+                // The limit width - 1 (not width / 2 - 1) and the distance 0.001, which avoids a division by 0, are
+                // those of transformers.
                 let (first, mut last) = (first.max(0.0), last.min(width - 1.0));
                 if first == last {
                     last += 0.001;
                 }
-                let stretch = |(i, frequency): (usize, f64)| {
+                let scaled = |(i, frequency): (usize, f64)| {
                     let divided = ((i as f64 - first) / (last - first)).clamp(0.0, 1.0);
                     frequency / factor * divided + frequency * (1.0 - divided)
                 };
-                (plain().enumerate().map(stretch).collect(), attention)
+                (plain().enumerate().map(scaled).collect(), attention)
             }
             Scaling::LongRope { short, long, original, attention } => {
-                let factors = if length as f64 > *original { long } else { short };
-                (plain().zip(factors).map(|(f, factor)| f / factor).collect(), *attention)
+                let divisors = if length as f64 > *original { long } else { short };
+                (plain().zip(divisors).map(|(f, divisor)| f / divisor).collect(), *attention)
             }
         }
     }
@@ -205,15 +216,16 @@ impl Rope {
         }
     }
 
-    /// The cosines and the sines of the angles at `positions (N)`, each (N, width / 2) in f32.
+    /// The cosines and the sines of the angles at `positions (N)`, multiplied by the number that the scaling gives,
+    /// each (N, width / 2) in f32.
     pub(super) fn tables(&self, positions: &Tensor, device: &Device) -> Result<[Tensor; 2]> {
-        let (frequencies, factor) = self.frequencies(self.length(positions)?);
+        let (frequencies, attention) = self.frequencies(self.length(positions)?);
         let count = frequencies.len();
         // The frequencies, and their products with the positions, are in f32, as in transformers.
         let frequencies: Vec<f32> = frequencies.into_iter().map(|f| f as f32).collect();
         let frequencies = Tensor::from_vec(frequencies, (1, count), device)?;
         let angles = positions.detach().to_dtype(DType::F32)?.unsqueeze(1)?.mul(&frequencies)?;
-        let scaled = |table: Tensor| if factor == 1.0 { Ok(table) } else { table.mul_scalar(factor) };
+        let scaled = |table: Tensor| if attention == 1.0 { Ok(table) } else { table.mul_scalar(attention) };
         Ok([scaled(angles.cos()?)?, scaled(angles.sin()?)?])
     }
 
@@ -225,18 +237,20 @@ impl Rope {
             return Ok(0);
         }
         let positions = positions.to_device(&Device::Cpu)?.to_dtype(DType::I64)?.to_vec::<i64>()?;
-        let last = positions.into_iter().max().unwrap_or(0);
-        usize::try_from(last + 1).map_err(|_| Error::index(OP, format!("position {last} is below 0")))
+        let largest = positions.into_iter().max().unwrap_or(0);
+        let negative = |_| Error::index(OP, format!("the largest position is {largest}, expected 0 or more"));
+        usize::try_from(largest + 1).map_err(negative)
     }
 }
 
-/// The number by which `YaRN` multiplies cosines and sines: the field `attention_factor`, or transformers' default for
-/// the scaling factor `factor`.
+/// The number by which `YaRN` multiplies cosines and sines: the field `attention_factor`, or else transformers'
+/// default, which depends on the scaling factor `factor` and on the fields `mscale` and `mscale_all_dim`.
 fn yarn_attention(fields: &mut Fields<'_>, factor: f64) -> Result<f64> {
     if let Some(given) = fields.optional_number("attention_factor")? {
         return Ok(given);
     }
     let scale = |mscale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 };
+    // In transformers, 0 counts as missing.
     let mscale = fields.optional_number("mscale")?.filter(|&m| m != 0.0);
     let all = fields.optional_number("mscale_all_dim")?.filter(|&m| m != 0.0);
     Ok(match (mscale, all) {

@@ -10,19 +10,22 @@ use super::OP;
 /// `repetition_penalty`, `temperature`, `top_k`, `top_p`, `min_p`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampling {
-    /// The temperature t, at least 0. If t is 0, the token with the highest score is chosen. Otherwise a token is drawn
-    /// with the probabilities `softmax(scores / t)`, and the following options limit the tokens.
+    /// The temperature t, a finite number of at least 0. If t is 0, the token with the highest score is chosen.
+    /// Otherwise a token is drawn with the probabilities `softmax(scores / t)`; `top_k`, `top_p` and `min_p` limit the
+    /// tokens that can be drawn.
     pub temperature: f64,
     /// A token is drawn from this many tokens with the highest scores. 0 means all tokens.
     pub top_k: usize,
     /// A probability above 0 and up to 1. A token is drawn from the smallest set of most likely tokens whose
-    /// probabilities sum to at least `top_p` (Holtzman et al. 2020, arXiv:1904.09751).
+    /// probabilities sum to at least `top_p` (Holtzman et al. 2020, arXiv:1904.09751). If `top_k` limits the tokens,
+    /// the probabilities are those among these tokens.
     pub top_p: f64,
     /// A fraction from 0 to 1. A token can be drawn only if its probability is at least `min_p` · the probability of
     /// the most likely token (Nguyen et al. 2024, arXiv:2407.01082).
     pub min_p: f64,
-    /// A number above 0. For tokens that are already in the text, positive scores are divided by it and negative scores
-    /// are multiplied by it (Keskar et al. 2019, arXiv:1909.05858). Values above 1 make these tokens less likely.
+    /// A finite number above 0. For tokens that are already in the text, positive scores are divided by it and negative
+    /// scores are multiplied by it (Keskar et al. 2019, arXiv:1909.05858). Values above 1 make these tokens less
+    /// likely.
     pub repetition_penalty: f64,
 }
 
@@ -32,12 +35,12 @@ impl Default for Sampling {
     }
 }
 
-/// The number of tokens that `top_p` sorts at first. More tokens are sorted only if these do not reach `top_p`, which
-/// is rare, because a few tokens usually have nearly all of the probability.
-const FIRST: usize = 256;
+/// The number of tokens that are sorted at first for `top_p`. More tokens are sorted only if the probabilities of these
+/// do not reach `top_p`. That is rare, because a few tokens usually have nearly all of the probability.
+const SORTED_FIRST: usize = 256;
 
 impl Sampling {
-    /// Check that all values are in range.
+    /// Check that all options are in range.
     ///
     /// # Errors
     /// [`Error::Argument`] with the option that is out of range.
@@ -46,29 +49,32 @@ impl Sampling {
             Err(Error::argument(OP, format!("{name} is {found}, expected {expected}")))
         };
         match *self {
-            Self { temperature: t, .. } if !(t >= 0.0 && t.is_finite()) => wrong("temperature", t, "0 or more"),
+            Self { temperature: t, .. } if !(t >= 0.0 && t.is_finite()) => {
+                wrong("temperature", t, "0 or more, and finite")
+            }
             Self { top_p: p, .. } if !(p > 0.0 && p <= 1.0) => wrong("top_p", p, "above 0 and at most 1"),
             Self { min_p: p, .. } if !(0.0..=1.0).contains(&p) => wrong("min_p", p, "0 to 1"),
             Self { repetition_penalty: r, .. } if !(r > 0.0 && r.is_finite()) => {
-                wrong("repetition_penalty", r, "above 0")
+                wrong("repetition_penalty", r, "above 0, and finite")
             }
             _ => Ok(()),
         }
     }
 
-    /// Choose the next token of a text from `scores (vocab)`. `known` are the text's tokens. `draw` is a random number,
-    /// uniform in [0, 1). The function applies the repetition penalty to `scores` in place.
+    /// Choose the next token of a text that has the tokens `text`, from the scores `scores (vocab)` of all tokens.
+    /// `draw` is a random number, uniform in [0, 1). The function applies the repetition penalty to `scores` in place.
     ///
     /// # Errors
     /// [`Error::NonFinite`] if a score is NaN.
-    pub(super) fn choose(&self, scores: &mut [f32], known: &[u32], draw: f64) -> Result<u32> {
+    pub(super) fn choose(&self, scores: &mut [f32], text: &[u32], draw: f64) -> Result<u32> {
         if scores.iter().any(|score| score.is_nan()) {
             let message = "the scores of the next token contain NaN; the weights or the adapter are damaged".into();
             return Err(Error::NonFinite { op: OP, message });
         }
         if self.repetition_penalty != 1.0 {
             let penalty = self.repetition_penalty as f32;
-            for id in known.iter().copied().collect::<HashSet<_>>() {
+            // The penalty applies once, however often a token is in the text.
+            for id in text.iter().copied().collect::<HashSet<_>>() {
                 let score = &mut scores[id as usize];
                 *score = if *score > 0.0 { *score / penalty } else { *score * penalty };
             }
@@ -76,15 +82,16 @@ impl Sampling {
         let best = (0..scores.len() as u32)
             .reduce(|best, id| if scores[id as usize] > scores[best as usize] { id } else { best });
         let best = best.unwrap_or_default();
-        Ok(if self.temperature == 0.0 { best } else { self.drawn(scores, best, draw) })
+        Ok(if self.temperature == 0.0 { best } else { self.draw_token(scores, best, draw) })
     }
 
-    /// Draw a token, given the random number `draw`. `best` is the token with the highest score.
-    fn drawn(&self, scores: &[f32], best: u32, draw: f64) -> u32 {
+    /// Draw a token, given the random number `draw`, uniform in [0, 1). `best` is the token with the highest score.
+    fn draw_token(&self, scores: &[f32], best: u32, draw: f64) -> u32 {
         let highest = f64::from(scores[best as usize]);
         // The probability of a token is proportional to its weight. The most likely token has the weight 1.
         let weight = |id: u32| ((f64::from(scores[id as usize]) - highest) / self.temperature).exp();
         let mut ids: Vec<u32> = (0..scores.len() as u32).collect();
+        // The first `sorted` of `ids` are sorted by their scores, and all other scores are lower or equal.
         let mut sorted = 0;
         if self.top_k > 0 && self.top_k < ids.len() {
             sorted = sort_highest(&mut ids, 0, self.top_k, scores);
@@ -96,7 +103,7 @@ impl Sampling {
             // The last token that is kept is the one with which the sum reaches the bound.
             while sum < bound && kept < ids.len() {
                 if kept == sorted {
-                    sorted = sort_highest(&mut ids, sorted, FIRST.max(3 * sorted), scores);
+                    sorted = sort_highest(&mut ids, sorted, SORTED_FIRST.max(3 * sorted), scores);
                 }
                 sum += weight(ids[kept]);
                 kept += 1;
@@ -106,27 +113,27 @@ impl Sampling {
         if self.min_p > 0.0 {
             ids.retain(|&id| weight(id) >= self.min_p);
         }
-        let mut left = draw * ids.iter().map(|&id| weight(id)).sum::<f64>();
+        let mut remaining = draw * ids.iter().map(|&id| weight(id)).sum::<f64>();
         let drawn = ids.iter().copied().find(|&id| {
-            left -= weight(id);
-            left < 0.0
+            remaining -= weight(id);
+            remaining < 0.0
         });
-        // Rounding errors may leave `left` at 0 or more after the last token. Then the last token is drawn.
+        // With rounding errors, `remaining` may be 0 or more after the last token. Then the last token is drawn.
         drawn.or(ids.last().copied()).unwrap_or(best)
     }
 }
 
 /// Move the ids of the `count` highest scores in `ids[from..]` to the front of this slice, with the highest score
-/// first. Of two equal scores, the one with the lower id comes first. Returns the index in `ids` of the first id that
-/// is not sorted.
+/// first. If the slice has fewer ids, sort all of them. Of two equal scores, the one with the lower id comes first.
+/// Returns the index in `ids` of the first id that is not sorted.
 fn sort_highest(ids: &mut [u32], from: usize, count: usize, scores: &[f32]) -> usize {
     let order = |a: &u32, b: &u32| scores[*b as usize].total_cmp(&scores[*a as usize]).then(a.cmp(b));
-    let rest = &mut ids[from..];
-    let count = count.min(rest.len());
-    if count < rest.len() {
-        rest.select_nth_unstable_by(count, order);
+    let slice = &mut ids[from..];
+    let count = count.min(slice.len());
+    if count < slice.len() {
+        slice.select_nth_unstable_by(count, order);
     }
-    rest[..count].sort_unstable_by(order);
+    slice[..count].sort_unstable_by(order);
     from + count
 }
 
@@ -145,10 +152,16 @@ mod tests {
         counts
     }
 
-    fn near(found: &[f64], expected: &[f64]) {
+    fn assert_near(found: &[f64], expected: &[f64]) {
         for (i, (found, expected)) in found.iter().zip(expected).enumerate() {
             assert!((found - expected).abs() < 1e-3, "token {i}: {found}, expected {expected}");
         }
+    }
+
+    /// The scores 0, 0.0001, … 0.4999 of 5000 tokens, in an order that is not sorted.
+    fn shuffled_scores() -> Vec<f32> {
+        // 7919 and 5000 have no common divisor, so the products take each remainder once.
+        (0..5000).map(|i| ((i * 7919) % 5000) as f32 * 1e-4).collect()
     }
 
     #[test]
@@ -156,27 +169,35 @@ mod tests {
         let probabilities = [0.1f64, 0.5, 0.15, 0.25];
         let scores = probabilities.map(|p| p.ln() as f32 + 3.0);
         let warm = Sampling { temperature: 1.0, ..Sampling::default() };
-        near(&shares(&warm, &scores), &probabilities);
-        near(&shares(&Sampling { top_k: 2, ..warm.clone() }, &scores), &[0.0, 2.0 / 3.0, 0.0, 1.0 / 3.0]);
+        assert_near(&shares(&warm, &scores), &probabilities);
+        assert_near(&shares(&Sampling { top_k: 2, ..warm.clone() }, &scores), &[0.0, 2.0 / 3.0, 0.0, 1.0 / 3.0]);
         // The probability 0.5 of the most likely token is below `top_p`, so the token with the probability 0.25 is kept
         // too.
-        near(&shares(&Sampling { top_p: 0.6, ..warm.clone() }, &scores), &[0.0, 2.0 / 3.0, 0.0, 1.0 / 3.0]);
-        near(&shares(&Sampling { top_p: 0.45, ..warm.clone() }, &scores), &[0.0, 1.0, 0.0, 0.0]);
-        near(&shares(&Sampling { min_p: 0.29, ..warm.clone() }, &scores), &[0.0, 5.0 / 9.0, 1.0 / 6.0, 5.0 / 18.0]);
+        assert_near(&shares(&Sampling { top_p: 0.6, ..warm.clone() }, &scores), &[0.0, 2.0 / 3.0, 0.0, 1.0 / 3.0]);
+        assert_near(&shares(&Sampling { top_p: 0.45, ..warm.clone() }, &scores), &[0.0, 1.0, 0.0, 0.0]);
+        assert_near(
+            &shares(&Sampling { min_p: 0.29, ..warm.clone() }, &scores),
+            &[0.0, 5.0 / 9.0, 1.0 / 6.0, 5.0 / 18.0],
+        );
         let roots = probabilities.map(f64::sqrt);
         let sum: f64 = roots.iter().sum();
-        near(&shares(&Sampling { temperature: 2.0, ..warm }, &scores), &roots.map(|root| root / sum));
+        assert_near(&shares(&Sampling { temperature: 2.0, ..warm }, &scores), &roots.map(|root| root / sum));
     }
 
     #[test]
-    fn sorting_in_steps_gives_the_same_order_and_the_same_tokens_within_top_p() {
-        let scores: Vec<f32> = (0..5000).map(|i| ((i * 7919) % 5000) as f32 * 1e-4).collect();
-        let mut all: Vec<u32> = (0..5000).collect();
+    fn sorting_in_steps_puts_higher_scores_before_lower_scores() {
+        let scores = shuffled_scores();
+        let mut ids: Vec<u32> = (0..5000).collect();
         let mut end = 0;
-        while end < all.len() {
-            end = sort_highest(&mut all, end, FIRST.max(3 * end), &scores);
+        while end < ids.len() {
+            end = sort_highest(&mut ids, end, SORTED_FIRST.max(3 * end), &scores);
         }
-        assert!(all.windows(2).all(|pair| scores[pair[0] as usize] > scores[pair[1] as usize]));
+        assert!(ids.windows(2).all(|pair| scores[pair[0] as usize] > scores[pair[1] as usize]));
+    }
+
+    #[test]
+    fn top_p_excludes_the_least_likely_of_many_tokens() {
+        let scores = shuffled_scores();
         let sampling = Sampling { temperature: 1.0, top_p: 0.999, ..Sampling::default() };
         let last = sampling.choose(&mut scores.clone(), &[], 1.0 - 1e-12).unwrap();
         let below = scores.iter().filter(|&&score| score < scores[last as usize]).count();
@@ -187,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn the_penalty_lowers_the_scores_of_known_tokens() {
+    fn the_penalty_makes_tokens_of_the_text_less_likely() {
         let penalty = Sampling { repetition_penalty: 2.0, ..Sampling::default() };
         assert_eq!(penalty.choose(&mut [1.0, 3.0, 2.0], &[1, 1], 0.0).unwrap(), 2);
         assert_eq!(penalty.choose(&mut [-1.0, -2.0, -1.9], &[0, 2], 0.0).unwrap(), 0);
@@ -195,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn scores_of_nan_and_options_out_of_range_are_rejected() {
+    fn a_nan_score_and_a_top_p_of_0_are_rejected() {
         let greedy = Sampling::default();
         assert!(matches!(greedy.choose(&mut [1.0, f32::NAN], &[], 0.0), Err(Error::NonFinite { .. })));
         let wrong = Sampling { top_p: 0.0, ..Sampling::default() };

@@ -11,17 +11,17 @@ use crate::layers::{Sinusoids, TimestepEmbedding};
 use crate::saved::Saved;
 
 /// The epsilon that the norms add to the mean square, as in the original code. diffusers adds the machine epsilon of
-/// the dtype instead, which makes no difference in f32.
+/// the dtype instead. In f32 this makes hardly any difference.
 const EPS: f64 = 1e-6;
 /// The row numbers of the modulation table are multiplied by this number before their sinusoids are computed.
 const ROW_SCALE: f32 = 1000.0;
 /// The number of rows of the modulation table for a single-stream block: shift, scale, gate.
-const SINGLE: usize = 3;
+const SINGLE_ROWS: usize = 3;
 /// The number of rows of the modulation table for one of the two streams of a double-stream block: shift, scale and
-/// gate of attention, and of the feed-forward network.
-const DOUBLE: usize = 6;
+/// gate of attention, then shift, scale and gate of the feed-forward network.
+const STREAM_ROWS: usize = 6;
 /// The number of rows of the modulation table for the last norm: shift and scale.
-const OUTPUT: usize = 2;
+const OUTPUT_ROWS: usize = 2;
 
 /// The sizes of an [`Approximator`].
 #[derive(Clone, Copy)]
@@ -43,21 +43,24 @@ pub(super) struct ApproximatorSizes {
 impl ApproximatorSizes {
     /// Number of rows of the modulation table.
     const fn rows(self) -> usize {
-        SINGLE * self.singles + 2 * DOUBLE * self.doubles + OUTPUT
+        SINGLE_ROWS * self.singles + 2 * STREAM_ROWS * self.doubles + OUTPUT_ROWS
     }
 }
 
-/// Computes the modulation table from the time. Each row is computed from the sinusoids of the time and of the row's
-/// number. The sinusoids pass through a projection, residual layers with RMS norms, and a projection to the number of
-/// features of a token.
+/// Computes the modulation table from the time. Each row is computed from the sinusoids of the time, of the guidance
+/// and of the row's number. The sinusoids pass through a projection, residual layers with RMS norms, and a projection
+/// to the number of features of a token.
 pub(super) struct Approximator {
     sizes: ApproximatorSizes,
+    /// Computes the sinusoids of the time, channels / 4 for each time.
     sinusoids: Sinusoids,
     /// The input features that do not depend on the time, (rows, channels · 3 / 4): the sinusoids of the guidance,
     /// which is always 0, and of the row's number.
-    fixed: Tensor,
+    fixed_features: Tensor,
     in_proj: Linear<Tensor>,
+    /// The residual layers, without their norms.
     layers: Vec<TimestepEmbedding>,
+    /// The norm before each residual layer.
     norms: Vec<RmsNorm>,
     out_proj: Linear<Tensor>,
 }
@@ -73,7 +76,7 @@ impl Approximator {
         let device = in_proj.weight.device();
         Ok(Self {
             sinusoids: Sinusoids::new(channels / 4, device)?,
-            fixed: fixed(sizes, device)?,
+            fixed_features: fixed_features(sizes, device)?,
             layers: (0..layers)
                 .map(|i| TimestepEmbedding::named(LINEAR, [width; 3], true, &mut weights.pp(&format!("layers.{i}"))))
                 .collect::<Result<_>>()?,
@@ -84,16 +87,16 @@ impl Approximator {
         })
     }
 
-    /// The modulation tables for `times (T)`, one table for each time. Times are from 0 to 1000.
+    /// The modulation tables for `times (T)`, one table for each time. Times are from 0 (clean latents) to 1000.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if `times` is not one-dimensional.
     pub fn forward(&self, times: &Tensor) -> Result<ModulationTable> {
-        let &[rows, fixed] = self.fixed.dims() else { unreachable!("made of rows and columns") };
+        let &[rows, fixed] = self.fixed_features.dims() else { unreachable!("the fixed features are a matrix") };
         let (count, channels) = (times.elem_count(), self.sizes.channels);
-        let of_time = self.sinusoids.forward(times)?.unsqueeze(1)?.broadcast_as((count, rows, channels - fixed))?;
-        let of_row = self.fixed.unsqueeze(0)?.broadcast_as((count, rows, fixed))?;
-        let features = Tensor::cat(&[&of_time, &of_row], 2)?.to_dtype(self.in_proj.weight.dtype())?;
+        let of_times = self.sinusoids.forward(times)?.unsqueeze(1)?.broadcast_as((count, rows, channels - fixed))?;
+        let of_rows = self.fixed_features.unsqueeze(0)?.broadcast_as((count, rows, fixed))?;
+        let features = Tensor::cat(&[&of_times, &of_rows], 2)?.to_dtype(self.in_proj.weight.dtype())?;
         let mut x = self.in_proj.forward(&features)?;
         for (layer, norm) in self.layers.iter().zip(&self.norms) {
             x = x.add(&layer.forward(&norm.forward(&x)?)?)?;
@@ -107,7 +110,7 @@ impl Approximator {
         let rows = self.sizes.rows();
         saved.linear(&self.in_proj, (rows * channels, rows));
         for layer in &self.layers {
-            // The tape keeps the input of the norm, and the values that the layer keeps.
+            // The input of the norm.
             saved.keep(rows * width);
             layer.saved_rows(rows, saved);
         }
@@ -126,8 +129,8 @@ impl Module for Approximator {
     }
 }
 
-/// The value of [`Approximator::fixed`].
-fn fixed(sizes: ApproximatorSizes, device: &Device) -> Result<Tensor> {
+/// The value of [`Approximator::fixed_features`].
+fn fixed_features(sizes: ApproximatorSizes, device: &Device) -> Result<Tensor> {
     let (rows, channels) = (sizes.rows(), sizes.channels);
     let guidance = Sinusoids::new(channels / 4, device)?.forward(&Tensor::zeros(rows, DType::F32, device)?)?;
     let numbers: Vec<f32> = (0..rows).map(|row| row as f32 * ROW_SCALE).collect();
@@ -135,12 +138,13 @@ fn fixed(sizes: ApproximatorSizes, device: &Device) -> Result<Tensor> {
     Tensor::cat(&[&guidance, &Sinusoids::new(channels / 2, device)?.forward(&numbers)?], 1)
 }
 
-/// The shifts, scales and gates of all blocks. The rows are, in order: three for each single-stream block, six for the
-/// image stream of each double-stream block, six for the text stream of each double-stream block, and two for the last
-/// norm.
+/// The shifts, scales and gates of all blocks and of the last norm, for one or several times. The rows of a table are,
+/// in order: three for each single-stream block, six for the image stream of each double-stream block, six for the text
+/// stream of each double-stream block, and two for the last norm.
 pub(super) struct ModulationTable {
     sizes: ApproximatorSizes,
-    /// The tables (B, rows, D) of B samples or times.
+    /// The tables, (T, rows, D) of T times, or (B, rows, D) of B samples after [`of_batch`](Self::of_batch). D is the
+    /// number of features of a token.
     rows: Tensor,
 }
 
@@ -166,9 +170,10 @@ impl ModulationTable {
     /// # Errors
     /// As [`Tensor::narrow`].
     pub fn double(&self, index: usize) -> Result<[Tensor; 2]> {
-        let image = SINGLE * self.sizes.singles;
-        let text = image + DOUBLE * self.sizes.doubles;
-        Ok([self.side_by_side(image + DOUBLE * index, DOUBLE)?, self.side_by_side(text + DOUBLE * index, DOUBLE)?])
+        let first_of_images = SINGLE_ROWS * self.sizes.singles;
+        let first_of_texts = first_of_images + STREAM_ROWS * self.sizes.doubles;
+        let of_block = |first: usize| self.side_by_side(first + STREAM_ROWS * index, STREAM_ROWS);
+        Ok([of_block(first_of_images)?, of_block(first_of_texts)?])
     }
 
     /// The modulation (B, 3 · D) of the single-stream block `index`, which must be less than the number of these
@@ -177,7 +182,7 @@ impl ModulationTable {
     /// # Errors
     /// As [`Tensor::narrow`].
     pub fn single(&self, index: usize) -> Result<Tensor> {
-        self.side_by_side(SINGLE * index, SINGLE)
+        self.side_by_side(SINGLE_ROWS * index, SINGLE_ROWS)
     }
 
     /// The shift and the scale of the last norm, (B, D) each.
@@ -185,7 +190,7 @@ impl ModulationTable {
     /// # Errors
     /// As [`Tensor::narrow`].
     pub fn output(&self) -> Result<[Tensor; 2]> {
-        let first = self.sizes.rows() - OUTPUT;
+        let first = self.sizes.rows() - OUTPUT_ROWS;
         Ok([self.side_by_side(first, 1)?, self.side_by_side(first + 1, 1)?])
     }
 }

@@ -9,14 +9,14 @@ use crate::fields::Fields;
 use crate::layers::joint::{BlockSizes, EPS, RopeAxes};
 use crate::pretrained::Configuration;
 
-/// `config.json` of a transformer as diffusers writes it (`ChromaTransformer2DModel`). The default is the configuration
-/// of the published model.
+/// `config.json` of Chroma's transformer as diffusers writes it (`ChromaTransformer2DModel`). The default is the
+/// configuration of the published model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChromaConfig {
-    /// Number of values of an input image token. A token is a square of 2 × 2 latents, so this is 4 · the number of
-    /// latent channels.
+    /// Number of values of an input image token. A token is a square of 2 × 2 latent pixels, so this is 4 · the number
+    /// of latent channels.
     pub in_channels: usize,
-    /// Number of values of a token of the prediction.
+    /// Number of values of an image token of the prediction.
     pub out_channels: usize,
     /// Number of double-stream blocks.
     pub num_layers: usize,
@@ -134,7 +134,7 @@ impl ChromaConfig {
         }
     }
 
-    /// The sizes of the network that computes the modulation.
+    /// The sizes of the approximator, the network that computes the modulation.
     pub(super) const fn approximator(&self) -> ApproximatorSizes {
         ApproximatorSizes {
             channels: self.approximator_num_channels,

@@ -8,8 +8,8 @@ use super::ChromaConfig;
 use crate::flux::keys::{BlockNames, DOUBLE_ATTENTION, DOUBLE_BLOCKS, DOUBLE_MLP, SINGLE, SINGLE_BLOCKS};
 use crate::pretrained::{Form, Original, Renaming, StoredSizes};
 
-/// Pairs (diffusers' name, name in original checkpoints): those of Flux, without the layers of the modulation, and
-/// those of the approximator.
+/// The names of layers in diffusers and in original checkpoints. The blocks have the names of Flux's blocks, but no
+/// layers for the modulation; the approximator is added.
 pub(super) static NAMES: BlockNames = BlockNames {
     outside: &OUTSIDE,
     blocks: &[
@@ -19,7 +19,8 @@ pub(super) static NAMES: BlockNames = BlockNames {
     ],
 };
 
-/// The names of the parameters outside of blocks and residual layers.
+/// The names of the layers outside of the blocks and of the approximator's residual layers. `norms` stands for all
+/// norms of the approximator.
 const OUTSIDE: [Renaming; 6] = [
     ("x_embedder", "img_in", Form::Plain),
     ("context_embedder", "txt_in", Form::Plain),
@@ -38,11 +39,12 @@ const APPROXIMATOR_LAYER: [Renaming; 2] =
 /// fields agree, or else from the published model.
 ///
 /// # Errors
-/// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or the model is Chroma Radiance.
-pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<ChromaConfig>) -> Result<ChromaConfig> {
-    let sizes = StoredSizes::new(files, NAMES.layout(Some(naming)));
-    let radiance = format!("{}nerf_blocks.", naming.prefix);
-    if files.names().any(|name| name.starts_with(&radiance)) {
+/// [`trainable_candle_core::Error::Config`] if a size cannot be determined, the sizes do not fit one another, or the
+/// model is Chroma Radiance.
+pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<ChromaConfig>) -> Result<ChromaConfig> {
+    let sizes = StoredSizes::new(files, NAMES.layout(Some(original)));
+    let radiance_prefix = format!("{}nerf_blocks.", original.prefix);
+    if files.names().any(|name| name.starts_with(&radiance_prefix)) {
         return Err(sizes.wrong(
             "the transformer is Chroma Radiance, which works on pixels instead of latents and is not supported",
         ));

@@ -22,7 +22,7 @@ use crate::saved::{SampleSize, Saved};
 const THETA: f64 = 10_000.0;
 /// The time is multiplied by this number before its sinusoids are computed.
 const TIME_SCALE: f64 = 1000.0;
-/// The height and width, in latents, of the square that becomes an image token.
+/// The height and width, in latent pixels, of the square that becomes an image token.
 const PATCH: usize = 2;
 
 /// Chroma's transformer. It computes the same as diffusers' `ChromaTransformer2DModel` and has the same parameter
@@ -50,8 +50,8 @@ pub struct ChromaConditions<'a> {
     pub img_ids: &'a Tensor,
     /// The positions of the text tokens, (L, axes): zeros.
     pub txt_ids: &'a Tensor,
-    /// For each sample, the number of text tokens that other tokens attend to, (B), at least 1: all tokens of the text
-    /// and one padding token. `None` means all L tokens; then attention needs no mask, which saves time.
+    /// For each sample, the number of text tokens to which tokens attend, (B), at least 1: all tokens of the text and
+    /// one padding token. `None` means all L tokens; then attention needs no mask, which saves time.
     pub lengths: Option<&'a Tensor>,
 }
 
@@ -67,7 +67,9 @@ impl ChromaTransformer {
     pub fn new(config: ChromaConfig, weights: &mut Weights<'_>) -> Result<Self> {
         config.validate()?;
         let (dim, sizes) = (config.inner_dim(), config.block());
-        let kind = DoubleBlockKind { told_modulation: true, ..DoubleBlockKind::default() };
+        // The blocks get their modulation from the approximator.
+        let told_modulation = true;
+        let kind = DoubleBlockKind { told_modulation, ..DoubleBlockKind::default() };
         let x_embedder = weights.linear("x_embedder", config.in_channels, dim, true)?;
         let device = x_embedder.weight.device();
         Ok(Self {
@@ -80,9 +82,12 @@ impl ChromaTransformer {
                 .map(|i| DoubleBlock::new(sizes, kind, &mut weights.pp(&format!("transformer_blocks.{i}"))))
                 .collect::<Result<_>>()?,
             single_blocks: (0..config.num_single_layers)
-                .map(|i| SingleBlock::new(sizes, true, &mut weights.pp(&format!("single_transformer_blocks.{i}"))))
+                .map(|i| {
+                    let mut weights = weights.pp(&format!("single_transformer_blocks.{i}"));
+                    SingleBlock::new(sizes, told_modulation, &mut weights)
+                })
                 .collect::<Result<_>>()?,
-            output: ModulatedOutput::with_given_modulation([dim, config.out_channels], true, weights)?,
+            output: ModulatedOutput::with_given_modulation([dim, config.out_channels], sizes.bias, weights)?,
             config,
         })
     }
@@ -93,11 +98,12 @@ impl ChromaTransformer {
     }
 
     /// The velocity (B, S, out_channels), in the dtype of the weights, for the noisy latents `hidden_states (B, S,
-    /// in_channels)`. Each of the S image tokens is a square of 2 × 2 latents.
+    /// in_channels)`. Each of the S image tokens is a square of 2 × 2 latent pixels.
     ///
     /// # Errors
-    /// As [`TokenSizes::check`]; [`trainable_candle_core::Error::Shape`] if the lengths do not fit,
-    /// [`trainable_candle_core::Error::DType`] if `img_ids` and `txt_ids` have different dtypes.
+    /// As [`TokenSizes::check`]; [`trainable_candle_core::Error::Shape`] if the lengths are not (B), or are given for a
+    /// text of more than 4096 tokens, [`trainable_candle_core::Error::DType`] if `img_ids` and `txt_ids` have different
+    /// dtypes.
     pub fn forward(&self, hidden_states: &Tensor, conditions: ChromaConditions<'_>) -> Result<Tensor> {
         let [area, length] = self.check(hidden_states, conditions)?;
         let (dtype, batch) = (self.dtype(), hidden_states.dims()[0]);
@@ -142,7 +148,7 @@ impl ChromaTransformer {
     }
 }
 
-/// The name of the approximator.
+/// The approximator's name in the model.
 const APPROXIMATOR: &str = "distilled_guidance_layer";
 
 impl Module for ChromaTransformer {

@@ -7,7 +7,7 @@ use super::CLIPTextModel;
 use crate::fields::Fields;
 use crate::pretrained::Configuration;
 
-/// The activation between the two layers of a feed-forward network.
+/// The activation between the two linear layers of a feed-forward network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
     /// x · sigmoid(1.702 x), as in OpenAI's CLIP.
@@ -64,8 +64,8 @@ impl Default for CLIPTextConfig {
 }
 
 impl Configuration for CLIPTextConfig {
-    // All other fields are ignored: those that transformers writes are about initial values, generation or CLIP's
-    // vision encoder. A missing field gets transformers' default.
+    // Fields that are not read here are ignored: those that transformers writes are about initial values, generation or
+    // CLIP's vision encoder. A missing field gets transformers' default.
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(CLIPTextModel::CLASS_NAME, map);
         let projects = map
@@ -102,6 +102,8 @@ impl Configuration for CLIPTextConfig {
             Some(_) => super::PROJECTING_CLASS_NAME,
             None => CLIPTextModel::CLASS_NAME,
         };
+        // transformers ignores `projection_dim` in the configuration of a model without a projection.
+        let projection_dim = self.projection_dim.unwrap_or(self.hidden_size);
         let json = json!({
             "architectures": [class],
             "model_type": "clip_text_model",
@@ -114,7 +116,7 @@ impl Configuration for CLIPTextConfig {
             "hidden_act": act,
             "layer_norm_eps": self.layer_norm_eps,
             "eos_token_id": self.eos_token_id,
-            "projection_dim": self.projection_dim.unwrap_or(self.hidden_size),
+            "projection_dim": projection_dim,
         });
         if let Value::Object(map) = json { map } else { Map::new() }
     }
@@ -124,11 +126,11 @@ impl CLIPTextConfig {
     /// Check that `num_attention_heads` divides `hidden_size`.
     ///
     /// # Errors
-    /// [`Error::Config`] with the field's name and the values that are allowed.
+    /// [`Error::Config`] if it does not.
     pub fn validate(&self) -> Result<()> {
         if !self.hidden_size.is_multiple_of(self.num_attention_heads) {
             return Err(Error::Config(format!(
-                "{}: num_attention_heads is {}, which does not divide hidden_size, {}",
+                "{}: num_attention_heads is {}, expected a divisor of hidden_size, {}",
                 CLIPTextModel::CLASS_NAME,
                 self.num_attention_heads,
                 self.hidden_size

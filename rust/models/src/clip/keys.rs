@@ -18,8 +18,8 @@ pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
     }
 }
 
-/// Whether the tensor `key` is no parameter of the text encoder, so that readers skip it. The position ids are
-/// constants, and only CLIP's comparison of texts and images uses the logit scale.
+/// Whether readers skip the tensor `key`, because it is no parameter of the text encoder. The position ids are
+/// constants, and only CLIP's comparison of texts with images uses the logit scale.
 fn unused(key: &str) -> bool {
     key.ends_with("position_ids") || key == "logit_scale"
 }
@@ -47,7 +47,7 @@ impl Layout for Transformers {
 
 /// OpenCLIP's names.
 struct OpenClip {
-    /// The prefix of the text encoder's keys in the original checkpoint.
+    /// The prefix of the text encoder's keys in an original checkpoint.
     prefix: &'static str,
 }
 
@@ -58,6 +58,7 @@ impl Layout for OpenClip {
 
     fn places(&self, name: &str) -> Vec<Key> {
         if name == "text_projection.weight" {
+            // OpenCLIP has a plain matrix (in, out) in place of a linear layer.
             let transposed = Key { key: "text_projection".to_owned(), form: Form::Transposed };
             return vec![transposed, Key::plain(name)];
         }
@@ -89,16 +90,17 @@ fn open_clip(name: &str) -> Option<Key> {
     if let Some((_, theirs)) = OUTSIDE.iter().find(|(ours, _)| *ours == name) {
         return Some(Key::plain(*theirs));
     }
-    let (layer, rest) = name.strip_prefix("encoder.layers.")?.split_once('.')?;
-    let block = format!("transformer.resblocks.{layer}");
+    let (index, rest) = name.strip_prefix("encoder.layers.")?.split_once('.')?;
+    let block = format!("transformer.resblocks.{index}");
+    // OpenCLIP stacks the three projections in one tensor.
     for (part, projection) in ["self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj."].iter().enumerate() {
-        if let Some(kind) = rest.strip_prefix(projection) {
-            return Some(Key { key: format!("{block}.attn.in_proj_{kind}"), form: Form::share(part, 3) });
+        if let Some(parameter) = rest.strip_prefix(projection) {
+            return Some(Key { key: format!("{block}.attn.in_proj_{parameter}"), form: Form::share(part, 3) });
         }
     }
     INSIDE.iter().find_map(|(ours, theirs)| {
-        let kind = rest.strip_prefix(ours)?.strip_prefix('.')?;
-        Some(Key::plain(format!("{block}.{theirs}.{kind}")))
+        let parameter = rest.strip_prefix(ours)?.strip_prefix('.')?;
+        Some(Key::plain(format!("{block}.{theirs}.{parameter}")))
     })
 }
 
@@ -117,7 +119,8 @@ const PUBLISHED: [(usize, usize, Activation); 3] =
 /// [`Error::Config`] if a size, the number of heads or the activation cannot be determined.
 pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<CLIPTextConfig>) -> Result<CLIPTextConfig> {
     let Original { prefix, naming } = original;
-    let (tokens, positions, first) = match naming {
+    // The last one is a template: `{}` stands for the index of a layer.
+    let (tokens_key, positions_key, fc1_template) = match naming {
         Naming::Original => {
             ("token_embedding.weight", "positional_embedding", "transformer.resblocks.{}.mlp.c_fc.weight")
         }
@@ -134,32 +137,34 @@ pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<CLIPTex
             files.path().display()
         ))
     };
+    // The two sizes of the matrix with this key.
     let matrix = |key: &str| match files.shape(&format!("{prefix}{key}")) {
         Some(&[rows, columns]) => Ok((rows, columns)),
-        _ => Err(unknown(&format!("the size of {key}"))),
+        _ => Err(unknown(&format!("the size of {prefix}{key}"))),
     };
-    let layer = |i: usize| first.replace("{}", &i.to_string());
-    let (positions, width) = matrix(positions)?;
+    let fc1_key = |layer: usize| fc1_template.replace("{}", &layer.to_string());
+    let (positions, hidden_size) = matrix(positions_key)?;
     let deduced = CLIPTextConfig {
-        vocab_size: matrix(tokens)?.0,
-        hidden_size: width,
-        intermediate_size: matrix(&layer(0))?.0,
-        num_hidden_layers: (0..).take_while(|&i| matrix(&layer(i)).is_ok()).count(),
+        vocab_size: matrix(tokens_key)?.0,
+        hidden_size,
+        intermediate_size: matrix(&fc1_key(0))?.0,
+        num_hidden_layers: (0..).take_while(|&layer| matrix(&fc1_key(layer)).is_ok()).count(),
         max_position_embeddings: positions,
+        // OpenCLIP's matrix is (in, out), a linear layer's is (out, in).
         projection_dim: match matrix("text_projection") {
-            Ok((_, width)) => Some(width),
-            Err(_) => matrix("text_projection.weight").ok().map(|(width, _)| width),
+            Ok((_, out)) => Some(out),
+            Err(_) => matrix("text_projection.weight").ok().map(|(out, _)| out),
         },
         ..CLIPTextConfig::default()
     };
-    let agrees = |beside: &CLIPTextConfig| {
-        let CLIPTextConfig { num_attention_heads, hidden_act, layer_norm_eps, eos_token_id, .. } = beside.clone();
-        CLIPTextConfig { num_attention_heads, hidden_act, layer_norm_eps, eos_token_id, ..deduced.clone() } == *beside
+    let agrees = |known: &CLIPTextConfig| {
+        let CLIPTextConfig { num_attention_heads, hidden_act, layer_norm_eps, eos_token_id, .. } = known.clone();
+        CLIPTextConfig { num_attention_heads, hidden_act, layer_norm_eps, eos_token_id, ..deduced.clone() } == *known
     };
-    if let Some(known) = known.into_iter().find(agrees) {
-        return Ok(known);
+    if let Some(config) = known.into_iter().find(agrees) {
+        return Ok(config);
     }
-    match PUBLISHED.iter().find(|(published, ..)| *published == width) {
+    match PUBLISHED.iter().find(|(published, ..)| *published == hidden_size) {
         Some(&(_, num_attention_heads, hidden_act)) => {
             Ok(CLIPTextConfig { num_attention_heads, hidden_act, ..deduced })
         }

@@ -16,7 +16,9 @@ pub(super) struct EncoderLayer {
     layer_norm1: LayerNorm,
     /// `q_proj`, `k_proj` and `v_proj`.
     projections: LinearGroup,
+    /// The output projection of attention.
     out_proj: Linear<Tensor>,
+    /// The number of heads of attention.
     heads: usize,
     layer_norm2: LayerNorm,
     fc1: Linear<Tensor>,
@@ -25,24 +27,26 @@ pub(super) struct EncoderLayer {
 }
 
 impl EncoderLayer {
+    /// A layer with the parameters below `weights`.
     pub(super) fn new(config: &CLIPTextConfig, weights: &mut Weights<'_>) -> Result<Self> {
-        let (dim, middle, eps) = (config.hidden_size, config.intermediate_size, config.layer_norm_eps);
+        let (dim, wide, eps) = (config.hidden_size, config.intermediate_size, config.layer_norm_eps);
         Ok(Self {
             layer_norm1: weights.layer_norm("layer_norm1", dim, eps)?,
             projections: weights.linear_group(&PROJECTIONS.map(|name| (name, dim)), dim, true, Init::Kaiming)?,
             out_proj: weights.linear("self_attn.out_proj", dim, dim, true)?,
             heads: config.num_attention_heads,
             layer_norm2: weights.layer_norm("layer_norm2", dim, eps)?,
-            fc1: weights.linear("mlp.fc1", dim, middle, true)?,
-            fc2: weights.linear("mlp.fc2", middle, dim, true)?,
+            fc1: weights.linear("mlp.fc1", dim, wide, true)?,
+            fc2: weights.linear("mlp.fc2", wide, dim, true)?,
             activation: config.hidden_act,
         })
     }
 
-    /// The layer's result (B, S, D) for the hidden states `x (B, S, D)`.
+    /// The layer's result (B, S, D) for the hidden states `x (B, S, D)` of B texts of S tokens, with D = `hidden_size`.
     pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let normed = self.layer_norm1.forward(x)?;
-        let mixed = attend(&self.projections.forward(&normed)?, self.heads, true)?;
+        let is_causal = true;
+        let mixed = attend(&self.projections.forward(&normed)?, self.heads, is_causal)?;
         let (x, normed) = self.layer_norm2.add_forward(x, &self.out_proj.forward(&mixed)?)?;
         let hidden = self.fc1.forward(&normed)?;
         let hidden = match self.activation {
@@ -51,23 +55,29 @@ impl EncoderLayer {
         }?;
         x.add(&self.fc2.forward(&hidden)?)
     }
-}
 
-impl EncoderLayer {
     /// Adds to `saved` what the tape keeps of a forward pass over one text of `tokens` tokens.
     pub(super) fn saved(&self, tokens: usize, saved: &mut Saved) {
-        let &[width, middle] = self.fc2.weight.dims() else { return };
-        let inside = tokens * width;
-        saved.block(inside, false, |saved| {
-            saved.keep(inside);
-            saved.layers(&self.projections.layers(), (inside, tokens), true);
-            saved.attention(tokens, tokens, width);
-            saved.keep(4 * inside);
-            saved.linear(&self.out_proj, (inside, tokens));
-            saved.keep(inside);
-            saved.cheap_linear(&self.fc1, (inside, tokens));
-            saved.keep(tokens * middle);
-            saved.cheap_linear(&self.fc2, (tokens * middle, tokens));
+        let &[dim, wide] = self.fc2.weight.dims() else { return };
+        // Numbers of values: of the hidden states, and between the two linear layers of the feed-forward network.
+        let (states, between) = (tokens * dim, tokens * wide);
+        let recomputed_with_previous = false;
+        saved.block(states, recomputed_with_previous, |saved| {
+            // The input of the first norm.
+            saved.keep(states);
+            // The result of a norm is cheap.
+            let cheap = true;
+            saved.layers(&self.projections.layers(), (states, tokens), cheap);
+            saved.attention(tokens, tokens, dim);
+            // Attention keeps queries, keys, values and its result.
+            saved.keep(4 * states);
+            saved.linear(&self.out_proj, (states, tokens));
+            // The input of the second norm.
+            saved.keep(states);
+            saved.cheap_linear(&self.fc1, (states, tokens));
+            // The input of the activation.
+            saved.keep(between);
+            saved.cheap_linear(&self.fc2, (between, tokens));
         });
     }
 }
