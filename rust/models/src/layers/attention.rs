@@ -15,12 +15,13 @@ pub struct Attention {
 }
 
 enum Projections {
-    /// `to_q`, `to_k` and `to_v`.
+    /// Without a context: `to_q`, `to_k` and `to_v`.
     Own(LinearGroup),
+    /// With a context.
     Context {
         to_q: Linear<Tensor>,
         /// `to_k` and `to_v`.
-        others: LinearGroup,
+        to_kv: LinearGroup,
     },
 }
 
@@ -51,28 +52,27 @@ impl Attention {
             }
             Some(context_dim) => Projections::Context {
                 to_q: weights.linear_init("to_q", dim, dim, qkv_bias, init)?,
-                others: weights.linear_group(&[("to_k", dim), ("to_v", dim)], context_dim, qkv_bias, init)?,
+                to_kv: weights.linear_group(&[("to_k", dim), ("to_v", dim)], context_dim, qkv_bias, init)?,
             },
         };
         Ok(Self { projections, to_out: weights.linear_init("to_out.0", dim, dim, true, init)?, heads })
     }
 
-    /// The layer's result for the tokens `x (B, S, D)`, in the same shape. `x` attends to itself or, in an attention
-    /// with a context, to `context (B, L, E)`.
+    /// The layer's result for the tokens `x (B, S, D)`, in the same shape. The tokens attend to one another or, in an
+    /// attention with a context, to `context (B, L, E)`.
     ///
     /// # Errors
-    /// [`Error::Shape`], `DType` or `Device` if an input does not fit, [`Error::Argument`] if the layer needs a
-    /// context and `context` is None, or the reverse.
+    /// [`Error::Shape`], [`Error::DType`] or [`Error::Device`] if an input does not fit; [`Error::Argument`] if the
+    /// layer needs a context and `context` is None, or if `context` is given to a layer without a context.
     pub fn forward(&self, x: &Tensor, context: Option<&Tensor>) -> Result<Tensor> {
+        let is_causal = false;
         let mixed = match (&self.projections, context) {
-            (Projections::Own(group), None) => attend(&group.forward(x)?, self.heads, false)?,
-            (Projections::Context { to_q, others }, Some(context)) => {
+            (Projections::Own(group), None) => attend(&group.forward(x)?, self.heads, is_causal)?,
+            (Projections::Context { to_q, to_kv }, Some(context)) => {
                 let q = to_q.forward(x)?;
-                match others.forward(context)? {
-                    Projected::Joined(others) => packed_attention(&q, Some(&others), self.heads, false)?,
-                    Projected::Separate(others) => {
-                        attend_parts(&[&[q], others.as_slice()].concat(), self.heads, false)?
-                    }
+                match to_kv.forward(context)? {
+                    Projected::Joined(kv) => packed_attention(&q, Some(&kv), self.heads, is_causal)?,
+                    Projected::Separate(kv) => attend_parts(&[&[q], kv.as_slice()].concat(), self.heads, is_causal)?,
                 }
             }
             (Projections::Own(_), Some(_)) => {
@@ -85,43 +85,45 @@ impl Attention {
 }
 
 impl Attention {
-    /// Adds to `saved` what the tape keeps for `area` tokens that attend to one another, or to `context_area` tokens of
-    /// a context. The backward pass of attention reads q, k, v and the attention's result.
-    pub fn saved(&self, area: usize, context_area: Option<usize>, saved: &mut Saved) {
-        let width = self.to_out.weight.dims()[0];
-        let inside = area * width;
-        saved.attention(area, context_area.unwrap_or(area), width);
+    /// Adds to `saved` what the tape keeps for `tokens` tokens that attend to one another or, if the layer has a
+    /// context, to `context_tokens` tokens.
+    pub fn saved(&self, tokens: usize, context_tokens: Option<usize>, saved: &mut Saved) {
+        let dim = self.to_out.weight.dims()[0];
+        let inputs = tokens * dim;
+        let keys = context_tokens.unwrap_or(tokens);
+        saved.attention(tokens, keys, dim);
         match &self.projections {
-            Projections::Own(group) => saved.layers(&group.layers(), (inside, area), true),
-            Projections::Context { to_q, others } => {
-                saved.cheap_linear(to_q, (inside, area));
+            Projections::Own(group) => saved.layers(&group.layers(), (inputs, tokens), true),
+            Projections::Context { to_q, to_kv } => {
+                saved.cheap_linear(to_q, (inputs, tokens));
                 // The context is an input of many layers and is in memory anyway, so it is not counted here.
-                saved.layers(&others.layers(), (0, context_area.unwrap_or(area)), false);
+                saved.layers(&to_kv.layers(), (0, keys), false);
             }
         }
-        saved.keep(2 * inside + 2 * context_area.unwrap_or(area) * width);
-        // If a gradient passes through attention, the tape keeps attention's result, which is also the input of
-        // `to_out`, already.
-        let input = if saved.is_reached() { 0 } else { inside };
-        saved.linear(&self.to_out, (input, area));
+        // The backward pass of attention reads q and the attention's result, k and v.
+        saved.keep(2 * tokens * dim + 2 * keys * dim);
+        // The result of attention is the input of `to_out`. If a gradient passes through attention, the result is
+        // counted already.
+        let input = if saved.is_reached() { 0 } else { tokens * dim };
+        saved.linear(&self.to_out, (input, tokens));
     }
 }
 
-/// Attention over queries, keys and values, each (B, S, D): the results of a group of layers.
+/// Attention over `projected`: queries, keys and values, each (B, S, D), which a group of layers has computed.
 pub(crate) fn attend(projected: &Projected, heads: usize, is_causal: bool) -> Result<Tensor> {
     match projected {
-        Projected::Joined(all) => packed_attention(all, None, heads, is_causal),
+        Projected::Joined(qkv) => packed_attention(qkv, None, heads, is_causal),
         Projected::Separate(parts) => attend_parts(parts, heads, is_causal),
     }
 }
 
-/// Attention over q, k and v, each (B, S, D).
+/// Attention over `parts`: q (B, S, D), and k and v (B, L, D) each.
 fn attend_parts(parts: &[Tensor], heads: usize, is_causal: bool) -> Result<Tensor> {
     let [q, k, v] = parts else {
         return Err(Error::argument("Attention", format!("found {} projections, expected q, k and v", parts.len())));
     };
-    let (q_heads, k, v) = (split_heads(q, heads)?, split_heads(k, heads)?, split_heads(v, heads)?);
-    let mixed = scaled_dot_product_attention(&q_heads, &k, &v, None, is_causal, None)?;
+    let (q_heads, k_heads, v_heads) = (split_heads(q, heads)?, split_heads(k, heads)?, split_heads(v, heads)?);
+    let mixed = scaled_dot_product_attention(&q_heads, &k_heads, &v_heads, None, is_causal, None)?;
     mixed.transpose(1, 2)?.reshape(q.dims())
 }
 
@@ -135,9 +137,9 @@ impl Module for Attention {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
         match &self.projections {
             Projections::Own(group) => group.visit(visitor)?,
-            Projections::Context { to_q, others } => {
+            Projections::Context { to_q, to_kv } => {
                 visitor.linear("to_q", to_q)?;
-                others.visit(visitor)?;
+                to_kv.visit(visitor)?;
             }
         }
         visitor.linear("to_out.0", &self.to_out)

@@ -1,5 +1,5 @@
-//! Attention with normalised queries and keys. [`JointAttention`] has two streams, image and text: every token attends
-//! to all tokens of both streams. [`SelfAttention`] has one stream.
+//! Attention whose queries and keys are normalised, if the model has norms for them. [`JointAttention`] has two
+//! streams, image and text: every token attends to all tokens of both streams. [`SelfAttention`] has one stream.
 
 use trainable_candle_core::ops::attention::{
     HeadSizes, Stream as Tokens, normed_attention, scaled_dot_product_attention,
@@ -14,7 +14,9 @@ use crate::saved::Saved;
 
 /// The names of one stream's projections and norms.
 struct Names {
+    /// The layers that compute queries, keys and values.
     qkv: [&'static str; 3],
+    /// The norms of queries and keys.
     norms: [&'static str; 2],
 }
 
@@ -39,16 +41,17 @@ impl Projections {
         Ok(Self { qkv, norms, names, sizes })
     }
 
-    /// Projections of `x (B, S, D)`, for [`mix`].
+    /// The stream of the tokens `x (B, S, D)`, for [`mix`].
     fn forward(&self, x: &Tensor, angles: Option<Rope>) -> Result<Stream<'_>> {
         Ok(Stream { projected: self.qkv.forward(x)?, norms: self.norms.as_ref(), angles })
     }
 
-    /// Adds to `saved` what the tape keeps for `tokens` tokens: queries and keys before their norms, and values.
+    /// Adds to `saved` what the tape keeps for `tokens` tokens.
     fn saved(&self, tokens: usize, saved: &mut Saved) {
-        let inside = tokens * self.sizes.dim();
-        saved.layers(&self.qkv.layers(), (inside, tokens), true);
-        saved.keep(3 * inside);
+        let values = tokens * self.sizes.dim();
+        saved.layers(&self.qkv.layers(), (values, tokens), true);
+        // Queries and keys before their norms, and the values of attention.
+        saved.keep(3 * values);
     }
 }
 
@@ -68,11 +71,13 @@ pub(crate) struct Stream<'a> {
     pub projected: Projected,
     /// Norms of queries and keys, per head.
     pub norms: Option<&'a [RmsNorm; 2]>,
+    /// The rotary embedding's angles of the tokens.
     pub angles: Option<Rope>,
 }
 
-/// The tokens of all streams attend to the keys of all streams, as far as `mask` allows it (u8, broadcast to (B, heads,
-/// Σ S, Σ S)). The result is (B, Σ S, D): the tokens of the first stream, then those of the next one.
+/// Attention of the tokens of all streams to the tokens of all streams. If there is a `mask` (u8, broadcast to (B,
+/// heads, N, N)), its zeros hide keys from queries. The result is (B, N, D): the N tokens of all streams, in the order
+/// of the streams.
 pub(crate) fn mix(streams: &[Stream<'_>], sizes: BlockSizes, mask: Option<&Tensor>) -> Result<Tensor> {
     let tokens: Option<Vec<Tokens<'_>>> = streams.iter().map(Stream::as_tokens).collect();
     if let Some(tokens) = tokens {
@@ -82,12 +87,12 @@ pub(crate) fn mix(streams: &[Stream<'_>], sizes: BlockSizes, mask: Option<&Tenso
             mask,
         );
     }
-    let heads = streams.iter().map(|stream| stream.heads(sizes)).collect::<Result<Vec<_>>>()?;
-    let all = |part: usize| match heads.as_slice() {
-        [one] => Ok(one[part].clone()),
-        several => Tensor::cat(&several.iter().map(|heads| &heads[part]).collect::<Vec<_>>(), 2),
+    let qkvs = streams.iter().map(|stream| stream.qkv(sizes)).collect::<Result<Vec<_>>>()?;
+    let joined = |index: usize| match qkvs.as_slice() {
+        [qkv] => Ok(qkv[index].clone()),
+        several => Tensor::cat(&several.iter().map(|qkv| &qkv[index]).collect::<Vec<_>>(), 2),
     };
-    let (q, k, v) = (all(0)?, all(1)?, all(2)?);
+    let (q, k, v) = (joined(0)?, joined(1)?, joined(2)?);
     let (batch, length) = (q.dims()[0], q.dims()[2]);
     let mixed = scaled_dot_product_attention(&q, &k, &v, mask, false, None)?;
     mixed.transpose(1, 2)?.reshape((batch, length, sizes.dim()))
@@ -104,28 +109,33 @@ impl Stream<'_> {
         (!learns).then_some(Tokens { x, norms, angles })
     }
 
-    /// q, k and v, each (B, heads, S, width of a head). q and k are normalised and rotated.
-    fn heads(&self, sizes: BlockSizes) -> Result<[Tensor; 3]> {
+    /// q, k and v, each (B, heads, S, width of a head). q and k are normalised and rotated, if the stream has norms and
+    /// angles.
+    fn qkv(&self, sizes: BlockSizes) -> Result<[Tensor; 3]> {
+        // Parts 0, 1 and 2 are q, k and v.
         let part = |index: usize| {
             let (dim, heads) = (sizes.dim(), sizes.heads);
+            let is_rotated = index < 2;
             let x = match &self.projected {
-                Projected::Joined(all) => all.narrow(2, index * dim, dim)?,
+                Projected::Joined(joined) => joined.narrow(2, index * dim, dim)?,
                 Projected::Separate(parts) => parts[index].clone(),
             };
             let (batch, length) = (x.dims()[0], x.dims()[1]);
             let x = x.reshape((batch, length, heads, sizes.head_dim))?.transpose(1, 2)?;
+            // There are two norms, so v has none.
             let norm = self.norms.and_then(|norms| norms.get(index));
-            let rotated = |x: &Tensor, Rope { cos, sin }: &Rope| match norm {
-                Some(norm) => rms_norm_rope(x, norm.weight.as_ref(), cos, sin, true, norm.eps),
-                None => rope(x, cos, sin, true),
+            let interleaved = true;
+            let rotate = |x: &Tensor, Rope { cos, sin }: &Rope| match norm {
+                Some(norm) => rms_norm_rope(x, norm.weight.as_ref(), cos, sin, interleaved, norm.eps),
+                None => rope(x, cos, sin, interleaved),
             };
-            match (norm, self.angles.as_ref().filter(|_| index < 2)) {
+            match (norm, self.angles.as_ref().filter(|_| is_rotated)) {
                 (_, Some(angles)) if angles.is_per_sample() => {
-                    let sample = |i: usize| rotated(&x.narrow(0, i, 1)?, &angles.sample(i)?);
-                    let samples = (0..batch).map(sample).collect::<Result<Vec<_>>>()?;
+                    let rotate_sample = |i: usize| rotate(&x.narrow(0, i, 1)?, &angles.sample(i)?);
+                    let samples = (0..batch).map(rotate_sample).collect::<Result<Vec<_>>>()?;
                     Tensor::cat(&samples.iter().collect::<Vec<_>>(), 0)
                 }
-                (_, Some(angles)) => rotated(&x, angles),
+                (_, Some(angles)) => rotate(&x, angles),
                 (Some(norm), None) => norm.forward(&x),
                 (None, None) => Ok(x),
             }
@@ -158,29 +168,29 @@ impl JointAttention {
         })
     }
 
-    /// The layer's results for the tokens `image (B, S, D)` and `text (B, L, D)`, in the same shapes; with
-    /// `image_only`, the text's result is None.
+    /// The layer's results for the tokens `image (B, S, D)` and `text (B, L, D)`, in the same shapes. The text's result
+    /// is None if the layer was made with `image_only`.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if an input does not fit.
     pub fn forward(&self, image: &Tensor, text: &Tensor, sight: Sight<'_>) -> Result<(Tensor, Option<Tensor>)> {
         let (length, area) = (text.dims()[1], image.dims()[1]);
-        let part = |start: usize, length: usize| sight.angles.map(|angles| angles.narrow(start, length)).transpose();
-        let streams = [self.text.forward(text, part(0, length)?)?, self.image.forward(image, part(length, area)?)?];
+        let angles = |start: usize, tokens: usize| sight.angles.map(|all| all.narrow(start, tokens)).transpose();
+        let streams = [self.text.forward(text, angles(0, length)?)?, self.image.forward(image, angles(length, area)?)?];
         let mixed = mix(&streams, self.image.sizes, sight.mask)?;
         let image = self.to_out.forward(&mixed.narrow(1, length, area)?)?;
         let text = self.to_add_out.as_ref().map(|layer| layer.forward(&mixed.narrow(1, 0, length)?)).transpose()?;
         Ok((image, text))
     }
 
-    /// Adds to `saved` what the tape keeps for an image of `area` tokens and a text of `length`.
+    /// Adds to `saved` what the tape keeps for an image of `area` tokens and a text of `length` tokens.
     pub fn saved(&self, area: usize, length: usize, saved: &mut Saved) {
         self.text.saved(length, saved);
         self.image.saved(area, saved);
         let dim = self.to_out.in_features();
         saved.attention(area + length, area + length, dim);
+        // One tensor holds attention's results for both streams. Each output projection reads a copy of its part.
         saved.keep((area + length) * dim);
-        // One tensor holds the results of both streams. Each output projection reads a copy of its stream's result.
         saved.cheap_linear(&self.to_out, (area * dim, area));
         if let Some(layer) = &self.to_add_out {
             saved.cheap_linear(layer, (length * dim, length));
@@ -197,7 +207,7 @@ impl Module for JointAttention {
     }
 }
 
-/// Attention of an image's tokens to one another.
+/// Attention of the tokens of one stream to one another. Its layers are named like [`JointAttention`]'s image layers.
 pub struct SelfAttention {
     stream: Projections,
     to_out: Linear<Tensor>,
@@ -228,7 +238,7 @@ impl SelfAttention {
         self.stream.saved(tokens, saved);
         saved.attention(tokens, tokens, self.to_out.in_features());
         saved.keep(tokens * self.to_out.in_features());
-        // The attention already keeps this layer's input.
+        // Attention's result is the input of `to_out`, and is counted already.
         saved.linear(&self.to_out, (0, tokens));
     }
 }

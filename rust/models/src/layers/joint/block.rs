@@ -8,7 +8,8 @@ use super::modulation::{gated_add, modulated};
 use super::{BlockSizes, FeedForward, FeedForwardKind, Sight};
 use crate::saved::Saved;
 
-/// Names of layers that differ between models. Each pair is the name of the image's layer and of the text's layer.
+/// The names of those layers of a double-stream block that models name differently. In each pair, the image's layer
+/// comes first, then the text's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DoubleBlockNames {
     /// The layers that compute the modulation.
@@ -23,21 +24,21 @@ impl Default for DoubleBlockNames {
     }
 }
 
-/// Properties in which the blocks of models differ.
+/// Properties in which the double-stream blocks of models differ.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DoubleBlockKind {
     /// Whether the block has a second attention, in which image tokens attend to image tokens only (SD3.5-medium's
     /// "dual attention").
     pub dual: bool,
-    /// Whether the block returns the text unchanged. This is so in the last block of some models, because no later
-    /// layer reads the text.
+    /// Whether the block returns the text unchanged. The last block of some models does, because no later layer reads
+    /// the text.
     pub image_only: bool,
     /// Whether the model computes the modulation and passes it to the block. The block then has no layers that compute
     /// the modulation.
     pub told_modulation: bool,
     /// The kind of the block's feed-forward networks.
     pub feed_forward: FeedForwardKind,
-    /// The names of the block's layers.
+    /// The names of layers that models name differently.
     pub names: DoubleBlockNames,
 }
 
@@ -45,13 +46,15 @@ pub struct DoubleBlockKind {
 /// and of each network is normalised and modulated; the result is multiplied by a gate and added to the residual
 /// stream.
 pub struct DoubleBlock {
-    /// The layers that modulate the image and the text, unless the model passes the modulation.
+    /// The layers that compute the modulation of the image and of the text; None if the model passes the modulation.
     norms: Option<[Linear<Tensor>; 2]>,
     names: DoubleBlockNames,
     dim: usize,
     attn: JointAttention,
+    /// The second attention of the image ([`DoubleBlockKind::dual`]).
     attn2: Option<SelfAttention>,
     ff: FeedForward,
+    /// The feed-forward network of the text; None if the block returns the text unchanged.
     ff_context: Option<FeedForward>,
 }
 
@@ -62,6 +65,8 @@ impl DoubleBlock {
     /// As [`Weights::get`].
     pub fn new(sizes: BlockSizes, kind: DoubleBlockKind, weights: &mut Weights<'_>) -> Result<Self> {
         let dim = sizes.dim();
+        // Shift, scale and gate of each attention and of the feed-forward network. For a text that the block returns
+        // unchanged: shift and scale.
         let image_parts = if kind.dual { 9 } else { 6 };
         let text_parts = if kind.image_only { 2 } else { 6 };
         let mut norm = |name, parts: usize| weights.linear(name, dim, parts * dim, sizes.bias);
@@ -96,7 +101,8 @@ impl DoubleBlock {
         Ok([image.forward(condition)?, text.forward(condition)?])
     }
 
-    /// The tokens `image (B, S, D)` and `text (B, L, D)` after the block, in the same shapes.
+    /// The tokens `image (B, S, D)` and `text (B, L, D)` after the block, in the same shapes. The modulations are those
+    /// of [`modulation`](Self::modulation), or those that the model passes.
     ///
     /// # Errors
     /// [`Error::Shape`] if an input does not fit.
@@ -108,58 +114,63 @@ impl DoubleBlock {
     ) -> Result<[Tensor; 2]> {
         let dim = image.dims()[2];
         let part = |modulation: &Tensor, index: usize| modulation.narrow(1, index * dim, dim);
-        let to_image = |index| part(image_modulation, index);
-        let to_text = |index| part(text_modulation, index);
-        let normed = modulated(image, [&to_image(0)?, &to_image(1)?])?;
+        // Parts 0 to 2 are shift, scale and gate of the joint attention, 3 to 5 those of the feed-forward network, and
+        // 6 to 8 those of the second attention.
+        let of_image = |index| part(image_modulation, index);
+        let of_text = |index| part(text_modulation, index);
+        let normed = modulated(image, [&of_image(0)?, &of_image(1)?])?;
         // In a block that returns the text unchanged, the text's modulation begins with the scale, as it does in the
         // model's output layer. In other blocks, it begins with the shift.
         let order = if self.ff_context.is_some() { [0, 1] } else { [1, 0] };
-        let normed_text = modulated(text, [&to_text(order[0])?, &to_text(order[1])?])?;
+        let normed_text = modulated(text, [&of_text(order[0])?, &of_text(order[1])?])?;
         let (mixed, mixed_text) = self.attn.forward(&normed, &normed_text, sight)?;
         let text = match (&self.ff_context, mixed_text) {
             (Some(ff), Some(mixed)) => {
-                let text = gated_add(text, &mixed, &to_text(2)?)?;
-                let hidden = ff.forward(&modulated(&text, [&to_text(3)?, &to_text(4)?])?)?;
-                gated_add(&text, &hidden, &to_text(5)?)?
+                let text = gated_add(text, &mixed, &of_text(2)?)?;
+                let ff_result = ff.forward(&modulated(&text, [&of_text(3)?, &of_text(4)?])?)?;
+                gated_add(&text, &ff_result, &of_text(5)?)?
             }
             _ => text.clone(),
         };
         // The image's feed-forward network comes last. The backward pass does not read the product of the block's last
         // linear layer, so a checkpoint does not recompute this product.
-        let mut result = gated_add(image, &mixed, &to_image(2)?)?;
+        let mut attended = gated_add(image, &mixed, &of_image(2)?)?;
         if let Some(attn2) = &self.attn2 {
-            let normed = modulated(image, [&to_image(6)?, &to_image(7)?])?;
-            result = gated_add(&result, &attn2.forward(&normed, Sight::default())?, &to_image(8)?)?;
+            let normed = modulated(image, [&of_image(6)?, &of_image(7)?])?;
+            attended = gated_add(&attended, &attn2.forward(&normed, Sight::default())?, &of_image(8)?)?;
         }
-        let hidden = self.ff.forward(&modulated(&result, [&to_image(3)?, &to_image(4)?])?)?;
-        let image = gated_add(&result, &hidden, &to_image(5)?)?;
+        let ff_result = self.ff.forward(&modulated(&attended, [&of_image(3)?, &of_image(4)?])?)?;
+        let image = gated_add(&attended, &ff_result, &of_image(5)?)?;
         Ok([image, text])
     }
 
-    /// Adds to `saved` what the tape keeps for an image of `area` tokens and a text of `length`.
+    /// Adds to `saved` what the tape keeps for an image of `area` tokens and a text of `length` tokens.
     pub fn saved(&self, area: usize, length: usize, saved: &mut Saved) {
         let dim = self.dim;
         saved.outside(|saved| self.norms.iter().flatten().for_each(|layer| saved.linear(layer, (dim, 1))));
-        let gates = self.norms.as_ref().map_or([false; 2], |norms| [saved.adapts(&norms[0]), saved.adapts(&norms[1])]);
+        // Whether the layers that compute the gates of the image and of the text have adapters.
+        let [adapts_image, adapts_text] =
+            self.norms.as_ref().map_or([false; 2], |norms| [saved.adapts(&norms[0]), saved.adapts(&norms[1])]);
         saved.block((area + length) * dim, false, |saved| {
+            // The norms before the joint attention keep their inputs.
             saved.keep((area + length) * dim);
             self.attn.saved(area, length, saved);
             if let Some(attn2) = &self.attn2 {
                 saved.keep(area * dim);
                 attn2.saved(area, saved);
             }
-            // The tape keeps the sums after the gates, because norms read them. If the layer that computes a gate is
-            // adapted, the tape also keeps the values that the gate multiplies.
+            // The tape keeps the sums after the gates, because norms read them. If the layer that computes a gate has
+            // an adapter, the tape also keeps the values that the gate multiplies.
             if let Some(ff) = &self.ff_context {
-                saved.keep_product(length * dim, gates[1]);
+                saved.keep_product(length * dim, adapts_text);
                 saved.keep_cheap(length * dim);
                 ff.saved(length, saved);
-                saved.keep_product(length * dim, gates[1]);
+                saved.keep_product(length * dim, adapts_text);
             }
-            saved.keep_product(area * dim, gates[0]);
+            saved.keep_product(area * dim, adapts_image);
             saved.keep_cheap(area * dim);
             self.ff.saved(area, saved);
-            saved.keep(if gates[0] { area * dim } else { 0 });
+            saved.keep(if adapts_image { area * dim } else { 0 });
         });
     }
 }

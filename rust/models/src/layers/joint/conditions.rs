@@ -1,4 +1,4 @@
-//! The condition of all blocks: the time, the pooled text embedding and the guidance scale. Follows
+//! Computes the condition of all blocks from the time, the pooled text embedding and the guidance scale. Follows
 //! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/embeddings.py>,
 //! `CombinedTimestepTextProjEmbeddings` and `CombinedTimestepGuidanceTextProjEmbeddings`.
 
@@ -9,7 +9,7 @@ use crate::layers::timestep::LINEAR;
 use crate::layers::{Sinusoids, TimestepEmbedding};
 use crate::saved::Saved;
 
-/// Number of sinusoidal features of the time. The guidance scale has as many.
+/// Number of sinusoidal features of the time, and of the guidance scale.
 const SINUSOIDS: usize = 256;
 
 /// The sizes of a [`TimeTextEmbedding`].
@@ -21,7 +21,7 @@ pub struct ConditionSizes {
     pub pooled: Option<usize>,
     /// Whether the model takes a guidance scale as an input (guidance distillation).
     pub guidance: bool,
-    /// Whether linear layers have biases.
+    /// Whether the linear layers have biases.
     pub bias: bool,
 }
 
@@ -52,9 +52,9 @@ impl TimeTextEmbedding {
         })
     }
 
-    /// SiLU of the condition, (B, D), which every block reads. `times` are from 0 to 1000, (B) or (1). `guidance` is
-    /// the guidance scale times 1000, (B) or (1). Callers must give `pooled (B, P)` and `guidance` if the model takes
-    /// them.
+    /// SiLU of the condition, (B, D), which every block reads. `times` are from 0 to 1000, (B) or (1). `pooled` is the
+    /// pooled text embedding, (B, P) with P = [`ConditionSizes::pooled`]. `guidance` is the guidance scale times 1000,
+    /// (B) or (1). Callers must give `pooled` and `guidance` if the model takes them; otherwise they are ignored.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if an input does not fit.

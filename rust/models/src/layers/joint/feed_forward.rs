@@ -8,11 +8,10 @@ use trainable_candle_nn::{Linear, Module, Visitor, Weights};
 use super::BlockSizes;
 use crate::saved::Saved;
 
-/// The activation between the two linear layers, and the layers' names.
+/// The activation between the two linear layers, the layers' names, and the width of the hidden layer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum FeedForwardKind {
-    /// GELU (its tanh form) between `net.0.proj` and `net.2`. The hidden layer is four times as wide as the
-    /// tokens.
+    /// GELU (its tanh form) between `net.0.proj` and `net.2`. The hidden layer is four times as wide as the tokens.
     #[default]
     Gelu,
     /// `SwiGLU` between `linear_in` and `linear_out`. The first half of the results of `linear_in` is the gate. The
@@ -21,6 +20,7 @@ pub enum FeedForwardKind {
 }
 
 impl FeedForwardKind {
+    /// The names of the first and the last linear layer.
     const fn names(self) -> [&'static str; 2] {
         match self {
             Self::Gelu => ["net.0.proj", "net.2"],
@@ -59,11 +59,11 @@ impl FeedForward {
     /// As [`Weights::get`].
     pub fn new(sizes: BlockSizes, kind: FeedForwardKind, weights: &mut Weights<'_>) -> Result<Self> {
         let (dim, [first, last]) = (sizes.dim(), kind.names());
-        let middle = kind.ratio() * dim;
+        let hidden_dim = kind.ratio() * dim;
         Ok(Self {
             kind,
-            first: weights.linear(first, dim, kind.parts() * middle, sizes.bias)?,
-            last: weights.linear(last, middle, dim, sizes.bias)?,
+            first: weights.linear(first, dim, kind.parts() * hidden_dim, sizes.bias)?,
+            last: weights.linear(last, hidden_dim, dim, sizes.bias)?,
         })
     }
 
@@ -72,19 +72,19 @@ impl FeedForward {
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if the input does not fit.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let inner = self.first.forward(x)?;
+        let projected = self.first.forward(x)?;
         self.last.forward(&match self.kind {
-            FeedForwardKind::Gelu => inner.gelu(Gelu::Tanh)?,
-            FeedForwardKind::SwiGlu => activate_beside(None, &inner, 0, Activation::SwiGlu)?,
+            FeedForwardKind::Gelu => projected.gelu(Gelu::Tanh)?,
+            FeedForwardKind::SwiGlu => activate_beside(None, &projected, 0, Activation::SwiGlu)?,
         })
     }
 
     /// Adds to `saved` what the tape keeps for `tokens` tokens.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
-        let middle = tokens * self.last.in_features();
         saved.cheap_linear(&self.first, (tokens * self.first.in_features(), tokens));
+        // The activation keeps its input.
         saved.keep(tokens * self.first.out_features());
-        saved.cheap_linear(&self.last, (middle, tokens));
+        saved.cheap_linear(&self.last, (tokens * self.last.in_features(), tokens));
     }
 }
 

@@ -1,9 +1,9 @@
-//! Checks whether the inputs of an image transformer, such as Flux.1, have the sizes that its configuration gives.
+//! Checks whether the inputs of an image transformer, such as Flux.1's, have the sizes that its configuration gives.
 
 use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{Error, Result, Tensor};
 
-/// The sizes that the inputs of a model must have, from its configuration.
+/// The sizes that the inputs of a model must have, from the model's configuration.
 #[derive(Clone, Copy)]
 pub struct TokenSizes {
     /// The model's name in messages.
@@ -20,18 +20,18 @@ pub struct TokenSizes {
     pub guidance: bool,
 }
 
-/// The inputs of one forward pass.
+/// The inputs of one forward pass, for B samples of S image tokens and L text tokens.
 #[derive(Clone, Copy)]
 pub struct TokenInputs<'a> {
     /// Tokens of the noisy image, (B, S, channels).
     pub hidden_states: &'a Tensor,
-    /// Tokens of the text, (B, L, width).
+    /// Tokens of the text, (B, L, [`TokenSizes::text`]).
     pub encoder_hidden_states: &'a Tensor,
-    /// The pooled text embedding, (B, width).
+    /// The pooled text embedding, (B, [`TokenSizes::pooled`]). It is ignored if the model takes none.
     pub pooled_projections: Option<&'a Tensor>,
-    /// Time, (B), (1) or a scalar.
+    /// The time: (B), (1) or a scalar.
     pub timestep: &'a Tensor,
-    /// The guidance scale, (B), (1) or a scalar.
+    /// The guidance scale: (B), (1) or a scalar.
     pub guidance: Option<&'a Tensor>,
     /// Positions of the image's tokens, (S, axes).
     pub img_ids: &'a Tensor,
@@ -40,21 +40,21 @@ pub struct TokenInputs<'a> {
 }
 
 impl TokenSizes {
-    /// Check the inputs. Returns the number of image tokens and the number of text tokens.
+    /// Check the inputs, and return the number of image tokens and the number of text tokens.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the inputs do not fit the sizes or one another, or there is no token; [`Error::DType`] if
-    /// the image is not floating-point; [`Error::Argument`] if the guidance scale is missing, or given to a
-    /// model that takes none.
+    /// [`Error::Shape`] if the inputs do not fit the sizes or one another, or if there are no image tokens or no text
+    /// tokens; [`Error::DType`] if the image tokens are not floating-point; [`Error::Argument`] if the guidance scale
+    /// is missing, or given to a model that takes none.
     pub fn check(&self, inputs: TokenInputs<'_>) -> Result<[usize; 2]> {
         let misfit = |name: &str, found: &Tensor, expected: String| {
             Err(Error::shape(self.op, format!("{name} has shape {:?}, expected {expected}", found.dims())))
         };
         let (hidden_states, channels) = (inputs.hidden_states, self.channels);
-        let &[batch, area, c] = hidden_states.dims() else {
+        let &[batch, area, width] = hidden_states.dims() else {
             return misfit("hidden_states", hidden_states, format!("(B, S, {channels})"));
         };
-        if c != channels || area == 0 {
+        if width != channels || area == 0 {
             let expected = format!("(B, S, {channels}) with at least one token");
             return misfit("hidden_states", hidden_states, expected);
         }
@@ -76,10 +76,10 @@ impl TokenSizes {
         {
             return misfit("pooled_projections", pooled, format!("({batch}, {width})"));
         }
-        for (name, numbers) in [("timestep", Some(inputs.timestep)), ("guidance", inputs.guidance)] {
-            let Some(numbers) = numbers else { continue };
-            if !matches!(*numbers.dims(), [] | [1]) && numbers.dims() != [batch] {
-                return misfit(name, numbers, format!("({batch},), (1,) or ()"));
+        for (name, input) in [("timestep", Some(inputs.timestep)), ("guidance", inputs.guidance)] {
+            let Some(input) = input else { continue };
+            if !matches!(*input.dims(), [] | [1]) && input.dims() != [batch] {
+                return misfit(name, input, format!("({batch},), (1,) or ()"));
             }
         }
         for (name, ids, tokens) in [("img_ids", inputs.img_ids, area), ("txt_ids", inputs.txt_ids, length)] {

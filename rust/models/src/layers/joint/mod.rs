@@ -1,6 +1,6 @@
-//! The blocks of a multimodal diffusion transformer (Esser et al. 2024, arXiv:2403.03206, section 4). In
-//! double-stream blocks, image and text tokens have separate weights. In single-stream blocks, they have the same
-//! weights. In both, every token attends to all image and text tokens. Names are diffusers'. Follows
+//! The blocks of a multimodal diffusion transformer (Esser et al. 2024, arXiv:2403.03206, section 4). In double-stream
+//! blocks, image and text tokens have separate weights. In single-stream blocks, they have the same weights. In both
+//! kinds of blocks, every token attends to all image and text tokens. The layers have diffusers' names. Follows
 //! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/attention.py#L580>
 //! and
 //! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/transformers/transformer_flux.py>.
@@ -37,9 +37,9 @@ pub struct BlockSizes {
     pub heads: usize,
     /// Width of a head.
     pub head_dim: usize,
-    /// Whether queries and keys are normalised.
+    /// Whether queries and keys are normalised. Those of a [`SingleBlock`] always are.
     pub qk_norm: bool,
-    /// Whether linear layers have biases.
+    /// Whether linear layers have biases. Those of a [`SingleBlock`] always have.
     pub bias: bool,
     /// Added to the mean square in the RMS norms of queries and keys.
     pub eps: f64,

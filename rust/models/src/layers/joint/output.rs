@@ -6,7 +6,9 @@ use trainable_candle_nn::{Linear, Module, Visitor, Weights};
 use super::modulation::modulated;
 use crate::saved::Saved;
 
+/// The name of the layer that computes the modulation.
 const NORM: &str = "norm_out.linear";
+/// The name of the projection.
 const PROJECTION: &str = "proj_out";
 
 /// A layer norm, modulated by a shift and a scale from the condition, and a projection to the values of the patches.
@@ -17,8 +19,8 @@ pub struct ModulatedOutput {
 }
 
 impl ModulatedOutput {
-    /// Takes the parameters `norm_out.linear` and `proj_out` below `weights`. Tokens are `dim` wide and become `out`
-    /// values; `bias` says whether the layers have biases.
+    /// Takes the parameters of `norm_out.linear` and `proj_out` below `weights`. Each token has `dim` features and
+    /// becomes `out` values. `bias` says whether the two linear layers have biases.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -29,7 +31,7 @@ impl ModulatedOutput {
         })
     }
 
-    /// As [`new`](Self::new), for models that pass the modulation. The layer then takes only the parameters of
+    /// As [`new`](Self::new), for models that pass the modulation. This function takes only the parameters of
     /// `proj_out`.
     ///
     /// # Errors
@@ -54,7 +56,7 @@ impl ModulatedOutput {
         self.modulated(x, [&modulation.narrow(1, dim, dim)?, &modulation.narrow(1, 0, dim)?])
     }
 
-    /// The result (B, S, out) for the tokens `x (B, S, D)` and a shift and a scale, (B, D) each.
+    /// The result (B, S, out) for the tokens `x (B, S, D)` and a `modulation`: shift and scale, (B, D) each.
     ///
     /// # Errors
     /// [`Error::Shape`] if an input does not fit.
@@ -72,6 +74,7 @@ impl ModulatedOutput {
         let dim = self.projection.in_features();
         saved.outside(|saved| {
             self.norm.iter().for_each(|norm| saved.linear(norm, (dim, 1)));
+            // The layer norm keeps its input.
             saved.keep(tokens * dim);
             saved.linear(&self.projection, (tokens * dim, tokens));
         });

@@ -2,8 +2,8 @@
 
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 
-/// Cosines and sines of the angles at each token, f32: (S, head_dim / 2), or (B, S, head_dim / 2) if the samples of a
-/// batch have different positions.
+/// Cosines and sines of the angles of S tokens, f32: (S, head_dim / 2), or (B, S, head_dim / 2) if the tokens of the B
+/// samples have different positions.
 #[derive(Clone)]
 pub struct Rope {
     /// Cosines.
@@ -12,15 +12,15 @@ pub struct Rope {
     pub sin: Tensor,
 }
 
-/// Computes angles from positions: each axis rotates its own pairs of features.
+/// Computes angles from positions. Each axis of the positions rotates pairs of features of its own.
 pub struct RopeAxes {
     /// The frequencies of each axis, (1, pairs), f64: radians by which one step along the axis rotates each pair.
     frequencies: Vec<Tensor>,
 }
 
 impl RopeAxes {
-    /// Check that a configuration's `widths` are even and add up to `head_dim`, the width of a head. The message names
-    /// `model`.
+    /// Check that the `widths` in a configuration are even and add up to `head_dim`, the width of a head. The error
+    /// message begins with `model`.
     ///
     /// # Errors
     /// [`Error::Config`] if a width is odd, or if the sum differs from `head_dim`.
@@ -37,7 +37,7 @@ impl RopeAxes {
     /// even number. The axis rotates its pair i by the angle position · `theta`^(−2i / width).
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Candle`] if the frequencies cannot be copied to the device.
+    /// [`Error::Candle`] if the frequencies cannot be copied to the device.
     pub fn new(widths: &[usize], theta: f64, device: &Device) -> Result<Self> {
         let axis = |&width: &usize| {
             let pairs = width / 2;
@@ -47,11 +47,11 @@ impl RopeAxes {
         Ok(Self { frequencies: widths.iter().map(axis).collect::<Result<_>>()? })
     }
 
-    /// The angles of tokens at the positions `ids (S, axes)`, computed in f64. The models were trained with f64
-    /// angles. Positions reach hundreds, so rounding the angles to f32 would change their cosines by about 1e-5.
+    /// The angles of tokens at the positions `ids (S, axes)`. They are computed in f64, as in the models' training:
+    /// positions reach hundreds, so rounding the angles to f32 would change their cosines by about 1e-5.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Shape`] if the number of axes is wrong.
+    /// [`Error::Index`] if the positions have too few axes. Further axes are ignored.
     pub fn at(&self, ids: &Tensor) -> Result<Rope> {
         let ids = ids.detach().to_dtype(DType::F64)?;
         let angles: Vec<Tensor> = self
@@ -66,35 +66,35 @@ impl RopeAxes {
 }
 
 impl Rope {
-    /// The angles of `length` tokens from `start`.
+    /// The angles of `length` tokens, from the token `start` on.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Index`] if there are fewer tokens.
+    /// [`Error::Index`] if there are fewer tokens.
     pub fn narrow(&self, start: usize, length: usize) -> Result<Self> {
         let part = |table: &Tensor| table.narrow(table.rank() - 2, start, length);
         Ok(Self { cos: part(&self.cos)?, sin: part(&self.sin)? })
     }
 
-    /// Whether every sample has angles of its own.
+    /// Whether each sample has angles of its own.
     pub fn is_per_sample(&self) -> bool {
         self.cos.rank() == 3
     }
 
-    /// The angles of one sample, if [`is_per_sample`](Self::is_per_sample).
+    /// The angles of the sample `index`. Callers must check that [`is_per_sample`](Self::is_per_sample) is true.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Index`] if there are fewer samples.
+    /// [`Error::Index`] if there are fewer samples.
     pub fn sample(&self, index: usize) -> Result<Self> {
-        let row = |table: &Tensor| table.narrow(0, index, 1)?.squeeze(0);
-        Ok(Self { cos: row(&self.cos)?, sin: row(&self.sin)? })
+        let part = |table: &Tensor| table.narrow(0, index, 1)?.squeeze(0);
+        Ok(Self { cos: part(&self.cos)?, sin: part(&self.sin)? })
     }
 
     /// Stack the angles of samples with different positions. Cosines and sines of each sample are (S, head_dim / 2).
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Shape`] if the samples differ in length.
+    /// [`Error::Shape`] if the samples differ in the number of tokens.
     pub fn stack(samples: &[Self]) -> Result<Self> {
-        let all = |of: fn(&Self) -> &Tensor| Tensor::stack(&samples.iter().map(of).collect::<Vec<_>>(), 0);
-        Ok(Self { cos: all(|one| &one.cos)?, sin: all(|one| &one.sin)? })
+        let stacked = |table: fn(&Self) -> &Tensor| Tensor::stack(&samples.iter().map(table).collect::<Vec<_>>(), 0);
+        Ok(Self { cos: stacked(|sample| &sample.cos)?, sin: stacked(|sample| &sample.sin)? })
     }
 }
