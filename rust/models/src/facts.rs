@@ -1,5 +1,5 @@
-//! Determines the contents of a checkpoint from headers and configurations alone, and the memory that fine-tuning
-//! takes.
+//! Determines what a checkpoint contains and how much memory its fine-tuning takes, from headers and configurations
+//! alone.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -27,14 +27,15 @@ use crate::saved::{Flops, SampleSize, Saved};
 pub struct Facts {
     /// The pipeline that all parts belong to. None for a single model that fits no part of a pipeline.
     pub pipeline: Option<&'static Pipeline>,
-    /// The models by the names of their folders in a pipeline's folder. The name of a model without a pipeline is
-    /// empty.
+    /// The models, by the names of their folders in a pipeline's folder. The name is empty for a model that has no
+    /// such folder.
     pub parts: BTreeMap<String, PartFacts>,
-    /// What the denoiser predicts: `epsilon` or `v_prediction`. In a folder, the scheduler's configuration states it.
-    /// In a checkpoint in one file, a tensor `v_pred` marks `v_prediction`, as in `ComfyUI`.
+    /// What the denoiser predicts. In a folder, this is the `prediction_type` of the scheduler's configuration, such as
+    /// `epsilon` or `v_prediction`; None if there is no such field. For a checkpoint in one file, it is `v_prediction`
+    /// if the file has a tensor `v_pred`, as in `ComfyUI`, and otherwise `epsilon`.
     pub prediction_type: Option<String>,
-    /// Whether the last timestep is pure noise. In a folder, the scheduler's configuration states it; in a checkpoint
-    /// in one file, a tensor `ztsnr` marks it.
+    /// Whether the last timestep is pure noise. In a folder, this is the `rescale_betas_zero_snr` of the scheduler's
+    /// configuration, or false without this field. In a checkpoint in one file, a tensor `ztsnr` marks it.
     pub zero_snr: bool,
 }
 
@@ -44,24 +45,25 @@ pub struct PartFacts {
     pub kind: &'static ModelKind,
     /// The model's place in a pipeline; None if the model fits no part of a pipeline.
     pub place: Option<Place>,
-    /// The path that was given to [`inspect`] and holds the model: one of `others`, or else `path`.
+    /// The path of the model, one of the paths that were given to [`inspect`]: a path in `others`, or else `path`.
     pub path: PathBuf,
     /// The floating-point dtype of most of the model's elements in its file; `None` if its elements have no such dtype.
     pub dtype: Option<DType>,
     /// The model without its weights.
     model: Arc<dyn Model>,
-    /// The format of each parameter that its file stores quantized in blocks.
-    stored: BTreeMap<String, Format>,
-    /// The format in which the file stores every layer that may be quantized, unless it is a block format.
-    codes: Option<Format>,
+    /// The format of each parameter that the file stores in a block format of GGUF.
+    block_formats: BTreeMap<String, Format>,
+    /// The format in which the file stores every layer that may be quantized: int8, fp8 or NF4. None if there is no
+    /// such format, as for block formats of GGUF.
+    code_format: Option<Format>,
     /// Whether the file has weights in NF4 whose scales are not quantized.
     has_plain_scales: bool,
 }
 
 impl Facts {
     /// Side in pixels of the square images that the denoiser was trained on: the `sample_size` of the denoiser's
-    /// configuration, in pixels. If the configuration has no `sample_size`, the `resolution` of the pipeline's base
-    /// model.
+    /// configuration, converted to pixels. If the configuration has no `sample_size`, this is the `resolution` of the
+    /// pipeline's base model. None if there is no denoiser, or if neither is known.
     pub fn resolution(&self) -> Option<usize> {
         let is_denoiser = |part: &&PartFacts| part.place.is_some_and(|place| place.part.role == Role::Denoiser);
         let denoiser = self.parts.values().find(is_denoiser)?;
@@ -72,41 +74,45 @@ impl Facts {
         }
     }
 
-    /// Pixels per latent along one side of an image, if there is an autoencoder.
+    /// Pixels per latent along one side of an image; None if there is no autoencoder.
     pub fn factor(&self) -> Option<usize> {
-        let levels = |part: &PartFacts| {
+        let count_levels = |part: &PartFacts| {
             let config = part.config();
             config.get("block_out_channels").or_else(|| config.get("dim_mult"))?.as_array().map(Vec::len)
         };
-        let coder =
-            self.parts.values().find(|part| part.place.is_some_and(|place| place.part.role == Role::Autoencoder));
-        coder.and_then(levels).map(|levels| 1 << levels.saturating_sub(1))
+        let is_autoencoder = |part: &&PartFacts| part.place.is_some_and(|place| place.part.role == Role::Autoencoder);
+        let autoencoder = self.parts.values().find(is_autoencoder);
+        // Each level of the encoder, except the last, halves the sides of the image.
+        autoencoder.and_then(count_levels).map(|levels| 1 << levels.saturating_sub(1))
     }
 }
 
 impl PartFacts {
-    /// The facts of the model in `files`. Reads no weight.
+    /// The facts of the model in `files`. Reads no weights.
     fn of(kind: &'static ModelKind, files: &Pretrained) -> Result<Self> {
         let path = files.path().to_path_buf();
         let model = (kind.shapes)(&(kind.config)(files)?)?;
         let weights = WeightFiles::open(files.weights())?;
         let prefix = files.original().map_or("", |original| original.prefix);
         let layout = model.layout(files.original(), Some(&weights));
-        let keys = |name: &str| {
+        // The possible keys of a parameter in the file. Values stay quantized only in forms that keep whole rows.
+        let keys_of = |name: &str| {
             let places = layout.places(name).into_iter().filter(|place| place.form.keeps_rows());
             places.map(|place| format!("{prefix}{}", place.key)).collect::<Vec<_>>()
         };
-        let format = |name: &str| keys(name).iter().find_map(|key| weights.block_format(key));
-        let stored = |(name, _): (String, Weight)| format(&name).map(|format| (name, Format::Ggml(format)));
-        let stored = model.named_weights().into_iter().filter_map(stored).collect();
+        let block_format = |(name, _): (String, Weight)| {
+            let format = keys_of(&name).iter().find_map(|key| weights.block_format(key))?;
+            Some((name, Format::Ggml(format)))
+        };
+        let block_formats = model.named_weights().into_iter().filter_map(block_format).collect();
         let matrices = pipelines::layer_shapes(model.as_ref()).into_iter().filter(|(_, dims)| dims.len() == 2);
         let layers = matrices.map(|(layer, _)| layer).filter(|layer| kind.quantizable.has(layer));
-        let layers: Vec<Vec<String>> = layers.map(|layer| keys(&format!("{layer}.weight"))).collect();
-        let mut formats = layers.iter().map(|keys| keys.iter().find_map(|key| weights.format(key)));
-        let codes = formats.next().flatten().filter(|&first| formats.all(|other| other == Some(first)));
-        let has_plain_scales = layers.iter().flatten().any(|key| weights.has_plain_scales(key));
+        let layer_keys: Vec<Vec<String>> = layers.map(|layer| keys_of(&format!("{layer}.weight"))).collect();
+        let mut formats = layer_keys.iter().map(|keys| keys.iter().find_map(|key| weights.format(key)));
+        let code_format = formats.next().flatten().filter(|&first| formats.all(|format| format == Some(first)));
+        let has_plain_scales = layer_keys.iter().flatten().any(|key| weights.has_plain_scales(key));
         let dtype = weights.common_dtype(prefix);
-        Ok(Self { kind, place: files.place(), path, dtype, model, stored, codes, has_plain_scales })
+        Ok(Self { kind, place: files.place(), path, dtype, model, block_formats, code_format, has_plain_scales })
     }
 
     /// The model's `config.json`.
@@ -114,16 +120,16 @@ impl PartFacts {
         self.model.configuration()
     }
 
-    /// Check that a format can hold adapters of `kind` on `layers`. For a model that belongs to no pipeline, every
-    /// format is accepted.
+    /// Check that a file format can hold adapters of `kind` on `layers`. None stands for the part's default format. For
+    /// a model that belongs to no pipeline, nothing is checked.
     ///
     /// # Errors
     /// As [`check_format`]; [`Error::Config`] if there is no such kind of adapter.
     pub fn check_format(&self, format: Option<AdapterFormat>, kind: &str, layers: &[&str]) -> Result<()> {
         let Some(place) = self.place else { return Ok(()) };
-        let known = KINDS.iter().find(|known| known.name == kind);
-        let known = known.ok_or_else(|| Error::Config(format!("there is no kind of adapter \"{kind}\"")))?;
-        check_format(format, &place.names(self.model.as_ref()), known.name, layers)
+        let found = KINDS.iter().find(|known| known.name == kind);
+        let found = found.ok_or_else(|| Error::Config(format!("there is no kind of adapter \"{kind}\"")))?;
+        check_format(format, &place.names(self.model.as_ref()), found.name, layers)
     }
 
     /// The model's parameters with their shapes in files.
@@ -137,10 +143,11 @@ impl PartFacts {
         pipelines::layer_shapes(self.model.as_ref())
     }
 
-    /// Bytes of the weights on a device, and bytes of the streamed weights. A weight that may be quantized has
-    /// `format`; if `format` is None, the weight keeps the block format in which its file stores it. A weight that may
-    /// not be quantized, or that has none of these formats, has `dtype`. Which layers are quantized depends also on
-    /// [`uses_w8a8`] (whether linear layers multiply codes), as it does when a model is loaded.
+    /// Bytes of the weights on a device, including the slots for streamed weights, and bytes of the streamed weights.
+    /// The matrices that may be quantized have the format that [`Quantization::of`] derives from `format`; if `format`
+    /// is None, they keep the block format in which their file stores them. Matrices without such a format, and all
+    /// other parameters, have `dtype`. As when a model is loaded, [`uses_w8a8`] (whether linear layers multiply codes)
+    /// also affects which layers are quantized.
     ///
     /// # Errors
     /// [`Error::Argument`] if a format is given but no layer may be quantized; as [`Streaming::new`].
@@ -157,12 +164,12 @@ impl PartFacts {
         let quantization = Quantization::new(format, quantizable, uses_w8a8());
         let format_of = |name: &str| {
             let layer = name.strip_suffix(".weight")?;
-            let is_matrix = layers.contains_key(layer) || quantizable.rows.contains(&layer);
-            let wanted = quantization.of(layer).filter(|_| is_matrix)?;
-            wanted.or_else(|| self.stored.get(name).copied())
+            let is_known = layers.contains_key(layer) || quantizable.rows.contains(&layer);
+            let wanted = quantization.of(layer).filter(|_| is_known)?;
+            wanted.or_else(|| self.block_formats.get(name).copied())
         };
         let bytes = |name: &str, dims: &[usize]| {
-            let plain = dims.iter().product::<usize>() * dtype.size_in_bytes();
+            let unquantized = dims.iter().product::<usize>() * dtype.size_in_bytes();
             match (dims, format_of(name)) {
                 (&[rows, columns], Some(Format::Nf4)) if self.has_plain_scales => {
                     Format::bytes_with_plain_scales(rows, columns)
@@ -171,7 +178,7 @@ impl PartFacts {
                     let transposed = quantization.transposes() && stream.is_none();
                     format.bytes(rows, columns) + if transposed { transposed_bytes(rows, columns) } else { 0 }
                 }
-                _ => plain,
+                _ => unquantized,
             }
         };
         let tensors = self.tensors();
@@ -180,11 +187,11 @@ impl PartFacts {
             return Ok((all, StreamedBytes::default()));
         }
         let streaming = Streaming::new(self.model.as_ref(), quantizable, stream, &Device::Cpu)?;
-        let of_layers = tensors.iter().filter_map(|(name, dims)| {
+        let layer_bytes = tensors.iter().filter_map(|(name, dims)| {
             let layer = name.strip_suffix(".weight").filter(|layer| layers.contains_key(*layer))?;
             (dims.len() == 2).then(|| (layer, bytes(name, dims)))
         });
-        let streamed = streaming.bytes(of_layers);
+        let streamed = streaming.bytes(layer_bytes);
         Ok((all - streamed.blocks - streamed.modulation + streamed.slots, streamed))
     }
 
@@ -202,18 +209,19 @@ impl PartFacts {
         Saved::values(self.model.as_ref(), config, checkpointing, size)
     }
 
-    /// The share of the blocks' operations that the backward pass repeats, as [`Saved::recomputed`].
+    /// The share of the blocks' operations in a forward pass that the backward pass repeats, as [`Saved::recomputed`].
     pub fn recomputed(&self, checkpointing: Checkpointing, size: SampleSize) -> f64 {
         Saved::recomputed(self.model.as_ref(), checkpointing, size)
     }
 
-    /// `policy` for the first `blocks` of the model's blocks, or for all blocks if `blocks` is None.
+    /// `policy` for the first `blocks` of the model's blocks, and [`Policy::Selective`] for the rest. If `blocks` is
+    /// None, all blocks have `policy`.
     ///
     /// # Errors
     /// As [`Checkpointing::of_first`].
     pub fn checkpointing(&self, policy: Policy, blocks: Option<usize>) -> Result<Checkpointing> {
-        let first = |count| Checkpointing::of_first(count, policy, self.blocks_to_checkpoint());
-        blocks.map_or_else(|| Ok(policy.into()), first)
+        let of_first = |count| Checkpointing::of_first(count, policy, self.blocks_to_checkpoint());
+        blocks.map_or_else(|| Ok(policy.into()), of_first)
     }
 
     /// The number of blocks, as [`Module::blocks_to_checkpoint`](trainable_candle_nn::Module::blocks_to_checkpoint).
@@ -221,7 +229,7 @@ impl PartFacts {
         self.model.blocks_to_checkpoint()
     }
 
-    /// The number of values in the largest gradient of activations, as [`Saved::widest_gradient`].
+    /// The number of values in the largest gradient of an activation, as [`Saved::widest_gradient`].
     ///
     /// # Errors
     /// As [`Saved::widest_gradient`].
@@ -229,46 +237,52 @@ impl PartFacts {
         Saved::widest_gradient(self.model.as_ref(), config, size)
     }
 
-    /// The operations of a forward pass over one sample of `size`, as [`Saved::forward_flops`].
+    /// The floating-point operations of a forward pass over one sample of `size`, as [`Saved::forward_flops`].
     pub fn forward_flops(&self, size: SampleSize) -> Flops {
         Saved::forward_flops(self.model.as_ref(), size)
     }
 
-    /// The format in which the model's file stores every layer that may be quantized: int8, fp8 or NF4. Loading the
-    /// model in this format keeps the codes of the file.
+    /// The format in which the model's file stores every layer that may be quantized: int8, fp8 or NF4. None if there
+    /// is no such format. Loading the model in this format keeps the codes of the file.
     pub const fn stored_format(&self) -> Option<Format> {
-        self.codes
+        self.code_format
     }
 
     /// Whether the kind of model has layers that may be quantized, and the model's file stores no weight in a block
     /// format of GGUF. Weights in these formats stay quantized when they are loaded; another format would round them a
     /// second time.
     pub fn can_be_quantized(&self) -> bool {
-        self.kind.check_quantizable("quantize").is_ok() && self.stored.is_empty()
+        self.kind.check_quantizable("quantize").is_ok() && self.block_formats.is_empty()
     }
 
-    /// The number of blocks that can be streamed, and whether the blocks' modulation can be streamed too.
+    /// The number of blocks that can be streamed, and whether the layers that compute the blocks' modulation can be
+    /// streamed for all blocks ([`StreamOptions::modulation`]).
     pub fn streamable(&self) -> (usize, bool) {
         let quantizable = &self.kind.quantizable;
         (Streaming::blocks(self.model.as_ref(), quantizable), !quantizable.modulation.is_empty())
     }
 }
 
-/// The facts of `path`: a pipeline's folder, an original checkpoint in one file, or a single model. Reads headers and
-/// configurations, no weights. If `pipeline` is given, or if the `model_index.json` of the folder names a pipeline,
-/// each part of the pipeline must be at `path` or in `others`. `others` are folders and files of single models. Each
-/// must hold a text encoder or an autoencoder of the pipeline, which is used instead of the one at `path`.
+/// The facts of the checkpoint at `path`: a pipeline's folder, an original checkpoint in one file, or a single model.
+/// Reads headers and configurations, no weights.
+///
+/// The paths in `others` are folders and files of single models. Each must hold a text encoder or an autoencoder of the
+/// pipeline, which is used instead of the one at `path`. If `pipeline` is given, or if the `model_index.json` in the
+/// folder names a pipeline, each part of this pipeline must be at `path` or in `others`. Otherwise, this function looks
+/// for a pipeline all of whose parts are there. If there is none, it takes `path` as a single model and ignores
+/// `others`.
 ///
 /// # Errors
-/// [`Error::Io`] if nothing is at `path` or at one of `others`, [`Error::WeightsFormat`] if a file is damaged or a part
-/// is missing, [`Error::Config`] if a configuration or `model_index.json` is wrong.
+/// [`Error::Io`] if nothing is at `path` or at one of `others`; [`Error::WeightsFormat`] if a file is damaged, if a
+/// part is missing, if a path in `others` holds no part that is still missing, or if `model_index.json` names another
+/// pipeline than `pipeline`; [`Error::Config`] if a configuration or `model_index.json` is wrong.
 pub fn inspect(path: &Path, pipeline: Option<&'static Pipeline>, others: &[PathBuf]) -> Result<Facts> {
     let is_folder = std::fs::metadata(path).map_err(|e| Error::io(path, e))?.is_dir();
     let indexed = if is_folder { Pipeline::of_folder(path)? } else { None };
     if let (Some(wanted), Some(found)) = (pipeline, indexed)
         && wanted.name != found.name
     {
-        return Err(Error::weights(path, format!("it is not a model of {}{}", wanted.title, is_other(found))));
+        return Err(Error::weights(path, format!("it is not a model of {}{}", wanted.title, pipeline_hint(found))));
     }
     let pipeline = pipeline.or(indexed);
     let parts = match pipeline {
@@ -283,13 +297,16 @@ pub fn inspect(path: &Path, pipeline: Option<&'static Pipeline>, others: &[PathB
             }
         },
     };
-    let mut pipelines = parts.values().filter_map(|part| part.place).map(|place| place.pipeline);
-    let pipeline = pipeline.or_else(|| pipelines.next());
-    let (prediction_type, zero_snr) = if is_folder { scheduled(path)? } else { marked(path)? };
+    let mut of_parts = parts.values().filter_map(|part| part.place).map(|place| place.pipeline);
+    let pipeline = pipeline.or_else(|| of_parts.next());
+    let (prediction_type, zero_snr) = if is_folder { by_scheduler(path)? } else { by_markers(path)? };
     Ok(Facts { pipeline, parts, prediction_type, zero_snr })
 }
 
 /// The parts of a pipeline, each at `path` or in `others`; `others` take precedence.
+///
+/// # Errors
+/// As [`inspect`].
 fn parts_of(
     (path, is_folder): (&Path, bool),
     others: &[PathBuf],
@@ -302,10 +319,12 @@ fn parts_of(
         if found.contains_key(name) {
             continue;
         }
+        // A folder has a subfolder for each part; a file may hold all parts.
         let is_there = !is_folder || path.join(name).join(CONFIG).is_file();
         let choice = Choice { pipeline: Some(pipeline), ..Choice::of(name) };
         match Pretrained::find(path, place.part.model, &choice) {
-            Ok(files) if is_there && (is_folder || files.original().is_some() || !has_originals(place)) => {
+            // Where one file may hold this part together with others, a file of this part alone is no checkpoint.
+            Ok(files) if is_there && (is_folder || files.original().is_some() || !may_share_file(place)) => {
                 let facts = PartFacts::of(place.part.model, &files).map_err(|error| match error {
                     Error::Config(text) if !is_folder => {
                         Error::weights(path, format!("{text}; or give the folder of its pipeline"))
@@ -331,8 +350,13 @@ fn parts_of(
     })
 }
 
-/// Assigns each of `paths` to a part of a pipeline. If the model at a path fits several parts that have no path yet,
-/// the path gets the part whose published model has the same width, or else the first part.
+/// Assigns each of `paths` to a text encoder or an autoencoder of a pipeline. If the model at a path fits several parts
+/// that have no path yet, the path is assigned to the part whose published model has the same width, or else to the
+/// first part.
+///
+/// # Errors
+/// [`Error::Io`] if nothing is at a path; [`Error::WeightsFormat`] if the model at a path fits none of the parts that
+/// have no path yet; the error of reading the model.
 fn placed(paths: &[PathBuf], pipeline: &'static Pipeline) -> Result<BTreeMap<String, PartFacts>> {
     let mut found: BTreeMap<String, PartFacts> = BTreeMap::new();
     for path in paths {
@@ -341,6 +365,7 @@ fn placed(paths: &[PathBuf], pipeline: &'static Pipeline) -> Result<BTreeMap<Str
         let mut failure = None;
         for place in pipeline.places().filter(|place| !place.part.role.is_tuned()) {
             let of_pipeline = |choice: Choice| Choice { pipeline: Some(pipeline), ..choice };
+            // The path may be a pipeline's folder, or the folder or file of the model alone.
             let choices = [Choice::of(place.part.subfolder), Choice::default()].map(of_pipeline);
             let files = choices.iter().find_map(|choice| Pretrained::find(path, place.part.model, choice).ok());
             match files.map(|files| PartFacts::of(place.part.model, &files)) {
@@ -350,16 +375,16 @@ fn placed(paths: &[PathBuf], pipeline: &'static Pipeline) -> Result<BTreeMap<Str
             }
         }
         let width = |config: &Map<String, Value>| config.get("hidden_size").cloned();
-        let is_published = |facts: &PartFacts| {
+        let has_published_width = |facts: &PartFacts| {
             facts.place.is_some_and(|place| width(&(place.part.published)()) == width(&facts.config()))
         };
         candidates.retain(|facts| facts.place.is_some_and(|place| !found.contains_key(place.part.subfolder)));
-        let chosen = candidates.iter().position(is_published).unwrap_or(0);
+        let chosen = candidates.iter().position(has_published_width).unwrap_or(0);
         if candidates.is_empty() {
             let title = pipeline.title;
-            let like = WeightFile::open(path).map_or_else(|_| String::new(), |file| looks_like(&file.names()));
+            let hint = WeightFile::open(path).map_or_else(|_| String::new(), |file| content_hint(&file.names()));
             let message =
-                format!("it holds none of the text encoders and autoencoders of {title} that are still missing{like}");
+                format!("it holds none of the text encoders and autoencoders of {title} that are still missing{hint}");
             return Err(failure.unwrap_or_else(|| Error::weights(path, message)));
         }
         let facts = candidates.swap_remove(chosen);
@@ -369,7 +394,7 @@ fn placed(paths: &[PathBuf], pipeline: &'static Pipeline) -> Result<BTreeMap<Str
 }
 
 /// Whether the part can be in one file together with other parts, as in an original checkpoint.
-fn has_originals(place: Place) -> bool {
+fn may_share_file(place: Place) -> bool {
     place.part.sections.iter().any(|section| section.is_written())
 }
 
@@ -377,10 +402,13 @@ fn has_originals(place: Place) -> bool {
 fn incomplete_folder(path: &Path, pipeline: &Pipeline, missing: &[&str]) -> Error {
     let class = read_json::<Map<String, Value>>(&path.join(CONFIG)).ok();
     let class = class.as_ref().and_then(|map| map.get("_class_name")?.as_str());
-    let alone = class.map_or_else(String::new, |class| format!(" (it holds a {class} alone)"));
+    let content = class.map_or_else(String::new, |class| format!(" (it holds a {class} alone)"));
     let expected = "expected the folder of a diffusers pipeline, or a single .safetensors file";
-    let text =
-        format!("it is not a model of {}{alone}: it has no folder {}; {expected}", pipeline.title, missing.join(", "));
+    let text = format!(
+        "it is not a model of {}{content}: it has no folder {}; {expected}",
+        pipeline.title,
+        missing.join(", ")
+    );
     Error::weights(path, text)
 }
 
@@ -388,35 +416,37 @@ fn incomplete_folder(path: &Path, pipeline: &Pipeline, missing: &[&str]) -> Erro
 fn incomplete_file(path: &Path, pipeline: &Pipeline, missing: &[&str]) -> Result<Error> {
     let names = WeightFile::open(path)?.names();
     let other = pipelines::of_denoiser(&names).filter(|other| other.name != pipeline.name);
-    let more = other.map(is_other).or_else(|| flags_of(pipeline, missing)).unwrap_or_else(|| looks_like(&names));
-    let text = format!("it is not a checkpoint of {}: it has no {}{more}", pipeline.title, missing.join(" and no "));
+    let hint = other.map(pipeline_hint).or_else(|| flag_hint(pipeline, missing));
+    let hint = hint.unwrap_or_else(|| content_hint(&names));
+    let text = format!("it is not a checkpoint of {}: it has no {}{hint}", pipeline.title, missing.join(" and no "));
     Ok(Error::weights(path, text))
 }
 
-/// Says that a checkpoint belongs to the pipeline `found`.
-fn is_other(found: &Pipeline) -> String {
+/// Says that a checkpoint belongs to the pipeline `found`, for the end of an error message.
+fn pipeline_hint(found: &Pipeline) -> String {
     format!("; it is one of {}: give --model {}", found.title, found.name)
 }
 
-/// Says what a file with the keys `names` is; empty if the keys do not show it.
-fn looks_like(names: &[String]) -> String {
+/// Says what a file with the keys `names` is, for the end of an error message. Empty if the keys do not show it.
+fn content_hint(names: &[String]) -> String {
     pipelines::recognised(names).map_or_else(String::new, |what| format!("; it looks like {what}"))
 }
 
-/// Says how to give the parts `missing` of a pipeline in files of their own. `None` if the denoiser is missing, which
-/// must be in the checkpoint itself.
-fn flags_of(pipeline: &Pipeline, missing: &[&str]) -> Option<String> {
-    let of = |role: Role| pipeline.parts.iter().any(|part| part.role == role && missing.contains(&part.subfolder));
-    if of(Role::Denoiser) {
+/// Says how to give the parts `missing` of a pipeline in files of their own, for the end of an error message. `None` if
+/// the denoiser is missing, because the checkpoint itself must have it.
+fn flag_hint(pipeline: &Pipeline, missing: &[&str]) -> Option<String> {
+    let lacks = |role: Role| pipeline.parts.iter().any(|part| part.role == role && missing.contains(&part.subfolder));
+    if lacks(Role::Denoiser) {
         return None;
     }
     let flags = [(Role::Autoencoder, "--vae"), (Role::TextEncoder, "--text-encoder")];
-    let flags: Vec<&str> = flags.into_iter().filter(|&(role, _)| of(role)).map(|(_, flag)| flag).collect();
+    let flags: Vec<&str> = flags.into_iter().filter(|&(role, _)| lacks(role)).map(|(_, flag)| flag).collect();
     Some(format!("; give the files of these parts with {}", flags.join(" and ")))
 }
 
-/// The prediction type, and whether the last timestep is pure noise, from the configuration of a pipeline's scheduler.
-fn scheduled(path: &Path) -> Result<(Option<String>, bool)> {
+/// The prediction type, and whether the last timestep is pure noise, from the scheduler's configuration in a pipeline's
+/// folder. Without such a configuration, they are None and false.
+fn by_scheduler(path: &Path) -> Result<(Option<String>, bool)> {
     let config = path.join("scheduler").join("scheduler_config.json");
     if !config.is_file() {
         return Ok((None, false));
@@ -427,31 +457,32 @@ fn scheduled(path: &Path) -> Result<(Option<String>, bool)> {
 }
 
 /// The prediction type, and whether the last timestep is pure noise, from the presence of marker tensors in a file.
-fn marked(path: &Path) -> Result<(Option<String>, bool)> {
+fn by_markers(path: &Path) -> Result<(Option<String>, bool)> {
     let names = WeightFile::open(path)?.names();
-    let there = |mark: &str| names.iter().any(|name| name == mark);
-    Ok((Some(if there("v_pred") { "v_prediction" } else { "epsilon" }.to_owned()), there("ztsnr")))
+    let has = |marker: &str| names.iter().any(|name| name == marker);
+    Ok((Some(if has("v_pred") { "v_prediction" } else { "epsilon" }.to_owned()), has("ztsnr")))
 }
 
-/// The subfolders of the parts of a pipeline for which a file has adapters. The keys of the file may be in any of the
-/// adapter formats. A key that names no part belongs to the denoiser.
+/// The subfolders of the parts of a pipeline for which the file at `path` has adapters. The keys of the file may be in
+/// any of the adapter formats. A key that does not name a text encoder or an autoencoder belongs to the model that is
+/// fine-tuned: the denoiser or the language model.
 ///
 /// # Errors
 /// As [`adapter_keys`].
 pub fn adapted_parts(path: &Path, pipeline: &'static Pipeline) -> Result<Vec<&'static str>> {
     let keys = adapter_keys(path)?;
-    let (denoisers, others): (Vec<Place>, Vec<Place>) = pipeline.places().partition(|place| place.part.role.is_tuned());
-    let is_other = |key: &String| others.iter().any(|place| place.begins(key));
-    let denoisers = denoisers.into_iter().filter(|_| !keys.iter().all(is_other));
+    let (tuned, others): (Vec<Place>, Vec<Place>) = pipeline.places().partition(|place| place.part.role.is_tuned());
+    let names_other = |key: &String| others.iter().any(|place| place.begins(key));
+    let tuned = tuned.into_iter().filter(|_| !keys.iter().all(names_other));
     let others = others.iter().copied().filter(|place| keys.iter().any(|key| place.begins(key)));
-    Ok(denoisers.chain(others).map(|place| place.part.subfolder).collect())
+    Ok(tuned.chain(others).map(|place| place.part.subfolder).collect())
 }
 
 /// The memory that adapters on some layers take.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// Number of elements of the parameters. f32 parameters, gradients and moving averages each take 4 bytes per
-    /// element; bf16 parameters and gradients each take 2.
+    /// Number of elements of the adapters' parameters. For each element, an f32 parameter, its gradient and its moving
+    /// average take 4 bytes each; a bf16 parameter and its gradient take 2 bytes each.
     pub parameters: usize,
     /// Bytes of the optimizer's states.
     pub state_bytes: usize,
@@ -461,8 +492,8 @@ pub struct Plan {
 /// layer to the shape of its weight in files. The optimizer is assumed to round bf16 parameters stochastically.
 ///
 /// # Errors
-/// [`Error::Config`] if a value is out of range, or if there is no such optimizer or kind of adapter; [`Error::Shape`]
-/// if a shape is not that of a layer's weight.
+/// [`Error::Config`] if a value of `config` is out of range or a pattern in it is no regular expression, or if there is
+/// no such optimizer or kind of adapter; [`Error::Shape`] if a shape is not that of a layer's weight.
 pub fn plan(config: &LoraConfig, layers: &BTreeMap<String, Vec<usize>>, optimizer: &str) -> Result<Plan> {
     let Some(optimizer) = OptimizerKind::find(optimizer) else {
         return Err(Error::Config(format!("there is no optimizer \"{optimizer}\"")));
@@ -473,6 +504,7 @@ pub fn plan(config: &LoraConfig, layers: &BTreeMap<String, Vec<usize>>, optimize
     for name in selected.keys() {
         let settings: AdapterSettings = config.settings(name, layers[name].len() == 4)?;
         let starts = with_base(&layers[name], |base| (kind.start)(base, &settings))?;
+        // The scales that quantization-aware training learns for linear layers.
         let scales = config.qat.filter(|_| config.qat_learned_scales).and_then(|grid| match *layers[name] {
             [rows, columns] => Some(vec![grid.scales(rows, columns)]),
             _ => None,
