@@ -1,5 +1,4 @@
-//! The text encoders of CLIP (Radford et al. 2021, arXiv:2103.00020), with the weights of OpenAI or of OpenCLIP.
-//! Follows
+//! CLIP's text encoder (Radford et al. 2021, arXiv:2103.00020), for weights that OpenAI or OpenCLIP trained. Follows
 //! <https://github.com/huggingface/transformers/blob/679021a6b0ded09d623a96e2bd2f822c5a548872/src/transformers/models/clip/modeling_clip.py>.
 
 mod config;
@@ -12,7 +11,7 @@ pub use model::{CLIPTextModel, TextFeatures};
 
 use crate::registry::ModelKind;
 
-/// The class name in the `config.json` of a text encoder with a projection of the pooled state.
+/// The class name in the `config.json` of a text encoder that projects the pooled state.
 pub const PROJECTING_CLASS_NAME: &str = "CLIPTextModelWithProjection";
 
 /// The registry entry of CLIP's text encoder.

@@ -1,4 +1,4 @@
-//! The text encoder. From token ids it computes a hidden state for each token, and a pooled state for the whole text.
+//! The text encoder. It computes a hidden state for each token of a text, and a pooled state for the text as a whole.
 
 use std::sync::Arc;
 
@@ -26,24 +26,25 @@ pub struct CLIPTextModel {
     text_projection: Option<Linear<Tensor>>,
 }
 
-/// The `eos_token_id` in older configurations, which is not the id of the end token. If a configuration has this value,
-/// the token of a text with the largest id is the text's end token.
+/// An `eos_token_id` that older configurations have although no end token has this id. If a configuration has this
+/// value, the end token of a text is the token whose id is the largest in the text.
 const LEGACY_END: u32 = 2;
 
 /// The text encoder's results for B texts of S tokens. D is the hidden size.
 #[derive(Clone)]
 pub struct TextFeatures {
-    /// The hidden states after the embedding and after each layer, before the final norm, (B, S, D) each.
+    /// The hidden states after the embedding and after each layer, before the final norm: one more tensor than there
+    /// are layers, (B, S, D) each.
     pub hidden_states: Vec<Tensor>,
     /// The hidden states after the last layer and the final norm, (B, S, D).
     pub last_hidden_state: Tensor,
-    /// The pooled states. Without a projection: the end tokens' states in `last_hidden_state`, (B, D). With a
-    /// projection: these states projected to P = `projection_dim` features, (B, P).
+    /// The pooled states. Without a projection, these are the end tokens' states in `last_hidden_state`, (B, D). A
+    /// projection maps these states to P = `projection_dim` features, (B, P).
     pub pooled: Tensor,
 }
 
 impl TextFeatures {
-    /// The hidden states before the last layer, which SDXL uses.
+    /// The hidden states that the last layer reads. SDXL's denoiser reads these states too.
     ///
     /// # Errors
     /// As [`skipped`](Self::skipped).
@@ -58,7 +59,8 @@ impl TextFeatures {
     /// [`Error::Argument`] if `clip_skip` is not less than the number of layers.
     pub fn skipped(&self, clip_skip: usize) -> Result<&Tensor> {
         let count = self.hidden_states.len();
-        count.checked_sub(clip_skip.saturating_add(2)).and_then(|at| self.hidden_states.get(at)).ok_or_else(|| {
+        let index = count.checked_sub(clip_skip.saturating_add(2));
+        index.and_then(|index| self.hidden_states.get(index)).ok_or_else(|| {
             let most = count.saturating_sub(2);
             Error::argument("CLIPTextModel", format!("clip_skip is {clip_skip}, expected 0 to {most} for this model"))
         })
@@ -68,22 +70,23 @@ impl TextFeatures {
 impl CLIPTextModel {
     /// The class name in the `config.json` of a text encoder without a projection.
     pub const CLASS_NAME: &'static str = "CLIPTextModel";
-    /// A model with the parameters `weights`.
+
+    /// A model with the parameters of `weights`.
     ///
     /// # Errors
-    /// [`Error::Config`] if the configuration is wrong or the parameters belong to another model.
+    /// [`Error::Config`] if the configuration is wrong; as [`Weights::get`].
     pub fn new(config: CLIPTextConfig, weights: &mut Weights<'_>) -> Result<Self> {
         config.validate()?;
         let dim = config.hidden_size;
         let mut inner = weights.pp("text_model");
-        let start = Init::Normal(0.02);
-        let token_embedding = inner.get("embeddings.token_embedding.weight", (config.vocab_size, dim), start)?;
+        let init = Init::Normal(0.02);
+        let token_embedding = inner.get("embeddings.token_embedding.weight", (config.vocab_size, dim), init)?;
         Ok(Self {
             token_embedding,
             position_embedding: inner.get(
                 "embeddings.position_embedding.weight",
                 (config.max_position_embeddings, dim),
-                start,
+                init,
             )?,
             layers: (0..config.num_hidden_layers)
                 .map(|i| EncoderLayer::new(&config, &mut inner.pp(&format!("encoder.layers.{i}"))))
@@ -106,8 +109,9 @@ impl CLIPTextModel {
     /// token attends to itself and to earlier tokens. The results have the dtype of the weights.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the ids have another shape or S is out of range, [`Error::Index`] if an id is not less than
-    /// the vocabulary's size, [`Error::DType`] if the ids are neither i64 nor u32.
+    /// [`Error::Shape`] if the ids have another shape or S is out of range, [`Error::Index`] if an id is negative or
+    /// not less than the vocabulary's size, [`Error::DType`] if the ids are neither i64 nor u32, [`Error::Device`] if
+    /// the ids are on another device.
     pub fn forward(&self, input_ids: &Tensor) -> Result<TextFeatures> {
         let longest = self.config.max_position_embeddings;
         let &[_, length] = input_ids.dims() else {
@@ -130,26 +134,27 @@ impl CLIPTextModel {
             hidden_states.push(x.clone());
         }
         let last_hidden_state = self.final_layer_norm.forward(&x)?;
-        let end = self.state_at_end(&last_hidden_state, input_ids)?;
+        let end_states = self.end_states(&last_hidden_state, input_ids)?;
         let pooled = match &self.text_projection {
-            Some(projection) => projection.forward(&end)?,
-            None => end,
+            Some(projection) => projection.forward(&end_states)?,
+            None => end_states,
         };
         Ok(TextFeatures { hidden_states, last_hidden_state, pooled })
     }
 
-    /// The states (B, D) of the texts' end tokens, from the states of all tokens, `states (B, S, D)`.
-    fn state_at_end(&self, states: &Tensor, input_ids: &Tensor) -> Result<Tensor> {
+    /// The states (B, D) of the texts' end tokens, from the states of all tokens, `states (B, S, D)`. As in
+    /// transformers, the first token stands for the end token of a text that has none.
+    fn end_states(&self, states: &Tensor, input_ids: &Tensor) -> Result<Tensor> {
         let scores = match self.config.eos_token_id {
             LEGACY_END => input_ids.clone(),
-            end => input_ids.eq(&Tensor::full(f64::from(end), (), input_ids.dtype(), input_ids.device())?)?,
+            end_id => input_ids.eq(&Tensor::full(f64::from(end_id), (), input_ids.dtype(), input_ids.device())?)?,
         };
-        // A text may have several end tokens: some tokenizers pad texts with them. Of equal scores, argmax returns the
-        // first. f32 represents every id exactly.
-        let place = scores.to_dtype(DType::F32)?.argmax(1, true)?;
+        // A text may have several end tokens, because some tokenizers pad texts with them. The first one counts: of
+        // equal scores, argmax returns the index of the first. f32 represents every id exactly.
+        let positions = scores.to_dtype(DType::F32)?.argmax(1, true)?;
         let (batch, dim) = (states.dims()[0], states.dims()[2]);
-        let place = place.unsqueeze(2)?.broadcast_as((batch, 1, dim))?.contiguous()?;
-        states.gather(&place, 1)?.squeeze(1)
+        let positions = positions.unsqueeze(2)?.broadcast_as((batch, 1, dim))?.contiguous()?;
+        states.gather(&positions, 1)?.squeeze(1)
     }
 }
 
@@ -212,7 +217,7 @@ impl Model for CLIPTextModel {
         Self::names(&self.config, original, files)
     }
 
-    /// Other tools use transformers' names of the layers. This library uses the same names.
+    /// Other tools use transformers' names of the layers, which are also the names in this library.
     fn original_names(&self) -> OriginalNames {
         Arc::new(|layer| Some(Key::plain(layer)))
     }

@@ -1,6 +1,6 @@
-//! The blocks of a diffusion transformer with adaLN-zero conditioning (arXiv:2212.09748, section 3.2). In
-//! each block, one linear layer (`norm1.linear`) computes the shifts, scales and gates from the condition. The weights
-//! of this layer start at zero. The gates are zero then, and a fresh block is the identity.
+//! The blocks of a diffusion transformer with adaLN-zero conditioning (arXiv:2212.09748, section 3.2). In each block,
+//! one linear layer (`norm1.linear`) computes the shifts, scales and gates from the condition. The layer's weight and
+//! bias start at zero. The gates of a fresh block are therefore zero, and the block returns its input unchanged.
 
 use trainable_candle_core::ops::activation::Gelu;
 use trainable_candle_core::ops::norm::modulated_layer_norm;
@@ -11,7 +11,7 @@ use super::DigitsConfig;
 use crate::layers::{Attention, AttentionSizes};
 use crate::saved::Saved;
 
-/// Added to the variance in every norm.
+/// Added to the variance in every layer norm of the model.
 pub(super) const EPS: f64 = 1e-6;
 
 /// A normal distribution with the standard deviation of Xavier's uniform distribution (Glorot & Bengio 2010),
@@ -23,32 +23,35 @@ pub(super) fn xavier(in_features: usize, out_features: usize) -> Init {
 /// Attention, then a feed-forward network. The input of each is normalised and modulated; the output of each is
 /// multiplied by a gate and added to the residual stream.
 pub(super) struct Block {
-    norm1: Linear<Tensor>,
+    /// Computes the shifts, scales and gates.
+    modulation: Linear<Tensor>,
     attn: Attention,
     ff_in: Linear<Tensor>,
     ff_out: Linear<Tensor>,
 }
 
 impl Block {
+    /// Takes parameters below `weights`.
     pub(super) fn new(config: &DigitsConfig, weights: &mut Weights<'_>) -> Result<Self> {
         let dim = config.inner_dim();
-        let hidden = config.mlp_ratio * dim;
-        let init = xavier(dim, hidden);
+        let hidden_dim = config.mlp_ratio * dim;
+        let ff_init = xavier(dim, hidden_dim);
         Ok(Self {
-            norm1: weights.linear_init("norm1.linear", dim, 6 * dim, true, Init::Constant(0.0))?,
+            modulation: weights.linear_init("norm1.linear", dim, 6 * dim, true, Init::Constant(0.0))?,
             attn: Attention::new(
                 AttentionSizes { heads: config.num_attention_heads, dim, context_dim: None, qkv_bias: true },
                 xavier(dim, dim),
                 &mut weights.pp("attn"),
             )?,
-            ff_in: weights.linear_init("ff.net.0.proj", dim, hidden, true, init)?,
-            ff_out: weights.linear_init("ff.net.2", hidden, dim, true, init)?,
+            ff_in: weights.linear_init("ff.net.0.proj", dim, hidden_dim, true, ff_init)?,
+            ff_out: weights.linear_init("ff.net.2", hidden_dim, dim, true, ff_init)?,
         })
     }
 
-    /// The block's result for the tokens `x (B, S, D)` and the condition `(B, D)`, in the shape of `x`.
+    /// The block's result for the tokens `x (B, S, D)` and the condition `(B, D)`, to which the caller has applied
+    /// SiLU. The result has the shape of `x`.
     pub(super) fn forward(&self, x: &Tensor, condition: &Tensor) -> Result<Tensor> {
-        let modulation = self.norm1.forward(condition)?.chunk(6, 1)?;
+        let modulation = self.modulation.forward(condition)?.chunk(6, 1)?;
         let [shift_attn, scale_attn, gate_attn, shift_ff, scale_ff, gate_ff] = &modulation[..] else {
             unreachable!("six chunks")
         };
@@ -62,23 +65,24 @@ impl Block {
 impl Block {
     /// Adds to `saved` what the tape keeps for `tokens` tokens.
     pub(super) fn saved(&self, tokens: usize, saved: &mut Saved) {
-        let &[width, middle] = self.ff_out.weight.dims() else { return };
-        let inside = tokens * width;
-        saved.block(inside, false, |saved| {
-            saved.linear(&self.norm1, (width, 1));
-            saved.keep(inside);
+        let (dim, hidden_dim) = (self.ff_out.out_features(), self.ff_out.in_features());
+        let (inputs, hidden) = (tokens * dim, tokens * hidden_dim);
+        // Each of the two norms and the GELU keep their inputs.
+        saved.block(inputs, false, |saved| {
+            saved.linear(&self.modulation, (dim, 1));
+            saved.keep(inputs);
             self.attn.saved(tokens, None, saved);
-            saved.keep(inside);
-            saved.cheap_linear(&self.ff_in, (inside, tokens));
-            saved.keep(tokens * middle);
-            saved.cheap_linear(&self.ff_out, (tokens * middle, tokens));
+            saved.keep(inputs);
+            saved.cheap_linear(&self.ff_in, (inputs, tokens));
+            saved.keep(hidden);
+            saved.cheap_linear(&self.ff_out, (hidden, tokens));
         });
     }
 }
 
 impl Module for Block {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
-        visitor.linear("norm1.linear", &self.norm1)?;
+        visitor.linear("norm1.linear", &self.modulation)?;
         visitor.module("attn", &self.attn)?;
         visitor.linear("ff.net.0.proj", &self.ff_in)?;
         visitor.linear("ff.net.2", &self.ff_out)

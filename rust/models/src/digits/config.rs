@@ -6,8 +6,7 @@ use trainable_candle_core::{Error, Result};
 
 use crate::pretrained::Configuration;
 
-/// `config.json` of a digits transformer. The default values describe the model that ships in the
-/// package.
+/// `config.json` of a digits transformer. The default values describe the model that ships in the package.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DigitsConfig {
@@ -74,15 +73,15 @@ impl DigitsConfig {
         self.sample_size / self.patch_size
     }
 
-    /// Number of values in one patch: pixels times channels.
+    /// Number of values in one patch: the number of pixels times the number of channels.
     pub const fn patch_dim(&self) -> usize {
         self.patch_size * self.patch_size * self.in_channels
     }
 
-    /// Check every value.
+    /// Check every size.
     ///
     /// # Errors
-    /// [`Error::Config`] that names the wrong value and what it must be.
+    /// [`Error::Config`] if a size is wrong. The message names the field, its value and what it must be.
     pub fn validate(&self) -> Result<()> {
         let sizes = [
             ("sample_size", self.sample_size),
@@ -95,7 +94,7 @@ impl DigitsConfig {
             ("frequency_embedding_size", self.frequency_embedding_size),
             ("num_classes", self.num_classes),
         ];
-        // The limit is far above any sensible size, and low enough that products of sizes do not overflow.
+        // The limit is far above any sensible size, and low enough that a product of three sizes does not overflow.
         const LARGEST: usize = 1 << 16;
         if let Some((name, size)) = sizes.iter().find(|(_, size)| !(1..=LARGEST).contains(size)) {
             return Err(Error::Config(format!("DigitsTransformer: {name} is {size}, expected 1 to {LARGEST}")));

@@ -1,7 +1,7 @@
-//! The demo's image generator: a flow-matching diffusion transformer (DiT, Peebles & Xie 2022, arXiv:2212.09748) over
-//! images of handwritten digits, small enough to ship in the package and to fine-tune in seconds on a CPU.
+//! The demo's image generator: a flow-matching diffusion transformer (DiT, Peebles & Xie 2022, arXiv:2212.09748) for
+//! images of handwritten digits. It is small enough to ship in the package and to fine-tune in seconds on a CPU.
 //!
-//! Its layers have diffusers' names, so that adapters target them as in large models.
+//! Its layers have diffusers' names, so the same targets of adapters fit this model and large models.
 
 mod blocks;
 mod config;

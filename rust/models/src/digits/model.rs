@@ -14,8 +14,8 @@ use crate::pretrained::{Architecture, Configuration, Layout, Original, OwnNames}
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
-/// A class-conditional diffusion transformer for small images. It predicts the velocity `noise - image` of flow
-/// matching.
+/// A class-conditional diffusion transformer for small images. It predicts the velocity of flow matching,
+/// `noise - image`.
 pub struct DigitsTransformer {
     config: DigitsConfig,
     patch_embed: Linear<Tensor>,
@@ -35,11 +35,11 @@ impl DigitsTransformer {
     /// A model with the parameters of `weights`.
     ///
     /// # Errors
-    /// [`Error::Config`] if the configuration is wrong or the weights belong to another model.
+    /// [`Error::Config`] if the configuration is wrong; as [`Weights::get`].
     pub fn new(config: DigitsConfig, weights: &mut Weights<'_>) -> Result<Self> {
         config.validate()?;
         let (dim, patch_dim) = (config.inner_dim(), config.patch_dim());
-        let embedding = Init::Normal(0.02);
+        let embedding_init = Init::Normal(0.02);
         let blocks = (0..config.num_layers)
             .map(|i| Block::new(&config, &mut weights.pp(&format!("transformer_blocks.{i}"))))
             .collect::<Result<_>>()?;
@@ -47,13 +47,13 @@ impl DigitsTransformer {
         Ok(Self {
             sinusoids: Sinusoids::new(config.frequency_embedding_size, patch_embed.weight.device())?,
             patch_embed,
-            pos_embed: weights.get("pos_embed.pos_embed", (1, config.grid() * config.grid(), dim), embedding)?,
+            pos_embed: weights.get("pos_embed.pos_embed", (1, config.grid() * config.grid(), dim), embedding_init)?,
             time_embedding: TimestepEmbedding::new(
                 config.frequency_embedding_size,
                 dim,
                 &mut weights.pp("time_embedding"),
             )?,
-            class_embedding: weights.get("class_embedding.weight", (config.num_classes, dim), embedding)?,
+            class_embedding: weights.get("class_embedding.weight", (config.num_classes, dim), embedding_init)?,
             blocks,
             norm_out: weights.linear_init("norm_out.linear", dim, 2 * dim, true, Init::Constant(0.0))?,
             proj_out: weights.linear_init("proj_out", dim, patch_dim, true, Init::Constant(0.0))?,
@@ -61,11 +61,12 @@ impl DigitsTransformer {
         })
     }
 
-    /// A model to train from scratch: every parameter is a trainable f32 variable, drawn from the library's generator.
+    /// A model to train from scratch. Every parameter is a trainable f32 variable. Random initial values come from the
+    /// library's generator.
     ///
     /// # Errors
-    /// [`Error::Config`] if the configuration is wrong, [`Error::OutOfMemory`] if the parameters do not
-    /// fit on the device.
+    /// [`Error::Config`] if the configuration is wrong, [`Error::OutOfMemory`] if the parameters do not fit on the
+    /// device.
     pub fn fresh(config: DigitsConfig, device: &Device) -> Result<Self> {
         Self::new(config, &mut Source::fresh(device).root())
     }
@@ -79,11 +80,12 @@ impl DigitsTransformer {
     ///
     /// - `sample (B, C, H, W)`: the noisy images. Pixels of clean images are in -1..1.
     /// - `timestep (B)`: from 0 (clean image) to 1000 (noise).
-    /// - `class_labels (B)`: i64 or u32.
+    /// - `class_labels (B)`: from 0 to `num_classes` - 1, i64 or u32.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the inputs do not fit the configuration or one another, [`Error::Index`] if a label is not a
-    /// class, [`Error::DType`] if the labels are neither i64 nor u32.
+    /// [`Error::Shape`] if the inputs do not fit the configuration or one another, [`Error::Index`] if a label is out
+    /// of range, [`Error::DType`] if the labels are neither i64 nor u32, [`Error::Device`] if the labels are on another
+    /// device than the model.
     pub fn forward(&self, sample: &Tensor, timestep: &Tensor, class_labels: &Tensor) -> Result<Tensor> {
         self.check(sample, timestep, class_labels)?;
         let x = self.patch_embed.forward(&self.patchify(&sample.to_dtype(self.dtype())?)?)?.add(&self.pos_embed)?;
@@ -93,11 +95,13 @@ impl DigitsTransformer {
             .add(&embedding(&self.class_embedding, class_labels)?)?
             .silu()?;
         let x = self.blocks.run(&x, &[&condition], |block, x, conditions| block.forward(x, &conditions[0]))?;
+        // As in diffusers, the scale comes first here. In the blocks, the shift comes first.
         let modulation = self.norm_out.forward(&condition)?.chunk(2, 1)?;
         let [scale, shift] = &modulation[..] else { unreachable!("two chunks") };
         self.unpatchify(&self.proj_out.forward(&modulated_layer_norm(&x, scale, shift, EPS)?)?)
     }
 
+    /// Check the shapes of the inputs.
     fn check(&self, sample: &Tensor, timestep: &Tensor, class_labels: &Tensor) -> Result<()> {
         let (channels, size) = (self.config.in_channels, self.config.sample_size);
         let &[batch, c, h, w] = sample.dims() else {
@@ -114,12 +118,14 @@ impl DigitsTransformer {
         Ok(())
     }
 
-    fn misfit(&self, name: &str, found: &Tensor, expected: &str) -> Error {
-        Error::shape(Self::CLASS_NAME, format!("{name} has shape {:?}, expected {expected}", found.dims()))
+    /// The error for an input of a wrong shape.
+    fn misfit(&self, name: &str, input: &Tensor, expected: &str) -> Error {
+        Error::shape(Self::CLASS_NAME, format!("{name} has shape {:?}, expected {expected}", input.dims()))
     }
 
-    /// Divides images into patches of p × p pixels: (B, C, H, W) → (B, grid², C · p²). Patches, and the pixels of a
-    /// patch, are in row-major order; the channel is the first axis of a patch.
+    /// Divides images into patches: (B, C, H, W) → (B, g², C · p²), for g patches along each side of an image and p
+    /// pixels along each side of a patch. Patches, and the pixels of a patch, are in row-major order; the channel is
+    /// the first axis of a patch.
     fn patchify(&self, x: &Tensor) -> Result<Tensor> {
         let (g, p, c) = (self.config.grid(), self.config.patch_size, self.config.in_channels);
         let batch = x.dims()[0];
@@ -130,8 +136,8 @@ impl DigitsTransformer {
         ))
     }
 
-    /// Joins patches to images: (B, grid², p² · C) → (B, C, H, W). Unlike in `patchify`, the channel is the last axis
-    /// of a patch, as in DiT.
+    /// Joins patches to images: (B, g², p² · C) → (B, C, H, W). As in DiT, the channel is the last axis of these
+    /// patches, although it is the first axis of the patches that `patchify` makes.
     fn unpatchify(&self, x: &Tensor) -> Result<Tensor> {
         let (g, p, c) = (self.config.grid(), self.config.patch_size, self.config.in_channels);
         let batch = x.dims()[0];
@@ -187,6 +193,7 @@ impl Model for DigitsTransformer {
 
     fn saved(&self, size: SampleSize, saved: &mut Saved) {
         let tokens = size.height.div_ceil(self.config.patch_size) * size.width.div_ceil(self.config.patch_size);
+        let values = tokens * self.config.inner_dim();
         saved.outside(|saved| {
             saved.linear(&self.patch_embed, (tokens * self.config.patch_dim(), tokens));
             self.time_embedding.saved(saved);
@@ -194,8 +201,9 @@ impl Model for DigitsTransformer {
         saved.each(&self.blocks, |block, saved| block.saved(tokens, saved));
         saved.outside(|saved| {
             saved.linear(&self.norm_out, (self.config.inner_dim(), 1));
-            saved.keep(tokens * self.config.inner_dim());
-            saved.linear(&self.proj_out, (tokens * self.config.inner_dim(), tokens));
+            // The last norm keeps its input.
+            saved.keep(values);
+            saved.linear(&self.proj_out, (values, tokens));
         });
     }
 

@@ -8,12 +8,12 @@ use crate::fields::Fields;
 use crate::layers::joint::{BlockSizes, EPS, RopeAxes};
 use crate::pretrained::Configuration;
 
-/// `config.json` of a transformer as diffusers writes it (`FluxTransformer2DModel`). The default values are
+/// `config.json` of a transformer as diffusers writes it (`FluxTransformer2DModel`). The values of `Default` are
 /// Flux.1-dev's.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FluxConfig {
-    /// Number of values of an image token. A token is a patch of 2 × 2 latents, so this is four times the number of
-    /// latent channels.
+    /// Number of values of an image token: four times the number of latent channels, because a token is a patch of
+    /// 2 × 2 latents.
     pub in_channels: usize,
     /// Number of values that the model predicts for each image token.
     pub out_channels: usize,
@@ -54,6 +54,7 @@ impl Default for FluxConfig {
 }
 
 impl Configuration for FluxConfig {
+    /// Missing fields have diffusers' defaults. Unlike in [`FluxConfig::default`], `guidance_embeds` is then false.
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(FluxTransformer::CLASS_NAME, map);
         fields.only(&[("patch_size", json!(1))])?;

@@ -1,5 +1,5 @@
-//! The names of the transformer's parameters in files: diffusers' names, which are also the model's own, and the names
-//! in original checkpoints.
+//! The names of the transformer's parameters in files: diffusers' names, which are also the names in this library, and
+//! the names in original checkpoints.
 
 use trainable_candle_core::Result;
 use trainable_candle_io::WeightFiles;
@@ -7,13 +7,13 @@ use trainable_candle_io::WeightFiles;
 use super::FluxConfig;
 use crate::pretrained::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedNames, Renaming, StoredSizes, renamed};
 
-/// This library's and the original names for the layers of a transformer by Black Forest Labs, or of a model derived
-/// from one.
+/// The names of the layers of a transformer by Black Forest Labs, or of a model derived from such a transformer: this
+/// library's names, and the names in original checkpoints.
 pub(crate) struct BlockNames {
-    /// Layers outside of the blocks.
+    /// The names of the layers outside of the blocks.
     pub outside: &'static [Renaming],
-    /// For each kind of block: the prefix of this library's names before the block's index, the prefix of the original
-    /// names before the block's index, and the names of the layers in a block.
+    /// For each kind of block: this library's prefix before the block's index, with the dot before the index; the
+    /// prefix in original checkpoints, without this dot; and lists of the names of the layers in a block.
     pub blocks: &'static [(&'static str, &'static str, &'static [&'static [Renaming]])],
 }
 
@@ -31,17 +31,18 @@ impl Layout for OriginalTransformer {
     }
 
     fn places(&self, name: &str) -> Vec<Key> {
-        let Some(found) = self.names.find(name) else { return Vec::new() };
+        let Some(weight) = self.names.find(name) else { return Vec::new() };
         // The parameter of an RMS norm is called `scale` in original files, and `weight` in files of some other tools.
-        let is_norm = [".norm.", ".norms."].iter().any(|norm| found.key.contains(norm));
-        let scale = is_norm.then(|| found.key.strip_suffix("weight")).flatten();
-        let scale = scale.map(|layer| Key { key: format!("{layer}scale"), form: found.form });
-        scale.into_iter().chain([found]).collect()
+        let is_norm = [".norm.", ".norms."].iter().any(|norm| weight.key.contains(norm));
+        let layer = is_norm.then(|| weight.key.strip_suffix("weight")).flatten();
+        let scale = layer.map(|layer| Key { key: format!("{layer}scale"), form: weight.form });
+        scale.into_iter().chain([weight]).collect()
     }
 }
 
 impl BlockNames {
-    /// The layout of a folder, or of an original checkpoint.
+    /// The layout of the model's folder if `original` is None; otherwise, of a checkpoint in one file, whose keys
+    /// `original` describes.
     pub fn layout(&'static self, original: Option<Original>) -> Box<dyn Layout> {
         match original {
             Some(Original { prefix, naming: Naming::Original }) => {
@@ -52,24 +53,24 @@ impl BlockNames {
         }
     }
 
-    /// The key of a layer in an original checkpoint, without a prefix.
+    /// The key of a layer in an original checkpoint, without the checkpoint's prefix. None if it has no such layer.
     pub fn layer(&self, layer: &str) -> Option<Key> {
         self.find(&format!("{layer}.weight"))?.of_layer()
     }
 
-    /// The key of a parameter or layer in an original checkpoint, without a prefix.
+    /// The key of a parameter in an original checkpoint, without the checkpoint's prefix. None if it has no such
+    /// parameter.
     fn find(&self, name: &str) -> Option<Key> {
-        let block = self
-            .blocks
-            .iter()
-            .find_map(|(ours, theirs, renamings)| Some((name.strip_prefix(ours)?, theirs, renamings)));
-        let Some((rest, theirs, renamings)) = block else { return renamed(name, self.outside) };
-        let (index, inside) = rest.split_once('.')?;
-        let Key { key, form } = renamings.iter().find_map(|renamings| renamed(inside, renamings))?;
+        let in_block =
+            self.blocks.iter().find_map(|(ours, theirs, lists)| Some((name.strip_prefix(ours)?, theirs, lists)));
+        let Some((rest, theirs, lists)) = in_block else { return renamed(name, self.outside) };
+        let (index, inner_name) = rest.split_once('.')?;
+        let Key { key, form } = lists.iter().find_map(|renamings| renamed(inner_name, renamings))?;
         Some(Key { key: format!("{theirs}.{index}.{key}"), form })
     }
 }
 
+/// The names of Flux.1's layers.
 pub(super) static NAMES: BlockNames = BlockNames {
     outside: &OUTSIDE,
     blocks: &[
@@ -78,11 +79,12 @@ pub(super) static NAMES: BlockNames = BlockNames {
     ],
 };
 
-/// This library's and the original prefix of the double-stream blocks.
+/// The prefixes of the double-stream blocks: this library's, and the one in original checkpoints.
 pub(crate) const DOUBLE_BLOCKS: (&str, &str) = ("transformer_blocks.", "double_blocks");
-/// This library's and the original prefix of the single-stream blocks.
+/// The prefixes of the single-stream blocks: this library's, and the one in original checkpoints.
 pub(crate) const SINGLE_BLOCKS: (&str, &str) = ("single_transformer_blocks.", "single_blocks");
 
+/// The layers outside of the blocks.
 const OUTSIDE: [Renaming; 10] = [
     ("x_embedder", "img_in", Form::Plain),
     ("context_embedder", "txt_in", Form::Plain),
@@ -113,6 +115,7 @@ pub(crate) const DOUBLE_ATTENTION: [Renaming; 12] = [
     ("attn.to_add_out", "txt_attn.proj", Form::Plain),
 ];
 
+/// The layers that compute the modulation in the double-stream blocks.
 const DOUBLE_MODULATION: [Renaming; 2] =
     [("norm1.linear", "img_mod.lin", Form::Plain), ("norm1_context.linear", "txt_mod.lin", Form::Plain)];
 
@@ -124,10 +127,11 @@ pub(crate) const DOUBLE_MLP: [Renaming; 4] = [
     ("ff_context.net.2", "txt_mlp.2", Form::Plain),
 ];
 
+/// The layer that computes the modulation in the single-stream blocks.
 const SINGLE_MODULATION: [Renaming; 1] = [("norm.linear", "modulation.lin", Form::Plain)];
 
-/// The layers of the single-stream blocks. In original files, `linear1` computes the queries, the keys, the values
-/// and the hidden values of the feed-forward network. The hidden values are four times as wide as the queries.
+/// The other layers of the single-stream blocks. In original files, `linear1` computes the queries, the keys, the
+/// values and the hidden layer of the feed-forward network. The hidden layer is four times as wide as the queries.
 pub(crate) const SINGLE: [Renaming; 7] = [
     ("attn.to_q", "linear1", Form::share(0, 7)),
     ("attn.to_k", "linear1", Form::share(1, 7)),
@@ -138,15 +142,15 @@ pub(crate) const SINGLE: [Renaming; 7] = [
     ("proj_out", "linear2", Form::Plain),
 ];
 
-/// The configuration of the transformer in a checkpoint, from the shapes of its tensors. Shapes do not determine
-/// `axes_dims_rope`: it comes from the first of the `known` configurations with the same sizes, or else from
-/// [`FluxConfig::default`].
+/// The configuration of the transformer in a checkpoint, from the shapes of the checkpoint's tensors. Shapes do not
+/// determine `axes_dims_rope`: this field comes from the first of the `known` configurations whose other fields agree,
+/// or else from [`FluxConfig::default`].
 ///
 /// # Errors
-/// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or the model is one of Flux's tools (Fill,
-/// Canny, Depth).
-pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<FluxConfig>) -> Result<FluxConfig> {
-    let sizes = StoredSizes::new(files, NAMES.layout(Some(naming)));
+/// [`trainable_candle_core::Error::Config`] if a size cannot be determined, if the model is one of Flux's tools (Fill,
+/// Canny, Depth), or if `axes_dims_rope` does not fit the width of a head.
+pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<FluxConfig>) -> Result<FluxConfig> {
+    let sizes = StoredSizes::new(files, NAMES.layout(Some(original)));
     let size = |name: &str, dim: usize| sizes.size(name, dim);
     let head_dim = size("transformer_blocks.0.attn.norm_q.weight", 0)?;
     let deduced = FluxConfig {

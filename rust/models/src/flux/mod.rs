@@ -1,4 +1,4 @@
-//! The transformer of Flux.1 (Black Forest Labs 2024). Follows
+//! Flux.1's transformer (Black Forest Labs 2024). Follows
 //! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/transformers/transformer_flux.py>.
 
 mod config;
@@ -10,7 +10,7 @@ pub use model::{FluxConditions, FluxTransformer};
 
 use crate::registry::ModelKind;
 
-/// The registry entry of Flux's transformer.
+/// The registry entry of Flux.1's transformer.
 pub static KIND: ModelKind = ModelKind::of::<FluxTransformer>(
     "FluxTransformer",
     ("a Flux transformer", "single_transformer_blocks.0.norm.linear."),

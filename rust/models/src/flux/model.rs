@@ -1,4 +1,4 @@
-//! The transformer, which predicts the velocity from noisy latents (as tokens), time, text and guidance.
+//! The transformer. It predicts the velocity from noisy latents (as tokens), time, text and guidance scale.
 
 use std::sync::Arc;
 
@@ -19,13 +19,13 @@ use crate::saved::{SampleSize, Saved};
 
 /// The base of the rotary embedding's frequencies; fixed in diffusers.
 const THETA: f64 = 10_000.0;
-/// The time and the guidance are multiplied by this before their sinusoids are computed.
+/// The factor by which the time and the guidance scale are multiplied before their sinusoids are computed.
 const TIME_SCALE: f64 = 1000.0;
 /// Number of latents along one side of the square patch that becomes a token.
 const PATCH: usize = 2;
 
 /// Flux.1's transformer, with the results and the parameter names of diffusers' `FluxTransformer2DModel`. It predicts
-/// the velocity noise − latents of flow matching.
+/// the velocity of flow matching, `noise - latents`.
 pub struct FluxTransformer {
     config: FluxConfig,
     x_embedder: Linear<Tensor>,
@@ -37,20 +37,20 @@ pub struct FluxTransformer {
     output: ModulatedOutput,
 }
 
-/// The inputs of one call except the noisy latents.
+/// The inputs of one forward pass except the noisy latents, for B samples of S image tokens and L text tokens.
 #[derive(Clone, Copy)]
 pub struct FluxConditions<'a> {
     /// The text encoder's tokens, (B, L, joint_attention_dim).
     pub encoder_hidden_states: &'a Tensor,
     /// The pooled text embedding, (B, pooled_projection_dim).
     pub pooled_projections: &'a Tensor,
-    /// The time from 0 (clean) to 1 (noise), (B), (1) or a scalar.
+    /// The time from 0 (clean) to 1 (noise): (B), (1) or a scalar.
     pub timestep: &'a Tensor,
     /// Positions of the image's tokens, (S, axes): 0, row, column.
     pub img_ids: &'a Tensor,
     /// Positions of the text's tokens, (L, axes): zeros.
     pub txt_ids: &'a Tensor,
-    /// The guidance scale, (B), (1) or a scalar; None for a model that takes no guidance scale.
+    /// The guidance scale: (B), (1) or a scalar; None for a model that takes no guidance scale.
     pub guidance: Option<&'a Tensor>,
 }
 
@@ -61,18 +61,18 @@ impl FluxTransformer {
     /// A model with the parameters of `weights`.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Config`] if the configuration is wrong or the weights belong to another model.
+    /// [`trainable_candle_core::Error::Config`] if the configuration is wrong; as [`Weights::get`].
     pub fn new(config: FluxConfig, weights: &mut Weights<'_>) -> Result<Self> {
         config.validate()?;
-        let dim = config.inner_dim();
+        let (dim, bias, told_modulation) = (config.inner_dim(), true, false);
         let (pooled, guidance) = (config.pooled_projection_dim, config.guidance_embeds);
-        let x_embedder = weights.linear("x_embedder", config.in_channels, dim, true)?;
-        let sizes = ConditionSizes { dim, pooled: Some(pooled), guidance, bias: true };
+        let x_embedder = weights.linear("x_embedder", config.in_channels, dim, bias)?;
+        let condition_sizes = ConditionSizes { dim, pooled: Some(pooled), guidance, bias };
         Ok(Self {
             axes: RopeAxes::new(&config.axes_dims_rope, THETA, x_embedder.weight.device())?,
             x_embedder,
-            context_embedder: weights.linear("context_embedder", config.joint_attention_dim, dim, true)?,
-            time_text_embed: TimeTextEmbedding::new(sizes, &mut weights.pp("time_text_embed"))?,
+            context_embedder: weights.linear("context_embedder", config.joint_attention_dim, dim, bias)?,
+            time_text_embed: TimeTextEmbedding::new(condition_sizes, &mut weights.pp("time_text_embed"))?,
             double_blocks: (0..config.num_layers)
                 .map(|i| {
                     let kind = DoubleBlockKind::default();
@@ -81,10 +81,11 @@ impl FluxTransformer {
                 .collect::<Result<_>>()?,
             single_blocks: (0..config.num_single_layers)
                 .map(|i| {
-                    SingleBlock::new(config.block(), false, &mut weights.pp(&format!("single_transformer_blocks.{i}")))
+                    let weights = &mut weights.pp(&format!("single_transformer_blocks.{i}"));
+                    SingleBlock::new(config.block(), told_modulation, weights)
                 })
                 .collect::<Result<_>>()?,
-            output: ModulatedOutput::new([dim, config.out_channels], true, weights)?,
+            output: ModulatedOutput::new([dim, config.out_channels], bias, weights)?,
             config,
         })
     }
@@ -94,7 +95,7 @@ impl FluxTransformer {
         &self.config
     }
 
-    /// The velocity at the noisy latents `hidden_states (B, S, in_channels)`. Each of the S tokens is a patch of 2 × 2
+    /// The velocity at the noisy latents `hidden_states (B, S, in_channels)`, whose S tokens are patches of 2 × 2
     /// latents. The result is (B, S, out_channels), in the dtype of the weights.
     ///
     /// # Errors
@@ -121,7 +122,7 @@ impl FluxTransformer {
         self.output.forward(&x.narrow(1, length, area)?, &condition)
     }
 
-    /// Check the inputs. Returns the number of image tokens and the number of text tokens.
+    /// Check the inputs, and return the number of image tokens and the number of text tokens.
     fn check(&self, hidden_states: &Tensor, conditions: FluxConditions<'_>) -> Result<[usize; 2]> {
         let FluxConditions { encoder_hidden_states, pooled_projections, timestep, img_ids, txt_ids, guidance } =
             conditions;
@@ -197,6 +198,7 @@ impl Model for FluxTransformer {
     }
 
     fn saved(&self, size: SampleSize, saved: &mut Saved) {
+        // The number of image tokens.
         let area = size.height.div_ceil(PATCH) * size.width.div_ceil(PATCH);
         saved.outside(|saved| {
             saved.linear(&self.x_embedder, (area * self.config.in_channels, area));

@@ -8,12 +8,12 @@ use crate::fields::Fields;
 use crate::layers::joint::{BlockSizes, EPS, RopeAxes};
 use crate::pretrained::Configuration;
 
-/// `config.json` of a transformer as diffusers writes it (`Flux2Transformer2DModel`). The default values
-/// are FLUX.2-klein-4B's.
+/// `config.json` of a transformer as diffusers writes it (`Flux2Transformer2DModel`). The values of `Default` are
+/// FLUX.2-klein-4B's.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Flux2Config {
-    /// Number of values of an image token. A token is a patch of 2 × 2 latents, so this is four times the number of
-    /// latent channels.
+    /// Number of values of an image token: four times the number of latent channels, because a token is a patch of
+    /// 2 × 2 latents.
     pub in_channels: usize,
     /// Number of values that the model predicts for each image token.
     pub out_channels: usize,
@@ -54,7 +54,7 @@ impl Default for Flux2Config {
 }
 
 impl Configuration for Flux2Config {
-    /// Missing fields have diffusers' defaults, which are FLUX.2-dev's values, not those of [`Flux2Config::default`].
+    /// Missing fields have diffusers' defaults: FLUX.2-dev's values, not those of [`Flux2Config::default`].
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(Flux2Transformer::CLASS_NAME, map);
         fields.only(&[

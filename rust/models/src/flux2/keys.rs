@@ -1,5 +1,5 @@
-//! The names of the transformer's parameters in files. There are two sets: the names of diffusers, which this crate's
-//! model has too, and the names in the original checkpoints.
+//! The names of the transformer's parameters in files: diffusers' names, which are also the names in this library, and
+//! the names in original checkpoints.
 
 use trainable_candle_core::Result;
 use trainable_candle_io::WeightFiles;
@@ -8,14 +8,16 @@ use super::Flux2Config;
 use crate::flux::keys::{BlockNames, DOUBLE_ATTENTION, DOUBLE_BLOCKS, SINGLE_BLOCKS};
 use crate::pretrained::{Form, Original, Renaming, StoredSizes};
 
+/// The names of FLUX.2's layers.
 pub(super) static NAMES: BlockNames = BlockNames {
     outside: &OUTSIDE,
     blocks: &[
-        (DOUBLE_BLOCKS.0, DOUBLE_BLOCKS.1, &[&DOUBLE_ATTENTION, &DOUBLE]),
+        (DOUBLE_BLOCKS.0, DOUBLE_BLOCKS.1, &[&DOUBLE_ATTENTION, &DOUBLE_FEED_FORWARD]),
         (SINGLE_BLOCKS.0, SINGLE_BLOCKS.1, &[&SINGLE]),
     ],
 };
 
+/// The layers outside of the blocks.
 const OUTSIDE: [Renaming; 11] = [
     ("x_embedder", "img_in", Form::Plain),
     ("context_embedder", "txt_in", Form::Plain),
@@ -31,13 +33,15 @@ const OUTSIDE: [Renaming; 11] = [
     ("proj_out", "final_layer.linear", Form::Plain),
 ];
 
-const DOUBLE: [Renaming; 4] = [
+/// The feed-forward layers of the double-stream blocks.
+const DOUBLE_FEED_FORWARD: [Renaming; 4] = [
     ("ff.linear_in", "img_mlp.0", Form::Plain),
     ("ff.linear_out", "img_mlp.2", Form::Plain),
     ("ff_context.linear_in", "txt_mlp.0", Form::Plain),
     ("ff_context.linear_out", "txt_mlp.2", Form::Plain),
 ];
 
+/// The layers of the single-stream blocks.
 const SINGLE: [Renaming; 4] = [
     ("attn.to_qkv_mlp_proj", "linear1", Form::Plain),
     ("attn.to_out", "linear2", Form::Plain),
@@ -45,15 +49,15 @@ const SINGLE: [Renaming; 4] = [
     ("attn.norm_k", "norm.key_norm", Form::Plain),
 ];
 
-/// The configuration of the transformer in a checkpoint, from the shapes of its tensors. Shapes do not determine
-/// `axes_dims_rope` and `rope_theta`: they come from the first of the `known` configurations with the same sizes. If no
-/// known configuration has the same sizes, the two fields have the values of [`Flux2Config::default`], which all
-/// published models share.
+/// The configuration of the transformer in a checkpoint, from the shapes of the checkpoint's tensors. Shapes do not
+/// determine `axes_dims_rope` and `rope_theta`: these fields come from the first of the `known` configurations whose
+/// other fields agree, or else from [`Flux2Config::default`], whose two values all published models share.
 ///
 /// # Errors
-/// [`trainable_candle_core::Error::Config`] if a size cannot be determined.
-pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<Flux2Config>) -> Result<Flux2Config> {
-    let sizes = StoredSizes::new(files, NAMES.layout(Some(naming)));
+/// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or if `axes_dims_rope` does not fit the
+/// width of a head.
+pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<Flux2Config>) -> Result<Flux2Config> {
+    let sizes = StoredSizes::new(files, NAMES.layout(Some(original)));
     let size = |name: &str, dim: usize| sizes.size(name, dim);
     let head_dim = size("transformer_blocks.0.attn.norm_q.weight", 0)?;
     let deduced = Flux2Config {

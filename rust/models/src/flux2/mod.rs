@@ -1,4 +1,4 @@
-//! The transformer of FLUX.2 (Black Forest Labs 2025). Follows
+//! FLUX.2's transformer (Black Forest Labs 2025). Follows
 //! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/transformers/transformer_flux2.py>.
 
 mod config;

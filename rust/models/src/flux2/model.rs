@@ -1,4 +1,4 @@
-//! The transformer, which predicts the velocity from noisy latents (as tokens), time and text.
+//! The transformer. It predicts the velocity from noisy latents (as tokens), time, text and guidance scale.
 
 use std::sync::Arc;
 
@@ -18,13 +18,13 @@ use crate::pretrained::{Architecture, Configuration, Layout, Original};
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
-/// The time and the guidance are multiplied by this before their sinusoids are computed.
+/// The factor by which the time and the guidance scale are multiplied before their sinusoids are computed.
 const TIME_SCALE: f64 = 1000.0;
 /// Number of latents along one side of the square patch that becomes a token.
 const PATCH: usize = 2;
 
 /// FLUX.2's transformer, with the results and the parameter names of diffusers' `Flux2Transformer2DModel`. It predicts
-/// the velocity noise − latents of flow matching.
+/// the velocity of flow matching, `noise - latents`.
 pub struct Flux2Transformer {
     config: Flux2Config,
     x_embedder: Linear<Tensor>,
@@ -39,26 +39,25 @@ pub struct Flux2Transformer {
     output: ModulatedOutput,
 }
 
-/// The names of the layers that compute the modulation. With each name, the number of shifts, scales and gates that the
-/// layer computes.
+/// The layers that compute the modulation: the name of each, and how many shifts, scales and gates it computes in all.
 const MODULATIONS: [(&str, usize); 3] = [
     ("double_stream_modulation_img.linear", 6),
     ("double_stream_modulation_txt.linear", 6),
     ("single_stream_modulation.linear", 3),
 ];
 
-/// The inputs of one call except the noisy latents.
+/// The inputs of one forward pass except the noisy latents, for B samples of S image tokens and L text tokens.
 #[derive(Clone, Copy)]
 pub struct Flux2Conditions<'a> {
     /// The text encoder's tokens, (B, L, joint_attention_dim).
     pub encoder_hidden_states: &'a Tensor,
-    /// The time from 0 (clean) to 1 (noise), (B), (1) or a scalar.
+    /// The time from 0 (clean) to 1 (noise): (B), (1) or a scalar.
     pub timestep: &'a Tensor,
     /// Positions of the image's tokens, (S, axes): 0, row, column, 0.
     pub img_ids: &'a Tensor,
     /// Positions of the text's tokens, (L, axes): 0, 0, 0, index.
     pub txt_ids: &'a Tensor,
-    /// The guidance scale, (B), (1) or a scalar; None for a model that takes no guidance scale.
+    /// The guidance scale: (B), (1) or a scalar; None for a model that takes no guidance scale.
     pub guidance: Option<&'a Tensor>,
 }
 
@@ -69,34 +68,34 @@ impl Flux2Transformer {
     /// A model with the parameters of `weights`.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Config`] if the configuration is wrong or the weights belong to another model.
+    /// [`trainable_candle_core::Error::Config`] if the configuration is wrong; as [`Weights::get`].
     pub fn new(config: Flux2Config, weights: &mut Weights<'_>) -> Result<Self> {
         config.validate()?;
-        let (dim, sizes) = (config.inner_dim(), config.block());
+        let (dim, sizes, bias) = (config.inner_dim(), config.block(), false);
         let kind = DoubleBlockKind {
             told_modulation: true,
             feed_forward: FeedForwardKind::SwiGlu,
             ..DoubleBlockKind::default()
         };
-        let x_embedder = weights.linear("x_embedder", config.in_channels, dim, false)?;
-        let condition = ConditionSizes { dim, pooled: None, guidance: config.guidance_embeds, bias: false };
-        let mut modulation = |index: usize| {
+        let x_embedder = weights.linear("x_embedder", config.in_channels, dim, bias)?;
+        let condition_sizes = ConditionSizes { dim, pooled: None, guidance: config.guidance_embeds, bias };
+        let mut modulation_layer = |index: usize| {
             let (name, parts) = MODULATIONS[index];
-            weights.linear(name, dim, parts * dim, false)
+            weights.linear(name, dim, parts * dim, bias)
         };
         Ok(Self {
-            modulations: [modulation(0)?, modulation(1)?, modulation(2)?],
+            modulations: [modulation_layer(0)?, modulation_layer(1)?, modulation_layer(2)?],
             axes: RopeAxes::new(&config.axes_dims_rope, config.rope_theta, x_embedder.weight.device())?,
             x_embedder,
-            context_embedder: weights.linear("context_embedder", config.joint_attention_dim, dim, false)?,
-            time_guidance_embed: TimeTextEmbedding::new(condition, &mut weights.pp("time_guidance_embed"))?,
+            context_embedder: weights.linear("context_embedder", config.joint_attention_dim, dim, bias)?,
+            time_guidance_embed: TimeTextEmbedding::new(condition_sizes, &mut weights.pp("time_guidance_embed"))?,
             double_blocks: (0..config.num_layers)
                 .map(|i| DoubleBlock::new(sizes, kind, &mut weights.pp(&format!("transformer_blocks.{i}"))))
                 .collect::<Result<_>>()?,
             single_blocks: (0..config.num_single_layers)
                 .map(|i| FusedBlock::new(sizes, &mut weights.pp(&format!("single_transformer_blocks.{i}"))))
                 .collect::<Result<_>>()?,
-            output: ModulatedOutput::new([dim, config.out_channels], false, weights)?,
+            output: ModulatedOutput::new([dim, config.out_channels], bias, weights)?,
             config,
         })
     }
@@ -106,7 +105,7 @@ impl Flux2Transformer {
         &self.config
     }
 
-    /// The velocity at the noisy latents `hidden_states (B, S, in_channels)`. Each of the S tokens is a patch of 2 × 2
+    /// The velocity at the noisy latents `hidden_states (B, S, in_channels)`, whose S tokens are patches of 2 × 2
     /// latents. The result is (B, S, out_channels), in the dtype of the weights.
     ///
     /// # Errors
@@ -117,27 +116,27 @@ impl Flux2Transformer {
         let dtype = self.dtype();
         let thousandfold = |x: &Tensor| x.reshape(x.elem_count())?.to_dtype(DType::F32)?.mul_scalar(TIME_SCALE);
         let guidance = conditions.guidance.map(thousandfold).transpose()?;
-        // `timestep` may be one time for all samples, but the modulation needs a row for each sample.
+        // `timestep` may be one time for all samples, but the blocks need a modulation for each sample.
         let times = thousandfold(conditions.timestep)?.broadcast_as(hidden_states.dims()[0])?;
         let condition = self.time_guidance_embed.forward(&times, None, guidance.as_ref())?;
-        let [of_image, of_text, of_single] = &self.modulations;
-        let (of_image, of_text) = (of_image.forward(&condition)?, of_text.forward(&condition)?);
-        let of_single = of_single.forward(&condition)?;
+        let [image_layer, text_layer, single_layer] = &self.modulations;
+        let (of_image, of_text) = (image_layer.forward(&condition)?, text_layer.forward(&condition)?);
+        let of_single = single_layer.forward(&condition)?;
         let image = self.x_embedder.forward(&hidden_states.to_dtype(dtype)?)?;
         let text = self.context_embedder.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
         let angles = self.axes.at(&Tensor::cat(&[conditions.txt_ids, conditions.img_ids], 0)?)?;
         let sight = Sight { angles: Some(&angles), mask: None };
-        let shared = |_, _: &DoubleBlock| Ok([of_image.clone(), of_text.clone()]);
-        let [image, text] = run_double(&self.double_blocks, [image, text], sight, shared)?;
+        let shared_modulation = |_, _: &DoubleBlock| Ok([of_image.clone(), of_text.clone()]);
+        let [image, text] = run_double(&self.double_blocks, [image, text], sight, shared_modulation)?;
         let x = Tensor::cat(&[&text, &image], 1)?;
-        let x = self.single_blocks.run(&x, &[&of_single, &angles.cos, &angles.sin], |block, x, inputs| {
-            let [modulation, cos, sin] = inputs else { unreachable!("three conditions") };
+        let x = self.single_blocks.run(&x, &[&of_single, &angles.cos, &angles.sin], |block, x, conditions| {
+            let [modulation, cos, sin] = conditions else { unreachable!("three conditions") };
             block.forward(x, modulation, &Rope { cos: cos.clone(), sin: sin.clone() })
         })?;
         self.output.forward(&x.narrow(1, length, area)?, &condition)
     }
 
-    /// Check the inputs. Returns the number of image tokens and the number of text tokens.
+    /// Check the inputs, and return the number of image tokens and the number of text tokens.
     fn check(&self, hidden_states: &Tensor, conditions: Flux2Conditions<'_>) -> Result<[usize; 2]> {
         let Flux2Conditions { encoder_hidden_states, timestep, img_ids, txt_ids, guidance } = conditions;
         let sizes = TokenSizes {
@@ -214,6 +213,7 @@ impl Model for Flux2Transformer {
     }
 
     fn saved(&self, size: SampleSize, saved: &mut Saved) {
+        // The number of image tokens.
         let area = size.height.div_ceil(PATCH) * size.width.div_ceil(PATCH);
         let dim = self.config.inner_dim();
         saved.outside(|saved| {

@@ -1,6 +1,6 @@
-//! The single-stream block. Its layers are fused, in the model as well as in files. The first layer computes the
-//! queries, keys and values of attention and the two inputs of the feed-forward network's `SwiGLU`. The last layer
-//! projects the results of attention and of the `SwiGLU` together (Dehghani et al. 2023, arXiv:2302.05442, section
+//! The single-stream block. It has two fused layers, in the model as well as in files. The first layer computes the
+//! queries, keys and values of attention, and the two inputs of the feed-forward network's `SwiGLU`. The last layer
+//! projects the concatenated results of attention and of the `SwiGLU` (Dehghani et al. 2023, arXiv:2302.05442, section
 //! 2.1).
 
 use trainable_candle_core::ops::beside::{Activation, activate_beside};
@@ -12,15 +12,17 @@ use crate::saved::Saved;
 
 /// Width of the `SwiGLU`'s result, as a multiple of the tokens' width.
 const RATIO: usize = 3;
+/// Width of queries, keys and values together, as a multiple of the tokens' width.
+const QKV: usize = 3;
 /// Width of the first layer's result, as a multiple of the tokens' width: queries, keys, values, and the two inputs of
 /// the `SwiGLU`.
-const PROJECTED: usize = 3 + 2 * RATIO;
+const PROJECTED: usize = QKV + 2 * RATIO;
 
 /// Attention and a `SwiGLU`, which read the same modulated input. The projection of their results is multiplied by a
 /// gate and added to the residual stream.
 pub(super) struct FusedBlock {
     to_qkv_mlp_proj: Linear<Tensor>,
-    /// Norms of queries and keys.
+    /// Norms of queries and keys, per head.
     norms: [RmsNorm; 2],
     to_out: Linear<Tensor>,
     sizes: BlockSizes,
@@ -44,23 +46,25 @@ impl FusedBlock {
     pub fn forward(&self, x: &Tensor, modulation: &Tensor, angles: &Rope) -> Result<Tensor> {
         let dim = self.sizes.dim();
         let part = |index: usize| modulation.narrow(1, index * dim, dim);
-        let all = self.to_qkv_mlp_proj.forward(&modulated(x, [&part(0)?, &part(1)?])?)?;
-        let projected = Projected::Joined(all.clone());
-        let stream = Stream { projected, norms: Some(&self.norms), angles: Some(angles.clone()) };
-        let both = activate_beside(Some(&mix(&[stream], self.sizes, None)?), &all, 3 * dim, Activation::SwiGlu)?;
+        let projected = self.to_qkv_mlp_proj.forward(&modulated(x, [&part(0)?, &part(1)?])?)?;
+        let qkv = Projected::Joined(projected.clone());
+        let stream = Stream { projected: qkv, norms: Some(&self.norms), angles: Some(angles.clone()) };
+        let mixed = mix(&[stream], self.sizes, None)?;
+        let both = activate_beside(Some(&mixed), &projected, QKV * dim, Activation::SwiGlu)?;
         gated_add(x, &self.to_out.forward(&both)?, &part(2)?)
     }
 
     /// Adds to `saved` what the tape keeps for `tokens` tokens.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
-        let inside = tokens * self.sizes.dim();
-        saved.block(inside, false, |saved| {
-            saved.keep(inside);
-            saved.cheap_linear(&self.to_qkv_mlp_proj, (inside, tokens));
+        let inputs = tokens * self.sizes.dim();
+        saved.block(inputs, false, |saved| {
+            // The norm keeps its input.
+            saved.keep(inputs);
+            saved.cheap_linear(&self.to_qkv_mlp_proj, (inputs, tokens));
             // The tape keeps the results of `to_qkv_mlp_proj` (9 D per token) and of the attention (D per token).
             saved.attention(tokens, tokens, self.sizes.dim());
-            saved.keep((PROJECTED + 1) * inside);
-            saved.cheap_linear(&self.to_out, ((1 + RATIO) * inside, tokens));
+            saved.keep((PROJECTED + 1) * inputs);
+            saved.cheap_linear(&self.to_out, ((1 + RATIO) * inputs, tokens));
         });
     }
 }
