@@ -1,8 +1,8 @@
 //! Models of trainable-candle.
 //!
-//! Each model has a folder of source files, with its configuration, its blocks and its forward pass, and one
-//! entry in the table of [pipelines]. The code of a model does not depend on adapters or optimizers: it lists
-//! the model's layers and parameters ([`trainable_candle_nn::Module`]), and computes the forward pass.
+//! Each model has a folder of source files with its configuration, its blocks and its forward pass. The table of
+//! [pipelines] lists the models that work together. The code of a model does not depend on adapters or optimizers: it
+//! lists the model's layers and parameters ([`trainable_candle_nn::Module`]), and computes the forward pass.
 
 pub mod causal_lm;
 pub mod chroma;

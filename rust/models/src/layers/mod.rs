@@ -1,4 +1,4 @@
-//! Layers that several models share, under diffusers' names.
+//! Layers that several models share. Their parameters have diffusers' names.
 
 mod attention;
 pub mod joint;

@@ -1,5 +1,5 @@
-//! The convolutional blocks that U-Nets and autoencoders share (He et al. 2016, arXiv:1603.05027), under diffusers'
-//! names. Images are (batch, height, width, channels).
+//! The convolutional blocks that U-Nets and autoencoders share (He et al. 2016, arXiv:1603.05027). Their parameters
+//! have diffusers' names. Feature maps are (batch, height, width, channels).
 
 use trainable_candle_core::ops::conv::Conv2dOptions;
 use trainable_candle_core::ops::upsample::upsample_nearest2d;
@@ -8,7 +8,7 @@ use trainable_candle_nn::{Conv2d, GroupNorm, Linear, Module, Visitor, Weights};
 
 use crate::saved::Saved;
 
-/// A 3×3 convolution that keeps height and width.
+/// A 3×3 convolution with a bias. Its result has the input's height and width.
 pub(crate) fn conv3x3(
     name: &str,
     channels: usize,
@@ -19,7 +19,7 @@ pub(crate) fn conv3x3(
     weights.conv2d(name, channels, out_channels, [3, 3], options, true)
 }
 
-/// A 1×1 convolution.
+/// A 1×1 convolution with a bias.
 pub(crate) fn conv1x1(
     name: &str,
     channels: usize,
@@ -36,7 +36,7 @@ pub struct ResnetSizes {
     pub channels: usize,
     /// Number of channels of the result.
     pub out_channels: usize,
-    /// Width of the timestep's embedding, if the block takes one.
+    /// Width of the timestep's embedding. None if the block takes no embedding.
     pub time_dim: Option<usize>,
     /// Number of groups of the group norms.
     pub groups: usize,
@@ -45,7 +45,8 @@ pub struct ResnetSizes {
 }
 
 /// Applies norm, SiLU and 3×3 convolution twice, and adds the result to the input, or to a 1×1 convolution of the input
-/// if the numbers of channels differ. A projection of the time's embedding is added after the first 3×3 convolution.
+/// if the numbers of channels differ. A projection of the timestep's embedding, if the block takes one, is added after
+/// the first 3×3 convolution.
 pub struct ResnetBlock {
     norm1: GroupNorm,
     conv1: Conv2d<Tensor>,
@@ -74,23 +75,24 @@ impl ResnetBlock {
         })
     }
 
-    /// The block's result `(B, H, W, out_channels)` for the feature map `x (B, H, W, C)` and SiLU of the time's
-    /// embedding `(B, T)`.
+    /// Returns the block's result `(B, H, W, out_channels)` for the feature map `x (B, H, W, channels)`. `embedding` is
+    /// SiLU of the timestep's embedding, `(B, time_dim)`. A block that takes no embedding ignores it.
     ///
     /// # Errors
-    /// [`Error::Shape`], `DType` or `Device` if an input does not fit, [`Error::Argument`] if the time's embedding
-    /// is missing.
-    pub fn forward(&self, x: &Tensor, time: Option<&Tensor>) -> Result<Tensor> {
+    /// [`Error::Shape`], `DType` or `Device` if an input does not fit, [`Error::Argument`] if the block needs an
+    /// embedding and `embedding` is None.
+    pub fn forward(&self, x: &Tensor, embedding: Option<&Tensor>) -> Result<Tensor> {
         let hidden = match &self.time_emb_proj {
             Some(project) => {
-                let time = time.ok_or_else(|| Error::argument("ResnetBlock", "the time's embedding is missing"))?;
-                let time = project.forward(time)?.unsqueeze(1)?.unsqueeze(1)?;
-                self.conv1.forward_add(&self.norm1.forward_silu(x)?, &time)?
+                let embedding =
+                    embedding.ok_or_else(|| Error::argument("ResnetBlock", "the timestep's embedding is missing"))?;
+                let projected = project.forward(embedding)?.unsqueeze(1)?.unsqueeze(1)?;
+                self.conv1.forward_add(&self.norm1.forward_silu(x)?, &projected)?
             }
             None => self.conv1.forward(&self.norm1.forward_silu(x)?)?,
         };
         let normed = self.norm2.forward_silu(&hidden)?;
-        // The autoencoder's feature maps are large: none stays in memory after its last use.
+        // The autoencoder's feature maps are large, so memory is freed as soon as possible.
         drop(hidden);
         match &self.conv_shortcut {
             Some(shortcut) => self.conv2.forward_add(&normed, &shortcut.forward(x)?),
@@ -100,26 +102,27 @@ impl ResnetBlock {
 }
 
 impl ResnetBlock {
-    /// Channels of the result.
+    /// The number of channels of the result.
     pub fn out_channels(&self) -> usize {
         self.conv1.weight.dims()[0]
     }
 
-    /// Adds to `saved` what the tape keeps for an image of `area` pixels. If the block's input is concatenated from
-    /// several feature maps, `own` is the number of input channels that no other block keeps.
+    /// Adds to `saved` what the tape keeps for a feature map of `area` pixels. `own` is the number of input channels
+    /// that no other block keeps; None means all channels. The number is smaller if the input is concatenated from
+    /// several feature maps.
     pub fn saved(&self, area: usize, own: Option<usize>, saved: &mut Saved) {
         let &[out, _, _, channels] = self.conv1.weight.dims() else { return };
-        let input = area * channels;
+        let inputs = area * channels;
         saved.block(area * own.unwrap_or(channels), false, |saved| {
-            saved.keep(input);
-            saved.cheap_conv(&self.conv1, (input, area));
+            saved.keep(inputs);
+            saved.cheap_conv(&self.conv1, (inputs, area));
             if let Some(project) = &self.time_emb_proj {
                 saved.linear(project, (project.weight.dims()[1], 1));
             }
             saved.keep(area * out);
             saved.cheap_conv(&self.conv2, (area * out, area));
             if let Some(shortcut) = &self.conv_shortcut {
-                saved.conv(shortcut, (input, area));
+                saved.conv(shortcut, (inputs, area));
             }
         });
     }
@@ -144,17 +147,17 @@ impl Module for ResnetBlock {
 /// The name that the convolution of a [`Downsample`] or [`Upsample`] has in most models.
 const CONV: &str = "conv";
 
-/// Halves height and width of an image with a strided convolution.
+/// Halves height and width of a feature map with a strided convolution.
 pub struct Downsample {
     conv: Conv2d<Tensor>,
     name: &'static str,
-    /// Whether zeros are added only at the lower and right edges, as in the autoencoder, instead of at all edges.
+    /// Whether zeros are added only at the lower and right edges, as in autoencoders, and not at all four edges.
     asymmetric: bool,
 }
 
 impl Downsample {
-    /// Takes parameters below `weights`. If `asymmetric`, zeros are added only at the lower and right edge, instead of
-    /// all around.
+    /// Takes parameters below `weights`. If `asymmetric`, zeros are added only at the lower and right edges, otherwise
+    /// at all four edges.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -162,7 +165,7 @@ impl Downsample {
         Self::named(CONV, channels, asymmetric, weights)
     }
 
-    /// As [`new`](Self::new), with the convolution's name.
+    /// As [`new`](Self::new), for a convolution with this name.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -172,10 +175,11 @@ impl Downsample {
         Ok(Self { conv: weights.conv2d(name, channels, channels, [3, 3], options, true)?, name, asymmetric })
     }
 
-    /// The smaller image: `x (B, H, W, C)` → `(B, ⌈H / 2⌉, ⌈W / 2⌉, C)`, or `(B, ⌊H / 2⌋, ⌊W / 2⌋, C)` if asymmetric.
+    /// Returns the smaller feature map: `x (B, H, W, C)` → `(B, ⌈H / 2⌉, ⌈W / 2⌉, C)`, or `(B, ⌊H / 2⌋, ⌊W / 2⌋, C)` if
+    /// asymmetric.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the input does not fit.
+    /// [`Error::Shape`], `DType` or `Device` if the input does not fit.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         if !self.asymmetric {
             return self.conv.forward(x);
@@ -193,10 +197,10 @@ impl Downsample {
 }
 
 impl Downsample {
-    /// Adds to `saved` what the tape keeps for an image of `area` pixels that becomes an image of `smaller` pixels.
-    pub fn saved(&self, area: usize, smaller: usize, saved: &mut Saved) {
-        let inputs = area * self.conv.weight.dims()[0];
-        saved.outside(|saved| saved.conv(&self.conv, (inputs, smaller)));
+    /// Adds to `saved` what the tape keeps for an input of `area` pixels and a result of `smaller_area` pixels.
+    pub fn saved(&self, area: usize, smaller_area: usize, saved: &mut Saved) {
+        let &[_, _, _, channels] = self.conv.weight.dims() else { return };
+        saved.outside(|saved| saved.conv(&self.conv, (area * channels, smaller_area)));
     }
 }
 
@@ -206,7 +210,7 @@ impl Module for Downsample {
     }
 }
 
-/// Enlarges an image by repeating pixels, then convolves it.
+/// Enlarges a feature map by repeating pixels, then convolves it.
 pub struct Upsample {
     conv: Conv2d<Tensor>,
     name: &'static str,
@@ -221,7 +225,7 @@ impl Upsample {
         Self::named(CONV, channels, channels, weights)
     }
 
-    /// As [`new`](Self::new), with the convolution's name and the channels of the result.
+    /// As [`new`](Self::new), for a convolution with this name, whose result has `out_channels` channels.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -229,11 +233,11 @@ impl Upsample {
         Ok(Self { conv: conv3x3(name, channels, out_channels, weights)?, name })
     }
 
-    /// The enlarged image: `x (B, H, W, C)` → `(B, size[0], size[1], out_channels)`. Without `size`, height and width
-    /// double.
+    /// Returns the larger feature map: `x (B, H, W, C)` → `(B, size[0], size[1], out_channels)`. Without `size`, height
+    /// and width double.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the input does not fit.
+    /// [`Error::Shape`], `DType` or `Device` if the input does not fit.
     pub fn forward(&self, x: &Tensor, size: Option<[usize; 2]>) -> Result<Tensor> {
         let &[_, height, width, _] = x.dims() else {
             return Err(Error::shape("Upsample", format!("the input has shape {:?}, expected (B, H, W, C)", x.dims())));
@@ -243,10 +247,10 @@ impl Upsample {
 }
 
 impl Upsample {
-    /// Adds to `saved` what the tape keeps for an image that is enlarged to `larger` pixels.
-    pub fn saved(&self, larger: usize, saved: &mut Saved) {
-        let inputs = larger * self.conv.weight.dims()[0];
-        saved.outside(|saved| saved.conv(&self.conv, (inputs, larger)));
+    /// Adds to `saved` what the tape keeps for a feature map that is enlarged to `larger_area` pixels.
+    pub fn saved(&self, larger_area: usize, saved: &mut Saved) {
+        let &[_, _, _, channels] = self.conv.weight.dims() else { return };
+        saved.outside(|saved| saved.conv(&self.conv, (larger_area * channels, larger_area)));
     }
 }
 

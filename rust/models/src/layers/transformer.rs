@@ -1,4 +1,5 @@
-//! Transformer blocks inside an image network, under diffusers' names: `Transformer2DModel`, `BasicTransformerBlock`.
+//! Transformer blocks inside a convolutional network (diffusers' `Transformer2DModel` and `BasicTransformerBlock`).
+//! Their parameters have diffusers' names.
 
 use trainable_candle_core::{Error, Result, Tensor};
 use trainable_candle_nn::{Blocks, Conv2d, GroupNorm, Init, Layer, LayerNorm, Linear, Module, Visitor, Weights};
@@ -12,18 +13,18 @@ const NORM_EPS: f64 = 1e-6;
 /// Added to the variance in the norms of the blocks.
 const LAYER_NORM_EPS: f64 = 1e-5;
 /// Width of the feed-forward network's hidden layer, as a multiple of the tokens' width.
-const FEED_FORWARD: usize = 4;
+const FEED_FORWARD_RATIO: usize = 4;
 
 /// The sizes of a [`SpatialTransformer`].
 #[derive(Clone, Copy, Debug)]
 pub struct TransformerSizes {
-    /// Channels of the image and width of the tokens.
+    /// Number of channels of the image, and width of the image tokens.
     pub dim: usize,
     /// Number of heads of each attention.
     pub heads: usize,
     /// Number of blocks.
     pub depth: usize,
-    /// Width of the context.
+    /// Width of the context's tokens.
     pub context_dim: usize,
     /// Number of groups of the group norm before the blocks.
     pub groups: usize,
@@ -31,8 +32,8 @@ pub struct TransformerSizes {
     pub linear_projection: bool,
 }
 
-/// Attention of the image tokens to one another, attention to the context, then a gated feed-forward network. Each of
-/// the three reads a layer norm of the residual stream; its result is added to the residual stream.
+/// Attention of the image tokens to one another, attention to the context (text), then a gated feed-forward network.
+/// Each of the three reads a layer norm of the residual stream, and its result is added to the residual stream.
 struct Block {
     norm1: LayerNorm,
     attn1: Attention,
@@ -46,20 +47,21 @@ struct Block {
 impl Block {
     fn new(sizes: &TransformerSizes, weights: &mut Weights<'_>) -> Result<Self> {
         let &TransformerSizes { dim, heads, context_dim, .. } = sizes;
-        let attention = AttentionSizes { heads, dim, context_dim: None, qkv_bias: false };
-        let cross = AttentionSizes { context_dim: Some(context_dim), ..attention };
+        let to_image = AttentionSizes { heads, dim, context_dim: None, qkv_bias: false };
+        let to_context = AttentionSizes { context_dim: Some(context_dim), ..to_image };
         Ok(Self {
             norm1: weights.layer_norm("norm1", dim, LAYER_NORM_EPS)?,
-            attn1: Attention::new(attention, Init::Kaiming, &mut weights.pp("attn1"))?,
+            attn1: Attention::new(to_image, Init::Kaiming, &mut weights.pp("attn1"))?,
             norm2: weights.layer_norm("norm2", dim, LAYER_NORM_EPS)?,
-            attn2: Attention::new(cross, Init::Kaiming, &mut weights.pp("attn2"))?,
+            attn2: Attention::new(to_context, Init::Kaiming, &mut weights.pp("attn2"))?,
             norm3: weights.layer_norm("norm3", dim, LAYER_NORM_EPS)?,
-            ff_in: weights.linear("ff.net.0.proj", dim, 2 * FEED_FORWARD * dim, true)?,
-            ff_out: weights.linear("ff.net.2", FEED_FORWARD * dim, dim, true)?,
+            ff_in: weights.linear("ff.net.0.proj", dim, 2 * FEED_FORWARD_RATIO * dim, true)?,
+            ff_out: weights.linear("ff.net.2", FEED_FORWARD_RATIO * dim, dim, true)?,
         })
     }
 
-    /// The block's result for the tokens `x (B, S, D)` and `context (B, L, E)`, in the shape of `x`.
+    /// Returns the block's result for the image tokens `x (B, S, dim)` and `context (B, L, context_dim)`, in the shape
+    /// of `x`.
     fn forward(&self, x: &Tensor, context: &Tensor) -> Result<Tensor> {
         let mixed = self.attn1.forward(&self.norm1.forward(x)?, None)?;
         let (x, normed) = self.norm2.add_forward(&mixed, x)?;
@@ -69,18 +71,20 @@ impl Block {
 }
 
 impl Block {
-    /// Adds to `saved` what the tape keeps for `area` tokens and `context` tokens of the context.
+    /// Adds to `saved` what the tape keeps for `area` image tokens and `context` tokens of the context.
     fn saved(&self, area: usize, context: usize, saved: &mut Saved) {
-        let &[width, middle] = self.ff_out.weight.dims() else { return };
-        let inside = area * width;
-        saved.keep(inside);
+        let &[width, hidden] = self.ff_out.weight.dims() else { return };
+        let values = area * width;
+        // Each norm keeps its input.
+        saved.keep(values);
         self.attn1.saved(area, None, saved);
-        saved.keep(inside);
+        saved.keep(values);
         self.attn2.saved(area, Some(context), saved);
-        saved.keep(inside);
-        saved.cheap_linear(&self.ff_in, (inside, area));
-        saved.keep(2 * area * middle);
-        saved.cheap_linear(&self.ff_out, (area * middle, area));
+        saved.keep(values);
+        saved.cheap_linear(&self.ff_in, (values, area));
+        // The gated activation keeps both halves of its input.
+        saved.keep(2 * area * hidden);
+        saved.cheap_linear(&self.ff_out, (area * hidden, area));
     }
 }
 
@@ -96,6 +100,7 @@ impl Module for Block {
     }
 }
 
+/// A projection of each pixel's channels: a linear layer or a 1×1 convolution.
 enum Projection {
     Linear(Linear<Tensor>),
     Conv(Conv2d<Tensor>),
@@ -110,7 +115,7 @@ impl Projection {
         }
     }
 
-    /// The projection of an image (B, H, W, C), plus `residual`.
+    /// Returns the projection of an image (B, H, W, dim), plus `residual`.
     fn forward_add(&self, x: &Tensor, residual: &Tensor) -> Result<Tensor> {
         match self {
             Self::Linear(linear) => linear.forward_add(x, residual),
@@ -118,7 +123,7 @@ impl Projection {
         }
     }
 
-    /// The projection of an image (B, H, W, C).
+    /// Returns the projection of an image (B, H, W, dim).
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             Self::Linear(linear) => linear.forward(x),
@@ -141,8 +146,8 @@ impl Projection {
     }
 }
 
-/// Transformer blocks over the pixels of an image (Rombach et al. 2022, arXiv:2112.10752). Their projected result is
-/// added to the image.
+/// Transformer blocks whose tokens are the pixels of an image (Rombach et al. 2022, arXiv:2112.10752). The image is
+/// normalised and projected before the blocks. The blocks' result is projected and added to the image.
 pub struct SpatialTransformer {
     norm: GroupNorm,
     proj_in: Projection,
@@ -167,7 +172,7 @@ impl SpatialTransformer {
         })
     }
 
-    /// The result for the image `x (B, H, W, C)` and `context (B, L, E)`, in the shape of `x`.
+    /// Returns the result for the image `x (B, H, W, dim)` and `context (B, L, context_dim)`, in the shape of `x`.
     ///
     /// # Errors
     /// [`Error::Shape`], `DType` or `Device` if an input does not fit.
@@ -180,7 +185,7 @@ impl SpatialTransformer {
         };
         let projected = self.proj_in.forward(&self.norm.forward(x)?)?;
         let tokens = projected.reshape((batch, height * width, channels))?;
-        let tokens = self.blocks.run(&tokens, &[context], |block, x, context| block.forward(x, &context[0]))?;
+        let tokens = self.blocks.run(&tokens, &[context], |block, x, conditions| block.forward(x, &conditions[0]))?;
         self.proj_out.forward_add(&tokens.reshape((batch, height, width, channels))?, x)
     }
 }
@@ -188,18 +193,19 @@ impl SpatialTransformer {
 impl SpatialTransformer {
     /// Adds to `saved` what the tape keeps for an image of `area` pixels and a context of `context` tokens.
     pub fn saved(&self, area: usize, context: usize, saved: &mut Saved) {
-        let inside = area * self.proj_in.layer().base().rows();
+        let values = area * self.proj_in.layer().base().rows();
         saved.outside(|saved| {
-            saved.keep(inside);
-            saved.layers(&[self.proj_in.layer()], (inside, area), true);
+            saved.keep(values);
+            saved.layers(&[self.proj_in.layer()], (values, area), true);
         });
+        // Full checkpointing recomputes the blocks of a stretch together.
         let stretch = self.blocks.stretch();
         for i in 0..self.blocks.len() {
             saved.one(&self.blocks, i, |block, saved| {
-                saved.block(inside, i % stretch > 0, |saved| block.saved(area, context, saved));
+                saved.block(values, i % stretch > 0, |saved| block.saved(area, context, saved));
             });
         }
-        saved.outside(|saved| saved.layers(&[self.proj_out.layer()], (inside, area), false));
+        saved.outside(|saved| saved.layers(&[self.proj_out.layer()], (values, area), false));
     }
 }
 

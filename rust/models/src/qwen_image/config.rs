@@ -1,4 +1,4 @@
-//! The sizes of a Qwen-Image transformer.
+//! The configuration of a Qwen-Image transformer.
 
 use serde_json::{Map, Value, json};
 use trainable_candle_core::{Error, Result};
@@ -8,12 +8,12 @@ use crate::fields::Fields;
 use crate::layers::joint::{BlockSizes, EPS, RopeAxes};
 use crate::pretrained::Configuration;
 
-/// `config.json` of a transformer as diffusers writes it (`QwenImageTransformer2DModel`). The default values are
+/// The `config.json` of a transformer as diffusers writes it (`QwenImageTransformer2DModel`). The default values are
 /// those of the published model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QwenImageConfig {
     /// Number of values of an image token. A token is a patch of 2 × 2 latents, so this is four times the number of
-    /// latent channels.
+    /// channels of the latents.
     pub in_channels: usize,
     /// Number of channels of the predicted latents.
     pub out_channels: usize,
@@ -47,7 +47,7 @@ impl Default for QwenImageConfig {
 /// Number of latents along one side of the square patch that becomes a token.
 pub(super) const PATCH: usize = 2;
 
-/// Fields that are true in the configurations of related models, with the names of these models.
+/// Fields that are true only in the configurations of related models, with descriptions of these models.
 const RELATIVES: [(&str, &str); 3] = [
     ("zero_cond_t", "Qwen-Image-Edit-2511, which reads images besides the text"),
     ("use_additional_t_cond", "Qwen-Image-Layered, which draws several layers"),
@@ -57,10 +57,10 @@ const RELATIVES: [(&str, &str); 3] = [
 impl Configuration for QwenImageConfig {
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let is_true = |field: &str| map.get(field).and_then(Value::as_bool) == Some(true);
-        if let Some((field, what)) = RELATIVES.iter().find(|(field, _)| is_true(field)) {
+        if let Some((field, relative)) = RELATIVES.iter().find(|(field, _)| is_true(field)) {
             let class = QwenImageTransformer::CLASS_NAME;
             return Err(Error::Config(format!(
-                "{class}: {field} is true: the transformer is {what}; it is not supported, expected Qwen-Image"
+                "{class}: {field} is true: the transformer is {relative}; it is not supported, expected Qwen-Image"
             )));
         }
         let mut fields = Fields::new(QwenImageTransformer::CLASS_NAME, map);
@@ -77,7 +77,7 @@ impl Configuration for QwenImageConfig {
             joint_attention_dim: fields.size("joint_attention_dim", Some(standard.joint_attention_dim))?,
             axes_dims_rope: axes,
         };
-        // diffusers 0.35 wrote this field, which its model did not read.
+        // diffusers 0.35 wrote this field, but its model did not read it.
         fields.ignore(&["pooled_projection_dim"]);
         fields.finish()?;
         config.validate()?;

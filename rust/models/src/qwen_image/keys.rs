@@ -1,5 +1,5 @@
-//! The names of the transformer's parameters in files. `ComfyUI`'s files and adapter files of all tools have diffusers'
-//! names, which are the model's own.
+//! The names of the transformer's parameters in files. The files of `ComfyUI` and the adapter files of all tools have
+//! diffusers' names, which are the model's own.
 
 use trainable_candle_core::Result;
 use trainable_candle_io::WeightFiles;
@@ -8,7 +8,7 @@ use super::QwenImageConfig;
 use super::config::PATCH;
 use crate::pretrained::{Layout, Original, OwnNames, PrefixedNames, StoredSizes};
 
-/// The layout of a folder, or of a checkpoint in one file.
+/// The layout of a checkpoint in one file, or of a folder if `original` is None.
 pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
     match original {
         Some(Original { prefix, .. }) => Box::new(PrefixedNames(prefix)),
@@ -16,7 +16,7 @@ pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
     }
 }
 
-/// Parameters that only related models have, with the names of these models.
+/// Parameters that only related models have, with descriptions of these models.
 const RELATIVES: [(&str, &str); 4] = [
     ("__index_timestep_zero__", "Qwen-Image-Edit-2511, which reads images besides the text"),
     ("time_text_embed.addition_t_embedding.weight", "Qwen-Image-Layered, which draws several layers"),
@@ -24,18 +24,18 @@ const RELATIVES: [(&str, &str); 4] = [
     ("transformer_blocks.0.img_mlp.gate_up.weight", "Qwen-Image 2.1, whose feed-forward layers have gates"),
 ];
 
-/// The configuration of the transformer in a file, from the shapes of its tensors. Shapes do not determine
+/// Determines the configuration of the transformer in a file from the shapes of its tensors. Shapes do not determine
 /// `axes_dims_rope`: it comes from the first of the `known` configurations with the same sizes, or else from the
 /// published model.
 ///
 /// # Errors
-/// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or the model is one of the
-/// related models that are not supported.
-pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<QwenImageConfig>) -> Result<QwenImageConfig> {
-    let sizes = StoredSizes::new(files, layout(Some(naming)));
+/// [`trainable_candle_core::Error::Config`] if a size cannot be determined, if the model is a related model that is not
+/// supported, or if `axes_dims_rope` does not fit the width of a head.
+pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<QwenImageConfig>) -> Result<QwenImageConfig> {
+    let sizes = StoredSizes::new(files, layout(Some(original)));
     let size = |name: &str, dim: usize| sizes.size(name, dim);
-    if let Some((_, what)) = RELATIVES.iter().find(|(name, _)| sizes.has(name)) {
-        return Err(sizes.wrong(&format!("the transformer is {what}; it is not supported, expected Qwen-Image")));
+    if let Some((_, relative)) = RELATIVES.iter().find(|(name, _)| sizes.has(name)) {
+        return Err(sizes.wrong(&format!("the transformer is {relative}; it is not supported, expected Qwen-Image")));
     }
     let head_dim = size("transformer_blocks.0.attn.norm_q.weight", 0)?;
     let deduced = QwenImageConfig {

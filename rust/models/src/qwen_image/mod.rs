@@ -1,4 +1,4 @@
-//! The transformer of Qwen-Image (Qwen 2025, arXiv:2508.02324). Follows
+//! The transformer of Qwen-Image (Qwen 2025, arXiv:2508.02324). The code follows
 //! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/transformers/transformer_qwenimage.py>.
 
 mod config;

@@ -1,4 +1,4 @@
-//! The transformer, which predicts the velocity from noisy latents (as tokens), time and text.
+//! The transformer. It predicts the velocity from the time and from tokens of the noisy latents and of the text.
 
 use std::sync::Arc;
 
@@ -20,11 +20,11 @@ use crate::saved::{SampleSize, Saved};
 
 /// The base of the rotary embedding's frequencies; fixed in diffusers.
 const THETA: f64 = 10_000.0;
-/// The time is multiplied by this before its sinusoids are computed.
+/// The time is multiplied by this number before its sinusoids are computed.
 const TIME_SCALE: f64 = 1000.0;
 
 /// Qwen-Image's transformer, with the results and the parameter names of diffusers' `QwenImageTransformer2DModel`. It
-/// predicts the velocity noise − latents of flow matching.
+/// predicts flow matching's velocity, which is `noise − latents`.
 pub struct QwenImageTransformer {
     config: QwenImageConfig,
     img_in: Linear<Tensor>,
@@ -37,16 +37,17 @@ pub struct QwenImageTransformer {
     lengths: TextLengths,
 }
 
-/// The inputs of one call except the noisy latents.
+/// The inputs of one call except the noisy latents, for B samples of S image tokens and L text tokens. `axes` is the
+/// number of axes in `axes_dims_rope`.
 #[derive(Clone, Copy)]
 pub struct QwenImageConditions<'a> {
     /// The text encoder's tokens, (B, L, joint_attention_dim).
     pub encoder_hidden_states: &'a Tensor,
     /// The time from 0 (clean) to 1 (noise), (B), (1) or a scalar.
     pub timestep: &'a Tensor,
-    /// Positions of the image's tokens, (S, axes): 0, row, column, with row and column 0 in the image's centre.
+    /// Positions of the image tokens, (S, axes): 0, row, column, with row and column 0 in the image's centre.
     pub img_ids: &'a Tensor,
-    /// Positions of the text's tokens, (L, axes). All coordinates of text token i are max(h / 2, w / 2) + i, rounded
+    /// Positions of the text tokens, (L, axes). All coordinates of text token i are max(h / 2, w / 2) + i, rounded
     /// down, for an image of h × w tokens.
     pub txt_ids: &'a Tensor,
     /// The number of tokens that attention reads of each text, (B), at least 1; the tokens after them are padding. With
@@ -55,31 +56,31 @@ pub struct QwenImageConditions<'a> {
 }
 
 impl QwenImageTransformer {
-    /// The `_class_name` in its `config.json`.
+    /// The `_class_name` in the transformer's `config.json`.
     pub const CLASS_NAME: &'static str = "QwenImageTransformer2DModel";
 
-    /// A model with the parameters of `weights`.
+    /// Builds a transformer with the parameters of `weights`.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Config`] if the configuration is wrong or the weights belong to another model.
     pub fn new(config: QwenImageConfig, weights: &mut Weights<'_>) -> Result<Self> {
         config.validate()?;
-        let (dim, text) = (config.inner_dim(), config.joint_attention_dim);
+        let (dim, text_dim) = (config.inner_dim(), config.joint_attention_dim);
         let kind = DoubleBlockKind {
             names: DoubleBlockNames { norms: MODULATION, feed_forward: ["img_mlp", "txt_mlp"] },
             ..DoubleBlockKind::default()
         };
         let img_in = weights.linear("img_in", config.in_channels, dim, true)?;
-        let condition = ConditionSizes { dim, pooled: None, guidance: false, bias: true };
+        let condition_sizes = ConditionSizes { dim, pooled: None, guidance: false, bias: true };
         let block = |i| DoubleBlock::new(config.block(), kind, &mut weights.pp(&format!("transformer_blocks.{i}")));
         Ok(Self {
             blocks: (0..config.num_layers).map(block).collect::<Result<_>>()?,
             axes: RopeAxes::new(&config.axes_dims_rope, THETA, img_in.weight.device())?,
             lengths: TextLengths::new(Self::CLASS_NAME, img_in.weight.device())?,
             img_in,
-            txt_norm: weights.rms_norm("txt_norm", text, EPS)?,
-            txt_in: weights.linear("txt_in", text, dim, true)?,
-            time_text_embed: TimeTextEmbedding::new(condition, &mut weights.pp("time_text_embed"))?,
+            txt_norm: weights.rms_norm("txt_norm", text_dim, EPS)?,
+            txt_in: weights.linear("txt_in", text_dim, dim, true)?,
+            time_text_embed: TimeTextEmbedding::new(condition_sizes, &mut weights.pp("time_text_embed"))?,
             output: ModulatedOutput::new([dim, PATCH * PATCH * config.out_channels], true, weights)?,
             config,
         })
@@ -90,8 +91,8 @@ impl QwenImageTransformer {
         &self.config
     }
 
-    /// The velocity at the noisy latents `hidden_states (B, S, in_channels)`. Each of the S tokens is a patch of 2 × 2
-    /// latents. The result is (B, S, 4 out_channels), in the dtype of the weights.
+    /// Predicts the velocity at the noisy latents `hidden_states (B, S, in_channels)`. Each of the S tokens is a patch
+    /// of 2 × 2 latents. The result is `(B, S, 4 out_channels)`, in the dtype of the weights.
     ///
     /// # Errors
     /// As [`TokenSizes::check`] and [`TextLengths::check`]; [`trainable_candle_core::Error::DType`] if `img_ids` and
@@ -99,7 +100,7 @@ impl QwenImageTransformer {
     pub fn forward(&self, hidden_states: &Tensor, conditions: QwenImageConditions<'_>) -> Result<Tensor> {
         let [area, length] = self.check(hidden_states, conditions)?;
         let (dtype, batch) = (self.dtype(), hidden_states.dims()[0]);
-        // `timestep` may be one time for all samples, but the modulation needs a row for each sample.
+        // `timestep` may be one time for all samples, but the modulation needs one time for each sample.
         let times = conditions.timestep.reshape(conditions.timestep.elem_count())?.to_dtype(DType::F32)?;
         let times = times.mul_scalar(TIME_SCALE)?.broadcast_as(batch)?;
         let condition = self.time_text_embed.forward(&times, None, None)?;
@@ -113,7 +114,7 @@ impl QwenImageTransformer {
         self.output.forward(&image, &condition)
     }
 
-    /// Check the inputs. Returns the number of image tokens and the number of text tokens.
+    /// Checks the inputs, and returns the number of image tokens and the number of text tokens.
     fn check(&self, hidden_states: &Tensor, conditions: QwenImageConditions<'_>) -> Result<[usize; 2]> {
         let QwenImageConditions { encoder_hidden_states, timestep, img_ids, txt_ids, lengths } = conditions;
         let sizes = TokenSizes {
@@ -138,7 +139,7 @@ impl QwenImageTransformer {
     }
 }
 
-/// The layers of a block that modulate the image and the text.
+/// The names of a block's layers that compute the modulation of the image and of the text.
 const MODULATION: [&str; 2] = ["img_mod.1", "txt_mod.1"];
 
 impl Module for QwenImageTransformer {

@@ -1,17 +1,18 @@
-//! The blocks of the encoder and the decoder. Images are (batch, height, width, channels).
+//! The blocks of the encoder and the decoder. Feature maps are (batch, height, width, channels).
 
 use trainable_candle_core::{Result, Tensor};
 use trainable_candle_nn::{Blocks, Conv2d, Init, Linear, Module, Projected, RmsNorm, Visitor, Weights};
 
 use crate::layers::{attend, conv1x1, conv3x3};
 
-/// Added to the mean square of a pixel's channels. diffusers instead divides by the L2 norm of the channels, but at
-/// least by 1e-12. The results differ only at pixels whose channels are all nearly 0.
+/// Added to the mean square of a pixel's channels in the norms. diffusers instead replaces an L2 norm of the
+/// channels below 1e-12 by 1e-12. The results differ only at pixels whose channels are all nearly 0.
 const EPS: f64 = 1e-24;
 
-/// An RMS norm over the channels. `name` is the name of its scale in files.
+/// An RMS norm over the channels of each pixel.
 pub(super) struct Norm {
     norm: RmsNorm,
+    /// The name of the norm's weight in files.
     name: &'static str,
 }
 
@@ -47,13 +48,15 @@ pub(super) struct ResidualBlock {
 
 impl ResidualBlock {
     pub fn new(channels: usize, out_channels: usize, weights: &mut Weights<'_>) -> Result<Self> {
-        let shortcut = channels != out_channels;
+        let changes_channels = channels != out_channels;
         Ok(Self {
             norm1: Norm::new("norm1.gamma", channels, weights)?,
             conv1: conv3x3("conv1", channels, out_channels, weights)?,
             norm2: Norm::new("norm2.gamma", out_channels, weights)?,
             conv2: conv3x3("conv2", out_channels, out_channels, weights)?,
-            conv_shortcut: shortcut.then(|| conv1x1("conv_shortcut", channels, out_channels, weights)).transpose()?,
+            conv_shortcut: changes_channels
+                .then(|| conv1x1("conv_shortcut", channels, out_channels, weights))
+                .transpose()?,
         })
     }
 
@@ -77,7 +80,7 @@ impl Module for ResidualBlock {
     }
 }
 
-/// Attention with one head over the pixels. Its projected result is added to the image.
+/// Attention with one head, whose tokens are the pixels. Its projected result is added to the feature map.
 struct PixelAttention {
     norm: Norm,
     to_qkv: Linear<Tensor>,
@@ -96,7 +99,8 @@ impl PixelAttention {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let (batch, area, channels) = (x.dims()[0], x.dims()[1] * x.dims()[2], x.dims()[3]);
         let pixels = self.norm.forward(x)?.reshape((batch, area, channels))?;
-        let mixed = attend(&Projected::Joined(self.to_qkv.forward(&pixels)?), 1, false)?;
+        let (heads, is_causal) = (1, false);
+        let mixed = attend(&Projected::Joined(self.to_qkv.forward(&pixels)?), heads, is_causal)?;
         x.add(&self.proj.forward(&mixed)?.reshape(x.dims())?)
     }
 }

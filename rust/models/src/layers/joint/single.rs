@@ -13,18 +13,18 @@ use crate::saved::Saved;
 
 /// Width of the feed-forward network's hidden layer, as a multiple of the tokens' width.
 const RATIO: usize = 4;
-/// The layer that modulates the tokens.
-const NORM: &str = "norm.linear";
+/// The name of the layer that computes the modulation.
+const MODULATION: &str = "norm.linear";
 
 /// Attention and a feed-forward network, which read the same modulated input. The first layers (`projections`) compute
-/// queries, keys, values and the hidden layer. `proj_out` projects the results of attention and of the hidden layer
-/// together. The projection is multiplied by a gate and added to the residual stream.
+/// queries, keys, values and the network's hidden layer. `proj_out` reads the result of attention and the activation of
+/// the hidden layer side by side. Its result is multiplied by a gate and added to the residual stream.
 pub struct SingleBlock {
     /// The layer that computes the modulation; None if the model passes the modulation.
-    norm: Option<Linear<Tensor>>,
+    modulator: Option<Linear<Tensor>>,
     /// `attn.to_q`, `attn.to_k`, `attn.to_v` and `proj_mlp`.
     projections: LinearGroup,
-    /// Norms of queries and keys.
+    /// Norms of queries and keys, per head.
     norms: [RmsNorm; 2],
     proj_out: Linear<Tensor>,
     sizes: BlockSizes,
@@ -32,76 +32,78 @@ pub struct SingleBlock {
 
 impl SingleBlock {
     /// Takes parameters below `weights`. With `told_modulation`, the model computes the modulation and passes it to the
-    /// block, which has no layer for the modulation then.
+    /// block. The block then has no layer that computes the modulation.
     ///
     /// # Errors
     /// As [`Weights::get`].
     pub fn new(sizes: BlockSizes, told_modulation: bool, weights: &mut Weights<'_>) -> Result<Self> {
-        let (dim, middle) = (sizes.dim(), RATIO * sizes.dim());
-        let projections = [("attn.to_q", dim), ("attn.to_k", dim), ("attn.to_v", dim), ("proj_mlp", middle)];
-        let mut norm = |name| weights.rms_norm(name, sizes.head_dim, sizes.eps);
+        let (dim, hidden) = (sizes.dim(), RATIO * sizes.dim());
+        let projections = [("attn.to_q", dim), ("attn.to_k", dim), ("attn.to_v", dim), ("proj_mlp", hidden)];
+        let mut rms_norm = |name| weights.rms_norm(name, sizes.head_dim, sizes.eps);
         Ok(Self {
-            norms: [norm("attn.norm_q")?, norm("attn.norm_k")?],
-            norm: (!told_modulation).then(|| weights.linear(NORM, dim, 3 * dim, true)).transpose()?,
+            norms: [rms_norm("attn.norm_q")?, rms_norm("attn.norm_k")?],
+            modulator: (!told_modulation).then(|| weights.linear(MODULATION, dim, 3 * dim, true)).transpose()?,
             projections: weights.linear_group(&projections, dim, true, Init::Kaiming)?,
-            proj_out: weights.linear("proj_out", dim + middle, dim, true)?,
+            proj_out: weights.linear("proj_out", dim + hidden, dim, true)?,
             sizes,
         })
     }
 
-    /// The modulation for [`forward`](Self::forward), from the condition `(B, D)` after SiLU.
+    /// Computes the modulation `(B, 3 D)` that [`forward`](Self::forward) takes, for B samples and tokens of width D.
+    /// SiLU is already applied to `condition (B, D)`.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the condition does not fit, [`Error::Argument`] if the block has no layer for the
-    /// modulation.
+    /// [`Error::Shape`], `DType` or `Device` if `condition` does not fit, [`Error::Argument`] if the block has no layer
+    /// that computes the modulation.
     pub fn modulation(&self, condition: &Tensor) -> Result<Tensor> {
-        let Some(norm) = &self.norm else {
+        let Some(modulator) = &self.modulator else {
             return Err(Error::argument("SingleBlock", "the block has no modulation of its own"));
         };
-        norm.forward(condition)
+        modulator.forward(condition)
     }
 
-    /// The block's result for the tokens `x (B, S, D)`, in the same shape; `modulation (B, 3 D)` is shift, scale and
-    /// gate.
+    /// Returns the block's result for S tokens `x (B, S, D)`, in the same shape. `modulation (B, 3 D)` consists of
+    /// shift, scale and gate.
     ///
     /// # Errors
-    /// [`Error::Shape`] if an input does not fit.
+    /// [`Error::Shape`], `DType` or `Device` if an input does not fit.
     pub fn forward(&self, x: &Tensor, modulation: &Tensor, sight: Sight<'_>) -> Result<Tensor> {
         let dim = self.sizes.dim();
         let part = |index: usize| modulation.narrow(1, index * dim, dim);
         let projected = self.projections.forward(&modulated(x, [&part(0)?, &part(1)?])?)?;
         let stream = Stream { projected, norms: Some(&self.norms), angles: sight.angles.cloned() };
         let mixed = mix(std::slice::from_ref(&stream), self.sizes, sight.mask)?;
-        let both = match &stream.projected {
+        // The hidden layer follows queries, keys and values.
+        let mixed_and_activated = match &stream.projected {
             Projected::Joined(all) => activate_beside(Some(&mixed), all, 3 * dim, Activation::GeluTanh)?,
-            Projected::Separate(parts) => Tensor::cat(&[&mixed, &parts[3].gelu(Gelu::Tanh)?], 2)?,
+            Projected::Separate(results) => Tensor::cat(&[&mixed, &results[3].gelu(Gelu::Tanh)?], 2)?,
         };
-        gated_add(x, &self.proj_out.forward(&both)?, &part(2)?)
+        gated_add(x, &self.proj_out.forward(&mixed_and_activated)?, &part(2)?)
     }
 
-    /// Adds to `saved` what the tape keeps for `tokens` tokens.
+    /// Adds to `saved` what the tape keeps for a sample of `tokens` tokens.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         let dim = self.sizes.dim();
-        let inside = tokens * dim;
-        let gate = self.norm.as_ref().is_some_and(|norm| saved.adapts(norm));
-        saved.outside(|saved| self.norm.iter().for_each(|norm| saved.linear(norm, (dim, 1))));
-        saved.block(inside, false, |saved| {
-            saved.keep(inside);
-            saved.layers(&self.projections.layers(), (inside, tokens), true);
-            // The tape keeps the results of `projections` and of the attention.
+        let values = tokens * dim;
+        let is_gate_adapted = self.modulator.as_ref().is_some_and(|modulator| saved.adapts(modulator));
+        saved.outside(|saved| self.modulator.iter().for_each(|modulator| saved.linear(modulator, (dim, 1))));
+        saved.block(values, false, |saved| {
+            saved.keep(values);
+            saved.layers(&self.projections.layers(), (values, tokens), true);
             saved.attention(tokens, tokens, dim);
-            saved.keep((3 + 1 + RATIO) * inside);
-            saved.cheap_linear(&self.proj_out, ((1 + RATIO) * inside, tokens));
+            // The tape keeps queries, keys and values (3), the result of attention (1) and the hidden layer.
+            saved.keep((3 + 1 + RATIO) * values);
+            saved.cheap_linear(&self.proj_out, ((1 + RATIO) * values, tokens));
             // If the layer that computes the gate is adapted, the tape keeps the values that the gate multiplies.
-            // Otherwise checkpoints do not recompute these values.
-            saved.keep(if gate { inside } else { 0 });
+            // Otherwise the backward pass does not read these values, so checkpoints do not recompute them.
+            saved.keep(if is_gate_adapted { values } else { 0 });
         });
     }
 }
 
 impl Module for SingleBlock {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
-        self.norm.iter().try_for_each(|norm| visitor.linear(NORM, norm))?;
+        self.modulator.iter().try_for_each(|modulator| visitor.linear(MODULATION, modulator))?;
         self.projections.visit(visitor)?;
         visitor.module("attn.norm_q", &self.norms[0])?;
         visitor.module("attn.norm_k", &self.norms[1])?;
