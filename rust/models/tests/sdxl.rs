@@ -107,7 +107,7 @@ fn the_error_for_an_empty_folder_says_what_was_looked_for() {
     assert!(files.unwrap_err().to_string().contains("config.json in this folder or in text_encoder, text_encoder_2"));
     let choice = Choice { subfolder: Some("text_encoder_3".into()), ..Choice::default() };
     let files = Pretrained::find(&folder, CLIPTextModel::KIND, &choice);
-    assert!(files.unwrap_err().to_string().contains("or in text_encoder_3"));
+    assert!(files.unwrap_err().to_string().contains("config.json in the subfolder text_encoder_3"));
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Text encoders that the entries of several pipelines can share.
+//! Text encoders, and a section of GGUF files, that the entries of several pipelines can share.
 
 use serde_json::{Map, Value, json};
 
@@ -7,7 +7,7 @@ use crate::causal_lm;
 use crate::pretrained::{Configuration, Naming};
 use crate::t5::{self, T5Config};
 
-/// T5's encoder, on which adapters are not supported.
+/// T5's encoder in the folder `subfolder`. Adapters on it are not supported.
 pub(super) const fn t5_part(subfolder: &'static str) -> Part {
     Part {
         role: Role::TextEncoder,
@@ -31,8 +31,8 @@ pub(super) const fn t5_part(subfolder: &'static str) -> Part {
 pub(super) const LLAMA_CPP: Section =
     Section { prefixes: &[""], naming: Naming::LlamaCpp, probe: "blk.0.attn_q.weight" };
 
-/// Qwen3 as a text encoder, on which adapters are not supported. The sizes are those of Qwen3 4B, unless the model's
-/// files show other sizes.
+/// Qwen3 as a text encoder. Adapters on it are not supported. The sizes are those of Qwen3 4B, unless the model's files
+/// show other sizes.
 pub(super) const QWEN3_ENCODER: Part = Part {
     role: Role::TextEncoder,
     model: &causal_lm::KIND,
@@ -50,7 +50,7 @@ pub(super) const QWEN3_ENCODER: Part = Part {
     adapter: None,
 };
 
-/// Qwen2.5-VL's language model as a text encoder, on which adapters are not supported.
+/// Qwen2.5-VL's language model as a text encoder. Adapters on it are not supported.
 pub(super) const QWEN25_VL_ENCODER: Part = Part {
     role: Role::TextEncoder,
     model: &causal_lm::KIND,

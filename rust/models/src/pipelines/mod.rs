@@ -1,8 +1,8 @@
 //! Pipelines: which models belong together, where they are in files, and which names other tools use for them.
 //!
-//! [`PIPELINES`] is the only place in this crate that describes families. Loading, saving, the recognition of files and
-//! the names in adapter files follow from it. The module of a model ([`crate::clip`], [`crate::vae`], ...) only
-//! describes its architecture.
+//! [`PIPELINES`] is the only place in this crate that lists families. Loading, saving, the recognition of files and the
+//! names in adapter files follow from it. The module of a model ([`crate::clip`], [`crate::vae`], ...) describes only
+//! the model's architecture and the names of its parameters.
 
 mod encoders;
 mod readers;
@@ -26,7 +26,7 @@ use crate::{Choice, Pretrained};
 pub(crate) use recognise::{not_found, of_denoiser, of_file, of_models, recognised};
 pub use table::PIPELINES;
 
-/// Whether a `config.json` may belong to a model.
+/// Whether a `config.json` may belong to a certain model, or to a model of a certain size.
 pub type Fits = fn(&Map<String, Value>) -> bool;
 
 /// Models that work together, under one name.
@@ -40,30 +40,30 @@ pub struct Pipeline {
     pub class_names: &'static [&'static str],
     /// The base model, as other tools name it in the metadata of adapter files; None if there is no such name.
     pub base: Option<BaseModel>,
-    /// For each base model of another size: whether a denoiser's configuration is that of this size, and the
-    /// architecture that then replaces the one in `base`.
+    /// The base models of other sizes than `base`. Each is a pair: whether a denoiser's configuration has this size,
+    /// and the name that then replaces `base.architecture`.
     pub sizes: &'static [(Fits, &'static str)],
     /// The number of pixels along one side of an image per unit of the denoiser's `sample_size`.
     pub pixels: usize,
-    /// The pipeline's models. The model that is fine-tuned comes first.
+    /// The pipeline's models. The model that every run fine-tunes comes first.
     pub parts: &'static [Part],
 }
 
 /// The function of a part in its pipeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// The part predicts noise or velocity. Runs fine-tune it.
+    /// The part predicts noise or velocity. Every run fine-tunes it.
     Denoiser,
     /// The part converts images to latents and back.
     Autoencoder,
-    /// The part converts token ids to features.
+    /// The part converts token ids to features. Runs can fine-tune it if its [`adapter`](Part::adapter) is not None.
     TextEncoder,
-    /// The part predicts the next token. Runs fine-tune it.
+    /// The part predicts the next token. Every run fine-tunes it.
     LanguageModel,
 }
 
 impl Role {
-    /// Whether runs fine-tune the part with this role.
+    /// Whether every run fine-tunes the part with this role.
     pub const fn is_tuned(self) -> bool {
         matches!(self, Self::Denoiser | Self::LanguageModel)
     }
@@ -79,10 +79,10 @@ pub struct Part {
     /// The name of the part's folder in a pipeline's folder. diffusers uses the same name for the part in adapter
     /// files. Empty for a model that stands alone.
     pub subfolder: &'static str,
-    /// The sections of checkpoints in one file that may contain the part. This library writes files with the first one,
-    /// or none if the first one is for GGUF files.
+    /// The sections that may contain the part in a checkpoint in one file. This library writes such checkpoints with
+    /// the first section. It writes none if the list is empty or the first section is for GGUF files.
     pub sections: &'static [Section],
-    /// Whether a `config.json` may belong to this part, if several parts have the same architecture.
+    /// Whether a `config.json` may belong to this part. This distinguishes parts of the same kind of model.
     pub fits: Fits,
     /// The `config.json` of the published model.
     pub published: fn() -> Map<String, Value>,
@@ -117,7 +117,7 @@ pub struct AdapterNames {
     /// `ComfyUI`'s name: `diffusion_model`, `text_encoders.clip_l.transformer`. None if `ComfyUI` does not
     /// support the model.
     pub comfyui: Option<&'static str>,
-    /// The programs that load the part's adapters.
+    /// The tools that load the part's adapters.
     pub readers: &'static [Reader],
 }
 
@@ -131,10 +131,10 @@ pub struct Place {
 }
 
 impl Pipeline {
-    /// The pipeline of this name.
+    /// Finds the pipeline of this name.
     ///
     /// # Errors
-    /// [`Error::Config`] that names all pipelines, if there is none of this name.
+    /// [`Error::Config`] if there is no pipeline of this name. The message names all pipelines.
     pub fn find(name: &str) -> Result<&'static Self> {
         PIPELINES.iter().find(|pipeline| pipeline.name == name).copied().ok_or_else(|| {
             let known: Vec<&str> = PIPELINES.iter().map(|pipeline| pipeline.name).collect();
@@ -142,8 +142,8 @@ impl Pipeline {
         })
     }
 
-    /// The pipeline that `model_index.json` in a folder names; none if there is no such file, or if it names an unknown
-    /// class.
+    /// Finds the pipeline that `model_index.json` in a folder names. None if there is no such file, or if it names no
+    /// class or an unknown class.
     ///
     /// # Errors
     /// [`Error::Io`] if the file cannot be read, [`Error::Config`] if it does not parse.
@@ -161,17 +161,18 @@ impl Pipeline {
         self.parts.iter().map(move |part| Place { pipeline: self, part })
     }
 
-    /// The layers that can have adapters, for each part whose adapters are supported. Without `weights`, the layers
-    /// have the sizes of the published model. With `weights`, they have the sizes of the files there; a text encoder
-    /// that cannot be read there has the sizes of the published model.
+    /// Returns, for each part whose adapters are supported, the layers that can have adapters. Without `weights`, the
+    /// layers have the sizes of the published model. With `weights`, they have the sizes of the part's files at this
+    /// path. If a text encoder's files cannot be read there, its layers have the sizes of the published model.
     ///
     /// # Errors
-    /// As [`Pretrained::find`] and the reading of a configuration, for the part that is fine-tuned.
+    /// As [`Pretrained::find`] and [`ModelKind::config`], for the part that every run fine-tunes; as
+    /// [`ModelKind::shapes`].
     pub fn outlines(&'static self, weights: Option<&Path>) -> Result<Vec<Outline>> {
         let outline = |place: Place| {
             let part = place.part;
-            let there = weights.map(|path| Pretrained::find(path, part.model, &Choice::of(part.subfolder)));
-            let config = match there.map(|files| (part.model.config)(&files?)) {
+            let found = weights.map(|path| Pretrained::find(path, part.model, &Choice::of(part.subfolder)));
+            let config = match found.map(|files| (part.model.config)(&files?)) {
                 Some(Err(error)) if part.role.is_tuned() => return Err(error),
                 Some(Ok(config)) => config,
                 Some(Err(_)) | None => (part.published)(),
@@ -183,7 +184,8 @@ impl Pipeline {
     }
 }
 
-/// The layers of a model with the shapes of their weights in files: (out, in), or (out, in, height, width).
+/// The names of a model's layers with the shapes of their weights in files: (out, in), or (out, in, height, width) for
+/// a convolution.
 pub(crate) fn layer_shapes(model: &dyn Module) -> BTreeMap<String, Vec<usize>> {
     let shape = |dims: &[usize]| match *dims {
         [out, height, width, input] => vec![out, input, height, width],
@@ -197,12 +199,13 @@ impl Part {
     fn adapter_prefixes(&self) -> Vec<String> {
         let Some(names) = self.adapter else { return Vec::new() };
         // kohya's trainers number text encoders only if there are several.
-        let alone = names.kohya.strip_suffix('1').map(|alone| format!("{alone}_"));
+        let unnumbered = names.kohya.strip_suffix('1').map(|name| format!("{name}_"));
         let diffusers = Some(self.subfolder).filter(|name| !name.is_empty()).map(|name| format!("{name}."));
         let comfyui = names.comfyui.map(|name| format!("{name}."));
-        let named = self.role == Role::Denoiser && !self.subfolder.is_empty();
-        let onetrainer = named.then(|| format!("lora_{}_", self.subfolder));
-        [Some(format!("{}_", names.kohya)), alone, diffusers, comfyui, onetrainer].into_iter().flatten().collect()
+        let is_in_onetrainer = self.role == Role::Denoiser && !self.subfolder.is_empty();
+        let onetrainer = is_in_onetrainer.then(|| format!("lora_{}_", self.subfolder));
+        let kohya = Some(format!("{}_", names.kohya));
+        [kohya, unnumbered, diffusers, comfyui, onetrainer].into_iter().flatten().collect()
     }
 }
 
@@ -212,24 +215,26 @@ impl Place {
         self.part.adapter_prefixes().iter().any(|prefix| key.starts_with(prefix))
     }
 
-    /// The place of a model by its architecture and configuration, for files that do not state the place.
+    /// Finds the place of a model by its kind and configuration, for files that do not state the place. None if the
+    /// configuration fits no place.
     pub fn by_configuration(model: &ModelKind, config: &Map<String, Value>) -> Option<Self> {
         let is_published =
             |place: &Self| (place.part.published)().iter().all(|(field, value)| config.get(field) == Some(value));
         let fits = |place: &Self| (place.part.fits)(config);
-        // Without a file that says otherwise, a model that can stand alone is not taken as a part of a pipeline.
+        // If a model can stand alone, only files that state the place can make it a part of a larger pipeline.
         let alone = places(model).find(|place| place.part.subfolder.is_empty() && fits(place));
         alone.or_else(|| places(model).find(is_published)).or_else(|| places(model).find(fits))
     }
 
-    /// The names that other tools use for `model` in this place, and for its layers.
+    /// The names that other tools use for `model` in this place, and for its layers. There are no names if adapters on
+    /// the part are not supported.
     pub fn names(self, model: &dyn Model) -> PartNames {
         let Some(adapter) = self.part.adapter else { return PartNames::default() };
         let config = model.configuration();
         let side = config.get("sample_size").and_then(Value::as_u64).filter(|_| self.part.role == Role::Denoiser);
-        let other = self.pipeline.sizes.iter().find(|(fits, _)| fits(&config)).map(|&(_, name)| name);
+        let of_size = self.pipeline.sizes.iter().find(|(fits, _)| fits(&config)).map(|&(_, architecture)| architecture);
         let base = self.pipeline.base.map(|base| BaseModel {
-            architecture: other.unwrap_or(base.architecture),
+            architecture: of_size.unwrap_or(base.architecture),
             resolution: side.map_or(base.resolution, |side| self.pipeline.pixels * side as usize),
             ..base
         });
@@ -251,14 +256,13 @@ pub fn places(model: &ModelKind) -> impl Iterator<Item = Place> {
     PIPELINES.iter().flat_map(|pipeline| pipeline.places()).filter(move |place| place.part.model.name == model.name)
 }
 
-/// The names of the folders in which pipelines have a kind of model.
+/// The names of the folders in which pipelines have a kind of model, each once.
 pub fn subfolders(model: &ModelKind) -> Vec<&'static str> {
     unique(places(model).map(|place| place.part.subfolder).filter(|subfolder| !subfolder.is_empty()))
 }
 
 /// All kinds of models, each once: denoisers, then the other kinds, both in the order of the table. If a path holds
-/// models of several kinds, the first kind of this list is loaded. For a pipeline, that is the model that is
-/// fine-tuned.
+/// models of several kinds, the first of these kinds is loaded. In a pipeline of several models, that is the denoiser.
 pub fn kinds() -> Vec<&'static ModelKind> {
     let mut parts: Vec<&Part> = PIPELINES.iter().flat_map(|pipeline| pipeline.parts).collect();
     parts.sort_by_key(|part| part.role != Role::Denoiser);
@@ -271,8 +275,8 @@ pub fn kinds() -> Vec<&'static ModelKind> {
     kinds
 }
 
-/// The prefixes of keys in adapter files that identify a part, in the styles of kohya, diffusers, `ComfyUI` and
-/// `OneTrainer`.
+/// The prefixes that identify a part in the keys of adapter files, for all parts, in the styles of kohya, diffusers,
+/// `ComfyUI` and `OneTrainer`.
 fn adapter_prefixes() -> Arc<[String]> {
     let mut prefixes = BTreeSet::new();
     for part in PIPELINES.iter().flat_map(|pipeline| pipeline.parts) {
@@ -281,12 +285,13 @@ fn adapter_prefixes() -> Arc<[String]> {
     prefixes.into_iter().collect()
 }
 
+/// The names, each once, in the order in which they first occur.
 fn unique<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
-    let mut found = Vec::new();
+    let mut kept = Vec::new();
     for name in names {
-        if !found.contains(&name) {
-            found.push(name);
+        if !kept.contains(&name) {
+            kept.push(name);
         }
     }
-    found
+    kept
 }

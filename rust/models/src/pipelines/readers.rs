@@ -1,7 +1,9 @@
-//! For each kind of part, a table of the tools that load its adapters and of the names that each tool reads.
+//! For each kind of part, a table of the tools that load its adapters. Each entry has the styles of names that the tool
+//! reads.
 //!
-//! `tests/io/flow/test_oracles.py` tests the entries of diffusers with its version 0.42, and
-//! `tests/io/flow/test_comfyui_loader.py` those of `ComfyUI` with its own loader. The entries follow the tools' code:
+//! `tests/io/flow/test_oracles.py` tests the entries for diffusers against diffusers 0.42, and
+//! `tests/io/flow/test_comfyui_loader.py` tests the entries for `ComfyUI` against the loader of `ComfyUI`. The entries
+//! follow the tools' code:
 //! - `ComfyUI`: <https://github.com/comfyanonymous/ComfyUI/blob/ec93dcac55e4ebb4f0ee2d2b0ac2b62fb9a58bb9/comfy/lora.py>
 //! - `ComfyUI` for Z-Image and FLUX.2: <https://github.com/comfyanonymous/ComfyUI/blob/17358c8f/comfy/lora.py>
 //! - sd-scripts: <https://github.com/kohya-ss/sd-scripts/tree/48d368fa/networks>
@@ -10,8 +12,11 @@
 use trainable_candle_io::adapter_file::readers::{EVERY_KIND, PEFT};
 use trainable_candle_io::adapter_file::{Alpha, Known, Reader, Style, Tool};
 
+/// The kinds of adapters that diffusers, sd-scripts and musubi-tuner load.
 const LORA: &[&str] = &["lora"];
+/// diffusers' name of the parameter that holds DoRA's magnitude.
 const DIFFUSERS_MAGNITUDE: Option<&str> = Some("lora_magnitude_vector.weight");
+/// The name of this parameter in `ComfyUI` and in AUTOMATIC1111's web UI.
 const COMFYUI_MAGNITUDE: Option<&str> = Some("dora_scale");
 
 const fn comfyui(styles: &'static [Known]) -> Reader {
@@ -22,11 +27,12 @@ const fn diffusers(styles: &'static [Known]) -> Reader {
     Reader { tool: Tool::Diffusers, styles, kinds: LORA, magnitude: DIFFUSERS_MAGNITUDE }
 }
 
-/// sd-scripts with its own network modules. (With the network module of `LyCORIS`, sd-scripts also loads other kinds of
+/// sd-scripts with its own network modules. (With the network module of `LyCORIS`, it also loads other kinds of
 /// adapters.)
 const KOHYA: Reader =
     Reader { tool: Tool::Kohya, styles: &[Known::all(Style::KohyaOriginal)], kinds: LORA, magnitude: None };
 
+/// AUTOMATIC1111's web UI and its descendants.
 const A1111: Reader = Reader {
     tool: Tool::A1111,
     styles: &[Known::all(Style::KohyaOriginal), Known::all(Style::Kohya)],
@@ -34,8 +40,8 @@ const A1111: Reader = Reader {
     magnitude: COMFYUI_MAGNITUDE,
 };
 
-/// Stable Diffusion's UNets. Of diffusers' names for the projections of attention, `ComfyUI` reads only the early ones,
-/// `Style::Processor`.
+/// Stable Diffusion's UNets. `ComfyUI` reads diffusers' names, but it reads the projections of attention only under the
+/// names of early releases, `Style::Processor`.
 pub(super) static UNET: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),
@@ -43,8 +49,8 @@ pub(super) static UNET: &[Reader] = &[
         Known::all(Style::Lycoris),
         Known::all(Style::ComfyUi),
         Known::all(Style::Processor),
-        Known::all(Style::Diffusers).only(no_projection),
-        Known::all(Style::Bare).only(no_projection),
+        Known::all(Style::Diffusers).only(is_outside_attention),
+        Known::all(Style::Bare).only(is_outside_attention),
     ]),
     diffusers(&[
         Known::all(Style::KohyaOriginal),
@@ -57,7 +63,8 @@ pub(super) static UNET: &[Reader] = &[
     A1111,
 ];
 
-fn no_projection(layer: &str) -> bool {
+/// Whether a layer is not a projection of attention (`.to_q`, `.to_k`, `.to_v`, `.to_out.0`).
+fn is_outside_attention(layer: &str) -> bool {
     !layer.contains(".to_")
 }
 
@@ -80,7 +87,7 @@ pub(super) static TEXT_ENCODER: &[Reader] = &[
     A1111,
 ];
 
-/// Stable Diffusion 3. diffusers does not convert names of other tools.
+/// Stable Diffusion 3. For this model, diffusers does not convert names of other tools.
 pub(super) static SD3: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),
@@ -95,8 +102,8 @@ pub(super) static SD3: &[Reader] = &[
     PEFT,
 ];
 
-/// Flux.1. When diffusers converts kohya's names, it drops layers outside of the blocks. Its conversion of
-/// `OneTrainer`'s names supports only attention, and fails on other layers.
+/// Flux.1. When diffusers converts kohya's names, it drops layers outside of the blocks. When it converts
+/// `OneTrainer`'s names, it supports only the layers of attention and fails on other layers.
 pub(super) static FLUX: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),
@@ -113,7 +120,7 @@ pub(super) static FLUX: &[Reader] = &[
 
 const FLUX_IN_DIFFUSERS: Reader = diffusers(&[
     Known::all(Style::Diffusers).configured(),
-    Known::all(Style::KohyaOriginal).only(in_a_block),
+    Known::all(Style::KohyaOriginal).only(is_in_block),
     Known::all(Style::OneTrainer).only(is_attention),
 ]);
 
@@ -123,26 +130,29 @@ pub(super) static CHROMA: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),
         Known::all(Style::ComfyUi),
-        Known::all(Style::Diffusers).only(no_approximator),
-        Known::all(Style::OneTrainer).only(no_approximator),
-        Known::all(Style::Lycoris).only(no_approximator),
-        Known::all(Style::Bare).only(no_approximator),
+        Known::all(Style::Diffusers).only(is_outside_approximator),
+        Known::all(Style::OneTrainer).only(is_outside_approximator),
+        Known::all(Style::Lycoris).only(is_outside_approximator),
+        Known::all(Style::Bare).only(is_outside_approximator),
     ]),
     FLUX_IN_DIFFUSERS,
     KOHYA,
     PEFT,
 ];
 
-fn no_approximator(layer: &str) -> bool {
+/// Whether a layer of Chroma is not in the approximator.
+fn is_outside_approximator(layer: &str) -> bool {
     !layer.starts_with("distilled_guidance_layer.")
 }
 
-fn in_a_block(layer: &str) -> bool {
+/// Whether a layer is in a transformer block.
+fn is_in_block(layer: &str) -> bool {
     layer.contains("transformer_blocks.")
 }
 
+/// Whether a layer belongs to the attention of a transformer block.
 fn is_attention(layer: &str) -> bool {
-    in_a_block(layer) && layer.contains(".attn.")
+    is_in_block(layer) && layer.contains(".attn.")
 }
 
 /// FLUX.2. `ComfyUI` does not read diffusers' names for the shared modulation layers and for the network that embeds
@@ -151,40 +161,44 @@ pub(super) static FLUX2: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),
         Known::all(Style::ComfyUi),
-        Known::all(Style::Diffusers).only(no_condition),
-        Known::all(Style::OneTrainer).only(no_condition),
-        Known::all(Style::Lycoris).only(no_condition),
-        Known::all(Style::Bare).only(no_condition),
+        Known::all(Style::Diffusers).only(is_outside_conditions),
+        Known::all(Style::OneTrainer).only(is_outside_conditions),
+        Known::all(Style::Lycoris).only(is_outside_conditions),
+        Known::all(Style::Bare).only(is_outside_conditions),
     ]),
     diffusers(&[
         Known::all(Style::Diffusers).configured().alpha(Alpha::Refused),
-        Known::all(Style::KohyaOriginal).only(no_modulation),
+        Known::all(Style::KohyaOriginal).only(is_converted_from_kohya),
         Known::all(Style::ComfyUi).only(has_same_row_order).configured().alpha(Alpha::Refused),
-        Known::all(Style::ComfyUiOwn).only(in_a_block).configured().alpha(Alpha::Refused),
-        Known::all(Style::Peft).only(in_a_block).configured().alpha(Alpha::Refused),
+        Known::all(Style::ComfyUiOwn).only(is_in_block).configured().alpha(Alpha::Refused),
+        Known::all(Style::Peft).only(is_in_block).configured().alpha(Alpha::Refused),
     ]),
     KOHYA,
     PEFT,
 ];
 
-fn no_condition(layer: &str) -> bool {
+/// Whether a layer of FLUX.2 neither computes the shared modulation nor embeds time and guidance.
+fn is_outside_conditions(layer: &str) -> bool {
     !layer.contains("_modulation") && !layer.starts_with("time_guidance_embed.")
 }
 
-fn no_modulation(layer: &str) -> bool {
+/// Whether diffusers converts kohya's name of a layer of FLUX.2 correctly: the layer does not compute the shared
+/// modulation, and its rows have the same order in original files and in diffusers.
+fn is_converted_from_kohya(layer: &str) -> bool {
     !layer.contains("_modulation") && has_same_row_order(layer)
 }
 
 /// Whether original files and diffusers store a layer's rows in the same order. In original files, the rows of
-/// `norm_out.linear` for the shift come before those for the scale. diffusers has the reverse order, but fails to
-/// exchange the two halves of an adapter's rows.
+/// `norm_out.linear` that compute the shift come before those that compute the scale. diffusers' own order is the
+/// reverse, but diffusers does not exchange the two halves of an adapter's rows.
 fn has_same_row_order(layer: &str) -> bool {
     layer != "norm_out.linear"
 }
 
 /// Z-Image. `ComfyUI` reads its own names and also diffusers' names, but not diffusers' names in kohya's style.
-/// diffusers reads `ComfyUI`'s names in kohya's style; in other styles, diffusers reads only names that are the same in
-/// both tools. musubi-tuner, kohya's trainer for this model, uses diffusers' names.
+/// diffusers reads its own names also in kohya's style and after `ComfyUI`'s prefix. It reads `ComfyUI`'s names in
+/// kohya's style, except those of the first and the last layer. After `ComfyUI`'s prefix, it reads only names that are
+/// the same in both tools. musubi-tuner, kohya's trainer for this model, uses diffusers' names in kohya's style.
 pub(super) static Z_IMAGE: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),
@@ -199,7 +213,7 @@ pub(super) static Z_IMAGE: &[Reader] = &[
         Known::all(Style::ComfyUiOwn).configured(),
         Known::all(Style::ComfyUi).only(has_one_name).configured(),
         Known::all(Style::Kohya),
-        Known::all(Style::KohyaOriginal).only(no_original_end),
+        Known::all(Style::KohyaOriginal).only(is_inner),
     ]),
     Reader {
         tool: Tool::Kohya,
@@ -210,8 +224,8 @@ pub(super) static Z_IMAGE: &[Reader] = &[
     PEFT,
 ];
 
-/// Qwen-Image, whose layers have one name in all tools. musubi-tuner, kohya's trainer for this model, reads only
-/// kohya's names.
+/// Qwen-Image. A layer has the same name in all tools. musubi-tuner, kohya's trainer for this model, reads the names
+/// only in kohya's style.
 pub(super) static QWEN_IMAGE: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),
@@ -229,12 +243,12 @@ pub(super) static QWEN_IMAGE: &[Reader] = &[
     PEFT,
 ];
 
-/// Whether a layer is neither the first (`all_x_embedder`) nor the last (`all_final_layer`) of Z-Image.
-fn no_original_end(layer: &str) -> bool {
+/// Whether a layer of Z-Image is neither the first (`all_x_embedder`) nor the last (`all_final_layer`).
+fn is_inner(layer: &str) -> bool {
     !layer.starts_with("all_")
 }
 
 /// Whether diffusers and `ComfyUI` have the same name for a layer of Z-Image.
 fn has_one_name(layer: &str) -> bool {
-    no_original_end(layer) && !layer.contains(".attention.")
+    is_inner(layer) && !layer.contains(".attention.")
 }

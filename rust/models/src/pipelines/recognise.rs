@@ -1,21 +1,22 @@
-//! Recognises a checkpoint in one file by the names of its tensors.
+//! Recognises a checkpoint in one file by its keys, the names of its tensors.
 
 use super::table::UNSUPPORTED;
 use super::{PIPELINES, Pipeline, Place, Role, Section, adapter_prefixes, kinds, places, unique};
 use crate::pretrained::{CONFIG, Choice};
 use crate::registry::{Model, ModelKind};
 
-/// The first place of `model` for which the file has a probe key, the section with this key, and the key's prefix.
-/// `is_there` says whether the file has a key; `choice` may name the part or the pipeline.
+/// Returns the first place of `model` for which the file has a probe key, the section with this key, and the key's
+/// prefix. None if the file has no probe key of `model`. `is_there` says whether the file has a key. If `choice` names
+/// a subfolder or a pipeline, only places in these count.
 pub fn of_file(
     model: &ModelKind,
     choice: &Choice,
     is_there: impl Fn(&str) -> bool,
 ) -> Option<(Place, &'static Section, &'static str)> {
     // If several pipelines have the model, pipelines whose denoiser is in the file too take precedence.
-    let mut places: Vec<Place> = places(model).collect();
-    places.sort_by_key(|place| !has_denoiser(place.pipeline, &is_there));
-    places
+    let mut candidates: Vec<Place> = places(model).collect();
+    candidates.sort_by_key(|place| !has_denoiser(place.pipeline, &is_there));
+    candidates
         .into_iter()
         .filter(|place| choice.subfolder.as_deref().is_none_or(|subfolder| subfolder == place.part.subfolder))
         .filter(|place| choice.pipeline.is_none_or(|pipeline| pipeline.name == place.pipeline.name))
@@ -24,7 +25,7 @@ pub fn of_file(
         .find(|(_, section, prefix)| is_there(&format!("{prefix}{}", section.probe)))
 }
 
-/// Whether a file has the denoiser of a pipeline.
+/// Whether a file has the denoiser of a pipeline. `is_there` says whether the file has a key.
 fn has_denoiser(pipeline: &Pipeline, is_there: impl Fn(&str) -> bool) -> bool {
     let denoisers = pipeline.parts.iter().filter(|part| part.role == Role::Denoiser);
     denoisers
@@ -32,8 +33,9 @@ fn has_denoiser(pipeline: &Pipeline, is_there: impl Fn(&str) -> bool) -> bool {
         .any(|section| section.prefixes.iter().any(|prefix| is_there(&format!("{prefix}{}", section.probe))))
 }
 
-/// The pipeline that has all of `models`, given as pairs of subfolder and model. If several pipelines have them, a
-/// pipeline whose denoiser is in a file takes precedence. `is_there` says whether this file has a key.
+/// Returns a pipeline that has all of `models`, pairs of subfolder and model, or None if there is no such pipeline. If
+/// there are several, a pipeline whose denoiser is in a certain file takes precedence. `is_there` says whether this
+/// file has a key.
 pub fn of_models(models: &[(&str, &dyn Model)], is_there: impl Fn(&str) -> bool) -> Option<&'static Pipeline> {
     let has = |pipeline: &Pipeline, subfolder: &str, model: &dyn Model| {
         let mut parts = pipeline.parts.iter();
@@ -45,30 +47,32 @@ pub fn of_models(models: &[(&str, &dyn Model)], is_there: impl Fn(&str) -> bool)
     fitting.first().copied()
 }
 
-/// The pipeline whose denoiser a file with the keys `names` has.
+/// Returns the first pipeline whose denoiser is in a file with the keys `names`, or None if there is no such pipeline.
 pub fn of_denoiser(names: &[String]) -> Option<&'static Pipeline> {
     PIPELINES.iter().copied().find(|pipeline| has_denoiser(pipeline, |key| names.iter().any(|name| name == key)))
 }
 
-/// The error message for a file with the keys `names` that does not contain the model `wanted`.
+/// Returns the error message for a file with the keys `names`, which does not contain a model of the kind `wanted`.
 pub fn not_found(names: &[String], wanted: &ModelKind) -> String {
     let sections = PIPELINES.iter().flat_map(|pipeline| pipeline.parts).flat_map(|part| part.sections);
     let mut prefixes = sections.flat_map(|section| section.prefixes).filter(|prefix| !prefix.is_empty());
-    let other = prefixes.any(|prefix| names.iter().any(|name| name.starts_with(prefix)));
+    let has_prefix = prefixes.any(|prefix| names.iter().any(|name| name.starts_with(prefix)));
     let of_pipeline =
         || of_denoiser(names).map(|pipeline| format!("a checkpoint of {} without this model", pipeline.title));
     let what = recognised(names).or_else(of_pipeline).unwrap_or_else(|| {
-        let what = if other { "a checkpoint without this model" } else { "not an original checkpoint with this model" };
-        what.to_owned()
+        let unknown =
+            if has_prefix { "a checkpoint without this model" } else { "not an original checkpoint with this model" };
+        unknown.to_owned()
     });
     let wanted = wanted.class_names.join(" or ");
     format!("there is no {wanted} in this file and no {CONFIG} beside it: the file is {what}")
 }
 
-/// Says what a file with these keys is, if the keys show that it is not a checkpoint of a supported pipeline.
+/// Says what a file with the keys `names` is, if the keys show that it is not a checkpoint of a supported pipeline, but
+/// a checkpoint of another family, an adapter, or the weights of one model. None in all other cases.
 pub fn recognised(names: &[String]) -> Option<String> {
     let there = |prefix: &str| names.iter().any(|name| name.starts_with(prefix));
-    let unsupported = UNSUPPORTED.iter().find(|(prefix, _)| there(prefix)).map(|(_, title)| foreign(title));
+    let unsupported = UNSUPPORTED.iter().find(|(prefix, _)| there(prefix)).map(|(_, title)| unsupported_family(title));
     unsupported
         .or_else(|| {
             let is_adapter = adapter_prefixes().iter().any(|prefix| prefix.ends_with('_') && there(prefix));
@@ -80,8 +84,8 @@ pub fn recognised(names: &[String]) -> Option<String> {
         })
 }
 
-/// Describes a checkpoint of a family that is not supported.
-fn foreign(title: &str) -> String {
+/// Describes a checkpoint of a family that is not supported, and lists those that are.
+fn unsupported_family(title: &str) -> String {
     let known = PIPELINES.iter().filter(|pipeline| pipeline.base.is_some()).map(|pipeline| pipeline.title);
     format!("a checkpoint of {title}, which is not supported; supported are {}", unique(known).join(", "))
 }

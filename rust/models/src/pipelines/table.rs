@@ -1,4 +1,4 @@
-//! The table of pipelines: one entry for each family.
+//! The table of pipelines. Each family has one entry.
 
 use serde_json::{Map, Value};
 use trainable_candle_io::adapter_file::{BaseModel, Reader, readers as tools};
@@ -29,12 +29,12 @@ const fn any(_: &Map<String, Value>) -> bool {
     true
 }
 
-/// Whether a size in a configuration is `size`.
-fn is(config: &Map<String, Value>, field: &str, size: u64) -> bool {
+/// Whether the field `field` of a configuration is `size`.
+fn has_size(config: &Map<String, Value>, field: &str, size: u64) -> bool {
     config.get(field).and_then(Value::as_u64) == Some(size)
 }
 
-/// Whether a CLIP text encoder projects its pooled state.
+/// Whether the configuration is that of a CLIP text encoder that projects its pooled state.
 fn projects(config: &Map<String, Value>) -> bool {
     let names = config.get("architectures").and_then(Value::as_array);
     names.is_some_and(|names| names.iter().any(|name| name.as_str() == Some(clip::PROJECTING_CLASS_NAME)))
@@ -55,7 +55,7 @@ fn big_g() -> Map<String, Value> {
 }
 
 /// Possible prefixes of a denoiser's keys in a checkpoint in one file.
-const PREFIXES: &[&str] = &["model.diffusion_model.", "diffusion_model.", ""];
+const DENOISER_PREFIXES: &[&str] = &["model.diffusion_model.", "diffusion_model.", ""];
 
 /// The transformer of a flow-matching pipeline.
 const fn transformer(
@@ -76,16 +76,16 @@ const fn transformer(
     }
 }
 
-/// The sections of checkpoints in one file that contain an autoencoder.
-const AUTOENCODER: &[Section] = &[Section {
+/// The sections that contain an autoencoder in a checkpoint in one file.
+const AUTOENCODER_SECTIONS: &[Section] = &[Section {
     prefixes: &["first_stage_model.", "vae.", ""],
     naming: Naming::Original,
     probe: "decoder.mid.block_1.conv1.weight",
 }];
 
-/// Whether an autoencoder's `scaling_factor` is `scale`. The autoencoders of the families differ in this factor.
-fn has_scaling_factor(config: &Map<String, Value>, scale: f64) -> bool {
-    config.get("scaling_factor").and_then(Value::as_f64) == Some(scale)
+/// Whether an autoencoder's `scaling_factor` is `factor`. The autoencoders of the families differ in this factor.
+fn has_scaling_factor(config: &Map<String, Value>, factor: f64) -> bool {
+    config.get("scaling_factor").and_then(Value::as_f64) == Some(factor)
 }
 
 /// The configuration of an autoencoder whose latents have 16 channels.
@@ -107,7 +107,7 @@ const FLUX_AUTOENCODER: Part = Part {
     role: Role::Autoencoder,
     model: &vae::KIND,
     subfolder: "vae",
-    sections: AUTOENCODER,
+    sections: AUTOENCODER_SECTIONS,
     fits: |config| has_scaling_factor(config, 0.3611),
     published: || autoencoder_config(0.3611, 0.1159),
     adapter: None,
@@ -126,7 +126,11 @@ static SDXL: Pipeline = Pipeline {
             role: Role::Denoiser,
             model: &sdxl::KIND,
             subfolder: "unet",
-            sections: &[Section { prefixes: PREFIXES, naming: Naming::Original, probe: "input_blocks.0.0.weight" }],
+            sections: &[Section {
+                prefixes: DENOISER_PREFIXES,
+                naming: Naming::Original,
+                probe: "input_blocks.0.0.weight",
+            }],
             fits: any,
             published: || UNetConfig::default().to_json(),
             adapter: Some(AdapterNames {
@@ -139,7 +143,8 @@ static SDXL: Pipeline = Pipeline {
             role: Role::Autoencoder,
             model: &vae::KIND,
             subfolder: "vae",
-            sections: AUTOENCODER,
+            sections: AUTOENCODER_SECTIONS,
+            // The latents of the other families have 16 or 32 channels.
             fits: |config| !matches!(config.get("latent_channels").and_then(Value::as_u64), Some(16 | 32)),
             published: || VaeConfig::default().to_json(),
             adapter: None,
@@ -162,8 +167,8 @@ static SDXL: Pipeline = Pipeline {
                 readers: readers::TEXT_ENCODER,
             }),
         },
-        // OpenCLIP ViT-bigG. It is embedder 1 in files of the base model. In files of the refiner, which has no other
-        // text encoder, it is embedder 0.
+        // OpenCLIP ViT-bigG. It is embedder 1 in files of the base model, and embedder 0 in files of the refiner, which
+        // has no other text encoder.
         Part {
             role: Role::TextEncoder,
             model: &clip::KIND,
@@ -190,14 +195,14 @@ static SD3: Pipeline = Pipeline {
     title: "SD3.5",
     class_names: &["StableDiffusion3Pipeline", "StableDiffusion3Img2ImgPipeline"],
     base: Some(BaseModel { version: "sd3", architecture: "stable-diffusion-3.5-medium", resolution: 1024 }),
-    sizes: &[(|config| is(config, "num_layers", 38), "stable-diffusion-3.5-large")],
+    sizes: &[(|config| has_size(config, "num_layers", 38), "stable-diffusion-3.5-large")],
     pixels: 8,
     parts: &[
         transformer(
             &sd3::KIND,
             &[
                 Section {
-                    prefixes: PREFIXES,
+                    prefixes: DENOISER_PREFIXES,
                     naming: Naming::Original,
                     probe: "joint_blocks.0.context_block.attn.qkv.weight",
                 },
@@ -214,7 +219,7 @@ static SD3: Pipeline = Pipeline {
             role: Role::Autoencoder,
             model: &vae::KIND,
             subfolder: "vae",
-            sections: AUTOENCODER,
+            sections: AUTOENCODER_SECTIONS,
             fits: |config| has_scaling_factor(config, 1.5305),
             published: || autoencoder_config(1.5305, 0.0609),
             adapter: None,
@@ -269,7 +274,7 @@ static FLUX: Pipeline = Pipeline {
         transformer(
             &flux::KIND,
             &[
-                Section { prefixes: PREFIXES, naming: Naming::Original, probe: "vector_in.in_layer.weight" },
+                Section { prefixes: DENOISER_PREFIXES, naming: Naming::Original, probe: "vector_in.in_layer.weight" },
                 Section {
                     prefixes: &[""],
                     naming: Naming::Own,
@@ -314,7 +319,7 @@ static CHROMA: Pipeline = Pipeline {
             &chroma::KIND,
             &[
                 Section {
-                    prefixes: PREFIXES,
+                    prefixes: DENOISER_PREFIXES,
                     naming: Naming::Original,
                     probe: "distilled_guidance_layer.layers.0.in_layer.weight",
                 },
@@ -345,11 +350,15 @@ static Z_IMAGE: Pipeline = Pipeline {
             &z_image::KIND,
             &[
                 Section {
-                    prefixes: PREFIXES,
+                    prefixes: DENOISER_PREFIXES,
                     naming: Naming::Original,
                     probe: "noise_refiner.0.attention.k_norm.weight",
                 },
-                Section { prefixes: PREFIXES, naming: Naming::Own, probe: "noise_refiner.0.attention.norm_k.weight" },
+                Section {
+                    prefixes: DENOISER_PREFIXES,
+                    naming: Naming::Own,
+                    probe: "noise_refiner.0.attention.norm_k.weight",
+                },
             ],
             || ZImageConfig::default().to_json(),
             readers::Z_IMAGE,
@@ -365,14 +374,14 @@ static FLUX2: Pipeline = Pipeline {
     title: "FLUX.2-klein",
     class_names: &["Flux2KleinPipeline"],
     base: Some(BaseModel { version: "flux2", architecture: "Flux.2-klein-4b", resolution: 1024 }),
-    sizes: &[(|config| is(config, "num_attention_heads", 32), "Flux.2-klein-9b")],
+    sizes: &[(|config| has_size(config, "num_attention_heads", 32), "Flux.2-klein-9b")],
     pixels: 8,
     parts: &[
         transformer(
             &flux2::KIND,
             &[
                 Section {
-                    prefixes: PREFIXES,
+                    prefixes: DENOISER_PREFIXES,
                     naming: Naming::Original,
                     probe: "double_stream_modulation_img.lin.weight",
                 },
@@ -385,7 +394,7 @@ static FLUX2: Pipeline = Pipeline {
             role: Role::Autoencoder,
             model: &vae::KIND,
             subfolder: "vae",
-            sections: AUTOENCODER,
+            sections: AUTOENCODER_SECTIONS,
             fits: |config| config.contains_key("batch_norm_eps"),
             published: || {
                 VaeConfig {
@@ -413,7 +422,11 @@ static QWEN_IMAGE: Pipeline = Pipeline {
     parts: &[
         transformer(
             &qwen_image::KIND,
-            &[Section { prefixes: PREFIXES, naming: Naming::Own, probe: "transformer_blocks.0.img_mod.1.weight" }],
+            &[Section {
+                prefixes: DENOISER_PREFIXES,
+                naming: Naming::Own,
+                probe: "transformer_blocks.0.img_mod.1.weight",
+            }],
             || QwenImageConfig::default().to_json(),
             readers::QWEN_IMAGE,
         ),
@@ -434,7 +447,7 @@ static QWEN_IMAGE: Pipeline = Pipeline {
     ],
 };
 
-/// The demo's generator of digits, a pipeline of one model.
+/// The demo's model that draws digits, a pipeline of one model.
 static DIGITS: Pipeline = Pipeline {
     name: "digits",
     title: "the digits",
@@ -449,7 +462,7 @@ static DIGITS: Pipeline = Pipeline {
         sections: &[],
         fits: any,
         published: || DigitsConfig::default().to_json(),
-        // No other program has this model.
+        // No other tool has this model.
         adapter: Some(AdapterNames { kohya: "lora_unet", comfyui: None, readers: &[] }),
     }],
 };
@@ -473,7 +486,8 @@ static CAUSAL_LM: Pipeline = Pipeline {
     }],
 };
 
-/// Prefixes of keys of families that are not supported, with the families' names. The first match counts.
+/// Prefixes of keys in checkpoints of unsupported families, with the families' names. The first prefix that a file has
+/// decides.
 pub(super) static UNSUPPORTED: &[(&str, &str)] = &[
     ("cond_stage_model.transformer.", "Stable Diffusion 1"),
     ("cond_stage_model.model.", "Stable Diffusion 2"),

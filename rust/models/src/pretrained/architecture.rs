@@ -1,4 +1,4 @@
-//! [`Architecture`]: how a model is configured and built from its files.
+//! [`Architecture`]: how a model of one class is configured, and built from its files.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -16,13 +16,13 @@ use crate::registry::{Model, ModelKind};
 
 /// A model's `config.json`. The default values are those of the published model.
 pub trait Configuration: Clone + Default + 'static {
-    /// The configuration in a `config.json`.
+    /// Reads the configuration from the contents of a `config.json`.
     ///
     /// # Errors
-    /// [`Error::Config`] that names the field that is missing, wrong or not supported.
+    /// [`Error::Config`] if a field is missing, wrong or not supported. The message names the field.
     fn from_json(map: &Map<String, Value>) -> Result<Self>;
 
-    /// The `config.json` that diffusers or transformers reads.
+    /// The contents of a `config.json` that diffusers or transformers reads.
     fn to_json(&self) -> Map<String, Value>;
 }
 
@@ -37,18 +37,18 @@ pub trait Architecture: Model + Sized {
     /// The linear layers that may be quantized; none by default.
     const QUANTIZABLE: Quantizable = Quantizable::NOTHING;
 
-    /// A model with the parameters of `weights`.
+    /// Builds a model with the parameters of `weights`.
     ///
     /// # Errors
     /// [`Error::Config`] if the configuration is wrong or the weights belong to another model.
     fn build(config: Self::Config, weights: &mut Weights<'_>) -> Result<Self>;
 
-    /// The configuration of the model in an original checkpoint, from the shapes of its tensors. Fields that shapes do
-    /// not determine come from the first of the `known` configurations with the same sizes, or else from the published
-    /// model.
+    /// Determines the configuration of the model in an original checkpoint from the shapes of its tensors. Fields that
+    /// shapes do not determine come from the first of the `known` configurations with the same sizes. If there is none,
+    /// they come from the published model.
     ///
     /// # Errors
-    /// [`Error::Config`] if a size cannot be determined.
+    /// [`Error::Config`] if a size cannot be determined, or if the sizes belong to a model that is not supported.
     fn deduce(files: &WeightFiles, original: Original, known: Vec<Self::Config>) -> Result<Self::Config>;
 
     /// The layout of the model's parameters: in a folder if `original` is None, or in an original checkpoint. `files`
@@ -60,7 +60,7 @@ pub trait Architecture: Model + Sized {
         false
     }
 
-    /// The configuration in `files`; no weight is read.
+    /// Returns the configuration of `files` without reading weights.
     ///
     /// # Errors
     /// As [`Pretrained::config`].
@@ -68,17 +68,17 @@ pub trait Architecture: Model + Sized {
         files.config(Self::deduce)
     }
 
-    /// The frozen model of `files`. If the model needs f32 and `dtype` is half precision or None, the weights are
-    /// converted to f32. Otherwise they are converted to `dtype`, or to the dtype of most stored weights if `dtype`
-    /// is None.
+    /// Loads the frozen model of `files`. If `files` or the configuration says that the model needs f32, and `dtype` is
+    /// half precision or None, the weights are converted to f32. Otherwise they are converted to `dtype`, or to the
+    /// dtype of most stored weights if `dtype` is None.
     ///
     /// # Errors
     /// [`Error::Argument`] if `files` selects a number of layers, which only language models support; [`Error::Config`]
-    /// if the configuration is wrong or does not fit the weights; as [`quantization`](Self::quantization),
-    /// [`streaming`](Self::streaming) and [`Pretrained::build`].
+    /// if the configuration is wrong or does not fit the weights; as [`read_config`](Self::read_config),
+    /// [`quantization`](Self::quantization), [`streaming`](Self::streaming) and [`Pretrained::build`].
     fn load(files: &Pretrained, dtype: Option<DType>, device: &Device) -> Result<Self> {
         if files.layers().is_some() {
-            let text = format!("layers= is for language models, but this is {}; leave it out", Self::KIND.noun);
+            let text = format!("layers= is for language models, but this is {}; leave out layers=", Self::KIND.noun);
             return Err(Error::argument("from_pretrained", text));
         }
         let config = Self::read_config(files)?;
@@ -90,7 +90,7 @@ pub trait Architecture: Model + Sized {
         files.build(layout, dtype, (device, quantization, streaming), |weights| Self::build(config.clone(), weights))
     }
 
-    /// The plan for streaming the model's blocks from host memory; None if no block is streamed.
+    /// Plans the streaming of the model's blocks from host memory. None if `options` select no block.
     ///
     /// # Errors
     /// As [`Streaming::new`].
@@ -102,14 +102,14 @@ pub trait Architecture: Model + Sized {
         Streaming::new(&shapes, Self::QUANTIZABLE, options, device).map(|streaming| Some(Arc::new(streaming)))
     }
 
-    /// The quantization of the model's layers to `format`. If `format` is None, layers that may be quantized stay
-    /// quantized if their file stores them in blocks of ggml; no other layer is quantized. If `format` is int8 or fp8
+    /// Returns the quantization of the model's layers to `format`. If `format` is None, a layer that may be quantized
+    /// stays quantized if its file stores it in blocks of ggml; no other layer is quantized. If `format` is int8 or fp8
     /// and linear layers multiply codes ([`uses_w8a8`]), only the layers of
     /// [`Quantizable::multiplied`](trainable_candle_nn::Quantizable::multiplied) are quantized, unless this list is
-    /// empty.
+    /// empty. `op` is the operation's name in errors.
     ///
     /// # Errors
-    /// [`Error::Argument`] if a format is given but no layer may be quantized.
+    /// [`Error::Argument`] if `format` is not None but no layer may be quantized.
     fn quantization(op: &'static str, format: Option<Format>) -> Result<Quantization> {
         if format.is_some() {
             Self::KIND.check_quantizable(op)?;
@@ -126,14 +126,15 @@ pub trait Architecture: Model + Sized {
         Self::load(&Pretrained::find(path, Self::KIND, &Choice::default())?, dtype, device)
     }
 
-    /// A frozen model of random weights, to measure its speed and memory. The weights are drawn from the library's
-    /// generator. Their sizes come from the `config.json` at the path `config`, or from the published model if `config`
-    /// is None. `quantize` is the format of linear layers, and `stream` says which blocks are in host memory.
+    /// Makes a frozen model of random weights, for measurements of speed and memory. The weights are drawn from the
+    /// library's generator. Their sizes come from the `config.json` at the path `config`, or from the published model
+    /// if `config` is None. `quantize` is the format to which linear layers are quantized, if any, and `stream` says
+    /// which blocks are in host memory.
     ///
     /// # Errors
-    /// [`Error::Io`] if the `config.json` cannot be read, [`Error::Config`] if it belongs to another model,
     /// [`Error::DType`] if `dtype` is not floating-point, [`Error::OutOfMemory`] if the model does not fit on the
-    /// device, [`Error::Argument`] if the model cannot be quantized; as [`Streaming::new`].
+    /// device; as [`quantization`](Self::quantization), [`config_at`](Self::config_at) and
+    /// [`streaming`](Self::streaming).
     fn from_config(
         config: Option<&Path>,
         dtype: DType,
@@ -155,10 +156,11 @@ pub trait Architecture: Model + Sized {
         Ok(model)
     }
 
-    /// The configuration in the `config.json` at the path `config`, or the published model's if `config` is None.
+    /// Reads the configuration from the `config.json` at the path `config`. If `config` is None, returns the published
+    /// model's configuration.
     ///
     /// # Errors
-    /// [`Error::Io`] if the file cannot be read, [`Error::Config`] if it belongs to another model.
+    /// [`Error::Io`] if the file cannot be read, [`Error::Config`] if its contents are wrong or not supported.
     fn config_at(config: Option<&Path>) -> Result<Self::Config> {
         config.map_or_else(|| Ok(Self::Config::default()), |path| Self::Config::from_json(&read_json(path)?))
     }

@@ -1,4 +1,4 @@
-//! Finding weight files in a folder.
+//! Finds weight files in a folder.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use trainable_candle_core::{Error, Result};
 
-/// The names of unsharded weight files without their ending: transformers' name, then diffusers'.
+/// The beginnings of the names of weight files, in transformers and in diffusers.
 const STEMS: [&str; 2] = ["model", "diffusion_pytorch_model"];
 /// The name of the half-precision variant in file names.
 const HALF: &str = "fp16";
@@ -14,12 +14,12 @@ const HALF: &str = "fp16";
 /// Endings of checkpoints that Python's pickle wrote.
 const PICKLES: [&str; 6] = ["ckpt", "pt", "pth", "bin", "pkl", "pickle"];
 
-/// The weight files in `folder`: one file, or the shards of a model. If both the plain and the half-precision variant
-/// (`*.fp16.safetensors`) exist, `half` selects the half-precision one.
+/// Finds the weight files in `folder`: one file, or the shards of a model. If both the plain and the half-precision
+/// variant (`*.fp16.safetensors`) exist, `half` selects the half-precision variant.
 ///
 /// # Errors
-/// [`Error::WeightsFormat`] if there are no weight files or shards are missing, [`Error::Io`] if the folder cannot be
-/// read.
+/// [`Error::WeightsFormat`] if there are no weight files, the index of the shards is damaged, or a shard that it lists
+/// is missing; [`Error::Io`] if the folder or the index cannot be read.
 pub(super) fn weights_in(folder: &Path, half: bool) -> Result<Vec<PathBuf>> {
     let variants = if half { [Some(HALF), None] } else { [None, Some(HALF)] };
     for variant in variants {
@@ -40,7 +40,7 @@ pub(super) fn weights_in(folder: &Path, half: bool) -> Result<Vec<PathBuf>> {
 /// Return an error if the ending of `path` is that of a pickle.
 ///
 /// # Errors
-/// [`Error::WeightsFormat`] with the reason for the rejection and the cure.
+/// [`Error::WeightsFormat`] for a pickle. The message says why pickles are rejected and what to do.
 pub(super) fn refuse_pickle(path: &Path) -> Result<()> {
     if !has_extension(path, &PICKLES) {
         return Ok(());
@@ -68,17 +68,17 @@ pub(super) fn refuse_pickles_in(folder: &Path) -> Result<()> {
 }
 
 fn has_extension(path: &Path, extensions: &[&str]) -> bool {
-    let found = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
-    extensions.iter().any(|extension| found.eq_ignore_ascii_case(extension))
+    let given = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
+    extensions.iter().any(|extension| given.eq_ignore_ascii_case(extension))
 }
 
-/// The files of a folder for which `wanted` is true, sorted.
-fn files_in(folder: &Path, wanted: impl Fn(&Path) -> bool) -> Result<Vec<PathBuf>> {
+/// The paths in a folder for which `is_wanted` is true, sorted.
+fn files_in(folder: &Path, is_wanted: impl Fn(&Path) -> bool) -> Result<Vec<PathBuf>> {
     let io = |source| Error::io(folder, source);
     let mut files = Vec::new();
     for entry in std::fs::read_dir(folder).map_err(io)? {
         let path = entry.map_err(io)?.path();
-        if wanted(&path) {
+        if is_wanted(&path) {
             files.push(path);
         }
     }
@@ -86,12 +86,13 @@ fn files_in(folder: &Path, wanted: impl Fn(&Path) -> bool) -> Result<Vec<PathBuf
     Ok(files)
 }
 
-/// The files of one variant whose names begin with `stem`; None if there are no such files.
+/// Finds the weight files of one variant whose names begin with `stem`: the unsharded file, or else the shards that an
+/// index lists, or else all shards in the folder. None if there are no such files.
 fn variant_in(folder: &Path, stem: &str, variant: Option<&str>) -> Result<Option<Vec<PathBuf>>> {
     let dotted = variant.map(|v| format!(".{v}")).unwrap_or_default();
-    let whole = folder.join(format!("{stem}{dotted}.safetensors"));
-    if whole.is_file() {
-        return Ok(Some(vec![whole]));
+    let unsharded = folder.join(format!("{stem}{dotted}.safetensors"));
+    if unsharded.is_file() {
+        return Ok(Some(vec![unsharded]));
     }
     let index = folder.join(format!("{stem}.safetensors.index{dotted}.json"));
     if index.is_file() {
@@ -103,7 +104,7 @@ fn variant_in(folder: &Path, stem: &str, variant: Option<&str>) -> Result<Option
     Ok((!shards.is_empty()).then_some(shards))
 }
 
-/// The shards that an index lists.
+/// The shards that the file `index` lists.
 fn indexed(folder: &Path, index: &Path) -> Result<Vec<PathBuf>> {
     #[derive(Deserialize)]
     struct Index {
@@ -113,9 +114,12 @@ fn indexed(folder: &Path, index: &Path) -> Result<Vec<PathBuf>> {
     let parsed: Index =
         serde_json::from_str(&text).map_err(|e| Error::weights(index, format!("not an index of shards: {e}")))?;
     let names: BTreeSet<String> = parsed.weight_map.into_values().collect();
-    // An index may name only files of its own folder.
+    // An index may list only files in its own folder.
     if let Some(name) = names.iter().find(|name| name.contains(['/', '\\'])) {
-        return Err(Error::weights(index, format!("\"{name}\" is not a file name; shards are beside their index")));
+        return Err(Error::weights(
+            index,
+            format!("\"{name}\" is not a file name; a shard must be in the folder of its index"),
+        ));
     }
     let files: Vec<PathBuf> = names.iter().map(|name| folder.join(name)).collect();
     match files.iter().find(|path| !path.is_file()) {
@@ -127,8 +131,9 @@ fn indexed(folder: &Path, index: &Path) -> Result<Vec<PathBuf>> {
     }
 }
 
-/// Whether a file name is that of a shard, such as `model-00001-of-00003.safetensors`. Shards of a variant have names
-/// such as `model.fp16-00001-of-00002.safetensors` or `model-00001-of-00002.fp16.safetensors`.
+/// Whether `name` is the file name of a shard of this variant. An example for the plain variant (None) is
+/// `model-00001-of-00003.safetensors`. Examples for the variant `fp16` are `model.fp16-00001-of-00002.safetensors` and
+/// `model-00001-of-00002.fp16.safetensors`.
 fn is_shard(name: &str, stem: &str, variant: Option<&str>) -> bool {
     let Some(rest) = name.strip_prefix(stem).and_then(|rest| rest.strip_suffix(".safetensors")) else { return false };
     let rest = match variant.map(|v| format!(".{v}")) {
@@ -145,7 +150,7 @@ mod tests {
     use super::is_shard;
 
     #[test]
-    fn shards_are_distinguished_from_other_files() {
+    fn shards_of_a_variant_are_distinguished_from_other_files() {
         assert!(is_shard("model-00001-of-00003.safetensors", "model", None));
         assert!(is_shard("diffusion_pytorch_model-00002-of-00002.safetensors", "diffusion_pytorch_model", None));
         assert!(is_shard("model.fp16-00001-of-00002.safetensors", "model", Some("fp16")));

@@ -13,7 +13,7 @@ pub enum Naming {
     LlamaCpp,
 }
 
-/// The keys of a model in a file that may hold several models.
+/// How a checkpoint in one file, which may hold several models, names the parameters of one model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Original {
     /// The prefix of the keys.
@@ -22,15 +22,15 @@ pub struct Original {
     pub naming: Naming,
 }
 
-/// The names of a model's parameters in one kind of file. A model's `keys.rs` has one layout for each kind of file.
+/// The names of a model's parameters in one kind of file. A model's `keys.rs` has the layouts for the kinds of files.
 pub trait Layout {
-    /// The prefix of this model's keys in a file that holds other models too.
+    /// The prefix of the model's keys. It is empty unless the file may hold other models too.
     fn prefix(&self) -> &str {
         ""
     }
 
     /// The keys, without the prefix, under which a file may store the parameter `name`, each with the form of the
-    /// stored tensor. Writers of files use the first key.
+    /// stored tensor. Readers use the first key that the file has; writers use the first key.
     fn places(&self, name: &str) -> Vec<Key>;
 
     /// Whether readers skip the tensor under this key (without the prefix), because the model does not use it.
@@ -49,7 +49,7 @@ impl Layout for OwnNames {
     }
 }
 
-/// The layout of a file that holds other models too. Each key is the prefix, then the model's own name.
+/// The layout of a file that may hold other models too. Each key consists of the prefix and the model's own name.
 pub struct PrefixedNames(pub &'static str);
 
 impl Layout for PrefixedNames {
@@ -66,7 +66,8 @@ impl Layout for PrefixedNames {
 /// parameters.
 pub type Renaming = (&'static str, &'static str, Form);
 
-/// The key of a parameter whose layer is in `renamings`. For example, `ff.net.2.bias` becomes `mlp.fc2.bias`.
+/// The key of the parameter `name`, if `renamings` has its layer. For example, `("ff.net.2", "mlp.fc2", Form::Plain)`
+/// renames `ff.net.2.bias` to `mlp.fc2.bias`.
 pub fn renamed(name: &str, renamings: &[Renaming]) -> Option<Key> {
     renamings.iter().find_map(|(ours, theirs, form)| {
         let parameter = name.strip_prefix(ours)?.strip_prefix('.')?;

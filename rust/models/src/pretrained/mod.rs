@@ -1,6 +1,6 @@
 //! The files of a pretrained model: a folder of diffusers or transformers, such a folder in a pipeline's folder, a
-//! weight file beside the model's `config.json`, or an original checkpoint in one file, which may hold several models
-//! under names of its own format.
+//! weight file beside the model's `config.json`, or an original checkpoint. An original checkpoint is one file. It may
+//! hold several models, and its format has its own names for parameters.
 
 mod architecture;
 mod files;
@@ -30,8 +30,9 @@ use stored::StoredWeights;
 use crate::pipelines::{self, Pipeline, Place};
 use crate::registry::{Model, ModelKind};
 
+/// The file that holds a model's configuration in the model's folder.
 pub(crate) const CONFIG: &str = "config.json";
-/// The file in which a pipeline's folder names its class.
+/// The file in a pipeline's folder that names the pipeline's class.
 pub(crate) const INDEX: &str = "model_index.json";
 
 /// Selects the model to load from a path, and how to load it.
@@ -40,25 +41,24 @@ pub struct Choice {
     /// The kind of model. None selects the kind that the files name. If the files name no kind, None selects the kind
     /// that is fine-tuned.
     pub kind: Option<&'static ModelKind>,
-    /// The name of the model's folder in the pipeline's folder. In an original checkpoint it selects the model that
-    /// this folder would hold.
+    /// The name of the model's folder in the pipeline's folder. For an original checkpoint, the name selects the model
+    /// that this folder would hold. None accepts every folder in which pipelines have the kind of model.
     pub subfolder: Option<String>,
     /// The pipeline whose part the model is, if several pipelines have such a part.
     pub pipeline: Option<&'static Pipeline>,
     /// The path of a `config.json`, or of a pipeline's folder that has one, to use instead of the configuration beside
     /// the weights.
     pub config: Option<PathBuf>,
-    /// Prefer half-precision files (`*.fp16.safetensors`) if both variants exist.
+    /// Whether half-precision files (`*.fp16.safetensors`) take precedence over plain files.
     pub half: bool,
-    /// Whether the model is f32 even if half precision is requested or stored. If this is None, the configuration
-    /// decides.
+    /// Whether the model is f32 even if half precision is requested or stored. None lets the configuration decide.
     pub force_upcast: Option<bool>,
-    /// The number of layers to load, from the first on, of a model that can be loaded in part.
+    /// The number of layers to load, from the first on, of a language model. None loads all.
     pub layers: Option<usize>,
-    /// The format to which the linear layers of the model's blocks are quantized while they are read. None: no format is
-    /// requested.
+    /// The format to which the linear layers of the model's blocks are quantized while they are read. None requests no
+    /// format.
     pub quantize: Option<Format>,
-    /// Which weights stay in host memory, and are copied to the device before their use.
+    /// Which weights stay in host memory and are copied to the device before each use.
     pub stream: StreamOptions,
 }
 
@@ -69,12 +69,16 @@ impl Choice {
     }
 }
 
-/// The files of a model.
+/// The files of a model, and how the model is loaded from them.
 #[derive(Clone, Debug)]
 pub struct Pretrained {
+    /// The path that was given to [`find`](Self::find).
     path: PathBuf,
+    /// The path of the model's `config.json`, if there is one.
     config: Option<PathBuf>,
+    /// The weight files.
     weights: Vec<PathBuf>,
+    /// The kind of model.
     model: &'static ModelKind,
     /// For an original checkpoint, the model's place in a pipeline and its keys.
     original: Option<(Place, Original)>,
@@ -89,7 +93,8 @@ impl Pretrained {
     /// weight file beside the model's `config.json`.
     ///
     /// # Errors
-    /// [`Error::Io`] if `path` does not exist or cannot be read, [`Error::WeightsFormat`] if it is none of these.
+    /// [`Error::Io`] if `path` does not exist or cannot be read, [`Error::WeightsFormat`] if it is none of these, is
+    /// damaged, or is a pickle.
     pub fn find(path: &Path, model: &'static ModelKind, choice: &Choice) -> Result<Self> {
         let found = if std::fs::metadata(path).map_err(|e| Error::io(path, e))?.is_dir() {
             Self::in_folder(path, model, choice)
@@ -97,12 +102,11 @@ impl Pretrained {
             Self::in_file(path, model, choice)
         }?;
         let Some(config) = &choice.config else { return Ok(found) };
-        let inside = |folder: &Path| {
-            let subfolders = choice.subfolder.as_deref().map_or_else(|| pipelines::subfolders(model), |one| vec![one]);
-            let found = subfolders.into_iter().map(|s| folder.join(s).join(CONFIG)).find(|path| path.is_file());
-            found.unwrap_or_else(|| folder.join(CONFIG))
+        let config_in = |folder: &Path| {
+            let mut paths = Self::subfolders(model, choice).into_iter().map(|name| folder.join(name).join(CONFIG));
+            paths.find(|path| path.is_file()).unwrap_or_else(|| folder.join(CONFIG))
         };
-        let config = if config.is_dir() { inside(config) } else { config.clone() };
+        let config = if config.is_dir() { config_in(config) } else { config.clone() };
         Ok(Self { config: Some(config), ..found })
     }
 
@@ -112,17 +116,27 @@ impl Pretrained {
         Self { path, config: None, weights, model, original: None, force_upcast, layers, quantize, stream }
     }
 
+    /// The names of the folders that may hold the model in a pipeline's folder.
+    fn subfolders<'a>(model: &ModelKind, choice: &'a Choice) -> Vec<&'a str> {
+        choice.subfolder.as_deref().map_or_else(|| pipelines::subfolders(model), |subfolder| vec![subfolder])
+    }
+
     fn in_folder(path: &Path, model: &'static ModelKind, choice: &Choice) -> Result<Self> {
         let has_config = |folder: &PathBuf| folder.join(CONFIG).is_file();
-        let subfolders = choice.subfolder.as_deref().map_or_else(|| pipelines::subfolders(model), |one| vec![one]);
+        let subfolders = Self::subfolders(model, choice);
         let own = Some(path.to_path_buf()).filter(|folder| choice.subfolder.is_none() && has_config(folder));
         let folder = own.or_else(|| subfolders.iter().map(|subfolder| path.join(subfolder)).find(has_config));
         let Some(folder) = folder else {
             refuse_pickles_in(path)?;
-            let nor = if subfolders.is_empty() { String::new() } else { format!(" or in {}", subfolders.join(", ")) };
+            let names = subfolders.join(", ");
+            let searched = match &choice.subfolder {
+                Some(subfolder) => format!("the subfolder {subfolder}"),
+                None if names.is_empty() => "this folder".to_owned(),
+                None => format!("this folder or in {names}"),
+            };
             return Err(Error::weights(
                 path,
-                format!("there is no {CONFIG} in this folder{nor}; {CONFIG} says what model the weights belong to"),
+                format!("there is no {CONFIG} in {searched}; {CONFIG} says what model the weights belong to"),
             ));
         };
         let weights = weights_in(&folder, choice.half)?;
@@ -131,7 +145,7 @@ impl Pretrained {
 
     fn in_file(path: &Path, model: &'static ModelKind, choice: &Choice) -> Result<Self> {
         refuse_pickle(path)?;
-        let beside = Some(path.with_file_name(CONFIG)).filter(|beside| beside.is_file());
+        let beside = Some(path.with_file_name(CONFIG)).filter(|config| config.is_file());
         let file = WeightFile::open(path)?;
         let original = pipelines::of_file(model, choice, |name| file.shape(name).is_some())
             // Some names of original checkpoints also occur in the weight files of folders. A file beside a
@@ -145,8 +159,8 @@ impl Pretrained {
         Ok(Self { config, original, ..Self::new(path, model, choice, vec![path.to_path_buf()]) })
     }
 
-    /// The model's place in a pipeline: from the file that contains it, the pipeline's `model_index.json`, or the
-    /// model's own configuration.
+    /// Determines the model's place in a pipeline from the keys of the original checkpoint, from the pipeline's
+    /// `model_index.json`, or from the model's configuration. None if these do not determine a place.
     pub fn place(&self) -> Option<Place> {
         if let Some((place, _)) = self.original {
             return Some(place);
@@ -163,12 +177,13 @@ impl Pretrained {
             .or_else(|| Place::by_configuration(self.model, &read_json(&folder.join(CONFIG)).ok()?))
     }
 
-    /// The names that other tools use in adapter files for `model`, loaded from these files, and for its layers.
+    /// The names that other tools use in adapter files for `model`, which was loaded from these files, and for its
+    /// layers.
     pub fn adapter_names(&self, model: &dyn Model) -> PartNames {
         self.place().map_or_else(PartNames::default, |place| place.names(model))
     }
 
-    /// The folder or the file that was given.
+    /// The path of the folder or file that was given to [`find`](Self::find).
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -183,7 +198,7 @@ impl Pretrained {
         self.stream
     }
 
-    /// The format in which linear layers are quantized, if one was requested.
+    /// The format to which linear layers are quantized, if one was requested.
     pub const fn quantize(&self) -> Option<Format> {
         self.quantize
     }
@@ -193,7 +208,7 @@ impl Pretrained {
         self.config.as_deref()
     }
 
-    /// The model's keys in an original checkpoint; None in a folder.
+    /// How an original checkpoint names the model's parameters. None if the files are not an original checkpoint.
     pub fn original(&self) -> Option<Original> {
         self.original.map(|(_, original)| original)
     }
@@ -203,7 +218,7 @@ impl Pretrained {
         &self.weights
     }
 
-    /// The class that `config.json` names; none for an original checkpoint.
+    /// The class that `config.json` names. None if there is no `config.json`.
     ///
     /// # Errors
     /// [`Error::Io`] if `config.json` cannot be read, [`Error::Config`] if it does not parse or names no class.
@@ -214,7 +229,7 @@ impl Pretrained {
             .ok_or_else(|| Error::Config(format!("{}: _class_name and architectures are both missing", path.display())))
     }
 
-    /// The JSON object in the file `name` beside `config.json`. `None` if there is no such file.
+    /// The JSON object in the file `name` in the folder of `config.json`. None if there is no such file.
     ///
     /// # Errors
     /// [`Error::Io`] if the file cannot be read, [`Error::Config`] if it is not a JSON object.
@@ -223,14 +238,16 @@ impl Pretrained {
         path.filter(|path| path.is_file()).map(|path| read_json(&path)).transpose()
     }
 
-    /// The configuration in `config.json`. For an original checkpoint, `deduce` determines the configuration from the
-    /// shapes of tensors and from known configurations. The first known configuration is the one in the file's header.
-    /// If the header has none, the first one is the `config.json` in a folder beside the file, if this folder has the
-    /// part's name in a pipeline, such as `unet`. The configurations of published models follow.
+    /// Returns the configuration in `config.json`. If an original checkpoint has no `config.json`, `deduce` determines
+    /// the configuration from the shapes of tensors and from known configurations. The first known configuration is the
+    /// one in the checkpoint's header. If the header has none, the first one is the `config.json` in a folder beside
+    /// the checkpoint that has the name of the part's folder in a pipeline, such as `unet`. The configurations of
+    /// published models follow.
     ///
     /// # Errors
-    /// [`Error::Io`] if a file cannot be read, [`Error::Config`] that says what is wrong with the configuration,
-    /// [`Error::WeightsFormat`] if there is neither a `config.json` nor an original checkpoint.
+    /// [`Error::Io`] if a file cannot be read; [`Error::Config`] if the configuration is wrong or not supported, with a
+    /// message that says why; [`Error::WeightsFormat`] if there is neither a `config.json` nor an original checkpoint,
+    /// or the checkpoint is damaged; the errors of `deduce`.
     pub fn config<C: Configuration>(
         &self,
         deduce: impl FnOnce(&WeightFiles, Original, Vec<C>) -> Result<C>,
@@ -239,12 +256,12 @@ impl Pretrained {
             (Some(path), _) => {
                 let mut map: Map<String, Value> = read_json(path)?;
                 take_quantization(&mut map).map_err(|text| Error::Config(format!("{}: {text}", path.display())))?;
-                let known = self.model.class_names;
-                if let Some(class) = class_of(&map).filter(|class| !known.contains(&class.as_str())) {
+                let expected = self.model.class_names;
+                if let Some(class) = class_of(&map).filter(|class| !expected.contains(&class.as_str())) {
                     return Err(Error::Config(format!(
                         "{}: the model is a \"{class}\", expected \"{}\"",
                         path.display(),
-                        known.join("\" or \"")
+                        expected.join("\" or \"")
                     )));
                 }
                 C::from_json(&map).map_err(|error| match error {
@@ -255,32 +272,32 @@ impl Pretrained {
             (None, Some((place, original))) => {
                 let files = WeightFiles::open(&self.weights)?;
                 let subfolder = place.part.subfolder;
-                let written = files.metadata().get(&config_entry(subfolder)).map(|text| serde_json::from_str(text));
+                let in_header = files.metadata().get(&config_entry(subfolder)).map(|text| serde_json::from_str(text));
                 let beside = self.path.with_file_name(subfolder).join(CONFIG);
                 // The folder beside the file may belong to another model, so errors in its configuration are ignored.
-                let given = written.and_then(|map| map.ok()).or_else(|| read_json(&beside).ok());
+                let first = in_header.and_then(|map| map.ok()).or_else(|| read_json(&beside).ok());
                 let places = std::iter::once(place).chain(pipelines::places(self.model));
                 let published = places.map(|place| (place.part.published)());
-                let known = given.into_iter().chain(published).filter_map(|map| C::from_json(&map).ok()).collect();
+                let known = first.into_iter().chain(published).filter_map(|map| C::from_json(&map).ok()).collect();
                 deduce(&files, original, known)
             }
             (None, None) => Err(Error::weights(&self.path, format!("there is no {CONFIG}"))),
         }
     }
 
-    /// Whether weights are converted to f32 although `dtype` is half precision or None. `default` applies unless the
-    /// choice overrides it.
+    /// Whether weights are converted to f32 although the requested `dtype` is half precision or None. `default` is what
+    /// the configuration says; [`Choice::force_upcast`] takes precedence.
     pub(crate) fn upcasts(&self, dtype: Option<DType>, default: bool) -> bool {
         matches!(dtype, None | Some(DType::F16 | DType::BF16)) && self.force_upcast.unwrap_or(default)
     }
 
-    /// Build a frozen model, which must use all weights of the files. Weights are read one at a time and converted to
-    /// `dtype`, or to the dtype of most stored weights if `dtype` is None. So besides the model, memory holds at most
-    /// one parameter.
+    /// Build a frozen model with the function `model`, which must use all weights of the files. `layout` returns the
+    /// layout of the files. Weights are read one at a time and converted to `dtype`, or to the dtype of most stored
+    /// weights if `dtype` is None. Therefore memory holds at most one parameter in addition to the model.
     ///
     /// # Errors
     /// [`Error::DType`] if `dtype` is not floating-point; as [`WeightFiles::open`], [`WeightFiles::read`],
-    /// [`Source::finish`] and `model`.
+    /// [`Source::finish`], [`Streaming::start`] and `model`.
     pub fn build<M: Module>(
         &self,
         layout: impl FnOnce(&WeightFiles) -> Box<dyn Layout>,
@@ -319,43 +336,47 @@ pub(crate) fn read_json<C: DeserializeOwned>(path: &Path) -> Result<C> {
     serde_json::from_str(&text).map_err(|e| Error::Config(format!("{}: {e}", path.display())))
 }
 
-/// Remove the description of quantized weights if their format is supported. Readers do not need it, because the weight
-/// files state how weights are stored.
+/// Remove the description of quantized weights from the configuration `map` if their format is supported. Readers do
+/// not need it, because the weight files state how weights are stored. The error is a message without the path.
 fn take_quantization(map: &mut Map<String, Value>) -> std::result::Result<(), String> {
     const FIELD: &str = "quantization_config";
     let Some(given) = map.get(FIELD).filter(|given| !given.is_null()) else { return Ok(()) };
-    let is = |name: &str| given.get(name).and_then(Value::as_bool).unwrap_or(false);
-    let text = |name: &str| given.get(name).and_then(Value::as_str).unwrap_or("missing");
+    let is_true = |name: &str| given.get(name).and_then(Value::as_bool).unwrap_or(false);
+    let text = |name: &str| given.get(name).and_then(Value::as_str);
     let is_read = match text("quant_method") {
-        "bitsandbytes" if is("load_in_4bit") || is("_load_in_4bit") => text("bnb_4bit_quant_type") == "nf4",
-        "bitsandbytes" => is("load_in_8bit") || is("_load_in_8bit"),
-        "compressed-tensors" => ["float-quantized", "int-quantized", "naive-quantized"].contains(&text("format")),
+        Some("bitsandbytes") if is_true("load_in_4bit") || is_true("_load_in_4bit") => {
+            text("bnb_4bit_quant_type") == Some("nf4")
+        }
+        Some("bitsandbytes") => is_true("load_in_8bit") || is_true("_load_in_8bit"),
+        Some("compressed-tensors") => {
+            matches!(text("format"), Some("float-quantized" | "int-quantized" | "naive-quantized"))
+        }
         _ => false,
     };
     if is_read {
         map.remove(FIELD);
         return Ok(());
     }
-    let method = text("quant_method");
-    // bitsandbytes' default for four bits is fp4.
-    let form = match (method, given.get("bnb_4bit_quant_type").and_then(Value::as_str)) {
-        ("bitsandbytes", form) => format!(" ({})", form.unwrap_or("fp4")),
-        ("compressed-tensors", _) => format!(" ({})", text("format")),
-        _ => String::new(),
+    let method = match text("quant_method") {
+        // bitsandbytes' default for four bits is fp4.
+        Some("bitsandbytes") => format!("of \"bitsandbytes\" ({})", text("bnb_4bit_quant_type").unwrap_or("fp4")),
+        Some("compressed-tensors") => format!("of \"compressed-tensors\" ({})", text("format").unwrap_or("no format")),
+        Some(method) => format!("of \"{method}\""),
+        None => "without a quant_method".to_owned(),
     };
     Err(format!(
-        "weights with this {FIELD} of \"{method}\"{form} are not supported; supported are nf4 and int8 of bitsandbytes, \
-         and eight-bit weights of compressed-tensors; load the unquantized weights, with quantize= (--base-precision)"
+        "weights with this {FIELD} {method} are not supported; supported are nf4 and int8 of bitsandbytes, and \
+         eight-bit weights of compressed-tensors; load the unquantized weights, with quantize= (--base-precision)"
     ))
 }
 
-/// The name of the entry in an original checkpoint's header that stores the configuration of the model in a pipeline's
-/// `subfolder`.
+/// The name of the header entry in which an original checkpoint stores the configuration of the model that a pipeline
+/// has in `subfolder`.
 fn config_entry(subfolder: &str) -> String {
     format!("trainable_candle.config.{subfolder}")
 }
 
-/// The class that a configuration names.
+/// The class that a configuration names, if it names one: `_class_name`, or else the first of the `architectures`.
 pub(crate) fn class_of(map: &Map<String, Value>) -> Option<String> {
     let name = map.get("_class_name").or_else(|| map.get("architectures")?.as_array()?.first())?;
     name.as_str().map(str::to_owned)

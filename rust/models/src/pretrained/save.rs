@@ -1,4 +1,4 @@
-//! Writes models to folders, or to one file in the form of an original checkpoint.
+//! Writes a model to a folder, or several models to one file in the form of an original checkpoint.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,24 +13,25 @@ use trainable_candle_io::{
     EightBits, TensorEntry, WeightFiles, comfy_format, nf4_entries, save_entries, write_atomically,
 };
 
-use super::layout::{Form, Layout, Original};
+use super::layout::{Form, Key, Layout, Original};
 use super::{CONFIG, config_entry};
 use crate::Model;
 use crate::pipelines::{self, Pipeline, Place, Section, places};
 
 /// Write `config.json` and the weights of `model` to `folder`, which is created if missing, under the names that
 /// diffusers and transformers read. Adapters are not written, but a merged adapter is part of its layer's weight.
+/// `format` is None or `Nf4`.
 ///
-/// With the format `Nf4`, the linear layers that may be quantized are in bitsandbytes' format with scales in f32, and
-/// `config.json` names the other linear layers, which diffusers does not quantize then. diffusers compares each of
-/// these names also with the last part of a layer's name. Therefore a layer is quantized too if its whole name is the
-/// last part of a quantized layer's name. An example is Flux's last layer `proj_out`, because of
+/// With `Nf4`, the linear layers that may be quantized are in bitsandbytes' format with scales in f32. `config.json`
+/// names the other linear layers, so that diffusers does not read them as quantized. diffusers compares each of these
+/// names also with the last part of a layer's name. Therefore a layer is quantized too if its whole name is the last
+/// part of a quantized layer's name. An example is Flux's last layer `proj_out`, because of
 /// `single_transformer_blocks.0.proj_out`.
 ///
 /// # Errors
-/// [`Error::Io`] that names the path that cannot be written; [`Error::Argument`] if only a part of the model was
-/// loaded, if the format is not `Nf4`, or if the model has no layers that may be quantized; [`Error::DType`] if a layer
-/// to quantize is f64.
+/// [`Error::Io`], which names the path, if a file cannot be written; [`Error::Argument`] if only a part of the model
+/// was loaded, if `format` is another format, or if the model has no layers that may be quantized; [`Error::DType`] if
+/// a layer to quantize is f64.
 pub fn save_pretrained(model: &dyn Model, folder: &Path, format: Option<Format>) -> Result<()> {
     let codes = match format {
         None => None,
@@ -43,7 +44,7 @@ pub fn save_pretrained(model: &dyn Model, folder: &Path, format: Option<Format>)
             return Err(Error::argument("save_pretrained", text));
         }
     };
-    let mut stored = Stored::of(model, model.layout(None, None).as_ref(), "save_pretrained", codes)?;
+    let mut stored = StoredModel::of(model, model.layout(None, None).as_ref(), "save_pretrained", codes)?;
     let mut config = model.configuration();
     if codes.is_some() {
         stored.quantize_what_cannot_be_skipped();
@@ -57,8 +58,8 @@ pub fn save_pretrained(model: &dyn Model, folder: &Path, format: Option<Format>)
     write_atomically(&folder.join(CONFIG), |file| file.write_all(config.as_bytes()))
 }
 
-/// What `config.json` says about a model with weights in NF4: the fields of diffusers' `BitsAndBytesConfig`. Layers
-/// compute in `dtype`; the layers `skipped` are not quantized.
+/// The field `quantization_config` of a `config.json` for weights in NF4: the fields of diffusers'
+/// `BitsAndBytesConfig`. Layers compute in `dtype`. The layers named in `skipped` are not quantized.
 fn bitsandbytes_config(dtype: DType, skipped: &[String]) -> Value {
     let dtype = match dtype {
         DType::F16 => "float16",
@@ -80,7 +81,8 @@ fn bitsandbytes_config(dtype: DType, skipped: &[String]) -> Value {
 /// Options for writing weights.
 #[derive(Clone, Debug, Default)]
 pub struct Written {
-    /// The floating-point dtype to which all weights are converted; with None, each keeps its own dtype.
+    /// The floating-point dtype to which the weights that are not quantized are converted. With None, each keeps its
+    /// own dtype.
     pub dtype: Option<DType>,
     /// For each model, by the name of its folder, the format (`Fp8` or `Int8`) in which to write the linear layers that
     /// may be quantized. Their weights are stored as in `ComfyUI`: an `Fp8` weight has one scale, an `Int8` weight has
@@ -89,15 +91,16 @@ pub struct Written {
 }
 
 /// Write `models` to one file under the names of the original checkpoints, with the options `written`. Each model is
-/// given with the name of its folder in a pipeline. All other tensors of the checkpoint `base`, if it is given, are
-/// copied unchanged. The header stores the models' configurations, because names and shapes do not determine every
-/// field.
+/// given with the name of its folder in a pipeline. If `base` is given, all tensors of this checkpoint that do not
+/// belong to `models` are copied unchanged. The header stores the models' configurations, because names and shapes do
+/// not determine every field.
 ///
 /// # Errors
 /// [`Error::Argument`] if a model has no place in such a file, if only a part of a model was loaded, if a format is
 /// given for a name that is not in `models` or for a model without layers that may be quantized, or if a format is not
-/// `Fp8` or `Int8`; [`Error::DType`] if the dtype is not a floating-point one; [`Error::WeightsFormat`] if `base` is
-/// damaged or has tensors of an unsupported dtype; [`Error::Io`] that names the path that cannot be read or written.
+/// `Fp8` or `Int8`; [`Error::DType`] if `written.dtype` is not floating-point; [`Error::WeightsFormat`] if `base` is
+/// damaged or has tensors of an unsupported dtype; [`Error::Io`], which names the path, if a file cannot be read or
+/// written.
 pub fn save_checkpoint(
     path: &Path,
     models: &[(&str, &dyn Model)],
@@ -119,7 +122,7 @@ pub fn save_checkpoint(
     for &(subfolder, model) in models {
         let sections = sections(subfolder, model, pipeline)?;
         let original = |section: &Section, prefix| Original { prefix, naming: section.naming };
-        let first = original(&sections[0], sections[0].prefixes[0]);
+        let default = original(&sections[0], sections[0].prefixes[0]);
         let layout = match &base {
             Some(base) => {
                 let file = base.borrow();
@@ -127,27 +130,27 @@ pub fn save_checkpoint(
                     let is_there = |prefix: &&&str| file.shape(&format!("{prefix}{}", section.probe)).is_some();
                     Some(original(section, section.prefixes.iter().find(is_there)?))
                 });
-                model.layout(Some(found.unwrap_or(first)), Some(&file))
+                model.layout(Some(found.unwrap_or(default)), Some(&file))
             }
-            None => model.layout(Some(first), None),
+            None => model.layout(Some(default), None),
         };
         let codes = written.formats.get(subfolder).map(|&format| eight_bits(format)).transpose()?;
-        all.extend(Stored::of(model, layout.as_ref(), OP, codes)?.entries(written.dtype)?);
+        all.extend(StoredModel::of(model, layout.as_ref(), OP, codes)?.entries(written.dtype)?);
     }
     let mut metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
     if let Some(base) = &base {
         let file = base.borrow();
         metadata.extend(file.metadata());
-        let written: BTreeSet<String> = all.iter().map(|entry| entry.name.clone()).collect();
-        for name in file.names().filter(|name| !written.contains(*name)) {
+        let replaced: BTreeSet<String> = all.iter().map(|entry| entry.name.clone()).collect();
+        for name in file.names().filter(|name| !replaced.contains(*name)) {
             let (Some(shape), Some(dtype)) = (file.shape(name), file.dtype(name)) else {
                 return Err(Error::weights(
                     file.path(),
                     format!("tensor \"{name}\" has a dtype that is not supported"),
                 ));
             };
-            let (name, read) = (name.to_owned(), name.to_owned());
-            let values = Box::new(move || base.borrow_mut().read(&read, None, &Device::Cpu));
+            let (name, key) = (name.to_owned(), name.to_owned());
+            let values = Box::new(move || base.borrow_mut().read(&key, None, &Device::Cpu));
             all.push(TensorEntry { name, shape: shape.to_vec(), dtype, codes: None, values });
         }
     }
@@ -157,7 +160,10 @@ pub fn save_checkpoint(
     save_entries(path, all, &metadata)
 }
 
-/// How a checkpoint stores matrices in `format`.
+/// Returns how a checkpoint stores matrices in `format`.
+///
+/// # Errors
+/// [`Error::Argument`] if `format` is neither `Fp8` nor `Int8`.
 fn eight_bits(format: Format) -> Result<Codes> {
     match format {
         Format::Fp8 => Ok(Codes::Eight(EightBits::Fp8)),
@@ -169,51 +175,58 @@ fn eight_bits(format: Format) -> Result<Codes> {
     }
 }
 
-/// The sections of original checkpoints that hold the model in a pipeline's `subfolder`. The pipeline is
+/// Returns the sections of original checkpoints that hold the model in a pipeline's `subfolder`. The pipeline is
 /// `preferred` if `preferred` has a model of this kind in `subfolder`, or else the first pipeline that has one there.
+///
+/// # Errors
+/// [`Error::Argument`] if no pipeline writes a model of this kind in `subfolder` to checkpoints.
 fn sections(subfolder: &str, model: &dyn Model, preferred: Option<&Pipeline>) -> Result<&'static [Section]> {
-    let places = || places(model.kind()).filter(|place| place.part.sections.first().is_some_and(Section::is_written));
+    let written = || places(model.kind()).filter(|place| place.part.sections.first().is_some_and(Section::is_written));
     let is_preferred = |place: &Place| preferred.is_none_or(|pipeline| pipeline.name == place.pipeline.name);
-    let found = places().filter(is_preferred).chain(places()).find(|place| place.part.subfolder == subfolder);
+    let found = written().filter(is_preferred).chain(written()).find(|place| place.part.subfolder == subfolder);
     found.map(|place| place.part.sections).ok_or_else(|| {
-        let known: Vec<&str> = places().map(|place| place.part.subfolder).collect();
-        Error::argument(
-            "save_checkpoint",
-            format!(
-                "a {} has no place \"{subfolder}\" in an original checkpoint; expected one of {known:?}",
-                model.class_name()
-            ),
-        )
+        let known: Vec<&str> = written().map(|place| place.part.subfolder).collect();
+        let class = model.class_name();
+        let text = if known.is_empty() {
+            format!("a {class} has no place in an original checkpoint; save_pretrained writes it to a folder")
+        } else {
+            format!("a {class} has no place \"{subfolder}\" in an original checkpoint; expected one of {known:?}")
+        };
+        Error::argument("save_checkpoint", text)
     })
 }
 
 /// The text of a `config.json`.
 fn json_text(config: &Map<String, Value>) -> Result<String> {
-    serde_json::to_string_pretty(config)
-        .map(|text| text + "\n")
-        .map_err(|e| Error::Config(format!("save_pretrained: {e}")))
+    serde_json::to_string_pretty(config).map(|text| text + "\n").map_err(|e| Error::Config(format!("{CONFIG}: {e}")))
 }
 
 /// How a file stores quantized matrices.
 #[derive(Clone, Copy)]
 enum Codes {
-    /// As `ComfyUI` does.
+    /// As `ComfyUI` stores int8 and fp8 matrices.
     Eight(EightBits),
-    /// As bitsandbytes does, with scales in f32.
+    /// As bitsandbytes stores NF4 matrices, with scales in f32.
     Nf4,
 }
 
 /// A model's parameters as a file stores them.
-struct Stored {
+struct StoredModel {
     /// The parameters under each key, without the layout's prefix.
     groups: BTreeMap<String, Group>,
+    /// The prefix of the keys.
     prefix: String,
+    /// How matrices are quantized; None if no matrix is quantized.
     codes: Option<Codes>,
 }
 
-impl Stored {
-    /// The parameters of `model` with the names and forms of `layout`. With `codes`, matrices of layers that may be
+impl StoredModel {
+    /// The parameters of `model` with the keys and forms of `layout`. With `codes`, matrices of layers that may be
     /// quantized are quantized. `op` is the operation's name in errors.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if only a part of the model was loaded, if `codes` is given for a model without layers that
+    /// may be quantized, or if `layout` has no key for a parameter.
     fn of(model: &dyn Model, layout: &dyn Layout, op: &'static str, codes: Option<Codes>) -> Result<Self> {
         model.require_whole()?;
         if codes.is_some() {
@@ -223,14 +236,13 @@ impl Stored {
         let is_chosen = |layer: &str| layers.contains_key(layer) && model.kind().quantizable.has(layer);
         let mut groups: BTreeMap<String, Group> = BTreeMap::new();
         for (name, weight) in model.named_weights() {
-            let Some(place) = layout.places(&name).into_iter().next() else {
+            let Some(Key { key, form }) = layout.places(&name).into_iter().next() else {
                 return Err(Error::argument("save", format!("parameter \"{name}\" has no key in this kind of file")));
             };
-            let is_layer = name.strip_suffix(".weight").is_some_and(is_chosen);
-            let group =
-                groups.entry(place.key).or_insert_with(|| Group { parts: Vec::new(), is_quantized: codes.is_some() });
-            group.is_quantized &= is_layer;
-            group.parts.push((place.form, weight));
+            let is_chosen_weight = name.strip_suffix(".weight").is_some_and(is_chosen);
+            let group = groups.entry(key).or_insert_with(|| Group { parts: Vec::new(), is_quantized: codes.is_some() });
+            group.is_quantized &= is_chosen_weight;
+            group.parts.push((form, weight));
         }
         for group in groups.values_mut() {
             group.is_quantized &= group.shape().len() == 2;
@@ -238,27 +250,27 @@ impl Stored {
         Ok(Self { groups, prefix: layout.prefix().to_owned(), codes })
     }
 
-    /// The names of the layers with a matrix that is not quantized.
+    /// The names, in the file, of the layers whose weight is a matrix that is not quantized.
     fn plain_layers(&self) -> Vec<String> {
         let is_plain = |group: &Group| !group.is_quantized && group.shape().len() == 2;
         let layers = self.groups.iter().filter(|(_, group)| is_plain(group));
         layers.filter_map(|(key, _)| Some(key.strip_suffix(".weight")?.to_owned())).collect()
     }
 
-    /// Quantize each layer whose whole name is the last part of a quantized layer's name: diffusers would skip both
-    /// layers.
+    /// Quantize each layer whose whole name is the last part of a quantized layer's name. If `config.json` told
+    /// diffusers to skip such a layer, diffusers would skip the quantized layer too.
     fn quantize_what_cannot_be_skipped(&mut self) {
-        let last = |key: &str| Some(key.strip_suffix(".weight")?.rsplit('.').next()?.to_owned());
+        let last_part = |key: &str| Some(key.strip_suffix(".weight")?.rsplit('.').next()?.to_owned());
         let quantized = self.groups.iter().filter(|(_, group)| group.is_quantized);
-        let ends: BTreeSet<String> = quantized.filter_map(|(key, _)| last(key)).collect();
-        for layer in self.plain_layers().into_iter().filter(|layer| ends.contains(layer)) {
+        let last_parts: BTreeSet<String> = quantized.filter_map(|(key, _)| last_part(key)).collect();
+        for layer in self.plain_layers().into_iter().filter(|layer| last_parts.contains(layer)) {
             if let Some(group) = self.groups.get_mut(&format!("{layer}.weight")) {
                 group.is_quantized = true;
             }
         }
     }
 
-    /// The tensors of the file; those that are not quantized are converted to `dtype`, if it is given.
+    /// The tensors of the file. Parameters that are not quantized are converted to `dtype`, if it is given.
     fn entries(self, dtype: Option<DType>) -> Result<Vec<TensorEntry<'static>>> {
         let mut all = Vec::new();
         for (key, group) in self.groups {
@@ -279,12 +291,14 @@ impl Stored {
 
 /// The parameters that are stored under one key.
 struct Group {
+    /// Each parameter with its form.
     parts: Vec<(Form, Weight)>,
-    /// Whether the parameters are quantized.
+    /// Whether the file stores codes and scales of the parameters.
     is_quantized: bool,
 }
 
 impl Group {
+    /// The shape of the tensor that holds the parameters.
     fn shape(&self) -> Vec<usize> {
         self.parts.first().map_or_else(Vec::new, |(form, weight)| form.stored_shape(weight.dims()))
     }
@@ -294,59 +308,60 @@ impl Group {
         self.parts.first().map_or(DType::F32, |(_, weight)| weight.dtype())
     }
 
+    /// The values of the tensor that holds the parameters.
     fn values(&self) -> Result<Tensor> {
         let values = |(form, weight): &(Form, Weight)| Ok((*form, WeightRef::from(weight).values(weight.dtype())?));
         Form::write(&self.parts.iter().map(values).collect::<Result<Vec<_>>>()?)
     }
 
+    /// The tensor for the file, if the parameters are not quantized. None as `dtype` keeps the parameters' dtype.
     fn entry(self: Rc<Self>, name: String, dtype: Option<DType>) -> TensorEntry<'static> {
         let shape = self.shape();
         let dtype = dtype.unwrap_or_else(|| self.dtype());
         TensorEntry { name, shape, dtype, codes: None, values: Box::new(move || self.values()?.to_dtype(dtype)) }
     }
 
-    /// Quantizes the whole matrix to codes and scales.
+    /// Quantizes the matrix and returns its codes and its scales.
     fn quantized(&self, bits: EightBits) -> Result<(Tensor, Tensor)> {
         let values = self.values()?;
         let quantized = match bits {
             EightBits::Int8 => Quantized::new(&values, Format::Int8)?,
-            // Quantization gives each row a scale, so the matrix is reshaped to one row to get one scale.
+            // Quantization gives each row a scale. The matrix is reshaped to one row, so that it gets one scale.
             EightBits::Fp8 => Quantized::new(&values.reshape((1, values.elem_count()))?, Format::Fp8)?,
         };
         let parts = quantized.tensors()?;
-        let found = |name| parts.iter().flatten().find(|(known, _)| *known == name).map(|(_, tensor)| tensor.clone());
-        found("codes").zip(found("scales")).ok_or_else(|| Error::argument("save", "the matrix has no codes"))
+        let part = |name| parts.iter().flatten().find(|(known, _)| *known == name).map(|(_, tensor)| tensor.clone());
+        part("codes").zip(part("scales")).ok_or_else(|| Error::argument("save", "the matrix has no codes or no scales"))
     }
 }
 
-/// The tensors in which `ComfyUI` stores a quantized matrix.
+/// The tensors in which `ComfyUI` stores the quantized matrix `name`: codes, scales and a description of the format.
 fn of_eight_bits(name: &str, group: &Rc<Group>, bits: EightBits) -> Result<[TensorEntry<'static>; 3]> {
-    let layer = name.strip_suffix("weight").unwrap_or(name);
+    let prefix = name.strip_suffix("weight").unwrap_or(name);
     let format = json!({ "format": comfy_format(bits) }).to_string().into_bytes();
-    let (of_codes, of_scales) = (Rc::clone(group), Rc::clone(group));
-    let shape = group.shape();
-    let scales = match bits {
+    let (for_codes, for_scales) = (Rc::clone(group), Rc::clone(group));
+    let codes_shape = group.shape();
+    let scales_shape = match bits {
         EightBits::Fp8 => Vec::new(),
-        EightBits::Int8 => vec![shape[0], 1],
+        EightBits::Int8 => vec![codes_shape[0], 1],
     };
-    let (to, of) = (shape.clone(), scales.clone());
     Ok([
         TensorEntry {
             name: name.to_owned(),
-            shape,
+            shape: codes_shape.clone(),
             dtype: DType::U8,
             codes: Some(bits),
-            values: Box::new(move || of_codes.quantized(bits)?.0.reshape(to)),
+            values: Box::new(move || for_codes.quantized(bits)?.0.reshape(codes_shape)),
         },
         TensorEntry {
-            name: format!("{layer}weight_scale"),
-            shape: scales,
+            name: format!("{prefix}weight_scale"),
+            shape: scales_shape.clone(),
             dtype: DType::F32,
             codes: None,
-            values: Box::new(move || of_scales.quantized(bits)?.1.reshape(of)),
+            values: Box::new(move || for_scales.quantized(bits)?.1.reshape(scales_shape)),
         },
         TensorEntry {
-            name: format!("{layer}comfy_quant"),
+            name: format!("{prefix}comfy_quant"),
             shape: vec![format.len()],
             dtype: DType::U8,
             codes: None,

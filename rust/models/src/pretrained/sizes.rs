@@ -1,35 +1,35 @@
-//! Determines the sizes of a model from the shapes of the tensors in its file, if the model has no `config.json`.
+//! Determines the sizes of a model without a `config.json` from the shapes of the tensors in its file.
 
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
 
 use super::Layout;
 
-/// Looks up the shapes of a file's tensors by a model's own names.
+/// Looks up the shapes of a file's tensors by the model's own names of its parameters.
 pub struct StoredSizes<'a> {
     files: &'a WeightFiles,
-    names: Box<dyn Layout>,
+    layout: Box<dyn Layout>,
 }
 
 impl<'a> StoredSizes<'a> {
-    /// The shapes in `files`; `names` maps a model's names to the keys in the files.
-    pub fn new(files: &'a WeightFiles, names: Box<dyn Layout>) -> Self {
-        Self { files, names }
+    /// The shapes in `files`. `layout` maps the model's names to the keys in the files.
+    pub fn new(files: &'a WeightFiles, layout: Box<dyn Layout>) -> Self {
+        Self { files, layout }
     }
 
-    /// The stored shape of the tensor that holds a parameter.
+    /// The shape of the tensor that holds the parameter `name`, if there is one.
     fn shape(&self, name: &str) -> Option<&[usize]> {
-        let places = self.names.places(name).into_iter();
-        places.into_iter().find_map(|place| self.files.shape(&format!("{}{}", self.names.prefix(), place.key)))
+        let mut places = self.layout.places(name).into_iter();
+        places.find_map(|place| self.files.shape(&format!("{}{}", self.layout.prefix(), place.key)))
     }
 
-    /// Whether the file has a parameter.
+    /// Whether the file has the parameter `name`.
     pub fn has(&self, name: &str) -> bool {
         self.shape(name).is_some()
     }
 
-    /// The size of a parameter along dimension `dim`. The file must store the dimensions in the same order as
-    /// the model.
+    /// Returns the size of dimension `dim` of the tensor that holds the parameter `name`. The file must store the
+    /// parameter's dimensions in the order of the model.
     ///
     /// # Errors
     /// [`Error::Config`] if there is no such parameter or dimension.
@@ -42,12 +42,12 @@ impl<'a> StoredSizes<'a> {
         })
     }
 
-    /// The number of blocks `{blocks}.0`, `{blocks}.1` and so on that have the layer.
+    /// The number of consecutive blocks `{blocks}.0`, `{blocks}.1` and so on that have the layer `layer`.
     pub fn count(&self, blocks: &str, layer: &str) -> usize {
         (0..).take_while(|i| self.has(&format!("{blocks}.{i}.{layer}.weight"))).count()
     }
 
-    /// An error about the file.
+    /// Returns an error with the message `what` and the path of the file.
     pub fn wrong(&self, what: &str) -> Error {
         Error::Config(format!("{}: {what}", self.files.path().display()))
     }

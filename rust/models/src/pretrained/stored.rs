@@ -1,4 +1,4 @@
-//! Reads parameters from weight files by a model's names.
+//! Reads parameters from weight files by the model's own names.
 
 use std::collections::BTreeSet;
 
@@ -13,12 +13,14 @@ use super::layout::{Form, Layout};
 pub(super) struct StoredWeights {
     pub files: WeightFiles,
     pub layout: Box<dyn Layout>,
+    /// The dtype of the parameters, or of the values of their codes. None keeps the stored dtype.
     pub dtype: Option<DType>,
     pub device: Device,
 }
 
 impl StoredWeights {
-    /// The key of the parameter `name`, and its form.
+    /// The key of the tensor that holds the parameter `name`, and the form of the tensor. None if there is no such
+    /// tensor.
     fn find(&self, name: &str) -> Option<(String, Form)> {
         self.layout.places(name).into_iter().find_map(|place| {
             let key = format!("{}{}", self.layout.prefix(), place.key);
@@ -61,8 +63,9 @@ impl Stored for StoredWeights {
 }
 
 impl StoredWeights {
-    /// The stored codes of the parameter `name`, if the file stores the parameter in `format`. If `format` is None:
-    /// the codes if the file stores the parameter in a block format of ggml. None in all other cases.
+    /// The codes of the parameter `name`, if the file stores them in `format` and they can be separated from those of
+    /// other parameters. If `format` is None, every block format of ggml counts, but no other format. None in all other
+    /// cases.
     fn codes(&mut self, name: &str, format: Option<Format>) -> Result<Option<Quantized>> {
         let Some((key, form)) = self.find(name) else { return Ok(None) };
         if let Some((stored, blocks)) = self.files.read_blocks(&key)? {
@@ -76,30 +79,31 @@ impl StoredWeights {
             let matrix = match form {
                 Form::Plain => Some(stored),
                 Form::Rows { first, count, of } => {
-                    let share = stored.dims()[0] / of;
-                    stored.rows_of_nf4(first * share, count * share)?
+                    let rows_of_share = stored.dims()[0] / of;
+                    stored.rows_of_nf4(first * rows_of_share, count * rows_of_share)?
                 }
                 _ => None,
             };
             return Ok(matrix.map(|matrix| matrix.with_dtype(self.dtype.unwrap_or_else(|| matrix.dtype()))));
         }
-        let of_eight = match format {
+        let bits = match format {
             Some(Format::Int8) => EightBits::Int8,
             Some(Format::Fp8) => EightBits::Fp8,
             _ => return Ok(None),
         };
-        let Some((_, codes, scales)) = self.files.read_eight_bits(&key)?.filter(|(bits, ..)| *bits == of_eight) else {
+        let Some((_, codes, scales)) = self.files.read_eight_bits(&key)?.filter(|(stored, ..)| *stored == bits) else {
             return Ok(None);
         };
-        // One scale for the whole tensor is also the scale of any part of it.
+        // A scale of the whole tensor is also the scale of any part of it. Otherwise each row has a scale.
         let scales = match scales.elem_count() {
             1 => scales,
             _ if !form.keeps_rows() => return Ok(None),
             rows => form.read(&scales.reshape((rows, 1))?)?,
         };
-        quantized(of_eight, &form.read(&codes)?, &scales, self.dtype.unwrap_or(DType::BF16)).map(Some)
+        quantized(bits, &form.read(&codes)?, &scales, self.dtype.unwrap_or(DType::BF16)).map(Some)
     }
 
+    /// As [`Stored::read_weight`], with the weight on `device`.
     fn read_weight_to(&mut self, name: &str, format: Option<Format>, device: &Device) -> Result<Weight> {
         if let Some(codes) = self.codes(name, format)? {
             return Ok(codes.to_device(device)?.into());
@@ -110,6 +114,7 @@ impl StoredWeights {
         Ok(Quantized::new(&values, format)?.to_device(device)?.into())
     }
 
+    /// As [`Stored::read`], with the values on `device`.
     fn read_to(&mut self, name: &str, device: &Device) -> Result<Tensor> {
         let Some((key, form)) = self.find(name) else {
             return Err(Error::weights(self.files.path(), format!("there is no parameter \"{name}\"")));
