@@ -322,6 +322,8 @@ def test_a_missing_gpu_is_reported_before_anything_starts(
         ({"gpus": "two"}, "expected a number of GPUs"),
         ({"gpus": "0"}, "expected at least 1"),
         ({"gpus": "1,1"}, "names a GPU twice"),
+        ({"gpus": "all"}, "gpus: all selects GPUs, and --device cpu uses none; give the number"),
+        ({"gpus": "0,2"}, "gpus: 0,2 selects GPUs, and --device cpu uses none; give the number"),
         ({"gpus": 2, "effective_batch": 6}, "give a multiple of 4"),
     ],
 )

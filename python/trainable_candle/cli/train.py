@@ -77,8 +77,13 @@ def _launch(config: TrainConfig, arguments: Sequence[str]) -> int:
     on_gpu = config.device != "cpu"
     if config.device not in {"auto", "cuda", "cpu"}:
         raise ConfigError(f"gpus: --device {config.device} names one GPU; leave --device out")
+    if not (on_gpu or gpus.strip().isdecimal()):
+        raise ConfigError(
+            f"gpus: {gpus} selects GPUs, and --device cpu uses none; give the number of "
+            "processes, or leave --device out"
+        )
     # With `--device cpu`, `--gpus` is a number of processes.
-    numbers = chosen_gpus(gpus) if on_gpu else list(range(int(gpus.split(",", maxsplit=1)[0])))
+    numbers = chosen_gpus(gpus) if on_gpu else list(range(int(gpus)))
     output = Path(config.output).expanduser()
     # An expensive import, after the other checks.
     from trainable_candle.tasks.checks import require_apart  # noqa: PLC0415
