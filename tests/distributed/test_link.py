@@ -3,6 +3,7 @@
 Each process is a thread here, which is possible because a link has no global state.
 """
 
+import json
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ import pytest
 
 from trainable_candle.distributed import link
 from trainable_candle.distributed.link import Link
+from trainable_candle.distributed.meeting import reach
 from trainable_candle.distributed.world import Address, World
 from trainable_candle.errors import DistributedError
 
@@ -125,6 +127,29 @@ def test_settings_that_differ_are_reported_by_both_processes(place: Address) -> 
         for message in pool.map(run, range(2)):
             assert "rank 1 does not belong to this run" in message
             assert "learning_rate is 1 there and 0 on rank 0" in message
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        {"size": 2, "kind": "data", "facts": {}},
+        {"rank": "1", "size": 2, "kind": "data", "facts": {}},
+        {"rank": 2, "size": 2, "kind": "data", "facts": {}},
+        [1, 2],
+        None,
+    ],
+)
+def test_a_process_with_another_first_message_is_rejected(place: Address, hello: Any) -> None:
+    def other() -> Any:
+        connection = reach(world(1, 2, place), time.monotonic() + 20)
+        connection.send_bytes(json.dumps(hello).encode())
+        return json.loads(connection.recv_bytes())
+
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(other)
+        with pytest.raises(DistributedError, match="does not belong to this run") as caught:
+            Link(world(0, 2, place), {})
+        assert str(caught.value) == f"distributed: {answer.result()['failure']}"
 
 
 def test_a_process_that_does_not_connect_is_reported(place: Address) -> None:

@@ -227,19 +227,30 @@ class Link:
         for connection in self._data.values():
             connection.send_bytes(b"{}")
 
-    def _welcome(self, connection: Connection[Any, Any], hello: dict[str, Any]) -> None:
+    def _welcome(self, connection: Connection[Any, Any], hello: Any) -> None:
         """Keep a connection from the process that has sent `hello`.
 
         Raises:
             DistributedError: the process does not belong to this run.
         """
-        rank = hello["rank"]
+        match hello:
+            case {"rank": int(rank), "size": int(), "kind": "data" | "watch", "facts": dict()}:
+                pass
+            case _:
+                raise self._refusal(
+                    "a process that connected to rank 0 does not belong to this run: its first "
+                    "message does not say its rank and settings; start all processes with the "
+                    "same version of trainable-candle",
+                    connection,
+                )
         by_rank = self._data if hello["kind"] == "data" else self._watch
         differences = differing(hello["facts"], self._facts)
         if rank in by_rank:
             differences = ["there are two processes of this rank"]
         elif hello["size"] != self.size:
             differences = [f"it expects {hello['size']} processes, rank 0 expects {self.size}"]
+        elif not 0 < rank < self.size:
+            differences = [f"the ranks of the others are 1 to {self.size - 1}"]
         if not differences:
             by_rank[rank] = connection
             connection.send_bytes(b"{}")
