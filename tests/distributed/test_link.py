@@ -143,12 +143,13 @@ def test_a_process_with_another_first_message_is_rejected(place: Address, hello:
     def other() -> Any:
         connection = reach(world(1, 2, place), time.monotonic() + 20)
         connection.send_bytes(json.dumps(hello).encode())
+        assert connection.poll(5)
         return json.loads(connection.recv_bytes())
 
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(other)
         with pytest.raises(DistributedError, match="does not belong to this run") as caught:
-            Link(world(0, 2, place), {})
+            Link(world(0, 2, place, seconds=10.0), {})
         assert str(caught.value) == f"distributed: {answer.result()['failure']}"
 
 
