@@ -7,12 +7,13 @@ import fcntl
 import json
 import os
 import secrets
+from collections.abc import Hashable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
-from trainable_candle.errors import ConfigError
+from trainable_candle.errors import ConfigError, WeightsFormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,10 +60,7 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = True) -> 
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Loads YAML's plain values (no Python objects); rejects a mapping that has a key twice.
-
-    Keys are compared by their text, so 1 and "1" are one key.
-    """
+    """Loads YAML's plain values (no Python objects); rejects a mapping that has a key twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Make a dict of a YAML mapping as `SafeLoader` does, after a check of its keys.
@@ -73,11 +71,16 @@ class _UniqueKeys(yaml.SafeLoader):
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
+                # Compared as a dict compares its keys. `<<` inserts the entries of other mappings.
+                is_merge = key.tag == "tag:yaml.org,2002:merge"
+                value = (key.tag,) if is_merge else self.construct_object(key)
+                if not isinstance(value, Hashable):
+                    continue  # `SafeLoader` rejects the key.
+                if value in seen:
                     raise yaml.constructor.ConstructorError(
                         None, None, f"`{key.value}` is given twice", key.start_mark
                     )
-                seen.add(key.value)
+                seen.add(value)
         return super().construct_mapping(node, deep=deep)
 
 
@@ -104,6 +107,22 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        WeightsFormatError: the file is not JSON, or not an object; the message names the file.
+        OSError: the file cannot be read.
+    """
+    try:
+        content = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise WeightsFormatError(f"{path}: is not JSON: {error}; download it again") from error
+    if not isinstance(content, dict):
+        raise WeightsFormatError(f"{path}: expected a JSON object; download it again")
+    return content
 
 
 @contextmanager

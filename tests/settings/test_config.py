@@ -9,6 +9,7 @@ import yaml
 
 import trainable_candle as tc
 from trainable_candle.errors import ConfigError, MissingFileError
+from trainable_candle.files import load_yaml
 from trainable_candle.run import train_adapter
 from trainable_candle.settings import GROUPS, TrainConfig, group_of, settings
 
@@ -194,6 +195,16 @@ def test_a_key_given_twice_is_rejected(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match="is given twice"):
         TrainConfig.from_yaml(path)
+
+
+@pytest.mark.parametrize("text", ["{1: 2, 0x1: 3}", "{1: 2, true: 3}", "{!!map 1: 2, !!map 1: 3}"])
+def test_keys_that_a_dict_cannot_hold_apart_are_rejected(text: str) -> None:
+    with pytest.raises(yaml.YAMLError, match=r"given twice|unhashable"):
+        load_yaml(text)
+
+
+def test_keys_of_different_types_are_different() -> None:
+    assert load_yaml("{1: 2, '1': 3}") == {1: 2, "1": 3}
 
 
 def test_a_key_may_override_a_merged_mapping(tmp_path: Path) -> None:
