@@ -4,6 +4,7 @@ The expected results are those of the model with the adapter before its export.
 """
 
 import json
+import re
 import shutil
 from io import BytesIO
 from pathlib import Path
@@ -15,9 +16,12 @@ import pytest
 import trainable_candle as tc
 from trainable_candle.cli import main
 from trainable_candle.demo import words
+from trainable_candle.errors import WeightsFormatError
 from trainable_candle.export import read_adapter
+from trainable_candle.export.adapter import adapter_settings
 from trainable_candle.export.gguf import paired
 from trainable_candle.export.gguf_file import Entry, write
+from trainable_candle.export.gguf_model import model_facts, write_model
 from trainable_candle.export.merged import write_merged
 from trainable_candle.families.causal_lm import BUILT_IN
 from trainable_candle.models import CausalLM
@@ -359,3 +363,51 @@ def test_ollama_finds_a_local_base_from_any_folder(
     given = ["--adapter", "a.safetensors", "--for", "ollama", "--base", "llama3.2:1b"]
     assert main(["export", *given, "--weights", "base", "--output", str(other)]) == 0
     assert (other / "Modelfile").read_text().startswith("FROM llama3.2:1b\n")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\udcff"], ids=["cut", "list", "bytes"])
+def test_a_damaged_configuration_is_named(weights: Path, tmp_path: Path, content: str) -> None:
+    make_adapter(weights, tmp_path / "a.safetensors")
+    adapter = read_adapter(tmp_path / "a.safetensors", "causal-lm", weights)
+    path = weights / "config.json"
+    path.write_bytes(content.encode(errors="surrogateescape"))
+    for attempt in (
+        lambda: write_model(weights, adapter, tmp_path / "model.gguf", "f16"),
+        lambda: write_merged(weights, adapter, tmp_path),
+    ):
+        with pytest.raises(WeightsFormatError, match=f"^{re.escape(str(path))}: .*JSON"):
+            attempt()
+    shutil.copyfile(path, tmp_path / "adapter_config.json")
+    with pytest.raises(WeightsFormatError, match=r"adapter_config\.json: .*JSON"):
+        adapter_settings(tmp_path)
+
+
+def test_a_yarn_model_may_lack_its_longest_context() -> None:
+    config = json.loads((GOLDEN / "llm" / "llama" / "config.json").read_text())
+    del config["max_position_embeddings"]
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+    for rope, length in ((scaling, 8), ({"rope_type": "yarn", "factor": 4.0}, 2048)):
+        facts = model_facts(config | {"rope_scaling": rope, "rope_parameters": None})
+        assert facts["llama.rope.scaling.original_context_length"] == length
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (float("nan"), "a.safetensors cannot be used: .*q_proj.* has non-finite elements; see"),
+        (None, "a.safetensors cannot be used: .*q_proj: .*; see"),
+    ],
+    ids=["non-finite", "shape"],
+)
+def test_a_faulty_adapter_is_not_called_another_models(
+    weights: Path, tmp_path: Path, values: float | None, message: str
+) -> None:
+    path = tmp_path / "a.safetensors"
+    make_adapter(weights, path, target_modules=["q_proj"])
+    tensors = tc.load_file(path)
+    key = next(key for key in tensors if key.endswith("lora_A.weight"))
+    shape = tensors[key].shape
+    tensors[key] = tc.ones((shape[0], shape[1] + 1)) if values is None else tc.full(shape, values)
+    tc.save_file(tensors, path)
+    with pytest.raises(WeightsFormatError, match=message):
+        read_adapter(path, "causal-lm", weights)

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 import trainable_candle as tc
+from trainable_candle import export, families
 from trainable_candle.cli import main
+from trainable_candle.export import gguf
 from trainable_candle.families.causal_lm import BUILT_IN
 from trainable_candle.models import CausalLM
 
@@ -184,6 +186,36 @@ def test_no_program_loads_the_adapter_of_another_model(
     found = verdicts(capsys, file, weights, status=1)
     reason = f"cannot load it: it is not for this model: there is no layer {module}"
     assert set(found.values()) == {reason}
+
+
+def test_no_program_can_use_non_finite_values(
+    weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = make_adapter(weights, tmp_path / "peft") / "adapter_model.safetensors"
+    tensors = tc.load_file(file)
+    key = next(key for key in tensors if key.endswith("lora_A.weight"))
+    tc.save_file(tensors | {key: tc.full(tensors[key].shape, float("nan"))}, file)
+    [verdict] = set(verdicts(capsys, tmp_path / "peft", weights, status=1).values())
+    assert verdict.startswith("cannot use it: base_model.model.")
+    assert verdict.endswith("has non-finite elements")
+
+
+def test_an_architecture_unknown_to_llama_cpp_is_the_only_reason(tmp_path: Path) -> None:
+    weights = tmp_path / "base"
+    weights.mkdir()
+    config = json.loads((GOLDEN / "llama" / "config.json").read_text())
+    (weights / "config.json").write_text(json.dumps(config | {"model_type": "mistral"}))
+    CausalLM.from_config(weights / "config.json").save_pretrained(weights)
+    folder = make_adapter(weights, tmp_path / "peft", adapter="dora")
+    family = families.load("causal-lm", weights, None, "cpu").family
+    for known in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not known:
+                patch.setattr(gguf, "ARCHITECTURES", {"llama": "llama"})
+            found = export.verdicts(folder, family)["gguf"]
+        assert found.startswith("cannot load it, even exported: ")
+        assert ("use export --for merged" in found) is known
+        assert ("the architecture `mistral` is not known" in found) is not known
 
 
 def test_a_file_without_a_configuration_must_be_exported(

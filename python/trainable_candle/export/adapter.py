@@ -9,7 +9,7 @@ import numpy as np
 
 import trainable_candle as tc
 from trainable_candle.errors import ConfigError, WeightsFormatError
-from trainable_candle.files import parse_json
+from trainable_candle.files import read_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -91,11 +91,17 @@ def read_adapter(path: Path, family: str, weights: Path) -> TextAdapter:
         ConfigError: the adapter of a layer is neither LoRA nor DoRA, or `family` is not known.
     """
     report = tc.verify_adapter(path, family, weights)
-    wrong = [*report.others, *(m.module for m in report.modules if m.layer is None or m.fault)]
-    if wrong:
+    foreign = [*report.others, *(m.module for m in report.modules if m.layer is None)]
+    if foreign:
         raise WeightsFormatError(
-            f"adapter: {path} is not for this model: {wrong[0]}; see `trainable-candle verify`"
+            f"adapter: {path} is not for this model: {foreign[0]}; see `trainable-candle verify`"
         )
+    for module in report.modules:
+        if module.fault:
+            raise WeightsFormatError(
+                f"adapter: {path} cannot be used: {module.module}: {module.fault}; see "
+                "`trainable-candle verify`"
+            )
     unsupported = {str(module.kind) for module in report.modules} - set(KINDS)
     if unsupported:
         raise ConfigError(
@@ -133,13 +139,12 @@ def adapter_settings(path: Path) -> dict[str, Any] | None:
     """Return the content of `adapter_config.json` in a folder; None if there is no such file.
 
     Raises:
-        ValueError: the file is not JSON.
+        WeightsFormatError: the file is not a JSON object.
     """
     file = path / CONFIG
     if not file.is_file():
         return None
-    settings: dict[str, Any] = parse_json(file.read_text(encoding="utf-8"))
-    return settings
+    return read_object(file)
 
 
 def short_names(adapted: Iterable[str], layers: Iterable[str]) -> list[str]:

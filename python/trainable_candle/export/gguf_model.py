@@ -16,7 +16,7 @@ from trainable_candle.export import gguf
 from trainable_candle.export.gguf_file import KINDS, Entry, Fact, write
 from trainable_candle.export.gguf_vocabulary import vocabulary
 from trainable_candle.export.merged import CONFIG, add_factors, shards
-from trainable_candle.files import parse_json
+from trainable_candle.files import read_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -60,13 +60,12 @@ def write_model(weights: Path, adapter: TextAdapter, path: Path, kind: str) -> N
         MissingFileError, WeightsFormatError: a file is missing or damaged, `weights` is not the
             folder of an unquantized model, or no file has the weight of an adapted layer.
         ArgumentError: a value is not finite or too large for "q8_0" or "q4_0".
-        ValueError: a JSON file is damaged.
         OSError: the file cannot be written.
     """
     if kind not in FILE_TYPES:
         raise ConfigError(f"--gguf is {kind}, expected one of {', '.join(FILE_TYPES)}")
     names = shards(weights)
-    config = parse_json((weights / CONFIG).read_text(encoding="utf-8"))
+    config = read_object(weights / CONFIG)
     facts = model_facts(config) | vocabulary(weights, int(config["vocab_size"]))
     facts |= {"general.file_type": FILE_TYPES[kind], "general.quantization_version": 2}
     unmerged = dict(adapter.layers)
@@ -150,11 +149,12 @@ def model_facts(config: Mapping[str, Any]) -> dict[str, Fact]:
     heads = int(config["num_attention_heads"])
     width = int(config.get("head_dim") or config["hidden_size"] // heads)
     rope = _rope(config)
+    context = int(config.get("max_position_embeddings", 2048))
     facts: dict[str, Fact] = {
         "general.architecture": name,
         "general.type": "model",
         f"{name}.block_count": int(config["num_hidden_layers"]),
-        f"{name}.context_length": int(config.get("max_position_embeddings", 2048)),
+        f"{name}.context_length": context,
         f"{name}.embedding_length": int(config["hidden_size"]),
         f"{name}.feed_forward_length": int(config["intermediate_size"]),
         f"{name}.attention.head_count": heads,
@@ -171,8 +171,8 @@ def model_facts(config: Mapping[str, Any]) -> dict[str, Fact]:
         facts[f"{name}.rope.scaling.type"] = kind
         facts[f"{name}.rope.scaling.factor"] = float(rope["factor"])
         if kind == "yarn":
-            length = rope.get("original_max_position_embeddings", config["max_position_embeddings"])
-            facts[f"{name}.rope.scaling.original_context_length"] = int(length)
+            length = int(rope.get("original_max_position_embeddings") or context)
+            facts[f"{name}.rope.scaling.original_context_length"] = length
     elif kind not in {"default", "llama3"}:
         raise ConfigError(
             f"export: rotary scaling of the kind {kind} is not supported for llama.cpp, expected "

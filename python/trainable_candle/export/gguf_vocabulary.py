@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from trainable_candle.errors import ConfigError, MissingFileError
-from trainable_candle.files import parse_json
 from trainable_candle.text.gguf_tokenizer import (
     BYTE,
     CONTROL,
@@ -47,12 +46,12 @@ def vocabulary(folder: Path, size: int) -> dict[str, Fact]:
         ConfigError: llama.cpp does not read this kind of tokenizer, or the tokenizer has more
             tokens than `size`.
         MissingFileError: there is no `tokenizer.json`.
-        WeightsFormatError, ValueError: a file is damaged.
+        WeightsFormatError: a file is damaged.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise MissingFileError(f"export: there is no file {path}, which the GGUF file needs")
-    tokenizer = parse_json(path.read_text(encoding="utf-8"))
+    tokenizer = read_object(path)
     model = tokenizer["model"]
     if model.get("type", "BPE") != "BPE":
         raise ConfigError(f"export: {path} is of the kind {model['type']}, expected BPE")
@@ -100,7 +99,7 @@ def _special(folder: Path, ids: Mapping[str, int], post_processor: str) -> dict[
             adds.
 
     Raises:
-        WeightsFormatError, ValueError: a file is damaged.
+        WeightsFormatError: a file is damaged.
     """
     facts: dict[str, Fact] = {}
     config = read_object(folder / "tokenizer_config.json")

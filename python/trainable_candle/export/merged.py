@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import trainable_candle as tc
 from trainable_candle.errors import MissingFileError, WeightsFormatError
-from trainable_candle.files import parse_json, write_atomically
+from trainable_candle.files import read_object, write_atomically
 from trainable_candle.text.tokenizer_files import copy_files
 
 if TYPE_CHECKING:
@@ -76,7 +76,6 @@ def write_merged(weights: Path, adapter: TextAdapter, output: Path) -> Merged:
     Raises:
         MissingFileError, WeightsFormatError: a file is missing or damaged, `weights` is not the
             folder of an unquantized model, or no file has the weight of an adapted layer.
-        ValueError: a JSON file is damaged.
         OSError: a file cannot be written.
     """
     unmerged, result = dict(adapter.layers), Merged()
@@ -102,15 +101,18 @@ def quantization_of(folder: Path) -> Any:
     """Return what the configuration in a model's folder says about quantized weights.
 
     Return None if there is no configuration, or it says nothing about them.
+
+    Raises:
+        WeightsFormatError: the configuration is not a JSON object.
     """
     path = folder / CONFIG
-    return parse_json(path.read_text("utf-8")).get(QUANTIZATION) if path.is_file() else None
+    return read_object(path).get(QUANTIZATION) if path.is_file() else None
 
 
 def as_unquantized(folder: Path) -> None:
     """Remove what the configuration in a model's folder says about quantized weights."""
     if quantization_of(folder) is not None:
-        config = parse_json((folder / CONFIG).read_text("utf-8"))
+        config = read_object(folder / CONFIG)
         del config[QUANTIZATION]
         write_atomically(folder / CONFIG, json.dumps(config, indent=2))
 
@@ -120,7 +122,8 @@ def shards(weights: Path) -> list[str]:
 
     Raises:
         MissingFileError: the folder has no weight files, or `weights` is a file.
-        WeightsFormatError: the index names a file in another folder, or the weights are quantized.
+        WeightsFormatError: the index or the configuration is damaged, the index names a file in
+            another folder, or the weights are quantized.
     """
     if weights.is_file():
         raise MissingFileError(
@@ -137,7 +140,12 @@ def shards(weights: Path) -> list[str]:
         if not (weights / SINGLE).is_file():
             raise MissingFileError(f"weights: {weights} has neither {SINGLE} nor {INDEX}")
         return [SINGLE]
-    names = sorted(set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    files = read_object(index).get("weight_map")
+    if not (isinstance(files, dict) and all(isinstance(name, str) for name in files.values())):
+        raise WeightsFormatError(
+            f"weights: {index} has no `weight_map` with the file of each weight; download it again"
+        )
+    names = sorted(set(files.values()))
     outside = [name for name in names if "/" in name or "\\" in name]
     if outside:
         raise WeightsFormatError(f"weights: {index} names {outside[0]}, expected a file beside it")

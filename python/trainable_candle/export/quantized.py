@@ -12,7 +12,7 @@ import numpy as np
 import trainable_candle as tc
 from trainable_candle.errors import NonFiniteError, WeightsFormatError
 from trainable_candle.export.merged import CONFIG, INDEX, QUANTIZATION, shards
-from trainable_candle.files import parse_json, write_atomically
+from trainable_candle.files import read_object, write_atomically
 from trainable_candle.nn.functional import fake_quantize
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ def quantize_folder(
         ShapeError: an nf4 weight does not consist of blocks of 64 elements, or the number of a
             layer's factors is not the number of its scales.
         NonFiniteError: a weight has values that are not finite.
-        ValueError: a JSON file is damaged.
         OSError: a file cannot be written.
     """
     remaining, squared_error, squared_norm = set(layers), 0.0, 0.0
@@ -93,10 +92,10 @@ def quantize_folder(
     if remaining:
         raise WeightsFormatError(f"weights: {folder} has no weight of {min(remaining)}")
     if (folder / INDEX).is_file():
-        index = parse_json((folder / INDEX).read_text(encoding="utf-8"))
+        index = read_object(folder / INDEX)
         write_atomically(folder / INDEX, json.dumps(index | {"weight_map": weight_map}, indent=2))
     path = folder / CONFIG
-    config = parse_json(path.read_text(encoding="utf-8"))
+    config = read_object(path)
     dtype = config.get("torch_dtype") or config.get("dtype") or "float32"
     config[QUANTIZATION] = form.configuration(dtype)
     write_atomically(path, json.dumps(config, indent=2))

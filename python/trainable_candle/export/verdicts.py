@@ -106,7 +106,7 @@ def verdicts(path: Path, family: TextFamily) -> dict[str, str]:
         return {reader: _LOADERS[form].get(reader, otherwise) for reader in READERS}
     given = _examine(path, family)
     if given.wrong:
-        return dict.fromkeys(READERS, f"cannot load it: it is not for this model: {given.wrong}")
+        return dict.fromkeys(READERS, given.wrong)
     return {reader: given.verdict(reader) for reader in READERS}
 
 
@@ -123,7 +123,7 @@ class _Given:
     has_other_names: bool
     """Whether peft does not know the names of some tensors."""
     wrong: str | None
-    """Why the adapter is not for the model; None if it is for the model."""
+    """The verdict on an adapter that is damaged or not for the model; None on other adapters."""
     adapter: TextAdapter | None
     """The adapter; None if it is `wrong` or `unexportable`."""
     unexportable: str | None
@@ -185,13 +185,12 @@ class _Given:
         """Return why a program cannot load the adapter once it is exported."""
         if self.unexportable or not self.adapter:
             return [str(self.unexportable)]
-        reasons = refusals(self.adapter, reader)
         if reader in {"gguf", "ollama"}:
             try:
                 architecture(self.config)
             except Error as error:
-                reasons.append(str(error))
-        return reasons
+                return [str(error)]  # What `refusals` advises would not help.
+        return refusals(self.adapter, reader)
 
 
 def _examine(path: Path, family: TextFamily) -> _Given:
@@ -202,10 +201,13 @@ def _examine(path: Path, family: TextFamily) -> _Given:
     unknown = [key for key in report.others if key not in outer]
     unmatched = [m.module for m in report.modules if m.layer is None and m.module not in outer]
     faults = [f"{m.module}: {m.fault}" for m in report.modules if m.layer and m.fault]
-    wrong = [
+    foreign = [
         *(f"there is no layer {name}" for name in unmatched),
-        *faults,
         *(f"{key} is no parameter of an adapter" for key in unknown),
+    ]
+    wrong = [
+        *(f"cannot load it: it is not for this model: {reason}" for reason in foreign),
+        *(f"cannot use it: {fault}" for fault in faults),
     ]
     adapter, unexportable = None, None
     if outer:
