@@ -12,6 +12,7 @@ from trainable_candle import hub
 from trainable_candle.cli import COMMANDS, demo, train
 from trainable_candle.cli.ray import continuation
 from trainable_candle.cli.ray import make_parser as make_ray_parser
+from trainable_candle.cli.ray import run as run_ray
 from trainable_candle.errors import Error, MissingFileError
 
 ROOT = Path(__file__).parents[2]
@@ -99,3 +100,10 @@ def test_a_command_fails_only_for_missing_files(
 def test_the_command_that_continues_a_ray_run_has_one_resume_flag(given: list[str]) -> None:
     again = continuation("t ray", ["--output", "a run", *given, "--steps", "3"])
     assert again == "t ray --output 'a run' --steps 3 --resume latest"
+
+
+def test_the_long_help_of_ray_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_ray(["--help-all"], "trainable-candle ray") == 0
+    told = capsys.readouterr().out
+    for name in ("--max-failures", "--learning-rate", "--step-limit"):
+        assert f"  {name} " in told

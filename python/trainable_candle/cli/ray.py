@@ -20,7 +20,13 @@ _RESUME: Final = "--resume"
 def run(arguments: Sequence[str], program: str) -> int:
     """Train as the arguments say; returns the exit status."""
     ray_options, train_arguments = make_parser(program).parse_own(arguments)
-    config = read_config(make_train_parser(program, rare=False).parse(train_arguments))
+    given = make_train_parser(program, rare=False).parse(train_arguments)
+    if given.pop("help_all", False):
+        make_parser(program).print_help()
+        print()
+        make_train_parser(program, rare=True).print_help()
+        return 0
+    config = read_config(given)
 
     # Imported after the arguments are checked.
     from trainable_candle.distributed.ray import train  # noqa: PLC0415
