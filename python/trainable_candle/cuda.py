@@ -320,11 +320,14 @@ def _checked_inputs(function: object, static_inputs: object) -> list[Tensor]:
     """Check the arguments of `capture`; returns the static inputs.
 
     Raises:
-        TypeError: `function` is not a function, or a static input is not a Tensor.
+        TypeError: `function` is not a function, `static_inputs` is a Tensor, or a static input is
+            not a Tensor.
     """
     if not callable(function):
         kind = type(function).__name__
         raise TypeError(f"capture: function is a value of type {kind}, expected a function")
+    if isinstance(static_inputs, Tensor):
+        raise TypeError("capture: static_inputs is a Tensor, expected a list of Tensors: [tensor]")
     inputs: list[Tensor] = []
     # A value that is not a sequence gives the same error as a sequence that contains it.
     for given in static_inputs if isinstance(static_inputs, Iterable) else [static_inputs]:

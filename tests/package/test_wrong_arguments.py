@@ -270,3 +270,8 @@ def test_the_calls_cover_all_public_names() -> None:
     names = {name for name, _, _ in CALLS}
     assert len(CALLS) > 300
     assert {"trainable_candle.zeros", "Tensor.narrow", "trainable_candle.optim.Adam"} <= names
+
+
+def test_a_tensor_is_no_list_of_static_inputs() -> None:
+    with pytest.raises(TypeError, match=r"capture: static_inputs is a Tensor, .*: \[tensor\]"):
+        tc.cuda.capture(lambda x: x, tc.zeros((2, 3)))
