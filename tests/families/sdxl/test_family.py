@@ -1,5 +1,6 @@
 """SDXL: losses and sampled images against computations written out in the tests, and errors."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -286,6 +287,23 @@ def test_the_prediction_type_is_read_from_an_original_checkpoint(
     found = schedule(path, None)
     assert (found.prediction_type, found.rescale_betas_zero_snr) == ("v_prediction", True)
     assert schedule(path, "epsilon").prediction_type == "epsilon"
+
+
+def test_another_prediction_type_keeps_the_schedule_of_a_folder(tmp_path: Path) -> None:
+    path = tmp_path / "scheduler" / "scheduler_config.json"
+    path.parent.mkdir()
+    fields = {
+        "beta_schedule": "linear", "beta_start": 0.001, "beta_end": 0.02, "steps_offset": 0,
+        "num_train_timesteps": 10, "timestep_spacing": "trailing", "prediction_type": "epsilon",
+    }  # fmt: skip
+    path.write_text(json.dumps(fields))
+    found = schedule(tmp_path, "v_prediction")
+    assert (found.prediction_type, found.timestep_spacing) == ("v_prediction", "trailing")
+    # As in diffusers' DDPMScheduler: the products of 1 - beta.
+    expected = np.cumprod(1 - np.linspace(0.001, 0.02, 10))
+    np.testing.assert_allclose(found.alphas_cumprod, expected, rtol=1e-5)
+    path.unlink()
+    assert schedule(tmp_path, "v_prediction").prediction_type == "v_prediction"
 
 
 def test_time_ids_are_those_of_the_reference() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+import tempfile
+from pathlib import Path
+from typing import Final
 
 from trainable_candle.families.pipeline.facts import facts
+from trainable_candle.files import parse_json
 from trainable_candle.train.objective import NoiseSchedule
 
-if TYPE_CHECKING:
-    from pathlib import Path
+_CONFIG: Final = Path("scheduler", "scheduler_config.json")
+"""The scheduler's configuration in a pipeline's folder."""
 
 
 def schedule(weights: Path, prediction_type: str | None) -> NoiseSchedule:
@@ -27,17 +31,24 @@ def schedule(weights: Path, prediction_type: str | None) -> NoiseSchedule:
             another model.
     """
     if weights.is_dir():
-        has_scheduler = (weights / "scheduler" / "scheduler_config.json").is_file()
+        has_scheduler = (weights / _CONFIG).is_file()
         found = NoiseSchedule.from_pretrained(weights) if has_scheduler else NoiseSchedule()
         if prediction_type is None or prediction_type == found.prediction_type:
             return found
-        return NoiseSchedule(
-            prediction_type=prediction_type,
-            rescale_betas_zero_snr=found.rescale_betas_zero_snr,
-            timestep_spacing=found.timestep_spacing,
-        )
+        if not has_scheduler:
+            return NoiseSchedule(prediction_type=prediction_type)
+        return _with_prediction(weights / _CONFIG, prediction_type)
     checkpoint = facts(weights, "sdxl").checkpoint
     return NoiseSchedule(
         prediction_type=prediction_type or checkpoint.prediction_type or "epsilon",
         rescale_betas_zero_snr=checkpoint.zero_snr,
     )
+
+
+def _with_prediction(config: Path, prediction_type: str) -> NoiseSchedule:
+    """Return the schedule that a scheduler's configuration describes, with another prediction."""
+    fields = parse_json(config.read_bytes()) | {"prediction_type": prediction_type}
+    with tempfile.TemporaryDirectory() as folder:
+        changed = Path(folder, config.name)
+        changed.write_text(json.dumps(fields), encoding="utf-8")
+        return NoiseSchedule.from_pretrained(changed)
