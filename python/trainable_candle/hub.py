@@ -112,7 +112,8 @@ def shown_name(path: Path) -> str:
 
     A file's name is returned without `.safetensors` or `.gguf`.
     """
-    path = path.resolve()
+    # A file in the client's cache is a link to a file whose name is a hash.
+    path = path.parent.resolve() / path.name if path.is_file() else path.resolve()
     # The client keeps `organisation/name` in models--organisation--name/snapshots/REVISION.
     cached = path.parents[1].name if path.parent.name == "snapshots" else ""
     if cached.startswith("models--"):

@@ -107,6 +107,13 @@ def test_a_model_is_shown_by_the_name_of_its_file_folder_or_repository(tmp_path:
         (tmp_path / "snapshots" / "mine", "mine"),
     ):
         assert shown_name(path) == expected
+    blob = tmp_path / "models--black-forest-labs--FLUX.1-dev" / "blobs" / "4610115bb0c8"
+    for folder in (blob.parent, cached):
+        folder.mkdir(parents=True)
+    blob.touch()
+    file = cached / "flux1-dev.safetensors"
+    file.symlink_to(blob)
+    assert shown_name(file) == "flux1-dev"
 
 
 @pytest.mark.parametrize(("name", "rate", "norm"), [("sd3", 1e-4, 0.1), ("qwen-image", 5e-5, None)])
