@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import trainable_candle as tc
-from trainable_candle.errors import ArgumentError
+from trainable_candle.errors import ArgumentError, DTypeError
 from trainable_candle.nn import functional as F
 
 RNG = np.random.default_rng(0)
@@ -197,3 +197,8 @@ def test_random_numbers_follow_the_seed() -> None:
 def test_equations_that_do_not_fit_are_reported(equation: str, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         tc.einsum(equation, t(X) if equation == "ab" else t(np.ones((3, 3))))
+
+
+def test_classes_of_one_hot_are_integers() -> None:
+    with pytest.raises(DTypeError, match=r"one_hot: the dtype is f32, expected .* `.to\("):
+        F.one_hot(tc.tensor([0.0, 1.7]), 2)

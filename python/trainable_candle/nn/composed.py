@@ -8,7 +8,7 @@ import numpy as np
 
 from trainable_candle import _core
 from trainable_candle._explained import explained
-from trainable_candle.errors import ArgumentError, ShapeError
+from trainable_candle.errors import ArgumentError, DTypeError, ShapeError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,9 +46,15 @@ def one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
 
     Raises:
         TypeError: If the input is not a tensor.
+        DTypeError: If the indices are not integers.
         ArgumentError: If an index or `num_classes` is out of range.
     """
     _require("one_hot", input)
+    if str(input.dtype) not in {"u8", "u32", "i64"}:
+        raise DTypeError(
+            f"one_hot: the dtype is {input.dtype}, expected indices of dtype i64, u32 or u8; "
+            'convert them with `.to("i64")`'
+        )
     if not -1 <= num_classes < 2**31:
         raise ArgumentError(f"one_hot: num_classes is {num_classes}, expected -1 or a length")
     values = input.detach().numpy()
