@@ -2,16 +2,23 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from trainable_candle.data import check_folder
-from trainable_candle.demo import hearts, shapes
+from trainable_candle.demo import hearts, language, shapes
+from trainable_candle.demo import run as digits_demo
+from trainable_candle.demo.folder import MARK
 from trainable_candle.demo.hearts import Verdict
+from trainable_candle.errors import ConfigError
 from trainable_candle.families import load
 from trainable_candle.tasks.latent import LatentTask, SampleOptions
+from trainable_candle.train import TrainConfig
+from trainable_candle.train.state import checkpoints, refuse_later
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +96,34 @@ def test_a_lora_teaches_hearts(tmp_path: Path) -> None:
     options = SampleOptions(steps=14, guidance=4.0, size=(128, 128), sampler="dpmpp_2m")
     images = task.draw(["a white heart"] * 4, options)
     assert shapes.Judge(0).hearts(images).mean() >= 0.5
+
+
+@pytest.mark.parametrize("demo", [hearts, language, digits_demo])
+def test_a_demo_starts_anew_after_an_interrupted_one(
+    demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(_: TrainConfig, **_options: object) -> SimpleNamespace:
+        refuse_later(tmp_path, 0)
+        leave_checkpoint(tmp_path)
+        return SimpleNamespace(task=task, completed=False)
+
+    name = {hearts: "sdxl", language: "causal-lm", digits_demo: "digits"}[demo]
+    task = load(name, None, "f32", "cpu")
+    monkeypatch.setattr(demo, "train_adapter", train)
+    monkeypatch.setattr(language, "Answers", lambda *_: None)
+    monkeypatch.setattr(digits_demo, "SAMPLES", 1)
+    for _ in range(2):
+        demo.run_demo(tmp_path)
+    assert checkpoints(tmp_path)
+    (tmp_path / MARK).unlink()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="of an earlier run"):
+            demo.run_demo(tmp_path)
+
+
+def leave_checkpoint(output: Path) -> None:
+    """Leave a checkpoint folder, as an interrupted run does."""
+    folder = output / "checkpoint-000007"
+    folder.mkdir()
+    (folder / "state.json").write_text("{}")
+    assert checkpoints(output) == [folder]

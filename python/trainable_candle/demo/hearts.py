@@ -11,12 +11,12 @@ from PIL import Image
 
 import trainable_candle as tc
 from trainable_candle.demo import shapes
+from trainable_candle.demo.folder import VERDICT, begin
 from trainable_candle.files import write_atomically
 from trainable_candle.plot import save_png
-from trainable_candle.run import ADAPTER, train_adapter
+from trainable_candle.run import train_adapter
 from trainable_candle.settings import TrainConfig
 from trainable_candle.tasks.latent import LatentTask, SampleOptions
-from trainable_candle.train import state as run_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 DATASET: Final = "dataset"
 BEFORE: Final = "before.png"
 AFTER: Final = "after.png"
-VERDICT: Final = "verdict.json"
 IMAGES: Final = 10
 """The number of training images of each colour."""
 UNSEEN: Final = "orange"
@@ -92,11 +91,9 @@ def run_demo(
 
     Raises:
         OSError: the folder cannot be written.
-        ConfigError: the folder has checkpoints, and no finished demo.
+        ConfigError: the folder has checkpoints of a run that is no demo.
     """
-    # Training does not overwrite an earlier run. Remove it only if it is a demo's.
-    if (output / VERDICT).exists():
-        run_state.remove_run(output, ADAPTER)
+    begin(output)
     if threads is not None:
         tc.set_num_threads(threads)
     write_dataset(output / DATASET, seed)

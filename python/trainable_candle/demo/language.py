@@ -8,22 +8,21 @@ from typing import TYPE_CHECKING, Final
 
 import trainable_candle as tc
 from trainable_candle.demo import words
+from trainable_candle.demo.folder import VERDICT, begin
 from trainable_candle.draws import generator
 from trainable_candle.errors import InternalError
 from trainable_candle.families.causal_lm import CausalLM
 from trainable_candle.files import write_atomically
-from trainable_candle.run import ADAPTER, train_adapter
+from trainable_candle.run import train_adapter
 from trainable_candle.settings import TrainConfig
 from trainable_candle.tasks.text import TextTask
 from trainable_candle.tasks.text.writing import WritingOptions
-from trainable_candle.train import state as run_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
 DATASET: Final = "chats.jsonl"
-VERDICT: Final = "verdict.json"
 EXAMPLES: Final = 4000
 """The number of training examples."""
 OLD_SHARE: Final = 0.3
@@ -97,11 +96,9 @@ def run_demo(
 
     Raises:
         OSError: the folder cannot be written.
-        ConfigError: the folder has checkpoints, and no finished demo.
+        ConfigError: the folder has checkpoints of a run that is no demo.
     """
-    # Training does not overwrite an earlier run. Remove it only if it is a demo's.
-    if (output / VERDICT).exists():
-        run_state.remove_run(output, ADAPTER)
+    begin(output)
     write_dataset(output / DATASET, seed)
     if threads is not None:
         tc.set_num_threads(threads)

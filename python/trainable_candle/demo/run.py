@@ -11,16 +11,16 @@ from PIL import Image
 
 import trainable_candle as tc
 from trainable_candle.demo import digits
+from trainable_candle.demo.folder import VERDICT, begin
 from trainable_candle.demo.judge import Judge, Verdict, verdict
 from trainable_candle.errors import InternalError
 from trainable_candle.families.digits import BASE, SIDE, Digits
 from trainable_candle.files import write_atomically
 from trainable_candle.plot import image_grid, save_png
-from trainable_candle.run import ADAPTER, train_adapter
+from trainable_candle.run import train_adapter
 from trainable_candle.settings import TrainConfig
 from trainable_candle.tasks.latent import LatentTask, SampleOptions
 from trainable_candle.tasks.latent.objectives import FLOW_TIMES
-from trainable_candle.train import state as run_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,6 @@ SAMPLING_STEPS: Final = 25
 DATASET: Final = "dataset"
 BEFORE: Final = "before.png"
 AFTER: Final = "after.png"
-VERDICT: Final = "verdict.json"
 _SHOWN: Final = 64
 """The number of the drawn images that `before.png` shows, and `after.png` too."""
 
@@ -64,7 +63,7 @@ def run_demo(output: Path, *, seed: int = 0, threads: int | None = None) -> int:
 
     Raises:
         OSError: the folder cannot be written.
-        ConfigError: the folder has checkpoints, and no images of a demo.
+        ConfigError: the folder has checkpoints of a run that is no demo.
     """
     result = run(output, seed=seed, threads=threads)
     if result.verdict is None:
@@ -92,12 +91,12 @@ def run(
 
     Raises:
         OSError: the folder cannot be written.
-        ConfigError: the folder has checkpoints, and no images of a demo.
+        ConfigError: the folder has checkpoints of a run that is no demo.
     """
     train, held_out = digits.split(digits.load())
     judge = Judge(held_out)
     config = configuration(output, seed=seed, threads=threads)
-    _clear(output)
+    begin(output)
     write_dataset(train.only(digits.UNSEEN), output / DATASET)
     if threads is not None:
         tc.set_num_threads(threads)
@@ -165,15 +164,6 @@ def write_dataset(pictures: digits.Digits, folder: Path) -> None:
 def caption(digit: int) -> str:
     """Return the caption of an image of this digit, for training images and as a prompt."""
     return f"a handwritten {digit}"
-
-
-def _clear(output: Path) -> None:
-    """Remove what an earlier demo has trained, because training does not overwrite it.
-
-    A folder without the images of a demo may have another run, which is kept.
-    """
-    if (output / BEFORE).exists():
-        run_state.remove_run(output, ADAPTER)
 
 
 def _sample(task: LatentTask, seed: int) -> npt.NDArray[np.uint8]:
