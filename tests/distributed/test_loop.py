@@ -9,10 +9,12 @@ import sys
 import tempfile
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import trainable_candle as tc
 from trainable_candle.distributed.launch import gpu_environment
 
 # Only batches with odd numbers depend on the parameter b.
@@ -135,3 +137,9 @@ def test_gradients_are_weighted_by_the_batches_of_all_processes() -> None:
         for found, expected in zip(several[0]["seen"], alone["seen"], strict=True):
             assert found == pytest.approx(expected, rel=1e-5)
         assert flat(several[0]["parameters"]) == pytest.approx(flat(alone["parameters"]), rel=1e-5)
+
+
+def test_no_parameters_have_no_gradients_to_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tc.distributed, "_group", SimpleNamespace(size=2))
+    tc.distributed.average_gradients_([])
+    tc.distributed.average_gradients_({})

@@ -194,6 +194,8 @@ def average_gradients_(parameters: Mapping[str, Var] | Iterable[Var]) -> None:
     if _group.size == 1:
         return
     named = _named(parameters)
+    if not named:
+        return
     device = next(iter(named.values())).device
     # `sum_gradients` also sums further numbers of each process; here, there are none to sum.
     unused = tc.zeros((1,), dtype="f64", device=device)
