@@ -170,6 +170,9 @@ def test_a_data_set_without_usable_images_is_an_error(
 def test_fixed_batches_hold_every_image_once(pictures: MakePictures, tmp_path: Path) -> None:
     pictures("a", *MIXED)
     data = load(tmp_path / "a", captions=CaptionOptions(trigger="sks", dropout=1.0))
+    for size in (0, -1):
+        with pytest.raises(ConfigError, match=f"batches: batch_size is {size}, expected a whole"):
+            data.fixed_batches(size)
     batches = data.fixed_batches(2)
     assert sorted(view.item for batch in batches for view in batch.views) == list(range(len(MIXED)))
     assert {view for batch in batches for view in batch.views} <= set(data.views())

@@ -155,7 +155,14 @@ class Dataset:
         The images of a bucket keep the order of `items`. Each is cropped at the centre, is not
         mirrored and has unchanged colours. No caption is dropped, and no tag is dropped or moved.
         The last batch of a bucket may be smaller than `batch_size`, which is at least 1.
+
+        Raises:
+            ConfigError: `batch_size` is below 1.
         """
+        if batch_size < 1:
+            raise ConfigError(
+                f"batches: batch_size is {batch_size}, expected a whole number of at least 1"
+            )
         by_bucket: dict[Bucket, list[int]] = {}
         for number, item in enumerate(self.items):
             by_bucket.setdefault(item.fit.bucket, []).append(number)
