@@ -196,3 +196,43 @@ def test_one_cycle_accepts_epochs_and_steps_per_epoch() -> None:
 def test_factors_that_are_no_numbers_are_errors(make: Callable[[Any], object]) -> None:
     with pytest.raises(TypeError, match=r"(LR|Restarts): \w+ is 'x', expected a number"):
         make(optimizer())
+
+
+def test_a_chain_restarts_its_schedulers_at_a_milestone() -> None:
+    def chain(o: Any) -> Any:
+        return ours.ChainedScheduler([ours.LinearLR(o, 0.25, 1.0, 4), ours.ExponentialLR(o, 0.9)])
+
+    alone = rates(chain(optimizer()), 5)
+    o = optimizer()
+    joined = rates(ours.SequentialLR(o, [ours.ConstantLR(o, 0.5, 9), chain(o)], [3]), 8)
+    for found, expected in zip(joined[3:], alone, strict=True):
+        assert found == pytest.approx(expected)
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    o = optimizer()
+    chain = ours.ChainedScheduler([ours.StepLR(o, 2), ours.ExponentialLR(o, 0.9)])
+    before = chain.state_dict()
+    chain.step()
+    state = chain.state_dict()
+    other = ours.ChainedScheduler([ours.StepLR(o, 2), ours.ExponentialLR(o, 0.9)])
+    wrong = [
+        {name: value for name, value in state.items() if name != "last_epoch"},
+        state | {"schedulers": [state["schedulers"][0], {"last_epoch": 3}]},
+    ]
+    for each in wrong:
+        with pytest.raises(ArgumentError, match="the state has"):
+            other.load_state_dict(each)
+        assert other.state_dict() == before
+    plateau = ours.ReduceLROnPlateau(o)
+    before = plateau.state_dict()
+    with pytest.raises(ArgumentError, match="ReduceLROnPlateau: the state lacks last_epoch; give"):
+        plateau.load_state_dict({"best": 1.0, "num_bad_epochs": 2, "cooldown_counter": 3})
+    assert plateau.state_dict() == before
+
+
+@pytest.mark.parametrize("name", ["div_factor", "final_div_factor"])
+def test_the_divisors_of_one_cycle_are_positive(name: str) -> None:
+    for value in (0, -1.0, math.nan):
+        with pytest.raises(ArgumentError, match=r"OneCycleLR: found div_factor .* both above 0"):
+            ours.OneCycleLR(optimizer(), 0.3, 10, **{name: value})

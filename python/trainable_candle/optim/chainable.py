@@ -105,13 +105,10 @@ class ChainableScheduler:
         """Continue from the state of another scheduler of the same class.
 
         Raises:
-            ArgumentError: If the state has other entries, such as those of another class.
+            ArgumentError: If the state has other entries, such as those of another class; nothing
+                is changed then.
         """
-        if state.keys() != self.state_dict().keys():
-            raise ArgumentError(
-                f"{type(self).__name__}: the state has {sorted(state)}, expected "
-                f"{sorted(self.state_dict())}"
-            )
+        require_entries(self, state)
         vars(self).update(state)
 
     def _first(self, lrs: list[float]) -> list[float]:
@@ -121,6 +118,20 @@ class ChainableScheduler:
     def _next(self, lrs: list[float]) -> list[float]:
         """Return the rates of epoch `last_epoch`, given the rates of the previous epoch."""
         raise NotImplementedError
+
+
+def require_entries(scheduler: ChainableScheduler, state: dict[str, Any]) -> None:
+    """Check that a state has the entries of a scheduler's own state.
+
+    Raises:
+        ArgumentError: If it has not.
+    """
+    expected = scheduler.state_dict()
+    if state.keys() != expected.keys():
+        raise ArgumentError(
+            f"{type(scheduler).__name__}: the state has {sorted(state)}, expected "
+            f"{sorted(expected)}"
+        )
 
 
 class _ByFunctions(ChainableScheduler):

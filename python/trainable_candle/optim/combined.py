@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainable_candle._explained import explained
 from trainable_candle.errors import ArgumentError
-from trainable_candle.optim.chainable import ChainableScheduler
+from trainable_candle.optim.chainable import ChainableScheduler, require_entries
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,8 +47,8 @@ class _Combined(ChainableScheduler):
         """Load the epoch, and the states of the combined schedulers.
 
         Raises:
-            ArgumentError: If the state has another number of schedulers, or a scheduler's state has
-                other entries than the scheduler here, as the state of another class often has.
+            ArgumentError: If the state has another number of schedulers, or other entries than the
+                state here, as the state of another class often has; nothing is changed then.
         """
         states = state.get("schedulers", ())
         if len(states) != len(self._schedulers):
@@ -56,8 +56,15 @@ class _Combined(ChainableScheduler):
                 f"{type(self).__name__}: the state has {len(states)} schedulers, expected "
                 f"{len(self._schedulers)}"
             )
-        for scheduler, own_state in zip(self._schedulers, states, strict=True):
-            scheduler.load_state_dict(own_state)
+        require_entries(self, state)
+        before = [scheduler.state_dict() for scheduler in self._schedulers]
+        try:
+            for scheduler, own_state in zip(self._schedulers, states, strict=True):
+                scheduler.load_state_dict(own_state)
+        except ArgumentError:
+            for scheduler, earlier in zip(self._schedulers, before, strict=True):
+                scheduler.load_state_dict(earlier)
+            raise
         self.last_epoch = state["last_epoch"]
 
 
@@ -85,7 +92,18 @@ class ChainedScheduler(_Combined):
         self, schedulers: Sequence[ChainableScheduler], optimizer: Optimizer | None = None
     ) -> None:
         first = next(iter(schedulers), None)
+        self._is_new = True
         super().__init__(optimizer or getattr(first, "optimizer", None), schedulers)  # type: ignore[arg-type]
+        self._is_new = False
+
+    def _first(self, lrs: list[float]) -> list[float]:
+        # The constructors of the schedulers have already set the rates of a new chain.
+        if self._is_new:
+            return lrs
+        for scheduler in self._schedulers:
+            scheduler.restart(lrs)
+            lrs = self.optimizer.group_lrs
+        return lrs
 
     def _next(self, lrs: list[float]) -> list[float]:
         del lrs
@@ -168,8 +186,9 @@ class OneCycleLR(ChainableScheduler):
 
     Raises:
         ArgumentError: If `total_steps` is None and `epochs` or `steps_per_epoch` is None too, if
-            `total_steps`, `max_lr` or `pct_start` is out of range, if `anneal_strategy` is unknown,
-            or if `step` is called more than `total_steps` times.
+            `total_steps`, `max_lr`, `pct_start`, `div_factor` or `final_div_factor` is out of
+            range, if `anneal_strategy` is unknown, or if `step` is called more than `total_steps`
+            times.
     """
 
     _is_closed = True
@@ -198,6 +217,11 @@ class OneCycleLR(ChainableScheduler):
             raise ArgumentError(
                 f"OneCycleLR: found max_lr {max_lr}, total_steps {total_steps} and pct_start "
                 f"{pct_start}, expected all three above 0, and pct_start below 1"
+            )
+        if not (div_factor > 0 and final_div_factor > 0):
+            raise ArgumentError(
+                f"OneCycleLR: found div_factor {div_factor} and final_div_factor "
+                f"{final_div_factor}, expected both above 0"
             )
         if anneal_strategy not in {"cos", "linear"}:
             raise ArgumentError(
@@ -309,6 +333,16 @@ class ReduceLROnPlateau:
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the `state_dict` of another `ReduceLROnPlateau`."""
-        for name in self.state_dict():
+        """Continue from the `state_dict` of another `ReduceLROnPlateau`.
+
+        Raises:
+            ArgumentError: If the state lacks an entry; nothing is changed then.
+        """
+        names = self.state_dict().keys()
+        if missing := sorted(names - state.keys()):
+            raise ArgumentError(
+                f"ReduceLROnPlateau: the state lacks {', '.join(missing)}; give the result of "
+                "`state_dict`"
+            )
+        for name in names:
             setattr(self, name, state[name])
