@@ -232,3 +232,12 @@ def test_gradients_of_f32_factors_stay_f32_under_bf16():
     assert [t.dtype for t in grads] == ["f32", "f32"]
     for found, expected in zip(grads, tc.lora_backward(g, x, down, up, 0.5), strict=True):
         assert_close(found, expected.numpy(), atol=0.1)
+
+
+def test_a_bias_is_decided_by_its_truth_and_given_once() -> None:
+    assert nn.Linear(4, 2, bias=0).bias is None
+    assert nn.Linear(4, 2, bias=1).bias is not None
+    with pytest.raises(TypeError, match="the bias is a Tensor, expected True or False"):
+        nn.Linear(4, 2, bias=tc.ones(2))
+    with pytest.raises(TypeError, match="the bias is given twice; leave out the argument `bias`"):
+        nn.Linear(tc.ones(2, 4), tc.ones(2), bias=tc.zeros(2))

@@ -42,7 +42,7 @@ class Linear(Module):
 
     Raises:
         TypeError: If the first two arguments are neither two numbers of features nor tensors; the
-            bias may be None.
+            bias may be None. If the bias is given twice.
         ShapeError: If the weight is not a matrix or the bias does not fit it.
         ArgumentError: If a number of features is negative.
         DTypeError: If `dtype` is not a floating point one.
@@ -60,9 +60,16 @@ class Linear(Module):
         device: str = "cpu",
     ) -> None:
         if isinstance(weight, int) and isinstance(shift, int):
-            with_bias = bias if isinstance(bias, bool) else True
+            if isinstance(bias, Tensor):
+                raise TypeError(
+                    "Linear: the bias is a Tensor, expected True or False beside numbers of "
+                    "features; with existing tensors, give the weight, too"
+                )
+            with_bias = bias is None or bool(bias)
             weight, shift = init_linear(weight, shift, with_bias, dtype, device)
         else:
+            if shift is not None and bias is not None:
+                raise TypeError("Linear: the bias is given twice; leave out the argument `bias`")
             shift = bias if shift is None else shift
         self._adopt(weight, shift)
 
