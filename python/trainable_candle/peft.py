@@ -57,15 +57,19 @@ class ModuleAdapter:
     Args:
         module: A module with `nn.Linear` and `nn.Conv2d` layers at any depth.
         config: The layers to adapt, and the kind (LoRA or DoRA) and rank of the adapters.
+        folder: A folder with the adapters' parameters in peft's format; by default they are new.
 
     Raises:
+        MissingFileError, WeightsFormatError, ShapeError: As for `load`; the module is unchanged.
         ConfigError: If the configuration or one of its `target_modules` matches no layer, or a
             selected layer cannot have the adapter that the configuration describes.
         ArgumentError: If a layer is in a tuple, or a selected convolution has several groups.
         TypeError: If an argument has another type.
     """
 
-    def __init__(self, module: Module, config: LoraConfig) -> None:
+    def __init__(
+        self, module: Module, config: LoraConfig, folder: str | Path | None = None
+    ) -> None:
         _expect("add_adapter", "module", module, Module)
         _expect("add_adapter", "config", config, LoraConfig)
         if config.adapter not in {"lora", "dora"}:
@@ -86,6 +90,8 @@ class ModuleAdapter:
             name: _adapted(name, places[name].layer, rank, config) for name, rank in ranks.items()
         }
         """The adapted layers by name."""
+        if folder is not None:
+            self.load(folder)
         module.requires_grad_(requires_grad=False)
         # The plain layers that the adapted layers replace, by name.
         self._replaced: dict[str, _Place] = {}
@@ -232,11 +238,12 @@ class PeftModel(Module):
             ConfigError: If the adapters are neither LoRA nor DoRA, or as for `get_peft_model`.
             ArgumentError, TypeError: As for `get_peft_model`.
             ShapeError: If a stored parameter does not have the shape that its layer needs.
+
+        After an error the module is unchanged.
         """
         path = Path(folder).expanduser()
-        model = get_peft_model(module, _read_config(path / _CONFIG))
-        model.adapter.load(path)
-        return model
+        _reject_model(module)
+        return cls(module, ModuleAdapter(module, _read_config(path / _CONFIG), path))
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the adapters in peft's format; for errors see `ModuleAdapter.save`."""

@@ -336,3 +336,19 @@ def test_a_whole_alpha_is_stored_as_an_integer(tmp_path: Path) -> None:
         tc.get_peft_model(model, config).save_pretrained(tmp_path)
         stored = json.loads((tmp_path / "adapter_config.json").read_text())["lora_alpha"]
         assert (stored, type(stored)) == ((8, int) if alpha == 8 else (7.5, float))
+
+
+def test_a_folder_that_does_not_fit_leaves_the_module_unchanged(tmp_path: Path) -> None:
+    def make(width: int) -> tc.nn.Module:
+        return tc.nn.Sequential(tc.nn.Linear(4, width), tc.nn.Linear(width, 2))
+
+    config = tc.LoraConfig(r=2, target_modules=["0", "1"])
+    tc.get_peft_model(make(8), config).save_pretrained(tmp_path)
+    module = make(6)
+    layers, parameters = list(module), module.named_parameters()
+    with pytest.raises(tc.ShapeError, match="has shape"):
+        tc.PeftModel.from_pretrained(module, tmp_path)
+    assert all(one is other for one, other in zip(module, layers, strict=True))
+    after = module.named_parameters()
+    assert after.keys() == parameters.keys()
+    assert all(after[name] is var for name, var in parameters.items())
