@@ -252,9 +252,11 @@ class Session:
         if self.validation is not None:
             validation = self.validation
             path = best_path(output, self._config.stem)
-            report(f"best: {path} (step {validation.best_step}, loss {validation.best_loss:.4f})")
             # A run that resumed into another folder has no best adapter there unless the loss has
             # improved since.
+            file_of_best = str(path) if path.exists() else "in the folder of the earlier run"
+            found = f"step {validation.best_step}, loss {validation.best_loss:.4f}"
+            report(f"best: {file_of_best} ({found})")
             if published is not None and path.exists():
                 metadata = self._metadata(validation.best_step)
                 with self._adapters.loaded(path):

@@ -106,9 +106,16 @@ def test_a_resumed_run_continues_the_count(wild: TrainConfig, train: Train, tmp_
         train(broken, Until(step))
         assert train(broken.with_(resume="latest")) == expected
         assert validations(broken.output) == losses
+    # A run that continues in another folder, and finds no lower loss, has no best adapter there.
+    elsewhere = config.with_(output=str(tmp_path / "elsewhere"))
+    lines: list[str] = []
+    from_end = elsewhere.with_(resume=str(checkpoints(Path(config.output))[-1]))
+    train_adapter(from_end, progress=False, report=lines.append)
+    found = f"(step {best}, loss {losses[best]:.4f})"
+    assert f"best: in the folder of the earlier run {found}" in lines
     # A run that has ended early takes no further step, unless it is given more patience.
     again = config.with_(resume="latest")
-    lines: list[str] = []
+    lines = []
     run = train_adapter(again, progress=False, report=lines.append)
     assert (run.completed, run.step) == (True, end)
     assert any(line.startswith(f"early stop: after step {end} of 40") for line in lines)
