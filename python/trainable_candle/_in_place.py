@@ -84,13 +84,13 @@ class VarMethods:
     def uniform_(
         self, a: float = 0.0, b: float = 1.0, *, generator: Generator | None = None
     ) -> Var:
-        """Set every element to a random number, uniform in [a, b), like `nn.init.uniform_`.
+        """Set every element to a random number, uniform in [a, b), or to `a` if they are equal.
 
         Raises:
             ArgumentError: If `b` is less than `a`.
         """
         if not a <= b:
-            raise ArgumentError(f"uniform_: [{a}, {b}) has no values, expected a to be at most b")
+            raise ArgumentError(f"uniform_: a is {a} and b is {b}, expected a to be at most b")
         with drawing("uniform_", generator):
             drawn = _core.rand(own(self).shape, dtype="f32", device=own(self).device)
         return _changed(self, drawn * (b - a) + a)

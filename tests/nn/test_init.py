@@ -68,7 +68,7 @@ def test_wrong_arguments_are_reported() -> None:
     [
         (lambda v: init.normal_(v, std=-1.0), "normal_: std is -1.0, expected at least 0"),
         (lambda v: init.trunc_normal_(v, std=0.0), "trunc_normal_: std is 0.0, expected above 0"),
-        (lambda v: init.uniform_(v, 1.0, 0.0), r"uniform_: \[1.0, 0.0\) has no values"),
+        (lambda v: init.uniform_(v, 1.0, 0.0), "uniform_: a is 1.0 and b is 0.0, expected"),
     ],
 )
 def test_impossible_distributions_are_reported(call, message):
@@ -76,3 +76,8 @@ def test_impossible_distributions_are_reported(call, message):
     with pytest.raises(tc.ArgumentError, match=message):
         call(v)
     assert v.tolist() == tc.zeros(3, 3).tolist()
+
+
+def test_a_uniform_distribution_may_have_one_value() -> None:
+    assert init.uniform_(tc.Var(tc.zeros(2)), 0.5, 0.5).tolist() == [0.5, 0.5]
+    assert tc.Var(tc.zeros(2)).uniform_(0.5, 0.5).tolist() == [0.5, 0.5]

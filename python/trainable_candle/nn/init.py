@@ -45,7 +45,7 @@ __all__ = [
 def uniform_(
     tensor: Var, a: float = 0.0, b: float = 1.0, generator: Generator | None = None
 ) -> Var:
-    """Set the elements to random values, uniform in [a, b).
+    """Set the elements to random values, uniform in [a, b), or to a if b is equal.
 
         tc.nn.init.uniform_(model[0].weight, -0.1, 0.1)
 
@@ -53,7 +53,7 @@ def uniform_(
         ArgumentError: If b is less than a.
     """
     if not a <= b:
-        raise ArgumentError(f"uniform_: [{a}, {b}) has no values, expected a to be at most b")
+        raise ArgumentError(f"uniform_: a is {a} and b is {b}, expected a to be at most b")
     with drawing("uniform_", generator):
         drawn = _core.rand(_shape("uniform_", tensor), dtype="f32")
     return _set("uniform_", tensor, drawn * (b - a) + a)
