@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -69,8 +70,10 @@ def _needs_gradient(value: Any) -> bool:
 
 
 def _zero(x: Tensor, dtype: DType) -> Tensor:
-    """Return zeros through which gradients flow to x."""
-    return (x - x.detach()).to(dtype)
+    """Return zeros through which gradients flow to the finite elements of x."""
+    # An infinite element minus itself would be NaN.
+    finite = _core.where(x.detach().abs() < math.inf, x, 0.0)
+    return (finite - finite.detach()).to(dtype)
 
 
 def _computed(name: str, function: Callable[..., Any], dividend: Any, divisor: Any) -> Any:

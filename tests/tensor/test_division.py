@@ -1,5 +1,6 @@
 """Floor division and remainders, which follow Python and torch."""
 
+import math
 import operator
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -101,3 +102,12 @@ def test_impossible_divisions_are_reported(
 ) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+def test_remainders_by_infinity_are_the_dividends() -> None:
+    dividend, divisor = tc.Var([3.0, 2.5]), tc.Var([math.inf, 2.0])
+    remainders = dividend % divisor
+    assert remainders.tolist() == [3.0, 0.5]
+    remainders.sum().backward()
+    assert dividend.grad.tolist() == [1.0, 1.0]
+    assert divisor.grad.tolist() == [0.0, -1.0]
