@@ -18,10 +18,12 @@ from trainable_candle import _arguments, _core, _division
 from trainable_candle._explained import explained
 from trainable_candle._in_place import VarMethods
 from trainable_candle._parts import (
+    argmin_of,
     integers_from,
     is_tensor,
     mask,
     no_tape,
+    norm_of,
     numpy_key,
     on_host,
     order_of,
@@ -292,16 +294,7 @@ class ComposedMethods:
         Raises:
             ArgumentError: If p is neither a number above 0, which may be infinite, nor "fro" (2).
         """
-        p = 2 if p == "fro" else p
-        if not isinstance(p, (int, float)) or not p > 0:
-            raise ArgumentError(f'norm: p is {p!r}, expected a number above 0 or "fro"')
-        x = own(self)
-        if p == 2:
-            return reduced(x * x, "sum", dim, keepdim).sqrt()
-        if math.isinf(p):
-            return reduced(x.abs(), "max", dim, keepdim)
-        powers = reduced(x.abs() if p == 1 else x.abs() ** p, "sum", dim, keepdim)
-        return powers if p == 1 else powers ** (1 / p)
+        return norm_of(own(self), p, dim, keepdim)
 
     def prod(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
         """Return the product of all elements, or the products along a dimension."""
@@ -323,19 +316,17 @@ class ComposedMethods:
 
     def argmin(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
         """Return the index of the smallest of all elements, or the indices along a dimension."""
-        x = own(self).detach()
-        # `argmax` takes floating point tensors only.
-        return (-(x if x.dtype in _FLOATS else x.to("f64"))).argmax(dim, keepdim)
+        return argmin_of(own(self).detach(), dim, keepdim)
 
     def sort(self, dim: int = -1, descending: bool = False) -> Sorted:
         """Return the values in order along a dimension, and their indices; the host sorts."""
         x = own(self)
-        order = order_of(x, dim, descending=descending)
+        order = order_of("sort", x, dim, descending=descending)
         return Sorted(x.gather(dim, order), order)
 
     def argsort(self, dim: int = -1, descending: bool = False) -> Tensor:
         """Return the indices that sort the values along a dimension; the host sorts."""
-        return order_of(own(self), dim, descending=descending)
+        return order_of("argsort", own(self), dim, descending=descending)
 
     def topk(self, k: int, dim: int = -1, largest: bool = True) -> Sorted:
         """Return the k largest or smallest values in order, and their indices; the host sorts.
@@ -347,7 +338,7 @@ class ComposedMethods:
         place = place_of("topk", x.shape, dim)
         if not 0 <= k <= x.shape[place]:
             raise ArgumentError(f"topk: k is {k}, expected 0 to {x.shape[place]}")
-        order = order_of(x, place, descending=largest).narrow(place, 0, k).contiguous()
+        order = order_of("topk", x, place, descending=largest).narrow(place, 0, k).contiguous()
         return Sorted(x.gather(place, order), order)
 
     # Selection and repetition.
@@ -450,6 +441,8 @@ class ComposedMethods:
         condition = _core.tensor(is_set.reshape(x.shape), device=x.device)
         if isinstance(src, (int, float)):
             return _core.where(condition, float(src) if x.dtype in _FLOATS else src, x)
+        if not flat.size:
+            return _core.where(condition, x, x)
         sources = np.zeros(x.numel(), np.int64)
         sources[flat] = np.arange(flat.size)
         values = src[tuple(slice(0, size) for size in index.shape)].reshape((-1,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -99,9 +100,13 @@ def sizes_of(arguments: Sequence[Any]) -> tuple[int, ...]:
     return tuple(int(size) for size in (arguments[0] if is_one else arguments))
 
 
-def order_of(x: Tensor, dim: int, *, descending: bool) -> Tensor:
-    """Return the indices that sort a tensor along a dimension; equal values keep their order."""
-    place = place_of("sort", x.shape, dim)
+def order_of(function: str, x: Tensor, dim: int, *, descending: bool) -> Tensor:
+    """Return the indices that sort a tensor along a dimension; equal values keep their order.
+
+    Raises:
+        ArgumentError: If the dimension is out of range; the message begins with `function`.
+    """
+    place = place_of(function, x.shape, dim)
     x = x.detach()
     values = (x.to("f32") if x.dtype in {"bf16", "f16"} else x).numpy()
     if descending:
@@ -112,6 +117,43 @@ def order_of(x: Tensor, dim: int, *, descending: bool) -> Tensor:
     else:
         order = np.argsort(values, axis=place, kind="stable")
     return _core.tensor(np.ascontiguousarray(order, np.int64), device=x.device)
+
+
+def argmin_of(x: Tensor, dim: int | None, keepdim: bool) -> Tensor:
+    """Return the index of the smallest element; see `Tensor.argmin`."""
+    if x.dtype == "i64" and x.numel():
+        # On the host: no floating point dtype has all of these integers.
+        place = None if dim is None else place_of("argmin", x.shape, dim)
+        found = np.argmin(x.numpy(), place, keepdims=keepdim and place is not None)
+        return _core.tensor(np.asarray(found, np.int64), device=x.device)
+    # `argmax` takes floating point tensors only.
+    return (-(x if x.dtype in {"f32", "f16", "bf16", "f64"} else x.to("f64"))).argmax(dim, keepdim)
+
+
+def norm_of(x: Tensor, p: Any, dim: Any, keepdim: bool) -> Tensor:
+    """Return the p-norm; see `Tensor.norm`.
+
+    Raises:
+        ArgumentError: If p is neither a number above 0, which may be infinite, nor "fro" (2).
+    """
+    p = 2 if p == "fro" else p
+    if not isinstance(p, (int, float)) or not p > 0:
+        raise ArgumentError(f'norm: p is {p!r}, expected a number above 0 or "fro"')
+    if p == 2:
+        return _power(reduced(x * x, "sum", dim, keepdim), 0.5)
+    if math.isinf(p):
+        return reduced(x.abs(), "max", dim, keepdim)
+    if p == 1:
+        return reduced(x.abs(), "sum", dim, keepdim)
+    return _power(reduced(_power(x.abs(), p), "sum", dim, keepdim), 1 / p)
+
+
+def _power(base: Tensor, exponent: float) -> Tensor:
+    """Return base ** exponent; its derivative at 0 is 0, as in torch's norms, for any exponent."""
+    is_zero = base.detach() == 0
+    positive = _core.where(is_zero, 1.0, base)
+    powers = positive.sqrt() if exponent == 0.5 else positive**exponent
+    return _core.where(is_zero, 0.0, powers)
 
 
 def triangle(x: Tensor, keeps: Any) -> Tensor:

@@ -202,3 +202,34 @@ def test_equations_that_do_not_fit_are_reported(equation: str, message: str) -> 
 def test_classes_of_one_hot_are_integers() -> None:
     with pytest.raises(DTypeError, match=r"one_hot: the dtype is f32, expected .* `.to\("):
         F.one_hot(tc.tensor([0.0, 1.7]), 2)
+
+
+@pytest.mark.parametrize("p", [0.5, 1, 2, 3, math.inf])
+def test_the_derivative_of_a_norm_is_0_where_torch_has_0(p: float) -> None:
+    zeros = tc.Var(np.zeros((2, 3)))
+    zeros.norm(p, 1).sum().backward()
+    assert zeros.grad.tolist() == [[0.0] * 3] * 2
+    # One element of the vector is not 0: its derivative is 1.
+    one = tc.Var([0.0, 2.0])
+    one.norm(p).backward()
+    assert one.grad.tolist() == pytest.approx([0.0, 1.0])
+
+
+def test_the_smallest_of_large_integers_is_found() -> None:
+    x = tc.tensor(np.array([[2**53 + 1, 2**53], [-(2**62), -(2**62) - 1]]))
+    assert x.argmin(1).tolist() == [1, 1]
+    assert x.argmin(0, keepdim=True).tolist() == [[1, 1]]
+    assert (x.argmin().item(), x.argmin().dtype) == (3, "i64")
+
+
+def test_an_empty_index_scatters_nothing() -> None:
+    x = tc.Var([1.0, 2.0])
+    index = tc.zeros((0,), dtype="i64")
+    for source in (tc.zeros((3,)), 5.0):
+        assert x.scatter(0, index, source).tolist() == [1.0, 2.0]
+
+
+def test_errors_about_dimensions_name_the_method() -> None:
+    for name in ("sort", "argsort"):
+        with pytest.raises(ArgumentError, match=f"^{name}: dimension 2 is out of range"):
+            getattr(tc.zeros((2,)), name)(2)
