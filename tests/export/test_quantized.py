@@ -157,6 +157,8 @@ def test_the_losses_before_and_after_rounding_are_reported(
     [
         (["--to", "int4"], "--to is int4, expected one of nf4, int8, fp8"),
         (["--dataset", "d"], "--dataset has no effect without --to"),
+        (["--resolution", "64"], "--resolution has no effect without --dataset of images"),
+        (["--max-side", "8"], "--max-side has no effect without --dataset of images"),
         (["--to", "int8", "--max-side", "8"], "--max-side has no effect without --dataset of im"),
     ],
 )

@@ -40,6 +40,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     elif "dataset" in given:
         raise ConfigError("--dataset has no effect without --to; give --to, or leave --dataset out")
     else:
+        _require_no_sizes(given)
         task = load_model(given, "cpu", given.get("precision"))
         task.save_merged(output)
         base_format = _base_format(task, given)
