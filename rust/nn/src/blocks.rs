@@ -35,7 +35,11 @@ impl Checkpointing {
     /// [`Error::Argument`] if `policy` does not recompute everything, or if `count` exceeds `all`.
     pub fn of_first(count: usize, policy: Policy, all: usize) -> Result<Self> {
         if !policy.recomputes_all() {
-            let message = "a policy other than \"full\" or \"offload\" takes no number of blocks; leave the number out";
+            let found = if policy == Policy::None { "none" } else { "selective" };
+            let message = format!(
+                "found a number of blocks for the policy \"{found}\", expected the policy \"full\" or \"offload\"; leave \
+                 the number out"
+            );
             return Err(Error::argument("checkpoint_blocks", message));
         }
         if count > all {
