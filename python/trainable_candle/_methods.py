@@ -441,7 +441,7 @@ class ComposedMethods:
         condition = _core.tensor(is_set.reshape(x.shape), device=x.device)
         if isinstance(src, (int, float)):
             return _core.where(condition, float(src) if x.dtype in _FLOATS else src, x)
-        if not flat.size:
+        if not index.numel():
             return _core.where(condition, x, x)
         sources = np.zeros(x.numel(), np.int64)
         sources[flat] = np.arange(flat.size)
