@@ -37,8 +37,7 @@ impl Checkpointing {
         if !policy.recomputes_all() {
             let found = if policy == Policy::None { "none" } else { "selective" };
             let message = format!(
-                "found a number of blocks for the policy \"{found}\", expected the policy \"full\" or \"offload\"; leave \
-                 the number out"
+                "found a number of blocks for the policy \"{found}\", expected \"full\" or \"offload\"; leave it out"
             );
             return Err(Error::argument("checkpoint_blocks", message));
         }
