@@ -31,35 +31,36 @@ pub trait Model: Module + Any + Send + Sync {
     /// is this checkpoint, if it exists already.
     fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout>;
 
-    /// Adds to `saved` what the tape keeps of a forward pass of one sample. A model that is not fine-tuned adds
-    /// nothing.
+    /// Adds to `saved` what the tape keeps of a forward pass of one sample. The default, for models that are not
+    /// fine-tuned, adds nothing.
     fn saved(&self, _size: SampleSize, _saved: &mut Saved) {}
 
-    /// The class that the model's `config.json` names.
+    /// The class that the model's `config.json` names; by default, the kind's first class.
     fn class_name(&self) -> &'static str {
         self.kind().class_names[0]
     }
 
-    /// Check that the whole model was loaded, so that it can be saved.
+    /// Check that all layers were loaded, so that the model can be saved.
     ///
     /// # Errors
-    /// [`Error::Argument`] if only a part was loaded.
+    /// [`Error::Argument`] if only some layers were loaded.
     fn require_whole(&self) -> Result<()> {
         Ok(())
     }
 
-    /// The names of the model's layers in original checkpoints. Adapter files of some tools use these names too.
+    /// The names of the model's layers in original checkpoints; by default, no layer has one. Adapter files of some
+    /// tools use these names too.
     fn original_names(&self) -> OriginalNames {
         Arc::new(|_| None)
     }
 }
 
-/// The result of making a model.
+/// A model, or the error that prevented its making.
 pub type Made = Result<Arc<dyn Model>>;
 
 /// Makes a model of random weights, in a dtype and on a device. Its sizes come from the `config.json` at the path, or
-/// from the published model if there is no path. The last argument is a pair: the format of quantized linear layers,
-/// and the options that say which blocks are streamed from host memory.
+/// from the published model if there is no path. The last argument is a pair: the format to which linear layers are
+/// quantized, if any, and the options that say which blocks are streamed from host memory.
 pub type Random = fn(Option<&Path>, DType, &Device, (Option<Format>, StreamOptions)) -> Made;
 
 /// A kind of model: its names in files, and how it is made from files.
@@ -69,10 +70,11 @@ pub struct ModelKind {
     pub name: &'static str,
     /// The model's name in messages, such as `a UNet`.
     pub noun: &'static str,
-    /// A prefix of some keys in the weight file of a folder. The prefix shows which kind of model the file has.
+    /// A prefix of some keys in the weight file of a model's folder. Messages about unexpected files recognise the kind
+    /// by this prefix.
     pub mark: &'static str,
-    /// The class names that a `config.json` of this kind may have: diffusers' `_class_name` or transformers'
-    /// `architectures`.
+    /// The class names that a `config.json` of this kind may have, in diffusers' `_class_name` or transformers'
+    /// `architectures`. See also [`Model::class_name`].
     pub class_names: &'static [&'static str],
     /// The name of the weight file in the model's folder.
     pub weights_name: &'static str,
@@ -89,7 +91,7 @@ pub struct ModelKind {
 }
 
 impl ModelKind {
-    /// The kind of an architecture.
+    /// The kind of the architecture `M`.
     pub const fn of<M: Architecture>(
         name: &'static str,
         (noun, mark): (&'static str, &'static str),
@@ -127,7 +129,8 @@ impl ModelKind {
     }
 }
 
-/// A model and its place in a pipeline. The place determines the names that other tools use for the model.
+/// A model and, if it belongs to a pipeline, its place there. The place determines the names that other tools use for
+/// the model.
 #[derive(Clone)]
 pub struct Loaded {
     model: Arc<dyn Model>,
@@ -146,7 +149,7 @@ impl Loaded {
         &self.model
     }
 
-    /// The names of the model and its layers in adapter files of other tools.
+    /// The names of the model and its layers in adapter files of other tools; [`PartNames::default`] without a place.
     pub fn adapter_names(&self) -> PartNames {
         self.place.map_or_else(PartNames::default, |place| place.names(self.model.as_ref()))
     }
@@ -160,30 +163,33 @@ impl Deref for Loaded {
     }
 }
 
-/// The model at `path`: its files and its kind.
+/// The kind and the files of the model at `path`. `choice` names the kind, or else this is the first of
+/// [`pipelines::kinds`] that the files fit.
 ///
 /// # Errors
-/// [`Error::Config`] if the `config.json` at `path` names no supported class; as [`Pretrained::find`].
+/// As [`Pretrained::find`]. If `choice` names no kind, also [`Error::Config`] if the `config.json` at `path` names no
+/// supported class, and as [`Pretrained::class_name`].
 pub fn find(path: &Path, choice: &Choice) -> Result<(&'static ModelKind, Pretrained)> {
     if let Some(kind) = choice.kind {
         return Ok((kind, Pretrained::find(path, kind, choice)?));
     }
-    let mut failure = None;
-    let mut unknown = None;
+    let mut first_error = None;
+    // Files that were found, but whose class no kind had so far.
+    let mut unsupported = None;
     for kind in pipelines::kinds() {
         match Pretrained::find(path, kind, choice) {
             Ok(files) => match files.class_name()? {
                 Some(class) if !kind.class_names.contains(&class.as_str()) => {
-                    unknown = Some((files, class));
+                    unsupported = Some((files, class));
                 }
                 _ => return Ok((kind, files)),
             },
             Err(error) => {
-                failure.get_or_insert(error);
+                first_error.get_or_insert(error);
             }
         }
     }
-    match (unknown, failure) {
+    match (unsupported, first_error) {
         (Some((files, class)), _) => {
             let known: Vec<&str> = pipelines::kinds().iter().flat_map(|kind| kind.class_names).copied().collect();
             Err(Error::Config(format!(
@@ -192,7 +198,7 @@ pub fn find(path: &Path, choice: &Choice) -> Result<(&'static ModelKind, Pretrai
                 known.join(", ")
             )))
         }
-        (None, Some(failure)) => Err(failure),
+        (None, Some(error)) => Err(error),
         (None, None) => Err(Error::Config("load: there are no kinds of models".into())),
     }
 }

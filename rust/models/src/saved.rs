@@ -1,10 +1,10 @@
-//! Estimates from a model's layers alone how many values the tape keeps of a forward pass. Each block counts its own
-//! values in a function beside its forward pass.
+//! Estimates how many values the tape keeps of a forward pass, from a model's layers alone. Each block counts its own
+//! values in a function next to its forward pass.
 //!
-//! A frozen layer keeps nothing. An adapter keeps what its kind says ([`Kept`]), such as its input and the result of
-//! its first factor. A norm, a product or an activation keeps what its backward pass reads, if a gradient passes
-//! through it. A forward pass over zeros that take no memory would give the same count, but would take seconds for
-//! SDXL.
+//! The tape keeps nothing for a frozen layer. For an adapter, it keeps what the adapter's kind says ([`Kept`]), such as
+//! the input of the layer and the result of the first factor. For a norm, an attention, an elementwise product or an
+//! activation, it keeps what the backward pass reads, if a gradient passes through the operation. A forward pass over
+//! zeros that take no memory would give the same count, but would take seconds for SDXL.
 
 use std::collections::HashMap;
 
@@ -15,12 +15,12 @@ use trainable_candle_nn::{Blocks, Checkpointing, Conv2d, Kept as KeptOfBlocks, L
 
 use crate::registry::Model;
 
-/// The sizes of the sample for which a forward pass is estimated.
+/// The sizes of one sample, whose forward pass is estimated.
 #[derive(Clone, Copy, Debug)]
 pub struct SampleSize {
     /// Height of the latents or the image that the model reads.
     pub height: usize,
-    /// Width of the latents or the image.
+    /// Width of the latents or the image that the model reads.
     pub width: usize,
     /// Number of text tokens.
     pub tokens: usize,
@@ -29,39 +29,38 @@ pub struct SampleSize {
 /// Counts the values that the tape keeps for one sample. Blocks add their values in the order of the forward pass. The
 /// tape keeps nothing before the first adapter, because no gradient is computed there.
 pub struct Saved {
-    /// What the adapter of each layer keeps, by the layer's [`key`].
+    /// What the tape keeps for the adapter of each layer, by the layer's [`key`].
     adapted: HashMap<*const (), Kept>,
     checkpointing: Checkpointing,
-    /// The index of the first block of each [`Blocks`] among all blocks of the model.
-    starts: HashMap<*const KeptOfBlocks, usize>,
+    /// For each [`Blocks`] of the model: the index of its first block among all blocks of the model.
+    first_indices: HashMap<*const KeptOfBlocks, usize>,
     /// The policy of the current block.
     policy: Policy,
     /// Whether each layer with an adapter rounds its input (`LoraConfig::qat_activations`).
     rounds: bool,
     /// Whether a layer with an adapter was counted already. Gradients then pass through all layers that follow.
     reached: bool,
-    /// Values that the tape holds when the forward pass ends.
+    /// Values that the tape holds on the device when the forward pass ends.
     held: usize,
-    /// The largest number of recomputed values that the backward pass holds at a time, in the latest blocks with the
-    /// same policy.
-    again: usize,
-    /// The largest number of values that the backward pass holds while it is in earlier blocks. By then, it has freed
-    /// the values of the blocks that follow.
-    earlier: usize,
-    /// The current block.
+    /// The largest number of recomputed values that the backward pass holds at a time, among the blocks since the
+    /// latest change of the policy.
+    most_recomputed: usize,
+    /// The largest number of values that the backward pass holds while it is in blocks before the latest change of the
+    /// policy. By then, it has freed the values of the blocks after the change.
+    earlier_peak: usize,
+    /// The numbers of the current block.
     block: Block,
     /// Values of the latest blocks that full checkpointing recomputes together.
     together: usize,
     /// Whether the input of the first block in `together` is counted already.
-    is_entered: bool,
-    /// Values in the memory of the host: inputs of offloaded checkpoints.
+    is_input_counted: bool,
+    /// Values in host memory: inputs of offloaded checkpoints.
     offloaded: usize,
-    /// The largest number of values in the result of layers that share an input, among layers whose result has a
-    /// gradient.
+    /// The number of values in the largest gradient of the results of layers that share an input.
     widest: usize,
     flops: Flops,
-    /// Operations of the blocks that are recomputed, and of all blocks.
-    recomputed: [usize; 2],
+    /// Operations of the blocks that full checkpointing recomputes, and of all blocks.
+    block_operations: [usize; 2],
 }
 
 /// Floating-point operations of a forward pass, without those of adapters, norms and activations.
@@ -76,11 +75,11 @@ pub struct Flops {
 /// Numbers of values of one block.
 #[derive(Default)]
 struct Block {
-    /// Values that the tape keeps. Under full checkpointing, it keeps them only from the recomputation of
-    /// the block to the block's backward pass.
+    /// Values that the tape keeps. Under full checkpointing, it keeps them only from the recomputation of the block to
+    /// the block's backward pass.
     kept: usize,
-    /// Values that the backward pass recomputes.
-    again: usize,
+    /// Values that the tape does not keep and the backward pass recomputes, if the block is not recomputed as a whole.
+    recomputed: usize,
 }
 
 impl Flops {
@@ -90,38 +89,40 @@ impl Flops {
 }
 
 impl Saved {
-    /// The approximate number of values that the tape holds at its peak, for one sample of `size`: on the device, and
-    /// in the memory of the host.
+    /// The approximate numbers of values that the tape holds at its peak, for one sample of `size`: on the device, and
+    /// in host memory.
     ///
     /// # Errors
-    /// As [`LoraConfig::select`].
+    /// As [`LoraConfig::select`] and [`LoraConfig::kind`].
     pub fn values(
         model: &dyn Model,
         config: &LoraConfig,
         checkpointing: Checkpointing,
         size: SampleSize,
     ) -> Result<[usize; 2]> {
-        let saved = Self::of(model, Self::adapted(model, config)?, (checkpointing, config.qat_activations), size);
-        Ok([saved.earlier.max(saved.held + saved.again), saved.offloaded])
+        let adapted = Self::kept_by_adapters(model, config)?;
+        let saved = Self::of(model, adapted, (checkpointing, config.qat_activations), size);
+        Ok([saved.earlier_peak.max(saved.held + saved.most_recomputed), saved.offloaded])
     }
 
-    /// The share of the blocks' operations in a forward pass that the backward pass repeats.
+    /// The operations that the backward pass repeats, as a share of the operations of all blocks in a forward pass.
     pub fn recomputed(model: &dyn Model, checkpointing: Checkpointing, size: SampleSize) -> f64 {
-        let [recomputed, all] = Self::of(model, HashMap::new(), (checkpointing, false), size).recomputed;
+        let [recomputed, all] = Self::of(model, HashMap::new(), (checkpointing, false), size).block_operations;
         recomputed as f64 / all.max(1) as f64
     }
 
     /// The number of values in the largest gradient that the backward pass computes, for one sample of `size`: the
-    /// gradient of the result of layers that share an input. It exists in addition to the values that the tape holds.
+    /// gradient of the results of layers that share an input. This gradient is in memory in addition to the values that
+    /// the tape holds.
     ///
     /// # Errors
-    /// As [`LoraConfig::select`].
+    /// As [`LoraConfig::select`] and [`LoraConfig::kind`].
     pub fn widest_gradient(model: &dyn Model, config: &LoraConfig, size: SampleSize) -> Result<usize> {
-        Ok(Self::of(model, Self::adapted(model, config)?, (Policy::None.into(), false), size).widest)
+        Ok(Self::of(model, Self::kept_by_adapters(model, config)?, (Policy::None.into(), false), size).widest)
     }
 
-    /// What the adapters that `config` selects keep, by the layer's [`key`].
-    fn adapted(model: &dyn Model, config: &LoraConfig) -> Result<HashMap<*const (), Kept>> {
+    /// What the tape keeps for the adapters that `config` selects, by the layer's [`key`].
+    fn kept_by_adapters(model: &dyn Model, config: &LoraConfig) -> Result<HashMap<*const (), Kept>> {
         let layers = model.named_layers();
         let selected = config.select(layers.iter().map(|(name, layer)| (name.as_str(), layer.is_conv())))?;
         let kind = config.kind()?;
@@ -139,53 +140,55 @@ impl Saved {
         Self::of(model, HashMap::new(), (Policy::None.into(), false), size).flops
     }
 
-    /// The sum over all blocks of a model. `rounds` says whether layers with adapters round their inputs.
+    /// Counts all layers of a model for one sample of `size`. `adapted` and `rounds` are the fields of the same names.
     fn of(
         model: &dyn Model,
         adapted: HashMap<*const (), Kept>,
         (checkpointing, rounds): (Checkpointing, bool),
         size: SampleSize,
     ) -> Self {
-        let (mut starts, mut all) = (HashMap::new(), 0);
-        // The closure returns no error.
+        let (mut first_indices, mut blocks_so_far) = (HashMap::new(), 0);
+        // The closure never returns an error, so the visit returns none.
         let _ = model.visit(&mut Visitor::new(&mut |part| {
             if let Part::Blocks { kept, count, .. } = part {
-                starts.insert(std::ptr::from_ref(kept), all);
-                all += count;
+                first_indices.insert(std::ptr::from_ref(kept), blocks_so_far);
+                blocks_so_far += count;
             }
             Ok(())
         }));
         let mut saved = Self {
             adapted,
             checkpointing,
-            starts,
+            first_indices,
             policy: checkpointing.policy(0),
             rounds,
             reached: false,
             held: 0,
-            again: 0,
-            earlier: 0,
+            most_recomputed: 0,
+            earlier_peak: 0,
             block: Block::default(),
             together: 0,
-            is_entered: false,
+            is_input_counted: false,
             offloaded: 0,
             widest: 0,
             flops: Flops::default(),
-            recomputed: [0; 2],
+            block_operations: [0; 2],
         };
         model.saved(size, &mut saved);
         saved
     }
 
-    /// Count an attention of `queries` tokens to `keys` tokens, over heads whose widths add up to `width`.
+    /// Count the operations of attention from `queries` tokens to `keys` tokens, with heads whose widths add up to
+    /// `width`.
     pub const fn attention(&mut self, queries: usize, keys: usize, width: usize) {
+        // Two products, the scores and the sums of values. Each multiplies and adds.
         self.flops.attention += 4 * queries * keys * width;
     }
 
-    /// Count the operations of a product with `weight` at `positions` tokens or pixels. The tape keeps nothing of the
-    /// product.
-    pub fn product(&mut self, weight: &[usize], positions: usize) {
-        self.flops.layers += 2 * weight.iter().product::<usize>() * positions;
+    /// Count the operations of a product with a weight of the shape `dims` at `positions` tokens or pixels. The values
+    /// that the tape keeps are not counted here.
+    pub fn product(&mut self, dims: &[usize], positions: usize) {
+        self.flops.layers += 2 * dims.iter().product::<usize>() * positions;
     }
 
     /// Count all `blocks` in their order, each under its policy. `add` counts one block.
@@ -193,58 +196,60 @@ impl Saved {
         (0..blocks.len()).for_each(|index| self.one(blocks, index, &mut add));
     }
 
-    /// Count block `index` of `blocks` under its policy; `add` counts it.
+    /// Count block `index` of `blocks`, if there is one, under its policy. `add` counts the block.
     pub fn one<B>(&mut self, blocks: &Blocks<B>, index: usize, add: impl FnOnce(&B, &mut Self)) {
         let Some(block) = blocks.iter().nth(index) else { return };
-        let start = self.starts.get(&std::ptr::from_ref(blocks.kept())).copied().unwrap_or(0);
-        let policy = self.checkpointing.policy(start + index);
+        let first = self.first_indices.get(&std::ptr::from_ref(blocks.kept())).copied().unwrap_or(0);
+        let policy = self.checkpointing.policy(first + index);
         if policy != self.policy {
-            self.earlier = self.earlier.max(self.held + std::mem::take(&mut self.again));
+            self.earlier_peak = self.earlier_peak.max(self.held + std::mem::take(&mut self.most_recomputed));
             self.policy = policy;
         }
         let before = self.flops.sum();
         add(block, self);
         let operations = self.flops.sum() - before;
-        let again = if policy.recomputes_all() { operations } else { 0 };
-        self.recomputed = [self.recomputed[0] + again, self.recomputed[1] + operations];
+        let repeated = if policy.recomputes_all() { operations } else { 0 };
+        self.block_operations = [self.block_operations[0] + repeated, self.block_operations[1] + operations];
     }
 
-    /// Count a part of the model outside of checkpoints.
+    /// Count layers outside of checkpoints. `add` counts them.
     pub fn outside(&mut self, add: impl FnOnce(&mut Self)) {
         add(self);
-        let Block { kept, again } = std::mem::take(&mut self.block);
+        let Block { kept, recomputed } = std::mem::take(&mut self.block);
         self.held += kept;
-        self.again = self.again.max(again);
+        self.most_recomputed = self.most_recomputed.max(recomputed);
     }
 
-    /// Count a block under one checkpoint. `enters` is the number of input values that only this block needs. With
-    /// `goes_on`, full checkpointing recomputes the block together with the previous block.
-    pub fn block(&mut self, enters: usize, goes_on: bool, add: impl FnOnce(&mut Self)) {
+    /// Count a block under one checkpoint. `own_inputs` is the number of input values that only this block needs. If
+    /// `joins_previous`, full checkpointing recomputes the block together with the previous block, except if it
+    /// offloads inputs. `add` counts the block.
+    pub fn block(&mut self, own_inputs: usize, joins_previous: bool, add: impl FnOnce(&mut Self)) {
         if !self.policy.recomputes_all() {
             return self.outside(add);
         }
         let offloads = self.policy == Policy::Offloaded;
-        let goes_on = goes_on && !offloads;
+        let joins_previous = joins_previous && !offloads;
         let was_reached = self.reached;
         add(self);
         let Block { kept, .. } = std::mem::take(&mut self.block);
-        self.together = kept + if goes_on { self.together } else { 0 };
-        self.is_entered &= goes_on;
-        if (was_reached || kept > 0) && !self.is_entered {
+        self.together = kept + if joins_previous { self.together } else { 0 };
+        self.is_input_counted &= joins_previous;
+        if (was_reached || kept > 0) && !self.is_input_counted {
             if offloads && was_reached {
                 // The device holds the inputs of two blocks: while the backward pass recomputes this block, the input
                 // of the previous block is copied to the device.
-                self.offloaded += enters;
-                self.together += 2 * enters;
+                self.offloaded += own_inputs;
+                self.together += 2 * own_inputs;
             } else {
-                self.held += enters;
+                self.held += own_inputs;
             }
-            self.is_entered = true;
+            self.is_input_counted = true;
         }
-        self.again = self.again.max(self.together);
+        self.most_recomputed = self.most_recomputed.max(self.together);
     }
 
-    /// Count values that the backward pass of an operation reads. They are kept if a gradient reaches the operation.
+    /// Count values that the backward pass of an operation reads. The tape keeps them if a gradient reaches the
+    /// operation.
     pub fn keep(&mut self, values: usize) {
         if self.reached {
             self.block.kept += values;
@@ -255,14 +260,14 @@ impl Saved {
     /// checkpointing recomputes.
     pub fn keep_cheap(&mut self, values: usize) {
         if self.reached && self.policy == Policy::Selective {
-            self.block.again += values;
+            self.block.recomputed += values;
         } else {
             self.keep(values);
         }
     }
 
-    /// Count results of a matrix product. Selective checkpointing always keeps them; otherwise the tape keeps them only
-    /// if the backward pass reads them.
+    /// Count results of a matrix product. Under selective checkpointing the tape always keeps them, otherwise only if
+    /// the backward pass reads them (`is_read`). Nothing is kept if no gradient reaches the product.
     pub fn keep_product(&mut self, values: usize, is_read: bool) {
         if is_read || self.policy == Policy::Selective {
             self.keep(values);
@@ -301,24 +306,26 @@ impl Saved {
         self.layers(&[Layer::Conv(layer)], (inputs, positions), true);
     }
 
-    /// Count layers that share an input. Without checkpointing, the backward pass computes the input again
-    /// ([`Tensor::remade`]), unless an adapter needs the input, or a rounded copy of the input, on the tape. Under
-    /// checkpointing, the layers count as in [`cheap_linear`](Self::cheap_linear).
+    /// Count layers that share an input that is marked with [`Tensor::remade`]. Without checkpointing, the backward
+    /// pass recomputes the input. Under checkpointing, or if an adapter needs the input or a rounded copy of it on the
+    /// tape, the layers count as in [`cheap_linear`](Self::cheap_linear).
     pub fn remade_layers(&mut self, layers: &[Layer<'_>], (inputs, positions): (usize, usize)) {
         if self.policy == Policy::None && !self.rounds && !self.kept(layers).any(|kept| kept.remade) {
             self.layers(layers, (0, positions), false);
-            self.block.again = self.block.again.max(inputs);
+            // The backward pass frees one recomputed input before it recomputes the next.
+            self.block.recomputed = self.block.recomputed.max(inputs);
         } else {
             self.layers(layers, (inputs, positions), true);
         }
     }
 
-    /// What the adapters of some layers keep.
+    /// What the tape keeps for the adapters of those `layers` that have one.
     fn kept(&self, layers: &[Layer<'_>]) -> impl Iterator<Item = Kept> {
         layers.iter().filter_map(|layer| self.adapted.get(&key(*layer)).copied())
     }
 
-    /// Count layers that share their input. If the input is `cheap`, selective checkpointing recomputes it.
+    /// Count layers that share an input of `inputs` values, and are applied to `positions` tokens or pixels. If the
+    /// input is `cheap`, selective checkpointing recomputes it.
     pub fn layers(&mut self, layers: &[Layer<'_>], (inputs, positions): (usize, usize), cheap: bool) {
         layers.iter().for_each(|layer| self.product(layer.base().weight.dims(), positions));
         let kept: Vec<Kept> = self.kept(layers).collect();
@@ -330,16 +337,17 @@ impl Saved {
         if kept.is_empty() {
             return;
         }
-        let selective = usize::from(self.policy == Policy::Selective);
-        self.block.kept += positions * kept.iter().map(|kept| kept.values + selective * kept.products).sum::<usize>();
-        let recomputed = cheap && self.policy == Policy::Selective;
+        let is_selective = self.policy == Policy::Selective;
+        let per_position = |kept: &Kept| kept.values + if is_selective { kept.products } else { 0 };
+        self.block.kept += positions * kept.iter().map(per_position).sum::<usize>();
         if self.rounds {
-            // Each layer keeps its own rounded copy of the input. Selective checkpointing recomputes the copy from the
-            // input. Otherwise the tape keeps the input only if another operation, such as attention, keeps it.
+            // Each layer with an adapter, always a linear layer, reads its own rounded copy of the input. Selective
+            // checkpointing recomputes the copies from the input. Otherwise the tape keeps the copies. It then also
+            // keeps an input that is not cheap, because the operation that computed it, such as attention, keeps it.
             let adapted = layers.iter().filter(|layer| self.adapted.contains_key(&key(**layer)));
             let rounded = adapted.map(|layer| positions * layer.base().weight.dims()[1]).sum::<usize>();
-            if self.policy == Policy::Selective {
-                self.block.again += rounded;
+            if is_selective {
+                self.block.recomputed += rounded;
             } else {
                 self.block.kept += rounded;
                 if cheap {
@@ -349,8 +357,8 @@ impl Saved {
         } else if !kept.iter().any(|kept| kept.input) {
             return;
         }
-        if recomputed {
-            self.block.again += inputs;
+        if cheap && is_selective {
+            self.block.recomputed += inputs;
         } else {
             self.block.kept += inputs;
         }

@@ -1,4 +1,4 @@
-//! The encoder and the decoder.
+//! The encoder and the decoder of the autoencoder.
 
 use trainable_candle_core::{DType, Result, Tensor};
 use trainable_candle_nn::{Blocks, Conv2d, Module, Visitor, Weights};
@@ -35,7 +35,7 @@ impl Module for Down {
     }
 }
 
-/// The last layers of the encoder and the decoder.
+/// The last layers of the encoder or the decoder: a norm, SiLU and a 3×3 convolution.
 struct Head {
     norm_out: Norm,
     conv_out: Conv2d<Tensor>,
@@ -59,7 +59,8 @@ impl Head {
     }
 }
 
-/// Converts images to the means and logarithms of the variances of their latents. Images and results are channels-last.
+/// Converts images (B, H, W, 3) to features (B, h, w, 2 · `z_dim`), from which `quant_conv` computes the means and the
+/// logarithms of the variances of the latents.
 pub(super) struct Encoder {
     conv_in: Conv2d<Tensor>,
     down_blocks: Blocks<Down>,
@@ -70,7 +71,7 @@ pub(super) struct Encoder {
 impl Encoder {
     pub fn new(config: &QwenVaeConfig, weights: &mut Weights<'_>) -> Result<Self> {
         let widths = config.widths();
-        let (levels, last) = (widths.len(), widths[widths.len() - 1]);
+        let (levels, last_width) = (widths.len(), widths[widths.len() - 1]);
         let (mut layers, mut channels) = (Vec::new(), config.base_dim);
         for (level, &width) in widths.iter().enumerate() {
             for _ in 0..config.num_res_blocks {
@@ -80,14 +81,15 @@ impl Encoder {
             }
             if level + 1 < levels {
                 let weights = &mut weights.pp(&format!("down_blocks.{}", layers.len()));
-                layers.push(Down::Halve(Downsample::named(RESAMPLE, width, true, weights)?));
+                let asymmetric = true;
+                layers.push(Down::Halve(Downsample::named(RESAMPLE, width, asymmetric, weights)?));
             }
         }
         Ok(Self {
             conv_in: conv3x3("conv_in", 3, config.base_dim, weights)?,
             down_blocks: layers.into_iter().collect(),
-            mid_block: MidBlock::new(last, &mut weights.pp("mid_block"))?,
-            head: Head::new(last, 2 * config.z_dim, weights)?,
+            mid_block: MidBlock::new(last_width, &mut weights.pp("mid_block"))?,
+            head: Head::new(last_width, 2 * config.z_dim, weights)?,
         })
     }
 
@@ -111,8 +113,8 @@ impl Module for Encoder {
     }
 }
 
-/// One level of the decoder: residual blocks, then, except in the last level, an upsampling layer that halves the
-/// number of channels.
+/// One level of the decoder: residual blocks, then, except in the last level, an upsampling layer, which doubles height
+/// and width and halves the number of channels.
 struct Up {
     resnets: Blocks<ResidualBlock>,
     upsampler: Option<Upsample>,
@@ -132,7 +134,7 @@ impl Module for Up {
     }
 }
 
-/// Converts latents to images. Latents and images are channels-last.
+/// Converts latents (B, h, w, `z_dim`), after `post_quant_conv`, to images (B, H, W, 3).
 pub(super) struct Decoder {
     conv_in: Conv2d<Tensor>,
     mid_block: MidBlock,
@@ -143,11 +145,13 @@ pub(super) struct Decoder {
 impl Decoder {
     pub fn new(config: &QwenVaeConfig, weights: &mut Weights<'_>) -> Result<Self> {
         let widths: Vec<usize> = config.widths().into_iter().rev().collect();
-        let (levels, last) = (widths.len(), widths[widths.len() - 1]);
+        let (levels, last_width) = (widths.len(), widths[widths.len() - 1]);
         let level = |i: usize, weights: &mut Weights<'_>| {
-            let (width, before) = (widths[i], if i == 0 { widths[0] } else { widths[i - 1] / 2 });
+            let width = widths[i];
+            // The upsampling layer of the previous level has halved the number of channels.
+            let input_width = if i == 0 { width } else { widths[i - 1] / 2 };
             let block = |j| {
-                let channels = if j == 0 { before } else { width };
+                let channels = if j == 0 { input_width } else { width };
                 ResidualBlock::new(channels, width, &mut weights.pp(&format!("resnets.{j}")))
             };
             let resnets = (0..=config.num_res_blocks).map(block).collect::<Result<_>>()?;
@@ -162,7 +166,7 @@ impl Decoder {
             up_blocks: (0..levels)
                 .map(|i| level(i, &mut weights.pp(&format!("up_blocks.{i}"))))
                 .collect::<Result<_>>()?,
-            head: Head::new(last, 3, weights)?,
+            head: Head::new(last_width, 3, weights)?,
         })
     }
 

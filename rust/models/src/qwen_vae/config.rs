@@ -1,4 +1,4 @@
-//! The sizes of an autoencoder.
+//! The configuration of the autoencoder: its sizes, and the means and standard deviations of its latents.
 
 use serde_json::{Map, Value, json};
 use trainable_candle_core::Result;
@@ -11,21 +11,21 @@ use crate::pretrained::Configuration;
 /// those of the published model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct QwenVaeConfig {
-    /// Number of channels after the encoder's first convolution. Each level has a multiple of this number.
+    /// Number of channels after the encoder's first convolution.
     pub base_dim: usize,
     /// Number of channels of the latents.
     pub z_dim: usize,
-    /// Number of channels of each level as a multiple of `base_dim`, from the highest resolution to the lowest. Each
-    /// level of the encoder but the last halves height and width.
+    /// The number of channels of each level of the encoder, divided by `base_dim`. Each level but the last halves
+    /// height and width. The decoder has the levels in reverse order.
     pub dim_mult: Vec<usize>,
     /// Number of residual blocks of each level of the encoder. A level of the decoder has one block more.
     pub num_res_blocks: usize,
-    /// The input of a diffusion model is (latent − mean) / std, with one mean and one std for each channel.
+    /// The mean of each channel of the latents. The input of a diffusion model is (latent − mean) / std.
     pub latents_mean: Vec<f64>,
-    /// The std of each channel, see `latents_mean`.
+    /// The standard deviation (std) of each channel of the latents.
     pub latents_std: Vec<f64>,
-    /// For each level but the last, whether the level halves the number of frames of a video. The coding of images does
-    /// not depend on this field.
+    /// For each level of the encoder but the last, whether the level halves the number of frames of a video. This
+    /// library only copies the field from one `config.json` to another, because it codes single images.
     temporal: Value,
 }
 
@@ -49,7 +49,7 @@ impl Default for QwenVaeConfig {
     }
 }
 
-/// The field for `temporal`, as diffusers misspells it.
+/// The name of the field `temporal` in `config.json`, as diffusers misspells it.
 const TEMPORAL: &str = "temperal_downsample";
 
 impl Configuration for QwenVaeConfig {
@@ -60,8 +60,8 @@ impl Configuration for QwenVaeConfig {
         let standard = Self::default();
         let dim_mult = if map.contains_key("dim_mult") { fields.list("dim_mult")? } else { standard.dim_mult };
         let z_dim = fields.size("z_dim", Some(standard.z_dim))?;
-        let mut numbers = |name, otherwise| {
-            if map.contains_key(name) { fields.numbers(name, z_dim) } else { Ok(otherwise) }
+        let mut numbers = |name, default| {
+            if map.contains_key(name) { fields.numbers(name, z_dim) } else { Ok(default) }
         };
         let latents_mean = numbers("latents_mean", standard.latents_mean)?;
         let latents_std = numbers("latents_std", standard.latents_std)?;
@@ -97,18 +97,22 @@ impl Configuration for QwenVaeConfig {
 }
 
 impl QwenVaeConfig {
+    /// Check the fields that depend on one another. `fields` names the wrong field in the error.
     fn validate(&self, fields: &Fields<'_>) -> Result<()> {
-        if self.latents_mean.len() != self.z_dim || self.latents_std.len() != self.z_dim {
-            return Err(
-                fields.wrong("latents_mean", &format!("{} numbers, as many as latents_std and z_dim", self.z_dim))
-            );
+        // A missing list gets the default values, which may be too many or too few for this `z_dim`.
+        for (name, numbers) in [("latents_mean", &self.latents_mean), ("latents_std", &self.latents_std)] {
+            if numbers.len() != self.z_dim {
+                return Err(fields.wrong(name, &format!("a list of {} numbers, as many as z_dim says", self.z_dim)));
+            }
         }
         if self.latents_std.iter().any(|&std| std <= 0.0) {
             return Err(fields.wrong("latents_std", "numbers above 0"));
         }
-        let halved = self.dim_mult.iter().skip(1).any(|factor| !(factor * self.base_dim).is_multiple_of(2));
-        if halved {
-            return Err(fields.wrong("base_dim", "an even number, because the decoder halves channels"));
+        let is_odd = |width: &usize| !width.is_multiple_of(2);
+        if self.widths().iter().skip(1).any(is_odd) {
+            let expected = "an even number (or even numbers after the first number of dim_mult), because the decoder \
+                            halves the number of channels after every level but the last";
+            return Err(fields.wrong("base_dim", expected));
         }
         Ok(())
     }

@@ -1,5 +1,6 @@
 //! The names of the autoencoder's parameters in files. diffusers' files have the model's own names; `ComfyUI`'s files
-//! have the names of Wan's code. In both, convolution kernels have a time dimension, which the model's kernels lack.
+//! have the names of Wan's code. In both, most convolution kernels have a time dimension, which the model's kernels
+//! lack.
 
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
@@ -7,31 +8,34 @@ use trainable_candle_io::WeightFiles;
 use super::QwenVaeConfig;
 use crate::pretrained::{Form, Key, Layout, Naming, Original};
 
-/// The layout of a folder, or of a checkpoint in one file.
+/// The layout of the autoencoder's parameters: in a folder if `original` is None, or in a checkpoint in one file.
 pub(super) fn layout(original: Option<Original>, config: &QwenVaeConfig) -> Box<dyn Layout> {
-    // The decoder's levels have one block more than the encoder's, and an upsampling.
-    let per_level = config.num_res_blocks + 2;
+    // A level of the decoder has one residual block more than a level of the encoder, and an upsampling layer.
+    let layers_per_level = config.num_res_blocks + 2;
     match original {
-        Some(Original { prefix, naming }) => Box::new(Files { prefix, wan: naming == Naming::Original, per_level }),
-        None => Box::new(Files { prefix: "", wan: false, per_level }),
+        Some(Original { prefix, naming }) => {
+            Box::new(AutoencoderLayout { prefix, has_wan_names: naming == Naming::Original, layers_per_level })
+        }
+        None => Box::new(AutoencoderLayout { prefix: "", has_wan_names: false, layers_per_level }),
     }
 }
 
-struct Files {
+struct AutoencoderLayout {
     prefix: &'static str,
     /// Whether names are those of Wan's code.
-    wan: bool,
-    /// Number of layers of a level of the decoder.
-    per_level: usize,
+    has_wan_names: bool,
+    /// Number of layers of each level of the decoder but the last: residual blocks and the upsampling layer. The last
+    /// level has no upsampling layer.
+    layers_per_level: usize,
 }
 
-impl Layout for Files {
+impl Layout for AutoencoderLayout {
     fn prefix(&self) -> &str {
         self.prefix
     }
 
     fn places(&self, name: &str) -> Vec<Key> {
-        let key = if self.wan { wan(name, self.per_level) } else { Some(name.to_owned()) };
+        let key = if self.has_wan_names { wan_name(name, self.layers_per_level) } else { Some(name.to_owned()) };
         key.map(|key| Key { key, form: form(name) }).into_iter().collect()
     }
 
@@ -43,27 +47,28 @@ impl Layout for Files {
 
 /// The form in which files store a parameter.
 fn form(name: &str) -> Form {
-    let is = |part: &str| name.contains(part);
+    let contains = |part: &str| name.contains(part);
     match name.rsplit_once('.') {
         // In files, the scale of the attention's norm is (C, 1, 1). The scales of other norms have a time dimension
         // too: (C, 1, 1, 1).
-        Some((_, "gamma")) => Form::Vector { rank: if is(".attentions.") { 3 } else { 4 } },
-        Some((_, "weight")) if is(".attentions.") => Form::Pointwise,
-        Some((_, "weight")) if is(".resample.") => Form::Plain,
-        Some((_, "weight")) if is("quant_conv") || is("conv_shortcut") => Form::LastFrame { frames: 1 },
+        Some((_, "gamma")) => Form::Vector { rank: if contains(".attentions.") { 3 } else { 4 } },
+        Some((_, "weight")) if contains(".attentions.") => Form::Pointwise,
+        Some((_, "weight")) if contains(".resample.") => Form::Plain,
+        Some((_, "weight")) if contains("quant_conv") || contains("conv_shortcut") => Form::LastFrame { frames: 1 },
         Some((_, "weight")) => Form::LastFrame { frames: 3 },
         _ => Form::Plain,
     }
 }
 
-/// The beginnings of the names of layers outside of residual blocks: the model's and Wan's.
+/// How the names of layers outside of residual blocks begin, after `encoder.` or `decoder.`: in the model, and in Wan's
+/// code.
 const OUTSIDE: [(&str, &str); 4] = [
     ("conv_in.", "conv1."),
     ("norm_out.", "head.0."),
     ("conv_out.", "head.2."),
     ("mid_block.attentions.0.", "middle.1."),
 ];
-/// The beginnings of the names of a residual block's layers: the model's and Wan's.
+/// How the names of a residual block's layers begin, after the block's name: in the model, and in Wan's code.
 const RESIDUAL: [(&str, &str); 5] = [
     ("norm1.", "residual.0."),
     ("conv1.", "residual.2."),
@@ -72,34 +77,37 @@ const RESIDUAL: [(&str, &str); 5] = [
     ("conv_shortcut.", "shortcut."),
 ];
 
-/// Replaces the beginning of a name.
+/// Replaces the beginning of a name by the first of `renamings` that fits; None if none fits.
 fn replaced(name: &str, renamings: &[(&str, &str)]) -> Option<String> {
     renamings.iter().find_map(|(ours, theirs)| Some(format!("{theirs}{}", name.strip_prefix(ours)?)))
 }
 
 /// Wan's name of a parameter.
-fn wan(name: &str, per_level: usize) -> Option<String> {
+fn wan_name(name: &str, layers_per_level: usize) -> Option<String> {
     let (coder, rest) = name.split_once('.')?;
     match coder {
         "quant_conv" => return Some(format!("conv1.{rest}")),
         "post_quant_conv" => return Some(format!("conv2.{rest}")),
         _ => {}
     }
-    let inside = |rest: &str| replaced(rest, &RESIDUAL).unwrap_or_else(|| rest.to_owned());
+    // Resampling layers have the same names in both codes.
+    let in_block = |rest: &str| replaced(rest, &RESIDUAL).unwrap_or_else(|| rest.to_owned());
     let key = if let Some(rest) = rest.strip_prefix("mid_block.resnets.") {
         let (index, rest) = rest.split_once('.')?;
-        format!("middle.{}.{}", 2 * index.parse::<usize>().ok()?, inside(rest))
+        // In Wan's code, the attention between the two blocks is `middle.1`.
+        format!("middle.{}.{}", 2 * index.parse::<usize>().ok()?, in_block(rest))
     } else if let Some(rest) = rest.strip_prefix("down_blocks.") {
         let (index, rest) = rest.split_once('.')?;
-        format!("downsamples.{index}.{}", inside(rest))
+        format!("downsamples.{index}.{}", in_block(rest))
     } else if let Some(rest) = rest.strip_prefix("up_blocks.") {
         let (level, rest) = rest.split_once('.')?;
-        let first = level.parse::<usize>().ok()? * per_level;
+        // Wan's code numbers the layers of all levels of the decoder together.
+        let first_layer = level.parse::<usize>().ok()? * layers_per_level;
         if let Some(rest) = rest.strip_prefix("upsamplers.0.") {
-            format!("upsamples.{}.{rest}", first + per_level - 1)
+            format!("upsamples.{}.{rest}", first_layer + layers_per_level - 1)
         } else {
             let (index, rest) = rest.strip_prefix("resnets.")?.split_once('.')?;
-            format!("upsamples.{}.{}", first + index.parse::<usize>().ok()?, inside(rest))
+            format!("upsamples.{}.{}", first_layer + index.parse::<usize>().ok()?, in_block(rest))
         }
     } else {
         replaced(rest, &OUTSIDE)?
@@ -110,19 +118,25 @@ fn wan(name: &str, per_level: usize) -> Option<String> {
 /// The configuration of the autoencoder in a file: the first of `known` with the `base_dim` and `z_dim` of the file.
 ///
 /// # Errors
-/// [`Error::Config`] if no known configuration has them.
+/// [`Error::Config`] if no configuration in `known` has them, or a tensor that shows them is missing.
 pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<QwenVaeConfig>) -> Result<QwenVaeConfig> {
-    let size = |key: &str| files.shape(&format!("{prefix}{key}")).and_then(|dims| dims.first().copied());
-    let (base, latent) = (size("encoder.conv1.weight"), size("conv2.weight"));
-    let fits = |config: &QwenVaeConfig| (Some(config.base_dim), Some(config.z_dim)) == (base, latent);
+    let size = |key: &str| {
+        let size = files.shape(&format!("{prefix}{key}")).and_then(|dims| dims.first().copied());
+        size.ok_or_else(|| {
+            Error::Config(format!(
+                "{}: {prefix}{key}, which shows a size of the autoencoder, is missing; give config=, the path of the \
+                 autoencoder's config.json",
+                files.path().display()
+            ))
+        })
+    };
+    let (base_dim, z_dim) = (size("encoder.conv1.weight")?, size("conv2.weight")?);
+    let fits = |config: &QwenVaeConfig| (config.base_dim, config.z_dim) == (base_dim, z_dim);
     known.into_iter().find(fits).ok_or_else(|| {
-        let count = |size: Option<usize>| size.map_or_else(|| "no".to_owned(), |size| size.to_string());
         Error::Config(format!(
-            "{}: the autoencoder has {} channels in its latents and {} after its first convolution, unlike \
-             Qwen-Image's; give config=, the path of the autoencoder's config.json",
-            files.path().display(),
-            count(latent),
-            count(base)
+            "{}: the autoencoder has {z_dim} channels in its latents and {base_dim} after its first convolution, \
+             unlike Qwen-Image's; give config=, the path of the autoencoder's config.json",
+            files.path().display()
         ))
     })
 }

@@ -1,8 +1,8 @@
-//! The autoencoder of Qwen-Image, which is that of Wan 2.1 (arXiv:2503.20314), for single images. Follows
+//! The autoencoder that Qwen-Image has in common with Wan 2.1 (arXiv:2503.20314), for single images. The code follows
 //! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/autoencoders/autoencoder_kl_qwenimage.py>.
 //!
 //! The published model convolves in space and time, and a frame sees only itself and earlier frames. An image is the
-//! first frame: only the last time slice of each kernel multiplies the image, and the other slices multiply zeros of
+//! first frame: only the last time slice of each kernel multiplies the image, and the earlier slices multiply zeros of
 //! the padding. Therefore two-dimensional convolutions with the last slices compute the same result.
 
 mod blocks;

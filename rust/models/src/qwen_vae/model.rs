@@ -12,8 +12,8 @@ use crate::pretrained::{Architecture, Configuration, Layout, Original};
 use crate::registry::{Model, ModelKind};
 use crate::vae::Coding;
 
-/// Qwen-Image's autoencoder for images. It has the parameter names of diffusers' `AutoencoderKLQwenImage`, and the same
-/// results as this class for one frame. Layers that change the number of frames are not loaded.
+/// Qwen-Image's autoencoder, for single images. It has the parameter names of diffusers' `AutoencoderKLQwenImage`, and
+/// the results that diffusers' class has for one frame. Layers that change the number of frames are not loaded.
 pub struct AutoencoderKLQwenImage {
     config: QwenVaeConfig,
     encoder: Encoder,
@@ -23,7 +23,7 @@ pub struct AutoencoderKLQwenImage {
 }
 
 impl AutoencoderKLQwenImage {
-    /// The `_class_name` in its `config.json`.
+    /// The `_class_name` in the model's `config.json`.
     pub const CLASS_NAME: &'static str = "AutoencoderKLQwenImage";
 
     /// A model with the parameters of `weights`.
@@ -31,12 +31,12 @@ impl AutoencoderKLQwenImage {
     /// # Errors
     /// [`trainable_candle_core::Error::Config`] if the weights belong to another model.
     pub fn new(config: QwenVaeConfig, weights: &mut Weights<'_>) -> Result<Self> {
-        let latent = config.z_dim;
+        let z_dim = config.z_dim;
         Ok(Self {
             encoder: Encoder::new(&config, &mut weights.pp("encoder"))?,
             decoder: Decoder::new(&config, &mut weights.pp("decoder"))?,
-            quant_conv: conv1x1("quant_conv", 2 * latent, 2 * latent, weights)?,
-            post_quant_conv: conv1x1("post_quant_conv", latent, latent, weights)?,
+            quant_conv: conv1x1("quant_conv", 2 * z_dim, 2 * z_dim, weights)?,
+            post_quant_conv: conv1x1("post_quant_conv", z_dim, z_dim, weights)?,
             config,
         })
     }
@@ -47,9 +47,10 @@ impl AutoencoderKLQwenImage {
     }
 
     /// The distribution of the latents of `image (B, 3, H, W)` (values -1 to 1), without normalisation: mean and
-    /// logarithm of the variance, (B, z_dim, H / downscale, W / downscale) each, sizes rounded down. If an image is
-    /// larger than `tile_size` pixels along a side, it is encoded in tiles of this size, which overlap by a quarter.
-    /// Near the tiles' seams, the result differs a little from that of the whole image.
+    /// logarithm of the variance, (B, `z_dim`, H / downscale, W / downscale) each, sizes rounded down. With
+    /// `tile_size`, an image with more than `tile_size` pixels along a side is encoded in tiles of that size, which
+    /// overlap by a quarter of their side. Near the seams of tiles the result differs a little from the result without
+    /// tiles.
     ///
     /// # Errors
     /// As [`Coding::encode`].
@@ -58,9 +59,10 @@ impl AutoencoderKLQwenImage {
             .encode(image, [3, self.config.z_dim], tile_size, |x| self.quant_conv.forward(&self.encoder.forward(x)?))
     }
 
-    /// The image of `latent (B, z_dim, h, w)`, which is not normalised: (B, 3, h · downscale, w · downscale), values -1
-    /// to 1. If the image is larger than `tile_size` pixels along a side, it is decoded in tiles of this size, which
-    /// overlap by a quarter and are blended at their seams. The decoder's memory then does not grow with the image.
+    /// The image of `latent (B, z_dim, h, w)`: (B, 3, h · downscale, w · downscale), values -1 to 1. The caller has
+    /// undone the normalisation of the latents. With `tile_size`, an image with more than `tile_size` pixels along a
+    /// side is decoded in tiles of that size, which overlap by a quarter of their side and are blended at their seams.
+    /// The memory of the decoder's activations then does not grow with the image.
     ///
     /// # Errors
     /// As [`Coding::decode`].
@@ -69,6 +71,7 @@ impl AutoencoderKLQwenImage {
         self.coding().decode(latent, self.config.z_dim, tile_size, decode)?.clamp(Some(-1.0), Some(1.0))
     }
 
+    /// The steps around the encoder and the decoder, with the properties of this autoencoder.
     fn coding(&self) -> Coding {
         Coding { op: Self::CLASS_NAME, downscale: self.config.downscale(), dtype: self.dtype() }
     }

@@ -26,9 +26,9 @@ pub struct SD3Config {
     pub num_attention_heads: usize,
     /// Width of each head. The width of the tokens is the number of heads times this width.
     pub attention_head_dim: usize,
-    /// Width of the text encoders' tokens.
+    /// Width of the text tokens' features.
     pub joint_attention_dim: usize,
-    /// Width of the pooled text embedding.
+    /// Width of the pooled text features.
     pub pooled_projection_dim: usize,
     /// Height and width, in tokens, of the table of position embeddings.
     pub pos_embed_max_size: usize,
@@ -57,9 +57,11 @@ impl Default for SD3Config {
     }
 }
 
+/// The value of the field `qk_norm` for normalised queries and keys. Without this norm the field is null.
 const QK_NORM: &str = "rms_norm";
 
 impl Configuration for SD3Config {
+    // A missing field gets diffusers' default, which is not always that of `SD3Config::default`.
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(SD3Transformer::CLASS_NAME, map);
         let in_channels = fields.size("in_channels", Some(16))?;
@@ -71,8 +73,8 @@ impl Configuration for SD3Config {
             Some(QK_NORM) => true,
             Some(_) => return Err(fields.wrong("qk_norm", "\"rms_norm\" or null")),
         };
-        if fields.size("caption_projection_dim", Some(heads * head_dim))? != heads * head_dim {
-            let width = heads * head_dim;
+        let width = heads * head_dim;
+        if fields.size("caption_projection_dim", Some(width))? != width {
             return Err(fields.wrong("caption_projection_dim", &format!("{width}, the width of the tokens")));
         }
         let config = Self {
@@ -119,14 +121,14 @@ impl SD3Config {
     /// Check that the width of the tokens is a multiple of 4.
     ///
     /// # Errors
-    /// [`Error::Config`] that names the wrong field and what it must be.
+    /// [`Error::Config`] that names the two fields whose product is this width.
     pub fn validate(&self) -> Result<()> {
         if self.inner_dim().is_multiple_of(4) {
             return Ok(());
         }
         Err(Error::Config(format!(
             "{}: attention_head_dim is {} and num_attention_heads is {}, expected a product that is a multiple of 4, \
-             because positions have two axes of sines and cosines",
+             because each of the two axes of positions has sines and cosines",
             SD3Transformer::CLASS_NAME,
             self.attention_head_dim,
             self.num_attention_heads

@@ -31,7 +31,7 @@ impl Layout for OriginalTransformer {
     }
 
     fn places(&self, name: &str) -> Vec<Key> {
-        original(name, self.last).into_iter().collect()
+        original_key(name, self.last).into_iter().collect()
     }
 }
 
@@ -78,12 +78,12 @@ const INSIDE: [Renaming; 24] = [
 
 /// The key of a layer in an original checkpoint; `last` is the index of the model's last block.
 pub(super) fn original_layer(layer: &str, last: usize) -> Option<Key> {
-    original(&format!("{layer}.weight"), last)?.of_layer()
+    original_key(&format!("{layer}.weight"), last)?.of_layer()
 }
 
 /// The key of the parameter `name` in an original checkpoint, without the checkpoint's prefix; `last` is the index of
 /// the model's last block.
-fn original(name: &str, last: usize) -> Option<Key> {
+fn original_key(name: &str, last: usize) -> Option<Key> {
     if name == "pos_embed.pos_embed" {
         return Some(Key::plain("pos_embed"));
     }
@@ -99,20 +99,20 @@ fn original(name: &str, last: usize) -> Option<Key> {
 }
 
 /// The configuration of the transformer in a checkpoint, from the shapes of its tensors. Fields that shapes do not
-/// determine come from the first of the `known` configurations that have the deduced sizes, or else from the published
-/// models.
+/// determine come from the first of the `known` configurations that have the deduced sizes, or else from
+/// [`SD3Config::default`].
 ///
 /// # Errors
 /// [`Error::Config`] if a size cannot be determined.
-pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<SD3Config>) -> Result<SD3Config> {
-    let key = |name: &str| match naming.naming {
+pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<SD3Config>) -> Result<SD3Config> {
+    let key = |name: &str| match original.naming {
         Naming::Own | Naming::LlamaCpp => Some(name.to_owned()),
         // The index of the last block affects the form of the text norm's tensor, but no key.
-        Naming::Original => original(name, usize::MAX).map(|key| key.key),
+        Naming::Original => original_key(name, usize::MAX).map(|key| key.key),
     };
-    let shape = |name: &str| files.shape(&format!("{}{}", naming.prefix, key(name)?));
-    let size = |name: &str, dim: usize| {
-        shape(name).and_then(|dims| dims.get(dim).copied()).ok_or_else(|| {
+    let shape = |name: &str| files.shape(&format!("{}{}", original.prefix, key(name)?));
+    let size = |name: &str, axis: usize| {
+        shape(name).and_then(|dims| dims.get(axis).copied()).ok_or_else(|| {
             Error::Config(format!(
                 "{}: the shapes of the checkpoint do not determine the size of {name}; give config=, the path of the \
                  transformer's config.json",
@@ -121,36 +121,38 @@ pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<SD3Config
         })
     };
     let published = SD3Config::default();
-    let there = |i: usize, layer: &str| shape(&format!("transformer_blocks.{i}.{layer}.weight")).is_some();
-    let num_layers = (0..).take_while(|&i| there(i, "attn.to_out.0")).count();
-    let (dim, patch_size) = (size("pos_embed.proj.weight", 0)?, size("pos_embed.proj.weight", 2)?);
+    let has_layer = |i: usize, layer: &str| shape(&format!("transformer_blocks.{i}.{layer}.weight")).is_some();
+    let num_layers = (0..).take_while(|&i| has_layer(i, "attn.to_out.0")).count();
+    let (width, patch_size) = (size("pos_embed.proj.weight", 0)?, size("pos_embed.proj.weight", 2)?);
+    // Only the norms of queries and keys, which SD3 lacks, show the width of a head.
     let head_dim = shape("transformer_blocks.0.attn.norm_q.weight").map(|dims| dims[0]);
     let deduced = SD3Config {
         patch_size,
         in_channels: size("pos_embed.proj.weight", 1)?,
         out_channels: size("proj_out.weight", 0)? / (patch_size * patch_size).max(1),
         num_layers,
-        num_attention_heads: dim / head_dim.unwrap_or(published.attention_head_dim).max(1),
+        num_attention_heads: width / head_dim.unwrap_or(published.attention_head_dim).max(1),
         attention_head_dim: head_dim.unwrap_or(published.attention_head_dim),
         joint_attention_dim: size("context_embedder.weight", 1)?,
         pooled_projection_dim: size("time_text_embed.text_embedder.linear_1.weight", 1)?,
         pos_embed_max_size: size("pos_embed.pos_embed", 1)?.isqrt(),
-        dual_attention_layers: (0..num_layers).filter(|&i| there(i, "attn2.to_out.0")).collect(),
+        dual_attention_layers: (0..num_layers).filter(|&i| has_layer(i, "attn2.to_out.0")).collect(),
         qk_norm: head_dim.is_some(),
         ..published
     };
-    let agrees = |beside: &SD3Config| {
+    // Whether a known configuration equals the deduced one in all fields that shapes determine.
+    let agrees = |candidate: &SD3Config| {
         SD3Config {
-            sample_size: beside.sample_size,
+            sample_size: candidate.sample_size,
             num_attention_heads: if head_dim.is_some() {
                 deduced.num_attention_heads
             } else {
-                beside.num_attention_heads
+                candidate.num_attention_heads
             },
-            attention_head_dim: head_dim.unwrap_or(beside.attention_head_dim),
+            attention_head_dim: head_dim.unwrap_or(candidate.attention_head_dim),
             ..deduced.clone()
-        } == *beside
-            && beside.inner_dim() == dim
+        } == *candidate
+            && candidate.inner_dim() == width
     };
     Ok(known.into_iter().find(agrees).unwrap_or(deduced))
 }

@@ -1,4 +1,4 @@
-//! The transformer, which predicts the velocity from noisy latents, time and text.
+//! The transformer, which predicts the velocity from noisy latents, a time and a text.
 
 use std::sync::Arc;
 
@@ -31,19 +31,19 @@ pub struct SD3Transformer {
     output: ModulatedOutput,
 }
 
-/// The inputs of one call except the noisy latents.
+/// The inputs of one call except the noisy latents, for B images with L text tokens each.
 #[derive(Clone, Copy)]
 pub struct SD3Conditions<'a> {
-    /// The features of the text's tokens, (B, L, joint_attention_dim).
+    /// The features of the text tokens, (B, L, `joint_attention_dim`).
     pub encoder_hidden_states: &'a Tensor,
-    /// The pooled features of the text, (B, pooled_projection_dim).
+    /// The pooled features of the text, (B, `pooled_projection_dim`).
     pub pooled_projections: &'a Tensor,
     /// The time from 0 (clean) to 1000 (noise), of shape (B), (1) or ().
     pub timestep: &'a Tensor,
 }
 
 impl SD3Transformer {
-    /// The `_class_name` in its `config.json`.
+    /// The `_class_name` in the model's `config.json`.
     pub const CLASS_NAME: &'static str = "SD3Transformer2DModel";
 
     /// A model with the parameters of `weights`.
@@ -58,19 +58,21 @@ impl SD3Transformer {
             image_only: i + 1 == config.num_layers,
             ..DoubleBlockKind::default()
         };
+        // All layers have biases.
+        let bias = true;
         let options = Conv2dOptions { stride: [patch; 2], ..Conv2dOptions::default() };
-        let patch_embed = weights.conv2d("pos_embed.proj", config.in_channels, dim, [patch; 2], options, true)?;
+        let patch_embed = weights.conv2d("pos_embed.proj", config.in_channels, dim, [patch; 2], options, bias)?;
         let table = weights.get("pos_embed.pos_embed", (1, side * side, dim), Init::Normal(0.02))?;
-        let sizes = ConditionSizes { dim, pooled: Some(config.pooled_projection_dim), guidance: false, bias: true };
+        let sizes = ConditionSizes { dim, pooled: Some(config.pooled_projection_dim), guidance: false, bias };
         Ok(Self {
             positions: Positions::new(&table, side, patch_embed.weight.device())?,
             patch_embed,
             time_text_embed: TimeTextEmbedding::new(sizes, &mut weights.pp("time_text_embed"))?,
-            context_embedder: weights.linear("context_embedder", config.joint_attention_dim, dim, true)?,
+            context_embedder: weights.linear("context_embedder", config.joint_attention_dim, dim, bias)?,
             blocks: (0..config.num_layers)
                 .map(|i| DoubleBlock::new(config.block(), kind(i), &mut weights.pp(&format!("transformer_blocks.{i}"))))
                 .collect::<Result<_>>()?,
-            output: ModulatedOutput::new([dim, patch * patch * config.out_channels], true, weights)?,
+            output: ModulatedOutput::new([dim, patch * patch * config.out_channels], bias, weights)?,
             config,
         })
     }
@@ -81,12 +83,14 @@ impl SD3Transformer {
     }
 
     /// The velocity at noisy latents `hidden_states (B, C, H, W)`; H and W are multiples of the patch size. The result
-    /// has the shape of `hidden_states`, but with the model's output channels, and the dtype of the weights.
+    /// is (B, `out_channels`, H, W) in the dtype of the weights.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the inputs do not fit the configuration or one another, or the image or the text has no
-    /// token; [`Error::DType`] if `hidden_states` is not floating-point.
+    /// [`Error::Shape`] if the inputs do not fit the configuration or one another, the image or the text has no token,
+    /// or the image has more tokens than the table of positions; [`Error::DType`] if `hidden_states` is not
+    /// floating-point.
     pub fn forward(&self, hidden_states: &Tensor, conditions: SD3Conditions<'_>) -> Result<Tensor> {
+        // Height and width in tokens.
         let [batch, height, width] = self.check(hidden_states, conditions)?;
         let (dtype, dim) = (self.dtype(), self.config.inner_dim());
         let patches = self.patch_embed.forward(&hidden_states.to_dtype(dtype)?.permute(&[0, 2, 3, 1])?)?;
@@ -127,13 +131,13 @@ impl SD3Transformer {
             ));
         }
         let SD3Conditions { encoder_hidden_states, pooled_projections, timestep } = conditions;
-        let (wide, pooled) = (self.config.joint_attention_dim, self.config.pooled_projection_dim);
-        if !matches!(*encoder_hidden_states.dims(), [b, length, w] if b == batch && w == wide && length > 0) {
-            let expected = format!("({batch}, L, {wide}) with at least one token");
+        let (text_dim, pooled_dim) = (self.config.joint_attention_dim, self.config.pooled_projection_dim);
+        if !matches!(*encoder_hidden_states.dims(), [b, length, w] if b == batch && w == text_dim && length > 0) {
+            let expected = format!("({batch}, L, {text_dim}) with at least one token");
             return misfit("encoder_hidden_states", encoder_hidden_states, expected);
         }
-        if pooled_projections.dims() != [batch, pooled] {
-            return misfit("pooled_projections", pooled_projections, format!("({batch}, {pooled})"));
+        if pooled_projections.dims() != [batch, pooled_dim] {
+            return misfit("pooled_projections", pooled_projections, format!("({batch}, {pooled_dim})"));
         }
         if !matches!(*timestep.dims(), [] | [1]) && timestep.dims() != [batch] {
             return misfit("timestep", timestep, format!("({batch},), (1,) or ()"));
@@ -194,14 +198,14 @@ impl Model for SD3Transformer {
 
     fn saved(&self, size: SampleSize, saved: &mut Saved) {
         let patch = self.config.patch_size;
-        let area = size.height.div_ceil(patch) * size.width.div_ceil(patch);
+        let image_tokens = size.height.div_ceil(patch) * size.width.div_ceil(patch);
         saved.outside(|saved| {
-            saved.conv(&self.patch_embed, (size.height * size.width * self.config.in_channels, area));
+            saved.conv(&self.patch_embed, (size.height * size.width * self.config.in_channels, image_tokens));
             saved.linear(&self.context_embedder, (size.tokens * self.config.joint_attention_dim, size.tokens));
             self.time_text_embed.saved(saved);
         });
-        saved.each(&self.blocks, |block, saved| block.saved(area, size.tokens, saved));
-        self.output.saved(area, saved);
+        saved.each(&self.blocks, |block, saved| block.saved(image_tokens, size.tokens, saved));
+        self.output.saved(image_tokens, saved);
     }
 
     fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {

@@ -7,21 +7,21 @@ use super::UNetConfig;
 use crate::layers::{Downsample, ResnetBlock, ResnetSizes, SpatialTransformer, TransformerSizes, Upsample};
 use crate::saved::Saved;
 
-/// The conditions that every block reads.
+/// The conditions that every block reads, for B images.
 pub(super) struct Conditions<'a> {
-    /// SiLU of the time's embedding, (B, T).
+    /// SiLU of the time's embedding, (B, `time_embed_dim`).
     pub time: Tensor,
-    /// The features of the text's tokens, (B, L, E).
+    /// The features of L text tokens, (B, L, `cross_attention_dim`).
     pub text: &'a Tensor,
 }
 
-/// Sizes of a residual block.
-fn resnet(config: &UNetConfig, channels: usize, out_channels: usize) -> ResnetSizes {
+/// The sizes of a residual block.
+fn resnet_sizes(config: &UNetConfig, channels: usize, out_channels: usize) -> ResnetSizes {
     let (groups, eps) = (config.norm_num_groups, config.norm_eps);
     ResnetSizes { channels, out_channels, time_dim: Some(config.time_embed_dim()), groups, eps }
 }
 
-/// A transformer that follows a residual block of a level.
+/// Makes a transformer, which follows a residual block of `level`.
 fn transformer(config: &UNetConfig, level: usize, weights: &mut Weights<'_>) -> Result<SpatialTransformer> {
     let sizes = TransformerSizes {
         dim: config.block_out_channels[level],
@@ -34,11 +34,11 @@ fn transformer(config: &UNetConfig, level: usize, weights: &mut Weights<'_>) -> 
     SpatialTransformer::new(sizes, weights)
 }
 
-/// Runs residual block `index` on the feature maps `parts`, which are joined along the channels.
+/// Runs residual block `index` on the feature maps `parts`, joined along the channels.
 fn run(blocks: &Blocks<ResnetBlock>, index: usize, parts: &[&Tensor], conditions: &Conditions<'_>) -> Result<Tensor> {
     let inputs: Vec<&Tensor> = std::iter::once(&conditions.time).chain(parts.iter().copied()).collect();
-    // The tape keeps the parts anyway, as results of other blocks. `run_one` joins them inside the block's checkpoint,
-    // if it has one, so that the tape does not keep the joined copy, too.
+    // The tape keeps the parts anyway, as results of other blocks. The function joins them inside the block's
+    // checkpoint, if the block has one, so that the tape does not also keep the joined copy.
     blocks.run_one(index, &inputs, |block, inputs| {
         let x = match &inputs[1..] {
             [x] => x.clone(),
@@ -59,24 +59,24 @@ pub(super) struct DownBlock {
 impl DownBlock {
     pub(super) fn new(config: &UNetConfig, level: usize, weights: &mut Weights<'_>) -> Result<Self> {
         let channels = config.block_out_channels[level];
-        let before = config.block_out_channels[level.saturating_sub(1)];
+        let input_channels = config.block_out_channels[level.saturating_sub(1)];
         let (mut resnets, mut attentions) = (Vec::new(), Vec::new());
         for i in 0..config.layers_per_block {
-            let sizes = resnet(config, if i == 0 { before } else { channels }, channels);
+            let sizes = resnet_sizes(config, if i == 0 { input_channels } else { channels }, channels);
             resnets.push(ResnetBlock::new(sizes, &mut weights.pp(&format!("resnets.{i}")))?);
             if config.down_attention[level] {
                 attentions.push(transformer(config, level, &mut weights.pp(&format!("attentions.{i}")))?);
             }
         }
+        let asymmetric = false;
         let downsample = (level + 1 < config.block_out_channels.len())
-            .then(|| Downsample::new(channels, false, &mut weights.pp("downsamplers.0")))
+            .then(|| Downsample::new(channels, asymmetric, &mut weights.pp("downsamplers.0")))
             .transpose()?;
         Ok(Self { resnets: resnets.into_iter().collect(), attentions, downsample })
     }
 
-    /// Computes the next level's feature map from `x (B, H, W, C)`; the last level returns its own feature map. The
-    /// result of each residual block (or of the transformer after it) and the result of the downsampling are appended
-    /// to `skips`.
+    /// Computes the next level's feature map from `x (B, H, W, C)`; the last level returns its own feature map. Appends
+    /// to `skips` the result of each residual block (or of the transformer after it) and of the downsampling.
     pub(super) fn forward(
         &self,
         mut x: Tensor,
@@ -99,8 +99,8 @@ impl DownBlock {
 }
 
 impl DownBlock {
-    /// Adds to `saved` what the tape keeps if the level's feature map has `area` pixels and the next level's feature
-    /// map has `smaller` pixels.
+    /// Adds to `saved` what the tape keeps if the level's feature map has `area` pixels, the next level's feature map
+    /// has `smaller` pixels, and the text has `tokens` tokens.
     pub(super) fn saved(&self, (area, smaller): (usize, usize), tokens: usize, saved: &mut Saved) {
         for i in 0..self.resnets.len() {
             saved.one(&self.resnets, i, |block, saved| block.saved(area, None, saved));
@@ -127,6 +127,7 @@ impl Module for DownBlock {
 /// The block between the down blocks and the up blocks (`mid_block`): residual block, transformer, residual block.
 pub(super) struct MidBlock {
     resnets: Blocks<ResnetBlock>,
+    /// One transformer.
     attentions: Vec<SpatialTransformer>,
 }
 
@@ -135,7 +136,7 @@ impl MidBlock {
         let level = config.block_out_channels.len() - 1;
         let channels = config.block_out_channels[level];
         let resnet = |i: usize, weights: &mut Weights<'_>| {
-            let sizes = resnet(config, channels, channels);
+            let sizes = resnet_sizes(config, channels, channels);
             ResnetBlock::new(sizes, &mut weights.pp(&format!("resnets.{i}")))
         };
         Ok(Self {
@@ -153,7 +154,7 @@ impl MidBlock {
 }
 
 impl MidBlock {
-    /// Adds to `saved` what the tape keeps for a feature map of `area` pixels.
+    /// Adds to `saved` what the tape keeps for a feature map of `area` pixels and a text of `tokens` tokens.
     pub(super) fn saved(&self, area: usize, tokens: usize, saved: &mut Saved) {
         for i in 0..self.resnets.len() {
             saved.one(&self.resnets, i, |block, saved| block.saved(area, None, saved));
@@ -170,8 +171,8 @@ impl Module for MidBlock {
     }
 }
 
-/// A level of the second half of the UNet (`up_blocks.N`): residual blocks, each followed by a transformer if the
-/// level has attention, then, except in the first level, upsampling.
+/// A level of the second half of the UNet (`up_blocks.N`): residual blocks, each followed by a transformer if the up
+/// block has attention, then upsampling. Only the up block of level 0, which runs last, has no upsampling.
 pub(super) struct UpBlock {
     resnets: Blocks<ResnetBlock>,
     attentions: Vec<SpatialTransformer>,
@@ -179,17 +180,19 @@ pub(super) struct UpBlock {
 }
 
 impl UpBlock {
-    /// The up block `index`. Up block 0 belongs to the last level, which has the smallest feature map.
+    /// Makes the up block `index`. Up block 0 belongs to the last level, which has the smallest feature map.
     pub(super) fn new(config: &UNetConfig, index: usize, weights: &mut Weights<'_>) -> Result<Self> {
         let level = config.block_out_channels.len() - 1 - index;
+        // The input of up block 0 comes from the middle block, which has the last level's channels.
         let width = |level: usize| config.block_out_channels[level.min(config.block_out_channels.len() - 1)];
         let channels = width(level);
         let (mut resnets, mut attentions) = (Vec::new(), Vec::new());
         for i in 0..=config.layers_per_block {
-            let image = if i == 0 { width(level + 1) } else { channels };
-            // The last layer's skip is the input of the level's down block: it has the channels of the level before.
-            let skip = if i == config.layers_per_block { width(level.saturating_sub(1)) } else { channels };
-            let sizes = resnet(config, image + skip, channels);
+            let x_channels = if i == 0 { width(level + 1) } else { channels };
+            // The skip of the last residual block is the input of the level's down block. It has the channels of the
+            // previous level. At level 0 it is the result of `conv_in`, which has the channels of level 0.
+            let skip_channels = if i == config.layers_per_block { width(level.saturating_sub(1)) } else { channels };
+            let sizes = resnet_sizes(config, x_channels + skip_channels, channels);
             resnets.push(ResnetBlock::new(sizes, &mut weights.pp(&format!("resnets.{i}")))?);
             if config.up_attention[index] {
                 attentions.push(transformer(config, level, &mut weights.pp(&format!("attentions.{i}")))?);
@@ -199,8 +202,9 @@ impl UpBlock {
         Ok(Self { resnets: resnets.into_iter().collect(), attentions, upsample })
     }
 
-    /// Computes the previous level's feature map from `x (B, H, W, C)` (the first level returns its own feature map),
-    /// with the height and width of the last skip that remains in `skips`.
+    /// Computes the previous level's feature map from `x (B, H, W, C)`; level 0 returns its own feature map. Each
+    /// residual block takes the last of `skips`. The previous level's feature map has the height and width of the last
+    /// skip that remains.
     pub(super) fn forward(
         &self,
         mut x: Tensor,
@@ -226,8 +230,9 @@ impl UpBlock {
 
 impl UpBlock {
     /// Adds to `saved` what the tape keeps if the level's feature map has `area` pixels, the previous level's feature
-    /// map has `larger` pixels, and the input without the skip has `channels` channels. Returns the channels of the
-    /// result. The skips are not counted here, because the down blocks count them.
+    /// map has `larger` pixels, the text has `tokens` tokens, and the up block's input `x` has `channels` channels.
+    /// Returns the number of channels of the result. The skips are not counted here, because the down blocks count
+    /// them.
     pub(super) fn saved(
         &self,
         (area, larger): (usize, usize),
@@ -259,6 +264,7 @@ impl Module for UpBlock {
     }
 }
 
+/// Visits the layers that down, middle and up blocks have.
 fn visit_layers<'a>(
     resnets: &'a Blocks<ResnetBlock>,
     attentions: &'a [SpatialTransformer],

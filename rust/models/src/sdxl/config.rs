@@ -7,41 +7,41 @@ use super::SDXLUNet;
 use crate::fields::Fields;
 use crate::pretrained::Configuration;
 
-/// `config.json` of a UNet as diffusers writes it (`UNet2DConditionModel`): the fields in which SDXL's models differ.
-/// Lists have one entry per level, from the level with the largest feature map to the level with the smallest; only
-/// `up_attention` has the reverse order. The default is SDXL's base model.
+/// The fields in which the UNets of SDXL's models differ, of `config.json` as diffusers writes it
+/// (`UNet2DConditionModel`). Lists have one entry per level, from the level with the largest feature map to the level
+/// with the smallest; only `up_attention` has the reverse order. The default is SDXL's base model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct UNetConfig {
-    /// Channels of the latents.
+    /// Number of channels of the latents.
     pub in_channels: usize,
-    /// Channels of the prediction.
+    /// Number of channels of the prediction.
     pub out_channels: usize,
     /// Height and width of the latents that the model was made for.
     pub sample_size: usize,
-    /// Channels of each level.
+    /// Number of channels of each level.
     pub block_out_channels: Vec<usize>,
-    /// Residual blocks of each down block; up blocks have one more.
+    /// Number of residual blocks of each down block; up blocks have one more.
     pub layers_per_block: usize,
     /// Whether each level's down block has attention (`CrossAttnDownBlock2D`) or not (`DownBlock2D`).
     pub down_attention: Vec<bool>,
     /// Whether each up block has attention (`CrossAttnUpBlock2D`) or not (`UpBlock2D`), in the order in which the up
     /// blocks run: the block with the smallest feature map first.
     pub up_attention: Vec<bool>,
-    /// Transformer blocks after each residual block.
+    /// Number of transformer blocks after each residual block of a level with attention.
     pub transformer_layers_per_block: Vec<usize>,
-    /// Heads of each attention; the file calls them `attention_head_dim`.
+    /// Number of heads of each attention; `config.json` calls this field `attention_head_dim`.
     pub num_attention_heads: Vec<usize>,
-    /// Features of each text token.
+    /// Number of features of each text token.
     pub cross_attention_dim: Vec<usize>,
-    /// Groups of the group norms.
+    /// Number of groups of the group norms.
     pub norm_num_groups: usize,
     /// Added to the variance in the norms.
     pub norm_eps: f64,
     /// Whether projections around transformers are linear layers instead of 1×1 convolutions.
     pub use_linear_projection: bool,
-    /// Sinusoids for each of the six `time_ids`.
+    /// Number of sinusoids for each of the six `time_ids`.
     pub addition_time_embed_dim: usize,
-    /// Sum of the numbers of features of the pooled text and of the sinusoids of `time_ids`.
+    /// Number of features of the pooled text, plus the number of sinusoids for all six `time_ids`.
     pub projection_class_embeddings_input_dim: usize,
 }
 
@@ -70,7 +70,9 @@ impl Default for UNetConfig {
 /// The number of values in `time_ids`: original height and width, top and left of the crop, target height and width.
 pub const TIME_IDS: usize = 6;
 
+/// The types of down blocks, and whether they have attention.
 const DOWN: [(&str, bool); 2] = [("CrossAttnDownBlock2D", true), ("DownBlock2D", false)];
+/// The types of up blocks, and whether they have attention.
 const UP: [(&str, bool); 2] = [("CrossAttnUpBlock2D", true), ("UpBlock2D", false)];
 
 /// Fields that have the same value in all of SDXL's models.
@@ -104,11 +106,13 @@ fn fixed() -> [(&'static str, Value); 24] {
 }
 
 impl Configuration for UNetConfig {
+    // The defaults below are diffusers', not those of `UNetConfig::default`. Only `sample_size` has none in diffusers.
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(SDXLUNet::CLASS_NAME, map);
         fields.only(&fixed())?;
         // upcast_attention requests attention scores in f32: this library always computes them in f32.
-        // addition_embed_type_num_heads belongs to other values of addition_embed_type. sample_size is read below.
+        // addition_embed_type_num_heads belongs to other values of addition_embed_type. sample_size is read below; it
+        // does not affect the model, so a value of another type counts as missing.
         fields.ignore(&["upcast_attention", "addition_embed_type_num_heads", "sample_size"]);
         if fields.text("addition_embed_type").is_none() {
             return Err(fields.wrong("addition_embed_type", "\"text_time\", which SDXL's models have"));
@@ -142,17 +146,17 @@ impl Configuration for UNetConfig {
     }
 
     fn to_json(&self) -> Map<String, Value> {
-        let name = |known: [(&'static str, bool); 2], attends: bool| if attends { known[0].0 } else { known[1].0 };
+        let name = |types: [(&'static str, bool); 2], attends: bool| if attends { types[0].0 } else { types[1].0 };
         let mut map: Map<String, Value> = fixed().into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
-        let varied = json!({
+        let varying = json!({
             "_class_name": SDXLUNet::CLASS_NAME,
             "in_channels": self.in_channels,
             "out_channels": self.out_channels,
             "sample_size": self.sample_size,
             "block_out_channels": self.block_out_channels,
             "layers_per_block": self.layers_per_block,
-            "down_block_types": self.down_attention.iter().map(|&a| name(DOWN, a)).collect::<Vec<_>>(),
-            "up_block_types": self.up_attention.iter().map(|&a| name(UP, a)).collect::<Vec<_>>(),
+            "down_block_types": self.down_attention.iter().map(|&attends| name(DOWN, attends)).collect::<Vec<_>>(),
+            "up_block_types": self.up_attention.iter().map(|&attends| name(UP, attends)).collect::<Vec<_>>(),
             "transformer_layers_per_block": self.transformer_layers_per_block,
             "attention_head_dim": self.num_attention_heads,
             "cross_attention_dim": self.cross_attention_dim[0],
@@ -162,9 +166,10 @@ impl Configuration for UNetConfig {
             "addition_time_embed_dim": self.addition_time_embed_dim,
             "projection_class_embeddings_input_dim": self.projection_class_embeddings_input_dim,
         });
-        if let Value::Object(varied) = varied {
-            map.extend(varied);
+        if let Value::Object(varying) = varying {
+            map.extend(varying);
         }
+        // The published configurations have null instead of false here.
         map.insert("mid_block_only_cross_attention".into(), Value::Null);
         map
     }
@@ -174,7 +179,7 @@ impl UNetConfig {
     /// Check that the sizes fit together.
     ///
     /// # Errors
-    /// [`Error::Config`] that names the wrong field and what it must be.
+    /// [`Error::Config`] that names the wrong fields and what they must be.
     pub fn validate(&self) -> Result<()> {
         let wrong = |text: String| Err(Error::Config(format!("{}: {text}", SDXLUNet::CLASS_NAME)));
         for (level, (&channels, &heads)) in self.block_out_channels.iter().zip(&self.num_attention_heads).enumerate() {
@@ -186,22 +191,29 @@ impl UNetConfig {
             }
             if channels % heads != 0 {
                 return wrong(format!(
-                    "attention_head_dim (the number of heads) is {heads} at level {level}; it must divide the level's {channels} channels"
+                    "attention_head_dim (the number of heads) is {heads} at level {level}; it must divide the \
+                     level's {channels} channels"
                 ));
             }
         }
         if !self.block_out_channels[0].is_multiple_of(2) || !self.addition_time_embed_dim.is_multiple_of(2) {
-            return wrong("block_out_channels[0] and addition_time_embed_dim must be even".to_owned());
+            return wrong(format!(
+                "block_out_channels[0] is {} and addition_time_embed_dim is {}, expected even numbers, because half of \
+                 the sinusoids are sines and half are cosines",
+                self.block_out_channels[0], self.addition_time_embed_dim
+            ));
         }
         if self.cross_attention_dim.iter().any(|&dim| dim != self.cross_attention_dim[0]) {
             return wrong(format!(
-                "cross_attention_dim is {:?}, expected the same value for every level, because all levels read the same text",
+                "cross_attention_dim is {:?}, expected the same value for every level, because all levels read the \
+                 same text",
                 self.cross_attention_dim
             ));
         }
         if self.projection_class_embeddings_input_dim <= TIME_IDS * self.addition_time_embed_dim {
             return wrong(format!(
-                "projection_class_embeddings_input_dim is {}, expected more than {TIME_IDS} x addition_time_embed_dim = {}",
+                "projection_class_embeddings_input_dim is {}, expected more than {}, {TIME_IDS} times \
+                 addition_time_embed_dim",
                 self.projection_class_embeddings_input_dim,
                 TIME_IDS * self.addition_time_embed_dim
             ));

@@ -34,14 +34,13 @@ impl Layout for OriginalUNet {
 }
 
 /// The name of a parameter or layer in original checkpoints, without the checkpoint's prefix. For example,
-/// `down_blocks.1.resnets.0.conv1` becomes `input_blocks.4.0.in_layers.2`. None if the model
-/// has no such parameter or layer.
+/// `down_blocks.1.resnets.0.conv1` becomes `input_blocks.4.0.in_layers.2`. None for a name that no UNet has.
 pub fn original_name(name: &str, config: &UNetConfig) -> Option<String> {
     let (block, rest) = name.split_once('.')?;
-    // A level has `stride` entries of `input_blocks`: the residual blocks, then the downsampling. It also has `stride`
-    // entries of `output_blocks`: the residual blocks, of which the up block has one more. The last entry of
-    // `output_blocks` also has the upsampling.
-    let stride = config.layers_per_block + 1;
+    // The entries of a level in `input_blocks`: one for each residual block, then one for the downsampling.
+    // `output_blocks` has as many entries of a level: one for each residual block, of which the up block has one more.
+    // The last of these entries also has the upsampling.
+    let entries_per_level = config.layers_per_block + 1;
     match block {
         "time_embedding" => Some(format!("time_embed.{}", mlp(rest)?)),
         "add_embedding" => Some(format!("label_emb.0.{}", mlp(rest)?)),
@@ -49,36 +48,40 @@ pub fn original_name(name: &str, config: &UNetConfig) -> Option<String> {
         "conv_norm_out" => Some(format!("out.0.{rest}")),
         "conv_out" => Some(format!("out.2.{rest}")),
         "mid_block" => {
-            let (kind, index, rest) = indexed(rest)?;
+            let (kind, index, rest) = split_index(rest)?;
             match kind {
+                // The attention between the two residual blocks is `middle_block.1`.
                 "resnets" => Some(format!("middle_block.{}.{}", 2 * index, resnet(rest))),
                 "attentions" => Some(format!("middle_block.1.{rest}")),
                 _ => None,
             }
         }
         "down_blocks" => {
-            let (level, rest) = number(rest)?;
-            let (kind, index, rest) = indexed(rest)?;
-            let first = 1 + level * stride;
+            let (level, rest) = split_number(rest)?;
+            let (kind, index, rest) = split_index(rest)?;
+            // Entry 0 is `conv_in`.
+            let first = 1 + level * entries_per_level;
             match kind {
                 "resnets" => Some(format!("input_blocks.{}.0.{}", first + index, resnet(rest))),
                 "attentions" => Some(format!("input_blocks.{}.1.{rest}", first + index)),
                 "downsamplers" => {
-                    Some(format!("input_blocks.{}.0.op{}", first + stride - 1, rest.strip_prefix("conv")?))
+                    Some(format!("input_blocks.{}.0.op{}", first + entries_per_level - 1, rest.strip_prefix("conv")?))
                 }
                 _ => None,
             }
         }
         "up_blocks" => {
-            let (at, rest) = number(rest)?;
-            let (kind, index, rest) = indexed(rest)?;
-            let first = at * stride;
+            let (up_block, rest) = split_number(rest)?;
+            let (kind, index, rest) = split_index(rest)?;
+            let first = up_block * entries_per_level;
             match kind {
                 "resnets" => Some(format!("output_blocks.{}.0.{}", first + index, resnet(rest))),
                 "attentions" => Some(format!("output_blocks.{}.1.{rest}", first + index)),
                 "upsamplers" => {
-                    let place = 1 + usize::from(*config.up_attention.get(at)?);
-                    Some(format!("output_blocks.{}.{place}.{rest}", first + stride - 1))
+                    // In an entry, the upsampling follows the residual block (0) and, if there is one, the attention
+                    // (1).
+                    let place = 1 + usize::from(*config.up_attention.get(up_block)?);
+                    Some(format!("output_blocks.{}.{place}.{rest}", first + entries_per_level - 1))
                 }
                 _ => None,
             }
@@ -88,25 +91,25 @@ pub fn original_name(name: &str, config: &UNetConfig) -> Option<String> {
 }
 
 /// Splits `3.rest` into 3 and `rest`.
-fn number(text: &str) -> Option<(usize, &str)> {
+fn split_number(text: &str) -> Option<(usize, &str)> {
     let (number, rest) = text.split_once('.')?;
     Some((number.parse().ok()?, rest))
 }
 
-/// Splits `kind.3.rest` or `kind.3` into its three parts.
-fn indexed(text: &str) -> Option<(&str, usize, &str)> {
+/// Splits `kind.3.rest` into `kind`, 3 and `rest`. For `kind.3`, the rest is empty.
+fn split_index(text: &str) -> Option<(&str, usize, &str)> {
     let (kind, rest) = text.split_once('.')?;
     let (index, rest) = rest.split_once('.').unwrap_or((rest, ""));
     Some((kind, index.parse().ok()?, rest))
 }
 
-/// The original name of a parameter or layer of an embedding's two linear layers.
+/// The original name of one of an embedding's two linear layers, or of a parameter of it.
 fn mlp(text: &str) -> Option<String> {
-    let place = [("linear_1", 0), ("linear_2", 2)];
-    place.iter().find_map(|(name, index)| Some(format!("{index}{}", text.strip_prefix(name)?)))
+    let places = [("linear_1", 0), ("linear_2", 2)];
+    places.iter().find_map(|(name, index)| Some(format!("{index}{}", text.strip_prefix(name)?)))
 }
 
-/// The original name of a parameter or layer of a residual block.
+/// The original name of a parameter or layer of a residual block. Other names stay unchanged.
 fn resnet(text: &str) -> String {
     const PARTS: [(&str, &str); 6] = [
         ("norm1", "in_layers.0"),
@@ -122,9 +125,9 @@ fn resnet(text: &str) -> String {
         .unwrap_or_else(|| text.to_owned())
 }
 
-/// The first level's number of channels in the published models. Their attention heads have [`PUBLISHED_HEAD_DIM`]
-/// channels each.
+/// The first level's number of channels in the published models: the base model and the refiner.
 const PUBLISHED_WIDTHS: [usize; 2] = [320, 384];
+/// The number of channels of each attention head in the published models.
 const PUBLISHED_HEAD_DIM: usize = 64;
 
 /// The configuration of the UNet in an original checkpoint, from the shapes of its tensors. Fields that shapes do not
@@ -132,20 +135,21 @@ const PUBLISHED_HEAD_DIM: usize = 64;
 /// sizes, or else from the published models.
 ///
 /// # Errors
-/// [`Error::Config`] if a size or the number of heads cannot be determined.
+/// [`Error::Config`] if a size or the number of heads cannot be determined, or if the checkpoint belongs to Stable
+/// Diffusion 1 or 2.
 pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<UNetConfig>) -> Result<UNetConfig> {
     let shape = |key: String| files.shape(&format!("{prefix}{key}"));
-    let unknown = |what: &str| {
+    let undetermined = |what: &str| {
         Error::Config(format!(
             "{}: the shapes of the checkpoint do not determine {what}; give config=, the path of the UNet's \
              config.json",
             files.path().display()
         ))
     };
-    let size = |key: &str, dim: usize| {
+    let size = |key: &str, axis: usize| {
         shape(key.to_owned())
-            .and_then(|dims| dims.get(dim).copied())
-            .ok_or_else(|| unknown(&format!("the size of {key}")))
+            .and_then(|dims| dims.get(axis).copied())
+            .ok_or_else(|| undetermined(&format!("the size of {key}")))
     };
     if shape("input_blocks.0.0.weight".to_owned()).is_some() && shape("label_emb.0.0.weight".to_owned()).is_none() {
         return Err(Error::Config(format!(
@@ -154,16 +158,19 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<UNetConfig>) 
             files.path().display()
         )));
     }
+    // The number of transformer blocks in an entry of `input_blocks` or `output_blocks`, or in `middle_block`.
     let depth = |block: &str| {
         (0..).take_while(|i| shape(format!("{block}.1.transformer_blocks.{i}.norm1.weight")).is_some()).count()
     };
+    // For each level: number of channels, of transformer blocks after a residual block, and of residual blocks. After
+    // the downsampling begins the next level.
     let (mut channels, mut depths, mut layers) = (vec![0], vec![0], vec![0]);
     for i in 1.. {
-        let last = channels.len() - 1;
+        let level = channels.len() - 1;
         if let Some(dims) = shape(format!("input_blocks.{i}.0.in_layers.2.weight")) {
-            channels[last] = dims[0];
-            depths[last] = depth(&format!("input_blocks.{i}"));
-            layers[last] += 1;
+            channels[level] = dims[0];
+            depths[level] = depth(&format!("input_blocks.{i}"));
+            layers[level] += 1;
         } else if shape(format!("input_blocks.{i}.0.op.weight")).is_some() {
             channels.push(0);
             depths.push(0);
@@ -172,14 +179,14 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<UNetConfig>) 
             break;
         }
     }
-    let (levels, stride) = (channels.len(), layers[0] + 1);
+    let (levels, entries_per_level) = (channels.len(), layers[0] + 1);
     if layers.iter().any(|&count| count != layers[0] || count == 0) || depth("middle_block") != depths[levels - 1] {
-        return Err(unknown("the UNet's levels, because its blocks are not those of an SDXL model"));
+        return Err(undetermined("the UNet's levels, because its blocks are not those of an SDXL model"));
     }
-    let attention = (1..=levels * stride)
+    let attention = (1..=levels * entries_per_level)
         .map(|i| format!("input_blocks.{i}.1"))
         .find(|block| shape(format!("{block}.proj_in.weight")).is_some())
-        .ok_or_else(|| unknown("the number of features of the text, because no level attends to the text"))?;
+        .ok_or_else(|| undetermined("the number of features of the text, because no level attends to the text"))?;
     let projection = size("label_emb.0.0.weight", 1)?;
     // The UNet's shapes determine how many features the pooled text and the sinusoids of `time_ids` have together, but
     // not how many each has. The projection of the text encoder in the same file shows how many the pooled text has.
@@ -189,7 +196,7 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<UNetConfig>) 
         out_channels: size("out.2.weight", 0)?,
         layers_per_block: layers[0],
         down_attention: depths.iter().map(|&depth| depth > 0).collect(),
-        up_attention: (0..levels).map(|at| depth(&format!("output_blocks.{}", at * stride)) > 0).collect(),
+        up_attention: (0..levels).map(|i| depth(&format!("output_blocks.{}", i * entries_per_level)) > 0).collect(),
         transformer_layers_per_block: depths.iter().map(|&depth| depth.max(1)).collect(),
         num_attention_heads: channels.iter().map(|&width| (width / PUBLISHED_HEAD_DIM).max(1)).collect(),
         cross_attention_dim: vec![size(&format!("{attention}.transformer_blocks.0.attn2.to_k.weight"), 1)?; levels],
@@ -205,25 +212,25 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<UNetConfig>) 
     match known.into_iter().find(|known| same_sizes(known, &deduced)) {
         Some(known) => Ok(known),
         None if PUBLISHED_WIDTHS.contains(&deduced.block_out_channels[0]) => Ok(deduced),
-        None => Err(unknown("the number of attention heads")),
+        None => Err(undetermined("the number of attention heads")),
     }
 }
 
-/// Whether the configuration `beside` has the same values as `deduced` in all fields that shapes determine.
-fn same_sizes(beside: &UNetConfig, deduced: &UNetConfig) -> bool {
+/// Whether `candidate` has the same values as `deduced` in all fields that shapes determine.
+fn same_sizes(candidate: &UNetConfig, deduced: &UNetConfig) -> bool {
     // Shapes determine the depth only of levels with attention.
     let depths = |config: &UNetConfig| {
         let levels = config.transformer_layers_per_block.iter().zip(&deduced.down_attention);
         levels.filter(|(_, attends)| **attends).map(|(&depth, _)| depth).collect::<Vec<_>>()
     };
-    depths(beside) == depths(deduced)
+    depths(candidate) == depths(deduced)
         && UNetConfig {
-            num_attention_heads: beside.num_attention_heads.clone(),
-            transformer_layers_per_block: beside.transformer_layers_per_block.clone(),
-            sample_size: beside.sample_size,
-            norm_num_groups: beside.norm_num_groups,
-            norm_eps: beside.norm_eps,
-            addition_time_embed_dim: beside.addition_time_embed_dim,
+            num_attention_heads: candidate.num_attention_heads.clone(),
+            transformer_layers_per_block: candidate.transformer_layers_per_block.clone(),
+            sample_size: candidate.sample_size,
+            norm_num_groups: candidate.norm_num_groups,
+            norm_eps: candidate.norm_eps,
+            addition_time_embed_dim: candidate.addition_time_embed_dim,
             ..deduced.clone()
-        } == *beside
+        } == *candidate
 }

@@ -1,4 +1,4 @@
-//! The UNet, which computes a prediction from noisy latents, time, text and image sizes.
+//! The UNet, which computes a prediction from noisy latents, a time, a text and image sizes.
 
 use std::sync::Arc;
 
@@ -17,6 +17,7 @@ use crate::pretrained::{Architecture, Configuration, Key, Layout, Original};
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
+/// The model's name in errors.
 const OP: &str = "SDXLUNet";
 
 /// SDXL's UNet (Podell et al. 2023, arXiv:2307.01952), with the results and the parameter names of diffusers'
@@ -35,19 +36,19 @@ pub struct SDXLUNet {
     conv_out: Conv2d<Tensor>,
 }
 
-/// The inputs of one call except the noisy latents and the time.
+/// The inputs of one call except the noisy latents and the time, for B images with L text tokens each.
 #[derive(Clone, Copy)]
 pub struct UNetConditions<'a> {
-    /// The features of the text's tokens, (B, L, cross_attention_dim).
+    /// The features of the text tokens, (B, L, `cross_attention_dim`).
     pub encoder_hidden_states: &'a Tensor,
-    /// The pooled features of the text, (B, P).
+    /// The pooled features of the text, (B, [`pooled_dim`](UNetConfig::pooled_dim)).
     pub text_embeds: &'a Tensor,
-    /// Original height and width, top and left of the crop, target height and width in pixels, (B, 6).
+    /// In pixels, (B, 6): original height and width, top and left of the crop, target height and width.
     pub time_ids: &'a Tensor,
 }
 
 impl SDXLUNet {
-    /// The `_class_name` in its `config.json`.
+    /// The `_class_name` in the model's `config.json`.
     pub const CLASS_NAME: &'static str = "UNet2DConditionModel";
 
     /// A model with the parameters of `weights`.
@@ -56,13 +57,13 @@ impl SDXLUNet {
     /// [`Error::Config`] if the configuration is wrong or the weights belong to another model.
     pub fn new(config: UNetConfig, weights: &mut Weights<'_>) -> Result<Self> {
         config.validate()?;
-        let (levels, first) = (config.block_out_channels.len(), config.block_out_channels[0]);
+        let (levels, first_width) = (config.block_out_channels.len(), config.block_out_channels[0]);
         let time_dim = config.time_embed_dim();
-        let time_embedding = TimestepEmbedding::new(first, time_dim, &mut weights.pp("time_embedding"))?;
+        let time_embedding = TimestepEmbedding::new(first_width, time_dim, &mut weights.pp("time_embedding"))?;
         let device = time_embedding.device().clone();
         Ok(Self {
-            conv_in: conv3x3("conv_in", config.in_channels, first, weights)?,
-            time_sinusoids: Sinusoids::new(first, &device)?,
+            conv_in: conv3x3("conv_in", config.in_channels, first_width, weights)?,
+            time_sinusoids: Sinusoids::new(first_width, &device)?,
             time_embedding,
             size_sinusoids: Sinusoids::new(config.addition_time_embed_dim, &device)?,
             add_embedding: TimestepEmbedding::new(
@@ -77,8 +78,8 @@ impl SDXLUNet {
             up_blocks: (0..levels)
                 .map(|index| UpBlock::new(&config, index, &mut weights.pp(&format!("up_blocks.{index}"))))
                 .collect::<Result<_>>()?,
-            conv_norm_out: weights.group_norm("conv_norm_out", first, config.norm_num_groups, config.norm_eps)?,
-            conv_out: conv3x3("conv_out", first, config.out_channels, weights)?,
+            conv_norm_out: weights.group_norm("conv_norm_out", first_width, config.norm_num_groups, config.norm_eps)?,
+            conv_out: conv3x3("conv_out", first_width, config.out_channels, weights)?,
             config,
         })
     }
@@ -89,8 +90,8 @@ impl SDXLUNet {
     }
 
     /// The prediction (noise or velocity, as the model was trained) for noisy latents `sample (B, C, H, W)` at
-    /// `timestep` of shape (B), (1) or (), from 0 (clean) to 999 (noise). The result has the shape of `sample`,
-    /// but with the model's output channels, and the dtype of the weights.
+    /// `timestep` of shape (B), (1) or (), from 0 (clean) to 999 (noise). The result is (B, `out_channels`, H, W) in
+    /// the dtype of the weights.
     ///
     /// # Errors
     /// [`Error::Shape`] if the inputs do not fit the configuration or one another, `sample` has no pixel, or the text
@@ -116,16 +117,17 @@ impl SDXLUNet {
         x.permute(&[0, 3, 1, 2])?.contiguous()
     }
 
-    /// SiLU(embedding of the time + embedding of the pooled text and the sizes), (B, T). Every residual block reads it.
+    /// SiLU(embedding of the time + embedding of the pooled text and `time_ids`), (B, `time_embed_dim`). Every residual
+    /// block reads this result.
     fn time(&self, timestep: &Tensor, conditions: UNetConditions<'_>, batch: usize) -> Result<Tensor> {
         let timestep = timestep.reshape(timestep.elem_count())?;
         let time = self.time_embedding.forward(&self.time_sinusoids.forward(&timestep)?)?;
         let ids = conditions.time_ids.reshape(batch * TIME_IDS)?;
-        let sizes =
+        let sinusoids =
             self.size_sinusoids.forward(&ids)?.reshape((batch, TIME_IDS * self.config.addition_time_embed_dim))?;
         // As in diffusers, pooled text and sinusoids are joined in f32 before both are converted to the dtype of the
         // weights.
-        let added = Tensor::cat(&[&conditions.text_embeds.to_dtype(DType::F32)?, &sizes], 1)?;
+        let added = Tensor::cat(&[&conditions.text_embeds.to_dtype(DType::F32)?, &sinusoids], 1)?;
         time.add(&self.add_embedding.forward(&added)?)?.silu()
     }
 
@@ -147,13 +149,13 @@ impl SDXLUNet {
             return misfit("timestep", timestep, format!("({batch},), (1,) or ()"));
         }
         let UNetConditions { encoder_hidden_states, text_embeds, time_ids } = conditions;
-        let width = self.config.cross_attention_dim[0];
-        if !matches!(*encoder_hidden_states.dims(), [b, tokens, w] if b == batch && w == width && tokens > 0) {
-            let expected = format!("({batch}, L, {width}) with at least one token");
+        let text_dim = self.config.cross_attention_dim[0];
+        if !matches!(*encoder_hidden_states.dims(), [b, tokens, w] if b == batch && w == text_dim && tokens > 0) {
+            let expected = format!("({batch}, L, {text_dim}) with at least one token");
             return misfit("encoder_hidden_states", encoder_hidden_states, expected);
         }
-        let expected = [("text_embeds", text_embeds, self.config.pooled_dim()), ("time_ids", time_ids, TIME_IDS)];
-        for (name, tensor, width) in expected {
+        let vectors = [("text_embeds", text_embeds, self.config.pooled_dim()), ("time_ids", time_ids, TIME_IDS)];
+        for (name, tensor, width) in vectors {
             if tensor.dims() != [batch, width] {
                 return misfit(name, tensor, format!("({batch}, {width})"));
             }
@@ -163,7 +165,7 @@ impl SDXLUNet {
     }
 }
 
-/// Reject non-finite timesteps. Timesteps on CUDA devices are not checked, because reading them would synchronize.
+/// Rejects non-finite timesteps. Timesteps on CUDA devices are not checked, because reading them would synchronize.
 fn check_finite(timestep: &Tensor) -> Result<()> {
     if !timestep.device().is_cpu() {
         return Ok(());
@@ -231,8 +233,10 @@ impl Model for SDXLUNet {
     }
 
     fn saved(&self, size: SampleSize, saved: &mut Saved) {
+        // The number of pixels of a level's feature map.
         let area = |level: usize| size.height.div_ceil(1 << level) * size.width.div_ceil(1 << level);
-        let (first, last) = (self.config.block_out_channels[0], self.config.block_out_channels.len() - 1);
+        let widths = &self.config.block_out_channels;
+        let (first_width, last_level) = (widths[0], widths.len() - 1);
         saved.outside(|saved| {
             saved.conv(&self.conv_in, (area(0) * self.config.in_channels, area(0)));
             self.time_embedding.saved(saved);
@@ -241,14 +245,14 @@ impl Model for SDXLUNet {
         for (level, block) in self.down_blocks.iter().enumerate() {
             block.saved((area(level), area(level + 1)), size.tokens, saved);
         }
-        self.mid_block.saved(area(last), size.tokens, saved);
-        let mut channels = self.config.block_out_channels[last];
-        for (level, block) in (0..=last).rev().zip(&self.up_blocks) {
+        self.mid_block.saved(area(last_level), size.tokens, saved);
+        let mut channels = widths[last_level];
+        for (level, block) in (0..=last_level).rev().zip(&self.up_blocks) {
             channels = block.saved((area(level), area(level.saturating_sub(1))), size.tokens, channels, saved);
         }
         saved.outside(|saved| {
-            saved.keep(area(0) * first);
-            saved.conv(&self.conv_out, (area(0) * first, area(0)));
+            saved.keep(area(0) * first_width);
+            saved.conv(&self.conv_out, (area(0) * first_width, area(0)));
         });
     }
 

@@ -16,6 +16,7 @@ pub enum FeedForward {
     Relu,
 }
 
+/// The names of the forms in `config.json`.
 const FEED_FORWARD: [(&str, FeedForward); 2] = [("gated-gelu", FeedForward::GatedGelu), ("relu", FeedForward::Relu)];
 
 /// `config.json` of an encoder as transformers writes it (`T5EncoderModel`). The default is T5 1.1 XXL.
@@ -23,15 +24,15 @@ const FEED_FORWARD: [(&str, FeedForward); 2] = [("gated-gelu", FeedForward::Gate
 pub struct T5Config {
     /// Number of tokens of the vocabulary: the rows of the embedding.
     pub vocab_size: usize,
-    /// Features of each token.
+    /// Number of features of each token.
     pub d_model: usize,
-    /// Features of one head's queries, keys and values. `num_heads · d_kv` may differ from `d_model`.
+    /// Number of features of each query, key and value of one head. `num_heads · d_kv` may differ from `d_model`.
     pub d_kv: usize,
-    /// Hidden features of the feed-forward networks.
+    /// Number of hidden features of the feed-forward networks.
     pub d_ff: usize,
     /// Number of blocks.
     pub num_layers: usize,
-    /// Heads of each attention.
+    /// Number of heads of each attention.
     pub num_heads: usize,
     /// Number of buckets. A bucket is a range of distances between query and key that share one bias per head. Half of
     /// the buckets are for keys at or before the query, half for keys after it.
@@ -108,12 +109,12 @@ impl Configuration for T5Config {
 }
 
 impl T5Config {
-    /// Features of the queries of all heads together, and likewise of the keys and of the values.
+    /// Number of features of the queries of all heads together. Keys and values have as many.
     pub const fn inner_dim(&self) -> usize {
         self.num_heads * self.d_kv
     }
 
-    /// Check the two fields about relative positions: [`bucket`](super::bucket) needs at least 4 buckets, and a maximum
+    /// Check the two fields about relative attention: [`bucket`](super::bucket) needs at least 4 buckets, and a maximum
     /// distance of more than a quarter of their number.
     ///
     /// # Errors
@@ -124,6 +125,7 @@ impl T5Config {
         if buckets < 4 {
             return wrong(format!("relative_attention_num_buckets is {buckets}, expected 4 or more"));
         }
+        // `exact` is the number of distances with a bucket of their own.
         let (furthest, exact) = (self.relative_attention_max_distance, buckets / 4);
         if furthest <= exact {
             return wrong(format!(

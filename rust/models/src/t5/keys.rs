@@ -6,8 +6,8 @@ use trainable_candle_io::WeightFiles;
 use super::{FeedForward, T5Config};
 use crate::pretrained::{Key, Layout, Naming, Original};
 
-/// The two names of the token embedding in files: the name of the table that encoder and decoder share, and the name of
-/// the encoder's table. A file has one of the names or both.
+/// The two names of the token embedding in files: the name of the table that encoder and decoder share, which is also
+/// the model's own name, and the name of the encoder's table. A file has one of the names or both.
 const EMBEDDINGS: [&str; 2] = ["shared.weight", "encoder.embed_tokens.weight"];
 
 /// The keys of the encoder's parameters in a transformers folder (`original` is `None`), in a file that holds other
@@ -88,8 +88,8 @@ impl Layout for LlamaCpp {
 /// [`Error::Config`] if a size cannot be determined.
 pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<T5Config>) -> Result<T5Config> {
     let layout = layout(Some(original));
-    let matrix = |name: &str| {
-        let shape = |place: Key| files.shape(&format!("{}{}", original.prefix, place.key));
+    let matrix_size = |name: &str| {
+        let shape = |key: Key| files.shape(&format!("{}{}", original.prefix, key.key));
         match layout.places(name).into_iter().find_map(shape) {
             Some(&[rows, columns]) => Ok((rows, columns)),
             _ => Err(Error::Config(format!(
@@ -99,28 +99,29 @@ pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<T5Confi
             ))),
         }
     };
-    let query = |block: usize| matrix(&format!("encoder.block.{block}.layer.0.SelfAttention.q.weight"));
-    let middle = |name: &str| matrix(&format!("encoder.block.0.layer.1.DenseReluDense.{name}.weight"));
-    let (vocab_size, d_model) = matrix(EMBEDDINGS[0])?;
-    let (buckets, heads) = matrix("encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight")?;
-    let (feed_forward_proj, d_ff) = match middle("wi_0") {
+    let query_size = |block: usize| matrix_size(&format!("encoder.block.{block}.layer.0.SelfAttention.q.weight"));
+    let hidden_size = |name: &str| matrix_size(&format!("encoder.block.0.layer.1.DenseReluDense.{name}.weight"));
+    let (vocab_size, d_model) = matrix_size(EMBEDDINGS[0])?;
+    let (buckets, heads) = matrix_size("encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight")?;
+    let (feed_forward_proj, d_ff) = match hidden_size("wi_0") {
         Ok((rows, _)) => (FeedForward::GatedGelu, rows),
-        Err(_) => (FeedForward::Relu, middle("wi")?.0),
+        Err(_) => (FeedForward::Relu, hidden_size("wi")?.0),
     };
     let deduced = T5Config {
         vocab_size,
         d_model,
-        d_kv: query(0)?.0 / heads.max(1),
+        d_kv: query_size(0)?.0 / heads.max(1),
         d_ff,
-        num_layers: (0..).take_while(|&block| query(block).is_ok()).count(),
+        num_layers: (0..).take_while(|&block| query_size(block).is_ok()).count(),
         num_heads: heads,
         relative_attention_num_buckets: buckets,
         feed_forward_proj,
         ..T5Config::default()
     };
-    let agrees = |known: &T5Config| {
-        let &T5Config { relative_attention_max_distance, layer_norm_epsilon, .. } = known;
-        T5Config { relative_attention_max_distance, layer_norm_epsilon, ..deduced.clone() } == *known
+    // Whether a known configuration equals the deduced one in all fields that shapes determine.
+    let agrees = |candidate: &T5Config| {
+        let &T5Config { relative_attention_max_distance, layer_norm_epsilon, .. } = candidate;
+        T5Config { relative_attention_max_distance, layer_norm_epsilon, ..deduced.clone() } == *candidate
     };
     Ok(known.into_iter().find(agrees).unwrap_or(deduced))
 }

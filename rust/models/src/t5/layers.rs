@@ -18,7 +18,7 @@ pub(super) const fn stream_dtype(dtype: DType) -> DType {
     if matches!(dtype, DType::F64) { DType::F64 } else { DType::F32 }
 }
 
-/// RMS norm that reads the stream in its dtype and returns the model's dtype.
+/// An RMS norm that reads the stream in the stream's dtype and returns the model's dtype.
 pub(super) struct Norm {
     weight: Tensor,
     eps: f64,
@@ -30,7 +30,7 @@ impl Norm {
         Ok(Self { weight, eps: config.layer_norm_epsilon })
     }
 
-    /// The norm of `x (B, L, D)`, which has the stream's dtype, in the same shape and the model's dtype.
+    /// The norm of the stream `x (B, L, D)`, in the same shape and the model's dtype.
     pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         rms_norm(x, Some(&self.weight.to_dtype(x.dtype())?), self.eps)?.to_dtype(self.weight.dtype())
     }
@@ -42,10 +42,11 @@ impl Module for Norm {
     }
 }
 
+/// The names of a block's linear layers.
 const QKV: [&str; 3] = ["layer.0.SelfAttention.q", "layer.0.SelfAttention.k", "layer.0.SelfAttention.v"];
 const OUT: &str = "layer.0.SelfAttention.o";
 const GATED: [&str; 2] = ["layer.1.DenseReluDense.wi_0", "layer.1.DenseReluDense.wi_1"];
-const PLAIN: &str = "layer.1.DenseReluDense.wi";
+const UNGATED: &str = "layer.1.DenseReluDense.wi";
 const WO: &str = "layer.1.DenseReluDense.wo";
 
 /// The linear layers of a feed-forward network before its activation: `wi_0` and `wi_1`, or `wi`.
@@ -69,25 +70,26 @@ pub(super) struct EncoderBlock {
 impl EncoderBlock {
     pub(super) fn new(config: &T5Config, weights: &mut Weights<'_>) -> Result<Self> {
         let (dim, inner, middle) = (config.d_model, config.inner_dim(), config.d_ff);
+        let bias = false;
         Ok(Self {
             attention_norm: Norm::new("layer.0.layer_norm", config, weights)?,
-            projections: weights.linear_group(&QKV.map(|name| (name, inner)), dim, false, Init::Kaiming)?,
-            out: weights.linear(OUT, inner, dim, false)?,
+            projections: weights.linear_group(&QKV.map(|name| (name, inner)), dim, bias, Init::Kaiming)?,
+            out: weights.linear(OUT, inner, dim, bias)?,
             heads: config.num_heads,
             feed_forward_norm: Norm::new("layer.1.layer_norm", config, weights)?,
             middle: match config.feed_forward_proj {
                 FeedForward::GatedGelu => {
                     let layers = GATED.map(|name| (name, middle));
-                    Middle::Gated(weights.linear_group(&layers, dim, false, Init::Kaiming)?)
+                    Middle::Gated(weights.linear_group(&layers, dim, bias, Init::Kaiming)?)
                 }
-                FeedForward::Relu => Middle::Relu(weights.linear(PLAIN, dim, middle, false)?),
+                FeedForward::Relu => Middle::Relu(weights.linear(UNGATED, dim, middle, bias)?),
             },
-            wo: weights.linear(WO, middle, dim, false)?,
+            wo: weights.linear(WO, middle, dim, bias)?,
         })
     }
 
-    /// The stream after the block for the stream `x (B, L, D)`, in the same shape and dtype. `bias` (1 or B, heads, L,
-    /// L) is added to the scores.
+    /// The stream after the block, in the shape and dtype of `x (B, L, D)`, the stream before the block. `bias`, of
+    /// shape (1, heads, L, L) or (B, heads, L, L), is added to the scores.
     pub(super) fn forward(&self, x: &Tensor, bias: &Tensor) -> Result<Tensor> {
         let mixed = self.attend(&self.attention_norm.forward(x)?, bias)?;
         let x = x.add(&self.out.forward(&mixed)?.to_dtype(x.dtype())?)?;
@@ -98,9 +100,13 @@ impl EncoderBlock {
     /// are not divided by √`d_kv`, because T5's initial weights include this factor.
     fn attend(&self, normed: &Tensor, bias: &Tensor) -> Result<Tensor> {
         let [q, k, v] = split_heads(&self.projections.forward(normed)?, self.heads)?;
-        let mixed = scaled_dot_product_attention(&q, &k, &v, Some(bias), false, Some(1.0))?;
+        let (is_causal, scale) = (false, Some(1.0));
+        let mixed = scaled_dot_product_attention(&q, &k, &v, Some(bias), is_causal, scale)?;
         let &[batch, heads, length, width] = mixed.dims() else {
-            return Err(Error::shape("T5Encoder", format!("the result of attention has shape {:?}", mixed.dims())));
+            return Err(Error::shape(
+                "T5Encoder",
+                format!("the result of attention has shape {:?}, expected (B, heads, L, d_kv)", mixed.dims()),
+            ));
         };
         mixed.transpose(1, 2)?.reshape((batch, length, heads * width))
     }
@@ -121,7 +127,7 @@ impl EncoderBlock {
         // A linear layer without bias commutes with a scalar factor for each token. So each token's vector is divided
         // by its largest magnitude before `wo`, and the result of `wo` is multiplied by this magnitude. The result of
         // `wo` then stays in the range of f16 without f32 weights. The backward pass treats the magnitude as a
-        // constant. The gradient is the same, because the magnitude cancels.
+        // constant. The gradient is the same, because the magnitude cancels. The lower bound prevents a division by 0.
         let largest = hidden.detach().abs()?.max(&[2], true)?.clamp(Some(f64::from(f32::MIN_POSITIVE)), None)?;
         self.wo.forward(&hidden.div(&largest)?.to_dtype(DType::F16)?)?.to_dtype(wide)?.mul(&largest)
     }
@@ -169,7 +175,7 @@ impl Module for EncoderBlock {
         visitor.module("layer.0.layer_norm", &self.attention_norm)?;
         match &self.middle {
             Middle::Gated(group) => group.visit(visitor)?,
-            Middle::Relu(linear) => visitor.linear(PLAIN, linear)?,
+            Middle::Relu(linear) => visitor.linear(UNGATED, linear)?,
         }
         visitor.linear(WO, &self.wo)?;
         visitor.module("layer.1.layer_norm", &self.feed_forward_norm)

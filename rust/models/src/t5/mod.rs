@@ -1,5 +1,5 @@
-//! The encoder of T5 (Raffel et al. 2019, arXiv:1910.10683) and of its version 1.1, the text encoder of Stable
-//! Diffusion 3 and Flux. The code follows
+//! The encoder of T5 (Raffel et al. 2019, arXiv:1910.10683). The encoder of version 1.1 is a text encoder of Stable
+//! Diffusion 3, Flux and Chroma. The code follows
 //! <https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/t5/modeling_t5.py>.
 
 mod config;

@@ -14,8 +14,9 @@ use super::{T5Config, keys, relative};
 use crate::pretrained::{Architecture, Configuration, Key, Layout, Original};
 use crate::registry::{Model, ModelKind};
 
+/// The name of the token embedding.
 const EMBEDDING: &str = "shared.weight";
-/// The table of biases. All blocks use the first block's table.
+/// The name of the table of biases. All blocks use the first block's table.
 const BIASES: &str = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight";
 /// Added to the scores of masked keys. It is far below any score, and far above the lowest f32. If all keys are masked,
 /// they get equal weights, as in transformers.
@@ -33,7 +34,7 @@ pub struct T5Encoder {
 }
 
 impl T5Encoder {
-    /// The class in its `config.json`.
+    /// The class in the model's `config.json`.
     pub const CLASS_NAME: &'static str = "T5EncoderModel";
 
     /// A model with the parameters of `weights`.
@@ -59,9 +60,9 @@ impl T5Encoder {
         &self.config
     }
 
-    /// The last block's states after the final norm for `input_ids (B, L)` (i64 or u32), L at least 1: (B, L, D) in the
-    /// dtype of the weights. Each token attends to all tokens or, with `attention_mask (B, L)` (i64 or u32), to those
-    /// where the mask is 1. The mask has the values 0 and 1.
+    /// The last block's states after the final norm for `input_ids (B, L)` (i64 or u32), L at least 1: (B, L,
+    /// `d_model`) in the dtype of the weights. Each token attends to all tokens or, with `attention_mask (B, L)` (i64
+    /// or u32), to those where the mask is 1. The mask has the values 0 and 1.
     ///
     /// # Errors
     /// [`Error::Shape`] if an input has another shape, [`Error::Index`] if an id is not in the vocabulary or a value of
@@ -85,7 +86,7 @@ impl T5Encoder {
     }
 }
 
-/// The numbers that a mask (B, L) adds to the scores of all heads and queries: (B, 1, 1, L) in f32.
+/// The biases that a mask (B, L) adds to the scores of all heads and queries: (B, 1, 1, L) in f32.
 fn unseen(mask: &Tensor, input_ids: &Tensor) -> Result<Tensor> {
     if mask.dims() != input_ids.dims() {
         return Err(Error::shape(

@@ -26,8 +26,9 @@ pub fn bucket(config: &T5Config, query: usize, key: usize) -> usize {
 /// The bias of the scores of `length` queries and keys, (1, heads, length, length) in f32, looked up in
 /// `table (buckets, heads)`.
 pub(super) fn bias(config: &T5Config, table: &Tensor, length: usize) -> Result<Tensor> {
-    let at = |query: usize| (0..length).map(move |key| bucket(config, query, key));
-    let rows: Vec<u32> = (0..length).flat_map(at).map(|row| u32::try_from(row).unwrap_or(u32::MAX)).collect();
+    let rows_of_query = |query: usize| (0..length).map(move |key| bucket(config, query, key));
+    let rows: Vec<u32> =
+        (0..length).flat_map(rows_of_query).map(|row| u32::try_from(row).unwrap_or(u32::MAX)).collect();
     let rows = Tensor::from_vec(rows, (length, length), table.device())?;
     embedding(&table.to_dtype(DType::F32)?, &rows)?.permute(&[2, 0, 1])?.contiguous()?.unsqueeze(0)
 }

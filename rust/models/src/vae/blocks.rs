@@ -9,7 +9,7 @@ use crate::layers::{Attention, AttentionSizes, ResnetBlock, ResnetSizes};
 /// Added to the variance in the norms; fixed in diffusers.
 pub(super) const EPS: f64 = 1e-6;
 
-/// A residual block without a timestep.
+/// Makes a residual block without a timestep.
 pub(super) fn resnet(
     config: &VaeConfig,
     channels: usize,
@@ -59,7 +59,8 @@ impl Module for PixelAttention {
     }
 }
 
-/// `mid_block`: two residual blocks, with attention between them if the configuration says so.
+/// The block at the lowest resolution of the encoder or decoder (`mid_block`): two residual blocks, with attention
+/// between them if the configuration says so.
 pub(super) struct MidBlock {
     resnets: Blocks<ResnetBlock>,
     attention: Option<PixelAttention>,

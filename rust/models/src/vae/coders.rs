@@ -1,4 +1,4 @@
-//! The encoder and the decoder.
+//! The encoder and the decoder of the autoencoder.
 
 use trainable_candle_core::{DType, Result, Tensor};
 use trainable_candle_nn::{Blocks, Conv2d, GroupNorm, Module, Visitor, Weights};
@@ -7,15 +7,15 @@ use super::VaeConfig;
 use super::blocks::{EPS, MidBlock, resnet};
 use crate::layers::{Downsample, ResnetBlock, Upsample, conv3x3};
 
-/// The residual blocks of a level, then its downsampling or upsampling, if it has one.
+/// The residual blocks of a level, then the level's downsampling or upsampling `S`, if it has one.
 struct Level<S> {
     resnets: Blocks<ResnetBlock>,
     resize: Option<S>,
 }
 
 impl<S> Level<S> {
-    /// `count` residual blocks. The first reads `channels` channels, the others read `out_channels`; all return
-    /// `out_channels`.
+    /// Makes `count` residual blocks and adds `resize`. The first block reads `channels` channels, the others read
+    /// `out_channels`; all return `out_channels`.
     fn new(
         config: &VaeConfig,
         count: usize,
@@ -31,21 +31,23 @@ impl<S> Level<S> {
         Ok(Self { resnets: (0..count).map(block).collect::<Result<_>>()?, resize })
     }
 
-    fn forward(&self, x: Tensor, resize: impl FnOnce(&S, &Tensor) -> Result<Tensor>) -> Result<Tensor> {
+    /// The level's result for the feature map `x (B, H, W, C)`; `run_resize` runs the downsampling or upsampling.
+    fn forward(&self, x: Tensor, run_resize: impl FnOnce(&S, &Tensor) -> Result<Tensor>) -> Result<Tensor> {
         let x = self.resnets.run(&x, &[], |block, x, _| block.forward(x, None))?;
         match &self.resize {
-            Some(layer) => resize(layer, &x),
+            Some(layer) => run_resize(layer, &x),
             None => Ok(x),
         }
     }
 
-    fn visit<'a>(&'a self, resize: &str, visitor: &mut Visitor<'a, '_>) -> Result<()>
+    /// Visits the layers; `resize_name` is the name of the downsampling or upsampling.
+    fn visit_layers<'a>(&'a self, resize_name: &str, visitor: &mut Visitor<'a, '_>) -> Result<()>
     where
         S: Module,
     {
         visitor.blocks("resnets", &self.resnets)?;
         match &self.resize {
-            Some(layer) => visitor.module(resize, layer),
+            Some(layer) => visitor.module(resize_name, layer),
             None => Ok(()),
         }
     }
@@ -53,18 +55,18 @@ impl<S> Level<S> {
 
 impl Module for Level<Downsample> {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
-        self.visit("downsamplers.0", visitor)
+        self.visit_layers("downsamplers.0", visitor)
     }
 }
 
 impl Module for Level<Upsample> {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
-        self.visit("upsamplers.0", visitor)
+        self.visit_layers("upsamplers.0", visitor)
     }
 }
 
-/// Converts images to the moments of their latents (mean and logarithm of the variance). Images and moments are
-/// channels-last.
+/// Converts images (B, H, W, `in_channels`) to moments (B, h, w, 2 · `latent_channels`), before `quant_conv` if there
+/// is one. Moments are the means, then the logarithms of the variances of the latents.
 pub(super) struct Encoder {
     conv_in: Conv2d<Tensor>,
     down_blocks: Vec<Level<Downsample>>,
@@ -76,22 +78,23 @@ pub(super) struct Encoder {
 impl Encoder {
     pub(super) fn new(config: &VaeConfig, weights: &mut Weights<'_>) -> Result<Self> {
         let widths = &config.block_out_channels;
-        let (levels, last) = (widths.len(), widths[widths.len() - 1]);
+        let (levels, last_width) = (widths.len(), widths[widths.len() - 1]);
         let level = |i: usize, weights: &mut Weights<'_>| {
+            let asymmetric = true;
             let downsample = (i + 1 < levels)
-                .then(|| Downsample::new(widths[i], true, &mut weights.pp("downsamplers.0")))
+                .then(|| Downsample::new(widths[i], asymmetric, &mut weights.pp("downsamplers.0")))
                 .transpose()?;
-            let before = widths[i.saturating_sub(1)];
-            Level::new(config, config.layers_per_block, before, widths[i], downsample, weights)
+            let input_width = widths[i.saturating_sub(1)];
+            Level::new(config, config.layers_per_block, input_width, widths[i], downsample, weights)
         };
         Ok(Self {
             conv_in: conv3x3("conv_in", config.in_channels, widths[0], weights)?,
             down_blocks: (0..levels)
                 .map(|i| level(i, &mut weights.pp(&format!("down_blocks.{i}"))))
                 .collect::<Result<_>>()?,
-            mid_block: MidBlock::new(config, last, &mut weights.pp("mid_block"))?,
-            conv_norm_out: weights.group_norm("conv_norm_out", last, config.norm_num_groups, EPS)?,
-            conv_out: conv3x3("conv_out", last, 2 * config.latent_channels, weights)?,
+            mid_block: MidBlock::new(config, last_width, &mut weights.pp("mid_block"))?,
+            conv_norm_out: weights.group_norm("conv_norm_out", last_width, config.norm_num_groups, EPS)?,
+            conv_out: conv3x3("conv_out", last_width, 2 * config.latent_channels, weights)?,
         })
     }
 
@@ -122,7 +125,8 @@ impl Module for Encoder {
     }
 }
 
-/// Converts latents to images. Latents and images are channels-last.
+/// Converts latents (B, h, w, `latent_channels`), after `post_quant_conv` if there is one, to images
+/// (B, H, W, `out_channels`).
 pub(super) struct Decoder {
     conv_in: Conv2d<Tensor>,
     mid_block: MidBlock,
@@ -134,12 +138,12 @@ pub(super) struct Decoder {
 impl Decoder {
     pub(super) fn new(config: &VaeConfig, weights: &mut Weights<'_>) -> Result<Self> {
         let widths: Vec<usize> = config.block_out_channels.iter().rev().copied().collect();
-        let (levels, last) = (widths.len(), widths[widths.len() - 1]);
+        let (levels, last_width) = (widths.len(), widths[widths.len() - 1]);
         let level = |i: usize, weights: &mut Weights<'_>| {
             let upsample =
                 (i + 1 < levels).then(|| Upsample::new(widths[i], &mut weights.pp("upsamplers.0"))).transpose()?;
-            let before = widths[i.saturating_sub(1)];
-            Level::new(config, config.layers_per_block + 1, before, widths[i], upsample, weights)
+            let input_width = widths[i.saturating_sub(1)];
+            Level::new(config, config.layers_per_block + 1, input_width, widths[i], upsample, weights)
         };
         Ok(Self {
             conv_in: conv3x3("conv_in", config.latent_channels, widths[0], weights)?,
@@ -147,8 +151,8 @@ impl Decoder {
             up_blocks: (0..levels)
                 .map(|i| level(i, &mut weights.pp(&format!("up_blocks.{i}"))))
                 .collect::<Result<_>>()?,
-            conv_norm_out: weights.group_norm("conv_norm_out", last, config.norm_num_groups, EPS)?,
-            conv_out: conv3x3("conv_out", last, config.out_channels, weights)?,
+            conv_norm_out: weights.group_norm("conv_norm_out", last_width, config.norm_num_groups, EPS)?,
+            conv_out: conv3x3("conv_out", last_width, config.out_channels, weights)?,
         })
     }
 

@@ -1,17 +1,17 @@
-//! What autoencoders do with images and latents before and after the encoder and the decoder: checks, conversion to
-//! channels-last tensors, and tiles.
+//! The steps that all autoencoders have around their encoder and decoder: checks, conversion to channels-last tensors
+//! and back, and tiles.
 
 use trainable_candle_core::compute::with_bf16_pairs;
 use trainable_candle_core::{DType, Error, Result, Tensor};
 
 use super::tiling::Tiling;
 
-/// The range to which the logarithm of the variance is clamped.
-const LOGVAR: (f64, f64) = (-30.0, 20.0);
+/// The lowest and the highest logarithm of the variance. Other values are clamped to this range.
+const LOGVAR_RANGE: (f64, f64) = (-30.0, 20.0);
 
-/// The properties of an autoencoder on which its checks, layouts and tiles depend.
+/// The properties of an autoencoder on which the steps around its encoder and decoder depend.
 pub struct Coding {
-    /// The model's name in messages.
+    /// The model's name in errors.
     pub op: &'static str,
     /// Pixels per latent along one side of an image.
     pub downscale: usize,
@@ -20,23 +20,22 @@ pub struct Coding {
 }
 
 impl Coding {
-    /// The distribution of the latents of `image (B, C, H, W)`: mean and logarithm of the variance, (B, latent
-    /// channels, h, w) each. `run` computes the moments (B, h, w, 2 · latent channels) of channels-last images.
-    /// `of_image` and `of_latents` are the numbers of channels of images and of latents. With `tile_size`, an image
-    /// with more than `tile_size` pixels along a side is encoded in tiles. `tile_size` is rounded down to whole
-    /// latents.
+    /// The distribution of the latents of `image (B, image_channels, H, W)`: mean and logarithm of the variance, (B,
+    /// `latent_channels`, h, w) each. `run` computes the moments (B, h, w, 2 · `latent_channels`) of channels-last
+    /// images: the means, then the logarithms. With `tile_size`, an image with more than `tile_size` pixels along a
+    /// side is encoded in tiles. `tile_size` is rounded down to whole latents.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the image has another number of channels or a side is shorter than one latent,
-    /// [`Error::Argument`] if `tile_size` is less than four latents.
+    /// [`Error::Shape`] if the image does not have four dimensions and `image_channels` channels, or a side is shorter
+    /// than one latent; [`Error::Argument`] if `tile_size` is less than four latents; the errors of `run`.
     pub fn encode(
         &self,
         image: &Tensor,
-        [of_image, of_latents]: [usize; 2],
+        [image_channels, latent_channels]: [usize; 2],
         tile_size: Option<usize>,
         run: impl Fn(&Tensor) -> Result<Tensor>,
     ) -> Result<(Tensor, Tensor)> {
-        let x = self.to_channels_last("image", image, of_image, self.downscale)?;
+        let x = self.to_channels_last("image", image, image_channels, self.downscale)?;
         let encode = |x: &Tensor| with_bf16_pairs(|| run(x));
         let moments = match self.tiling(tile_size)? {
             Some((pixels, latents)) if x.dims()[1].max(x.dims()[2]) > pixels => {
@@ -45,17 +44,17 @@ impl Coding {
             _ => encode(&x)?,
         };
         let moments = moments.permute(&[0, 3, 1, 2])?;
-        let mean = moments.narrow(1, 0, of_latents)?.contiguous()?;
-        let logvar = moments.narrow(1, of_latents, of_latents)?.contiguous()?;
-        Ok((mean, logvar.clamp(Some(LOGVAR.0), Some(LOGVAR.1))?))
+        let mean = moments.narrow(1, 0, latent_channels)?.contiguous()?;
+        let logvar = moments.narrow(1, latent_channels, latent_channels)?.contiguous()?;
+        Ok((mean, logvar.clamp(Some(LOGVAR_RANGE.0), Some(LOGVAR_RANGE.1))?))
     }
 
     /// The image of `latent (B, channels, h, w)`; `run` decodes channels-last latents. With `tile_size`, an image with
     /// more than `tile_size` pixels along a side is decoded in tiles. `tile_size` is rounded down to whole latents.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the latent has another number of channels or is empty, [`Error::Argument`] if `tile_size` is
-    /// less than four latents.
+    /// [`Error::Shape`] if the latent does not have four dimensions and `channels` channels, or a side is 0;
+    /// [`Error::Argument`] if `tile_size` is less than four latents; the errors of `run`.
     pub fn decode(
         &self,
         latent: &Tensor,
@@ -74,9 +73,10 @@ impl Coding {
         image.permute(&[0, 3, 1, 2])?.contiguous()
     }
 
-    /// The side of a tile in pixels and in latents.
+    /// The side of a tile in pixels and in latents; None without `tile_size`.
     fn tiling(&self, tile_size: Option<usize>) -> Result<Option<(usize, usize)>> {
-        /// The fewest latents along a tile's side. Neighbouring tiles overlap by a quarter of the side: 1 latent here.
+        /// The fewest latents along a tile's side. Neighbouring tiles overlap by a quarter of the side: here, one
+        /// latent.
         const FEWEST: usize = 4;
         let Some(pixels) = tile_size else { return Ok(None) };
         let latents = pixels / self.downscale;
