@@ -27,7 +27,7 @@ pub struct VaeConfig {
     pub sample_size: usize,
     /// The input of a diffusion model is (latent - shift_factor) · scaling_factor.
     pub scaling_factor: f64,
-    /// The shift in the formula of `scaling_factor`. None means 0: the file has no such field.
+    /// The shift in the formula of `scaling_factor`. None if the file gives no shift; the shift is then 0.
     pub shift_factor: Option<f64>,
     /// Whether the model needs f32 instead of half precision.
     pub force_upcast: bool,
@@ -37,8 +37,9 @@ pub struct VaeConfig {
     pub use_post_quant_conv: bool,
     /// Whether the middle blocks have attention.
     pub mid_block_add_attention: bool,
-    /// For FLUX.2, whose file stores means and variances of squares of 2 × 2 latents: the epsilon that is added to the
-    /// variances when the latents are normalised. None for autoencoders with a scaling factor and a shift instead.
+    /// The epsilon that is added to the variances when FLUX.2's latents are normalised. FLUX.2's weights have a mean
+    /// and a variance for each channel of latents whose 2 × 2 patches are stacked along the channels. None for other
+    /// autoencoders, which have a scaling factor and a shift instead.
     pub latent_norm_eps: Option<f64>,
 }
 
@@ -63,7 +64,9 @@ impl Default for VaeConfig {
     }
 }
 
+/// The only supported type of the encoder's levels.
 const DOWN: &str = "DownEncoderBlock2D";
+/// The only supported type of the decoder's levels.
 const UP: &str = "UpDecoderBlock2D";
 
 impl Configuration for VaeConfig {
@@ -78,17 +81,16 @@ impl Configuration for VaeConfig {
         let levels = block_out_channels.len();
         fields.names("down_block_types", levels, &[(DOWN, ())])?;
         fields.names("up_block_types", levels, &[(UP, ())])?;
-        let shifted = map.get("shift_factor").is_some_and(|value| !value.is_null());
         let config = Self {
             in_channels: fields.size("in_channels", Some(3))?,
             out_channels: fields.size("out_channels", Some(3))?,
             layers_per_block: fields.size("layers_per_block", Some(1))?,
             latent_channels: fields.size("latent_channels", Some(if is_normed { 32 } else { 4 }))?,
-            latent_norm_eps: Some(fields.number(NORM_EPS, Some(1e-4))?).filter(|_| is_normed),
+            latent_norm_eps: if is_normed { Some(fields.number(NORM_EPS, Some(DEFAULT_NORM_EPS))?) } else { None },
             norm_num_groups: fields.size("norm_num_groups", Some(32))?,
             sample_size: fields.sizes("sample_size", 2, Some(32))?[0],
             scaling_factor: fields.number("scaling_factor", Some(if is_normed { 1.0 } else { 0.18215 }))?,
-            shift_factor: Some(fields.number("shift_factor", Some(0.0))?).filter(|_| shifted),
+            shift_factor: fields.optional_number("shift_factor")?,
             force_upcast: fields.flag("force_upcast", true)?,
             use_quant_conv: fields.flag("use_quant_conv", true)?,
             use_post_quant_conv: fields.flag("use_post_quant_conv", true)?,
@@ -133,12 +135,14 @@ impl Configuration for VaeConfig {
 
 /// The name of the field for `latent_norm_eps`: diffusers keeps the means and variances of the latents in a batch norm.
 const NORM_EPS: &str = "batch_norm_eps";
+/// The value of `latent_norm_eps` for FLUX.2's autoencoder if no file gives it.
+pub(super) const DEFAULT_NORM_EPS: f64 = 1e-4;
 
 impl VaeConfig {
     /// Check that `norm_num_groups` divides all of `block_out_channels`.
     ///
     /// # Errors
-    /// [`Error::Config`] that names the wrong field and what it must be.
+    /// [`Error::Config`] if it does not.
     pub fn validate(&self) -> Result<()> {
         match self.block_out_channels.iter().find(|channels| !channels.is_multiple_of(self.norm_num_groups)) {
             None => Ok(()),

@@ -1,40 +1,43 @@
-//! The names of the autoencoder's parameters in files: diffusers' names, which are also the model's own, diffusers'
-//! older names for the attention, and the names in original checkpoints.
+//! The names of the autoencoder's parameters in files: diffusers' names (also the model's own names), diffusers' older
+//! names of the attention's layers, and the names in original checkpoints.
 
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
 
 use super::VaeConfig;
+use super::config::DEFAULT_NORM_EPS;
 use crate::pretrained::{Form, Key, Layout, Naming, Original};
 
 /// The keys of the autoencoder's parameters: original names after a prefix if `original` has original naming, otherwise
 /// diffusers' names. `files` is the original checkpoint, or `None` if it is still to be written.
 pub(super) fn layout(original: Option<Original>, config: &VaeConfig, files: Option<&WeightFiles>) -> Box<dyn Layout> {
     let Some(Original { prefix, naming: Naming::Original }) = original else { return Box::new(Diffusers) };
-    let is_last = |files: &WeightFiles, level: &usize| {
+    let has_level = |files: &WeightFiles, level: &usize| {
         files.shape(&format!("{prefix}decoder.up.{level}.block.0.conv1.weight")).is_some()
     };
-    // In files of diffusers' converter, the indices of the decoder's levels fall from 3, even if there are fewer than 4
+    // Diffusers' converter gives index 3 to the level that the decoder runs first, even if there are fewer than 4
     // levels.
-    let last_level = files.and_then(|files| (0..HIGHEST_LEVEL).rev().find(|level| is_last(files, level)));
+    let last_level = files.and_then(|files| (0..LEVEL_LIMIT).rev().find(|level| has_level(files, level)));
     let last_level = last_level.unwrap_or(config.block_out_channels.len() - 1);
-    Box::new(OriginalCoders { prefix, last_level, is_normed: config.latent_norm_eps.is_some() })
+    Box::new(OriginalAutoencoder { prefix, last_level, is_normed: config.latent_norm_eps.is_some() })
 }
 
-/// More levels than any autoencoder has.
-const HIGHEST_LEVEL: usize = 16;
+/// Levels are looked for at the indices below this number. No autoencoder has as many levels.
+const LEVEL_LIMIT: usize = 16;
 
-/// The key of a parameter of the attention. `names` pairs this library's names of layers with a file's names. The
-/// projections are linear layers in this library, but 1×1 convolutions in files that use other names than this library.
+/// The key of a parameter of the attention, in which only the layer is renamed; None if `name` is another parameter.
+/// `names` pairs this library's names of layers with a file's names. The projections are linear layers in this library,
+/// but 1×1 convolutions in files that use other names than this library.
 fn attention(name: &str, names: [(&str, &str); 5]) -> Option<Key> {
     let (before, rest) = name.split_once("mid_block.attentions.0.")?;
     names.iter().find_map(|(ours, theirs)| {
-        let kind = rest.strip_prefix(ours)?.strip_prefix('.')?;
-        let form = if kind == "weight" && *ours != "group_norm" { Form::Pointwise } else { Form::Plain };
-        Some(Key { key: format!("{before}mid_block.attentions.0.{theirs}.{kind}"), form })
+        let parameter = rest.strip_prefix(ours)?.strip_prefix('.')?;
+        let form = if parameter == "weight" && *ours != "group_norm" { Form::Pointwise } else { Form::Plain };
+        Some(Key { key: format!("{before}mid_block.attentions.0.{theirs}.{parameter}"), form })
     })
 }
 
+/// The layout of diffusers' files, which have the current or the older names.
 struct Diffusers;
 
 impl Layout for Diffusers {
@@ -54,7 +57,8 @@ impl Layout for Diffusers {
     }
 }
 
-struct OriginalCoders {
+/// The layout of original checkpoints.
+struct OriginalAutoencoder {
     prefix: &'static str,
     /// The file's index of the level that the decoder runs first. The index falls by 1 from each level to the next.
     last_level: usize,
@@ -68,15 +72,15 @@ const COUNT: &str = "bn.num_batches_tracked";
 /// entry has a convolution's name in this library, and the prefix that precedes the same name in these files.
 const QUANT: [(&str, &str); 2] = [("quant_conv.", "encoder."), ("post_quant_conv.", "decoder.")];
 
-impl Layout for OriginalCoders {
+impl Layout for OriginalAutoencoder {
     fn prefix(&self) -> &str {
         self.prefix
     }
 
     fn places(&self, name: &str) -> Vec<Key> {
-        let inside = QUANT.iter().find(|(ours, _)| self.is_normed && name.starts_with(ours));
-        let inside = inside.map(|(_, theirs)| Key::plain(format!("{theirs}{name}")));
-        inside.into_iter().chain(self.place(name)).collect()
+        let quant = QUANT.iter().find(|(layer, _)| self.is_normed && name.starts_with(layer));
+        let quant = quant.map(|(_, coder)| Key::plain(format!("{coder}{name}")));
+        quant.into_iter().chain(self.place(name)).collect()
     }
 
     fn ignores(&self, key: &str) -> bool {
@@ -84,7 +88,9 @@ impl Layout for OriginalCoders {
     }
 }
 
-impl OriginalCoders {
+impl OriginalAutoencoder {
+    /// The key of the parameter `name` without FLUX.2's exception ([`QUANT`]); None if the autoencoder has no such
+    /// parameter.
     fn place(&self, name: &str) -> Option<Key> {
         const ATTENTION: [(&str, &str); 5] =
             [("group_norm", "norm"), ("to_q", "q"), ("to_k", "k"), ("to_v", "v"), ("to_out.0", "proj_out")];
@@ -113,9 +119,11 @@ impl OriginalCoders {
 }
 
 /// The original name of a parameter in a level: `1.resnets.0.conv1.weight` becomes `down.1.block.0.conv1.weight`.
-fn level(text: &str, direction: &str, place: impl Fn(usize) -> Option<usize>) -> Option<String> {
-    let (index, rest) = text.split_once('.')?;
-    let index = place(index.parse().ok()?)?;
+/// `direction` is `down` or `up`; `file_index` maps this library's index of a level to the file's. None if no level has
+/// such a parameter.
+fn level(name: &str, direction: &str, file_index: impl Fn(usize) -> Option<usize>) -> Option<String> {
+    let (index, rest) = name.split_once('.')?;
+    let index = file_index(index.parse().ok()?)?;
     if let Some(rest) = rest.strip_prefix("resnets.") {
         return Some(format!("{direction}.{index}.block.{rest}"));
     }
@@ -125,7 +133,8 @@ fn level(text: &str, direction: &str, place: impl Fn(usize) -> Option<usize>) ->
 
 /// The configuration of the autoencoder in an original checkpoint, from the shapes of its tensors. Fields that shapes
 /// do not determine, such as the scale of the latents, come from the first of the `known` configurations that have
-/// the deduced sizes, or else from SDXL's autoencoder.
+/// the deduced sizes. Without such a configuration, they come from SDXL's autoencoder, but for a file with the latents'
+/// statistics the scaling factor is 1.
 ///
 /// # Errors
 /// [`Error::Config`] if a size cannot be determined.
@@ -144,30 +153,31 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<VaeConfig>) -
     let deduced = VaeConfig {
         in_channels: size("encoder.conv_in.weight", 1)?,
         out_channels: size("decoder.conv_out.weight", 0)?,
-        block_out_channels: (0..).map_while(|level| Some(shape(&block(level, 0))?[0])).collect(),
+        block_out_channels: (0..).map_while(|level| shape(&block(level, 0))?.first().copied()).collect(),
         layers_per_block: (0..).take_while(|&i| shape(&block(0, i)).is_some()).count(),
         latent_channels: size("decoder.conv_in.weight", 1)?,
         use_quant_conv: shape("quant_conv.weight").or_else(|| shape("encoder.quant_conv.weight")).is_some(),
         use_post_quant_conv: shape("post_quant_conv.weight")
             .or_else(|| shape("decoder.post_quant_conv.weight"))
             .is_some(),
-        latent_norm_eps: shape("bn.running_mean").map(|_| 1e-4),
+        latent_norm_eps: shape("bn.running_mean").map(|_| DEFAULT_NORM_EPS),
         mid_block_add_attention: shape("encoder.mid.attn_1.q.weight").is_some(),
         ..VaeConfig::default()
     };
     if deduced.block_out_channels.is_empty() {
+        // Returns the error for the missing size.
         size(&block(0, 0), 0)?;
     }
-    let agrees = |beside: &VaeConfig| {
+    let agrees = |candidate: &VaeConfig| {
         VaeConfig {
-            norm_num_groups: beside.norm_num_groups,
-            sample_size: beside.sample_size,
-            scaling_factor: beside.scaling_factor,
-            shift_factor: beside.shift_factor,
-            force_upcast: beside.force_upcast,
-            latent_norm_eps: deduced.latent_norm_eps.and(beside.latent_norm_eps),
+            norm_num_groups: candidate.norm_num_groups,
+            sample_size: candidate.sample_size,
+            scaling_factor: candidate.scaling_factor,
+            shift_factor: candidate.shift_factor,
+            force_upcast: candidate.force_upcast,
+            latent_norm_eps: deduced.latent_norm_eps.and(candidate.latent_norm_eps),
             ..deduced.clone()
-        } == *beside
+        } == *candidate
     };
     let scaling_factor = if deduced.latent_norm_eps.is_some() { 1.0 } else { deduced.scaling_factor };
     Ok(known.into_iter().find(agrees).unwrap_or(VaeConfig { scaling_factor, ..deduced }))

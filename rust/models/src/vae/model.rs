@@ -19,16 +19,17 @@ pub struct AutoencoderKL {
     decoder: Decoder,
     quant_conv: Option<Conv2d<Tensor>>,
     post_quant_conv: Option<Conv2d<Tensor>>,
-    /// Mean and variance of FLUX.2's latents per channel, after squares of 2 × 2 latents were stacked along the
-    /// channels: (4 · latent channels) each. Callers normalise latents with them; `encode` and `decode` do not.
+    /// Mean and variance of FLUX.2's latents per channel, after patches of 2 × 2 latents were stacked along the
+    /// channels: (4 · latent channels) each. Callers normalise latents with them; `encode` and `decode` do not. None
+    /// for other autoencoders.
     statistics: Option<[Tensor; 2]>,
 }
 
-/// The names of the statistics.
+/// The parameter names of the latents' mean and variance.
 const STATISTICS: [&str; 2] = ["bn.running_mean", "bn.running_var"];
 
 impl AutoencoderKL {
-    /// The `_class_name` in its `config.json`.
+    /// The `_class_name` in `config.json`, except for FLUX.2's autoencoder.
     pub const CLASS_NAME: &'static str = "AutoencoderKL";
     /// The `_class_name` of FLUX.2's autoencoder, which stores statistics of its latents.
     pub const NORMED_CLASS_NAME: &'static str = "AutoencoderKLFlux2";
@@ -39,20 +40,21 @@ impl AutoencoderKL {
     /// [`trainable_candle_core::Error::Config`] if the configuration is wrong or the weights belong to another model.
     pub fn new(config: VaeConfig, weights: &mut Weights<'_>) -> Result<Self> {
         config.validate()?;
-        let latent = config.latent_channels;
-        let mut statistic = |index: usize| weights.get(STATISTICS[index], 4 * latent, Init::Constant(index as f64));
+        let latent_channels = config.latent_channels;
+        let mut statistic =
+            |index: usize, initial: f64| weights.get(STATISTICS[index], 4 * latent_channels, Init::Constant(initial));
         let is_normed = config.latent_norm_eps.is_some();
-        let statistics = if is_normed { Some([statistic(0)?, statistic(1)?]) } else { None };
+        let statistics = if is_normed { Some([statistic(0, 0.0)?, statistic(1, 1.0)?]) } else { None };
         Ok(Self {
             encoder: Encoder::new(&config, &mut weights.pp("encoder"))?,
             decoder: Decoder::new(&config, &mut weights.pp("decoder"))?,
             quant_conv: config
                 .use_quant_conv
-                .then(|| conv1x1("quant_conv", 2 * latent, 2 * latent, weights))
+                .then(|| conv1x1("quant_conv", 2 * latent_channels, 2 * latent_channels, weights))
                 .transpose()?,
             post_quant_conv: config
                 .use_post_quant_conv
-                .then(|| conv1x1("post_quant_conv", latent, latent, weights))
+                .then(|| conv1x1("post_quant_conv", latent_channels, latent_channels, weights))
                 .transpose()?,
             statistics,
             config,
@@ -64,10 +66,10 @@ impl AutoencoderKL {
         &self.config
     }
 
-    /// The distribution of the latents of `image (B, C, H, W)` (values -1 to 1): mean and logarithm of the variance,
-    /// (B, latent channels, H / downscale, W / downscale) each, sizes rounded down. With `tile_size`, an image with
-    /// more than `tile_size` pixels along a side is encoded in tiles of that size, which overlap by a quarter of their
-    /// side. Near the seams of tiles the result differs a little from the result without tiles.
+    /// The distribution of the latents of `image (B, image channels, H, W)`, values -1 to 1: mean and logarithm of the
+    /// variance, (B, latent channels, H / downscale, W / downscale) each, sizes rounded down. `tile_size` is rounded
+    /// down to whole latents. An image with more pixels along a side is encoded in tiles of that size, which overlap by
+    /// a quarter of their side. Near the seams of tiles the result differs a little from the result without tiles.
     ///
     /// # Errors
     /// As [`Coding::encode`].
@@ -79,10 +81,11 @@ impl AutoencoderKL {
         })
     }
 
-    /// The image of `latent (B, C, h, w)`: (B, image channels, h · downscale, w · downscale), values about -1 to 1. The
-    /// caller has undone the scale and shift of the latents. With `tile_size`, an image with more than `tile_size`
-    /// pixels along a side is decoded in tiles of that size, which overlap by a quarter of their side and are blended
-    /// at their seams. The memory of the decoder's activations then does not grow with the image.
+    /// The image of `latent (B, latent channels, h, w)`: (B, image channels, h · downscale, w · downscale), values
+    /// about -1 to 1. The caller has undone the scale and shift of the latents. `tile_size` is rounded down to whole
+    /// latents. An image with more pixels along a side is decoded in tiles of that size, which overlap by a quarter of
+    /// their side and are blended at their seams. The memory of the decoder's activations then does not grow with the
+    /// image.
     ///
     /// # Errors
     /// As [`Coding::decode`].
@@ -93,7 +96,7 @@ impl AutoencoderKL {
         })
     }
 
-    /// The checks, layouts and tiles of this autoencoder.
+    /// The properties of this autoencoder that checks, conversions and tiles depend on.
     fn coding(&self) -> Coding {
         Coding { op: Self::CLASS_NAME, downscale: self.config.downscale(), dtype: self.dtype() }
     }
@@ -130,8 +133,8 @@ impl Architecture for AutoencoderKL {
         keys::layout(original, config, files)
     }
 
-    /// The activations of some autoencoders exceed the range of f16, and bf16 loses visible detail. The configuration
-    /// of SDXL's autoencoder sets `force_upcast`.
+    /// As the configuration says. The activations of some autoencoders, such as SDXL's, exceed the range of f16, and
+    /// bf16 loses visible detail.
     fn force_upcast(config: &VaeConfig) -> bool {
         config.force_upcast
     }

@@ -1,5 +1,6 @@
 //! Processes large images in overlapping tiles whose seams are blended, as in diffusers. The memory of the network's
-//! activations then depends on the size of a tile and not of the image. Images are (batch, height, width, channels).
+//! activations then depends on the size of a tile, not on the size of the image. Images are (batch, height, width,
+//! channels).
 
 use trainable_candle_core::{Result, Tensor};
 
@@ -19,43 +20,47 @@ pub(super) struct Tiling {
 }
 
 impl Tiling {
-    /// Tiles with `tile` pixels along a side, whose results have `result` pixels along a side. Neighbouring tiles
-    /// overlap by a quarter of the side.
+    /// Tiles with `tile` pixels along a side, whose results have `result` pixels along a side. One of these numbers is
+    /// a multiple of the other. Neighbouring tiles overlap by a quarter of the side, rounded down to whole latents.
     pub fn new(tile: usize, result: usize) -> Self {
-        let blend = result / 4;
-        Self { tile, step: (tile * 3 / 4).max(1), blend, keep: result - blend }
+        let latents = tile.min(result);
+        let overlap = latents / 4;
+        // A step of the input and the kept part of the result must cover the same number of latents.
+        let blend = overlap * (result / latents);
+        Self { tile, step: tile - overlap * (tile / latents), blend, keep: result - blend }
     }
 
-    /// Calls `run` on every tile of `x` and joins the results.
-    pub fn run(&self, x: &Tensor, run: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
+    /// Calls `process` on every tile of `x` and joins the results.
+    pub fn run(&self, x: &Tensor, process: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
         let (height, width) = (x.dims()[1], x.dims()[2]);
-        let mut rows = Vec::new();
-        let mut above: Vec<Tensor> = Vec::new();
+        let mut joined_rows = Vec::new();
+        // The tiles of the row above, blended with their neighbours, but not cropped to `keep`.
+        let mut row_above: Vec<Tensor> = Vec::new();
         for top in (0..height).step_by(self.step) {
             let strip = x.narrow(1, top, self.tile.min(height - top))?;
             let mut row: Vec<Tensor> = Vec::new();
-            let mut kept = Vec::new();
-            for (j, left) in (0..width).step_by(self.step).enumerate() {
-                let mut tile = run(&strip.narrow(2, left, self.tile.min(width - left))?.contiguous()?)?;
-                if let Some(above) = above.get(j) {
+            let mut cropped = Vec::new();
+            for (column, left) in (0..width).step_by(self.step).enumerate() {
+                let mut tile = process(&strip.narrow(2, left, self.tile.min(width - left))?.contiguous()?)?;
+                if let Some(above) = row_above.get(column) {
                     tile = blend(above, &tile, 1, self.blend)?;
                 }
                 if let Some(before) = row.last() {
                     tile = blend(before, &tile, 2, self.blend)?;
                 }
                 let (h, w) = (self.keep.min(tile.dims()[1]), self.keep.min(tile.dims()[2]));
-                kept.push(tile.narrow(1, 0, h)?.narrow(2, 0, w)?);
+                cropped.push(tile.narrow(1, 0, h)?.narrow(2, 0, w)?);
                 row.push(tile);
             }
-            rows.push(Tensor::cat(&kept.iter().collect::<Vec<_>>(), 2)?);
-            above = row;
+            joined_rows.push(Tensor::cat(&cropped.iter().collect::<Vec<_>>(), 2)?);
+            row_above = row;
         }
-        Tensor::cat(&rows.iter().collect::<Vec<_>>(), 1)
+        Tensor::cat(&joined_rows.iter().collect::<Vec<_>>(), 1)
     }
 }
 
-/// Blends the first `extent` pixels of `tile` along `dim` linearly with the last `extent` pixels of `before`:
-/// the weight of `tile` rises from 0 to 1.
+/// Blends the first `extent` pixels of `tile` along `dim` linearly with the last `extent` pixels of `before`, or fewer
+/// if a tile is shorter. The weight of `tile` starts at 0 and rises by 1 / `extent` per pixel.
 fn blend(before: &Tensor, tile: &Tensor, dim: usize, extent: usize) -> Result<Tensor> {
     let length = tile.dims()[dim];
     let extent = extent.min(length).min(before.dims()[dim]);
@@ -71,4 +76,34 @@ fn blend(before: &Tensor, tile: &Tensor, dim: usize, extent: usize) -> Result<Te
     let tail = before.narrow(dim, before.dims()[dim] - extent, extent)?;
     let fading = tail.mul(&weights.affine(-1.0, 1.0)?)?.add(&tile.narrow(dim, 0, extent)?.mul(&weights)?)?;
     Tensor::cat(&[&fading, &tile.narrow(dim, extent, length - extent)?], dim)
+}
+
+#[cfg(test)]
+mod tests {
+    use trainable_candle_core::Device;
+
+    use super::*;
+
+    #[test]
+    fn tiles_of_every_size_join_to_their_image() {
+        let values: Vec<f32> = (0..23 * 17).map(|i| i as f32).collect();
+        let image = Tensor::from_vec(values.clone(), vec![1, 23, 17, 1], &Device::Cpu).unwrap();
+        for side in 4..=9 {
+            let joined = Tiling::new(side, side).run(&image, |tile| Ok(tile.clone())).unwrap();
+            assert_eq!(joined.dims(), image.dims(), "tiles of {side} pixels");
+            let found: Vec<f32> = joined.to_vec().unwrap();
+            let is_near = found.iter().zip(&values).all(|(found, expected)| (found - expected).abs() < 1e-3);
+            assert!(is_near, "tiles of {side} pixels");
+        }
+    }
+
+    #[test]
+    fn a_step_and_the_kept_part_cover_the_same_latents() {
+        for latents in 4..=70 {
+            let encoding = Tiling::new(8 * latents, latents);
+            assert_eq!(encoding.step, 8 * encoding.keep, "{latents} latents");
+            let decoding = Tiling::new(latents, 8 * latents);
+            assert_eq!(8 * decoding.step, decoding.keep, "{latents} latents");
+        }
+    }
 }

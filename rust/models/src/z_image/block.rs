@@ -10,23 +10,28 @@ use crate::saved::Saved;
 
 /// The number of vectors of D values in the modulation: scale and gate of the attention, then scale and gate of the
 /// feed-forward layer.
-const PARTS: usize = 4;
+const VECTORS: usize = 4;
+/// The index of the attention's scale among these vectors. The gate follows.
+const ATTENTION_SCALE: usize = 0;
+/// The index of the feed-forward layer's scale among these vectors. The gate follows.
+const FEED_FORWARD_SCALE: usize = 2;
 
-/// Attention, then a feed-forward layer. Both compute x + tanh(g) · norm(f(norm(x) · (1 + s))), where f is the
-/// attention or the feed-forward layer. The block computes a scale s and a gate g for each of the two from the
-/// condition. Without modulation, s is 0 and tanh(g) is 1.
+/// Two halves: first f is the attention, then f is the feed-forward layer. Each half computes x + tanh(g) ·
+/// norm₂(f(norm₁(x) · (1 + s))) with its own two norms. The block computes a scale s and a gate g for each half from
+/// the condition. Without modulation, s is 0 and tanh(g) is 1.
 pub(super) struct Block {
     modulation: Option<Linear<Tensor>>,
     attention: SelfAttention,
     attention_norms: [RmsNorm; 2],
     feed_forward: FeedForward,
     feed_forward_norms: [RmsNorm; 2],
+    /// Features of each token, D.
     dim: usize,
 }
 
 /// The feed-forward layer: w2(silu(w1 x) · w3 x).
 struct FeedForward {
-    /// `w3` (the features) and `w1` (their gate): `LinearGroup::forward_swiglu` takes them in this order.
+    /// `w3` (the features) and `w1` (their gate): `LinearGroup::feed_forward` takes them in this order.
     inner: LinearGroup,
     w2: Linear<Tensor>,
 }
@@ -44,11 +49,14 @@ impl FeedForward {
         self.inner.feed_forward(x, &self.w2)
     }
 
+    /// Adds to `saved` what the tape keeps for `tokens` tokens.
     fn saved(&self, tokens: usize, saved: &mut Saved) {
-        let middle = tokens * self.w2.in_features();
-        saved.layers(&self.inner.layers(), (tokens * self.w2.out_features(), tokens), true);
-        saved.keep(2 * middle);
-        saved.remade_layers(&[Layer::Linear(&self.w2)], (middle, tokens));
+        let hidden = tokens * self.w2.in_features();
+        let input_is_cheap = true;
+        saved.layers(&self.inner.layers(), (tokens * self.w2.out_features(), tokens), input_is_cheap);
+        // The tape keeps the features and their gate.
+        saved.keep(2 * hidden);
+        saved.remade_layers(&[Layer::Linear(&self.w2)], (hidden, tokens));
     }
 }
 
@@ -60,14 +68,15 @@ impl Module for FeedForward {
 }
 
 impl Block {
-    /// Takes the parameters below `weights`. `is_modulated` is false for the blocks that process only the text.
+    /// Builds the block from the parameters below `weights`. `is_modulated` is false for blocks that process only the
+    /// text.
     pub fn new(config: &ZImageConfig, is_modulated: bool, weights: &mut Weights<'_>) -> Result<Self> {
         let dim = config.dim;
         let mut norm = |name| weights.rms_norm(name, dim, config.norm_eps);
         let attention_norms = [norm("attention_norm1")?, norm("attention_norm2")?];
         let feed_forward_norms = [norm("ffn_norm1")?, norm("ffn_norm2")?];
         let condition = config.condition_dim();
-        let mut modulation = || weights.linear("adaLN_modulation.0", condition, PARTS * dim, true);
+        let mut modulation = || weights.linear("adaLN_modulation.0", condition, VECTORS * dim, true);
         Ok(Self {
             modulation: if is_modulated { Some(modulation()?) } else { None },
             attention: SelfAttention::new(config.attention(), &mut weights.pp("attention"))?,
@@ -78,23 +87,25 @@ impl Block {
         })
     }
 
-    /// The modulation by the condition `(B, C)`, for [`forward`](Self::forward); none if the block is not modulated.
+    /// Computes the modulation (B, 4 · D) from `condition (B, C)`, for [`forward`](Self::forward). None if the block is
+    /// not modulated.
     pub fn modulation(&self, condition: &Tensor) -> Result<Option<Tensor>> {
         self.modulation.as_ref().map(|layer| layer.forward(condition)).transpose()
     }
 
-    /// The block's result for the tokens `x (B, S, D)`, in the same shape.
+    /// Computes the block's result for the tokens `x (B, S, D)`, in the same shape. `modulation` is the result of
+    /// [`modulation`](Self::modulation).
     pub fn forward(&self, x: &Tensor, modulation: Option<&Tensor>, sight: Sight<'_>) -> Result<Tensor> {
         let attend = |x: &Tensor| self.attention.forward(x, sight);
-        let x = self.part(x, &self.attention_norms, modulation.map(|all| (all, 0)), attend)?;
+        let x = self.half(x, &self.attention_norms, modulation.map(|vectors| (vectors, ATTENTION_SCALE)), attend)?;
         let feed = |x: &Tensor| self.feed_forward.forward(x);
-        self.part(&x, &self.feed_forward_norms, modulation.map(|all| (all, 2)), feed)
+        self.half(&x, &self.feed_forward_norms, modulation.map(|vectors| (vectors, FEED_FORWARD_SCALE)), feed)
     }
 
     /// Computes one half of the block: `run` (the attention or the feed-forward layer) between its two norms, and the
-    /// residual sum. `modulation` is a pair: the modulation of the whole block, and the index of the half's scale among
-    /// the [`PARTS`] vectors. The half's gate is the next vector.
-    fn part(
+    /// residual sum. `modulation` is a pair: the [`VECTORS`] vectors of the block, (B, 4 · D), and the index of the
+    /// half's scale among them. The half's gate is the next vector.
+    fn half(
         &self,
         x: &Tensor,
         [before, after]: &[RmsNorm; 2],
@@ -102,30 +113,31 @@ impl Block {
         run: impl Fn(&Tensor) -> Result<Tensor>,
     ) -> Result<Tensor> {
         let normed = before.forward(x)?;
-        let Some((all, place)) = modulation else { return x.add(&after.forward(&run(&normed)?)?) };
-        let part = |index: usize| all.narrow(1, index * self.dim, self.dim)?.unsqueeze(1);
-        let result = after.forward(&run(&normed.mul(&part(place)?.add_scalar(1.0)?)?)?)?;
-        gated_add(x, &result, &part(place + 1)?.tanh()?)
+        let Some((vectors, scale)) = modulation else { return x.add(&after.forward(&run(&normed)?)?) };
+        let vector = |index: usize| vectors.narrow(1, index * self.dim, self.dim)?.unsqueeze(1);
+        let result = after.forward(&run(&normed.mul(&vector(scale)?.add_scalar(1.0)?)?)?)?;
+        gated_add(x, &result, &vector(scale + 1)?.tanh()?)
     }
 
     /// Adds to `saved` what the tape keeps for `tokens` tokens.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
-        let inside = tokens * self.dim;
-        // If the modulation's layer has an adapter, the tape keeps the values that scales and gates multiply.
-        let learns = self.modulation.as_ref().is_some_and(|layer| saved.adapts(layer));
-        let multiplied = if learns { 2 * inside } else { 0 };
+        let values = tokens * self.dim;
+        // If the modulation's layer has an adapter, each half keeps the values that its scale and its gate multiply.
+        let is_adapted = self.modulation.as_ref().is_some_and(|layer| saved.adapts(layer));
+        let multiplied = if is_adapted { 2 * values } else { 0 };
         saved.outside(|saved| {
             self.modulation.iter().for_each(|layer| saved.linear(layer, (layer.in_features(), 1)));
         });
-        saved.block(inside, false, |saved| {
+        let continues_previous = false;
+        saved.block(values, continues_previous, |saved| {
             // The tape keeps the inputs of the four norms: the block's input, the attention's result, the residual sum
             // after the attention (which selective checkpointing recomputes), and the feed-forward layer's result.
-            saved.keep(inside);
+            saved.keep(values);
             self.attention.saved(tokens, saved);
-            saved.keep(inside);
-            saved.keep_cheap(inside + multiplied);
+            saved.keep(values);
+            saved.keep_cheap(values + multiplied);
             self.feed_forward.saved(tokens, saved);
-            saved.keep(inside);
+            saved.keep(values);
             saved.keep_cheap(multiplied);
         });
     }

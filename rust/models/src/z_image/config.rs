@@ -24,7 +24,7 @@ pub struct ZImageConfig {
     pub n_heads: usize,
     /// Features of each text token before its projection to `dim`.
     pub cap_feat_dim: usize,
-    /// Added to the mean square in the norms.
+    /// Added to the mean square in the norms, except those of queries and keys.
     pub norm_eps: f64,
     /// The base of the rotary embedding's frequencies.
     pub rope_theta: f64,
@@ -66,22 +66,22 @@ impl Configuration for ZImageConfig {
             ("qk_norm", json!(true)),
             ("t_scale", json!(1000.0)),
         ])?;
-        let standard = Self::default();
-        let mut list = |name, otherwise: &Vec<usize>| {
-            if map.contains_key(name) { fields.list(name) } else { Ok(otherwise.clone()) }
+        let published = Self::default();
+        let mut list = |name, default: &Vec<usize>| {
+            if map.contains_key(name) { fields.list(name) } else { Ok(default.clone()) }
         };
-        let axes_dims = list("axes_dims", &standard.axes_dims)?;
-        let axes_lens = list("axes_lens", &standard.axes_lens)?;
-        let n_heads = fields.size("n_heads", Some(standard.n_heads))?;
+        let axes_dims = list("axes_dims", &published.axes_dims)?;
+        let axes_lens = list("axes_lens", &published.axes_lens)?;
+        let n_heads = fields.size("n_heads", Some(published.n_heads))?;
         fields.only(&[("n_kv_heads", json!(n_heads))])?;
         let config = Self {
-            in_channels: fields.size("in_channels", Some(standard.in_channels))?,
-            dim: fields.size("dim", Some(standard.dim))?,
-            n_layers: fields.size("n_layers", Some(standard.n_layers))?,
-            n_refiner_layers: fields.size("n_refiner_layers", Some(standard.n_refiner_layers))?,
-            cap_feat_dim: fields.size("cap_feat_dim", Some(standard.cap_feat_dim))?,
-            norm_eps: fields.number("norm_eps", Some(standard.norm_eps))?,
-            rope_theta: fields.number("rope_theta", Some(standard.rope_theta))?,
+            in_channels: fields.size("in_channels", Some(published.in_channels))?,
+            dim: fields.size("dim", Some(published.dim))?,
+            n_layers: fields.size("n_layers", Some(published.n_layers))?,
+            n_refiner_layers: fields.size("n_refiner_layers", Some(published.n_refiner_layers))?,
+            cap_feat_dim: fields.size("cap_feat_dim", Some(published.cap_feat_dim))?,
+            norm_eps: fields.number("norm_eps", Some(published.norm_eps))?,
+            rope_theta: fields.number("rope_theta", Some(published.rope_theta))?,
             n_heads,
             axes_dims,
             axes_lens,
@@ -118,11 +118,11 @@ impl ZImageConfig {
     /// Check that the sizes fit together.
     ///
     /// # Errors
-    /// [`Error::Config`] that names the wrong field and what it must be.
+    /// [`Error::Config`] that names the first wrong field and what it must be.
     pub fn validate(&self) -> Result<()> {
         let wrong = |text: String| Err(Error::Config(format!("{}: {text}", ZImageTransformer::CLASS_NAME)));
-        if !self.dim.is_multiple_of(self.n_heads) {
-            return wrong(format!("dim is {}, expected a multiple of n_heads, {}", self.dim, self.n_heads));
+        if self.dim == 0 || !self.dim.is_multiple_of(self.n_heads) {
+            return wrong(format!("dim is {}, expected a positive multiple of n_heads, {}", self.dim, self.n_heads));
         }
         let (axes, width) = (&self.axes_dims, self.dim / self.n_heads);
         if axes.len() != 3 || axes.iter().sum::<usize>() != width || !axes.iter().all(|axis| axis.is_multiple_of(2)) {

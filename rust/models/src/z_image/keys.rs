@@ -1,10 +1,11 @@
-//! The names of the transformer's parameters in files: diffusers' names, which are also the model's own, and the names
-//! in `ComfyUI`'s files.
+//! The names of the transformer's parameters in files: diffusers' names (also the model's own names) and, as
+//! `Naming::Original`, the names in `ComfyUI`'s files.
 
 use trainable_candle_core::Result;
 use trainable_candle_io::WeightFiles;
 
 use super::ZImageConfig;
+use super::config::PATCH;
 use crate::pretrained::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedNames, Renaming, StoredSizes, renamed};
 
 /// The keys of the transformer's parameters in a diffusers folder (`original` is `None`), or in a checkpoint whose keys
@@ -12,11 +13,13 @@ use crate::pretrained::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedN
 pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
     match original {
         Some(Original { prefix, naming: Naming::Original }) => Box::new(OriginalTransformer(prefix)),
+        // No file of this transformer has llama.cpp's names.
         Some(Original { prefix, naming: Naming::Own | Naming::LlamaCpp }) => Box::new(PrefixedNames(prefix)),
         None => Box::new(OwnNames),
     }
 }
 
+/// The layout of `ComfyUI`'s files, whose keys begin with this prefix.
 struct OriginalTransformer(&'static str);
 
 impl Layout for OriginalTransformer {
@@ -25,7 +28,7 @@ impl Layout for OriginalTransformer {
     }
 
     fn places(&self, name: &str) -> Vec<Key> {
-        vec![original(name)]
+        vec![comfyui_key(name)]
     }
 
     fn ignores(&self, key: &str) -> bool {
@@ -52,42 +55,42 @@ const ATTENTION: [Renaming; 6] = [
     ("norm_k", "k_norm", Form::Plain),
 ];
 
-/// The key of a parameter or layer in a file of `ComfyUI`, without the file's prefix.
-fn original(name: &str) -> Key {
-    let inside = |(block, rest): (&str, &str)| {
+/// The key of a parameter in a file of `ComfyUI`, without the file's prefix.
+fn comfyui_key(name: &str) -> Key {
+    let in_attention = |(block, rest): (&str, &str)| {
         let Key { key, form } = renamed(rest, &ATTENTION)?;
         Some(Key { key: format!("{block}.attention.{key}"), form })
     };
-    let found = name.split_once(".attention.").map_or_else(|| renamed(name, &OUTSIDE), inside);
-    found.unwrap_or_else(|| Key::plain(name))
+    let key = name.split_once(".attention.").map_or_else(|| renamed(name, &OUTSIDE), in_attention);
+    key.unwrap_or_else(|| Key::plain(name))
 }
 
-/// The key of a layer in a file of `ComfyUI`.
+/// The key of a layer in a file of `ComfyUI`, without the file's prefix.
 pub(super) fn original_layer(layer: &str) -> Option<Key> {
-    original(&format!("{layer}.weight")).of_layer()
+    comfyui_key(&format!("{layer}.weight")).of_layer()
 }
 
-/// The configuration of the transformer in a file, from the shapes of its tensors. Fields that shapes do not determine
+/// The configuration of the transformer in `files`, from the shapes of its tensors. Fields that shapes do not determine
 /// come from the first of the `known` configurations that have the deduced sizes, or else from the published model.
 ///
 /// # Errors
-/// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or the model is a variant or a relative of
-/// Z-Image that is not supported.
-pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<ZImageConfig>) -> Result<ZImageConfig> {
-    let sizes = StoredSizes::new(files, layout(Some(naming)));
+/// [`trainable_candle_core::Error::Config`] if a size cannot be determined, the sizes do not fit together, or the model
+/// is a variant or a relative of Z-Image that is not supported.
+pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<ZImageConfig>) -> Result<ZImageConfig> {
+    let sizes = StoredSizes::new(files, layout(Some(original)));
     let size = |name: &str, dim: usize| sizes.size(name, dim);
     let relatives = [
         (sizes.has("siglip_embedder.0.weight"), "Z-Image-Omni, which also reads images"),
-        (sizes.has("dec_net.cond_embed.weight"), "a variant of Z-Image that works on pixels instead of latents"),
+        (sizes.has("dec_net.cond_embed.weight"), "a variant of Z-Image for pixels instead of latents"),
         (!sizes.has("cap_pad_token"), "Lumina 2 or another relative of Z-Image without cap_pad_token"),
     ];
-    if let Some((_, what)) = relatives.iter().find(|(is, _)| *is) {
-        return Err(sizes.wrong(&format!("the transformer is {what}, which is not supported")));
+    if let Some((_, what)) = relatives.iter().find(|(is_found, _)| *is_found) {
+        return Err(sizes.wrong(&format!("the transformer is not supported: it is {what}")));
     }
     let count = |blocks: &str| sizes.count(blocks, "attention.to_out.0");
     let (dim, head_dim) = (size("all_x_embedder.2-1.weight", 0)?, size("noise_refiner.0.attention.norm_k.weight", 0)?);
     let deduced = ZImageConfig {
-        in_channels: size("all_x_embedder.2-1.weight", 1)? / 4,
+        in_channels: size("all_x_embedder.2-1.weight", 1)? / (PATCH * PATCH),
         dim,
         n_layers: count("layers"),
         n_refiner_layers: count("noise_refiner"),
@@ -95,14 +98,14 @@ pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<ZImageCon
         cap_feat_dim: size("cap_embedder.1.weight", 1)?,
         ..ZImageConfig::default()
     };
-    let agrees = |known: &ZImageConfig| {
+    let agrees = |candidate: &ZImageConfig| {
         ZImageConfig {
-            norm_eps: known.norm_eps,
-            rope_theta: known.rope_theta,
-            axes_dims: known.axes_dims.clone(),
-            axes_lens: known.axes_lens.clone(),
+            norm_eps: candidate.norm_eps,
+            rope_theta: candidate.rope_theta,
+            axes_dims: candidate.axes_dims.clone(),
+            axes_lens: candidate.axes_lens.clone(),
             ..deduced.clone()
-        } == *known
+        } == *candidate
     };
     let config = known.into_iter().find(agrees).unwrap_or(deduced);
     config.validate()?;

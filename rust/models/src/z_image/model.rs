@@ -1,4 +1,4 @@
-//! The transformer. From noisy latents, time and text it predicts the velocity latents − noise.
+//! The transformer. It predicts the velocity (latents − noise) from the noisy latents, the time and the text.
 
 use std::sync::Arc;
 
@@ -22,12 +22,12 @@ use crate::saved::{SampleSize, Saved};
 
 /// The time is multiplied by this before its sinusoids are computed.
 const TIME_SCALE: f64 = 1000.0;
-/// The number of sinusoids of the time, and the hidden features of the time's embedding.
-const SINUSOIDS: [usize; 2] = [256, 1024];
+/// The number of sinusoids of the time, and the number of hidden features of the time's embedding.
+const TIME_SIZES: [usize; 2] = [256, 1024];
 
 /// Z-Image's transformer, with the results and the parameter names of diffusers' `ZImageTransformer2DModel`. Its time
-/// goes from 0 (noise) to 1 (clean), and it predicts the velocity along this time: latents − noise. The other flow
-/// models here count the time from clean to noise and predict noise − latents.
+/// goes from 0 (noise) to 1 (clean), and it predicts the velocity along this time: latents − noise. This library's
+/// other flow models count the time from clean to noise and predict noise − latents.
 pub struct ZImageTransformer {
     config: ZImageConfig,
     x_embedder: Linear<Tensor>,
@@ -79,7 +79,7 @@ impl ZImageTransformer {
         let noise_refiner = blocks("noise_refiner", refiners, true)?;
         let context_refiner = blocks("context_refiner", refiners, false)?;
         let layers = blocks("layers", config.n_layers, true)?;
-        let [sinusoids, middle] = SINUSOIDS;
+        let [sinusoids, middle] = TIME_SIZES;
         let sizes = [sinusoids, middle, condition];
         let t_embedder = TimestepEmbedding::named(TIME_LAYERS, sizes, true, &mut weights.pp("t_embedder"))?;
         let mut pad = |name| weights.get(name, (1, dim), Init::Normal(0.02));
@@ -105,8 +105,8 @@ impl ZImageTransformer {
         &self.config
     }
 
-    /// The velocity along the model's time, latents − noise, at noisy latents `hidden_states (B, C, H, W)`; H and W are
-    /// even. The result has the shape of `hidden_states` and the dtype of the weights.
+    /// Predicts the velocity along the model's time, latents − noise, at noisy latents `hidden_states (B, C, H, W)`; H
+    /// and W must be even. The result has the shape of `hidden_states` and the dtype of the weights.
     ///
     /// # Errors
     /// [`Error::Shape`] if the inputs do not fit the configuration or one another, or the image or the text has no
@@ -122,6 +122,7 @@ impl ZImageTransformer {
         let text = self.cap_norm.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
         let mut text = padded(&self.cap_embedder.forward(&text)?, &self.pads[1])?;
         // At the positions after a text's last token, the model's padding token replaces the embedding of the padding.
+        // The mask of the text tokens that attention reads; None if it reads all of them.
         let mut shown = None;
         if let Some(lengths) = conditions.lengths {
             text = Tensor::select(&self.positions.words(lengths, extent.text)?, &text, &self.pads[1])?;
@@ -130,10 +131,10 @@ impl ZImageTransformer {
         }
         let angles = self.positions.angles(extent, shown.as_ref())?;
         let area = extent.padded_area();
-        let [of_image, of_text] = [angles.narrow(0, area)?, angles.narrow(area, extent.text)?];
+        let [image_angles, text_angles] = [angles.narrow(0, area)?, angles.narrow(area, extent.text)?];
         let shown_keys = shown.as_ref().map(|shown| shown.unsqueeze(1)?.unsqueeze(1)).transpose()?;
-        let image = run(&self.noise_refiner, image, Some(&condition), &of_image, None)?;
-        let text = run(&self.context_refiner, text, None, &of_text, shown_keys.as_ref())?;
+        let image = run(&self.noise_refiner, image, Some(&condition), &image_angles, None)?;
+        let text = run(&self.context_refiner, text, None, &text_angles, shown_keys.as_ref())?;
         let mask = shown.as_ref().map(|shown| self.positions.mask(extent, shown)).transpose()?;
         let both = Tensor::cat(&[&image, &text], 1)?;
         let both = run(&self.layers, both, Some(&condition), &angles, mask.as_ref())?;
@@ -149,7 +150,7 @@ impl ZImageTransformer {
             .reshape((batch, self.config.in_channels, height * PATCH, width * PATCH))
     }
 
-    /// Check the inputs; returns the numbers of tokens.
+    /// Checks the inputs and returns the numbers of their tokens.
     fn check(&self, hidden_states: &Tensor, conditions: ZImageConditions<'_>) -> Result<Extent> {
         let misfit = |name: &str, found: &Tensor, expected: String| {
             Err(Error::shape(Self::CLASS_NAME, format!("{name} has shape {:?}, expected {expected}", found.dims())))
@@ -169,11 +170,11 @@ impl ZImageTransformer {
             return Err(Error::dtype(Self::CLASS_NAME, message));
         }
         let ZImageConditions { encoder_hidden_states, timestep, lengths, .. } = conditions;
-        let wide = self.config.cap_feat_dim;
+        let features = self.config.cap_feat_dim;
         let length = match *encoder_hidden_states.dims() {
-            [b, length, w] if b == batch && w == wide && length > 0 => length,
+            [b, length, f] if b == batch && f == features && length > 0 => length,
             _ => {
-                let expected = format!("({batch}, L, {wide}) with at least one token");
+                let expected = format!("({batch}, L, {features}) with at least one token");
                 return misfit("encoder_hidden_states", encoder_hidden_states, expected);
             }
         };
@@ -189,15 +190,19 @@ impl ZImageTransformer {
     }
 }
 
+/// The layers of the time's embedding.
 const TIME_LAYERS: [&str; 2] = ["mlp.0", "mlp.2"];
+/// The layer that embeds the image's patches. `2-1` stands for patches of 2 × 2 latents in 1 frame.
 const X_EMBEDDER: &str = "all_x_embedder.2-1";
+/// The last layer.
 const OUTPUT: &str = "all_final_layer.2-1.linear";
+/// The layer that computes the scale before the last layer from the condition.
 const OUTPUT_MODULATION: &str = "all_final_layer.2-1.adaLN_modulation.1";
 
-/// Divides latents into squares of 2 × 2, row by row: (B, C, H, W) → (B, H W / 4, 4 C). The values of a square have the
-/// order (row, column, channel).
+/// Divides latents into squares of 2 × 2, row by row: (B, C, H, W) → (B, H · W / 4, 4 · C). The values of a square have
+/// the order (row, column, channel).
 fn patches(latents: &Tensor) -> Result<Tensor> {
-    let &[batch, channels, height, width] = latents.dims() else { unreachable!("checked to be latents") };
+    let &[batch, channels, height, width] = latents.dims() else { unreachable!("the caller checked the rank") };
     let (rows, columns) = (height / PATCH, width / PATCH);
     latents.reshape(vec![batch, channels, rows, PATCH, columns, PATCH])?.permute(&[0, 2, 4, 3, 5, 1])?.reshape((
         batch,
@@ -208,7 +213,7 @@ fn patches(latents: &Tensor) -> Result<Tensor> {
 
 /// Pads `tokens (B, S, D)` with copies of `pad (1, D)` to a multiple of 32 tokens.
 fn padded(tokens: &Tensor, pad: &Tensor) -> Result<Tensor> {
-    let &[batch, count, dim] = tokens.dims() else { unreachable!("made of three dimensions") };
+    let &[batch, count, dim] = tokens.dims() else { unreachable!("embedded tokens have three dimensions") };
     let missing = count.next_multiple_of(MULTIPLE) - count;
     if missing == 0 {
         return Ok(tokens.clone());
@@ -216,7 +221,7 @@ fn padded(tokens: &Tensor, pad: &Tensor) -> Result<Tensor> {
     Tensor::cat(&[tokens, &pad.unsqueeze(0)?.broadcast_as((batch, missing, dim))?], 1)
 }
 
-/// Runs all `blocks` on `x`, one after the other.
+/// Runs all `blocks` on `x`, one after the other. `condition` is None if the blocks are not modulated.
 fn run(
     blocks: &Blocks<Block>,
     mut x: Tensor,
@@ -230,9 +235,10 @@ fn run(
         let sight = Sight { angles: Some(angles), mask };
         let inputs = [&x].into_iter().chain(&modulation).chain(sight.inputs());
         x = blocks.run_one(i, &inputs.collect::<Vec<_>>(), move |block, inputs| {
-            let [x, others @ ..] = inputs else { unreachable!("an input at least") };
-            let (modulation, context) = others.split_at(usize::from(is_modulated));
-            Sight::of(true, context, |sight| block.forward(x, modulation.first(), sight))
+            let [x, rest @ ..] = inputs else { unreachable!("an input at least") };
+            let (modulation, angles_and_mask) = rest.split_at(usize::from(is_modulated));
+            let has_angles = true;
+            Sight::of(has_angles, angles_and_mask, |sight| block.forward(x, modulation.first(), sight))
         })?;
     }
     Ok(x)

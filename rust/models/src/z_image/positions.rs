@@ -1,5 +1,5 @@
-//! The positions of tokens, and masks of the tokens that are present. Both are computed on the device, so that a
-//! recorded forward pass copies nothing from the host.
+//! The positions of tokens, and masks of text tokens. Both are computed on the device, so that a recorded forward pass
+//! copies nothing from the host.
 
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 
@@ -9,11 +9,11 @@ use crate::layers::joint::{Rope, RopeAxes};
 /// Padding makes the number of an image's tokens, and the number of a text's tokens, a multiple of this.
 pub(super) const MULTIPLE: usize = 32;
 
-/// The positions of an image's tokens, followed by the positions of a text's tokens.
+/// Computes the positions of an image's tokens, followed by those of a text's tokens, and masks.
 pub(super) struct Positions {
     axes: RopeAxes,
     /// The number of positions along each axis.
-    lengths: Vec<usize>,
+    axes_lens: Vec<usize>,
     /// The numbers 0, 1, 2, …, N - 1: (N) in f64.
     numbers: Tensor,
     /// For each of these numbers, the largest multiple of 32 that does not exceed it: (1, N) in f32.
@@ -50,25 +50,29 @@ impl Positions {
         let starts: Vec<f32> = (0..count).map(|i| (i - i % MULTIPLE) as f32).collect();
         Ok(Self {
             axes: RopeAxes::new(&config.axes_dims, config.rope_theta, device)?,
-            lengths: config.axes_lens.clone(),
+            axes_lens: config.axes_lens.clone(),
             numbers: Tensor::from_vec(numbers, count, &Device::Cpu)?.to_device(device)?,
             starts: Tensor::from_vec(starts, (1, count), &Device::Cpu)?.to_device(device)?,
         })
     }
 
-    /// Check that there are positions for all tokens.
+    /// Checks that there are positions for all tokens.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if an axis has too few positions.
     pub fn check(&self, extent: Extent) -> Result<()> {
+        // Along the first axis, padding of the image is at 0, the text begins at 1, and the image follows the text.
         let needed = [extent.text + 2, extent.height, extent.width];
-        if needed.iter().zip(&self.lengths).all(|(needed, there)| needed <= there) {
+        if needed.iter().zip(&self.axes_lens).all(|(needed, available)| needed <= available) {
             return Ok(());
         }
         let Extent { height, width, text } = extent;
         Err(Error::shape(
             ZImageTransformer::CLASS_NAME,
             format!(
-                "{height} x {width} image tokens and {text} text tokens need {needed:?} positions along the axes, but the \
-                 model has {:?} (axes_lens)",
-                self.lengths
+                "{height} x {width} image tokens and {text} text tokens with padding need {needed:?} positions along \
+                 the axes, but the model has {:?} (axes_lens)",
+                self.axes_lens
             ),
         ))
     }
@@ -79,28 +83,28 @@ impl Positions {
         let Some(shown) = shown else {
             return self.axes.at(&self.ids(extent, &self.numbers.narrow(0, extent.text + 1, 1)?)?);
         };
-        let ends = shown.to_dtype(DType::F64)?.sum(&[1], false)?.add_scalar(1.0)?;
-        let sample = |i| self.axes.at(&self.ids(extent, &ends.narrow(0, i, 1)?)?);
+        let image_times = shown.to_dtype(DType::F64)?.sum(&[1], false)?.add_scalar(1.0)?;
+        let sample = |i| self.axes.at(&self.ids(extent, &image_times.narrow(0, i, 1)?)?);
         Rope::stack(&(0..shown.dims()[0]).map(sample).collect::<Result<Vec<_>>>()?)
     }
 
-    /// Positions of all tokens, (S, 3): the image, its padding, the text. `time (1)` is the position of the image along
-    /// the first axis.
-    fn ids(&self, extent: Extent, time: &Tensor) -> Result<Tensor> {
+    /// Positions of all tokens, (S, 3): the image, its padding, the text. `image_time (1)` is the position of the image
+    /// along the first axis.
+    fn ids(&self, extent: Extent, image_time: &Tensor) -> Result<Tensor> {
         let Extent { height, width, text } = extent;
         let area = extent.area();
         let grid = |numbers: Tensor| numbers.broadcast_as((height, width))?.reshape((area, 1));
         let rows = grid(self.numbers.narrow(0, 0, height)?.unsqueeze(1)?)?;
         let columns = grid(self.numbers.narrow(0, 0, width)?.unsqueeze(0)?)?;
-        let image = Tensor::cat(&[&grid(time.unsqueeze(0)?)?, &rows, &columns], 1)?;
+        let image = Tensor::cat(&[&grid(image_time.unsqueeze(0)?)?, &rows, &columns], 1)?;
         let zeros = |tokens: usize, axes: usize| self.numbers.narrow(0, 0, 1)?.broadcast_as((tokens, axes));
-        let times = self.numbers.narrow(0, 1, text)?.unsqueeze(1)?;
-        let caption = Tensor::cat(&[&times, &zeros(text, 2)?], 1)?;
+        let text_times = self.numbers.narrow(0, 1, text)?.unsqueeze(1)?;
+        let caption = Tensor::cat(&[&text_times, &zeros(text, 2)?], 1)?;
         Tensor::cat(&[&image, &zeros(extent.padded_area() - area, 3)?, &caption], 0)
     }
 
-    /// A mask (B, L, 1), u8: 1 for a text's own tokens and 0 for its padding. With its padding, each text has L =
-    /// `text` tokens. Without the padding, the texts have `lengths (B)` tokens.
+    /// A mask (B, L, 1), u8: 1 for a text's own tokens and 0 for its padding. The texts have `lengths (B)` tokens
+    /// without their padding, and L = `text` tokens each with it.
     pub fn words(&self, lengths: &Tensor, text: usize) -> Result<Tensor> {
         let numbers = self.numbers.narrow(0, 0, text)?.to_dtype(DType::F32)?.unsqueeze(0)?;
         numbers.lt(&column(lengths)?)?.unsqueeze(2)
