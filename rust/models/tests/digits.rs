@@ -1,5 +1,5 @@
 //! Compares the digits transformer with torch (`tests/golden/digits/make_torch.py`), and tests its checkpointing,
-//! adapters and files.
+//! adapters, dtypes, files and errors.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -17,11 +17,12 @@ fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/digits")
 }
 
+/// The model of `tests/golden/digits`.
 fn frozen() -> DigitsTransformer {
     DigitsTransformer::from_pretrained(&golden(), None, &Device::Cpu).unwrap()
 }
 
-/// The model of `tests/golden/digits`, but with trainable parameters.
+/// The same model, but with trainable parameters.
 fn trainable() -> DigitsTransformer {
     let config = frozen().config().clone();
     let model = DigitsTransformer::fresh(config, &Device::Cpu).unwrap();
@@ -32,6 +33,7 @@ fn trainable() -> DigitsTransformer {
     model
 }
 
+/// The inputs of `tests/golden/digits/case.safetensors`, and torch's results.
 struct Case(BTreeMap<String, Tensor>);
 
 impl Case {
@@ -52,8 +54,8 @@ fn values(tensor: &Tensor) -> Vec<f32> {
     tensor.to_vec().unwrap()
 }
 
-/// The largest difference, relative to the largest expected value.
-fn error(found: &Tensor, expected: &Tensor) -> f32 {
+/// The largest absolute difference, divided by the largest absolute expected value.
+fn relative_error(found: &Tensor, expected: &Tensor) -> f32 {
     assert_eq!(found.dims(), expected.dims());
     let expected = values(expected);
     let largest = expected.iter().fold(0f32, |m, e| m.max(e.abs()));
@@ -61,9 +63,9 @@ fn error(found: &Tensor, expected: &Tensor) -> f32 {
 }
 
 #[test]
-fn velocity_and_gradients_equal_those_of_torch() {
+fn velocity_and_gradients_are_near_those_of_torch() {
     let case = Case::load();
-    assert!(error(&case.run(&frozen()), &case.0["velocity"]) < 1e-5);
+    assert!(relative_error(&case.run(&frozen()), &case.0["velocity"]) < 1e-5);
     let model = trainable();
     case.loss(&model).backward().unwrap();
     let vars = model.named_vars();
@@ -73,15 +75,15 @@ fn velocity_and_gradients_equal_those_of_torch() {
         // The bias of `to_k` adds the same number to all scores of a query, which does not change the softmax. So the
         // gradient of this bias is only rounding error.
         if !name.ends_with("to_k.bias") {
-            assert!(error(&var.grad().unwrap(), expected) < 1e-4, "{name}");
+            assert!(relative_error(&var.grad().unwrap(), expected) < 1e-4, "{name}");
         }
     }
 }
 
 #[test]
-fn checkpointing_changes_no_bit_of_the_loss_and_the_gradients() {
+fn checkpointing_changes_no_bit_of_the_loss_or_the_gradients() {
     let case = Case::load();
-    let gradients = |policy| {
+    let loss_and_gradients = |policy| {
         let model = trainable();
         model.set_checkpointing(policy);
         let loss = case.loss(&model);
@@ -89,24 +91,25 @@ fn checkpointing_changes_no_bit_of_the_loss_and_the_gradients() {
         let grads: Vec<Vec<f32>> = model.named_vars().iter().map(|(_, var)| values(&var.grad().unwrap())).collect();
         (loss.item().unwrap(), grads)
     };
-    let plain = gradients(Policy::None);
-    assert_eq!(gradients(Policy::Full), plain);
-    assert_eq!(gradients(Policy::Selective), plain);
+    let expected = loss_and_gradients(Policy::None);
+    assert_eq!(loss_and_gradients(Policy::Full), expected);
+    assert_eq!(loss_and_gradients(Policy::Selective), expected);
 }
 
 #[test]
-fn a_disabled_adapter_does_not_change_a_bit_of_the_base() {
+fn a_disabled_adapter_does_not_change_a_bit_of_the_velocity() {
     let (case, model) = (Case::load(), frozen());
-    let base = values(&case.run(&model));
+    let expected = values(&case.run(&model));
     let config = LoraConfig { target_modules: vec!["to_q".into(), "ff.net.2".into()], ..LoraConfig::default() };
     let set = AdapterSet::attach(config, &model.named_layers()).unwrap();
+    // Both layers in each of two blocks.
     assert_eq!(set.len(), 4);
     for var in set.vars() {
         var.set(&Tensor::randn(0.0, 1.0, var.shape(), DType::F32, &Device::Cpu).unwrap()).unwrap();
     }
-    assert_ne!(values(&case.run(&model)), base);
+    assert_ne!(values(&case.run(&model)), expected);
     set.set_enabled(false);
-    assert_eq!(values(&case.run(&model)), base);
+    assert_eq!(values(&case.run(&model)), expected);
 }
 
 #[test]
@@ -124,12 +127,13 @@ fn a_saved_model_loads_unchanged() {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("saved_model");
     let case = Case::load();
     save_pretrained(&trainable(), &folder, None).unwrap();
-    let again = load(&folder, &Choice::default(), None, &Device::Cpu).unwrap();
-    assert_eq!(again.class_name(), "DigitsTransformer");
-    let names = |model: &dyn Model| model.named_tensors().into_iter().map(|(n, t)| (n, values(&t))).collect::<Vec<_>>();
-    assert_eq!(names(&*again), names(&frozen()));
-    let file = DigitsTransformer::from_pretrained(&folder.join("model.safetensors"), None, &Device::Cpu).unwrap();
-    assert_eq!(values(&case.run(&file)), values(&case.run(&frozen())));
+    let loaded = load(&folder, &Choice::default(), None, &Device::Cpu).unwrap();
+    assert_eq!(loaded.class_name(), "DigitsTransformer");
+    let parameters =
+        |model: &dyn Model| model.named_tensors().into_iter().map(|(n, t)| (n, values(&t))).collect::<Vec<_>>();
+    assert_eq!(parameters(&*loaded), parameters(&frozen()));
+    let from_file = DigitsTransformer::from_pretrained(&folder.join("model.safetensors"), None, &Device::Cpu).unwrap();
+    assert_eq!(values(&case.run(&from_file)), values(&case.run(&frozen())));
 }
 
 #[test]
@@ -139,7 +143,7 @@ fn bf16_weights_compute_in_bf16() {
     assert_eq!(model.dtype(), DType::BF16);
     let velocity = case.run(&model);
     assert_eq!(velocity.dtype(), DType::BF16);
-    assert!(error(&velocity.to_dtype(DType::F32).unwrap(), &case.0["velocity"]) < 0.05);
+    assert!(relative_error(&velocity.to_dtype(DType::F32).unwrap(), &case.0["velocity"]) < 0.05);
 }
 
 #[test]
@@ -147,42 +151,43 @@ fn wrong_inputs_are_reported() {
     let (case, model) = (Case::load(), frozen());
     let (sample, timestep, labels) = (&case.0["sample"], &case.0["timestep"], &case.0["class_labels"]);
     let message = |result: Result<Tensor, Error>| result.unwrap_err().to_string();
-    let wide = sample.narrow(3, 0, 4).unwrap();
+    let narrowed = sample.narrow(3, 0, 4).unwrap();
     assert!(
-        message(model.forward(&wide, timestep, labels))
+        message(model.forward(&narrowed, timestep, labels))
             .contains("sample has shape [4, 2, 6, 4], expected (B, 2, 6, 6)")
     );
     let short = timestep.narrow(0, 0, 3).unwrap();
     assert!(message(model.forward(sample, &short, labels)).contains("timestep has shape [3], expected (4,)"));
-    let unknown = Tensor::new(&[0i64, 1, 2, 3], &Device::Cpu).unwrap();
-    assert!(matches!(model.forward(sample, timestep, &unknown), Err(Error::Index { .. })));
+    // The model has the classes 0 to 2.
+    let unknown_class = Tensor::new(&[0i64, 1, 2, 3], &Device::Cpu).unwrap();
+    assert!(matches!(model.forward(sample, timestep, &unknown_class), Err(Error::Index { .. })));
 }
 
 #[test]
 fn wrong_configurations_and_files_are_reported() {
-    let wrong = DigitsConfig { patch_size: 3, ..DigitsConfig::default() };
+    let indivisible = DigitsConfig { patch_size: 3, ..DigitsConfig::default() };
     let message = |result: Result<DigitsTransformer, Error>| result.err().unwrap().to_string();
     assert!(
-        message(DigitsTransformer::fresh(wrong, &Device::Cpu))
+        message(DigitsTransformer::fresh(indivisible, &Device::Cpu))
             .contains("sample_size 8 is not a multiple of patch_size 3")
     );
-    let wrong = DigitsConfig { num_layers: 0, ..DigitsConfig::default() };
-    assert!(message(DigitsTransformer::fresh(wrong, &Device::Cpu)).contains("num_layers is 0"));
+    let empty = DigitsConfig { num_layers: 0, ..DigitsConfig::default() };
+    assert!(message(DigitsTransformer::fresh(empty, &Device::Cpu)).contains("num_layers is 0"));
 
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("wrong_model");
     // Remove files of an earlier run of this test.
     let _ = std::fs::remove_dir_all(&folder);
     std::fs::create_dir_all(&folder).unwrap();
-    let from = |config: &str| {
+    let load_with = |config: &str| {
         std::fs::write(folder.join("config.json"), config).unwrap();
         message(DigitsTransformer::from_pretrained(&folder, None, &Device::Cpu))
     };
-    assert!(from("{}").contains("there are no weights in this folder"));
+    assert!(load_with("{}").contains("there are no weights in this folder"));
     std::fs::copy(golden().join("model.safetensors"), folder.join("model.safetensors")).unwrap();
     assert!(
-        from(r#"{"_class_name": "UNet2DConditionModel"}"#)
+        load_with(r#"{"_class_name": "UNet2DConditionModel"}"#)
             .contains("\"UNet2DConditionModel\", expected \"DigitsTransformer\"")
     );
-    assert!(from(r#"{"_class_name": "DigitsTransformer", "depth": 3}"#).contains("unknown field `depth`"));
-    assert!(from(r#"{"_class_name": "DigitsTransformer"}"#).contains("are these the weights of another model?"));
+    assert!(load_with(r#"{"_class_name": "DigitsTransformer", "depth": 3}"#).contains("unknown field `depth`"));
+    assert!(load_with(r#"{"_class_name": "DigitsTransformer"}"#).contains("are these the weights of another model?"));
 }

@@ -7,17 +7,19 @@ use trainable_candle_models::pipelines::{PIPELINES, Pipeline, Place};
 use trainable_candle_models::pretrained::Original;
 use trainable_candle_models::{Architecture, CLIPTextModel, Choice, Pretrained};
 
+/// A small SDXL pipeline.
 fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/sdxl")
 }
 
 #[test]
-fn published_configurations_identify_their_parts() {
+fn published_configurations_identify_and_build_their_parts() {
     for place in PIPELINES.iter().flat_map(|pipeline| pipeline.places()) {
         let config = (place.part.published)();
         let found = Place::by_configuration(place.part.model, &config).unwrap();
         if found.part.subfolder.is_empty() && !place.part.subfolder.is_empty() {
-            // `found` is a language model on its own that has the same configuration as this text encoder.
+            // This text encoder has the configuration of a language model, which is a pipeline of its own. That
+            // pipeline takes precedence.
             continue;
         }
         // Several pipelines share parts, so only the configuration is compared.
@@ -27,7 +29,7 @@ fn published_configurations_identify_their_parts() {
 }
 
 #[test]
-fn marks_and_probes_occur_in_the_keys_of_their_parts() {
+fn marks_occur_in_the_names_and_probes_in_the_keys_of_their_parts() {
     for place in PIPELINES.iter().flat_map(|pipeline| pipeline.places()) {
         let model = (place.part.model.shapes)(&(place.part.published)()).unwrap();
         let names: Vec<String> = model.named_tensors().into_iter().map(|(name, _)| name).collect();
@@ -63,8 +65,8 @@ fn the_error_for_an_unknown_pipeline_names_the_known_ones() {
     assert!(Pipeline::find("sdxx").unwrap_err().to_string().contains("expected \"sdxl\", \"flux\""));
 }
 
-/// By its configuration alone, an encoder that projects its pooled state counts as SDXL's second encoder. In a known
-/// pipeline, the name of the encoder's folder decides.
+/// An encoder that projects its pooled state counts as SDXL's second encoder if only its configuration is known. In a
+/// known pipeline, the name of the encoder's folder decides.
 #[test]
 fn in_a_known_pipeline_the_folder_of_an_encoder_decides_its_part() {
     let root = Path::new(env!("CARGO_TARGET_TMPDIR")).join("projecting_pipeline");
@@ -73,12 +75,13 @@ fn in_a_known_pipeline_the_folder_of_an_encoder_decides_its_part() {
     for file in ["config.json", "model.safetensors"] {
         std::fs::copy(golden().join("text_encoder_2").join(file), folder.join(file)).unwrap();
     }
-    let kohya = |index: &str| {
+    // The prefix in kohya's files, if the encoder is given as a part of the pipeline's folder, or by its own folder.
+    let kohya_prefixes = |index: &str| {
         std::fs::write(root.join("model_index.json"), index).unwrap();
         [(&root, Choice::of("text_encoder")), (&folder, Choice::default())].map(|(path, choice)| {
             Pretrained::find(path, CLIPTextModel::KIND, &choice).unwrap().place().unwrap().part.adapter.unwrap().kohya
         })
     };
-    assert_eq!(kohya(r#"{"_class_name": "StableDiffusionXLPipeline"}"#), ["lora_te1"; 2]);
-    assert_eq!(kohya(r#"{"_class_name": "SomethingElse"}"#), ["lora_te2"; 2]);
+    assert_eq!(kohya_prefixes(r#"{"_class_name": "StableDiffusionXLPipeline"}"#), ["lora_te1"; 2]);
+    assert_eq!(kohya_prefixes(r#"{"_class_name": "SomethingElse"}"#), ["lora_te2"; 2]);
 }

@@ -23,8 +23,14 @@ use trainable_candle_nn::adapter::{AdapterSet, LoraConfig, OftSide};
 use trainable_candle_nn::{Checkpointing, Source};
 
 const CPU: Device = Device::Cpu;
+/// The bytes of an f32, the dtype of all models in these tests.
+const BYTES_PER_VALUE: usize = 4;
+/// The sample for the diffusion transformers.
+const SIZE: SampleSize = SampleSize { height: 24, width: 16, tokens: 40 };
+/// The number of tokens that the latents of this sample become, 12 × 8.
+const IMAGE_TOKENS: usize = 96;
 /// Kept bytes are counted for the whole process, so one test measures at a time.
-static ALONE: Mutex<()> = Mutex::new(());
+static MEASURING: Mutex<()> = Mutex::new(());
 
 fn zeros(dims: &[usize]) -> Tensor {
     Tensor::zeros(dims, DType::F32, &CPU).unwrap()
@@ -33,43 +39,46 @@ fn zeros(dims: &[usize]) -> Tensor {
 /// Compare the estimate with the tape for LoRA on each of `targets`, under several policies. `run` is a forward pass of
 /// `batch` samples.
 fn check(model: &dyn Model, targets: &[&str], size: SampleSize, batch: usize, run: impl Fn() -> Result<Tensor>) {
-    check_kind(&LoraConfig { r: 4, ..LoraConfig::default() }, model, targets, size, batch, run);
+    check_adapter(&LoraConfig { r: 4, ..LoraConfig::default() }, model, targets, size, batch, run);
 }
 
-/// As [`check`], with adapters of the kind that `kind` configures.
-fn check_kind(
-    kind: &LoraConfig,
+/// As [`check`], for the adapter that `adapter` configures.
+fn check_adapter(
+    adapter: &LoraConfig,
     model: &dyn Model,
     targets: &[&str],
     size: SampleSize,
     batch: usize,
     run: impl Fn() -> Result<Tensor>,
 ) {
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let _guard = MEASURING.lock().unwrap_or_else(PoisonError::into_inner);
     for target in targets {
-        let config = LoraConfig { target_modules: vec![(*target).to_owned()], ..kind.clone() };
+        let config = LoraConfig { target_modules: vec![(*target).to_owned()], ..adapter.clone() };
         let set = AdapterSet::attach(config.clone(), &model.named_layers()).unwrap();
         for policy in [Policy::None, Policy::Selective, Policy::Full] {
             model.set_checkpointing(policy);
-            let before = saved_bytes();
+            let start = saved_bytes();
             let result = run().unwrap();
-            let held = (saved_bytes() - before) as f64;
-            let found = (4 * batch * Saved::values(model, &config, policy.into(), size).unwrap()[0]) as f64;
+            let kept = (saved_bytes() - start) as f64;
+            let [on_device, _] = Saved::values(model, &config, policy.into(), size).unwrap();
+            let estimated = (BYTES_PER_VALUE * batch * on_device) as f64;
             drop(result);
-            let ratio = found / held;
-            // Under full checkpointing the estimate also counts the values of the blocks that the backward pass
-            // recomputes together. The tape does not hold these values after the forward pass.
+            let ratio = estimated / kept;
+            // The two may differ by a seventh. Under full checkpointing the estimate also counts the values of the
+            // blocks that the backward pass recomputes together. The tape does not hold these values after the forward
+            // pass.
             let fits =
                 if policy == Policy::Full { (1.0..6.0).contains(&ratio) } else { (ratio - 1.0).abs() < 1.0 / 7.0 };
-            assert!(fits, "{} {target} {policy:?}: estimated {found} bytes, kept {held}", model.class_name());
+            assert!(fits, "{} {target} {policy:?}: estimated {estimated} bytes, kept {kept}", model.class_name());
         }
-        check_parts(&config, model, size, batch, &run);
+        check_first_blocks(&config, model, size, batch, &run);
         set.set_enabled(false);
     }
 }
 
-/// Compare the estimate with the tape if full checkpointing recomputes only the first blocks of the model.
-fn check_parts(
+/// Compare the estimate with the tape if full checkpointing recomputes only the first blocks of the model. The other
+/// blocks are under selective checkpointing.
+fn check_first_blocks(
     config: &LoraConfig,
     model: &dyn Model,
     size: SampleSize,
@@ -78,26 +87,26 @@ fn check_parts(
 ) {
     let all = model.blocks_to_checkpoint();
     let estimate = |checkpointing| {
-        let values = Saved::values(model, config, checkpointing, size).unwrap()[0];
-        (4 * batch * values) as f64
+        let [on_device, _] = Saved::values(model, config, checkpointing, size).unwrap();
+        (BYTES_PER_VALUE * batch * on_device) as f64
     };
-    let mut before = estimate(Policy::Selective.into());
+    let mut previous = estimate(Policy::Selective.into());
     for count in [0, all / 4, all / 2, all - 1, all] {
-        let found = estimate(Checkpointing::of_first(count, Policy::Full, all).unwrap());
+        let estimated = estimate(Checkpointing::of_first(count, Policy::Full, all).unwrap());
         model.checkpoint_first(count, Policy::Full).unwrap();
         let start = saved_bytes();
         let result = run().unwrap();
-        let held = (saved_bytes() - start) as f64;
+        let kept = (saved_bytes() - start) as f64;
         drop(result);
         let name = model.class_name();
         // For all blocks, the estimate also counts what the layers after the blocks keep.
-        let falls = found <= before || count == all;
-        assert!(falls, "{name}: {count} of {all} blocks need {found} bytes, fewer blocks {before}");
-        before = found;
-        // The estimate may exceed what the tape holds by the values of one recomputed block.
+        let falls = estimated <= previous || count == all;
+        assert!(falls, "{name}: {count} of {all} blocks: estimated {estimated} bytes, with fewer blocks {previous}");
+        previous = estimated;
+        // The estimate may exceed what the tape holds by the values of recomputed blocks.
         let recomputed = estimate(Policy::Full.into());
-        let fits = found > 0.86 * held && found < 1.14 * held + recomputed;
-        assert!(fits, "{name}: {count} of {all} blocks: estimated {found} bytes, kept {held}");
+        let fits = estimated > 0.86 * kept && estimated < 1.14 * kept + recomputed;
+        assert!(fits, "{name}: {count} of {all} blocks: estimated {estimated} bytes, kept {kept}");
     }
 }
 
@@ -136,30 +145,32 @@ fn the_estimate_for_a_text_encoder_is_near_what_the_tape_keeps() {
 
 #[test]
 fn the_estimate_for_a_language_model_is_near_what_the_tape_keeps() {
-    for kind in [("qwen2", "Qwen2ForCausalLM"), ("qwen3", "Qwen3ForCausalLM")] {
+    for (model_type, architecture) in [("qwen2", "Qwen2ForCausalLM"), ("qwen3", "Qwen3ForCausalLM")] {
         let json = json!({
-            "architectures": [kind.1], "model_type": kind.0, "vocab_size": 100, "hidden_size": 32,
+            "architectures": [architecture], "model_type": model_type, "vocab_size": 100, "hidden_size": 32,
             "intermediate_size": 96, "num_hidden_layers": 10, "num_attention_heads": 4, "num_key_value_heads": 2,
             "head_dim": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu",
         });
         let config = CausalLMConfig::from_json(json.as_object().unwrap()).unwrap();
         let model = CausalLM::new(config, &mut Source::random(DType::F32, &CPU).root()).unwrap();
-        let row: Vec<i64> = (0..40).collect();
-        let row = Tensor::from_vec(row, 40, &CPU).unwrap();
+        // The same numbers serve as ids and as positions of the tokens.
+        let tokens: Vec<i64> = (0..40).collect();
+        let tokens = Tensor::from_vec(tokens, 40, &CPU).unwrap();
+        // Two texts, of 17 and of 23 tokens.
         let bounds = Tensor::from_vec(vec![0i64, 17, 40], 3, &CPU).unwrap();
         let size = SampleSize { height: 0, width: 0, tokens: 40 };
-        check(&model, &["all-attention", "all-linear"], size, 1, || model.hidden(&row, &row, &bounds));
+        check(&model, &["all-attention", "all-linear"], size, 1, || model.hidden(&tokens, &tokens, &bounds));
         for side in [OftSide::Input, OftSide::Output] {
             // The estimate does not count the rotation matrices, so the test keeps these matrices small.
             let oft =
                 LoraConfig { adapter: "oft".into(), oft_block_size: 2, oft_side: Some(side), ..LoraConfig::default() };
-            check_kind(&oft, &model, &["all-attention"], size, 1, || model.hidden(&row, &row, &bounds));
+            check_adapter(&oft, &model, &["all-attention"], size, 1, || model.hidden(&tokens, &tokens, &bounds));
         }
     }
 }
 
 #[test]
-fn the_estimate_for_the_digits_is_near_what_the_tape_keeps() {
+fn the_estimate_for_the_digits_transformer_is_near_what_the_tape_keeps() {
     let model = DigitsTransformer::new(DigitsConfig::default(), &mut Source::random(DType::F32, &CPU).root()).unwrap();
     let labels = Tensor::zeros(&[2usize][..], DType::I64, &CPU).unwrap();
     let size = SampleSize { height: 8, width: 8, tokens: 0 };
@@ -180,15 +191,14 @@ fn the_estimate_for_z_image_is_near_what_the_tape_keeps() {
         ..ZImageConfig::default()
     };
     let model = ZImageTransformer::new(config, &mut Source::random(DType::F32, &CPU).root()).unwrap();
-    let size = SampleSize { height: 24, width: 16, tokens: 40 };
-    check(&model, &["all-attention", "all-linear", r"layers\..*"], size, 1, || {
+    check(&model, &["all-attention", "all-linear", r"layers\..*"], SIZE, 1, || {
         let conditions = ZImageConditions {
-            encoder_hidden_states: &zeros(&[1, 40, 40]),
+            encoder_hidden_states: &zeros(&[1, SIZE.tokens, 40]),
             timestep: &zeros(&[1]),
             lengths: None,
             rows_are_full: false,
         };
-        model.forward(&zeros(&[1, 16, 24, 16]), conditions)
+        model.forward(&zeros(&[1, 16, SIZE.height, SIZE.width]), conditions)
     });
 }
 
@@ -204,16 +214,15 @@ fn the_estimate_for_flux2_is_near_what_the_tape_keeps() {
         ..Flux2Config::default()
     };
     let model = Flux2Transformer::new(config, &mut Source::random(DType::F32, &CPU).root()).unwrap();
-    let size = SampleSize { height: 24, width: 16, tokens: 40 };
-    check(&model, &["all-attention", "all-linear"], size, 1, || {
+    check(&model, &["all-attention", "all-linear"], SIZE, 1, || {
         let conditions = Flux2Conditions {
-            encoder_hidden_states: &zeros(&[1, 40, 40]),
+            encoder_hidden_states: &zeros(&[1, SIZE.tokens, 40]),
             timestep: &zeros(&[1]),
-            img_ids: &zeros(&[96, 4]),
-            txt_ids: &zeros(&[40, 4]),
+            img_ids: &zeros(&[IMAGE_TOKENS, 4]),
+            txt_ids: &zeros(&[SIZE.tokens, 4]),
             guidance: None,
         };
-        model.forward(&zeros(&[1, 96, 128]), conditions)
+        model.forward(&zeros(&[1, IMAGE_TOKENS, 128]), conditions)
     });
 }
 
@@ -231,16 +240,15 @@ fn the_estimate_for_chroma_is_near_what_the_tape_keeps() {
         ..ChromaConfig::default()
     };
     let model = ChromaTransformer::new(config, &mut Source::random(DType::F32, &CPU).root()).unwrap();
-    let size = SampleSize { height: 24, width: 16, tokens: 40 };
-    check(&model, &["all-attention", r".*transformer_blocks\..*", "all-linear"], size, 1, || {
+    check(&model, &["all-attention", r".*transformer_blocks\..*", "all-linear"], SIZE, 1, || {
         let conditions = ChromaConditions {
-            encoder_hidden_states: &zeros(&[1, 40, 40]),
+            encoder_hidden_states: &zeros(&[1, SIZE.tokens, 40]),
             timestep: &zeros(&[1]),
-            img_ids: &zeros(&[96, 3]),
-            txt_ids: &zeros(&[40, 3]),
+            img_ids: &zeros(&[IMAGE_TOKENS, 3]),
+            txt_ids: &zeros(&[SIZE.tokens, 3]),
             lengths: None,
         };
-        model.forward(&zeros(&[1, 96, 64]), conditions)
+        model.forward(&zeros(&[1, IMAGE_TOKENS, 64]), conditions)
     });
 }
 
@@ -258,19 +266,18 @@ fn the_estimate_for_flux_is_near_what_the_tape_keeps() {
         ..FluxConfig::default()
     };
     let model = FluxTransformer::new(config, &mut Source::random(DType::F32, &CPU).root()).unwrap();
-    let size = SampleSize { height: 24, width: 16, tokens: 40 };
     let run = || {
         let conditions = FluxConditions {
-            encoder_hidden_states: &zeros(&[1, 40, 40]),
+            encoder_hidden_states: &zeros(&[1, SIZE.tokens, 40]),
             pooled_projections: &zeros(&[1, 16]),
             timestep: &zeros(&[1]),
-            img_ids: &zeros(&[96, 3]),
-            txt_ids: &zeros(&[40, 3]),
+            img_ids: &zeros(&[IMAGE_TOKENS, 3]),
+            txt_ids: &zeros(&[SIZE.tokens, 3]),
             guidance: None,
         };
-        model.forward(&zeros(&[1, 96, 64]), conditions)
+        model.forward(&zeros(&[1, IMAGE_TOKENS, 64]), conditions)
     };
-    check(&model, &["all-attention", "all-linear"], size, 1, run);
+    check(&model, &["all-attention", "all-linear"], SIZE, 1, run);
 }
 
 #[test]
@@ -284,15 +291,14 @@ fn the_estimate_for_qwen_image_is_near_what_the_tape_keeps() {
         ..QwenImageConfig::default()
     };
     let model = QwenImageTransformer::new(config, &mut Source::random(DType::F32, &CPU).root()).unwrap();
-    let size = SampleSize { height: 24, width: 16, tokens: 40 };
-    check(&model, &["all-attention", r".*transformer_blocks\..*", "all-linear"], size, 1, || {
+    check(&model, &["all-attention", r".*transformer_blocks\..*", "all-linear"], SIZE, 1, || {
         let conditions = QwenImageConditions {
-            encoder_hidden_states: &zeros(&[1, 40, 40]),
+            encoder_hidden_states: &zeros(&[1, SIZE.tokens, 40]),
             timestep: &zeros(&[1]),
-            img_ids: &zeros(&[96, 3]),
-            txt_ids: &zeros(&[40, 3]),
+            img_ids: &zeros(&[IMAGE_TOKENS, 3]),
+            txt_ids: &zeros(&[SIZE.tokens, 3]),
             lengths: None,
         };
-        model.forward(&zeros(&[1, 96, 64]), conditions)
+        model.forward(&zeros(&[1, IMAGE_TOKENS, 64]), conditions)
     });
 }

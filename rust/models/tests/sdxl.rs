@@ -17,7 +17,8 @@ fn shapes(model: &dyn Module) -> Shapes {
     model.named_tensors().into_iter().map(|(name, tensor)| (name, tensor.dims().to_vec())).collect()
 }
 
-fn parameters(model: &dyn Module) -> usize {
+/// The number of values in all parameters.
+fn parameter_count(model: &dyn Module) -> usize {
     model.named_tensors().iter().map(|(_, tensor)| tensor.elem_count()).sum()
 }
 
@@ -33,9 +34,12 @@ fn unet_at_full_size_has_the_published_names_and_shapes() {
 #[test]
 fn autoencoder_and_encoders_at_full_size_have_the_published_numbers_of_parameters() {
     let mut source = Source::shapes(DType::F16);
-    assert_eq!(parameters(&AutoencoderKL::new(VaeConfig::default(), &mut source.root()).unwrap()), 83_653_863);
-    assert_eq!(parameters(&CLIPTextModel::new(CLIPTextConfig::default(), &mut source.root()).unwrap()), 123_060_480);
-    let big = CLIPTextConfig {
+    assert_eq!(parameter_count(&AutoencoderKL::new(VaeConfig::default(), &mut source.root()).unwrap()), 83_653_863);
+    assert_eq!(
+        parameter_count(&CLIPTextModel::new(CLIPTextConfig::default(), &mut source.root()).unwrap()),
+        123_060_480
+    );
+    let second = CLIPTextConfig {
         hidden_size: 1280,
         intermediate_size: 5120,
         num_hidden_layers: 32,
@@ -43,16 +47,16 @@ fn autoencoder_and_encoders_at_full_size_have_the_published_numbers_of_parameter
         projection_dim: Some(1280),
         ..CLIPTextConfig::default()
     };
-    assert_eq!(parameters(&CLIPTextModel::new(big, &mut source.root()).unwrap()), 694_659_840);
+    assert_eq!(parameter_count(&CLIPTextModel::new(second, &mut source.root()).unwrap()), 694_659_840);
 }
 
 #[test]
-fn original_names_are_unique_and_those_of_the_published_checkpoint() {
+fn original_names_are_unique_and_examples_occur_in_the_published_checkpoint() {
     let config = UNetConfig::default();
     let names: Vec<String> = unet().named_tensors().into_iter().map(|(name, _)| name).collect();
-    let original: std::collections::BTreeSet<String> =
+    let unique: std::collections::BTreeSet<String> =
         names.iter().map(|name| original_name(name, &config).unwrap_or_else(|| panic!("{name}"))).collect();
-    assert_eq!(original.len(), names.len());
+    assert_eq!(unique.len(), names.len());
     // The published checkpoint has these names.
     for (ours, theirs) in [
         ("down_blocks.1.attentions.0.proj_in.weight", "input_blocks.4.1.proj_in.weight"),
@@ -68,7 +72,7 @@ fn original_names_are_unique_and_those_of_the_published_checkpoint() {
 }
 
 #[test]
-fn configurations_are_read_as_written() {
+fn default_configurations_are_read_as_written() {
     let config = UNetConfig::default();
     assert_eq!(UNetConfig::from_json(&config.to_json()).unwrap(), config);
     assert_eq!(VaeConfig::from_json(&VaeConfig::default().to_json()).unwrap(), VaeConfig::default());
@@ -100,14 +104,14 @@ fn wrong_and_unsupported_fields_are_reported() {
 }
 
 #[test]
-fn the_error_for_an_empty_folder_says_what_was_looked_for() {
+fn the_error_for_an_empty_folder_says_where_the_reader_looked() {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("no_pipeline");
     std::fs::create_dir_all(&folder).unwrap();
-    let files = Pretrained::find(&folder, CLIPTextModel::KIND, &Choice::default());
-    assert!(files.unwrap_err().to_string().contains("config.json in this folder or in text_encoder, text_encoder_2"));
+    let result = Pretrained::find(&folder, CLIPTextModel::KIND, &Choice::default());
+    assert!(result.unwrap_err().to_string().contains("config.json in this folder or in text_encoder, text_encoder_2"));
     let choice = Choice { subfolder: Some("text_encoder_3".into()), ..Choice::default() };
-    let files = Pretrained::find(&folder, CLIPTextModel::KIND, &choice);
-    assert!(files.unwrap_err().to_string().contains("config.json in the subfolder text_encoder_3"));
+    let result = Pretrained::find(&folder, CLIPTextModel::KIND, &choice);
+    assert!(result.unwrap_err().to_string().contains("config.json in the subfolder text_encoder_3"));
 }
 
 #[test]

@@ -1,4 +1,5 @@
-//! Tests of T5's encoder without its weights: names and shapes at full size.
+//! Tests of T5's encoder without its weights: names and shapes at full size, configurations, errors, and buckets of
+//! distances.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -8,23 +9,24 @@ use trainable_candle_models::t5::{FeedForward, T5Config, T5Encoder, bucket};
 use trainable_candle_models::{Architecture, Configuration, Model};
 use trainable_candle_nn::{Module, Source};
 
-/// What `full_size.json` has for each name: the shape of the parameter, and the number of blocks that have it. Block
-/// indices replace the `*` in the name.
+/// What `full_size.json` has for each name: the shape of the parameter, and the number of blocks that have it. The
+/// indices of these blocks replace the `*` in the name. The number is 1 for a name without `*`.
 type Rule = (Vec<usize>, usize);
 
 #[test]
-fn the_encoder_at_full_size_has_transformers_names_and_shapes() {
+fn the_encoder_at_full_size_has_the_names_and_shapes_of_transformers() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/t5/full_size.json");
     let rules: BTreeMap<String, Rule> = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
     let expected: BTreeMap<String, Vec<usize>> = rules
         .into_iter()
-        .flat_map(|(rule, (shape, count))| (0..count).map(move |i| (rule.replace('*', &i.to_string()), shape.clone())))
+        .flat_map(|(name, (shape, count))| (0..count).map(move |i| (name.replace('*', &i.to_string()), shape.clone())))
         .collect();
     let model = T5Encoder::new(T5Config::default(), &mut Source::shapes(DType::F16).root()).unwrap();
     let found: BTreeMap<String, Vec<usize>> =
         model.named_tensors().into_iter().map(|(name, tensor)| (name, tensor.dims().to_vec())).collect();
     assert_eq!(found, expected);
     assert_eq!(found.values().map(|dims| dims.iter().product::<usize>()).sum::<usize>(), 4_762_310_656);
+    // Each of 24 blocks has four layers in the attention and three in the feed-forward part.
     assert_eq!(model.named_layers().len(), 24 * 7);
     assert_eq!((model.class_name(), T5Encoder::KIND.name), ("T5EncoderModel", "T5Encoder"));
 }
@@ -58,17 +60,18 @@ fn wrong_values_of_fields_are_reported() {
 
 /// The expected values are those of transformers' `_relative_position_bucket`.
 #[test]
-fn distances_have_transformers_buckets() {
+fn distances_have_the_buckets_of_transformers() {
     let config = T5Config::default();
     let distances = [0, 1, 7, 8, 11, 12, 16, 22, 23, 32, 45, 46, 63, 64, 90, 91, 127, 128, 1000];
-    let before = [0, 1, 7, 8, 8, 9, 10, 10, 11, 12, 12, 13, 13, 14, 14, 15, 15, 15, 15];
-    for (distance, expected) in distances.into_iter().zip(before) {
+    let buckets = [0, 1, 7, 8, 8, 9, 10, 10, 11, 12, 12, 13, 13, 14, 14, 15, 15, 15, 15];
+    for (distance, expected) in distances.into_iter().zip(buckets) {
         assert_eq!(bucket(&config, distance, 0), expected, "{distance}");
+        // Keys after the query have the second half of the 32 buckets.
         let after = if distance > 0 { expected + 16 } else { 0 };
         assert_eq!(bucket(&config, 0, distance), after, "{distance}");
     }
-    let odd = T5Config { relative_attention_num_buckets: 20, relative_attention_max_distance: 50, ..config };
+    let other = T5Config { relative_attention_num_buckets: 20, relative_attention_max_distance: 50, ..config };
     for (distance, expected) in [(4, 4), (5, 5), (7, 5), (8, 6), (12, 6), (13, 7), (19, 7), (20, 8), (31, 8), (32, 9)] {
-        assert_eq!(bucket(&odd, distance, 0), expected, "{distance}");
+        assert_eq!(bucket(&other, distance, 0), expected, "{distance}");
     }
 }

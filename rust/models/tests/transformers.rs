@@ -39,20 +39,20 @@ fn sd35_at_full_size_has_the_published_names_and_shapes() {
 
 #[test]
 fn flux_at_full_size_has_the_published_names_and_shapes() {
-    let dev = published("full_size/flux_dev.json");
-    assert_eq!(flux(FluxConfig::default()), dev);
+    let expected_dev = published("full_size/flux_dev.json");
+    assert_eq!(flux(FluxConfig::default()), expected_dev);
     let schnell = FluxConfig { guidance_embeds: false, ..FluxConfig::default() };
-    let without_guidance: Shapes = dev.into_iter().filter(|(name, _)| !name.contains("guidance")).collect();
-    assert_eq!(flux(schnell), without_guidance);
+    let expected_schnell: Shapes = expected_dev.into_iter().filter(|(name, _)| !name.contains("guidance")).collect();
+    assert_eq!(flux(schnell), expected_schnell);
 }
 
-/// `chroma.json` has only the parameters that Flux does not have. Chroma's other parameters are those of Flux except
-/// the parameters of the modulation.
+/// `chroma.json` has only the parameters that Flux does not have. The rest of Chroma's parameters are those of Flux
+/// without the modulation.
 #[test]
 fn chroma_at_full_size_has_the_published_names_and_shapes() {
     let model = ChromaTransformer::new(ChromaConfig::default(), &mut Source::shapes(DType::F16).root()).unwrap();
     let is_modulation = |name: &str| {
-        ["time_text_embed.", "norm_out."].iter().any(|start| name.starts_with(start))
+        ["time_text_embed.", "norm_out."].iter().any(|prefix| name.starts_with(prefix))
             || ["norm.linear", "norm1"].iter().any(|part| name.contains(part))
     };
     let mut expected = published("full_size/flux_dev.json");
@@ -71,14 +71,14 @@ fn z_image_at_full_size_has_the_published_names_and_shapes() {
 fn flux2_at_full_size_has_the_published_names_and_shapes() {
     let flux2 = |config| shapes(&Flux2Transformer::new(config, &mut Source::shapes(DType::F16).root()).unwrap());
     assert_eq!(flux2(Flux2Config::default()), published("full_size/flux2_klein_4b.json"));
-    let large = Flux2Config {
+    let klein_9b = Flux2Config {
         num_layers: 8,
         num_single_layers: 24,
         num_attention_heads: 32,
         joint_attention_dim: 12288,
         ..Flux2Config::default()
     };
-    assert_eq!(flux2(large), published("full_size/flux2_klein_9b.json"));
+    assert_eq!(flux2(klein_9b), published("full_size/flux2_klein_9b.json"));
 }
 
 #[test]

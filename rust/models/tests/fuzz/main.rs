@@ -1,4 +1,5 @@
-//! Runs the readers of files on damaged files. Every test run tries 1000 files per reader; this command tries more:
+//! Runs the readers of files on damaged files. By default, a test tries 1000 files. This command tries more, with all
+//! readers or with those whose tests have READER in their names:
 //!
 //! ```text
 //! FUZZ_CASES=1000000 FUZZ_SEED=1 cargo test --release -p trainable-candle-models --test fuzz -- --nocapture [READER]
@@ -26,11 +27,12 @@ fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden").join(name)
 }
 
-fn model(name: &str) -> Loaded {
+/// The model in the folder `name` of `tests/golden`.
+fn load_golden(name: &str) -> Loaded {
     load(&golden(name), &Choice::default(), None, &CPU).unwrap()
 }
 
-/// A valid file with small tensors of every supported dtype.
+/// Writes a valid file with small tensors of several dtypes, whose names begin with `prefix`, and returns its bytes.
 fn small_file(path: &Path, prefix: &str) -> Vec<u8> {
     let base = Tensor::randn(0.0, 1.0, (3, 4), DType::F32, &CPU).unwrap();
     let dtypes = [DType::F64, DType::F32, DType::F16, DType::BF16, DType::I64, DType::U32, DType::U8];
@@ -41,6 +43,7 @@ fn small_file(path: &Path, prefix: &str) -> Vec<u8> {
     std::fs::read(path).unwrap()
 }
 
+/// Reads everything in a file, each tensor in its own dtype and in bf16.
 fn read_whole(path: &Path) -> Result<()> {
     let mut file = TensorFile::open(path)?;
     drop(file.metadata());
@@ -82,7 +85,7 @@ fn damaged_adapters_are_read_or_rejected() {
     let folder = Folder::new("adapters");
     // The file has peft's name, so that the reader looks for a configuration beside it.
     let path = folder.join("adapter_model.safetensors");
-    let model = model("digits");
+    let model = load_golden("digits");
     let (names, layers) = (model.adapter_names(), model.named_layers());
     let mut valid = Vec::new();
     for kind in ["lora", "dora", "loha", "lokr", "oft"] {
@@ -95,17 +98,19 @@ fn damaged_adapters_are_read_or_rejected() {
         let set = AdapterSet::attach(config, &layers).unwrap();
         for format in [AdapterFormat::Kohya, AdapterFormat::Diffusers, AdapterFormat::Peft] {
             let options = SaveOptions { format: Some(format), ..SaveOptions::default() };
+            // Some formats cannot store some kinds.
             if save_adapters(&path, &[(&names, &set)], &options).is_ok() {
                 valid.push(std::fs::read(&path).unwrap());
             }
         }
+        // Leaves the layers free for the next adapters.
         set.set_enabled(false);
     }
     assert!(valid.len() >= 8, "{} pairs of kind and format could be saved, expected at least 8", valid.len());
     let shapes = layers.iter().map(|(name, layer)| (name.clone(), layer.base().weight.dims().to_vec()));
-    let outline = [Outline { names: names.clone(), layers: shapes.collect() }];
+    let outlines = [Outline { names: names.clone(), layers: shapes.collect() }];
     run("adapters", &path, &valid, 0, mutate::safetensors, || {
-        let verified = verify_adapter(&path, &outline);
+        let verified = verify_adapter(&path, &outlines);
         let attached = attach_adapter(&path, 1.0, PartLayers { names: &names, layers: &layers });
         let removed = attached.as_ref().is_ok_and(|set| {
             set.set_enabled(false);
@@ -118,11 +123,12 @@ fn damaged_adapters_are_read_or_rejected() {
 #[test]
 fn damaged_adapter_configurations_are_read_or_rejected() {
     let folder = Folder::new("adapter_configurations");
-    let model = model("digits");
+    let model = load_golden("digits");
     let (names, layers) = (model.adapter_names(), model.named_layers());
     let config = LoraConfig { r: 2, target_modules: vec!["all-linear".into()], ..LoraConfig::default() };
     let set = AdapterSet::attach(config, &layers).unwrap();
-    // The configuration in the header takes precedence, so the test makes it unreadable.
+    // The configuration in the header of the safetensors file takes precedence over `adapter_config.json`. The test
+    // makes it unreadable.
     let metadata = BTreeMap::from([("lora_adapter_metadata".to_owned(), String::new())]);
     let options = SaveOptions { format: Some(AdapterFormat::Peft), metadata, ..SaveOptions::default() };
     save_adapters(folder.path(), &[(&names, &set)], &options).unwrap();
@@ -141,9 +147,9 @@ fn damaged_adapter_configurations_are_read_or_rejected() {
     });
 }
 
-/// Copies the configuration and the weights of a model in `tests/golden` to `folder`; returns their total size in
+/// Copies the configuration and the weights of a model in `tests/golden` to `folder`. Returns their total size in
 /// bytes.
-fn copied(name: &str, folder: &Folder) -> usize {
+fn copy_golden(name: &str, folder: &Folder) -> usize {
     let files = ["config.json", "model.safetensors"];
     files.iter().map(|file| std::fs::copy(golden(name).join(file), folder.join(file)).unwrap() as usize).sum()
 }
@@ -156,7 +162,7 @@ fn loads(path: &Path) -> bool {
 fn damaged_configurations_are_read_or_rejected() {
     for name in ["digits", "sdxl/text_encoder"] {
         let folder = Folder::new(&format!("configurations-{}", name.replace('/', "-")));
-        let others = copied(name, &folder);
+        let others = copy_golden(name, &folder);
         let path = folder.join("config.json");
         let valid = [std::fs::read(&path).unwrap()];
         run("configurations", &path, &valid, others, mutate::json, || loads(folder.path()));
@@ -172,13 +178,13 @@ fn damaged_configurations_of_other_models_are_read_or_rejected() {
     let valid = ["sdxl/unet", "sdxl/vae", "sdxl/text_encoder_2"]
         .map(|name| std::fs::read(golden(name).join("config.json")).unwrap());
     let are_json = valid.iter().all(|file| serde_json::from_slice::<serde_json::Value>(file).is_ok());
-    let mut left = valid.len();
+    let mut valid_files_left = valid.len();
     run("configurations_of_other_models", &path, &valid, others, mutate::json, || {
         let loaded = loads(folder.path());
-        // `run` reads the valid files first and requires `true` for them. Here `true` means that the file is JSON and
-        // that the reader rejects its configuration.
-        let is_valid_file = left > 0;
-        left = left.saturating_sub(1);
+        // `run` reads the valid files first and requires `true` for them. For these files `true` means here that they
+        // are JSON and that the reader rejects the configuration.
+        let is_valid_file = valid_files_left > 0;
+        valid_files_left = valid_files_left.saturating_sub(1);
         if is_valid_file { are_json && !loaded } else { loaded }
     });
 }
@@ -186,7 +192,7 @@ fn damaged_configurations_of_other_models_are_read_or_rejected() {
 #[test]
 fn damaged_models_are_read_or_rejected() {
     let folder = Folder::new("models");
-    let others = copied("digits", &folder);
+    let others = copy_golden("digits", &folder);
     let path = folder.join("model.safetensors");
     let valid = [std::fs::read(&path).unwrap()];
     run("models", &path, &valid, others, mutate::safetensors, || loads(folder.path()));
@@ -195,7 +201,7 @@ fn damaged_models_are_read_or_rejected() {
 #[test]
 fn damaged_indexes_are_read_or_rejected() {
     let folder = Folder::new("indexes");
-    let mut others = copied("digits", &folder);
+    let mut others = copy_golden("digits", &folder);
     std::fs::rename(folder.join("model.safetensors"), folder.join("model-00001-of-00002.safetensors")).unwrap();
     others += small_file(&folder.join("model-00002-of-00002.safetensors"), "unused.").len();
     let path = folder.join("model.safetensors.index.json");
@@ -207,7 +213,7 @@ fn damaged_indexes_are_read_or_rejected() {
 fn damaged_original_checkpoints_are_read_or_rejected() {
     let folder = Folder::new("original_checkpoints");
     let path = folder.join("checkpoint.safetensors");
-    let model = model("sdxl/text_encoder");
+    let model = load_golden("sdxl/text_encoder");
     save_checkpoint(&path, &[("text_encoder", &*model)], None, &trainable_candle_models::Written::default()).unwrap();
     let valid = [std::fs::read(&path).unwrap()];
     let choice = Choice { subfolder: Some("text_encoder".into()), ..Choice::default() };

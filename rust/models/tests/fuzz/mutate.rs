@@ -27,8 +27,9 @@ impl Rng {
         (self.next() % end.max(1) as u64) as usize
     }
 
-    pub fn pick<'a, T>(&mut self, of: &'a [T]) -> &'a T {
-        &of[self.below(of.len())]
+    /// One of `choices`.
+    pub fn pick<'a, T>(&mut self, choices: &'a [T]) -> &'a T {
+        &choices[self.below(choices.len())]
     }
 }
 
@@ -68,40 +69,41 @@ const TEXTS: [&str; 12] = [
     "__metadata__",
 ];
 
-/// Makes one to eight changes: flips a bit, or replaces, removes, repeats or cuts off bytes.
+/// Makes one to eight changes. Each flips a bit, replaces a byte by another byte or by a number's digits, removes
+/// bytes, copies bytes to another place, or cuts off the end. Empty input gets a random byte instead.
 pub fn bytes(rng: &mut Rng, valid: &[u8]) -> Vec<u8> {
-    let mut bytes = valid.to_vec();
+    let mut damaged = valid.to_vec();
     for _ in 0..=rng.below(8) {
-        let at = rng.below(bytes.len());
-        let longest = rng.below(bytes.len() - at).min(64);
+        let at = rng.below(damaged.len());
+        let longest = rng.below(damaged.len() - at).min(64);
         let length = 1 + rng.below(longest);
         match rng.below(6) {
-            _ if bytes.is_empty() => bytes.push(rng.next() as u8),
-            0 => bytes[at] ^= 1 << rng.below(8),
-            1 => bytes[at] = *rng.pick(&[0, 1, 0x7f, 0x80, 0xff, b'{', b'"', b'[', b'\\', b'\n']),
-            2 => drop(bytes.drain(at..(at + length).min(bytes.len()))),
+            _ if damaged.is_empty() => damaged.push(rng.next() as u8),
+            0 => damaged[at] ^= 1 << rng.below(8),
+            1 => damaged[at] = *rng.pick(&[0, 1, 0x7f, 0x80, 0xff, b'{', b'"', b'[', b'\\', b'\n']),
+            2 => drop(damaged.drain(at..(at + length).min(damaged.len()))),
             3 => {
-                let part = bytes[at..(at + length).min(bytes.len())].to_vec();
-                let place = rng.below(bytes.len());
-                bytes.splice(place..place, part);
+                let copied = damaged[at..(at + length).min(damaged.len())].to_vec();
+                let target = rng.below(damaged.len());
+                damaged.splice(target..target, copied);
             }
-            4 => bytes.truncate(at),
+            4 => damaged.truncate(at),
             _ => {
                 let number = *rng.pick(&NUMBERS);
-                bytes.splice(at..(at + 1).min(bytes.len()), number.bytes());
+                damaged.splice(at..(at + 1).min(damaged.len()), number.bytes());
             }
         }
     }
-    bytes
+    damaged
 }
 
-/// Changes bytes or values of a JSON document.
+/// Changes values or, in a third of the cases, bytes of a JSON document. If `valid` is not JSON, changes its bytes.
 pub fn json(rng: &mut Rng, valid: &[u8]) -> Vec<u8> {
     if rng.below(3) == 0 {
         return bytes(rng, valid);
     }
     match serde_json::from_slice(valid) {
-        Ok(value) => text_of(rng, value),
+        Ok(value) => changed_text(rng, value),
         Err(_) => bytes(rng, valid),
     }
 }
@@ -124,12 +126,14 @@ pub fn safetensors(rng: &mut Rng, valid: &[u8]) -> Vec<u8> {
     [&length.to_le_bytes()[..], &header, &data].concat()
 }
 
-fn text_of(rng: &mut Rng, mut value: Value) -> Vec<u8> {
+/// Makes one to four changes to `value`, and rarely nests it deeply. Returns its text.
+fn changed_text(rng: &mut Rng, mut value: Value) -> Vec<u8> {
     for _ in 0..=rng.below(4) {
         change(rng, &mut value);
     }
     if rng.below(500) == 0 {
-        // Nests the value up to 100000 levels deep. A recursive reader must not overflow its stack.
+        // Nests the value up to 100000 levels deep, with or without the closing brackets. A recursive reader must not
+        // overflow its stack.
         let depth = 1 + rng.below(100_000);
         let (open, close) = *rng.pick(&[("[", "]"), ("{\"a\":", "}")]);
         return [open.repeat(depth), value.to_string(), close.repeat(rng.below(2) * depth)].concat().into_bytes();
@@ -137,7 +141,7 @@ fn text_of(rng: &mut Rng, mut value: Value) -> Vec<u8> {
     value.to_string().into_bytes()
 }
 
-/// Changes, removes, renames or repeats one value within `value`, or replaces `value`.
+/// Changes, removes, renames or copies one value within `value`, or replaces `value` itself.
 fn change(rng: &mut Rng, value: &mut Value) {
     let descend = rng.below(5) > 0;
     match value {
@@ -147,11 +151,11 @@ fn change(rng: &mut Rng, value: &mut Value) {
                 0 => drop(map.remove(&key)),
                 1 => {
                     let kept = map.remove(&key).unwrap_or_default();
-                    map.insert(rename(rng, &key), kept);
+                    map.insert(new_name(rng, &key), kept);
                 }
                 2 => {
                     let copied = map[&key].clone();
-                    map.insert(rename(rng, &key), copied);
+                    map.insert(new_name(rng, &key), copied);
                 }
                 _ => change(rng, &mut map[&key]),
             }
@@ -166,11 +170,12 @@ fn change(rng: &mut Rng, value: &mut Value) {
         }
         // Strings in headers often contain JSON.
         Value::String(text) if rng.below(2) == 0 => *text = String::from_utf8_lossy(&json(rng, text.as_bytes())).into(),
-        other => *other = fresh(rng),
+        other => *other = random_value(rng),
     }
 }
 
-fn rename(rng: &mut Rng, key: &str) -> String {
+/// Another name for the value that `key` names.
+fn new_name(rng: &mut Rng, key: &str) -> String {
     match rng.below(3) {
         0 => (*rng.pick(&TEXTS)).to_owned(),
         1 => format!("{key}.weight"),
@@ -178,7 +183,7 @@ fn rename(rng: &mut Rng, key: &str) -> String {
     }
 }
 
-fn fresh(rng: &mut Rng) -> Value {
+fn random_value(rng: &mut Rng) -> Value {
     match rng.below(8) {
         0 => Value::Null,
         1 => json!(rng.below(2) == 0),
