@@ -43,7 +43,7 @@ pub enum Policy {
     Selective,
     /// As [`Full`](Self::Full), but large inputs wait for the backward pass in the memory of the host. They are copied
     /// to the host while the function runs, and back while the backward pass recomputes the checkpoint that ran after
-    /// this one. On the CPU the policy is the same as [`Full`](Self::Full).
+    /// this one. On the CPU and inside another checkpoint, the policy is the same as [`Full`](Self::Full).
     Offloaded,
 }
 
@@ -71,16 +71,15 @@ impl std::str::FromStr for Policy {
     }
 }
 
-/// Ends a checkpointed function once all needed values are recomputed. It propagates through the function as an error,
-/// with `?`, and never leaves [`backward`](crate::Tensor::backward).
+/// The error that ends a checkpointed function once all needed values are recomputed. It propagates through the
+/// function with `?`, and [`backward`](crate::Tensor::backward) never returns it.
 #[derive(Debug, thiserror::Error)]
 #[error("checkpoint: recomputation is complete")]
 pub(crate) struct Complete;
 
 type Function = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync>;
 
-/// Run `function` on `inputs`, keeping the inputs only; the function's inner values are recomputed in the backward
-/// pass.
+/// Runs `function` on `inputs` and keeps only the inputs; the backward pass recomputes the function's inner values.
 ///
 /// The function must compute the same values when it is called again; random numbers are repeated (dropout draws the
 /// same mask). The function is kept until the backward pass, so it must own what it uses (use `move`; clones of tensors
@@ -137,24 +136,36 @@ pub(crate) struct Region {
 #[derive(Default)]
 struct RegionState {
     slots: Vec<Slot>,
+    /// The kept results that a recomputation reaches, in the order of their operations.
     kept: Vec<Kept>,
     /// The number of the last operation that saved a value; a recomputation ends with this operation.
     last_saved: usize,
+    /// As [`Recording::versions`].
     versions: Vec<(Arc<Version>, u64)>,
+    /// The random draws of the first run, which a recomputation repeats.
     draws: Vec<rng::Draw>,
 }
 
+/// The place of a value that a node of the function would have saved.
 enum Slot {
+    /// The value is not recomputed yet.
     Waiting,
-    Filled { value: Raw, _bytes: SavedBytes },
+    Filled {
+        value: Raw,
+        /// Counts the value as saved memory.
+        _bytes: SavedBytes,
+    },
+    /// No node needs the value any more.
     Released,
 }
 
 /// The results of an expensive operation, kept for the recomputation.
 #[derive(Clone)]
 struct Kept {
+    /// The name of the operation.
     name: &'static str,
     results: Vec<Raw>,
+    /// Counts the results as saved memory.
     bytes: Arc<Vec<SavedBytes>>,
 }
 
@@ -164,7 +175,7 @@ impl Kept {
         Self { name, results, bytes }
     }
 
-    /// Replace each result that is not among `saved` with a zero broadcast to the result's shape, which frees the
+    /// Replaces each result that is not among `saved` with a zero broadcast to the result's shape, which frees the
     /// memory of the result. A recomputation ends with this operation, so nothing reads the results that were not
     /// saved.
     fn forget_all_but(&mut self, saved: &[TensorId]) {
@@ -185,6 +196,7 @@ impl Region {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Stores what the first run of the function has recorded.
     fn seal(&self, recording: Recording, draws: Vec<rng::Draw>) {
         let mut state = self.state();
         // Slots of nodes that were dropped inside the function are released already.
@@ -196,6 +208,7 @@ impl Region {
             if sequence == recording.last_saved {
                 kept.forget_all_but(&recording.saved_by_last);
             }
+            // A recomputation does not reach later operations.
             if sequence <= recording.last_saved {
                 state.kept.push(kept);
             }
@@ -203,6 +216,10 @@ impl Region {
     }
 
     /// The value of a slot, recomputed if necessary.
+    ///
+    /// # Errors
+    /// [`Error::Autograd`] if a variable that the function has read was changed in place, or if the function behaves
+    /// differently when it is run again; the errors of the function and of reading its inputs.
     pub(crate) fn value(&self, index: usize) -> Result<Raw> {
         if let Some(Slot::Filled { value, .. }) = self.state().slots.get(index) {
             return Ok(value.clone());
@@ -214,21 +231,24 @@ impl Region {
         }
     }
 
+    /// Frees the value of a slot that no node needs any more.
     pub(crate) fn release(&self, index: usize) {
         let mut state = self.state();
         if state.slots.len() <= index {
             state.slots.resize_with(index + 1, || Slot::Waiting);
         }
         let old = std::mem::replace(&mut state.slots[index], Slot::Released);
+        // Unlock the state before the value is freed.
         drop(state);
         drop(old);
     }
 
+    /// Runs the function again and fills all slots that are waiting.
     fn recompute(&self) -> Result<()> {
         let (expected, last_saved, kept, draws) = {
             let state = self.state();
-            for (version, then) in &state.versions {
-                if version.get() != *then {
+            for (version, count) in &state.versions {
+                if version.get() != *count {
                     return Err(Error::autograd(
                         "checkpoint",
                         "a variable of a checkpointed function was changed in place; change it after backward()",
@@ -254,7 +274,8 @@ impl Region {
         let Some(Recorder::Recompute(recomputing)) = scope.leave() else { return Err(nondeterministic()) };
         match outcome {
             _ if draws_differ => return Err(nondeterministic()),
-            // All values have been recomputed. The outcome is the error [`Complete`], perhaps wrapped in another error.
+            // All values have been recomputed. In most cases the outcome is the error [`Complete`], perhaps wrapped in
+            // another error. If the last values are the inputs of an inner checkpoint, the function may have returned.
             _ if recomputing.values.len() == expected => {}
             Ok(_) => return Err(nondeterministic()),
             Err(error) => return Err(error),
@@ -278,12 +299,13 @@ fn nondeterministic() -> Error {
     )
 }
 
+/// What a run of a checkpointed function has recorded so far.
 enum Recorder {
     Record(Recording),
     Recompute(Recomputing),
 }
 
-/// The state of a function's first run, which counts and keeps values.
+/// The state of a function's first run, which counts the values that are saved and keeps expensive results.
 struct Recording {
     region: Arc<Region>,
     /// Operations run so far.
@@ -296,6 +318,8 @@ struct Recording {
     saved_by_last: Vec<TensorId>,
     /// The kept results, each with the number of the operation that computed them.
     kept: Vec<(usize, Kept)>,
+    /// For each variable that the function has read: the counter of its changes in place, and the count at the first
+    /// read.
     versions: Vec<(Arc<Version>, u64)>,
 }
 
@@ -312,6 +336,7 @@ impl Recording {
         }
     }
 
+    /// Adds the variables among `tensors` to `versions`.
     fn reads(&mut self, tensors: &[&Tensor]) {
         for version in tensors.iter().filter_map(|t| t.version.as_ref()) {
             if !self.versions.iter().any(|(known, _)| Arc::ptr_eq(known, version)) {
@@ -329,8 +354,11 @@ struct Recomputing {
     last_saved: usize,
     /// How many values the first run saved.
     expected: usize,
+    /// The values recomputed so far.
     values: Vec<Raw>,
+    /// The kept results that this run has not taken yet.
     kept: VecDeque<Kept>,
+    /// Whether the policy is [`Policy::Selective`].
     selective: bool,
 }
 
@@ -341,6 +369,7 @@ thread_local! {
 
 /// Keeps a recorder on the stack until the scope is left or dropped, also by an error or a panic.
 struct Scope {
+    /// The index of the recorder in [`RECORDERS`].
     depth: usize,
     grad_was_enabled: bool,
 }
@@ -348,32 +377,34 @@ struct Scope {
 impl Scope {
     fn enter(recorder: Recorder) -> Self {
         let grad_was_enabled = set_grad_enabled(true);
-        let depth = RECORDERS.with_borrow_mut(|r| {
-            r.push(recorder);
-            r.len() - 1
+        let depth = RECORDERS.with_borrow_mut(|recorders| {
+            recorders.push(recorder);
+            recorders.len() - 1
         });
         set_recording(true);
         Self { depth, grad_was_enabled }
     }
 
+    /// Ends the scope and returns its recorder; `None` if another recorder is the innermost one.
     fn leave(self) -> Option<Recorder> {
-        RECORDERS.with_borrow_mut(|r| if r.len() == self.depth + 1 { r.pop() } else { None })
+        RECORDERS.with_borrow_mut(|recorders| if recorders.len() == self.depth + 1 { recorders.pop() } else { None })
     }
 }
 
 impl Drop for Scope {
     fn drop(&mut self) {
-        let dropped = RECORDERS.with_borrow_mut(|r| {
-            let dropped: Vec<Recorder> = r.drain(self.depth.min(r.len())..).collect();
-            set_recording(!r.is_empty());
-            dropped
+        let ended = RECORDERS.with_borrow_mut(|recorders| {
+            let ended: Vec<Recorder> = recorders.drain(self.depth.min(recorders.len())..).collect();
+            set_recording(!recorders.is_empty());
+            ended
         });
-        drop(dropped);
+        // Dropped after the borrow, because a destructor may use `RECORDERS`.
+        drop(ended);
         set_grad_enabled(self.grad_was_enabled);
     }
 }
 
-/// Whether the innermost checkpoint is selective, so that it keeps the results of expensive operations.
+/// Whether the innermost checkpoint is selective: it then keeps the results of expensive operations.
 pub(crate) fn is_selective() -> bool {
     RECORDERS.with_borrow(|recorders| match recorders.last() {
         Some(Recorder::Record(recording)) => recording.region.policy == Policy::Selective,
@@ -382,7 +413,8 @@ pub(crate) fn is_selective() -> bool {
     })
 }
 
-/// Run one operation of a checkpointed function: compute its result and record it, or take the result that was kept.
+/// Runs one operation of a checkpointed function. `forward` computes the result and the auxiliary values, which a
+/// selective checkpoint keeps if the operation is expensive; a recomputation takes kept results instead of computing.
 pub(crate) fn run<A>(
     op: &'static OpInfo,
     inputs: &[&Tensor],
@@ -433,7 +465,7 @@ where
     }
 }
 
-/// Record the tensors that an operation reads, for the innermost checkpoint and for all checkpoints around it.
+/// Records the tensors that an operation reads, for the innermost checkpoint and for all checkpoints around it.
 /// Variables among these tensors must not change before the recomputation. [`run`] records the inputs of an operation;
 /// operations call `reads` for all other tensors, such as masks, tables, frozen weights and the operands of
 /// comparisons.
@@ -450,7 +482,7 @@ pub(crate) fn reads(tensors: &[&Tensor]) {
     });
 }
 
-/// Count one more operation of the innermost checkpoint.
+/// Counts one more operation of the innermost checkpoint.
 fn begin_operation() {
     RECORDERS.with_borrow_mut(|recorders| match recorders.last_mut() {
         Some(Recorder::Record(recording)) => recording.sequence += 1,
@@ -474,7 +506,8 @@ pub(crate) fn is_replaying() -> bool {
     flags().recording() && RECORDERS.with_borrow(|recorders| matches!(recorders.last(), Some(Recorder::Recompute(_))))
 }
 
-/// Turn a value that a node saves into a slot. `None` outside of checkpointed functions.
+/// Returns what a node of a checkpointed function saves instead of the value `raw`: a slot in the first run, nothing in
+/// a recomputation, which collects the value for its slot. `None` outside of checkpointed functions.
 pub(crate) fn save(raw: &Raw) -> Option<Saved> {
     RECORDERS.with_borrow_mut(|recorders| match recorders.last_mut()? {
         Recorder::Record(recording) => {

@@ -10,8 +10,8 @@ pub use crate::product::{
 use crate::raw::is_float;
 use crate::{Error, Raw, Result};
 
-/// `on_device!(device, cuda => one, cpu => other)` evaluates `one` on a CUDA device and `other` on the CPU. All
-/// operations choose their CPU or CUDA form with this macro; a build without CUDA does not compile `one`.
+/// `on_device!(device, cuda => one, cpu => other)` evaluates `one` on a CUDA device and `other` on the CPU. Operations
+/// choose their CPU or CUDA form with this macro; a build without CUDA does not compile `one`.
 macro_rules! on_device {
     ($device:expr, cuda => $cuda:expr, cpu => $cpu:expr $(,)?) => {{
         #[cfg(feature = "cuda")]
@@ -42,12 +42,17 @@ pub fn ternary<F: Ternary + Sync>(a: &Raw, b: &Raw, c: &Raw, f: F) -> Result<Raw
     )
 }
 
-/// Defines functions that call the function of the same name in [`cpu`] or in `cuda`, depending on the device of `x`.
+/// Defines functions that call the function of the same name in [`cpu`] or in `cuda`, depending on the device of the
+/// first argument, a tensor.
 macro_rules! functions {
-    ($($name:ident(x $(, $argument:ident: $type:ty)*) -> $result:ty;)*) => {$(
+    ($($name:ident($x:ident $(, $argument:ident: $type:ty)*) -> $result:ty;)*) => {$(
         #[doc = concat!("As [`cpu::", stringify!($name), "`].")]
-        pub fn $name(x: &Raw $(, $argument: $type)*) -> Result<$result> {
-            on_device!(x.device(), cuda => crate::cuda::$name(x $(, $argument)*), cpu => cpu::$name(x $(, $argument)*))
+        pub fn $name($x: &Raw $(, $argument: $type)*) -> Result<$result> {
+            on_device!(
+                $x.device(),
+                cuda => crate::cuda::$name($x $(, $argument)*),
+                cpu => cpu::$name($x $(, $argument)*),
+            )
         }
     )*};
 }
@@ -61,14 +66,14 @@ functions! {
     min(x, dims: &[usize], keepdim: bool) -> Raw;
     argmax(x, dim: usize, keepdim: bool) -> Raw;
     cumsum(x, dim: usize) -> Raw;
-    matmul(x, other: &Raw) -> Raw;
-    product(x, other: &Raw, alpha: f64, dtype: DType) -> Raw;
-    matmul_accumulate(x, a: &Raw, b: &Raw, alpha: f64) -> ();
-    accumulate(x, source: &Raw) -> ();
-    copy_into(x, source: &Raw) -> ();
-    fill(x, value: f64) -> ();
-    scale_in_place(x, factor: f64) -> ();
-    lerp_in_place(x, source: &Raw, weight: &Raw) -> ();
+    matmul(a, b: &Raw) -> Raw;
+    product(a, b: &Raw, alpha: f64, dtype: DType) -> Raw;
+    matmul_accumulate(dst, a: &Raw, b: &Raw, alpha: f64) -> ();
+    accumulate(dst, src: &Raw) -> ();
+    copy_into(dst, src: &Raw) -> ();
+    fill(dst, value: f64) -> ();
+    scale_in_place(dst, factor: f64) -> ();
+    lerp_in_place(dst, src: &Raw, weight: &Raw) -> ();
 }
 
 /// The device of an operation on `tensors`: the device of the first tensor that is on a CUDA device, or the CPU if none
@@ -107,11 +112,11 @@ pub fn low_rank(terms: &[(LowRankTerm, Raw)], [scale_hidden, scale_dst]: [f64; 2
     write_products(&sums, scale_dst, true)
 }
 
-/// A contiguous tensor with the dtype and device of `like`. Its values are arbitrary and must be written before they
-/// are read.
+/// A contiguous tensor of shape `dims` with the dtype and device of `like`. Its values are arbitrary and must be
+/// written before they are read.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`] if it does not fit.
+/// [`Error::OutOfMemory`], with the name `op`, if the tensor does not fit.
 pub fn unset(op: &'static str, like: &Raw, dims: &[usize]) -> Result<Raw> {
     on_device!(
         like.device(),
@@ -123,8 +128,8 @@ pub fn unset(op: &'static str, like: &Raw, dims: &[usize]) -> Result<Raw> {
     )
 }
 
-/// Computes all products, in any order. Returns for each product its result, or the tensor to which the result was
-/// added. On CUDA, many products run together.
+/// Computes the products `work`. Returns for each product, in the order of `work`, its result or the tensor to which
+/// the result was added. On CUDA, many products run together, in any order.
 ///
 /// # Errors
 /// As [`product`] and [`matmul_accumulate`].
@@ -132,7 +137,7 @@ pub fn products(work: &[Product]) -> Result<Vec<Raw>> {
     on_device!(
         device_of(work.iter().map(|product| &product.a)),
         cuda => crate::cuda::products(work),
-        cpu => work.iter().map(|work| work.run(cpu::product, cpu::matmul_accumulate)).collect(),
+        cpu => work.iter().map(|product| product.run(cpu::product, cpu::matmul_accumulate)).collect(),
     )
 }
 
@@ -192,6 +197,7 @@ pub fn full(value: f64, dims: &[usize], dtype: DType, device: &Device) -> Result
     if device.is_cuda() && is_float(dtype) {
         return crate::cuda::filled(device, value, dims, dtype);
     }
+    // On CUDA, `filled` makes floating-point tensors only, so an integer is converted from f64.
     let scalar = on_device!(
         device,
         cuda => crate::cuda::convert(&crate::cuda::filled(device, value, &[], DType::F64)?, dtype)?,
@@ -210,7 +216,7 @@ pub fn sum_to_shape(x: &Raw, dims: &[usize]) -> Result<Raw> {
         return Ok(x.clone());
     }
     let added = x.rank().checked_sub(dims.len());
-    let fits = added.is_some_and(|added| x.dims()[added..].iter().zip(dims).all(|(&x, &d)| d == x || d == 1));
+    let fits = added.is_some_and(|added| x.dims()[added..].iter().zip(dims).all(|(&size, &d)| d == size || d == 1));
     let Some(added) = added.filter(|_| fits) else {
         return Err(Error::shape("sum_to_shape", format!("shape {dims:?} does not broadcast to {:?}", x.dims())));
     };
@@ -224,27 +230,27 @@ mod tests {
     use crate::raw::from_vec;
 
     /// Small whole numbers, whose sums are exact.
-    fn whole(dims: &[usize], dtype: DType) -> Raw {
+    fn integers(dims: &[usize], dtype: DType) -> Raw {
         let n: usize = dims.iter().product();
         let data: Vec<f64> = (0..n).map(|i| ((i * 7) % 11) as f64 - 5.0).collect();
         from_vec(data, dims).to_dtype(dtype).unwrap()
     }
 
-    fn wide(x: &Raw) -> Raw {
+    fn to_f64(x: &Raw) -> Raw {
         x.to_dtype(DType::F64).unwrap()
     }
 
     #[test]
     fn sum_to_shape_undoes_broadcasting() {
-        let x = whole(&[4, 3, 5], DType::F32);
+        let x = integers(&[4, 3, 5], DType::F32);
         for dims in [&[3, 5][..], &[1, 5], &[4, 1, 5], &[5], &[1, 1, 1], &[], &[4, 3, 5]] {
             let result = sum_to_shape(&x, dims).unwrap();
             assert_eq!(result.dims(), dims);
             // The dot product of `x` with the broadcast weights equals that of the result with the weights.
-            let weights = whole(dims, DType::F64);
-            let before = (wide(&x).broadcast_mul(&weights).unwrap()).sum_all().unwrap().to_scalar::<f64>().unwrap();
-            let after = (wide(&result) * weights).unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap();
-            assert_eq!(before, after, "{dims:?}");
+            let weights = integers(dims, DType::F64);
+            let of_x = (to_f64(&x).broadcast_mul(&weights).unwrap()).sum_all().unwrap().to_scalar::<f64>().unwrap();
+            let of_result = (to_f64(&result) * weights).unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap();
+            assert_eq!(of_x, of_result, "{dims:?}");
         }
         assert!(matches!(sum_to_shape(&x, &[4, 3]), Err(Error::Shape { .. })));
         assert!(matches!(sum_to_shape(&x, &[1, 4, 3, 5]), Err(Error::Shape { .. })));

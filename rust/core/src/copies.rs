@@ -28,10 +28,11 @@ struct Entry {
 }
 
 impl Copies {
-    /// From now on, allocate new copies in the vectors of `buffer`, which hold the copies of the variables of a flat
-    /// buffer ([`FlatBuffer`](crate::FlatBuffer)). This variable begins at element `start` of the flat buffer.
-    pub(crate) fn lie_in(&mut self, buffer: Arc<FlatCopies>, start: usize) {
-        self.part = Some((buffer, start));
+    /// From now on, allocates new copies in the vectors of `flat`, which hold the copies of the variables of a flat
+    /// buffer ([`FlatBuffer`](crate::FlatBuffer)). This variable begins at element `start` of the flat buffer. Copies
+    /// that exist already keep their storage.
+    pub(crate) fn lie_in(&mut self, flat: Arc<FlatCopies>, start: usize) {
+        self.part = Some((flat, start));
     }
 
     /// The copy in `dtype`, brought up to date with `values`, the variable's values at `version`.
@@ -41,8 +42,8 @@ impl Copies {
             return Ok(entry.raw.clone());
         }
         let raw = match &self.part {
-            Some((buffer, start)) => {
-                let vector = buffer.vector(dtype, values)?;
+            Some((flat, start)) => {
+                let vector = flat.vector(dtype, values)?;
                 let raw = vector.narrow(0, *start, values.elem_count())?.reshape(values.shape())?;
                 compute::copy_into(&raw, values)?;
                 raw
@@ -60,12 +61,13 @@ impl Copies {
         self.entries.iter().try_for_each(|entry| entry.update(values, version))
     }
 
-    /// The first copy. A kernel that changes the variable can write the new values to this copy, too.
+    /// The copy that was made first, if there is one. A kernel that changes the variable can write the new values to
+    /// this copy, too.
     pub(crate) fn first(&self) -> Option<Raw> {
         self.entries.first().map(|entry| entry.raw.clone())
     }
 
-    /// Mark the [`first`](Self::first) copy as having the values of `version`.
+    /// Marks the [`first`](Self::first) copy as having the values of `version`.
     pub(crate) fn first_is_current(&self, version: &Arc<Version>) {
         if let Some(entry) = self.entries.first() {
             entry.follower.follow(version);
@@ -96,6 +98,7 @@ impl FlatCopies {
         Self { len, vectors: Mutex::default() }
     }
 
+    /// The vector of `dtype`. If it does not exist yet, it is allocated on the device of `like`.
     fn vector(&self, dtype: DType, like: &Raw) -> Result<Raw> {
         let mut vectors = self.vectors.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(found) = vectors.iter().find(|vector| vector.dtype() == dtype) {

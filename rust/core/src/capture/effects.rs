@@ -1,4 +1,4 @@
-//! Records the effects of a captured function on the host while it runs.
+//! Records what a captured function reads and changes on the host while the function runs.
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
@@ -8,30 +8,31 @@ use crate::{Error, Result};
 /// Identifies the storage of a gradient.
 pub(crate) type Place = usize;
 
-/// The operations that captures need from a gradient.
+/// The operations that captures need from a gradient, through a shared reference. [`Settle`](super::Settle) describes
+/// them.
 pub(super) trait Slot: Send + Sync {
-    /// Makes the gradient accumulate in fixed storage from now on; returns false if its storage is fixed already.
     fn settle(&self) -> Result<bool>;
-    /// The storage of the gradient, if there is one.
     fn place(&self) -> Option<Place>;
-    /// Whether the gradient has a value.
     fn is_filled(&self) -> bool;
     fn set_filled(&self, filled: bool);
 }
 
-/// A change of a state that every replay repeats. `key` identifies the state.
+/// A change of a state that every replay repeats.
 pub(super) trait Repeat: Send + Sync {
+    /// Identifies the state.
     fn key(&self) -> usize;
-    /// Whether the change still holds at the end of the function. An update of a derived value does not, if the
-    /// variable has changed after the value was derived.
+    /// Whether the change still holds at the end of the function. The update of a derived value no longer holds if the
+    /// variable has changed since.
     fn is_last(&self) -> bool {
         true
     }
     fn repeat(&self);
 }
 
+/// How this thread runs a captured function now.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Phase {
+    /// No captured function runs.
     Off,
     /// The function runs eagerly, before its capture.
     Eager,
@@ -44,31 +45,34 @@ type Undo = Box<dyn FnOnce() + Send>;
 
 /// A value that the recorded work depends on, and a check whether the value is unchanged.
 struct Dependency {
+    /// The value's name in messages.
     name: &'static str,
-    is_same: Box<dyn Fn() -> bool + Send>,
+    is_unchanged: Box<dyn Fn() -> bool + Send>,
 }
 
-/// The effects that a run of a function has on the host.
+/// The effects that a run of a function has on the host, and the host state that the function's work depends on.
 #[derive(Default)]
 pub(crate) struct Effects {
+    /// The gradients that the run has changed.
     gradients: Vec<Arc<dyn Slot>>,
-    /// For each of `gradients`, whether it had a value after the run.
+    /// For each of `gradients`, whether it has a value after the run.
     filled: Vec<bool>,
-    /// Gradients that the run read before it changed them, each with its storage at that time (None if there was no
-    /// gradient).
+    /// Gradients that the run read without changing them first, each with its storage at that time (None if there was
+    /// no gradient).
     observed: Vec<(Arc<dyn Slot>, Option<Place>)>,
-    /// Changes of variables, one for each variable.
+    /// Changes of variables: one for each changed variable, however often it changed.
     versions: Vec<Box<dyn Repeat>>,
-    /// Updates of values derived from variables, repeated after `versions`.
+    /// Updates of values derived from variables, one for each derived value. A replay repeats them after `versions`.
     followers: Vec<Box<dyn Repeat>>,
     /// The functions given to `before_replay`.
     before: Vec<Before>,
     /// The functions given to `after_replay`.
     after: Vec<After>,
-    depends: Vec<Dependency>,
-    /// For each changed state, the function that restores it if the recording fails.
+    /// The values that the recorded work depends on.
+    dependencies: Vec<Dependency>,
+    /// For each changed `HostState`, its key and the function that restores the state if the recording fails.
     undo: Vec<(usize, Undo)>,
-    /// The states that the function has changed with `HostState::advance`; replays repeat these changes.
+    /// The keys of the states that the function has changed with `HostState::advance`; replays repeat these changes.
     advanced: Vec<usize>,
     /// Whether the run has set the position of the random generator; replays would not repeat this change.
     pub(crate) has_seeded: bool,
@@ -89,16 +93,17 @@ pub fn is_running() -> bool {
     PHASE.get() != Phase::Off
 }
 
-/// Runs `work` before every later call of the captured function that is running on this thread. `work` runs outside of
-/// the graph and updates values that the graph reads. If the eager run before a recording calls `before_replay`, `work`
-/// also runs before the call that records. Does nothing outside of captured functions.
+/// Runs `work` before every replay of the function that is being captured on this thread. `work` runs outside of the
+/// graph and updates values that the graph reads; a call returns the errors of `work`. If the function runs eagerly
+/// now, `work` runs once instead: before the next call, if that call records. Does nothing outside of captured
+/// functions.
 pub fn before_replay(work: impl Fn() -> Result<()> + Send + Sync + 'static) {
     if PHASE.get() != Phase::Off {
         EFFECTS.with_borrow_mut(|effects| effects.before.push(Box::new(work)));
     }
 }
 
-/// Call `effect` after every replay of the graph that is being captured on this thread. Does nothing outside of a
+/// Calls `effect` after every replay of the graph that is being captured on this thread. Does nothing outside of a
 /// capture.
 pub(super) fn after_replay(effect: impl Fn() + Send + Sync + 'static) {
     if is_capturing() {
@@ -106,7 +111,8 @@ pub(super) fn after_replay(effect: impl Fn() + Send + Sync + 'static) {
     }
 }
 
-/// Reject a change of the host's state, because replays would not repeat it.
+/// Rejects a change of the state that messages call `what` while a function is captured, because replays would not
+/// repeat the change.
 ///
 /// # Errors
 /// [`Error::Device`] if a function is being captured on this thread.
@@ -120,7 +126,8 @@ pub(super) fn refuse_change(what: &'static str) -> Result<()> {
     ))
 }
 
-/// Record a change of the state `key`; `undo` restores the value that the state had before the change.
+/// Records a change of the state `key`. `undo` restores the value that the state had before the change; only the `undo`
+/// of the first change of a state is kept.
 pub(super) fn note_change(key: usize, undo: impl FnOnce() + Send + 'static) {
     if is_capturing() {
         EFFECTS.with_borrow_mut(|effects| {
@@ -137,7 +144,7 @@ pub(super) fn has_changed(key: usize) -> bool {
     is_capturing() && EFFECTS.with_borrow(|effects| effects.undo.iter().any(|&(known, _)| known == key))
 }
 
-/// Record that the function advances the state `key`. Replays repeat this change.
+/// Records that the function advances the state `key`. Replays repeat this change.
 pub(super) fn note_advance(key: usize) {
     if is_capturing() {
         EFFECTS.with_borrow_mut(|effects| effects.advanced.push(key));
@@ -150,15 +157,16 @@ pub(super) fn is_changed(key: usize) -> bool {
     has_changed(key) && !EFFECTS.with_borrow(|effects| effects.advanced.contains(&key))
 }
 
-/// Record that queued work depends on the value that messages call `name`. `is_same` checks before a later call whether
-/// the value is unchanged.
-pub(super) fn note_dependency(name: &'static str, is_same: impl Fn() -> bool + Send + 'static) {
+/// Records that queued work depends on the value that messages call `name`. `is_unchanged` checks before each later
+/// call whether the value is still the same.
+pub(super) fn note_dependency(name: &'static str, is_unchanged: impl Fn() -> bool + Send + 'static) {
     if is_capturing() {
-        EFFECTS.with_borrow_mut(|effects| effects.depends.push(Dependency { name, is_same: Box::new(is_same) }));
+        let dependency = Dependency { name, is_unchanged: Box::new(is_unchanged) };
+        EFFECTS.with_borrow_mut(|effects| effects.dependencies.push(dependency));
     }
 }
 
-/// Reject an operation that a graph cannot contain.
+/// Rejects the operation `op`, which a graph cannot contain, while a function is captured.
 ///
 /// # Errors
 /// [`Error::Device`] if a function is being captured on this thread.
@@ -179,6 +187,8 @@ pub(crate) struct Run(());
 
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "graphs exist on CUDA alone"))]
 impl Run {
+    /// Starts to record the effects of a capture if `capturing`, otherwise those of an eager run.
+    ///
     /// # Errors
     /// [`Error::Device`] if another run is under way on this thread.
     pub(crate) fn begin(capturing: bool) -> Result<Self> {
@@ -193,7 +203,7 @@ impl Run {
         Ok(Self(()))
     }
 
-    /// The effects of the run.
+    /// Ends the run and returns its effects.
     pub(crate) fn finish(self) -> Effects {
         let mut effects = EFFECTS.take();
         effects.filled = effects.gradients.iter().map(|gradient| gradient.is_filled()).collect();
@@ -211,7 +221,7 @@ impl Drop for Run {
     }
 }
 
-/// Record that a gradient is about to change.
+/// Records that a gradient is about to change.
 pub(super) fn note_gradient(gradient: impl FnOnce() -> Arc<dyn Slot>) {
     if PHASE.get() == Phase::Off {
         return;
@@ -224,7 +234,8 @@ pub(super) fn note_gradient(gradient: impl FnOnce() -> Arc<dyn Slot>) {
     });
 }
 
-/// Record that work depends on whether there is a gradient, and on where its storage is.
+/// Records that work depends on whether there is a gradient, and on where its storage is. If the run has changed the
+/// gradient before, nothing is recorded: a replay changes the gradient in the same way.
 pub(super) fn note_read(gradient: impl FnOnce() -> Arc<dyn Slot>, place: impl FnOnce() -> Option<Place>) {
     if !is_capturing() {
         return;
@@ -242,37 +253,41 @@ fn is_same(one: &Arc<dyn Slot>, other: &Arc<dyn Slot>) -> bool {
     std::ptr::addr_eq(Arc::as_ptr(one), Arc::as_ptr(other))
 }
 
-/// Record that the random generator is set to another position.
+/// Records that the random generator is set to another position.
 pub(super) fn note_seed() {
     if is_capturing() {
         EFFECTS.with_borrow_mut(|effects| effects.has_seeded = true);
     }
 }
 
-/// Record that a variable was changed in place.
+/// Records that a variable was changed in place.
 pub(super) fn note_version(version: impl FnOnce() -> Box<dyn Repeat>) {
     if is_capturing() {
         EFFECTS.with_borrow_mut(|effects| push_new(&mut effects.versions, version()));
     }
 }
 
-/// Record that a value was derived from a variable's value.
+/// Records that a value was derived from a variable's value.
 pub(super) fn note_follower(follower: impl FnOnce() -> Box<dyn Repeat>) {
     if is_capturing() {
         EFFECTS.with_borrow_mut(|effects| push_new(&mut effects.followers, follower()));
     }
 }
 
-fn push_new(known: &mut Vec<Box<dyn Repeat>>, new: Box<dyn Repeat>) {
-    if !known.iter().any(|known| known.key() == new.key()) {
-        known.push(new);
+/// Adds `new` to `changes`, unless they have a change of the same state already.
+fn push_new(changes: &mut Vec<Box<dyn Repeat>>, new: Box<dyn Repeat>) {
+    if !changes.iter().any(|known| known.key() == new.key()) {
+        changes.push(new);
     }
 }
 
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "graphs exist on CUDA alone"))]
 impl Effects {
-    /// Give fixed storage to every gradient that the run has changed, so that the address of the gradient is the same
+    /// Gives fixed storage to every gradient that the run has changed, so that the address of the gradient is the same
     /// in the capture and in each replay. Returns whether a gradient has moved.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if there is no memory for the storage.
     pub(crate) fn settle_gradients(&mut self) -> Result<bool> {
         let mut has_moved = false;
         for gradient in &self.gradients {
@@ -288,7 +303,7 @@ impl Effects {
         self.gradients.len()
     }
 
-    /// Mark each gradient as filled or empty, as it was at the end of the run. A replay changes gradients but not
+    /// Marks each gradient as filled or empty, as it was at the end of the run. A replay changes gradients but not
     /// these marks; a failed capture changes the marks but not the gradients.
     pub(crate) fn restore_gradients(&self) {
         for (gradient, &filled) in self.gradients.iter().zip(&self.filled) {
@@ -303,20 +318,21 @@ impl Effects {
 
     /// The name of a state that the recorded work depends on and that has changed, if there is one.
     pub(crate) fn stale(&self) -> Option<&'static str> {
-        self.depends.iter().find(|known| !(known.is_same)()).map(|known| known.name)
+        let changed = self.dependencies.iter().find(|dependency| !(dependency.is_unchanged)());
+        changed.map(|dependency| dependency.name)
     }
 
-    /// Keep the changes of a recording that has succeeded.
+    /// Keeps the changes of a recording that has succeeded.
     pub(crate) fn commit(&mut self) {
         self.undo.clear();
     }
 
-    /// Run the functions given to `before_replay`.
+    /// Runs the functions given to `before_replay`.
     pub(crate) fn before(&self) -> Result<()> {
-        self.before.iter().try_for_each(|check| check())
+        self.before.iter().try_for_each(|work| work())
     }
 
-    /// Repeat the effects on the host after a replay.
+    /// Repeats the effects on the host after a replay.
     pub(crate) fn after(&self) {
         self.restore_gradients();
         self.versions.iter().chain(&self.followers).for_each(|change| change.repeat());
@@ -325,7 +341,7 @@ impl Effects {
 }
 
 impl Drop for Effects {
-    /// Undo the changes of a recording that was not committed.
+    /// Undoes the changes of a recording that was not committed.
     fn drop(&mut self) {
         self.undo.drain(..).for_each(|(_, undo)| undo());
     }
@@ -336,7 +352,8 @@ mod tests {
     use super::*;
     use crate::{Device, Tensor, Var};
 
-    fn value(var: &Var) -> f64 {
+    /// The gradient, or NaN if there is none.
+    fn gradient(var: &Var) -> f64 {
         var.grad().map_or(f64::NAN, |grad| grad.item().unwrap())
     }
 
@@ -350,15 +367,14 @@ mod tests {
         };
         let run = Run::begin(false).unwrap();
         step().unwrap();
-        let mut first = run.finish();
-        assert_eq!(first.gradients.len(), 1);
-        assert!(first.settle_gradients().unwrap());
-        assert!(!first.settle_gradients().unwrap());
-        assert_eq!(value(&x), 4.0);
+        let mut eager = run.finish();
+        assert_eq!(eager.gradients.len(), 1);
+        assert!(eager.settle_gradients().unwrap(), "the gradient moves");
+        assert!(!eager.settle_gradients().unwrap(), "the gradient has moved already");
+        assert_eq!(gradient(&x), 4.0);
         let storage = x.grad_storage().unwrap();
 
         let run = Run::begin(true).unwrap();
-        assert!(is_capturing() && Run::begin(false).is_err());
         step().unwrap();
         let count = Arc::new(std::sync::atomic::AtomicUsize::new(0));
         after_replay({
@@ -368,11 +384,7 @@ mod tests {
             }
         });
         before_replay(|| Err(Error::argument("test", "refused")));
-        assert!(!EFFECTS.with_borrow(|effects| effects.has_seeded));
-        crate::rng::set_state(crate::rng::state());
         let effects = run.finish();
-        assert!(effects.has_seeded);
-        assert!(!is_capturing());
         let same = crate::raw::storage_identity(&x.grad_storage().unwrap()) == crate::raw::storage_identity(&storage);
         assert!(same, "the gradient keeps its storage");
 
@@ -383,11 +395,31 @@ mod tests {
         effects.after();
         assert_eq!((x.version(), count.load(std::sync::atomic::Ordering::Relaxed)), (version + 1, 1));
         // On the CPU nothing was replayed, so the gradient counts as filled, with the zeros of zero_grad().
-        assert_eq!(value(&x), 0.0);
+        assert_eq!(gradient(&x), 0.0);
     }
 
     #[test]
-    fn reading_is_rejected_while_capturing() {
+    fn a_run_begins_only_after_the_previous_one_has_ended() {
+        for capturing in [false, true] {
+            let run = Run::begin(capturing).unwrap();
+            assert!(is_running());
+            assert_eq!(is_capturing(), capturing);
+            assert!(Run::begin(capturing).is_err());
+            drop(run);
+            assert!(!is_running());
+        }
+    }
+
+    #[test]
+    fn a_capture_notes_that_the_random_generator_is_set() {
+        let run = Run::begin(true).unwrap();
+        assert!(!EFFECTS.with_borrow(|effects| effects.has_seeded));
+        crate::rng::set_state(crate::rng::state());
+        assert!(run.finish().has_seeded);
+    }
+
+    #[test]
+    fn reading_is_rejected_only_while_capturing() {
         let run = Run::begin(true).unwrap();
         let message = refuse("item").unwrap_err().to_string();
         assert!(message.starts_with("item: values are not known inside a captured function"), "{message}");

@@ -29,12 +29,12 @@ pub struct Fixed<T> {
 }
 
 impl<T> Fixed<T> {
-    /// A value that messages call `name`, such as "the hyper-parameters of an optimizer".
+    /// Creates a value that messages call `name`, such as "the hyper-parameters of an optimizer".
     pub const fn new(name: &'static str, value: T) -> Self {
         Self { name, value }
     }
 
-    /// A mutable reference to the value.
+    /// Returns a mutable reference to the value.
     ///
     /// # Errors
     /// [`Error::Device`](crate::Error::Device) while a function is recorded, because replays would not repeat the

@@ -1,18 +1,19 @@
-//! [`Generator`]: the position of a random generator.
+//! [`Generator`]: the state of a random generator.
 
 use super::effects::note_seed;
 
-/// The position of a random generator. A draw advances the position, and each replay advances it by the draws of the
-/// recorded call. Setting the position is recorded (`Effects::has_seeded`), because replays do not set the position.
+/// The state of a random generator: its seed and its position. A draw advances the position, and each replay advances
+/// it by the draws of the recorded call. Setting the state is recorded (`Effects::has_seeded`), because replays do not
+/// set it.
 pub(crate) struct Generator<S>(S);
 
 impl<S: Copy> Generator<S> {
-    /// A generator that starts at `state`. Unlike [`at`](Self::at), this does not record that a position was set.
+    /// Creates a generator that starts at `state`. Unlike [`at`](Self::at), this does not record that a state was set.
     pub(crate) const fn initial(state: S) -> Self {
         Self(state)
     }
 
-    /// A generator that starts at `state`.
+    /// Creates a generator that starts at `state`, and records that a state was set.
     pub(crate) fn at(state: S) -> Self {
         note_seed();
         Self(state)
@@ -22,14 +23,14 @@ impl<S: Copy> Generator<S> {
         self.0
     }
 
-    /// Continue from `state`.
+    /// Continues from `state`, and records that a state was set.
     pub(crate) fn set(&mut self, state: S) {
         *self = Self::at(state);
     }
 
-    /// Draw with `draw`, which advances the position.
-    pub(crate) fn draw<R>(&mut self, draw: impl FnOnce(&mut S) -> R) -> R {
-        draw(&mut self.0)
+    /// Draws with `advance`, which advances the position; returns its result.
+    pub(crate) fn draw<R>(&mut self, advance: impl FnOnce(&mut S) -> R) -> R {
+        advance(&mut self.0)
     }
 }
 
@@ -39,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_run_notes_when_the_generator_is_seeded_but_not_draws() {
+    fn a_capture_notes_that_the_state_is_set_but_not_draws() {
         let mut generator = Generator::initial(1);
         let run = Run::begin(true).unwrap();
         generator.draw(|state| *state += 1);

@@ -12,10 +12,11 @@ use crate::Result;
 /// the device's work only; this type handles the host's part, so the owners of such state need no code for graphs:
 ///
 /// - A value that [`read`](Self::read) returns while a function is recorded becomes part of the record. If the value is
-///   different at a later call, the function runs eagerly and is recorded again. A function that changes a value after
-///   it has read the value cannot be recorded.
+///   different at a later call, that call runs eagerly and the next one records again. A function that reads a value
+///   and then advances it cannot be recorded.
 /// - [`set`](Self::set) returns an error while a function is recorded.
-/// - [`advance`](Self::advance) is repeated by every replay, and undone if the recording fails.
+/// - A change by [`advance`](Self::advance) is repeated by every replay, and undone if the recording fails.
+/// - A change by [`change`](Self::change) is not repeated; the function itself must undo it.
 ///
 /// Clones share the state.
 pub struct HostState<T>(Arc<Inner<T>>);
@@ -28,7 +29,7 @@ struct Inner<T> {
 
 impl<T: fmt::Debug> fmt::Debug for HostState<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.value().fmt(f)
+        self.lock().fmt(f)
     }
 }
 
@@ -39,20 +40,20 @@ impl<T> Clone for HostState<T> {
 }
 
 impl<T> HostState<T> {
-    fn value(&self) -> MutexGuard<'_, T> {
+    fn lock(&self) -> MutexGuard<'_, T> {
         self.0.value.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl<T: Clone + Send + 'static> HostState<T> {
-    /// Host state with this value; messages call the state `name`.
+    /// Creates host state with this value; messages call the state `name`.
     pub fn new(name: &'static str, value: T) -> Self {
         Self(Arc::new(Inner { name, value: Mutex::new(value) }))
     }
 
     /// The value, for use on the host only: queued work must not depend on it.
     pub fn get(&self) -> T {
-        self.value().clone()
+        self.lock().clone()
     }
 
     /// Replaces the value.
@@ -62,22 +63,22 @@ impl<T: Clone + Send + 'static> HostState<T> {
     /// change.
     pub fn set(&self, value: T) -> Result<()> {
         refuse_change(self.0.name)?;
-        *self.value() = value;
+        *self.lock() = value;
         Ok(())
     }
 
     /// Changes the value; if a function is being recorded, each replay changes it too. Queued work that needs the value
-    /// must read it in device memory, where a kernel or a function given to [`before_replay`](super::before_replay)
-    /// keeps it up to date.
+    /// must read a copy in device memory, which a kernel or a function given to [`before_replay`](super::before_replay)
+    /// keeps up to date.
     pub fn advance(&self, change: impl Fn(&mut T) + Send + Sync + 'static) {
         self.change(&change);
         note_advance(self.key());
         let state = self.clone();
-        after_replay(move || change(&mut state.value()));
+        after_replay(move || change(&mut state.lock()));
     }
 
-    /// Checks that the function being recorded has not changed the value so far. Work that depends on the value and
-    /// then advances it calls this method first if a recorded function may do the work only once.
+    /// Checks that the function being recorded has not changed the value so far. If a recorded function may do some
+    /// work only once, because the work depends on the value and then advances it, the work begins with this check.
     ///
     /// # Errors
     /// [`Error::Device`](crate::Error::Device) if the function has changed the value; in the message, `what` follows
@@ -86,12 +87,13 @@ impl<T: Clone + Send + 'static> HostState<T> {
         if has_changed(self.key()) { refuse_change(what) } else { Ok(()) }
     }
 
-    /// Changes the value within a call of a captured function. The function must restore the value before the call
-    /// ends, because replays do not repeat the change; [`advance`](Self::advance) makes changes that replays repeat.
+    /// Changes the value with `change`, and returns the result of `change`. A captured function must restore the value
+    /// before it returns, because replays do not repeat the change; [`advance`](Self::advance) makes changes that
+    /// replays repeat.
     pub fn change<R>(&self, change: impl FnOnce(&mut T) -> R) -> R {
-        let (state, before) = (self.clone(), self.get());
-        note_change(self.key(), move || *state.value() = before);
-        change(&mut self.value())
+        let (state, old) = (self.clone(), self.get());
+        note_change(self.key(), move || *state.lock() = old);
+        change(&mut self.lock())
     }
 
     fn key(&self) -> usize {
@@ -110,7 +112,7 @@ impl<T: Clone + PartialEq + Send + 'static> HostState<T> {
             return value;
         }
         let (known, state) = (value.clone(), self.clone());
-        note_dependency(self.0.name, move || *state.value() == known);
+        note_dependency(self.0.name, move || *state.lock() == known);
         value
     }
 }
@@ -122,12 +124,13 @@ mod tests {
 
     #[test]
     fn a_record_is_stale_while_a_value_that_it_depends_on_differs() {
-        let (rate, other) = (HostState::new("the rate", 1.0), HostState::new("the other", 1));
+        let (rate, count) = (HostState::new("the rate", 1.0), HostState::new("the count", 1));
         let run = Run::begin(true).unwrap();
-        assert_eq!((rate.read(), other.get()), (1.0, 1));
+        assert_eq!((rate.read(), count.get()), (1.0, 1));
         let effects = run.finish();
         assert_eq!(effects.stale(), None);
-        other.set(2).unwrap();
+        // The record does not depend on the count, because `get` notes nothing.
+        count.set(2).unwrap();
         assert_eq!(effects.stale(), None);
         rate.set(2.0).unwrap();
         assert_eq!(effects.stale(), Some("the rate"));
@@ -137,16 +140,21 @@ mod tests {
     }
 
     #[test]
-    fn a_function_that_advances_a_state_after_reading_it_is_stale_at_once() {
+    fn a_record_is_stale_at_once_if_the_function_reads_a_state_and_then_advances_it() {
         let count = HostState::new("the count", 0);
         let run = Run::begin(true).unwrap();
         count.read();
         count.advance(|n| *n += 1);
         assert_eq!(run.finish().stale(), Some("the count"));
-        // Outside of a capture nothing is noted.
+    }
+
+    #[test]
+    fn an_eager_run_notes_no_dependency() {
+        let count = HostState::new("the count", 0);
+        let run = Run::begin(false).unwrap();
         count.read();
         count.advance(|n| *n += 1);
-        assert_eq!(Run::begin(true).unwrap().finish().stale(), None);
+        assert_eq!(run.finish().stale(), None);
     }
 
     #[test]
@@ -187,10 +195,10 @@ mod tests {
     #[test]
     fn setting_is_rejected_only_while_recording() {
         let rate = HostState::new("the rate", 1.0);
-        for (recording, works) in [(false, true), (true, false)] {
+        for recording in [false, true] {
             let run = Run::begin(recording).unwrap();
             let result = rate.set(2.0);
-            assert_eq!(result.is_ok(), works);
+            assert_eq!(result.is_err(), recording);
             if let Err(error) = result {
                 let message = error.to_string();
                 assert!(message.starts_with("capture: the function changes the rate, but"), "{message}");

@@ -3,9 +3,9 @@
 //! A CUDA graph repeats the device's work only. So a capture also records what a call changes on the host, and a replay
 //! repeats these changes. A change that a replay could not repeat is an error while a function is recorded. Each kind
 //! of host state has a type here. The methods of the type are the only access to the value, and they record what
-//! captures need to know. Some types have two methods to read: the owner of the state calls one (such as
-//! [`HostState::read`]) if queued work depends on the value, and the other (such as [`HostState::get`]), which records
-//! nothing, if only the host uses the value.
+//! captures need to know. Some types have two methods to read. The owner of the state calls the method that records
+//! (such as [`HostState::read`]) if queued work depends on the value, and the method that records nothing (such as
+//! [`HostState::get`]) if only the host uses the value.
 //!
 //! | state | type |
 //! |---|---|
@@ -14,7 +14,7 @@
 //! | a gradient: whether there is one, and where its storage is | `GradientSlot` |
 //! | how often a variable was changed in place | `Version` |
 //! | whether a value derived from a variable is up to date | [`Follower`] |
-//! | the position of a random generator | `Generator` |
+//! | the seed and the position of a random generator | `Generator` |
 //!
 //! Work that must be done before every replay, outside of the graph, is registered with [`before_replay`].
 

@@ -8,16 +8,17 @@ use crate::Result;
 
 /// The operations that captures need from a gradient.
 pub(crate) trait Settle: Send + 'static {
-    /// Accumulate the gradient in a fixed buffer from now on, starting with the gradient's present value. Returns false
-    /// if the gradient already accumulates in a fixed buffer.
+    /// Accumulates the gradient in a fixed buffer from now on, starting with the gradient's present value. Returns
+    /// false if the gradient already accumulates in a fixed buffer.
     fn settle(&mut self) -> Result<bool>;
 
     /// The storage of the gradient, if there is one.
     fn place(&self) -> Option<Place>;
 
-    /// Whether the gradient has a value.
+    /// Whether the fixed buffer holds a gradient; false if there is no buffer.
     fn is_filled(&self) -> bool;
 
+    /// Marks the fixed buffer as holding a gradient, or as empty.
     fn set_filled(&mut self, filled: bool);
 }
 
@@ -44,19 +45,19 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// A gradient, accessed through methods that report the access to captures. A replay changes the same gradients as the
-/// function, in the same storage. A graph is stale when a gradient that it reads has moved.
+/// function, in the same storage. A graph is stale when a gradient that it reads was added, removed or moved.
 pub(crate) struct GradientSlot<T>(Arc<Mutex<T>>);
 
 impl<T: Settle> GradientSlot<T> {
-    pub(crate) fn new(state: T) -> Self {
-        Self(Arc::new(Mutex::new(state)))
+    pub(crate) fn new(gradient: T) -> Self {
+        Self(Arc::new(Mutex::new(gradient)))
     }
 
     /// Locks the gradient to queue work that depends on whether there is a gradient, and on where its storage is.
     pub(crate) fn read(&self) -> impl Deref<Target = T> {
-        let state = lock(&self.0);
-        note_read(|| self.0.clone(), || state.place());
-        state
+        let gradient = lock(&self.0);
+        note_read(|| self.0.clone(), || gradient.place());
+        gradient
     }
 
     /// Locks the gradient for a change that does not depend on its present storage.
@@ -65,7 +66,7 @@ impl<T: Settle> GradientSlot<T> {
         lock(&self.0)
     }
 
-    /// Locks the gradient for a read that does not influence queued work.
+    /// Locks the gradient for a read that does not influence queued work, and is not reported.
     pub(crate) fn peek(&self) -> impl Deref<Target = T> {
         lock(&self.0)
     }

@@ -1,4 +1,5 @@
-//! [`Version`] of a variable, and [`Follower`], which tells whether a value derived from a variable is up to date.
+//! [`Version`], which counts the changes of a variable, and [`Follower`], which tells whether a value derived from a
+//! variable is up to date.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -6,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::effects::{Repeat, note_follower, note_version};
 
 /// Counts the in-place changes of a variable's storage, so that a backward pass can detect that a saved value was
-/// overwritten. Each replay of a graph that changes the variable counts as a change, too.
+/// overwritten. Each replay of a graph that changes the variable counts as one change, too.
 #[derive(Debug, Default)]
 pub(crate) struct Version(AtomicU64);
 
@@ -15,7 +16,7 @@ impl Version {
         self.0.load(Ordering::Acquire)
     }
 
-    /// Count a change of the value.
+    /// Counts a change of the value.
     pub(crate) fn bump(self: &Arc<Self>) {
         self.repeat();
         note_version(|| Box::new(self.clone()));
@@ -45,11 +46,12 @@ impl Follower {
         self.0.load(Ordering::Relaxed)
     }
 
+    /// Whether the derived value is up to date with `version`.
     pub(crate) fn is_at(&self, version: &Version) -> bool {
         self.version() == version.get()
     }
 
-    /// Record that the derived value is up to date.
+    /// Marks the derived value as up to date with `version`.
     pub(crate) fn follow(&self, version: &Arc<Version>) {
         let following = Following(self.clone(), version.clone());
         following.repeat();
@@ -57,6 +59,7 @@ impl Follower {
     }
 }
 
+/// The update of a follower's derived value from the variable with this version.
 struct Following(Follower, Arc<Version>);
 
 impl Repeat for Following {
@@ -79,17 +82,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn replays_advance_versions_and_followers() {
-        let (version, [ahead, behind]) = (Arc::new(Version::default()), [Follower::default(), Follower::default()]);
+    fn replays_advance_versions_and_the_followers_that_are_up_to_date() {
+        let (version, [current, outdated]) = (Arc::new(Version::default()), [Follower::default(), Follower::default()]);
         let run = Run::begin(true).unwrap();
-        behind.follow(&version);
+        outdated.follow(&version);
         version.bump();
         version.bump();
-        ahead.follow(&version);
+        current.follow(&version);
         let effects = run.finish();
-        assert_eq!((version.get(), ahead.version(), behind.version()), (2, 2, 0));
+        assert_eq!((version.get(), current.version(), outdated.version()), (2, 2, 0));
         effects.after();
-        assert_eq!((version.get(), ahead.version(), behind.version()), (3, 3, 0));
+        assert_eq!((version.get(), current.version(), outdated.version()), (3, 3, 0));
     }
 
     #[test]

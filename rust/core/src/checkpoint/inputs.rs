@@ -17,26 +17,30 @@ use crate::tape::{Backward, BackwardContext, Inputs, Leaf, Node, Saved, flags};
 use crate::tensor::Tensor;
 
 /// Inputs of fewer bytes stay on the device: a copy would cost more than the freed memory is worth.
-const LEAST: usize = 1 << 20;
+const MIN_OFFLOADED_BYTES: usize = 1 << 20;
 
 /// What a checkpoint keeps of its inputs.
 pub(super) struct KeptInputs {
     inputs: Vec<(Place, Origin)>,
+    /// The inputs in the memory of the host, if there are any.
     offloaded: Option<Arc<Offloaded>>,
 }
 
+/// The place of an input until the recomputation.
 enum Place {
     /// The input stays on its device.
     Here(Saved),
-    /// The input is in the memory of the host; the number is its index in [`Offloaded::parts`].
+    /// The input is in the memory of the host, at this index of [`Offloaded::parts`].
     Offloaded(usize),
 }
 
 impl KeptInputs {
-    /// Keep the inputs of a function that is about to run.
+    /// Keeps the inputs of a function that is about to run.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the host has no more pinned memory.
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the host has no more pinned memory;
+    /// [`Error::Device`](crate::Error::Device) if a capture would have to allocate pinned memory, or the driver reports
+    /// an error.
     pub(super) fn new(inputs: &[&Tensor], policy: Policy) -> Result<Self> {
         // An inner checkpoint offloads nothing: the outer checkpoint recomputes these inputs.
         let offloads = policy == Policy::Offloaded && !flags().recording();
@@ -72,13 +76,13 @@ impl KeptInputs {
     ///
     /// # Errors
     /// Those of [`Saved::get`]; [`Error::OutOfMemory`](crate::Error::OutOfMemory) if an offloaded input no longer fits
-    /// on the device.
+    /// on the device, [`Error::Device`](crate::Error::Device) if the driver reports an error.
     pub(super) fn get(&self) -> Result<Vec<Tensor>> {
         let arrived = self.offloaded.as_ref().map_or_else(|| Ok(Vec::new()), |offloaded| offloaded.arrived())?;
         let value = |(place, origin): &(Place, Origin)| {
             let raw = match place {
                 Place::Here(saved) => saved.get()?,
-                Place::Offloaded(number) => arrived[*number].clone(),
+                Place::Offloaded(index) => arrived[*index].clone(),
             };
             let node = origin.node(&raw).map(Arc::new);
             Ok(Tensor { raw, node, version: None })
@@ -91,10 +95,13 @@ impl KeptInputs {
 /// operation. Constants and variables stay on the device anyway.
 fn is_worth_it(tensor: &Tensor, origin: Origin) -> bool {
     let bytes = tensor.raw.elem_count() * tensor.raw.dtype().size_in_bytes();
-    matches!(origin, Origin::Computed) && bytes >= LEAST && tensor.raw.is_contiguous() && !tensor.raw.device().is_cpu()
+    matches!(origin, Origin::Computed)
+        && bytes >= MIN_OFFLOADED_BYTES
+        && tensor.raw.is_contiguous()
+        && !tensor.raw.device().is_cpu()
 }
 
-/// Keep an input on its device. The input of an inner checkpoint becomes a slot of the outer checkpoint.
+/// Keeps an input on its device. The input of an inner checkpoint becomes a slot of the outer checkpoint.
 fn keep(tensor: &Tensor) -> Saved {
     if flags().recording() { save(&tensor.raw).unwrap_or_else(|| Saved::keep(tensor)) } else { Saved::keep(tensor) }
 }
@@ -103,7 +110,7 @@ fn keep(tensor: &Tensor) -> Saved {
 struct Offloaded {
     /// The copies in the memory of the host, one for each offloaded input.
     parts: Vec<Away>,
-    /// The copies to the device that are queued already.
+    /// The copies to the device, if they are queued already; otherwise empty.
     arriving: Mutex<Vec<Arriving>>,
     /// The offloaded inputs of the checkpoint that ran before this one. A backward pass needs those inputs next.
     before: Weak<Offloaded>,
@@ -118,15 +125,15 @@ thread_local! {
 
 impl Offloaded {
     fn new(parts: Vec<Away>) -> Arc<Self> {
-        let new = |before| Self { parts, arriving: Mutex::default(), before, is_captured: capture::is_capturing() };
         LAST.with_borrow_mut(|last| {
-            let new = Arc::new(new(std::mem::take(last)));
-            *last = Arc::downgrade(&new);
-            new
+            let (before, is_captured) = (std::mem::take(last), capture::is_capturing());
+            let offloaded = Arc::new(Self { parts, arriving: Mutex::default(), before, is_captured });
+            *last = Arc::downgrade(&offloaded);
+            offloaded
         })
     }
 
-    /// Queue the copies to the device, unless they are queued already.
+    /// Queues the copies to the device, unless they are queued already.
     fn start(&self, arriving: &mut Vec<Arriving>) -> Result<()> {
         if arriving.is_empty() {
             *arriving = self.parts.iter().map(Away::fetch).collect::<Result<_>>()?;
@@ -143,7 +150,7 @@ impl Offloaded {
             std::mem::take(&mut *arriving)
         };
         let arrived = arriving.into_iter().map(Arriving::wait).collect::<Result<_>>()?;
-        // A recorded copy cannot wait for a copy that ran eagerly.
+        // A recorded copy cannot wait for a copy that ran eagerly, nor the other way round.
         if let Some(before) = self.before.upgrade().filter(|before| before.is_captured == self.is_captured) {
             before.start(&mut before.arriving.lock().unwrap_or_else(PoisonError::into_inner))?;
         }

@@ -20,10 +20,14 @@ impl Backward for CopyBackward {
     }
 }
 
+/// Whether an operation saves its input for the backward pass.
+const SAVES: bool = true;
+const SAVES_NOTHING: bool = false;
+
 /// Answers of [`ends_here`], in the order of the operations.
 type Answers = Arc<Mutex<Vec<bool>>>;
 
-/// An operation that returns `x` unchanged and, if `saves`, saves `x` for the backward pass.
+/// Runs an operation that returns `x` unchanged and, if `saves`, saves `x` for the backward pass.
 fn copy(x: &Tensor, saves: bool, answers: &Answers) -> Result<Tensor> {
     let forward = || {
         answers.lock().unwrap().push(ends_here());
@@ -33,11 +37,11 @@ fn copy(x: &Tensor, saves: bool, answers: &Answers) -> Result<Tensor> {
 }
 
 /// The answers in the forward and in the backward pass of a checkpoint over `function`.
-fn answers(function: fn(&Tensor, &Answers) -> Result<Tensor>) -> Result<[Vec<bool>; 2]> {
+fn forward_and_backward_answers(function: fn(&Tensor, &Answers) -> Result<Tensor>) -> Result<[Vec<bool>; 2]> {
     let x = Var::from_tensor(&Tensor::from_vec(vec![1.0, 2.0], 2, &candle_core::Device::Cpu)?)?;
     let answers = Answers::default();
-    let inner = answers.clone();
-    let y = checkpoint(move |x| function(&x[0], &inner), &[&x])?;
+    let shared = answers.clone();
+    let y = checkpoint(move |x| function(&x[0], &shared), &[&x])?;
     let forward = std::mem::take(&mut *answers.lock().unwrap());
     y.sum(&[0], false)?.backward()?;
     let backward = std::mem::take(&mut *answers.lock().unwrap());
@@ -46,9 +50,9 @@ fn answers(function: fn(&Tensor, &Answers) -> Result<Tensor>) -> Result<[Vec<boo
 
 #[test]
 fn a_recomputation_ends_with_the_last_operation_that_saves() -> Result<()> {
-    let [forward, backward] = answers(|x, answers| {
-        let y = copy(&copy(x, true, answers)?, true, answers)?;
-        copy(&y, false, answers)
+    let [forward, backward] = forward_and_backward_answers(|x, answers| {
+        let y = copy(&copy(x, SAVES, answers)?, SAVES, answers)?;
+        copy(&y, SAVES_NOTHING, answers)
     })?;
     assert_eq!(forward, [false; 3]);
     assert_eq!(backward, [false, true]);
@@ -56,12 +60,12 @@ fn a_recomputation_ends_with_the_last_operation_that_saves() -> Result<()> {
 }
 
 #[test]
-fn a_recomputation_needs_the_result_that_an_inner_checkpoint_reads() -> Result<()> {
-    let [forward, backward] = answers(|x, answers| {
-        let (y, answers) = (copy(x, true, answers)?, answers.clone());
-        checkpoint(move |y| copy(&y[0], true, &answers), &[&y])
+fn a_recomputation_does_not_end_with_the_operation_whose_result_an_inner_checkpoint_reads() -> Result<()> {
+    let [forward, backward] = forward_and_backward_answers(|x, answers| {
+        let (y, answers) = (copy(x, SAVES, answers)?, answers.clone());
+        checkpoint(move |y| copy(&y[0], SAVES, &answers), &[&y])
     })?;
     assert_eq!(forward, [false; 2]);
-    assert_eq!(backward, [false, false, true], "the outer checkpoint, then the inner one");
+    assert_eq!(backward, [false, false, true], "two operations of the outer recomputation, then one of the inner one");
     Ok(())
 }

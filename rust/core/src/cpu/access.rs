@@ -16,7 +16,7 @@ use smallvec::SmallVec;
 
 use crate::Raw;
 
-/// A closure as a custom operation of candle; the name is for candle's error messages.
+/// A closure as a custom operation of candle, named `op` in candle's error messages.
 struct Call<F> {
     op: &'static str,
     f: F,
@@ -115,7 +115,7 @@ fn check_cpu(op: &'static str, tensors: &[&Raw]) -> crate::Result<()> {
     }
     Err(crate::Error::device(
         op,
-        "expected all tensors on the CPU, found one on another device; move all tensors to the CPU with to(\"cpu\")",
+        "expected all tensors on the CPU, found one on another device; move all tensors to one device with to()",
     ))
 }
 
@@ -150,7 +150,7 @@ pub(super) fn read3(
     Ok(a.apply_op3_no_bwd(b, c, &Call { op, f })?)
 }
 
-/// Calls `f` with the storages of any number of tensors, in the order of `tensors`.
+/// Calls `f` with the storages of any number of tensors, in the order of `tensors`, and returns its result.
 pub(crate) fn read_all<R>(
     op: &'static str,
     tensors: &[&Raw],
@@ -159,7 +159,7 @@ pub(crate) fn read_all<R>(
     check_cpu(op, tensors)?;
     let f = Cell::new(Some(f));
     let result = Cell::new(None);
-    enter(op, tensors, &[], &|operands| {
+    nest(op, tensors, &[], &|operands| {
         if let Some(f) = f.take() {
             result.set(Some(f(operands)?));
         }
@@ -169,21 +169,22 @@ pub(crate) fn read_all<R>(
 }
 
 /// Nests custom operations, one for each tensor of `rest`, and calls `f` in the innermost operation with the storages
-/// of all tensors. `found` are the storages of the tensors before `rest`. Candle passes at most three storages to one
+/// of all tensors. `before` are the storages of the tensors before `rest`. Candle passes at most three storages to one
 /// operation, so nesting is the way to read more.
-fn enter(
+fn nest(
     op: &'static str,
     rest: &[&Raw],
-    found: &[Operand<'_>],
+    before: &[Operand<'_>],
     f: &dyn Fn(&[Operand<'_>]) -> Result<()>,
 ) -> Result<()> {
     let Some((next, rest)) = rest.split_first() else {
-        return f(found);
+        return f(before);
     };
     let call = |operand: Operand<'_>| {
-        let mut found: SmallVec<[Operand<'_>; 4]> = found.iter().copied().collect();
-        found.push(operand);
-        enter(op, rest, &found, f)?;
+        let mut operands: SmallVec<[Operand<'_>; 4]> = before.iter().copied().collect();
+        operands.push(operand);
+        nest(op, rest, &operands, f)?;
+        // Candle expects a result: an empty tensor.
         Ok((CpuStorage::U8(Vec::new()), Shape::from(0)))
     };
     next.apply_op1_no_bwd(&Call { op, f: call })?;

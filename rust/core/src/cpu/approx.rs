@@ -2,12 +2,13 @@
 //! [`dispatch`](super::simd::dispatch), unlike calls of the standard library's scalar functions.
 //!
 //! The coefficients are weighted minimax fits (Lawson's iteration on Chebyshev nodes) made for these functions. The
-//! tests measure errors against f64; NaN, infinities, signed zeros and subnormal numbers behave as in IEEE 754.
+//! tests measure errors against f64; NaN, infinities, signed zeros and subnormal numbers behave as in IEEE 754, except
+//! that [`sigmoid`] returns zero in place of some subnormal numbers.
 
 use std::f32::consts::LOG2_E;
 
-/// 1.5 * 2^23. Adding this constant to a small number rounds the number to an integer, which is then in the low bits of
-/// the sum.
+/// 1.5 * 2^23. Adding this constant to a number from -2^22 to 2^22 rounds the number to an integer, which is then in
+/// the low bits of the sum.
 const ROUND: f32 = 12_582_912.0;
 /// LN_2_HI + LN_2_LO = ln 2. LN_2_HI has so few bits that its product with an integer exponent of f32 is exact.
 const LN_2_HI: f32 = 0.693_359_4;
@@ -32,16 +33,18 @@ fn pow2(k: i32) -> f32 {
 /// e^x, within 1.5 ulp.
 #[inline(always)]
 pub(super) fn exp(x: f32) -> f32 {
-    // Above 89 the result is infinity, below -104 it is zero. The comparisons let NaN pass through.
+    // From 89 on the result is infinity, below -104 it is zero. The comparisons let NaN pass through.
     let x = if x > 89.0 { 89.0 } else { x };
     let vanishes = x < -104.0;
     // Compute exp(0) instead of a result that rounds to zero: subnormal intermediate values are slow, and every masked
     // attention score would have them.
     let x = if vanishes { 0.0 } else { x };
+    // e^x = 2^n * e^r, where n is the integer nearest to x / ln 2, and r = x - n * ln 2.
     let shifted = x.mul_add(LOG2_E, ROUND);
     let n = shifted - ROUND;
     let r = n.mul_add(-LN_2_LO, n.mul_add(-LN_2_HI, x));
     let p = polynomial(r, [0.5, 0.166_665_18, 0.041_666_202, 0.008_369_025, 0.001_395_072_3]);
+    // e^r = 1 + r + r^2 * p(r)
     let y = (r * r).mul_add(p, r) + 1.0;
     // Multiply by 2^n in two factors, because n may be outside the range of f32's exponents.
     let n = (shifted.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
@@ -53,10 +56,12 @@ pub(super) fn exp(x: f32) -> f32 {
 /// Natural logarithm, within 1.5 ulp.
 #[inline(always)]
 pub(super) fn ln(x: f32) -> f32 {
-    let subnormal = x < f32::MIN_POSITIVE;
-    let scaled = if subnormal { x * 8_388_608.0 } else { x };
-    let shift = if subnormal { -23.0 } else { 0.0 };
-    // x = m * 2^k with m in [sqrt(1/2), sqrt(2)).
+    // A subnormal number is multiplied by 2^23, which makes it normal. So are zero and negative numbers; the last lines
+    // replace their results.
+    let is_tiny = x < f32::MIN_POSITIVE;
+    let scaled = if is_tiny { x * 8_388_608.0 } else { x };
+    let shift = if is_tiny { -23.0 } else { 0.0 };
+    // x = m * 2^k with m in [sqrt(1/2), sqrt(2)). With f = m - 1: ln x = k * ln 2 + f - f^2 / 2 + f^3 * p(f).
     let sqrt_half = std::f32::consts::FRAC_1_SQRT_2.to_bits();
     let bits = scaled.to_bits().wrapping_sub(sqrt_half);
     let k = ((bits as i32) >> 23) as f32 + shift;
@@ -88,9 +93,9 @@ pub(super) fn tanh(x: f32) -> f32 {
     let a = x.abs();
     let s = a * a;
     let p = polynomial(s, [-0.333_332_84, 0.133_314_91, -0.053_743_497, 0.020_650_584, -0.005_717_042]);
-    let small = (s * p).mul_add(a, a);
-    let large = 1.0 - 2.0 / (exp(a + a) + 1.0);
-    let y = if a < 0.625 { small } else { large };
+    let if_small = (s * p).mul_add(a, a);
+    let if_large = 1.0 - 2.0 / (exp(a + a) + 1.0);
+    let y = if a < 0.625 { if_small } else { if_large };
     y.copysign(x)
 }
 
@@ -122,6 +127,7 @@ pub(super) fn normal_cdf(x: f32) -> f32 {
             0.000_538_080_8,
         ],
     );
+    // The function minus 0.5 is odd, so it is x times a function of x².
     let y = p.mul_add(x, 0.5);
     let y = if x > END { 1.0 } else { y };
     if x < -END { 0.0 } else { y }
@@ -148,15 +154,15 @@ mod tests {
         (f64::from(got) - exact).abs() / if unit.is_finite() { unit } else { f64::from(size - size.next_down()) }
     }
 
-    /// The largest error in ulp over numbers of every sign and exponent, NaN and infinities; and the number with this
-    /// error.
+    /// The largest error of `f` in ulp, and the number with this error. The numbers have every sign and exponent; NaN
+    /// and infinities are among them.
     fn worst(f: impl Fn(f32) -> f32, exact: impl Fn(f64) -> f64) -> (f64, f32) {
         let special =
             [0.0, f32::INFINITY, f32::NAN, f32::MAX, f32::MIN_POSITIVE, f32::from_bits(1), 1.0, 4.0, 0.9, 0.625];
-        let swept = (0..=u32::MAX).step_by(1009).map(f32::from_bits);
-        let near = (-2_000_000..2_000_000).map(|i| i as f32 * 1e-4 / 2.0);
+        let spread = (0..=u32::MAX).step_by(1009).map(f32::from_bits);
+        let from_minus_100_to_100 = (-2_000_000..2_000_000).map(|i| i as f32 * 1e-4 / 2.0);
         let mut worst = (0.0, 0.0);
-        for x in special.into_iter().flat_map(|x: f32| [x, -x]).chain(swept).chain(near) {
+        for x in special.into_iter().flat_map(|x: f32| [x, -x]).chain(spread).chain(from_minus_100_to_100) {
             let error = ulps(f(x), exact(f64::from(x)));
             assert!(!error.is_nan(), "at {x}: {} against {}", f(x), exact(f64::from(x)));
             if error > worst.0 {
@@ -198,8 +204,8 @@ mod tests {
 
     #[test]
     fn sigmoid_is_accurate() {
-        // Below -87 the exact result is (almost) subnormal, and the f32 function gives zero because 1 + e^-x overflows:
-        // the comparison ends at -87.
+        // The exact result is subnormal below -87.3, and `sigmoid` gives zero below -88.7, where e^-x overflows. So the
+        // comparison ends at -87.
         let (error, at) = worst(
             |x| sigmoid(if x < -87.0 { -87.0 } else { x }),
             |x| 1.0 / (1.0 + (-if x < -87.0 { -87.0 } else { x }).exp()),
@@ -209,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn results_at_zero_one_and_the_limits_are_exact() {
+    fn results_at_zero_one_and_in_saturation_are_exact() {
         assert!(tanh(-0.0).is_sign_negative());
         assert_eq!((tanh(10.0), tanh(-10.0)), (1.0, -1.0));
         assert_eq!((exp(0.0), ln(1.0), sigmoid(0.0)), (1.0, 0.0, 0.5));

@@ -36,8 +36,9 @@ pub fn contiguous(x: &Raw) -> Result<Raw> {
     }
 }
 
-/// A contiguous copy of `x` if an axis other than the innermost one has stride 1 and no axis is broadcast; `x` itself
-/// otherwise. Reading such a transposed tensor along its innermost axis would fetch a cache line for each element.
+/// A contiguous copy of `x` if `x` is transposed (an axis other than the innermost one has stride 1, and the innermost
+/// one a larger stride) and no axis is broadcast; `x` itself otherwise. Reading a transposed tensor along its innermost
+/// axis would fetch a cache line for each element.
 pub(super) fn untransposed(x: &Raw) -> Result<Cow<'_, Raw>> {
     if x.is_contiguous() {
         return Ok(Cow::Borrowed(x));
@@ -47,7 +48,7 @@ pub(super) fn untransposed(x: &Raw) -> Result<Cow<'_, Raw>> {
     Ok(if transposed { Cow::Owned(contiguous(x)?) } else { Cow::Borrowed(x) })
 }
 
-/// The index of the axis with stride 1, if the stride of the innermost axis is larger than 1.
+/// The index of the axis with stride 1, if there is one and the stride of the innermost axis is larger than 1.
 fn transposed_axis(axes: &[Axis]) -> Option<usize> {
     let (inner, outer) = axes.split_last()?;
     if inner.stride > 1 { outer.iter().position(|a| a.stride == 1) } else { None }
@@ -68,8 +69,8 @@ fn copy<T: WithDType>(x: &Raw) -> Result<Raw> {
 
 fn copy_elements<T: WithDType>(x: &[T], layout: &Layout, out: &mut [MaybeUninit<T>]) {
     let axes = collapse(layout, layout.dims());
-    if let Some(rows) = transposed_axis(&axes) {
-        return copy_transposed(x, &axes, rows, out);
+    if let Some(row_axis) = transposed_axis(&axes) {
+        return copy_transposed(x, &axes, row_axis, out);
     }
     let view = View::new(x, layout, layout.dims());
     par_chunks_mut(out, GRAIN, |index, out| {
@@ -78,29 +79,33 @@ fn copy_elements<T: WithDType>(x: &[T], layout: &Layout, out: &mut [MaybeUninit<
     });
 }
 
-/// Copies a tensor whose axis `rows` has stride 1, and whose last axis has a larger stride. In the result, the axis
-/// `rows` indexes the rows of matrices and the last axis their columns; the other axes count the matrices.
-fn copy_transposed<T: WithDType>(x: &[T], axes: &[Axis], rows: usize, out: &mut [MaybeUninit<T>]) {
+/// Copies a tensor whose axis `row_axis` has stride 1, and whose last axis has a larger stride. In the result, the axis
+/// `row_axis` indexes the rows of matrices and the last axis their columns; all further axes count the matrices.
+fn copy_transposed<T: WithDType>(x: &[T], axes: &[Axis], row_axis: usize, out: &mut [MaybeUninit<T>]) {
     let columns = *axes.last().expect("a transposed tensor has axes");
-    let row_stride: usize = axes[rows + 1..].iter().map(|a| a.size).product();
-    let bands = axes[rows].size.div_ceil(TILE_ROWS);
-    let matrices = out.len() / (axes[rows].size * columns.size);
+    let rows = axes[row_axis].size;
+    // The distance in the result between neighbouring rows of a matrix.
+    let row_stride: usize = axes[row_axis + 1..].iter().map(|a| a.size).product();
+    let bands = rows.div_ceil(TILE_ROWS);
+    let matrices = out.len() / (rows * columns.size);
     let grain = GRAIN.div_ceil(TILE_ROWS * columns.size);
     let out = SharedMut::new(out);
     par_ranges(matrices * bands, grain, |tasks| {
         for task in tasks {
-            let (mut matrix, first) = (task / bands, task % bands * TILE_ROWS);
-            let height = TILE_ROWS.min(axes[rows].size - first);
-            // The start of the band, `TILE_ROWS` rows of one matrix, in the source and in the result.
-            let (mut from, mut to, mut step) = (first, first * row_stride, columns.size);
+            // A task copies a band: at most `TILE_ROWS` rows of one matrix.
+            let (mut matrix, first_row) = (task / bands, task % bands * TILE_ROWS);
+            let height = TILE_ROWS.min(rows - first_row);
+            // The start of the band in the source and in the result.
+            let (mut from, mut to) = (first_row, first_row * row_stride);
+            let mut result_stride = columns.size;
             for (i, axis) in axes.iter().enumerate().rev().skip(1) {
-                if i != rows {
+                if i != row_axis {
                     let index = matrix % axis.size;
                     matrix /= axis.size;
                     from += index * axis.stride;
-                    to += index * step;
+                    to += index * result_stride;
                 }
-                step *= axis.size;
+                result_stride *= axis.size;
             }
             for column in (0..columns.size).step_by(TILE_COLUMNS) {
                 let width = TILE_COLUMNS.min(columns.size - column);

@@ -81,6 +81,7 @@ fn bf16_to_f32(x: bf16) -> f32 {
 #[inline(always)]
 fn f32_to_bf16(x: f32) -> bf16 {
     let bits = x.to_bits();
+    // Round the low 16 bits away, ties to even.
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
     // A NaN keeps its upper bits and becomes quiet; rounding it could carry into the exponent or the sign.
     let nan = (bits >> 16) | 0x40;
@@ -95,12 +96,13 @@ fn f16_to_f32(x: f16) -> f32 {
     let sign = (bits & 0x8000) << 16;
     let magnitude = bits & 0x7fff;
     let normal = (magnitude << 13) + BIAS;
-    // Infinity and NaN have the largest exponent in both formats.
+    // Infinity and NaN have the largest exponent in both formats: the exponent field is 31 in f16 and
+    // 31 + 2 * (127 - 15) = 255 in f32.
     let special = normal.wrapping_add(BIAS);
     // The value of a subnormal f16 is magnitude * 2^-24. An f32 with the exponent of 2^-14 and the fraction bits
     // magnitude << 13 is 2^-14 + magnitude * 2^-24: subtract 2^-14.
-    let one = BIAS + (1 << 23);
-    let subnormal = (f32::from_bits((magnitude << 13) + one) - f32::from_bits(one)).to_bits();
+    let least_normal = BIAS + (1 << 23);
+    let subnormal = (f32::from_bits((magnitude << 13) + least_normal) - f32::from_bits(least_normal)).to_bits();
     let finite = if magnitude < 0x0400 { subnormal } else { normal };
     f32::from_bits(sign | if magnitude >= 0x7c00 { special } else { finite })
 }
@@ -164,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_half_converts_to_f32_exactly() {
+    fn every_f16_and_bf16_converts_to_f32_exactly() {
         for bits in 0..=u16::MAX {
             let (h, b) = (f16::from_bits(bits), bf16::from_bits(bits));
             assert!(h.to_acc() == h.to_f32() || h.to_f32().is_nan() && h.to_acc().is_nan(), "f16 {bits:#x}");
@@ -174,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn f32_rounds_to_halves_as_in_the_half_crate() {
+    fn f32_rounds_to_f16_and_bf16_as_in_the_half_crate() {
         // A tie is an f32 halfway between two neighbouring f16 or bf16 numbers. The bits of ties, as an integer, are
         // multiples of 2^12 for f16 and of 2^15 for bf16, so steps of 2^9 visit every tie.
         for x in (0..=u32::MAX).step_by(1 << 9).chain((0..=u32::MAX).step_by(10_007)).map(f32::from_bits) {
@@ -189,11 +191,13 @@ mod tests {
     }
 
     #[test]
-    fn other_dtypes_are_errors() {
+    fn only_dtypes_that_are_not_floating_point_are_errors() {
         fn size(dtype: DType) -> crate::Result<usize> {
             Ok(dispatch_float!(dtype, "size", T => size_of::<T>()))
         }
-        assert_eq!(size(DType::BF16).unwrap(), 2);
+        for (dtype, bytes) in [(DType::F32, 4), (DType::F64, 8), (DType::F16, 2), (DType::BF16, 2)] {
+            assert_eq!(size(dtype).unwrap(), bytes);
+        }
         let message = size(DType::U32).unwrap_err().to_string();
         assert!(message.starts_with("size: found dtype u32"), "{message}");
     }

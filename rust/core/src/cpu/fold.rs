@@ -7,7 +7,8 @@
 use super::pool::{GRAIN, SharedMut, par_ranges};
 use super::simd::{Real, dispatch};
 
-/// The columns that a task folds side by side. Their running results, one per column, stay in the first-level cache.
+/// The largest number of columns that a task folds side by side. Their running results, one per column, stay in the
+/// first-level cache.
 pub(super) const TILE: usize = 2048;
 
 /// The number of running results in the fold of adjacent elements (inner = 1), enough to fill a few vector registers.
@@ -72,6 +73,7 @@ pub(super) fn fold<T: Copy + Sync, A: Real, F: Fold>(
 ) -> Vec<A> {
     let tile = inner.clamp(1, TILE);
     let tiles = inner.div_ceil(tile);
+    // The rows of a block, and the number of blocks for each outer index.
     let rows = (GRAIN / tile).clamp(32, 4096);
     let blocks = n.div_ceil(rows);
     if n == 0 {
@@ -82,13 +84,13 @@ pub(super) fn fold<T: Copy + Sync, A: Real, F: Fold>(
     let work_per_task = tile * rows.min(n);
     par_ranges(outer * blocks * tiles, (GRAIN / work_per_task).max(1), |tasks| {
         for task in tasks {
-            let (block, first) = (task / tiles, task % tiles * tile);
-            let width = tile.min(inner - first);
-            let (o, row) = (block / blocks, block % blocks * rows);
+            let (block, column) = (task / tiles, task % tiles * tile);
+            let width = tile.min(inner - column);
+            let (outer_index, row) = (block / blocks, block % blocks * rows);
             let height = rows.min(n - row);
-            let x = &x[(o * n + row) * inner + first..];
+            let x = &x[(outer_index * n + row) * inner + column..];
             // SAFETY: no two tasks fold the same columns of the same block.
-            let result = unsafe { shared.slice(block * inner + first..block * inner + first + width) };
+            let result = unsafe { shared.slice(block * inner + column..block * inner + column + width) };
             if inner == 1 {
                 result[0] = fold_row::<T, A, F>(&x[..height], load);
             } else {
@@ -102,6 +104,7 @@ pub(super) fn fold<T: Copy + Sync, A: Real, F: Fold>(
     fold::<A, A, F>(&partial, std::convert::identity, [outer, blocks, inner])
 }
 
+/// Folds adjacent elements to one result.
 fn fold_row<T: Copy, A: Real, F: Fold>(x: &[T], load: impl Fn(T) -> A + Copy) -> A {
     dispatch(
         #[inline(always)]
@@ -129,6 +132,7 @@ fn fold_row<T: Copy, A: Real, F: Fold>(x: &[T], load: impl Fn(T) -> A + Copy) ->
     )
 }
 
+/// Folds `height` rows into `result`, which has one element for each column. The rows start `stride` elements apart.
 fn fold_columns<T: Copy, A: Real, F: Fold>(
     x: &[T],
     load: impl Fn(T) -> A + Copy,

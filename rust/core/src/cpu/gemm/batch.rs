@@ -17,8 +17,8 @@ use crate::{Error, Raw, Result, dispatch_float};
 /// empty dimension are zeros.
 ///
 /// # Errors
-/// [`Error::Shape`] if `a` and `b` have other shapes than above, [`Error::DType`] if their dtypes differ or are not
-/// floating-point, [`Error::OutOfMemory`] if the result does not fit into memory.
+/// [`Error::Shape`] if the shapes of `a` and `b` do not fit these rules, [`Error::DType`] if their dtypes differ or are
+/// not floating-point, [`Error::OutOfMemory`] if the result does not fit into memory.
 pub fn matmul(a: &Raw, b: &Raw) -> Result<Raw> {
     product(a, b, 1.0, a.dtype())
 }
@@ -72,38 +72,41 @@ fn write_product(op: &'static str, dst: &Raw, a: &Raw, b: &Raw, alpha: f64, accu
 }
 
 /// Checks that `dst` is contiguous or a range of the columns of a matrix, and has the product's shape. Its dtype must
-/// be `operands`, the dtype of the operands; if `operands` is f16 or bf16, it may also be f32.
-pub(crate) fn check_destination(op: &'static str, plan: &Plan, dst: &Raw, operands: DType) -> Result<()> {
+/// be `operand_dtype`; if `operand_dtype` is f16 or bf16, it may also be f32.
+pub(crate) fn check_destination(op: &'static str, plan: &Plan, dst: &Raw, operand_dtype: DType) -> Result<()> {
     if dst.dims() != plan.dims.as_slice() {
         let message = format!("found a destination of shape {:?}, expected {:?}", dst.dims(), plan.dims);
         return Err(Error::shape(op, message));
     }
-    let is_columns =
-        matches!(*dst.stride(), [row, 1] if row >= plan.n && plan.batch.is_empty() && plan.m == dst.dims()[0]);
+    // A result of two dimensions is not a matrix if it is the product of a batch of matrices and a vector.
+    let is_matrix = plan.batch.is_empty() && plan.m == dst.dims().first().copied().unwrap_or(1);
+    let is_columns = matches!(*dst.stride(), [row_stride, 1] if row_stride >= plan.n && is_matrix);
     if !dst.is_contiguous() && !is_columns {
         let expected = "expected a contiguous one, or columns of a contiguous matrix";
         let message = format!("found a destination with strides {:?}, {expected}", dst.stride());
         return Err(Error::shape(op, message));
     }
-    check_result_dtype(op, operands, dst.dtype())
+    check_result_dtype(op, operand_dtype, dst.dtype())
 }
 
 /// Checks that the dtype of a product is that of the operands, or f32 if the operands are in f16 or bf16.
-pub(crate) fn check_result_dtype(op: &'static str, operands: DType, result: DType) -> Result<()> {
-    match (operands, result) {
-        (operands, found) if operands == found => Ok(()),
+pub(crate) fn check_result_dtype(op: &'static str, operand_dtype: DType, result_dtype: DType) -> Result<()> {
+    match (operand_dtype, result_dtype) {
+        (expected, found) if expected == found => Ok(()),
         (DType::BF16 | DType::F16, DType::F32) => Ok(()),
-        (operands, found) => {
+        (expected, found) => {
             let message = format!(
-                "found a result of dtype {} for operands of dtype {}, expected the same, or f32 for f16 and bf16",
+                "found a result of dtype {} for operands of dtype {}, expected the dtype of the operands, or f32 for \
+                 operands of dtype f16 or bf16",
                 found.as_str(),
-                operands.as_str()
+                expected.as_str()
             );
             Err(Error::dtype(op, message))
         }
     }
 }
 
+/// Checks that both operands have the same dtype.
 fn check_dtypes(op: &'static str, a: &Raw, b: &Raw) -> Result<()> {
     if a.dtype() != b.dtype() {
         let (a, b) = (a.dtype().as_str(), b.dtype().as_str());
@@ -124,8 +127,11 @@ pub(crate) struct BatchAxis {
 pub(crate) struct Plan {
     /// Shape of the result.
     pub dims: Dims,
+    /// Rows of `a` and the result, with the batch dimensions that are merged with them.
     pub m: usize,
+    /// Columns of `b` and the result.
     pub n: usize,
+    /// Columns of `a` and rows of `b`.
     pub k: usize,
     /// Distance between neighbouring rows of the result, in elements.
     pub row: usize,
@@ -133,7 +139,7 @@ pub(crate) struct Plan {
     pub a: [usize; 2],
     /// Strides of `b` along k and n.
     pub b: [usize; 2],
-    /// Batch dimensions, outermost first.
+    /// The batch dimensions that are not merged with `m` and do not have size 1, outermost first.
     pub batch: SmallVec<[BatchAxis; 4]>,
 }
 
@@ -163,21 +169,22 @@ impl Plan {
             );
             Error::shape(op, message)
         };
-        let (a_batch, [m, k], a_strides) = split(a, true).ok_or_else(mismatch)?;
-        let (b_batch, [b_k, n], b_strides) = split(b, false).ok_or_else(mismatch)?;
+        let (a_batch, [m, k], a_strides) = split(a, Position::Left).ok_or_else(mismatch)?;
+        let (b_batch, [b_k, n], b_strides) = split(b, Position::Right).ok_or_else(mismatch)?;
         let mut dims = broadcast_dims(a_batch, b_batch).ok_or_else(mismatch)?;
         if k != b_k {
             return Err(mismatch());
         }
         let mut plan = Self { dims: Dims::new(), m, n, k, row: n, a: a_strides, b: b_strides, batch: SmallVec::new() };
+        // An operand's stride along batch dimension `i` of the result; 0 if the operand is broadcast along it.
         let stride = |layout: &Layout, batch: &[usize], i: usize| match (i + batch.len()).checked_sub(dims.len()) {
-            Some(i) if batch[i] != 1 => layout.stride()[i],
+            Some(own) if batch[own] != 1 => layout.stride()[own],
             _ => 0,
         };
-        let mut result = m.saturating_mul(n);
+        let mut result_stride = m.saturating_mul(n);
         for (i, &size) in dims.iter().enumerate().rev() {
-            let strides = [stride(a, a_batch, i), stride(b, b_batch, i), result];
-            result = result.saturating_mul(size);
+            let strides = [stride(a, a_batch, i), stride(b, b_batch, i), result_stride];
+            result_stride = result_stride.saturating_mul(size);
             plan.push_outer(BatchAxis { size, strides });
         }
         plan.batch.reverse();
@@ -191,9 +198,9 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Adds the next outer batch dimension. The dimension is merged with m, the rows of the result, if all its indices
-    /// use the same matrix of `b`, and the rows of `a` at all its indices are evenly spaced in memory. So a batch of
-    /// inputs times one weight is a single product.
+    /// Adds the next outer batch dimension. The dimension is merged with m, the rows of the result, if all inner batch
+    /// dimensions are merged, all its indices use the same matrix of `b`, and the rows of `a` at all its indices are
+    /// evenly spaced in memory. So a batch of inputs times one weight is a single product.
     fn push_outer(&mut self, axis: BatchAxis) {
         if axis.size == 1 {
             return;
@@ -208,6 +215,8 @@ impl Plan {
         }
     }
 
+    /// Writes the product to `c`, or adds it to `c` if `accumulate`.
+    ///
     /// # Safety
     /// `a` and `b` start at the first elements of the operands and hold all their elements. `c` is valid for writes of
     /// the whole result, and nothing else reads or writes that memory during the call.
@@ -245,6 +254,7 @@ impl Plan {
         }
     }
 
+    /// Returns the product as a new tensor of `C`.
     fn compute<T, C>(&self, op: &'static str, a: &Raw, b: &Raw, alpha: f64) -> Result<Raw>
     where
         T: Elem,
@@ -263,6 +273,7 @@ impl Plan {
         })
     }
 
+    /// Writes the product to `dst`, or adds it to `dst` if `accumulate`.
     fn write<T, C>(&self, op: &'static str, dst: &Raw, a: &Raw, b: &Raw, alpha: f64, accumulate: bool) -> Result<()>
     where
         T: Elem,
@@ -270,6 +281,7 @@ impl Plan {
     {
         write3(op, dst, a, b, |storage, layout, [a, b]| {
             let start = layout.start_offset();
+            // If `dst` is a range of columns: the elements of the larger matrix between the rows of `dst`.
             let skipped = (self.row - self.n) * self.m.saturating_sub(1);
             let len = if layout.shape().elem_count() == 0 { 0 } else { layout.shape().elem_count() + skipped };
             let c = &mut C::slice_mut(storage)?[start..start + len];
@@ -280,15 +292,21 @@ impl Plan {
     }
 }
 
-/// The batch dimensions of an operand, then the sizes and the strides of its matrix. A vector is one row if it is the
-/// left operand, otherwise one column. None for a scalar.
-fn split(layout: &Layout, left: bool) -> Option<(&[usize], [usize; 2], [usize; 2])> {
+/// The position of an operand in a product.
+enum Position {
+    Left,
+    Right,
+}
+
+/// The batch dimensions of an operand, then the sizes and the strides of its matrix. A vector is one row on the left,
+/// and one column on the right. None for a scalar.
+fn split(layout: &Layout, position: Position) -> Option<(&[usize], [usize; 2], [usize; 2])> {
     let (dims, strides) = (layout.dims(), layout.stride());
-    match dims.len() {
-        0 => None,
-        1 if left => Some((&[], [1, dims[0]], [0, strides[0]])),
-        1 => Some((&[], [dims[0], 1], [strides[0], 0])),
-        rank => {
+    match (dims.len(), position) {
+        (0, _) => None,
+        (1, Position::Left) => Some((&[], [1, dims[0]], [0, strides[0]])),
+        (1, Position::Right) => Some((&[], [dims[0], 1], [strides[0], 0])),
+        (rank, _) => {
             let (batch, matrix) = dims.split_at(rank - 2);
             Some((batch, [matrix[0], matrix[1]], [strides[rank - 2], strides[rank - 1]]))
         }

@@ -12,16 +12,17 @@ use crate::cpu::{Elem, Real, dispatch, pool};
 /// The most indices along `k` that are packed at once, chosen so that a panel of `b` (the packed columns of one tile)
 /// stays in the first-level cache.
 const MAX_K: usize = 384;
-/// Most rows of a block, chosen so that its packed `a` stays in the second-level cache.
+/// The most rows of a block, chosen so that its packed `a` stays in the second-level cache.
 const MAX_ROWS: usize = 512;
-/// Most columns of a block.
+/// The most columns of a block.
 const MAX_COLUMNS: usize = 4096;
 /// The least `k` for which thin products use [`Method::Outer`] or [`Method::Dot`].
 const MIN_THIN_K: usize = 64;
 /// The most indices along `k` in one step of [`Method::Outer`], chosen so that the pages that hold these columns of `a`
 /// stay in the translation buffer (TLB).
 const OUTER_K: usize = 64;
-/// `b` is read in place instead of being packed if its last element begins fewer than this many bytes after its first.
+/// A block of `b` is read in place instead of being packed if its last element begins fewer than this many bytes after
+/// its first.
 const MAX_IN_PLACE: usize = 32 << 10;
 /// The least number of multiply-adds that is worth another thread.
 const MIN_WORK: usize = 1 << 18;
@@ -51,8 +52,8 @@ where
     B: Elem<Acc = A::Acc>,
     C: Elem<Acc = A::Acc>,
 {
-    /// Computes `batch` products. `offsets(i)` has three numbers for product i: how many elements after those of `self`
-    /// its `a`, `b` and `c` begin.
+    /// Computes `batch` products. For product i, `offsets(i)` returns how many elements after the `a`, `b` and `c` of
+    /// `self` its own `a`, `b` and `c` begin.
     ///
     /// # Safety
     /// The operands are readable and the results writable at all their elements. No result shares an element with
@@ -64,19 +65,20 @@ where
         // A SIMD vector holds neighbouring rows of one column of the result. So the large operand of a thin product
         // must be `a`, whose rows are those of the result. In the result of any other product, neighbouring rows should
         // be adjacent in memory. If a product is not of this form, compute its transpose.
-        let thin = self.m.min(self.n) <= thin::max_columns() && self.k >= MIN_THIN_K;
-        let method = match thin {
+        let is_thin = self.m.min(self.n) <= thin::max_columns() && self.k >= MIN_THIN_K;
+        let method = match is_thin {
             true if self.n <= self.m => self.a.method(self.n),
             true => self.b.method(self.m),
             false => Method::Packed,
         };
-        let keep = match method {
+        let has_form = match method {
+            // If both strides are 1, the result is one row or one column; only a column has this form.
             Method::Packed => self.c_strides[0] == 1 && (self.c_strides[1] != 1 || self.m > 1),
-            _ => self.n <= self.m,
+            Method::Outer | Method::Dot => self.n <= self.m,
         };
         // SAFETY: the caller promises valid pointers; the transposed product accesses the same elements.
         unsafe {
-            if keep {
+            if has_form {
                 self.run_blocks(method, batch, offsets);
             } else {
                 self.transposed().run_blocks(method, batch, |i| {
@@ -87,6 +89,7 @@ where
         }
     }
 
+    /// The product that computes the transpose of `c`.
     fn transposed(self) -> Product<B, A, C> {
         Product {
             m: self.n,
@@ -101,6 +104,10 @@ where
         }
     }
 
+    /// Computes `batch` products by `method`, with several threads if there is enough work.
+    ///
+    /// # Safety
+    /// As [`run`](Self::run), and `a` has the contiguous columns or rows that `method` requires.
     unsafe fn run_blocks(self, method: Method, batch: usize, offsets: impl Fn(usize) -> [usize; 3] + Sync) {
         let shape = TileShape::detect::<A::Acc>();
         let work = self.m.saturating_mul(self.n).saturating_mul(self.k.max(1));
@@ -111,10 +118,11 @@ where
         let grain = if threads == 1 { batch * blocks } else { (MIN_WORK / (work / blocks).max(1)).max(1) };
         let this = &self;
         pool::par_ranges(batch * blocks, grain, |range| {
-            for index in range {
-                let (item, index) = (index / blocks, index % blocks);
-                let (i, j) = (index % grid[0] * rows, index / grid[0] * columns);
-                let offset = offsets(item);
+            for task in range {
+                let (product, block) = (task / blocks, task % blocks);
+                // The first row and the first column of the block.
+                let (i, j) = (block % grid[0] * rows, block / grid[0] * columns);
+                let offset = offsets(product);
                 // SAFETY: the pointers are moved to row `i` and column `j`, which exist; blocks of the result are
                 // disjoint.
                 unsafe {
@@ -153,9 +161,12 @@ where
     unsafe fn outer(self, shape: TileShape) {
         let shape = TileShape { columns: self.n.next_multiple_of(4), ..shape };
         let stretch = self.k.min(OUTER_K);
+        // The rows after the last whole register are packed.
         let rest = self.m % shape.lanes;
         let len_rest = packed_len(shape, Along::Rows, rest, stretch);
         let len_b = packed_len(shape, Along::Columns, self.n, stretch);
+        // Each stretch of `k` reads and writes all sums, so if there are several, neighbouring rows of the sums should
+        // be adjacent in memory.
         let direct = is_accumulator::<C>() && (self.c_strides[0] == 1 || self.k <= stretch);
         let len_c = if direct { 0 } else { self.m * self.n };
         with_scratch([len_rest, len_b, len_c], |[a_rest, b, sums]: [*mut A::Acc; 3]| {
@@ -213,7 +224,8 @@ where
         });
     }
 
-    /// Computes a block on the calling thread. `a` is packed; `b` is packed too unless it is small.
+    /// Computes a block on the calling thread. `a` is packed. `b` is packed too, except that the panels of a small `b`
+    /// that have a multiple of 4 columns are read in place.
     unsafe fn packed(self, shape: TileShape) {
         // `k` is cut into stretches of the same length, at most MAX_K; the last may be shorter.
         let stretch = self.k.div_ceil(self.k.div_ceil(MAX_K).max(1)).next_multiple_of(16).min(self.k);
@@ -266,29 +278,26 @@ where
 
     /// Writes a block of sums, stored by columns, to the result or adds it to the result, with rounding to `C`.
     unsafe fn write(self, sums: *const A::Acc) {
-        let [row_stride, column_stride] = self.c_strides;
+        let ([row_stride, column_stride], accumulate) = (self.c_strides, self.accumulate);
         for j in 0..self.n {
             // SAFETY: column `j` of the sums and of the result is valid, and the result's elements are distinct.
             unsafe {
                 let sums = std::slice::from_raw_parts(sums.add(j * self.m), self.m);
                 let c = self.c.add(j * column_stride);
-                match (row_stride, self.accumulate) {
-                    (1, accumulate) => {
-                        let c = std::slice::from_raw_parts_mut(c, self.m);
-                        dispatch(
-                            #[inline(always)]
-                            || {
-                                for (c, &sum) in c.iter_mut().zip(sums) {
-                                    *c = C::from_acc(if accumulate { c.to_acc() + sum } else { sum });
-                                }
-                            },
-                        );
-                    }
-                    (_, accumulate) => {
-                        for (i, &sum) in sums.iter().enumerate() {
-                            let c = c.add(i * row_stride);
-                            *c = C::from_acc(if accumulate { (*c).to_acc() + sum } else { sum });
-                        }
+                if row_stride == 1 {
+                    let c = std::slice::from_raw_parts_mut(c, self.m);
+                    dispatch(
+                        #[inline(always)]
+                        || {
+                            for (c, &sum) in c.iter_mut().zip(sums) {
+                                *c = C::from_acc(if accumulate { c.to_acc() + sum } else { sum });
+                            }
+                        },
+                    );
+                } else {
+                    for (i, &sum) in sums.iter().enumerate() {
+                        let c = c.add(i * row_stride);
+                        *c = C::from_acc(if accumulate { (*c).to_acc() + sum } else { sum });
                     }
                 }
             }
@@ -299,7 +308,7 @@ where
 /// How a block is computed.
 #[derive(Clone, Copy)]
 enum Method {
-    /// `a` is packed, and so is `b` unless it is small.
+    /// `a` is packed, and so is `b` unless it is small; for any product.
     Packed,
     /// The product is thin, and `a` has contiguous columns.
     Outer,
@@ -329,6 +338,7 @@ impl<T: Elem> Side<T> {
     /// The method for a thin product whose large operand is `self` and whose small operand has `columns` columns.
     fn method(self, columns: usize) -> Method {
         match (self.outer, self.inner) {
+            // f16 and bf16 are converted in registers if the columns are few, otherwise when they are packed.
             (_, 1) if !is_accumulator::<T>() && columns <= narrow::MAX_COLUMNS => Method::Dot,
             _ if !is_accumulator::<T>() => Method::Packed,
             (1, _) => Method::Outer,
@@ -347,14 +357,15 @@ fn is_accumulator<T: Elem>() -> bool {
 /// equal blocks, at least `parts` if it is large enough; then the size of a block is rounded up to whole vectors and to
 /// multiples of 4 columns.
 fn block_size(shape: TileShape, [m, n]: [usize; 2], parts: usize) -> [usize; 2] {
-    let (max_rows, max_columns) = (m.div_ceil(shape.lanes), n.div_ceil(4));
+    // The largest numbers of blocks along the rows and along the columns.
+    let max_grid = [m.div_ceil(shape.lanes), n.div_ceil(4)];
     let mut grid = [m.div_ceil(MAX_ROWS), n.div_ceil(MAX_COLUMNS)];
     while grid[0] * grid[1] < parts {
         // Dividing the longer side of a block minimises the elements that are packed.
         let (rows, columns) = (m / grid[0], n / grid[1]);
-        if grid[0] < max_rows && (rows >= columns || grid[1] >= max_columns) {
+        if grid[0] < max_grid[0] && (rows >= columns || grid[1] >= max_grid[1]) {
             grid[0] += 1;
-        } else if grid[1] < max_columns {
+        } else if grid[1] < max_grid[1] {
             grid[1] += 1;
         } else {
             break;

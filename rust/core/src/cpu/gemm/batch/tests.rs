@@ -4,10 +4,11 @@ use candle_core::{D, Device};
 
 use super::*;
 
-fn random(dims: &[usize], dtype: DType) -> Raw {
+/// Fixed numbers from -1 to 1 without a visible pattern, rounded to `dtype`.
+fn numbers(dims: &[usize], dtype: DType) -> Raw {
     let len: usize = dims.iter().product();
-    let numbers: Vec<f64> = (0..len).map(|i| ((i * 7919 + 13) % 1009) as f64 / 504.5 - 1.0).collect();
-    Raw::from_vec(numbers, dims, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
+    let values: Vec<f64> = (0..len).map(|i| ((i * 7919 + 13) % 1009) as f64 / 504.5 - 1.0).collect();
+    Raw::from_vec(values, dims, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
 }
 
 /// Candle's product of contiguous copies, in f64.
@@ -16,6 +17,7 @@ fn oracle(a: &Raw, b: &Raw) -> Raw {
     wide(a).broadcast_matmul(&wide(b)).unwrap()
 }
 
+/// Checks that `found` has the shape of `expected`, and its values up to the rounding errors of sums of `k` products.
 fn assert_close(found: &Raw, expected: &Raw, k: usize) {
     assert_eq!(found.dims(), expected.dims());
     let unit = match found.dtype() {
@@ -47,16 +49,16 @@ fn batches_broadcast_as_in_candle() {
         (&[1, 1, 7, 5], &[1, 5, 1]),
     ] {
         for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
-            let (a, b) = (random(a, dtype), random(b, dtype));
+            let (a, b) = (numbers(a, dtype), numbers(b, dtype));
             assert_close(&matmul(&a, &b).unwrap(), &oracle(&a, &b), a.dim(D::Minus1).unwrap());
         }
     }
 }
 
 #[test]
-fn operands_of_any_strides_are_read_in_place() {
-    let a = random(&[4, 6, 10, 8], DType::F32);
-    let weight = random(&[9, 8], DType::F32);
+fn operands_may_have_any_strides() {
+    let a = numbers(&[4, 6, 10, 8], DType::F32);
+    let weight = numbers(&[9, 8], DType::F32);
     let views = [
         a.clone(),
         a.narrow(2, 3, 5).unwrap(),
@@ -77,13 +79,13 @@ fn operands_of_any_strides_are_read_in_place() {
 
 #[test]
 fn vectors_are_a_row_or_a_column() {
-    let (row, column) = (random(&[5], DType::F32), random(&[10], DType::F32).narrow(0, 2, 5).unwrap());
-    let batch = random(&[3, 5, 4], DType::F32);
+    let (row, column) = (numbers(&[5], DType::F32), numbers(&[10], DType::F32).narrow(0, 2, 5).unwrap());
+    let batch = numbers(&[3, 5, 4], DType::F32);
     let as_row = oracle(&row.unsqueeze(0).unwrap(), &batch).squeeze(1).unwrap();
     assert_close(&matmul(&row, &batch).unwrap(), &as_row, 5);
-    let turned = batch.transpose(1, 2).unwrap();
-    let as_column = oracle(&turned, &column.unsqueeze(1).unwrap()).squeeze(2).unwrap();
-    assert_close(&matmul(&turned, &column).unwrap(), &as_column, 5);
+    let transposed = batch.transpose(1, 2).unwrap();
+    let as_column = oracle(&transposed, &column.unsqueeze(1).unwrap()).squeeze(2).unwrap();
+    assert_close(&matmul(&transposed, &column).unwrap(), &as_column, 5);
     let dot = oracle(&row.unsqueeze(0).unwrap(), &column.unsqueeze(1).unwrap()).reshape(()).unwrap();
     assert_close(&matmul(&row, &column).unwrap(), &dot, 5);
 }
@@ -97,7 +99,7 @@ fn empty_dimensions_give_empty_results_or_zeros() {
         (&[2, 3, 0], &[2, 0, 4], &[2, 3, 4]),
         (&[0], &[0], &[]),
     ] {
-        let product = matmul(&random(a, DType::BF16), &random(b, DType::BF16)).unwrap();
+        let product = matmul(&numbers(a, DType::BF16), &numbers(b, DType::BF16)).unwrap();
         assert_eq!(product.dims(), result);
         let sum = product.to_dtype(DType::F32).unwrap().abs().unwrap().sum_all().unwrap();
         assert_eq!(sum.to_scalar::<f32>().unwrap(), 0.0);
@@ -107,14 +109,15 @@ fn empty_dimensions_give_empty_results_or_zeros() {
 #[test]
 fn products_are_added_to_a_part_of_a_buffer() {
     for (operands, buffer) in [(DType::F32, DType::F32), (DType::BF16, DType::F32), (DType::F16, DType::F16)] {
-        let (a, b) = (random(&[33, 7], operands), random(&[33, 20], operands));
+        let (a, b) = (numbers(&[33, 7], operands), numbers(&[33, 20], operands));
         let a = a.t().unwrap();
-        let before = random(&[400], buffer);
+        let before = numbers(&[400], buffer);
         let flat = before.copy().unwrap();
         let dst = flat.narrow(0, 100, 140).unwrap().reshape((7, 20)).unwrap();
         matmul_accumulate(&dst, &a, &b, 0.5).unwrap();
         let old = before.narrow(0, 100, 140).unwrap().reshape((7, 20)).unwrap().to_dtype(DType::F64).unwrap();
         assert_close(&dst, &(old + (oracle(&a, &b) * 0.5).unwrap()).unwrap(), 33);
+        // The other elements of the buffer keep their values.
         for (start, len) in [(0, 100), (240, 160)] {
             let part =
                 |x: &Raw| x.narrow(0, start, len).unwrap().to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
@@ -124,24 +127,26 @@ fn products_are_added_to_a_part_of_a_buffer() {
 }
 
 #[test]
-fn mismatched_shapes_and_dtypes_are_errors() {
-    let f32 = |dims: &[usize]| random(dims, DType::F32);
-    let shapes = |a: &[usize], b: &[usize]| matmul(&f32(a), &f32(b)).unwrap_err().to_string();
+fn mismatched_shapes_strides_and_dtypes_are_errors() {
+    let in_f32 = |dims: &[usize]| numbers(dims, DType::F32);
+    let shape_error = |a: &[usize], b: &[usize]| matmul(&in_f32(a), &in_f32(b)).unwrap_err().to_string();
     let expected = "expected (..., m, k) and (..., k, n) with batch dimensions that broadcast";
-    assert_eq!(shapes(&[3, 4], &[5, 6]), format!("matmul: found shapes [3, 4] and [5, 6], {expected}"));
+    assert_eq!(shape_error(&[3, 4], &[5, 6]), format!("matmul: found shapes [3, 4] and [5, 6], {expected}"));
     for (a, b) in [(&[2, 3, 4][..], &[3, 4, 5][..]), (&[], &[4, 5]), (&[4], &[5]), (&[3, 4], &[])] {
-        assert!(shapes(a, b).starts_with("matmul: found shapes"));
+        assert!(shape_error(a, b).starts_with("matmul: found shapes"));
     }
-    let message = matmul(&f32(&[3, 4]), &random(&[4, 5], DType::BF16)).unwrap_err().to_string();
+    let message = matmul(&in_f32(&[3, 4]), &numbers(&[4, 5], DType::BF16)).unwrap_err().to_string();
     assert_eq!(message, "matmul: found dtypes f32 and bf16, expected the same; convert one with to()");
-    let integers = random(&[4, 4], DType::U32);
+    let integers = numbers(&[4, 4], DType::U32);
     assert!(matmul(&integers, &integers).unwrap_err().to_string().starts_with("matmul: found dtype u32"));
 
-    let (a, b) = (f32(&[3, 4]), f32(&[4, 5]));
-    let accumulate = |dst: &Raw| matmul_accumulate(dst, &a, &b, 1.0).unwrap_err().to_string();
-    assert!(accumulate(&f32(&[5, 3])).starts_with("matmul_accumulate: found a destination of shape [5, 3]"));
-    assert!(accumulate(&f32(&[5, 3]).t().unwrap()).starts_with("matmul_accumulate: found a destination with strides"));
-    assert!(accumulate(&random(&[3, 5], DType::BF16)).contains("found a result of dtype bf16"));
+    let (a, b) = (in_f32(&[3, 4]), in_f32(&[4, 5]));
+    let destination_error = |dst: &Raw| matmul_accumulate(dst, &a, &b, 1.0).unwrap_err().to_string();
+    let wrong_shape = destination_error(&in_f32(&[5, 3]));
+    assert!(wrong_shape.starts_with("matmul_accumulate: found a destination of shape [5, 3]"));
+    let wrong_strides = destination_error(&in_f32(&[5, 3]).t().unwrap());
+    assert!(wrong_strides.starts_with("matmul_accumulate: found a destination with strides"));
+    assert!(destination_error(&numbers(&[3, 5], DType::BF16)).contains("found a result of dtype bf16"));
 }
 
 /// Products replace columns of a larger matrix or are added to them; the other columns keep their values.
@@ -149,9 +154,9 @@ fn mismatched_shapes_and_dtypes_are_errors() {
 fn products_are_written_to_ranges_of_columns() {
     for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
         for (m, k) in [(1, 3), (7, 40), (130, 5), (65, 200)] {
-            let (a, b) = (random(&[m, k], dtype), random(&[2, 6, k], dtype));
+            let (a, b) = (numbers(&[m, k], dtype), numbers(&[2, 6, k], dtype));
             for accumulate in [false, true] {
-                let dst = random(&[m, 20], dtype);
+                let dst = numbers(&[m, 20], dtype);
                 let before = dst.to_dtype(DType::F64).unwrap().copy().unwrap();
                 let factors = [0, 1].map(|i| b.get(i).unwrap().t().unwrap());
                 let places = [3, 11].map(|start| dst.narrow(1, start, 6).unwrap());
@@ -159,8 +164,8 @@ fn products_are_written_to_ranges_of_columns() {
                 write_products(&terms, 0.5, accumulate).unwrap();
                 for (place, (start, factor)) in places.iter().zip([3, 11].into_iter().zip(&factors)) {
                     let product = (oracle(&a, factor) * 0.5).unwrap();
-                    let kept = before.narrow(1, start, 6).unwrap();
-                    let expected = if accumulate { (product + kept).unwrap() } else { product };
+                    let old = before.narrow(1, start, 6).unwrap();
+                    let expected = if accumulate { (product + old).unwrap() } else { product };
                     assert_close(place, &expected, k);
                 }
                 // Columns 0 to 2, 9 and 10, and 17 to 19 are not written.
