@@ -1,9 +1,9 @@
 //! The innermost loops of a matrix product, written once for every instruction set.
 //!
 //! A tile of the result is held in registers: `V` vectors for each of `N` columns. For each index along `k` (a step),
-//! the tile adds an outer product: vectors of consecutive rows of the packed `a`, times broadcast elements of `b`. A
-//! tile sums each element by one chain of fused multiply-adds in the order of the steps, so the sum does not depend on
-//! the tile's size or on the element's row and column in the tile.
+//! the tile adds an outer product: vectors of consecutive rows of `a`, times broadcast elements of `b`. A tile sums
+//! each element by one chain of multiply-adds in the order of the steps. So the sum does not depend on the tile's size
+//! or on the element's row and column in the tile.
 
 use pulp::{Simd, WithSimd};
 
@@ -11,24 +11,25 @@ use crate::cpu::Real;
 use crate::cpu::lane::Lane;
 use crate::cpu::simd::arch;
 
-/// The number of elements of type `T` in a SIMD register.
+/// Returns the number of elements of type `T` in a SIMD register of `S`.
 #[inline(always)]
 pub const fn lanes<T: Lane, S: Simd>() -> usize {
     size_of::<T::Vector<S>>() / size_of::<T>()
 }
 
-/// The size of a tile on this processor.
+/// The size of a full tile for one instruction set and one type of elements.
 #[derive(Clone, Copy, Debug)]
 pub struct TileShape {
     /// The number of elements in a SIMD register.
     pub lanes: usize,
-    /// Rows of a full tile.
+    /// Rows of a full tile, a multiple of `lanes`.
     pub rows: usize,
-    /// Columns of a full tile.
+    /// Columns of a full tile, a multiple of 4.
     pub columns: usize,
 }
 
 impl TileShape {
+    /// Returns the full tile for `T` with the instruction set `S`.
     pub const fn of<T: Lane, S: Simd>() -> Self {
         let lanes = lanes::<T, S>();
         // 2 x 12 accumulators in 32 registers, or 3 x 4 in 16: enough chains to hide the latency of the multiply-add,
@@ -40,7 +41,7 @@ impl TileShape {
         }
     }
 
-    /// The tile for `T` on this processor.
+    /// Returns the full tile for `T` on this processor.
     pub fn detect<T: Real>() -> Self {
         struct Detect<T>(std::marker::PhantomData<T>);
         impl<T: Lane> WithSimd for Detect<T> {
@@ -53,10 +54,10 @@ impl TileShape {
     }
 }
 
-/// An upper bound of the number of elements in a tile, for all instruction sets.
+/// An upper bound on the number of elements in a tile's registers, for all instruction sets.
 const MAX_TILE: usize = 512;
 
-/// The destination of a block of the result.
+/// Where a tile or a block of the result is written, and how.
 #[derive(Clone, Copy)]
 pub struct Target<T> {
     /// The first element.
@@ -65,9 +66,9 @@ pub struct Target<T> {
     pub row_stride: usize,
     /// Distance between neighbouring columns, in elements.
     pub column_stride: usize,
-    /// Factor on the product.
+    /// The factor by which the product is multiplied.
     pub alpha: T,
-    /// Add to the values of the destination instead of replacing them.
+    /// Whether the product is added to the values of the destination instead of replacing them.
     pub accumulate: bool,
 }
 
@@ -76,18 +77,18 @@ pub struct Target<T> {
 pub struct Ahead {
     /// The first byte.
     pub ptr: *const u8,
-    /// Number of ranges.
+    /// The number of ranges that are not yet prefetched.
     pub runs: usize,
-    /// Bytes of a range.
+    /// The length of a range in bytes.
     pub len: usize,
     /// Distance between the starts of neighbouring ranges, in bytes.
     pub stride: usize,
 }
 
-/// Bytes of a cache line.
+/// The length of a cache line in bytes.
 pub const LINE: usize = 64;
 
-/// Prefetches the cache line of `address`, which may be any address.
+/// Prefetches the cache line of `address`, which may be any address. Does nothing unless the processor is x86-64.
 #[inline(always)]
 pub fn prefetch(address: *const u8) {
     #[cfg(target_arch = "x86_64")]
@@ -101,12 +102,13 @@ pub fn prefetch(address: *const u8) {
 }
 
 impl Ahead {
+    /// Returns how often [`fetch`](Self::fetch) must be called to prefetch all ranges.
     fn lines(&self) -> usize {
         self.runs * self.len.div_ceil(LINE)
     }
 
-    /// Prefetches the cache line at `offset` bytes in the first range that is left, then moves to the next cache line.
-    /// A range is dropped after its last line.
+    /// Prefetches the cache line at `offset` bytes in the first remaining range, then advances `offset` by a line.
+    /// After the last line of a range, drops the range and resets `offset`. Does nothing if no range remains.
     #[inline(always)]
     fn fetch(&mut self, offset: &mut usize) {
         if self.runs > 0 {
@@ -121,7 +123,8 @@ impl Ahead {
     }
 }
 
-/// An operand whose elements are broadcast: its strides along `k` and along the columns.
+/// The operand of a tile whose elements are broadcast: its first element, and its strides along `k` and along the
+/// columns.
 #[derive(Clone, Copy)]
 pub struct Broadcast<T> {
     /// The first element.
@@ -133,13 +136,14 @@ pub struct Broadcast<T> {
 }
 
 impl<T> Broadcast<T> {
-    /// A panel of `columns` columns that [`pack`](super::pack::pack) has written.
+    /// Describes a panel of `columns` columns that [`pack`](super::pack::pack) has written.
     pub fn packed(ptr: *const T, columns: usize) -> Self {
         Self { ptr, step: columns.next_multiple_of(4), column: 1 }
     }
 }
 
 /// A run of consecutive steps along `k`, given by the offsets of the run's first step in the two operands, in elements.
+/// [`Tile::k`] is its length.
 #[derive(Clone, Copy, Debug)]
 pub struct Run {
     /// Offset of the first step in `a`.
@@ -156,19 +160,19 @@ impl Run {
 /// `c = alpha * a * b`, or `c += alpha * a * b`, for one panel of columns. `a` is packed by
 /// [`pack`](super::pack::pack).
 pub struct Columns<T> {
-    /// Rows.
+    /// The number of rows.
     pub m: usize,
-    /// Columns, at most those of a tile.
+    /// The number of columns, at most [`TileShape::columns`].
     pub n: usize,
     /// Length of the sums.
     pub k: usize,
-    /// `a` in panels of rows.
+    /// The first packed panel of `a`.
     pub a: *const T,
-    /// `b`, readable at `n` columns rounded up to a multiple of 4.
+    /// The panel of `b`, readable for `n` columns rounded up to a multiple of 4.
     pub b: Broadcast<T>,
     /// The result.
     pub c: Target<T>,
-    /// The memory from which the next panel will be packed.
+    /// The part of `b` that the next panel will be packed or read from.
     pub ahead: Ahead,
 }
 
@@ -176,8 +180,8 @@ impl<T: Real> Columns<T> {
     /// Computes the columns.
     ///
     /// # Safety
-    /// `a` holds packed panels of `m × k` elements, `b` is readable, and nothing else reads or writes the elements of
-    /// `c` meanwhile.
+    /// `a` holds packed panels of `m × k` elements, and `b` is readable. The elements of `c` are valid, and nothing
+    /// else reads or writes them meanwhile.
     pub unsafe fn run(self) {
         arch().dispatch(self);
     }
@@ -191,10 +195,11 @@ impl<T: Real> WithSimd for Columns<T> {
         let shape = TileShape::of::<T, S>();
         let mut ahead = self.ahead;
         let mut offset = 0;
-        let lines = ahead.lines().div_ceil(self.m.div_ceil(shape.rows).max(1));
+        let tiles = self.m.div_ceil(shape.rows).max(1);
+        let lines_per_tile = ahead.lines().div_ceil(tiles);
         let mut i = 0;
         while i < self.m {
-            for _ in 0..lines {
+            for _ in 0..lines_per_tile {
                 ahead.fetch(&mut offset);
             }
             let rows = shape.rows.min(self.m - i);
@@ -203,6 +208,7 @@ impl<T: Real> WithSimd for Columns<T> {
                 let tile = Tile {
                     runs: &Run::WHOLE,
                     k: self.k,
+                    // The panels before row `i` are full, so they hold `i * k` elements.
                     a: self.a.add(i * self.k),
                     a_step: rows.next_multiple_of(shape.lanes),
                     b: self.b,
@@ -217,10 +223,10 @@ impl<T: Real> WithSimd for Columns<T> {
     }
 }
 
-/// Layout of broadcast elements: packed for the tile.
+/// Layout of broadcast elements: for each step, one element per column of the registers, without gaps.
 const PACKED: u8 = 0;
 /// Layout of broadcast elements: each column is contiguous along `k`.
-const COLUMNS: u8 = 1;
+const CONTIGUOUS_COLUMNS: u8 = 1;
 /// Layout of broadcast elements: any strides.
 const STRIDED: u8 = 2;
 
@@ -231,11 +237,11 @@ pub struct Tile<'a, T> {
     pub runs: &'a [Run],
     /// Number of steps in each run.
     pub k: usize,
-    /// The elements of `a`: for each step one per row, with `rows` rounded up to whole registers.
+    /// The first element of `a`. Each step reads one element per row, with `rows` rounded up to whole registers.
     pub a: *const T,
     /// Distance between neighbouring steps in `a`, in elements.
     pub a_step: usize,
-    /// The elements of `b`: for each step one per column, with `columns` rounded up to a multiple of 4.
+    /// The elements of `b`. Each step reads one element per column, with `columns` rounded up to a multiple of 4.
     pub b: Broadcast<T>,
     /// The result.
     pub c: Target<T>,
@@ -249,8 +255,8 @@ impl<T: Real> Tile<'_, T> {
     /// Computes the tile.
     ///
     /// # Safety
-    /// `a` and `b` are readable at each of the `k` steps of each run, and nothing else reads or writes the tile of `c`
-    /// meanwhile.
+    /// `a` and `b` are readable at each of the `k` steps of each run. The `rows × columns` elements of `c` are valid,
+    /// and nothing else reads or writes them meanwhile.
     #[inline(always)]
     pub unsafe fn run<S: Simd>(self, simd: S) {
         macro_rules! tiles {
@@ -261,7 +267,7 @@ impl<T: Real> Tile<'_, T> {
                     $(($v, $n) if $v * $n + $v < S::REGISTER_COUNT => unsafe {
                         match self.b {
                             Broadcast { step: $n, column: 1, .. } => self.outer_products::<S, $v, $n, PACKED>(simd),
-                            Broadcast { step: 1, .. } => self.outer_products::<S, $v, $n, COLUMNS>(simd),
+                            Broadcast { step: 1, .. } => self.outer_products::<S, $v, $n, CONTIGUOUS_COLUMNS>(simd),
                             _ => self.outer_products::<S, $v, $n, STRIDED>(simd),
                         }
                     },)*
@@ -272,14 +278,15 @@ impl<T: Real> Tile<'_, T> {
         tiles!(2 x 12, 1 x 12, 2 x 8, 1 x 8, 1 x 4, 2 x 4, 3 x 4, 4 x 4, 1 x 16);
     }
 
+    /// Computes the tile with `V` registers for the rows of each of `N` columns; `LAYOUT` is the layout of `b`.
     #[inline(always)]
     unsafe fn outer_products<S: Simd, const V: usize, const N: usize, const LAYOUT: u8>(self, simd: S) {
         let lanes = lanes::<T, S>();
         let zero = T::splat(simd, T::ZERO);
         let mut acc = [[zero; V]; N];
-        let (step, distance) = match LAYOUT {
+        let (b_step, b_column) = match LAYOUT {
             PACKED => (N, 1),
-            COLUMNS => (1, self.b.column),
+            CONTIGUOUS_COLUMNS => (1, self.b.column),
             _ => (self.b.step, self.b.column),
         };
         for run in self.runs {
@@ -293,14 +300,14 @@ impl<T: Real> Tile<'_, T> {
                         *vector = a.add(v * lanes).cast::<T::Vector<S>>().read_unaligned();
                     }
                     for (n, column) in acc.iter_mut().enumerate() {
-                        let element = T::splat(simd, *b.add(n * distance));
+                        let element = T::splat(simd, *b.add(n * b_column));
                         for (sum, vector) in column.iter_mut().zip(vectors) {
                             *sum = T::multiply_add(simd, vector, element, *sum);
                         }
                     }
                     // `wrapping_add`, because there may be no memory after the last step.
                     a = a.wrapping_add(self.a_step);
-                    b = b.wrapping_add(step);
+                    b = b.wrapping_add(b_step);
                 }
             }
         }
@@ -315,7 +322,7 @@ impl<T: Real> Tile<'_, T> {
                 }
             }
         } else {
-            // Tiles with fewer rows, and tiles whose columns are not contiguous, are written through a copy.
+            // The registers hold more rows than the tile has, or its columns are not contiguous: write through a copy.
             let mut copy = [T::ZERO; MAX_TILE];
             let copy = &mut copy[..N * V * lanes];
             let columns = self.columns;
@@ -328,7 +335,7 @@ impl<T: Real> Tile<'_, T> {
                 }
             }
             for (x, &sum) in copy.chunks_exact_mut(lanes).zip(acc.as_flattened()) {
-                // SAFETY: `x` is a register's worth of elements.
+                // SAFETY: `x` is as many elements as a register holds.
                 unsafe { self.finish(simd, sum, x.as_mut_ptr()) };
             }
             for (n, column) in copy.chunks_exact(V * lanes).enumerate().take(columns) {
@@ -344,7 +351,7 @@ impl<T: Real> Tile<'_, T> {
     #[inline(always)]
     unsafe fn finish<S: Simd>(&self, simd: S, sum: T::Vector<S>, c: *mut T) {
         let (alpha, c) = (T::splat(simd, self.c.alpha), c.cast::<T::Vector<S>>());
-        // SAFETY: the caller gives a register's worth of elements.
+        // SAFETY: the caller guarantees that `c` points to as many elements as a register holds.
         unsafe {
             c.write_unaligned(if self.c.accumulate {
                 T::multiply_add(simd, alpha, sum, c.read_unaligned())

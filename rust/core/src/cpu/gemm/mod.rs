@@ -6,9 +6,10 @@
 //!
 //! The result is split into blocks, which are computed on several threads. For each block, a thread packs the operands
 //! and computes tiles of the result in registers by [`kernel`] (Goto and van de Geijn, "Anatomy of high-performance
-//! matrix multiplication", 2008). The indices at which a sum over k is split depend only on the sizes, strides and
-//! dtypes of the product, and an element is computed in the same way in any block. So the result does not depend on the
-//! number of threads.
+//! matrix multiplication", 2008). If the result has few columns or rows, the thread reads the large operand in place
+//! ([`thin`], [`narrow`]). The indices at which a sum over k is split depend only on the sizes, strides and dtypes of
+//! the product, and an element is computed in the same way in any block. So the result does not depend on the number of
+//! threads.
 
 pub(crate) mod batch;
 mod block;
@@ -27,8 +28,8 @@ use block::Product;
 
 use super::{Elem, Real};
 
-/// A matrix in a slice: element (i, j) is `data[i * row_stride + j * col_stride]`. A stride of 0 repeats a row or
-/// column.
+/// A matrix in a slice: element (i, j) is `data[i * row_stride + j * col_stride]`. With a row stride of 0 all rows are
+/// the same, with a column stride of 0 all columns.
 #[derive(Clone, Copy, Debug)]
 pub struct MatRef<'a, T> {
     data: &'a [T],
@@ -39,7 +40,7 @@ pub struct MatRef<'a, T> {
 }
 
 impl<'a, T> MatRef<'a, T> {
-    /// A matrix of `[rows, cols]` with `[row_stride, col_stride]`, both in elements.
+    /// Creates a matrix with `rows` rows and `cols` columns; strides are in elements.
     ///
     /// # Panics
     /// If an element is beyond the end of `data`.
@@ -48,7 +49,7 @@ impl<'a, T> MatRef<'a, T> {
         Self { data, rows, cols, row_stride, col_stride }
     }
 
-    /// A row-major matrix without gaps between its rows.
+    /// Creates a row-major matrix without gaps between its rows.
     ///
     /// # Panics
     /// If `data` has fewer than `rows * cols` elements.
@@ -56,7 +57,7 @@ impl<'a, T> MatRef<'a, T> {
         Self::new(data, [rows, cols], [cols, 1])
     }
 
-    /// The transpose; nothing is copied.
+    /// Returns the transpose; nothing is copied.
     pub fn t(self) -> Self {
         Self {
             data: self.data,
@@ -80,26 +81,28 @@ pub struct MatMut<'a, T> {
 }
 
 impl<'a, T> MatMut<'a, T> {
-    /// A matrix of `[rows, cols]` with `[row_stride, col_stride]`, both in elements.
+    /// Creates a matrix with `rows` rows and `cols` columns; strides are in elements.
     ///
     /// # Panics
     /// If an element is beyond the end of `data`, or if the strides may give two elements the same index in `data`.
     pub fn new(data: &'a mut [T], [rows, cols]: [usize; 2], [row_stride, col_stride]: [usize; 2]) -> Self {
         check_bounds(data.len(), [rows, cols], [row_stride, col_stride]);
-        let distinct = |inner: usize, count: usize, outer: usize, outer_count: usize| {
-            (count < 2 || inner > 0) && (outer_count < 2 || outer > count.saturating_sub(1) * inner)
+        // True if each row (or column) ends before the next one starts.
+        let distinct = |inner_stride: usize, inner_count: usize, outer_stride: usize, outer_count: usize| {
+            (inner_count < 2 || inner_stride > 0)
+                && (outer_count < 2 || outer_stride > inner_count.saturating_sub(1) * inner_stride)
         };
         assert!(
             rows == 0
                 || cols == 0
                 || distinct(col_stride, cols, row_stride, rows)
                 || distinct(row_stride, rows, col_stride, cols),
-            "rows and columns of a {rows} x {cols} destination with strides {row_stride} and {col_stride} overlap"
+            "elements of a {rows} x {cols} destination with strides {row_stride} and {col_stride} may overlap"
         );
         Self { data, rows, cols, row_stride, col_stride }
     }
 
-    /// A row-major matrix without gaps between its rows.
+    /// Creates a row-major matrix without gaps between its rows.
     ///
     /// # Panics
     /// If `data` has fewer than `rows * cols` elements.
@@ -107,7 +110,7 @@ impl<'a, T> MatMut<'a, T> {
         Self::new(data, [rows, cols], [cols, 1])
     }
 
-    /// The transpose; nothing is copied.
+    /// Returns the transpose; nothing is copied.
     pub fn t(self) -> Self {
         Self {
             data: self.data,
@@ -119,6 +122,7 @@ impl<'a, T> MatMut<'a, T> {
     }
 }
 
+/// Panics if an element of the matrix is beyond the end of a slice of `len` elements.
 fn check_bounds(len: usize, [rows, cols]: [usize; 2], [row_stride, col_stride]: [usize; 2]) {
     if rows == 0 || cols == 0 {
         return;
@@ -126,16 +130,16 @@ fn check_bounds(len: usize, [rows, cols]: [usize; 2], [row_stride, col_stride]: 
     let last = (rows - 1)
         .checked_mul(row_stride)
         .zip((cols - 1).checked_mul(col_stride))
-        .and_then(|(row, col)| row.checked_add(col));
+        .and_then(|(last_row, last_col)| last_row.checked_add(last_col));
     assert!(
         last.is_some_and(|last| last < len),
         "a {rows} x {cols} matrix with strides {row_stride} and {col_stride} does not fit in {len} elements"
     );
 }
 
-/// `c = alpha * a * b`, or `c += alpha * a * b` with `accumulate`. Without `accumulate`, `c` is not read.
+/// Computes `c = alpha * a * b`, or `c += alpha * a * b` with `accumulate`. Without `accumulate`, `c` is not read.
 ///
-/// `a`, `b` and `c` may have different dtypes if these share an accumulator's type. So the product of two bf16
+/// `a`, `b` and `c` may have different dtypes with the same type of accumulator. For example, the product of two bf16
 /// matrices, or of a bf16 and an f32 matrix, can be added to an f32 matrix. An f16 or bf16 result is rounded once, at
 /// the end.
 ///
@@ -168,6 +172,7 @@ where
         alpha: Real::from_f64(alpha),
         accumulate,
     };
+    // A batch of one product, which begins at the first elements of `a`, `b` and `c`.
     // SAFETY: `MatRef::new` and `MatMut::new` have checked that all elements are in their slices and that no two
     // elements of `c` have the same index.
     unsafe { product.run(1, |_| [0; 3]) }

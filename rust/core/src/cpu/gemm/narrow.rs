@@ -1,22 +1,22 @@
-//! Products of an f16 or bf16 matrix with a matrix of a few columns. A language model that generates one token computes
-//! such products.
+//! Products of a large f16 or bf16 matrix with a matrix of a few columns. A language model computes such products when
+//! it generates one token.
 //!
-//! The elements of the f16 or bf16 matrix are converted in registers, and the matrix is not packed. So a product takes
-//! about as long as reading this matrix once.
+//! The elements of the large matrix are converted in registers, and the matrix is not packed. So a product takes about
+//! as long as reading this matrix once.
 
 use super::kernel::Target;
 use crate::cpu::{Elem, Real, dispatch};
 
-/// The largest number of columns for which the matrix is read in place. For more columns, packing the matrix once is
-/// less work than converting it for every four columns.
+/// The largest number of columns for which the large matrix is read in place. For more columns, packing it once is less
+/// work than converting it once for every four columns.
 pub const MAX_COLUMNS: usize = 8;
-/// Columns that are computed at a time.
+/// Columns of the result that are computed at a time.
 const COLUMNS: usize = 4;
 /// Elements of a row of `a` that are processed at a time. The f32 sums of four columns, 4 × 16 numbers, then fill half
 /// of the registers of AVX2 and of NEON.
 const RUN: usize = 16;
 
-/// `c = alpha * a * b`, or `c += alpha * a * b`, as dot products. The rows of `a` and the columns of `b` are
+/// A product `c = alpha * a * b`, or `c += alpha * a * b`, as dot products. The rows of `a` and the columns of `b` are
 /// contiguous.
 pub struct Narrow<T: Elem> {
     /// Rows of `a` and `c`.
@@ -41,7 +41,7 @@ impl<T: Elem> Narrow<T> {
     /// Computes the product.
     ///
     /// # Safety
-    /// The operands are readable, and nothing else reads or writes the elements of `c` meanwhile.
+    /// The operands are readable. The elements of `c` are valid, and nothing else reads or writes them meanwhile.
     pub unsafe fn run(self) {
         dispatch(
             #[inline(always)]
@@ -51,10 +51,10 @@ impl<T: Elem> Narrow<T> {
                         // SAFETY: the result has row `i`, and `n - j` columns from column `j` on.
                         unsafe {
                             match self.n - j {
-                                1 => self.row::<1>(i, j),
-                                2 => self.row::<2>(i, j),
-                                3 => self.row::<3>(i, j),
-                                _ => self.row::<COLUMNS>(i, j),
+                                1 => self.row_elements::<1>(i, j),
+                                2 => self.row_elements::<2>(i, j),
+                                3 => self.row_elements::<3>(i, j),
+                                _ => self.row_elements::<COLUMNS>(i, j),
                             }
                         }
                     }
@@ -63,10 +63,11 @@ impl<T: Elem> Narrow<T> {
         );
     }
 
-    /// Computes `N` elements of row `i` from column `j` on.
+    /// Computes the `N` elements of row `i` of `c` from column `j` on.
     #[inline(always)]
-    unsafe fn row<const N: usize>(&self, i: usize, j: usize) {
-        /// Independent partial sums for a single column, so that additions do not wait for each other.
+    unsafe fn row_elements<const N: usize>(&self, i: usize, j: usize) {
+        /// Independent partial sums for a single column, so that additions do not wait for each other. Several columns
+        /// have independent sums already, and use one chain each.
         const CHAINS: usize = 4;
         // SAFETY: the caller guarantees that row `i` of `a` and columns `j..j + N` of `b` and `c` exist.
         unsafe {
@@ -85,28 +86,28 @@ impl<T: Elem> Narrow<T> {
                 add_run(&mut sums[0], a.add(p), b.map(|b| b.add(p)));
                 p += RUN;
             }
-            let [mut first, others @ ..] = sums;
-            for other in others.iter().take(chains - 1) {
-                for (sums, other) in first.iter_mut().zip(other) {
-                    for (sum, &other) in sums.iter_mut().zip(other) {
-                        *sum += other;
+            let [mut totals, other_chains @ ..] = sums;
+            for sums in other_chains.iter().take(chains - 1) {
+                for (totals, sums) in totals.iter_mut().zip(sums) {
+                    for (total, &sum) in totals.iter_mut().zip(sums) {
+                        *total += sum;
                     }
                 }
             }
-            for (n, sums) in first.iter().enumerate() {
-                let mut sum = sums.iter().fold(T::Acc::ZERO, |sum, &x| sum + x);
+            for (n, totals) in totals.iter().enumerate() {
+                let mut sum = totals.iter().fold(T::Acc::ZERO, |sum, &x| sum + x);
                 for p in p..self.k {
                     sum = (*a.add(p)).to_acc().mul_add(*b[n].add(p), sum);
                 }
-                let sum = self.c.alpha * sum;
+                let product = self.c.alpha * sum;
                 let c = self.c.ptr.add(i * self.c.row_stride + (j + n) * self.c.column_stride);
-                *c = if self.c.accumulate { *c + sum } else { sum };
+                *c = if self.c.accumulate { *c + product } else { product };
             }
         }
     }
 }
 
-/// Multiplies [`RUN`] elements of a row with the elements at the same indices of each of `N` columns, and adds the
+/// Multiplies [`RUN`] elements of a row by the elements at the same indices of each of `N` columns, and adds the
 /// products to `sums`.
 ///
 /// # Safety

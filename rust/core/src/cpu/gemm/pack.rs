@@ -1,5 +1,6 @@
-//! Packing: copies a block of an operand into panels, in the order in which tiles read the elements and in the
-//! accumulator's type. In the functions of this file, a row is a row of the operand `a` or a column of the operand `b`.
+//! Packing: copies a block of an operand into panels and converts it to the accumulator's type. The elements of a panel
+//! are in the order in which a tile reads them. In the functions of this file, a row is a row of the operand `a` or a
+//! column of the operand `b`, and a step is an index along `k`.
 
 use std::any::TypeId;
 
@@ -11,19 +12,19 @@ use crate::cpu::{Elem, Real, dispatch};
 pub struct Side<T> {
     /// The first element.
     pub ptr: *const T,
-    /// Distance between neighbouring rows (of `a`) or columns (of `b`).
+    /// Distance between neighbouring rows of `a` or columns of `b`.
     pub outer: usize,
     /// Distance between neighbouring indices along `k`.
     pub inner: usize,
 }
 
 impl<T> Side<T> {
-    /// The operand without its first `i` rows (of `a`) or columns (of `b`) and without its first `p` indices along `k`.
+    /// Returns the operand without its first `i` rows and its first `p` steps.
     ///
     /// # Safety
-    /// The memory of the operand reaches to the element at `i` and `p`.
+    /// Element (`i`, `p`) is in the operand's memory, or begins at the end of this memory.
     pub unsafe fn at(self, i: usize, p: usize) -> Self {
-        // SAFETY: the caller guarantees that the sum is within the operand's memory.
+        // SAFETY: the caller guarantees that the pointer stays within the operand's memory or at its end.
         Self { ptr: unsafe { self.ptr.add(i * self.outer + p * self.inner) }, ..self }
     }
 }
@@ -37,7 +38,7 @@ pub enum Along {
     Columns,
 }
 
-/// The number of elements that [`pack`] writes for `len` rows or columns and `k` indices along `k` (steps).
+/// Returns the number of elements that [`pack`] writes for `len` rows and `k` steps.
 pub fn packed_len(shape: TileShape, along: Along, len: usize, k: usize) -> usize {
     match along {
         Along::Rows => len.next_multiple_of(shape.lanes) * k,
@@ -45,31 +46,33 @@ pub fn packed_len(shape: TileShape, along: Along, len: usize, k: usize) -> usize
     }
 }
 
-/// Rows that are transposed at a time.
-const ROWS: usize = 16;
-/// Steps of `k` that are transposed at a time.
-const RUN: usize = 64;
+/// The number of rows and of steps in a square block, which AVX-512 transposes in registers.
+const BLOCK: usize = 16;
+/// The most steps that are transposed at a time.
+const STEPS: usize = 64;
 
-/// Packs `len × k` elements into panels that have as many rows or columns as a tile. A panel holds the elements of step
-/// 0, then those of step 1, and so on. The last panel may have fewer rows, rounded up to whole registers, or fewer
-/// columns, rounded up to a multiple of 4; the rows or columns after `len` are zeros.
+/// Packs `len` rows and `k` steps into panels that are as wide as a tile: [`TileShape::rows`] or
+/// [`TileShape::columns`]. A panel holds the elements of step 0, then those of step 1, and so on. The last panel may be
+/// narrower; its width is a multiple of a register for [`Along::Rows`], and of 4 for [`Along::Columns`]. Rows after the
+/// first `len` are zeros.
 ///
 /// # Safety
 /// `src` is readable for `len × k` elements, `dst` writable for [`packed_len`] elements.
 pub unsafe fn pack<T: Elem>(dst: *mut T::Acc, shape: TileShape, along: Along, src: Side<T>, len: usize, k: usize) {
-    let (full, multiple) = match along {
+    let (tile_width, multiple) = match along {
         Along::Rows => (shape.rows, shape.lanes),
         Along::Columns => (shape.columns, 4),
     };
-    for i in (0..len).step_by(full) {
-        let rows = full.min(len - i);
-        let width = full.min(rows.next_multiple_of(multiple));
+    for i in (0..len).step_by(tile_width) {
+        let rows = tile_width.min(len - i);
+        let width = tile_width.min(rows.next_multiple_of(multiple));
         // SAFETY: the panel that starts at row `i` is within the memory of `dst` and of `src`.
         unsafe {
             let (dst, src) = (dst.add(i * k), src.at(i, 0));
             if src.outer != 1 {
                 transpose(dst, src, rows, width, k);
             } else {
+                // A width that the compiler knows lets it copy by vectors.
                 match width {
                     _ if rows < width => copy::<T>(dst, src, rows, width, k),
                     4 => copy_exact::<T, 4>(dst, src, k),
@@ -105,13 +108,13 @@ unsafe fn copy_exact<T: Elem, const N: usize>(dst: *mut T::Acc, src: Side<T>, k:
 #[inline(always)]
 fn widen<T: Elem, const N: usize>(from: [T; N]) -> [T::Acc; N] {
     let mut to = [T::Acc::ZERO; N];
-    for (x, y) in to.iter_mut().zip(from) {
-        *x = y.to_acc();
+    for (wide, x) in to.iter_mut().zip(from) {
+        *wide = x.to_acc();
     }
     to
 }
 
-/// Packs a panel whose `rows` elements of each step are contiguous in `src`, followed by `width - rows` zeros.
+/// Packs a panel whose `rows` elements of each step are contiguous in `src`. Writes `width - rows` zeros after them.
 unsafe fn copy<T: Elem>(dst: *mut T::Acc, src: Side<T>, rows: usize, width: usize, k: usize) {
     for p in 0..k {
         for i in 0..width {
@@ -121,60 +124,62 @@ unsafe fn copy<T: Elem>(dst: *mut T::Acc, src: Side<T>, rows: usize, width: usiz
     }
 }
 
-/// Packs a panel whose elements of one step are not contiguous in `src`, 16 rows at a time.
+/// Packs a panel whose elements of one step are not contiguous in `src`. Its rows after the first `rows` become zeros.
 unsafe fn transpose<T: Elem>(dst: *mut T::Acc, src: Side<T>, rows: usize, width: usize, k: usize) {
-    let in_place = TypeId::of::<T>() == TypeId::of::<T::Acc>() && src.inner == 1;
+    let readable_in_place = TypeId::of::<T>() == TypeId::of::<T::Acc>() && src.inner == 1;
     let mut copied = None;
-    for p in (0..k).step_by(RUN) {
-        let run = RUN.min(k - p);
+    for p in (0..k).step_by(STEPS) {
+        let steps = STEPS.min(k - p);
         if src.inner == 1 {
-            // Prefetch explicitly: the processor's own prefetching cannot follow as many streams as there are rows.
+            // Prefetch the next steps: the processor's own prefetching cannot follow as many streams as there are rows.
             for i in 0..rows {
-                let next = src.ptr.wrapping_add(i * src.outer + p + RUN).cast::<u8>();
-                let bytes = (k - p - run).min(RUN) * size_of::<T>();
+                let next = src.ptr.wrapping_add(i * src.outer + p + STEPS).cast::<u8>();
+                let bytes = (k - p - steps).min(STEPS) * size_of::<T>();
                 (0..bytes).step_by(LINE).for_each(|at| prefetch(next.wrapping_add(at)));
             }
         }
-        for i in (0..width).step_by(ROWS) {
-            let part = ROWS.min(width - i);
-            // SAFETY: only rows below `rows` of `src` are read, and `part` rows and `run` steps of the panel are
-            // written.
+        for i in (0..width).step_by(BLOCK) {
+            let block_rows = BLOCK.min(width - i);
+            // SAFETY: only rows below `rows` of `src` are read, and `block_rows` rows and `steps` steps of the panel
+            // are written.
             unsafe {
                 let src = src.at(i.min(rows), p);
-                let (from, stride) = if in_place && i + part <= rows && run.is_multiple_of(ROWS) {
+                // AVX-512 reads whole blocks, so an incomplete block is read from a copy that is large enough.
+                let is_whole = i + block_rows <= rows && steps.is_multiple_of(BLOCK);
+                let (from, stride) = if readable_in_place && is_whole {
                     (src.ptr.cast(), src.outer)
                 } else {
-                    let copied = copied.get_or_insert([[T::Acc::ZERO; RUN]; ROWS]);
-                    convert(copied, src, rows.saturating_sub(i), run);
-                    (copied.as_ptr().cast(), RUN)
+                    let copied = copied.get_or_insert([[T::Acc::ZERO; STEPS]; BLOCK]);
+                    convert(copied, src, rows.saturating_sub(i), steps);
+                    (copied.as_ptr().cast(), STEPS)
                 };
-                store_columns::<T::Acc>(from, stride, part, run, dst.add(p * width + i), width);
+                store_columns::<T::Acc>(from, stride, block_rows, steps, dst.add(p * width + i), width);
             }
         }
     }
 }
 
-/// Copies the first `run` elements of `rows` rows, converted to the accumulator's type. Of the [`ROWS`] rows of
-/// `copied`, those after the first `rows` become zeros.
-unsafe fn convert<T: Elem>(copied: &mut [[T::Acc; RUN]; ROWS], src: Side<T>, rows: usize, run: usize) {
+/// Copies the first `steps` elements of each of the first [`BLOCK`] rows of `src`, converted to the accumulator's type.
+/// If `src` has fewer `rows`, the remaining rows of `copied` become zeros.
+unsafe fn convert<T: Elem>(copied: &mut [[T::Acc; STEPS]; BLOCK], src: Side<T>, rows: usize, steps: usize) {
     dispatch(
         #[inline(always)]
         || {
             for (i, row) in copied.iter_mut().enumerate() {
                 if i >= rows {
-                    *row = [T::Acc::ZERO; RUN];
-                } else if src.inner == 1 && run.is_multiple_of(ROWS) {
-                    for p in (0..run).step_by(ROWS) {
-                        // SAFETY: row `i` of the caller has `run` elements, and `run` is at most RUN.
+                    *row = [T::Acc::ZERO; STEPS];
+                } else if src.inner == 1 && steps.is_multiple_of(BLOCK) {
+                    for p in (0..steps).step_by(BLOCK) {
+                        // SAFETY: row `i` of the caller has `steps` elements, and `steps` is at most STEPS.
                         unsafe {
-                            let from = src.at(i, p).ptr.cast::<[T; ROWS]>().read_unaligned();
-                            let to = row.as_mut_ptr().add(p).cast::<[T::Acc; ROWS]>();
+                            let from = src.at(i, p).ptr.cast::<[T; BLOCK]>().read_unaligned();
+                            let to = row.as_mut_ptr().add(p).cast::<[T::Acc; BLOCK]>();
                             to.write_unaligned(widen(from));
                         }
                     }
                 } else {
-                    for (p, x) in row.iter_mut().enumerate().take(run) {
-                        // SAFETY: row `i` of the caller has `run` elements.
+                    for (p, x) in row.iter_mut().enumerate().take(steps) {
+                        // SAFETY: row `i` of the caller has `steps` elements.
                         *x = unsafe { *src.at(i, p).ptr }.to_acc();
                     }
                 }
@@ -183,56 +188,57 @@ unsafe fn convert<T: Elem>(copied: &mut [[T::Acc; RUN]; ROWS], src: Side<T>, row
     );
 }
 
-/// Transposes `width` rows of `run` elements: writes each column of `width` elements contiguously. The starts of
-/// neighbouring columns are `dst_stride` elements apart.
+/// Transposes `rows` rows, at most [`BLOCK`], of `steps` elements each: writes the `rows` elements of each step
+/// contiguously. The starts of neighbouring rows in `src` are `src_stride` elements apart, and those of neighbouring
+/// steps in `dst` are `dst_stride` elements apart. Each row must be readable up to `steps` rounded up to a multiple of
+/// [`BLOCK`].
 unsafe fn store_columns<T: Real>(
     src: *const T,
     src_stride: usize,
-    width: usize,
-    run: usize,
+    rows: usize,
+    steps: usize,
     dst: *mut T,
     dst_stride: usize,
 ) {
     #[cfg(target_arch = "x86_64")]
     if TypeId::of::<T>() == TypeId::of::<f32>() && is_x86_feature_detected!("avx512f") {
-        // SAFETY: `T` is f32 and the processor has AVX-512.
-        return unsafe { transpose_avx512(src.cast(), src_stride, width, run, dst.cast(), dst_stride) };
+        // SAFETY: `T` is f32, the processor has AVX-512, and the caller guarantees the rest.
+        return unsafe { transpose_avx512(src.cast(), src_stride, rows, steps, dst.cast(), dst_stride) };
     }
-    for p in 0..run {
-        for i in 0..width {
-            // SAFETY: the caller guarantees that the rows are readable and the columns writable.
+    for p in 0..steps {
+        for i in 0..rows {
+            // SAFETY: the caller guarantees that `src` is readable and `dst` writable.
             unsafe { *dst.add(p * dst_stride + i) = *src.add(i * src_stride + p) };
         }
     }
 }
 
-/// [`store_columns`] in blocks of 16 × 16 elements. `width` is at most 16, and each row must be readable up to `run`
-/// rounded up to a multiple of 16 elements.
+/// Does what [`store_columns`] does, in blocks of 16 × 16 elements.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 unsafe fn transpose_avx512(
     src: *const f32,
     src_stride: usize,
-    width: usize,
-    run: usize,
+    rows: usize,
+    steps: usize,
     dst: *mut f32,
     dst_stride: usize,
 ) {
     use std::arch::x86_64::*;
-    let mask = ((1u32 << width) - 1) as __mmask16;
-    for p in (0..run).step_by(16) {
-        let mut rows = [_mm512_setzero_ps(); 16];
-        for (i, row) in rows.iter_mut().enumerate() {
-            if i < width {
+    let mask = ((1u32 << rows) - 1) as __mmask16;
+    for p in (0..steps).step_by(16) {
+        let mut block = [_mm512_setzero_ps(); 16];
+        for (i, row) in block.iter_mut().enumerate() {
+            if i < rows {
                 // SAFETY: the caller guarantees that row `i` is readable up to the next multiple of 16 elements.
                 *row = unsafe { _mm512_loadu_ps(src.add(i * src_stride + p)) };
             }
         }
-        // Interleave pairs of rows, then pairs of the results: the 128-bit lane `l` of `fours[4 g + c]` then holds
-        // column `4 l + c` of the rows `4 g..4 g + 4`.
+        // Interleave pairs of rows, then pairs of the results. Then the 128-bit lane `l` of `fours[4 g + c]` holds step
+        // `4 l + c` of the rows `4 g..4 g + 4`.
         let mut fours = [_mm512_setzero_pd(); 16];
         for g in 0..4 {
-            let [r0, r1, r2, r3] = [rows[4 * g], rows[4 * g + 1], rows[4 * g + 2], rows[4 * g + 3]];
+            let [r0, r1, r2, r3] = [block[4 * g], block[4 * g + 1], block[4 * g + 2], block[4 * g + 3]];
             let lo01 = _mm512_castps_pd(_mm512_unpacklo_ps(r0, r1));
             let hi01 = _mm512_castps_pd(_mm512_unpackhi_ps(r0, r1));
             let lo23 = _mm512_castps_pd(_mm512_unpacklo_ps(r2, r3));
@@ -242,24 +248,25 @@ unsafe fn transpose_avx512(
             fours[4 * g + 2] = _mm512_unpacklo_pd(hi01, hi23);
             fours[4 * g + 3] = _mm512_unpackhi_pd(hi01, hi23);
         }
-        // Join the four 128-bit lanes of each column, one for each group `g` of four rows.
+        // Join the four 128-bit lanes of each step, one for each group `g` of four rows. 0x88 selects the lanes 0 and 2
+        // of both operands, 0xdd the lanes 1 and 3.
         for c in 0..4 {
-            let part = |g: usize| _mm512_castpd_ps(fours[4 * g + c]);
-            let even01 = _mm512_shuffle_f32x4::<0x88>(part(0), part(1));
-            let odd01 = _mm512_shuffle_f32x4::<0xdd>(part(0), part(1));
-            let even23 = _mm512_shuffle_f32x4::<0x88>(part(2), part(3));
-            let odd23 = _mm512_shuffle_f32x4::<0xdd>(part(2), part(3));
-            let columns = [
+            let group = |g: usize| _mm512_castpd_ps(fours[4 * g + c]);
+            let even01 = _mm512_shuffle_f32x4::<0x88>(group(0), group(1));
+            let odd01 = _mm512_shuffle_f32x4::<0xdd>(group(0), group(1));
+            let even23 = _mm512_shuffle_f32x4::<0x88>(group(2), group(3));
+            let odd23 = _mm512_shuffle_f32x4::<0xdd>(group(2), group(3));
+            let joined = [
                 _mm512_shuffle_f32x4::<0x88>(even01, even23),
                 _mm512_shuffle_f32x4::<0x88>(odd01, odd23),
                 _mm512_shuffle_f32x4::<0xdd>(even01, even23),
                 _mm512_shuffle_f32x4::<0xdd>(odd01, odd23),
             ];
-            for (l, column) in columns.into_iter().enumerate() {
+            for (l, elements) in joined.into_iter().enumerate() {
                 let p = p + 4 * l + c;
-                if p < run {
-                    // SAFETY: column `p` is in the destination, and the mask selects its `width` elements.
-                    unsafe { _mm512_mask_storeu_ps(dst.add(p * dst_stride), mask, column) };
+                if p < steps {
+                    // SAFETY: step `p` is in the destination, and the mask selects its `rows` elements.
+                    unsafe { _mm512_mask_storeu_ps(dst.add(p * dst_stride), mask, elements) };
                 }
             }
         }

@@ -1,11 +1,11 @@
-//! Tests of matrix products against a naive loop in f64: dtypes, strides, sizes, threads.
+//! Tests of matrix products: results against a naive loop in f64, numbers of threads, and invalid arguments.
 
 use half::{bf16, f16};
 
 use super::*;
 use crate::cpu::pool::tests::with_1_and_n_threads;
 
-/// Pseudorandom numbers from -1 to 1, rounded to `T`.
+/// Returns pseudorandom numbers from -1 to 1, rounded to `T`.
 fn numbers<T: Elem>(len: usize, seed: u64) -> Vec<T> {
     let mut state = seed;
     (0..len)
@@ -16,16 +16,16 @@ fn numbers<T: Elem>(len: usize, seed: u64) -> Vec<T> {
         .collect()
 }
 
-/// The elements in f64, row by row.
-fn rows<T: Elem>(a: MatRef<'_, T>) -> Vec<f64> {
+/// Returns the elements in f64, row by row.
+fn elements<T: Elem>(a: MatRef<'_, T>) -> Vec<f64> {
     let at = |i: usize, j: usize| Real::to_f64(a.data[i * a.row_stride + j * a.col_stride].to_acc());
     (0..a.rows).flat_map(|i| (0..a.cols).map(move |j| at(i, j))).collect()
 }
 
-/// For each element of `alpha * a * b`, row by row: its value, and the sum of the magnitudes of its k terms.
+/// Returns for each element of `alpha * a * b`, row by row, its value and the sum of the magnitudes of its k terms.
 fn naive<A: Elem, B: Elem>(a: MatRef<'_, A>, b: MatRef<'_, B>, alpha: f64) -> Vec<(f64, f64)> {
     let (m, n, k) = (a.rows, b.cols, a.cols);
-    let (a, b) = (rows(a), rows(b));
+    let (a, b) = (elements(a), elements(b));
     let element = |i: usize, j: usize| {
         let terms = (0..k).map(|p| alpha * a[i * k + p] * b[p * n + j]);
         terms.fold((0.0, 0.0), |(sum, magnitude), term| (sum + term, magnitude + term.abs()))
@@ -33,10 +33,10 @@ fn naive<A: Elem, B: Elem>(a: MatRef<'_, A>, b: MatRef<'_, B>, alpha: f64) -> Ve
     (0..m).flat_map(|i| (0..n).map(move |j| (i, j))).map(|(i, j)| element(i, j)).collect()
 }
 
-/// Bound on the error of a sum of `terms` products whose magnitudes add up to `magnitude`, rounded to `C` at the end
+/// Bounds the error of a sum of `terms` products whose magnitudes add up to `magnitude`, rounded to `C` at the end
 /// (Higham, "Accuracy and Stability of Numerical Algorithms", section 3.1).
 fn error_bound<C: Elem>(terms: usize, magnitude: f64) -> f64 {
-    let unit = |digits: i32| f64::exp2(f64::from(-digits));
+    let unit = |bits: i32| f64::exp2(f64::from(-bits));
     let accumulator = if size_of::<C::Acc>() == 4 { unit(24) } else { unit(53) };
     let result = match C::DTYPE {
         candle_core::DType::BF16 => unit(8),
@@ -45,18 +45,20 @@ fn error_bound<C: Elem>(terms: usize, magnitude: f64) -> f64 {
     };
     // Half the distance of 2^-24 between subnormal numbers of f16.
     let smallest = if C::DTYPE == candle_core::DType::F16 { unit(25) } else { 0.0 };
-    // `unit(53)` is for the f64 reference, which has rounding errors too.
+    // Alpha and the old element of the result add two rounding errors. `unit(53)` is for the f64 reference, which has
+    // rounding errors too, and 1.01 for products of errors.
     1.01 * ((terms as f64 + 2.0) * (accumulator + unit(53)) + result) * magnitude + smallest
 }
 
-fn check<A, B, C>(a: MatRef<'_, A>, b: MatRef<'_, B>)
+/// Checks [`gemm`] with these operands: with and without `accumulate`, for several `alpha` and several strides of `c`.
+fn check_product<A, B, C>(a: MatRef<'_, A>, b: MatRef<'_, B>)
 where
     A: Elem,
     B: Elem<Acc = A::Acc>,
     C: Elem<Acc = A::Acc>,
 {
     let (m, n) = (a.rows, b.cols);
-    let before = numbers::<C>(m * n, 3);
+    let old_elements = numbers::<C>(m * n, 3);
     for (alpha, accumulate) in [(1.0, false), (0.5, true), (-2.0, false)] {
         let product = naive(a, b, alpha);
         // Row-major, column-major, and with a gap between all elements.
@@ -67,14 +69,15 @@ where
             for i in 0..m {
                 for j in 0..n {
                     // Without `accumulate`, the old elements must not be read: they are NaN.
-                    c[i * strides[0] + j * strides[1]] = if accumulate { before[i * n + j] } else { nan };
+                    c[i * strides[0] + j * strides[1]] = if accumulate { old_elements[i * n + j] } else { nan };
                 }
             }
             gemm(MatMut::new(&mut c, [m, n], strides), a, b, alpha, accumulate);
             for i in 0..m {
                 for j in 0..n {
+                    // Only the elements between those of the result stay in `c`, for the check after these loops.
                     let found = std::mem::replace(&mut c[i * strides[0] + j * strides[1]], nan).to_acc().to_f64();
-                    let old = if accumulate { before[i * n + j].to_acc().to_f64() } else { 0.0 };
+                    let old = if accumulate { old_elements[i * n + j].to_acc().to_f64() } else { 0.0 };
                     let (sum, magnitude) = product[i * n + j];
                     let (error, bound) = ((found - old - sum).abs(), error_bound::<C>(a.cols, magnitude + old.abs()));
                     assert!(error <= bound, "({i}, {j}) of {m} x {} x {n}: {error:e} > {bound:e}", a.cols);
@@ -85,8 +88,8 @@ where
     }
 }
 
-/// (m, k, n) of products of one element, of less than a register, with incomplete tiles, of several blocks, of no
-/// elements, and with k = 0.
+/// Sizes (m, k, n) of products: of one element, of less than a register, with incomplete tiles, of several blocks, with
+/// k = 0, and without elements.
 const SIZES: [[usize; 3]; 16] = [
     [1, 1, 1],
     [3, 5, 7],
@@ -106,6 +109,7 @@ const SIZES: [[usize; 3]; 16] = [
     [0, 0, 0],
 ];
 
+/// Checks [`gemm`] with operands of all [`SIZES`] and with several strides.
 fn check_layouts<A, B, C>()
 where
     A: Elem,
@@ -114,14 +118,15 @@ where
 {
     for [m, k, n] in SIZES {
         let (a, b) = (numbers::<A>(3 * m * k + 3, 1), numbers::<B>(3 * k * n + 3, 2));
-        let row_major = (MatRef::row_major(&a, m, k), MatRef::row_major(&b, k, n));
-        check::<A, B, C>(row_major.0, row_major.1);
-        check::<A, B, C>(MatRef::row_major(&a, k, m).t(), MatRef::row_major(&b, n, k).t());
-        // Columns of wider matrices, every second row, and repeated rows and columns.
-        check::<A, B, C>(MatRef::new(&a[1..], [m, k], [k + 2, 1]), MatRef::new(&b[2..], [k, n], [1, k + 1]));
-        check::<A, B, C>(MatRef::new(&a, [m, k], [2 * k, 1]), MatRef::new(&b, [k, n], [2 * n + 1, 2]));
-        check::<A, B, C>(MatRef::new(&a, [m, k], [0, 1]), MatRef::new(&b, [k, n], [1, 0]));
-        check::<A, B, C>(MatRef::new(&a, [m, k], [1, 0]), MatRef::new(&b, [k, n], [0, 1]));
+        check_product::<A, B, C>(MatRef::row_major(&a, m, k), MatRef::row_major(&b, k, n));
+        check_product::<A, B, C>(MatRef::row_major(&a, k, m).t(), MatRef::row_major(&b, n, k).t());
+        // Columns of a wider matrix, rows of a transposed wider matrix.
+        check_product::<A, B, C>(MatRef::new(&a[1..], [m, k], [k + 2, 1]), MatRef::new(&b[2..], [k, n], [1, k + 1]));
+        // Every second row, every second element.
+        check_product::<A, B, C>(MatRef::new(&a, [m, k], [2 * k, 1]), MatRef::new(&b, [k, n], [2 * n + 1, 2]));
+        // Equal rows of `a` and equal columns of `b`, then equal columns of `a` and equal rows of `b`.
+        check_product::<A, B, C>(MatRef::new(&a, [m, k], [0, 1]), MatRef::new(&b, [k, n], [1, 0]));
+        check_product::<A, B, C>(MatRef::new(&a, [m, k], [1, 0]), MatRef::new(&b, [k, n], [0, 1]));
     }
 }
 
@@ -136,19 +141,19 @@ fn f64_products_match_the_naive_loop() {
 }
 
 #[test]
-fn half_products_are_summed_in_f32() {
+fn f16_and_bf16_products_are_summed_in_f32() {
     check_layouts::<bf16, bf16, bf16>();
     check_layouts::<f16, f16, f16>();
 }
 
 #[test]
-fn half_operands_combine_with_f32_operands_and_results() {
+fn f16_and_bf16_operands_combine_with_f32_operands_and_results() {
     check_layouts::<bf16, bf16, f32>();
     check_layouts::<f16, f32, f32>();
 }
 
 #[test]
-fn results_do_not_depend_on_the_number_of_threads() {
+fn f32_results_do_not_depend_on_the_number_of_threads() {
     for [m, k, n] in [[300, 500, 200], [16, 700, 1024], [1024, 700, 16], [1, 1024, 1024], [700, 16, 300]] {
         let (a, b) = (numbers::<f32>(m * k, 1), numbers::<f32>(k * n, 2));
         for b in [MatRef::row_major(&b, k, n), MatRef::row_major(&b, n, k).t()] {
@@ -173,13 +178,13 @@ fn matrices_larger_than_their_slices_panic() {
 
 #[test]
 #[should_panic(expected = "overlap")]
-fn results_with_overlapping_elements_panic() {
+fn destinations_with_overlapping_elements_panic() {
     MatMut::new(&mut [0.0f32; 11], [3, 4], [2, 1]);
 }
 
 #[test]
 #[should_panic(expected = "gemm: 2 x 3 times 2 x 3 does not give 2 x 3")]
-fn mismatched_shapes_panic() {
+fn operands_with_different_k_panic() {
     let a = [0.0f32; 6];
     gemm(
         MatMut::row_major(&mut [0.0f32; 6], 2, 3),

@@ -1,5 +1,5 @@
-//! Thin products, whose result has few columns or few rows. One operand of such a product is a low-rank factor of an
-//! adapter, for example, or a batch of one row.
+//! Thin products, whose result has few columns or few rows. For example, one operand is a low-rank factor of an
+//! adapter, or a batch of one row.
 //!
 //! A thin product uses each element of its large operand for only a few multiply-adds, so the large operand is read in
 //! place instead of being packed.
@@ -10,8 +10,8 @@ use super::kernel::{Broadcast, Run, Target, Tile, lanes};
 use crate::cpu::Real;
 use crate::cpu::simd::arch;
 
-/// The largest number of columns of a thin product for which the registers of this processor hold the accumulators and
-/// operands.
+/// Returns the largest number of columns of a thin product for which the registers of this processor hold the
+/// accumulators and operands.
 pub fn max_columns() -> usize {
     struct Detect;
     impl WithSimd for Detect {
@@ -23,7 +23,8 @@ pub fn max_columns() -> usize {
     arch().dispatch(Detect)
 }
 
-/// `c = alpha * a * b`, or `c += alpha * a * b`, as a sum of `k` outer products. The columns of `a` are contiguous.
+/// A product `c = alpha * a * b`, or `c += alpha * a * b`, as a sum of `k` outer products. The columns of `a` are
+/// contiguous.
 pub struct Outer<T> {
     /// Rows of `a` and `c`.
     pub m: usize,
@@ -35,7 +36,7 @@ pub struct Outer<T> {
     pub a: *const T,
     /// Distance between the starts of neighbouring columns of `a`, in elements.
     pub a_step: usize,
-    /// The last rows of `a`, packed, if their number is too small for a register.
+    /// A packed panel of the last rows of `a`, which do not fill a register. Not read if all rows fill registers.
     pub a_rest: *const T,
     /// `b` as one packed panel.
     pub b: *const T,
@@ -47,7 +48,7 @@ impl<T: Real> Outer<T> {
     /// Computes the product.
     ///
     /// # Safety
-    /// The operands are readable, and nothing else reads or writes the elements of `c` meanwhile.
+    /// The operands are readable. The elements of `c` are valid, and nothing else reads or writes them meanwhile.
     pub unsafe fn run(self) {
         arch().dispatch(self);
     }
@@ -61,20 +62,20 @@ impl<T: Real> WithSimd for Outer<T> {
         let lanes = lanes::<T, S>();
         let columns = self.n.next_multiple_of(4);
         let b = Broadcast::packed(self.b, self.n);
-        // The number of registers of rows in a tile: a tile has `vectors * columns` accumulators, which must fit into
-        // the processor's registers.
+        // The registers that hold a tile's rows of one column. A tile has `vectors * columns` accumulators, which must
+        // fit into the processor's registers.
         let vectors = match (columns, S::REGISTER_COUNT >= 32) {
             (4, true) => 4,
             (4, false) => 3,
             (8 | 12, true) => 2,
             _ => 1,
         };
-        let full = self.m / lanes * lanes;
+        let full_rows = self.m / lanes * lanes;
         let mut i = 0;
         while i < self.m {
-            let (rows, a, a_step) = if i < full {
+            let (rows, a, a_step) = if i < full_rows {
                 // SAFETY: `a` has row `i`.
-                ((vectors * lanes).min(full - i), unsafe { self.a.add(i) }, self.a_step)
+                ((vectors * lanes).min(full_rows - i), unsafe { self.a.add(i) }, self.a_step)
             } else {
                 (self.m - i, self.a_rest, lanes)
             };
@@ -88,7 +89,7 @@ impl<T: Real> WithSimd for Outer<T> {
     }
 }
 
-/// `c = alpha * a * b`, or `c += alpha * a * b`, as dot products. The rows of `a` and the columns of `b` are
+/// A product `c = alpha * a * b`, or `c += alpha * a * b`, as dot products. The rows of `a` and the columns of `b` are
 /// contiguous.
 pub struct Dot<T> {
     /// Rows of `a` and `c`.
@@ -113,7 +114,7 @@ impl<T: Real> Dot<T> {
     /// Computes the product.
     ///
     /// # Safety
-    /// The operands are readable, and nothing else reads or writes the elements of `c` meanwhile.
+    /// The operands are readable. The elements of `c` are valid, and nothing else reads or writes them meanwhile.
     pub unsafe fn run(self) {
         arch().dispatch(self);
     }
@@ -123,7 +124,7 @@ impl<T: Real> Dot<T> {
     #[inline(always)]
     unsafe fn tile<S: Simd, const R: usize, const N: usize>(&self, simd: S, i: usize, j: usize) {
         let lanes = lanes::<T, S>();
-        let full = self.k / lanes * lanes;
+        let full_k = self.k / lanes * lanes;
         let zero = T::splat(simd, T::ZERO);
         let mut acc = [[zero; R]; N];
         // SAFETY: rows `i..i + R` of `a` and columns `j..j + N` of `b` exist, and so do their elements of `c`.
@@ -131,7 +132,7 @@ impl<T: Real> Dot<T> {
             let a: [*const T; R] = std::array::from_fn(|r| self.a.add((i + r) * self.a_step));
             let b: [*const T; N] = std::array::from_fn(|n| self.b.add((j + n) * self.b_step));
             let mut p = 0;
-            while p < full {
+            while p < full_k {
                 let mut columns = [zero; N];
                 for n in 0..N {
                     columns[n] = b[n].add(p).cast::<T::Vector<S>>().read_unaligned();
@@ -144,30 +145,31 @@ impl<T: Real> Dot<T> {
                 }
                 p += lanes;
             }
-            if full < self.k {
+            if full_k < self.k {
                 for r in 0..R {
-                    let row = T::load_part(simd, std::slice::from_raw_parts(a[r].add(full), self.k - full));
+                    let row = T::load_part(simd, std::slice::from_raw_parts(a[r].add(full_k), self.k - full_k));
                     for n in 0..N {
-                        let column = T::load_part(simd, std::slice::from_raw_parts(b[n].add(full), self.k - full));
+                        let column = T::load_part(simd, std::slice::from_raw_parts(b[n].add(full_k), self.k - full_k));
                         acc[n][r] = T::multiply_add(simd, row, column, acc[n][r]);
                     }
                 }
             }
             for n in 0..N {
                 for r in 0..R {
-                    let sum = self.c.alpha * T::sum_lanes(simd, acc[n][r]);
+                    let product = self.c.alpha * T::sum_lanes(simd, acc[n][r]);
                     let c = self.c.ptr.add((i + r) * self.c.row_stride + (j + n) * self.c.column_stride);
-                    *c = if self.c.accumulate { *c + sum } else { sum };
+                    *c = if self.c.accumulate { *c + product } else { product };
                 }
             }
         }
     }
 
+    /// Computes the `R` rows of `c` from row `i` on.
     #[inline(always)]
     unsafe fn rows<S: Simd, const R: usize>(&self, simd: S, i: usize) {
         let mut j = 0;
         while j < self.n {
-            // SAFETY: no more columns are computed than follow `j`.
+            // SAFETY: the result has `n - j` columns from column `j` on.
             unsafe {
                 match self.n - j {
                     1 => self.tile::<S, R, 1>(simd, i, j),
@@ -186,12 +188,13 @@ impl<T: Real> WithSimd for Dot<T> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let rows = if S::REGISTER_COUNT >= 32 { 6 } else { 2 };
+        // A tile has 6 × 4 accumulators in 32 registers, or 2 × 4 in 16.
+        let tile_rows = if S::REGISTER_COUNT >= 32 { 6 } else { 2 };
         let mut i = 0;
         while i < self.m {
             // SAFETY: the caller of `run` guarantees that the operands and the result are valid.
             unsafe {
-                if self.m - i < rows {
+                if self.m - i < tile_rows {
                     self.rows::<S, 1>(simd, i);
                     i += 1;
                 } else {
@@ -200,7 +203,7 @@ impl<T: Real> WithSimd for Dot<T> {
                     } else {
                         self.rows::<S, 2>(simd, i);
                     }
-                    i += rows;
+                    i += tile_rows;
                 }
             }
         }
