@@ -1,7 +1,7 @@
 //! Changes tensors in place, including views of larger buffers.
 //!
 //! No two elements of the changed tensor (`dst`) may have the same memory, as they do in a broadcast view. A second
-//! operand (`src`) must have another storage than `dst`. Otherwise candle returns an error.
+//! operand (`src`) must have another storage than `dst`. Candle returns an error if one of these rules is broken.
 
 use candle_core::{CpuStorage, DType, Layout};
 
@@ -13,11 +13,11 @@ use super::simd::{Real, dispatch};
 use super::strided::{BLOCK, Blocks, View, collapse, for_each_run};
 use crate::{Error, Raw, Result, dispatch_float};
 
-/// dst += src, rounded to the dtype of `dst`.
+/// Computes dst += src, rounded to the dtype of `dst`.
 ///
 /// # Errors
 /// [`Error::Shape`] if `src` does not have the shape of `dst`, [`Error::DType`] if a dtype is not a floating-point one,
-/// [`Error::Candle`] if both have the same storage or `dst` is a broadcast view.
+/// [`Error::Candle`] if both tensors have the same storage or `dst` is a broadcast view.
 pub fn accumulate(dst: &Raw, src: &Raw) -> Result<()> {
     const OP: &str = "accumulate";
     check_dims(OP, dst, src)?;
@@ -28,11 +28,12 @@ pub fn accumulate(dst: &Raw, src: &Raw) -> Result<()> {
     }))
 }
 
-/// dst = src, rounded to the dtype of `dst`. If one dtype is an integer type, the other must be the same.
+/// Computes dst = src, rounded to the dtype of `dst`. If one of the dtypes is an integer type, the other must be the
+/// same.
 ///
 /// # Errors
 /// [`Error::Shape`] and [`Error::Candle`] as [`accumulate`], [`Error::DType`] if the dtypes differ and one of them is
-/// not a floating-point one.
+/// not a floating-point one, or if both are floats of 8 bits or fewer.
 pub fn copy_into(dst: &Raw, src: &Raw) -> Result<()> {
     const OP: &str = "copy_into";
     check_dims(OP, dst, src)?;
@@ -53,7 +54,7 @@ pub fn copy_into(dst: &Raw, src: &Raw) -> Result<()> {
     }
 }
 
-/// dst = value everywhere, rounded to the dtype of `dst`.
+/// Sets every element of `dst` to `value`, rounded to the dtype of `dst`.
 ///
 /// # Errors
 /// [`Error::DType`] if the dtype is not a floating-point one, [`Error::Candle`] if `dst` is a broadcast view.
@@ -64,7 +65,7 @@ pub fn fill(dst: &Raw, value: f64) -> Result<()> {
     }))
 }
 
-/// dst *= factor, rounded to the dtype of `dst`.
+/// Computes dst *= factor, rounded to the dtype of `dst`.
 ///
 /// # Errors
 /// As [`fill`].
@@ -75,8 +76,8 @@ pub fn scale_in_place(dst: &Raw, factor: f64) -> Result<()> {
     }))
 }
 
-/// dst += weight * (src - dst), rounded to the dtype of `dst`. The weight is a tensor of one f64 instead of a number,
-/// so that replays of a captured CUDA graph read the weight's current value.
+/// Computes dst += weight * (src - dst), rounded to the dtype of `dst`. The weight is a tensor of one f64 instead of a
+/// number, so that on a GPU replays of a CUDA graph read the weight's current value.
 ///
 /// # Errors
 /// As [`accumulate`]; [`Error::DType`] or [`Error::Shape`] if `weight` is not a tensor of one f64.
@@ -157,6 +158,7 @@ fn scale_slice<T: Elem>(dst: &mut [T], factor: f64) {
     );
 }
 
+/// Copies `src` to `dst`; both have elements of type `T`.
 fn copy_same<T: Stored>(op: &'static str, dst: &Raw, src: &Raw) -> Result<()> {
     write2(op, dst, src, |dst, layout, src| update_from::<T, T>(dst, layout, src, &|dst, src| dst.copy_from_slice(src)))
 }
@@ -206,11 +208,12 @@ fn update<D: Stored>(
     par_ranges(layout.shape().elem_count(), GRAIN, |range| {
         let start = range.start;
         for_each_run(&axes, range, |position, offset, stride, length| {
-            let (pieces, length) = if stride == 1 { (1, length) } else { (length, 1) };
+            // A run with gaps between its elements becomes pieces of one element.
+            let (pieces, piece_length) = if stride == 1 { (1, length) } else { (length, 1) };
             for i in 0..pieces {
-                let from = offset + i * stride;
+                let first = offset + i * stride;
                 // SAFETY: candle has checked that the elements of the layout are distinct, so pieces do not overlap.
-                kernel(unsafe { dst.slice(from..from + length) }, start + position + i);
+                kernel(unsafe { dst.slice(first..first + piece_length) }, start + position + i);
             }
         });
     });
@@ -224,6 +227,7 @@ mod tests {
     use super::*;
     use crate::raw::from_vec;
 
+    /// A tensor of `n` whole numbers: those from -30 to 30, repeated.
     fn sequence(n: usize, dims: &[usize], dtype: DType) -> Raw {
         let data: Vec<f64> = (0..n).map(|i| (i % 61) as f64 - 30.0).collect();
         from_vec(data, dims).to_dtype(dtype).unwrap()
@@ -236,7 +240,7 @@ mod tests {
     const FLOATS: [DType; 4] = [DType::F32, DType::F64, DType::BF16, DType::F16];
 
     #[test]
-    fn accumulate_adds_every_dtype_to_every_dtype() {
+    fn accumulate_adds_every_float_dtype_to_every_float_dtype() {
         for d in FLOATS {
             for s in FLOATS {
                 let (dst, src) = (sequence(100, &[4, 25], d), sequence(100, &[25, 4], s).t().unwrap());
@@ -248,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn lerp_goes_part_of_the_way_in_every_dtype() {
+    fn lerp_goes_part_of_the_way_in_every_float_dtype() {
         for d in FLOATS {
             let (dst, src) = (sequence(70_000, &[70_000], d), sequence(70_000, &[70_000], DType::F32));
             let halves: Vec<f64> = values(&dst).iter().map(|v| v / 2.0).collect();
@@ -277,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn transposed_destinations_work() {
+    fn transposed_views_are_copied_into_and_scaled() {
         let buffer = sequence(6, &[2, 3], DType::F64);
         copy_into(&buffer.t().unwrap(), &from_vec(vec![1f64, 2.0, 3.0, 4.0, 5.0, 6.0], &[3usize, 2][..])).unwrap();
         assert_eq!(values(&buffer), [1.0, 3.0, 5.0, 2.0, 4.0, 6.0]);
@@ -286,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn fill_scale_and_copy_work_in_every_dtype() {
+    fn fill_scale_and_copy_work_in_every_float_dtype() {
         for dtype in FLOATS {
             let x = sequence(70_000, &[7, 10_000], dtype);
             fill(&x.narrow(1, 10, 20).unwrap(), 1.5).unwrap();
@@ -294,18 +298,22 @@ mod tests {
             let expected: Vec<f64> = (0..70_000)
                 .map(|i| if (10..30).contains(&(i % 10_000)) { -3.0 } else { -2.0 * ((i % 61) as f64 - 30.0) })
                 .collect();
-            assert_eq!(values(&x), expected);
+            assert_eq!(values(&x), expected, "{dtype:?}");
             let copy = Tensor::zeros((7, 10_000), DType::F32, &Device::Cpu).unwrap();
             copy_into(&copy, &x).unwrap();
-            assert_eq!(values(&copy), expected);
+            assert_eq!(values(&copy), expected, "{dtype:?}");
         }
+    }
+
+    #[test]
+    fn integers_are_copied() {
         let (dst, src) = (from_vec(vec![1u32, 2, 3], 3), from_vec(vec![7u32, 8, 9], 3));
         copy_into(&dst, &src).unwrap();
         assert_eq!(dst.to_vec1::<u32>().unwrap(), [7, 8, 9]);
     }
 
     #[test]
-    fn empty_tensors_are_left_alone() {
+    fn empty_tensors_are_accepted() {
         let x = sequence(0, &[0, 3], DType::F32);
         accumulate(&x, &sequence(0, &[0, 3], DType::BF16)).unwrap();
         fill(&x, 1.0).unwrap();
@@ -313,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn invalid_changes_are_errors() {
+    fn invalid_operands_are_errors() {
         let x = sequence(6, &[2, 3], DType::F32);
         let message = accumulate(&x, &sequence(3, &[3], DType::F32)).unwrap_err().to_string();
         assert_eq!(message, "accumulate: found a source of shape [3], expected [2, 3]");

@@ -1,4 +1,4 @@
-//! [`Lane`]: floating-point types in the registers of an instruction set.
+//! [`Lane`]: SIMD registers of floating-point numbers for any instruction set.
 
 use pulp::Simd;
 
@@ -7,15 +7,16 @@ pub trait Lane: Sized + Copy {
     /// One register of the instruction set `S`.
     type Vector<S: Simd>: Copy;
 
-    /// A register with `value` in every lane.
+    /// Returns a register with `value` in every lane.
     fn splat<S: Simd>(simd: S, value: Self) -> Self::Vector<S>;
-    /// A register with the elements of `values`, followed by zeros. There must be fewer elements than lanes.
+    /// Returns a register with the elements of `values`, followed by zeros. There must be fewer elements than lanes.
     fn load_part<S: Simd>(simd: S, values: &[Self]) -> Self::Vector<S>;
-    /// The sum of the lanes.
+    /// Returns the sum of the lanes.
     fn sum_lanes<S: Simd>(simd: S, a: Self::Vector<S>) -> Self;
-    /// `a * b`.
+    /// Returns `a * b`.
     fn multiply<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
-    /// `a * b + c`, rounded once if the processor supports it.
+    /// Returns `a * b + c`, rounded once if the instruction set has fused multiply-adds; otherwise the product is
+    /// rounded too.
     fn multiply_add<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>, c: Self::Vector<S>) -> Self::Vector<S>;
 }
 

@@ -1,7 +1,7 @@
 //! Elementwise functions of one, two and three tensors.
 //!
-//! Results are contiguous and have the dtype of the operands, except those of [`cast`]. Operands broadcast by numpy's
-//! rules.
+//! Results are contiguous and have the dtype of the operands, except those of [`cast`]. The operands of one function
+//! must have the same dtype, and broadcast by numpy's rules.
 
 use std::mem::MaybeUninit;
 
@@ -25,12 +25,13 @@ pub trait Unary {
     /// The name of the same function in `cuda/kernels/elementwise.cu`.
     const KERNEL: &'static str;
 
-    /// The two numbers that the kernel takes besides the operands, such as a scalar factor; zeros if it uses none.
+    /// Returns the two numbers that the kernel takes in addition to the operands, such as a scalar factor. Those that
+    /// the kernel does not use are 0.
     fn parameters(&self) -> [f64; 2] {
         [0.0; 2]
     }
 
-    /// The value of the function at `x`.
+    /// Returns the value of the function at `x`.
     fn apply<R: Real>(&self, x: R) -> R;
 }
 
@@ -39,12 +40,12 @@ pub trait Binary {
     /// The name of the same function in `cuda/kernels/elementwise.cu`.
     const KERNEL: &'static str;
 
-    /// The two numbers that the kernel takes besides the operands, as [`Unary::parameters`].
+    /// As [`Unary::parameters`].
     fn parameters(&self) -> [f64; 2] {
         [0.0; 2]
     }
 
-    /// The value of the function at (`a`, `b`).
+    /// Returns the value of the function at (`a`, `b`).
     fn apply<R: Real>(&self, a: R, b: R) -> R;
 }
 
@@ -53,12 +54,12 @@ pub trait Ternary {
     /// The name of the same function in `cuda/kernels/elementwise.cu`.
     const KERNEL: &'static str;
 
-    /// The two numbers that the kernel takes besides the operands, as [`Unary::parameters`].
+    /// As [`Unary::parameters`].
     fn parameters(&self) -> [f64; 2] {
         [0.0; 2]
     }
 
-    /// The value of the function at (`a`, `b`, `c`).
+    /// Returns the value of the function at (`a`, `b`, `c`).
     fn apply<R: Real>(&self, a: R, b: R, c: R) -> R;
 }
 
@@ -86,10 +87,11 @@ binary_function!(Div, "div", "a / b.", |a, b| a / b);
 binary_function!(Maximum, "maximum", "The larger of a and b, or NaN if either is NaN.", |a, b| a.max(b));
 binary_function!(Minimum, "minimum", "The smaller of a and b, or NaN if either is NaN.", |a, b| a.min(b));
 
-/// f(x) for each element.
+/// Computes f(x) for each element.
 ///
 /// # Errors
-/// [`Error::DType`] if the dtype is not a floating-point one.
+/// [`Error::DType`] if the dtype is not a floating-point one, [`Error::OutOfMemory`] if `x` is transposed and a copy of
+/// it does not fit into memory.
 pub fn unary<F: Unary + Sync>(x: &Raw, f: F) -> Result<Raw> {
     let x = &untransposed(x)?;
     dispatch_float!(x.dtype(), OP, T => read1(OP, x, |x| {
@@ -107,11 +109,11 @@ pub fn unary<F: Unary + Sync>(x: &Raw, f: F) -> Result<Raw> {
     }))
 }
 
-/// f(a, b) for each pair of elements of the broadcast operands.
+/// Computes f(a, b) for each pair of elements of the broadcast operands.
 ///
 /// # Errors
 /// [`Error::DType`] if the dtypes differ or are not floating-point ones, [`Error::Shape`] if the shapes do not
-/// broadcast, [`Error::OutOfMemory`] if the result is too large.
+/// broadcast, [`Error::OutOfMemory`] if the result or a copy of a transposed operand does not fit into memory.
 pub fn binary<F: Binary + Sync>(a: &Raw, b: &Raw, f: F) -> Result<Raw> {
     let dims = operand_dims(&[a, b])?;
     let (a, b) = (&untransposed(a)?, &untransposed(b)?);
@@ -130,7 +132,7 @@ pub fn binary<F: Binary + Sync>(a: &Raw, b: &Raw, f: F) -> Result<Raw> {
     }))
 }
 
-/// f(a, b, c) for each triple of elements of the broadcast operands.
+/// Computes f(a, b, c) for each triple of elements of the broadcast operands.
 ///
 /// # Errors
 /// As [`binary`].
@@ -152,12 +154,13 @@ pub fn ternary<F: Ternary + Sync>(a: &Raw, b: &Raw, c: &Raw, f: F) -> Result<Raw
     }))
 }
 
-/// A contiguous tensor of the elements of `x` in the floating-point dtype `dtype`, rounded to nearest, ties to even.
-/// From f64 to f16 or bf16, elements are rounded twice: to f32, then to `dtype`. If `x` has the dtype already, the
-/// result is `x` itself, even if not contiguous.
+/// Converts the elements of `x` to the floating-point dtype `dtype`, rounded to nearest, ties to even. The result is
+/// contiguous. From f64 to f16 or bf16, elements are rounded twice: to f32, then to `dtype`. If `x` has the dtype
+/// already, the result is `x` itself, even if `x` is not contiguous.
 ///
 /// # Errors
-/// [`Error::DType`] if one of the dtypes is not a floating-point one.
+/// [`Error::DType`] if the dtypes differ and one of them is not a floating-point one, [`Error::OutOfMemory`] as
+/// [`unary`].
 pub fn cast(x: &Raw, dtype: DType) -> Result<Raw> {
     if x.dtype() == dtype {
         return Ok(x.clone());
@@ -180,15 +183,15 @@ pub fn cast(x: &Raw, dtype: DType) -> Result<Raw> {
     }))
 }
 
-/// `x` rounded to the element type `D`.
+/// Rounds `x` to the element type `D`.
 #[inline(always)]
 pub(super) fn convert<S: Elem, D: Elem>(x: S) -> D {
-    // f64 represents every number of every element type exactly. The compiler removes the conversions to f64 where they
-    // have no effect.
+    // f64 represents every number of every element type exactly. The compiler removes a conversion to f64 and back to
+    // the same type.
     D::from_acc(D::Acc::from_f64(x.to_acc().to_f64()))
 }
 
-/// The shape to which the operands broadcast.
+/// Returns the shape to which the operands broadcast.
 ///
 /// # Errors
 /// [`Error::DType`] if their dtypes differ, [`Error::Shape`] if their shapes do not broadcast, [`Error::OutOfMemory`]
@@ -209,6 +212,8 @@ fn check_dtypes(a: &Raw, b: &Raw) -> Result<()> {
     Err(Error::dtype(OP, format!("found dtypes {a} and {b}, expected the same; convert one with to()")))
 }
 
+/// Returns the shape to which `a` and `b` broadcast, after a check that a tensor of this shape fits into memory.
+/// Operands of equal shape are not checked.
 fn common_dims(a: &[usize], b: &[usize], dtype: DType) -> Result<Dims> {
     if a == b {
         return Ok(Dims::from_slice(a));
@@ -223,7 +228,7 @@ fn common_dims(a: &[usize], b: &[usize], dtype: DType) -> Result<Dims> {
 /// have the same length.
 type Kernel<'f, S, D, const K: usize> = &'f (dyn Fn([&[S]; K], &mut [MaybeUninit<D>]) + Sync);
 
-/// A new storage of shape `dims`, filled by `kernel`, which is called on several threads.
+/// Creates a storage of shape `dims` whose elements `kernel` computes. It is called on several threads.
 fn map<S: Elem, D: Elem, const K: usize>(
     operands: [Operand<'_>; K],
     dims: &[usize],
@@ -244,6 +249,7 @@ fn map<S: Elem, D: Elem, const K: usize>(
     Ok((D::to_cpu_storage_owned(result), Shape::from(dims)))
 }
 
+/// Calls `kernel` on several threads with pieces of `out` and the elements of the views that have the same indices.
 fn map_views<S: Elem, D: Elem, const K: usize>(
     views: &[View<'_, S>; K],
     out: &mut [MaybeUninit<D>],
@@ -302,8 +308,8 @@ mod tests {
 
     const FLOATS: [DType; 4] = [DType::F32, DType::F64, DType::BF16, DType::F16];
 
-    /// Small whole numbers, with which arithmetic is exact in every dtype.
-    fn whole(dims: &[usize], dtype: DType) -> Raw {
+    /// A tensor of small whole numbers, with which arithmetic is exact in every dtype.
+    fn whole_numbers(dims: &[usize], dtype: DType) -> Raw {
         let n: usize = dims.iter().product();
         let data: Vec<f64> = (0..n).map(|i| ((i * 7) % 11) as f64 - 5.0).collect();
         from_vec(data, dims).to_dtype(dtype).unwrap()
@@ -314,15 +320,15 @@ mod tests {
     }
 
     #[test]
-    fn unary_works_on_strided_and_large_tensors() {
+    fn unary_works_on_strided_large_broadcast_and_empty_tensors() {
         for dtype in FLOATS {
             for x in [
-                whole(&[], dtype),
-                whole(&[3, 5], dtype).t().unwrap(),
-                whole(&[9, 70, 80], dtype).narrow(1, 3, 60).unwrap(),
-                whole(&[300, 301], dtype).t().unwrap(),
-                whole(&[5, 1], dtype).broadcast_as((7, 5, 4)).unwrap(),
-                whole(&[0, 3], dtype),
+                whole_numbers(&[], dtype),
+                whole_numbers(&[3, 5], dtype).t().unwrap(),
+                whole_numbers(&[9, 70, 80], dtype).narrow(1, 3, 60).unwrap(),
+                whole_numbers(&[300, 301], dtype).t().unwrap(),
+                whole_numbers(&[5, 1], dtype).broadcast_as((7, 5, 4)).unwrap(),
+                whole_numbers(&[0, 3], dtype),
             ] {
                 let y = unary(&x, Square).unwrap();
                 let expected: Vec<f64> = values(&x).iter().map(|x| x * x).collect();
@@ -347,7 +353,7 @@ mod tests {
         ];
         for dtype in FLOATS {
             for (a, b) in shapes {
-                let (a, b) = (whole(a, dtype), whole(b, dtype));
+                let (a, b) = (whole_numbers(a, dtype), whole_numbers(b, dtype));
                 let expected =
                     (a.to_dtype(DType::F64).unwrap()).broadcast_sub(&b.to_dtype(DType::F64).unwrap()).unwrap();
                 let result = binary(&a, &b, Sub).unwrap();
@@ -358,8 +364,8 @@ mod tests {
     }
 
     #[test]
-    fn strided_operands_of_one_storage_work() {
-        let x = whole(&[300, 200], DType::F32);
+    fn two_views_of_one_storage_are_multiplied() {
+        let x = whole_numbers(&[300, 200], DType::F32);
         let (a, b) = (x.narrow(1, 0, 100).unwrap(), x.narrow(1, 100, 100).unwrap());
         let expected = values(&a).iter().zip(values(&b)).map(|(a, b)| a * b).collect::<Vec<_>>();
         assert_eq!(values(&binary(&a, &b, Mul).unwrap()), expected);
@@ -368,7 +374,8 @@ mod tests {
     #[test]
     fn ternary_broadcasts() {
         for dtype in FLOATS {
-            let (a, b, c) = (whole(&[300, 1], dtype), whole(&[200], dtype), whole(&[2, 1, 1], dtype));
+            let (a, b, c) =
+                (whole_numbers(&[300, 1], dtype), whole_numbers(&[200], dtype), whole_numbers(&[2, 1, 1], dtype));
             let wide = |x: &Raw| x.to_dtype(DType::F64).unwrap().broadcast_as((2, 300, 200)).unwrap();
             let expected = ((wide(&a) * wide(&b)).unwrap() + wide(&c)).unwrap();
             assert_eq!(values(&ternary(&a, &b, &c, MulAdd).unwrap()), values(&expected));
@@ -376,15 +383,17 @@ mod tests {
     }
 
     #[test]
-    fn halves_are_computed_in_f32() {
-        // 1.0078125^2 = 1.0156860..., between the bf16 numbers 1.015625 and 1.0234375; 300^2 overflows f16.
+    fn f16_and_bf16_are_computed_in_f32_and_rounded_at_the_end() {
+        // 1.0078125^2 = 1.0156860..., between the bf16 numbers 1.015625 and 1.0234375.
         let x = from_vec(vec![bf16::from_f32_const(1.007_812_5)], 1);
         assert_eq!(values(&unary(&x, Square).unwrap()), [1.015_625]);
+        // 300^2 overflows f16 as a result, but not as an intermediate value.
         let x = from_vec(vec![half::f16::from_f32_const(300.0)], 1);
         let one = from_vec(vec![half::f16::from_f32_const(1.0)], 1);
         assert_eq!(values(&unary(&x, Square).unwrap()), [f64::INFINITY]);
-        struct SquareOver;
-        impl Binary for SquareOver {
+        /// Equals a, although a * a overflows f16.
+        struct SquareOverItself;
+        impl Binary for SquareOverItself {
             const KERNEL: &'static str = "";
 
             #[inline(always)]
@@ -392,29 +401,32 @@ mod tests {
                 a * a / (a + b - b)
             }
         }
-        assert_eq!(values(&binary(&x, &one, SquareOver).unwrap()), [300.0]);
+        assert_eq!(values(&binary(&x, &one, SquareOverItself).unwrap()), [300.0]);
     }
 
     #[test]
-    fn casts_between_all_dtypes_round_as_in_candle() {
+    fn casts_between_float_dtypes_are_those_of_candle_through_f32() {
         let x = from_vec(vec![0.1f64, -2.5, 65_519.9, 1e-7, f64::INFINITY, 3.0], &[2usize, 3][..]);
         for from in FLOATS {
             let x = x.to_dtype(from).unwrap().t().unwrap();
-            for to in [DType::F32, DType::F64, DType::BF16, DType::F16] {
+            for to in FLOATS {
                 let y = cast(&x, to).unwrap();
                 assert_eq!((y.dtype(), y.dims()), (to, x.dims()));
-                let through_f32: Vec<f64> =
-                    values(&x.to_dtype(if from == to { from } else { DType::F32 }).unwrap().to_dtype(to).unwrap());
-                let expected = if (from, to) == (DType::F64, DType::F64) { values(&x) } else { through_f32 };
-                assert_eq!(values(&y), expected, "{from:?} to {to:?}");
+                let through = if from == to { to } else { DType::F32 };
+                let expected = x.to_dtype(through).unwrap().to_dtype(to).unwrap();
+                assert_eq!(values(&y), values(&expected), "{from:?} to {to:?}");
             }
         }
-        assert!(matches!(cast(&x, DType::U8), Err(Error::DType { .. })));
     }
 
     #[test]
-    fn results_do_not_depend_on_the_number_of_threads() {
-        let (a, b) = (whole(&[700, 301], DType::F32), whole(&[301], DType::F32));
+    fn casts_to_integers_are_errors() {
+        assert!(matches!(cast(&whole_numbers(&[3], DType::F64), DType::U8), Err(Error::DType { .. })));
+    }
+
+    #[test]
+    fn quotients_do_not_depend_on_the_number_of_threads() {
+        let (a, b) = (whole_numbers(&[700, 301], DType::F32), whole_numbers(&[301], DType::F32));
         let (one, many) = with_1_and_n_threads(3, || values(&binary(&a, &b, Div).unwrap()));
         assert_eq!(
             one.iter().map(|x| x.to_bits()).collect::<Vec<_>>(),
@@ -423,13 +435,17 @@ mod tests {
     }
 
     #[test]
-    fn mismatched_shapes_and_dtypes_are_errors() {
-        let (a, b) = (whole(&[2, 3], DType::F32), whole(&[2], DType::F32));
+    fn wrong_shapes_and_dtypes_are_errors() {
+        let (a, b) = (whole_numbers(&[2, 3], DType::F32), whole_numbers(&[2], DType::F32));
         assert!(matches!(binary(&a, &b, Add), Err(Error::Shape { .. })));
-        assert!(matches!(binary(&a, &whole(&[3], DType::BF16), Add), Err(Error::DType { .. })));
+        assert!(matches!(binary(&a, &whole_numbers(&[3], DType::BF16), Add), Err(Error::DType { .. })));
         let integers = Raw::zeros(3, DType::U32, &Device::Cpu).unwrap();
         assert!(matches!(unary(&integers, Square), Err(Error::DType { .. })));
-        let huge = |dims: &[usize]| whole(&[1], DType::F32).broadcast_as(dims).unwrap();
+    }
+
+    #[test]
+    fn results_that_do_not_fit_into_memory_are_errors() {
+        let huge = |dims: &[usize]| whole_numbers(&[1], DType::F32).broadcast_as(dims).unwrap();
         let result = binary(&huge(&[1 << 40, 1]), &huge(&[1 << 40]), Add);
         assert!(matches!(result, Err(Error::OutOfMemory { .. })));
     }

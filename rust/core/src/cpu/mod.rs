@@ -1,9 +1,9 @@
 //! The CPU engine: threads, SIMD dispatch, and the loops that elementwise, reducing and row-wise operations share.
 //!
-//! Every function works on CPU tensors of dtype f32, f64, f16 and bf16 with any strides and with empty dimensions. f16
-//! and bf16 are storage formats only: arithmetic and accumulation are in f32. Work is split at boundaries that depend
-//! on sizes alone, so results do not depend on the number of threads. A function that reads or writes a tensor on
-//! another device returns [`Error::Device`](crate::Error::Device).
+//! Unless they say otherwise, functions take CPU tensors of dtype f32, f64, f16 and bf16 with any strides, and empty
+//! tensors. f16 and bf16 are storage formats only: arithmetic and accumulation are in f32. The order in which numbers
+//! are added does not depend on the number of threads, so results do not depend on it either. A function that reads or
+//! writes a tensor on another device returns [`Error::Device`](crate::Error::Device).
 
 mod access;
 mod approx;

@@ -1,8 +1,9 @@
 //! The thread pool of the CPU engine.
 //!
-//! All CPU work of the library runs on one pool, whose size [`set_num_threads`] may change at any time. Work is split
-//! at boundaries that depend on its size alone, never on the number of threads, so results are the same bit for bit
-//! with any pool. The calling thread takes part in the work, and work that fits in one piece does not use the pool.
+//! All CPU work of the library runs on one pool, whose size [`set_num_threads`] may change at any time. [`par_ranges`]
+//! splits work at boundaries that depend on its arguments alone, never on the number of threads, and kernels compute
+//! each element in the same way on any thread. So results are the same bit for bit with any pool. The calling thread
+//! takes part in the work, and work that fits in one piece does not use the pool.
 
 use std::any::Any;
 use std::marker::PhantomData;
@@ -13,7 +14,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock, TryLockError};
 
 use crate::{Error, Result};
 
-/// Elements that one thread takes at a time.
+/// The number of elements that a thread takes at a time.
 pub(super) const GRAIN: usize = 32 * 1024;
 
 /// Number of threads of the pool; 0 until [`num_threads`] or [`set_num_threads`] is first called.
@@ -30,18 +31,19 @@ struct Threads {
 }
 
 impl Threads {
+    /// Starts a pool of `n` threads.
     fn start(n: usize) -> std::result::Result<Self, rayon::ThreadPoolBuildError> {
         let builder = rayon::ThreadPoolBuilder::new().num_threads(n).thread_name(|i| format!("trainable-candle-{i}"));
         Ok(Self { pool: Arc::new(builder.build()?), process: std::process::id() })
     }
 
-    /// The pool, if its threads run in this process.
+    /// Returns the pool if its threads run in this process.
     fn here(&self) -> Option<Arc<rayon::ThreadPool>> {
         (self.process == std::process::id()).then(|| Arc::clone(&self.pool))
     }
 
-    /// Ends the threads if they run in this process. Otherwise leaks the pool: its threads are in another process, and
-    /// locks that they held at the fork are never released.
+    /// Drops the pool if its threads run in this process; they end when no running call uses them. Otherwise leaks the
+    /// pool: its threads are in another process, and locks that they held at the fork are never released.
     fn end(self) {
         if self.here().is_none() {
             std::mem::forget(self);
@@ -52,10 +54,10 @@ impl Threads {
 /// The maximum number of threads of a pool, so that a mistyped number does not exhaust the machine.
 const MOST_THREADS: usize = 1024;
 
-/// The number of threads over which CPU work is spread.
+/// Returns the number of threads over which CPU work is spread, including the calling thread.
 ///
 /// Defaults to the environment variable `RAYON_NUM_THREADS` if it is a number from 1 to 1024, otherwise to the number
-/// of processors that this process may use.
+/// of processors that this process may use, or to 1 if that number is unknown.
 pub fn num_threads() -> usize {
     match NUM_THREADS.load(Ordering::Relaxed) {
         0 => {
@@ -93,7 +95,8 @@ pub fn set_num_threads(n: usize) -> Result<()> {
     Ok(())
 }
 
-/// Runs `f` on a thread of the pool, so that rayon calls in `f` use this pool, including calls in other crates.
+/// Runs `f` on a thread of the pool, so that rayon calls in `f` use this pool, including calls in other crates. If the
+/// pool's threads cannot be started or another thread is changing the pool, runs `f` on the calling thread.
 pub fn run<R: Send>(f: impl FnOnce() -> R + Send) -> R {
     match pool() {
         Some(pool) => pool.install(f),
@@ -101,9 +104,12 @@ pub fn run<R: Send>(f: impl FnOnce() -> R + Send) -> R {
     }
 }
 
-/// Calls `f` once for each piece of `0..len`, on several threads. All pieces have `grain` elements except the last,
-/// which may have fewer. An empty range makes no call; a range of at most `grain` elements makes one call on this
-/// thread.
+/// Calls `f` once for each piece of `0..len`, on several threads. All pieces have `grain` elements (1 if `grain` is 0)
+/// except the last, which may have fewer. An empty range makes no call; a range of at most `grain` elements makes one
+/// call on this thread.
+///
+/// # Panics
+/// If `f` panics.
 pub fn par_ranges(len: usize, grain: usize, f: impl Fn(Range<usize>) + Sync) {
     let grain = grain.max(1);
     if len <= grain {
@@ -113,14 +119,14 @@ pub fn par_ranges(len: usize, grain: usize, f: impl Fn(Range<usize>) + Sync) {
         return;
     }
     let pieces = len.div_ceil(grain);
-    let piece = |i: usize| f(i * grain..len.min((i + 1) * grain));
+    let compute_piece = |i: usize| f(i * grain..len.min((i + 1) * grain));
     let helpers = num_threads().min(pieces) - 1;
     let pool = if helpers > 0 { pool() } else { None };
     let Some(pool) = pool else {
-        (0..pieces).for_each(piece);
+        (0..pieces).for_each(compute_piece);
         return;
     };
-    let job = Arc::new(Job::new(&piece, pieces));
+    let job = Arc::new(Job::new(&compute_piece, pieces));
     for _ in 0..helpers {
         let job = Arc::clone(&job);
         pool.spawn(move || job.work());
@@ -135,10 +141,10 @@ pub fn par_ranges(len: usize, grain: usize, f: impl Fn(Range<usize>) + Sync) {
 /// threads. Rayon's scopes would wait for the threads, which takes longer than many operations.
 struct Job {
     /// Computes the piece with the given index. The pointer is valid until the last piece is done.
-    piece: *const (dyn Fn(usize) + Sync),
+    compute_piece: *const (dyn Fn(usize) + Sync),
     /// Number of pieces.
     pieces: usize,
-    /// Index of the next piece to take; above `pieces` after threads have found no more.
+    /// Index of the next piece to take; `pieces` or more when all are taken.
     taken: AtomicUsize,
     /// Number of pieces that have been computed or have panicked.
     done: AtomicUsize,
@@ -152,12 +158,14 @@ unsafe impl Send for Job {}
 unsafe impl Sync for Job {}
 
 impl Job {
-    fn new<'a>(piece: &'a (dyn Fn(usize) + Sync + 'a), pieces: usize) -> Self {
+    /// Creates a job of `pieces` pieces. The caller must call [`finish`](Self::finish) while `compute_piece` is alive.
+    fn new<'a>(compute_piece: &'a (dyn Fn(usize) + Sync + 'a), pieces: usize) -> Self {
         // SAFETY: only the lifetime changes. `work` calls the function only for pieces that are not done, and `finish`,
         // whose caller owns the function, does not return before all pieces are done.
-        let piece =
-            unsafe { std::mem::transmute::<&'a (dyn Fn(usize) + Sync + 'a), &'static (dyn Fn(usize) + Sync)>(piece) };
-        Self { piece, pieces, taken: AtomicUsize::new(0), done: AtomicUsize::new(0), panic: Mutex::new(None) }
+        let compute_piece = unsafe {
+            std::mem::transmute::<&'a (dyn Fn(usize) + Sync + 'a), &'static (dyn Fn(usize) + Sync)>(compute_piece)
+        };
+        Self { compute_piece, pieces, taken: AtomicUsize::new(0), done: AtomicUsize::new(0), panic: Mutex::new(None) }
     }
 
     /// Takes and computes pieces until all pieces are taken.
@@ -167,16 +175,16 @@ impl Job {
             if i >= self.pieces {
                 break;
             }
-            // SAFETY: piece `i` is not done yet, so the function is still alive.
-            let piece = unsafe { &*self.piece };
-            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| piece(i))) {
+            // SAFETY: piece `i` is not done yet, so `finish` has not returned and the function is still alive.
+            let compute_piece = unsafe { &*self.compute_piece };
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| compute_piece(i))) {
                 *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(panic);
             }
             self.done.fetch_add(1, Ordering::Release);
         }
     }
 
-    /// Takes part in the work and returns when all of it is done. A panic in a piece is resumed here.
+    /// Takes part in the work and returns when all of it is done. If a piece has panicked, the panic continues here.
     fn finish(&self) {
         self.work();
         let mut spins = 0u32;
@@ -198,6 +206,9 @@ impl Job {
 
 /// Calls `f(index, piece)` once for each piece of `chunk` elements of `data` (the last may have fewer), on several
 /// threads. Data that fits in one piece is handled on this thread.
+///
+/// # Panics
+/// If `f` panics.
 pub fn par_chunks_mut<T: Send>(data: &mut [T], chunk: usize, f: impl Fn(usize, &mut [T]) + Sync) {
     let chunk = chunk.max(1);
     let len = data.len();
@@ -209,7 +220,8 @@ pub fn par_chunks_mut<T: Send>(data: &mut [T], chunk: usize, f: impl Fn(usize, &
     });
 }
 
-/// A mutable slice whose disjoint parts several threads write, for kernels with more than one output.
+/// A mutable slice whose disjoint parts several threads write, for kernels that [`par_chunks_mut`] does not fit, such
+/// as those with more than one output.
 pub struct SharedMut<'a, T> {
     ptr: *mut T,
     len: usize,
@@ -228,18 +240,19 @@ impl<'a, T> SharedMut<'a, T> {
         Self { ptr: data.as_mut_ptr(), len: data.len(), data: PhantomData }
     }
 
-    /// The first element, for kernels that write through pointers and guarantee disjointness themselves.
+    /// Returns a pointer to the first element, for kernels that write through pointers and guarantee themselves that
+    /// the parts are disjoint.
     pub fn as_ptr(&self) -> *mut T {
         self.ptr
     }
 
-    /// The elements of `range`.
+    /// Returns the elements of `range`.
     ///
     /// # Safety
     /// Ranges whose slices are alive at the same time must not overlap.
     ///
     /// # Panics
-    /// If `range` goes beyond the end.
+    /// If `range` ends before its start or after the end of the slice.
     #[allow(clippy::mut_from_ref)]
     #[inline(always)]
     pub unsafe fn slice(&self, range: Range<usize>) -> &mut [T] {
@@ -249,6 +262,7 @@ impl<'a, T> SharedMut<'a, T> {
     }
 }
 
+/// Computes the default of [`num_threads`].
 fn default_num_threads() -> usize {
     let from_env = std::env::var("RAYON_NUM_THREADS")
         .ok()
@@ -257,9 +271,9 @@ fn default_num_threads() -> usize {
     from_env.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
 }
 
-/// The pool, or `None` if its threads cannot be started or another thread is changing the pool; the calling thread then
-/// does the work alone. Never waits for the lock: a lock that another thread held when this process was forked is never
-/// released.
+/// Returns the pool, which is started if this process has none. Returns `None` if the threads cannot be started or
+/// another thread is changing the pool; the calling thread then does the work alone. Never waits for the lock: a lock
+/// that another thread held when this process was forked is never released.
 fn pool() -> Option<Arc<rayon::ThreadPool>> {
     let here = |slot: &Option<Threads>| slot.as_ref().and_then(Threads::here);
     match POOL.try_read() {
@@ -291,7 +305,7 @@ pub(crate) mod tests {
     /// Held by tests that change the number of threads, which is global in the process.
     static CHANGING_THREADS: Mutex<()> = Mutex::new(());
 
-    /// The results of `f` with 1 and with `n` threads.
+    /// Returns the results of `f` with 1 and with `n` threads.
     pub(crate) fn with_1_and_n_threads<R>(n: usize, f: impl Fn() -> R) -> (R, R) {
         let _guard = CHANGING_THREADS.lock().unwrap_or_else(PoisonError::into_inner);
         let before = num_threads();
@@ -359,7 +373,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_panic_in_a_piece_reaches_the_caller() {
+    fn a_panic_in_a_piece_reaches_the_caller_and_later_calls_work() {
         let caught = catch_unwind(|| par_ranges(100, 1, |r| assert_ne!(r.start, 42)));
         assert!(caught.is_err());
         par_ranges(100, 1, |_| ());

@@ -1,6 +1,7 @@
 //! Reductions and cumulative sums.
 //!
-//! Sums are computed in f32 (f64 for f64), block by block; results do not depend on the number of threads.
+//! Sums are computed in f32 (f64 for f64); results do not depend on the number of threads. A reduction over no
+//! dimensions copies the tensor, whatever its dtype.
 
 use candle_core::{CpuStorage, Shape, WithDType};
 use smallvec::SmallVec;
@@ -15,16 +16,17 @@ use super::strided::Dims;
 use crate::raw::{check_allocation, own_copy};
 use crate::{Error, Raw, Result, dispatch_float};
 
-/// The sum over `dims`, which stay with size 1 if `keepdim`. An empty sum is 0.
+/// Computes the sums over `dims`, which stay with size 1 if `keepdim`. A sum of no elements is 0.
 ///
 /// # Errors
 /// [`Error::DType`] if the dtype is not a floating-point one, [`Error::Index`] if a dimension does not exist,
-/// [`Error::OutOfMemory`] if the result does not fit into memory.
+/// [`Error::OutOfMemory`] if the result or a contiguous copy of `x` does not fit into memory.
 pub fn sum(x: &Raw, dims: &[usize], keepdim: bool) -> Result<Raw> {
     reduce::<Sum>("sum", x, dims, keepdim, 1.0)
 }
 
-/// The mean over `dims`, which stay with size 1 if `keepdim`. An empty mean is NaN.
+/// Computes the means over `dims`, which must be distinct and stay with size 1 if `keepdim`. A mean of no elements is
+/// NaN.
 ///
 /// # Errors
 /// As [`sum`].
@@ -34,7 +36,7 @@ pub fn mean(x: &Raw, dims: &[usize], keepdim: bool) -> Result<Raw> {
     reduce::<Sum>("mean", x, dims, keepdim, count as f64)
 }
 
-/// The largest element over `dims`, which stay with size 1 if `keepdim`; NaN if an element is NaN.
+/// Computes the maxima over `dims`, which stay with size 1 if `keepdim`. A maximum is NaN if an element is NaN.
 ///
 /// # Errors
 /// As [`sum`], and [`Error::Shape`] if a dimension of `dims` has size 0.
@@ -43,7 +45,7 @@ pub fn max(x: &Raw, dims: &[usize], keepdim: bool) -> Result<Raw> {
     reduce::<Max>("max", x, dims, keepdim, 1.0)
 }
 
-/// The smallest element over `dims`, which stay with size 1 if `keepdim`; NaN if an element is NaN.
+/// Computes the minima over `dims`, which stay with size 1 if `keepdim`. A minimum is NaN if an element is NaN.
 ///
 /// # Errors
 /// As [`max`].
@@ -52,8 +54,8 @@ pub fn min(x: &Raw, dims: &[usize], keepdim: bool) -> Result<Raw> {
     reduce::<Min>("min", x, dims, keepdim, 1.0)
 }
 
-/// The index along `dim` of the first NaN if there is one, otherwise of the largest element (the first if several are
-/// equal), as u32.
+/// Finds the index along `dim` of the first NaN if there is one, otherwise of the largest element (the first if several
+/// are equal). The indices are u32. `dim` stays with size 1 if `keepdim`.
 ///
 /// # Errors
 /// As [`max`].
@@ -70,16 +72,16 @@ pub fn argmax(x: &Raw, dim: usize, keepdim: bool) -> Result<Raw> {
         par_ranges(outer * inner, GRAIN / n.max(1), |range| {
             // SAFETY: the ranges are disjoint.
             let result = unsafe { shared.slice(range.clone()) };
-            for (r, i) in result.iter_mut().zip(range) {
+            for (index, i) in result.iter_mut().zip(range) {
                 let start = i / inner * n * inner + i % inner;
-                *r = first_max(x[start..].iter().step_by(inner).take(n)) as u32;
+                *index = first_max(x[start..].iter().step_by(inner).take(n)) as u32;
             }
         });
         Ok((CpuStorage::U32(result), Shape::from(dims.as_slice())))
     }))
 }
 
-/// The cumulative sums along `dim`: result i is the sum of the elements 0 to i.
+/// Computes the cumulative sums along `dim`: result i is the sum of the elements 0 to i, both included.
 ///
 /// # Errors
 /// As [`sum`].
@@ -97,12 +99,12 @@ pub fn cumsum(x: &Raw, dim: usize) -> Result<Raw> {
         par_ranges(outer * tiles, (GRAIN / (n * inner.min(TILE)).max(1)).max(1), |range| {
             let mut sums = vec![Real::ZERO; inner.min(TILE)];
             for task in range {
-                let (o, first) = (task / tiles, task % tiles * TILE);
-                let width = TILE.min(inner - first);
+                let (o, first_column) = (task / tiles, task % tiles * TILE);
+                let width = TILE.min(inner - first_column);
                 sums.fill(Real::ZERO);
                 for row in 0..n {
-                    let start = (o * n + row) * inner + first;
-                    // SAFETY: tasks have different outer indices or columns.
+                    let start = (o * n + row) * inner + first_column;
+                    // SAFETY: two tasks have different outer indices or different columns.
                     add_to_sums::<T>(&mut sums[..width], unsafe { shared.slice(start..start + width) });
                 }
             }
@@ -111,6 +113,10 @@ pub fn cumsum(x: &Raw, dim: usize) -> Result<Raw> {
     }))
 }
 
+/// Checks that all `dims` are dimensions of `x`, and, if `x` is empty, that its reduction fits into memory.
+///
+/// # Errors
+/// [`Error::Index`] if a dimension does not exist, [`Error::OutOfMemory`] if the reduction does not fit.
 pub(crate) fn check_dims(op: &'static str, x: &Raw, dims: &[usize]) -> Result<()> {
     match dims.iter().find(|&&d| d >= x.rank()) {
         Some(d) => {
@@ -125,6 +131,10 @@ pub(crate) fn check_dims(op: &'static str, x: &Raw, dims: &[usize]) -> Result<()
     }
 }
 
+/// Does what [`check_dims`] does, and checks that no dimension of `dims` has size 0.
+///
+/// # Errors
+/// As [`check_dims`], and [`Error::Shape`] if a dimension of `dims` has size 0.
 pub(crate) fn check_not_empty(op: &'static str, x: &Raw, dims: &[usize]) -> Result<()> {
     check_dims(op, x, dims)?;
     match dims.iter().find(|&&d| x.dims()[d] == 0) {
@@ -133,12 +143,14 @@ pub(crate) fn check_not_empty(op: &'static str, x: &Raw, dims: &[usize]) -> Resu
     }
 }
 
+/// Returns the shape of the reduction over `dims` of a tensor of the shape `x`.
 pub(crate) fn reduced_dims(x: &[usize], dims: &[usize], keepdim: bool) -> Dims {
     let kept = x.iter().enumerate().filter(|(i, _)| keepdim || !dims.contains(i));
-    kept.map(|(i, &d)| if dims.contains(&i) { 1 } else { d }).collect()
+    kept.map(|(i, &size)| if dims.contains(&i) { 1 } else { size }).collect()
 }
 
-/// Three sizes: the product of the sizes before dimension `dim`, its own size, and the product of the sizes after it.
+/// Returns three sizes: the product of the sizes before dimension `dim`, its own size, and the product of the sizes
+/// after it.
 pub(crate) fn around(dims: &[usize], dim: usize) -> [usize; 3] {
     [dims[..dim].iter().product(), dims[dim], dims[dim + 1..].iter().product()]
 }
@@ -151,33 +163,34 @@ fn reduce<F: Fold>(op: &'static str, x: &Raw, dims: &[usize], keepdim: bool, div
     }
     let x = contiguous(x)?;
     let result_dims = reduced_dims(x.dims(), dims, keepdim);
-    let groups = groups(x.dims(), dims);
+    let merged = groups(x.dims(), dims);
     dispatch_float!(x.dtype(), op, T => read1(op, &x, |x| {
-        let result = reduce_groups::<T, F>(elements::<T>(x)?, groups.clone(), divisor);
+        let result = reduce_groups::<T, F>(elements::<T>(x)?, merged.clone(), divisor);
         Ok((T::to_cpu_storage_owned(result), Shape::from(result_dims.as_slice())))
     }))
 }
 
-/// For each dimension, whether it is reduced, and its size. Neighbouring dimensions are merged if all are reduced or
-/// all are kept.
+/// Merges neighbouring dimensions of the shape `x` if `dims` has all of them or none. For each merged dimension,
+/// returns whether it is reduced, and its size.
 pub(crate) fn groups(x: &[usize], dims: &[usize]) -> SmallVec<[(bool, usize); 6]> {
-    let mut groups = SmallVec::<[(bool, usize); 6]>::new();
+    let mut merged = SmallVec::<[(bool, usize); 6]>::new();
     for (i, &size) in x.iter().enumerate() {
-        let reduced = dims.contains(&i);
-        match groups.last_mut() {
-            Some((r, n)) if *r == reduced => *n *= size,
-            _ => groups.push((reduced, size)),
+        let is_reduced = dims.contains(&i);
+        match merged.last_mut() {
+            Some((last_is_reduced, last_size)) if *last_is_reduced == is_reduced => *last_size *= size,
+            _ => merged.push((is_reduced, size)),
         }
     }
-    groups
+    merged
 }
 
-/// Reduces contiguous elements over the groups that are marked as reduced, the last group first.
+/// Reduces contiguous elements over the [`groups`] that are marked as reduced, the last group first. Divides the
+/// results by `divisor`, then rounds them.
 fn reduce_groups<T: Elem, F: Fold>(x: &[T], mut groups: SmallVec<[(bool, usize); 6]>, divisor: f64) -> Vec<T> {
     let mut result: Option<Vec<T::Acc>> = None;
-    while let Some(last) = groups.iter().rposition(|&(reduced, _)| reduced) {
-        let size = |groups: &[(bool, usize)]| groups.iter().map(|&(_, n)| n).product();
-        let dims = [size(&groups[..last]), groups[last].1, size(&groups[last + 1..])];
+    while let Some(last) = groups.iter().rposition(|&(is_reduced, _)| is_reduced) {
+        let product = |groups: &[(bool, usize)]| groups.iter().map(|&(_, size)| size).product();
+        let dims = [product(&groups[..last]), groups[last].1, product(&groups[last + 1..])];
         result = Some(match result {
             None => fold::<T, T::Acc, F>(x, T::to_acc, dims),
             Some(x) => fold::<T::Acc, T::Acc, F>(&x, std::convert::identity, dims),
@@ -188,6 +201,7 @@ fn reduce_groups<T: Elem, F: Fold>(x: &[T], mut groups: SmallVec<[(bool, usize);
     result.unwrap_or_default().into_iter().map(|x| T::from_acc(x / divisor)).collect()
 }
 
+/// Adds a row to the running sums, and replaces the row by them.
 fn add_to_sums<T: Elem>(sums: &mut [T::Acc], row: &mut [T]) {
     dispatch(
         #[inline(always)]
@@ -200,6 +214,8 @@ fn add_to_sums<T: Elem>(sums: &mut [T::Acc], row: &mut [T]) {
     );
 }
 
+/// Returns the index of the first NaN if there is one, otherwise of the first of the largest elements; 0 if `x` is
+/// empty.
 fn first_max<'a, T: WithDType>(x: impl Iterator<Item = &'a T>) -> usize {
     let mut best: Option<(usize, T)> = None;
     for (i, &x) in x.enumerate() {
@@ -227,19 +243,19 @@ mod tests {
 
     const FLOATS: [DType; 4] = [DType::F32, DType::F64, DType::BF16, DType::F16];
 
-    /// Small whole numbers, whose sums are exact.
-    fn whole(dims: &[usize], dtype: DType) -> Raw {
+    /// A tensor of small whole numbers, whose sums are exact.
+    fn whole_numbers(dims: &[usize], dtype: DType) -> Raw {
         let n: usize = dims.iter().product();
         let data: Vec<f64> = (0..n).map(|i| ((i * 7) % 11) as f64 - 5.0).collect();
         from_vec(data, dims).to_dtype(dtype).unwrap()
     }
 
-    fn wide(x: &Raw) -> Raw {
+    fn to_f64(x: &Raw) -> Raw {
         x.to_dtype(DType::F64).unwrap()
     }
 
     fn values(x: &Raw) -> Vec<f64> {
-        wide(x).flatten_all().unwrap().to_vec1().unwrap()
+        to_f64(x).flatten_all().unwrap().to_vec1().unwrap()
     }
 
     #[test]
@@ -247,15 +263,16 @@ mod tests {
         let shapes: [&[usize]; 6] = [&[3, 4, 5, 2], &[40, 300], &[2, 9000, 3], &[70_000], &[3, 5, 2500], &[5, 0, 3]];
         for dtype in [DType::F32, DType::F64, DType::BF16] {
             for shape in shapes {
-                let plain = whole(shape, dtype);
+                let plain = whole_numbers(shape, dtype);
                 let transposed = plain.transpose(0, shape.len() - 1).unwrap();
                 for x in [plain, transposed] {
-                    for set in 1..1usize << x.rank() {
-                        let dims: Vec<usize> = (0..x.rank()).filter(|d| set >> d & 1 == 1).collect();
+                    // Bit d of `summed` says whether to sum over dimension d.
+                    for summed in 1..1usize << x.rank() {
+                        let dims: Vec<usize> = (0..x.rank()).filter(|d| summed >> d & 1 == 1).collect();
                         for keepdim in [false, true] {
-                            let wide = wide(&x);
+                            let x_f64 = to_f64(&x);
                             let expected =
-                                if keepdim { wide.sum_keepdim(&dims[..]) } else { wide.sum(&dims[..]) }.unwrap();
+                                if keepdim { x_f64.sum_keepdim(&dims[..]) } else { x_f64.sum(&dims[..]) }.unwrap();
                             let result = sum(&x, &dims, keepdim).unwrap();
                             assert_eq!((result.dims(), result.dtype()), (expected.dims(), dtype), "{shape:?} {dims:?}");
                             let expected = expected.to_dtype(dtype).unwrap();
@@ -268,12 +285,13 @@ mod tests {
     }
 
     #[test]
-    fn halves_are_summed_in_f32() {
-        for (dims, reduced) in [([132_096, 1], 0), ([1, 132_096], 1), ([132_096, 3], 0)] {
+    fn bf16_is_summed_in_f32() {
+        // 132,096 = 129 * 2^10 is a bf16 number. If each sum were rounded to bf16, the sums of ones would stay at 256.
+        for (dims, dim) in [([132_096, 1], 0), ([1, 132_096], 1), ([132_096, 3], 0)] {
             let ones = from_vec(vec![bf16::ONE; dims.iter().product()], &dims[..]);
-            let total = values(&sum(&ones, &[reduced], false).unwrap());
-            assert!(total.iter().all(|&x| x == f64::from(bf16::from_f32_const(132_096.0))), "{total:?}");
-            assert_eq!(values(&mean(&ones, &[reduced], false).unwrap())[0], 1.0);
+            let sums = values(&sum(&ones, &[dim], false).unwrap());
+            assert!(sums.iter().all(|&x| x == 132_096.0), "{sums:?}");
+            assert_eq!(values(&mean(&ones, &[dim], false).unwrap())[0], 1.0);
         }
     }
 
@@ -289,25 +307,29 @@ mod tests {
     }
 
     #[test]
-    fn mean_divides_before_rounding() {
+    fn means_are_those_of_candle_in_f64() {
         for dtype in FLOATS {
-            let x = whole(&[6, 50], dtype);
-            let expected = wide(&x).mean(1).unwrap().to_dtype(dtype).unwrap();
+            let x = whole_numbers(&[6, 50], dtype);
+            let expected = to_f64(&x).mean(1).unwrap().to_dtype(dtype).unwrap();
             let result = values(&mean(&x, &[1], false).unwrap());
             for (r, e) in result.iter().zip(values(&expected)) {
                 assert!((r - e).abs() <= 1e-6 * e.abs(), "{r} {e} {dtype:?}");
             }
         }
-        assert!(values(&mean(&whole(&[0, 2], DType::F32), &[0], false).unwrap()).iter().all(|x| x.is_nan()));
+    }
+
+    #[test]
+    fn means_of_no_elements_are_nan() {
+        assert!(values(&mean(&whole_numbers(&[0, 2], DType::F32), &[0], false).unwrap()).iter().all(|x| x.is_nan()));
     }
 
     #[test]
     fn max_and_min_agree_with_candle() {
         for dtype in FLOATS {
             for (dims, dim) in [([40, 1000], 0), ([40, 1000], 1), ([5000, 3], 0)] {
-                let x = whole(&dims, dtype);
-                assert_eq!(values(&max(&x, &[dim], true).unwrap()), values(&wide(&x).max_keepdim(dim).unwrap()));
-                assert_eq!(values(&min(&x, &[dim], true).unwrap()), values(&wide(&x).min_keepdim(dim).unwrap()));
+                let x = whole_numbers(&dims, dtype);
+                assert_eq!(values(&max(&x, &[dim], true).unwrap()), values(&to_f64(&x).max_keepdim(dim).unwrap()));
+                assert_eq!(values(&min(&x, &[dim], true).unwrap()), values(&to_f64(&x).min_keepdim(dim).unwrap()));
             }
         }
     }
@@ -325,9 +347,9 @@ mod tests {
     }
 
     #[test]
-    fn max_is_an_error_only_over_an_empty_dimension() {
-        assert!(matches!(max(&whole(&[2, 0], DType::F32), &[1], false), Err(Error::Shape { .. })));
-        assert_eq!(max(&whole(&[2, 0], DType::F32), &[0], false).unwrap().dims(), [0]);
+    fn max_is_an_error_over_an_empty_dimension_only() {
+        assert!(matches!(max(&whole_numbers(&[2, 0], DType::F32), &[1], false), Err(Error::Shape { .. })));
+        assert_eq!(max(&whole_numbers(&[2, 0], DType::F32), &[0], false).unwrap().dims(), [0]);
     }
 
     #[test]
@@ -336,8 +358,8 @@ mod tests {
         assert_eq!(argmax(&x, 1, false).unwrap().to_vec1::<u32>().unwrap(), [1, 1]);
         assert_eq!(argmax(&x, 0, true).unwrap().to_vec2::<u32>().unwrap(), [[1, 1, 1]]);
         assert_eq!(argmax(&x.t().unwrap(), 0, false).unwrap().to_vec1::<u32>().unwrap(), [1, 1]);
-        let large = whole(&[300, 400], DType::BF16);
-        let expected = wide(&large).argmax(1).unwrap().to_vec1::<u32>().unwrap();
+        let large = whole_numbers(&[300, 400], DType::BF16);
+        let expected = to_f64(&large).argmax(1).unwrap().to_vec1::<u32>().unwrap();
         assert_eq!(argmax(&large, 1, false).unwrap().to_vec1::<u32>().unwrap(), expected);
     }
 
@@ -345,19 +367,27 @@ mod tests {
     fn cumsum_adds_up_along_a_dimension() {
         for dtype in FLOATS {
             for (dims, dim) in [([40, 30], 0), ([40, 30], 1), ([3, 5000], 0)] {
-                let x = whole(&dims, dtype);
-                let expected = wide(&x).cumsum(dim).unwrap();
+                let x = whole_numbers(&dims, dtype);
+                let expected = to_f64(&x).cumsum(dim).unwrap();
                 assert_eq!(values(&cumsum(&x, dim).unwrap()), values(&expected), "{dims:?} {dim} {dtype:?}");
             }
         }
-        // If each sum were rounded to bf16 before the next addition, the sums of ones would stay at 256.
-        let ones = from_vec(vec![bf16::ONE; 1000], 1000);
-        assert_eq!(values(&cumsum(&ones, 0).unwrap())[999], 1000.0);
-        assert_eq!(cumsum(&whole(&[0, 3], DType::F32), 0).unwrap().dims(), [0, 3]);
     }
 
     #[test]
-    fn results_do_not_depend_on_the_number_of_threads() {
+    fn cumsum_adds_bf16_in_f32() {
+        // If each sum were rounded to bf16 before the next addition, the sums of ones would stay at 256.
+        let ones = from_vec(vec![bf16::ONE; 1000], 1000);
+        assert_eq!(values(&cumsum(&ones, 0).unwrap())[999], 1000.0);
+    }
+
+    #[test]
+    fn cumsum_of_an_empty_tensor_is_empty() {
+        assert_eq!(cumsum(&whole_numbers(&[0, 3], DType::F32), 0).unwrap().dims(), [0, 3]);
+    }
+
+    #[test]
+    fn sums_do_not_depend_on_the_number_of_threads() {
         let data: Vec<f32> = (0..1_000_000).map(|i| (i as f32 * 0.618_034).fract()).collect();
         for dims in [[1_000_000, 1], [1000, 1000], [100_000, 10]] {
             let x = from_vec(data.clone(), &dims[..]);
@@ -367,8 +397,8 @@ mod tests {
     }
 
     #[test]
-    fn wrong_arguments_are_errors() {
-        let x = whole(&[2, 3], DType::F32);
+    fn missing_dimensions_and_integers_are_errors() {
+        let x = whole_numbers(&[2, 3], DType::F32);
         assert!(matches!(sum(&x, &[2], false), Err(Error::Index { .. })));
         assert!(matches!(cumsum(&x, 2), Err(Error::Index { .. })));
         let integers = Raw::zeros((2, 3), DType::U32, &Device::Cpu).unwrap();

@@ -19,22 +19,22 @@ pub fn dispatch<R>(f: impl FnOnce() -> R) -> R {
     arch().dispatch(f)
 }
 
-/// Runs an operation that is written with explicit SIMD registers. It is compiled for the widest instruction set that
-/// this processor has.
+/// Runs `operation`, which is written with explicit SIMD registers, compiled for the widest instruction set that this
+/// processor has.
 #[inline(always)]
 pub(crate) fn vectorized<Op: pulp::WithSimd>(operation: Op) -> Op::Output {
     arch().dispatch(operation)
 }
 
-/// The instruction set of this processor.
+/// Returns the widest instruction set of this processor.
 #[inline(always)]
 pub(super) fn arch() -> pulp::Arch {
     static ARCH: LazyLock<pulp::Arch> = LazyLock::new(pulp::Arch::new);
     *ARCH
 }
 
-/// The types of arithmetic: f32, whose elementary functions vectorise, and f64, whose elementary functions are mostly
-/// those of the standard library.
+/// A type of arithmetic: f32, whose elementary functions vectorise unless they say otherwise, or f64, whose elementary
+/// functions are mostly those of the standard library.
 pub trait Real:
     Copy
     + Debug
@@ -66,7 +66,7 @@ pub trait Real:
     /// Not a number.
     const NAN: Self;
 
-    /// `x` rounded to the nearest number of this type.
+    /// Rounds `x` to the nearest number of this type, ties to even.
     fn from_f64(x: f64) -> Self;
     /// The same number as f64.
     fn to_f64(self) -> f64;
@@ -198,21 +198,21 @@ mod tests {
     #[test]
     fn dispatch_gives_the_same_results_as_a_plain_loop() {
         let x: Vec<f32> = (0..1003).map(|i| i as f32 * 0.01 - 5.0).collect();
-        let plain: Vec<f32> = x.iter().map(|&x| Real::normal_cdf(x)).collect();
-        let mut fast = vec![0.0f32; x.len()];
+        let expected: Vec<f32> = x.iter().map(|&x| Real::normal_cdf(x)).collect();
+        let mut dispatched = vec![0.0f32; x.len()];
         dispatch(
             #[inline(always)]
             || {
-                for (y, &x) in fast.iter_mut().zip(&x) {
+                for (y, &x) in dispatched.iter_mut().zip(&x) {
                     *y = Real::normal_cdf(x);
                 }
             },
         );
-        assert_eq!(plain, fast);
+        assert_eq!(dispatched, expected);
     }
 
     #[test]
-    fn max_and_min_pass_nan_on() {
+    fn max_and_min_compare_numbers_and_pass_nan_on() {
         fn check<R: Real>() {
             let (one, two) = (R::ONE, R::from_f64(2.0));
             assert!(Real::max(one, two) == two && Real::max(two, one) == two);

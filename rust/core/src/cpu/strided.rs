@@ -12,7 +12,7 @@ pub type Dims = SmallVec<[usize; 6]>;
 /// for the work on a block to outweigh the work of gathering it.
 pub(super) const BLOCK: usize = 1024;
 
-/// The shape to which two shapes broadcast by numpy's rules, or `None` if they do not broadcast.
+/// Returns the shape to which two shapes broadcast by numpy's rules, or `None` if they do not broadcast.
 pub fn broadcast_dims(a: &[usize], b: &[usize]) -> Option<Dims> {
     let (long, short) = if a.len() >= b.len() { (a, b) } else { (b, a) };
     let mut dims = Dims::from_slice(long);
@@ -34,9 +34,10 @@ pub(super) struct Axis {
     pub stride: usize,
 }
 
-/// The axes of `layout` broadcast to `dims`, outermost first. Axes of size 1 are left out. Two neighbouring axes are
+/// Returns the axes of `layout` broadcast to `dims`, outermost first, without axes of size 1. Two neighbouring axes are
 /// merged if the stride of the outer axis is the stride of the inner axis times the size of the inner axis.
 pub(super) fn collapse(layout: &Layout, dims: &[usize]) -> SmallVec<[Axis; 6]> {
+    // Broadcasting adds dimensions before those of the layout.
     let added = dims.len() - layout.dims().len();
     let mut axes = SmallVec::<[Axis; 6]>::new();
     for (i, &size) in dims.iter().enumerate() {
@@ -59,15 +60,19 @@ pub(super) fn collapse(layout: &Layout, dims: &[usize]) -> SmallVec<[Axis; 6]> {
 
 /// Splits the elements with the row-major indices `range` into runs of elements along the innermost axis, and calls
 /// `f(position, offset, stride, length)` for each run. The run's first element has the row-major index `range.start +
-/// position` and is stored at index `offset` in memory. The run has `length` elements, `stride` apart in memory.
+/// position` and is stored at index `offset` in memory. The run has `length` elements, `stride` apart in memory. No
+/// axis may have size 0.
 #[inline(always)]
 pub(super) fn for_each_run(axes: &[Axis], range: Range<usize>, mut f: impl FnMut(usize, usize, usize, usize)) {
     let Some((inner, outer)) = axes.split_last() else {
+        // A tensor without axes has one element.
         if !range.is_empty() {
             f(0, 0, 1, 1);
         }
         return;
     };
+    // The indices of the run's first element: `index` along the outer axes, `at` along the innermost axis. `offset` is
+    // that of the element with these outer indices and the innermost index 0.
     let mut index: SmallVec<[usize; 6]> = SmallVec::from_elem(0, outer.len());
     let mut at = range.start % inner.size;
     let mut rest = range.start / inner.size;
@@ -102,12 +107,12 @@ pub(super) struct View<'a, T> {
 }
 
 impl<'a, T: Copy> View<'a, T> {
-    /// The elements of `layout`, broadcast to `dims`; `data` begins at the layout's first element.
+    /// Creates a view of the elements of `layout`, broadcast to `dims`; `data` begins at the layout's first element.
     pub fn new(data: &'a [T], layout: &Layout, dims: &[usize]) -> Self {
         Self { data, axes: collapse(layout, dims) }
     }
 
-    /// The elements as a slice, if they are consecutive in memory.
+    /// Returns a slice that begins with the elements, if they are consecutive in memory.
     pub fn contiguous(&self) -> Option<&'a [T]> {
         match self.axes.as_slice() {
             [] => Some(self.data),
@@ -116,7 +121,7 @@ impl<'a, T: Copy> View<'a, T> {
         }
     }
 
-    /// True if all elements are the same broadcast element.
+    /// Returns true if all elements are one broadcast element.
     fn is_constant(&self) -> bool {
         matches!(self.axes.as_slice(), [Axis { stride: 0, .. }])
     }
@@ -160,7 +165,7 @@ impl<'v, 'a, T: Copy> Blocks<'v, 'a, T> {
         Self { view, contiguous, constant, scratch }
     }
 
-    /// The elements with the row-major indices `range`, at most [`BLOCK`] of them.
+    /// Returns the elements with the row-major indices `range`, at most [`BLOCK`] of them.
     pub fn get(&mut self, range: Range<usize>) -> &[T] {
         if let Some(data) = self.contiguous {
             return &data[range];
@@ -185,18 +190,20 @@ mod tests {
 
     #[test]
     fn shapes_broadcast_as_in_numpy() {
-        let fits = |a: &[usize], b: &[usize]| broadcast_dims(a, b).map(SmallVec::into_vec);
-        assert_eq!(fits(&[2, 1, 3], &[4, 1]), Some(vec![2, 4, 3]));
-        assert_eq!(fits(&[], &[2, 3]), Some(vec![2, 3]));
-        assert_eq!(fits(&[1], &[0]), Some(vec![0]));
-        assert_eq!(fits(&[0, 1], &[1, 5]), Some(vec![0, 5]));
-        assert_eq!(fits(&[2], &[0]), None);
-        assert_eq!(fits(&[2, 3], &[2]), None);
+        let broadcast = |a: &[usize], b: &[usize]| broadcast_dims(a, b).map(SmallVec::into_vec);
+        assert_eq!(broadcast(&[2, 1, 3], &[4, 1]), Some(vec![2, 4, 3]));
+        assert_eq!(broadcast(&[], &[2, 3]), Some(vec![2, 3]));
+        assert_eq!(broadcast(&[1], &[0]), Some(vec![0]));
+        assert_eq!(broadcast(&[0, 1], &[1, 5]), Some(vec![0, 5]));
+        assert_eq!(broadcast(&[2], &[0]), None);
+        assert_eq!(broadcast(&[2, 3], &[2]), None);
     }
 
     #[test]
-    fn axes_with_matching_strides_merge() {
-        let axes = |l: &Layout, d: &[usize]| collapse(l, d).iter().map(|a| (a.size, a.stride)).collect::<Vec<_>>();
+    fn axes_with_matching_strides_merge_and_axes_of_size_1_are_left_out() {
+        let axes = |source: &Layout, dims: &[usize]| {
+            collapse(source, dims).iter().map(|a| (a.size, a.stride)).collect::<Vec<_>>()
+        };
         assert_eq!(axes(&layout(&[2, 3, 4], &[12, 4, 1]), &[2, 3, 4]), [(24, 1)]);
         assert_eq!(axes(&layout(&[2, 3, 4], &[24, 4, 1]), &[2, 3, 4]), [(2, 24), (12, 1)]);
         assert_eq!(axes(&layout(&[3, 1], &[1, 7]), &[2, 3, 4]), [(2, 0), (3, 1), (4, 0)]);
@@ -207,6 +214,7 @@ mod tests {
     #[test]
     fn blocks_read_any_range_in_row_major_order() {
         let data: Vec<u32> = (0..4000).collect();
+        // Dimensions and strides of a layout, and the dimensions to which it broadcasts.
         let cases: [(&[usize], &[usize], &[usize]); 5] = [
             (&[30, 7, 11], &[77, 11, 1], &[30, 7, 11]),
             (&[11, 7, 30], &[1, 11, 77], &[11, 7, 30]),
@@ -214,28 +222,28 @@ mod tests {
             (&[], &[], &[3000]),
             (&[20, 100], &[200, 2], &[20, 100]),
         ];
-        for (own, stride, dims) in cases {
-            let l = layout(own, stride);
+        for (layout_dims, stride, dims) in cases {
+            let source = layout(layout_dims, stride);
             let total: usize = dims.iter().product();
-            let added = dims.len() - own.len();
+            let added = dims.len() - layout_dims.len();
             let expected: Vec<u32> = (0..total)
                 .map(|i| {
                     let (mut rest, mut offset) = (i, 0);
                     for d in (0..dims.len()).rev() {
                         let at = rest % dims[d];
                         rest /= dims[d];
-                        if d >= added && own[d - added] != 1 {
+                        if d >= added && layout_dims[d - added] != 1 {
                             offset += at * stride[d - added];
                         }
                     }
                     data[offset]
                 })
                 .collect();
-            let view = View::new(&data, &l, dims);
+            let view = View::new(&data, &source, dims);
             let mut blocks = Blocks::new(&view);
             for start in [0, 1, 37, 900, total - 1] {
                 let end = total.min(start + BLOCK);
-                assert_eq!(blocks.get(start..end), &expected[start..end], "{own:?} {stride:?} from {start}");
+                assert_eq!(blocks.get(start..end), &expected[start..end], "{layout_dims:?} {stride:?} from {start}");
             }
         }
     }
