@@ -1,10 +1,10 @@
 //! The board: device memory in which kernels report ids out of range.
 //!
 //! A kernel cannot return an error, and waiting for its result would stall the queue. So the board has an entry for
-//! each operation that takes ids, or bounds of segments (sequences one after another in a tensor), which are checked
-//! like ids. If a kernel of the operation finds an id out of range, it writes the row-major index of the id in the
-//! tensor of ids to the entry; the entry keeps the smallest such index. The next synchronization of the device reads
-//! the entries and returns the error.
+//! each operation that takes ids or bounds of segments. Segments are sequences one after another in a tensor; their
+//! bounds are checked like ids. If a kernel of the operation finds an id out of range, it writes the row-major index of
+//! the id in the tensor of ids to the entry; the entry keeps the smallest such index. The next time that the host waits
+//! for the device, it reads the entries and returns the error.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -18,7 +18,7 @@ use crate::capture::HostState;
 use crate::{Error, Result};
 
 /// The number of entries, more than there are operations that take ids.
-const PLACES: usize = 16;
+const ENTRIES: usize = 16;
 
 /// The board of a device.
 pub struct Board {
@@ -31,9 +31,13 @@ pub struct Board {
 }
 
 impl Board {
+    /// Creates a board on which nothing is reported.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] or [`Error::Device`] if the driver reports an error.
     pub fn new(device: &CudaDevice) -> Result<Self> {
         // SAFETY: `clear` sets the entries below, before anything reads them.
-        let entries = unsafe { device.alloc::<u64>(PLACES) }?;
+        let entries = unsafe { device.alloc::<u64>(ENTRIES) }?;
         let stream = device.cuda_stream();
         let is_used = HostState::new("whether a kernel may have noted an id out of range", false);
         let board = Self { stream, entries, names: Mutex::default(), is_used };
@@ -48,24 +52,27 @@ impl Board {
     /// Sets all entries to the largest value, which means that nothing is reported.
     fn clear(&self) -> std::result::Result<(), DriverError> {
         // SAFETY: the entries have this many bytes.
-        unsafe { result::memset_d8_async(self.address(), u8::MAX, PLACES * size_of::<u64>(), self.stream.cu_stream()) }
+        unsafe { result::memset_d8_async(self.address(), u8::MAX, ENTRIES * size_of::<u64>(), self.stream.cu_stream()) }
     }
 
-    /// The entry of an operation, for a kernel that is about to be queued.
+    /// Returns the entry of the operation `op`, for a kernel that is about to be queued.
     pub fn place(&self, op: &'static str) -> Mut {
+        // A replay of a CUDA graph queues the kernel again.
         self.is_used.advance(|is_used| *is_used = true);
         let mut names = self.names.lock().unwrap_or_else(PoisonError::into_inner);
-        let place = names.iter().position(|&name| name == op).unwrap_or_else(|| {
+        let entry = names.iter().position(|&name| name == op).unwrap_or_else(|| {
             names.push(op);
             names.len() - 1
         });
-        Mut::new(self.address(), Element::U64).behind(place.min(PLACES - 1) * size_of::<u64>())
+        Mut::new(self.address(), Element::U64).behind(entry.min(ENTRIES - 1) * size_of::<u64>())
     }
 
-    /// If a kernel may have written to an entry since the last check, wait for the device and read the entries.
+    /// Waits for the device, then reads and clears the entries. Does nothing if no kernel can have written to an entry
+    /// since the last check.
     ///
     /// # Errors
-    /// [`Error::Index`] if a kernel has written to an entry, [`Error::Device`] if the driver reports an error.
+    /// [`Error::Index`] for the first entry to which a kernel has written, [`Error::Device`] or [`Error::OutOfMemory`]
+    /// if the driver reports an error.
     pub fn check(&self) -> Result<()> {
         if !self.is_used.change(std::mem::take) {
             return Ok(());
