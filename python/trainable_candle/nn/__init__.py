@@ -9,7 +9,6 @@ from trainable_candle.nn.attention import MultiheadAttention
 from trainable_candle.nn.containers import ModuleList, Sequential
 from trainable_candle.nn.conv_adapter import LoRAConv2d
 from trainable_candle.nn.layers import (
-    GELU,
     Conv2d,
     Dropout,
     Embedding,
@@ -17,12 +16,7 @@ from trainable_candle.nn.layers import (
     GroupNorm,
     Identity,
     LayerNorm,
-    ReLU,
     RMSNorm,
-    Sigmoid,
-    SiLU,
-    Softmax,
-    Tanh,
 )
 from trainable_candle.nn.linear import DoRALinear, Linear, LoRALinear
 from trainable_candle.nn.losses import (
@@ -34,7 +28,20 @@ from trainable_candle.nn.losses import (
     SmoothL1Loss,
 )
 from trainable_candle.nn.module import LoadResult, Module
-from trainable_candle.nn.plain import ELU, AvgPool2d, LeakyReLU, LogSoftmax, MaxPool2d, Softplus
+from trainable_candle.nn.plain import (
+    ELU,
+    GELU,
+    AvgPool2d,
+    LeakyReLU,
+    LogSoftmax,
+    MaxPool2d,
+    ReLU,
+    Sigmoid,
+    SiLU,
+    Softmax,
+    Softplus,
+    Tanh,
+)
 
 Parameter = Var
 """Another name for `Var`: torch's name for a trained tensor."""

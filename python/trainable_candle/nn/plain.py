@@ -1,16 +1,139 @@
-"""More layers without parameters; each applies one function of `nn.functional`."""
+"""Layers without parameters; each applies one function of `nn.functional`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from trainable_candle.errors import ArgumentError
 from trainable_candle.nn import functional
 from trainable_candle.nn.module import Module
 
 if TYPE_CHECKING:
     from trainable_candle._core import Tensor
 
-__all__ = ["ELU", "AvgPool2d", "LeakyReLU", "LogSoftmax", "MaxPool2d", "Softplus"]
+__all__ = [
+    "ELU",
+    "GELU",
+    "AvgPool2d",
+    "LeakyReLU",
+    "LogSoftmax",
+    "MaxPool2d",
+    "ReLU",
+    "SiLU",
+    "Sigmoid",
+    "Softmax",
+    "Softplus",
+    "Tanh",
+]
+
+
+class ReLU(Module):
+    """Applies max(x, 0) to each element x.
+
+    ```python
+    assert tc.nn.ReLU()(tc.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]
+    ```
+    """
+
+    def __init__(self, inplace: bool = False) -> None:
+        del inplace  # accepted as by torch; the result is always a new tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the function to each element."""
+        return functional.relu(input)
+
+
+class SiLU(Module):
+    """Applies x * sigmoid(x) to each element x.
+
+    ```python
+    assert tc.nn.SiLU()(tc.zeros(2)).tolist() == [0.0, 0.0]
+    ```
+    """
+
+    def __init__(self, inplace: bool = False) -> None:
+        del inplace  # accepted as by torch; the result is always a new tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the function to each element."""
+        return functional.silu(input)
+
+
+class Sigmoid(Module):
+    """Applies the logistic function 1 / (1 + exp(-x)) to each element x.
+
+    ```python
+    assert tc.nn.Sigmoid()(tc.zeros(2)).tolist() == [0.5, 0.5]
+    ```
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the function to each element."""
+        return functional.sigmoid(input)
+
+
+class Tanh(Module):
+    """Applies the hyperbolic tangent to each element.
+
+    ```python
+    assert tc.nn.Tanh()(tc.zeros(2)).tolist() == [0.0, 0.0]
+    ```
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the function to each element."""
+        return functional.tanh(input)
+
+
+class GELU(Module):
+    """Applies GELU to each element x: x * Phi(x) (arXiv:1606.08415).
+
+    Phi is the standard normal distribution function.
+
+        assert tc.nn.GELU()(tc.zeros(2)).tolist() == [0.0, 0.0]
+
+    Args:
+        approximate: "none" for the exact function, "tanh" for its approximation.
+
+    Raises:
+        ArgumentError: If `approximate` is another value.
+    """
+
+    def __init__(self, approximate: str = "none") -> None:
+        if approximate not in {"none", "tanh"}:
+            raise ArgumentError(f'GELU: approximate is {approximate!r}, expected "none" or "tanh"')
+        self.approximate = approximate
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the function to each element."""
+        return functional.gelu(input, self.approximate)
+
+    def _facts(self) -> str:
+        return f"approximate={self.approximate!r}"
+
+
+class Softmax(Module):
+    """Divides exp(input) by its sum along a dimension.
+
+        assert tc.nn.Softmax()(tc.zeros(2)).tolist() == [0.5, 0.5]
+
+    Args:
+        dim: The dimension along which the results sum to 1.
+    """
+
+    def __init__(self, dim: int = -1) -> None:
+        self.dim = dim
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the probabilities, in the shape of the input.
+
+        Raises:
+            IndexOutOfRangeError: If there is no such dimension.
+        """
+        return functional.softmax(input, self.dim)
+
+    def _facts(self) -> str:
+        return f"dim={self.dim}"
 
 
 class LeakyReLU(Module):
