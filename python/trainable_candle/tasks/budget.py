@@ -10,13 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import trainable_candle as tc
-from trainable_candle.distributed.streamed import (
-    BUS,
-    NVLINK,
-    least_sharing,
-    machine,
-    slowest_link,
-)
+from trainable_candle.distributed.streamed import BUS, NVLINK, least_sharing, machine, slowest_link
 from trainable_candle.errors import OutOfMemoryError
 from trainable_candle.placement import AUTO
 from trainable_candle.settings.config import group_of
