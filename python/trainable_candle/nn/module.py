@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from trainable_candle._core import Tensor, Var, tensor, zeros
-from trainable_candle.errors import ArgumentError, DTypeError, ShapeError
+from trainable_candle.errors import ArgumentError, DTypeError
+from trainable_candle.nn.state_dict import LoadResult, Slot, fitting, in_tuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from typing_extensions import Self
 
@@ -38,28 +38,6 @@ _INSTEAD: Final = {
     "double": 'use to("f64")',
 }
 """For attributes that torch's modules have and `Module` lacks, what to use instead."""
-
-
-class LoadResult(NamedTuple):
-    """Names that only the module has (`missing`) and that only the state dict has (`unexpected`).
-
-    ```python
-    result = model.load_state_dict({"0.weight": tc.zeros(8, 4)}, strict=False)
-    assert "0.bias" in result.missing and result.unexpected == []
-    ```
-    """
-
-    missing: list[str]
-    unexpected: list[str]
-
-
-class _Slot(NamedTuple):
-    """A tensor, with its full name, its owner (module, list, tuple or dict) and its key there."""
-
-    name: str
-    owner: Any
-    key: Any
-    tensor: Tensor
 
 
 def _not_implemented(self: Module, *_: Any, **__: Any) -> NoReturn:
@@ -183,7 +161,7 @@ class Module:
             if isinstance(value, (Module, list, tuple, dict)):
                 yield from self._modules(f"{name}.{key}" if name else str(key), value, seen)
 
-    def _slots(self, prefix: str, node: Any, seen: set[int]) -> Iterator[_Slot]:
+    def _slots(self, prefix: str, node: Any, seen: set[int]) -> Iterator[Slot]:
         """Yield a slot for every tensor inside `node`, under names that start with `prefix`.
 
         A module or container in several places is searched in the first place only; `seen` has the
@@ -195,7 +173,7 @@ class Module:
         for key, value in _items(node):
             name = f"{prefix}.{key}" if prefix else str(key)
             if isinstance(value, Tensor):
-                yield _Slot(name, node, key, value)
+                yield Slot(name, node, key, value)
             elif isinstance(value, (Module, list, tuple, dict)):
                 yield from self._slots(name, value, seen)
 
@@ -323,7 +301,7 @@ class Module:
         slots = list(self._slots("", self, set()))
         in_tuples = [slot.name for slot in slots if isinstance(slot.owner, tuple)]
         if in_tuples:
-            raise _in_tuple(in_tuples[0])
+            raise in_tuple(in_tuples[0])
         converted: dict[int, Tensor] = {}
         for slot in slots:
             if id(slot.tensor) not in converted:
@@ -408,7 +386,7 @@ class Module:
         slots = self._state().values()
         return {s.name: tensor(s.tensor) if isinstance(s.tensor, Var) else s.tensor for s in slots}
 
-    def _state(self) -> dict[str, _Slot]:
+    def _state(self) -> dict[str, Slot]:
         """Return the slots of the tensors that belong in a state dict, by name."""
         slots = self._slots("", self, set())
         return {slot.name: slot for slot in slots if _persists(slot) is not False}
@@ -433,44 +411,13 @@ class Module:
             DTypeError: If a value has another dtype than the module's tensor, or is not numbers.
             TypeError: If `state` is not a mapping.
         """
-        if not isinstance(state, Mapping):
-            raise TypeError(
-                f"load_state_dict: the state is {type(state).__name__}, expected a mapping"
-            )
-        slots = self._state()
-        missing = [name for name in slots if name not in state]
-        unexpected = [name for name in state if name not in slots]
-        if strict and (missing or unexpected):
-            raise ArgumentError(
-                f"load_state_dict: {_listed('missing', missing)}; "
-                f"{_listed('unexpected', unexpected)}; pass strict=False to load the names that "
-                "both have"
-            )
-        values: list[tuple[_Slot, Tensor]] = []
-        for name, slot in slots.items():
-            if name in missing:
-                continue
-            if isinstance(slot.owner, tuple) and not isinstance(slot.tensor, Var):
-                raise _in_tuple(f"load_state_dict: {name}")
-            value = state[name]
-            value = value.detach() if isinstance(value, Tensor) else tensor(value)
-            if value.shape != slot.tensor.shape:
-                raise ShapeError(
-                    f"load_state_dict: {name} has shape {slot.tensor.shape}, "
-                    f"the state has {value.shape}"
-                )
-            if value.dtype != slot.tensor.dtype:
-                raise DTypeError(
-                    f"load_state_dict: {name} is {slot.tensor.dtype}, "
-                    f"the state has {value.dtype}; convert it with to()"
-                )
-            values.append((slot, value.to(slot.tensor.device)))
+        result, values = fitting(self._state(), state, strict)
         for slot, value in values:
             _store(slot, value)
-        return LoadResult(missing, unexpected)
+        return result
 
 
-def _persists(slot: _Slot) -> bool | None:
+def _persists(slot: Slot) -> bool | None:
     """Return whether a buffer is in state dicts; None for tensors that are not buffers."""
     return slot.owner._buffers.get(slot.key) if isinstance(slot.owner, Module) else None  # noqa: SLF001 - modules are of this file
 
@@ -489,15 +436,7 @@ def _check_buffer(name: object, value: object) -> None:
         )
 
 
-def _listed(kind: str, names: list[str]) -> str:
-    return f"{kind}: {', '.join(names) if names else 'none'}"
-
-
-def _in_tuple(name: str) -> ArgumentError:
-    return ArgumentError(f"{name} is in a tuple, which cannot change; use a list")
-
-
-def _store(slot: _Slot, value: Tensor) -> None:
+def _store(slot: Slot, value: Tensor) -> None:
     """Set a variable in place, or replace a frozen tensor by a copy of the value."""
     if isinstance(slot.tensor, Var):
         slot.tensor.set(value)
@@ -505,7 +444,7 @@ def _store(slot: _Slot, value: Tensor) -> None:
         _put(slot, tensor(value))
 
 
-def _put(slot: _Slot, value: Tensor) -> None:
+def _put(slot: Slot, value: Tensor) -> None:
     """Replace the tensor of a slot in its owner."""
     if isinstance(slot.owner, Module):
         setattr(slot.owner, slot.key, value)
