@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
 
 import trainable_candle as tc
 from trainable_candle.distributed.group import Alone
@@ -20,6 +18,7 @@ from trainable_candle.errors import Error, NonFiniteError, OutOfMemoryError
 from trainable_candle.train import state as run_state
 from trainable_candle.train.epochs import is_due
 from trainable_candle.train.graphs import PassGraphs
+from trainable_candle.train.inputs import SHARE, Given, StepInputs
 from trainable_candle.train.interrupt import InterruptGuard
 from trainable_candle.train.saver import Saver
 
@@ -42,8 +41,6 @@ Inputs: TypeAlias = Mapping[str, "Tensor"]
 
 MAX_SKIPPED: Final = 50
 """A run fails after this many skipped steps in a row, which divide the loss scale by 2**50."""
-_SHARE: Final = "share"
-"""The name of the input that is the weight of a batch's loss in the loss of its step."""
 
 
 @dataclass(frozen=True)
@@ -72,18 +69,6 @@ class StepReport:
     def rate(self) -> float:
         """The counted amount per second."""
         return self.amount / self.seconds if self.seconds else 0.0
-
-
-class _Given(NamedTuple):
-    """The inputs of the loss of one of a step's batches, and what is known about the batch."""
-
-    number: int
-    """The number of the batch in the run, counted over all processes."""
-    inputs: Any
-    share: float
-    """The weight of this batch's loss in the loss of the step."""
-    amount: float = 0.0
-    """The number of images, tokens or other units in the batch."""
 
 
 class Trainer(Generic[Batch]):
@@ -170,7 +155,6 @@ class Trainer(Generic[Batch]):
         self.stopped_by: signal.Signals | None = None
         """The signal that ended `train` before the last step."""
         self._loss = loss
-        self._data = data
         self._inputs = inputs
         self._weigh = weigh
         self._on_gpu = any(var.device != "cpu" for var in self.parameters.values())
@@ -180,10 +164,19 @@ class Trainer(Generic[Batch]):
         self._batches = 0
         """The number of batches that all processes have used."""
         self._seed = tc.get_rng_state()[0] if seed is None else seed
-        self._ready: list[_Given] | None = None
+        self._step_inputs = StepInputs(
+            data=data,
+            parameters=self.parameters,
+            group=self.group,
+            gradient_accumulation=gradient_accumulation,
+            seed=self._seed,
+            inputs=inputs,
+            weigh=weigh,
+            count=count,
+        )
+        self._ready: list[Given] | None = None
         """The inputs of the next step, if they are made already."""
         self._scheduler = scheduler
-        self._accumulation = gradient_accumulation
         self._max_grad_norm = max_grad_norm
         self._scaler = scaler
         self._skipped = 0
@@ -196,7 +189,6 @@ class Trainer(Generic[Batch]):
         self._callbacks = list(callbacks)
         self.settings = dict(settings or {})
         """The settings of the run, as stored in checkpoints."""
-        self._count = count
         self._epoch = epoch
         self._stop = False
         """Whether a callback has called `stop`."""
@@ -310,57 +302,16 @@ class Trainer(Generic[Batch]):
             return None
         return tc.cuda.memory_stats(device)["reserved"]
 
-    def _mean(self, given: Sequence[_Given], losses: Sequence[float]) -> float:
+    def _mean(self, given: Sequence[Given], losses: Sequence[float]) -> float:
         """Return the loss of a step of a single process."""
         if self._weigh is None:
             return math.fsum(losses) / len(losses)
         return math.fsum(one.share * loss for one, loss in zip(given, losses, strict=True))
 
-    def _take(self) -> list[_Given]:
+    def _take(self) -> list[Given]:
         """Return the inputs of the next step, which may be ready."""
         ready, self._ready = self._ready, None
-        return self._make() if ready is None else ready
-
-    def _make(self) -> list[_Given]:
-        """Make the inputs of the next step for the batches of this process."""
-        numbers = range(
-            self._batches + self.group.rank, self._batches + self._batches_in_step, self.group.size
-        )
-        made = [
-            drawn(self._seed, "inputs", number, partial(self._make_one, number))
-            for number in numbers
-        ]
-        if self._weigh is None:
-            equal = 1.0 / self._batches_in_step
-            return [
-                _Given(number, inputs, equal, amount)
-                for number, (inputs, _, amount) in zip(numbers, made, strict=True)
-            ]
-        # With several processes, no process knows the others' weights before the step; `sum_up`
-        # then divides by the sum of all weights.
-        alone = self.group.size == 1
-        divisor = math.fsum(weight for _, weight, _ in made) if alone else self._batches_in_step
-        device = next(iter(self.parameters.values())).device
-        given = []
-        for number, (inputs, weight, amount) in zip(numbers, made, strict=True):
-            share = np.array(weight / divisor, np.float32)
-            # The share is a tensor, because a replayed CUDA graph reads its inputs again, but
-            # repeats the value that a Python number had during the recording.
-            named = {**inputs, _SHARE: tc.tensor(share, device=device)}
-            given.append(_Given(number, named, weight / divisor, amount))
-        return given
-
-    @property
-    def _batches_in_step(self) -> int:
-        """The number of batches that all processes together use in a step."""
-        return self._accumulation * self.group.size
-
-    def _make_one(self, number: int) -> tuple[Any, float, float]:
-        """Return the inputs of the loss of a batch, the weight of the batch, and its count."""
-        batch = self._data.batch(number)
-        weight = 1.0 if self._weigh is None else self._weigh(batch)
-        amount = 0.0 if self._count is None else self._count(batch)
-        return batch if self._inputs is None else self._inputs(batch), weight, amount
+        return self._step_inputs.of_step(self._batches) if ready is None else ready
 
     def _make_ready(self) -> None:
         """Make the inputs of the next step in advance, if the trainer has `inputs`."""
@@ -368,14 +319,14 @@ class Trainer(Generic[Batch]):
             return
         # If this fails, the next step makes the inputs again and raises the error.
         with suppress(Error, OSError):
-            self._ready = self._make()
+            self._ready = self._step_inputs.of_step(self._batches)
 
-    def _backward(self, given: Sequence[_Given]) -> list[Tensor]:
+    def _backward(self, given: Sequence[Given]) -> list[Tensor]:
         """Set the gradients to those of the mean loss, and return the batches' losses.
 
         With several processes, these are the terms of this process's batches in the mean.
         """
-        self._batches += self._batches_in_step
+        self._batches += self._step_inputs.batches_in_step
         try:
             return self._passes(given)
         except OutOfMemoryError:
@@ -384,7 +335,7 @@ class Trainer(Generic[Batch]):
         # Try again without the memory of graphs; the first batch clears the gradients.
         return self._passes(given)
 
-    def _passes(self, given: Sequence[_Given]) -> list[Tensor]:
+    def _passes(self, given: Sequence[Given]) -> list[Tensor]:
         """Run the forward and backward passes of a step; return the batches' losses."""
         return [
             drawn(self._seed, "pass", one.number, partial(self._graphs, one.inputs, n == 0))
@@ -398,13 +349,13 @@ class Trainer(Generic[Batch]):
         loss = self._loss(inputs)
         term = loss
         if self._weigh is not None:
-            term = loss * inputs[_SHARE]
-        elif self._batches_in_step > 1:
-            term = loss * (1.0 / self._batches_in_step)
+            term = loss * inputs[SHARE]
+        elif self._step_inputs.batches_in_step > 1:
+            term = loss * (1.0 / self._step_inputs.batches_in_step)
         (term if self._scaler is None else self._scaler.scale(term)).backward()
         return loss.detach()
 
-    def _update(self, given: Sequence[_Given], losses: Sequence[Tensor]) -> Tensor:
+    def _update(self, given: Sequence[Given], losses: Sequence[Tensor]) -> Tensor:
         """Clip the gradients and step the optimizer, unless a loss or a gradient is non-finite.
 
         With a scaler, which expects overflow, only the gradients are checked.
@@ -440,7 +391,7 @@ class Trainer(Generic[Batch]):
             NonFiniteError: one is non-finite, and there is no scaler.
         """
         if self._scaler is None:
-            first_number = self._batches - self._batches_in_step
+            first_number = self._batches - self._step_inputs.batches_in_step
             for number, loss in enumerate(losses, first_number):
                 what = f"the loss of batch {number}" if self.group.size == 1 else "the mean loss"
                 self._require_finite(float(loss), what)
