@@ -18,6 +18,7 @@ mod merged;
 mod oft;
 mod quantization_aware;
 mod set;
+mod values;
 
 pub use beside::TrainingAdapter;
 pub(crate) use beside::{Beside, Product};
@@ -29,10 +30,11 @@ pub use layout::Layout;
 pub use lora::{LoRABackwardOps, Lora};
 pub use oft::{OftSide, oft_block_size};
 pub use quantization_aware::QuantizationAware;
-pub use set::{AdaptedLayer, AdapterSet, LayerValues};
+pub use set::{AdaptedLayer, AdapterSet};
 use trainable_candle_core::capture::HostState;
 use trainable_candle_core::ops::linear_group::LowRank;
 use trainable_candle_core::{DType, Result, Tensor, no_grad};
+pub use values::LayerValues;
 
 use crate::base::Base;
 
