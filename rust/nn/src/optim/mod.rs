@@ -29,6 +29,7 @@
 //! forward pass reads. An optimizer supports CUDA devices if its rule has [`KERNELS`](Rule::KERNELS). State dicts do
 //! not depend on the device, so a run can continue on another kind of device.
 
+mod averages;
 mod blocks;
 mod clip;
 #[cfg(target_arch = "x86_64")]

@@ -4,14 +4,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustc_hash::FxHashSet;
 use trainable_candle_core::capture::Fixed;
-use trainable_candle_core::compute::{copy_into, lerp_in_place};
 use trainable_candle_core::flat::{collect_grads, zero_grads};
-use trainable_candle_core::raw::own_copy;
 use trainable_candle_core::{Error, GradStore, Raw, Result, Var};
 
 use super::cuda::OnDevice;
 use super::guard::Guard;
-use super::rule::{Average, Rule};
+use super::rule::Rule;
 use super::state::{self, Group, Loaded, Parameter, StateDict, StatePlace};
 use super::update::{self, Item};
 
@@ -164,7 +162,7 @@ pub struct Stepper<R: Rule> {
     /// Where the states of CUDA variables are.
     place: StatePlace,
     /// The variables' own values while averages replace them.
-    trained: Fixed<Option<Vec<Raw>>>,
+    pub(super) trained: Fixed<Option<Vec<Raw>>>,
     /// The seed of stochastic rounding, if bf16 variables are rounded stochastically.
     pub(super) seed: Option<u64>,
 }
@@ -319,38 +317,6 @@ impl<R: Rule> Stepper<R> {
         Ok(())
     }
 
-    /// Checks that no averages replace the variables' values.
-    fn check_training(&self, op: &str) -> Result<()> {
-        if Option::is_none(&self.trained) {
-            return Ok(());
-        }
-        let message = format!("{op}() found the averages in place of the parameters; call train() first");
-        Err(Error::argument(R::NAME, message))
-    }
-
-    /// The average of each variable, in the dtype that the optimizer computes in. None for a variable that is empty or
-    /// has taken no step.
-    fn averaged(&self, average: &Average<R::Config>) -> Result<Vec<Option<Raw>>> {
-        let steps = self.device.as_ref().map(OnDevice::steps).transpose()?;
-        let parameters = self.groups.iter().flat_map(|group| group.parameters.iter().map(|p| (&*group.config, p)));
-        let average_of = |(index, (config, parameter)): (usize, (&R::Config, &Parameter))| {
-            let var = &parameter.var;
-            let step = steps.as_ref().map_or(parameter.step, |steps| steps[index]);
-            if step == 0 || var.elem_count() == 0 {
-                return Ok(None);
-            }
-            let (state, master) = match &self.device {
-                Some(device) => device.state(var, index, average.state)?,
-                None => parameter.state(average.state)?,
-            };
-            let result = own_copy(master.as_ref().unwrap_or_else(|| var.raw()))?;
-            let weight = Raw::from_vec(vec![(average.weight)(config)], 1, var.device())?;
-            lerp_in_place(&result, &state, &weight)?;
-            Ok(Some(result))
-        };
-        parameters.enumerate().map(average_of).collect()
-    }
-
     fn group_mut(&mut self, index: usize) -> Result<&mut Group<R::Config>> {
         let count = self.groups.len();
         let no_group = || {
@@ -472,39 +438,11 @@ impl<R: Rule> Optimizer for Stepper<R> {
     }
 
     fn eval(&mut self) -> Result<()> {
-        let Some(average) = R::AVERAGE.filter(|_| Option::is_none(&self.trained)) else { return Ok(()) };
-        // Within a captured function, return the error before anything is computed.
-        self.trained.get_mut()?;
-        let values = self.averaged(&average)?;
-        let vars = self.vars();
-        let trained = vars.iter().map(|var| own_copy(var.raw())).collect::<Result<Vec<_>>>()?;
-        *self.trained.get_mut()? = Some(trained);
-        for (var, value) in vars.iter().zip(values) {
-            if let Some(value) = value {
-                var.update_in_place(|raw| copy_into(raw, &value))?;
-            }
-        }
-        Ok(())
+        self.replace_by_averages()
     }
 
     fn train(&mut self) -> Result<()> {
-        if Option::is_none(&self.trained) {
-            return Ok(());
-        }
-        let trained = self.trained.get_mut()?.take().unwrap_or_default();
-        for (index, (var, value)) in self.vars().iter().zip(&trained).enumerate() {
-            var.update_in_place(|raw| copy_into(raw, value))?;
-            // The master values belong to the restored values, so they stay current.
-            if let Some(device) = &self.device {
-                device.follow(var, index);
-            }
-        }
-        for parameter in self.groups.iter_mut().flat_map(|group| &mut group.parameters) {
-            if let Some(master) = &mut parameter.master {
-                master.version = parameter.var.version();
-            }
-        }
-        Ok(())
+        self.restore_trained()
     }
 
     fn state_bytes(&self) -> usize {
