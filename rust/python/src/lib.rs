@@ -21,6 +21,7 @@ mod facts;
 mod functional;
 mod io;
 mod lora_config;
+mod lora_gradients;
 mod loss;
 mod models;
 mod named;
@@ -70,13 +71,15 @@ mod _core {
     use crate::facts::{CheckpointFacts, PartFacts, adapted_parts, choices, gguf_facts, inspect, pipeline_parts};
     #[pymodule_export]
     use crate::functional::{
-        conv2d, dropout, embedding, fake_quantize, geglu, linear, lora_backward, lora_backward_, quick_gelu, rope,
-        scaled_dot_product_attention, swiglu, upsample_nearest2d, varlen_attention,
+        conv2d, dropout, embedding, fake_quantize, geglu, linear, quick_gelu, rope, scaled_dot_product_attention,
+        swiglu, upsample_nearest2d, varlen_attention,
     };
     #[pymodule_export]
     use crate::io::{load_file, save_file, snapshot};
     #[pymodule_export]
     use crate::lora_config::LoraConfig;
+    #[pymodule_export]
+    use crate::lora_gradients::{lora_backward, lora_backward_};
     #[pymodule_export]
     use crate::loss::{
         cross_entropy, huber_loss, l1_loss, linear_cross_entropy, linear_log_probs, mse_loss, smooth_l1_loss,
