@@ -1,11 +1,11 @@
 //! A caching allocator for the device memory of one stream. The memory comes from a [`Backend`]: the driver, or a
 //! substitute in tests.
 //!
-//! All work is queued in one stream, so a block can be reused as soon as it is freed: the new owner's kernels run after the old owner's.
-//! A pool is one reserved range of addresses. If no free block fits, the allocator maps memory into an unmapped gap of
-//! the range. A gap is the unused end of the range, or addresses whose memory was unmapped. All blocks of a pool are in
-//! one range, so free neighbours can always be joined, and a large block can reuse memory that was freed in small
-//! blocks.
+//! All work is queued in one stream, so a block can be reused as soon as it is freed: the new owner's kernels run after
+//! the old owner's. A pool is one reserved range of addresses. If no free block fits, the allocator maps memory into an
+//! unmapped gap of the range. A gap is the unused end of the range, or addresses whose memory was unmapped. All blocks
+//! of a pool are in one range, so free neighbours can always be joined, and a large block can reuse memory that was
+//! freed in small blocks.
 //!
 //! While a CUDA graph is captured, blocks come from a separate space. Each replay of a graph writes to the addresses of
 //! its capture, including those that the capture has freed, so eager work (all work outside of graphs) never gets
@@ -14,8 +14,12 @@
 //! as much memory into its own pools; memory is mapped at these addresses again before the next replay. So a run needs
 //! the larger of the memory of graphs and the memory of eager work between replays, not their sum.
 
-use std::collections::{BTreeMap, BTreeSet};
+mod pool;
+
+use std::collections::BTreeMap;
 use std::ops::Range;
+
+use pool::Pool;
 
 /// The address and the size of every block are multiples of this number of bytes.
 pub const ALIGNMENT: u64 = 512;
@@ -75,177 +79,6 @@ pub struct Stats {
     pub growths: u64,
     /// How often an allocation released cached blocks because the device's memory ran out.
     pub retries: u64,
-}
-
-/// A block of mapped memory, in use or free. It may lie in several chunks.
-#[derive(Clone, Copy, Debug)]
-struct Block {
-    size: u64,
-    is_free: bool,
-}
-
-/// A reserved range of addresses: chunks of mapped memory, which are divided into blocks, and unmapped gaps.
-struct Pool<C> {
-    start: u64,
-    end: u64,
-    /// The number of bytes by which the pool grows. It grows by more for a larger request, and by less if not so much
-    /// memory is left.
-    growth: u64,
-    /// All blocks by address. Every mapped byte is in exactly one block.
-    blocks: BTreeMap<u64, Block>,
-    /// The free blocks, by size and address.
-    free: BTreeSet<(u64, u64)>,
-    /// The mapped chunks by address, with their sizes.
-    chunks: BTreeMap<u64, (u64, C)>,
-    /// The unmapped gaps by address, with their sizes.
-    gaps: BTreeMap<u64, u64>,
-}
-
-impl<C> Pool<C> {
-    fn new(start: u64, size: u64, growth: u64) -> Self {
-        Self {
-            start,
-            end: start + size,
-            growth,
-            blocks: BTreeMap::new(),
-            free: BTreeSet::new(),
-            chunks: BTreeMap::new(),
-            gaps: BTreeMap::from([(start, size)]),
-        }
-    }
-
-    /// Use the first `size` bytes of the smallest free block that is large enough; its other bytes stay a free block.
-    /// Returns the address, or None if no free block is large enough.
-    fn allocate(&mut self, size: u64) -> Option<u64> {
-        let &(found, address) = self.free.range((size, 0)..).next()?;
-        self.free.remove(&(found, address));
-        self.blocks.insert(address, Block { size, is_free: false });
-        if found > size {
-            self.blocks.insert(address + size, Block { size: found - size, is_free: true });
-            self.free.insert((found - size, address + size));
-        }
-        Some(address)
-    }
-
-    /// Free a block. Returns its size, or None if it is not in use.
-    fn free_block(&mut self, address: u64) -> Option<u64> {
-        let block = self.blocks.get(&address).copied().filter(|block| !block.is_free)?;
-        self.insert_free(address, block.size);
-        Some(block.size)
-    }
-
-    /// Add a free block, or mark the block at `address` as free, and join it with free neighbours.
-    fn insert_free(&mut self, mut address: u64, mut size: u64) {
-        self.blocks.remove(&address);
-        if let Some((&before, block)) = self.blocks.range(..address).next_back()
-            && block.is_free
-            && before + block.size == address
-        {
-            let joined = block.size;
-            self.forget_free(before, joined);
-            (address, size) = (before, size + joined);
-        }
-        if let Some(next) = self.blocks.get(&(address + size)).copied().filter(|block| block.is_free) {
-            self.forget_free(address + size, next.size);
-            size += next.size;
-        }
-        self.blocks.insert(address, Block { size, is_free: true });
-        self.free.insert((size, address));
-    }
-
-    fn forget_free(&mut self, address: u64, size: u64) {
-        self.free.remove(&(size, address));
-        self.blocks.remove(&address);
-    }
-
-    /// Map memory in a gap that has `size` bytes together with its free neighbours. Returns the number of mapped bytes,
-    /// or None if there is no such gap.
-    fn grow<B: Backend<Chunk = C>>(&mut self, backend: &mut B, size: u64) -> Result<Option<u64>, B::Error> {
-        let found = self.gaps.iter().find_map(|(&gap, &length)| {
-            let before = self.blocks.range(..gap).next_back();
-            let before = before.filter(|(address, block)| block.is_free && *address + block.size == gap);
-            let before = before.map_or(0, |(_, block)| block.size);
-            let after = self.blocks.get(&(gap + length)).filter(|block| block.is_free).map_or(0, |block| block.size);
-            let missing = size.saturating_sub(before).next_multiple_of(PAGE).max(PAGE);
-            if missing <= length {
-                Some((gap, missing, missing.max(self.growth).min(length)))
-            } else {
-                (before + length + after >= size).then_some((gap, length, length))
-            }
-        });
-        let Some((address, missing, wanted)) = found else { return Ok(None) };
-        let (length, chunk) = match backend.map(address, wanted) {
-            Ok(chunk) => (wanted, chunk),
-            // The device may still have `missing` bytes, which are enough for the request.
-            Err(error) if B::is_full(&error) && missing < wanted => (missing, backend.map(address, missing)?),
-            Err(error) => return Err(error),
-        };
-        self.insert_chunk(address, length, chunk);
-        Ok(Some(length))
-    }
-
-    /// Record that memory was mapped in a gap.
-    fn insert_chunk(&mut self, address: u64, size: u64, chunk: C) {
-        self.chunks.insert(address, (size, chunk));
-        if let Some((&start, &length)) = self.gaps.range(..=address).next_back() {
-            self.gaps.remove(&start);
-            for (start, end) in [(start, address), (address + size, start + length)] {
-                if end > start {
-                    self.gaps.insert(start, end - start);
-                }
-            }
-        }
-        self.insert_free(address, size);
-    }
-
-    /// The addresses of the chunks without a block in use.
-    fn unused(&self) -> Vec<u64> {
-        let if_unused = |(&address, (size, _)): (&u64, &(u64, C))| {
-            let around = self.blocks.range(..=address).next_back();
-            around
-                .is_some_and(|(&start, block)| block.is_free && start + block.size >= address + size)
-                .then_some(address)
-        };
-        self.chunks.iter().filter_map(if_unused).collect()
-    }
-
-    /// Unmap the chunks without a block in use. Returns the number of unmapped bytes.
-    fn trim<B: Backend<Chunk = C>>(&mut self, backend: &mut B) -> u64 {
-        self.unused().into_iter().map(|address| self.release(backend, address)).sum()
-    }
-
-    /// Unmap the chunk at `address`, which must have no block in use. Returns the number of unmapped bytes.
-    fn release<B: Backend<Chunk = C>>(&mut self, backend: &mut B, address: u64) -> u64 {
-        let around = self.blocks.range(..=address).next_back().map(|(&start, &block)| (start, block));
-        let (Some((size, chunk)), Some((start, block))) = (self.chunks.remove(&address), around) else { return 0 };
-        self.forget_free(start, block.size);
-        for (start, end) in [(start, address), (address + size, start + block.size)] {
-            if end > start {
-                self.blocks.insert(start, Block { size: end - start, is_free: true });
-                self.free.insert((end - start, start));
-            }
-        }
-        backend.unmap(address, size, chunk);
-        self.insert_gap(address, size);
-        size
-    }
-
-    fn insert_gap(&mut self, mut address: u64, mut size: u64) {
-        if let Some((&before, &length)) = self.gaps.range(..address).next_back()
-            && before + length == address
-        {
-            self.gaps.remove(&before);
-            (address, size) = (before, size + length);
-        }
-        if let Some(length) = self.gaps.remove(&(address + size)) {
-            size += length;
-        }
-        self.gaps.insert(address, size);
-    }
-
-    fn mapped(&self) -> u64 {
-        self.chunks.values().map(|(size, _)| size).sum()
-    }
 }
 
 /// The pools of small and of large blocks, for eager work or for graphs. Each pool is created at its first use.
@@ -372,7 +205,8 @@ impl<B: Backend> Allocator<B> {
         }
     }
 
-    /// Map memory again at the addresses of graph memory that was unmapped for eager work. Must be called before each replay.
+    /// Map memory again at the addresses of graph memory that was unmapped for eager work. Must be called before each
+    /// replay.
     ///
     /// # Errors
     /// The backend's error, for example if the device's memory is full even after cached blocks are released.
@@ -435,8 +269,8 @@ impl<B: Backend> Allocator<B> {
         Ok(total)
     }
 
-    /// Allocate from the space of graphs until [`end_capture`](Self::end_capture). Releases cached blocks first, because
-    /// the graph needs about as much memory as the eager run before it.
+    /// Allocate from the space of graphs until [`end_capture`](Self::end_capture). Releases cached blocks first,
+    /// because the graph needs about as much memory as the eager run before it.
     ///
     /// # Errors
     /// As [`trim`](Self::trim) and [`restore`](Self::restore).
@@ -454,7 +288,8 @@ impl<B: Backend> Allocator<B> {
         self.capturing = false;
     }
 
-    /// Record that a graph was dropped. After the last graph, also release cached blocks, those of graphs too (see [`trim`](Self::trim)).
+    /// Record that a graph was dropped. After the last graph, also release cached blocks, those of graphs too (see
+    /// [`trim`](Self::trim)).
     ///
     /// # Errors
     /// As [`trim`](Self::trim).
@@ -479,8 +314,8 @@ impl<B: Backend> Allocator<B> {
     }
 }
 
-/// Unmap at least `wanted` bytes of graph memory that has no block in use, or all such memory if there is less. Returns the number of
-/// unmapped bytes.
+/// Unmap at least `wanted` bytes of graph memory that has no block in use, or all such memory if there is less. Returns
+/// the number of unmapped bytes.
 fn lend<B: Backend>(
     backend: &mut B,
     graph: &mut Space<B::Chunk>,
