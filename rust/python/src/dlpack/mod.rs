@@ -155,8 +155,7 @@ struct Exported {
     tensor: Raw,
     shape: Vec<i64>,
     strides: Vec<i64>,
-    /// The consumer's stream, from [`cuda::consumer`]. `None` if the tensor is on the CPU, or if the consumer has
-    /// requested no synchronization.
+    /// The consumer's stream, from [`cuda::consumer`]; `None` on the CPU, or if the consumer wants no synchronization.
     consumer: Option<usize>,
 }
 
@@ -198,9 +197,8 @@ fn address<T>(values: &[T], offset: usize) -> *const c_void {
     values[offset..].as_ptr().cast()
 }
 
-/// The address of the first element, which is valid as long as a clone of the tensor exists: until then, the tensor's
-/// storage is neither moved nor freed. For a tensor without elements, the address is null, as the protocol requires;
-/// such a tensor may be a view that starts beyond the end of its storage.
+/// The address of the first element: valid as long as a clone of the tensor exists, which keeps the storage in place.
+/// Null, as the protocol requires, if there are no elements; such a view may start beyond the end of its storage.
 fn data_of(tensor: &Raw) -> tc::Result<*const c_void> {
     if tensor.elem_count() == 0 {
         return Ok(std::ptr::null());
@@ -246,8 +244,7 @@ fn export<'py, E: Exchange>(
         byte_offset: 0,
     };
     let managed = Box::into_raw(Box::new(E::pack(view, std::ptr::from_mut(exported).cast(), flags)));
-    // SAFETY: `managed` is valid until its deleter runs. The destructor runs the deleter, unless a consumer took
-    // `managed`.
+    // SAFETY: `managed` is valid until its deleter runs: in the destructor, unless a consumer took `managed`.
     let capsule = unsafe {
         Bound::from_owned_ptr_or_err(py, ffi::PyCapsule_New(managed.cast(), E::NAME.as_ptr(), Some(dispose::<E>)))
     };
@@ -258,15 +255,12 @@ fn export<'py, E: Exchange>(
     Ok(capsule?)
 }
 
-/// The destructor of a capsule. It frees the structure, unless a consumer has taken the structure and thus renamed the
-/// capsule.
+/// The destructor of a capsule. It frees the structure, unless a consumer took it and thus renamed the capsule.
 unsafe extern "C" fn dispose<E: Exchange>(capsule: *mut ffi::PyObject) {
-    // SAFETY: Python passes the capsule that it frees. The capsule's name says whether a consumer has taken the
-    // structure.
+    // SAFETY: Python passes the capsule that it frees. Its name says whether a consumer has taken the structure.
     unsafe {
         if ffi::PyCapsule_IsValid(capsule, E::NAME.as_ptr()) == 1 {
-            let managed = ffi::PyCapsule_GetPointer(capsule, E::NAME.as_ptr()).cast::<E>();
-            E::delete(managed);
+            E::delete(ffi::PyCapsule_GetPointer(capsule, E::NAME.as_ptr()).cast::<E>());
         }
     }
 }
@@ -335,8 +329,7 @@ fn take<E: Exchange>(capsule: &Bound<'_, PyCapsule>) -> Result<Raw> {
         return Err(tc::Error::dtype(OP, message).into());
     };
     let rank = usize::try_from(view.ndim).map_err(|_| tc::Error::shape(OP, "the number of dimensions is negative"))?;
-    // A negative size, which DLPack does not allow, counts as 0.
-    // SAFETY: DLPack guarantees that `shape` has `ndim` entries.
+    // SAFETY: DLPack guarantees that `shape` has `ndim` entries. Negative sizes, which it does not allow, count as 0.
     let dims: Vec<usize> = (0..rank).map(|dim| unsafe { *view.shape.add(dim) }.max(0) as usize).collect();
     let strides = if view.strides.is_null() {
         let mut strides = vec![element.size() as isize; rank];
@@ -479,9 +472,8 @@ impl Tensor {
             return Err(PyBufferError::new_err(message).into());
         }
         if self.0.requires_grad() {
-            return Err(
-                tc::Error::autograd(OP, "the tensor needs a gradient, which would be lost; detach() it first").into()
-            );
+            let message = "the tensor needs a gradient, which would be lost; detach() it first";
+            return Err(tc::Error::autograd(OP, message).into());
         }
         let consumer = if kind == CUDA { cuda::consumer(stream)? } else { None };
         let is_versioned = max_version.is_some_and(|(major, _)| major >= 1);
