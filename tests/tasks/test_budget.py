@@ -149,7 +149,7 @@ def test_text_encoders_keep_the_formats_of_their_files(flux: Model) -> None:
     assert make_plan(flux.config(), groups, budget(80), of_files).chosen == {}
 
 
-def test_what_is_given_is_kept(flux: Model) -> None:
+def test_a_plan_keeps_given_settings(flux: Model) -> None:
     given = {
         "gradient_checkpointing": "selective",
         "base_precision": "fp8",
@@ -158,7 +158,7 @@ def test_what_is_given_is_kept(flux: Model) -> None:
     plan = flux.plan(budget(16), **given)
     assert {name: getattr(plan.config, name) for name in given} == given
     assert not plan.chosen.keys() & given.keys()
-    message = "with --gradient-checkpointing full --base-precision nf4 --stream-modulation it"
+    message = "with --gradient-checkpointing full --base-precision nf4 --stream-modulation the run"
     with pytest.raises(OutOfMemoryError, match=message):
         flux.plan(budget(8), **given, stream_blocks=0)
 
