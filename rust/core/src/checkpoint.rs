@@ -12,21 +12,22 @@
 //! memory of the host (see `checkpoint/inputs.rs`).
 
 mod inputs;
+mod recorder;
 #[cfg(test)]
 mod tests;
 
-use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::TensorId;
 
 use self::inputs::KeptInputs;
+use self::recorder::{RECORDERS, Recomputing, Recorder, Recording, Scope};
 use crate::capture::Version;
 use crate::memory::SavedBytes;
 use crate::raw::Raw;
 use crate::rng;
-use crate::tape::{Cost, OpInfo, Saved, flags, set_grad_enabled, set_recording};
+use crate::tape::{Cost, OpInfo, Saved, flags};
 use crate::tensor::Tensor;
 use crate::{Error, Result};
 
@@ -297,111 +298,6 @@ fn nondeterministic() -> Error {
         "the function computed something else when it was run again; it must not depend on anything that changes \
          between calls",
     )
-}
-
-/// What a run of a checkpointed function has recorded so far.
-enum Recorder {
-    Record(Recording),
-    Recompute(Recomputing),
-}
-
-/// The state of a function's first run, which counts the values that are saved and keeps expensive results.
-struct Recording {
-    region: Arc<Region>,
-    /// Operations run so far.
-    sequence: usize,
-    /// Values saved so far.
-    saved: usize,
-    /// The number of the last operation that saved a value; a recomputation ends with this operation.
-    last_saved: usize,
-    /// The values that the operation `last_saved` has saved.
-    saved_by_last: Vec<TensorId>,
-    /// The kept results, each with the number of the operation that computed them.
-    kept: Vec<(usize, Kept)>,
-    /// For each variable that the function has read: the counter of its changes in place, and the count at the first
-    /// read.
-    versions: Vec<(Arc<Version>, u64)>,
-}
-
-impl Recording {
-    const fn new(region: Arc<Region>) -> Self {
-        Self {
-            region,
-            sequence: 0,
-            saved: 0,
-            last_saved: 0,
-            saved_by_last: Vec::new(),
-            kept: Vec::new(),
-            versions: Vec::new(),
-        }
-    }
-
-    /// Adds the variables among `tensors` to `versions`.
-    fn reads(&mut self, tensors: &[&Tensor]) {
-        for version in tensors.iter().filter_map(|t| t.version.as_ref()) {
-            if !self.versions.iter().any(|(known, _)| Arc::ptr_eq(known, version)) {
-                self.versions.push((version.clone(), version.get()));
-            }
-        }
-    }
-}
-
-/// The state of a later run of a function, which recomputes the saved values.
-struct Recomputing {
-    /// Operations run so far.
-    sequence: usize,
-    /// The number of the operation with which the recomputation ends.
-    last_saved: usize,
-    /// How many values the first run saved.
-    expected: usize,
-    /// The values recomputed so far.
-    values: Vec<Raw>,
-    /// The kept results that this run has not taken yet.
-    kept: VecDeque<Kept>,
-    /// Whether the policy is [`Policy::Selective`].
-    selective: bool,
-}
-
-thread_local! {
-    /// The recorders of nested checkpoints, the innermost last. Only the last one records operations and saved values.
-    static RECORDERS: RefCell<Vec<Recorder>> = const { RefCell::new(Vec::new()) };
-}
-
-/// Keeps a recorder on the stack until the scope is left or dropped, also by an error or a panic.
-struct Scope {
-    /// The index of the recorder in [`RECORDERS`].
-    depth: usize,
-    grad_was_enabled: bool,
-}
-
-impl Scope {
-    fn enter(recorder: Recorder) -> Self {
-        let grad_was_enabled = set_grad_enabled(true);
-        let depth = RECORDERS.with_borrow_mut(|recorders| {
-            recorders.push(recorder);
-            recorders.len() - 1
-        });
-        set_recording(true);
-        Self { depth, grad_was_enabled }
-    }
-
-    /// Ends the scope and returns its recorder; `None` if another recorder is the innermost one.
-    fn leave(self) -> Option<Recorder> {
-        RECORDERS.with_borrow_mut(|recorders| if recorders.len() == self.depth + 1 { recorders.pop() } else { None })
-    }
-}
-
-impl Drop for Scope {
-    fn drop(&mut self) {
-        let ended = RECORDERS.with_borrow_mut(|recorders| {
-            let ended: Vec<Recorder> = recorders.drain(self.depth.min(recorders.len())..).collect();
-            set_recording(!recorders.is_empty());
-            ended
-        });
-        // Dropped after the borrow, because a destructor may use `RECORDERS`.
-        drop(ended);
-        set_grad_enabled(self.grad_was_enabled);
-    }
 }
 
 /// Whether the innermost checkpoint is selective: it then keeps the results of expensive operations.

@@ -1,0 +1,118 @@
+//! [`Recorder`]: what the runs of checkpointed functions record, and the stack of the recorders of nested checkpoints.
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use candle_core::TensorId;
+
+use super::{Kept, Region};
+use crate::capture::Version;
+use crate::raw::Raw;
+use crate::tape::{set_grad_enabled, set_recording};
+use crate::tensor::Tensor;
+
+/// What a run of a checkpointed function has recorded so far.
+pub(super) enum Recorder {
+    Record(Recording),
+    Recompute(Recomputing),
+}
+
+/// The state of a function's first run, which counts the values that are saved and keeps expensive results.
+pub(super) struct Recording {
+    pub(super) region: Arc<Region>,
+    /// Operations run so far.
+    pub(super) sequence: usize,
+    /// Values saved so far.
+    pub(super) saved: usize,
+    /// The number of the last operation that saved a value; a recomputation ends with this operation.
+    pub(super) last_saved: usize,
+    /// The values that the operation `last_saved` has saved.
+    pub(super) saved_by_last: Vec<TensorId>,
+    /// The kept results, each with the number of the operation that computed them.
+    pub(super) kept: Vec<(usize, Kept)>,
+    /// For each variable that the function has read: the counter of its changes in place, and the count at the first
+    /// read.
+    pub(super) versions: Vec<(Arc<Version>, u64)>,
+}
+
+impl Recording {
+    pub(super) const fn new(region: Arc<Region>) -> Self {
+        Self {
+            region,
+            sequence: 0,
+            saved: 0,
+            last_saved: 0,
+            saved_by_last: Vec::new(),
+            kept: Vec::new(),
+            versions: Vec::new(),
+        }
+    }
+
+    /// Adds the variables among `tensors` to `versions`.
+    pub(super) fn reads(&mut self, tensors: &[&Tensor]) {
+        for version in tensors.iter().filter_map(|t| t.version.as_ref()) {
+            if !self.versions.iter().any(|(known, _)| Arc::ptr_eq(known, version)) {
+                self.versions.push((version.clone(), version.get()));
+            }
+        }
+    }
+}
+
+/// The state of a later run of a function, which recomputes the saved values.
+pub(super) struct Recomputing {
+    /// Operations run so far.
+    pub(super) sequence: usize,
+    /// The number of the operation with which the recomputation ends.
+    pub(super) last_saved: usize,
+    /// How many values the first run saved.
+    pub(super) expected: usize,
+    /// The values recomputed so far.
+    pub(super) values: Vec<Raw>,
+    /// The kept results that this run has not taken yet.
+    pub(super) kept: VecDeque<Kept>,
+    /// Whether the policy is [`Policy::Selective`](super::Policy::Selective).
+    pub(super) selective: bool,
+}
+
+thread_local! {
+    /// The recorders of nested checkpoints, the innermost last. Only the last one records operations and saved values.
+    pub(super) static RECORDERS: RefCell<Vec<Recorder>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Keeps a recorder on the stack until the scope is left or dropped, also by an error or a panic.
+pub(super) struct Scope {
+    /// The index of the recorder in [`RECORDERS`].
+    depth: usize,
+    grad_was_enabled: bool,
+}
+
+impl Scope {
+    pub(super) fn enter(recorder: Recorder) -> Self {
+        let grad_was_enabled = set_grad_enabled(true);
+        let depth = RECORDERS.with_borrow_mut(|recorders| {
+            recorders.push(recorder);
+            recorders.len() - 1
+        });
+        set_recording(true);
+        Self { depth, grad_was_enabled }
+    }
+
+    /// Ends the scope and returns its recorder; `None` if another recorder is the innermost one.
+    pub(super) fn leave(self) -> Option<Recorder> {
+        RECORDERS.with_borrow_mut(|recorders| if recorders.len() == self.depth + 1 { recorders.pop() } else { None })
+    }
+}
+
+impl Drop for Scope {
+    fn drop(&mut self) {
+        let ended = RECORDERS.with_borrow_mut(|recorders| {
+            let ended: Vec<Recorder> = recorders.drain(self.depth.min(recorders.len())..).collect();
+            set_recording(!recorders.is_empty());
+            ended
+        });
+        // Dropped after the borrow, because a destructor may use `RECORDERS`.
+        drop(ended);
+        set_grad_enabled(self.grad_was_enabled);
+    }
+}
