@@ -95,8 +95,7 @@ impl BackwardContext<'_> {
     }
 
     /// Take out the gradient that input `index` has so far, if it is complete, contiguous and of `dtype`. A kernel can
-    /// then compute a further gradient of the input and add the two in one launch. The caller must [`add`](Self::add)
-    /// the sum.
+    /// then add a further gradient in the launch that computes it. The caller must [`add`](Self::add) the sum.
     #[cfg(feature = "cuda")]
     pub(crate) fn take_pending(&mut self, index: usize, dtype: DType) -> Option<Pending> {
         let id = self.node.inputs.get(index)?.as_ref()?.id();
@@ -143,9 +142,8 @@ impl BackwardContext<'_> {
         pending.take(dim, &part)
     }
 
-    /// Add the matrix product `alpha` a b to the gradient of input `index`. `dims` and `dtype` are the shape and the
-    /// dtype of the gradient. The shape has as many elements as the product. The dtype is that of a and b; if they are
-    /// f16 or bf16, it may also be f32.
+    /// Add the matrix product `alpha` a b to the gradient of input `index`, which has the shape `dims`, with as many
+    /// elements as the product, and the dtype `dtype`: that of a and b, or also f32 if they are f16 or bf16.
     ///
     /// If the input is a variable with a gradient buffer, or has a gradient that can change in place, the product
     /// kernel adds to this buffer or gradient: there is no temporary tensor and no separate addition.
@@ -383,13 +381,11 @@ fn ones_like(raw: &Raw) -> Result<Raw> {
 
 impl Tensor {
     /// Differentiate this tensor of one element with respect to every variable it depends on. The gradients are added
-    /// to [`Var::grad`]. The values that an operation has saved are freed as soon as the gradients of its inputs are
-    /// computed.
+    /// to [`Var::grad`]. The values that an operation has saved are freed once its inputs' gradients are computed.
     ///
     /// # Errors
     /// [`Error::Shape`] if the tensor does not have one element, [`Error::Autograd`] if it does not depend on a
-    /// variable, the graph was differentiated before, or a variable was changed in place after an operation saved the
-    /// variable's values.
+    /// variable, the graph was differentiated before, or a variable was changed in place after its values were saved.
     pub fn backward(&self) -> Result<GradStore> {
         self.backward_with(None, false)
     }
@@ -450,8 +446,7 @@ pub fn grad(
         .collect()
 }
 
-/// The ids of the nodes that lie on a path from `root` to a target, along the inputs of nodes: only these get
-/// gradients.
+/// The ids of the nodes on a path from `root` to a target, along the inputs of nodes: only these get gradients.
 fn on_paths_to(root: &Arc<Node>, targets: &FxHashMap<u64, usize>) -> FxHashSet<u64> {
     let mut nodes: Vec<&Arc<Node>> = Vec::new();
     let mut seen: FxHashSet<u64> = FxHashSet::default();
