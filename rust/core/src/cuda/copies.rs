@@ -1,11 +1,11 @@
-//! Each device has a stream of copies: from pinned memory, to pinned memory, and from other devices. Events order this
-//! stream with the compute stream, which runs all other work of the device.
+//! The stream of copies of each device: copies between the device and pinned memory, and copies from other devices.
+//! Events order this stream with the compute stream, which runs all other work of the device.
 //!
 //! In a capture the same events fork the stream of copies off the captured compute stream and join it again, and the
 //! copies become nodes of the graph. Captured work cannot wait for an event of eager work, and eager work cannot wait
-//! for an event of captured work. So the two streams are joined (they "meet") where a recording or a replay begins and
-//! ends. A replay may overwrite what earlier copies have written. So after a meeting, code that has made copies must
-//! assume that their destinations have changed; [`Copies::epoch`] counts the meetings.
+//! for an event of captured work. So the two streams are joined (they "meet") where a recording begins, where it ends,
+//! and where a replay begins. A replay may overwrite what earlier copies have written. So after a meeting, code that
+//! has made copies must assume that their destinations have changed; [`Copies::epoch`] counts the meetings.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
@@ -32,7 +32,7 @@ impl Event {
         result::event::create(CUevent_flags::CU_EVENT_DISABLE_TIMING).map(Self)
     }
 
-    /// Record the event, which completes when the work that is queued in `stream` now is done.
+    /// Record the event in `stream`: it completes when the work that is queued there now is done.
     pub(super) fn record(&self, stream: CUstream) -> std::result::Result<(), DriverError> {
         // SAFETY: event and stream live as long as the process.
         unsafe { result::event::record(self.0, stream) }
@@ -40,7 +40,7 @@ impl Event {
 
     /// Make work that is queued in `stream` from now on wait for the event.
     pub(super) fn before(&self, stream: CUstream) -> std::result::Result<(), DriverError> {
-        // SAFETY: as above.
+        // SAFETY: as in `record`.
         unsafe { result::stream::wait_event(stream, self.0, CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT) }
     }
 }
@@ -49,17 +49,17 @@ impl Event {
 /// the process.
 pub(super) struct Copies {
     stream: CUstream,
-    /// Recorded on the compute stream before a copy; the stream of copies then waits for the event.
+    /// Recorded in the compute stream before a copy; the stream of copies then waits for the event.
     forked: Event,
-    /// Recorded on the stream of copies; the compute stream then waits for the event, and so for all copies.
+    /// Recorded in the stream of copies; the compute stream then waits for the event, and so for all copies.
     joined: Event,
     /// Whether copies may have been queued since the compute stream last waited for all copies.
     is_ahead: AtomicBool,
-    /// The number of meetings.
+    /// The number of meetings (see the top of this file).
     epoch: AtomicU64,
     /// The thread that copies from pageable memory, if it was started.
     staging: OnceLock<Staging>,
-    /// The number of pageable buffers that copies read.
+    /// The number of buffers of streamed weights that are in pageable memory.
     pageable: AtomicUsize,
 }
 
@@ -86,36 +86,38 @@ impl Copies {
         make().map_err(|error| driver_error("stream_blocks", error))
     }
 
-    /// The stream itself.
+    /// Return the stream itself.
     pub(super) const fn stream(&self) -> CUstream {
         self.stream
     }
 
-    /// The thread that copies from pageable memory, if it was started.
+    /// Return the thread that copies from pageable memory, if it was started.
     pub(super) fn staging(&self) -> Option<&Staging> {
         self.staging.get()
     }
 
-    /// The number of pageable buffers that copies read.
+    /// Return the number of buffers of streamed weights that are in pageable memory. The owners of the buffers change
+    /// it.
     pub(super) const fn pageable(&self) -> &AtomicUsize {
         &self.pageable
     }
 
-    /// Start the thread that copies from pageable memory.
+    /// Start the thread that copies from pageable memory, unless it was started already.
     pub(super) fn start_staging(&self, gpu: &'static Gpu) -> Result<()> {
         if self.staging.get().is_none() {
+            // If another thread has started one meanwhile, this one ends.
             drop(self.staging.set(Staging::new(gpu, self.stream)?));
         }
         Ok(())
     }
 
-    /// The number of meetings. While the number stays the same, no replay has overwritten what copies have written.
+    /// Return the number of meetings. While it stays the same, no replay has overwritten what copies have written.
     pub(super) fn epoch(&self) -> u64 {
         self.epoch.load(Ordering::Acquire)
     }
 
-    /// Let copies that are queued from now on wait for the work that the compute stream has now. Returns the stream in
-    /// which to queue the copies.
+    /// Let copies that are queued from now on wait for the work that is queued in the compute stream now. Returns the
+    /// stream in which to queue the copies.
     pub(super) fn fork(&self, compute: &CudaStream) -> std::result::Result<CUstream, DriverError> {
         compute.context().bind_to_thread()?;
         self.forked.record(compute.cu_stream())?;
@@ -124,10 +126,10 @@ impl Copies {
         Ok(self.stream)
     }
 
-    /// Let the compute stream wait for all copies.
+    /// Let the compute stream wait for all copies. Blocks until the staging thread has queued its copies.
     pub(super) fn join(&self, compute: &CudaStream) -> std::result::Result<(), DriverError> {
         if let Some(staging) = self.staging() {
-            // The error is ignored here: it is returned where the result of the failed copy is used.
+            // An error is ignored here: `Copier::wait` returns it where the destination of the failed copy is used.
             let _ = staging.wait_for_all();
         }
         if self.is_ahead.swap(false, Ordering::AcqRel) {
@@ -138,8 +140,8 @@ impl Copies {
         Ok(())
     }
 
-    /// Does the same as [`join`](Self::join) and counts a meeting. To be called where a recording or a replay begins or
-    /// ends.
+    /// Do what [`join`](Self::join) does, and count a meeting. To be called where a recording begins, where it ends,
+    /// and where a replay begins.
     pub(super) fn meet(&self, compute: &CudaStream) -> std::result::Result<(), DriverError> {
         self.epoch.fetch_add(1, Ordering::AcqRel);
         self.join(compute)
@@ -154,16 +156,17 @@ impl Lazy {
         Self(Mutex::new(None))
     }
 
-    /// The [`Copies`], if they have been made.
+    /// Return the [`Copies`], if they were made.
     pub(super) fn get(&self) -> Option<&'static Copies> {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Return the [`Copies`]; make them first if there are none.
     pub(super) fn get_or_make(&self, compute: &CudaStream) -> Result<&'static Copies> {
-        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(copies) = *known {
+        let mut made = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(copies) = *made {
             return Ok(copies);
         }
-        Ok(known.insert(Box::leak(Box::new(Copies::new(compute)?))))
+        Ok(made.insert(Box::leak(Box::new(Copies::new(compute)?))))
     }
 }

@@ -1,9 +1,10 @@
-//! Copies, conversions and changes in place. Where candle returns [`Error::Candle`] on the CPU (the destination shares
-//! the source's storage or is a broadcast view), these functions return [`Error::Argument`].
+//! Copies, conversions and changes in place. If the destination shares the source's storage or is a broadcast view,
+//! these functions return [`Error::Argument`], where those of the CPU engine return [`Error::Candle`].
 
 use candle_core::DType;
 use candle_core::cuda_backend::cudarc::driver::result;
 use trainable_candle_cuda::kernels::cast::{CAST, Cast};
+// `ACCUMULATE` takes the arguments of `COPY`, and `SCALE_IN_PLACE` those of `FILL`.
 use trainable_candle_cuda::kernels::copy::{
     ACCUMULATE, COPY, COPY_BYTES, Copy as CopyArguments, FILL, Fill, LERP, Lerp, SCALE_IN_PLACE,
 };
@@ -23,7 +24,7 @@ pub fn contiguous(x: &Raw) -> Result<Raw> {
     if x.is_contiguous() { Ok(x.clone()) } else { copy(x) }
 }
 
-/// A contiguous copy; any dtype that kernels support.
+/// Copies `x` to a new, contiguous tensor. Takes any dtype that kernels support.
 pub fn copy(x: &Raw) -> Result<Raw> {
     const OP: &str = "copy";
     let y = empty(OP, Gpu::of(OP, x)?, x.dims(), x.dtype())?;
@@ -43,10 +44,12 @@ pub fn cast(x: &Raw, dtype: DType) -> Result<Raw> {
     Ok(y)
 }
 
-/// The same values in another dtype, where at least one of the two dtypes is an integer dtype.
+/// Converts `x` to `dtype` if at least one of the two dtypes is an integer dtype; [`cast`] is for two floating-point
+/// dtypes. Returns `x` itself if it has the dtype already, otherwise a contiguous tensor.
 ///
 /// # Errors
-/// [`Error::DType`] for dtypes that kernels do not support, [`Error::OutOfMemory`] if the result does not fit.
+/// [`Error::Device`] if `x` is not on a CUDA device, [`Error::DType`] if a dtype is not u8, u32, i64, f16, bf16, f32 or
+/// f64, [`Error::Shape`] as [`strided`], [`Error::OutOfMemory`] if the result does not fit into memory.
 pub fn convert(x: &Raw, dtype: DType) -> Result<Raw> {
     const OP: &str = "cast";
     if x.dtype() == dtype {
@@ -58,7 +61,7 @@ pub fn convert(x: &Raw, dtype: DType) -> Result<Raw> {
     if y.elem_count() > 0 {
         let (to, from) = (Member::new(OP, &y)?, Member::new(OP, x)?);
         let (tensors, shape) = strided(OP, x.dims(), [to, from])?;
-        // SAFETY: the strides stay inside of the tensors.
+        // SAFETY: the strides stay inside the tensors.
         unsafe { function.launch(OP, gpu, shape, Cast { y: to.output(), x: from.input(), tensors }) }?;
     }
     Ok(y)
@@ -92,10 +95,11 @@ pub fn fill(dst: &Raw, value: f64) -> Result<()> {
     change("fill", &FILL, dst, value)
 }
 
-/// A new tensor filled with `value`.
+/// Makes a tensor filled with `value`.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`] if it does not fit into memory, [`Error::DType`] if the dtype is not a floating-point one.
+/// [`Error::Device`] if `device` is not a CUDA device, [`Error::OutOfMemory`] if the tensor does not fit into memory,
+/// [`Error::DType`] if the dtype is not a floating-point one.
 pub fn filled(device: &candle_core::Device, value: f64, dims: &[usize], dtype: DType) -> Result<Raw> {
     const OP: &str = "full";
     let y = empty(OP, Gpu::of_device(OP, device)?, dims, dtype)?;
@@ -103,11 +107,12 @@ pub fn filled(device: &candle_core::Device, value: f64, dims: &[usize], dtype: D
     Ok(y)
 }
 
-/// Concatenates tensors of one dtype along `dim`; their sizes along the other dimensions must be equal. Any dtype that
-/// kernels support.
+/// Concatenates tensors along `dim`. They must have the same dtype, any that kernels support, and the same sizes along
+/// the other dimensions.
 pub fn cat(parts: &[&Raw], dim: usize) -> Result<Raw> {
     const OP: &str = "cat";
-    let (first, others) = parts.split_first().ok_or_else(|| Error::argument(OP, "found no tensors"))?;
+    let (first, others) =
+        parts.split_first().ok_or_else(|| Error::argument(OP, "found no tensors, expected at least one"))?;
     same_device(OP, first, others)?;
     let mut dims = first.dims().to_vec();
     dims[dim] = parts.iter().map(|part| part.dims()[dim]).sum();
@@ -121,7 +126,7 @@ pub fn cat(parts: &[&Raw], dim: usize) -> Result<Raw> {
     Ok(y)
 }
 
-/// A tensor of zeros; any dtype that kernels support.
+/// Makes a tensor of zeros, of any dtype that kernels support.
 pub fn zeros(device: &candle_core::Device, dims: &[usize], dtype: DType) -> Result<Raw> {
     const OP: &str = "zeros";
     let gpu = Gpu::of_device(OP, device)?;
@@ -129,12 +134,12 @@ pub fn zeros(device: &candle_core::Device, dims: &[usize], dtype: DType) -> Resu
     let bytes = y.elem_count() * dtype.size_in_bytes();
     if bytes > 0 {
         let to = address(OP, &y)?;
-        let run = || {
+        let queue = || {
             gpu.stream().context().bind_to_thread()?;
-            // SAFETY: the tensor has these bytes, and zero bytes are a value of every dtype.
+            // SAFETY: the tensor has this many bytes, and bytes of zeros are a value of every dtype.
             unsafe { result::memset_d8_async(to, 0, bytes, gpu.stream().cu_stream()) }
         };
-        run().map_err(|error| driver_error(OP, error))?;
+        queue().map_err(|error| driver_error(OP, error))?;
     }
     Ok(y)
 }
@@ -144,7 +149,7 @@ pub fn scale_in_place(dst: &Raw, factor: f64) -> Result<()> {
     change("scale_in_place", &SCALE_IN_PLACE, dst, factor)
 }
 
-/// Copies `src` to `dst`, which must be contiguous and have the same shape, dtype and device.
+/// Copies `src` to `dst`. `dst` must be contiguous, and have the shape, the dtype and the device of `src`.
 pub(super) fn transfer(op: &'static str, dst: &Raw, src: &Raw) -> Result<()> {
     if !src.is_contiguous() {
         return copy_into(dst, src);
@@ -155,15 +160,15 @@ pub(super) fn transfer(op: &'static str, dst: &Raw, src: &Raw) -> Result<()> {
     }
     let gpu = Gpu::of(op, dst)?;
     let (to, from) = (address(op, dst)?, address(op, src)?);
-    let run = || {
+    let queue = || {
         gpu.stream().context().bind_to_thread()?;
         // SAFETY: both tensors are contiguous and have this many bytes.
         unsafe { result::memcpy_dtod_async(to, from, bytes, gpu.stream().cu_stream()) }
     };
-    run().map_err(|error| driver_error(op, error))
+    queue().map_err(|error| driver_error(op, error))
 }
 
-/// A contiguous copy of `x` with a storage of its own.
+/// Copies `x` to a new, contiguous tensor, by [`transfer`].
 pub(super) fn duplicate(op: &'static str, x: &Raw) -> Result<Raw> {
     let y = empty(op, Gpu::of(op, x)?, x.dims(), x.dtype())?;
     transfer(op, &y, x)?;
@@ -175,11 +180,13 @@ pub(super) fn duplicate(op: &'static str, x: &Raw) -> Result<Raw> {
 enum Change {
     /// The element of the source is added.
     Add,
-    /// The element moves towards the element of the source; the weight is at this address.
+    /// The element moves towards the element of the source by a share of their difference. The share, one f64, is at
+    /// this address.
     Lerp(Const),
 }
 
-/// Copies `src` to `dst`, or combines them in `dst` as `change` says. Both must have the same shape and device.
+/// Copies `src` to `dst` with conversion to the dtype of `dst`, or changes `dst` as `change` says. Both must have the
+/// same shape and device.
 fn write(op: &'static str, dst: &Raw, src: &Raw, change: Option<Change>) -> Result<()> {
     if dst.elem_count() == 0 {
         return Ok(());
@@ -187,12 +194,12 @@ fn write(op: &'static str, dst: &Raw, src: &Raw, change: Option<Change>) -> Resu
     let gpu = Gpu::of(op, dst)?;
     let (to, from) = (Member::new(op, dst)?, Member::new(op, src)?);
     if change.is_none() && dst.dtype() == src.dtype() {
-        // SAFETY: the strides stay inside of the tensors.
+        // SAFETY: the strides stay inside the tensors.
         return unsafe { copy_bytes(op, gpu, dst.dims(), to, from) };
     }
     let (tensors, shape) = strided(op, dst.dims(), [to, from])?;
     let (y, x, dtypes) = (to.output(), from.input(), suffixes(op, src.dtype(), dst.dtype())?);
-    // SAFETY: as above.
+    // SAFETY: the strides stay inside the tensors.
     unsafe {
         match change {
             None => gpu.function(&COPY, dtypes)?.launch(op, gpu, shape, CopyArguments { y, x, tensors }),
@@ -209,8 +216,7 @@ fn write(op: &'static str, dst: &Raw, src: &Raw, change: Option<Change>) -> Resu
 /// Copies `from` to `to` without conversion. Their elements must have the same size in bytes.
 ///
 /// # Safety
-/// The strides of `from` stay inside of memory that may be read, and those of `to` inside of memory that may be
-/// written.
+/// The strides of `from` stay inside memory that may be read, and those of `to` inside memory that may be written.
 pub(super) unsafe fn copy_bytes(
     op: &'static str,
     gpu: &Gpu,
@@ -235,10 +241,12 @@ fn change(op: &'static str, kernel: &Kernel<Fill>, dst: &Raw, number: f64) -> Re
     }
     let to = Member::new(op, dst)?;
     let (tensors, shape) = strided(op, dst.dims(), [to])?;
-    // SAFETY: the strides stay inside of the tensor.
+    // SAFETY: the strides stay inside the tensor.
     unsafe { function.launch(op, gpu, shape, Fill { y: to.output(), tensors, number }) }
 }
 
+/// Checks that `dst` can be changed by `src`: the shapes and the devices are equal, `dst` is no broadcast view, and the
+/// storages differ.
 fn check_pair(op: &'static str, dst: &Raw, src: &Raw) -> Result<()> {
     if dst.dims() != src.dims() {
         return Err(Error::shape(op, format!("found a source of shape {:?}, expected {:?}", src.dims(), dst.dims())));
@@ -251,13 +259,16 @@ fn check_pair(op: &'static str, dst: &Raw, src: &Raw) -> Result<()> {
     Ok(())
 }
 
-/// Checks that no two elements of a tensor to be changed have the same memory, as they do in a broadcast view.
+/// Checks that no two elements of `dst` share memory, as elements of a broadcast view do.
 fn check_distinct(op: &'static str, dst: &Raw) -> Result<()> {
-    let repeats = dst.dims().iter().zip(dst.stride()).any(|(&size, &stride)| size > 1 && stride == 0);
-    if repeats && dst.elem_count() > 0 {
+    let is_broadcast = dst.dims().iter().zip(dst.stride()).any(|(&size, &stride)| size > 1 && stride == 0);
+    if is_broadcast && dst.elem_count() > 0 {
         return Err(Error::argument(
             op,
-            format!("the destination is a broadcast view with strides {:?}", dst.stride()),
+            format!(
+                "found a destination with strides {:?} (a broadcast view), expected one whose elements share no memory",
+                dst.stride()
+            ),
         ));
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! Copies of tensors' values to the host.
+//! Copies the values of tensors to the host.
 
 use candle_core::WithDType;
 use trainable_candle_cuda::download;
@@ -10,12 +10,14 @@ use super::launch::address;
 use super::mapped;
 use crate::{Error, Raw, Result};
 
-/// The elements of a tensor in row-major order, on the host. Only these elements are copied, not the whole storage. `T`
-/// is the type of the elements. Waits for the device.
+/// Waits for the device, and copies the elements of a tensor to the host, in row-major order. `T` is the type of the
+/// elements. Of a view, only the elements that the view shows are copied, not its whole storage.
 ///
 /// # Errors
 /// [`Error::Device`] if the tensor is not on a CUDA device or the driver reports an error, [`Error::DType`] if `T` is
-/// not the type of the elements, [`Error::Index`] if a kernel has found an id out of range.
+/// not the type of the elements, [`Error::Index`] if a kernel has found an id out of range since the last check of the
+/// board. If the tensor is not contiguous, [`Error::OutOfMemory`] if the device has no memory for a contiguous copy,
+/// and [`Error::Shape`] if the tensor has too many dimensions for a copy.
 pub fn download<T: WithDType>(x: &Raw) -> Result<Vec<T>> {
     const OP: &str = "to_cpu";
     let gpu = Gpu::of(OP, x)?;
@@ -31,7 +33,7 @@ pub fn download<T: WithDType>(x: &Raw) -> Result<Vec<T>> {
         return Ok(values);
     }
     let mut values: Vec<T> = Vec::with_capacity(count);
-    // Copy nothing of an empty tensor: its storage has memory that nothing has written.
+    // The storage of an empty tensor has room for one element, which nothing has written: do not read it.
     if count > 0 {
         gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
         // SAFETY: `dense` and the capacity of `values` have `count` elements of the number type `T`, and the copy

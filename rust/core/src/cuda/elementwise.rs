@@ -12,7 +12,7 @@ use crate::{Raw, Result};
 
 const OP: &str = "elementwise operation";
 
-/// The kernel of a function, and the two numbers that the kernel takes besides the operands.
+/// An elementwise function by its kernel, with the two numbers that every such kernel takes besides its operands.
 #[derive(Clone, Copy, Debug)]
 pub struct Kernel {
     name: &'static str,
@@ -20,7 +20,7 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// `name` is the function's name in `cuda/kernels/elementwise.cu`; unused `parameters` are 0.
+    /// Describes the function that `cuda/kernels/elementwise.cu` calls `name`. `parameters` that it does not use are 0.
     pub const fn new(name: &'static str, parameters: [f64; 2]) -> Self {
         Self { name, parameters }
     }
@@ -43,6 +43,8 @@ pub fn ternary(a: &Raw, b: &Raw, c: &Raw, kernel: Kernel) -> Result<Raw> {
     apply([a, b, c], &operand_dims(&[a, b, c])?, kernel)
 }
 
+/// Computes the function of `kernel`. `dims` is the shape to which the operands broadcast; they are on one device and
+/// have one dtype, which is also that of the result.
 fn apply<const N: usize>(operands: [&Raw; N], dims: &[usize], kernel: Kernel) -> Result<Raw> {
     let gpu = Gpu::of(OP, operands[0])?;
     let dtype = operands[0].dtype();
@@ -52,16 +54,16 @@ fn apply<const N: usize>(operands: [&Raw; N], dims: &[usize], kernel: Kernel) ->
         return Ok(y);
     }
     let to = Member::new(OP, &y)?;
-    let mut from = [to; N];
-    for (member, operand) in from.iter_mut().zip(operands) {
+    // `to` only fills the array until the loop has set each entry.
+    let mut members = [to; N];
+    for (member, operand) in members.iter_mut().zip(operands) {
         *member = Member::new(OP, operand)?;
     }
     let [p, q] = kernel.parameters;
     let y_at = to.output();
-    // SAFETY: the addresses and strides are those of the tensors, broadcast to `dims`, so they stay inside of the
-    // tensors.
+    // SAFETY: the addresses and strides are those of the tensors, broadcast to `dims`, so they stay inside the tensors.
     unsafe {
-        match *from.as_slice() {
+        match *members.as_slice() {
             [a] => {
                 let (tensors, shape) = strided(OP, dims, [to, a])?;
                 let arguments = Unary { y: y_at, a: a.input(), tensors, p, q };

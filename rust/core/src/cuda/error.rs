@@ -1,4 +1,4 @@
-//! Converts errors of the driver, of cuBLAS and of candle to errors of the library.
+//! Converts errors of the driver, of cuBLAS and of candle to this library's errors.
 
 use std::error::Error as StdError;
 
@@ -10,7 +10,7 @@ use trainable_candle_cuda::memory::Status;
 
 use crate::{Error, Result};
 
-/// Converts the driver's error to an error of the library.
+/// Converts an error of the driver that cudarc has returned.
 #[cold]
 pub(super) fn driver_error(op: &'static str, error: DriverError) -> Error {
     if error.0 == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
@@ -28,6 +28,7 @@ pub(super) fn driver_error(op: &'static str, error: DriverError) -> Error {
     Error::device(op, format!("the NVIDIA driver reports: {error}"))
 }
 
+/// Returns the status of a call of cuBLAS as an error, unless it is a success.
 pub(super) fn check_blas(status: blas::cublasStatus_t) -> Result<()> {
     if status == blas::cublasStatus_t::CUBLAS_STATUS_SUCCESS {
         return Ok(());
@@ -35,19 +36,20 @@ pub(super) fn check_blas(status: blas::cublasStatus_t) -> Result<()> {
     Err(Error::device("matmul", format!("cuBLAS reports {status:?}")))
 }
 
-/// Converts candle's CUDA error to an error of the library.
+/// Converts an error of candle's CUDA backend.
 #[cold]
 pub(crate) fn from_candle(error: Box<dyn StdError + Send + Sync>) -> Error {
+    const OP: &str = "cuda";
     match error.downcast::<CudaError>() {
         Ok(error) => match *error {
-            CudaError::Cuda(error) => driver_error("cuda", error),
-            other => Error::device("cuda", other.to_string()),
+            CudaError::Cuda(error) => driver_error(OP, error),
+            other => Error::device(OP, other.to_string()),
         },
-        Err(other) => Error::device("cuda", other.to_string()),
+        Err(other) => Error::device(OP, other.to_string()),
     }
 }
 
-/// Converts a status of the driver to an error of the library.
+/// Converts an error of the driver that the crate `trainable_candle_cuda` has returned as a status.
 #[cold]
 pub(super) fn status_error(op: &'static str, status: Status) -> Error {
     Error::device(op, format!("the NVIDIA driver reports error {}", status.0))

@@ -1,4 +1,5 @@
-//! Memory that this library shares by DLPack with other libraries, which queue their work in streams of their own.
+//! Orders the work of this library and of libraries with which it shares memory by DLPack: these have streams of their
+//! own. A *consumer* is a library that uses this library's tensors.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -16,7 +17,7 @@ use crate::{Raw, Result, capture};
 
 const OP: &str = "dlpack";
 
-/// The address of a tensor's first element.
+/// Returns the address of a tensor's first element.
 ///
 /// # Errors
 /// [`Error::Device`](crate::Error::Device) if the tensor is not on a CUDA device,
@@ -25,7 +26,7 @@ pub fn address(tensor: &Raw) -> Result<u64> {
     launch::address(OP, tensor)
 }
 
-/// The stream in which this library queues its work on a device, as the driver's handle.
+/// Returns the driver's handle of the stream in which this library queues its work on a device.
 ///
 /// # Errors
 /// [`Error::Device`](crate::Error::Device) if `device` is not a CUDA device.
@@ -33,7 +34,7 @@ pub fn stream(device: &Device) -> Result<usize> {
     Ok(Gpu::of_device(OP, device)?.stream().cu_stream() as usize)
 }
 
-/// Make `second` wait for the work that is queued on `first`.
+/// Makes the stream `second` wait for the work that is queued in the stream `first` now.
 ///
 /// # Safety
 /// Both are streams of the current device.
@@ -48,7 +49,7 @@ unsafe fn order(first: CUstream, second: CUstream) -> std::result::Result<(), Dr
     }
 }
 
-/// Make another library's stream wait until all work that this library has queued is done.
+/// Makes the consumer's stream wait until all work that this library has queued on the device is done.
 ///
 /// # Safety
 /// `consumer` is the handle of a stream of the device, 1 for the legacy default stream, or 2 for the per-thread default
@@ -65,28 +66,29 @@ pub unsafe fn ready_for(device: &Device, consumer: usize) -> Result<()> {
     unsafe { order(gpu.stream().cu_stream(), consumer as CUstream) }.map_err(|error| driver_error(OP, error))
 }
 
-/// Tensors that other libraries released during a capture, each with the other library's stream if it is known. The
-/// tensors are kept until the next release outside of a capture, because a capture cannot wait for a stream.
-static RETURNED: Mutex<Vec<(Raw, Option<usize>)>> = Mutex::new(Vec::new());
+/// Tensors that consumers have released during a capture, each with the consumer's stream if it is known. They are kept
+/// until the next release outside of a capture, because captured work cannot wait for another library's stream.
+static DEFERRED: Mutex<Vec<(Raw, Option<usize>)>> = Mutex::new(Vec::new());
 
-/// Release a tensor that another library no longer uses: this library's stream waits for the work that the other
-/// library has queued. `consumer` is the other library's stream, as in [`ready_for`], if it is known.
+/// Drops a tensor that a consumer no longer uses, after the work that the consumer has queued. `consumer` is the
+/// consumer's stream, as in [`ready_for`], if it is known. Unless this is the legacy default stream, the call waits for
+/// the device. During a capture, the tensor is kept for now.
 pub fn released(tensor: Raw, consumer: Option<usize>) {
-    let mut waiting = std::mem::take(&mut *RETURNED.lock().unwrap_or_else(PoisonError::into_inner));
+    let mut waiting = std::mem::take(&mut *DEFERRED.lock().unwrap_or_else(PoisonError::into_inner));
     waiting.push((tensor, consumer));
     if is_capturing_anywhere() {
-        RETURNED.lock().unwrap_or_else(PoisonError::into_inner).append(&mut waiting);
+        DEFERRED.lock().unwrap_or_else(PoisonError::into_inner).append(&mut waiting);
         return;
     }
     for (tensor, consumer) in waiting {
         // Errors are ignored: a device that has failed reports the error on the next call.
-        let _ = follow(tensor.device(), consumer);
+        let _ = wait_for(tensor.device(), consumer);
     }
 }
 
-/// Make this library's stream wait for the stream `consumer` if that is the legacy default stream. Otherwise wait for
-/// all work of the device.
-fn follow(device: &Device, consumer: Option<usize>) -> Result<()> {
+/// Makes this library's stream wait for the stream `consumer` if that is the legacy default stream. Otherwise makes the
+/// host wait for all work of the device.
+fn wait_for(device: &Device, consumer: Option<usize>) -> Result<()> {
     const LEGACY: usize = 1;
     let gpu = Gpu::of_device(OP, device)?;
     let context = gpu.stream().context();
@@ -102,17 +104,18 @@ fn follow(device: &Device, consumer: Option<usize>) -> Result<()> {
     wait().map_err(|error| driver_error(OP, error))
 }
 
-/// Copy the values of another library's tensor. Before the call, the caller must have made this library's stream wait
-/// until the values are written. Returns after all values have been read.
+/// Copies another library's tensor to a new tensor. Before the call, the caller must make this library's stream wait
+/// until the values are written. Returns after all values were read.
 ///
 /// # Safety
-/// Every element that `dims` and `strides` (in elements) reach from `address` is readable on the device.
+/// Every element that `dims` and `strides` (in elements) reach from `address` is readable on the device, and has the
+/// dtype `dtype`.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the copy does not fit into memory,
-/// [`Error::Shape`](crate::Error::Shape) if the tensor has too many dimensions, even after neighbouring dimensions are
-/// merged where their strides allow it, [`Error::DType`](crate::Error::DType) if kernels do not support the dtype, and
-/// [`Error::Device`](crate::Error::Device) as [`ready_for`].
+/// [`Error::Shape`](crate::Error::Shape) if more dimensions than kernels support remain after neighbouring dimensions
+/// are merged where their strides allow it, [`Error::DType`](crate::Error::DType) if kernels do not support the dtype,
+/// and [`Error::Device`](crate::Error::Device) as [`ready_for`].
 pub unsafe fn copy(device: &Device, address: u64, dims: &[usize], strides: &[usize], dtype: DType) -> Result<Raw> {
     let gpu = Gpu::of_device(OP, device)?;
     capture::refuse(OP)?;

@@ -1,7 +1,10 @@
 //! Matrix products by cuBLAS.
 //!
-//! cuBLAS is column-major. The transpose of a row-major result is the product of the transposed operands in the
-//! opposite order, so no row-major or column-major operand is copied.
+//! cuBLAS takes and writes column-major matrices. A row-major matrix is its own transpose in column-major order, so
+//! y = a b is computed as yᵀ = bᵀ aᵀ. No operand with stride 1 along one dimension is copied.
+//!
+//! If the destination shares its storage with an operand, these functions return [`Error::Argument`], where those of
+//! the CPU engine return [`Error::Candle`].
 
 use std::ffi::c_void;
 
@@ -37,6 +40,7 @@ pub fn product(a: &Raw, b: &Raw, alpha: f64, dtype: DType) -> Result<Raw> {
     check_result_dtype(OP, a.dtype(), dtype)?;
     let y = empty(OP, Gpu::of(OP, a)?, &plan.dims, dtype)?;
     if y.elem_count() > 0 && plan.k == 0 {
+        // Sums over an empty dimension are zeros.
         super::copy::fill(&y, 0.0)?;
         return Ok(y);
     }
@@ -53,6 +57,7 @@ pub fn matmul_accumulate(dst: &Raw, a: &Raw, b: &Raw, alpha: f64) -> Result<()> 
     if plan.k == 0 { Ok(()) } else { run(OP, dst, a, b, alpha, 1.0) }
 }
 
+/// Checks that `dst` shares its storage with neither operand.
 fn check_apart(op: &'static str, dst: &Raw, a: &Raw, b: &Raw) -> Result<()> {
     let storage = storage_identity(dst).0;
     if dst.elem_count() > 0 && [a, b].iter().any(|operand| storage_identity(operand).0 == storage) {
@@ -61,10 +66,11 @@ fn check_apart(op: &'static str, dst: &Raw, a: &Raw, b: &Raw) -> Result<()> {
     Ok(())
 }
 
-/// As [`cpu::write_products`](crate::cpu::write_products). Low-rank products that are added to `dst` are computed by
-/// the kernels of `low_rank` if these support the matrices. Other products, if they have the same shape, are computed
-/// by one call of cuBLAS: as a single product if their matrices are adjacent in memory, or as a batch if their matrices
-/// are evenly spaced.
+/// Does on a CUDA device what [`cpu::write_products`](crate::cpu::write_products) does on the CPU. The kernels of
+/// `low_rank` compute low-rank products that are added to `dst`, if they support the matrices. One call of cuBLAS
+/// computes other products, if these have the same shapes, layouts and dtypes: as one larger product if they share an
+/// operand and their other matrices are adjacent in memory, or as a batch if all matrices are evenly spaced. Otherwise
+/// each product is a call of cuBLAS.
 pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Result<()> {
     const OP: &str = "write_products";
     let beta = f64::from(u8::from(accumulate));
@@ -74,7 +80,7 @@ pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Resu
         let plan = Plan::into(OP, dst, a, b)?;
         check_apart(OP, dst, a, b)?;
         let addresses = [address(OP, a)?, address(OP, b)?, address(OP, dst)?];
-        products.push(Product { plan, addresses, sizes: [a, b, dst].map(|x| x.dtype().size_in_bytes()) });
+        products.push(Product { plan, addresses, dtypes: [a, b, dst].map(|x| x.dtype()) });
     }
     if accumulate && super::low_rank::add(terms, alpha)? {
         return Ok(());
@@ -82,6 +88,7 @@ pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Resu
     let ([first, ..], Some([dst, a, _])) = (products.as_slice(), terms.first()) else { return Ok(()) };
     let Some(joined) = Joined::of(&products).filter(|_| first.plan.k > 0 && dst.elem_count() > 0) else {
         return terms.iter().try_for_each(|[dst, a, b]| match a.dims().last() {
+            // The inner dimension is empty, so the product is zeros.
             Some(0) if accumulate => Ok(()),
             Some(0) => super::copy::fill(dst, 0.0),
             _ => run(OP, dst, a, b, alpha, beta),
@@ -93,42 +100,42 @@ pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Resu
     call.run(first.addresses, count, strides, alpha, beta)
 }
 
-/// One of several products of matrices.
+/// One of several products a b.
 struct Product {
     plan: Plan,
-    /// Addresses of the operands and of the result.
+    /// Addresses of a, b and the result.
     addresses: [Address; 3],
-    /// Bytes of an element of each operand and of the result.
-    sizes: [usize; 3],
+    /// Dtypes of a, b and the result.
+    dtypes: [DType; 3],
 }
 
-/// Several products that one call of cuBLAS computes.
+/// Several products as one call of cuBLAS computes them: a batch of products, or a batch of one larger product.
 struct Joined {
     /// One product of the batch.
     plan: Plan,
-    /// The layout of `a` in each product.
+    /// The layout of a in each product.
     left: Matrix,
-    /// The layout of `b` in each product.
+    /// The layout of b in each product.
     right: Matrix,
-    /// Number of products in the batch.
+    /// The number of products in the batch.
     count: usize,
-    /// The distance from the `a` of one product to that of the next, in elements; then the same for `b` and for the
-    /// result.
+    /// The distances in elements from the a, the b and the result of one product of the batch to those of the next.
     strides: [usize; 3],
 }
 
 impl Joined {
-    /// `None` if the products have different shapes or are at uneven distances.
+    /// Joins products whose addresses ascend in even steps. `None` if a product is batched itself, the products have
+    /// different shapes, layouts or dtypes, the steps differ, results overlap, or cuBLAS cannot read an operand.
     fn of(products: &[Product]) -> Option<Self> {
         let first = products.first()?;
         let Plan { m, n, k, row, a, b, ref batch, ref dims } = first.plan;
-        let alike = |product: &Product| {
+        let is_alike = |product: &Product| {
             let other = &product.plan;
             (other.m, other.n, other.k, other.row, other.a, other.b) == (m, n, k, row, a, b)
                 && other.batch.is_empty()
-                && product.sizes == first.sizes
+                && product.dtypes == first.dtypes
         };
-        if !batch.is_empty() || !products.iter().all(alike) {
+        if !batch.is_empty() || !products.iter().all(is_alike) {
             return None;
         }
         let strides = [spacing(products, 0)?, spacing(products, 1)?, spacing(products, 2)?];
@@ -142,63 +149,68 @@ impl Joined {
         if count == 1 {
             return joined(plan(m, n), 1, [0; 3]);
         }
-        // Three cases: the results are neighbouring columns of one matrix, neighbouring rows of one matrix, or a batch
-        // of matrices that do not overlap.
+        // One a, and neighbouring columns of one b: the results are neighbouring columns of one matrix.
         if stride_a == 0 && stride_b == n * b[1] && stride_y == n && row >= count * n {
             return joined(plan(m, count * n), 1, [0; 3]);
         }
+        // One b, and neighbouring rows of one a: the results are neighbouring rows of one matrix.
         if stride_b == 0 && stride_a == m * a[0] && stride_y == m * row {
             return joined(plan(count * m, n), 1, [0; 3]);
         }
+        // A batch, whose results must not overlap: each begins after the last row of the one before it, or they are
+        // columns of one matrix.
         let is_apart = stride_y >= m * row || (stride_y >= n && row >= count * stride_y);
         if is_apart { joined(plan(m, n), count, strides) } else { None }
     }
 }
 
-/// The distance in memory between the `a` (`which` = 0), the `b` (1) or the results (2) of consecutive products, in
-/// elements; 0 for a single product. `None` if the distances differ, are negative, or are not a whole number of
-/// elements.
+/// Returns the distance in elements between the a (`which` = 0), the b (1) or the results (2) of consecutive products;
+/// 0 for a single product. `None` if the distances differ, are negative, or are not a multiple of an element.
 fn spacing(products: &[Product], which: usize) -> Option<usize> {
-    let place = |product: &Product| product.addresses[which];
+    let at = |product: &Product| product.addresses[which];
     let [first, second, ..] = products else { return Some(0) };
-    let distance = place(second).checked_sub(place(first))?;
-    let even = products.windows(2).all(|pair| place(&pair[1]).checked_sub(place(&pair[0])) == Some(distance));
-    let size = first.sizes[which] as Address;
-    (even && distance.is_multiple_of(size)).then_some((distance / size) as usize)
+    let distance = at(second).checked_sub(at(first))?;
+    let is_even = products.windows(2).all(|pair| at(&pair[1]).checked_sub(at(&pair[0])) == Some(distance));
+    let size = first.dtypes[which].size_in_bytes() as Address;
+    (is_even && distance.is_multiple_of(size)).then_some((distance / size) as usize)
 }
 
-/// A column-major matrix for cuBLAS: whether it is transposed, and the distance between its columns.
+/// The layout of an operand of cuBLAS, a column-major matrix.
 #[derive(Clone, Copy)]
 pub(super) struct Matrix {
+    /// Whether cuBLAS transposes the matrix.
     pub(super) operation: Operation,
+    /// The distance between neighbouring columns in elements (the leading dimension).
     pub(super) distance: i64,
 }
 
 impl Matrix {
-    /// The layout of the transpose of a (rows, columns) matrix with these strides. `None` if neither dimension has
-    /// stride 1, or if rows or columns overlap.
+    /// Describes the transpose of a (rows, columns) matrix with these strides. `None` if neither dimension has stride
+    /// 1, or if rows or columns overlap.
     pub(super) fn transpose_of([rows, columns]: [usize; 2], [row_stride, column_stride]: [usize; 2]) -> Option<Self> {
         // The stride of a dimension of one element does not matter.
-        let dense = |size: usize, stride: usize| size <= 1 || stride == 1;
+        let is_dense = |size: usize, stride: usize| size <= 1 || stride == 1;
+        // The distance between `count` vectors of `length` elements, or None if the vectors overlap.
         let distance = |count: usize, stride: usize, length: usize| {
             if count <= 1 { Some(length.max(1)) } else { Some(stride).filter(|&stride| stride >= length.max(1)) }
         };
-        let matrix = |operation, distance: usize| Self { operation, distance: distance as i64 };
-        if dense(columns, column_stride)
-            && let Some(found) = distance(rows, row_stride, columns)
+        let matrix = |operation, step: usize| Self { operation, distance: step as i64 };
+        // A row-major matrix is its transpose in column-major order already. A column-major matrix must be transposed.
+        if is_dense(columns, column_stride)
+            && let Some(step) = distance(rows, row_stride, columns)
         {
-            return Some(matrix(Operation::CUBLAS_OP_N, found));
+            return Some(matrix(Operation::CUBLAS_OP_N, step));
         }
-        if dense(rows, row_stride)
-            && let Some(found) = distance(columns, column_stride, rows)
+        if is_dense(rows, row_stride)
+            && let Some(step) = distance(columns, column_stride, rows)
         {
-            return Some(matrix(Operation::CUBLAS_OP_T, found));
+            return Some(matrix(Operation::CUBLAS_OP_T, step));
         }
         None
     }
 }
 
-/// Computes y = alpha a b + beta y in place.
+/// Computes y = alpha a b + beta y, in place.
 fn run(op: &'static str, y: &Raw, a: &Raw, b: &Raw, alpha: f64, beta: f64) -> Result<()> {
     if y.elem_count() == 0 {
         return Ok(());
@@ -209,7 +221,7 @@ fn run(op: &'static str, y: &Raw, a: &Raw, b: &Raw, alpha: f64, beta: f64) -> Re
     else {
         // cuBLAS cannot read a matrix without a dimension of stride 1, such as a view of every other column of a
         // matrix.
-        let (a, b) = (dense(a, [plan.m, plan.k], plan.a)?, dense(b, [plan.k, plan.n], plan.b)?);
+        let (a, b) = (readable(a, [plan.m, plan.k], plan.a)?, readable(b, [plan.k, plan.n], plan.b)?);
         return run(op, y, &a, &b, alpha, beta);
     };
     let gpu = Gpu::of(op, y)?;
@@ -217,15 +229,17 @@ fn run(op: &'static str, y: &Raw, a: &Raw, b: &Raw, alpha: f64, beta: f64) -> Re
     let call =
         Call { op, gpu, plan: &plan, left, right, types: [data_type(op, a.dtype())?, data_type(op, y.dtype())?] };
     let sizes = [a.dtype().size_in_bytes(), b.dtype().size_in_bytes(), y.dtype().size_in_bytes()];
-    // One call computes the innermost batch dimension; make a call for each index of the other batch dimensions.
+    // One call computes all products along the innermost batch dimension. Each combination of positions along the other
+    // (outer) batch dimensions needs a call.
     let (inner, outer) = match plan.batch.split_last() {
         Some((inner, outer)) => (Some(inner), outer),
         None => (None, plan.batch.as_slice()),
     };
     let (count, strides) = inner.map_or((1, [0; 3]), |axis| (axis.size, axis.strides));
     let calls: usize = outer.iter().map(|axis| axis.size).product();
-    for place in 0..calls {
-        let (mut rest, mut addresses) = (place, [from[0], from[1], to]);
+    for index in 0..calls {
+        // `index` numbers the combinations in row-major order.
+        let (mut rest, mut addresses) = (index, [from[0], from[1], to]);
         for axis in outer.iter().rev() {
             let position = rest % axis.size;
             rest /= axis.size;
@@ -238,40 +252,49 @@ fn run(op: &'static str, y: &Raw, a: &Raw, b: &Raw, alpha: f64, beta: f64) -> Re
     Ok(())
 }
 
-/// The operand if cuBLAS can read it, a copy otherwise.
-fn dense(operand: &Raw, sizes: [usize; 2], strides: [usize; 2]) -> Result<Raw> {
+/// Returns the operand if cuBLAS can read its matrices, which have these sizes and strides, otherwise a contiguous
+/// copy.
+fn readable(operand: &Raw, sizes: [usize; 2], strides: [usize; 2]) -> Result<Raw> {
     if Matrix::transpose_of(sizes, strides).is_some() { Ok(operand.clone()) } else { contiguous(operand) }
 }
 
-/// A call of cuBLAS, without the addresses and the size of the batch.
+/// What calls of cuBLAS for the products a b of one plan have in common.
 struct Call<'a> {
     op: &'static str,
     gpu: &'a Gpu,
     plan: &'a Plan,
+    /// The layout of a.
     left: Matrix,
+    /// The layout of b.
     right: Matrix,
     /// The type of the elements of both operands, then that of the elements of the result.
     types: [Type; 2],
 }
 
 impl Call<'_> {
+    /// Queues `count` products y = alpha a b + beta y. The first is at the given addresses; `strides` are the distances
+    /// from each a, b and y to the next, in elements.
     fn run(&self, [a, b, y]: [Address; 3], count: usize, strides: [usize; 3], alpha: f64, beta: f64) -> Result<()> {
         let [m, n, k, count] = [self.plan.m, self.plan.n, self.plan.k, count].map(i32::try_from);
         let distances = [self.left.distance, self.right.distance, self.plan.row.max(1) as i64].map(i32::try_from);
         let (Ok(m), Ok(n), Ok(k), Ok(count), [Ok(left), Ok(right), Ok(row)]) = (m, n, k, count, distances) else {
-            let message = format!("a product of shape {:?} has a size or stride above 2^31 - 1", self.plan.dims);
+            let Plan { m, n, k, .. } = self.plan;
+            let expected = "expected sizes, strides and batches of at most 2^31 - 1";
+            let message = format!("found a product of shapes ({m}, {k}) and ({k}, {n}), {expected}");
             return Err(Error::shape(self.op, message));
         };
         let [operands, result] = self.types;
         let [stride_a, stride_b, stride_y] = strides.map(|stride| stride as i64);
+        // cuBLAS reads alpha (0) and beta (1) in the type of the sums.
         let narrow = [alpha as f32, beta as f32];
         let wide = [alpha, beta];
         let is_f64 = operands == Type::CUDA_R_64F;
-        let scale = |i: usize| -> *const c_void {
+        let factor = |i: usize| -> *const c_void {
             if is_f64 { std::ptr::from_ref(&wide[i]).cast() } else { std::ptr::from_ref(&narrow[i]).cast() }
         };
-        let is_one = count == 1 && narrow == [1.0, 0.0];
-        if is_one && let Some(key) = self.key([a, b, y]).filter(|key| preferred(self.gpu, key).is_some()) {
+        // Only a single product y = a b may go to cuBLASLt.
+        let is_plain = count == 1 && narrow == [1.0, 0.0];
+        if is_plain && let Some(key) = self.key([a, b, y]).filter(|key| preferred(self.gpu, key).is_some()) {
             // SAFETY: the plan stays within its operands and the result; the key describes the same product in cuBLAS'
             // order.
             if unsafe { gemm_lt::run(self.op, self.gpu, key, [b, a, y], Extras::default()) }? {
@@ -292,7 +315,7 @@ impl Call<'_> {
                     n,
                     m,
                     k,
-                    scale(0),
+                    factor(0),
                     b as *const c_void,
                     operands,
                     right,
@@ -301,7 +324,7 @@ impl Call<'_> {
                     operands,
                     left,
                     stride_a,
-                    scale(1),
+                    factor(1),
                     y as *mut c_void,
                     result,
                     row,
@@ -315,8 +338,8 @@ impl Call<'_> {
         measured(self.gpu, name, queue)
     }
 
-    /// A product of half-precision matrices as cuBLASLt takes it; `None` for other dtypes. The addresses are those of
-    /// the operands and the result.
+    /// Describes one product to cuBLASLt, given the addresses of the operands and the result. `None` unless all three
+    /// are f16, or all are bf16.
     fn key(&self, [a, b, y]: [Address; 3]) -> Option<Key> {
         let dtype = match self.types {
             [Type::CUDA_R_16F, Type::CUDA_R_16F] => DType::F16,
@@ -334,7 +357,7 @@ impl Call<'_> {
     }
 }
 
-/// The type of the arithmetic for operands of this type.
+/// Returns the type in which cuBLAS computes products of operands of this type.
 pub(super) fn compute_type(operands: Type) -> Compute {
     match operands {
         Type::CUDA_R_64F => Compute::CUBLAS_COMPUTE_64F,
@@ -345,6 +368,10 @@ pub(super) fn compute_type(operands: Type) -> Compute {
     }
 }
 
+/// Returns cuBLAS' name for a floating-point dtype.
+///
+/// # Errors
+/// [`Error::DType`] if `dtype` is not f32, f64, f16 or bf16.
 pub(super) fn data_type(op: &'static str, dtype: DType) -> Result<Type> {
     Ok(match dtype {
         DType::F32 => Type::CUDA_R_32F,

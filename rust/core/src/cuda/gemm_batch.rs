@@ -1,4 +1,5 @@
-//! Many products at once. Products of the same sizes, layouts, dtypes and factors are computed by one call of cuBLAS.
+//! Many products at once. One call of cuBLAS computes up to 160 products that have the same sizes, layouts, dtypes and
+//! factors. It reads the addresses of their matrices from a table in device memory.
 
 use std::ffi::c_void;
 
@@ -23,52 +24,59 @@ const OP: &str = "matmul";
 
 /// The most addresses that one launch of `write_addresses` takes as arguments.
 const MOST_ADDRESSES: usize = 480;
+/// The most products of a call: each has three addresses, of a, b and the result.
+const MOST_PRODUCTS: usize = MOST_ADDRESSES / 3;
 
-/// The required alignment of the addresses in a batch: the widest access of a thread, in bytes.
+/// The required alignment of the addresses in a batch in bytes: the widest access of a thread.
 const ALIGNMENT: Address = 16;
 
 /// The properties that the products of one call share.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
-    /// The sizes m, n and k of the product, in cuBLAS' order.
+    /// The sizes m, n and k of a product of a (m, k) and b (k, n).
     sizes: [i32; 3],
-    /// Whether cuBLAS transposes `a`, and whether it transposes `b`.
+    /// Whether cuBLAS transposes a, and whether it transposes b.
     operations: [Operation; 2],
-    /// Distances between neighbouring columns of `a` and of `b`, both column-major for cuBLAS, in elements.
+    /// The distances between neighbouring columns of a and of b in elements; cuBLAS takes both as column-major.
     distances: [i32; 2],
     /// The dtype of both operands, then that of the result.
     dtypes: [DType; 2],
     /// Whether the product is added to the result.
     accumulates: bool,
-    /// The bits of the factor on the product, an f32.
+    /// The bits of the f32 by which the product is multiplied.
     alpha: u32,
 }
 
 impl Key {
-    /// The key of a product; `None` if cuBLAS cannot compute it in a batch without copies.
+    /// Returns the key of a product; `None` if cuBLAS cannot compute it in a batch without copies, or if its dtype is
+    /// f64.
+    ///
+    /// # Errors
+    /// [`Error::Shape`], [`Error::DType`] or [`Error::Device`] if the product is invalid.
     fn of(product: &Product) -> Result<Option<Self>> {
         let Product { a, b, alpha, to } = product;
         let plan = Plan::of(OP, a, b)?;
         // cuBLAS chooses its kernel for a batch without reading the addresses. It assumes that the addresses are
         // aligned for the widest access that the sizes allow.
         let is_aligned = |tensor: &Raw| Ok::<_, Error>(address(OP, tensor)?.is_multiple_of(ALIGNMENT));
-        let mut aligned = is_aligned(a)? && is_aligned(b)?;
+        let mut can_batch = is_aligned(a)? && is_aligned(b)?;
         let (result, accumulates) = match to {
             Destination::New(dtype) => (*dtype, false),
             Destination::Sum(sum) => {
                 check_destination(OP, &plan, sum, a.dtype())?;
-                aligned = aligned && sum.is_contiguous() && is_aligned(sum)?;
+                can_batch = can_batch && sum.is_contiguous() && is_aligned(sum)?;
                 (sum.dtype(), true)
             }
         };
         check_result_dtype(OP, a.dtype(), result)?;
+        // A size above i32::MAX becomes 0: such a product is not batched, and an empty one is not either.
         let sizes = [plan.m, plan.n, plan.k].map(|size| i32::try_from(size).unwrap_or(0));
         let left = Matrix::transpose_of([plan.m, plan.k], plan.a);
         let right = Matrix::transpose_of([plan.k, plan.n], plan.b);
         let (Some(left), Some(right)) = (left, right) else { return Ok(None) };
         let distances = [left.distance, right.distance].map(i32::try_from);
         let [Ok(left_distance), Ok(right_distance)] = distances else { return Ok(None) };
-        if !aligned
+        if !can_batch
             || sizes.contains(&0)
             || !plan.batch.is_empty()
             || a.rank() != 2
@@ -88,10 +96,11 @@ impl Key {
     }
 }
 
-/// As [`compute::products`](crate::compute::products).
+/// Does on a CUDA device what [`compute::products`](crate::compute::products) describes.
 pub fn products(work: &[Product]) -> Result<Vec<Raw>> {
     let mut results: Vec<Option<Raw>> = vec![None; work.len()];
     super::low_rank_gradient::run(work, &mut results)?;
+    // The indices of the products with each key; `order` has the keys in the order of their first products.
     let mut groups: FxHashMap<Key, Vec<usize>> = FxHashMap::default();
     let mut order = Vec::new();
     for (index, product) in work.iter().enumerate().filter(|&(index, _)| results[index].is_none()).collect::<Vec<_>>() {
@@ -109,7 +118,7 @@ pub fn products(work: &[Product]) -> Result<Vec<Raw>> {
     for key in order {
         let mut group = groups.remove(&key).unwrap_or_default();
         while !group.is_empty() {
-            let (batch, rest) = distinct(work, &group)?;
+            let (batch, rest) = split(work, &group)?;
             if let [index] = batch[..] {
                 results[index] = Some(work[index].run(product_of, matmul_accumulate)?);
             } else {
@@ -122,22 +131,22 @@ pub fn products(work: &[Product]) -> Result<Vec<Raw>> {
     Ok(results.into_iter().flatten().collect())
 }
 
-/// Splits a group of products with one key into those that the next call computes and the rest. No two products of the
-/// call add to the same tensor.
-fn distinct(work: &[Product], group: &[usize]) -> Result<(Vec<usize>, Vec<usize>)> {
+/// Splits a group of products with one key into the batch of the next call, and the rest. The batch has at most
+/// [`MOST_PRODUCTS`] products, and no two of them add to the same tensor.
+fn split(work: &[Product], group: &[usize]) -> Result<(Vec<usize>, Vec<usize>)> {
     let (mut batch, mut rest) = (Vec::new(), Vec::new());
     let mut sums: FxHashSet<Address> = FxHashSet::default();
     for &index in group {
-        let is_new = match &work[index].to {
+        let is_first = match &work[index].to {
             Destination::New(_) => true,
             Destination::Sum(sum) => sums.insert(address(OP, sum)?),
         };
-        if is_new && batch.len() < MOST_ADDRESSES / 3 { batch.push(index) } else { rest.push(index) }
+        if is_first && batch.len() < MOST_PRODUCTS { batch.push(index) } else { rest.push(index) }
     }
     Ok((batch, rest))
 }
 
-/// Computes products that have the key `key` by one call of cuBLAS.
+/// Computes products that have the key `key` by one call of cuBLAS. Returns their results.
 fn run(key: &Key, batch: &[&Product]) -> Result<Vec<Raw>> {
     let gpu = Gpu::of(OP, &batch[0].a)?;
     let count = batch.len();
@@ -164,15 +173,17 @@ fn run(key: &Key, batch: &[&Product]) -> Result<Vec<Raw>> {
     let arguments = WriteAddresses { table: Mut::new(to, Element::U64), count: 3 * count as u32, addresses };
     // SAFETY: the table has room for `3 * count` addresses.
     unsafe { function.launch(OP, gpu, shape, arguments) }?;
-    let part = |i: usize| to + (i * count * size_of::<Address>()) as Address;
+    // The table has the addresses of all a (column 0), then of all b (1), then of all results (2).
+    let column = |i: usize| to + (i * count * size_of::<Address>()) as Address;
     let [m, n, k] = key.sizes;
     let types: [Type; 2] = [data_type(OP, key.dtypes[0])?, data_type(OP, key.dtypes[1])?];
     let (alpha, beta) = (f32::from_bits(key.alpha), if key.accumulates { 1f32 } else { 0.0 });
     gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
     let name = || format!("gemm batch {count} x {m}x{k}x{n} {:?}", types[0]);
     let queue = || {
-        // SAFETY: the table holds `count` addresses each of `a`, `b` and the result, whose sizes and types are those of
-        // the key. cuBLAS queues on the device's stream. The table is freed in the order of this stream.
+        // SAFETY: the table holds the addresses of `count` matrices a, of as many b, and of their results, whose sizes
+        // and types are those of the key. cuBLAS queues the products in the device's stream, and the table is freed in
+        // the order of this stream. yᵀ = bᵀ aᵀ, so b is cuBLAS' first operand (see `gemm.rs`).
         check_blas(unsafe {
             cublasGemmBatchedEx(
                 *gpu.blas().handle(),
@@ -182,14 +193,14 @@ fn run(key: &Key, batch: &[&Product]) -> Result<Vec<Raw>> {
                 m,
                 k,
                 std::ptr::from_ref(&alpha).cast(),
-                part(1) as *const *const c_void,
+                column(1) as *const *const c_void,
                 types[0],
                 key.distances[1],
-                part(0) as *const *const c_void,
+                column(0) as *const *const c_void,
                 types[0],
                 key.distances[0],
                 std::ptr::from_ref(&beta).cast(),
-                part(2) as *const *mut c_void,
+                column(2) as *const *mut c_void,
                 types[1],
                 n,
                 count as i32,

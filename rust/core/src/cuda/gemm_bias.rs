@@ -1,4 +1,4 @@
-//! Products with a bias by cuBLASLt, which adds the bias as it writes the result.
+//! Matrix products with a bias by cuBLASLt, which adds the bias as it writes the result.
 
 use candle_core::DType;
 use candle_core::cuda_backend::cudarc::cublas::sys::cublasOperation_t::CUBLAS_OP_T;
@@ -12,13 +12,13 @@ use super::product_calls::{Arithmetic, Extras, Key};
 use crate::cpu::gemm::batch::Plan;
 use crate::{Error, Raw, Result};
 
-/// Computes y (m, n) = x (m, k) times w (k, n) plus `bias` (n) in each row; returns `None` if a size is 0, or if cuBLASLt
-/// does not support the operands.
+/// Computes y (m, n) = x (m, k) times w (k, n), plus `bias` (n) in each row. Returns `None` if a size is 0, the dtype
+/// is f64, a matrix has no dimension of stride 1, or cuBLASLt does not support the product.
 ///
 /// # Errors
 /// [`Error::Shape`] if the shapes of `x`, `w` and `bias` do not match, [`Error::DType`] if their dtypes differ,
 /// [`Error::Device`] if the operands are not on one CUDA device or cuBLASLt reports an error, [`Error::OutOfMemory`] if
-/// the result does not fit.
+/// the result does not fit into memory.
 pub fn product_with_bias(op: &'static str, x: &Raw, w: &Raw, bias: &Raw) -> Result<Option<Raw>> {
     same_device(op, x, &[w, bias])?;
     let plan = Plan::of(op, x, w)?;
@@ -37,7 +37,7 @@ pub fn product_with_bias(op: &'static str, x: &Raw, w: &Raw, bias: &Raw) -> Resu
     let gpu = Gpu::of(op, x)?;
     let bias = contiguous(bias)?;
     let y = empty(op, gpu, &plan.dims, x.dtype())?;
-    // cuBLASLt's matrices are column-major: it computes yᵀ = wᵀ xᵀ, so that w is its first operand.
+    // cuBLASLt's matrices are column-major: it computes yᵀ = wᵀ xᵀ, so w is its first operand.
     let [w_at, x_at, y_at, bias_at] = [address(op, w)?, address(op, x)?, address(op, &y)?, address(op, &bias)?];
     let operand = |matrix: Matrix| (matrix.operation == CUBLAS_OP_T, matrix.distance);
     let key = Key {
@@ -45,11 +45,11 @@ pub fn product_with_bias(op: &'static str, x: &Raw, w: &Raw, bias: &Raw) -> Resu
         sizes: [plan.n, plan.m, plan.k],
         operands: [operand(right), operand(left)],
         distance: plan.n as i64,
-        // The lowest bit of either address limits the alignment of both.
+        // y and the bias have one entry: the alignment of their addresses combined by OR is the smaller of the two.
         alignments: [w_at, x_at, y_at | bias_at].map(alignment),
     };
     let extras = Extras { addend: None, bias: Some(bias_at), scales: None };
     // SAFETY: the key describes w, x and y, which are alive; the bias has n contiguous elements.
-    let is_done = unsafe { run(op, gpu, key, [w_at, x_at, y_at], extras) }?;
-    Ok(is_done.then_some(y))
+    let is_supported = unsafe { run(op, gpu, key, [w_at, x_at, y_at], extras) }?;
+    Ok(is_supported.then_some(y))
 }

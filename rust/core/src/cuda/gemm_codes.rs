@@ -1,4 +1,4 @@
-//! Matrix products of weights and inputs that are quantized to 8-bit codes, by cuBLASLt.
+//! Matrix products by cuBLASLt of inputs and weights whose elements are 8-bit codes.
 
 use candle_core::DType;
 
@@ -17,15 +17,15 @@ pub enum Codes {
     E4m3,
 }
 
-/// Computes y (m, n) = x (m, k) times the transpose of w (n, k), both matrices of codes. All matrices are contiguous
-/// and row-major. The elements of `y` are sums of products of codes: 32-bit integers for int8, f32 for e4m3. Returns
-/// false if cuBLASLt does not support the product on this device.
+/// Computes y (m, n) = x (m, k) times the transpose of w (n, k), where x and w are matrices of codes. All matrices are
+/// contiguous and row-major. The elements of y are sums of products of codes: 32-bit integers for int8, f32 for e4m3.
+/// Returns false if cuBLASLt does not support the product on this device.
 ///
 /// # Safety
 /// `x`, `w` and `y` are the addresses of matrices of these sizes on the device.
 ///
 /// # Errors
-/// [`Error::Device`](crate::Error::Device) if the device reports an error.
+/// [`Error::Device`](crate::Error::Device) if cuBLASLt or the driver reports an error.
 pub unsafe fn product_of_codes(
     op: &'static str,
     gpu: &Gpu,
@@ -47,42 +47,42 @@ pub unsafe fn product_of_codes(
     unsafe { run(op, gpu, key, [w, x, y], Extras::default()) }
 }
 
-/// The addresses of the factors, the result and the vectors of a [`scaled_product_of_codes`].
+/// What [`scaled_product_of_codes`] reads and writes. The vectors of scales are f32.
 #[derive(Clone, Copy, Debug)]
 pub struct Scaled {
-    /// The codes of x, (m, k), dense.
+    /// The codes of x (m, k), contiguous.
     pub x: Address,
-    /// The scales of the rows of x, (m).
+    /// The scales of the rows of x (m).
     pub x_scales: Address,
-    /// The codes of w, (n, k), dense.
+    /// The codes of w (n, k), contiguous.
     pub w: Address,
-    /// The scales of the rows of w, (n).
+    /// The scales of the rows of w (n).
     pub w_scales: Address,
     /// The bias (n) in the dtype of the result.
     pub bias: Option<Address>,
-    /// A matrix (m, n) in the dtype of the result, with the result's distance between rows.
+    /// A matrix (m, n) in the dtype of the result. The distance between its rows is that of the result.
     pub addend: Option<Address>,
     /// The result (m, n).
     pub y: Address,
     /// The distance between rows of the result, in elements.
     pub stride: usize,
-    /// Whether sums may have about 14 bits, which takes less time, instead of those of f32.
+    /// Whether sums may have about 14 significant bits instead of the 24 of f32, which takes less time.
     pub is_fast: bool,
 }
 
-/// Computes y (m, n) = x (m, k) times the transpose of w (n, k), both matrices of e4m3 codes. Row i of the product is
-/// multiplied by element i of `x_scales`, and column j by element j of `w_scales`; then `bias` is added to each row,
-/// and `addend` to the product. Results are in `dtype`, and sums in f32 unless they may be [fast](Scaled::is_fast).
-/// Returns false if cuBLASLt does not support the product. Only compute capability 9.0 supports such products, for
-/// results in f16 and bf16.
+/// Computes y (m, n) = x (m, k) times the transpose of w (n, k), where x and w are matrices of e4m3 codes. Row i of the
+/// product is multiplied by element i of `x_scales`, and column j by element j of `w_scales`; then `bias` is added to
+/// each row, and `addend` to the whole matrix. `dtype` is that of the result. Sums are in f32 unless
+/// [`is_fast`](Scaled::is_fast). Returns false if `dtype` is neither f16 nor bf16, the GPU is not of compute capability
+/// 9.0, or cuBLASLt does not support the product.
 ///
 /// Source: <https://docs.nvidia.com/cuda/cublas/#outer-vector-scaling-for-fp8-data-types>
 ///
 /// # Safety
-/// The addresses are those of matrices and vectors of these sizes on the device. The scales are f32.
+/// The addresses are those of matrices and vectors of these sizes and types on the device.
 ///
 /// # Errors
-/// [`Error::Device`](crate::Error::Device) if the device reports an error.
+/// [`Error::Device`](crate::Error::Device) if cuBLASLt or the driver reports an error.
 pub unsafe fn scaled_product_of_codes(
     op: &'static str,
     gpu: &Gpu,
@@ -99,6 +99,7 @@ pub unsafe fn scaled_product_of_codes(
         sizes: [n, m, k],
         operands: [(true, k as i64), (false, k as i64)],
         distance: stride as i64,
+        // y, the bias and the addend have one entry: the alignment of their addresses combined by OR is the smallest.
         alignments: [w, x, y | bias.unwrap_or(0) | addend.unwrap_or(0)].map(alignment),
     };
     // SAFETY: the caller's promise.

@@ -1,4 +1,4 @@
-//! Products by cuBLASLt: finding an algorithm, and queueing calls.
+//! Matrix products by cuBLASLt: chooses an algorithm for each product, and queues the calls.
 
 use std::collections::hash_map::Entry;
 use std::ffi::c_void;
@@ -16,23 +16,28 @@ use super::profile::measured;
 use crate::{Error, Result};
 
 const OP: &str = "linear";
-/// The number of recommended algorithms that are searched for the preferred tile. cuBLASLt recommends about eight for a
-/// product.
+
+/// The most recommendations of cuBLASLt among which an algorithm with the preferred tile is looked for. cuBLASLt
+/// recommends about eight algorithms for a product.
 const ALGORITHMS: usize = 8;
 
-/// The largest power of two up to 256 that divides an address.
+/// Return the largest power of two up to 256 that divides an address.
 pub(super) const fn alignment(address: Address) -> u32 {
     let zeros = address.trailing_zeros();
     1 << if zeros < 8 { zeros } else { 8 }
 }
 
-/// Queue a product y = a b of column-major matrices, given the addresses of the operands and the result, and of what
-/// else the product reads. Returns false if cuBLASLt does not support the product. For [`Arithmetic::Half`], also
-/// returns false if no tile is preferred, or if cuBLASLt recommends no algorithm with the preferred tile: the caller
-/// then uses cuBLAS, which has algorithms of its own.
+/// Queue a product y = a b of column-major matrices. `addresses` are those of a, b and y, and `extras` has those of
+/// what else the product reads. Returns false, and queues nothing, if cuBLASLt does not support the product. For
+/// [`Arithmetic::Half`], also returns false if no tile is preferred, or if cuBLASLt recommends no algorithm with the
+/// preferred tile: the caller then uses cuBLAS, which chooses an algorithm by itself.
 ///
 /// # Safety
-/// The addresses are those of matrices that `key` describes.
+/// `addresses` are those of matrices that `key` describes, and those in `extras` are of matrices and vectors of the
+/// sizes and types that [`Extras`] describes.
+///
+/// # Errors
+/// [`Error::Device`] if cuBLASLt or the driver reports an error.
 pub(super) unsafe fn run(
     op: &'static str,
     gpu: &Gpu,
@@ -62,10 +67,11 @@ fn failed(error: result::CublasError) -> Error {
     Error::device(OP, format!("cuBLASLt reports {:?}", error.0))
 }
 
-/// The call for a product, with the algorithm of the preferred tile or the one that cuBLASLt recommends first. None if
-/// [`run`] returns false for the product.
+/// Choose the call for a product: with an algorithm that has the preferred tile, or else with the algorithm that
+/// cuBLASLt recommends first. None if [`run`] returns false for the product.
 fn find(gpu: &Gpu, key: &Key, extras: Extras) -> Result<Option<Call>> {
     let tile = gemm_tiles::preferred(gpu, key);
+    // The caller can use cuBLAS instead.
     let is_optional = matches!(key.arithmetic, Arithmetic::Half { .. });
     if is_optional && tile.is_none() {
         return Ok(None);
@@ -76,19 +82,19 @@ fn find(gpu: &Gpu, key: &Key, extras: Extras) -> Result<Option<Call>> {
         let layout = result::create_matrix_layout(kind, rows, columns, distance).map_err(failed)?;
         Ok(Owned(layout, result::destroy_matrix_layout))
     };
-    let [(a_turned, a_distance), (b_turned, b_distance)] = key.operands;
+    let [(a_transposed, a_distance), (b_transposed, b_distance)] = key.operands;
     let layouts = [
-        layout(operand_type, if a_turned { [k, m] } else { [m, k] }, a_distance)?,
-        layout(operand_type, if b_turned { [n, k] } else { [k, n] }, b_distance)?,
+        layout(operand_type, if a_transposed { [k, m] } else { [m, k] }, a_distance)?,
+        layout(operand_type, if b_transposed { [n, k] } else { [k, n] }, b_distance)?,
         layout(result_type, [m, n], key.distance)?,
     ];
-    let (compute, factor) = key.arithmetic.sums();
-    let description = result::create_matmul_desc(compute, factor).map_err(failed)?;
+    let (compute, factor_type) = key.arithmetic.sums();
+    let description = result::create_matmul_desc(compute, factor_type).map_err(failed)?;
     let description = Owned(description, result::destroy_matmul_desc);
-    let operation = |turned: bool| if turned { CUBLAS_OP_T } else { CUBLAS_OP_N };
+    let operation = |is_transposed: bool| if is_transposed { CUBLAS_OP_T } else { CUBLAS_OP_N };
     type Attribute = sys::cublasLtMatmulDescAttributes_t;
-    set_description(&description, Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &operation(a_turned))?;
-    set_description(&description, Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &operation(b_turned))?;
+    set_description(&description, Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &operation(a_transposed))?;
+    set_description(&description, Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &operation(b_transposed))?;
     if key.arithmetic.has_bias() {
         let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
         set_description(&description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
@@ -115,50 +121,54 @@ fn find(gpu: &Gpu, key: &Key, extras: Extras) -> Result<Option<Call>> {
     set_preference(&preference, Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &y)?;
     set_preference(&preference, Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &y)?;
     let [a, b, y] = layouts.each_ref().map(|layout| layout.0);
-    let mut found = Vec::<sys::cublasLtMatmulHeuristicResult_t>::with_capacity(ALGORITHMS);
+    let mut recommended = Vec::<sys::cublasLtMatmulHeuristicResult_t>::with_capacity(ALGORITHMS);
     let (wanted, mut count) = (if tile.is_some() { ALGORITHMS } else { 1 }, 0);
     // SAFETY: all descriptions are alive; there is room for the results, of which the first `count` are written.
     let status = unsafe {
-        let (handle, to) = (handle(gpu), found.as_mut_ptr());
+        let (handle, to) = (handle(gpu), recommended.as_mut_ptr());
         let (wanted, count) = (wanted as i32, &raw mut count);
         sys::cublasLtMatmulAlgoGetHeuristic(handle, description.0, a, b, y, y, preference.0, wanted, to, count)
     };
     match status {
-        // SAFETY: as above.
-        sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS => unsafe { found.set_len(count as usize) },
+        // SAFETY: cuBLASLt has written `count` results.
+        sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS => unsafe { recommended.set_len(count as usize) },
         sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED => return Ok(None),
         status => return Err(failed(result::CublasError(status))),
     }
-    let best = tile.and_then(|tile| found.iter().find(|found| has_tile(&found.algo, tile)));
-    let algorithm = best.or_else(|| found.first().filter(|_| !is_optional)).map(|found| found.algo);
+    let preferred = tile.and_then(|tile| recommended.iter().find(|result| has_tile(&result.algo, tile)));
+    let chosen = preferred.or_else(|| recommended.first().filter(|_| !is_optional));
+    let algorithm = chosen.map(|result| result.algo);
     Ok(algorithm.map(|algorithm| Call { arithmetic: key.arithmetic, description, layouts, algorithm }))
 }
 
-/// Whether an algorithm has the given tile and does not split the sums. Splitting them would change the result's bits.
+/// Return whether an algorithm has the given tile and does not split the sums over k. Splitting them would change the
+/// result's bits.
 fn has_tile(algorithm: &sys::cublasLtMatmulAlgo_t, tile: u32) -> bool {
     type Attribute = sys::cublasLtMatmulAlgoConfigAttributes_t;
-    let is = |attribute: Attribute, expected: u32| {
+    let equals = |attribute: Attribute, expected: u32| {
         let (mut value, mut written) = (0u32, 0);
         let to = (&raw mut value).cast();
-        // SAFETY: both attributes have four bytes.
+        // SAFETY: the attributes that are read below have four bytes.
         let status = unsafe {
             sys::cublasLtMatmulAlgoConfigGetAttribute(algorithm, attribute, to, size_of::<u32>(), &raw mut written)
         };
         status == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS && value == expected
     };
     let splits = Attribute::CUBLASLT_ALGO_CONFIG_SPLITK_NUM;
-    is(Attribute::CUBLASLT_ALGO_CONFIG_TILE_ID, tile) && (is(splits, 0) || is(splits, 1))
+    // Both 0 and 1 mean that nothing is split.
+    equals(Attribute::CUBLASLT_ALGO_CONFIG_TILE_ID, tile) && (equals(splits, 0) || equals(splits, 1))
 }
 
-/// Queue a call for the addresses of the operands, the result and the extras.
+/// Queue a call with the addresses of the operands, the result and the extras.
 fn queue(call: &Call, gpu: &Gpu, [a, b, y]: [Address; 3], extras: Extras) -> Result<()> {
     set_vectors(&call.description, extras)?;
     let [a_layout, b_layout, y_layout] = call.layouts.each_ref().map(|layout| layout.0);
     let (workspace, workspace_size) = gpu.workspace();
     let is_integer = call.arithmetic == Arithmetic::Int8;
-    // The factors alpha = 1 and beta = 0. With an addend, both factors are 1.
-    let (floats, integers) = ([1f32, 0.0], [1i32, 0]);
-    let scalar = |i: usize| -> *const c_void {
+    // The factors are alpha = 1 and beta = 0; with an addend, beta is 1, too.
+    let (floats, integers) = ([0f32, 1.0], [0i32, 1]);
+    let factor = |is_one: bool| -> *const c_void {
+        let i = usize::from(is_one);
         if is_integer { std::ptr::from_ref(&integers[i]).cast() } else { std::ptr::from_ref(&floats[i]).cast() }
     };
     // SAFETY: the layouts describe the operands and the result, whose addresses have the alignment that the algorithm
@@ -167,8 +177,8 @@ fn queue(call: &Call, gpu: &Gpu, [a, b, y]: [Address; 3], extras: Extras) -> Res
         result::matmul(
             handle(gpu),
             call.description.0,
-            scalar(0),
-            scalar(usize::from(extras.addend.is_none())),
+            factor(true),
+            factor(extras.addend.is_some()),
             a as *const c_void,
             a_layout,
             b as *const c_void,
@@ -185,11 +195,12 @@ fn queue(call: &Call, gpu: &Gpu, [a, b, y]: [Address; 3], extras: Extras) -> Res
     })
 }
 
-/// cuBLAS' handle, which is also valid for cuBLASLt.
+/// Return cuBLAS' handle, which is also valid for cuBLASLt.
 fn handle(gpu: &Gpu) -> sys::cublasLtHandle_t {
     (*gpu.blas().handle()).cast()
 }
 
+/// Set the addresses of the bias and of the scales, if there are any.
 fn set_vectors(description: &Owned<sys::cublasLtMatmulDesc_t>, extras: Extras) -> Result<()> {
     type Attribute = sys::cublasLtMatmulDescAttributes_t;
     if let Some(bias) = extras.bias {

@@ -3,14 +3,15 @@
 use super::gpu::Gpu;
 use super::product_calls::Key;
 
-/// Sizes (m, n, k) in cuBLAS' order, where n is the number of rows; whether the first operand is transposed, as in a
-/// forward pass; whether there is a bias; and cuBLASLt's number of the tile.
+/// The sizes `[m, n, k]` in cuBLAS' order, where n is the number of rows of the model's input; whether the first
+/// operand (the weight) is transposed, as in a forward pass; whether there is a bias; and cuBLASLt's number of the
+/// tile.
 type Choice = ([usize; 3], bool, bool, u32);
 
-/// Products in half precision for which the first algorithm that cuBLASLt recommends is not the fastest. With the tile
-/// listed here, which cuBLASLt recommends too, the product takes at least 3 % less time than with the first
-/// recommendation and than with cuBLAS' choice. All these tiles give the same bits. Measured by `benches/gpu_tiles.py`
-/// on an H100 on 2026-11-26, with cuBLASLt 13.1, with as many rows as the benchmarks have.
+/// Products in half precision for which the usual algorithm is not the fastest: with a bias, the usual algorithm is the
+/// first that cuBLASLt recommends; without, it is cuBLAS' choice. With the tile listed here, which is among cuBLASLt's
+/// recommendations, the product takes at least 3 % less time and has the same bits. Measured by `benches/gpu_tiles.py`
+/// on an H100 on 2026-11-26, with cuBLASLt 13.1 and the numbers of rows that the benchmarks have.
 const CHOICES: &[Choice] = &[
     // SDXL, batches of 1 and 4
     ([3840, 1024, 1280], true, false, 20),
@@ -61,16 +62,17 @@ const CHOICES: &[Choice] = &[
     ([6144, 4096, 1536], false, false, 20),
 ];
 
-/// The tile for a product, if one is known to be faster. A choice also applies to up to an eighth fewer rows, which
-/// need nearly the same number of tiles.
+/// Returns the tile for a product, if one is known to be faster. A choice also applies to fewer rows, by less than an
+/// eighth, because they need nearly the same number of tiles.
 pub(super) fn preferred(gpu: &Gpu, key: &Key) -> Option<u32> {
     if !gpu.is_hopper() || !key.arithmetic.is_half() {
         return None;
     }
-    let ([m, n, k], [(is_turned, _), (false, _)]) = (key.sizes, key.operands) else { return None };
-    let fits = |&&([own_m, most, own_k], turned, bias, _): &&Choice| {
-        (own_m, own_k, turned, bias) == (m, k, is_turned, key.arithmetic.has_bias())
-            && (most - most / 8 + 1..=most).contains(&n)
+    // The choices were measured with row-major inputs, the second operand: cuBLAS does not transpose them.
+    let ([m, n, k], [(is_transposed, _), (false, _)]) = (key.sizes, key.operands) else { return None };
+    let fits = |&&([own_m, own_n, own_k], own_transposed, own_bias, _): &&Choice| {
+        (own_m, own_k, own_transposed, own_bias) == (m, k, is_transposed, key.arithmetic.has_bias())
+            && (own_n - own_n / 8 + 1..=own_n).contains(&n)
     };
-    CHOICES.iter().find(fits).map(|choice| choice.3)
+    CHOICES.iter().find(fits).map(|&(.., tile)| tile)
 }

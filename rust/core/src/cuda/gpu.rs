@@ -1,4 +1,4 @@
-//! The state of each CUDA device: its stream, loaded kernels, and the handle of cuBLAS.
+//! The state of each CUDA device in use: its streams, its loaded kernels, and what cuBLAS and cuBLASLt need.
 
 use std::path::Path;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -17,6 +17,7 @@ use super::error::{check_blas, driver_error};
 use super::loader::Loader;
 use super::product_calls::ProductCalls;
 use super::recorder;
+use crate::device::name;
 use crate::{Error, Raw, Result};
 
 /// The size of cuBLAS' workspace that NVIDIA recommends for the Hopper generation.
@@ -28,7 +29,7 @@ pub struct Gpu {
     stream: Arc<CudaStream>,
     blas: Arc<CudaBlas>,
     loader: Loader,
-    /// Whether the compute capability is 9.0, which has instructions that some kernels need.
+    /// Whether the compute capability is 9.0. Some kernels need its instructions.
     is_hopper: bool,
     multiprocessors: usize,
     board: Board,
@@ -39,19 +40,21 @@ pub struct Gpu {
     workspace: CudaSlice<u8>,
 }
 
-/// The devices in use. They stay until the process ends, because tensors may outlive all other owners of their device.
+/// The devices in use, with their ids in candle. They stay until the process ends, because tensors may outlive all
+/// other owners of their device.
 static GPUS: RwLock<Vec<(DeviceId, &'static Gpu)>> = RwLock::new(Vec::new());
 
-fn known(find: impl Fn(&(DeviceId, &'static Gpu)) -> bool) -> Option<&'static Gpu> {
-    GPUS.read().unwrap_or_else(PoisonError::into_inner).iter().find(|gpu| find(gpu)).map(|&(_, gpu)| gpu)
+/// Returns the device in use for which `is_it` is true.
+fn known(is_it: impl Fn(&(DeviceId, &'static Gpu)) -> bool) -> Option<&'static Gpu> {
+    GPUS.read().unwrap_or_else(PoisonError::into_inner).iter().find(|entry| is_it(entry)).map(|&(_, gpu)| gpu)
 }
 
-/// The device with this number. All calls with the same number return the same device. The CUDA libraries are looked
-/// for in `folders` first.
+/// Returns the device with the number `ordinal`. All calls with the same number return the same device. The CUDA
+/// libraries are looked for in `folders` first.
 ///
 /// # Errors
-/// [`Error::CudaUnavailable`] with the reason if CUDA cannot be used, [`Error::Device`] if there is no device of this
-/// number, [`Error::OutOfMemory`] if the device's memory is full.
+/// [`Error::CudaUnavailable`] with the reason if CUDA or this device cannot be used, [`Error::Device`] if there is no
+/// device of this number or the driver reports an error, [`Error::OutOfMemory`] if the device's memory is full.
 pub fn open(ordinal: usize, folders: &[&Path]) -> Result<Device> {
     if let Some(gpu) = known(|(_, gpu)| gpu.ordinal() == ordinal) {
         return Ok(Device::Cuda(gpu.device.clone()));
@@ -63,6 +66,7 @@ pub fn open(ordinal: usize, folders: &[&Path]) -> Result<Device> {
     }
     check_usable(ordinal)?;
     let mut gpus = GPUS.write().unwrap_or_else(PoisonError::into_inner);
+    // Another thread may have opened the device since the first look.
     if let Some((_, gpu)) = gpus.iter().find(|(_, gpu)| gpu.ordinal() == ordinal) {
         return Ok(Device::Cuda(gpu.device.clone()));
     }
@@ -74,22 +78,23 @@ pub fn open(ordinal: usize, folders: &[&Path]) -> Result<Device> {
     Ok(Device::Cuda(device))
 }
 
+/// Returns an error if this library cannot use the device.
 fn check_usable(ordinal: usize) -> Result<()> {
     trainable_candle_cuda::check_device(ordinal)
         .map_err(|reason| Error::CudaUnavailable(format!("cuda:{ordinal}: {reason}")))
 }
 
-/// The number of devices that the driver reports. At least one of them can be used.
+/// Returns the number of devices that the driver reports. At least one of them can be used.
 ///
 /// # Errors
-/// [`Error::CudaUnavailable`] with the reason if CUDA cannot be used.
+/// [`Error::CudaUnavailable`] with the reason if CUDA cannot be used, [`Error::Device`] if the driver reports an error.
 pub fn devices(folders: &[&Path]) -> Result<usize> {
     trainable_candle_cuda::load(folders).map_err(|reason| Error::CudaUnavailable(reason.to_string()))?;
     Ok(CudaContext::device_count().map_err(|error| driver_error("device", error))? as usize)
 }
 
 impl Gpu {
-    /// Makes the state of a device. It lives as long as the process.
+    /// Makes the state of a device, which lives as long as the process.
     fn leak(device: CudaDevice) -> Result<&'static Self> {
         let stream = device.cuda_stream();
         let blas = device.cublas_handle();
@@ -122,35 +127,41 @@ impl Gpu {
         })))
     }
 
-    /// The GPU of a tensor, which must be on a CUDA device.
+    /// Returns the GPU of a tensor.
     ///
     /// # Errors
-    /// [`Error::Device`] if the tensor is not on a CUDA device. At the first use of a device, [`Error::OutOfMemory`] if
-    /// the device's memory is full, and [`Error::CudaUnavailable`] if the library has no kernels for the device.
+    /// [`Error::Device`] if the tensor is not on a CUDA device, another thread captures a function, or the driver
+    /// reports an error. At the first use of a device, [`Error::OutOfMemory`] if the device's memory is full, and
+    /// [`Error::CudaUnavailable`] if this library cannot use the device.
     pub fn of(op: &'static str, tensor: &Raw) -> Result<&'static Self> {
-        Self::of_device(op, tensor.device())
-    }
-
-    /// As [`of`](Self::of), for the device itself.
-    ///
-    /// # Errors
-    /// As [`of`](Self::of).
-    pub fn of_device(op: &'static str, device: &Device) -> Result<&'static Self> {
-        let Device::Cuda(device) = device else {
+        if !tensor.device().is_cuda() {
             return Err(Error::device(
                 op,
                 "found a tensor on the CPU, expected one on a CUDA device; move it with to()",
             ));
+        }
+        Self::of_device(op, tensor.device())
+    }
+
+    /// Returns the GPU of a device.
+    ///
+    /// # Errors
+    /// As [`of`](Self::of), for a device that is not a CUDA device.
+    pub fn of_device(op: &'static str, device: &Device) -> Result<&'static Self> {
+        let Device::Cuda(device) = device else {
+            let message = format!("found the device \"{}\", expected a CUDA device", name(device));
+            return Err(Error::device(op, message));
         };
         recorder::check_thread(op)?;
         if let Some(gpu) = known(|(id, _)| *id == device.id()) {
             return Ok(gpu);
         }
-        // The device was made by candle instead of by `open`, so it was not checked yet.
+        // Candle made the device, not `open`, so it was not checked yet.
         if let DeviceLocation::Cuda { gpu_id } = device.location() {
             check_usable(gpu_id)?;
         }
         let mut gpus = GPUS.write().unwrap_or_else(PoisonError::into_inner);
+        // Another thread may have added the device since the first look.
         if let Some((_, gpu)) = gpus.iter().find(|(id, _)| *id == device.id()) {
             return Ok(gpu);
         }
@@ -159,70 +170,73 @@ impl Gpu {
         Ok(gpu)
     }
 
-    /// Candle's device.
+    /// Returns candle's device.
     pub const fn device(&self) -> &CudaDevice {
         &self.device
     }
 
-    /// The stream in which all work is queued, except copies that run in parallel (`copies.rs`).
+    /// Returns the stream in which all work is queued, except copies that run in parallel (`copies.rs`).
     pub const fn stream(&self) -> &Arc<CudaStream> {
         &self.stream
     }
 
+    /// Returns cuBLAS with its handle for [`stream`](Self::stream).
     pub(super) const fn blas(&self) -> &Arc<CudaBlas> {
         &self.blas
     }
 
-    /// The calls of cuBLASLt that were chosen so far.
+    /// Returns the calls of cuBLASLt that were chosen so far.
     pub(super) const fn product_calls(&self) -> &ProductCalls {
         &self.product_calls
     }
 
-    /// The stream of copies from the host, to the host and from other devices. The copies run in parallel with the work
-    /// in [`stream`](Self::stream). The stream of copies is made on first use.
+    /// Returns the stream of copies from the host, to the host and from other devices; it is made on first use. These
+    /// copies run in parallel with the work in [`stream`](Self::stream).
     pub(super) fn copies(&self) -> Result<&'static Copies> {
         self.copies.get_or_make(&self.stream)
     }
 
-    /// The stream of [`copies`](Self::copies), if it was made.
+    /// Returns the stream of [`copies`](Self::copies), if it was made.
     pub(super) fn known_copies(&self) -> Option<&'static Copies> {
         self.copies.get()
     }
 
-    /// Let [`stream`](Self::stream) wait for all copies, and count a meeting (see `copies.rs`). To be called where a
-    /// recording or a replay begins or ends.
+    /// Lets [`stream`](Self::stream) wait for all copies, and counts a meeting (see `copies.rs`). To be called where a
+    /// recording begins, where it ends, and where a replay begins.
     pub(super) fn meet_copies(&self) -> std::result::Result<(), DriverError> {
         self.copies.get().map_or(Ok(()), |copies| copies.meet(&self.stream))
     }
 
-    /// The loader of the device's kernels.
+    /// Returns the loader of the device's kernels.
     pub(super) const fn loader(&self) -> &Loader {
         &self.loader
     }
 
-    /// Address and size of the workspace of cuBLAS and cuBLASLt.
+    /// Returns the address and the size in bytes of the workspace of cuBLAS and cuBLASLt.
     pub(super) fn workspace(&self) -> (Address, usize) {
         (self.workspace.device_ptr(&self.stream).0, BLAS_WORKSPACE)
     }
 
-    /// Whether the GPU is of compute capability 9.0.
+    /// Returns whether the GPU is of compute capability 9.0.
     pub const fn is_hopper(&self) -> bool {
         self.is_hopper
     }
 
-    /// How many multiprocessors the GPU has.
+    /// Returns the number of multiprocessors of the GPU.
     pub const fn multiprocessors(&self) -> usize {
         self.multiprocessors
     }
 
-    /// The board on which kernels report ids out of range.
+    /// Returns the board on which kernels report ids out of range.
     pub(crate) const fn board(&self) -> &Board {
         &self.board
     }
 
+    /// Returns the driver's number of the device.
     fn ordinal(&self) -> usize {
         match self.device.location() {
             DeviceLocation::Cuda { gpu_id } => gpu_id,
+            // Not reached: the device is a CUDA device.
             _ => usize::MAX,
         }
     }

@@ -1,4 +1,5 @@
-//! Launching kernels: addresses of tensors, arguments, new results.
+//! What every launch of a kernel needs: addresses of tensors, arguments, the kernel's variant, the grid of blocks, new
+//! tensors for the results.
 
 use std::ffi::c_void;
 use std::marker::PhantomData;
@@ -22,12 +23,18 @@ use super::loader::Loaded;
 use super::memory::allocate;
 use super::profile::measured;
 use super::recorder;
+use crate::device::name;
 use crate::{Error, Raw, Result};
 
-/// The bytes of dynamic shared memory that a kernel may use without a request to the driver.
+/// The most bytes of dynamic shared memory that a block may have if the kernel's attribute does not request more.
 const COMMON_SHARED_MEMORY: u32 = 48 << 10;
 
-/// A loaded kernel for some dtypes, with arguments of type `A`.
+/// The threads of a warp.
+const WARP: usize = 32;
+/// The threads of a block, where no other number is given.
+const BLOCK: usize = 256;
+
+/// The variant of a kernel for certain dtypes, loaded by the driver. It takes the arguments `A`.
 pub struct Function<A> {
     loaded: Loaded,
     takes: PhantomData<fn(A)>,
@@ -45,67 +52,69 @@ pub struct Shape {
     pub shared: u32,
 }
 
-/// The number of threads of the largest team (`include/rows.cuh`).
+/// The number of threads of the largest team (`cuda/include/rows.cuh`).
 pub const TEAM: usize = 512;
 
 impl Shape {
-    /// `blocks` blocks of `threads` threads in one dimension.
+    /// Describes `blocks` blocks of `threads` threads, in one dimension.
     ///
     /// # Errors
-    /// [`Error::Argument`] if there are too many blocks.
+    /// [`Error::Argument`] if there are more than 2^31 - 1 blocks.
     pub fn linear(op: &'static str, blocks: usize, threads: u32) -> Result<Self> {
         let grid = u32::try_from(blocks).ok().filter(|&blocks| blocks <= i32::MAX as u32);
-        let grid =
-            grid.ok_or_else(|| Error::argument(op, format!("{blocks} blocks of work are more than a GPU takes")))?;
-        Ok(Self { grid: [grid, 1, 1], block: [threads, 1, 1], shared: 0 })
+        let too_many = || {
+            Error::argument(op, format!("{blocks} thread blocks are more than a GPU can launch; use a smaller batch"))
+        };
+        Ok(Self { grid: [grid.ok_or_else(too_many)?, 1, 1], block: [threads, 1, 1], shared: 0 })
     }
 
-    /// Blocks of 256 threads for kernels whose threads loop until all `count` elements are done. Each thread gets about
-    /// `each` elements.
+    /// Describes blocks of 256 threads for a kernel whose threads loop until all `count` elements are done. Each thread
+    /// gets about `each` elements.
     pub fn flat(count: usize, each: usize) -> Self {
-        let blocks = count.div_ceil(256 * each.max(1)).clamp(1, i32::MAX as usize);
-        Self { grid: [blocks as u32, 1, 1], block: [256, 1, 1], shared: 0 }
+        let blocks = count.div_ceil(BLOCK * each.max(1)).clamp(1, i32::MAX as usize);
+        Self { grid: [blocks as u32, 1, 1], block: [BLOCK as u32, 1, 1], shared: 0 }
     }
 
-    /// A team of threads for each row of `len` elements, as `cuda/include/rows.cuh` requires. The threads of a team
-    /// hold their row in registers, unless the row is too long.
+    /// Describes a team of threads for each row of `len` elements, as `cuda/include/rows.cuh` requires. Each thread
+    /// holds up to four packs of its row in registers, unless the row is too long for the largest team. A pack is 16
+    /// bytes of neighbouring elements.
     pub fn rows(rows: usize, len: usize, dtype: DType) -> Self {
         Self::teams(rows, len, 4, dtype)
     }
 
-    /// As [`rows`](Self::rows), for a kernel whose threads each hold up to `held` packs of a row in registers. A pack
-    /// is 16 bytes of neighbouring elements.
+    /// As [`rows`](Self::rows), for a kernel whose threads each hold up to `held` packs of a row in registers.
     pub fn teams(rows: usize, len: usize, held: usize, dtype: DType) -> Self {
-        let threads = (32 * len.div_ceil(32 * held * wide(dtype))).clamp(32, TEAM);
-        let teams = if threads == 32 { 4 } else { 1 };
+        // The fewest whole warps whose threads hold the row.
+        let threads = (WARP * len.div_ceil(WARP * held * wide(dtype))).clamp(WARP, TEAM);
+        // A block has one team, or four teams of one warp each.
+        let teams = if threads == WARP { 4 } else { 1 };
         let blocks = rows.div_ceil(teams).clamp(1, i32::MAX as usize);
         Self { grid: [blocks as u32, 1, 1], block: [threads as u32, teams as u32, 1], shared: 0 }
     }
 
-    /// A thread for each of `count` items, in blocks of 256.
+    /// Describes a thread for each of `count` items, in blocks of 256.
     ///
     /// # Errors
     /// As [`linear`](Self::linear).
     pub fn threads(op: &'static str, count: usize) -> Result<Self> {
-        const THREADS: usize = 256;
-        Self::linear(op, count.div_ceil(THREADS), THREADS as u32)
+        Self::linear(op, count.div_ceil(BLOCK), BLOCK as u32)
     }
 }
 
 impl Gpu {
-    /// The variant of `kernel` for `dtypes`: the function `<name>_<dtype>_...` in the kernel's module. The loader looks
-    /// up each function only once.
+    /// Finds the variant of `kernel` for `dtypes`: the function `<name>_<dtype>_...` in the kernel's module. The driver
+    /// loads it on first use.
     ///
     /// # Errors
-    /// [`Error::Device`] if there is no kernel for these dtypes or the driver cannot load it.
+    /// [`Error::Device`] if the kernel has no variant for these dtypes, or the driver cannot load it.
     pub fn function<A: Arguments>(&self, kernel: &Kernel<A>, dtypes: &'static [&'static str]) -> Result<Function<A>> {
         Ok(Function { loaded: self.loader().find(kernel, dtypes)?, takes: PhantomData })
     }
 
-    /// As [`function`](Self::function), for the kernel `<name><end>` that takes the arguments `A`.
+    /// Finds the variant for `dtypes` of the kernel `<name><end>`, one of those that take the arguments `A`.
     ///
     /// # Errors
-    /// As [`function`](Self::function).
+    /// As [`function`](Self::function), and [`Error::Device`] if no such kernel takes these arguments.
     pub fn named<A: Arguments>(&self, name: &str, end: &str, dtypes: &'static [&'static str]) -> Result<Function<A>> {
         let kernel = A::KERNELS.iter().find(|kernel| kernel.name.strip_suffix(end) == Some(name));
         let missing =
@@ -115,7 +124,7 @@ impl Gpu {
 }
 
 impl<A: Arguments> Function<A> {
-    /// Queue the kernel.
+    /// Queues the kernel.
     ///
     /// # Safety
     /// The memory to which the arguments point is valid for the kernel's accesses.
@@ -133,11 +142,13 @@ impl<A: Arguments> Function<A> {
 }
 
 impl Loaded {
+    /// Queues the kernel.
+    ///
     /// # Safety
     /// `arguments` point to the values of the kernel's parameters, in order and of the right types. The memory to which
     /// these values point is valid for the kernel's accesses.
     unsafe fn launch(&self, op: &'static str, gpu: &Gpu, shape: Shape, arguments: &mut [*mut c_void]) -> Result<()> {
-        let mut run = || {
+        let mut queue = || {
             gpu.stream().context().bind_to_thread()?;
             if shape.shared > COMMON_SHARED_MEMORY {
                 let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
@@ -145,19 +156,18 @@ impl Loaded {
             }
             let (function, stream) = (self.function.cu_function(), gpu.stream().cu_stream());
             if self.overlaps {
-                // SAFETY: the caller's promise; every kernel waits for the kernel before it
-                // (`cuda/include/follow.cuh`).
+                // SAFETY: the caller's promise; the code of this kernel waits for the kernel before it.
                 return unsafe { launch_early(function, shape, stream, arguments) };
             }
             let (grid, block) = (shape.grid.into(), shape.block.into());
             // SAFETY: the caller's promise.
             unsafe { result::launch_kernel(function, grid, block, shape.shared, stream, arguments) }
         };
-        measured(gpu, || self.name.as_ref().to_owned(), || run().map_err(|error| driver_error(op, error)))
+        measured(gpu, || self.name.as_ref().to_owned(), || queue().map_err(|error| driver_error(op, error)))
     }
 }
 
-/// Queue a kernel that may start while the kernel before it still runs.
+/// Queues a kernel that may start while the kernel before it still runs.
 ///
 /// # Safety
 /// As [`result::launch_kernel`]. The code of the kernel must wait for the end of the kernel before it.
@@ -192,8 +202,8 @@ fn check(op: &'static str, kernel: &str, pointers: &[(&'static str, Element)], e
     }
 }
 
-/// The address of the first element of a tensor. The address is valid while the tensor lives, and for all work that is
-/// queued while the tensor lives. If a graph is being captured, the graph keeps the tensor alive.
+/// Returns the address of the first element of a tensor. The address is valid while the tensor lives, and for all work
+/// that is queued while the tensor lives. If a graph is being captured, the graph keeps the tensor alive.
 ///
 /// # Errors
 /// [`Error::Device`] if the tensor is not on a CUDA device, [`Error::DType`] if kernels do not support its dtype.
@@ -221,7 +231,8 @@ pub fn address(op: &'static str, tensor: &Raw) -> Result<Address> {
     Ok(address)
 }
 
-/// The [`Element`] that stands for a dtype in the signatures of kernels.
+/// Returns the [`Element`] that stands for a dtype in the signatures of kernels; `Any` for a dtype that kernels do not
+/// support.
 pub const fn element(dtype: DType) -> Element {
     match dtype {
         DType::U8 => Element::U8,
@@ -237,7 +248,7 @@ pub const fn element(dtype: DType) -> Element {
     }
 }
 
-/// A tensor that a kernel reads.
+/// Makes the argument for a tensor that a kernel reads.
 ///
 /// # Errors
 /// As [`address`].
@@ -245,7 +256,7 @@ pub fn input(op: &'static str, tensor: &Raw) -> Result<Const> {
     Ok(Const::new(address(op, tensor)?, element(tensor.dtype())))
 }
 
-/// A tensor that a kernel reads, or null if there is none.
+/// Makes the argument for a tensor that a kernel reads: null if there is none.
 ///
 /// # Errors
 /// As [`address`].
@@ -253,7 +264,7 @@ pub fn optional_input(op: &'static str, tensor: Option<&Raw>) -> Result<Const> {
     tensor.map_or(Ok(Const::NULL), |tensor| input(op, tensor))
 }
 
-/// A tensor that a kernel writes.
+/// Makes the argument for a tensor that a kernel writes.
 ///
 /// # Errors
 /// As [`address`].
@@ -261,7 +272,7 @@ pub fn output(op: &'static str, tensor: &Raw) -> Result<Mut> {
     Ok(Mut::new(address(op, tensor)?, element(tensor.dtype())))
 }
 
-/// A tensor that a kernel writes, or null if there is none.
+/// Makes the argument for a tensor that a kernel writes: null if there is none.
 ///
 /// # Errors
 /// As [`address`].
@@ -269,32 +280,33 @@ pub fn optional_output(op: &'static str, tensor: Option<&Raw>) -> Result<Mut> {
     tensor.map_or(Ok(Mut::NULL), |tensor| output(op, tensor))
 }
 
-/// The number of rows of a tensor, and the length of a row, which is the size of the last dimension (1 for a scalar).
+/// Returns the number of rows of a tensor, and the length of a row: the size of the last dimension, 1 for a scalar. An
+/// empty tensor has no rows.
 pub fn rows_of(x: &Raw) -> (usize, usize) {
     let len = x.dims().last().copied().unwrap_or(1);
     (x.elem_count() / len.max(1), len)
 }
 
-/// The number of elements in 16 bytes, the widest access of a thread.
+/// Returns the number of elements in 16 bytes, the widest access of a thread.
 pub fn wide(dtype: DType) -> usize {
     16 / dtype.size_in_bytes()
 }
 
-/// The dtype in which kernels compute with tensors of `dtype`, and in which they store statistics.
+/// Returns the dtype in which kernels compute with tensors of `dtype`, and in which they store statistics.
 pub const fn accumulator(dtype: DType) -> DType {
     if matches!(dtype, DType::F64) { DType::F64 } else { DType::F32 }
 }
 
-/// `size` as an argument of a kernel that counts in 32 bits.
+/// Converts `size` to an argument of a kernel that counts in 32 bits.
 ///
 /// # Errors
 /// [`Error::Shape`] if `size` is 2^32 or more.
 pub fn count32(op: &'static str, size: usize) -> Result<u32> {
     u32::try_from(size)
-        .map_err(|_| Error::shape(op, format!("a dimension of {size} elements is more than CUDA kernels take")))
+        .map_err(|_| Error::shape(op, format!("found a dimension of size {size}, CUDA kernels take less than 2^32")))
 }
 
-/// A new tensor whose values are not set yet.
+/// Makes a tensor whose values are not set yet.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`] if the tensor does not fit into memory, [`Error::DType`] if kernels do not support the dtype.
@@ -308,6 +320,7 @@ pub(super) trait Allocate {
     fn allocate<T: DeviceRepr>(&self, count: usize) -> Result<CudaSlice<T>>;
 }
 
+/// Allocates the memory of a tensor of shape `dims` on the device.
 struct InDeviceMemory<'a> {
     op: &'static str,
     gpu: &'a Gpu,
@@ -320,9 +333,13 @@ impl Allocate for InDeviceMemory<'_> {
     }
 }
 
-/// A new tensor on the device `gpu`, in memory that `memory` allocates.
+/// Makes a tensor on the device `gpu`, in memory that `memory` allocates.
+///
+/// # Errors
+/// The errors of `memory`, [`Error::OutOfMemory`] if the tensor is larger than any memory, [`Error::DType`] if kernels
+/// do not support the dtype.
 pub(super) fn made(op: &'static str, gpu: &Gpu, dims: &[usize], dtype: DType, memory: &impl Allocate) -> Result<Raw> {
-    // One element at least, so that there is an address.
+    // An empty tensor has room for one element, so that it has an address.
     let count = crate::raw::check_size(op, dims, dtype)?.max(1);
     macro_rules! storage {
         ($($variant:ident $t:ty;)*) => {
@@ -339,7 +356,7 @@ pub(super) fn made(op: &'static str, gpu: &Gpu, dims: &[usize], dtype: DType, me
     Ok(Raw::from_storage(storage, dims, BackpropOp::none(), false))
 }
 
-/// The suffix of a kernel's name for a floating-point dtype.
+/// Returns the suffix of a kernel's name for a floating-point dtype, as a list of one name.
 ///
 /// # Errors
 /// [`Error::DType`] if `dtype` is not a floating-point one.
@@ -353,10 +370,10 @@ pub fn suffix(op: &'static str, dtype: DType) -> Result<&'static [&'static str]>
     })
 }
 
-/// The suffix of a kernel's name for a floating-point dtype, u8, u32 or i64.
+/// Returns the suffix of a kernel's name for a floating-point dtype, u8, u32 or i64, as a list of one name.
 ///
 /// # Errors
-/// [`Error::DType`] if `dtype` is another dtype.
+/// [`Error::DType`] if `dtype` is not among these dtypes.
 pub fn any_suffix(op: &'static str, dtype: DType) -> Result<&'static [&'static str]> {
     match dtype {
         DType::U8 => Ok(&["u8"]),
@@ -366,7 +383,7 @@ pub fn any_suffix(op: &'static str, dtype: DType) -> Result<&'static [&'static s
     }
 }
 
-/// The suffix of the name of a kernel that only moves elements: the bytes of an element.
+/// Returns the suffix of the name of a kernel that only copies elements: the size of an element of `dtype` in bytes.
 pub fn byte_suffix(dtype: DType) -> &'static [&'static str] {
     match dtype.size_in_bytes() {
         1 => &["1"],
@@ -376,7 +393,7 @@ pub fn byte_suffix(dtype: DType) -> &'static [&'static str] {
     }
 }
 
-/// The suffixes of a kernel's name for two floating-point dtypes.
+/// Returns the suffixes of a kernel's name for two floating-point dtypes.
 ///
 /// # Errors
 /// [`Error::DType`] if `from` or `to` is not a floating-point dtype.
@@ -385,7 +402,7 @@ pub fn suffixes(op: &'static str, from: DType, to: DType) -> Result<&'static [&'
     any_suffixes(op, from, to)
 }
 
-/// The suffixes of a kernel's name for two dtypes, each as for [`any_suffix`].
+/// Returns the suffixes of a kernel's name for two dtypes, each a floating-point dtype, u8, u32 or i64.
 ///
 /// # Errors
 /// [`Error::DType`] if `from` or `to` is not among these dtypes.
@@ -415,10 +432,11 @@ pub fn any_suffixes(op: &'static str, from: DType, to: DType) -> Result<&'static
 /// # Errors
 /// [`Error::Device`] if they are not.
 pub fn same_device(op: &'static str, first: &Raw, others: &[&Raw]) -> Result<()> {
-    if others.iter().all(|other| first.device().same_device(other.device())) {
+    let Some(other) = others.iter().find(|other| !first.device().same_device(other.device())) else {
         return Ok(());
-    }
-    Err(Error::device(op, "tensors are on different devices; move one with to()"))
+    };
+    let (a, b) = (name(first.device()), name(other.device()));
+    Err(Error::device(op, format!("tensors are on different devices ({a} and {b}); move one with to()")))
 }
 
 #[cfg(test)]
@@ -428,12 +446,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_of_another_dtype_is_rejected() {
+    fn a_kernel_takes_pointers_to_its_dtype_and_null_but_not_to_another_dtype() {
         let f16 = SOFTMAX_FORWARD.variants.iter().find(|variant| variant.dtypes == ["f16"]).expect("a variant for f16");
-        let check = |elements: [Element; 2]| check("softmax", "softmax_forward_f16", f16.pointers, &elements);
-        assert!(check([Element::F16, Element::F16]).is_ok());
-        assert!(check([Const::NULL.element, element(DType::F16)]).is_ok());
-        let error = check([element(DType::F16), element(DType::F32)]).expect_err("f32 for f16").to_string();
+        let check_f16 = |elements: [Element; 2]| check("softmax", "softmax_forward_f16", f16.pointers, &elements);
+        assert!(check_f16([Element::F16, Element::F16]).is_ok());
+        assert!(check_f16([Const::NULL.element, element(DType::F16)]).is_ok());
+        let error = check_f16([element(DType::F16), element(DType::F32)]).expect_err("f32 for f16").to_string();
         assert!(error.contains("the kernel softmax_forward_f16 got F32 for its argument y, expected F16"), "{error}");
     }
 }

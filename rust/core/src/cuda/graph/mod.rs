@@ -1,21 +1,23 @@
-//! CUDA graphs of functions. A graph holds all work that a function queues, and launches it at once.
+//! CUDA graphs of functions. A graph holds all work that a function queues; one launch repeats the work.
 //!
 //! The first call of a captured function runs it eagerly, which allocates memory, loads kernels and creates optimizer
-//! states. The second call records the function and replays the record; each later call copies new inputs in and
-//! replays. Every call has its full effect, so training computes the same bits as without a graph. If the function
-//! creates gradients outside of [flat buffers](crate::FlatBuffer), these gradients move to fixed storage after the
-//! first call. Then the second call runs eagerly again, and the third call records.
+//! states. The second call records the function and launches the graph. Each later call is a replay: it copies new
+//! inputs to where the graph reads them, and launches the graph. Every call has all effects of the function, so
+//! training computes the same bits as without a graph. If the function creates gradients outside of
+//! [flat buffers](crate::FlatBuffer), these gradients move to fixed storage after the first call. Then the second call
+//! runs eagerly again, and the third call records.
 //!
 //! All graphs of a device share one pool of memory for temporaries (the memory of graphs). They can share it, because
-//! the graphs of a device run one after the other; eager work between two replays may use the pool, too. A call returns
-//! copies of the function's results; it is an error if the function keeps any other tensor that it has created. A graph
-//! keeps alive the tensors outside the pool that the graph reads or writes.
+//! the graphs of a device run one after the other; eager work between two replays may use the memory, too. A call
+//! returns copies of the function's results; it is an error if the function keeps any other tensor that it has created.
+//! A graph keeps alive the tensors outside the pool that the graph reads or writes.
 //!
 //! Random draws read the seed and the position of the random generator from device memory. Each replay writes both
-//! there, and advances the generator by the number of draws. Values that the function creates on the CPU are constants
-//! of the graph; it is an error if such a value differs between calls. It is also an error if the function reads a
-//! tensor's value. When host state that the work depends on ([`HostState`](crate::capture::HostState)) changes, the
-//! graph is stale: the next call runs eagerly, and the call after that records again.
+//! there, and advances the generator by the number of draws. Values that the function copies from the CPU are constants
+//! of the graph; it is an error if the call that records copies another value than the eager call before it. It is also
+//! an error if the function reads a tensor's value. When host state that the work depends on
+//! ([`HostState`](crate::capture::HostState)) changes, the graph is stale: the next call runs eagerly, and the call
+//! after that records again.
 
 mod recording;
 
@@ -63,23 +65,24 @@ pub struct Captured {
 }
 
 enum Stage {
-    /// The next call runs the function eagerly: there was no call yet, or the last call has failed or has moved
-    /// gradients.
+    /// The next call runs the function eagerly: there was no call yet, or the last call has moved gradients, or has
+    /// failed without a graph.
     New,
-    /// The function ran eagerly: its effects on the host, and the values that it copied from the CPU.
+    /// The function ran eagerly; the next call records it. Has the function's effects on the host, and fingerprints of
+    /// the values that it copied from the CPU.
     Ran(Effects, Known),
-    /// The function was recorded; calls replay the graph.
+    /// The function was recorded; calls replay the graph unless it is stale.
     Recorded(Graph),
 }
 
 impl Captured {
-    /// Prepare `function` for capture; nothing is run yet. Calls will take tensors of the shapes and dtypes of
-    /// `inputs`. The function gets tensors on `device`, and must return tensors there.
+    /// Prepare `function` for capture, without running it. Calls take tensors of the shapes and dtypes of `inputs`, on
+    /// any device. The function gets copies of them on `device`, and must return tensors there.
     ///
     /// # Errors
     /// [`Error::Device`] if `device` is not a CUDA device or cannot run graphs, or inside a captured function;
-    /// [`Error::Autograd`] if an input needs a gradient, [`Error::OutOfMemory`] if the copies of the inputs do not fit
-    /// into memory.
+    /// [`Error::Autograd`] if an input needs a gradient, [`Error::DType`] if CUDA tensors cannot have its dtype,
+    /// [`Error::OutOfMemory`] if the copies of the inputs do not fit into memory.
     pub fn new(device: &Device, function: Function, inputs: &[&Tensor]) -> Result<Self> {
         let gpu = Gpu::of_device(OP, device)?;
         capture::refuse(OP)?;
@@ -88,7 +91,7 @@ impl Captured {
                 "the GPU has no stream-ordered allocation of memory, which graphs need (some virtual GPUs lack it)";
             return Err(Error::device(OP, message));
         }
-        let own = |(index, input): (usize, &&Tensor)| {
+        let copy = |(index, input): (usize, &&Tensor)| {
             if input.requires_grad() {
                 let message = format!(
                     "input {index} needs a gradient, but calls copy their inputs; let the function use the variable itself"
@@ -98,23 +101,24 @@ impl Captured {
             let moved = Tensor::from_raw(&input.raw).to_device(device)?;
             Ok(Tensor::from_raw(&duplicate(OP, &moved.raw)?))
         };
-        let inputs = inputs.iter().enumerate().map(own).collect::<Result<_>>()?;
+        let inputs = inputs.iter().enumerate().map(copy).collect::<Result<_>>()?;
         Ok(Self { function, gpu, inputs, stage: Stage::New })
     }
 
-    /// The results of the function for `inputs`, detached from the tape.
+    /// Call the function for `inputs`, or replay its graph. Returns the results, detached from the tape. Inside another
+    /// captured function, the call becomes a part of that function's graph, and the results stay on the tape.
     ///
     /// # Errors
-    /// [`Error::Argument`], [`Error::Shape`] or [`Error::DType`] if the number, a shape or a dtype of the inputs
-    /// differs from those given to [`new`](Self::new). An error of the function is returned. [`Error::Device`] if the
-    /// function returns a tensor on the CPU or, in the call that records, if it does what a graph cannot repeat: it
-    /// reads a tensor's value, waits for the device, copies a value from the CPU that the previous call did not copy,
-    /// seeds the random generator, keeps a tensor that it has created, or changes state that its own work depends on. A
-    /// call that fails to record has no effect, and the next call runs eagerly.
+    /// [`Error::Argument`] for another number of inputs than was given to [`new`](Self::new), [`Error::Shape`] or
+    /// [`Error::DType`] for another shape or dtype of an input. The errors of the function. [`Error::OutOfMemory`] if
+    /// the device has too little memory. [`Error::Device`] if the function returns a tensor on the CPU or, in the call
+    /// that records, if it does what a graph cannot repeat: it reads a tensor's value, waits for the device, copies a
+    /// value from the CPU that the previous call did not copy, seeds the random generator, keeps a tensor that it has
+    /// created but does not return, or changes state that its own work depends on. A call that fails to record has no
+    /// effect, and the next call runs eagerly.
     pub fn call(&mut self, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
         self.check(inputs)?;
         if capture::is_running() {
-            // A call within another captured function becomes a part of that function's graph.
             let device = Device::Cuda(self.gpu.device().clone());
             let inputs: Vec<Tensor> =
                 inputs.iter().map(|input| Tensor::from_raw(&input.raw).to_device(&device)).collect::<Result<_>>()?;
@@ -125,13 +129,14 @@ impl Captured {
             Stage::New => self.run(),
             Stage::Ran(mut effects, known) => {
                 effects.before()?;
+                // Notes which gradients have values now: if the recording fails, they are marked so again.
                 effects.settle_gradients()?;
                 let graph = Graph::record(self.gpu, &self.function, &self.inputs, known)
                     .inspect_err(|_| effects.restore_gradients())?;
                 let launched = graph.launch();
                 self.finish(graph, launched)
             }
-            // State that the record depends on has changed: this call runs eagerly, and the next one records again.
+            // State that the recorded work depends on has changed: this call runs eagerly, and the next one records.
             Stage::Recorded(graph) if graph.effects.is_stale() => {
                 drop(graph);
                 self.run()
@@ -143,12 +148,13 @@ impl Captured {
         }
     }
 
-    /// Whether calls replay a graph.
+    /// Return whether calls replay a graph.
     pub const fn is_recorded(&self) -> bool {
         matches!(self.stage, Stage::Recorded(_))
     }
 
-    /// Stores `graph` for the next calls, and returns copies of its results: the next replay overwrites the originals.
+    /// Store `graph` for the next calls. `launched` is the outcome of its launch for this call. Returns copies of the
+    /// results, because the next replay overwrites the originals.
     fn finish(&mut self, graph: Graph, launched: Result<()>) -> Result<Vec<Tensor>> {
         let copies = || graph.outputs.iter().map(|output| Ok(Tensor::from_raw(&duplicate(OP, output)?))).collect();
         let outputs = launched.and_then(|()| copies());
@@ -156,26 +162,26 @@ impl Captured {
         outputs
     }
 
-    /// Checks that new inputs have the shapes and dtypes with which the function was captured.
+    /// Check that new inputs have the shapes and dtypes with which the function was captured.
     fn check(&self, inputs: &[&Tensor]) -> Result<()> {
         if inputs.len() != self.inputs.len() {
             let message = format!("found {} inputs, expected {}", inputs.len(), self.inputs.len());
             return Err(Error::argument(OP, message));
         }
-        for (index, (own, new)) in self.inputs.iter().zip(inputs).enumerate() {
-            if own.dims() != new.dims() {
+        for (index, (captured, new)) in self.inputs.iter().zip(inputs).enumerate() {
+            if captured.dims() != new.dims() {
                 let message = format!(
                     "input {index} has shape {:?}, the function was captured with shape {:?}; capture it for each shape",
                     new.dims(),
-                    own.dims()
+                    captured.dims()
                 );
                 return Err(Error::shape(OP, message));
             }
-            if own.dtype() != new.dtype() {
+            if captured.dtype() != new.dtype() {
                 let message = format!(
                     "input {index} has dtype {}, the function was captured with dtype {}",
                     new.dtype().as_str(),
-                    own.dtype().as_str()
+                    captured.dtype().as_str()
                 );
                 return Err(Error::dtype(OP, message));
             }
@@ -185,31 +191,31 @@ impl Captured {
 
     /// Copy the inputs of a call into the tensors that the function reads.
     fn copy_inputs(&self, inputs: &[&Tensor]) -> Result<()> {
-        for (own, new) in self.inputs.iter().zip(inputs) {
-            if own.elem_count() > 0 && storage_identity(&own.raw).0 != storage_identity(&new.raw).0 {
-                let moved = Tensor::from_raw(&new.raw).to_device(own.device())?;
-                transfer(OP, &own.raw, &moved.raw)?;
+        for (captured, new) in self.inputs.iter().zip(inputs) {
+            if captured.elem_count() > 0 && storage_identity(&captured.raw).0 != storage_identity(&new.raw).0 {
+                let moved = Tensor::from_raw(&new.raw).to_device(captured.device())?;
+                transfer(OP, &captured.raw, &moved.raw)?;
             }
         }
         Ok(())
     }
 
-    /// Calls the function eagerly.
+    /// Call the function eagerly.
     fn run(&mut self) -> Result<Vec<Tensor>> {
-        let run = Run::begin(false)?;
+        let run = Run::begin(/* capturing: */ false)?;
         let noting = Noting::begin();
         let outputs = (self.function)(&self.inputs)?;
         let known = noting.finish();
         let mut effects = run.finish();
         let outputs = values(outputs)?.iter().map(|output| Ok(Tensor::from_raw(&duplicate(OP, output)?))).collect();
-        // The function may have stored addresses of gradients that have moved now, so it runs eagerly once more before
-        // a capture.
+        // The function may have stored addresses of gradients that move here. So if any moves, the function runs
+        // eagerly once more before the capture.
         self.stage = if effects.settle_gradients()? { Stage::New } else { Stage::Ran(effects, known) };
         outputs
     }
 }
 
-/// The results of a function, detached from the tape.
+/// Check that the results of a function are on a CUDA device, and detach them from the tape.
 fn values(outputs: Vec<Tensor>) -> Result<Vec<Raw>> {
     let value = |(index, output): (usize, Tensor)| {
         if output.device().is_cuda() {
@@ -222,7 +228,7 @@ fn values(outputs: Vec<Tensor>) -> Result<Vec<Raw>> {
     outputs.into_iter().enumerate().map(value).collect()
 }
 
-/// While this object exists, the values that this thread copies from the CPU are recorded.
+/// While this object exists, the fingerprints of the values that this thread copies from the CPU are noted.
 struct Noting;
 
 impl Noting {
@@ -250,36 +256,38 @@ struct Graph {
     outputs: Vec<Raw>,
     /// The tensors that the graph uses outside of the memory of graphs.
     _held: Held,
-    /// What the function changes on the host.
+    /// What the function changes on the host, and what host state its work depends on.
     effects: Effects,
     /// The values from the CPU that the graph reads, in device memory.
     _constants: Constants,
     /// Seed and position of the generator at the start of a replay.
     generator: Raw,
-    /// The number of blocks of random numbers that a call draws.
+    /// The number of blocks of random numbers by which a call advances the generator.
     draws: u64,
     _lease: Option<Lease>,
 }
 
 impl Graph {
+    /// Record the function, and make its graph. `known` are fingerprints of the values that it may copy from the CPU.
     fn record(gpu: &'static Gpu, function: &Function, inputs: &[Tensor], known: Known) -> Result<Self> {
         let generator = empty(OP, gpu, &[2], DType::I64)?;
         let start = rng::state();
-        // Draws during the recording advance this stream of random numbers and leave the thread's generator as it is.
-        // Each launch of the graph reserves its draws from the thread's generator.
+        // Draws during the recording advance this stream of random numbers, not the thread's generator: each launch of
+        // the graph advances that.
         let _stream = rng::Stream::enter(start);
         let recording = Recording::begin(gpu, address(OP, &generator)?, start, known)?;
         let outputs = function(inputs).and_then(values);
         let recorded = recording.finish();
-        let moved = rng::state();
-        Self::build(gpu, generator, start, moved, outputs, recorded)
+        let end = rng::state();
+        Self::build(gpu, generator, start, end, outputs, recorded)
     }
 
+    /// Make the graph of a recording. `start` and `end` are the states of the random generator before and after it.
     fn build(
         gpu: &'static Gpu,
         generator: Raw,
         start: State,
-        moved: State,
+        end: State,
         outputs: Result<Vec<Raw>>,
         recorded: Recorded,
     ) -> Result<Self> {
@@ -293,8 +301,8 @@ impl Graph {
         }
         let outputs = outputs?;
         let template = template?;
-        let draws = moved.offset.wrapping_sub(start.offset);
-        if effects.has_seeded || moved.seed != start.seed || draws >= FORWARD {
+        let draws = end.offset.wrapping_sub(start.offset);
+        if effects.has_seeded || end.seed != start.seed || draws >= FORWARD {
             let message =
                 "the function seeds the random generator, but replays would not; seed it outside of the function";
             return Err(Error::device(OP, message));
@@ -321,7 +329,7 @@ impl Graph {
         })
     }
 
-    /// Queue the recorded work. The work uses the next draws of the thread's random generator.
+    /// Queue the recorded work. The work takes the next random numbers of the thread's generator.
     fn launch(&self) -> Result<()> {
         let (gpu, stream) = (self.gpu, self.gpu.stream());
         stream.context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
@@ -350,8 +358,8 @@ impl Graph {
     }
 }
 
-/// Check that a recording has left only its `outputs` in the memory of graphs. Any other tensor there would change with
-/// each replay of any graph, because all graphs share that memory.
+/// Check that a recording has left only its `outputs` in the memory of graphs; `kept` are the blocks that are in use
+/// there. Any other tensor there would change with each replay of any graph, because all graphs share that memory.
 fn check_kept(kept: &[Range<Address>], outputs: &[Raw]) -> Result<()> {
     let outputs = outputs.iter().map(|output| address(OP, output)).collect::<Result<Vec<_>>>()?;
     let others: Vec<_> = kept.iter().filter(|block| !outputs.iter().any(|at| block.contains(at))).collect();
@@ -359,14 +367,15 @@ fn check_kept(kept: &[Range<Address>], outputs: &[Raw]) -> Result<()> {
         return Ok(());
     }
     let (count, bytes) = (others.len(), others.iter().map(|block| block.end - block.start).sum::<Address>());
+    let plural = if count == 1 { "" } else { "s" };
     let message = format!(
-        "the function keeps {count} tensors ({bytes} bytes) that it has made, and replays would change them; return them, or make them \
-         before the function is captured"
+        "the function keeps {count} tensor{plural} ({bytes} bytes) that it has made, and replays would change them; return them, or \
+         make them before the function is captured"
     );
     Err(Error::device(OP, message))
 }
 
-/// The driver's executable graph.
+/// The driver's executable graph, made from a [`Template`].
 struct Executable(CUgraphExec);
 
 // SAFETY: the driver requires that calls on one graph do not overlap. Every call goes through an exclusive reference to
@@ -379,7 +388,8 @@ impl Executable {
     fn new(gpu: &Gpu, template: &Template) -> Result<Self> {
         let make = || {
             gpu.stream().context().bind_to_thread()?;
-            // SAFETY: the template is a graph; the executable made from it is destroyed once, with `Self`.
+            // SAFETY: the template is a graph. The executable graph that is made from it is destroyed once, with
+            // `Self`.
             let executable = Self(unsafe { result::graph::instantiate(template.0, CUgraphInstantiate_flags(0)) }?);
             // SAFETY: the stream is the device's.
             unsafe { result::graph::upload(executable.0, gpu.stream().cu_stream()) }?;

@@ -1,4 +1,4 @@
-//! [`Recording`]: captures the work of a function on the device's stream, and collects what its graph needs.
+//! [`Recording`]: captures the work that a function queues in the device's stream, and collects what the graph needs.
 
 use std::ops::Range;
 
@@ -16,20 +16,21 @@ use crate::capture::{Effects, Run};
 use crate::rng::state::State;
 use crate::{Error, Result};
 
-/// The driver's graph that a capture has recorded. Executable graphs are made from it.
+/// The driver's graph that a capture has recorded. An executable graph is made from it.
 pub(super) struct Template(pub(super) CUgraph);
 
 impl Drop for Template {
     fn drop(&mut self) {
         if !self.0.is_null() {
-            // SAFETY: the end of a capture has made the graph, and it is destroyed once.
+            // SAFETY: the end of a capture has made the graph, which is destroyed once. An error is ignored, because
+            // nothing can be done about it here.
             let _ = unsafe { result::graph::destroy(self.0) };
         }
     }
 }
 
-/// Keeps the memory of graphs (the pool for the temporaries of all graphs of a device) allocated. The memory is
-/// released when the last lease is dropped.
+/// Keeps the memory of graphs (the pool for the temporaries of all graphs of a device) allocated. Dropping the last
+/// lease of a device releases the memory.
 pub(super) struct Lease(&'static Gpu);
 
 impl Drop for Lease {
@@ -46,7 +47,9 @@ impl Drop for Lease {
 /// A capture in progress. The capture ends when this object is dropped, even by a panic.
 pub(super) struct Recording {
     gpu: &'static Gpu,
+    /// Collects the effects on the host; `None` after [`finish`](Self::finish).
     run: Option<Run>,
+    /// `None` until the memory of graphs is in use, and after [`finish`](Self::finish).
     lease: Option<Lease>,
     /// Whether the stream is capturing.
     is_open: bool,
@@ -55,7 +58,7 @@ pub(super) struct Recording {
 /// What a capture has collected.
 pub(super) struct Recorded {
     pub(super) template: Result<Template>,
-    /// What the function changes on the host.
+    /// What the function changes on the host, and what host state its work depends on.
     pub(super) effects: Effects,
     /// The tensors that the recorded work uses outside of the memory of graphs.
     pub(super) held: Held,
@@ -63,16 +66,23 @@ pub(super) struct Recorded {
     pub(super) kept: Vec<Range<Address>>,
     /// The values from the CPU that the recorded work reads.
     pub(super) constants: Constants,
+    /// Keeps the memory of graphs.
     pub(super) lease: Option<Lease>,
 }
 
 impl Recording {
+    /// Begin a capture on this thread. Draws from the state `start` on will read the generator's state at the address
+    /// `generator`. `known` are fingerprints of the values that the function may copy from the CPU.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if another captured function runs on this thread, another thread captures, or the driver
+    /// reports an error.
     pub(super) fn begin(gpu: &'static Gpu, generator: Address, start: State, known: Known) -> Result<Self> {
-        let run = Run::begin(true)?;
+        let run = Run::begin(/* capturing: */ true)?;
         let stream = gpu.stream();
         stream.context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
         recorder::claim(OP)?;
-        // From here on, dropping the recording undoes each step.
+        // From here on, dropping the recording undoes the steps that were done.
         let mut recording = Self { gpu, run: Some(run), lease: None, is_open: false };
         // SAFETY: the stream is the device's, and the device is current.
         unsafe { memory::begin_capture(stream.cu_stream().cast()) }.map_err(|status| status_error(OP, status))?;
@@ -89,7 +99,7 @@ impl Recording {
         Ok(recording)
     }
 
-    /// End the capture on the stream.
+    /// End the capture of the stream.
     fn close(&mut self) -> Result<Template> {
         if !std::mem::take(&mut self.is_open) {
             return Err(Error::device(OP, "nothing is being captured"));
@@ -108,6 +118,7 @@ impl Recording {
         }
     }
 
+    /// End the capture, and return what it has collected.
     pub(super) fn finish(mut self) -> Recorded {
         let template = self.close();
         let constants = upload::finish_capture();
