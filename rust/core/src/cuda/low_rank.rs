@@ -1,5 +1,5 @@
-//! The low-rank products (terms) of adapted linear maps, dst += s · input · down · up, for which the library has
-//! kernels of its own.
+//! The library's own kernels for the low-rank products of adapted linear maps: hidden = scale_hidden · input · down,
+//! dst += scale_dst · hidden · up. A term is one such product.
 
 use candle_core::DType;
 use smallvec::SmallVec;
@@ -18,24 +18,25 @@ use crate::raw::storage_identity;
 use crate::{Raw, Result, product};
 
 const OP: &str = "low_rank";
-/// The most terms of a launch.
+/// The most terms of a launch of `low_rank`.
 const MOST_TERMS: usize = 4;
-/// Rows of dst that a block of threads computes.
+/// The rows of dst that a block of threads computes.
 const ROWS: usize = 16;
 /// The most elements that input and dst of one term have together. For more elements, memory bandwidth matters more
 /// than the number of launches, and cuBLAS reads the factors less often than the kernel: on an H200 the kernel is
-/// faster than cuBLAS at 4096 rows of 640 + 640 elements and slower at 4096 rows of 1280 + 1280.
+/// faster than cuBLAS at 4096 rows of 640 + 640 elements (input + dst) and slower at 4096 rows of 1280 + 1280.
 const MOST_ELEMENTS: usize = 6 << 20;
-/// `inner` and `outer`, the numbers of input and output features, must be multiples of this.
+/// `inner` and `outer`, the numbers of input and output features, must be multiples of this. It is also the number of
+/// columns of dst that a warp computes at a time.
 const STEP: usize = 32;
-/// The addresses of matrices, and the distances between their rows in bytes, must be multiples of this.
+/// The addresses of matrices, and the distances between their rows, must be multiples of this many bytes.
 const ALIGNMENT: usize = 16;
 
 /// The most elements of dst, summed over the terms, for which one launch for several terms is faster than a product by
 /// cuBLAS and a launch of `low_rank_add`. In the one launch, each term reads the input again, and each block of rows
-/// reads the factors again. On an H100 the one launch takes 12 instead of 9 μs for three terms of 1024 rows and 1280 +
-/// 1280 elements, and 4 instead of 6 μs for two terms of 77 rows and 2048 + 1280 elements.
-const MOST_OF_SEVERAL: usize = 1 << 20;
+/// reads the factors again. On an H100 the one launch is slower (12 instead of 9 μs) for three terms of 1024 rows and
+/// 1280 + 1280 elements, and faster (4 instead of 6 μs) for two terms of 77 rows and 2048 + 1280 elements.
+const MOST_DST_ELEMENTS: usize = 1 << 20;
 
 /// The number of ranks in a tile of `low_rank_add`.
 const TILE: usize = 16;
@@ -43,12 +44,12 @@ const TILE: usize = 16;
 const MOST_TILES: usize = 4;
 /// The most destinations (dst) of a launch of `low_rank_add`.
 const MOST_SUMS: usize = 4;
-/// Rows and columns of the blocks of `low_rank_add`.
+/// The rows and columns of dst that a block of threads of `low_rank_add` computes.
 const ADD_BLOCK: [usize; 2] = [32, 256];
 /// The most blocks of rows in a launch of `low_rank_add`.
 const MOST_ROW_BLOCKS: usize = 65_535;
 
-/// The layout of the factors `down` and `up` in memory.
+/// The layout of the factors `down` and `up` in memory, named after the pass that usually has it.
 #[derive(Clone, Copy, PartialEq)]
 enum Direction {
     /// `down` is stored as (rank, inner), `up` as (outer, rank).
@@ -57,17 +58,18 @@ enum Direction {
     Backward,
 }
 
-/// Compute all terms in one launch. Returns false, without an effect, if the kernel does not support them.
+/// Compute all terms, each given with its dst, in one launch. Returns false, and computes nothing, if the kernels do
+/// not support the terms or would be slower than cuBLAS.
 ///
 /// # Errors
 /// [`Error::Device`](crate::Error::Device) if the tensors of a term are on different devices, or the driver reports an
 /// error.
 pub fn low_rank(terms: &[(product::LowRankTerm, Raw)], [scale_hidden, scale_dst]: [f64; 2]) -> Result<bool> {
     let elements: usize = terms.iter().map(|(_, dst)| dst.elem_count()).sum();
-    let is_fast = terms.len() == 1 || (terms.len() <= MOST_TERMS && elements <= MOST_OF_SEVERAL);
-    let Some((first, shared)) = terms.first().filter(|_| is_fast) else { return Ok(false) };
-    let Some((direction, mut sizes)) = sizes(first, shared) else { return Ok(false) };
-    let shared = address(OP, shared)?;
+    let is_fast = terms.len() == 1 || (terms.len() <= MOST_TERMS && elements <= MOST_DST_ELEMENTS);
+    let Some((first, first_dst)) = terms.first().filter(|_| is_fast) else { return Ok(false) };
+    let Some((direction, mut sizes)) = direction_and_sizes(first, first_dst) else { return Ok(false) };
+    let (first_dst_at, rank) = (address(OP, first_dst)?, first.hidden.dims()[1]);
     let mut list = [LowRankTerm::default(); MOST_TERMS];
     for ((term, dst), place) in terms.iter().zip(&mut list) {
         let operands = [&term.input, &term.down, &term.up, &term.hidden];
@@ -77,25 +79,26 @@ pub fn low_rank(terms: &[(product::LowRankTerm, Raw)], [scale_hidden, scale_dst]
         let LowRankTerm { input, down, up, hidden, .. } = *place;
         let is_aligned = [input, down, up, hidden, dst_at].iter().all(|at| at.is_multiple_of(ALIGNMENT as Address));
         let is_apart = operands.iter().all(|operand| storage_identity(operand).0 != storage_identity(dst).0);
-        let is_alike = self::sizes(term, dst) == Some((direction, sizes)) && term.input.dtype() == first.input.dtype();
-        // In the backward pass, all terms must add to the same dst.
-        let is_shared = dst_at == shared;
-        if !is_aligned || !is_apart || !is_alike || (direction == Direction::Backward && !is_shared) {
+        let is_alike =
+            direction_and_sizes(term, dst) == Some((direction, sizes)) && term.input.dtype() == first.input.dtype();
+        // In the backward pass, each block computes all terms in turn, so all must add to the same dst.
+        let has_first_dst = dst_at == first_dst_at;
+        if !is_aligned || !is_apart || !is_alike || (direction == Direction::Backward && !has_first_dst) {
             return Ok(false);
         }
     }
-    // In the forward pass the terms run concurrently, so the columns of one dst must not be those of another. The
-    // direction is inferred from the layout of the factors: a forward pass with transposed factors counts as backward,
-    // so its terms must have the same dst.
-    let columns = u64::from(sizes.outer) * first.input.dtype().size_in_bytes() as u64;
-    let mut places: Vec<Address> = list[..terms.len()].iter().map(|term| term.dst).collect();
-    places.sort_unstable();
-    if direction == Direction::Forward && places.windows(2).any(|pair| pair[1] - pair[0] < columns) {
+    // In the forward pass the terms run concurrently, so no two terms may add to the same columns. The direction is
+    // inferred from the layout of the factors: a forward pass with transposed factors counts as backward, so its terms
+    // must have the same dst.
+    let row_bytes = u64::from(sizes.outer) * first.input.dtype().size_in_bytes() as u64;
+    let mut dst_addresses: Vec<Address> = list[..terms.len()].iter().map(|term| term.dst).collect();
+    dst_addresses.sort_unstable();
+    if direction == Direction::Forward && dst_addresses.windows(2).any(|pair| pair[1] - pair[0] < row_bytes) {
         return Ok(false);
     }
     (sizes.terms, sizes.scale_hidden, sizes.scale_dst) = (terms.len() as u32, scale_hidden as f32, scale_dst as f32);
     let gpu = Gpu::of(OP, &first.input)?;
-    let kernel = match (direction, first.hidden.dims()[1]) {
+    let kernel = match (direction, rank) {
         (Direction::Forward, 16) => &LOW_RANK_FORWARD16,
         (Direction::Forward, 32) => &LOW_RANK_FORWARD32,
         (Direction::Forward, _) => &LOW_RANK_FORWARD64,
@@ -104,21 +107,22 @@ pub fn low_rank(terms: &[(product::LowRankTerm, Raw)], [scale_hidden, scale_dst]
         (Direction::Backward, _) => &LOW_RANK_BACKWARD64,
     };
     let function = gpu.function(kernel, suffix(OP, first.input.dtype())?)?;
-    let layers = if direction == Direction::Forward { sizes.terms } else { 1 };
+    let concurrent_terms = if direction == Direction::Forward { sizes.terms } else { 1 };
     let blocks = (sizes.rows as usize).div_ceil(ROWS);
-    let warps: u32 = if first.hidden.dims()[1] == 64 { 8 } else { 16 };
+    let warps: u32 = if rank == 64 { 8 } else { 16 };
     // The columns of dst are divided into `shares`, so that all multiprocessors have work. The blocks of each share
     // recompute the hidden values, which costs less than idle multiprocessors.
-    let most = (sizes.outer as usize).div_ceil(warps as usize * STEP);
-    let shares = (gpu.multiprocessors() / (blocks * layers as usize)).clamp(1, most);
-    let shape = Shape { grid: [blocks as u32, shares as u32, layers], block: [32 * warps, 1, 1], shared: 0 };
-    // SAFETY: `sizes` has checked that the matrices have these sizes.
+    let most_shares = (sizes.outer as usize).div_ceil(warps as usize * STEP);
+    let shares = (gpu.multiprocessors() / (blocks * concurrent_terms as usize)).clamp(1, most_shares);
+    let shape = Shape { grid: [blocks as u32, shares as u32, concurrent_terms], block: [32 * warps, 1, 1], shared: 0 };
+    // SAFETY: `direction_and_sizes` has checked that the matrices have these sizes.
     unsafe { function.launch(OP, gpu, shape, LowRankForward16 { terms: LowRankTerms { list }, sizes }) }?;
     Ok(true)
 }
 
-/// Adds `alpha` a b to dst for each [dst, a, b] if the products are of low rank. The caller has checked the sizes.
-/// Returns false, without an effect, if the kernels do not support the matrices.
+/// Adds `alpha` · hidden · up to dst for each [dst, hidden, up] with launches of `low_rank_add`. The caller has checked
+/// that the shapes fit, and that dst shares no storage with hidden and up. Returns false, and computes nothing, if
+/// `low_rank_add` does not support the matrices.
 ///
 /// # Errors
 /// [`Error::Device`](crate::Error::Device) if the driver reports an error.
@@ -146,7 +150,7 @@ struct Addition<'a> {
     dst: &'a Raw,
     /// The address of dst.
     at: Address,
-    /// Columns of dst.
+    /// The number of columns of dst.
     outer: u32,
     direction: Direction,
     sizes: LowRankAddSizes,
@@ -161,11 +165,11 @@ impl<'a> Addition<'a> {
         let (&[rows, outer], is_half) = (dst.dims(), matches!(dtype, DType::F16 | DType::BF16)) else {
             return Ok(None);
         };
-        let is_whole = rank.is_multiple_of(TILE)
+        let has_supported_sizes = rank.is_multiple_of(TILE)
             && (1..=MOST_TILES).contains(&(rank / TILE))
             && outer.is_multiple_of(STEP)
             && (1..=MOST_ROW_BLOCKS).contains(&rows.div_ceil(ADD_BLOCK[0]));
-        if !is_half || !is_whole || all.iter().any(|x| x.dtype() != dtype || x.rank() != 2) {
+        if !is_half || !has_supported_sizes || all.iter().any(|x| x.dtype() != dtype || x.rank() != 2) {
             return Ok(None);
         }
         let by_columns = row_distance(&[up.stride()[1], up.stride()[0]]).map(|row| (Direction::Forward, row));
@@ -187,7 +191,8 @@ impl<'a> Addition<'a> {
         Ok(Some(Self { dst, at, outer, direction, sizes, tiles: (0..rank / TILE).map(tile).collect() }))
     }
 
-    /// Whether both add to the same dst, and together have no more tiles than one addition can have.
+    /// Whether the tiles of `other` can be appended to this addition: both add to the same dst, and together have at
+    /// most [`MOST_TILES`].
     fn takes(&self, other: &Self) -> bool {
         (self.at, self.outer) == (other.at, other.outer)
             && self.is_like(other)
@@ -198,26 +203,26 @@ impl<'a> Addition<'a> {
         self.direction == other.direction && self.sizes == other.sizes
     }
 
-    /// The addresses of dst's first row: where it begins and ends.
+    /// The addresses at which the first row of dst begins and ends.
     fn first_row(&self) -> [Address; 2] {
         [self.at, self.at + Address::from(self.outer) * self.dst.dtype().size_in_bytes() as Address]
     }
 
-    /// Whether one launch can compute all of `together`. If there are several, they must add to different columns of
-    /// one matrix.
+    /// Whether one launch can compute all of `together`. If there are several, they must have equally many tiles, and
+    /// add to different columns of one matrix.
     fn fit(together: &[Self]) -> bool {
         let [first, others @ ..] = together else { return true };
-        let mut rows: SmallVec<[[Address; 2]; MOST_SUMS]> = together.iter().map(Self::first_row).collect();
-        rows.sort_unstable();
-        let span = rows[rows.len() - 1][1] - rows[0][0];
-        let most = Address::from(first.sizes.dst_row) * first.dst.dtype().size_in_bytes() as Address;
+        let mut first_rows: SmallVec<[[Address; 2]; MOST_SUMS]> = together.iter().map(Self::first_row).collect();
+        first_rows.sort_unstable();
+        let span = first_rows[first_rows.len() - 1][1] - first_rows[0][0];
+        let row_distance = Address::from(first.sizes.dst_row) * first.dst.dtype().size_in_bytes() as Address;
         others.is_empty()
             || (others.iter().all(|other| other.is_like(first) && other.tiles.len() == first.tiles.len())
-                && rows.windows(2).all(|pair| pair[0][1] <= pair[1][0])
-                && span <= most)
+                && first_rows.windows(2).all(|pair| pair[0][1] <= pair[1][0])
+                && span <= row_distance)
     }
 
-    /// Computes additions that [`fit`](Self::fit).
+    /// Queues one launch for additions that [`fit`](Self::fit).
     fn launch(together: &[Self]) -> Result<()> {
         let Some(first) = together.first() else { return Ok(()) };
         let gpu = Gpu::of(OP, first.dst)?;
@@ -226,13 +231,13 @@ impl<'a> Addition<'a> {
             Direction::Backward => "low_rank_add_backward",
         };
         let function = gpu.named(name, &first.tiles.len().to_string(), suffix(OP, first.dst.dtype())?)?;
-        let (mut list, mut end) = ([LowRankSum::default(); MOST_SUMS], 0);
+        let (mut list, mut blocks) = ([LowRankSum::default(); MOST_SUMS], 0);
         for (sum, place) in together.iter().zip(&mut list) {
-            end += sum.outer.div_ceil(ADD_BLOCK[1] as u32);
-            (place.dst, place.outer, place.end) = (sum.at, sum.outer, end);
+            blocks += sum.outer.div_ceil(ADD_BLOCK[1] as u32);
+            (place.dst, place.outer, place.end) = (sum.at, sum.outer, blocks);
             place.tiles[..sum.tiles.len()].copy_from_slice(&sum.tiles);
         }
-        let grid = [end, first.sizes.rows.div_ceil(ADD_BLOCK[0] as u32), 1];
+        let grid = [blocks, first.sizes.rows.div_ceil(ADD_BLOCK[0] as u32), 1];
         let arguments = LowRankAddForward1 { sums: LowRankSums { list }, sizes: first.sizes };
         // SAFETY: `write_products` has checked that the matrices have these sizes, and that dst shares no storage with
         // hidden and up.
@@ -240,8 +245,9 @@ impl<'a> Addition<'a> {
     }
 }
 
-/// The direction and the sizes of a term, or None if the kernel does not support the term's matrices.
-fn sizes(term: &product::LowRankTerm, dst: &Raw) -> Option<(Direction, LowRankSizes)> {
+/// The direction and the sizes of a term, or None if the kernels do not support the term's matrices or would be slower
+/// than cuBLAS. The caller sets the number of terms and the scales, which are 0 here.
+fn direction_and_sizes(term: &product::LowRankTerm, dst: &Raw) -> Option<(Direction, LowRankSizes)> {
     let product::LowRankTerm { input, down, up, hidden } = term;
     let dtype = input.dtype();
     let all = [input, down, up, hidden, dst];
@@ -251,15 +257,15 @@ fn sizes(term: &product::LowRankTerm, dst: &Raw) -> Option<(Direction, LowRankSi
     let &[rows, inner] = input.dims() else { return None };
     let &[rank, outer] = up.dims() else { return None };
     let fits = down.dims() == [inner, rank] && hidden.dims() == [rows, rank] && dst.dims() == [rows, outer];
-    let is_whole = inner.is_multiple_of(STEP) && outer.is_multiple_of(STEP) && rows * inner * outer > 0;
+    let has_supported_sizes = inner.is_multiple_of(STEP) && outer.is_multiple_of(STEP) && rows * inner * outer > 0;
     let is_small = rows * (inner + outer) <= MOST_ELEMENTS;
-    if !fits || !is_whole || !is_small || !matches!(rank, 16 | 32 | 64) {
+    if !fits || !has_supported_sizes || !is_small || !matches!(rank, 16 | 32 | 64) {
         return None;
     }
     let by_rows = |x: &Raw| row_distance(x.stride());
     let by_columns = |x: &Raw| row_distance(&[x.stride()[1], x.stride()[0]]);
-    let forward = by_columns(down).zip(by_columns(up)).map(|rows| (Direction::Forward, rows));
-    let backward = || by_rows(down).zip(by_rows(up)).map(|rows| (Direction::Backward, rows));
+    let forward = by_columns(down).zip(by_columns(up)).map(|distances| (Direction::Forward, distances));
+    let backward = || by_rows(down).zip(by_rows(up)).map(|distances| (Direction::Backward, distances));
     let (direction, (down_row, up_row)) = forward.or_else(backward)?;
     let sizes = LowRankSizes {
         rows: u32::try_from(rows).ok()?,
@@ -277,8 +283,8 @@ fn sizes(term: &product::LowRankTerm, dst: &Raw) -> Option<(Direction, LowRankSi
     Some((direction, sizes))
 }
 
-/// The distance between neighbouring rows of a matrix in elements, or None if the rows are not contiguous or not
-/// aligned.
+/// The distance in elements between neighbouring rows of a matrix of f16 or bf16, given its strides [row, column]. None
+/// if a row is not contiguous or the distance is not a multiple of [`ALIGNMENT`].
 fn row_distance(strides: &[usize]) -> Option<u32> {
     let elements = ALIGNMENT / DType::BF16.size_in_bytes();
     match strides {

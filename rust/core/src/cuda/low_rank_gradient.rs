@@ -16,7 +16,7 @@ use crate::{Raw, Result};
 const OP: &str = "low_rank_gradient";
 /// The most [`LowRankFactor`]s in one launch, each with [`RANKS`] ranks of a product.
 const MOST_PRODUCTS: usize = 48;
-/// The ranks (columns of the narrow matrix) that a [`LowRankFactor`] has.
+/// The number of ranks (columns of the narrow matrix) of a [`LowRankFactor`].
 const RANKS: usize = 16;
 /// The most ranks of a narrow matrix.
 const MOST_RANKS: usize = 64;
@@ -26,31 +26,34 @@ const COLUMNS: u32 = 64;
 /// multiples of the bytes of this number of elements.
 const STEP: usize = 8;
 
-/// Computes those of `work` that the kernel supports, if they are enough to keep the GPU busy, and writes their results
-/// into `results`. With fewer blocks than multiprocessors, cuBLAS is faster: it also splits the rows among blocks.
+/// Computes those of `work` that the kernel supports and that have the dtype and the device of the first of them.
+/// Writes each result into `results` at the product's index; the results of other products stay `None`. Computes
+/// nothing if there are fewer blocks than multiprocessors: then cuBLAS is faster, because it also splits the rows among
+/// blocks.
 ///
 /// # Errors
+/// [`Error::Shape`](crate::Error::Shape) if the shapes of a product and its sum do not fit together,
 /// [`Error::Device`](crate::Error::Device) if the tensors of a product are on different devices, or the driver reports
 /// an error.
 pub(super) fn run(work: &[Product], results: &mut [Option<Raw>]) -> Result<()> {
-    let mut found = Vec::new();
+    let mut gradients = Vec::new();
     for (index, product) in work.iter().enumerate() {
         if let Some(gradient) = Gradient::of(product)? {
-            found.push((index, gradient));
+            gradients.push((index, gradient));
         }
     }
-    let Some((_, first)) = found.first() else { return Ok(()) };
+    let Some((_, first)) = gradients.first() else { return Ok(()) };
     let (gpu, dtype) = (Gpu::of(OP, first.sum)?, first.dtype);
     // The products of a backward pass may be on several devices; a launch computes the products of one device.
     let device = first.sum.device().clone();
-    found.retain(|(_, gradient)| gradient.dtype == dtype && gradient.sum.device().same_device(&device));
-    let blocks: usize = found.iter().map(|(_, gradient)| gradient.blocks()).sum();
+    gradients.retain(|(_, gradient)| gradient.dtype == dtype && gradient.sum.device().same_device(&device));
+    let blocks: usize = gradients.iter().map(|(_, gradient)| gradient.blocks()).sum();
     if blocks < gpu.multiprocessors() {
         return Ok(());
     }
-    while !found.is_empty() {
+    while !gradients.is_empty() {
         let (mut sums, mut list) = (FxHashSet::default(), Vec::with_capacity(MOST_PRODUCTS));
-        found.retain(|(index, gradient)| {
+        gradients.retain(|(index, gradient)| {
             // No two products of a launch may add to the same sum.
             let fits = list.len() + gradient.tiles.len() <= MOST_PRODUCTS && sums.insert(gradient.tiles[0].sum);
             if fits {
@@ -73,6 +76,7 @@ struct Gradient<'a> {
 }
 
 impl<'a> Gradient<'a> {
+    /// The gradient that `product` computes, or None if the kernel does not support the product.
     fn of(product: &'a Product) -> Result<Option<Self>> {
         let Product { a, b, alpha, to: Destination::Sum(sum) } = product else { return Ok(None) };
         let dtype = a.dtype();
@@ -83,7 +87,8 @@ impl<'a> Gradient<'a> {
         let plan = Plan::of(OP, a, b)?;
         check_destination(OP, &plan, sum, dtype)?;
         same_device(OP, sum, &[a, b])?;
-        let (&[m, n], Some(left), Some(right)) = (
+        // Both matrices have a row for each of the `plan.k` summands, so the left matrix is the transpose of `a`.
+        let (&[m, n], Some(a_row), Some(b_row)) = (
             &[plan.m, plan.n],
             row_distance([a.stride()[1], a.stride()[0]]),
             row_distance([b.stride()[0], b.stride()[1]]),
@@ -91,24 +96,24 @@ impl<'a> Gradient<'a> {
             return Ok(None);
         };
         let is_narrow = |ranks: usize| ranks.is_multiple_of(RANKS) && (RANKS..=MOST_RANKS).contains(&ranks);
-        // The gradient of A is (rank, in), that of B is (out, rank).
-        let is_left_narrow = is_narrow(m) && (m <= n || !is_narrow(n));
-        let (ranks, columns) = if is_left_narrow { (m, n) } else { (n, m) };
+        // The gradient of the first factor of an adapted map is (rank, inner), that of the second is (outer, rank).
+        let is_a_narrow = is_narrow(m) && (m <= n || !is_narrow(n));
+        let (ranks, columns) = if is_a_narrow { (m, n) } else { (n, m) };
         if !is_narrow(ranks) || !columns.is_multiple_of(STEP) || plan.k * columns == 0 {
             return Ok(None);
         }
         let ([narrow, wide], [narrow_row, wide_row]) =
-            if is_left_narrow { ([a, b], [left, right]) } else { ([b, a], [right, left]) };
-        let (wide, narrow, to) = (address(OP, wide)?, address(OP, narrow)?, address(OP, sum)?);
+            if is_a_narrow { ([a, b], [a_row, b_row]) } else { ([b, a], [b_row, a_row]) };
+        let (wide, narrow, sum_at) = (address(OP, wide)?, address(OP, narrow)?, address(OP, sum)?);
         if [wide, narrow].iter().any(|at| !at.is_multiple_of((STEP * dtype.size_in_bytes()) as Address)) {
             return Ok(None);
         }
-        let (rows, columns, all) = (count32(OP, plan.k)?, count32(OP, columns)?, count32(OP, ranks)?);
-        let [rank_step, column_step] = if is_left_narrow { [columns, 1] } else { [1, all] };
-        let tile = |first: usize| LowRankFactor {
+        let (rows, columns, ranks32) = (count32(OP, plan.k)?, count32(OP, columns)?, count32(OP, ranks)?);
+        let [rank_step, column_step] = if is_a_narrow { [columns, 1] } else { [1, ranks32] };
+        let tile = |first_rank: usize| LowRankFactor {
             wide,
-            narrow: narrow + (first * dtype.size_in_bytes()) as Address,
-            sum: to + (first * rank_step as usize * DType::F32.size_in_bytes()) as Address,
+            narrow: narrow + (first_rank * dtype.size_in_bytes()) as Address,
+            sum: sum_at + (first_rank * rank_step as usize * DType::F32.size_in_bytes()) as Address,
             rows,
             columns,
             wide_row,
@@ -121,26 +126,29 @@ impl<'a> Gradient<'a> {
         Ok(Some(Self { sum, dtype, tiles: (0..ranks).step_by(RANKS).map(tile).collect() }))
     }
 
+    /// The number of thread blocks.
     fn blocks(&self) -> usize {
         self.tiles.iter().map(|tile| tile.columns.div_ceil(COLUMNS) as usize).sum()
     }
 }
 
+/// Queues one launch for `products`, of which there are at most [`MOST_PRODUCTS`].
 fn launch(gpu: &Gpu, dtype: DType, products: &[LowRankFactor]) -> Result<()> {
-    let (mut list, mut ends, mut end) = ([LowRankFactor::default(); MOST_PRODUCTS], [u32::MAX; MOST_PRODUCTS], 0);
+    // `ends` has the number of the first block after those of each product.
+    let (mut list, mut ends, mut blocks) = ([LowRankFactor::default(); MOST_PRODUCTS], [u32::MAX; MOST_PRODUCTS], 0);
     list[..products.len()].copy_from_slice(products);
-    for (product, place) in products.iter().zip(&mut ends) {
-        end += product.columns.div_ceil(COLUMNS);
-        *place = end;
+    for (product, end) in products.iter().zip(&mut ends) {
+        blocks += product.columns.div_ceil(COLUMNS);
+        *end = blocks;
     }
     let function = gpu.function(&LOW_RANK_GRADIENT, suffix(OP, dtype)?)?;
-    let shape = Shape { grid: [end, 1, 1], block: [256, 1, 1], shared: 0 };
+    let shape = Shape { grid: [blocks, 1, 1], block: [256, 1, 1], shared: 0 };
     // SAFETY: `Gradient::of` has checked that the matrices have these sizes; the sums are different tensors.
     unsafe { function.launch(OP, gpu, shape, LowRankGradient { products: LowRankFactors { ends, list } }) }
 }
 
-/// The distance in elements between the rows of a matrix; `None` if a row is not contiguous or the distance is no
-/// multiple of [`STEP`].
+/// The distance in elements between neighbouring rows of a matrix, given its strides; `None` if a row is not contiguous
+/// or the distance is not a multiple of [`STEP`].
 fn row_distance([row, column]: [usize; 2]) -> Option<u32> {
     if column == 1 && row.is_multiple_of(STEP) { u32::try_from(row).ok() } else { None }
 }

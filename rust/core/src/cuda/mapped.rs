@@ -1,7 +1,7 @@
 //! Tensors whose memory is pinned memory of the host. Kernels of a device read and write them over the bus.
 //!
-//! For kernels, graphs and views they are like all other tensors of the device. Only copies to the host differ: the
-//! host reads the memory itself ([`read`]).
+//! Kernels, graphs and views treat these tensors as all other tensors of the device. Only copies to the host differ:
+//! the host reads the memory itself ([`read`]).
 
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DeviceRepr};
 use candle_core::{DType, Device, WithDType};
@@ -21,7 +21,7 @@ struct InHostMemory<'a> {
 impl Allocate for InHostMemory<'_> {
     fn allocate<T: DeviceRepr>(&self, count: usize) -> Result<CudaSlice<T>> {
         let (op, bytes) = (self.op, count * size_of::<T>());
-        let short = || {
+        let out_of_memory = || {
             let mib = bytes as f64 / (1u64 << 20) as f64;
             let message = format!(
                 "the system gives no further {mib:.1} MiB of pinned memory for states of the optimizer; keep them in the memory of the \
@@ -32,11 +32,11 @@ impl Allocate for InHostMemory<'_> {
         // Without stream-ordered memory, dropping the slice would call another function than the one that frees this
         // memory.
         if !may_pin(bytes) || !self.gpu.stream().context().has_async_alloc() {
-            return Err(short());
+            return Err(out_of_memory());
         }
         self.gpu.stream().context().bind_to_thread().map_err(|error| driver_error(op, error))?;
         let address = mapped::allocate(bytes).map_err(|status| {
-            if status.is_out_of_memory() || status.is_unpinnable() { short() } else { status_error(op, status) }
+            if status.is_out_of_memory() || status.is_unpinnable() { out_of_memory() } else { status_error(op, status) }
         })?;
         // SAFETY: the memory has this many elements, all zero, which is a value of every dtype. Dropping the slice
         // frees it.
@@ -44,19 +44,20 @@ impl Allocate for InHostMemory<'_> {
     }
 }
 
-/// A tensor of zeros in pinned memory of the host. Kernels of the device read and write it there.
+/// Allocate a tensor of zeros in pinned memory of the host. Kernels of the device read and write it there.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`] if the system gives no more pinned memory, [`Error::DType`] if kernels do not support the
-/// dtype, [`Error::Device`] if `device` is not a CUDA device, or inside a captured function.
+/// [`Error::OutOfMemory`] if the limit or the system allows no more pinned memory, or the device has no stream-ordered
+/// memory; [`Error::DType`] if kernels do not support the dtype; [`Error::Device`] if `device` is not a CUDA device, if
+/// a function is being captured, or if the driver reports an error.
 pub fn zeros_on_host(op: &'static str, device: &Device, dims: &[usize], dtype: DType) -> Result<Raw> {
     let gpu = Gpu::of_device(op, device)?;
     capture::refuse(op)?;
     made(op, gpu, dims, dtype, &InHostMemory { op, gpu })
 }
 
-/// The elements of a dense tensor at `address`. `None` if the tensor is empty or is not in memory that
-/// [`zeros_on_host`] allocates. Waits for the device.
+/// Reads the `count` elements of a dense tensor at `address`, after waiting for the device. Returns `None` if the
+/// tensor is empty or is not in memory that [`zeros_on_host`] has allocated.
 ///
 /// # Errors
 /// [`Error::Device`] if the driver reports an error.

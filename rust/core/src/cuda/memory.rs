@@ -12,7 +12,8 @@ use super::peers;
 use crate::device::stats::MemoryStats;
 use crate::{Error, Result, capture};
 
-/// Uninitialised memory for `count` elements. An error names the shape `dims`.
+/// Allocates uninitialised memory for `count` elements. If there is not enough memory, the error names the shape
+/// `dims`.
 pub(super) fn allocate<T: DeviceRepr>(
     op: &'static str,
     gpu: &Gpu,
@@ -32,7 +33,7 @@ pub(super) fn allocate<T: DeviceRepr>(
 #[cold]
 fn out_of_memory(op: &'static str, gpu: &Gpu, bytes: usize, dims: &[usize]) -> Error {
     let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
-    let held = stats(gpu).map_or_else(
+    let usage = stats(gpu).map_or_else(
         |_| String::new(),
         |stats| {
             let graphs = if stats.graphs > 0 {
@@ -53,7 +54,7 @@ fn out_of_memory(op: &'static str, gpu: &Gpu, bytes: usize, dims: &[usize]) -> E
         },
     );
     let message = format!(
-        "a tensor of shape {dims:?} needs {:.2} GiB{held}; use a smaller batch, checkpointing, or an 8-bit optimizer",
+        "a tensor of shape {dims:?} needs {:.2} GiB{usage}; use a smaller batch, checkpointing, or an 8-bit optimizer",
         gib(bytes as u64)
     );
     Error::OutOfMemory { op, message }
@@ -62,16 +63,16 @@ fn out_of_memory(op: &'static str, gpu: &Gpu, bytes: usize, dims: &[usize]) -> E
 fn stats(gpu: &Gpu) -> std::result::Result<MemoryStats, DriverError> {
     let context = gpu.stream().context();
     let (free, total) = context.mem_get_info()?;
-    let held = memory::stats(context.cu_device());
+    let counts = memory::stats(context.cu_device());
     Ok(MemoryStats {
-        allocated: held.allocated,
-        peak_allocated: held.peak_allocated,
-        reserved: held.reserved,
-        peak_reserved: held.peak_reserved,
-        graphs: held.graphs,
-        allocations: held.allocations,
-        growths: held.growths,
-        retries: held.retries,
+        allocated: counts.allocated,
+        peak_allocated: counts.peak_allocated,
+        reserved: counts.reserved,
+        peak_reserved: counts.peak_reserved,
+        graphs: counts.graphs,
+        allocations: counts.allocations,
+        growths: counts.growths,
+        retries: counts.retries,
         free: free as u64,
         total: total as u64,
     })
@@ -86,7 +87,7 @@ pub fn memory_stats(device: &Device) -> Result<MemoryStats> {
     stats(Gpu::of_device(OP, device)?).map_err(|error| driver_error(OP, error))
 }
 
-/// Set the peaks in the device's memory statistics to the memory in use now.
+/// Set the peaks in the device's memory statistics to the present values.
 ///
 /// # Errors
 /// As [`memory_stats`].
@@ -117,7 +118,7 @@ pub fn device_name(device: &Device) -> Result<String> {
 /// Release the device's cached memory to other processes; returns the number of bytes that were released.
 ///
 /// # Errors
-/// [`Error::Device`] if `device` is not a CUDA device, while a graph is captured, or if the driver reports an error.
+/// [`Error::Device`] if `device` is not a CUDA device, if a graph is being captured, or if the driver reports an error.
 pub fn empty_cache(device: &Device) -> Result<u64> {
     const OP: &str = "empty_cache";
     let gpu = Gpu::of_device(OP, device)?;
@@ -131,8 +132,8 @@ pub fn empty_cache(device: &Device) -> Result<u64> {
 /// Wait until all work queued on the device is done.
 ///
 /// # Errors
-/// [`Error::Device`] if `device` is not a CUDA device, or a kernel failed; [`Error::Index`] if a kernel has found an id
-/// out of range.
+/// [`Error::Device`] if `device` is not a CUDA device, if a graph is being captured, or if a kernel failed;
+/// [`Error::Index`] if a kernel has found an id out of range.
 pub fn synchronize(device: &Device) -> Result<()> {
     const OP: &str = "synchronize";
     let gpu = Gpu::of_device(OP, device)?;

@@ -1,13 +1,13 @@
 //! The CUDA runtime: devices, memory, launches, graphs, cuBLAS, and the functions of the CPU engine on CUDA tensors.
 //!
-//! This module has no code for particular operations; the code that launches their kernels is in `ops`.
+//! The code that launches the kernels of particular operations, such as attention, is in `ops`.
 //!
-//! The functions that compute what a function of [`cpu`](crate::cpu) computes have its name and its arguments; the
-//! elementwise ones take a [`Kernel`] in place of a Rust function. The tensors of a call are on one CUDA device.
+//! A function that computes the same as a function of [`cpu`](crate::cpu) has the same name and arguments, except that
+//! elementwise functions take a [`Kernel`] in place of a Rust function. The tensors of a call are on one CUDA device.
 //! Kernels go to the device's one stream in the order of the calls; some copies have a stream of their own (see
 //! `copies.rs`). No function that computes waits for the device, and shapes are passed as arguments of launches instead
-//! of through memory. f16 and bf16 are storage formats: arithmetic and accumulation are in f32. How a sum is split into
-//! partial sums depends on the tensors' sizes alone, so runs are repeatable.
+//! of through memory. f16 and bf16 are storage formats: kernels convert their elements to f32, and compute and sum in
+//! f32. How a sum is split into partial sums depends on the tensors' sizes alone, so runs are repeatable.
 
 mod board;
 pub mod communicator;

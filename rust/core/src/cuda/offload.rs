@@ -1,12 +1,12 @@
-//! Tensors that wait in pinned memory of the host while the device uses their memory for something else.
+//! Tensors that wait in pinned memory of the host while other tensors use their memory on the device.
 //!
-//! All copies to and from this memory are queued in one stream (see `copies.rs`) and run in the stream's order, so a
-//! buffer can be reused without waiting. Buffers stay allocated for the next training step. Their number is the largest
-//! number of tensors that were offloaded at the same time.
+//! All copies of a device to and from this memory are queued in one stream (see `copies.rs`) and run in the stream's
+//! order, so a buffer can be reused without waiting. Buffers stay allocated for the next training step. A buffer is
+//! allocated only if no free one is large enough.
 //!
-//! Graphs do not use the buffers of eager work, because their replays would overwrite values that eager work still
-//! needs. They have a second pool of buffers. All graphs share this pool: a replay writes each buffer before it reads
-//! the buffer.
+//! Graphs do not use the buffers of eager work, because replays would overwrite values that eager work still needs. So
+//! graphs have a second pool of buffers. All graphs share this pool: a replay writes each buffer before it reads the
+//! buffer.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -29,9 +29,9 @@ struct Buffer {
     memory: Memory,
     gpu: &'static Gpu,
     /// Recorded after the copy to the host.
-    left: Event,
+    downloaded: Event,
     /// Recorded after the copy to the device.
-    arrived: Event,
+    uploaded: Event,
 }
 
 /// The buffers of all devices. A buffer is free if only its pool owns it.
@@ -42,7 +42,7 @@ struct Pools {
 
 static POOLS: Mutex<Pools> = Mutex::new(Pools { eager: Vec::new(), graphs: Vec::new() });
 
-/// The index of the smallest free buffer with at least `bytes`.
+/// The index of the smallest free buffer of `gpu` with at least `bytes`.
 fn free(pool: &[Arc<Buffer>], gpu: &'static Gpu, bytes: usize) -> Option<usize> {
     let size = |buffer: &Arc<Buffer>| buffer.memory.len();
     let fits =
@@ -50,6 +50,7 @@ fn free(pool: &[Arc<Buffer>], gpu: &'static Gpu, bytes: usize) -> Option<usize> 
     (0..pool.len()).filter(|&place| fits(&pool[place])).min_by_key(|&place| size(&pool[place]))
 }
 
+/// Takes a free buffer of at least `bytes`, or allocates one if no function is being captured.
 fn take(gpu: &'static Gpu, bytes: usize) -> Result<Arc<Buffer>> {
     let mut pools = POOLS.lock().unwrap_or_else(PoisonError::into_inner);
     let Pools { eager, graphs } = &mut *pools;
@@ -85,27 +86,28 @@ fn take(gpu: &'static Gpu, bytes: usize) -> Result<Arc<Buffer>> {
         }
         status_error(OP, status)
     })?;
-    let buffer = Arc::new(Buffer { memory, gpu, left: event()?, arrived: event()? });
+    let buffer = Arc::new(Buffer { memory, gpu, downloaded: event()?, uploaded: event()? });
     eager.push(buffer.clone());
     Ok(buffer)
 }
 
-/// The values of a tensor in pinned memory.
+/// The values of a tensor, copied to pinned memory.
 pub struct Away {
     copies: &'static Copies,
     buffer: Arc<Buffer>,
     dims: Vec<usize>,
     dtype: DType,
-    has_left: AtomicBool,
+    /// Whether the device's stream waits for the copy to the host.
+    is_awaited: AtomicBool,
 }
 
 impl Away {
     /// Queue a copy of a dense tensor to the host. The copy waits for all work that is queued on the device's stream
-    /// now. The tensor must live until [`left`](Self::left) is called.
+    /// now. The tensor must live until [`left`](Self::left) is called or this value is dropped.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the system gives no more pinned memory, [`Error::Device`] if the tensor is not on a
-    /// CUDA device, no buffer is free during a capture, or the driver reports an error.
+    /// CUDA device, no buffer is free during a capture, another thread captures, or the driver reports an error.
     pub fn new(x: &Raw) -> Result<Self> {
         let gpu = Gpu::of(OP, x)?;
         recorder::check_thread(OP)?;
@@ -115,29 +117,31 @@ impl Away {
         let from = address(OP, x)?;
         let stream = copies.fork(gpu.stream()).map_err(|error| driver_error(OP, error))?;
         // SAFETY: the buffer and the tensor have this many bytes. The buffer stays allocated, and all its copies are
-        // queued in this stream; the caller keeps the tensor until the copy is done.
+        // queued in this stream; the caller keeps the tensor until the device's stream waits for the copy.
         unsafe { download::copy_pinned(buffer.memory.address(), from, bytes, stream.cast()) }
             .map_err(|status| status_error(OP, status))?;
-        buffer.left.record(stream).map_err(|error| driver_error(OP, error))?;
-        Ok(Self { copies, buffer, dims: x.dims().to_vec(), dtype: x.dtype(), has_left: AtomicBool::new(false) })
+        buffer.downloaded.record(stream).map_err(|error| driver_error(OP, error))?;
+        Ok(Self { copies, buffer, dims: x.dims().to_vec(), dtype: x.dtype(), is_awaited: AtomicBool::new(false) })
     }
 
-    /// Let the device's stream wait for the copy, so that the tensor's memory may be used for something else.
+    /// Let the device's stream wait for the copy, so that other tensors may use the tensor's memory. Later calls do
+    /// nothing.
     ///
     /// # Errors
     /// [`Error::Device`] if the driver reports an error.
     pub fn left(&self) -> Result<()> {
-        if self.has_left.swap(true, Ordering::AcqRel) {
+        if self.is_awaited.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
         let stream = self.buffer.gpu.stream().cu_stream();
-        self.buffer.left.before(stream).map_err(|error| driver_error(OP, error))
+        self.buffer.downloaded.before(stream).map_err(|error| driver_error(OP, error))
     }
 
     /// Queue a copy to new memory of the device. The copy runs in parallel with work that is queued later.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if the device has too little memory, [`Error::Device`] if the driver reports an error.
+    /// [`Error::OutOfMemory`] if the device has too little memory, [`Error::Device`] if another thread captures, or the
+    /// driver reports an error.
     pub fn fetch(&self) -> Result<Arriving> {
         let gpu = self.buffer.gpu;
         recorder::check_thread(OP)?;
@@ -149,7 +153,7 @@ impl Away {
         // tensor is not freed before the device's stream has waited for the copy.
         unsafe { upload::copy_pinned(to, self.buffer.memory.address(), bytes, stream.cast()) }
             .map_err(|status| status_error(OP, status))?;
-        self.buffer.arrived.record(stream).map_err(|error| driver_error(OP, error))?;
+        self.buffer.uploaded.record(stream).map_err(|error| driver_error(OP, error))?;
         Ok(Arriving { raw, buffer: self.buffer.clone(), is_awaited: false })
     }
 }
@@ -157,7 +161,8 @@ impl Away {
 impl Drop for Away {
     fn drop(&mut self) {
         // An error may drop this value before `left` was called; even then nothing may reuse the tensor's memory before
-        // the copy is done. A failure is ignored: a driver that cannot queue this wait cannot queue such work either.
+        // the copy is done. A failure is ignored: a driver that cannot queue this wait cannot queue work that reuses
+        // the memory either.
         let _ = self.left();
     }
 }
@@ -170,7 +175,7 @@ pub struct Arriving {
 }
 
 impl Arriving {
-    /// The tensor; work that is queued from now on waits for its values.
+    /// Returns the tensor; work that is queued from now on waits for its values.
     ///
     /// # Errors
     /// [`Error::Device`] if the driver reports an error.
@@ -179,10 +184,11 @@ impl Arriving {
         Ok(self.raw.clone())
     }
 
+    /// Let the device's stream wait for the copy, if it does not yet.
     fn join(&mut self) -> std::result::Result<(), candle_core::cuda_backend::cudarc::driver::DriverError> {
         if !std::mem::replace(&mut self.is_awaited, true) {
             self.buffer.gpu.stream().context().bind_to_thread()?;
-            self.buffer.arrived.before(self.buffer.gpu.stream().cu_stream())?;
+            self.buffer.uploaded.before(self.buffer.gpu.stream().cu_stream())?;
         }
         Ok(())
     }
@@ -191,7 +197,7 @@ impl Arriving {
 impl Drop for Arriving {
     fn drop(&mut self) {
         // Later work in the device's stream may reuse the tensor's memory, so the stream first waits for the copy. A
-        // failure is ignored: a driver that cannot queue this wait cannot queue such work either.
+        // failure is ignored: a driver that cannot queue this wait cannot queue that work either.
         let _ = self.join();
     }
 }

@@ -1,10 +1,11 @@
-//! [`Shards`]: memory on the devices of several processes. Each process has one shard and reads the shards of all.
+//! [`Shards`]: memory on the devices of several processes. Each process has one shard and reads the shards of all
+//! processes.
 //!
 //! The driver does not allow a process to free memory that another process has mapped. So the processes share a ledger
 //! in the memory of the host, in which each process records that it has ended its mappings of the other shards. A shard
-//! that other processes still map waits in `WAITING`. It is freed at a later time, when a model is made or dropped, or
-//! cached memory is released. If a process ends without a record in the ledger, the other processes keep their shards
-//! until they end, too.
+//! that other processes still map waits in `WAITING`. It is freed when, at a later time, [`Shards`] are made or
+//! dropped, or cached memory is released. If a process ends without a record in the ledger, the other processes keep
+//! their shards until they end, too.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -40,16 +41,16 @@ pub fn bus_id(device: &Device) -> Result<String> {
 /// As [`bus_id`].
 pub fn link(device: &Device, bus_id: &str) -> Result<Option<Link>> {
     const OP: &str = "link";
-    let found = peers::access(current(OP, device)?, bus_id).map_err(|status| status_error(OP, status))?;
+    let access = peers::access(current(OP, device)?, bus_id).map_err(|status| status_error(OP, status))?;
     // Devices on NVLink have atomic operations on each other's memory; those on the bus do not.
-    Ok(found.map(|access| match (access.is_direct, access.has_atomics) {
+    Ok(access.map(|access| match (access.is_direct, access.has_atomics) {
         (false, _) => Link::None,
         (true, true) => Link::NvLink,
         (true, false) => Link::Bus,
     }))
 }
 
-/// Make a device current on this thread; returns its number.
+/// Make a device current on this thread; returns the driver's number of the device.
 fn current(op: &'static str, device: &Device) -> Result<i32> {
     let context = Gpu::of_device(op, device)?.stream().context();
     context.bind_to_thread().map_err(|error| driver_error(op, error))?;
@@ -57,7 +58,7 @@ fn current(op: &'static str, device: &Device) -> Result<i32> {
 }
 
 /// Memory of the host that all processes share. Each process has an entry, which is nonzero when the process has ended
-/// its mappings.
+/// its mappings of the other shards.
 struct Ledger {
     pages: Pages,
     processes: usize,
@@ -72,6 +73,7 @@ impl Ledger {
         unsafe { AtomicU32::from_ptr(entries.as_ptr().add(process)) }
     }
 
+    /// Record that a process has ended its mappings.
     fn leave(&self, process: usize) {
         self.entry(process).store(1, Ordering::Release);
     }
@@ -93,11 +95,12 @@ static WAITING: Mutex<Vec<Waiting>> = Mutex::new(Vec::new());
 /// Free the shards that no process maps any more.
 pub(super) fn sweep() {
     let mut waiting = WAITING.lock().unwrap_or_else(PoisonError::into_inner);
-    for one in waiting.extract_if(.., |one| one.ledger.have_all_left()) {
-        if one.gpu.stream().context().bind_to_thread().is_ok() {
-            drop(one.shard);
+    for Waiting { shard, gpu, .. } in waiting.extract_if(.., |entry| entry.ledger.have_all_left()) {
+        if gpu.stream().context().bind_to_thread().is_ok() {
+            drop(shard);
         } else {
-            std::mem::forget(one.shard);
+            // The driver frees memory only in the device's context, so leak the shard.
+            std::mem::forget(shard);
         }
     }
 }
@@ -106,9 +109,12 @@ pub(super) fn sweep() {
 pub struct Shards {
     gpu: &'static Gpu,
     copies: &'static Copies,
+    /// The number of this process.
     number: usize,
+    /// The shard of this process; None only while this value is dropped.
     own: Option<Exported>,
-    /// The shards of the other processes, indexed by process; None at the index of this process.
+    /// The shards of the other processes, indexed by process; None at the index of this process. Empty until
+    /// [`open`](Self::open).
     opened: Vec<Option<Opened>>,
     processes: usize,
     /// None until the ledger is open; process 0 creates the ledger.
@@ -120,15 +126,16 @@ impl Shards {
     /// this shard.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if the shard does not fit, [`Error::Device`] if the system does not let processes share
-    /// memory of devices.
+    /// [`Error::OutOfMemory`] if the shard or the ledger does not fit, [`Error::Device`] if `device` is not a CUDA
+    /// device, the system does not let processes share memory of devices, a function is being captured, or the driver
+    /// reports an error.
     pub fn new(device: &Device, bytes: usize, number: usize, processes: usize) -> Result<(Self, String)> {
         let gpu = Gpu::of_device(OP, device)?;
         capture::refuse(OP)?;
         let copies = gpu.copies()?;
         sweep();
         current(OP, device)?;
-        let own = Exported::new(bytes).map_err(|status| no_memory(bytes, status))?;
+        let own = Exported::new(bytes).map_err(|status| allocation_error(bytes, status))?;
         let handle = own.handle().map_err(|status| {
             let message = format!(
                 "the memory of this GPU has no handle for other processes (error {} of the driver); {CURE}",
@@ -152,17 +159,20 @@ impl Shards {
     ///
     /// # Errors
     /// [`Error::Device`] if this device cannot read the memory of another process's device, [`Error::Argument`] if a
-    /// text is not one that `new` has returned, or the ledger cannot be opened.
+    /// text is not one that `new` has returned, or the ledger cannot be opened; [`Error::OutOfMemory`] if the ledger
+    /// cannot be mapped.
     pub fn open(&mut self, texts: &[&str]) -> Result<()> {
         self.gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
+        // The text of process 0 has its handle and, after a space, the description of the ledger.
         let (_, ledger) = texts.first().and_then(|text| text.split_once(' ')).unwrap_or_default();
         if self.ledger.is_none() {
             self.ledger = Some(Ledger { pages: Pages::open(ledger)?, processes: self.processes });
         }
         for (process, text) in texts.iter().enumerate() {
             let open = || {
-                let Some(handle) = parsed(text) else {
-                    return Err(Error::argument(OP, format!("process {process} sent {text:?}, not a handle")));
+                let Some(handle) = parsed_handle(text) else {
+                    let message = format!("process {process} has sent {text:?}, expected the handle of its memory");
+                    return Err(Error::argument(OP, message));
                 };
                 Opened::new(handle).map_err(|status| unreachable_peer(process, self.number, status))
             };
@@ -191,7 +201,8 @@ impl Shards {
     /// shard, and the number of bytes.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if a copy of the bytes does not fit, [`Error::Device`] if the driver reports an error.
+    /// [`Error::OutOfMemory`] if a copy of the bytes on this device does not fit, [`Error::Argument`] if this process
+    /// has not opened a shard, [`Error::Device`] if the driver reports an error.
     pub fn write(&self, bytes: &[u8], pieces: impl Iterator<Item = (usize, usize, usize)>) -> Result<()> {
         if bytes.is_empty() {
             return Ok(());
@@ -211,7 +222,7 @@ impl Shards {
     /// Read pieces of shards to consecutive bytes of a tensor. `pieces` are as for [`write`](Self::write).
     ///
     /// # Errors
-    /// [`Error::Device`] if the driver reports an error.
+    /// [`Error::Argument`] if this process has not opened a shard, [`Error::Device`] if the driver reports an error.
     pub fn read(&self, to: &Raw, pieces: impl Iterator<Item = (usize, usize, usize)>) -> Result<()> {
         let mut to = address(OP, to)?;
         for (process, start, size) in pieces {
@@ -223,8 +234,8 @@ impl Shards {
 
     fn copy(&self, to: u64, from: u64, size: usize) -> Result<()> {
         self.gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
-        // SAFETY: the callers' pieces are within shards and tensors. Shards and tensors are freed in the order of the
-        // stream, or after the host has waited for the stream.
+        // SAFETY: the pieces that callers pass are within shards and tensors. Shards and tensors are freed in the order
+        // of the stream, or after the host has waited for the stream.
         unsafe { peers::copy(to, from, size, self.gpu.stream().cu_stream().cast()) }
             .map_err(|status| status_error(OP, status))
     }
@@ -245,13 +256,14 @@ impl Drop for Shards {
     fn drop(&mut self) {
         let Some(shard) = self.own.take() else { return };
         if !is_over(self.gpu, self.copies) {
-            // Leak the memory, which a copy may still read.
+            // Leak the memory, which a copy may still use.
             std::mem::forget((std::mem::take(&mut self.opened), shard));
             return;
         }
         self.opened.clear();
         let Some(ledger) = self.ledger.take() else {
-            // Others may have mapped the shard, and there is no ledger in which they record the end of their mappings.
+            // Other processes may have mapped the shard, and there is no ledger in which they record the end of their
+            // mappings.
             std::mem::forget(shard);
             return;
         };
@@ -261,7 +273,8 @@ impl Drop for Shards {
     }
 }
 
-fn parsed(text: &str) -> Option<Handle> {
+/// The handle at the start of a text from [`Shards::new`].
+fn parsed_handle(text: &str) -> Option<Handle> {
     let digits = text.split(' ').next()?.as_bytes();
     let mut handle = [0; HANDLE];
     if digits.len() != 2 * HANDLE {
@@ -273,7 +286,7 @@ fn parsed(text: &str) -> Option<Handle> {
     Some(handle)
 }
 
-fn no_memory(bytes: usize, status: Status) -> Error {
+fn allocation_error(bytes: usize, status: Status) -> Error {
     if !status.is_out_of_memory() {
         return status_error(OP, status);
     }
@@ -284,9 +297,9 @@ fn no_memory(bytes: usize, status: Status) -> Error {
     Error::OutOfMemory { op: OP, message }
 }
 
-fn unreachable_peer(process: usize, number: usize, status: Status) -> Error {
+fn unreachable_peer(process: usize, own_number: usize, status: Status) -> Error {
     let message = format!(
-        "GPU {number} of this machine cannot read the memory of GPU {process} (error {} of the driver); {CURE}",
+        "GPU {own_number} of this machine cannot read the memory of GPU {process} (error {} of the driver); {CURE}",
         status.0
     );
     Error::device(OP, message)

@@ -12,8 +12,8 @@ use crate::product::{MatmulPrecision, float32_matmul_precision};
 pub(super) type DataType = sys::cudaDataType;
 type Compute = sys::cublasComputeType_t;
 
-/// The calls found so far, each with its algorithm; `None` if cuBLASLt does not support the product, or if cuBLAS is to
-/// choose the algorithm.
+/// The calls found so far, each with its algorithm. `None` stands for a product that cuBLASLt does not compute, because
+/// it does not support the product or cuBLAS is to compute it.
 #[derive(Default)]
 pub(super) struct ProductCalls(pub(super) Mutex<FxHashMap<Key, Option<Call>>>);
 
@@ -29,12 +29,13 @@ pub(super) enum Arithmetic {
     /// e4m3 numbers, with sums in f32.
     E4m3,
     /// e4m3 numbers, with sums that are multiplied by a scale for each row and for each column. The results have this
-    /// dtype, f16 or bf16, and so has the bias if there is one. `is_fast`: sums have about 14 bits instead of those of f32.
+    /// dtype, f16 or bf16, and so has the bias if there is one. `is_fast`: sums have about 14 bits instead of those of
+    /// f32.
     ScaledE4m3 { dtype: DType, has_bias: bool, is_fast: bool },
 }
 
 impl Arithmetic {
-    /// The arithmetic of a layer with a bias in this dtype.
+    /// The arithmetic of a layer whose operands and bias have this dtype.
     pub(super) fn with_bias(dtype: DType) -> Self {
         let is_tf32 = dtype == DType::F32 && float32_matmul_precision() == MatmulPrecision::High;
         Self::Bias { dtype, is_tf32 }
@@ -69,7 +70,7 @@ impl Arithmetic {
         }
     }
 
-    /// The arithmetic of sums, and the type of the factor by which a product is multiplied.
+    /// The arithmetic of sums, and the type of the number by which a whole product is multiplied.
     pub(super) const fn sums(self) -> (Compute, DataType) {
         match self {
             Self::Bias { is_tf32: true, .. } => (Compute::CUBLAS_COMPUTE_32F_FAST_TF32, DataType::CUDA_R_32F),
@@ -81,6 +82,7 @@ impl Arithmetic {
     }
 }
 
+/// The type of f16, bf16 or f32 numbers.
 const fn data_type(dtype: DType) -> DataType {
     match dtype {
         DType::F16 => DataType::CUDA_R_16F,
@@ -89,15 +91,16 @@ const fn data_type(dtype: DType) -> DataType {
     }
 }
 
-/// The properties on which the choice of an algorithm depends.
+/// The properties of a product of column-major matrices on which the choice of an algorithm depends.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Key {
     pub(super) arithmetic: Arithmetic,
-    /// The sizes m, n and k of the product.
+    /// The rows m and the columns n of the result, and the length k of its sums.
     pub(super) sizes: [usize; 3],
-    /// For each operand, in cuBLAS' order: whether it is transposed, and the distance between its columns in elements.
+    /// For each operand, in cuBLAS' order: whether it is transposed, and the distance in elements between its columns
+    /// as they are stored.
     pub(super) operands: [(bool, i64); 2],
-    /// The distance between the columns of the result in elements.
+    /// The distance in elements between the columns of the result.
     pub(super) distance: i64,
     /// For each operand, the largest power of two up to 256 that divides its address; then the largest such power that
     /// divides the addresses of the result, the bias and the addend.
@@ -111,7 +114,7 @@ pub(super) struct Extras {
     pub(super) addend: Option<Address>,
     /// A vector with a number for each row of the result; the number is added to the elements of the row.
     pub(super) bias: Option<Address>,
-    /// Two f32 vectors: the numbers by which the rows of the result are multiplied, and those for its columns.
+    /// Two f32 vectors: the numbers by which the rows of the result are multiplied, and those by which its columns are.
     pub(super) scales: Option<[Address; 2]>,
 }
 

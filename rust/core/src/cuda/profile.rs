@@ -21,8 +21,8 @@ use crate::{Error, Result, capture};
 const OP: &str = "profile";
 /// Launches in a batch: few enough that a stream accepts them and their events without blocking the host.
 const BATCH: usize = 128;
-/// The longest time that the GPU pauses for the host. Queueing a batch takes less time. A pause delays a thread that
-/// waits for the GPU by no more than this time.
+/// The longest time that the GPU pauses for the host. It is longer than queueing a batch usually takes. A pause delays
+/// a thread that waits for the GPU by no more than this time.
 const LONGEST_PAUSE: Duration = Duration::from_millis(20);
 
 /// Whether a profile is in progress; checked at each launch.
@@ -31,7 +31,9 @@ static PROFILE: Mutex<Option<Profile>> = Mutex::new(None);
 
 struct Profile {
     gpu: &'static Gpu,
+    /// The name of each launch, and the events before and after it.
     launches: Vec<(String, Event, Event)>,
+    /// The gate before the batch that is being queued.
     gate: Arc<Gate>,
 }
 
@@ -51,10 +53,10 @@ impl Event {
         Ok(event)
     }
 
-    /// Milliseconds from this event to a later event; both have completed.
-    fn until(&self, end: &Self) -> std::result::Result<f64, DriverError> {
+    /// The milliseconds from this event to the event `later`; both have completed.
+    fn until(&self, later: &Self) -> std::result::Result<f64, DriverError> {
         // SAFETY: both events live, and are on one stream.
-        unsafe { result::event::elapsed(self.0, end.0) }.map(f64::from)
+        unsafe { result::event::elapsed(self.0, later.0) }.map(f64::from)
     }
 }
 
@@ -82,12 +84,12 @@ impl Gate {
             drop(gate.opened.wait_timeout_while(is_open, LONGEST_PAUSE, |is_open| !*is_open));
         }
         let gate = Arc::new(Self::default());
-        let share = Arc::into_raw(gate.clone()).cast_mut().cast();
+        let reference = Arc::into_raw(gate.clone()).cast_mut().cast();
         // SAFETY: `wait` takes the reference when the driver calls it, and does not call CUDA.
-        let queued = unsafe { result::stream::launch_host_function(gpu.stream().cu_stream(), wait, share) };
+        let queued = unsafe { result::stream::launch_host_function(gpu.stream().cu_stream(), wait, reference) };
         if let Err(error) = queued {
             // SAFETY: the driver will not call `wait`, so take the reference back.
-            drop(unsafe { Arc::from_raw(share.cast_const().cast::<Self>()) });
+            drop(unsafe { Arc::from_raw(reference.cast_const().cast::<Self>()) });
             return Err(error);
         }
         Ok(gate)
@@ -103,10 +105,11 @@ fn profile() -> MutexGuard<'static, Option<Profile>> {
     PROFILE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Measure the times of all launches on a device from now on, until [`finish`].
+/// Measure the times of launches on a device from now on, until [`finish`]. Launches in graphs are not measured.
 ///
 /// # Errors
-/// [`Error::Device`] if `device` is not a CUDA device, [`Error::Argument`] if another profile is in progress.
+/// [`Error::Device`] if `device` is not a CUDA device, or the driver reports an error; [`Error::Argument`] if another
+/// profile is in progress.
 pub fn start(device: &Device) -> Result<()> {
     let gpu = Gpu::of_device(OP, device)?;
     let mut profile = profile();
@@ -119,7 +122,7 @@ pub fn start(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Wait for the device; returns the times of all kernels by name, the longest first.
+/// End the profile, and wait for the device. Returns the times of all kernels by name, the longest first.
 ///
 /// # Errors
 /// [`Error::Argument`] if no profile is in progress, [`Error::Device`] if a kernel failed.
@@ -132,27 +135,29 @@ pub fn finish() -> Result<Vec<KernelTime>> {
 }
 
 impl Profile {
+    /// The times of the kernels, by name; waits for the device.
     fn times(self) -> std::result::Result<Vec<KernelTime>, DriverError> {
         self.gate.open();
         self.gpu.stream().synchronize()?;
-        let mut found: HashMap<&str, (u64, f64)> = HashMap::new();
+        let mut totals: HashMap<&str, (u64, f64)> = HashMap::new();
         for (name, before, after) in &self.launches {
-            let (count, sum) = found.entry(name).or_default();
+            let (count, milliseconds) = totals.entry(name).or_default();
             *count += 1;
-            *sum += before.until(after)?;
+            *milliseconds += before.until(after)?;
         }
-        let time = |(name, (count, milliseconds)): (&str, (u64, f64))| KernelTime {
+        let kernel_time = |(name, (count, milliseconds)): (&str, (u64, f64))| KernelTime {
             name: name.to_owned(),
             count,
             milliseconds,
         };
-        let mut times: Vec<KernelTime> = found.into_iter().map(time).collect();
+        let mut times: Vec<KernelTime> = totals.into_iter().map(kernel_time).collect();
         times.sort_by(|a, b| b.milliseconds.total_cmp(&a.milliseconds).then_with(|| a.name.cmp(&b.name)));
         Ok(times)
     }
 }
 
-/// Queue a launch. Measure it under the name `name` if a profile is in progress and no graph is being captured.
+/// Queue a launch. Measure it under the name `name` if a profile of this device is in progress and no graph is being
+/// captured.
 ///
 /// # Errors
 /// The errors of `queue`, and [`Error::Device`] if the driver reports an error.
@@ -160,8 +165,8 @@ pub fn measured<T>(gpu: &Gpu, name: impl FnOnce() -> String, queue: impl FnOnce(
     if !IS_ON.load(Ordering::Relaxed) || capture::is_capturing() {
         return queue();
     }
-    let mut profile = profile();
-    let Some(profile) = profile.as_mut().filter(|profile| std::ptr::eq(profile.gpu, gpu)) else { return queue() };
+    let mut current = profile();
+    let Some(profile) = current.as_mut().filter(|profile| std::ptr::eq(profile.gpu, gpu)) else { return queue() };
     let mark = || Event::now(gpu).map_err(|error| driver_error(OP, error));
     let before = mark()?;
     let result = queue()?;

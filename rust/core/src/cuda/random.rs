@@ -9,9 +9,11 @@ use super::recorder::generator;
 use crate::rng::state::State;
 use crate::{Raw, Result};
 
-/// A tensor of `low + (high - low) u` in f32, where u are the uniform numbers that the generator draws from `start` on.
+/// A tensor of `low + (high - low) u` in f32, where u are the uniform numbers in [0, 1) that the generator draws from
+/// `start` on.
 ///
 /// # Errors
+/// [`Error::Device`](crate::Error::Device) if `device` is not a CUDA device, or the driver reports an error;
 /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the result does not fit.
 pub fn uniform(device: &Device, dims: &[usize], start: State, [low, high]: [f64; 2]) -> Result<Raw> {
     draw("rand", &UNIFORM, device, dims, start, |y, n, state, State { seed, offset }| Uniform {
@@ -25,7 +27,8 @@ pub fn uniform(device: &Device, dims: &[usize], start: State, [low, high]: [f64;
     })
 }
 
-/// A tensor of `mean + std z` in f32, where z are the normal numbers that the generator draws from `start` on.
+/// A tensor of `mean + std z` in f32, where z are the standard normal numbers that the generator draws from `start`
+/// on.
 ///
 /// # Errors
 /// As [`uniform`].
@@ -41,8 +44,8 @@ pub fn normal(device: &Device, dims: &[usize], start: State, [mean, std]: [f64; 
     })
 }
 
-/// Draw with a kernel. `arguments` makes the arguments of the kernel from the result, the result's number of elements,
-/// and the two values by which the kernel finds its seed and position: the address and the state from [`generator`].
+/// Draws with a kernel. `arguments` makes the kernel's arguments from the result, the result's number of elements, and
+/// the two values by which the kernel finds its seed and position: the address and the state from [`generator`].
 fn draw<A: Arguments>(
     op: &'static str,
     kernel: &Kernel<A>,
@@ -56,6 +59,7 @@ fn draw<A: Arguments>(
     let count = y.elem_count();
     if count > 0 {
         let function = gpu.function(kernel, &[])?;
+        // Each thread draws four numbers.
         let shape = Shape::threads(op, count.div_ceil(4))?;
         let (state, start) = generator(start);
         let arguments = arguments(output(op, &y)?, count as u64, state, start);

@@ -15,26 +15,31 @@ use crate::rng::state::State;
 use crate::{Error, Raw, Result, capture};
 
 /// If a generator's position now minus an earlier position, modulo 2^64, is below this number, the generator has
-/// advanced; otherwise the generator was set back.
+/// advanced or stayed; otherwise the generator was set back.
 pub const FORWARD: u64 = 1 << 63;
 
 /// The state of the capture on this thread.
 struct Current {
+    /// The address of the generator's state in device memory.
     generator: Address,
+    /// The generator's state at which the capture began.
     start: State,
+    /// The tensors that the graph reads or writes, by storage.
     held: FxHashMap<usize, Raw>,
+    /// The owners of the host memory that the graph reads or writes.
     sources: Vec<Arc<dyn Any + Send + Sync>>,
 }
 
 thread_local! {
     static CURRENT: RefCell<Option<Current>> = const { RefCell::new(None) };
+    /// A number of this thread, at least 1.
     static THREAD: u64 = {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         NEXT.fetch_add(1, Ordering::Relaxed)
     };
 }
 
-/// The thread that captures, 0 if none does.
+/// The number of the thread that captures, 0 if none does.
 static CAPTURER: AtomicU64 = AtomicU64::new(0);
 
 /// Reserve capturing for this thread, until [`release`].
@@ -48,7 +53,8 @@ pub fn claim(op: &'static str) -> Result<()> {
     }
 }
 
-/// Begin a capture. The draws in the capture from `start` on read the generator's state at the address `generator`.
+/// Begin a capture. Its draws with the seed of `start`, at the position of `start` or later, read the generator's state
+/// at the address `generator` when the graph runs.
 pub fn begin(generator: Address, start: State) {
     CURRENT.set(Some(Current { generator, start, held: FxHashMap::default(), sources: Vec::new() }));
 }
@@ -90,7 +96,7 @@ pub fn is_capturing_anywhere() -> bool {
 }
 
 /// Keep a tensor alive as long as the graph that is being captured on this thread. The memory of the tensor begins at
-/// `address`. Does nothing if this thread does not capture, or if the memory belongs to graphs anyway.
+/// `address`. Does nothing if this thread does not capture, or if the memory is reserved for graphs anyway.
 pub fn hold(tensor: &Raw, address: Address) {
     if !capture::is_capturing() || memory::is_of_graphs(address) {
         return;
@@ -125,8 +131,8 @@ pub fn generator(state: State) -> (Const, State) {
         Some(Current { generator, start, .. })
             if state.seed == start.seed && state.offset.wrapping_sub(start.offset) < FORWARD =>
         {
-            let place = Const::new(*generator, Element::U64);
-            (place, State { seed: state.seed, offset: state.offset.wrapping_sub(start.offset) })
+            let address = Const::new(*generator, Element::U64);
+            (address, State { seed: state.seed, offset: state.offset.wrapping_sub(start.offset) })
         }
         _ => (Const::NULL, state),
     })

@@ -35,6 +35,7 @@ pub fn min(x: &Raw, dims: &[usize], keepdim: bool) -> Result<Raw> {
     reduce("min", x, dims, keepdim, 1.0)
 }
 
+/// Reduces `x` along `dims` by the function that `op` names, and divides the results by `divisor`.
 fn reduce(op: &'static str, x: &Raw, dims: &[usize], keepdim: bool, divisor: f64) -> Result<Raw> {
     check_dims(op, x, dims)?;
     if dims.is_empty() {
@@ -42,12 +43,14 @@ fn reduce(op: &'static str, x: &Raw, dims: &[usize], keepdim: bool, divisor: f64
     }
     let mut groups = groups(x.dims(), dims);
     let mut result = contiguous(x)?;
-    while let Some(last) = groups.iter().rposition(|&(reduced, _)| reduced) {
+    // Groups of merged dimensions are reduced one after the other. Only the final results are rounded to x's dtype.
+    while let Some(place) = groups.iter().rposition(|&(reduced, _)| reduced) {
         let size = |groups: &[(bool, usize)]| groups.iter().map(|&(_, n)| n).product();
-        let sizes = [size(&groups[..last]), groups[last].1, size(&groups[last + 1..])];
-        groups[last] = (false, 1);
-        let is_last = !groups.iter().any(|&(reduced, _)| reduced);
-        result = along(op, &result, sizes, if is_last { (x.dtype(), divisor) } else { (accumulator(x.dtype()), 1.0) })?;
+        let sizes = [size(&groups[..place]), groups[place].1, size(&groups[place + 1..])];
+        groups[place] = (false, 1);
+        let is_final = !groups.iter().any(|&(reduced, _)| reduced);
+        result =
+            along(op, &result, sizes, if is_final { (x.dtype(), divisor) } else { (accumulator(x.dtype()), 1.0) })?;
     }
     Ok(result.reshape(reduced_dims(x.dims(), dims, keepdim).as_slice())?)
 }
@@ -64,15 +67,18 @@ fn along(op: &'static str, x: &Raw, [outer, n, inner]: [usize; 3], (dtype, divis
     reduce_chunks(op, &partial, [outer, chunks, inner], chunks, (dtype, divisor))
 }
 
-/// The length of the chunks into which `n` is split; chunks are reduced in parallel. The length depends on the sizes
+/// The length of the chunks into which `n` is split. Chunks are reduced in parallel. The length depends on the sizes
 /// alone, so results are repeatable.
 fn chunk_length(outer: usize, n: usize, inner: usize) -> usize {
-    // Enough blocks to fill a large GPU, but no chunk shorter than `least`.
+    // Enough blocks to fill a large GPU, but `n` is not split into chunks shorter than `least`.
     const BLOCKS: usize = 1024;
+    // `tasks` is the number of blocks without a split: for a row each, or for 32 columns each.
     let (tasks, least) = if inner == 1 { (outer, 8192) } else { (outer * inner.div_ceil(32), 128) };
     n.div_ceil(BLOCKS.div_ceil(tasks.max(1))).max(least)
 }
 
+/// Reduces each chunk of `n` on its own, to (outer, chunks, inner). The results are divided by `divisor` and written in
+/// `dtype`.
 fn reduce_chunks(
     op: &'static str,
     x: &Raw,
@@ -87,6 +93,7 @@ fn reduce_chunks(
         return Ok(y);
     }
     let (kernel, shape) = if inner == 1 {
+        // A warp for each chunk, or a block for each long chunk.
         let [threads, rows] = if n.min(chunk) <= 1024 { [32, 8] } else { [256, 1] };
         let shape = Shape::linear(op, (outer * chunks).div_ceil(rows as usize), threads)?;
         (rows_kernel(op), Shape { block: [threads, rows, 1], ..shape })
@@ -103,6 +110,7 @@ fn reduce_chunks(
     Ok(y)
 }
 
+/// The kernel for `inner` = 1. Means are sums that are divided.
 fn rows_kernel(op: &str) -> &'static Kernel<SumRows> {
     match op {
         "max" => &MAX_ROWS,
@@ -111,6 +119,7 @@ fn rows_kernel(op: &str) -> &'static Kernel<SumRows> {
     }
 }
 
+/// The kernel for other values of `inner`.
 fn columns_kernel(op: &str) -> &'static Kernel<SumRows> {
     match op {
         "max" => &MAX_COLUMNS,
@@ -133,7 +142,8 @@ pub fn cumsum(x: &Raw, dim: usize) -> Result<Raw> {
     lines(OP, &CUMSUM, x, dim, x.dims(), x.dtype())
 }
 
-/// Runs a kernel with a warp for each line along `dim`.
+/// Runs a kernel with a warp for each line of elements along `dim`. The result has the shape `dims` and the dtype
+/// `dtype`. The kernels of argmax and cumsum have the same arguments.
 fn lines(op: &'static str, kernel: &Kernel<Argmax>, x: &Raw, dim: usize, dims: &[usize], dtype: DType) -> Result<Raw> {
     let gpu = Gpu::of(op, x)?;
     let function = gpu.function(kernel, suffix(op, x.dtype())?)?;

@@ -1,8 +1,8 @@
 //! Copies from pageable host memory, for systems that give little pinned memory.
 //!
-//! A thread copies the bytes piece by piece to a small ring of pinned memory (`upload`), from which the device copies
-//! them. So the thread that computes waits for a copy only when it needs the copied values. Copies are queued in the
-//! order of their jobs.
+//! A separate thread copies the bytes piece by piece to a small ring of pinned memory (`upload`), from which the device
+//! copies them. So the thread that queues the computation waits only when it needs the copied values. Copies are queued
+//! in the order of their jobs.
 
 use std::any::Any;
 use std::sync::mpsc::{Sender, channel};
@@ -18,7 +18,7 @@ use crate::{Error, Result};
 
 const OP: &str = "stream_blocks";
 
-/// The copies of one unit of streamed weights.
+/// The copies of one unit of streamed weights to its slot.
 pub(super) struct Job {
     /// For each copy: the address on the device, and the bytes to copy.
     pub(super) parts: Vec<(u64, Bytes)>,
@@ -40,30 +40,31 @@ unsafe impl Send for Bytes {}
 /// The thread that queues copies from pageable memory in a device's stream of copies. The thread lives as long as the
 /// process.
 pub(super) struct Staging {
+    /// The sender of jobs to the thread, and the number of jobs sent.
     jobs: Mutex<(Sender<Job>, u64)>,
     progress: Arc<Progress>,
 }
 
 #[derive(Default)]
 struct Progress {
-    /// The number of jobs whose copies are queued, and the first error.
+    /// The number of jobs that are done: their copies are queued, or have failed. Then the first error.
     done: Mutex<(u64, Option<String>)>,
     changed: Condvar,
 }
 
-/// A stream as a number, which may be sent to another thread.
+/// The address of a stream as a number, which may be sent to another thread.
 #[derive(Clone, Copy)]
-struct Queue(usize);
+struct StreamAddress(usize);
 
 impl Staging {
     /// Starts the thread, which queues its copies in `stream`.
     pub(super) fn new(gpu: &'static Gpu, stream: CUstream) -> Result<Self> {
         let (sender, jobs) = channel::<Job>();
         let progress = Arc::new(Progress::default());
-        let (shared, queue) = (progress.clone(), Queue(stream as usize));
+        let (shared, stream) = (progress.clone(), StreamAddress(stream as usize));
         let work = move || {
             for job in jobs {
-                let result = run(gpu, queue, &job);
+                let result = run(gpu, stream, &job);
                 drop(job);
                 let mut done = shared.done.lock().unwrap_or_else(PoisonError::into_inner);
                 done.0 += 1;
@@ -88,7 +89,8 @@ impl Staging {
         Ok(jobs.1)
     }
 
-    /// Waits until the copies of job `number` and of all earlier jobs are queued.
+    /// Waits until the copies of job `number` and of all earlier jobs are queued. Returns the first error of any job so
+    /// far.
     pub(super) fn wait(&self, number: u64) -> Result<()> {
         let mut done = self.progress.done.lock().unwrap_or_else(PoisonError::into_inner);
         while done.0 < number {
@@ -97,14 +99,15 @@ impl Staging {
         done.1.as_ref().map_or(Ok(()), |error| Err(Error::device(OP, error.clone())))
     }
 
-    /// Waits until the copies of all jobs are queued.
+    /// Waits until the copies of all jobs are queued. Returns the first error of any job so far.
     pub(super) fn wait_for_all(&self) -> Result<()> {
         let number = self.jobs.lock().unwrap_or_else(PoisonError::into_inner).1;
         self.wait(number)
     }
 }
 
-fn run(gpu: &Gpu, Queue(stream): Queue, job: &Job) -> Result<()> {
+/// Queues the copies of a job in the stream.
+fn run(gpu: &Gpu, StreamAddress(stream): StreamAddress, job: &Job) -> Result<()> {
     gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
     for (to, bytes) in &job.parts {
         // SAFETY: the slot is large enough, which `Copier::copy` has checked, and exists until all jobs are done; the

@@ -2,8 +2,8 @@
 
 use candle_core::cuda_backend::{CudaStorage, CudaStorageSlice};
 
-/// The number of elements in a storage; for dtypes that candle stores as raw bytes (F6, F4 and F8E8M0), the number of
-/// bytes.
+/// The number of elements in a storage. For the dtypes that candle stores as raw bytes (F6E2M3, F6E3M2, F4 and F8E8M0),
+/// the number of bytes.
 pub fn storage_len(storage: &CudaStorage) -> usize {
     match &storage.slice {
         CudaStorageSlice::U8(slice) => slice.len(),

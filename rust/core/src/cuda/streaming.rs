@@ -28,13 +28,14 @@ use crate::{Error, Raw, Result, capture};
 
 const OP: &str = "stream_blocks";
 
-/// The most bytes of pinned memory that the streamed weights and the mapped tensors of this process may take.
+/// The most bytes of pinned memory that the streamed weights and the tensors of `mapped.rs` may take in this process.
+/// There is no limit if the variable is not set or is not a number.
 static LIMIT: LazyLock<usize> = LazyLock::new(|| {
     let given = std::env::var("TRAINABLE_CANDLE_PINNED_BYTES").ok();
     given.and_then(|text| text.parse().ok()).unwrap_or(usize::MAX)
 });
 
-/// The bytes of pinned memory that streamed weights take.
+/// The bytes of pinned memory that streamed weights take. The limit also counts `mapped::held()`.
 static TAKEN: AtomicUsize = AtomicUsize::new(0);
 
 /// Whether the limit allows `bytes` more of pinned memory.
@@ -42,8 +43,8 @@ pub(super) fn may_pin(bytes: usize) -> bool {
     TAKEN.load(Ordering::Acquire).saturating_add(mapped::held()).saturating_add(bytes) <= *LIMIT
 }
 
-/// How many of `wanted` bytes of pinned memory this process gets now, found by allocating them; they are freed again.
-/// On the host of an H100, each GiB took 0.7 s.
+/// Find out how many of `wanted` bytes of pinned memory this process can get now, by allocating and freeing them. On
+/// the host of an H100, each GiB took 0.7 s.
 ///
 /// # Errors
 /// [`Error::Device`] if `device` is not a CUDA device, or the driver reports an error.
@@ -59,8 +60,8 @@ pub fn pinnable(device: &Device, wanted: usize) -> Result<usize> {
 pub enum Source<'a> {
     /// Memory of the host.
     Host(&'a Kept),
-    /// Bytes of a shard: all shards, the number of the process that owns the shard, and the range of bytes in the
-    /// shard.
+    /// A part of a shard: all shards, the number of the process that owns the shard, and the part's range of bytes in
+    /// the shard.
     Peer(&'a Shards, usize, Range<usize>),
 }
 
@@ -69,6 +70,7 @@ pub fn is_staging(device: &Device) -> bool {
     Gpu::of_device(OP, device).is_ok_and(|gpu| gpu.known_copies().is_some_and(has_pageable))
 }
 
+/// Whether copies of the device read pageable memory.
 fn has_pageable(copies: &Copies) -> bool {
     copies.pageable().load(Ordering::Acquire) > 0
 }
@@ -79,7 +81,7 @@ pub struct Copier {
     copies: &'static Copies,
     /// One event per slot, recorded after the last copy to the slot.
     filled: Vec<Event>,
-    /// One number per slot: the last job that copies to the slot from pageable memory, or 0.
+    /// One number per slot: that of the last job with copies to the slot from pageable memory, 0 if there is none.
     jobs: Vec<AtomicU64>,
     /// Whether [`start_staging`](Self::start_staging) was called.
     is_staging: AtomicBool,
@@ -122,25 +124,26 @@ impl Copier {
             self.copies.start_staging(self.gpu)?;
             return Ok(self.pageable(vec![0; bytes]));
         }
-        let bind = || self.gpu.stream().context().bind_to_thread();
-        bind().map_err(|error| driver_error(OP, error))?;
-        let short = || {
+        self.gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
+        let out_of_memory = || {
             let gib = bytes as f64 / (1u64 << 30) as f64;
             Error::OutOfMemory { op: OP, message: format!("the system gives no further {gib:.2} GiB of pinned memory") }
         };
         if !may_pin(bytes) {
-            return Err(short());
+            return Err(out_of_memory());
         }
         let memory = Own::new(bytes)
-            .map_err(|status| if status.is_out_of_memory() { short() } else { status_error(OP, status) })?;
+            .map_err(|status| if status.is_out_of_memory() { out_of_memory() } else { status_error(OP, status) })?;
         TAKEN.fetch_add(bytes, Ordering::AcqRel);
         Ok(self.kept(Memory::Own(memory)))
     }
 
+    /// `memory`, with the device whose copies read it.
     const fn kept(&self, memory: Memory) -> Kept {
         Kept { memory, gpu: self.gpu, copies: self.copies }
     }
 
+    /// `bytes` as pageable memory from which copies read.
     fn pageable(&self, bytes: Vec<u8>) -> Kept {
         self.copies.pageable().fetch_add(1, Ordering::AcqRel);
         self.kept(Memory::Pageable(bytes))
@@ -161,7 +164,7 @@ impl Copier {
         self.copies.start_staging(self.gpu)
     }
 
-    /// A copy of `kept` in pageable memory.
+    /// Copy `kept` to pageable memory.
     pub fn unpinned(&self, kept: &Kept) -> Kept {
         self.pageable(kept.bytes().to_vec())
     }
@@ -170,14 +173,12 @@ impl Copier {
     /// pageable, and a thread copies its bytes through a small ring of pinned memory.
     ///
     /// # Errors
-    /// [`Error::Device`] if the driver reports another error, or the system starts no thread.
+    /// [`Error::Device`] if the driver reports another error, or the system cannot start the thread.
     pub fn register(&self, pages: Pages) -> Result<Arc<Registered>> {
-        let bind = || self.gpu.stream().context().bind_to_thread();
-        bind().map_err(|error| driver_error(OP, error))?;
+        self.gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
         let (address, size) = pages.mapping();
-        let may_pin = may_pin(size);
-        // SAFETY: the mapping consists of whole pages; the registration owns the mapping and keeps it.
-        let is_pinned = may_pin
+        // SAFETY: the mapping consists of whole pages; the `Registered` below owns it and ends the registration first.
+        let is_pinned = may_pin(size)
             && match unsafe { host::register(address, size) } {
                 Ok(()) => true,
                 Err(status) if status.is_unpinnable() => false,
@@ -192,7 +193,7 @@ impl Copier {
         Ok(Arc::new(Registered { pages, is_pinned, copies: self.copies }))
     }
 
-    /// The bytes `range` of shared memory.
+    /// The bytes `range` of shared memory, as memory from which copies read.
     pub fn part(&self, registered: &Arc<Registered>, range: Range<usize>) -> Kept {
         self.kept(Memory::Shared(registered.clone(), range))
     }
@@ -201,21 +202,22 @@ impl Copier {
     /// `owner` owns the sources; a graph that contains the copies keeps the owner alive.
     ///
     /// # Errors
-    /// [`Error::Device`] if the driver reports an error, another thread records a graph, or a graph would contain a
-    /// copy from pageable memory; [`Error::Argument`] if a source has more bytes than its tensor.
+    /// [`Error::Device`] if the driver reports an error, an earlier copy from pageable memory has failed, another
+    /// thread records a graph, or a graph would contain a copy from pageable memory; [`Error::Argument`] if a source
+    /// has more bytes than its tensor, or is in a shard that is not open.
     pub fn copy(&self, slot: usize, parts: &[(Source<'_>, Raw)], owner: &Arc<impl Any + Send + Sync>) -> Result<()> {
         recorder::check_thread(OP)?;
-        let staged = parts.iter().any(|(from, _)| matches!(from, Source::Host(kept) if kept.is_pageable()));
-        if staged && recorder::is_capturing_anywhere() {
+        let is_staged = parts.iter().any(|(from, _)| matches!(from, Source::Host(kept) if kept.is_pageable()));
+        if is_staged && recorder::is_capturing_anywhere() {
             let message = "the system gives too little pinned memory for the streamed blocks, and a CUDA graph cannot copy from other \
                 memory; run the step without a graph, or stream fewer blocks";
             return Err(Error::device(OP, message));
         }
-        if let (false, Some(staging)) = (staged, self.copies.staging()) {
+        if !is_staged && let Some(staging) = self.copies.staging() {
             // The staging thread must have queued its copies to the slot before this copy is queued.
             staging.wait(self.jobs[slot].swap(0, Ordering::AcqRel))?;
         }
-        let copies = self.copies.fork(self.gpu.stream()).map_err(|error| driver_error(OP, error))?;
+        let stream = self.copies.fork(self.gpu.stream()).map_err(|error| driver_error(OP, error))?;
         let mut job = Job { parts: Vec::new(), filled: self.filled[slot], _owner: owner.clone() };
         for (from, to) in parts {
             let size = to.elem_count() * to.dtype().size_in_bytes();
@@ -224,10 +226,12 @@ impl Copier {
                 Source::Peer(_, _, range) => range.len(),
             };
             if needed > size {
-                return Err(Error::argument(OP, "a unit is larger than its slot"));
+                let message = format!("found a source of {needed} bytes for a tensor of {size} bytes in the slot");
+                return Err(Error::argument(OP, message));
             }
             let to = address(OP, to)?;
-            if let (true, Source::Host(kept)) = (staged, from) {
+            // All host memory of the unit, pinned or not, goes through the staging thread, which then records `filled`.
+            if is_staged && let Source::Host(kept) = from {
                 job.parts.push((to, Bytes { address: kept.bytes().as_ptr(), len: kept.bytes().len() }));
                 continue;
             }
@@ -235,26 +239,26 @@ impl Copier {
             // the copy is done, because its owner waits for the stream before it frees the memory.
             let queued = unsafe {
                 match from {
-                    Source::Host(kept) => upload::copy_pinned(to, kept.bytes().as_ptr(), needed, copies.cast()),
+                    Source::Host(kept) => upload::copy_pinned(to, kept.bytes().as_ptr(), needed, stream.cast()),
                     Source::Peer(shards, process, range) => {
-                        peers::copy(to, shards.address(*process)? + range.start as u64, needed, copies.cast())
+                        peers::copy(to, shards.address(*process)? + range.start as u64, needed, stream.cast())
                     }
                 }
             };
             queued.map_err(|status| status_error(OP, status))?;
         }
-        if staged && let Some(staging) = self.copies.staging() {
+        if is_staged && let Some(staging) = self.copies.staging() {
             self.jobs[slot].store(staging.queue(job)?, Ordering::Release);
             return Ok(());
         }
         recorder::hold_source(owner);
-        self.filled[slot].record(copies).map_err(|error| driver_error(OP, error))
+        self.filled[slot].record(stream).map_err(|error| driver_error(OP, error))
     }
 
     /// Let the device's stream wait for the last copy to `slot`.
     ///
     /// # Errors
-    /// [`Error::Device`] if the driver reports an error.
+    /// [`Error::Device`] if a copy from pageable memory has failed, or the driver reports an error.
     pub fn wait(&self, slot: usize) -> Result<()> {
         if let Some(staging) = self.copies.staging() {
             staging.wait(self.jobs[slot].load(Ordering::Acquire))?;
@@ -316,7 +320,7 @@ impl Kept {
         }
     }
 
-    /// The bytes.
+    /// The contents of the memory.
     pub fn bytes(&self) -> &[u8] {
         match &self.memory {
             Memory::Pageable(bytes) => bytes,
@@ -328,17 +332,17 @@ impl Kept {
     /// Write `bytes` from byte `start` on. No copy from this memory may be queued yet. Does nothing for memory that
     /// processes share.
     pub fn write(&mut self, start: usize, bytes: &[u8]) {
-        let own = match &mut self.memory {
+        let contents = match &mut self.memory {
             Memory::Own(own) => own.bytes_mut(),
-            Memory::Pageable(own) => own,
+            Memory::Pageable(contents) => contents,
             Memory::Shared(..) => return,
         };
-        own[start..start + bytes.len()].copy_from_slice(bytes);
+        contents[start..start + bytes.len()].copy_from_slice(bytes);
     }
 }
 
-/// Wait until no copy of a device runs any more. Returns false if a copy may still read its source: while a graph is
-/// captured the host cannot wait for the streams, and a wait can fail.
+/// Wait until no copy of a device runs any more. Returns false if a copy may still run, because the wait has failed or
+/// a graph is being captured: during a capture the host cannot wait for the streams.
 pub(super) fn is_over(gpu: &Gpu, copies: &Copies) -> bool {
     let wait = || {
         gpu.stream().context().bind_to_thread()?;

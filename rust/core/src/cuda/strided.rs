@@ -45,16 +45,16 @@ impl<'a> Member<'a> {
     }
 }
 
-/// A dimension: its size, and its stride in elements in each tensor.
+/// A dimension, or several merged dimensions: its size, and its stride in elements in each tensor.
 #[derive(Clone, Copy)]
 struct Axis<const K: usize> {
     size: usize,
     strides: [usize; K],
 }
 
-/// The description of tensors that broadcast to `dims`, and the shape of a launch: a thread computes as many
-/// neighbouring elements as one access can read, or one element if not all tensors allow wide accesses. The first
-/// tensor is the result and has the shape `dims`.
+/// The description of tensors that broadcast to `dims`, and the shape of a launch. A thread computes as many
+/// neighbouring elements of the largest dtype as one access can read, or one element if not all tensors allow wide
+/// accesses. The first tensor is the result and has the shape `dims`.
 ///
 /// # Errors
 /// [`Error::Shape`] if more dimensions than [`MAX_AXES`] remain after neighbours are merged, and as [`Shape::threads`].
@@ -95,8 +95,10 @@ pub fn strided<const K: usize>(
 fn merged<const K: usize>(dims: &[usize], layouts: &[&Layout; K]) -> SmallVec<[Axis<K>; MAX_AXES]> {
     let mut axes = SmallVec::<[Axis<K>; MAX_AXES]>::new();
     for (i, &size) in dims.iter().enumerate().filter(|(_, size)| **size != 1) {
+        // Broadcasting aligns the last dimensions. A tensor that lacks a dimension, or has size 1 there, repeats its
+        // values.
         let strides = layouts.map(|layout| match (i + layout.dims().len()).checked_sub(dims.len()) {
-            Some(i) if layout.dims()[i] != 1 => layout.stride()[i],
+            Some(own) if layout.dims()[own] != 1 => layout.stride()[own],
             _ => 0,
         });
         match axes.last_mut() {
@@ -113,7 +115,7 @@ fn merged<const K: usize>(dims: &[usize], layouts: &[&Layout; K]) -> SmallVec<[A
 }
 
 /// Whether a thread can access `width` neighbouring elements of each tensor at once. The elements must be contiguous
-/// and aligned. In all tensors but the result they may also be one broadcast element.
+/// and aligned. In the operands, one broadcast element may also take the place of all of them.
 fn is_wide<const K: usize>(axes: &[Axis<K>], members: &[Member<'_>; K], width: usize) -> bool {
     let Some((inner, outer)) = axes.split_last() else { return false };
     inner.size % width == 0

@@ -15,8 +15,8 @@ use trainable_candle_cuda::structs::{Address, TensorMap};
 use super::error::driver_error;
 use crate::Result;
 
-/// The base pixels that the copy engine visits in an image, one for each position of the kernel window: the pixels at
-/// offset (0, 0) in the window. Pairs are (height, width).
+/// The base pixels that the copy engine visits in an image. At each position of a convolution's window, the base pixel
+/// is the one at offset (0, 0) in the window. Pairs are (height, width).
 #[derive(Clone, Copy)]
 pub struct Windows {
     /// The first base pixel; it is negative if it lies in the padding.
@@ -40,6 +40,9 @@ pub struct Encoder {
 
 impl Encoder {
     /// An encoder for tensors of `dtype`: f16, bf16, or u8 for codes of 8 bits.
+    ///
+    /// # Errors
+    /// [`Error::DType`](crate::Error::DType) for other dtypes.
     pub fn new(op: &'static str, dtype: DType) -> Result<Self> {
         let element = match dtype {
             DType::F16 => Element::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
@@ -59,6 +62,8 @@ impl Encoder {
         })
     }
 
+    /// The map that a call of the driver has filled, or the error of the call.
+    ///
     /// # Safety
     /// `status` is the result of a call that fills `map` if it succeeds.
     unsafe fn finish(&self, status: CUresult, map: MaybeUninit<CUtensorMap>) -> Result<TensorMap> {
@@ -70,17 +75,21 @@ impl Encoder {
         Ok(TensorMap { opaque: map.opaque })
     }
 
-    /// A map of boxes of a dense tensor; a box has `extent` elements in each dimension.
+    /// A map of boxes of a dense tensor. A box has `extent` elements in each dimension.
+    ///
+    /// # Errors
+    /// As [`strided`](Self::strided).
     pub fn boxes(&self, start: Address, shape: [u64; 3], extent: [u32; 3]) -> Result<TensorMap> {
-        let [first, second, _] = self.distances(&shape);
-        self.strided(start, shape, &[first, second], extent)
+        let [row, matrix, _] = self.distances(&shape);
+        self.strided(start, shape, &[row, matrix], extent)
     }
 
     /// A map of boxes, with `extent` elements in each dimension, of a tensor whose rows are dense. `distances` are the
     /// strides in bytes of all dimensions but the first.
     ///
     /// # Errors
-    /// Those of the driver, for example if an address or a distance is not a multiple of 16.
+    /// [`Error::Device`](crate::Error::Device) if the driver reports an error, for example because the address `start`
+    /// or a distance is not a multiple of 16 bytes.
     pub fn strided<const N: usize>(
         &self,
         start: Address,
@@ -110,8 +119,11 @@ impl Encoder {
         }
     }
 
-    /// A map of a dense image (batch, height, width, channels), of which a copy takes `pixels` pixels and
-    /// `channels_at_once` channels.
+    /// A map of dense images with the sizes (batch, height, width, channels). A copy takes `pixels` base pixels and
+    /// `channels_at_once` channels of each.
+    ///
+    /// # Errors
+    /// As [`strided`](Self::strided).
     pub fn windows(
         &self,
         start: Address,
