@@ -1,4 +1,4 @@
-//! Devices by name, and the memory of CUDA devices.
+//! Devices by name, and the memory, the connections and the kernel times of CUDA devices.
 
 pub(crate) mod stats;
 
@@ -17,11 +17,11 @@ pub fn is_name(text: &str) -> bool {
     matches!(text.split(':').next(), Some("cpu" | "cuda"))
 }
 
-/// The device with a name: `"cpu"`, `"cuda"` or `"cuda:1"`. All calls with the same name return the same device. The
-/// first call for CUDA looks for the CUDA libraries, first in `folders` and then where the system's loader looks.
+/// The device with a name such as `"cpu"`, `"cuda"` or `"cuda:1"`. All calls with the same name return the same device.
+/// The first call for CUDA looks for the CUDA libraries, first in `folders` and then where the system's loader looks.
 ///
 /// # Errors
-/// [`Error::Device`] if the name is unknown or there is no such device, [`Error::CudaUnavailable`] with the reason if
+/// [`Error::Device`] if the name is unknown or there is no such device, [`Error::CudaUnavailable`], with the reason, if
 /// CUDA cannot be used, [`Error::OutOfMemory`] if the device's memory is full.
 pub fn parse(text: &str, folders: impl FnOnce() -> Vec<std::path::PathBuf>) -> Result<Device> {
     let (kind, index) = text.split_once(':').map_or((text, None), |(kind, index)| (kind, Some(index)));
@@ -49,16 +49,17 @@ pub fn name(device: &Device) -> String {
 /// the CUDA libraries, first in `folders` and then where the system's loader looks.
 ///
 /// # Errors
-/// As [`parse`].
+/// As [`parse`] for a CUDA device.
 pub fn cuda(ordinal: usize, folders: &[impl AsRef<Path>]) -> Result<Device> {
     let folders: Vec<&Path> = folders.iter().map(AsRef::as_ref).collect();
     crate::cuda::open(ordinal, &folders)
 }
 
-/// The number of CUDA devices.
+/// The number of CUDA devices. The libraries are looked for as in [`cuda()`].
 ///
 /// # Errors
-/// [`Error::CudaUnavailable`] with the reason if CUDA cannot be used.
+/// [`Error::CudaUnavailable`], with the reason, if CUDA cannot be used; [`Error::Device`] if the driver reports an
+/// error.
 pub fn cuda_count(folders: &[impl AsRef<Path>]) -> Result<usize> {
     let folders: Vec<&Path> = folders.iter().map(AsRef::as_ref).collect();
     crate::cuda::devices(&folders)
@@ -72,7 +73,7 @@ pub fn memory_stats(device: &Device) -> Result<MemoryStats> {
     crate::cuda::memory_stats(device)
 }
 
-/// Set the memory peaks of a CUDA device to the memory in use now.
+/// Set the peaks in a CUDA device's memory statistics to the present values.
 ///
 /// # Errors
 /// As [`memory_stats`].
@@ -97,7 +98,7 @@ pub fn device_name(device: &Device) -> Result<String> {
     crate::cuda::device_name(device)
 }
 
-/// The connection by which a device reads the memory of another device.
+/// The connection through which a device reads the memory of another device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Link {
     /// NVLink.
@@ -129,7 +130,7 @@ pub fn link(device: &Device, bus_id: &str) -> Result<Option<Link>> {
 /// Release the cached memory of a CUDA device to other processes; returns the number of bytes that were released.
 ///
 /// # Errors
-/// [`Error::Device`] if `device` is not a CUDA device, while a graph is captured, or if the driver reports an error.
+/// [`Error::Device`] if `device` is not a CUDA device, if a graph is being captured, or if the driver reports an error.
 pub fn empty_cache(device: &Device) -> Result<u64> {
     crate::cuda::empty_cache(device)
 }
@@ -137,22 +138,24 @@ pub fn empty_cache(device: &Device) -> Result<u64> {
 /// Wait until all work queued on a CUDA device is done.
 ///
 /// # Errors
-/// [`Error::Device`] if `device` is not a CUDA device, or a kernel failed; [`Error::Index`] if a kernel has found an id
-/// out of range.
+/// [`Error::Device`] if `device` is not a CUDA device, if a graph is being captured, or if a kernel failed;
+/// [`Error::Index`] if a kernel has found an id out of range.
 pub fn synchronize(device: &Device) -> Result<()> {
     crate::cuda::synchronize(device)
 }
 
-/// Measure the time of every kernel launched on a CUDA device from now on, until [`finish_profile`].
+/// Measure the times of kernels launched on a CUDA device from now on, until [`finish_profile`]. CUDA graphs and copies
+/// are not measured.
 ///
 /// # Errors
-/// [`Error::Device`] if `device` is not a CUDA device, [`Error::Argument`] if another profile is in progress.
+/// [`Error::Device`] if `device` is not a CUDA device, or the driver reports an error; [`Error::Argument`] if another
+/// profile is in progress.
 pub fn start_profile(device: &Device) -> Result<()> {
     crate::cuda::profile::start(device)
 }
 
-/// Wait for the device; returns the times of all kernels launched since [`start_profile`], the longest first. CUDA
-/// graphs and copies are not measured.
+/// End the profile, and wait for the device. Returns the times of all kernels measured since [`start_profile`], by
+/// name, the longest first.
 ///
 /// # Errors
 /// [`Error::Argument`] if no profile is in progress, [`Error::Device`] if a kernel failed.
@@ -165,7 +168,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_devices_or_errors_that_quote_them() {
+    fn the_cpu_has_two_names_and_errors_quote_wrong_names() {
         assert!(parse("cpu", Vec::new).unwrap().is_cpu() && parse("cpu:0", Vec::new).unwrap().is_cpu());
         for wrong in ["", "gpu", "cpu:1", "cuda:x", "cuda:-1", "cuda:"] {
             let error = parse(wrong, Vec::new).unwrap_err();

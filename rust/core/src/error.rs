@@ -10,7 +10,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Shapes that do not fit together.
+    /// Shapes that do not fit together, or a shape that the operation does not support.
     #[error("{op}: {message}")]
     Shape {
         /// The operation.
@@ -59,8 +59,8 @@ pub enum Error {
         /// The operation.
         op: &'static str,
     },
-    /// The graph cannot be differentiated. For example, it was freed, a saved value was changed in place, or an input
-    /// is not part of the graph.
+    /// The graph cannot be differentiated: for example, it was freed, a saved value was changed in place, or an input
+    /// is not part of the graph. Or a gradient is wrong ([`gradcheck`](crate::gradcheck::gradcheck)).
     #[error("{op}: {message}")]
     Autograd {
         /// The operation.
@@ -95,7 +95,7 @@ pub enum Error {
     /// A configuration that cannot be used.
     #[error("{0}")]
     Config(String),
-    /// I/O error at `path`.
+    /// The system cannot read or write the file at `path`.
     #[error("{path}: {source}")]
     Io {
         /// The file.
@@ -150,7 +150,7 @@ impl Error {
         Self::Argument { op, message: message.into() }
     }
 
-    /// A graph error of `op`.
+    /// An error of `op` about the graph or its gradients.
     #[cold]
     pub fn autograd(op: &'static str, message: impl Into<String>) -> Self {
         Self::Autograd { op, message: message.into() }
@@ -180,7 +180,8 @@ impl Error {
     }
 }
 
-/// Drops the backtraces that candle attaches when `RUST_BACKTRACE` is set, so that a message has only the reason.
+/// Converts to the variant with the same meaning, or else to [`Error::Candle`]. Drops the backtraces that candle
+/// attaches when `RUST_BACKTRACE` is set, so that a message has only the reason.
 impl From<candle_core::Error> for Error {
     #[cold]
     fn from(error: candle_core::Error) -> Self {

@@ -17,11 +17,13 @@ pub struct FlatBuffer {
     data: Raw,
     grad: Raw,
     vars: Vec<Var>,
+    /// The range of each variable in `data` and in `grad`.
     ranges: Vec<Range<usize>>,
 }
 
 impl FlatBuffer {
-    /// Copy `values` (of one dtype and device) one after the other into a vector; each copy becomes a variable.
+    /// Copy `values`, which have one dtype and one device, into a vector, one after the other. Each copy becomes a
+    /// variable.
     ///
     /// # Errors
     /// [`Error::Argument`] if there are no values, [`Error::DType`] if their dtypes differ or are not floating point,
@@ -46,7 +48,11 @@ impl FlatBuffer {
             if !value.device().same_device(device) {
                 return Err(Error::device(
                     OP,
-                    format!("tensor {index} is on another device than the first; move it with to()"),
+                    format!(
+                        "tensor {index} is on {}, the first is on {}; move it with to()",
+                        crate::device::name(value.device()),
+                        crate::device::name(device)
+                    ),
                 ));
             }
         }
@@ -58,9 +64,9 @@ impl FlatBuffer {
         let mut start = 0;
         for value in values {
             let range = start..start + value.elem_count();
-            let storage = data.narrow(0, range.start, range.len())?.reshape(value.shape())?;
-            compute::copy_into(&storage, value.raw())?;
-            let var = Var::adopt(storage)?;
+            let view = data.narrow(0, range.start, range.len())?.reshape(value.shape())?;
+            compute::copy_into(&view, value.raw())?;
+            let var = Var::adopt(view)?;
             var.leaf().bind(&grad, range.clone())?;
             var.leaf().copies().lie_in(copies.clone(), start);
             vars.push(var);
@@ -75,7 +81,7 @@ impl FlatBuffer {
         &self.vars
     }
 
-    /// The range of each variable in the vectors.
+    /// The range of each variable in the vectors [`data`](Self::data) and [`grad`](Self::grad).
     pub fn ranges(&self) -> &[Range<usize>] {
         &self.ranges
     }
@@ -98,18 +104,18 @@ fn zeros(n: usize, dtype: DType, device: &Device) -> Result<Raw> {
 
 /// The gradients of variables, as views instead of copies.
 pub struct Gradients {
-    /// Gradients that are accumulated in buffers; gradients that are adjacent in a flat buffer are joined to one
+    /// The gradients that are accumulated in buffers. Gradients that are adjacent in a flat buffer are joined to one
     /// vector.
     pub vectors: Vec<Raw>,
-    /// The variables with gradients that are not in a buffer.
+    /// The variables whose gradients are not in a buffer.
     pub loose: Vec<Var>,
 }
 
 impl Gradients {
-    /// The gradients of all of `vars` that have a gradient, in the order of `vars`.
+    /// The gradients of all of `vars` that have a gradient, each list in the order of `vars`.
     ///
     /// # Errors
-    /// Only if an allocation fails.
+    /// If a view of a vector cannot be made.
     pub fn of(vars: &[Var]) -> Result<Self> {
         let vectors = joined(vars.iter().filter_map(|var| var.leaf().vector()))?;
         let is_loose = |var: &&Var| !var.leaf().is_bound() && var.grad_storage().is_some();
@@ -133,13 +139,14 @@ fn same_storage(a: &Raw, b: &Raw) -> bool {
     storage_identity(a).0 == storage_identity(b).0
 }
 
-/// The gradients of all of `vars` as vectors that may be changed in place, for example summed over processes. A
-/// variable without a gradient gets zeros, so that every process has vectors of the same sizes.
+/// Collects the gradients of all of `vars` in vectors that may be changed in place, for example summed over processes.
+/// A variable without a gradient gets a gradient of zeros, so that every process has vectors of the same sizes.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`] if the vectors of variables that are in no flat buffer do not fit.
+/// As [`collect_grads`].
 pub fn all_gradients(vars: &[Var]) -> Result<Vec<Raw>> {
     collect_grads(vars)?;
+    // This marks every gradient as present.
     vars.iter().for_each(|var| var.leaf().is_present());
     joined(vars.iter().filter_map(|var| var.leaf().vector()))
 }
@@ -161,21 +168,22 @@ pub fn forget_grads(vars: &[Var]) {
     vars.iter().for_each(|var| var.leaf().is_cleared());
 }
 
-/// Move the gradients of the variables that are in no flat buffer to common vectors, one per dtype and device. The
-/// storage of these gradients is then fixed, and a norm or a fill of all of them is one operation.
+/// Give the variables whose gradients are in no buffer yet parts of common vectors, one vector per dtype and device,
+/// and move their gradients there. The storage of these gradients is then fixed, and a norm or a fill of a whole vector
+/// is one operation.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`] if the vectors do not fit.
 pub fn collect_grads(vars: &[Var]) -> Result<()> {
     let mut loose: Vec<&Var> = vars.iter().filter(|var| !var.leaf().is_bound()).collect();
-    while let Some(first) = loose.first().map(|var| (var.dtype(), var.device().clone())) {
-        let alike = |var: &&Var| var.dtype() == first.0 && var.device().same_device(&first.1);
+    while let Some((dtype, device)) = loose.first().map(|var| (var.dtype(), var.device().clone())) {
+        let alike = |var: &&Var| var.dtype() == dtype && var.device().same_device(&device);
         let (group, rest): (Vec<&Var>, Vec<&Var>) = loose.into_iter().partition(alike);
-        let flat = zeros(group.iter().map(|var| var.elem_count()).sum(), first.0, &first.1)?;
+        let vector = zeros(group.iter().map(|var| var.elem_count()).sum(), dtype, &device)?;
         let mut start = 0;
         for var in group {
             let end = start + var.elem_count();
-            var.leaf().bind(&flat, start..end)?;
+            var.leaf().bind(&vector, start..end)?;
             start = end;
         }
         loose = rest;

@@ -9,7 +9,7 @@ use crate::{Error, Result, Tensor, Var, grad};
 /// Step and tolerances of [`gradcheck`]; the defaults are torch's.
 #[derive(Clone, Copy, Debug)]
 pub struct Tolerance {
-    /// Step of the central difference.
+    /// Step of the central difference: an entry is moved by this much in both directions.
     pub eps: f64,
     /// Absolute tolerance.
     pub atol: f64,
@@ -24,12 +24,12 @@ impl Default for Tolerance {
 }
 
 /// Check every entry of the gradient of `function` at `inputs` against central differences:
-/// `|analytic - numeric| <= atol + rtol * |numeric|`. The result may have any shape: its elements are summed with fixed,
-/// distinct weights, so that errors of different elements do not cancel.
+/// `|analytic - numeric| <= atol + rtol * |numeric|`. The result of `function` may have any shape: its elements are
+/// summed with fixed, distinct weights, so that errors of different elements do not cancel.
 ///
 /// # Errors
-/// [`Error::DType`] if an input is not f64; the errors of `function`; [`Error::Autograd`], which names the worst entry,
-/// if an entry exceeds the tolerance.
+/// [`Error::DType`] if an input is not f64; the errors of `function` and of its backward pass; [`Error::Autograd`],
+/// which names the worst entry, if a difference exceeds the tolerance or is NaN.
 pub fn gradcheck(
     function: impl Fn(&[Tensor]) -> Result<Tensor>,
     inputs: &[Tensor],
@@ -46,7 +46,7 @@ pub fn gradcheck(
         }
         vars.push(Var::from_tensor(input)?);
     }
-    let on_tape: Vec<Tensor> = vars.iter().map(|v| v.as_tensor().clone()).collect();
+    let on_tape: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
     let result = function(&on_tape)?;
     let weights = weights(&result)?;
     let leaves: Vec<&Tensor> = on_tape.iter().collect();
@@ -55,14 +55,15 @@ pub fn gradcheck(
     let weights = to_f64_vec(weights.raw())?;
     let objective = |values: &[Tensor]| -> Result<f64> {
         let _guard = no_grad();
-        let out = to_f64_vec(function(values)?.raw())?;
-        Ok(out.iter().zip(&weights).map(|(o, w)| o * w).sum())
+        let elements = to_f64_vec(function(values)?.raw())?;
+        Ok(elements.iter().zip(&weights).map(|(element, weight)| element * weight).sum())
     };
+    // The largest excess over the tolerance, and the message about its entry.
     let mut worst: Option<(f64, String)> = None;
     for (index, input) in inputs.iter().enumerate() {
         let base = to_f64_vec(input.raw())?;
         let analytic = match &analytic[index] {
-            Some(g) => to_f64_vec(g.raw())?,
+            Some(gradient) => to_f64_vec(gradient.raw())?,
             None => vec![0.0; base.len()],
         };
         for entry in 0..base.len() {
@@ -76,7 +77,7 @@ pub fn gradcheck(
             let numeric = (at(eps)? - at(-eps)?) / (2.0 * eps);
             let difference = (analytic[entry] - numeric).abs();
             let excess = difference - (atol + rtol * numeric.abs());
-            if excess.is_nan() || excess > worst.as_ref().map_or(0.0, |(e, _)| *e) {
+            if excess.is_nan() || excess > worst.as_ref().map_or(0.0, |(largest, _)| *largest) {
                 let message = format!(
                     "input {index}, entry {entry} of shape {:?}: gradient {:.6e}, finite difference {numeric:.6e}",
                     input.dims(),
@@ -92,8 +93,9 @@ pub fn gradcheck(
     }
 }
 
-/// Distinct weights between 0.5 and 1.5, the same at each call.
+/// Distinct weights between 0.5 and 1.5 in the shape of `result`, the same at each call.
 fn weights(result: &Tensor) -> Result<Tensor> {
-    let values: Vec<f64> = (0..result.elem_count()).map(|i| 1.0 + 0.5 * ((i as f64) * 1.618_033_988_7).sin()).collect();
+    const GOLDEN_RATIO: f64 = 1.618_033_988_7;
+    let values: Vec<f64> = (0..result.elem_count()).map(|i| 1.0 + 0.5 * ((i as f64) * GOLDEN_RATIO).sin()).collect();
     Ok(Tensor::from_raw(&from_vec(values, result.shape().clone()).to_dtype(result.dtype())?))
 }

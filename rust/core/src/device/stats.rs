@@ -1,19 +1,19 @@
 //! Statistics of a CUDA device's memory and kernels.
 
-/// Memory statistics of a CUDA device, in bytes, and counters.
+/// Memory statistics of a CUDA device: numbers of bytes, and counters that begin with the process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryStats {
     /// Bytes in tensors and workspaces.
     pub allocated: u64,
-    /// The peak of `allocated` since the start or the last reset.
+    /// The peak of `allocated` since the start of the process or the last reset.
     pub peak_allocated: u64,
     /// Bytes taken from the device, whether allocated or cached.
     pub reserved: u64,
-    /// The peak of `reserved` since the start or the last reset.
+    /// The peak of `reserved` since the start of the process or the last reset.
     pub peak_reserved: u64,
     /// The part of the reserved bytes that captured graphs keep.
     pub graphs: u64,
-    /// Blocks of memory allocated since the start.
+    /// How often a block of memory was allocated for a tensor or a workspace.
     pub allocations: u64,
     /// How often memory was taken from the device.
     pub growths: u64,
@@ -21,14 +21,14 @@ pub struct MemoryStats {
     pub retries: u64,
     /// Bytes that are free on the device, for any process.
     pub free: u64,
-    /// Bytes of the device's memory.
+    /// All bytes of the device's memory.
     pub total: u64,
 }
 
 /// How long a GPU ran the launches of one kernel.
 #[derive(Clone, Debug, PartialEq)]
 pub struct KernelTime {
-    /// The kernel's name; for a matrix product, its sizes.
+    /// The kernel's name. For a matrix product of cuBLAS, a name with the product's sizes and dtype.
     pub name: String,
     /// The number of launches.
     pub count: u64,
