@@ -1,41 +1,44 @@
-//! Interrupts long computations: the embedding program installs a check for the user's wish to stop (Ctrl-C).
+//! Lets the user interrupt long computations. The program that embeds this library sets a check, which returns an error
+//! when the user wants to stop (Ctrl-C).
 
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use crate::Result;
 
-/// Checks whether to continue. The check's error ends the computation, which returns this error unchanged.
+/// A function that returns an error if the computation must end; the computation then returns this error unchanged.
 pub type Check = fn() -> Result<()>;
 
 static CHECK: OnceLock<Check> = OnceLock::new();
 
-/// The shortest time between two checks. Checks are rare because a check may wait for an interpreter's lock.
+/// The shortest time between two calls of the check in a loop. Calls are rare because the check may wait for an
+/// interpreter's lock.
 const INTERVAL: Duration = Duration::from_millis(100);
 
-/// The number of small steps between two readings of the clock: a reading takes a considerable part of the time of a
-/// small step.
+/// A small step reads the clock only if its number in the loop is a multiple of this: a reading would take a
+/// considerable part of the time of each small step.
 const STEPS: u32 = 16;
 
-/// A step on this many elements or more is large: it reads the clock every time.
+/// A step on this many elements or more is large, and always reads the clock.
 const LARGE: usize = 8192;
 
 /// Let long computations call `check` from time to time. Only the first `set_check` of a process has an effect.
 pub fn set_check(check: Check) {
-    // A second embedding program in one process would install the same check.
+    // A call that finds a check is no error: one process embeds one program, which sets the same check again.
     let _ = CHECK.set(check);
 }
 
-/// Calls the check immediately. For waiting loops, which limit the rate of their calls themselves.
+/// Calls the check, if one is set, at once. For loops that wait: they limit the rate of the calls themselves.
 #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only code that waits for a GPU calls it"))]
 pub(crate) fn ask() -> Result<()> {
     CHECK.get().map_or(Ok(()), |check| check())
 }
 
-/// Calls the check once in a while in a loop of many steps.
+/// Calls the check in a loop of many steps, with at least 100 ms between two calls.
 pub struct Interrupt {
     check: Option<Check>,
     steps: u32,
+    /// When the loop last called the check; before its first call, when it first read the clock.
     last: Option<Instant>,
 }
 
@@ -51,7 +54,8 @@ impl Interrupt {
         Self { check: CHECK.get().copied(), steps: 0, last: None }
     }
 
-    /// To be called at every step, with the number of elements that the step works on.
+    /// Calls the check if it is due. The loop calls this function at every step, with the number of elements that the
+    /// step works on.
     ///
     /// # Errors
     /// The error of the check.
@@ -65,7 +69,7 @@ impl Interrupt {
         if self.last.is_some_and(|last| now - last < INTERVAL) {
             return Ok(());
         }
-        // The first reading of the clock only starts the interval: short computations never check.
+        // The first reading of the clock only starts the interval, so short computations never call the check.
         if self.last.replace(now).is_some() { check() } else { Ok(()) }
     }
 }

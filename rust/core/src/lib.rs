@@ -1,8 +1,8 @@
 //! Tensors, trainable variables and the autograd tape of trainable-candle.
 //!
-//! A [`Tensor`] is an immutable value over a candle tensor; a [`Var`] can be changed and collects a gradient. The tape
-//! records operations on values that depend on a variable, and [`Tensor::backward`] computes the gradients from these
-//! records:
+//! A [`Tensor`] wraps a candle tensor and never changes. The values of a [`Var`], a trainable variable, can change. The
+//! tape records operations on tensors that depend on a variable, and [`Tensor::backward`] computes the variables'
+//! gradients from these records:
 //!
 //! ```
 //! use trainable_candle_core::{Device, Var};

@@ -10,6 +10,7 @@ use crate::raw::{Raw, storage_identity};
 struct Ledger {
     /// Storage address -> (number of saved tensors on it, bytes of the storage).
     entries: FxHashMap<usize, (usize, usize)>,
+    /// The bytes of all storages in `entries`.
     bytes: usize,
 }
 
@@ -21,14 +22,14 @@ fn ledger() -> MutexGuard<'static, Option<Ledger>> {
     LEDGER.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// Bytes of storage that the live tape keeps for backward passes: activations saved by operations and inputs kept
-/// by checkpoints, each storage counted once. Parameters (variables and frozen weights) are not counted:
-/// they stay in memory in any case.
+/// The bytes of storage that the tape keeps for backward passes: activations that operations have saved, and inputs
+/// that checkpoints keep. Each storage is counted once. Parameters (variables and frozen weights) are not counted: they
+/// stay in memory in any case.
 pub fn saved_bytes() -> usize {
     ledger().as_ref().map_or(0, |l| l.bytes)
 }
 
-/// Counts the storage of one saved tensor until this object is dropped.
+/// Counts the storage of one saved tensor until this object is dropped. The field is the address of the storage.
 #[derive(Debug)]
 pub(crate) struct SavedBytes(usize);
 
@@ -60,7 +61,7 @@ impl Drop for SavedBytes {
     }
 }
 
-/// Memory that can still be allocated on the host, in bytes, if the system reports it (Linux).
+/// The bytes of host memory that can still be allocated. `None` if the system does not report them; Linux does.
 pub fn available_bytes() -> Option<usize> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find(|l| l.starts_with("MemAvailable:"))?;

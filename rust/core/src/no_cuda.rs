@@ -1,4 +1,6 @@
-//! The interface of the CUDA runtime in a build without CUDA: functions that return errors.
+//! The module `cuda` of a build without CUDA. It has the interface of the CUDA runtime, so that callers need no `cfg`.
+//! Functions that need CUDA always return the error that their documentation names. Types that need CUDA have no values
+//! (`Infallible`), so their methods are never called.
 
 use std::path::Path;
 
@@ -7,16 +9,17 @@ use candle_core::{CudaStorage, Device, WithDType};
 use crate::device::{MemoryStats, name};
 use crate::{Error, Raw, Result};
 
-/// The error of functions that take a CUDA device.
+/// Returns the error of a function that needs a CUDA device.
 fn no_device<T>(op: &'static str, device: &Device) -> Result<T> {
     Err(Error::device(op, format!("found the device \"{}\", expected a CUDA device", name(device))))
 }
 
-/// The CUDA device with a number.
+/// The CUDA device with the number `_ordinal`.
 ///
 /// # Errors
 /// [`Error::CudaUnavailable`].
 pub fn open(_ordinal: usize, folders: &[&Path]) -> Result<Device> {
+    // `devices` always fails, so the device below is never returned.
     devices(folders).map(|_| Device::Cpu)
 }
 
@@ -29,7 +32,7 @@ pub fn devices(folders: &[&Path]) -> Result<usize> {
     loaded.map_err(|reason| Error::CudaUnavailable(reason.to_string()))
 }
 
-/// The memory in use on a device.
+/// The memory statistics of a device.
 ///
 /// # Errors
 /// [`Error::Device`].
@@ -37,7 +40,7 @@ pub fn memory_stats(device: &Device) -> Result<MemoryStats> {
     no_device("memory_stats", device)
 }
 
-/// Reset the peaks of the memory statistics.
+/// Set the peaks in a device's memory statistics to the memory in use now.
 ///
 /// # Errors
 /// [`Error::Device`].
@@ -45,7 +48,7 @@ pub fn reset_peak_memory_stats(device: &Device) -> Result<()> {
     no_device("reset_peak_memory_stats", device)
 }
 
-/// Limit the memory in use on a device.
+/// Limit the memory that tensors and workspaces may take on a device.
 ///
 /// # Errors
 /// [`Error::Device`].
@@ -53,7 +56,7 @@ pub fn set_memory_limit(device: &Device, _limit: Option<u64>) -> Result<()> {
     no_device("set_memory_limit", device)
 }
 
-/// The name of a device.
+/// The name of a device's model.
 ///
 /// # Errors
 /// [`Error::Device`].
@@ -61,7 +64,7 @@ pub fn device_name(device: &Device) -> Result<String> {
     no_device("device_name", device)
 }
 
-/// Release cached memory to other processes.
+/// Release a device's cached memory to other processes.
 ///
 /// # Errors
 /// [`Error::Device`].
@@ -69,7 +72,7 @@ pub fn empty_cache(device: &Device) -> Result<u64> {
     no_device("empty_cache", device)
 }
 
-/// Wait for a device.
+/// Wait until all work that is queued on a device is done.
 ///
 /// # Errors
 /// [`Error::Device`].
@@ -77,7 +80,7 @@ pub fn synchronize(device: &Device) -> Result<()> {
     no_device("synchronize", device)
 }
 
-/// The elements of a tensor that is not on the CPU.
+/// The elements, in row-major order, of a tensor that is not on the CPU.
 pub(crate) fn download<T: WithDType>(x: &Raw) -> Result<Vec<T>> {
     Ok(x.to_device(&Device::Cpu)?.flatten_all()?.to_vec1()?)
 }
@@ -94,36 +97,46 @@ pub(crate) fn from_candle(error: Box<dyn std::error::Error + Send + Sync>) -> Er
 }
 
 pub(crate) mod profile {
-    //! The time that the GPU spends in each kernel.
+    //! Measures the time that a GPU spends in each kernel: unavailable in this build.
 
     use candle_core::Device;
 
     use crate::device::KernelTime;
     use crate::{Error, Result};
 
+    /// Start a profile.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
     pub fn start(device: &Device) -> Result<()> {
         super::no_device("profile", device)
     }
 
+    /// The times of all kernels since [`start`].
+    ///
+    /// # Errors
+    /// [`Error::Argument`]: no profile can have started.
     pub fn finish() -> Result<Vec<KernelTime>> {
         Err(Error::argument("profile", "no profile is in progress"))
     }
 }
 
-/// A function that runs as a CUDA graph: never exists in this build.
+/// A function that runs as a CUDA graph.
 pub struct Captured(std::convert::Infallible);
 
 impl Captured {
+    /// Prepare a function for capture.
+    ///
     /// # Errors
     /// [`Error::Device`]: this build has no CUDA device.
     pub fn new(device: &Device, _function: crate::capture::Function, _inputs: &[&crate::Tensor]) -> Result<Self> {
         no_device("capture", device)
     }
 
-    /// The function's results for `inputs`.
+    /// The function's results for `_inputs`.
     ///
     /// # Errors
-    /// The errors of the function.
+    /// None.
     pub fn call(&mut self, _inputs: &[&crate::Tensor]) -> Result<Vec<crate::Tensor>> {
         match self.0 {}
     }
@@ -155,7 +168,7 @@ pub mod peers {
         super::no_device("bus_id", device)
     }
 
-    /// How a device reads the memory of the device with an address on the PCI bus.
+    /// How a device reads the memory of the device whose address on the PCI bus is `_bus_id`.
     ///
     /// # Errors
     /// As [`bus_id`].
@@ -167,12 +180,16 @@ pub mod peers {
     pub struct Shards(Infallible);
 
     impl Shards {
+        /// Allocate the shard of this process.
+        ///
         /// # Errors
         /// As [`bus_id`].
         pub fn new(device: &Device, _bytes: usize, _number: usize, _processes: usize) -> Result<(Self, String)> {
             super::no_device("stream_blocks", device)
         }
 
+        /// Open the shards of the other processes.
+        ///
         /// # Errors
         /// None.
         pub const fn open(&mut self, _texts: &[&str]) -> Result<()> {
@@ -184,18 +201,24 @@ pub mod peers {
             match self.0 {}
         }
 
+        /// Write bytes to shards.
+        ///
         /// # Errors
         /// None.
         pub fn write(&self, _bytes: &[u8], _pieces: impl Iterator<Item = (usize, usize, usize)>) -> Result<()> {
             match self.0 {}
         }
 
+        /// Read bytes of shards to a tensor.
+        ///
         /// # Errors
         /// None.
         pub fn read(&self, _to: &Raw, _pieces: impl Iterator<Item = (usize, usize, usize)>) -> Result<()> {
             match self.0 {}
         }
 
+        /// Wait for the writes, and let no further process open the shards.
+        ///
         /// # Errors
         /// None.
         pub const fn close(&mut self) -> Result<()> {
@@ -215,6 +238,8 @@ pub mod offload {
     pub struct Away(Infallible);
 
     impl Away {
+        /// Copy a tensor's values to the host.
+        ///
         /// # Errors
         /// [`Error::Device`](crate::Error::Device): this build has no CUDA device.
         pub fn new(x: &Raw) -> Result<Self> {
@@ -229,7 +254,7 @@ pub mod offload {
             match self.0 {}
         }
 
-        /// Copy the values back.
+        /// Copy the values to new memory of the device.
         ///
         /// # Errors
         /// None.
@@ -242,7 +267,7 @@ pub mod offload {
     pub struct Arriving(Infallible);
 
     impl Arriving {
-        /// The tensor.
+        /// The tensor, for work that waits for its values.
         ///
         /// # Errors
         /// None.
@@ -253,14 +278,15 @@ pub mod offload {
 }
 
 pub mod exchange {
-    //! Memory shared with other libraries that use their own streams of the device.
+    //! Memory that this library shares with other libraries, which queue their work in streams of their own:
+    //! unavailable in this build.
 
     use candle_core::{DType, Device};
 
     use crate::{Error, Raw, Result};
 
     fn unavailable<T>() -> Result<T> {
-        Err(Error::CudaUnavailable("this build has no CUDA support".to_owned()))
+        Err(Error::CudaUnavailable(trainable_candle_cuda::Unavailable::NotBuilt.to_string()))
     }
 
     /// The address of a tensor's first element.
@@ -271,7 +297,7 @@ pub mod exchange {
         unavailable()
     }
 
-    /// The stream of a device, as the driver's handle.
+    /// The stream in which this library queues its work on a device, as the driver's handle.
     ///
     /// # Errors
     /// [`Error::CudaUnavailable`].
@@ -290,10 +316,10 @@ pub mod exchange {
         unavailable()
     }
 
-    /// Release a tensor that another library no longer uses.
+    /// Release a tensor that another library no longer uses. Without CUDA there is no stream to wait for.
     pub fn released(_tensor: Raw, _consumer: Option<usize>) {}
 
-    /// A copy of values in another library's memory.
+    /// Copy the values of another library's tensor.
     ///
     /// # Safety
     /// None is needed: nothing is read.
@@ -325,7 +351,7 @@ pub mod communicator {
         Err(Error::CudaUnavailable(trainable_candle_cuda::Unavailable::NotBuilt.to_string()))
     }
 
-    /// The identifier that the processes share.
+    /// The identifier by which the processes of a group find each other.
     ///
     /// # Errors
     /// [`Error::CudaUnavailable`].
@@ -341,10 +367,12 @@ pub mod communicator {
         unavailable()
     }
 
-    /// This process's part in a group: never exists in this build.
+    /// This process's part in a group of processes with one GPU each.
     pub struct Communicator(std::convert::Infallible);
 
     impl Communicator {
+        /// Join a group.
+        ///
         /// # Errors
         /// [`Error::CudaUnavailable`].
         pub fn new(
@@ -363,7 +391,7 @@ pub mod communicator {
             match self.0 {}
         }
 
-        /// The number of processes.
+        /// The number of processes in the group.
         pub const fn size(&self) -> usize {
             match self.0 {}
         }
@@ -384,7 +412,7 @@ pub mod communicator {
             match self.0 {}
         }
 
-        /// Wait for the queued work.
+        /// Wait until all work that is queued on the GPU is done.
         ///
         /// # Errors
         /// None.
@@ -392,7 +420,7 @@ pub mod communicator {
             match self.0 {}
         }
 
-        /// End a wait of another thread.
+        /// End the current or the next wait. May be called from any thread.
         pub const fn stop(&self) {
             match self.0 {}
         }

@@ -1,4 +1,5 @@
-//! Copies from pinned memory while the device computes: unavailable in this build.
+//! Copies of streamed weights to a device while the device computes: unavailable in this build. As in `no_cuda.rs`,
+//! types have no values, so their methods are never called.
 
 use std::any::Any;
 use std::convert::Infallible;
@@ -15,7 +16,8 @@ use crate::{Raw, Result};
 pub enum Source<'a> {
     /// Memory of the host.
     Host(&'a Kept),
-    /// The shard of a process.
+    /// Bytes of a shard: all shards, the number of the process that owns the shard, and the range of bytes in the
+    /// shard.
     Peer(&'a Shards, usize, Range<usize>),
 }
 
@@ -24,30 +26,32 @@ pub const fn is_staging(_device: &Device) -> bool {
     false
 }
 
-/// How much memory can be pinned.
+/// How many of `_wanted` bytes of pinned memory this process gets now.
 ///
 /// # Errors
-/// [`Error::Device`](crate::Error::Device).
+/// [`Error::Device`](crate::Error::Device): this build has no CUDA device.
 pub fn pinnable(device: &Device, _wanted: usize) -> Result<usize> {
     super::no_device("pinnable", device)
 }
 
-/// Copies to slots of a device.
+/// Copies units of streamed weights to slots in the memory of a device.
 pub struct Copier(Infallible);
 
 impl Copier {
+    /// A copier for `_slots` slots.
+    ///
     /// # Errors
     /// [`Error::Device`](crate::Error::Device): this build has no CUDA device.
     pub fn new(device: &Device, _slots: usize) -> Result<Self> {
         super::no_device("stream_blocks", device)
     }
 
-    /// The contents of the slots are known while this number stays the same.
+    /// A number that changes when slots may have other contents than the last copies wrote.
     pub const fn epoch(&self) -> u64 {
         match self.0 {}
     }
 
-    /// Memory of the host.
+    /// Allocate host memory.
     ///
     /// # Errors
     /// None.
@@ -55,12 +59,12 @@ impl Copier {
         match self.0 {}
     }
 
-    /// Whether memory that is allocated from now on is pageable.
+    /// Whether [`start_staging`](Self::start_staging) was called.
     pub const fn is_staging(&self) -> bool {
         match self.0 {}
     }
 
-    /// Use pageable memory.
+    /// Allocate pageable memory from now on.
     ///
     /// # Errors
     /// None.
@@ -68,12 +72,12 @@ impl Copier {
         match self.0 {}
     }
 
-    /// A copy in pageable memory.
+    /// A copy of `_kept` in pageable memory.
     pub fn unpinned(&self, _kept: &Kept) -> Kept {
         match self.0 {}
     }
 
-    /// Pin memory that processes share.
+    /// Pin memory that other processes share.
     ///
     /// # Errors
     /// None.
@@ -81,12 +85,12 @@ impl Copier {
         match self.0 {}
     }
 
-    /// A part of shared memory.
+    /// The bytes `_range` of shared memory.
     pub fn part(&self, _registered: &Arc<Registered>, _range: Range<usize>) -> Kept {
         match self.0 {}
     }
 
-    /// Copy to a slot.
+    /// Queue copies to a slot.
     ///
     /// # Errors
     /// None.
@@ -94,7 +98,7 @@ impl Copier {
         match self.0 {}
     }
 
-    /// Wait for a copy.
+    /// Let the device's stream wait for the last copy to a slot.
     ///
     /// # Errors
     /// None.
@@ -103,19 +107,19 @@ impl Copier {
     }
 }
 
-/// Pinned memory that processes share.
+/// Memory that other processes share, pinned in this process.
 pub struct Registered(Infallible);
 
-/// Memory of the host.
+/// Host memory from which copies read.
 pub struct Kept(Infallible);
 
 impl Kept {
-    /// The bytes of the memory.
+    /// The bytes.
     pub const fn bytes(&self) -> &[u8] {
         match self.0 {}
     }
 
-    /// Write `bytes` from offset `start` on.
+    /// Write `_bytes` from byte `_start` on.
     pub const fn write(&mut self, _start: usize, _bytes: &[u8]) {
         match self.0 {}
     }
