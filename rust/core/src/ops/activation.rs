@@ -1,4 +1,7 @@
-//! Activations whose derivative is worth fusing: the forms of GELU, and SiLU.
+//! The activations GELU (exact, tanh and quick) and SiLU, each with its derivative as one fused function.
+//!
+//! The [`Unary`] function of a type is the activation. Its [`Binary`] function maps the gradient `g` of the result and
+//! the input `x` to the gradient of the input.
 
 #[cfg(feature = "testing")]
 use super::case::{Case, Entry};
@@ -20,7 +23,10 @@ pub enum Gelu {
 impl std::str::FromStr for Gelu {
     type Err = Error;
 
-    /// torch's names of the forms: `"none"`, `"tanh"`.
+    /// Parses torch's name of a form: `"none"` or `"tanh"`.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if the name is another.
     fn from_str(text: &str) -> Result<Self> {
         match text {
             "none" => Ok(Self::Exact),
@@ -36,9 +42,11 @@ static SILU: OpInfo = OpInfo::cheap("silu");
 
 /// 1 / √(2π).
 const INV_SQRT_TAU: f64 = 0.398_942_280_401_432_7;
-/// √(2/π).
+/// √(2/π), the factor in the tanh of [`Gelu::Tanh`].
 const TANH_SCALE: f64 = 0.797_884_560_802_865_4;
+/// The factor of x³ in [`Gelu::Tanh`].
 const TANH_CUBE: f64 = 0.044_715;
+/// The factor of x in the sigmoid of [`Tensor::quick_gelu`].
 const QUICK_SCALE: f64 = 1.702;
 
 #[derive(Clone, Copy)]
@@ -88,8 +96,8 @@ impl Binary for GeluTanh {
     fn apply<R: Real>(&self, g: R, x: R) -> R {
         let half = R::from_f64(0.5);
         let t = (R::from_f64(TANH_SCALE) * (x + R::from_f64(TANH_CUBE) * x * x * x)).tanh();
-        let inner = R::from_f64(TANH_SCALE) * (R::ONE + R::from_f64(3.0 * TANH_CUBE) * x * x);
-        g * (half + half * t + half * x * (R::ONE - t * t) * inner)
+        let inner_slope = R::from_f64(TANH_SCALE) * (R::ONE + R::from_f64(3.0 * TANH_CUBE) * x * x);
+        g * (half + half * t + half * x * (R::ONE - t * t) * inner_slope)
     }
 }
 
@@ -179,10 +187,11 @@ impl Tensor {
     }
 }
 
+/// Computes the plain form of [`Gelu::Tanh`].
 #[cfg(feature = "testing")]
 fn gelu_tanh_plain(x: &Tensor) -> Result<Tensor> {
-    let cube = x.sqr()?.mul(x)?.mul_scalar(TANH_CUBE)?;
-    let inner = x.add(&cube)?.mul_scalar(TANH_SCALE)?;
+    let cubic_term = x.sqr()?.mul(x)?.mul_scalar(TANH_CUBE)?;
+    let inner = x.add(&cubic_term)?.mul_scalar(TANH_SCALE)?;
     x.mul(&inner.tanh()?.add_scalar(1.0)?)?.mul_scalar(0.5)
 }
 

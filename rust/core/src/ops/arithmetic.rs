@@ -1,4 +1,5 @@
-//! Arithmetic of two tensors with numpy broadcasting, and Rust's operators `+ - * /`.
+//! Elementwise functions of two tensors, whose shapes broadcast as in numpy, and Rust's operators `+`, `-`, `*` and
+//! `/`.
 
 #[cfg(feature = "testing")]
 use super::case::{Case, Domain, Entry};
@@ -16,6 +17,7 @@ static POW: OpInfo = OpInfo::cheap("pow");
 static MAXIMUM: OpInfo = OpInfo::cheap("maximum");
 static MINIMUM: OpInfo = OpInfo::cheap("minimum");
 
+/// Declares types with a [`Binary`] function: the type's name, its CUDA kernel, and the value.
 macro_rules! functors {
     ($($name:ident $kernel:literal: |$a:ident, $b:ident| $value:expr;)*) => {$(
         #[derive(Clone, Copy)]
@@ -34,7 +36,8 @@ macro_rules! functors {
 
 functors! {
     Pow "pow": |a, b| a.powf(b);
-    // 1 where the result is the first operand, 1/2 where both operands are equal (torch's subgradient), 0 elsewhere.
+    // The derivatives of maximum and minimum with respect to the first operand: 1 where the result is this operand, 1/2
+    // where both operands are equal (torch's subgradient), 0 elsewhere.
     TakesMaximum "takes_maximum": |a, b| if a > b { R::ONE } else if a == b { R::from_f64(0.5) } else { R::ZERO };
     TakesMinimum "takes_minimum": |a, b| if a < b { R::ONE } else if a == b { R::from_f64(0.5) } else { R::ZERO };
     // The derivative of a^b with respect to a; zero for b = 0.
@@ -43,7 +46,7 @@ functors! {
     PowerLog "power_log": |a, b| if a == R::ZERO && b >= R::ZERO { R::ZERO } else { a.powf(b) * a.ln() };
 }
 
-/// The gradient of an operand of shape `dims`: `grad`, summed over the dimensions along which the operand was
+/// Returns the gradient of an operand of shape `dims`: sums `grad` over the dimensions along which the operand was
 /// broadcast.
 pub(super) fn reduced(grad: Raw, dims: &[usize]) -> Result<Raw> {
     if grad.dims() == dims { Ok(grad) } else { compute::sum_to_shape(&grad, dims) }
@@ -63,12 +66,12 @@ pub(super) fn check(op: &'static str, a: &Tensor, b: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// Computes an operation on two integer tensors of one shape.
+/// A function that computes an operation on two integer tensors of the same shape.
 type Integer = fn(&Raw, &Raw) -> candle_core::Result<Raw>;
 
 /// Computes the result with `functor` for floating-point tensors, and with `integer` for integer tensors. Without
-/// `integer`, integer tensors are an error.
-fn compute(
+/// `integer`, rejects integer tensors.
+fn forward(
     op: &'static str,
     a: &Raw,
     b: &Raw,
@@ -89,8 +92,11 @@ fn compute(
     Ok(integer(&a.broadcast_as(&shape)?, &b.broadcast_as(&shape)?)?)
 }
 
+/// The backward function of `a + b` and `a - b`.
 struct SumBackward {
+    /// The shapes of the operands.
     dims: [Vec<usize>; 2],
+    /// Whether the gradient of `b` is negated, as for `a - b`.
     negate: bool,
 }
 
@@ -109,15 +115,17 @@ impl Backward for SumBackward {
     }
 }
 
-/// The backward function of `a op b` if the gradient of each operand is the incoming gradient times a factor that
-/// depends on the saved operands.
+/// The backward function of the operations in [`Product`]. The gradient of each operand is the gradient of the result
+/// times a factor that depends on the saved operands.
 struct ProductBackward {
     kind: Product,
-    /// The operands that the gradients need.
+    /// The operands; `None` for an operand that the gradients do not need.
     saved: [Option<Saved>; 2],
+    /// The shapes of the operands.
     dims: [Vec<usize>; 2],
 }
 
+/// An operation whose gradients [`ProductBackward`] computes.
 #[derive(Clone, Copy)]
 enum Product {
     Mul,
@@ -134,7 +142,7 @@ impl ProductBackward {
             .map_or_else(|| Err(Error::autograd("backward", "an operand was not saved")), Saved::get)
     }
 
-    /// The gradient of operand `index` before it is reduced to the operand's shape.
+    /// The gradient of operand `index` in the broadcast shape, given the gradient `grad` of the result.
     fn gradient(&self, grad: &Raw, index: usize) -> Result<Raw> {
         let (a, b) = (|| self.operand(0), || self.operand(1));
         match (self.kind, index) {
@@ -168,6 +176,7 @@ impl Backward for ProductBackward {
     }
 }
 
+/// Computes an operation whose backward function is [`SumBackward`].
 fn sum_like(
     info: &'static OpInfo,
     a: &Tensor,
@@ -180,17 +189,19 @@ fn sum_like(
     record(
         info,
         &[a, b],
-        || compute(info.name, &a.raw, &b.raw, functor, Some(integer)),
+        || forward(info.name, &a.raw, &b.raw, functor, Some(integer)),
         |_, _| SumBackward { dims: [a.dims().to_vec(), b.dims().to_vec()], negate },
     )
 }
 
-/// [`Tensor::add`] of tensors that match in dtype, device and shape; `forward` computes the sum.
+/// Records [`Tensor::add`] of two tensors, whose sum `forward` computes. The caller has checked that the tensors match
+/// in dtype, device and shape.
 pub(super) fn add_by(a: &Tensor, b: &Tensor, forward: impl FnOnce() -> Result<Raw>) -> Result<Tensor> {
     let dims = [a.dims().to_vec(), b.dims().to_vec()];
     record(&ADD, &[a, b], forward, |_, _| SumBackward { dims, negate: false })
 }
 
+/// Computes an operation whose backward function is [`ProductBackward`].
 fn product_like(
     info: &'static OpInfo,
     a: &Tensor,
@@ -203,9 +214,10 @@ fn product_like(
     record(
         info,
         &[a, b],
-        || compute(info.name, &a.raw, &b.raw, functor, integer),
+        || forward(info.name, &a.raw, &b.raw, functor, integer),
         |saver, _| {
             let (needs_a, needs_b) = (saver.needs(0), saver.needs(1));
+            // The gradient of each factor of a product reads only the other factor, and `a / b` by `a` reads only `b`.
             let (save_a, save_b) = match kind {
                 Product::Mul => (needs_b, needs_a),
                 Product::Div => (needs_b, true),
@@ -220,8 +232,10 @@ fn product_like(
     )
 }
 
+/// Declares methods of [`Tensor`], each with the arguments of `sum_like` or `product_like`, and its doc comment. The
+/// last argument is `negate` for `sum_like`, and `kind` for `product_like`.
 macro_rules! binary_methods {
-    ($($name:ident($info:ident) = $call:ident($functor:expr, $integer:expr, $kind:expr), $doc:literal;)*) => {
+    ($($name:ident($info:ident) = $call:ident($functor:expr, $integer:expr, $last:expr), $doc:literal;)*) => {
         impl Tensor {
             $(
                 #[doc = $doc]
@@ -230,10 +244,10 @@ macro_rules! binary_methods {
                 ///
                 /// # Errors
                 /// [`Error::Shape`] if the shapes do not broadcast, [`Error::DType`] if the dtypes differ or the
-                /// function does not support them, [`Error::Device`] if the devices differ, [`Error::OutOfMemory`] if
+                /// operation does not support them, [`Error::Device`] if the devices differ, [`Error::OutOfMemory`] if
                 /// the result does not fit in memory.
                 pub fn $name(&self, other: &Tensor) -> Result<Tensor> {
-                    $call(&$info, self, other, $functor, $integer, $kind)
+                    $call(&$info, self, other, $functor, $integer, $last)
                 }
             )*
         }
@@ -245,11 +259,13 @@ binary_methods! {
     sub(SUB) = sum_like(Sub, Raw::sub, true), "The difference.";
     mul(MUL) = product_like(Mul, Some(Raw::mul), Product::Mul), "The elementwise product.";
     div(DIV) = product_like(Div, None, Product::Div), "The elementwise quotient.";
-    pow(POW) = product_like(Pow, None, Product::Pow), "Each element to the power of the element of `other`.";
-    maximum(MAXIMUM) = product_like(Maximum, Some(|a, b| a.maximum(b)), Product::Maximum), "The larger of each pair; equal elements share the gradient.";
-    minimum(MINIMUM) = product_like(Minimum, Some(|a, b| a.minimum(b)), Product::Minimum), "The smaller of each pair; equal elements share the gradient.";
+    pow(POW) = product_like(Pow, None, Product::Pow), "Each element to the power of its counterpart in `other`.";
+    maximum(MAXIMUM) = product_like(Maximum, Some(|a, b| a.maximum(b)), Product::Maximum), "The larger of each pair of elements; equal elements get half of the gradient each.";
+    minimum(MINIMUM) = product_like(Minimum, Some(|a, b| a.minimum(b)), Product::Minimum), "The smaller of each pair of elements; equal elements get half of the gradient each.";
 }
 
+/// Implements an operator of Rust for references to tensors and variables, and between these and numbers. `$scalar`
+/// computes `tensor op number`, and `$scalar_left` computes `number op tensor`.
 macro_rules! operators {
     ($($trait:ident $method:ident $scalar:expr, $scalar_left:expr;)*) => {$(
         operators!(@pair $trait $method Tensor Tensor);
@@ -259,7 +275,6 @@ macro_rules! operators {
         operators!(@scalar $trait $method $scalar, $scalar_left, Tensor);
         operators!(@scalar $trait $method $scalar, $scalar_left, Var);
     )*};
-    (@pair $trait:ident $method:ident $left:ty, $right:ty) => {};
     (@pair $trait:ident $method:ident $left:ident $right:ident) => {
         impl std::ops::$trait<&$right> for &$left {
             type Output = Result<Tensor>;
@@ -268,8 +283,8 @@ macro_rules! operators {
             }
         }
     };
-    (@scalar $trait:ident $method:ident $scalar:expr, $scalar_left:expr, $side:ident) => {
-        impl std::ops::$trait<f64> for &$side {
+    (@scalar $trait:ident $method:ident $scalar:expr, $scalar_left:expr, $operand:ident) => {
+        impl std::ops::$trait<f64> for &$operand {
             type Output = Result<Tensor>;
             fn $method(self, value: f64) -> Result<Tensor> {
                 let apply: fn(&Tensor, f64) -> Result<Tensor> = $scalar;
@@ -277,9 +292,9 @@ macro_rules! operators {
             }
         }
 
-        impl std::ops::$trait<&$side> for f64 {
+        impl std::ops::$trait<&$operand> for f64 {
             type Output = Result<Tensor>;
-            fn $method(self, tensor: &$side) -> Result<Tensor> {
+            fn $method(self, tensor: &$operand) -> Result<Tensor> {
                 let apply: fn(f64, &Tensor) -> Result<Tensor> = $scalar_left;
                 apply(self, AsRef::<Tensor>::as_ref(tensor))
             }
@@ -303,7 +318,7 @@ macro_rules! binary_entry {
                 vec![
                     Case::new("same shape", &[&[3, 5], &[3, 5]], |x| x[0].$method(&x[1])).domain(Domain::$domain),
                     Case::new("broadcast", &[&[2, 1, 5], &[3, 1]], |x| x[0].$method(&x[1])).domain(Domain::$domain),
-                    Case::new("row", &[&[4, 5], &[5]], |x| x[0].$method(&x[1])).domain(Domain::$domain),
+                    Case::new("broadcast row", &[&[4, 5], &[5]], |x| x[0].$method(&x[1])).domain(Domain::$domain),
                     Case::new("empty", &[&[0, 3], &[3]], |x| x[0].$method(&x[1])).domain(Domain::$domain),
                 ]
             },

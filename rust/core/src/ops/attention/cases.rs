@@ -10,6 +10,7 @@ use crate::ops::norm::{rms_norm, rms_norm_rope};
 use crate::{Result, Tensor};
 
 pub(super) fn attention() -> Vec<Case> {
+    /// Shapes of q, k and v.
     const QKV: &[&[usize]] = &[&[2, 3, 5, 4], &[2, 3, 7, 4], &[2, 3, 7, 6]];
     let case =
         |label, shapes: &[&[usize]], mask: fn(&Device) -> Result<Option<Tensor>>, is_causal, scale: Option<f64>| {
@@ -22,11 +23,11 @@ pub(super) fn attention() -> Vec<Case> {
                 plain(&x[0], &x[1], &x[2], mask(x[0].device())?.as_ref(), is_causal, scale)
             })
         };
-    let numbers = |device: &Device| {
+    let added_mask = |device: &Device| {
         let values = (0..35).map(|i| f64::from(i % 11) * 0.3 - 1.0).collect::<Vec<_>>();
         Tensor::from_vec(values, (5, 7), device).map(Some)
     };
-    let visible = |device: &Device| {
+    let u8_mask = |device: &Device| {
         let values = (0..14u8).map(|i| u8::from(i % 4 != 1)).collect::<Vec<_>>();
         Tensor::from_vec(values, (2, 1, 1, 7), device).map(Some)
     };
@@ -35,10 +36,10 @@ pub(super) fn attention() -> Vec<Case> {
         case("one matrix", &[&[5, 4], &[7, 4], &[7, 3]], |_| Ok(None), false, Some(0.7)),
         case("causal", QKV, |_| Ok(None), true, None),
         case("more queries than keys, causal", &[&[2, 9, 4], &[2, 3, 4], &[2, 3, 4]], |_| Ok(None), true, None),
-        case("added mask", QKV, numbers, false, None),
-        case("mask of keys", QKV, visible, false, None),
-        case("mask and causal", QKV, numbers, true, None),
-        case("several blocks", &[&[130, 2], &[3, 2], &[3, 2]], |_| Ok(None), false, None),
+        case("added mask", QKV, added_mask, false, None),
+        case("u8 mask of keys", QKV, u8_mask, false, None),
+        case("added mask and causal", QKV, added_mask, true, None),
+        case("several blocks of queries", &[&[130, 2], &[3, 2], &[3, 2]], |_| Ok(None), false, None),
         Case::new("learned mask", &[&[5, 4], &[7, 4], &[7, 4], &[5, 7]], |x| {
             scaled_dot_product_attention(&x[0], &x[1], &x[2], Some(&x[3]), false, None)
         }),
@@ -51,20 +52,22 @@ pub(super) fn attention() -> Vec<Case> {
     ]
 }
 
-/// The plain form of packed attention: views and [`scaled_dot_product_attention`].
+/// Computes the plain form of packed attention: [`scaled_dot_product_attention`] of views. `x` is either the columns of
+/// queries, keys and values, or the columns of queries, and those of keys and values.
 fn plain_packed(x: &[Tensor], heads: usize, is_causal: bool) -> Result<Tensor> {
+    // Views (batch, heads, length, width of a head) of `parts` adjacent groups of columns.
     let split = |tensor: &Tensor, parts: usize| -> Result<Vec<Tensor>> {
         let (batch, length, width) = (tensor.dims()[0], tensor.dims()[1], tensor.dims()[2] / parts);
         let views = tensor.chunk(parts, 2)?;
         views.iter().map(|part| part.reshape((batch, length, heads, width / heads))?.transpose(1, 2)).collect()
     };
-    let mut parts = split(&x[0], if x.len() > 1 { 1 } else { 3 })?;
+    let mut qkv = split(&x[0], if x.len() > 1 { 1 } else { 3 })?;
     if let Some(context) = x.get(1) {
-        parts.extend(split(context, 2)?);
+        qkv.extend(split(context, 2)?);
     }
-    let mixed = scaled_dot_product_attention(&parts[0], &parts[1], &parts[2], None, is_causal, None)?;
-    let (batch, length, width) = (mixed.dims()[0], mixed.dims()[2], mixed.dims()[1] * mixed.dims()[3]);
-    mixed.transpose(1, 2)?.reshape((batch, length, width))
+    let result = scaled_dot_product_attention(&qkv[0], &qkv[1], &qkv[2], None, is_causal, None)?;
+    let (batch, length, width) = (result.dims()[0], result.dims()[2], result.dims()[1] * result.dims()[3]);
+    result.transpose(1, 2)?.reshape((batch, length, width))
 }
 
 pub(super) fn packed() -> Vec<Case> {
@@ -87,38 +90,41 @@ pub(super) fn packed() -> Vec<Case> {
 struct NormedCase {
     heads: usize,
     width: usize,
-    has_norms: bool,
+    /// Whether the norms have scales.
+    has_scales: bool,
     rotates: bool,
     /// Whether each sample has angles of its own.
-    per_sample: bool,
-    masked: bool,
+    angles_per_sample: bool,
+    is_masked: bool,
 }
 
-/// The scales of the norms of queries and keys; cos and sin of the rotation.
+/// The scales of the norms of queries and keys, if there are any; cos and sin of the rotation, if there is one.
 type NormedOperands = ([Option<Tensor>; 2], Option<[Tensor; 2]>);
 
 impl NormedCase {
     const EPS: f64 = 1e-6;
 
+    /// A tensor of shape `dims`, like `x` in dtype and device, whose element i is `function(0.7 i + phase)`.
     fn fixed(x: &Tensor, dims: &[usize], phase: f64, function: fn(f64) -> f64) -> Result<Tensor> {
         let values = (0..dims.iter().product()).map(|i: usize| function(i as f64 * 0.7 + phase)).collect();
         Tensor::from_vec(values, dims, &Device::Cpu)?.to_dtype(x.dtype())?.to_device(x.device())
     }
 
-    /// The fixed operands of stream `index`.
+    /// The fixed operands of stream `index`, which differ from those of other streams.
     fn operands(&self, x: &Tensor, index: usize) -> Result<NormedOperands> {
         let phase = index as f64;
-        let scale = |more: f64| Self::fixed(x, &[self.width], phase + more, |angle| 1.0 + 0.5 * angle.sin());
-        let norms = if self.has_norms { [Some(scale(0.1)?), Some(scale(0.2)?)] } else { [None, None] };
+        let scale = |shift: f64| Self::fixed(x, &[self.width], phase + shift, |angle| 1.0 + 0.5 * angle.sin());
+        let scales = if self.has_scales { [Some(scale(0.1)?), Some(scale(0.2)?)] } else { [None, None] };
         let table = |function| {
             let dims = [x.dims()[0], x.dims()[1], self.width / 2];
-            Self::fixed(x, if self.per_sample { &dims } else { &dims[1..] }, phase, function)
+            Self::fixed(x, if self.angles_per_sample { &dims } else { &dims[1..] }, phase, function)
         };
-        Ok((norms, if self.rotates { Some([table(f64::cos)?, table(f64::sin)?]) } else { None }))
+        Ok((scales, if self.rotates { Some([table(f64::cos)?, table(f64::sin)?]) } else { None }))
     }
 
+    /// A u8 mask of the keys of each sample, if the case has a mask.
     fn mask(&self, xs: &[Tensor]) -> Result<Option<Tensor>> {
-        if !self.masked {
+        if !self.is_masked {
             return Ok(None);
         }
         let (batch, tokens) = (xs[0].dims()[0], xs.iter().map(|x| x.dims()[1]).sum());
@@ -126,14 +132,15 @@ impl NormedCase {
         Tensor::from_vec(values, (batch, 1, 1, tokens), xs[0].device()).map(Some)
     }
 
+    /// Computes normed attention of streams with the projections `xs`.
     fn run(&self, xs: &[Tensor]) -> Result<Tensor> {
         let operands = xs.iter().enumerate().map(|(i, x)| self.operands(x, i)).collect::<Result<Vec<_>>>()?;
         let streams: Vec<_> = xs
             .iter()
             .zip(&operands)
-            .map(|(x, (norms, angles))| Stream {
+            .map(|(x, (scales, angles))| Stream {
                 x,
-                norms: norms.each_ref().map(Option::as_ref),
+                norms: scales.each_ref().map(Option::as_ref),
                 angles: angles.as_ref().map(|angles| angles.each_ref()),
             })
             .collect();
@@ -141,63 +148,74 @@ impl NormedCase {
         normed_attention(&streams, sizes, self.mask(xs)?.as_ref())
     }
 
-    /// The plain form: views, norms with a rotation (sample by sample), then attention.
+    /// Computes the plain form: makes views of heads, normalises and rotates queries and keys of each sample, and
+    /// computes attention.
     fn plain(&self, xs: &[Tensor]) -> Result<Tensor> {
-        let mut parts: [Vec<Tensor>; 3] = Default::default();
+        // Queries, keys and values, each with one tensor per stream.
+        let mut qkv: [Vec<Tensor>; 3] = Default::default();
         for (index, x) in xs.iter().enumerate() {
-            let (norms, angles) = self.operands(x, index)?;
+            let (scales, angles) = self.operands(x, index)?;
             let (batch, length, columns) = (x.dims()[0], x.dims()[1], self.heads * self.width);
-            for (part, all) in parts.iter_mut().enumerate() {
-                let heads = (batch, length, self.heads, self.width);
-                let rows = x.narrow(2, part * columns, columns)?.reshape(heads)?.transpose(1, 2)?;
-                let Some(norm) = norms.get(part) else {
-                    all.push(rows);
+            for (part, streams) in qkv.iter_mut().enumerate() {
+                let dims = (batch, length, self.heads, self.width);
+                let heads = x.narrow(2, part * columns, columns)?.reshape(dims)?.transpose(1, 2)?;
+                // There are no scales for the values (part 2), which are neither normalised nor rotated.
+                let Some(scale) = scales.get(part) else {
+                    streams.push(heads);
                     continue;
                 };
                 let Some([cos, sin]) = &angles else {
-                    all.push(rms_norm(&rows, norm.as_ref(), Self::EPS)?);
+                    streams.push(rms_norm(&heads, scale.as_ref(), Self::EPS)?);
                     continue;
                 };
-                let sample = |sample: usize| {
-                    let row = |table: &Tensor| {
-                        if self.per_sample { table.narrow(0, sample, 1)?.squeeze(0) } else { Ok(table.clone()) }
+                let rotated = |sample: usize| {
+                    let angles_of = |table: &Tensor| {
+                        if self.angles_per_sample { table.narrow(0, sample, 1)?.squeeze(0) } else { Ok(table.clone()) }
                     };
-                    rms_norm_rope(&rows.narrow(0, sample, 1)?, norm.as_ref(), &row(cos)?, &row(sin)?, true, Self::EPS)
+                    let (heads, cos, sin) = (heads.narrow(0, sample, 1)?, angles_of(cos)?, angles_of(sin)?);
+                    let is_interleaved = true;
+                    rms_norm_rope(&heads, scale.as_ref(), &cos, &sin, is_interleaved, Self::EPS)
                 };
-                let samples = (0..batch).map(sample).collect::<Result<Vec<_>>>()?;
-                all.push(Tensor::cat(&samples.iter().collect::<Vec<_>>(), 0)?);
+                let samples = (0..batch).map(rotated).collect::<Result<Vec<_>>>()?;
+                streams.push(Tensor::cat(&samples.iter().collect::<Vec<_>>(), 0)?);
             }
         }
-        let join = |parts: &Vec<Tensor>| Tensor::cat(&parts.iter().collect::<Vec<_>>(), 2);
-        let [q, k, v] = [join(&parts[0])?, join(&parts[1])?, join(&parts[2])?];
-        let mixed = plain(&q, &k, &v, self.mask(xs)?.as_ref(), false, 1.0 / (self.width as f64).sqrt())?;
-        let (batch, tokens) = (mixed.dims()[0], mixed.dims()[2]);
-        mixed.transpose(1, 2)?.reshape((batch, tokens, self.heads * self.width))
+        let join = |streams: &Vec<Tensor>| Tensor::cat(&streams.iter().collect::<Vec<_>>(), 2);
+        let [q, k, v] = [join(&qkv[0])?, join(&qkv[1])?, join(&qkv[2])?];
+        let result = plain(&q, &k, &v, self.mask(xs)?.as_ref(), false, 1.0 / (self.width as f64).sqrt())?;
+        let (batch, tokens) = (result.dims()[0], result.dims()[2]);
+        result.transpose(1, 2)?.reshape((batch, tokens, self.heads * self.width))
     }
 }
 
 pub(super) fn normed() -> Vec<Case> {
-    const BOTH: NormedCase =
-        NormedCase { heads: 3, width: 4, has_norms: true, rotates: true, per_sample: false, masked: false };
-    let case = |label, shapes: &[&[usize]], kind: NormedCase| {
-        Case::new(label, shapes, move |x| kind.run(x)).plain(move |x| kind.plain(x))
+    const BASE: NormedCase =
+        NormedCase { heads: 3, width: 4, has_scales: true, rotates: true, angles_per_sample: false, is_masked: false };
+    let case = |label, shapes: &[&[usize]], settings: NormedCase| {
+        Case::new(label, shapes, move |x| settings.run(x)).plain(move |x| settings.plain(x))
     };
     vec![
-        case("one stream", &[&[2, 5, 36]], BOTH),
-        case("one stream, more columns", &[&[2, 5, 41]], BOTH),
-        case("two streams", &[&[2, 3, 36], &[2, 5, 38]], BOTH),
-        case("nothing is rotated", &[&[2, 3, 36], &[2, 5, 36]], NormedCase { rotates: false, ..BOTH }),
-        case("no scales", &[&[2, 5, 36]], NormedCase { has_norms: false, ..BOTH }),
-        case("angles per sample, masked", &[&[2, 5, 36]], NormedCase { per_sample: true, masked: true, ..BOTH }),
-        case("wide", &[&[1, 4, 96], &[1, 3, 112]], NormedCase { heads: 2, width: 16, ..BOTH }),
-        case("one token", &[&[2, 1, 36]], BOTH),
-        Case::new("projection read twice", &[&[2, 5, 38]], move |x| BOTH.run(x)?.mul(&x[0].narrow(2, 26, 12)?))
-            .plain(move |x| BOTH.plain(x)?.mul(&x[0].narrow(2, 26, 12)?)),
-        Case::new("no tokens", &[&[2, 0, 36]], move |x| BOTH.run(x)),
+        case("one stream", &[&[2, 5, 36]], BASE),
+        case("one stream, columns after the values", &[&[2, 5, 41]], BASE),
+        case("two streams", &[&[2, 3, 36], &[2, 5, 38]], BASE),
+        case("nothing is rotated", &[&[2, 3, 36], &[2, 5, 36]], NormedCase { rotates: false, ..BASE }),
+        case("no scales", &[&[2, 5, 36]], NormedCase { has_scales: false, ..BASE }),
+        case(
+            "angles per sample, masked",
+            &[&[2, 5, 36]],
+            NormedCase { angles_per_sample: true, is_masked: true, ..BASE },
+        ),
+        case("wider heads", &[&[1, 4, 96], &[1, 3, 112]], NormedCase { heads: 2, width: 16, ..BASE }),
+        case("one token", &[&[2, 1, 36]], BASE),
+        // The product reads columns 26 to 37: most of the values (columns 24 to 35), and the columns after them.
+        Case::new("projection read twice", &[&[2, 5, 38]], move |x| BASE.run(x)?.mul(&x[0].narrow(2, 26, 12)?))
+            .plain(move |x| BASE.plain(x)?.mul(&x[0].narrow(2, 26, 12)?)),
+        Case::new("no tokens", &[&[2, 0, 36]], move |x| BASE.run(x)),
     ]
 }
 
-/// Attention segment by segment, with keys and values repeated for the heads that share them.
+/// Computes the plain form of attention in a packed row: attention of each segment, with keys and values repeated for
+/// the query heads that share them. `x` is q, k and v.
 pub(super) fn plain_varlen(x: &[Tensor], bounds: &[usize], window: usize) -> Result<Tensor> {
     let &[rows, heads, width] = x[0].dims() else { unreachable!("cases have three dimensions") };
     let key_heads = x[1].dims()[1];
@@ -215,9 +233,9 @@ pub(super) fn plain_varlen(x: &[Tensor], bounds: &[usize], window: usize) -> Res
         let (q, k, v) = (part(&x[0])?, repeated(&x[1])?, repeated(&x[2])?);
         results.push(plain(&q, &k, &v, Some(&seen), false, scale)?.transpose(0, 1)?);
     }
-    let last = bounds[bounds.len() - 1];
+    let end = bounds[bounds.len() - 1];
     // Rows after the last segment have zeros as results.
-    results.push(x[0].narrow(0, last, rows - last)?.mul_scalar(0.0)?);
+    results.push(x[0].narrow(0, end, rows - end)?.mul_scalar(0.0)?);
     Tensor::cat(&results.iter().collect::<Vec<_>>(), 0)
 }
 

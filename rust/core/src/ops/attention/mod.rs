@@ -1,5 +1,5 @@
 //! Scaled dot-product attention (Vaswani et al. 2017, arXiv:1706.03762), computed block by block so that the matrix of
-//! all scores is never in memory (Dao et al. 2022, arXiv:2205.14135), except with a learned mask.
+//! all scores is never in memory (Dao et al. 2022, arXiv:2205.14135), except with a mask that needs a gradient.
 
 #[cfg(feature = "testing")]
 mod cases;
@@ -28,18 +28,19 @@ use crate::{Error, Result, Tensor, checkpoint, compute};
 
 static ATTENTION: OpInfo = OpInfo::expensive("scaled_dot_product_attention");
 
-/// softmax(scale · q kᵀ + mask) v: `q (..., S, D)`, `k (..., L, D)`, `v (..., L, E)` → `(..., S, E)`.
+/// Computes softmax(scale · q kᵀ + mask) v: `q (..., S, D)`, `k (..., L, D)`, `v (..., L, E)` → `(..., S, E)`, for S
+/// queries and L keys of width D, and values of width E.
 ///
-/// `mask` broadcasts to `(..., S, L)`: numbers to add to the scores, or u8, where 0 hides a key from a query. With
-/// `is_causal`, query i sees the keys up to i; a mask may be given too. `scale` is 1/√D unless given. A query that sees
-/// no key gets zeros. Scores are in f32 (in f64 for f64 operands).
+/// `mask` broadcasts to `(..., S, L)`. It has numbers to add to the scores, or it is u8, where 0 hides a key from a
+/// query. With `is_causal`, query i sees only keys 0 to i; a mask may be given too. `scale` is 1/√D unless given. A
+/// query that sees no key gets zeros. Scores are in f32 (in f64 for f64 operands).
 ///
 /// With a mask that needs a gradient, the function computes the plain form: it saves the matrix of all scores, scores
 /// are in the dtype of the operands, and a query whose scores are all -∞ gets NaN.
 ///
-/// Otherwise it saves q, k, v, the mask, the result and one number per query. If the heads of a query are adjacent in
-/// the memory of `q` (after `reshape` and `transpose`), they are adjacent in the result too, so joining the heads needs
-/// no copy.
+/// Without such a mask, it saves q, k, v, the mask, the result and one number per query. If the heads of a query are
+/// adjacent in the memory of `q` (after `reshape` and `transpose`), they are adjacent in the result too, so joining the
+/// heads needs no copy.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit; [`Error::Argument`] if `scale` is
@@ -54,13 +55,14 @@ pub fn scaled_dot_product_attention(
 ) -> Result<Tensor> {
     check(q, k, v, mask)?;
     let (rank, width) = (q.rank(), q.dims()[q.rank() - 1]);
-    let result = [&q.dims()[..rank - 1], &v.dims()[rank - 1..]].concat();
-    check_allocation_on(q.device(), "scaled_dot_product_attention", &result, q.dtype())?;
+    let result_dims = [&q.dims()[..rank - 1], &v.dims()[rank - 1..]].concat();
+    check_allocation_on(q.device(), ATTENTION.name, &result_dims, q.dtype())?;
     let scale = scale.unwrap_or_else(|| 1.0 / (width.max(1) as f64).sqrt());
     if !scale.is_finite() {
         return Err(Error::argument(ATTENTION.name, format!("the scale is {scale}, expected a finite number")));
     }
-    // A learned mask (relative positions) needs the gradient of every score, which only the plain form computes.
+    // The gradient of a mask (a learned position bias) needs the gradient of every score, which only the plain form
+    // keeps.
     if let Some(mask) = mask.filter(|mask| mask.requires_grad()) {
         return plain(q, k, v, Some(mask), is_causal, scale);
     }
@@ -85,6 +87,7 @@ pub fn scaled_dot_product_attention(
     )
 }
 
+/// Checks the shapes, dtypes and devices of the operands.
 fn check(q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>) -> Result<()> {
     let op = ATTENTION.name;
     let rank = q.rank();
@@ -122,7 +125,8 @@ fn check(q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>) -> Result<()
     check_mask(op, q, mask, &scores)
 }
 
-/// Checks a mask for scores of shape `scores`, on the device of `q`.
+/// Checks that a mask broadcasts to the shape `scores` of the scores, is u8 or floating point, and is on the device of
+/// `q`.
 fn check_mask(op: &'static str, q: &Tensor, mask: &Tensor, scores: &[usize]) -> Result<()> {
     if crate::cpu::broadcast_dims(mask.dims(), scores).is_none_or(|dims| *dims != *scores) {
         return Err(Error::shape(
@@ -139,14 +143,15 @@ fn check_mask(op: &'static str, q: &Tensor, mask: &Tensor, scores: &[usize]) -> 
     Ok(())
 }
 
-/// The dtype in which scores of `dtype` tensors are computed.
-const fn compute_dtype(dtype: DType) -> DType {
+/// The dtype of the scores of queries and keys of `dtype`.
+const fn score_dtype(dtype: DType) -> DType {
     if matches!(dtype, DType::F64) { DType::F64 } else { DType::F32 }
 }
 
-/// The mask as contiguous numbers to add to the scores of queries of `dtype`; no copy if it has this form already.
+/// Returns the mask as contiguous numbers to add to scores, for queries of `dtype`. Does not copy a mask that has this
+/// form already.
 fn additive(mask: &Tensor, dtype: DType) -> Result<Tensor> {
-    let dtype = compute_dtype(dtype);
+    let dtype = score_dtype(dtype);
     checkpoint::reads(&[mask]);
     if mask.dtype() != DType::U8 {
         return mask.detach().to_dtype(dtype)?.contiguous();
@@ -155,7 +160,7 @@ fn additive(mask: &Tensor, dtype: DType) -> Result<Tensor> {
     select_raw(&mask.raw, &number(0.0)?, &number(f64::NEG_INFINITY)?, mask.dims()).map(Tensor::constant)
 }
 
-/// The result, and for each query log Σ e^score over its keys.
+/// Computes the result and the log-sums. The log-sum of a query is log Σ e^score over its keys.
 fn forward(attention: &cpu::Attention, inputs: [&Raw; 3], mask: Option<&Raw>) -> Result<(Raw, Raw)> {
     on_device!(
         inputs[0].device(),
@@ -164,6 +169,7 @@ fn forward(attention: &cpu::Attention, inputs: [&Raw; 3], mask: Option<&Raw>) ->
     )
 }
 
+/// Computes the gradients of q, k and v; `None` where `wanted` is false.
 fn backward(
     attention: &cpu::Attention,
     saved: &cpu::SavedValues,
@@ -177,7 +183,7 @@ fn backward(
     )
 }
 
-/// Writes the gradients of q, k and v to `places`, which may be parts of larger tensors.
+/// Writes the gradients of q, k and v to `places`, which may be views of larger tensors.
 fn backward_into(attention: &cpu::Attention, saved: &cpu::SavedValues, grad: &Raw, places: [&Raw; 3]) -> Result<()> {
     on_device!(
         grad.device(),
@@ -230,7 +236,7 @@ pub static ENTRIES: &[Entry] = &[
     Entry { info: &rotary::ROTARY, cases: rotary::cases },
 ];
 
-/// Attention from products, mask and softmax over the matrix of all scores, for learned masks and for tests.
+/// Computes the plain form of attention, with the matrix of all scores. For masks that need a gradient, and for tests.
 fn plain(q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>, is_causal: bool, scale: f64) -> Result<Tensor> {
     let dtype = q.dtype();
     let number = |x: f64| Tensor::full(x, (), dtype, q.device());

@@ -1,6 +1,6 @@
 //! Attention of tokens whose queries and keys are normalised and rotated, for the blocks of Flux, SD3.5 and Z-Image.
-//! The operation takes projections with queries, keys and values side by side, and writes their gradients in the same
-//! layout.
+//! The operation takes projections whose columns are queries, then keys, then values, and writes the gradients in the
+//! same layout.
 
 use super::cpu::{self, SavedValues};
 use super::{additive, backward_into, check_mask, forward};
@@ -16,14 +16,14 @@ pub(super) static NORMED: OpInfo = OpInfo::expensive("normed_attention");
 /// A sequence of tokens for each sample, such as the text or the image, with norms and angles of its own.
 #[derive(Clone, Copy)]
 pub struct Stream<'a> {
-    /// Projections (B, S, at least 3 · heads · width). The first columns are queries, keys and values, each with its
-    /// heads one after the other.
+    /// Projections (B, S, at least 3 · heads · width) of B samples of S tokens. The first columns are queries, then
+    /// keys, then values, each with its heads one after the other.
     pub x: &'a Tensor,
     /// Scales of the RMS norms of queries and of keys, (width), frozen, in the dtype of `x` or f32; `None` for a norm
     /// without a scale.
     pub norms: [Option<&'a Tensor>; 2],
-    /// cos and sin of the angles by which pairs of neighbouring columns are rotated: (S, width / 2) for all samples, or
-    /// (B, S, width / 2). Without angles nothing is rotated.
+    /// cos and sin of the angles by which pairs of neighbouring columns are rotated: (S, width / 2) if all samples have
+    /// the same angles, else (B, S, width / 2). Without angles nothing is rotated.
     pub angles: Option<[&'a Tensor; 2]>,
 }
 
@@ -34,17 +34,18 @@ pub struct HeadSizes {
     pub heads: usize,
     /// Width of each head, an even number.
     pub width: usize,
-    /// Added to the mean squares of queries and keys.
+    /// Added to the mean square of each head of queries and of keys.
     pub eps: f64,
 }
 
-/// Attention of all tokens of `streams` to one another → (B, Σ S, heads · width), with the streams one after the other.
-/// RMS norm and rotary position embedding are first applied to queries and keys, as by
+/// Computes attention of all tokens of `streams` to one another → (B, Σ S, heads · width), where Σ S is the number of
+/// tokens of all streams, one stream after the other. Queries and keys are first normalised and rotated, as by
 /// [`rms_norm_rope`](crate::ops::norm::rms_norm_rope) with interleaved pairs. `mask` broadcasts to
-/// `(B, heads, Σ S, Σ S)`, as in [`scaled_dot_product_attention`](super::scaled_dot_product_attention).
+/// `(B, heads, Σ S, Σ S)`, and hides keys or adds to scores as in
+/// [`scaled_dot_product_attention`](super::scaled_dot_product_attention).
 ///
-/// Saves the projections, the mask, the result and one number per head and token; the backward pass computes queries
-/// and keys again.
+/// Saves the projections, the mask, the result and one number per head and token; the backward pass normalises and
+/// rotates queries and keys again.
 ///
 /// # Errors
 /// [`Error::Argument`] without streams, if `sizes` has no head, a width of 0, an odd width or at least 2^24 columns, if
@@ -53,9 +54,9 @@ pub struct HeadSizes {
 /// [`Error::OutOfMemory`] if the result does not fit in memory.
 pub fn normed_attention(streams: &[Stream<'_>], sizes: HeadSizes, mask: Option<&Tensor>) -> Result<Tensor> {
     let normed = Normed::new(streams, sizes, mask)?;
-    let first = streams[0].x;
-    check_allocation_on(first.device(), NORMED.name, &normed.result(), first.dtype())?;
-    let mask = mask.map(|mask| additive(mask, first.dtype())).transpose()?;
+    let first_x = streams[0].x;
+    check_allocation_on(first_x.device(), NORMED.name, &normed.result_dims(), first_x.dtype())?;
+    let mask = mask.map(|mask| additive(mask, first_x.dtype())).transpose()?;
     let inputs: Vec<&Tensor> = streams.iter().map(|stream| stream.x).collect();
     let operands = streams.iter().map(Operands::of).collect::<Result<Vec<_>>>()?;
     record_with_aux(
@@ -65,7 +66,7 @@ pub fn normed_attention(streams: &[Stream<'_>], sizes: HeadSizes, mask: Option<&
             let xs = inputs.iter().map(|x| contiguous(&x.raw)).collect::<Result<Vec<_>>>()?;
             let Heads { qkv, .. } = normed.heads(&xs, &operands)?;
             let (o, log_sums) = forward(&normed.attention, qkv.each_ref(), mask.as_ref().map(Tensor::raw))?;
-            Ok((o.transpose(1, 2)?.reshape(normed.result().as_slice())?, std::iter::once(log_sums).collect()))
+            Ok((o.transpose(1, 2)?.reshape(normed.result_dims().as_slice())?, std::iter::once(log_sums).collect()))
         },
         |saver, o, log_sums| NormedBackward {
             xs: inputs.iter().map(|x| saver.save(x)).collect(),
@@ -82,22 +83,22 @@ pub fn normed_attention(streams: &[Stream<'_>], sizes: HeadSizes, mask: Option<&
 #[derive(Clone)]
 struct Operands {
     norms: [Option<Raw>; 2],
-    /// cos and sin: one row for each token of a sample if all samples share them, else one for each token of every
-    /// sample.
+    /// cos and sin: (S, width / 2) if all samples have the same angles, else (B · S, width / 2).
     tables: Option<[Raw; 2]>,
 }
 
 impl Operands {
     fn of(stream: &Stream<'_>) -> Result<Self> {
-        let rows = |table: &Tensor| -> Result<Raw> {
+        let flattened = |table: &Tensor| -> Result<Raw> {
             let half = table.dims()[table.rank() - 1];
             Ok(contiguous(&table.raw)?.reshape((table.elem_count() / half.max(1), half))?)
         };
-        let tables = stream.angles.map(|[cos, sin]| Ok::<_, Error>([rows(cos)?, rows(sin)?])).transpose()?;
+        let tables = stream.angles.map(|[cos, sin]| Ok::<_, Error>([flattened(cos)?, flattened(sin)?])).transpose()?;
         Ok(Self { norms: stream.norms.map(|norm| norm.map(|norm| norm.raw.clone())), tables })
     }
 }
 
+/// The sizes and settings of a call whose operands were checked.
 #[derive(Clone)]
 struct Normed {
     sizes: HeadSizes,
@@ -114,6 +115,7 @@ struct Heads {
 }
 
 impl Normed {
+    /// Checks the operands.
     fn new(streams: &[Stream<'_>], sizes: HeadSizes, mask: Option<&Tensor>) -> Result<Self> {
         let op = NORMED.name;
         let HeadSizes { heads, width, eps } = sizes;
@@ -156,31 +158,32 @@ impl Normed {
                 return Err(Error::argument(op, "the mask must not need a gradient"));
             }
         }
-        let attention =
-            cpu::Attention { scores, scale: 1.0 / (width as f64).sqrt(), sight: cpu::Sight::of(false), group: 1 };
+        let attention = cpu::Attention { scores, scale: 1.0 / (width as f64).sqrt(), sight: cpu::Sight::All, group: 1 };
         Ok(Self { sizes, batch, lengths, attention })
     }
 
+    /// The number of tokens of all streams.
     fn tokens(&self) -> usize {
         self.lengths.iter().sum()
     }
 
     /// The shape of the result.
-    fn result(&self) -> [usize; 3] {
+    fn result_dims(&self) -> [usize; 3] {
         [self.batch, self.tokens(), self.columns()]
     }
 
-    /// The number of columns of queries, of keys or of values.
+    /// The number of columns of the queries, which is also that of the keys and that of the values.
     const fn columns(&self) -> usize {
         self.sizes.heads * self.sizes.width
     }
 
-    /// The number of parts that are written to the buffer. They are queries, keys and, with several streams, values;
-    /// the values of a single stream are read in place.
+    /// The number of parts that are written to the [buffer](Self::buffer): queries, keys and, with several streams,
+    /// values. The values of a single stream are read in place.
     fn parts(&self) -> usize {
         if self.lengths.len() == 1 { 2 } else { 3 }
     }
 
+    /// The norms and rotation of a stream with these operands.
     fn norms<'a>(&self, Operands { norms, tables }: &'a Operands) -> HeadNorms<'a> {
         let HeadSizes { heads, width, eps } = self.sizes;
         HeadNorms {
@@ -207,7 +210,7 @@ impl Normed {
         Ok(buffer.narrow(2, index * heads, heads)?.transpose(1, 2)?)
     }
 
-    /// Columns (B, S, heads · width), at any strides, as (B, heads, S, width).
+    /// Views `columns` (B, S, heads · width), which may have any strides, as (B, heads, S, width).
     fn split(&self, columns: &Raw) -> Result<Raw> {
         let width = self.sizes.width;
         Ok(columns.unfold(2, width, width)?.transpose(1, 2)?)
@@ -221,7 +224,7 @@ impl Normed {
         })
     }
 
-    /// Queries, keys and values of dense projections, with queries and keys normalised and rotated.
+    /// Computes normalised and rotated queries and keys, and values, from contiguous projections `xs`.
     fn heads(&self, xs: &[Raw], operands: &[Operands]) -> Result<Heads> {
         let buffer = self.buffer(&xs[0])?;
         let mut statistics = Vec::with_capacity(xs.len());
@@ -229,6 +232,7 @@ impl Normed {
             statistics.push(self.norms(operands).forward(x, &buffer.narrow(1, start, length)?)?);
         }
         let v = match self.parts() {
+            // The values of the single stream stay in the projections.
             2 => self.split(&xs[0].narrow(2, 2 * self.columns(), self.columns())?)?,
             _ => self.part(&buffer, 2)?,
         };
@@ -246,8 +250,8 @@ struct NormedBackward {
 }
 
 impl NormedBackward {
-    /// The tensor into which the gradients of a stream's queries, keys and values are written, and whether this tensor
-    /// is a view of the gradient of the input.
+    /// The tensor (B, S, 3 · heads · width) into which the gradients of the queries, keys and values of stream `index`
+    /// are written, and whether this tensor is a view of the gradient of the projection `x`.
     fn place(&self, context: &mut BackwardContext<'_>, index: usize, x: &Raw) -> Result<(Raw, bool)> {
         let columns = 3 * self.normed.columns();
         if let Some(place) = context.part(index, (x, x.dims()), 2, 0..columns)? {
@@ -264,17 +268,17 @@ impl Backward for NormedBackward {
         let xs = self.xs.iter().map(|x| contiguous(&x.get()?)).collect::<Result<Vec<_>>>()?;
         let Heads { qkv, statistics } = normed.heads(&xs, &self.operands)?;
         let buffer = normed.buffer(&xs[0])?;
-        // For a single stream, the gradient of the projection is allocated first, so that attention writes the gradient
-        // of the values directly into it.
         let mut places: Vec<Option<(Raw, bool)>> = vec![None; xs.len()];
-        let mut grads = [normed.part(&buffer, 0)?, normed.part(&buffer, 1)?, qkv[2].clone()];
-        if parts == 3 {
-            grads[2] = normed.part(&buffer, 2)?;
+        let value_grads = if parts == 3 {
+            normed.part(&buffer, 2)?
         } else {
+            // Attention writes the gradient of a single stream's values directly into the gradient of the projection.
             let place = self.place(context, 0, &xs[0])?;
-            grads[2] = normed.split(&place.0.narrow(2, 2 * columns, columns)?)?;
+            let value_grads = normed.split(&place.0.narrow(2, 2 * columns, columns)?)?;
             places[0] = Some(place);
-        }
+            value_grads
+        };
+        let grads = [normed.part(&buffer, 0)?, normed.part(&buffer, 1)?, value_grads];
         let grad = context.grad();
         let grad = on_device!(grad.device(), cuda => grad.clone(), cpu => contiguous(grad)?);
         let saved = SavedValues {
@@ -295,8 +299,8 @@ impl Backward for NormedBackward {
                 None => self.place(context, index, &xs[index])?,
             };
             let grad = buffer.narrow(1, start, length)?;
-            let written = place.narrow(2, 0, parts * columns)?;
-            normed.norms(operands).backward(&xs[index], &grad, &statistics, &written)?;
+            let destination = place.narrow(2, 0, parts * columns)?;
+            normed.norms(operands).backward(&xs[index], &grad, &statistics, &destination)?;
             if !is_part {
                 context.add_part(index, xs[index].dims(), 2, 0, &place)?;
             }

@@ -12,20 +12,22 @@ use crate::ops::rows;
 use crate::raw::Raw;
 use crate::{Result, dispatch_float};
 
-/// With fewer key heads than this, the queries of a head are split, so that the backward pass has about this many
-/// tasks.
+/// With fewer key heads than this, the queries that read a key head are split, so that the backward pass has about this
+/// many tasks.
 const BACKWARD_TASKS: usize = 16;
 
 /// What the forward pass saves for the backward pass.
 pub(in crate::ops::attention) struct SavedValues {
+    /// q, k and v.
     pub inputs: [Raw; 3],
+    /// The numbers that are added to the scores.
     pub mask: Option<Raw>,
     pub result: Raw,
     /// For each query, log Σ e^score over its keys.
     pub log_sums: Raw,
 }
 
-/// The gradients of q, k and v that are wanted.
+/// Computes the gradients of q, k and v; `None` where `wanted` is false.
 pub(in crate::ops::attention) fn backward(
     attention: &Attention,
     saved: &SavedValues,
@@ -35,7 +37,8 @@ pub(in crate::ops::attention) fn backward(
     let op = ATTENTION.name;
     let [q, k, v] = &saved.inputs;
     let widths = [q, v].map(|raw| raw.dims()[raw.rank() - 1]);
-    // Rows of the result and its gradient are multiplied as slices, so each row must be contiguous.
+    // Rows of the result and of its gradient are multiplied as slices, so each row must be contiguous. Rows of the
+    // result are.
     let grad = if grad.stride()[grad.rank() - 1] == 1 { grad.clone() } else { crate::cpu::contiguous(grad)? };
     let mask = attention.broadcast(saved.mask.as_ref())?;
     let operands: SmallVec<[&Raw; 8]> =
@@ -45,7 +48,7 @@ pub(in crate::ops::attention) fn backward(
             let input = &saved.inputs[i];
             wanted[i].then(|| Output::<T>::like(input, input.dims()[input.rank() - 1]))
         });
-        let rows = outputs.each_mut().map(|output| output.as_mut().map(Output::rows));
+        let grad_rows = outputs.each_mut().map(|output| output.as_mut().map(Output::rows));
         read_all(op, &operands, |operands| {
             let pass = BackwardPass {
                 scores: Scores {
@@ -59,14 +62,14 @@ pub(in crate::ops::attention) fn backward(
                 grad: Matrices::new(&operands[4])?,
                 log_sums: elements(operands[5])?,
                 widths,
-                rows: &rows,
+                grad_rows: &grad_rows,
             };
             pass.run();
             Ok(())
         })?;
         let mut grads = [None, None, None];
         for (grad, output) in grads.iter_mut().zip(outputs) {
-            // SAFETY: the pass writes all rows of each output.
+            // SAFETY: `run` has written all rows of each output.
             *grad = output.map(|output| unsafe { output.finish() }).transpose()?;
         }
         Ok(grads)
@@ -88,6 +91,7 @@ fn probabilities<R: Real>(scores: &mut [R], width: usize, log_sums: &[R]) {
     );
 }
 
+/// The operands of the backward pass.
 struct BackwardPass<'a, T: Elem> {
     scores: Scores<'a, T>,
     values: Matrices<'a, T>,
@@ -96,8 +100,8 @@ struct BackwardPass<'a, T: Elem> {
     log_sums: &'a [T::Acc],
     /// The width of queries and keys, and the width of values.
     widths: [usize; 2],
-    /// Where the gradients of q, k and v are written; None if a gradient is not wanted.
-    rows: &'a [Option<Rows<'a, T>>; 3],
+    /// Where the gradients of q, k and v are written; `None` if a gradient is not wanted.
+    grad_rows: &'a [Option<Rows<'a, T>>; 3],
 }
 
 /// Working memory of a thread.
@@ -108,21 +112,23 @@ struct Scratch<R> {
 }
 
 impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
+    /// Computes the wanted gradients and writes them to `grad_rows`.
     fn run(&self) {
         let attention = self.scores.attention;
-        // `heads` is the number of key heads; each is shared by a group of query heads. `blocks` is the number of
-        // blocks of queries in a group; the blocks of one query head come before those of the next.
-        let (heads, keys) = (attention.heads() / attention.group, attention.keys());
+        // A group of query heads shares each key head. `blocks` is the number of blocks of queries in a group; the
+        // blocks of one query head come before those of the next.
+        let (key_heads, keys) = (attention.heads() / attention.group, attention.keys());
         let blocks = attention.group * attention.queries().div_ceil(QUERIES);
-        // With few key heads, the blocks of a group are split into ranges. Each range sums what its queries add to the
-        // gradients of all keys and values of the head; these sums are added up at the end.
-        let parts = BACKWARD_TASKS.div_ceil(heads.max(1)).clamp(1, blocks.max(1));
-        let per_part = blocks.div_ceil(parts).max(1);
-        let parts = blocks.div_ceil(per_part).max(1);
+        // With few key heads, the blocks of a group are split into parts. Each part sums what its queries add to the
+        // gradients of all keys and values of the key head; these sums are added up at the end.
+        let wanted_parts = BACKWARD_TASKS.div_ceil(key_heads.max(1)).clamp(1, blocks.max(1));
+        let blocks_per_part = blocks.div_ceil(wanted_parts).max(1);
+        let parts = blocks.div_ceil(blocks_per_part).max(1);
+        // Elements of the gradients of a key head's keys and values.
         let size = keys * (self.widths[0] + self.widths[1]);
         if parts == 1 {
             let grain = TASK / (attention.group * attention.queries() * size).max(1);
-            par_ranges(heads, grain, |range| {
+            par_ranges(key_heads, grain, |range| {
                 let mut scratch = self.scratch();
                 let mut grads = vec![T::Acc::ZERO; size];
                 for head in range {
@@ -133,19 +139,20 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
             });
             return;
         }
-        let mut partial = vec![T::Acc::ZERO; heads * parts * size];
+        let mut partial = vec![T::Acc::ZERO; key_heads * parts * size];
         let shared = SharedMut::new(&mut partial);
-        par_ranges(heads * parts, 1, |range| {
+        par_ranges(key_heads * parts, 1, |range| {
             let mut scratch = self.scratch();
             for task in range {
-                let first = task % parts * per_part;
+                let first_block = task % parts * blocks_per_part;
                 // SAFETY: each task has its own part.
                 let grads = unsafe { shared.slice(task * size..(task + 1) * size) };
-                self.query_blocks(task / parts, first..blocks.min(first + per_part), &mut scratch, grads);
+                let part_blocks = first_block..blocks.min(first_block + blocks_per_part);
+                self.query_blocks(task / parts, part_blocks, &mut scratch, grads);
             }
         });
         let shared = SharedMut::new(&mut partial);
-        par_ranges(heads, 1, |range| {
+        par_ranges(key_heads, 1, |range| {
             for head in range {
                 // SAFETY: each head has its own parts.
                 let grads = unsafe { shared.slice(head * parts * size..(head + 1) * parts * size) };
@@ -171,18 +178,18 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
         }
     }
 
-    /// Writes the gradients of the queries in `blocks`, whose heads share the key head `key_head`. Also adds to `grads`
-    /// what these queries contribute to the gradients of the head's keys and values. `grads` holds the gradients of the
-    /// keys and, after them, those of the values.
+    /// Writes the gradients of the queries in `blocks`, which are blocks of the group of query heads that share the key
+    /// head `key_head`. Also adds to `grads` what these queries contribute to the gradients of the key head's keys and
+    /// values. `grads` holds the gradients of the keys and, after them, those of the values.
     fn query_blocks(&self, key_head: usize, blocks: Range<usize>, scratch: &mut Scratch<T::Acc>, grads: &mut [T::Acc]) {
         let attention = self.scores.attention;
         let [width, value_width] = self.widths;
-        let [wants_q, wants_k, wants_v] = self.rows.each_ref().map(Option::is_some);
+        let [wants_q, wants_k, wants_v] = self.grad_rows.each_ref().map(Option::is_some);
         let (key_grads, value_grads) = grads.split_at_mut(attention.keys() * width);
-        let blocks_of_head = attention.queries().div_ceil(QUERIES);
+        let blocks_per_head = attention.queries().div_ceil(QUERIES);
         for index in blocks {
-            let head = key_head * attention.group + index / blocks_of_head;
-            let queries = attention.query_block(index % blocks_of_head);
+            let head = key_head * attention.group + index / blocks_per_head;
+            let queries = attention.query_block(index % blocks_per_head);
             let tall = queries.len();
             let log_sums = &self.log_sums[head * attention.queries()..][queries.clone()];
             let grad = self.grad.rows(head, &queries);
@@ -216,24 +223,24 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
                     gemm(MatMut::row_major(out, wide, width), ds.t(), q, attention.scale, true);
                 }
             }
-            if let Some(rows) = &self.rows[0] {
+            if let Some(rows) = &self.grad_rows[0] {
                 // SAFETY: no other task has these queries of this query head.
                 unsafe { rows.write(head, queries.start, query_grads) };
             }
         }
     }
 
-    /// Turns the gradients dp of the probabilities p into gradients of the scores: `p (dp - Σ o·go)`, where `o` is
-    /// the result and `go` its gradient. The derivative of softmax has `Σ p·dp` over the keys, which equals `Σ o·go`
-    /// over the width of the values.
+    /// Turns `ds`, which holds the gradients dp of the probabilities p, into the gradients of the scores:
+    /// `p (dp - Σ o·go)`, where `o` is the result and `go` its gradient. The derivative of softmax has `Σ p·dp` over
+    /// the keys, which equals `Σ o·go` over the columns of the values.
     fn score_gradients(&self, head: usize, queries: &Range<usize>, p: &[T::Acc], ds: &mut [T::Acc]) {
         let wide = p.len() / queries.len();
         dispatch(
             #[inline(always)]
             || {
                 for (query, (ds, p)) in queries.clone().zip(ds.chunks_exact_mut(wide).zip(p.chunks_exact(wide))) {
-                    let (o, g) = (self.result.row(head, query), self.grad.row(head, query));
-                    let dot = rows::sum_pairs(o, g, |o: T, g: T| o.to_acc() * g.to_acc());
+                    let (o, go) = (self.result.row(head, query), self.grad.row(head, query));
+                    let dot = rows::sum_pairs(o, go, |o: T, go: T| o.to_acc() * go.to_acc());
                     for (d, p) in ds.iter_mut().zip(p) {
                         *d = *p * (*d - dot);
                     }
@@ -243,12 +250,12 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
     }
 
     /// Writes the gradients of the keys and values of a key head.
-    fn write(&self, head: usize, grads: &[T::Acc]) {
+    fn write(&self, key_head: usize, grads: &[T::Acc]) {
         let (key_grads, value_grads) = grads.split_at(self.scores.attention.keys() * self.widths[0]);
-        for (rows, grads) in [(&self.rows[1], key_grads), (&self.rows[2], value_grads)] {
+        for (rows, grads) in [(&self.grad_rows[1], key_grads), (&self.grad_rows[2], value_grads)] {
             if let Some(rows) = rows {
                 // SAFETY: only one thread writes the rows of a key head.
-                unsafe { rows.write(head, 0, grads) };
+                unsafe { rows.write(key_head, 0, grads) };
             }
         }
     }

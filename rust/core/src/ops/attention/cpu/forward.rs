@@ -10,7 +10,7 @@ use crate::ops::rows;
 use crate::raw::{Raw, from_vec};
 use crate::{Result, dispatch_float};
 
-/// The result, and for each query log Σ e^score over its keys.
+/// Computes the result and the log-sums. The log-sum of a query is log Σ e^score over its keys.
 pub(in crate::ops::attention) fn forward(
     attention: &Attention,
     inputs: [&Raw; 3],
@@ -23,7 +23,7 @@ pub(in crate::ops::attention) fn forward(
     let operands: SmallVec<[&Raw; 4]> = inputs.into_iter().chain(&mask).collect();
     dispatch_float!(q.dtype(), op, T => {
         let mut output = Output::<T>::like(q, value_width);
-        let rows = output.rows();
+        let result_rows = output.rows();
         let log_sums = read_all(op, &operands, |operands| {
             let scores = Scores {
                 attention,
@@ -31,14 +31,15 @@ pub(in crate::ops::attention) fn forward(
                 keys: Matrices::new(&operands[1])?,
                 mask: operands.get(3).map(Matrices::new).transpose()?,
             };
-            Ok(forward_blocks(&scores, &Matrices::new(&operands[2])?, value_width, &rows))
+            Ok(forward_blocks(&scores, &Matrices::new(&operands[2])?, value_width, &result_rows))
         })?;
         let log_sums = from_vec(log_sums, &attention.scores[..attention.scores.len() - 1]);
-        // SAFETY: each block of queries of each head is written.
+        // SAFETY: `forward_blocks` has written each block of queries of each head.
         Ok((unsafe { output.finish() }?, log_sums))
     })
 }
 
+/// Writes the result to `output`; returns the log-sums.
 fn forward_blocks<T: Elem<Acc: Elem<Acc = T::Acc>>>(
     scores: &Scores<'_, T>,
     values: &Matrices<'_, T>,
@@ -46,30 +47,32 @@ fn forward_blocks<T: Elem<Acc: Elem<Acc = T::Acc>>>(
     output: &Rows<'_, T>,
 ) -> Vec<T::Acc> {
     let attention = scores.attention;
-    let (queries, keys) = (attention.queries(), attention.keys());
-    let blocks = queries.div_ceil(QUERIES);
-    let mut log_sums = vec![T::Acc::ZERO; attention.heads() * queries];
+    let (query_count, key_count) = (attention.queries(), attention.keys());
+    let blocks_per_head = query_count.div_ceil(QUERIES);
+    let mut log_sums = vec![T::Acc::ZERO; attention.heads() * query_count];
     let shared = SharedMut::new(&mut log_sums);
-    let (tall, wide) = (queries.min(QUERIES), keys.min(KEYS));
-    let grain = TASK / (tall * keys * 2 * value_width).max(1);
-    par_ranges(attention.heads() * blocks, grain, |tasks| {
-        let mut block = vec![T::Acc::ZERO; tall * wide];
+    // The most rows and columns of a block of scores.
+    let (tall, wide) = (query_count.min(QUERIES), key_count.min(KEYS));
+    // Each query and key are multiplied twice, for the score and for the result. Queries are about as wide as values.
+    let grain = TASK / (tall * key_count * 2 * value_width).max(1);
+    par_ranges(attention.heads() * blocks_per_head, grain, |tasks| {
+        let mut block_scores = vec![T::Acc::ZERO; tall * wide];
         let mut result = vec![T::Acc::ZERO; tall * value_width];
         let mut state = vec![Running::default(); tall];
         for task in tasks {
-            let (head, queries) = (task / blocks, attention.query_block(task % blocks));
+            let (head, queries) = (task / blocks_per_head, attention.query_block(task % blocks_per_head));
             let state = &mut state[..queries.len()];
             let result = &mut result[..queries.len() * value_width];
             state.fill(Running::default());
             result.fill(T::Acc::ZERO);
             for keys in attention.key_blocks(&queries) {
-                let block = &mut block[..queries.len() * keys.len()];
-                scores.block(head, &queries, &keys, block);
+                let block_scores = &mut block_scores[..queries.len() * keys.len()];
+                scores.block(head, &queries, &keys, block_scores);
                 dispatch(
                     #[inline(always)]
                     || {
                         for (row, (state, scores)) in
-                            state.iter_mut().zip(block.chunks_exact_mut(keys.len())).enumerate()
+                            state.iter_mut().zip(block_scores.chunks_exact_mut(keys.len())).enumerate()
                         {
                             let correction = state.exponentiate(scores);
                             for r in &mut result[row * value_width..(row + 1) * value_width] {
@@ -78,11 +81,11 @@ fn forward_blocks<T: Elem<Acc: Elem<Acc = T::Acc>>>(
                         }
                     },
                 );
-                let block = MatRef::row_major(block, queries.len(), keys.len());
+                let exponentials = MatRef::row_major(block_scores, queries.len(), keys.len());
                 let result = MatMut::row_major(result, queries.len(), value_width);
-                gemm(result, block, values.rows(head / attention.group, &keys), 1.0, true);
+                gemm(result, exponentials, values.rows(head / attention.group, &keys), 1.0, true);
             }
-            let start = head * attention.queries() + queries.start;
+            let start = head * query_count + queries.start;
             // SAFETY: tasks have different queries or heads.
             let log_sums = unsafe { shared.slice(start..start + queries.len()) };
             dispatch(
@@ -90,7 +93,7 @@ fn forward_blocks<T: Elem<Acc: Elem<Acc = T::Acc>>>(
                 || {
                     for (row, (state, log_sum)) in state.iter().zip(log_sums).enumerate() {
                         *log_sum = state.max + state.sum.ln();
-                        // If no key is visible, the sum is zero, and the result is zero instead of 0 / 0.
+                        // If the query sees no key, the sum is zero, and the result is zero instead of 0 / 0.
                         let scale = if state.sum == T::Acc::ZERO { T::Acc::ZERO } else { T::Acc::ONE / state.sum };
                         for r in &mut result[row * value_width..(row + 1) * value_width] {
                             *r *= scale;
@@ -119,8 +122,8 @@ impl<R: Real> Default for Running<R> {
 }
 
 impl<R: Real> Running<R> {
-    /// Turns scores into e^(score - largest) and adds them up. Returns the factor by which sums over earlier keys must
-    /// be multiplied.
+    /// Turns the scores of further keys into e^(score - largest), and adds these to the sum. Returns the factor by
+    /// which other sums over the earlier keys must be multiplied.
     #[inline(always)]
     fn exponentiate(&mut self, scores: &mut [R]) -> R {
         let max = self.max.max(rows::max_by(scores, |s| s));

@@ -1,5 +1,6 @@
-//! The CPU kernels: blocks of queries against blocks of keys, with a running maximum and sum for each query (Milakov &
-//! Gimelshein 2018, arXiv:1805.02867). One thread works on a head and a range of its queries.
+//! The CPU kernels compute the scores of a block of queries and a block of keys at a time, with a running maximum and
+//! sum for each query (Milakov & Gimelshein 2018, arXiv:1805.02867). A task of the forward pass is a block of queries
+//! of a head. A task of the backward pass is a head of keys, or a part of the queries that read this head.
 
 mod backward;
 mod forward;
@@ -17,9 +18,9 @@ use crate::raw::Raw;
 pub(super) use backward::{SavedValues, backward};
 pub(super) use forward::forward;
 
-/// Queries in a block.
+/// The most queries in a block.
 const QUERIES: usize = 128;
-/// Keys in a block. The scores of a block stay in the second-level cache.
+/// The most keys in a block. The scores of a block stay in the second-level cache.
 const KEYS: usize = 256;
 /// The least number of multiplications that are worth a task of their own.
 const TASK: usize = 1 << 19;
@@ -29,9 +30,10 @@ const TASK: usize = 1 << 19;
 pub(super) struct Attention {
     /// The shape of the scores: (..., queries, keys).
     pub scores: Vec<usize>,
+    /// The factor of the products of queries and keys.
     pub scale: f64,
     pub sight: Sight,
-    /// How many consecutive heads of queries share a head of keys and values.
+    /// How many consecutive query heads share a head of keys and values.
     pub group: usize,
 }
 
@@ -46,7 +48,7 @@ pub(super) enum Sight {
 }
 
 impl Sight {
-    /// Queries see all keys, or those up to their own position.
+    /// [`Causal`](Self::Causal) or [`All`](Self::All).
     pub const fn of(is_causal: bool) -> Self {
         if is_causal { Self::Causal } else { Self::All }
     }
@@ -61,14 +63,17 @@ pub(super) struct Spans(pub Vec<u32>);
 impl Spans {
     /// The range of keys that at least one of the queries sees.
     fn keys(&self, queries: &Range<usize>) -> Range<usize> {
-        let some = &self.0[queries.clone()];
-        let seeing = some.iter().zip(queries.clone()).filter(|(first, query)| **first as usize <= *query).count();
-        let start = some.first().map_or(0, |&first| first as usize);
+        let first_keys = &self.0[queries.clone()];
+        let is_seeing = |(first_key, query): &(&u32, usize)| **first_key as usize <= *query;
+        // The queries that see a key come first. Each of them sees the key at its own position.
+        let seeing = first_keys.iter().zip(queries.clone()).filter(is_seeing).count();
+        let start = first_keys.first().map_or(0, |&first_key| first_key as usize);
         start..(queries.start + seeing).max(start)
     }
 }
 
 impl Attention {
+    /// The number of query heads of all samples.
     fn heads(&self) -> usize {
         self.scores[..self.scores.len() - 2].iter().product()
     }
@@ -86,6 +91,7 @@ impl Attention {
         Ok(mask.map(|mask| mask.broadcast_as(self.scores.as_slice())).transpose()?)
     }
 
+    /// The queries of the block `index` of a head.
     fn query_block(&self, index: usize) -> Range<usize> {
         index * QUERIES..self.queries().min((index + 1) * QUERIES)
     }
@@ -103,23 +109,27 @@ impl Attention {
 
     /// Sets the scores of keys that a query does not see to negative infinity. `scores` has one row for each query.
     fn hide<R: Real>(&self, queries: &Range<usize>, keys: &Range<usize>, scores: &mut [R]) {
-        let first = |query: usize| match &self.sight {
+        let first_key = |query: usize| match &self.sight {
             Sight::Segments(spans) => spans.0[query] as usize,
             _ => 0,
         };
-        if matches!(self.sight, Sight::All) || (keys.end <= queries.start + 1 && keys.start >= first(queries.end - 1)) {
+        // First keys do not decrease, so that of the last query is the largest.
+        let all_see_start = first_key(queries.end - 1) <= keys.start;
+        let all_see_end = keys.end <= queries.start + 1;
+        if matches!(self.sight, Sight::All) || (all_see_start && all_see_end) {
             return;
         }
         let width = keys.len();
         for (query, scores) in queries.clone().zip(scores.chunks_exact_mut(width)) {
-            let [start, end] = [first(query), query + 1].map(|key| key.saturating_sub(keys.start).min(width));
+            // The query sees the keys from `start` to `end` (exclusive) of the block.
+            let [start, end] = [first_key(query), query + 1].map(|key| key.saturating_sub(keys.start).min(width));
             scores[..start].fill(R::NEG_INFINITY);
             scores[end..].fill(R::NEG_INFINITY);
         }
     }
 }
 
-/// What the scores of a block of queries and a block of keys are computed from.
+/// What scores are computed from.
 struct Scores<'a, T: Elem> {
     attention: &'a Attention,
     queries: Matrices<'a, T>,
@@ -128,8 +138,8 @@ struct Scores<'a, T: Elem> {
 }
 
 impl<T: Elem<Acc: Elem<Acc = T::Acc>>> Scores<'_, T> {
-    /// Computes the scores of a block, one row for each query. The score of a key that is not seen is negative
-    /// infinity.
+    /// Computes the scores of the query head `head` for a block of queries and a block of keys, one row for each query.
+    /// The score of a key that the query does not see is negative infinity.
     fn block(&self, head: usize, queries: &Range<usize>, keys: &Range<usize>, out: &mut [T::Acc]) {
         let width = keys.len();
         let (q, k) = (self.queries.rows(head, queries), self.keys.rows(head / self.attention.group, keys));
@@ -148,7 +158,8 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> Scores<'_, T> {
     }
 }
 
-/// Adds the mask of a query to its scores of `keys`. The mask has a number for each key, or a single number for all.
+/// Adds the mask of a query to its scores for `keys`. The mask has a number for each key of the head, or a single
+/// number for all of them.
 #[inline(always)]
 fn add_mask<R: Real>(mask: &[R], keys: &Range<usize>, scores: &mut [R]) {
     if let [number] = mask {
@@ -162,8 +173,8 @@ fn add_mask<R: Real>(mask: &[R], keys: &Range<usize>, scores: &mut [R]) {
     }
 }
 
-/// The number to subtract from scores. It is `x`, the maximum or log-sum of the scores, or zero if `x` is negative
-/// infinity because no key is seen.
+/// Returns the number to subtract from scores: `x`, which is their maximum or log-sum, or zero if `x` is negative
+/// infinity because the query sees no key.
 #[inline(always)]
 fn finite_or_zero<R: Real>(x: R) -> R {
     if x == R::NEG_INFINITY { R::ZERO } else { x }

@@ -1,4 +1,4 @@
-//! The matrices of the heads: where the elements of operands are in memory, and how results are written.
+//! The matrices of the heads in memory: [`Matrices`] reads operands, and [`Output`] takes results.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -13,7 +13,9 @@ use crate::raw::{Raw, from_vec, heads_lie_inside};
 
 /// The matrices of a tensor's last two dimensions, one for each index of its other dimensions.
 pub(super) struct Matrices<'a, T> {
+    /// The elements from the first element of the tensor on.
     data: &'a [T],
+    /// The position in `data` of each matrix's first element.
     offsets: Vec<usize>,
     columns: usize,
     /// Distances between neighbouring rows and between neighbouring columns, in elements.
@@ -33,14 +35,14 @@ impl<'a, T: Elem> Matrices<'a, T> {
         Ok(Self { data: elements(*operand)?, offsets, columns: layout.dims()[rank - 1], strides })
     }
 
-    /// Rows of the matrix of a head.
+    /// The rows `rows` of the matrix of a head.
     pub fn rows(&self, head: usize, rows: &Range<usize>) -> MatRef<'a, T> {
         let start = self.offsets[head] + rows.start * self.strides[0];
         MatRef::new(&self.data[start..], [rows.len(), self.columns], self.strides)
     }
 
-    /// The elements of a row, which must be adjacent. If the row repeats one element (stride 0), returns this element
-    /// once.
+    /// The elements of a row, which must be adjacent in memory. If the row repeats one element (stride 0), returns a
+    /// slice of this one element.
     pub fn row(&self, head: usize, row: usize) -> &'a [T] {
         let start = self.offsets[head] + row * self.strides[0];
         let len = if self.strides[1] == 0 { 1 } else { self.columns };
@@ -49,12 +51,13 @@ impl<'a, T: Elem> Matrices<'a, T> {
     }
 }
 
-/// A new tensor `(batch..., heads, rows, width)` that is written row by row. It has the memory order of another tensor:
-/// `(batch..., heads, rows, width)`, or `(batch..., rows, heads, width)`.
+/// A new tensor `(batch..., heads, rows, width)` that is written row by row. In memory, its order is either
+/// `(batch..., heads, rows, width)` or `(batch..., rows, heads, width)`.
 pub(super) struct Output<T> {
     buffer: Vec<T>,
     dims: SmallVec<[usize; 4]>,
-    /// How many heads are adjacent in memory at each row: all heads in the order `(rows, heads, width)`, otherwise 1.
+    /// How many heads are adjacent in memory at each row: all heads of a sample in the order
+    /// `(batch..., rows, heads, width)`, otherwise 1.
     side_by_side: usize,
 }
 
@@ -81,7 +84,7 @@ impl<T: Elem> Output<T> {
     /// # Safety
     /// All rows must have been written.
     pub unsafe fn finish(mut self) -> Result<Raw> {
-        // SAFETY: within the capacity, and the caller has initialised all of it.
+        // SAFETY: the length is within the capacity, and the caller has initialised all elements.
         unsafe { self.buffer.set_len(self.dims.iter().product()) };
         if self.side_by_side == 1 {
             return Ok(from_vec(self.buffer, self.dims.as_slice()));
@@ -101,11 +104,12 @@ pub(super) struct Rows<'a, T> {
 }
 
 impl<T: Elem> Rows<'_, T> {
-    /// Writes rows of `head` from `first_row` on.
+    /// Writes `values` to the rows of `head` from `first_row` on.
     ///
     /// # Safety
     /// Two threads must not write the same row at the same time.
     pub unsafe fn write(&self, head: usize, first_row: usize, values: &[T::Acc]) {
+        // The sample, and the head of this sample, if heads are adjacent; otherwise the head and 0.
         let (outer, inner) = (head / self.side_by_side, head % self.side_by_side);
         for (row, values) in values.chunks_exact(self.width.max(1)).enumerate() {
             let start = ((outer * self.rows + first_row + row) * self.side_by_side + inner) * self.width;

@@ -18,29 +18,35 @@ use crate::cuda::tensor_map::{Encoder, NO_MAP};
 const KEYS: u32 = 80;
 /// Columns of a head in the kernels' tiles.
 const COLUMNS: u32 = 64;
-/// Queries of a step (see [`schedule`]).
+/// Queries in the tile of a step (see [`schedule`]).
 const QUERIES: u32 = 128;
 /// Threads of a block of the forward and of the backward kernel.
 const MAIN_THREADS: u32 = 384;
+/// Bytes of shared memory of a block of the forward kernel.
+const FORWARD_SHARED: u32 = 155_776;
+/// Bytes of shared memory of a block of the backward kernel.
+const BACKWARD_SHARED: u32 = 221_264;
 
-/// The work of the thread blocks: an item is a head of a sample, a step is a tile of the head's queries. Several blocks
-/// may share the steps of an item. `None` if these kernels do not support the operands. The caller has checked that the
-/// general tensor-core kernels support the operands.
-fn schedule(gpu: &Gpu, sizes: &AttentionShape, form: Width, operands: &[&Heads]) -> Option<Schedule> {
+/// Distributes the work over thread blocks, one per multiprocessor. An item is a head of a sample, and a step is a tile
+/// of the head's queries. Several blocks may share the steps of an item. Returns `None` if these kernels do not support
+/// the operands. The caller has checked that the general tensor-core kernels support the operands.
+fn schedule(gpu: &Gpu, sizes: &AttentionShape, widest: Width, operands: &[&Heads]) -> Option<Schedule> {
     let (blocks, items) = (gpu.multiprocessors() as u32, sizes.batch * sizes.heads);
     let steps = sizes.queries.div_ceil(QUERIES);
     let fits = gpu.is_hopper()
         && !MODULE.image.is_empty()
-        && form == Width::W64
+        && widest == Width::W64
         && sizes.is_causal == 0
         && sizes.keys <= KEYS
         && sizes.queries >= FEWEST
+        // The kernels compute items * steps * blocks in 32 bits.
         && [steps, blocks].iter().try_fold(items, |product, &factor| product.checked_mul(factor)).is_some()
         && operands.iter().all(|heads| is_mapped(heads, sizes));
-    // No item is reserved for a single block.
+    // Blocks may share any item, so none is whole.
     fits.then_some(Schedule { items, steps, whole: 0, blocks })
 }
 
+/// The tensor maps of the operands; without `d_o`, the gradient of the result, its map is [`NO_MAP`].
 fn maps(
     encoder: &Encoder,
     [q, k, v]: [&Heads; 3],
@@ -54,45 +60,47 @@ fn maps(
 }
 
 impl Attention<'_> {
-    /// Computes the result and the log-sum-exp of the scores of each query; false if these kernels do not support the
+    /// Writes the result to `o`, and the log-sums to `log_sums`; returns false if these kernels do not support the
     /// operands.
     pub(super) fn few_keys_forward(
         &self,
         gpu: &Gpu,
         sizes: &AttentionShape,
-        form: Width,
+        widest: Width,
         [q, k, v, o]: [&Heads; 4],
         log_sums: Mut,
     ) -> Result<bool> {
         let (op, dtype) = (self.op, q.raw.dtype());
-        let Some(schedule) = schedule(gpu, sizes, form, &[q, k, v]) else { return Ok(false) };
+        let Some(schedule) = schedule(gpu, sizes, widest, &[q, k, v]) else { return Ok(false) };
         let maps = maps(&Encoder::new(op, dtype)?, [q, k, v], None, sizes)?;
-        let shape = Shape { grid: [schedule.blocks, 1, 1], block: [MAIN_THREADS, 1, 1], shared: 155_776 };
+        let shape = Shape { grid: [schedule.blocks, 1, 1], block: [MAIN_THREADS, 1, 1], shared: FORWARD_SHARED };
         let arguments = Forward { o: o.output(), log_sums, maps, o_strides: o.strides, shape: *sizes, schedule };
         // SAFETY: the maps describe the tensors, and the strides stay inside of the result.
         unsafe { gpu.function(&ATTENTION_FEW_KEYS_FORWARD, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
         Ok(true)
     }
 
-    /// Writes the gradients of q, k and v for which there is a destination; false if these kernels do not support the
-    /// operands.
+    /// Writes the gradients of q, k and v for which there is a destination; returns false if these kernels do not
+    /// support the operands.
     pub(super) fn few_keys_backward(
         &self,
         gpu: &Gpu,
         sizes: &AttentionShape,
-        form: Width,
+        widest: Width,
         [q, k, v, grad]: [&Heads; 4],
         log_sums: Const,
         [dq, dk, dv]: [Option<&Heads>; 3],
     ) -> Result<bool> {
         let (op, dtype) = (self.op, q.raw.dtype());
-        let Some(schedule) = schedule(gpu, sizes, form, &[q, k, v, grad]) else { return Ok(false) };
-        let count = (schedule.items + schedule.blocks - 1) as usize;
-        let dims = [count, 2, KEYS as usize, COLUMNS as usize];
+        let Some(schedule) = schedule(gpu, sizes, widest, &[q, k, v, grad]) else { return Ok(false) };
+        // The most pairs of an item and a block that computes some of its steps. Each pair has a part of the gradient
+        // of the keys, and one of the gradient of the values.
+        let pairs = (schedule.items + schedule.blocks - 1) as usize;
+        let dims = [pairs, 2, KEYS as usize, COLUMNS as usize];
         let parts = (dk.is_some() || dv.is_some()).then(|| empty(op, gpu, &dims, DType::F32)).transpose()?;
         let maps = maps(&Encoder::new(op, dtype)?, [q, k, v], Some(grad), sizes)?;
         let [(dq, dq_strides), (dk, dk_strides), (dv, dv_strides)] = [dq, dk, dv].map(Heads::place);
-        let shape = Shape { grid: [schedule.blocks, 1, 1], block: [MAIN_THREADS, 1, 1], shared: 221_264 };
+        let shape = Shape { grid: [schedule.blocks, 1, 1], block: [MAIN_THREADS, 1, 1], shared: BACKWARD_SHARED };
         let to_parts = optional_output(op, parts.as_ref())?;
         let arguments = Backward { dq, log_sums, parts: to_parts, maps, dq_strides, shape: *sizes, schedule };
         // SAFETY: the maps describe the tensors, the strides stay inside of the gradient, and `parts` has room for each
@@ -101,8 +109,9 @@ impl Attention<'_> {
         if parts.is_none() {
             return Ok(true);
         }
-        let shape =
-            Shape { grid: [schedule.items * KEYS * COLUMNS / 4 / THREADS, 2, 1], block: [THREADS, 1, 1], shared: 0 };
+        // Each thread sums four numbers. The second dimension of the grid is for the gradients of keys and of values.
+        let blocks = schedule.items * KEYS * COLUMNS / 4 / THREADS;
+        let shape = Shape { grid: [blocks, 2, 1], block: [THREADS, 1, 1], shared: 0 };
         let parts = optional_input(op, parts.as_ref())?;
         let arguments = Finish { parts, dk, dv, dk_strides, dv_strides, shape: *sizes, schedule };
         // SAFETY: as above; gradients that are not wanted are null.

@@ -20,26 +20,29 @@ use crate::cuda::launch::{Const, Kernel, Mut, Shape, empty, input, optional_inpu
 use crate::cuda::tensor_map::Encoder;
 use crate::{Raw, Result};
 
-/// The fewest queries, and the fewest keys, for these kernels: with fewer, the general kernels (`attention.cu`) are as
-/// fast.
+/// These kernels take at least this many queries, and at least this many keys: with fewer, the general kernels
+/// (`attention.cu`) are as fast.
 pub(in crate::ops::attention) const FEWEST: u32 = 256;
 /// Keys in a tile.
 pub(in crate::ops::attention) const KEYS: u32 = 128;
-/// Rows of results that are stored at once.
+/// Rows that one copy stores to a result or a gradient. The forward pass also loads this many queries per copy.
 pub(in crate::ops::attention) const STORED: u32 = 64;
-/// The time that it takes to add up the parts of split items, in steps of the kernel (see [`schedule`]).
+/// The time that it takes to add up the parts of split items, as a number of steps (see [`schedule`]).
 const SPLIT_COST: u64 = 5;
+/// Threads in a block of the backward kernels.
+const BACKWARD_THREADS: u32 = 384;
 /// Threads in a block of the kernels that compute statistics, sum parts or finish the backward pass.
 pub(in crate::ops::attention) const THREADS: u32 = 256;
 
-/// The kernels for heads of at most `columns` columns, and their constants: queries per tile, threads and shared
-/// memory.
+/// The kernels for heads of at most `columns` columns, and their constants.
 struct Form {
     columns: u32,
+    /// Queries in a tile of the forward pass.
     forward_queries: u32,
     /// The kernel, its threads per block, and its bytes of shared memory.
     forward: (&'static Kernel<Forward>, u32, u32),
     sum: &'static Kernel<Sum>,
+    /// Queries in a tile of the backward pass.
     backward_queries: u32,
     statistics: &'static Kernel<Statistics>,
     /// The kernel, and its bytes of shared memory.
@@ -78,20 +81,20 @@ impl Width {
     }
 }
 
-/// Distributes `items` of `steps` steps each over `blocks` thread blocks. An item is a tile of queries (forward pass)
-/// or of keys (backward pass) of a head; its steps are the tiles that the kernel loops over: of keys (forward) or of
-/// queries (backward). The last items, which would leave blocks idle, are split if splitting saves more time than it
-/// costs.
+/// Distributes `items` items of `steps` steps each over `blocks` thread blocks. An item is a tile of queries (forward
+/// pass) or of keys (backward pass) of a head; its steps are the tiles that the kernel loops over: of keys (forward) or
+/// of queries (backward). The last items, which would leave blocks idle, are split if splitting saves more time than it
+/// costs. The first `whole` items of the schedule are not split.
 fn schedule(blocks: u32, items: u32, steps: u32) -> Schedule {
-    let whole = items / blocks * blocks;
-    let rounds = u64::from(items.div_ceil(blocks)) * u64::from(steps);
-    let even = (u64::from(items) * u64::from(steps)).div_ceil(u64::from(blocks));
-    let whole = if rounds > even + SPLIT_COST { whole } else { items };
+    // The steps of the busiest block without and with split items.
+    let unsplit_steps = u64::from(items.div_ceil(blocks)) * u64::from(steps);
+    let split_steps = (u64::from(items) * u64::from(steps)).div_ceil(u64::from(blocks));
+    let whole = if unsplit_steps > split_steps + SPLIT_COST { items / blocks * blocks } else { items };
     Schedule { items, steps, whole, blocks }
 }
 
-/// Allocates the partial results of split items: two parts of `values` numbers per thread block. `None` if no item is
-/// split.
+/// Allocates the partial results of split items: two parts of `values` numbers per thread block. Returns `None` if no
+/// item is split.
 fn parts(op: &'static str, gpu: &Gpu, schedule: &Schedule, values: u32) -> Result<Option<Raw>> {
     let dims = [2 * schedule.blocks as usize, values as usize];
     (schedule.whole < schedule.items).then(|| empty(op, gpu, &dims, DType::F32)).transpose()
@@ -100,12 +103,14 @@ fn parts(op: &'static str, gpu: &Gpu, schedule: &Schedule, values: u32) -> Resul
 /// Whether a tensor map can describe the operand: the strides of a map must be above 0 and below 2^39 elements.
 pub(in crate::ops::attention) fn is_mapped(heads: &Heads, sizes: &AttentionShape) -> bool {
     let Strides { batch, head, row } = heads.strides;
+    // The stride of a dimension of size 1 has no meaning: `map` replaces it by the stride of rows. That stride must
+    // always be valid, so it counts as that of a dimension of size 2.
     [(2, row), (sizes.heads, head), (sizes.batch, batch)]
         .iter()
         .all(|&(size, stride)| size == 1 || (1..1 << 39).contains(&stride))
 }
 
-/// A tensor map of the matrices of heads; one copy takes `at_once` rows of 64 columns.
+/// A tensor map of the matrices of heads, which have `rows` rows; one copy takes `at_once` rows of 64 columns.
 pub(in crate::ops::attention) fn map(
     encoder: &Encoder,
     heads: &Heads,
@@ -114,15 +119,16 @@ pub(in crate::ops::attention) fn map(
     at_once: u32,
 ) -> Result<TensorMap> {
     let Strides { batch, head, row } = heads.strides;
-    // The stride of a dimension of size 1 has no meaning, but must not be zero.
+    // Distances are in bytes, with 2 bytes per element. The stride of a dimension of size 1 has no meaning, but must
+    // not be zero.
     let distance = |size: u32, stride: u64| 2 * if size == 1 { row } else { stride };
     let distances = [2 * row, distance(sizes.heads, head), distance(sizes.batch, batch)];
     let shape = [sizes.width, rows, sizes.heads, sizes.batch].map(u64::from);
     encoder.strided(heads.address, shape, &distances, [64, at_once, 1, 1])
 }
 
-/// The destination of the gradient of keys or values in a backward kernel: `wanted`, or new memory if the gradient is
-/// not wanted, because the kernel writes it in any case.
+/// The destination of the gradient of the keys or values `like` in a backward kernel: `wanted`, or new memory if the
+/// gradient is not wanted, because the kernel writes it in any case.
 pub(in crate::ops::attention) fn key_place(
     op: &'static str,
     gpu: &Gpu,
@@ -133,16 +139,16 @@ pub(in crate::ops::attention) fn key_place(
     wanted.map_or_else(|| Heads::new(op, &empty_like(op, gpu, &like.raw, width)?), |wanted| Ok(wanted.clone()))
 }
 
-/// The maps of a backward pass over tiles of `queries` queries; `sizes` has the number of query heads, `of_keys` the
-/// number of key heads.
+/// The maps of a backward pass over tiles of `queries` queries. `of_queries` has the number of query heads, `of_keys`
+/// the number of key heads.
 pub(in crate::ops::attention) fn backward_maps(
     encoder: &Encoder,
     [q, k, v, grad]: [&Heads; 4],
     [dk, dv]: [&Heads; 2],
-    [sizes, of_keys]: [&AttentionShape; 2],
+    [of_queries, of_keys]: [&AttentionShape; 2],
     queries: u32,
 ) -> Result<AttentionBackwardMaps> {
-    let query_rows = |heads: &Heads| map(encoder, heads, sizes, sizes.queries, queries);
+    let query_rows = |heads: &Heads| map(encoder, heads, of_queries, of_queries.queries, queries);
     let key_rows = |heads: &Heads, at_once: u32| map(encoder, heads, of_keys, of_keys.keys, at_once);
     Ok(AttentionBackwardMaps {
         q: query_rows(q)?,
@@ -155,38 +161,40 @@ pub(in crate::ops::attention) fn backward_maps(
 }
 
 impl Attention<'_> {
-    /// The constants of the kernels of this file; `None` if these kernels do not support the operands. The caller has
-    /// checked that the general tensor-core kernels support the operands.
+    /// The kernels of this file and their constants; `None` if these kernels do not support the operands. The caller
+    /// has checked that the general tensor-core kernels support the operands.
     fn hopper_form(
         &self,
         gpu: &Gpu,
         sizes: &AttentionShape,
-        form: Width,
+        widest: Width,
         operands: &[&Heads],
     ) -> Option<&'static Form> {
         let blocks = gpu.multiprocessors() as u64;
+        // No pass has more steps: its tiles have at least 64 rows.
         let steps = u64::from(sizes.queries.max(sizes.keys).div_ceil(64));
         let fits = gpu.is_hopper()
             && !MODULE.image.is_empty()
             && sizes.is_causal == 0
             && sizes.queries.min(sizes.keys) >= FEWEST
+            // The kernels compute steps * blocks * blocks in 32 bits.
             && steps * blocks * blocks <= u64::from(u32::MAX)
             && operands.iter().all(|heads| is_mapped(heads, sizes));
-        fits.then(|| form.hopper())
+        fits.then(|| widest.hopper())
     }
 
-    /// Computes the result and the log-sum-exp of the scores of each query; false if only the general kernels support
-    /// the operands.
+    /// Writes the result to `o`, and the log-sums to `log_sums`; returns false if these kernels do not support the
+    /// operands.
     pub(super) fn hopper_forward(
         &self,
         gpu: &Gpu,
         sizes: &AttentionShape,
-        form: Width,
+        widest: Width,
         [q, k, v, o]: [&Heads; 4],
         log_sums: Mut,
     ) -> Result<bool> {
         let (op, dtype) = (self.op, q.raw.dtype());
-        let Some(form) = self.hopper_form(gpu, sizes, form, &[q, k, v, o]) else { return Ok(false) };
+        let Some(form) = self.hopper_form(gpu, sizes, widest, &[q, k, v, o]) else { return Ok(false) };
         let (queries, columns) = (form.forward_queries, form.columns);
         let items = sizes.queries.div_ceil(queries) * sizes.batch * sizes.heads;
         let schedule = schedule(gpu.multiprocessors() as u32, items, sizes.keys.div_ceil(KEYS));
@@ -205,30 +213,31 @@ impl Attention<'_> {
         // SAFETY: the maps describe the tensors, and `parts` has room for the parts of every thread block.
         unsafe { gpu.function(kernel, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
         if let Some(parts) = &parts {
+            // Each of the 256 threads of a block sums 8 numbers.
             let blocks = (schedule.items - schedule.whole) * (queries * columns / 2048);
             let shape = Shape { grid: [blocks, 1, 1], block: [THREADS, 1, 1], shared: 0 };
-            let (o, parts) = ((o.output(), o.strides), input(op, parts)?);
-            let arguments = Sum { o: o.0, log_sums, parts, o_strides: o.1, shape: *sizes, schedule };
+            let parts = input(op, parts)?;
+            let arguments = Sum { o: o.output(), log_sums, parts, o_strides: o.strides, shape: *sizes, schedule };
             // SAFETY: as above.
             unsafe { gpu.function(form.sum, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
         }
         Ok(true)
     }
 
-    /// Writes the gradients of q, k and v for which there is a destination; false if only the general kernels support
-    /// the operands.
+    /// Writes the gradients of q, k and v for which there is a destination; returns false if these kernels do not
+    /// support the operands.
     pub(super) fn hopper_backward(
         &self,
         gpu: &Gpu,
         sizes: &AttentionShape,
-        form: Width,
+        widest: Width,
         [q, k, v, o, grad]: [&Heads; 5],
         log_sums: Const,
         [dq, dk, dv]: [Option<&Heads>; 3],
     ) -> Result<bool> {
         let (op, dtype) = (self.op, q.raw.dtype());
         let operands: Vec<&Heads> = [q, k, v, o, grad].into_iter().chain([dq, dk, dv].into_iter().flatten()).collect();
-        let Some(form) = self.hopper_form(gpu, sizes, form, &operands) else { return Ok(false) };
+        let Some(form) = self.hopper_form(gpu, sizes, widest, &operands) else { return Ok(false) };
         let (queries, columns) = (form.backward_queries, form.columns);
         let heads = sizes.batch * sizes.heads;
         let steps = sizes.queries.div_ceil(queries);
@@ -236,6 +245,8 @@ impl Attention<'_> {
         let tiles = (heads * steps) as usize;
         let parts = parts(op, gpu, &schedule, 2 * KEYS * columns)?;
         let statistics = empty(op, gpu, &[tiles, 2 * queries as usize], DType::F32)?;
+        // The gradients of the queries of each tile, which the blocks of the backward kernel add up one after another:
+        // `turns` says whose turn it is.
         let sums = empty(op, gpu, &[tiles, (queries * columns) as usize], DType::F32)?;
         let turns = empty(op, gpu, &[tiles], DType::U32)?;
         let places = [key_place(op, gpu, k, dk)?, key_place(op, gpu, v, dv)?];
@@ -255,7 +266,7 @@ impl Attention<'_> {
         // SAFETY: the strides stay inside of the tensors, which are of these sizes.
         unsafe { gpu.function(form.statistics, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
         let (kernel, shared) = form.backward;
-        let shape = Shape { grid: [schedule.blocks, 1, 1], block: [384, 1, 1], shared };
+        let shape = Shape { grid: [schedule.blocks, 1, 1], block: [BACKWARD_THREADS, 1, 1], shared };
         let arguments = Backward {
             statistics: input(op, &statistics)?,
             sums: output(op, &sums)?,
@@ -266,7 +277,7 @@ impl Attention<'_> {
             schedule,
         };
         // SAFETY: the maps describe the tensors, and `parts` has room for the parts of every thread block. Blocks wait
-        // for one another, and all run at once because each has a multiprocessor.
+        // for one another, but all run at once because each has a multiprocessor.
         unsafe { gpu.function(kernel, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
         let [(dq, dq_strides), (dk, dk_strides), (dv, dv_strides)] = [dq, dk, dv].map(Heads::place);
         let blocks = tiles as u32 + (schedule.items - schedule.whole) * columns / 8;

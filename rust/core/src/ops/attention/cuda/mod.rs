@@ -25,10 +25,12 @@ use crate::cuda::{Gpu, contiguous, fill};
 use crate::raw::{heads_lie_inside, storage_identity};
 use crate::{Error, Raw, Result};
 
-/// An attention: the shape of the scores (..., queries, keys), their scale, and whether it is causal.
+/// The settings of an attention operation.
 #[derive(Clone, Copy)]
 pub struct Attention<'a> {
+    /// The operation's name, for errors.
     pub op: &'static str,
+    /// The shape of the scores: (..., queries, keys).
     pub scores: &'a [usize],
     pub scale: f64,
     pub is_causal: bool,
@@ -80,8 +82,8 @@ impl Heads {
     /// Whether rows can be read 16 bytes at a time.
     pub(super) fn is_aligned(&self) -> bool {
         let Strides { batch, head, row } = self.strides;
-        let wide = crate::cuda::launch::wide(self.raw.dtype()) as u64;
-        self.address.is_multiple_of(16) && [batch, head, row].iter().all(|stride| stride.is_multiple_of(wide))
+        let in_16_bytes = crate::cuda::launch::wide(self.raw.dtype()) as u64;
+        self.address.is_multiple_of(16) && [batch, head, row].iter().all(|stride| stride.is_multiple_of(in_16_bytes))
     }
 }
 
@@ -121,6 +123,7 @@ pub(super) fn empty_like(op: &'static str, gpu: &Gpu, like: &Raw, width: usize) 
 }
 
 impl Attention<'_> {
+    /// The sizes and settings for kernels; each query or key has `width` columns.
     pub(super) fn sizes(&self, width: usize, value_width: usize) -> Result<AttentionShape> {
         let rank = self.scores.len();
         let heads = rank.checked_sub(3).map_or(1, |i| self.scores[i]);
@@ -139,8 +142,8 @@ impl Attention<'_> {
         })
     }
 
-    /// The mask, broadcast to the scores: its description for kernels, and the tensor, which must live until the
-    /// launch.
+    /// The mask, broadcast to the scores: its description for kernels (null without a mask), and the tensor, which must
+    /// live until the launch.
     fn mask(&self, mask: Option<&Raw>) -> Result<(Mask, Option<Raw>)> {
         let Some(mask) = mask else { return Ok((Mask { numbers: 0, batch: 0, head: 0, query: 0, key: 0 }, None)) };
         let mask = mask.broadcast_as(self.scores)?;
@@ -158,7 +161,7 @@ impl Attention<'_> {
         Ok((Mask { numbers: address(self.op, &mask)?, batch, head, query: row, key }, Some(mask)))
     }
 
-    /// The width of the tensor-core kernels that support these operands; `None` if none does.
+    /// Which tensor-core kernels support these operands; `None` if none do.
     pub(super) fn tensor_cores(
         &self,
         sizes: &AttentionShape,
@@ -177,7 +180,7 @@ impl Attention<'_> {
         fits.then_some(if sizes.width <= 64 { Width::W64 } else { Width::W128 })
     }
 
-    /// The result, and for each query log Σ e^score over its keys.
+    /// Computes the result and the log-sums. The log-sum of a query is log Σ e^score over its keys.
     pub fn forward(&self, [q, k, v]: [&Raw; 3], mask: Option<&Raw>) -> Result<(Raw, Raw)> {
         let op = self.op;
         let gpu = Gpu::of(op, q)?;
@@ -196,16 +199,16 @@ impl Attention<'_> {
         }
         let [q, k, v, to] = [Heads::new(op, q)?, Heads::new(op, k)?, Heads::new(op, v)?, Heads::new(op, &o)?];
         let sums = output(op, &log_sums)?;
-        if let Some(form) = self.tensor_cores(&sizes, &[&q, &k, &v, &to], mask) {
+        if let Some(widest) = self.tensor_cores(&sizes, &[&q, &k, &v, &to], mask) {
             let operands = [&q, &k, &v, &to];
-            if self.hopper_forward(gpu, &sizes, form, operands, sums)?
-                || self.few_keys_forward(gpu, &sizes, form, operands, sums)?
+            if self.hopper_forward(gpu, &sizes, widest, operands, sums)?
+                || self.few_keys_forward(gpu, &sizes, widest, operands, sums)?
             {
                 return Ok((o, log_sums));
             }
-            let function = gpu.function(form.forward(), suffix(op, dtype)?)?;
+            let function = gpu.function(widest.forward(), suffix(op, dtype)?)?;
             let blocks = sizes.queries.div_ceil(64) * heads;
-            let shape = Shape { grid: [blocks, 1, 1], block: [128, 1, 1], shared: form.forward_shared(gpu) };
+            let shape = Shape { grid: [blocks, 1, 1], block: [128, 1, 1], shared: widest.forward_shared(gpu) };
             let arguments = AttentionForwardW64 {
                 q: q.input(),
                 k: k.input(),
@@ -221,7 +224,7 @@ impl Attention<'_> {
             // SAFETY: the strides stay inside of the tensors, which are of these sizes.
             unsafe { function.launch(op, gpu, shape, arguments) }?;
         } else {
-            let (mask, _mask) = self.mask(mask)?;
+            let (mask, _keeps_alive) = self.mask(mask)?;
             let function = gpu.function(&ATTENTION_PLAIN_FORWARD, suffix(op, dtype)?)?;
             let grid = [sizes.queries.div_ceil(32) * heads, sizes.value_width.div_ceil(64).max(1), 1];
             let shape = Shape { grid, block: [256, 1, 1], shared: 0 };
@@ -244,7 +247,7 @@ impl Attention<'_> {
         Ok((o, log_sums))
     }
 
-    /// The gradients of q, k and v that are wanted.
+    /// Computes the gradients of q, k and v; `None` where `wanted` is false.
     pub fn backward(&self, saved: &SavedValues, grad: &Raw, wanted: [bool; 3]) -> Result<[Option<Raw>; 3]> {
         let gpu = Gpu::of(self.op, grad)?;
         let mut grads = [None, None, None];
@@ -257,7 +260,7 @@ impl Attention<'_> {
         Ok(grads)
     }
 
-    /// Writes the gradients of q, k and v for which `grads` has a tensor; each may be a part of a larger tensor.
+    /// Writes the gradients of q, k and v for which `grads` has a tensor; each may be a view of a larger tensor.
     pub fn backward_into(
         &self,
         SavedValues { inputs: [q, k, v], mask, result: o, log_sums }: &SavedValues,
@@ -280,14 +283,14 @@ impl Attention<'_> {
         }
         let [q, k, v] = [Heads::new(op, q)?, Heads::new(op, k)?, Heads::new(op, v)?];
         let (o, grad) = (Heads::new(op, o)?, Heads::new(op, grad)?);
-        let results = [result_heads(op, grads[0])?, result_heads(op, grads[1])?, result_heads(op, grads[2])?];
-        let operands: Vec<&Heads> = [&q, &k, &v, &grad].into_iter().chain(results.iter().flatten()).collect();
-        let form = self.tensor_cores(&sizes, &operands, mask);
-        if let Some(form) = form.filter(|_| o.is_aligned()) {
+        let places = [destination(op, grads[0])?, destination(op, grads[1])?, destination(op, grads[2])?];
+        let operands: Vec<&Heads> = [&q, &k, &v, &grad].into_iter().chain(places.iter().flatten()).collect();
+        let widest = self.tensor_cores(&sizes, &operands, mask);
+        if let Some(widest) = widest.filter(|_| o.is_aligned()) {
             let log_sums = input(op, log_sums)?;
-            let results = results.each_ref().map(Option::as_ref);
-            if self.hopper_backward(gpu, &sizes, form, [&q, &k, &v, &o, &grad], log_sums, results)?
-                || self.few_keys_backward(gpu, &sizes, form, [&q, &k, &v, &grad], log_sums, results)?
+            let places = places.each_ref().map(Option::as_ref);
+            if self.hopper_backward(gpu, &sizes, widest, [&q, &k, &v, &o, &grad], log_sums, places)?
+                || self.few_keys_backward(gpu, &sizes, widest, [&q, &k, &v, &grad], log_sums, places)?
             {
                 return Ok(());
             }
@@ -295,22 +298,22 @@ impl Attention<'_> {
         let deltas = self.deltas(gpu, &sizes, &o, &grad)?;
         let log_sums = input(op, log_sums)?;
         let delta = input(op, &deltas)?;
-        if let Some(form) = form {
+        if let Some(widest) = widest {
             let [(dq, dq_strides), (dk, dk_strides), (dv, dv_strides)] =
-                results.each_ref().map(|result| Heads::place(result.as_ref()));
+                places.each_ref().map(|place| Heads::place(place.as_ref()));
             let parts = self.parts(&sizes);
             let sizes = AttentionShape { parts, ..sizes };
-            let others = wanted[1] || wanted[2];
-            let partial = |wanted: bool| -> Result<Option<Raw>> {
+            let wants_k_or_v = wanted[1] || wanted[2];
+            let partial = |is_wanted: bool| -> Result<Option<Raw>> {
                 let dims = [parts as usize, heads as usize, sizes.keys as usize, sizes.width as usize];
-                (wanted && parts > 1).then(|| empty(op, gpu, &dims, DType::F32)).transpose()
+                (is_wanted && parts > 1).then(|| empty(op, gpu, &dims, DType::F32)).transpose()
             };
             let (dk_parts, dv_parts) = (partial(wanted[1])?, partial(wanted[2])?);
-            let key_blocks = if others { parts * sizes.keys.div_ceil(64) * heads } else { 0 };
+            let key_blocks = if wants_k_or_v { parts * sizes.keys.div_ceil(64) * heads } else { 0 };
             let query_blocks = if wanted[0] { sizes.queries.div_ceil(64) * heads } else { 0 };
             let grid = [key_blocks + query_blocks, 1, 1];
-            let shape = Shape { grid, block: [128, 1, 1], shared: form.backward_shared() };
-            let function = gpu.function(form.backward(), suffix(op, dtype)?)?;
+            let shape = Shape { grid, block: [128, 1, 1], shared: widest.backward_shared() };
+            let function = gpu.function(widest.backward(), suffix(op, dtype)?)?;
             let arguments = AttentionBackwardW64 {
                 q: q.input(),
                 k: k.input(),
@@ -332,19 +335,20 @@ impl Attention<'_> {
                 dv_strides,
                 shape: sizes,
             };
-            // SAFETY: as above; gradients that are not wanted are null.
+            // SAFETY: as in `forward`; gradients that are not wanted are null.
             unsafe { function.launch(op, gpu, shape, arguments) }?;
-            if parts > 1 && others {
+            if parts > 1 && wants_k_or_v {
                 let parts = [dk_parts.as_ref(), dv_parts.as_ref()];
                 self.sum_parts(gpu, dtype, &sizes, parts, [(dk, dk_strides), (dv, dv_strides)])?;
             }
             return Ok(());
         }
-        let (mask, _mask) = self.mask(mask)?;
+        let (mask, _keeps_alive) = self.mask(mask)?;
+        // The kernels for the gradients of q, k and v have the same parameters.
         const KERNELS: [&Kernel<AttentionPlainBackwardQuery>; 3] =
             [&ATTENTION_PLAIN_BACKWARD_QUERY, &ATTENTION_PLAIN_BACKWARD_KEY, &ATTENTION_PLAIN_BACKWARD_VALUE];
-        for (i, result) in results.iter().enumerate() {
-            let Some(result) = result else { continue };
+        for (i, place) in places.iter().enumerate() {
+            let Some(place) = place else { continue };
             let rows = if i == 0 { sizes.queries } else { sizes.keys };
             let columns = if i == 2 { sizes.value_width } else { sizes.width };
             if columns == 0 {
@@ -360,12 +364,12 @@ impl Attention<'_> {
                 d_o: grad.input(),
                 log_sums,
                 delta,
-                grad: result.output(),
+                grad: place.output(),
                 q_strides: q.strides,
                 k_strides: k.strides,
                 v_strides: v.strides,
                 do_strides: grad.strides,
-                grad_strides: result.strides,
+                grad_strides: place.strides,
                 mask,
                 shape: sizes,
             };
@@ -423,6 +427,7 @@ impl Attention<'_> {
     /// The number of ranges into which the queries are split. With few keys, the gradients of keys and values are
     /// summed in parts, one part per range, to fill the device.
     fn parts(&self, sizes: &AttentionShape) -> u32 {
+        /// The number of thread blocks that fills the device.
         const BLOCKS: u32 = 396;
         let blocks = sizes.keys.div_ceil(64) * sizes.batch * sizes.heads;
         (BLOCKS / blocks.max(1)).clamp(1, sizes.queries.div_ceil(256).max(1))
@@ -430,7 +435,7 @@ impl Attention<'_> {
 }
 
 /// The destination of a gradient, as matrices of heads; an error if its strides would require a copy.
-fn result_heads(op: &'static str, grad: Option<&Raw>) -> Result<Option<Heads>> {
+fn destination(op: &'static str, grad: Option<&Raw>) -> Result<Option<Heads>> {
     let Some(grad) = grad else { return Ok(None) };
     let heads = Heads::new(op, grad)?;
     if storage_identity(&heads.raw).0 != storage_identity(grad).0 {
@@ -445,7 +450,7 @@ fn result_heads(op: &'static str, grad: Option<&Raw>) -> Result<Option<Heads>> {
     Ok(Some(heads))
 }
 
-/// The widest head that a tensor-core kernel supports.
+/// The widest head that a tensor-core kernel supports: 64 or 128 columns.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Width {
     W64,

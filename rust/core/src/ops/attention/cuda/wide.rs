@@ -26,15 +26,17 @@ impl Attention<'_> {
         width.min(value_width) > WIDEST && mask.is_none() && !self.is_causal && self.scores.last() != Some(&0)
     }
 
-    /// Writes the result to `o`, and for each query log Σ e^score over its keys to `log_sums`, which is dense.
+    /// Writes the result to `o`, and the log-sums (for each query, log Σ e^score over its keys) to `log_sums`, which is
+    /// dense. There must be at least one query and one key.
     pub(super) fn wide_forward(&self, [q, k, v]: [&Raw; 3], o: &Raw, log_sums: &Raw) -> Result<()> {
         let (op, dtype, rank) = (self.op, q.dtype(), self.scores.len());
         let gpu = Gpu::of(op, q)?;
         let [queries, keys] = [self.scores[rank - 2], self.scores[rank - 1]];
         let heads: usize = self.scores[..rank - 2].iter().product();
-        let most = (MOST_SCORES / keys).clamp(1, queries);
-        let numbers = accumulator(dtype);
-        let function = gpu.function(&LOGSUMEXP_FORWARD, suffix(op, numbers)?)?;
+        // Queries in a block.
+        let most_queries = (MOST_SCORES / keys).clamp(1, queries);
+        let score_dtype = accumulator(dtype);
+        let function = gpu.function(&LOGSUMEXP_FORWARD, suffix(op, score_dtype)?)?;
         let sums = output(op, log_sums)?;
         // `pairs` splits each f32 number of a row into hi + lo in bf16, and writes three parts one after the other: for
         // k and v, the hi, the lo and again the hi numbers of the row (see `RIGHT`). It gets all of v as one row, so
@@ -44,26 +46,26 @@ impl Attention<'_> {
             let [q, k, v, o] =
                 [self.matrix(q, head)?, self.matrix(k, head)?, self.matrix(v, head)?, self.matrix(o, head)?];
             let (k, v) = if in_pairs {
-                let (width, values) = (k.dims()[1], v.elem_count());
-                let v = pairs(op, RIGHT, &contiguous(&v)?, values)?;
-                (pairs(op, RIGHT, &contiguous(&k)?, width)?, v.reshape((3 * keys, values / keys))?)
+                let (width, v_count) = (k.dims()[1], v.elem_count());
+                let v = pairs(op, RIGHT, &contiguous(&v)?, v_count)?;
+                (pairs(op, RIGHT, &contiguous(&k)?, width)?, v.reshape((3 * keys, v_count / keys))?)
             } else {
                 (k, v)
             };
-            for start in (0..queries).step_by(most) {
-                let count = most.min(queries - start);
+            for start in (0..queries).step_by(most_queries) {
+                let count = most_queries.min(queries - start);
                 let q = q.narrow(0, start, count)?;
                 let q = if in_pairs { pairs(op, LEFT, &contiguous(&q)?, q.dims()[1])? } else { q };
-                let scores = product(&q, &k.t()?, self.scale, numbers)?;
+                let scores = product(&q, &k.t()?, self.scale, score_dtype)?;
                 let arguments = LogsumexpForward {
                     x: input(op, &scores)?,
                     y: Mut::NULL,
-                    exact: sums.behind((head * queries + start) * numbers.size_in_bytes()),
+                    exact: sums.behind((head * queries + start) * score_dtype.size_in_bytes()),
                     rows: count as u64,
                     len: count32(op, keys)?,
                 };
                 // SAFETY: there are this many rows of scores, and `log_sums` has a number for each row.
-                unsafe { function.launch(op, gpu, Shape::rows(count, keys, numbers), arguments) }?;
+                unsafe { function.launch(op, gpu, Shape::rows(count, keys, score_dtype), arguments) }?;
                 let probs = softmax::cuda::forward("softmax", &scores)?;
                 let probs = if in_pairs { pairs(op, LEFT, &probs, keys)? } else { cast(&probs, dtype)? };
                 write_products(&[[&o.narrow(0, start, count)?, &probs, &v]], 1.0, false)?;
@@ -72,7 +74,7 @@ impl Attention<'_> {
         Ok(())
     }
 
-    /// One head's matrix of a tensor (..., rows, columns).
+    /// The matrix of a head in a tensor (..., rows, columns).
     fn matrix(&self, tensor: &Raw, head: usize) -> Result<Raw> {
         let (mut matrix, mut rest) = (tensor.clone(), head);
         for (dim, &size) in self.scores[..self.scores.len() - 2].iter().enumerate().rev() {
