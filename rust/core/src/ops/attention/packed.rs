@@ -1,5 +1,6 @@
-//! Attention over q, k and v side by side in one tensor, as [`linear_group`](crate::ops::linear_group::linear_group)
-//! computes them. q, k and v are read in place, and their gradients are written side by side.
+//! Attention over q, k and v that lie side by side in one tensor, the layout that
+//! [`linear_group`](crate::ops::linear_group::linear_group) computes. The operation reads q, k and v in place, and
+//! writes their gradients side by side.
 
 use super::cpu::{self, SavedValues};
 use super::{backward, forward};
@@ -10,15 +11,16 @@ use crate::{Error, Result, Tensor, compute};
 
 pub(super) static PACKED: OpInfo = OpInfo::expensive("packed_attention");
 
-/// Attention with `heads` heads → `(B, S, D)`. Without a context, `x (B, S, 3 D)` has q, k and v
-/// of the same tokens. With a context, `x (B, S, D)` has q, and `context (B, L, 2 D)` has k and v of other tokens.
+/// Computes attention with `heads` heads → `(B, S, D)`. Without a context, `x (B, S, 3 D)` has q, k and v of the same
+/// S tokens. With a context, `x (B, S, D)` has q, and `context (B, L, 2 D)` has k and v of L other tokens.
 ///
-/// Each of q, k and v has its heads, D / heads wide, one after the other. With `is_causal`, query i sees the keys up to
-/// i. The scale is 1/√(D / heads). Saves its inputs, the result and one number per head and token.
+/// The D columns of each of q, k and v are those of its first head, then those of the second, and so on: D / heads
+/// columns per head. With `is_causal`, query i sees only keys 0 to i. The scale is 1/√(D / heads). Saves its inputs,
+/// the result and one number per head and query.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit together, [`Error::OutOfMemory`] if
-/// the result does not fit in memory.
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit together, or if the number of heads
+/// is 0, or if `x` is not floating point; [`Error::OutOfMemory`] if the result does not fit in memory.
 pub fn packed_attention(x: &Tensor, context: Option<&Tensor>, heads: usize, is_causal: bool) -> Result<Tensor> {
     let packed = Packed::new(x, context, heads, is_causal)?;
     check_allocation(PACKED.name, &packed.result, x.dtype())?;
@@ -55,6 +57,7 @@ struct Packed {
     /// How many of q, k and v are in x, and how many in the context.
     parts: [usize; 2],
     heads: usize,
+    /// The shape of the result: (batch, queries, width).
     result: [usize; 3],
     attention: cpu::Attention,
 }
@@ -63,6 +66,7 @@ impl Packed {
     fn new(x: &Tensor, context: Option<&Tensor>, heads: usize, is_causal: bool) -> Result<Self> {
         let op = PACKED.name;
         let parts = if context.is_some() { [1, 2] } else { [3, 0] };
+        // Batch, length and the width of one part.
         let sizes = |name: &str, tensor: &Tensor, parts: usize| -> Result<[usize; 3]> {
             match *tensor.dims() {
                 [batch, length, width] if heads > 0 && width.is_multiple_of(parts * heads) => {
@@ -81,8 +85,8 @@ impl Packed {
         let [batch, queries, width] = sizes("input", x, parts[0])?;
         let mut keys = queries;
         if let Some(context) = context {
-            let found = sizes("context", context, parts[1])?;
-            if [found[0], found[2]] != [batch, width] {
+            let [context_batch, length, part_width] = sizes("context", context, parts[1])?;
+            if [context_batch, part_width] != [batch, width] {
                 return Err(Error::shape(
                     op,
                     format!(
@@ -94,7 +98,7 @@ impl Packed {
                 ));
             }
             crate::ops::linear::same_kind(op, x, "context", context)?;
-            keys = found[1];
+            keys = length;
         }
         if !crate::raw::is_float(x.dtype()) {
             return Err(Error::dtype(
@@ -108,32 +112,32 @@ impl Packed {
         Ok(Self { parts, heads, result: [batch, queries, width], attention })
     }
 
-    /// Part `index` of `parts`, (batch, heads, length, width of a head); a view.
+    /// Part `index` of the `parts` that lie side by side in `packed`: a view (batch, heads, length, width of a head).
     fn part(&self, packed: &Raw, index: usize, parts: usize) -> Result<Raw> {
         let [batch, _, width] = self.result;
-        let split = packed.reshape((batch, packed.dims()[1], parts * self.heads, width / self.heads))?;
-        Ok(split.narrow(2, index * self.heads, self.heads)?.transpose(1, 2)?)
+        let by_head = packed.reshape((batch, packed.dims()[1], parts * self.heads, width / self.heads))?;
+        Ok(by_head.narrow(2, index * self.heads, self.heads)?.transpose(1, 2)?)
     }
 
-    /// q, k and v as views of x and of the context.
+    /// q, k and v as views of x and of the context, both contiguous.
     fn split(&self, x: &Raw, context: Option<&Raw>) -> Result<[Raw; 3]> {
-        let [own, other] = self.parts;
+        let [in_x, in_context] = self.parts;
         let part = |index: usize| match context {
-            Some(context) if index >= own => self.part(context, index - own, other),
-            _ => self.part(x, index, own),
+            Some(context) if index >= in_x => self.part(context, index - in_x, in_context),
+            _ => self.part(x, index, in_x),
         };
         Ok([part(0)?, part(1)?, part(2)?])
     }
 
-    /// Writes the gradients of q, k and v, side by side, into the gradients of x and of the context. A gradient that is
-    /// `None` is not computed.
-    fn write(&self, saved: &SavedValues, grad: &Raw, [x, context]: [Option<&Raw>; 2]) -> Result<()> {
-        let [own, other] = self.parts;
+    /// Writes the gradients of q, k and v, side by side, to `grad_x` and `grad_context`, from `grad`, the gradient of
+    /// the result. Where the destination is `None`, computes no gradient.
+    fn write(&self, saved: &SavedValues, grad: &Raw, [grad_x, grad_context]: [Option<&Raw>; 2]) -> Result<()> {
+        let [in_x, in_context] = self.parts;
         // For each of q, k and v: the tensor that its gradient is written to, its index among the parts of this tensor,
         // and the number of parts.
-        let places = [0, 1, 2].map(|index| match index < own {
-            true => x.map(|x| (x, index, own)),
-            false => context.map(|context| (context, index - own, other)),
+        let places = [0, 1, 2].map(|index| match index < in_x {
+            true => grad_x.map(|grad_x| (grad_x, index, in_x)),
+            false => grad_context.map(|grad_context| (grad_context, index - in_x, in_context)),
         });
         on_device!(
             grad.device(),
@@ -148,19 +152,20 @@ impl Packed {
             cpu => {
                 let grads = backward(&self.attention, saved, grad, places.map(|place| place.is_some()))?;
                 let [batch, _, width] = self.result;
-                for (place, grad) in places.into_iter().zip(grads) {
-                    if let (Some((packed, index, _)), Some(grad)) = (place, grad) {
-                        // The heads of a token are adjacent in `grad`, so the transpose is contiguous already.
-                        let rows = compute::contiguous(&grad.transpose(1, 2)?)?;
-                        let rows = rows.reshape((batch, packed.dims()[1], width))?;
-                        compute::copy_into(&packed.narrow(2, index * width, width)?, &rows)?;
+                for (place, part) in places.into_iter().zip(grads) {
+                    if let (Some((packed, index, _)), Some(part)) = (place, part) {
+                        // The heads of a token are adjacent in `part`, so the transpose is contiguous already.
+                        let tokens = compute::contiguous(&part.transpose(1, 2)?)?;
+                        let tokens = tokens.reshape((batch, packed.dims()[1], width))?;
+                        compute::copy_into(&packed.narrow(2, index * width, width)?, &tokens)?;
                     }
                 }
-        Ok(())
+                Ok(())
             },
         )
     }
 
+    /// q, k and v as views of x and of the context, or of contiguous copies of those that are not contiguous.
     fn operands(&self, x: &Raw, context: Option<&Raw>) -> Result<[Raw; 3]> {
         let context = context.map(compute::contiguous).transpose()?;
         self.split(&compute::contiguous(x)?, context.as_ref())
@@ -171,6 +176,7 @@ struct PackedBackward {
     x: Saved,
     context: Option<Saved>,
     result: Saved,
+    /// The log-sum-exp of the scores of each query.
     log_sums: Saved,
     packed: Packed,
 }
@@ -178,19 +184,19 @@ struct PackedBackward {
 impl Backward for PackedBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let packed = &self.packed;
-        let (x, other) = (self.x.get()?, self.context.as_ref().map(Saved::get).transpose()?);
+        let (x, keys) = (self.x.get()?, self.context.as_ref().map(Saved::get).transpose()?);
         let saved = SavedValues {
-            inputs: packed.operands(&x, other.as_ref())?,
+            inputs: packed.operands(&x, keys.as_ref())?,
             mask: None,
             result: packed.part(&self.result.get()?, 0, 1)?,
             log_sums: self.log_sums.get()?,
         };
         let grad = packed.part(&compute::contiguous(context.grad())?, 0, 1)?;
-        let unset = |input: &Raw| compute::unset(PACKED.name, input, input.dims());
-        let grad_x = context.needs(0).then(|| unset(&x)).transpose()?;
-        let grad_other = other.as_ref().filter(|_| context.needs(1)).map(unset).transpose()?;
-        packed.write(&saved, &grad, [grad_x.as_ref(), grad_other.as_ref()])?;
-        for (index, grad) in [grad_x, grad_other].into_iter().enumerate() {
+        let unset_like = |input: &Raw| compute::unset(PACKED.name, input, input.dims());
+        let grad_x = context.needs(0).then(|| unset_like(&x)).transpose()?;
+        let grad_keys = keys.as_ref().filter(|_| context.needs(1)).map(unset_like).transpose()?;
+        packed.write(&saved, &grad, [grad_x.as_ref(), grad_keys.as_ref()])?;
+        for (index, grad) in [grad_x, grad_keys].into_iter().enumerate() {
             if let Some(grad) = grad {
                 context.add(index, grad)?;
             }

@@ -1,6 +1,6 @@
-//! Attention inside the segments of a packed row, with queries and keys that are rotated by their positions, for the
-//! blocks of language models. The operation reads queries, keys and values in place in the projection, and writes their
-//! gradients side by side in the same layout.
+//! Attention inside the segments of a packed row, for the blocks of language models. The operation takes a projection
+//! that has queries, keys and values side by side, rotates queries and keys by their positions, and writes the gradient
+//! of the projection in the same layout.
 
 #[cfg(feature = "testing")]
 use super::cases::plain_varlen;
@@ -18,28 +18,29 @@ use crate::{Error, Result, Tensor, checkpoint};
 
 pub(super) static ROTARY: OpInfo = OpInfo::expensive("rotary_attention");
 
-/// How a projection is divided into heads, and how its queries and keys are normalised and rotated.
+/// How a projection of N tokens is divided into heads, and how its queries and keys are normalised and rotated. Each
+/// head has `width` columns.
 #[derive(Clone, Copy)]
 pub struct RotaryHeads<'a> {
     /// Number of heads of queries.
     pub heads: usize,
     /// Number of heads of keys and values, a divisor of `heads`.
     pub key_heads: usize,
-    /// cos and sin of the angles by which the pairs of columns (i, i + width / 2) are rotated: (N, width / 2) for the N
-    /// rows of the projection.
+    /// cos and sin of the angles by which the pairs of columns (i, i + width / 2) of a head are rotated, each
+    /// (N, width / 2).
     pub angles: [&'a Tensor; 2],
-    /// Scales of the RMS norms of queries and of keys, (width), frozen, and the epsilon of the norms. `None` for models
-    /// without these norms; a scale is `None` for a norm without a scale.
+    /// The scales of the RMS norms of queries and of keys, each (width) and frozen, and the epsilon of both norms.
+    /// `None` for models without these norms. A scale is `None` if its norm has no scale.
     pub norms: Option<([Option<&'a Tensor>; 2], f64)>,
 }
 
-/// Causal attention inside each segment of a packed row, like [`varlen_attention`](super::varlen_attention):
-/// `x (N, (heads + 2 key heads) · width)` → `(N, heads · width)`. `x` has queries, keys and values of a token side by
-/// side, each with its heads one after the other. Queries and keys are first normalised, if `heads` has norms, and
-/// rotated.
+/// Computes causal attention inside each segment of a packed row, like
+/// [`varlen_attention`](super::varlen_attention): `x (N, (heads + 2 key heads) · width)` → `(N, heads · width)`. A row
+/// of `x` has all heads of a token's queries, then those of its keys, then those of its values. Queries and keys are
+/// first normalised, if `heads` has norms, and then rotated.
 ///
-/// `cu_seqlens` and `window` are those of `varlen_attention`. Saves the projection, the result, one number per query
-/// and head, and two numbers per token; the backward pass computes queries and keys again.
+/// `cu_seqlens` and `window` are those of `varlen_attention`. Saves the projection, the result, one number per token
+/// and query head, and two numbers per token; the backward pass normalises and rotates queries and keys again.
 ///
 /// # Errors
 /// As [`varlen_attention`](super::varlen_attention); [`Error::Argument`] also if a norm's scale needs a gradient or the
@@ -52,19 +53,19 @@ pub fn rotary_attention(
     window: Option<usize>,
 ) -> Result<Tensor> {
     let rotary = Rotary::new(x, &heads, cu_seqlens, window)?;
-    check_allocation_on(x.device(), ROTARY.name, &rotary.result(), x.dtype())?;
+    check_allocation_on(x.device(), ROTARY.name, &rotary.result_dims(), x.dtype())?;
     checkpoint::reads(&[cu_seqlens]);
     let [cos, sin] = heads.angles;
-    let scales = heads.norms.map_or([None, None], |(scales, _)| scales);
+    let scales = heads.norms.map_or([None, None], |(scales, _eps)| scales);
     record_with_aux(
         &ROTARY,
         &[x],
         || {
             let (x, spans) = (contiguous(&x.raw)?, spans(ROTARY.name, &cu_seqlens.raw, rotary.varlen.rows, window)?);
             let norms = rotary.norms([&cos.raw, &sin.raw], scales.map(|scale| scale.map(Tensor::raw)));
-            let (qkv, _) = rotary.heads(&x, &norms)?;
+            let (qkv, _) = rotary.rotated_heads(&x, &norms)?;
             let (o, log_sums) = rotary.varlen.forward(qkv.each_ref(), &spans)?;
-            Ok((o.reshape(rotary.result().as_slice())?, [log_sums, spans].into_iter().collect()))
+            Ok((o.reshape(rotary.result_dims().as_slice())?, [log_sums, spans].into_iter().collect()))
         },
         |saver, o, aux| RotaryBackward {
             x: saver.save(x),
@@ -78,10 +79,13 @@ pub fn rotary_attention(
     )
 }
 
+/// The sizes of a rotary attention.
 #[derive(Clone, Copy)]
 struct Rotary {
     varlen: Varlen,
+    /// The number of columns of a head.
     width: usize,
+    /// The epsilon of the norms; `None` without norms.
     eps: Option<f64>,
 }
 
@@ -89,19 +93,22 @@ impl Rotary {
     fn new(x: &Tensor, heads: &RotaryHeads<'_>, cu_seqlens: &Tensor, window: Option<usize>) -> Result<Self> {
         let op = ROTARY.name;
         let &RotaryHeads { heads, key_heads, angles, norms } = heads;
-        let all = heads.saturating_add(key_heads.saturating_mul(2));
+        let all_heads = heads.saturating_add(key_heads.saturating_mul(2));
         let (rows, width) = match *x.dims() {
             [rows, columns]
-                if key_heads > 0 && heads.is_multiple_of(key_heads) && heads > 0 && columns.is_multiple_of(2 * all) =>
+                if key_heads > 0
+                    && heads.is_multiple_of(key_heads)
+                    && heads > 0
+                    && columns.is_multiple_of(2 * all_heads) =>
             {
-                (rows, columns / all)
+                (rows, columns / all_heads)
             }
             _ => {
                 let found = x.dims();
                 let message = format!(
                     "found {heads} heads of queries, {key_heads} heads of keys and a projection of shape {found:?}; expected \
-                     the number of heads of queries to be a multiple of that of keys, and a projection of shape \
-                     (rows, ({heads} + 2 * {key_heads}) * an even width)"
+                     at least one head of queries and one of keys, the first number a multiple of the second, and a \
+                     projection of shape (tokens, ({heads} + 2 * {key_heads}) * an even width)"
                 );
                 return Err(Error::shape(op, message));
             }
@@ -118,17 +125,17 @@ impl Rotary {
         Ok(Self { varlen: Varlen { rows, heads, key_heads, scale }, width, eps })
     }
 
-    /// The shape of the result.
-    const fn result(&self) -> [usize; 2] {
+    const fn result_dims(&self) -> [usize; 2] {
         [self.varlen.rows, self.varlen.heads * self.width]
     }
 
-    const fn norms<'a>(&self, tables: [&'a Raw; 2], weights: [Option<&'a Raw>; 2]) -> HeadNorms<'a> {
+    /// The norms and the rotation of queries and keys, with `angles` (cos and sin) and the `scales` of the norms.
+    const fn norms<'a>(&self, angles: [&'a Raw; 2], scales: [Option<&'a Raw>; 2]) -> HeadNorms<'a> {
         let Varlen { heads, key_heads, .. } = self.varlen;
         HeadNorms {
             op: ROTARY.name,
-            weights,
-            tables: Some(tables),
+            weights: scales,
+            tables: Some(angles),
             heads: [heads, key_heads],
             width: self.width,
             interleaved: false,
@@ -136,25 +143,27 @@ impl Rotary {
         }
     }
 
-    /// A view (N, count, width) of `count` heads of dense `tokens (N, heads · width)`, from head `first` on.
+    /// `count` heads of `tokens`, a tensor of N rows of adjacent heads, from head `first` on: (N, count, width). A view
+    /// if `tokens` is dense.
     fn part(&self, tokens: &Raw, first: usize, count: usize) -> Result<Raw> {
         let (rows, columns) = (tokens.dims()[0], tokens.dims()[1]);
         Ok(tokens.reshape((rows, columns / self.width, self.width))?.narrow(1, first, count)?)
     }
 
-    /// Queries, keys and values of dense tokens, each (N, heads, width).
-    fn parts(&self, tokens: &Raw) -> Result<[Raw; 3]> {
+    /// Views of the queries, keys and values of a dense projection (or of their gradients), each (N, heads, width).
+    fn parts(&self, projection: &Raw) -> Result<[Raw; 3]> {
         let Varlen { heads, key_heads, .. } = self.varlen;
-        let part = |first, count| self.part(tokens, first, count);
+        let part = |first, count| self.part(projection, first, count);
         Ok([part(0, heads)?, part(heads, key_heads)?, part(heads + key_heads, key_heads)?])
     }
 
-    /// The queries and keys of a dense projection, normalised and rotated, and its values; the statistics of the norms.
-    fn heads(&self, x: &Raw, norms: &HeadNorms<'_>) -> Result<([Raw; 3], HeadStatistics)> {
+    /// The queries and keys of a dense projection `x`, normalised and rotated, and its values; and the statistics of
+    /// the norms.
+    fn rotated_heads(&self, x: &Raw, norms: &HeadNorms<'_>) -> Result<([Raw; 3], HeadStatistics)> {
         let Varlen { rows, heads, key_heads, .. } = self.varlen;
         let rotated = compute::unset(ROTARY.name, x, &[rows, (heads + key_heads) * self.width])?;
-        let place = self.part(&rotated, 0, heads + key_heads)?;
-        let statistics = norms.forward(&x.unsqueeze(0)?, &place.unsqueeze(0)?)?;
+        let by_head = self.part(&rotated, 0, heads + key_heads)?;
+        let statistics = norms.forward(&x.unsqueeze(0)?, &by_head.unsqueeze(0)?)?;
         let [_, _, values] = self.parts(x)?;
         Ok(([self.part(&rotated, 0, heads)?, self.part(&rotated, heads, key_heads)?, values], statistics))
     }
@@ -165,7 +174,9 @@ struct RotaryBackward {
     result: Saved,
     log_sums: Saved,
     spans: Saved,
+    /// cos and sin.
     angles: [Saved; 2],
+    /// The scales of the norms of queries and of keys.
     scales: [Option<Saved>; 2],
     rotary: Rotary,
 }
@@ -179,7 +190,7 @@ impl Backward for RotaryBackward {
         let scale = |index: usize| self.scales[index].as_ref().map(Saved::get).transpose();
         let scales = [scale(0)?, scale(1)?];
         let norms = rotary.norms([&cos, &sin], scales.each_ref().map(Option::as_ref));
-        let (inputs, statistics) = rotary.heads(&x, &norms)?;
+        let (inputs, statistics) = rotary.rotated_heads(&x, &norms)?;
         let grad = context.grad();
         let grad = on_device!(grad.device(), cuda => grad.clone(), cpu => contiguous(grad)?);
         let by_head = |tokens: &Raw| rotary.part(tokens, 0, heads);
@@ -189,10 +200,10 @@ impl Backward for RotaryBackward {
         let places = rotary.parts(&dx)?;
         rotary.varlen.backward_into(&saved, &self.spans.get()?, &by_head(&grad)?, places.each_ref())?;
         drop(saved);
-        // The backward pass of the norms runs in place: it reads each value of the gradient of the rotated queries and
-        // keys before it overwrites the value.
-        let rotated = rotary.part(&dx, 0, heads + key_heads)?.unsqueeze(0)?;
-        norms.backward(&x.unsqueeze(0)?, &rotated, &statistics, &dx.unsqueeze(0)?)?;
+        // `dx` now has the gradients of the rotated queries and keys. The backward pass of the norms runs in place: it
+        // reads each of these values before it overwrites the value.
+        let rotated_grad = rotary.part(&dx, 0, heads + key_heads)?.unsqueeze(0)?;
+        norms.backward(&x.unsqueeze(0)?, &rotated_grad, &statistics, &dx.unsqueeze(0)?)?;
         context.add(0, dx)
     }
 }
@@ -202,12 +213,14 @@ impl Backward for RotaryBackward {
 pub(super) fn cases() -> Vec<Case> {
     #[derive(Clone, Copy)]
     struct Kind {
+        /// The number of heads of queries, and that of keys.
         heads: [usize; 2],
         width: usize,
         normed: bool,
         bounds: &'static [usize],
         window: Option<usize>,
     }
+    /// A constant of shape `dims`, with the dtype and device of `x`. Its element i is `function(0.7 i)`.
     fn fixed(x: &Tensor, dims: &[usize], function: fn(f64) -> f64) -> Result<Tensor> {
         let values = (0..dims.iter().product()).map(|i: usize| function(i as f64 * 0.7)).collect();
         Tensor::from_vec(values, dims, &candle_core::Device::Cpu)?.to_dtype(x.dtype())?.to_device(x.device())
@@ -233,25 +246,25 @@ pub(super) fn cases() -> Vec<Case> {
             rotary_attention(x, heads, &bounds, self.window)
         }
 
-        /// The plain form, from views, norms and attention.
+        /// The plain form: views, norms, rotations and attention, one operation after another.
         fn plain(&self, x: &Tensor) -> Result<Tensor> {
             let ([cos, sin], scales) = (self.angles(x)?, self.scales(x)?);
             let ([heads, key_heads], rows) = (self.heads, x.dims()[0]);
             let part = |first: usize, count: usize| {
                 x.narrow(1, first * self.width, count * self.width)?.reshape((rows, count, self.width))
             };
-            let rotated = |rows: Tensor, scale: &Tensor| {
-                let rows = rows.transpose(0, 1)?;
+            let rotate = |tokens: Tensor, scale: &Tensor| {
+                let by_head = tokens.transpose(0, 1)?;
                 let rotated = match self.normed {
-                    true => rms_norm_rope(&rows, Some(scale), &cos, &sin, false, 1e-6)?,
-                    false => rope(&rows, &cos, &sin, false)?,
+                    true => rms_norm_rope(&by_head, Some(scale), &cos, &sin, false, 1e-6)?,
+                    false => rope(&by_head, &cos, &sin, false)?,
                 };
                 rotated.transpose(0, 1)
             };
-            let (q, k) = (rotated(part(0, heads)?, &scales[0])?, rotated(part(heads, key_heads)?, &scales[1])?);
-            let mixed =
+            let (q, k) = (rotate(part(0, heads)?, &scales[0])?, rotate(part(heads, key_heads)?, &scales[1])?);
+            let y =
                 plain_varlen(&[q, k, part(heads + key_heads, key_heads)?], self.bounds, self.window.unwrap_or(rows))?;
-            mixed.reshape((rows, heads * self.width))
+            y.reshape((rows, heads * self.width))
         }
     }
     const GROUPS: Kind = Kind { heads: [4, 2], width: 4, normed: false, bounds: &[0, 5, 6, 6, 11], window: None };
@@ -264,9 +277,13 @@ pub(super) fn cases() -> Vec<Case> {
         case("normed", 11, Kind { normed: true, ..GROUPS }),
         case("tokens after the last segment", 13, GROUPS),
         case("window", 9, Kind { heads: [2, 1], bounds: &[0, 7, 9], window: Some(3), ..GROUPS }),
-        case("equal heads", 7, Kind { heads: [3, 3], width: 6, normed: true, bounds: &[0, 2, 7], window: None }),
-        case("wide", 6, Kind { heads: [2, 1], width: 16, bounds: &[0, 6], ..GROUPS }),
-        case("one row", 1, Kind { bounds: &[0, 1], ..GROUPS }),
-        case("no rows", 0, Kind { bounds: &[0, 0], ..GROUPS }),
+        case(
+            "as many key heads as query heads",
+            7,
+            Kind { heads: [3, 3], width: 6, normed: true, bounds: &[0, 2, 7], window: None },
+        ),
+        case("wide heads", 6, Kind { heads: [2, 1], width: 16, bounds: &[0, 6], ..GROUPS }),
+        case("one token", 1, Kind { bounds: &[0, 1], ..GROUPS }),
+        case("no tokens", 0, Kind { bounds: &[0, 0], ..GROUPS }),
     ]
 }

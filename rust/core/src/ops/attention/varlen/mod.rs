@@ -1,12 +1,12 @@
-//! Causal attention inside the segments of a packed row: several sequences, the segments, one after another, where a
-//! query sees only keys of its own segment (Krell et al. 2021, arXiv:2107.02027). q, k and v have one row for each
-//! token. Query heads may share key and value heads (grouped-query attention, Ainslie et al. 2023, arXiv:2305.13245),
-//! and a window may limit how far back a query sees (Beltagy et al. 2020, arXiv:2004.05150).
+//! Causal attention inside the segments of a packed row. A packed row consists of several sequences, its segments, one
+//! after another. A query sees only keys of its own segment (Krell et al. 2021, arXiv:2107.02027). q, k and v have one
+//! row for each token. Query heads may share key and value heads (grouped-query attention, Ainslie et al. 2023,
+//! arXiv:2305.13245), and a window may limit how far back a query sees (Beltagy et al. 2020, arXiv:2004.05150).
 //!
-//! The forward pass turns the bounds of the segments into spans, in memory of the device: for each token the first key
-//! that its query sees, and the end (exclusive) of the queries that see its key. The kernels read only the spans, not
-//! the bounds or the window. So the host never waits for the bounds, and a CUDA graph can be replayed with other
-//! bounds.
+//! The forward pass turns the bounds of the segments into spans: for each token the first key that its query sees, and
+//! the end (exclusive) of the queries that see its key. The attention kernels read only the spans, not the bounds or
+//! the window. On CUDA, a kernel computes the spans. So the host never waits for the bounds, and a CUDA graph can be
+//! replayed with other bounds.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -21,25 +21,25 @@ use crate::{Error, Result, Tensor, checkpoint};
 
 pub(super) static VARLEN: OpInfo = OpInfo::expensive("varlen_attention");
 
-/// softmax(scale · q kᵀ) v inside each segment of a packed row: `q (N, heads, D)`, `k (N, key heads, D)`,
+/// Computes softmax(scale · q kᵀ) v inside each segment of a packed row: `q (N, heads, D)`, `k (N, key heads, D)`,
 /// `v (N, key heads, D)` → `(N, heads, D)`, where N is the number of tokens. A query sees the keys of its segment up to
 /// its own position.
 ///
-/// `cu_seqlens (M + 1)`, i64 or u32 on the device of q, are the bounds of M segments: the first bound is 0, the bounds
-/// ascend, and segment i has the tokens from bound i up to bound i + 1, exclusive. Bounds may repeat, so that a buffer
-/// of fixed size can hold the bounds of fewer segments. Tokens from the last bound on belong to no segment: their
-/// results and gradients are zero. With `window` w, a query at position i sees only keys at positions above i - w: at
-/// most w keys, including its own. Head h of q sees head h / (heads / key heads) of k and v. `scale` is 1/√D unless
-/// given. Scores are in f32 (in f64 for f64 operands).
+/// `cu_seqlens (M + 1)`, i64 or u32 on the device of q, has the bounds of M segments: the first bound is 0, the bounds
+/// do not decrease, and segment i has the tokens from bound i up to bound i + 1, exclusive. Bounds may repeat, so that
+/// a buffer of fixed size can hold the bounds of fewer segments. Tokens from the last bound on belong to no segment:
+/// their results and gradients are zero. With `window` w, a query at position i sees only keys at positions above
+/// i - w: at most w keys, including its own. Head h of q sees head h / (heads / key heads) of k and v. Without a
+/// `scale`, the scale is 1/√D. Scores are in f32 (in f64 for f64 operands).
 ///
-/// Saves q, k, v, the result, one number per query and head, and two numbers per token. On CUDA the host does not wait
-/// for the bounds.
+/// Saves q, k, v, the result, one number per token and query head, and two numbers per token. On CUDA the host does not
+/// wait for the bounds.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the window
-/// is 0 or the scale is not finite, [`Error::Index`] naming a bound that is out of order or range. On CUDA, such a
-/// bound makes the results undefined, and the next function that reads a value or waits for the device returns the
-/// error.
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit together, or if N is 2³² or more;
+/// [`Error::Argument`] if the window is 0 or the scale is not finite; [`Error::Index`] naming a bound that is out of
+/// order or range. On CUDA, such a bound makes the results undefined, and the next function that reads a value or waits
+/// for the device returns the error.
 pub fn varlen_attention(
     q: &Tensor,
     k: &Tensor,
@@ -97,8 +97,8 @@ impl Varlen {
                 return Err(Error::shape(
                     op,
                     format!(
-                        "k has shape {:?}, expected ({rows}, key heads, {width}) for q of shape {:?}, with a number of heads that \
-                         divides {heads}",
+                        "k has shape {:?}, expected ({rows}, key heads, {width}) for q of shape {:?}, with a number of key heads \
+                         that divides {heads}",
                         k.dims(),
                         q.dims()
                     ),
@@ -139,7 +139,8 @@ impl Varlen {
         Ok((o.transpose(0, 1)?, log_sums))
     }
 
-    /// The gradients of q, k and v that are wanted.
+    /// Those of the gradients of q, k and v that are `wanted`. `saved` and `grad` have the dimensions
+    /// (heads, rows, width).
     fn backward(&self, saved: &SavedValues, spans: &Raw, grad: &Raw, wanted: [bool; 3]) -> Result<[Option<Raw>; 3]> {
         on_device!(
             spans.device(),
@@ -148,8 +149,8 @@ impl Varlen {
         )
     }
 
-    /// Writes the gradients of q, k and v into tensors (rows, heads, width) that may be parts of larger tensors. The
-    /// saved values have these dimensions, too.
+    /// Writes the gradients of q, k and v to `places`, which may be parts of larger tensors. They, `grad` and `saved`
+    /// have the dimensions (rows, heads, width).
     pub fn backward_into(&self, saved: &SavedValues, spans: &Raw, grad: &Raw, places: [&Raw; 3]) -> Result<()> {
         let by_head = |raw: &Raw| raw.transpose(0, 1);
         let [q, k, v] = &saved.inputs;
@@ -174,16 +175,17 @@ impl Varlen {
         )
     }
 
+    /// The attention for the CPU kernels, which need only the first half of the spans: the first keys.
     fn on_cpu(&self, spans: &Raw) -> Result<cpu::Attention> {
-        let mut first = to_vec::<u32>(spans)?;
-        first.truncate(self.rows);
+        let mut first_keys = to_vec::<u32>(spans)?;
+        first_keys.truncate(self.rows);
         let scores = vec![self.heads, self.rows, self.rows];
-        Ok(cpu::Attention { scores, scale: self.scale, sight: Sight::Segments(Spans(first)), group: self.group() })
+        Ok(cpu::Attention { scores, scale: self.scale, sight: Sight::Segments(Spans(first_keys)), group: self.group() })
     }
 }
 
-/// Checks the bounds of segments (their shape and dtype, and that they are on the device of `like`), the number of
-/// tokens and the window.
+/// Checks the bounds of the segments (their shape, their dtype, and that they are on the device of `like`), the number
+/// of tokens `rows` and the window. Does not read the bounds.
 pub(super) fn check_bounds(
     op: &'static str,
     like: &Tensor,
@@ -215,7 +217,7 @@ pub(super) fn check_bounds(
     Ok(())
 }
 
-/// The scale of scores, 1/√width unless given.
+/// The scale of the scores: `scale`, or 1/√width if it is `None`.
 pub(super) fn scale_of(op: &'static str, width: usize, scale: Option<f64>) -> Result<f64> {
     let scale = scale.unwrap_or_else(|| 1.0 / (width.max(1) as f64).sqrt());
     if scale.is_finite() {
@@ -225,8 +227,8 @@ pub(super) fn scale_of(op: &'static str, width: usize, scale: Option<f64>) -> Re
 }
 
 /// The spans of a packed row, u32: for each token the first key that its query sees; then for each token the end
-/// (exclusive) of the queries that see its key. For a token i outside of the segments, the first key is i + 1, so its
-/// query sees no key. On CUDA one more number follows, a counter.
+/// (exclusive) of the queries that see its key. For a token i outside of the segments, the first key is i + 1 and the
+/// end is i, so its query sees no key, and no query sees its key. On CUDA one more number follows, a counter.
 pub(super) fn spans(op: &'static str, cu_seqlens: &Raw, rows: usize, window: Option<usize>) -> Result<Raw> {
     on_device!(
         cu_seqlens.device(),
@@ -243,25 +245,26 @@ fn bounds_of(cu_seqlens: &Raw) -> Result<Vec<i64>> {
 }
 
 fn spans_of(op: &'static str, bounds: &[i64], rows: usize, window: Option<usize>) -> Result<Vec<u32>> {
+    // The spans of tokens outside of the segments.
     let mut spans: Vec<u32> = (1..=rows as u32).chain(0..rows as u32).collect();
-    let mut last = 0;
+    let mut start = 0;
     for (at, &bound) in bounds.iter().enumerate() {
-        let fits = usize::try_from(bound).ok().filter(|&b| b <= rows && b >= last && (at > 0 || b == 0));
+        let fits = usize::try_from(bound).ok().filter(|&b| b <= rows && b >= start && (at > 0 || b == 0));
         let Some(bound) = fits else {
             return Err(Error::index(
                 op,
                 format!(
                     "bound {at} of cu_seqlens is {bound}, expected {}",
-                    if at == 0 { "0".into() } else { format!("{last} to {rows}: bounds ascend, found {rows} tokens") }
+                    if at == 0 { "0".into() } else { format!("{start} to {rows}: bounds ascend, found {rows} tokens") }
                 ),
             ));
         };
         let window = window.unwrap_or(rows);
-        for position in last..bound {
-            spans[position] = last.max((position + 1).saturating_sub(window)) as u32;
+        for position in start..bound {
+            spans[position] = start.max((position + 1).saturating_sub(window)) as u32;
             spans[rows + position] = bound.min(position.saturating_add(window)) as u32;
         }
-        last = bound;
+        start = bound;
     }
     Ok(spans)
 }
@@ -299,16 +302,16 @@ impl Backward for VarlenBackward {
 mod tests {
     use super::*;
 
-    fn spans_with(bounds: &[i64], rows: usize, window: Option<usize>) -> Result<Vec<u32>> {
+    fn spans_for(bounds: &[i64], rows: usize, window: Option<usize>) -> Result<Vec<u32>> {
         spans_of("rotary_attention", bounds, rows, window)
     }
 
     #[test]
-    fn spans_follow_from_segments_and_windows() -> Result<()> {
-        assert_eq!(spans_with(&[0, 3, 4, 4], 6, None)?, [0, 0, 0, 3, 5, 6, 3, 3, 3, 4, 4, 5]);
-        assert_eq!(spans_with(&[0, 0, 5], 5, Some(2))?, [0, 0, 1, 2, 3, 2, 3, 4, 5, 5]);
-        assert_eq!(spans_with(&[0, 2], 2, Some(usize::MAX))?, [0, 0, 2, 2]);
-        assert_eq!(spans_with(&[0], 2, None)?, [1, 2, 0, 1]);
+    fn spans_are_limited_by_segments_and_windows() -> Result<()> {
+        assert_eq!(spans_for(&[0, 3, 4, 4], 6, None)?, [0, 0, 0, 3, 5, 6, 3, 3, 3, 4, 4, 5]);
+        assert_eq!(spans_for(&[0, 0, 5], 5, Some(2))?, [0, 0, 1, 2, 3, 2, 3, 4, 5, 5]);
+        assert_eq!(spans_for(&[0, 2], 2, Some(usize::MAX))?, [0, 0, 2, 2]);
+        assert_eq!(spans_for(&[0], 2, None)?, [1, 2, 0, 1]);
         Ok(())
     }
 
@@ -320,13 +323,13 @@ mod tests {
             (&[0, 5], "bound 1 of cu_seqlens is 5, expected 0 to 4"),
             (&[0, -1], "bound 1 of cu_seqlens is -1"),
         ] {
-            let error = spans_with(bounds, 4, None).unwrap_err();
+            let error = spans_for(bounds, 4, None).unwrap_err();
             let message = format!("rotary_attention: {message}");
             assert!(matches!(error, Error::Index { .. }) && error.to_string().contains(&message), "{error}");
         }
     }
 
-    /// The inputs of these tokens are not zero.
+    /// The inputs of the tokens after the last segment are not zero.
     #[test]
     fn tokens_after_the_last_segment_have_zero_results_and_gradients() -> Result<()> {
         let device = candle_core::Device::Cpu;

@@ -1,4 +1,5 @@
-//! Attention inside segments on compute capability 9.0: the host side of `attention_varlen_hopper.cu`.
+//! Attention inside the segments of a packed row on compute capability 9.0: the host side of
+//! `attention_varlen_hopper.cu`.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::attention_varlen_hopper::{
@@ -18,8 +19,8 @@ use crate::ops::attention::cuda::hopper::{FEWEST, KEYS, STORED, THREADS, backwar
 use crate::ops::attention::cuda::{Heads, Width};
 use crate::{Raw, Result};
 
-/// Whether the kernels of this file support the operands. `sizes` and `operands` are those with query heads, then those
-/// with key heads.
+/// Whether the kernels of this file support the operands. `sizes` and `operands` are those with the number of query
+/// heads, then those with the number of key heads.
 fn fits(gpu: &Gpu, sizes: [&AttentionShape; 2], operands: [&[&Heads]; 2]) -> bool {
     gpu.is_hopper()
         && !MODULE.image.is_empty()
@@ -27,8 +28,9 @@ fn fits(gpu: &Gpu, sizes: [&AttentionShape; 2], operands: [&[&Heads]; 2]) -> boo
         && operands.iter().zip(sizes).all(|(heads, sizes)| heads.iter().all(|heads| is_mapped(heads, sizes)))
 }
 
-/// Writes the result to `o` and log Σ e^score of each query to `log_sums`; false if only the general kernels
-/// (`attention_varlen.cu`) support the operands.
+/// Writes the result to `o` and log Σ e^score of each query to `log_sums`. Returns false, and writes nothing, if only
+/// the general kernels (`attention_varlen.cu`) support the operands. `sizes` has the number of query heads, of which
+/// `group` share a key head.
 pub fn forward(
     gpu: &Gpu,
     sizes: &AttentionShape,
@@ -39,10 +41,11 @@ pub fn forward(
     spans: &Raw,
 ) -> Result<bool> {
     let (op, dtype) = (VARLEN.name, q.raw.dtype());
-    let of_keys = AttentionShape { heads: sizes.heads / group, ..*sizes };
-    if !fits(gpu, [sizes, &of_keys], [&[q, o], &[k, v]]) {
+    let key_sizes = AttentionShape { heads: sizes.heads / group, ..*sizes };
+    if !fits(gpu, [sizes, &key_sizes], [&[q, o], &[k, v]]) {
         return Ok(false);
     }
+    // `queries` is the number of queries in a tile, `shared` the shared memory in bytes.
     let (kernel, queries, threads, shared) = match form {
         Width::W64 => (&ATTENTION_VARLEN_HOPPER_FORWARD_W64, 192, 512, 139_392),
         Width::W128 => (&ATTENTION_VARLEN_HOPPER_FORWARD_W128, 128, 384, 229_504),
@@ -50,10 +53,11 @@ pub fn forward(
     let encoder = Encoder::new(op, dtype)?;
     let maps = AttentionForwardMaps {
         q: map(&encoder, q, sizes, sizes.queries, STORED)?,
-        k: map(&encoder, k, &of_keys, sizes.keys, KEYS)?,
-        v: map(&encoder, v, &of_keys, sizes.keys, KEYS)?,
+        k: map(&encoder, k, &key_sizes, sizes.keys, KEYS)?,
+        v: map(&encoder, v, &key_sizes, sizes.keys, KEYS)?,
         o: map(&encoder, o, sizes, sizes.queries, STORED)?,
     };
+    // The counter after the spans.
     let taken = spans.narrow(0, 2 * sizes.queries as usize, 1)?;
     let blocks = (sizes.queries.div_ceil(queries) * sizes.heads).min(gpu.multiprocessors() as u32);
     let shape = Shape { grid: [blocks, 1, 1], block: [threads, 1, 1], shared };
@@ -65,11 +69,13 @@ pub fn forward(
     Ok(true)
 }
 
-/// The backward kernels of one width, the number of queries in a tile, and the shared memory of `backward` in bytes.
+/// The backward kernels for operands of at most `columns` columns.
 struct Form {
     columns: u32,
+    /// The number of queries in a tile.
     queries: u32,
     statistics: &'static Kernel<Statistics>,
+    /// The kernel and its shared memory in bytes.
     backward: (&'static Kernel<Backward>, u32),
     finish: &'static Kernel<Finish>,
 }
@@ -91,22 +97,28 @@ static W128: Form = Form {
 };
 
 impl Pass<'_> {
-    /// Writes the gradients for which there is a destination; false if only the general kernels support the operands.
+    /// Writes the gradients that are wanted. Returns false, and writes nothing, if only the general kernels support the
+    /// operands.
     pub(super) fn on_hopper(&self, form: Width) -> Result<bool> {
         let (op, gpu, dtype, sizes) = (self.attention.op, self.gpu, self.grad.raw.dtype(), &self.sizes);
         let ([q, k, v], grad, group) = (&self.inputs, &self.grad, self.group);
-        let of_keys = AttentionShape { heads: sizes.heads / group, ..*sizes };
-        let [dq, dk, dv] = self.results.each_ref().map(Option::as_ref);
-        let of_queries: Vec<&Heads> = [q, &self.result, grad].into_iter().chain(dq).collect();
-        let with_keys: Vec<&Heads> = [k, v].into_iter().chain(dk).chain(dv).collect();
+        let key_sizes = AttentionShape { heads: sizes.heads / group, ..*sizes };
+        let [dq, dk, dv] = self.grads.each_ref().map(Option::as_ref);
+        let with_query_heads: Vec<&Heads> = [q, &self.result, grad].into_iter().chain(dq).collect();
+        let with_key_heads: Vec<&Heads> = [k, v].into_iter().chain(dk).chain(dv).collect();
         let form = match form {
             Width::W64 => &W64,
             Width::W128 => &W128,
         };
         let (queries, columns) = (form.queries, form.columns);
         let (query_tiles, key_tiles) = (sizes.queries.div_ceil(queries), sizes.keys.div_ceil(KEYS));
+        // Steps of the backward pass if every query saw every key; the kernels require fewer than 2^31.
         let steps = u64::from(sizes.heads) * u64::from(query_tiles) * u64::from(key_tiles);
-        if !fits(gpu, [sizes, &of_keys], [&of_queries, &with_keys]) || !self.result.is_aligned() || steps >= 1 << 31 {
+        // The caller has checked the alignment of the other operands.
+        if !fits(gpu, [sizes, &key_sizes], [&with_query_heads, &with_key_heads])
+            || !self.result.is_aligned()
+            || steps >= 1 << 31
+        {
             return Ok(false);
         }
         let (tiles, blocks) = (sizes.heads * query_tiles, gpu.multiprocessors() as u32);
@@ -137,7 +149,7 @@ impl Pass<'_> {
         let plan = input(op, &plan)?;
         let places = [key_place(op, gpu, k, dk)?, key_place(op, gpu, v, dv)?];
         let encoder = Encoder::new(op, dtype)?;
-        let maps = backward_maps(&encoder, [q, k, v, grad], places.each_ref(), [sizes, &of_keys], queries)?;
+        let maps = backward_maps(&encoder, [q, k, v, grad], places.each_ref(), [sizes, &key_sizes], queries)?;
         let (kernel, shared) = form.backward;
         let shape = Shape { grid: [blocks, 1, 1], block: [384, 1, 1], shared };
         let arguments = Backward {

@@ -1,5 +1,5 @@
 //! Attention inside the segments of a packed row: the host side of `attention_varlen.cu`. The host never reads the
-//! bounds: grids depend on the number of tokens alone.
+//! bounds of the segments: grids depend on sizes alone.
 
 mod hopper;
 
@@ -24,10 +24,19 @@ use crate::{Raw, Result};
 /// The number of thread blocks that keeps the multiprocessors busy although the work per block is uneven: the first
 /// keys of a segment have the most queries.
 const BLOCKS: u32 = 1056;
+/// Queries, or keys, of a thread block of the tensor core kernels.
+const TILE: u32 = 64;
+/// Threads in a block of the tensor core kernels.
+const THREADS: u32 = 128;
+/// Rows (queries or keys) and columns of the result of a thread block of the plain kernels.
+const PLAIN_TILE: [u32; 2] = [32, 64];
+/// Threads in a block of the plain kernels, and of the kernel that computes the spans.
+const PLAIN_THREADS: u32 = 256;
 
 /// The spans, as on the CPU: for each token the first key that its query sees; then for each token the end (exclusive)
 /// of the queries that see its key. After the spans comes a counter, initially zero, with which the blocks of the
-/// forward kernel distribute the work among themselves.
+/// forward kernel for compute capability 9.0 distribute the work among themselves. A bound that is out of order or
+/// range is reported on the device; the host reads the report later.
 pub fn spans(op: &'static str, cu_seqlens: &Raw, rows: usize, window: Option<usize>) -> Result<Raw> {
     let gpu = Gpu::of(op, cu_seqlens)?;
     let spans = empty(op, gpu, &[2 * rows + 1], DType::U32)?;
@@ -35,7 +44,8 @@ pub fn spans(op: &'static str, cu_seqlens: &Raw, rows: usize, window: Option<usi
         return Ok(spans);
     }
     let bounds = contiguous(cu_seqlens)?;
-    let shape = Shape::linear(op, rows.max(bounds.elem_count()).div_ceil(256), 256)?;
+    let threads = PLAIN_THREADS as usize;
+    let shape = Shape::linear(op, rows.max(bounds.elem_count()).div_ceil(threads), PLAIN_THREADS)?;
     let arguments = AttentionVarlenSpans {
         bounds: input(op, &bounds)?,
         spans: output(op, &spans)?,
@@ -45,7 +55,8 @@ pub fn spans(op: &'static str, cu_seqlens: &Raw, rows: usize, window: Option<usi
         rows: count32(op, rows)?,
         window: window.and_then(|window| u32::try_from(window).ok()).unwrap_or(u32::MAX),
     };
-    // SAFETY: the tensors are dense and of these sizes; spans stay inside of the packed row whatever the bounds are.
+    // SAFETY: the tensors are dense and of these sizes. The spans stay inside of the packed row whatever the bounds
+    // are.
     unsafe { gpu.function(&ATTENTION_VARLEN_SPANS, &[])?.launch(op, gpu, shape, arguments) }?;
     Ok(spans)
 }
@@ -64,10 +75,10 @@ pub fn forward(varlen: &Varlen, [q, k, v]: [&Raw; 3], spans: &Raw) -> Result<(Ra
     }
     let sizes = attention.sizes(width, width)?;
     let group = count32(op, varlen.group())?;
-    let [q, k, v, to] = [Heads::new(op, q)?, Heads::new(op, k)?, Heads::new(op, v)?, Heads::new(op, &o)?];
+    let [q, k, v, result] = [Heads::new(op, q)?, Heads::new(op, k)?, Heads::new(op, v)?, Heads::new(op, &o)?];
     let sums = output(op, &log_sums)?;
-    if let Some(form) = attention.tensor_cores(&sizes, &[&q, &k, &v, &to], None) {
-        if hopper::forward(gpu, &sizes, group, form, [&q, &k, &v, &to], sums, spans)? {
+    if let Some(form) = attention.tensor_cores(&sizes, &[&q, &k, &v, &result], None) {
+        if hopper::forward(gpu, &sizes, group, form, [&q, &k, &v, &result], sums, spans)? {
             return Ok((o, log_sums));
         }
         let spans = input(op, spans)?;
@@ -75,19 +86,19 @@ pub fn forward(varlen: &Varlen, [q, k, v]: [&Raw; 3], spans: &Raw) -> Result<(Ra
             Width::W64 => &ATTENTION_VARLEN_FORWARD_W64,
             Width::W128 => &ATTENTION_VARLEN_FORWARD_W128,
         };
-        let blocks = sizes.queries.div_ceil(64) * sizes.heads;
-        let shape = Shape { grid: [blocks, 1, 1], block: [128, 1, 1], shared: form.forward_shared(gpu) };
+        let blocks = sizes.queries.div_ceil(TILE) * sizes.heads;
+        let shape = Shape { grid: [blocks, 1, 1], block: [THREADS, 1, 1], shared: form.forward_shared(gpu) };
         let arguments = AttentionVarlenForwardW64 {
             q: q.input(),
             k: k.input(),
             v: v.input(),
-            o: to.output(),
+            o: result.output(),
             log_sums: sums,
             spans,
             q_strides: q.strides,
             k_strides: k.strides,
             v_strides: v.strides,
-            o_strides: to.strides,
+            o_strides: result.strides,
             shape: sizes,
             group,
         };
@@ -95,29 +106,31 @@ pub fn forward(varlen: &Varlen, [q, k, v]: [&Raw; 3], spans: &Raw) -> Result<(Ra
         unsafe { gpu.function(kernel, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
         return Ok((o, log_sums));
     }
-    let grid = [sizes.queries.div_ceil(32) * sizes.heads, sizes.width.div_ceil(64).max(1), 1];
+    let [rows, columns] = PLAIN_TILE;
+    // At least one block per tile of queries, because the kernel also writes `log_sums`, even for a width of 0.
+    let grid = [sizes.queries.div_ceil(rows) * sizes.heads, sizes.width.div_ceil(columns).max(1), 1];
     let spans = input(op, spans)?;
     let arguments = AttentionVarlenPlainForward {
         q: q.input(),
         k: k.input(),
         v: v.input(),
-        o: to.output(),
+        o: result.output(),
         log_sums: sums,
         spans,
         q_strides: q.strides,
         k_strides: k.strides,
         v_strides: v.strides,
-        o_strides: to.strides,
+        o_strides: result.strides,
         shape: sizes,
         group,
     };
     let function = gpu.function(&ATTENTION_VARLEN_PLAIN_FORWARD, suffix(op, dtype)?)?;
     // SAFETY: as above.
-    unsafe { function.launch(op, gpu, Shape { grid, block: [256, 1, 1], shared: 0 }, arguments) }?;
+    unsafe { function.launch(op, gpu, Shape { grid, block: [PLAIN_THREADS, 1, 1], shared: 0 }, arguments) }?;
     Ok((o, log_sums))
 }
 
-/// The gradients of q, k and v that are wanted.
+/// Those of the gradients of q, k and v that are `wanted`.
 pub fn backward(
     varlen: &Varlen,
     saved: &SavedValues,
@@ -128,16 +141,16 @@ pub fn backward(
     let op = VARLEN.name;
     let gpu = Gpu::of(op, grad)?;
     let mut grads = [None, None, None];
-    for (grad, (input, wanted)) in grads.iter_mut().zip(saved.inputs.iter().zip(wanted)) {
+    for (place, (input, wanted)) in grads.iter_mut().zip(saved.inputs.iter().zip(wanted)) {
         if wanted {
-            *grad = Some(empty_like(op, gpu, input, input.dims()[2])?);
+            *place = Some(empty_like(op, gpu, input, input.dims()[2])?);
         }
     }
     backward_into(varlen, saved, spans, grad, grads.each_ref().map(Option::as_ref))?;
     Ok(grads)
 }
 
-/// Writes the gradients of q, k and v for which there is a destination.
+/// Writes the gradients of q, k and v to `places`. Where a place is `None`, writes no gradient.
 pub fn backward_into(
     varlen: &Varlen,
     saved: &SavedValues,
@@ -154,9 +167,9 @@ pub fn backward_into(
     let scores = [varlen.heads, varlen.rows, varlen.rows];
     let attention = Attention { op, scores: &scores, scale: varlen.scale, is_causal: true };
     let width = q.dims()[2];
-    let mut results = [None, None, None];
-    for (result, place) in results.iter_mut().zip(places) {
-        *result = place.map(|place| Heads::new(op, place)).transpose()?;
+    let mut grads = [None, None, None];
+    for (grad, place) in grads.iter_mut().zip(places) {
+        *grad = place.map(|place| Heads::new(op, place)).transpose()?;
     }
     let pass = Pass {
         gpu,
@@ -167,10 +180,11 @@ pub fn backward_into(
         grad: Heads::new(op, grad)?,
         log_sums: &saved.log_sums,
         spans,
-        results,
+        grads,
         attention,
     };
-    let operands: Vec<&Heads> = pass.inputs.iter().chain([&pass.grad]).chain(pass.results.iter().flatten()).collect();
+    let operands: Vec<&Heads> = pass.inputs.iter().chain([&pass.grad]).chain(pass.grads.iter().flatten()).collect();
+    // `None` if the tensor core kernels do not support the operands.
     let form = attention.tensor_cores(&pass.sizes, &operands, None);
     if let Some(form) = form
         && pass.on_hopper(form)?
@@ -184,18 +198,22 @@ pub fn backward_into(
     }
 }
 
-/// The operands of a backward pass, and the tensors for its results.
+/// The operands of a backward pass.
 struct Pass<'a> {
     attention: Attention<'a>,
     gpu: &'a Gpu,
     sizes: AttentionShape,
+    /// The number of query heads that share a key head.
     group: u32,
+    /// q, k and v.
     inputs: [Heads; 3],
     result: Heads,
+    /// The gradient of the result.
     grad: Heads,
     log_sums: &'a Raw,
     spans: &'a Raw,
-    results: [Option<Heads>; 3],
+    /// Where the gradients of q, k and v are written; `None` for those that are not wanted.
+    grads: [Option<Heads>; 3],
 }
 
 impl Pass<'_> {
@@ -203,21 +221,23 @@ impl Pass<'_> {
         let (op, gpu, dtype) = (self.attention.op, self.gpu, self.grad.raw.dtype());
         let ([q, k, v], grad) = (&self.inputs, &self.grad);
         let key_heads = self.sizes.heads / self.group;
-        let tiles = self.sizes.queries.div_ceil(64);
-        // The query heads of a group are split into about as many parts as fill the device.
+        // The tiles of queries, and also those of keys: a packed row has as many keys as queries.
+        let tiles = self.sizes.queries.div_ceil(TILE);
+        // To fill the device, the query heads of a group are split into parts. Each part computes its own sums for the
+        // gradients of k and v.
         let heads_per_part = self.group.div_ceil((BLOCKS / (tiles * key_heads)).clamp(1, self.group));
         let parts = self.group.div_ceil(heads_per_part);
         let sizes = AttentionShape { parts, ..self.sizes };
         let [(dq, dq_strides), (dk, dk_strides), (dv, dv_strides)] =
-            self.results.each_ref().map(|result| Heads::place(result.as_ref()));
-        let wanted = self.results.each_ref().map(Option::is_some);
+            self.grads.each_ref().map(|grad| Heads::place(grad.as_ref()));
+        let wanted = self.grads.each_ref().map(Option::is_some);
         let partial = |wanted: bool| -> Result<Option<Raw>> {
             let dims = [parts, key_heads, sizes.keys, sizes.width].map(|size| size as usize);
             (wanted && parts > 1).then(|| empty(op, gpu, &dims, DType::F32)).transpose()
         };
         let (dk_parts, dv_parts) = (partial(wanted[1])?, partial(wanted[2])?);
-        let others = wanted[1] || wanted[2];
-        let key_blocks = if others { parts * tiles * key_heads } else { 0 };
+        let wants_keys_or_values = wanted[1] || wanted[2];
+        let key_blocks = if wants_keys_or_values { parts * tiles * key_heads } else { 0 };
         let query_blocks = if wanted[0] { tiles * sizes.heads } else { 0 };
         let grid = [key_blocks + query_blocks, 1, 1];
         let arguments = AttentionVarlenBackwardW64 {
@@ -247,11 +267,11 @@ impl Pass<'_> {
             Width::W64 => &ATTENTION_VARLEN_BACKWARD_W64,
             Width::W128 => &ATTENTION_VARLEN_BACKWARD_W128,
         };
-        let shape = Shape { grid, block: [128, 1, 1], shared: form.backward_shared() };
+        let shape = Shape { grid, block: [THREADS, 1, 1], shared: form.backward_shared() };
         // SAFETY: the strides stay inside of the tensors, which are of these sizes; gradients that are not wanted are
         // null.
         unsafe { gpu.function(kernel, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
-        if parts > 1 && others {
+        if parts > 1 && wants_keys_or_values {
             let sizes = AttentionShape { heads: key_heads, ..sizes };
             let places = [(dk, dk_strides), (dv, dv_strides)];
             self.attention.sum_parts(gpu, dtype, &sizes, [dk_parts.as_ref(), dv_parts.as_ref()], places)?;
@@ -267,10 +287,11 @@ impl Pass<'_> {
         ];
         let (op, gpu, sizes) = (self.attention.op, self.gpu, self.sizes);
         let ([q, k, v], grad) = (&self.inputs, &self.grad);
-        for (index, (kernel, result)) in KERNELS.into_iter().zip(&self.results).enumerate() {
-            let Some(result) = result else { continue };
+        for (index, (kernel, place)) in KERNELS.into_iter().zip(&self.grads).enumerate() {
+            let Some(place) = place else { continue };
             let heads = if index == 0 { sizes.heads } else { sizes.heads / self.group };
-            let grid = [sizes.queries.div_ceil(32) * heads, sizes.width.div_ceil(64), 1];
+            let [rows, columns] = PLAIN_TILE;
+            let grid = [sizes.queries.div_ceil(rows) * heads, sizes.width.div_ceil(columns), 1];
             let arguments = AttentionVarlenPlainBackwardQuery {
                 q: q.input(),
                 k: k.input(),
@@ -278,19 +299,19 @@ impl Pass<'_> {
                 d_o: grad.input(),
                 log_sums: input(op, self.log_sums)?,
                 delta: input(op, deltas)?,
-                grad: result.output(),
+                grad: place.output(),
                 spans: input(op, self.spans)?,
                 q_strides: q.strides,
                 k_strides: k.strides,
                 v_strides: v.strides,
                 do_strides: grad.strides,
-                grad_strides: result.strides,
+                grad_strides: place.strides,
                 shape: sizes,
                 group: self.group,
             };
             let function = gpu.function(kernel, suffix(op, grad.raw.dtype())?)?;
             // SAFETY: the strides stay inside of the tensors, which are of these sizes.
-            unsafe { function.launch(op, gpu, Shape { grid, block: [256, 1, 1], shared: 0 }, arguments) }?;
+            unsafe { function.launch(op, gpu, Shape { grid, block: [PLAIN_THREADS, 1, 1], shared: 0 }, arguments) }?;
         }
         Ok(())
     }
