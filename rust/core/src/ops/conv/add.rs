@@ -1,5 +1,5 @@
-//! The sum of a frozen convolution and another tensor, as in residual blocks. On GPUs of compute capability 9.0,
-//! kernels of the convolution add the tensor as they write the result.
+//! The sum of a convolution and another tensor, the addend, as in residual blocks. On GPUs of compute capability 9.0,
+//! the kernels of a frozen convolution add the addend as they write the result.
 
 use super::geometry::Geometry;
 use super::{Conv2dOptions, check, conv2d, cpu, grad_input};
@@ -13,12 +13,12 @@ use crate::{Error, Result, Tensor, compute};
 
 pub(super) static CONV2D_ADD: OpInfo = OpInfo::expensive("conv2d_add");
 
-/// [`conv2d`] of `x (B, H, W, C)`, plus `addend (B, OH, OW, O)` or `(B, 1, 1, O)`. This is one operation only on a GPU,
-/// and only if weight and bias need no gradient. Otherwise the function calls `conv2d`, then adds.
+/// Adds `addend (B, OH, OW, O)` or `(B, 1, 1, O)` to [`conv2d`] of `x (B, H, W, C)`. This is one operation only on a
+/// GPU, and only if weight and bias need no gradient. Otherwise the function calls `conv2d`, then adds.
 ///
 /// # Errors
-/// As [`conv2d`]; also [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the addend does not have one of these
-/// shapes and the dtype and device of `x`.
+/// As [`conv2d`]; also [`Error::Shape`] if the addend has neither of these shapes, [`Error::DType`] if it does not have
+/// the dtype of `x`, and [`Error::Device`] if it is on another device.
 pub fn conv2d_add(
     x: &Tensor,
     weight: &Tensor,
@@ -28,16 +28,17 @@ pub fn conv2d_add(
 ) -> Result<Tensor> {
     let geometry = check(x, weight, bias, options)?;
     let dims = geometry.result_dims();
-    let of_images = [dims[0], 1, 1, dims[3]];
-    if addend.dims() != dims && addend.dims() != of_images {
+    let per_image = [dims[0], 1, 1, dims[3]];
+    if addend.dims() != dims && addend.dims() != per_image {
         let found = addend.dims();
-        let message = format!("the addend has shape {found:?}, expected {dims:?} or {of_images:?}");
+        let message = format!("the addend has shape {found:?}, expected {dims:?} or {per_image:?}");
         return Err(Error::shape(CONV2D_ADD.name, message));
     }
     same_kind(CONV2D_ADD.name, x, "addend", addend)?;
     if !x.device().is_cuda() || weight.requires_grad() || bias.is_some_and(Tensor::requires_grad) {
         return conv2d(x, weight, bias, options)?.add(addend);
     }
+    // Reports to checkpoints that the operation reads weight and bias; they are frozen here.
     check_frozen(CONV2D_ADD.name, weight.into(), bias)?;
     record(
         &CONV2D_ADD,
@@ -54,7 +55,7 @@ pub fn conv2d_add(
         |saver, _| Conv2dAddBackward {
             weight: saver.needs(0).then(|| saver.hold(weight)),
             geometry,
-            addend: addend.dims().to_vec(),
+            addend_dims: addend.dims().to_vec(),
         },
     )
 }
@@ -63,15 +64,14 @@ struct Conv2dAddBackward {
     geometry: Geometry,
     /// The weight, if the gradient of the input is needed.
     weight: Option<Saved>,
-    /// The shape of the addend.
-    addend: Vec<usize>,
+    addend_dims: Vec<usize>,
 }
 
 impl Backward for Conv2dAddBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let grad = context.grad().clone();
         if context.needs(1) {
-            context.add(1, reduced(grad.clone(), &self.addend)?)?;
+            context.add(1, reduced(grad.clone(), &self.addend_dims)?)?;
         }
         if let (true, Some(weight)) = (context.needs(0), &self.weight) {
             context.add(0, grad_input(&self.geometry, &grad, &weight.get()?)?)?;

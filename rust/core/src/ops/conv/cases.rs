@@ -6,8 +6,8 @@ use crate::ops::case::{Case, Entry};
 use crate::ops::linear_group::frozen;
 use crate::{Result, Tensor};
 
-/// The plain form. For each kernel tap (i, j), it multiplies the pixels that the tap reads by `weight[:, i, j, :]`. The
-/// result is the sum of these products.
+/// The plain form of a convolution of x[0] with the weight x[1] and the bias x[2], if there is one. In each group, it
+/// multiplies the pixels that kernel tap (i, j) reads by `weight[:, i, j, :]`, and adds up the products of all taps.
 fn plain(x: &[Tensor], options: Conv2dOptions) -> Result<Tensor> {
     let Conv2dOptions { stride, padding, dilation, groups } = options;
     let (weight, out) = (&x[1], x[1].dims()[0]);
@@ -19,26 +19,26 @@ fn plain(x: &[Tensor], options: Conv2dOptions) -> Result<Tensor> {
         padded = Tensor::cat(&[&zeros, &padded, &zeros], dim)?;
     }
     let kernel = [weight.dims()[1], weight.dims()[2]];
-    let count = |i: usize| (padded.dims()[i + 1] - dilation[i] * (kernel[i] - 1) - 1) / stride[i] + 1;
-    let mut parts = Vec::new();
+    let positions = |i: usize| (padded.dims()[i + 1] - dilation[i] * (kernel[i] - 1) - 1) / stride[i] + 1;
+    let mut results = Vec::new();
     for group in 0..groups {
-        let width = weight.dims()[3];
-        let image = padded.narrow(3, group * width, width)?;
+        let channels = weight.dims()[3];
+        let image = padded.narrow(3, group * channels, channels)?;
         let weight = weight.narrow(0, group * (out / groups), out / groups)?;
         let mut sum: Option<Tensor> = None;
         for (i, j) in (0..kernel[0]).flat_map(|i| (0..kernel[1]).map(move |j| (i, j))) {
-            let lines = image.strided(1, i * dilation[0], count(0), stride[0] as isize)?;
-            let pixels = lines.strided(2, j * dilation[1], count(1), stride[1] as isize)?;
-            let tap = weight.narrow(1, i, 1)?.narrow(2, j, 1)?.reshape((out / groups, width))?;
+            let lines = image.strided(1, i * dilation[0], positions(0), stride[0] as isize)?;
+            let pixels = lines.strided(2, j * dilation[1], positions(1), stride[1] as isize)?;
+            let tap = weight.narrow(1, i, 1)?.narrow(2, j, 1)?.reshape((out / groups, channels))?;
             let product = pixels.matmul(&tap.t()?)?;
             sum = Some(match sum {
                 Some(sum) => sum.add(&product)?,
                 None => product,
             });
         }
-        parts.extend(sum);
+        results.extend(sum);
     }
-    let y = Tensor::cat(&parts.iter().collect::<Vec<_>>(), 3)?;
+    let y = Tensor::cat(&results.iter().collect::<Vec<_>>(), 3)?;
     x.get(2).map_or_else(|| Ok(y.clone()), |bias| y.add(bias))
 }
 
@@ -46,8 +46,8 @@ fn case(label: &'static str, shapes: &[&[usize]], options: Conv2dOptions) -> Cas
     Case::new(label, shapes, move |x| conv2d(&x[0], &x[1], x.get(2), options)).plain(move |x| plain(x, options))
 }
 
-/// Convolutions of x[0] with frozen weight and bias, plus the addend x[1].
-fn of_addends() -> Vec<Case> {
+/// Cases of convolutions of x[0] with frozen weight and bias, plus the addend x[1].
+fn add_cases() -> Vec<Case> {
     let case = |label, shapes: [&[usize]; 2], kernel: usize, has_bias: bool| {
         let padding = [kernel / 2; 2];
         let options = Conv2dOptions { padding, ..Conv2dOptions::default() };
@@ -70,7 +70,8 @@ fn of_addends() -> Vec<Case> {
         case("addend per pixel", [&[2, 3, 4, 3], &[2, 3, 4, 5]], 3, true),
         case("addend per image", [&[2, 3, 4, 3], &[2, 1, 1, 5]], 3, false),
         case("1x1", [&[2, 3, 2, 5], &[2, 3, 2, 3]], 1, true),
-        // Channels that the kernels for tensor cores support; the second case has a sum that is split.
+        // These two cases have channels that the kernels for tensor cores support. In the second, these kernels split
+        // the sums over the kernel taps and channels.
         case("tensor cores", [&[2, 5, 7, 8], &[2, 5, 7, 24]], 3, true),
         case("split sums", [&[2, 3, 3, 64], &[2, 1, 1, 24]], 3, true),
         case("no images", [&[0, 4, 4, 3], &[0, 4, 4, 2]], 3, true),
@@ -79,19 +80,19 @@ fn of_addends() -> Vec<Case> {
 
 /// Registry entries of this folder.
 pub static ENTRIES: &[Entry] = &[
-    Entry { info: &CONV2D_ADD, cases: of_addends },
+    Entry { info: &CONV2D_ADD, cases: add_cases },
     Entry {
         info: &CONV2D,
         cases: || {
             let default = Conv2dOptions::default();
             let padded = Conv2dOptions { padding: [1, 1], ..default };
-            let all = Conv2dOptions { stride: [2, 1], padding: [2, 1], dilation: [1, 2], groups: 2 };
+            let no_defaults = Conv2dOptions { stride: [2, 1], padding: [2, 1], dilation: [1, 2], groups: 2 };
             vec![
                 case("3x3", &[&[2, 5, 4, 3], &[4, 3, 3, 3], &[4]], padded),
                 case("no bias, not square", &[&[1, 4, 5, 2], &[3, 2, 3, 2]], default),
                 case("1x1", &[&[2, 3, 2, 5], &[3, 1, 1, 5], &[3]], default),
                 case("1x1 strided", &[&[1, 5, 4, 3], &[2, 1, 1, 3], &[2]], Conv2dOptions { stride: [2, 2], ..default }),
-                case("stride, dilation, groups", &[&[2, 5, 6, 4], &[6, 3, 2, 2], &[6]], all),
+                case("stride, padding, dilation, groups", &[&[2, 5, 6, 4], &[6, 3, 2, 2], &[6]], no_defaults),
                 case("depthwise", &[&[1, 4, 4, 3], &[3, 3, 3, 1], &[3]], Conv2dOptions { groups: 3, ..padded }),
                 case(
                     "stride larger than the kernel",

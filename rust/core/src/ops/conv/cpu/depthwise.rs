@@ -11,13 +11,14 @@ use crate::ops::rows::rows_per_block;
 /// Number of channels whose weight gradients one thread sums at a time.
 const CHANNELS: usize = 128;
 
-/// The source position that target position `position` of the phase reads at the kernel tap with `offset`; `None` if it
-/// is in the padding.
-fn source_position(axis: &Axis, position: usize, offset: isize) -> Option<usize> {
-    usize::try_from((position * axis.step) as isize + offset).ok().filter(|&found| found < axis.source)
+/// The source position that target position `target`, counted in its phase, reads at the kernel tap with `offset`.
+/// `None` if the tap reads the padding there.
+fn source_position(axis: &Axis, target: usize, offset: isize) -> Option<usize> {
+    usize::try_from((target * axis.step) as isize + offset).ok().filter(|&position| position < axis.source)
 }
 
-/// The target (batch, height, width, channels) of a stencil in which each channel is a group.
+/// Computes the target (batch, height, width, channels) of a stencil in which each channel is a group. `weight` is
+/// (channels, kernel taps).
 pub(super) fn run<T: Elem>(
     stencil: &Stencil,
     geometry: &Geometry,
@@ -26,9 +27,10 @@ pub(super) fn run<T: Elem>(
     bias: Option<&[T]>,
 ) -> Vec<T::Acc> {
     let ([source_height, source_width, channels], [height, width, _]) = (stencil.source, stencil.target);
-    let places = geometry.kernel[0] * geometry.kernel[1];
-    let by_place: Vec<T::Acc> =
-        (0..places * channels).map(|i| weight[i % channels * places + i / channels].to_acc()).collect();
+    let taps = geometry.kernel[0] * geometry.kernel[1];
+    // The weight as (kernel taps, channels), so that the lanes of a vector are adjacent channels.
+    let weight: Vec<T::Acc> =
+        (0..taps * channels).map(|i| weight[i % channels * taps + i / channels].to_acc()).collect();
     let mut target = vec![T::Acc::ZERO; stencil.batch * height * width * channels];
     if let Some(bias) = bias {
         target.chunks_exact_mut(channels).for_each(|y| y.iter_mut().zip(bias).for_each(|(y, b)| *y = b.to_acc()));
@@ -37,20 +39,21 @@ pub(super) fn run<T: Elem>(
     let shared = SharedMut::new(&mut target);
     for [lines, columns] in &stencil.phases {
         let work = |index: usize| {
-            let (image, position) = (index / lines.count, index % lines.count);
-            let line = image * height + lines.first + position * lines.stride;
+            // `line` and `column` are counted in the phase.
+            let (image, line) = (index / lines.count, index % lines.count);
+            let target_line = image * height + lines.first + line * lines.stride;
             // SAFETY: no two indices have the same line of the target.
-            let target = unsafe { shared.slice(line * line_len..(line + 1) * line_len) };
+            let target = unsafe { shared.slice(target_line * line_len..(target_line + 1) * line_len) };
             for (column, y) in target.chunks_exact_mut(channels).skip(columns.first).step_by(columns.stride).enumerate()
             {
                 for &(i, offset) in &lines.places {
-                    let Some(line) = source_position(lines, position, offset) else { continue };
+                    let Some(source_line) = source_position(lines, line, offset) else { continue };
                     for &(j, offset) in &columns.places {
-                        let Some(column) = source_position(columns, column, offset) else { continue };
-                        let pixel = (image * source_height + line) * source_width + column;
+                        let Some(source_column) = source_position(columns, column, offset) else { continue };
+                        let pixel = (image * source_height + source_line) * source_width + source_column;
                         let x = &source[pixel * channels..(pixel + 1) * channels];
-                        let place = i * geometry.kernel[1] + j;
-                        let terms = y.iter_mut().zip(x.iter().zip(&by_place[place * channels..(place + 1) * channels]));
+                        let tap = i * geometry.kernel[1] + j;
+                        let terms = y.iter_mut().zip(x.iter().zip(&weight[tap * channels..(tap + 1) * channels]));
                         dispatch(
                             #[inline(always)]
                             || {
@@ -63,34 +66,37 @@ pub(super) fn run<T: Elem>(
                 }
             }
         };
-        let block = rows_per_block(columns.count * channels * places);
+        let block = rows_per_block(columns.count * channels * taps);
         par_ranges(stencil.batch * lines.count, block, |range| range.for_each(work));
     }
     target
 }
 
+/// Computes the gradient of the weight (channels, kernel taps), from `grad`, the gradient of the result, and the image
+/// `x`.
 pub(super) fn grad_weight<T: Elem>(geometry: &Geometry, grad: &[T], x: &[T]) -> Vec<T::Acc> {
     let stencil = Stencil::forward(geometry);
+    // The forward pass has a single phase: the positions of the result.
     let [lines, columns] = &stencil.phases[0];
     let (channels, [height, width]) = (geometry.channels, geometry.input);
-    let places = geometry.kernel[0] * geometry.kernel[1];
-    let mut result = vec![T::Acc::ZERO; channels * places];
+    let taps = geometry.kernel[0] * geometry.kernel[1];
+    let mut result = vec![T::Acc::ZERO; channels * taps];
     let shared = SharedMut::new(&mut result);
     par_ranges(channels, CHANNELS, |range| {
         // The sums are (kernel taps, channels), so that the lanes of a vector are adjacent channels.
-        let mut sums = vec![T::Acc::ZERO; places * range.len()];
-        for (at, pixel) in grad.chunks_exact(channels).enumerate() {
+        let mut sums = vec![T::Acc::ZERO; taps * range.len()];
+        for (index, g) in grad.chunks_exact(channels).enumerate() {
             let (image, line, column) =
-                (at / columns.count / lines.count, at / columns.count % lines.count, at % columns.count);
-            let g = &pixel[range.clone()];
+                (index / columns.count / lines.count, index / columns.count % lines.count, index % columns.count);
+            let g = &g[range.clone()];
             for &(i, offset) in &lines.places {
-                let Some(line) = source_position(lines, line, offset) else { continue };
+                let Some(source_line) = source_position(lines, line, offset) else { continue };
                 for &(j, offset) in &columns.places {
-                    let Some(column) = source_position(columns, column, offset) else { continue };
-                    let pixel = (image * height + line) * width + column;
+                    let Some(source_column) = source_position(columns, column, offset) else { continue };
+                    let pixel = (image * height + source_line) * width + source_column;
                     let x = &x[pixel * channels..(pixel + 1) * channels][range.clone()];
-                    let place = i * geometry.kernel[1] + j;
-                    let terms = sums[place * range.len()..(place + 1) * range.len()].iter_mut().zip(x.iter().zip(g));
+                    let tap = i * geometry.kernel[1] + j;
+                    let terms = sums[tap * range.len()..(tap + 1) * range.len()].iter_mut().zip(x.iter().zip(g));
                     dispatch(
                         #[inline(always)]
                         || {
@@ -103,10 +109,10 @@ pub(super) fn grad_weight<T: Elem>(geometry: &Geometry, grad: &[T], x: &[T]) -> 
             }
         }
         // SAFETY: ranges of channels do not overlap.
-        let result = unsafe { shared.slice(range.start * places..range.end * places) };
-        for (channel, result) in result.chunks_exact_mut(places).enumerate() {
-            for (place, result) in result.iter_mut().enumerate() {
-                *result = sums[place * range.len() + channel];
+        let result = unsafe { shared.slice(range.start * taps..range.end * taps) };
+        for (channel, result) in result.chunks_exact_mut(taps).enumerate() {
+            for (tap, result) in result.iter_mut().enumerate() {
+                *result = sums[tap * range.len() + channel];
             }
         }
     });

@@ -1,4 +1,4 @@
-//! The CPU form, over contiguous slices: images (B, H, W, C), weights (O, KH, KW, C / groups).
+//! The CPU form. All tensors are contiguous: images (B, H, W, C), weights (O, KH, KW, C / groups).
 
 mod depthwise;
 pub(super) mod patch;
@@ -15,35 +15,37 @@ use crate::cpu::{Elem, MatMut, MatRef, Real, elements, gemm, read_all};
 use crate::raw::{Raw, from_vec};
 use crate::{Result, dispatch_float};
 
-/// The result of the convolution, in the dtype of `x`.
+/// The result of the convolution of `x`, in the dtype of `x`.
 pub(super) fn forward(geometry: &Geometry, x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Raw> {
     let (x, weight) = (contiguous(x)?, contiguous(weight)?);
     let bias = bias.map(contiguous).transpose()?;
     let operands: SmallVec<[&Raw; 3]> = [&x, &weight].into_iter().chain(&bias).collect();
-    let sum = dispatch_float!(x.dtype(), CONV2D.name, T => read_all(CONV2D.name, &operands, |operands| {
+    let sums = dispatch_float!(x.dtype(), CONV2D.name, T => read_all(CONV2D.name, &operands, |operands| {
         let bias = operands.get(2).map(|&bias| elements::<T>(bias)).transpose()?;
         Ok(product(geometry, elements::<T>(operands[0])?, elements(operands[1])?, bias))
     })
     .map(|y| from_vec(y, geometry.result_dims().as_slice())))?;
-    cast(&sum, x.dtype())
+    cast(&sums, x.dtype())
 }
 
+/// The gradient of the input, from `grad`, the gradient of the result.
 pub(super) fn grad_input(geometry: &Geometry, grad: &Raw, weight: &Raw) -> Result<Raw> {
     let (grad, weight) = (contiguous(grad)?, contiguous(weight)?);
-    let sum = dispatch_float!(grad.dtype(), CONV2D.name, T => read_all(CONV2D.name, &[&grad, &weight], |operands| {
+    let sums = dispatch_float!(grad.dtype(), CONV2D.name, T => read_all(CONV2D.name, &[&grad, &weight], |operands| {
         Ok(input_product(geometry, elements::<T>(operands[0])?, elements(operands[1])?))
     })
     .map(|grad_x| from_vec(grad_x, geometry.input_dims().as_slice())))?;
-    cast(&sum, grad.dtype())
+    cast(&sums, grad.dtype())
 }
 
+/// The gradient of the weight, from `grad`, the gradient of the result, and the input `x`.
 pub(super) fn grad_weight(geometry: &Geometry, grad: &Raw, x: &Raw) -> Result<Raw> {
     let (grad, x) = (contiguous(grad)?, contiguous(x)?);
-    let sum = dispatch_float!(grad.dtype(), CONV2D.name, T => read_all(CONV2D.name, &[&grad, &x], |operands| {
+    let sums = dispatch_float!(grad.dtype(), CONV2D.name, T => read_all(CONV2D.name, &[&grad, &x], |operands| {
         Ok(weight_product(geometry, elements::<T>(operands[0])?, elements(operands[1])?))
     })
     .map(|grad_weight| from_vec(grad_weight, geometry.weight_dims().as_slice())))?;
-    cast(&sum, grad.dtype())
+    cast(&sums, grad.dtype())
 }
 
 /// The result of the convolution, in the accumulator type.
@@ -67,7 +69,7 @@ where
     y
 }
 
-/// The gradient of the image, in the accumulator type.
+/// The gradient of the input, in the accumulator type.
 fn input_product<T: Elem>(geometry: &Geometry, grad: &[T], weight: &[T]) -> Vec<T::Acc>
 where
     T::Acc: Elem<Acc = T::Acc>,

@@ -1,5 +1,7 @@
-//! Copies of parts of images, in the accumulator type, with the zeros of the padding. [`stencil`](super::stencil)
-//! explains source, target and phase: each target position is computed from source positions, one per kernel tap.
+//! Copies of parts of a stencil's source, in the accumulator type, with the zeros of the padding.
+//! [`stencil`](super::stencil) explains source, target and phase: each target position is computed from source
+//! positions, one per kernel tap. A part is a rectangle of target positions; its copy has the source positions that the
+//! part reads.
 
 use std::ops::Range;
 
@@ -10,16 +12,17 @@ use crate::cpu::{Elem, Real, dispatch};
 
 /// The maximum number of target columns of a part.
 const MAX_COLUMNS: usize = 96;
-/// The maximum number of elements of a copy, so that the copy stays in the second-level cache. Only a copy for a single
-/// target line may have more.
+/// The maximum number of elements of a copy, so that the copy stays in the second-level cache. Only the copy for a
+/// single target line may have more.
 const MAX_PATCH: usize = 128 << 10;
-/// A part has at most an eighth of the target lines, so that threads share an image. But it may always have this many
-/// lines: smaller parts would mostly copy lines that neighbouring parts copy too.
+/// A part has at most an eighth of the target lines of a phase, so that threads can share an image. But if the copy is
+/// small enough, a part may always have this many lines: smaller parts would mostly copy lines that neighbouring parts
+/// copy too.
 const MIN_LINES: usize = 4;
 
 /// One direction, vertical or horizontal, of one phase of a stencil.
 pub(in crate::ops::conv) struct Axis {
-    /// The first target position of the phase.
+    /// The first target position of the phase, counted in the whole target.
     pub first: usize,
     /// Distance in the target between neighbouring target positions of the phase.
     pub stride: usize,
@@ -31,12 +34,13 @@ pub(in crate::ops::conv) struct Axis {
     /// same kernel tap.
     pub step: usize,
     /// The kernel taps of the phase: the index in the kernel and the offset of each, in the order of rising offsets. At
-    /// a tap, target position i of the phase reads source position i · step + offset.
+    /// a tap, target position i, counted in the phase, reads source position i · step + offset, which may be in the
+    /// padding.
     pub places: SmallVec<[(usize, isize); 8]>,
 }
 
 impl Axis {
-    /// The smallest offset of a kernel tap.
+    /// The smallest offset of a kernel tap; 0 if the phase has no taps.
     fn origin(&self) -> isize {
         self.places.first().map_or(0, |&(_, offset)| offset)
     }
@@ -46,8 +50,8 @@ impl Axis {
         self.places.last().map_or(0, |&(_, offset)| offset.abs_diff(self.origin()))
     }
 
-    /// Distance in the source between neighbouring positions of a copy: 1 if there are several kernel taps. With a
-    /// single tap, the copy has only the source positions that are read, and the distance is `step`.
+    /// Distance in the source between neighbouring positions of a copy: 1 if there are several kernel taps, `step` if
+    /// there is only one. With one tap, the copy has only the source positions that are read.
     fn jump(&self) -> usize {
         if self.span() == 0 { self.step } else { 1 }
     }
@@ -66,10 +70,11 @@ impl Axis {
     /// the source, and the source position at which the copy begins. The copy may begin before the source (a negative
     /// position).
     fn inside(&self, range: &Range<usize>) -> (Range<usize>, isize) {
-        let (jump, first) = (self.jump() as isize, (range.start * self.step) as isize + self.origin());
-        let until = |position: isize| ((position - first).max(0) as usize).div_ceil(jump as usize);
+        let first = (range.start * self.step) as isize + self.origin();
+        // The number of positions of the copy that are before a source position.
+        let before = |position: isize| ((position - first).max(0) as usize).div_ceil(self.jump());
         let copied = self.copied(range.len());
-        let (start, end) = (until(0).min(copied), until(self.source as isize).min(copied));
+        let (start, end) = (before(0).min(copied), before(self.source as isize).min(copied));
         (start..end.max(start), first)
     }
 
@@ -78,10 +83,10 @@ impl Axis {
         self.places.windows(2).all(|pair| pair[1].1 - pair[0].1 == 1)
     }
 
-    /// For each kernel tap, its index in the kernel, and the position of a copy that the first target position reads at
-    /// this tap.
+    /// For each kernel tap, its index in the kernel, and the position in a copy that the first target position of the
+    /// part reads at this tap.
     pub fn copied_places(&self) -> impl Iterator<Item = (usize, usize)> {
-        self.places.iter().map(|&(place, offset)| (place, offset.abs_diff(self.origin())))
+        self.places.iter().map(|&(tap, offset)| (tap, offset.abs_diff(self.origin())))
     }
 }
 
@@ -93,59 +98,62 @@ pub(in crate::ops::conv) struct Rect {
 }
 
 /// Splits the target positions of a phase (see [`Stencil`](super::stencil::Stencil)) into parts whose copies, with
-/// `channels` channels, stay in the cache. The parts depend on sizes alone, not on the number of threads.
+/// `channels` channels, stay in the second-level cache. The parts depend on sizes alone, not on the number of threads.
 pub(in crate::ops::conv) fn rects(axes: &[Axis; 2], channels: usize) -> Vec<Rect> {
     let [lines, columns] = axes;
     if lines.count == 0 || columns.count == 0 {
         return Vec::new();
     }
     let width = columns.count.div_ceil(columns.count.div_ceil(MAX_COLUMNS)).next_multiple_of(4);
-    let line = (columns.copied(width) * channels).max(1);
-    let fitting = ((MAX_PATCH / line).saturating_sub(lines.span() + 1) / lines.copy_step() + 1).max(1);
+    let line_len = (columns.copied(width) * channels).max(1);
+    // The number of target lines whose copy has at most `MAX_PATCH` elements, but at least one.
+    let fitting = (MAX_PATCH / line_len).saturating_sub(lines.span() + 1) / lines.copy_step() + 1;
     let height = fitting.min(lines.count.div_ceil(8).max(MIN_LINES));
     let height = lines.count.div_ceil(lines.count.div_ceil(height));
-    let parts = |count: usize, size: usize| (0..count).step_by(size).map(move |start| start..count.min(start + size));
-    parts(lines.count, height)
-        .flat_map(|lines| parts(columns.count, width).map(move |columns| Rect { lines: lines.clone(), columns }))
+    let ranges = |count: usize, size: usize| (0..count).step_by(size).map(move |start| start..count.min(start + size));
+    ranges(lines.count, height)
+        .flat_map(|lines| ranges(columns.count, width).map(move |columns| Rect { lines: lines.clone(), columns }))
         .collect()
 }
 
-/// The layout of a copy: lines, columns, channels.
+/// The layout of the copy of one part: (lines, columns, channels). A position is a line and a column.
 pub(super) struct Patch {
     channels: usize,
     /// Lines and columns of the copy.
     size: [usize; 2],
-    /// Distance between the positions of the copy that neighbouring target positions read at the same kernel tap.
+    /// Distance in the copy, in lines and in columns, between the positions that neighbouring target positions read at
+    /// the same kernel tap.
     step: [usize; 2],
-    /// Lines and columns of the copy that are inside the source; the rest is zero.
+    /// Lines and columns of the copy that are inside the source; the other elements are zero.
     inside: [Range<usize>; 2],
-    /// The source line and column of the copy's first position; may be outside of the source.
+    /// The source line and column of the copy's first position, which may be outside of the source.
     first: [isize; 2],
-    /// Distance in the source between neighbouring lines and columns of the copy.
+    /// Distances in the source between neighbouring lines and between neighbouring columns of the copy.
     jump: [usize; 2],
 }
 
 impl Patch {
     pub fn new(axes: &[Axis; 2], rect: &Rect, channels: usize) -> Self {
-        let [(lines, line), (columns, column)] = [axes[0].inside(&rect.lines), axes[1].inside(&rect.columns)];
+        let [(lines, first_line), (columns, first_column)] =
+            [axes[0].inside(&rect.lines), axes[1].inside(&rect.columns)];
         Self {
             channels,
             size: [axes[0].copied(rect.lines.len()), axes[1].copied(rect.columns.len())],
             step: axes.each_ref().map(Axis::copy_step),
             inside: [lines, columns],
-            first: [line, column],
+            first: [first_line, first_column],
             jump: axes.each_ref().map(Axis::jump),
         }
     }
 
-    /// The number of elements of the copy, plus a margin after its end: the last tiles may be larger than the rest of
-    /// the part, and read the margin.
+    /// The number of elements of the copy, plus a margin after its end, which the last tiles read: a tile may have up
+    /// to 3 columns more than the part, and reads whole registers.
     pub fn len(&self) -> usize {
         const SLACK: usize = 64;
         self.size[0] * self.line_len() + 3 * self.column_step() + SLACK
     }
 
-    /// Number of elements of a line of the copy.
+    /// The number of elements of a line of the copy.
     pub fn line_len(&self) -> usize {
         self.size[1] * self.channels
     }
@@ -168,8 +176,8 @@ impl Patch {
     }
 
     /// The runs of adjacent elements of the copy that the part's first target position reads at all kernel taps, and
-    /// the number of elements of each run. If the taps of a kernel line are dense, a run has the whole line, otherwise
-    /// one tap.
+    /// the number of elements of each run. If the taps of a kernel line read adjacent positions, a run has the whole
+    /// line, otherwise one tap.
     pub fn runs(&self, axes: &[Axis; 2]) -> (Vec<Run>, usize) {
         let width = axes[1].places.len();
         let dense = axes[1].is_dense();
@@ -182,8 +190,10 @@ impl Patch {
         (starts.map(|b| Run { a: 0, b }).collect(), k)
     }
 
-    /// Fills `copy` from an image of `[height, width, channels]`, with the channels from channel `first` on.
-    pub fn copy<T: Elem>(&self, copy: &mut [T::Acc], image: &[T], [_, width, stride]: [usize; 3], first: usize) {
+    /// Fills `copy` from one image of the source, of height, width and channels `size`. The first channel of the copy
+    /// is channel `first_channel` of the image.
+    pub fn copy<T: Elem>(&self, copy: &mut [T::Acc], image: &[T], size: [usize; 3], first_channel: usize) {
+        let [_, width, image_channels] = size;
         let channels = self.channels;
         if channels == 0 {
             return;
@@ -202,20 +212,21 @@ impl Patch {
             }
             let line = (self.first[0] + (line * self.jump[0]) as isize) as usize;
             let column = (self.first[1] + (columns.start * self.jump[1]) as isize) as usize;
-            let image = &image[(line * width + column) * stride + first..];
-            let (copy, step) = (&mut copy[columns.start * channels..columns.end * channels], self.jump[1] * stride);
-            if step == channels {
+            let image = &image[(line * width + column) * image_channels + first_channel..];
+            let copy = &mut copy[columns.start * channels..columns.end * channels];
+            let distance = self.jump[1] * image_channels;
+            if distance == channels {
                 convert(copy, image);
             } else {
-                for (copy, image) in copy.chunks_exact_mut(channels).zip(image.chunks(step)) {
-                    convert(copy, image);
+                for (copy, pixel) in copy.chunks_exact_mut(channels).zip(image.chunks(distance)) {
+                    convert(copy, pixel);
                 }
             }
         }
     }
 }
 
-/// Converts the first elements of `from` to the accumulator type.
+/// Fills `to` with the first elements of `from`, converted to the accumulator type.
 #[inline(always)]
 fn convert<T: Elem>(to: &mut [T::Acc], from: &[T]) {
     let pairs = to.iter_mut().zip(from);

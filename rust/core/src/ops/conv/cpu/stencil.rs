@@ -1,11 +1,12 @@
 //! Convolutions as sums over the kernel taps (the elements of the kernel's height x width): the forward pass, and the
-//! gradient of the input, which is a convolution too. The source is what the sums read: the image in the forward pass,
-//! the gradient of the result for the gradient of the input. The target is what the sums are written to.
+//! gradient of the image, which is a convolution too. The source is what the sums read: the image in the forward pass,
+//! the gradient of the result in the backward pass. The target is what the sums are written to. A position is a line
+//! and a column. A phase is a set of target positions that use the same kernel taps.
 //!
 //! A part of the source, with the zeros around it, is copied to memory that stays in the second-level cache. The
 //! register tiles of the matrix product read this copy directly, for several target positions at a time, and multiply
-//! it by packed panels of the weight. There is no im2col matrix. Each element of the target is summed in the same
-//! order, however the image is divided into parts.
+//! it by packed panels of the weight. There is no im2col matrix. The terms of an element of the target are added up in
+//! the same order, however the image is divided into parts.
 
 use std::ops::Range;
 
@@ -18,15 +19,17 @@ use crate::cpu::gemm::{Along, Broadcast, Run, Side, Target, Tile, TileShape, pac
 use crate::cpu::pool::{SharedMut, num_threads, par_ranges};
 use crate::cpu::{Elem, Real, vectorized};
 
-/// The maximum number of terms (kernel taps times source channels) that a tile adds up before the next block of source
-/// channels, so that the panels of the weight stay in the second-level cache. Where this would allow fewer than 16
-/// channels, a block may have 16.
+/// About the maximum number of terms (kernel taps times source channels) that a tile adds up for one block of source
+/// channels, so that the panels of the weight stay in the second-level cache. A block may always have `MIN_CHANNELS`
+/// channels.
 const STEPS: usize = 2944;
-/// The minimum number of multiply-adds of a task: for fewer, the cost of a separate task is too high.
+/// The number of source channels of a block is a multiple of this number, except for the last block of a group.
+const MIN_CHANNELS: usize = 16;
+/// The minimum number of multiply-adds of a task; for fewer, the cost of a separate task is too high.
 const MIN_WORK: usize = 1 << 18;
 
-/// target(position) = Σ weight(tap) · source(position · step + offset of the tap), summed over the kernel taps and the
-/// source channels of the group. The source is zero outside of its bounds.
+/// A convolution: target(position) = Σ weight(tap) · source(position · step + offset of the tap), summed over the
+/// kernel taps and the source channels of the group. Outside of its bounds, the source counts as zero.
 pub(in crate::ops::conv) struct Stencil {
     pub batch: usize,
     pub groups: usize,
@@ -34,8 +37,7 @@ pub(in crate::ops::conv) struct Stencil {
     pub source: [usize; 3],
     /// Height, width and channels of the target.
     pub target: [usize; 3],
-    /// The target positions, divided into phases. The positions of a phase use the same kernel taps. The two axes have
-    /// the lines and the columns of the phase.
+    /// The target positions, divided into phases. The two axes of a phase are its lines and its columns.
     pub phases: Vec<[Axis; 2]>,
     weight: WeightStrides,
 }
@@ -54,7 +56,7 @@ struct WeightStrides {
 }
 
 impl Stencil {
-    /// The forward pass: from the image to the result.
+    /// Makes the stencil of the forward pass: from the image to the result.
     pub fn forward(geometry: &Geometry) -> Self {
         let options = &geometry.options;
         let axis = |i: usize| Axis {
@@ -64,7 +66,7 @@ impl Stencil {
             source: geometry.input[i],
             step: options.stride[i],
             places: (0..geometry.kernel[i])
-                .map(|k| (k, (k * options.dilation[i]) as isize - options.padding[i] as isize))
+                .map(|tap| (tap, (tap * options.dilation[i]) as isize - options.padding[i] as isize))
                 .collect(),
         };
         let ([height, width], [out_height, out_width]) = (geometry.input, geometry.output);
@@ -78,23 +80,25 @@ impl Stencil {
         }
     }
 
-    /// From the gradient of the result to the gradient of the image. In each direction, pixel i of the image
-    /// contributed to pixel o of the result at kernel tap k if o · stride = i + padding - k · dilation. Two pixels of
-    /// the image whose distance is a multiple of the stride use the same taps, and are in one phase.
+    /// Makes the stencil of the backward pass: from the gradient of the result to the gradient of the image. In each
+    /// direction, pixel i of the image contributed to pixel o of the result at kernel tap k if
+    /// o · stride = i + padding - k · dilation. Two pixels of the image whose distance is a multiple of the stride use
+    /// the same taps, and are in one phase.
     pub fn transposed(geometry: &Geometry) -> Self {
         let options = &geometry.options;
         let axis = |i: usize, first: usize| {
             let stride = options.stride[i];
             let offset = |k: usize| (first + options.padding[i]) as isize - (k * options.dilation[i]) as isize;
-            let meets = |k: &usize| offset(*k).rem_euclid(stride as isize) == 0;
-            let places = (0..geometry.kernel[i]).rev().filter(meets);
+            let is_used = |k: &usize| offset(*k).rem_euclid(stride as isize) == 0;
+            // From the last tap to the first, so that the offsets rise.
+            let taps = (0..geometry.kernel[i]).rev().filter(is_used);
             Axis {
                 first,
                 stride,
                 count: (geometry.input[i] - first).div_ceil(stride),
                 source: geometry.output[i],
                 step: 1,
-                places: places.map(|k| (k, offset(k).div_euclid(stride as isize))).collect(),
+                places: taps.map(|k| (k, offset(k).div_euclid(stride as isize))).collect(),
             }
         };
         let ([height, width], [out_height, out_width]) = (geometry.input, geometry.output);
@@ -109,7 +113,7 @@ impl Stencil {
         }
     }
 
-    /// The target of each image in `source`.
+    /// Computes the target from all images in `source`.
     pub fn run<T: Elem>(&self, source: &[T], weight: &[T], bias: Option<&[T]>) -> Vec<T::Acc> {
         let len = self.batch * self.target.iter().product::<usize>();
         let mut target = Vec::<T::Acc>::with_capacity(len);
@@ -120,7 +124,7 @@ impl Stencil {
                 phase.run(source, &phase.pack(weight), bias, SharedMut::new(&mut target.spare_capacity_mut()[..len]));
             }
         }
-        // SAFETY: each target position is in one phase, and the parts of this phase write all channels of the position.
+        // SAFETY: each target position is in one phase, whose parts write all channels of the position.
         unsafe { target.set_len(len) };
         target
     }
@@ -143,16 +147,17 @@ struct Phase<'a> {
 }
 
 impl Phase<'_> {
-    fn places(&self) -> usize {
+    /// The number of kernel taps of the phase.
+    fn taps(&self) -> usize {
         self.axes[0].places.len() * self.axes[1].places.len()
     }
 
-    /// Number of source channels of a group.
+    /// The number of source channels of a group.
     fn depth(&self) -> usize {
         self.stencil.source[2] / self.stencil.groups
     }
 
-    /// Number of target channels of a group, which are the rows of the matrix product.
+    /// The number of target channels of a group, which are the rows of the matrix product.
     fn rows(&self) -> usize {
         self.stencil.target[2] / self.stencil.groups
     }
@@ -161,8 +166,8 @@ impl Phase<'_> {
     /// at least one block; it is empty if the group has no channels.
     fn blocks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         let depth = self.depth();
-        let most = (STEPS / self.places().max(1)).max(16);
-        let size = depth.div_ceil(depth.div_ceil(most).max(1)).next_multiple_of(16);
+        let most = (STEPS / self.taps().max(1)).max(MIN_CHANNELS);
+        let size = depth.div_ceil(depth.div_ceil(most).max(1)).next_multiple_of(MIN_CHANNELS);
         (0..depth.max(1)).step_by(size.max(1)).map(move |start| start..depth.min(start + size))
     }
 
@@ -170,7 +175,7 @@ impl Phase<'_> {
     /// of source channels. `row` is the panel's first target channel.
     fn packed_at(&self, group: usize, block: &Range<usize>, row: usize) -> usize {
         let rows = packed_len(self.shape, Along::Rows, self.rows(), 1);
-        self.places() * (rows * (group * self.depth() + block.start) + row * block.len())
+        self.taps() * (rows * (group * self.depth() + block.start) + row * block.len())
     }
 
     /// Packs the weight: for each group and each block of source channels, panels of target channels. The columns of a
@@ -182,6 +187,7 @@ impl Phase<'_> {
         let blocks: SmallVec<[Range<usize>; 8]> = self.blocks().collect();
         let panels = self.rows().div_ceil(self.shape.rows);
         let shared = SharedMut::new(&mut packed.spare_capacity_mut()[..len]);
+        // To pack an element counts as much work as 16 multiply-adds.
         let grain = (MIN_WORK / 16 / (len / (self.stencil.groups * panels).max(1)).max(1)).max(1);
         par_ranges(self.stencil.groups * panels, grain, |range| {
             for index in range {
@@ -192,7 +198,7 @@ impl Phase<'_> {
                     let mut at = self.packed_at(group, block, row);
                     for (line, _) in &self.axes[0].places {
                         for (column, _) in &self.axes[1].places {
-                            let first = group * strides.group
+                            let tap_start = group * strides.group
                                 + row * strides.target
                                 + line * strides.places[0]
                                 + column * strides.places[1]
@@ -201,7 +207,7 @@ impl Phase<'_> {
                             // inside of the weight.
                             unsafe {
                                 let dst = shared.slice(at..at + step).as_mut_ptr().cast();
-                                let ptr = weight.as_ptr().wrapping_add(first);
+                                let ptr = weight.as_ptr().wrapping_add(tap_start);
                                 let src = Side { ptr, outer: strides.target, inner: strides.source };
                                 pack(dst, self.shape, Along::Rows, src, rows, block.len());
                             }
@@ -216,6 +222,7 @@ impl Phase<'_> {
         packed
     }
 
+    /// Computes the target positions of the phase, with the packed `weight`.
     fn run<T: Elem>(
         &self,
         source: &[T],
@@ -229,7 +236,7 @@ impl Phase<'_> {
         let rects = rects(self.axes, widest);
         let tasks = rects.len() * batch * groups;
         let splits = splits(tasks, panels);
-        let work = self.places() * self.depth() * self.stencil.target.iter().product::<usize>() * batch;
+        let work = self.taps() * self.depth() * self.stencil.target.iter().product::<usize>() * batch;
         let grain = (MIN_WORK / (work / (tasks * splits).max(1)).max(1)).max(1);
         par_ranges(tasks * splits, grain, |range| {
             for index in range {
@@ -243,16 +250,16 @@ impl Phase<'_> {
                     group,
                     panels: panels * split / splits..panels * (split + 1) / splits,
                 };
-                let pixels = height * width * channels;
-                let source = &source[image * pixels..(image + 1) * pixels];
+                let image_len = height * width * channels;
+                let source = &source[image * image_len..(image + 1) * image_len];
                 part.run(source, weight, bias, target.as_ptr().cast());
             }
         });
     }
 }
 
-/// The number of smaller tasks into which each of `tasks` tasks is split: at most `most`, and 1 if `tasks` tasks keep
-/// all threads busy until the end.
+/// The number of smaller tasks into which each of `tasks` tasks is split: at most `most`, and 1 if the tasks keep all
+/// threads busy until the end as they are.
 pub(super) fn splits(tasks: usize, most: usize) -> usize {
     let threads = num_threads();
     if tasks >= 4 * threads || tasks.is_multiple_of(threads) {
@@ -271,7 +278,7 @@ struct Part<'a> {
 }
 
 impl Part<'_> {
-    /// The part's target channels, counted from the start of their group.
+    /// The target channels of the part, counted from the start of their group.
     fn channels(&self) -> Range<usize> {
         let rows = self.phase.shape.rows;
         self.panels.start * rows..(self.panels.end * rows).min(self.phase.rows())
@@ -286,11 +293,12 @@ impl Part<'_> {
         ((self.image * height + line) * width + column) * channels + self.group * self.phase.rows() + row
     }
 
+    /// Computes the part from `source`, one image, and the packed `weight`.
     fn run<T: Elem>(&self, source: &[T], weight: &[T::Acc], bias: Option<&[T]>, target: *mut T::Acc) {
         let (phase, channels) = (self.phase, self.channels());
         if let Some(bias) = bias {
-            let first = self.group * phase.rows();
-            let bias = &bias[first + channels.start..first + channels.end];
+            let group_start = self.group * phase.rows();
+            let bias = &bias[group_start + channels.start..group_start + channels.end];
             for line in 0..self.rect.lines.len() {
                 for column in 0..self.rect.columns.len() {
                     let at = self.target_at(line, column, channels.start);
@@ -306,12 +314,13 @@ impl Part<'_> {
         with_scratch([patch.len(), 0, 0], |[memory, ..]: [*mut T::Acc; 3]| {
             for block in phase.blocks() {
                 let patch = Patch::new(phase.axes, self.rect, block.len());
-                let first = self.group * phase.depth() + block.start;
+                let first_channel = self.group * phase.depth() + block.start;
                 // SAFETY: the scratch has room for the widest patch, and all of its elements are initialised.
                 let copy = unsafe { std::slice::from_raw_parts_mut(memory, patch.len()) };
-                patch.copy(copy, source, phase.stencil.source, first);
+                patch.copy(copy, source, phase.stencil.source, first_channel);
                 let runs = patch.runs(phase.axes);
                 let accumulate = bias.is_some() || block.start > 0;
+                // The packed weight from the panel on whose first target channel is `row`.
                 let weight = |row| &weight[phase.packed_at(self.group, &block, row)..];
                 vectorized(Tiles { part: self, patch: &patch, memory, runs: &runs, weight, target, accumulate });
             }
@@ -323,17 +332,20 @@ impl Part<'_> {
 struct Tiles<'a, T, W> {
     part: &'a Part<'a>,
     patch: &'a Patch,
+    /// The elements of the copy.
     memory: *const T,
-    /// The runs of adjacent elements of the patch that a target position reads, in the order of the packed weight, and
-    /// the number of elements of each run.
+    /// The runs of adjacent elements of the copy that the first target position reads, in the order of the packed
+    /// weight, and the number of elements of each run.
     runs: &'a (Vec<Run>, usize),
+    /// From the first target channel of a panel to the packed weight from this panel on.
     weight: W,
     target: *mut T,
+    /// Whether the tiles add to what `target` already has: the bias, or the sums over earlier blocks.
     accumulate: bool,
 }
 
 /// The number of columns of the next tile, if `rest` columns remain and a tile has at most `most`. If the tile after it
-/// would have fewer than 8 columns, the two tiles share the rest.
+/// would be the last and have fewer than 8 columns, the two tiles share the rest about evenly.
 fn tile_columns(rest: usize, most: usize) -> usize {
     if rest > most && rest < most + 8 { rest.div_ceil(2).next_multiple_of(4).min(most) } else { rest.min(most) }
 }
@@ -358,18 +370,17 @@ impl<'a, T: Real, W: Fn(usize) -> &'a [T]> WithSimd for Tiles<'_, T, W> {
                 let mut column = 0;
                 while column < part.rect.columns.len() {
                     let count = tile_columns(part.rect.columns.len() - column, shape.columns);
-                    let c = target.wrapping_add(part.target_at(line, column, row));
-                    let b = self.memory.wrapping_add(patch.at(line, column));
                     let c = Target {
-                        ptr: c,
+                        ptr: target.wrapping_add(part.target_at(line, column, row)),
                         row_stride: 1,
                         column_stride: columns.stride * part.phase.stencil.target[2],
                         alpha: T::ONE,
                         accumulate: self.accumulate,
                     };
-                    let b = Broadcast { ptr: b, step: 1, column: patch.column_step() };
-                    // SAFETY: `a` is the packed panel of these rows, the patch has room for a whole tile, and `c` has
-                    // elements of this part.
+                    let ptr = self.memory.wrapping_add(patch.at(line, column));
+                    let b = Broadcast { ptr, step: 1, column: patch.column_step() };
+                    // SAFETY: `a` is the packed panel of these rows, the copy has a margin for a whole tile, and `c`
+                    // has elements of this part.
                     unsafe { Tile { runs: &runs, k: *k, a, a_step, b, c, rows, columns: count }.run(simd) };
                     column += count;
                 }

@@ -1,6 +1,6 @@
-//! The gradient of the weight. At each kernel tap, it is a sum over the result positions. Each term is the outer
-//! product of two vectors: the channels of the result's gradient at the position, and the channels of the pixel that
-//! the position reads at the tap. The lanes of a SIMD vector are adjacent channels of the image.
+//! The gradient of the weight. At each kernel tap, it is a sum over the positions (pixels) of the result. Each term is
+//! the outer product of two vectors: the channels of the result's gradient at the position, and the channels of the
+//! image's pixel that the position reads at the tap. The lanes of a SIMD vector are adjacent channels of the image.
 
 use std::ops::Range;
 
@@ -13,12 +13,12 @@ use crate::cpu::gemm::{Along, Broadcast, Run, Side, Target, Tile, TileShape, pac
 use crate::cpu::pool::{SharedMut, par_ranges};
 use crate::cpu::{Elem, Real, vectorized};
 
-/// Adjacent elements of an output channel's weight. Their gradients are computed from adjacent elements of the copied
-/// part of the image.
+/// Adjacent elements of an output channel's weight whose gradients are computed from adjacent elements of a copied part
+/// of the image (see [`patch`](super::patch)).
 struct Stretch {
     /// Index of the first element in the weight of an output channel.
     weight: usize,
-    /// Index in the copy of the element that the first result position reads for this first element.
+    /// Index in the copy of the element that the part's first result position multiplies by this first element.
     copy: usize,
     /// Number of elements.
     len: usize,
@@ -32,65 +32,68 @@ pub(super) fn grad_weight<T: Elem>(geometry: &Geometry, grad: &[T], x: &[T]) -> 
     let depth = geometry.channels_per_group();
     let out = geometry.out_channels_per_group();
     // A task has as many input channels as a tile has rows, or all channels of a group if these are fewer.
-    let width = depth.min(shape.rows).max(1);
-    let (chunks, panels) = (depth.div_ceil(width), out.div_ceil(shape.columns));
+    let channels = depth.min(shape.rows).max(1);
+    let (chunks, panels) = (depth.div_ceil(channels), out.div_ceil(shape.columns));
     let tasks = geometry.groups() * chunks;
     let splits = splits(tasks, panels);
     let target = SharedMut::new(&mut result);
     par_ranges(tasks * splits, 1, |range| {
         for index in range {
             let (index, split) = (index / splits, index % splits);
-            let (group, start) = (index / chunks, index % chunks * width);
+            let (group, start) = (index / chunks, index % chunks * channels);
             let panels = panels * split / splits..panels * (split + 1) / splits;
             let outs = panels.start * shape.columns..(panels.end * shape.columns).min(out);
-            let part = Part {
+            let task = Task {
                 geometry,
                 axes: &stencil.phases[0],
                 shape,
                 group,
-                channels: start..depth.min(start + width),
+                channels: start..depth.min(start + channels),
                 outs,
             };
-            part.run(grad, x, target.as_ptr());
+            task.run(grad, x, target.as_ptr());
         }
     });
     result
 }
 
-/// A part of the work: some input channels and some output channels of a group.
-struct Part<'a> {
+/// The gradients of the weights between some input channels and some output channels of a group.
+struct Task<'a> {
     geometry: &'a Geometry,
     axes: &'a [Axis; 2],
     shape: TileShape,
     group: usize,
+    /// Input channels, counted from the start of their group.
     channels: Range<usize>,
+    /// Output channels, counted from the start of their group.
     outs: Range<usize>,
 }
 
-impl Part<'_> {
+impl Task<'_> {
     fn run<T: Elem>(&self, grad: &[T], x: &[T], target: *mut T::Acc) {
         let Self { geometry, shape, group, outs, .. } = self;
         let ([height, width], channels) = (geometry.input, self.channels.len());
         let [out_height, out_width] = geometry.output;
-        let first = group * geometry.channels_per_group() + self.channels.start;
+        let first_channel = group * geometry.channels_per_group() + self.channels.start;
         let first_out = group * geometry.out_channels_per_group() + outs.start;
-        let pixels = height * width * geometry.channels;
+        let image_len = height * width * geometry.channels;
         let rects = rects(self.axes, channels);
-        let largest = rects.iter().map(|rect| Patch::new(self.axes, rect, channels).len()).max().unwrap_or(0);
+        let largest_copy = rects.iter().map(|rect| Patch::new(self.axes, rect, channels).len()).max().unwrap_or(0);
         let positions = rects.iter().map(|rect| rect.lines.len() * rect.columns.len()).max().unwrap_or(0);
         let len_grad = packed_len(*shape, Along::Columns, outs.len(), positions);
-        with_scratch([largest, len_grad, 0], |[memory, packed, _]: [*mut T::Acc; 3]| {
+        with_scratch([largest_copy, len_grad, 0], |[memory, packed, _]: [*mut T::Acc; 3]| {
             for image in 0..geometry.batch {
                 for rect in &rects {
                     let patch = Patch::new(self.axes, rect, channels);
                     let (lines, columns) = (rect.lines.len(), rect.columns.len());
                     // SAFETY: the scratch has room for the largest copy, and all of its elements are initialised.
                     let copy = unsafe { std::slice::from_raw_parts_mut(memory, patch.len()) };
-                    let source = &x[image * pixels..(image + 1) * pixels];
-                    patch.copy(copy, source, [height, width, geometry.channels], first);
+                    let source = &x[image * image_len..(image + 1) * image_len];
+                    patch.copy(copy, source, [height, width, geometry.channels], first_channel);
                     for out in (0..outs.len()).step_by(shape.columns) {
                         let count = shape.columns.min(outs.len() - out);
-                        let step = count.next_multiple_of(4) * columns;
+                        // A packed panel has its columns (output channels) rounded up to a multiple of 4.
+                        let line_len = count.next_multiple_of(4) * columns;
                         for (line, y) in rect.lines.clone().enumerate() {
                             let at = ((image * out_height + y) * out_width + rect.columns.start)
                                 * geometry.out_channels
@@ -100,7 +103,7 @@ impl Part<'_> {
                             // SAFETY: the gradient has `columns` positions from `at` on, and the scratch has room for
                             // them.
                             unsafe {
-                                let dst = packed.add(out * lines * columns + line * step);
+                                let dst = packed.add(out * lines * columns + line * line_len);
                                 pack(dst, *shape, Along::Columns, src, count, columns);
                             }
                         }
@@ -109,7 +112,7 @@ impl Part<'_> {
                         (0..lines).map(|line| Run { a: line * patch.line_step(), b: line * columns }).collect();
                     let stretches = self.stretches(&patch);
                     vectorized(Tiles {
-                        part: self,
+                        task: self,
                         stretches: &stretches,
                         runs,
                         k: columns,
@@ -123,14 +126,15 @@ impl Part<'_> {
         });
     }
 
-    /// The stretches of an output channel's weight whose gradients this part computes. There is one per line of the
-    /// kernel if the part has all channels of the group and the taps of a line are dense, otherwise one per kernel tap.
+    /// The stretches of an output channel's weight whose gradients this task computes. There is one per line of the
+    /// kernel if the task has all input channels of the group and the taps of a line read adjacent pixels, otherwise
+    /// one per kernel tap.
     fn stretches(&self, patch: &Patch) -> Vec<Stretch> {
         let (depth, channels) = (self.geometry.channels_per_group(), self.channels.len());
         let kernel_width = self.geometry.kernel[1];
-        let by_lines = channels == depth && self.axes[1].is_dense();
-        let columns = if by_lines { 1 } else { kernel_width };
-        let len = if by_lines { kernel_width * channels } else { channels };
+        let is_by_line = channels == depth && self.axes[1].is_dense();
+        let columns = if is_by_line { 1 } else { kernel_width };
+        let len = if is_by_line { kernel_width * channels } else { channels };
         self.axes[0]
             .copied_places()
             .flat_map(|(i, line)| {
@@ -145,19 +149,21 @@ impl Part<'_> {
     }
 }
 
-/// The tiles of a part, for the result positions that read one copy.
+/// The tiles of a task, for the result positions that read one copy.
 struct Tiles<'a, T> {
-    part: &'a Part<'a>,
+    task: &'a Task<'a>,
     stretches: &'a [Stretch],
-    /// A run for each line of result positions. `a` is an offset in the copy. `b` counts the positions before the line
-    /// in a panel of the packed gradient; the offset is `b` times the width of the panel.
+    /// A run for each line of result positions. `a` is the offset of the line in the copy. `b` is not yet an offset: it
+    /// is the number of positions before the line, to be multiplied by the width of a panel of the packed gradient.
     runs: Vec<Run>,
     /// Number of result positions of a line.
     k: usize,
     /// Distance in the copy between the elements that neighbouring result positions read at the same kernel tap.
     step: usize,
     copy: *const T,
+    /// The packed gradient of the result.
     grad: *const T,
+    /// The gradient of the weight of the task's first output channel.
     target: *mut T,
 }
 
@@ -167,13 +173,13 @@ impl<T: Real> WithSimd for Tiles<'_, T> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let shape = TileShape::of::<T, S>();
-        let (row_len, positions) = (self.part.geometry.row_len(), self.runs.len() * self.k);
+        let (row_len, positions) = (self.task.geometry.row_len(), self.runs.len() * self.k);
         let mut runs = self.runs.clone();
-        for out in (0..self.part.outs.len()).step_by(shape.columns) {
-            let columns = shape.columns.min(self.part.outs.len() - out);
+        for out in (0..self.task.outs.len()).step_by(shape.columns) {
+            let columns = shape.columns.min(self.task.outs.len() - out);
             let b = Broadcast::packed(self.grad.wrapping_add(out * positions), columns);
-            for (run, lines) in runs.iter_mut().zip(&self.runs) {
-                run.b = lines.b * b.step;
+            for (run, line) in runs.iter_mut().zip(&self.runs) {
+                run.b = line.b * b.step;
             }
             for stretch in self.stretches {
                 for row in (0..stretch.len).step_by(shape.rows) {
@@ -187,7 +193,7 @@ impl<T: Real> WithSimd for Tiles<'_, T> {
                     let rows = shape.rows.min(stretch.len - row);
                     let a = self.copy.wrapping_add(stretch.copy + row);
                     // SAFETY: the tile reads the copy, which has room for a register after its end, and the packed
-                    // gradient. It writes elements of the weight that belong to this part.
+                    // gradient. It writes gradients of the weight that no other task writes.
                     unsafe { Tile { runs: &runs, k: self.k, a, a_step: self.step, b, c, rows, columns }.run(simd) };
                 }
             }
