@@ -1,4 +1,4 @@
-//! Test cases of an operation.
+//! Test cases of operations.
 
 use std::sync::Arc;
 
@@ -12,8 +12,8 @@ pub type TensorFn = Arc<dyn Fn(&[Tensor]) -> Result<Tensor> + Send + Sync>;
 pub struct Entry {
     /// Name and cost class.
     pub info: &'static OpInfo,
-    /// Cases that the tests run, each with at least one input. An operation has at least one case with an odd size. If
-    /// the operation accepts empty inputs, it also has a case with an empty input.
+    /// The cases that the tests run, each with at least one input. At least one case has an odd size. If the operation
+    /// accepts empty inputs, one case has an empty input.
     pub cases: fn() -> Vec<Case>,
 }
 
@@ -24,8 +24,8 @@ pub enum Domain {
     Normal,
     /// Spread evenly from 0.5 to 2.
     Positive,
-    /// For functions with kinks, maxima or divisions: values of both signs, with absolute values of at least 0.25. The
-    /// values of two inputs of a case differ by at least 0.125.
+    /// For functions with kinks, maxima or divisions: values of both signs, with absolute values of at least 0.25. A
+    /// value of one input differs by at least 0.125 from all values of another input of the case.
     Distinct,
 }
 
@@ -38,30 +38,30 @@ pub struct Input {
     pub domain: Domain,
 }
 
-/// An operation applied to inputs that tests draw.
+/// A call of an operation, with inputs whose values the tests choose.
 pub struct Case {
-    /// What is special about the case.
+    /// What is special about the case; may be empty.
     pub label: &'static str,
     /// The differentiable inputs.
     pub inputs: Vec<Input>,
-    /// The operation (its fused form, where there is one).
+    /// Calls the operation.
     pub run: TensorFn,
-    /// The plain form, for fused operations.
+    /// For fused operations, computes the same function in basic operations: the plain form.
     pub plain: Option<TensorFn>,
 }
 
 impl Case {
-    /// A case without a plain form. The inputs have the given shapes and values from [`Domain::Normal`].
+    /// Makes a case without a plain form. The inputs have the given shapes and values from [`Domain::Normal`].
     pub fn new(
         label: &'static str,
         shapes: &[&[usize]],
         run: impl Fn(&[Tensor]) -> Result<Tensor> + Send + Sync + 'static,
     ) -> Self {
-        let inputs = shapes.iter().map(|d| Input { dims: d.to_vec(), domain: Domain::Normal }).collect();
+        let inputs = shapes.iter().map(|dims| Input { dims: dims.to_vec(), domain: Domain::Normal }).collect();
         Self { label, inputs, run: Arc::new(run), plain: None }
     }
 
-    /// Draws all inputs from `domain`.
+    /// Sets the domain of all inputs.
     #[must_use]
     pub fn domain(mut self, domain: Domain) -> Self {
         for input in &mut self.inputs {
@@ -70,7 +70,7 @@ impl Case {
         self
     }
 
-    /// Sets the plain form: the same function in basic operations.
+    /// Sets the plain form.
     #[must_use]
     pub fn plain(mut self, plain: impl Fn(&[Tensor]) -> Result<Tensor> + Send + Sync + 'static) -> Self {
         self.plain = Some(Arc::new(plain));

@@ -12,6 +12,7 @@ static CAST: OpInfo = OpInfo::cheap("to_dtype");
 static TO_DEVICE: OpInfo = OpInfo::cheap("to_device");
 static CONTIGUOUS: OpInfo = OpInfo::cheap("contiguous");
 
+/// Casts the gradient to the dtype of the input.
 struct CastBackward(DType);
 
 impl Backward for CastBackward {
@@ -21,18 +22,19 @@ impl Backward for CastBackward {
     }
 }
 
+/// Copies the gradient to the device of the input.
 struct ToDeviceBackward(Device);
 
 impl Backward for ToDeviceBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
-        let grad = moved(context.grad(), &self.0)?;
+        let grad = copied(context.grad(), &self.0)?;
         context.add(0, grad)
     }
 }
 
-/// Copies the elements of `x` to `device`. Candle alone would copy the whole storage of `x`, even if `x` is a small
-/// view of it. A copy to a GPU does not block the host.
-fn moved(x: &Raw, device: &Device) -> Result<Raw> {
+/// A copy of the elements of `x` on `device`. Candle's `to_device` alone would copy the whole storage of `x`, even if
+/// `x` is a small view of it. A copy to a GPU does not block the host.
+fn copied(x: &Raw, device: &Device) -> Result<Raw> {
     if device.is_cpu() {
         capture::refuse(TO_DEVICE.name)?;
         return to_cpu(x);
@@ -50,7 +52,8 @@ impl Backward for ContiguousBackward {
 }
 
 impl Tensor {
-    /// Converts the values to another dtype. The gradient is in this tensor's dtype; a result of integers has none.
+    /// Converts the values to another dtype. The gradient has this tensor's dtype; an integer result carries no
+    /// gradient.
     ///
     /// # Errors
     /// Candle's, for dtypes that it cannot convert.
@@ -67,14 +70,14 @@ impl Tensor {
         record(&CAST, &[self], || compute::convert(&self.raw, dtype), |_, _| CastBackward(from))
     }
 
-    /// A variable's value in `dtype`. The variable keeps a copy in this dtype, and the result is a view of the copy. If
-    /// the variable has changed since the last use, the value is cast again, unless the optimizer that changed it has
-    /// also written the copy. A later change of the variable overwrites the copy, so a backward pass through the result
-    /// is then an error. For a tensor that is not a variable, and for a `dtype` of integers, this is
+    /// Returns a variable's value in `dtype`. The variable keeps a copy in this dtype, and the result is a view of the
+    /// copy. If the variable has changed since the last use, the value is cast again, unless the optimizer that changed
+    /// it has also written the copy. A later change of the variable overwrites the copy, so a backward pass through the
+    /// result is then an error. For a tensor that is not a variable, and for an integer `dtype`, this is
     /// [`to_dtype`](Self::to_dtype).
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the copy does not fit.
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the copy does not fit in memory.
     pub fn compute_copy(&self, dtype: DType) -> Result<Self> {
         let Some(var) = Var::of(self).filter(|_| dtype != self.dtype() && is_float(dtype)) else {
             return self.to_dtype(dtype);
@@ -85,19 +88,19 @@ impl Tensor {
         Ok(copy)
     }
 
-    /// The same values on another device. The gradient is on this tensor's device.
+    /// Copies the values to another device. The gradient is on this tensor's device.
     ///
     /// # Errors
-    /// Candle's, if the copy fails; [`Error::Device`](crate::Error::Device) for a copy to the CPU while a CUDA graph is
-    /// recorded.
+    /// Candle's, if the copy fails; [`Error::Device`](crate::Error::Device) for a copy from a GPU to the CPU while a
+    /// CUDA graph is recorded.
     pub fn to_device(&self, device: &Device) -> Result<Self> {
         if self.device().same_device(device) {
             return Ok(self.clone());
         }
-        record(&TO_DEVICE, &[self], || moved(&self.raw, device), |_, _| ToDeviceBackward(self.device().clone()))
+        record(&TO_DEVICE, &[self], || copied(&self.raw, device), |_, _| ToDeviceBackward(self.device().clone()))
     }
 
-    /// The values in row-major order; copies only if necessary.
+    /// Returns the values in row-major order without gaps; copies them only if necessary.
     ///
     /// # Errors
     /// Candle's, if the copy fails.
@@ -118,18 +121,18 @@ pub static ENTRIES: &[Entry] = &[
             vec![
                 Case::new("to f64", &[&[3, 3]], |x| x[0].to_dtype(DType::F64)),
                 Case::new("to f64 empty", &[&[0]], |x| x[0].to_dtype(DType::F64)),
-                Case::new("same", &[&[3, 3]], |x| x[0].to_dtype(x[0].dtype())),
+                Case::new("same dtype", &[&[3, 3]], |x| x[0].to_dtype(x[0].dtype())),
             ]
         },
     },
-    Entry { info: &TO_DEVICE, cases: || vec![Case::new("same", &[&[3]], |x| x[0].to_device(x[0].device()))] },
+    Entry { info: &TO_DEVICE, cases: || vec![Case::new("same device", &[&[3]], |x| x[0].to_device(x[0].device()))] },
     Entry {
         info: &CONTIGUOUS,
         cases: || {
             vec![
-                Case::new("", &[&[3, 4, 2]], |x| x[0].permute(&[2, 0, 1])?.contiguous()),
+                Case::new("permuted", &[&[3, 4, 2]], |x| x[0].permute(&[2, 0, 1])?.contiguous()),
                 Case::new("empty", &[&[3, 0]], |x| x[0].t()?.contiguous()),
-                Case::new("already", &[&[3, 4]], |x| x[0].contiguous()),
+                Case::new("already contiguous", &[&[3, 4]], |x| x[0].contiguous()),
             ]
         },
     },

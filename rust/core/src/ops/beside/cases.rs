@@ -5,14 +5,15 @@ use crate::ops::activation::Gelu;
 use crate::ops::case::{Case, Entry};
 use crate::{Result, Tensor};
 
+/// The plain form.
 fn plain(before: Option<&Tensor>, x: &Tensor, start: usize, activation: Activation) -> Result<Tensor> {
     let last = x.rank() - 1;
-    let x = x.narrow(last, start, x.dims()[last] - start)?;
+    let columns = x.narrow(last, start, x.dims()[last] - start)?;
     let y = match activation {
-        Activation::GeluTanh => x.gelu(Gelu::Tanh)?,
+        Activation::GeluTanh => columns.gelu(Gelu::Tanh)?,
         Activation::SwiGlu => {
-            let half = x.dims()[last] / 2;
-            x.narrow(last, 0, half)?.silu()?.mul(&x.narrow(last, half, half)?)?
+            let half = columns.dims()[last] / 2;
+            columns.narrow(last, 0, half)?.silu()?.mul(&columns.narrow(last, half, half)?)?
         }
     };
     before.map_or(Ok(y.clone()), |before| Tensor::cat(&[before, &y], last))
@@ -23,17 +24,17 @@ fn cases(activation: Activation) -> Vec<Case> {
         Case::new(label, shapes, move |x| activate_beside(x.get(1), &x[0], start, activation))
             .plain(move |x| plain(x.get(1), &x[0], start, activation))
     };
-    // The function reads columns 1 to 3 of x, and gives the columns from 6 on to the activation. So the gradient of x
-    // has several parts, and the columns between them get no gradient.
+    // `before` is computed from columns 1 to 3 of x, and the activation reads the columns from 6 on. So the gradient of
+    // x has two parts, and columns 0, 4 and 5 get no gradient.
     let read_twice =
         move |x: &[Tensor], activate: fn(Option<&Tensor>, &Tensor, usize, Activation) -> Result<Tensor>| {
-            let first = x[0].narrow(2, 1, 3)?.sqr()?;
-            activate(Some(&first), &x[0], 6, activation)
+            let before = x[0].narrow(2, 1, 3)?.sqr()?;
+            activate(Some(&before), &x[0], 6, activation)
         };
     vec![
-        case("alone", &[&[2, 3, 34]], 0),
-        case("from a column", &[&[2, 3, 22]], 4),
-        case("beside others", &[&[2, 3, 22], &[2, 3, 5]], 4),
+        case("nothing before", &[&[2, 3, 34]], 0),
+        case("nothing before, from a column on", &[&[2, 3, 22]], 4),
+        case("from a column on", &[&[2, 3, 22], &[2, 3, 5]], 4),
         case("wide", &[&[3, 48], &[3, 16]], 16),
         Case::new("input read twice", &[&[2, 3, 16]], move |x| read_twice(x, activate_beside))
             .plain(move |x| read_twice(x, plain)),

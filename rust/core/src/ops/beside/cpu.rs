@@ -7,18 +7,19 @@ use crate::raw::Raw;
 use crate::tape::BackwardContext;
 use crate::{Result, compute};
 
-/// The two inputs of SwiGLU: the gate in the first half of the columns `x`, and the features h in the second half.
+/// The two inputs of SwiGLU: the gate, which is the first half of the columns that the activation reads, and h, the
+/// second half. `x` has only these columns.
 fn halves(columns: &Columns, x: &Raw) -> Result<[Raw; 2]> {
     let Columns { dim, width, .. } = *columns;
     Ok([x.narrow(dim, 0, width)?, x.narrow(dim, width, width)?])
 }
 
 pub(super) fn forward(columns: &Columns, before: Option<&Raw>, x: &Raw) -> Result<Raw> {
-    let x = columns.of(x)?;
+    let read = columns.of(x)?;
     let y = match columns.activation {
-        Activation::GeluTanh => compute::unary(&x, GeluTanh)?,
+        Activation::GeluTanh => compute::unary(&read, GeluTanh)?,
         Activation::SwiGlu => {
-            let [gate, h] = halves(columns, &x)?;
+            let [gate, h] = halves(columns, &read)?;
             compute::binary(&compute::unary(&gate, Silu)?, &h, Mul)?
         }
     };
@@ -28,16 +29,16 @@ pub(super) fn forward(columns: &Columns, before: Option<&Raw>, x: &Raw) -> Resul
     }
 }
 
-/// Adds the gradient of x to the context, from `grad`, the gradient of the activation's result.
+/// Adds to the context the gradient of `x`, computed from `grad`, the gradient of the activation's result.
 pub(super) fn backward(columns: &Columns, context: &mut BackwardContext<'_>, x: &Raw, grad: &Raw) -> Result<()> {
-    let part = columns.of(x)?;
+    let read = columns.of(x)?;
     let dx = match columns.activation {
-        Activation::GeluTanh => compute::binary(grad, &part, GeluTanh)?,
+        Activation::GeluTanh => compute::binary(grad, &read, GeluTanh)?,
         Activation::SwiGlu => {
-            let [gate, h] = halves(columns, &part)?;
-            let to_gate = compute::binary(&compute::binary(grad, &h, Mul)?, &gate, Silu)?;
-            let to_h = compute::binary(grad, &compute::unary(&gate, Silu)?, Mul)?;
-            compute::cat(&[&to_gate, &to_h], columns.dim)?
+            let [gate, h] = halves(columns, &read)?;
+            let grad_gate = compute::binary(&compute::binary(grad, &h, Mul)?, &gate, Silu)?;
+            let grad_h = compute::binary(grad, &compute::unary(&gate, Silu)?, Mul)?;
+            compute::cat(&[&grad_gate, &grad_h], columns.dim)?
         }
     };
     context.add_part(0, x.dims(), columns.dim, columns.start, &dx)

@@ -32,8 +32,8 @@ pub(super) fn forward(columns: &Columns, before: Option<&Raw>, x: &Raw) -> Resul
     Ok(y)
 }
 
-/// Adds the gradient of `x` to the context, from `grad`, the gradient of the activation's result. The kernel writes
-/// straight into the gradient of `x` if nothing has been written before to the columns that the activation has read.
+/// Adds to the context the gradient of `x`, computed from `grad`, the gradient of the activation's result. The kernel
+/// writes straight into the gradient of `x` if none of the columns that the activation reads has a gradient yet.
 pub(super) fn backward(columns: &Columns, context: &mut BackwardContext<'_>, x: &Raw, grad: &Raw) -> Result<()> {
     let Columns { dim, start, .. } = *columns;
     let (x, grad) = (contiguous(x)?, even_rows(grad)?);
@@ -47,7 +47,7 @@ pub(super) fn backward(columns: &Columns, context: &mut BackwardContext<'_>, x: 
     context.add_part(0, x.dims(), dim, start, &dx)
 }
 
-/// Writes to `dx` the gradient of the columns of `x` that the activation has read.
+/// Writes to `dx` the gradient of the columns of `x` that the activation reads.
 fn write(columns: &Columns, x: &Raw, grad: &Raw, dx: &Raw) -> Result<()> {
     let op = columns.activation.info().name;
     let gpu = Gpu::of(op, x)?;
@@ -61,8 +61,8 @@ fn write(columns: &Columns, x: &Raw, grad: &Raw, dx: &Raw) -> Result<()> {
         dx: output(op, dx)?,
         rows: (grad.elem_count() / columns.width) as u64,
         x_row: x.dims()[columns.dim] as u64,
-        grad_row: row(grad),
-        dx_row: row(dx),
+        grad_row: row_stride(grad),
+        dx_row: row_stride(dx),
         width: count32(op, columns.width)?,
     };
     // SAFETY: the rows are dense and evenly spaced, and have the sizes in the arguments.
@@ -70,10 +70,11 @@ fn write(columns: &Columns, x: &Raw, grad: &Raw, dx: &Raw) -> Result<()> {
 }
 
 /// The distance in elements between neighbouring rows of `x`, which must be evenly spaced.
-fn row(x: &Raw) -> u64 {
+fn row_stride(x: &Raw) -> u64 {
     let rank = x.rank();
-    let between = (0..rank - 1).rev().find(|&i| x.dims()[i] != 1);
-    between.map_or(x.dims()[rank - 1], |i| x.stride()[i]) as u64
+    // The stride of a dimension of size 1 has no meaning.
+    let innermost = (0..rank - 1).rev().find(|&i| x.dims()[i] != 1);
+    innermost.map_or(x.dims()[rank - 1], |i| x.stride()[i]) as u64
 }
 
 /// `x` itself if its rows are dense and evenly spaced; otherwise a dense copy.

@@ -1,6 +1,6 @@
-//! `activate_beside`: the columns of one tensor and, to the right of them, an activation of columns of another tensor.
-//! In blocks whose attention and feed-forward layer are parallel (Dehghani et al. 2023, arXiv:2302.05442, section 2.1),
-//! one linear layer reads the result of attention and the activation side by side.
+//! `activate_beside`: the columns of one tensor and, to the right of them, an activation of the columns of another. In
+//! blocks whose attention and feed-forward layer are parallel (Dehghani et al. 2023, arXiv:2302.05442, section 2.1),
+//! one linear layer reads both side by side: the result of attention and the activation.
 
 #[cfg(feature = "testing")]
 mod cases;
@@ -22,13 +22,13 @@ pub use cases::ENTRIES;
 static GELU_TANH_BESIDE: OpInfo = OpInfo::cheap("gelu_tanh_beside");
 static SWIGLU_BESIDE: OpInfo = OpInfo::cheap("swiglu_beside");
 
-/// The function applied to columns.
+/// The function that is applied to the columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
-    /// GELU in its tanh form, n columns → n.
+    /// The tanh form of GELU, n columns → n columns.
     GeluTanh,
-    /// SiLU(gate) · h for the gate in the first n columns and h in the last n (diffusers' `Flux2SwiGLU`), 2 n columns →
-    /// n.
+    /// SiLU(gate) · h, where the gate is the first n columns and h the last n (diffusers' `Flux2SwiGLU`), 2 n columns →
+    /// n columns.
     SwiGlu,
 }
 
@@ -40,8 +40,8 @@ impl Activation {
         }
     }
 
-    /// Columns of the input for each column of the result.
-    const fn parts(self) -> usize {
+    /// The number of columns of the input for each column of the result.
+    const fn columns_per_result(self) -> usize {
         match self {
             Self::GeluTanh => 1,
             Self::SwiGlu => 2,
@@ -49,12 +49,13 @@ impl Activation {
     }
 }
 
-/// `[before | f(columns of x from start on)]`: `before (..., D)`, or nothing, and `x (..., W)` → `(..., D + n)`, where
-/// f turns the W - `start` columns into n. Saves `x` alone.
+/// Computes `[before | f(x[..., start:])]` from `before (..., D)`, or nothing, and `x (..., W)` → `(..., D + n)`. The
+/// activation f turns the W - `start` columns into n. Without `before`, D is 0. Saves `x` alone.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit together, [`Error::OutOfMemory`] if
-/// the result does not fit in memory.
+/// [`Error::Shape`] if the shapes do not fit together, if W is less than `start`, or, for SwiGLU, if W - `start` is
+/// odd; [`Error::DType`] if `x` is not floating point or the dtypes differ; [`Error::Device`] if the devices
+/// differ; [`Error::OutOfMemory`] if the result does not fit in memory.
 pub fn activate_beside(before: Option<&Tensor>, x: &Tensor, start: usize, activation: Activation) -> Result<Tensor> {
     let info = activation.info();
     let columns = Columns::new(before, x, start, activation)?;
@@ -74,6 +75,7 @@ pub fn activate_beside(before: Option<&Tensor>, x: &Tensor, start: usize, activa
 #[derive(Clone, Copy)]
 struct Columns {
     activation: Activation,
+    /// The last dimension, whose indices are the columns.
     dim: usize,
     /// Number of columns of `before`.
     kept: usize,
@@ -85,13 +87,13 @@ struct Columns {
 
 impl Columns {
     fn new(before: Option<&Tensor>, x: &Tensor, start: usize, activation: Activation) -> Result<Self> {
-        let (op, parts) = (activation.info().name, activation.parts());
+        let (op, per_result) = (activation.info().name, activation.columns_per_result());
         let wrong = || {
-            let expected = if parts == 1 { "" } else { ", then an even number of columns: gate, features" };
-            Error::shape(op, format!("the input has shape {:?}, expected at least {start} columns{expected}", x.dims()))
+            let rest = if per_result == 1 { "" } else { ", followed by an even number of columns: gate, then h" };
+            Error::shape(op, format!("the input has shape {:?}, expected at least {start} columns{rest}", x.dims()))
         };
         let (&all, outer) = x.dims().split_last().ok_or_else(wrong)?;
-        let len = all.checked_sub(start).filter(|len| len.is_multiple_of(parts)).ok_or_else(wrong)?;
+        let len = all.checked_sub(start).filter(|len| len.is_multiple_of(per_result)).ok_or_else(wrong)?;
         if !is_float(x.dtype()) {
             let found = x.dtype().as_str();
             return Err(Error::dtype(
@@ -103,7 +105,7 @@ impl Columns {
         if let Some(before) = before {
             same_kind(op, x, "tensor `before`", before)?;
             kept = match before.dims().split_last() {
-                Some((&kept, rows)) if rows == outer => kept,
+                Some((&columns, dims)) if dims == outer => columns,
                 _ => {
                     let (found, input) = (before.dims(), x.dims());
                     let message = format!(
@@ -114,14 +116,14 @@ impl Columns {
                 }
             };
         }
-        let columns = Self { activation, dim: outer.len(), kept, start, width: len / parts };
+        let columns = Self { activation, dim: outer.len(), kept, start, width: len / per_result };
         check_allocation_on(x.device(), op, &columns.result(x.dims()), x.dtype())?;
         Ok(columns)
     }
 
     /// The number of columns of x that the activation reads.
     const fn len(&self) -> usize {
-        self.activation.parts() * self.width
+        self.activation.columns_per_result() * self.width
     }
 
     /// The shape of the result for an input of shape `dims`.
@@ -138,6 +140,7 @@ impl Columns {
 }
 
 struct BesideBackward {
+    /// The input, if its gradient is needed.
     x: Option<Saved>,
     columns: Columns,
 }
@@ -147,7 +150,7 @@ impl Backward for BesideBackward {
         let Columns { dim, kept, width, .. } = self.columns;
         let grad = context.grad().clone();
         if context.needs(1) {
-            // A copy, so that the rest of the gradient can be freed before the backward pass of attention.
+            // A copy, so that the gradient of the whole result can be freed before the backward pass of `before`.
             context.add(1, compute::contiguous(&grad.narrow(dim, 0, kept)?)?)?;
         }
         let Some(x) = self.x.as_ref().filter(|_| context.needs(0)) else { return Ok(()) };

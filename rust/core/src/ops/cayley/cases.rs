@@ -7,9 +7,10 @@ use crate::ops::case::{Case, Entry};
 pub static ENTRIES: &[Entry] = &[Entry {
     info: &CAYLEY,
     cases: || {
+        // `dims` are those of the strict upper triangles.
         let case = |label, dims: &[usize]| Case::new(label, &[dims], |x| cayley(&x[0]));
         vec![
-            case("odd size", &[3, 10]),
+            case("5 x 5", &[3, 10]),
             case("2 x 2", &[5, 1]),
             case("one matrix", &[1, 28]),
             case("no matrices", &[0, 6]),

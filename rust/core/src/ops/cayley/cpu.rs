@@ -1,4 +1,4 @@
-//! The CPU form: Gauss-Jordan elimination of one matrix after another.
+//! The CPU form: Gauss-Jordan elimination of one matrix after another. `change` is D, the result of the operation.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -17,16 +17,16 @@ pub(super) fn forward(upper: &Raw, [count, size, _]: [usize; 3]) -> Result<Raw> 
         let upper = elements::<T>(operands[0])?;
         let write = |range: Range<usize>, out: &mut [MaybeUninit<T>]| {
             let mut system = vec![<T as Elem>::Acc::ZERO; 2 * square];
-            for (block, out) in range.zip(out.chunks_exact_mut(square)) {
-                fill(&upper[block * triangle..(block + 1) * triangle], size, &mut system);
+            for (matrix, out) in range.zip(out.chunks_exact_mut(square)) {
+                fill(&upper[matrix * triangle..(matrix + 1) * triangle], size, &mut system);
                 dispatch(#[inline(always)] || eliminate(&mut system, size));
-                let solutions = system.chunks_exact(2 * size).flat_map(|row| &row[size..]);
-                for (out, value) in out.iter_mut().zip(solutions) {
+                let solution = system.chunks_exact(2 * size).flat_map(|row| &row[size..]);
+                for (out, value) in out.iter_mut().zip(solution) {
                     out.write(T::from_acc(*value));
                 }
             }
         };
-        // SAFETY: each matrix is written as a whole.
+        // SAFETY: `write` writes every element of each matrix.
         Ok(unsafe { rows::fill_rows(count, square, rows::rows_per_block(square * size), write) })
     })
     .map(|change| from_vec(change, &[count, size, size][..])))
@@ -48,37 +48,37 @@ fn fill<T: Elem>(upper: &[T], size: usize, system: &mut [T::Acc]) {
     }
 }
 
-/// Gauss-Jordan elimination, which leaves D in the right half of `system`. The left half is not valid afterwards. All
-/// pivots are at least 1, so rows are not exchanged.
+/// Solves the system by Gauss-Jordan elimination. Afterwards the right half of `system` has D, and the left half is not
+/// valid. All pivots are at least 1, so rows are not exchanged.
 #[inline(always)]
 fn eliminate<R: Real>(system: &mut [R], size: usize) {
     let width = 2 * size;
     for pivot in 0..size {
         let (above, rest) = system.split_at_mut(pivot * width);
-        let (own, below) = rest.split_at_mut(width);
-        let inverse = R::ONE / own[pivot];
-        own[pivot + 1..].iter_mut().for_each(|x| *x *= inverse);
+        let (pivot_row, below) = rest.split_at_mut(width);
+        let inverse = R::ONE / pivot_row[pivot];
+        pivot_row[pivot + 1..].iter_mut().for_each(|x| *x *= inverse);
         for row in above.chunks_exact_mut(width).chain(below.chunks_exact_mut(width)) {
             let factor = row[pivot];
-            for (x, own) in row[pivot + 1..].iter_mut().zip(&own[pivot + 1..]) {
-                *x -= factor * *own;
+            for (x, y) in row[pivot + 1..].iter_mut().zip(&pivot_row[pivot + 1..]) {
+                *x -= factor * *y;
             }
         }
     }
 }
 
-pub(super) fn backward(grad: &Raw, result: &Raw) -> Result<Raw> {
-    let (grad, result) = (contiguous(grad)?, contiguous(result)?);
+pub(super) fn backward(grad: &Raw, change: &Raw) -> Result<Raw> {
+    let (grad, change) = (contiguous(grad)?, contiguous(change)?);
     let (count, size) = (grad.dims()[0], grad.dims()[1]);
     let (triangle, square) = (size * (size - 1) / 2, size * size);
     let op = CAYLEY.name;
-    dispatch_float!(grad.dtype(), op, T => read_all(op, &[&grad, &result], |operands| {
-        let (grad, result) = (elements::<T>(operands[0])?, elements::<T>(operands[1])?);
+    dispatch_float!(grad.dtype(), op, T => read_all(op, &[&grad, &change], |operands| {
+        let (grad, change) = (elements::<T>(operands[0])?, elements::<T>(operands[1])?);
         let write = |range: Range<usize>, out: &mut [MaybeUninit<T>]| {
-            let wide = |x: &[T]| x.iter().map(|x| x.to_acc()).collect::<Vec<_>>();
-            for (block, out) in range.zip(out.chunks_exact_mut(triangle)) {
-                let at = block * square..(block + 1) * square;
-                let (grad, change) = (wide(&grad[at.clone()]), wide(&result[at]));
+            let accurate = |x: &[T]| x.iter().map(|x| x.to_acc()).collect::<Vec<_>>();
+            for (matrix, out) in range.zip(out.chunks_exact_mut(triangle)) {
+                let at = matrix * square..(matrix + 1) * square;
+                let (grad, change) = (accurate(&grad[at.clone()]), accurate(&change[at]));
                 let values = dispatch(#[inline(always)] || gradient(&grad, &change, size));
                 for (out, value) in out.iter_mut().zip(values) {
                     out.write(T::from_acc(value));
@@ -86,31 +86,34 @@ pub(super) fn backward(grad: &Raw, result: &Raw) -> Result<Raw> {
             }
         };
         let block = rows::rows_per_block(square * size);
-        // SAFETY: each triangle is written as a whole.
-        Ok(unsafe { rows::fill_rows(if triangle > 0 { count } else { 0 }, triangle.max(1), block, write) })
+        // The triangle of a 1 x 1 matrix is empty: there is nothing to write.
+        let (count, len) = if triangle > 0 { (count, triangle) } else { (0, 1) };
+        // SAFETY: `write` writes every element of each triangle.
+        Ok(unsafe { rows::fill_rows(count, len, block, write) })
     })
-    .map(|upper| from_vec(upper, &[count, triangle][..])))
+    .map(|grad_upper| from_vec(grad_upper, &[count, triangle][..])))
 }
 
-/// The gradient of one triangle of Q, from D (`change`) and its gradient G (`grad`), with V = (I + Q)⁻¹ = I + D / 2.
+/// The gradient of the strict upper triangle of one Q, from D (`change`) and its gradient G (`grad`). With
+/// V = (I + Q)⁻¹ = I + D / 2 and P = Vᵀ G Vᵀ, element (i, j) has the gradient 2 (P_ji - P_ij).
 #[inline(always)]
 fn gradient<R: Real>(grad: &[R], change: &[R], size: usize) -> Vec<R> {
     let half = R::from_f64(0.5);
     // Vᵀ G = G + Dᵀ G / 2.
-    let mut left = grad.to_vec();
-    for (change, grad) in change.chunks_exact(size).zip(grad.chunks_exact(size)) {
-        for (left, change) in left.chunks_exact_mut(size).zip(change) {
-            let factor = half * *change;
-            for (left, grad) in left.iter_mut().zip(grad) {
-                *left += factor * *grad;
+    let mut vt_g = grad.to_vec();
+    for (change_row, grad_row) in change.chunks_exact(size).zip(grad.chunks_exact(size)) {
+        for (sums, d) in vt_g.chunks_exact_mut(size).zip(change_row) {
+            let factor = half * *d;
+            for (sum, g) in sums.iter_mut().zip(grad_row) {
+                *sum += factor * *g;
             }
         }
     }
-    // An element of `left` Vᵀ, with Vᵀ = I + Dᵀ / 2.
+    // An element of P = Vᵀ G + Vᵀ G Dᵀ / 2.
     let element = |row: usize, column: usize| {
-        let (left, change) = (&left[row * size..(row + 1) * size], &change[column * size..(column + 1) * size]);
-        let products: R = left.iter().zip(change).map(|(l, c)| *l * *c).sum();
-        left[column] + half * products
+        let (vt_g, change) = (&vt_g[row * size..(row + 1) * size], &change[column * size..(column + 1) * size]);
+        let product: R = vt_g.iter().zip(change).map(|(x, d)| *x * *d).sum();
+        vt_g[column] + half * product
     };
     let pairs = (0..size).flat_map(|row| (row + 1..size).map(move |column| (row, column)));
     pairs.map(|(row, column)| R::from_f64(2.0) * (element(column, row) - element(row, column))).collect()

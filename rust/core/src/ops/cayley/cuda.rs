@@ -1,4 +1,4 @@
-//! The implementation for CUDA, with the kernels in `kernels/cayley.cu`.
+//! The CUDA form: `kernels/cayley.cu`. `change` is D, the result of the operation.
 
 use trainable_candle_cuda::kernels::cayley::{CAYLEY_BACKWARD, CAYLEY_FORWARD, CayleyBackward, CayleyForward};
 
@@ -7,10 +7,11 @@ use crate::cuda::launch::{Shape, count32, empty, input, output, suffix};
 use crate::cuda::{Gpu, contiguous};
 use crate::{DType, Error, Raw, Result};
 
-/// Bytes of shared memory that a block of threads may have on every supported card.
+/// Bytes of shared memory that a block of threads may use on every supported GPU.
 const SHARED: usize = 96 << 10;
 
-/// The launch shape with one block of threads per matrix. The shared memory of a block holds two matrices.
+/// The launch shape for `count` matrices: one block of threads per matrix, or fewer where a grid cannot have as many.
+/// The shared memory of a block holds two matrices.
 fn shape(count: usize, size: usize, dtype: DType) -> Result<Shape> {
     let shared = 2 * size * size * if dtype == DType::F64 { 8 } else { 4 };
     if shared > SHARED {
@@ -49,12 +50,12 @@ pub(super) fn backward(grad: &Raw, change: &Raw) -> Result<Raw> {
     let gpu = Gpu::of(op, grad)?;
     let (grad, change) = (contiguous(grad)?, contiguous(change)?);
     let (count, size) = (grad.dims()[0], grad.dims()[1]);
-    let upper = empty(op, gpu, &[count, size * (size - 1) / 2], grad.dtype())?;
-    if upper.elem_count() > 0 {
+    let grad_upper = empty(op, gpu, &[count, size * (size - 1) / 2], grad.dtype())?;
+    if grad_upper.elem_count() > 0 {
         let arguments = CayleyBackward {
             grad: input(op, &grad)?,
             change: input(op, &change)?,
-            grad_upper: output(op, &upper)?,
+            grad_upper: output(op, &grad_upper)?,
             count: count as u64,
             size: count32(op, size)?,
         };
@@ -62,5 +63,5 @@ pub(super) fn backward(grad: &Raw, change: &Raw) -> Result<Raw> {
         // SAFETY: the matrices are dense and have the sizes in the arguments.
         unsafe { kernel.launch(op, gpu, shape(count, size, grad.dtype())?, arguments) }?;
     }
-    Ok(upper)
+    Ok(grad_upper)
 }

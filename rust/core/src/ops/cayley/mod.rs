@@ -17,30 +17,30 @@ pub use cases::ENTRIES;
 
 static CAYLEY: OpInfo = OpInfo::expensive("cayley");
 
-/// The size n of an n x n matrix whose strict upper triangle has `elements` elements, so n (n - 1) / 2 = `elements`.
-/// None if no n fits.
+/// Returns the size n of an n x n matrix whose strict upper triangle has `elements` elements: n (n - 1) / 2 =
+/// `elements`. `None` if there is no such n. For 0 elements, n is 1.
 pub fn size_of(elements: usize) -> Option<usize> {
     let size = elements.checked_mul(8)?.checked_add(1)?.isqrt().div_ceil(2);
     (size * (size - 1) / 2 == elements).then_some(size)
 }
 
-/// The Cayley transform of skew-symmetric matrices Q, minus the identity: D = (I - Q) (I + Q)⁻¹ - I. The transform
-/// itself is orthogonal. `upper (count, n (n - 1) / 2)` has the strict upper triangles of the Q, row by row; the result
-/// is (count, n, n). D is computed as the solution of (I + Q) D = -2 Q, so the elements of D are as precise as those of
-/// Q, even where they are much smaller than 1. I + Q always has an inverse: the pivots of its elimination are at
-/// least 1. Saves the result.
+/// Computes the Cayley transform of skew-symmetric matrices Q, minus the identity: D = (I - Q) (I + Q)⁻¹ - I. The
+/// transform itself, I + D, is orthogonal. `upper (count, n (n - 1) / 2)` has the strict upper triangle of each Q, row
+/// by row; the result is (count, n, n). D is computed as the solution of (I + Q) D = -2 Q, so the elements of D are as
+/// precise as those of Q, even where they are much smaller than 1. I + Q always has an inverse: the pivots of its
+/// elimination are at least 1. Saves the result.
 ///
 /// # Errors
-/// [`Error::Shape`] if `upper` is not of that shape, or, on a GPU, if two matrices do not fit in shared memory (n >
-/// 110, in f64 n > 78), [`Error::DType`] if `upper` is not floating point, [`Error::OutOfMemory`] if the result is too
-/// large.
+/// [`Error::Shape`] if `upper` does not have this shape, or, on a GPU, if two matrices do not fit in shared memory (n >
+/// 110, in f64 n > 78); [`Error::DType`] if `upper` is not floating point; [`Error::OutOfMemory`] if the result does
+/// not fit in memory.
 pub fn cayley(upper: &Tensor) -> Result<Tensor> {
     let op = CAYLEY.name;
-    let found = match upper.dims() {
+    let result_dims = match upper.dims() {
         &[count, elements] => size_of(elements).map(|size| [count, size, size]),
         _ => None,
     };
-    let Some(dims) = found else {
+    let Some(dims) = result_dims else {
         return Err(Error::shape(
             op,
             format!(
@@ -71,11 +71,11 @@ struct CayleyBackward {
 
 impl Backward for CayleyBackward {
     /// With V = (I + Q)⁻¹ = I + D / 2 and the gradient G of D, the gradient of Q is M = -2 Vᵀ G Vᵀ. An element of the
-    /// triangle gives both Q_ij and -Q_ji, so its gradient is M_ij - M_ji.
+    /// triangle is both Q_ij and -Q_ji, so its gradient is M_ij - M_ji.
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let (grad, result) = (context.grad(), self.result.get()?);
-        let upper =
+        let grad_upper =
             on_device!(grad.device(), cuda => cuda::backward(grad, &result), cpu => cpu::backward(grad, &result))?;
-        context.add(0, upper)
+        context.add(0, grad_upper)
     }
 }

@@ -1,4 +1,4 @@
-//! Comparisons: u8 results (1 true, 0 false) that carry no gradient.
+//! Comparisons. Their results are u8 (1 for true, 0 for false) and carry no gradient.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -8,12 +8,14 @@ use crate::compute::on_device;
 use crate::raw::{Raw, check_allocation_on};
 use crate::{Result, Tensor, checkpoint};
 
-/// A comparison: its name, the sum of the relations for which it holds (1 less, 2 equal, 4 greater, 8 an operand is
-/// NaN, as in `kernels/compare.cu`), and its function on the CPU.
+/// A comparison of two operands.
 struct Comparison {
     op: &'static str,
+    /// The sum of the relations for which the comparison is true: 1 (less), 2 (equal), 4 (greater) and 8 (an operand is
+    /// NaN), as in `kernels/compare.cu`.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the kernel reads it"))]
     relations: u32,
+    /// The comparison on the CPU, of operands of the same shape.
     on_cpu: fn(&Raw, &Raw) -> candle_core::Result<Raw>,
 }
 
@@ -38,8 +40,8 @@ macro_rules! comparisons {
             $(
                 #[doc = $doc]
                 ///
-                /// Shapes broadcast as in numpy; the result is u8 and carries no gradient. Of the comparisons with NaN,
-                /// only [`ne`](Self::ne) is 1.
+                /// Shapes broadcast as in numpy. The result is u8 and carries no gradient. Where an element is NaN,
+                /// [`ne`](Self::ne) gives 1, and all other comparisons give 0.
                 ///
                 /// # Errors
                 /// [`Error::Shape`](crate::Error::Shape) if the shapes do not broadcast,
@@ -57,10 +59,10 @@ macro_rules! comparisons {
 }
 
 comparisons! {
-    eq 2 "1 where elements are equal.";
-    ne 13 "1 where elements differ.";
-    lt 1 "1 where this element is smaller.";
-    le 3 "1 where this element is smaller or equal.";
-    gt 4 "1 where this element is larger.";
-    ge 6 "1 where this element is larger or equal.";
+    eq 2 "Returns 1 where the elements are equal, else 0.";
+    ne 13 "Returns 1 where the elements differ, else 0.";
+    lt 1 "Returns 1 where the element of `self` is less than that of `other`, else 0.";
+    le 3 "Returns 1 where the element of `self` is less than or equal to that of `other`, else 0.";
+    gt 4 "Returns 1 where the element of `self` is greater than that of `other`, else 0.";
+    ge 6 "Returns 1 where the element of `self` is greater than or equal to that of `other`, else 0.";
 }
