@@ -3,6 +3,8 @@
 #[cfg(feature = "cuda")]
 mod cuda;
 
+use candle_core::DType;
+
 use super::arithmetic::check;
 use crate::compute::on_device;
 use crate::raw::{Raw, check_allocation_on};
@@ -23,7 +25,7 @@ impl Comparison {
     fn apply(&self, a: &Tensor, b: &Tensor) -> Result<Tensor> {
         check(self.op, a, b)?;
         let shape = a.shape().broadcast_shape_binary_op(b.shape(), self.op)?;
-        check_allocation_on(a.device(), self.op, shape.dims(), a.dtype())?;
+        check_allocation_on(a.device(), self.op, shape.dims(), DType::U8)?;
         checkpoint::reads(&[a, b]);
         on_device!(
             a.device(),
