@@ -1,4 +1,4 @@
-//! Elementwise functions of one tensor: value and derivative in one table.
+//! Elementwise functions of one tensor. A table at the end of the file has the value and the derivative of each.
 
 #[cfg(feature = "testing")]
 use super::case::{Case, Domain, Entry};
@@ -7,11 +7,10 @@ use crate::raw::is_float;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
 use crate::{Error, Result, Tensor, compute};
 
-/// A function with its derivative.
-///
-/// `SAVES_RESULT` says what the backward pass reads: the result of the function (as `exp` and `tanh` do) if true, else
-/// its input.
+/// A function with its derivative: [`Unary::apply`] computes the value; [`Binary::apply`] computes the gradient of the
+/// input from the gradient of the result and the saved tensor's element.
 pub(crate) trait Pointwise: Unary + Binary + Copy + Send + Sync + 'static {
+    /// Whether the saved tensor is the function's result, as for `exp` and `tanh`; otherwise it is the input.
     const SAVES_RESULT: bool;
 }
 
@@ -27,8 +26,7 @@ impl<F: Pointwise> Backward for PointwiseBackward<F> {
     }
 }
 
-/// Applies `function`. As a [`Binary`] function it maps the gradient of the result and the saved value (the result or
-/// the input) to the gradient of the input.
+/// Applies `function` to each element.
 pub(crate) fn pointwise<F: Pointwise>(info: &'static OpInfo, x: &Tensor, function: F) -> Result<Tensor> {
     if !is_float(x.dtype()) {
         return Err(Error::dtype(
@@ -47,10 +45,11 @@ pub(crate) fn pointwise<F: Pointwise>(info: &'static OpInfo, x: &Tensor, functio
     )
 }
 
-/// Declares functions, each with its names, what its backward pass reads, its domain for tests, its value, its
-/// derivative times the gradient `g`, and its doc comment.
+/// Declares functions. Each line has a function's names (of the method, the functor and the [`OpInfo`]), what its
+/// backward pass reads (`result` or `input`), the `Domain` of its test cases, its value, the gradient of its input
+/// (from `g`, the gradient of its result), and its doc comment.
 macro_rules! pointwise_ops {
-    // `integers` names the function for integer tensors; an operation without such a function rejects them.
+    // `integers` names the function for integer tensors; a line without it declares a function that rejects them.
     ($($name:ident $functor:ident $info:ident reads $reads:ident in $domain:ident $(integers $integers:path)?: |$x:ident| $value:expr, |$g:ident, $s:ident| $derivative:expr, $doc:literal;)*) => {
         $(
             static $info: OpInfo = OpInfo::cheap(stringify!($name));
@@ -106,6 +105,7 @@ macro_rules! pointwise_ops {
     };
 }
 
+/// Whether the backward pass reads the result.
 macro_rules! reads_result {
     (result) => {
         true
@@ -117,9 +117,9 @@ macro_rules! reads_result {
 
 pub(crate) use reads_result;
 
+/// 1 or -1 with the sign of `x`; zeros and NaN stay as they are.
 #[inline(always)]
 fn sign<R: Real>(x: R) -> R {
-    // NaN stays NaN; both zeros give zero.
     if x > R::ZERO {
         R::ONE
     } else if x < R::ZERO {

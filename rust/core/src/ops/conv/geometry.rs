@@ -7,11 +7,11 @@ use crate::{Error, Result};
 pub struct Conv2dOptions {
     /// Distance in the image, in pixels, between the windows of neighbouring pixels of the result.
     pub stride: [usize; 2],
-    /// Number of zeros before the first and after the last pixel of the image.
+    /// Number of zero pixels before the first pixel of the image, and as many after its last pixel.
     pub padding: [usize; 2],
     /// Distance in the image, in pixels, between the pixels that adjacent elements of the kernel multiply.
     pub dilation: [usize; 2],
-    /// Number of groups of channels, each convolved separately.
+    /// Number of groups of channels; the groups are convolved separately.
     pub groups: usize,
 }
 
@@ -21,8 +21,7 @@ impl Default for Conv2dOptions {
     }
 }
 
-/// The sizes of one convolution, after the check that input, weight, bias and options fit together. Arrays are
-/// [height, width].
+/// The sizes of one convolution, whose input, weight, bias and options fit together. Arrays are [height, width].
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Geometry {
     pub batch: usize,
@@ -36,6 +35,10 @@ pub(super) struct Geometry {
 }
 
 impl Geometry {
+    /// Computes the size of the result from the dimensions of the input, the weight and the bias.
+    ///
+    /// # Errors
+    /// As [`conv2d`](super::conv2d), if dimensions or options do not fit.
     pub fn new(
         op: &'static str,
         [batch, height, width, channels]: [usize; 4],
@@ -60,7 +63,7 @@ impl Geometry {
                 ),
             ));
         }
-        if let Some(bias) = bias.filter(|&b| b != [out_channels]) {
+        if let Some(bias) = bias.filter(|&dims| dims != [out_channels]) {
             return Err(Error::shape(op, format!("the bias has shape {bias:?}, expected ({out_channels},)")));
         }
         let (input, kernel) = ([height, width], [kernel_height, kernel_width]);
@@ -75,7 +78,8 @@ impl Geometry {
                     ),
                 )
             };
-            let reach = kernel[i].checked_sub(1).and_then(|k| k.checked_mul(dilation[i])).ok_or_else(too_large)?;
+            let reach =
+                kernel[i].checked_sub(1).and_then(|last| last.checked_mul(dilation[i])).ok_or_else(too_large)?;
             let padded = padding[i].checked_mul(2).and_then(|p| p.checked_add(input[i])).ok_or_else(too_large)?;
             output[i] = padded.checked_sub(1).and_then(|p| p.checked_sub(reach)).ok_or_else(too_large)? / stride[i] + 1;
         }
@@ -99,8 +103,8 @@ impl Geometry {
         self.batch * self.output[0] * self.output[1]
     }
 
-    /// Number of elements of the weight of one output channel. A window of the image has as many elements in the
-    /// channels of a group.
+    /// Number of elements of the weight that belong to one output channel. A window of the image has as many elements
+    /// in the channels of one group.
     pub const fn row_len(&self) -> usize {
         self.kernel[0] * self.kernel[1] * self.channels_per_group()
     }
@@ -117,11 +121,11 @@ impl Geometry {
         [self.batch, self.output[0], self.output[1], self.out_channels]
     }
 
-    /// Whether each pixel of the result depends only on the channels of the same pixel of the image. The convolution is
-    /// then a matrix product.
+    /// Whether the convolution is a matrix product: the kernel is 1 × 1, without stride, padding or groups. Such a kernel
+    /// has a single tap, so the dilation has no effect.
     pub fn is_pointwise(&self) -> bool {
-        let options = Conv2dOptions { dilation: self.options.dilation, ..Conv2dOptions::default() };
-        self.kernel == [1, 1] && self.options == options
+        let pointwise = Conv2dOptions { dilation: self.options.dilation, ..Conv2dOptions::default() };
+        self.kernel == [1, 1] && self.options == pointwise
     }
 
     /// Whether each channel is convolved separately: each group has one input channel and one output channel.

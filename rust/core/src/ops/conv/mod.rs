@@ -1,9 +1,10 @@
 //! Two-dimensional convolution (cross-correlation, as in every deep learning library).
 //!
-//! Images are (batch, height, width, channels) and weights (out, kernel height, kernel width, channels / groups). There
-//! is no im2col matrix. On the CPU, the forward pass and the gradient of the input are sums over the kernel taps
-//! ([`stencil`](cpu::stencil)), which read copies of parts of the image; depthwise convolutions have loops of their
-//! own. Convolutions by kernels of 1 × 1 without stride, padding or groups are matrix products.
+//! Images are (batch, height, width, channels) and weights (out channels, kernel height, kernel width, channels /
+//! groups). No im2col matrix is built. Convolutions by kernels of 1 × 1 without stride, padding or groups are matrix
+//! products. On the CPU, the forward pass and the gradient of the input are sums over the kernel taps
+//! ([`stencil`](cpu::stencil)); these sums read copies of parts of the image. Depthwise convolutions have loops of their
+//! own there.
 
 mod add;
 #[cfg(feature = "testing")]
@@ -59,7 +60,7 @@ impl Backward for Conv2dBackward {
     }
 }
 
-/// The gradient of the input.
+/// Computes the gradient of the input from `grad`, the gradient of the result.
 fn grad_input(geometry: &Geometry, grad: &Raw, weight: &Raw) -> Result<Raw> {
     on_device!(
         grad.device(),
@@ -68,17 +69,18 @@ fn grad_input(geometry: &Geometry, grad: &Raw, weight: &Raw) -> Result<Raw> {
     )
 }
 
-/// Convolution of channels-last images: `x (B, H, W, C)`, `weight (O, KH, KW, C / groups)`, `bias (O)` →
-/// `(B, OH, OW, O)`.
+/// Convolves channels-last images: `x (B, H, W, C)`, `weight (O, KH, KW, C / groups)`, `bias (O)` → `(B, OH, OW, O)`,
+/// where B is the batch, C and O count channels, and KH × KW is the kernel.
 ///
-/// In each direction, the result has `⌊(size + 2 padding - dilation (kernel - 1) - 1) / stride⌋ + 1` pixels.
+/// The height OH and the width OW of the result are `⌊(size + 2 padding - dilation (kernel - 1) - 1) / stride⌋ + 1`.
 /// Output channel `o` reads the input channels of its group, `o / (O / groups)`. The input is saved only if the weight
 /// needs a gradient.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the shapes, dtypes or devices of the operands do not fit
-/// together, [`Error::Shape`] if the kernel is larger than the padded image, [`Error::Argument`] if a stride, a
-/// dilation or the number of groups is 0, [`Error::OutOfMemory`] if the result does not fit in memory.
+/// together, [`Error::Shape`] if the kernel is empty or larger than the padded image, [`Error::DType`] if `x` is not
+/// floating point, [`Error::Argument`] if a stride, a dilation or the number of groups is 0, [`Error::OutOfMemory`] if
+/// the result does not fit in memory.
 pub fn conv2d(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, options: Conv2dOptions) -> Result<Tensor> {
     let geometry = check(x, weight, bias, options)?;
     let inputs: SmallVec<[&Tensor; 3]> = [x, weight].into_iter().chain(bias).collect();
@@ -101,15 +103,15 @@ pub fn conv2d(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, options: Conv2
     )
 }
 
-/// Checks the operands of a convolution.
+/// Checks the operands of a convolution, and that its result fits in memory.
 fn check(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, options: Conv2dOptions) -> Result<Geometry> {
-    let rank_4 = |name: &str, tensor: &Tensor, expected: &str| {
+    let dims_of = |name: &str, tensor: &Tensor, expected: &str| {
         <[usize; 4]>::try_from(tensor.dims()).map_err(|_| {
             Error::shape(CONV2D.name, format!("the {name} has shape {:?}, expected {expected}", tensor.dims()))
         })
     };
-    let x_dims = rank_4("input", x, "(batch, height, width, channels)")?;
-    let weight_dims = rank_4("weight", weight, "(out channels, kernel height, kernel width, channels / groups)")?;
+    let x_dims = dims_of("input", x, "(batch, height, width, channels)")?;
+    let weight_dims = dims_of("weight", weight, "(out channels, kernel height, kernel width, channels / groups)")?;
     let geometry = Geometry::new(CONV2D.name, x_dims, weight_dims, bias.map(Tensor::dims), options)?;
     if !is_float(x.dtype()) {
         return Err(Error::dtype(
@@ -117,15 +119,16 @@ fn check(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, options: Conv2dOpti
             format!("expected a floating point input, found {}; convert it with to()", x.dtype().as_str()),
         ));
     }
-    for (name, other) in std::iter::once(("weight", weight)).chain(bias.map(|b| ("bias", b))) {
+    for (name, other) in std::iter::once(("weight", weight)).chain(bias.map(|bias| ("bias", bias))) {
         same_kind(CONV2D.name, x, name, other)?;
     }
     check_allocation_on(x.device(), CONV2D.name, &geometry.result_dims(), x.dtype())?;
     Ok(geometry)
 }
 
-/// [`conv2d`] in torch's layout: `x (B, C, H, W)`, `weight (O, C / groups, KH, KW)`, `bias (O)` → `(B, O, OH, OW)`, a
-/// view of a channels-last result. Input and weight are copied to channels-last at each call, so models use [`conv2d`].
+/// Computes [`conv2d`] in torch's layout: `x (B, C, H, W)`, `weight (O, C / groups, KH, KW)`, `bias (O)` →
+/// `(B, O, OH, OW)`, a view of a channels-last result. Each call copies input and weight to the channels-last layout;
+/// models use [`conv2d`], which needs no copies.
 ///
 /// # Errors
 /// As [`conv2d`].
@@ -141,8 +144,10 @@ pub fn conv2d_nchw(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, options: 
             ),
         ));
     }
-    const CHANNELS_LAST: [usize; 4] = [0, 2, 3, 1];
-    conv2d(&x.permute(&CHANNELS_LAST)?, &weight.permute(&CHANNELS_LAST)?, bias, options)?.permute(&[0, 3, 1, 2])
+    const TO_CHANNELS_LAST: [usize; 4] = [0, 2, 3, 1];
+    const TO_CHANNELS_FIRST: [usize; 4] = [0, 3, 1, 2];
+    conv2d(&x.permute(&TO_CHANNELS_LAST)?, &weight.permute(&TO_CHANNELS_LAST)?, bias, options)?
+        .permute(&TO_CHANNELS_FIRST)
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! The CUDA form: `kernels/dropout.cu`.
+//! The CUDA form of dropout: `kernels/dropout.cu`.
 
 use trainable_candle_cuda::kernels::dropout::{DROPOUT, Dropout};
 
@@ -7,18 +7,19 @@ use crate::cuda::{Gpu, contiguous, generator};
 use crate::rng::State;
 use crate::{Raw, Result};
 
-/// Zeroes each element of `x` whose random word is below `threshold`, and multiplies the other elements by `kept`. The
-/// words come from the generator, from `state` on.
+/// Returns `x` with 0 for each element whose random word is below `threshold`, and the other elements multiplied by
+/// `kept`. The words are those that the generator draws from `state` on.
 pub fn apply(op: &'static str, x: &Raw, state: State, threshold: u32, kept: f64) -> Result<Raw> {
     let gpu = Gpu::of(op, x)?;
     let x = contiguous(x)?;
     let y = empty(op, gpu, x.dims(), x.dtype())?;
     if y.elem_count() > 0 {
         let function = gpu.function(&DROPOUT, suffix(op, x.dtype())?)?;
+        // A thread computes `wide` neighbouring elements in each quarter of a group.
         let shape = Shape::flat(y.elem_count(), 4 * wide(x.dtype()));
-        let (state, State { seed, offset }) = generator(state);
+        let (state_address, State { seed, offset }) = generator(state);
         let (x, len) = (input(op, &x)?, y.elem_count() as u64);
-        let arguments = Dropout { x, y: output(op, &y)?, state, seed, offset, len, threshold, kept };
+        let arguments = Dropout { x, y: output(op, &y)?, state: state_address, seed, offset, len, threshold, kept };
         // SAFETY: both tensors are dense and of this length.
         unsafe { function.launch(op, gpu, shape, arguments) }?;
     }

@@ -1,5 +1,5 @@
-//! Dropout (Srivastava et al. 2014). The mask is never stored: it is a function of a state of the generator, and the
-//! backward pass recomputes it.
+//! Dropout (Srivastava et al. 2014). The mask, which says which elements are zeroed, is never stored: it is a function
+//! of a state of the generator, and the backward pass recomputes it.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -24,39 +24,41 @@ const GROUP: usize = 4 * LANES;
 /// Number of elements that a thread computes at a time, a multiple of [`GROUP`].
 const GRAIN: usize = 32 * 1024;
 
-/// In training, zeroes each element with probability `p` and divides the others by 1 - p. Outside of training, or if
-/// `p` is 0, returns the tensor itself.
+/// In training, zeroes each element with probability `p` and divides the other elements by 1 - p; if `p` is 1, zeroes
+/// all elements. Outside of training, or if `p` is 0, returns the tensor itself.
 ///
-/// The mask comes from the library's generator ([`rng`]) and does not depend on dtype or number of threads.
+/// The mask comes from the library's generator ([`rng`]). It does not depend on dtype, device or number of threads.
 ///
 /// # Errors
 /// [`Error::Argument`] if `p` is not in [0, 1], [`Error::DType`] if elements are dropped from a tensor that is not
 /// floating point.
 pub fn dropout(x: &Tensor, p: f64, training: bool) -> Result<Tensor> {
-    check(p)?;
+    check_probability(p)?;
     if !training || p == 0.0 {
         return Ok(x.clone());
     }
     dropout_from(x, p, rng::advance((x.elem_count().div_ceil(GROUP) * LANES) as u64))
 }
 
-/// [`dropout`] in training with the mask that begins at `state`; does not advance the generator.
+/// Applies [`dropout`] in training. Computes the mask from the generator's words from `state` on, and does not advance
+/// the generator.
 ///
 /// # Errors
 /// As [`dropout`].
 pub fn dropout_from(x: &Tensor, p: f64, state: State) -> Result<Tensor> {
-    check(p)?;
+    check_probability(p)?;
     let mask = Mask { p, state };
     record(&DROPOUT, &[x], || mask.apply(&x.raw), |_, _| DropoutBackward(mask))
 }
 
-fn check(p: f64) -> Result<()> {
+fn check_probability(p: f64) -> Result<()> {
     if (0.0..=1.0).contains(&p) {
         return Ok(());
     }
     Err(Error::argument(DROPOUT.name, format!("the probability is {p}, expected a number from 0 to 1")))
 }
 
+/// The probability and the generator's state from which the mask is computed.
 #[derive(Clone, Copy)]
 struct Mask {
     p: f64,
@@ -64,6 +66,7 @@ struct Mask {
 }
 
 impl Mask {
+    /// Zeroes elements of `x` and scales the rest.
     fn apply(self, x: &Raw) -> Result<Raw> {
         on_device!(
             x.device(),
@@ -81,13 +84,13 @@ impl Mask {
             par_chunks_mut(&mut result.spare_capacity_mut()[..len], GRAIN, |index, out| {
                 let start = index * GRAIN;
                 let x = &x[start..start + out.len()];
-                let first = self.state.offset.wrapping_add((start / GROUP * LANES) as u64);
+                let first_block = self.state.offset.wrapping_add((start / GROUP * LANES) as u64);
                 dispatch(
                     #[inline(always)]
                     || {
                         let groups = out.chunks_mut(GROUP).zip(x.chunks(GROUP));
                         for (group, (out, x)) in groups.enumerate() {
-                            let factors = self.factors::<T>(first.wrapping_add((group * LANES) as u64));
+                            let factors = self.factors::<T>(first_block.wrapping_add((group * LANES) as u64));
                             for (o, (x, factor)) in out.iter_mut().zip(x.iter().zip(factors.as_flattened())) {
                                 o.write(T::from_acc(x.to_acc() * *factor));
                             }
@@ -107,13 +110,14 @@ impl Mask {
         (self.p * 4_294_967_296.0) as u32
     }
 
-    /// The factor of the elements that are not zeroed. With p = 1 the factor is 0 too: the threshold is then 2^32 - 1,
-    /// and a word of 2^32 - 1 is not below it.
+    /// The factor of the elements whose words are not below the threshold. With p = 1 the factor is 0: the threshold is
+    /// then 2^32 - 1, which a word of 2^32 - 1 is not below, but all elements must be zeroed.
     fn kept(self) -> f64 {
         if self.p == 1.0 { 0.0 } else { 1.0 / (1.0 - self.p) }
     }
 
-    /// The factor of each element of a group: 0 or 1 / (1 - p).
+    /// The factors of the elements of a group, 0 or [`kept`](Self::kept), in the order of the elements. The group's first
+    /// Philox block is `block`.
     #[inline(always)]
     fn factors<T: Elem>(self, block: u64) -> [[T::Acc; LANES]; 4] {
         let (threshold, kept) = (self.threshold(), T::Acc::from_f64(self.kept()));
@@ -143,8 +147,8 @@ pub static ENTRIES: &[Entry] = &[Entry {
         };
         vec![
             Case::new("", &[&[3, 71]], |x| dropout_from(&x[0], 0.3, STATE)).plain(plain),
-            Case::new("all", &[&[3, 5]], |x| dropout_from(&x[0], 1.0, STATE)),
-            Case::new("none", &[&[3, 5]], |x| dropout(&x[0], 0.0, true)),
+            Case::new("all zeroed", &[&[3, 5]], |x| dropout_from(&x[0], 1.0, STATE)),
+            Case::new("none zeroed", &[&[3, 5]], |x| dropout(&x[0], 0.0, true)),
             Case::new("not training", &[&[3, 5]], |x| dropout(&x[0], 0.5, false)),
             Case::new("empty", &[&[0, 5]], |x| dropout_from(&x[0], 0.3, STATE)),
         ]
@@ -176,16 +180,16 @@ mod tests {
     fn dtypes_and_views_share_the_mask() {
         let state = State { seed: 3, offset: 9 };
         let ones = |dtype| Tensor::ones((300, 7), dtype, &Device::Cpu).unwrap();
-        let mask = |x: &Tensor| -> Vec<bool> {
+        let zeros = |x: &Tensor| -> Vec<bool> {
             let y = dropout_from(x, 0.4, state).unwrap();
             crate::raw::to_f64_vec(y.raw()).unwrap().iter().map(|y| *y == 0.0).collect()
         };
-        let expected = mask(&ones(DType::F32));
+        let expected = zeros(&ones(DType::F32));
         for dtype in [DType::F64, DType::F16, DType::BF16] {
-            assert_eq!(mask(&ones(dtype)), expected);
+            assert_eq!(zeros(&ones(dtype)), expected);
         }
         let view = Tensor::ones((7, 300), DType::F32, &Device::Cpu).unwrap().t().unwrap();
-        assert_eq!(mask(&view), expected);
+        assert_eq!(zeros(&view), expected);
     }
 
     #[test]

@@ -10,20 +10,23 @@ use crate::ops::conv::CONV2D;
 use crate::ops::conv::geometry::Geometry;
 use crate::{Raw, Result, compute};
 
-/// What is added to a result (pixels, channels) after it was rounded: `sharing` consecutive pixels get the same row of
-/// the dense matrix `rows`.
+/// What a kernel adds to its result (pixels, channels) after it has rounded the result.
 #[derive(Clone, Copy)]
 pub(super) struct Addend {
+    /// A dense matrix (pixels / `sharing`, channels); null if nothing is added.
     pub rows: Const,
+    /// Number of consecutive pixels that get the same row.
     pub sharing: u32,
 }
 
 impl Addend {
+    /// Adds nothing.
     pub const NONE: Self = Self { rows: Const::NULL, sharing: 1 };
 }
 
-/// [`forward`] plus `addend`, which has a row of channels for each pixel or for each image. The kernels for compute
-/// capability 9.0 add `addend` as they write the result; after other kernels, a separate kernel adds it.
+/// Computes [`forward`] plus `addend`, which has the shape of the result, or one row of channels for each image: (batch,
+/// 1, 1, out channels). The kernels for compute capability 9.0 add `addend` as they write the result; after other
+/// kernels, a separate kernel adds it.
 pub(in crate::ops::conv) fn forward_add(
     geometry: &Geometry,
     x: &Raw,
@@ -33,14 +36,14 @@ pub(in crate::ops::conv) fn forward_add(
 ) -> Result<Raw> {
     let (x, weight, addend) = (contiguous(x)?, contiguous(weight)?, contiguous(addend)?);
     let bias = bias.map(contiguous).transpose()?;
-    let (op, dims, is_whole) = (CONV2D.name, geometry.result_dims(), addend.dims() == geometry.result_dims());
+    let (op, dims) = (CONV2D.name, geometry.result_dims());
     if !geometry.is_pointwise() && matches!(x.dtype(), DType::F16 | DType::BF16) && geometry.pixels() > 0 {
         let (gpu, sizes) = (Gpu::of(op, &x)?, Sizes::of(geometry)?);
         let y = empty(op, gpu, &dims, x.dtype())?;
         let (from, weights, bias) = (input(op, &x)?, input(op, &weight)?, optional_input(op, bias.as_ref())?);
-        let sharing = if is_whole { 1 } else { sizes.output[0] * sizes.output[1] };
-        let added = Addend { rows: input(op, &addend)?, sharing };
-        if hopper::forward(op, gpu, &sizes, &y, Operands { dtype: x.dtype(), from, weights, bias }, added)? {
+        let sharing = if addend.dims() == dims { 1 } else { sizes.output[0] * sizes.output[1] };
+        let addend_rows = Addend { rows: input(op, &addend)?, sharing };
+        if hopper::forward(op, gpu, &sizes, &y, Operands { dtype: x.dtype(), from, weights, bias }, addend_rows)? {
             return Ok(y);
         }
     }

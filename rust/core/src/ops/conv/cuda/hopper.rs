@@ -1,5 +1,5 @@
-//! Convolution on GPUs of compute capability 9.0, whose copy engine (TMA) loads the windows: the host side of
-//! `conv_hopper.cu`.
+//! The host side of `conv_hopper.cu`: convolution on GPUs of compute capability 9.0, whose copy engine (TMA) loads the
+//! windows.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::conv_hopper::{
@@ -19,14 +19,19 @@ use crate::{Error, Raw, Result};
 
 /// Number of threads of a block: two groups of 128 threads multiply, and a third group copies.
 const THREADS: u32 = 384;
-/// The maximum number of parts of a sum. More parts are not faster.
+/// The maximum number of parts that a [`Plan`] splits a sum into. More parts are not faster.
 const MOST_SPLITS: usize = 32;
-/// Bytes that the kernel for adding the parts reads and writes per microsecond.
+/// Bytes per microsecond that the kernel that adds up the parts reads and writes.
 const SUM_RATE: f64 = 3e6;
 
-/// A tile for which there are kernels of the forward pass and of the gradient of the input.
+/// The kernels of `conv.cu` are faster for results, and for weights, with at most this many channels.
+const FEW_CHANNELS: u32 = 16;
+
+/// A size of tiles for which there are kernels of the forward pass and of the gradient of the input.
 struct Tile {
+    /// Number of pixels.
     rows: usize,
+    /// Number of channels of the result.
     columns: usize,
     /// Microseconds that a block needs for [`STEP`] terms of the sums of a tile.
     cost: f64,
@@ -67,24 +72,27 @@ static TILES: [Tile; 4] = [
     },
 ];
 
-/// The tile of a launch, the number of thread blocks for each phase and part of the sums, and the number of parts that
-/// each sum is split into.
+/// The tiles and the grid of a launch.
 struct Plan {
     tile: &'static Tile,
+    /// Number of thread blocks for each phase and each part of the sums.
     blocks: usize,
+    /// Number of parts that each sum is split into.
     splits: usize,
 }
 
 impl Plan {
-    /// The plan with the least estimated time for `phases` matrices (`pixels`, `results`). Each element of a matrix is
-    /// a sum of `steps` · [`STEP`] terms.
+    /// Returns the plan with the least estimated time for `phases` matrices of `pixels` rows and `results` columns. Each
+    /// element of a matrix is a sum of `steps` · [`STEP`] terms.
     fn of(phases: usize, pixels: usize, results: usize, steps: usize) -> Self {
         let mut best: Option<(f64, Self)> = None;
         for tile in &TILES {
+            // A cluster of two blocks computes two neighbouring tiles of pixels.
             let blocks = pixels.div_ceil(2 * tile.rows) * 2 * results.div_ceil(tile.columns);
             for splits in 1..=steps.clamp(1, MOST_SPLITS) {
                 let rounds = (blocks * phases * splits).div_ceil(BLOCKS);
                 let products = (rounds * steps.div_ceil(splits)) as f64 * tile.cost;
+                // The bytes of the parts, in f32, and about as many for the result as for one part.
                 let moved = if splits > 1 { (splits + 1) * 4 * phases * pixels * results } else { 0 };
                 let time = products + moved as f64 / SUM_RATE;
                 if best.as_ref().is_none_or(|(least, _)| time < *least) {
@@ -97,7 +105,8 @@ impl Plan {
     }
 }
 
-/// One direction of a phase of the gradient of the input, as in `grad_input_axis` of the kernels.
+/// The height or the width of a phase (see [`Sizes::phase_pixels`]) of the gradient of the input, as in
+/// `grad_input_axis` of the kernels.
 #[derive(Clone, Copy)]
 struct Axis {
     /// Number of input pixels of the phase.
@@ -107,69 +116,77 @@ struct Axis {
     /// The pixel of the result that the first pixel of the phase reads at its first tap.
     origin: i64,
     /// The distance in the result from the pixel read at one tap to the pixel read at the next tap.
-    step: i64,
+    tap_step: i64,
 }
 
 impl Sizes {
+    /// The windows in the image that the pixels of the result read.
     fn windows(&self) -> Windows {
-        let corner = |i: usize| {
+        let bounds = |i: usize| {
             let padding = i64::from(self.padding[i]);
             (-padding, padding - i64::from(self.dilation[i]) * (i64::from(self.kernel[i]) - 1))
         };
-        let [(y, end_y), (x, end_x)] = [corner(0), corner(1)];
-        Windows { lower: [y, x], upper: [end_y, end_x], stride: self.stride }
+        let [(lower_y, upper_y), (lower_x, upper_x)] = [bounds(0), bounds(1)];
+        Windows { lower: [lower_y, lower_x], upper: [upper_y, upper_x], stride: self.stride }
     }
 
+    /// The height (`i` = 0) or the width (`i` = 1) of a phase. `phase` is the coordinate of its pixels modulo the
+    /// stride.
     fn grad_input_axis(&self, i: usize, phase: u32) -> Axis {
         let [size, kernel, stride, padding, dilation] =
             [self.input[i], self.kernel[i], self.stride[i], self.padding[i], self.dilation[i]].map(i64::from);
         let phase = i64::from(phase);
         let pixels = if phase < size { (size - phase + stride - 1) / stride } else { 0 };
-        let every = (1..=stride).find(|every| every * dilation % stride == 0).unwrap_or(stride);
-        let first = (0..every).find(|first| (phase + padding - first * dilation) % stride == 0);
+        // Tap k contributes if phase + padding - k · dilation is a multiple of the stride: `first`, and then every
+        // `every`-th tap.
+        let every = (1..=stride).find(|taps| taps * dilation % stride == 0).unwrap_or(stride);
+        let first = (0..every).find(|tap| (phase + padding - tap * dilation) % stride == 0);
         match first.filter(|&first| first < kernel) {
             Some(first) => Axis {
                 pixels,
                 taps: (kernel - first + every - 1) / every,
                 origin: (phase + padding - first * dilation) / stride,
-                step: -(every * dilation / stride),
+                tap_step: -(every * dilation / stride),
             },
-            None => Axis { pixels, taps: 0, origin: 0, step: 0 },
+            None => Axis { pixels, taps: 0, origin: 0, tap_step: 0 },
         }
     }
 
-    /// The axes (height, width) of a phase of the gradient of the input.
+    /// The axes (height, width) of phase number `phase` of the gradient of the input.
     fn grad_input_axes(&self, phase: u32) -> [Axis; 2] {
         [self.grad_input_axis(0, phase / self.stride[1]), self.grad_input_axis(1, phase % self.stride[1])]
     }
 
-    /// The windows in the gradient of the result that the pixels of a phase read; `None` if the phase has no pixels or
-    /// if no kernel tap contributes to them.
+    /// The windows in the gradient of the result that the pixels of a phase read; `None` if the phase has no pixels, or
+    /// if no kernel tap contributes to its pixels.
     fn grad_windows(&self, phase: u32) -> Option<Windows> {
         let axes = self.grad_input_axes(phase);
         if axes.iter().any(|axis| axis.pixels == 0 || axis.taps == 0) {
             return None;
         }
-        let lower = axes.map(|axis| axis.origin + (axis.taps - 1) * axis.step);
+        // `tap_step` is not positive, so the last tap reads the first pixel.
+        let lower = axes.map(|axis| axis.origin + (axis.taps - 1) * axis.tap_step);
         let upper = [0, 1].map(|i| lower[i] + axes[i].pixels - i64::from(self.output[i]));
         Some(Windows { lower, upper, stride: [1, 1] })
     }
 
-    /// Whether tensor maps can represent the corners of the windows and the distances of the kernel taps.
+    /// Whether tensor maps can represent the windows' corners, in 8 bits with a sign, and the distances of the kernel taps
+    /// from the first tap, in 8 bits without a sign.
     fn fit_in_maps(&self, windows: impl IntoIterator<Item = Windows>) -> bool {
-        let corner = |corner: &i64| (-128..=127).contains(corner);
-        let reach = |i: usize| u64::from(self.dilation[i]) * u64::from(self.kernel[i].saturating_sub(1)) <= 255;
-        reach(0) && reach(1) && windows.into_iter().all(|w| w.lower.iter().chain(&w.upper).all(corner))
+        let is_in_range = |corner: &i64| (-128..=127).contains(corner);
+        let do_taps_fit = |i: usize| u64::from(self.dilation[i]) * u64::from(self.kernel[i].saturating_sub(1)) <= 255;
+        do_taps_fit(0) && do_taps_fit(1) && windows.into_iter().all(|w| w.lower.iter().chain(&w.upper).all(is_in_range))
     }
 }
 
-/// Whether the GPU and the operands meet the requirements that all kernels of this file share.
+/// Whether the GPU and the operands meet the requirements that all kernels of this file share. Each of the numbers of
+/// `channels` must be a multiple of 8. The module has no image in a build without code for compute capability 9.0.
 fn runs_on(gpu: &Gpu, sizes: &Sizes, dtype: DType, channels: &[u32], addresses: &[Address]) -> bool {
     gpu.is_hopper() && !MODULE.image.is_empty() && sizes.fits(dtype, channels, 8, addresses)
 }
 
 /// Computes y from dense operands, plus the addend. If y has another dtype than the operands, there must be no addend.
-/// Returns false, without an effect, if these kernels do not support the operands.
+/// Returns false, without writing to y, if these kernels do not support the operands or are slower than others.
 pub(super) fn forward(
     op: &'static str,
     gpu: &Gpu,
@@ -181,7 +198,7 @@ pub(super) fn forward(
     let Operands { dtype, from, weights, bias } = operands;
     let (to, windows) = (output(op, y)?, sizes.windows());
     let fits = runs_on(gpu, sizes, dtype, &[sizes.channels], &[to.address, from.address, weights.address])
-        && sizes.out_channels > 16
+        && sizes.out_channels > FEW_CHANNELS
         && sizes.stride.iter().all(|&stride| stride <= 8)
         && sizes.fit_in_maps([windows]);
     if !fits {
@@ -202,21 +219,20 @@ pub(super) fn forward(
         ],
     };
     let sums = Sums::new(op, gpu, sizes, y, splits)?;
-    let Places { y, bias: narrow_bias, partials, sums_bias } = sums.places(op, &operands)?;
+    let Places { y, bias: y_bias, partials, sums_bias } = sums.places(op, &operands)?;
     let (kernel, shared) = tile.forward;
     let function = gpu.function(kernel, suffix(op, dtype)?)?;
-    let shape = Shape { grid: [grid(op, blocks)?, 1, splits as u32], block: [THREADS, 1, 1], shared };
-    let Addend { rows, sharing } = addend;
-    let shape_of = sizes.shape();
-    let arguments = Forward { y, bias: narrow_bias, addend: rows, partials, sums_bias, sharing, shape: shape_of, maps };
+    let launch = Shape { grid: [grid(op, blocks)?, 1, splits as u32], block: [THREADS, 1, 1], shared };
+    let (Addend { rows, sharing }, shape) = (addend, sizes.shape());
+    let arguments = Forward { y, bias: y_bias, addend: rows, partials, sums_bias, sharing, shape, maps };
     // SAFETY: the tensors are dense and of these sizes; `partials` has room for the sums of each split.
-    unsafe { function.launch(op, gpu, shape, arguments) }?;
+    unsafe { function.launch(op, gpu, launch, arguments) }?;
     sums.finish(op, gpu, sizes, (bias, addend))?;
     Ok(true)
 }
 
-/// Computes the gradient of the input from dense operands. Returns false, without an effect, if these kernels do not
-/// support the operands.
+/// Computes dx, the gradient of the input, from dense operands. Returns false, without writing to dx, if these kernels
+/// do not support the operands or are slower than others.
 pub(super) fn grad_input(
     op: &'static str,
     gpu: &Gpu,
@@ -227,15 +243,16 @@ pub(super) fn grad_input(
     let (dtype, to) = (dx.dtype(), output(op, dx)?);
     let fits =
         runs_on(gpu, sizes, dtype, &[sizes.channels, sizes.out_channels], &[to.address, from.address, weights.address])
-            && sizes.channels > 16
+            && sizes.channels > FEW_CHANNELS
             && sizes.stride.iter().all(|&stride| stride <= 2)
             && sizes.fit_in_maps((0..sizes.phases()).filter_map(|phase| sizes.grad_windows(phase)));
     if !fits {
         return Ok(false);
     }
     let (pixels, channels) = (sizes.phase_pixels(), sizes.channels as usize);
-    let taps = (0..sizes.phases()).map(|phase| sizes.grad_input_axes(phase).iter().map(|axis| axis.taps).product());
-    let taps = taps.max().unwrap_or(0i64) as usize;
+    let phase_taps =
+        (0..sizes.phases()).map(|phase| sizes.grad_input_axes(phase).iter().map(|axis| axis.taps).product());
+    let taps = phase_taps.max().unwrap_or(0i64) as usize;
     let steps = taps * (sizes.out_channels as usize).div_ceil(STEP);
     let Plan { tile, blocks, splits } = Plan::of(sizes.phases() as usize, pixels, channels, steps);
     let encoder = Encoder::new(op, dtype)?;
@@ -262,7 +279,7 @@ pub(super) fn grad_input(
     let grid = [grid(op, blocks)?, sizes.phases(), splits as u32];
     let shape = Shape { grid, block: [THREADS, 1, 1], shared };
     let arguments = GradInput { grad_x: to, partials: parts, shape: sizes.shape(), maps };
-    // SAFETY: as in the forward pass.
+    // SAFETY: as in `forward`.
     unsafe { function.launch(op, gpu, shape, arguments) }?;
     if let Some(partials) = &partials {
         sum_parts(op, gpu, dx, partials, (Const::NULL, Addend::NONE), sizes.channels, splits as u32)?;
@@ -270,8 +287,8 @@ pub(super) fn grad_input(
     Ok(true)
 }
 
-/// Computes the gradient of the weight from dense operands. Returns false, without an effect, if these kernels do not
-/// support the operands.
+/// Computes dw, the gradient of the weight, from dense operands. Returns false, without writing to dw, if these kernels
+/// do not support the operands or are slower than others.
 pub(super) fn grad_weight(
     op: &'static str,
     gpu: &Gpu,
@@ -283,27 +300,28 @@ pub(super) fn grad_weight(
     let fits =
         runs_on(gpu, sizes, dtype, &[sizes.channels, sizes.out_channels], &[to.address, from.address, images.address])
             && sizes.channels.is_multiple_of(STEP as u32)
-            && sizes.out_channels > 16
+            && sizes.out_channels > FEW_CHANNELS
             && sizes.stride.iter().all(|&stride| stride <= 8)
             && sizes.fit_in_maps([windows]);
     if !fits {
         return Ok(false);
     }
-    let (pixels, values, out) = (sizes.pixels(), sizes.window(), sizes.out_channels as usize);
+    let (pixels, window, out) = (sizes.pixels(), sizes.window(), sizes.out_channels as usize);
+    // `rows` is the number of output channels of a cluster of two blocks. Blocks of the first kernel form no clusters;
+    // there, it is the number of output channels of a block.
     let (kernel, shared, rows) = match out {
         ..=64 => (&CONV2D_GRAD_WEIGHT_HOPPER_M64, 204_928, 64),
         65..=256 => (&CONV2D_GRAD_WEIGHT_HOPPER_M128, 196_736, 256),
         _ => (&CONV2D_GRAD_WEIGHT_HOPPER_M192, 229_504, 384),
     };
-    // A cluster of two blocks computes two tiles of output channels, together `rows` channels.
-    let cluster = if rows == 64 { 1 } else { 2 };
-    let blocks = out.div_ceil(rows) * cluster * values.div_ceil(256);
+    let blocks_per_cluster = if rows == 64 { 1 } else { 2 };
+    let blocks = out.div_ceil(rows) * blocks_per_cluster * window.div_ceil(256);
     let splits = splits(blocks, pixels);
     let encoder = Encoder::new(op, dtype)?;
     let [height, width] = sizes.input;
-    let dense = [u64::from(sizes.out_channels), 1, pixels as u64];
+    let grad_shape = [u64::from(sizes.out_channels), 1, pixels as u64];
     let maps = Conv2dMaps {
-        dense: encoder.boxes(from.address, dense, [STEP as u32, 1, STEP as u32])?,
+        dense: encoder.boxes(from.address, grad_shape, [STEP as u32, 1, STEP as u32])?,
         windows: [
             encoder.windows(images.address, [sizes.batch, height, width, sizes.channels], windows, STEP, STEP)?,
             NO_MAP,
@@ -316,14 +334,15 @@ pub(super) fn grad_weight(
     let function = gpu.function(kernel, suffix(op, dtype)?)?;
     let shape = Shape { grid: [grid(op, blocks)?, 1, splits as u32], block: [THREADS, 1, 1], shared };
     let arguments = GradWeight { grad_weight: to, partials: parts, shape: sizes.shape(), maps };
-    // SAFETY: as in the forward pass.
+    // SAFETY: as in `forward`.
     unsafe { function.launch(op, gpu, shape, arguments) }?;
     if let Some(partials) = &partials {
-        sum_parts(op, gpu, dw, partials, (Const::NULL, Addend::NONE), sizes.window() as u32, splits as u32)?;
+        sum_parts(op, gpu, dw, partials, (Const::NULL, Addend::NONE), window as u32, splits as u32)?;
     }
     Ok(true)
 }
 
+/// Returns `blocks` as the size of a grid in its first dimension.
 fn grid(op: &'static str, blocks: usize) -> Result<u32> {
     u32::try_from(blocks).ok().filter(|&blocks| blocks <= i32::MAX as u32).ok_or_else(|| {
         Error::argument(op, format!("{blocks} thread blocks are more than a GPU can launch; use a smaller batch"))

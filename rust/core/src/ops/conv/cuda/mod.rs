@@ -1,6 +1,7 @@
-//! Convolution of channels-last images. Pointwise convolutions are matrix products. Of the others, kernels for tensor
-//! cores compute f16 and bf16 convolutions if the sizes allow it, and f32 forward passes if products are computed
-//! [in pairs](crate::compute::with_bf16_pairs) of bf16 numbers. Plain kernels compute the rest.
+//! Convolution of channels-last images. Pointwise convolutions are matrix products. Kernels for tensor cores compute
+//! the f16 and bf16 convolutions whose sizes and addresses they support. They also compute f32 forward passes, if
+//! products are computed [in pairs](crate::compute::with_bf16_pairs) of bf16 numbers. Plain kernels compute all other
+//! convolutions.
 
 mod add;
 mod hopper;
@@ -30,7 +31,7 @@ use crate::ops::linear;
 use crate::product::uses_pairs;
 use crate::{Raw, Result};
 
-/// Sizes of a convolution. Arrays are [height, width].
+/// The sizes of a [`Geometry`] in 32 bits, as kernels read them. Arrays are [height, width].
 #[derive(Clone, Copy, Debug)]
 struct Sizes {
     pub batch: u32,
@@ -45,20 +46,21 @@ struct Sizes {
     pub groups: u32,
 }
 
-/// The number of thread blocks that fills a large GPU. Sums are split if a launch would have fewer blocks. The number
-/// does not depend on the GPU, so that GPUs that run the same kernels split the sums in the same way and compute the
-/// same results.
+/// The number of thread blocks that fills a large GPU. Sums are split into parts to bring a launch up to about this
+/// number. The number does not depend on the GPU, so that GPUs that run the same kernels split the sums in the same way
+/// and compute the same results.
 const BLOCKS: usize = 132;
-/// The largest size of a grid in its second and in its third dimension.
-const MOST: u32 = 65_535;
+/// The maximum size of a grid in its second dimension, and in its third.
+const MAX_GRID_YZ: u32 = 65_535;
 /// Number of terms of each sum that a block adds at a time.
 const STEP: usize = 64;
 
-/// A kernel for tensor cores, the rows and columns of its tiles, and the bytes of shared memory of a block.
+/// A kernel for tensor cores, and the tiles of the result that its blocks compute.
 struct Tile<A: 'static> {
     kernel: &'static Kernel<A>,
     rows: usize,
     columns: usize,
+    /// Bytes of shared memory of a block.
     shared: u32,
 }
 
@@ -103,10 +105,12 @@ impl Sizes {
         }
     }
 
+    /// The number of pixels of the result, of all images together.
     fn pixels(&self) -> usize {
         [self.batch, self.output[0], self.output[1]].map(|size| size as usize).iter().product()
     }
 
+    /// The number of terms of each sum of the forward pass: the elements of a window, in the channels of one group.
     fn window(&self) -> usize {
         [self.kernel[0], self.kernel[1], self.channels / self.groups].map(|size| size as usize).iter().product()
     }
@@ -116,13 +120,14 @@ impl Sizes {
         self.stride[0] * self.stride[1]
     }
 
-    /// The maximum number of input pixels of a phase. The pixels of a phase have the same (line, column) modulo the
-    /// stride, so the same kernel taps contribute to their gradients.
+    /// The maximum number of input pixels of a phase, of all images together. The pixels of a phase have the same (line,
+    /// column) modulo the stride, so the same kernel taps contribute to their gradients.
     fn phase_pixels(&self) -> usize {
         let along = |i: usize| self.input[i].div_ceil(self.stride[i]) as usize;
         self.batch as usize * along(0) * along(1)
     }
 
+    /// The numbers of input and output channels of a group.
     fn group_channels(&self) -> [usize; 2] {
         [self.channels, self.out_channels].map(|channels| (channels / self.groups) as usize)
     }
@@ -133,13 +138,14 @@ impl Sizes {
         [u64::from(self.channels), taps, u64::from(self.out_channels)]
     }
 
-    /// Whether groups have too few channels for tiles. Kernels without tiles then compute each element of the result
-    /// separately.
+    /// Whether groups have fewer than 8 input or output channels, too few for tiles. Kernels without tiles then compute
+    /// each element of the result separately.
     fn is_direct(&self) -> bool {
         self.groups > 1 && self.group_channels().iter().any(|&channels| channels < 8)
     }
 
-    /// Whether the tensor-core kernels support the operands; `channels` must be multiples of `multiple`.
+    /// Whether the tensor-core kernels support the operands; each of the numbers of `channels` must be a multiple of
+    /// `multiple`.
     fn fits(&self, dtype: DType, channels: &[u32], multiple: u32, addresses: &[Address]) -> bool {
         matches!(dtype, DType::F16 | DType::BF16)
             && self.groups == 1
@@ -149,14 +155,14 @@ impl Sizes {
     }
 }
 
-/// The number of parts that each sum of `length` terms is split into, so that `tiles` tiles times the parts fill the
-/// GPU. If there are several parts, each has at least 8 · [`STEP`] terms.
+/// Returns the number of parts that each sum of `length` terms is split into. If there are several parts, then `tiles`
+/// times this number is at most [`BLOCKS`], and parts have at least 8 · [`STEP`] terms on average.
 fn splits(tiles: usize, length: usize) -> usize {
     (BLOCKS / tiles.max(1)).clamp(1, (length / (8 * STEP)).max(1))
 }
 
-/// Writes to `y` the sums of the `splits` parts in `partials`, plus `bias`, plus the addend. `columns` is the length of
-/// the rows of `y`.
+/// Adds the `splits` parts in `partials`, then `bias` and `addend`, and writes the sums to `y`, whose rows have `columns`
+/// elements. `bias` may be null.
 fn sum_parts(
     op: &'static str,
     gpu: &Gpu,
@@ -168,12 +174,13 @@ fn sum_parts(
 ) -> Result<()> {
     let function = gpu.function(&CONV2D_SUM, suffix(op, y.dtype())?)?;
     let count = y.elem_count();
+    // Four elements for each of a block's 256 threads.
     let shape = Shape { grid: [count.div_ceil(1024).clamp(1, 1 << 20) as u32, 1, 1], block: [256, 1, 1], shared: 0 };
     let (y, partials) = (output(op, y)?, input(op, partials)?);
     let Addend { rows: addend, sharing } = addend;
     let arguments = Conv2dSum { y, partials, bias, addend, count: count as u64, columns, splits, sharing };
     // SAFETY: each of the `splits` parts has as many elements as `y`, the bias, if any, has `columns` elements, and the
-    // addend a row for each `sharing` rows of `y`.
+    // addend, if any, has one row for every `sharing` rows of `y`.
     unsafe { function.launch(op, gpu, shape, arguments) }
 }
 
@@ -186,8 +193,9 @@ struct Operands {
     bias: Const,
 }
 
-/// Where a kernel writes its sums. If `partials` is null, the kernel writes the sums plus `bias` to `y`, in the
-/// operands' dtype. Otherwise the kernel writes the sums plus `sums_bias` to `partials`, in f32.
+/// Where a kernel of the forward pass writes its sums, and the biases that it adds; biases may be null. If `partials` is
+/// null, the kernel writes the sums plus `bias` to `y`, in the operands' dtype. Otherwise the kernel writes the sums
+/// plus `sums_bias` to `partials`, in f32.
 struct Places {
     y: Mut,
     bias: Const,
@@ -195,10 +203,11 @@ struct Places {
     sums_bias: Const,
 }
 
-/// The tensors for the sums of a forward pass on tensor cores.
+/// The tensors that a forward pass on tensor cores writes.
 struct Sums<'a> {
+    /// The result.
     y: &'a Raw,
-    /// The parts of the sums, (splits, pixels, output channels), if sums are split.
+    /// The parts of the sums in f32, (splits, pixels, output channels), if sums are split.
     partials: Option<Raw>,
     splits: usize,
 }
@@ -210,26 +219,27 @@ impl<'a> Sums<'a> {
         Ok(Self { y, partials, splits })
     }
 
-    /// The kernel's arguments. If sums are not split and the operands have a narrower dtype than `y`, which is f32,
-    /// then `partials` is `y` itself.
+    /// Returns the kernel's arguments. If sums are not split and the operands have a narrower dtype than `y`, which is
+    /// then f32, the argument `partials` is the tensor `y`.
     fn places(&self, op: &'static str, operands: &Operands) -> Result<Places> {
         let y = if self.y.dtype() == operands.dtype { output(op, self.y)? } else { Mut::NULL };
-        let none = Places { y, bias: Const::NULL, partials: Mut::NULL, sums_bias: Const::NULL };
+        let without_bias = Places { y, bias: Const::NULL, partials: Mut::NULL, sums_bias: Const::NULL };
         Ok(match &self.partials {
-            Some(partials) => Places { partials: output(op, partials)?, ..none },
-            None if y != Mut::NULL => Places { bias: operands.bias, ..none },
-            None => Places { partials: output(op, self.y)?, sums_bias: operands.bias, ..none },
+            Some(partials) => Places { partials: output(op, partials)?, ..without_bias },
+            None if y != Mut::NULL => Places { bias: operands.bias, ..without_bias },
+            None => Places { partials: output(op, self.y)?, sums_bias: operands.bias, ..without_bias },
         })
     }
 
-    fn finish(&self, op: &'static str, gpu: &Gpu, sizes: &Sizes, last: (Const, Addend)) -> Result<()> {
+    /// If sums are split, adds up the parts, the bias and the addend.
+    fn finish(&self, op: &'static str, gpu: &Gpu, sizes: &Sizes, bias_and_addend: (Const, Addend)) -> Result<()> {
         let Some(partials) = &self.partials else { return Ok(()) };
-        sum_parts(op, gpu, self.y, partials, last, sizes.out_channels, self.splits as u32)
+        sum_parts(op, gpu, self.y, partials, bias_and_addend, sizes.out_channels, self.splits as u32)
     }
 }
 
 impl Geometry {
-    /// An image as a matrix (pixels, channels).
+    /// The image or the result of a pointwise convolution as a matrix (pixels, channels).
     fn as_rows(&self, image: &Raw) -> Result<Raw> {
         Ok(image.reshape((self.pixels(), image.dims()[3]))?)
     }
@@ -240,7 +250,7 @@ impl Geometry {
     }
 }
 
-/// The convolution of `x` with `weight`, plus `bias`.
+/// Computes the convolution of `x` with `weight`, plus `bias`.
 pub(super) fn forward(geometry: &Geometry, x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Raw> {
     let (x, weight) = (contiguous(x)?, contiguous(weight)?);
     let bias = bias.map(contiguous).transpose()?;
@@ -252,6 +262,7 @@ pub(super) fn forward(geometry: &Geometry, x: &Raw, weight: &Raw, bias: Option<&
     run(CONV2D.name, Sizes::of(geometry)?, dims, [&x, &weight], bias.as_ref())
 }
 
+/// Computes the gradient of the input from `grad`, the gradient of the result.
 pub(super) fn grad_input(geometry: &Geometry, grad: &Raw, weight: &Raw) -> Result<Raw> {
     let (grad, weight) = (contiguous(grad)?, contiguous(weight)?);
     let dims = geometry.input_dims();
@@ -262,6 +273,7 @@ pub(super) fn grad_input(geometry: &Geometry, grad: &Raw, weight: &Raw) -> Resul
     run_grad_input(CONV2D.name, Sizes::of(geometry)?, dims, [&grad, &weight])
 }
 
+/// Computes the gradient of the weight from `grad`, the gradient of the result.
 pub(super) fn grad_weight(geometry: &Geometry, grad: &Raw, x: &Raw) -> Result<Raw> {
     let (grad, x) = (contiguous(grad)?, contiguous(x)?);
     let dims = geometry.weight_dims();
@@ -282,10 +294,10 @@ fn run(op: &'static str, sizes: Sizes, dims: [usize; 4], [x, weight]: [&Raw; 2],
     }
     let bias = optional_input(op, bias)?;
     if uses_pairs(dtype)
-        && let Some((sizes, [x, weight])) = pairs::operands(op, sizes, [x, weight])?
+        && let Some((pair_sizes, [x_pairs, weight_pairs])) = pairs::operands(op, sizes, [x, weight])?
     {
-        let (from, weights) = (input(op, &x)?, input(op, &weight)?);
-        if on_tensor_cores(op, gpu, &sizes, &y, Operands { dtype: x.dtype(), from, weights, bias })? {
+        let (from, weights) = (input(op, &x_pairs)?, input(op, &weight_pairs)?);
+        if on_tensor_cores(op, gpu, &pair_sizes, &y, Operands { dtype: x_pairs.dtype(), from, weights, bias })? {
             return Ok(y);
         }
     }
@@ -293,12 +305,12 @@ fn run(op: &'static str, sizes: Sizes, dims: [usize; 4], [x, weight]: [&Raw; 2],
     if on_tensor_cores(op, gpu, &sizes, &y, Operands { dtype, from, weights, bias })? {
         return Ok(y);
     }
-    let [_, results] = sizes.group_channels();
+    let [_, out_per_group] = sizes.group_channels();
     let (kernel, shape) = if sizes.is_direct() {
         (&CONV2D_FORWARD_DIRECT, Shape::flat(y.elem_count(), 1))
     } else {
-        let tiles = sizes.pixels().div_ceil(64) * results.div_ceil(64);
-        let grid = [tiles as u32, 1, sizes.groups.min(MOST)];
+        let tiles = sizes.pixels().div_ceil(64) * out_per_group.div_ceil(64);
+        let grid = [tiles as u32, 1, sizes.groups.min(MAX_GRID_YZ)];
         (&CONV2D_FORWARD_PLAIN, Shape { grid, block: [256, 1, 1], shared: 0 })
     };
     let function = gpu.function(kernel, suffix(op, dtype)?)?;
@@ -308,7 +320,7 @@ fn run(op: &'static str, sizes: Sizes, dims: [usize; 4], [x, weight]: [&Raw; 2],
     Ok(y)
 }
 
-/// Runs the forward pass on tensor cores; returns false if they do not support the operands.
+/// Runs the forward pass on tensor cores. Returns false, without writing to `y`, if they do not support the operands.
 fn on_tensor_cores(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &Raw, operands: Operands) -> Result<bool> {
     if hopper::forward(op, gpu, sizes, y, operands, Addend::NONE)? {
         return Ok(true);
@@ -316,37 +328,30 @@ fn on_tensor_cores(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &Raw, operands
     let Operands { dtype, from, weights, bias } = operands;
     let to = output(op, y)?;
     let (pixels, out) = (sizes.pixels(), sizes.out_channels as usize);
-    let blocks = |rows: usize, columns: usize| pixels.div_ceil(rows) * out.div_ceil(columns);
-    let tile = |kernel, rows, columns, shared| Tile { kernel, rows, columns, shared };
+    let count_tiles = |rows: usize, columns: usize| pixels.div_ceil(rows) * out.div_ceil(columns);
+    let new_tile = |kernel, rows, columns, shared| Tile { kernel, rows, columns, shared };
     let tile = if sizes.fits(dtype, &[sizes.channels], 8, &[to.address, from.address, weights.address]) {
         Some(if out <= 16 {
-            tile(&CONV2D_FORWARD_M128N16, 128, 16, 73_728)
-        } else if blocks(128, 128) >= BLOCKS {
-            tile(&CONV2D_FORWARD_M128N128, 128, 128, 98_304)
+            new_tile(&CONV2D_FORWARD_M128N16, 128, 16, 73_728)
+        } else if count_tiles(128, 128) >= BLOCKS {
+            new_tile(&CONV2D_FORWARD_M128N128, 128, 128, 98_304)
         } else {
-            tile(&CONV2D_FORWARD_M64N64, 64, 64, 65_536)
+            new_tile(&CONV2D_FORWARD_M64N64, 64, 64, 65_536)
         })
     } else if sizes.fits(dtype, &[sizes.channels], 4, &[to.address, from.address, weights.address]) {
-        Some(tile(&CONV2D_FORWARD_M64N64V4, 64, 64, 65_536))
+        Some(new_tile(&CONV2D_FORWARD_M64N64V4, 64, 64, 65_536))
     } else {
         None
     };
     let Some(tile) = tile else { return Ok(false) };
-    let tiles = blocks(tile.rows, tile.columns);
+    let tiles = count_tiles(tile.rows, tile.columns);
     let splits = splits(tiles, sizes.window());
     let sums = Sums::new(op, gpu, sizes, y, splits)?;
-    let Places { y, bias: narrow_bias, partials, sums_bias } = sums.places(op, &operands)?;
+    let Places { y, bias: y_bias, partials, sums_bias } = sums.places(op, &operands)?;
     let function = gpu.function(tile.kernel, suffix(op, dtype)?)?;
     let shape = Shape { grid: [tiles as u32, 1, splits as u32], block: [128, 1, 1], shared: tile.shared };
-    let arguments = Conv2dForwardM64n64 {
-        y,
-        x: from,
-        weight: weights,
-        bias: narrow_bias,
-        partials,
-        sums_bias,
-        shape: sizes.shape(),
-    };
+    let arguments =
+        Conv2dForwardM64n64 { y, x: from, weight: weights, bias: y_bias, partials, sums_bias, shape: sizes.shape() };
     // SAFETY: the tensors are dense and of these sizes; `partials` has room for the sums of each split.
     unsafe { function.launch(op, gpu, shape, arguments) }?;
     sums.finish(op, gpu, sizes, (bias, Addend::NONE))?;
@@ -367,30 +372,30 @@ fn run_grad_input(op: &'static str, sizes: Sizes, dims: [usize; 4], [grad, weigh
         return Ok(dx);
     }
     let (pixels, channels) = (sizes.phase_pixels(), sizes.channels as usize);
-    let sides = [sizes.channels, sizes.out_channels];
-    let blocks = |rows: usize, columns: usize| pixels.div_ceil(rows) * channels.div_ceil(columns);
-    let tile = |kernel, rows, columns, shared| Tile { kernel, rows, columns, shared };
-    let tile = if sizes.fits(dtype, &sides, 8, &[to.address, from.address, weights.address]) {
+    let channel_counts = [sizes.channels, sizes.out_channels];
+    let count_tiles = |rows: usize, columns: usize| pixels.div_ceil(rows) * channels.div_ceil(columns);
+    let new_tile = |kernel, rows, columns, shared| Tile { kernel, rows, columns, shared };
+    let tile = if sizes.fits(dtype, &channel_counts, 8, &[to.address, from.address, weights.address]) {
         Some(if channels <= 16 {
-            tile(&CONV2D_GRAD_INPUT_M128N16, 128, 16, 98_304)
-        } else if blocks(128, 128) * sizes.phases() as usize >= BLOCKS {
-            tile(&CONV2D_GRAD_INPUT_M128N128, 128, 128, 98_304)
+            new_tile(&CONV2D_GRAD_INPUT_M128N16, 128, 16, 98_304)
+        } else if count_tiles(128, 128) * sizes.phases() as usize >= BLOCKS {
+            new_tile(&CONV2D_GRAD_INPUT_M128N128, 128, 128, 98_304)
         } else {
-            tile(&CONV2D_GRAD_INPUT_M64N64, 64, 64, 65_536)
+            new_tile(&CONV2D_GRAD_INPUT_M64N64, 64, 64, 65_536)
         })
-    } else if sizes.fits(dtype, &sides, 4, &[to.address, from.address, weights.address]) {
-        Some(tile(&CONV2D_GRAD_INPUT_M64N64V4, 64, 64, 65_536))
+    } else if sizes.fits(dtype, &channel_counts, 4, &[to.address, from.address, weights.address]) {
+        Some(new_tile(&CONV2D_GRAD_INPUT_M64N64V4, 64, 64, 65_536))
     } else {
         None
     };
     let Some(tile) = tile else {
-        let [results, _] = sizes.group_channels();
+        let [channels_per_group, _] = sizes.group_channels();
         let (kernel, shape) = if sizes.is_direct() {
             let flat = Shape::flat(dx.elem_count(), 1);
             (&CONV2D_GRAD_INPUT_DIRECT, Shape { grid: [flat.grid[0], sizes.phases(), 1], ..flat })
         } else {
-            let tiles = pixels.div_ceil(64) * results.div_ceil(64);
-            let grid = [tiles as u32, sizes.phases(), sizes.groups.min(MOST)];
+            let tiles = pixels.div_ceil(64) * channels_per_group.div_ceil(64);
+            let grid = [tiles as u32, sizes.phases(), sizes.groups.min(MAX_GRID_YZ)];
             (&CONV2D_GRAD_INPUT_PLAIN, Shape { grid, block: [256, 1, 1], shared: 0 })
         };
         let function = gpu.function(kernel, suffix(op, dtype)?)?;
@@ -399,7 +404,8 @@ fn run_grad_input(op: &'static str, sizes: Sizes, dims: [usize; 4], [grad, weigh
         unsafe { function.launch(op, gpu, shape, arguments) }?;
         return Ok(dx);
     };
-    let tiles = blocks(tile.rows, tile.columns);
+    let tiles = count_tiles(tile.rows, tile.columns);
+    // The number of terms of the sums of all phases together; a phase has about its share of them.
     let length = sizes.out_channels as usize * (sizes.kernel[0] * sizes.kernel[1]) as usize;
     let splits = splits(tiles * sizes.phases() as usize, length / sizes.phases() as usize);
     let partials = (splits > 1).then(|| empty(op, gpu, &[splits, dx.elem_count()], accumulator(dtype))).transpose()?;
@@ -409,7 +415,7 @@ fn run_grad_input(op: &'static str, sizes: Sizes, dims: [usize; 4], [grad, weigh
     let shape = Shape { grid, block: [128, 1, 1], shared: tile.shared };
     let arguments =
         Conv2dGradInputM64n64 { grad_x: to, grad_y: from, weight: weights, partials: parts, shape: sizes.shape() };
-    // SAFETY: as above; `partials` has room for the sums of each split.
+    // SAFETY: the tensors are dense and of these sizes; `partials` has room for the sums of each split.
     unsafe { function.launch(op, gpu, shape, arguments) }?;
     if let Some(partials) = &partials {
         sum_parts(op, gpu, &dx, partials, (Const::NULL, Addend::NONE), sizes.channels, splits as u32)?;
@@ -432,9 +438,9 @@ fn run_grad_weight(op: &'static str, sizes: Sizes, dims: [usize; 4], [grad, x]: 
         return Ok(dw);
     }
     let (pixels, window, out) = (sizes.pixels(), sizes.window(), sizes.out_channels as usize);
-    let sides = [sizes.channels, sizes.out_channels];
+    let channel_counts = [sizes.channels, sizes.out_channels];
     let columns = (sizes.channels / sizes.groups) * sizes.kernel[0] * sizes.kernel[1];
-    if sizes.fits(dtype, &sides, 8, &[to.address, from.address, images.address]) {
+    if sizes.fits(dtype, &channel_counts, 8, &[to.address, from.address, images.address]) {
         let (kernel, rows) = match out {
             ..=16 => (&CONV2D_GRAD_WEIGHT_M16, 16),
             17..=64 => (&CONV2D_GRAD_WEIGHT_M64, 64),
@@ -456,20 +462,21 @@ fn run_grad_weight(op: &'static str, sizes: Sizes, dims: [usize; 4], [grad, x]: 
         }
         return Ok(dw);
     }
-    let [_, results] = sizes.group_channels();
-    let groups = sizes.groups.min(MOST);
+    let [_, out_per_group] = sizes.group_channels();
+    let groups = sizes.groups.min(MAX_GRID_YZ);
     let (kernel, grid) = if sizes.is_direct() {
-        (&CONV2D_GRAD_WEIGHT_DIRECT, [out.div_ceil(32) as u32, (window as u32).min(MOST)])
+        (&CONV2D_GRAD_WEIGHT_DIRECT, [out.div_ceil(32) as u32, (window as u32).min(MAX_GRID_YZ)])
     } else {
-        (&CONV2D_GRAD_WEIGHT_PLAIN, [(results.div_ceil(64) * window.div_ceil(64)) as u32, groups])
+        (&CONV2D_GRAD_WEIGHT_PLAIN, [(out_per_group.div_ceil(64) * window.div_ceil(64)) as u32, groups])
     };
+    // The plain kernels write parts even if sums are not split.
     let splits = splits((grid[0] * grid[1]) as usize, pixels);
     let partials = empty(op, gpu, &[splits, dw.elem_count()], accumulator(dtype))?;
     let parts = output(op, &partials)?;
     let function = gpu.function(kernel, suffix(op, dtype)?)?;
     let shape = Shape { grid: [grid[0], grid[1], splits as u32], block: [256, 1, 1], shared: 0 };
     let arguments = Conv2dGradWeightPlain { partials: parts, grad_y: from, x: images, shape: sizes.shape() };
-    // SAFETY: as above.
+    // SAFETY: the tensors are dense and of these sizes; `partials` has room for the sums of each split.
     unsafe { function.launch(op, gpu, shape, arguments) }?;
     sum_parts(op, gpu, &dw, &partials, (Const::NULL, Addend::NONE), columns, splits as u32)?;
     Ok(dw)

@@ -1,5 +1,6 @@
-//! f32 operands as sums hi + lo of two bf16 numbers, stored in three times the channels. One bf16 product of such
-//! operands computes hi · hi + hi · lo + lo · hi, which is nearly the f32 product. `conv.cu` describes the layout.
+//! f32 convolutions on tensor cores. Each f32 number becomes a sum hi + lo of two bf16 numbers, and an operand with `c`
+//! channels becomes a bf16 operand with 3 `c` channels. One convolution of such operands sums hi · hi + hi · lo + lo ·
+//! hi, which is nearly the f32 product. `conv.cu` describes the layout.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::conv::{PAIRS_LEFT, PAIRS_RIGHT, PairsLeft};
@@ -10,24 +11,27 @@ use crate::cuda::{Gpu, contiguous};
 use crate::product::uses_pairs;
 use crate::{Error, Raw, Result};
 
-/// Number of bf16 numbers that are stored for an f32 number.
+/// Number of bf16 numbers that are stored for an f32 number: one hi, lo, and hi once more.
 const PARTS: usize = 3;
-/// Number of channels that a thread splits at a time.
+/// Number of channels that a thread splits at a time. Channels are padded to a multiple of it.
 const GROUP: usize = 8;
 
-/// The kernels that split the numbers of the left and of the right factor into hi + lo. `LEFT` stores a number as hi,
-/// hi, lo, and `RIGHT` as hi, lo, hi.
+/// The kernel that splits the left factor (the image): each row becomes the hi of all channels, again their hi, then
+/// their lo.
 pub(in crate::ops) const LEFT: &Kernel<PairsLeft> = &PAIRS_LEFT;
+/// The kernel that splits the right factor (the weight): each row becomes the hi of all channels, their lo, then again
+/// their hi.
 pub(in crate::ops) const RIGHT: &Kernel<PairsLeft> = &PAIRS_RIGHT;
 
-/// The bf16 numbers of a dense f32 operand with rows of `channels` numbers, as the kernel `side` stores them:
-/// `(rows, 3 · channels)`, where channels are rounded up to a multiple of 8.
+/// Splits a dense f32 operand with rows of `channels` numbers by the kernel `side` ([`LEFT`] or [`RIGHT`]). Returns bf16
+/// numbers of shape (rows, 3 · channels), with `channels` rounded up to a multiple of 8.
 pub(in crate::ops) fn pairs(op: &'static str, side: &Kernel<PairsLeft>, from: &Raw, channels: usize) -> Result<Raw> {
     let gpu = Gpu::of(op, from)?;
     let (rows, padded) = (from.elem_count() / channels.max(1), channels.next_multiple_of(GROUP));
     let to = empty(op, gpu, &[rows, PARTS * padded], DType::BF16)?;
     let function = gpu.function(side, suffix(op, DType::F32)?)?;
     let shape = Shape::flat(rows * padded / GROUP, 1);
+    // The kernel multiplies 3 · `padded` in 32 bits.
     count32(op, PARTS * padded)?;
     let arguments = PairsLeft {
         to: output(op, &to)?,
@@ -41,11 +45,12 @@ pub(in crate::ops) fn pairs(op: &'static str, side: &Kernel<PairsLeft>, from: &R
     Ok(to)
 }
 
-/// The bf16 numbers of the image and the weight, and the sizes of their convolution; `None` if the kernels for tensor
-/// cores do not support this convolution.
+/// Splits the image and the weight of an f32 convolution. Returns the sizes of the bf16 convolution, and its image and
+/// weight; `None` if the kernels for tensor cores do not support this convolution.
 pub(super) fn operands(op: &'static str, sizes: Sizes, [x, weight]: [&Raw; 2]) -> Result<Option<(Sizes, [Raw; 2])>> {
     let channels = sizes.channels as usize;
     let split = Sizes { channels: count32(op, PARTS * channels.next_multiple_of(GROUP))?, ..sizes };
+    // Channels are padded, and new tensors are aligned, so only groups and kernel size are left to check.
     if channels == 0 || !split.fits(DType::BF16, &[], 1, &[]) {
         return Ok(None);
     }
@@ -53,8 +58,11 @@ pub(super) fn operands(op: &'static str, sizes: Sizes, [x, weight]: [&Raw; 2]) -
 }
 
 /// Computes y (rows, n) = x (rows, k) times the transpose of `weight` (n, k), plus `bias` (n) in each row, as a
-/// convolution of one line of pixels; returns `None` if `x` is empty or products are not computed
-/// [in pairs](crate::compute::with_bf16_pairs).
+/// convolution of one line of pixels. The caller has checked that both have the same k. Returns `None` if `x` is empty
+/// or products are not computed [in pairs](crate::compute::with_bf16_pairs).
+///
+/// # Errors
+/// [`Error::Shape`] if `x` or `weight` is not a matrix.
 pub fn linear(op: &'static str, x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Option<Raw>> {
     let (&[rows, inner], &[out, _]) = (x.dims(), weight.dims()) else {
         return Err(Error::shape(
