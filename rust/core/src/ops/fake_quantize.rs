@@ -120,9 +120,9 @@ impl Grid {
         }
     }
 
-    /// Returns 1 (u8) for each element that is inside the range of the codes, otherwise 0; shapes are as in `round`. The
-    /// range ends half a step beyond the first and the last code, where the step is the distance from this code to its
-    /// neighbour: values in that half step round to the code.
+    /// Returns 1 (u8) for each element that is inside the range of the codes, otherwise 0; shapes are as in `round`.
+    /// The range ends half a step beyond the first and the last code, where the step is the distance from this code to
+    /// its neighbour: values in that half step round to the code.
     fn inside(self, x: &Tensor, scale: &Tensor) -> Result<Tensor> {
         let [low, high] = match self {
             Self::Int4 => {
@@ -229,8 +229,8 @@ impl Binary for E4m3 {
     #[inline(always)]
     fn apply<R: Real>(&self, x: R, scale: R) -> R {
         let x = clamped(x / scale, -LARGEST_E4M3, LARGEST_E4M3);
-        // `spacing` is the distance between neighbouring e4m3 numbers at x. The distance is 2^-9 for |x| below 2^-5, and
-        // doubles at 2^-5 and at each larger power of two, up to 2^8. `step` starts at 2^-9, and `power` at 2^-6.
+        // `spacing` is the distance between neighbouring e4m3 numbers at x. The distance is 2^-9 for |x| below 2^-5,
+        // and doubles at 2^-5 and at each larger power of two, up to 2^8. `step` starts at 2^-9, and `power` at 2^-6.
         let (mut step, mut power) = (0.001_953_125, 0.015_625);
         let magnitude = x.abs();
         let mut spacing = R::from_f64(step);
@@ -330,12 +330,12 @@ impl Backward for Learned {
     }
 }
 
-/// Rounds the matrix `x` to `grid`. The rounding is computed in f32 (in f64 if `x` is f64), and the result has the dtype
-/// of `x`. The gradient passes unchanged where codes are in range, and is 0 elsewhere.
+/// Rounds the matrix `x` to `grid`. The rounding is computed in f32 (in f64 if `x` is f64), and the result has the
+/// dtype of `x`. The gradient passes unchanged where codes are in range, and is 0 elsewhere.
 ///
-/// For `Int8`, `Fp8` and `Nf4`, the values are those that [`Quantized::new`](crate::Quantized::new) stores in the format
-/// of the grid, dequantized; an `Nf4` format must have f32 scales. No format stores `Int4`. `Int8` and `Int4` are the
-/// symmetric grids of
+/// For `Int8`, `Fp8` and `Nf4`, the values are those that [`Quantized::new`](crate::Quantized::new) stores in the
+/// format of the grid, dequantized; an `Nf4` format must have f32 scales. No format stores `Int4`. `Int8` and `Int4`
+/// are the symmetric grids of
 /// [torchao](https://github.com/pytorch/ao/blob/v0.18.0/torchao/quantization/quant_primitives.py).
 ///
 /// # Errors
@@ -352,7 +352,8 @@ pub fn fake_quantize(x: &Tensor, grid: Grid) -> Result<Tensor> {
 /// elements is returned as it is.
 ///
 /// # Errors
-/// As [`fake_quantize`]; [`Error::Shape`] if `x` has elements and `factors` is not a vector of [`Grid::scales`] elements.
+/// As [`fake_quantize`]; [`Error::Shape`] if `x` has elements and `factors` is not a vector of [`Grid::scales`]
+/// elements.
 pub fn fake_quantize_by(x: &Tensor, factors: &Tensor, grid: Grid) -> Result<Tensor> {
     rounded(x, grid, |grouped, scale| {
         if factors.dims() != [grouped.dims()[0]] {
@@ -443,7 +444,7 @@ pub static ENTRIES: &[Entry] = &[
                     let rounded = fake_quantize_by(&x[0], &factors, grid)?;
                     let groups = [factors.elem_count(), x[0].elem_count() / factors.elem_count().max(1)];
                     let d = rounded.sub(&x[0])?.detach().reshape(&groups[..])?;
-                    // Its gradient is the expected gradient of the factors, grad · d / factor.
+                    // A term whose gradient is the expected gradient of the factors, grad · d / factor.
                     let expected =
                         d.mul(&factors.div(&factors.detach())?.unsqueeze(1)?)?.reshape(x[0].shape().clone())?;
                     x[0].detach().add(&rounded)?.sub(&rounded.detach())?.sub(&expected)?.add(&expected.detach())

@@ -121,8 +121,8 @@ impl Geometry {
         [self.batch, self.output[0], self.output[1], self.out_channels]
     }
 
-    /// Whether the convolution is a matrix product: the kernel is 1 × 1, without stride, padding or groups. Such a kernel
-    /// has a single tap, so the dilation has no effect.
+    /// Whether the convolution is a matrix product: the kernel is 1 × 1, without stride, padding or groups. Such a
+    /// kernel has a single tap, so the dilation has no effect.
     pub fn is_pointwise(&self) -> bool {
         let pointwise = Conv2dOptions { dilation: self.options.dilation, ..Conv2dOptions::default() };
         self.kernel == [1, 1] && self.options == pointwise

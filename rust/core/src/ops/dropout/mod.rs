@@ -116,8 +116,8 @@ impl Mask {
         if self.p == 1.0 { 0.0 } else { 1.0 / (1.0 - self.p) }
     }
 
-    /// The factors of the elements of a group, 0 or [`kept`](Self::kept), in the order of the elements. The group's first
-    /// Philox block is `block`.
+    /// The factors of the elements of a group, 0 or [`kept`](Self::kept), in the order of the elements. The group's
+    /// first Philox block is `block`.
     #[inline(always)]
     fn factors<T: Elem>(self, block: u64) -> [[T::Acc; LANES]; 4] {
         let (threshold, kept) = (self.threshold(), T::Acc::from_f64(self.kept()));

@@ -1,5 +1,5 @@
-//! Feed-forward networks whose weights multiply 8-bit codes: the result of the norm before the network, the result of
-//! the GEGLU and the gradient of the GEGLU's input exist as codes alone (`kernels/norm_codes.cu`,
+//! Feed-forward networks whose weights multiply 8-bit codes. Three matrices exist only as codes: the result of the norm
+//! before the network, the result of the GEGLU and the gradient of the GEGLU's input (`kernels/norm_codes.cu`,
 //! `kernels/geglu_codes.cu`).
 
 use std::cell::Cell;
@@ -23,16 +23,16 @@ pub(super) static GEGLU_FEED_FORWARD: OpInfo = OpInfo::expensive("geglu_feed_for
 /// The weight and the bias of a linear map.
 type Map<'a> = (WeightRef<'a>, Option<&'a Tensor>);
 
-/// Scale and shift of a layer norm, and what is added to the variance.
+/// The operands of a layer norm: scale and shift, and the number that is added to the variance.
 type Norm<'a> = ([Option<&'a Tensor>; 2], f64);
 
-/// s + `outer(geglu(inner(layer_norm(s))))` with [`geglu`] and [`layer_norm`], where s = x + residual, and `inner` and
-/// `outer` are [`linear`] maps: `x (..., n)`, `residual (..., n)` → `(..., n)`. `inner` has 2 m results, the second
-/// half of which is the gate; `outer` has m inputs and n results.
+/// Computes s + `outer(geglu(inner(layer_norm(s))))` with [`geglu`] and [`layer_norm`], where s = x + residual, and
+/// `inner` and `outer` are [`linear`] maps: `x (..., n)`, `residual (..., n)` → `(..., n)`. `inner` has 2 m results,
+/// the second half of which is the gate; `outer` has m inputs and n results.
 ///
-/// Norm and network run as one fused operation only on a GPU and outside of selective checkpoints, if norm and biases
-/// are frozen, and both weights multiply codes ([`w8a8`](crate::quantized::w8a8)) and also keep the codes transposed.
-/// The result has the same bits either way.
+/// Norm and network run as one fused operation only on a GPU and outside of selective checkpoints, and only if norm and
+/// biases are frozen, and both weights multiply codes ([`w8a8`](crate::quantized::w8a8)) and also keep the codes
+/// transposed. Otherwise they run as separate operations. The result has the same bits either way.
 ///
 /// # Errors
 /// As [`add_layer_norm`] and [`linear_add`].
@@ -45,30 +45,32 @@ pub fn geglu_feed_forward(
 ) -> Result<Tensor> {
     let network =
         |normed: &Tensor, sum: &Tensor| linear_add(&geglu(&linear(normed, inner.0, inner.1)?)?, outer.0, outer.1, sum);
-    // `add_layer_norm` returns the error for tensors that cannot be added.
+    // If x and residual cannot be added, `add_layer_norm` returns the error.
     let fits = x.dims() == residual.dims()
         && x.dtype() == residual.dtype()
         && x.device().same_device(residual.device())
         && !affine.into_iter().flatten().any(Tensor::requires_grad);
-    let (Some(codes), Some(last_codes), true) = (codes_of(x, inner), codes_of(x, outer), fits) else {
+    let (Some(inner_weight), Some(outer_weight), true) = (fusable_weight(x, inner), fusable_weight(x, outer), fits)
+    else {
         let (sum, normed) = add_layer_norm(x, residual, 1, affine[0], affine[1], eps)?;
         return network(&normed, &sum);
     };
     let norm = CodesNorm::new(x, affine, eps)?;
-    let made = Cell::new(None);
-    let sum = add_by(x, residual, || match norm.of_sum([&x.raw, &residual.raw], codes.has_int8_codes())? {
-        Some((sum, rows, statistics)) => {
-            made.set(Some((rows, statistics)));
+    // The kernel that adds x and residual also computes the codes of the norm.
+    let norm_codes = Cell::new(None);
+    let sum = add_by(x, residual, || match norm.of_sum([&x.raw, &residual.raw], inner_weight.has_int8_codes())? {
+        Some((sum, code_rows, statistics)) => {
+            norm_codes.set(Some((code_rows, statistics)));
             Ok(sum)
         }
         None => compute::binary(&x.raw, &residual.raw, Add),
     })?;
-    let Some((rows, statistics)) = made.take() else {
+    let Some((code_rows, statistics)) = norm_codes.take() else {
         return network(&layer_norm(&sum, 1, affine[0], affine[1], eps)?, &sum);
     };
     let op = GEGLU_FEED_FORWARD.name;
     check(op, &sum, inner.0, inner.1)?;
-    let width = codes.dims()[0] / 2;
+    let width = inner_weight.dims()[0] / 2;
     // `outer` is checked against a view that has the shape of the GEGLU's result and a single element of memory.
     let mut between = sum.raw.clone();
     for dim in 0..between.rank() {
@@ -88,32 +90,32 @@ pub fn geglu_feed_forward(
         &GEGLU_FEED_FORWARD,
         &[&sum],
         || {
-            let y = match codes.product_of_code_rows(&rows, inner_bias.as_ref(), sum.dtype())? {
+            let y = match inner_weight.product_of_code_rows(&code_rows, inner_bias.as_ref(), sum.dtype())? {
                 Some(y) => y,
                 None => forward(&as_matrix(&norm.values(&sum)?)?, inner.0, inner_bias.as_ref())?,
             };
             let residual = as_matrix(&sum.raw)?;
             let addends = Addends { bias: outer_bias.as_ref(), residual: Some(&residual) };
-            let result = match last_codes.product_of_geglu(&y, addends)? {
+            let result = match outer_weight.product_of_geglu(&y, addends)? {
                 Some(result) => result,
                 None => forward_add(&run(GEGLU.name, &y, width, GeluExact)?, outer.0, addends.bias, &residual)?,
             };
             Ok((result.reshape(sum.shape())?, std::iter::once(y).chain(statistics).collect()))
         },
+        // `aux` has y, then the norm's statistics.
         |saver, _, aux| FeedForward {
             norm: norm.save(saver, &sum, &aux[1..]),
             shape: sum.shape().clone(),
             y: saver.save_raw(&aux[0]),
-            inner: codes.clone(),
+            inner: inner_weight.clone(),
             outer: outer.0.hold(saver),
         },
     )
 }
 
-/// The weight of a map that the fused operation supports.
-fn codes_of<'a>(x: &Tensor, (weight, bias): Map<'a>) -> Option<&'a Quantized> {
-    // In a selective checkpoint the maps stay operations of their own, because the checkpoint keeps the results of
-    // expensive operations.
+/// Returns the quantized weight of a map; `None` if the fused operation does not support the map.
+fn fusable_weight<'a>(x: &Tensor, (weight, bias): Map<'a>) -> Option<&'a Quantized> {
+    // In a selective checkpoint, which keeps the results of expensive operations, the maps stay separate operations.
     let fits = x.elem_count() > 0 && x.device().is_cuda() && !checkpoint::is_selective();
     match weight {
         WeightRef::Quantized(weight)
@@ -132,7 +134,7 @@ struct FeedForward {
     norm: CodesNormBackward,
     /// The shape of the sum.
     shape: Shape,
-    /// The result of the inner map, (rows, 2 m).
+    /// The result of the inner map, which is the input of the GEGLU, (rows, 2 m).
     y: Saved,
     inner: Quantized,
     outer: HeldWeight,
@@ -144,15 +146,16 @@ impl Backward for FeedForward {
             return Ok(());
         }
         let (y, grad) = (self.y.get()?, context.grad().clone());
-        let of_unit = self.outer.input_gradient(&as_matrix(&grad)?)?;
-        let of_norm = match self.inner.input_gradient_of_geglu(&y, &of_unit)? {
+        let geglu_grad = self.outer.input_gradient(&as_matrix(&grad)?)?;
+        let norm_grad = match self.inner.input_gradient_of_geglu(&y, &geglu_grad)? {
             Some(product) => product,
             None => {
-                let of_map = run_backward(GEGLU.name, &y, &of_unit, y.dims()[1] / 2, GeluExact)?;
-                HeldWeight::Quantized(self.inner.clone()).input_gradient(&of_map)?
+                let inner_grad = run_backward(GEGLU.name, &y, &geglu_grad, y.dims()[1] / 2, GeluExact)?;
+                HeldWeight::Quantized(self.inner.clone()).input_gradient(&inner_grad)?
             }
         };
+        // The sum reaches the result directly, and through the norm.
         context.add(0, grad)?;
-        self.norm.run(context, &of_norm.reshape(&self.shape)?)
+        self.norm.run(context, &norm_grad.reshape(&self.shape)?)
     }
 }

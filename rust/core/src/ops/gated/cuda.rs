@@ -1,4 +1,4 @@
-//! The CUDA form: `kernels/gated.cu`.
+//! The CUDA form of gated linear units: `kernels/gated.cu`.
 
 use trainable_candle_cuda::kernels::gated::{GegluBackward, GegluForward};
 
@@ -6,7 +6,7 @@ use crate::cuda::launch::{Shape, count32, empty, input, output, suffix, wide};
 use crate::cuda::{Gpu, contiguous};
 use crate::{Raw, Result};
 
-/// The gated linear unit `op`: `x (..., 2 width)` → (..., width).
+/// Computes the gated linear unit `op`, `geglu` or `swiglu`: `x (..., 2 width)` → `(..., width)`.
 pub fn forward(op: &'static str, x: &Raw, width: usize) -> Result<Raw> {
     let gpu = Gpu::of(op, x)?;
     let x = contiguous(x)?;
@@ -26,7 +26,7 @@ pub fn forward(op: &'static str, x: &Raw, width: usize) -> Result<Raw> {
     Ok(y)
 }
 
-/// The gradient of [`forward`].
+/// Computes the gradient of the `x` of [`forward`] from `grad`, the gradient of its result.
 pub fn backward(op: &'static str, x: &Raw, grad: &Raw, width: usize) -> Result<Raw> {
     let gpu = Gpu::of(op, x)?;
     let (x, grad) = (contiguous(x)?, contiguous(grad)?);

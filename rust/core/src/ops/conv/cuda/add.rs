@@ -24,9 +24,9 @@ impl Addend {
     pub const NONE: Self = Self { rows: Const::NULL, sharing: 1 };
 }
 
-/// Computes [`forward`] plus `addend`, which has the shape of the result, or one row of channels for each image: (batch,
-/// 1, 1, out channels). The kernels for compute capability 9.0 add `addend` as they write the result; after other
-/// kernels, a separate kernel adds it.
+/// Computes [`forward`] plus `addend`, which has the shape of the result, or one row of channels for each image:
+/// (batch, 1, 1, out channels). The kernels for compute capability 9.0 add `addend` as they write the result; after
+/// other kernels, a separate kernel adds it.
 pub(in crate::ops::conv) fn forward_add(
     geometry: &Geometry,
     x: &Raw,

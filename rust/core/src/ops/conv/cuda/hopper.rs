@@ -82,8 +82,8 @@ struct Plan {
 }
 
 impl Plan {
-    /// Returns the plan with the least estimated time for `phases` matrices of `pixels` rows and `results` columns. Each
-    /// element of a matrix is a sum of `steps` · [`STEP`] terms.
+    /// Returns the plan with the least estimated time for `phases` matrices of `pixels` rows and `results` columns.
+    /// Each element of a matrix is a sum of `steps` · [`STEP`] terms.
     fn of(phases: usize, pixels: usize, results: usize, steps: usize) -> Self {
         let mut best: Option<(f64, Self)> = None;
         for tile in &TILES {
@@ -170,8 +170,8 @@ impl Sizes {
         Some(Windows { lower, upper, stride: [1, 1] })
     }
 
-    /// Whether tensor maps can represent the windows' corners, in 8 bits with a sign, and the distances of the kernel taps
-    /// from the first tap, in 8 bits without a sign.
+    /// Whether tensor maps can represent the windows' corners, in 8 bits with a sign, and the distances of the kernel
+    /// taps from the first tap, in 8 bits without a sign.
     fn fit_in_maps(&self, windows: impl IntoIterator<Item = Windows>) -> bool {
         let is_in_range = |corner: &i64| (-128..=127).contains(corner);
         let do_taps_fit = |i: usize| u64::from(self.dilation[i]) * u64::from(self.kernel[i].saturating_sub(1)) <= 255;

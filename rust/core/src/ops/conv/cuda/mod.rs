@@ -120,8 +120,8 @@ impl Sizes {
         self.stride[0] * self.stride[1]
     }
 
-    /// The maximum number of input pixels of a phase, of all images together. The pixels of a phase have the same (line,
-    /// column) modulo the stride, so the same kernel taps contribute to their gradients.
+    /// The maximum number of input pixels of a phase, of all images together. The pixels of a phase have the same
+    /// (line, column) modulo the stride, so the same kernel taps contribute to their gradients.
     fn phase_pixels(&self) -> usize {
         let along = |i: usize| self.input[i].div_ceil(self.stride[i]) as usize;
         self.batch as usize * along(0) * along(1)
@@ -161,8 +161,8 @@ fn splits(tiles: usize, length: usize) -> usize {
     (BLOCKS / tiles.max(1)).clamp(1, (length / (8 * STEP)).max(1))
 }
 
-/// Adds the `splits` parts in `partials`, then `bias` and `addend`, and writes the sums to `y`, whose rows have `columns`
-/// elements. `bias` may be null.
+/// Adds the `splits` parts in `partials`, then `bias` and `addend`, and writes the sums to `y`, whose rows have
+/// `columns` elements. `bias` may be null.
 fn sum_parts(
     op: &'static str,
     gpu: &Gpu,
@@ -193,8 +193,8 @@ struct Operands {
     bias: Const,
 }
 
-/// Where a kernel of the forward pass writes its sums, and the biases that it adds; biases may be null. If `partials` is
-/// null, the kernel writes the sums plus `bias` to `y`, in the operands' dtype. Otherwise the kernel writes the sums
+/// Where a kernel of the forward pass writes its sums, and the biases that it adds; biases may be null. If `partials`
+/// is null, the kernel writes the sums plus `bias` to `y`, in the operands' dtype. Otherwise the kernel writes the sums
 /// plus `sums_bias` to `partials`, in f32.
 struct Places {
     y: Mut,

@@ -1,6 +1,6 @@
 //! f32 convolutions on tensor cores. Each f32 number becomes a sum hi + lo of two bf16 numbers, and an operand with `c`
-//! channels becomes a bf16 operand with 3 `c` channels. One convolution of such operands sums hi · hi + hi · lo + lo ·
-//! hi, which is nearly the f32 product. `conv.cu` describes the layout.
+//! channels becomes a bf16 operand with 3 `c` channels. The convolution of such operands sums hi · hi, hi · lo and
+//! lo · hi, which together are nearly the f32 product. `conv.cu` describes the layout.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::conv::{PAIRS_LEFT, PAIRS_RIGHT, PairsLeft};
@@ -23,8 +23,8 @@ pub(in crate::ops) const LEFT: &Kernel<PairsLeft> = &PAIRS_LEFT;
 /// their hi.
 pub(in crate::ops) const RIGHT: &Kernel<PairsLeft> = &PAIRS_RIGHT;
 
-/// Splits a dense f32 operand with rows of `channels` numbers by the kernel `side` ([`LEFT`] or [`RIGHT`]). Returns bf16
-/// numbers of shape (rows, 3 · channels), with `channels` rounded up to a multiple of 8.
+/// Splits a dense f32 operand with rows of `channels` numbers by the kernel `side` ([`LEFT`] or [`RIGHT`]). Returns
+/// bf16 numbers of shape (rows, 3 · channels), with `channels` rounded up to a multiple of 8.
 pub(in crate::ops) fn pairs(op: &'static str, side: &Kernel<PairsLeft>, from: &Raw, channels: usize) -> Result<Raw> {
     let gpu = Gpu::of(op, from)?;
     let (rows, padded) = (from.elem_count() / channels.max(1), channels.next_multiple_of(GROUP));

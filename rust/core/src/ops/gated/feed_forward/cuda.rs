@@ -1,4 +1,4 @@
-//! The CUDA form: `kernels/feed_forward.cu` and `kernels/feed_forward_backward.cu`.
+//! The CUDA form of SwiGLU feed-forward networks: `kernels/feed_forward.cu` and `kernels/feed_forward_backward.cu`.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::feed_forward::{
@@ -31,17 +31,18 @@ const FORWARD_COLUMNS: usize = 2304;
 const WARP: usize = 32;
 /// Bytes of shared memory of a block in the backward pass.
 const SHARED: u32 = 93184;
-/// Addresses of operands must be multiples of this.
+/// Addresses of the low-rank factors, and of buffers for their gradients, must be multiples of this.
 const ALIGNMENT: Address = 16;
 
-/// Whether the kernels support `x`, units of `width` columns, and the low-rank products of the features, the gate and
-/// the outer map.
+/// Whether the kernels support `x`, units of `width` columns, and `products`, the low-rank products of the features,
+/// the gate and the outer map.
 pub fn takes(x: &Tensor, width: usize, products: [&LowRank; 3]) -> Result<bool> {
     let is_half = matches!(x.dtype(), DType::F16 | DType::BF16);
     let has_rank = |product: &&LowRank| product.down.dims()[0] == RANK;
     if !is_half || x.elem_count() == 0 || !width.is_multiple_of(WARP) || !products.iter().all(has_rank) {
         return Ok(false);
     }
+    // The factors that the kernels read.
     for factor in [&products[0].up, &products[1].up, &products[2].down] {
         let factor = operand(factor, x.dtype())?.raw;
         if !factor.is_contiguous() || !address(OP, &factor)?.is_multiple_of(ALIGNMENT) {
@@ -55,16 +56,17 @@ fn missing() -> Error {
     Error::autograd(OP, "found no low-rank products for the kernels; please report this")
 }
 
-/// The unit (rows, n), and the unit times the outer map's Aᵀ, (rows, 16). y (rows, 2 n) has the inner maps' results
-/// without the products in `late`. The unit is `None` if nothing reads it, because a recomputation ends with this
-/// operation.
+/// Returns the unit (rows, n), and the unit times the outer map's Aᵀ, (rows, 16). y (rows, 2 n) has the inner maps'
+/// results without the products in `late`. The unit is `None` if nothing reads it, because a recomputation ends with
+/// this operation.
 pub fn forward(y: &Raw, late: Option<&Late<Raw>>, outer: &LowRanks<'_>) -> Result<(Option<Raw>, Raw)> {
     let (gpu, dtype, late) = (Gpu::of(OP, y)?, y.dtype(), late.ok_or_else(missing)?);
     let (rows, width) = (y.dims()[0], y.dims()[1] / 2);
     let unit = if checkpoint::ends_here() { None } else { Some(empty(OP, gpu, &[rows, width], dtype)?) };
+    // As few blocks as possible share the columns of a row, about evenly and in multiples of `WARP`.
     let columns = (width / WARP).div_ceil(width.div_ceil(FORWARD_COLUMNS)) * WARP;
-    let number = width.div_ceil(columns);
-    let parts = empty(OP, gpu, &[number, rows, RANK], DType::F32)?;
+    let column_blocks = width.div_ceil(columns);
+    let parts = empty(OP, gpu, &[column_blocks, rows, RANK], DType::F32)?;
     let [features, gate] = &late.products[..] else { return Err(missing()) };
     let arguments = SwigluFeedForwardUnit {
         x: input(OP, y)?,
@@ -80,51 +82,52 @@ pub fn forward(y: &Raw, late: Option<&Late<Raw>>, outer: &LowRanks<'_>) -> Resul
         width: count32(OP, width)?,
         columns: count32(OP, columns)?,
     };
-    let grid = [count32(OP, number)?, count32(OP, rows.div_ceil(FORWARD_ROWS))?, 1];
+    let grid = [count32(OP, column_blocks)?, count32(OP, rows.div_ceil(FORWARD_ROWS))?, 1];
     let function = gpu.function(&SWIGLU_FEED_FORWARD_UNIT, suffix(OP, dtype)?)?;
     // SAFETY: the tensors are dense and of these sizes; `takes` has checked the sizes of the low-rank factors.
     unsafe { function.launch(OP, gpu, Shape { grid, block: [256, 1, 1], shared: 0 }, arguments) }?;
-    let hidden = empty(OP, gpu, &[rows, RANK], dtype)?;
-    let count = hidden.elem_count();
+    let outer_hidden = empty(OP, gpu, &[rows, RANK], dtype)?;
+    let count = outer_hidden.elem_count();
     let arguments = SwigluFeedForwardHidden {
         parts: input(OP, &parts)?,
-        hidden: output(OP, &hidden)?,
+        hidden: output(OP, &outer_hidden)?,
         count: count as u64,
-        number: count32(OP, number)?,
+        number: count32(OP, column_blocks)?,
     };
     let function = gpu.function(&SWIGLU_FEED_FORWARD_HIDDEN, suffix(OP, dtype)?)?;
-    // SAFETY: as above.
+    // SAFETY: the tensors are dense and of these sizes.
     unsafe { function.launch(OP, gpu, Shape::flat(count, 4), arguments) }?;
-    Ok((unit, hidden))
+    Ok((unit, outer_hidden))
 }
 
-/// The CUDA form of [`FeedForward::on_cpu`], with the same arguments and results.
+/// The CUDA form of [`FeedForward::on_cpu`], with the same arguments and results, except that `unit_grad` does not
+/// change.
 pub fn backward(
     node: &FeedForward,
     context: &mut BackwardContext<'_>,
-    unit: &Raw,
-    outer: &Raw,
+    unit_grad: &Raw,
+    outer_hidden_grad: &Raw,
 ) -> Result<InnerGradients> {
-    let (y, gpu, dtype) = (node.y.get()?, Gpu::of(OP, unit)?, unit.dtype());
-    let (rows, width) = (unit.dims()[0], unit.dims()[1]);
+    let (y, gpu, dtype) = (node.y.get()?, Gpu::of(OP, unit_grad)?, unit_grad.dtype());
+    let (rows, width) = (unit_grad.dims()[0], unit_grad.dims()[1]);
     let late = node.late.as_ref().ok_or_else(missing)?.get()?;
     let down = node.outer.down_operand(0)?.ok_or_else(missing)?;
     let [features, gate] = &late.products[..] else { return Err(missing()) };
     let scales = [features.scale as f32, gate.scale as f32];
-    let (blocks, parts) = (width.div_ceil(COLUMNS), rows.div_ceil(ROWS));
+    let (column_blocks, row_blocks) = (width.div_ceil(COLUMNS), rows.div_ceil(ROWS));
     let grad = empty(OP, gpu, y.dims(), dtype)?;
-    let hidden = empty(OP, gpu, &[rows, 2 * RANK], dtype)?;
-    let factor_parts = empty(OP, gpu, &[parts, 3, RANK * width], DType::F32)?;
-    let hidden_parts = empty(OP, gpu, &[blocks, rows, 2 * RANK], DType::F32)?;
+    let hidden_grad = empty(OP, gpu, &[rows, 2 * RANK], dtype)?;
+    let factor_parts = empty(OP, gpu, &[row_blocks, 3, RANK * width], DType::F32)?;
+    let hidden_parts = empty(OP, gpu, &[column_blocks, rows, 2 * RANK], DType::F32)?;
     let (rows32, width32) = (count32(OP, rows)?, count32(OP, width)?);
     let function = gpu.function(&SWIGLU_FEED_FORWARD_BACKWARD, suffix(OP, dtype)?)?;
-    let grid = [count32(OP, blocks)?, count32(OP, parts)?, 1];
+    let grid = [count32(OP, column_blocks)?, count32(OP, row_blocks)?, 1];
     let arguments = SwigluFeedForwardBackward {
         x: input(OP, &y)?,
-        grad: input(OP, unit)?,
+        grad: input(OP, unit_grad)?,
         dx: output(OP, &grad)?,
         hidden: input(OP, &late.hidden)?,
-        last_hidden: input(OP, outer)?,
+        last_hidden: input(OP, outer_hidden_grad)?,
         up_h: input(OP, &features.up)?,
         up_gate: input(OP, &gate.up)?,
         last_down: input(OP, &down)?,
@@ -138,14 +141,16 @@ pub fn backward(
     // SAFETY: the tensors are dense and of these sizes; `takes` has checked the sizes of the low-rank factors.
     unsafe { function.launch(OP, gpu, Shape { grid, block: [256, 1, 1], shared: SHARED }, arguments) }?;
 
-    // The inputs whose gradients the second kernel adds up, with the shapes and dtypes of the gradients.
-    let sums = [
+    // The factors whose gradients the second kernel adds up: their indices among the inputs, and the shapes and dtypes
+    // of the gradients.
+    let factors = [
         (node.inner.up(0), [width, RANK], node.inner.dtypes(0)[1]),
         (node.inner.up(1), [width, RANK], node.inner.dtypes(1)[1]),
         (node.outer.down(0), [RANK, width], node.outer.dtypes(0)[0]),
     ];
-    let mut places = Vec::with_capacity(sums.len());
-    for (index, shape, _) in &sums {
+    // The kernel adds to the gradient's buffer itself if it is aligned, otherwise to zeros.
+    let mut places = Vec::with_capacity(factors.len());
+    for (index, shape, _) in &factors {
         let buffer = context.buffer(*index, DType::F32);
         let is_in_place = match &buffer {
             Some(buffer) => address(OP, buffer)?.is_multiple_of(ALIGNMENT),
@@ -153,7 +158,7 @@ pub fn backward(
         };
         let sum = match &buffer {
             Some(buffer) if is_in_place => buffer.clone(),
-            _ => compute::zeros(shape, DType::F32, unit.device())?,
+            _ => compute::zeros(shape, DType::F32, unit_grad.device())?,
         };
         places.push((sum, buffer, is_in_place));
     }
@@ -164,20 +169,22 @@ pub fn backward(
         up_h: output(OP, &places[0].0)?,
         up_gate: output(OP, &places[1].0)?,
         last_down: output(OP, &places[2].0)?,
-        grad_hidden: output(OP, &hidden)?,
+        grad_hidden: output(OP, &hidden_grad)?,
         scale_h: scales[0],
         scale_gate: scales[1],
         rows: rows32,
         width: width32,
     };
-    // SAFETY: as above; the sums are dense, and nothing else has their memory.
-    unsafe { function.launch(OP, gpu, Shape::flat(12 * width + 8 * rows, 1), arguments) }?;
-    for ((index, _, dtype), (sum, buffer, is_in_place)) in sums.into_iter().zip(places) {
+    // A thread computes four elements, of a factor's gradient or of `hidden_grad`.
+    let threads = (3 * RANK * width + 2 * RANK * rows) / 4;
+    // SAFETY: the tensors are dense and of these sizes, and nothing else has the memory of the sums.
+    unsafe { function.launch(OP, gpu, Shape::flat(threads, 1), arguments) }?;
+    for ((index, _, grad_dtype), (sum, buffer, is_in_place)) in factors.into_iter().zip(places) {
         match buffer {
             Some(_) if is_in_place => {}
             Some(buffer) => compute::accumulate(&buffer, &sum)?,
-            None => context.add(index, compute::cast(&sum, dtype)?)?,
+            None => context.add(index, compute::cast(&sum, grad_dtype)?)?,
         }
     }
-    Ok((grad, hidden))
+    Ok((grad, hidden_grad))
 }

@@ -1,7 +1,7 @@
-//! Feed-forward networks: two adapted linear maps of the input (the inner maps), the gated unit of their results, and
-//! an adapted linear map of the unit (the outer map). On CUDA, one kernel of the backward pass,
-//! `kernels/feed_forward_backward.cu`, computes all that needs the inner maps' results and the unit's gradient, so that
-//! these are read only once.
+//! SwiGLU feed-forward networks: two adapted linear maps of the input (the inner maps), the gated unit of their
+//! results, and an adapted linear map of the unit (the outer map). On CUDA, one kernel of the backward pass, in
+//! `kernels/feed_forward_backward.cu`, computes everything that reads the inner maps' results or on the unit's
+//! gradient, so that these matrices are read only once.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -22,10 +22,11 @@ use crate::{Result, Tensor, checkpoint};
 
 pub(super) static SWIGLU_FEED_FORWARD: OpInfo = OpInfo::expensive("swiglu_feed_forward");
 
-/// [`linear_group`] of [`swiglu_linear_group`]: `x (..., in)` → `(..., out)`. The maps of `group` have 2 n results in
-/// all, the second half of which is the gate; `last` has n inputs. The function runs as one fused operation only if
-/// `group` is two maps and `last` is one map, all three have low-rank products, and x and all low-rank factors need a
-/// gradient. Otherwise it calls `swiglu_linear_group`, then `linear_group`.
+/// Computes [`linear_group`] of [`swiglu_linear_group`]: `x (..., in)` → `(..., out)`. The maps of `group` have 2 n
+/// results in all, the second half of which is the gate; `last` has n inputs. The function runs as one fused operation
+/// only if `group` is two maps of n results and `last` is one map, all three have low-rank products, x and all low-rank
+/// factors need a gradient, and it does not run in a selective checkpoint. On a GPU, the kernels must also support the
+/// sizes and the dtype. Otherwise the function calls `swiglu_linear_group`, then `linear_group`.
 ///
 /// # Errors
 /// [`Error::Shape`](crate::Error::Shape), [`Error::DType`](crate::Error::DType),
@@ -50,25 +51,28 @@ pub fn swiglu_feed_forward(x: &Tensor, group: LinearGroup<'_>, last: LinearGroup
                 cuda => cuda::forward(&y, late.as_ref(), &outer)?,
                 cpu => {
                     let unit = unit(&y, late.as_ref())?;
-                    let hidden = outer.hidden(&unit)?;
-                    (Some(unit), hidden)
+                    let last_hidden = outer.hidden(&unit)?;
+                    (Some(unit), last_hidden)
                 },
             );
             let result = match unit {
                 Some(unit) => {
-                    let result = forward(&unit, last.weight, last.bias.map(|b| &b.raw))?;
+                    let result = forward(&unit, last.weight, last.bias.map(|bias| &bias.raw))?;
                     outer.add_last_products(&result, &last_hidden)?;
                     result
                 }
+                // Nothing reads the result either.
                 None => compute::unset(SWIGLU_FEED_FORWARD.name, &y, &[y.dims()[0], last.weight.dims()[0]])?,
             };
             let result = result.reshape(with_last(&x.raw, last.weight.dims()[0]))?;
             Ok((result, [Some(y), hidden, Some(last_hidden)].into_iter().flatten().collect()))
         },
+        // `aux` has y, then x Aᵀ of the inner maps and of the outer map.
         |saver, _, aux| FeedForward {
             inner: inner.save(saver, x, group.weight, Some(&aux[1])),
             y: saver.save_raw(&aux[0]),
             late: are_late.then(|| Late::save(saver, &aux[1], &inner)),
+            // The backward pass calls only methods of `outer` that do not read the shape.
             outer: outer.save_without_input(saver, &Shape::from(()), last.weight, Some(&aux[2])),
         },
     )
@@ -76,23 +80,23 @@ pub fn swiglu_feed_forward(x: &Tensor, group: LinearGroup<'_>, last: LinearGroup
 
 /// Whether the fused operation supports the operands.
 fn is_fused(x: &Tensor, group: LinearGroup<'_>, last: LinearGroup<'_>) -> Result<bool> {
-    let ([Some(features), Some(gate)], [Some(down)], &[width, of_gate]) = (group.low_rank, last.low_rank, group.sizes)
+    let ([Some(features), Some(gate)], [Some(outer)], &[width, gate_width]) =
+        (group.low_rank, last.low_rank, group.sizes)
     else {
         return Ok(false);
     };
-    let all = [features, gate, down];
-    let needs = |tensor: &Tensor| tensor.node.is_some();
+    let products = [features, gate, outer];
+    let needs_grad = |tensor: &Tensor| tensor.node.is_some();
     let fits = x.elem_count() > 0
-        && width == of_gate
+        && width == gate_width
         && last.weight.dims() == [last.sizes[0], width]
-        && needs(x)
-        && all.iter().all(|product| needs(&product.down) && needs(&product.up));
-    // One kernel adds to the gradients of these three factors at once, so they must be different variables.
-    let summed = [&features.up, &gate.up, &down.down].map(|factor| factor.node.as_ref().map(|node| node.id()));
-    let are_apart = summed[0] != summed[1] && !summed[..2].contains(&summed[2]);
-    // In a selective checkpoint the maps stay operations of their own, because the checkpoint keeps the results of
-    // expensive operations.
-    if !fits || !are_apart || checkpoint::is_selective() {
+        && needs_grad(x)
+        && products.iter().all(|product| needs_grad(&product.down) && needs_grad(&product.up));
+    // One kernel adds to the gradients of these three factors at once, so they must be different tensors.
+    let ids = [&features.up, &gate.up, &outer.down].map(|factor| factor.node.as_ref().map(|node| node.id()));
+    let are_distinct = ids[0] != ids[1] && !ids[..2].contains(&ids[2]);
+    // In a selective checkpoint, which keeps the results of expensive operations, the maps stay separate operations.
+    if !fits || !are_distinct || checkpoint::is_selective() {
         return Ok(false);
     }
     // `last` is checked against a view that has the shape of the unit and a single element of memory.
@@ -102,7 +106,7 @@ fn is_fused(x: &Tensor, group: LinearGroup<'_>, last: LinearGroup<'_>) -> Result
     }
     let unit = unit.broadcast_as(with_last(&unit, width))?;
     last.check(SWIGLU_FEED_FORWARD.name, &Tensor::constant(unit))?;
-    on_device!(x.device(), cuda => cuda::takes(x, width, all), cpu => Ok(true))
+    on_device!(x.device(), cuda => cuda::takes(x, width, products), cpu => Ok(true))
 }
 
 struct FeedForward {
@@ -116,30 +120,36 @@ struct FeedForward {
     outer: LowRankBackward,
 }
 
-/// The gradient g of the inner maps' results, (rows, 2 n), and s g B of their low-rank products, (rows, Σ rank).
+/// The gradient g of the inner maps' results, (rows, 2 n), and s g B of their low-rank products side by side, (rows, Σ
+/// rank).
 type InnerGradients = (Raw, Raw);
 
 impl FeedForward {
-    /// Returns the inner gradients. `unit` is the part of the unit's gradient that comes through the outer map's base.
-    /// `outer` is s g B of the outer map's low-rank product; the function adds the other part of the unit's gradient,
-    /// `outer` times A, to `unit`. It adds the gradients of B of the two inner maps, and that of A of the outer map, to
-    /// those in `context`.
-    fn on_cpu(&self, context: &mut BackwardContext<'_>, unit: &Raw, outer: &Raw) -> Result<InnerGradients> {
+    /// Returns the inner gradients. `unit_grad` is the part of the unit's gradient that comes through the outer map's
+    /// base. `outer_hidden_grad` is s g B of the outer map's low-rank product, where g is the gradient of its result.
+    /// The function adds the other part of the unit's gradient, `outer_hidden_grad` times A, to `unit_grad` in place.
+    /// To the gradients in `context` it adds those of B of the two inner maps and that of A of the outer map.
+    fn on_cpu(
+        &self,
+        context: &mut BackwardContext<'_>,
+        unit_grad: &Raw,
+        outer_hidden_grad: &Raw,
+    ) -> Result<InnerGradients> {
         let mut y = self.y.get()?;
         if let Some(late) = &self.late {
             y = late.get()?.added_to(&y)?;
         }
-        let width = unit.dims()[1];
+        let width = unit_grad.dims()[1];
         if let Some(down) = self.outer.down_operand(0)? {
-            compute::write_products(&[[unit, outer, &down]], 1.0, true)?;
+            compute::write_products(&[[unit_grad, outer_hidden_grad, &down]], 1.0, true)?;
         }
-        let remade = run(SWIGLU.name, &y, width, Silu)?;
-        let (index, shape) = (self.outer.down(0), (outer.dims()[1], width));
-        context.add_product(index, shape, self.outer.dtypes(0)[0], [&outer.t()?, &remade], 1.0)?;
-        let grad = run_backward(SWIGLU.name, &y, unit, width, Silu)?;
+        let unit = run(SWIGLU.name, &y, width, Silu)?;
+        let (index, shape) = (self.outer.down(0), (outer_hidden_grad.dims()[1], width));
+        context.add_product(index, shape, self.outer.dtypes(0)[0], [&outer_hidden_grad.t()?, &unit], 1.0)?;
+        let grad = run_backward(SWIGLU.name, &y, unit_grad, width, Silu)?;
         self.inner.add_up_gradients(context, &grad)?;
-        let hidden = self.inner.hidden_gradient(&grad)?;
-        Ok((grad, hidden))
+        let hidden_grad = self.inner.hidden_gradient(&grad)?;
+        Ok((grad, hidden_grad))
     }
 }
 
@@ -147,14 +157,14 @@ impl Backward for FeedForward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let grad = as_matrix(context.grad())?;
         self.outer.add_up_gradients(context, &grad)?;
-        let Some(unit) = self.outer.base_gradient(&grad)? else { return Ok(()) };
-        let outer = self.outer.hidden_gradient(&grad)?;
-        let (grad, hidden) = on_device!(
+        let Some(unit_grad) = self.outer.base_gradient(&grad)? else { return Ok(()) };
+        let outer_hidden_grad = self.outer.hidden_gradient(&grad)?;
+        let (inner_grad, hidden_grad) = on_device!(
             grad.device(),
-            cuda => cuda::backward(self, context, &unit, &outer)?,
-            cpu => self.on_cpu(context, &unit, &outer)?,
+            cuda => cuda::backward(self, context, &unit_grad, &outer_hidden_grad)?,
+            cpu => self.on_cpu(context, &unit_grad, &outer_hidden_grad)?,
         );
-        drop(unit);
-        self.inner.add_from_hidden(context, &grad, &hidden)
+        drop(unit_grad);
+        self.inner.add_from_hidden(context, &inner_grad, &hidden_grad)
     }
 }

@@ -13,21 +13,22 @@ use crate::{Raw, Result};
 
 /// Number of columns of the result that a block of threads computes; also its number of threads.
 const BLOCK: usize = 256;
-/// Number of columns that a warp computes.
+/// Number of columns of the result that a warp computes.
 const WARP: usize = 32;
 /// Number of rows that a block of threads computes.
 const ROWS: usize = 128;
 
-/// Whether the kernels support these products. Each product must be for the features or for the gate, which have
-/// `width` columns each, and all products must have the same rank: 16, 32 or 64.
+/// Whether the kernels support units of `width` columns in `dtype` with these products. `dtype` must be f16 or bf16,
+/// and `width` a multiple of 32. There must be at least one product. Each must be for the features or for the gate,
+/// which have `width` columns each, and have a contiguous B. All must have the same rank: 16, 32 or 64.
 pub fn takes<'a>(dtype: DType, width: usize, products: impl Iterator<Item = LastProduct<&'a Raw>>) -> bool {
     let mut rank = None;
     let mut count = 0;
     let fits = products.into_iter().all(|product| {
-        let [first, columns] = product.columns;
+        let [first_column, columns] = product.columns;
         count += 1;
         columns == width
-            && (first == 0 || first == width)
+            && (first_column == 0 || first_column == width)
             && matches!(product.ranks[1], 16 | 32 | 64)
             && *rank.get_or_insert(product.ranks[1]) == product.ranks[1]
             && product.up.is_contiguous()
@@ -35,7 +36,8 @@ pub fn takes<'a>(dtype: DType, width: usize, products: impl Iterator<Item = Last
     fits && count > 0 && matches!(dtype, DType::F16 | DType::BF16) && width.is_multiple_of(WARP)
 }
 
-/// Applies the gated unit to the sum of y (rows, 2 n) and the late products (see [`Late`]); the result is (rows, n).
+/// Applies the gated unit to the sum of y (rows, 2 n) and the late products (see [`Late`]). The result is (rows, n). To
+/// the kernel, `x` is y, and `y` is the result.
 pub fn forward(y: &Raw, late: &Late<Raw>) -> Result<Raw> {
     let op = SWIGLU_LINEAR_GROUP.name;
     let (gpu, rows, columns) = (Gpu::of(op, y)?, y.dims()[0], y.dims()[1]);
@@ -51,32 +53,33 @@ pub fn forward(y: &Raw, late: &Late<Raw>) -> Result<Raw> {
     Ok(result)
 }
 
-/// The gradient of the sum of y and the late products, (rows, 2 n), from the gradient of the result, (rows, n).
+/// Computes the gradient of the sum of y and the late products, (rows, 2 n), from `grad`, the gradient of the unit's
+/// result, (rows, n).
 pub fn backward(y: &Raw, grad: &Raw, late: &Late<Raw>) -> Result<Raw> {
     let op = SWIGLU_LINEAR_GROUP.name;
     let (gpu, width) = (Gpu::of(op, y)?, grad.dims()[1]);
-    let result = empty(op, gpu, y.dims(), y.dtype())?;
-    if result.elem_count() > 0 {
+    let grad_sum = empty(op, gpu, y.dims(), y.dtype())?;
+    if grad_sum.elem_count() > 0 {
         let (name, halves, shape) = prepare(late, grad.dims()[0], width)?;
         let function = gpu.named(&name, "_backward", suffix(op, y.dtype())?)?;
         let (rows, width) = (count32(op, grad.dims()[0])?, count32(op, width)?);
-        let (x, grad, dx) = (input(op, y)?, input(op, grad)?, output(op, &result)?);
+        let (x, grad, dx) = (input(op, y)?, input(op, grad)?, output(op, &grad_sum)?);
         let arguments = SwigluLowRank16Backward { x, grad, dx, halves, rows, width };
         // SAFETY: as in `forward`.
         unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
-    Ok(result)
+    Ok(grad_sum)
 }
 
 /// Returns the kernel's name without `_forward` or `_backward`, its argument for the products, and the launch shape.
-/// The result of the unit is (`rows`, `width`).
+/// The result of the unit has `rows` rows and `width` columns.
 fn prepare(late: &Late<Raw>, rows: usize, width: usize) -> Result<(String, LowRankHalves, Shape)> {
     let op = SWIGLU_LINEAR_GROUP.name;
-    let mut list = [LowRankHalf::default(); 2];
-    let mut rank = 0;
+    let mut halves = [LowRankHalf::default(); 2];
+    let mut rank = 0; // the rank of all products
     for LastProduct { up, columns, ranks, scale } in &late.products {
         rank = ranks[1];
-        list[columns[0] / width] = LowRankHalf {
+        halves[columns[0] / width] = LowRankHalf {
             hidden: address(op, &late.hidden.narrow(1, ranks[0], ranks[1])?)?,
             up: address(op, up)?,
             hidden_row: count32(op, late.hidden.dims()[1])?,
@@ -87,5 +90,5 @@ fn prepare(late: &Late<Raw>, rows: usize, width: usize) -> Result<(String, LowRa
     }
     let grid = [count32(op, width.div_ceil(BLOCK))?, count32(op, rows.div_ceil(ROWS))?, 1];
     let shape = Shape { grid, block: [BLOCK as u32, 1, 1], shared: 0 };
-    Ok((format!("swiglu_low_rank{rank}"), LowRankHalves { list }, shape))
+    Ok((format!("swiglu_low_rank{rank}"), LowRankHalves { list: halves }, shape))
 }

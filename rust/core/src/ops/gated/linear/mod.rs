@@ -1,6 +1,6 @@
-//! Gated units of adapted linear maps. On CUDA, the low-rank products s (x Aᵀ) Bᵀ are "late": the kernel of the unit
-//! computes them from x Aᵀ and adds them to the maps' results while it reads these results. A separate addition would
-//! read and write the maps' results once more.
+//! Gated units of adapted linear maps. On CUDA, low-rank products s (x Aᵀ) Bᵀ that the kernels support are "late": the
+//! kernel of the unit computes them from x Aᵀ and adds them to the maps' results while it reads these results. A
+//! separate addition would read and write the maps' results once more.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -20,35 +20,37 @@ use crate::{Error, Result, Tensor, checkpoint};
 
 pub(super) static SWIGLU_LINEAR_GROUP: OpInfo = OpInfo::expensive("swiglu_linear_group");
 
-/// [`swiglu`](super::swiglu) of [`linear_group`](crate::ops::linear_group::linear_group): `x (..., in)` → `(..., n)`
-/// for maps of 2 n results, the second half of which is the gate.
+/// Computes [`swiglu`](super::swiglu) of [`linear_group`](crate::ops::linear_group::linear_group): `x (..., in)` →
+/// `(..., n)`. The maps of `group` have 2 n results in all, the second half of which is the gate.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the base
-/// needs a gradient or a scale is not finite.
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Shape`] if the number of
+/// the maps' results is odd, [`Error::Argument`] if the base needs a gradient or a scale is not finite.
 pub fn swiglu_linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor> {
     let op = SWIGLU_LINEAR_GROUP.name;
     if checkpoint::is_selective() {
-        // A selective checkpoint keeps only the results of the maps; if maps and unit were one operation, it would also
+        // Of two operations, a selective checkpoint keeps only the maps' results. Of one fused operation, it would also
         // keep the result of the unit.
         return swiglu(&linear_group(x, group)?);
     }
     group.check(op, x)?;
-    let features = group.weight.dims()[0];
-    if !features.is_multiple_of(2) {
+    let out_features = group.weight.dims()[0];
+    if !out_features.is_multiple_of(2) {
         return Err(Error::shape(
             op,
-            format!("the linear maps have {features} output features, expected an even number: one half is the gate"),
+            format!(
+                "the linear maps have {out_features} output features, expected an even number: one half is the gate"
+            ),
         ));
     }
     let low_ranks = group.low_ranks(x.dtype())?;
     let inputs: Vec<&Tensor> = std::iter::once(x).chain(low_ranks.factors()).collect();
     let are_late = on_device!(
         x.device(),
-        cuda => cuda::takes(x.dtype(), features / 2, low_ranks.last_products()),
+        cuda => cuda::takes(x.dtype(), out_features / 2, low_ranks.last_products()),
         cpu => false,
     );
-    let shape = with_last(&x.raw, features / 2);
+    let shape = with_last(&x.raw, out_features / 2);
     record_with_aux(
         &SWIGLU_LINEAR_GROUP,
         &inputs,
@@ -57,6 +59,7 @@ pub fn swiglu_linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor>
             let result = unit(&y, late.as_ref())?.reshape(&shape)?;
             Ok((result, std::iter::once(y).chain(hidden).collect()))
         },
+        // `aux` has y, then x Aᵀ if there are adapters.
         |saver, _, aux| Gated {
             low_rank: low_ranks.save(saver, x, group.weight, aux.get(1)),
             y: saver.save_raw(&aux[0]),
@@ -70,17 +73,17 @@ pub fn swiglu_linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor>
 pub(super) struct Maps {
     /// The maps' results without the products in `late`, (rows, 2 n).
     pub y: Raw,
-    /// x Aᵀ of all adapters side by side.
+    /// x Aᵀ of all adapters side by side; `None` without adapters.
     pub hidden: Option<Raw>,
-    /// The products that are not added to `y`.
+    /// The low-rank products that are not added to `y`; `None` if there are none.
     pub late: Option<Late<Raw>>,
 }
 
 impl Maps {
-    /// Applies the maps to `x`. If `are_late`, the low-rank products are returned in `late`, otherwise they are added
+    /// Applies the maps to the matrix `x`. If `are_late`, returns the low-rank products in `late`, otherwise adds them
     /// to `y`.
     pub fn of(x: &Raw, group: LinearGroup<'_>, low_ranks: &LowRanks<'_>, are_late: bool) -> Result<Self> {
-        let y = forward(x, group.weight, group.bias.map(|b| &b.raw))?;
+        let y = forward(x, group.weight, group.bias.map(|bias| &bias.raw))?;
         if !are_late {
             let hidden = low_ranks.add_to(&y, x)?;
             return Ok(Self { y, hidden, late: None });
@@ -91,7 +94,7 @@ impl Maps {
     }
 }
 
-/// Low-rank products that are not yet added to the maps' results.
+/// Low-rank products that are not yet added to the maps' results. `S` is [`Raw`], or [`Saved`] in the backward pass.
 pub(super) struct Late<S> {
     /// x Aᵀ of all adapters side by side.
     pub hidden: S,
@@ -122,7 +125,7 @@ impl Late<Raw> {
     }
 }
 
-/// Applies the gated unit to the sum of y (rows, 2 n) and the late products.
+/// Applies the gated unit to the sum of y (rows, 2 n) and the late products, if any.
 pub(super) fn unit(y: &Raw, late: Option<&Late<Raw>>) -> Result<Raw> {
     let width = y.dims()[1] / 2;
     match late {
@@ -139,6 +142,7 @@ struct Gated {
     low_rank: LowRankBackward,
     /// The results of the maps, (rows, 2 n), without the products in `late`.
     y: Saved,
+    /// On CUDA, the low-rank products that are not added to `y`.
     late: Option<Late<Saved>>,
     /// The shape of the result.
     shape: Shape,
