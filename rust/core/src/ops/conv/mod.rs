@@ -70,7 +70,7 @@ fn grad_input(geometry: &Geometry, grad: &Raw, weight: &Raw) -> Result<Raw> {
 }
 
 /// Convolves channels-last images: `x (B, H, W, C)`, `weight (O, KH, KW, C / groups)`, `bias (O)` → `(B, OH, OW, O)`,
-/// where B is the batch, C and O count channels, and KH × KW is the kernel.
+/// where B counts images, C and O count channels, and KH × KW is the kernel.
 ///
 /// The height OH and the width OW of the result are `⌊(size + 2 padding - dilation (kernel - 1) - 1) / stride⌋ + 1`.
 /// Output channel `o` reads the input channels of its group, `o / (O / groups)`. The input is saved only if the weight

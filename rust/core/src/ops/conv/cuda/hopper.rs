@@ -186,7 +186,8 @@ fn runs_on(gpu: &Gpu, sizes: &Sizes, dtype: DType, channels: &[u32], addresses: 
 }
 
 /// Computes y from dense operands, plus the addend. If y has another dtype than the operands, there must be no addend.
-/// Returns false, without writing to y, if these kernels do not support the operands or are slower than others.
+/// Returns false, without writing to y, if these kernels do not support the operands or are slower than those of
+/// `conv.cu`.
 pub(super) fn forward(
     op: &'static str,
     gpu: &Gpu,
@@ -209,6 +210,7 @@ pub(super) fn forward(
     let Plan { tile, blocks, splits } = Plan::of(1, pixels, out, steps);
     let encoder = Encoder::new(op, dtype)?;
     let [height, width] = sizes.input;
+    // The two blocks of a cluster need the same weights; each copies one half of them.
     let maps = Conv2dMaps {
         dense: encoder.boxes(weights.address, sizes.weight_shape(), [STEP as u32, 1, tile.columns as u32 / 2])?,
         windows: [
@@ -232,7 +234,7 @@ pub(super) fn forward(
 }
 
 /// Computes dx, the gradient of the input, from dense operands. Returns false, without writing to dx, if these kernels
-/// do not support the operands or are slower than others.
+/// do not support the operands or are slower than those of `conv.cu`.
 pub(super) fn grad_input(
     op: &'static str,
     gpu: &Gpu,
@@ -257,6 +259,7 @@ pub(super) fn grad_input(
     let Plan { tile, blocks, splits } = Plan::of(sizes.phases() as usize, pixels, channels, steps);
     let encoder = Encoder::new(op, dtype)?;
     let [height, width] = sizes.output;
+    // As in `forward`, each block of a cluster copies one half of the weights.
     let mut maps = Conv2dMaps {
         dense: encoder.boxes(weights.address, sizes.weight_shape(), [STEP as u32, 1, STEP as u32 / 2])?,
         windows: [NO_MAP; 4],
@@ -288,7 +291,7 @@ pub(super) fn grad_input(
 }
 
 /// Computes dw, the gradient of the weight, from dense operands. Returns false, without writing to dw, if these kernels
-/// do not support the operands or are slower than others.
+/// do not support the operands or are slower than those of `conv.cu`.
 pub(super) fn grad_weight(
     op: &'static str,
     gpu: &Gpu,

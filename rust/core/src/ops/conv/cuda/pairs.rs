@@ -11,7 +11,7 @@ use crate::cuda::{Gpu, contiguous};
 use crate::product::uses_pairs;
 use crate::{Error, Raw, Result};
 
-/// Number of bf16 numbers that are stored for an f32 number: one hi, lo, and hi once more.
+/// Number of bf16 numbers that are stored for an f32 number: hi, lo, and hi once more.
 const PARTS: usize = 3;
 /// Number of channels that a thread splits at a time. Channels are padded to a multiple of it.
 const GROUP: usize = 8;

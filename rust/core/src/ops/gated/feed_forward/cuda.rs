@@ -1,4 +1,4 @@
-//! The CUDA form of SwiGLU feed-forward networks: `kernels/feed_forward.cu` and `kernels/feed_forward_backward.cu`.
+//! The CUDA form of `SwiGLU` feed-forward networks: `kernels/feed_forward.cu` and `kernels/feed_forward_backward.cu`.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::feed_forward::{

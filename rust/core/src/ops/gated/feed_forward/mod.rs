@@ -1,6 +1,6 @@
-//! SwiGLU feed-forward networks: two adapted linear maps of the input (the inner maps), the gated unit of their
+//! `SwiGLU` feed-forward networks: two adapted linear maps of the input (the inner maps), the gated unit of their
 //! results, and an adapted linear map of the unit (the outer map). On CUDA, one kernel of the backward pass, in
-//! `kernels/feed_forward_backward.cu`, computes everything that reads the inner maps' results or on the unit's
+//! `kernels/feed_forward_backward.cu`, computes everything that reads the inner maps' results or the unit's
 //! gradient, so that these matrices are read only once.
 
 #[cfg(feature = "cuda")]
