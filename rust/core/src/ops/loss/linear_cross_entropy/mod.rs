@@ -28,25 +28,25 @@ pub use log_probs::linear_log_probs;
 pub(super) static LINEAR_CROSS_ENTROPY: OpInfo = OpInfo::cheap("linear_cross_entropy");
 const OP: &str = LINEAR_CROSS_ENTROPY.name;
 
-/// Bytes of the logits of a chunk of rows on a GPU: enough to keep the GPU busy and to read the weight only a few
-/// times.
+/// Limit of the bytes of the logits of a chunk of rows on a GPU: enough to keep the GPU busy and to read the weight
+/// only a few times.
 const CHUNK_BYTES: usize = 256 << 20;
-/// Bytes of the logits of a chunk of rows on the CPU.
+/// Limit of the bytes of the logits of a chunk of rows on the CPU.
 const CPU_CHUNK_BYTES: usize = 16 << 20;
 
 /// Σ wᵢ · cross-entropy(h Wᵀ, targets)ᵢ → a number in f32 (f64 for f64), for states `h (N, D)`, W = `weight (V, D)` and
 /// class ids `targets (N)`, i64 or u32. The factors w of the rows are `weights (N)`, f32 or f64; without `weights` they
-/// are 1. They get no gradient.
+/// are 1. The factors get no gradient.
 ///
 /// Rows whose target is [`IGNORE_INDEX`](super::IGNORE_INDEX) add 0. Sums are in f32 (f64 for f64). Logits are in the
 /// dtype of `h`, and only those of a chunk of rows exist at a time. The forward pass computes the gradients of `h` and
 /// `weight` if they need one. Of a quantized weight, only some rows are dequantized at a time.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Index`] naming a target
-/// that is out of range, [`Error::NoBackward`] if `weights` needs a gradient, [`Error::Argument`] if `weight` is
-/// streamed. On CUDA a target out of range makes the result NaN, and the next function that reads a value or waits for
-/// the device returns the error.
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Index`] if a target is
+/// out of range, [`Error::NoBackward`] if `weights` needs a gradient, [`Error::Argument`] if `weight` is streamed. On
+/// CUDA a target out of range makes the result NaN, and the next function that reads a value or waits for the device
+/// returns the error.
 pub fn linear_cross_entropy<'a>(
     h: &Tensor,
     weight: impl Into<WeightRef<'a>>,
@@ -57,7 +57,7 @@ pub fn linear_cross_entropy<'a>(
     in_chunks(h, weight, targets, weights, chunk_rows(h, weight))
 }
 
-/// [`linear_cross_entropy`] of `rows` rows at a time.
+/// [`linear_cross_entropy`] in chunks of `rows` rows.
 pub(super) fn in_chunks<'a>(
     h: &Tensor,
     weight: impl Into<WeightRef<'a>>,
@@ -87,7 +87,11 @@ pub(super) fn in_chunks<'a>(
         },
         |saver, _, aux| {
             let mut aux = aux.iter();
-            let gradients = wanted.map(|wanted| Some(saver.save_raw(aux.next().filter(|_| wanted)?)));
+            // `aux` has only the wanted gradients.
+            let gradients = wanted.map(|wanted| {
+                let gradient = if wanted { aux.next() } else { None };
+                gradient.map(|gradient| saver.save_raw(gradient))
+            });
             LinearCrossEntropyBackward { gradients, dtypes: [h.dtype(), weight.dtype()] }
         },
     )
@@ -96,6 +100,7 @@ pub(super) fn in_chunks<'a>(
 /// The gradients of the sum with respect to states and weight. The backward pass multiplies them by the sum's gradient.
 struct LinearCrossEntropyBackward {
     gradients: [Option<Saved>; 2],
+    /// The dtypes of the states and of the weight.
     dtypes: [DType; 2],
 }
 
@@ -103,8 +108,7 @@ impl Backward for LinearCrossEntropyBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         for (index, (gradient, dtype)) in self.gradients.iter().zip(self.dtypes).enumerate() {
             let Some(gradient) = gradient.as_ref().filter(|_| context.needs(index)) else { continue };
-            // The product is computed in f32 or f64, so that the gradient of the sum is not rounded to the dtype of the
-            // states.
+            // The product is in f32 or f64, so that the gradient of the sum is not rounded to the dtype of the states.
             let gradient = compute::cast(&gradient.get()?, accumulator(dtype))?;
             context.add(index, compute::cast(&compute::binary(&gradient, context.grad(), Mul)?, dtype)?)?;
         }
@@ -112,12 +116,12 @@ impl Backward for LinearCrossEntropyBackward {
     }
 }
 
-/// The inputs of the operation on the tape: the states, and the weight if it is not quantized.
+/// The inputs of the operation on the tape: the states and, if it is a tensor, the weight.
 fn inputs<'a>(h: &'a Tensor, weight: WeightRef<'a>) -> SmallVec<[&'a Tensor; 2]> {
     std::iter::once(h).chain(weight.tensor()).collect()
 }
 
-/// The matrix of a head, (V, D).
+/// The weight of a head, (V, D).
 #[derive(Clone, Copy)]
 enum Matrix<'a> {
     Plain(&'a Raw),
@@ -137,9 +141,7 @@ impl<'a> Matrix<'a> {
             WeightRef::Streamed(_) => Err(is_streamed(op)),
         }
     }
-}
 
-impl<'a> Matrix<'a> {
     fn dims(self) -> &'a [usize] {
         match self {
             Self::Plain(weight) => weight.dims(),
@@ -175,17 +177,17 @@ struct Head<'a> {
     weight: Matrix<'a>,
     /// Number of rows of a chunk.
     rows: usize,
-    /// Whether the gradient of the states, and whether that of the weight, is computed.
+    /// Whether to compute the gradient of the states, and whether to compute that of the weight.
     wanted: [bool; 2],
 }
 
 impl Head<'_> {
-    /// Calls `turn` for each chunk, with the logits and the range of rows of the chunk. `turn` returns a result and, if
-    /// gradients are wanted, the gradient of these logits. `run` returns all results, the gradient of the states, and
-    /// the gradient of the weight in f32 (f64 for f64).
+    /// Calls `function` for each chunk, with the logits and the range of rows of the chunk. `function` returns a result
+    /// and, if gradients are wanted, the gradient of these logits. `run` returns the results of all chunks and the
+    /// wanted gradients: that of the states, and that of the weight in f32 (f64 for f64).
     fn run<R>(
         &self,
-        mut turn: impl FnMut(Raw, Range<usize>) -> Result<(R, Option<Raw>)>,
+        mut function: impl FnMut(Raw, Range<usize>) -> Result<(R, Option<Raw>)>,
     ) -> Result<(Vec<R>, [Option<Raw>; 2])> {
         let count = self.h.dims()[0];
         let h = compute::contiguous(self.h)?;
@@ -195,16 +197,16 @@ impl Head<'_> {
         let mut results = Vec::new();
         for start in (0..count).step_by(self.rows) {
             let length = self.rows.min(count - start);
-            let part = h.narrow(0, start, length)?;
-            let (result, gradient) = turn(self.weight.logits(&part)?, start..start + length)?;
+            let states = h.narrow(0, start, length)?;
+            let (result, gradient) = function(self.weight.logits(&states)?, start..start + length)?;
             results.push(result);
             let Some(gradient) = gradient else { continue };
-            if let Some(sum) = &of_states {
-                let rows = sum.narrow(0, start, length)?;
-                self.weight.write_gradient(&rows, &gradient)?;
+            if let Some(of_states) = &of_states {
+                let of_chunk = of_states.narrow(0, start, length)?;
+                self.weight.write_gradient(&of_chunk, &gradient)?;
             }
-            if let Some(sum) = &of_weight {
-                compute::matmul_accumulate(sum, &gradient.t()?, &part, 1.0)?;
+            if let Some(of_weight) = &of_weight {
+                compute::matmul_accumulate(of_weight, &gradient.t()?, &states, 1.0)?;
             }
         }
         Ok((results, [of_states, of_weight]))
@@ -223,21 +225,25 @@ const fn accumulator(dtype: DType) -> DType {
 
 /// The number of rows of a chunk.
 fn chunk_rows(h: &Tensor, weight: WeightRef<'_>) -> usize {
-    let row = weight.dims().first().map_or(1, |classes| classes * h.dtype().size_in_bytes());
-    let bytes = if h.device().is_cpu() { CPU_CHUNK_BYTES } else { CHUNK_BYTES };
-    let rows = (bytes / row.max(1)).max(1);
+    let row_bytes = weight.dims().first().map_or(1, |classes| classes * h.dtype().size_in_bytes());
+    let chunk_bytes = if h.device().is_cpu() { CPU_CHUNK_BYTES } else { CHUNK_BYTES };
+    let rows = (chunk_bytes / row_bytes.max(1)).max(1);
     // Multiples of 128 rows fill whole tiles of the matrix products.
     if rows > 128 { rows / 128 * 128 } else { rows }
 }
 
 fn check(op: &'static str, h: &Tensor, weight: WeightRef<'_>, targets: &Tensor) -> Result<()> {
     let (&[rows, width], &[_, columns]) = (h.dims(), weight.dims()) else {
-        let text = format!("h has shape {:?} and the weight {:?}, expected (N, D) and (V, D)", h.dims(), weight.dims());
+        let text = format!(
+            "h has shape {:?} and the weight {:?}, expected (rows, features) and (classes, features)",
+            h.dims(),
+            weight.dims()
+        );
         return Err(Error::shape(op, text));
     };
     if width != columns {
         let text =
-            format!("h has shape {:?}, expected (N, {columns}) for a weight of shape {:?}", h.dims(), weight.dims());
+            format!("h has shape {:?}, expected (rows, {columns}) for a weight of shape {:?}", h.dims(), weight.dims());
         return Err(Error::shape(op, text));
     }
     if *targets.dims() != [rows] {
