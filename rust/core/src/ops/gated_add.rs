@@ -11,6 +11,7 @@ use crate::{Error, Result, Tensor, compute};
 
 static GATED_ADD: OpInfo = OpInfo::cheap("gated_add");
 
+/// a + b · c.
 #[derive(Clone, Copy)]
 struct PlusProduct;
 
@@ -24,7 +25,7 @@ impl Ternary for PlusProduct {
 }
 
 /// `x` + `y` · `gate`, where `gate` broadcasts to the shape of `x` and `y`. The product is not rounded to the dtype
-/// before it is added. Saves `gate` if `y` needs a gradient, and `y` if the gate needs one.
+/// before it is added. Saves `gate` if `y` needs a gradient, and `y` if `gate` needs one.
 ///
 /// # Errors
 /// [`Error::Shape`] if `x` and `y` differ in shape or `gate` does not broadcast to their shape, [`Error::DType`] if the
@@ -40,16 +41,16 @@ pub fn gated_add(x: &Tensor, y: &Tensor, gate: &Tensor) -> Result<Tensor> {
             format!("expected floating point tensors, found {found}; convert them with to()"),
         ));
     }
-    let fits = crate::cpu::broadcast_dims(gate.dims(), x.dims()).is_some_and(|dims| *dims == *x.dims());
-    if y.dims() != x.dims() || !fits {
+    let broadcasts = crate::cpu::broadcast_dims(gate.dims(), x.dims()).is_some_and(|dims| *dims == *x.dims());
+    if y.dims() != x.dims() || !broadcasts {
         let (x, y, gate) = (x.dims(), y.dims(), gate.dims());
         let message = format!(
             "found x {x:?}, y {y:?} and gate {gate:?}, expected x and y of one shape and a gate that broadcasts to it"
         );
         return Err(Error::shape(op, message));
     }
-    // A small gate is kept even inside a checkpoint. Otherwise a recomputation would have to reach this operation to
-    // save the gate, and so compute `y`, which is often an expensive product.
+    // A gate smaller than `y` is kept even inside a checkpoint. Otherwise a recomputation would have to reach this
+    // operation to save the gate, and would compute `y` on the way, which is often an expensive product.
     record(
         &GATED_ADD,
         &[x, y, gate],

@@ -1,17 +1,18 @@
-//! Operations on integer tensors, which the differentiable kernels do not support. No gradient flows through them.
+//! Operations on integer tensors, which have functions of their own: the kernels of differentiable operations do not
+//! support integers. Results are constants.
 
 use candle_core::DType;
 
 use crate::raw::{Raw, from_vec, to_vec};
 use crate::{Error, Result, Tensor};
 
-/// `function` of each element of an i64 tensor.
+/// Applies `function` to each element of an i64 tensor.
 fn map(x: &Tensor, function: impl Fn(i64) -> i64) -> Result<Tensor> {
     let values: Vec<i64> = to_vec::<i64>(&x.raw)?.into_iter().map(function).collect();
     Tensor::constant(from_vec(values, x.dims())).to_device(x.device())
 }
 
-/// The negative. The smallest i64 stays itself, as in torch.
+/// The negative of each element. The smallest i64 stays itself, as in torch.
 ///
 /// # Errors
 /// [`Error::DType`] for unsigned integers, which have no negative.
@@ -20,17 +21,20 @@ pub(super) fn neg(x: &Tensor) -> Result<Tensor> {
         DType::I64 => map(x, i64::wrapping_neg),
         other => Err(Error::dtype(
             "neg",
-            format!("found a {} tensor, which holds no negative numbers; convert it with to(\"i64\")", other.as_str()),
+            format!(
+                "found a {} tensor, which cannot hold negative numbers; convert it with to(\"i64\")",
+                other.as_str()
+            ),
         )),
     }
 }
 
-/// The absolute value. The smallest i64 stays itself, as in torch.
+/// The absolute value of each element. The smallest i64 stays itself, as in torch.
 pub(super) fn abs(x: &Tensor) -> Result<Tensor> {
     if x.dtype() == DType::I64 { map(x, i64::wrapping_abs) } else { Ok(x.clone()) }
 }
 
-/// The maximum or the minimum over `dims`. `along` is candle's maximum or minimum over one dimension; it keeps this
+/// The maximum or the minimum over `dims`. `along` is candle's maximum or minimum over one dimension; it keeps that
 /// dimension, with size 1.
 pub(super) fn extreme(
     x: &Tensor,
@@ -70,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn max_and_min_of_integers_are_exact() -> Result<()> {
+    fn max_and_min_of_integers_are_exact_and_keep_dimensions_if_asked() -> Result<()> {
         assert_eq!(numbers().max(&[1], false)?.to_vec::<i64>()?, [7, 5]);
         assert_eq!(numbers().t()?.max(&[0], true)?.dims(), [1, 2]);
         assert_eq!(numbers().min(&[0], false)?.to_vec::<i64>()?, [i64::MIN, -7, 5]);

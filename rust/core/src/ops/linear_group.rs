@@ -1,8 +1,9 @@
-//! Linear maps of one input as a single map: y = x [W₁; W₂; …]ᵀ + [b₁, b₂, …]. Each map may have a low-rank product of
-//! its own.
+//! Several linear maps of one input, computed as a single map: y = x [W₁; W₂; …]ᵀ + [b₁, b₂, …]. Each map may add a
+//! low-rank product of its own.
 //!
-//! The rows of the frozen weights are stacked, so that the base is one matrix product in each pass. The low-rank
-//! products s (x Aᵀ) Bᵀ (LoRA, arXiv:2106.09685) of the maps, and their dtypes, are as in [`lora`](super::lora).
+//! The rows of the frozen weights are stacked, so that the base takes one matrix product in the forward pass and one
+//! in the backward pass. The low-rank products s (x Aᵀ) Bᵀ (LoRA, arXiv:2106.09685) of the maps, and their dtypes, are
+//! as in [`lora`](super::lora).
 
 use candle_core::DType;
 
@@ -28,20 +29,20 @@ pub struct LowRank {
     pub down: Tensor,
     /// B, (out, rank).
     pub up: Tensor,
-    /// The factor s.
+    /// The scale s.
     pub scale: f64,
 }
 
 /// The maps of a group.
 #[derive(Clone, Copy)]
 pub struct LinearGroup<'a> {
-    /// Frozen weights, their rows stacked, (Σ out, in).
+    /// The frozen weights, stacked by rows, (Σ out, in).
     pub weight: WeightRef<'a>,
-    /// Frozen biases one after the other, (Σ out).
+    /// The frozen biases, one after the other, (Σ out).
     pub bias: Option<&'a Tensor>,
-    /// The number of rows of each map's weight, in the order of the stacked weights.
+    /// The number of rows (out) of each map's weight, in the order of the stacked weights.
     pub sizes: &'a [usize],
-    /// The low-rank product of each map, if any.
+    /// One entry for each map: its low-rank product, or `None` if it has none.
     pub low_rank: &'a [Option<LowRank>],
 }
 
@@ -55,8 +56,8 @@ impl LinearGroup<'_> {
             return Err(Error::shape(
                 op,
                 format!(
-                    "found sizes {:?} and {} entries for low-rank products for a weight of {rows} rows; expected sizes that add up to \
-                     the rows, and one entry for each size",
+                    "found sizes {:?} and {} entries of low-rank products for a weight of {rows} rows; expected \
+                     sizes that add up to {rows}, and one entry for each size",
                     self.sizes,
                     self.low_rank.len()
                 ),
@@ -68,6 +69,7 @@ impl LinearGroup<'_> {
                 check_factors(op, x, (out, inner), down, up)?;
             }
         }
+        // All factors must have the dtype of the first.
         let dtypes = || self.adapted().flat_map(|low_rank| [low_rank.down.dtype(), low_rank.up.dtype()]);
         if let (Some(first), Some(other)) = (dtypes().next(), dtypes().find(|&dtype| Some(dtype) != dtypes().next())) {
             let message =
@@ -77,6 +79,7 @@ impl LinearGroup<'_> {
         Ok(())
     }
 
+    /// The low-rank products of the maps that have one.
     fn adapted(&self) -> impl Iterator<Item = &LowRank> {
         self.low_rank.iter().flatten()
     }
@@ -94,10 +97,10 @@ impl LinearGroup<'_> {
     }
 }
 
-/// The results of linear maps of one input side by side: `x (..., in)` → `(..., Σ out)`, columns in the order of the
-/// maps.
+/// Applies several linear maps to one input: `x (..., in)` → `(..., Σ out)`, the results side by side in the order of
+/// the maps.
 ///
-/// Saves x and x Aᵀ if the gradients of low-rank factors need them. A group without low-rank products saves nothing.
+/// Saves x and x Aᵀ if the gradients of A and B need them. A group without low-rank products saves no activation.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the base
@@ -127,22 +130,20 @@ pub(super) fn frozen(x: &Tensor, dims: &[usize]) -> Result<Tensor> {
     Tensor::from_vec(values, dims, &candle_core::Device::Cpu)?.to_dtype(x.dtype())?.to_device(x.device())
 }
 
-/// Registry entry of this file. The inputs of a case get gradients and the base gets none, so each case makes the base
-/// itself.
+/// Registry entry of this file. All inputs of a case get gradients. The base gets none, so it is not an input: each
+/// case makes its own.
 #[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[Entry {
     info: &LINEAR_GROUP,
     cases: || {
-        /// A group of maps of 5 input features. For each map, `sizes` has the number of outputs, and `adapted` says
-        /// whether the map has a low-rank product. The products have different scales if `mixed`.
+        /// A group of maps of 5 input features. For each map, `sizes` has the number of output features, and `scales`
+        /// has the scale of its low-rank product, if it has one.
         fn case(
             label: &'static str,
             shapes: &[&[usize]],
             sizes: &'static [usize],
-            adapted: &'static [bool],
-            mixed: bool,
+            scales: &'static [Option<f64>],
         ) -> Case {
-            let scale = move |i: usize| if mixed { 0.5 + i as f64 } else { 0.5 };
             let base = move |x: &Tensor| -> Result<(Tensor, Tensor)> {
                 let rows = sizes.iter().sum();
                 Ok((frozen(x, &[rows, 5])?, frozen(x, &[rows])?))
@@ -150,12 +151,11 @@ pub static ENTRIES: &[Entry] = &[Entry {
             let run = move |x: &[Tensor]| {
                 let (weight, bias) = base(&x[0])?;
                 let mut factors = x[1..].chunks_exact(2);
-                let low_rank: Vec<Option<LowRank>> = adapted
+                let low_rank: Vec<Option<LowRank>> = scales
                     .iter()
-                    .enumerate()
-                    .map(|(i, &adapted)| {
-                        let pair = if adapted { factors.next() } else { None };
-                        pair.map(|f| LowRank { down: f[0].clone(), up: f[1].clone(), scale: scale(i) })
+                    .map(|&scale| {
+                        let scale = scale?;
+                        factors.next().map(|f| LowRank { down: f[0].clone(), up: f[1].clone(), scale })
                     })
                     .collect();
                 linear_group(
@@ -168,11 +168,13 @@ pub static ENTRIES: &[Entry] = &[Entry {
                 let mut factors = x[1..].chunks_exact(2);
                 let mut start = 0;
                 let mut results = Vec::new();
-                for (i, (&out, &adapted)) in sizes.iter().zip(adapted).enumerate() {
+                for (&out, &scale) in sizes.iter().zip(scales) {
                     let y = linear(&x[0], &weight.narrow(0, start, out)?, Some(&bias.narrow(0, start, out)?))?;
-                    let pair = if adapted { factors.next() } else { None };
-                    results.push(match pair {
-                        Some(f) => y.add(&linear(&linear(&x[0], &f[0], None)?, &f[1], None)?.mul_scalar(scale(i))?)?,
+                    let product = scale.and_then(|scale| factors.next().map(|f| (f, scale)));
+                    results.push(match product {
+                        Some((f, scale)) => {
+                            y.add(&linear(&linear(&x[0], &f[0], None)?, &f[1], None)?.mul_scalar(scale)?)?
+                        }
                         None => y,
                     });
                     start += out;
@@ -181,7 +183,7 @@ pub static ENTRIES: &[Entry] = &[Entry {
             };
             Case::new(label, shapes, run).plain(plain)
         }
-        /// Two adapted maps whose weights are rows of one NF4 matrix.
+        /// A group of two adapted maps whose weights are rows of one NF4 matrix.
         fn quantized() -> Case {
             const SIZES: &[usize] = &[4, 3];
             let low_rank =
@@ -209,19 +211,17 @@ pub static ENTRIES: &[Entry] = &[Entry {
                 "all adapted",
                 &[&[2, 3, 5], &[2, 5], &[4, 2], &[2, 5], &[4, 2], &[2, 5], &[4, 2]],
                 &[4, 4, 4],
-                &[true; 3],
-                false,
+                &[Some(0.5); 3],
             ),
             case(
                 "some adapted",
                 &[&[3, 5], &[2, 5], &[4, 2], &[3, 5], &[1, 3]],
                 &[4, 6, 1],
-                &[true, false, true],
-                true,
+                &[Some(0.5), None, Some(2.5)],
             ),
-            case("none adapted", &[&[5]], &[2, 3], &[false; 2], false),
+            case("none adapted", &[&[5]], &[2, 3], &[None; 2]),
             quantized(),
-            case("no rows", &[&[0, 5], &[1, 5], &[3, 1]], &[3, 3], &[false, true], false),
+            case("no rows", &[&[0, 5], &[1, 5], &[3, 1]], &[3, 3], &[None, Some(0.5)]),
         ]
     },
 }];

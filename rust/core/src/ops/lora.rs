@@ -1,8 +1,8 @@
-//! Low-rank adapted linear maps as single operations.
+//! Linear maps with low-rank adapters, each map as a single operation.
 //!
 //! LoRA (Hu et al. 2021, arXiv:2106.09685): y = x Wᵀ + b + s (x Aᵀ) Bᵀ with A = `down (r, in)`, B = `up (out, r)`. DoRA
-//! (Liu et al. 2024, arXiv:2402.09353): y = c ∘ (x Wᵀ + s (x Aᵀ) Bᵀ) + b. The vector c has one element for each row w
-//! of W + s B A: m / ‖w‖, where m is the row's trained magnitude. ‖w‖ is a constant in the backward pass (section 4.3
+//! (Liu et al. 2024, arXiv:2402.09353): y = c ∘ (x Wᵀ + s (x Aᵀ) Bᵀ) + b. The vector c has one element, m / ‖w‖, for
+//! each row w of W + s B A, where m is the row's trained magnitude. ‖w‖ is a constant in the backward pass (section 4.3
 //! of the paper), as in peft.
 //!
 //! The base (W and b) is frozen, so no activation is saved for its gradient.
@@ -30,7 +30,7 @@ use crate::{Error, Result, Tensor, Var, checkpoint, compute};
 static LORA: OpInfo = OpInfo::expensive("lora_linear");
 static DORA: OpInfo = OpInfo::expensive("dora_linear");
 
-/// Checks `down (r, in)` and `up (out, r)` against a base of `(out, in)`.
+/// Checks that `down (r, in)` and `up (out, r)` fit a base of shape `(out, in)`, and the dtype and device of `x`.
 pub(super) fn check_factors(
     op: &'static str,
     x: &Tensor,
@@ -57,7 +57,8 @@ pub(super) fn check_factors(
     trainable_kind(op, x, "up matrix", up)
 }
 
-/// A trained tensor must be on the device of `x`. It must have the dtype of `x`; for an f16 or bf16 `x` it may be f32.
+/// Checks that a trained tensor is on the device of `x`, and has the dtype of `x`; for an f16 or bf16 `x` it may be
+/// f32.
 fn trainable_kind(op: &'static str, x: &Tensor, name: &str, tensor: &Tensor) -> Result<()> {
     let is_master = tensor.dtype() == DType::F32 && matches!(x.dtype(), DType::F16 | DType::BF16);
     if is_master && tensor.device().same_device(x.device()) {
@@ -80,6 +81,7 @@ pub(super) fn check_frozen(op: &'static str, weight: WeightRef<'_>, bias: Option
     Ok(())
 }
 
+/// Checks that `scale` is finite.
 pub(super) fn check_scale(op: &'static str, scale: f64) -> Result<()> {
     if scale.is_finite() {
         return Ok(());
@@ -87,6 +89,7 @@ pub(super) fn check_scale(op: &'static str, scale: f64) -> Result<()> {
     Err(Error::argument(op, format!("the scale is {scale}, expected a finite number")))
 }
 
+/// Checks the arguments of [`lora_backward`].
 fn check_backward(
     op: &'static str,
     grad_output: &Tensor,
@@ -96,13 +99,13 @@ fn check_backward(
     scale: f64,
 ) -> Result<()> {
     let (Some(&out), Some(&inner)) = (grad_output.dims().last(), input.dims().last()) else {
-        return Err(Error::shape(op, "grad_output or input is a number, expected at least one dimension"));
+        return Err(Error::shape(op, "grad_output or input is a scalar; both need at least one dimension"));
     };
     if grad_output.dims()[..grad_output.rank() - 1] != input.dims()[..input.rank() - 1] {
         return Err(Error::shape(
             op,
             format!(
-                "grad_output has shape {:?}, input {:?}; expected equal sizes except for the last dimension",
+                "grad_output has shape {:?}, input {:?}; expected the same shape except for the last dimension",
                 grad_output.dims(),
                 input.dims()
             ),
@@ -113,11 +116,12 @@ fn check_backward(
     same_kind(op, input, "grad_output", grad_output)
 }
 
-/// The gradients of the two LoRA matrices, without that of the input.
+/// Computes the gradients of the two LoRA matrices alone, not that of the input.
 ///
-/// For y = s (x Aᵀ) Bᵀ: `grad_output (..., out)`, `input (..., in)`, `down (r, in)`, `up (out, r)` → `(r, in)` and
-/// `(out, r)`, in the dtypes of `down` and `up`. `down` and `up` have the dtype of the input; for an f16 or bf16 input
-/// they may be f32. All tensors must be on one device.
+/// y is s (x Aᵀ) Bᵀ with x = `input (..., in)`, A = `down (r, in)`, B = `up (out, r)` and s = `scale`;
+/// `grad_output (..., out)` is its gradient. Returns the gradients of `down` and `up`, in their shapes and dtypes.
+/// `down` and `up` have the dtype of the input; for an f16 or bf16 input they may be f32. All tensors must be on one
+/// device.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if `scale` is
@@ -138,7 +142,7 @@ pub fn lora_backward(
     Ok((Tensor::constant(grad_down), Tensor::constant(grad_up)))
 }
 
-/// One layer of [`lora_backward_`].
+/// One layer of [`lora_backward_`]: y = s (x Aᵀ) Bᵀ.
 #[derive(Clone, Copy)]
 pub struct LoraLayer<'a> {
     /// The gradient of y, (..., out).
@@ -149,60 +153,61 @@ pub struct LoraLayer<'a> {
     pub down: &'a Var,
     /// B, (out, r).
     pub up: &'a Var,
-    /// The factor s.
+    /// The scale s.
     pub scale: f64,
 }
 
-/// [`lora_backward`] of many layers at once. The results are added to the gradients of the variables. Where these
-/// gradients are parts of a [`FlatBuffer`](crate::FlatBuffer), the products are added in place. On CUDA, many products
-/// run together, without synchronization.
+/// Does what [`lora_backward`] does, for many layers at once, but adds the results to the gradients of the variables.
+/// Where these gradients are parts of a [`FlatBuffer`](crate::FlatBuffer), the products are added in place. On CUDA,
+/// many products run together, without synchronization.
 ///
 /// # Errors
 /// As [`lora_backward`]; if an operand does not fit, no gradient changes.
 pub fn lora_backward_(layers: &[LoraLayer<'_>]) -> Result<()> {
     const OP: &str = "lora_backward_";
-    let (mut matrices, mut first) = (Vec::with_capacity(layers.len()), Vec::with_capacity(2 * layers.len()));
+    let (mut matrices, mut inner_products) = (Vec::with_capacity(layers.len()), Vec::with_capacity(2 * layers.len()));
     for layer in layers {
         check_backward(OP, layer.grad_output, layer.input, layer.down, layer.up, layer.scale)?;
         let (grad, x) = (as_matrix(&layer.grad_output.raw)?, as_matrix(&layer.input.raw)?);
-        let to = || Destination::New(x.dtype());
+        let new = || Destination::New(x.dtype());
         let (down, up) = (operand(layer.down, x.dtype())?.raw.t()?, operand(layer.up, x.dtype())?.raw);
-        first.push(Product { a: x.clone(), b: down, alpha: 1.0, to: to() });
-        first.push(Product { a: grad.clone(), b: up, alpha: layer.scale, to: to() });
+        inner_products.push(Product { a: x.clone(), b: down, alpha: 1.0, to: new() });
+        inner_products.push(Product { a: grad.clone(), b: up, alpha: layer.scale, to: new() });
         matrices.push((grad, x));
     }
-    let hidden = compute::products(&first)?;
-    let (mut work, mut leaves) = (Vec::with_capacity(first.len()), Vec::with_capacity(first.len()));
-    for ((layer, (grad, x)), hidden) in layers.iter().zip(matrices).zip(hidden.chunks_exact(2)) {
-        let of_down = (layer.down, hidden[1].t()?, x, 1.0);
-        let of_up = (layer.up, grad.t()?, hidden[0].clone(), layer.scale);
+    // For each layer, x Aᵀ and its gradient s g B, where g is the gradient of y.
+    let inner = compute::products(&inner_products)?;
+    let (mut outer_products, mut targets) = (Vec::with_capacity(inner.len()), Vec::with_capacity(inner.len()));
+    for ((layer, (grad, x)), inner) in layers.iter().zip(matrices).zip(inner.chunks_exact(2)) {
+        let of_down = (layer.down, inner[1].t()?, x, 1.0);
+        let of_up = (layer.up, grad.t()?, inner[0].clone(), layer.scale);
         for (var, a, b, alpha) in [of_down, of_up] {
             let buffer = var.leaf().product_buffer(&a, &b);
-            leaves.push((var, buffer.is_some()));
+            targets.push((var, buffer.is_some()));
             let to = buffer.map_or_else(|| Destination::New(var.dtype()), Destination::Sum);
-            work.push(Product { a, b, alpha, to });
+            outer_products.push(Product { a, b, alpha, to });
         }
     }
-    for (grad, (var, is_there)) in compute::products(&work)?.into_iter().zip(leaves) {
-        if !is_there {
+    for (grad, (var, is_in_place)) in compute::products(&outer_products)?.into_iter().zip(targets) {
+        if !is_in_place {
             var.leaf().accumulate(grad)?;
         }
     }
     Ok(())
 }
 
-/// The operands, besides the input, that LoRA and DoRA have in common.
+/// The operands that LoRA and DoRA have in common, except the input.
 #[derive(Clone, Copy)]
 pub struct LoraWeights<'a> {
-    /// Frozen base, (out, in).
+    /// The frozen W, (out, in).
     pub weight: WeightRef<'a>,
-    /// Frozen bias, (out).
+    /// The frozen b, (out).
     pub bias: Option<&'a Tensor>,
     /// A, (rank, in).
     pub down: &'a Tensor,
     /// B, (out, rank).
     pub up: &'a Tensor,
-    /// s: alpha / rank (LoRA), alpha / √rank (rsLoRA).
+    /// The scale s: alpha / rank for LoRA, alpha / √rank for rsLoRA.
     pub scale: f64,
 }
 
@@ -216,7 +221,7 @@ impl LoraWeights<'_> {
 }
 
 impl<'a> LoraWeights<'a> {
-    /// The low-rank product, with factors in `dtype`, the dtype of the input.
+    /// The low-rank product for inputs of `dtype`.
     fn low_rank(&self, dtype: DType) -> Result<LowRanks<'a>> {
         let mut low_rank = LowRanks::default();
         low_rank.push([self.down, self.up], self.scale, 0, dtype)?;
@@ -224,7 +229,7 @@ impl<'a> LoraWeights<'a> {
     }
 }
 
-/// y = x Wᵀ + b + s (x Aᵀ) Bᵀ: `x (..., in)` → `(..., out)`. Saves x and x Aᵀ.
+/// y = x Wᵀ + b + s (x Aᵀ) Bᵀ: `x (..., in)` → `(..., out)`. Saves x and x Aᵀ if the gradients of A and B need them.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the base
@@ -247,14 +252,13 @@ pub fn lora_linear(x: &Tensor, w: LoraWeights<'_>) -> Result<Tensor> {
 
 struct DoraBackward {
     low_rank: LowRankBackward,
-    /// m / ‖W + s B A‖ of each row, (out), in the dtype of x.
+    /// The vector c: the magnitude of each row of W + s B A divided by the row's norm, (out), in the dtype of x.
     ratio: Saved,
-    /// ‖W + s B A‖ of each row, (out), in f32 (f64 for f64).
+    /// The norm of each row of W + s B A, (out), in f32 (f64 for f64).
     norm: Saved,
     /// x Wᵀ + s (x Aᵀ) Bᵀ, if the magnitude needs a gradient.
     direction: Option<Saved>,
-    /// The dtype of the magnitude.
-    dtype: DType,
+    magnitude_dtype: DType,
 }
 
 impl Backward for DoraBackward {
@@ -264,18 +268,18 @@ impl Backward for DoraBackward {
             let product = compute::sum(&compute::binary(&grad, &as_matrix(&direction.get()?)?, Mul)?, &[0], false)?;
             let norm = self.norm.get()?;
             let grad_magnitude = compute::binary(&compute::cast(&product, norm.dtype())?, &norm, Div)?;
-            context.add(3, compute::cast(&grad_magnitude, self.dtype)?)?;
+            context.add(3, compute::cast(&grad_magnitude, self.magnitude_dtype)?)?;
         }
         let scaled = compute::binary(&grad, &self.ratio.get()?, Mul)?;
         self.low_rank.run(context, &scaled)
     }
 }
 
-/// ‖W + s B A‖ of each row, (out). The norm is computed in f32 (f64 for f64), because squares of small weights are 0 in
-/// f16.
+/// The norm of each row of W + s B A, (out). Norms are computed in f32 (f64 for f64), because squares of small weights
+/// are 0 in f16.
 ///
 /// # Errors
-/// [`Error::Shape`] if the operands do not fit.
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit.
 pub fn adapted_row_norm<'a>(
     weight: impl Into<WeightRef<'a>>,
     down: &Tensor,
@@ -297,11 +301,12 @@ pub fn adapted_row_norm<'a>(
     Tensor::constant(squares).sqrt()
 }
 
-/// DoRA: `x (..., in)` → `(..., out)` with `magnitude (out)`. Saves x, x Aᵀ, the vector c and the norms of the rows. If
-/// the magnitude needs a gradient, also saves the matrix that c scales.
+/// y = c ∘ (x Wᵀ + s (x Aᵀ) Bᵀ) + b (DoRA): `x (..., in)` → `(..., out)`, where c is `magnitude (out)` divided by the
+/// norm of each row of W + s B A. Saves c and the norms, and x and x Aᵀ if the gradients of A and B need them. If the
+/// magnitude needs a gradient, also saves the matrix that c scales.
 ///
 /// # Errors
-/// As [`lora_linear`].
+/// As [`lora_linear`]; `magnitude` is one of the operands that must fit.
 pub fn dora_linear(x: &Tensor, w: LoraWeights<'_>, magnitude: &Tensor) -> Result<Tensor> {
     w.check(DORA.name, x)?;
     let out = w.weight.dims()[0];
@@ -335,11 +340,12 @@ pub fn dora_linear(x: &Tensor, w: LoraWeights<'_>, magnitude: &Tensor) -> Result
             ratio: saver.save_raw(&aux[0]),
             norm: saver.save_raw(&aux[1]),
             direction: saver.needs(3).then(|| saver.save_raw(&aux[2])),
-            dtype: magnitude.dtype(),
+            magnitude_dtype: magnitude.dtype(),
         },
     )
 }
 
+/// The plain form of [`lora_linear`] for `x` = \[input, A, B, W, b\]; b may be missing.
 #[cfg(feature = "testing")]
 fn lora_plain(x: &[Tensor], scale: f64) -> Result<Tensor> {
     let base = linear(&x[0], &x[3].detach(), x.get(4).map(Tensor::detach).as_ref())?;
@@ -352,8 +358,8 @@ fn master(x: &Tensor) -> Result<Tensor> {
     if matches!(x.dtype(), DType::F16 | DType::BF16) { x.to_dtype(DType::F32) } else { Ok(x.clone()) }
 }
 
-/// Registry entries of this file. The inputs of a case get gradients and the base gets none, so each case makes the
-/// base itself.
+/// Registry entries of this file. All inputs of a case get gradients. The base gets none, so it is not an input: each
+/// case makes its own.
 #[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[
     Entry {
@@ -375,12 +381,12 @@ pub static ENTRIES: &[Entry] = &[
                 let all = [x[0].clone(), x[1].clone(), x[2].clone(), frozen(&x[0], &[4, 5])?, frozen(&x[0], &[4])?];
                 lora_plain(&all, 0.5)
             };
-            let over_codes = |x: &[Tensor]| {
+            let run_quantized = |x: &[Tensor]| {
                 let (base, bias) = (example(&x[0], [4, 5], Format::Nf4)?, frozen(&x[0], &[4])?);
                 let weight = (&base).into();
                 lora_linear(&x[0], LoraWeights { weight, bias: Some(&bias), down: &x[1], up: &x[2], scale: 0.5 })
             };
-            let plain_over_codes = |x: &[Tensor]| {
+            let plain_quantized = |x: &[Tensor]| {
                 let weight = example(&x[0], [4, 5], Format::Nf4)?.dequantize(x[0].dtype())?;
                 lora_plain(&[x[0].clone(), x[1].clone(), x[2].clone(), weight, frozen(&x[0], &[4])?], 0.5)
             };
@@ -388,7 +394,7 @@ pub static ENTRIES: &[Entry] = &[
                 Case::new("", &[&[2, 3, 5], &[2, 5], &[4, 2]], run).plain(plain),
                 Case::new("one row", &[&[5], &[1, 5], &[4, 1]], run).plain(plain),
                 Case::new("no rows", &[&[0, 5], &[2, 5], &[4, 2]], run).plain(plain),
-                Case::new("nf4 base", &[&[2, 3, 5], &[2, 5], &[4, 2]], over_codes).plain(plain_over_codes),
+                Case::new("nf4 base", &[&[2, 3, 5], &[2, 5], &[4, 2]], run_quantized).plain(plain_quantized),
                 Case::new("f32 factors", &[&[2, 3, 5], &[2, 5], &[4, 2]], move |x| {
                     run(&[x[0].clone(), master(&x[1])?, master(&x[2])?])
                 })
@@ -399,14 +405,14 @@ pub static ENTRIES: &[Entry] = &[
     Entry {
         info: &DORA,
         cases: || {
-            // The norm is a constant in the backward pass but not in a finite difference, so only x and the magnitude
-            // are inputs.
+            // The norm is a constant in the backward pass, but a finite difference of A or B would change it. So only x
+            // and the magnitude are inputs.
             fn fixed(x: &Tensor, dims: &[usize], phase: f64) -> Result<Tensor> {
                 let n = dims.iter().product::<usize>();
                 let values: Vec<f64> = (0..n).map(|i| (i as f64 * 0.7 + phase).sin()).collect();
                 Tensor::from_vec(values, dims, x.device())?.to_dtype(x.dtype())
             }
-            let over_codes = |x: &[Tensor]| {
+            let run_quantized = |x: &[Tensor]| {
                 let (base, bias) = (example(&x[0], [4, 5], Format::Int8)?, fixed(&x[0], &[4], 0.2)?);
                 let (down, up) = (fixed(&x[0], &[2, 5], 0.3)?, fixed(&x[0], &[4, 2], 0.4)?);
                 let w = LoraWeights { weight: (&base).into(), bias: Some(&bias), down: &down, up: &up, scale: 0.5 };
@@ -426,12 +432,12 @@ pub static ENTRIES: &[Entry] = &[
                 linear(&x[0], &adapted, None)?.mul(&x[1].div(&norm)?)?.add(&bias)
             };
             let plain = move |x: &[Tensor]| plain_over(x, fixed(&x[0], &[4, 5], 0.1)?);
-            let plain_over_codes =
+            let plain_quantized =
                 move |x: &[Tensor]| plain_over(x, example(&x[0], [4, 5], Format::Int8)?.dequantize(x[0].dtype())?);
             vec![
                 Case::new("", &[&[2, 3, 5], &[4]], run).plain(plain),
                 Case::new("no rows", &[&[0, 5], &[4]], run).plain(plain),
-                Case::new("int8 base", &[&[2, 3, 5], &[4]], over_codes).plain(plain_over_codes),
+                Case::new("int8 base", &[&[2, 3, 5], &[4]], run_quantized).plain(plain_quantized),
                 Case::new("f32 magnitude", &[&[2, 3, 5], &[4]], move |x| run(&[x[0].clone(), master(&x[1])?]))
                     .plain(plain),
             ]

@@ -1,5 +1,5 @@
-//! Gated linear units (Shazeer 2020, arXiv:2002.05202): one half of the features times an activation of the other half,
-//! the gate.
+//! Gated linear units (Shazeer 2020, arXiv:2002.05202): the first half of the features times an activation of the
+//! second half, the gate.
 
 #[cfg(feature = "testing")]
 mod cases;
@@ -26,16 +26,16 @@ pub use linear::swiglu_linear_group;
 static GEGLU: OpInfo = OpInfo::cheap("geglu");
 static SWIGLU: OpInfo = OpInfo::cheap("swiglu");
 
-/// h · GELU(gate), exact, for an input (..., 2 n) whose first n features are h and whose last n are the gate, as in
-/// diffusers' `GEGLU`; → (..., n). Saves its input alone.
+/// h · GELU(gate) with the exact GELU: `x (..., 2 n)` → `(..., n)`. The first n features of `x` are h, the last n are
+/// the gate, as in diffusers' `GEGLU`. Saves only `x`.
 ///
 /// # Errors
-/// [`Error::Shape`] if the last dimension is missing or odd, [`Error::DType`] if the tensor is not floating point.
+/// [`Error::Shape`] if `x` is a scalar or its last dimension is odd, [`Error::DType`] if `x` is not floating point.
 pub fn geglu(x: &Tensor) -> Result<Tensor> {
     gated(&GEGLU, x, GeluExact)
 }
 
-/// h · SiLU(gate), with the halves as in [`geglu`].
+/// h · SiLU(gate), with h and the gate as in [`geglu`]. Saves only `x`.
 ///
 /// # Errors
 /// As [`geglu`].
@@ -53,7 +53,7 @@ fn gated<F: Pointwise>(info: &'static OpInfo, x: &Tensor, function: F) -> Result
             let found = x.dims();
             return Err(Error::shape(
                 op,
-                format!("the input has shape {found:?}, expected (..., 2 n): features, gate"),
+                format!("the input has shape {found:?}, expected (..., 2 n): n features, then n of the gate"),
             ));
         }
     };
@@ -90,6 +90,7 @@ fn run_backward<F: Pointwise>(op: &'static str, x: &Raw, grad: &Raw, width: usiz
 struct GatedBackward<F> {
     op: &'static str,
     x: Saved,
+    /// n, the number of features of the result.
     width: usize,
     function: F,
 }

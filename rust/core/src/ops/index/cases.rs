@@ -15,11 +15,11 @@ pub static ENTRIES: &[Entry] = &[
         info: &INDEX_SELECT,
         cases: || {
             vec![
-                Case::new("rows, repeated", &[&[3, 5]], |x| x[0].index_select(&ids(&x[0], &[2, 0, 2, 2], &[4])?, 0)),
-                Case::new("middle", &[&[2, 3, 5]], |x| x[0].index_select(&ids(&x[0], &[1, 1], &[2])?, 1)),
-                Case::new("last", &[&[2, 5]], |x| x[0].index_select(&ids(&x[0], &[4, 0, 4], &[3])?, 1)),
+                Case::new("repeated rows", &[&[3, 5]], |x| x[0].index_select(&ids(&x[0], &[2, 0, 2, 2], &[4])?, 0)),
+                Case::new("middle dimension", &[&[2, 3, 5]], |x| x[0].index_select(&ids(&x[0], &[1, 1], &[2])?, 1)),
+                Case::new("last dimension", &[&[2, 5]], |x| x[0].index_select(&ids(&x[0], &[4, 0, 4], &[3])?, 1)),
                 Case::new("no ids", &[&[3, 5]], |x| x[0].index_select(&ids(&x[0], &[], &[0])?, 0)),
-                Case::new("empty", &[&[3, 0]], |x| x[0].index_select(&ids(&x[0], &[1, 1], &[2])?, 0)),
+                Case::new("empty rows", &[&[3, 0]], |x| x[0].index_select(&ids(&x[0], &[1, 1], &[2])?, 0)),
             ]
         },
     },
@@ -27,9 +27,13 @@ pub static ENTRIES: &[Entry] = &[
         info: &GATHER,
         cases: || {
             vec![
-                Case::new("last", &[&[2, 5]], |x| x[0].gather(&ids(&x[0], &[4, 1, 4, 0, 0, 0], &[2, 3])?, 1)),
-                Case::new("first", &[&[3, 2]], |x| x[0].gather(&ids(&x[0], &[2, 1, 2, 0, 2, 0, 1, 1], &[4, 2])?, 0)),
-                Case::new("smaller ids", &[&[3, 4, 5]], |x| x[0].gather(&ids(&x[0], &[3, 1, 0, 0], &[2, 2, 1])?, 1)),
+                Case::new("last dimension", &[&[2, 5]], |x| x[0].gather(&ids(&x[0], &[4, 1, 4, 0, 0, 0], &[2, 3])?, 1)),
+                Case::new("first dimension", &[&[3, 2]], |x| {
+                    x[0].gather(&ids(&x[0], &[2, 1, 2, 0, 2, 0, 1, 1], &[4, 2])?, 0)
+                }),
+                Case::new("ids of smaller shape", &[&[3, 4, 5]], |x| {
+                    x[0].gather(&ids(&x[0], &[3, 1, 0, 0], &[2, 2, 1])?, 1)
+                }),
                 Case::new("no ids", &[&[3, 5]], |x| x[0].gather(&ids(&x[0], &[], &[3, 0])?, 1)),
             ]
         },
@@ -41,7 +45,7 @@ pub static ENTRIES: &[Entry] = &[
                 Case::new("matrix of ids", &[&[5, 3]], |x| {
                     embedding(&x[0], &ids(&x[0], &[4, 1, 1, 0, 4, 4], &[2, 3])?)
                 }),
-                Case::new("one id", &[&[5, 3]], |x| embedding(&x[0], &ids(&x[0], &[3], &[])?)),
+                Case::new("scalar id", &[&[5, 3]], |x| embedding(&x[0], &ids(&x[0], &[3], &[])?)),
                 Case::new("no ids", &[&[5, 3]], |x| embedding(&x[0], &ids(&x[0], &[], &[2, 0])?)),
             ]
         },

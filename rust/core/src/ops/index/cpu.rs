@@ -1,7 +1,7 @@
-//! The CPU form. Ids are checked before they are used.
+//! The CPU form. All ids are checked before the first is used.
 //!
-//! A tensor is treated as (outer, size, inner), where `size` is the dimension that is indexed. One thread computes each
-//! sum over repeated ids, in the order of the ids.
+//! A tensor is treated as (outer, size, inner), where `size` is the dimension that is indexed; o, j (or an id) and i
+//! are indices in these three. If ids repeat, one thread adds the gradients of an element, in the order of the ids.
 
 use super::super::rows::rows_per_block;
 use super::positions;
@@ -11,12 +11,12 @@ use crate::cpu::{Elem, Real, dispatch, elements, read_all};
 use crate::raw::{check_allocation, from_vec, is_float};
 use crate::{Raw, Result, dispatch_float};
 
-/// Number of elements that one thread picks at a time.
+/// Number of elements that one thread gathers at a time.
 const GRAIN: usize = 32 * 1024;
 
-/// The number of elements before and after dimension `dim`.
-fn around(dims: &[usize], dim: usize) -> (usize, usize) {
-    (dims[..dim].iter().product(), dims[dim + 1..].iter().product())
+/// The product of the sizes of the dimensions after `dim`.
+fn inner_size(dims: &[usize], dim: usize) -> usize {
+    dims[dim + 1..].iter().product()
 }
 
 /// `dims` with `size` in place of dimension `dim`.
@@ -28,13 +28,13 @@ fn with_size(dims: &[usize], dim: usize, size: usize) -> Vec<usize> {
 
 /// Computes `y[o, j, i] = x[o, ids[j], i]`.
 pub fn select(op: &'static str, x: &Raw, ids: &Raw, dim: usize) -> Result<Raw> {
-    let positions = positions(op, ids, x.dims()[dim])?;
+    let indices = positions(op, ids, x.dims()[dim])?;
     if !is_float(x.dtype()) {
         return Ok(x.contiguous()?.index_select(&ids.flatten_all()?.contiguous()?, dim)?);
     }
-    let dims = with_size(x.dims(), dim, positions.len());
+    let dims = with_size(x.dims(), dim, indices.len());
     let len = check_allocation(op, &dims, x.dtype())?;
-    let (size, (_, inner)) = (x.dims()[dim], around(&dims, dim));
+    let (size, inner) = (x.dims()[dim], inner_size(&dims, dim));
     let x = contiguous(x)?;
     dispatch_float!(x.dtype(), op, T => read_all(op, &[&x], |x| {
         let x = elements::<T>(x[0])?;
@@ -44,8 +44,8 @@ pub fn select(op: &'static str, x: &Raw, ids: &Raw, dim: usize) -> Result<Raw> {
             par_chunks_mut(&mut y, rows * inner, |piece, y| {
                 for (row, y) in y.chunks_mut(inner).enumerate() {
                     let row = piece * rows + row;
-                    let (o, j) = (row / positions.len(), row % positions.len());
-                    let from = (o * size + positions[j]) * inner;
+                    let (o, j) = (row / indices.len(), row % indices.len());
+                    let from = (o * size + indices[j]) * inner;
                     y.copy_from_slice(&x[from..from + inner]);
                 }
             });
@@ -57,34 +57,36 @@ pub fn select(op: &'static str, x: &Raw, ids: &Raw, dim: usize) -> Result<Raw> {
 
 /// The gradient of [`select`]: `dx[o, ids[j], i] += g[o, j, i]`, with `size` elements along `dim`.
 pub fn select_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: usize) -> Result<Raw> {
-    let positions = positions(op, ids, size)?;
+    let indices = positions(op, ids, size)?;
     let dims = with_size(g.dims(), dim, size);
     let len = check_allocation(op, &dims, g.dtype())?;
-    let (_, inner) = around(&dims, dim);
-    let mut order: Vec<usize> = (0..positions.len()).collect();
-    order.sort_by_key(|&j| positions[j]);
+    let inner = inner_size(&dims, dim);
+    // Every j, sorted by ids[j]. The sort is stable, so that equal ids stay in their order.
+    let mut order: Vec<usize> = (0..indices.len()).collect();
+    order.sort_by_key(|&j| indices[j]);
     let g = contiguous(g)?;
     dispatch_float!(g.dtype(), op, T => read_all(op, &[&g], |g| {
         let g = elements::<T>(g[0])?;
         let mut dx = vec![T::from_acc(Real::ZERO); len];
-        if len > 0 && !positions.is_empty() {
+        if len > 0 && !indices.is_empty() {
             let rows = rows_per_block(inner);
             par_chunks_mut(&mut dx, rows * inner, |piece, dx| {
                 let mut sum = vec![<T as Elem>::Acc::ZERO; inner];
                 let start = piece * rows;
-                let mut next = order.partition_point(|&j| positions[j] < start % size);
+                // The place in `order` of the first id of the next row of this piece, or of a later row.
+                let mut next = order.partition_point(|&j| indices[j] < start % size);
                 for (row, dx) in dx.chunks_mut(inner).enumerate() {
                     let (o, at) = ((start + row) / size, (start + row) % size);
                     if at == 0 {
                         next = 0;
                     }
-                    let hits = order[next..].iter().take_while(|&&j| positions[j] == at).count();
+                    let hits = order[next..].iter().take_while(|&&j| indices[j] == at).count();
                     for &j in &order[next..next + hits] {
-                        let from = (o * positions.len() + j) * inner;
+                        let from = (o * indices.len() + j) * inner;
                         add(&mut sum, &g[from..from + inner]);
                     }
                     if hits > 0 {
-                        take(&mut sum, dx);
+                        write_and_clear(&mut sum, dx);
                     }
                     next += hits;
                 }
@@ -95,6 +97,7 @@ pub fn select_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: u
     .map(|dx| from_vec(dx, dims.as_slice())))
 }
 
+/// Adds `row` to `sum`.
 fn add<T: Elem>(sum: &mut [T::Acc], row: &[T]) {
     dispatch(
         #[inline(always)]
@@ -106,8 +109,8 @@ fn add<T: Elem>(sum: &mut [T::Acc], row: &[T]) {
     );
 }
 
-/// Writes the sums, rounded to the dtype, to `row`, and sets them to zero.
-fn take<T: Elem>(sum: &mut [T::Acc], row: &mut [T]) {
+/// Writes `sum`, rounded to the dtype, to `row`, and sets `sum` to zero.
+fn write_and_clear<T: Elem>(sum: &mut [T::Acc], row: &mut [T]) {
     dispatch(
         #[inline(always)]
         || {
@@ -121,21 +124,22 @@ fn take<T: Elem>(sum: &mut [T::Acc], row: &mut [T]) {
 
 /// Computes `y[o, j, i] = x[o, ids[o, j, i], i]`, with `count` elements along `dim` of the result.
 pub fn gather(op: &'static str, x: &Raw, ids: &Raw, dim: usize, count: usize) -> Result<Raw> {
-    let positions = positions(op, ids, x.dims()[dim])?;
+    let indices = positions(op, ids, x.dims()[dim])?;
     if !is_float(x.dtype()) {
         return Ok(x.contiguous()?.gather(&ids.contiguous()?, dim)?);
     }
     let dims = with_size(x.dims(), dim, count);
     let len = check_allocation(op, &dims, x.dtype())?;
-    let (size, (_, inner)) = (x.dims()[dim], around(&dims, dim));
+    let (size, inner) = (x.dims()[dim], inner_size(&dims, dim));
     let x = contiguous(x)?;
     dispatch_float!(x.dtype(), op, T => read_all(op, &[&x], |x| {
         let x = elements::<T>(x[0])?;
         let mut y = vec![T::from_acc(Real::ZERO); len];
         par_chunks_mut(&mut y, GRAIN, |piece, y| {
             let start = piece * GRAIN;
+            // `at` is the index of (o, j, i) in the result, and of its id in `ids`.
             for (at, y) in (start..).zip(y) {
-                *y = x[(at / (count * inner) * size + positions[at]) * inner + at % inner];
+                *y = x[(at / (count * inner) * size + indices[at]) * inner + at % inner];
             }
         });
         Ok(y)
@@ -145,25 +149,26 @@ pub fn gather(op: &'static str, x: &Raw, ids: &Raw, dim: usize, count: usize) ->
 
 /// The gradient of [`gather`]: `dx[o, ids[o, j, i], i] += g[o, j, i]`, with `size` elements along `dim`.
 pub fn gather_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: usize) -> Result<Raw> {
-    let positions = positions(op, ids, size)?;
+    let indices = positions(op, ids, size)?;
     let dims = with_size(g.dims(), dim, size);
     let len = check_allocation(op, &dims, g.dtype())?;
-    let (count, (_, inner)) = (g.dims()[dim], around(&dims, dim));
+    let (count, inner) = (g.dims()[dim], inner_size(&dims, dim));
     let g = contiguous(g)?;
     dispatch_float!(g.dtype(), op, T => read_all(op, &[&g], |g| {
         let g = elements::<T>(g[0])?;
         let mut dx = vec![T::from_acc(Real::ZERO); len];
         if len > 0 && count > 0 {
+            // A slab holds the elements of `dx` with the same o.
             let slabs = rows_per_block(size * inner);
             par_chunks_mut(&mut dx, slabs * size * inner, |piece, dx| {
                 let mut sum = vec![<T as Elem>::Acc::ZERO; size * inner];
                 for (slab, dx) in dx.chunks_mut(size * inner).enumerate() {
-                    let from = (piece * slabs + slab) * count * inner;
-                    let ids = &positions[from..from + count * inner];
-                    for ((at, g), &id) in g[from..].iter().enumerate().zip(ids) {
+                    let start = (piece * slabs + slab) * count * inner;
+                    let ids = &indices[start..start + count * inner];
+                    for ((at, g), &id) in g[start..].iter().enumerate().zip(ids) {
                         sum[id * inner + at % inner] += g.to_acc();
                     }
-                    take(&mut sum, dx);
+                    write_and_clear(&mut sum, dx);
                 }
             });
         }

@@ -1,7 +1,7 @@
 //! The CUDA form: `kernels/index.cu`.
 //!
-//! The host does not read ids, because that would synchronize: a kernel that finds an id out of range records it on the
-//! device, and the next synchronization returns the error.
+//! The host does not read ids, because that would synchronize. A kernel that finds an id out of range records the id's
+//! position on the device, and the next synchronization returns the error.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::index::{
@@ -13,16 +13,16 @@ use crate::cuda::launch::{Kernel, Mut, Shape, any_suffix, count32, empty, input,
 use crate::cuda::{Gpu, contiguous, fill};
 use crate::{Error, Raw, Result};
 
-/// Sizes of a tensor (outer, size, inner), where `size` is the dimension that is indexed.
-struct Around {
+/// Sizes of a tensor (outer, size, inner), where `size` is the dimension that is indexed, and of its ids.
+struct Sizes {
     outer: usize,
     size: usize,
-    /// Number of ids along the dimension.
+    /// Number of ids along the indexed dimension.
     count: usize,
     inner: usize,
 }
 
-impl Around {
+impl Sizes {
     fn new(dims: &[usize], dim: usize, size: usize, count: usize) -> Self {
         Self { outer: dims[..dim].iter().product(), size, count, inner: dims[dim + 1..].iter().product() }
     }
@@ -35,16 +35,16 @@ fn with_size(dims: &[usize], dim: usize, size: usize) -> Vec<usize> {
     dims
 }
 
-/// Dense ids, as the kernels read them, and the number of bytes of an id.
+/// Returns dense ids, as the kernels read them, and the size of an id in bytes.
 fn dense_ids(op: &'static str, ids: &Raw) -> Result<(Raw, u32)> {
     let bytes = id_bytes(op, ids)?;
     Ok((contiguous(ids)?, bytes))
 }
 
-/// The bytes of an id.
+/// The size of an id in bytes.
 ///
 /// # Errors
-/// [`Error::DType`] if ids are neither i64 nor u32.
+/// [`Error::DType`] if the ids are neither i64 nor u32.
 pub(in crate::ops) fn id_bytes(op: &'static str, ids: &Raw) -> Result<u32> {
     match ids.dtype() {
         DType::I64 => Ok(8),
@@ -57,27 +57,29 @@ pub(in crate::ops) fn id_bytes(op: &'static str, ids: &Raw) -> Result<u32> {
 
 /// Computes `y[o, j, i] = x[o, ids[j], i]`.
 pub fn select(op: &'static str, x: &Raw, ids: &Raw, dim: usize) -> Result<Raw> {
-    let around = Around::new(x.dims(), dim, x.dims()[dim], ids.elem_count());
+    let sizes = Sizes::new(x.dims(), dim, x.dims()[dim], ids.elem_count());
     let dims = with_size(x.dims(), dim, ids.elem_count());
-    pick(op, &INDEX_SELECT_FORWARD, x, ids, &dims, &around, wide(x.dtype()))
+    pick(op, &INDEX_SELECT_FORWARD, x, ids, &dims, &sizes, wide(x.dtype()))
 }
 
 /// Computes `y[o, j, i] = x[o, ids[o, j, i], i]`, with `count` elements along `dim` of the result.
 pub fn gather(op: &'static str, x: &Raw, ids: &Raw, dim: usize, count: usize) -> Result<Raw> {
-    let around = Around::new(x.dims(), dim, x.dims()[dim], count);
+    let sizes = Sizes::new(x.dims(), dim, x.dims()[dim], count);
     let dims = with_size(x.dims(), dim, count);
-    pick(op, &GATHER_FORWARD, x, ids, &dims, &around, 1)
+    let elements_per_thread = 1;
+    pick(op, &GATHER_FORWARD, x, ids, &dims, &sizes, elements_per_thread)
 }
 
-/// Launches a kernel that picks the elements of a result of shape `dims`. A thread picks `each` elements.
+/// Launches a kernel that picks the elements of a result of shape `dims`. Each thread picks `elements_per_thread`
+/// elements.
 fn pick(
     op: &'static str,
     kernel: &Kernel<IndexSelectForward>,
     x: &Raw,
     ids: &Raw,
     dims: &[usize],
-    around: &Around,
-    each: usize,
+    sizes: &Sizes,
+    elements_per_thread: usize,
 ) -> Result<Raw> {
     let gpu = Gpu::of(op, x)?;
     let x = contiguous(x)?;
@@ -87,16 +89,16 @@ fn pick(
     }
     let (ids, bytes) = dense_ids(op, ids)?;
     let function = gpu.function(kernel, any_suffix(op, x.dtype())?)?;
-    let shape = Shape::flat(y.elem_count(), each);
+    let shape = Shape::flat(y.elem_count(), elements_per_thread);
     let arguments = IndexSelectForward {
         x: input(op, &x)?,
         ids: input(op, &ids)?,
         y: output(op, &y)?,
         out_of_range: gpu.board().place(op),
-        outer: around.outer as u64,
-        size: count32(op, around.size)?,
-        count: count32(op, around.count)?,
-        inner: count32(op, around.inner)?,
+        outer: sizes.outer as u64,
+        size: count32(op, sizes.size)?,
+        count: count32(op, sizes.count)?,
+        inner: count32(op, sizes.inner)?,
         id_bytes: bytes,
     };
     // SAFETY: the tensors are dense and of these sizes.
@@ -104,16 +106,16 @@ fn pick(
     Ok(y)
 }
 
-/// The gradient of [`select`], with `size` elements along `dim`.
+/// The gradient of [`select`]: `dx[o, ids[j], i] += g[o, j, i]`, with `size` elements along `dim`.
 pub fn select_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: usize) -> Result<Raw> {
     let gpu = Gpu::of(op, g)?;
     let g = contiguous(g)?;
-    let around = Around::new(g.dims(), dim, size, ids.elem_count());
+    let sizes = Sizes::new(g.dims(), dim, size, ids.elem_count());
     let dx = empty(op, gpu, &with_size(g.dims(), dim, size), g.dtype())?;
     if dx.elem_count() == 0 {
         return Ok(dx);
     }
-    // If there are fewer ids than rows, only the rows that the ids name are written.
+    // With fewer ids than `size`, only the elements of `dx` that the ids name are written, so `dx` is set to 0 first.
     let scatters = ids.elem_count() < size;
     if scatters || ids.elem_count() == 0 {
         fill(&dx, 0.0)?;
@@ -122,32 +124,33 @@ pub fn select_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: u
         return Ok(dx);
     }
     let (ids, bytes) = dense_ids(op, ids)?;
-    let tiles = (around.outer * around.inner).div_ceil(128 * wide(g.dtype()));
-    let tasks = tiles * if scatters { around.count } else { around.size };
+    // The kernels expect 128 threads in a block. Each thread adds the gradients of `wide` elements.
+    let tiles = (sizes.outer * sizes.inner).div_ceil(128 * wide(g.dtype()));
+    let tasks = tiles * if scatters { sizes.count } else { sizes.size };
     let shape = Shape { grid: [tasks.clamp(1, i32::MAX as usize) as u32, 1, 1], block: [128, 1, 1], shared: 0 };
-    let (dtypes, grad, ids, to) = (suffix(op, g.dtype())?, input(op, &g)?, input(op, &ids)?, output(op, &dx)?);
-    let (outer, size, count) = (around.outer as u64, count32(op, around.size)?, count32(op, around.count)?);
-    let inner = count32(op, around.inner)?;
+    let (dtype, grad, ids, dx_output) = (suffix(op, g.dtype())?, input(op, &g)?, input(op, &ids)?, output(op, &dx)?);
+    let (outer, size, count) = (sizes.outer as u64, count32(op, sizes.size)?, count32(op, sizes.count)?);
+    let inner = count32(op, sizes.inner)?;
     // SAFETY: the tensors are dense and of these sizes. The sums are not split into parts, so `partials` is null.
     unsafe {
         if scatters {
-            let arguments = IndexSelectScatter { grad, ids, dx: to, outer, size, count, inner, id_bytes: bytes };
-            gpu.function(&INDEX_SELECT_SCATTER, dtypes)?.launch(op, gpu, shape, arguments)
+            let arguments = IndexSelectScatter { grad, ids, dx: dx_output, outer, size, count, inner, id_bytes: bytes };
+            gpu.function(&INDEX_SELECT_SCATTER, dtype)?.launch(op, gpu, shape, arguments)
         } else {
             let partials = Mut::NULL;
             let arguments =
-                IndexSelectBackward { grad, ids, dx: to, partials, outer, size, count, inner, id_bytes: bytes };
-            gpu.function(&INDEX_SELECT_BACKWARD, dtypes)?.launch(op, gpu, shape, arguments)
+                IndexSelectBackward { grad, ids, dx: dx_output, partials, outer, size, count, inner, id_bytes: bytes };
+            gpu.function(&INDEX_SELECT_BACKWARD, dtype)?.launch(op, gpu, shape, arguments)
         }
     }?;
     Ok(dx)
 }
 
-/// The gradient of [`gather`], with `size` elements along `dim`.
+/// The gradient of [`gather`]: `dx[o, ids[o, j, i], i] += g[o, j, i]`, with `size` elements along `dim`.
 pub fn gather_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: usize) -> Result<Raw> {
     let gpu = Gpu::of(op, g)?;
     let g = contiguous(g)?;
-    let around = Around::new(g.dims(), dim, size, g.dims()[dim]);
+    let sizes = Sizes::new(g.dims(), dim, size, g.dims()[dim]);
     let dx = empty(op, gpu, &with_size(g.dims(), dim, size), g.dtype())?;
     if dx.elem_count() == 0 {
         return Ok(dx);
@@ -163,10 +166,10 @@ pub fn gather_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: u
         grad: input(op, &g)?,
         ids: input(op, &ids)?,
         dx: output(op, &dx)?,
-        outer: around.outer as u64,
-        size: count32(op, around.size)?,
-        count: count32(op, around.count)?,
-        inner: count32(op, around.inner)?,
+        outer: sizes.outer as u64,
+        size: count32(op, sizes.size)?,
+        count: count32(op, sizes.count)?,
+        inner: count32(op, sizes.inner)?,
         id_bytes: bytes,
     };
     // SAFETY: the tensors are dense and of these sizes.

@@ -1,9 +1,10 @@
 //! Picking elements by integer ids: index_select, gather, embedding.
 //!
-//! Ids are i64 or u32 and count from 0. An id out of range is an error that names the id; negative ids never wrap
-//! around. On CUDA the next function that reads a value or waits for the device returns the error; results computed
-//! from the id before that are undefined. If ids pick an element several times, its gradients are added in the order of
-//! the ids, so that the sum does not depend on the number of threads. The sum is in f32, or in f64 for f64.
+//! Ids are i64 or u32 and count from 0. An id out of range is an error; negative ids never wrap around. On the CPU the
+//! error names the id and its position among the ids. On CUDA it names only the position, and the next function that
+//! reads a value or waits for the device returns it; results computed from the id before that are undefined. If ids
+//! pick an element several times, its gradients are added in the order of the ids, so that the sum does not depend on
+//! the number of threads. The sum is in f32, or in f64 for f64.
 
 #[cfg(feature = "testing")]
 mod cases;
@@ -26,7 +27,7 @@ static EMBEDDING: OpInfo = OpInfo::cheap("embedding");
 
 /// Reads the ids in row-major order, and checks that each is below `size`.
 fn positions(op: &'static str, ids: &Raw, size: usize) -> Result<Vec<usize>> {
-    let outside = |id: i64, at: usize| {
+    let out_of_range = |id: i64, at: usize| {
         Error::index(
             op,
             format!(
@@ -36,13 +37,14 @@ fn positions(op: &'static str, ids: &Raw, size: usize) -> Result<Vec<usize>> {
     };
     match ids.dtype() {
         DType::I64 => {
-            let check =
-                |(at, id): (usize, i64)| usize::try_from(id).ok().filter(|&i| i < size).ok_or_else(|| outside(id, at));
+            let check = |(at, id): (usize, i64)| {
+                usize::try_from(id).ok().filter(|&i| i < size).ok_or_else(|| out_of_range(id, at))
+            };
             to_vec::<i64>(ids)?.into_iter().enumerate().map(check).collect()
         }
         DType::U32 => {
             let check = |(at, id): (usize, u32)| {
-                Some(id as usize).filter(|&i| i < size).ok_or_else(|| outside(i64::from(id), at))
+                Some(id as usize).filter(|&i| i < size).ok_or_else(|| out_of_range(i64::from(id), at))
             };
             to_vec::<u32>(ids)?.into_iter().enumerate().map(check).collect()
         }
@@ -66,7 +68,8 @@ pub(super) fn select_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, 
     )
 }
 
-/// Computes `y[o, j, i] = x[o, ids[o, j, i], i]`, with `count` elements along `dim` of the result.
+/// Computes `y[o, j, i] = x[o, ids[o, j, i], i]`, with `count` elements along `dim` of the result. Except along `dim`,
+/// `x` has the sizes of `ids`.
 pub(super) fn gather_raw(op: &'static str, x: &Raw, ids: &Raw, dim: usize, count: usize) -> Result<Raw> {
     on_device!(
         x.device(),
@@ -98,8 +101,8 @@ fn check_device(op: &'static str, device: &Device, ids: &Tensor) -> Result<()> {
     Err(Error::device(op, "the ids are on another device than the values; move one with to()"))
 }
 
-/// The backward pass of `index_select` and `embedding`. It reshapes the gradient of the result to the input's shape
-/// with the number of ids in place of dimension `dim`.
+/// The backward pass of `index_select` and `embedding`. It first reshapes the gradient of the result to the shape that
+/// `index_select` gives it: that of the input, with the number of ids in place of dimension `dim`.
 struct SelectBackward {
     op: &'static OpInfo,
     /// The shape of the input.
@@ -128,13 +131,14 @@ struct GatherBackward {
 impl Backward for GatherBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let (ids, size) = (self.ids.get()?, self.dims[self.dim]);
+        // The gradient of the corner of the input that the ids can reach. Outside the corner the gradient is 0.
         let part = scatter_raw(GATHER.name, context.grad(), &ids, self.dim, size)?;
         if part.dims() == self.dims {
             return context.add(0, part);
         }
-        let whole = compute::zeros(&self.dims, part.dtype(), part.device())?;
-        compute::copy_into(&corner(&whole, part.dims())?, &part)?;
-        context.add(0, whole)
+        let grad = compute::zeros(&self.dims, part.dtype(), part.device())?;
+        compute::copy_into(&corner(&grad, part.dims())?, &part)?;
+        context.add(0, grad)
     }
 }
 
@@ -148,11 +152,12 @@ fn corner(x: &Raw, dims: &[usize]) -> Result<Raw> {
 }
 
 impl Tensor {
-    /// The slices of dimension `dim` that the vector `ids` names, in the order of the ids; an id may repeat.
+    /// The slices along dimension `dim` that the vector `ids` names, in the order of the ids; an id may repeat.
     ///
     /// # Errors
     /// [`Error::Index`] if `dim` or an id is out of range (as every negative id is), [`Error::Shape`] if `ids` is not a
-    /// vector, [`Error::DType`] if `ids` is not i64 or u32, [`Error::Device`] if `ids` is on another device.
+    /// vector, [`Error::DType`] if `ids` is not i64 or u32, [`Error::Device`] if `ids` is on another device than this
+    /// tensor.
     pub fn index_select(&self, ids: &Self, dim: usize) -> Result<Self> {
         check_dim(INDEX_SELECT.name, self, dim)?;
         check_device(INDEX_SELECT.name, self.device(), ids)?;
@@ -175,8 +180,9 @@ impl Tensor {
     /// The result has the shape of `ids`.
     ///
     /// # Errors
-    /// [`Error::Index`] if `dim` or an id is out of range (as every negative id is), [`Error::Shape`] if the shapes do
-    /// not fit, [`Error::DType`] if `ids` is not i64 or u32, [`Error::Device`] if `ids` is on another device.
+    /// [`Error::Index`] if `dim` or an id is out of range (as every negative id is), [`Error::Shape`] if the shapes
+    /// break these rules, [`Error::DType`] if `ids` is not i64 or u32, [`Error::Device`] if `ids` is on another device
+    /// than this tensor.
     pub fn gather(&self, ids: &Self, dim: usize) -> Result<Self> {
         check_dim(GATHER.name, self, dim)?;
         check_device(GATHER.name, self.device(), ids)?;
@@ -185,8 +191,8 @@ impl Tensor {
             return Err(Error::shape(
                 GATHER.name,
                 format!(
-                    "ids have shape {:?}, the values {:?}; expected as many dimensions in ids as in the values, and no larger sizes \
-                     except along dimension {dim}",
+                    "ids have shape {:?}, the values {:?}; expected as many dimensions in ids as in the \
+                     values, and sizes of ids that are at most those of the values, except along dimension {dim}",
                     ids.dims(),
                     self.dims()
                 ),
@@ -211,8 +217,8 @@ impl Tensor {
 ///
 /// # Errors
 /// [`Error::Index`] if an id is out of range (as every negative id is), [`Error::Shape`] if `weight` is not a matrix,
-/// [`Error::DType`] if `ids` is not i64 or u32, [`Error::Device`] if `ids` is on another device, [`Error::Argument`] if
-/// the rows of a quantized weight cannot be read separately.
+/// [`Error::DType`] if `ids` is not i64 or u32, [`Error::Device`] if `ids` is on another device than `weight`,
+/// [`Error::Argument`] if the rows of a quantized weight cannot be read separately.
 pub fn embedding<'a>(weight: impl Into<WeightRef<'a>>, ids: &Tensor) -> Result<Tensor> {
     let weight = weight.into();
     let &[_, features] = weight.dims() else {

@@ -1,12 +1,12 @@
-//! The CUDA forms that are more than a plain product: tensor cores for f32 operands, each number as a pair of bf16
-//! numbers; and cuBLASLt, which adds the bias in the product's kernel.
+//! The two CUDA forms that are more than a plain product: a product of f32 operands on tensor cores, each number as a
+//! pair of bf16 numbers; and a product of cuBLASLt, whose kernel adds the bias.
 
 use super::LINEAR;
 use crate::cuda::product_with_bias;
 use crate::ops::conv::cuda::pairs;
 use crate::{Raw, Result};
 
-/// x Wᵀ + b over matrices; `None` if neither form supports the operands.
+/// x Wᵀ + b over matrices; `None` if neither form supports the operands (the second needs a bias).
 pub(super) fn forward(x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Option<Raw>> {
     if let Some(y) = pairs::linear(LINEAR.name, x, weight, bias)? {
         return Ok(Some(y));

@@ -24,7 +24,7 @@ pub(super) use residual::{check_residual, forward_add};
 
 static LINEAR: OpInfo = OpInfo::expensive("linear");
 
-/// `x` as a contiguous matrix whose columns are its last dimension.
+/// `x` as a contiguous matrix with one column for each element of the last dimension of `x`. `x` must not be a scalar.
 pub(super) fn as_matrix(x: &Raw) -> Result<Raw> {
     let columns = x.dims()[x.rank() - 1];
     let rows = x.dims()[..x.rank() - 1].iter().product::<usize>();
@@ -49,8 +49,8 @@ pub(super) fn forward(x: &Raw, weight: WeightRef<'_>, bias: Option<&Raw>) -> Res
     }
     match weight {
         WeightRef::Plain(weight) => forward_plain(x, &weight.raw, bias),
-        // On a GPU all values are dequantized into scratch memory for one product. On the CPU, and for a large weight
-        // such as the head of a language model, the next arm dequantizes them in parts.
+        // On a GPU all values of the weight are dequantized into scratch memory for one product. On the CPU, and for a
+        // large weight such as the head of a language model, the next arm dequantizes the values in parts.
         WeightRef::Quantized(weight) if !x.device().is_cpu() && !weight.is_large() => {
             forward_plain(x, &weight.values(x.dtype())?, bias)
         }
@@ -75,9 +75,10 @@ pub(super) fn forward_unless_unread(x: &Raw, weight: WeightRef<'_>, bias: Option
     forward(x, weight, bias)
 }
 
-/// A matrix of `rows` rows that are all the bias, in new storage.
+/// A matrix of `rows` rows, each equal to `bias`, in new storage.
 fn bias_rows(bias: &Raw, rows: usize) -> Result<Raw> {
     let y = compute::contiguous(&bias.broadcast_as((rows, bias.dims()[0]))?)?;
+    // For one row, `contiguous` returns the storage of the bias itself.
     if bias.elem_count() == y.elem_count() { crate::raw::own_copy(&y) } else { Ok(y) }
 }
 
@@ -96,7 +97,7 @@ pub(super) fn forward_plain(x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result
     Ok(y)
 }
 
-/// Checks `x (..., in)`, `weight (out, in)`, `bias (out)`.
+/// Checks that the shapes are `x (..., in)`, `weight (out, in)` and `bias (out)`, and that dtypes and devices fit.
 pub(super) fn check(op: &'static str, x: &Tensor, weight: WeightRef<'_>, bias: Option<&Tensor>) -> Result<()> {
     if weight.rank() != 2 {
         return Err(Error::shape(
@@ -122,17 +123,18 @@ pub(super) fn check(op: &'static str, x: &Tensor, weight: WeightRef<'_>, bias: O
     bias.map_or(Ok(()), |bias| same_kind(op, x, "bias", bias))
 }
 
-/// `weight` must have the device of `x` and, if it is not quantized, the dtype of `x`.
+/// Checks that `weight` has the device of `x` and, if it is not quantized, the dtype of `x`.
 pub(super) fn same_weight(op: &'static str, x: &Tensor, weight: WeightRef<'_>) -> Result<()> {
     match weight {
         WeightRef::Plain(weight) => same_kind(op, x, "weight", weight),
-        // The weight is dequantized in the dtype of the input, so only the device must match.
+        // Products take the codes of a quantized weight, or dequantize it to the dtype of the input. So only the
+        // device must match.
         WeightRef::Quantized(weight) => same_device(op, x, "weight", weight.device()),
         WeightRef::Streamed(weight) => same_weight(op, x, (&weight.here()?).into()),
     }
 }
 
-/// `other` must have the dtype and the device of `x`.
+/// Checks that `other`, called `name` in errors, has the dtype and the device of `x`.
 pub(super) fn same_kind(op: &'static str, x: &Tensor, name: &str, other: &Tensor) -> Result<()> {
     if other.dtype() != x.dtype() {
         return Err(Error::dtype(
@@ -161,7 +163,7 @@ struct LinearBackward {
     weight: Option<HeldWeight>,
     x_shape: Shape,
     /// The index of the bias among the inputs: 2, or 1 for a quantized or streamed weight, which is not an input.
-    /// Without a bias, the number of inputs.
+    /// Without a bias, the number of inputs: no input has this index, so none needs a gradient.
     bias: usize,
 }
 
@@ -185,8 +187,8 @@ impl Backward for LinearBackward {
 
 /// y = x Wᵀ + b: `x (..., in)`, `weight (out, in)`, `bias (out)` → `(..., out)`.
 ///
-/// Saves the input only if the weight needs a gradient; a frozen layer saves nothing. A quantized weight has no
-/// gradient and is dequantized in the dtype of the input.
+/// Saves the input only if the weight needs a gradient; a frozen layer saves no activation. A quantized weight gets no
+/// gradient, and its dtype may differ from that of the input.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit.
@@ -221,7 +223,8 @@ pub static ENTRIES: &[Entry] = &[
                 x.get(2).map_or_else(|| Ok(y.clone()), |b| y.add(b))
             };
             let run = |x: &[Tensor]| linear(&x[0], &x[1], x.get(2));
-            /// A quantized weight with a trained bias. With rows of 27 elements, blocks of NF4 cross the ends of rows.
+            /// A case with a quantized weight and a trained bias. With rows of 27 elements, NF4 blocks cross the ends
+            /// of rows.
             fn quantized(label: &'static str, format: Format) -> Case {
                 let plain = move |x: &[Tensor]| {
                     let weight = example(&x[0], [7, 27], format)?.dequantize(x[0].dtype())?;

@@ -1,8 +1,8 @@
-//! The sum of a frozen linear map and a residual, as at the end of a transformer block.
+//! The sum of the result of a frozen linear map and a residual, as at the end of a transformer block.
 //!
-//! On a GPU, the kernel of a product of codes adds the residual as it writes the result: cuBLASLt before it rounds the
-//! result, the kernel for int8 codes after. For other weights, a separate kernel adds the residual: reading a residual
-//! makes a half-precision product of cuBLASLt slower by the time that this kernel takes.
+//! On a GPU, most products of codes add the residual as they write the result: cuBLASLt before it rounds the result,
+//! the kernel for int8 codes after. Otherwise a separate kernel adds the residual. cuBLASLt could add it in a
+//! half-precision product too, but this would make the product slower by as much time as the separate kernel takes.
 
 use candle_core::Shape;
 
@@ -21,8 +21,8 @@ use crate::{Error, Result, Tensor, compute};
 
 static LINEAR_ADD: OpInfo = OpInfo::expensive("linear_add");
 
-/// [`linear`] of `x (..., in)`, plus `residual (..., out)`. This is one operation only on a GPU, and only if weight and
-/// bias need no gradient. Otherwise the function calls `linear`, then adds.
+/// [`linear`] of `x (..., in)`, plus `residual (..., out)`. This is one operation on CUDA if neither weight nor bias
+/// needs a gradient. Otherwise it is two: `linear` and an addition.
 ///
 /// # Errors
 /// As [`linear`]; also [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the residual does not have the shape,
@@ -51,7 +51,7 @@ pub fn linear_add<'a>(
     )
 }
 
-/// Checks that `residual` has the shape, dtype and device of the result of a linear map of `x`.
+/// Checks that `residual` has the shape, dtype and device of the result of the linear map of `x` with `weight`.
 pub(in crate::ops) fn check_residual(
     op: &'static str,
     x: &Tensor,
@@ -66,7 +66,7 @@ pub(in crate::ops) fn check_residual(
     super::same_kind(op, x, "residual", residual)
 }
 
-/// x Wᵀ + b over matrices, as [`forward`], plus `residual`, whose last dimension is that of the result.
+/// x Wᵀ + b over matrices, as [`forward`], plus `residual (..., out)` with as many rows as x.
 pub(in crate::ops) fn forward_add(x: &Raw, weight: WeightRef<'_>, bias: Option<&Raw>, residual: &Raw) -> Result<Raw> {
     let residual = as_matrix(residual)?;
     match weight {
@@ -106,24 +106,24 @@ pub(super) const ENTRY: Entry = Entry {
     cases: || {
         fn case(label: &'static str, dims: &[usize], out: usize, has_bias: bool) -> Case {
             let inner = dims[dims.len() - 1];
-            let result: Vec<usize> = dims[..dims.len() - 1].iter().copied().chain([out]).collect();
-            let parameters = move |x: &Tensor| -> Result<(Tensor, Option<Tensor>)> {
+            let result_dims: Vec<usize> = dims[..dims.len() - 1].iter().copied().chain([out]).collect();
+            let weight_and_bias = move |x: &Tensor| -> Result<(Tensor, Option<Tensor>)> {
                 Ok((frozen(x, &[out, inner])?, has_bias.then(|| frozen(x, &[out])).transpose()?))
             };
             let run = move |x: &[Tensor]| {
-                let (weight, bias) = parameters(&x[0])?;
+                let (weight, bias) = weight_and_bias(&x[0])?;
                 linear_add(&x[0], &weight, bias.as_ref(), &x[1])
             };
             let plain = move |x: &[Tensor]| {
-                let (weight, bias) = parameters(&x[0])?;
+                let (weight, bias) = weight_and_bias(&x[0])?;
                 linear(&x[0], &weight, bias.as_ref())?.add(&x[1])
             };
-            Case::new(label, &[dims, &result], run).plain(plain)
+            Case::new(label, &[dims, &result_dims], run).plain(plain)
         }
         vec![
             case("bias", &[2, 3, 5], 7, true),
             case("no bias", &[3, 5], 4, false),
-            // Sizes that products of codes support.
+            // In f16 and bf16 the bytes of a row are a multiple of 16, the alignment of the widest accesses.
             case("multiples of eight", &[9, 16], 24, true),
             case("no rows", &[0, 5], 7, true),
         ]

@@ -11,6 +11,10 @@ use crate::quantized::{Format, example};
 use crate::raw::from_vec;
 use crate::{Result, Tensor};
 
+/// The threshold of the Huber and smooth L1 losses.
+const THRESHOLD: f64 = 0.7;
+
+/// `losses`, reduced by `reduction`.
 fn reduced(losses: &Tensor, reduction: Reduction) -> Result<Tensor> {
     match reduction {
         Reduction::Mean => losses.mean_all(),
@@ -20,26 +24,26 @@ fn reduced(losses: &Tensor, reduction: Reduction) -> Result<Tensor> {
 }
 
 fn huber_plain(x: &[Tensor], delta: f64, reduction: Reduction) -> Result<Tensor> {
-    let distance = x[0].sub(&x[1])?;
-    let near = distance.clamp(Some(-delta), Some(delta))?;
-    // d²/2 up to |d| = δ, and δ²/2 + δ (|d| - δ) beyond.
-    let beyond = distance.abs()?.sub(&near.abs()?)?.mul_scalar(delta)?;
-    reduced(&near.sqr()?.mul_scalar(0.5)?.add(&beyond)?, reduction)
+    let difference = x[0].sub(&x[1])?;
+    let clamped = difference.clamp(Some(-delta), Some(delta))?;
+    // For a difference d: d²/2 up to |d| = δ, and δ²/2 + δ (|d| - δ) beyond.
+    let beyond = difference.abs()?.sub(&clamped.abs()?)?.mul_scalar(delta)?;
+    reduced(&clamped.sqr()?.mul_scalar(0.5)?.add(&beyond)?, reduction)
 }
 
 fn cross_entropy_plain(logits: &Tensor, targets: &[i64], smoothing: f64, reduction: Reduction) -> Result<Tensor> {
     let classes = logits.dims()[logits.rank() - 1];
     let log_p = logits.reshape((targets.len(), classes))?.log_softmax(1)?;
-    // Targets below 0 are ignored: id 0 replaces them, and `counted` is 0 for their rows.
+    // Targets below 0 are ignored: id 0 replaces them, and the mask is 0 for their rows.
     let ids: Vec<i64> = targets.iter().map(|&t| t.max(0)).collect();
     let ids = Tensor::constant(from_vec(ids, (targets.len(), 1)));
-    let counted: Vec<f64> = targets.iter().map(|&t| f64::from(u8::from(t >= 0))).collect();
-    let valid: f64 = counted.iter().sum();
-    let counted = Tensor::constant(from_vec(counted, targets.len()).to_dtype(logits.dtype())?);
+    let mask: Vec<f64> = targets.iter().map(|&t| f64::from(u8::from(t >= 0))).collect();
+    let counted: f64 = mask.iter().sum();
+    let mask = Tensor::constant(from_vec(mask, targets.len()).to_dtype(logits.dtype())?);
     let at_target = log_p.gather(&ids, 1)?.squeeze(1)?.mul_scalar(smoothing - 1.0)?;
-    let losses = at_target.add(&log_p.mean(&[1], false)?.mul_scalar(-smoothing)?)?.mul(&counted)?;
+    let losses = at_target.add(&log_p.mean(&[1], false)?.mul_scalar(-smoothing)?)?.mul(&mask)?;
     match reduction {
-        Reduction::Mean => losses.sum_all()?.mul_scalar(1.0 / valid),
+        Reduction::Mean => losses.sum_all()?.mul_scalar(1.0 / counted),
         Reduction::Sum => losses.sum_all(),
         Reduction::None => losses.reshape(&logits.dims()[..logits.rank() - 1]),
     }
@@ -62,7 +66,7 @@ fn regression_cases(
     vec![
         regression_case("mean", &[3, 5], Reduction::Mean, fused, plain),
         regression_case("sum", &[3, 5], Reduction::Sum, fused, plain),
-        regression_case("none", &[3, 5], Reduction::None, fused, plain),
+        regression_case("no reduction", &[3, 5], Reduction::None, fused, plain),
         regression_case("sum of no elements", &[0, 5], Reduction::Sum, fused, plain),
     ]
 }
@@ -82,44 +86,59 @@ fn cross_entropy_case(
     .plain(move |x| cross_entropy_plain(&x[0], targets, smoothing, reduction))
 }
 
-/// A head of 7 classes over states of 3 features; each row has a weight if `weights` is given.
+/// A case of [`linear_cross_entropy`]: a head of 7 classes over states of 3 features. Each row has a weight if
+/// `weights` is given.
 fn head_case(label: &'static str, targets: &'static [i64], weights: Option<&'static [f32]>) -> Case {
     let rows = targets.len();
-    let row = move |values: &[f32], x: &Tensor| Tensor::from_vec(values.to_vec(), rows, x.device());
+    let vector = move |values: &[f32], x: &Tensor| Tensor::from_vec(values.to_vec(), rows, x.device());
     Case::new(label, &[&[rows, 3], &[7, 3]], move |x| {
         let targets = Tensor::from_vec(targets.to_vec(), rows, x[0].device())?;
-        let weights = weights.map(|weights| row(weights, &x[0])).transpose()?;
+        let weights = weights.map(|weights| vector(weights, &x[0])).transpose()?;
         // The sum is in f32 (f64 for f64). The result of the plain form has the dtype of the states.
         linear_cross_entropy(&x[0], &x[1], &targets, weights.as_ref())?.to_dtype(x[0].dtype())
     })
     .plain(move |x| {
         let losses = cross_entropy_plain(&x[0].matmul(&x[1].t()?)?, targets, 0.0, Reduction::None)?;
         match weights {
-            Some(weights) => losses.mul(&row(weights, &x[0])?.to_dtype(losses.dtype())?)?.sum_all(),
+            Some(weights) => losses.mul(&vector(weights, &x[0])?.to_dtype(losses.dtype())?)?.sum_all(),
             None => losses.sum_all(),
         }
     })
 }
 
-/// A head of 7 classes over states of 27 features, with a quantized weight. With rows of 27 elements, blocks of NF4
-/// cross the ends of rows.
-fn quantized_head_case(label: &'static str, format: Format, log_probs: bool) -> Case {
+/// What a head's operation computes from the rows' losses.
+#[derive(Clone, Copy)]
+enum HeadResult {
+    /// The sum of the losses, as [`linear_cross_entropy`].
+    Sum,
+    /// The negative of each loss, as [`linear_log_probs`].
+    LogProbs,
+}
+
+/// A head of 7 classes over states of 27 features, with a quantized weight. With rows of 27 elements, NF4 blocks cross
+/// the ends of rows.
+fn quantized_head_case(label: &'static str, format: Format, result: HeadResult) -> Case {
     const TARGETS: [i64; 4] = [3, IGNORE_INDEX, 0, 6];
     Case::new(label, &[&[TARGETS.len(), 27]], move |x| {
         let targets = Tensor::from_vec(TARGETS.to_vec(), TARGETS.len(), x[0].device())?;
         let weight = example(&x[0], [7, 27], format)?;
-        if log_probs {
-            return linear_log_probs(&x[0], &weight, &targets)?.to_dtype(x[0].dtype());
-        }
-        linear_cross_entropy(&x[0], &weight, &targets, None)?.to_dtype(x[0].dtype())
+        match result {
+            HeadResult::Sum => linear_cross_entropy(&x[0], &weight, &targets, None),
+            HeadResult::LogProbs => linear_log_probs(&x[0], &weight, &targets),
+        }?
+        .to_dtype(x[0].dtype())
     })
     .plain(move |x| {
         let weight = example(&x[0], [7, 27], format)?.dequantize(x[0].dtype())?;
         let losses = cross_entropy_plain(&x[0].matmul(&weight.t()?)?, &TARGETS, 0.0, Reduction::None)?;
-        if log_probs { losses.neg() } else { losses.sum_all() }
+        match result {
+            HeadResult::Sum => losses.sum_all(),
+            HeadResult::LogProbs => losses.neg(),
+        }
     })
 }
 
+/// A case of [`linear_log_probs`], with the head of [`head_case`].
 fn log_probs_case(label: &'static str, targets: &'static [i64]) -> Case {
     Case::new(label, &[&[targets.len(), 3], &[7, 3]], move |x| {
         let targets = Tensor::from_vec(targets.to_vec(), targets.len(), x[0].device())?;
@@ -138,6 +157,7 @@ pub static ENTRIES: &[Entry] = &[
         info: &regression::L1,
         cases: || {
             let cases = regression_cases(l1_loss, |x, reduction| reduced(&x[0].sub(&x[1])?.abs()?, reduction));
+            // The loss has a kink where the inputs are equal.
             cases.into_iter().map(|case| case.domain(Domain::Distinct)).collect()
         },
     },
@@ -145,8 +165,8 @@ pub static ENTRIES: &[Entry] = &[
         info: &regression::HUBER,
         cases: || {
             regression_cases(
-                |a, b, reduction| huber_loss(a, b, 0.7, reduction),
-                |x, reduction| huber_plain(x, 0.7, reduction),
+                |a, b, reduction| huber_loss(a, b, THRESHOLD, reduction),
+                |x, reduction| huber_plain(x, THRESHOLD, reduction),
             )
         },
     },
@@ -154,13 +174,15 @@ pub static ENTRIES: &[Entry] = &[
         info: &regression::SMOOTH_L1,
         cases: || {
             let mut cases = regression_cases(
-                |a, b, reduction| smooth_l1_loss(a, b, 0.7, reduction),
-                |x, reduction| huber_plain(x, 0.7, reduction)?.mul_scalar(1.0 / 0.7),
+                |a, b, reduction| smooth_l1_loss(a, b, THRESHOLD, reduction),
+                |x, reduction| huber_plain(x, THRESHOLD, reduction)?.mul_scalar(1.0 / THRESHOLD),
             );
             let (dims, reduction): (&[usize], _) = (&[3, 5], Reduction::Mean);
-            let sharp = |a: &Tensor, b: &Tensor, reduction| smooth_l1_loss(a, b, 0.0, reduction);
+            let without_threshold = |a: &Tensor, b: &Tensor, reduction| smooth_l1_loss(a, b, 0.0, reduction);
             let absolute = |x: &[Tensor], reduction| reduced(&x[0].sub(&x[1])?.abs()?, reduction);
-            cases.push(regression_case("beta of 0", dims, reduction, sharp, absolute).domain(Domain::Distinct));
+            cases.push(
+                regression_case("beta of 0", dims, reduction, without_threshold, absolute).domain(Domain::Distinct),
+            );
             cases
         },
     },
@@ -172,7 +194,13 @@ pub static ENTRIES: &[Entry] = &[
                 cross_entropy_case("ignored targets", &[4, 5], &[0, -100, 2, -100], 0.0, Reduction::Mean),
                 cross_entropy_case("smoothing, sum", &[3, 7], &[6, -100, 1], 0.1, Reduction::Sum),
                 cross_entropy_case("smoothing, mean", &[3, 7], &[6, -100, 1], 0.3, Reduction::Mean),
-                cross_entropy_case("none, two leading dimensions", &[2, 2, 3], &[0, 2, -100, 1], 0.2, Reduction::None),
+                cross_entropy_case(
+                    "no reduction, two leading dimensions",
+                    &[2, 2, 3],
+                    &[0, 2, -100, 1],
+                    0.2,
+                    Reduction::None,
+                ),
                 cross_entropy_case("sum of no rows", &[0, 5], &[], 0.0, Reduction::Sum),
             ]
         },
@@ -185,8 +213,8 @@ pub static ENTRIES: &[Entry] = &[
                 head_case("ignored targets", &[-100, 6, -100, 2, 1], None),
                 head_case("weights", &[3, -100, 6], Some(&[0.5, 2.0, -3.0])),
                 head_case("no rows", &[], None),
-                quantized_head_case("int8", Format::Int8, false),
-                quantized_head_case("nf4", Format::Nf4, false),
+                quantized_head_case("int8", Format::Int8, HeadResult::Sum),
+                quantized_head_case("nf4", Format::Nf4, HeadResult::Sum),
             ]
         },
     },
@@ -196,7 +224,7 @@ pub static ENTRIES: &[Entry] = &[
             vec![
                 log_probs_case("ignored targets", &[-100, 6, -100, 2, 1]),
                 log_probs_case("no rows", &[]),
-                quantized_head_case("int8", Format::Int8, true),
+                quantized_head_case("int8", Format::Int8, HeadResult::LogProbs),
             ]
         },
     },

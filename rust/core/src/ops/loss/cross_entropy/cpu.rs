@@ -9,13 +9,13 @@ use crate::raw::{Raw, from_vec, to_cpu, to_f64_vec, to_vec};
 use crate::tape::{Backward, BackwardContext, Saved, record_with_aux};
 use crate::{DType, Error, Result, Tensor, dispatch_float};
 
-/// Number of elements of a row that are processed at a time, so that they stay in the first-level cache.
+/// Number of elements of a row that are processed at a time: few enough to stay in the first-level cache.
 const BLOCK: usize = 1024;
 
 /// The class of each row; `None` where the loss ignores the row.
 pub(in crate::ops::loss) type Targets = Vec<Option<usize>>;
 
-/// Reads the class ids, and checks that each is below `classes` or is `ignore_index`.
+/// Reads the class ids, and checks that each is `ignore_index` or from 0 to `classes` - 1.
 pub(in crate::ops::loss) fn read_targets(
     op: &'static str,
     targets: &Tensor,
@@ -38,14 +38,17 @@ pub(in crate::ops::loss) fn read_targets(
         usize::try_from(id).ok().filter(|&class| class < classes).map(Some).ok_or_else(|| {
             Error::index(
                 op,
-                format!("target {id} at position {at} is out of range: expected 0 <= target < {classes} or ignore_index {ignore_index}"),
+                format!(
+                    "target {id} at position {at} is out of range: expected 0 <= target < {classes} or ignore_index \
+                     {ignore_index}"
+                ),
             )
         })
     };
     ids.into_iter().enumerate().map(class).collect()
 }
 
-/// Logits as rows of classes: `offsets` has the index in `data` of the first element of each row.
+/// Rows of `classes` logits each: `offsets` has the index in `data` of the first element of each row.
 struct Rows<'a, T> {
     data: &'a [T],
     offsets: &'a [usize],
@@ -73,14 +76,14 @@ fn offsets(logits: &Raw) -> Result<Vec<usize>> {
     Ok(logits.narrow(last, 0, 1)?.strided_index().map(|at| at - start).collect())
 }
 
-/// The logits themselves if classes are contiguous, else a contiguous copy.
+/// The logits themselves if each row is contiguous, else a contiguous copy.
 fn with_contiguous_rows(logits: &Raw) -> Result<Raw> {
     let last = logits.rank() - 1;
-    let side_by_side = logits.stride()[last] == 1 || logits.dims()[last] == 1;
-    Ok(if side_by_side { logits.clone() } else { contiguous(logits)? })
+    let are_contiguous = logits.stride()[last] == 1 || logits.dims()[last] == 1;
+    Ok(if are_contiguous { logits.clone() } else { contiguous(logits)? })
 }
 
-/// log Σ exp of a row and the sum of the row, in one pass over the blocks of the row. When a block has a new maximum,
+/// log Σ exp(x) and Σ x of a row x, in one pass over the blocks of the row. When a block has a new maximum,
 /// the sum of exponentials so far is rescaled.
 fn row_statistics<T: Elem>(row: &[T]) -> (T::Acc, T::Acc) {
     let (mut largest, mut exponentials, mut sum) = (T::Acc::NEG_INFINITY, T::Acc::ZERO, T::Acc::ZERO);
@@ -88,15 +91,15 @@ fn row_statistics<T: Elem>(row: &[T]) -> (T::Acc, T::Acc) {
         dispatch(
             #[inline(always)]
             || {
-                let new = largest.max(rows::max(block));
+                let new_largest = largest.max(rows::max(block));
                 sum += rows::sum(block, |x: T| x.to_acc());
-                if new == T::Acc::NEG_INFINITY {
+                if new_largest == T::Acc::NEG_INFINITY {
                     // Each logit so far is -∞, which adds nothing, or NaN, which makes `sum` NaN.
                     exponentials = if sum == T::Acc::NEG_INFINITY { T::Acc::ZERO } else { sum };
                 } else {
-                    exponentials *= (largest - new).exp();
-                    exponentials += rows::sum(block, |x: T| (x.to_acc() - new).exp());
-                    largest = new;
+                    exponentials *= (largest - new_largest).exp();
+                    exponentials += rows::sum(block, |x: T| (x.to_acc() - new_largest).exp());
+                    largest = new_largest;
                 }
             },
         );
@@ -107,6 +110,7 @@ fn row_statistics<T: Elem>(row: &[T]) -> (T::Acc, T::Acc) {
 /// The loss and the log-sum-exp of each row. Both are 0 if the target of the row is ignored.
 fn row_losses<T: Elem>(x: &Rows<'_, T>, targets: &Targets, smoothing: f64) -> Vec<(T::Acc, T::Acc)> {
     let mut results = vec![(T::Acc::ZERO, T::Acc::ZERO); targets.len()];
+    // The part of the target that smoothing gives to each class.
     let share = T::Acc::from_f64(smoothing / x.classes as f64);
     par_chunks_mut(&mut results, x.step(), |piece, results| {
         for (row, result) in (piece * x.step()..).zip(results) {
@@ -135,8 +139,7 @@ pub(in crate::ops::loss) fn losses(logits: &Raw, targets: &Targets, smoothing: f
     }))
 }
 
-/// The gradient of the logits of each row: `scales[row]` times the gradient of the row's loss, or 0 if the target of
-/// the row is ignored.
+/// As [`gradient`], for rows of one type; returns the elements of all rows.
 fn row_gradients<T: Elem>(x: &Rows<'_, T>, lse: &[f64], targets: &Targets, scales: &[f64], smoothing: f64) -> Vec<T> {
     let mut grad = vec![T::from_acc(T::Acc::ZERO); targets.len() * x.classes];
     par_chunks_mut(&mut grad, x.step() * x.classes, |piece, grad| {
@@ -150,7 +153,8 @@ fn row_gradients<T: Elem>(x: &Rows<'_, T>, lse: &[f64], targets: &Targets, scale
     grad
 }
 
-/// The gradient of the logits. In each row, it is `scales[row]` times the gradient of the row's loss.
+/// The gradient of the logits: in each row, `scales[row]` times the gradient of the row's loss, or 0 if the target of
+/// the row is ignored. `lse` is the log-sum-exp of each row.
 pub(in crate::ops::loss) fn gradient(
     logits: &Raw,
     lse: &Raw,
@@ -169,16 +173,16 @@ pub(in crate::ops::loss) fn gradient(
 
 /// Writes the gradient of the logits `x` of one row to `grad`: `scale` times the gradient of the row's loss.
 fn write_gradient<T: Elem>(grad: &mut [T], x: &[T], class: usize, lse: T::Acc, scale: T::Acc, smoothing: f64) {
-    let spread = T::Acc::from_f64(smoothing / x.len() as f64);
+    let share = T::Acc::from_f64(smoothing / x.len() as f64);
     dispatch(
         #[inline(always)]
         || {
             for (g, x) in grad.iter_mut().zip(x) {
-                *g = T::from_acc(scale * ((x.to_acc() - lse).exp() - spread));
+                *g = T::from_acc(scale * ((x.to_acc() - lse).exp() - share));
             }
         },
     );
-    let at_target = (x[class].to_acc() - lse).exp() - spread - T::Acc::from_f64(1.0 - smoothing);
+    let at_target = (x[class].to_acc() - lse).exp() - share - T::Acc::from_f64(1.0 - smoothing);
     grad[class] = T::from_acc(scale * at_target);
 }
 
@@ -208,13 +212,14 @@ fn counted(targets: &Targets) -> f64 {
     targets.iter().flatten().count() as f64
 }
 
-/// The sum of `losses` divided by `divisor`.
-fn number(losses: &Raw, divisor: f64) -> Result<Raw> {
+/// A scalar tensor: the sum of `losses`, divided by `divisor`.
+fn divided_sum(losses: &Raw, divisor: f64) -> Result<Raw> {
     let total: f64 = to_f64_vec(losses)?.iter().sum();
     Ok(from_vec(vec![total / divisor], ()).to_dtype(losses.dtype())?)
 }
 
-/// [`cross_entropy`](super::cross_entropy) of checked arguments; the values of the targets are checked here.
+/// [`cross_entropy`](super::cross_entropy) of arguments that the caller has checked, except the dtype and values of the
+/// targets.
 pub(super) fn cross_entropy(
     logits: &Tensor,
     targets: &Tensor,
@@ -231,8 +236,8 @@ pub(super) fn cross_entropy(
             let (losses, lse) = losses(&logits.raw, &targets, label_smoothing)?;
             let result = match reduction {
                 Reduction::None => losses.reshape(leading)?,
-                Reduction::Sum => number(&losses, 1.0)?,
-                Reduction::Mean => number(&losses, counted(&targets))?,
+                Reduction::Sum => divided_sum(&losses, 1.0)?,
+                Reduction::Mean => divided_sum(&losses, counted(&targets))?,
             };
             Ok((cast(&result, logits.dtype())?, [lse].into_iter().collect()))
         },

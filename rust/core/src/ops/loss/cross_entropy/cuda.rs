@@ -16,7 +16,7 @@ use crate::{Raw, Result, Tensor};
 struct CrossEntropyBackward {
     logits: Saved,
     lse: Saved,
-    /// What the sum of the losses was divided by; `None` if the losses were not reduced, so that each has a gradient.
+    /// What the sum of the losses was divided by; `None` with [`Reduction::None`], where each loss has a gradient.
     divisor: Option<Saved>,
     targets: Targets,
     smoothing: f64,
@@ -28,19 +28,20 @@ impl Backward for CrossEntropyBackward {
         let divisor = self.divisor.as_ref().map(Saved::get).transpose()?;
         let x = contiguous(&logits)?;
         let dx = empty(OP, Gpu::of(OP, &x)?, x.dims(), x.dtype())?;
-        let of = Turn {
+        let factors = Turn {
             grad: Some(context.grad()),
             of_rows: divisor.is_none(),
             divisor: divisor.as_ref(),
             weights: None,
             smoothing: self.smoothing,
         };
-        turn(OP, &x, &lse, &self.targets, &dx, &of)?;
+        turn(OP, &x, &lse, &self.targets, &dx, &factors)?;
         context.add(0, dx)
     }
 }
 
-/// [`cross_entropy`](super::cross_entropy) of checked arguments; the host does not read the targets.
+/// [`cross_entropy`](super::cross_entropy) of arguments that the caller has checked, except the dtype and values of the
+/// targets. The host does not read the values.
 pub(super) fn cross_entropy(
     logits: &Tensor,
     targets: &Tensor,
@@ -108,8 +109,8 @@ pub(in crate::ops::loss) fn losses(
     let lse = empty(op, gpu, &[rows], accumulator(dtype))?;
     if rows > 0 {
         let function = gpu.function(&CROSS_ENTROPY_FORWARD, suffix(op, dtype)?)?;
-        let len = x.dims()[x.rank() - 1];
-        let shape = Shape::rows(rows, len, dtype);
+        let classes = x.dims()[x.rank() - 1];
+        let shape = Shape::rows(rows, classes, dtype);
         let arguments = CrossEntropyForward {
             x: input(op, &x)?,
             targets: input(op, &targets.ids)?,
@@ -119,8 +120,8 @@ pub(in crate::ops::loss) fn losses(
             rows: rows as u64,
             inner: rows as u64,
             outer_stride: 0,
-            inner_stride: len as u64,
-            classes: count32(op, len)?,
+            inner_stride: classes as u64,
+            classes: count32(op, classes)?,
             ignore_index: targets.ignore_index,
             id_bytes: id_bytes(op, &targets.ids)?,
             smoothing,
@@ -131,8 +132,8 @@ pub(in crate::ops::loss) fn losses(
     Ok((losses, lse))
 }
 
-/// The sum of the rows' losses in `dtype`, or their mean over the rows that are not ignored, and what the sum was
-/// divided by.
+/// Returns the sum of the rows' losses in `dtype`, and 1. If `mean`, returns the mean of the losses over the rows that
+/// are not ignored, and the number of these rows. The second result is in the accumulator dtype.
 fn total(op: &'static str, losses: &Raw, targets: &Targets, mean: bool, dtype: DType) -> Result<(Raw, Raw)> {
     let gpu = Gpu::of(op, losses)?;
     let result = empty(op, gpu, &[], dtype)?;
@@ -153,7 +154,7 @@ fn total(op: &'static str, losses: &Raw, targets: &Targets, mean: bool, dtype: D
     Ok((result, divisor))
 }
 
-/// The factors of the gradient of the logits.
+/// The gradient of the result and the constants that [`turn`] needs.
 pub(in crate::ops::loss) struct Turn<'a> {
     /// The gradient of each row's loss, or of the sum or mean of the losses; 1 if absent.
     pub grad: Option<&'a Raw>,
@@ -163,6 +164,7 @@ pub(in crate::ops::loss) struct Turn<'a> {
     pub divisor: Option<&'a Raw>,
     /// One more factor for each row, in the accumulator dtype; 1 if absent.
     pub weights: Option<&'a Raw>,
+    /// The label smoothing of the loss.
     pub smoothing: f64,
 }
 
@@ -173,34 +175,35 @@ pub(in crate::ops::loss) fn turn(
     lse: &Raw,
     targets: &Targets,
     dx: &Raw,
-    of: &Turn<'_>,
+    factors: &Turn<'_>,
 ) -> Result<()> {
     if dx.elem_count() == 0 {
         return Ok(());
     }
     let gpu = Gpu::of(op, logits)?;
     let (dtype, rows) = (logits.dtype(), targets.len());
-    let grad = of.grad.map(|grad| contiguous(&cast(grad, dtype)?)).transpose()?;
+    let grad = factors.grad.map(|grad| contiguous(&cast(grad, dtype)?)).transpose()?;
     let function = gpu.function(&CROSS_ENTROPY_BACKWARD, suffix(op, dtype)?)?;
-    let len = logits.dims()[logits.rank() - 1];
+    let classes = logits.dims()[logits.rank() - 1];
     let arguments = Gradient {
         x: input(op, logits)?,
         lse: input(op, lse)?,
         targets: input(op, &targets.ids)?,
         grad: optional_input(op, grad.as_ref())?,
-        divisor: optional_input(op, of.divisor)?,
-        weights: optional_input(op, of.weights)?,
+        divisor: optional_input(op, factors.divisor)?,
+        weights: optional_input(op, factors.weights)?,
         dx: output(op, dx)?,
         rows: rows as u64,
         inner: rows as u64,
         outer_stride: 0,
-        inner_stride: len as u64,
-        classes: count32(op, len)?,
+        inner_stride: classes as u64,
+        classes: count32(op, classes)?,
         ignore_index: targets.ignore_index,
         id_bytes: id_bytes(op, &targets.ids)?,
-        smoothing: of.smoothing,
-        of_rows: u32::from(of.of_rows),
+        smoothing: factors.smoothing,
+        of_rows: u32::from(factors.of_rows),
     };
-    // SAFETY: the tensors are dense and of these sizes; each element is read by the thread that writes it.
-    unsafe { function.launch(op, gpu, Shape::rows(rows, len, dtype), arguments) }
+    // SAFETY: the tensors are dense and of these sizes. If `dx` is `logits`, the thread that writes an element is the
+    // only one that reads it.
+    unsafe { function.launch(op, gpu, Shape::rows(rows, classes, dtype), arguments) }
 }

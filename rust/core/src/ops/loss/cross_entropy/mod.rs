@@ -1,9 +1,9 @@
-//! Cross-entropy of logits and class ids, fused: neither log-probabilities nor probabilities are kept, only the logits
-//! and one log-sum-exp per row.
+//! Cross-entropy of logits and class ids, fused: for the backward pass only the logits and one log-sum-exp per row are
+//! kept, neither log-probabilities nor probabilities.
 //!
-//! With label smoothing ε (Szegedy et al. 2016, arXiv:1512.00567), C classes and target t, the loss of a row x is log Σ
-//! exp(x) - (1 - ε) x_t - ε/C Σ x. The gradient of x is softmax(x) - (1 - ε) 1_t - ε/C, where 1_t is the one-hot vector
-//! of t.
+//! With label smoothing ε (Szegedy et al. 2016, arXiv:1512.00567), C classes and target t, the loss of a row x is
+//! log Σ exp(x) - (1 - ε) x_t - ε/C Σ x. The gradient of x is softmax(x) - (1 - ε) 1_t - ε/C, where 1_t is the one-hot
+//! vector of t.
 
 pub(super) mod cpu;
 #[cfg(feature = "cuda")]
@@ -18,7 +18,7 @@ use crate::{Error, Result, Tensor};
 pub(super) static CROSS_ENTROPY: OpInfo = OpInfo::cheap("cross_entropy");
 const OP: &str = "cross_entropy";
 
-/// The target that torch ignores by default.
+/// The target that torch's `cross_entropy` ignores by default.
 pub const IGNORE_INDEX: i64 = -100;
 
 /// The cross-entropy of `logits (..., classes)` and the class ids `targets (...)`, i64 or u32. It is torch's
@@ -29,11 +29,11 @@ pub const IGNORE_INDEX: i64 = -100;
 /// evenly over all classes. With [`Reduction::None`] the result has the shape of `targets`, otherwise it is a scalar.
 ///
 /// # Errors
-/// [`Error::Shape`] if `targets` does not have the shape of `logits` without its last dimension, [`Error::Index`]
-/// naming a target that is out of range, [`Error::DType`] if the logits are not floating point or the targets neither
-/// i64 nor u32, [`Error::Device`] if logits and targets are on different devices, [`Error::Argument`] if
-/// `label_smoothing` is out of range. On CUDA a target out of range makes the loss NaN, and the next function that
-/// reads a value or waits for the device returns the error.
+/// [`Error::Shape`] if `logits` is a scalar or `targets` does not have its shape without the last dimension,
+/// [`Error::Index`] if a target is out of range, [`Error::DType`] if the logits are not floating point or the targets
+/// neither i64 nor u32, [`Error::Device`] if logits and targets are on different devices, [`Error::Argument`] if
+/// `label_smoothing` is out of range. On CUDA a target out of range makes the loss of its row NaN, and the next
+/// function that reads a value or waits for the device returns the error.
 pub fn cross_entropy(
     logits: &Tensor,
     targets: &Tensor,
@@ -48,8 +48,8 @@ pub fn cross_entropy(
         return Err(Error::shape(
             OP,
             format!(
-                "the logits have shape {:?} and the targets {:?}, expected targets of shape {leading:?}: classes are the last \
-                 dimension of the logits",
+                "the logits have shape {:?} and the targets {:?}, expected targets of shape {leading:?}: classes \
+                 are the last dimension of the logits",
                 logits.dims(),
                 targets.dims()
             ),

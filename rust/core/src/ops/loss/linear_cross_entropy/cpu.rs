@@ -10,8 +10,9 @@ use crate::{Result, Tensor};
 /// The weighted sum of the losses, and its gradients.
 pub(super) fn sum(head: &Head<'_>, targets: &Tensor, weights: Option<&Raw>) -> Result<(Raw, [Option<Raw>; 2])> {
     let labelled = Labelled::new(OP, head, targets)?;
-    let weights = weights.map(to_f64_vec).transpose()?;
-    let weights: Vec<f64> = labelled.places.iter().map(|&at| weights.as_ref().map_or(1.0, |w| w[at])).collect();
+    let all_weights = weights.map(to_f64_vec).transpose()?;
+    let weight = |&place: &usize| all_weights.as_ref().map_or(1.0, |weights| weights[place]);
+    let weights: Vec<f64> = labelled.places.iter().map(weight).collect();
     let mut sum = 0.0;
     let (_, gradients) = labelled.head(head).run(|logits, rows| {
         let targets: Targets = labelled.targets[rows.clone()].to_vec();
@@ -25,7 +26,7 @@ pub(super) fn sum(head: &Head<'_>, targets: &Tensor, weights: Option<&Raw>) -> R
     Ok((sum, labelled.scatter(OP, head, gradients)?))
 }
 
-/// The rows whose target is not ignored.
+/// The rows whose target is not ignored, in ascending order.
 pub(super) struct Labelled {
     /// The indices of these rows among all rows.
     pub places: Vec<usize>,
@@ -47,12 +48,13 @@ impl Labelled {
         Ok(Self { targets: targets.into_iter().filter(Option::is_some).collect(), places, picked, ids })
     }
 
-    /// `head` with the states of these rows alone.
+    /// `head` with only the states of these rows.
     pub fn head<'a>(&'a self, head: &Head<'a>) -> Head<'a> {
         Head { h: self.picked.as_ref().unwrap_or(head.h), ..*head }
     }
 
-    /// Expands the gradient of the states of these rows to all rows, with zeros in the other rows.
+    /// Expands the gradient of the states of these rows to all rows, with zeros in the ignored rows. Returns the
+    /// gradient of the weight as it is.
     pub fn scatter(
         &self,
         op: &'static str,
@@ -60,8 +62,10 @@ impl Labelled {
         [of_states, of_weight]: [Option<Raw>; 2],
     ) -> Result<[Option<Raw>; 2]> {
         let of_states = match of_states {
-            Some(part) if self.picked.is_some() => Some(select_backward(op, &part, &self.ids, 0, head.h.dims()[0])?),
-            other => other,
+            Some(of_picked) if self.picked.is_some() => {
+                Some(select_backward(op, &of_picked, &self.ids, 0, head.h.dims()[0])?)
+            }
+            of_all => of_all,
         };
         Ok([of_states, of_weight])
     }

@@ -21,7 +21,8 @@ pub(super) fn sum(head: &Head<'_>, targets: &Tensor, weights: Option<&Raw>) -> R
 
 /// The logarithm of the probability of each row's target; 0 for a row whose target is ignored.
 pub(super) fn log_probs(op: &'static str, head: &Head<'_>, targets: &Tensor) -> Result<Raw> {
-    let (parts, _) = run(op, head, targets, None, false)?;
+    let with_gradients = false;
+    let (parts, _) = run(op, head, targets, None, with_gradients)?;
     let losses = joined(head, &parts)?;
     compute::scale_in_place(&losses, -1.0)?;
     Ok(losses)
@@ -35,18 +36,19 @@ pub(super) fn log_probs_backward(
     targets: &Tensor,
     grad: &Raw,
 ) -> Result<[Option<Raw>; 2]> {
-    let scales = compute::copy(&cast(grad, accumulator(head.h.dtype()))?)?;
-    compute::scale_in_place(&scales, -1.0)?;
-    Ok(run(op, head, targets, Some(&scales), true)?.1)
+    let weights = compute::copy(&cast(grad, accumulator(head.h.dtype()))?)?;
+    compute::scale_in_place(&weights, -1.0)?;
+    let with_gradients = true;
+    Ok(run(op, head, targets, Some(&weights), with_gradients)?.1)
 }
 
-/// The losses of each chunk, and the gradients of states and weight for the sum of all losses. In this sum, the loss of
-/// row i is multiplied by `scales[i]`, if `scales (N)` is given.
+/// Returns the losses of each chunk and, if `with_gradients`, the gradients of states and weight for the sum of all
+/// losses. In this sum, the loss of row i is multiplied by `weights[i]`, if `weights (N)` is given.
 fn run(
     op: &'static str,
     head: &Head<'_>,
     targets: &Tensor,
-    scales: Option<&Raw>,
+    weights: Option<&Raw>,
     with_gradients: bool,
 ) -> Result<(Vec<Raw>, [Option<Raw>; 2])> {
     let ids = contiguous(targets.raw())?;
@@ -57,15 +59,15 @@ fn run(
         if !with_gradients {
             return Ok((losses, None));
         }
-        let weights = scales.map(|scales| scales.narrow(0, start, length)).transpose()?;
-        let of_sum = Turn { grad: None, of_rows: false, divisor: None, weights: weights.as_ref(), smoothing: 0.0 };
+        let weights = weights.map(|weights| weights.narrow(0, start, length)).transpose()?;
+        let factors = Turn { grad: None, of_rows: false, divisor: None, weights: weights.as_ref(), smoothing: 0.0 };
         // The gradient overwrites the logits.
-        turn(op, &logits, &lse, &targets, &logits, &of_sum)?;
+        turn(op, &logits, &lse, &targets, &logits, &factors)?;
         Ok((losses, Some(logits)))
     })
 }
 
-/// The losses of all rows, from those of each chunk.
+/// The losses of all rows as one vector; `parts` has those of each chunk.
 fn joined(head: &Head<'_>, parts: &[Raw]) -> Result<Raw> {
     match parts {
         [] => compute::zeros(&[0], accumulator(head.h.dtype()), head.h.device()),

@@ -10,13 +10,14 @@ use crate::{Result, Tensor};
 pub(in crate::ops::loss) static LOG_PROBS: OpInfo = OpInfo::cheap("linear_log_probs");
 const OP: &str = LOG_PROBS.name;
 
-/// log softmax(h Wᵀ) at the targets: `h (N, D)`, `weight (V, D)`, `targets (N)` → (N) in f32 (f64 for f64); 0 where the
-/// target is [`IGNORE_INDEX`](super::super::IGNORE_INDEX). The forward pass computes the logits in chunks of rows. The
-/// backward pass computes them again: the gradient of a row's logits depends on the gradient of the row's result, which
-/// is unknown in the forward pass.
+/// log softmax(h Wᵀ) at the targets: `h (N, D)`, W = `weight (V, D)`, `targets (N)` → (N) in f32 (f64 for f64); 0 where
+/// the target is [`IGNORE_INDEX`](super::super::IGNORE_INDEX). The forward pass computes the logits in chunks of rows.
+/// The backward pass computes them again: the gradient of a row's logits depends on the gradient of the row's result,
+/// which is unknown in the forward pass.
 ///
 /// # Errors
-/// As [`linear_cross_entropy`](super::linear_cross_entropy).
+/// As [`linear_cross_entropy`](super::linear_cross_entropy), except those about `weights`. On CUDA a target out of
+/// range makes only the result of its row NaN.
 pub fn linear_log_probs<'a>(h: &Tensor, weight: impl Into<WeightRef<'a>>, targets: &Tensor) -> Result<Tensor> {
     let weight = weight.into();
     check(OP, h, weight, targets)?;
@@ -40,6 +41,7 @@ struct LogProbsBackward {
     h: Saved,
     weight: HeldWeight,
     targets: Tensor,
+    /// Number of rows of a chunk.
     rows: usize,
 }
 
@@ -64,7 +66,7 @@ impl Backward for LogProbsBackward {
             cuda => super::cuda::log_probs_backward(OP, &head, &self.targets, &grad)?,
             cpu => super::cpu::log_probs_backward(OP, &head, &self.targets, &grad)?,
         );
-        // A weight that needs a gradient has the dtype of the states.
+        // `h.dtype()` is the dtype of both gradients: a weight that needs one has the dtype of the states.
         for (index, gradient) in gradients.into_iter().enumerate() {
             if let Some(gradient) = gradient {
                 context.add(index, crate::compute::cast(&gradient, h.dtype())?)?;

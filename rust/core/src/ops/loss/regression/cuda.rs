@@ -7,19 +7,22 @@ use crate::cuda::launch::{Shape, empty, input, output, suffix, wide};
 use crate::cuda::{Gpu, contiguous};
 use crate::{Raw, Result};
 
-/// A scalar: `factor` times the sum of the elementwise function `loss` over all pairs of elements.
+/// A scalar: `factor` times the sum of a loss over all pairs of elements. `loss` is the name of its elementwise kernel,
+/// and `threshold` the parameter of that kernel.
 pub fn total(op: &'static str, loss: &'static str, [a, b]: [&Raw; 2], threshold: f64, factor: f64) -> Result<Raw> {
     let gpu = Gpu::of(op, a)?;
     let (a, b) = (contiguous(a)?, contiguous(b)?);
     let (dtype, len) = (a.dtype(), a.elem_count());
+    // Each block writes one partial sum. A thread of a block of 256 adds 8 packs of `wide` elements, or more if there
+    // are more than 1024 · 2048 packs.
     let blocks = len.div_ceil(2048 * wide(dtype)).clamp(1, 1024);
     let partials = empty(op, gpu, &[blocks], DType::F64)?;
     let y = empty(op, gpu, &[], dtype)?;
     let (sum, join) = (gpu.named(loss, "_sum", suffix(op, dtype)?)?, gpu.function(&LOSS_TOTAL, suffix(op, dtype)?)?);
-    let (a, b, parts) = (input(op, &a)?, input(op, &b)?, output(op, &partials)?);
-    let sums = SquareSum { a, b, partials: parts, len: len as u64, parameter: threshold };
+    let (a, b, partials_output) = (input(op, &a)?, input(op, &b)?, output(op, &partials)?);
+    let sums = SquareSum { a, b, partials: partials_output, len: len as u64, parameter: threshold };
     let total = LossTotal { partials: input(op, &partials)?, result: output(op, &y)?, count: blocks as u32, factor };
-    // SAFETY: the operands are dense, of one length, and each block has a partial sum.
+    // SAFETY: the operands are dense and have `len` elements, and each block has a place for its partial sum.
     unsafe {
         sum.launch(op, gpu, Shape::linear(op, blocks, 256)?, sums)?;
         join.launch(op, gpu, Shape::linear(op, 1, 256)?, total)?;

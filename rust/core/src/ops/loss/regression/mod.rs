@@ -20,17 +20,17 @@ pub(super) static SMOOTH_L1: OpInfo = OpInfo::cheap("smooth_l1_loss");
 
 /// Number of elements that one thread sums at a time.
 const GRAIN: usize = 32 * 1024;
-/// Number of elements whose sum is in the accumulator dtype; these sums are added in f64.
+/// Number of elements that are summed in the accumulator dtype. The sums of such blocks are added in f64.
 const BLOCK: usize = 1024;
 
 /// A loss of the difference d of two elements, with its derivative.
 trait Distance: Copy + Send + Sync + 'static {
     /// The name of the kernel of the loss in `cuda/kernels/elementwise.cu`.
     const VALUE: &'static str;
-    /// The name of the kernel of the derivative.
+    /// The name of the kernel of the derivative, in the same file.
     const SLOPE: &'static str;
 
-    /// The |d| at which a loss with two formulas changes from one to the other.
+    /// The |d| at which a loss with two formulas changes from one to the other; 0 for a loss with one formula.
     fn threshold(&self) -> f64 {
         0.0
     }
@@ -100,13 +100,14 @@ impl Distance for Huber {
     #[inline(always)]
     fn value<R: Real>(&self, d: R) -> R {
         let (half, delta) = (R::from_f64(0.5), R::from_f64(self.delta));
-        let size = d.abs();
-        if size > delta { delta * (size - half * delta) } else { half * d * d }
+        let magnitude = d.abs();
+        if magnitude > delta { delta * (magnitude - half * delta) } else { half * d * d }
     }
 
     #[inline(always)]
     fn slope<R: Real>(&self, d: R) -> R {
         let delta = R::from_f64(self.delta);
+        // Two comparisons clamp d so that NaN stays NaN.
         let d = if d > delta { delta } else { d };
         if d < -delta { -delta } else { d }
     }
@@ -129,8 +130,8 @@ impl Distance for SmoothAbsolute {
     #[inline(always)]
     fn value<R: Real>(&self, d: R) -> R {
         let (half, beta) = (R::from_f64(0.5), R::from_f64(self.beta));
-        let size = d.abs();
-        if size > beta { size - half * beta } else { half * d * d / beta }
+        let magnitude = d.abs();
+        if magnitude > beta { magnitude - half * beta } else { half * d * d / beta }
     }
 
     #[inline(always)]
@@ -141,7 +142,7 @@ impl Distance for SmoothAbsolute {
     }
 }
 
-/// The loss of a pair of elements.
+/// The loss of a pair of elements (a, b), as a function of a - b.
 #[derive(Clone, Copy)]
 struct Value<F>(F);
 
@@ -163,6 +164,7 @@ impl<F: Distance> Binary for Value<F> {
 #[derive(Clone, Copy)]
 struct Slope<F> {
     function: F,
+    /// What the reduction multiplies each loss by.
     factor: f64,
 }
 
@@ -244,6 +246,7 @@ impl<F: Distance> Backward for DistanceBackward<F> {
     }
 }
 
+/// The loss `function` of `input` - `target`, reduced by `reduction`, as one operation.
 fn distance(
     info: &'static OpInfo,
     input: &Tensor,
@@ -280,7 +283,7 @@ fn distance(
     )
 }
 
-/// The squared difference of `input` and `target`, which have the same shape, reduced by `reduction`.
+/// The squared difference of `input` and `target` in each element, reduced by `reduction`.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the shapes, dtypes or devices of the tensors differ;
@@ -289,7 +292,8 @@ pub fn mse_loss(input: &Tensor, target: &Tensor, reduction: Reduction) -> Result
     distance(&MSE, input, target, reduction, Square)
 }
 
-/// The absolute difference of `input` and `target`, which have the same shape. Its gradient at a difference of 0 is 0.
+/// The absolute difference of `input` and `target` in each element, reduced by `reduction`. The gradient at a
+/// difference of 0 is 0.
 ///
 /// # Errors
 /// As [`mse_loss`].
@@ -297,8 +301,8 @@ pub fn l1_loss(input: &Tensor, target: &Tensor, reduction: Reduction) -> Result<
     distance(&L1, input, target, reduction, Absolute)
 }
 
-/// The loss of Huber (1964, "Robust estimation of a location parameter") for `input` and `target` of the same shape:
-/// with d = input - target, d²/2 up to |d| = `delta`, and `delta` (|d| - `delta`/2) beyond. Like torch's `huber_loss`,
+/// The loss of Huber (1964, "Robust estimation of a location parameter") in each element, reduced by `reduction`: with
+/// d = input - target, d²/2 up to |d| = `delta`, and `delta` (|d| - `delta`/2) beyond. Like torch's `huber_loss`,
 /// it is not divided by `delta`.
 ///
 /// # Errors
