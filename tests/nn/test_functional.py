@@ -378,3 +378,24 @@ def test_activations_equal_the_methods_of_tensors():
 def test_wrong_arguments_are_errors(call, error, text):
     with pytest.raises(error, match=text):
         call(tc.ones(2, 4))
+
+
+@pytest.mark.parametrize("frozen", ["nothing", "states", "weight"])
+def test_a_head_with_its_loss_has_the_gradients_of_separate_operations(frozen: str) -> None:
+    rng = np.random.default_rng(5)
+    values = {"states": rng.standard_normal((9, 8)), "weight": rng.standard_normal((30, 8))}
+    ids = tc.tensor(rng.integers(0, 30, 9))
+    found = []
+    for separate in (False, True):
+        operands = {
+            name: tc.tensor(v) if name == frozen else tc.Var(v) for name, v in values.items()
+        }
+        states, weight = operands["states"], operands["weight"]
+        if separate:
+            loss = F.cross_entropy(states @ weight.T, ids, reduction="sum")
+        else:
+            loss = F.linear_cross_entropy(states, weight, ids)
+        trained = [operand for name, operand in operands.items() if name != frozen]
+        found.append([loss.item(), *(gradient.numpy() for gradient in tc.grad(loss, trained))])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
