@@ -1,5 +1,8 @@
-//! LoRA products s (x Aᵀ) Bᵀ (arXiv:2106.09685) of one input, added to column ranges of a frozen linear layer's result.
-//! Operations on single adapted layers and on groups of layers use this file.
+//! LoRA products s (x Aᵀ) Bᵀ (arXiv:2106.09685) of one input x, each added to a range of columns of a frozen linear
+//! layer's result. Operations with one adapter and operations with several use this file.
+//!
+//! A is `down` (rank, in), B is `up` (out, rank), and x Aᵀ is `hidden` (rows, rank). Adapters that share x have their
+//! x Aᵀ side by side in one matrix (rows, Σ rank).
 
 use std::ops::Range;
 
@@ -13,6 +16,7 @@ use crate::raw::Raw;
 use crate::tape::{Backward, BackwardContext, Saved, Saver};
 use crate::{Result, Tensor, Var, compute};
 
+/// The name of the operation in errors of allocations.
 const OP: &str = "low_rank";
 
 /// Returns `tensor` in `dtype`, off the tape. If `tensor` is a variable of another dtype, this is the copy in `dtype`
@@ -25,28 +29,28 @@ pub(super) fn operand(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
     }
 }
 
-/// Keeps `operand`, which [`operand()`] has made from `tensor`, for the backward pass. If `tensor` is a leaf (a
-/// parameter), `operand` is held, and not counted as a saved activation; if `tensor` is the result of an operation,
-/// `operand` is saved.
+/// Keeps `operand`, which [`operand()`] has made from `tensor`, for the backward pass. It counts as a saved activation
+/// only if `tensor` is the result of an operation, and not a leaf (a variable or a constant).
 pub(super) fn keep(saver: &mut Saver<'_>, tensor: &Tensor, operand: &Tensor) -> Saved {
     if tensor.is_leaf() { saver.hold(operand) } else { saver.save(operand) }
 }
 
-/// The columns of one adapted layer in the two matrices that all adapted layers of the operation share: the result
-/// (rows, Σ out) and x Aᵀ (rows, Σ rank).
+/// The columns of one adapter in the two matrices that all adapters of the operation share, the result (rows, Σ out)
+/// and x Aᵀ (rows, Σ rank); and the adapter's scale and dtypes.
 #[derive(Clone, Copy)]
 struct Place {
-    /// The first of the layer's columns in the result, and their number.
+    /// The first of the adapter's columns in the result, and their number.
     columns: [usize; 2],
-    /// The first of the layer's columns in x Aᵀ, and their number (the rank).
+    /// The first of the adapter's columns in x Aᵀ, and their number (the rank).
     ranks: [usize; 2],
+    /// The factor s.
     scale: f64,
     /// Dtypes of the gradients of A and B.
     dtypes: [DType; 2],
 }
 
 impl Place {
-    /// The layer's columns of a `matrix` (rows, Σ out): the result, or its gradient.
+    /// A view of the adapter's columns of a `matrix` (rows, Σ out): the result, or its gradient.
     fn of_result(&self, matrix: &Raw) -> Result<Raw> {
         Ok(matrix.narrow(1, self.columns[0], self.columns[1])?)
     }
@@ -55,14 +59,14 @@ impl Place {
         LastProduct { up, columns: self.columns, ranks: self.ranks, scale: self.scale }
     }
 
-    /// The layer's columns of a `matrix` (rows, Σ rank): x Aᵀ, or its gradient.
+    /// A view of the adapter's columns of a `matrix` (rows, Σ rank): x Aᵀ, or its gradient.
     fn of_hidden(&self, matrix: &Raw) -> Result<Raw> {
         Ok(matrix.narrow(1, self.ranks[0], self.ranks[1])?)
     }
 }
 
-/// The second product of an adapter, s · hidden · Bᵀ, where hidden is the adapter's x Aᵀ, and the result's columns that
-/// it is added to.
+/// The second product of an adapter, s · hidden · Bᵀ, not yet computed: B, s, and the adapter's columns of x Aᵀ and of
+/// the result.
 pub(super) struct LastProduct<B> {
     /// B, (out, rank).
     pub up: B,
@@ -70,6 +74,7 @@ pub(super) struct LastProduct<B> {
     pub columns: [usize; 2],
     /// The first of the adapter's columns in the x Aᵀ of all adapters, and their number (the rank).
     pub ranks: [usize; 2],
+    /// The factor s.
     pub scale: f64,
 }
 
@@ -87,7 +92,13 @@ impl LastProduct<Saved> {
     }
 }
 
-/// The index ranges of consecutive places with the same scale. The products of one range run in one call.
+/// The number of columns of x Aᵀ of all adapters, Σ rank.
+fn total_rank(places: &[Place]) -> usize {
+    places.last().map_or(0, |last| last.ranks[0] + last.ranks[1])
+}
+
+/// Divides `places` into the longest runs of neighbours with the same scale, and returns their index ranges. The
+/// products of one range are computed in one call.
 fn of_one_scale(places: &[Place]) -> impl Iterator<Item = Range<usize>> {
     let mut end = 0;
     places.chunk_by(|a, b| a.scale == b.scale).map(move |alike| {
@@ -96,11 +107,11 @@ fn of_one_scale(places: &[Place]) -> impl Iterator<Item = Range<usize>> {
     })
 }
 
-/// The low-rank products of one operation, in the order of the columns that they are added to.
+/// The adapters of one operation, in the order of the result's columns that their products are added to.
 #[derive(Default)]
 pub(super) struct LowRanks<'a> {
     places: SmallVec<[Place; 1]>,
-    /// A (rank, in) and B (out, rank) of each product; they are inputs of the operation.
+    /// A and B of each adapter; they are inputs of the operation.
     factors: SmallVec<[[&'a Tensor; 2]; 1]>,
     /// The factors in the compute dtype, off the tape.
     operands: SmallVec<[[Tensor; 2]; 1]>,
@@ -109,19 +120,20 @@ pub(super) struct LowRanks<'a> {
 }
 
 impl<'a> LowRanks<'a> {
-    /// The same products, for an operation whose inputs are x, the factors of `others`, and then the factors of `self`.
+    /// Returns the same adapters for an operation whose inputs are x, the factors of `others`, then the factors of
+    /// `self`.
     pub fn after(self, others: &LowRanks<'_>) -> Self {
         Self { skipped: others.skipped + 2 * others.places.len(), ..self }
     }
 
-    /// Appends the product of `factors` (A, B), whose shapes the caller has checked. Its result has dtype `dtype`, and
-    /// is added to the columns from `column` on.
+    /// Appends the adapter with `factors` [A, B], whose shapes the caller has checked. Its product is computed in
+    /// `dtype`, and is added to the result's columns from `column` on.
     pub fn push(&mut self, factors: [&'a Tensor; 2], scale: f64, column: usize, dtype: DType) -> Result<()> {
         let [down, up] = factors;
-        let first = self.places.last().map_or(0, |last| last.ranks[0] + last.ranks[1]);
+        let first_rank = total_rank(&self.places);
         self.places.push(Place {
             columns: [column, up.dims()[0]],
-            ranks: [first, down.dims()[0]],
+            ranks: [first_rank, down.dims()[0]],
             scale,
             dtypes: [down.dtype(), up.dtype()],
         });
@@ -130,7 +142,7 @@ impl<'a> LowRanks<'a> {
         Ok(())
     }
 
-    /// A and B of each product in the compute dtype, off the tape.
+    /// A and B of each adapter in the compute dtype, off the tape.
     pub fn operands(&self) -> &[[Tensor; 2]] {
         &self.operands
     }
@@ -140,38 +152,39 @@ impl<'a> LowRanks<'a> {
         self.factors.iter().flatten().copied()
     }
 
-    /// Adds the products of `x` to `y` in place (both are matrices). Returns x Aᵀ of all adapters side by side, (rows,
-    /// Σ rank); `None` without adapters.
+    /// Adds s (x Aᵀ) Bᵀ of each adapter to its columns of the matrix `y`, in place; `x` is a matrix too. Returns x Aᵀ
+    /// of all adapters, (rows, Σ rank); `None` without adapters.
     pub fn add_to(&self, y: &Raw, x: &Raw) -> Result<Option<Raw>> {
-        let Some(last) = self.places.last() else { return Ok(None) };
-        let all = compute::unset(OP, x, &[x.dims()[0], last.ranks[0] + last.ranks[1]])?;
+        if self.places.is_empty() {
+            return Ok(None);
+        }
+        let hidden = compute::unset(OP, x, &[x.dims()[0], total_rank(&self.places)])?;
         for alike in of_one_scale(&self.places) {
             let scale = self.places[alike.start].scale;
             let term = |(place, [down, up]): (&Place, &[Tensor; 2])| -> Result<_> {
-                let hidden = place.of_hidden(&all)?;
-                let term = LowRankTerm { input: x.clone(), down: down.raw.t()?, up: up.raw.t()?, hidden };
+                let of_adapter = place.of_hidden(&hidden)?;
+                let term = LowRankTerm { input: x.clone(), down: down.raw.t()?, up: up.raw.t()?, hidden: of_adapter };
                 Ok((term, place.of_result(y)?))
             };
             let terms = self.places[alike.clone()].iter().zip(&self.operands[alike]).map(term);
             compute::low_rank(&terms.collect::<Result<Vec<_>>>()?, [1.0, scale])?;
         }
-        Ok(Some(all))
+        Ok(Some(hidden))
     }
 
-    /// Computes the first products alone: x Aᵀ of all adapters side by side, (rows, Σ rank).
+    /// Computes only the first products: x Aᵀ of all adapters, (rows, Σ rank).
     pub fn hidden(&self, x: &Raw) -> Result<Raw> {
-        let ranks = self.places.last().map_or(0, |last| last.ranks[0] + last.ranks[1]);
-        let all = compute::unset(OP, x, &[x.dims()[0], ranks])?;
+        let hidden = compute::unset(OP, x, &[x.dims()[0], total_rank(&self.places)])?;
         let mut products = Vec::with_capacity(self.places.len());
         for (place, [down, _]) in self.places.iter().zip(&self.operands) {
-            products.push((place.of_hidden(&all)?, down.raw.t()?));
+            products.push((place.of_hidden(&hidden)?, down.raw.t()?));
         }
-        let products: Vec<[&Raw; 3]> = products.iter().map(|(hidden, down)| [hidden, x, down]).collect();
+        let products: Vec<[&Raw; 3]> = products.iter().map(|(of_adapter, down)| [of_adapter, x, down]).collect();
         compute::write_products(&products, 1.0, false)?;
-        Ok(all)
+        Ok(hidden)
     }
 
-    /// Adds the second products to `y` in place; `hidden` is x Aᵀ of all adapters side by side.
+    /// Adds the second products to `y` in place; `hidden` is x Aᵀ of all adapters.
     pub fn add_last_products(&self, y: &Raw, hidden: &Raw) -> Result<()> {
         for LastProduct { up, columns, ranks, scale } in self.last_products() {
             let (columns, hidden) = (y.narrow(1, columns[0], columns[1])?, hidden.narrow(1, ranks[0], ranks[1])?);
@@ -180,18 +193,19 @@ impl<'a> LowRanks<'a> {
         Ok(())
     }
 
-    /// The second products, for an operation that computes them itself.
+    /// Returns the second products, for an operation that computes them itself.
     pub fn last_products(&self) -> impl Iterator<Item = LastProduct<&Raw>> {
         self.places.iter().zip(&self.operands).map(|(place, [_, up])| place.last_product(&up.raw))
     }
 
-    /// Keeps B of each product for the backward pass, and returns the second products with these saved B.
+    /// Returns the second products, each with its B kept for the backward pass.
     pub fn save_last_products(&self, saver: &mut Saver<'_>) -> SmallVec<[LastProduct<Saved>; 2]> {
-        let all = self.places.iter().zip(self.factors.iter().zip(&self.operands));
-        all.map(|(place, ([_, up], [_, operand]))| place.last_product(keep(saver, up, operand))).collect()
+        let adapters = self.places.iter().zip(self.factors.iter().zip(&self.operands));
+        adapters.map(|(place, ([_, up], [_, operand]))| place.last_product(keep(saver, up, operand))).collect()
     }
 
-    /// Saves what the backward pass reads of `x`, the frozen `weight` (Σ out, in), the factors and x Aᵀ (`hidden`).
+    /// Returns the backward pass, and saves the tensors that it reads. They are among `x`, the frozen `weight` (Σ out,
+    /// in), the factors, and x Aᵀ of all adapters (`hidden`).
     pub fn save(
         &self,
         saver: &mut Saver<'_>,
@@ -203,8 +217,8 @@ impl<'a> LowRanks<'a> {
         self.save_for(saver, (x.shape(), needs_x), Some(x), weight, hidden)
     }
 
-    /// As [`save`](Self::save), but does not save x: for an operation that computes x itself, and recomputes x in the
-    /// backward pass.
+    /// As [`save`](Self::save), for an operation that computes x itself, and recomputes it in the backward pass. x, of
+    /// shape `shape`, is not saved, and counts as an input that needs a gradient.
     pub fn save_without_input(
         &self,
         saver: &mut Saver<'_>,
@@ -232,11 +246,11 @@ impl<'a> LowRanks<'a> {
             x_shape: x_shape.clone(),
             skipped: self.skipped,
         };
-        let mut members = 0..self.places.len();
-        let needs_up = members.clone().any(|i| saver.needs(backward.up(i)));
-        let needs_down = members.any(|i| saver.needs(backward.down(i)));
-        for (i, ([down, up], [down_operand, up_operand])) in self.factors.iter().zip(&self.operands).enumerate() {
-            let reads_up = needs_x || saver.needs(backward.down(i));
+        let mut indices = 0..self.places.len();
+        let needs_up = indices.clone().any(|index| saver.needs(backward.up(index)));
+        let needs_down = indices.any(|index| saver.needs(backward.down(index)));
+        for (index, ([down, up], [down_operand, up_operand])) in self.factors.iter().zip(&self.operands).enumerate() {
+            let reads_up = needs_x || saver.needs(backward.down(index));
             backward.factors.push([
                 needs_x.then(|| keep(saver, down, down_operand)),
                 reads_up.then(|| keep(saver, up, up_operand)),
@@ -249,14 +263,16 @@ impl<'a> LowRanks<'a> {
     }
 }
 
-/// The backward pass of a frozen linear map with low-rank products. The inputs of the node are x, then
-/// `skipped` inputs that do not belong to these products, then A and B of each product.
+/// The backward pass of a frozen linear map with adapters. The inputs of the node are x, then `skipped` inputs that do
+/// not belong to these adapters, then A and B of each adapter.
 pub(super) struct LowRankBackward {
+    /// Kept if an A needs a gradient.
     x: Option<Saved>,
-    /// x Aᵀ of all adapters, (rows, Σ rank).
+    /// x Aᵀ of all adapters, (rows, Σ rank); kept if a B needs a gradient.
     hidden: Option<Saved>,
+    /// The frozen weight, kept if x needs a gradient.
     weight: Option<HeldWeight>,
-    /// A and B of each product: A is kept if x needs a gradient, B if x or A needs one.
+    /// A and B of each adapter: A is kept if x needs a gradient, B if x or A needs one.
     factors: SmallVec<[[Option<Saved>; 2]; 1]>,
     places: SmallVec<[Place; 1]>,
     x_shape: Shape,
@@ -265,67 +281,69 @@ pub(super) struct LowRankBackward {
 }
 
 impl LowRankBackward {
-    /// The index of A of product number `place` among the node's inputs.
+    /// The index, among the node's inputs, of A of adapter number `place`.
     pub const fn down(&self, place: usize) -> usize {
         1 + self.skipped + 2 * place
     }
 
-    /// The index of B of product number `place` among the node's inputs.
+    /// The index, among the node's inputs, of B of adapter number `place`.
     pub const fn up(&self, place: usize) -> usize {
         2 + self.skipped + 2 * place
     }
 
-    /// The dtypes of the gradients of A and B of a product.
+    /// The dtypes of the gradients of A and B of adapter number `place`.
     pub fn dtypes(&self, place: usize) -> [DType; 2] {
         self.places[place].dtypes
     }
 
-    /// A of a product in the compute dtype; `None` if it is not kept, because x needs no gradient.
+    /// A of adapter number `place` in the compute dtype; `None` if it is not kept, because x needs no gradient.
     pub fn down_operand(&self, place: usize) -> Result<Option<Raw>> {
         self.factors[place][0].as_ref().map(Saved::get).transpose()
     }
 
-    /// s g B of all products side by side, (rows, Σ rank), where g (`grad`) is the gradient of the result. The columns
-    /// of a product whose B is not kept stay uninitialised.
+    /// Computes the gradient of x Aᵀ of all adapters: s g B, (rows, Σ rank), where g (`grad`) is the gradient of the
+    /// result. The columns of an adapter whose B is not kept stay uninitialised.
     pub fn hidden_gradient(&self, grad: &Raw) -> Result<Raw> {
-        let ranks = self.places.last().map_or(0, |last| last.ranks[0] + last.ranks[1]);
-        let all = compute::unset(OP, grad, &[grad.dims()[0], ranks])?;
+        let grad_hidden = compute::unset(OP, grad, &[grad.dims()[0], total_rank(&self.places)])?;
         for alike in of_one_scale(&self.places) {
             let scale = self.places[alike.start].scale;
             let mut products = Vec::new();
             for (place, factors) in self.places[alike.clone()].iter().zip(&self.factors[alike]) {
                 if let [_, Some(up)] = factors {
-                    products.push([place.of_hidden(&all)?, place.of_result(grad)?, up.get()?]);
+                    products.push([place.of_hidden(&grad_hidden)?, place.of_result(grad)?, up.get()?]);
                 }
             }
             let products: Vec<[&Raw; 3]> = products.iter().map(|product| product.each_ref()).collect();
             compute::write_products(&products, scale, false)?;
         }
-        Ok(all)
+        Ok(grad_hidden)
     }
 
-    /// g W: the gradient of x through the frozen weight alone. `None` if no weight is kept, because x needs no
-    /// gradient.
+    /// Computes g W, the part of the gradient of x that comes through the frozen weight; g (`grad`) is the gradient of
+    /// the result. `None` if the weight is not kept, because x needs no gradient.
     pub fn base_gradient(&self, grad: &Raw) -> Result<Option<Raw>> {
         self.weight.as_ref().map(|weight| weight.input_gradient(grad)).transpose()
     }
 
-    /// Returns s g B, (rows, Σ rank), where g is the gradient of the result, for each adapted layer whose x or A needs
-    /// a gradient; the columns of other layers stay uninitialised. `None` if no layer needs it. If x needs a gradient,
-    /// also adds s g B A to the gradient of x.
-    fn grad_hidden(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<Option<Raw>> {
+    /// Adds s g B A of each adapter to the gradient of x, if x needs one; g (`grad`) is the gradient of the result.
+    /// Returns s g B, (rows, Σ rank), with the columns of each adapter whose A needs a gradient, or of all adapters if
+    /// x needs one; the other columns stay uninitialised. `None` if neither x nor any A needs a gradient.
+    fn add_through_adapters(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<Option<Raw>> {
         let needs_x = context.needs(0);
         let needed: SmallVec<[bool; 4]> =
             (0..self.places.len()).map(|place| needs_x || context.needs(self.down(place))).collect();
-        let Some(last) = self.places.last().filter(|_| needed.contains(&true)) else { return Ok(None) };
-        let all = compute::unset(OP, grad, &[grad.dims()[0], last.ranks[0] + last.ranks[1]])?;
+        if !needed.contains(&true) {
+            return Ok(None);
+        }
+        let grad_hidden = compute::unset(OP, grad, &[grad.dims()[0], total_rank(&self.places)])?;
         for alike in of_one_scale(&self.places) {
             let scale = self.places[alike.start].scale;
             let (mut products, mut terms) = (Vec::new(), Vec::new());
             for index in alike.filter(|&index| needed[index]) {
                 let (place, [down, Some(up)]) = (&self.places[index], &self.factors[index]) else { continue };
-                let (input, hidden, up) = (place.of_result(grad)?, place.of_hidden(&all)?, up.get()?);
+                let (input, hidden, up) = (place.of_result(grad)?, place.of_hidden(&grad_hidden)?, up.get()?);
                 match down {
+                    // The gradient passes through B first, then through A.
                     Some(down) if needs_x => terms.push(LowRankTerm { input, down: up, up: down.get()?, hidden }),
                     _ => products.push([hidden, input, up]),
                 }
@@ -334,10 +352,10 @@ impl LowRankBackward {
             compute::write_products(&products, scale, false)?;
             context.add_low_rank(0, &self.x_shape, terms, [scale, 1.0])?;
         }
-        Ok(Some(all))
+        Ok(Some(grad_hidden))
     }
 
-    /// Adds the gradients of B, from `grad`, the gradient of the result, (rows, Σ out).
+    /// Adds the gradient of each B that needs one, from `grad`, the gradient of the result, (rows, Σ out).
     pub fn add_up_gradients(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<()> {
         let Some(hidden) = &self.hidden else { return Ok(()) };
         let hidden = hidden.get()?;
@@ -350,7 +368,7 @@ impl LowRankBackward {
         Ok(())
     }
 
-    /// Adds the gradients of A, from s g B (`grad_hidden`).
+    /// Adds the gradient of each A that needs one, from s g B of all adapters (`grad_hidden`).
     fn add_down_gradients(&self, context: &mut BackwardContext<'_>, grad_hidden: &Raw) -> Result<()> {
         let Some(x) = &self.x else { return Ok(()) };
         let x = as_matrix(&x.get()?)?;
@@ -363,8 +381,8 @@ impl LowRankBackward {
         Ok(())
     }
 
-    /// Adds the gradients of x and of A, from `grad`, the gradient of the result, and from s g B (`grad_hidden`). x
-    /// must need a gradient.
+    /// Adds the gradient of x, which must need one, and of each A that needs one. `grad` is the gradient of the result,
+    /// and `grad_hidden` is s g B of all adapters.
     pub fn add_from_hidden(&self, context: &mut BackwardContext<'_>, grad: &Raw, grad_hidden: &Raw) -> Result<()> {
         let mut products = Vec::with_capacity(self.places.len());
         for (place, [down, _]) in self.places.iter().zip(&self.factors) {
@@ -379,13 +397,13 @@ impl LowRankBackward {
         self.add_down_gradients(context, grad_hidden)
     }
 
-    /// Adds the gradients that are wanted, from `grad`, the gradient of the result, (rows, Σ out).
+    /// Adds the gradient of each input that needs one, from `grad`, the gradient of the result, (rows, Σ out).
     pub fn run(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<()> {
         self.add_up_gradients(context, grad)?;
         if let (true, Some(weight)) = (context.needs(0), &self.weight) {
             weight.add_input_gradient(context, &self.x_shape, grad)?;
         }
-        match self.grad_hidden(context, grad)? {
+        match self.add_through_adapters(context, grad)? {
             Some(grad_hidden) => self.add_down_gradients(context, &grad_hidden),
             None => Ok(()),
         }

@@ -1,8 +1,8 @@
 //! The elementwise product (A₁ B₁) ∘ (A₂ B₂) of two low-rank matrices as one operation (`LoHa`:
 //! Hyeon-Woo et al. 2022, arXiv:2108.06098; `LyCORIS`, arXiv:2309.14859).
 //!
-//! Each of the matrices A₁ B₁ and A₂ B₂ is as large as a layer's weight. They are not saved; the backward pass computes
-//! them again.
+//! A₁ B₁ and A₂ B₂ are each as large as a layer's weight, so the tape does not save them: the backward pass recomputes
+//! them.
 
 #[cfg(feature = "testing")]
 use super::case::{Case, Entry};
@@ -22,14 +22,13 @@ struct HadamardBackward {
 impl Backward for HadamardBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let grad = context.grad().clone();
-        for pair in [0, 1] {
-            let (a, b) = (2 * pair, 2 * pair + 1);
+        // Indices of the factors: A and B of one low-rank matrix, then of the other.
+        for [a, b, other_a, other_b] in [[0, 1, 2, 3], [2, 3, 0, 1]] {
             if !context.needs(a) && !context.needs(b) {
                 continue;
             }
-            let other = 2 - 2 * pair;
-            let product = compute::matmul(&self.factors[other].get()?, &self.factors[other + 1].get()?)?;
-            let grad_product = compute::binary(&grad, &product, Mul)?;
+            let other_product = compute::matmul(&self.factors[other_a].get()?, &self.factors[other_b].get()?)?;
+            let grad_product = compute::binary(&grad, &other_product, Mul)?;
             if context.needs(a) {
                 context.add(a, compute::matmul(&grad_product, &self.factors[b].get()?.t()?)?)?;
             }
@@ -46,11 +45,12 @@ fn forward(factors: [&Raw; 4]) -> Result<Raw> {
     compute::binary(&compute::matmul(a1, b1)?, &compute::matmul(a2, b2)?, Mul)
 }
 
-/// (A₁ B₁) ∘ (A₂ B₂): `a1 (n, r₁)`, `b1 (r₁, m)`, `a2 (n, r₂)`, `b2 (r₂, m)` → `(n, m)`. Saves the factors.
+/// Computes (A₁ B₁) ∘ (A₂ B₂), where ∘ is the elementwise product: `a1 (n, r₁)`, `b1 (r₁, m)`, `a2 (n, r₂)`,
+/// `b2 (r₂, m)` → `(n, m)`. Saves the factors.
 ///
 /// # Errors
-/// [`Error::Shape`] if the factors do not have the shapes above, [`Error::DType`] or [`Error::Device`] if they differ
-/// in dtype or device.
+/// [`Error::Shape`] if the factors do not have the shapes above, [`Error::DType`] if their dtypes differ or are not
+/// floating point, [`Error::Device`] if they are on different devices.
 pub fn low_rank_hadamard(a1: &Tensor, b1: &Tensor, a2: &Tensor, b2: &Tensor) -> Result<Tensor> {
     let factors = [a1, b1, a2, b2];
     let fits = factors.iter().all(|f| f.rank() == 2)
@@ -76,7 +76,7 @@ pub fn low_rank_hadamard(a1: &Tensor, b1: &Tensor, a2: &Tensor, b2: &Tensor) -> 
     )
 }
 
-/// Registry entries of this file.
+/// Registry entry of this file.
 #[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[Entry {
     info: &HADAMARD,

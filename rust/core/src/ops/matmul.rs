@@ -9,11 +9,15 @@ use crate::{Error, Result, Tensor, compute};
 static MATMUL: OpInfo = OpInfo::expensive("matmul");
 
 struct MatmulBackward {
+    /// The left operand, if the right one needs a gradient.
     a: Option<Saved>,
+    /// The right operand, if the left one needs a gradient.
     b: Option<Saved>,
+    /// The shapes of the left and the right operand.
     dims: [Vec<usize>; 2],
 }
 
+/// Returns a view with the last two dimensions exchanged.
 fn transposed(raw: &Raw) -> Result<Raw> {
     Ok(raw.transpose(raw.rank() - 2, raw.rank() - 1)?)
 }
@@ -34,19 +38,21 @@ impl Backward for MatmulBackward {
 }
 
 impl Tensor {
-    /// The matrix product (..., m, k) × (..., k, n) → (..., m, n). Batch dimensions broadcast. As in numpy, a vector is
-    /// a row (1, k) on the left and a column (k, 1) on the right; its dimension of size 1 is dropped from the result.
+    /// Computes the matrix product (..., m, k) × (..., k, n) → (..., m, n). Batch dimensions broadcast. As in numpy, a
+    /// vector on the left is a row (1, k), and a vector on the right is a column (k, 1). The result then lacks the
+    /// dimension m or n, which would have size 1.
     ///
     /// # Errors
-    /// [`Error::Shape`] if an operand has no dimensions, the inner sizes k differ, or the batch dimensions do not
-    /// broadcast; [`Error::DType`] if the dtypes differ or are not floating point; [`Error::Device`] if the devices
-    /// differ; [`Error::OutOfMemory`] if the result does not fit in memory.
+    /// [`Error::Shape`] if an operand has no dimensions, the sizes k of the two operands differ, or the batch
+    /// dimensions do not broadcast; [`Error::DType`] if the dtypes differ or are not floating point; [`Error::Device`]
+    /// if the devices differ; [`Error::OutOfMemory`] if the result does not fit in memory.
     pub fn matmul(&self, other: &Self) -> Result<Self> {
         if self.rank() == 0 || other.rank() == 0 {
             return Err(Error::shape("matmul", "a number is not a matrix; use * to multiply a tensor by a number"));
         }
         if self.rank() == 1 {
             let product = self.unsqueeze(0)?.matmul(other)?;
+            // If `other` is a vector, `product` already lacks n, and its last dimension is m.
             return product.squeeze(product.rank() - if other.rank() == 1 { 1 } else { 2 });
         }
         if other.rank() == 1 {
@@ -76,7 +82,7 @@ impl Tensor {
     }
 }
 
-/// Registry entries of this file.
+/// Registry entry of this file.
 #[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[Entry {
     info: &MATMUL,
@@ -86,7 +92,7 @@ pub static ENTRIES: &[Entry] = &[Entry {
             Case::new("matrices", &[&[3, 5], &[5, 4]], product),
             Case::new("batch", &[&[2, 3, 3, 5], &[2, 3, 5, 2]], product),
             Case::new("batch broadcast", &[&[2, 1, 3, 5], &[3, 5, 2]], product),
-            Case::new("shared right", &[&[2, 3, 5], &[5, 2]], product),
+            Case::new("batch times one matrix", &[&[2, 3, 5], &[5, 2]], product),
             Case::new("vector left", &[&[5], &[5, 2]], product),
             Case::new("vector right", &[&[3, 5], &[5]], product),
             Case::new("dot", &[&[5], &[5]], product),

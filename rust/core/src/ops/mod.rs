@@ -1,10 +1,10 @@
-//! The operations. Each has one file or folder with its forward pass, the tensors that it saves, its backward pass, its
-//! cost, and test cases.
+//! The operations. The file or folder of an operation has its forward pass, the tensors that it saves, its backward
+//! pass, its cost, and its test cases.
 //!
 //! `REGISTRY` lists the cases, which are compiled only with the feature `testing`. `tests/registry.rs` runs every case
 //! in every dtype, and with strided and empty inputs. It compares gradients with finite differences in f64, fused
-//! operations with their plain forms, and checkpointed results with ordinary ones. A test fails if an operation has no
-//! case.
+//! operations with their plain forms, and the results and gradients inside a checkpoint with those outside. A test
+//! fails if an operation has no case.
 
 pub mod activation;
 pub mod arithmetic;
