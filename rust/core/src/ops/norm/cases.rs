@@ -5,18 +5,18 @@ use super::{group, rms_norm_rope, row};
 use crate::ops::case::{Case, Entry};
 use crate::{Result, Tensor};
 
-/// The product of the sum and its norm, which are the two results of the `add_*` norms: both results get a gradient.
+/// Multiplies the two results of an `add_*` norm, the sum and its norm, so that both get a gradient.
 fn joined((sum, y): (Tensor, Tensor)) -> Result<Tensor> {
     sum.mul(&y)
 }
 
-/// norm(x) + x: when the backward pass of the norm runs, x already has the gradient from the addition.
+/// Computes norm(x) + x[0]. When the backward pass of the norm runs, x[0] already has the gradient from the addition.
 fn plus_input(x: &[Tensor], norm: impl Fn(&[Tensor]) -> Result<Tensor>) -> Result<Tensor> {
     norm(x)?.add(&x[0])
 }
 
-/// norm(x) + x + x²: as [`plus_input`], but the gradient that x already has is itself a sum of two gradients, in a
-/// tensor of its own. The norm's backward pass may overwrite this tensor.
+/// Computes norm(x) + x[0] + x[0]². As in [`plus_input`], x[0] already has a gradient, but this gradient is a sum of
+/// two gradients, in a tensor of its own. The norm's backward pass may overwrite this tensor.
 fn plus_sum(x: &[Tensor], norm: impl Fn(&[Tensor]) -> Result<Tensor>) -> Result<Tensor> {
     plus_input(x, norm)?.add(&x[0].sqr()?)
 }
@@ -28,7 +28,7 @@ fn layer_norm() -> Vec<Case> {
     vec![
         Case::new("scale and shift", &[&[2, 3, 7], &[7], &[7]], run).plain(plain),
         Case::new("scale", &[&[3, 7], &[7]], run).plain(plain),
-        Case::new("plain", &[&[3, 7]], run).plain(plain),
+        Case::new("no parameters", &[&[3, 7]], run).plain(plain),
         Case::new("shift", &[&[3, 7], &[7]], |x| super::layer_norm(&x[0], 1, None, Some(&x[1]), EPS))
             .plain(|x| plain::layer_norm(&x[..1], &[1], EPS)?.add(&x[1])),
         Case::new("frozen input", &[&[7], &[7]], |x| {
@@ -58,7 +58,7 @@ fn add_layer_norm() -> Vec<Case> {
     vec![
         Case::new("scale and shift", &[&[2, 3, 7], &[2, 3, 7], &[7], &[7]], run).plain(plain),
         Case::new("wide rows", &[&[5, 96], &[5, 96], &[96], &[96]], run).plain(plain),
-        Case::new("plain", &[&[3, 7], &[3, 7]], run).plain(plain),
+        Case::new("no parameters", &[&[3, 7], &[3, 7]], run).plain(plain),
         Case::new("norm alone", &[&[3, 8], &[3, 8], &[8]], |x| {
             Ok(super::add_layer_norm(&x[0], &x[1], 1, Some(&x[2]), None, EPS)?.1)
         }),
@@ -75,8 +75,8 @@ fn modulated_layer_norm() -> Vec<Case> {
     let run = |x: &[Tensor]| super::modulated_layer_norm(&x[0], &x[1], &x[2], EPS);
     // x[0] is (batch, length, features); scale and shift, x[1] and x[2], are (batch, features).
     let plain = |x: &[Tensor]| {
-        let normal = plain::layer_norm(&x[..1], &[2], EPS)?;
-        normal.mul(&x[1].unsqueeze(1)?.add_scalar(1.0)?)?.add(&x[2].unsqueeze(1)?)
+        let normalised = plain::layer_norm(&x[..1], &[2], EPS)?;
+        normalised.mul(&x[1].unsqueeze(1)?.add_scalar(1.0)?)?.add(&x[2].unsqueeze(1)?)
     };
     vec![
         Case::new("sequences", &[&[2, 5, 7], &[2, 7], &[2, 7]], run).plain(plain),
@@ -107,7 +107,7 @@ fn rms_norm() -> Vec<Case> {
     let plain = |x: &[Tensor]| plain::rms_norm(x, EPS);
     vec![
         Case::new("scale", &[&[2, 3, 37], &[37]], run).plain(plain),
-        Case::new("plain", &[&[3, 7]], run).plain(plain),
+        Case::new("no parameters", &[&[3, 7]], run).plain(plain),
         Case::new("wide rows", &[&[5, 96], &[96]], run).plain(plain),
         Case::new("plus x", &[&[3, 7], &[7]], move |x| plus_input(x, run)).plain(move |x| plus_input(x, plain)),
         Case::new("plus a sum", &[&[3, 8], &[8]], move |x| plus_sum(x, run)).plain(move |x| plus_sum(x, plain)),
@@ -125,7 +125,7 @@ fn add_rms_norm() -> Vec<Case> {
     };
     vec![
         Case::new("scale", &[&[2, 3, 37], &[2, 3, 37], &[37]], run).plain(plain),
-        Case::new("plain", &[&[3, 8], &[3, 8]], run).plain(plain),
+        Case::new("no parameters", &[&[3, 8], &[3, 8]], run).plain(plain),
         Case::new("no rows", &[&[0, 7], &[0, 7], &[7]], run),
     ]
 }
@@ -136,7 +136,7 @@ fn group_norm() -> Vec<Case> {
     let plain = |x: &[Tensor]| plain::group_norm(x, 3, EPS);
     vec![
         Case::new("scale and shift", &[&[2, 5, 6], &[6], &[6]], run).plain(plain),
-        Case::new("plain", &[&[2, 5, 6]], run).plain(plain),
+        Case::new("no parameters", &[&[2, 5, 6]], run).plain(plain),
         Case::new("image", &[&[2, 3, 5, 6], &[6]], run),
         Case::new("plus x", &[&[2, 5, 6], &[6]], move |x| plus_input(x, run)).plain(move |x| plus_input(x, plain)),
         Case::new("plus a sum", &[&[2, 4, 24], &[24]], move |x| plus_sum(x, run)).plain(move |x| plus_sum(x, plain)),
@@ -156,7 +156,7 @@ fn group_norm_silu() -> Vec<Case> {
     let plain = |x: &[Tensor]| plain::group_norm(x, 3, EPS)?.silu();
     vec![
         Case::new("scale and shift", &[&[2, 5, 6], &[6], &[6]], run).plain(plain),
-        Case::new("plain", &[&[2, 5, 6]], run).plain(plain),
+        Case::new("no parameters", &[&[2, 5, 6]], run).plain(plain),
         Case::new("plus x", &[&[2, 4, 24], &[24]], move |x| plus_input(x, run)).plain(move |x| plus_input(x, plain)),
         Case::new("plus a sum", &[&[2, 5, 6], &[6]], move |x| plus_sum(x, run)).plain(move |x| plus_sum(x, plain)),
         Case::new("image", &[&[2, 3, 5, 6], &[6]], run),

@@ -11,7 +11,7 @@ use crate::tape::backward::Pending;
 use crate::tape::{BackwardContext, Saved};
 use crate::{Raw, Result};
 
-/// Scale and shift as arguments of kernels: both in the input's dtype, or both in f32.
+/// Scale (`weight`) and shift (`bias`) as kernels read them: dense, and both in the input's dtype or both in f32.
 pub(super) struct Parameters {
     pub weight: Option<Raw>,
     pub bias: Option<Raw>,
@@ -22,10 +22,11 @@ impl Parameters {
     pub fn new(input: DType, [weight, bias]: [Option<&Raw>; 2]) -> Result<Self> {
         let mixed = [weight, bias].into_iter().flatten().any(|parameter| parameter.dtype() != input);
         let dtype = if mixed { DType::F32 } else { input };
-        let dense = |parameter: &Raw| contiguous(&cast(parameter, dtype)?);
-        Ok(Self { weight: weight.map(dense).transpose()?, bias: bias.map(dense).transpose()?, dtype })
+        let converted = |parameter: &Raw| contiguous(&cast(parameter, dtype)?);
+        Ok(Self { weight: weight.map(converted).transpose()?, bias: bias.map(converted).transpose()?, dtype })
     }
 
+    /// 1 if both are f32, else 0: the kernels' argument `affine_f32`.
     pub fn is_f32(&self) -> u32 {
         u32::from(self.dtype == DType::F32)
     }
@@ -40,36 +41,36 @@ pub(super) struct Gradients {
 }
 
 impl<'a> Affine<'a> {
-    /// Scale and shift in their own dtypes.
+    /// Scale and shift in the dtypes that they have; `None` for one that the norm does not have.
     pub(super) fn parameters(&self) -> [Option<&'a Raw>; 2] {
         [self.weight.map(|weight| &weight.raw), self.bias.map(|bias| &bias.raw)]
     }
 }
 
-/// Which gradients a backward pass computes. The gradient of the input is added to `before`, a dense gradient, if
-/// given.
+/// Which gradients a backward pass computes.
 pub(super) struct Wanted {
     pub input: bool,
     pub weight: bool,
     pub bias: bool,
+    /// A dense gradient that the input already has. The new gradient of the input is added to it.
     pub before: Option<Pending>,
 }
 
 impl SavedAffine {
-    /// Scale and shift in their own dtypes, if the backward pass reads them.
+    /// Scale and shift in the dtypes that they have; `None` for one that the backward pass does not read.
     pub(super) fn parameters(&self) -> Result<[Option<Raw>; 2]> {
         let get = |saved: &Option<Saved>| saved.as_ref().map(Saved::get).transpose();
         Ok([get(&self.scale)?, get(&self.shift)?])
     }
 
-    /// The gradients that this backward pass computes. `before` is `None`.
+    /// Says which gradients this backward pass computes. `before` is `None`.
     pub(super) fn wanted(&self, context: &BackwardContext<'_>) -> Wanted {
         let wants = |place: &Option<Place>| place.as_ref().is_some_and(|place| context.needs(place.index));
         Wanted { input: context.needs(0), weight: wants(&self.weight), bias: wants(&self.bias), before: None }
     }
 
-    /// Passes the gradients `grads` on to the operation's inputs. `grads.input` already includes the earlier gradient
-    /// that [`BackwardContext::take_pending`] has returned.
+    /// Adds `grads` to the gradients of the operation's inputs. `grads.input` already includes the earlier gradient
+    /// that [`BackwardContext::take_pending`] has taken out, if there was one.
     pub(super) fn add_gradients(&self, context: &mut BackwardContext<'_>, grads: Gradients) -> Result<()> {
         if let Some(sum) = grads.input {
             context.add_pending(0, Pending::new(sum, true))?;
@@ -83,8 +84,8 @@ impl SavedAffine {
     }
 }
 
-/// The tensor for the gradient of an input. It is `before`, the earlier gradient to which the new gradient is added, if
-/// nothing else uses that tensor; otherwise it is a new tensor.
+/// Returns the tensor to which a kernel writes the gradient of input `x`: the tensor of `before`, the gradient that the
+/// input already has, if nothing else uses this tensor; else a new tensor.
 pub(super) fn destination(op: &'static str, gpu: &Gpu, x: &Raw, before: Option<&Pending>) -> Result<Raw> {
     match before {
         Some(Pending { sum, owned: true, .. }) => Ok(sum.clone()),
@@ -92,9 +93,9 @@ pub(super) fn destination(op: &'static str, gpu: &Gpu, x: &Raw, before: Option<&
     }
 }
 
-/// The gradients of scale and shift, (samples, len), in the accumulator dtype of inputs of `dtype`: the sums over the
-/// pieces of `partials` (samples, pieces, 2, len), where 2 stands for scale and shift. `wants`: which of the two to
-/// compute.
+/// Returns the gradients of scale and shift, (samples, len), in the accumulator dtype of inputs of `dtype`. Each is the
+/// sum over the pieces of `partials` (samples, pieces, 2, len), which has the scale's part at index 0 of the third
+/// dimension and the shift's at index 1. `wants` says of scale and shift whether to compute the gradient.
 pub(super) fn sum_affine(
     op: &'static str,
     gpu: &Gpu,
@@ -117,7 +118,7 @@ pub(super) fn sum_affine(
             // The kernel writes f32 sums for inputs of 16 bits too: gradients of parameters are accumulated in f32.
             affine_f32: u32::from(dtype != DType::F64),
         };
-        // SAFETY: the tensors are dense and of these sizes.
+        // SAFETY: the tensors are dense and have the sizes in the arguments.
         unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
     Ok(sums)

@@ -1,8 +1,8 @@
-//! Normalisation: layer norm and RMS norm over trailing dimensions, RMS norm with rotary embedding, and group norm of
-//! channels-last tensors.
+//! Normalisation: layer norm over trailing dimensions, RMS norm over the last dimension, RMS norm with rotary
+//! embedding, and group norm of channels-last tensors.
 //!
-//! Each norm is one fused operation. It saves its input and the statistics, never the normalised values. No gradient is
-//! computed for a scale or shift that is frozen.
+//! Each norm is one fused operation. It saves its input and the statistics, but not the normalised values. A frozen
+//! scale or shift gets no gradient.
 
 #[cfg(feature = "testing")]
 mod cases;
@@ -30,14 +30,14 @@ pub(super) use rms_norm_rope::{HeadNorms, HeadStatistics, check_head_norms};
 pub(super) use row::{CodesNorm, CodesNormBackward};
 pub use row::{add_layer_norm, add_rms_norm, layer_norm, modulated_layer_norm, rms_norm};
 
-/// The optional scale and shift of a norm as inputs of an operation.
+/// The scale (`weight`) and the shift (`bias`) of a norm, both optional, as inputs of an operation.
 struct Affine<'a> {
     weight: Option<&'a Tensor>,
     bias: Option<&'a Tensor>,
 }
 
 impl<'a> Affine<'a> {
-    /// Checks scale and shift against the input and the shape that they must have.
+    /// Checks that scale and shift have shape `dims`, and the device and a dtype that fit `x`.
     fn new(
         op: &'static str,
         x: &Tensor,
@@ -48,7 +48,7 @@ impl<'a> Affine<'a> {
         Self::named(op, x, [("weight", weight), ("bias", bias)], dims)
     }
 
-    /// As [`new`](Self::new), with the operation's own names of scale and shift for errors.
+    /// As [`new`](Self::new), with the names that the operation's errors use for scale and shift.
     fn named(
         op: &'static str,
         x: &Tensor,
@@ -66,8 +66,8 @@ impl<'a> Affine<'a> {
                 ));
             }
             let (found, input) = (parameter.dtype(), x.dtype());
-            let mixed = found == DType::F32 && input != DType::F64;
-            if found != input && !mixed {
+            let is_mixed = found == DType::F32 && input != DType::F64;
+            if found != input && !is_mixed {
                 return Err(Error::dtype(
                     op,
                     format!("the {name} is {}, the input {}; convert one with to()", found.as_str(), input.as_str()),
@@ -84,36 +84,36 @@ impl<'a> Affine<'a> {
         Ok(Self { weight, bias })
     }
 
-    /// The scale in the accumulator type; ones if there is none.
+    /// Returns the scale in the accumulator type; `len` ones if there is none.
     fn scale<R: Real + WithDType>(&self, len: usize) -> Result<Vec<R>> {
         numbers(self.weight.map(|weight| &weight.raw), len, R::ONE)
     }
 
-    /// The shift in the accumulator type; zeros if there is none.
+    /// Returns the shift in the accumulator type; `len` zeros if there is none.
     fn shift<R: Real + WithDType>(&self, len: usize) -> Result<Vec<R>> {
         numbers(self.bias.map(|bias| &bias.raw), len, R::ZERO)
     }
 
-    /// The operation's inputs: the tensor to normalise, then scale and shift where present.
+    /// Returns the operation's inputs: `x`, the tensor to normalise, then scale and shift where present.
     fn inputs(&self, x: &'a Tensor) -> SmallVec<[&'a Tensor; 3]> {
         std::iter::once(x).chain(self.weight).chain(self.bias).collect()
     }
 
-    /// Saves the scale and the shift, each if the backward pass reads it. `computes_again`: whether the backward pass
-    /// recomputes the scaled and shifted values, for which it needs both.
-    fn save(&self, saver: &mut Saver<'_>, computes_again: bool) -> SavedAffine {
+    /// Saves those of scale and shift that the backward pass reads. A backward pass that recomputes the norm's result
+    /// (`recomputes`) reads both; any other reads only the scale, for the gradient of the input.
+    fn save(&self, saver: &mut Saver<'_>, recomputes: bool) -> SavedAffine {
         let place =
             |parameter: &Tensor, index| Place { index, dims: parameter.dims().to_vec(), dtype: parameter.dtype() };
         SavedAffine {
-            scale: self.weight.filter(|_| computes_again || saver.needs(0)).map(|weight| saver.hold(weight)),
-            shift: self.bias.filter(|_| computes_again).map(|bias| saver.hold(bias)),
+            scale: self.weight.filter(|_| recomputes || saver.needs(0)).map(|weight| saver.hold(weight)),
+            shift: self.bias.filter(|_| recomputes).map(|bias| saver.hold(bias)),
             weight: self.weight.map(|weight| place(weight, 1)),
             bias: self.bias.map(|bias| place(bias, 1 + usize::from(self.weight.is_some()))),
         }
     }
 }
 
-/// Checks the epsilon that is added to a variance.
+/// Checks the epsilon that is added to a variance or a mean square.
 fn check_eps(op: &'static str, eps: f64) -> Result<()> {
     if eps.is_finite() && eps >= 0.0 {
         return Ok(());
@@ -121,7 +121,7 @@ fn check_eps(op: &'static str, eps: f64) -> Result<()> {
     Err(Error::argument(op, format!("eps is {eps}, expected a number that is finite and at least 0")))
 }
 
-/// The values of a parameter in the accumulator type; without a parameter, `len` times `neutral`.
+/// Returns the values of a parameter in the accumulator type; without a parameter, `len` times `neutral`.
 fn numbers<R: Real + WithDType>(parameter: Option<&Raw>, len: usize, neutral: R) -> Result<Vec<R>> {
     Ok(match parameter {
         Some(parameter) => compute::cast(parameter, R::DTYPE)?.flatten_all()?.to_vec1()?,
@@ -137,6 +137,7 @@ struct Place {
 }
 
 impl Place {
+    /// Adds `grad` to the parameter's gradient.
     fn add<R: WithDType>(&self, context: &mut BackwardContext<'_>, grad: Vec<R>) -> Result<()> {
         context.add(self.index, compute::cast(&from_vec(grad, self.dims.as_slice()), self.dtype)?)
     }
@@ -161,34 +162,35 @@ impl Reads {
     }
 }
 
+/// The scale and the shift of a norm in its backward pass.
 struct SavedAffine {
     /// The scale, if the backward pass reads it.
     scale: Option<Saved>,
     /// The shift, if the backward pass reads it.
     shift: Option<Saved>,
-    /// The place of the gradients of the scale (`weight`) and of the shift (`bias`), if the norm has them.
+    /// Where the gradient of the scale is added, if the norm has a scale.
     weight: Option<Place>,
+    /// Where the gradient of the shift is added, if the norm has a shift.
     bias: Option<Place>,
 }
 
 impl SavedAffine {
-    /// Whether this backward pass computes the gradient of the scale or the shift.
+    /// Whether the gradient of the scale or that of the shift is needed.
     fn needs_grad(&self, context: &BackwardContext<'_>) -> bool {
         [&self.weight, &self.bias].into_iter().flatten().any(|place| context.needs(place.index))
     }
 
-    /// The scale in the accumulator type; ones if there is none, or if the backward pass does not read it.
+    /// Returns the scale in the accumulator type; `len` ones if it was not saved.
     fn scale<R: Real + WithDType>(&self, len: usize) -> Result<Vec<R>> {
         numbers(self.scale.as_ref().map(Saved::get).transpose()?.as_ref(), len, R::ONE)
     }
 
-    /// The shift in the accumulator type; zeros if there is none, or if the backward pass does not read it.
+    /// Returns the shift in the accumulator type; `len` zeros if it was not saved.
     fn shift<R: Real + WithDType>(&self, len: usize) -> Result<Vec<R>> {
         numbers(self.shift.as_ref().map(Saved::get).transpose()?.as_ref(), len, R::ZERO)
     }
 
-    /// Adds `weight` to the gradient of the scale and `bias` to the gradient of the shift, for each of the two that is
-    /// wanted.
+    /// Adds `weight` to the gradient of the scale and `bias` to that of the shift, where these gradients are needed.
     fn add<R: WithDType>(&self, context: &mut BackwardContext<'_>, weight: Vec<R>, bias: Vec<R>) -> Result<()> {
         for (place, grad) in [(&self.weight, weight), (&self.bias, bias)] {
             if let Some(place) = place.as_ref().filter(|place| context.needs(place.index)) {
@@ -198,8 +200,8 @@ impl SavedAffine {
         Ok(())
     }
 
-    /// Adds the gradient of the shift, for a backward pass in which no other gradient is wanted.
-    /// `grad (samples, rows, len)` is summed over the rows.
+    /// Adds the gradient of the shift, for a backward pass in which no other gradient is needed: the sum of the
+    /// result's gradient `grad (samples, rows, len)` over the rows.
     fn add_shift_only(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<()> {
         let Some(place) = &self.bias else { return Ok(()) };
         let sum = compute::sum(&compute::cast(grad, place.dtype)?, &[1], false)?;

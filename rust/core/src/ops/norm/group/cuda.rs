@@ -4,8 +4,9 @@ use candle_core::DType;
 use smallvec::smallvec;
 use trainable_candle_cuda::kernels::group_norm::{
     GROUP_NORM_BACKWARD, GROUP_NORM_FORWARD, GROUP_NORM_MOMENTS, GROUP_NORM_SILU_BACKWARD, GROUP_NORM_SILU_FORWARD,
-    GROUP_NORM_SILU_SUMS, GROUP_NORM_SLOPES, GROUP_NORM_STATISTICS, GROUP_NORM_SUMS, GroupNormBackward as Backward,
-    GroupNormForward, GroupNormMoments, GroupNormSlopes, GroupNormStatistics, GroupNormSums,
+    GROUP_NORM_SILU_SUMS, GROUP_NORM_SLOPES, GROUP_NORM_STATISTICS, GROUP_NORM_SUMS,
+    GroupNormBackward as BackwardArguments, GroupNormForward, GroupNormMoments, GroupNormSlopes, GroupNormStatistics,
+    GroupNormSums,
 };
 
 use super::{Affine, GroupNormBackward, Size};
@@ -17,11 +18,11 @@ use crate::ops::norm::cuda::{Gradients, Parameters, Wanted, destination, sum_aff
 use crate::tape::{Aux, BackwardContext};
 use crate::{Raw, Result};
 
-/// How the kernels split the work (`include/channels.cuh` has the formulas).
+/// How the kernels split the work. `include/channels.cuh` has the formulas.
 struct Split {
-    /// Number of ranges of channels; a thread block has one of them.
+    /// Number of ranges of channels. A thread block works on one of them.
     tiles: usize,
-    /// Number of ranges of a sample's positions; a thread block has one of them.
+    /// Number of ranges of a sample's positions. A thread block works on one of them.
     pieces: usize,
     /// Launch shape of the kernels over the tensor's elements.
     over_tensor: Shape,
@@ -36,8 +37,8 @@ impl Size {
         let tiles = packs.div_ceil(THREADS);
         let columns = packs.div_ceil(tiles);
         let lines = (THREADS / columns).max(1);
-        let most = (256 / (self.batch * tiles).max(1)).max(1);
-        let pieces = self.positions.div_ceil(8 * lines).clamp(1, most);
+        let most_pieces = (256 / (self.batch * tiles).max(1)).max(1);
+        let pieces = self.positions.div_ceil(8 * lines).clamp(1, most_pieces);
         let threads = 32 * (columns * lines).div_ceil(32) as u32;
         let over_tensor =
             Shape { grid: [(self.batch * pieces) as u32, tiles as u32, 1], block: [threads, 1, 1], shared: 0 };
@@ -46,6 +47,7 @@ impl Size {
         Split { tiles, pieces, over_tensor, over_groups }
     }
 
+    /// An uninitialised tensor for two sums of each group over each tile and piece.
     fn partials(&self, op: &'static str, gpu: &Gpu, split: &Split, dtype: DType) -> Result<Raw> {
         empty(op, gpu, &[self.batch, split.tiles, self.groups, split.pieces, 2], accumulator(dtype))
     }
@@ -72,14 +74,22 @@ pub(super) fn forward(
     let split = size.split(dtype);
     let partials = size.partials(op, gpu, &split, dtype)?;
     let suffix = suffix(op, dtype)?;
-    let (x, parts) = (input(op, x)?, output(op, &partials)?);
+    let (x, partials_address) = (input(op, x)?, output(op, &partials)?);
     let [positions, channels, groups] =
         [count32(op, size.positions)?, count32(op, size.channels)?, count32(op, size.groups)?];
     let (pieces, tiles) = (split.pieces as u32, split.tiles as u32);
-    let statistics = GroupNormStatistics { x, partials: parts, positions, channels, groups, pieces };
-    let (means, rstds) = (output(op, &mean)?, output(op, &rstd)?);
-    let moments =
-        GroupNormMoments { partials: parts, mean: means, rstd: rstds, positions, channels, groups, pieces, tiles, eps };
+    let statistics = GroupNormStatistics { x, partials: partials_address, positions, channels, groups, pieces };
+    let moments = GroupNormMoments {
+        partials: partials_address,
+        mean: output(op, &mean)?,
+        rstd: output(op, &rstd)?,
+        positions,
+        channels,
+        groups,
+        pieces,
+        tiles,
+        eps,
+    };
     let forward = GroupNormForward {
         x,
         weight: optional_input(op, parameters.weight.as_ref())?,
@@ -103,6 +113,8 @@ pub(super) fn forward(
     Ok((y, smallvec![rstd, mean]))
 }
 
+/// Adds those gradients of `x`, scale and shift that are needed. `saved` is `x`, the gradient of the result, and the mean
+/// and 1/√(var + eps) of each group; all are dense.
 pub(super) fn backward<const SILU: bool>(
     norm: &GroupNormBackward<SILU>,
     context: &mut BackwardContext<'_>,
@@ -126,8 +138,10 @@ fn gradients<const SILU: bool>(
     let wants_affine = wanted.weight || wanted.bias;
     let dx = wanted.input.then(|| destination(op, gpu, x, wanted.before.as_ref())).transpose()?;
     let split = size.split(dtype);
-    let rows = size.batch * split.pieces;
-    let affine = wants_affine.then(|| empty(op, gpu, &[1, rows, 2, size.channels], accumulator(dtype))).transpose()?;
+    // All samples share scale and shift, so the pieces of all samples are summed as if they were those of one.
+    let all_pieces = size.batch * split.pieces;
+    let affine_partials =
+        wants_affine.then(|| empty(op, gpu, &[1, all_pieces, 2, size.channels], accumulator(dtype))).transpose()?;
     if x.elem_count() == 0 {
         let zeros =
             |wanted: bool| wanted.then(|| filled(x.device(), 0.0, &[size.channels], accumulator(dtype))).transpose();
@@ -157,18 +171,18 @@ fn gradients<const SILU: bool>(
         mean,
         rstd,
         partials,
-        affine_partials: optional_output(op, affine.as_ref())?,
+        affine_partials: optional_output(op, affine_partials.as_ref())?,
         positions,
         channels,
         groups,
         pieces,
         affine_f32,
     };
-    // SAFETY: the tensors are dense and have the sizes in the arguments; `partials` and `affine` have the sizes of
-    // `split`.
+    // SAFETY: the tensors are dense and have the sizes in the arguments; `partials` and `affine_partials` have the
+    // sizes of `split`.
     unsafe { gpu.function(sums, suffix)?.launch(op, gpu, split.over_tensor, arguments) }?;
     if let Some(dx) = &dx {
-        let joined = GroupNormSlopes {
+        let slopes_arguments = GroupNormSlopes {
             partials,
             rstd,
             slopes: output(op, &slopes)?,
@@ -178,7 +192,7 @@ fn gradients<const SILU: bool>(
             pieces,
             tiles,
         };
-        let arguments = Backward {
+        let arguments = BackwardArguments {
             x,
             grad,
             before: optional_input(op, wanted.before.as_ref().map(|pending| &pending.sum))?,
@@ -196,12 +210,12 @@ fn gradients<const SILU: bool>(
         };
         // SAFETY: as above.
         unsafe {
-            gpu.function(&GROUP_NORM_SLOPES, suffix)?.launch(op, gpu, split.over_groups, joined)?;
+            gpu.function(&GROUP_NORM_SLOPES, suffix)?.launch(op, gpu, split.over_groups, slopes_arguments)?;
             gpu.function(backward, suffix)?.launch(op, gpu, split.over_tensor, arguments)?;
         }
     }
-    let [weight, bias] = match &affine {
-        Some(affine) => sum_affine(op, gpu, affine, dtype, [wanted.weight, wanted.bias])?,
+    let [weight, bias] = match &affine_partials {
+        Some(partials) => sum_affine(op, gpu, partials, dtype, [wanted.weight, wanted.bias])?,
         None => [None, None],
     };
     Ok(Gradients { input: dx, weight, bias })

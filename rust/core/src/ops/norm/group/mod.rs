@@ -12,14 +12,16 @@ use crate::{Error, Result, Tensor};
 pub(super) static GROUP_NORM: OpInfo = OpInfo::cheap("group_norm");
 pub(super) static GROUP_NORM_SILU: OpInfo = OpInfo::cheap("group_norm_silu");
 
-/// (x - mean) / √(var + eps) · weight + bias, for `x (batch, ..., channels)`. Each sample has `groups` equal groups of
-/// neighbouring channels, and mean and var are computed for each group. `weight` and `bias` have one element per
-/// channel, and the dtype of `x`; for a 16-bit `x` they may be f32. The variance is biased; the statistics are f32, or
-/// f64 for an f64 `x`.
+/// Computes (x - mean) / √(var + eps) · weight + bias, for `x (batch, ..., channels)`. The channels of each sample are
+/// divided into `groups` equal groups of neighbours, and each group has its own mean and its own (biased) variance. The
+/// statistics are f32, or f64 for an f64 `x`.
+///
+/// `weight` and `bias` have one element per channel, and the dtype of `x`; for a 16-bit `x` they may be f32.
 ///
 /// # Errors
-/// [`Error::Argument`] if `groups` does not divide the channels or `eps` is negative or not finite, [`Error::Shape`],
-/// [`Error::DType`], [`Error::Device`] if the shape, dtype or device of an operand does not match `x`.
+/// [`Error::Argument`] if `groups` is 0 or does not divide the number of channels, or `eps` is negative or not finite;
+/// [`Error::Shape`] if `x` has fewer than two dimensions; [`Error::Shape`], [`Error::DType`], [`Error::Device`] if
+/// `weight` or `bias` does not match `x`; [`Error::DType`] if `x` is not floating point.
 pub fn group_norm(
     x: &Tensor,
     groups: usize,
@@ -30,7 +32,7 @@ pub fn group_norm(
     apply::<false>(&GROUP_NORM, x, groups, weight, bias, eps)
 }
 
-/// SiLU of [`group_norm`] in one operation. Saves `x` and the statistics, not the result of the norm.
+/// Computes SiLU of [`group_norm`] in one operation. Saves `x` and the statistics, but not the result of the norm.
 ///
 /// # Errors
 /// As [`group_norm`].
@@ -87,6 +89,7 @@ fn apply<const SILU: bool>(
 struct GroupNormBackward<const SILU: bool> {
     op: &'static str,
     size: Size,
+    /// `None` if only the gradient of the shift is needed, and computing it needs no saved values.
     reads: Option<Reads>,
     affine: SavedAffine,
 }
@@ -96,6 +99,7 @@ impl<const SILU: bool> Backward for GroupNormBackward<SILU> {
         let size = self.size;
         let grad = contiguous(context.grad())?;
         let Some(Reads { x, rstd, mean: Some(mean) }) = &self.reads else {
+            // Only the gradient of the shift is needed.
             return self
                 .affine
                 .add_shift_only(context, &grad.reshape((1, size.batch * size.positions, size.channels))?);
@@ -110,9 +114,11 @@ impl<const SILU: bool> Backward for GroupNormBackward<SILU> {
     }
 }
 
+/// The sizes of the input.
 #[derive(Clone, Copy)]
 struct Size {
     batch: usize,
+    /// Number of positions of a sample: the product of the dimensions between batch and channels.
     positions: usize,
     channels: usize,
     groups: usize,

@@ -19,22 +19,22 @@ pub(in crate::ops::norm) fn cases() -> Vec<Case> {
         })
     };
     // In "heads inside", x[0] is (batch, positions, heads, width), as a projection returns it. The operation gets the
-    // view (batch, heads, positions, width).
-    let heads = |x: &Tensor| x.transpose(1, 2);
+    // transposed view (batch, heads, positions, width).
+    let swap = |x: &Tensor| x.transpose(1, 2);
     let inside = move |x: &[Tensor]| {
-        let [cos, sin] = tables(&heads(&x[0])?)?;
-        heads(&rms_norm_rope(&heads(&x[0])?, x.get(1), &cos, &sin, false, EPS)?)
+        let [cos, sin] = tables(&swap(&x[0])?)?;
+        swap(&rms_norm_rope(&swap(&x[0])?, x.get(1), &cos, &sin, false, EPS)?)
     };
     let inside_plain = move |x: &[Tensor]| {
-        let [cos, sin] = tables(&heads(&x[0])?)?;
-        let normal = plain_rms_norm(x, EPS)?;
-        heads(&plain_rope(&heads(&normal)?, [&cos, &sin], false)?)
+        let [cos, sin] = tables(&swap(&x[0])?)?;
+        let normalised = plain_rms_norm(x, EPS)?;
+        swap(&plain_rope(&swap(&normalised)?, [&cos, &sin], false)?)
     };
     vec![
         case("halves", &[&[2, 3, 5, 6], &[6]], false),
         case("interleaved", &[&[2, 3, 5, 6], &[6]], true),
         case("one matrix", &[&[3, 2], &[2]], false),
-        case("plain", &[&[2, 3, 10]], true),
+        case("no weight", &[&[2, 3, 10]], true),
         case("wide", &[&[3, 70], &[70]], false),
         Case::new("heads inside", &[&[2, 5, 3, 6], &[6]], inside).plain(inside_plain),
         Case::new("frozen weight", &[&[2, 5, 6]], |x| {

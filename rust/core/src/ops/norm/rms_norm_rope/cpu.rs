@@ -9,7 +9,7 @@ use super::{RMS_NORM_ROPE, RmsNormRopeBackward, Rotation};
 use crate::compute::{cast, contiguous};
 use crate::cpu::pool::{SharedMut, par_ranges};
 use crate::cpu::{Elem, Real, dispatch, elements, read_all};
-use crate::ops::norm::numbers as parameter;
+use crate::ops::norm::numbers as parameter_values;
 use crate::ops::rope::Angles;
 use crate::ops::rows;
 use crate::raw::{Raw, from_vec};
@@ -25,9 +25,9 @@ pub(super) fn forward(
     eps: f64,
 ) -> Result<[Raw; 2]> {
     dispatch_float!(x.dtype(), op, T => {
-        let [cos, sin] = numbers::<T>(rotation.tables)?;
+        let [cos, sin] = converted_tables::<T>(rotation.tables)?;
         let rows = Rows::new(x, rotation);
-        let weight = parameter(weight, rows.len(), Real::ONE)?;
+        let weight = parameter_values(weight, rows.len(), Real::ONE)?;
         let (y, rstd) = read_all(op, &[x, &cos, &sin], |operands| {
             let angles = rows.angles(elements(operands[1])?, elements(operands[2])?);
             Ok(rows.forward::<T>(elements(operands[0])?, &weight, &angles, Real::from_f64(eps)))
@@ -36,6 +36,8 @@ pub(super) fn forward(
     })
 }
 
+/// Adds those gradients of `x` and of the weight that are needed. `x` and `grad` are dense, with rows in the order of
+/// `norm.order`.
 pub(super) fn backward(
     norm: &RmsNormRopeBackward,
     context: &mut BackwardContext<'_>,
@@ -45,7 +47,7 @@ pub(super) fn backward(
     let op = RMS_NORM_ROPE.name;
     let rows = Rows::new(x, rotation);
     dispatch_float!(x.dtype(), op, T => {
-        let [cos, sin] = numbers::<T>(rotation.tables)?;
+        let [cos, sin] = converted_tables::<T>(rotation.tables)?;
         let weight = norm.affine.scale(rows.len())?;
         let (wants_input, wants_weight) = (context.needs(0), norm.affine.needs_grad(context));
         let (grad_x, grad_weight) = read_all(op, &[x, grad, rstd, &cos, &sin], |operands| {
@@ -66,7 +68,7 @@ pub(super) fn backward(
     })
 }
 
-/// The gradient of `x`, without that of the weight. `x` and `grad` are dense.
+/// Computes the gradient of `x` alone, without that of the weight. `x` and `grad` are dense.
 pub(super) fn input_gradient(
     op: &'static str,
     [x, grad, rstd]: [&Raw; 3],
@@ -75,8 +77,8 @@ pub(super) fn input_gradient(
 ) -> Result<Raw> {
     let rows = Rows::new(x, rotation);
     dispatch_float!(x.dtype(), op, T => {
-        let [cos, sin] = numbers::<T>(rotation.tables)?;
-        let weight = parameter(weight, rows.len(), Real::ONE)?;
+        let [cos, sin] = converted_tables::<T>(rotation.tables)?;
+        let weight = parameter_values(weight, rows.len(), Real::ONE)?;
         let grad_x = read_all(op, &[x, grad, rstd, &cos, &sin], |operands| {
             let pass = BackwardPass::<T> {
                 rows,
@@ -92,15 +94,17 @@ pub(super) fn input_gradient(
     })
 }
 
-/// The tables of cos and sin, dense and in the accumulator type of `T`.
-fn numbers<T: Elem<Acc: WithDType>>(tables: [&Raw; 2]) -> Result<[Raw; 2]> {
-    let numbers = |table: &Raw| contiguous(&cast(table, T::Acc::DTYPE)?);
-    Ok([numbers(tables[0])?, numbers(tables[1])?])
+/// Returns the tables of cos and sin, dense and in the accumulator type of `T`.
+fn converted_tables<T: Elem<Acc: WithDType>>([cos, sin]: [&Raw; 2]) -> Result<[Raw; 2]> {
+    let converted = |table: &Raw| contiguous(&cast(table, T::Acc::DTYPE)?);
+    Ok([converted(cos)?, converted(sin)?])
 }
 
-/// The number and length of the rows, and how their angles are arranged (see [`Angles`]).
+/// The number and length of the rows, and how their angles are arranged. The fields without a comment are those of
+/// [`Angles`].
 #[derive(Clone, Copy)]
 struct Rows {
+    /// Number of rows.
     count: usize,
     half: usize,
     positions: usize,
@@ -115,6 +119,7 @@ impl Rows {
         Self { count, half, positions, repeats: rotation.repeats, interleaved: rotation.interleaved }
     }
 
+    /// Number of elements of a row.
     fn len(&self) -> usize {
         2 * self.half
     }
@@ -135,8 +140,8 @@ impl Rows {
         let len = self.len();
         let mut rstd = vec![T::Acc::ZERO; self.count];
         let rstds = SharedMut::new(&mut rstd);
-        let count = T::Acc::from_f64(len as f64);
-        let write = |range: Range<usize>, out: &mut [MaybeUninit<T>]| {
+        let width = T::Acc::from_f64(len as f64);
+        let write_rows = |range: Range<usize>, out: &mut [MaybeUninit<T>]| {
             // SAFETY: ranges of rows do not overlap.
             let rstds = unsafe { rstds.slice(range.clone()) };
             let mut scaled = vec![T::Acc::ZERO; len];
@@ -146,52 +151,55 @@ impl Rows {
                     for ((row, out), rstd) in range.zip(out.chunks_exact_mut(len)).zip(rstds) {
                         let x = &x[row * len..(row + 1) * len];
                         let squares = rows::sum(x, |x: T| x.to_acc() * x.to_acc());
-                        *rstd = T::Acc::ONE / (squares / count + eps).sqrt();
+                        *rstd = T::Acc::ONE / (squares / width + eps).sqrt();
                         for (scaled, (x, w)) in scaled.iter_mut().zip(x.iter().zip(weight)) {
                             *scaled = x.to_acc() * *rstd * *w;
                         }
-                        let write = |slot: &mut MaybeUninit<T>, y| {
+                        let store = |slot: &mut MaybeUninit<T>, y| {
                             slot.write(T::from_acc(y));
                         };
-                        angles.rotate(row, (&scaled, out), false, |x| x, write);
+                        angles.rotate(row, (&scaled, out), false, |x| x, store);
                     }
                 },
             );
         };
         // SAFETY: each row is written as a whole.
-        let y = unsafe { rows::fill_rows(self.count, len, rows::rows_per_block(len), write) };
+        let y = unsafe { rows::fill_rows(self.count, len, rows::rows_per_block(len), write_rows) };
         (y, rstd)
     }
 }
 
+/// What the backward pass reads.
 struct BackwardPass<'a, T: Elem> {
     rows: Rows,
     x: &'a [T],
+    /// The gradient of the result.
     grad: &'a [T],
+    /// 1/√(mean(x²) + eps) of each row.
     rstd: &'a [T::Acc],
     angles: Angles<'a, T::Acc>,
     weight: &'a [T::Acc],
 }
 
-/// The minimum number of rows of a block, if the weight's gradient is wanted. Each block has a partial sum of this
-/// gradient, so the minimum bounds the memory for the partial sums.
-const MIN_BLOCK: usize = 16;
+/// The minimum number of rows of a block, if the weight's gradient is wanted. Each block has its own partial sum of
+/// this gradient, so a minimum limits the memory for the partial sums.
+const MIN_BLOCK_ROWS: usize = 16;
 
 impl<T: Elem> BackwardPass<'_, T> {
-    /// The gradients of the input and of the weight, each empty if not wanted.
+    /// Returns the gradients of the input and of the weight, each empty if not wanted.
     fn run(&self, wants_input: bool, wants_weight: bool) -> (Vec<T>, Vec<T::Acc>) {
         let (count, len) = (self.rows.count, self.rows.len());
-        let mut block = rows::rows_per_block(len);
+        let mut block_rows = rows::rows_per_block(len);
         if wants_weight {
-            block = block.max(MIN_BLOCK);
+            block_rows = block_rows.max(MIN_BLOCK_ROWS);
         }
-        let width = if wants_weight { len } else { 0 };
-        let mut partial = vec![T::Acc::ZERO; count.div_ceil(block) * width];
+        let sum_len = if wants_weight { len } else { 0 };
+        let mut partial = vec![T::Acc::ZERO; count.div_ceil(block_rows) * sum_len];
         let shared = SharedMut::new(&mut partial);
         let work = |range: Range<usize>, out: &mut [MaybeUninit<T>]| {
-            let index = range.start / block;
+            let index = range.start / block_rows;
             // SAFETY: each block writes its own range of `partial`.
-            let partial = unsafe { shared.slice(index * width..(index + 1) * width) };
+            let partial = unsafe { shared.slice(index * sum_len..(index + 1) * sum_len) };
             let mut rotated = vec![T::Acc::ZERO; len];
             dispatch(
                 #[inline(always)]
@@ -200,12 +208,12 @@ impl<T: Elem> BackwardPass<'_, T> {
         };
         let grad_x = if wants_input {
             // SAFETY: `block` writes every row that it is given.
-            unsafe { rows::fill_rows(count, len, block, work) }
+            unsafe { rows::fill_rows(count, len, block_rows, work) }
         } else {
-            par_ranges(count, block, |range| work(range, &mut []));
+            par_ranges(count, block_rows, |range| work(range, &mut []));
             Vec::new()
         };
-        let mut sum = vec![T::Acc::ZERO; width];
+        let mut sum = vec![T::Acc::ZERO; sum_len];
         for partial in partial.chunks_exact(len.max(1)) {
             for (s, p) in sum.iter_mut().zip(partial) {
                 *s += *p;
@@ -215,25 +223,25 @@ impl<T: Elem> BackwardPass<'_, T> {
     }
 
     /// Writes the input's gradient for the rows of `range` to `out`, unless `out` is empty. Adds these rows' part of
-    /// the weight's gradient to `partial`, unless `partial` is empty. `rotated` is scratch memory for one row: the
-    /// gradient `grad`, rotated back.
+    /// the weight's gradient to `partial`, unless `partial` is empty. `rotated` is scratch memory for one row of
+    /// `grad`, rotated back.
     #[inline(always)]
     fn block(&self, range: Range<usize>, out: &mut [MaybeUninit<T>], partial: &mut [T::Acc], rotated: &mut [T::Acc]) {
         let len = self.rows.len();
-        let count = T::Acc::from_f64(len as f64);
+        let width = T::Acc::from_f64(len as f64);
         let mut out = out.chunks_exact_mut(len.max(1));
         for row in range {
             let (x, g) = (&self.x[row * len..(row + 1) * len], &self.grad[row * len..(row + 1) * len]);
             let rstd = self.rstd[row];
-            let normal = |x: T| x.to_acc() * rstd;
+            let normalised = |x: T| x.to_acc() * rstd;
             self.angles.rotate(row, (g, rotated), true, T::to_acc, |slot, g| *slot = g);
             for (dw, (g, x)) in partial.iter_mut().zip(rotated.iter().zip(x)) {
-                *dw += *g * normal(*x);
+                *dw += *g * normalised(*x);
             }
             let Some(out) = out.next() else { continue };
-            let dot = rows::sum_triples(x, rotated, self.weight, |x, g, w| g * w * normal(x)) / count;
+            let dot = rows::sum_triples(x, rotated, self.weight, |x, g, w| g * w * normalised(x)) / width;
             for ((o, x), (g, w)) in out.iter_mut().zip(x).zip(rotated.iter().zip(self.weight)) {
-                o.write(T::from_acc(rstd * (*g * *w - normal(*x) * dot)));
+                o.write(T::from_acc(rstd * (*g * *w - normalised(*x) * dot)));
             }
         }
     }

@@ -16,11 +16,15 @@ use crate::{Raw, Result};
 /// The arguments that the kernels share, without `x`, gradients and results. The kernels get addresses of `tables` and
 /// `weight`; owning the tensors here keeps these addresses valid.
 struct Arguments {
+    /// cos and sin.
     tables: [Raw; 2],
     weight: Option<Raw>,
     rows: u64,
+    /// Number of rows of cos and sin.
     positions: u32,
+    /// How many successive rows of `x` have the same position.
     repeats: u32,
+    /// Number of elements of a row of `x`.
     width: u32,
     interleaved: u32,
     shape: Shape,
@@ -28,10 +32,11 @@ struct Arguments {
 
 impl Arguments {
     fn new(op: &'static str, x: &Raw, weight: Option<&Raw>, rotation: &Rotation<'_>) -> Result<Self> {
-        let numbers = |table: &Raw| contiguous(&cast(table, accumulator(x.dtype()))?);
-        let (positions, half) = (rotation.tables[0].dims()[0], rotation.tables[0].dims()[1]);
+        let [cos, sin] = rotation.tables;
+        let converted = |table: &Raw| contiguous(&cast(table, accumulator(x.dtype()))?);
+        let (positions, half) = (cos.dims()[0], cos.dims()[1]);
         Ok(Self {
-            tables: [numbers(rotation.tables[0])?, numbers(rotation.tables[1])?],
+            tables: [converted(cos)?, converted(sin)?],
             weight: weight.map(contiguous).transpose()?,
             rows: (x.elem_count() / (2 * half).max(1)) as u64,
             positions: count32(op, positions)?,
@@ -43,7 +48,7 @@ impl Arguments {
     }
 
     /// The addresses of cos, sin and the weight.
-    fn places(&self, op: &'static str) -> Result<[Const; 3]> {
+    fn addresses(&self, op: &'static str) -> Result<[Const; 3]> {
         let [cos, sin] = &self.tables;
         Ok([input(op, cos)?, input(op, sin)?, optional_input(op, self.weight.as_ref())?])
     }
@@ -68,7 +73,7 @@ pub(super) fn forward(
         let arguments = Arguments::new(op, x, weight, rotation)?;
         let &Arguments { rows, positions, repeats, width, interleaved, shape, .. } = &arguments;
         let function = gpu.function(&RMS_NORM_ROPE_FORWARD, suffix(op, x.dtype())?)?;
-        let [cos, sin, weight] = arguments.places(op)?;
+        let [cos, sin, weight] = arguments.addresses(op)?;
         let arguments = RmsNormRopeForward {
             x: input(op, x)?,
             weight,
@@ -90,6 +95,8 @@ pub(super) fn forward(
     Ok([y, rstd])
 }
 
+/// Adds those gradients of `x` and of the weight that are needed. `saved` is `x`, the gradient of the result, both dense
+/// with rows in the order of `norm.order`, and 1/√(mean(x²) + eps) of each row.
 pub(super) fn backward(
     norm: &Norm,
     context: &mut BackwardContext<'_>,
@@ -98,6 +105,7 @@ pub(super) fn backward(
 ) -> Result<()> {
     let [weight, _] = norm.affine.parameters()?;
     let mut grads = gradients(saved, weight.as_ref(), rotation, &norm.affine.wanted(context))?;
+    // The dimensions of the input's gradient are in the order of the rows in memory, and must be swapped back.
     if let Some(grad) = grads.input.take() {
         context.add(0, norm.order.swap(&grad)?)?;
     }
@@ -114,17 +122,17 @@ fn gradients(
     let gpu = Gpu::of(op, x)?;
     let arguments = Arguments::new(op, x, weight, rotation)?;
     let &Arguments { rows, positions, repeats, width, interleaved, shape, .. } = &arguments;
-    let [cos, sin, scale] = arguments.places(op)?;
+    let [cos, sin, weight] = arguments.addresses(op)?;
     let mut grads = Gradients::default();
-    let (from, grad, rstd) = (input(op, x)?, input(op, grad)?, input(op, rstd)?);
+    let (x_address, grad, rstd) = (input(op, x)?, input(op, grad)?, input(op, rstd)?);
     if wanted.input {
         let dx = empty(op, gpu, x.dims(), x.dtype())?;
         if dx.elem_count() > 0 {
             let function = gpu.function(&RMS_NORM_ROPE_BACKWARD, suffix(op, x.dtype())?)?;
             let arguments = RmsNormRopeBackward {
-                x: from,
+                x: x_address,
                 grad,
-                weight: scale,
+                weight,
                 cos,
                 sin,
                 rstd,
@@ -149,7 +157,7 @@ fn gradients(
             let tiles = (width as usize).div_ceil(64 * wide(x.dtype())) as u32;
             let shape = Shape { grid: [tiles, pieces as u32, 1], block: [256, 1, 1], shared: 0 };
             let arguments = RmsNormRopeWeight {
-                x: from,
+                x: x_address,
                 grad,
                 cos,
                 sin,

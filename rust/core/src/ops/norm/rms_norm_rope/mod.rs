@@ -1,5 +1,5 @@
-//! RMS norm and rotary position embedding as one operation, for the queries and keys of models that normalise them
-//! (Flux, Qwen3).
+//! RMS norm followed by rotary position embedding, as one operation, for models that normalise queries and keys (Flux,
+//! Qwen3).
 
 #[cfg(feature = "testing")]
 mod cases;
@@ -21,7 +21,7 @@ pub(in crate::ops) use heads::{HeadNorms, HeadStatistics, check_head_norms};
 
 pub(super) static RMS_NORM_ROPE: OpInfo = OpInfo::cheap("rms_norm_rope");
 
-/// [`rope`](crate::ops::rope::rope) of [`rms_norm`](super::rms_norm), with `x (..., S, D)`, `weight (D)`,
+/// Computes [`rope`](crate::ops::rope::rope) of [`rms_norm`](super::rms_norm), for `x (..., S, D)`, `weight (D)`,
 /// `cos (S, D/2)` and `sin (S, D/2)`.
 ///
 /// `weight` has the dtype of `x`; for a 16-bit `x` it may be f32. `cos` and `sin` have any floating-point dtype and get
@@ -31,8 +31,9 @@ pub(super) static RMS_NORM_ROPE: OpInfo = OpInfo::cheap("rms_norm_rope");
 ///
 /// # Errors
 /// [`Error::Argument`](crate::Error::Argument) if `eps` is negative or not finite;
-/// [`Error::Shape`](crate::Error::Shape), [`Error::DType`](crate::Error::DType) or
-/// [`Error::Device`](crate::Error::Device) if D is odd or an operand does not match `x`;
+/// [`Error::Shape`](crate::Error::Shape) if `x` has fewer than two dimensions, D is odd, or an operand does not have
+/// the shape above; [`Error::DType`](crate::Error::DType) if `x`, `cos` or `sin` is not floating point, or `weight`
+/// does not have one of the dtypes above; [`Error::Device`](crate::Error::Device) if the devices differ;
 /// [`Error::NoBackward`](crate::Error::NoBackward) if `cos` or `sin` needs a gradient.
 pub fn rms_norm_rope(
     x: &Tensor,
@@ -71,17 +72,18 @@ pub fn rms_norm_rope(
     )
 }
 
-/// The rotary embedding of contiguous rows: the angle of each row's pairs, and which two features form a pair.
+/// The rotary embedding of contiguous rows: the angles of each row's pairs, and which two features form a pair.
 struct Rotation<'a> {
     /// cos and sin, (positions, width / 2).
     pub tables: [&'a Raw; 2],
     /// How many successive rows have the same position.
     pub repeats: usize,
+    /// As the argument of [`rms_norm_rope`].
     pub interleaved: bool,
 }
 
 impl Rotation<'_> {
-    /// Rotates contiguous rows on the CPU; with `back`, undoes the rotation.
+    /// Rotates contiguous rows on the CPU; if `back`, by the negative angles, which undoes the rotation.
     fn rotate(&self, rows: &Raw, back: bool) -> Result<Raw> {
         rope::turn_rows(rows, self.tables, self.repeats, self.interleaved, back)
     }
@@ -89,7 +91,9 @@ impl Rotation<'_> {
 
 struct RmsNormRopeBackward {
     x: Saved,
+    /// 1/√(mean(x²) + eps) of each row.
     rstd: Saved,
+    /// cos and sin.
     tables: [Saved; 2],
     order: RowOrder,
     interleaved: bool,

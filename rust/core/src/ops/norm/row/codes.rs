@@ -1,5 +1,5 @@
-//! The sum of two tensors, and the layer norm of the sum. The norm exists as 8-bit codes alone
-//! (`kernels/norm_codes.cu`), for products of codes.
+//! The sum of two tensors, and the layer norm of the sum as 8-bit codes (`kernels/norm_codes.cu`). Products of codes
+//! read these codes, so no tensor has the norm itself.
 
 use super::{ADD_LAYER_NORM, Kind, Reads, RowNorm, RowNormBackward};
 use crate::Tensor;
@@ -12,26 +12,27 @@ use crate::{Raw, Result};
 pub(in crate::ops) struct CodesNorm<'a>(RowNorm<'a>);
 
 impl<'a> CodesNorm<'a> {
-    /// Checks the operands of a norm of `x`.
+    /// Checks the operands of a norm of `x`. `affine` is the scale and the shift; `eps` is added to the variance.
     pub fn new(x: &Tensor, affine: [Option<&'a Tensor>; 2], eps: f64) -> Result<Self> {
         Ok(Self(RowNorm::new(ADD_LAYER_NORM.name, Kind::Layer, x, 1, affine, eps)?))
     }
 
-    /// The sum of two tensors, rounded to their dtype; the codes of its norm; and the norm's statistics. `None` if the
-    /// kernel does not support the tensors.
+    /// Returns the sum of two tensors, rounded to their dtype; the codes of the sum's norm (signed integers if
+    /// `is_int8`, else 8-bit floating-point numbers) with their scales; and the norm's statistics. `None` if the kernel
+    /// does not support the tensors. On the CPU it supports none.
     pub fn of_sum(&self, operands: [&Raw; 2], is_int8: bool) -> Result<Option<(Raw, CodeRows, Aux)>> {
         on_device!(operands[0].device(), cuda => super::cuda::sum_and_codes(&self.0, operands, is_int8), cpu => {
-            let _ = (operands, is_int8); // for builds without CUDA
+            let _ = (operands, is_int8); // A build without CUDA does not use them.
             Ok(None)
         })
     }
 
-    /// The values of the norm of `sum`.
+    /// Computes the norm of `sum` as a tensor, for products that read no codes.
     pub fn values(&self, sum: &Tensor) -> Result<Raw> {
         Ok(self.0.forward(sum)?.0)
     }
 
-    /// Saves what the backward pass reads.
+    /// Returns the backward pass of the norm of `sum`. Saves the tensors that it reads.
     pub fn save(&self, saver: &mut Saver<'_>, sum: &Tensor, statistics: &[Raw]) -> CodesNormBackward {
         let RowNorm { op, kind, size, ref affine, eps } = self.0;
         let reads = saver.needs(0).then(|| Reads::save(saver, sum, statistics));
@@ -43,7 +44,7 @@ impl<'a> CodesNorm<'a> {
 pub(in crate::ops) struct CodesNormBackward(RowNormBackward);
 
 impl CodesNormBackward {
-    /// Adds the gradient of the sum, from `grad`, the dense gradient of the norm's result.
+    /// Adds to the gradient of the sum, from `grad`, the dense gradient of the norm's result.
     pub fn run(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<()> {
         self.0.run(context, grad)
     }

@@ -18,13 +18,14 @@ use crate::quantized::w8a8::MULTIPLE;
 use crate::tape::{Aux, BackwardContext};
 use crate::{Error, Raw, Result};
 
-/// The number of rows that share a scale and a shift; only the kernels of modulated norms read it.
+/// Returns the number of rows that share a scale and a shift, or 1 for norms whose kernels do not read this number:
+/// only the kernels of modulated norms do.
 fn sharing(op: &'static str, kind: Kind, size: Size) -> Result<u32> {
     if kind == Kind::Modulated { count32(op, size.sharing) } else { Ok(1) }
 }
 
-/// Checks that one launch can compute the gradients of scale and shift for all samples: its grid has a sample for each
-/// index of the third dimension. Only modulated norms have several samples, each with its own scale and shift.
+/// Checks that one launch can compute the gradients of scale and shift for all samples: the third dimension of its grid
+/// has an index for each sample. Only modulated norms have several samples.
 fn check_samples(op: &'static str, Size { samples, .. }: Size) -> Result<()> {
     /// The maximum number of thread blocks in the third dimension of a grid.
     const MOST: usize = 65_535;
@@ -35,15 +36,15 @@ fn check_samples(op: &'static str, Size { samples, .. }: Size) -> Result<()> {
     Err(Error::argument(op, message))
 }
 
-/// About as many threads as an H100 runs at once: of the forward kernels, and of the backward kernels, whose threads
-/// take more registers.
+/// About as many threads of a forward kernel as an H100 runs at once.
 const FORWARD_THREADS: usize = 1 << 17;
+/// The same for a backward kernel, whose threads need more registers.
 const BACKWARD_THREADS: usize = 1 << 16;
-/// The most packs of a row that a thread holds in registers.
+/// The most packs (16 bytes) of a row that a thread holds in registers.
 const HELD: usize = 3;
 
-/// The launch shape of the forward and backward kernels, which have a team of threads for each row. Each thread holds
-/// up to `held` packs (16 bytes) of the row in registers. `held` is the smallest number from 1 to `HELD` with which all
+/// Returns the launch shape of the forward and backward kernels, which have a team of threads for each row. The fewer
+/// packs each thread holds, the larger the teams. The number of packs is the smallest from 1 to `HELD` with which all
 /// teams together have at most `threads` threads; if no such number exists, it is `HELD`.
 fn over_rows(rows: usize, len: usize, dtype: DType, threads: usize) -> Shape {
     let shape = |held| Shape::teams(rows, len, held, dtype);
@@ -51,12 +52,12 @@ fn over_rows(rows: usize, len: usize, dtype: DType, threads: usize) -> Shape {
     shape((1..=HELD).find(fits).unwrap_or(HELD))
 }
 
-/// The norm of a dense tensor.
+/// Computes the norm of a dense tensor, and its statistics.
 pub(super) fn forward(norm: &RowNorm<'_>, x: &Raw) -> Result<Normalised> {
     run(norm, x, None).map(|(_, normalised)| normalised)
 }
 
-/// The sum of two tensors and the norm of the sum, from one kernel; `None` if one of the two tensors is not dense.
+/// Computes the sum of two tensors and the norm of the sum in one kernel; `None` if one of the tensors is not dense.
 pub(super) fn sum_and_norm(norm: &RowNorm<'_>, [x, residual]: [&Raw; 2]) -> Result<Option<(Raw, Normalised)>> {
     if !(x.is_contiguous() && residual.is_contiguous()) {
         return Ok(None);
@@ -65,7 +66,7 @@ pub(super) fn sum_and_norm(norm: &RowNorm<'_>, [x, residual]: [&Raw; 2]) -> Resu
     Ok(sum.map(|sum| (sum, normalised)))
 }
 
-/// The sum of two dense tensors, the codes of its layer norm, and the norm's statistics, from one kernel; `None` if the
+/// Computes the sum of two tensors, the codes of its layer norm, and the norm's statistics in one kernel; `None` if the
 /// kernel does not support the tensors.
 pub(super) fn sum_and_codes(
     &RowNorm { op, size, ref affine, eps, .. }: &RowNorm<'_>,
@@ -114,7 +115,7 @@ pub(super) fn sum_and_codes(
     Ok(Some((sum, [codes, scales], [rstd, mean].into_iter().collect())))
 }
 
-/// The norm of a dense `x`; with a residual, the sum of `x` and the residual, and the norm of this sum.
+/// Computes the norm of a dense `x`; with a dense residual, the sum of `x` and the residual, and the norm of this sum.
 fn run(
     &RowNorm { op, kind, size, ref affine, eps }: &RowNorm<'_>,
     x: &Raw,
@@ -157,6 +158,8 @@ fn run(
     Ok((sum, (y, std::iter::once(rstd).chain(mean).collect())))
 }
 
+/// Adds those gradients of `x`, scale and shift that are needed. `saved` is `x`, the gradient of the result, and
+/// 1/√(var + eps) of each row; all are dense.
 pub(super) fn backward(
     norm: &RowNormBackward,
     context: &mut BackwardContext<'_>,
@@ -181,9 +184,9 @@ fn gradients(
     let gpu = Gpu::of(op, x)?;
     let dtype = x.dtype();
     let parameters = Parameters::new(dtype, [weight, None])?;
-    let (from, g, rstd, mean) = (input(op, x)?, input(op, grad)?, input(op, rstd)?, optional_input(op, mean)?);
+    let (x_address, g, rstd, mean) = (input(op, x)?, input(op, grad)?, input(op, rstd)?, optional_input(op, mean)?);
     let len32 = count32(op, len)?;
-    let mut of_input = None;
+    let mut grad_x = None;
     if wanted.input {
         let dx = destination(op, gpu, x, wanted.before.as_ref())?;
         if dx.elem_count() > 0 {
@@ -194,7 +197,7 @@ fn gradients(
             };
             let function = gpu.function(kernel, suffix(op, dtype)?)?;
             let arguments = LayerNormBackward {
-                x: from,
+                x: x_address,
                 grad: g,
                 before: optional_input(op, wanted.before.as_ref().map(|pending| &pending.sum))?,
                 weight: optional_input(op, parameters.weight.as_ref())?,
@@ -209,10 +212,10 @@ fn gradients(
             // SAFETY: the tensors are dense and have the sizes in the arguments.
             unsafe { function.launch(op, gpu, over_rows(size.rows(), len, dtype, BACKWARD_THREADS), arguments) }?;
         }
-        of_input = Some(dx);
+        grad_x = Some(dx);
     }
     if !(wanted.weight || wanted.bias) {
-        return Ok(Gradients { input: of_input, weight: None, bias: None });
+        return Ok(Gradients { input: grad_x, weight: None, bias: None });
     }
     let Size { samples, sharing: rows, .. } = size;
     let pieces = rows.div_ceil(64).clamp(1, 128);
@@ -220,14 +223,14 @@ fn gradients(
     if partials.elem_count() > 0 {
         let kernel = if kind.centers() { &LAYER_NORM_AFFINE } else { &RMS_NORM_AFFINE };
         let function = gpu.function(kernel, suffix(op, dtype)?)?;
-        let columns = len.div_ceil(32 * wide(dtype)) as u32;
-        let shape = Shape { grid: [columns, pieces as u32, samples as u32], block: [32, 8, 1], shared: 0 };
+        let tiles = len.div_ceil(32 * wide(dtype)) as u32;
+        let shape = Shape { grid: [tiles, pieces as u32, samples as u32], block: [32, 8, 1], shared: 0 };
         let (partials, rows) = (output(op, &partials)?, rows as u64);
-        let arguments = LayerNormAffine { x: from, grad: g, mean, rstd, partials, rows, len: len32 };
+        let arguments = LayerNormAffine { x: x_address, grad: g, mean, rstd, partials, rows, len: len32 };
         // SAFETY: as above; `partials` has 2 x `len` numbers for each piece (the grid's second dimension) of each
         // sample (the third).
         unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
     let [weight, bias] = sum_affine(op, gpu, &partials, dtype, [wanted.weight, wanted.bias])?;
-    Ok(Gradients { input: of_input, weight, bias })
+    Ok(Gradients { input: grad_x, weight, bias })
 }

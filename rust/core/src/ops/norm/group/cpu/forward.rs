@@ -5,13 +5,13 @@ use crate::cpu::pool::SharedMut;
 use crate::cpu::{Elem, Real, Unary, dispatch};
 use crate::ops::activation::Silu;
 
-/// Mean and 1/√(var + eps) of each group of each sample.
+/// Mean and 1/√(var + eps) of each group of each sample, (batch, groups).
 pub(super) struct Statistics<R> {
     pub mean: Vec<R>,
     pub rstd: Vec<R>,
 }
 
-/// For each element `x` of each channel: adds `f(x, constants[channel])` to `sums[channel]`.
+/// Adds `f(element, constants[channel])` to `sums[channel]` for each element of `x`, whose channels are last.
 #[inline(always)]
 fn add_to_channels<T: Elem>(x: &[T], constants: &[T::Acc], sums: &mut [T::Acc], f: impl Fn(T::Acc, T::Acc) -> T::Acc) {
     for row in x.chunks_exact(sums.len()) {
@@ -21,6 +21,8 @@ fn add_to_channels<T: Elem>(x: &[T], constants: &[T::Acc], sums: &mut [T::Acc], 
     }
 }
 
+/// Computes the statistics of each group in two steps: means and squared deviations of the blocks, on several threads;
+/// then, in f64, those of all blocks of a sample together (Chan's formula).
 pub(super) fn statistics<T: Elem>(size: Size, x: &[T], eps: T::Acc) -> Statistics<T::Acc> {
     let Size { channels, groups, .. } = size;
     let width = size.group_width();
@@ -38,11 +40,11 @@ pub(super) fn statistics<T: Elem>(size: Size, x: &[T], eps: T::Acc) -> Statistic
             #[inline(always)]
             || add_to_channels(x, &means, &mut sums, |x, _| x),
         );
-        let of_group = |sums: &[T::Acc]| sums.iter().map(|sum| sum.to_f64()).sum::<f64>();
+        let sum_channels = |sums: &[T::Acc]| sums.iter().map(|sum| sum.to_f64()).sum::<f64>();
         for ((mean, _), (sums, means)) in
             partial.iter_mut().zip(sums.chunks_exact(width).zip(means.chunks_exact_mut(width)))
         {
-            *mean = of_group(sums) / count;
+            *mean = sum_channels(sums) / count;
             means.fill(T::Acc::from_f64(*mean));
         }
         sums.fill(T::Acc::ZERO);
@@ -56,7 +58,7 @@ pub(super) fn statistics<T: Elem>(size: Size, x: &[T], eps: T::Acc) -> Statistic
             },
         );
         for ((_, squares), sums) in partial.iter_mut().zip(sums.chunks_exact(width)) {
-            *squares = of_group(sums);
+            *squares = sum_channels(sums);
         }
     });
     let mut result = Statistics { mean: Vec::new(), rstd: Vec::new() };
@@ -65,11 +67,11 @@ pub(super) fn statistics<T: Elem>(size: Size, x: &[T], eps: T::Acc) -> Statistic
             let (mut count, mut mean, mut squares) = (0.0, 0.0, 0.0);
             for index in 0..size.blocks_per_sample() {
                 let block = size.block(sample * size.blocks_per_sample() + index);
-                let more = (block.elements.len() / groups) as f64;
+                let block_count = (block.elements.len() / groups) as f64;
                 let (block_mean, block_squares) = partial[block.index * groups + group];
-                let (total, distance) = (count + more, block_mean - mean);
-                mean += distance * more / total;
-                squares += block_squares + distance * distance * count * more / total;
+                let (total, distance) = (count + block_count, block_mean - mean);
+                mean += distance * block_count / total;
+                squares += block_squares + distance * distance * count * block_count / total;
                 count = total;
             }
             result.mean.push(T::Acc::from_f64(mean));
@@ -79,7 +81,7 @@ pub(super) fn statistics<T: Elem>(size: Size, x: &[T], eps: T::Acc) -> Statistic
     result
 }
 
-/// The normalised, scaled and shifted `x`, followed by SiLU if `SILU`.
+/// Returns the norm of `x` with scale and shift, followed by SiLU if `SILU`.
 pub(super) fn forward<T: Elem, const SILU: bool>(
     size: Size,
     x: &[T],
@@ -89,20 +91,20 @@ pub(super) fn forward<T: Elem, const SILU: bool>(
 ) -> Vec<T> {
     let channels = size.channels;
     let means = channel_table(size, |group, _| statistics.mean[group]);
-    let scales = channel_table(size, |group, channel| statistics.rstd[group] * weight[channel]);
+    let factors = channel_table(size, |group, channel| statistics.rstd[group] * weight[channel]);
     // SAFETY: every element of a block is written.
     unsafe {
         size.fill(|block, out| {
-            let table = block.sample * channels..(block.sample + 1) * channels;
-            let (x, means, scales) = (&x[block.elements], &means[table.clone()], &scales[table]);
+            let of_sample = block.sample * channels..(block.sample + 1) * channels;
+            let (x, means, factors) = (&x[block.elements], &means[of_sample.clone()], &factors[of_sample]);
             let rows = x.chunks_exact(channels).zip(out.chunks_exact_mut(channels));
             dispatch(
                 #[inline(always)]
                 || {
                     for (x, out) in rows {
-                        let constants = means.iter().zip(scales).zip(bias);
-                        for ((o, x), ((mean, scale), bias)) in out.iter_mut().zip(x).zip(constants) {
-                            let y = (x.to_acc() - *mean).mul_add(*scale, *bias);
+                        let constants = means.iter().zip(factors).zip(bias);
+                        for ((o, x), ((mean, factor), bias)) in out.iter_mut().zip(x).zip(constants) {
+                            let y = (x.to_acc() - *mean).mul_add(*factor, *bias);
                             o.write(T::from_acc(if SILU { Silu.apply(y) } else { y }));
                         }
                     }

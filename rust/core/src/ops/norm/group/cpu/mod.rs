@@ -1,8 +1,8 @@
 //! The CPU form.
 //!
 //! A sample is processed in blocks of positions that fit in the cache. Within a block, elements are summed by channel,
-//! and the sums of a group's channels are added up. Chan's formula joins the means and squared deviations of a sample's
-//! blocks, so that x is read from memory once for the statistics, and no digits cancel.
+//! then the sums of a group's channels are added. Chan's formula joins the means and the sums of squared deviations of
+//! a sample's blocks. So the statistics read x from memory once, and do not lose digits to cancellation.
 
 mod backward;
 mod forward;
@@ -29,17 +29,18 @@ pub(super) fn forward<const SILU: bool>(
 ) -> Result<(Raw, Aux)> {
     dispatch_float!(raw.dtype(), op, T => {
         let (weight, bias) = (affine.scale(size.channels)?, affine.shift(size.channels)?);
-        let (y, statistics) = read_all(op, &[raw], |operands| {
+        let (y, [rstd, mean]) = read_all(op, &[raw], |operands| {
             let x = elements::<T>(operands[0])?;
             let statistics = forward::statistics(size, x, Real::from_f64(eps));
-            Ok((forward::forward::<T, SILU>(size, x, &statistics, &weight, &bias), statistics))
+            let y = forward::forward::<T, SILU>(size, x, &statistics, &weight, &bias);
+            Ok((y, [statistics.rstd, statistics.mean]))
         })?;
-        let statistics = [statistics.rstd, statistics.mean];
-        let statistics = statistics.into_iter().map(|values| from_vec(values, (size.batch, size.groups))).collect();
+        let statistics = [rstd, mean].into_iter().map(|values| from_vec(values, (size.batch, size.groups))).collect();
         Ok((from_vec(y, raw.shape()), statistics))
     })
 }
 
+/// Adds those gradients of `x`, scale and shift that are needed. The tensors are dense.
 pub(super) fn backward<const SILU: bool>(
     norm: &GroupNormBackward<SILU>,
     context: &mut BackwardContext<'_>,
@@ -72,17 +73,19 @@ pub(super) fn backward<const SILU: bool>(
 /// A range of neighbouring positions of one sample.
 struct Block {
     sample: usize,
-    /// Index among all blocks of all samples.
+    /// Index among the blocks of all samples.
     index: usize,
-    /// The range of the block's elements in the whole tensor.
+    /// The range of the block's elements in the tensor.
     elements: Range<usize>,
 }
 
 impl Size {
+    /// The number of channels of a group.
     fn group_width(self) -> usize {
         self.channels / self.groups
     }
 
+    /// The number of positions of a block; the last block of a sample may have fewer.
     fn block_positions(self) -> usize {
         rows::rows_per_block(self.channels)
     }
@@ -98,23 +101,23 @@ impl Size {
     fn block(self, index: usize) -> Block {
         let sample = index / self.blocks_per_sample();
         let first = index % self.blocks_per_sample() * self.block_positions();
-        let last = self.positions.min(first + self.block_positions());
-        let position = sample * self.positions;
-        Block { sample, index, elements: (position + first) * self.channels..(position + last) * self.channels }
+        let end = self.positions.min(first + self.block_positions());
+        let before = sample * self.positions;
+        Block { sample, index, elements: (before + first) * self.channels..(before + end) * self.channels }
     }
 
     /// Calls `f` for each block, on several threads.
     fn for_each_block(self, f: impl Fn(Block) + Sync) {
-        // If a sample is one block, a thread takes several samples at a time.
-        let sample = (self.positions * self.channels).max(1);
-        let grain = if self.blocks_per_sample() > 1 { 1 } else { rows::rows_per_block(sample) };
+        // If each sample is one block, a thread takes several blocks at a time.
+        let sample_len = self.positions * self.channels;
+        let grain = if self.blocks_per_sample() > 1 { 1 } else { rows::rows_per_block(sample_len) };
         par_ranges(self.blocks(), grain, |range| range.for_each(|index| f(self.block(index))));
     }
 
-    /// A new buffer in the shape of the input, which `write` fills block by block.
+    /// Returns a new buffer of the input's size, which `write` fills block by block.
     ///
     /// # Safety
-    /// `write` must initialise every element that it is given.
+    /// `write` must initialise every element of the slice that it is given.
     unsafe fn fill<T: Elem>(self, write: impl Fn(Block, &mut [MaybeUninit<T>]) + Sync) -> Vec<T> {
         let total = self.batch * self.positions * self.channels;
         let mut result = Vec::with_capacity(total);
@@ -130,8 +133,8 @@ impl Size {
     }
 }
 
-/// `value(group, channel)` for each channel of each sample, (batch, channels). `group` counts over all samples: it is
-/// `sample * groups` plus the channel's group in the sample.
+/// Returns `value(group, channel)` for each channel of each sample, (batch, channels). `group` is the index of the
+/// channel's group among the groups of all samples.
 fn channel_table<R: Real>(size: Size, value: impl Fn(usize, usize) -> R) -> Vec<R> {
     let of_sample = |sample| (0..size.channels).map(move |channel| (sample * size.groups, channel));
     (0..size.batch)

@@ -15,26 +15,31 @@ use crate::{Error, Raw, Result};
 /// The arguments that both kernels for heads share, without `x`, gradients and results. The kernels get addresses of
 /// `tables` and `weights`; owning the tensors here keeps these addresses valid.
 struct HeadArguments {
+    /// cos and sin.
     tables: Option<[Raw; 2]>,
+    /// The weights of queries and of keys.
     weights: [Option<Raw>; 2],
+    /// Number of rows of cos and sin; 1 if nothing is rotated.
     positions: u32,
-    /// For one token of y: the number of query heads, of key heads, and of all heads.
+    /// The number of query heads, of key heads, and of all heads of a token of y.
     heads: [u32; 3],
     /// The number of all heads of all tokens of y.
     rows: usize,
-    /// Strides in elements: from a token to the next, and from a sample to the next.
+    /// Strides of x in elements: from a token to the next, and from a sample to the next.
     x_strides: [u64; 2],
+    /// The same strides of y.
     y_strides: [u64; 2],
+    /// 1 if the weights are f32 and x is not, else 0.
     weight_f32: u32,
     shape: Shape,
 }
 
 impl HeadArguments {
-    /// `x (B, S, ...)` must be dense. In `y (B, S, heads, width)`, the last two dimensions must be dense.
+    /// `x (B, S, columns)` must be dense. In `y (B, S, heads, width)`, the last two dimensions must be dense.
     fn new(norms: &HeadNorms<'_>, x: &Raw, y: &Raw) -> Result<Self> {
         let op = norms.op;
-        let numbers = |table: &Raw| contiguous(&cast(table, accumulator(x.dtype()))?);
-        let tables = norms.tables.map(|[cos, sin]| Ok::<_, Error>([numbers(cos)?, numbers(sin)?])).transpose()?;
+        let converted = |table: &Raw| contiguous(&cast(table, accumulator(x.dtype()))?);
+        let tables = norms.tables.map(|[cos, sin]| Ok::<_, Error>([converted(cos)?, converted(sin)?])).transpose()?;
         let is_mixed = norms.weights.iter().flatten().any(|weight| weight.dtype() != x.dtype());
         let dtype = if is_mixed { DType::F32 } else { x.dtype() };
         let weight = |weight: Option<&Raw>| weight.map(|weight| contiguous(&cast(weight, dtype)?)).transpose();
@@ -54,19 +59,20 @@ impl HeadArguments {
     }
 
     /// The addresses of the weights of queries and of keys, and of cos and sin.
-    fn places(&self, op: &'static str) -> Result<[Const; 4]> {
+    fn addresses(&self, op: &'static str) -> Result<[Const; 4]> {
         let table = |index: usize| optional_input(op, self.tables.as_ref().map(|tables| &tables[index]));
         let weight = |index: usize| optional_input(op, self.weights[index].as_ref());
         Ok([weight(0)?, weight(1)?, table(0)?, table(1)?])
     }
 }
 
+/// As [`HeadNorms::forward`].
 pub(super) fn forward(norms: &HeadNorms<'_>, x: &Raw, y: &Raw) -> Result<HeadStatistics> {
     let (op, gpu) = (norms.op, Gpu::of(norms.op, x)?);
     let arguments = HeadArguments::new(norms, x, y)?;
     let rstd = norms.eps.map(|_| empty(op, gpu, &[arguments.rows], accumulator(x.dtype()))).transpose()?;
     if y.elem_count() > 0 {
-        let [q_weight, k_weight, cos, sin] = arguments.places(op)?;
+        let [q_weight, k_weight, cos, sin] = arguments.addresses(op)?;
         let &HeadArguments { x_strides, y_strides, positions, heads, rows, weight_f32, shape, .. } = &arguments;
         let [heads, key_heads, all_heads] = heads;
         let function = gpu.function(&RMS_NORM_ROPE_HEADS_FORWARD, suffix(op, x.dtype())?)?;
@@ -99,13 +105,14 @@ pub(super) fn forward(norms: &HeadNorms<'_>, x: &Raw, y: &Raw) -> Result<HeadSta
     Ok(rstd.into_iter().collect())
 }
 
+/// As [`HeadNorms::backward`], with the forward pass's statistics in `rstd`; `None` if nothing is normalised.
 pub(super) fn backward(norms: &HeadNorms<'_>, [x, grad]: [&Raw; 2], rstd: Option<&Raw>, dx: &Raw) -> Result<()> {
     let (op, gpu) = (norms.op, Gpu::of(norms.op, x)?);
     if grad.elem_count() == 0 {
         return Ok(());
     }
     let arguments = HeadArguments::new(norms, x, grad)?;
-    let [q_weight, k_weight, cos, sin] = arguments.places(op)?;
+    let [q_weight, k_weight, cos, sin] = arguments.addresses(op)?;
     let &HeadArguments { x_strides, y_strides, positions, heads, rows, weight_f32, shape, .. } = &arguments;
     let [heads, key_heads, all_heads] = heads;
     let function = gpu.function(&RMS_NORM_ROPE_HEADS_BACKWARD, suffix(op, x.dtype())?)?;

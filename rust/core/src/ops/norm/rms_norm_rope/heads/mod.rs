@@ -1,5 +1,5 @@
-//! RMS norm and rotary embedding, or one of the two, of an attention's queries and keys, which are columns of a
-//! projection. The CUDA kernels read the columns in place; the CPU form copies them first.
+//! RMS norm and rotary embedding, or only one of them, of an attention's queries and keys. Queries, keys and values are
+//! columns of one projection. The CUDA kernels read these columns in place; the CPU form copies them first.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -18,13 +18,15 @@ use crate::{Error, Result, Tensor, checkpoint};
 pub(in crate::ops) struct HeadNorms<'a> {
     /// The name of the operation, for errors.
     pub op: &'static str,
-    /// Scales of queries and of keys, (width).
+    /// The norms' scales of queries and of keys, (width) each.
     pub weights: [Option<&'a Raw>; 2],
     /// cos and sin, (S, width / 2) or (B · S, width / 2); `None` if nothing is rotated.
     pub tables: Option<[&'a Raw; 2]>,
     /// Number of query heads; number of key heads, which is also the number of value heads.
     pub heads: [usize; 2],
+    /// Number of columns of a head.
     pub width: usize,
+    /// Which two features form a pair, as in [`rope`](crate::ops::rope::rope).
     pub interleaved: bool,
     /// The epsilon that is added to the mean square of a head; `None` if nothing is normalised.
     pub eps: Option<f64>,
@@ -34,8 +36,9 @@ pub(in crate::ops) struct HeadNorms<'a> {
 /// heads and one for key heads. Empty if nothing is normalised.
 pub(in crate::ops) type HeadStatistics = SmallVec<[Raw; 2]>;
 
-/// Checks the operands of [`HeadNorms`] for an `x` of B samples of S tokens. The scales of queries and of keys must
-/// have shape (width), cos and sin (S, width / 2) or (B, S, width / 2). Scales, cos and sin must be frozen.
+/// Checks the operands of [`HeadNorms`] for an `x` of B (`batch`) samples of S (`length`) tokens. The scales of queries
+/// and of keys (`weights`) must have shape (width); cos and sin (`tables`) must have shape (S, width / 2) or
+/// (B, S, width / 2). All of them must be frozen.
 pub(in crate::ops) fn check_head_norms(
     op: &'static str,
     x: &Tensor,
@@ -77,16 +80,15 @@ pub(in crate::ops) fn check_head_norms(
 }
 
 impl HeadNorms<'_> {
-    /// Writes the normalised, rotated queries and keys of a dense `x (B, S, columns)` to
-    /// `y (B, S, query heads + key heads, width)`. The last two dimensions of `y` must be dense. If `y` has as many
-    /// further heads as there are value heads, the values are copied to them.
+    /// Writes the normalised and rotated queries and keys of a dense `x (B, S, columns)` to
+    /// `y (B, S, query heads + key heads, width)`. The last two dimensions of `y` must be dense. If `y` also has room
+    /// for the value heads, the values are copied there.
     pub fn forward(&self, x: &Raw, y: &Raw) -> Result<HeadStatistics> {
         on_device!(x.device(), cuda => cuda::forward(self, x, y), cpu => self.forward_on_cpu(x, y))
     }
 
-    /// Writes to `dx (B, S, heads · width)` the gradient of the columns that [`forward`](Self::forward) has read.
-    /// `grad` is the gradient of what `forward` has written to `y`, in the shape of `y`. `dx` and `grad` may be the
-    /// same memory.
+    /// Writes to `dx (B, S, heads · width)` the gradient of the columns of `x` that [`forward`](Self::forward) has
+    /// read. `grad` is the gradient of `y`, in the shape of `y`. `dx` and `grad` may be the same memory.
     pub fn backward(&self, x: &Raw, grad: &Raw, statistics: &HeadStatistics, dx: &Raw) -> Result<()> {
         on_device!(
             x.device(),
@@ -95,8 +97,8 @@ impl HeadNorms<'_> {
         )
     }
 
-    /// The first head and the number of heads of queries, keys or values.
-    const fn place(&self, index: usize) -> [usize; 2] {
+    /// The first head and the number of heads of queries (`index` 0), keys (1) or values (2).
+    const fn range(&self, index: usize) -> [usize; 2] {
         let [heads, key_heads] = self.heads;
         match index {
             0 => [0, heads],
@@ -113,9 +115,9 @@ impl HeadNorms<'_> {
     /// The columns of `x` that hold queries (`index` 0), keys (1) or values (2), as a dense tensor (B, S, heads,
     /// width).
     fn part(&self, x: &Raw, index: usize) -> Result<Raw> {
-        let [first, heads] = self.place(index);
-        let rows = contiguous(&x.narrow(2, first * self.width, heads * self.width)?)?;
-        Ok(rows.reshape((x.dims()[0], x.dims()[1], heads, self.width))?)
+        let [first, heads] = self.range(index);
+        let columns = contiguous(&x.narrow(2, first * self.width, heads * self.width)?)?;
+        Ok(columns.reshape((x.dims()[0], x.dims()[1], heads, self.width))?)
     }
 
     /// cos and sin; if nothing is rotated, the tables of angle 0: cos = 1, sin = 0.
@@ -123,26 +125,27 @@ impl HeadNorms<'_> {
         if let Some([cos, sin]) = self.tables {
             return Ok([cos.clone(), sin.clone()]);
         }
-        let number = |value| compute::full(value, &[1, self.width / 2], DType::F64, x.device());
-        Ok([number(1.0)?, number(0.0)?])
+        let table = |value| compute::full(value, &[1, self.width / 2], DType::F64, x.device());
+        Ok([table(1.0)?, table(0.0)?])
     }
 
     fn forward_on_cpu(&self, x: &Raw, y: &Raw) -> Result<HeadStatistics> {
         let [cos, sin] = self.tables_or_identity(x)?;
         let mut statistics = HeadStatistics::new();
         for index in 0..self.parts(y) {
-            let ([first, heads], rows) = (self.place(index), self.part(x, index)?);
+            let ([first, heads], part) = (self.range(index), self.part(x, index)?);
             let rotation = Rotation { tables: [&cos, &sin], repeats: heads, interleaved: self.interleaved };
-            let rotated = match self.eps {
-                _ if index == 2 => rows,
+            let result = match self.eps {
+                // Values are neither normalised nor rotated.
+                _ if index == 2 => part,
                 Some(eps) => {
-                    let [rotated, rstd] = cpu::forward(self.op, &rows, self.weights[index], &rotation, eps)?;
+                    let [rotated, rstd] = cpu::forward(self.op, &part, self.weights[index], &rotation, eps)?;
                     statistics.push(rstd);
                     rotated
                 }
-                None => rotation.rotate(&rows, false)?,
+                None => rotation.rotate(&part, false)?,
             };
-            compute::copy_into(&y.narrow(2, first, heads)?, &rotated)?;
+            compute::copy_into(&y.narrow(2, first, heads)?, &result)?;
         }
         Ok(statistics)
     }
@@ -150,11 +153,11 @@ impl HeadNorms<'_> {
     fn backward_on_cpu(&self, [x, grad]: [&Raw; 2], statistics: &HeadStatistics, dx: &Raw) -> Result<()> {
         let [cos, sin] = self.tables_or_identity(x)?;
         for index in 0..self.parts(grad) {
-            let [first, heads] = self.place(index);
+            let [first, heads] = self.range(index);
             let rotation = Rotation { tables: [&cos, &sin], repeats: heads, interleaved: self.interleaved };
             let grad = contiguous(&grad.narrow(2, first, heads)?)?;
-            let rows = match statistics.get(index) {
-                // Values are not rotated.
+            let grad_x = match statistics.get(index) {
+                // Values are neither normalised nor rotated.
                 _ if index == 2 => grad,
                 Some(rstd) => {
                     let saved = [&self.part(x, index)?, &grad, rstd];
@@ -162,8 +165,8 @@ impl HeadNorms<'_> {
                 }
                 None => rotation.rotate(&grad, true)?,
             };
-            let place = dx.narrow(2, first * self.width, heads * self.width)?;
-            compute::copy_into(&place, &rows.reshape(place.shape())?)?;
+            let columns = dx.narrow(2, first * self.width, heads * self.width)?;
+            compute::copy_into(&columns, &grad_x.reshape(columns.shape())?)?;
         }
         Ok(())
     }
