@@ -403,7 +403,7 @@ def test_an_adapter_of_another_base_or_model_is_reported(
     flags = ["chat", "--model", "causal-lm", "--device", "cpu", "--prompt", "one"]
     assert main([*flags, "--adapter", str(path.parent)]) == 2
     told = capsys.readouterr().err
-    assert "this is the built-in model; the adapter's base is some/base" in told
+    assert "the model is the built-in one; the adapter's base is some/base" in told
     assert "give --weights some/base" in told
 
     image = tmp_path / "image.safetensors"

@@ -127,7 +127,9 @@ def test_impossible_numbers_of_blocks_and_policies_are_errors() -> None:
     model = load(FAMILIES["flux"])
     with pytest.raises(tc.errors.ArgumentError, match="found 100 blocks to recompute, expected at"):
         model.enable_gradient_checkpointing("full", blocks=100)
-    with pytest.raises(tc.errors.ArgumentError, match='policy "full" or "offload"'):
+    with pytest.raises(
+        tc.errors.ArgumentError, match='policy "selective", expected "full" or "offload"'
+    ):
         model.enable_gradient_checkpointing("selective", blocks=1)
     with pytest.raises(tc.errors.ArgumentError, match="blocks is -1"):
         model.enable_gradient_checkpointing("full", blocks=-1)

@@ -93,7 +93,7 @@ def test_wrong_arguments_are_reported() -> None:
             r"expected \(segments \+ 1,\)",
             lambda: attend(q, k, k, tc.tensor([[0, 4]])),
         ),
-        (tc.DTypeError, "the v f16", lambda: attend(q, k, k.to("f16"), bounds)),
+        (tc.DTypeError, "the tensor v f16", lambda: attend(q, k, k.to("f16"), bounds)),
         (tc.DTypeError, "cu_seqlens is f32", lambda: attend(q, k, k, tc.tensor([0.0, 4.0]))),
         (
             tc.IndexOutOfRangeError,

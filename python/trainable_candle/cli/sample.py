@@ -180,7 +180,7 @@ def make_parser(program: str) -> Parser:
         "--prompt",
         metavar="TEXT",
         action="append",
-        help="what to draw or to answer, or a .txt file of prompts; may be given again",
+        help="a prompt or a .txt file of prompts; may be given again",
     )
     group.add_argument(
         "--count", metavar="N", type=whole(1), help="images or texts for each prompt (default: 1)"
@@ -188,7 +188,7 @@ def make_parser(program: str) -> Parser:
     group.add_argument(
         "--output",
         metavar="FILE",
-        help="the .png file for the images; for texts, an optional .txt file",
+        help="the .png of the images; for texts, an optional .txt",
     )
     group.add_argument("--overwrite", action="store_true", help="replace an existing file")
     group.add_argument("--seed", metavar="N", type=whole(0), help="seed of the draws (default: 0)")

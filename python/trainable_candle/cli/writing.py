@@ -24,7 +24,7 @@ def add_writing(group: argparse._ArgumentGroup) -> None:
         "--temperature",
         metavar="X",
         type=guidance,
-        help="0 (default): take the likeliest token; 1: draw from the model's probabilities",
+        help="0 (default): the likeliest token; 1: as predicted",
     )
     group.add_argument(
         "--top-k",
@@ -36,13 +36,13 @@ def add_writing(group: argparse._ArgumentGroup) -> None:
         "--top-p",
         metavar="X",
         type=guidance,
-        help="draw from the fewest tokens whose probabilities sum to X (default: 1, all tokens)",
+        help="draw from the fewest tokens that sum to X; 1: all",
     )
     group.add_argument(
         "--min-p",
         metavar="X",
         type=guidance,
-        help="least probability of a token, relative to the likeliest one's (default: 0)",
+        help="least probability relative to the likeliest's; 0: all",
     )
     group.add_argument(
         "--repetition-penalty",
