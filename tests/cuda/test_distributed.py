@@ -12,28 +12,32 @@ TOGETHER = """
     from trainable_candle import _core
     from trainable_candle.errors import ArgumentError, CudaUnavailableError, DeviceError
 
-    def together(work, size=2, seconds=20.0):
-        unique = _core.nccl_unique_id()
-        errors = [None] * size
+    # Call work(communicator, device) in a thread for each of two ranks. Return each rank's error or
+    # None.
+    def together(work):
+        identifier = _core.nccl_unique_id()
+        errors = [None, None]
 
         def run(rank):
             try:
                 device = f"cuda:{rank}"
-                work(_core.NcclCommunicator(device, rank, size, unique, seconds), device)
+                work(_core.NcclCommunicator(device, rank, 2, identifier, 20.0), device)
             except Exception as error:
                 errors[rank] = error
 
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         return errors
 
-    def adapter(device):
-        flat = [tc.Var(tc.ones((40, 3)), device=device), tc.Var(tc.ones((7,)), device=device)]
-        tc.optim.AdamW(flat, lr=1e-3)
-        return flat
+    def make_parameters(device):
+        shapes = ((40, 3), (7,))
+        parameters = [tc.Var(tc.ones(shape), device=device) for shape in shapes]
+        # The optimizer gives the gradients, 127 numbers, one flat buffer.
+        tc.optim.AdamW(parameters, lr=1e-3)
+        return parameters
 """
 
 
@@ -42,7 +46,7 @@ def test_a_step_sums_all_gradients_in_one_all_reduce(cuda: Any) -> None:
         TOGETHER
         + """
     def work(group, device):
-        parameters = adapter(device)
+        parameters = make_parameters(device)
         for step in range(3):
             # Rank 1 has no gradient for the second parameter.
             for var in parameters[: 2 - group.rank]:
@@ -68,19 +72,19 @@ def test_a_step_sums_all_gradients_in_one_all_reduce(cuda: Any) -> None:
             "destroy",
         ]
         sums = [call for call in calls if call["op"] == "all_reduce"]
-        # One all-reduce sums all gradients (f32). The all-reduce of the `tail` (f64) is in the same
-        # NCCL group.
+        # One all-reduce sums all gradients (f32, NCCL's type 7). The all-reduce of the `tail` (f64,
+        # type 8) is in the same NCCL group.
         assert [(call["count"], call["type"]) for call in sums] == [("127", "7"), ("3", "8")] * 3
         assert all(call["in_place"] == "1" and call["group"] == "1" for call in sums)
     assert [copy for copy in run.of("copy") if copy["kind"].startswith("cuMemcpyDtoH")] == []
 
 
-def test_narrow_gradients_are_summed_in_bf16(cuda: Any) -> None:
+def test_a_narrow_sum_of_gradients_is_in_bf16(cuda: Any) -> None:
     run = cuda.run(
         TOGETHER
         + """
     def work(group, device):
-        parameters = adapter(device)
+        parameters = make_parameters(device)
         tail = tc.zeros((3,), dtype="f64", device=device)
         group.all_reduce_gradients(parameters, tail, narrow=True)
         group.wait(10.0)
@@ -90,22 +94,25 @@ def test_narrow_gradients_are_summed_in_bf16(cuda: Any) -> None:
         settings={"DEVICES": "2"},
     )
     sums = [call for call in run.of("nccl") if call["op"] == "all_reduce"]
-    # With `narrow`, gradients are summed in bf16 (type 9). The `tail` stays f64 (type 8).
+    # The gradients are summed in bf16 (NCCL's type 9). The `tail` stays f64 (type 8).
     assert (
         sorted((call["count"], call["type"]) for call in sums)
         == [("127", "9")] * 2 + [("3", "8")] * 2
     )
 
 
-def test_ranks_with_different_sizes_abort_the_communicator(cuda: Any) -> None:
+def test_a_rank_aborts_if_its_tensor_has_another_size_than_that_of_the_other_rank(
+    cuda: Any,
+) -> None:
     run = cuda.run(
         TOGETHER
         + """
     barrier = threading.Barrier(2)
 
     def work(group, device):
-        first = group.all_reduce(tc.ones((5,), device=device))
+        group.all_reduce(tc.ones((5,), device=device))
         barrier.wait()
+        # Rank 0 makes its second call first. So NCCL finds the wrong size in the call of rank 1.
         if group.rank == 1:
             barrier.wait()
         try:
@@ -129,23 +136,32 @@ def test_ranks_with_different_sizes_abort_the_communicator(cuda: Any) -> None:
     assert len([call for call in run.of("nccl") if call["op"] == "abort"]) == 1
 
 
+def test_a_negative_time_for_joining_is_rejected(cuda: Any) -> None:
+    run = cuda.run(
+        TOGETHER
+        + """
+    try:
+        _core.NcclCommunicator("cuda", 0, 2, _core.nccl_unique_id(), -1.0)
+    except ArgumentError as error:
+        assert "NcclCommunicator: seconds is -1, expected" in str(error), error
+    else:
+        raise AssertionError("the communicator accepts a negative number of seconds")
+    """
+    )
+    assert run.of("nccl") == []
+
+
 def test_joining_alone_fails_after_the_given_seconds(cuda: Any) -> None:
     run = cuda.run(
         TOGETHER
         + """
-    unique = _core.nccl_unique_id()
+    identifier = _core.nccl_unique_id()
     try:
-        _core.NcclCommunicator("cuda", 0, 2, unique, -1.0)
-    except ArgumentError as error:
-        assert "NcclCommunicator: seconds is -1, expected" in str(error), error
-    else:
-        raise SystemExit("joined in no time")
-    try:
-        _core.NcclCommunicator("cuda", 0, 2, unique, 0.3)
+        _core.NcclCommunicator("cuda", 0, 2, identifier, 0.3)
     except DeviceError as error:
         assert "not all of the 2 processes have joined within 0.3 s" in str(error), error
     else:
-        raise SystemExit("joined alone")
+        raise AssertionError("rank 0 has joined alone")
     """
     )
     assert [call["op"] for call in run.of("nccl")] == ["init", "abort"]
@@ -162,14 +178,15 @@ def test_a_stopped_communicator_waits_for_no_rank(cuda: Any) -> None:
 
     errors = together(work)
     assert errors[1] is None
-    # Rank 0 first checks whether the call is done, so the call can succeed in spite of the stop.
+    # Rank 0 checks for a stop only if its call is not done yet, so the call may succeed.
     assert errors[0] is None or "another process has ended" in str(errors[0]), errors
     """,
         settings={"DEVICES": "2"},
     )
 
 
-@pytest.mark.parametrize("fail", ["init", "2"])
+# What fails: joining, or the second call of a rank.
+@pytest.mark.parametrize("fail", ["init", "2"], ids=["joining", "second call"])
 def test_errors_of_nccl_are_raised_with_their_reason(cuda: Any, fail: str) -> None:
     cuda.run(
         f"""
@@ -190,8 +207,8 @@ def test_errors_of_nccl_are_raised_with_their_reason(cuda: Any, fail: str) -> No
     )
 
 
-def test_a_missing_or_old_library_says_what_to_install(cuda: Any) -> None:
-    without = tuple(name for name in cuda.simulate.LIBRARIES if name != cuda.simulate.NCCL)
+def test_the_error_of_a_missing_or_old_library_says_what_is_needed(cuda: Any) -> None:
+    all_but_nccl = tuple(name for name in cuda.simulate.LIBRARIES if name != cuda.simulate.NCCL)
     code = """
     import os
     from trainable_candle import _core
@@ -201,18 +218,19 @@ def test_a_missing_or_old_library_says_what_to_install(cuda: Any) -> None:
     except CudaUnavailableError as error:
         print(error)
     """
-    run = cuda.run(code, libraries=without)
+    run = cuda.run(code, libraries=all_but_nccl)
     assert 'pip install "trainable-candle[nccl]"' in run.output
     old = code.replace("try:", 'os.environ["SIMULATED_NCCL_VERSION"] = "21903"\n    try:')
     run = cuda.run(old)
     assert "found NCCL 2.19.3, expected at least 2.27 and below 3" in run.output
 
 
-def test_multicast_is_off_unless_the_user_turns_it_on(cuda: Any) -> None:
+def test_multicast_is_off_by_default(cuda: Any) -> None:
     code = """
     import ctypes
     from trainable_candle import _core
     _core.nccl_version()
+    # `os.environ` does not have variables that the library sets, so call the C function.
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_char_p
     print(getenv(b"NCCL_NVLS_ENABLE"))

@@ -1,7 +1,8 @@
 """Captured functions whose state on the host, such as a learning rate, changes between calls.
 
-A call replays the graph with the new state, runs without the graph and records it again, or raises
-an error. The simulated device's kernels do not compute; test_frozen_gpu.py compares the values.
+The next call replays the graph with the new state, runs without the graph (a later call then
+records it again), or raises an error. The simulated device's kernels do not compute;
+test_frozen_gpu.py compares the values.
 """
 
 import struct
@@ -13,7 +14,7 @@ TRAIN = """
     from contextlib import contextmanager
 
     @contextmanager
-    def refused(error, *texts):
+    def raises(error, *texts):
         try:
             yield
         except error as raised:
@@ -26,7 +27,7 @@ TRAIN = """
     layer = tc.nn.LoRALinear(tc.randn(64, 64, dtype="bf16", device="cuda"), 8, 8.0)
     parameters = list(layer.parameters())
     opt = tc.optim.OPTIMIZER
-    more = lambda: None
+    more = lambda: None  # tests replace it, to add work to a step
 
     def train(x):
         loss = F.dropout(layer(x), 0.1).sum()
@@ -39,7 +40,7 @@ TRAIN = """
 
     x = tc.randn(32, 64, dtype="bf16", device="cuda")
 
-    def captured():
+    def recorded_step():
         step = tc.cuda.capture(train, [x])
         while not step.is_recorded:
             step(x)
@@ -52,22 +53,22 @@ def test_loaded_states_reach_the_graph(cuda: Any) -> None:
     run = cuda.run(
         ADAMW
         + """
-    step = captured()
+    step = recorded_step()
     # Simulated kernels do not count steps, so the loaded states come from an optimizer on the CPU.
-    there = tc.nn.LoRALinear(tc.randn(64, 64), 8, 8.0)
-    other = tc.optim.AdamW(list(there.parameters()), lr=0.1)
-    there(tc.ones(1, 64)).sum().backward()
-    other.step()
-    states = other.state_dict()
+    cpu_layer = tc.nn.LoRALinear(tc.randn(64, 64), 8, 8.0)
+    cpu_opt = tc.optim.AdamW(list(cpu_layer.parameters()), lr=0.1)
+    cpu_layer(tc.ones(1, 64)).sum().backward()
+    cpu_opt.step()
+    states = cpu_opt.state_dict()
     mark("load")
     opt.load_state_dict(states)
     mark("rate")
     opt.lr = 0.05
     mark("replay")
     step(x)
-    mark("other")
-    # In these states the variables' step counts differ, unlike when the function was recorded. So
-    # it must be recorded again.
+    mark("after")
+    # When the function was recorded, the variables had equal step counts. In these states, the
+    # counts differ, so the function must be recorded again.
     states["step"] = tc.tensor([2, 1], dtype="i64")
     opt.load_state_dict(states)
     for call in range(3):
@@ -77,7 +78,8 @@ def test_loaded_states_reach_the_graph(cuda: Any) -> None:
     )
     assert run.of("refused") == []
     # The graph reads one buffer with the first moments of all variables and one with their second
-    # moments: loading takes one copy to each. `optim_configure` writes the step count.
+    # moments: loading takes one copy to each. `optim_configure` writes the settings of a step, such
+    # as its number and the learning rate.
     loaded = run.after("load").launches
     assert loaded.count("copy_bytes_4") == 2
     assert loaded.count("optim_configure") == 1
@@ -94,7 +96,7 @@ def test_a_graph_is_recorded_again_after_a_step_of_one_variable(cuda: Any) -> No
     run = cuda.run(
         ADAMW
         + """
-    step = captured()
+    step = recorded_step()
     step(x)
     # This step changes the first variable alone.
     (parameters[0] * 2).sum().backward()
@@ -105,6 +107,7 @@ def test_a_graph_is_recorded_again_after_a_step_of_one_variable(cuda: Any) -> No
         step(x)
     """
     )
+    # The first call runs without a graph. The second call records the function and replays it.
     assert [len(run.after(f"call-{call}").of("replay")) for call in range(3)] == [0, 1, 1]
 
 
@@ -185,21 +188,21 @@ def test_a_set_value_is_copied_to_the_master_values_before_a_replay(cuda: Any) -
         weight.set(tc.zeros(64, dtype="bf16", device="cuda"))
         mark(name)
         step(x)
-    mark("as-it-was")
+    mark("unchanged")
     step(x)
     mark("end")
     """
     )
     assert run.of("refused") == []
     for name in ("recorded", "replayed"):
-        done = run.after(name)
-        copies = [c["captured"] for c in done.of("launch") if c["name"] == "copy_bf16_f32"]
+        call = run.after(name)
+        copies = [c["captured"] for c in call.of("launch") if c["name"] == "copy_bf16_f32"]
         # The optimizer updates master values: an f32 copy of the weight. `set` has changed the
         # weight, so a launch outside the graph copies the new weight into the master values before
         # the replay.
         assert copies == ["0"], name
-        assert len(done.of("replay")) == 1
-    assert "copy_bf16_f32" not in run.after("as-it-was").launches
+        assert len(call.of("replay")) == 1
+    assert "copy_bf16_f32" not in run.after("unchanged").launches
 
 
 AVERAGE = """
@@ -209,13 +212,15 @@ AVERAGE = """
 """
 
 
-def weights(calls: list[Any]) -> list[float]:
-    """The f64 numbers that the launches of `fill_f64` write."""
+def update_weights(calls: list[Any]) -> list[float]:
+    """The weights of the trained values in updates of averages: what `fill_f64` writes."""
     filled = [c["arguments"].split(",")[-1] for c in calls if c["name"] == "fill_f64"]
     return [struct.unpack("<d", struct.pack("<Q", int(number, 16)))[0] for number in filled]
 
 
-def test_averages_warm_up_in_replays(cuda: Any, digits_base: Any) -> None:
+def test_replays_warm_averages_up_and_reject_updates_while_swapped_in(
+    cuda: Any, digits_base: Any
+) -> None:
     run = cuda.run(
         AVERAGE.replace("BASE", repr(str(digits_base)))
         + """
@@ -247,14 +252,16 @@ def test_averages_warm_up_in_replays(cuda: Any, digits_base: Any) -> None:
     """
     )
     assert run.of("refused") == []
-    found = weights(run.after("updates").of("launch"))
+    # While the averages warm up, the decay after n updates is (1 + n) / (10 + n), at most 0.9.
+    found = update_weights(run.after("updates").of("launch"))
     assert found == [1 - min(0.9, (1 + n) / (10 + n)) for n in range(6)]
-    assert weights(run.after("load").of("launch")) == [1 - 21 / 30]
+    assert update_weights(run.after("load").of("launch")) == [1 - 21 / 30]
     assert len(run.after("load").of("replay")) == 1
     assert run.after("swapped").of("replay") == []
 
 
-REFUSED = {
+# Code that defines `more`, which runs within the captured step, and a part of the error.
+REJECTED = {
     "rate": ("def more(): opt.lr = 0.01", "the hyper-parameters of an optimizer"),
     "schedule": (
         "schedule = tc.optim.lr_scheduler.linear(opt, total_steps=10)\n    more = schedule.step",
@@ -271,23 +278,24 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("more", "reason"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("change", "reason"), REJECTED.values(), ids=REJECTED)
 def test_changes_that_replays_would_not_repeat_are_rejected(
-    cuda: Any, more: str, reason: str
+    cuda: Any, change: str, reason: str
 ) -> None:
     cuda.run(
         ADAMW
         + f"""
-    {more}
+    {change}
     step = tc.cuda.capture(train, [x])
     step(x)
-    with refused(tc.DeviceError, "capture: ", {reason!r}):
+    with raises(tc.DeviceError, "capture: ", {reason!r}):
         step(x)
     assert not step.is_recorded
-    if {more!r}.startswith("schedule"):
-        assert schedule.last_step == 1
+    if {change!r}.startswith("schedule"):
+        assert schedule.last_step == 1  # the rejected call has not advanced the schedule
     more = lambda: None
-    step(x), step(x)
+    step(x)
+    step(x)
     assert step.is_recorded
     assert tc.cuda.memory_stats()["graphs"] > 0
     """
@@ -324,7 +332,7 @@ def test_graphs_reject_two_updates_and_a_swap_of_averages(cuda: Any, digits_base
     )
 
 
-def test_a_loss_scaler_survives_a_failure_and_rejects_a_graph_without_its_step(cuda: Any) -> None:
+def test_a_loss_scaler_is_recorded_after_a_failure_but_not_without_its_step(cuda: Any) -> None:
     cuda.run(
         ADAMW
         + """
@@ -343,7 +351,7 @@ def test_a_loss_scaler_survives_a_failure_and_rejects_a_graph_without_its_step(c
     step = tc.cuda.capture(scaled, [x])
     step(x)
     fails = True
-    with refused(RuntimeError, "fails"):
+    with raises(RuntimeError, "fails"):
         step(x)
     fails = False
     for call in range(3):
@@ -360,13 +368,13 @@ def test_a_loss_scaler_survives_a_failure_and_rejects_a_graph_without_its_step(c
     scaler.update()
     # The scaler keeps the tensor in which unscale_() notes infinite gradients, until step() reads
     # it. Only the graph would have this tensor, so no step() outside the graph could read it.
-    with refused(tc.DeviceError, "the function keeps 1 tensor ("):
+    with raises(tc.DeviceError, "the function keeps 1 tensor ("):
         part(x)
     """
     )
 
 
-RECORDS = {
+OPTIMIZERS = {
     "AdamW": "AdamW(parameters, lr=0.1)",
     "Adam, two groups": (
         "Adam([{'params': parameters[:1]}, {'params': parameters[1:], 'lr': 0.2}], lr=0.1)"
@@ -378,7 +386,7 @@ RECORDS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", RECORDS.values(), ids=RECORDS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_a_recording_does_not_depend_on_the_number_of_steps_before(
     cuda: Any, digits_base: Any, optimizer: str
 ) -> None:
@@ -399,7 +407,7 @@ def test_a_recording_does_not_depend_on_the_number_of_steps_before(
 
     for record in range(2):
         mark(f"record-{record}")
-        step = captured()
+        step = recorded_step()
         for call in range(3):
             step(x)
             schedule.step()

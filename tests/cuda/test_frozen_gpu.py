@@ -1,4 +1,4 @@
-"""Captured steps equal eager steps bit by bit, also if the state is changed between replays."""
+"""Captured steps equal eager steps bit by bit, even if the state changes between replays."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Training:
         self.factors = list(adapter.parameters())
         for factor in self.factors:
             factor.set(tc.randn(factor.shape, device="cuda"))
-        self.short = tc.Var(tc.randn(300, dtype="bf16", device="cuda"))
+        self.bf16_var = tc.Var(tc.randn(300, dtype="bf16", device="cuda"))
         groups: list[dict[str, Any]] = [
             {"params": self.factors},
-            {"params": [self.short], "lr": 0.03},
+            {"params": [self.bf16_var], "lr": 0.03},
         ]
         self.opt = tc.optim.AdamW(groups, lr=0.01)
         self.ema = tc.optim.EMA(adapter, decay=0.9)
@@ -39,48 +39,48 @@ class Training:
         self.averages: dict[str, tc.Tensor] = {}
 
     def train(self, x: tc.Tensor) -> tc.Tensor:
-        loss = (self.short * x).to("f32").sum()
+        loss = (self.bf16_var * x).to("f32").sum()
         for factor in self.factors:
             loss = loss + (factor * factor).sum()
         loss.backward()
-        norm = tc.optim.clip_grad_norm_([*self.factors, self.short], 10.0)
+        norm = tc.optim.clip_grad_norm_([*self.factors, self.bf16_var], 10.0)
         self.opt.step(if_finite=norm)
         self.ema.update()
         self.opt.zero_grad()
         return loss
 
-    def set(self, value: float) -> None:
-        self.short.set(tc.full(300, value, dtype="bf16", device="cuda"))
+    def set_bf16_var(self, value: float) -> None:
+        self.bf16_var.set(tc.full(300, value, dtype="bf16", device="cuda"))
 
     def save(self) -> None:
         self.states, self.averages = self.opt.state_dict(), self.ema.state_dict()
 
-    def rate(self) -> None:
+    def change_rate(self) -> None:
         self.opt.lr = 0.02
 
-    def swap(self) -> None:
+    def swap_averages(self) -> None:
         with self.ema:
             pass
 
-    def part(self) -> None:
+    def step_on_one_factor(self) -> None:
         (self.factors[0] * 3.0).sum().backward()
         self.opt.step()
         self.opt.zero_grad()
 
     def run(self) -> dict[str, Any]:
-        """The losses and the final state (parameters, optimizer, EMA) of 24 steps.
+        """Take 24 steps; return their losses and the final state (parameters, optimizer, EMA).
 
         Before nine of the steps, code outside the step writes or reads the state.
         """
         changes: dict[int, Callable[[], None]] = {
-            1: lambda: self.set(1.0),
+            1: lambda: self.set_bf16_var(1.0),
             4: self.save,
             7: lambda: self.opt.load_state_dict(self.states),
-            8: self.rate,
-            10: lambda: self.set(0.3),
+            8: self.change_rate,
+            10: lambda: self.set_bf16_var(0.3),
             12: lambda: self.ema.load_state_dict(self.averages),
-            14: self.swap,
-            16: self.part,
+            14: self.swap_averages,
+            16: self.step_on_one_factor,
             20: lambda: self.opt.load_state_dict(self.states),
         }
         losses = []
@@ -90,13 +90,15 @@ class Training:
             losses.append(self.step(x).item())
         if isinstance(self.step, tc.cuda.Captured):
             assert self.step.is_recorded
-        left = {f"factor {i}": factor.detach() for i, factor in enumerate(self.factors)}
-        left |= {"short": self.short.detach().to("f32"), **self.opt.state_dict()}
-        left |= {f"ema {name}": tensor for name, tensor in self.ema.state_dict().items()}
-        return {"losses": losses, **{n: tensor.to("cpu").numpy() for n, tensor in left.items()}}
+        state = {f"factor {i}": factor.detach() for i, factor in enumerate(self.factors)}
+        state |= {"bf16_var": self.bf16_var.detach().to("f32"), **self.opt.state_dict()}
+        state |= {f"ema {name}": tensor for name, tensor in self.ema.state_dict().items()}
+        return {"losses": losses, **{n: tensor.to("cpu").numpy() for n, tensor in state.items()}}
 
 
-def test_changes_between_replays_have_the_bits_of_eager_steps(digits_base: Path) -> None:
+def test_captured_steps_with_changes_between_them_have_the_bits_of_eager_steps(
+    digits_base: Path,
+) -> None:
     expected = Training(digits_base, captured=False).run()
     found = Training(digits_base, captured=True).run()
     assert found.keys() == expected.keys()
@@ -104,12 +106,13 @@ def test_changes_between_replays_have_the_bits_of_eager_steps(digits_base: Path)
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-def test_an_infinite_loss_leaves_the_parameters_as_they_were() -> None:
+def test_only_a_finite_loss_changes_the_parameters() -> None:
     weight = tc.Var(tc.ones(3, device="cuda"))
     opt = tc.optim.SGD([weight], lr=0.5)
     for added, expected in ((float("inf"), 1.0), (float("nan"), 1.0), (0.0, 0.5)):
         loss = weight.sum() + added
         loss.backward()
+        # The gradients are finite, whatever the loss. So the step also has to check the loss.
         norm = tc.optim.clip_grad_norm_([weight], 100.0)
         opt.step(if_finite=tc.stack([loss.detach().to("f64"), norm]).sum())
         opt.zero_grad()

@@ -18,8 +18,8 @@ def train(device: str, dtype: str) -> list[float]:
     """The losses of 20 steps of gradient descent on a network of two layers."""
     generator = np.random.default_rng(0)
     shapes = ((32, 64), (32, 16), (256, 64), (16, 256))
-    x, target, first, second = (generator.standard_normal(shape) for shape in shapes)
-    weights = [tc.Var(w / 8, dtype=dtype, device=device) for w in (first, second)]
+    x, target, first_weight, second_weight = (generator.standard_normal(shape) for shape in shapes)
+    weights = [tc.Var(w / 8, dtype=dtype, device=device) for w in (first_weight, second_weight)]
     x, target = (tc.tensor(a, dtype=dtype, device=device) for a in (x, target))
     losses = []
     for _ in range(20):
@@ -33,7 +33,7 @@ def train(device: str, dtype: str) -> list[float]:
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [("f64", 1e-12), ("f32", 1e-4), ("bf16", 5e-2)])
-def test_training_equals_that_on_the_cpu(dtype: str, rtol: float) -> None:
+def test_losses_are_near_those_on_the_cpu(dtype: str, rtol: float) -> None:
     here, there = train("cpu", dtype), train("cuda", dtype)
     assert here[-1] < 0.9 * here[0]
     np.testing.assert_allclose(there, here, rtol=rtol)
@@ -46,14 +46,14 @@ def test_values_of_every_dtype_are_copied_to_the_gpu_and_back() -> None:
         assert values.to("cuda").T.contiguous().to("cpu").tolist() == values.T.tolist()
 
 
-def test_full_memory_leaves_the_process_usable() -> None:
+def test_a_process_goes_on_after_an_error_of_full_memory() -> None:
     total = tc.cuda.memory_stats()["total"]
     before = tc.cuda.memory_stats()["allocated"]
     with pytest.raises(tc.OutOfMemoryError, match="zeros: a tensor of shape"):
         tc.zeros((total,), dtype="u8", device="cuda")
-    part = tc.ones((1 << 20,), device="cuda")
-    assert part.sum().item() == 1 << 20
-    del part
+    small = tc.ones((1 << 20,), device="cuda")
+    assert small.sum().item() == 1 << 20
+    del small
     assert tc.cuda.memory_stats()["allocated"] == before
 
 
@@ -83,12 +83,13 @@ def test_other_threads_run_while_values_are_awaited(read: Callable[[tc.Tensor], 
 
     thread = threading.Thread(target=work)
     thread.start()
+    # Queue work for the GPU, so that `read` has to wait.
     y = x = tc.full((4096, 4096), 1 / 4096, dtype="bf16", device="cuda")
     for _ in range(200):
         y = y @ x
     total = y.to("f32").sum()
     interval = sys.getswitchinterval()
-    # From here on, the other thread runs only while this thread releases the GIL.
+    # With this interval of 1000 s, the other thread runs only while this thread releases the GIL.
     sys.setswitchinterval(1000)
     try:
         reading = True
@@ -101,14 +102,14 @@ def test_other_threads_run_while_values_are_awaited(read: Callable[[tc.Tensor], 
     assert ran_meanwhile
 
 
-def test_a_scaled_loss_keeps_its_scale() -> None:
-    # The scaled loss's graph saves the scale (8) for the backward pass. `update` then writes a
-    # new scale (16) in place; the second backward pass of the graph must still multiply by 8.
+def test_a_scaled_loss_keeps_its_scale_for_later_backward_passes() -> None:
+    # The scaled loss saves the scale (8) for its backward passes. `update` then writes a new scale
+    # (16) in place; the second backward pass of the loss must still multiply by 8.
     x = tc.Var(np.array([3.0]), device="cuda")
-    other = tc.Var([1.0], device="cuda")
-    optimizer = tc.optim.SGD([other], lr=0.1)
+    weight = tc.Var([1.0], device="cuda")
+    optimizer = tc.optim.SGD([weight], lr=0.1)
     scaler = tc.optim.GradScaler(init_scale=8.0, growth_interval=1)
-    (other * 1).sum().backward()
+    (weight * 1).sum().backward()
     scaled = scaler.scale((x * x).sum())
     scaled.backward(retain_graph=True)
     scaler.step(optimizer)

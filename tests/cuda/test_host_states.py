@@ -26,11 +26,16 @@ MORE: dict[str, dict[str, Any]] = {
     "sgd": {"momentum": 0.9},
     **{kind: {"min_8bit_size": 1} for kind in ("adamw8bit", "adam8bit", "lion8bit")},
 }
-"""Arguments with which every optimizer has states, and all states of 8-bit optimizers are codes."""
+"""More arguments of some optimizers.
+
+With them, every optimizer has states, and all states of 8-bit optimizers are codes.
+"""
 
 
 @pytest.mark.parametrize("kind", tc.optim.KINDS)
-def test_states_are_in_pinned_memory_and_steps_stay_as_they_are(cuda: Any, kind: str) -> None:
+def test_states_are_in_pinned_memory_and_steps_launch_the_same_kernels(
+    cuda: Any, kind: str
+) -> None:
     run = cuda.run(
         TRAIN
         + f"""
@@ -52,15 +57,17 @@ def test_states_are_in_pinned_memory_and_steps_stay_as_they_are(cuda: Any, kind:
     assert run.after("host-2").waits == []
     assert run.after("host-2").of("alloc-pinned", "grow") == []
     lines = [list(map(int, line.split())) for line in run.output.splitlines()]
-    (on_device, held), (on_host, same) = lines
-    assert same == held
-    # The allocator rounds each block of device memory up to a multiple of 512 bytes.
-    assert held <= on_device - on_host <= held + 5 * 512
-    # All other pinned memory is buffers of 8 MiB, through which values are copied.
+    # With states on the device and on the host: the growth of device memory, and `state_bytes`.
+    (device_growth, state_bytes), (host_growth, host_state_bytes) = lines
+    assert host_state_bytes == state_bytes
+    # The allocator rounds each block of device memory up to a multiple of 512 bytes. The bound
+    # allows for five blocks.
+    assert state_bytes <= device_growth - host_growth <= state_bytes + 5 * 512
     freed = [int(call["bytes"]) for call in run.after("host-dropped").of("free-pinned")]
-    assert sum(freed) == held
+    assert sum(freed) == state_bytes
+    # All other pinned memory is buffers of 8 MiB, through which values are copied.
     pinned = [int(call["bytes"]) for call in run.of("alloc-pinned")]
-    assert sum(pinned) % (8 << 20) == held
+    assert sum(pinned) % (8 << 20) == state_bytes
 
 
 def test_a_graph_keeps_the_states_that_it_updates(cuda: Any) -> None:
@@ -92,10 +99,11 @@ def test_a_graph_keeps_the_states_that_it_updates(cuda: Any) -> None:
         assert len(run.after(name).of("replay")) == 1
         assert run.after(name).waits == []
     assert run.after("optimizer").of("free-pinned") == []
+    # The first and the second moments of all variables are freed.
     assert len(run.after("graph").of("free-pinned")) == 2
 
 
-def test_states_are_loaded_and_saved_without_copies_between_host_and_gpu(cuda: Any) -> None:
+def test_states_on_the_host_are_saved_without_copies_from_the_gpu(cuda: Any) -> None:
     # A kernel counts the steps, and simulated kernels do not compute. So the states to load come
     # from an optimizer on the CPU.
     run = cuda.run(
@@ -108,6 +116,7 @@ def test_states_are_loaded_and_saved_without_copies_between_host_and_gpu(cuda: A
         var.grad = tc.ones(*var.shape)
     cpu.step()
     saved = cpu.state_dict()
+    # Each of the two variables has two states, as codes and scales. There are three other entries.
     assert len(saved) == 3 + 2 * 4
     for states, (layer, optimizer) in made.items():
         train(layer, optimizer, x)
@@ -125,23 +134,24 @@ def test_states_are_loaded_and_saved_without_copies_between_host_and_gpu(cuda: A
         saved = run.after(f"saved-{states}")
         counts.append(sum(call["kind"] == "cuMemcpyDtoHAsync" for call in saved.of("copy")))
         assert saved.of("synchronize")
-    # With states in host memory, only the step counters are copied: the host reads the four vectors
-    # of states itself.
+    # States in GPU memory are four vectors: the codes and scales of both moments of all variables.
+    # States in host memory need no copies; only the step counters are copied.
     assert counts[0] - counts[1] == 4
 
 
 @pytest.mark.parametrize("limited", ["driver", "setting"])
 def test_too_little_pinned_memory_is_an_error_that_names_the_cure(cuda: Any, limited: str) -> None:
     settings = {"PINNED": str(1 << 10)} if limited == "driver" else {}
-    start = "" if settings else "os.environ['TRAINABLE_CANDLE_PINNED_BYTES'] = '1000'"
+    set_limit = "" if settings else "os.environ['TRAINABLE_CANDLE_PINNED_BYTES'] = '1000'"
     run = cuda.run(
-        f"    {start}"
+        f"    {set_limit}"
         + TRAIN
         + """
     try:
         make("adamw", "host")
     except tc.errors.OutOfMemoryError as error:
         print(error)
+    # The process can go on, with states in GPU memory.
     layer, optimizer = make("adamw", "device")
     train(layer, optimizer, x)
     """,
@@ -152,7 +162,9 @@ def test_too_little_pinned_memory_is_an_error_that_names_the_cure(cuda: Any, lim
     assert 'states "device"' in run.output
 
 
-def test_states_cannot_be_allocated_within_a_captured_function(cuda: Any) -> None:
+def test_making_an_optimizer_with_states_on_the_host_in_a_captured_function_is_an_error(
+    cuda: Any,
+) -> None:
     run = cuda.run(
         TRAIN
         + """
@@ -168,4 +180,4 @@ def test_states_cannot_be_allocated_within_a_captured_function(cuda: Any) -> Non
     (x * 2).sum().item()
     """
     )
-    assert run.output
+    assert run.output  # the error

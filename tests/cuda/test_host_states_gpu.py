@@ -15,25 +15,29 @@ pytestmark = pytest.mark.gpu
 
 ROUNDED = ["adamw8bit", "adam8bit", "adamw", "adam", "lion8bit", "lion", "sgd"]
 """The optimizers that can round bf16 variables stochastically."""
-CASES = [(kind, dtype) for kind in tc.optim.KINDS for dtype in ("f32", "bf16")]
+CASES = [(kind, storage) for kind in tc.optim.KINDS for storage in ("f32", "bf16")]
 CASES += [(kind, "rounded") for kind in ROUNDED]
 
 
 class Run:
-    """Trains a LoRA layer. `states` says where the optimizer's states are: "device" or "host"."""
+    """Trains two LoRA factors and a vector.
 
-    def __init__(self, kind: str, dtype: str, states: str, *, captured: bool) -> None:
+    `kind` names the optimizer. `storage` is the dtype of the variables; "rounded" is bf16 with
+    stochastic rounding. `states` says where the optimizer's states are: "device" or "host".
+    """
+
+    def __init__(self, kind: str, storage: str, states: str, *, captured: bool) -> None:
         rng = np.random.default_rng(0)
         shapes = [(8, 700), (300, 8), (520,)]
         starts = [rng.standard_normal(shape) / 8 for shape in shapes]
-        stored = "f32" if dtype == "f32" else "bf16"
-        self.vars = [tc.Var(tc.tensor(s, dtype=stored, device="cuda")) for s in starts]
-        rounding = {"stochastic_rounding": True} if dtype == "rounded" else {}
+        dtype = "f32" if storage == "f32" else "bf16"
+        self.vars = [tc.Var(tc.tensor(s, dtype=dtype, device="cuda")) for s in starts]
+        rounding = {"stochastic_rounding": True} if storage == "rounded" else {}
         tc.manual_seed(5)
         self.optimizer = tc.optim.KINDS[kind](
             self.vars, lr=0.01, states=states, **rounding, **MORE.get(kind, {})
         )
-        batches = [tc.tensor(rng.standard_normal((40, 700)), dtype=stored) for _ in range(8)]
+        batches = [tc.tensor(rng.standard_normal((40, 700)), dtype=dtype) for _ in range(8)]
         self.batches = [batch.to("cuda") for batch in batches]
         self.step: Any = tc.cuda.capture(self.train, [self.batches[0]]) if captured else self.train
 
@@ -46,65 +50,69 @@ class Run:
         self.optimizer.zero_grad()
         return loss
 
-    def take(self, first: int, last: int) -> None:
-        for number in range(first, last):
+    def take_steps(self, start: int, stop: int) -> None:
+        for number in range(start, stop):
             self.optimizer.lr = 0.01 / (number + 1)
             self.step(self.batches[number])
 
-    def values(self) -> dict[str, np.ndarray]:
-        found = {f"var {i}": var.detach() for i, var in enumerate(self.vars)}
-        found |= self.optimizer.state_dict()
-        bits = {"f32": np.uint32, "f64": np.uint64}
-        return {
-            name: value.to("cpu").to("f32").numpy().view(np.uint32)
-            if str(value.dtype) == "bf16"
-            else value.to("cpu").numpy().view(bits.get(str(value.dtype)))
-            if str(value.dtype) in bits
-            else value.to("cpu").numpy()
-            for name, value in found.items()
-        }
+    def bits(self) -> dict[str, np.ndarray]:
+        """The bits of the variables and of the optimizer's states."""
+        tensors = {f"var {i}": var.detach() for i, var in enumerate(self.vars)}
+        tensors |= self.optimizer.state_dict()
+        return {name: bits_of(tensor) for name, tensor in tensors.items()}
 
 
-def same(found: Run, expected: Run) -> None:
-    ours, theirs = found.values(), expected.values()
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        np.testing.assert_array_equal(ours[name], value, err_msg=name)
+def bits_of(tensor: tc.Tensor) -> np.ndarray:
+    """The bits of floats, as integers; other values as they are. bf16 is converted to f32 first."""
+    tensor = tensor.to("cpu")
+    if str(tensor.dtype) == "bf16":
+        tensor = tensor.to("f32")
+    array = tensor.numpy()
+    integer = {"f32": np.uint32, "f64": np.uint64}.get(str(tensor.dtype))
+    return array if integer is None else array.view(integer)
 
 
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize(("kind", "dtype"), CASES)
+def assert_same_bits(found: Run, expected: Run) -> None:
+    found_bits, expected_bits = found.bits(), expected.bits()
+    assert found_bits.keys() == expected_bits.keys()
+    for name, value in expected_bits.items():
+        np.testing.assert_array_equal(found_bits[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize(("kind", "storage"), CASES)
 def test_states_on_the_host_have_the_bits_of_those_on_the_gpu(
-    kind: str, dtype: str, *, captured: bool
+    kind: str, storage: str, *, captured: bool
 ) -> None:
-    expected = Run(kind, dtype, "device", captured=False)
-    found = Run(kind, dtype, "host", captured=captured)
+    expected = Run(kind, storage, "device", captured=False)
+    found = Run(kind, storage, "host", captured=captured)
     for run in (expected, found):
-        run.take(0, 5)
-    same(found, expected)
+        run.take_steps(0, 5)
+    assert_same_bits(found, expected)
     # Each run loads the other's states and continues. A captured step must use the loaded states.
     saved = expected.optimizer.state_dict(), found.optimizer.state_dict()
     expected.optimizer.load_state_dict(saved[1])
     found.optimizer.load_state_dict(saved[0])
     for run in (expected, found):
-        run.take(5, 8)
-    same(found, expected)
+        run.take_steps(5, 8)
+    assert_same_bits(found, expected)
 
 
-def test_averages_with_states_on_the_host_have_the_bits_of_those_on_the_gpu() -> None:
+def test_averages_with_states_on_the_host_have_the_bits_of_those_with_states_on_the_gpu() -> None:
     runs = [Run("adamwschedulefree", "f32", place, captured=False) for place in ("device", "host")]
+    expected, found = runs
     for run in runs:
-        run.take(0, 4)
-        run.optimizer.eval()
-    same(*runs)
+        run.take_steps(0, 4)
+        run.optimizer.eval()  # puts the averages into the variables
+    assert_same_bits(found, expected)
     for run in runs:
         run.optimizer.train()
-        run.take(4, 6)
-    same(*runs)
+        run.take_steps(4, 6)
+    assert_same_bits(found, expected)
 
 
-def test_gpu_memory_has_no_states() -> None:
-    held = []
+def test_states_on_the_host_take_no_gpu_memory() -> None:
+    growth = []
     for place in ("device", "host"):
         var = tc.Var(tc.zeros(1 << 22, device="cuda"))
         var.grad = tc.ones(1 << 22, device="cuda")
@@ -112,8 +120,9 @@ def test_gpu_memory_has_no_states() -> None:
         before = tc.cuda.memory_stats()["allocated"]
         optimizer = tc.optim.AdamW([var], lr=0.1, states=place)
         optimizer.step()
-        held.append(tc.cuda.memory_stats()["allocated"] - before)
-        assert optimizer.state_bytes == 8 << 22
+        growth.append(tc.cuda.memory_stats()["allocated"] - before)
+        assert optimizer.state_bytes == 8 << 22  # two f32 moments of each value
         del optimizer, var
-    assert held[0] - held[1] >= 8 << 22
-    assert held[1] < 1 << 20
+    on_device, on_host = growth
+    assert on_device - on_host >= 8 << 22
+    assert on_host < 1 << 20

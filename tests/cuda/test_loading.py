@@ -25,31 +25,32 @@ LOAD = """
         return int(line.split()[1]) * 1024
 
     # The first calls start threads, load kernels and allocate the buffers that copies go through.
-    # They come before `before` is measured, so that this memory does not count.
+    # They come before the first measurement, so that this memory does not count.
     tc.ones((1024, 1024), device="cuda").to("cpu")
-    held = tc.cuda.memory_stats()["allocated"]
-    before = status("VmRSS")
+    allocated = tc.cuda.memory_stats()["allocated"]
+    resident = status("VmRSS")
     model = SDXLUNet.from_pretrained(FOLDER, "bf16", device="cuda")
-    there = tc.cuda.memory_stats()["allocated"] - held
-    print(there, status("VmHWM") - before - there)
+    weights = tc.cuda.memory_stats()["allocated"] - allocated
+    print(weights, status("VmHWM") - resident - weights)
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads Linux's /proc")
 def test_loading_a_model_takes_little_host_memory(cuda: Any, tmp_path: Path) -> None:
-    tiny = Path(tc.__file__).parent / "assets" / "sdxl_tiny" / "unet" / "config.json"
-    larger = {"block_out_channels": [128, 768, 768], "attention_head_dim": [2, 12, 12]}
-    config = json.loads(tiny.read_text()) | larger
+    tiny_config = Path(tc.__file__).parent / "assets" / "sdxl_tiny" / "unet" / "config.json"
+    wider = {"block_out_channels": [128, 768, 768], "attention_head_dim": [2, 12, 12]}
+    config = json.loads(tiny_config.read_text()) | wider
     (tmp_path / "config.json").write_text(json.dumps(config))
     tc.models.SDXLUNet.from_config(tmp_path / "config.json").save_pretrained(tmp_path / "model")
     size = sum(path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors"))
     assert size > 500 * MIB
     run = cuda.run(LOAD.replace("FOLDER", repr(str(tmp_path / "model"))))
-    there, more = map(int, run.output.split())
-    assert there == pytest.approx(size / 2, rel=0.02)
+    weights, extra = map(int, run.output.split())
+    # The file is f32 and the model bf16.
+    assert weights == pytest.approx(size / 2, rel=0.02)
     # The bound leaves room for one tensor, its conversion to bf16 and buffers of copies, but not
     # for the whole file (over 500 MiB).
-    assert more < 192 * MIB, f"{there / MIB:.0f} MiB of weights took {more / MIB:.0f} MiB more"
+    assert extra < 192 * MIB, f"{weights / MIB:.0f} MiB of weights took {extra / MIB:.0f} MiB more"
 
 
 TRAIN = """
@@ -64,7 +65,7 @@ FAMILIES = ["sdxl", "sd3", "flux", "chroma", "zimage", "flux2", "qwen-image"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_run_loads_no_kernel_of_candle(
+def test_a_run_of_images_loads_no_kernel_of_candle(
     cuda: Any, name: str, sdxl_folder: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     base = request.getfixturevalue(f"{name.replace('-', '_')}_base")
@@ -82,8 +83,8 @@ def test_a_run_loads_no_kernel_of_candle(
 
 
 # Learned scales and validation are separate cases. A run with validation saves its best adapter and
-# loads it at the end. Loading requires learned scales above 0, but the simulated device computes no
-# values, so the saved scales are not.
+# loads it at the end. Loading rejects learned scales that are not above 0. Such scales are saved
+# here, because the simulated device computes no values.
 @pytest.mark.parametrize(
     "more",
     [{"qat_learned_scales": True}, {"validation_split": 0.2, "validate_every": 3}],
@@ -111,9 +112,9 @@ def test_functions_of_tensors_load_no_kernel_of_candle(cuda: Any) -> None:
         from itertools import product
 
         dtypes = ("f32", "f16", "bf16", "f64", "u8", "u32", "i64")
-        for start, end in product(dtypes, dtypes):
-            x = tc.ones((3, 16), dtype=start, device="cuda").transpose(0, 1)
-            assert x.to(end).dtype == end
+        for source, target in product(dtypes, dtypes):
+            x = tc.ones((3, 16), dtype=source, device="cuda").transpose(0, 1)
+            assert x.to(target).dtype == target
         for dtype in dtypes:
             x = tc.ones((3, 16), dtype=dtype, device="cuda")
             for name in ("eq", "ne", "lt", "le", "gt", "ge"):

@@ -1,4 +1,4 @@
-"""Low-rank products and gradients of their factors on a GPU, against numpy in f64."""
+"""The gradients of the LoRA factors of many layers on a GPU, against numpy in f64."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import trainable_candle as tc
 
 pytestmark = pytest.mark.gpu
 
-# Rows, input features, output features and rank of each layer. All widths are multiples of 8, some
-# of them not of 16; most row counts are not multiples of a tile. All layers together have more
-# blocks of 64 columns than a GPU has multiprocessors.
+# Rows, input features (n), output features (m) and rank (r) of each layer. All n and m are multiples
+# of 8, some of them not of 16. Most row counts are not multiples of a tile. All layers together have
+# more blocks of 64 columns than a GPU has multiprocessors.
 LAYERS = [
     (4097, 1280, 1288, 16),
     (1, 640, 640, 16),
@@ -24,28 +24,36 @@ LAYERS = [
     (129, 1280, 1280, 48),
     (64, 640, 24, 8),
 ]
+REPEATED = 6
+"""A layer that is listed twice in one call, so that two products add to each of its gradients."""
+SCALE = 0.5
 
 
-def close(found: tc.Tensor, expected: np.ndarray, tolerance: float) -> None:
+def assert_near(found: tc.Tensor, expected: np.ndarray, tolerance: float) -> None:
     difference = np.abs(found.detach().to("cpu").to("f32").numpy() - expected).max()
     assert difference <= tolerance * np.abs(expected).max(), (expected.shape, difference)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
-def test_gradients_of_factors_of_many_layers_equal_numpy(dtype: Any) -> None:
+def test_gradients_of_factors_of_many_layers_are_near_those_of_numpy(dtype: Any) -> None:
     tc.manual_seed(0)
     downs = [tc.Var(tc.randn(r, n, device="cuda") / n**0.5) for _, n, _, r in LAYERS]
     ups = [tc.Var(tc.randn(m, r, device="cuda") / r**0.5) for _, _, m, r in LAYERS]
     xs = [tc.randn(rows, n, device="cuda").to(dtype) for rows, n, _, _ in LAYERS]
     grads = [tc.randn(rows, m, device="cuda").to(dtype) for rows, _, m, _ in LAYERS]
     opt = tc.optim.AdamW(downs + ups)
-    tc.lora_backward_(grads, xs, downs, ups, 0.5)
+    tc.lora_backward_(grads, xs, downs, ups, SCALE)
     opt.zero_grad()
     # From here on, all gradients are in one buffer. Each of the next two calls adds to the buffer.
-    tc.lora_backward_(grads, xs, downs, ups, 0.5)
+    tc.lora_backward_(grads, xs, downs, ups, SCALE)
     with tc.cuda.profile("cuda") as profile:
-        # Layer 6 is listed twice, so that two products add to each of its gradients.
-        tc.lora_backward_([*grads, grads[6]], [*xs, xs[6]], [*downs, downs[6]], [*ups, ups[6]], 0.5)
+        tc.lora_backward_(
+            [*grads, grads[REPEATED]],
+            [*xs, xs[REPEATED]],
+            [*downs, downs[REPEATED]],
+            [*ups, ups[REPEATED]],
+            SCALE,
+        )
     launches = {kernel.name: kernel.count for kernel in profile.kernels}
     assert launches[f"low_rank_gradient_{dtype}"] == 2, launches
 
@@ -56,10 +64,10 @@ def test_gradients_of_factors_of_many_layers_equal_numpy(dtype: Any) -> None:
         return wide(tensor.detach().to(dtype))
 
     tolerance = 1.6e-2 if dtype == "bf16" else 2e-3
-    for place, (x, grad, down, up) in enumerate(zip(xs, grads, downs, ups, strict=True)):
-        calls = 3 if place == 6 else 2
+    for layer, (x, grad, down, up) in enumerate(zip(xs, grads, downs, ups, strict=True)):
+        products = 3 if layer == REPEATED else 2
         hidden = wide(x) @ rounded(down).T
         assert up.grad is not None
         assert down.grad is not None
-        close(up.grad, calls * 0.5 * wide(grad).T @ hidden, tolerance)
-        close(down.grad, calls * 0.5 * (wide(grad) @ rounded(up)).T @ wide(x), tolerance)
+        assert_near(up.grad, products * SCALE * wide(grad).T @ hidden, tolerance)
+        assert_near(down.grad, products * SCALE * (wide(grad) @ rounded(up)).T @ wide(x), tolerance)

@@ -1,9 +1,9 @@
-"""The kernels that norms with residual sums launch on the simulated device."""
+"""The kernels that norms launch on the simulated device if residuals are added."""
 
 from collections import Counter
 from typing import Any
 
-BLOCK = """
+STEPS = """
     F = tc.nn.functional
     x = tc.Var(tc.randn((64, 1280), dtype="bf16", device="cuda"))
     residual = tc.Var(tc.randn((64, 1280), dtype="bf16", device="cuda"))
@@ -19,7 +19,8 @@ BLOCK = """
 
 
 def launches(cuda: Any, forward: str) -> tuple[Counter[str], Counter[str]]:
-    run = cuda.run(BLOCK.replace("FORWARD", forward))
+    """The launches of each kernel in the forward and in the backward pass of the second step."""
+    run = cuda.run(STEPS.replace("FORWARD", forward))
     assert run.of("refused") == []
     return tuple(Counter(run.after(f"{part}-1").launches) for part in ("forward", "backward"))
 
@@ -28,7 +29,7 @@ def additions(counts: Counter[str]) -> int:
     return sum(count for name, count in counts.items() if name.startswith(("add_", "accumulate")))
 
 
-def test_a_norm_adds_the_gradient_of_its_residual(cuda: Any) -> None:
+def test_the_backward_kernel_of_a_norm_adds_the_gradient_of_the_residual(cuda: Any) -> None:
     for name, norm in (
         ("layer_norm", "x + F.layer_norm(x, 1280, weight, bias)"),
         ("rms_norm", "x + F.rms_norm(x, 1280, weight)"),
@@ -38,12 +39,12 @@ def test_a_norm_adds_the_gradient_of_its_residual(cuda: Any) -> None:
         _, backward = launches(cuda, f"y = {norm}")
         assert backward[f"{name}_backward_bf16"] == 1
         # The norm's kernel adds the gradient of the residual, so the backward pass launches as many
-        # additions as without the residual. One of these additions is into `x.grad`.
+        # additions as without the residual. One of them adds to the `grad` of the norm's input.
         _, without = launches(cuda, f"y = {norm.partition(' + ')[2]}")
         assert additions(backward) == additions(without), (backward, without)
 
 
-def test_a_residual_sum_and_its_norm_are_one_launch(cuda: Any) -> None:
+def test_a_residual_sum_and_its_norm_are_one_launch_in_each_pass(cuda: Any) -> None:
     forward, backward = launches(
         cuda,
         "z, normed = F.add_layer_norm(x, residual, 1280, weight, bias); y = z * normed",

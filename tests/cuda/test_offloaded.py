@@ -10,7 +10,7 @@ import trainable_candle as tc
 
 LAYERS = 6
 ROWS, WIDTH = 1024, 512
-BYTES = ROWS * WIDTH * 4
+BYTES = ROWS * WIDTH * 4  # of the f32 input of a checkpoint
 CHAIN = f"""
     weights = [tc.Var(tc.randn(({WIDTH}, {WIDTH})) * 0.05, device="cuda") for _ in range({LAYERS})]
     x = tc.randn(({ROWS}, {WIDTH}), device="cuda")
@@ -24,11 +24,11 @@ CHAIN = f"""
 """
 
 
-def to_host(run: Any) -> list[Any]:
+def copies_to_host(run: Any) -> list[Any]:
     return [call for call in run.of("copy") if call["kind"].startswith("cuMemcpyDtoHAsync")]
 
 
-def to_device(run: Any) -> list[Any]:
+def copies_to_device(run: Any) -> list[Any]:
     return [call for call in run.of("copy") if call["kind"].startswith("cuMemcpyHtoDAsync")]
 
 
@@ -50,9 +50,9 @@ def second_step(cuda: Any) -> Any:
 def test_each_input_is_copied_once_in_each_direction(cuda: Any) -> None:
     second = second_step(cuda)
     # The first input is a constant, which stays on the device.
-    assert [int(call["bytes"]) for call in to_host(second)] == [BYTES] * (LAYERS - 1)
-    assert [int(call["bytes"]) for call in to_device(second)] == [BYTES] * (LAYERS - 1)
-    assert {call["pageable"] for call in to_host(second) + to_device(second)} == {"0"}
+    assert [int(call["bytes"]) for call in copies_to_host(second)] == [BYTES] * (LAYERS - 1)
+    assert [int(call["bytes"]) for call in copies_to_device(second)] == [BYTES] * (LAYERS - 1)
+    assert {call["pageable"] for call in copies_to_host(second) + copies_to_device(second)} == {"0"}
     # The step reuses the pinned buffers of the first step, and the host does not wait for the GPU.
     assert second.of("alloc-pinned") == []
     assert second.waits == []
@@ -60,23 +60,23 @@ def test_each_input_is_copied_once_in_each_direction(cuda: Any) -> None:
 
 def test_copies_to_the_device_are_queued_before_the_work_they_run_beside(cuda: Any) -> None:
     second = second_step(cuda)
-    calls, copied = second.calls, to_device(second)
-    back = [i for i, call in enumerate(calls) if call in copied]
+    calls, copies = second.calls, copies_to_device(second)
+    starts = [i for i, call in enumerate(calls) if call in copies]
     work = [i for i, call in enumerate(calls) if call.kind in {"launch", "product"}]
     # The backward pass starts with the last layer, which needs its input at once: no work runs
     # beside the first copy.
-    for earlier, later in pairwise(back[1:]):
+    for earlier, later in pairwise(starts[1:]):
         assert any(earlier < i < later for i in work)
-    side = calls[back[0]]["stream"]
+    side = calls[starts[0]]["stream"]  # the stream of the copies
     waits = [i for i, call in enumerate(calls) if call.kind == "wait" and call["stream"] != side]
     # While the input of layer i is copied to the device, layer i + 1 is recomputed: a launch or
     # product lies between the copy and the next call that waits.
-    for start in back[1:]:
+    for start in starts[1:]:
         awaited = next(i for i in waits if i > start)
         assert any(start < i < awaited for i in work)
 
 
-def test_a_graph_has_the_copies(cuda: Any) -> None:
+def test_a_graph_has_the_copies_and_keeps_its_pinned_buffers(cuda: Any) -> None:
     run = cuda.run(
         CHAIN
         + """
@@ -107,15 +107,19 @@ def test_with_too_little_pinned_memory_the_error_names_the_cure(cuda: Any) -> No
     except tc.errors.OutOfMemoryError as error:
         print(error)
     """,
+        # Enough for one buffer of 8 MiB, through which values are copied, and for three inputs.
         settings={"PINNED": str((8 << 20) + 3 * BYTES)},
     )
     assert 'use "full" checkpointing' in run.output
 
 
-def gradients(
+def last_step(
     policy: str, device: str, layers: int, rows: int, *, recorded: bool = False
 ) -> tuple[list[np.ndarray], int]:
-    """The last step's loss and gradients, and its peak of device memory in bytes (CPU: 0)."""
+    """Take a few steps. Return the last one's loss and gradients, and peak of device memory.
+
+    The peak is in bytes; on the CPU, it is 0.
+    """
     tc.manual_seed(0)
     weights = [tc.Var(tc.randn((WIDTH, WIDTH)) * 0.05, device=device) for _ in range(layers)]
     x = tc.randn((rows, WIDTH)).to(device)
@@ -144,18 +148,19 @@ def gradients(
     return [loss.numpy(), *(weight.grad.numpy() for weight in weights)], peak
 
 
-def test_on_the_cpu_nothing_is_copied() -> None:
-    full, offloaded = (gradients(policy, "cpu", 3, ROWS // 2)[0] for policy in ("full", "offload"))
+def test_on_the_cpu_offloading_changes_no_bit() -> None:
+    full, offloaded = (last_step(policy, "cpu", 3, ROWS // 2)[0] for policy in ("full", "offload"))
     for a, b in zip(full, offloaded, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
 def test_offloading_changes_no_bit_and_frees_memory(gpu: str, *, recorded: bool) -> None:
-    full, most = gradients("full", gpu, 4 * LAYERS, 4 * ROWS)
-    offloaded, least = gradients("offload", gpu, 4 * LAYERS, 4 * ROWS, recorded=recorded)
+    full, full_peak = last_step("full", gpu, 4 * LAYERS, 4 * ROWS)
+    offloaded, offloaded_peak = last_step("offload", gpu, 4 * LAYERS, 4 * ROWS, recorded=recorded)
     for a, b in zip(full, offloaded, strict=True):
         np.testing.assert_array_equal(a, b)
     if not recorded:
-        assert most - least > 3 * LAYERS * 4 * BYTES
+        # At least three quarters of the 4 * LAYERS inputs, of 4 * BYTES each, are not kept.
+        assert full_peak - offloaded_peak > 3 * LAYERS * 4 * BYTES

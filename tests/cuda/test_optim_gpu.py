@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 SHAPES = [(16, 300), (300, 16), (40, 8, 3, 3), (1, 5), (70, 65), (9,), (1,)]
 """A wide and a tall factor, a convolution, a row, a matrix and two vectors.
 
-Both sides of the matrix are longer than Muon's tile.
+Both sides of the (70, 65) matrix are longer than Muon's tile.
 """
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
@@ -27,7 +27,11 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"use_bias_correction": True, "safeguard_warmup": True, "d0": 1e-4, "growth_rate": 1.5},
     ],
 }
-CASES = [(kind, o) for kind in tc.optim.KINDS for o in [{}, *OPTIONS.get(kind, [])]]
+CASES = [
+    pytest.param(kind, options, id=f"{kind}: {', '.join(options) or 'defaults'}")
+    for kind in tc.optim.KINDS
+    for options in [{}, *OPTIONS.get(kind, [])]
+]
 
 
 def variables(dtype: str, device: str) -> list[tc.Var]:
@@ -36,8 +40,9 @@ def variables(dtype: str, device: str) -> list[tc.Var]:
     return [tc.Var(tc.tensor(start, dtype=dtype).to(device)) for start in starts]
 
 
-def take_steps(optimizer: tc.optim.Optimizer, parameters: list[tc.Var], first: int) -> None:
-    for step in range(first, first + 3):
+def take_three_steps(optimizer: tc.optim.Optimizer, parameters: list[tc.Var], start: int) -> None:
+    """Take three steps. The gradients depend on the numbers of the steps, from `start` on."""
+    for step in range(start, start + 3):
         rng = np.random.default_rng(step)
         for place, parameter in enumerate(parameters):
             gradient = rng.standard_normal(SHAPES[place])
@@ -46,6 +51,7 @@ def take_steps(optimizer: tc.optim.Optimizer, parameters: list[tc.Var], first: i
                 parameter.grad = tc.tensor(gradient, dtype=parameter.dtype).to(parameter.device)
         optimizer.step()
         optimizer.zero_grad()
+        # `zero_grad` has removed each gradient or set it to 0.
         assert all(p.grad is None or not p.grad.to("f32").abs().max().item() for p in parameters)
 
 
@@ -53,61 +59,59 @@ def values(parameters: list[tc.Var]) -> list[np.ndarray]:
     return [p.detach().to("cpu").to("f32").numpy() for p in parameters]
 
 
-def compare(found: list[np.ndarray], expected: list[np.ndarray], dtype: str) -> None:
+def assert_near(found: list[np.ndarray], expected: list[np.ndarray], dtype: str) -> None:
     atol = {"f32": 2e-5, "bf16": 2e-2, "f16": 3e-3}[dtype]
-    for place, (f, e) in enumerate(zip(found, expected, strict=True)):
-        np.testing.assert_allclose(f, e, atol=atol, rtol=atol, err_msg=f"variable {place}")
+    for place, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        np.testing.assert_allclose(ours, theirs, atol=atol, rtol=atol, err_msg=f"variable {place}")
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
 @pytest.mark.parametrize(("kind", "options"), CASES)
-def test_each_optimizer_trains_as_on_the_cpu(
+def test_steps_of_each_optimizer_are_near_those_of_the_cpu(
     kind: str, options: dict[str, Any], dtype: str
 ) -> None:
     made = []
     for device in ("cpu", "cuda"):
         parameters = variables(dtype, device)
-        groups = [
-            {"params": parameters[:3]},
-            {"params": parameters[3:], "lr": 0.0 if kind == "prodigy" and options else None},
-        ]
-        groups = [{k: v for k, v in group.items() if v is not None} for group in groups]
+        groups: list[dict[str, Any]] = [{"params": parameters[:3]}, {"params": parameters[3:]}]
+        if kind == "prodigy" and options:
+            groups[1]["lr"] = 0.0
         lr = 1.0 if kind == "prodigy" else 0.01
         optimizer = tc.optim.KINDS[kind](groups, lr=lr, **options)
-        take_steps(optimizer, parameters, 0)
+        take_three_steps(optimizer, parameters, 0)
         made.append((optimizer, parameters))
     (here, expected), (there, found) = made
-    compare(values(found), values(expected), dtype)
+    assert_near(values(found), values(expected), dtype)
     # Each optimizer loads the states of the other one. Both then continue.
     states = here.state_dict(), there.state_dict()
     # If the learning rate of the second group is 0 (Prodigy with options), the GPU counts the steps
-    # of its variables, but the CPU does not. Then the GPU has more states.
+    # of that group's variables, but the CPU does not. Then the GPU has more states.
     assert states[0].keys() <= states[1].keys()
     assert "lr" in groups[1] or states[0].keys() == states[1].keys()
     here.load_state_dict(states[1])
     there.load_state_dict(states[0])
     for optimizer, parameters in made:
-        take_steps(optimizer, parameters, 3)
-    compare(values(found), values(expected), dtype)
+        take_three_steps(optimizer, parameters, 3)
+    assert_near(values(found), values(expected), dtype)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_averages_of_schedule_free_are_those_of_the_cpu(dtype: str) -> None:
+def test_averages_of_schedule_free_are_near_those_of_the_cpu(dtype: str) -> None:
     results = []
     for device in ("cpu", "cuda"):
         parameters = variables(dtype, device)
         optimizer = tc.optim.AdamWScheduleFree(parameters, lr=0.01)
-        take_steps(optimizer, parameters, 0)
+        take_three_steps(optimizer, parameters, 0)
         trained = values(parameters)
         optimizer.eval()
-        results.append(values(parameters))
+        averages = values(parameters)
         optimizer.train()
         for after, before in zip(values(parameters), trained, strict=True):
             np.testing.assert_array_equal(after, before)
-        take_steps(optimizer, parameters, 3)
-        results.append(values(parameters))
-    compare(results[2], results[0], dtype)
-    compare(results[3], results[1], dtype)
+        take_three_steps(optimizer, parameters, 3)
+        results.append((averages, values(parameters)))
+    for found, expected in zip(results[1], results[0], strict=True):
+        assert_near(found, expected, dtype)
 
 
 @pytest.mark.parametrize("kind", tc.optim.KINDS)
@@ -115,7 +119,7 @@ def test_captured_steps_have_the_bits_of_eager_ones(kind: str) -> None:
     results = []
     for captured in (False, True):
         rng = np.random.default_rng(0)
-        base, down, up = (rng.standard_normal(s) / 8 for s in ((96, 64), (8, 64), (96, 8)))
+        base, down, up = (rng.standard_normal(shape) / 8 for shape in ((96, 64), (8, 64), (96, 8)))
         layer = tc.nn.LoRALinear(tc.tensor(base, dtype="bf16", device="cuda"), 8, 8.0)
         for parameter, value in zip(layer.parameters(), (down, up), strict=True):
             parameter.set(tc.tensor(value, dtype="f32", device="cuda"))
@@ -143,13 +147,13 @@ def test_captured_steps_have_the_bits_of_eager_ones(kind: str) -> None:
 def test_a_step_with_an_infinite_gradient_changes_nothing(kind: str) -> None:
     parameters = variables("f32", "cuda")
     optimizer = tc.optim.KINDS[kind](parameters, lr=0.01)
-    take_steps(optimizer, parameters, 0)
-    before, states = values(parameters), optimizer.state_dict()
+    take_three_steps(optimizer, parameters, 0)
+    before, states_before = values(parameters), optimizer.state_dict()
     for parameter in parameters:
         parameter.grad = tc.ones(*parameter.shape, device="cuda") * float("inf")
     optimizer.step(if_finite=tc.optim.clip_grad_norm_(parameters, 1.0))
     for after, expected in zip(values(parameters), before, strict=True):
         np.testing.assert_array_equal(after, expected)
-    after = optimizer.state_dict()
-    for name, state in states.items():
-        np.testing.assert_array_equal(after[name].numpy(), state.numpy(), err_msg=name)
+    states_after = optimizer.state_dict()
+    for name, state in states_before.items():
+        np.testing.assert_array_equal(states_after[name].numpy(), state.numpy(), err_msg=name)

@@ -39,7 +39,7 @@ def mark(name):
             file.write(f"mark name={{name}}\\n")
     group.barrier()
 
-def load(peers, quantize=None):
+def load(*, peers, quantize=None):
     with shared_streams(group, peers=peers):
         return FluxTransformer.from_pretrained(
             folder + "/transformer", dtype="bf16", device=device, quantize=quantize,
@@ -85,31 +85,31 @@ START = """
             )
             for rank in range(2)
         ]
-        said = [child.communicate(timeout=100) for child in children]
-    assert [child.returncode for child in children] == [0, 0], said
-    print("".join(text for text, _ in said))
+        outputs = [child.communicate(timeout=100) for child in children]
+    assert [child.returncode for child in children] == [0, 0], outputs
+    print("".join(text for text, _ in outputs))
 """
 
 
 def together(cuda: Any, folder: Path, code: str, **settings: str) -> Any:
-    """Run CHILD and `code` in two processes on two devices. One log has all CUDA calls."""
+    """Run CHILD and `code` in two processes on two devices. One log has the calls of both."""
     path = folder / "child.py"
     path.write_text(CHILD + code)
     start = START.replace("PATH", repr(str(path)))
     return cuda.run(start, settings={"DEVICES": "2", **settings})
 
 
-def side_copies(run: Any, kind: str, rank: int) -> list[Any]:
+def block_copies(run: Any, kind: str, rank: int) -> list[Any]:
     """The copies of one kind to a rank's device, on the stream that copies blocks.
 
-    Of the streams that copy to the device, this stream has the highest number.
+    Of the streams that copy to the device, that stream has the highest number.
     """
     found = [call for call in run.of("copy") if call["to"] == str(rank)]
-    side = max((call["stream"] for call in found), key=int)
-    return [call for call in found if call["stream"] == side and call["kind"] == kind]
+    block_stream = max((call["stream"] for call in found), key=int)
+    return [call for call in found if call["stream"] == block_stream and call["kind"] == kind]
 
 
-def halves(size: int) -> tuple[int, int]:
+def slice_sizes(size: int) -> tuple[int, int]:
     """How many of `size` bytes the slices of rank 0 and rank 1 hold.
 
     The slice of rank 0 has a multiple of 256 bytes, or all bytes.
@@ -126,11 +126,11 @@ def test_each_process_copies_slices_from_both_devices(
         cuda,
         tmp_path,
         f"""
-model = load(False, {quantize!r})
+model = load(peers=False, quantize={quantize!r})
 mark("host")
 forward(model)
 mark("loading")
-model = load(True, {quantize!r})
+model = load(peers=True, quantize={quantize!r})
 mark("peers")
 forward(model)
 mark("end")
@@ -138,18 +138,18 @@ mark("end")
     )
     assert run.of("refused") == []
     for rank in (0, 1):
-        host = side_copies(run.after("host"), "cuMemcpyHtoDAsync", rank)
-        peers = side_copies(run.after("peers"), "cuMemcpyDtoDAsync", rank)
-        # Where the model in host memory needs one copy, the model in slices needs two copies: first
-        # from the slice of the other process, then from the slice of this process.
+        host = block_copies(run.after("host"), "cuMemcpyHtoDAsync", rank)
+        peers = block_copies(run.after("peers"), "cuMemcpyDtoDAsync", rank)
+        # Where a model in host memory needs one copy, a model in slices needs one from each slice
+        # that is not empty: first from the other process's slice, then from this process's.
         expected = []
         for call in host:
-            first, second = halves(int(call["bytes"]))
-            mine, other = ((0, first), (1, second)) if rank == 0 else ((1, second), (0, first))
-            expected += [(str(owner), size) for owner, size in (other, mine) if size]
+            sizes = slice_sizes(int(call["bytes"]))
+            owners = (1 - rank, rank)
+            expected += [(str(owner), sizes[owner]) for owner in owners if sizes[owner]]
         assert [(call["from"], int(call["bytes"])) for call in peers] == expected
         assert len(peers) > len(host) > 0
-        assert not side_copies(run.after("peers"), "cuMemcpyHtoDAsync", rank)
+        assert not block_copies(run.after("peers"), "cuMemcpyHtoDAsync", rank)
     # Slices need no pinned memory.
     assert run.after("loading").of("register", "alloc-pinned") == []
 
@@ -159,7 +159,7 @@ def test_a_graph_has_the_copies_of_its_step(cuda: Any, tmp_path: Path) -> None:
         cuda,
         tmp_path,
         """
-step = tc.cuda.capture(stepper(load(True)), inputs)
+step = tc.cuda.capture(stepper(load(peers=True)), inputs)
 for call in range(5):
     mark(f"call-{call}")
     step(*inputs)
@@ -169,20 +169,23 @@ mark("end")
     )
     assert run.of("refused") == []
     assert {end["valid"] for end in run.of("capture-end")} == {"1"}
-    for call in (3, 4):
+    for call in (3, 4):  # the last two calls
         replays = run.after(f"call-{call}").of("replay")
         assert len(replays) == 2
-        # Each block and the modulation of each block are copied as two slices.
+        # A step copies the modulation of each block once and the weights of each block twice, but
+        # the backward pass finds two blocks in place. Each copy has two slices.
         assert all(int(replay["copies"]) >= 2 * (3 * COUNT - 2) for replay in replays)
 
 
-def test_saving_reads_both_slices_and_all_memory_is_freed(cuda: Any, tmp_path: Path) -> None:
+def test_saving_reads_both_slices_and_dropping_the_model_frees_all_memory(
+    cuda: Any, tmp_path: Path
+) -> None:
     run = together(
         cuda,
         tmp_path,
         """
 before = tc.cuda.memory_stats(device)["allocated"]
-model = load(True)
+model = load(peers=True)
 kept = tc.cuda.memory_stats(device)["allocated"] - before
 saved = os.path.join(os.path.dirname(__file__), str(group.rank))
 model.save_pretrained(saved)
@@ -197,8 +200,8 @@ for name in streamed:
     values = expected[name]
     rounded = values.to("bf16").to("f32").numpy()
     assert (found[name].to("f32").numpy() == rounded).all(), name
-parts = next(iter(tc.inspect(folder + "/transformer").parts.values()))
-print(kept, sum(parts.streamed_bytes("bf16", stream_blocks=COUNT, stream_modulation=True)))
+facts = next(iter(tc.inspect(folder + "/transformer").parts.values()))
+print(kept, sum(facts.streamed_bytes("bf16", stream_blocks=COUNT, stream_modulation=True)))
 mark("dropped")
 del model
 gc.collect()
@@ -218,16 +221,19 @@ mark("end")
     exported = sum(int(call["bytes"]) for call in run.of("ipc-export"))
     for line in filter(None, run.output.splitlines()):
         kept, streamed = map(int, line.split())
-        # Each device has half of the streamed weights, besides all weights that are not streamed.
+        # Each device has half of the streamed weights, and all weights that are not streamed. A
+        # slice may be longer than the weights in it, but not shorter.
         assert kept >= exported / 2 >= streamed / 2
 
 
-def test_devices_that_cannot_read_each_other_are_an_error(cuda: Any, tmp_path: Path) -> None:
+def test_the_errors_of_devices_that_cannot_read_each_other_name_a_cure(
+    cuda: Any, tmp_path: Path
+) -> None:
     run = together(
         cuda,
         tmp_path,
         """
-for work in (lambda: slowest_link(group, device), lambda: load(True)):
+for work in (lambda: slowest_link(group, device), lambda: load(peers=True)):
     try:
         work()
     except tc.errors.Error as error:
@@ -236,9 +242,11 @@ for work in (lambda: slowest_link(group, device), lambda: load(True)):
         PEERS="none",
     )
     lines = run.output.splitlines()
-    said = [line for line in lines if "leave out --stream-from peers" in line]
-    assert len(said) == 2
-    assert all("the GPU at 0000:10:00.0 cannot read the memory of the one at" in s for s in said)
+    link_errors = [line for line in lines if "leave out --stream-from peers" in line]
+    assert len(link_errors) == 2
+    assert all(
+        "the GPU at 0000:10:00.0 cannot read the memory of the one at" in e for e in link_errors
+    )
     assert any(
         "0: stream_blocks: GPU 0 of this machine cannot read the memory of GPU 1" in line
         for line in lines

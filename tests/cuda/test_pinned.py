@@ -1,4 +1,4 @@
-"""A probe finds how much memory the driver pins, and a plan that needs more changes with it."""
+"""A probe finds how much memory the driver pins. A run that needs more changes its plan."""
 
 import json
 from pathlib import Path
@@ -9,20 +9,20 @@ import pytest
 MIB = 2**20
 
 
-def bytes_of(calls: list[Any]) -> int:
+def total_bytes(calls: list[Any]) -> int:
     return sum(int(call["bytes"]) for call in calls)
 
 
 @pytest.mark.parametrize(
     ("limit", "wanted", "expected"),
     [
-        # The driver pins everything that is wanted; the last step pins the rest.
+        # The driver pins everything that is wanted; the last step is the rest.
         (None, 300 * MIB + 5, 300 * MIB + 5),
         (None, 0, 0),
-        # Steps of 64 MiB, 128 MiB and, after failures, of 128 MiB and 64 MiB.
+        # The steps are 64, 128, 256, ... MiB. After a failure, they are halved, down to 64 MiB.
         (200 * MIB, 1024 * MIB, 192 * MIB),
         (330 * MIB, 1024 * MIB, 320 * MIB),
-        # A part that is smaller than the smallest step may fit where a whole step does not.
+        # The smallest step of 64 MiB fails, but the driver pins 19 MiB if no more is wanted.
         (20 * MIB, 1024 * MIB, 0),
         (20 * MIB, 19 * MIB, 19 * MIB),
     ],
@@ -41,7 +41,8 @@ def test_a_probe_finds_the_pinned_memory_and_frees_it(
     )
     assert int(run.output) == expected
     probe = run.after("probe")
-    assert bytes_of(probe.of("alloc-pinned")) == bytes_of(probe.of("free-pinned")) == expected
+    assert total_bytes(probe.of("alloc-pinned")) == expected
+    assert total_bytes(probe.of("free-pinned")) == expected
 
 
 def test_the_environment_variable_limits_the_probe_too(cuda: Any) -> None:
@@ -55,11 +56,11 @@ def test_the_environment_variable_limits_the_probe_too(cuda: Any) -> None:
     assert int(run.output) == 100 * MIB
 
 
-@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("limited", [False, True], ids=["enough", "too little"])
 def test_a_run_plans_with_the_memory_that_the_driver_pins(
     cuda: Any, flux_base: Path, sdxl_folder: Path, tmp_path: Path, *, limited: bool
 ) -> None:
-    """Only if the driver pins too little, the log says so and the run copies through a ring."""
+    """Only if the driver pins too little does the log say so and the run copy through a ring."""
     settings = {
         "model": "flux", "weights": str(flux_base), "dataset": str(sdxl_folder),
         "output": str(tmp_path / "run"), "resolution": 32, "max_side": 48, "cache": "memory",
@@ -74,16 +75,16 @@ def test_a_run_plans_with_the_memory_that_the_driver_pins(
 
     # Kernels do not compute, so losses have arbitrary values.
     Trainer._require_finite = lambda *_: None
-    pinned.PROBED = 1
-    # This copy allocates the buffer of pinned memory that later copies of other values use, too.
+    pinned.PROBED = 1  # so that even a plan that needs little pinned memory is probed
+    # This copy allocates the buffer of pinned memory through which all later values are copied,
+    # except streamed weights.
     tc.ones((1000,)).to("cuda").to("cpu")
-    told = []
-    train_adapter(TrainConfig(**{settings!r}), progress=False, report=told.append)
-    print(json.dumps(told))
+    lines = []
+    train_adapter(TrainConfig(**{settings!r}), progress=False, report=lines.append)
+    print(json.dumps(lines))
     """
-    # The driver pins one buffer of 8 MiB and 64 KiB more.
+    # If limited, the driver pins that buffer (8 MiB) and 64 KiB for the streamed weights.
     run = cuda.run(code, settings={"PINNED": str(8 * MIB + (64 << 10))} if limited else {})
-    told = json.loads(run.output.splitlines()[-1])
-    found = [line for line in told if line.startswith("plan: the system pins")]
-    assert len(found) == limited
-    assert any("too little pinned memory" in line for line in told) == limited
+    lines = json.loads(run.output.splitlines()[-1])
+    assert sum(line.startswith("plan: the system pins") for line in lines) == limited
+    assert any("too little pinned memory" in line for line in lines) == limited

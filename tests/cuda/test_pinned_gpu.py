@@ -20,14 +20,14 @@ def available() -> int:
     return found
 
 
-def test_the_driver_pins_what_is_wanted_and_gets_it_back(gpu: str) -> None:
+def test_a_probe_finds_that_all_wanted_memory_can_be_pinned_and_frees_it(gpu: str) -> None:
     before = available()
     for _ in range(2):
         assert _core.cuda_pinnable_bytes(gpu, 3 * GIB + 7) == 3 * GIB + 7
-    assert available() > before - GIB
+    assert available() > before - GIB  # the 3 GiB of each probe are free again
 
 
-def test_the_environment_variable_limits_what_a_process_pins(gpu: str) -> None:
+def test_the_environment_variable_limits_the_probe(gpu: str) -> None:
     code = f"""
 from trainable_candle import _core
 print(_core.cuda_pinnable_bytes("{gpu}", {GIB}))

@@ -23,13 +23,15 @@ SHAPES = ((64, 128), (37, 91), (1, 1), (5, 8), (3, 4096), (2050, 4100))
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_values_are_those_of_the_cpu(gpu: str, shape: tuple[int, int], format: str) -> None:
+def test_dequantized_values_are_those_of_the_cpu(
+    gpu: str, shape: tuple[int, int], format: str
+) -> None:
     tc.manual_seed(0)
-    codes = tc.quantize(tc.randn(shape) * 0.02, format)
-    moved = codes.to(gpu)
-    assert (moved.device, moved.nbytes) == (tc.zeros((1,), device=gpu).device, codes.nbytes)
+    matrix = tc.quantize(tc.randn(shape) * 0.02, format)
+    moved = matrix.to(gpu)
+    assert (moved.device, moved.nbytes) == (tc.zeros((1,), device=gpu).device, matrix.nbytes)
     for dtype in ("f32", "bf16", "f16", "f64"):
-        expected = codes.dequantize(dtype).to("f64").numpy()
+        expected = matrix.dequantize(dtype).to("f64").numpy()
         found = moved.dequantize(dtype).to("cpu").to("f64").numpy()
         np.testing.assert_array_equal(found, expected, err_msg=dtype)
 
@@ -51,7 +53,7 @@ def test_fake_quantized_values_and_gradients_are_those_of_the_cpu(
         np.testing.assert_array_equal(ours, expected)
 
 
-def test_gradients_of_quantization_aware_training_are_near_the_cpu(gpu: str) -> None:
+def test_gradients_of_quantization_aware_training_are_near_those_of_the_cpu(gpu: str) -> None:
     path = GOLDEN / "flux" / "transformer"
     case = tc.load_file(GOLDEN / "flux" / "transformer_forward.safetensors")
     found = []
@@ -69,20 +71,29 @@ def test_gradients_of_quantization_aware_training_are_near_the_cpu(gpu: str) -> 
 
 
 @pytest.mark.parametrize("format", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k"])
-@pytest.mark.parametrize("blocks", [(1, 1), (3, 5), (2050, 17)])
+@pytest.mark.parametrize(("rows", "row_blocks"), [(1, 1), (3, 5), (2050, 17)])
 def test_blocks_of_ggml_have_the_values_of_the_cpu(
-    gpu: str, blocks: tuple[int, int], format: str
+    gpu: str, rows: int, row_blocks: int, format: str
 ) -> None:
-    """The blocks are random bytes, but their scales are finite numbers of many magnitudes."""
-    sizes = {"q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24, "q8_0": 34}
-    size = {**sizes, "q4_k": 144, "q5_k": 176, "q6_k": 210}[format]
-    rows, each = blocks
+    """The blocks are random bytes, but their scales and minima are finite, of many magnitudes."""
+    # The size of a block in bytes, and the offsets of its f16 scale and minimum.
+    size, offsets = {
+        "q4_0": (18, [0]),
+        "q4_1": (20, [0, 2]),
+        "q5_0": (22, [0]),
+        "q5_1": (24, [0, 2]),
+        "q8_0": (34, [0]),
+        "q4_k": (144, [0, 2]),
+        "q5_k": (176, [0, 2]),
+        "q6_k": (210, [208]),
+    }[format]
+    count = rows * row_blocks
     random = np.random.default_rng(0)
-    values = random.integers(0, 256, (rows * each, size), np.uint8)
-    for place in {"q6_k": (208,), "q4_0": (0,), "q5_0": (0,), "q8_0": (0,)}.get(format, (0, 2)):
-        scales = random.normal(0, 1, rows * each) * 10.0 ** random.integers(-7, 4, rows * each)
-        values[:, place : place + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
-    matrix = tc.QuantizedTensor.from_blocks(tc.tensor(values.reshape(rows, -1)), format)
+    blocks = random.integers(0, 256, (count, size), np.uint8)
+    for offset in offsets:
+        scales = random.normal(0, 1, count) * 10.0 ** random.integers(-7, 4, count)
+        blocks[:, offset : offset + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
+    matrix = tc.QuantizedTensor.from_blocks(tc.tensor(blocks.reshape(rows, -1)), format)
     moved = matrix.to(gpu)
     for dtype in ("f32", "bf16", "f64"):
         expected = matrix.dequantize(dtype).to("f64").numpy()
@@ -90,7 +101,7 @@ def test_blocks_of_ggml_have_the_values_of_the_cpu(
         np.testing.assert_array_equal(found.view(np.uint64), expected.view(np.uint64), dtype)
 
 
-def test_a_matrix_of_the_gpu_is_quantized_as_on_the_cpu(gpu: str) -> None:
+def test_a_matrix_is_quantized_on_the_gpu_as_on_the_cpu(gpu: str) -> None:
     tc.manual_seed(0)
     weight = tc.randn((33, 70))
     for format in FORMATS:
@@ -111,8 +122,8 @@ def test_a_quantized_linear_layer_equals_one_with_its_dequantized_weight(
     for bias in (None, tc.randn((96,), device=gpu).to(dtype)):
         y, expected = (F.linear(x, w, bias) for w in (weight, weight.dequantize()))
         np.testing.assert_array_equal(y.to("f32").numpy(), expected.to("f32").numpy())
-        found, wanted = (tc.grad(each.to("f32").sum(), [x])[0] for each in (y, expected))
-        np.testing.assert_array_equal(found.to("f32").numpy(), wanted.to("f32").numpy())
+        dx, expected_dx = (tc.grad(each.to("f32").sum(), [x])[0] for each in (y, expected))
+        np.testing.assert_array_equal(dx.to("f32").numpy(), expected_dx.to("f32").numpy())
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8"])
@@ -129,13 +140,13 @@ def test_a_quantized_linear_layer_equals_one_with_its_dequantized_weight(
         (4000, 1280, 640),
     ],
 )
-def test_products_of_codes_are_those_of_the_cpu(
+def test_products_of_codes_are_near_those_of_the_cpu(
     gpu: str, shape: tuple[int, int, int], dtype: str, largest: float, format: str
 ) -> None:
-    """`largest` allows for two errors, relative to the largest value.
+    """`largest` is the largest accepted difference, relative to the largest value.
 
-    Tensor cores sum products of e4m3 codes with fewer bits than f32 has, and the results are
-    rounded to `dtype`.
+    There are two causes: tensor cores sum products of e4m3 codes with fewer bits than f32 has, and
+    the results are rounded to `dtype`.
     """
     tc.manual_seed(0)
     rows, inner, outer = shape
@@ -153,9 +164,10 @@ def test_products_of_codes_are_those_of_the_cpu(
                 found.append([t.detach().to("cpu").to("f64").numpy() for t in (y, dx)])
     finally:
         tc.set_w8a8(False)
-    for expected, ours in zip(found[:2], found[2:], strict=True):
-        for one, other in zip(expected, ours, strict=True):
-            assert np.abs(one - other).max() <= largest * np.abs(one).max()
+    # On each device, the first pair is without a bias and the second pair with one.
+    for cpu_pair, gpu_pair in zip(found[:2], found[2:], strict=True):
+        for expected, ours in zip(cpu_pair, gpu_pair, strict=True):
+            assert np.abs(ours - expected).max() <= largest * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8"])
@@ -164,7 +176,7 @@ def test_products_of_codes_are_those_of_the_cpu(
 def test_a_feed_forward_network_of_codes_equals_separate_operations(
     gpu: str, tmp_path: Path, width: int, dtype: str, format: str
 ) -> None:
-    """A selective checkpoint computes the network as separate operations."""
+    """The separate operations are those of a selective checkpoint."""
     config = json.loads((GOLDEN / "sdxl" / "unet" / "config.json").read_text())
     config |= {"block_out_channels": [8, 16, width], "norm_num_groups": 8, "layers_per_block": 1}
     config |= {"attention_head_dim": [1, 2, width // 16], "transformer_layers_per_block": 1}
@@ -193,17 +205,19 @@ def test_a_feed_forward_network_of_codes_equals_separate_operations(
             found.append([t.to("cpu").to("f32").numpy() for t in (y, *gradients)])
     finally:
         tc.set_w8a8(False)
-    for others in zip(*found, strict=True):
-        assert np.isfinite(others[0]).all()
-        assert np.abs(others[0]).max() > 0
-        np.testing.assert_array_equal(others[1], others[0])
-        np.testing.assert_array_equal(others[2], others[0])
+    for none, selective, full in zip(*found, strict=True):
+        assert np.isfinite(none).all()
+        assert np.abs(none).max() > 0
+        np.testing.assert_array_equal(selective, none)
+        np.testing.assert_array_equal(full, none)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("policy", ["none", "full", "selective"])
-def test_losses_of_a_transformer_are_near_the_cpu(gpu: str, format: str, policy: str) -> None:
-    """On the GPU, the losses of eager and of captured steps are near the losses on the CPU."""
+def test_losses_of_a_transformer_are_near_those_of_the_cpu(
+    gpu: str, format: str, policy: str
+) -> None:
+    """Both the losses of eager steps and those of captured steps are."""
     case = tc.load_file(GOLDEN / "flux" / "transformer_forward.safetensors")
     names = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
     names = (*names, "img_ids", "txt_ids", "guidance")
@@ -237,12 +251,12 @@ def test_losses_of_a_transformer_are_near_the_cpu(gpu: str, format: str, policy:
     np.testing.assert_allclose(losses(gpu, graph=True), expected, rtol=2e-4)
 
 
-def test_a_quantized_language_model_is_near_the_cpu(gpu: str) -> None:
+def test_logits_of_a_quantized_language_model_are_near_those_of_the_cpu(gpu: str) -> None:
     folder = GOLDEN / "llm" / "llama"
     ids = tc.tensor(np.arange(48).reshape(2, 24) * 7 % 100)
     for format in FORMATS:
-        host = CausalLM.from_pretrained(folder, dtype="f32", quantize=format)
-        device = CausalLM.from_pretrained(folder, dtype="f32", device=gpu, quantize=format)
-        expected = host(ids).numpy()
-        found = device(ids.to(gpu)).to("cpu").numpy()
+        cpu_model = CausalLM.from_pretrained(folder, dtype="f32", quantize=format)
+        gpu_model = CausalLM.from_pretrained(folder, dtype="f32", device=gpu, quantize=format)
+        expected = cpu_model(ids).numpy()
+        found = gpu_model(ids.to(gpu)).to("cpu").numpy()
         np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)

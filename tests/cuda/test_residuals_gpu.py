@@ -1,7 +1,8 @@
-"""Kernels of convolutions and of products of codes add residuals on a GPU.
+"""On a GPU, the kernels of convolutions and of products of codes add residuals.
 
-A layer with an adapter computes its result first and adds the residual then. So a model whose
-layers have adapters that change nothing computes with separate sums.
+Only layers without an adapter use these kernels: a layer with an adapter computes its result first
+and then adds the residual in a separate sum. A new adapter changes no values, so a model whose
+layers have new adapters gives the expected values.
 """
 
 import json
@@ -24,7 +25,7 @@ def results(
     targets: list[str] | None,
     quantize: str | None = None,
 ) -> list[np.ndarray]:
-    """The result of a UNet, and the gradient of its input; `targets` get adapters."""
+    """The result of a UNet and the gradient of its input. The layers `targets` get new adapters."""
     config = json.loads(CONFIG.read_text())
     config |= {"block_out_channels": [32, 64, 128], "norm_num_groups": 8, "layers_per_block": 1}
     config |= {"attention_head_dim": [1, 2, 8], "transformer_layers_per_block": 1}

@@ -10,6 +10,7 @@ import pytest
 
 import trainable_candle as tc
 
+# The kernel that updates all variables, and the number of its launches in a step.
 KERNELS = {
     "SGD(parameters, lr=0.1, momentum=0.9, ROUNDED)": {"sgd_rounded_bf16": 1},
     "AdamW([{'params': parameters[:5]}, {'params': parameters[5:], 'lr': 0.2}], ROUNDED)": {
@@ -43,6 +44,7 @@ TRAIN = """
         opt.lr = 0.1 / (number + 1)
     mark("end")
     states = opt.state_dict()
+    # The seed is that of the first `manual_seed`, as an i64.
     assert states["seed"].item() == -(2**63) + 1 and "0.master" not in states
     assert opt.state_bytes == BYTES, opt.state_bytes
     opt.load_state_dict(states)
@@ -50,18 +52,21 @@ TRAIN = """
 """
 
 
-@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("capture", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("optimizer", KERNELS)
 def test_a_step_is_one_launch_without_master_values(
     cuda: Any, optimizer: str, capture: bool
 ) -> None:
-    count = 6 * 512
-    each = {"AdamW(": 4, "SGD": 2, "Lion(": 2, "AdamW8bit(parameters, R": 4}
-    size = next((n for name, n in each.items() if optimizer.startswith(name)), None)
-    eight = (2 if "Adam" in optimizer else 1) * (count + 4 * count // 256)
+    count = 6 * 64 * 8  # elements of all variables
+    # Each moment of an element is in bf16, also with AdamW8bit if the variables are small. Other
+    # 8-bit states have a code of 1 byte for each element, and an f32 scale for each 256 elements.
+    sizes = {"AdamW(": 4, "SGD": 2, "Lion(": 2, "AdamW8bit(parameters, R": 4}
+    size = next((n for start, n in sizes.items() if optimizer.startswith(start)), None)
+    eight_bit_bytes = (2 if "Adam" in optimizer else 1) * (count + 4 * count // 256)
     code = TRAIN.replace("OPTIMIZER", optimizer.replace("ROUNDED", "stochastic_rounding=True"))
     code = code.replace("CAPTURE", "tc.cuda.capture(train, [x])" if capture else "train")
-    run = cuda.run(code.replace("BYTES", str(eight if size is None else size * count)))
+    state_bytes = eight_bit_bytes if size is None else size * count
+    run = cuda.run(code.replace("BYTES", str(state_bytes)))
     assert run.of("refused") == []
     step = run.after("step-3")
     assert step.waits == []
@@ -91,11 +96,11 @@ def train_adapter(
     starts = [rng.standard_normal(shape) / 8 for shape in ((8, 64), (96, 8))]
     options: dict[str, Any] = {"momentum": 0.9} if kind == "SGD" else {}
     if "8bit" in kind:
-        options["min_8bit_size"] = 513
+        options["min_8bit_size"] = 513  # only the second variable has 8-bit states
     batches = [tc.tensor(rng.standard_normal((40, 64)), dtype="bf16") for _ in range(8)]
     make = getattr(tc.optim, kind)
 
-    def started(values: list[Any]) -> tuple[list[tc.Var], Any, Any]:
+    def make_training(values: list[Any]) -> tuple[list[tc.Var], Any, Any]:
         parameters = [tc.Var(tc.tensor(v, dtype="bf16", device=device)) for v in values]
         optimizer = make(parameters, lr=1e-3, stochastic_rounding=True, **options)
 
@@ -110,18 +115,18 @@ def train_adapter(
         return parameters, optimizer, tc.cuda.capture(train, [first]) if captured else train
 
     tc.manual_seed(7)
-    parameters, optimizer, step = started(starts)
+    parameters, optimizer, step = make_training(starts)
     for number, batch in enumerate(batches):
         if number == 5:
             states = optimizer.state_dict()
-            held = [var.detach().to("cpu").to("f32").numpy() for var in parameters]
+            values = [var.detach().to("cpu").to("f32").numpy() for var in parameters]
             tc.manual_seed(8)
-            parameters, optimizer, step = started(held)
+            parameters, optimizer, step = make_training(values)
             if captured:
                 # Run the captured function once before the states are loaded, and then restore the
                 # parameters: the graph, which is recorded later, must use the loaded states.
                 step(batches[0].to(device))
-                for var, value in zip(parameters, held, strict=True):
+                for var, value in zip(parameters, values, strict=True):
                     var.set(tc.tensor(value, dtype="bf16", device=device))
             optimizer.load_state_dict(states)
         optimizer.lr = 1e-3 / (number + 1)
@@ -132,15 +137,15 @@ def train_adapter(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ROUNDING)
-def test_captured_and_resumed_steps_have_the_bits_of_eager_ones(kind: str) -> None:
-    (eager, states), (captured, others) = (
+def test_captured_steps_have_the_bits_of_eager_ones_after_resuming_too(kind: str) -> None:
+    (eager, eager_states), (captured, captured_states) = (
         train_adapter("cuda", kind, captured=captured) for captured in (False, True)
     )
     for found, expected in zip(captured, eager, strict=True):
         np.testing.assert_array_equal(found, expected)
-    assert states.keys() == others.keys()
-    for name, state in states.items():
-        np.testing.assert_array_equal(others[name], state, err_msg=name)
+    assert captured_states.keys() == eager_states.keys()
+    for name, state in eager_states.items():
+        np.testing.assert_array_equal(captured_states[name], state, err_msg=name)
 
 
 @pytest.mark.gpu

@@ -20,16 +20,17 @@ F = tc.nn.functional
 
 
 @pytest.fixture(autouse=True)
-def _device() -> None:
+def _need_gpu() -> None:
     reason = tc.cuda.unavailable_reason()
     if reason is not None:
         pytest.skip(reason)
 
 
-def make_step(device: str) -> tuple[list[Var], Callable[..., Tensor]]:
+def make_step() -> tuple[list[Var], Callable[..., Tensor]]:
+    """The weights of a network of two layers, and a step of gradient descent on them."""
     rng = np.random.default_rng(0)
     weights = [
-        tc.Var(rng.standard_normal(shape).astype(np.float32) * 0.1, device=device)
+        tc.Var(rng.standard_normal(shape).astype(np.float32) * 0.1, device="cuda")
         for shape in ((96, 64), (10, 96))
     ]
 
@@ -54,25 +55,26 @@ def test_captured_steps_equal_eager_ones_to_the_bit() -> None:
         for _ in range(6)
     ]
     inputs = [tuple(tc.tensor(part, device="cuda") for part in batch) for batch in batches]
-    found = []
+    results = []
     for captured in (False, True):
-        weights, step = make_step("cuda")
+        weights, step = make_step()
         run = tc.cuda.capture(step, inputs[0]) if captured else step
         tc.manual_seed(3)
         losses = [run(*batch).item() for batch in inputs]
-        found.append((losses, [weight.detach().tolist() for weight in weights], tc.get_rng_state()))
-    assert found[0] == found[1]
+        finals = [weight.detach().tolist() for weight in weights]
+        results.append((losses, finals, tc.get_rng_state()))
+    assert results[0] == results[1]
 
 
-def optimize(name: str, captured: bool) -> tuple[object, ...]:
+def optimize(name: str, *, captured: bool) -> tuple[object, ...]:
     """Take six steps with decreasing learning rates.
 
-    Returns the loss and norm of each step, the final weights and the optimizer's final state.
+    Return the loss and gradient norm of each step, and the final weights and optimizer state.
     """
     rng = np.random.default_rng(2)
     x = tc.tensor(rng.standard_normal((6, 32, 64)).astype(np.float32), device="cuda")
     labels = tc.tensor(rng.integers(0, 10, 32), device="cuda")
-    weights, _ = make_step("cuda")
+    weights, _ = make_step()
     optimizer = getattr(tc.optim, name)(weights, lr=1e-2)
 
     def train(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,12 +95,12 @@ def optimize(name: str, captured: bool) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "Lion", "SGD"])
-def test_captured_optimizers_equal_eager_ones_to_the_bit(name: str) -> None:
+def test_captured_optimizer_steps_equal_eager_ones_to_the_bit(name: str) -> None:
     assert optimize(name, captured=True) == optimize(name, captured=False)
 
 
 def test_two_thousand_replays_take_no_memory() -> None:
-    _, step = make_step("cuda")
+    _, step = make_step()
     labels = tc.tensor(np.arange(32) // 4, device="cuda")
     inputs = [tc.zeros((32, 64), device="cuda"), labels]
     run = tc.cuda.capture(step, inputs)
@@ -120,24 +122,24 @@ def test_two_thousand_replays_take_no_memory() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "f64", "i64", "u8"])
-def test_torch_shares_our_memory_and_we_copy_from_torch(dtype: str) -> None:
+def test_torch_shares_memory_of_tc_but_tc_copies_memory_of_torch(dtype: str) -> None:
     torch = pytest.importorskip("torch")
     t = tc.tensor(np.arange(6).reshape(2, 3), dtype=dtype, device="cuda").T
-    there = torch.from_dlpack(t)
-    assert there.device.type == "cuda"
-    assert there.to(torch.float64).tolist() == t.tolist()
-    there[0, 0] = 5
+    shared = torch.from_dlpack(t)
+    assert shared.device.type == "cuda"
+    assert shared.to(torch.float64).tolist() == t.tolist()
+    shared[0, 0] = 5
     torch.cuda.synchronize()
     assert t[0, 0].item() == 5
-    back = tc.from_dlpack(there)
-    assert (back.device, back.dtype) == ("cuda:0", dtype)
+    copied = tc.from_dlpack(shared)
+    assert (copied.device, copied.dtype) == ("cuda:0", dtype)
     expected = t.tolist()
-    there[0, 0] = 7
+    shared[0, 0] = 7
     torch.cuda.synchronize()
-    assert back.tolist() == expected
+    assert copied.tolist() == expected
 
 
-def test_streams_of_torch_wait_for_ours_and_ours_for_torch() -> None:
+def test_streams_of_torch_wait_for_the_stream_of_tc_and_the_reverse() -> None:
     torch = pytest.importorskip("torch")
     x = tc.randn((2048, 2048), device="cuda") * 0.02
     side = torch.cuda.Stream()
@@ -145,8 +147,8 @@ def test_streams_of_torch_wait_for_ours_and_ours_for_torch() -> None:
         y = x
         for _ in range(50):
             y = y @ x
-        # Our stream may still compute the products. torch reads the result on its own stream, which
-        # has to wait for ours.
+        # The stream of tc may still compute the products. torch reads the result on its own stream,
+        # which has to wait.
         with torch.cuda.stream(stream):
             total = torch.from_dlpack(y).double().sum().item()
         assert total == pytest.approx(float(y.to("f64").sum().item()), rel=1e-9, abs=1e-12)
@@ -154,23 +156,23 @@ def test_streams_of_torch_wait_for_ours_and_ours_for_torch() -> None:
             z = torch.zeros((2048, 2048), device="cuda")
             for i in range(200):
                 z += i
-            ours = tc.from_dlpack(z)
-        assert ours[0, :3].tolist() == [19900.0] * 3
+            copied = tc.from_dlpack(z)
+        assert copied[0, :3].tolist() == [sum(range(200))] * 3
         # Memory that torch still reads must not be given to another tensor.
         for _ in range(20):
             shared = tc.full((2048, 2048), 1.0, device="cuda")
             with torch.cuda.stream(stream):
                 view = torch.from_dlpack(shared)
                 result = view
-                for _ in range(20):
+                for _ in range(20):  # adds 20 to the 1
                     result = result + view
                 del view
             del shared
-            other = tc.full((2048, 2048), 9.0, device="cuda")
+            unrelated = tc.full((2048, 2048), 9.0, device="cuda")
             # `item` reads on torch's current stream: the sum must be queued on that stream.
             with torch.cuda.stream(stream):
                 assert result.sum().item() == 21.0 * 2048 * 2048
-            del other
+            del unrelated
 
 
 def test_int32_from_torch_is_rejected_and_bool_becomes_0_and_1() -> None:
@@ -185,6 +187,7 @@ def test_ids_out_of_range_raise_when_a_value_is_read() -> None:
     rows = F.embedding(tc.tensor([1, 7], device="cuda"), weight)
     with pytest.raises(tc.IndexOutOfRangeError, match="embedding: the id or bound at position 1"):
         rows.tolist()
+    # The error is raised once. The row of a wrong id is 0.
     assert rows.tolist() == [[1.0] * 3, [0.0] * 3]
     loss = F.cross_entropy(tc.zeros((2, 3), device="cuda"), tc.tensor([0, 3], device="cuda"))
     with pytest.raises(tc.IndexOutOfRangeError, match="cross_entropy"):

@@ -8,31 +8,34 @@ from typing import Any
 
 import pytest
 
-ITEM = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "F64": 8, "U8": 1}
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "F64": 8, "U8": 1}
 
 
-def moved(run: Any) -> int:
-    """The number of bytes that were copied to the host, all through pinned memory."""
+def copied_bytes(run: Any) -> int:
+    """Count the bytes that were copied to the host; assert that all went through pinned memory."""
     copies = [call for call in run.of("copy") if "DtoH" in call["kind"]]
     assert all(call["pageable"] == "0" for call in copies)
     return sum(int(call["bytes"]) for call in copies)
 
 
-def tensors(path: Path) -> dict[str, int]:
+def tensor_bytes(path: Path) -> dict[str, int]:
     """The size in bytes of each tensor in a file."""
     with path.open("rb") as file:
         header = loads(file.read(struct.unpack("<Q", file.read(8))[0]))
     header.pop("__metadata__", None)
-    return {n: ITEM[e["dtype"]] * math.prod(e["shape"]) for n, e in header.items()}
+    return {
+        name: ITEM_BYTES[entry["dtype"]] * math.prod(entry["shape"])
+        for name, entry in header.items()
+    }
 
 
 def test_only_the_elements_of_a_view_are_copied(cuda: Any) -> None:
     run = cuda.run("""
     import numpy as np
 
-    whole = np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)
-    flat = tc.tensor(whole, device="cuda")
-    works = {
+    values = np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)
+    there = tc.tensor(values, device="cuda")
+    reads = {
         "rows": lambda: flat[3:5].numpy(),
         "scalar": lambda: flat[7, 9].item(),
         "cpu": lambda: flat[1000:].to("cpu"),
@@ -40,24 +43,27 @@ def test_only_the_elements_of_a_view_are_copied(cuda: Any) -> None:
         "columns": lambda: flat[:, 2:4].numpy(),
         "nothing": lambda: flat[4:4].numpy(),
     }
-    for name, work in works.items():
+    for name, read in reads.items():
         mark(name)
-        found = work()
+        found = read()
         if name == "rows":
-            np.testing.assert_array_equal(found, whole[3:5])
+            np.testing.assert_array_equal(found, values[3:5])
         if name == "scalar":
-            assert found == whole[7, 9]
+            assert found == values[7, 9]
     mark("end")
     """)
     assert run.of("refused") == []
-    rows = {"rows": 2 * 4096, "scalar": 4, "cpu": 24 * 4096, "list": 4096, "columns": 8192}
-    assert {name: moved(run.after(name)) for name in rows} == rows
-    assert moved(run.after("nothing")) == 0
-    assert all(len(run.after(name).of("synchronize")) == 1 for name in rows)
+    # A row has 4096 bytes.
+    sizes = {"rows": 2 * 4096, "scalar": 4, "cpu": 24 * 4096, "list": 4096, "columns": 8192}
+    assert {name: copied_bytes(run.after(name)) for name in sizes} == sizes
+    assert copied_bytes(run.after("nothing")) == 0
+    assert all(len(run.after(name).of("synchronize")) == 1 for name in sizes)
 
 
 @pytest.mark.parametrize("mib", [8, 9, 33, 75])
-def test_large_tensors_pass_through_the_ring_unchanged(cuda: Any, mib: int) -> None:
+def test_large_tensors_pass_through_the_ring_of_pinned_buffers_unchanged(
+    cuda: Any, mib: int
+) -> None:
     run = cuda.run(f"""
     import numpy as np
 
@@ -68,7 +74,7 @@ def test_large_tensors_pass_through_the_ring_unchanged(cuda: Any, mib: int) -> N
         np.testing.assert_array_equal(there.numpy(), values)
     """)
     assert run.of("refused") == []
-    assert moved(run.after("back")) == (mib << 20) - 3
+    assert copied_bytes(run.after("back")) == (mib << 20) - 3
 
 
 SAVE = """
@@ -101,7 +107,7 @@ SAVE = """
 """
 
 
-@pytest.mark.parametrize("dtype", ["", "dtype='bf16'"])
+@pytest.mark.parametrize("dtype", ["", "dtype='bf16'"], ids=["f32", "bf16"])
 @pytest.mark.parametrize("kind", ["lora", "lokr", "dora"])
 def test_a_save_copies_each_value_once(
     cuda: Any, digits_base: Path, tmp_path: Path, kind: str, dtype: str
@@ -111,24 +117,27 @@ def test_a_save_copies_each_value_once(
     assert run.of("refused") == []
 
     def written(name: str) -> dict[str, int]:
-        return tensors(tmp_path / f"{name}.safetensors")
+        return tensor_bytes(tmp_path / f"{name}.safetensors")
 
-    parameters = sum(written("parameters").values())
-    assert moved(run.after("parameters")) == parameters
+    parameter_bytes = sum(written("parameters").values())
+    assert copied_bytes(run.after("parameters")) == parameter_bytes
     # Alphas are on the host, so they are not copied. DoRA's files also need an f32 norm for each
     # output feature.
     file = {n: size for n, size in written("adapter").items() if not n.endswith("alpha")}
-    assert parameters == sum(file.values()) * (2 if dtype else 1)
+    # A value that is bf16 in the file is copied as f32.
+    widening = 2 if dtype else 1
+    assert parameter_bytes == sum(file.values()) * widening
     norms = sum(size for n, size in file.items() if "dora_scale" in n or "magnitude" in n)
-    norms *= 2 if dtype else 1
-    assert moved(run.after("adapter")) - parameters in {0, norms}
-    average = sum(size for n, size in written("average").items() if n != "updates")
-    assert moved(run.after("average")) == average
+    norm_bytes = norms * widening
+    assert copied_bytes(run.after("adapter")) - parameter_bytes in {0, norm_bytes}
+    average_bytes = sum(size for n, size in written("average").items() if n != "updates")
+    assert copied_bytes(run.after("average")) == average_bytes
     # A kernel counts the optimizer's steps. Kernels do not compute here, so the count stays 0 and
     # the optimizer's file has no states. The size of the copied states is computed instead: two
     # codes of 1 byte for each element, and two f32 scales for each block of up to 256 elements.
     counts = [size // 4 for size in written("parameters").values()]
-    states = sum(2 * count + 8 * math.ceil(count / 256) for count in counts)
-    surplus = moved(run.after("optimizer")) - states
+    state_bytes = sum(2 * count + 8 * math.ceil(count / 256) for count in counts)
+    # The bound allows for other bytes, such as padding and the counts.
+    surplus = copied_bytes(run.after("optimizer")) - state_bytes
     assert 0 <= surplus <= len(counts) * 512 + 4096
-    assert moved(run.after("writing")) == 0
+    assert copied_bytes(run.after("writing")) == 0

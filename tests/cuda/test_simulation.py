@@ -1,4 +1,9 @@
-"""The simulated driver rejects what the real driver rejects, so tests on it find wrong calls."""
+"""The simulated driver rejects what the real driver rejects, so tests with it find wrong calls.
+
+Statuses of the driver: 0 success, 1 invalid value, 3 not initialized, 201 invalid context, 900 not
+supported during a capture, 901 capture invalidated. Statuses of cuBLAS: 7 invalid value, 13
+execution failed.
+"""
 
 from typing import Any
 
@@ -18,9 +23,9 @@ START = """
         assert call(name, ctypes.byref(value), *arguments, library=library) == 0, name
         return value
 
-    assert call("cuMemAlloc_v2", ctypes.byref(pointer()), size(16)) == 3  # not initialized
+    assert call("cuMemAlloc_v2", ctypes.byref(pointer()), size(16)) == 3
     assert call("cuInit", 0) == 0
-    assert call("cuMemAlloc_v2", ctypes.byref(pointer()), size(16)) == 201  # no context
+    assert call("cuMemAlloc_v2", ctypes.byref(pointer()), size(16)) == 201
     context = made("cuDevicePrimaryCtxRetain", 0)
     call("cuCtxSetCurrent", context)
     stream = made("cuStreamCreate", 1)
@@ -28,11 +33,12 @@ START = """
     address = memory.value
     pageable = ctypes.create_string_buffer(64)
     pinned = made("cuMemHostAlloc", size(64), 0)
-    GLOBAL, LOCAL, RELAXED = 0, 1, 2
+    GLOBAL, LOCAL, RELAXED = 0, 1, 2  # modes of a capture
 
     def fill(start, count):
         return call("cuMemsetD8Async", pointer(start), ctypes.c_ubyte(7), size(count), stream)
 
+    # Capture a fill and then `work`, which must return the status `expected`.
     def captured(mode, work, expected):
         assert call("cuStreamBeginCapture_v2", stream, mode) == 0
         assert fill(address, 64) == 0
@@ -46,11 +52,11 @@ START = """
 """
 
 
-def test_memory_is_checked(cuda: Any) -> None:
+def test_accesses_outside_of_allocations_are_rejected(cuda: Any) -> None:
     cuda.run(START + """
     assert fill(address, 1 << 20) == 0
     assert fill(address, (1 << 20) + 1) == 1  # beyond the end
-    assert fill(address - 1, 1) == 1
+    assert fill(address - 1, 1) == 1  # before the start
     assert call("cuMemFree_v2", pointer(address + 1)) == 1
     assert call("cuMemFree_v2", pointer(address)) == 0
     assert fill(address, 1) == 1  # after it was freed
@@ -85,11 +91,12 @@ def test_capture_rejects_what_the_driver_rejects(cuda: Any) -> None:
     copy(pageable)()
     assert pageable.raw == bytes([7] * 64)
     """)  # fmt: skip
+    # `captured` and its `work` made one fill each.
     assert [call["fills"] for call in run.of("replay")] == ["2"]
-    assert run.waits != []
+    assert run.waits != []  # the copies to pageable memory
 
 
-def test_mapped_memory_is_checked(cuda: Any) -> None:
+def test_accesses_outside_of_mapped_memory_are_rejected(cuda: Any) -> None:
     cuda.run(START + """
     class Location(ctypes.Structure):
         _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
@@ -112,7 +119,7 @@ def test_mapped_memory_is_checked(cuda: Any) -> None:
     assert call("cuMemSetAccess", pointer(start), size(chunk), ctypes.byref(access), size(1)) == 0
     assert fill(start, chunk) == 0
     assert fill(start, chunk + 1) == 1
-    assert call("cuMemAddressFree", pointer(start), size(4 * chunk)) == 1  # mapped
+    assert call("cuMemAddressFree", pointer(start), size(4 * chunk)) == 1  # still mapped
     assert call("cuMemUnmap", pointer(start), size(chunk)) == 0
     assert fill(start, 1) == 1
     assert call("cuMemRelease", handle) == 0
@@ -120,16 +127,19 @@ def test_mapped_memory_is_checked(cuda: Any) -> None:
     """)  # fmt: skip
 
 
-def test_products_are_checked(cuda: Any) -> None:
+def test_products_with_wrong_sizes_are_rejected(cuda: Any) -> None:
     run = cuda.run(START + """
     handle = made("cublasCreate_v2", library=blas)
     call("cublasSetStream_v2", handle, stream, library=blas)
     one, F32 = ctypes.c_float(1), 0
 
-    def product(m, n, k, distance=512):
-        matrix = (memory, F32, distance, ctypes.c_longlong(0))
-        scale = ctypes.byref(one)
-        arguments = (handle, 0, 0, m, n, k, scale, *matrix, *matrix, scale, *matrix, 1, 68, -1)
+    def product(m, n, k):
+        # Address, type, distance between columns, distance between matrices of a batch.
+        matrix = (memory, F32, 512, ctypes.c_longlong(0))
+        scale = ctypes.byref(one)  # alpha and beta
+        batch, compute_f32, algorithm = 1, 68, -1
+        arguments = (handle, 0, 0, m, n, k, scale, *matrix, *matrix, scale, *matrix,
+                     batch, compute_f32, algorithm)
         return call("cublasGemmStridedBatchedEx", *arguments, library=blas)
 
     assert product(512, 512, 512) == 0
@@ -140,12 +150,12 @@ def test_products_are_checked(cuda: Any) -> None:
     assert [product[name] for name in ("m", "n", "k", "beta")] == ["512", "512", "512", "1"]
 
 
-def test_launches_are_checked(cuda: Any) -> None:
+def test_logged_launches_have_names_and_arguments(cuda: Any) -> None:
     """The table of kernels comes from the machine code in the extension."""
     kernels = cuda.kernels.read_text().splitlines()
-    fill = next(line.split() for line in kernels if " sm_90a fill_f32 " in line)
-    assert fill[6].split(",")[0] == "8"  # the bytes of its first parameter, an address
-    assert int(fill[3]) > 0  # registers
+    fields = next(line.split() for line in kernels if " sm_90a fill_f32 " in line)
+    assert fields[6].split(",")[0] == "8"  # the bytes of its first parameter, an address
+    assert int(fields[3]) > 0  # registers
     run = cuda.run("""
         for count in (1, 1000):
             tc.full((count,), 2.0, device="cuda")

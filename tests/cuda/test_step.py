@@ -27,7 +27,7 @@ TRAIN = """
 """
 
 
-def test_forward_and_backward_launch_what_they_need(cuda: Any) -> None:
+def test_a_step_has_five_products_and_at_most_twenty_launches(cuda: Any) -> None:
     for dtype in ("f32", "bf16"):
         run = cuda.run(TRAIN.replace("DTYPE", dtype))
         assert run.of("refused") == []
@@ -48,11 +48,8 @@ def test_a_warm_step_neither_waits_nor_allocates(cuda: Any) -> None:
         assert run.after(step).of("grow", "shrink", "alloc", "alloc-pinned", "module") == []
 
 
-def test_every_architecture_has_the_kernels(cuda: Any) -> None:
-    """Each GPU loads the machine code for its architecture.
-
-    A GPU for which there is no machine code uses PTX: here, a GPU of compute capability 13.0.
-    """
+def test_each_gpu_loads_the_kernels_of_its_architecture(cuda: Any) -> None:
+    """A GPU for which there is no machine code uses PTX: here, one of compute capability 13.0."""
     kernels = [line.split() for line in cuda.kernels.read_text().splitlines()]
     architectures = sorted(
         architecture for _, architecture, name, *_ in kernels if name == "fill_f32"

@@ -48,11 +48,14 @@ STEP = f"""
 """
 
 
-def copies(run: Any) -> list[Any]:
-    """The copies from the host on the copy stream, which has the highest number."""
+def block_copies(run: Any) -> list[Any]:
+    """The copies from the host on the stream that copies blocks.
+
+    Of the streams that copy from the host, that stream has the highest number.
+    """
     found = [call for call in run.of("copy") if call["kind"] == "cuMemcpyHtoDAsync"]
-    side = max((call["stream"] for call in found), key=int)
-    return [call for call in found if call["stream"] == side]
+    block_stream = max((call["stream"] for call in found), key=int)
+    return [call for call in found if call["stream"] == block_stream]
 
 
 @pytest.mark.parametrize("quantize", [None, "nf4"])
@@ -69,22 +72,22 @@ def test_a_step_copies_blocks_ahead_of_their_use(cuda: Any, quantize: str | None
     )
     assert run.of("refused") == []
     second = run.after("second")
-    found = copies(second)
+    found = block_copies(second)
     # Two slots of device memory hold the weights of two blocks. The previous backward pass left the
     # first two blocks in them, and the forward pass leaves the last two: each pass copies all
     # blocks but two. Each block's modulation is copied once in a step. Quantized weights have
     # tensors of two dtypes, which take one copy each.
-    parts = 1 if quantize is None else 2
+    unit_copies = 1 if quantize is None else 2
     units = 2 * (COUNT - 2) + COUNT
-    assert len(found) == parts * units
+    assert len(found) == unit_copies * units
     assert {call["pageable"] for call in found} == {"0"}
-    # Each copy waits for the work that used its slot, and later work waits for the copy.
-    side = found[0]["stream"]
+    # The copies of each unit wait for the work that used its slot, and later work waits for them.
+    block_stream = found[0]["stream"]
     waits, records = second.of("wait"), second.of("record")
-    assert sum(call["stream"] == side for call in waits) == units
-    assert sum(call["stream"] == side for call in records) == units
-    assert sum(call["stream"] != side for call in records) == units
-    assert sum(call["stream"] != side for call in waits) >= units
+    assert sum(call["stream"] == block_stream for call in waits) == units
+    assert sum(call["stream"] == block_stream for call in records) == units
+    assert sum(call["stream"] != block_stream for call in records) == units
+    assert sum(call["stream"] != block_stream for call in waits) >= units
     assert second.waits == []
     assert second.of("grow", "alloc-pinned") == []
 
@@ -101,16 +104,16 @@ def test_a_copy_is_queued_while_the_block_before_computes(cuda: Any) -> None:
     """
     )
     forward = run.after("forward")
-    calls, found = forward.calls, copies(forward)
-    starts = [i for i, call in enumerate(calls) if call in found]
+    calls, found = forward.calls, block_copies(forward)
+    places = [i for i, call in enumerate(calls) if call in found]
     # The last copy is that of the last block. The block before it computes until the stream of the
     # kernels waits for this copy.
-    work = [call.kind in {"launch", "product"} for call in calls]
+    is_work = [call.kind in {"launch", "product"} for call in calls]
     waits = [i for i, call in enumerate(calls) if call.kind == "wait"]
-    used = next(i for i in reversed(waits) if calls[i]["stream"] != found[0]["stream"])
-    assert starts[-1] < used
-    assert any(work[starts[-1] : used])
-    assert any(work[used:])
+    awaited = next(i for i in reversed(waits) if calls[i]["stream"] != found[0]["stream"])
+    assert places[-1] < awaited
+    assert any(is_work[places[-1] : awaited])
+    assert any(is_work[awaited:])
 
 
 def test_a_graph_has_the_copies_of_its_step(cuda: Any) -> None:
@@ -170,17 +173,18 @@ def test_streamed_blocks_save_the_device_memory_that_is_estimated(cuda: Any) -> 
         found.append(tc.cuda.memory_stats()["allocated"] - before)
         del model
     facts = next(iter(tc.inspect(folder + "/transformer").parts.values()))
-    counted = [facts.weight_bytes("bf16", stream_blocks=count) for count in (0, {COUNT})]
-    print(*found, *counted)
+    estimates = [facts.weight_bytes("bf16", stream_blocks=count) for count in (0, {COUNT})]
+    print(*found, *estimates)
     """
     )
-    resident, streamed, all_bytes, counted = map(int, run.output.split())
+    resident, streamed, estimated_resident, estimated_streamed = map(int, run.output.split())
     assert streamed < 0.8 * resident
-    assert abs((resident - streamed) - (all_bytes - counted)) < 0.1 * resident
+    saved, estimate = resident - streamed, estimated_resident - estimated_streamed
+    assert abs(saved - estimate) < 0.1 * resident
 
 
-PIECE = 8 << 20
-"""The size of a pinned buffer in bytes. Pageable weights are copied through a ring of buffers."""
+BUFFER = 8 << 20
+"""The bytes of a pinned buffer. Weights in pageable memory are copied through a ring of buffers."""
 
 
 @pytest.mark.parametrize("limited", ["driver", "setting"])
@@ -190,11 +194,13 @@ def test_without_pinned_memory_blocks_are_copied_through_a_ring(
 ) -> None:
     # With "driver", the driver pins at most one buffer of a ring and 64 KiB more. Copies of other
     # values take that buffer. With "setting", the limit of pinned memory for blocks is 0 bytes.
-    settings = {"PINNED": str(PIECE + (64 << 10))} if limited == "driver" else {}
-    start = "" if settings else "import os\n    os.environ['TRAINABLE_CANDLE_PINNED_BYTES'] = '0'"
+    settings = {"PINNED": str(BUFFER + (64 << 10))} if limited == "driver" else {}
+    set_limit = (
+        "" if settings else "import os\n    os.environ['TRAINABLE_CANDLE_PINNED_BYTES'] = '0'"
+    )
     run = cuda.run(
         f"""
-    {start}
+    {set_limit}
     from trainable_candle import _core
     {STEP}
     assert not _core.cuda_stages_weights("cuda")
@@ -211,16 +217,17 @@ def test_without_pinned_memory_blocks_are_copied_through_a_ring(
     refused = [call["why"] for call in run.of("refused") if "why" in call.fields]
     assert set(refused) <= {"pinned-memory"}
     second = run.after("second")
-    found = copies(second)
+    found = block_copies(second)
     # Blocks are copied as often as from pinned memory; the first test of this file explains the
     # counts. Weights that do not fit in the rest of a buffer need several copies.
-    parts = 1 if quantize is None else 2
-    assert len(found) >= parts * (2 * (COUNT - 2) + COUNT)
+    unit_copies = 1 if quantize is None else 2
+    units = 2 * (COUNT - 2) + COUNT
+    assert len(found) >= unit_copies * units
     # If the ring has no buffer, the driver copies from pageable memory itself.
     pageable = {call["pageable"] for call in found}
     assert "1" in pageable if settings else pageable == {"0"}
-    side = found[0]["stream"]
-    assert sum(call["stream"] == side for call in second.of("wait")) == 2 * (COUNT - 2) + COUNT
+    block_stream = found[0]["stream"]
+    assert sum(call["stream"] == block_stream for call in second.of("wait")) == units
     assert second.of("alloc-pinned") == []
 
 
@@ -272,6 +279,7 @@ TOGETHER = """
             return found
         return exchange
 
+    # Call work(rank, device) in two threads. Return each rank's error or None.
     def together(work):
         errors = [None, None]
 
@@ -289,7 +297,7 @@ TOGETHER = """
             thread.join()
         return errors
 
-    def shared(device, quantize=None):
+    def load_shared(device, quantize=None):
         return FluxTransformer.from_pretrained(
             folder + "/transformer", dtype="bf16", device=device, quantize=quantize,
             stream_blocks=STREAMED,
@@ -298,24 +306,25 @@ TOGETHER = """
 
 
 @pytest.mark.parametrize("quantize", [None, "nf4"])
-def test_ranks_pin_one_copy(cuda: Any, quantize: str | None) -> None:
+def test_two_ranks_pin_one_copy_of_the_weights(cuda: Any, quantize: str | None) -> None:
     run = cuda.run(
         STEP
         + TOGETHER
         + f"""
     def work(rank, device):
-        model = shared(device, {quantize!r})
+        model = load_shared(device, {quantize!r})
         with tc.no_grad():
             model(**{{name: case[name].to(device) for name in names}})
         tc.cuda.synchronize(device)
-        found = {{
+        # The size of each shared file. The threads may map a file at several addresses.
+        sizes = {{
             line.split()[4]: int(line.split()[0].split("-")[1], 16)
             - int(line.split()[0].split("-")[0], 16)
             for line in open("/proc/self/maps") if "memfd:trainable-candle" in line
         }}
         exchange_of(rank)(b"")
         if rank == 0:
-            print(sum(found.values()))
+            print(sum(sizes.values()))
         exchange_of(rank)(b"")
 
     assert together(work) == [None, None]
@@ -328,15 +337,17 @@ def test_ranks_pin_one_copy(cuda: Any, quantize: str | None) -> None:
     assert len(pinned) == 4
     assert sum(pinned) == 2 * int(run.output)
     assert len(run.of("unregister")) == 4
-    # All other pinned memory is buffers of 8 MiB through which values are copied.
-    assert {call["bytes"] for call in run.of("alloc-pinned")} == {str(8 << 20)}
-    found = copies(run)
+    # All other pinned memory is buffers through which values are copied.
+    assert {call["bytes"] for call in run.of("alloc-pinned")} == {str(BUFFER)}
+    found = block_copies(run)
     assert found
     assert {call["pageable"] for call in found} == {"0"}
 
 
-# CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_NOT_PERMITTED and CUDA_ERROR_NOT_SUPPORTED.
-@pytest.mark.parametrize("status", ["2", "800", "801"])
+# `status` is what cuMemHostRegister returns.
+@pytest.mark.parametrize(
+    "status", ["2", "800", "801"], ids=["out of memory", "not permitted", "not supported"]
+)
 def test_shared_memory_that_cannot_be_pinned_is_copied_through_a_ring(
     cuda: Any, status: str
 ) -> None:
@@ -345,7 +356,7 @@ def test_shared_memory_that_cannot_be_pinned_is_copied_through_a_ring(
         + TOGETHER
         + """
     def work(rank, device):
-        model = shared(device)
+        model = load_shared(device)
         assert _core.cuda_stages_weights(device)
         inputs = {name: case[name].to(device) for name in names}
         for number in range(2):
@@ -379,10 +390,10 @@ def test_another_error_of_the_driver_is_raised_by_all_ranks(cuda: Any) -> None:
         STEP
         + TOGETHER
         + """
-    for error in together(lambda rank, device: shared(device)):
+    for error in together(lambda rank, device: load_shared(device)):
         print(error)
     """,
-        settings={"DEVICES": "2", "REGISTER": "719"},
+        settings={"DEVICES": "2", "REGISTER": "719"},  # CUDA_ERROR_LAUNCH_FAILED
     )
     assert len(run.output.splitlines()) == 2
     assert "stream_blocks" in run.output

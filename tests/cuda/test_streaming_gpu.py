@@ -18,6 +18,7 @@ from trainable_candle.nn import functional as F
 pytestmark = pytest.mark.gpu
 GOLDEN = Path(__file__).parents[1] / "golden"
 COMMON = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
+# For each family: the class, the names of its inputs and the number of its blocks.
 KINDS = {
     "flux": (FluxTransformer, (*COMMON, "img_ids", "txt_ids", "guidance"), 4),
     "sd3": (SD3Transformer, COMMON, 3),
@@ -31,10 +32,13 @@ def losses(
     stream_blocks: int,
     quantize: str | None = None,
     policy: str = "full",
-    part: int | None = None,
+    checkpointed: int | None = None,
     graph: bool = False,
 ) -> list[np.ndarray]:
-    """The losses of six training steps; after the fourth loss, the output of a forward pass."""
+    """The losses of six training steps; after the fourth loss, the output of a forward pass.
+
+    `checkpointed` is the number of blocks to which `policy` applies; None means all.
+    """
     kind, names, _ = KINDS[name]
     case = tc.load_file(GOLDEN / name / "transformer_forward.safetensors")
     inputs = [case[key].to(gpu) for key in names]
@@ -48,7 +52,7 @@ def losses(
         stream_modulation=stream_blocks > 0,
     )
     if policy != "none":
-        model.enable_gradient_checkpointing(policy, blocks=part)
+        model.enable_gradient_checkpointing(policy, blocks=checkpointed)
     adapter = model.add_adapter(tc.LoraConfig(r=4, target_modules=["to_q", "to_v", "ff.net.2"]))
     optimizer = tc.optim.AdamW(adapter.parameters(), lr=1e-2)
 
@@ -72,49 +76,49 @@ def losses(
     return found
 
 
-@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("quantize", [None, "nf4", "int8"])
 @pytest.mark.parametrize("name", KINDS)
-def test_losses_are_those_of_resident_blocks(
+def test_losses_of_streamed_blocks_are_those_of_resident_blocks(
     gpu: str, name: str, quantize: str | None, *, graph: bool
 ) -> None:
     expected = losses(gpu, name, stream_blocks=0, quantize=quantize)
     for count in (1, KINDS[name][2]):
         found = losses(gpu, name, stream_blocks=count, quantize=quantize, graph=graph)
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(one, other)
+        for ours, theirs in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("policy", ["selective", "none"])
 def test_losses_are_equal_under_other_checkpoint_policies(gpu: str, policy: str) -> None:
     expected = losses(gpu, "flux", stream_blocks=0, policy=policy)
     found = losses(gpu, "flux", stream_blocks=4, policy=policy)
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("quantize", [None, "nf4"])
 @pytest.mark.parametrize("policy", ["full", "offload"])
-def test_losses_are_equal_when_a_part_of_the_blocks_is_recomputed(
+def test_losses_are_equal_when_only_some_blocks_are_checkpointed(
     gpu: str, policy: str, quantize: str | None, *, graph: bool
 ) -> None:
     expected = losses(gpu, "flux", stream_blocks=0, quantize=quantize)
-    for part, count in ((1, 0), (3, 0), (2, 4)):
+    for checkpointed, streamed in ((1, 0), (3, 0), (2, 4)):
         found = losses(
             gpu,
             "flux",
-            stream_blocks=count,
+            stream_blocks=streamed,
             quantize=quantize,
             policy=policy,
-            part=part,
+            checkpointed=checkpointed,
             graph=graph,
         )
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(one, other)
+        for ours, theirs in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
 
 
-def test_blocks_without_pinned_memory_compute_the_same(gpu: str) -> None:
+def test_blocks_with_too_little_pinned_memory_compute_the_same(gpu: str) -> None:
     # A process reads its limit of pinned memory once, so each limit needs a new process.
     code = f"""
 import sys
@@ -126,8 +130,8 @@ for name, (_, _, count) in KINDS.items():
     for quantize in (None, "nf4"):
         expected = losses({gpu!r}, name, stream_blocks=0, quantize=quantize)
         found = losses({gpu!r}, name, stream_blocks=count, quantize=quantize)
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(one, other)
+        for ours, theirs in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
 """
     for limit in ("0", "300000"):
         environment = {**os.environ, "TRAINABLE_CANDLE_PINNED_BYTES": limit}
