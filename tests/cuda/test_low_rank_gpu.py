@@ -11,9 +11,9 @@ import trainable_candle as tc
 
 pytestmark = pytest.mark.gpu
 
-# Rows, input features (n), output features (m) and rank (r) of each layer. All n and m are multiples
-# of 8, some of them not of 16. Most row counts are not multiples of a tile. All layers together have
-# more blocks of 64 columns than a GPU has multiprocessors.
+# Rows, input features (n), output features (m) and rank (r) of each layer. All n and m are
+# multiples of 8, some of them not of 16. Most row counts are not multiples of a tile. All layers
+# together have more blocks of 64 columns than a GPU has multiprocessors.
 LAYERS = [
     (4097, 1280, 1288, 16),
     (1, 640, 640, 16),

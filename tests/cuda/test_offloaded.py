@@ -58,7 +58,7 @@ def test_each_input_is_copied_once_in_each_direction(cuda: Any) -> None:
     assert second.waits == []
 
 
-def test_copies_to_the_device_are_queued_before_the_work_they_run_beside(cuda: Any) -> None:
+def test_copies_to_the_device_can_run_while_later_layers_are_recomputed(cuda: Any) -> None:
     second = second_step(cuda)
     calls, copies = second.calls, copies_to_device(second)
     starts = [i for i, call in enumerate(calls) if call in copies]
