@@ -44,9 +44,12 @@ def test_a_quantized_model_equals_one_with_its_dequantized_weights(
     }
     layers = {f"{layer}.weight" for layer in next(iter(tc.inspect(tmp_path).parts.values())).layers}
     assert changed
-    inside = ("transformer_blocks.", "layers.", "noise_refiner.", "context_refiner.")
-    assert changed <= {key for key in layers if key.startswith((*inside, f"single_{inside[0]}"))}
-    found = []
+    blocks = (
+        "transformer_blocks.", "single_transformer_blocks.", "layers.", "noise_refiner.",
+        "context_refiner.",
+    )  # fmt: skip
+    assert changed <= {key for key in layers if key.startswith(blocks)}
+    results = []
     for each in (model, plain):
         tc.manual_seed(0)
         adapter = each.add_adapter(ALL_LINEAR)
@@ -54,12 +57,13 @@ def test_a_quantized_model_equals_one_with_its_dequantized_weights(
         y = family.predict(each)
         mse_loss(y, tc.ones(y.shape)).backward()
         gradients = {key: gradient(var) for key, var in adapter.named_parameters().items()}
-        found.append((y.numpy(), gradients))
-    (y, gradients), (expected, wanted) = found
-    np.testing.assert_array_equal(y, expected)
-    assert gradients.keys() == wanted.keys()
-    for key, found_here in gradients.items():
-        np.testing.assert_array_equal(found_here, wanted[key], err_msg=key)
+        results.append((y.numpy(), gradients))
+    (y, gradients), (expected_y, expected_gradients) = results
+    np.testing.assert_array_equal(y, expected_y)
+    assert gradients.keys() == expected_gradients.keys()
+    for key, found in gradients.items():
+        np.testing.assert_array_equal(found, expected_gradients[key], err_msg=key)
+    # The prediction of the original weights differs.
     assert np.abs(y - family.predict(family.load()).numpy()).max() > 0
 
 
@@ -74,15 +78,16 @@ def test_a_quantized_model_equals_one_with_its_dequantized_weights(
     ],
     ids=["dora", "loha", "lokr", "oft", "dropout"],
 )
-def test_every_adapter_works_on_a_quantized_base(settings: dict[str, object]) -> None:
+def test_adapters_train_on_a_quantized_base_and_can_be_removed(
+    settings: dict[str, object],
+) -> None:
     family = FAMILIES["flux"]
     model = quantized(family, "nf4")
     before = family.predict(model).numpy()
     config = tc.LoraConfig(r=2, lora_alpha=2.0, target_modules=["to_q", "ff.net.2"], **settings)
     adapter = model.add_adapter(config)
     y = family.predict(model)
-    if "lora_dropout" not in settings:
-        np.testing.assert_allclose(y.numpy(), before, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(y.numpy(), before, rtol=1e-4, atol=1e-5)
     optimizer = tc.optim.AdamW(adapter.parameters(), lr=1e-2)
     losses = []
     for _ in range(5):
@@ -103,17 +108,17 @@ def test_merging_dequantizes_and_unmerging_gives_the_codes_back() -> None:
     adapter = model.add_adapter(ALL_LINEAR)
     for var in adapter.parameters():
         var.set(tc.randn(var.shape) * 0.05)
-    apart = family.predict(model).numpy()
-    assert np.abs(apart - before).max() > 1e-3
+    unmerged = family.predict(model).numpy()
+    assert np.abs(unmerged - before).max() > 1e-3
     model.merge_adapter()
-    np.testing.assert_allclose(family.predict(model).numpy(), apart, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(family.predict(model).numpy(), unmerged, rtol=1e-3, atol=1e-4)
     model.unmerge_adapter()
-    np.testing.assert_array_equal(family.predict(model).numpy(), apart)
+    np.testing.assert_array_equal(family.predict(model).numpy(), unmerged)
     model.remove_adapter()
     np.testing.assert_array_equal(family.predict(model).numpy(), before)
 
 
-def test_losses_of_a_language_model_stay_near_those_of_its_own_weights() -> None:
+def test_losses_over_quantized_weights_stay_near_those_over_a_language_models_own() -> None:
     def losses(quantize: str | None) -> list[float]:
         tc.manual_seed(1)
         model = CausalLM.from_pretrained(LLAMA, dtype="f32", quantize=quantize)
@@ -131,30 +136,31 @@ def test_losses_of_a_language_model_stay_near_those_of_its_own_weights() -> None
 
     expected = losses(None)
     assert expected[-1] < 0.9 * expected[0]
-    for format, most in (("int8", 0.01), ("fp8", 0.02), ("nf4", 0.05)):
-        np.testing.assert_allclose(losses(format), expected, rtol=most)
+    for format, tolerance in (("int8", 0.01), ("fp8", 0.02), ("nf4", 0.05)):
+        np.testing.assert_allclose(losses(format), expected, rtol=tolerance)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_embedding_and_head_are_quantized_by_rows(
+def test_embedding_and_head_are_quantized_to_int8(
     name: str, format: str, checkpointing: str, tmp_path: Path
 ) -> None:
-    """Losses, scores and gradients equal those of a model with the dequantized values."""
+    """Losses, logits and gradients are near those of a model with the dequantized values."""
     folder = GOLDEN / "llm" / name
     original = CausalLM.from_pretrained(folder, dtype="f32").named_tensors()
     model = CausalLM.from_pretrained(folder, dtype="f32", quantize=format)
     model.save_pretrained(tmp_path)
     plain = CausalLM.from_pretrained(tmp_path, dtype="f32")
-    rows = [key for key in original if key in {"model.embed_tokens.weight", "lm_head.weight"}]
-    assert len(rows) == (2 if name == "llama" else 1)
-    for key in rows:
+    tables = [key for key in original if key in {"model.embed_tokens.weight", "lm_head.weight"}]
+    # qwen3's head is its embedding.
+    assert len(tables) == (2 if name == "llama" else 1)
+    for key in tables:
         # The embedding and the head are int8 whichever format the other layers have.
         expected = tc.quantize(original[key], "int8").dequantize().numpy()
         np.testing.assert_array_equal(plain.named_tensors()[key].numpy(), expected)
     ids = tc.tensor(np.arange(48).reshape(2, 24) * 7 % 100)
-    found = []
+    results = []
     for each in (model, plain):
         tc.manual_seed(0)
         if checkpointing != "none":
@@ -164,66 +170,85 @@ def test_embedding_and_head_are_quantized_by_rows(
             var.set(tc.randn(var.shape) * 0.05)
         loss = each.loss(ids, ids)
         gradients = tc.grad(loss, adapter.parameters())
-        found.append([loss.numpy(), each(ids).numpy(), *(g.numpy() for g in gradients)])
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+        results.append([loss.numpy(), each(ids).numpy(), *(g.numpy() for g in gradients)])
+    for found, expected in zip(*results, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_facts_of_a_language_model_have_the_bytes_of_quantized_weights() -> None:
     (facts,) = tc.inspect(LLAMA).parts.values()
-    inside = list(facts.layers.values())
-    outside = [facts.tensors[f"{key}.weight"] for key in ("model.embed_tokens", "lm_head")]
-    plain = sum(2 * rows * columns for rows, columns in (*inside, *outside))
-    codes = sum(tc.quantize(tc.zeros(shape), "nf4").nbytes for shape in inside)
-    codes += sum(tc.quantize(tc.zeros(shape), "int8").nbytes for shape in outside)
-    assert facts.weight_bytes("bf16", "nf4") == 2 * facts.elements - plain + codes
+    in_blocks = list(facts.layers.values())
+    tables = [facts.tensors[f"{key}.weight"] for key in ("model.embed_tokens", "lm_head")]
+    in_bf16 = sum(2 * rows * columns for rows, columns in (*in_blocks, *tables))
+    quantized_bytes = sum(tc.quantize(tc.zeros(shape), "nf4").nbytes for shape in in_blocks)
+    quantized_bytes += sum(tc.quantize(tc.zeros(shape), "int8").nbytes for shape in tables)
+    assert facts.weight_bytes("bf16", "nf4") == 2 * facts.elements - in_bf16 + quantized_bytes
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_facts_have_the_bytes_of_quantized_weights(format: str) -> None:
+def test_facts_of_a_transformer_have_the_bytes_of_quantized_weights(format: str) -> None:
     folder = FAMILIES["flux"].folder / "transformer"
     (facts,) = tc.inspect(folder).parts.values()
     assert facts.weight_bytes("bf16") == 2 * facts.elements
     blocks = {name: shape for name, shape in facts.layers.items() if "transformer_blocks." in name}
-    inside = sum(2 * rows * columns for rows, columns in blocks.values())
-    codes = sum(tc.quantize(tc.zeros(shape), format).nbytes for shape in blocks.values())
-    assert facts.weight_bytes("bf16", format) == 2 * facts.elements - inside + codes
+    in_bf16 = sum(2 * rows * columns for rows, columns in blocks.values())
+    quantized_bytes = sum(tc.quantize(tc.zeros(shape), format).nbytes for shape in blocks.values())
+    assert facts.weight_bytes("bf16", format) == 2 * facts.elements - in_bf16 + quantized_bytes
 
 
-@pytest.mark.parametrize("format", FORMATS)
+def saved_unet(folder: Path) -> SDXLUNet:
+    """Save a tiny UNet with random weights in bf16 in `folder` / "model", and return it."""
+    config = json.loads((GOLDEN / "sdxl" / "unet" / "config.json").read_text())
+    # Only layers whose sizes are multiples of 16 keep transposed codes.
+    config |= {"block_out_channels": [8, 16, 48]}
+    (folder / "config.json").write_text(json.dumps(config))
+    unet = SDXLUNet.from_config(folder / "config.json", "bf16")
+    unet.save_pretrained(folder / "model")
+    return unet
+
+
+def loaded_with_w8a8(folder: Path, format: str) -> tuple[SDXLUNet, int]:
+    """Load the UNet of `folder` with W8A8, and also return the estimate of its weights' bytes."""
+    (facts,) = tc.inspect(folder).parts.values()
+    tc.set_w8a8(True)
+    try:
+        unet = SDXLUNet.from_pretrained(folder, "bf16", quantize=format)
+        return unet, facts.weight_bytes("bf16", format)
+    finally:
+        tc.set_w8a8(False)
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
 def test_with_w8a8_only_feed_forward_networks_of_the_unet_are_quantized(
     format: str, tmp_path: Path
 ) -> None:
-    """The other layers are too small. The networks also keep transposed copies of their codes."""
-    config = json.loads((GOLDEN / "sdxl" / "unet" / "config.json").read_text())
-    config |= {"block_out_channels": [8, 16, 48]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    plain = SDXLUNet.from_config(tmp_path / "config.json", "bf16")
-    plain.save_pretrained(tmp_path / "model")
+    """Quantizing smaller layers would not save time. The networks also keep transposed codes."""
+    plain = saved_unet(tmp_path)
     (facts,) = tc.inspect(tmp_path / "model").parts.values()
-    inside = {name: shape for name, shape in facts.layers.items() if ".ff.net." in name}
-    assert 0 < len(inside) < len(facts.layers)
+    networks = {name: shape for name, shape in facts.layers.items() if ".ff.net." in name}
+    assert 0 < len(networks) < len(facts.layers)
     expected = {key: value.to("f32").numpy() for key, value in plain.named_tensors().items()}
-    wide = 2 * facts.elements - sum(2 * rows * columns for rows, columns in inside.values())
-    tc.set_w8a8(True)
-    try:
-        model = SDXLUNet.from_pretrained(tmp_path / "model", "bf16", quantize=format)
-        found = facts.weight_bytes("bf16", format)
-    finally:
-        tc.set_w8a8(False)
-    if format == "nf4":
-        assert found == facts.weight_bytes("bf16", format)
-        return
-    # Transposed codes take one byte an element, and each column an f32 scale, which is 1.
-    codes = [tc.quantize(tc.zeros(shape), format).nbytes for shape in inside.values()]
-    turned = [rows * columns + 4 * columns for rows, columns in inside.values()]
-    assert found == wide + sum(codes) + sum(turned)
+    unquantized = 2 * facts.elements - sum(
+        2 * rows * columns for rows, columns in networks.values()
+    )
+    model, found = loaded_with_w8a8(tmp_path / "model", format)
+    codes = [tc.quantize(tc.zeros(shape), format).nbytes for shape in networks.values()]
+    # Transposed codes take one byte for each element, and each column has a scale in f32.
+    transposed = [rows * columns + 4 * columns for rows, columns in networks.values()]
+    assert found == unquantized + sum(codes) + sum(transposed)
     for key, value in model.named_tensors().items():
         is_equal = np.array_equal(value.to("f32").numpy(), expected[key])
-        assert is_equal == (key.removesuffix(".weight") not in inside), key
+        assert is_equal == (key.removesuffix(".weight") not in networks), key
 
 
-def test_models_and_formats_that_cannot_be_quantized_are_errors() -> None:
+def test_w8a8_does_not_change_the_bytes_of_a_unet_in_nf4(tmp_path: Path) -> None:
+    saved_unet(tmp_path)
+    (facts,) = tc.inspect(tmp_path / "model").parts.values()
+    _, found = loaded_with_w8a8(tmp_path / "model", "nf4")
+    assert found == facts.weight_bytes("bf16", "nf4")
+
+
+def test_models_without_quantizable_layers_and_unknown_formats_are_errors() -> None:
     with pytest.raises(tc.errors.ArgumentError, match="no layers that may be quantized"):
         AutoencoderKL.from_pretrained(GOLDEN / "sdxl" / "vae", quantize="nf4")
     with pytest.raises(tc.errors.ArgumentError, match="int8, fp8, nf4"):

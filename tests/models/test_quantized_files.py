@@ -19,17 +19,23 @@ Entry = tuple[str, tuple[int, ...], bytes]
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_codes_of_comfyui_are_kept(form: str, tmp_path: Path) -> None:
+def test_fp8_codes_of_comfyui_are_kept(form: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     tensors, expected = quantised(form)
     write(path, tensors, header(form, tensors))
     model = FluxTransformer.from_pretrained(path, dtype="f32", config=CONFIG, quantize="fp8")
     for name, tensor in model.named_tensors().items():
         np.testing.assert_array_equal(tensor.numpy(), expected[name], err_msg=name)
-    # If `quantize` asks for another format, the loader dequantizes the weights and quantizes again.
-    other = FluxTransformer.from_pretrained(path, dtype="f32", config=CONFIG, quantize="int8")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_fp8_codes_are_quantized_again_to_another_format(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    tensors, expected = quantised(form)
+    write(path, tensors, header(form, tensors))
+    model = FluxTransformer.from_pretrained(path, dtype="f32", config=CONFIG, quantize="int8")
     name = "transformer_blocks.0.attn.to_q.weight"
-    difference = np.abs(other.named_tensors()[name].numpy() - expected[name]).max()
+    difference = np.abs(model.named_tensors()[name].numpy() - expected[name]).max()
     assert 0 < difference < np.abs(expected[name]).max() / 100
 
 
@@ -37,8 +43,9 @@ def test_a_code_that_is_nan_is_an_error(tmp_path: Path) -> None:
     tensors, _ = quantised("old")
     name = "transformer_blocks.0.attn.to_q.weight"
     dtype, shape, content = tensors[name]
-    assert np.isnan(e4m3()[content[0] | 0x7F])
-    tensors[name] = (dtype, shape, bytes([content[0] | 0x7F]) + content[1:])
+    code = content[0] | 0x7F
+    assert np.isnan(e4m3()[code])
+    tensors[name] = (dtype, shape, bytes([code]) + content[1:])
     write(tmp_path / "model.safetensors", tensors)
     with pytest.raises(tc.errors.ArgumentError, match="NaN"):
         FluxTransformer.from_pretrained(
@@ -47,7 +54,10 @@ def test_a_code_that_is_nan_is_an_error(tmp_path: Path) -> None:
 
 
 def packed(name: str, values: np.ndarray) -> tuple[dict[str, Entry], np.ndarray]:
-    """The tensors in which bitsandbytes stores a weight with quantized scales, and its values."""
+    """Return the tensors in which bitsandbytes stores a weight in NF4, and the rounded values.
+
+    The scales are quantized, too.
+    """
     found = tc.quantize(tc.tensor(values), "nf4")
     parts = {key: tensor.numpy() for key, tensor in found.tensors().items()}
     state = {
@@ -76,7 +86,7 @@ QUANTILES = np.array([
 
 
 def dynamic_map() -> np.ndarray:
-    """The values of bitsandbytes' signed 8-bit codes, from the golden file of its optimizers."""
+    """Return the values of bitsandbytes' signed 8-bit codes, from a golden file."""
     path = Path(__file__).parents[1] / "golden" / "optim" / "bitsandbytes.safetensors"
     return tc.load_file(path)["map.signed"].numpy().astype(np.float32)
 
@@ -84,7 +94,7 @@ def dynamic_map() -> np.ndarray:
 def tensors_of_bitsandbytes(
     storage: str = "U8",
 ) -> tuple[dict[str, Entry], dict[str, np.ndarray]]:
-    """The tensors of a transformer in NF4, and its values.
+    """Return the tensors of the golden transformer in NF4, and the rounded values.
 
     `storage` is the dtype whose tensors hold the codes' bytes (`bnb_4bit_quant_storage`).
     """
@@ -104,10 +114,13 @@ def tensors_of_bitsandbytes(
     return tensors, expected
 
 
-def folder_of_bitsandbytes(
+def write_folder_of_bitsandbytes(
     folder: Path, storage: str = "U8", **changes: Any
 ) -> dict[str, np.ndarray]:
-    """Write a transformer in NF4 with its configuration, and return its values."""
+    """Write the transformer in NF4 with its configuration, and return the rounded values.
+
+    `changes` replaces entries of `quantization_config`.
+    """
     tensors, expected = tensors_of_bitsandbytes(storage)
     write(folder / "diffusion_pytorch_model.safetensors", tensors)
     config = json.loads(CONFIG.read_text())
@@ -121,7 +134,7 @@ def folder_of_bitsandbytes(
 
 @pytest.mark.parametrize("storage", ["U8", "BF16", "F32"])
 def test_folders_of_bitsandbytes_are_read(tmp_path: Path, storage: str) -> None:
-    expected = folder_of_bitsandbytes(tmp_path, storage)
+    expected = write_folder_of_bitsandbytes(tmp_path, storage)
     for quantize in (None, "nf4"):
         model = FluxTransformer.from_pretrained(tmp_path, dtype="f32", quantize=quantize)
         for name, tensor in model.named_tensors().items():
@@ -129,7 +142,7 @@ def test_folders_of_bitsandbytes_are_read(tmp_path: Path, storage: str) -> None:
 
 
 def test_a_wrong_number_of_scales_is_an_error_with_the_name_of_the_weight(tmp_path: Path) -> None:
-    folder_of_bitsandbytes(tmp_path)
+    write_folder_of_bitsandbytes(tmp_path)
     file = tmp_path / "diffusion_pytorch_model.safetensors"
     tensors, _ = tensors_of_bitsandbytes()
     key = next(key for key in tensors if key.endswith(".absmax"))
@@ -142,26 +155,30 @@ def test_a_wrong_number_of_scales_is_an_error_with_the_name_of_the_weight(tmp_pa
 
 
 def with_plain_scales(name: str, values: np.ndarray) -> tuple[dict[str, Entry], np.ndarray]:
-    """As `packed`, with scales that are not quantized: bitsandbytes' default."""
+    """Do what `packed` does, but with scales in f32, which are bitsandbytes' default."""
     blocks = values.reshape(-1, 64)
     scales = np.abs(blocks).max(1)
     middles = (QUANTILES[1:] + QUANTILES[:-1]) / 2
-    codes = np.searchsorted(middles, blocks / scales[:, None]).astype(np.uint8).reshape(-1, 2)
+    codes = np.searchsorted(middles, blocks / scales[:, None]).astype(np.uint8)
+    pairs = codes.reshape(-1, 2)
     state = {
         "quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(values.shape),
     }  # fmt: skip
     text = json.dumps(state).encode()
     tensors = {
-        name: ("U8", (len(codes), 1), (codes[:, 0] << 4 | codes[:, 1]).tobytes()),
+        name: ("U8", (len(pairs), 1), (pairs[:, 0] << 4 | pairs[:, 1]).tobytes()),
         f"{name}.absmax": ("F32", scales.shape, scales.tobytes()),
         f"{name}.quant_map": ("F32", (16,), QUANTILES.tobytes()),
         f"{name}.quant_state.bitsandbytes__nf4": ("U8", (len(text),), text),
     }
-    return tensors, (QUANTILES[codes].reshape(blocks.shape) * scales[:, None]).reshape(values.shape)
+    return tensors, (QUANTILES[codes] * scales[:, None]).reshape(values.shape)
 
 
 def test_layers_that_a_file_joins_keep_their_codes(tmp_path: Path) -> None:
-    """Forge's files join queries, keys and values; rows of a block of codes stay together."""
+    """Forge's files join queries, keys and values in one weight.
+
+    Rows have 32 elements, and blocks 64: splitting the weight keeps the rows of a block together.
+    """
     plain = FluxTransformer.from_pretrained(GOLDEN, dtype="f32")
     original = tmp_path / "original.safetensors"
     tc.models.save_checkpoint(original, {"transformer": plain})
@@ -186,7 +203,9 @@ def test_layers_that_a_file_joins_keep_their_codes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", [*FORMS, "nf4", "plain nf4", "mixed"])
-def test_facts_name_the_format_that_keeps_all_codes(form: str, tmp_path: Path) -> None:
+def test_facts_name_the_format_of_the_codes_unless_a_weight_has_none(
+    form: str, tmp_path: Path
+) -> None:
     path = tmp_path / "diffusion_pytorch_model.safetensors"
     shutil.copy(CONFIG, tmp_path)
     if form in FORMS:
@@ -197,8 +216,8 @@ def test_facts_name_the_format_that_keeps_all_codes(form: str, tmp_path: Path) -
         tensors = {}
         for name, tensor in tc.load_file(GOLDEN / path.name).items():
             value = tensor.to("f32").numpy()
-            whole = form == "mixed" and "single_transformer_blocks.0.proj_out" in name
-            if value.ndim == 2 and "transformer_blocks." in name and not whole:
+            is_kept = form == "mixed" and "single_transformer_blocks.0.proj_out" in name
+            if value.ndim == 2 and "transformer_blocks." in name and not is_kept:
                 tensors |= pack(name, value)[0]
             else:
                 tensors[name] = ("F32", value.shape, value.tobytes())
@@ -207,35 +226,38 @@ def test_facts_name_the_format_that_keeps_all_codes(form: str, tmp_path: Path) -
     expected = {"mixed": None, "nf4": "nf4", "plain nf4": "nf4"}.get(form, "fp8")
     assert facts.stored_format == expected
     if expected == "nf4":
-        # A matrix has half a byte for each element, and its blocks' scales.
+        # A quantized matrix takes half a byte for each element, and the bytes of its scales.
         layers = [name for name in facts.layers if "transformer_blocks." in name]
-        kinds = {"U8": 1, "F32": 4}
-        scales = sum(
-            int(np.prod(dims)) * kinds[kind]
-            for key, (kind, dims, _) in tensors.items()
+        widths = {"U8": 1, "F32": 4}
+        bytes_of_scales = sum(
+            int(np.prod(dims)) * widths[dtype]
+            for key, (dtype, dims, _) in tensors.items()
             if key.endswith((".absmax", ".nested_absmax"))
         )
-        inside = sum(int(np.prod(facts.layers[name])) for name in layers)
-        expected_bytes = 2 * (facts.elements - inside) + inside // 2 + scales
+        elements = sum(int(np.prod(facts.layers[name])) for name in layers)
+        expected_bytes = 2 * (facts.elements - elements) + elements // 2 + bytes_of_scales
         assert facts.weight_bytes("bf16", "nf4") == expected_bytes
 
 
 @pytest.mark.parametrize(
-    ("changes", "name"),
+    ("changes", "described"),
     [
         ({"quant_method": "gptq"}, '"gptq"'),
         ({"load_in_4bit": False}, r'"bitsandbytes" \(nf4\)'),
         ({"bnb_4bit_quant_type": "fp4"}, r'"bitsandbytes" \(fp4\)'),
-        ({"bnb_4bit_quant_type": None}, r'"bitsandbytes" \(fp4\)'),
+        ({"bnb_4bit_quant_type": None}, r'"bitsandbytes" \(fp4\)'),  # fp4 is the default
         (
             {"quant_method": "compressed-tensors", "format": "pack-quantized"},
             r'"compressed-tensors" \(pack-quantized\)',
         ),
     ],
+    ids=["gptq", "not 4-bit", "fp4", "default type", "compressed-tensors"],
 )
 def test_unsupported_quantizations_are_errors(
-    tmp_path: Path, changes: dict[str, Any], name: str
+    tmp_path: Path, changes: dict[str, Any], described: str
 ) -> None:
-    folder_of_bitsandbytes(tmp_path, **changes)
-    with pytest.raises(tc.errors.ConfigError, match=f"of {name} are .*load the unquantized weight"):
+    write_folder_of_bitsandbytes(tmp_path, **changes)
+    with pytest.raises(
+        tc.errors.ConfigError, match=f"of {described} are .*load the unquantized weight"
+    ):
         FluxTransformer.from_pretrained(tmp_path)

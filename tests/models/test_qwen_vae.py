@@ -1,4 +1,4 @@
-"""Qwen-Image's autoencoder against that of diffusers on one frame, and in files of ComfyUI."""
+"""Qwen-Image's autoencoder against diffusers' on videos of one frame, and ComfyUI's files."""
 
 import json
 from pathlib import Path
@@ -21,9 +21,9 @@ def load(device: str = "cpu") -> AutoencoderKLQwenImage:
 
 
 def of_an_image(tensor: tc.Tensor) -> np.ndarray:
-    """The part of a stored parameter that applies to an image, which is a video of one frame.
+    """Return the part of a stored parameter that applies to an image, a video of one frame.
 
-    Of a convolution over time, only the last time tap meets the frame: the padding is causal.
+    A convolution over time pads only before the first frame, so only its last tap meets the frame.
     """
     values = tensor.to("f32").numpy()
     if values.ndim == 5:
@@ -32,11 +32,11 @@ def of_an_image(tensor: tc.Tensor) -> np.ndarray:
     return values.squeeze() if values.ndim > 1 and values.shape[-1] == 1 else values
 
 
-def test_parameters_are_those_of_one_frame() -> None:
+def test_parameters_are_those_that_apply_to_one_frame() -> None:
     ours = load().named_tensors()
-    in_time = {name for name in STORED if ".time_conv." in name}
-    assert in_time
-    assert ours.keys() == STORED.keys() - in_time
+    over_time = {name for name in STORED if ".time_conv." in name}
+    assert over_time
+    assert ours.keys() == STORED.keys() - over_time
     for name, tensor in ours.items():
         found, expected = tensor.numpy(), of_an_image(STORED[name])
         np.testing.assert_array_equal(found.squeeze(), expected.squeeze(), err_msg=name)
@@ -46,16 +46,21 @@ def test_moments_and_images_equal_those_of_diffusers(device: str) -> None:
     model = load(device)
     mean, logvar = model.encode(CASE["image"].to(device))
     decoded = model.decode(CASE["latent"].to(device))
-    # On a GPU, products keep 16 bits of each factor (docs/decisions.md). This random decoder is
-    # sensitive to that: weights that differ by at most 2^-16 change an image by up to 1.6e-3.
-    largest = {"mean": 1e-4, "logvar": 1e-4, "decoded": 1e-4 if device == "cpu" else 1.6e-3}
+    # On a GPU, products keep 16 bits of each factor (docs/decisions.md). This random decoder
+    # amplifies the rounding: changes of its weights by at most 2^-16 change an image by up to
+    # 1.6e-3.
+    tolerances = {"mean": 1e-4, "logvar": 1e-4, "decoded": 1e-4 if device == "cpu" else 1.6e-3}
     for found, name in ((mean, "mean"), (logvar, "logvar"), (decoded, "decoded")):
         if device == "cpu":
             assert_near(found, CASE[name])
-        assert relative_error(found, CASE[name]) < largest[name]
+        assert relative_error(found, CASE[name]) < tolerances[name]
     # diffusers clips images to -1 to 1.
     assert np.abs(CASE["decoded"].numpy()).max() == 1.0
     assert model.downscale == 2
+
+
+def test_statistics_of_the_latents_are_those_of_the_configuration() -> None:
+    model = load()
     config = json.loads((FOLDER / "vae" / "config.json").read_text())
     assert model.latents_mean == pytest.approx(config["latents_mean"])
     assert model.latents_std == pytest.approx(config["latents_std"])
@@ -84,8 +89,8 @@ def test_checkpointed_gradient_is_the_same_bit_for_bit(policy: str) -> None:
     assert gradient() == plain
 
 
-# Some of Wan's names, which ComfyUI's files have, and diffusers' names for them. diffusers 0.42 has
-# this map in `convert_wan_vae_to_diffusers`.
+# Maps some of Wan's tensor names, which ComfyUI's files have, to diffusers' names. The function
+# `convert_wan_vae_to_diffusers` of diffusers 0.42 has the whole map.
 WAN = {
     "encoder.conv1.weight": "encoder.conv_in.weight",
     "encoder.downsamples.0.residual.0.gamma": "encoder.down_blocks.0.norm1.gamma",
@@ -110,18 +115,20 @@ def test_files_of_comfyui_hold_the_same_model(tmp_path: Path) -> None:
         found, expected = written[prefix + theirs], STORED[ours]
         assert found.shape == expected.shape, theirs
         np.testing.assert_array_equal(of_an_image(found), of_an_image(expected), err_msg=theirs)
+    # This file has no configuration in its header. Without one, the loader knows only the sizes of
+    # published models.
     bare = tmp_path / "bare.safetensors"
-    in_time = {"encoder.downsamples.1.time_conv.weight": tc.ones((4, 4, 3, 1, 1))}
-    tc.save_file({name.removeprefix(prefix): t for name, t in written.items()} | in_time, bare)
+    over_time = {"encoder.downsamples.1.time_conv.weight": tc.ones((4, 4, 3, 1, 1))}
+    tc.save_file({name.removeprefix(prefix): t for name, t in written.items()} | over_time, bare)
     with pytest.raises(
         tc.ConfigError, match="16 channels in its latents and 2 after its first convolution"
     ):
         AutoencoderKLQwenImage.from_pretrained(bare)
-    for found in (
+    for loaded in (
         AutoencoderKLQwenImage.from_pretrained(path),
         AutoencoderKLQwenImage.from_pretrained(bare, config=FOLDER / "vae" / "config.json"),
     ):
-        for name, tensor in found.named_tensors().items():
+        for name, tensor in loaded.named_tensors().items():
             np.testing.assert_array_equal(tensor.numpy(), model.named_tensors()[name].numpy())
 
 
@@ -134,6 +141,6 @@ def test_a_saved_folder_is_the_same_model(tmp_path: Path) -> None:
     )
 
 
-def test_wrong_inputs_are_reported() -> None:
+def test_an_image_instead_of_a_latent_is_reported() -> None:
     with pytest.raises(tc.ShapeError, match=r"latent has shape .* expected \(B, 16, H, W\)"):
         load().decode(CASE["image"])

@@ -13,7 +13,9 @@ from trainable_candle.models import T5Encoder
 from .conftest import assert_near, relative_error
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "t5"
+# The forms of the feed-forward networks: T5 1.1 has gated ones, the first T5 has ReLUs.
 FORMS = ("gated", "relu")
+# The first block's table of relative position biases.
 TABLE = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 
 
@@ -45,6 +47,7 @@ def test_states_equal_those_of_transformers(form: str, device: str) -> None:
     assert_near(model(case["long_ids"]), case["long"].to("cpu"))
     assert_near(model(ids, mask), case["masked"].to("cpu"))
     assert_near(model(ids, attention_mask=mask * 0), case["nothing_seen"].to("cpu"))
+    # Ids and masks may be u32. A mask of ones is the same as none.
     np.testing.assert_array_equal(
         model(ids.to("u32"), (mask * 0 + 1).to("u32")).to("cpu").numpy(),
         model(ids).to("cpu").numpy(),
@@ -65,10 +68,12 @@ def test_states_in_half_precision_are_near_those_in_f32(
 
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
-    """An encoder whose residual stream, gated products and outputs of `wo` exceed f16's range."""
-    factors = {"wi_1": 8192}
+    """Write an encoder whose residual stream, gated products and `wo` outputs exceed f16's range.
+
+    make_transformers.py multiplies the same weights by 8192 for its results `large`.
+    """
     tensors = {
-        name: tensor.to("f32") * factors.get(name.split(".")[-2], 1)
+        name: tensor.to("f32") * (8192 if name.endswith(".wi_1.weight") else 1)
         for name, tensor in weights_of("gated").items()
     }
     tc.save_file(tensors, tmp_path / "model.safetensors")
@@ -85,7 +90,9 @@ def test_large_values_do_not_overflow(large: Path, dtype: str, within: float, de
     assert relative_error(states, case["large"]) < within
 
 
-def test_adapters_of_a_large_encoder_get_the_same_gradients_in_f16(large: Path) -> None:
+def test_gradients_with_large_values_are_near_in_f16_and_equal_with_checkpointing(
+    large: Path,
+) -> None:
     ids = case_of("gated")["input_ids"]
 
     def gradients(dtype: str, policy: str | None = None) -> list[np.ndarray]:
@@ -102,7 +109,7 @@ def test_adapters_of_a_large_encoder_get_the_same_gradients_in_f16(large: Path) 
         return [grad.to("f32").numpy() for grad in grads if grad is not None]
 
     exact = gradients("f32")
-    assert len(exact) == 3 * 3 * 2
+    assert len(exact) == 3 * 3 * 2  # blocks, targets, factors of LoRA
     for policy in ("full", "selective"):
         for found, expected in zip(gradients("f32", policy), exact, strict=True):
             np.testing.assert_array_equal(found, expected)
@@ -130,7 +137,9 @@ def test_a_saved_folder_equals_that_of_transformers(form: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("names", [("encoder.embed_tokens",), ("shared", "encoder.embed_tokens")])
-def test_the_embedding_is_read_under_either_name(tmp_path: Path, names: tuple[str, ...]) -> None:
+def test_the_embedding_is_read_under_another_name_or_both(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
     tensors = weights_of("gated")
     embedding = tensors.pop("shared.weight")
     tensors |= {f"{name}.weight": embedding for name in names}
@@ -144,11 +153,16 @@ def test_the_embedding_is_read_under_either_name(tmp_path: Path, names: tuple[st
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("prefix", ["", "text_encoders.t5xxl.transformer."])
-def test_sizes_are_deduced_from_a_single_file(form: str, prefix: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "prefix", ["", "text_encoders.t5xxl.transformer."], ids=["bare", "checkpoint"]
+)
+def test_sizes_are_deduced_from_a_single_file_and_its_names_are_kept(
+    form: str, prefix: str, tmp_path: Path
+) -> None:
     path = tmp_path / "t5.safetensors"
     tensors = {f"{prefix}{name}": tensor for name, tensor in weights_of(form).items()}
     if prefix:
+        # The checkpoint also has another text encoder.
         tensors["text_encoders.clip_l.transformer.x"] = tc.zeros(2)
     tc.save_file(tensors, path)
     model = T5Encoder.from_pretrained(path)
@@ -165,7 +179,7 @@ def test_files_that_do_not_fit_are_reported(tmp_path: Path) -> None:
     tc.save_file({TABLE: tensors[TABLE]}, path)
     with pytest.raises(tc.ConfigError, match=r"do not determine the size of shared"):
         T5Encoder.from_pretrained(path)
-    # umT5 has a table of relative position biases in each block, T5 only in the first block.
+    # umT5 has such a table in each block, T5 only in the first block.
     tc.save_file({**tensors, TABLE.replace("0", "1", 1): tensors[TABLE]}, path)
     with pytest.raises(tc.ConfigError, match=r"unexpected encoder\.block\.1\..*attention_bias"):
         T5Encoder.from_pretrained(path)
@@ -185,8 +199,10 @@ def test_wrong_inputs_are_reported() -> None:
         tc.ShapeError, match=r"attention_mask has shape \[1, 2\], expected \[1, 3\]"
     ):
         model(ids, tc.zeros((1, 2), dtype="i64"))
+    # The vocabulary has 150 tokens.
     with pytest.raises(tc.IndexOutOfRangeError, match="150"):
         model(ids + 150)
+    # A mask has only zeros and ones.
     with pytest.raises(tc.IndexOutOfRangeError, match="2"):
         model(ids, ids + 2)
     with pytest.raises(TypeError, match="attention_mask is a value of type list"):

@@ -23,13 +23,14 @@ from .conftest import distance, metadata, relative_error
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 # The largest relative error of predictions. torch rounds one frequency of the sinusoidal embedding
-# differently, so that the embeddings of a guidance of 3500 differ by this much.
+# differently. The embedding of a guidance of 3.5, which the model multiplies by 1000, therefore
+# differs by this much.
 ROUNDING = 1e-5
 CASES = ("dora_attention", "lora_all_linear")
 
 
 def gradient(var: tc.Var) -> np.ndarray:
-    """The gradient of `var`, or an empty array if `var` has none.
+    """Return the gradient of `var`, or an empty array if `var` has none.
 
     The layers of Qwen-Image's last block that apply only to the text have no gradients.
     """
@@ -37,6 +38,8 @@ def gradient(var: tc.Var) -> np.ndarray:
 
 
 class Family(NamedTuple):
+    """A transformer: its folder in tests/golden, its class, and the names of its inputs."""
+
     name: str
     kind: type[Model]
     inputs: tuple[str, ...]
@@ -56,16 +59,16 @@ class Family(NamedTuple):
     def case(self) -> dict[str, tc.Tensor]:
         return tc.load_file(self.folder / "transformer_forward.safetensors")
 
-    def predict(self, model: Model, device: str = "cpu", **other: object) -> tc.Tensor:
+    def predict(self, model: Model, device: str = "cpu", **changes: object) -> tc.Tensor:
         given = {name: self.case[name].to(device) for name in self.inputs}
-        return model(**(given | other))
+        return model(**(given | changes))
 
 
-COMMON = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
+POOLED = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
 UNPOOLED = ("hidden_states", "encoder_hidden_states", "timestep")
 FAMILIES = {
-    "sd3": Family("sd3", SD3Transformer, COMMON),
-    "flux": Family("flux", FluxTransformer, (*COMMON, "img_ids", "txt_ids", "guidance")),
+    "sd3": Family("sd3", SD3Transformer, POOLED),
+    "flux": Family("flux", FluxTransformer, (*POOLED, "img_ids", "txt_ids", "guidance")),
     "chroma": Family("chroma", ChromaTransformer, (*UNPOOLED, "img_ids", "txt_ids", "lengths")),
     "flux2": Family("flux2", Flux2Transformer, (*UNPOOLED, "img_ids", "txt_ids")),
     "zimage": Family("zimage", ZImageTransformer, (*UNPOOLED, "lengths")),
@@ -83,7 +86,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 def adapted(
     family: Family, model: Model, name: str, device: str = "cpu"
 ) -> tuple[tc.AdapterSet, dict[str, tc.Tensor]]:
-    """Put a case's initial adapter on a model on `device`; return the adapter and the case."""
+    """Add a case's initial adapter to a model, which is on `device`; return adapter and case."""
     path = family.folder / f"transformer_{name}.safetensors"
     case, settings = tc.load_file(path), metadata(path)
     config = tc.LoraConfig(
@@ -103,7 +106,7 @@ def adapted(
 def four_steps(
     family: Family, model: Model, adapter: tc.AdapterSet, target: tc.Tensor
 ) -> list[float]:
-    """The losses of four steps of AdamW."""
+    """Take four steps of AdamW, and return their losses."""
     optimizer = tc.optim.AdamW(adapter.parameters(), lr=1e-3, weight_decay=0.01)
     losses = []
     for _ in range(4):
@@ -145,39 +148,42 @@ def test_adapters_train_as_with_peft(family: Family, name: str, policy: str, dev
 
 
 @pytest.mark.parametrize(
-    ("dtype", "of_output", "of_gradient", "of_loss"),
+    ("dtype", "output_limit", "gradient_limit", "loss_limit"),
     [("f16", 0.01, 0.02, 2e-3), ("bf16", 0.05, 0.1, 1e-2)],
 )
 @pytest.mark.parametrize("name", CASES)
-def test_adapters_train_in_half_precision(
-    family: Family, name: str, dtype: str, of_output: float, of_gradient: float, of_loss: float,
-    device: str,
+def test_adapters_train_in_half_precision_nearly_as_with_peft(
+    family: Family, name: str, dtype: str, output_limit: float, gradient_limit: float,
+    loss_limit: float, device: str,
 ) -> None:  # fmt: skip
     model = family.load(dtype, device)
     adapter, case = adapted(family, model, name, device)
     target = case["target"].to(device)
     output = family.predict(model, device)
     assert output.dtype == dtype
-    assert distance(output, case["output"]) < of_output
+    assert distance(output, case["output"]) < output_limit
     mse_loss(output.to("f32"), target).backward()
     parameters = adapter.named_parameters()
     found = tc.cat([var.grad.to("cpu").reshape(-1) for var in parameters.values()])
     expected = tc.cat([case[f"grad.{key}"].reshape(-1) for key in parameters])
-    assert distance(found, expected) < of_gradient
+    assert distance(found, expected) < gradient_limit
     losses = four_steps(family, model, adapter, target)
-    np.testing.assert_allclose(losses, case["adamw.losses"].numpy(), rtol=of_loss)
+    np.testing.assert_allclose(losses, case["adamw.losses"].numpy(), rtol=loss_limit)
 
 
 def test_a_batch_equals_its_samples_one_by_one(family: Family) -> None:
     model, case = family.load(), family.case
-    rows = [n for n in family.inputs if case[n].shape[0] == case["hidden_states"].shape[0]]
-    whole = family.predict(model).numpy()
-    for i in range(len(whole)):
-        one = family.predict(model, **{name: case[name][i : i + 1] for name in rows})
-        np.testing.assert_allclose(one.numpy()[0], whole[i], rtol=1e-4, atol=1e-5)
+    # All samples share the other inputs, which are ids of positions.
+    per_sample = [n for n in family.inputs if case[n].shape[0] == case["hidden_states"].shape[0]]
+    batch = family.predict(model).numpy()
+    for i in range(len(batch)):
+        sample = family.predict(model, **{name: case[name][i : i + 1] for name in per_sample})
+        np.testing.assert_allclose(sample.numpy()[0], batch[i], rtol=1e-4, atol=1e-5)
 
 
-def test_an_original_file_is_the_same_model(family: Family, tmp_path: Path) -> None:
+def test_a_file_with_the_original_names_holds_the_same_model(
+    family: Family, tmp_path: Path
+) -> None:
     model = family.load("bf16")
     path = tmp_path / "original.safetensors"
     tc.models.save_checkpoint(path, {"transformer": model})
@@ -185,9 +191,9 @@ def test_an_original_file_is_the_same_model(family: Family, tmp_path: Path) -> N
     # Most of the original tensor names of Z-Image and Qwen-Image are diffusers' names.
     if family.name not in {"zimage", "qwen-image"}:
         assert not any(name in written for name in family.stored)
-    found = family.kind.from_pretrained(path)
+    loaded = family.kind.from_pretrained(path).named_tensors()
     for name, tensor in family.stored.items():
-        np.testing.assert_array_equal(found.named_tensors()[name].to("f32"), tensor.to("f32"))
+        np.testing.assert_array_equal(loaded[name].to("f32"), tensor.to("f32"))
     # The bare file has no configurations in its header, and its tensor names have no prefix. The
     # loader must deduce the sizes from the shapes of the tensors.
     bare = tmp_path / "bare.safetensors"
@@ -206,35 +212,39 @@ def test_an_original_file_is_the_same_model(family: Family, tmp_path: Path) -> N
 
 
 def test_the_padding_of_a_text_is_not_read() -> None:
-    """A sample does not depend on the padding, or on the lengths of other texts in the batch."""
+    """The second sample depends neither on its padding nor on the length of the first text."""
     family = FAMILIES["zimage"]
     model, case = family.load(), family.case
     x, text, times = (case[name][1:] for name in UNPOOLED)
-    expected = model(x, text[:, :19], times)
+    read = 19  # the tokens of the second text
+    assert case["lengths"].tolist()[1] == read
+    expected = model(x, text[:, :read], times)
     assert relative_error(expected, case["output"][1:]) < ROUNDING
+    # The model pads each text to a multiple of 32 tokens: a text of 19 tokens fills a row of 32.
     for length, full in ((32, True), (32, False), (80, False)):
-        longer = tc.cat([text[:, :19], 100.0 * tc.ones((1, length - 19, 40))], 1)
+        longer = tc.cat([text[:, :read], 100.0 * tc.ones((1, length - read, 40))], 1)
         found = model(x, longer, times, case["lengths"][1:], rows_are_full=full)
         assert relative_error(found, expected) < ROUNDING, length
 
 
 @pytest.mark.parametrize("name", ["chroma", "qwen-image"])
 def test_texts_are_read_to_their_length(name: str) -> None:
-    """Neither the padding nor the lengths of other texts in the batch change a sample."""
+    """The second sample depends neither on its padding nor on the length of the first text."""
     family = FAMILIES[name]
     model, case = family.load(), family.case
     x, text, times = (case[name][1:] for name in UNPOOLED)
-    image, words = case["img_ids"], case["txt_ids"]
+    image_ids, text_ids = case["img_ids"], case["txt_ids"]
     read = int(case["lengths"][1].item())
-    expected = model(x, text[:, :read], times, image, words[:read])
+    expected = model(x, text[:, :read], times, image_ids, text_ids[:read])
     assert relative_error(expected, case["output"][1:]) < ROUNDING
     longer = tc.cat([text[:, :read], 100.0 * tc.ones((1, 9, 40))], 1)
-    positions = tc.cat([words[:read], tc.zeros((9, 3))], 0)
-    found = model(x, longer, times, image, positions, case["lengths"][1:])
+    longer_ids = tc.cat([text_ids[:read], tc.zeros((9, 3))], 0)
+    found = model(x, longer, times, image_ids, longer_ids, case["lengths"][1:])
     assert relative_error(found, expected) < ROUNDING
-    assert relative_error(model(x, longer, times, image, positions), expected) > 0.01
+    # Without `lengths`, the padding is read as text.
+    assert relative_error(model(x, longer, times, image_ids, longer_ids), expected) > 0.01
     with pytest.raises(tc.ShapeError, match=r"lengths has shape \[2\], expected \(1,\)"):
-        model(x, longer, times, image, positions, case["lengths"])
+        model(x, longer, times, image_ids, longer_ids, case["lengths"])
 
 
 @pytest.mark.parametrize(
@@ -246,7 +256,9 @@ def test_texts_are_read_to_their_length(name: str) -> None:
         ("transformer_blocks.0.img_mlp.gate_up.weight", "Qwen-Image 2.1"),
     ],
 )
-def test_variants_of_qwen_image_are_rejected(tmp_path: Path, key: str, title: str) -> None:
+def test_weights_of_variants_of_qwen_image_are_rejected(
+    tmp_path: Path, key: str, title: str
+) -> None:
     path = tmp_path / "other.safetensors"
     tc.save_file(FAMILIES["qwen-image"].stored | {key: tc.ones((4,))}, path)
     with pytest.raises(tc.ConfigError, match=f"the transformer is {title}.*expected Qwen-Image"):
@@ -282,23 +294,26 @@ def test_variants_of_chroma_are_rejected(tmp_path: Path) -> None:
         ChromaTransformer.from_pretrained(path)
 
 
-def test_fused_projections_are_read_from_files_of_comfyui(tmp_path: Path) -> None:
+def test_files_of_comfyui_with_fused_projections_are_read_and_z_image_omni_is_rejected(
+    tmp_path: Path,
+) -> None:
     family = FAMILIES["zimage"]
     model = family.load("bf16")
-    path = tmp_path / "one.safetensors"
+    path = tmp_path / "fused.safetensors"
     tc.models.save_checkpoint(path, {"transformer": model})
     written = tc.load_file(path)
-    prefix, own = "model.diffusion_model.", model.named_tensors()
-    parts = [own[f"layers.1.attention.to_{name}.weight"].to("f32") for name in "qkv"]
+    prefix, ours = "model.diffusion_model.", model.named_tensors()
+    parts = [ours[f"layers.1.attention.to_{name}.weight"].to("f32") for name in "qkv"]
     fused = written[f"{prefix}layers.1.attention.qkv.weight"].to("f32")
     np.testing.assert_array_equal(fused.numpy(), tc.cat(parts, 0).numpy())
     (tmp_path / "transformer").mkdir()
     config = (family.folder / "transformer" / "config.json").read_bytes()
     (tmp_path / "transformer" / "config.json").write_bytes(config)
     bare = {name.removeprefix(prefix): tensor for name, tensor in written.items()}
+    # Some published files also have this tensor, which the model does not use.
     tc.save_file(bare | {"norm_final.weight": tc.ones((32,))}, tmp_path / "bare.safetensors")
     found = ZImageTransformer.from_pretrained(tmp_path / "bare.safetensors").named_tensors()
-    for name, tensor in own.items():
+    for name, tensor in ours.items():
         np.testing.assert_array_equal(found[name].to("f32").numpy(), tensor.to("f32").numpy())
     tc.save_file(bare | {"siglip_embedder.0.weight": tc.ones((4,))}, tmp_path / "omni.safetensors")
     with pytest.raises(tc.ConfigError, match="Z-Image-Omni"):
@@ -311,7 +326,7 @@ def test_positions_beyond_the_axes_are_rejected() -> None:
         family.predict(family.load(), hidden_states=tc.zeros((2, 16, 130, 8)))
 
 
-def test_images_beyond_the_table_of_positions_are_rejected() -> None:
+def test_images_beyond_the_table_of_positions_and_odd_heights_are_rejected() -> None:
     """The table has positions for 12 x 12 tokens; a token is a square of 2 x 2 latents."""
     family = FAMILIES["sd3"]
     model, case = family.load(), family.case
@@ -329,8 +344,9 @@ def test_images_beyond_the_table_of_positions_are_rejected() -> None:
         ("pooled_projections", tc.zeros((2, 23)), r"expected \(2, 24\)"),
         ("timestep", tc.zeros((3,)), r"expected \(2,\), \(1,\) or \(\)"),
     ],
+    ids=["text width", "no tokens", "pooled width", "number of timesteps"],
 )
-def test_wrong_inputs_are_reported(
+def test_inputs_of_wrong_shapes_are_reported(
     family: Family, name: str, wrong: tc.Tensor, message: str
 ) -> None:
     if name not in family.inputs:

@@ -1,4 +1,4 @@
-"""The autoencoders of SDXL and FLUX.2 against diffusers."""
+"""The autoencoders of SDXL and FLUX.2 against those of diffusers."""
 
 from pathlib import Path
 
@@ -17,16 +17,16 @@ def model(sdxl: Path) -> AutoencoderKL:
     return AutoencoderKL.from_pretrained(sdxl)
 
 
-def on(sdxl: Path, device: str) -> tuple[AutoencoderKL, dict[str, tc.Tensor]]:
-    """The model and its inputs on a device."""
+def loaded_on(sdxl: Path, device: str) -> tuple[AutoencoderKL, dict[str, tc.Tensor]]:
+    """Load the model on a device, and return it with its inputs there."""
     inputs = {name: CASE[name].to(device) for name in ("image", "latent")}
     return AutoencoderKL.from_pretrained(sdxl, device=device), inputs
 
 
 def assert_close(found: tc.Tensor, expected: tc.Tensor) -> None:
-    """Assert that values are near; on a GPU, products keep 16 bits of each factor.
+    """Assert that values are near, with a wider tolerance on a GPU.
 
-    docs/decisions.md has the reasons.
+    There, products keep only 16 bits of each factor; docs/decisions.md has the reasons.
     """
     if found.device == "cpu":
         assert_near(found, expected)
@@ -40,8 +40,8 @@ def test_names_and_shapes_equal_those_of_diffusers(model: AutoencoderKL) -> None
 
 
 def test_moments_and_images_equal_those_of_diffusers(sdxl: Path, device: str) -> None:
-    model, given = on(sdxl, device)
-    mean, logvar = model.encode(given["image"])  # its height is odd
+    model, given = loaded_on(sdxl, device)
+    mean, logvar = model.encode(given["image"])  # of an odd height
     assert_close(mean, CASE["mean"])
     assert_close(logvar, CASE["logvar"])
     assert_close(model.decode(given["latent"]), CASE["decoded"])
@@ -49,7 +49,7 @@ def test_moments_and_images_equal_those_of_diffusers(sdxl: Path, device: str) ->
 
 
 def test_tiles_equal_those_of_diffusers(sdxl: Path, device: str) -> None:
-    model, given = on(sdxl, device)
+    model, given = loaded_on(sdxl, device)
     mean, _ = model.encode(given["image"], tile_size=16)
     assert_close(mean, CASE["tiled_mean"])
     assert_close(model.decode(given["latent"], tile_size=16), CASE["tiled_decoded"])
@@ -73,7 +73,7 @@ def test_checkpointed_gradient_is_the_same_bit_for_bit(model: AutoencoderKL, pol
     assert gradient() == plain
 
 
-def test_half_precision_needs_force_upcast_to_be_off(sdxl: Path) -> None:
+def test_the_dtype_is_f32_unless_force_upcast_is_off(sdxl: Path) -> None:
     # The weights are stored as bf16, and the configuration sets force_upcast.
     for dtype in (None, "f16", "bf16", "f32"):
         assert AutoencoderKL.from_pretrained(sdxl, dtype=dtype).dtype == "f32"
@@ -92,11 +92,13 @@ def test_wrong_inputs_are_reported(model: AutoencoderKL) -> None:
 FLUX2 = GOLDEN.parent / "flux2"
 
 
-def test_the_autoencoder_of_flux2_equals_that_of_diffusers_and_is_saved(tmp_path: Path) -> None:
+def test_the_autoencoder_of_flux2_equals_that_of_diffusers_and_files_keep_it(
+    tmp_path: Path,
+) -> None:
     case = tc.load_file(FLUX2 / "vae_forward.safetensors")
     stored = tc.load_file(FLUX2 / "vae" / "diffusion_pytorch_model.safetensors")
     model = AutoencoderKL.from_pretrained(FLUX2 / "vae", dtype="f32")
-    del stored["bn.num_batches_tracked"]
+    del stored["bn.num_batches_tracked"]  # which only training in torch uses
     ours = {name: tensor.shape for name, tensor in model.named_tensors().items()}
     assert ours == {name: tensor.shape for name, tensor in stored.items()}
     mean, logvar = model.encode(case["image"])

@@ -9,18 +9,20 @@ import pytest
 import trainable_candle as tc
 
 RNG = np.random.default_rng(1)
+# As in torch: the embedding's width, the number of heads, the length of the query, the length of
+# the key and the value, the batch size.
 E, H, S, L, B = 8, 2, 3, 5, 4
 
 
-def made(**settings: Any) -> tc.nn.MultiheadAttention:
+def make_module(**settings: Any) -> tc.nn.MultiheadAttention:
     module = tc.nn.MultiheadAttention(E, H, dtype="f64", **settings)
-    for v in module.named_parameters().values():
-        v.set(tc.tensor(RNG.standard_normal(v.shape) * 0.5))
+    for parameter in module.named_parameters().values():
+        parameter.set(tc.tensor(RNG.standard_normal(parameter.shape) * 0.5))
     return module
 
 
 def test_attention_equals_its_formula() -> None:
-    module = made(batch_first=True)
+    module = make_module(batch_first=True)
     x, y = RNG.standard_normal((B, S, E)), RNG.standard_normal((B, L, E))
     w, b = module.in_proj_weight.numpy(), module.in_proj_bias
     assert b is not None
@@ -37,37 +39,37 @@ def test_attention_equals_its_formula() -> None:
     mixed = (weights @ v).swapaxes(1, 2).reshape(B, S, E)
     expected = mixed @ out.weight.numpy().T + out.bias.numpy()
     for need in (True, False):
-        found, shown = module(tc.tensor(x), tc.tensor(y), tc.tensor(y), need_weights=need)
+        found, found_weights = module(tc.tensor(x), tc.tensor(y), tc.tensor(y), need_weights=need)
         np.testing.assert_allclose(found.numpy(), expected, rtol=1e-9, atol=1e-9)
-        assert (shown is not None) == need
-    each = module(tc.tensor(x), tc.tensor(y), tc.tensor(y), average_attn_weights=False)[1]
-    np.testing.assert_allclose(each.numpy(), weights, rtol=1e-9)
+        assert (found_weights is not None) == need
+    by_head = module(tc.tensor(x), tc.tensor(y), tc.tensor(y), average_attn_weights=False)[1]
+    np.testing.assert_allclose(by_head.numpy(), weights, rtol=1e-9)
 
 
 def test_with_a_causal_mask_results_do_not_depend_on_later_positions() -> None:
-    module = made()
+    module = make_module()
     x = RNG.standard_normal((S, E))
     changed = x.copy()
     changed[-1] += 1
-    one, two = (module(*[tc.tensor(a)] * 3, is_causal=True)[0].numpy() for a in (x, changed))
-    np.testing.assert_allclose(one[:-1], two[:-1])
-    assert np.abs(one[-1] - two[-1]).max() > 1e-3
+    before, after = (module(*[tc.tensor(a)] * 3, is_causal=True)[0].numpy() for a in (x, changed))
+    np.testing.assert_allclose(before[:-1], after[:-1])
+    assert np.abs(before[-1] - after[-1]).max() > 1e-3
 
 
 def test_gradients_reach_all_parameters() -> None:
-    module = made()
+    module = make_module()
     x = tc.randn(S, B, E, dtype="f64")
     module(x, x, x, need_weights=False)[0].square().sum().backward()
-    for name, v in module.named_parameters().items():
-        assert v.grad is not None, name
+    for name, parameter in module.named_parameters().items():
+        assert parameter.grad is not None, name
 
 
-def test_wrong_shapes_are_reported() -> None:
+def test_wrong_numbers_of_heads_and_shapes_of_masks_are_reported() -> None:
     with pytest.raises(tc.ArgumentError, match="num_heads is 3, expected a divisor of embed_dim"):
         tc.nn.MultiheadAttention(8, 3)
     x = tc.ones(S, E, dtype="f64")
     with pytest.raises(tc.ShapeError, match="attn_mask has shape"):
-        made()(x, x, x, attn_mask=tc.ones(2, 2))
+        make_module()(x, x, x, attn_mask=tc.ones(2, 2))
 
 
 @pytest.mark.parametrize(
@@ -81,6 +83,14 @@ def test_wrong_shapes_are_reported() -> None:
         ([(B, S, E), (1, L, E)], {}, "expected one batch size for all"),
         ([(B, S, E), (B, L, E), (B, S, E)], {}, "one length for key and value"),
     ],
+    ids=[
+        "transposed mask",
+        "mask of four dimensions",
+        "transposed padding",
+        "batch of padding",
+        "batch sizes",
+        "lengths",
+    ],
 )
 def test_shapes_that_torch_rejects_are_rejected(
     shapes: Any, masks: dict[str, tuple[int, ...]], message: str
@@ -88,7 +98,7 @@ def test_shapes_that_torch_rejects_are_rejected(
     inputs = [tc.ones(shape, dtype="f64") for shape in (*shapes, shapes[-1])[:3]]
     given: Any = {name: tc.zeros(shape, dtype="u8") for name, shape in masks.items()}
     with pytest.raises(tc.ShapeError, match=message):
-        made(batch_first=True)(*inputs, **given)
+        make_module(batch_first=True)(*inputs, **given)
     torch = pytest.importorskip("torch")
     theirs = torch.nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64)
     given = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in masks.items()}
@@ -101,32 +111,34 @@ def test_integer_masks_are_rejected(name: str) -> None:
     x = tc.ones(1, S, E, dtype="f64")
     mask = tc.zeros((S, S) if name == "attn_mask" else (1, S), dtype="i64")
     with pytest.raises(tc.DTypeError, match=rf"{name} has dtype i64, expected u8.*to\(.u8.\)"):
-        made(batch_first=True)(x, x, x, **{name: mask})
+        make_module(batch_first=True)(x, x, x, **{name: mask})
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("need", [False, True])
 def test_results_equal_those_of_torch(batch_first: bool, need: bool) -> None:
     torch = pytest.importorskip("torch")
-    module = made(batch_first=batch_first)
+    module = make_module(batch_first=batch_first)
     theirs = torch.nn.MultiheadAttention(E, H, batch_first=batch_first, dtype=torch.float64)
     names = module.named_parameters()
     theirs.load_state_dict({n: torch.from_numpy(v.numpy()) for n, v in names.items()})
-    first = (B, S, E) if batch_first else (S, B, E)
-    second = (B, L, E) if batch_first else (L, B, E)
-    x, y = RNG.standard_normal(first), RNG.standard_normal(second)
+    query_shape = (B, S, E) if batch_first else (S, B, E)
+    key_shape = (B, L, E) if batch_first else (L, B, E)
+    x, y = RNG.standard_normal(query_shape), RNG.standard_normal(key_shape)
     padding = np.arange(L) >= np.array([[5], [3], [4], [1]])
     later = np.triu(np.ones((S, L), bool), 2)
-    added = RNG.standard_normal((B * H, S, L))
-    for key_padding, attn in itertools.product((None, padding), (None, later, added)):
-        if key_padding is not None and attn is added:
-            continue  # torch warns of a boolean mask beside an additive mask
+    additive = RNG.standard_normal((B * H, S, L))
+    for key_padding, attn in itertools.product((None, padding), (None, later, additive)):
+        if key_padding is not None and attn is additive:
+            continue  # torch warns of a boolean mask with an additive mask
         masks = {"key_padding_mask": key_padding, "attn_mask": attn}
-        ours = {n: None if m is None else tc.tensor(m) for n, m in masks.items()}
-        others = {n: None if m is None else torch.from_numpy(m) for n, m in masks.items()}
-        found = module(tc.tensor(x), tc.tensor(y), tc.tensor(y), need_weights=need, **ours)
+        our_masks = {n: None if m is None else tc.tensor(m) for n, m in masks.items()}
+        their_masks = {n: None if m is None else torch.from_numpy(m) for n, m in masks.items()}
+        found = module(tc.tensor(x), tc.tensor(y), tc.tensor(y), need_weights=need, **our_masks)
         a, b = torch.from_numpy(x), torch.from_numpy(y)
-        expected = theirs(a, b, b, need_weights=need, **others)
-        for one, two in zip(found, expected, strict=True):
-            if need or two is not None:
-                np.testing.assert_allclose(one.numpy(), two.detach().numpy(), rtol=1e-9, atol=1e-9)
+        expected = theirs(a, b, b, need_weights=need, **their_masks)
+        for ours, wanted in zip(found, expected, strict=True):
+            if need or wanted is not None:
+                np.testing.assert_allclose(
+                    ours.numpy(), wanted.detach().numpy(), rtol=1e-9, atol=1e-9
+                )

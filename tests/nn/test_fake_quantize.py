@@ -14,7 +14,7 @@ FORMATS = ["int8", "int4", "fp8", "nf4"]
 
 
 def matrix(rows: int, columns: int) -> np.ndarray:
-    """The matrix whose rounded values are in the golden file (in the file, it is 6 x 64)."""
+    """Return a matrix of fixed values. The golden file is made from that of 6 x 64 elements."""
     i = np.arange(rows * columns, dtype=np.float64)
     values = (np.sin(i * 0.7) + np.sin(i * i * 0.013) * np.sin(i * 0.0031) ** 5) * 0.05
     return values.astype(np.float32).reshape(rows, columns)
@@ -28,8 +28,8 @@ def test_values_and_gradients_are_those_of_torchao(format: str) -> None:
     y = F.fake_quantize(x, format)
     np.testing.assert_allclose(y.numpy(), GOLDEN[f"{format}.values"], rtol=2e-7, atol=0)
     y.sum().backward()
-    straight = np.ones_like(values)
-    expected = GOLDEN[f"{format}.gradient"] if format != "fp8" else straight
+    # No element is clipped in fp8, for which the golden file has no gradient.
+    expected = GOLDEN[f"{format}.gradient"] if format != "fp8" else np.ones_like(values)
     np.testing.assert_array_equal(x.grad.numpy(), expected)
     # Only in int4 are some elements beyond the value of the last code. They get no gradient.
     assert (expected == 0).any() == (format == "int4")
@@ -46,17 +46,17 @@ def test_values_are_those_of_the_format_bit_by_bit(format: str, dtype: str) -> N
 def test_nf4_has_the_codes_of_the_format_and_scales_in_f32() -> None:
     values = matrix(32, 64)
     parts = tc.quantize(tc.tensor(values), "nf4").tensors()
-    packed = parts["codes"].numpy().reshape(-1, 1) >> np.array([4, 0]) & 15
+    unpacked = parts["codes"].numpy().reshape(-1, 1) >> np.array([4, 0]) & 15
     # Each block of 64 elements, here one row, has a scale. `table` gets the values of the codes
     # that occur.
     table = np.zeros(16, np.float32)
-    scaled = F.fake_quantize(tc.tensor(values), "nf4").numpy()
+    rounded = F.fake_quantize(tc.tensor(values), "nf4").numpy()
     largest = np.abs(values).max(1, keepdims=True)
-    codes = packed.reshape(values.shape)
+    codes = unpacked.reshape(values.shape)
     for code in range(16):
         if (codes == code).any():
-            table[code] = (scaled / largest)[codes == code][0]
-    np.testing.assert_allclose(scaled, table[codes] * largest, rtol=3e-7)
+            table[code] = (rounded / largest)[codes == code][0]
+    np.testing.assert_allclose(rounded, table[codes] * largest, rtol=3e-7)
     assert (np.diff(table[np.unique(codes)]) > 0).all()
     assert (table.min(), table.max()) == (-1, 1)
 
@@ -74,7 +74,7 @@ def test_rounded_values_are_representable_in_the_format(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_nan_stays_nan_and_leaves_other_rows_finite(format: str) -> None:
+def test_a_nan_stays_nan_and_leaves_later_rows_finite(format: str) -> None:
     values = matrix(6, 64)
     values[1, 3] = np.nan
     rounded = F.fake_quantize(tc.tensor(values), format).numpy()
@@ -89,6 +89,7 @@ def test_a_nan_stays_nan_and_leaves_other_rows_finite(format: str) -> None:
         ((4, 40), "int4", "found 40 in_features, expected a multiple of 32"),
         ((3, 20), "nf4", "found 60 elements, expected a multiple of 64"),
     ],
+    ids=["no matrix", "int4", "nf4"],
 )
 def test_wrong_shapes_are_reported(shape: tuple[int, ...], format: str, message: str) -> None:
     with pytest.raises(ShapeError, match=message):
@@ -122,8 +123,8 @@ def test_an_adapted_layer_computes_with_its_rounded_weight(
     np.testing.assert_allclose(y.numpy(), F.linear(x, merged).numpy(), rtol=1e-5, atol=1e-7)
     y.sum().backward()
     plain(x).sum().backward()
-    for var, other in zip(aware.get_vars(), plain.get_vars(), strict=True):
-        found, expected = var.grad.numpy(), other.grad.numpy()
+    for aware_var, plain_var in zip(aware.get_vars(), plain.get_vars(), strict=True):
+        found, expected = aware_var.grad.numpy(), plain_var.grad.numpy()
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -134,10 +135,11 @@ def test_clipped_elements_of_a_weight_pass_no_gradient_to_factors() -> None:
     up.set(tc.tensor(matrix(32, 4) * 3))
     adapted = tc.Var(weight + layer.scale * (up.detach() @ down.detach()))
     F.fake_quantize(adapted, "int4").sum().backward()
-    inside = adapted.grad.numpy()
-    assert 0 < (inside == 0).sum() < 80
+    passes = adapted.grad.numpy()  # 0 for a clipped element, 1 for each of the others
+    assert 0 < (passes == 0).sum() < 80
     layer(x).sum().backward()
-    change = layer.scale * inside * x.numpy().sum(0)
+    # The gradient of the product `up @ down`.
+    change = layer.scale * passes * x.numpy().sum(0)
     np.testing.assert_allclose(
         up.grad.numpy(), change @ down.detach().numpy().T, rtol=1e-4, atol=1e-6
     )
@@ -146,7 +148,7 @@ def test_clipped_elements_of_a_weight_pass_no_gradient_to_factors() -> None:
     )
 
 
-def test_layers_that_cannot_be_rounded_are_rejected() -> None:
+def test_sizes_dropouts_and_formats_that_rounding_does_not_support_are_rejected() -> None:
     weight = tc.tensor(matrix(8, 40))
     with pytest.raises(ConfigError, match=r"multiple of 32.*exclude_modules"):
         tc.nn.LoRALinear(weight, 2, 2.0, qat="int4")
@@ -158,20 +160,20 @@ def test_layers_that_cannot_be_rounded_are_rejected() -> None:
         tc.LoraConfig(qat="int16")
 
 
-class Small(tc.nn.Module):
+class ConvAndLinear(tc.nn.Module):
     def __init__(self) -> None:
         self.conv = tc.nn.Conv2d(2, 4, 3)
         self.fc = tc.nn.Linear.init(16, 8)
 
 
-def test_python_modules_round_their_linear_layers() -> None:
+def test_adapters_of_python_modules_round_weights_and_inputs_of_linear_layers() -> None:
     config = tc.LoraConfig(r=2, target_modules=["fc"], qat="int8")
-    model = Small()
+    model = ConvAndLinear()
     before = model.fc.weight
     adapter = model.add_adapter(config)
     expected = F.fake_quantize(before.detach(), "int8").numpy()
     np.testing.assert_array_equal(adapter.merge().fc.weight.numpy(), expected)
-    model = Small()
+    model = ConvAndLinear()
     config = tc.LoraConfig(r=2, target_modules=["fc"], qat="int8", qat_activations=True)
     adapter = model.add_adapter(config)
     x = tc.tensor(matrix(5, 16))
@@ -179,8 +181,11 @@ def test_python_modules_round_their_linear_layers() -> None:
     layer = adapter.merge().fc
     expected = F.linear(F.fake_quantize(x, "int8"), layer.weight, layer.bias).numpy()
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_convolution_cannot_be_rounded() -> None:
     with pytest.raises(ConfigError, match=r"conv is a convolution.*exclude_modules"):
-        Small().add_adapter(tc.LoraConfig(target_modules=["conv"], qat="int8"))
+        ConvAndLinear().add_adapter(tc.LoraConfig(target_modules=["conv"], qat="int8"))
 
 
 @pytest.mark.parametrize("layer", [tc.nn.LoRALinear, tc.nn.DoRALinear])
@@ -195,12 +200,14 @@ def test_inputs_are_rounded_with_a_scale_per_token(
     expected = F.linear(tokens, aware.merge()).reshape(2, 3, 32)
     y = aware(x)
     np.testing.assert_allclose(y.numpy(), expected.numpy(), rtol=1e-5, atol=1e-7)
-    without = F.linear(x.detach(), aware.merge()).numpy()
-    assert np.abs(y.numpy() - without).max() > 1e-4
+    unrounded = F.linear(x.detach(), aware.merge()).numpy()
+    assert np.abs(y.numpy() - unrounded).max() > 1e-4
     # The gradient of the input passes through the rounding unchanged.
     y.sum().backward()
-    ones = np.ones((6, 32), np.float32) @ aware.merge().numpy()
-    np.testing.assert_allclose(x.grad.numpy().reshape(6, 64), ones, rtol=1e-4, atol=1e-6)
+    expected_gradient = np.ones((6, 32), np.float32) @ aware.merge().numpy()
+    np.testing.assert_allclose(
+        x.grad.numpy().reshape(6, 64), expected_gradient, rtol=1e-4, atol=1e-6
+    )
 
 
 def test_inputs_are_rounded_only_to_formats_with_a_scale_per_row() -> None:

@@ -1,4 +1,4 @@
-"""Initial values: moments of random values, structure of the other values."""
+"""Initial values: moments and bounds of random values; identities, constants, orthogonality."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import trainable_candle as tc
 from trainable_candle.nn import init
 
 SHAPE = (128, 64, 3, 3)
-IN, OUT = 64 * 9, 128 * 9
+FAN_IN, FAN_OUT = 64 * 9, 128 * 9
 
 
 @pytest.mark.parametrize(
@@ -18,16 +18,29 @@ IN, OUT = 64 * 9, 128 * 9
     [
         (lambda v: init.uniform_(v, -2, 2), 2 / math.sqrt(3), 2.0),
         (lambda v: init.normal_(v, 0, 0.5), 0.5, None),
-        (init.xavier_uniform_, math.sqrt(2 / (IN + OUT)), math.sqrt(6 / (IN + OUT))),
-        (lambda v: init.xavier_normal_(v, 3), 3 * math.sqrt(2 / (IN + OUT)), None),
-        (init.kaiming_uniform_, math.sqrt(2 / IN), math.sqrt(6 / IN)),
+        (
+            init.xavier_uniform_,
+            math.sqrt(2 / (FAN_IN + FAN_OUT)),
+            math.sqrt(6 / (FAN_IN + FAN_OUT)),
+        ),
+        (lambda v: init.xavier_normal_(v, 3), 3 * math.sqrt(2 / (FAN_IN + FAN_OUT)), None),
+        (init.kaiming_uniform_, math.sqrt(2 / FAN_IN), math.sqrt(6 / FAN_IN)),
         (
             lambda v: init.kaiming_normal_(v, mode="fan_out", nonlinearity="relu"),
-            math.sqrt(2 / OUT),
+            math.sqrt(2 / FAN_OUT),
             None,
         ),
         # 0.7737 is the variance of a normal variable that is truncated at two standard deviations.
         (init.trunc_normal_, math.sqrt(0.7737), 2.0),
+    ],
+    ids=[
+        "uniform",
+        "normal",
+        "xavier_uniform",
+        "xavier_normal",
+        "kaiming_uniform",
+        "kaiming_normal",
+        "trunc_normal",
     ],
 )
 def test_random_initial_values_have_their_moments(
@@ -45,7 +58,7 @@ def test_random_initial_values_have_their_moments(
 
 def test_orthogonal_identity_and_constant_values_are_as_defined() -> None:
     v = tc.Var(tc.zeros(4, 6, dtype="f64"))
-    q = init.orthogonal_(v, 2.0).numpy()
+    q = init.orthogonal_(v, 2.0).numpy()  # rows of length 2
     np.testing.assert_allclose(q @ q.T, 4 * np.eye(4), atol=1e-6)
     assert init.eye_(v).numpy().tolist() == np.eye(4, 6).tolist()
     assert init.constant_(v, 3).dtype == "f64"
@@ -70,8 +83,9 @@ def test_wrong_arguments_are_reported() -> None:
         (lambda v: init.trunc_normal_(v, std=0.0), "trunc_normal_: std is 0.0, expected above 0"),
         (lambda v: init.uniform_(v, 1.0, 0.0), "uniform_: a is 1.0 and b is 0.0, expected"),
     ],
+    ids=["normal", "trunc_normal", "uniform"],
 )
-def test_impossible_distributions_are_reported(call, message):
+def test_an_impossible_distribution_is_reported_and_changes_no_value(call, message):
     v = tc.Var(tc.zeros(3, 3))
     with pytest.raises(tc.ArgumentError, match=message):
         call(v)

@@ -9,12 +9,13 @@ import trainable_candle as tc
 from trainable_candle import nn
 from trainable_candle.nn import functional as F
 
+# Layers, and the shapes of their parameters.
 SHAPES = {
     "Embedding": (nn.Embedding(5, 3), {"weight": (5, 3)}),
     "Conv2d": (nn.Conv2d(4, 6, (3, 1), groups=2), {"weight": (6, 2, 3, 1), "bias": (6,)}),
     "LayerNorm": (nn.LayerNorm([2, 3]), {"weight": (2, 3), "bias": (2, 3)}),
     "LayerNorm without bias": (nn.LayerNorm(3, bias=False), {"weight": (3,)}),
-    "LayerNorm alone": (nn.LayerNorm(3, elementwise_affine=False), {}),
+    "LayerNorm without parameters": (nn.LayerNorm(3, elementwise_affine=False), {}),
     "RMSNorm": (nn.RMSNorm(4), {"weight": (4,)}),
     "GroupNorm": (nn.GroupNorm(2, 4), {"weight": (4,), "bias": (4,)}),
     "GELU": (nn.GELU(), {}),
@@ -76,7 +77,7 @@ def test_dropout_has_an_effect_only_in_training() -> None:
 class Net(nn.Module):
     def __init__(self) -> None:
         self.body = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.GELU(), nn.Flatten())
-        self.heads = {"digit": nn.Linear.init(4 * 36, 10)}
+        self.heads = {"digit": nn.Linear.init(4 * 6 * 6, 10)}
         self.offset = tc.tensor([1, 2])
 
     def forward(self, x: tc.Tensor) -> tc.Tensor:
@@ -98,7 +99,7 @@ def test_a_network_learns() -> None:
     assert losses[-1] < 0.1 * losses[0]
 
 
-def test_containers_can_be_used_like_lists_of_modules() -> None:
+def test_containers_can_be_used_like_lists_but_take_only_modules() -> None:
     items = nn.ModuleList([nn.ReLU()]).append(nn.Linear.init(2, 2))
     assert (len(items), type(items[1])) == (2, nn.Linear)
     assert list(items.named_parameters()) == ["1.weight", "1.bias"]
@@ -134,7 +135,7 @@ def test_repr_lists_the_modules_inside() -> None:
     assert repr(lora) == "LoRALinear(4, 6, rank=2, scale=2, bias=False)"
 
 
-def test_to_changes_floating_point_tensors() -> None:
+def test_to_changes_only_floating_point_tensors_and_rejects_wrong_arguments() -> None:
     net = Net()
     x = tc.randn(1, 1, 8, 8)
     expected = net(x).numpy()
@@ -187,8 +188,11 @@ def test_wrong_arguments_are_rejected() -> None:
     for make, message in wrong:
         with pytest.raises(tc.errors.ArgumentError, match=message):
             make()
-    fixed = Net()
-    fixed.pair = (tc.Var(1.0),)
+
+
+def test_to_rejects_a_variable_in_a_tuple_and_changes_nothing() -> None:
+    net = Net()
+    net.pair = (tc.Var(1.0),)
     with pytest.raises(tc.errors.ArgumentError, match=r"pair.0 is in a tuple, .* use a list"):
-        fixed.to("f64")
-    assert {str(var.dtype) for var in fixed.parameters()} == {"f32"}
+        net.to("f64")
+    assert {str(var.dtype) for var in net.parameters()} == {"f32"}

@@ -1,4 +1,4 @@
-"""Trained factors on the scales of `fake_quantize`, against LSQ's definition (arXiv:1902.08153)."""
+"""Trained factors of `fake_quantize`'s scales, against LSQ's definition (arXiv:1902.08153)."""
 
 import numpy as np
 import pytest
@@ -23,14 +23,16 @@ CODES = {
     "fp8": np.unique([sign * value for value in E4M3 for sign in (-1, 1)]),
     "nf4": np.array(NF4),
 }
+# The number of elements that share a scale, for rows of 64 elements.
 GROUPS = {"int8": 64, "int4": 32, "fp8": 64, "nf4": 64}
+# The largest magnitude in a group, divided by the group's scale.
 LARGEST = {"int8": 127, "int4": 7.5, "fp8": 448, "nf4": 1}
 
 
-def defined(
+def lsq(
     values: np.ndarray, factors: np.ndarray, gradient: np.ndarray, format: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rounded values, and the gradients of values and factors: equations 1 to 3 of the paper.
+    """Return rounded values, and the gradients of values and of factors (equations 1 to 3).
 
     In the paper, only values between the first and the last code get a gradient. Here, values up
     to half a step beyond these codes get one, too. The step is the distance between the first two
@@ -42,9 +44,10 @@ def defined(
     scale = plain * factors[:, None]
     v = x / scale
     code = codes[np.abs(v[..., None] - codes).argmin(-1)]
-    low, high = (1.5 * codes[last] - 0.5 * codes[inner] for last, inner in ((0, 1), (-1, -2)))
+    low = codes[0] - (codes[1] - codes[0]) / 2
+    high = codes[-1] + (codes[-1] - codes[-2]) / 2
     inside = (v >= low) & (v <= high)
-    of_scale = np.where(inside, code - v, code)
+    of_scale = np.where(inside, code - v, code)  # the derivative of `code * scale`
     gradient = gradient.reshape(x.shape)
     of_factors = (gradient * of_scale * plain).sum(1)
     shape = values.shape
@@ -59,7 +62,7 @@ def test_values_and_gradients_are_those_of_lsq(format: str) -> None:
     x, f = tc.Var(tc.tensor(values)), tc.Var(tc.tensor(factors))
     y = F.fake_quantize(x, format, f)
     (y * tc.tensor(gradient)).sum().backward()
-    expected, of_values, of_factors = defined(values, factors.astype(np.float64), gradient, format)
+    expected, of_values, of_factors = lsq(values, factors.astype(np.float64), gradient, format)
     np.testing.assert_allclose(y.numpy(), expected, rtol=1e-6, atol=1e-7)
     np.testing.assert_array_equal(x.grad.numpy(), of_values.astype(np.float32))
     assert 0 < (of_values == 0).mean() < 0.2
@@ -71,17 +74,18 @@ def test_values_and_gradients_are_those_of_lsq(format: str) -> None:
 def test_factors_of_one_change_no_bit(format: str, dtype: str) -> None:
     random = np.random.default_rng(4)
     values = tc.tensor(random.standard_normal((24, 128)).astype(np.float32)).to(dtype)
+    # int8 and fp8 have one scale for each row, which has 128 elements here.
     count = values.numel() // (128 if GROUPS[format] == 64 and format != "nf4" else GROUPS[format])
-    found = []
+    results = []
     for factors in (None, tc.ones((count,))):
         x = tc.Var(values)
         y = F.fake_quantize(x, format, factors)
         (y * y).sum().backward()
-        found.append([part.to("f32").numpy() for part in (y.detach(), x.grad)])
-    for plain, learned in zip(*found, strict=True):
+        results.append([part.to("f32").numpy() for part in (y.detach(), x.grad)])
+    for plain, learned in zip(*results, strict=True):
         np.testing.assert_array_equal(plain, learned)
 
 
-def test_another_number_of_factors_is_rejected() -> None:
+def test_a_wrong_number_of_factors_is_rejected() -> None:
     with pytest.raises(ShapeError, match=r"found factors of shape \[8\], expected \(16,\)"):
         F.fake_quantize(tc.zeros((8, 64)), "int4", tc.ones((8,)))

@@ -1,4 +1,4 @@
-"""Linear layers and single-layer adapters."""
+"""Linear layers, and the layers of LoRA and DoRA."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def arrays(seed, *shapes):
     return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
 
 
-def test_a_layer_made_from_two_sizes_is_trainable_as_in_torch() -> None:
+def test_a_layer_is_made_from_two_sizes_as_in_torch_or_from_tensors() -> None:
     tc.manual_seed(3)
     layer = nn.Linear(4, 2)
     tc.manual_seed(3)
@@ -36,7 +36,7 @@ def test_a_linear_layer_equals_numpy():
     assert_close(nn.Linear(tc.tensor(w))(tc.tensor(x)), x @ w.T, atol=1e-5)
 
 
-def test_a_frozen_layer_saves_nothing_and_a_trainable_one_gets_gradients():
+def test_a_frozen_layer_saves_nothing_for_its_backward_pass_and_a_trainable_one_gets_gradients():
     x, w = arrays(1, (3, 5), (4, 5))
     frozen = nn.Linear(tc.tensor(w))
     assert frozen.parameters() == []
@@ -159,7 +159,7 @@ def test_a_dora_layer_equals_numpy_and_its_merged_weight():
 
 def test_a_dora_layer_loads_the_state_of_another():
     (w,) = arrays(5, (4, 5))
-    first, second = nn.DoRALinear(tc.tensor(w), 2, 4.0), nn.DoRALinear(tc.zeros(4, 5) + 1, 2, 4.0)
+    first, second = nn.DoRALinear(tc.tensor(w), 2, 4.0), nn.DoRALinear(tc.ones(4, 5), 2, 4.0)
     first.lora_up.set(tc.ones(4, 2))
     assert list(first.state_dict()) == ["weight", "lora_down", "lora_up", "magnitude"]
     second.load_state_dict(first.state_dict())
@@ -215,26 +215,29 @@ def test_operands_that_are_no_tensors_are_reported(layer: Any, operand: str) -> 
 
 def test_gradients_of_several_lora_layers_are_computed_in_one_call():
     g, x, down, up = arrays(4, (6, 4), (6, 5), (2, 5), (4, 2))
-    downs, ups = [tc.Var(tc.tensor(down)) for _ in "ab"], [tc.Var(tc.tensor(up)) for _ in "ab"]
+    downs = [tc.Var(tc.tensor(down)) for _ in range(2)]
+    ups = [tc.Var(tc.tensor(up)) for _ in range(2)]
+    scale = 2.0
     grads = [tc.tensor(g), tc.tensor(2 * g)]
-    tc.lora_backward_(grads, [tc.tensor(x)] * 2, downs, ups, 2.0)
-    for factor, lora_down, lora_up in zip((1, 2), downs, ups, strict=True):
-        assert_close(lora_down.grad, factor * 2 * (g @ up).T @ x, atol=1e-4)
-        assert_close(lora_up.grad, factor * 2 * g.T @ (x @ down.T), atol=1e-4)
+    tc.lora_backward_(grads, [tc.tensor(x)] * 2, downs, ups, scale)
+    # The second layer has twice the gradient of the first.
+    for times, lora_down, lora_up in zip((1, 2), downs, ups, strict=True):
+        assert_close(lora_down.grad, times * scale * (g @ up).T @ x, atol=1e-4)
+        assert_close(lora_up.grad, times * scale * g.T @ (x @ down.T), atol=1e-4)
     with pytest.raises(tc.ArgumentError, match="lora_backward_: found 2 grad_outputs, but"):
-        tc.lora_backward_(grads, [tc.tensor(x)], downs, ups, 2.0)
+        tc.lora_backward_(grads, [tc.tensor(x)], downs, ups, scale)
 
 
-def test_gradients_of_f32_factors_stay_f32_under_bf16():
+def test_gradients_of_f32_factors_are_f32_if_inputs_are_bf16():
     x, g, down, up = (tc.tensor(a) for a in arrays(5, (6, 5), (6, 4), (2, 5), (4, 2)))
-    short = [t.to("bf16") for t in (g, x)]
-    grads = tc.lora_backward(*short, tc.Var(down), tc.Var(up), 0.5)
+    in_bf16 = [t.to("bf16") for t in (g, x)]
+    grads = tc.lora_backward(*in_bf16, tc.Var(down), tc.Var(up), 0.5)
     assert [t.dtype for t in grads] == ["f32", "f32"]
     for found, expected in zip(grads, tc.lora_backward(g, x, down, up, 0.5), strict=True):
         assert_close(found, expected.numpy(), atol=0.1)
 
 
-def test_a_bias_is_decided_by_its_truth_and_given_once() -> None:
+def test_bias_is_a_truth_value_for_sizes_and_is_given_only_once_for_a_weight() -> None:
     assert nn.Linear(4, 2, bias=0).bias is None
     assert nn.Linear(4, 2, bias=1).bias is not None
     with pytest.raises(TypeError, match="the bias is a Tensor, expected True or False"):

@@ -1,4 +1,4 @@
-"""`nn.Module`: names, states, modes."""
+"""`nn.Module`: names of tensors, states, and the modes of training and evaluation."""
 
 import numpy as np
 import pytest
@@ -65,7 +65,7 @@ def test_gradients_reach_every_parameter():
     assert all(p.grad is None for p in net.parameters())
 
 
-def test_shared_parameters_come_once():
+def test_shared_parameters_and_modules_come_once():
     net = Net()
     net.tied = net.blocks[0].fc.weight
     assert len(net.parameters()) == 6
@@ -107,7 +107,7 @@ def test_a_loaded_state_gives_the_same_results():
     assert Net().load_state_dict(arrays).missing == []
 
 
-def test_a_rejected_state_changes_nothing():
+def test_a_state_that_does_not_fit_changes_nothing_unless_strict_is_false():
     net = Net()
     before = net.state_dict()
     state = {name: tc.ones(*t.shape) for name, t in before.items()}
@@ -132,7 +132,7 @@ def test_a_rejected_state_changes_nothing():
     assert net.gain.item() == 9
 
 
-def test_load_changes_nothing_if_a_frozen_tensor_is_in_a_tuple() -> None:
+def test_a_state_is_loaded_into_variables_but_not_tensors_in_a_tuple() -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:
             self.gain = tc.Var(2.0)
@@ -143,7 +143,7 @@ def test_load_changes_nothing_if_a_frozen_tensor_is_in_a_tuple() -> None:
     with pytest.raises(tc.ArgumentError, match=r"load_state_dict: pair.1 is in a tuple, .* a list"):
         net.load_state_dict(state)
     assert [float(net.gain), float(net.pair[0]), net.pair[1].tolist()] == [2, 3, [1, 1]]
-    # A variable keeps its place in the tuple.
+    # A variable in a tuple gets the new value in place.
     del state["pair.1"]
     net.load_state_dict(state, strict=False)
     assert [float(net.gain), float(net.pair[0]), net.pair[1].tolist()] == [9, 9, [1, 1]]
@@ -155,7 +155,7 @@ def test_calling_a_module_without_forward_is_an_error():
 
 
 @pytest.mark.parametrize("mode", [(2, 2), "no", 1, None], ids=repr)
-def test_a_mode_of_training_is_true_or_false(mode: object) -> None:
+def test_train_rejects_modes_other_than_true_and_false(mode: object) -> None:
     layer = tc.nn.LoRALinear(tc.ones(4, 4), 2, 2)
     with pytest.raises(tc.ArgumentError, match=r"train: mode is .*, expected True"):
         layer.train(mode)

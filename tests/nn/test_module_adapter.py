@@ -33,6 +33,7 @@ def net() -> Net:
 
 
 X = np.random.default_rng(0).standard_normal((5, 2, 4, 4)).astype(np.float32)
+# Targets that match every layer of `Net`: `conv`, `blocks.0` and `heads.one`.
 EVERY = ["conv", "0", "one"]
 
 
@@ -41,7 +42,7 @@ def disturb(adapter: tc.peft.ModuleAdapter) -> None:
         var.set(var.detach() + tc.randn(*var.shape) * 0.3)
 
 
-def test_an_adapter_starts_without_effect_and_only_its_parameters_are_trained(net: Net) -> None:
+def test_an_adapter_starts_without_effect_and_is_trained_alone(net: Net) -> None:
     x = tc.tensor(X)
     before = net(x).detach().numpy()
     names = set(net.named_tensors())
@@ -80,14 +81,14 @@ def test_merging_keeps_results_and_removing_restores_the_base(net: Net, kind: st
     adapter.remove()
     np.testing.assert_array_equal(net(x).numpy(), before)
     assert type(net.heads["one"]) is tc.nn.Linear
-    again = net.add_adapter(config)
-    for name, var in again.named_parameters().items():
+    second = net.add_adapter(config)
+    for name, var in second.named_parameters().items():
         var.set(adapter.named_parameters()[name].detach())
-    again.merge()
+    second.merge()
     np.testing.assert_allclose(net(x).numpy(), tuned, atol=2e-6)
 
 
-def test_ranks_and_alphas_follow_patterns(net: Net) -> None:
+def test_ranks_and_scales_follow_patterns_and_all_linear_omits_convolutions(net: Net) -> None:
     config = tc.LoraConfig(
         r=2,
         lora_alpha=2.0,
@@ -104,7 +105,7 @@ def test_ranks_and_alphas_follow_patterns(net: Net) -> None:
     assert "conv" not in layers
 
 
-def test_a_saved_folder_loads_unchanged(
+def test_a_saved_folder_computes_the_same_after_loading(
     net: Net, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tc.get_peft_model(net, tc.LoraConfig(r=2, target_modules=EVERY))
@@ -118,10 +119,10 @@ def test_a_saved_folder_loads_unchanged(
     settings = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
     assert (settings["peft_type"], settings["r"]) == ("LORA", 2)
     base = model.unload()
-    again = tc.PeftModel.from_pretrained(base, tmp_path / "lora")
-    np.testing.assert_array_equal(again(tc.tensor(X)).detach().numpy(), expected)
+    loaded = tc.PeftModel.from_pretrained(base, tmp_path / "lora")
+    np.testing.assert_array_equal(loaded(tc.tensor(X)).detach().numpy(), expected)
     np.testing.assert_allclose(
-        again.merge_and_unload()(tc.tensor(X)).numpy(), expected, rtol=1e-5, atol=1e-5
+        loaded.merge_and_unload()(tc.tensor(X)).numpy(), expected, rtol=1e-5, atol=1e-5
     )
 
 
@@ -132,7 +133,8 @@ def test_adapters_that_do_not_fit_are_rejected(net: Net, tmp_path: Path) -> None
         net.add_adapter(tc.LoraConfig(adapter="dora", target_modules=EVERY))
     with pytest.raises(ArgumentError, match="the convolution has 2 groups"):
         tc.nn.LoRAConv2d(tc.nn.Conv2d(2, 4, 3, groups=2), 1, 1.0)
-    # The rejected calls have not changed the model: no layer has an adapter.
+    # The rejected calls have not changed the model: a layer with an adapter holds its base's weight
+    # as a tensor, not as a variable.
     assert all(isinstance(value, tc.Var) for value in net.named_tensors().values())
     adapter = net.add_adapter(tc.LoraConfig(r=2, target_modules=["one"]))
     adapter.save(tmp_path / "a")
@@ -156,6 +158,7 @@ def test_adapters_that_do_not_fit_are_rejected(net: Net, tmp_path: Path) -> None
             "lora_alpha is '4', expected a number",
         ),
     ],
+    ids=["no object", "no rank", "alpha of text"],
 )
 def test_a_damaged_configuration_is_reported(
     text: str, message: str, net: Net, tmp_path: Path
@@ -179,10 +182,14 @@ def test_targets_without_a_layer_that_can_have_an_adapter_are_rejected() -> None
     assert list(model().add_adapter(tc.LoraConfig(target_modules=["1"])).layers) == ["1"]
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+@pytest.mark.parametrize(
+    "copy_of",
+    [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))],
+    ids=["deepcopy", "pickle"],
+)
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_a_copy_computes_the_same_and_is_trained_independently(
-    kind: str, copied: Callable[[Any], Any]
+    kind: str, copy_of: Callable[[Any], Any]
 ) -> None:
     tc.manual_seed(0)
     net = tc.nn.Sequential(tc.nn.Linear(4, 8), tc.nn.ReLU(), tc.nn.Linear(8, 2))
@@ -191,7 +198,7 @@ def test_a_copy_computes_the_same_and_is_trained_independently(
         var.set(tc.randn(*var.shape))
     x, state = tc.randn(3, 4), tc.get_rng_state()
     expected = model(x).numpy()
-    other = copied(model)
+    other = copy_of(model)
     assert tc.get_rng_state() == state
     np.testing.assert_array_equal(other(x).numpy(), expected)
     assert list(other.adapter.named_parameters()) == list(model.adapter.named_parameters())
@@ -203,13 +210,14 @@ def test_a_copy_computes_the_same_and_is_trained_independently(
     np.testing.assert_array_equal(model(x).numpy(), expected)
     plain = other.merge_and_unload()
     np.testing.assert_allclose(plain(x).numpy(), other(x).numpy(), rtol=1e-5, atol=1e-6)
+    # A shallow copy of a layer shares its variables.
     shallow = copy.copy(net[0])
     shallow.get_vars()[0].set(tc.zeros(2, 4))
     assert not net[0].get_vars()[0].numpy().any()
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_adapters_follow_the_module_to_another_dtype(kind: str) -> None:
+def test_a_module_with_adapters_computes_in_bf16_with_f32_factors(kind: str) -> None:
     tc.manual_seed(0)
     net = tc.nn.Sequential(tc.nn.Linear(4, 2))
     model = tc.get_peft_model(net, tc.LoraConfig(r=2, target_modules=["0"], adapter=kind))
@@ -223,7 +231,7 @@ def test_adapters_follow_the_module_to_another_dtype(kind: str) -> None:
     np.testing.assert_allclose(found.to("f32").numpy(), before, rtol=0.05, atol=0.2)
     assert {str(var.dtype) for var in model.parameters()} == {"f32"}
     found.sum().backward()
-    assert [var.grad is not None for var in model.parameters()].count(True) >= 2
+    assert sum(var.grad is not None for var in model.parameters()) >= 2
     tc.optim.SGD(model.parameters(), lr=1.0).step()
     assert (model(x.to("bf16")).to("f32").numpy() != found.to("f32").numpy()).all()
     model.eval()
@@ -234,7 +242,7 @@ def test_adapters_follow_the_module_to_another_dtype(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_an_optimizer_from_before_a_move_raises(kind: str) -> None:
+def test_an_optimizer_made_before_a_move_raises_if_the_move_changed_the_dtype(kind: str) -> None:
     net = tc.nn.Sequential(tc.nn.Linear(4, 2))
     model = tc.get_peft_model(net, tc.LoraConfig(r=2, target_modules=["0"], adapter=kind))
     optimizer = tc.optim.SGD(model.parameters(), lr=1.0)
@@ -259,11 +267,13 @@ def test_adapters_that_move_to_a_gpu_are_trained_there(gpu: str, kind: str) -> N
         tc.manual_seed(0)
         net = tc.nn.Sequential(tc.nn.Linear(4, 8), tc.nn.ReLU(), tc.nn.Linear(8, 2))
         model = tc.get_peft_model(net, tc.LoraConfig(r=2, target_modules=["0", "2"], adapter=kind))
-        early = tc.optim.SGD(model.parameters(), lr=0.01)
+        early_optimizer = tc.optim.SGD(model.parameters(), lr=0.01)
         x = tc.randn(16, 4).to(device)
         model.to(device)
         assert {var.device.type for var in model.parameters()} == {device}
-        optimizer = early if device == "cpu" else tc.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = (
+            early_optimizer if device == "cpu" else tc.optim.SGD(model.parameters(), lr=0.01)
+        )
         for _ in range(5):
             loss = ((model(x) - 1) ** 2).mean()
             loss.backward()
@@ -271,12 +281,13 @@ def test_adapters_that_move_to_a_gpu_are_trained_there(gpu: str, kind: str) -> N
             optimizer.zero_grad()
             losses.append(loss.item())
     with pytest.raises(ArgumentError, match=r"SGD: step.* move the model first, then make the opt"):
-        early.step()
-    assert losses[9] < losses[5]
-    np.testing.assert_allclose(losses[5:], losses[:5], rtol=1e-5)
+        early_optimizer.step()
+    on_cpu, on_gpu = losses[:5], losses[5:]
+    assert on_gpu[-1] < on_gpu[0]
+    np.testing.assert_allclose(on_gpu, on_cpu, rtol=1e-5)
 
 
-def test_a_configuration_is_copied() -> None:
+def test_a_configuration_can_be_copied_but_not_subclassed() -> None:
     config = tc.LoraConfig(
         r=3, target_modules=["a", "b"], rank_pattern={"a": 2}, qat="nf4", oft_side="output"
     )
@@ -319,6 +330,9 @@ def test_unsupported_arguments_of_peft_are_rejected_with_advice(
 ) -> None:
     with pytest.raises(ConfigError, match=f"{name}=.* of peft has no counterpart: .*{advice}"):
         tc.LoraConfig(target_modules=["q"], **{name: value})
+
+
+def test_a_misspelt_argument_of_a_configuration_is_rejected() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         tc.LoraConfig(rnak=3)
 
@@ -329,7 +343,7 @@ def test_get_peft_model_rejects_a_model_of_the_library() -> None:
         tc.get_peft_model(model, tc.LoraConfig())  # type: ignore[arg-type]
 
 
-def test_a_whole_alpha_is_stored_as_an_integer(tmp_path: Path) -> None:
+def test_an_alpha_is_stored_as_an_integer_if_it_is_one(tmp_path: Path) -> None:
     for alpha in (8.0, 7.5):
         model = tc.nn.Sequential(tc.nn.Linear.init(4, 4))
         config = tc.LoraConfig(r=2, lora_alpha=alpha, target_modules=["0"])
@@ -348,7 +362,7 @@ def test_a_folder_that_does_not_fit_leaves_the_module_unchanged(tmp_path: Path) 
     layers, parameters = list(module), module.named_parameters()
     with pytest.raises(tc.ShapeError, match="has shape"):
         tc.PeftModel.from_pretrained(module, tmp_path)
-    assert all(one is other for one, other in zip(module, layers, strict=True))
+    assert all(found is layer for found, layer in zip(module, layers, strict=True))
     after = module.named_parameters()
     assert after.keys() == parameters.keys()
     assert all(after[name] is var for name, var in parameters.items())

@@ -1,4 +1,4 @@
-"""Arguments that are no valid numbers: each error names the operation and the parameter."""
+"""Arguments that are not valid numbers: each error names the operation and the parameter."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +16,8 @@ def parameter() -> tc.Var:
     return tc.Var([1.0])
 
 
-# A key is the beginning of the error's message. Its value is a pair: what the message says that it
-# expected, and a function that passes its argument to the operation.
+# A key is how the error's message begins. Its value is a pair: what the operation expects according
+# to the message, and a function that passes its argument to the operation.
 TAKERS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "LoraConfig: lora_alpha": ("a number", lambda n: tc.LoraConfig(lora_alpha=n)),
     "LoraConfig: lora_dropout": ("a number", lambda n: tc.LoraConfig(lora_dropout=n)),
@@ -77,7 +77,7 @@ def test_arguments_that_are_no_numbers_are_reported(name: str) -> None:
         take("1")
 
 
-def test_a_pair_needs_two_numbers() -> None:
+def test_a_pair_of_one_number_and_none_are_reported() -> None:
     with pytest.raises(TypeError, match=r"^AdamW: betas is .*tuple, expected two numbers$"):
         tc.optim.AdamW([parameter()], betas=(0.9,))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^AdamW: lr is None, expected a number$"):

@@ -1,4 +1,4 @@
-"""peft reads the folders of adapters on models written in Python, and computes the same."""
+"""peft and this library read each other's adapters of modules, and compute the same."""
 
 from pathlib import Path
 
@@ -41,9 +41,7 @@ class Theirs(torch.nn.Module):
     ],
     ids=["lora", "rslora", "dora"],
 )
-def test_peft_reads_our_folder_and_this_library_reads_that_of_peft(
-    config: dict, tmp_path: Path
-) -> None:
+def test_each_library_reads_the_folder_that_the_other_saved(config: dict, tmp_path: Path) -> None:
     ours, theirs = Ours(), Theirs()
     state = {name: torch.from_numpy(t.numpy()) for name, t in ours.state_dict().items()}
     theirs.load_state_dict(state)
@@ -52,9 +50,9 @@ def test_peft_reads_our_folder_and_this_library_reads_that_of_peft(
         var.set(var.detach() + tc.randn(*var.shape) * 0.3)
     expected = model(tc.tensor(X)).detach().numpy()
     model.save_pretrained(tmp_path / "ours")
-    loaded = peft.PeftModel.from_pretrained(theirs, str(tmp_path / "ours"))
-    found = loaded(torch.from_numpy(X)).detach().numpy()
+    in_peft = peft.PeftModel.from_pretrained(theirs, str(tmp_path / "ours"))
+    found = in_peft(torch.from_numpy(X)).detach().numpy()
     np.testing.assert_allclose(found, expected, atol=2e-6)
-    loaded.save_pretrained(str(tmp_path / "theirs"))
+    in_peft.save_pretrained(str(tmp_path / "theirs"))
     again = tc.PeftModel.from_pretrained(model.unload(), tmp_path / "theirs")
     np.testing.assert_allclose(again(tc.tensor(X)).detach().numpy(), expected, atol=2e-6)

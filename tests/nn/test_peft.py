@@ -1,4 +1,4 @@
-"""Adapters against peft's results (`tests/golden/peft/make_peft.py`)."""
+"""LoRA and DoRA layers against peft's results (`tests/golden/peft/make_peft.py`)."""
 
 import math
 from pathlib import Path
@@ -10,18 +10,19 @@ import trainable_candle as tc
 from trainable_candle.nn import functional
 
 GOLDEN = tc.load_file(Path(__file__).parents[1] / "golden" / "peft" / "peft.safetensors")
-SIZES = {  # (rank, alpha) of the first layer and of the second layer
+SIZES = {  # (rank, alpha) of the first and of the second layer of each case
     "lora": [(3, 2), (3, 2)],
     "rslora": [(3, 2), (3, 2)],
     "dora": [(3, 2), (3, 2)],
     "dora_rslora": [(3, 2), (3, 2)],
     "pattern": [(3, 2), (2, 5)],
 }
+# The names of a layer's parameters, in the order of `get_vars`. LoRA has only the first two.
 SUFFIXES = ["lora_A.weight", "lora_B.weight", "lora_magnitude_vector.weight"]
 
 
 class Adapted:
-    """The two layers of a case, with peft's starting values."""
+    """The two layers of a case with tanh between them, with peft's starting values."""
 
     def __init__(self, case: str) -> None:
         kind = tc.nn.DoRALinear if "dora" in case else tc.nn.LoRALinear
@@ -45,7 +46,7 @@ class Adapted:
 
 
 @pytest.mark.parametrize("case", SIZES)
-def test_value_gradients_and_merged_weight_equal_those_of_peft(case: str) -> None:
+def test_results_gradients_and_merged_weights_equal_those_of_peft(case: str) -> None:
     model = Adapted(case)
     x = tc.Var(GOLDEN["x"])
     y = model(x)

@@ -28,6 +28,18 @@ Y = RNG.standard_normal((2, 3, 8, 8)).astype(np.float32)
         lambda n: n.MaxPool2d(3, stride=2, padding=1),
         lambda n: n.AvgPool2d((2, 4)),
     ],
+    ids=[
+        "LeakyReLU in place",
+        "LeakyReLU",
+        "ReLU",
+        "SiLU",
+        "ELU",
+        "Softplus",
+        "LogSoftmax",
+        "MaxPool2d",
+        "padded MaxPool2d",
+        "AvgPool2d",
+    ],
 )
 def test_layers_equal_those_of_torch(make: Callable[[Any], Any]) -> None:
     torch = pytest.importorskip("torch")
@@ -46,10 +58,11 @@ def test_layers_equal_those_of_torch(make: Callable[[Any], Any]) -> None:
         lambda n, r: n.HuberLoss(reduction=r, delta=0.5),
         lambda n, r: n.BCEWithLogitsLoss(reduction=r),
     ],
+    ids=["mse", "l1", "smooth_l1", "huber", "bce"],
 )
 def test_losses_equal_those_of_torch(make: Callable[[Any, str], Any], reduction: str) -> None:
     torch = pytest.importorskip("torch")
-    target = np.abs(Y) / 4
+    target = np.abs(Y) / 4  # like the probabilities that BCEWithLogitsLoss takes
     found = make(nn, reduction)(tc.tensor(X), tc.tensor(target))
     expected = make(torch.nn, reduction)(torch.tensor(X), torch.tensor(target))
     np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-4, atol=1e-6)
@@ -67,7 +80,7 @@ def test_cross_entropies_equal_those_of_torch() -> None:
         assert found.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("settings", [{"dilation": 2}, {"groups": 3}, {"bias": False}])
+@pytest.mark.parametrize("settings", [{"dilation": 2}, {"groups": 3}, {"bias": False}], ids=str)
 @pytest.mark.parametrize("padding", ["same", "valid"])
 def test_paddings_by_name_equal_those_of_torch(settings: dict[str, Any], padding: str) -> None:
     torch = pytest.importorskip("torch")
@@ -89,6 +102,7 @@ def test_paddings_by_name_equal_those_of_torch(settings: dict[str, Any], padding
         ({"kernel_size": 4, "padding": "same"}, "an even number of zeros"),
         ({"kernel_size": 3, "padding": "full"}, "padding is 'full', expected numbers"),
     ],
+    ids=["stride", "even kernel", "unknown name"],
 )
 def test_paddings_that_do_not_fit_are_reported(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(tc.ArgumentError, match=message):
@@ -114,7 +128,7 @@ class Net(nn.Module):
         return self.layer(x) * self.scale * self.mask
 
 
-def test_buffers_move_and_are_not_trained() -> None:
+def test_buffers_are_part_of_a_module_but_are_not_trained() -> None:
     net = Net()
     assert set(net.state_dict()) == {"layer.weight", "layer.bias", "scale"}
     assert net.load_state_dict({**net.state_dict(), "scale": tc.ones(2)}) == ([], [])
@@ -123,7 +137,11 @@ def test_buffers_move_and_are_not_trained() -> None:
     assert set(net.named_parameters()) == {"layer.weight", "layer.bias"}
     assert {str(net.to("f64").mask.dtype), str(net.scale.dtype)} == {"f64"}
     assert net(tc.ones(1, 2, dtype="f64")).shape == (1, 2)
-    assert not Net._buffers
+    assert not Net._buffers  # the class, unlike its instance, has no buffers
+
+
+def test_wrong_names_of_buffers_are_reported() -> None:
+    net = Net()
     for name in ("_hidden", "a.b"):
         with pytest.raises(tc.ArgumentError, match=f"register_buffer: the name is '{name}'"):
             net.register_buffer(name, tc.ones(2))
@@ -131,15 +149,15 @@ def test_buffers_move_and_are_not_trained() -> None:
         net.register_buffer("scale", tc.ones(2))
 
 
-def test_functions_are_applied_to_every_module() -> None:
+def test_apply_calls_a_function_with_every_module() -> None:
     seen: list[nn.Module] = []
     net = nn.Sequential(Net(), nn.ReLU())
     assert net.apply(seen.append) is net
     assert {id(module) for module in seen} == {id(module) for module in net.modules()}
-    assert seen[-1] is net
+    assert seen[-1] is net  # a module comes after the modules inside
 
 
-def test_buffers_of_copies_are_their_own() -> None:
+def test_a_buffer_belongs_to_one_instance_of_a_class() -> None:
     first, second = Net(), Net()
     first.register_buffer("other", tc.ones(1))
     assert "other" in first.state_dict()
@@ -161,13 +179,28 @@ def test_buffers_of_copies_are_their_own() -> None:
         (lambda: nn.functional.batch_norm, "use group_norm"),
         (lambda: tc.optim.SGD([tc.Var(tc.zeros(1))], lr=0.1).add_param_group, "give all groups"),
     ],
+    ids=[
+        "BatchNorm2d",
+        "TransformerEncoderLayer",
+        "Nothing",
+        "register_forward_hook",
+        "cuda",
+        "nothing",
+        "autograd",
+        "from_numpy",
+        "bmm",
+        "batch_norm",
+        "add_param_group",
+    ],
 )
-def test_errors_of_missing_names_suggest_others(find: Callable[[], object], advice: str) -> None:
+def test_errors_of_missing_names_suggest_others_for_those_of_torch(
+    find: Callable[[], object], advice: str
+) -> None:
     with pytest.raises(AttributeError, match=advice):
         find()
 
 
-def test_functions_for_equal_shapes_or_dtypes_follow_their_argument() -> None:
+def test_functions_take_the_shape_or_the_dtype_of_another_tensor() -> None:
     x = tc.ones(2, 3, dtype="f64")
     for made in (tc.rand_like(x), tc.randn_like(x), tc.full_like(x, 3.0), x.new_zeros(2, 3)):
         assert (made.shape, str(made.dtype)) == (x.shape, "f64")

@@ -10,8 +10,9 @@ import trainable_candle as tc
 from trainable_candle.nn import functional
 from trainable_candle.testing import assert_close
 
-# The number of rows, the number of query heads, the number of key heads, the width of a head, the
-# bounds of the segments (`cu_seqlens`), and the window.
+# The number of rows (tokens of all segments, and padding after the last bound), the number of query
+# heads, the number of key heads, the width of a head, the bounds of the segments (`cu_seqlens`),
+# and the window, which is the largest number of keys that a query attends to.
 CASES: list[tuple[int, int, int, int, list[int], int | None]] = [
     (11, 2, 2, 8, [0, 11], None),
     (40, 6, 2, 16, [0, 1, 18, 18, 40], None),
@@ -22,19 +23,20 @@ CASES: list[tuple[int, int, int, int, list[int], int | None]] = [
 ]
 
 
-def drawn(rows: int, heads: int, key_heads: int, width: int) -> list[np.ndarray[Any, Any]]:
+def random_inputs(rows: int, heads: int, key_heads: int, width: int) -> list[np.ndarray[Any, Any]]:
+    """Return queries, keys and values."""
     rng = np.random.default_rng(rows)
     return [rng.standard_normal((rows, n, width)) for n in (heads, key_heads, key_heads)]
 
 
 def visible(length: int, window: int | None) -> np.ndarray[Any, Any]:
-    """A mask of the keys (columns) that each query (row) of a segment attends to."""
-    back = np.arange(length)[:, None] - np.arange(length)
-    return (back >= 0) & (back < (window or length))
+    """Return a mask: whether a query (first axis) of a segment attends to a key (second axis)."""
+    distance = np.arange(length)[:, None] - np.arange(length)
+    return (distance >= 0) & (distance < (window or length))
 
 
 @pytest.mark.parametrize(("rows", "heads", "key_heads", "width", "bounds", "window"), CASES)
-@pytest.mark.parametrize("ids", ["i64", "u32"])
+@pytest.mark.parametrize("bounds_dtype", ["i64", "u32"])
 def test_attention_equals_numpy_in_each_segment(
     rows: int,
     heads: int,
@@ -42,43 +44,43 @@ def test_attention_equals_numpy_in_each_segment(
     width: int,
     bounds: list[int],
     window: int | None,
-    ids: str,
+    bounds_dtype: str,
 ) -> None:
-    q, k, v = drawn(rows, heads, key_heads, width)
-    expected = np.zeros_like(q)
+    q, k, v = random_inputs(rows, heads, key_heads, width)
+    expected = np.zeros_like(q)  # rows after the last bound stay zero
     for start, end in pairwise(bounds):
         for head in range(heads):
-            shared = head // (heads // key_heads)
-            scores = q[start:end, head] @ k[start:end, shared].T / np.sqrt(width)
+            key_head = head // (heads // key_heads)
+            scores = q[start:end, head] @ k[start:end, key_head].T / np.sqrt(width)
             weights = np.exp(np.where(visible(end - start, window), scores, -np.inf))
             weights /= weights.sum(-1, keepdims=True)
-            expected[start:end, head] = weights @ v[start:end, shared]
+            expected[start:end, head] = weights @ v[start:end, key_head]
     tensors = [tc.tensor(x) for x in (q, k, v)]
-    y = functional.varlen_attention(*tensors, tc.tensor(bounds, dtype=ids), window=window)
+    y = functional.varlen_attention(*tensors, tc.tensor(bounds, dtype=bounds_dtype), window=window)
     assert_close(y, expected)
 
 
 @pytest.mark.parametrize(("rows", "heads", "key_heads", "width", "bounds", "window"), CASES)
-def test_gradients_are_those_of_torch(
+def test_results_and_gradients_are_those_of_torch(
     rows: int, heads: int, key_heads: int, width: int, bounds: list[int], window: int | None
 ) -> None:
     torch = pytest.importorskip("torch")
-    values = drawn(rows, heads, key_heads, width)
+    values = random_inputs(rows, heads, key_heads, width)
     grad = np.random.default_rng(1).standard_normal((rows, heads, width))
     theirs = [torch.from_numpy(x).requires_grad_() for x in values]
-    parts = []
+    segments = []
     for start, end in pairwise(bounds):
         q, k, v = (x[start:end].transpose(0, 1) for x in theirs)
         mask = torch.from_numpy(visible(end - start, window))
         attend = torch.nn.functional.scaled_dot_product_attention
-        parts.append(attend(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True).transpose(0, 1))
-    torch.cat(parts).backward(torch.from_numpy(grad[: bounds[-1]]))
+        segments.append(attend(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True).transpose(0, 1))
+    torch.cat(segments).backward(torch.from_numpy(grad[: bounds[-1]]))
     ours = [tc.Var(x) for x in values]
     y = functional.varlen_attention(*ours, tc.tensor(bounds), window=window, scale=0.3)
     y.backward(tc.tensor(grad))
-    assert_close(y.detach()[: bounds[-1]], torch.cat(parts).detach().numpy())
-    for our, their in zip(ours, theirs, strict=True):
-        assert_close(our.grad, their.grad.numpy())
+    assert_close(y.detach()[: bounds[-1]], torch.cat(segments).detach().numpy())
+    for found, expected in zip(ours, theirs, strict=True):
+        assert_close(found.grad, expected.grad.numpy())
 
 
 def test_wrong_arguments_are_reported() -> None:

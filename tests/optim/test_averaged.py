@@ -1,4 +1,4 @@
-"""Muon against torch, and schedule-free AdamW against the package schedulefree."""
+"""Muon against torch's, and schedule-free AdamW against that of the package schedulefree."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ def golden() -> dict[str, tc.Tensor]:
     return tc.load_file(GOLDEN / "averaged.safetensors")
 
 
-def trained(
+def take_steps(
     optimizer: optim.Optimizer, variables: dict[int, tc.Var], golden: dict[str, tc.Tensor]
 ) -> None:
+    """Take a step with each golden gradient. A key of `variables` is the index of a parameter."""
     for step in range(STEPS):
         for i, variable in variables.items():
             variable.grad = golden[f"grad{i}.{step}"].to(variable.dtype)
@@ -56,16 +57,16 @@ def trained(
 
 @pytest.mark.parametrize("case", MUON)
 def test_muon_equals_that_of_torch(case: str, golden: dict[str, tc.Tensor]) -> None:
-    variables = {i: tc.Var(golden[f"p{i}"]) for i in (0, 1, 3)}
-    trained(optim.Muon(variables.values(), **MUON[case]), variables, golden)
+    variables = {i: tc.Var(golden[f"p{i}"]) for i in (0, 1, 3)}  # parameter 2 is a vector
+    take_steps(optim.Muon(variables.values(), **MUON[case]), variables, golden)
     for i, variable in variables.items():
         assert_close(variable.detach(), golden[f"{case}.p{i}"].numpy())
 
 
-def test_muon_makes_the_update_of_any_shape_orthogonal() -> None:
+def test_muon_makes_the_update_of_a_matrix_of_any_shape_orthogonal() -> None:
     rng = np.random.default_rng(3)
-    for shape in [(3, 40), (40, 3), (17, 33)]:
-        x = tc.Var(tc.zeros(*shape))
+    for rows, columns in [(3, 40), (40, 3), (17, 33)]:
+        x = tc.Var(tc.zeros(rows, columns))
         # With these coefficients, the Newton-Schulz iteration converges to an orthogonal matrix.
         optimizer = optim.Muon(
             [x],
@@ -74,27 +75,30 @@ def test_muon_makes_the_update_of_any_shape_orthogonal() -> None:
             ns_coefficients=(1.875, -1.25, 0.375),
             ns_steps=30,
         )
-        x.grad = tc.tensor(rng.standard_normal(shape).astype(np.float32))
+        x.grad = tc.tensor(rng.standard_normal((rows, columns)).astype(np.float32))
         optimizer.step()
-        moved = -x.detach().numpy() / max(1.0, (shape[0] / shape[1]) ** 0.5)
-        singular = np.linalg.svd(moved, compute_uv=False)
+        # Muon multiplies the update of a matrix with more rows than columns by this root.
+        update = -x.detach().numpy() / max(1.0, (rows / columns) ** 0.5)
+        singular = np.linalg.svd(update, compute_uv=False)
         np.testing.assert_allclose(singular, 1.0, atol=2e-3)
 
 
-def test_a_vector_takes_a_step_of_adamw(golden: dict[str, tc.Tensor]) -> None:
+def test_muon_updates_a_vector_as_adamw_does(golden: dict[str, tc.Tensor]) -> None:
     options = {"lr": 0.02, "weight_decay": 0.1}
     muon, adamw = tc.Var(golden["p2"]), tc.Var(golden["p2"])
-    trained(optim.Muon([muon], **options), {2: muon}, golden)
-    trained(optim.AdamW([adamw], **options), {2: adamw}, golden)
+    take_steps(optim.Muon([muon], **options), {2: muon}, golden)
+    take_steps(optim.AdamW([adamw], **options), {2: adamw}, golden)
     assert_close(muon.detach(), adamw.detach().numpy())
 
 
 @pytest.mark.parametrize("case", SCHEDULE_FREE)
-def test_schedule_free_equals_that_of_its_authors(case: str, golden: dict[str, tc.Tensor]) -> None:
+def test_schedule_free_adamw_equals_that_of_its_authors(
+    case: str, golden: dict[str, tc.Tensor]
+) -> None:
     variables = {i: tc.Var(golden[f"p{i}"]) for i in range(4)}
     optimizer = optim.AdamWScheduleFree(variables.values(), **SCHEDULE_FREE[case])
     assert optimizer.averages
-    trained(optimizer, variables, golden)
+    take_steps(optimizer, variables, golden)
     for i, variable in variables.items():
         assert_close(variable.detach(), golden[f"{case}.p{i}"].numpy())
     optimizer.eval()
@@ -106,41 +110,46 @@ def test_schedule_free_equals_that_of_its_authors(case: str, golden: dict[str, t
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
-def test_validating_between_steps_changes_nothing(dtype: str, golden: dict[str, tc.Tensor]) -> None:
+def test_using_the_averages_between_steps_does_not_change_the_training(
+    dtype: str, golden: dict[str, tc.Tensor]
+) -> None:
     results = []
-    for validates in (False, True):
+    for uses_averages in (False, True):
         variables = {i: tc.Var(golden[f"p{i}"].to(dtype)) for i in range(4)}
         optimizer = optim.AdamWScheduleFree(variables.values(), lr=0.01)
         for _ in range(3):
-            trained(optimizer, variables, golden)
-            if validates:
+            take_steps(optimizer, variables, golden)
+            if uses_averages:
+                # Each second call has no effect.
                 optimizer.eval()
                 optimizer.eval()
                 optimizer.train()
                 optimizer.train()
         results.append([variable.detach().to("f32").numpy() for variable in variables.values()])
-    for plain, validated in zip(*results, strict=True):
-        np.testing.assert_array_equal(plain, validated)
+    for plain, interrupted in zip(*results, strict=True):
+        np.testing.assert_array_equal(plain, interrupted)
 
 
-def test_a_step_on_averages_is_an_error(golden: dict[str, tc.Tensor]) -> None:
+def test_a_step_and_loading_a_state_are_errors_while_variables_hold_averages(
+    golden: dict[str, tc.Tensor],
+) -> None:
     x = tc.Var(golden["p2"])
     optimizer = optim.AdamWScheduleFree([x], lr=0.01)
-    trained(optimizer, {2: x}, golden)
-    states = optimizer.state_dict()
+    take_steps(optimizer, {2: x}, golden)
+    state = optimizer.state_dict()
     optimizer.eval()
     with pytest.raises(tc.ArgumentError, match=r"step\(\) found the averages .* call train\(\)"):
         optimizer.step()
     with pytest.raises(tc.ArgumentError, match=r"load_state_dict.* call train"):
-        optimizer.load_state_dict(states)
+        optimizer.load_state_dict(state)
     optimizer.train()
-    optimizer.load_state_dict(states)
+    optimizer.load_state_dict(state)
 
 
 def test_eval_does_not_change_variables_of_other_optimizers(golden: dict[str, tc.Tensor]) -> None:
     x = tc.Var(golden["p2"])
     optimizer = optim.AdamW([x], lr=0.01)
-    trained(optimizer, {2: x}, golden)
+    take_steps(optimizer, {2: x}, golden)
     before = x.detach().numpy()
     assert not optimizer.averages
     optimizer.eval()
