@@ -1,4 +1,4 @@
-"""Schedulers with torch's names against formulas, and against torch where torch is installed."""
+"""Test schedulers with torch's names against formulas, and against torch where it is installed."""
 
 import math
 from collections.abc import Callable
@@ -12,19 +12,22 @@ from trainable_candle.errors import ArgumentError
 from trainable_candle.optim import lr_scheduler as ours
 
 LR = (0.1, 0.02)
+"""The initial learning rates of the two parameter groups."""
 
 
 def optimizer() -> Any:
+    """Return an optimizer with one parameter group for each rate in `LR`."""
     groups = [{"params": [tc.Var(tc.zeros(1))], "lr": lr} for lr in LR]
     return tc.optim.SGD(groups, lr=1.0)
 
 
 def rates(scheduler: Any, steps: int = 30) -> list[list[float]]:
-    found = [[group["lr"] for group in scheduler.optimizer.param_groups]]
+    """Return the groups' learning rates before the first step and after each of `steps` steps."""
+    seen = [[group["lr"] for group in scheduler.optimizer.param_groups]]
     for _ in range(steps):
         scheduler.step()
-        found.append([group["lr"] for group in scheduler.optimizer.param_groups])
-    return found
+        seen.append([group["lr"] for group in scheduler.optimizer.param_groups])
+    return seen
 
 
 def chained(s: Any, o: Any) -> Any:
@@ -36,6 +39,7 @@ def sequential(s: Any, o: Any) -> Any:
     return s.SequentialLR(o, parts, [5, 15])
 
 
+# Each case makes a scheduler. `s` is a module of schedulers, ours or torch's; `o` is an optimizer.
 CASES: dict[str, Callable[[Any, Any], Any]] = {
     "lambda": lambda s, o: s.LambdaLR(o, lambda e: min(1.0, e / 10)),
     "lambdas": lambda s, o: s.LambdaLR(o, [lambda e: 0.9**e, lambda e: 1 / (1 + e)]),
@@ -63,26 +67,27 @@ def test_learning_rates_equal_those_of_torch(case: str) -> None:
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in LR]
     theirs = CASES[case](torch.optim.lr_scheduler, torch.optim.SGD(groups, lr=1.0, momentum=0.9))
     found = rates(CASES[case](ours, optimizer()))
-    for one, other in zip(found, rates(theirs), strict=True):
-        assert one == pytest.approx(other, rel=1e-9, abs=1e-15)
+    for lrs, expected in zip(found, rates(theirs), strict=True):
+        assert lrs == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_plateaus_equal_those_of_torch() -> None:
+def test_learning_rates_on_plateaus_equal_those_of_torch() -> None:
     torch = pytest.importorskip("torch")
-    values = [1.0, 0.9, 0.91, 0.9, 0.89999, 0.95, 0.7, 0.71, 0.72, 0.73, 0.74, 0.6] * 3
+    losses = [1.0, 0.9, 0.91, 0.9, 0.89999, 0.95, 0.7, 0.71, 0.72, 0.73, 0.74, 0.6] * 3
     for mode in ("min", "max"):
-        for kind in ("rel", "abs"):
+        for threshold_mode in ("rel", "abs"):
             parameter = torch.nn.Parameter(torch.zeros(1))
-            o, t = optimizer(), torch.optim.SGD([parameter], lr=LR[0])
+            torch_optimizer = torch.optim.SGD([parameter], lr=LR[0])
             settings = {"factor": 0.5, "patience": 1, "cooldown": 1, "min_lr": 1e-3}
-            settings |= {"mode": mode, "threshold_mode": kind}
-            one = ours.ReduceLROnPlateau(o, **settings)
-            other = torch.optim.lr_scheduler.ReduceLROnPlateau(t, **settings)
-            for value in values:
-                one.step(value)
-                other.step(value)
-                assert one.get_last_lr()[0] == pytest.approx(t.param_groups[0]["lr"])
+            settings |= {"mode": mode, "threshold_mode": threshold_mode}
+            found = ours.ReduceLROnPlateau(optimizer(), **settings)
+            theirs = torch.optim.lr_scheduler.ReduceLROnPlateau(torch_optimizer, **settings)
+            for loss in losses:
+                found.step(loss)
+                theirs.step(loss)
+                expected = torch_optimizer.param_groups[0]["lr"]
+                assert found.get_last_lr()[0] == pytest.approx(expected)
 
 
 def test_learning_rates_equal_the_formulas() -> None:
@@ -92,8 +97,8 @@ def test_learning_rates_equal_the_formulas() -> None:
         assert lr == pytest.approx(expected, abs=1e-12)
     warm = rates(ours.LinearLR(optimizer(), 0.5, 1.0, 4), 6)
     assert [lr for lr, _ in warm] == pytest.approx([0.05, 0.0625, 0.075, 0.0875, 0.1, 0.1, 0.1])
-    falls = rates(ours.LambdaLR(optimizer(), lambda epoch: 0.5**epoch), 3)
-    assert [lr for _, lr in falls] == pytest.approx([0.02, 0.01, 0.005, 0.0025])
+    halved = rates(ours.LambdaLR(optimizer(), lambda epoch: 0.5**epoch), 3)
+    assert [lr for _, lr in halved] == pytest.approx([0.02, 0.01, 0.005, 0.0025])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -101,16 +106,16 @@ def test_a_scheduler_continues_from_a_loaded_state(case: str) -> None:
     o = optimizer()
     scheduler = CASES[case](ours, o)
     rates(scheduler, 6)
-    state, weights = scheduler.state_dict(), o.state_dict()
+    state, optimizer_state = scheduler.state_dict(), o.state_dict()
     expected = rates(scheduler, 12)
     other = optimizer()
-    again = CASES[case](ours, other)
-    other.load_state_dict(weights)
-    again.load_state_dict(state)
-    assert rates(again, 12) == expected
+    resumed = CASES[case](ours, other)
+    other.load_state_dict(optimizer_state)
+    resumed.load_state_dict(state)
+    assert rates(resumed, 12) == expected
 
 
-def test_parameter_groups_set_learning_rates() -> None:
+def test_a_parameter_group_accepts_a_rate_and_new_entries_but_no_other_momentum() -> None:
     o = optimizer()
     for group in o.param_groups:
         group["lr"] *= 0.5
@@ -136,7 +141,7 @@ def test_wrong_arguments_are_reported() -> None:
         tc.optim.SGD([tc.Var(tc.zeros(1))], lr=0.1, fused=3)  # type: ignore[call-arg]
 
 
-class After:
+class WithLastEpoch:
     """A stand-in for a module of schedulers: it calls the module's classes with `last_epoch=9`."""
 
     def __init__(self, schedulers: Any) -> None:
@@ -146,18 +151,19 @@ class After:
         return partial(getattr(self._schedulers, name), last_epoch=9)
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c not in {"chained", "sequential"}])
+@pytest.mark.parametrize("case", [name for name in CASES if name not in {"chained", "sequential"}])
 @pytest.mark.filterwarnings("ignore")
-def test_a_scheduler_continues_from_last_epoch(case: str) -> None:
+def test_a_scheduler_continues_from_last_epoch_if_groups_have_initial_rates(case: str) -> None:
     o = optimizer()
-    first = CASES[case](ours, o)
-    rates(first, 10)
+    uninterrupted = CASES[case](ours, o)
+    # Making a scheduler with `last_epoch=9` does the step to epoch 10.
+    rates(uninterrupted, 10)
     lrs = o.group_lrs
-    expected = rates(first, 11)
+    expected = rates(uninterrupted, 11)
     o.group_lrs = lrs
-    assert rates(CASES[case](After(ours), o), 11) == expected
+    assert rates(CASES[case](WithLastEpoch(ours), o), 11) == expected
     with pytest.raises(ArgumentError, match='last_epoch is 9, expected an "initial_lr" in all'):
-        CASES[case](After(ours), optimizer())
+        CASES[case](WithLastEpoch(ours), optimizer())
     torch = pytest.importorskip("torch")
     if "cycle" in case or case == "restarts":
         # torch's OneCycleLR needs more entries in the groups, and its warm restarts of growing
@@ -167,9 +173,11 @@ def test_a_scheduler_continues_from_last_epoch(case: str) -> None:
         {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr, "initial_lr": initial}
         for lr, initial in zip(lrs, LR, strict=True)
     ]
-    theirs = rates(CASES[case](After(torch.optim.lr_scheduler), torch.optim.SGD(groups)), 11)
-    for one, other in zip(expected, theirs, strict=True):
-        assert one == pytest.approx(other, rel=1e-9, abs=1e-15)
+    theirs = rates(
+        CASES[case](WithLastEpoch(torch.optim.lr_scheduler), torch.optim.SGD(groups)), 11
+    )
+    for found, of_torch in zip(expected, theirs, strict=True):
+        assert found == pytest.approx(of_torch, rel=1e-9, abs=1e-15)
 
 
 def test_one_cycle_accepts_epochs_and_steps_per_epoch() -> None:
@@ -177,7 +185,10 @@ def test_one_cycle_accepts_epochs_and_steps_per_epoch() -> None:
     assert rates(ours.OneCycleLR(optimizer(), 0.3, epochs=4, steps_per_epoch=10)) == expected
     with pytest.raises(ArgumentError, match="expected total_steps, or epochs and steps_per_epoch"):
         ours.OneCycleLR(optimizer(), 0.3, epochs=4)
-    # The rise ends at step 0.1 * 10 - 1 = 0, so the first rate is the highest.
+
+
+def test_a_cycle_whose_rise_ends_at_its_first_step_starts_with_the_highest_rate() -> None:
+    # The rise ends at step 0.1 * 10 - 1 = 0.
     assert rates(ours.OneCycleLR(optimizer(), 0.3, 10, pct_start=0.1), 0) == [[0.3, 0.3]]
 
 
@@ -192,8 +203,17 @@ def test_one_cycle_accepts_epochs_and_steps_per_epoch() -> None:
         lambda o: ours.CosineAnnealingLR(o, 3, "x"),
         lambda o: ours.CosineAnnealingWarmRestarts(o, 3, 1, "x"),
     ],
+    ids=[
+        "StepLR",
+        "MultiStepLR",
+        "ExponentialLR",
+        "ConstantLR",
+        "PolynomialLR",
+        "CosineAnnealingLR",
+        "CosineAnnealingWarmRestarts",
+    ],
 )
-def test_factors_that_are_no_numbers_are_errors(make: Callable[[Any], object]) -> None:
+def test_arguments_that_are_no_numbers_are_errors(make: Callable[[Any], object]) -> None:
     with pytest.raises(TypeError, match=r"(LR|Restarts): \w+ is 'x', expected a number"):
         make(optimizer())
 
@@ -216,13 +236,13 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     chain.step()
     state = chain.state_dict()
     other = ours.ChainedScheduler([ours.StepLR(o, 2), ours.ExponentialLR(o, 0.9)])
-    wrong = [
+    unfit = [
         {name: value for name, value in state.items() if name != "last_epoch"},
         state | {"schedulers": [state["schedulers"][0], {"last_epoch": 3}]},
     ]
-    for each in wrong:
+    for wrong in unfit:
         with pytest.raises(ArgumentError, match="the state has"):
-            other.load_state_dict(each)
+            other.load_state_dict(wrong)
         assert other.state_dict() == before
     plateau = ours.ReduceLROnPlateau(o)
     before = plateau.state_dict()
@@ -232,7 +252,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["div_factor", "final_div_factor"])
-def test_the_divisors_of_one_cycle_are_positive(name: str) -> None:
+def test_the_divisors_of_one_cycle_must_be_positive(name: str) -> None:
     for value in (0, -1.0, math.nan):
         with pytest.raises(ArgumentError, match=r"OneCycleLR: found div_factor .* both above 0"):
             ours.OneCycleLR(optimizer(), 0.3, 10, **{name: value})

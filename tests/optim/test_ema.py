@@ -1,4 +1,4 @@
-"""The moving average of an adapter's parameters. Tests in Rust check the average's arithmetic."""
+"""Test the moving average of an adapter's parameters. Tests in Rust check its arithmetic."""
 
 from pathlib import Path
 
@@ -21,17 +21,18 @@ def values(adapter: tc.AdapterSet) -> Values:
     return [var.detach().numpy() for var in adapter.parameters()]
 
 
-def train(adapter: tc.AdapterSet) -> None:
+def perturb(adapter: tc.AdapterSet) -> None:
+    """Add random numbers to the parameters, in place of training."""
     for var in adapter.parameters():
         var.set(var.detach() + tc.randn(var.shape))
 
 
-def test_averages_replace_the_parameters_within_a_context(
+def test_averages_replace_the_parameters_only_within_a_context(
     adapter: tc.AdapterSet, tmp_path: Path
 ) -> None:
     start = values(adapter)
     ema = tc.optim.EMA(adapter, decay=0.75, warmup=False)
-    train(adapter)
+    perturb(adapter)
     trained = values(adapter)
     ema.update()
     expected = [0.75 * a + 0.25 * b for a, b in zip(start, trained, strict=True)]
@@ -39,6 +40,7 @@ def test_averages_replace_the_parameters_within_a_context(
         assert ema.is_swapped_in
         for found, average in zip(values(adapter), expected, strict=True):
             np.testing.assert_allclose(found, average, rtol=1e-5, atol=1e-6)
+        # The file has the averages.
         adapter.save(tmp_path / "average.safetensors")
         with pytest.raises(ArgumentError, match="swap_out"):
             ema.update()
@@ -51,7 +53,7 @@ def test_averages_replace_the_parameters_within_a_context(
 
 def test_an_error_within_the_context_restores_the_parameters(adapter: tc.AdapterSet) -> None:
     ema = tc.optim.EMA(adapter)
-    train(adapter)
+    perturb(adapter)
     trained = values(adapter)
     with pytest.raises(ZeroDivisionError), ema:
         _ = 1 / 0
@@ -62,18 +64,26 @@ def test_an_error_within_the_context_restores_the_parameters(adapter: tc.Adapter
 def test_a_saved_state_loads_bit_for_bit(adapter: tc.AdapterSet, tmp_path: Path) -> None:
     ema = tc.optim.EMA(adapter)
     for _ in range(3):
-        train(adapter)
+        perturb(adapter)
         ema.update()
     tc.save_file(ema.state_dict(), tmp_path / "ema.safetensors")
     other = tc.optim.EMA(adapter)
     other.load_state_dict(tc.load_file(tmp_path / "ema.safetensors"))
+    # During the warm-up, the decay after n updates is (1 + n) / (10 + n).
     assert (other.updates, other.decay) == (3, pytest.approx(4 / 13))
-    train(adapter)
-    for average in (ema, other):
-        average.update()
+    perturb(adapter)
+    for each in (ema, other):
+        each.update()
     for name, value in ema.state_dict().items():
         np.testing.assert_array_equal(value.numpy(), other.state_dict()[name].numpy())
+
+
+def test_a_state_without_averages_is_an_error(adapter: tc.AdapterSet) -> None:
+    ema = tc.optim.EMA(adapter)
     with pytest.raises(ConfigError, match=r"0\.average"):
-        other.load_state_dict({"updates": ema.state_dict()["updates"]})
+        ema.load_state_dict({"updates": ema.state_dict()["updates"]})
+
+
+def test_a_decay_of_1_is_an_error(adapter: tc.AdapterSet) -> None:
     with pytest.raises(ArgumentError, match="decay"):
         tc.optim.EMA(adapter, decay=1.0)

@@ -1,4 +1,4 @@
-"""Optimizers: steps, states, groups, gradient clipping, loss scaling, schedules, errors."""
+"""Test optimizers, their states and groups, gradient clipping, loss scaling and schedules."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import trainable_candle as tc
 from trainable_candle import optim
 from trainable_candle.testing import assert_close
 
-KINDS = [
+BASIC_KINDS = [
     optim.SGD,
     optim.Adam,
     optim.AdamW,
@@ -18,25 +18,24 @@ KINDS = [
     optim.Lion,
     optim.Lion8bit,
 ]
-EVERY = list(optim.KINDS.values())
-
-
+ALL_KINDS = list(optim.KINDS.values())
 GOLDEN = Path(__file__).parents[1] / "golden" / "optim"
 
 
-def quadratic(x, target):
+def compute_gradient(x, target):
+    """Set `x.grad` to the gradient of the squared distance of `x` from `target`."""
     x.zero_grad()
     ((x - target) ** 2).sum().backward()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_optimizer_finds_the_minimum(kind):
+@pytest.mark.parametrize("kind", BASIC_KINDS)
+def test_a_basic_optimizer_finds_the_minimum_of_a_quadratic(kind):
     rng = np.random.default_rng(0)
     target = tc.tensor(rng.uniform(-1, 1, 5000).astype(np.float32))
     x = tc.Var(tc.zeros(5000))
     opt = kind([x], lr=0.01)
     for _ in range(300):
-        quadratic(x, target)
+        compute_gradient(x, target)
         opt.step()
     assert (x.detach() - target).abs().max().item() < 0.1
 
@@ -56,7 +55,7 @@ def test_sgd_with_momentum_equals_its_formula():
     assert_close(x.detach(), p)
 
 
-@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("decoupled", [False, True], ids=["Adam", "AdamW"])
 def test_adam_equals_its_formula(decoupled):
     rng = np.random.default_rng(2)
     start, gradients = rng.standard_normal(7), rng.standard_normal((5, 7))
@@ -64,13 +63,13 @@ def test_adam_equals_its_formula(decoupled):
     kind = optim.AdamW if decoupled else optim.Adam
     opt = kind([x], lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
     p, m, v = start.copy(), 0.0, 0.0
-    for t, g in enumerate(gradients, 1):
-        x.grad = tc.tensor(g)
+    for t, gradient in enumerate(gradients, 1):
+        x.grad = tc.tensor(gradient)
         opt.step()
-        total = g if decoupled else g + 0.1 * p
+        g = gradient if decoupled else gradient + 0.1 * p
         if decoupled:
             p = p * (1 - 0.1 * 0.1)
-        m, v = 0.8 * m + 0.2 * total, 0.9 * v + 0.1 * total**2
+        m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g**2
         p = p - 0.1 * (m / (1 - 0.8**t)) / (np.sqrt(v / (1 - 0.9**t)) + 1e-6)
     assert_close(x.detach(), p)
 
@@ -100,7 +99,7 @@ def test_adafactor_follows_torch(name, shape, options):
     size = int(np.prod(shape))
 
     def part(key):
-        """The first elements of a golden tensor, in the shape of the case."""
+        """Return the first elements of a golden tensor, in the shape of the case."""
         return golden[key].flatten()[:size].reshape(shape).to("f64")
 
     x = tc.Var(part("p0"))
@@ -111,21 +110,31 @@ def test_adafactor_follows_torch(name, shape, options):
     assert_close(x.detach(), golden[f"{name}.f64.p"].numpy().reshape(shape))
 
 
-def test_defaults_equal_those_of_torch():
+def test_default_learning_rates_are_1e_3_and_for_lion_1e_4():
     x = tc.Var([1.0])
-    assert [kind([x]).lr for kind in KINDS] == [1e-3] * 5 + [1e-4] * 2
+    assert [kind([x]).lr for kind in BASIC_KINDS] == [1e-3] * 5 + [1e-4] * 2
+
+
+def test_the_default_weight_decay_of_adamw_is_that_of_torch():
+    x = tc.Var([1.0])
     x.grad = tc.zeros(1)
     optim.AdamW([x], lr=1.0).step()
     assert x.item() == pytest.approx(0.99)
 
 
-def test_variables_without_a_gradient_do_not_change():
+def test_a_step_changes_only_variables_with_a_gradient_and_keeps_the_gradient():
     x, y = tc.Var([1.0]), tc.Var([1.0])
     opt = optim.SGD([x, y], lr=1.0)
     x.grad = tc.ones(1)
     opt.step()
     assert (x.item(), y.item()) == (0, 1)
     assert x.grad.tolist() == [1]
+
+
+def test_zero_grad_removes_gradients():
+    x = tc.Var([1.0])
+    opt = optim.SGD([x], lr=1.0)
+    x.grad = tc.ones(1)
     opt.zero_grad()
     assert x.grad is None
 
@@ -162,7 +171,7 @@ def test_parameters_may_be_a_list_an_iterator_a_dict_or_a_tuple():
         assert repr(optim.Adam(params, lr=0.1)) == "Adam(8 parameters, lr=0.1)"
 
 
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_an_optimizer_continues_from_a_loaded_state(kind, dtype):
     rng = np.random.default_rng(3)
@@ -174,7 +183,7 @@ def test_an_optimizer_continues_from_a_loaded_state(kind, dtype):
         x.grad = g
         opt.step()
     state = opt.state_dict()
-    copy = {name: t.to("f64").tolist() for name, t in state.items()}
+    state_before = {name: t.to("f64").tolist() for name, t in state.items()}
     y = tc.Var(x)
     other = kind([y], lr=1.0)
     other.load_state_dict(state)
@@ -184,21 +193,21 @@ def test_an_optimizer_continues_from_a_loaded_state(kind, dtype):
             var.grad = g
             optimizer.step()
     np.testing.assert_array_equal(x.to("f32").detach().numpy(), y.to("f32").detach().numpy())
-    assert {name: t.to("f64").tolist() for name, t in state.items()} == copy
+    assert {name: t.to("f64").tolist() for name, t in state.items()} == state_before
     assert opt.state_bytes == other.state_bytes
 
 
 def test_8bit_states_are_small():
     x = tc.Var(tc.zeros(1 << 16))
     x.grad = tc.ones(1 << 16)
-    sizes = {}
-    for kind in KINDS:
+    bytes_per_value = {}
+    for kind in BASIC_KINDS:
         opt = kind([x], lr=1e-3)
         opt.step()
-        sizes[kind.__name__] = opt.state_bytes / x.numel()
-    assert sizes["Adam"] == sizes["AdamW"] == 8
-    assert sizes["Adam8bit"] == sizes["AdamW8bit"] < 2.1
-    assert sizes["Lion8bit"] < 1.1
+        bytes_per_value[kind.__name__] = opt.state_bytes / x.numel()
+    assert bytes_per_value["Adam"] == bytes_per_value["AdamW"] == 8
+    assert bytes_per_value["Adam8bit"] == bytes_per_value["AdamW8bit"] < 2.1
+    assert bytes_per_value["Lion8bit"] < 1.1
 
 
 @pytest.mark.parametrize(
@@ -261,16 +270,21 @@ def test_wrong_arguments_are_errors(call, error, text):
 def test_clipping_limits_the_norm_of_gradients():
     x, y, z = tc.Var(tc.ones(2)), tc.Var(tc.ones(1)), tc.Var(tc.ones(1))
     x.grad, y.grad = tc.tensor([3.0, 0.0]), tc.tensor([4.0])
+    # `z` has no gradient. The norm is 5.
     assert optim.clip_grad_norm_([x, y, z], 10.0).item() == pytest.approx(5)
     assert x.grad.tolist() == [3, 0]
     assert optim.clip_grad_norm_([x, y, z], 1.0, norm_type=float("inf")).item() == pytest.approx(4)
     assert_close(y.grad, [1.0])
+
+
+def test_clipping_reports_a_norm_of_nan_and_wrong_arguments():
+    x = tc.Var(tc.ones(2))
     x.grad = tc.tensor([float("nan"), 0.0])
     with pytest.raises(
         tc.NonFiniteError, match="clip_grad_norm_: the norm of the gradients is NaN"
     ):
-        optim.clip_grad_norm_([x, y], 1.0, error_if_nonfinite=True)
-    assert np.isnan(optim.clip_grad_norm_([x, y], float("inf")).item())
+        optim.clip_grad_norm_([x], 1.0, error_if_nonfinite=True)
+    assert np.isnan(optim.clip_grad_norm_([x], float("inf")).item())
     with pytest.raises(tc.ArgumentError, match="clip_grad_norm_: found max_norm -1"):
         optim.clip_grad_norm_([x], -1)
     with pytest.raises(tc.ArgumentError, match="found norm_type 3, expected 2 or infinity"):
@@ -280,12 +294,12 @@ def test_clipping_limits_the_norm_of_gradients():
 def test_a_non_finite_norm_skips_the_step():
     x = tc.Var([1.0])
     opt = optim.Adam([x], lr=0.1)
-    for gradient, steps in ((1.0, 1), (float("nan"), 1), (float("inf"), 1), (1.0, 2)):
+    for gradient, steps_taken in ((1.0, 1), (float("nan"), 1), (float("inf"), 1), (1.0, 2)):
         x.grad = tc.tensor([gradient])
         before = x.item()
         opt.step(if_finite=optim.clip_grad_norm_([x], 1.0))
         assert (x.item() != before) == np.isfinite(gradient)
-        assert opt.state_dict()["step"].tolist() == [steps]
+        assert opt.state_dict()["step"].tolist() == [steps_taken]
     with pytest.raises(tc.ShapeError, match=r"step: found a norm of shape \[2\]"):
         opt.step(if_finite=tc.ones(2))
 
@@ -311,22 +325,31 @@ def test_the_loss_scaler_skips_non_finite_steps_and_adapts_its_scale():
     other = optim.GradScaler()
     other.load_state_dict(state)
     assert other.state_dict() == state == {"scale": 8, "growth_tracker": 0}
+
+
+def test_the_loss_scaler_reports_calls_out_of_order_and_wrong_values():
+    x = tc.Var([1.0])
+    opt = optim.SGD([x], lr=1.0)
+    x.grad = tc.ones(1)
+    scaler = optim.GradScaler(init_scale=8.0)
+    state = scaler.state_dict()
     with pytest.raises(tc.ArgumentError, match=r"GradScaler: update\(\) needs unscaled gradients"):
         scaler.update()
     scaler.unscale_(opt)
     with pytest.raises(tc.ArgumentError, match=r"GradScaler: the gradients were already unscaled"):
         scaler.unscale_(opt)
-    scaler.update()
     with pytest.raises(tc.ConfigError, match='GradScaler: the state has no entry "growth_tracker"'):
-        other.load_state_dict({"scale": 1.0})
-    for steps in (-3.5, -1, 0.5, float("nan"), float("inf")):
+        scaler.load_state_dict({"scale": 1.0})
+    for tracker in (-3.5, -1, 0.5, float("nan"), float("inf")):
         with pytest.raises(tc.ArgumentError, match="GradScaler: found growth_tracker "):
-            other.load_state_dict({"scale": 1.0, "growth_tracker": steps})
-    assert other.state_dict() == state
+            scaler.load_state_dict({"scale": 1.0, "growth_tracker": tracker})
+    assert scaler.state_dict() == state
     with pytest.raises(tc.ArgumentError, match="GradScaler: found backoff_factor 2"):
         optim.GradScaler(backoff_factor=2.0)
 
 
+# The options of each schedule of 100 steps, and the factor of the learning rate at step s after the
+# warm-up of 10 steps.
 SCHEDULES = {
     "constant": ({}, lambda _: 1.0),
     "linear": ({}, lambda s: max(0.0, (100 - s) / 90)),
@@ -343,12 +366,12 @@ def test_schedules_give_their_learning_rates(name):
     options, factor = SCHEDULES[name]
     opt = optim.SGD([{"params": [tc.Var([1.0])]}, {"params": [tc.Var([1.0])], "lr": 2.0}], lr=1.0)
     scheduler = getattr(optim.lr_scheduler, name)(opt, total_steps=100, warmup_steps=10, **options)
-    seen = []
+    found = []
     for _ in range(101):
-        seen.append(opt.group_lrs)
+        found.append(opt.group_lrs)
         scheduler.step()
     expected = [s / 10 if s < 10 else factor(s) for s in range(101)]
-    np.testing.assert_allclose(seen, [[f, 2 * f] for f in expected], atol=1e-12)
+    np.testing.assert_allclose(found, [[f, 2 * f] for f in expected], atol=1e-12)
     scheduler.set_step(5)
     assert opt.lr == 0.5
     assert scheduler.last_step == 5

@@ -1,4 +1,4 @@
-"""Prodigy in f64 against the definition in its paper and against the package prodigyopt."""
+"""Test Prodigy in f64 against the definition in its paper and against the package prodigyopt."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ def reference(
     d_coef: float = 1.0,
     d0: float = 1e-6,
 ) -> list[float]:
-    """Algorithm 4 of arXiv:2306.06101 with AdamW's decay.
+    """Do `steps` steps of Prodigy, algorithm 4 of arXiv:2306.06101, with AdamW's decay.
 
-    Changes `params`, and returns d after each step.
+    Changes the list `params`, and returns d, the estimate of the distance to the solution, after
+    each step. `gradient` computes the gradient at a parameter.
     """
     beta1, beta2 = 0.9, 0.999
     beta3 = beta2**0.5
@@ -36,10 +37,10 @@ def reference(
     first, second, sums = ([np.zeros_like(p) for p in params] for _ in range(3))
     d = d0
     r = 0.0
-    seen = []
+    estimates = []
     for _ in range(steps):
         gradients = [gradient(p) for p in params]
-        size = d
+        step_size = d
         r *= beta3
         for i, g in enumerate(gradients):
             r += d / d0 * d * float((g * (start[i] - params[i])).sum())
@@ -48,10 +49,10 @@ def reference(
             sums[i] = beta3 * sums[i] + d / d0 * d * g
         d = max(d, d_coef * r / sum(float(np.abs(s).sum()) for s in sums))
         for i, p in enumerate(params):
-            step = first[i] / (np.sqrt(second[i]) + d * 1e-8)
-            params[i] = p - size * (weight_decay * p + step)
-        seen.append(d)
-    return seen
+            direction = first[i] / (np.sqrt(second[i]) + d * 1e-8)
+            params[i] = p - step_size * (weight_decay * p + direction)
+        estimates.append(d)
+    return estimates
 
 
 @pytest.mark.parametrize(
@@ -70,11 +71,13 @@ def test_steps_on_a_quadratic_equal_the_definition(options: dict[str, float]) ->
         found.append(optimizer.state_dict()["estimate"].tolist()[0])
     expected = reference(params, lambda p: 3.0 * p, 60, **options)
     np.testing.assert_allclose(found, expected, rtol=1e-9)
+    # The estimate has grown.
     assert expected[-1] > 10 * options.get("d0", 1e-6)
     for variable, p in zip(variables, params, strict=True):
         np.testing.assert_allclose(variable.numpy(), p, rtol=1e-9, atol=1e-12)
 
 
+# The keys are those of the golden file.
 CASES: dict[str, dict[str, Any]] = {
     "default": {},
     "decay": {
@@ -111,6 +114,7 @@ def test_steps_of_two_groups_equal_prodigyopt(case: str) -> None:
             variable.grad = golden[f"grad{index}.{step}"].to("f64")
         optimizer.step()
     estimate = optimizer.state_dict()["estimate"].tolist()
+    # The estimate of the distance comes first, and the number of steps is at index 3.
     assert estimate[0] == pytest.approx(golden[f"{case}.f64.d.11"].item(), rel=1e-12)
     assert estimate[3] == 12
     for index, variable in enumerate(variables):
@@ -127,7 +131,7 @@ def test_groups_with_a_learning_rate_of_zero_do_not_change() -> None:
     assert x.item() < 1.0 == y.item()
 
 
-def test_wrong_arguments_are_rejected() -> None:
+def test_wrong_arguments_groups_and_states_are_rejected() -> None:
     x, y = tc.Var([1.0]), tc.Var([1.0])
     for options, message in (
         ({"lr": -1.0}, "found lr -1"),

@@ -1,4 +1,4 @@
-"""The library's registry of optimizers, and the classes, stubs and table derived from it."""
+"""Test the registry of optimizers, and the classes, stubs and document that must agree with it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "optim"
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_each_class_documents_and_accepts_its_hyper_parameters(
+def test_each_class_documents_its_hyper_parameters_and_accepts_their_defaults(
     kind: Callable[..., optim.Optimizer],
 ) -> None:
     signature = inspect.signature(kind)
@@ -58,13 +58,13 @@ def test_an_unknown_kind_is_an_error() -> None:
         optim.Optimizer("Ada", [tc.Var([1.0])], {})
 
 
-def test_stubs_and_table_name_every_optimizer() -> None:
+def test_the_stubs_and_the_list_of_features_name_every_optimizer() -> None:
     root = Path(__file__).parents[2]
     stub = root / "python" / "trainable_candle" / "optim" / "kinds.pyi"
     classes = [n.name for n in ast.parse(stub.read_text()).body if isinstance(n, ast.ClassDef)]
     assert classes == [kind.__name__ for kind in EVERY]
-    table = (root / "docs" / "features.md").read_text()
-    assert [name for name in classes if name.removesuffix("8bit") not in table] == []
+    features = (root / "docs" / "features.md").read_text()
+    assert [name for name in classes if name.removesuffix("8bit") not in features] == []
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_stubs_and_table_name_every_optimizer() -> None:
         ),
     ],
 )
-def test_came_equals_that_of_its_authors(case: str, options: dict[str, Any]) -> None:
+def test_steps_of_came_equal_those_of_its_authors(case: str, options: dict[str, Any]) -> None:
     golden = tc.load_file(GOLDEN / "came.safetensors")
     variables = [tc.Var(golden[f"p{i}"]) for i in range(3)]
     optimizer = optim.CAME(variables, **options)

@@ -1,4 +1,4 @@
-"""Stochastic rounding of bf16 variables and states, against numpy."""
+"""Test stochastic rounding of bf16 variables and optimizer states against numpy."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 COUNTS = (300, 7, 2048)
+"""The number of elements of each variable."""
 ROUNDING = ("AdamW8bit", "Adam8bit", "AdamW", "Adam", "Lion8bit", "Lion", "SGD")
+"""The optimizers that can round stochastically."""
 F32 = np.float32
 
 
 def philox(seed: int, counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Ten rounds of Philox4x32 (Salmon et al. 2011).
+    """Return random words from ten rounds of Philox4x32 (Salmon et al. 2011).
 
-    Each row of `counters` is one counter of four 32-bit words; its row in the result is random.
+    Each row of `counters` is one counter of four 32-bit words. The same row of the result has the
+    four random 32-bit words for this counter.
     """
     low = np.uint64(0xFFFFFFFF)
     c0, c1, c2, c3 = counters.T
@@ -41,7 +44,7 @@ def philox(seed: int, counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def rounded(
     values: NDArray[Any], seed: int, step: int, first: int, number: int
 ) -> NDArray[np.float32]:
-    """f32 values, each rounded to bf16 with 16 random bits.
+    """Return `values` as f32, each rounded to bf16 with 16 random bits.
 
     `first` is the index of the first element of the variable among the elements of all variables,
     where the elements of each variable are padded to a multiple of 256. `number` is 0 for the
@@ -60,7 +63,8 @@ def bf16(values: NDArray[Any]) -> tc.Tensor:
     return tc.tensor(values, dtype="bf16")
 
 
-def starts(seed: int) -> list[NDArray[np.float32]]:
+def normal(seed: int) -> list[NDArray[np.float32]]:
+    """Return normally distributed numbers for each variable, rounded to bf16."""
     rng = np.random.default_rng(seed)
     return [bf16(rng.standard_normal(n)).to("f32").numpy() for n in COUNTS]
 
@@ -69,21 +73,22 @@ def starts(seed: int) -> list[NDArray[np.float32]]:
 def test_steps_are_those_of_the_formula(kind: str) -> None:
     seed = 2**40 + 3
     tc.manual_seed(seed)
-    parameters = [tc.Var(bf16(values)) for values in starts(0)]
+    parameters = [tc.Var(bf16(values)) for values in normal(0)]
     lr, beta, beta2 = 0.01, 0.9, 0.999
     optimizer: tc.optim.Optimizer
     if kind == "adam":
         optimizer = tc.optim.Adam(parameters, lr=lr, amsgrad=True, stochastic_rounding=True)
     else:
         optimizer = tc.optim.SGD(parameters, lr=lr, momentum=beta, stochastic_rounding=True)
+    # The optimizer has taken its seed when it was made, so this seed has no effect.
     tc.manual_seed(0)
-    expected = starts(0)
+    expected = normal(0)
     states = [[np.zeros_like(p) for _ in range(3)] for p in expected]
     for step in range(1, 5):
         first = 0
-        for place, gradient in enumerate(starts(step)):
-            parameters[place].grad = bf16(gradient)
-            p, (a, b, c) = expected[place], states[place]
+        for index, gradient in enumerate(normal(step)):
+            parameters[index].grad = bf16(gradient)
+            p, (a, b, c) = expected[index], states[index]  # `b` and `c` are for Adam only.
             if kind == "adam":
                 a = a + F32(1 - beta) * (gradient - a)
                 b = b * F32(beta2) + F32(1 - beta2) * gradient * gradient
@@ -94,7 +99,7 @@ def test_steps_are_those_of_the_formula(kind: str) -> None:
                 a = gradient if step == 1 else F32(beta) * a + gradient
                 p = p - F32(lr) * a
             results = [rounded(v, seed, step, first, n) for n, v in enumerate((p, a, b, c))]
-            expected[place], states[place] = results[0], results[1:]
+            expected[index], states[index] = results[0], results[1:]
             first += -(-p.size // 256) * 256
         optimizer.step()
     for parameter, values in zip(parameters, expected, strict=True):
@@ -102,9 +107,10 @@ def test_steps_are_those_of_the_formula(kind: str) -> None:
         np.testing.assert_array_equal(parameter.detach().to("f32").numpy(), values)
     names = ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"] if kind == "adam" else ["momentum_buffer"]
     saved = optimizer.state_dict()
-    for place, known in enumerate(states):
-        for name, values in zip(names, known, strict=False):
-            state = saved[f"{place}.{name}"]
+    for index, known_states in enumerate(states):
+        # For SGD, `names` has only the first of the three states.
+        for name, values in zip(names, known_states, strict=False):
+            state = saved[f"{index}.{name}"]
             assert state.dtype == "bf16"
             np.testing.assert_array_equal(state.to("f32").numpy(), values)
     assert saved["seed"].item() == seed
@@ -129,12 +135,12 @@ def test_an_adapter_in_bf16_starts_as_the_identity_and_trains(
     adapter: str, precision: str, tmp_path: Path
 ) -> None:
     tc.manual_seed(0)
-    fresh = tc.models.DigitsTransformer(num_layers=1)
-    for var in fresh.named_parameters().values():
+    initial = tc.models.DigitsTransformer(num_layers=1)
+    for var in initial.named_parameters().values():
         # The weights of the last layer and of some other layers start as zeros. OFT rotates
         # weights, and no rotation changes zeros.
         var.set(var.detach() + tc.randn(var.shape) * 0.05)
-    fresh.save_pretrained(tmp_path)
+    initial.save_pretrained(tmp_path)
     model = tc.models.DigitsTransformer.from_pretrained(tmp_path, dtype=precision)
     sample = tc.randn((2, 1, 8, 8), dtype=precision)
     inputs = (sample, tc.tensor([1000.0, 500.0]), tc.tensor([3, 7]))
@@ -165,7 +171,9 @@ def test_an_adapter_in_bf16_starts_as_the_identity_and_trains(
         ({"qat": "int8", "qat_learned_scales": True}, "--qat-learned-scales needs f32"),
     ],
 )
-def test_settings_that_need_f32_are_reported(settings: dict[str, Any], expected: str) -> None:
+def test_settings_without_stochastic_rounding_are_reported(
+    settings: dict[str, Any], expected: str
+) -> None:
     assert TrainConfig(stochastic_rounding=True).stochastic_rounding
     with pytest.raises(ConfigError, match=expected):
         TrainConfig(stochastic_rounding=True, **settings)

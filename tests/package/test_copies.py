@@ -1,4 +1,4 @@
-"""Objects that cannot be copied or pickled say what to do instead."""
+"""The errors of objects that cannot be copied or pickled say what to do instead."""
 
 import copy
 import pickle
@@ -21,8 +21,9 @@ def test_objects_of_the_extension_cannot_be_copied_or_pickled() -> None:
     ]
     for value, cure in cases:
         expected = f"{type(value).__name__} cannot be copied or pickled: {cure}"
-        for function in (copy.copy, copy.deepcopy, pickle.dumps):
+        for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(TypeError, match=expected):
-                function(value)
+                duplicate(value)
+        # The cure works.
         if "state_dict" in cure:
             value.load_state_dict(value.state_dict())

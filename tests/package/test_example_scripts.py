@@ -21,7 +21,7 @@ SCRIPTS = {path.name[:2]: path for path in sorted((ROOT / "examples").glob("[0-9
 
 
 def script(number: str) -> Any:
-    """Import a script as a module, without a call of its `main`."""
+    """Return a script as an imported module; `main` has not run."""
     path = SCRIPTS[number]
     spec = importlib.util.spec_from_file_location(f"example_{number}", path)
     assert spec is not None
@@ -40,7 +40,7 @@ def test_every_script_is_listed_and_tested() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "files"),
+    ("path", "files"),
     [
         (SCRIPTS["01"], {"config.json", "model.safetensors"}),
         (
@@ -48,19 +48,20 @@ def test_every_script_is_listed_and_tested() -> None:
             {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"},
         ),
     ],
+    ids=["01", "02"],
 )
 def test_the_scripts_that_train_built_in_models_run(
-    script: Path, files: set[str], tmp_path: Path
+    path: Path, files: set[str], tmp_path: Path
 ) -> None:
     arguments = ["--steps", "2", "--output", str(tmp_path / "made")]
-    subprocess.run([sys.executable, str(script), *arguments], check=True, capture_output=True)
-    assert {path.name for path in (tmp_path / "made").iterdir()} == files
+    subprocess.run([sys.executable, str(path), *arguments], check=True, capture_output=True)
+    assert {file.name for file in (tmp_path / "made").iterdir()} == files
 
 
 def test_lora_improves_a_users_own_model(tmp_path: Path) -> None:
-    found = script("03").main(tmp_path)
-    assert found["after"] > 0.9 > 0.5 > found["before"]
-    assert found["merged"] == found["after"]
+    accuracy = script("03").main(tmp_path)
+    assert accuracy["after"] > 0.9 > 0.5 > accuracy["before"]
+    assert accuracy["merged"] == accuracy["after"]
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"]) == ("LORA", 8)
 
@@ -74,16 +75,17 @@ def test_the_script_for_sdxl_trains_and_draws(tmp_path: Path) -> None:
 
 
 def test_the_script_for_language_models_trains_and_answers(tmp_path: Path) -> None:
-    assert script("05").main(tmp_path, steps=60) > 0.2
+    correct_share = script("05").main(tmp_path, steps=60)
+    assert correct_share > 0.2
     assert (tmp_path / "run" / "peft" / "adapter_model.safetensors").exists()
 
 
 def test_the_script_for_many_adapters_draws_similar_images(tmp_path: Path) -> None:
-    found = script("06").main(tmp_path, steps=4)
-    assert found["without any"] > 1
-    assert found["joined"] < 0.1
-    assert found["merged"] < 0.1
-    assert found["joined"] <= found["rank 8"] < found["without any"]
+    distances = script("06").main(tmp_path, steps=4)
+    assert distances["without any"] > 1
+    assert distances["joined"] < 0.1
+    assert distances["merged"] < 0.1
+    assert distances["joined"] <= distances["rank 8"] < distances["without any"]
 
 
 def test_the_script_for_comfyui_copies_the_adapter(
@@ -92,40 +94,44 @@ def test_the_script_for_comfyui_copies_the_adapter(
     report = script("07").main(tmp_path, steps=2, comfyui=tmp_path / "there")
     assert report.good
     assert (tmp_path / "there" / "models" / "loras" / "my-photos.safetensors").exists()
-    said = capsys.readouterr().out
-    assert "modelspec.trigger_phrase: myphotos" in said
-    assert re.search(r"ComfyUI: (\d+) of \1 modules", said, re.IGNORECASE)
+    output = capsys.readouterr().out
+    assert "modelspec.trigger_phrase: myphotos" in output
+    assert re.search(r"ComfyUI: (\d+) of \1 modules", output, re.IGNORECASE)
 
 
 def test_the_script_with_a_loop_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     example = script("08")
-    continued = example.main(tmp_path)
+    resumed_weights = example.main(tmp_path)
+    # The same epochs without an interruption.
     train, _ = example.digits.split(example.digits.load())
     data = example.TensorDataset(example.pixels(train), tc.tensor(train.labels, dtype="i64"))
     state = example.make(example.EPOCHS * -(-len(train) // example.BATCH_SIZE))
     for _ in range(example.EPOCHS):
         example.train_epoch(state, data)
     for name, value in state.model.state_dict().items():
-        np.testing.assert_array_equal(continued[name].numpy(), value.numpy())
+        np.testing.assert_array_equal(resumed_weights[name].numpy(), value.numpy())
 
 
 def test_the_script_with_two_processes_gives_equal_results() -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPTS["09"])], check=True, capture_output=True, text=True
     )
-    said = re.findall(r"process (\d): loss (\S+), checksum of the weights (\w+)", done.stdout)
-    assert {rank for rank, *_ in said} == {"0", "1"}
-    assert len({tuple(rest) for _, *rest in said}) == 1
+    lines = re.findall(r"process (\d): loss (\S+), checksum of the weights (\w+)", done.stdout)
+    assert {rank for rank, *_ in lines} == {"0", "1"}
+    assert len({tuple(results) for _, *results in lines}) == 1
 
 
-@pytest.mark.parametrize(("statuses", "expected"), [((0, 0), 0), ((-9, 0), 1), ((0, 3), 1)])
-def test_the_launch_of_two_processes_fails_if_one_fails(
+@pytest.mark.parametrize(
+    ("statuses", "expected"), [((0, 0), 0), ((-9, 0), 1), ((0, 3), 1)], ids=str
+)
+def test_the_launch_of_two_processes_fails_if_and_only_if_one_fails(
     monkeypatch: pytest.MonkeyPatch, statuses: tuple[int, ...], expected: int
 ) -> None:
-    ended = iter(statuses)
+    remaining = iter(statuses)
 
     def popen(*_: Any, **__: Any) -> Any:
-        return SimpleNamespace(wait=partial(int, next(ended)))
+        # `wait` returns the status of this process.
+        return SimpleNamespace(wait=partial(int, next(remaining)))
 
     monkeypatch.setattr(subprocess, "Popen", popen)
     assert script("09").launch(2) == expected

@@ -1,6 +1,5 @@
 """The examples of docstrings run as they are written."""
 
-import ast
 import importlib.util
 import inspect
 import re
@@ -51,7 +50,7 @@ WITHOUT = {
         WEIGHTS,
     ),
     **dict.fromkeys(
-        ("get_w8a8", "set_w8a8"), "a setting of whole runs; docs/memory.md says what it does"
+        ("get_w8a8", "set_w8a8"), "a setting for a whole run; docs/memory.md says what it does"
     ),
     "data": DATA,
     "distributed.Group": "the protocol of the groups that the module's functions use",
@@ -62,7 +61,10 @@ WITHOUT = {
 
 
 def blocks(doc: str) -> list[str]:
-    """The indented blocks of a docstring outside sections (`Args:`, ...), and its fenced blocks."""
+    """Return the examples in a docstring.
+
+    These are its fenced blocks, and its indented blocks outside sections such as `Args:`.
+    """
     found: list[list[str]] = [[]]
     section = fence = False
     for line in doc.splitlines():
@@ -81,7 +83,7 @@ def blocks(doc: str) -> list[str]:
 
 
 def modules() -> tuple[str, ...]:
-    """The public modules, as the reference of the site lists them."""
+    """Return the public modules that the reference of the site lists; "" is the package itself."""
     spec = importlib.util.spec_from_file_location("reference", REFERENCE)
     assert spec is not None
     assert spec.loader is not None
@@ -91,16 +93,17 @@ def modules() -> tuple[str, ...]:
 
 
 def examples() -> Iterator[tuple[str, str]]:
-    """Pairs of a name and the examples in its docstring, as one program.
+    """Yield names, each with the examples in its docstring as one program.
 
-    The names are all public names and the modules that have examples. The program of a public name
-    without an example is "".
+    The names are those of modules with examples, and of all public functions and classes except
+    exceptions. A function or class in several modules appears once. The program of a function or
+    class without an example is "".
     """
     seen = set()
-    for path in modules():
-        module = importlib.import_module(f"trainable_candle.{path}".rstrip("."))
-        if path not in WITHOUT and (code := code_of(module)):
-            yield path or "trainable_candle", code
+    for home in modules():
+        module = importlib.import_module(f"trainable_candle.{home}".rstrip("."))
+        if home not in WITHOUT and (code := code_of(module)):
+            yield home or "trainable_candle", code
         for name in sorted(module.__all__):
             value = getattr(module, name)
             if not (inspect.isclass(value) or inspect.isroutine(value)) or id(value) in seen:
@@ -108,21 +111,21 @@ def examples() -> Iterator[tuple[str, str]]:
             if inspect.isclass(value) and issubclass(value, BaseException):
                 continue
             seen.add(id(value))
-            yield f"{path}.{name}".lstrip("."), code_of(value)
+            yield f"{home}.{name}".lstrip("."), code_of(value)
 
 
 def code_of(value: Any) -> str:
-    """The examples in the docstring of a value, as one program."""
+    """Return the examples in the docstring of a value, as one program."""
     return "\n".join(blocks(inspect.cleandoc(value.__doc__ or "")))
 
 
-FOUND = dict(examples())
-EXAMPLES = {name: code for name, code in FOUND.items() if code}
+PROGRAMS = dict(examples())
+EXAMPLES = {name: code for name, code in PROGRAMS.items() if code}
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files that examples read: the built-in models, and an adapter."""
+    """Make a folder with the files that examples read: two built-in models and an adapter."""
     folder = tmp_path_factory.mktemp("examples")
     (folder / "sdxl").symlink_to(ASSETS / "sdxl_tiny")
     (folder / "llama").symlink_to(ASSETS / "llama_tiny")
@@ -135,8 +138,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def world() -> dict[str, Any]:
-    """The names that examples may use: a model, batches, an optimizer."""
+def given_names() -> dict[str, Any]:
+    """Return the names that examples use without defining them, such as `tc` and `model`."""
     model = tc.nn.Sequential(tc.nn.Linear(4, 8), tc.nn.ReLU(), tc.nn.Linear(8, 2))
     optimizer = tc.optim.AdamW(model.parameters(), lr=1e-2)
     batches = [(tc.randn(3, 4), tc.randn(3, 2)) for _ in range(2)]
@@ -163,13 +166,13 @@ def test_an_example_runs(
         (tmp_path / file.name).symlink_to(file)
     monkeypatch.chdir(tmp_path)
     code = EXAMPLES[name]
-    ast.parse(code)
     tc.manual_seed(0)
     with tc.enable_grad():
-        exec(compile(code, name, "exec"), world())
+        exec(compile(code, name, "exec"), given_names())
 
 
-def test_every_public_name_has_an_example() -> None:
-    without = {name for name, code in FOUND.items() if not code}
-    modules = {name for name in without if name.rpartition(".")[0] in WITHOUT}
-    assert without - modules == WITHOUT.keys() - {"data"}
+def test_every_public_name_has_an_example_or_a_reason_to_have_none() -> None:
+    without = {name for name, code in PROGRAMS.items() if not code}
+    in_listed_modules = {name for name in without if name.rpartition(".")[0] in WITHOUT}
+    # "data" is the only module in `WITHOUT`.
+    assert without - in_listed_modules == WITHOUT.keys() - {"data"}

@@ -1,4 +1,4 @@
-"""The public names of `trainable_candle`, its errors, and the modules that its import loads."""
+"""Test the public names, errors, global settings and imports of `trainable_candle`."""
 
 import importlib
 import inspect
@@ -32,7 +32,7 @@ MODULES = [
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_public_names_exist_and_are_documented(name):
+def test_public_names_of_a_module_exist_and_are_documented(name):
     module = importlib.import_module(name)
     for public in module.__all__:
         value = getattr(module, public)
@@ -40,7 +40,7 @@ def test_public_names_exist_and_are_documented(name):
             assert inspect.getdoc(value), f"{name}.{public} has no docstring"
 
 
-def test_every_method_is_documented():
+def test_every_class_and_method_of_the_extension_is_documented():
     classes = [c for c in vars(_core).values() if inspect.isclass(c)]
     assert classes
     for cls in classes:
@@ -50,17 +50,17 @@ def test_every_method_is_documented():
                 assert inspect.getdoc(member), f"{cls.__name__}.{name} has no docstring"
 
 
-def test_every_function_of_the_extension_is_public_or_listed_here():
-    homes = [
+def test_every_callable_of_the_extension_is_public_or_listed_here():
+    modules = [
         importlib.import_module(name)
         for name in [*MODULES, "trainable_candle.models", "trainable_candle.train"]
     ]
-    public = {id(getattr(module, name)) for module in homes for name in module.__all__}
+    public = {id(getattr(module, name)) for module in modules for name in module.__all__}
     # The public functions in `_creation` take more arguments than the extension's functions of the
     # same names.
     public |= {id(getattr(_core, name)) for name in _creation.__all__}
     # Functions and classes that only the package itself uses.
-    inside = {
+    internal = {
         "Adapter",
         "Schedule",
         "CapturedFunction",
@@ -98,8 +98,8 @@ def test_every_function_of_the_extension_is_public_or_listed_here():
         "stream_seed",
     }
     for name, value in vars(_core).items():
-        if callable(value) and not name.startswith("_") and name not in inside:
-            assert id(value) in public, f"_core.{name} is not exported"
+        if callable(value) and not name.startswith("_") and name not in internal:
+            assert id(value) in public, f"_core.{name} is neither public nor listed above"
 
 
 def test_every_error_is_also_a_builtin_exception():
@@ -129,7 +129,7 @@ def test_every_error_is_also_a_builtin_exception():
         assert issubclass(getattr(tc, name), tc.Error)
 
 
-def test_info_describes_the_build():
+def test_info_describes_a_build_without_cuda():
     info = tc.info()
     assert info["version"] == tc.__version__
     assert info["backend"] == "cpu"
@@ -138,7 +138,7 @@ def test_info_describes_the_build():
     assert info["threads"] == tc.get_num_threads()
 
 
-def test_in_a_build_without_cuda_functions_of_cuda_raise():
+def test_a_build_without_cuda_has_no_gpu_and_functions_for_gpus_raise():
     assert not tc.cuda.is_available()
     assert tc.cuda.device_count() == 0
     for call in (
@@ -158,9 +158,9 @@ def test_results_do_not_depend_on_the_number_of_threads():
     before = tc.get_num_threads()
     x = tc.randn(300, 300)
     results = []
-    for n in (1, 2, 3):
-        tc.set_num_threads(n)
-        assert tc.get_num_threads() == n
+    for count in (1, 2, 3):
+        tc.set_num_threads(count)
+        assert tc.get_num_threads() == count
         results.append(((x @ x).softmax(-1).sum().item(), x.sum().item()))
     tc.set_num_threads(before)
     assert len(set(results)) == 1
@@ -185,10 +185,13 @@ def test_saved_bytes_count_what_the_tape_holds():
     assert tc.memory.saved_bytes() == before + 4000
     del y
     assert tc.memory.saved_bytes() == before
+
+
+def test_available_bytes_are_positive_where_the_system_reports_them():
     assert tc.memory.available_bytes() is None or tc.memory.available_bytes() > 0
 
 
-def test_an_unknown_attribute_is_an_error():
+def test_an_unknown_attribute_is_an_error_and_dir_has_the_known_ones():
     with pytest.raises(
         AttributeError, match="module 'trainable_candle' has no attribute 'nonsense'"
     ):
@@ -196,7 +199,7 @@ def test_an_unknown_attribute_is_an_error():
     assert "Tensor" in dir(tc)
 
 
-def test_importing_the_package_loads_no_large_library():
+def test_importing_the_package_loads_no_large_module():
     code = "import sys, trainable_candle; print(*sys.modules)"
     modules = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -215,16 +218,16 @@ def test_importing_the_package_loads_no_large_library():
 
 
 def test_the_gil_is_released_in_long_calls():
-    """With this switch interval, another thread runs only while a call releases the GIL."""
     x = tc.randn(700, 700)
     start, ran = threading.Event(), []
 
-    def run():
+    def record():
         start.wait()
         ran.append(True)
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=record)
     before = sys.getswitchinterval()
+    # With this interval, another thread runs only while a call releases the GIL.
     sys.setswitchinterval(1e6)
     try:
         thread.start()
@@ -253,7 +256,7 @@ def test_modules_are_imported_at_first_use():
 @pytest.mark.parametrize(
     ("name", "advice"), [("max_memory_allocated", "peak_allocated"), ("set_device", "cuda:1")]
 )
-def test_errors_of_missing_names_of_cuda_suggest_others(name, advice):
+def test_the_error_for_a_name_that_cuda_lacks_suggests_what_to_use(name, advice):
     with pytest.raises(AttributeError, match=advice):
         getattr(tc.cuda, name)
 

@@ -29,6 +29,7 @@ MODULES = [
     "trainable_candle.optim.lr_scheduler",
     "trainable_candle.loader",
 ]
+# Values that are wrong for most parameters, by their descriptions.
 WRONG = {
     "negative": -1,
     "2**63": 2**63,
@@ -153,7 +154,7 @@ LEFT_OUT = {"trainable_candle.set_num_threads", "trainable_candle.cuda.capture"}
 
 
 def instances() -> Iterator[tuple[str, Any]]:
-    """One object of each class that has methods."""
+    """Yield objects whose methods are called, each with the name of its class."""
     x = tc.tensor(np.arange(4.0).reshape(2, 2))
     yield "Tensor", x
     yield "Var", tc.Var(x)
@@ -170,7 +171,11 @@ def instances() -> Iterator[tuple[str, Any]]:
 
 
 def callables() -> Iterator[tuple[str, Any]]:
-    """Every public function, class and method by its full name."""
+    """Yield names, each with its callable.
+
+    These are the public functions and classes of `MODULES`, without exceptions and `LEFT_OUT`, and
+    the public methods of `instances()`.
+    """
     for home in MODULES:
         module = importlib.import_module(home)
         for name in module.__all__:
@@ -188,6 +193,7 @@ def callables() -> Iterator[tuple[str, Any]]:
 
 
 def parameters(function: Any) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a callable by name; none if it has no signature."""
     try:
         return dict(inspect.signature(function).parameters)
     except ValueError:  # a builtin class without a signature
@@ -195,20 +201,22 @@ def parameters(function: Any) -> dict[str, inspect.Parameter]:
 
 
 def calls() -> Iterator[tuple[str, Any, str]]:
+    """Yield each callable, between its name and the name of one of its parameters."""
     for name, function in callables():
         for parameter in parameters(function):
             yield name, function, parameter
 
 
 def right(function: Any, name: str, default: Any) -> Any:
+    """Return a valid value for the parameter `name`; `default` if `RIGHT` has none."""
     make = RIGHT.get(f"{getattr(function, '__name__', '')}.{name}", RIGHT.get(name))
     return make() if make else default
 
 
 def passed(function: Any, wrong: str, value: Any) -> tuple[list[Any], dict[str, Any]]:
-    """The positional and the named arguments of a call.
+    """Return the positional and the named arguments of a call.
 
-    The parameter `wrong` gets `value`, other parameters without a default get valid values.
+    The parameter `wrong` gets `value`; other parameters without a default get valid values.
     """
     positional: list[Any] = []
     named: dict[str, Any] = {}
@@ -232,46 +240,46 @@ CALLS = list(calls())
 @pytest.mark.parametrize(
     ("name", "function", "parameter"), CALLS, ids=[f"{name}-{p}" for name, _, p in CALLS]
 )
-def test_a_wrong_argument_gives_an_error_of_ours(
+def test_a_call_with_a_wrong_argument_gives_a_result_or_a_clear_error(
     name: str, function: Any, parameter: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     state, threads = tc.get_rng_state(), tc.get_num_threads()
     try:
-        for what, value in WRONG.items():
+        for label, value in WRONG.items():
             positional, named = passed(function, parameter, value)
             try:
                 function(*positional, **named)
             except tc.InternalError as error:
-                pytest.fail(f"{name}({parameter}={what}): {error!r}")
+                pytest.fail(f"{name}({parameter}={label}): {error!r}")
             except tc.Error as error:
                 if not re.match(r"[\w./-]+[: ]", str(error)):
-                    pytest.fail(f"{name}({parameter}={what}): {error!r} starts with no operation")
+                    pytest.fail(f"{name}({parameter}={label}): {error!r} starts with no operation")
             except TypeError as error:
-                check_type_error(name, parameter, what, error)
-            except BaseException as error:  # noqa: BLE001
-                pytest.fail(f"{name}({parameter}={what}): {error!r}")
+                check_type_error(name, parameter, label, error)
+            except BaseException as error:  # noqa: BLE001 - a panic is no Exception
+                pytest.fail(f"{name}({parameter}={label}): {error!r}")
     finally:
         tc.set_rng_state(state)
         tc.set_num_threads(threads)
 
 
-def check_type_error(name: str, parameter: str, what: str, error: TypeError) -> None:
-    assert "failed to extract" not in str(error), f"{name}({parameter}={what}): {error}"
+def check_type_error(name: str, parameter: str, label: str, error: TypeError) -> None:
+    assert "failed to extract" not in str(error), f"{name}({parameter}={label}): {error}"
     if sys.version_info < (3, 11):
         # The parameter is in a note on the exception, and Python 3.10 has no such notes.
         return
     text = " ".join([str(error), *getattr(error, "__notes__", [])])
     operation = name.rsplit(".", 1)[-1]
-    assert parameter in text or operation in text, f"{name}({parameter}={what}): {text}"
+    assert parameter in text or operation in text, f"{name}({parameter}={label}): {text}"
 
 
-def test_the_calls_cover_all_public_names() -> None:
+def test_the_calls_include_functions_methods_and_classes() -> None:
     names = {name for name, _, _ in CALLS}
     assert len(CALLS) > 300
     assert {"trainable_candle.zeros", "Tensor.narrow", "trainable_candle.optim.Adam"} <= names
 
 
-def test_a_tensor_is_no_list_of_static_inputs() -> None:
+def test_capture_rejects_a_tensor_in_place_of_a_list() -> None:
     with pytest.raises(TypeError, match=r"capture: static_inputs is a Tensor, .*: \[tensor\]"):
         tc.cuda.capture(lambda x: x, tc.zeros((2, 3)))

@@ -1,4 +1,4 @@
-"""Loss curves and grids of images."""
+"""Test loss curves and grids of images."""
 
 import subprocess
 import sys
@@ -13,12 +13,13 @@ from trainable_candle.plot import image_grid, loss_curve, running_mean, save_png
 
 
 def test_grid_puts_images_row_by_row() -> None:
+    # Three images of 2 x 3 pixels, with the values 0, 1 and 2.
     images = np.arange(3, dtype=np.uint8)[:, None, None].repeat(2, 1).repeat(3, 2)
     grid = np.asarray(image_grid(images, columns=2, gap=1))
-    paper = 255
-    row = [0, 0, 0, paper, 1, 1, 1]
-    last = [2, 2, 2, paper, paper, paper, paper]
-    np.testing.assert_array_equal(grid, [row, row, [paper] * 7, last, last])
+    white = 255
+    first = [0, 0, 0, white, 1, 1, 1]
+    last = [2, 2, 2, white, white, white, white]
+    np.testing.assert_array_equal(grid, [first, first, [white] * 7, last, last])
 
 
 def test_grid_enlarges_and_keeps_colours() -> None:
@@ -34,7 +35,7 @@ def test_grid_is_about_square_by_default() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 8, 8), (8, 8), (1, 8, 8, 4), (1, 2, 3, 4, 5)])
-def test_grid_rejects_other_shapes(shape: tuple[int, ...]) -> None:
+def test_grid_rejects_arrays_that_are_no_images(shape: tuple[int, ...]) -> None:
     with pytest.raises(ArgumentError, match="image_grid: the images have shape"):
         image_grid(np.zeros(shape, dtype=np.uint8))
 
@@ -54,7 +55,7 @@ def test_saved_images_are_read_unchanged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 19, 20, 400])
-def test_running_mean_is_the_mean_of_a_twentieth(count: int) -> None:
+def test_running_mean_is_over_a_twentieth_of_the_values(count: int) -> None:
     values = np.random.default_rng(0).normal(size=count)
     width = max(1, count // 20)
     expected = [values[max(0, i + 1 - width) : i + 1].mean() for i in range(count)]
@@ -69,7 +70,9 @@ def test_loss_curve_is_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("steps", "losses"), [([], []), ([1, 2], [0.5])])
-def test_loss_curve_needs_losses(tmp_path: Path, steps: list[int], losses: list[float]) -> None:
+def test_loss_curve_needs_at_least_one_step_and_a_loss_for_each(
+    tmp_path: Path, steps: list[int], losses: list[float]
+) -> None:
     with pytest.raises(ArgumentError, match="loss_curve: found"):
         loss_curve(tmp_path / "loss.png", steps, losses)
     assert list(tmp_path.iterdir()) == []
@@ -80,6 +83,8 @@ def test_the_error_without_matplotlib_says_how_to_install_it(tmp_path: Path) -> 
 import sys; sys.modules["matplotlib"] = None
 from pathlib import Path; import trainable_candle.plot as plot
 plot.loss_curve(Path({str(tmp_path)!r}) / "loss.png", [1], [1.0])"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert run.returncode == 1
-    assert 'pip install "trainable-candle[plot]"' in run.stderr
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 1
+    assert 'pip install "trainable-candle[plot]"' in result.stderr
