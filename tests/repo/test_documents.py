@@ -1,4 +1,4 @@
-"""Documents name only files, folders and make targets that exist."""
+"""Documents name only files, folders and make targets that exist, and have short lines."""
 
 import re
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+# A line of the tree in CONTRIBUTING.md: a path and, after two spaces, what it holds.
 TREE_LINE = re.compile(r"^(?P<indent> *)(?P<name>[\w./-]+)(?: {2,}.*)?$")
 
 
@@ -16,19 +17,20 @@ def document(request: pytest.FixtureRequest) -> Path:
     return request.param
 
 
-def test_the_targets_of_links_exist(document: Path) -> None:
+def test_linked_files_exist(document: Path) -> None:
     links = re.findall(r"\]\((?!https?://|#)([^)#\s]+)[^)]*\)", document.read_text())
     assert [link for link in links if not (document.parent / link).exists()] == []
 
 
-def test_lines_fit_100_columns(document: Path) -> None:
+def test_lines_outside_tables_fit_100_columns(document: Path) -> None:
     lines = document.read_text().splitlines()
     assert [line for line in lines if len(line) > 100 and not line.startswith("|")] == []
 
 
 def test_paths_in_backquotes_exist(document: Path) -> None:
-    top = "|".join(re.escape(path.name) for path in ROOT.iterdir() if path.is_dir())
-    paths = re.findall(rf"`((?:{top})/[\w./-]+)`", document.read_text())
+    top_folders = "|".join(re.escape(path.name) for path in ROOT.iterdir() if path.is_dir())
+    paths = re.findall(rf"`((?:{top_folders})/[\w./-]+)`", document.read_text())
+    # NAME is a placeholder.
     assert [path for path in paths if "NAME" not in path and not (ROOT / path).exists()] == []
 
 
@@ -37,7 +39,7 @@ def test_make_targets_exist(document: Path) -> None:
     assert named - TARGETS == set()
 
 
-def test_the_tree_in_contributing_is_the_tree() -> None:
+def test_the_paths_of_the_tree_in_contributing_exist() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     block = re.search(r"```text\n(.*?)```", text, re.DOTALL)
     assert block is not None

@@ -35,7 +35,7 @@ def extension() -> Iterator[ELFFile]:
         yield ELFFile(file)
 
 
-def test_extension_needs_only_libraries_of_every_linux(extension: ELFFile) -> None:
+def test_the_extension_needs_only_libraries_of_every_linux(extension: ELFFile) -> None:
     section = extension.get_section_by_name(".dynamic")
     assert isinstance(section, DynamicSection)
     needed = {tag.needed for tag in section.iter_tags("DT_NEEDED")}
@@ -43,9 +43,10 @@ def test_extension_needs_only_libraries_of_every_linux(extension: ELFFile) -> No
     assert needed - SYSTEM_LIBRARIES == set()
 
 
-def test_extension_leaves_no_symbol_to_a_cuda_library(extension: ELFFile) -> None:
+def test_no_undefined_symbol_of_the_extension_is_of_a_cuda_library(extension: ELFFile) -> None:
     section = extension.get_section_by_name(".dynsym")
     assert isinstance(section, SymbolTableSection)
     undefined = {s.name for s in section.iter_symbols() if s["st_shndx"] == "SHN_UNDEF" and s.name}
+    # Every extension module calls one of these two functions of Python.
     assert "PyModule_Create2" in undefined or "PyModuleDef_Init" in undefined
     assert {name for name in undefined if CUDA_SYMBOL.match(name)} == set()

@@ -1,4 +1,4 @@
-"""Imports that packages must not have, and test code that the shipped library must not contain."""
+"""Packages import no package above them, and the shipped library contains no test code."""
 
 import ast
 import re
@@ -16,7 +16,7 @@ ABOVE = {
     "tasks": {"families", "run", "cli", "demo"},
     "families": {"run", "cli", "demo"},
 }
-"""The packages that each package must not import, not even for types."""
+"""Maps a package to the packages that it must not import, not even for types."""
 
 
 @pytest.mark.parametrize("package", ABOVE)
@@ -28,16 +28,19 @@ def test_no_package_imports_a_package_above_it(package: str) -> None:
                 names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
             elif isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
-            parts = {name.split(".")[1] for name in names if name.startswith("trainable_candle.")}
-            assert not parts & ABOVE[package], (path, parts)
+            imported = {
+                name.split(".")[1] for name in names if name.startswith("trainable_candle.")
+            }
+            assert not imported & ABOVE[package], (path, imported)
 
 
 def test_cases_of_operations_are_compiled_for_tests_only() -> None:
+    # Declarations of the modules with cases, and uses of them.
     of_tests = re.compile(r"\s*(pub\S* )?(mod cases?;|static (ENTRIES|REGISTRY)|use .*\bcases?::)")
     for path in (ROOT / "rust" / "core" / "src" / "ops").rglob("*.rs"):
-        if path.name == "cases.rs":
+        if path.name == "cases.rs":  # compiled only through its `mod` line
             continue
         lines = ["", *path.read_text().splitlines()]
-        for before, line in pairwise(lines):
+        for previous, line in pairwise(lines):
             if of_tests.match(line):
-                assert before.strip() == '#[cfg(feature = "testing")]', (path, line)
+                assert previous.strip() == '#[cfg(feature = "testing")]', (path, line)

@@ -1,4 +1,4 @@
-"""`make` builds the demo for the GPU of the machine, or for the CPU."""
+"""What `make` would run: the demo is built for the GPU of the machine, or for the CPU."""
 
 import os
 import shutil
@@ -10,10 +10,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def environment(folder: Path, said: str | None) -> dict[str, str]:
-    """The environment variables of a run whose PATH holds only a few tools.
+def environment(folder: Path, gpus: str | None) -> dict[str, str]:
+    """Make a folder of a few tools, and return environment variables with it alone as PATH.
 
-    `nvidia-smi` is one of the tools and prints `said`; if `said` is None, there is no `nvidia-smi`.
+    `nvidia-smi` is one of the tools and prints `gpus`; if `gpus` is None, there is no `nvidia-smi`.
     """
     tools = folder / "bin"
     tools.mkdir()
@@ -21,18 +21,19 @@ def environment(folder: Path, said: str | None) -> dict[str, str]:
         found = shutil.which(name)
         assert found is not None, name
         (tools / name).symlink_to(found)
-    if said is not None:
+    if gpus is not None:
         tool = tools / "nvidia-smi"
-        tool.write_text(f"#!/bin/sh\necho '{said}'\n")
+        tool.write_text(f"#!/bin/sh\necho '{gpus}'\n")
         tool.chmod(0o755)
     return {**os.environ, "PATH": str(tools)}
 
 
-def run(folder: Path, said: str | None, *command: str) -> str:
+def run(folder: Path, gpus: str | None, *command: str) -> str:
+    """Return what a command prints in the environment of `environment(folder, gpus)`."""
     result = subprocess.run(
         command,
         cwd=ROOT,
-        env=environment(folder, said),
+        env=environment(folder, gpus),
         capture_output=True,
         text=True,
         check=True,
@@ -40,9 +41,9 @@ def run(folder: Path, said: str | None, *command: str) -> str:
     return result.stdout.strip()
 
 
-# `said` has a line for each GPU: the version of the driver, and the GPU's compute capability.
+# `gpus` has a line for each GPU: the version of the driver, and the GPU's compute capability.
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("gpus", "expected"),
     [
         ("580.65.06, 9.0", "90a"),
         ("581.0, 8.6", "86"),
@@ -54,11 +55,13 @@ def run(folder: Path, said: str | None, *command: str) -> str:
         (None, ""),
     ],
 )
-def test_the_gpu_is_found_by_its_driver(tmp_path: Path, said: str | None, expected: str) -> None:
-    assert run(tmp_path, said, ".ci/gpu_arch") == expected
+def test_the_architecture_is_that_of_the_first_gpu_that_can_train(
+    tmp_path: Path, gpus: str | None, expected: str
+) -> None:
+    assert run(tmp_path, gpus, ".ci/gpu_arch") == expected
 
 
-def test_the_demo_is_built_for_the_gpu_alone(tmp_path: Path) -> None:
+def test_the_demo_is_built_for_the_architecture_of_the_gpu_alone(tmp_path: Path) -> None:
     planned = run(tmp_path, "580.1, 8.6", "make", "--dry-run", "--always-make", "setup")
     assert "TRAINABLE_CANDLE_CUDA_ARCHS=86 " in planned
     assert "--features cuda" in planned
@@ -76,6 +79,6 @@ def test_installing_the_cpu_wheel_removes_the_marks_of_other_wheels(tmp_path: Pa
     assert planned.endswith("rm -f .venv/.setup-*\ntouch .venv/.setup-cpu")
 
 
-def test_the_site_is_part_of_every_check(tmp_path: Path) -> None:
+def test_make_check_builds_the_site(tmp_path: Path) -> None:
     planned = run(tmp_path, None, "make", "--dry-run", "--always-make", "check")
     assert " docs; do" in planned

@@ -17,18 +17,21 @@ ROOT = Path(__file__).parents[2]
 
 
 def blocks(document: str) -> list[str]:
+    """Return the Python programs in a document."""
     return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
 
 
 def run(block: str, given: dict[str, object] | None = None) -> dict[str, object]:
+    """Run a program with the names in `given`; return its names afterwards."""
     names: dict[str, object] = {**(given or {})}
     exec(compile(block, "a document", "exec"), names)
     return names
 
 
-def test_every_example_is_run_below() -> None:
-    examples = {path: len(blocks(path)) for path in ("README.md", *documents())}
-    assert {path: count for path, count in examples.items() if count} == {
+def test_no_document_has_a_program_without_a_test_below() -> None:
+    # Each program that is counted here has a test in this file; add one for a new program.
+    counts = {path: len(blocks(path)) for path in ("README.md", *documents())}
+    assert {path: count for path, count in counts.items() if count} == {
         "README.md": 2,
         "docs/language-models.md": 1,
         "docs/many-gpus.md": 1,
@@ -38,16 +41,18 @@ def test_every_example_is_run_below() -> None:
 
 
 def documents() -> list[str]:
+    """Return the documents of `docs/`, by their paths in the repository."""
     return [str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize("path", ["README.md", "CONTRIBUTING.md", *documents()])
-def test_documents_name_what_exists(path: str) -> None:
+def test_the_names_of_the_package_in_a_document_exist(path: str) -> None:
     names = set(re.findall(r"\btc\.([A-Za-z]\w*(?:\.[A-Za-z]\w*)*)", (ROOT / path).read_text()))
     assert [name for name in sorted(names) if not exists(name)] == []
 
 
 def exists(name: str) -> bool:
+    """Return whether the package has the name, which may have dots."""
     try:
         attrgetter(name)(tc)
     except AttributeError:
@@ -62,21 +67,21 @@ def test_the_example_of_lora_learns_the_other_layer() -> None:
     assert names["merged"].shape == names["weight"].shape
 
 
-def test_the_network_reads_digits() -> None:
+def test_the_network_learns_to_read_digits() -> None:
     names = run(blocks("docs/python.md")[0])
     assert names["accuracy"] >= 0.97
 
 
 @pytest.fixture
 def language_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The built-in language model as `WEIGHTS` in the current folder."""
+    """Make the current folder one that has the built-in language model as `WEIGHTS`; return it."""
     shutil.copytree(BUILT_IN, tmp_path / "WEIGHTS")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.mark.usefixtures("language_model")
-def test_a_language_model_writes() -> None:
+def test_a_language_model_completes_two_texts() -> None:
     names = run(blocks("docs/language-models.md")[0])
     texts = names["texts"]
     assert isinstance(texts, list)
@@ -95,8 +100,9 @@ def test_a_loop_trains_a_language_model(language_model: Path) -> None:
     assert base.loss(ids, labels=ids).item() == pytest.approx(trained, abs=1e-4)
 
 
-def test_the_trainer_takes_texts(language_model: Path) -> None:
+def test_the_trainer_teaches_a_language_model_an_answer(language_model: Path) -> None:
     rows = [{"messages": words.chat("upper", word)} for word in ("clavo", "drenda", "spok")]
+    # The base answers with the word in capitals. Training teaches it another answer.
     for row in rows:
         row["messages"][-1]["content"] = "no"
     lines = "".join(json.dumps(row) + "\n" for row in rows)
@@ -113,6 +119,7 @@ def test_t5_encodes_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     tc.models.T5Encoder.from_config(tmp_path / "config.json").save_pretrained(tmp_path / "t5")
+    # The program in the document loads the encoder from a file of this name.
     (tmp_path / "t5" / "model.safetensors").rename(tmp_path / "t5xxl_fp16.safetensors")
     (tmp_path / "config.json").unlink()
     monkeypatch.chdir(tmp_path)
@@ -132,14 +139,14 @@ def test_a_users_own_model_gets_adapters(
     assert names["plain"](tc.randn(2, 64)).shape == (2, 10)
 
 
-def test_factors_b_have_a_rate_of_their_own() -> None:
+def test_the_factors_b_have_a_learning_rate_of_their_own() -> None:
     names = run(blocks("docs/python.md")[4])
     assert names["scheduler"].base_lrs == [1e-3, 16e-3]
     assert [p.shape for p in names["factors_b"]] == [(32, 4), (10, 4)]
     assert [p.shape for p in names["factors_a"]] == [(4, 64), (4, 32)]
 
 
-def test_a_loop_runs_alone_too() -> None:
+def test_the_loop_for_many_gpus_runs_in_one_process_too() -> None:
     parameters = {"w": tc.Var(tc.ones((3,)))}
     given = {
         "parameters": parameters,

@@ -1,4 +1,4 @@
-"""The release: its workflow runs targets that exist, and its version is the same everywhere."""
+"""The workflow of the release is consistent, and so are the places that name its version."""
 
 import importlib.util
 import re
@@ -28,17 +28,18 @@ def release() -> ModuleType:
 
 
 def steps() -> list[dict[str, Any]]:
+    """Return the steps of all jobs of the workflow."""
     jobs = yaml.safe_load(WORKFLOW.read_text())["jobs"]
     return [step for job in jobs.values() for step in job["steps"]]
 
 
 def test_the_workflow_runs_targets_that_exist() -> None:
     targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    made = {
+    used = {
         name for step in steps() for name in re.findall(r"\bmake ([a-z-]+)", step.get("run", ""))
     }
     assert (
-        {"release-check", "release-notes", "wheel", "test-wheel", "wheel-cuda"} <= made <= targets
+        {"release-check", "release-notes", "wheel", "test-wheel", "wheel-cuda"} <= used <= targets
     )
 
 
@@ -47,6 +48,9 @@ def test_jobs_wait_for_jobs_that_exist() -> None:
     for job in jobs.values():
         needs = job.get("needs", [])
         assert ({needs} if isinstance(needs, str) else set(needs)) <= set(jobs)
+
+
+def test_the_push_of_a_tag_starts_the_workflow() -> None:
     # YAML 1.1 reads the key `on` as true.
     assert yaml.safe_load(WORKFLOW.read_text())[True]["push"] == {"tags": ["v*"]}
 
@@ -66,8 +70,9 @@ def test_this_version_can_be_released(release: ModuleType) -> None:
         (MANIFEST, CHANGELOG.replace(" - 2026-01-02", ""), "", "has no date"),
         (MANIFEST, CHANGELOG.replace("- One.", ""), "", "there is no section"),
     ],
+    ids=["other tag", "tag without v", "other crate", "no section", "no date", "empty section"],
 )
-def test_versions_that_do_not_agree_are_reported(
+def test_contradictions_and_gaps_are_reported(
     release: ModuleType, manifest: str, changelog: str, tag: str, complaint: str
 ) -> None:
     assert release.complaints(MANIFEST, CHANGELOG, "v1.2.3") == []

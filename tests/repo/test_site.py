@@ -1,4 +1,4 @@
-"""The documentation site holds every guide and every public module."""
+"""The documentation site has every guide, every public module and name, and every demo."""
 
 import ast
 import importlib.util
@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 SITE = ROOT / ".ci" / "site"
 
 
-def loaded(name: str) -> Any:
+def load(name: str) -> Any:
+    """Return the script NAME.py of the site as an imported module."""
     spec = importlib.util.spec_from_file_location(name, SITE / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -22,7 +23,7 @@ def loaded(name: str) -> Any:
     return module
 
 
-reference = loaded("reference")
+reference = load("reference")
 
 
 def test_the_reference_has_every_public_name() -> None:
@@ -37,6 +38,7 @@ def test_the_reference_has_every_public_name() -> None:
 
 def test_the_reference_has_every_public_module() -> None:
     tree = ast.parse((ROOT / "python/trainable_candle/__init__.py").read_text())
+    # `_LAZY` is a frozenset of the names of modules that are imported at first use.
     lazy = next(
         ast.literal_eval(node.value.args[0])
         for node in tree.body
@@ -50,10 +52,11 @@ def test_the_reference_has_every_public_module() -> None:
 
 def test_the_navigation_has_every_guide() -> None:
     listed = set(re.findall(r"[\w-]+\.md", (SITE / "mkdocs.yml").read_text()))
+    # The sources of these three pages are outside `docs/`.
     assert listed - {"index.md", "examples.md", "gallery.md"} == {
         path.name for path in (ROOT / "docs").glob("*.md")
     }
 
 
 def test_the_gallery_has_every_demo() -> None:
-    assert loaded("gallery").DEMOS.keys() == set(MODELS)
+    assert load("gallery").DEMOS.keys() == set(MODELS)

@@ -1,4 +1,4 @@
-"""Rules about files: their folders, names and lengths, no paths of machines, no copies."""
+"""Rules for files: their folders, names and lengths; no paths of one machine; no copies."""
 
 import re
 import subprocess
@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+# The files that Git tracks or would add.
 FILES = [
     Path(name)
     for name in subprocess.run(
@@ -44,12 +45,13 @@ TOP_LEVEL = {
     "rust",
     "tests",
 }
-# Suffixes that name a version of a file. A file's name must describe its content instead.
+# Suffixes that tell versions of a file apart. A file's name must describe its content instead.
 HISTORY = re.compile(
     r"_(v\d+|new|old|final|fixed|fix|simple|improved|enhanced|optimized|backup|bak|copy|orig|tmp|wip)$"
 )
-# Names that do not say which concept a file holds.
-NO_HOME = {"common", "helper", "helpers", "misc", "shared", "stuff", "util", "utils"}
+# Names that do not say which concept a file or folder holds.
+VAGUE = {"common", "helper", "helpers", "misc", "shared", "stuff", "util", "utils"}
+# Absolute paths below the folders of users and of mounted disks.
 MACHINE_PATH = re.compile(r"(?<![\w.$}/-])/(?:home|root|Users|work|mnt|srv|scratch)/[\w.-]+")
 MAX_LINES = 500
 
@@ -58,13 +60,14 @@ def test_the_root_holds_only_listed_files_and_folders() -> None:
     assert {path.parts[0] for path in FILES} - TOP_LEVEL == set()
 
 
-def test_names_of_files_describe_their_content() -> None:
+def test_names_of_files_and_folders_tell_no_versions_and_are_not_vague() -> None:
     names = {part for path in FILES for part in (*path.parts[:-1], path.stem)}
     assert [name for name in sorted(names) if HISTORY.search(plain(name))] == []
-    assert [name for name in sorted(names) if plain(name) in NO_HOME] == []
+    assert [name for name in sorted(names) if plain(name) in VAGUE] == []
 
 
 def plain(name: str) -> str:
+    """Return a name in lower case, with underscores for hyphens."""
     return name.lower().replace("-", "_")
 
 
@@ -75,7 +78,7 @@ def test_source_files_are_short_enough_to_read() -> None:
     assert {name: count for name, count in lines.items() if count > MAX_LINES} == {}
 
 
-def test_no_file_names_a_path_of_a_machine() -> None:
+def test_no_file_contains_a_path_of_one_machine() -> None:
     texts = {path: (ROOT / path).read_bytes() for path in FILES}
     found = {
         str(path): paths
@@ -85,13 +88,10 @@ def test_no_file_names_a_path_of_a_machine() -> None:
     assert found == {}
 
 
-def test_no_file_has_a_copy() -> None:
+def test_only_blank_files_and_second_tokenizers_have_copies() -> None:
     # A Stable Diffusion XL folder has a tokenizer for each encoder, with the same vocabulary.
-    files = [path for path in FILES if path.parent.name != "tokenizer_2"]
-    contents = Counter((ROOT / path).read_bytes() for path in files)
-    twice = [
-        str(path)
-        for path in files
-        if contents[data := (ROOT / path).read_bytes()] > 1 and data.strip()
-    ]
-    assert twice == []
+    contents = {
+        str(path): (ROOT / path).read_bytes() for path in FILES if path.parent.name != "tokenizer_2"
+    }
+    count = Counter(contents.values())
+    assert [path for path, data in contents.items() if count[data] > 1 and data.strip()] == []

@@ -2,8 +2,10 @@
 
 python tests/robustness/kill.py [--kills 50] [--seed 0]
 
-A run is killed at a random file event: when it opens, makes, renames or removes a file in its
-folder, such as a log, a cache entry, a checkpoint or a preview.
+A run starts a process. If this is killed, another process resumes from the latest checkpoint, and
+so on until one reaches the last step. A process is killed at a random file event: when it opens,
+makes, renames, truncates or removes a file or folder in the run's folder, such as a log, a cache
+entry, a checkpoint or a preview.
 """
 
 from __future__ import annotations
@@ -34,16 +36,19 @@ EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate
 ADAPTER = "adapter.safetensors"
 
 
-def child(folder: str, last: int, arguments: list[str]) -> None:
-    """Train, and print the number of events at the end. Event number `last` kills this process."""
+def child(folder: str, fatal: int, arguments: list[str]) -> None:
+    """Train, and print the number of events at the end. Event number `fatal` kills this process.
+
+    Events are numbered from 1. If `fatal` is 0, none kills it.
+    """
     lock, count = threading.Lock(), [0]
 
-    def hook(event: str, given: tuple[Any, ...]) -> None:
-        if event not in EVENTS or not given or not str(given[0]).startswith(folder):
+    def hook(event: str, values: tuple[Any, ...]) -> None:
+        if event not in EVENTS or not values or not str(values[0]).startswith(folder):
             return
         with lock:
             count[0] += 1
-            if count[0] == last:
+            if count[0] == fatal:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
@@ -58,11 +63,14 @@ def child(folder: str, last: int, arguments: list[str]) -> None:
     sys.exit(code)
 
 
-def train(folder: Path, last: int, *more: str) -> subprocess.CompletedProcess[str]:
-    """Train in `folder` until event `last`, which kills the run; if `last` is 0, until the end."""
+def train(folder: Path, fatal: int, *more: str) -> subprocess.CompletedProcess[str]:
+    """Train in a process that event `fatal` in `folder` kills; 0 lets it train until the end.
+
+    `more` are flags beside `FLAGS`.
+    """
     flags = [text for name, value in FLAGS.items() for text in (f"--{name}", str(value))]
-    given = ["--dataset", str(folder / "images"), "--output", str(folder / "run"), *flags, *more]
-    command = [sys.executable, __file__, "--child", str(folder), str(last), *given]
+    paths = ["--dataset", str(folder / "images"), "--output", str(folder / "run")]
+    command = [sys.executable, __file__, "--child", str(folder), str(fatal), *paths, *flags, *more]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -77,18 +85,19 @@ def write_images(folder: Path) -> None:
 
 
 def adapter(folder: Path) -> dict[str, bytes]:
-    """The values of the adapter that a run ended with."""
+    """Return the bytes of each tensor of the adapter that a run ended with."""
+    # If there is no such file, the default of `next` gives `load_file` a path for its error.
     tensors = tc.load_file(next((folder / "run").rglob(ADAPTER), folder / "run" / ADAPTER))
     return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
 
 
 def resume(folder: Path) -> list[str]:
-    """The flags that continue the run in `folder`; none if it has no checkpoint to continue from.
+    """Return the flags to resume the run in `folder`; none if it has no checkpoint.
 
     A checkpoint that a killed process was replacing counts, because the next process restores it.
     """
-    there = checkpoints(folder / "run") or needs_restoring(folder / "run")
-    return ["--resume", "latest"] if there else []
+    resumable = checkpoints(folder / "run") or needs_restoring(folder / "run")
+    return ["--resume", "latest"] if resumable else []
 
 
 def main() -> None:
@@ -101,12 +110,13 @@ def main() -> None:
     rng = random.Random(options.seed)
     with tempfile.TemporaryDirectory(prefix="kill-") as name:
         base = Path(name)
-        write_images(base / "whole" / "images")
-        result = train(base / "whole", 0)
+        uninterrupted = base / "uninterrupted"
+        write_images(uninterrupted / "images")
+        result = train(uninterrupted, 0)
         if result.returncode:
             sys.exit(f"the run without kills failed: {result.stderr}")
-        events, expected = int(result.stdout.split()[-1]), adapter(base / "whole")
-        print(f"{events} events in a run of {FLAGS['steps']} steps", flush=True)
+        events, expected = int(result.stdout.split()[-1]), adapter(uninterrupted)
+        print(f"{events} events in an uninterrupted run of {FLAGS['steps']} steps", flush=True)
         kills, runs = 0, 0
         while kills < options.kills:
             folder = base / f"run-{runs}"
@@ -116,16 +126,16 @@ def main() -> None:
                 # Each iteration starts one process. If no process was killed so far, or if the
                 # output folder is empty, the process is killed at a random event. Otherwise, half
                 # of the processes are killed at a random event.
-                last = rng.randint(1, events) if not kills or rng.random() < 0.5 else 0
+                fatal = rng.randint(1, events) if not kills or rng.random() < 0.5 else 0
                 if not any(folder.glob("run/*")):
-                    last = last or rng.randint(1, events)
-                more = resume(folder)
-                result = train(folder, last, *more)
+                    fatal = fatal or rng.randint(1, events)
+                flags = resume(folder)
+                result = train(folder, fatal, *flags)
                 if result.returncode == -signal.SIGKILL:
                     kills += 1
                     continue
                 break
-            where = f"run {runs}, after {kills} kills, {more}"
+            where = f"run {runs}, after {kills} kills, flags {flags}"
             if result.returncode:
                 sys.exit(f"{where}: {result.stderr}")
             if adapter(folder) != expected:

@@ -1,6 +1,7 @@
 """Train a small model with LoRA, and print step time and memory after each tenth of the steps.
 
-Neither the median time of a step nor the memory may grow from one tenth to the next.
+The printed lines must show that neither the median time of a step nor the memory grows from one
+tenth to the next; the script does not check this.
 
 python tests/robustness/steps.py [--steps 100000]
 """
@@ -18,7 +19,7 @@ TENTHS = 10
 
 
 def resident_kib() -> int:
-    """Memory that this process has in RAM, in KiB."""
+    """Return the memory that this process has in RAM, in KiB."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return int(status.partition("VmRSS:")[2].split()[0])
 
@@ -28,10 +29,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100_000)
     options = parser.parse_args()
     tc.manual_seed(0)
+    # The model: linear layers, each with a LoRA of rank 8 and followed by GELU.
     layers = [tc.nn.LoRALinear(tc.randn((64, 64)) * 0.1, 8, 8.0) for _ in range(4)]
-    optimizer = tc.optim.AdamW8bit(
-        [var for layer in layers for var in layer.get_vars()], lr=1e-3, weight_decay=0.01
-    )
+    parameters = [var for layer in layers for var in layer.get_vars()]
+    optimizer = tc.optim.AdamW8bit(parameters, lr=1e-3, weight_decay=0.01)
     target = tc.randn((16, 64))
     print("tenth   median step   memory   kept by the tape")
     for tenth in range(TENTHS):
@@ -43,14 +44,16 @@ def main() -> None:
                 x = tc.nn.functional.gelu(layer(x))
             loss = tc.nn.functional.mse_loss(x, target)
             loss.backward()
-            tc.optim.clip_grad_norm_([v for layer in layers for v in layer.get_vars()], 1.0)
+            tc.optim.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad()
             times.append(time.perf_counter() - started)
         del x, loss
-        micro = 1e6 * statistics.median(times)
+        microseconds = 1e6 * statistics.median(times)
         saved = tc.memory.saved_bytes()
-        print(f"{tenth + 1:5}   {micro:8.1f} us   {resident_kib()} KiB   {saved} B", flush=True)
+        print(
+            f"{tenth + 1:5}   {microseconds:8.1f} us   {resident_kib()} KiB   {saved} B", flush=True
+        )
 
 
 if __name__ == "__main__":

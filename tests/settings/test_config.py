@@ -1,4 +1,4 @@
-"""The configuration: names, types, ranges, YAML."""
+"""Test the configuration: names, types and ranges of settings, and YAML files."""
 
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -15,6 +15,7 @@ from trainable_candle.settings import GROUPS, TrainConfig, group_of, settings
 
 
 def from_text(tmp_path: Path, text: str) -> TrainConfig:
+    """Return the configuration in a YAML file with `text`."""
     path = tmp_path / "run.yaml"
     path.write_text(text, encoding="utf-8")
     return TrainConfig.from_yaml(path)
@@ -26,13 +27,13 @@ def test_every_field_has_help_and_a_group() -> None:
     assert {group_of(name) for name in settings()} == set(GROUPS)
 
 
-def test_unknown_names_are_rejected_with_the_nearest_right_one(tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_name_suggests_the_most_similar_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run\.yaml: unknown setting `learning_rte`") as caught:
         from_text(tmp_path, "learning_rte: 0.1")
     assert "did you mean `learning_rate`?" in str(caught.value)
 
 
-def test_names_of_other_tools_are_read(tmp_path: Path) -> None:
+def test_a_name_of_another_tool_is_read_unless_our_name_is_there_too(tmp_path: Path) -> None:
     text = "batch-size: 3\nlr: 1e-3\nnetwork_dim: 4\nlora_alpha: 2\nclip_grad_norm: 0.5"
     config = from_text(tmp_path, text)
     assert (config.batch_size, config.learning_rate, config.rank) == (3, 1e-3, 4)
@@ -79,7 +80,7 @@ def test_the_error_for_a_name_like_no_other_lists_all_names(tmp_path: Path) -> N
         ("warmup_steps: 2000", "warmup_steps is 2000, more than the 1000 steps"),
     ],
 )
-def test_wrong_values_say_what_was_found_and_expected(
+def test_the_error_for_a_wrong_value_says_what_is_wrong(
     tmp_path: Path, line: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
@@ -114,7 +115,9 @@ def test_an_empty_file_gives_the_defaults(tmp_path: Path, text: str) -> None:
         ("!!python/object:os.system {}", "is not valid YAML"),
     ],
 )
-def test_a_file_without_settings_is_rejected(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_that_is_no_mapping_of_settings_is_rejected(
+    tmp_path: Path, text: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         from_text(tmp_path, text)
 
@@ -145,7 +148,9 @@ def test_yaml_reads_back_to_an_equal_configuration(tmp_path: Path) -> None:
     assert from_text(tmp_path, TrainConfig().to_yaml()) == TrainConfig()
 
 
-def test_paths_are_relative_to_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_in_a_file_are_relative_to_the_folder_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     project = tmp_path / "project"
     (project / "run").mkdir(parents=True)
     monkeypatch.chdir(project)
@@ -163,10 +168,10 @@ def test_paths_are_relative_to_their_file(tmp_path: Path, monkeypatch: pytest.Mo
     text = yaml.safe_load(Path("run/config.yaml").read_text())
     assert (text["output"], text["dataset"]) == (".", "../photos")
     monkeypatch.chdir(project / "run")
-    inside = TrainConfig.from_yaml("config.yaml")
-    assert (inside.output, inside.dataset, inside.weights) == (".", "../photos", "../base")
-    assert inside.text_encoder == ["../t5", str(tmp_path / "clip")]
-    assert inside.sample_prompts == ["a cat/dog", "../prompts.txt"]
+    from_run = TrainConfig.from_yaml("config.yaml")
+    assert (from_run.output, from_run.dataset, from_run.weights) == (".", "../photos", "../base")
+    assert from_run.text_encoder == ["../t5", str(tmp_path / "clip")]
+    assert from_run.sample_prompts == ["a cat/dog", "../prompts.txt"]
     assert config.with_(output=str(project / "run")).portable(project / "run")["output"] == "."
     # After a move of the project, the file's relative paths start at its new folder.
     project.rename(tmp_path / "moved")
@@ -174,7 +179,7 @@ def test_paths_are_relative_to_their_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert moved.dataset == str(tmp_path / "moved" / "photos")
 
 
-def test_a_model_on_the_hub_is_no_path(tmp_path: Path) -> None:
+def test_the_name_of_a_model_on_the_hub_is_no_path_but_a_dataset_is_one(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("weights: someone/a-model\ndataset: someone/photos\n")
     config = TrainConfig.from_yaml(path)
@@ -184,7 +189,7 @@ def test_a_model_on_the_hub_is_no_path(tmp_path: Path) -> None:
     assert TrainConfig.from_yaml(path).weights == "someone/a-model"
 
 
-def test_missing_settings_are_reported_with_their_flags() -> None:
+def test_required_settings_that_are_missing_are_reported_with_their_flags() -> None:
     with pytest.raises(ConfigError, match="missing settings: model, output; give --model --output"):
         TrainConfig(dataset="d").require("model", "dataset", "output")
 
@@ -226,13 +231,13 @@ def test_numbers_of_numpy_are_accepted() -> None:
 
 
 @pytest.mark.parametrize("value", [10**400, 10**300, 2**63])
-def test_whole_numbers_that_are_too_large_are_rejected(value: int) -> None:
+def test_integers_that_are_too_large_are_rejected(value: int) -> None:
     for name in ("rank", "steps", "batch_size", "random_crops"):
         with pytest.raises(ConfigError, match=f"{name} is"):
             TrainConfig(**{name: value})
 
 
-def test_choices_in_capitals_are_recognised() -> None:
+def test_choices_in_capitals_and_other_names_of_dtypes_are_recognised() -> None:
     assert TrainConfig(optimizer="AdamW").optimizer == "adamw"
     assert TrainConfig(precision="FP16", adapter_precision="float").precision == "f16"
 
@@ -266,7 +271,7 @@ def test_defaults_are_not_shared() -> None:
     assert TrainConfig().target_modules == []
 
 
-def test_changed_copies_are_checked() -> None:
+def test_with_changes_only_the_given_setting_and_checks_it() -> None:
     config = TrainConfig(steps=10)
     assert asdict(config.with_(steps=20)) == {**asdict(config), "steps": 20}
     with pytest.raises(ConfigError, match="steps is 0"):

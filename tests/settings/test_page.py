@@ -1,4 +1,4 @@
-"""docs/settings.md matches the settings, and docs/many-gpus.md the options of the ray command."""
+"""docs/settings.md matches the settings, and docs/many-gpus.md matches the options of `ray`."""
 
 import importlib.util
 import re
@@ -22,16 +22,16 @@ def test_the_page_is_made_from_the_settings() -> None:
 
 def test_the_defaults_on_the_page_are_accepted_as_arguments() -> None:
     text = (ROOT / "docs" / "settings.md").read_text()
-    for own, chosen in (("optimizer", "optimizer"), ("lr-scheduler", "lr_scheduler")):
-        _, table = text.split(f"## `--{own}-args`")
-        rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", table.split("\n## ")[0], re.MULTILINE)
+    for setting in ("optimizer", "lr_scheduler"):
+        _, rest = text.split(f"## `--{setting.replace('_', '-')}-args`")
+        rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", rest.split("\n## ")[0], re.MULTILINE)
         assert len(rows) > 3
         for name, cell in rows:
-            given = {chosen: name, f"{chosen}_args": re.findall(r"`(.*?)`", cell)}
+            given = {setting: name, f"{setting}_args": re.findall(r"`(.*?)`", cell)}
             TrainConfig(model="digits", **given)
 
 
-def test_the_options_of_ray_are_those_of_the_command() -> None:
+def test_the_document_lists_all_options_of_the_ray_command() -> None:
     text = (ROOT / "docs" / "many-gpus.md").read_text().split("## Ray")[1].split("\n## ")[0]
     listed = set(re.findall(r"^\| `(--[\w-]+)", text, re.MULTILINE))
     parser = make_parser("trainable-candle ray")
