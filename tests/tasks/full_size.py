@@ -1,4 +1,4 @@
-"""Published models as folders without weights, and a data set of one image."""
+"""Make folders of published models without their weights, and a data set of one image."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+# `facts_only` is in this folder.
 sys.path.insert(0, str(Path(__file__).parents[2] / "benches"))
 
 from facts_only import MODELS, write_model

@@ -1,4 +1,4 @@
-"""Runs of full-size models whose peaks and times were measured, and facts for predicting them."""
+"""Runs of full-size models with measured peaks and times, and the facts to predict these from."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ from trainable_candle.train.adapters import adapter_config
 
 from .full_size import write_model
 
+# Attention layers, and those with the layers of a second stream for text.
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
 JOINT = [*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
 FLUX = {"height": 128, "width": 128, "tokens": 512}
@@ -33,7 +34,7 @@ class Run(NamedTuple):
     model: str
     family: str
     sizes: dict[str, int]
-    """Height and width of the latents, and tokens of text."""
+    """The height and width of the latents and the tokens of text; only tokens for `causal-lm`."""
     settings: dict[str, Any]
     peak: float
     """The measured peak of GPU memory, GiB."""
@@ -99,7 +100,8 @@ RUNS = [
 
 
 def facts_of(folder: Path, model: str) -> tc.PartFacts:
-    """The facts of the part that is trained: the denoiser or the language model."""
+    """Return the facts of the part that is trained: the denoiser or the language model."""
     parts = tc.inspect(write_model(folder, model)).parts
-    (found,) = (parts[name] for name in ("unet", "transformer", "") if name in parts)
-    return found
+    # The only part of a language model has the name "".
+    (trained,) = (parts[name] for name in ("unet", "transformer", "") if name in parts)
+    return trained

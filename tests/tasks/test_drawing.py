@@ -1,4 +1,4 @@
-"""Sizes of sampled images, and splits of datasets for validation."""
+"""Test how sizes of sampled images are read, and how examples are held out for validation."""
 
 import pytest
 
@@ -24,11 +24,14 @@ def test_texts_that_are_no_size_are_rejected(text: str) -> None:
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.001, 1), (0.25, 2), (0.5, 5), (0.999, 9)])
-def test_a_share_is_held_out_but_not_everything(share: float, count: int) -> None:
-    items = held_out_items(10, share, 3)
+def test_a_share_of_ten_examples_is_held_out_but_never_none_or_all(
+    share: float, count: int
+) -> None:
+    seed = 3
+    items = held_out_items(10, share, seed)
     assert len(items) == len(set(items)) == count
     assert set(items) <= set(range(10))
-    assert items == held_out_items(10, share, 3)
+    assert items == held_out_items(10, share, seed)
 
 
 def test_one_image_cannot_be_split() -> None:

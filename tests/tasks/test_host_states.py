@@ -1,4 +1,4 @@
-"""Optimizer states in host memory: estimated memory and times, and when a plan puts them there."""
+"""Optimizer states in host memory: estimates of memory and time, and plans that put them there."""
 
 import math
 from collections.abc import Callable
@@ -22,32 +22,47 @@ from .full_size import write_model
 
 GIB = 2**30
 CARD = GPUS["RTX 4090"]
-# A step takes about 1.4 s. Everything but the states is 10 GiB.
-WORK = Work(60e12, 15e12, 4e9, 0, 0, 0, 0, 0, 0, 0, False, False)
+# A step takes about 1.4 s.
+WORK = Work(
+    layers=60e12,
+    attention=15e12,
+    kept=4e9,
+    recomputed=0,
+    decoded=0,
+    streamed=0,
+    modulation=0,
+    offloaded=0,
+    states=0,
+    blocks=0,
+    has_modulation=False,
+    can_be_quantized=False,
+)
 GROUPS = families.find("digits").groups
 
 
 def estimates(states: float) -> Callable[[TrainConfig], Estimate]:
-    """Estimates of a model that can save memory in two ways only.
+    """Return a function that estimates a run with `states` bytes of optimizer states.
 
-    Checkpointing saves activations, and the states of the optimizer can be in host memory.
+    Without checkpointing, the rest of the run takes 10 GiB. Only two choices save GPU memory:
+    checkpointing keeps fewer activations, and the states can be in host memory.
     """
 
     def estimate(config: TrainConfig) -> Estimate:
-        kept = {"none": 4, "selective": 3}.get(config.checkpointing, 2)
-        away = states if config.states_on_host else 0
+        activations_gib = {"none": 4, "selective": 3}.get(config.checkpointing, 2)
+        on_host = states if config.states_on_host else 0
         items = [
             Item("model", "weights", 6 * GIB - RUNTIME_BYTES),
-            Item("model", "activations", kept * GIB),
-            Item("model", "optimizer", int(states - away)),
+            Item("model", "activations", activations_gib * GIB),
+            Item("model", "optimizer", int(states - on_host)),
         ]
-        work = replace(WORK, states=away, recomputed=float(config.recomputes_all))
-        return Estimate({"training": items}, True, work, int(away))
+        work = replace(WORK, states=on_host, recomputed=float(config.recomputes_all))
+        return Estimate({"training": items}, True, work, int(on_host))
 
     return estimate
 
 
 def plan(states: float, gib: float, budget: Budget | None = None, **changes: Any) -> Plan:
+    """Return the plan for `gib` GiB of GPU memory and the other limits of `budget`."""
     config = TrainConfig(device="cuda", precision="bf16", **changes)
     budget = budget or Budget(gib * GIB, 64 * GIB, CARD)
     return make_plan(config, GROUPS, replace(budget, memory=gib * GIB), estimates(states))
@@ -59,24 +74,24 @@ def test_states_stay_on_the_gpu_where_they_fit() -> None:
 
 
 def test_a_plan_prefers_what_costs_less_time() -> None:
-    # Selective checkpointing also frees 1 GiB, and is predicted to cost nothing here.
+    # One GiB is missing. Selective checkpointing frees it, and is predicted to cost nothing here.
     found = plan(GIB, 10)
     assert found.chosen == {"gradient_checkpointing": "selective"}
 
 
 def test_states_go_to_the_host_where_nothing_faster_fits() -> None:
-    there = Budget(10 * GIB, 64 * GIB, CARD)
+    limits = Budget(10 * GIB, 64 * GIB, CARD)
     found = plan(2 * GIB, 10, gradient_checkpointing="none")
     assert found.chosen == {"optimizer_states": "host"}
-    line = found.lines(there)[0]
+    line = found.lines(limits)[0]
     assert line.startswith("plan: --optimizer-states host (about 10.00 GiB, ")
-    # Copying 2 GiB of states over the link to the GPU and back costs less than a second forward
-    # pass.
+    # Copying 2 GiB of states over the link (25 GB/s) to the GPU and back costs less than a second
+    # forward pass.
     recomputed = replace(WORK, recomputed=1.0)
     assert 4 * GIB / 25e9 + seconds(WORK, CARD) < seconds(recomputed, CARD)
-    free = plan(2 * GIB, 9)
-    assert free.config.optimizer_states == "host"
-    assert free.config.gradient_checkpointing == "selective"
+    both = plan(2 * GIB, 9)
+    assert both.config.optimizer_states == "host"
+    assert both.config.gradient_checkpointing == "selective"
 
 
 def test_a_given_place_of_the_states_is_kept() -> None:
@@ -87,25 +102,26 @@ def test_a_given_place_of_the_states_is_kept() -> None:
 
 
 def test_states_must_fit_into_the_host() -> None:
-    poor = Budget(0, GIB, CARD)
+    # `plan` replaces the 0.
+    little_host = Budget(0, GIB, CARD)
     with pytest.raises(OutOfMemoryError, match="memory of the host"):
-        plan(4 * GIB, 8, poor)
+        plan(4 * GIB, 8, little_host)
 
 
-def test_states_are_chosen_only_where_they_can_be_pinned() -> None:
-    unpinned = Budget(0, 64 * GIB, CARD, pinned=GIB)
-    assert plan(2 * GIB, 10, unpinned).config.gradient_checkpointing == "full"
+def test_states_go_to_the_host_only_where_they_can_be_pinned() -> None:
+    little_pinned = Budget(0, 64 * GIB, CARD, pinned=GIB)
+    assert plan(2 * GIB, 10, little_pinned).config.gradient_checkpointing == "full"
     with pytest.raises(OutOfMemoryError, match="the run needs about 14"):
-        plan(4 * GIB, 9, unpinned)
-    assert plan(2 * GIB, 10, replace(unpinned, pinned=2 * GIB)).config.states_on_host
+        plan(4 * GIB, 9, little_pinned)
+    assert plan(2 * GIB, 10, replace(little_pinned, pinned=2 * GIB)).config.states_on_host
 
 
-def test_the_link_is_crossed_twice_in_each_optimizer_step() -> None:
-    there = Budget(9 * GIB, 64 * GIB, CARD)
-    for count in (1, 4):
-        made = plan(2 * GIB, 40, optimizer_states="host", gradient_accumulation=count)
-        expected = count * seconds(WORK, CARD) + 4 * GIB / 25e9
-        assert step_seconds(made, there) == pytest.approx(expected)
+def test_an_optimizer_step_copies_the_states_twice_however_many_micro_batches_it_has() -> None:
+    limits = Budget(9 * GIB, 64 * GIB, CARD)
+    for micro_batches in (1, 4):
+        made = plan(2 * GIB, 40, optimizer_states="host", gradient_accumulation=micro_batches)
+        expected = micro_batches * seconds(WORK, CARD) + 4 * GIB / 25e9
+        assert step_seconds(made, limits) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw8bit", "adamw", "muon"])
@@ -116,34 +132,36 @@ def test_the_estimate_moves_the_states_from_the_gpu_to_the_host(
     adapter = tc.LoraConfig(r=64, target_modules=["to_q", "to_out.0"])
     count, states = adapter.plan(dict(facts.layers), optimizer)
     assert states > 2 * count
-    found = {}
+    trained = {}
     for place in ("device", "host"):
         config = TrainConfig(device="cuda", precision="bf16", optimizer=optimizer)
         config = config.with_(optimizer_states=place)
-        found[place] = trained_model("unet", facts, adapter, config, height=64, width=64, tokens=77)
-    bytes_of = {k: sum(item.bytes for item in v.items) for k, v in found.items()}
+        trained[place] = trained_model(
+            "unet", facts, adapter, config, height=64, width=64, tokens=77
+        )
+    bytes_of = {place: sum(item.bytes for item in each.items) for place, each in trained.items()}
     assert bytes_of["device"] - bytes_of["host"] == states
-    assert found["host"].host - found["device"].host == states
-    assert (found["host"].work.states, found["device"].work.states) == (states, 0)
+    assert trained["host"].host - trained["device"].host == states
+    assert (trained["host"].work.states, trained["device"].work.states) == (states, 0)
 
 
 def test_on_the_cpu_there_is_nothing_to_choose() -> None:
     with pytest.raises(ConfigError, match="has no effect without --device cuda"):
         check_settings(TrainConfig(device="cpu", optimizer_states="host"))
-    for states in ("auto", "device"):
-        check_settings(TrainConfig(device="cpu", optimizer_states=states))
+    for place in ("auto", "device"):
+        check_settings(TrainConfig(device="cpu", optimizer_states=place))
     config = TrainConfig(device="cpu", precision="f32", gradient_checkpointing="full")
     made = make_plan(config, GROUPS, Budget(math.inf, math.inf), estimates(GIB))
     assert made.config.optimizer_states == "auto"
 
 
-def test_arguments_of_the_optimizer_cannot_contradict_the_setting() -> None:
+def test_the_place_of_states_is_no_argument_of_the_optimizer() -> None:
     with pytest.raises(ConfigError, match="--optimizer-states"):
         TrainConfig(optimizer_args=["states=1"])
 
 
 @pytest.mark.parametrize("kind", tc.optim.KINDS)
-def test_optimizers_on_the_cpu_accept_the_argument(kind: str) -> None:
+def test_an_optimizer_on_the_cpu_accepts_both_places_and_gives_the_same_results(kind: str) -> None:
     results = []
     for states in ("device", "host"):
         var = tc.Var(tc.ones(4, 3))
@@ -160,10 +178,10 @@ def test_optimizers_on_the_cpu_accept_the_argument(kind: str) -> None:
 def test_a_run_without_pinned_memory_keeps_states_on_the_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[str] = []
+    tried: list[str] = []
 
     def make(config: TrainConfig, groups: Any) -> Any:
-        asked.append(config.optimizer_states)
+        tried.append(config.optimizer_states)
         if config.states_on_host:
             raise OutOfMemoryError("AdamW: the system gives no further 2.0 MiB of pinned memory")
         return SimpleNamespace(groups=groups)
@@ -172,7 +190,7 @@ def test_a_run_without_pinned_memory_keeps_states_on_the_gpu(
     lines: list[str] = []
     config = TrainConfig(device="cuda", optimizer_states="host")
     assert session._optimizer(config, [], lines.append).groups == []
-    assert asked == ["host", "device"]
+    assert tried == ["host", "device"]
     (line,) = lines
     assert "in GPU memory, not in host memory, because the system gives too little pinned" in line
 

@@ -1,4 +1,4 @@
-"""Flow matching: losses (compared with float64 definitions), noise levels and sampling steps."""
+"""Test the losses, noise levels and steps of flow matching, and the noise of validations."""
 
 from typing import Any
 
@@ -16,13 +16,18 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(0)
 
 
-def expected(
+def mean_loss(
     error: np.ndarray,
     levels: np.ndarray,
     config: TrainConfig,
     mask: np.ndarray | None,
     weights: np.ndarray | None,
 ) -> float:
+    """Return the loss by its definition, in float64.
+
+    `error` is the prediction minus the target, (n, channels, height, width). `levels` are the noise
+    levels of the n samples, from 0 to 1, and `weights` their weights.
+    """
     s = levels[:, None, None, None]
     delta = np.full_like(s, config.huber_delta)
     if config.huber_schedule == "exponential":
@@ -30,9 +35,10 @@ def expected(
     if config.huber_schedule == "snr":
         sigma = s / (1 - s)
         delta = (1 - config.huber_delta) / (1 + sigma) ** 2 + config.huber_delta
-    size = np.abs(error)
-    huber = np.where(size <= delta, error**2 / 2, delta * (size - delta / 2))
-    each = {"mse": error**2, "l1": size, "huber": huber, "smooth_l1": huber / delta}[config.loss]
+    distance = np.abs(error)
+    huber = np.where(distance <= delta, error**2 / 2, delta * (distance - delta / 2))
+    kinds = {"mse": error**2, "l1": distance, "huber": huber, "smooth_l1": huber / delta}
+    each = kinds[config.loss]
     if mask is not None:
         mean = mask.mean(axis=(1, 2, 3), keepdims=True)
         each = each * mask / np.where(mean > 0, mean, 1)
@@ -73,7 +79,7 @@ def test_the_loss_of_a_flow_equals_its_definition(
     inputs = objective.noise(tc.tensor(latents), [4, 1, 9], 3)
     mask = rng().random((3, 1, 4, 5)).astype(np.float32) if masked else None
     if mask is not None:
-        mask[1] = 0.0
+        mask[1] = 0.0  # A mask of zeros gives a loss of 0, not NaN.
         inputs["mask"] = tc.tensor(mask)
     weights = np.array([0.5, 2.0, 1.0], np.float32) if weighed else None
     if weights is not None:
@@ -82,24 +88,25 @@ def test_the_loss_of_a_flow_equals_its_definition(
     loss = objective.loss(prediction, inputs)
     error = prediction.numpy().astype(np.float64) - inputs["target"].numpy()
     levels = inputs["times"].numpy().astype(np.float64) / 1000
-    assert loss.item() == pytest.approx(expected(error, levels, config, mask, weights), rel=1e-5)
+    assert loss.item() == pytest.approx(mean_loss(error, levels, config, mask, weights), rel=1e-5)
     loss.backward()
     assert prediction.grad is not None
 
 
-def test_a_flow_sees_data_and_noise_in_proportion() -> None:
+def test_noise_is_mixed_in_by_its_level_and_a_shift_above_1_raises_levels() -> None:
     latents = tc.tensor(rng().standard_normal(SHAPE).astype(np.float32))
     objective = FlowObjective(TrainConfig(timesteps="logit_normal", timestep_shift=3.0))
-    made = objective.noise(latents, [0, 1, 2], 5)
-    s = made["times"].numpy()[:, None, None, None] / 1000
-    noise = made["target"].numpy() + latents.numpy()
-    found = made["sample"].numpy()
+    inputs = objective.noise(latents, [0, 1, 2], 5)
+    s = inputs["times"].numpy()[:, None, None, None] / 1000
+    # The target is the velocity, noise - data.
+    noise = inputs["target"].numpy() + latents.numpy()
+    found = inputs["sample"].numpy()
     np.testing.assert_allclose(found, (1 - s) * latents.numpy() + s * noise, atol=1e-6)
     plain = FlowObjective(TrainConfig(timesteps="logit_normal"))
-    assert (plain.noise(latents, [0, 1, 2], 5)["times"].numpy() < made["times"].numpy()).all()
+    assert (plain.noise(latents, [0, 1, 2], 5)["times"].numpy() < inputs["times"].numpy()).all()
 
 
-def test_levels_may_be_shifted_by_the_size() -> None:
+def test_the_size_of_latents_may_determine_the_shift_unless_it_is_set() -> None:
     def levels(shift: object, latents: tc.Tensor, **settings: Any) -> np.ndarray:
         objective = FlowObjective(TrainConfig(timesteps="mode", **settings), shift=shift)
         return objective.noise(latents, [0, 1], 5)["times"].numpy()
@@ -113,7 +120,7 @@ def test_levels_may_be_shifted_by_the_size() -> None:
 
 
 @pytest.mark.parametrize("kind", ["flow", "noise"])
-def test_the_noise_of_validation_does_not_depend_on_the_run(kind: str) -> None:
+def test_the_noise_of_validation_does_not_depend_on_the_seed_of_the_run(kind: str) -> None:
     latents = tc.tensor(rng().standard_normal(SHAPE).astype(np.float32))
 
     def noised(seed: int) -> dict[str, tc.Tensor]:

@@ -1,4 +1,4 @@
-"""Full checkpointing for a part of the blocks: estimates, choices and settings."""
+"""Recomputation of a part of the blocks: estimates, plans and settings."""
 
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from .test_budget import Model, budget
 MODELS = [("Flux.1-dev", "flux", FLUX), ("SDXL", "sdxl", SDXL), ("Llama-3-8B", "causal-lm", ROWS)]
 
 
-def found(folder: Path, run: Run) -> tuple[float, float]:
-    """The predicted peak in GiB and seconds of a step."""
+def predicted(folder: Path, run: Run) -> tuple[float, float]:
+    """Return the predicted peak of a run in GiB, and the predicted seconds of its step."""
     facts = facts_of(folder, run.model)
     trained = trained_model("model", facts, run.adapter(), run.config(), **run.sizes)
     peak = Estimate({"training": trained.items}, on_gpu=True).peak / GIB
@@ -31,42 +31,43 @@ def found(folder: Path, run: Run) -> tuple[float, float]:
 def test_recomputing_more_blocks_takes_less_memory_and_more_time(
     tmp_path: Path, model: str, family: str, sizes: dict[str, int], policy: str
 ) -> None:
-    def of(**settings: Any) -> tuple[float, float]:
-        return found(tmp_path, Run(model, family, sizes, settings, 0, None))
+    def peak_and_seconds(**settings: Any) -> tuple[float, float]:
+        run = Run(model, family, sizes, settings, peak=0, step=None)  # nothing was measured
+        return predicted(tmp_path, run)
 
     blocks = facts_of(tmp_path, model).blocks_to_checkpoint
-    none = of(gradient_checkpointing="selective")
+    none = peak_and_seconds(gradient_checkpointing="selective")
     parts = [
-        of(gradient_checkpointing=policy, checkpoint_blocks=count)
+        peak_and_seconds(gradient_checkpointing=policy, checkpoint_blocks=count)
         for count in (blocks // 4, blocks // 2, 3 * blocks // 4, blocks)
     ]
-    whole = of(gradient_checkpointing=policy)
-    assert parts[-1] == whole
-    memory, time = zip(none, *parts, strict=True)
-    assert list(memory) == sorted(memory, reverse=True)
-    assert list(time) == sorted(time)
-    # Half of the blocks save about half of what all blocks save.
-    saved = (none[0] - parts[1][0]) / (none[0] - whole[0])
+    every = peak_and_seconds(gradient_checkpointing=policy)
+    assert parts[-1] == every
+    peaks, times = zip(none, *parts, strict=True)
+    assert list(peaks) == sorted(peaks, reverse=True)
+    assert list(times) == sorted(times)
+    # Recomputing half of the blocks saves about half of what recomputing all of them saves.
+    saved = (none[0] - parts[1][0]) / (none[0] - every[0])
     assert 0.4 < saved < 0.75
 
 
 def test_plans_recompute_only_as_many_blocks_as_needed(tmp_path: Path) -> None:
     model = Model(tmp_path, "Flux.1-dev")
-    there = budget(16, "RTX 4090")
-    made = model.plan(there, stream_blocks=42, stream_modulation=True)
+    limits = budget(16, "RTX 4090")
+    made = model.plan(limits, stream_blocks=42, stream_modulation=True)
     count = made.chosen["checkpoint_blocks"]
     assert 1 <= count < 57
-    assert made.estimate.peak <= there.planned
+    assert made.estimate.peak <= limits.planned
     flags = f"--gradient-checkpointing {made.config.checkpointing} --checkpoint-blocks {count} "
-    assert flags in made.lines(there)[0]
-    # One block less does not fit, and recomputing all blocks takes longer.
-    estimate = model.estimate(made.config, there.memory)
-    fewer, whole = (made.config.with_(checkpoint_blocks=n) for n in (count - 1, None))
-    assert estimate(fewer).peak > there.planned
-    assert step_seconds(Plan(whole, estimate(whole), {}), there) > step_seconds(made, there)
+    assert flags in made.lines(limits)[0]
+    # With one block fewer, the run does not fit, and recomputing all blocks takes longer.
+    estimate = model.estimate(made.config, limits.memory)
+    fewer, every = (made.config.with_(checkpoint_blocks=n) for n in (count - 1, None))
+    assert estimate(fewer).peak > limits.planned
+    assert step_seconds(Plan(every, estimate(every), {}), limits) > step_seconds(made, limits)
 
 
-def test_a_given_policy_is_that_of_all_blocks(tmp_path: Path) -> None:
+def test_a_given_policy_is_for_all_blocks_or_the_given_number(tmp_path: Path) -> None:
     model = Model(tmp_path, "Flux.1-dev")
     made = model.plan(budget(24, "RTX 4090"), gradient_checkpointing="full")
     assert made.config.checkpoint_blocks is None
@@ -76,20 +77,20 @@ def test_a_given_policy_is_that_of_all_blocks(tmp_path: Path) -> None:
     assert not made.chosen.keys() & given.keys()
 
 
-def test_planning_takes_few_estimates(tmp_path: Path) -> None:
+def test_planning_estimates_few_configurations_with_a_part_of_the_blocks(tmp_path: Path) -> None:
     model = Model(tmp_path, "Flux.1-dev")
-    there = budget(12, "RTX 4090")
+    limits = budget(12, "RTX 4090")
     config = model.config()
-    inner = model.estimate(config, there.memory)
-    counted: list[TrainConfig] = []
+    inner = model.estimate(config, limits.memory)
+    tried: list[TrainConfig] = []
 
     def estimate(other: TrainConfig) -> Estimate:
-        counted.append(other)
+        tried.append(other)
         return inner(other)
 
-    make_plan(config, model.family.groups, there, estimate)
-    with_parts = sum(other.checkpoint_blocks is not None for other in counted)
-    assert 0 < with_parts < 2 * (len(counted) - with_parts)
+    make_plan(config, model.family.groups, limits, estimate)
+    with_parts = sum(other.checkpoint_blocks is not None for other in tried)
+    assert 0 < with_parts < 2 * (len(tried) - with_parts)
 
 
 def test_more_blocks_than_there_are_is_an_error(tmp_path: Path) -> None:
@@ -100,7 +101,7 @@ def test_more_blocks_than_there_are_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["auto", "none", "selective"])
-def test_a_part_needs_a_policy_that_recomputes(policy: str) -> None:
+def test_a_number_of_blocks_needs_a_policy_that_recomputes(policy: str) -> None:
     config = TrainConfig(device="cuda", gradient_checkpointing=policy, checkpoint_blocks=4)
     message = "--checkpoint-blocks has no effect without --gradient-checkpointing full or offload"
     with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""Predicted peaks of GPU memory are close to measured ones, and count the largest gradient."""
+"""Test predicted peaks of GPU memory against measured ones, and the size of the widest gradient."""
 
 from pathlib import Path
 
@@ -21,18 +21,18 @@ def test_peaks_are_predicted_within_5_percent(tmp_path: Path, run: Run) -> None:
 @pytest.mark.parametrize(
     ("model", "targets", "sizes", "values"),
     [
-        # In a block with one stream: queries, keys, values and the network's first layer.
+        # Layers of a block with one stream: queries, keys, values and the first feed-forward layer.
         ("Flux.1-dev", JOINT, FLUX, (4096 + 512) * (3 * 3072 + 4 * 3072)),
-        # The first layer of the network, GEGLU's two halves, at 64 x 64 tokens.
+        # The first feed-forward layer, with two halves for GEGLU, at 64 x 64 tokens.
         ("SDXL", ["to_q"], SDXL, 4096 * 2 * 4 * 640),
-        # SwiGLU's two layers.
+        # The first two feed-forward layers, for SwiGLU.
         ("Llama-3-8B", ["q_proj"], ROWS, 2048 * 2 * 14336),
-        # No gradient reaches a layer before the first adapter.
+        # The adapter is in the last layer, and no gradient reaches the layers before it.
         ("Llama-3-8B", ["model.layers.31.mlp.down_proj"], ROWS, 2048 * 4096),
     ],
     ids=str,
 )
-def test_the_largest_gradient_is_that_of_layers_that_share_an_input(
+def test_the_widest_gradient_is_that_of_all_layers_with_one_input(
     tmp_path: Path, model: str, targets: list[str], sizes: dict[str, int], values: int
 ) -> None:
     config = tc.LoraConfig(target_modules=targets)

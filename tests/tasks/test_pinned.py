@@ -1,4 +1,4 @@
-"""Predicted times of steps where the system gives too little pinned memory for streamed weights.
+"""Test times predicted for steps if too little memory can be pinned for the streamed weights.
 
 The GPU reads pinned weights directly. A thread of the host first copies other weights into a small
 ring of pinned buffers.
@@ -30,65 +30,81 @@ from trainable_candle.train import TrainConfig
 
 GIB = 2**30
 # The copies take much longer than the computation, so they determine the time.
-WORK = Work(1e9, 1e8, 1e6, 0, 0, 30 * GIB, 2 * GIB, 0, 0, 8, True, False)
+WORK = Work(
+    layers=1e9,
+    attention=1e8,
+    kept=1e6,
+    recomputed=0,
+    decoded=0,
+    streamed=30 * GIB,
+    modulation=2 * GIB,
+    offloaded=0,
+    states=0,
+    blocks=8,
+    has_modulation=True,
+    can_be_quantized=False,
+)
 STREAMED = WORK.streamed + WORK.modulation
-
-
 BUDGET = Budget(24 * GIB, 64 * GIB, GPUS["RTX 4090"])
 
 
 def plan_of(work: Work, device: str = "cuda") -> Plan:
+    """Return a plan whose run does `work`; what it needs in GPU memory does not matter."""
     found = Estimate({"training": [Item("", "", 0)]}, True, work, int(STREAMED))
     return Plan(TrainConfig(device=device, precision="bf16"), found, {})
 
 
-def paced(gpu: str, limit: float, **changes: int | str) -> float:
-    """The predicted seconds of a step."""
-    budget = Budget(24 * GIB, 64 * GIB, GPUS[gpu], pinned=limit)
-    return step_seconds(plan_of(WORK), replace(budget, **changes))
+def predicted(gpu: str, limit: float, **changes: int | str) -> float:
+    """Return the predicted seconds of a step if each process can pin `limit` bytes."""
+    budget = replace(BUDGET, rates=GPUS[gpu], pinned=limit, **changes)
+    return step_seconds(plan_of(WORK), budget)
 
 
 def test_with_enough_pinned_memory_nothing_changes() -> None:
     for limit in (STREAMED, math.inf):
-        assert paced("RTX 4090", limit) == seconds(WORK, GPUS["RTX 4090"])
+        assert predicted("RTX 4090", limit) == seconds(WORK, GPUS["RTX 4090"])
 
 
 @pytest.mark.parametrize("gpu", ["RTX 4060 Ti", "RTX 4090", "RTX 5090"])
-def test_without_pinned_memory_the_slower_copy_counts(gpu: str) -> None:
+def test_without_pinned_memory_the_slower_of_both_copies_sets_the_time(gpu: str) -> None:
     rate = min(GPUS[gpu].link, HOST_COPY)
     expected = (2 * WORK.streamed + WORK.modulation) / rate
-    assert paced(gpu, 0) == pytest.approx(expected, rel=1e-3)
-    slow = replace(GPUS[gpu], link=0.5 * HOST_COPY)
-    assert with_ring(slow, 1.0).streams == pytest.approx(slow.link)
+    assert predicted(gpu, 0) == pytest.approx(expected, rel=1e-3)
+    slow_link = replace(GPUS[gpu], link=0.5 * HOST_COPY)
+    assert with_ring(slow_link, 1.0).streams == pytest.approx(slow_link.link)
 
 
-def test_seven_tenths_of_a_limited_amount_stay_pinned() -> None:
-    share = 1 - 0.7 * 16 * GIB / STREAMED
-    assert ring_share(STREAMED, 16 * GIB, shared=False) == pytest.approx(share)
+def test_seven_tenths_of_too_little_pinned_memory_hold_streamed_weights() -> None:
+    share_of_ring = 1 - 0.7 * 16 * GIB / STREAMED
+    assert ring_share(STREAMED, 16 * GIB, shared=False) == pytest.approx(share_of_ring)
     link = GPUS["RTX 4090"].link
-    copied = 2 * WORK.streamed + WORK.modulation
-    expected = copied * (share / HOST_COPY + (1 - share) / link)
-    assert paced("RTX 4090", 16 * GIB) == pytest.approx(expected, rel=1e-3)
+    copied_bytes = 2 * WORK.streamed + WORK.modulation
+    expected = copied_bytes * (share_of_ring / HOST_COPY + (1 - share_of_ring) / link)
+    assert predicted("RTX 4090", 16 * GIB) == pytest.approx(expected, rel=1e-3)
 
 
 def test_shared_weights_are_pinned_as_a_whole_or_not_at_all() -> None:
-    assert paced("RTX 4090", 16 * GIB, sharing=2) == paced("RTX 4090", 0)
-    assert paced("RTX 4090", STREAMED, sharing=2) == paced("RTX 4090", math.inf)
-    # Weights that the GPUs have in slices need no pinned memory.
-    assert paced("RTX 4090", 0, peers="nvlink") == paced("RTX 4090", math.inf, peers="nvlink")
+    assert predicted("RTX 4090", 16 * GIB, sharing=2) == predicted("RTX 4090", 0)
+    assert predicted("RTX 4090", STREAMED, sharing=2) == predicted("RTX 4090", math.inf)
+    # Weights that are streamed from slices on the GPUs need no pinned memory.
+    without, ample = (predicted("RTX 4090", limit, peers="nvlink") for limit in (0, math.inf))
+    assert without == ample
 
 
-def test_states_take_what_streamed_weights_leave() -> None:
-    states = replace(WORK, states=3 * GIB)
-    assert can_pin(states, STREAMED, STREAMED + 3 * GIB, shared=False)
-    assert not can_pin(states, STREAMED, STREAMED + 2 * GIB, shared=False)
-    # Streamed weights that do not fit leave three tenths of the pinned memory to states.
-    assert can_pin(states, STREAMED, 11 * GIB, shared=False)
-    assert not can_pin(states, STREAMED, 9 * GIB, shared=False)
-    assert can_pin(states, STREAMED, 3 * GIB, shared=True)
+def test_states_can_take_the_pinned_memory_that_streamed_weights_leave() -> None:
+    work = replace(WORK, states=3 * GIB)
+    assert can_pin(work, STREAMED, STREAMED + 3 * GIB, shared=False)
+    assert not can_pin(work, STREAMED, STREAMED + 2 * GIB, shared=False)
+    # If the streamed weights do not fit, they leave three tenths of the pinned memory to states.
+    assert can_pin(work, STREAMED, 11 * GIB, shared=False)
+    assert not can_pin(work, STREAMED, 9 * GIB, shared=False)
+    # Shared weights that do not fit are not pinned at all, and leave all of it.
+    assert can_pin(work, STREAMED, 3 * GIB, shared=True)
 
 
-def test_the_limit_is_that_of_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_limits_pinned_memory_if_it_is_an_integer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv(pinned.LIMIT, raising=False)
     assert pinned_limit() == math.inf
     monkeypatch.setenv(pinned.LIMIT, "300000")
@@ -97,18 +113,18 @@ def test_the_limit_is_that_of_the_environment_variable(monkeypatch: pytest.Monke
     assert pinned_limit() == math.inf
 
 
-class Others:
-    """A group of processes; the other processes found `others` bytes."""
+class Group:
+    """A group of this process and others; each of `counts` is what another process could pin."""
 
-    def __init__(self, *others: int) -> None:
-        self.others = [json.dumps(count).encode() for count in others]
+    def __init__(self, *counts: int) -> None:
+        self._messages = [json.dumps(count).encode() for count in counts]
 
     def exchange(self, mine: bytes) -> list[bytes]:
-        return [mine, *self.others]
+        return [mine, *self._messages]
 
 
 @pytest.mark.parametrize(
-    ("there", "others", "expected"),
+    ("here", "others", "expected"),
     [
         (GIB - 5, (), GIB - 5),
         # The process with the least pinned memory decides for all processes of the run.
@@ -116,26 +132,27 @@ class Others:
         (64 * GIB, (64 * GIB,), math.inf),
     ],
 )
-def test_a_probe_finds_what_the_system_pins(
-    monkeypatch: pytest.MonkeyPatch, there: int, others: tuple[int, ...], expected: float
+def test_a_probe_limits_the_budget_to_what_the_system_pins_in_every_process(
+    monkeypatch: pytest.MonkeyPatch, here: int, others: tuple[int, ...], expected: float
 ) -> None:
     asked = []
 
     def pinnable(device: str, wanted: int) -> int:
         asked.append((device, wanted))
-        return min(there, wanted)
+        return min(here, wanted)
 
     monkeypatch.setattr(_core, "cuda_pinnable_bytes", pinnable)
     plan = plan_of(WORK)
-    told: list[str] = []
-    found = probed(BUDGET, plan, Others(*others), told.append)  # type: ignore[arg-type]
-    # The probe asks for only 4 of the 32 GiB, because pinning takes time.
+    lines: list[str] = []
+    found = probed(BUDGET, plan, Group(*others), lines.append)  # type: ignore[arg-type]
+    # The probe asks for only 4 of the 32 GiB of streamed weights, because pinning takes time.
     assert asked == [("cuda", TRIED)]
     assert TRIED < STREAMED
     assert found == replace(BUDGET, pinned=expected)
-    assert [line.startswith("plan: the system pins ") for line in told] == [True] * len(told)
-    assert len(told) == (expected != math.inf)
-    if told:
+    assert all(line.startswith("plan: the system pins ") for line in lines)
+    # One line tells of too little pinned memory; there is none if it suffices.
+    assert len(lines) == (expected != math.inf)
+    if lines:
         # The rate of the copies through the ring counts from now on.
         assert step_seconds(plan, found) > step_seconds(plan, BUDGET)
 
@@ -151,12 +168,13 @@ def test_a_probe_finds_what_the_system_pins(
         (WORK, {}, "cpu"),
     ],
 )
-def test_small_needs_are_not_probed(
+def test_small_or_no_needs_are_not_probed(
     monkeypatch: pytest.MonkeyPatch, work: Work, changes: dict[str, Any], device: str
 ) -> None:
+    # A probe would call None, which is an error.
     monkeypatch.setattr(_core, "cuda_pinnable_bytes", None)
     before = replace(BUDGET, **changes)
-    assert probed(before, plan_of(work, device), Others(), print) is before  # type: ignore[arg-type]
+    assert probed(before, plan_of(work, device), Group(), print) is before  # type: ignore[arg-type]
 
 
 def test_a_probe_asks_for_states_and_for_offloaded_inputs_too(
@@ -170,5 +188,5 @@ def test_a_probe_asks_for_states_and_for_offloaded_inputs_too(
 
     monkeypatch.setattr(_core, "cuda_pinnable_bytes", pinnable)
     work = replace(WORK, streamed=0, modulation=0, states=GIB, offloaded=GIB // 2)
-    probed(BUDGET, plan_of(work), Others(), print)  # type: ignore[arg-type]
+    probed(BUDGET, plan_of(work), Group(), print)  # type: ignore[arg-type]
     assert asked == [GIB + GIB // 2]
