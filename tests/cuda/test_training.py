@@ -1,4 +1,4 @@
-"""The launches and waits of training steps on the simulated device, which computes no values."""
+"""Launches, replays and waits of training on the simulated device, which computes no values."""
 
 import json
 from pathlib import Path
@@ -25,19 +25,22 @@ RUN = """
         config = TrainConfig(steps=7, save_every=0, rank=4, device="cuda", **settings)
         return train_adapter(config, callbacks=[Marks()], progress=False, report=lambda _: None)
 """
-# The steps whose calls are checked. With graphs, these steps replay: earlier steps record.
-RECORDED = (4, 5, 6)
-QUEUED = {"launch", "replay", "product"}
+# The numbers of the steps whose calls are checked. Earlier steps record the CUDA graph, if a run
+# uses one, and these steps replay it.
+CHECKED = (4, 5, 6)
+# The kinds of calls that queue work on the device.
+QUEUING = {"launch", "replay", "product"}
 
 
 def waits_at_its_end(step: Any) -> bool:
-    """Whether the host first queues the whole step, then waits once, and only then reads values."""
+    """Return whether the host queues all work before it waits, and synchronizes at most once."""
     waits = [step.calls.index(call) for call in step.waits]
     after = step.calls[min(waits) :]
-    return len(step.of("synchronize")) <= 1 and not QUEUED & {call.kind for call in after}
+    return len(step.of("synchronize")) <= 1 and not QUEUING & {call.kind for call in after}
 
 
-def digits(base: Path, folder: Path, output: Path, **settings: Any) -> str:
+def run_on_digits(base: Path, folder: Path, output: Path, **settings: Any) -> str:
+    """Return the code of a training run of the digits model."""
     given = {
         "model": "digits",
         "weights": str(base),
@@ -55,23 +58,23 @@ def digits(base: Path, folder: Path, output: Path, **settings: Any) -> str:
     [{}, {"gradient_accumulation": 2}, {"precision": "bf16"}, {"optimizer_states": "host"}],
     ids=str,
 )
-def test_a_step_is_replayed_and_waits_once(
+def test_steps_are_replayed_and_wait_once(
     cuda: Any, digits_base: Path, digits_folder: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    run = cuda.run(digits(digits_base, digits_folder, tmp_path / "run", **settings))
+    run = cuda.run(run_on_digits(digits_base, digits_folder, tmp_path / "run", **settings))
     assert run.of("refused") == []
     passes = settings.get("gradient_accumulation", 1)
-    for step in RECORDED:
-        done = run.after(f"step-{step}")
-        assert len(done.of("replay")) == passes, step
-        assert waits_at_its_end(done), done.calls
-        assert done.of("grow", "map", "capture-begin") == [], step
+    for number in CHECKED:
+        step = run.after(f"step-{number}")
+        assert len(step.of("replay")) == passes, number
+        assert waits_at_its_end(step), step.calls
+        assert step.of("grow", "map", "capture-begin") == [], number
 
 
 def test_states_that_cannot_be_pinned_stay_on_the_gpu(
     cuda: Any, digits_base: Path, digits_folder: Path, tmp_path: Path
 ) -> None:
-    code = digits(digits_base, digits_folder, tmp_path / "run", optimizer_states="host")
+    code = run_on_digits(digits_base, digits_folder, tmp_path / "run", optimizer_states="host")
     code = code.replace("report=lambda _: None", "report=print")
     run = cuda.run("    os.environ['TRAINABLE_CANDLE_PINNED_BYTES'] = '0'" + code)
     assert run.of("refused") == []
@@ -80,34 +83,37 @@ def test_states_that_cannot_be_pinned_stay_on_the_gpu(
     assert (tmp_path / "run" / "adapter.safetensors").is_file()
 
 
-@pytest.mark.parametrize("runtime", [None, 0])
-def test_a_wrong_prediction_is_reported(
-    cuda: Any, digits_base: Path, digits_folder: Path, tmp_path: Path, runtime: int | None
+@pytest.mark.parametrize("runtime_bytes", [None, 0], ids=["sufficient", "too low"])
+def test_a_prediction_of_memory_is_reported_only_if_it_is_too_low(
+    cuda: Any, digits_base: Path, digits_folder: Path, tmp_path: Path, runtime_bytes: int | None
 ) -> None:
-    """Without the share for kernels and workspaces, the prediction for a tiny model is too low."""
-    code = digits(digits_base, digits_folder, tmp_path / "run")
+    """Without the bytes for kernels and workspaces, the prediction for a tiny model is too low."""
+    code = run_on_digits(digits_base, digits_folder, tmp_path / "run")
     code = code.replace("report=lambda _: None", "report=print")
-    if runtime is not None:
-        change = f"from trainable_candle.tasks import estimate; estimate.RUNTIME_BYTES = {runtime}"
+    if runtime_bytes is not None:
+        change = "from trainable_candle.tasks import estimate\n"
+        change += f"    estimate.RUNTIME_BYTES = {runtime_bytes}"
         code = f"    {change}\n{code}"
     lines = cuda.run(code).output.splitlines()
-    took = [line for line in lines if line.startswith("plan: the run took")]
-    assert len(took) == (runtime is not None)
-    assert all(" of GPU memory, where " in line and "% more)" in line for line in took)
+    reports = [line for line in lines if line.startswith("plan: the run took")]
+    assert len(reports) == (0 if runtime_bytes is None else 1)
+    assert all(" of GPU memory, where " in line and "% more)" in line for line in reports)
 
 
-def test_without_graphs_a_step_waits_once_too(
+def test_without_graphs_steps_wait_once_too_and_launch_the_same_kernels(
     cuda: Any, digits_base: Path, digits_folder: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "run"
-    run = cuda.run(digits(digits_base, digits_folder, output, cuda_graphs=0, lora_dropout=0.1))
+    run = cuda.run(
+        run_on_digits(digits_base, digits_folder, output, cuda_graphs=0, lora_dropout=0.1)
+    )
     assert run.of("refused", "replay") == []
-    first = run.after("step-3").launches
-    for step in RECORDED:
-        done = run.after(f"step-{step}")
-        assert waits_at_its_end(done), done.calls
-        assert done.of("grow", "map") == [], step
-        assert done.launches == first
+    expected = run.after("step-3").launches
+    for number in CHECKED:
+        step = run.after(f"step-{number}")
+        assert waits_at_its_end(step), step.calls
+        assert step.of("grow", "map") == [], number
+        assert step.launches == expected
 
 
 def test_steps_of_sdxl_are_replayed_in_a_run_with_validation(
@@ -128,35 +134,36 @@ def test_steps_of_sdxl_are_replayed_in_a_run_with_validation(
     }
     run = cuda.run(RUN + f"    train(**{given!r})\n")
     assert run.of("refused") == []
-    for step in RECORDED:
-        done = run.after(f"step-{step}")
-        assert len(done.of("replay")) == 1, step
-        assert waits_at_its_end(done), done.calls
-        assert done.of("grow", "map", "capture-begin") == [], step
+    for number in CHECKED:
+        step = run.after(f"step-{number}")
+        assert len(step.of("replay")) == 1, number
+        assert waits_at_its_end(step), step.calls
+        assert step.of("grow", "map", "capture-begin") == [], number
     assert (tmp_path / "run" / "adapter.safetensors").is_file()
 
 
-TEXTS = """
+# Trains on texts, and prints the different lengths of the batches, in tokens.
+TRAIN_ON_TEXTS = """
     from trainable_candle.data.chats import packing
 
-    given = packing.joined
-    numbers = []
+    original = packing.joined
+    lengths = []
 
     def joined(*arguments):
-        packed = given(*arguments)
-        numbers.append(len(packed.input_ids))
+        packed = original(*arguments)
+        lengths.append(len(packed.input_ids))
         return packed
 
     packing.joined = joined
     train(**{settings!r})
-    print("tokens", *sorted(set(numbers)))
+    print("tokens", *sorted(set(lengths)))
 """
 
 
-def texts(folder: Path, **settings: Any) -> str:
-    """The code of a run of the built-in language model on 60 texts of 29 characters.
+def run_on_texts(folder: Path, **settings: Any) -> str:
+    """Write 60 texts, and return the code of a run of the built-in language model on them.
 
-    As the texts are equally long, they fill all rows equally.
+    Each text has 29 characters, so that all rows are filled equally.
     """
     dataset = folder / "texts.jsonl"
     lines = ["".join(chr(97 + (n * k) % 26) for k in range(29)) for n in range(60)]
@@ -170,26 +177,27 @@ def texts(folder: Path, **settings: Any) -> str:
         "precision": "bf16",
         **settings,
     }
-    return RUN + TEXTS.replace("{settings!r}", repr(given))
+    return RUN + TRAIN_ON_TEXTS.replace("{settings!r}", repr(given))
 
 
 @pytest.mark.parametrize("settings", [{}, {"validation_split": 0.2, "validate_every": 7}], ids=str)
 def test_steps_of_texts_are_replayed(cuda: Any, tmp_path: Path, settings: dict[str, Any]) -> None:
-    run = cuda.run(texts(tmp_path, **settings))
+    run = cuda.run(run_on_texts(tmp_path, **settings))
     assert run.of("refused") == []
-    # A training batch is padded to the 256 tokens of two rows, so that its step can be replayed. A
-    # validation batch has no padding, and its step uses no graph.
+    # Each training batch is padded to 256 tokens (two rows), so that its step can be replayed.
+    # Validation batches have no padding and use no graph.
     assert "256" in run.output.split()
-    for step in RECORDED:
-        done = run.after(f"step-{step}")
-        assert len(done.of("replay")) == 1, step
-        assert waits_at_its_end(done), done.calls
-        assert done.of("grow", "map", "capture-begin") == [], step
+    for number in CHECKED:
+        step = run.after(f"step-{number}")
+        assert len(step.of("replay")) == 1, number
+        assert waits_at_its_end(step), step.calls
+        assert step.of("grow", "map", "capture-begin") == [], number
 
 
 def test_steps_on_pairs_of_answers_are_not_replayed(cuda: Any, tmp_path: Path) -> None:
     rows = [{"prompt": "a", "chosen": "b" * n, "rejected": "c"} for n in range(1, 9)]
-    program = texts(tmp_path, objective="dpo")
+    program = run_on_texts(tmp_path, objective="dpo")
+    # The run reads these pairs instead of the texts.
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = cuda.run(program)
     assert run.of("refused", "replay") == []
@@ -203,17 +211,26 @@ def test_a_profile_counts_launches(cuda: Any) -> None:
     with tc.cuda.profile() as profile:
         for _ in range(150):
             x = (x @ x).sigmoid()
+    # Each of the 150 products and each of the 150 sigmoids is one launch.
     assert profile.launches == 300, profile
     assert len(str(profile).splitlines()) == 3
     assert {k.count for k in profile.kernels} == {150}
     products = [k for k in profile.kernels if k.name == "gemm 1 x 64x64x64 CUDA_R_32F"]
     assert len(products) == 1, profile
-    for wrong in (tc.cuda.profile("cpu"),):
-        try:
-            with wrong:
-                pass
-        except tc.DeviceError as error:
-            print(error)
+    """
+    )
+    assert run.of("refused") == []
+
+
+def test_a_profile_of_the_cpu_is_an_error(cuda: Any) -> None:
+    run = cuda.run(
+        """
+    profile = tc.cuda.profile("cpu")
+    try:
+        with profile:
+            pass
+    except tc.DeviceError as error:
+        print(error)
     """
     )
     assert run.of("refused") == []
@@ -232,7 +249,7 @@ def test_memory_of_graphs_is_freed_with_the_last_graph(cuda: Any) -> None:
         for _ in range(4):
             x = (x @ weight).sigmoid()
 
-    def held():
+    def bytes_of_graphs():
         return tc.cuda.memory_stats()["graphs"]
 
     graphs = []
@@ -241,16 +258,16 @@ def test_memory_of_graphs_is_freed_with_the_last_graph(cuda: Any) -> None:
         graphs.append(tc.cuda.capture(work, [x]))
         for _ in range(3):
             graphs[-1](x)
-        assert graphs[-1].is_recorded and held() > 0
-    before = held()
+        assert graphs[-1].is_recorded and bytes_of_graphs() > 0
+    before = bytes_of_graphs()
     tc.cuda.empty_cache()
-    assert held() == before, (held(), before)
+    assert bytes_of_graphs() == before, (bytes_of_graphs(), before)
     del graphs[1:]
     tc.cuda.empty_cache()
-    assert held() == before
+    assert bytes_of_graphs() == before
     del graphs[:]
     tc.cuda.empty_cache()
-    assert held() == 0
+    assert bytes_of_graphs() == 0
     """
     )
     assert run.of("refused") == []

@@ -1,4 +1,4 @@
-"""Every reason why CUDA cannot be used reaches the user."""
+"""Why CUDA or one of its devices cannot be used: the reasons reach the user."""
 
 import re
 from typing import Any
@@ -17,13 +17,13 @@ REPORT = """
         except tc.CudaUnavailableError as error:
             assert reason in str(error), error
         else:
-            raise AssertionError("there is a tensor on a device that is not there")
+            raise AssertionError("a tensor was made on an unavailable device")
     assert (tc.ones(2) + 1).tolist() == [2.0, 2.0]
 """
 DRIVER = "libcuda.so.1"
 
 
-# Arguments of `Simulation.run`, and a text that the reason must contain.
+# For each case: arguments of `Simulation.run`, and a part of the reason that must be reported.
 CASES = {
     "no driver": ({"libraries": ()}, "there is no NVIDIA driver on this machine (libcuda.so.1: "),
     "driver fails": (
@@ -46,7 +46,7 @@ CASES = {
         {"libraries": (DRIVER,)},
         "libcublas.so.13 cannot be opened (libcublas.so.13: cannot open shared object file",
     ),
-    "what to install": (
+    "no cuBLAS: what to install": (
         {"libraries": (DRIVER,)},
         '); pip install "trainable-candle[cuda13]", or install CUDA 13',
     ),
@@ -69,26 +69,27 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("simulation", "reason"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("simulation", "part"), CASES.values(), ids=CASES)
 def test_the_reason_why_cuda_is_unavailable_is_reported(
-    cuda: Any, simulation: dict[str, Any], reason: str
+    cuda: Any, simulation: dict[str, Any], part: str
 ) -> None:
-    assert reason in cuda.run(REPORT, **simulation).output
+    assert part in cuda.run(REPORT, **simulation).output
 
 
-def test_a_gpu_without_machine_code_is_rejected_at_its_first_use(cuda: Any) -> None:
-    """A GPU does not run machine code for another major compute capability."""
-    built = {line.split()[1] for line in cuda.kernels.read_text().splitlines()}
-    if any(name.startswith("compute_") for name in built):
+def test_a_gpu_for_which_the_build_has_no_machine_code_is_rejected(cuda: Any) -> None:
+    """A GPU cannot run machine code for another major compute capability."""
+    targets = {line.split()[1] for line in cuda.kernels.read_text().splitlines()}
+    if any(name.startswith("compute_") for name in targets):
         pytest.skip("this build has PTX, which the driver compiles for every GPU")
-    reason = "the GPU Simulated GPU has compute capability 13.0, and this build has code for "
-    reason += r"[0-9a,]+ alone; build the package with TRAINABLE_CANDLE_CUDA_ARCHS=130"
+    pattern = "the GPU Simulated GPU has compute capability 13.0, and this build has code for "
+    pattern += r"[0-9a,]+ alone; build the package with TRAINABLE_CANDLE_CUDA_ARCHS=130"
     run = cuda.run(REPORT, settings={"CAPABILITY": "13.0"})
-    assert re.search(reason, run.output), run.output
+    assert re.search(pattern, run.output), run.output
+    # No module was loaded.
     assert run.of("refused", "module") == []
 
 
-USABLE = """
+USE_EACH_DEVICE = """
     assert tc.cuda.is_available() and tc.cuda.device_count() == 3
     for device, capability in (("cuda:0", 9.0), ("cuda:1", 7.5), ("cuda:2", 9.0)):
         for use in (lambda: tc.zeros(1, device=device), lambda: tc.ones(1).to(device)):
@@ -102,13 +103,15 @@ USABLE = """
 
 def test_each_device_is_checked_at_its_first_use(cuda: Any) -> None:
     settings = {"DEVICES": "3", "CAPABILITY": "9.0,7.5,9.0"}
-    assert cuda.run(USABLE, settings=settings).of("refused") == []
-    # An unusable first device does not make CUDA unavailable.
-    use = """
+    assert cuda.run(USE_EACH_DEVICE, settings=settings).of("refused") == []
+
+
+def test_an_unusable_first_device_does_not_make_cuda_unavailable(cuda: Any) -> None:
+    use_second_device = """
         assert tc.cuda.unavailable_reason() is None
         assert (tc.ones(2, device="cuda:1") + 1).device == "cuda:1"
     """
-    cuda.run(use, settings={"DEVICES": "2", "CAPABILITY": "7.5,9.0"})
+    cuda.run(use_second_device, settings={"DEVICES": "2", "CAPABILITY": "7.5,9.0"})
 
 
 def test_a_device_that_does_not_exist_is_an_error(cuda: Any) -> None:
@@ -126,7 +129,7 @@ def test_a_device_that_does_not_exist_is_an_error(cuda: Any) -> None:
 
 
 def test_libraries_are_found_where_pip_puts_them(cuda: Any) -> None:
-    """The system's loader finds only the driver. The rest is below an entry of `sys.path`."""
+    """The system's loader finds only the driver. The others are below an entry of `sys.path`."""
     run = cuda.run("""
         import sys
         from pathlib import Path

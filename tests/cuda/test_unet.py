@@ -1,9 +1,9 @@
-"""A step of the small SDXL on the simulated device: its kernels and products."""
+"""The kernels and products of a training step of the small SDXL on the simulated device."""
 
 from collections import Counter
 from typing import Any
 
-STEP = """
+THREE_STEPS = """
     from pathlib import Path
 
     import numpy as np
@@ -36,66 +36,68 @@ STEP = """
 """
 ATTENTION = '["to_q", "to_k", "to_v", "to_out.0"]'
 # Transformer blocks in the small model: three in the down path, two in the middle, six in the up
-# path; each has a self-attention and a cross-attention to the text.
+# path. Each has a self-attention and a cross-attention to the text.
 BLOCKS = 11
-# Stacks of these blocks: two in the down path, one in the middle, four in the up path.
+# Stacks of transformer blocks: two in the down path, one in the middle, four in the up path.
 STACKS = 7
 # Concatenations of a feature map of the down path with one of the up path.
 JOINS = 6
 
 
-def run(cuda: Any, targets: str = ATTENTION) -> Any:
-    return cuda.run(STEP.replace("TARGETS", targets))
+def run_steps(cuda: Any, targets: str = ATTENTION) -> Any:
+    """Run three steps, numbered from 0; the tests examine the last, whose marks end in `-2`."""
+    return cuda.run(THREE_STEPS.replace("TARGETS", targets))
 
 
 def test_convolutions_use_the_hopper_kernels(cuda: Any) -> None:
     """The simulated GPU has compute capability 9.0."""
-    step = run(cuda)
-    assert step.of("refused") == []
-    names = step.after("forward-2").launches + step.after("backward-2").launches
+    run = run_steps(cuda)
+    assert run.of("refused") == []
+    names = run.after("forward-2").launches + run.after("backward-2").launches
     general = [
         n for n in names if n.startswith(("conv2d_forward", "conv2d_grad")) and "hopper" not in n
     ]
-    # The first and the last convolution have only four input or output channels.
+    # The first convolution has only four input channels, and the last one only four output
+    # channels: too few for the Hopper kernels.
     assert len(general) <= 3, general
 
 
 def test_projections_are_read_in_place(cuda: Any) -> None:
-    step = run(cuda)
-    forward = Counter(step.after("forward-2").launches)
-    backward = Counter(step.after("backward-2").launches)
+    run = run_steps(cuda)
+    forward = Counter(run.after("forward-2").launches)
+    backward = Counter(run.after("backward-2").launches)
     assert forward["attention_forward_w64_bf16"] == 2 * BLOCKS
     assert backward["attention_backward_w64_bf16"] == 2 * BLOCKS
     # The forward pass copies the input and the output, whose channels come first, and both feature
-    # maps of each join. The backward pass copies gradients that are slices of a join's gradient.
-    # Nothing is copied for attention, biases or conversions of dtypes.
+    # maps of each join. The backward pass copies gradients of feature maps, which are slices of
+    # a join's gradient. Nothing is copied for attention, biases or conversions of dtypes.
     assert forward["copy_bytes_2"] <= 2 + 2 * JOINS, forward
     assert backward["copy_bytes_2"] <= 10, backward
     assert not any(name.startswith("ucopy") for name in forward | backward), backward
 
 
 def test_convolutions_add_residuals(cuda: Any) -> None:
-    forward = Counter(run(cuda).after("forward-2").launches)
-    # Sums that are kernels of their own: the residuals of the feed-forward networks and of the
-    # stacks of blocks, and the embeddings of the time and of the text.
+    forward = Counter(run_steps(cuda).after("forward-2").launches)
+    # Only these sums take a separate kernel: the residuals of the feed-forward networks and of the
+    # stacks of blocks, and the sum of the embeddings of time and text.
     assert forward["add_bf16"] <= BLOCKS + STACKS + 1, forward
 
 
 def test_gradients_of_residuals_are_added_by_the_norms(cuda: Any) -> None:
-    backward = Counter(run(cuda).after("backward-2").launches)
+    backward = Counter(run_steps(cuda).after("backward-2").launches)
     assert backward["layer_norm_backward_bf16"] >= 2 * BLOCKS
-    # A feature map that is joined gets a second gradient from its join. No kernel of a norm adds
-    # this second gradient.
+    # A feature map of the down path gets a second gradient from its join. A separate kernel adds
+    # this gradient.
     assert backward["add_bf16"] <= JOINS, backward
 
 
-def test_adapters_of_one_input_share_their_products(cuda: Any) -> None:
-    products = {
-        targets: len(run(cuda, targets).after("forward-2").of("product"))
+def test_adapters_with_the_same_input_share_their_products(cuda: Any) -> None:
+    product_counts = {
+        targets: len(run_steps(cuda, targets).after("forward-2").of("product"))
         for targets in ('["to_out.0"]', ATTENTION)
     }
     # Adapters with the same input x share two products: h = x Aᵀ, and h Bᵀ, which adds to the
     # result. Besides `to_out.0`, each block has three inputs with adapters: one for q, k and v of
     # the self-attention, one for q of the cross-attention, and one for k and v of the
     # cross-attention.
-    assert products[ATTENTION] - products['["to_out.0"]'] == 6 * BLOCKS
+    assert product_counts[ATTENTION] - product_counts['["to_out.0"]'] == 6 * BLOCKS
