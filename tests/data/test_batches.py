@@ -21,8 +21,8 @@ def test_every_epoch_holds_every_item_once(items: int, size: int) -> None:
 
 def test_a_batch_does_not_depend_on_earlier_calls() -> None:
     forwards = [ShuffledBatches(20, 6, seed=1).batch(i) for i in range(8)]
-    again = ShuffledBatches(20, 6, seed=1)
-    backwards = [again.batch(i) for i in reversed(range(8))][::-1]
+    batches = ShuffledBatches(20, 6, seed=1)
+    backwards = [batches.batch(i) for i in reversed(range(8))][::-1]
     np.testing.assert_array_equal(forwards, backwards)
 
 
@@ -32,12 +32,17 @@ def test_orders_differ_between_epochs_and_seeds() -> None:
     assert not np.array_equal(one.batch(0), other.batch(0))
 
 
-@pytest.mark.parametrize("numbers", [(0, 1, 0), (1, 0, 0), (1, 1, -1)])
+@pytest.mark.parametrize(
+    "numbers",
+    [(0, 1, 0), (1, 0, 0), (1, 1, -1)],
+    ids=["no items", "batch size 0", "negative seed"],
+)
 def test_impossible_numbers_are_rejected(numbers: tuple[int, int, int]) -> None:
     with pytest.raises(ConfigError, match=r"batches: .* expected at least one item"):
         ShuffledBatches(*numbers)
 
 
+# The group of each item.
 GROUPS = [0, 1, 0, 2, 1, 0, 0, 0, 1, 0, 5]
 
 
@@ -52,11 +57,12 @@ def test_a_batch_has_one_group_and_every_item_occurs_equally_often(size: int) ->
     assert Counter(item for batch in drawn for item in batch) == dict.fromkeys(
         range(len(GROUPS)), 10 * size
     )
+    # Each epoch has every member of a group once.
     for group in set(GROUPS):
-        members = GROUPS.count(group)
-        own = [item for batch in drawn for item in batch if GROUPS[item] == group]
-        for start in range(0, len(own) - members + 1, members):
-            assert len(set(own[start : start + members])) == members
+        count = GROUPS.count(group)
+        members = [item for batch in drawn for item in batch if GROUPS[item] == group]
+        for start in range(0, len(members) - count + 1, count):
+            assert len(set(members[start : start + count])) == count
 
 
 def test_groups_are_mixed_within_an_epoch() -> None:
@@ -65,37 +71,41 @@ def test_groups_are_mixed_within_an_epoch() -> None:
     order = [groups[batches.batch(index)[0]] for index in range(20)]
     changes = sum(one != other for one, other in pairwise(order))
     assert 5 <= changes <= 15
+    # The second epoch has another order.
     assert order != [groups[batches.batch(index)[0]] for index in range(20, 40)]
 
 
-def test_whole_repeats_count_in_every_epoch_and_fractions_over_several() -> None:
+def test_an_item_occurs_as_often_as_its_repeats_say_on_average() -> None:
     repeats = [1.0, 3.0, 0.1, 0.5, 2.5, 0.5]
     batches = ShuffledBatches(6, 1, seed=2, repeats=repeats)
     totals: Counter[int] = Counter()
-    for number in range(20):
-        span = range(batches.first_batch(number), batches.first_batch(number + 1))
-        seen = Counter(int(batches.batch(index)[0]) for index in span)
+    for epoch in range(20):
+        indices = range(batches.first_batch(epoch), batches.first_batch(epoch + 1))
+        seen = Counter(int(batches.batch(index)[0]) for index in indices)
+        # In each epoch, a fraction is rounded down or up.
         for item, often in enumerate(repeats):
             assert int(often) <= seen[item] <= np.ceil(often)
         totals.update(seen)
     assert [totals[item] for item in range(6)] == [20, 60, 2, 10, 50, 10]
 
 
-def test_an_epoch_has_half_of_the_items_with_half_a_repeat() -> None:
+def test_with_half_a_repeat_an_epoch_has_half_of_the_items() -> None:
     batches = ShuffledBatches(8, 1, seed=0, repeats=[0.5] * 8)
-    assert [batches.first_batch(number) for number in range(5)] == [0, 4, 8, 12, 16]
+    assert [batches.first_batch(epoch) for epoch in range(5)] == [0, 4, 8, 12, 16]
 
 
-def test_batches_of_groups_do_not_depend_on_earlier_calls() -> None:
+def test_batches_with_groups_and_repeats_do_not_depend_on_earlier_calls() -> None:
     repeats = [1.0, 2.0, 0.25, 1.0, 1.0, 0.3, 1.0, 1.0, 1.0, 1.0, 0.1]
     forwards = ShuffledBatches(11, 3, 9, GROUPS, repeats)
-    whole = [forwards.batch(index).tolist() for index in range(60)]
+    expected = [forwards.batch(index).tolist() for index in range(60)]
     for index in (59, 3, 30, 0):
-        assert ShuffledBatches(11, 3, 9, GROUPS, repeats).batch(index).tolist() == whole[index]
+        assert ShuffledBatches(11, 3, 9, GROUPS, repeats).batch(index).tolist() == expected[index]
 
 
 @pytest.mark.parametrize(
-    "more", [{"groups": [0]}, {"repeats": [1.0, 0.0]}, {"repeats": [1.0]}, {"repeats": [1, np.nan]}]
+    "more",
+    [{"groups": [0]}, {"repeats": [1.0, 0.0]}, {"repeats": [1.0]}, {"repeats": [1, np.nan]}],
+    ids=str,
 )
 def test_impossible_groups_and_repeats_are_rejected(more: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="batches: 2 items with"):

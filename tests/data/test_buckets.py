@@ -1,4 +1,4 @@
-"""Sizes of buckets, the bucket of each image, and the crop that SDXL gets as a condition."""
+"""Sizes of buckets, the bucket of an image, and the crop that SDXL gets as a condition."""
 
 import itertools
 from pathlib import Path
@@ -15,15 +15,16 @@ def buckets(**settings: Any) -> Buckets:
     return Buckets(DatasetOptions((Source(Path("x")),), **settings))
 
 
-def test_buckets_include_the_sizes_that_sdxl_was_trained_on() -> None:
-    # The sizes in the SDXL report (arXiv 2307.01952, appendix I) whose sides are at least 512.
+def test_buckets_include_sizes_that_sdxl_was_trained_on() -> None:
+    # Sizes (height, width) from the table in the SDXL report (arXiv 2307.01952, appendix I). Their
+    # transposes follow below.
     listed = [
         (512, 2048), (512, 1984), (512, 1920), (512, 1856), (576, 1792), (576, 1728), (576, 1664),
         (640, 1600), (640, 1536), (704, 1472), (704, 1408), (768, 1344), (832, 1216),
         (896, 1152), (1024, 1024),
     ]  # fmt: skip
-    ours = {(size.height, size.width) for size in buckets().full}
-    assert {*listed, *((w, h) for h, w in listed)} <= ours
+    found = {(size.height, size.width) for size in buckets().full}
+    assert {*listed, *((w, h) for h, w in listed)} <= found
 
 
 @pytest.mark.parametrize(
@@ -43,18 +44,19 @@ def test_every_bucket_has_allowed_sides_and_area(settings: dict[str, Any]) -> No
         assert Bucket(size.height, size.width) in full
 
 
-SIZES = list(
+IMAGE_SIZES = list(
     itertools.product([130, 255, 256, 300, 511, 640, 1000, 1023, 1024, 2000, 7000], repeat=2)
 )
 
 
 @pytest.mark.parametrize("upscale", [False, True])
-def test_a_scaled_image_covers_its_bucket_and_little_is_cropped(upscale: bool) -> None:
-    sizes = buckets(upscale=upscale)
-    for width, height in SIZES:
-        fit = sizes.fit(width, height)
+def test_a_scaled_image_covers_its_bucket_and_loses_little(upscale: bool) -> None:
+    choice = buckets(upscale=upscale)
+    for width, height in IMAGE_SIZES:
+        fit = choice.fit(width, height)
         if fit is None:
             assert not upscale
+            # The shortest side of a bucket is 256 px.
             assert min(width, height) < 256
             continue
         wide, high = fit.scaled
@@ -73,10 +75,16 @@ def test_a_scaled_image_covers_its_bucket_and_little_is_cropped(upscale: bool) -
 def test_small_images_get_small_buckets() -> None:
     assert str(buckets().fit(1000, 1000).bucket) == "960x960"
     assert str(buckets().fit(700, 300).bucket) == "640x256"
+    assert str(buckets(resolution=64, bucket_step=16).fit(50, 70).bucket) == "48x64"
+
+
+def test_small_images_can_be_enlarged() -> None:
     assert str(buckets(upscale=True).fit(1000, 1000).bucket) == "1024x1024"
+
+
+def test_without_bucketing_the_square_is_the_only_bucket() -> None:
     assert buckets(bucketing=False).fit(1000, 1030) is None
     assert str(buckets(bucketing=False).fit(3000, 1030).bucket) == "1024x1024"
-    assert str(buckets(resolution=64, bucket_step=16).fit(50, 70).bucket) == "48x64"
 
 
 def test_the_frame_of_a_mirrored_crop_gives_its_place_in_the_mirrored_image() -> None:
@@ -94,11 +102,11 @@ def test_the_frame_of_a_mirrored_crop_gives_its_place_in_the_mirrored_image() ->
 
 
 def test_crops_are_taken_from_the_scaled_image() -> None:
-    grey = np.tile(np.linspace(0, 255, 400), (200, 1)).astype(np.uint8)
+    ramp = np.tile(np.linspace(0, 255, 400), (200, 1)).astype(np.uint8)
     fit = buckets(resolution=64, bucket_step=16).fit(400, 200)
     assert (str(fit.bucket), fit.scaled) == ("80x48", (96, 48))
-    cut = np.asarray(fit.cut(Image.fromarray(grey), *fit.box()))
-    assert cut.shape == (48, 80)
-    # The crop leaves out 8 of 96 columns on each side.
-    assert abs(float(cut[24, 0]) - 255 * 8.5 / 96) < 2
-    assert abs(float(cut[24, -1]) - 255 * 87.5 / 96) < 2
+    crop = np.asarray(fit.cut(Image.fromarray(ramp), *fit.box()))
+    assert crop.shape == (48, 80)
+    # The crop leaves out 8 of 96 columns on each side. The centre of column n is at n + 0.5.
+    assert abs(float(crop[24, 0]) - 255 * 8.5 / 96) < 2
+    assert abs(float(crop[24, -1]) - 255 * 87.5 / 96) < 2

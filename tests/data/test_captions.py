@@ -1,4 +1,4 @@
-"""The captions that the model is trained on, in new and in resumed runs."""
+"""Captions: how they are read, and how they are changed for training."""
 
 from collections import Counter
 from pathlib import Path
@@ -10,15 +10,17 @@ from trainable_candle.data.captions import read_caption, read_metadata
 from trainable_candle.errors import DatasetError
 
 TAGS = "1girl, solo, red hair, smile, outdoors"
+IMAGE_SEED = 0
 
 
-def uses(options: CaptionOptions, count: int = 400, trigger: str = "", seed: int = 0) -> list[str]:
+def used(options: CaptionOptions, count: int = 400, trigger: str = "", seed: int = 0) -> list[str]:
+    """Return the captions that the samples 0 to `count` - 1 use for an image with `TAGS`."""
     maker = CaptionMaker(options, seed)
-    return [maker.use(TAGS, trigger, 0, sample) for sample in range(count)]
+    return [maker.use(TAGS, trigger, IMAGE_SEED, sample) for sample in range(count)]
 
 
 def test_without_settings_captions_change_only_in_white_space() -> None:
-    assert set(uses(CaptionOptions())) == {TAGS}
+    assert set(used(CaptionOptions())) == {TAGS}
     odd = "a (cat:1.2) {x|y} __wild__\n second   line"
     assert CaptionMaker(CaptionOptions(), 0).plain(odd, "") == (
         "a (cat:1.2) {x|y} __wild__ second line"
@@ -26,14 +28,15 @@ def test_without_settings_captions_change_only_in_white_space() -> None:
 
 
 def test_dropout_has_the_given_frequency() -> None:
-    dropped = Counter(uses(CaptionOptions(dropout=0.25), 4000))[""]
+    dropped = Counter(used(CaptionOptions(dropout=0.25), 4000))[""]
     # The bound is five standard deviations of the binomial distribution.
     assert abs(dropped - 1000) < 5 * (4000 * 0.25 * 0.75) ** 0.5
-    assert set(uses(CaptionOptions(dropout=1.0))) == {""}
+    assert set(used(CaptionOptions(dropout=1.0))) == {""}
 
 
-def test_shuffling_keeps_tags_and_the_first_in_place() -> None:
-    seen = set(uses(CaptionOptions(shuffle=True, keep_tokens=2, variants=0)))
+def test_shuffling_keeps_all_tags_and_leaves_the_first_in_place() -> None:
+    seen = set(used(CaptionOptions(shuffle=True, keep_tokens=2, variants=0)))
+    # Three tags can be shuffled; they have six orders.
     assert len(seen) == 6
     for caption in seen:
         assert caption.startswith("1girl, solo, ")
@@ -41,18 +44,22 @@ def test_shuffling_keeps_tags_and_the_first_in_place() -> None:
 
 
 def test_the_trigger_comes_first_and_does_not_count_as_a_kept_tag() -> None:
-    seen = uses(CaptionOptions(shuffle=True, keep_tokens=1, variants=0), trigger="sks, style")
+    seen = used(CaptionOptions(shuffle=True, keep_tokens=1, variants=0), trigger="sks, style")
     assert {caption.split(", ")[0] for caption in seen} == {"sks"}
     assert {", ".join(caption.split(", ")[1:3]) for caption in seen} == {"style, 1girl"}
+
+
+def test_a_caption_that_begins_with_the_trigger_gets_no_second_one() -> None:
     maker = CaptionMaker(CaptionOptions(shuffle=True, variants=0), 0)
     assert maker.plain("sks cat", "sks") == "sks cat"
     assert maker.plain("", "sks") == "sks"
 
 
-def test_tag_dropout_spares_kept_tags() -> None:
-    seen = uses(CaptionOptions(tag_dropout=0.5, keep_tokens=1, variants=0), 2000)
+def test_tag_dropout_spares_kept_tags_and_keeps_the_order() -> None:
+    seen = used(CaptionOptions(tag_dropout=0.5, keep_tokens=1, variants=0), 2000)
     count = Counter(tag for caption in seen for tag in caption.split(", "))
     assert count["1girl"] == 2000
+    # 1000 are expected; 150 are more than six standard deviations.
     assert all(850 < count[tag] < 1150 for tag in TAGS.split(", ")[1:])
     places = [TAGS.index(tag) for tag in seen[0].split(", ")]
     assert places == sorted(places)
@@ -60,25 +67,26 @@ def test_tag_dropout_spares_kept_tags() -> None:
 
 def test_captions_are_split_at_the_given_separator() -> None:
     maker = CaptionMaker(CaptionOptions(shuffle=True, separator="|", variants=4), 0)
-    assert {frozenset(c.split("| ")) for c in maker.possible("a, b |c| d", "", 0)} == {
+    assert {frozenset(c.split("| ")) for c in maker.possible("a, b |c| d", "", IMAGE_SEED)} == {
         frozenset({"a, b", "c", "d"})
     }
 
 
 def test_all_used_captions_are_listed_as_possible() -> None:
     options = CaptionOptions(dropout=0.1, shuffle=True, tag_dropout=0.2, variants=5)
-    foreseen = set(CaptionMaker(options, 0).possible(TAGS, "x", 0))
-    assert foreseen == set(uses(options, trigger="x"))
-    assert 2 < len(foreseen) <= 6
+    possible = set(CaptionMaker(options, 0).possible(TAGS, "x", IMAGE_SEED))
+    assert possible == set(used(options, trigger="x"))
+    # Five variants, some of which may be equal, and the empty caption.
+    assert 2 < len(possible) <= 6
 
 
-def test_a_resumed_run_sees_the_same_captions_and_another_seed_does_not() -> None:
+def test_a_resumed_run_sees_the_same_captions_and_another_seed_gives_others() -> None:
     options = CaptionOptions(dropout=0.2, shuffle=True, variants=0)
-    assert uses(options) == uses(options)
-    assert uses(options, seed=1) != uses(options)
-    later = CaptionMaker(options, 0)
-    assert [later.use(TAGS, "", 0, sample) for sample in range(200, 300)] == (
-        uses(options)[200:300]
+    assert used(options) == used(options)
+    assert used(options, seed=1) != used(options)
+    resumed = CaptionMaker(options, 0)
+    assert [resumed.use(TAGS, "", IMAGE_SEED, sample) for sample in range(200, 300)] == (
+        used(options)[200:300]
     )
 
 
@@ -111,16 +119,16 @@ def test_a_wrong_line_of_metadata_is_reported(tmp_path: Path, line: str, complai
         read_metadata(tmp_path)
 
 
-def test_caption_files_may_end_in_caption(tmp_path: Path) -> None:
-    picture = tmp_path / "a.b.png"
-    assert read_caption(picture) is None
+def test_caption_files_end_in_txt_or_caption_and_txt_comes_first(tmp_path: Path) -> None:
+    image = tmp_path / "a.b.png"
+    assert read_caption(image) is None
     (tmp_path / "a.b.caption").write_text("\ufeffa cat \n", encoding="utf-8")
-    assert read_caption(picture) == "a cat"
+    assert read_caption(image) == "a cat"
     (tmp_path / "a.b.txt").write_text("a dog", encoding="utf-8")
-    assert read_caption(picture) == "a dog"
+    assert read_caption(image) == "a dog"
 
 
-def test_a_word_that_begins_like_the_trigger_is_no_trigger() -> None:
+def test_a_longer_word_that_begins_with_the_trigger_is_no_trigger() -> None:
     maker = CaptionMaker(CaptionOptions(), seed=0)
     assert maker.plain("catwalk at night", "cat") == "cat, catwalk at night"
     assert maker.plain("cat, at night", "cat") == "cat, at night"

@@ -1,4 +1,4 @@
-"""Conversations become tokens: rendered texts, token ids and masks equal transformers' own."""
+"""Chats become the same texts, token ids and masks as with transformers; errors about rows."""
 
 import gzip
 import json
@@ -16,38 +16,42 @@ from trainable_candle.text.templates import ChatTemplate
 GOLDEN = Path(__file__).parents[1] / "golden" / "chats"
 CONTENT = json.loads(gzip.decompress((GOLDEN / "cases.json.gz").read_bytes()))
 CASES = [pytest.param(case, id=f"{case['template']}-{case['chat']}") for case in CONTENT["cases"]]
-TOKENS = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
-ASKED = {"role": "user", "content": "why?"}
+SPECIAL_TOKENS = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+QUESTION = {"role": "user", "content": "why?"}
 
 
-def tokenizer(template: str | None) -> ChatTokenizer:
+def make_tokenizer(template: str | None) -> ChatTokenizer:
     from tokenizers import Tokenizer
 
     templates = None if template is None else {"default": template}
-    return ChatTokenizer(Tokenizer.from_file(str(GOLDEN / "tokenizer.json")), TOKENS, templates)
+    return ChatTokenizer(
+        Tokenizer.from_file(str(GOLDEN / "tokenizer.json")), SPECIAL_TOKENS, templates
+    )
 
 
-def chat_of(case: dict[str, Any]) -> tuple[ChatTokenizer, Chat]:
+def tokenizer_and_chat(case: dict[str, Any]) -> tuple[ChatTokenizer, Chat]:
     chat = CONTENT["chats"][case["chat"]]
-    return tokenizer(CONTENT["templates"][case["template"]]), Chat(chat["messages"], chat["tools"])
+    return make_tokenizer(CONTENT["templates"][case["template"]]), Chat(
+        chat["messages"], chat["tools"]
+    )
 
 
-def learnt(tokens: Tokens, text: ChatTokenizer) -> str:
-    return text.decode(tokens.ids[tokens.learnt].tolist(), special=True)
+def learnt_text(tokens: Tokens, tokenizer: ChatTokenizer) -> str:
+    return tokenizer.decode(tokens.ids[tokens.learnt].tolist(), special=True)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_texts_are_those_of_transformers(case: dict[str, Any]) -> None:
-    text, chat = chat_of(case)
-    assert text.template.render(chat.messages, chat.tools).text == case["text"]
-    prompt = text.template.render(chat.messages[:-1], chat.tools, generation_prompt=True)
+    tokenizer, chat = tokenizer_and_chat(case)
+    assert tokenizer.template.render(chat.messages, chat.tools).text == case["text"]
+    prompt = tokenizer.template.render(chat.messages[:-1], chat.tools, generation_prompt=True)
     assert prompt.text == case["prompt"]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_and_masks_are_those_of_transformers(case: dict[str, Any]) -> None:
-    text, chat = chat_of(case)
-    tokens = tokens_of(chat, text)
+    tokenizer, chat = tokenizer_and_chat(case)
+    tokens = tokens_of(chat, tokenizer)
     assert tokens.ids.tolist() == case["input_ids"]
     expected = list(case["mask"])
     # In the template `tagged`, the `generation` block also has the line break after the stop token.
@@ -58,8 +62,8 @@ def test_tokens_and_masks_are_those_of_transformers(case: dict[str, Any]) -> Non
     assert tokens.learnt.astype(int).tolist() == expected
     answers = sum(message["role"] == "assistant" for message in chat.messages)
     assert tokens.answers == answers == len(tokens.stops)
-    ends = {text.token(int(tokens.ids[place])) for place in tokens.stops}
-    assert ends == {"<|eot_id|>" if case["template"] == "llama3" else "<|im_end|>"}
+    stop_tokens = {tokenizer.token(int(tokens.ids[place])) for place in tokens.stops}
+    assert stop_tokens == {"<|eot_id|>" if case["template"] == "llama3" else "<|im_end|>"}
 
 
 def test_a_stop_token_after_the_generation_block_is_learnt() -> None:
@@ -68,32 +72,33 @@ def test_a_stop_token_after_the_generation_block_is_learnt() -> None:
         "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
         "<|im_end|>\n{% endfor %}"
     )
-    text = tokenizer(template)
-    tokens = tokens_of(Chat([ASKED, {"role": "assistant", "content": "so"}]), text)
-    assert learnt(tokens, text) == "so<|im_end|>"
+    tokenizer = make_tokenizer(template)
+    tokens = tokens_of(Chat([QUESTION, {"role": "assistant", "content": "so"}]), tokenizer)
+    assert learnt_text(tokens, tokenizer) == "so<|im_end|>"
     assert len(tokens.stops) == 1
 
 
 def test_without_a_template_chatml_is_used() -> None:
-    text = tokenizer(None)
-    assert not text.has_template
-    tokens = tokens_of(Chat([ASKED, {"role": "assistant", "content": "so"}]), text)
-    whole = "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\nso<|im_end|>\n"
-    assert text.decode(tokens.ids.tolist(), special=True) == whole
-    assert learnt(tokens, text) == "so<|im_end|>"
-    assert text.template.render([ASKED], generation_prompt=True).text in whole
+    tokenizer = make_tokenizer(None)
+    assert not tokenizer.has_template
+    tokens = tokens_of(Chat([QUESTION, {"role": "assistant", "content": "so"}]), tokenizer)
+    expected = "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\nso<|im_end|>\n"
+    assert tokenizer.decode(tokens.ids.tolist(), special=True) == expected
+    assert learnt_text(tokens, tokenizer) == "so<|im_end|>"
+    assert tokenizer.template.render([QUESTION], generation_prompt=True).text in expected
 
 
 def test_the_learnt_messages_can_be_chosen() -> None:
-    text = tokenizer(CONTENT["templates"]["chatml"])
+    tokenizer = make_tokenizer(CONTENT["templates"]["chatml"])
     chat = Chat(CONTENT["chats"]["plain"]["messages"])
-    last = tokens_of(chat, text, "last-answer")
-    assert learnt(last, text) == "Hello again,\nworld.\n<|im_end|>"
-    everything = tokens_of(chat, text, "all")
+    last = tokens_of(chat, tokenizer, "last-answer")
+    assert learnt_text(last, tokenizer) == "Hello again,\nworld.\n<|im_end|>"
+    everything = tokens_of(chat, tokenizer, "all")
+    # The first token has no predecessor that could predict it.
     assert everything.learnt.tolist() == [False] + [True] * (len(everything) - 1)
 
 
-def test_a_template_that_edits_history_is_rejected() -> None:
+def test_a_template_that_edits_history_allows_only_the_last_answer_to_be_learnt() -> None:
     # As in Qwen3's template, only the last answer has a block for thoughts.
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -101,28 +106,28 @@ def test_a_template_that_edits_history_is_rejected() -> None:
         "{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    text = tokenizer(template)
+    tokenizer = make_tokenizer(template)
     chat = Chat(CONTENT["chats"]["plain"]["messages"])
     with pytest.raises(ValueError, match=r"changes message 1 .*--train-on last-answer"):
-        tokens_of(chat, text)
-    last = tokens_of(chat, text, "last-answer")
-    assert learnt(last, text) == "<think></think>Hello again,\nworld.\n<|im_end|>"
+        tokens_of(chat, tokenizer)
+    last = tokens_of(chat, tokenizer, "last-answer")
+    assert learnt_text(last, tokenizer) == "<think></think>Hello again,\nworld.\n<|im_end|>"
 
 
-def test_a_completion_is_split_by_offsets_and_ended() -> None:
-    text = tokenizer(None)
-    tokens = tokens_of(Completion("What is it?", " It is true."), text)
-    assert tokens.ids.tolist() == [*text.encode("What is it? It is true.").ids, text.end]
-    assert learnt(tokens, text) == " It is true.<|end_of_text|>"
-    whole = tokens_of(Completion("", "It is true."), text)
+def test_a_completion_and_an_added_stop_token_are_learnt() -> None:
+    tokenizer = make_tokenizer(None)
+    tokens = tokens_of(Completion("What is it?", " It is true."), tokenizer)
+    assert tokens.ids.tolist() == [*tokenizer.encode("What is it? It is true.").ids, tokenizer.end]
+    assert learnt_text(tokens, tokenizer) == " It is true.<|end_of_text|>"
+    no_prompt = tokens_of(Completion("", "It is true."), tokenizer)
     # The first token has no predecessor that could predict it.
-    assert whole.learnt.tolist() == [False] + [True] * (len(whole) - 1)
-    assert whole.stops == (len(whole) - 1,)
+    assert no_prompt.learnt.tolist() == [False] + [True] * (len(no_prompt) - 1)
+    assert no_prompt.stops == (len(no_prompt) - 1,)
 
 
 def test_truncation_removes_the_stop_token() -> None:
-    text = tokenizer(None)
-    tokens = tokens_of(Completion("What is it?", " It is true."), text)
+    tokenizer = make_tokenizer(None)
+    tokens = tokens_of(Completion("What is it?", " It is true."), tokenizer)
     cut = tokens.truncated(len(tokens) - 1)
     assert (len(cut), cut.stops, cut.answers) == (len(tokens) - 1, (), 1)
 
@@ -136,10 +141,11 @@ def test_truncation_removes_the_stop_token() -> None:
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ messages[3].content }}", "has no element 3"),
     ],
+    ids=["own error", "class", "private attribute", "changed messages", "missing message"],
 )
-def test_errors_that_a_template_raises_are_quoted(template: str, message: str) -> None:
+def test_errors_while_a_template_is_rendered_are_quoted(template: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ChatTemplate(template, {}).render([ASKED])
+        ChatTemplate(template, {}).render([QUESTION])
 
 
 def test_the_error_for_a_damaged_template_gives_its_line() -> None:
@@ -166,15 +172,16 @@ def test_the_error_for_a_damaged_template_gives_its_line() -> None:
             [("user", [{"type": "text", "text": "a"}]), ("assistant", "b")],
         ),
     ],
+    ids=["conversations", "instruction", "prompt and completion"],
 )
-def test_rows_of_every_form_become_messages(
+def test_rows_of_other_forms_become_messages(
     row: dict[str, Any], messages: list[tuple[str, Any]]
 ) -> None:
     form = form_of(row)
     assert form is not None
-    found = form.read(row)
-    assert isinstance(found, Chat)
-    assert [(m["role"], m["content"]) for m in found.messages] == messages
+    chat = form.read(row)
+    assert isinstance(chat, Chat)
+    assert [(m["role"], m["content"]) for m in chat.messages] == messages
 
 
 ANSWER = {"role": "assistant", "content": "b"}
@@ -184,30 +191,36 @@ ANSWER = {"role": "assistant", "content": "b"}
     ("row", "message"),
     [
         ({"messages": []}, "`messages` is empty, expected a list of messages"),
-        ({"messages": [ASKED]}, "no message of the role assistant"),
-        ({"messages": [ASKED, ASKED, ANSWER]}, r"`messages\[1\].role`: user after user"),
+        ({"messages": [QUESTION]}, "no message of the role assistant"),
+        ({"messages": [QUESTION, QUESTION, ANSWER]}, r"`messages\[1\].role`: user after user"),
         ({"messages": [ANSWER]}, r"`messages\[0\].role`: assistant first is out of order"),
         ({"messages": [{"role": "bot", "content": "a"}]}, r"role` is 'bot', expected system"),
-        ({"messages": [ASKED, {**ANSWER, "content": " "}]}, r"\[1\].content` is an empty answer"),
-        ({"messages": [ASKED, {"role": "assistant", "content": None}]}, "content` is missing"),
         (
-            {"messages": [{**ASKED, "content": [{"type": "image"}]}, ANSWER]},
+            {"messages": [QUESTION, {**ANSWER, "content": " "}]},
+            r"\[1\].content` is an empty answer",
+        ),
+        ({"messages": [QUESTION, {"role": "assistant", "content": None}]}, "content` is missing"),
+        (
+            {"messages": [{**QUESTION, "content": [{"type": "image"}]}, ANSWER]},
             r"content\[0\]` is of type image; the model reads only text",
         ),
-        ({"messages": [ASKED, ANSWER], "tools": "{"}, "`tools` is text that is not JSON"),
+        ({"messages": [QUESTION, ANSWER], "tools": "{"}, "`tools` is text that is not JSON"),
         (
-            {"messages": [ASKED, ANSWER], "tools": [{}, 1]},
+            {"messages": [QUESTION, ANSWER], "tools": [{}, 1]},
             r"`tools\[1\]` is int, expected an object: a JSON schema",
         ),
         (
-            {"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {}}]}]},
+            {"messages": [QUESTION, {"role": "assistant", "tool_calls": [{"function": {}}]}]},
             r"`messages\[1\].tool_calls\[0\]` is not a function call",
         ),
         (
-            {"messages": [ASKED, {"role": "assistant", "tool_calls": {"name": "f"}}]},
+            {"messages": [QUESTION, {"role": "assistant", "tool_calls": {"name": "f"}}]},
             r"tool_calls` is dict, expected a list of function calls",
         ),
-        ({"messages": [ASKED, ANSWER], "tools": '["\\ud83d"]'}, r"`tools\[0\]` has half of a char"),
+        (
+            {"messages": [QUESTION, ANSWER], "tools": '["\\ud83d"]'},
+            r"`tools\[0\]` has half of a char",
+        ),
         ({"instruction": "a", "output": ""}, "`output` is empty"),
         ({"instruction": "a", "output": "b", "history": 3}, "`history` is int, expected a list of"),
         (
@@ -215,14 +228,17 @@ ANSWER = {"role": "assistant", "content": "b"}
             "`completion` is a list of messages and `prompt` is not; give both as texts, or both",
         ),
         (
-            {"prompt": [ASKED], "completion": "b"},
+            {"prompt": [QUESTION], "completion": "b"},
             "`prompt` is a list of messages and `completion` is not",
         ),
         ({"prompt": 3, "completion": "b"}, "`prompt` is int, expected text"),
         ({"chosen": "a", "rejected": "a"}, "`chosen` and `rejected` are the same"),
-        ({"chosen": [ASKED, ANSWER], "rejected": [ASKED]}, "`rejected` has no message of the role"),
         (
-            {"chosen": [ASKED, ANSWER], "rejected": [{**ASKED, "content": "c"}, ANSWER]},
+            {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION]},
+            "`rejected` has no message of the role",
+        ),
+        (
+            {"chosen": [QUESTION, ANSWER], "rejected": [{**QUESTION, "content": "c"}, ANSWER]},
             "differ before their last messages",
         ),
     ],

@@ -1,4 +1,4 @@
-"""Colour augmentation: changes of pixels, random draws, and the pixels that keep their colours."""
+"""Colour augmentation: how pixels change, which keep their colours, and how changes are drawn."""
 
 import colorsys
 from collections import Counter
@@ -18,7 +18,7 @@ from trainable_candle.errors import ConfigError
 
 MakePictures = Callable[..., list[Path]]
 Pixels = npt.NDArray[np.uint8]
-SAME = Colors(brightness=1, contrast=1, saturation=1, hue=0)
+UNCHANGED = Colors(brightness=1, contrast=1, saturation=1, hue=0)
 ALL = ColorOptions(brightness=0.5, contrast=0.4, saturation=0.3, hue=0.2, variants=3)
 
 
@@ -35,8 +35,8 @@ def luma(pixel: npt.NDArray[Any]) -> float:
     return float(0.299 * pixel[0] + 0.587 * pixel[1] + 0.114 * pixel[2])
 
 
-def defined(colors: Colors, pixels: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """The changed pixels (0 to 255) by the definition, computed one pixel at a time in f64."""
+def by_definition(colors: Colors, pixels: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """Return the changed pixels (0 to 255), computed from the definition in f64, pixel by pixel."""
     x = np.clip(pixels.astype(np.float64) * colors.brightness, 0, 255)
     mean = np.mean([luma(pixel) for pixel in x.reshape(-1, 3)])
     x = np.clip(mean + (x - mean) * colors.contrast, 0, 255)
@@ -61,13 +61,13 @@ def defined(colors: Colors, pixels: npt.NDArray[Any]) -> npt.NDArray[np.float64]
     ids=str,
 )  # fmt: skip
 def test_pixels_follow_the_definition(image: Pixels, changes: dict[str, float]) -> None:
-    colors = replace(SAME, **changes)
+    colors = replace(UNCHANGED, **changes)
     found = colors.apply(image)
     assert found.dtype == np.uint8
     assert found.shape == image.shape
     # Rounding to whole levels errs by up to half a level; 1e-3 allows for f32.
-    assert np.abs(found - defined(colors, image)).max() < 0.5 + 1e-3
-    np.testing.assert_array_equal(SAME.apply(image), image)
+    assert np.abs(found - by_definition(colors, image)).max() < 0.5 + 1e-3
+    np.testing.assert_array_equal(UNCHANGED.apply(image), image)
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.4])
@@ -79,30 +79,31 @@ def test_pixels_equal_those_of_pillow(image: Pixels, factor: float) -> None:
     ):
         expected = np.asarray(enhancer(Image.fromarray(image)).enhance(factor), np.int64)
         # Pillow also rounds the grey value, and it rounds its results down.
-        found = replace(SAME, **{name: factor}).apply(image)
+        found = replace(UNCHANGED, **{name: factor}).apply(image)
         assert np.abs(found - expected).max() <= 1, name
 
 
 def test_white_behind_transparent_pixels_stays_white(image: Pixels) -> None:
     colors = Colors(brightness=0.5, contrast=1.5, saturation=0.7, hue=0.2)
-    full = np.full(image.shape[:2], 255, np.uint8)
-    np.testing.assert_array_equal(colors.apply(image, full), colors.apply(image))
+    opaque = np.full(image.shape[:2], 255, np.uint8)
+    np.testing.assert_array_equal(colors.apply(image, opaque), colors.apply(image))
     white = np.full_like(image, 255)
-    np.testing.assert_array_equal(colors.apply(white, 0 * full), white)
+    transparent = np.zeros_like(opaque)
+    np.testing.assert_array_equal(colors.apply(white, transparent), white)
     # The left half is opaque, the right half transparent: the contrast changes around the mean of
     # the left half.
-    half = full.copy()
-    half[:, 8:] = 0
-    over = np.where(half[..., None] > 0, image, 255).astype(np.uint8)
-    found = colors.apply(over, half)
+    left_opaque = opaque.copy()
+    left_opaque[:, 8:] = 0
+    on_white = np.where(left_opaque[..., None] > 0, image, 255).astype(np.uint8)
+    found = colors.apply(on_white, left_opaque)
     np.testing.assert_array_equal(found[:, :8], colors.apply(image[:, :8]))
     assert (found[:, 8:] == 255).all()
-    # At half opacity, the colour of the pixels changes, and the white behind them does not.
-    seen = Image.alpha_composite(
+    # At half opacity, the colour of the pixels changes, but not the white behind them.
+    composite = Image.alpha_composite(
         Image.new("RGBA", (4, 4), "white"), Image.new("RGBA", (4, 4), (180, 60, 20, 128))
     )
-    colors = replace(SAME, brightness=0.5)
-    found = colors.apply(np.asarray(seen.convert("RGB")), np.full((4, 4), 128, np.uint8))
+    colors = replace(UNCHANGED, brightness=0.5)
+    found = colors.apply(np.asarray(composite.convert("RGB")), np.full((4, 4), 128, np.uint8))
     expected = 255 + (np.array([90, 30, 10]) - 255) * 128 / 255
     assert np.abs(found - expected).max() <= 1
 
@@ -112,10 +113,13 @@ def load(*entries: Any, seed: int = 0, **settings: Any) -> Dataset:
     return load_dataset(DatasetOptions(parse_sources(entries), **settings), None, seed)
 
 
-def test_variants_are_drawn_by_seed_and_image(pictures: MakePictures, tmp_path: Path) -> None:
+def test_variants_are_drawn_uniformly_for_each_seed_and_image(
+    pictures: MakePictures, tmp_path: Path
+) -> None:
     pictures("a", *[(64, 64)] * 40)
     data = load(tmp_path / "a", flip=True)
     views = data.views()
+    # Each image has three variants of its colours, and is mirrored or not.
     assert len(views) == 40 * 3 * 2
     drawn = [view for i in range(900) for view in data.batches(2).batch(i).views]
     assert set(drawn) == set(views)
@@ -124,19 +128,28 @@ def test_variants_are_drawn_by_seed_and_image(pictures: MakePictures, tmp_path: 
     counts = Counter(view.colors for view in drawn)
     assert len(counts) == 40 * 3
     assert max(counts.values()) < 15 + 6 * 15**0.5
+    # Half of the 1800 views are mirrored; again the bound is six standard deviations.
     mirrored = Counter(view.flipped for view in drawn)
     assert abs(mirrored[True] - 900) < 6 * 450**0.5
-    found = np.array([list(vars(colors).values()) for colors in counts]) - [1, 1, 1, 0]
-    bounds = np.array([0.5, 0.4, 0.3, 0.2])
-    assert (np.abs(found) <= bounds).all()
-    assert (np.abs(found).max(axis=0) > 0.9 * bounds).all()
-    assert (np.abs(found.mean(axis=0)) < 6 * bounds / (3 * 120) ** 0.5).all()
-    again, other = load(tmp_path / "a", flip=True), load(tmp_path / "a", flip=True, seed=1)
+    # Brightness, contrast, saturation and hue change uniformly within the limits of `ALL`. So the
+    # mean of 120 changes has the standard deviation limit / sqrt(3 * 120).
+    changes = np.array([list(vars(colors).values()) for colors in counts]) - [1, 1, 1, 0]
+    limits = np.array([0.5, 0.4, 0.3, 0.2])
+    assert (np.abs(changes) <= limits).all()
+    assert (np.abs(changes).max(axis=0) > 0.9 * limits).all()
+    assert (np.abs(changes.mean(axis=0)) < 6 * limits / (3 * 120) ** 0.5).all()
+    again, other_seed = load(tmp_path / "a", flip=True), load(tmp_path / "a", flip=True, seed=1)
     for index in range(50):
         batch = data.batches(2).batch(index)
         assert again.batches(2).batch(index).views == batch.views
-    assert not {view.colors for view in other.views()} & set(counts)
-    # The images of a batch, and which of them are mirrored, do not depend on the colours.
+    assert not {view.colors for view in other_seed.views()} & set(counts)
+
+
+def test_the_order_and_mirroring_of_images_do_not_depend_on_colours(
+    pictures: MakePictures, tmp_path: Path
+) -> None:
+    pictures("a", *[(64, 64)] * 40)
+    data = load(tmp_path / "a", flip=True)
     plain = load(tmp_path / "a", flip=True, color=ColorOptions())
     for index in range(50):
         views_of = [

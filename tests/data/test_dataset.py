@@ -1,4 +1,4 @@
-"""Data sets: loading from folders, the summary, the batches."""
+"""Data sets: loading from folders, the summary, batches and masks."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -23,6 +23,7 @@ from trainable_candle.tasks.latent.data import load_images, read_datasets
 from trainable_candle.train import TrainConfig
 
 MakePictures = Callable[..., list[Path]]
+# Sizes (width, height) of images that belong to several buckets.
 MIXED = [(64, 64), (70, 64), (128, 32), (130, 36), (48, 80), (64, 65), (200, 100)]
 
 
@@ -59,13 +60,13 @@ def test_a_resumed_run_sees_the_same_batches(pictures: MakePictures, tmp_path: P
         "captions": CaptionOptions(dropout=0.2, shuffle=True, variants=0),
     }
 
-    def described(indices: range, seed: int = 3) -> list[Any]:
+    def describe(indices: range, seed: int = 3) -> list[Any]:
         batches = load(tmp_path / "a", seed=seed, **settings).batches(3)
         return [(b.index, b.views, b.captions, b.frames) for b in map(batches.batch, indices)]
 
-    whole = described(range(40))
-    assert described(range(25, 40)) == whole[25:]
-    assert described(range(40), seed=4) != whole
+    expected = describe(range(40))
+    assert describe(range(25, 40)) == expected[25:]
+    assert describe(range(40), seed=4) != expected
 
 
 def test_all_used_views_and_captions_are_listed(pictures: MakePictures, tmp_path: Path) -> None:
@@ -90,7 +91,7 @@ def test_captions_without_a_fixed_number_of_variants_cannot_be_listed(
         data.possible_captions()
 
 
-def test_images_of_the_size_of_a_bucket_keep_their_pixels(
+def test_images_that_are_as_large_as_a_bucket_keep_their_pixels(
     pictures: MakePictures, tmp_path: Path
 ) -> None:
     (path,) = pictures("a", (64, 64))
@@ -113,10 +114,10 @@ def test_epochs_follow_repeats_and_regularisation(pictures: MakePictures, tmp_pa
     )
     batches = data.batches(1)
     drawn = [batches.batch(index) for index in range(batches.first_batch(36))]
-    count = Counter(data.items[batch.views[0].item].picture.path.parent.name for batch in drawn)
-    # An epoch has the 3 images of `own` twice, a quarter of the 4 images of `rare`, and as many
-    # images of `class` as of `own` and `rare` together: 6 + 1 + 7 images.
-    assert count == {"own": 6 * 36, "rare": 36, "class": 7 * 36}
+    counts = Counter(data.items[batch.views[0].item].picture.path.parent.name for batch in drawn)
+    # Each of the 36 epochs has the 3 images of `own` twice, a quarter of the 4 images of `rare`,
+    # and as many images of `class` as of `own` and `rare` together: 6 + 1 + 7 images.
+    assert counts == {"own": 6 * 36, "rare": 36, "class": 7 * 36}
     for batch in drawn:
         folder = data.items[batch.views[0].item].picture.path.parent.name
         assert batch.loss_weights.tolist() == [{"own": 3, "class": 0.5, "rare": 1}[folder]]
@@ -170,17 +171,25 @@ def test_a_data_set_without_usable_images_is_an_error(
 def test_fixed_batches_hold_every_image_once(pictures: MakePictures, tmp_path: Path) -> None:
     pictures("a", *MIXED)
     data = load(tmp_path / "a", captions=CaptionOptions(trigger="sks", dropout=1.0))
-    for size in (0, -1):
-        with pytest.raises(ConfigError, match=f"batches: batch_size is {size}, expected a whole"):
-            data.fixed_batches(size)
     batches = data.fixed_batches(2)
     assert sorted(view.item for batch in batches for view in batch.views) == list(range(len(MIXED)))
     assert {view for batch in batches for view in batch.views} <= set(data.views())
+    # Fixed batches keep all captions, although training would drop them.
     assert all(caption.startswith("sks, image") for b in batches for caption in b.captions)
 
 
-@pytest.mark.parametrize("held_out", [True, False])
-def test_only_views_that_validation_uses_are_encoded(
+@pytest.mark.parametrize("size", [0, -1])
+def test_fixed_batches_need_a_batch_size_above_0(
+    pictures: MakePictures, tmp_path: Path, size: int
+) -> None:
+    pictures("a", (64, 64))
+    data = load(tmp_path / "a")
+    with pytest.raises(ConfigError, match=f"batches: batch_size is {size}, expected a whole"):
+        data.fixed_batches(size)
+
+
+@pytest.mark.parametrize("held_out", [True, False], ids=["split", "own data set"])
+def test_validation_lists_only_the_views_that_it_uses(
     pictures: MakePictures, tmp_path: Path, held_out: bool
 ) -> None:
     pictures("a", (96, 64), (64, 96), (64, 64), (96, 96))
@@ -201,13 +210,15 @@ def test_only_views_that_validation_uses_are_encoded(
     assert {view.colors for view in used} == {None}
 
 
-def test_masks_from_files_follow_the_crop(pictures: MakePictures, tmp_path: Path) -> None:
+def test_masks_from_files_are_scaled_cropped_and_mirrored_like_their_images(
+    pictures: MakePictures, tmp_path: Path
+) -> None:
     first, second, third = pictures("a", (128, 64), (128, 64), (128, 64))
-    half = np.zeros((64, 128), np.uint8)
-    half[:, 64:] = 255
-    Image.fromarray(half).save(first.with_name("00-masklabel.png"))
+    right_half = np.zeros((64, 128), np.uint8)
+    right_half[:, 64:] = 255
+    Image.fromarray(right_half).save(first.with_name("00-masklabel.png"))
     (tmp_path / "a" / "masks").mkdir()
-    Image.fromarray(half[::2, ::2]).save(tmp_path / "a" / "masks" / "01.webp", lossless=True)
+    Image.fromarray(right_half[::2, ::2]).save(tmp_path / "a" / "masks" / "01.webp", lossless=True)
     data = load(tmp_path / "a", mask="file", flip=True, bucketing=False)
     assert [item.picture.path for item in data.items] == [first, second, third]
     assert "3 images, 2 with masks" in data.summary()
@@ -216,6 +227,7 @@ def test_masks_from_files_follow_the_crop(pictures: MakePictures, tmp_path: Path
         assert masks is not None
         assert masks.shape == (1, 8, 8)
         expected = np.ones((8, 8))
+        # The third image has no mask file. The crop is the middle of the image.
         if batch.views[0].item != 2:
             expected[:, :4] = 0
             expected = expected[:, ::-1] if batch.views[0].flipped else expected
@@ -228,17 +240,19 @@ def test_masks_from_files_follow_the_crop(pictures: MakePictures, tmp_path: Path
             np.testing.assert_array_equal(masks[0], expected)
 
 
-def test_masks_come_from_transparency_or_are_ones(pictures: MakePictures, tmp_path: Path) -> None:
+def test_masks_come_from_transparency_or_are_ones_or_are_absent(
+    pictures: MakePictures, tmp_path: Path
+) -> None:
     rgba = np.full((64, 64, 4), 255, np.uint8)
     rgba[:32, :, 3] = 0
     (tmp_path / "a").mkdir()
     Image.fromarray(rgba).save(tmp_path / "a" / "x.png")
     pictures("b", (64, 64))
     data = load({"path": tmp_path / "a", "caption": "", "mask": "alpha"}, tmp_path / "b")
-    whole = data.masks(data.fixed_batches(2)[0])
-    assert whole is not None
-    np.testing.assert_array_equal(whole.mean(axis=(1, 2)), [0.5, 1.0])
-    assert (whole[0, :4] == 0).all()
+    masks = data.masks(data.fixed_batches(2)[0])
+    assert masks is not None
+    np.testing.assert_array_equal(masks.mean(axis=(1, 2)), [0.5, 1.0])
+    assert (masks[0, :4] == 0).all()
     plain = load(tmp_path / "b")
     assert plain.masks(plain.fixed_batches(1)[0]) is None
 
@@ -262,14 +276,14 @@ def test_a_run_does_not_write_into_a_folder_of_its_images(
     pictures: MakePictures, tmp_path: Path
 ) -> None:
     pictures("a", (64, 64))
-    listed = tmp_path / "list.yaml"
+    list_file = tmp_path / "list.yaml"
     for entry, output in (("path: a", "a"), ("{path: a, recursive: true}", "a/new/run")):
-        listed.write_text(f"- {entry}\n")
+        list_file.write_text(f"- {entry}\n")
         config = TrainConfig(output=str(tmp_path / output))
         with pytest.raises(ConfigError, match=r"the run would write into .*/a, whose images it"):
-            load_images(config, str(listed), 64)
-    listed.write_text("- path: a\n")
-    assert len(load_images(config, str(listed), 64)) == 1
+            load_images(config, str(list_file), 64)
+    list_file.write_text("- path: a\n")
+    assert len(load_images(config, str(list_file), 64)) == 1
 
 
 def test_an_error_about_validation_images_names_the_setting(
@@ -281,11 +295,12 @@ def test_an_error_about_validation_images_names_the_setting(
         read_datasets(config, lambda folder: load_images(config, folder, 64))
 
 
-def test_a_mask_of_another_shape_is_reported(pictures: MakePictures, tmp_path: Path) -> None:
+def test_a_mask_of_another_aspect_ratio_is_reported(pictures: MakePictures, tmp_path: Path) -> None:
     (path,) = pictures("a", (64, 64))
     Image.new("L", (64, 32)).save(path.with_name("00-masklabel.png"))
     with pytest.raises(DatasetError, match=r"00-masklabel\.png: is 64x32 .*expected the aspect"):
         load(tmp_path / "a", mask="file")
+    # Without masks, the file is read neither as a mask nor as an image.
     assert len(load(tmp_path / "a")) == 1
 
 

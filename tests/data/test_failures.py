@@ -1,4 +1,4 @@
-"""Caches when images vanish or a disk fills up: entries stay whole, and the error is clear."""
+"""Failures while a cache is filled: the error is clear, and all entries that remain are whole."""
 
 import resource
 import shutil
@@ -32,17 +32,17 @@ def load(folder: Path) -> Dataset:
 
 
 def encode(pixels: npt.NDArray[np.uint8]) -> dict[str, tc.Tensor]:
-    """Make features of 128 KiB from each image of 64x64 px."""
-    large = np.repeat(pixels.reshape(len(pixels), 1, -1).astype(np.float32), 3, 1)[:, :, :10922]
-    return {"x": tc.tensor(np.ascontiguousarray(large))}
+    """Make features of almost 128 KiB (3 * 10922 values of 4 bytes) from each image of 64x64 px."""
+    features = np.repeat(pixels.reshape(len(pixels), 1, -1).astype(np.float32), 3, 1)[:, :, :10922]
+    return {"x": tc.tensor(np.ascontiguousarray(features))}
 
 
-def expect_whole(folder: Path, data: Dataset, found: int) -> None:
-    """Assert that the cache has `found` entries, all whole, and that another run makes the rest."""
-    assert len(list(folder.rglob("*.safetensors"))) == found
+def expect_whole(folder: Path, data: Dataset, count: int) -> None:
+    """Assert that the cache has `count` entries, all whole, and that another run makes the rest."""
+    assert len(list(folder.rglob("*.safetensors"))) == count
     assert list(folder.rglob("*.partial")) == []
     cache = LatentCache(data, encode, DISK, {}, folder=folder)
-    assert str(cache.fill()) == f"{found} found, {len(data) - found} made"
+    assert str(cache.fill()) == f"{count} found, {len(data) - count} made"
     for batch in data.fixed_batches(1):
         expected = encode(data.pixels(batch.views[0])[None])["x"].numpy()
         np.testing.assert_array_equal(cache.batch(batch)["x"].numpy(), expected)
@@ -51,21 +51,23 @@ def expect_whole(folder: Path, data: Dataset, found: int) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A separate file system of 1 MiB."""
-    place = tmp_path / "small disk"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    target = tmp_path / "small disk"
+    target.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(target)]
     if (
         not shutil.which("mount")
         or subprocess.run(command, check=False, capture_output=True).returncode
     ):
         pytest.skip("this test mounts a file system, which needs root")
     try:
-        yield place
+        yield target
     finally:
-        subprocess.run(["umount", "--lazy", str(place)], check=True)
+        subprocess.run(["umount", "--lazy", str(target)], check=True)
 
 
-def test_a_vanished_image_ends_the_encoding(pictures: MakePictures, tmp_path: Path) -> None:
+def test_a_vanished_image_ends_the_encoding_and_earlier_entries_remain(
+    pictures: MakePictures, tmp_path: Path
+) -> None:
     paths = pictures("a", *[(64, 64)] * 30)
     data = load(tmp_path / "a")
     hidden = paths[25].rename(tmp_path / "hidden.png")
@@ -88,7 +90,7 @@ def test_an_image_that_changed_is_not_encoded_under_its_old_key(
     expect_whole(tmp_path / "c", load(tmp_path / "a"), 1)
 
 
-def test_a_full_disk_ends_the_encoding(
+def test_a_full_disk_ends_the_encoding_and_earlier_entries_remain(
     pictures: MakePictures, tmp_path: Path, small_disk: Path
 ) -> None:
     pictures("a", *[(64, 64)] * 30)
@@ -97,11 +99,11 @@ def test_a_full_disk_ends_the_encoding(
     with pytest.raises(FileError, match="the cache cannot be written: No space left") as caught:
         cache.fill()
     assert str(caught.value).startswith(str(small_disk))
-    found = len(list(small_disk.rglob("*.safetensors")))
+    count = len(list(small_disk.rglob("*.safetensors")))
     # The disk of 1 MiB has room for at most 8 entries of 128 KiB.
-    assert 4 <= found <= 8
+    assert 4 <= count <= 8
     shutil.copytree(small_disk, tmp_path / "larger")
-    expect_whole(tmp_path / "larger", data, found)
+    expect_whole(tmp_path / "larger", data, count)
 
 
 def test_an_incomplete_entry_is_not_left_behind(pictures: MakePictures, tmp_path: Path) -> None:
@@ -109,7 +111,9 @@ def test_an_incomplete_entry_is_not_left_behind(pictures: MakePictures, tmp_path
     data = load(tmp_path / "a")
     cache = LatentCache(data, encode, DISK, {}, folder=tmp_path / "c")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    _, hard_limit = limits
+    # No file may have the size of an entry.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard_limit))
     try:
         with pytest.raises(FileError, match="the cache cannot be written: File too large"):
             cache.fill()
@@ -118,10 +122,10 @@ def test_an_incomplete_entry_is_not_left_behind(pictures: MakePictures, tmp_path
     expect_whole(tmp_path / "c", data, 0)
 
 
-def test_a_cache_on_a_read_only_disk_is_not_written(
+def test_the_cache_of_images_on_a_read_only_disk_is_in_the_output_folder(
     pictures: MakePictures, tmp_path: Path, small_disk: Path
 ) -> None:
-    pictures("small disk", (64, 64))
+    pictures(small_disk.name, (64, 64))
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     data = load(small_disk)
     folder, note = cache_folder(DISK, data.options, tmp_path / "out")

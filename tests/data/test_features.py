@@ -1,4 +1,4 @@
-"""Caches of latents and text features: which entries a run finds or makes, and their batches."""
+"""Caches of latents and text features: the entries that a run finds or makes, and batches."""
 
 import os
 import signal
@@ -56,21 +56,22 @@ def load(folder: Path, **settings: Any) -> Dataset:
     return load_dataset(options)
 
 
-def cached(
+def make_cache(
     data: Dataset, folder: Path | None, options: CacheOptions = DISK, **more: Any
 ) -> tuple[LatentCache, Encoder]:
+    """Return a cache that is not filled yet, and its encoder."""
     encoder = Encoder()
     identity = more.pop("identity", {"vae": "a"})
     return LatentCache(data, encoder, options, identity, folder=folder, **more), encoder
 
 
 @pytest.mark.parametrize("kind", ["disk", "memory", "off"])
-def test_batches_hold_what_the_encoder_made(
+def test_batches_hold_what_the_encoder_returned(
     kind: str, pictures: MakePictures, tmp_path: Path
 ) -> None:
     pictures("a", *SIZES)
     data = load(tmp_path / "a", flip=True, crop="random", random_crops=2)
-    cache, encoder = cached(data, tmp_path / "c", CacheOptions(kind), encode_area=2 * 64 * 64)
+    cache, encoder = make_cache(data, tmp_path / "c", CacheOptions(kind), encode_area=2 * 64 * 64)
     cache.fill()
     after_filling = len(encoder.calls)
     batches = data.batches(2)
@@ -79,16 +80,17 @@ def test_batches_hold_what_the_encoder_made(
         found = cache.batch(batch)
         assert found["half"].dtype == "bf16"
         np.testing.assert_array_equal(found["mean"].numpy(), expected["mean"].numpy())
-    assert (len(encoder.calls) == after_filling) == (kind != "off")
+    # Only without a cache, each batch is encoded when it is needed.
+    assert (len(encoder.calls) > after_filling) == (kind == "off")
 
 
 def test_a_second_run_encodes_nothing_again(pictures: MakePictures, tmp_path: Path) -> None:
     pictures("a", *SIZES)
-    first, encoder = cached(load(tmp_path / "a", flip=True), tmp_path / "c")
+    first, encoder = make_cache(load(tmp_path / "a", flip=True), tmp_path / "c")
     assert str(first.fill()) == "0 found, 8 made"
     assert encoder.calls == [1] * 8
     data = load(tmp_path / "a", flip=True)
-    second, encoder = cached(data, tmp_path / "c")
+    second, encoder = make_cache(data, tmp_path / "c")
     assert str(second.fill()) == "8 found, 0 made"
     batch = data.batches(2).batch(0)
     np.testing.assert_array_equal(
@@ -108,6 +110,7 @@ def test_a_second_run_encodes_nothing_again(pictures: MakePictures, tmp_path: Pa
         ({}, {"vae": "b"}, 4),
         ({}, {"vae": "a", "dtype": "f16"}, 4),
     ],
+    ids=str,
 )
 def test_changed_settings_or_identities_need_new_entries(
     settings: dict[str, Any],
@@ -117,53 +120,56 @@ def test_changed_settings_or_identities_need_new_entries(
     tmp_path: Path,
 ) -> None:
     pictures("a", (64, 64), (64, 64), (64, 64), (96, 64))
-    cached(load(tmp_path / "a"), tmp_path / "c")[0].fill()
-    options = {"resolution": 64, "bucket_step": 16, **settings}
-    data = load_dataset(DatasetOptions(parse_sources(tmp_path / "a"), **options))
+    make_cache(load(tmp_path / "a"), tmp_path / "c")[0].fill()
+    merged = {"resolution": 64, "bucket_step": 16, **settings}
+    data = load_dataset(DatasetOptions(parse_sources(tmp_path / "a"), **merged))
     # With random crops, each of the three square images has one crop, whose entry exists. All
     # random crops of the wide image are new.
     expected = len(data.views()) - 3 if made is None else made
     assert expected > 0
-    assert cached(data, tmp_path / "c", identity=identity)[0].fill().made == expected
-    assert cached(load(tmp_path / "a"), tmp_path / "c")[0].fill().made == 0
+    assert make_cache(data, tmp_path / "c", identity=identity)[0].fill().made == expected
+    assert make_cache(load(tmp_path / "a"), tmp_path / "c")[0].fill().made == 0
 
 
-def test_an_edited_image_is_encoded_again(pictures: MakePictures, tmp_path: Path) -> None:
+def test_an_edited_image_is_encoded_again_and_a_renamed_one_is_not(
+    pictures: MakePictures, tmp_path: Path
+) -> None:
     paths = pictures("a", *SIZES)
-    cached(load(tmp_path / "a"), tmp_path / "c")[0].fill()
+    make_cache(load(tmp_path / "a"), tmp_path / "c")[0].fill()
     Image.new("RGB", (64, 64), "red").save(paths[1])
     paths[0].rename(paths[0].with_name("renamed.png"))
     paths[0].with_suffix(".txt").rename(paths[0].with_name("renamed.txt"))
     data = load(tmp_path / "a")
-    cache, _ = cached(data, tmp_path / "c")
+    cache, _ = make_cache(data, tmp_path / "c")
     assert str(cache.fill()) == "3 found, 1 made, 1 outdated or damaged removed"
-    red = next(b for b in data.fixed_batches(1) if b.captions[0].startswith("image 1"))
-    assert (cache.batch(red)["mean"].numpy()[..., 0] == 255).all()
+    red_batch = next(b for b in data.fixed_batches(1) if b.captions[0].startswith("image 1"))
+    assert (cache.batch(red_batch)["mean"].numpy()[..., 0] == 255).all()
     assert len(list((tmp_path / "c").rglob("*.safetensors"))) == 4
 
 
 def test_damaged_entries_are_made_again(pictures: MakePictures, tmp_path: Path) -> None:
     pictures("a", *SIZES)
     data = load(tmp_path / "a")
-    cached(data, tmp_path / "c")[0].fill()
+    make_cache(data, tmp_path / "c")[0].fill()
     entries = sorted((tmp_path / "c").rglob("*.safetensors"))
     entries[0].write_bytes(b"")
     entries[1].write_bytes(entries[1].read_bytes()[:-1])
+    # An intact entry, but of another image.
     entries[2].write_bytes(entries[3].read_bytes())
-    assert cached(data, tmp_path / "c")[0].fill().made == 3
+    assert make_cache(data, tmp_path / "c")[0].fill().made == 3
 
     # A folder with the name of an entry is replaced by the entry.
     entries[2].unlink()
     entries[2].mkdir()
     (entries[2] / "file").touch()
-    cache, _ = cached(data, tmp_path / "c")
+    cache, _ = make_cache(data, tmp_path / "c")
     assert cache.fill().made == 1
     for batch in data.fixed_batches(1):
         expected = Encoder()(data.pixels(batch.views[0])[None])["mean"].numpy()
         np.testing.assert_array_equal(cache.batch(batch)["mean"].numpy(), expected)
 
 
-def test_any_changed_byte_of_an_entry_is_noticed(tmp_path: Path) -> None:
+def test_any_changed_missing_or_added_byte_of_an_entry_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "entry"
     tensors = {"mean": tc.randn((1, 2, 3)), "half": tc.ones((1, 2), dtype="bf16")}
     whole = packed(tensors, {"source": "an image.png", "key": "1" * 32})
@@ -187,26 +193,29 @@ def test_any_changed_byte_of_an_entry_is_noticed(tmp_path: Path) -> None:
     assert all(noticed(whole + bytes(more)) for more in range(1, 9))
 
 
-def test_an_entry_with_any_part_changed_is_made_again(
+def test_an_entry_is_made_again_whichever_of_its_parts_changed(
     pictures: MakePictures, tmp_path: Path
 ) -> None:
     pictures("a", (64, 64))
     data = load(tmp_path / "a")
-    cached(data, tmp_path / "c")[0].fill()
+    make_cache(data, tmp_path / "c")[0].fill()
     (entry,) = (tmp_path / "c").rglob("*.safetensors")
     whole = entry.read_bytes()
-    header = int.from_bytes(whole[:8], "little")
-    for place in (0, *range(8, 8 + header, 7), 7 + header, 8 + header, len(whole) - 1):
+    # An entry begins with the length of its header, in 8 bytes. Change the first of them; every
+    # seventh byte and the last byte of the header; the first and the last byte of the data.
+    data_start = 8 + int.from_bytes(whole[:8], "little")
+    for place in (0, *range(8, data_start, 7), data_start - 1, data_start, len(whole) - 1):
         entry.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        assert cached(data, tmp_path / "c")[0].fill().made == 1
+        assert make_cache(data, tmp_path / "c")[0].fill().made == 1
         assert entry.read_bytes() == whole
 
 
-def test_entries_are_safetensors_files_of_the_same_bits(tmp_path: Path) -> None:
+def test_an_entry_is_a_safetensors_file_with_the_given_tensors(tmp_path: Path) -> None:
     tensors = {
         name: (tc.randn((3, 5)) * 100).to(name) for name in ("f64", "f32", "f16", "bf16", "u8")
     }
     path = tmp_path / "a.safetensors"
+    # Facts may contain any characters, also half of a surrogate pair.
     path.write_bytes(packed(tensors, {"caption": "\U0001f408 \udcff"}))
     found = tc.load_file(path)
     assert found.keys() == tensors.keys()
@@ -215,15 +224,17 @@ def test_entries_are_safetensors_files_of_the_same_bits(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found[name].to("f64").numpy(), tensor.to("f64").numpy())
 
 
-def test_an_entry_that_vanished_is_an_error(pictures: MakePictures, tmp_path: Path) -> None:
+def test_a_missing_entry_and_a_missing_folder_are_errors(
+    pictures: MakePictures, tmp_path: Path
+) -> None:
     pictures("a", (64, 64))
     data = load(tmp_path / "a")
-    cache, _ = cached(data, tmp_path / "c")
+    cache, _ = make_cache(data, tmp_path / "c")
     missing = r"there is no intact entry .* of the kind 'latents' .* fill the cache before"
     with pytest.raises(DatasetError, match=missing):
         cache.batch(data.fixed_batches(1)[0])
     with pytest.raises(DatasetError, match="the kind 'latents' on disk need a folder"):
-        cached(data, None)
+        make_cache(data, None)
 
 
 def test_a_killed_run_leaves_only_whole_entries(pictures: MakePictures, tmp_path: Path) -> None:
@@ -238,6 +249,7 @@ def test_a_killed_run_leaves_only_whole_entries(pictures: MakePictures, tmp_path
         "LatentCache(load_dataset(options), encode, CacheOptions('disk'), {},"
         f" folder=__import__('pathlib').Path({str(tmp_path / 'c')!r})).fill()\n"
     )
+    # Each run is killed after it has begun to encode this many images.
     for wanted in (1, 7, 8):
         with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as run:
             assert run.stdout is not None
@@ -250,19 +262,23 @@ def test_a_killed_run_leaves_only_whole_entries(pictures: MakePictures, tmp_path
     for path in entries:
         assert tc.load_file(path)["x"].shape == (1, 64 * 40, 64, 3)
     old = next((tmp_path / "c").glob("latents-*")) / "x.safetensors.1.partial"
-    old.write_bytes(b"half")
-    hours_ago = time.time() - 7200
-    os.utime(old, (hours_ago, hours_ago))
+    old.write_bytes(b"incomplete")
+    two_hours_ago = time.time() - 7200
+    os.utime(old, (two_hours_ago, two_hours_ago))
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
     assert len(list((tmp_path / "c").rglob("*.safetensors"))) == 60
+    # A partial file that is old enough is removed.
     assert not old.exists()
 
 
 def encode_texts(captions: Sequence[str]) -> dict[str, tc.Tensor]:
-    """Two numbers for each word of a caption. Captions of a call must have equally many words."""
-    parts = [max(1, len(caption.split())) for caption in captions]
-    assert len(set(parts)) == 1
-    values = [[[len(caption), part] for part in range(parts[0])] for caption in captions]
+    """Replaces text encoders: makes (length of the caption, index of the word) for each word.
+
+    All captions of a call must have equally many words. The empty caption counts as one word.
+    """
+    counts = [max(1, len(caption.split())) for caption in captions]
+    assert len(set(counts)) == 1
+    values = [[[len(caption), word] for word in range(counts[0])] for caption in captions]
     return {
         "hidden": tc.tensor(np.array(values, np.float32)),
         "pooled": tc.tensor(np.array([[len(caption)] for caption in captions], np.float32)),
@@ -270,7 +286,9 @@ def encode_texts(captions: Sequence[str]) -> dict[str, tc.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["disk", "memory", "off"])
-def test_shorter_text_features_are_padded_with_zeros(kind: str, tmp_path: Path) -> None:
+def test_shorter_text_features_are_extended_by_those_of_the_empty_caption(
+    kind: str, tmp_path: Path
+) -> None:
     def parts(caption: str) -> int:
         return len(caption.split())
 
@@ -278,6 +296,7 @@ def test_shorter_text_features_are_padded_with_zeros(kind: str, tmp_path: Path) 
     options = CacheOptions(kind)
     cache = TextCache(encode_texts, options, {}, folder=tmp_path, encode_parts=4, parts=parts)
     assert cache.fill(captions).made == (0 if kind == "off" else 4)
+    # The features of the empty caption are [0, 0].
     one = cache.batch(["e ff"])
     assert one["hidden"].tolist() == [[[4, 0], [4, 1]]]
     several = cache.batch(["dd", "a b c", ""])
@@ -312,8 +331,8 @@ def test_cached_features_need_no_gradient(pictures: MakePictures, tmp_path: Path
     assert not cache.batch(data.fixed_batches(1)[0])["x"].requires_grad
 
 
-def test_a_read_only_data_set_is_cached_elsewhere(
-    pictures: MakePictures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_cache_on_disk_is_in_the_data_set_or_in_the_given_folder(
+    pictures: MakePictures, tmp_path: Path
 ) -> None:
     pictures("a", (64, 64))
     options = DatasetOptions(parse_sources(tmp_path / "a"), resolution=64)
@@ -322,6 +341,13 @@ def test_a_read_only_data_set_is_cached_elsewhere(
     assert cache_folder(CacheOptions("memory"), options, None) == (None, None)
     elsewhere = CacheOptions(folder=tmp_path / "x" / "y")
     assert cache_folder(elsewhere, options, None) == (tmp_path / "x" / "y", None)
+
+
+def test_the_cache_of_a_read_only_data_set_is_in_the_output_folder(
+    pictures: MakePictures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures("a", (64, 64))
+    options = DatasetOptions(parse_sources(tmp_path / "a"), resolution=64)
 
     # Permissions do not stop root, so this test makes mkdir fail instead.
     mkdir = Path.mkdir
@@ -348,20 +374,20 @@ def test_the_files_of_the_cache_are_not_read_as_images(
         parse_sources([{"path": tmp_path / "a", "recursive": True}]), resolution=64
     )
     folder, _ = cache_folder(DISK, options, None)
-    cached(load_dataset(options), folder)[0].fill()
+    make_cache(load_dataset(options), folder)[0].fill()
     assert len(load_dataset(options)) == 1
 
 
-def test_entries_beyond_the_memory_limits_are_read_again(
+def test_entries_beyond_the_memory_limits_are_read_from_disk_each_time(
     pictures: MakePictures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pictures("a", *SIZES)
     data = load(tmp_path / "a")
     # An entry has at most 8 * 8 * 3 values of 4 bytes and 2 values of 2 bytes, 772 bytes in all.
-    # The device has room for one entry, and the host for another.
+    # The device has room for one entry, and the host for a second one.
     monkeypatch.setattr(kept, "DEVICE_LIMIT", 800)
     monkeypatch.setattr(kept, "MEMORY_LIMIT", 1600)
-    cache, _ = cached(data, tmp_path / "c")
+    cache, _ = make_cache(data, tmp_path / "c")
     cache.fill()
     entries = list((tmp_path / "c").rglob("*.safetensors"))
     assert len(entries) == 4
@@ -372,6 +398,7 @@ def test_entries_beyond_the_memory_limits_are_read_again(
             np.testing.assert_array_equal(cache.batch(batch)["mean"].numpy(), expected)
     for path in entries:
         path.unlink()
+    # Two entries are in memory; the other two are read from disk each time.
     for batch in batches[:2]:
         cache.batch(batch)
     for batch in batches[2:]:

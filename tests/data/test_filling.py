@@ -1,4 +1,4 @@
-"""Filling caches: memory use, batches of the encoder, and entries that remain after failures."""
+"""Filling caches: memory use, the encoder's batches, and the entries that failures leave."""
 
 import threading
 import weakref
@@ -35,14 +35,15 @@ SIDE = 16
 DISK = CacheOptions("disk")
 
 
-class Counter:
-    """Counts the objects that are alive, and keeps the largest count."""
+class LiveCount:
+    """Counts objects that are alive, and keeps the largest count."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.alive = self.most = 0
 
-    def born(self, thing: Any) -> Any:
+    def counted(self, thing: Any) -> Any:
+        """Count an object until it is freed, and return it."""
         with self._lock:
             self.alive += 1
             self.most = max(self.most, self.alive)
@@ -54,8 +55,8 @@ class Counter:
             self.alive -= 1
 
 
-class Drawn(Dataset):
-    """A dataset that generates its images on request, and counts those in memory."""
+class Generated(Dataset):
+    """A data set that generates its images on request, and counts those in memory."""
 
     def __init__(self, count: int) -> None:
         options = DatasetOptions(parse_sources("none"), resolution=SIDE, bucket_step=8)
@@ -64,52 +65,54 @@ class Drawn(Dataset):
         items = [
             Item(
                 Picture(Path(f"{number}.png"), "", SIDE, SIDE, f"{number:032x}"),
-                fit, "", 1.0, 1.0, "off",
+                fit, trigger="", loss_weight=1.0, repeats=1.0, mask="off",
             )
             for number in range(count)
         ]  # fmt: skip
         super().__init__(items, options, CaptionOptions(), 0, "")
-        self.decoded = Counter()
+        self.decoded = LiveCount()
 
     def pixels(self, view: View) -> npt.NDArray[np.uint8]:
-        return self.decoded.born(np.full((SIDE, SIDE, 3), view.item % 256, np.uint8))
+        return self.decoded.counted(np.full((SIDE, SIDE, 3), view.item % 256, np.uint8))
 
 
 def means(pixels: npt.NDArray[np.uint8]) -> dict[str, tc.Tensor]:
     return {"mean": tc.tensor(pixels.astype(np.float32).mean((1, 2)))}
 
 
-@pytest.mark.parametrize(("count", "batch"), [(300, 1), (10_000, 4)])
-def test_ten_thousand_images_take_the_memory_of_a_few(
-    tmp_path: Path, count: int, batch: int
+@pytest.mark.parametrize(("count", "batch_size"), [(300, 1), (10_000, 4)])
+def test_memory_does_not_grow_with_the_number_of_images(
+    tmp_path: Path, count: int, batch_size: int
 ) -> None:
-    data, encoded, written = Drawn(count), [0], [0]
-    waiting = []
+    data, encoded, written = Generated(count), [0], [0]
+    # For each call of the encoder: how many images were encoded, or are now, but are not written.
+    unwritten = []
     write = FeatureStore.write
 
     def encode(pixels: npt.NDArray[np.uint8]) -> dict[str, tc.Tensor]:
         encoded[0] += len(pixels)
-        waiting.append(encoded[0] - written[0])
+        unwritten.append(encoded[0] - written[0])
         return means(pixels)
 
-    def counted(*given: Any) -> None:
+    def write_and_count(*given: Any) -> None:
         write(*given)
         written[0] += 1
 
-    cache = LatentCache(data, encode, DISK, {}, folder=tmp_path, encode_area=batch * SIDE * SIDE)
+    area = batch_size * SIDE * SIDE
+    cache = LatentCache(data, encode, DISK, {}, folder=tmp_path, encode_area=area)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FeatureStore, "write", counted)
+        patch.setattr(FeatureStore, "write", write_and_count)
         assert str(cache.fill()) == f"0 found, {count} made"
     # At any time, memory holds only the images that are decoded ahead and the images of one batch.
-    assert data.decoded.most <= AHEAD + batch + 1
+    assert data.decoded.most <= AHEAD + batch_size + 1
     assert data.decoded.alive == 0
     # Memory holds the batch being encoded, the batch being written, and the queued batches.
-    assert max(waiting) <= (PENDING + 2) * batch
+    assert max(unwritten) <= (PENDING + 2) * batch_size
     last = data.fixed_batches(1)[-1]
     np.testing.assert_array_equal(cache.batch(last)["mean"].numpy(), [[(count - 1) % 256] * 3])
 
 
-def test_parallel_results_come_in_order_until_a_failure() -> None:
+def test_parallel_results_come_in_order_and_a_failure_stops_the_tasks() -> None:
     assert list(in_parallel(lambda n: n * n, range(100))) == [n * n for n in range(100)]
     begun = []
 
@@ -122,11 +125,13 @@ def test_parallel_results_come_in_order_until_a_failure() -> None:
     assert max(begun) <= 10 + AHEAD
 
 
-def test_images_of_one_size_are_encoded_together(pictures: MakePictures, tmp_path: Path) -> None:
+def test_images_of_the_same_bucket_are_encoded_together(
+    pictures: MakePictures, tmp_path: Path
+) -> None:
     pictures("a", *[(64, 64)] * 5, *[(32, 64)] * 3, (128, 128))
     options = DatasetOptions(parse_sources(tmp_path / "a"), resolution=64, bucket_step=32)
     data = load_dataset(options)
-    shapes = []
+    shapes = []  # of the encoded batches: (images, height, width)
 
     def encode(pixels: npt.NDArray[np.uint8]) -> dict[str, tc.Tensor]:
         shapes.append(pixels.shape[:3])
@@ -141,13 +146,12 @@ def test_images_of_one_size_are_encoded_together(pictures: MakePictures, tmp_pat
             np.testing.assert_array_equal(cache.batch(batch)["mean"].numpy(), expected)
         return sorted(shapes)
 
-    alone = [(1, 64, 32)] * 3 + [(1, 64, 64)] * 6
-    assert shapes_at(0) == alone
+    assert shapes_at(0) == [(1, 64, 32)] * 3 + [(1, 64, 64)] * 6
     assert shapes_at(64 * 64) == sorted([(2, 64, 32), (1, 64, 32)] + [(1, 64, 64)] * 6)
     assert shapes_at(4 * 64 * 64) == sorted([(3, 64, 32), (4, 64, 64), (2, 64, 64)])
 
 
-def test_captions_of_the_same_length_are_encoded_together(tmp_path: Path) -> None:
+def test_captions_of_the_same_size_are_encoded_together(tmp_path: Path) -> None:
     calls = []
 
     def encode(captions: Sequence[str]) -> dict[str, tc.Tensor]:
@@ -157,6 +161,8 @@ def test_captions_of_the_same_length_are_encoded_together(tmp_path: Path) -> Non
     def parts(caption: str) -> int:
         return len(caption.split())
 
+    # The size of a caption is its number of words. A batch has captions of equal size, and their
+    # sizes add up to at most 4, unless one caption is larger. The empty caption is always encoded.
     captions = ["a b", "c", "d e", "f", "g h i j k", "l m", "n o p q r"]
     cache = TextCache(encode, DISK, {}, folder=tmp_path, encode_parts=4, parts=parts)
     cache.fill(captions)
@@ -166,15 +172,15 @@ def test_captions_of_the_same_length_are_encoded_together(tmp_path: Path) -> Non
     assert cache.batch(captions)["length"].tolist() == [[float(len(c))] for c in captions]
 
 
-def test_progress_is_reported_for_many_images() -> None:
+def test_progress_is_reported_only_for_many_images() -> None:
     lines: list[str] = []
-    data = Drawn(200)
+    data = Generated(200)
     LatentCache(data, means, CacheOptions("memory"), {}, encode_area=64 * SIDE * SIDE).fill(
         report=lines.append
     )
     assert lines == [f"latents: {count} of 200 encoded" for count in (64, 128, 192, 200)]
     lines.clear()
-    LatentCache(Drawn(99), means, CacheOptions("memory"), {}).fill(report=lines.append)
+    LatentCache(Generated(99), means, CacheOptions("memory"), {}).fill(report=lines.append)
     assert lines == []
 
 
@@ -187,15 +193,16 @@ def test_an_entry_that_cannot_be_written_ends_the_filling(
         encoded[0] += 1
         return means(pixels)
 
-    def full(store: FeatureStore, key: str, *given: Any) -> None:
+    def write_at_most_five(store: FeatureStore, key: str, *given: Any) -> None:
         if len(list(store.folder.glob("*.safetensors"))) >= 5:
             raise OSError(28, "No space left on device", key)
         write(store, key, *given)
 
-    monkeypatch.setattr(FeatureStore, "write", full)
-    data = Drawn(100)
+    monkeypatch.setattr(FeatureStore, "write", write_at_most_five)
+    data = Generated(100)
     with pytest.raises(OSError, match="No space left"):
         LatentCache(data, encode, DISK, {}, folder=tmp_path).fill()
+    # Five entries were written, the sixth failed, `PENDING` were queued, and one was being encoded.
     assert encoded[0] <= 7 + PENDING
     assert len(list(tmp_path.rglob("*.safetensors"))) == 5
     assert list(tmp_path.rglob("*.partial")) == []
@@ -204,7 +211,7 @@ def test_an_entry_that_cannot_be_written_ends_the_filling(
     assert str(again.fill()) == "5 found, 95 made"
 
 
-def test_a_failing_encoder_leaves_what_was_encoded_before(tmp_path: Path) -> None:
+def test_entries_that_were_encoded_before_the_encoder_fails_are_kept(tmp_path: Path) -> None:
     calls = [0]
 
     def encode(pixels: npt.NDArray[np.uint8]) -> dict[str, tc.Tensor]:
@@ -213,7 +220,7 @@ def test_a_failing_encoder_leaves_what_was_encoded_before(tmp_path: Path) -> Non
             raise DatasetError("the eighth")
         return means(pixels)
 
-    data = Drawn(20)
+    data = Generated(20)
     with pytest.raises(DatasetError, match="the eighth"):
         LatentCache(data, encode, DISK, {}, folder=tmp_path).fill()
     assert str(LatentCache(data, means, DISK, {}, folder=tmp_path).fill()) == "7 found, 13 made"

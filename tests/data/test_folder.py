@@ -22,11 +22,14 @@ from trainable_candle.data.folder import KOHYA_HINT, RECURSIVE_HINT
 from trainable_candle.errors import DatasetError
 
 RED = (200, 10, 30)
+# The EXIF tag whose value (1 to 8) says how a viewer has to rotate and mirror the image.
+ORIENTATION = 0x0112
 
 
-def write(
+def write_image(
     folder: Path, name: str, caption: str | None = "a", size: tuple[int, int] = (4, 3)
 ) -> Path:
+    """Write a red image and, unless `caption` is None, its caption; return the image's path."""
     path = folder / name
     Image.new("RGB", size, RED).save(path)
     if caption is not None:
@@ -43,13 +46,14 @@ def test_the_error_for_a_folder_without_images_gives_a_fitting_hint(tmp_path: Pa
         with pytest.raises(DatasetError) as caught:
             load_dataset(DatasetOptions((entry,)))
         assert str(caught.value).endswith(f".webp{hint}")
+    # `check_folder` gives no hint.
     with pytest.raises(DatasetError, match=r"holds no images; expected .*\.webp$"):
         check_folder(tmp_path)
 
 
 def test_images_come_sorted_with_captions_and_sizes(tmp_path: Path) -> None:
-    write(tmp_path, "b.png", "a cat\n", (5, 2))
-    write(tmp_path, "a.JPG", "\ufeffein Hund äöü ", (4, 3))
+    write_image(tmp_path, "b.png", "a cat\n", (5, 2))
+    write_image(tmp_path, "a.JPG", "\ufeffein Hund äöü ", (4, 3))
     (tmp_path / "notes.md").write_text("not an image")
     (tmp_path / ".b.png").write_bytes(b"what some systems leave behind")
     (tmp_path / "deeper").mkdir()
@@ -60,13 +64,13 @@ def test_images_come_sorted_with_captions_and_sizes(tmp_path: Path) -> None:
 def test_file_names_may_have_any_characters(tmp_path: Path) -> None:
     names = ["\N{CAT FACE} und 'Söhne'.png", "a.b.c.png", "-rf.png", "#1 100%.png"]
     for name in names:
-        write(tmp_path, name, name)
+        write_image(tmp_path, name, name)
     assert {p.path.name: p.caption for p in check_folder(tmp_path)} == {n: n for n in names}
 
 
 def test_the_default_caption_is_for_images_without_one(tmp_path: Path) -> None:
-    write(tmp_path, "a.png", None)
-    write(tmp_path, "b.png", "")
+    write_image(tmp_path, "a.png", None)
+    write_image(tmp_path, "b.png", "")
     assert [p.caption for p in check_folder(tmp_path, caption="sks")] == ["sks", ""]
 
 
@@ -74,20 +78,20 @@ def test_a_missing_folder_a_file_and_an_empty_folder_have_different_errors(tmp_p
     with pytest.raises(DatasetError, match=r"dataset: there is no folder .*none"):
         check_folder(tmp_path / "none")
     with pytest.raises(DatasetError, match=r"a\.png is a file, expected a folder"):
-        check_folder(write(tmp_path, "a.png"))
+        check_folder(write_image(tmp_path, "a.png"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(DatasetError, match=r"holds no images; expected files ending in \.avif"):
         check_folder(tmp_path / "empty")
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
-    write(tmp_path, "good.png")
+    write_image(tmp_path, "good.png")
     (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\nnothing")
     (tmp_path / "empty.jpg").write_bytes(b"")
-    whole = write(tmp_path, "cut.png", size=(64, 64)).read_bytes()
+    whole = write_image(tmp_path, "cut.png", size=(64, 64)).read_bytes()
     (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
-    write(tmp_path, "bare.png", None)
-    write(tmp_path, "latin.png").with_suffix(".txt").write_bytes(b"caf\xe9")
+    write_image(tmp_path, "bare.png", None)
+    write_image(tmp_path, "latin.png").with_suffix(".txt").write_bytes(b"caf\xe9")
     with pytest.raises(DatasetError) as caught:
         check_folder(tmp_path)
     message = str(caught.value)
@@ -129,14 +133,15 @@ def test_transparent_pixels_become_white(tmp_path: Path) -> None:
 def test_images_are_rotated_as_exif_says(tmp_path: Path) -> None:
     image = Image.fromarray(np.array([[[255, 0, 0], [0, 255, 0]]], dtype=np.uint8))
     exif = Image.Exif()
-    exif[0x0112] = 6  # a viewer has to turn the image by 90 degrees clockwise
+    exif[ORIENTATION] = 6  # rotate by 90 degrees clockwise
     image.save(tmp_path / "a.png", exif=exif)
     np.testing.assert_array_equal(read_pixels(tmp_path / "a.png"), [[[255, 0, 0]], [[0, 255, 0]]])
 
 
-def test_grey_and_16_bit_images_become_rgb_of_8_bits(tmp_path: Path) -> None:
+def test_grey_images_of_8_and_16_bits_become_rgb_of_8_bits(tmp_path: Path) -> None:
     Image.fromarray(np.array([[0, 77, 255]], dtype=np.uint8)).save(tmp_path / "8.png")
     np.testing.assert_array_equal(read_pixels(tmp_path / "8.png")[0, :, 0], [0, 77, 255])
+    # 0x4D80 of 0xFFFF is 77.2 of 255.
     Image.fromarray(np.array([[0, 0x4D80, 0xFFFF]], dtype=np.uint16)).save(tmp_path / "16.png")
     pixels = read_pixels(tmp_path / "16.png")
     assert pixels.shape == (1, 3, 3)
@@ -150,13 +155,13 @@ def test_floating_point_pixels_are_rejected(tmp_path: Path) -> None:
 
 
 def test_a_decompression_bomb_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path, "a.png", size=(100, 100))
+    path = write_image(tmp_path, "a.png", size=(100, 100))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     with pytest.raises(DatasetError, match="too large to be decoded safely"):
         read_pixels(path)
 
 
-def test_a_header_of_too_large_an_image_is_rejected(tmp_path: Path) -> None:
+def test_an_image_whose_header_gives_too_many_pixels_is_rejected(tmp_path: Path) -> None:
     def chunk(kind: bytes, data: bytes) -> bytes:
         return (
             struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -166,7 +171,7 @@ def test_a_header_of_too_large_an_image_is_rejected(tmp_path: Path) -> None:
     # The file has no pixels, so a reader that goes on after the header raises another error.
     path = tmp_path / "huge.png"
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", b""))
-    write(tmp_path, "ok.png")
+    write_image(tmp_path, "ok.png")
     found = read_folder(Source(tmp_path, "x"))
     assert [picture.path.name for picture in found.pictures] == ["ok.png"]
     (problem,) = found.problems
@@ -178,11 +183,14 @@ def test_a_header_of_too_large_an_image_is_rejected(tmp_path: Path) -> None:
 def test_large_images_are_read_without_warnings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(tmp_path, "a.png", size=(100, 15))
+    write_image(tmp_path, "a.png", size=(100, 15))
+    # Pillow warns about images with more than this number of pixels, and rejects those with more
+    # than twice this number.
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     assert check_folder(tmp_path)[0].width == 100
 
 
+# The modes of Pillow in which images of each format are written.
 MODES = {
     ".png": ("RGB", "L", "P", "1"),
     ".jpg": ("RGB", "L", "CMYK", "YCbCr"),
@@ -210,43 +218,48 @@ def test_every_mode_of_every_format_is_read(tmp_path: Path, suffix: str, mode: s
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_sizes_and_pixels_have_the_same_orientation(tmp_path: Path, orientation: int) -> None:
+    """Orientations 5 to 8 exchange width and height."""
     exif = Image.Exif()
-    exif[0x0112] = orientation
+    exif[ORIENTATION] = orientation
     grey = np.arange(0, 256, 16, dtype=np.uint8).reshape(2, 8)
     for suffix in (".png", ".jpg", ".webp"):
         path = tmp_path / f"a{suffix}"
         Image.fromarray(grey).convert("RGB").save(path, exif=exif)
     for picture in check_folder(tmp_path, "x"):
         assert read_pixels(picture.path).shape == (picture.height, picture.width, 3)
-        assert (picture.width, picture.height) == ((8, 2) if orientation < 5 else (2, 8))
+        assert (picture.width, picture.height) == ((2, 8) if orientation >= 5 else (8, 2))
 
 
-def test_metadata_names_images_in_folders_below(tmp_path: Path) -> None:
+def test_metadata_has_captions_of_images_below_but_caption_files_come_first(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
-    write(tmp_path / "images", "a.png", None)
-    write(tmp_path / "images", "unlisted.png", None)
-    write(tmp_path, "b.png", "its own")
+    write_image(tmp_path / "images", "a.png", None)
+    write_image(tmp_path / "images", "unlisted.png", None)
+    write_image(tmp_path, "b.png", "its own")
     (tmp_path / "metadata.jsonl").write_text(
         '{"file_name": "images/a.png", "text": "a cat"}\n{"file_name": "b.png", "text": "no"}\n'
     )
     found = {picture.path.name: picture.caption for picture in check_folder(tmp_path)}
     assert found == {"a.png": "a cat", "b.png": "its own"}
-    with (tmp_path / "metadata.jsonl").open("a") as file:
-        file.write('{"file_name": "gone.png", "text": ""}')
+
+
+def test_metadata_of_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    write_image(tmp_path, "a.png")
+    write_metadata(tmp_path, "gone.png")
     with pytest.raises(DatasetError, match=r"names 1 missing file:\n  .*gone\.png"):
         check_folder(tmp_path)
 
 
-def metadata(folder: Path, name: str) -> None:
+def write_metadata(folder: Path, name: str) -> None:
+    """Write a caption for the image `name` into line 2 of the metadata; line 1 is empty."""
     line = json.dumps({"file_name": name, "text": "a cat"})
     (folder / "metadata.jsonl").write_text(f"\n{line}\n")
 
 
-def test_metadata_must_not_name_files_outside_its_folder(tmp_path: Path) -> None:
+def test_metadata_names_files_by_relative_paths_that_stay_in_its_folder(tmp_path: Path) -> None:
     outside, folder = tmp_path / "outside", tmp_path / "in side"
     for place in (outside, folder, folder / "below"):
         place.mkdir()
-        write(place, "a.png", None)
+        write_image(place, "a.png", None)
     (folder / "link").symlink_to(outside)
     (folder / "near").symlink_to(folder / "below")
     for name in (
@@ -258,37 +271,40 @@ def test_metadata_must_not_name_files_outside_its_folder(tmp_path: Path) -> None
         ".",
         "link/a.png",
     ):
-        metadata(folder, name)
+        write_metadata(folder, name)
         with pytest.raises(DatasetError, match=r"metadata\.jsonl, line 2: .* is not in "):
             check_folder(folder)
-    # An image may itself be a link, as in Hugging Face's cache, where all files are links.
+    # An image's folder must not be a link to a place outside, but the image itself may, as in
+    # Hugging Face's cache, where all files are links.
     (folder / "blob.png").symlink_to(outside / "a.png")
     for name in ("blob.png", "near/a.png", "below/a.png", "./a.png"):
-        metadata(folder, name)
+        write_metadata(folder, name)
         captions = {picture.caption for picture in check_folder(folder, "default")}
         assert captions == {"a cat", "default"}
 
 
 @pytest.mark.parametrize("name", ["x" * 5000 + ".png", "a\0.png", "a/" * 2000 + "a.png", " "])
 def test_impossible_file_names_are_problems_of_metadata(tmp_path: Path, name: str) -> None:
-    write(tmp_path, "a.png")
-    metadata(tmp_path, name)
+    write_image(tmp_path, "a.png")
+    write_metadata(tmp_path, name)
     with pytest.raises(DatasetError, match=r"metadata\.jsonl"):
         check_folder(tmp_path)
 
 
 def test_metadata_nested_too_deeply_is_reported(tmp_path: Path) -> None:
-    write(tmp_path, "a.png")
+    write_image(tmp_path, "a.png")
     (tmp_path / "metadata.jsonl").write_text("[" * 100_000)
     with pytest.raises(DatasetError, match="line 1: is not JSON: its values are nested too deeply"):
         check_folder(tmp_path)
 
 
-def test_nested_folders_are_read_if_asked_for(tmp_path: Path) -> None:
+def test_nested_folders_are_read_only_if_asked_for_and_hidden_ones_and_masks_never(
+    tmp_path: Path,
+) -> None:
     for place in ("", "one", "one/two", ".hidden", "masks"):
         (tmp_path / place).mkdir(exist_ok=True)
-        write(tmp_path / place, "p.png", place or "top")
-    write(tmp_path / "one", "p-masklabel.png", None)
+        write_image(tmp_path / place, "p.png", place or "top")
+    write_image(tmp_path / "one", "p-masklabel.png", None)
     nested = read_folder(Source(tmp_path, recursive=True))
     assert [picture.caption for picture in nested.pictures] == ["one", "one/two", "top"]
     assert nested.problems == ()
@@ -296,9 +312,9 @@ def test_nested_folders_are_read_if_asked_for(tmp_path: Path) -> None:
 
 
 def test_digests_differ_only_if_contents_differ(tmp_path: Path) -> None:
-    write(tmp_path, "a.png", size=(4, 3))
-    write(tmp_path, "b.png", size=(4, 3))
-    write(tmp_path, "c.png", size=(4, 4))
+    write_image(tmp_path, "a.png", size=(4, 3))
+    write_image(tmp_path, "b.png", size=(4, 3))
+    write_image(tmp_path, "c.png", size=(4, 4))
     a, b, c = (picture.digest for picture in check_folder(tmp_path))
     assert a == b != c
 
@@ -329,12 +345,13 @@ def test_damaged_images_become_problems_instead_of_exceptions(tmp_path: Path, su
             damaged[place] = rng.integers(0, 256)
         (tmp_path / f"{number}{suffix}").write_bytes(damaged)
     found = read_folder(Source(tmp_path, "x"))
+    # 60 files are damaged, some perhaps only in their pixels; one is intact.
     assert 0 < len(found.problems) < 61
     assert found.count == 61
 
 
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
-    write(tmp_path, "a.png")
+    write_image(tmp_path, "a.png")
     os.mkfifo(tmp_path / "pipe.jpg")
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(DatasetError, match=r"1 of 2 images .*\n.*pipe\.jpg: is not a regular file"):
@@ -347,11 +364,15 @@ def test_messages_about_one_image_are_singular(tmp_path: Path) -> None:
         check_folder(tmp_path)
 
 
-def test_captions_in_a_table_or_in_two_lines_are_errors(tmp_path: Path) -> None:
-    write(tmp_path, "a.png", None)
+def test_metadata_as_a_csv_table_is_an_error(tmp_path: Path) -> None:
+    write_image(tmp_path, "a.png", None)
     (tmp_path / "metadata.csv").write_text("file_name,text\na.png,x\n")
     with pytest.raises(DatasetError, match=r"metadata\.csv is not read, write metadata\.jsonl or"):
         check_folder(tmp_path)
+
+
+def test_two_different_captions_of_one_image_are_an_error(tmp_path: Path) -> None:
+    write_image(tmp_path, "a.png", None)
     lines = [{"file_name": "a.png", "text": text} for text in ("x", "x", "y")]
     (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
     with pytest.raises(DatasetError, match=r"line 3: a\.png has another caption in an earlier"):

@@ -16,49 +16,54 @@ from trainable_candle.loader import (
     random_split,
 )
 
+# Ten items: a number, and a row of two numbers.
 ROWS = TensorDataset(tc.arange(10), tc.arange(20).reshape(10, 2))
 
 
-def firsts(loader: DataLoader) -> list[list[int]]:
+def numbers(loader: DataLoader) -> list[list[int]]:
+    """Return the first numbers of the items of each batch."""
     return [batch[0].tolist() for batch in loader]
 
 
 @pytest.mark.parametrize("workers", [0, 3])
-def test_batches_come_in_order(workers: int) -> None:
+def test_batches_come_in_order_with_and_without_workers(workers: int) -> None:
     loader = DataLoader(ROWS, batch_size=4, num_workers=workers)
-    assert firsts(loader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert numbers(loader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert len(loader) == 3
-    shorter = DataLoader(ROWS, 4, drop_last=True, num_workers=workers)
-    assert len(firsts(shorter)) == len(shorter) == 2
-    assert firsts(DataLoader(ROWS, batch_sampler=[[1, 0], [9]])) == [[1, 0], [9]]
-    assert firsts(DataLoader(ROWS, 2, sampler=[3, 1, 2])) == [[3, 1], [2]]
+    full_only = DataLoader(ROWS, 4, drop_last=True, num_workers=workers)
+    assert len(numbers(full_only)) == len(full_only) == 2
+
+
+def test_samplers_choose_items_and_batches() -> None:
+    assert numbers(DataLoader(ROWS, batch_sampler=[[1, 0], [9]])) == [[1, 0], [9]]
+    assert numbers(DataLoader(ROWS, 2, sampler=[3, 1, 2])) == [[3, 1], [2]]
 
 
 def test_shuffling_follows_the_seed_and_takes_each_item_once() -> None:
     loader = DataLoader(ROWS, batch_size=3, shuffle=True)
     tc.manual_seed(5)
-    first, second = firsts(loader), firsts(loader)
+    first, second = numbers(loader), numbers(loader)
     tc.manual_seed(5)
-    assert firsts(loader) == first != second
+    assert numbers(loader) == first != second
     assert sorted(number for batch in first for number in batch) == list(range(10))
 
 
 def test_workers_read_at_the_same_time() -> None:
-    meeting = threading.Barrier(2, timeout=10)
+    two_readers = threading.Barrier(2, timeout=10)
 
-    class Slow:
+    class Meeting:
         def __len__(self) -> int:
             return 4
 
         def __getitem__(self, place: int) -> int:
-            meeting.wait()
+            two_readers.wait()
             return place
 
-    found = [batch.tolist() for batch in DataLoader(Slow(), num_workers=2)]
+    found = [batch.tolist() for batch in DataLoader(Meeting(), num_workers=2)]
     assert found == [[0], [1], [2], [3]]
 
 
-def test_errors_of_workers_reach_the_caller() -> None:
+def test_errors_of_items_reach_the_caller() -> None:
     class Broken(list[int]):
         def __getitem__(self, place: Any) -> Any:
             raise OSError(f"item {place}")
@@ -67,15 +72,18 @@ def test_errors_of_workers_reach_the_caller() -> None:
         list(DataLoader(Broken([1, 2, 3]), num_workers=2))
 
 
-def test_iterables_are_batched_and_items_are_given_singly() -> None:
+def test_an_iterable_is_batched_and_cannot_be_shuffled() -> None:
     stream = DataLoader((number for number in range(5)), batch_size=2)
     assert [batch.tolist() for batch in stream] == [[0, 1], [2, 3], [4]]
-    assert list(DataLoader(["a", "b"], batch_size=None)) == ["a", "b"]
     with pytest.raises(tc.ArgumentError, match="generator has no __len__ and __getitem__"):
         DataLoader((number for number in range(5)), shuffle=True)
 
 
-def test_items_are_joined() -> None:
+def test_without_a_batch_size_items_come_singly() -> None:
+    assert list(DataLoader(["a", "b"], batch_size=None)) == ["a", "b"]
+
+
+def test_default_collate_joins_items_and_keeps_their_containers() -> None:
     class Point(NamedTuple):
         x: float
         name: str
@@ -92,23 +100,26 @@ def test_items_are_joined() -> None:
         default_collate([object()])
 
 
-def test_random_parts_are_disjoint() -> None:
+def test_random_parts_are_disjoint_and_have_all_items() -> None:
     parts = random_split(ROWS, [0.75, 0.25])
     assert [len(part) for part in parts] == [8, 2]
     taken = [int(part[n][0]) for part in parts for n in range(len(part))]
     assert sorted(taken) == list(range(10))
-    assert Subset("abc", [2, 0])[0] == "c"
     with pytest.raises(tc.ArgumentError, match="lengths sum to 9, expected 10"):
         random_split(ROWS, [4, 5])
 
 
+def test_a_subset_has_the_items_of_its_indices() -> None:
+    assert Subset("abc", [2, 0])[0] == "c"
+
+
 def test_orders_are_drawn_from_the_given_generator() -> None:
-    state = tc.get_rng_state()
+    state = tc.get_rng_state()  # of the library's own generator
     generator = tc.Generator().manual_seed(1)
     loader = DataLoader(ROWS, 3, shuffle=True, generator=generator)
-    first, second = firsts(loader), firsts(loader)
+    first, second = numbers(loader), numbers(loader)
     generator.manual_seed(1)
-    assert firsts(loader) == first != second
+    assert numbers(loader) == first != second
     parts = random_split(ROWS, [6, 4], generator=generator.manual_seed(2))
     again = random_split(ROWS, [0.6, 0.4], generator=generator.manual_seed(2))
     assert [part.indices for part in parts] == [part.indices for part in again]
@@ -118,7 +129,7 @@ def test_orders_are_drawn_from_the_given_generator() -> None:
 
 
 @pytest.mark.parametrize("batch_size", [2, None])
-def test_a_worker_reads_an_iterable_once_and_ahead(batch_size: int | None) -> None:
+def test_one_worker_reads_an_iterable(batch_size: int | None) -> None:
     threads = set()
 
     def items() -> Iterator[int]:
@@ -126,10 +137,10 @@ def test_a_worker_reads_an_iterable_once_and_ahead(batch_size: int | None) -> No
             threads.add(threading.current_thread().name)
             yield number
 
-    alone = list(DataLoader(items(), batch_size))
+    expected = list(DataLoader(items(), batch_size))
     threads.clear()
     found = list(DataLoader(items(), batch_size, num_workers=3))
-    assert [np.asarray(x).tolist() for x in found] == [np.asarray(x).tolist() for x in alone]
+    assert [np.asarray(x).tolist() for x in found] == [np.asarray(x).tolist() for x in expected]
     assert threads == {"loader_0"}
 
 
@@ -142,12 +153,13 @@ def test_errors_of_iterables_reach_the_caller() -> None:
         list(DataLoader(items(), num_workers=2))
 
 
-def test_worker_init_fn_is_called_in_workers() -> None:
-    numbers: list[int] = []
+def test_worker_init_fn_gets_the_number_of_its_worker() -> None:
+    called: list[int] = []
     options: Any = {"pin_memory": True, "persistent_workers": True, "prefetch_factor": None}
-    loader = DataLoader(ROWS, 2, num_workers=2, worker_init_fn=numbers.append, **options)
-    assert len(firsts(loader)) == 5
-    assert sorted(numbers) in ([0], [0, 1])
+    loader = DataLoader(ROWS, 2, num_workers=2, worker_init_fn=called.append, **options)
+    assert len(numbers(loader)) == 5
+    # Perhaps the first worker reads all batches before the second one starts.
+    assert sorted(called) in ([0], [0, 1])
 
     def broken(number: int) -> None:
         raise OSError(f"worker {number}")

@@ -1,4 +1,4 @@
-"""The settings of a data set: what valid ones mean, and the errors of invalid ones."""
+"""The settings of a data set: what valid ones mean, and the errors about invalid ones."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from trainable_candle.data import (
 )
 from trainable_candle.errors import ConfigError, DatasetError
 
-HERE = (Source(Path("pictures")),)
+SOURCES = (Source(Path("pictures")),)
 
 
 def test_a_path_to_a_folder_becomes_one_source() -> None:
@@ -34,13 +34,16 @@ def test_entries_have_their_own_settings(tmp_path: Path) -> None:
         Source(Path("/abs"), "own", repeats=0.5, loss_weight=2, recursive=True),
         Source(tmp_path / "class", "general", regularization=True, mask="alpha", trigger=""),
     )
-    nested = tmp_path / "nested.yml"
-    nested.write_text("dataset: [one, two]")
-    assert [s.path.name for s in parse_sources(nested)] == ["one", "two"]
+
+
+def test_a_list_may_be_given_directly_or_under_a_key_of_a_file(tmp_path: Path) -> None:
+    with_key = tmp_path / "key.yml"
+    with_key.write_text("dataset: [one, two]")
+    assert [s.path.name for s in parse_sources(with_key)] == ["one", "two"]
     assert parse_sources([Path("x"), {"path": "y"}]) == (Source(Path("x")), Source(Path("y")))
 
 
-def test_a_folder_called_like_a_file_is_a_folder(tmp_path: Path) -> None:
+def test_a_folder_whose_name_ends_in_yaml_is_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "set.yaml"
     folder.mkdir()
     assert parse_sources(folder) == (Source(folder),)
@@ -70,29 +73,34 @@ def test_a_wrong_entry_is_reported(entry: Any, complaint: str) -> None:
 @pytest.mark.parametrize(
     "text", ["path: a", "- [", "3", "", "- path: 2026-13-41", "- path: a\n  path: b"]
 )
-def test_a_file_without_a_list_is_rejected(tmp_path: Path, text: str) -> None:
+def test_a_file_that_holds_no_list_or_is_not_yaml_is_rejected(tmp_path: Path, text: str) -> None:
     (tmp_path / "d.yaml").write_text(text)
     with pytest.raises(DatasetError, match=r"d\.yaml (holds no list|is not valid YAML)"):
         parse_sources(tmp_path / "d.yaml")
 
 
-def test_entries_with_names_of_other_tools_are_read_and_repeated_folders_rejected(
-    tmp_path: Path,
-) -> None:
+def test_entries_may_use_the_names_of_other_tools(tmp_path: Path) -> None:
     file = tmp_path / "d.yaml"
     file.write_text(
         "datasets:\n- {image_dir: a, num_repeats: 2, class_tokens: cup, is_reg: true}\n"
         "- {folder_path: b, mask: off}\n"
     )
+    # YAML reads `off` as false.
     assert parse_sources(file) == (
         Source(tmp_path / "a", "cup", 2, regularization=True),
         Source(tmp_path / "b", mask="off"),
     )
     with pytest.raises(ConfigError, match="`path` and `folder_path` mean the same; give one"):
         parse_sources([{"path": "a", "folder_path": "b"}])
+
+
+def test_a_repeated_entry_is_rejected_but_may_differ_in_its_caption() -> None:
     with pytest.raises(ConfigError, match="entry 2 is a again; give `repeats: 2`"):
         parse_sources(["a", "./a/"])
     assert len(parse_sources(["a", {"path": "a", "caption": "x"}])) == 2
+
+
+def test_a_file_of_another_format_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "k.toml").touch()
     with pytest.raises(DatasetError, match="a folder of images, or a YAML file that lists folders"):
         parse_sources(tmp_path / "k.toml")
@@ -122,7 +130,7 @@ def test_an_empty_list_and_a_missing_file_are_rejected(tmp_path: Path) -> None:
 )
 def test_impossible_settings_are_rejected(settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=f"dataset: .*{complaint}"):
-        DatasetOptions(HERE, **settings)
+        DatasetOptions(SOURCES, **settings)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +143,7 @@ def test_impossible_settings_are_rejected(settings: dict[str, Any], complaint: s
         {"variants": -1},
         {"variants": 1001},
     ],
+    ids=str,
 )
 def test_impossible_caption_settings_are_rejected(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"dataset: .* expected"):
@@ -155,16 +164,23 @@ def test_folders_with_repeats_in_their_names_are_sources(
     coffee, dog = parse_sources(tmp_path / "kohya")
     assert (coffee.path.name, coffee.repeats, coffee.caption) == ("10_sks coffee", 10, "sks coffee")
     assert (dog.path.name, dog.repeats, dog.caption) == ("2_a dog", 2, "a dog")
-    given = parse_sources([{"path": tmp_path / "kohya", "caption": "x", "loss_weight": 0.5}])
-    assert [(s.caption, s.repeats, s.loss_weight) for s in given] == [("x", 10, 0.5), ("x", 2, 0.5)]
+    changed = parse_sources([{"path": tmp_path / "kohya", "caption": "x", "loss_weight": 0.5}])
+    assert [(s.caption, s.repeats, s.loss_weight) for s in changed] == [
+        ("x", 10, 0.5),
+        ("x", 2, 0.5),
+    ]
     assert [s.caption for s in parse_sources(tmp_path / "kohya", "mine")] == ["mine", "mine"]
 
 
-@pytest.mark.parametrize("extra", ["a.png", "metadata.jsonl"])
-def test_a_folder_with_images_of_its_own_is_one_source(tmp_path: Path, extra: str) -> None:
+@pytest.mark.parametrize("name", ["a.png", "metadata.jsonl"])
+def test_a_folder_with_an_image_or_metadata_is_one_source(tmp_path: Path, name: str) -> None:
     (tmp_path / "10_cup").mkdir()
-    (tmp_path / extra).touch()
+    (tmp_path / name).touch()
     assert parse_sources(tmp_path) == (Source(tmp_path),)
+
+
+def test_the_repeats_of_an_entry_come_before_those_in_its_name(tmp_path: Path) -> None:
+    (tmp_path / "10_cup").mkdir()
     repeated = [{"path": tmp_path / "10_cup", "repeats": 3}]
     assert [source.repeats for source in parse_sources(repeated)] == [3]
 

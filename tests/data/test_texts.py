@@ -1,4 +1,4 @@
-"""Files of texts: which examples they hold, which lines are rejected, how rows are packed."""
+"""Files of texts: their examples, the lines that are rejected, and the packing into rows."""
 
 import csv
 import json
@@ -37,13 +37,15 @@ def tokenizer() -> ChatTokenizer:
     return ChatTokenizer(Tokenizer.from_file(str(GOLDEN / "tokenizer.json")), ends)
 
 
-def lines(path: Path, *rows: Any) -> Path:
+def write_lines(path: Path, *rows: Any) -> Path:
+    """Write each row as a line: text as it is, anything else as JSON; return the path."""
     texts = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     path.write_text("\n".join(texts) + "\n", encoding="utf-8")
     return path
 
 
 def load(path: Path, tokenizer: ChatTokenizer, **options: Any) -> TextDataset:
+    """Return the training texts of a file."""
     return load_texts(path, tokenizer, TextOptions(**options))[0]
 
 
@@ -51,9 +53,11 @@ def ids(dataset: TextDataset) -> list[list[int]]:
     return [example.ids.tolist() for example in dataset.examples]
 
 
-def test_files_of_every_kind_give_the_same_tokens(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+def test_json_lines_json_and_csv_give_the_same_tokens(
+    tmp_path: Path, tokenizer: ChatTokenizer
+) -> None:
     rows = [{"instruction": f"say {n}", "input": "", "output": f"{n}, ü"} for n in range(3)]
-    expected = ids(load(lines(tmp_path / "a.jsonl", *rows), tokenizer))
+    expected = ids(load(write_lines(tmp_path / "a.jsonl", *rows), tokenizer))
     (tmp_path / "b.json").write_text(json.dumps({"version": "1", "data": rows}))
     with (tmp_path / "c.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, ["instruction", "input", "output"])
@@ -64,7 +68,9 @@ def test_files_of_every_kind_give_the_same_tokens(tmp_path: Path, tokenizer: Cha
     assert ids(load(tmp_path / "c.csv", tokenizer)) == expected
 
 
-def test_parquet_needs_pyarrow(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+def test_parquet_gives_the_same_tokens_or_needs_pyarrow(
+    tmp_path: Path, tokenizer: ChatTokenizer
+) -> None:
     path = tmp_path / "a.parquet"
     try:
         import pyarrow as pa
@@ -76,15 +82,17 @@ def test_parquet_needs_pyarrow(tmp_path: Path, tokenizer: ChatTokenizer) -> None
         return
     rows = [{**GOOD, "tools": json.dumps([{"name": "f"}])}]
     parquet.write_table(pa.Table.from_pylist(rows), path)
-    assert ids(load(path, tokenizer)) == ids(load(lines(tmp_path / "a.jsonl", *rows), tokenizer))
+    assert ids(load(path, tokenizer)) == ids(
+        load(write_lines(tmp_path / "a.jsonl", *rows), tokenizer)
+    )
 
 
 def test_files_of_a_folder_are_training_or_validation_texts(
     tmp_path: Path, tokenizer: ChatTokenizer
 ) -> None:
-    lines(tmp_path / "train.jsonl", GOOD, GOOD)
-    lines(tmp_path / "valid.jsonl", GOOD)
-    lines(tmp_path / "test.jsonl", "not read")
+    write_lines(tmp_path / "train.jsonl", GOOD, GOOD)
+    write_lines(tmp_path / "valid.jsonl", GOOD)
+    write_lines(tmp_path / "test.jsonl", "not read")
     train, validation = load_texts(tmp_path, tokenizer, TextOptions())
     assert validation is not None
     assert (len(train), len(validation)) == (2, 1)
@@ -93,7 +101,7 @@ def test_files_of_a_folder_are_training_or_validation_texts(
 def test_bad_lines_are_reported_with_number_and_field(
     tmp_path: Path, tokenizer: ChatTokenizer
 ) -> None:
-    path = lines(tmp_path / "a.jsonl", GOOD, "{", "[1]", "", {"messages": [{"role": "user"}]})
+    path = write_lines(tmp_path / "a.jsonl", GOOD, "{", "[1]", "", {"messages": [{"role": "user"}]})
     with pytest.raises(DatasetError) as caught:
         load(path, tokenizer)
     message = str(caught.value)
@@ -102,14 +110,14 @@ def test_bad_lines_are_reported_with_number_and_field(
     assert "a.jsonl, line 2: is not JSON" in message
     assert "a.jsonl, line 3: is list" in message
     assert "a.jsonl, line 5: `messages[0].content` is missing" in message
-    left = load(path, tokenizer, skip_bad=True)
-    assert len(left) == 1
-    assert "3 lines left out" in left.summary()
+    usable = load(path, tokenizer, skip_bad=True)
+    assert len(usable) == 1
+    assert "3 lines left out" in usable.summary()
 
 
 def test_half_of_a_surrogate_pair_is_reported(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
     answer = {"role": "assistant", "content": "cut \ud83d"}
-    path = lines(tmp_path / "a.jsonl", GOOD, {"messages": [GOOD["messages"][0], answer]})
+    path = write_lines(tmp_path / "a.jsonl", GOOD, {"messages": [GOOD["messages"][0], answer]})
     message = r"line 2: `messages\[1\].content` has half of a character, '\\ud83d', at index 4"
     with pytest.raises(DatasetError, match=message):
         load(path, tokenizer)
@@ -119,92 +127,108 @@ def test_half_of_a_surrogate_pair_is_reported(tmp_path: Path, tokenizer: ChatTok
 def test_tokens_that_the_model_lacks_are_reported_with_their_line(
     tmp_path: Path, tokenizer: ChatTokenizer
 ) -> None:
-    path = lines(tmp_path / "a.jsonl", {"text": "so"}, {"text": "so Be"}, {"text": "so"})
-    known = load(lines(tmp_path / "b.jsonl", {"text": "so"}), tokenizer)
+    path = write_lines(tmp_path / "a.jsonl", {"text": "so"}, {"text": "so Be"}, {"text": "so"})
+    known = load(write_lines(tmp_path / "b.jsonl", {"text": "so"}), tokenizer)
     vocabulary = int(known.examples[0].ids.max()) + 1
-    (largest,) = {int(example.ids.max()) for example in load(path, tokenizer).examples} - {
-        vocabulary - 1
-    }
+    # The second line has a token with a larger id than `vocabulary` allows.
+    largest = max(int(example.ids.max()) for example in load(path, tokenizer).examples)
     message = rf"line 2: has the token .* \({largest}\), and the model has {vocabulary} tokens"
     with pytest.raises(DatasetError, match=message):
         load(path, tokenizer, vocabulary=vocabulary)
-    left = load(path, tokenizer, vocabulary=vocabulary, skip_bad=True)
-    assert ids(left) == ids(known) * 2
-    bad = lines(tmp_path / "c.jsonl", {"text": "so Be"})
+    usable = load(path, tokenizer, vocabulary=vocabulary, skip_bad=True)
+    assert ids(usable) == ids(known) * 2
+    bad = write_lines(tmp_path / "c.jsonl", {"text": "so Be"})
     with pytest.raises(DatasetError, match=r"none can be used:\n  c.jsonl, line 1: has the token"):
         load(bad, tokenizer, vocabulary=vocabulary, skip_bad=True)
 
 
-def test_lines_are_tokenized_in_groups_as_they_would_be_alone(
+def test_lines_give_the_same_tokens_together_in_twos_and_alone(
     tmp_path: Path, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = {"prompt": "why?", "chosen": "so it is", "rejected": "no"}
+    pair_of_texts = {"prompt": "why?", "chosen": "so it is", "rejected": "no"}
     asked = [{"role": "user", "content": "why?"}]
     said = [{"role": "assistant", "content": "no"}]
-    messages = {"prompt": asked, "chosen": GOOD["messages"][1:], "rejected": said}
+    pair_of_messages = {"prompt": asked, "chosen": GOOD["messages"][1:], "rejected": said}
     texts = [{"prompt": f"say {n}:", "completion": f" {n} ü" * n} for n in range(1, 6)]
     for name, rows, given in (
         ("a", [GOOD, "{", GOOD, {"messages": [*GOOD["messages"] * 3]}, "[1]"], {}),
         ("b", texts, {}),
-        ("c", [chosen, messages, chosen, chosen, messages], {"preferences": True}),
+        (
+            "c",
+            [pair_of_texts, pair_of_messages, pair_of_texts, pair_of_texts, pair_of_messages],
+            {"preferences": True},
+        ),
     ):
-        path = lines(tmp_path / f"{name}.jsonl", *rows)
-        whole = load(path, tokenizer, skip_bad=True, **given)
+        path = write_lines(tmp_path / f"{name}.jsonl", *rows)
+        together = load(path, tokenizer, skip_bad=True, **given)
         with monkeypatch.context() as patch:
             patch.setattr("trainable_candle.data.chats.dataset.AT_ONCE", 2)
-            parts = load(path, tokenizer, skip_bad=True, **given)
-        assert parts.listing() == whole.listing()
-        assert parts.counts == whole.counts
-        alone = [load(lines(tmp_path / "one.jsonl", row), tokenizer, **given) for row in rows
+            in_twos = load(path, tokenizer, skip_bad=True, **given)
+        assert in_twos.listing() == together.listing()
+        assert in_twos.counts == together.counts
+        alone = [load(write_lines(tmp_path / "one.jsonl", row), tokenizer, **given) for row in rows
                  if row not in ("{", "[1]")]  # fmt: skip
-        assert ids(whole) == [one for dataset in alone for one in ids(dataset)]
+        assert ids(together) == [example for dataset in alone for example in ids(dataset)]
 
 
-def test_unknown_forms_are_rejected_and_unread_fields_are_reported(
+def test_unknown_and_mixed_forms_are_rejected(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+    with pytest.raises(DatasetError, match="has the fields question, reply; expected one of: mess"):
+        load(write_lines(tmp_path / "a.jsonl", {"question": "a", "reply": "b"}), tokenizer)
+    with pytest.raises(DatasetError, match=r"line 2: `messages` is missing"):
+        load(write_lines(tmp_path / "b.jsonl", GOOD, {"text": "a"}), tokenizer)
+
+
+def test_the_summary_names_the_fields_that_are_not_read(
     tmp_path: Path, tokenizer: ChatTokenizer
 ) -> None:
-    with pytest.raises(DatasetError, match="has the fields question, reply; expected one of: mess"):
-        load(lines(tmp_path / "a.jsonl", {"question": "a", "reply": "b"}), tokenizer)
-    with pytest.raises(DatasetError, match=r"line 2: `messages` is missing"):
-        load(lines(tmp_path / "b.jsonl", GOOD, {"text": "a"}), tokenizer)
-    summary = load(lines(tmp_path / "c.jsonl", {**GOOD, "id": 3}), tokenizer).summary()
+    summary = load(write_lines(tmp_path / "c.jsonl", {**GOOD, "id": 3}), tokenizer).summary()
     assert "1 example of messages in" in summary
     assert "fields that are not read: id" in summary
 
 
 def test_truncation_is_counted(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
-    path = lines(tmp_path / "a.jsonl", GOOD, {"messages": [*GOOD["messages"], *GOOD["messages"]]})
+    path = write_lines(
+        tmp_path / "a.jsonl", GOOD, {"messages": [*GOOD["messages"], *GOOD["messages"]]}
+    )
     short, long = map(len, load(path, tokenizer).examples)
     cut = load(path, tokenizer, sequence_length=short)
     assert list(map(len, cut.examples)) == [short, short]
     assert cut.counts.cut_tokens == long - short
     assert f"1 example longer than {short} tokens: {long - short} cut off" in cut.summary()
+    # The second answer of the second example has lost its stop token.
     assert (cut.counts.stops, cut.counts.answers) == (2, 3)
 
 
 def test_data_without_tokens_to_learn_is_rejected(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
-    path = lines(tmp_path / "a.jsonl", GOOD)
+    path = write_lines(tmp_path / "a.jsonl", GOOD)
     with pytest.raises(DatasetError, match="no token would be learnt: the answers are beyond"):
         load(path, tokenizer, sequence_length=5)
-    whole = len(load(path, tokenizer).examples[0])
+    length = len(load(path, tokenizer).examples[0])
+    # The stop token and a line break are the last two tokens.
     with pytest.raises(DatasetError, match=r"no stop token would be learnt.*cuts their ends off"):
-        load(path, tokenizer, sequence_length=whole - 2)
+        load(path, tokenizer, sequence_length=length - 2)
+
+
+def test_a_file_without_examples_is_rejected(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(DatasetError, match="is empty"):
         load(tmp_path / "empty.jsonl", tokenizer)
 
 
-def example(length: int, first: int) -> Tokens:
-    numbers = np.arange(first, first + length)
+def example(length: int, first_id: int) -> Tokens:
+    """Return an example with consecutive ids. The first and then every third are not learnt."""
+    token_ids = np.arange(first_id, first_id + length)
     learnt = np.arange(length) % 3 > 0
-    return Tokens(numbers, learnt, (), 1)
+    return Tokens(token_ids, learnt, (), 1)
 
 
 LENGTHS = [9, 4, 4, 7, 1, 2, 16, 5, 4, 3, 3, 6]
+# No two examples have a token id in common.
 EXAMPLES = [example(length, 100 * n) for n, length in enumerate(LENGTHS, 1)]
 
 
-def test_best_fit_fills_the_fullest_row_that_has_room() -> None:
+def test_best_fit_uses_the_fullest_bin_that_has_room_and_needs_few_bins() -> None:
+    # The items are numbered from 0; the longest, number 4, comes first.
     assert best_fit([5, 3, 7, 2, 8], 10) == [[4, 3], [2, 1], [0]]
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 60, 500).tolist()
@@ -215,13 +239,16 @@ def test_best_fit_fills_the_fullest_row_that_has_room() -> None:
 
 
 @pytest.mark.parametrize("shapes", [0, 2])
-def test_every_epoch_has_every_example_once(shapes: int) -> None:
+def test_every_epoch_has_every_example_once_in_an_order_that_follows_from_the_seed(
+    shapes: int,
+) -> None:
     packer = PackedRows(EXAMPLES, 16, 1, seed=3, shapes=shapes)
     epochs = []
     for epoch in range(2):
         seen: Counter[int] = Counter()
         for number in range(packer.first_batch(epoch), packer.first_batch(epoch + 1)):
             batch = packer.batch(number)
+            # The id 0 is padding.
             seen.update(batch.input_ids[batch.input_ids > 0].tolist())
         epochs.append(seen)
     assert epochs[0] == epochs[1] == Counter(n for e in EXAMPLES for n in e.ids.tolist())
@@ -229,36 +256,39 @@ def test_every_epoch_has_every_example_once(shapes: int) -> None:
     assert again.batch(5).input_ids.tolist() == packer.batch(5).input_ids.tolist()
 
 
-@pytest.mark.parametrize("several", [1, 4])
-def test_targets_stay_within_their_example(several: int) -> None:
-    packer = PackedRows(EXAMPLES, 16, 2, seed=1, shapes=several)
-    shapes = set()
+@pytest.mark.parametrize("shapes", [1, 4])
+def test_targets_stay_within_their_example_and_batches_have_few_shapes(shapes: int) -> None:
+    packer = PackedRows(EXAMPLES, 16, 2, seed=1, shapes=shapes)
+    unit = 2 * 16 // shapes
+    found_shapes = set()
     for number in range(packer.rows):
         batch = packer.batch(number)
-        shapes.add((len(batch.input_ids), len(batch.cu_seqlens)))
+        found_shapes.add((len(batch.input_ids), len(batch.cu_seqlens)))
         bounds = batch.cu_seqlens.tolist()
         assert bounds[0] == 0
-        assert len(batch.input_ids) % (32 // several) == 0
-        assert 0 <= len(batch.input_ids) - bounds[-1] < 32 // several
+        assert len(batch.input_ids) % unit == 0
+        assert 0 <= len(batch.input_ids) - bounds[-1] < unit
         padding = slice(bounds[-1], None)
         assert (batch.targets[padding] == IGNORED).all()
         assert not batch.positions[padding].any()
         for begin, end in pairwise(bounds):
             assert batch.positions[begin:end].tolist() == list(range(end - begin))
             if begin == end:
-                continue
+                continue  # `cu_seqlens` repeats its last bound
             assert batch.targets[end - 1] == IGNORED
-            counts = batch.targets[begin : end - 1] != IGNORED
+            targets = batch.targets[begin : end - 1]
+            counted = targets != IGNORED
             following = batch.input_ids[begin + 1 : end]
-            assert (batch.targets[begin : end - 1][counts] == following[counts]).all()
-            assert counts.tolist() == [n % 3 > 0 for n in range(1, end - begin)]
-    assert len(shapes) <= several
+            assert (targets[counted] == following[counted]).all()
+            assert counted.tolist() == [n % 3 > 0 for n in range(1, end - begin)]
+    assert len(found_shapes) <= shapes
 
 
 def test_validation_reads_every_token_once() -> None:
     batches = in_order(EXAMPLES, 16, 3)
     seen = Counter(n for batch in batches for n in batch.input_ids.tolist())
     assert seen == Counter(n for e in EXAMPLES for n in e.ids.tolist())
+    # The first token of an example is no target.
     assert sum(batch.count for batch in batches) == sum(e.learnt[1:].sum() for e in EXAMPLES)
 
 
@@ -267,14 +297,19 @@ def test_the_summary_of_a_part_counts_its_own_examples(
 ) -> None:
     long = {"instruction": "say", "output": "well " * 40}
     short = {"instruction": "say", "output": "so"}
-    path = lines(tmp_path / "a.jsonl", short, long, short, long, short, {"text": 1})
+    path = write_lines(tmp_path / "a.jsonl", short, long, short, long, short, {"text": 1})
     whole = load(path, tokenizer, sequence_length=24, skip_bad=True)
-    length = len(load(lines(tmp_path / "b.jsonl", long), tokenizer).examples[0])
+    length = len(load(write_lines(tmp_path / "b.jsonl", long), tokenizer).examples[0])
     assert "3 of 5 answers end in a stop token" in whole.summary()
-    cut = length - 24
+    excess = length - 24
+    # The numbers of a part's examples, and texts in its summary.
     parts = {
-        (0, 2, 3): ["3 examples of", "2 of 3 answers", f"1 example longer than 24 tokens: {cut} "],
-        (1, 3): ["2 examples of", "0 of 2 answers", f"longer than 24 tokens: {2 * cut} cut off"],
+        (0, 2, 3): [
+            "3 examples of",
+            "2 of 3 answers",
+            f"1 example longer than 24 tokens: {excess} ",
+        ],
+        (1, 3): ["2 examples of", "0 of 2 answers", f"longer than 24 tokens: {2 * excess} cut off"],
     }
     for numbers, texts in parts.items():
         summary = whole.part(numbers).summary()

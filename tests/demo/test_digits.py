@@ -1,4 +1,4 @@
-"""The digits in the package equal scikit-learn's; the split holds out equal shares of classes."""
+"""The package's digits equal scikit-learn's; the split holds out the same share of each digit."""
 
 import numpy as np
 import pytest
@@ -17,19 +17,20 @@ def test_shipped_digits_are_the_uci_digits() -> None:
 def test_split_is_stratified_and_loses_nothing() -> None:
     everything = digits.load()
     train, held_out = digits.split(everything)
-    rows = np.concatenate([train.pixels, held_out.pixels]).reshape(-1, 64)
+    images = np.concatenate([train.pixels, held_out.pixels]).reshape(-1, 64)
     expected = everything.pixels.reshape(-1, 64)
-    np.testing.assert_array_equal(rows[np.lexsort(rows.T)], expected[np.lexsort(expected.T)])
+    # The same images in any order.
+    np.testing.assert_array_equal(images[np.lexsort(images.T)], expected[np.lexsort(expected.T)])
     for digit in range(digits.CLASSES):
         share = len(held_out.only(digit)) / len(everything.only(digit))
         assert share == pytest.approx(digits.HELD_OUT, abs=0.01)
 
 
-def test_split_depends_on_the_seed_alone() -> None:
+def test_split_follows_from_the_seed() -> None:
     everything = digits.load()
-    first, again, other = (digits.split(everything, seed=seed)[0] for seed in (0, 0, 1))
+    first, again, other_seed = (digits.split(everything, seed=seed)[0] for seed in (0, 0, 1))
     np.testing.assert_array_equal(first.pixels, again.pixels)
-    assert not np.array_equal(first.pixels, other.pixels)
+    assert not np.array_equal(first.pixels, other_seed.pixels)
 
 
 def test_only_and_without_are_complements() -> None:
@@ -55,5 +56,7 @@ def test_conversion_to_an_image_and_back_keeps_pixels() -> None:
 def test_grey_values_are_rounded_to_the_nearest_level() -> None:
     grey = np.arange(256, dtype=np.uint8)
     pixels = digits.from_grey(grey)
+    # The 17 levels are about 16 greys apart.
     assert np.abs(digits.to_grey(pixels).astype(int) - grey).max() <= 8
+    # Black is ink, 16; white is paper, 0.
     assert (pixels[0], pixels[255]) == (16, 0)

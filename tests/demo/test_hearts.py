@@ -1,4 +1,4 @@
-"""The demo of SDXL: the drawn shapes, the judge of shapes, and the run of the demo."""
+"""The demo of SDXL: its shapes, data and judge, and its run; how all demos start anew."""
 
 import json
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_the_judge_rejects_upside_down_hearts(judge: shapes.Judge) -> None:
     assert judge.hearts(images).mean() < 0.1
 
 
-def test_the_judge_finds_the_colour_in_the_middle_of_a_shape() -> None:
+def test_a_heart_has_the_colour_in_which_it_was_drawn_and_no_other() -> None:
     for colour in shapes.COLOURS:
         found = [
             name for name in shapes.COLOURS if shapes.is_colour(drawn("heart", colour, 1), name)
@@ -60,11 +60,16 @@ def test_the_data_has_no_heart_in_the_unseen_colour(tmp_path: Path) -> None:
     captions = [picture.caption for picture in check_folder(tmp_path / "a")]
     assert len(captions) == 40
     assert set(captions) == {f"a {c} heart" for c in ("red", "yellow", "purple", "white")}
+
+
+def test_the_same_seed_gives_the_same_data(tmp_path: Path) -> None:
+    hearts.write_dataset(tmp_path / "a", 3)
     hearts.write_dataset(tmp_path / "b", 3)
     for path in (tmp_path / "a").iterdir():
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
 
 
+# The numbers are `before`, `after`, `unseen` and `judge_accuracy`.
 @pytest.mark.parametrize(
     ("verdict", "passed"),
     [
@@ -72,6 +77,7 @@ def test_the_data_has_no_heart_in_the_unseen_colour(tmp_path: Path) -> None:
         (Verdict(0.21, 1.0, 1.0, 1.0), False),
         (Verdict(0.0, 0.59, 1.0, 1.0), False),
     ],
+    ids=["at both limits", "too many before", "too few after"],
 )
 def test_verdicts_pass_within_their_limits(verdict: Verdict, passed: bool) -> None:
     assert verdict.passed == passed
@@ -99,22 +105,23 @@ def test_a_lora_teaches_hearts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("demo", [hearts, language, digits_demo])
-def test_a_demo_starts_anew_after_an_interrupted_one(
+def test_a_demo_replaces_an_interrupted_demo_but_no_other_run(
     demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def train(_: TrainConfig, **_options: object) -> SimpleNamespace:
+    def interrupted_training(_: TrainConfig, **_options: object) -> SimpleNamespace:
         refuse_later(tmp_path, 0)
         leave_checkpoint(tmp_path)
         return SimpleNamespace(task=task, completed=False)
 
     name = {hearts: "sdxl", language: "causal-lm", digits_demo: "digits"}[demo]
     task = load(name, None, "f32", "cpu")
-    monkeypatch.setattr(demo, "train_adapter", train)
+    monkeypatch.setattr(demo, "train_adapter", interrupted_training)
     monkeypatch.setattr(language, "Answers", lambda *_: None)
     monkeypatch.setattr(digits_demo, "SAMPLES", 1)
     for _ in range(2):
         demo.run_demo(tmp_path)
     assert checkpoints(tmp_path)
+    # Without the mark, the checkpoints may be those of another run, so they are kept.
     (tmp_path / MARK).unlink()
     for _ in range(2):
         with pytest.raises(ConfigError, match="of an earlier run"):
@@ -122,7 +129,7 @@ def test_a_demo_starts_anew_after_an_interrupted_one(
 
 
 def leave_checkpoint(output: Path) -> None:
-    """Leave a checkpoint folder, as an interrupted run does."""
+    """Write the only checkpoint folder of the run, as an interrupted run does."""
     folder = output / "checkpoint-000007"
     folder.mkdir()
     (folder / "state.json").write_text("{}")

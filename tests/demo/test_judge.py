@@ -10,6 +10,7 @@ from scipy.spatial.distance import pdist
 from trainable_candle.demo import digits
 from trainable_candle.demo.judge import Judge, spread, verdict
 
+# The judge is fitted on the held-out images, because the demo trains its models on the others.
 TRAIN, HELD_OUT = digits.split(digits.load())
 
 
@@ -22,7 +23,7 @@ def test_the_judge_recognises_digits_that_it_was_not_trained_on(judge: Judge) ->
     assert judge.accuracy(TRAIN) > 0.97
 
 
-def test_share_counts_the_digit(judge: Judge) -> None:
+def test_share_is_the_share_of_images_that_show_the_digit(judge: Judge) -> None:
     ones, sevens = HELD_OUT.only(1).pixels[:30], HELD_OUT.only(7).pixels[:10]
     assert judge.share(np.concatenate([ones, sevens]), 1) == pytest.approx(0.75)
 
@@ -44,7 +45,8 @@ def test_spread_needs_two_images() -> None:
 
 
 def test_real_images_of_the_digit_pass(judge: Judge) -> None:
-    result = verdict(judge, 0, HELD_OUT.only(6).pixels, HELD_OUT.only(0).pixels, TRAIN)
+    before, after = HELD_OUT.only(6).pixels, HELD_OUT.only(0).pixels
+    result = verdict(judge, digit=0, before=before, after=after, train=TRAIN)
     assert result.share_before == 0.0
     assert result.share_after == 1.0
     assert result.spread_ratio == pytest.approx(1.0, abs=0.1)
@@ -53,9 +55,10 @@ def test_real_images_of_the_digit_pass(judge: Judge) -> None:
     assert "100.0%" in str(result)
 
 
-def test_copies_of_one_image_do_not_pass(judge: Judge) -> None:
+def test_copies_of_one_image_of_the_digit_do_not_pass(judge: Judge) -> None:
     copies = np.repeat(HELD_OUT.only(0).pixels[:1], 50, axis=0)
-    result = verdict(judge, 0, HELD_OUT.only(6).pixels, copies, TRAIN)
+    before = HELD_OUT.only(6).pixels
+    result = verdict(judge, digit=0, before=before, after=copies, train=TRAIN)
     assert (result.share_after, result.spread_ratio) == (1.0, 0.0)
     assert not result.passed
 

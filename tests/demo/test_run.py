@@ -61,19 +61,24 @@ def test_a_loaded_adapter_gives_the_same_samples_and_can_be_removed(demo: DemoRe
 
 
 @pytest.mark.slow
-def test_samples_are_no_copies_of_the_training_images(demo: DemoResult) -> None:
+def test_samples_are_almost_as_far_from_the_training_images_as_real_images_are(
+    demo: DemoResult,
+) -> None:
     task = Digits(BASE, "f32", "cpu").task()
     task.family.model.load_adapter(demo.output / "adapter.safetensors")
     options = SampleOptions(steps=25, seed=2)
     drawn = digits.from_grey(task.draw(["0"] * SAMPLES, options)[..., 0])
     train, held_out = digits.split(digits.load())
 
-    def to_nearest(pixels: digits.Pixels) -> float:
-        """The mean distance of an image to the nearest training image of the unseen digit."""
-        a, b = (p.reshape(len(p), -1).astype(float) for p in (pixels, train.only(UNSEEN).pixels))
-        return float(np.sqrt(((a[:, None] - b[None]) ** 2).sum(-1)).min(axis=1).mean())
+    def distance(pixels: digits.Pixels) -> float:
+        """Return the mean distance of an image to the nearest training image of the digit."""
+        images, trained_on = (
+            p.reshape(len(p), -1).astype(float) for p in (pixels, train.only(UNSEEN).pixels)
+        )
+        pairs = np.sqrt(((images[:, None] - trained_on[None]) ** 2).sum(-1))
+        return float(pairs.min(axis=1).mean())
 
-    assert to_nearest(drawn) > 0.8 * to_nearest(held_out.only(UNSEEN).pixels)
+    assert distance(drawn) > 0.8 * distance(held_out.only(UNSEEN).pixels)
 
 
 def test_base_draws_the_nine_digits_it_has_seen() -> None:
@@ -87,10 +92,12 @@ def test_base_draws_the_nine_digits_it_has_seen() -> None:
         digits.from_grey(task.draw(prompts, SampleOptions(steps=25, seed=0))[..., 0])
     )
     assert (judged == np.repeat(seen, 20)).mean() > 0.9
+    # The number of images that the base was trained on.
     assert len(train.without(UNSEEN)) == 1133
 
 
-def test_the_row_of_the_unseen_digit_in_the_base_is_untrained() -> None:
+def test_the_embedding_of_the_unseen_digit_in_the_base_is_untrained() -> None:
+    # The seed with which the base was initialised.
     tc.manual_seed(0)
     fresh = tc.models.DigitsTransformer().named_tensors()["class_embedding.weight"].numpy()
     shipped = tc.models.load(BASE).named_tensors()["class_embedding.weight"].numpy()
@@ -100,7 +107,7 @@ def test_the_row_of_the_unseen_digit_in_the_base_is_untrained() -> None:
     assert not np.array_equal(shipped[UNSEEN + 1], as_stored[UNSEEN + 1])
 
 
-def test_base_is_small() -> None:
+def test_base_has_at_most_1_mb() -> None:
     assert (BASE / "model.safetensors").stat().st_size <= 1_000_000
 
 

@@ -1,4 +1,4 @@
-"""Processes compare settings, versions and files at the start of a run, and parameters later."""
+"""Processes compare settings, versions and files before a run, and parameters during it."""
 
 import shutil
 import subprocess
@@ -12,12 +12,15 @@ import pytest
 from trainable_candle.distributed.agreement import differing
 from trainable_candle.distributed.launch import gpu_environment
 
-START_SECONDS = 30.0
-"""All processes of a run must end within this number of seconds."""
+LIMIT_SECONDS = 30.0
+"""All processes of a test must end within this number of seconds."""
 
 
-def started(arguments: list[list[str]]) -> list[tuple[int, str, str]]:
-    """Start one Python process per rank; return the exit status, output and errors of each."""
+def run_ranks(arguments: list[list[str]]) -> list[tuple[int, str, str]]:
+    """Run one Python process per rank; return the exit status, output and errors of each.
+
+    `arguments` are the command-line arguments of each rank's Python.
+    """
     size = len(arguments)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(dir="/tmp") as meeting:
@@ -32,17 +35,19 @@ def started(arguments: list[list[str]]) -> list[tuple[int, str, str]]:
             for rank in range(size)
         ]
         texts = [process.communicate(timeout=60) for process in processes]
-    assert time.monotonic() - began < START_SECONDS
+    assert time.monotonic() - began < LIMIT_SECONDS
     return [(p.returncode, *text) for p, text in zip(processes, texts, strict=True)]
 
 
 def training(base: Path, output: Path, dataset: str, *more: str) -> list[str]:
+    """Return the arguments with which Python trains the digits model for two steps."""
     common = ["-m", "trainable_candle", "train", "--model", "digits", "--device", "cpu"]
     places = ["--weights", str(base), "--output", str(output), "--dataset", dataset]
     return [*common, *places, "--steps", "2", "--rank", "2", *more]
 
 
-def require_all_say(found: list[tuple[int, str, str]], *messages: str) -> None:
+def require_all_fail(found: list[tuple[int, str, str]], *messages: str) -> None:
+    """Assert that each process failed, and that its errors contain all messages."""
     for status, _, errors in found:
         assert status != 0
         for message in messages:
@@ -52,13 +57,13 @@ def require_all_say(found: list[tuple[int, str, str]], *messages: str) -> None:
 def test_settings_that_differ_are_reported_by_all(
     digits_base: Path, digits_folder: Path, tmp_path: Path
 ) -> None:
-    found = started(
+    found = run_ranks(
         [
             training(digits_base, tmp_path / "run", str(digits_folder), "--learning-rate", rate)
             for rate in ("1e-3", "2e-3")
         ]
     )
-    require_all_say(
+    require_all_fail(
         found,
         "rank 1 does not belong to this run",
         "learning_rate is 0.002 there and 0.001 on rank 0",
@@ -72,8 +77,8 @@ def test_versions_that_differ_are_reported_by_all() -> None:
         "_core.__version__ = '{}'\n"
         "tc.distributed.init('cpu')\n"
     )
-    found = started([["-c", script.format(version)] for version in ("9.1.0", "9.2.0")])
-    require_all_say(
+    found = run_ranks([["-c", script.format(version)] for version in ("9.1.0", "9.2.0")])
+    require_all_fail(
         found,
         "rank 1 does not belong to this run",
         "trainable-candle is 9.2.0 there and 9.1.0 on rank 0",
@@ -85,13 +90,13 @@ def test_files_that_differ_are_reported_by_all(
     digits_base: Path, digits_folder: Path, tmp_path: Path, what: str
 ) -> None:
     """The processes read different folders, as on machines without a common file system."""
-    pictures = [tmp_path / "data" / "pictures", tmp_path / "pictures of 1"]
-    bases = [tmp_path / "base", tmp_path / "models" / "base of 1"]
-    for number in range(2):
-        shutil.copytree(digits_folder, pictures[number])
-        shutil.copytree(digits_base, bases[number])
+    datasets = [tmp_path / "data" / "images of 0", tmp_path / "images of 1"]
+    bases = [tmp_path / "base of 0", tmp_path / "models" / "base of 1"]
+    for rank in range(2):
+        shutil.copytree(digits_folder, datasets[rank])
+        shutil.copytree(digits_base, bases[rank])
     if what == "data":
-        (pictures[1] / "3.txt").write_text("an eight")
+        (datasets[1] / "3.txt").write_text("an eight")
         expected = "3.png is "
     else:
         with (bases[1] / "config.json").open("a") as file:
@@ -99,11 +104,12 @@ def test_files_that_differ_are_reported_by_all(
         expected = "config.json is "
     arguments = [
         training(base, tmp_path / "run", str(folder))
-        for base, folder in zip(bases, pictures, strict=True)
+        for base, folder in zip(bases, datasets, strict=True)
     ]
-    require_all_say(started(arguments), f"rank 1 has other {what} than rank 0: {expected}")
+    require_all_fail(run_ranks(arguments), f"rank 1 has other {what} than rank 0: {expected}")
 
 
+# The argument is the rank whose parameters change after step 3; -1: no rank.
 TRAINING = """
 import sys
 
@@ -127,7 +133,7 @@ class Fault(Callback):
             parameters["b"].set(tc.tensor(values))
 
 
-class Numbers:
+class BatchNumbers:
     def batch(self, index):
         return index
 
@@ -136,7 +142,7 @@ trainer = Trainer(
     lambda n: (parameters["a"].sum() * (n + 1.0) - parameters["b"].sum()).square(),
     parameters,
     tc.optim.AdamW(list(parameters.values()), lr=1e-3),
-    Numbers(),
+    BatchNumbers(),
     steps=9,
     callbacks=[Fault(), SameParameters(group, 2)],
     group=group,
@@ -150,19 +156,20 @@ group.close()
 
 
 def test_parameters_that_differ_end_the_run_at_the_next_comparison() -> None:
-    found = started([["-c", TRAINING, "1"]] * 2)
-    require_all_say(found, "after step 4, b differs between rank 1 (its norm is 0.2")
+    found = run_ranks([["-c", TRAINING, "1"]] * 2)
+    require_all_fail(found, "after step 4, b differs between rank 1 (its norm is 0.2")
+    # The processes compare every two steps, and print the last step.
     assert [output.strip() for _, output, _ in found] == ["4", "4"]
 
 
 def test_parameters_that_stay_equal_do_not_end_the_run() -> None:
-    found = started([["-c", TRAINING, "-1"]] * 2)
+    found = run_ranks([["-c", TRAINING, "-1"]] * 2)
     assert [(status, output.strip()) for status, output, _ in found] == [(0, "9"), (0, "9")]
 
 
-def test_settings_that_one_process_lacks_are_reported() -> None:
-    ours, theirs = {"a": "1", "b": "2"}, {"b": "2", "c": "3"}
-    assert differing(theirs, ours) == [
+def test_facts_that_one_process_lacks_are_reported() -> None:
+    rank_0, other = {"a": "1", "b": "2"}, {"b": "2", "c": "3"}
+    assert differing(other, rank_0) == [
         "a is missing there and 1 on rank 0",
         "c is 3 there and missing on rank 0",
     ]
