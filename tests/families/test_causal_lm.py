@@ -1,4 +1,4 @@
-"""Training runs of language models: from a file of conversations to answers with the adapter."""
+"""Training runs of language models: from a file of chats to answers with the adapter; errors."""
 
 import io
 import json
@@ -36,7 +36,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copyfile(GOLDEN / name, folder / name)
     (folder / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2}')
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: n for n, token in enumerate([*SPECIAL, *letters])}
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *letters])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -49,8 +49,9 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of eight chats: to each of four words, twice, the answer is the word reversed."""
     path = tmp_path_factory.mktemp("chats") / "train.jsonl"
-    rows = [
+    examples = [
         {
             "messages": [
                 {"role": "user", "content": question},
@@ -59,7 +60,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
         }
         for question in QUESTIONS
     ]
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows * 2))
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in examples * 2))
     return path
 
 
@@ -82,12 +83,15 @@ def config_of(weights: Path, chats: Path, output: Path, **settings: Any) -> Trai
 
 
 def train(config: TrainConfig, lines: list[str] | None = None) -> Any:
-    said = [] if lines is None else lines
-    return train_adapter(config, progress=False, report=said.append)
+    """Train, and append the reported lines to `lines`."""
+    reported = [] if lines is None else lines
+    return train_adapter(config, progress=False, report=reported.append)
 
 
 def parameters(run: Any) -> dict[str, bytes]:
-    return {n: v.detach().numpy().tobytes() for n, v in run.adapter.named_parameters().items()}
+    """Return the bytes of each parameter of a run's adapter, by its name."""
+    named = run.adapter.named_parameters()
+    return {name: var.detach().numpy().tobytes() for name, var in named.items()}
 
 
 def test_a_run_teaches_answers_and_every_command_gives_them(
@@ -98,11 +102,11 @@ def test_a_run_teaches_answers_and_every_command_gives_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lines: list[str] = []
-    prompts = {"sample_prompts": ["one"], "sample_tokens": 8, "validation_split": 0.25}
-    run = train(config_of(weights, chats, tmp_path / "run", steps=60, **prompts), lines)
+    given = {"sample_prompts": ["one"], "sample_tokens": 8, "validation_split": 0.25}
+    run = train(config_of(weights, chats, tmp_path / "run", steps=60, **given), lines)
     output = run.output
-    rows = [row for row in read_json_log(output / "train.jsonl") if "validation_loss" in row]
-    first, last = rows[0], rows[-1]
+    log = [row for row in read_json_log(output / "train.jsonl") if "validation_loss" in row]
+    first, last = log[0], log[-1]
     assert first["step"] == 0
     assert first["validation_loss"] == pytest.approx(first["validation_base_loss"], rel=1e-6)
     assert last["validation_loss"] < 0.2 * first["validation_loss"]
@@ -116,22 +120,23 @@ def test_a_run_teaches_answers_and_every_command_gives_them(
     assert "6 of 6 answers end in a stop token" in text
     assert "memory while training" in text
 
-    config = json.loads((output / "peft" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(weights)
-    assert config["task_type"] == "CAUSAL_LM"
+    peft_config = json.loads((output / "peft" / "adapter_config.json").read_text())
+    assert peft_config["base_model_name_or_path"] == str(weights)
+    assert peft_config["task_type"] == "CAUSAL_LM"
     names = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-    assert config["target_modules"] == names
-    assert (config["r"], config["lora_alpha"]) == (16, 32)
-    assert isinstance(config["lora_alpha"], int)
+    assert peft_config["target_modules"] == names
+    assert (peft_config["r"], peft_config["lora_alpha"]) == (16, 32)
+    assert isinstance(peft_config["lora_alpha"], int)
     stored = tc.load_file(output / "peft" / "adapter_model.safetensors")
     assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in stored
+    # Three blocks, seven linear layers in each, two factors.
     assert len(stored) == 3 * 7 * 2
 
-    asked = [{"role": "user", "content": "two"}]
+    chat = [{"role": "user", "content": "two"}]
     for file in (output / "adapter.safetensors", output / "peft"):
         task = families.load("causal-lm", weights, "f32", "cpu")
         task.load_adapter(file, 1.0)
-        assert "".join(task.answer(asked, WritingOptions(tokens=8))) == "owt"
+        assert "".join(task.answer(chat, WritingOptions(tokens=8))) == "owt"
     flags = ["--model", "causal-lm", "--weights", str(weights), "--device", "cpu"]
     flags += ["--adapter", str(output / "peft"), "--tokens", "8"]
     capsys.readouterr()
@@ -146,29 +151,33 @@ def test_a_run_teaches_answers_and_every_command_gives_them(
     assert main(["sample", *flags, "--prompt", "two", "--output", str(written)]) == 0
     assert capsys.readouterr().out == "owt\n"
     assert written.read_text() == "prompt: two\ntext: owt\n"
-    text = "<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
-    assert main(["sample", *flags, "--prompt", text, "--raw"]) == 0
+    rendered = "<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
+    assert main(["sample", *flags, "--prompt", rendered, "--raw"]) == 0
     assert capsys.readouterr().out == "owt\n"
-    drawn = ["--temperature", "3", "--seed", "4", "--count", "2"]
-    assert main(["sample", *flags, "--prompt", "two", *drawn]) == 0
+    # The texts of a prompt get consecutive seeds.
+    temperature = ["--temperature", "3"]
+    count = ["--seed", "4", "--count", "2"]
+    assert main(["sample", *flags, "--prompt", "two", *temperature, *count]) == 0
     texts = capsys.readouterr().out.split("prompt: two\n")[1:]
     for seed, text in zip((4, 5), texts, strict=True):
-        assert main(["chat", *flags, "--prompt", "two", *drawn[:2], "--seed", str(seed)]) == 0
+        assert main(["chat", *flags, "--prompt", "two", *temperature, "--seed", str(seed)]) == 0
         assert capsys.readouterr().out + "\n" == text
-    whole = tmp_path / "whole"
-    given = ["--model", "causal-lm", "--weights", str(weights), "--adapter", str(output / "peft")]
-    assert main(["merge", *given, "--output", str(whole)]) == 0
-    assert (whole / "config.json").read_bytes() == (weights / "config.json").read_bytes()
-    assert tc.load_file(whole / "model.safetensors")["lm_head.weight"].dtype == "bf16"
+    merged_by_command = tmp_path / "merged by command"
+    flags = ["--model", "causal-lm", "--weights", str(weights), "--adapter", str(output / "peft")]
+    assert main(["merge", *flags, "--output", str(merged_by_command)]) == 0
+    assert (merged_by_command / "config.json").read_bytes() == (
+        weights / "config.json"
+    ).read_bytes()
+    assert tc.load_file(merged_by_command / "model.safetensors")["lm_head.weight"].dtype == "bf16"
     merged = tmp_path / "merged"
     task.save_merged(merged)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (merged / name).read_bytes() == (weights / name).read_bytes()
-    again = families.load("causal-lm", merged, "f32", "cpu")
-    assert "".join(again.answer(asked, WritingOptions(tokens=8))) == "owt"
+    merged_task = families.load("causal-lm", merged, "f32", "cpu")
+    assert "".join(merged_task.answer(chat, WritingOptions(tokens=8))) == "owt"
 
 
-def test_a_run_continues_from_the_adapter_of_another(
+def test_a_run_continues_from_the_adapter_of_another_run_if_the_layers_agree(
     weights: Path, chats: Path, tmp_path: Path
 ) -> None:
     first = train(config_of(weights, chats, tmp_path / "a", steps=20))
@@ -177,30 +186,30 @@ def test_a_run_continues_from_the_adapter_of_another(
     for name, file in (("b", "adapter.safetensors"), ("c", "peft")):
         start = str(first.output / file)
         run = train(config_of(weights, chats, tmp_path / name, initial_adapter=start, **given))
-        rows = [
+        first_row = next(
             row for row in read_json_log(run.output / "train.jsonl") if "validation_loss" in row
-        ]
-        losses.append(rows[0]["validation_loss"])
-        assert losses[-1] < 0.8 * rows[0]["validation_base_loss"]
+        )
+        losses.append(first_row["validation_loss"])
+        assert losses[-1] < 0.8 * first_row["validation_base_loss"]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    other = {"initial_adapter": start, "target_modules": ["q_proj"]}
+    fewer_layers = {"initial_adapter": start, "target_modules": ["q_proj"]}
     with pytest.raises(ConfigError, match=r"for other layers than --target-modules: .*mlp"):
-        train(config_of(weights, chats, tmp_path / "d", **other))
+        train(config_of(weights, chats, tmp_path / "d", **fewer_layers))
 
 
-def test_accumulated_batches_are_one_large_batch(
+def test_accumulated_batches_train_like_one_large_batch(
     weights: Path, chats: Path, tmp_path: Path
 ) -> None:
     given = {"sequence_length": 80, "optimizer": "sgd", "steps": 2}
-    one = train(config_of(weights, chats, tmp_path / "a", batch_size=4, **given))
-    four = train(config_of(weights, chats, tmp_path / "b", gradient_accumulation=4, **given))
-    whole = one.adapter.named_parameters()
-    moved = 0.0
-    for name, var in four.adapter.named_parameters().items():
-        expected = whole[name].detach().numpy()
-        moved = max(moved, float(np.abs(expected).max()))
+    one_batch = train(config_of(weights, chats, tmp_path / "a", batch_size=4, **given))
+    accumulated = train(config_of(weights, chats, tmp_path / "b", gradient_accumulation=4, **given))
+    expected_parameters = one_batch.adapter.named_parameters()
+    largest = 0.0
+    for name, var in accumulated.adapter.named_parameters().items():
+        expected = expected_parameters[name].detach().numpy()
+        largest = max(largest, float(np.abs(expected).max()))
         np.testing.assert_allclose(var.detach().numpy(), expected, rtol=1e-4, atol=1e-7)
-    assert moved > 0
+    assert largest > 0
 
 
 def test_padding_a_batch_changes_neither_loss_nor_gradients(
@@ -216,20 +225,22 @@ def test_padding_a_batch_changes_neither_loss_nor_gradients(
     data = task.prepare(split, lambda _: None).train
     rows = [split.train.examples[:2], split.train.examples[2:3]]
 
-    def result(*fill: int) -> tuple[float, dict[str, Any]]:
+    def result(unit: int = 1, bounds: int = 0) -> tuple[float, dict[str, Any]]:
+        """Return the loss and the gradients of `rows`, padded to a multiple of `unit` tokens."""
         for var in parameters.values():
             var.zero_grad()
-        batch = joined(rows, *fill)
-        assert len(batch.input_ids) % (fill or (1,))[0] == 0
+        batch = joined(rows, unit, bounds)
+        assert len(batch.input_ids) % unit == 0
         loss = data.loss(data.inputs(batch))
         loss.backward()
         return float(loss.item()), {name: var.grad.numpy() for name, var in parameters.items()}
 
-    (loss, gradients), (filled, with_fill) = result(), result(160, 20)
-    assert filled == pytest.approx(loss, rel=1e-6)
+    loss, gradients = result()
+    padded_loss, padded_gradients = result(unit=160, bounds=20)
+    assert padded_loss == pytest.approx(loss, rel=1e-6)
     for name, gradient in gradients.items():
-        near = 1e-5 * np.abs(gradient).max()
-        np.testing.assert_allclose(with_fill[name], gradient, rtol=0, atol=near)
+        tolerance = 1e-5 * np.abs(gradient).max()
+        np.testing.assert_allclose(padded_gradients[name], gradient, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -239,24 +250,27 @@ def test_padding_a_batch_changes_neither_loss_nor_gradients(
         ({"rope_type": "llama3"}, True),
         ({"type": "dynamic", "factor": 2.0}, False),
         ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}, False),
-        # Models from GGUF files have such a scaling in place of Llama 3's. Equal factors for short
-        # and long sequences give angles that do not depend on the length.
+        # In models from GGUF files, this kind of scaling replaces Llama 3's. Equal factors for
+        # short and long sequences give angles that do not depend on the length.
         ({"rope_type": "longrope", "short_factor": [2.0], "long_factor": [2.0]}, True),
     ],
+    ids=["none", "llama3", "dynamic", "longrope", "longrope with equal factors"],
 )
-def test_steps_whose_rotary_angles_depend_on_lengths_are_not_recorded(
+def test_steps_can_be_recorded_unless_rotary_angles_depend_on_lengths(
     monkeypatch: pytest.MonkeyPatch, scaling: dict[str, Any] | None, repeats: bool
 ) -> None:
     monkeypatch.setattr(CausalLM, "settings", {"rope_scaling": scaling})
     assert CausalLM(GOLDEN, None, "cpu").repeats is repeats
 
 
-def test_a_resumed_run_repeats_bit_for_bit(weights: Path, chats: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_bit_for_bit_like_an_uninterrupted_one(
+    weights: Path, chats: Path, tmp_path: Path
+) -> None:
     given = {"sequence_length": 80, "lora_dropout": 0.1, "steps": 6, "save_every": 3}
-    whole = train(config_of(weights, chats, tmp_path / "a", **given))
+    uninterrupted = train(config_of(weights, chats, tmp_path / "a", **given))
     train(config_of(weights, chats, tmp_path / "b", **{**given, "steps": 3}))
     resumed = train(config_of(weights, chats, tmp_path / "b", resume="latest", **given))
-    assert parameters(resumed) == parameters(whole)
+    assert parameters(resumed) == parameters(uninterrupted)
 
 
 def test_resuming_on_edited_examples_is_reported(
@@ -276,31 +290,32 @@ def test_resuming_on_edited_examples_is_reported(
     assert line.endswith("the run will not repeat the earlier one")
 
 
-@pytest.mark.parametrize(("base", "near"), [("int8", 0.005), ("fp8", 0.01), ("nf4", 0.05)])
+@pytest.mark.parametrize(("base", "tolerance"), [("int8", 0.005), ("fp8", 0.01), ("nf4", 0.05)])
 def test_losses_on_a_quantized_base_are_near_those_on_an_unquantized_one(
-    weights: Path, chats: Path, tmp_path: Path, base: str, near: float
+    weights: Path, chats: Path, tmp_path: Path, base: str, tolerance: float
 ) -> None:
     def losses(name: str, **settings: Any) -> list[float]:
-        # With a higher learning rate, small changes of the weights change the losses too much.
+        # With a higher learning rate, small changes of the base change the losses too much.
         given = {"steps": 30, "learning_rate": 2e-3, **settings}
         run = train(config_of(weights, chats, tmp_path / name, **given))
         return [row["loss"] for row in read_json_log(run.output / "train.jsonl") if "loss" in row]
 
     found, expected = losses("codes", base_precision=base), losses("values")
     assert expected[-1] < 0.1 * expected[0]
-    np.testing.assert_allclose(found, expected, rtol=0, atol=near * expected[0])
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * expected[0])
 
 
-def test_a_run_on_a_quantized_base_resumes_bit_for_bit(
+def test_a_resumed_run_on_a_quantized_base_ends_bit_for_bit_like_an_uninterrupted_one(
     weights: Path, chats: Path, tmp_path: Path
 ) -> None:
-    given = {"base_precision": "nf4", "steps": 4, "save_every": 2}
-    given["gradient_checkpointing"] = "full"
-    whole = train(config_of(weights, chats, tmp_path / "a", **given))
+    given = {
+        "base_precision": "nf4", "gradient_checkpointing": "full", "steps": 4, "save_every": 2,
+    }  # fmt: skip
+    uninterrupted = train(config_of(weights, chats, tmp_path / "a", **given))
     train(config_of(weights, chats, tmp_path / "b", **{**given, "steps": 2}))
     lines: list[str] = []
     resumed = train(config_of(weights, chats, tmp_path / "b", resume="latest", **given), lines)
-    assert parameters(resumed) == parameters(whole)
+    assert parameters(resumed) == parameters(uninterrupted)
     changed = {**given, "base_precision": "int8", "steps": 5}
     train(config_of(weights, chats, tmp_path / "b", resume="latest", **changed), lines)
     assert any(
@@ -318,8 +333,9 @@ def test_a_run_on_a_quantized_base_resumes_bit_for_bit(
         ({"sequence_length": 8}, DatasetError, "no token would be learnt"),
         ({"sample_prompts": ["x" * 300]}, ConfigError, "made for 256 positions"),
     ],
+    ids=["sequence", "image setting", "layer", "format", "short sequence", "prompt"],
 )
-def test_wrong_settings_are_rejected_before_anything_loads(
+def test_wrong_settings_are_rejected_before_the_output_folder_is_made(
     weights: Path,
     chats: Path,
     tmp_path: Path,
@@ -365,21 +381,21 @@ def test_checkpointing_does_not_change_the_trained_parameters(
 def test_settings_of_image_runs_work_for_texts(
     weights: Path, chats: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    # The batch of every step has all examples, so the losses of the steps can be compared.
+    # The batch of each step has all eight examples, so the losses of the steps can be compared.
     given = {"sequence_length": 256, "batch_size": 2, "steps": 8, **settings}
     run = train(config_of(weights, chats, tmp_path / "run", **given))
-    rows = [row["loss"] for row in read_json_log(run.output / "train.jsonl")]
-    assert rows[-1] < rows[0]
+    losses = [row["loss"] for row in read_json_log(run.output / "train.jsonl")]
+    assert losses[-1] < losses[0]
 
 
 def test_model_and_data_can_be_names_on_the_hub(
     weights: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run asks `huggingface_hub` for the files that it needs."""
-    asked: dict[str, list[str]] = {}
+    patterns: dict[str, list[str]] = {}
 
     def snapshot(name: str, repo_type: str, allow_patterns: list[str], **_: Any) -> str:
-        asked[repo_type] = allow_patterns
+        patterns[repo_type] = allow_patterns
         return {"model/tiny": str(weights), "data/chats": str(chats.parent)}[name]
 
     monkeypatch.chdir(tmp_path)
@@ -388,8 +404,8 @@ def test_model_and_data_can_be_names_on_the_hub(
     train_adapter(config.with_(weights="model/tiny", dataset="data/chats"), progress=False)
     assert (tmp_path / "run" / "peft").is_dir()
     needed = {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"}
-    assert needed <= set(asked["model"])
-    assert {"*.jsonl", "data/*.parquet"} <= set(asked["dataset"])
+    assert needed <= set(patterns["model"])
+    assert {"*.jsonl", "data/*.parquet"} <= set(patterns["dataset"])
 
 
 def test_an_adapter_of_another_base_or_model_is_reported(
@@ -402,13 +418,13 @@ def test_an_adapter_of_another_base_or_model_is_reported(
     path.write_text(json.dumps(fields))
     flags = ["chat", "--model", "causal-lm", "--device", "cpu", "--prompt", "one"]
     assert main([*flags, "--adapter", str(path.parent)]) == 2
-    told = capsys.readouterr().err
-    assert "the model is the built-in one; the adapter's base is some/base" in told
-    assert "give --weights some/base" in told
+    error = capsys.readouterr().err
+    assert "the model is the built-in one; the adapter's base is some/base" in error
+    assert "give --weights some/base" in error
 
-    image = tmp_path / "image.safetensors"
+    image_adapter = tmp_path / "image.safetensors"
     module = "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q"
     factors = {"lora_down.weight": tc.ones((2, 640)), "lora_up.weight": tc.ones((640, 2))}
-    tc.save_file({f"{module}.{name}": values for name, values in factors.items()}, image)
-    assert main([*flags, "--weights", str(weights), "--adapter", str(image)]) == 2
+    tc.save_file({f"{module}.{name}": values for name, values in factors.items()}, image_adapter)
+    assert main([*flags, "--weights", str(weights), "--adapter", str(image_adapter)]) == 2
     assert f"is for another model: its modules, such as {module}, are" in capsys.readouterr().err

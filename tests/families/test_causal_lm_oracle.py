@@ -1,4 +1,4 @@
-"""The loss of a language model with and without its adapter against peft and transformers.
+"""The losses of a language model, with and without its adapter, against peft and transformers.
 
 The tests are skipped where torch, peft or transformers is missing.
 """
@@ -33,7 +33,9 @@ def weights(tmp_path: Path) -> Path:
     shutil.copytree(GOLDEN / "llm" / "qwen3", folder)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     special = ["<|end_of_text|>", "<|im_start|>", "<|im_end|>"]
-    tokenizer = Tokenizer(models.BPE({t: n for n, t in enumerate([*special, *letters])}, []))
+    tokenizer = Tokenizer(
+        models.BPE({token: i for i, token in enumerate([*special, *letters])}, [])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -41,14 +43,16 @@ def weights(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_peft_computes_the_same_loss(weights: Path, tmp_path: Path, kind: str) -> None:
-    rows = [
+@pytest.mark.parametrize("adapter", ["lora", "dora"])
+def test_peft_and_transformers_compute_the_same_losses(
+    weights: Path, tmp_path: Path, adapter: str
+) -> None:
+    examples = [
         {"instruction": f"count to {n}", "output": " ".join(map(str, range(n)))}
         for n in range(2, 9)
     ]
     dataset = tmp_path / "chats.jsonl"
-    dataset.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    dataset.write_text("".join(f"{json.dumps(example)}\n" for example in examples))
     config = TrainConfig(
         model="causal-lm",
         weights=str(weights),
@@ -56,7 +60,7 @@ def test_peft_computes_the_same_loss(weights: Path, tmp_path: Path, kind: str) -
         output=str(tmp_path / "run"),
         device="cpu",
         precision="f32",
-        adapter=kind,
+        adapter=adapter,
         sequence_length=128,
         steps=4,
         learning_rate=2e-2,
@@ -67,13 +71,14 @@ def test_peft_computes_the_same_loss(weights: Path, tmp_path: Path, kind: str) -
     task.load_adapter(tmp_path / "run" / "peft", 1.0)
     data, _ = load_texts(dataset, task.family.tokenizer, TextOptions(128))
     ours = PreparedTexts(task.family, data, task.without_adapter, print)
-    tuned = ours.validation_loss()
+    adapted_loss = ours.validation_loss()
     with task.without_adapter():
-        base = ours.validation_loss()
+        base_loss = ours.validation_loss()
 
     model = transformers.AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
 
     def loss(module: torch.nn.Module) -> float:
+        """Return the mean over the learnt tokens of all examples."""
         losses = []
         for example in data.examples:
             ids = torch.from_numpy(example.ids)[None]
@@ -87,12 +92,12 @@ def test_peft_computes_the_same_loss(weights: Path, tmp_path: Path, kind: str) -
             )
         return float(torch.cat(losses).mean())
 
-    assert loss(model) == pytest.approx(base, rel=1e-5)
+    assert loss(model) == pytest.approx(base_loss, rel=1e-5)
     adapted = peft.PeftModel.from_pretrained(model, tmp_path / "run" / "peft").eval()
-    assert loss(adapted) == pytest.approx(tuned, rel=1e-5)
-    assert tuned < 0.9 * base
+    assert loss(adapted) == pytest.approx(adapted_loss, rel=1e-5)
+    assert adapted_loss < 0.9 * base_loss
     merged = tmp_path / "merged"
     task.save_merged(merged)
-    whole = transformers.AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
-    assert loss(whole) == pytest.approx(tuned, rel=1e-4)
+    merged_model = transformers.AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
+    assert loss(merged_model) == pytest.approx(adapted_loss, rel=1e-4)
     assert tc.load_file(merged / "model.safetensors")

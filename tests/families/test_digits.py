@@ -1,4 +1,4 @@
-"""The digits family: captions, pixels, loss, sampling."""
+"""The digits family: captions, pixels, loss, sampling; and finding a family by its name."""
 
 from pathlib import Path
 
@@ -7,6 +7,7 @@ import pytest
 
 import trainable_candle as tc
 from trainable_candle import families
+from trainable_candle.data import read_pixels
 from trainable_candle.errors import ConfigError
 from trainable_candle.families.digits import Digits, digits_in, to_model
 from trainable_candle.settings import GROUPS
@@ -30,7 +31,9 @@ from trainable_candle.train import FlowMatching, TrainConfig
         ("", []),
     ],
 )
-def test_captions_name_digits(caption: str, digits: list[int]) -> None:
+def test_digits_are_read_from_words_and_from_single_numerals(
+    caption: str, digits: list[int]
+) -> None:
     assert digits_in(caption) == digits
 
 
@@ -52,21 +55,16 @@ def test_the_loss_is_that_of_flow_matching(digits_base: Path, digits_folder: Pat
     loss = prepared.loss(prepared.inputs(batch)).item()
 
     digits = [digits_in(caption)[0] for caption in batch.captions]
-    data = to_model(np.stack([_pixels(digits_folder / f"{digit}.png") for digit in digits]))
-    sample, sigmas, _ = FlowMatching("logit_normal").noise(tc.tensor(data), [2, 3], 4)
+    images = to_model(np.stack([read_pixels(digits_folder / f"{digit}.png") for digit in digits]))
+    # The second batch has the samples 2 and 3; 4 is the seed.
+    sample, sigmas, _ = FlowMatching("logit_normal").noise(tc.tensor(images), [2, 3], 4)
     sigma = sigmas.numpy()[:, None, None, None]
-    noise = (sample.numpy() - (1 - sigma) * data) / sigma
+    noise = (sample.numpy() - (1 - sigma) * images) / sigma
     velocity = task.family.model(sample, sigmas * FLOW_TIMES, tc.tensor(digits)).numpy()
-    assert loss == pytest.approx(np.mean((velocity - (noise - data)) ** 2), rel=1e-4)
+    assert loss == pytest.approx(np.mean((velocity - (noise - images)) ** 2), rel=1e-4)
 
 
-def _pixels(path: Path) -> np.ndarray:
-    from trainable_candle.data import read_pixels
-
-    return read_pixels(path)
-
-
-def test_samples_depend_on_the_seed_and_keep_the_generator_state(digits_base: Path) -> None:
+def test_samples_depend_on_the_seed_and_keep_the_state_of_the_generator(digits_base: Path) -> None:
     task = Digits(digits_base, "f32", "cpu").task()
     state = tc.get_rng_state()
     first = task.draw(["4", "four"], SampleOptions(steps=3, seed=1))
@@ -80,6 +78,7 @@ def test_sampling_follows_the_velocity_from_noise(digits_base: Path) -> None:
     task = Digits(digits_base, "f32", "cpu").task()
     tc.manual_seed(6)
     x = tc.randn((1, 1, 8, 8)).numpy()
+    # Four steps from sigma 1 to 0, each of -0.25.
     for sigma in (1.0, 0.75, 0.5, 0.25):
         timestep = tc.tensor(np.array([1000 * sigma], np.float32))
         x = x - 0.25 * task.family.model(tc.tensor(x), timestep, tc.tensor([2])).numpy()

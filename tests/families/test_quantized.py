@@ -1,4 +1,4 @@
-"""Runs over quantized models and text encoders have losses near those over unquantized ones."""
+"""Runs of image models with quantized weights: losses, estimates, formats of text encoders."""
 
 import shutil
 from pathlib import Path
@@ -37,35 +37,36 @@ def losses(config: TrainConfig) -> list[float]:
     return [row["loss"] for row in read_json_log(run.output / "train.jsonl") if "loss" in row]
 
 
-def test_losses_are_near_those_over_the_unquantized_model(
+def test_losses_with_quantized_weights_are_near_those_with_unquantized_ones(
     config: TrainConfig, tmp_path: Path
 ) -> None:
     expected = losses(config)
     # Rounding to four bits changes the tiny Chroma by more than 10 %: its tokens have 8 features.
-    form = "int8" if config.model == "chroma" else "nf4"
-    settings = {"base_precision": form, "text_encoder_precision": "int8"}
+    base_format = "int8" if config.model == "chroma" else "nf4"
+    settings = {"base_precision": base_format, "text_encoder_precision": "int8"}
     found = losses(config.with_(output=str(tmp_path / "codes"), **settings))
     assert found != expected
     np.testing.assert_allclose(found, expected, rtol=0.1)
 
 
-@pytest.mark.parametrize("form", ["int8", "fp8"])
-def test_losses_with_products_of_codes_are_near_those_of_values(
-    config: TrainConfig, tmp_path: Path, form: str
+@pytest.mark.parametrize("base_format", ["int8", "fp8"])
+def test_losses_with_w8a8_are_near_those_without(
+    config: TrainConfig, tmp_path: Path, base_format: str
 ) -> None:
     if config.model == "chroma":
         pytest.skip("the tiny Chroma has no layer that W8A8 applies to")
-    config = config.with_(base_precision=form)
+    config = config.with_(base_precision=base_format)
     expected = losses(config)
     found = losses(config.with_(output=str(tmp_path / "codes"), w8a8=True))
     # W8A8 applies to layers whose numbers of input and output features are multiples of 16. The
-    # tiny UNet has no such layer, but with W8A8 fewer of its layers are quantized.
+    # tiny UNet has no such layer. Its losses differ because W8A8 quantizes fewer of its layers.
     assert found != expected
     np.testing.assert_allclose(found, expected, rtol=0.05)
+    # The run resets the process-wide switch.
     assert not tc.get_w8a8()
 
 
-def test_products_of_codes_need_an_8_bit_base(config: TrainConfig) -> None:
+def test_w8a8_needs_an_8_bit_base(config: TrainConfig) -> None:
     with pytest.raises(tc.ConfigError, match="--base-precision int8 or fp8"):
         losses(config.with_(base_precision="nf4", w8a8=True))
 
@@ -79,36 +80,36 @@ def test_the_estimate_counts_the_bytes_of_quantized_weights(config: TrainConfig)
         items = [item for phase in estimate.phases.values() for item in phase]
         return {item.component: item.bytes for item in items if item.what == "weights"}
 
-    plain, codes = weights(), weights(base_precision="nf4", text_encoder_precision="int8")
+    plain, quantized = weights(), weights(base_precision="nf4", text_encoder_precision="int8")
     component = "unet" if config.model == "sdxl" else "transformer"
-    assert codes[component] < plain[component]
-    assert codes["text encoders"] < plain["text encoders"]
-    assert codes["vae"] == plain["vae"]
+    assert quantized[component] < plain[component]
+    assert quantized["text encoders"] < plain["text encoders"]
+    assert quantized["vae"] == plain["vae"]
     family = families.find(config.model)(Path(config.weights), "bf16", "cpu", config)
     facts = family.facts
     assert plain[component] == facts.parts[component].elements * ITEM_BYTES["bf16"]
-    assert codes[component] == facts.parts[component].weight_bytes("bf16", "nf4")
+    assert quantized[component] == facts.parts[component].weight_bytes("bf16", "nf4")
 
 
 @pytest.fixture
 def fp8_base(flux_base: Path, tmp_path: Path) -> Path:
-    """A tiny Flux with its T5 in ComfyUI's fp8; its CLIP is not quantized."""
+    """The folder of a tiny Flux with a T5 in ComfyUI's fp8 and a CLIP that is not quantized."""
     folder = tmp_path / "fp8"
     shutil.copytree(flux_base, folder)
     layers = tc.inspect(folder, "flux").parts["text_encoder_2"].layers
     (weights,) = (folder / "text_encoder_2").glob("*.safetensors")
-    quantized = {}
-    codes = {}
+    tensors = {}
+    formats = {}
     for name, tensor in tc.load_file(weights).items():
         if name.removesuffix(".weight") not in layers:
-            quantized[name] = tensor
+            tensors[name] = tensor
             continue
-        found = tc.quantize(tensor.to("f32"), "fp8").tensors()
-        quantized[name] = found["codes"].reshape(tensor.shape)
-        quantized[f"{name}_scale"] = found["scales"].reshape(-1, 1)
-        codes[name] = "fp8"
-    assert codes.keys() == {f"{layer}.weight" for layer in layers}
-    tc.save_file(quantized, weights, codes=codes)
+        stored = tc.quantize(tensor.to("f32"), "fp8").tensors()
+        tensors[name] = stored["codes"].reshape(tensor.shape)
+        tensors[f"{name}_scale"] = stored["scales"].reshape(-1, 1)
+        formats[name] = "fp8"
+    assert formats.keys() == {f"{layer}.weight" for layer in layers}
+    tc.save_file(tensors, weights, codes=formats)
     return folder
 
 
@@ -121,12 +122,13 @@ def flux(base: Path, data: Path, **settings: Any) -> Any:
 
 
 def text_bytes(family: Any) -> int:
+    """Return the estimated bytes of the weights of the text encoders."""
     task = family.task()
     estimate = task.estimate(family.config, task.read(lambda _: None))
     items = [item for item in estimate.phases["encoding captions"] if item.what == "weights"]
-    (texts,) = [item.bytes for item in items if item.component == "text encoders"]
+    (count,) = [item.bytes for item in items if item.component == "text encoders"]
     assert estimate.work.texts_have_format
-    return texts
+    return count
 
 
 def values(tensor: tc.Tensor) -> np.ndarray:
@@ -139,7 +141,7 @@ def test_text_encoders_take_the_formats_of_their_files(fp8_base: Path, sdxl_fold
         "text_encoder": None, "text_encoder_2": "fp8",
     }  # fmt: skip
     assert stored.text_precision == "bf16 same fp8"
-    # With --text-encoder-precision fp8, CLIP is rounded too, so caches of captions differ.
+    # With --text-encoder-precision fp8, CLIP is quantized too, so the cache has other features.
     both = flux(fp8_base, sdxl_folder, text_encoder_precision="fp8")
     assert both.text_precision == "bf16 fp8"
     assert both.text_identity() != stored.text_identity()
@@ -147,10 +149,10 @@ def test_text_encoders_take_the_formats_of_their_files(fp8_base: Path, sdxl_fold
     facts = plain.facts
     assert text_bytes(plain) == facts.bytes("bf16", *facts.text_encoders)
     saved = text_bytes(plain) - text_bytes(stored)
-    # A weight in fp8 takes a byte less than in bf16, and each row has a scale in f32.
+    # An fp8 weight takes one byte instead of the two of bf16, but each row has a scale of 4 bytes.
     layers = facts.parts["text_encoder_2"].layers.values()
     assert saved == sum(rows * columns - 4 * rows for rows, columns in layers)
-    # Keeping the codes of the file rounds nothing.
+    # Keeping the codes of the file rounds nothing: both families compute the same features.
     captions = ["one small red heart"]
     expected, found = plain.features(captions), stored.features(captions)
     for name, tensor in expected.items():

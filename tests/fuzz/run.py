@@ -1,10 +1,11 @@
-"""Feed damaged files to the readers in Python.
+"""Feed damaged files to the readers that Python calls.
 
-A reader may raise only the library's errors or OSError. It must end, and use little memory.
+A reader may return a result or raise one of the library's errors or OSError. It must end within a
+time limit and use little memory. Runs on Linux.
 
 python tests/fuzz/run.py [--cases 100000] [--seed 0] [--first 0] [READER ...]
 
-Readers in Rust are tested in rust/models/tests/fuzz.
+The fuzz tests of the readers in Rust are in rust/models/tests/fuzz.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ if TYPE_CHECKING:
 HANG = 120
 """The time limit of a case, s."""
 MOST_PIXELS = 1 << 18
-"""The most pixels of an image that Pillow decodes here: a small file can hold a huge image."""
+"""Pillow's limit for the pixels of an image: a small file can claim a huge image."""
 FREE_KIB, FACTOR = 64 * 1024, 10
-"""A reader may take FREE_KIB KiB of memory, plus FACTOR bytes for each byte of its input."""
+"""A reader may take FREE_KIB KiB of memory, and FACTOR bytes more for each byte of its input."""
 WORDS = [
     b"",
     b"0",
@@ -89,15 +90,16 @@ WORDS = [
     b".inf",
     b"~",
 ]
+"""Bytes that edits insert: text that parsers of JSON, YAML, numbers, paths or UTF-8 may mistake."""
 
 
-def mutated(rng: random.Random, seed: bytes) -> bytes:
-    """Damage `seed` with one to six random edits.
+def mutated(rng: random.Random, valid: bytes) -> bytes:
+    """Damage the content of a valid file with one to six random edits.
 
-    Two in 1000 results also begin with brackets or list items that are nested so deeply that a
-    recursive parser may fail.
+    Two in 1000 results also begin with brackets, mappings or list items that are nested so deeply
+    that a recursive parser may fail.
     """
-    data = bytearray(seed)
+    data = bytearray(valid)
     for _ in range(rng.randint(1, 6)):
         at = rng.randrange(len(data) + 1)
         length = rng.randint(1, 16)
@@ -124,62 +126,68 @@ def mutated(rng: random.Random, seed: bytes) -> bytes:
     return bytes(data)
 
 
-def mutated_tensors(rng: random.Random, seed: bytes) -> bytes:
-    """Change the header of a safetensors file and adapt its length, or change bytes anywhere."""
+def mutated_tensors(rng: random.Random, valid: bytes) -> bytes:
+    """Damage a safetensors file: its header, with the right length before it, or any bytes."""
     if rng.random() < 0.3:
-        return mutated(rng, seed)
-    (length,) = struct.unpack("<Q", seed[:8])
-    header = mutated(rng, seed[8 : 8 + length])
-    return struct.pack("<Q", len(header)) + header + seed[8 + length :]
+        return mutated(rng, valid)
+    (length,) = struct.unpack("<Q", valid[:8])
+    header = mutated(rng, valid[8 : 8 + length])
+    return struct.pack("<Q", len(header)) + header + valid[8 + length :]
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A function that gets the path of a file and reads it.
+    """A reader under test, and how to make damaged files for it.
 
-    `seeds` are contents of valid files, and `change` damages one of them. `file` is the name that
-    the damaged file gets. `beside` maps the names of other files in its folder to their contents.
+    `read` gets the path of a damaged file, whose name is `file`. `valid` has the contents of valid
+    files; `change` damages one of them. `beside` maps the names of other files in the same folder
+    to their contents.
     """
 
     name: str
     file: str
-    seeds: list[bytes]
+    valid: list[bytes]
     read: Callable[[Path], object]
     beside: dict[str, bytes]
     change: Callable[[random.Random, bytes], bytes] = mutated
 
 
 def images() -> dict[str, list[bytes]]:
-    """Small valid images by format."""
+    """Return small valid images, by format."""
     grey = Image.fromarray(np.arange(96, dtype=np.uint8).reshape(8, 12))
-    made: dict[str, list[bytes]] = {}
-    for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"):
-        for mode in ("L", "RGB", "P") if kind != "JPEG" else ("L", "RGB"):
+    contents: dict[str, list[bytes]] = {}
+    for image_format in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"):
+        for mode in ("L", "RGB", "P") if image_format != "JPEG" else ("L", "RGB"):
             file = io.BytesIO()
-            grey.convert(mode).save(file, kind)
-            made.setdefault(kind.lower(), []).append(file.getvalue())
-    return made
+            grey.convert(mode).save(file, image_format)
+            contents.setdefault(image_format.lower(), []).append(file.getvalue())
+    return contents
 
 
 def unigrams() -> tuple[bytes, bytes, bytes]:
-    """T5's first 60 tokens as tokenizer.json, and as spiece.model without and with a normalizer."""
+    """Return T5's first 60 tokens as a tokenizer.json and as two files spiece.model.
+
+    The second spiece.model also has a normalizer.
+    """
     path = files("trainable_candle.text") / "assets" / "t5_spiece.model.gz"
-    whole = gzip.decompress(path.read_bytes())
-    model = sentencepiece.parse(whole)
+    content = gzip.decompress(path.read_bytes())
+    model = sentencepiece.parse(content)
+    # Each token is a field of protobuf: a tag, one byte for the length, and that many bytes.
     end = 0
     for _ in range(60):
-        end += 2 + whole[end + 1]
-    normalizer = whole[whole.rfind(b"nmt_nfkc") - 6 :]
-    content = {
+        end += 2 + content[end + 1]
+    # The normalizer's field begins 6 bytes before its name, and is the last in the file.
+    normalizer = content[content.rfind(b"nmt_nfkc") - 6 :]
+    fields = {
         "added_tokens": [{"id": 0, "content": "<pad>"}, {"id": 60, "content": "<extra_id_0>"}],
         "normalizer": {"type": "Precompiled", "precompiled_charsmap": ""},
         "model": {"unk_id": model.unknown, "vocab": model.pieces[:60]},
     }
-    return json.dumps(content).encode(), whole[:end], whole[:end] + normalizer
+    return json.dumps(fields).encode(), content[:end], content[:end] + normalizer
 
 
 def language_model() -> bytes:
-    """A GGUF file of a tiny Llama with its tokenizer."""
+    """Return a GGUF file of a tiny Llama with its tokenizer."""
     rows = {"attn_q": 32, "attn_k": 32, "attn_v": 32, "attn_output": 32, "ffn_gate": 32,
             "ffn_up": 32, "ffn_down": 32}  # fmt: skip
     facts: dict[str, Fact] = {
@@ -204,7 +212,7 @@ def language_model() -> bytes:
 
 
 def readers() -> list[Reader]:
-    """Every reader."""
+    """Return all readers."""
     tensors = {"a": tc.zeros(3, 4), "b": tc.zeros(2).to("bf16")}
     entry = packed(tensors, {"size": "[64, 64]"})
     state = {
@@ -224,53 +232,63 @@ def readers() -> list[Reader]:
         "- path: b\n  caption: c\n  recursive: true\n"
     )
     lines = b'{"file_name": "a.png", "text": "a cat"}\n{"file_name": "b/c.png", "caption": "two"}\n'
-    merges = gzip.decompress(
+    all_merges = gzip.decompress(
         (files("trainable_candle.text") / "assets" / "clip_merges.txt.gz").read_bytes()
     )
-    merges = b"\n".join(merges.split(b"\n")[:40])
-    letters = [
+    merges = b"\n".join(all_merges.split(b"\n")[:40])
+    tokens = [
         *"abcdefghij",
         *(f"{c}</w>" for c in "abcdefghij"),
         "!",
         "<|startoftext|>",
         "<|endoftext|>",
     ]
-    vocabulary = json.dumps({token: n for n, token in enumerate(letters)}).encode()
+    vocabulary = json.dumps({token: i for i, token in enumerate(tokens)}).encode()
     settings = json.dumps({"pad_token": {"content": "!"}, "model_max_length": 77}).encode()
     from tokenizers import Tokenizer, models
 
-    whole = Tokenizer(models.BPE(vocab=json.loads(vocabulary), merges=[])).to_str().encode()
+    tokenizer_json = (
+        Tokenizer(models.BPE(vocab=json.loads(vocabulary), merges=[])).to_str().encode()
+    )
 
-    def tokenize(path: Path) -> object:
+    def read_clip(path: Path) -> object:
         return CLIPTokenizer.from_pretrained(path.parent).chunks("a big 'café'!", 2)
 
-    def split(path: Path) -> object:
+    def read_t5(path: Path) -> object:
         return T5Tokenizer.from_pretrained(path.parent)(["a big café", "\uff21 <extra_id_0>"], 9)
 
-    def header(path: Path) -> object:
+    def read_header(path: Path) -> object:
         return tc.inspect(path)
 
-    def look(path: Path) -> object:
+    def read_image(path: Path) -> object:
         return probe(path), read_rgb(path)
 
-    def load(path: Path) -> object:
+    def read_language_model(path: Path) -> object:
         tokenizer = ChatTokenizer.from_pretrained(path)
         return tokenizer.encode("a b\u00e9<s>"), tokenizer.stops, CausalLM.from_pretrained(path)
 
-    few = {"vocab.json": vocabulary, "merges.txt": b"#version\n", "tokenizer_config.json": settings}
+    clip_files = {
+        "vocab.json": vocabulary,
+        "merges.txt": b"#version\n",
+        "tokenizer_config.json": settings,
+    }
     text = [
         Reader(
             "captions",
             "a.txt",
             [b"a cat, a dog", "\ufeffhérisson".encode()],
-            lambda p: read_caption(p.with_suffix(".png")),
+            lambda path: read_caption(path.with_suffix(".png")),
             {},
         ),
-        Reader("metadata", "metadata.jsonl", [lines], lambda p: read_metadata(p.parent), {}),
+        Reader("metadata", "metadata.jsonl", [lines], lambda path: read_metadata(path.parent), {}),
         Reader("config", "config.yaml", [config.encode()], TrainConfig.from_yaml, {}),
         Reader("sources", "sources.yaml", [sources.encode()], parse_sources, {}),
         Reader(
-            "state", "state.json", [json.dumps(state).encode()], lambda p: read_state(p.parent), {}
+            "state",
+            "state.json",
+            [json.dumps(state).encode()],
+            lambda path: read_state(path.parent),
+            {},
         ),
         Reader(
             "csv log",
@@ -282,41 +300,45 @@ def readers() -> list[Reader]:
         Reader(
             "json log", "log.jsonl", [b'{"step": 1, "loss": 0.5}\n{"step": 2}\n'], read_json_log, {}
         ),
-        Reader("vocabulary", "vocab.json", [vocabulary], tokenize, few),
-        Reader("merges", "merges.txt", [merges, b"#version\na b\nc d</w>\n"], tokenize, few),
-        Reader("tokenizer settings", "tokenizer_config.json", [settings], tokenize, few),
-        Reader("tokenizer", "tokenizer.json", [whole], tokenize, {}),
-        Reader("unigram tokenizer", "tokenizer.json", [unigrams()[0]], split, {}),
+        Reader("vocabulary", "vocab.json", [vocabulary], read_clip, clip_files),
+        Reader(
+            "merges", "merges.txt", [merges, b"#version\na b\nc d</w>\n"], read_clip, clip_files
+        ),
+        Reader("tokenizer settings", "tokenizer_config.json", [settings], read_clip, clip_files),
+        Reader("tokenizer", "tokenizer.json", [tokenizer_json], read_clip, {}),
+        Reader("unigram tokenizer", "tokenizer.json", [unigrams()[0]], read_t5, {}),
     ]
     binary = [
-        Reader("header", "a.safetensors", [entry], header, {}, mutated_tensors),
+        Reader("header", "a.safetensors", [entry], read_header, {}, mutated_tensors),
         Reader(
             "entry",
             "a.safetensors",
             [entry],
-            lambda p: (facts_of(p), intact_facts(p)),
+            lambda path: (facts_of(path), intact_facts(path)),
             {},
             mutated_tensors,
         ),
         Reader("tensors", "a.safetensors", [entry], tc.load_file, {}, mutated_tensors),
-        Reader("language model", "a.gguf", [language_model()], load, {}),
-        Reader("unigram model", "spiece.model", unigrams()[1:], split, {}),
+        Reader("language model", "a.gguf", [language_model()], read_language_model, {}),
+        Reader("unigram model", "spiece.model", unigrams()[1:], read_t5, {}),
     ]
     return [
         *text,
         *binary,
-        *(Reader(k, f"a.{k}", seeds, look, {}) for k, seeds in images().items()),
+        *(Reader(name, f"a.{name}", valid, read_image, {}) for name, valid in images().items()),
     ]
 
 
 def peak_kib() -> int:
-    """The peak of resident memory since the last reset, KiB."""
+    """Return the peak of resident memory since the last write to clear_refs, KiB."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return int(status.partition("VmHWM:")[2].split()[0])
 
 
 def run(reader: Reader, cases: int, seed: int, first: int) -> None:
-    """Read `cases` damaged files; the process ends if a case takes longer than HANG.
+    """Read `cases` damaged files, from number `first` on, and print how many had no error.
+
+    An alarm ends the process if a case takes longer than HANG.
 
     Raises:
         AssertionError: the reader raised an error that is neither `Error` nor `OSError`, or took
@@ -329,9 +351,10 @@ def run(reader: Reader, cases: int, seed: int, first: int) -> None:
             (path.parent / other).write_bytes(content)
         for number in range(first, first + cases):
             rng = random.Random(f"{reader.name} {seed} {number}")
-            data = reader.change(rng, reader.seeds[number % len(reader.seeds)])
+            data = reader.change(rng, reader.valid[number % len(reader.valid)])
             path.write_bytes(data)
             where = f"{reader.name}: case {number} of seed {seed}, {data[:200]!r}"
+            # Writing 5 resets the peak of resident memory.
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
             before = peak_kib()
             signal.alarm(HANG)
@@ -356,18 +379,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--cases", type=int, default=1000, help="cases of each reader")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of the random edits")
+    parser.add_argument(
+        "--first",
+        type=int,
+        default=0,
+        help="the number of the first case, to repeat a case that failed",
+    )
     parser.add_argument("readers", nargs="*", metavar="READER", help="a reader (default: all)")
     options = parser.parse_args()
     Image.MAX_IMAGE_PIXELS = MOST_PIXELS
     warnings.simplefilter("ignore")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    every: list[Any] = readers()
-    unknown = set(options.readers) - {reader.name for reader in every}
+    known: list[Any] = readers()
+    unknown = set(options.readers) - {reader.name for reader in known}
     if unknown:
-        sys.exit(f"no reader {', '.join(unknown)}; expected {', '.join(r.name for r in every)}")
-    for reader in every:
+        sys.exit(f"no reader {', '.join(unknown)}; expected {', '.join(r.name for r in known)}")
+    for reader in known:
         if not options.readers or reader.name in options.readers:
             run(reader, options.cases, options.seed, options.first)
 

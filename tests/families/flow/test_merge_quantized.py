@@ -1,6 +1,6 @@
-"""`merge --to fp8` and `--to int8` of image models.
+"""`merge` of image models, mostly with `--to fp8` and `--to int8`.
 
-The tests check the files in ComfyUI's format and the losses that `merge` prints.
+The tests check the files in ComfyUI's format, and the losses and notes that `merge` prints.
 """
 
 import json
@@ -18,12 +18,14 @@ from trainable_candle.train import TrainConfig
 
 from .test_parts import files  # noqa: F401 - a fixture
 
+# The largest value of a code.
 LARGEST = {"fp8": 448, "int8": 127}
+# The name of the dtype in a safetensors header, and the name of the format in ComfyUI.
 FORMATS = {"fp8": ("F8_E4M3", "float8_e4m3fn"), "int8": ("I8", "int8_tensorwise")}
 
 
 def make_adapter(transformer: Path, path: Path) -> Path:
-    """Write a LoRA that has an effect, for a transformer in diffusers' format."""
+    """Write a LoRA with nonzero factors for a transformer in diffusers' format."""
     model = tc.models.load(transformer, dtype="f32")
     adapter = model.add_adapter(tc.LoraConfig(r=2, target_modules=["to_q", "to_v"]))
     tc.manual_seed(3)
@@ -34,33 +36,35 @@ def make_adapter(transformer: Path, path: Path) -> Path:
 
 
 def raw_tensors(path: Path) -> dict[str, tuple[str, np.ndarray]]:
-    """The dtype and the values of each tensor in a safetensors file; FP8 values are uint8 codes."""
+    """Read the dtype and the values of each tensor of a safetensors file; fp8 gives uint8 codes."""
     data = path.read_bytes()
     (size,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + size])
-    kinds = {"F32": np.float32, "U8": np.uint8, "I8": np.int8, "F8_E4M3": np.uint8}
+    dtypes = {"F32": np.float32, "U8": np.uint8, "I8": np.int8, "F8_E4M3": np.uint8}
     found = {}
     for key, entry in header.items():
         if key != "__metadata__":
-            start, end = (8 + size + at for at in entry["data_offsets"])
-            values = np.frombuffer(data[start:end], kinds[entry["dtype"]])
+            start, end = (8 + size + offset for offset in entry["data_offsets"])
+            values = np.frombuffer(data[start:end], dtypes[entry["dtype"]])
             found[key] = (entry["dtype"], values.reshape(entry["shape"]))
     return found
 
 
 def e4m3(codes: np.ndarray) -> np.ndarray:
+    """Return the values of fp8 codes: a sign, four bits of exponent, three of fraction."""
     bits = codes.astype(np.int64)
     exponent, fraction = bits >> 3 & 15, bits & 7
     normal = (1 + fraction / 8) * 2.0 ** (exponent - 7)
     return np.where(exponent == 0, fraction / 8 * 2.0**-6, normal) * np.where(bits & 128, -1, 1)
 
 
-def merged(given: list[str], output: Path, *flags: str) -> int:
+def merge(given: list[str], output: Path, *flags: str) -> int:
+    """Run `merge` in f32 and return the exit status."""
     return main(["merge", *given, "--output", str(output), "--precision", "f32", *flags])
 
 
 @pytest.mark.parametrize("to", ["fp8", "int8"])
-def test_the_file_has_comfyuis_format(
+def test_files_have_comfyuis_format_and_loading_keeps_their_codes(
     files: tuple[str, Path, Path, TrainConfig],  # noqa: F811
     tmp_path: Path,
     to: str,
@@ -71,79 +75,84 @@ def test_the_file_has_comfyuis_format(
     given += ["--vae", str(config.vae)]
     given += [part for path in config.text_encoder for part in ("--text-encoder", str(path))]
     plain, written = tmp_path / "plain.safetensors", tmp_path / "written.safetensors"
-    assert merged(given, plain) == 0
-    assert merged(given, written, "--to", to) == 0
+    assert merge(given, plain) == 0
+    assert merge(given, written, "--to", to) == 0
     expected, found = raw_tensors(plain), raw_tensors(written)
-    kind, format = FORMATS[to]
-    quantized = [key for key, (dtype, _) in found.items() if dtype == kind]
-    joined = any("qkv" in key or "linear1" in key for key in quantized)
-    assert joined == (name != "qwen-image")
+    dtype_of_codes, format = FORMATS[to]
+    quantized = [key for key, (dtype, _) in found.items() if dtype == dtype_of_codes]
+    # Files in the original format join some of diffusers' layers, except those of Qwen-Image.
+    has_joined_layers = any("qkv" in key or "linear1" in key for key in quantized)
+    assert has_joined_layers == (name != "qwen-image")
     for key in quantized:
-        layer, values = key.removesuffix("weight"), expected[key][1]
-        scale = found[f"{layer}weight_scale"][1]
+        prefix, values = key.removesuffix("weight"), expected[key][1]
+        scale = found[f"{prefix}weight_scale"][1]
+        # fp8 has one scale for each weight, int8 one for each row.
         largest = np.abs(values).max() if to == "fp8" else np.abs(values).max(1, keepdims=True)
         assert scale.shape == (() if to == "fp8" else (values.shape[0], 1))
         np.testing.assert_allclose(scale, largest / LARGEST[to], rtol=1e-6)
         codes = found[key][1]
-        steps = e4m3(codes) if to == "fp8" else codes.astype(np.float64)
-        # Rounding errs by up to half a unit in the last place. FP8 has three fraction bits, so this
-        # is at most 1/16 of the value, or 2^-10 scales for subnormal codes. For int8, it is half a
-        # scale.
-        within = np.maximum(np.abs(values) / 16, scale * 2**-10) if to == "fp8" else scale / 2
-        assert (np.abs(steps * scale - values) <= within * (1 + 1e-5)).all(), key
-        assert json.loads(found[f"{layer}comfy_quant"][1].tobytes()) == {"format": format}
-    beside = {f"{key.removesuffix('weight')}{end}" for key in quantized
+        code_values = e4m3(codes) if to == "fp8" else codes.astype(np.float64)
+        # Rounding errs by up to half a unit in the last place. fp8 has three fraction bits, so the
+        # error is at most 1/16 of the value, or 2^-10 scales for subnormal codes. For int8, it is
+        # at most half a scale.
+        limit = np.maximum(np.abs(values) / 16, scale * 2**-10) if to == "fp8" else scale / 2
+        assert (np.abs(code_values * scale - values) <= limit * (1 + 1e-5)).all(), key
+        assert json.loads(found[f"{prefix}comfy_quant"][1].tobytes()) == {"format": format}
+    added = {f"{key.removesuffix('weight')}{end}" for key in quantized
               for end in ("weight_scale", "comfy_quant")}  # fmt: skip
-    assert found.keys() - beside == expected.keys()
+    assert found.keys() - added == expected.keys()
     for key in expected.keys() - set(quantized):
         np.testing.assert_array_equal(found[key][1], expected[key][1], key)
 
-    # A model that is loaded with `quantize` in the file's number format keeps the file's codes: it
-    # does not round the weights again.
+    # A model that is loaded with `quantize` set to the file's format keeps the file's codes. If it
+    # rounded the weights again, they could differ from those of the dequantized model.
     read: dict[str, Any] = {"dtype": "f32", "subfolder": "transformer"}
-    model, stored = (tc.models.load(written, **read, **more) for more in ({}, {"quantize": to}))
-    values = stored.named_tensors()
-    for key, tensor in model.named_tensors().items():
-        if key in values:
-            np.testing.assert_array_equal(values[key].numpy(), tensor.numpy(), key)
+    dequantized, stored = (
+        tc.models.load(written, **read, **more) for more in ({}, {"quantize": to})
+    )
+    stored_tensors = stored.named_tensors()
+    for key, tensor in dequantized.named_tensors().items():
+        if key in stored_tensors:
+            np.testing.assert_array_equal(stored_tensors[key].numpy(), tensor.numpy(), key)
 
 
 @pytest.mark.parametrize("to", ["fp8", "int8"])
-def test_the_losses_before_and_after_rounding_are_reported(
+def test_the_losses_before_and_after_merging_are_printed(
     files: tuple[str, Path, Path, TrainConfig],  # noqa: F811
     tmp_path: Path,
     sdxl_folder: Path,
     to: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The loss after rounding differs from the loss before by less than 10 %."""
+    """Merging and rounding change the loss, but by less than 10 %."""
     name, base, _, _ = files
     adapter = make_adapter(base / "transformer", tmp_path / "adapter.safetensors")
     given = ["--model", name, "--weights", str(base), "--adapter", str(adapter)]
     data = ("--dataset", str(sdxl_folder), "--resolution", "32", "--max-side", "48")
-    assert merged(given, tmp_path / "written.safetensors", "--to", to, *data) == 0
-    told = capsys.readouterr().out.partition("loss: ")[2].partition("\n")[0]
-    apart, after = (float(part.split()[-1]) for part in told.split(","))
-    assert after != apart
-    assert abs(after - apart) < 0.1 * apart
+    assert merge(given, tmp_path / "written.safetensors", "--to", to, *data) == 0
+    losses = capsys.readouterr().out.partition("loss: ")[2].partition("\n")[0]
+    before, after = (float(part.split()[-1]) for part in losses.split(","))
+    assert after != before
+    assert abs(after - before) < 0.1 * before
 
 
-def test_impossible_outputs_are_errors_before_anything_is_loaded(
+def test_impossible_outputs_are_errors_before_the_data_set_is_read(
     flux_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    # The data set does not exist either: reading it first would give another error.
     given = ["--model", "flux", "--weights", str(flux_base), "--dataset", str(tmp_path / "none")]
-    assert merged(given, tmp_path / "folder", "--to", "fp8") == 2
+    assert merge(given, tmp_path / "folder", "--to", "fp8") == 2
     assert "with --to fp8, expected the name of a new .safetensors file" in capsys.readouterr().err
-    (there := tmp_path / "there.safetensors").touch()
-    assert merged(given, there, "--to", "fp8") == 2
-    assert f"--output is {there}, which exists; expected a new file" in capsys.readouterr().err
-    assert there.stat().st_size == 0
-    assert merged(given, tmp_path / "no" / "file.safetensors", "--to", "fp8") == 2
+    (existing := tmp_path / "existing.safetensors").touch()
+    assert merge(given, existing, "--to", "fp8") == 2
+    assert f"--output is {existing}, which exists; expected a new file" in capsys.readouterr().err
+    assert existing.stat().st_size == 0
+    assert merge(given, tmp_path / "no" / "file.safetensors", "--to", "fp8") == 2
     assert f"but there is no folder {tmp_path / 'no'}; make it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("settings", "flags", "told"),
+    ("settings", "flags", "note"),
     [
         (
             {"base_precision": "nf4"},
@@ -154,14 +163,15 @@ def test_impossible_outputs_are_errors_before_anything_is_loaded(
         ({"qat": "int8", "base_precision": "same"}, [], "use merge --to int8"),
         ({"qat": "int8", "base_precision": "same"}, ["--to", "int8"], ""),
     ],
+    ids=["nf4 base", "nf4 base, nf4 merged", "int8 QAT", "int8 QAT, int8 merged"],
 )
-def test_a_note_says_what_an_adapter_was_trained_with(
+def test_a_note_appears_unless_the_merge_quantizes_as_the_training_did(
     flux_base: Path,
     sdxl_folder: Path,
     tmp_path: Path,
     settings: dict[str, str],
     flags: list[str],
-    told: str,
+    note: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     result = train_adapter(
@@ -173,25 +183,26 @@ def test_a_note_says_what_an_adapter_was_trained_with(
     )  # fmt: skip
     capsys.readouterr()
     given = ["--model", "flux", "--weights", str(flux_base), "--adapter", str(result.adapter_path)]
-    assert merged(given, tmp_path / "merged.safetensors", *flags) == 0
-    found = capsys.readouterr().out
-    assert ("note: adapter" in found) == bool(told)
-    assert told in found
+    assert merge(given, tmp_path / "merged.safetensors", *flags) == 0
+    printed = capsys.readouterr().out
+    assert ("note: adapter" in printed) == bool(note)
+    assert note in printed
 
 
 @pytest.mark.parametrize("to", ["fp8", "int8"])
 def test_a_model_is_quantized_without_an_adapter(
     flux_base: Path, tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The next run reads the codes, instead of quantizing the original weights again."""
+    """A run with this file reads its codes, instead of quantizing the original weights again."""
     path = tmp_path / "quantized.safetensors"
     given = ["--model", "flux", "--weights", str(flux_base)]
-    assert merged(given, path, "--to", to) == 0
+    assert merge(given, path, "--to", to) == 0
     assert f"quantized model: {path}" in capsys.readouterr().out
     read: dict[str, Any] = {"dtype": "f32", "subfolder": "transformer"}
     original = tc.models.load(flux_base, **read).named_tensors()
     found = tc.models.load(path, **read, quantize=to).named_tensors()
     for key, value in original.items():
+        # fp8 errs most: it has three fraction bits.
         error = np.abs(found[key].numpy() - value.numpy()).max()
         assert error <= np.abs(value.numpy()).max() / 16, key
     assert tc.inspect(path, "flux").parts["transformer"].stored_format == to
@@ -200,17 +211,17 @@ def test_a_model_is_quantized_without_an_adapter(
 def test_an_adapter_is_merged_into_a_quantized_file(
     flux_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The merged file has plain weights, and says nothing of codes."""
+    """The merged file has only f32 weights: no codes, and no tensors that describe codes."""
     stored = tmp_path / "stored.safetensors"
-    assert merged(["--model", "flux", "--weights", str(flux_base)], stored, "--to", "fp8") == 0
+    assert merge(["--model", "flux", "--weights", str(flux_base)], stored, "--to", "fp8") == 0
     adapter = make_adapter(flux_base / "transformer", tmp_path / "adapter.safetensors")
     given = ["--model", "flux", "--weights", str(stored), "--adapter", str(adapter)]
-    assert merged(given, tmp_path / "merged.safetensors") == 0
+    assert merge(given, tmp_path / "merged.safetensors") == 0
     assert "note: the base was dequantized from fp8" in capsys.readouterr().out
     assert {dtype for dtype, _ in raw_tensors(tmp_path / "merged.safetensors").values()} == {"F32"}
 
 
-def test_a_note_is_printed_once(
+def test_a_note_is_printed_once_although_the_adapter_is_loaded_twice(
     flux_base: Path, sdxl_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     adapter = make_adapter(flux_base / "transformer", tmp_path / "plain.safetensors")
@@ -219,5 +230,5 @@ def test_a_note_is_printed_once(
     tc.save_file(tc.load_file(adapter), path, metadata)
     given = ["--model", "flux", "--weights", str(flux_base), "--adapter", str(path)]
     data = ("--dataset", str(sdxl_folder), "--resolution", "32", "--max-side", "48")
-    assert merged(given, tmp_path / "written.safetensors", "--to", "fp8", *data) == 0
+    assert merge(given, tmp_path / "written.safetensors", "--to", "fp8", *data) == 0
     assert capsys.readouterr().out.count("note: ") == 1

@@ -1,4 +1,7 @@
-"""Sampled images against those of diffusers' pipelines; needs torch, transformers and diffusers."""
+"""Text features and sampled images against those of diffusers' pipelines.
+
+The tests are skipped where torch, transformers or diffusers is missing.
+"""
 
 import gzip
 import json
@@ -25,10 +28,12 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
 
 GOLDEN = Path(__file__).parents[2] / "golden"
-# The width and height of images in pixels. They differ, so that tests fail if they are exchanged.
-# Tokens are squares of 4 px: 11 columns and 7 rows, both odd.
+# SIZE is the width and the height of images, px. They differ, so that tests fail if they are
+# exchanged. Tokens are squares of 4x4 px: 11 columns and 7 rows, both odd.
 SIZE, STEPS, SEED = (44, 28), 4, 3
 PROMPT, NEGATIVE = "a red blur", "noise"
+# Drawn pixels are rounded to 8 bits, which errs by up to half a level.
+TOLERANCE = 1e-3 + 0.5 / 255
 
 
 def t5_tokenizer(folder: Path) -> "transformers.T5Tokenizer":
@@ -42,11 +47,13 @@ def clip_tokenizer(folder: Path) -> "transformers.CLIPTokenizer":
 
 
 def noise(channels: int = 16, factor: int = 2) -> "torch.Tensor":
+    """Return the library's noise for latents that are `factor` times smaller than the image."""
     shape = (1, channels, SIZE[1] // factor, SIZE[0] // factor)
     return torch.from_numpy(draw_from(SEED, lambda: tc.randn(shape)).numpy())
 
 
 def ours(name: str, base: Path, guidance: float, negative: str) -> np.ndarray:
+    """Return the library's image, (1, H, W, 3), in [0, 1]."""
     task = families.load(name, base, "f32", "cpu")
     options = SampleOptions(
         steps=STEPS, seed=SEED, size=SIZE, guidance=guidance, negative_prompt=negative
@@ -54,7 +61,8 @@ def ours(name: str, base: Path, guidance: float, negative: str) -> np.ndarray:
     return task.draw([PROMPT], options).astype(np.float64) / 255
 
 
-# The part of Qwen3's template that renders a user's turn.
+# The part of Qwen3's chat template that renders turns without tools. Qwen-Image's prompts, which
+# diffusers renders without a chat template, do not use it.
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant\n"
@@ -72,6 +80,7 @@ def chat_tokenizer(folder: Path) -> "transformers.PreTrainedTokenizerFast":
 
 
 def load(kind: type, folder: Path) -> object:
+    """Load a model of transformers or diffusers in f32."""
     return kind.from_pretrained(folder, torch_dtype=torch.float32)
 
 
@@ -80,14 +89,14 @@ CAPTIONS = ["", PROMPT, "a blur of many words " * 150]
 
 
 def sd3(sd3_base: Path, tmp_path: Path) -> "diffusers.StableDiffusion3Pipeline":
-    with_projection = transformers.CLIPTextModelWithProjection
+    clip = transformers.CLIPTextModelWithProjection
     pipeline = diffusers.StableDiffusion3Pipeline(
         transformer=load(diffusers.SD3Transformer2DModel, sd3_base / "transformer"),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(sd3_base / "scheduler"),
         vae=load(diffusers.AutoencoderKL, sd3_base / "vae"),
-        text_encoder=load(with_projection, sd3_base / "text_encoder"),
+        text_encoder=load(clip, sd3_base / "text_encoder"),
         tokenizer=clip_tokenizer(sd3_base / "tokenizer"),
-        text_encoder_2=load(with_projection, sd3_base / "text_encoder_2"),
+        text_encoder_2=load(clip, sd3_base / "text_encoder_2"),
         tokenizer_2=clip_tokenizer(sd3_base / "tokenizer_2"),
         text_encoder_3=load(transformers.T5EncoderModel, sd3_base / "text_encoder_3"),
         tokenizer_3=t5_tokenizer(tmp_path / "t5"),
@@ -111,7 +120,7 @@ def test_images_of_sd3_equal_those_of_diffusers(sd3_base: Path, tmp_path: Path) 
         PROMPT, negative_prompt=NEGATIVE, num_inference_steps=STEPS, guidance_scale=4.5,
         height=SIZE[1], width=SIZE[0], latents=noise(), output_type="np",
     ).images  # fmt: skip
-    np.testing.assert_allclose(ours("sd3", sd3_base, 4.5, NEGATIVE), theirs, atol=1e-3 + 0.5 / 255)
+    np.testing.assert_allclose(ours("sd3", sd3_base, 4.5, NEGATIVE), theirs, atol=TOLERANCE)
 
 
 def flux(flux_base: Path, tmp_path: Path) -> "diffusers.FluxPipeline":
@@ -145,15 +154,15 @@ def test_images_of_flux_equal_those_of_diffusers(flux_base: Path, tmp_path: Path
         PROMPT, num_inference_steps=STEPS, guidance_scale=3.5, height=SIZE[1], width=SIZE[0],
         latents=packed, output_type="np", max_sequence_length=512,
     ).images  # fmt: skip
-    np.testing.assert_allclose(ours("flux", flux_base, 3.5, ""), theirs, atol=1e-3 + 0.5 / 255)
+    np.testing.assert_allclose(ours("flux", flux_base, 3.5, ""), theirs, atol=TOLERANCE)
 
 
 def chroma(base: Path, folder: Path) -> "diffusers.ChromaPipeline":
-    """diffusers' pipeline, patched to use a boolean mask of the text tokens.
+    """Return diffusers' pipeline, patched to use a boolean mask of the text tokens.
 
-    The code that Chroma was trained with also masks padding. diffusers 0.42 concatenates numbers
-    and booleans, so its mask holds numbers. Attention adds a mask of numbers to the scores instead
-    of excluding tokens, so the unpatched pipeline reads all of the padding.
+    The code that Chroma was trained with excludes padding, as a boolean mask does. diffusers 0.42
+    concatenates numbers and booleans, so its mask holds numbers. Attention adds such a mask to the
+    scores instead of excluding tokens, so the unpatched pipeline reads all of the padding.
     """
     pipeline = diffusers.ChromaPipeline(
         transformer=load(diffusers.ChromaTransformer2DModel, base / "transformer"),
@@ -164,16 +173,16 @@ def chroma(base: Path, folder: Path) -> "diffusers.ChromaPipeline":
     )
     prepare = pipeline._prepare_attention_mask
 
-    def masked(**given: object) -> "torch.Tensor | None":
+    def boolean_mask(**given: object) -> "torch.Tensor | None":
         mask = prepare(**given)
         return None if mask is None else mask.bool()
 
-    pipeline._prepare_attention_mask = masked
+    pipeline._prepare_attention_mask = boolean_mask
     return pipeline
 
 
 def test_chroma_reads_text_and_one_token_of_padding(chroma_base: Path, tmp_path: Path) -> None:
-    """One caption has no words, one has some, and one has so many that it is truncated."""
+    """One caption has no words, one has some, and one is so long that it is truncated."""
     pipeline = chroma(chroma_base, tmp_path / "t5")
     captions = ["", PROMPT, "a blur " * 400]
     with torch.no_grad():
@@ -181,6 +190,7 @@ def test_chroma_reads_text_and_one_token_of_padding(chroma_base: Path, tmp_path:
     found = families.load("chroma", chroma_base, "f32", "cpu").family.features(captions)
     lengths = found["lengths"].numpy().astype(int)
     np.testing.assert_array_equal(lengths, mask.sum(1).numpy())
+    # The end token, and one token of padding.
     assert lengths[0] == 2
     assert lengths[2] == 512
     for states, expected, length in zip(
@@ -203,17 +213,21 @@ def test_images_of_chroma_equal_those_of_diffusers(
         output_type="np",
     ).images  # fmt: skip
     found = ours("chroma", chroma_base, guidance, NEGATIVE)
-    np.testing.assert_allclose(found, theirs, atol=1e-3 + 0.5 / 255)
+    np.testing.assert_allclose(found, theirs, atol=TOLERANCE)
 
 
-def test_every_block_of_chroma_has_its_rows_of_the_modulation(tmp_path: Path) -> None:
-    """A model with three double-stream blocks; the golden model has only one such block."""
+def test_several_double_stream_blocks_of_chroma_equal_those_of_diffusers(tmp_path: Path) -> None:
+    """Each block reads its own rows of the modulation.
+
+    The model has three double-stream blocks. The golden model has only one.
+    """
     torch.manual_seed(0)
     config = json.loads((GOLDEN / "chroma" / "transformer" / "config.json").read_text())
     sizes = {"num_layers": 3, "num_single_layers": 2}
     config = {name: value for name, value in config.items() if not name.startswith("_")}
     theirs = diffusers.ChromaTransformer2DModel(**config | sizes)
     theirs.save_pretrained(tmp_path / "transformer")
+    # Latents, text features, times, positions of the image and of the text.
     given = (torch.randn(2, 6, 64), torch.randn(2, 5, 40), torch.tensor([0.2, 0.9]),
              torch.randn(6, 3), torch.zeros(5, 3))  # fmt: skip
     with torch.no_grad():
@@ -237,7 +251,7 @@ def z_image(zimage_base: Path) -> "diffusers.ZImagePipeline":
 
 def test_text_features_of_z_image_equal_those_of_diffusers(zimage_base: Path) -> None:
     with torch.no_grad():
-        # A copy, because the pipeline writes the template into the list.
+        # Pass a copy: the pipeline replaces the captions in the list by rendered templates.
         theirs, _ = z_image(zimage_base).encode_prompt(
             list(CAPTIONS), do_classifier_free_guidance=False
         )
@@ -250,14 +264,14 @@ def test_text_features_of_z_image_equal_those_of_diffusers(zimage_base: Path) ->
 
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 def test_images_of_z_image_equal_those_of_diffusers(zimage_base: Path, guidance: float) -> None:
-    # The pipeline's guidance scale is that of this library minus 1. The prompts have 29 and 19
-    # tokens, and both are padded to 32.
+    # The pipeline's guidance scale is that of this library minus 1. The prompt has 29 tokens, the
+    # negative prompt 19; both are padded to 32.
     theirs = z_image(zimage_base)(
         PROMPT, negative_prompt="", num_inference_steps=STEPS, guidance_scale=guidance - 1,
         height=SIZE[1], width=SIZE[0], latents=noise(), output_type="np",
     ).images  # fmt: skip
     found = ours("zimage", zimage_base, guidance, "")
-    np.testing.assert_allclose(found, theirs, atol=1e-3 + 0.5 / 255)
+    np.testing.assert_allclose(found, theirs, atol=TOLERANCE)
 
 
 def klein(base: Path, *, is_distilled: bool) -> "diffusers.Flux2KleinPipeline":
@@ -272,7 +286,7 @@ def klein(base: Path, *, is_distilled: bool) -> "diffusers.Flux2KleinPipeline":
 
 
 def test_flux2_reads_text_with_its_padding(flux2_base: Path) -> None:
-    """Two captions are padded, one is truncated; the features of padding are compared too."""
+    """Two captions are padded and one is truncated. The features of padding are compared too."""
     pipeline = klein(flux2_base, is_distilled=False)
     captions = ["", PROMPT, "a blur " * 100]
     with torch.no_grad():
@@ -288,7 +302,7 @@ def test_flux2_reads_text_with_its_padding(flux2_base: Path) -> None:
 def test_images_of_flux2_equal_those_of_diffusers(
     flux2_base: Path, tmp_path: Path, is_distilled: bool
 ) -> None:
-    """The guidance scale has no effect in a distilled model."""
+    """Both pipelines get a guidance scale of 4; a distilled model ignores it."""
     base = tmp_path / "klein"
     base.mkdir()
     for part in flux2_base.iterdir():
@@ -300,16 +314,18 @@ def test_images_of_flux2_equal_those_of_diffusers(
         prompt=PROMPT, num_inference_steps=STEPS, guidance_scale=4.0, height=SIZE[1],
         width=SIZE[0], latents=noise(128, 4), output_type="np",
     ).images  # fmt: skip
-    np.testing.assert_allclose(ours("flux2", base, 4.0, ""), theirs, atol=1e-3 + 0.5 / 255)
+    np.testing.assert_allclose(ours("flux2", base, 4.0, ""), theirs, atol=TOLERANCE)
 
 
 def qwen_image(base: Path) -> "diffusers.QwenImagePipeline":
     config = transformers.AutoConfig.from_pretrained(base / "text_encoder")
-    sizes = {"depth": 1, "hidden_size": 16, "num_heads": 1, "intermediate_size": 16}
-    for name, size in (sizes | {"out_hidden_size": 40}).items():
+    sizes = {"depth": 1, "hidden_size": 16, "num_heads": 1, "intermediate_size": 16,
+             "out_hidden_size": 40}  # fmt: skip
+    for name, size in sizes.items():
         setattr(config.vision_config, name, size)
     torch.manual_seed(0)
-    # The reference also has a vision encoder and a head. Their random weights have no effect.
+    # The model of transformers also has a vision encoder and a head. Their random weights have no
+    # effect on text features.
     encoder = transformers.Qwen2_5_VLForConditionalGeneration(config).float().eval()
     stored = {
         name.removeprefix("model."): torch.from_numpy(tensor.to("f32").numpy())
@@ -326,7 +342,7 @@ def qwen_image(base: Path) -> "diffusers.QwenImagePipeline":
 
 
 def test_qwen_image_reads_text_after_the_start_of_its_template(qwen_image_base: Path) -> None:
-    """One caption has no words, one has some, and one has so many that it is truncated."""
+    """One caption has no words, one has some, and one is so long that it is truncated."""
     captions = ["", PROMPT, "a blur " * 200]
     with torch.no_grad():
         theirs, mask = qwen_image(qwen_image_base).encode_prompt(captions)
@@ -346,7 +362,8 @@ def test_images_of_qwen_image_equal_those_of_diffusers(
 ) -> None:
     """The prompt and the negative prompt differ in length.
 
-    Guidance scales the prediction for each token to the norm of the prediction for the prompt.
+    With guidance, each token of the prediction is scaled to its norm in the prediction for the
+    prompt alone. The library's default negative prompt is a space.
     """
     pipeline, latents = qwen_image(qwen_image_base), noise()
     packed = pipeline._pack_latents(latents, *latents.shape)
@@ -355,7 +372,7 @@ def test_images_of_qwen_image_equal_those_of_diffusers(
         height=SIZE[1], width=SIZE[0], latents=packed, output_type="np",
     ).images  # fmt: skip
     found = ours("qwen-image", qwen_image_base, guidance, "")
-    np.testing.assert_allclose(found, theirs, atol=1e-3 + 0.5 / 255)
+    np.testing.assert_allclose(found, theirs, atol=TOLERANCE)
 
 
 def test_tokens_of_qwen2_equal_those_of_transformers(tmp_path: Path) -> None:
@@ -375,8 +392,8 @@ def test_tokens_of_qwen2_equal_those_of_transformers(tmp_path: Path) -> None:
     pairs = [tuple(merge.split()) for merge in merges]
     theirs = transformers.Qwen2Tokenizer(vocab=vocabulary, merges=pairs)
     theirs.add_special_tokens({"additional_special_tokens": list(names[1:])})
-    made = PromptTokenizer.from_pretrained(tmp_path, system="Look: {}")
+    ours = PromptTokenizer.from_pretrained(tmp_path, system="Look: {}")
     for text in ("", "hello w\u00f6rld, it's 2026!\n\n  we'LL", "e\u0301 \u4f60\u597d <|im_end|>"):
         turn = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-        whole = "<|im_start|>system\nLook: {}<|im_end|>\n" + turn
-        assert made.encode(text, 1000) == theirs(whole).input_ids
+        chat = "<|im_start|>system\nLook: {}<|im_end|>\n" + turn
+        assert ours.encode(text, 1000) == theirs(chat).input_ids

@@ -1,4 +1,4 @@
-"""Weights in separate files: a transformer, an autoencoder, text encoders."""
+"""Weights in separate files: a transformer, an autoencoder, text encoders; and in shards."""
 
 import json
 import shutil
@@ -15,13 +15,14 @@ from trainable_candle.export.gguf_file import write as write_gguf
 from trainable_candle.tasks.latent import SampleOptions
 from trainable_candle.train import TrainConfig
 
+# The text encoders of families that have more than one.
 ENCODERS = {"sd3": ("text_encoder", "text_encoder_2", "text_encoder_3"),
             "flux": ("text_encoder", "text_encoder_2")}  # fmt: skip
 FAMILIES = ("sd3", "flux", "chroma", "zimage", "flux2", "qwen-image")
 
 
-def write(base: Path, part: str, path: Path) -> Path:
-    """Copy a part's weights to `path`, and its configuration to the folder `part` beside it."""
+def copy_part(base: Path, part: str, path: Path) -> Path:
+    """Copy a part's weights to `path`, and its configuration into a folder `part` beside `path`."""
     (weights,) = (base / part).glob("*.safetensors")
     shutil.copy(weights, path)
     (path.parent / part).mkdir()
@@ -31,10 +32,10 @@ def write(base: Path, part: str, path: Path) -> Path:
 
 @pytest.fixture(params=FAMILIES)
 def files(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, Path, TrainConfig]:
-    """A family, its pipeline's folder, a file with the transformer, and settings.
+    """A family's name, its pipeline's folder, a file with the transformer, and settings.
 
-    The file's tensors have the original names. The settings name the files of the autoencoder and
-    of the text encoders.
+    The tensors in the file have their original names, not those of diffusers. The settings name the
+    files of the autoencoder and of the text encoders.
     """
     name = request.param
     base = request.getfixturevalue(f"{name.replace('-', '_')}_base")
@@ -44,18 +45,19 @@ def files(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, Pa
     vae = tmp_path / "ae.safetensors"
     tc.models.save_checkpoint(vae, {"vae": tc.models.load(base, subfolder="vae")})
     parts = ENCODERS.get(name, ("text_encoder",))
-    encoders = [str(write(base, part, tmp_path / f"{part}.safetensors")) for part in parts]
-    # The shapes of the autoencoder's tensors do not show its number of groups.
+    encoders = [str(copy_part(base, part, tmp_path / f"{part}.safetensors")) for part in parts]
+    # The autoencoder needs its configuration: the shapes of its tensors do not show how many groups
+    # its normalization has.
     (tmp_path / "vae").mkdir()
     shutil.copy(base / "vae" / "config.json", tmp_path / "vae")
     for tokenizer in base.glob("tokenizer*"):
         shutil.copytree(tokenizer, tmp_path / tokenizer.name)
-    # The last text encoder comes first: the order of encoders of different kinds does not matter.
+    # Put the last text encoder first: the order of encoders of different kinds does not matter.
     config = TrainConfig(text_encoder=[encoders[-1], *encoders[:-1]], vae=str(vae))
     return name, base, weights, config
 
 
-def test_parts_are_recognized_by_the_names_of_their_tensors(
+def test_each_part_is_found_in_its_file(
     files: tuple[str, Path, Path, TrainConfig],
 ) -> None:
     name, base, weights, config = files
@@ -64,15 +66,14 @@ def test_parts_are_recognized_by_the_names_of_their_tensors(
     assert found.parts.keys() == expected.parts.keys()
     for part, facts in expected.parts.items():
         assert found.parts[part].tensors == facts.tensors, part
-    latents = ("scaling_factor", "shift_factor", "latent_channels")
-    for field in latents:
+    for field in ("scaling_factor", "shift_factor", "latent_channels"):
         assert found.parts["vae"].config.get(field) == expected.parts["vae"].config.get(field)
     assert {facts.path.name for facts in found.parts.values()} == {
         "transformer.safetensors", "ae.safetensors", *(Path(p).name for p in config.text_encoder)
     }  # fmt: skip
 
 
-def test_a_gguf_file_is_the_transformer(
+def test_a_gguf_file_can_hold_the_transformer(
     files: tuple[str, Path, Path, TrainConfig], tmp_path: Path
 ) -> None:
     name, base, weights, config = files
@@ -95,34 +96,35 @@ def test_a_gguf_file_is_the_transformer(
         np.testing.assert_array_equal(tensor.numpy(), expected[key].numpy(), key)
 
 
-def test_latents_and_images_of_separate_files_equal_those_of_the_pipeline(
+def test_separate_files_give_the_latents_and_images_of_the_pipeline(
     files: tuple[str, Path, Path, TrainConfig],
 ) -> None:
     name, base, weights, config = files
-    one = families.load(name, weights, "f32", "cpu", config)
-    other = families.load(name, base, "f32", "cpu")
+    separate = families.load(name, weights, "f32", "cpu", config)
+    pipeline = families.load(name, base, "f32", "cpu")
     pixels = np.random.default_rng(0).integers(0, 256, (1, 16, 24, 3), dtype=np.uint8)
     latents = [task.family.coder.latents(task.family.coder.encode(pixels), None).numpy()
-               for task in (one, other)]  # fmt: skip
+               for task in (separate, pipeline)]  # fmt: skip
     np.testing.assert_array_equal(*latents)
-    needed = one.family.drawing_bytes((32, 32), 1)
-    rounded = families.load(name, weights, "f32", "cpu", config.with_(base_precision="nf4"))
-    assert rounded.family.drawing_bytes((32, 32), 1) < needed
-    one.family.model  # noqa: B018 - loads the denoiser
-    denoiser = one.family.facts.bytes("f32", "transformer")
-    assert one.family.drawing_bytes((32, 32), 1) == needed - denoiser > 0
+    # The estimate for drawing counts the denoiser in its format until it is loaded.
+    needed = separate.family.drawing_bytes((32, 32), 1)
+    quantized = families.load(name, weights, "f32", "cpu", config.with_(base_precision="nf4"))
+    assert quantized.family.drawing_bytes((32, 32), 1) < needed
+    separate.family.model  # noqa: B018 - loads the denoiser
+    denoiser = separate.family.facts.bytes("f32", "transformer")
+    assert separate.family.drawing_bytes((32, 32), 1) == needed - denoiser > 0
     options = SampleOptions(steps=1, size=(16, 16))
     if name not in {"sd3", "flux"}:
-        # Chroma's only text encoder is T5, and the tiny one has all tokens of T5's tokenizer. The
-        # tokenizers of Qwen's models are beside the encoders.
-        np.testing.assert_array_equal(one.draw(["a"], options), other.draw(["a"], options))
+        # Prompts can be encoded. Chroma's only text encoder is T5, and the tiny T5 has all tokens
+        # of the package's tokenizer. The tokenizers of Qwen's models are beside the encoders.
+        np.testing.assert_array_equal(separate.draw(["a"], options), pipeline.draw(["a"], options))
         return
-    # Prompts cannot be encoded: the package's tokenizers have more tokens than the tiny encoders.
+    # Prompts cannot be encoded: the package's CLIP tokenizer has more tokens than the tiny encoder.
     with pytest.raises(WeightsFormatError, match="tokenizer"):
-        one.draw(["a"], options)
+        separate.draw(["a"], options)
 
 
-def test_missing_parts_and_wrong_files_are_reported(
+def test_missing_parts_missing_files_and_repeated_parts_are_reported(
     files: tuple[str, Path, Path, TrainConfig], tmp_path: Path
 ) -> None:
     name, _, weights, config = files
@@ -138,49 +140,51 @@ def test_missing_parts_and_wrong_files_are_reported(
 def test_flux_does_not_apply_the_projection_of_a_clip_encoder(
     flux_base: Path, tmp_path: Path
 ) -> None:
-    """Files of CLIP-L for SDXL and SD3, and ComfyUI's files with all parts, have a projection."""
-    folder = tmp_path / "base"
-    shutil.copytree(flux_base, folder)
-    encoder = folder / "text_encoder"
+    """Flux needs no projection, but files of CLIP-L that are made for SDXL or SD3 have one."""
+    projecting_base = tmp_path / "base"
+    shutil.copytree(flux_base, projecting_base)
+    encoder = projecting_base / "text_encoder"
     config = json.loads((encoder / "config.json").read_text())
     config |= {"architectures": ["CLIPTextModelWithProjection"], "projection_dim": 24}
     (encoder / "config.json").write_text(json.dumps(config))
     (weights,) = encoder.glob("*.safetensors")
     tc.save_file(tc.load_file(weights) | {"text_projection.weight": tc.randn((24, 24))}, weights)
     captions = ["a red blur", "", "a " * 40]
-    plain, other = (
+    plain, projecting = (
         families.load("flux", base, "f32", "cpu").family.features(captions)["pooled_projections"]
-        for base in (flux_base, folder)
+        for base in (flux_base, projecting_base)
     )
     assert plain.shape == (3, 24)
-    np.testing.assert_array_equal(other.numpy(), plain.numpy())
+    np.testing.assert_array_equal(projecting.numpy(), plain.numpy())
 
 
 def shard(folder: Path, variant: str) -> None:
-    """Split a model's weight file into two shards with an index, as the libraries do."""
+    """Split a model's weight file into two shards with an index, named as diffusers names them."""
     (file,) = folder.glob("*.safetensors")
     tensors = tc.load_file(file)
     file.unlink()
     names = sorted(tensors)
     index: dict[str, str] = {}
-    for i, part in enumerate((names[::2], names[1::2]), 1):
+    for i, keys in enumerate((names[::2], names[1::2]), 1):
         name = f"{file.stem}{variant}-{i:05}-of-00002.safetensors"
-        tc.save_file({key: tensors[key] for key in part}, folder / name)
-        index |= dict.fromkeys(part, name)
+        tc.save_file({key: tensors[key] for key in keys}, folder / name)
+        index |= dict.fromkeys(keys, name)
     path = folder / f"{file.stem}.safetensors.index{variant}.json"
     path.write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
-@pytest.mark.parametrize("variant", ["", ".fp16"])
+@pytest.mark.parametrize("variant", ["", ".fp16"], ids=["plain", "fp16"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_pipelines_in_shards_draw_the_same(
+def test_a_pipeline_in_shards_draws_the_same_image(
     name: str, variant: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     base = request.getfixturevalue(f"{name.replace('-', '_')}_base")
-    folder = tmp_path / "base"
-    shutil.copytree(base, folder)
+    in_shards = tmp_path / "base"
+    shutil.copytree(base, in_shards)
     for part in ("transformer", *ENCODERS.get(name, ("text_encoder",))):
-        shard(folder / part, variant)
+        shard(in_shards / part, variant)
     options = SampleOptions(steps=1, size=(16, 16))
-    one, other = (families.load(name, path, "f32", "cpu") for path in (base, folder))
-    np.testing.assert_array_equal(one.draw(["a"], options), other.draw(["a"], options))
+    expected, found = (
+        families.load(name, path, "f32", "cpu").draw(["a"], options) for path in (base, in_shards)
+    )
+    np.testing.assert_array_equal(found, expected)

@@ -1,4 +1,4 @@
-"""Noise levels for sampling against diffusers' schedulers (tests/golden/schedules)."""
+"""Noise levels and their shifts, against diffusers' schedulers (tests/golden/schedules)."""
 
 import json
 from pathlib import Path
@@ -16,27 +16,27 @@ from trainable_candle.families.sd3 import SD3
 STORED = tc.load_file(Path(__file__).parents[2] / "golden" / "schedules" / "flow.safetensors")
 
 
-def test_levels_of_sd3_end_at_the_lowest_trained_level() -> None:
+def test_levels_of_sd3_equal_those_of_diffusers() -> None:
     expected = STORED["sd3_28_sigmas"].numpy()
     np.testing.assert_allclose(SD3.schedule.levels(28, 4096), expected, atol=1e-6)
 
 
-def test_levels_of_flux_are_shifted_by_the_image_size() -> None:
+def test_the_shift_of_flux_depends_on_the_image_size() -> None:
     expected = STORED["flux_28_seq1024_sigmas"].numpy()
     np.testing.assert_allclose(Flux.schedule.levels(28, 1024), expected, atol=1e-6)
     assert Flux.schedule.at(4096) == pytest.approx(3.158, abs=1e-3)
 
 
-def test_levels_of_flux2_are_shifted_by_image_size_and_steps() -> None:
-    """The logarithms of the shifts are those of diffusers' `compute_empirical_mu`."""
+def test_the_shift_of_flux2_depends_on_image_size_and_steps() -> None:
+    """The expected logarithms of the shifts are results of diffusers' `compute_empirical_mu`."""
     shifts = [Flux2.schedule.drawing(steps, 4096) for steps in (50, 4)]
     np.testing.assert_allclose(np.log(shifts), [2.02335, 2.29118], atol=1e-5)
-    # Above 4300 tokens, the number of steps does not matter.
+    # Above 4300 image tokens, the number of steps does not matter.
     assert Flux2.schedule.drawing(4, 4301) == Flux2.schedule.drawing(50, 4301)
     assert Flux2.schedule.in_training(4096) == pytest.approx(Flux.schedule.at(4096))
 
 
-def test_levels_in_training_can_be_shifted_by_the_image_size() -> None:
+def test_the_shift_in_training_depends_on_the_image_size() -> None:
     """Flux trains with the shift that it samples with at the same number of image tokens.
 
     SD3's shift in training is proportional to the square root of the number of pixels
@@ -47,13 +47,18 @@ def test_levels_in_training_can_be_shifted_by_the_image_size() -> None:
     assert SD3.schedule.in_training(1024) == pytest.approx(1.5)
 
 
-def test_the_scheduler_of_the_weights_sets_the_shift(tmp_path: Path) -> None:
+def test_the_scheduler_in_the_pipelines_folder_sets_the_shift(tmp_path: Path) -> None:
     folder = tmp_path / "scheduler"
     folder.mkdir()
     path = folder / "scheduler_config.json"
     path.write_text(json.dumps({"shift": 1.0, "use_dynamic_shifting": False}))
     schnell = FlowSchedule.of(tmp_path, Flux.schedule)
     np.testing.assert_allclose(schnell.levels(4, 4096), [1, 0.75, 0.5, 0.25, 0], atol=1e-7)
+
+
+def test_wrong_configurations_and_numbers_of_steps_are_rejected(tmp_path: Path) -> None:
+    path = tmp_path / "scheduler" / "scheduler_config.json"
+    path.parent.mkdir()
     for wrong, message in [
         ('{"shift": "x"}', "shift is 'x'"),
         ("[]", "an object"),
@@ -63,4 +68,4 @@ def test_the_scheduler_of_the_weights_sets_the_shift(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             FlowSchedule.of(tmp_path, Flux.schedule)
     with pytest.raises(ArgumentError, match="found 0 steps"):
-        schnell.levels(0, 16)
+        FlowSchedule().levels(0, 16)

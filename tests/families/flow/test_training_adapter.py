@@ -1,6 +1,7 @@
-"""A training adapter takes part in the training of another adapter, but not in inference.
+"""A training adapter is applied while another adapter is trained, but not when images are drawn.
 
-Distilled models are trained over an adapter that undoes the distillation, and are used without it.
+A distilled model is trained with a training adapter that undoes the distillation. It is used
+without the training adapter.
 """
 
 from collections.abc import Callable
@@ -22,8 +23,10 @@ OPTIONS = SampleOptions(steps=2, size=(32, 16))
 
 
 @pytest.fixture
-def made(sdxl_folder: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
-    def made(name: str, base: Path, output: str, **given: Any) -> TrainConfig:
+def configure(sdxl_folder: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
+    """A function that returns the settings of a run that writes to the folder `output`."""
+
+    def configure(name: str, base: Path, output: str, **given: Any) -> TrainConfig:
         settings = {
             "resolution": 32, "max_side": 48, "cache": "memory", "rank": 4, "device": "cpu",
             "precision": "f32", "steps": 2, "learning_rate": 1e-2, "max_grad_norm": 0.0,
@@ -31,10 +34,11 @@ def made(sdxl_folder: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
         } | given  # fmt: skip
         return TrainConfig(dataset=str(sdxl_folder), **settings)
 
-    return made
+    return configure
 
 
 def losses(output: Path) -> list[str]:
+    """Return the column of losses in a run's train.csv."""
     rows = (output / "train.csv").read_text().splitlines()
     column = rows[0].split(",").index("loss")
     return [row.split(",")[column] for row in rows[1:]]
@@ -42,21 +46,23 @@ def losses(output: Path) -> list[str]:
 
 @pytest.mark.parametrize("adapter", ["lora", "dora", "lokr"])
 @pytest.mark.parametrize("name", ["flux", "chroma", "zimage", "flux2", "qwen-image"])
-def test_a_training_adapter_affects_only_training_steps(
-    name: str, adapter: str, made: Callable[..., TrainConfig], request: pytest.FixtureRequest
+def test_a_training_adapter_affects_the_loss_but_no_images(
+    name: str, adapter: str, configure: Callable[..., TrainConfig], request: pytest.FixtureRequest
 ) -> None:
     base = request.getfixturevalue(f"{name.replace('-', '_')}_base")
-    over = train_adapter(made(name, base, "over", rank=3, alpha=6.0)).adapter_path
-    form = {} if adapter != "lokr" else {"format": "comfyui"}
+    training_adapter = train_adapter(configure(name, base, "over", rank=3, alpha=6.0)).adapter_path
+    form = {"format": "comfyui"} if adapter == "lokr" else {}
     given = {"adapter": adapter, "alpha": 2.0, "sample_prompts": ["a"], "sample_steps": 1, **form}
-    plain = train_adapter(made(name, base, "plain", **given))
-    run = train_adapter(made(name, base, "run", **given, training_adapter=str(over)))
+    plain = train_adapter(configure(name, base, "plain", **given))
+    run = train_adapter(
+        configure(name, base, "run", **given, training_adapter=str(training_adapter))
+    )
     assert losses(run.output)[0] != losses(plain.output)[0]
-    # The first preview comes before the first step: the new adapter has no effect yet, and previews
-    # turn the training adapter off. So both runs draw the images of the base model.
+    # The first preview is drawn before the first step: the new adapter has no effect yet, and the
+    # training adapter is off in previews. So both runs draw the images of the base model.
     previews = [min((r.output / "samples").glob("*.png")).read_bytes() for r in (plain, run)]
     assert previews[0] == previews[1]
-    # The run's model draws like a base model with the run's adapter and no training adapter.
+    # After the run, its model draws like a base model with the new adapter alone.
     task = families.load(name, base, "f32", "cpu")
     task.load_adapter(run.adapter_path, 1.0)
     drawn = task.draw(["a"], OPTIONS).astype(int)
@@ -66,15 +72,15 @@ def test_a_training_adapter_affects_only_training_steps(
 
 
 def test_a_resumed_run_keeps_the_training_adapter(
-    zimage_base: Path, made: Callable[..., TrainConfig]
+    zimage_base: Path, configure: Callable[..., TrainConfig]
 ) -> None:
-    over = train_adapter(made("zimage", zimage_base, "over")).adapter_path
-    settings = {"training_adapter": str(over), "steps": 4, "save_every": 2}
-    whole = train_adapter(made("zimage", zimage_base, "whole", **settings))
-    part = made("zimage", zimage_base, "part", **settings)
-    train_adapter(part.with_(steps=2))
-    again = train_adapter(part.with_(resume="latest"))
-    expected, found = (tc.load_file(run.adapter_path) for run in (whole, again))
+    training_adapter = train_adapter(configure("zimage", zimage_base, "over")).adapter_path
+    settings = {"training_adapter": str(training_adapter), "steps": 4, "save_every": 2}
+    uninterrupted = train_adapter(configure("zimage", zimage_base, "whole", **settings))
+    interrupted = configure("zimage", zimage_base, "part", **settings)
+    train_adapter(interrupted.with_(steps=2))
+    resumed = train_adapter(interrupted.with_(resume="latest"))
+    expected, found = (tc.load_file(run.adapter_path) for run in (uninterrupted, resumed))
     for key, tensor in expected.items():
         np.testing.assert_array_equal(found[key].numpy(), tensor.numpy(), err_msg=key)
 
@@ -87,67 +93,68 @@ def test_a_training_adapter_can_be_switched_off_and_removed_exactly(
     folder = flux2_base / "transformer"
     tc.manual_seed(1)
 
-    def adapted(path: str, **given: Any) -> Path:
+    def write_adapter(name: str, **given: Any) -> Path:
         model = tc.models.load(folder, dtype="f32")
         config = tc.LoraConfig(r=3, lora_alpha=6.0, target_modules=["to_q", "to_out"], **given)
         adapter = model.add_adapter(config)
         for var in adapter.parameters():
             var.set(var + 0.2 * tc.randn(var.shape))
-        adapter.save(tmp_path / path)
-        return tmp_path / path
+        adapter.save(tmp_path / name)
+        return tmp_path / name
 
-    over, trained = adapted("over.safetensors"), adapted("b.safetensors", use_dora=kind == "dora")
+    training_adapter = write_adapter("training.safetensors")
+    adapter = write_adapter("adapter.safetensors", use_dora=kind == "dora")
     case = tc.load_file(FORWARD)
     inputs = {
         "hidden_states": tc.randn((2, 24, 128)), "encoder_hidden_states": tc.randn((2, 19, 48)),
         "timestep": case["timestep"], "img_ids": case["img_ids"], "txt_ids": case["txt_ids"],
     }  # fmt: skip
     model = tc.models.load(folder, dtype=dtype)
-    model.load_adapter(trained)
+    model.load_adapter(adapter)
     alone = model(**inputs).to("f32").numpy()
     with pytest.raises(ArgumentError, match="add_training_adapter: scale is NaN, expected a"):
-        model.add_training_adapter(over, float("nan"))
-    product = model.add_training_adapter(over)
-    assert len(product) == 4
+        model.add_training_adapter(training_adapter, float("nan"))
+    attached = model.add_training_adapter(training_adapter)
+    assert len(attached) == 4
     both = model(**inputs).to("f32").numpy()
     assert np.abs(both - alone).max() > 0.05
-    product.set_enabled(False)
+    attached.set_enabled(False)
     np.testing.assert_array_equal(model(**inputs).to("f32").numpy(), alone)
-    product.set_enabled(True)
+    attached.set_enabled(True)
     np.testing.assert_array_equal(model(**inputs).to("f32").numpy(), both)
     with pytest.raises(ConfigError, match="the layer has a training adapter already"):
-        model.add_training_adapter(over)
-    product.remove()
+        model.add_training_adapter(training_adapter)
+    attached.remove()
     np.testing.assert_array_equal(model(**inputs).to("f32").numpy(), alone)
     if kind == "dora" or dtype == "bf16":
         return
-    # In f32, merging the training adapter before loading the other adapter gives the same result.
+    # In f32, a LoRA on a base into which the training adapter is merged gives the same result.
     merged = tc.models.load(folder, dtype="f32")
-    merged.load_adapter(over)
+    merged.load_adapter(training_adapter)
     merged.merge_adapter()
     merged.save_pretrained(tmp_path / "merged")
     other = tc.models.load(tmp_path / "merged", dtype="f32")
-    other.load_adapter(trained)
+    other.load_adapter(adapter)
     np.testing.assert_allclose(other(**inputs).numpy(), both, rtol=1e-4, atol=1e-4)
 
 
-def test_files_that_are_no_training_adapter_are_rejected(
-    zimage_base: Path, flux_base: Path, made: Callable[..., TrainConfig], tmp_path: Path
+def test_files_that_cannot_be_training_adapters_are_rejected(
+    zimage_base: Path, flux_base: Path, configure: Callable[..., TrainConfig], tmp_path: Path
 ) -> None:
     settings = {"rank": 2, "steps": 1}
-    dora = train_adapter(made("zimage", zimage_base, "dora", adapter="dora", **settings))
-    other = train_adapter(made("flux", flux_base, "flux", **settings))
+    dora = train_adapter(configure("zimage", zimage_base, "dora", adapter="dora", **settings))
+    other = train_adapter(configure("flux", flux_base, "flux", **settings))
     for path, message in (
         (dora.adapter_path, "it is a dora, expected a LoRA"),
         (other.adapter_path, "has no such layer"),
         (tmp_path / "none", "there is no file or folder"),
     ):
         with pytest.raises(tc.Error, match=message):
-            train_adapter(made("zimage", zimage_base, "out", training_adapter=str(path)))
+            train_adapter(configure("zimage", zimage_base, "out", training_adapter=str(path)))
 
 
-def test_a_training_adapter_replaces_the_warning_about_distilled_models(tmp_path: Path) -> None:
-    for name, given, expected in (
+def test_a_note_appears_if_a_training_adapter_is_missing_or_unexpected(tmp_path: Path) -> None:
+    for name, training_adapter, expected in (
         ("turbo", None, ["undoes its distillation to a few steps; train the base"]),
         ("turbo", "a", []),
         ("base", None, []),
@@ -156,7 +163,7 @@ def test_a_training_adapter_replaces_the_warning_about_distilled_models(tmp_path
         folder = tmp_path / name
         if not folder.exists():
             folder.mkdir()
-        config = TrainConfig(training_adapter=given)
+        config = TrainConfig(training_adapter=training_adapter)
         notes = families.find("zimage")(folder, "f32", "cpu", config).notes()  # type: ignore[attr-defined]
         assert len(notes) == len(expected)
         assert all(text in note for text, note in zip(expected, notes, strict=True))

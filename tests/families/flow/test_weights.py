@@ -1,4 +1,4 @@
-"""Facts about the weights of a flow model: whether parts fit together, and distillation."""
+"""What weights of flow models decide: defaults and notes, and errors for parts that do not fit."""
 
 import json
 import re
@@ -17,33 +17,34 @@ from trainable_candle.tasks.latent import LatentModel, SampleOptions
 from trainable_candle.train import TrainConfig
 
 FAMILIES = ("sd3", "flux", "chroma", "zimage", "flux2", "qwen-image")
+# The fields for the widths of text features, unless there is only `joint_attention_dim`.
 FEATURES = {"zimage": ["cap_feat_dim"], "sd3": ["joint_attention_dim", "pooled_projection_dim"],
             "flux": ["joint_attention_dim", "pooled_projection_dim"]}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_parts_of_other_models_are_reported_before_they_are_loaded(
+def test_parts_that_do_not_fit_are_reported_by_loading_and_by_checking(
     name: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     base = request.getfixturevalue(f"{name.replace('-', '_')}_base")
-    features = FEATURES.get(name, ["joint_attention_dim"])
-    for field in ("in_channels", *features):
+    fields = ("in_channels", *FEATURES.get(name, ["joint_attention_dim"]))
+    for field in fields:
         folder = tmp_path / field
         shutil.copytree(base, folder)
         path = folder / "transformer" / "config.json"
-        config = json.loads(path.read_text())
-        outputs = {"out_channels": 16} if "out_channels" in config else {}
-        path.write_text(json.dumps(config | outputs | {field: 2 * config[field]}))
-        wrong = "vae: the latents of" if field == "in_channels" else "text_encoder.*: it makes"
-        with pytest.raises(ConfigError, match=rf"{wrong} .*but the transformer reads"):
+        content = json.loads(path.read_text())
+        outputs = {"out_channels": 16} if "out_channels" in content else {}
+        path.write_text(json.dumps(content | outputs | {field: 2 * content[field]}))
+        error = "vae: the latents of" if field == "in_channels" else "text_encoder.*: it makes"
+        with pytest.raises(ConfigError, match=rf"{error} .*but the transformer reads"):
             families.load(name, folder, "f32", "cpu")
         config = TrainConfig(model=name, weights=str(folder))
-        with pytest.raises(ConfigError, match=rf"{wrong} .*but the transformer reads"):
+        with pytest.raises(ConfigError, match=rf"{error} .*but the transformer reads"):
             families.find(name)(folder, "f32", "cpu", config).task().check(lambda _: None)
 
 
 @pytest.mark.parametrize(
-    ("name", "plain", "distilled", "usual"),
+    ("name", "plain", "distilled", "steps_and_guidance"),
     [
         ("sd3", "sd3.5_large", "sd3.5_large_turbo", (4, 1.0)),
         ("chroma", "Chroma1-HD", "Chroma1-HD-Flash", (16, 1.0)),
@@ -52,10 +53,15 @@ def test_parts_of_other_models_are_reported_before_they_are_loaded(
     ],
 )
 @pytest.mark.parametrize("place", ["file", "cache"])
-def test_distilled_models_draw_in_few_steps_without_guidance(
-    name: str, plain: str, distilled: str, usual: tuple[int, float], place: str, tmp_path: Path
+def test_distilled_models_draw_in_few_steps_without_guidance_by_default(
+    name: str,
+    plain: str,
+    distilled: str,
+    steps_and_guidance: tuple[int, float],
+    place: str,
+    tmp_path: Path,
 ) -> None:
-    """The names of files and of repositories in the hub's cache show the distillation."""
+    """The name of the file, or of the repository in the cache, shows that a model is distilled."""
 
     def family(weights: str) -> LatentModel:
         path = tmp_path / f"{weights}.safetensors"
@@ -65,14 +71,14 @@ def test_distilled_models_draw_in_few_steps_without_guidance(
         return families.find(name)(path, "f32", "cpu", TrainConfig())  # type: ignore[return-value]
 
     base, fast = family(plain), family(distilled)
-    assert fast.usual == usual
+    assert fast.usual == steps_and_guidance
     assert base.usual.steps >= 28
     assert base.usual.guidance > 1
     assert base.notes() == []
     assert "undoes its distillation" in fast.notes()[0]
 
 
-def test_flux_schnell_draws_in_four_steps(flux_base: Path, tmp_path: Path) -> None:
+def test_flux_schnell_draws_in_four_steps_by_default(flux_base: Path, tmp_path: Path) -> None:
     assert families.load("flux", flux_base, "f32", "cpu").family.usual == (28, 3.5)
     folder = tmp_path / "base"
     shutil.copytree(flux_base, folder)
@@ -80,8 +86,8 @@ def test_flux_schnell_draws_in_four_steps(flux_base: Path, tmp_path: Path) -> No
     path.write_text(json.dumps(json.loads(path.read_text()) | {"guidance_embeds": False}))
     schnell = families.load("flux", folder, "f32", "cpu").family
     assert schnell.usual == (4, 1.0)
-    # The configuration of schnell's scheduler has a shift of 1; a single file has no such
-    # configuration.
+    # Without a scheduler's configuration, as with a single file, the shift is 1 as in schnell's
+    # published configuration.
     shutil.rmtree(folder / "scheduler")
     schnell = families.load("flux", folder, "f32", "cpu").family
     np.testing.assert_allclose(schnell.found_schedule.levels(4, 4096), [1, 0.75, 0.5, 0.25, 0])
@@ -138,11 +144,11 @@ def test_a_run_has_the_learning_rate_and_clipping_of_its_family(
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "flux"])
 def test_a_note_warns_if_the_range_of_f16_is_too_small(name: str, tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text('{"is_distilled": false}')
-    warns = {
+    has_notes = {
         dtype: bool(families.find(name)(tmp_path, dtype, "cpu", TrainConfig()).notes())  # type: ignore[attr-defined]
         for dtype in ("f16", "bf16")
     }
-    assert warns == {"f16": name in {"zimage", "qwen-image"}, "bf16": False}
+    assert has_notes == {"f16": name in {"zimage", "qwen-image"}, "bf16": False}
 
 
 def test_errors_about_separate_parts_say_what_is_wrong(
@@ -166,10 +172,10 @@ TITLES = {"sd3": "SD3.5", "flux": "Flux", "chroma": "Chroma", "zimage": "Z-Image
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_weights_of_another_family_are_reported(
+def test_weights_of_another_family_and_missing_parts_are_reported(
     name: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """Files with original names and folders: the error says which family they are of."""
+    """The error names the family of a file with original tensor names, and of a folder."""
     base = request.getfixturevalue(f"{name.replace('-', '_')}_base")
     file = tmp_path / "weights.safetensors"
     tc.models.save_checkpoint(file, {"transformer": tc.models.load(base / "transformer")})
@@ -184,7 +190,7 @@ def test_weights_of_another_family_are_reported(
         families.load(name, file, "f32", "cpu")
 
 
-def test_a_file_of_another_text_encoder_is_reported(
+def test_a_file_with_another_text_encoder_is_reported(
     chroma_base: Path, zimage_base: Path, tmp_path: Path
 ) -> None:
     (weights,) = (chroma_base / "text_encoder").glob("*.safetensors")

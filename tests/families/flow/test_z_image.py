@@ -1,4 +1,4 @@
-"""Properties of Z-Image: its chat template, caption lengths, tokenizer and distilled models."""
+"""Z-Image: its chat template, the lengths of captions, its tokenizer, and distilled models."""
 
 import shutil
 from pathlib import Path
@@ -18,37 +18,42 @@ CAPTIONS = ("", "a red blur on a blue ground, seen from above")
 
 def test_captions_are_wrapped_in_the_template(zimage_base: Path) -> None:
     folder = zimage_base / "tokenizer"
-    plain, quiet = (PromptTokenizer.from_pretrained(folder, thinks=t) for t in (True, False))
-    tokens = plain.encode("{}", 512)
+    thinking = PromptTokenizer.from_pretrained(folder, thinks=True)
+    not_thinking = PromptTokenizer.from_pretrained(folder, thinks=False)
+    tokens = thinking.encode("{}", 512)
     # The tokens are <|im_start|>, "user\n", "{}", <|im_end|>, "\n", <|im_start|>, "assistant\n".
     # Each byte of a quoted text is one token.
     assert len(tokens) == 1 + 5 + 2 + 1 + 1 + 1 + 10
-    thoughts = quiet.encode("{}", 512)[len(tokens) :]
+    # Without thinking, empty thoughts follow: <think>, "\n\n", </think>, "\n\n".
+    thoughts = not_thinking.encode("{}", 512)[len(tokens) :]
     assert len(thoughts) == 1 + 2 + 1 + 2
-    assert plain.encode("a" * 600, 512) == plain.encode("a" * 900, 512)
-    assert plain.size == 256 + 5
+    # Both captions are truncated.
+    assert thinking.encode("a" * 600, 512) == thinking.encode("a" * 900, 512)
+    # One token for each byte, and five special tokens.
+    assert thinking.size == 256 + 5
 
 
 def test_features_are_padded_to_a_multiple_of_32_tokens(zimage_base: Path) -> None:
     family = families.load("zimage", zimage_base, "f32", "cpu").family
-    made = family.features(CAPTIONS)
-    assert made["encoder_hidden_states"].shape == (2, 64, 40)
-    assert made["lengths"].numpy().tolist() == [19, 63]
+    batch = family.features(CAPTIONS)
+    assert batch["encoder_hidden_states"].shape == (2, 64, 40)
+    assert batch["lengths"].numpy().tolist() == [19, 63]
+    # `text_length` counts multiples of 32 tokens.
     assert [family.text_length(caption) for caption in CAPTIONS] == [1, 2]
-    one = family.features(CAPTIONS[:1])["encoder_hidden_states"]
-    assert one.shape == (1, 32, 40)
+    alone = family.features(CAPTIONS[:1])["encoder_hidden_states"]
+    assert alone.shape == (1, 32, 40)
     np.testing.assert_allclose(
-        one[:, :19].numpy(), made["encoder_hidden_states"][:1, :19].numpy(), atol=1e-6
+        alone[:, :19].numpy(), batch["encoder_hidden_states"][:1, :19].numpy(), atol=1e-6
     )
 
 
 def test_captions_of_a_batch_do_not_affect_each_other(zimage_base: Path) -> None:
     family = families.load("zimage", zimage_base, "f32", "cpu").family
     sample, times = tc.randn((2, 16, 12, 8)), tc.tensor([200.0, 700.0])
-    whole = family.predict(sample, times, family.features(CAPTIONS))
+    together = family.predict(sample, times, family.features(CAPTIONS))
     for i, caption in enumerate(CAPTIONS):
-        one = family.predict(sample[i : i + 1], times[i : i + 1], family.features([caption]))
-        np.testing.assert_allclose(one.numpy()[0], whole.numpy()[i], rtol=1e-4, atol=1e-5)
+        alone = family.predict(sample[i : i + 1], times[i : i + 1], family.features([caption]))
+        np.testing.assert_allclose(alone.numpy()[0], together.numpy()[i], rtol=1e-4, atol=1e-5)
 
 
 def test_the_tokenizer_is_found_beside_the_text_encoder(zimage_base: Path, tmp_path: Path) -> None:
@@ -69,11 +74,11 @@ def test_the_tokenizer_is_found_beside_the_text_encoder(zimage_base: Path, tmp_p
         task.draw(["a"], options)
     shutil.copytree(zimage_base / "tokenizer", parts / "tokenizer")
     task = families.load("zimage", weights, "f32", "cpu", config)
-    whole = families.load("zimage", zimage_base, "f32", "cpu")
-    np.testing.assert_array_equal(task.draw(["a"], options), whole.draw(["a"], options))
+    pipeline = families.load("zimage", zimage_base, "f32", "cpu")
+    np.testing.assert_array_equal(task.draw(["a"], options), pipeline.draw(["a"], options))
 
 
-def test_training_a_distilled_model_gives_a_warning(zimage_base: Path, tmp_path: Path) -> None:
+def test_a_note_says_that_training_undoes_a_distillation(zimage_base: Path, tmp_path: Path) -> None:
     def notes(name: str) -> list[str]:
         (tmp_path / name).symlink_to(tmp_path / "models" / name)
         shutil.copytree(zimage_base, tmp_path / "models" / name)
@@ -83,7 +88,9 @@ def test_training_a_distilled_model_gives_a_warning(zimage_base: Path, tmp_path:
     assert "undoes its distillation" in notes("Z-Image-Turbo")[0]
 
 
-def test_files_without_the_template_are_reported(zimage_base: Path, tmp_path: Path) -> None:
+def test_damaged_tokenizers_and_those_without_the_templates_tokens_are_reported(
+    zimage_base: Path, tmp_path: Path
+) -> None:
     text = (zimage_base / "tokenizer" / "tokenizer.json").read_text()
     (tmp_path / "tokenizer.json").write_text(text.replace("<|im_end|>", "<|other|>"))
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Settings for runs of the small SDXL."""
+"""A fixture for the tests of SDXL."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ from trainable_candle.train import TrainConfig
 
 @pytest.fixture
 def configure(sdxl_folder: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
-    """A function that returns the settings of a run on the small images."""
+    """A function that returns settings of a run on the small images; arguments replace defaults."""
 
     def configure(**given: Any) -> TrainConfig:
         settings = {

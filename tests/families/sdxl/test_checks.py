@@ -1,4 +1,4 @@
-"""Settings that do not suit the model are rejected before images are read or encoded."""
+"""Settings are checked against the model before images are read, and against the images after."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,13 +12,14 @@ from trainable_candle.errors import ArgumentError, ConfigError, Error
 from trainable_candle.families.sdxl import SDXL
 from trainable_candle.train import TrainConfig
 
+# Layers of the UNet.
 TARGETS = ["attn2.to_q", "attn2.to_k"]
 Check = Callable[..., list[str]]
 
 
 @pytest.fixture
 def check(sdxl_base: Path) -> Check:
-    """A function that checks some settings and returns the reported lines."""
+    """A function that checks settings and returns the lines that the check reports."""
 
     def check(weights: Path = sdxl_base, **settings: Any) -> list[str]:
         config = TrainConfig(model="sdxl", dataset="none", output="none", **settings)
@@ -51,7 +52,7 @@ def check(sdxl_base: Path) -> Check:
     ],
     ids=str,
 )
-def test_settings_that_do_not_suit_are_rejected(
+def test_settings_that_do_not_suit_the_model_are_rejected(
     check: Check, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((ConfigError, ArgumentError, FileNotFoundError), match=message):
@@ -62,7 +63,7 @@ def test_layers_may_be_given_as_patterns(check: Check) -> None:
     check(target_modules=["to_(q|k)"], exclude_modules=["attn1.to_(q|k)"])
 
 
-def test_layers_of_text_encoders_may_be_left_out(check: Check) -> None:
+def test_layers_of_text_encoders_may_be_excluded_only_if_these_are_trained(check: Check) -> None:
     check(exclude_modules=["fc1"], train_text_encoder=True)
     with pytest.raises(ConfigError, match="`fc1` is none of the layers"):
         check(exclude_modules=["fc1"])
@@ -73,15 +74,15 @@ def test_a_min_snr_gamma_of_zero_is_rejected() -> None:
         TrainConfig(min_snr_gamma=0.0)
 
 
-def test_notes_say_what_other_tools_ignore_of_the_adapter(check: Check) -> None:
+def test_notes_say_what_diffusers_ignores_of_the_adapter(check: Check) -> None:
     assert check() == []
     assert (
         "diffusers ignores DoRA's magnitude; for diffusers, give --format"
         in check(adapter="dora")[0]
     )
     assert check(adapter="dora", format="diffusers") == []
-    (said,) = check(adapter="dora", dora_axis="input")
-    assert said.endswith("diffusers ignores DoRA's magnitude; ComfyUI applies the whole adapter")
+    (note,) = check(adapter="dora", dora_axis="input")
+    assert note.endswith("diffusers ignores DoRA's magnitude; ComfyUI applies the whole adapter")
     assert "diffusers loads LoRA only" in check(adapter="loha")[0]
 
 
@@ -90,7 +91,7 @@ Save = Callable[..., Path]
 
 @pytest.fixture
 def save(sdxl_base: Path, tmp_path: Path) -> Save:
-    """A function that writes the file of an adapter on the given models of the pipeline."""
+    """A function that writes a file with adapters on the given parts of the pipeline."""
 
     def save(parts: Sequence[str] = ("unet",), form: str = "kohya", **settings: Any) -> Path:
         path = tmp_path / "initial.safetensors"
@@ -107,6 +108,7 @@ def save(sdxl_base: Path, tmp_path: Path) -> Save:
     return save
 
 
+# All parts that can have adapters.
 EVERY = ("unet", "text_encoder", "text_encoder_2")
 
 
@@ -159,7 +161,9 @@ def test_an_initial_adapter_that_does_not_fit_is_rejected(
         check(initial_adapter=str(save(**saved)), **given)
 
 
-def test_an_initial_adapter_of_another_model_is_rejected(check: Check, tmp_path: Path) -> None:
+def test_an_initial_adapter_of_another_model_or_a_damaged_file_is_rejected(
+    check: Check, tmp_path: Path
+) -> None:
     path = tmp_path / "other.safetensors"
     tc.save_file({"lora_unet_x_to_q.lora_down.weight": tc.ones((2, 4))}, path)
     with pytest.raises(
@@ -180,7 +184,7 @@ def test_an_initial_adapter_of_another_model_is_rejected(check: Check, tmp_path:
     ],
     ids=str,
 )
-def test_settings_without_effect_on_the_images_are_rejected(
+def test_settings_that_have_no_effect_on_the_given_images_are_rejected(
     sdxl_base: Path, sdxl_folder: Path, settings: dict[str, Any], message: str
 ) -> None:
     config = TrainConfig(model="sdxl", dataset=str(sdxl_folder), resolution=64, **settings)
@@ -188,7 +192,9 @@ def test_settings_without_effect_on_the_images_are_rejected(
         SDXL(sdxl_base, "f32", "cpu", config).task().read(lambda _: None)
 
 
-def test_transparent_images_are_accepted_as_masks(sdxl_base: Path, tmp_path: Path) -> None:
+def test_the_transparency_of_an_image_is_accepted_as_its_mask(
+    sdxl_base: Path, tmp_path: Path
+) -> None:
     Image.new("RGBA", (64, 64), (1, 2, 3, 128)).save(tmp_path / "a.png")
     config = TrainConfig(
         model="sdxl", dataset=str(tmp_path), resolution=64, mask="alpha", caption="x"

@@ -1,6 +1,6 @@
 """The estimate of memory against the bytes that the tape, optimizers and models really hold.
 
-The tape has the values that operations save for the backward pass.
+The tape holds the values that operations save for the backward pass.
 """
 
 import math
@@ -22,6 +22,7 @@ from trainable_candle.train.optimizers import make_optimizer
 
 
 def items(base: Path, config: TrainConfig, phase: str = "training") -> dict[str, int]:
+    """Return the estimated bytes of each item, by its component and what it holds."""
     task = sdxl(base, config)
     estimate = task.estimate(config, task.read(lambda _: None))
     return {f"{item.component} {item.what}": item.bytes for item in estimate.phases[phase]}
@@ -41,7 +42,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS)
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_estimated_activations_match_the_tape_within_a_seventh(
+def test_estimated_activations_are_near_the_bytes_of_the_tape(
     sdxl_base: Path,
     configure: Callable[..., TrainConfig],
     targets: dict[str, Any],
@@ -57,13 +58,13 @@ def test_estimated_activations_match_the_tape_within_a_seventh(
         batch = batches.batch(index)
         before = tc.memory.saved_bytes()
         loss = prepared.loss(prepared.inputs(batch))
-        # Scale the bytes to a batch of two images, as in the estimate.
+        # The estimate is for a batch of two images. Scale the bytes of smaller batches to it.
         held.append((tc.memory.saved_bytes() - before) * 2 // len(batch))
         loss.backward()
     estimated = items(sdxl_base, config)["unet activations"]
     if checkpointing == "full":
         # The backward pass recomputes the activations of one block at a time. The estimate includes
-        # one recomputed block; `held`, measured before the backward pass, does not.
+        # those of one block. `held` does not: it is measured before the backward pass.
         assert max(held) < estimated < 5 * max(held)
     else:
         assert estimated == pytest.approx(max(held), rel=1 / 7)
@@ -92,11 +93,11 @@ def test_estimates_of_parameters_states_and_weights_are_exact(
         return sum(estimated[f"{component} {what}"] for component in components)
 
     assert total("adapter") == total("gradients") == sum(var.nbytes for var in parameters)
-    made = make_optimizer(config, adapters.groups(config))
+    optimizer = make_optimizer(config, adapters.groups(config))
     for var in parameters:
         (var * 1.0).sum().backward()
-    made.step()
-    assert total("optimizer") == made.state_bytes
+    optimizer.step()
+    assert total("optimizer") == optimizer.state_bytes
     assert estimated["unet weights"] == weight_bytes(family.model)
     assert items(sdxl_base, config, "encoding images")["vae weights"] == weight_bytes(
         family.coder.model
@@ -114,20 +115,28 @@ def test_batches_for_encoding_fill_half_of_the_free_memory(
     config = configure(device="cuda", precision="bf16")
     task = sdxl(sdxl_base, config)
     data = task.read(lambda _: None)
-    alone = task.estimate(config, data, 0).phases["encoding images"]
-    models = sum(item.bytes for item in alone if item.what == "weights")
-    side = max(item.fit.bucket.width * item.fit.bucket.height for item in data.train.items)
-    (working,) = (i.bytes for i in alone if (i.component, i.what) == ("vae", "activations"))
+    # With a limit of 0 bytes, images are encoded one by one.
+    one_by_one = task.estimate(config, data, 0).phases["encoding images"]
+    models = sum(item.bytes for item in one_by_one if item.what == "weights")
+    largest_area = max(item.fit.bucket.width * item.fit.bucket.height for item in data.train.items)
+    (working,) = (
+        item.bytes for item in one_by_one if (item.component, item.what) == ("vae", "activations")
+    )
     for count in (1, 2, 5):
         limit = RUNTIME_BYTES + models + 2 * count * working
-        assert encode_area(facts, config, limit) // side == count
-        assert encode_area(facts, config, limit - 2 * working // side) // side == count - 1
+        assert encode_area(facts, config, limit) // largest_area == count
+        assert (
+            encode_area(facts, config, limit - 2 * working // largest_area) // largest_area
+            == count - 1
+        )
     assert encode_area(facts, config, 0) == 0
+    # The most: four images of 1024x1024 pixels.
     assert encode_area(facts, config, math.inf) == 4 * 1024**2
+    # On the CPU, images are encoded one by one.
     assert encode_area(facts, config.with_(device="cpu"), math.inf) == 0
 
 
-def test_the_estimate_depends_on_the_images_that_are_encoded_at_once(
+def test_the_estimate_depends_on_how_many_images_are_encoded_at_once(
     sdxl_base: Path, configure: Callable[..., TrainConfig]
 ) -> None:
     config = configure(device="cuda", precision="bf16")
@@ -177,23 +186,26 @@ def test_the_estimate_of_previews_is_that_of_the_largest_image(
 ) -> None:
     prompts = ["a cat", "a wide cat --w 256 --h 128"]
     config = configure(sample_prompts=prompts)
-    training, drawing = (items(sdxl_base, config, p) for p in ("training", "drawing previews"))
-    steps = {"unet activations", "unet backward pass"}
-    # While previews are drawn, memory holds what it holds in training, except what a forward and a
-    # backward pass hold.
+    training, drawing = (
+        items(sdxl_base, config, phase) for phase in ("training", "drawing previews")
+    )
+    only_in_steps = {"unet activations", "unet backward pass"}
+    # While previews are drawn, memory holds what it holds in training, but the memory of drawing
+    # takes the place of that of the forward and backward pass.
     working = drawing.pop("previews activations")
-    assert drawing == {name: count for name, count in training.items() if name not in steps}
+    assert drawing == {name: count for name, count in training.items() if name not in only_in_steps}
     family = SDXL(sdxl_base, "f32", "cpu", config)
-    # `drawing_bytes` also counts the autoencoder and the text encoders. The estimate of previews
-    # does not count them as working memory.
+    # `drawing_bytes` also counts the autoencoder and the text encoders. In the estimate, they are
+    # other items.
     family.model  # noqa: B018 - loads the denoiser, so that `drawing_bytes` does not count it
-    others = sum(
+    weights = sum(
         family.facts.bytes("f32", part) for part in ("vae", "text_encoder", "text_encoder_2")
     )
-    assert working == family.drawing_bytes((256, 128), 1) - others
+    assert working == family.drawing_bytes((256, 128), 1) - weights
     assert working > 2 * items(sdxl_base, configure(sample_prompts=prompts[:1]),
                                "drawing previews")["previews activations"]  # fmt: skip
     sized = configure(sample_prompts=prompts[:1], sample_size="256x128")
     assert items(sdxl_base, sized, "drawing previews")["previews activations"] == working
+    # A run without previews has no such phase.
     with pytest.raises(KeyError):
         items(sdxl_base, configure(), "drawing previews")

@@ -1,4 +1,4 @@
-"""SDXL: losses and sampled images against computations written out in the tests, and errors."""
+"""SDXL: losses, encoders, images and files; the tests write out the expected computations."""
 
 import json
 import shutil
@@ -33,6 +33,7 @@ def facts(path: Path) -> Facts:
 
 
 def prepare(base: Path, config: TrainConfig) -> tuple[LatentTask, Any]:
+    """Return the task and its prepared data: `train` and `validation`."""
     task = SDXL(base, "f32", "cpu", config).task()
     return task, task.prepare(task.read(lambda _: None), lambda _: None)
 
@@ -45,7 +46,7 @@ def test_the_loss_is_that_of_epsilon_prediction(
     batch = split.train.batches(2).batch(0)
     loss = split.train.loss(split.train.inputs(batch)).item()
 
-    # Compute the same loss from the parts: encoders, posterior, schedule, UNet.
+    # Compute the same loss step by step: encoders, posterior, schedule, UNet.
     encoders = TextEncoders.load(SDXL(sdxl_base, "f32", "cpu"))
     vae = tc.models.AutoencoderKL.from_pretrained(sdxl_base, dtype="f32")
     dataset = task.read(lambda _: None).train
@@ -59,17 +60,19 @@ def test_the_loss_is_that_of_epsilon_prediction(
         features = encoders(batch.captions)
         unet = tc.models.SDXLUNet.from_pretrained(sdxl_base, dtype="f32", subfolder="unet")
         sizes = tc.tensor(np.array([time_ids(frame) for frame in batch.frames], np.float32))
-        found = unet(noised.sample, noised.timesteps, time_ids=sizes, **features).numpy()
+        predicted = unet(noised.sample, noised.timesteps, time_ids=sizes, **features).numpy()
     alphas = np.array(tc.train.NoiseSchedule().alphas_cumprod)[noised.timesteps.numpy()]
     a = alphas[:, None, None, None]
+    # Solve for the noise: the noised sample is sqrt(a) * latents + sqrt(1 - a) * noise.
     noise = (noised.sample.numpy() - np.sqrt(a) * latents) / np.sqrt(1 - a)
-    assert loss == pytest.approx(np.mean((found - noise) ** 2), rel=1e-3)
+    assert loss == pytest.approx(np.mean((predicted - noise) ** 2), rel=1e-3)
 
 
 def test_encoders_are_freed_when_no_setting_needs_them(
     sdxl_base: Path, configure: Callable[..., TrainConfig]
 ) -> None:
     def kept(**settings: Any) -> set[str]:
+        """Return which of the autoencoder and the text encoders are in memory after preparing."""
         task, _ = prepare(sdxl_base, configure(**settings))
         coder = {"coder"} if "model" in task.family.coder.__dict__ else set()
         return coder | task.family.__dict__.keys() & {"encoders"}
@@ -91,7 +94,9 @@ def test_validation_repeats_its_loss_and_keeps_the_generator_state(
     assert split.validation.validation_loss() == first
 
 
-def test_long_captions_take_several_rows_and_are_padded_to_the_longest(sdxl_base: Path) -> None:
+def test_long_captions_take_several_rows_and_shorter_ones_get_rows_of_the_empty_caption(
+    sdxl_base: Path,
+) -> None:
     encoders = TextEncoders.load(SDXL(sdxl_base, "f32", "cpu"))
     # 40 letters of one token each. A row has 17 tokens: a start, up to 15 letters, and an end.
     long = "ab " * 20
@@ -102,14 +107,14 @@ def test_long_captions_take_several_rows_and_are_padded_to_the_longest(sdxl_base
     assert both["text_embeds"].shape == (2, 12)
     text = both["encoder_hidden_states"].numpy()
     np.testing.assert_allclose(text[1, :17], alone["encoder_hidden_states"].numpy()[0], atol=1e-6)
-    for rest in (text[1, 17:34], text[1, 34:]):
-        np.testing.assert_allclose(rest, empty["encoder_hidden_states"].numpy()[0], atol=1e-6)
+    for padding in (text[1, 17:34], text[1, 34:]):
+        np.testing.assert_allclose(padding, empty["encoder_hidden_states"].numpy()[0], atol=1e-6)
     np.testing.assert_allclose(
         both["text_embeds"].numpy()[1], alone["text_embeds"].numpy()[0], atol=1e-6
     )
 
 
-def test_samples_depend_on_seed_prompt_and_every_option(sdxl_base: Path) -> None:
+def test_samples_depend_on_the_prompt_and_the_options_alone(sdxl_base: Path) -> None:
     task = SDXL(sdxl_base, "f32", "cpu").task()
 
     def draw(*prompts: str, **options: Any) -> np.ndarray:
@@ -168,19 +173,19 @@ def test_encoders_are_not_loaded_if_the_cache_is_complete(
     monkeypatch.setattr(tc.models.AutoencoderKL, "from_pretrained", fail)
     _, second = prepare(sdxl_base, config)
     found, expected = (
-        part.train.inputs(part.train.batches(2).batch(0)) for part in (second, first)
+        data.train.inputs(data.train.batches(2).batch(0)) for data in (second, first)
     )
     for name, tensor in expected.items():
         assert found[name].tolist() == tensor.tolist(), name
 
 
-def test_sizes_that_do_not_suit_are_rejected(sdxl_base: Path) -> None:
+def test_sizes_that_are_no_multiples_of_the_vaes_factor_are_rejected(sdxl_base: Path) -> None:
     task = SDXL(sdxl_base, "f32", "cpu").task()
     with pytest.raises(ConfigError, match="the size is 33x32 px, expected multiples of 2"):
         task.draw(["x"], SampleOptions(size=(33, 32)))
 
 
-def test_files_that_are_no_sdxl_model_are_rejected(
+def test_paths_that_are_no_sdxl_model_are_rejected(
     sdxl_base: Path, digits_base: Path, sdxl_file: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(MissingFileError, match="there is no file or folder"):
@@ -208,7 +213,7 @@ def test_files_that_are_no_sdxl_model_are_rejected(
     ],
     ids=str,
 )
-def test_errors_say_what_a_file_of_another_kind_is(
+def test_errors_say_what_a_file_of_another_model_looks_like(
     tmp_path: Path, names: list[str], message: str
 ) -> None:
     path = tmp_path / "a.safetensors"
@@ -219,30 +224,34 @@ def test_errors_say_what_a_file_of_another_kind_is(
         facts(path)
 
 
-def test_a_part_of_a_pipeline_is_rejected_by_its_class(sdxl_base: Path) -> None:
+def test_the_folder_of_one_part_is_rejected_by_the_class_in_its_configuration(
+    sdxl_base: Path,
+) -> None:
     with pytest.raises(
         WeightsFormatError, match=r"not a model of SDXL \(it holds a UNet2DConditionModel"
     ):
         facts(sdxl_base / "unet")
 
 
-def test_a_file_with_other_blocks_is_rejected_without_configurations(tmp_path: Path) -> None:
+def test_a_file_with_blocks_unlike_sdxls_is_accepted_only_with_configurations(
+    tmp_path: Path,
+) -> None:
     base = SDXL.default_weights()
     assert base is not None
     path = tmp_path / "merged.safetensors"
     models = {name: tc.models.load(base, subfolder=name) for name in SDXL.parts}
     tc.models.save_checkpoint(path, models)
     tensors = tc.load_file(path)
+    # Write the file without its metadata, which has the configurations.
     tc.save_file(tensors, path)
     with pytest.raises(WeightsFormatError, match="give the folder of its pipeline"):
         facts(path)
-    # A file with the configurations in its header is accepted.
     configs = {
         f"trainable_candle.config.{name}": (base / name / "config.json").read_text()
         for name in SDXL.parts
     }
-    tc.save_file(tensors, tmp_path / "told.safetensors", configs)
-    found, expected = facts(tmp_path / "told.safetensors"), facts(base)
+    tc.save_file(tensors, tmp_path / "described.safetensors", configs)
+    found, expected = facts(tmp_path / "described.safetensors"), facts(base)
     assert (found.config, found.factor) == (expected.config, expected.factor)
 
 
@@ -281,6 +290,7 @@ def test_the_prediction_type_is_read_from_an_original_checkpoint(
         path, {name: tc.models.load(base, subfolder=name) for name in SDXL.parts}
     )
     assert tc.inspect(path).prediction_type == "epsilon"
+    # The names of these tensors show v-prediction and a schedule with zero terminal SNR.
     marks = {"v_pred": tc.zeros((1,)), "ztsnr": tc.zeros((1,))}
     metadata = read_metadata(path)
     tc.save_file({**tc.load_file(path), **marks}, path, metadata)
@@ -289,7 +299,9 @@ def test_the_prediction_type_is_read_from_an_original_checkpoint(
     assert schedule(path, "epsilon").prediction_type == "epsilon"
 
 
-def test_another_prediction_type_keeps_the_schedule_of_a_folder(tmp_path: Path) -> None:
+def test_the_setting_replaces_only_the_prediction_type_of_a_folders_schedule(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "scheduler" / "scheduler_config.json"
     path.parent.mkdir()
     fields = {
@@ -307,13 +319,14 @@ def test_another_prediction_type_keeps_the_schedule_of_a_folder(tmp_path: Path) 
 
 
 def test_time_ids_are_those_of_the_reference() -> None:
-    # As in diffusers' train_text_to_image_sdxl.py, the six values are the original size (h, w), the
-    # crop's corner (top, left) and the target size (h, w).
+    # As in diffusers' train_text_to_image_sdxl.py, the six values are the height and width of the
+    # original image, the top and left of the crop, and the height and width of the crop.
     fit = Fit(Bucket(896, 1152), (3000, 4000), (896, 1195))
     assert fit.box() == (0, 22)
     assert time_ids(fit.frame(0, 22)) == (4000, 3000, 22, 0, 1152, 896)
     wide = Fit(Bucket(100, 50), (240, 100), (120, 50))
     assert time_ids(wide.frame(3, 0)) == (100, 240, 0, 3, 50, 100)
+    # Mirrored, the crop begins as far from the left edge as it ended from the right: 120 - 100 - 3.
     assert time_ids(wide.frame(3, 0, flipped=True)) == (100, 240, 0, 17, 50, 100)
     assert time_ids(Frame.whole(64, 48)) == (48, 64, 0, 0, 48, 64)
 
@@ -328,16 +341,17 @@ def test_layers_that_clip_skip_leaves_out_get_no_adapter(
     split.train.loss(split.train.inputs(split.train.batches(1).batch(0))).backward()
     for name, var in adapters.named_parameters().items():
         assert var.grad is not None, name
-    of_first = adapters.sets["text_encoder"].named_parameters()
-    assert of_first
-    assert not any(f"layers.{2 - n}." in name for name in of_first for n in range(clip_skip + 1))
+    # The text encoder has three layers; the last one is skipped even with `clip_skip` 0.
+    names = adapters.sets["text_encoder"].named_parameters()
+    assert names
+    assert not any(f"layers.{2 - n}." in name for name in names for n in range(clip_skip + 1))
 
 
-@pytest.mark.parametrize(("optimizer", "share"), [("adamw", 10), ("prodigy", 1)])
-def test_text_encoders_have_a_rate_that_suits_the_optimizer(
-    sdxl_base: Path, configure: Callable[..., TrainConfig], optimizer: str, share: int
+@pytest.mark.parametrize(("optimizer", "divisor"), [("adamw", 10), ("prodigy", 1)])
+def test_text_encoders_have_a_lower_rate_except_with_prodigy(
+    sdxl_base: Path, configure: Callable[..., TrainConfig], optimizer: str, divisor: int
 ) -> None:
     config = configure(train_text_encoder=True, optimizer=optimizer, learning_rate=0.5)
     task, _ = prepare(sdxl_base, config)
     rates = {rate for _, rate in task.attach().groups(config)}
-    assert rates == {0.5, 0.5 / share}
+    assert rates == {0.5, 0.5 / divisor}

@@ -2,9 +2,9 @@
 
     python make_transformers.py
 
-Writes tokenizer.json and cases.json.gz. Needs transformers 5.23 and jinja2. Templates are in the
-styles of published ones. If a template lacks `{% generation %}`, its masks come from a copy with
-that tag around each answer.
+Writes tokenizer.json and cases.json.gz. Needs transformers 5.23 and jinja2. The templates imitate
+published ones. Transformers makes a mask only if the template has `{% generation %}` around each
+answer. For templates without this tag, the masks come from a copy that has it (`TWINS`).
 """
 
 import datetime as dt
@@ -104,6 +104,7 @@ TOOLS = """{%- if tools %}
 {%- if add_generation_prompt %}{%- set ns.asked = true %}{%- endif %}
 {%- if ns.asked %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
+# Copies of templates, with `{% generation %}` around each answer.
 TWINS = {
     "chatml": CHATML.replace(
         "{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}",
@@ -141,7 +142,8 @@ CALLS = [
     {"role": "tool", "name": "weather", "content": "rain"},
     {"role": "assistant", "content": "21 °C, and rain."},
 ]
-SCHEMA = [
+# The tools that CALLS may use.
+TOOL_SCHEMAS = [
     {
         "type": "function",
         "function": {
@@ -151,14 +153,17 @@ SCHEMA = [
         },
     }
 ]
+# The name of a chat -> its messages and its tools.
 CHATS = {
     "plain": (PLAIN, None),
     "system": (SYSTEM, None),
-    "calls": (CALLS, SCHEMA),
+    "calls": (CALLS, TOOL_SCHEMAS),
 }
 
 
-class Day(dt.datetime):
+class FixedDay(dt.datetime):
+    """A clock that always shows the same day, for `strftime_now` in templates."""
+
     @classmethod
     def now(cls, tz=None):
         return cls(2024, 7, 26, tzinfo=tz)
@@ -168,18 +173,18 @@ def main() -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    text = [TOOLS, LLAMA3, "What is it? It is true. Hello again, world. Be brief."]
+    corpus = [TOOLS, LLAMA3, "What is it? It is true. Hello again, world. Be brief."]
     tokenizer.train_from_iterator(
-        text,
+        corpus,
         trainers.BpeTrainer(
             vocab_size=380,
-            special_tokens=[AddedToken(t, special=True, normalized=False) for t in SPECIAL],
+            special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         ),
     )
     tokenizer.save(str(HERE / "tokenizer.json"), pretty=False)
-    chat_template_utils.datetime = Day
+    chat_template_utils.datetime = FixedDay
     cases = []
     for name, template in TEMPLATES.items():
         fast = PreTrainedTokenizerFast(
@@ -189,15 +194,16 @@ def main() -> None:
             chat_template=template,
         )
         for chat, (messages, tools) in CHATS.items():
+            # Only the template `tools` can render calls. It is used for nothing else.
             if (chat == "calls") != (name == "tools"):
                 continue
-            facts = {"tools": tools, "tokenize": False}
+            options = {"tools": tools, "tokenize": False}
             prompt = messages[:-1]
-            text = fast.apply_chat_template(messages, **facts)
+            text = fast.apply_chat_template(messages, **options)
             twin = TWINS.get(name, template)
-            assert fast.apply_chat_template(messages, chat_template=twin, **facts) == text
+            assert fast.apply_chat_template(messages, chat_template=twin, **options) == text
             assert "{% generation %}" in twin
-            whole = fast.apply_chat_template(
+            tokenized = fast.apply_chat_template(
                 messages,
                 tools=tools,
                 chat_template=twin,
@@ -209,14 +215,19 @@ def main() -> None:
                     "template": name,
                     "chat": chat,
                     "text": text,
-                    "prompt": fast.apply_chat_template(prompt, add_generation_prompt=True, **facts),
-                    "input_ids": whole["input_ids"],
-                    "mask": whole["assistant_masks"],
+                    "prompt": fast.apply_chat_template(
+                        prompt, add_generation_prompt=True, **options
+                    ),
+                    "input_ids": tokenized["input_ids"],
+                    "mask": tokenized["assistant_masks"],
                 }
             )
     content = {
         "templates": TEMPLATES,
-        "chats": {n: {"messages": m, "tools": t} for n, (m, t) in CHATS.items()},
+        "chats": {
+            chat: {"messages": messages, "tools": tools}
+            for chat, (messages, tools) in CHATS.items()
+        },
         "cases": cases,
     }
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))

@@ -1,6 +1,9 @@
-"""Make the files beside this one: a small digits transformer, an input, and torch's results.
+"""Make a small digits transformer, an input, and the velocity and gradients that torch computes.
 
-Run with torch and safetensors installed: python make_torch.py
+    python make_torch.py
+
+Needs torch and safetensors. Writes config.json, model.safetensors and case.safetensors into the
+folder of this script. Computes in f64 and stores f32.
 """
 
 import json
@@ -23,11 +26,13 @@ SIZES = {
     "frequency_embedding_size": 6,
     "num_classes": 3,
 }
+# The features of a token, those within a block's MLP, the values of a patch, and the patches along
+# one side.
 DIM, HIDDEN, PATCH, GRID = 8, 24, 8, 3
 
 
 def weights() -> dict[str, torch.Tensor]:
-    """Random parameters under this library's names."""
+    """Return random parameters under this library's names."""
     generator = torch.Generator().manual_seed(0)
     shapes: dict[str, tuple[int, ...]] = {
         "pos_embed.pos_embed": (1, GRID * GRID, DIM),
@@ -48,22 +53,24 @@ def weights() -> dict[str, torch.Tensor]:
         }
         linears[block + "ff.net.0.proj"] = (HIDDEN, DIM)
         linears[block + "ff.net.2"] = (DIM, HIDDEN)
-    for name, (out, inner) in linears.items():
-        shapes[name + ".weight"] = (out, inner)
-        shapes[name + ".bias"] = (out,)
+    for name, (outputs, inputs) in linears.items():
+        shapes[name + ".weight"] = (outputs, inputs)
+        shapes[name + ".bias"] = (outputs,)
     return {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
 
 
 def forward(
     w: dict[str, torch.Tensor], x: torch.Tensor, t: torch.Tensor, y: torch.Tensor
 ) -> torch.Tensor:
+    """Return the velocity for images `x`, times `t` and labels `y`, with parameters `w`."""
+
     def linear(name: str, v: torch.Tensor) -> torch.Tensor:
         return functional.linear(v, w[name + ".weight"], w[name + ".bias"])
 
     def modulated(v: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return functional.layer_norm(v, (DIM,), eps=1e-6) * (1 + scale[:, None]) + shift[:, None]
 
-    # Like diffusers, split images into patches by a convolution whose stride is its kernel's size.
+    # As in diffusers, embed the patches with a convolution whose stride is the size of its kernel.
     kernel = w["pos_embed.proj.weight"].reshape(DIM, 2, 2, 2)
     h = (
         functional.conv2d(x, kernel, w["pos_embed.proj.bias"], stride=2).flatten(2).transpose(1, 2)
@@ -77,12 +84,14 @@ def forward(
     )
     for i in range(2):
         block = f"transformer_blocks.{i}."
+        # For the attention (a) and the feed-forward layer (f).
         shift_a, scale_a, gate_a, shift_f, scale_f, gate_f = linear(
             block + "norm1.linear", e
         ).chunk(6, dim=1)
         n = modulated(h, shift_a, scale_a)
         q, k, v = (
-            linear(block + f"attn.to_{c}", n).unflatten(2, (2, 4)).transpose(1, 2) for c in "qkv"
+            linear(block + f"attn.to_{letter}", n).unflatten(2, (2, 4)).transpose(1, 2)
+            for letter in "qkv"
         )
         a = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         h = h + gate_a[:, None] * linear(block + "attn.to_out.0", a)
@@ -91,8 +100,8 @@ def forward(
         )
         h = h + gate_f[:, None] * linear(block + "ff.net.2", n)
     scale, shift = linear("norm_out.linear", e).chunk(2, dim=1)
-    out = linear("proj_out", modulated(h, shift, scale)).reshape(-1, GRID, GRID, 2, 2, 2)
-    return torch.einsum("nhwpqc->nchpwq", out).reshape(x.shape)
+    patches = linear("proj_out", modulated(h, shift, scale)).reshape(-1, GRID, GRID, 2, 2, 2)
+    return torch.einsum("nhwpqc->nchpwq", patches).reshape(x.shape)
 
 
 if __name__ == "__main__":
@@ -117,8 +126,8 @@ if __name__ == "__main__":
     )
     save_file(
         {
-            name: v.contiguous() if name == "class_labels" else v.float().contiguous()
-            for name, v in case.items()
+            name: value.contiguous() if name == "class_labels" else value.float().contiguous()
+            for name, value in case.items()
         },
         HERE / "case.safetensors",
     )

@@ -1,4 +1,4 @@
-"""Tokens that transformers generates greedily with the tiny models of this folder.
+"""Tokens with which transformers, without sampling, continues prompts to this folder's models.
 
 Run with torch 2.11.0 and transformers 5.23.0. Writes `continued.json`.
 """
@@ -25,7 +25,7 @@ def main() -> None:
             {
                 "prompts": prompts,
                 "options": options,
-                "expected": [written(model, prompt, **options) for prompt in prompts],
+                "expected": [continuation(model, prompt, **options) for prompt in prompts],
             }
             for options in ({}, {"repetition_penalty": 1.3})
         ]
@@ -33,10 +33,11 @@ def main() -> None:
 
 
 @torch.no_grad()
-def written(model, prompt: list[int], **options: float) -> list[int]:
-    """The tokens after a prompt."""
+def continuation(model, prompt: list[int], **options: float) -> list[int]:
+    """Return the TOKENS tokens after a prompt."""
     ids = torch.tensor([prompt])
     config = GenerationConfig(max_new_tokens=TOKENS, do_sample=False, pad_token_id=0, **options)
+    # No token ends the text early.
     config.eos_token_id = None
     model.generation_config = config
     return model.generate(ids, attention_mask=torch.ones_like(ids))[0, ids.shape[1] :].tolist()

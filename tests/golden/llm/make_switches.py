@@ -1,8 +1,9 @@
-"""Transformers' logits of tiny decoders, one for each switch of the configuration.
+"""Logits of tiny decoders by transformers; most cases switch on one feature of the configuration.
 
 Run with torch 2.11.0 and transformers 5.23.0. The script writes two files. `switches.json.gz` has
 each configuration in two forms: with the old names of the fields, and as transformers writes it.
-`switches.safetensors` has weights (stored as bf16), ids, masks and logits.
+`switches.safetensors` has the token ids and the mask that all cases share, and for each case the
+weights in bf16 and the logits of each row.
 """
 
 import copy
@@ -28,7 +29,7 @@ SIZES = {
 }
 WINDOW = {"use_sliding_window": True, "sliding_window": 5}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
-LONG = {
+LONGROPE = {
     "type": "longrope",
     "short_factor": [1.0, 1.5],
     "long_factor": [2.0, 5.0],
@@ -41,6 +42,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8,
 }
+# The name of a case -> the family, and the fields that differ from SIZES.
 CASES = {
     "llama": ("llama", {}),
     "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -55,8 +57,11 @@ CASES = {
         "llama",
         {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}},
     ),
-    "longrope": ("llama", {"rope_scaling": LONG}),
-    "longrope short": ("llama", {"rope_scaling": LONG | {"original_max_position_embeddings": 24}}),
+    "longrope": ("llama", {"rope_scaling": LONGROPE}),
+    "longrope short": (
+        "llama",
+        {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 24}},
+    ),
     "mistral": ("mistral", {"sliding_window": 5}),
     "mistral without window": ("mistral", {"sliding_window": None, "head_dim": 8}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
@@ -88,6 +93,7 @@ def main() -> None:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
         with torch.no_grad():
             for parameter in model.parameters():
+                # Vary weights of norms, which are initially 1, around 1, and all others around 0.
                 parameter.copy_(
                     1 + 0.3 * torch.randn_like(parameter)
                     if parameter.dim() == 1 and parameter.mean() == 1
@@ -95,13 +101,14 @@ def main() -> None:
                 )
                 parameter.copy_(parameter.bfloat16())
             for row, length in enumerate(mask.sum(1).tolist()):
-                # Each row has its own copy of the model: "dynamic" remembers the longest row.
+                # Each row gets its own copy of the model: with "dynamic" scaling, a model remembers
+                # the longest row.
                 tensors[f"{name}|logits.{row}"] = copy.deepcopy(model)(
                     ids[row : row + 1, :length]
                 ).logits[0]
-        head = "lm_head.weight" if config.tie_word_embeddings else None
+        tied = "lm_head.weight" if config.tie_word_embeddings else None
         for key, value in model.state_dict().items():
-            if key != head:
+            if key != tied:
                 tensors[f"{name}|{key}"] = value.bfloat16()
         new = json.loads(config.to_json_string(use_diff=False))
         configs[name] = {"old": old, "new": new | {"architectures": [type(model).__name__]}}

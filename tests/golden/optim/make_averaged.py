@@ -1,11 +1,12 @@
-"""Trajectories of Muon and schedule-free AdamW by torch and schedulefree, in f64.
+"""Parameters that torch's Muon and schedulefree's AdamW reach, in f64.
 
     pip install torch==2.15.0 schedulefree==1.4.1 safetensors
     python make_averaged.py averaged.safetensors
 
-`CASE.pN` is parameter N after the last step; `CASE.evalN` is the same parameter after a call of
-schedulefree's `eval`. Torch rounds Muon's products to bf16; this script makes torch's function
-compute them in f64.
+`pN` is parameter N before the first step, and `gradN.STEP` its gradient for a step. `CASE.pN` is
+the parameter after the last step. `CASE.evalN`, for schedulefree alone, is the parameter after a
+call of the optimizer's `eval` that follows. Torch rounds Muon's products to bf16; this script makes
+torch's function compute them in f64.
 """
 
 import inspect
@@ -44,8 +45,8 @@ SCHEDULE_FREE = {
 }
 
 
-def trained(optimizer, params, tensors):
-    """Take a step for each gradient."""
+def take_steps(optimizer, params, tensors):
+    """Take STEPS steps with the gradients in `tensors`; `params` has parameters by number."""
     for step in range(STEPS):
         for i, param in params.items():
             param.grad = tensors[f"grad{i}.{step}"].reshape(param.shape).clone()
@@ -62,17 +63,17 @@ def main(path: str) -> None:
         for i, shape in enumerate(SHAPES):
             tensors[f"grad{i}.{step}"] = torch.randn(shape, dtype=torch.float64)
     for case, arguments in MUON.items():
-        # Torch's Muon takes only matrices.
+        # Torch's Muon takes only matrices: leave out the vector, and flatten the 3-D parameter.
         shapes = {i: shape for i, shape in enumerate(SHAPES) if len(shape) > 1}
-        start = {i: tensors[f"p{i}"].reshape(s[0], -1).clone() for i, s in shapes.items()}
-        params = {i: torch.nn.Parameter(p) for i, p in start.items()}
-        trained(_muon.Muon(params.values(), **arguments), params, tensors)
+        matrices = {i: tensors[f"p{i}"].reshape(s[0], -1).clone() for i, s in shapes.items()}
+        params = {i: torch.nn.Parameter(matrix) for i, matrix in matrices.items()}
+        take_steps(_muon.Muon(params.values(), **arguments), params, tensors)
         tensors |= {f"{case}.p{i}": p.detach().reshape(SHAPES[i]) for i, p in params.items()}
     for case, arguments in SCHEDULE_FREE.items():
         params = {i: torch.nn.Parameter(tensors[f"p{i}"].clone()) for i in range(len(SHAPES))}
         optimizer = AdamWScheduleFree(params.values(), **arguments)
         optimizer.train()
-        trained(optimizer, params, tensors)
+        take_steps(optimizer, params, tensors)
         tensors |= {f"{case}.p{i}": p.detach().clone() for i, p in params.items()}
         optimizer.eval()
         tensors |= {f"{case}.eval{i}": p.detach() for i, p in params.items()}

@@ -1,12 +1,13 @@
-"""Optimizer trajectories and 8-bit states of bitsandbytes 0.50.2, and its tables of code values.
+"""Parameters and 8-bit states of bitsandbytes 0.50.2's optimizers, and its tables of code values.
 
     pip install bitsandbytes==0.50.2 torch==2.11.0 safetensors
     python make_bitsandbytes.py bitsandbytes.safetensors
 
-Needs a GPU: the CUDA kernels are the reference. `NAME.pSTEP.N` has the values of a parameter of N
-elements after the first or the last step. `NAME.STATE.N` has one of its states after the last step.
-The parameter of 1000 elements is below `min_8bit_size`, so its states are f32. The stored file was
-made by the same calls with other random numbers.
+Needs a GPU: the CUDA kernels are the reference. `p0.N` has the initial values of a parameter of N
+elements, and `gradI.N` its gradient for step I, counted from 0. `NAME.pSTEP.N` has the values after
+the first step (1) or the last (6). `NAME.STATE.N` has a state of the optimizer after the last step.
+1000 elements are fewer than `min_8bit_size`, so the states of that parameter are f32. The stored
+file was made by the same calls with other random numbers.
 """
 
 import sys
@@ -35,16 +36,16 @@ def main(path: str) -> None:
         tensors[f"p0.{n}"] = torch.randn(n)
         for i in range(STEPS):
             tensors[f"grad{i}.{n}"] = torch.randn(n) * (0.1 + i)
-    for name, (optimizer, arguments, sizes) in CASES.items():
+    for name, (kind, arguments, sizes) in CASES.items():
         for n in sizes:
             param = torch.nn.Parameter(tensors[f"p0.{n}"].cuda())
-            opt = optimizer([param], **arguments)
+            optimizer = kind([param], **arguments)
             for i in range(STEPS):
                 param.grad = tensors[f"grad{i}.{n}"].cuda()
-                opt.step()
+                optimizer.step()
                 if i in (0, STEPS - 1):
                     tensors[f"{name}.p{i + 1}.{n}"] = param.detach().clone()
-            for key, value in opt.state[param].items():
+            for key, value in optimizer.state[param].items():
                 if torch.is_tensor(value) and not key.startswith("qmap"):
                     tensors[f"{name}.{key}.{n}"] = value
     save_file({key: value.cpu().contiguous() for key, value in tensors.items()}, path)
