@@ -1,4 +1,4 @@
-"""Fixtures for tests of several areas: small models on disk, and folders of images for them."""
+"""Fixtures for tests of several areas: small models, images, devices, and a temporary cache."""
 
 import json
 import os
@@ -54,7 +54,10 @@ def interrupts() -> None:
 
 @pytest.fixture(scope="session")
 def gpu() -> str:
-    """The name of a CUDA device. A test that uses this fixture must have the marker `gpu`."""
+    """The name of a CUDA device; without one, the test is skipped.
+
+    A test that uses this fixture must have the marker `gpu`.
+    """
     reason = tc.cuda.unavailable_reason()
     if reason is not None:
         pytest.skip(reason)
@@ -63,31 +66,31 @@ def gpu() -> str:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
-    """The CPU or, with the marker `gpu`, a CUDA device."""
+    """The CPU, and in a second run of the test, which has the marker `gpu`, a CUDA device."""
     return request.getfixturevalue("gpu") if request.param == "cuda" else request.param
 
 
 @pytest.fixture(scope="session")
 def digits_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A digits transformer of one narrow block with random weights.
+    """The folder of a digits transformer of one narrow block with random weights.
 
-    A freshly initialized transformer has a constant output, which would hide errors. Therefore the
-    fixture overwrites all weights.
+    The output of a newly initialized transformer is constant, which would hide errors. Therefore
+    the fixture overwrites all weights.
     """
     folder = tmp_path_factory.mktemp("model") / "base"
-    state = tc.get_rng_state()
+    random_state = tc.get_rng_state()
     tc.manual_seed(0)
     model = DigitsTransformer(num_layers=1, num_attention_heads=2, attention_head_dim=8)
     for var in model.named_parameters().values():
         var.set(tc.randn(var.shape) * 0.3)
     model.save_pretrained(folder)
-    tc.set_rng_state(state)
+    tc.set_rng_state(random_state)
     return folder
 
 
 @pytest.fixture(scope="session")
 def digits_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten images of 8x8 pixels with captions."""
+    """A folder of ten images of 8x8 pixels with captions."""
     folder = tmp_path_factory.mktemp("pictures")
     generator = np.random.default_rng(0)
     for number in range(10):
@@ -138,6 +141,7 @@ def _write_tokenizer(folder: Path, pad: str) -> None:
     """
     letters = "abcdefghijklmnopqrstuvwxyz0123456789!#$%&'()*+,-./:;<=>?@[]_"
     tokens = [*letters, *(f"{letter}</w>" for letter in letters)]
+    # Fill the vocabulary up to 200 tokens, two of which are the special ones.
     tokens += [f"unused{n}</w>" for n in range(198 - len(tokens))]
     tokens += ["<|startoftext|>", "<|endoftext|>"]
     folder.mkdir()
@@ -148,12 +152,13 @@ def _write_tokenizer(folder: Path, pad: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
+# Widths and heights of the images in `sdxl_folder`.
 SIZES = [(64, 64), (96, 48), (48, 96), (130, 70), (64, 80), (90, 90), (64, 64), (200, 60)]
 
 
 @pytest.fixture(scope="session")
 def sdxl_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight images of several sizes, with captions."""
+    """A folder of eight images of several sizes, with captions."""
     folder = tmp_path_factory.mktemp("photographs")
     generator = np.random.default_rng(0)
     for number, (width, height) in enumerate(SIZES):

@@ -1,4 +1,4 @@
-"""Gradients that `backward` and `grad` compute, and their errors."""
+"""`backward`, `grad` and `gradcheck`: gradients, errors, saved memory and threads."""
 
 import gc
 import threading
@@ -18,9 +18,9 @@ def test_the_gradient_of_a_square_is_twice_the_value():
 
 def test_gradients_accumulate_until_zero_grad():
     x = tc.Var([1.0, 2.0])
-    for times in (1, 2, 3):
+    for passes in (1, 2, 3):
         (x * 3).sum().backward()
-        assert x.grad.tolist() == [3 * times, 3 * times]
+        assert x.grad.tolist() == [3 * passes, 3 * passes]
     x.zero_grad()
     assert x.grad is None
     (x * 2).sum().backward()
@@ -36,7 +36,7 @@ def test_later_backward_passes_do_not_change_a_gradient_that_was_read():
     assert x.grad.tolist() == [6]
 
 
-def test_a_gradient_can_be_assigned():
+def test_a_gradient_of_the_variables_shape_and_dtype_can_be_assigned():
     x = tc.Var([1.0, 2.0])
     x.grad = tc.tensor([5.0, 6.0])
     assert x.grad.tolist() == [5, 6]
@@ -53,20 +53,20 @@ def test_gradients_pass_through_a_chain_of_operations():
     a, b = rng.standard_normal((3, 4)), rng.standard_normal((4, 2))
     va, vb = tc.Var(a), tc.Var(b)
     ((va @ vb).tanh() ** 2).mean().backward()
-    h = np.tanh(a @ b)
-    g = 2 * h * (1 - h**2) / h.size
-    assert_close(va.grad, g @ b.T)
-    assert_close(vb.grad, a.T @ g)
+    tanh = np.tanh(a @ b)
+    gradient_of_product = 2 * tanh * (1 - tanh**2) / tanh.size
+    assert_close(va.grad, gradient_of_product @ b.T)
+    assert_close(vb.grad, a.T @ gradient_of_product)
 
 
-def test_broadcast_gradients_have_the_operands_shapes():
+def test_gradients_of_broadcast_operands_have_the_shapes_of_the_operands():
     a, b = tc.Var(np.ones((3, 1))), tc.Var(np.ones(4))
     (a * b + b).sum().backward()
     assert a.grad.tolist() == [[4], [4], [4]]
     assert b.grad.tolist() == [6, 6, 6, 6]
 
 
-def test_backward_takes_the_gradient_of_a_result():
+def test_backward_of_several_numbers_needs_their_gradient():
     x = tc.Var([1.0, 2.0])
     (x * x).backward(tc.tensor([10.0, 100.0]))
     assert x.grad.tolist() == [20, 400]
@@ -85,7 +85,7 @@ def test_a_graph_allows_one_backward_pass_unless_retained():
     y = (x * x).sum()
     y.backward(retain_graph=True)
     y.backward()
-    assert x.grad.tolist() == [12]
+    assert x.grad.tolist() == [12]  # two passes, each with the gradient 2 * 3
     with pytest.raises(
         tc.AutogradError,
         match="already differentiated and its saved values are freed; pass retain_graph=True",
@@ -121,7 +121,8 @@ def test_gradients_pass_through_joined_and_split_views():
     a, b = x.T.reshape(6).chunk(2)
     (tc.cat([a * 2, b * 3]) + tc.stack([x[0, 0], x[0, 0]]).sum()).sum().backward()
     expected = np.array([2, 2, 2, 3, 3, 3.0]).reshape(3, 2).T.copy()
-    expected[0, 0] += 12
+    # Broadcasting adds 2 * x[0, 0] to each of the six elements.
+    expected[0, 0] += 6 * 2
     assert_close(x.grad, expected)
 
 
@@ -137,7 +138,7 @@ def test_grad_returns_gradients_without_storing_them():
     assert tc.grad(loss, x)[0].tolist() == [18, 64]
 
 
-def test_grad_gives_none_for_an_input_that_the_loss_does_not_use():
+def test_grad_gives_none_for_an_unused_variable_and_rejects_a_constant():
     x, unused = tc.Var([1.0]), tc.Var([1.0])
     assert tc.grad(x * 2, [x, unused])[1] is None
     with pytest.raises(tc.AutogradError, match="grad: input 1 needs no gradient; make it a Var"):
@@ -151,13 +152,14 @@ def test_results_without_a_derivative_need_no_gradient():
     assert not x.detach().requires_grad
 
 
-def test_deep_graphs_are_evaluated_and_freed_without_overflow():
+def test_deep_graphs_are_differentiated_and_freed_without_stack_overflow():
     x = tc.Var([1.0])
     y = x
     for _ in range(100_000):
         y = y + 1.0
     y.backward()
     assert x.grad.tolist() == [1]
+    # Free a graph that no backward pass has freed.
     y = x
     for _ in range(100_000):
         y = y * 1.0
@@ -169,6 +171,7 @@ def test_saved_bytes_counts_what_the_tape_saves():
     before = tc.memory.saved_bytes()
     x = tc.Var(tc.ones(1000))
     y = (x * 2).exp()
+    # exp saves its result: 1000 numbers in f32.
     assert tc.memory.saved_bytes() == before + 4000
     y.sum().backward()
     assert tc.memory.saved_bytes() == before
@@ -200,19 +203,25 @@ def test_each_thread_has_its_own_graph():
     assert results == dict.fromkeys(range(4), True)
 
 
-def test_gradcheck_accepts_right_gradients():
+def test_gradcheck_accepts_correct_gradients():
     rng = np.random.default_rng(0)
     a, b = tc.tensor(rng.standard_normal((3, 4))), tc.tensor(rng.standard_normal((4, 2)))
     assert tc.gradcheck(lambda x, y: (x @ y).tanh(), [a, b])
     assert tc.gradcheck(lambda x: x.softmax(0), a)
 
 
-def test_gradcheck_finds_wrong_gradients_and_arguments():
+def test_gradcheck_rejects_wrong_gradients():
     x = tc.tensor([0.5, 2.0, 1.0], dtype="f64")
+    # The derivative is 3 t^2 + 1, but the detached factors make the gradient t^2. The error names
+    # the entry where the two differ most: entry 1, where t is 2.
     with pytest.raises(
         tc.AutogradError, match=r"gradcheck: input 0, entry 1 of shape \[3\]: gradient"
     ):
         tc.gradcheck(lambda t: t.detach() * t.detach() * t + t.detach(), x)
+
+
+def test_gradcheck_raises_for_wrong_arguments_and_failing_functions():
+    x = tc.tensor([0.5, 2.0, 1.0], dtype="f64")
     with pytest.raises(
         tc.DTypeError, match="gradcheck: input 0 is f32; finite differences need f64"
     ):

@@ -17,34 +17,34 @@ def block(x, w):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_gradients_equal_those_without_a_checkpoint(policy):
+def test_results_and_gradients_equal_those_without_a_checkpoint(policy):
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((4, 8)), rng.standard_normal((8, 8))
-    grads = []
-    for run in (block, lambda x, w: tc.checkpoint(block, x, w, policy=policy)):
+    found = []
+    for layer in (block, lambda x, w: tc.checkpoint(block, x, w, policy=policy)):
         x, w = tc.Var(a), tc.Var(b)
-        y = run(run(x, w), w)
+        y = layer(layer(x, w), w)
         (y * y).sum().backward()
-        grads.append((y, x.grad, w.grad))
-    for plain, checkpointed in zip(*grads, strict=True):
+        found.append((y, x.grad, w.grad))
+    for plain, checkpointed in zip(*found, strict=True):
         np.testing.assert_array_equal(plain.numpy(), checkpointed.numpy())
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_captured_variables_get_gradients_from_several_results(policy):
-    x, scale = tc.Var([1.0, 2.0]), tc.Var([3.0, 4.0])
+    x, captured = tc.Var([1.0, 2.0]), tc.Var([3.0, 4.0])
 
     def both(t):
-        return t * scale, (t + scale).exp()
+        return t * captured, (t + captured).exp()
 
     product, power = tc.checkpoint(both, x, policy=policy)
     (product.sum() + power.sum()).backward()
-    expected = np.exp([4.0, 6.0])
-    assert_close(x.grad, np.array([3, 4]) + expected)
-    assert_close(scale.grad, np.array([1, 2]) + expected)
+    gradient_of_power = np.exp([4.0, 6.0])
+    assert_close(x.grad, np.array([3, 4]) + gradient_of_power)
+    assert_close(captured.grad, np.array([1, 2]) + gradient_of_power)
 
 
-def test_a_list_of_results_is_returned_as_a_tuple():
+def test_lists_and_tuples_of_results_are_returned_as_tuples():
     x = tc.Var([1.0])
     assert isinstance(tc.checkpoint(lambda t: [t * 2, t * 3], x), tuple)
     assert isinstance(tc.checkpoint(lambda t: (t * 2,), x), tuple)
@@ -61,11 +61,11 @@ def test_checkpoints_save_fewer_bytes():
 
     before = tc.memory.saved_bytes()
     y = deep(x)
-    plain = tc.memory.saved_bytes() - before
+    plain_bytes = tc.memory.saved_bytes() - before
     del y
     y = tc.checkpoint(deep, x)
-    full = tc.memory.saved_bytes() - before
-    assert full <= plain / 8
+    checkpoint_bytes = tc.memory.saved_bytes() - before
+    assert checkpoint_bytes <= plain_bytes / 8
     y.sum().backward()
     assert tc.memory.saved_bytes() == before
 
@@ -85,13 +85,13 @@ def test_backward_runs_the_function_again_up_to_the_last_needed_value():
     y = tc.checkpoint(step, x)
     assert calls == ["start", "exp", "end"]
     y.backward()
-    # Of the function's values, backward needs only the result of `exp`. So an exception ends the
-    # second run within the call of `t.exp()`, before "exp" is appended.
+    # Of the values in `step`, the backward pass needs only the result of `exp`. So an exception
+    # ends the second run within the call of `t.exp()`, before "exp" is appended.
     assert calls == ["start", "exp", "end", "start"]
     assert_close(x.grad, [2 * np.e])
 
 
-def test_functions_that_catch_exceptions_are_recomputed():
+def test_except_exception_does_not_catch_the_end_of_the_second_run():
     def careful(t):
         try:
             t = t.exp()
@@ -104,44 +104,47 @@ def test_functions_that_catch_exceptions_are_recomputed():
     assert_close(x.grad, [2 * np.e])
 
 
-def test_functions_that_catch_everything_are_recomputed():
-    cleaned = []
+def test_functions_may_catch_the_end_of_the_second_run():
+    events = []
 
     def careless(t):
         try:
             t = t.exp()
         except BaseException as error:
-            cleaned.append(type(error).__name__)
+            events.append(type(error).__name__)
             raise ValueError("swallowed") from error
         finally:
-            cleaned.append("finally")
+            events.append("finally")
         return t * 2.0
 
     x = tc.Var([1.0])
     tc.checkpoint(careless, x).backward()
     assert_close(x.grad, [2 * np.e])
-    assert cleaned == ["finally", "ReplayComplete", "finally"]
+    # The first run reaches only `finally`; ReplayComplete ends the second run.
+    assert events == ["finally", "ReplayComplete", "finally"]
 
 
 def test_the_second_run_draws_the_same_dropout_mask():
     tc.manual_seed(0)
     x = tc.Var(tc.ones(1000))
+    # The backward passes of `exp` and `log` need values that only a second run can compute.
     y = tc.checkpoint(lambda t: F.dropout(t, 0.5).exp().log(), x)
     tc.randn(10)
     state = tc.get_rng_state()
     y.sum().backward()
     assert tc.get_rng_state() == state
+    # The inputs are 1, so the result and the gradient are both the scaled mask.
     assert_close(x.grad, y.detach().numpy())
 
 
-def test_nested_checkpoints_change_no_gradient():
+def test_nested_checkpoints_do_not_change_the_gradient():
     x = tc.Var([0.3, 0.7])
     inner = functools.partial(tc.checkpoint, lambda t: t.exp().sin())
     y = tc.checkpoint(lambda t: inner(inner(t)).tanh(), x)
     y.sum().backward()
-    plain = tc.Var(x)
-    plain.exp().sin().exp().sin().tanh().sum().backward()
-    np.testing.assert_array_equal(x.grad.numpy(), plain.grad.numpy())
+    without = tc.Var(x)
+    without.exp().sin().exp().sin().tanh().sum().backward()
+    np.testing.assert_array_equal(x.grad.numpy(), without.grad.numpy())
 
 
 def test_under_no_grad_the_result_needs_no_gradient():
@@ -241,6 +244,7 @@ def test_a_captured_variable_that_changed_is_an_error():
         ),
         (lambda x: tc.checkpoint(3, x), TypeError, "expected a function, found int"),
     ],
+    ids=["int argument", "int result", "int in results", "unknown policy", "no function"],
 )
 def test_wrong_arguments_are_errors(call, error, text):
     with pytest.raises(error, match=text):

@@ -22,6 +22,7 @@ def test_contexts_switch_recording_off_and_on():
 def test_a_decorated_function_records_nothing():
     x = tc.Var([1.0])
 
+    # The function calls itself, so the contexts of the decorator are nested.
     @tc.no_grad()
     def double(t, depth=0):
         assert not tc.is_grad_enabled()
@@ -57,7 +58,7 @@ def test_each_thread_has_its_own_mode():
     assert seen == [True]
 
 
-def test_without_recording_no_bytes_are_saved():
+def test_without_recording_operations_save_no_bytes():
     before = tc.memory.saved_bytes()
     x = tc.Var(tc.ones(100))
     with tc.no_grad():

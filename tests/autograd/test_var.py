@@ -1,4 +1,4 @@
-"""`Var`: making variables, their properties, and setting their values."""
+"""`Var`: how to make variables, their properties, and how to set their values."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def test_a_variable_is_a_tensor():
 
 
 @pytest.mark.parametrize(
-    "view",
+    "derive",
     [
         lambda t: t,
         lambda t: t.T,
@@ -33,11 +33,12 @@ def test_a_variable_is_a_tensor():
         lambda t: t[:0],
         lambda t: t[0, 0],
     ],
+    ids=["variable", "transposed", "strided", "column", "expanded", "computed", "empty", "scalar"],
 )
 @pytest.mark.parametrize("dtype", ["f32", "f64", "f16", "bf16"])
-def test_a_variable_can_be_made_from_any_tensor(view, dtype):
+def test_a_variable_can_be_made_from_any_tensor_of_floats(derive, dtype):
     source = tc.Var(np.arange(12.0).reshape(3, 4) / 10, dtype=dtype)
-    t = view(source)
+    t = derive(source)
     for v in (tc.Var(t), t.make_var()):
         assert v.dtype == dtype
         assert v.shape == t.shape
@@ -69,6 +70,9 @@ def test_a_variable_gets_the_given_data_dtype_and_device():
     assert tc.Var([1.0], device="cpu").device == "cpu"
     with pytest.raises(tc.CudaUnavailableError):
         tc.Var([1.0], device="cuda")
+
+
+def test_a_variable_of_integers_or_booleans_is_an_error():
     for wrong in ([1, 2], tc.tensor([1, 2]), np.array([True])):
         with pytest.raises(tc.DTypeError, match="make_var: a variable must be floating point"):
             tc.Var(wrong)
@@ -83,6 +87,10 @@ def test_set_replaces_the_values():
     v.set(v * 2)
     v.set(v)
     assert v.tolist() == [[2, 2, 2], [2, 2, 2]]
+
+
+def test_set_rejects_a_value_of_another_shape_or_dtype():
+    v = tc.Var(np.zeros((2, 3), dtype=np.float32))
     with pytest.raises(
         tc.ShapeError, match=r"set: the variable has shape \[2, 3\], the value \[3\]"
     ):

@@ -1,4 +1,4 @@
-"""`trainable-candle chat`, with the built-in model: long conversations and wrong input."""
+"""`trainable-candle chat` with the built-in model: long conversations, and errors of input."""
 
 import io
 import shutil
@@ -8,12 +8,14 @@ import pytest
 
 from trainable_candle.cli import main
 from trainable_candle.families.causal_lm import BUILT_IN, CausalLM
+from trainable_candle.text.chat_tokenizer import ChatTokenizer
 
 CHAT = ["chat", "--model", "causal-lm", "--device", "cpu", "--tokens", "4"]
 CONTEXT = 512
 
 
 def say(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    """Make `lines` the standard input."""
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
 
 
@@ -21,13 +23,13 @@ def test_long_conversations_lose_their_oldest_turns(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[list[str]] = []
-    prompt = CausalLM(BUILT_IN, None, "cpu").tokenizer.__class__.prompt
+    prompt = ChatTokenizer.prompt
 
-    def noted(self: object, messages: list[dict[str, str]]) -> list[int]:
+    def noting(self: ChatTokenizer, messages: list[dict[str, str]]) -> list[int]:
         asked.append([message["content"] for message in messages])
-        return prompt(self, messages)  # type: ignore[arg-type]
+        return prompt(self, messages)
 
-    monkeypatch.setattr("trainable_candle.text.chat_tokenizer.ChatTokenizer.prompt", noted)
+    monkeypatch.setattr(ChatTokenizer, "prompt", noting)
     say(monkeypatch, *(f"first: {'word' * 40}{number}" for number in range(4)))
     assert main([*CHAT, "--system", "be brief"]) == 0
     printed = capsys.readouterr()
@@ -35,7 +37,8 @@ def test_long_conversations_lose_their_oldest_turns(
     assert printed.err == f"[the context has {CONTEXT} tokens: 1 oldest turn left out]\n" * 2
     last = asked[-1]
     assert last[0] == "be brief"
-    assert [text[-1] for text in last[1::2]] == ["2", "3"]
+    # The user's messages and the answers alternate. Each message of the user ends with its number.
+    assert [message[-1] for message in last[1::2]] == ["2", "3"]
 
 
 def test_a_message_that_does_not_fit_is_left_out(
@@ -55,6 +58,7 @@ def test_a_message_that_does_not_fit_is_left_out(
         ("strict", "standard input: byte 0xff is not text in utf-8"),
         ("surrogateescape", r"standard input is 'a\udcff', expected text in UTF-8"),
     ],
+    ids=["strict", "surrogateescape"],
 )
 def test_bytes_that_are_not_utf_8_are_reported(
     monkeypatch: pytest.MonkeyPatch,
@@ -69,7 +73,7 @@ def test_bytes_that_are_not_utf_8_are_reported(
 
 
 @pytest.mark.parametrize("command", ["chat", "sample"])
-def test_prompts_are_checked_before_anything_loads(
+def test_prompts_are_checked_before_the_model_loads(
     command: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -80,14 +84,15 @@ def test_prompts_are_checked_before_anything_loads(
     weights = tmp_path / "weights"
     shutil.copytree(BUILT_IN, weights)
     tokenizer = Tokenizer.from_file(str(weights / "tokenizer.json"))
+    # The model has room for one more token than the tokenizer: only <newer> is one too many.
     tokenizer.add_tokens(["<new>", "<newer>"])
     tokenizer.save(str(weights / "tokenizer.json"))
     monkeypatch.setattr(CausalLM, "model", property(lambda _: pytest.fail("the model is loaded")))
     adapter = tmp_path / "adapter.safetensors"
     adapter.write_bytes(b"")
     flags = ["--weights", str(weights), "--adapter", str(adapter), "--prompt", "a", "--prompt"]
-    given = [command, *CHAT[1:], *flags]
-    assert main([*given, "a <newer>"]) == 2
+    arguments = [command, *CHAT[1:], *flags]
+    assert main([*arguments, "a <newer>"]) == 2
     assert "has the token <newer> (260), and the model has 260 tokens" in capsys.readouterr().err
-    assert main([*given, "x" * CONTEXT]) == 2
+    assert main([*arguments, "x" * CONTEXT]) == 2
     assert f"the model was made for {CONTEXT} positions" in capsys.readouterr().err

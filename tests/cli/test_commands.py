@@ -1,4 +1,4 @@
-"""The command line accepts every command of the documents."""
+"""The command line accepts every command in the documents; `ray` resumes runs and has help."""
 
 import importlib
 import re
@@ -18,11 +18,11 @@ from trainable_candle.errors import Error, MissingFileError
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ["README.md", "examples/README.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
 PROGRAMS = ("train-lora", "trainable-candle")
-# Files of settings that documents name in their commands.
-FILES = ("run.yaml", "run/config.yaml")
+# Files of settings that commands in the documents read.
+SETTINGS_FILES = ("run.yaml", "run/config.yaml")
 
 
-def lines(text: str) -> Iterator[str]:
+def command_lines(text: str) -> Iterator[str]:
     """Yield the lines of shell blocks, then the backquoted commands outside code blocks.
 
     A line that ends in a backslash is joined with the next line.
@@ -38,17 +38,17 @@ def lines(text: str) -> Iterator[str]:
 
 def commands(document: str) -> Iterator[list[str]]:
     """Yield a document's commands, without the words before the program, such as `srun`."""
-    for line in lines((ROOT / document).read_text()):
+    for line in command_lines((ROOT / document).read_text()):
         words = shlex.split(line, comments=True)
-        place = next((n for n, word in enumerate(words) if word in PROGRAMS), len(words))
-        match words[place:]:
+        start = next((n for n, word in enumerate(words) if word in PROGRAMS), len(words))
+        match words[start:]:
             case ["train-lora", *arguments]:
                 yield ["train", *arguments]
             case ["trainable-candle", *arguments]:
                 yield arguments
 
 
-FOUND = {
+DOCUMENTED = {
     f"{document}: {shlex.join(command)}": command
     for document in DOCUMENTS
     for command in commands(document)
@@ -56,17 +56,19 @@ FOUND = {
 
 
 def test_the_documents_contain_commands() -> None:
-    assert len(FOUND) > 45
-    assert {command[0] for command in FOUND.values()} > {"train", "sample", "merge", "ray", "chat"}
+    assert len(DOCUMENTED) > 45
+    names = {name for name, *_ in DOCUMENTED.values()}
+    assert names > {"train", "sample", "merge", "ray", "chat"}
 
 
-@pytest.mark.parametrize("name", FOUND, ids=lambda name: name[:80])
+@pytest.mark.parametrize("name", DOCUMENTED, ids=lambda name: name[:80])
 def test_a_command_fails_only_for_missing_files(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command runs in a folder without models and images.
+    """Run the command in a folder without models and images.
 
-    An error about a missing file passes the test: it shows that the flags are correct.
+    The flags are checked before files are opened, so an error about a missing file shows that the
+    flags are correct.
     """
 
     def no_hub(*_: object) -> None:
@@ -74,10 +76,10 @@ def test_a_command_fails_only_for_missing_files(
 
     monkeypatch.setattr(hub, "_fetch", no_hub)
     monkeypatch.chdir(tmp_path)
-    for path in FILES:
+    for path in SETTINGS_FILES:
         Path(path).parent.mkdir(exist_ok=True)
         Path(path).write_text("model: digits\ndataset: images\noutput: run\n")
-    command, *arguments = FOUND[name]
+    command, *arguments = DOCUMENTED[name]
     if command == "ray" or "--gpus" in arguments:
         # These commands need GPUs or Ray, which this machine may lack: check only their settings.
         _, settings = make_ray_parser("ray").parse_own(arguments)
@@ -96,14 +98,16 @@ def test_a_command_fails_only_for_missing_files(
         assert status == 0
 
 
-@pytest.mark.parametrize("given", [[], ["--resume", "/a/step-3"], ["--resume=auto"]])
-def test_the_command_that_continues_a_ray_run_has_one_resume_flag(given: list[str]) -> None:
-    again = continuation("t ray", ["--output", "a run", *given, "--steps", "3"])
-    assert again == "t ray --output 'a run' --steps 3 --resume latest"
+@pytest.mark.parametrize("resume", [[], ["--resume", "/a/step-3"], ["--resume=auto"]], ids=str)
+def test_the_command_that_continues_a_ray_run_has_one_resume_flag(resume: list[str]) -> None:
+    command = continuation("t ray", ["--output", "a run", *resume, "--steps", "3"])
+    assert command == "t ray --output 'a run' --steps 3 --resume latest"
 
 
-def test_the_long_help_of_ray_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_long_help_of_ray_lists_its_own_flags_and_those_of_train(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert run_ray(["--help-all"], "trainable-candle ray") == 0
-    told = capsys.readouterr().out
-    for name in ("--max-failures", "--learning-rate", "--step-limit"):
-        assert f"  {name} " in told
+    printed = capsys.readouterr().out
+    for flag in ("--max-failures", "--learning-rate", "--step-limit"):
+        assert f"  {flag} " in printed

@@ -1,4 +1,4 @@
-"""Errors of commands: the user sees one line and an exit status, but no traceback."""
+"""Errors of commands: the user sees a short message and an exit status, but no traceback."""
 
 import os
 import subprocess
@@ -23,7 +23,9 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def fail(error: BaseException) -> int:
+def status_of(error: BaseException) -> int:
+    """Return the exit status of a command that raises `error`."""
+
     def action() -> int:
         raise error
 
@@ -31,7 +33,7 @@ def fail(error: BaseException) -> int:
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "line"),
+    ("error", "status", "start"),
     [
         (ConfigError("rank is 0"), 2, "error: rank is 0"),
         (DatasetError("dataset: none"), 2, "error: dataset: none"),
@@ -44,15 +46,17 @@ def fail(error: BaseException) -> int:
         (InternalError("bug"), 1, "error: InternalError: bug"),
         (KeyboardInterrupt(), 130, "\ninterrupted"),
     ],
+    ids=repr,
 )
-def test_an_error_gives_one_line_and_an_exit_status(
-    error: BaseException, status: int, line: str, capsys: pytest.CaptureFixture[str]
+def test_an_error_gives_a_message_and_an_exit_status(
+    error: BaseException, status: int, start: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert fail(error) == status
+    assert status_of(error) == status
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith(line)
+    assert printed.err.startswith(start)
     assert "Traceback" not in printed.err
+    # Only the message about a bug, status 1, says how to see the traceback.
     assert (cli.TRACEBACK in printed.err) == (status == 1)
 
 
@@ -60,7 +64,7 @@ def test_an_environment_variable_shows_the_traceback(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(cli.TRACEBACK, "1")
-    assert fail(ZeroDivisionError("x")) == 1
+    assert status_of(ZeroDivisionError("x")) == 1
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -183,7 +187,7 @@ def test_wrong_arguments_are_reported_in_one_line(
 
 
 @pytest.mark.parametrize("ending", ["ckpt", "pt", "bin"])
-def test_a_pickle_is_rejected(ending: str, tmp_path: Path) -> None:
+def test_a_pickle_is_rejected_alone_and_in_a_folder(ending: str, tmp_path: Path) -> None:
     weights = tmp_path / f"model.{ending}"
     weights.write_bytes(b"PK")
     arguments = ["--model", "digits", "--prompt", "1", "--output", str(tmp_path / "a.png")]
@@ -196,6 +200,7 @@ def test_a_pickle_is_rejected(ending: str, tmp_path: Path) -> None:
 
 def test_flags_and_their_synonyms_are_all_different() -> None:
     synonyms = [flag(name) for _, setting in settings().values() for name in setting.synonyms]
+    # INSTEAD has the settings of other tools for which an error gives advice.
     flags = [*synonyms, *map(flag, INSTEAD), *(flag(name) for name in settings())]
     assert len(set(flags)) == len(flags)
 
@@ -213,7 +218,7 @@ def test_info_names_versions_devices_and_models() -> None:
         assert text in result.stdout
 
 
-def test_help_imports_nothing_slow() -> None:
+def test_the_help_of_train_imports_no_slow_package() -> None:
     code = """
 import sys
 from trainable_candle import cli
@@ -221,8 +226,8 @@ try:
     cli.main(["train", "--help"])
 except SystemExit:
     pass
-heavy = {"matplotlib", "PIL", "tqdm", "sklearn", "scipy"} & sys.modules.keys()
-sys.exit(f"imported: {heavy}" if heavy else 0)"""
+slow = {"matplotlib", "PIL", "tqdm", "sklearn", "scipy"} & sys.modules.keys()
+sys.exit(f"imported: {slow}" if slow else 0)"""
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )

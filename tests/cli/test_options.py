@@ -1,4 +1,4 @@
-"""Every setting has a flag, flags override files, and the help fits on a screen."""
+"""Flags set every setting and override files; presets; errors about flags; lengths of help."""
 
 import json
 import re
@@ -33,6 +33,7 @@ from trainable_candle.settings.config import canonical
 from trainable_candle.settings.foreign import instead
 
 DOCS = Path(__file__).parents[2] / "docs"
+# A value other than the default for each setting that the others allow.
 VALUES: dict[str, Any] = {
     "model": "digits",
     "weights": "w",
@@ -177,7 +178,7 @@ def as_arguments(name: str, value: Any) -> list[str]:
 
 
 def test_every_setting_has_a_flag() -> None:
-    # These settings conflict with settings in VALUES, so VALUES does not contain them.
+    # These settings conflict with settings in VALUES.
     exclusive = {"validation_dataset", "objective", "qat", "init"}
     exclusive |= {"qat_learned_scales", "qat_activations", "stochastic_rounding"}
     assert VALUES.keys() | exclusive == settings().keys()
@@ -213,7 +214,7 @@ def test_every_setting_has_a_flag() -> None:
         ("--loraplus_lr_ratio 16", {"lora_plus_ratio": 16.0}),
     ],
 )
-def test_flags_of_other_tools_set_our_settings(text: str, expected: dict[str, Any]) -> None:
+def test_flags_of_other_tools_set_their_equivalents(text: str, expected: dict[str, Any]) -> None:
     config = parse(*text.split())
     assert {name: getattr(config, name) for name in expected} == expected
 
@@ -234,8 +235,8 @@ def test_the_migration_guide_names_flags_that_work() -> None:
             (key,) = canonical({name: 1})
             assert {flag(key)[2:], f"no-{flag(key)[2:]}"} & set(own), name
             if "." in name:
-                first, _, last = name.partition(".")
-                assert canonical({first: {last: 1}}) == canonical({name: 1})
+                outer, _, inner = name.partition(".")
+                assert canonical({outer: {inner: 1}}) == canonical({name: 1})
             else:
                 assert flag(name) in parser._option_string_actions
     assert checked > 100
@@ -271,8 +272,9 @@ def test_configurations_and_values_of_other_tools_are_converted(tmp_path: Path) 
         assert config.gradient_checkpointing == "full"
     for value, expected in (("CPU_OFFLOADED", "offload"), ("off", "none"), ("true", "full")):
         path.write_text(f"gradient_checkpointing: {value}\nmask: off\nmixed_precision: no\n")
-        c = TrainConfig.from_yaml(path)
-        assert (c.gradient_checkpointing, c.mask, c.precision) == (expected, "off", "f32")
+        config = TrainConfig.from_yaml(path)
+        assert config.gradient_checkpointing == expected
+        assert (config.mask, config.precision) == ("off", "f32")
     assert parse("--resolution", "1024,1024").resolution == 1024
     assert parse("--steps", "300", "--lr_warmup_steps", "200").warmup_steps == 200
     assert parse("--lr_warmup_steps", "0").warmup_steps == 0
@@ -291,7 +293,7 @@ def test_configurations_and_values_of_other_tools_are_converted(tmp_path: Path) 
         TrainConfig.from_yaml(path)
 
 
-def test_each_flag_of_kohya_is_converted_or_its_error_gives_advice() -> None:
+def test_flags_of_other_tools_are_converted_or_their_errors_give_advice() -> None:
     flags = """--fp8_base --t5xxl --clip_l --clip_g --guidance_scale --lr_scheduler_power
         --lr_scheduler_num_cycles --discrete_flow_shift --model_prediction_type --timestep_sampling
         --cache_text_encoder_outputs --network_module --save_model_as --sdpa --full_bf16
@@ -302,9 +304,8 @@ def test_each_flag_of_kohya_is_converted_or_its_error_gives_advice() -> None:
         --fp8_t5 --fp8_llm --load_in_4bit --load_in_8bit --quantize --base_model_precision
         --gradient_checkpointing_cpu_offload"""
     for name in flags.split():
-        with pytest.raises(
-            ConfigError, match=f"^{name.replace('_', '-')} .*(leave it out|give|--)"
-        ):
+        own_form = name.replace("_", "-")
+        with pytest.raises(ConfigError, match=f"^{own_form} .*(leave it out|give|--)"):
             parse(name, "raw")
     config = parse("--blocks_to_swap", "8", "--ae", "ae.safetensors", "--loss_type", "l2")
     assert (config.stream_blocks, config.vae, config.loss) == (8, "ae.safetensors", "mse")
@@ -345,7 +346,7 @@ def test_errors_about_a_value_say_if_a_preset_has_set_it(given: str, message: st
         parse("--model", "sdxl", *given.split())
 
 
-def test_presets_and_gpus_in_a_file_are_checked(tmp_path: Path) -> None:
+def test_in_a_file_presets_are_checked_and_gpus_are_converted(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("preset: fast\n")
     with pytest.raises(ConfigError, match="--preset fast depends on the model: give --model"):
@@ -393,12 +394,12 @@ def test_a_preset_limits_the_sequence_length_to_the_context(tmp_path: Path) -> N
         folder = tmp_path / str(length)
         shutil.copytree(BUILT_IN, folder)
         path = folder / "config.json"
-        facts = json.loads(path.read_text())
-        path.write_text(json.dumps({**facts, "max_position_embeddings": length}))
-        given = ("--model", "causal-lm", "--weights", str(folder), "--preset", "fast")
-        assert parse(*given).sequence_length == min(length, 1024)
+        values = json.loads(path.read_text())
+        path.write_text(json.dumps({**values, "max_position_embeddings": length}))
+        flags = ("--model", "causal-lm", "--weights", str(folder), "--preset", "fast")
+        assert parse(*flags).sequence_length == min(length, 1024)
         # Only the preset's value is limited: the run rejects a given value that is too large.
-        assert parse(*given, "--sequence-length", "9999").sequence_length == 9999
+        assert parse(*flags, "--sequence-length", "9999").sequence_length == 9999
     with pytest.raises(MissingFileError, match="--weights: there is no file or folder no"):
         parse("--model", "causal-lm", "--weights", "no", "--preset", "fast")
 
@@ -428,10 +429,7 @@ def test_a_flag_replaces_an_invalid_value_of_the_file(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--learning-rte", "1"], r"unknown flag `--learning-rte`; did you mean `--learning-rate`"),
-        (
-            ["--network_module", "networks.lora"],
-            "has no .* choose the kind with --adapter",
-        ),
+        (["--network_module", "networks.lora"], "has no .* choose the kind with --adapter"),
         (["--xformers"], "--xformers is not needed here, .*: leave it out"),
         (["--xyzzy"], r"unknown flag `--xyzzy` \(see train-lora --help\)"),
         (["--learn", "1"], "unknown flag `--learn`"),
@@ -464,8 +462,8 @@ def test_help_fits_a_screen(command: str, capsys: pytest.CaptureFixture[str]) ->
     arguments = [*command.split(), "--help"]
     try:
         status: object = main(arguments)
-    except SystemExit as left:  # argparse exits after it prints the help
-        status = left.code
+    except SystemExit as end:  # argparse exits after it prints the help
+        status = end.code
     assert status == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"usage: trainable-candle {command}".rstrip())
@@ -489,11 +487,12 @@ def test_guides_name_flags_that_exist(name: str) -> None:
         sample, merge, chat, preview_data, resize, combine, extract, export, demo, verify,
     )  # fmt: skip
     parsers = [make_parser("train", rare=True), *(c.make_parser("c") for c in commands)]
-    known = {option for parser in parsers for a in parser._actions for option in a.option_strings}
+    actions = [action for parser in parsers for action in parser._actions]
+    known = {option for action in actions for option in action.option_strings}
     assert set(re.findall(r"--[a-z][a-z0-9-]+", (DOCS / name).read_text())) - known == set()
 
 
-def test_the_settings_in_the_guide_are_valid() -> None:
+def test_the_settings_in_the_training_guide_are_valid() -> None:
     guide = (DOCS / "training.md").read_text()
     block = re.search(r"```yaml\n(.*?)```", guide, re.DOTALL)
     assert block is not None

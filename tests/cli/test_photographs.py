@@ -1,4 +1,4 @@
-"""Training of the built-in SDXL on photographs, as in `examples/04_sdxl_from_pictures.py`."""
+"""The built-in SDXL trains on photographs, as in `examples/04_sdxl_from_pictures.py`."""
 
 import random
 import signal
@@ -20,6 +20,7 @@ PHOTOGRAPHS = Path(__file__).parents[2] / "examples" / "photos"
 
 
 def training(output: Path, steps: int, **settings: Any) -> list[str]:
+    """Return the arguments of a run; `settings` are added to, or override, those given here."""
     given = {
         "model": "sdxl",
         "dataset": PHOTOGRAPHS,
@@ -32,17 +33,17 @@ def training(output: Path, steps: int, **settings: Any) -> list[str]:
         "sample_prompts": "a photo of a cup of coffee with a spoon on a red plate",
         **settings,
     }
-    command = ["train"]
+    arguments = ["train"]
     for name, value in given.items():
-        command += [f"--{name.replace('_', '-')}", str(value)]
-    return command
+        arguments += [f"--{name.replace('_', '-')}", str(value)]
+    return arguments
 
 
 PROGRAM = [sys.executable, "-m", "trainable_candle"]
 # A program with the arguments FOLDER, N and a command line. The program runs the command and kills
 # itself before the N-th operation on a file or folder below FOLDER. With N = 0, or if the command
 # ends before the N-th operation, the program prints the number of operations below FOLDER.
-KILLED = """
+KILLS_ITSELF = """
 import atexit, os, signal, sys
 from trainable_candle.cli import main
 
@@ -64,15 +65,19 @@ sys.exit(main())
 """
 
 
-def done(command: list[str], program: Sequence[str] = PROGRAM) -> str:
-    result = subprocess.run([*program, *command], capture_output=True, text=True, check=False)
+def done(arguments: list[str], program: Sequence[str] = PROGRAM) -> str:
+    """Run a program that must succeed, and return its standard output."""
+    result = subprocess.run([*program, *arguments], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
 @pytest.mark.slow
 def test_photographs_are_learned(tmp_path: Path) -> None:
-    """The validation loss, with fixed noise and timesteps, falls by more than a quarter."""
+    """The validation loss falls by more than a quarter, and previews change visibly.
+
+    Noise and timesteps are the same in each validation.
+    """
     output = tmp_path / "run"
     validation = {"validation_dataset": PHOTOGRAPHS, "validate_every": 75}
     previews = {"sample_every": 150, "sample_steps": 4}
@@ -90,9 +95,7 @@ def test_photographs_are_learned(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_run_loses_only_the_steps_since_its_last_checkpoint(
-    tmp_path: Path,
-) -> None:
+def test_a_killed_run_loses_only_the_steps_since_its_last_checkpoint(tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "cache": "disk",
         "cache_dir": tmp_path / "cache",
@@ -103,42 +106,44 @@ def test_a_killed_run_loses_only_the_steps_since_its_last_checkpoint(
         "sample_steps": 1,
         "ema_decay": 0.9,
     }
-    output, whole = tmp_path / "killed", tmp_path / "whole"
-    killed_at = [sys.executable, "-c", KILLED, str(tmp_path)]
-    said = done(training(whole, 16, **settings), [*killed_at, "0"])
-    # This run also fills the cache. A resumed run finds it filled and does fewer operations. Each N
-    # below is therefore less than half of `operations`: most resumed runs reach it and are killed.
-    operations = int(said.rpartition("operations: ")[2])
+    output, unbroken = tmp_path / "killed", tmp_path / "unbroken"
+    kills_itself = [sys.executable, "-c", KILLS_ITSELF, str(tmp_path)]
+    printed = done(training(unbroken, 16, **settings), [*kills_itself, "0"])
+    # The unbroken run also fills its cache. A resumed run finds the cache filled, so it does fewer
+    # operations. Each n below is therefore less than half of `operations`: most resumed runs do n
+    # operations and are killed.
+    operations = int(printed.rpartition("operations: ")[2])
     settings["cache_dir"] = tmp_path / "cache of the killed"
     generator = random.Random(0)
     kills = 0
     for _ in range(10):
-        saved = checkpoints(output)
-        resume = {"resume": "latest"} if saved else {}
-        command = training(output, 16, **settings, **resume)
-        last = generator.randrange(1, operations // 2)
+        before = checkpoints(output)
+        resume = {"resume": "latest"} if before else {}
+        arguments = training(output, 16, **settings, **resume)
+        n = generator.randrange(1, operations // 2)
         result = subprocess.run(
-            [*killed_at, str(last), *command], capture_output=True, text=True, check=False
+            [*kills_itself, str(n), *arguments], capture_output=True, text=True, check=False
         )
         assert result.returncode in {0, -signal.SIGKILL}, result.stderr
         kills += result.returncode != 0
         assert "Traceback" not in result.stderr
         assert "error" not in result.stderr
+        # With save_every=2, the last checkpoint is at most two steps older than the log.
         steps = len(read_log(output / "train.csv"))
         after = checkpoints(output)
-        assert not saved or step_of(after[-1]) >= step_of(saved[-1])
+        assert not before or step_of(after[-1]) >= step_of(before[-1])
         if steps > 2:
             assert step_of(after[-1]) >= steps - 2
     assert kills >= 3
     resume = {"resume": "latest"} if checkpoints(output) else {}
     done(training(output, 16, **settings, **resume))
     for name in ("adapter.safetensors", "adapter-best.safetensors"):
-        assert contents(whole / name) == contents(output / name), name
-    assert {path.name for path in output.iterdir()} == {path.name for path in whole.iterdir()}
-    logs = [[row["loss"] for row in read_log(path / "train.csv")] for path in (whole, output)]
+        assert contents(unbroken / name) == contents(output / name), name
+    assert {path.name for path in output.iterdir()} == {path.name for path in unbroken.iterdir()}
+    logs = [[row["loss"] for row in read_log(path / "train.csv")] for path in (unbroken, output)]
     assert logs[0] == logs[1]
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    """The bytes of an adapter file's tensors; the header is left out, because it names the run."""
+    """Return the bytes of each tensor of an adapter file, without the header: it names the run."""
     return {name: tensor.numpy().tobytes() for name, tensor in tc.load_file(path).items()}

@@ -1,4 +1,4 @@
-"""`trainable-candle preview-data`, on a folder in the layout of published models."""
+"""`trainable-candle preview-data`, with a folder in the layout of published language models."""
 
 import gzip
 import json
@@ -24,12 +24,13 @@ CHAT = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    """A folder with a tokenizer, its chat template and a file of two chats."""
     (tmp_path / "tokenizer.json").write_bytes((GOLDEN / "tokenizer.json").read_bytes())
     config = {
         "bos_token": {"content": "<|begin_of_text|>"},
         "eos_token": "<|end_of_text|>",
         "chat_template": [
-            {"name": "tool_use", "template": "none"},
+            {"name": "tool_use", "template": "not used"},
             {"name": "default", "template": TEMPLATES["chatml"]},
         ],
     }
@@ -54,7 +55,7 @@ def test_tokens_masks_and_counts_are_shown(
     assert "packed: 1 rows of 100 tokens" in out
 
 
-def test_tokens_are_marked_by_colours_or_by_brackets(folder: Path) -> None:
+def test_colours_or_brackets_mark_tokens(folder: Path) -> None:
     tokenizer = ChatTokenizer.from_pretrained(folder / "tokenizer.json")
     tokens = tokens_of(Chat(CHAT["messages"]), tokenizer)
     coloured = shown(tokens, tokenizer, colour=True)
@@ -86,7 +87,7 @@ def test_a_template_file_overrides_the_template_of_the_tokenizer(folder: Path) -
         ("tokenizer.json", None, "there is no file"),
     ],
 )
-def test_damaged_tokenizers_are_reported(
+def test_damaged_and_missing_tokenizers_are_reported(
     folder: Path,
     capsys: pytest.CaptureFixture[str],
     name: str,
@@ -102,10 +103,11 @@ def test_damaged_tokenizers_are_reported(
 
 
 def preview(*flags: str) -> int:
+    """Run the command without examples, and return its exit status."""
     return main(["preview-data", *flags, "--examples", "0"])
 
 
-def test_rows_are_as_long_as_the_context_of_the_model(
+def test_packed_rows_are_as_long_as_the_context_of_the_model(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--weights", str(folder), "--dataset", str(folder / "chats.jsonl")]
@@ -115,6 +117,7 @@ def test_rows_are_as_long_as_the_context_of_the_model(
     assert "rows of 60 tokens" in capsys.readouterr().out
     assert preview(*flags, "--sequence-length", "61") == 2
     assert "was made for 60 positions" in capsys.readouterr().err
+    # A configuration that does not give the context: the length is the default.
     (folder / "config.json").write_text(json.dumps({"vocab_size": 380}))
     assert preview(*flags) == 0
     assert "rows of 2048 tokens" in capsys.readouterr().out

@@ -29,6 +29,7 @@ def run(*arguments: object) -> Result:
 
 
 def done(*arguments: object) -> Result:
+    """Run a command that must succeed."""
     result = run(*arguments)
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
@@ -36,6 +37,7 @@ def done(*arguments: object) -> Result:
 
 
 def refused(result: Result, *texts: str) -> None:
+    """Check that a command ended with status 2 and one error, and printed `texts` with it."""
     assert result.returncode == 2, result.stderr
     assert "Traceback" not in result.stderr
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
@@ -48,10 +50,11 @@ def refused(result: Result, *texts: str) -> None:
 def flags(sdxl_base: Path, sdxl_folder: Path) -> Callable[..., list[str]]:
     """A function that returns the arguments of a short run.
 
-    The keyword arguments `settings` override the settings that the function gives by default.
+    Its keyword arguments are added to its default settings, or override them. A list gives its flag
+    once for each item. The value True gives the flag without a value.
     """
 
-    def flags(output: Path, steps: int = 6, **settings: Any) -> list[str]:
+    def arguments_of(output: Path, steps: int = 6, **settings: Any) -> list[str]:
         given: dict[str, Any] = {
             "model": "sdxl",
             "weights": sdxl_base,
@@ -75,7 +78,7 @@ def flags(sdxl_base: Path, sdxl_folder: Path) -> Callable[..., list[str]]:
                 arguments += [flag] if item is True else [flag, str(item)]
         return arguments
 
-    return flags
+    return arguments_of
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +101,7 @@ def trained(flags: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFa
     for text in (
         "memory while training",
         "unet weights",
-        "latents of 6 images: ",
+        "latents of 6 images: ",  # 2 of the 8 images are for validation
         "captions: ",
         "6/6",
     ):
@@ -144,7 +147,7 @@ def test_an_adapter_changes_samples_unless_its_scale_is_tiny(
     done(*common, *adapter, "--output", tmp_path / "adapted.png")
     done(*common, *adapter, "--scale", "1e-9", "--output", tmp_path / "off.png")
     base, adapted, off = (pixels(tmp_path / f"{n}.png") for n in ("base", "adapted", "off"))
-    assert base.shape == (64, 128, 3)  # small images are enlarged
+    assert base.shape == (64, 128, 3)  # 64x32 pixels, enlarged twofold
     assert np.abs(off - base).max() <= 1
     assert np.abs(adapted - base).max() > 1
 
@@ -154,12 +157,12 @@ def pixels(path: Path) -> np.ndarray:
         return np.asarray(image).astype(int)
 
 
-@pytest.mark.parametrize("kind", ["folder", "file of a folder", "file"])
-def test_merging_writes_a_checkpoint_that_draws_the_same(
+@pytest.mark.parametrize("kind", ["folder to folder", "folder to file", "file to file"])
+def test_merging_writes_a_checkpoint_that_predicts_the_same(
     sdxl_base: Path, sdxl_file: Path, trained: Path, tmp_path: Path, kind: str
 ) -> None:
-    weights = sdxl_file if kind == "file" else sdxl_base
-    output = tmp_path / ("merged" if kind == "folder" else "merged.safetensors")
+    weights = sdxl_file if kind == "file to file" else sdxl_base
+    output = tmp_path / ("merged" if kind == "folder to folder" else "merged.safetensors")
     adapter = ["--adapter", trained / "adapter.safetensors"]
     merge = ["merge", "--model", "sdxl", "--weights", weights, *adapter, "--dtype", "f32"]
     done(*merge, "--output", output)
@@ -173,17 +176,17 @@ def test_merging_writes_a_checkpoint_that_draws_the_same(
         if adapter is not None:
             unet.load_adapter(adapter)
         tc.manual_seed(0)
-        sample, text = tc.randn((1, 4, 8, 8)), tc.randn((1, 7, 20))
+        latents, text = tc.randn((1, 4, 8, 8)), tc.randn((1, 7, 20))
         pooled, sizes = tc.randn((1, 12)), tc.ones((1, 6))
         with tc.no_grad():
-            return unet(sample, 500.0, text, text_embeds=pooled, time_ids=sizes).numpy()
+            return unet(latents, 500.0, text, text_embeds=pooled, time_ids=sizes).numpy()
 
     expected = predict(weights, trained / "adapter.safetensors")
     assert np.abs(expected - predict(weights)).max() > 1e-3
     np.testing.assert_allclose(predict(output), expected, atol=1e-4)
 
 
-def test_merging_an_adapter_of_all_parts_draws_the_same(
+def test_merging_an_adapter_of_unet_and_text_encoders_draws_the_same(
     flags: Callable[..., list[str]], sdxl_base: Path, tmp_path: Path
 ) -> None:
     result = done(*flags(tmp_path / "run", 3, train_text_encoder=True))
@@ -191,22 +194,23 @@ def test_merging_an_adapter_of_all_parts_draws_the_same(
     adapter = ["--adapter", tmp_path / "run" / "adapter.safetensors"]
     base = ["--model", "sdxl", "--weights", sdxl_base]
     done("merge", *base, *adapter, "--dtype", "f32", "--output", tmp_path / "merged")
-    how = ["--prompt", "a blur", "--size", "64", "--steps", "2", "--seed", "3"]
-    done("sample", *base, *adapter, *how, "--output", tmp_path / "adapted.png")
+    drawing = ["--prompt", "a blur", "--size", "64", "--steps", "2", "--seed", "3"]
+    done("sample", *base, *adapter, *drawing, "--output", tmp_path / "adapted.png")
     merged = ["--model", "sdxl", "--weights", tmp_path / "merged"]
-    done("sample", *merged, *how, "--output", tmp_path / "merged.png")
-    done("sample", *base, *how, "--output", tmp_path / "base.png")
+    done("sample", *merged, *drawing, "--output", tmp_path / "merged.png")
+    done("sample", *base, *drawing, "--output", tmp_path / "base.png")
     drawn = {name: pixels(tmp_path / f"{name}.png") for name in ("adapted", "merged", "base")}
     assert np.abs(drawn["merged"] - drawn["adapted"]).max() <= 1
     assert np.abs(drawn["base"] - drawn["adapted"]).max() > 1
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    """The bytes of an adapter file's tensors. The header is left out, because it names the run."""
+    """Return the bytes of each tensor of an adapter file, without the header: it names the run."""
     return {name: tensor.numpy().tobytes() for name, tensor in tc.load_file(path).items()}
 
 
-def same_adapters(one: Path, other: Path, *names: str) -> None:
+def check_same_adapters(one: Path, other: Path, *names: str) -> None:
+    """Check that the files `names` of two runs have the same tensors."""
     for name in names:
         assert contents(one / name) == contents(other / name), name
 
@@ -229,7 +233,9 @@ def test_a_run_stopped_by_a_signal_resumes_bit_for_bit(
     advice = shlex.split(errors.splitlines()[-1])
     done(*advice[1:], "--steps", steps)
     done(*flags(tmp_path / "unbroken", steps, save_every=50, **extra))
-    same_adapters(output, tmp_path / "unbroken", "adapter.safetensors", "adapter-best.safetensors")
+    check_same_adapters(
+        output, tmp_path / "unbroken", "adapter.safetensors", "adapter-best.safetensors"
+    )
 
 
 def wait_for_steps(process: subprocess.Popen[str], log: Path, steps: int) -> None:
@@ -246,14 +252,14 @@ def test_the_next_run_reads_the_cache_on_disk(
     second = done(*flags(tmp_path / "b", 2, **settings)).stdout
     assert "latents of 8 images: 0 found, 8 made" in first
     assert "latents of 8 images: 8 found, 0 made" in second
-    same_adapters(tmp_path / "a", tmp_path / "b", "adapter.safetensors")
+    check_same_adapters(tmp_path / "a", tmp_path / "b", "adapter.safetensors")
     done(*flags(tmp_path / "c", 2, cache="off"))
-    same_adapters(tmp_path / "a", tmp_path / "c", "adapter.safetensors")
+    check_same_adapters(tmp_path / "a", tmp_path / "c", "adapter.safetensors")
 
 
 @pytest.mark.parametrize("form", ["kohya", "diffusers", "comfyui"])
 @pytest.mark.parametrize("precision", ["f32", "f16"])
-def test_an_adapter_of_all_parts_is_read_back_from_every_format(
+def test_an_adapter_of_unet_and_text_encoders_is_read_back_from_every_format(
     flags: Callable[..., list[str]], sdxl_base: Path, tmp_path: Path, form: str, precision: str
 ) -> None:
     output = tmp_path / "run"
@@ -301,7 +307,7 @@ def plain(
 
 
 @pytest.mark.parametrize("change", SETTINGS, ids=str)
-def test_settings_of_training_change_the_adapter(
+def test_a_setting_of_training_changes_the_adapter(
     flags: Callable[..., list[str]], tmp_path: Path, plain: dict[str, bytes], change: dict[str, Any]
 ) -> None:
     done(*flags(tmp_path / "run", 2, **change))
@@ -320,13 +326,14 @@ def test_settings_of_training_change_the_adapter(
     ],
     ids=str,
 )
-def test_other_settings_do_not_change_the_adapter(
+def test_checkpointing_threads_previews_validation_and_logs_do_not_change_the_adapter(
     flags: Callable[..., list[str]],
     sdxl_folder: Path,
     tmp_path: Path,
     plain: dict[str, bytes],
     change: dict[str, Any],
 ) -> None:
+    # The folder is known only here, in the test.
     change = {k: sdxl_folder if v == "DATASET" else v for k, v in change.items()}
     done(*flags(tmp_path / "run", 2, **change))
     assert contents(tmp_path / "run" / "adapter.safetensors") == plain
@@ -336,13 +343,13 @@ def test_other_settings_do_not_change_the_adapter(
 def test_runs_in_16_bit_floats_train_and_draw(
     flags: Callable[..., list[str]], tmp_path: Path, precision: str
 ) -> None:
-    prompt = {"sample_prompts": "a blur", "sample_steps": 2, "validation_split": 0.2}
-    done(*flags(tmp_path / "run", 3, precision=precision, **prompt))
+    settings = {"sample_prompts": "a blur", "sample_steps": 2, "validation_split": 0.2}
+    done(*flags(tmp_path / "run", 3, precision=precision, **settings))
     losses = [float(row["loss"]) for row in read_log(tmp_path / "run" / "train.csv")]
     assert np.isfinite(losses).all()
 
 
-def test_wrong_datasets_are_rejected(
+def test_faulty_datasets_are_rejected_unless_a_setting_handles_the_fault(
     flags: Callable[..., list[str]], sdxl_folder: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -359,11 +366,11 @@ def test_wrong_datasets_are_rejected(
     result = done(*flags(out, 1, dataset=broken, skip_bad=True))
     assert "bad.png" in result.stdout
 
-    silent = tmp_path / "silent"
-    silent.mkdir()
-    Image.new("RGB", (64, 64)).save(silent / "a.png")
-    refused(run(*flags(tmp_path / "o2", dataset=silent)), "a.png: no caption", "--caption")
-    done(*flags(tmp_path / "o3", 1, dataset=silent, caption="a square"))
+    uncaptioned = tmp_path / "uncaptioned"
+    uncaptioned.mkdir()
+    Image.new("RGB", (64, 64)).save(uncaptioned / "a.png")
+    refused(run(*flags(tmp_path / "o2", dataset=uncaptioned)), "a.png: no caption", "--caption")
+    done(*flags(tmp_path / "o3", 1, dataset=uncaptioned, caption="a square"))
 
 
 def test_a_huge_image_is_rejected_before_it_is_decoded(
@@ -389,7 +396,7 @@ def test_paths_may_contain_spaces_and_emoji(
     assert (output / "adapter.safetensors").is_file()
 
 
-def test_another_model_is_rejected(
+def test_weights_that_are_missing_damaged_or_of_another_model_are_rejected(
     flags: Callable[..., list[str]],
     digits_base: Path,
     sdxl_base: Path,
@@ -453,7 +460,7 @@ def test_a_run_that_cannot_fit_is_rejected_with_settings_that_fit(
 def test_weights_may_be_a_pipeline_on_the_hub(
     flags: Callable[..., list[str]], sdxl_base: Path, tmp_path: Path, plain: dict[str, bytes]
 ) -> None:
-    """The client of the hub has no connection, but has the model in its cache."""
+    """The hub cannot be reached, but its cache on disk has the pipeline."""
     revision = "0" * 40
     repository = tmp_path / "hub" / "models--someone--tiny-sdxl"
     (repository / "refs").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""`train`, `sample` and `merge`, run as commands."""
+"""`train`, `sample` and `merge` with the model `digits`, run as commands."""
 
 import os
 import re
@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +32,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def training(base: Path, images: Path, output: Path, steps: int) -> list[str]:
+    """Return the arguments of a run."""
     settings = {
         "model": "digits",
         "weights": base,
@@ -52,6 +52,7 @@ def training(base: Path, images: Path, output: Path, steps: int) -> list[str]:
 def trained(
     digits_base: Path, digits_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
+    """The output folder of a run of 30 steps."""
     output = tmp_path_factory.mktemp("trained") / "run"
     result = run(*training(digits_base, digits_folder, output, 30))
     assert result.returncode == 0, result.stderr
@@ -66,12 +67,12 @@ def wait_for_steps(process: subprocess.Popen[str], log: Path, steps: int) -> Non
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("stop_signal", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_on_a_signal_a_run_saves_and_prints_how_to_resume(
     digits_base: Path,
     digits_folder: Path,
     tmp_path: Path,
-    number: signal.Signals,
+    stop_signal: signal.Signals,
     status: int,
 ) -> None:
     output = tmp_path / "a run"
@@ -80,7 +81,7 @@ def test_on_a_signal_a_run_saves_and_prints_how_to_resume(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         wait_for_steps(process, output / "train.csv", 3)
-        process.send_signal(number)
+        process.send_signal(stop_signal)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == status
     assert "Traceback" not in errors
@@ -96,12 +97,12 @@ def test_on_a_signal_a_run_saves_and_prints_how_to_resume(
     assert resumed.returncode == 0, resumed.stderr
     unbroken = run(*training(digits_base, digits_folder, tmp_path / "unbroken", steps))
     assert unbroken.returncode == 0, unbroken.stderr
-    of_both = [
+    adapters = [
         tc.load_file(folder / "adapter.safetensors") for folder in (output, tmp_path / "unbroken")
     ]
-    assert of_both[0].keys() == of_both[1].keys()
-    for name, tensor in of_both[0].items():
-        np.testing.assert_array_equal(tensor.numpy(), of_both[1][name].numpy())
+    assert adapters[0].keys() == adapters[1].keys()
+    for name, tensor in adapters[0].items():
+        np.testing.assert_array_equal(tensor.numpy(), adapters[1][name].numpy())
     logs = [read_log(folder / "train.csv") for folder in (output, tmp_path / "unbroken")]
     assert [row["loss"] for row in logs[0]] == [row["loss"] for row in logs[1]]
 
@@ -123,10 +124,11 @@ def test_the_flag_optimizer_accepts_every_optimizer_of_the_library(
     digits_base: Path, digits_folder: Path, tmp_path: Path
 ) -> None:
     classes = {
-        found.__name__.lower()
-        for found in vars(tc.optim).values()
-        if isinstance(found, type) and issubclass(found, tc.optim.Optimizer)
+        value.__name__.lower()
+        for value in vars(tc.optim).values()
+        if isinstance(value, type) and issubclass(value, tc.optim.Optimizer)
     }
+    # The flag's choices are OPTIMIZERS. One run shows that a choice reaches the optimizer.
     assert set(OPTIMIZERS) == classes - {"optimizer"}
     command = training(digits_base, digits_folder, tmp_path / "run", 2)
     result = run(*(text.replace("adamw", "prodigy") for text in command))
@@ -146,6 +148,7 @@ def test_folders_may_have_any_name(digits_base: Path, digits_folder: Path, tmp_p
 
 
 def refused(result: subprocess.CompletedProcess[str], *texts: str) -> None:
+    """Check that a command ended with status 2 and an error that contains `texts`."""
     assert result.returncode == 2
     assert result.stderr.startswith("error: ")
     assert "Traceback" not in result.stderr
@@ -164,7 +167,7 @@ def test_an_output_folder_that_cannot_be_written_is_reported(
         "exists and is a file, expected a folder",
     )
     refused(run(*training(digits_base, digits_folder, file / "x", 2)), str(file), "Not a directory")
-    read_only = Path("/proc/self")  # not even root can create a folder in it
+    read_only = Path("/proc/self")  # even root cannot create a folder here
     refused(run(*training(digits_base, digits_folder, read_only / "x", 2)), "/proc/self/x: No such")
 
 
@@ -177,14 +180,14 @@ def test_weights_and_images_that_do_not_fit_the_model_are_rejected(
         run(*training(digits_folder, digits_folder, out, 2)),
         "there is no config.json in this folder",
     )
-    large = tmp_path / "large"
-    large.mkdir()
-    Image.new("RGB", (9, 8)).save(large / "a.png")
-    (large / "a.txt").write_text("a cat")
-    Image.new("RGB", (8, 8)).save(large / "b.png")
-    (large / "b.txt").write_text("one or two")
+    wrong = tmp_path / "wrong"
+    wrong.mkdir()
+    Image.new("RGB", (9, 8)).save(wrong / "a.png")
+    (wrong / "a.txt").write_text("a cat")
+    Image.new("RGB", (8, 8)).save(wrong / "b.png")
+    (wrong / "b.txt").write_text("one or two")
     refused(
-        run(*training(digits_base, large, out, 2)),
+        run(*training(digits_base, wrong, out, 2)),
         "2 of 2 images",
         "a.png: is 9x8 pixels, expected 8x8",
         "b.txt: 'one or two' names the digits 1, 2, expected one",
@@ -204,7 +207,7 @@ def test_an_unknown_dtype_is_rejected(digits_base: Path, tmp_path: Path) -> None
     refused(sample(*arguments, "--dtype", "f8"), "f8")
 
 
-def sample(*arguments: Sequence[object] | object) -> subprocess.CompletedProcess[str]:
+def sample(*arguments: object) -> subprocess.CompletedProcess[str]:
     return run("sample", "--model", "digits", *arguments)
 
 
@@ -213,13 +216,16 @@ def pixels(path: Path) -> np.ndarray:
         return np.asarray(image.convert("RGB")).astype(int)
 
 
-def test_sample_draws_a_grid(digits_base: Path, trained: Path, tmp_path: Path) -> None:
+def test_sample_draws_the_same_grid_unless_an_adapter_changes_it(
+    digits_base: Path, trained: Path, tmp_path: Path
+) -> None:
     common = ["--weights", digits_base, "--prompt", "a two", "--prompt", "7", "--count", 3]
     common += ["--steps", 4, "--columns", 3]
     result = sample(*common, "--output", tmp_path / "base.png")
     assert result.returncode == 0, result.stderr
     assert result.stdout.endswith(f"6 images: {tmp_path / 'base.png'}\n")
     assert result.stdout.startswith("device: ")
+    # 2 rows and 3 columns of 8x8 pixels, 1 pixel apart, all enlarged eightfold.
     assert pixels(tmp_path / "base.png").shape == (8 * (2 * 8 + 1), 8 * (3 * 8 + 2), 3)
     sample(*common, "--output", tmp_path / "again.png")
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "base.png").read_bytes()
@@ -238,7 +244,7 @@ def test_sample_rejects_prompts_without_a_digit(digits_base: Path, tmp_path: Pat
     assert not output.exists()
 
 
-def test_merge_writes_a_model_that_draws_the_same(
+def test_merge_writes_a_model_that_predicts_the_same(
     digits_base: Path, trained: Path, tmp_path: Path
 ) -> None:
     arguments = ["--model", "digits", "--weights", digits_base]
@@ -247,21 +253,21 @@ def test_merge_writes_a_model_that_draws_the_same(
     assert result.returncode == 0, result.stderr
     refused(run("merge", *arguments), "which exists; expected a new or an empty folder")
 
-    sampled, timestep, labels = (
+    inputs = (
         tc.randn((3, 1, 8, 8)),
         tc.tensor([1.0, 500.0, 999.0]),
         tc.tensor([0, 5, 9]),
     )
     merged = DigitsTransformer.from_pretrained(tmp_path / "merged")
-    adapted = DigitsTransformer.from_pretrained(digits_base)
-    plain = adapted(sampled, timestep, labels).numpy()
-    adapted.load_adapter(trained / "adapter.safetensors")
-    expected = adapted(sampled, timestep, labels).numpy()
-    assert np.abs(expected - plain).max() > 1e-2
-    np.testing.assert_allclose(merged(sampled, timestep, labels).numpy(), expected, atol=1e-4)
+    model = DigitsTransformer.from_pretrained(digits_base)
+    without_adapter = model(*inputs).numpy()
+    model.load_adapter(trained / "adapter.safetensors")
+    expected = model(*inputs).numpy()
+    assert np.abs(expected - without_adapter).max() > 1e-2
+    np.testing.assert_allclose(merged(*inputs).numpy(), expected, atol=1e-4)
 
 
-def test_a_file_that_is_not_an_adapter_is_rejected(
+def test_missing_adapters_and_files_that_are_not_adapters_are_rejected(
     digits_base: Path, trained: Path, tmp_path: Path
 ) -> None:
     arguments = ["--weights", digits_base, "--prompt", "1", "--output", tmp_path / "a.png"]
@@ -271,14 +277,14 @@ def test_a_file_that_is_not_an_adapter_is_rejected(
 
 
 def test_the_long_help_says_which_weights_to_download(capsys: pytest.CaptureFixture[str]) -> None:
-    """For each model without weights in the package: where they are, their size and licence."""
+    """For each model whose weights are not in the package: their place, size and licence."""
     assert main(["train", "--help-all"]) == 0
-    shown = capsys.readouterr().out.partition("weights to download:\n")[2]
-    assert max(map(len, shown.splitlines())) <= 80
+    section = capsys.readouterr().out.partition("weights to download:\n")[2]
+    assert max(map(len, section.splitlines())) <= 80
     for name in families.NAMES:
         family = families.find(name)
         is_built_in = family.default_weights() is not None
-        assert is_built_in == (f"  {name}: " not in shown), name
+        assert is_built_in == (f"  {name}: " not in section), name
         if not is_built_in:
             for what in (r"hub", r"\d GB", r"Apache-2\.0|License"):
                 assert re.search(what, family.download), (name, what)

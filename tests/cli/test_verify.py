@@ -1,4 +1,4 @@
-"""`trainable-candle verify`: reports and exit statuses for scripts."""
+"""`trainable-candle verify`: its reports, and its exit statuses."""
 
 from pathlib import Path
 
@@ -13,6 +13,7 @@ MODULE = "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q"
 
 
 def lora(module: str, up: float = 1.0) -> dict[str, tc.Tensor]:
+    """Return a LoRA of one layer; every element of its up matrix is `up`."""
     return {
         f"{module}.lora_down.weight": tc.ones((2, 640)),
         f"{module}.lora_up.weight": tc.full((640, 2), up),
@@ -20,7 +21,8 @@ def lora(module: str, up: float = 1.0) -> dict[str, tc.Tensor]:
     }
 
 
-def verified(path: Path, tensors: dict[str, tc.Tensor], *flags: str) -> int:
+def verify(path: Path, tensors: dict[str, tc.Tensor], *flags: str) -> int:
+    """Write `tensors` to a file, verify it, and return the exit status."""
     tc.save_file(tensors, path)
     return main(["verify", str(path), *flags])
 
@@ -28,8 +30,8 @@ def verified(path: Path, tensors: dict[str, tc.Tensor], *flags: str) -> int:
 def test_a_good_file_is_reported_with_status_0(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = "lora_unet_down_blocks_1_attentions_1_transformer_blocks_0_attn1_to_q"
-    assert verified(tmp_path / "a.safetensors", lora(own), "--all") == 0
+    module = "lora_unet_down_blocks_1_attentions_1_transformer_blocks_0_attn1_to_q"
+    assert verify(tmp_path / "a.safetensors", lora(module), "--all") == 0
     text = capsys.readouterr().out
     assert "1 x lora, rank 2, scale 0.5" in text
     assert "ComfyUI applies 1\n" in text
@@ -51,6 +53,7 @@ def test_a_good_file_is_reported_with_status_0(
             "ComfyUI applies 0; 1 not: it does not know this key",
         ),
     ],
+    ids=["zeros", "unknown layer", "strange tensor", "wrong shape", "unknown key"],
 )
 def test_faults_of_a_file_are_reported_with_status_1(
     tmp_path: Path,
@@ -58,7 +61,7 @@ def test_faults_of_a_file_are_reported_with_status_1(
     tensors: dict[str, tc.Tensor],
     message: str,
 ) -> None:
-    assert verified(tmp_path / "a.safetensors", tensors) == 1
+    assert verify(tmp_path / "a.safetensors", tensors) == 1
     assert message in capsys.readouterr().out
 
 
@@ -66,7 +69,7 @@ def test_layers_that_do_not_fit_are_not_applied(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tensors = lora(MODULE) | lora("lora_unet_input_blocks_7_1_transformer_blocks_0_attn1_to_q")
-    assert verified(tmp_path / "a.safetensors", tensors) == 1
+    assert verify(tmp_path / "a.safetensors", tensors) == 1
     text = capsys.readouterr().out
     for tool in ("ComfyUI", "diffusers", "A1111"):
         assert f"{tool} applies 1; 1 not: its shapes or values do not fit the layer\n" in text
@@ -95,51 +98,51 @@ def test_an_adapter_for_the_built_in_model_is_compared_with_that_model(
 def test_alphas_that_diffusers_misreads_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """For some names of attention projections, diffusers uses the most common alpha for all."""
     block = "lora_unet_input_blocks_4_1_transformer_blocks_0"
     names = ("attn1_to_q", "attn1_to_k", "attn2_to_out_0", "attn1_to_v")
     tensors = {k: v for name in names for k, v in lora(f"{block}_{name}").items()}
-    assert verified(tmp_path / "a.safetensors", tensors) == 0
+    assert verify(tmp_path / "a.safetensors", tensors) == 0
     assert "diffusers uses" not in capsys.readouterr().out
     tensors[f"{block}_attn1_to_k.alpha"] = tc.tensor(4.0)
-    assert verified(tmp_path / "a.safetensors", tensors) == 0
+    assert verify(tmp_path / "a.safetensors", tensors) == 0
     assert "alpha 1 for 1 attention projections" in capsys.readouterr().out
 
 
 def test_wrong_arguments_give_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify"]) == 2
     assert main(["verify", str(tmp_path / "none.safetensors")]) == 2
-    assert verified(tmp_path / "a.safetensors", lora(MODULE), "--model", "sdxxl") == 2
+    assert verify(tmp_path / "a.safetensors", lora(MODULE), "--model", "sdxxl") == 2
     assert "did you mean `sdxl`" in capsys.readouterr().err
 
 
-def test_the_report_lists_every_reader_of_a_family(
+def test_the_report_says_how_many_modules_each_tool_applies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    block = "transformer_blocks.0.attn.to_"
+    modules = [f"transformer.transformer_blocks.0.attn.to_{letter}" for letter in "qk"]
     a, b = tc.ones((2, 3072)), tc.ones((3072, 2))
-    own = {
-        f"transformer.{block}{n}.lora_{f}.weight": x for n in "qk" for f, x in (("A", a), ("B", b))
-    }
-    assert verified(tmp_path / "a.safetensors", own, "--model", "flux") == 0
+    own = {f"{m}.lora_{name}.weight": x for m in modules for name, x in (("A", a), ("B", b))}
+    assert verify(tmp_path / "a.safetensors", own, "--model", "flux") == 0
     text = capsys.readouterr().out
     assert "ComfyUI applies 2\n" in text
     assert "diffusers applies 2\n" in text
     assert "kohya applies 0; 2 not: it does not know this key\n" in text
     assert "peft applies 0; 2 not: it only knows its own names\n" in text
-    alphas = {f"transformer.{block}{n}.alpha": tc.tensor(1.0) for n in "qk"}
-    assert verified(tmp_path / "a.safetensors", own | alphas, "--model", "flux") == 0
+    alphas = {f"{module}.alpha": tc.tensor(1.0) for module in modules}
+    assert verify(tmp_path / "a.safetensors", own | alphas, "--model", "flux") == 0
     assert "diffusers applies 2\n" in capsys.readouterr().out
-    smaller = {name: tensor[:1536] if "_B" in name else tensor for name, tensor in own.items()}
-    smaller = {name: t[:, :1536] if "_A" in name else t for name, t in smaller.items()}
-    assert verified(tmp_path / "a.safetensors", smaller | alphas, "--model", "sd3") == 0
+    # The same layers of SD3 have the width 1536.
+    sd3 = {name: t[:, :1536] if "_A" in name else t[:1536] for name, t in own.items()}
+    assert verify(tmp_path / "a.safetensors", sd3 | alphas, "--model", "sd3") == 0
     text = capsys.readouterr().out
     assert "diffusers applies 0; 2 not: it rejects files with an alpha beside the" in text
+    # In kohya's files, one module adapts the queries, keys and values of FLUX.
     module = "lora_unet_double_blocks_0_img_attn_qkv"
     fused = {
         f"{module}.lora_down.weight": a, f"{module}.lora_up.weight": tc.ones((3 * 3072, 2)),
         f"{module}.dora_scale": tc.ones((3 * 3072, 1)),
     }  # fmt: skip
-    assert verified(tmp_path / "a.safetensors", fused, "--model", "flux") == 0
+    assert verify(tmp_path / "a.safetensors", fused, "--model", "flux") == 0
     text = capsys.readouterr().out
     assert "1 modules with the adapters of 3 layers\n" in text
     assert "kohya applies 0; 3 in part: it ignores DoRA's magnitude\n" in text
@@ -159,13 +162,16 @@ def test_an_adapter_of_a_language_model_is_good_if_peft_applies_it(
     model = tc.models.CausalLM.from_pretrained(find("causal-lm").default_weights())
     width, _ = dict(model.named_tensors())[f"{layer}.weight"].shape
     down, up = tc.ones((2, width)), tc.ones((width, 2))
-    kohya = "lora_lm_" + layer.replace(".", "_")
+    module = "lora_lm_" + layer.replace(".", "_")
     file = tmp_path / "a.safetensors"
-    tensors = {f"{kohya}.lora_down.weight": down, f"{kohya}.lora_up.weight": up}
-    assert verified(file, tensors, "--model", "causal-lm") == 1
+    tensors = {f"{module}.lora_down.weight": down, f"{module}.lora_up.weight": up}
+    assert verify(file, tensors, "--model", "causal-lm") == 1
     text = capsys.readouterr().out
     assert "peft applies 0; 1 not: it only knows its own names\n" in text
     assert "\nnot good\n" in text
-    own = {f"base_model.model.{layer}.lora_{f}.weight": t for f, t in (("A", down), ("B", up))}
-    assert verified(file, own, "--model", "causal-lm") == 0
+    own = {
+        f"base_model.model.{layer}.lora_A.weight": down,
+        f"base_model.model.{layer}.lora_B.weight": up,
+    }
+    assert verify(file, own, "--model", "causal-lm") == 0
     assert "\ngood: peft applies all modules\n" in capsys.readouterr().out

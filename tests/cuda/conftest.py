@@ -20,6 +20,7 @@ import pytest
 import trainable_candle as tc
 from trainable_candle import _core
 
+# The code before each snippet. `mark` writes a line to the log of calls; see `Run.after`.
 PRELUDE = """
 import os
 import trainable_candle as tc
@@ -31,6 +32,7 @@ def mark(name):
 
 
 def load(path: Path) -> ModuleType:
+    """Import a file that is in no package."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -43,14 +45,14 @@ def load_simulate() -> ModuleType:
     return load(Path(__file__).parent / "simulate.py")
 
 
-# Tiny pipelines of every family.
+# Take over the fixtures `..._base` that make tiny pipelines of every family.
 _families = load(Path(__file__).parents[1] / "families" / "conftest.py")
 globals().update({k: v for k, v in vars(_families).items() if k.endswith("_base")})
 
 
 @dataclass(frozen=True)
 class Call:
-    """A line of the simulation's log."""
+    """A line of the simulation's log: a call of a library, or a mark of the snippet."""
 
     kind: str
     fields: dict[str, str]
@@ -61,19 +63,20 @@ class Call:
 
 @dataclass(frozen=True)
 class Run:
-    """The standard output of a snippet, and the calls in the simulation's log."""
+    """The standard output of a snippet, and the lines of the simulation's log."""
 
     output: str
     calls: list[Call]
 
     def after(self, mark: str) -> "Run":
-        """The calls after a mark, up to the next mark."""
+        """Return the calls between the first mark with this name and the next mark."""
         marks = [i for i, call in enumerate(self.calls) if call.kind == "mark"]
         start = next(i for i in marks if self.calls[i]["name"] == mark)
         end = next((i for i in marks if i > start), len(self.calls))
         return Run(self.output, self.calls[start + 1 : end])
 
     def of(self, *kinds: str) -> list[Call]:
+        """Return the calls of these kinds."""
         return [call for call in self.calls if call.kind in kinds]
 
     @property
@@ -85,8 +88,8 @@ class Run:
     def waits(self) -> list[Call]:
         """Calls that make the host wait for the device, including copies of pageable memory."""
         copies = self.of("copy")
-        slow = [c for c in copies if c["pageable"] == "1" or not c["kind"].endswith("Async")]
-        return self.of("synchronize") + slow
+        blocking = [c for c in copies if c["pageable"] == "1" or not c["kind"].endswith("Async")]
+        return self.of("synchronize") + blocking
 
 
 def parse(line: str) -> Call:
@@ -95,7 +98,7 @@ def parse(line: str) -> Call:
 
 
 class Simulation:
-    """Runs snippets with simulated libraries. Each set of libraries is built once."""
+    """Runs snippets with simulated libraries, and builds each set of libraries only once."""
 
     def __init__(self, folder: Path) -> None:
         self.simulate = load_simulate()
@@ -105,6 +108,7 @@ class Simulation:
         self.kernels.write_text(self.simulate.table(Path(_core.__file__)))
 
     def build_variant(self, libraries: tuple[str, ...], missing: tuple[str, ...]) -> Path:
+        # The count of misses differs for each variant, because `build` caches this function.
         folder = self.folder / f"variant-{self.build.cache_info().misses}"
         self.simulate.build(folder, libraries, missing)
         return folder
@@ -120,8 +124,8 @@ class Simulation:
         """Run a snippet in a process of its own, and assert that it succeeds.
 
         `libraries` are the names of the libraries that exist (default: all). `missing` are the
-        names of functions that these libraries lack. `settings` set variables of the simulation:
-        {"DEVICES": "2"} sets SIMULATED_CUDA_DEVICES.
+        names of functions that these libraries lack. `settings` are environment variables of the
+        simulation, without their prefix: {"DEVICES": "2"} sets SIMULATED_CUDA_DEVICES.
         """
         available = tuple(self.simulate.LIBRARIES) if libraries is None else tuple(libraries)
         folder = self.build(available, tuple(missing))
@@ -148,6 +152,7 @@ class Simulation:
 
 @pytest.fixture(scope="session")
 def cuda(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
+    """The simulation. Without CUDA in the build, a C compiler or headers, the test is skipped."""
     if _core.cuda_unavailable_reason() == "this build has no CUDA support":
         pytest.skip("the extension was built without CUDA")
     simulate = load_simulate()

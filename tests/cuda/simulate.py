@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Build the simulated CUDA of `simulated/`, and list the kernels of an extension or executable.
+"""Build the simulated CUDA libraries of `simulated/`, and list the kernels of binary files.
 
     eval $(tests/cuda/simulate.py FOLDER python/trainable_candle/_core.abi3.so)
 
-Commands that the shell then runs find the simulated libraries, which log each call in FOLDER/log.
+The script prints `export` lines for the shell. Commands that the shell then runs find the simulated
+libraries, which log each call in FOLDER/log.
 The script needs CUDA's headers (from CUDA_HOME or PyPI's nvidia-cuda-runtime) and a C compiler,
 such as zig.
 """
@@ -40,7 +41,7 @@ DRIVER_FOLDER = "driver"
 
 
 def compiler() -> list[str] | None:
-    """The command of a C compiler, if there is one."""
+    """Return the command of a C compiler, or None if there is none."""
     if find_spec("ziglang"):
         return [sys.executable, "-m", "ziglang", "cc"]
     found = shutil.which("cc")
@@ -48,7 +49,7 @@ def compiler() -> list[str] | None:
 
 
 def headers() -> Path | None:
-    """The folder of `cuda.h`, if there is one."""
+    """Return the folder of `cuda.h`, or None if there is none."""
     home = os.environ.get("CUDA_HOME")
     folders = [Path(home)] if home else []
     folders += [Path(entry) / PIP_FOLDER for entry in sys.path]
@@ -58,7 +59,11 @@ def headers() -> Path | None:
 def build(
     folder: Path, libraries: Sequence[str] = tuple(LIBRARIES), missing: Sequence[str] = ()
 ) -> None:
-    """Compile `libraries` into `folder`, without the functions in `missing`."""
+    """Compile `libraries` into `folder`, without the functions in `missing`.
+
+    Raises:
+        FileNotFoundError: there is no C compiler, or CUDA's headers are missing.
+    """
     command, include = compiler(), headers()
     if not command or not include:
         raise FileNotFoundError("a build needs a C compiler and CUDA's headers; see simulate.py")
@@ -79,14 +84,14 @@ def build(
 
 
 def library_folder(folder: Path, name: str) -> Path:
-    """The folder into which `build` puts a library."""
+    """Return the folder into which `build` puts a library."""
     if name == DRIVER:
         return folder / DRIVER_FOLDER
     return folder / (NCCL_FOLDER if name == NCCL else PIP_FOLDER) / "lib"
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The variables that make a process find the libraries that `build` put into a folder."""
+    """Return the environment variables with which a process uses the libraries in `folder`."""
     libraries = [str(folder / DRIVER_FOLDER), str(folder / PIP_FOLDER / "lib")]
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
@@ -97,7 +102,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def unpack(payload: bytes, size: int) -> bytes:
-    """The bytes of a fatbin's image, decompressed if zstd compressed them."""
+    """Return the bytes of a fatbin's image, and decompress them if they are zstd data."""
     if not payload.startswith(b"\x28\xb5\x2f\xfd"):
         return payload
     if sys.version_info >= (3, 14):
@@ -110,7 +115,7 @@ def unpack(payload: bytes, size: int) -> bytes:
 
 
 def fatbins(program: bytes) -> Iterator[tuple[int, list[tuple[int, int, bytes]]]]:
-    """Yield the CRC-32 of each fatbin in a file, and the fatbin's images.
+    """Yield, for each fatbin in a file, its CRC-32 and its images.
 
     An image is a tuple of its kind (PTX or ELF), the number of its architecture, and its bytes.
     """
@@ -120,6 +125,8 @@ def fatbins(program: bytes) -> Iterator[tuple[int, list[tuple[int, int, bytes]]]
         (size,) = struct.unpack_from("<Q", program, start + 8)
         position, end, images = start + 16, start + 16 + size, []
         while position < end <= len(program):
+            # The header of an image: kind, version, the header's size, the payload's size with
+            # padding, and the payload's compressed size, or 0 if it is not compressed.
             kind, _, header, padded, packed = struct.unpack_from("<HHIQI", program, position)
             (number,) = struct.unpack_from("<I", program, position + 28)
             (unpacked,) = struct.unpack_from("<Q", program, position + 56)
@@ -135,13 +142,14 @@ def attributes(section: bytes) -> Iterator[tuple[int, bytes]]:
     position = 0
     while position < len(section):
         form, number, size = struct.unpack_from("<BBH", section, position)
+        # Only form 4 has a payload. In the other forms, the field `size` is the value.
         length = size if form == 4 else 0
         yield number, section[position + 4 : position + 4 + length]
         position += 4 + length
 
 
 def machine_code(image: bytes) -> Iterator[str]:
-    """Yield a line of `table` for each kernel in an image of machine code."""
+    """Yield, for each kernel in machine code, its line of `table` without the checksum."""
     max_threads, parameter = 0x05, 0x17
     found = re.search(rb"-arch (sm_(\d+)a?)", image)
     if not found:
@@ -151,13 +159,13 @@ def machine_code(image: bytes) -> Iterator[str]:
     for text in file.iter_sections():
         name = text.name.removeprefix(".text.")
         info = file.get_section_by_name(f".nv.info.{name}")
-        if name == text.name or info is None:
+        if name == text.name or info is None:  # not the code of a kernel
             continue
         sizes, threads = {}, 0
         for attribute, payload in attributes(info.data()):
             if attribute == parameter:
                 _, ordinal, _, flags = struct.unpack("<IHHI", payload)
-                sizes[ordinal] = flags >> 18
+                sizes[ordinal] = flags >> 18  # bytes
             elif attribute == max_threads:
                 x, y, z = struct.unpack("<III", payload)
                 threads = x * y * z
@@ -166,14 +174,14 @@ def machine_code(image: bytes) -> Iterator[str]:
         # From compute capability 9.0 on, the size of the shared memory includes 1 KiB that CUDA
         # reserves.
         fixed -= 1024 if number >= 90 and fixed >= 1024 else 0
-        registers = text["sh_info"] >> 24 or resources(file, name)
+        registers = text["sh_info"] >> 24 or listed_registers(file, name)
         yield describe(architecture, name, registers, threads, fixed, sizes)
 
 
-def resources(file: ELFFile, name: str) -> int:
-    """The number of registers of a kernel, from the section that lists all kernels by symbol.
+def listed_registers(file: ELFFile, name: str) -> int:
+    """Return a kernel's registers per thread, from the section that lists kernels by symbol.
 
-    The number is 0 if the section does not list the kernel.
+    The result is 0 if the section does not list the kernel.
     """
     register_count = 0x2F
     symbols = file.get_section_by_name(".symtab")
@@ -188,21 +196,22 @@ def resources(file: ELFFile, name: str) -> int:
 def describe(
     architecture: str, name: str, registers: int, threads: int, shared: int, sizes: dict[int, int]
 ) -> str:
+    """Return a line of `table` without the checksum; `sizes` maps parameters to their bytes."""
     parameters = ",".join(str(sizes[i]) for i in sorted(sizes)) or "-"
     return f"{architecture} {name} {registers} {threads} {shared} {parameters}"
 
 
 def portable_code(number: int, image: bytes) -> Iterator[str]:
-    """Yield a line of `table` for each kernel in an image of PTX.
+    """Yield, for each kernel in PTX, its line of `table` without the checksum.
 
-    This function reads only the kernel's name from PTX; the other columns are 0 or `-`.
+    This function reads only the kernel's name from PTX: the numbers are 0, the parameters `-`.
     """
     for name in re.findall(rb"\.entry\s+(\w+)", image):
         yield describe(f"compute_{number}", name.decode(), 0, 0, 0, {})
 
 
 def table(program: Path) -> str:
-    """The table of kernels that `simulated/launch.c` reads."""
+    """Return the table of kernels that `simulated/launch.c` reads and describes."""
     ptx, elf = 1, 2
     lines = set()
     for checksum, images in fatbins(program.read_bytes()):

@@ -20,15 +20,22 @@ ATTENTION = """
 """
 
 
-def launches(cuda: Any, part: str, **names: Any) -> Counter[str]:
-    code = ATTENTION
-    for name, value in ({"CAUSAL": False} | names).items():
+def run_snippet(cuda: Any, code: str, **constants: Any) -> Any:
+    """Run `code` with values in place of the constants' names."""
+    for name, value in constants.items():
         code = code.replace(name, str(value))
     run = cuda.run(code)
     assert run.of("refused") == []
+    return run
+
+
+def launches(cuda: Any, part: str, **constants: Any) -> Counter[str]:
+    """Count the launches of each attention kernel in `part`: "forward" or "backward"."""
+    run = run_snippet(cuda, ATTENTION, **({"CAUSAL": False} | constants))
     return Counter(name for name in run.after(part).launches if name.startswith("attention"))
 
 
+# Each form of a kernel is for heads of up to that width.
 @pytest.mark.parametrize(("width", "form"), [(64, "w64"), (40, "w64"), (128, "w128")])
 def test_long_sequences_use_the_hopper_kernels(cuda: Any, width: int, form: str) -> None:
     """The simulated GPU has compute capability 9.0 and 132 multiprocessors."""
@@ -51,20 +58,22 @@ def test_few_keys_use_the_kernels_for_few_keys(cuda: Any, width: int) -> None:
     }
 
 
-@pytest.mark.parametrize("other", [{"CAUSAL": True}, {"KEYS": 100}, {"WIDTH": 44}], ids=str)
-def test_other_attention_uses_no_hopper_kernel(cuda: Any, other: dict[str, Any]) -> None:
-    sizes = {"HEADS": 2, "WIDTH": 64, "QUERIES": 300, "KEYS": 300} | other
-    forward = launches(cuda, "forward", **sizes)
-    (name,) = forward
+@pytest.mark.parametrize("change", [{"CAUSAL": True}, {"KEYS": 100}, {"WIDTH": 44}], ids=str)
+def test_no_hopper_kernel_runs_forward_if_causal_or_with_few_keys_or_unaligned_widths(
+    cuda: Any, change: dict[str, Any]
+) -> None:
+    constants = {"HEADS": 2, "WIDTH": 64, "QUERIES": 300, "KEYS": 300} | change
+    (name,) = launches(cuda, "forward", **constants)
     assert "hopper" not in name
 
 
+# Two segments, of 100 tokens and of the other tokens. The keys and values have 2 heads.
 SEGMENTS = """
-    def row(heads):
-        return tc.Var(tc.randn((ROWS, heads, WIDTH), dtype="DTYPE", device="cuda"))
+    def tokens(heads):
+        return tc.Var(tc.randn((TOKENS, heads, WIDTH), dtype="DTYPE", device="cuda"))
 
-    q, k, v = row(HEADS), row(2), row(2)
-    bounds = tc.tensor([0, 100, ROWS], device="cuda")
+    q, k, v = tokens(HEADS), tokens(2), tokens(2)
+    bounds = tc.tensor([0, 100, TOKENS], device="cuda")
     tc.cuda.synchronize()
     mark("forward")
     y = tc.nn.functional.varlen_attention(q, k, v, bounds)
@@ -75,14 +84,10 @@ SEGMENTS = """
 
 
 @pytest.mark.parametrize(("width", "dtype", "form"), [(128, "bf16", "w128"), (64, "f16", "w64")])
-def test_segments_use_the_hopper_kernels_and_nothing_waits(
+def test_long_segments_use_the_hopper_kernels_and_nothing_waits(
     cuda: Any, width: int, dtype: str, form: str
 ) -> None:
-    code = SEGMENTS
-    for name, value in {"ROWS": 8192, "WIDTH": width, "DTYPE": dtype, "HEADS": 12}.items():
-        code = code.replace(name, str(value))
-    run = cuda.run(code)
-    assert run.of("refused") == []
+    run = run_snippet(cuda, SEGMENTS, TOKENS=8192, WIDTH=width, DTYPE=dtype, HEADS=12)
     forward, backward = run.after("forward"), run.after("backward")
     assert forward.launches == [
         "attention_varlen_spans",
@@ -96,12 +101,9 @@ def test_segments_use_the_hopper_kernels_and_nothing_waits(
     assert backward.waits == []
 
 
-def test_segments_of_short_rows_use_the_general_kernels(cuda: Any) -> None:
-    code = SEGMENTS
-    for name, value in {"ROWS": 200, "WIDTH": 64, "DTYPE": "bf16", "HEADS": 12}.items():
-        code = code.replace(name, str(value))
-    run = cuda.run(code)
-    assert run.of("refused") == []
+def test_short_segments_use_the_general_kernels(cuda: Any) -> None:
+    run = run_snippet(cuda, SEGMENTS, TOKENS=200, WIDTH=64, DTYPE="bf16", HEADS=12)
+    # The first launch computes the spans.
     assert run.after("forward").launches[1:] == ["attention_varlen_forward_w64_bf16"]
     backward = run.after("backward").launches
     # Eight tiles of keys would leave multiprocessors idle, so several blocks share the work on a
@@ -113,10 +115,6 @@ def test_segments_of_short_rows_use_the_general_kernels(cuda: Any) -> None:
     ]
 
 
-def test_segments_of_wide_heads_use_the_plain_kernels(cuda: Any) -> None:
-    code = SEGMENTS
-    for name, value in {"ROWS": 200, "WIDTH": 160, "DTYPE": "bf16", "HEADS": 4}.items():
-        code = code.replace(name, str(value))
-    run = cuda.run(code)
-    assert run.of("refused") == []
+def test_the_forward_pass_of_wide_heads_in_segments_uses_the_plain_kernel(cuda: Any) -> None:
+    run = run_snippet(cuda, SEGMENTS, TOKENS=200, WIDTH=160, DTYPE="bf16", HEADS=4)
     assert run.after("forward").launches[1:] == ["attention_varlen_plain_forward_bf16"]

@@ -1,4 +1,4 @@
-"""The CUDA calls of an autoencoder and of drawing images, on the simulated device."""
+"""The CUDA calls of an autoencoder and of `draw`, on the simulated device."""
 
 from typing import Any
 
@@ -7,8 +7,6 @@ AUTOENCODER = """
     import json
     import tempfile
     from pathlib import Path
-
-    import numpy as np
 
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.json"
@@ -35,20 +33,20 @@ def test_an_autoencoder_in_f32_multiplies_on_tensor_cores(cuda: Any) -> None:
     """
     )
     assert run.of("refused") == []
+    slow = ("conv2d_forward_plain", "conv2d_forward_direct", "attention_plain")
     for part in ("encode", "decode"):
         names = run.after(part).launches
-        slow = ("conv2d_forward_plain", "conv2d_forward_direct", "attention_plain")
         assert [name for name in names if name.startswith(slow)] == []
         convolutions = [name for name in names if name.startswith("conv2d_forward")]
         assert len(convolutions) > 8
         assert all(name.endswith("_bf16") for name in convolutions)
-        # Each convolution splits its operands into pairs of bf16 numbers. The attention has two
-        # matrix products for each of the two images, and splits the operands of each product, too.
+        # A kernel splits each operand of a convolution into pairs of bf16 numbers. It also splits
+        # the operands of the attention's matrix products: two products for each of two images.
         assert names.count("pairs_left_f32") == len(convolutions) + 2 * 2
         assert names.count("pairs_right_f32") == len(convolutions) + 2 * 2
 
 
-def test_other_convolutions_in_f32_use_the_plain_kernel(cuda: Any) -> None:
+def test_a_convolution_in_f32_outside_an_autoencoder_uses_the_plain_kernel(cuda: Any) -> None:
     run = cuda.run("""
         x, w = tc.zeros((1, 64, 8, 8), device="cuda"), tc.zeros((64, 64, 3, 3), device="cuda")
         mark("convolution")
@@ -68,9 +66,9 @@ def test_images_are_copied_as_bytes(cuda: Any) -> None:
         mark("end")
         assert image.shape == (2, 3, 32, 48)
     """)
-    copies = [c for c in run.after("copy").of("copy") if "HtoD" in c["kind"]]
-    sizes = sorted(int(copy["bytes"]) for copy in copies)
-    # The other copies carry the numbers 127.5 and 1.0 of the expression.
+    to_device = [c for c in run.after("copy").of("copy") if "HtoD" in c["kind"]]
+    sizes = sorted(int(copy["bytes"]) for copy in to_device)
+    # The smaller copies carry the numbers 127.5 and 1.0 of the expression.
     assert sizes[-1] == 2 * 32 * 48 * 3
     assert sum(sizes[:-1]) < 128
 
@@ -106,7 +104,8 @@ def test_drawing_replays_a_graph_and_waits_for_no_step(cuda: Any) -> None:
     """)
     assert run.of("refused") == []
     # `draw` calls `features` twice for each image: for the prompt and for the negative prompt. The
-    # steps of the image follow the second call.
+    # steps of the image follow the second call, up to the mark "decode". `run.after` finds only the
+    # first of several marks with the same name, so the parts are cut out here.
     marks = [i for i, call in enumerate(run.calls) if call.kind == "mark"]
     parts = [
         type(run)("", run.calls[start + 1 : end])
@@ -114,8 +113,8 @@ def test_drawing_replays_a_graph_and_waits_for_no_step(cuda: Any) -> None:
         if run.calls[start]["name"] == "features"
     ]
     first, second = parts[1], parts[3]
-    # Step 1 of the first image is eager and step 2 is recorded. All steps of the second image are
-    # replayed.
+    # Step 1 of the first image is eager. Step 2 is recorded; replays run steps 2 to 6, and all 6
+    # steps of the second image.
     assert len(first.of("capture-end")) == 1
     assert len(first.of("replay")) == 5
     assert len(second.of("replay")) == 6

@@ -1,4 +1,7 @@
-"""Captured functions on the simulated device, whose kernels do not compute."""
+"""Captured functions, copies, memory and DLPack on the simulated device.
+
+Its copies move data, but its kernels do not compute.
+"""
 
 from typing import Any
 
@@ -22,12 +25,12 @@ STEP = """
 """
 
 
-def test_a_step_becomes_one_launch(cuda: Any) -> None:
+def test_a_training_step_becomes_one_replay(cuda: Any) -> None:
     run = cuda.run(
         STEP
         + """
     step = tc.cuda.capture(run, batch(0))
-    states, versions, storages = [], [], []
+    offsets = []
     for call in range(6):
         mark(f"call-{call}")
         result = step(*batch(call))
@@ -38,11 +41,11 @@ def test_a_step_becomes_one_launch(cuda: Any) -> None:
         assert result["loss"].shape == () and not result["loss"].requires_grad
         assert result["rest"][0] is None and isinstance(result["rest"][1], tuple)
         assert [w.grad.shape for w in weights] == [w.shape for w in weights]
-        states.append(tc.get_rng_state()[1])
+        offsets.append(tc.get_rng_state()[1])
     mark("end")
     # Each call advances the random generator by the same amount.
-    steps = {after - before for before, after in zip(states, states[1:])}
-    assert len(steps) == 1 and steps.pop() > 0, states
+    advances = {after - before for before, after in zip(offsets, offsets[1:])}
+    assert len(advances) == 1 and advances.pop() > 0, offsets
     """
     )
     assert run.of("refused") == []
@@ -55,8 +58,8 @@ def test_a_step_becomes_one_launch(cuda: Any) -> None:
         assert len(replay.of("replay")) == 1
         assert replay.waits == []
         assert replay.of("capture-begin", "grow", "shrink", "alloc", "map", "product") == []
-        # Launches beside the replay copy the generator's offset, two inputs, two outputs, and each
-        # gradient that the code above reads.
+        # The launches outside the graph copy the generator's offset, two inputs, two outputs, and
+        # the two gradients that the code above reads.
         assert len(replay.launches) <= 7, replay.launches
     kernels = int(run.after("call-3").of("replay")[0]["kernels"])
     assert kernels >= len(set(eager.launches))
@@ -114,7 +117,7 @@ def test_inputs_are_copied_and_outputs_are_copies(cuda: Any) -> None:
     """)
 
 
-def test_inputs_that_do_not_fit_are_rejected(cuda: Any) -> None:
+def test_wrong_inputs_are_rejected(cuda: Any) -> None:
     cuda.run("""
         x = tc.tensor([1.0, 2.0], device="cuda")
         step = tc.cuda.capture(lambda x: x, [x])
@@ -145,19 +148,19 @@ def test_functions_that_a_graph_cannot_repeat_are_rejected(cuda: Any) -> None:
         import random, threading
 
         x = tc.tensor([1.0, 2.0], device="cuda")
-        kept = []
+        errors = []
 
-        def elsewhere(x):
+        def use_in_thread(x):
             def use():
                 try:
                     x + x
                 except tc.DeviceError as error:
-                    kept.append(error)
+                    errors.append(error)
             thread = threading.Thread(target=use)
             thread.start()
             thread.join()
-            if kept:
-                raise kept.pop()
+            if errors:
+                raise errors.pop()
             return x
 
         cases = {
@@ -168,11 +171,12 @@ def test_functions_that_a_graph_cannot_repeat_are_rejected(cuda: Any) -> None:
             "synchronize": lambda x: (tc.cuda.synchronize(), x)[1],
             "value": lambda x: x * tc.tensor([random.random(), 1.0], device="cuda"),
             "seed": lambda x: (tc.manual_seed(3), x * tc.rand(2, device="cuda"))[1],
-            "thread": elsewhere,
+            "thread": use_in_thread,
         }
         for name, function in cases.items():
             step = tc.cuda.capture(function, [x])
             for attempt in range(2):
+                # The first call only runs the function. The second call records it and fails.
                 step(x)
                 try:
                     step(x)
@@ -184,9 +188,9 @@ def test_functions_that_a_graph_cannot_repeat_are_rejected(cuda: Any) -> None:
                 assert not step.is_recorded
             # Later operations of the process work.
             assert (x.tolist(), (x + x).shape) == ([1.0, 2.0], (2,))
-        cpu = tc.cuda.capture(lambda x: tc.zeros(2), [x])
+        returns_cpu_tensor = tc.cuda.capture(lambda x: tc.zeros(2), [x])
         try:
-            cpu(x)
+            returns_cpu_tensor(x)
         except tc.DeviceError as error:
             assert "output 0 is on the CPU" in str(error)
         for wrong in (lambda x: 3, lambda x: [x, "text"]):
@@ -254,27 +258,28 @@ def test_graphs_share_memory_and_free_it(cuda: Any) -> None:
                 x = x @ x
             return x
 
-        def graphs():
+        def graph_bytes():
             return tc.cuda.memory_stats()["graphs"]
 
         x = tc.zeros((1024, 1024), device="cuda")
         first = tc.cuda.capture(function, [x])
         first(x), first(x)
-        held = graphs()
-        assert held >= 8 << 20
+        alone = graph_bytes()
+        assert alone >= 8 << 20  # two matrices of 4 MiB
         y = tc.zeros((2, 1024, 1024), device="cuda")
         second = tc.cuda.capture(function, [y])
         second(y), second(y)
-        assert graphs() < 3 * held
+        # The second graph needs twice as much as the first, and shares the memory of the first.
+        assert graph_bytes() < 3 * alone
         before = tc.cuda.memory_stats()
         for _ in range(5):
             first(x), second(y)
         after = tc.cuda.memory_stats()
         assert (after["growths"], after["reserved"]) == (before["growths"], before["reserved"])
         del first
-        assert graphs() > 0
+        assert graph_bytes() > 0
         del second
-        assert graphs() == 0
+        assert graph_bytes() == 0
 
         # Python's collector frees a reference cycle that contains the captured function.
         class Owner:
@@ -286,10 +291,10 @@ def test_graphs_share_memory_and_free_it(cuda: Any) -> None:
 
         owner = Owner()
         owner.step(x), owner.step(x)
-        assert graphs() > 0
+        assert graph_bytes() > 0
         del owner
         gc.collect()
-        assert graphs() == 0
+        assert graph_bytes() == 0
     """)
 
 
@@ -318,17 +323,17 @@ def test_running_out_of_memory_during_a_capture_is_an_error(cuda: Any) -> None:
     assert "needs 4.00 GiB" in run.output
 
 
-def test_kept_memory_can_be_given_back(cuda: Any) -> None:
+def test_unused_memory_can_be_given_back(cuda: Any) -> None:
     run = cuda.run("""
         x = tc.zeros((64, 1024, 1024), device="cuda")
-        kept = tc.zeros(3, device="cuda")
+        used = tc.zeros(3, device="cuda")
         del x
-        held = tc.cuda.memory_stats()
-        assert held["reserved"] >= 256 << 20 and held["allocated"] < 64 << 20
+        before = tc.cuda.memory_stats()
+        assert before["reserved"] >= 256 << 20 and before["allocated"] < 64 << 20
         assert tc.cuda.empty_cache() >= 256 << 20
         after = tc.cuda.memory_stats()
-        assert after["reserved"] < 64 << 20 and after["free"] > held["free"]
-        assert kept.tolist() == [0.0] * 3
+        assert after["reserved"] < 64 << 20 and after["free"] > before["free"]
+        assert used.tolist() == [0.0] * 3
     """)
     assert run.of("refused") == []
 
@@ -340,9 +345,9 @@ def test_many_copies_from_the_host_arrive(cuda: Any) -> None:
         rng = np.random.default_rng(0)
         arrays = [rng.standard_normal(n).astype(np.float32) for n in (1, 700_001, 5, 3_000_000) * 4]
         mark("copies")
-        there = [tc.tensor(array, device="cuda") for array in arrays]
+        on_device = [tc.tensor(array, device="cuda") for array in arrays]
         mark("end")
-        assert all((t.numpy() == a).all() for t, a in zip(there, arrays))
+        assert all((t.numpy() == a).all() for t, a in zip(on_device, arrays))
     """)
     assert run.of("refused") == []
     # All copies pass through pinned memory.
@@ -354,7 +359,7 @@ def test_many_copies_from_the_host_arrive(cuda: Any) -> None:
 def test_dlpack_exports_to_valid_streams_only(cuda: Any) -> None:
     run = cuda.run("""
         t = tc.tensor([[1.0, 2.0], [3.0, 4.0]], device="cuda")
-        assert t.__dlpack_device__() == (2, 0)
+        assert t.__dlpack_device__() == (2, 0)  # CUDA, device 0
         for stream in (None, 1, -1):
             capsule = t.T.__dlpack__(stream=stream, max_version=(1, 0))
             copy = tc.from_dlpack(capsule)

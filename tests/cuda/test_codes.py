@@ -24,22 +24,23 @@ SNIPPET = """
 TO_F16, TO_BF16, TO_F32 = "28,2", "28,14", "28,0"
 
 
-def calls(cuda: Any, **names: str) -> dict[str, tuple[list[str], list[tuple[str, ...]]]]:
-    """The kernels of both passes, and m, n, k, types, epilogue and "fast" of their products.
+def calls(cuda: Any, **constants: str) -> dict[str, tuple[list[str], list[tuple[str, ...]]]]:
+    """Return the W8A8 kernels of each pass, and the fields of its cuBLASLt products.
 
-    "fast" is 1 if cuBLASLt may use fast accumulation.
+    The fields are m, n, k, types, epilogue and fast. In the forward pass, m counts outputs, n rows
+    and k inputs; in the backward pass, m counts inputs and k outputs. `fast` is 1 if cuBLASLt may
+    use fast accumulation.
     """
     code = SNIPPET
-    for name, value in {"OUT": "48", **names}.items():
+    for name, value in {"OUT": "48", **constants}.items():
         code = code.replace(name, value)
     run = cuda.run(code)
     assert run.of("refused") == []
     found = {}
     for part in ("forward", "backward"):
         of_part = run.after(part)
-        kernels = [
-            n for n in of_part.launches if any(w in n for w in ("codes", "quantize", "sums"))
-        ]
+        words = ("codes", "quantize", "sums")
+        kernels = [name for name in of_part.launches if any(word in name for word in words)]
         fields = ("m", "n", "k", "types", "epilogue", "fast")
         products = [tuple(call[field] for field in fields) for call in of_part.of("product")]
         found[part] = (kernels, products)
@@ -70,6 +71,7 @@ def test_a_kernel_multiplies_e4m3_if_its_tiles_fill_the_gpu(cuda: Any) -> None:
 
 
 def test_sums_of_e4m3_in_f32_are_scaled_by_a_kernel(cuda: Any) -> None:
+    # The products round the 77 rows up to 80.
     found = calls(cuda, FORMAT="fp8", DTYPE="f32", ROWS="77")
     kernels = ["quantize_rows_f32", "scale_sums_f32"]
     assert found["forward"] == (kernels, [("48", "80", "64", TO_F32, "1", "0")])
@@ -87,7 +89,7 @@ def test_a_kernel_multiplies_and_scales_int8(cuda: Any) -> None:
 def test_queries_keys_and_values_are_one_product(cuda: Any) -> None:
     """Linear layers with the same input keep the codes of their weights in common storage.
 
-    So one product computes the outputs of all these layers.
+    One product then computes the outputs of all these layers.
     """
     run = cuda.run(
         """

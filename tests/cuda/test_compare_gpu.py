@@ -1,4 +1,7 @@
-"""Comparisons, selections and conversions on a GPU have the bits of those on the CPU."""
+"""Comparisons, selections, conversions and slices have the same bits on GPU and CPU.
+
+Attention with a mask has close values.
+"""
 
 import operator
 from collections.abc import Callable
@@ -22,7 +25,7 @@ NUMBERS = (
     1 + 2**-40, 2.5, 254.6, 255.0, 256.0, 2.0**31, 2.0**32 - 1, 2.0**32, 2.0**53 + 2, 2.0**63,
     3e38, np.inf, np.nan,
 )  # fmt: skip
-WHOLE = {
+INTEGER_NUMBERS = {
     "u8": (0, 1, 2, 127, 128, 254, 255),
     "u32": (0, 1, 2**16, 2**24 + 1, 2**31, 2**32 - 2, 2**32 - 1),
     "i64": (
@@ -32,20 +35,22 @@ WHOLE = {
 
 
 def values(dtype: str) -> tc.Tensor:
-    """Numbers of a dtype on the CPU."""
-    if dtype in WHOLE:
-        return tc.tensor(np.array(WHOLE[dtype], dtype={"u8": "u1", "u32": "u4"}.get(dtype, "i8")))
+    """Return a vector of numbers of a dtype, on the CPU."""
+    if dtype in INTEGER_NUMBERS:
+        return tc.tensor(
+            np.array(INTEGER_NUMBERS[dtype], dtype={"u8": "u1", "u32": "u4"}.get(dtype, "i8"))
+        )
     return tc.tensor(np.array(NUMBERS)).to(dtype)
 
 
 def bits(x: tc.Tensor) -> tuple[tuple[int, ...], bytes]:
-    """The shape and the bytes of the elements. f16 and bf16 become f32 first, which is exact."""
+    """Return the shape and the bytes of the elements; f16 and bf16 first become f32, exactly."""
     x = x.detach().to("cpu")
     return x.shape, (x.to("f32") if x.dtype in {"f16", "bf16"} else x).numpy().tobytes()
 
 
-def same(function: Callable[..., tc.Tensor], *inputs: tc.Tensor) -> None:
-    """Check that a function has the same bits on both devices, for tensors and for their views."""
+def check_same_bits(function: Callable[..., tc.Tensor], *inputs: tc.Tensor) -> None:
+    """Check that a function gives the same bits on both devices, also for views of its inputs."""
     layouts: dict[str, Callable[[tc.Tensor], tc.Tensor]] = {
         "dense": lambda x: x,
         "transposed": lambda x: x.transpose(0, 1),
@@ -72,21 +77,22 @@ def test_comparisons_equal_those_of_the_cpu(
     # 48 elements of a row are read 2 to 16 at a time.
     order = np.random.default_rng(0).permutation(np.tile(np.arange(n), 48))
     wide = x[tc.tensor(order)].reshape(n, 48)
-    same(compare, wide, wide[::-1])
-    same(lambda a: compare(a, 1), wide)
+    check_same_bits(compare, wide, wide[::-1])
+    check_same_bits(lambda a: compare(a, 1), wide)
 
 
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
-def test_where_copies_every_bit(dtype: str) -> None:
+def test_where_gives_the_bits_of_the_cpu(dtype: str) -> None:
     x = values(dtype)
     if dtype == "f32":  # NaN with a sign and a payload
         x = tc.cat([x, tc.tensor(np.array([0xFFC12345], np.uint32).view(np.float32))])
     n = len(x)
-    order = np.random.default_rng(1).integers(0, n, (2, n, 48))
-    a, b = (x[tc.tensor(ids.reshape(-1))].reshape(n, 48) for ids in order)
+    indices = np.random.default_rng(1).integers(0, n, (2, n, 48))
+    a, b = (x[tc.tensor(part.reshape(-1))].reshape(n, 48) for part in indices)
+    # 1 and 2 both select from `a`.
     mask = tc.tensor(np.random.default_rng(2).integers(0, 3, (n, 48)).astype(np.uint8))
-    same(tc.where, mask, a, b)
-    same(lambda mask, b: tc.where(mask, 1, b), mask, b)
+    check_same_bits(tc.where, mask, a, b)
+    check_same_bits(lambda mask, b: tc.where(mask, 1, b), mask, b)
     row = x.reshape(1, n)
     for broadcast in ([mask[:, :n], row, x.reshape(n, 1)], [mask[0, :n], a[:, :n], b[:1, :n]]):
         assert bits(tc.where(*(t.to("cuda") for t in broadcast))) == bits(tc.where(*broadcast))
@@ -106,23 +112,23 @@ def test_gradients_of_where_equal_those_of_the_cpu(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "end"),
+    ("source", "target"),
     [(a, b) for a, b in permutations(FLOATS + INTEGERS, 2) if {a, b} & {*INTEGERS}],
 )
-def test_conversions_from_and_to_integers_equal_the_cpu(start: str, end: str) -> None:
-    x = values(start)
+def test_conversions_from_and_to_integers_equal_the_cpu(source: str, target: str) -> None:
+    x = values(source)
     order = np.random.default_rng(3).permutation(np.tile(np.arange(len(x)), 48))
-    same(lambda x: x.to(end), x[tc.tensor(order)].reshape(len(x), 48))
+    check_same_bits(lambda x: x.to(target), x[tc.tensor(order)].reshape(len(x), 48))
 
 
 def test_new_tensors_of_integers_equal_the_cpu() -> None:
     for dtype in INTEGERS:
         for shape in ((), (0, 3), (5, 7)):
-            here = tc.full(shape, 7, dtype=dtype)
-            assert bits(tc.full(shape, 7, dtype=dtype, device="cuda")) == bits(here)
+            on_cpu = tc.full(shape, 7, dtype=dtype)
+            assert bits(tc.full(shape, 7, dtype=dtype, device="cuda")) == bits(on_cpu)
 
 
-def test_a_graph_compares_its_new_inputs() -> None:
+def test_a_replayed_graph_compares_its_new_inputs() -> None:
     def run(x: tc.Tensor, ids: tc.Tensor) -> tc.Tensor:
         chosen = tc.where(x < 0.25, x, ids.to("f32"))
         return tc.where(ids >= 3, chosen, -1.0) + (chosen == x).to("f32")
@@ -133,8 +139,8 @@ def test_a_graph_compares_its_new_inputs() -> None:
         for _ in range(5)
     ]
     step = tc.cuda.capture(run, [x.to("cuda") for x in inputs[0]])
-    for given in inputs:
-        assert bits(step(*(x.to("cuda") for x in given))) == bits(run(*given))
+    for x, ids in inputs:
+        assert bits(step(x.to("cuda"), ids.to("cuda"))) == bits(run(x, ids))
     assert step.is_recorded
 
 
