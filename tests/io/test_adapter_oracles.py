@@ -1,7 +1,8 @@
-"""Files that this library writes, as diffusers and ComfyUI read them.
+"""Files that this library writes, as diffusers, peft and ComfyUI read them.
 
-Tests of diffusers need torch, diffusers and peft. Tests of ComfyUI need a checkout whose folder is
-in the environment variable COMFYUI, and its requirements. A test whose tool is missing is skipped.
+The tests with diffusers or peft need torch, diffusers, peft, transformers and safetensors, and are
+skipped without them. The test with ComfyUI is skipped unless the environment variable COMFYUI names
+the folder of a checkout; it also needs ComfyUI's requirements.
 """
 
 import logging
@@ -26,18 +27,18 @@ def inputs() -> dict[str, tc.Tensor]:
 
 
 def predictions(unet: tc.models.SDXLUNet, reference: Any) -> tuple[Floats, Floats]:
-    """Our prediction and diffusers' prediction for the golden inputs.
+    """Return the predictions of our UNet and of `reference`, a UNet of diffusers or peft.
 
-    Asserts that diffusers' prediction differs from the output without an adapter.
+    Assert that the adapter changes the prediction of `reference`.
     """
     torch = pytest.importorskip("torch")
-    x = {name: torch.from_numpy(tensor.numpy()) for name, tensor in inputs().items()}
+    given = {name: torch.from_numpy(tensor.numpy()) for name, tensor in inputs().items()}
     with torch.no_grad():
         expected = reference(
-            x["sample"],
-            x["timestep"],
-            x["encoder_hidden_states"],
-            added_cond_kwargs={"text_embeds": x["text_embeds"], "time_ids": x["time_ids"]},
+            given["sample"],
+            given["timestep"],
+            given["encoder_hidden_states"],
+            added_cond_kwargs={"text_embeds": given["text_embeds"], "time_ids": given["time_ids"]},
         ).sample.numpy()
     base = tc.load_file(SDXL / "unet_forward.safetensors")["output"].numpy()
     assert np.abs(expected - base).max() > 0.1
@@ -56,7 +57,7 @@ def predictions(unet: tc.models.SDXLUNet, reference: Any) -> tuple[Floats, Float
         ("locon", "diffusers"),
     ],
 )
-def test_diffusers_predicts_the_same(
+def test_diffusers_predicts_the_same_with_a_saved_adapter(
     unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path, kind: str, format: str
 ) -> None:
     torch = pytest.importorskip("torch")
@@ -81,8 +82,18 @@ def test_diffusers_predicts_the_same(
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
-@pytest.mark.parametrize("format", ["diffusers", "kohya"])
+def test_verify_says_that_diffusers_leaves_out_the_magnitudes_of_kohya_files(
+    unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path
+) -> None:
+    path = tmp_path / "adapter.safetensors"
+    attach(unet, "dora").save(path, format="kohya")
+    report = tc.verify_adapter(path, weights=SDXL)
+    assert all("diffusers" in module.changed_by for module in report.modules)
+
+
+@pytest.mark.parametrize(
+    ("kind", "format"), [("lora", "diffusers"), ("dora", "diffusers"), ("lora", "kohya")]
+)
 def test_diffusers_applies_the_adapters_of_both_encoders(
     unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path, kind: str, format: str
 ) -> None:
@@ -90,13 +101,6 @@ def test_diffusers_applies_the_adapters_of_both_encoders(
     diffusers = pytest.importorskip("diffusers")
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("peft")
-    if (kind, format) == ("dora", "kohya"):
-        # diffusers leaves the magnitude out, and `verify_adapter` reports that.
-        adapter = attach(unet, kind)
-        adapter.save(tmp_path / "adapter.safetensors", format=format)
-        report = tc.verify_adapter(tmp_path / "adapter.safetensors", weights=SDXL)
-        assert all("diffusers" in module.changed_by for module in report.modules)
-        return
     ours = {
         name: tc.models.CLIPTextModel.from_pretrained(SDXL / name, dtype="f32")
         for name in ("text_encoder", "text_encoder_2")
@@ -135,12 +139,14 @@ def test_diffusers_applies_the_adapters_of_both_encoders(
         )
 
 
-@pytest.mark.parametrize("own_configuration", [True, False])
+@pytest.mark.parametrize(
+    "in_one_call", [True, False], ids=["the folder", "configuration, then tensors"]
+)
 # `lokr_both` is left out: if LoKr's first factor is the larger one, LyCORIS swaps the factors, but
 # peft does not.
 @pytest.mark.parametrize("kind", ["lora", "locon", "dora", "loha", "lokr"])
 def test_peft_predicts_the_same(
-    unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path, kind: str, own_configuration: bool
+    unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path, kind: str, in_one_call: bool
 ) -> None:
     torch = pytest.importorskip("torch")
     diffusers = pytest.importorskip("diffusers")
@@ -150,7 +156,7 @@ def test_peft_predicts_the_same(
     reference = diffusers.UNet2DConditionModel.from_pretrained(
         SDXL / "unet", torch_dtype=torch.float32
     )
-    if own_configuration:
+    if in_one_call:
         model = peft.PeftModel.from_pretrained(reference, tmp_path / "adapter")
     else:
         config = peft.PeftConfig.from_pretrained(tmp_path / "adapter")
@@ -162,7 +168,8 @@ def test_peft_predicts_the_same(
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
 
 
-# What ComfyUI does not read from the file of the tiny model. Its normalization needs 32 channels.
+# What `comfyui_worker.py` must know about the tiny model. `clip` is the number of layers of a text
+# encoder. `model_channels` is 32, not 8, because ComfyUI's group normalizations have 32 groups.
 _COMFYUI = {
     "model": "SDXL",
     "unet": {"model_channels": 32, "num_head_channels": 8},
@@ -180,13 +187,14 @@ def test_comfyui_loads_what_verify_says(
     comfyui: Any, attach: Attach, tmp_path: Path, kind: str, format: str,
     record_property: Callable[[str, object], None],
 ) -> None:  # fmt: skip
-    def load() -> dict[str, tc.models.Model]:
+    def load_parts() -> dict[str, tc.models.Model]:
         return {
             name: part.from_pretrained(SDXL / name, dtype="f32") for name, part in _PARTS.items()
         }
 
     def checkpoint(path: Path, adapter: Path | None) -> Path:
-        models = load()
+        """Write the parts, with `adapter` merged into them if given; return the file's path."""
+        models = load_parts()
         if adapter:
             modules = tc.verify_adapter(adapter, weights=SDXL).modules
             for name in {str(module.layer).partition(".")[0] for module in modules}:
@@ -196,11 +204,12 @@ def test_comfyui_loads_what_verify_says(
         return path.with_suffix(".safetensors")
 
     path = tmp_path / ("adapter" if format == "peft" else "adapter.safetensors")
-    models = list(load().values())[: 1 if format == "peft" else None]
+    # peft's folder holds the adapter of only one part; here, the UNet.
+    models = list(load_parts().values())[: 1 if format == "peft" else None]
     try:
         tc.save_adapters(path, [attach(model, kind) for model in models], format=format)
     except tc.ArgumentError as error:
-        pytest.skip(f"the format cannot represent it: {error}")
+        pytest.skip(f"{format} cannot represent {kind}: {error}")
     report = tc.verify_adapter(path, weights=SDXL)
     assert report.good == (format in {"kohya", "comfyui"})
     record_property("error", comfyui.check(path, report, _COMFYUI, checkpoint))

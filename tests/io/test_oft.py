@@ -13,17 +13,19 @@ from trainable_candle.errors import ArgumentError, ConfigError, WeightsFormatErr
 
 Attach = Callable[[tc.models.Model, str], tc.AdapterSet]
 LLAMA = Path(tc.__file__).parent / "assets" / "llama_tiny"
-OUTPUTS: dict[str, Any] = {
+# The settings of an OFT that rotates outputs.
+OUTPUT_SIDE: dict[str, Any] = {
     "adapter": "oft",
     "oft_block_size": 8,
     "target_modules": ["to_q", "conv1"],
 }
+# One layer's name in diffusers, and the prefix of its keys in kohya's format.
 LAYER = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
 KEY = "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q"
 
 
 def skew(upper: np.ndarray) -> np.ndarray:
-    """Skew-symmetric matrices with these strict upper triangles (count, elements)."""
+    """Build skew-symmetric matrices from their strict upper triangles, (count, elements)."""
     size = round((1 + (1 + 8 * upper.shape[1]) ** 0.5) / 2)
     matrices = np.zeros((len(upper), size, size))
     rows, columns = np.triu_indices(size, 1)
@@ -31,10 +33,13 @@ def skew(upper: np.ndarray) -> np.ndarray:
     return matrices - matrices.transpose(0, 2, 1)
 
 
-def turned_inputs(weight: np.ndarray, rotation: np.ndarray) -> np.ndarray:
-    """The weight W' with x W'ᵀ = (x R) Wᵀ, where R rotates each block of inputs by `rotation`."""
-    blocks = weight.reshape(len(weight), *rotation.shape[:2])
-    return np.einsum("oki,kji->okj", blocks, rotation).reshape(weight.shape)
+def turned_inputs(weight: np.ndarray, rotations: np.ndarray) -> np.ndarray:
+    """Compute the weight W' with x W'ᵀ = (x R) Wᵀ.
+
+    R is block diagonal: `rotations` (blocks, n, n) holds one matrix for each n inputs.
+    """
+    blocks = weight.reshape(len(weight), *rotations.shape[:2])
+    return np.einsum("oki,kji->okj", blocks, rotations).reshape(weight.shape)
 
 
 def language_model() -> tc.models.CausalLM:
@@ -49,8 +54,8 @@ def weights(model: tc.models.Model) -> dict[str, np.ndarray]:
 def test_lycoris_files_rotate_outputs(
     unet: tc.models.SDXLUNet, tmp_path: Path, alpha: float | None
 ) -> None:
-    """`DiagOFTModule` computes the rotation from a skew-symmetric Q. The norm of Q is limited to
-    alpha times the number of outputs:
+    """`DiagOFTModule` computes the rotation from a skew-symmetric Q. An alpha
+    other than 0 limits the norm of Q to alpha times the number of outputs:
     https://github.com/KohakuBlueleaf/LyCORIS/blob/01ca138a/lycoris/modules/diag_oft.py#L87"""
     weight = weights(unet)[f"{LAYER}.weight"]
     blocks = np.random.default_rng(3).normal(0, 0.3, (len(weight) // 4, 4, 4)).astype(np.float32)
@@ -60,12 +65,12 @@ def test_lycoris_files_rotate_outputs(
     tc.save_file(tensors, tmp_path / "a.safetensors")
     q = blocks.astype(np.float64)
     q = q - q.transpose(0, 2, 1)
-    if alpha:
+    if alpha:  # the norm of this Q exceeds the limit
         q *= alpha * len(weight) / np.linalg.norm(q)
     eye = np.eye(4)
     rotation = (eye + q) @ np.linalg.inv(eye - q)
-    rows = weight.reshape(-1, 4, weight.shape[1])
-    expected = np.einsum("knm,knc->kmc", rotation, rows).reshape(weight.shape)
+    blocks_of_outputs = weight.reshape(-1, 4, weight.shape[1])
+    expected = np.einsum("knm,knc->kmc", rotation, blocks_of_outputs).reshape(weight.shape)
     unet.load_adapter(tmp_path / "a.safetensors")
     unet.merge_adapter()
     np.testing.assert_allclose(weights(unet)[f"{LAYER}.weight"], expected, rtol=1e-5, atol=1e-6)
@@ -80,8 +85,8 @@ def test_lycoris_files_rotate_outputs(
     ],
     ids=["exact", "default", "two terms"],
 )
-@pytest.mark.parametrize("shared", [False, True])
-def test_peft_folders_rotate_inputs(
+@pytest.mark.parametrize("shared", [False, True], ids=["own blocks", "one shared block"])
+def test_peft_folders_rotate_inputs_also_after_saving(
     tmp_path: Path, settings: dict[str, Any], rotation: Callable[..., np.ndarray], shared: bool
 ) -> None:
     """peft's formula for rotations:
@@ -90,6 +95,7 @@ def test_peft_folders_rotate_inputs(
     before = weights(model)
     layer = next(name for name in before if name.endswith("q_proj.weight")).removesuffix(".weight")
     weight = before[f"{layer}.weight"]
+    # A skew-symmetric 8 x 8 matrix has 8 * 7 / 2 = 28 elements above its diagonal.
     count = 1 if shared else weight.shape[1] // 8
     upper = np.random.default_rng(4).normal(0, 0.1, (count, 28)).astype(np.float32)
     tc.save_file(
@@ -101,15 +107,14 @@ def test_peft_folders_rotate_inputs(
     matrices = np.repeat(skew(upper), weight.shape[1] // 8 // count, axis=0)
     expected = turned_inputs(weight, rotation(matrices, np.eye(8)))
     adapter = model.load_adapter(tmp_path)
-    saved = tmp_path / "again"
+    saved = tmp_path / "saved"
     adapter.save(saved)
     model.merge_adapter()
     np.testing.assert_allclose(weights(model)[f"{layer}.weight"], expected, rtol=1e-5, atol=1e-6)
-    # The adapter in the folder `saved` has the same rotation.
-    again = language_model()
-    again.load_adapter(saved)
-    again.merge_adapter()
-    np.testing.assert_allclose(weights(again)[f"{layer}.weight"], expected, rtol=1e-5, atol=1e-6)
+    reloaded = language_model()
+    reloaded.load_adapter(saved)
+    reloaded.merge_adapter()
+    np.testing.assert_allclose(weights(reloaded)[f"{layer}.weight"], expected, rtol=1e-5, atol=1e-6)
     written = json.loads((saved / "adapter_config.json").read_text())
     assert written["use_cayley_neumann"] == settings.get("use_cayley_neumann", True)
     assert written["oft_block_size"] == 8
@@ -155,9 +160,9 @@ def test_written_files_have_the_form_that_comfyui_reads(
     assert all(name.endswith((".oft_blocks", ".alpha")) for name in tensors)
 
 
-def test_adapters_start_as_the_identity_and_learn(unet: tc.models.SDXLUNet) -> None:
+def test_a_new_adapter_changes_no_weight_and_trains_only_blocks(unet: tc.models.SDXLUNet) -> None:
     before = weights(unet)
-    adapter = unet.add_adapter(tc.LoraConfig(**OUTPUTS))
+    adapter = unet.add_adapter(tc.LoraConfig(**OUTPUT_SIDE))
     unet.merge_adapter()
     for name, value in weights(unet).items():
         np.testing.assert_array_equal(value, before[name], err_msg=name)
@@ -168,8 +173,8 @@ def test_files_and_formats_that_do_not_fit_are_rejected(
     unet: tc.models.SDXLUNet, tmp_path: Path
 ) -> None:
     path = tmp_path / "a.safetensors"
-    inputs = OUTPUTS | {"oft_side": "input", "target_modules": ["to_q"]}
-    adapter = unet.add_adapter(tc.LoraConfig(**inputs))
+    input_side = OUTPUT_SIDE | {"oft_side": "input", "target_modules": ["to_q"]}
+    adapter = unet.add_adapter(tc.LoraConfig(**input_side))
     with pytest.raises(ArgumentError, match=r'save with format "peft", .* \(--oft-side output\)'):
         adapter.save(path, format="kohya")
     for var in adapter.parameters():
@@ -179,15 +184,15 @@ def test_files_and_formats_that_do_not_fit_are_rejected(
     with pytest.raises(ArgumentError, match="load it with scale=1, or merge it"):
         unet.load_adapter(tmp_path / "peft", scale=0.5).save(path, format="peft")
     unet.remove_adapter()
-    other = unet.add_adapter(tc.LoraConfig(**OUTPUTS | {"target_modules": ["to_q"]}))
+    output_side = unet.add_adapter(tc.LoraConfig(**OUTPUT_SIDE | {"target_modules": ["to_q"]}))
     with pytest.raises(ConfigError, match=r'oft_side="input" \(--oft-side input\)'):
-        other.load(tmp_path / "peft")
+        output_side.load(tmp_path / "peft")
     unet.remove_adapter()
-    smaller = unet.add_adapter(tc.LoraConfig(**inputs | {"oft_block_size": 4}))
+    smaller = unet.add_adapter(tc.LoraConfig(**input_side | {"oft_block_size": 4}))
     with pytest.raises(tc.ShapeError, match="is the oft_block_size the same"):
         smaller.load(tmp_path / "peft")
     unet.remove_adapter()
-    series = unet.add_adapter(tc.LoraConfig(**inputs, use_cayley_neumann=True))
+    series = unet.add_adapter(tc.LoraConfig(**input_side, use_cayley_neumann=True))
     with pytest.raises(ConfigError, match="the file has use_cayley_neumann=False"):
         series.load(tmp_path / "peft")
 
@@ -201,8 +206,9 @@ def test_files_and_formats_that_do_not_fit_are_rejected(
         ({"oft_blocks": (3, 4, 4)}, r"expected \(k, n \(n - 1\) / 2\) with k"),
         ({"oft_R.weight": (3, 7)}, r"expected \(k, n \(n - 1\) / 2\) with k"),
     ],
+    ids=["butterfly", "rescale", "not square", "number of blocks", "number of elements"],
 )
-def test_unsupported_forms_of_oft_are_errors(
+def test_unsupported_forms_and_wrong_shapes_of_oft_are_errors(
     unet: tc.models.SDXLUNet, tmp_path: Path, tensors: dict[str, tuple[int, ...]], message: str
 ) -> None:
     values = {f"{KEY}.{name}": tc.ones(shape) for name, shape in tensors.items()}
@@ -222,17 +228,21 @@ def test_verify_says_how_each_tool_reads_oft(
     assert module.ignored_by["diffusers"] == "it only loads LoRA"
     assert module.changed_by == {"A1111": "it rotates biases too"}
     tensors = tc.load_file(path)
-    low = {key: tc.tensor(1e-2) for key in tensors if key.endswith(".alpha")}
-    tc.save_file(tensors | low, path)
+    low_alphas = {key: tc.tensor(1e-2) for key in tensors if key.endswith(".alpha")}
+    tc.save_file(tensors | low_alphas, path)
     limited = tc.verify_adapter(path, "sdxl", sdxl)
     assert not limited.good
     assert "alpha times the number of outputs" in limited.modules[0].changed_by["ComfyUI"]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("side", "series"), [("input", False), ("input", True), ("output", False)])
-def test_a_gpu_predicts_nearly_the_same(side: str, series: bool) -> None:
-    found = []
+@pytest.mark.parametrize(
+    ("side", "series"),
+    [("input", False), ("input", True), ("output", False)],
+    ids=["inputs exactly", "inputs by a series", "outputs exactly"],
+)
+def test_a_gpu_computes_nearly_the_same_predictions_and_gradients(side: str, series: bool) -> None:
+    results = []
     for device in ("cpu", "cuda"):
         model = tc.models.CausalLM.from_pretrained(LLAMA, dtype="f32", device=device)
         config = tc.LoraConfig(
@@ -246,8 +256,8 @@ def test_a_gpu_predicts_nearly_the_same(side: str, series: bool) -> None:
         ids = tc.tensor(np.arange(12).reshape(1, 12) % 40, dtype="i64").to(device)
         y = model(ids)
         (y * y).mean().backward()
-        found.append(
+        results.append(
             [y.to("cpu").numpy(), *(var.grad.to("cpu").numpy() for var in adapter.parameters())]
         )
-    for ours, theirs in zip(*found, strict=True):
-        np.testing.assert_allclose(theirs, ours, rtol=1e-3, atol=1e-4 * np.abs(ours).max())
+    for on_cpu, on_gpu in zip(*results, strict=True):
+        np.testing.assert_allclose(on_gpu, on_cpu, rtol=1e-3, atol=1e-4 * np.abs(on_cpu).max())

@@ -1,4 +1,4 @@
-"""safetensors files from Python."""
+"""Writing and reading safetensors files from Python."""
 
 import errno
 import json
@@ -31,10 +31,10 @@ def test_saved_tensors_load_unchanged(tmp_path):
         assert loaded[name].shape == tensor.shape
         assert loaded[name].tolist() == tensor.tolist()
         assert not loaded[name].requires_grad
-    header = path.read_bytes()[8:]
-    assert json.JSONDecoder().raw_decode(header.decode("latin1"))[0]["__metadata__"] == {
-        "made by": "a test"
-    }
+    # The header's length takes 8 bytes. Then come the header, which is JSON, and the data.
+    header, _ = json.JSONDecoder().raw_decode(path.read_bytes()[8:].decode("latin1"))
+    assert header["__metadata__"] == {"made by": "a test"}
+    # No temporary file is left.
     assert [p.name for p in tmp_path.iterdir()] == ["file.safetensors"]
 
 
@@ -48,11 +48,11 @@ def test_a_missing_file_is_an_error(tmp_path):
     assert str(caught.value) == f"{path}: there is no such file or folder"
 
 
-def test_paths_can_be_path_str_or_bytes(tmp_path):
+def test_paths_can_be_path_str_or_bytes_but_not_int(tmp_path):
     path = tmp_path / "t.safetensors"
-    for kind in (path, str(path), os.fsencode(path)):
-        tc.save_file({"t": tc.arange(3)}, kind)
-        assert tc.load_file(kind)["t"].tolist() == [0, 1, 2]
+    for given in (path, str(path), os.fsencode(path)):
+        tc.save_file({"t": tc.arange(3)}, given)
+        assert tc.load_file(given)["t"].tolist() == [0, 1, 2]
         path.unlink()
     with pytest.raises(TypeError, match="load_file: the path is a value of type int, expected"):
         tc.load_file(3)
@@ -65,17 +65,19 @@ def test_saving_into_a_missing_folder_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"short", b"\xff" * 100, b"\x05\0\0\0\0\0\0\0hello", b"\x80\x04pickle"]
+    "content",
+    [b"", b"short", b"\xff" * 100, b"\x05\0\0\0\0\0\0\0hello", b"\x80\x04pickle"],
+    ids=["empty", "less than a length", "huge length", "header that is no JSON", "pickle"],
 )
 def test_files_of_another_kind_are_rejected(tmp_path, content):
     path = tmp_path / "wrong.safetensors"
     path.write_bytes(content)
-    with pytest.raises(tc.WeightsFormatError, match=r"wrong.safetensors: "):
+    with pytest.raises(tc.WeightsFormatError, match=r"wrong\.safetensors: "):
         tc.load_file(path)
 
 
 @pytest.mark.parametrize(
-    ("shape", "offsets", "data", "message"),
+    ("shape", "offsets", "data_bytes", "message"),
     [
         ([2], [0, 8], 4, "incomplete or damaged"),
         ([2], [0, 8], 12, "incomplete or damaged"),
@@ -83,28 +85,36 @@ def test_files_of_another_kind_are_rejected(tmp_path, content):
         ([2], [4, 12], 12, "header is damaged"),
         ([2**33, 2**33], [0, 8], 8, "header is damaged"),
     ],
+    ids=["too few data", "too many data", "too small range", "gap", "overflow"],
 )
-def test_offsets_that_do_not_fit_the_data_are_rejected(tmp_path, shape, offsets, data, message):
+def test_offsets_that_do_not_fit_the_data_are_rejected(
+    tmp_path, shape, offsets, data_bytes, message
+):
     header = json.dumps({"x": {"dtype": "F32", "shape": shape, "data_offsets": offsets}}).encode()
     path = tmp_path / "damaged.safetensors"
-    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(data))
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(data_bytes))
     with pytest.raises(tc.WeightsFormatError, match=message):
         tc.load_file(path)
 
 
 # A safetensors file begins with its header's length in little-endian order. These lengths begin
 # with the bytes of a pickle of protocol 2 to 5: 0x80 and the protocol's number.
-@pytest.mark.parametrize("length", [0x10280, 0x10380, 0x20480, 0x10580])
+@pytest.mark.parametrize("length", [0x10280, 0x10380, 0x20480, 0x10580], ids=hex)
 def test_a_header_length_with_the_bytes_of_a_pickle_is_accepted(tmp_path, length):
     path = tmp_path / "file.safetensors"
     tc.save_file({"x": tc.arange(3)}, path, metadata={"text": ""})
+    # Lengthen the metadata until the header has the length.
     padding = length - int.from_bytes(path.read_bytes()[:8], "little")
     tc.save_file({"x": tc.arange(3)}, path, metadata={"text": "." * padding})
     assert path.read_bytes()[:8] == length.to_bytes(8, "little")
     assert tc.load_file(path)["x"].tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("start", [b"PK\x03\x04", b"\x80\x02}q\x00", b"\x80\x05\x95\x01"])
+@pytest.mark.parametrize(
+    "start",
+    [b"PK\x03\x04", b"\x80\x02}q\x00", b"\x80\x05\x95\x01"],
+    ids=["zip archive of torch.save", "protocol 2", "protocol 5"],
+)
 def test_pickles_are_recognised_and_rejected(tmp_path, start):
     path = tmp_path / "file.safetensors"
     path.write_bytes(start + bytes(100))
@@ -112,8 +122,12 @@ def test_pickles_are_recognised_and_rejected(tmp_path, start):
         tc.load_file(path)
 
 
-@pytest.mark.parametrize("content", [bytes(20), bytes(8) + b"{}", b"\x01" + bytes(7) + b"{"])
-def test_files_without_a_header_are_rejected(tmp_path, content):
+@pytest.mark.parametrize(
+    "content",
+    [bytes(20), bytes(8) + b"{}", b"\x01" + bytes(7) + b"{"],
+    ids=["length 0", "length 0 before JSON", "unclosed JSON"],
+)
+def test_files_with_an_empty_or_unclosed_header_are_rejected(tmp_path, content):
     path = tmp_path / "file.safetensors"
     path.write_bytes(content)
     with pytest.raises(tc.WeightsFormatError, match=r"not a safetensors file|header is damaged"):
