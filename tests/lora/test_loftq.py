@@ -24,7 +24,8 @@ def weight(rows: int = 96, columns: int = 128) -> np.ndarray:
     return values.astype(np.float32)
 
 
-def errors(rank: int, iterations: int) -> float:
+def error_of(rank: int, iterations: int) -> float:
+    """The norm of W - (Q + B A)."""
     exact = weight()
     quantized, factors = loftq(tc.tensor(exact), rank, iterations=iterations)
     found = quantized.dequantize().numpy() + factors.up @ factors.down
@@ -34,9 +35,10 @@ def errors(rank: int, iterations: int) -> float:
 def test_the_error_falls_with_the_rank_and_the_iterations() -> None:
     exact = weight()
     plain = np.linalg.norm(exact - tc.quantize(tc.tensor(exact), "nf4").dequantize().numpy())
-    by_rank = [float(plain), *(errors(rank, 1) for rank in (4, 16, 64))]
+    # Quantization alone has the error of rank 0.
+    by_rank = [float(plain), *(error_of(rank, 1) for rank in (4, 16, 64))]
     assert by_rank == sorted(by_rank, reverse=True)
-    by_iterations = [errors(16, iterations) for iterations in (1, 2, 5)]
+    by_iterations = [error_of(16, iterations) for iterations in (1, 2, 5)]
     assert by_iterations == sorted(by_iterations, reverse=True)
     assert by_iterations[-1] < 0.9 * plain
 
@@ -54,30 +56,30 @@ def test_one_iteration_keeps_the_rounding_of_the_weight_and_takes_the_nearest_pr
 
 
 @pytest.mark.parametrize("iterations", [1, 3])
-def test_the_product_is_that_of_peft(iterations: int) -> None:
-    """The factors and codes equal those of peft's `loftq_init`.
+def test_the_product_and_the_quantized_weight_are_those_of_peft(iterations: int) -> None:
+    """The product is near that of peft's `loftq_init`, and nearly all quantized values are equal.
 
-    `loftq_init` needs a GPU. The test runs its loop with peft's low-rank decomposition and with the
-    rounding of this library.
+    `loftq_init` needs a GPU. The test repeats the loop of `loftq_init` with peft's low-rank
+    decomposition and with the rounding of this library.
     """
     torch = pytest.importorskip("torch")
     utils = pytest.importorskip("peft.utils.loftq_utils")
     exact = weight()
     quantized, factors = loftq(tc.tensor(exact), 24, iterations=iterations)
 
-    rest, size = torch.tensor(exact), 24
+    rest, rank = torch.tensor(exact), 24
     for _ in range(iterations):
         rounded = torch.tensor(tc.quantize(tc.tensor(rest.numpy()), "nf4").dequantize().numpy())
-        found = utils._low_rank_decomposition(torch.tensor(exact) - rounded, size)
+        found = utils._low_rank_decomposition(torch.tensor(exact) - rounded, rank)
         rest = torch.tensor(exact) - found["L"] @ found["R"]
     expected = (found["L"] @ found["R"]).numpy()
     difference = np.linalg.norm(factors.up @ factors.down - expected)
     assert difference < 1e-3 * np.linalg.norm(expected)
-    codes = quantized.dequantize().numpy()
-    assert (np.abs(codes - rounded.numpy()) > 1e-6).mean() < 1e-3
+    values = quantized.dequantize().numpy()
+    assert (np.abs(values - rounded.numpy()) > 1e-6).mean() < 1e-3
 
 
-def test_a_quantized_model_starts_nearer_to_the_original() -> None:
+def test_start_from_rounding_brings_a_quantized_model_nearer_to_the_original() -> None:
     original = CausalLM.from_pretrained(LLAMA, dtype="f32")
     base = CausalLM.from_pretrained(LLAMA, dtype="f32", quantize="nf4")
     ids = tc.tensor(np.arange(12, dtype=np.int64).reshape(1, 12) + 3)
@@ -85,15 +87,16 @@ def test_a_quantized_model_starts_nearer_to_the_original() -> None:
     plain = np.linalg.norm(base(ids).numpy() - expected)
     config = tc.LoraConfig(r=16, lora_alpha=8.0, target_modules=["q_proj", "up_proj", "down_proj"])
     adapter = base.add_adapter(config)
+    # A new adapter does not change the model.
     np.testing.assert_allclose(np.linalg.norm(base(ids).numpy() - expected), plain, rtol=1e-5)
     start_from_rounding(adapter, base, original)
     assert np.linalg.norm(base(ids).numpy() - expected) < 0.9 * plain
 
 
 @pytest.mark.parametrize("model", ["causal-lm", "digits"])
-def test_a_run_starts_nearer_to_the_original_model(model: str) -> None:
+def test_a_run_with_loftq_starts_nearer_to_the_original_model(model: str) -> None:
     kind = find(model)
-    weights, lost = kind.default_weights(), {}
+    weights, errors = kind.default_weights(), {}
     assert weights is not None
     exact = kind(weights, "f32", "cpu", TrainConfig()).model.named_tensors()
     for init in ("default", "loftq"):
@@ -101,11 +104,11 @@ def test_a_run_starts_nearer_to_the_original_model(model: str) -> None:
         family = kind(weights, "f32", "cpu", config)
         adapted = family.task().attach()
         family.model.merge_adapter()
-        merged, layers = family.model.named_tensors(), next(iter(adapted.sets.values()))
-        names = {name.partition(".lora_")[0] for name in layers.named_parameters()}
-        keys = [f"{name}.weight" for name in names]
-        lost[init] = sum(np.square((merged[k] - exact[k]).numpy()).sum() for k in keys) ** 0.5
-    assert 0 < lost["loftq"] < 0.9 * lost["default"]
+        merged, adapter = family.model.named_tensors(), next(iter(adapted.sets.values()))
+        layers = {name.partition(".lora_")[0] for name in adapter.named_parameters()}
+        keys = [f"{layer}.weight" for layer in layers]
+        errors[init] = sum(np.square((merged[k] - exact[k]).numpy()).sum() for k in keys) ** 0.5
+    assert 0 < errors["loftq"] < 0.9 * errors["default"]
 
 
 @pytest.mark.parametrize(
@@ -140,11 +143,7 @@ def test_wrong_arguments_are_reported() -> None:
         start_from_rounding(adapter, base, original)
 
 
-def test_a_full_rank_is_exact_and_the_head_is_left_out() -> None:
-    """A rank above the smaller side of a weight leaves no error.
-
-    The head gets no adapter, even if `target_modules` names it.
-    """
+def test_a_rank_above_the_smaller_side_of_a_weight_leaves_no_error() -> None:
     original = CausalLM.from_pretrained(LLAMA, dtype="f32")
     base = CausalLM.from_pretrained(LLAMA, dtype="f32", quantize="nf4")
     adapter = base.add_adapter(tc.LoraConfig(r=100, target_modules=["k_proj", "up_proj"]))
@@ -153,15 +152,20 @@ def test_a_full_rank_is_exact_and_the_head_is_left_out() -> None:
     for name, exact in original.named_tensors().items():
         if "k_proj" in name or "up_proj" in name:
             assert min(exact.shape) < 100
-            # At full rank, the only errors are those of f32 and of merging.
+            # Only f32 and merging cause errors.
             np.testing.assert_allclose(base.get_tensor(name).numpy(), exact.numpy(), atol=1e-5)
-    base.remove_adapter()
-    kept = base.add_adapter(tc.LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
-    before = {name: var.numpy().copy() for name, var in kept.named_parameters().items()}
-    start_from_rounding(kept, base, original)
+
+
+def test_start_from_rounding_changes_every_layer_but_the_head() -> None:
+    """The head gets no adapter, even if `target_modules` names it."""
+    original = CausalLM.from_pretrained(LLAMA, dtype="f32")
+    base = CausalLM.from_pretrained(LLAMA, dtype="f32", quantize="nf4")
+    adapter = base.add_adapter(tc.LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
+    before = {name: var.numpy().copy() for name, var in adapter.named_parameters().items()}
+    start_from_rounding(adapter, base, original)
     changed = {
         name.partition(".lora_")[0]
-        for name, var in kept.named_parameters().items()
+        for name, var in adapter.named_parameters().items()
         if not np.array_equal(var.numpy(), before[name])
     }
     assert changed == {name.partition(".lora_")[0] for name in before if "q_proj" in name}
@@ -189,11 +193,12 @@ def test_adapters_of_convolutions_start_as_usual() -> None:
     adapted = kind(weights, "f32", "cpu", config).task().attach()
     parameters = adapted.named_parameters()
     ups = {name: var.numpy() for name, var in parameters.items() if ".lora_B." in name}
+    # Usually, the up factors start as zeros.
     assert {name for name, up in ups.items() if up.any()} == {n for n in ups if "to_q" in n}
     assert any("conv1" in name for name in ups)
 
 
-def test_a_resumed_run_does_not_load_the_original_model() -> None:
+def test_a_resumed_run_neither_loads_nor_counts_the_original_model() -> None:
     kind = find("causal-lm")
     weights = kind.default_weights()
     assert weights is not None
@@ -202,8 +207,8 @@ def test_a_resumed_run_does_not_load_the_original_model() -> None:
     family = kind(weights, "f32", "cpu", config)
     parameters = family.task().attach(fresh=False).named_parameters()
     assert not any(var.numpy().any() for name, var in parameters.items() if ".lora_B." in name)
-    start = family.estimate(config, 64).phases["starting the adapter"]
-    assert {item.what for item in start} == {"weights", "adapter", "original weights"}
+    items = family.estimate(config, 64).phases["starting the adapter"]
+    assert {item.what for item in items} == {"weights", "adapter", "original weights"}
     resumed = config.with_(resume="latest")
     assert "starting the adapter" not in family.estimate(resumed, 64).phases
     on_gpu = config.with_(device="cuda", precision="bf16", stream_blocks=0)
