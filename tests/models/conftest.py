@@ -1,4 +1,4 @@
-"""Files of the tiny SDXL in `tests/golden/sdxl`, and comparisons with expected values."""
+"""Files of the tiny SDXL in `tests/golden/sdxl`, their metadata, and comparisons of tensors."""
 
 import gzip
 import json
@@ -26,23 +26,27 @@ def weights_of(folder: str) -> dict[str, tc.Tensor]:
 
 @pytest.fixture(scope="session")
 def single_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pipeline's models in one file under the original names, beside their configurations."""
+    """A file of all the pipeline's models under their original names.
+
+    Its folder also has the models' configurations.
+    """
     folder = tmp_path_factory.mktemp("original")
     stored = {name: weights_of(name) for name in ("unet", "vae", "text_encoder", "text_encoder_2")}
     tensors = {}
     for key, sources in json.loads(
         gzip.decompress((GOLDEN / "original_names.json.gz").read_bytes())
     ).items():
-        parts = [stored[component][name] for component, name, _ in sources]
+        # The tensor `key` consists of one or several tensors of a part.
+        pieces = [stored[part][name] for part, name, _ in sources]
         form = sources[0][2]
         if form.startswith("rows"):
-            tensors[key] = tc.cat(parts, 0)
+            tensors[key] = tc.cat(pieces, 0)
         elif form == "transposed":
-            tensors[key] = parts[0].T.contiguous()
+            tensors[key] = pieces[0].T.contiguous()
         elif form == "pointwise":
-            tensors[key] = parts[0].reshape((*parts[0].shape, 1, 1))
+            tensors[key] = pieces[0].reshape((*pieces[0].shape, 1, 1))
         else:
-            tensors[key] = parts[0]
+            tensors[key] = pieces[0]
     # The published single file of SDXL also has these tensors, which no model uses.
     tensors["conditioner.embedders.0.transformer.text_model.embeddings.position_ids"] = tc.tensor(
         np.arange(17)[None]

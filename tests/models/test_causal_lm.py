@@ -15,6 +15,7 @@ from .conftest import assert_near, relative_error
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "llm"
 FAMILIES = ("llama", "qwen2", "qwen3")
+# The configurations of the golden cases, by the case's name and by form (see `switched`).
 SWITCHES = json.loads(gzip.decompress((GOLDEN / "switches.json.gz").read_bytes()))
 # Cases whose rotary angles depend on the longest text of a batch.
 BY_LENGTH = ("dynamic", "longrope", "longrope short")
@@ -29,10 +30,10 @@ def model_of(family: str, **options: object) -> CausalLM:
 
 
 def switched(name: str, form: str, folder: Path) -> tuple[CausalLM, dict[str, tc.Tensor]]:
-    """The model of the case `name`, and its inputs with the logits of transformers.
+    """The model of the case `name`, and the case's tensors: inputs and transformers' logits.
 
-    With the `form` "new", config.json has the keys of transformers 5, like `rope_parameters`; with
-    "old", older keys for the same settings, like `rope_theta`.
+    With the `form` "new", config.json has the keys of transformers 5, such as `rope_parameters`.
+    With "old", it has the older keys of the same settings, such as `rope_theta`.
     """
     tensors = tc.load_file(GOLDEN / "switches.safetensors")
     own = {key.split("|")[1]: tensors[key] for key in tensors if key.startswith(f"{name}|")}
@@ -49,6 +50,7 @@ def test_scores_equal_those_of_transformers(family: str, device: str) -> None:
     model = model_of(family, device=device)
     ids = case["input_ids"].to(device)
     assert_near(model(ids), case["logits"])
+    # Ids in u32 and a mask without padding change nothing.
     np.testing.assert_array_equal(
         model(ids.to("u32"), ids * 0 + 1).to("cpu").numpy(), model(ids).to("cpu").numpy()
     )
@@ -56,13 +58,13 @@ def test_scores_equal_those_of_transformers(family: str, device: str) -> None:
 
 @pytest.mark.parametrize("form", ["old", "new"])
 @pytest.mark.parametrize("name", SWITCHES)
-def test_every_configuration_equals_that_of_transformers(
+def test_scores_with_every_configuration_equal_those_of_transformers(
     name: str, form: str, tmp_path: Path
 ) -> None:
     model, case = switched(name, form, tmp_path)
     ids = case["input_ids"]
-    for row, length in enumerate((20, 13)):
-        assert_near(model(ids[row : row + 1, :length])[0], case[f"logits.{row}"])
+    for text, length in enumerate((20, 13)):
+        assert_near(model(ids[text : text + 1, :length])[0], case[f"logits.{text}"])
     if name not in BY_LENGTH:
         padded = model(ids, case["attention_mask"])
         assert_near(padded[0], case["logits.0"])
@@ -87,32 +89,49 @@ def test_a_packed_row_equals_its_texts_alone(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hidden_states_are_counted_as_in_transformers(family: str) -> None:
     ids = case_of(family)["input_ids"]
-    whole = model_of(family)
-    assert whole.num_hidden_layers == 3
-    states = whole.hidden_states(ids, layers=[3, 0, 2, 1])
-    embedding = whole.named_tensors()["model.embed_tokens.weight"].numpy()
+    model = model_of(family)
+    assert model.num_hidden_layers == 3
+    layers = [3, 0, 2, 1]
+    states = model.hidden_states(ids, layers=layers)
+    for layer, state in zip(layers, states, strict=True):
+        (alone,) = model.hidden_states(ids, layers=[layer])
+        np.testing.assert_array_equal(state.numpy(), alone.numpy())
+    # 0 layers give the embeddings.
+    embedding = model.named_tensors()["model.embed_tokens.weight"].numpy()
     np.testing.assert_array_equal(states[1].numpy(), embedding[ids.numpy()])
-    part = model_of(family, layers=2)
-    assert part.num_hidden_layers == 2
-    np.testing.assert_array_equal(part.hidden_states(ids)[0].numpy(), states[2].numpy())
-    assert set(part.named_tensors()) < set(whole.named_tensors())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_without_its_last_layers_computes_only_hidden_states(family: str) -> None:
+    ids = case_of(family)["input_ids"]
+    complete, shortened = model_of(family), model_of(family, layers=2)
+    assert shortened.num_hidden_layers == 2
+    (expected,) = complete.hidden_states(ids, layers=[2])
+    np.testing.assert_array_equal(shortened.hidden_states(ids)[0].numpy(), expected.numpy())
+    assert set(shortened.named_tensors()) < set(complete.named_tensors())
     with pytest.raises(
         tc.ArgumentError,
         match="layers=2, so it cannot compute scores or be saved; load all layers",
     ):
-        part(ids)
+        shortened(ids)
     with pytest.raises(
         tc.ArgumentError, match="hidden states after 3 layers were requested, expected 0 to 2"
     ):
-        part.hidden_states(ids, layers=[3])
+        shortened.hidden_states(ids, layers=[3])
     with pytest.raises(tc.ArgumentError, match="layers is 4, expected 1 to 3"):
         model_of(family, layers=4)
-    # The states of padding are zeros, and the states of a text do not depend on the padding.
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_of_padding_are_zeros_and_padding_changes_no_others(family: str) -> None:
+    ids = case_of(family)["input_ids"]
+    model = model_of(family)
     mask = np.ones((2, 40), dtype=np.int64)
     mask[0, :7] = 0
-    padded = whole.hidden_states(ids, tc.tensor(mask), layers=[1])[0].numpy()
+    padded = model.hidden_states(ids, tc.tensor(mask), layers=[1])[0].numpy()
     assert not padded[0, :7].any()
-    np.testing.assert_allclose(padded[1], states[3].numpy()[1], atol=1e-5)
+    expected = model.hidden_states(ids, layers=[1])[0].numpy()
+    np.testing.assert_allclose(padded[1], expected[1], atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -123,6 +142,7 @@ def test_gradients_do_not_depend_on_checkpointing(family: str) -> None:
         model = model_of(family)
         tc.manual_seed(0)
         adapter = model.add_adapter(tc.LoraConfig(r=2))
+        # 3 layers have 7 adapters of 2 factors each.
         assert len(adapter.parameters()) == 3 * 7 * 2
         for var in adapter.parameters():
             var.set(tc.randn(var.shape) * 0.1)
@@ -164,15 +184,15 @@ def test_shards_with_unprefixed_names_and_extra_tensors_are_read(tmp_path: Path)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * 2
     names = {key: key.removeprefix("model.") for key in tensors}
     shards = {"model-00001-of-00002.safetensors": {}, "model-00002-of-00002.safetensors": {}}
-    for at, key in enumerate(tensors):
-        list(shards.values())[at % 2][names[key]] = tensors[key]
+    for index, key in enumerate(tensors):
+        list(shards.values())[index % 2][names[key]] = tensors[key]
     shards["model-00001-of-00002.safetensors"]["layers.0.self_attn.rotary_emb.inv_freq"] = tc.ones(
         12
     )
-    for file, part in shards.items():
-        tc.save_file(part, tmp_path / file)
-    index = {name: file for file, part in shards.items() for name in part}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    for file, held in shards.items():
+        tc.save_file(held, tmp_path / file)
+    weight_map = {name: file for file, held in shards.items() for name in held}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     shutil.copy(GOLDEN / "qwen3" / "config.json", tmp_path)
     np.testing.assert_array_equal(
         CausalLM.from_pretrained(tmp_path, dtype="f32")(ids).numpy(), expected
@@ -229,15 +249,17 @@ def test_wrong_inputs_are_reported() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_and_gradients_of_adapters_equal_those_of_peft(family: str, device: str) -> None:
+def test_loss_gradients_and_scores_with_adapters_equal_those_of_peft(
+    family: str, device: str
+) -> None:
     case = {name: tensor.to(device) for name, tensor in case_of(family).items()}
     model = model_of(family, device=device)
     adapter = model.add_adapter(tc.LoraConfig(r=4, lora_alpha=8.0))
     parameters = adapter.named_parameters()
-    given = {name.removeprefix("lora."): case[name] for name in case if name.startswith("lora.")}
-    assert parameters.keys() == given.keys()
+    factors = {name.removeprefix("lora."): case[name] for name in case if name.startswith("lora.")}
+    assert parameters.keys() == factors.keys()
     for name, var in parameters.items():
-        var.set(given[name])
+        var.set(factors[name])
     inputs = (case["input_ids"], case["labels"], case["attention_mask"])
     loss = model.loss(*inputs)
     np.testing.assert_allclose(loss.item(), case["lora_loss"].to("cpu").numpy()[0], rtol=1e-5)
@@ -246,12 +268,12 @@ def test_loss_and_gradients_of_adapters_equal_those_of_peft(family: str, device:
         assert grad is not None
         assert relative_error(grad, case[f"grad.{name}"].to("cpu")) < 1e-3
     scores = model(inputs[0], inputs[2]).to("cpu").numpy()
-    seen = case["attention_mask"].to("cpu").numpy() == 1
+    not_padding = case["attention_mask"].to("cpu").numpy() == 1
     expected = case["lora_logits"].to("cpu").numpy()
-    np.testing.assert_allclose(scores[seen], expected[seen], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(scores[not_padding], expected[not_padding], rtol=1e-4, atol=1e-5)
 
 
-def test_the_loss_of_a_packed_row_is_that_of_its_texts(device: str) -> None:
+def test_packed_loss_and_log_probs_equal_the_loss_of_the_texts(device: str) -> None:
     case = {name: tensor.to(device) for name, tensor in case_of("qwen3").items()}
     model = model_of("qwen3", device=device)
     adapter = model.add_adapter(tc.LoraConfig(r=2))
@@ -265,25 +287,24 @@ def test_the_loss_of_a_packed_row_is_that_of_its_texts(device: str) -> None:
         tc.tensor(np.concatenate([np.arange(length) for length in lengths])).to(device),
         tc.tensor(np.cumsum([0, *lengths])).to(device),
     )
+    # `loss` is the mean of the targets' losses, `packed_loss` is their sum.
     counted = sum(int((target >= 0).sum()) for target in targets)
     expected = model.loss(ids, case["labels"], case["attention_mask"]) * counted
     loss = model.packed_loss(*packed)
     assert loss.dtype == "f32"
     np.testing.assert_allclose(loss.item(), expected.item(), rtol=1e-5)
-    weights = np.linspace(-1, 2, 70, dtype=np.float32)
-    log_probs = model.log_probs(*packed)
-    values = log_probs.to("cpu").numpy()
+    values = model.log_probs(*packed).to("cpu").numpy()
     assert not values[np.concatenate(targets) == -100].any()
     np.testing.assert_allclose(-values.sum(), loss.item(), rtol=1e-5)
     # `packed_loss` with weights has the gradients of a weighted sum of `log_probs`.
     variables = adapter.parameters()
     for var in variables:
         var.set((tc.randn(var.shape) * 0.1).to(device))
-    of_rows = tc.tensor(weights).to(device)
-    weighted = model.packed_loss(*packed, weights=of_rows)
-    by_rows = (model.log_probs(*packed) * -of_rows).sum()
-    np.testing.assert_allclose(weighted.item(), by_rows.item(), rtol=1e-4)
-    pairs = zip(tc.grad(weighted, variables), tc.grad(by_rows, variables), strict=True)
+    weights = tc.tensor(np.linspace(-1, 2, 70, dtype=np.float32)).to(device)
+    weighted = model.packed_loss(*packed, weights=weights)
+    from_log_probs = (model.log_probs(*packed) * -weights).sum()
+    np.testing.assert_allclose(weighted.item(), from_log_probs.item(), rtol=1e-4)
+    pairs = zip(tc.grad(weighted, variables), tc.grad(from_log_probs, variables), strict=True)
     for found, reference in pairs:
         assert found is not None
         assert reference is not None
@@ -293,13 +314,17 @@ def test_the_loss_of_a_packed_row_is_that_of_its_texts(device: str) -> None:
 def test_a_loss_without_targets_is_zero() -> None:
     case = case_of("qwen2")
     assert model_of("qwen2").loss(case["input_ids"], case["labels"] * 0 - 100).item() == 0
+
+
+def test_wrong_labels_are_reported() -> None:
+    case = case_of("qwen2")
     with pytest.raises(tc.IndexOutOfRangeError, match="target 320"):
         model_of("qwen2").loss(case["input_ids"], case["labels"] * 0 + 320)
     with pytest.raises(tc.ShapeError, match="labels have shape"):
         model_of("qwen2").loss(case["input_ids"], case["labels"][:, :3])
 
 
-# peft 0.21 uses a name that transformers 5.23 deprecates.
+# peft 0.21 uses an attribute that transformers 5.23 deprecates.
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["lora", "dora"])
@@ -310,7 +335,7 @@ def test_peft_reads_adapters_and_computes_the_same(family: str, kind: str, tmp_p
     adapter = model.add_adapter(config)
     tc.manual_seed(3)
     for var in adapter.parameters():
-        if len(var.shape) == 2:
+        if len(var.shape) == 2:  # a factor; the magnitudes of DoRA stay
             var.set(tc.randn(var.shape) * 0.1)
     adapter.save(tmp_path)
     names = tc.load_file(tmp_path / "adapter_model.safetensors").keys()
@@ -324,10 +349,10 @@ def test_peft_reads_adapters_and_computes_the_same(family: str, kind: str, tmp_p
         )
     }
     expected = model(ids).numpy()
-    again = model_of(family)
-    assert np.abs(again(ids).numpy() - expected).max() > 0.1
-    again.load_adapter(tmp_path)
-    np.testing.assert_array_equal(again(ids).numpy(), expected)
+    reloaded = model_of(family)
+    assert np.abs(reloaded(ids).numpy() - expected).max() > 0.1
+    reloaded.load_adapter(tmp_path)
+    np.testing.assert_array_equal(reloaded(ids).numpy(), expected)
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")

@@ -1,4 +1,4 @@
-"""Models that recompute only their first blocks compute the gradients of models that keep all."""
+"""Models that recompute only their first blocks have the gradients of those that recompute none."""
 
 from pathlib import Path
 
@@ -19,7 +19,8 @@ def facts_of(folder: Path) -> tc.PartFacts:
     return next(iter(tc.inspect(folder).parts.values()))
 
 
-def some(blocks: int) -> list[int]:
+def counts_up_to(blocks: int) -> list[int]:
+    """A few numbers of blocks from 1 to `blocks`."""
     return sorted({1, blocks // 2, blocks - 1, blocks})
 
 
@@ -27,8 +28,8 @@ def load(family: Family, **options: object) -> Model:
     return family.kind.from_pretrained(family.folder / "transformer", dtype="f32", **options)
 
 
-def gradients(family: Family, model: Model) -> list[np.ndarray]:
-    """The prediction and the gradients of the adapter, with factors that are not zero."""
+def prediction_and_gradients(family: Family, model: Model) -> list[np.ndarray]:
+    """The prediction, and the gradients of an adapter whose factors are not zero."""
     tc.manual_seed(0)
     adapter = model.add_adapter(tc.LoraConfig(**ADAPTER))
     for var in adapter.parameters():
@@ -45,37 +46,37 @@ def assert_equal(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
 
 @pytest.mark.parametrize("policy", ["full", "offload"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_recomputing_a_part_changes_no_gradient(name: str, policy: str) -> None:
+def test_recomputing_some_blocks_changes_no_gradient(name: str, policy: str) -> None:
     family = FAMILIES[name]
-    expected = gradients(family, load(family))
-    for count in some(facts_of(family.folder / "transformer").blocks_to_checkpoint):
+    expected = prediction_and_gradients(family, load(family))
+    for count in counts_up_to(facts_of(family.folder / "transformer").blocks_to_checkpoint):
         model = load(family)
         model.enable_gradient_checkpointing(policy, blocks=count)
-        assert_equal(gradients(family, model), expected)
+        assert_equal(prediction_and_gradients(family, model), expected)
 
 
 @pytest.mark.parametrize("quantize", [None, "nf4", "int8"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_recomputing_a_part_of_streamed_blocks_changes_no_gradient(
+def test_recomputing_some_streamed_blocks_changes_no_gradient(
     name: str, quantize: str | None
 ) -> None:
     family = FAMILIES[name]
-    expected = gradients(family, load(family, quantize=quantize))
+    expected = prediction_and_gradients(family, load(family, quantize=quantize))
     facts = facts_of(family.folder / "transformer")
-    for count in some(facts.blocks_to_checkpoint):
+    for count in counts_up_to(facts.blocks_to_checkpoint):
         model = load(family, quantize=quantize, stream_blocks=facts.blocks)
         model.enable_gradient_checkpointing("full", blocks=count)
-        assert_equal(gradients(family, model), expected)
+        assert_equal(prediction_and_gradients(family, model), expected)
 
 
 @pytest.mark.parametrize("streamed", [0, 5])
-def test_recomputing_a_part_of_a_unet_changes_no_gradient(streamed: int) -> None:
-    """The UNet's nested blocks are recomputed in stretches, which end where the part ends."""
+def test_recomputing_some_blocks_of_a_unet_changes_no_gradient(streamed: int) -> None:
+    """A UNet recomputes stretches of nested blocks. The last one ends at block `count`."""
     folder = GOLDEN / "sdxl" / "unet"
     case = tc.load_file(GOLDEN / "sdxl" / "unet_forward.safetensors")
     case.pop("output")
 
-    def found(count: int | None) -> list[np.ndarray]:
+    def prediction_and_gradients(count: int | None) -> list[np.ndarray]:
         tc.manual_seed(0)
         unet = SDXLUNet.from_pretrained(folder, dtype="f32", stream_blocks=streamed)
         adapter = unet.add_adapter(tc.LoraConfig(r=4, target_modules=["to_q", "ff.net.2"]))
@@ -85,13 +86,13 @@ def test_recomputing_a_part_of_a_unet_changes_no_gradient(streamed: int) -> None
         mse_loss(y, tc.ones(y.shape)).backward()
         return [y.numpy(), *(gradient(var) for var in adapter.parameters())]
 
-    expected = found(None)
+    expected = prediction_and_gradients(None)
     for count in range(1, facts_of(folder).blocks_to_checkpoint + 1):
-        assert_equal(found(count), expected)
+        assert_equal(prediction_and_gradients(count), expected)
 
 
-def test_recomputing_a_part_of_a_language_model_changes_no_gradient() -> None:
-    def found(count: int | None) -> list[np.ndarray]:
+def test_recomputing_some_blocks_of_a_language_model_changes_no_gradient() -> None:
+    def loss_and_gradients(count: int | None) -> list[np.ndarray]:
         tc.manual_seed(1)
         model = CausalLM.from_pretrained(LLAMA, dtype="f32")
         adapter = model.add_adapter(tc.LoraConfig(**ADAPTER))
@@ -102,9 +103,9 @@ def test_recomputing_a_part_of_a_language_model_changes_no_gradient() -> None:
         loss.backward()
         return [loss.numpy(), *(gradient(var) for var in adapter.parameters())]
 
-    expected = found(None)
-    for count in some(facts_of(LLAMA).blocks_to_checkpoint):
-        assert_equal(found(count), expected)
+    expected = loss_and_gradients(None)
+    for count in counts_up_to(facts_of(LLAMA).blocks_to_checkpoint):
+        assert_equal(loss_and_gradients(count), expected)
 
 
 def test_a_model_holds_less_the_more_blocks_it_recomputes() -> None:
@@ -118,7 +119,6 @@ def test_a_model_holds_less_the_more_blocks_it_recomputes() -> None:
         y = family.predict(model)
         held.append(tc.memory.saved_bytes() - before)
         del y
-    # No gradient reaches the layers before the first adapter, so the first block saves the least.
     assert held == sorted(held, reverse=True)
     assert len(set(held)) == len(held)
 

@@ -1,4 +1,4 @@
-"""`tc.inspect`: the facts that it reads from file headers equal those of the loaded models."""
+"""`tc.inspect` reads from headers the facts of loaded models, and reports damaged pipelines."""
 
 import shutil
 from pathlib import Path
@@ -31,32 +31,36 @@ def test_facts_of_a_pipeline_equal_those_of_its_models(single_file: Path, name: 
         )
 
 
-def test_single_models_are_inspected_and_wrong_ones_are_rejected(tmp_path: Path) -> None:
-    unet = tc.inspect(GOLDEN / "unet")
-    assert (unet.model, list(unet.parts)) == ("sdxl", ["unet"])
-    digits = tmp_path / "digits"
-    models.DigitsTransformer().save_pretrained(digits)
-    found = tc.inspect(digits)
-    assert (found.model, list(found.parts), found.resolution) == ("digits", [""], 8)
+def test_folders_of_one_model_are_inspected_and_wrong_model_names_are_rejected(
+    tmp_path: Path,
+) -> None:
+    unet_facts = tc.inspect(GOLDEN / "unet")
+    assert (unet_facts.model, list(unet_facts.parts)) == ("sdxl", ["unet"])
+    folder = tmp_path / "digits"
+    models.DigitsTransformer().save_pretrained(folder)
+    digits_facts = tc.inspect(folder)
+    assert (digits_facts.model, list(digits_facts.parts)) == ("digits", [""])
+    assert digits_facts.resolution == 8
     with pytest.raises(tc.WeightsFormatError, match="it has no folder unet, vae, text_encoder"):
-        tc.inspect(digits, model="sdxl")
+        tc.inspect(folder, model="sdxl")
     with pytest.raises(tc.ConfigError, match='no model "sdxll"; expected "sdxl", "flux"'):
         tc.inspect(GOLDEN, model="sdxll")
 
 
-def test_selected_layers_are_those_that_get_adapters() -> None:
+def test_select_and_plan_agree_with_the_adapter_of_a_model() -> None:
     model = models.load(GOLDEN)
     layers = tc.inspect(GOLDEN).parts["unet"].layers
     config = tc.LoraConfig(r=4, target_modules=["to_(q|k)"], rank_pattern={"to_k": 2})
     selected = config.select(layers)
-    names = model.add_adapter(config).named_parameters()
+    parameters = model.add_adapter(config).named_parameters()
     assert {f"{name}.lora_A.weight": rank for name, rank in selected.items()} == {
-        name: var.shape[0] for name, var in names.items() if name.endswith("lora_A.weight")
+        name: var.shape[0] for name, var in parameters.items() if name.endswith("lora_A.weight")
     }
     assert set(selected.values()) == {2, 4}
-    parameters, states = config.plan(layers, "adamw")
-    assert parameters == sum(var.numel() for var in names.values())
-    assert states == 2 * 4 * parameters
+    count, state_bytes = config.plan(layers, "adamw")
+    assert count == sum(var.numel() for var in parameters.values())
+    # AdamW keeps two values in f32 for each parameter.
+    assert state_bytes == 2 * 4 * count
     with pytest.raises(tc.ConfigError, match='there is no optimizer "adamx"'):
         config.plan(layers, "adamx")
 
@@ -69,12 +73,12 @@ def pipeline(tmp_path: Path) -> Path:
     return tmp_path / "pipeline"
 
 
-def index(pipeline: Path, text: str) -> None:
+def write_index(pipeline: Path, text: str) -> None:
     (pipeline / "model_index.json").write_text(text)
 
 
 def test_a_damaged_pipeline_says_what_is_damaged(pipeline: Path) -> None:
-    index(pipeline, '{"_class_name": "StableDiffusionXLPipeline"}')
+    write_index(pipeline, '{"_class_name": "StableDiffusionXLPipeline"}')
     assert sorted(tc.inspect(pipeline).parts) == sorted(PARTS)
     weights = next((pipeline / "vae").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:100])
@@ -85,10 +89,12 @@ def test_a_damaged_pipeline_says_what_is_damaged(pipeline: Path) -> None:
         tc.inspect(pipeline)
 
 
-def test_the_index_of_a_pipeline_decides_its_model(pipeline: Path) -> None:
+def test_an_index_of_an_unknown_pipeline_leaves_the_unet_and_a_damaged_index_is_an_error(
+    pipeline: Path,
+) -> None:
     shutil.rmtree(pipeline / "vae")
-    index(pipeline, '{"_class_name": "SomethingElse"}')
+    write_index(pipeline, '{"_class_name": "SomethingElse"}')
     assert list(tc.inspect(pipeline).parts) == ["unet"]
-    index(pipeline, '{"_class_name": ')
+    write_index(pipeline, '{"_class_name": ')
     with pytest.raises(tc.ConfigError, match=r"model_index\.json: EOF"):
         tc.inspect(pipeline)

@@ -39,7 +39,7 @@ def from_folder(name: str) -> Model:
 
 
 @pytest.fixture
-def unet(tmp_path: Path) -> Path:
+def unet_folder(tmp_path: Path) -> Path:
     """A copy of the UNet's folder."""
     shutil.copytree(GOLDEN / "unet", tmp_path / "unet")
     return tmp_path / "unet"
@@ -70,7 +70,7 @@ def test_from_a_pipeline_load_takes_the_transformer(family: str, kind: type) -> 
     assert isinstance(models.load(folder), kind)
 
 
-def test_a_checkpoint_without_configurations_needs_given_ones(
+def test_a_checkpoint_takes_its_configuration_from_an_argument_or_from_beside_it(
     single_file: Path, tmp_path: Path
 ) -> None:
     alone = tmp_path / "alone.safetensors"
@@ -95,52 +95,51 @@ def test_a_checkpoint_without_configurations_needs_given_ones(
         SDXLUNet.from_pretrained(alone)
 
 
-def test_shards_are_loaded_as_one_model(unet: Path) -> None:
+def test_shards_are_loaded_as_one_model_and_a_missing_one_is_an_error(unet_folder: Path) -> None:
     tensors = weights_of("unet")
-    whole = unet / "diffusion_pytorch_model.safetensors"
     names = sorted(tensors)
     shards = {
         f"diffusion_pytorch_model-0000{i}-of-00003.safetensors": names[i::3] for i in range(3)
     }
     for shard, held in shards.items():
-        tc.save_file({name: tensors[name] for name in held}, unet / shard)
-    whole.unlink()
-    assert_same(SDXLUNet.from_pretrained(unet), from_folder("unet"))
+        tc.save_file({name: tensors[name] for name in held}, unet_folder / shard)
+    (unet_folder / "diffusion_pytorch_model.safetensors").unlink()
+    assert_same(SDXLUNet.from_pretrained(unet_folder), from_folder("unet"))
 
     index = {"weight_map": {name: shard for shard, held in shards.items() for name in held}}
-    (unet / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+    (unet_folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
     # The loader ignores files that the index does not list, such as those of another download.
-    tc.save_file(tensors, unet / "diffusion_pytorch_model-00001-of-00001.safetensors")
-    assert_same(SDXLUNet.from_pretrained(unet), from_folder("unet"))
-    missing = unet / next(iter(shards))
+    tc.save_file(tensors, unet_folder / "diffusion_pytorch_model-00001-of-00001.safetensors")
+    assert_same(SDXLUNet.from_pretrained(unet_folder), from_folder("unet"))
+    missing = unet_folder / next(iter(shards))
     missing.unlink()
     with pytest.raises(tc.WeightsFormatError, match=f"the shard .*{missing.name} is missing"):
-        SDXLUNet.from_pretrained(unet)
+        SDXLUNet.from_pretrained(unet_folder)
 
 
-def test_half_precision_files_are_read_if_alone_or_requested(unet: Path) -> None:
-    whole, half = (unet / f"diffusion_pytorch_model{v}.safetensors" for v in ("", ".fp16"))
+def test_half_precision_files_are_read_if_alone_or_requested(unet_folder: Path) -> None:
+    plain, half = (unet_folder / f"diffusion_pytorch_model{v}.safetensors" for v in ("", ".fp16"))
     tc.save_file({name: tensor.to("f16") for name, tensor in weights_of("unet").items()}, half)
-    assert SDXLUNet.from_pretrained(unet).dtype == "bf16"
-    whole.rename(unet / "elsewhere.safetensors")
-    assert SDXLUNet.from_pretrained(unet).dtype == "f16"
-    assert SDXLUNet.from_pretrained(unet, dtype="f32").dtype == "f32"
+    assert SDXLUNet.from_pretrained(unet_folder).dtype == "bf16"
+    plain.rename(unet_folder / "elsewhere.safetensors")
+    assert SDXLUNet.from_pretrained(unet_folder).dtype == "f16"
+    assert SDXLUNet.from_pretrained(unet_folder, dtype="f32").dtype == "f32"
     # If both files exist, a request for f16 reads only the `.fp16` file. The other file is empty
     # here, so that reading it fails.
-    whole.write_bytes(b"")
-    assert SDXLUNet.from_pretrained(unet, dtype="f16").dtype == "f16"
+    plain.write_bytes(b"")
+    assert SDXLUNet.from_pretrained(unet_folder, dtype="f16").dtype == "f16"
     with pytest.raises(tc.WeightsFormatError, match="only 0 bytes"):
-        SDXLUNet.from_pretrained(unet, dtype="f32")
+        SDXLUNet.from_pretrained(unet_folder, dtype="f32")
 
 
-def test_files_of_mixed_dtypes_make_models_of_one_dtype(unet: Path) -> None:
+def test_files_of_mixed_dtypes_make_models_of_one_dtype(unet_folder: Path) -> None:
     tensors = weights_of("unet")
     mixed = {name: t.to("f32") if t.ndim == 1 else t for name, t in tensors.items()}
-    tc.save_file(mixed, unet / "diffusion_pytorch_model.safetensors")
-    assert_same(SDXLUNet.from_pretrained(unet), from_folder("unet"))
+    tc.save_file(mixed, unet_folder / "diffusion_pytorch_model.safetensors")
+    assert_same(SDXLUNet.from_pretrained(unet_folder), from_folder("unet"))
 
 
-def test_text_encoders_load_with_and_without_the_wrapper(tmp_path: Path) -> None:
+def test_text_encoders_load_with_and_without_the_prefix_of_the_names(tmp_path: Path) -> None:
     for name in ("text_encoder", "text_encoder_2"):
         shutil.copytree(GOLDEN / name, tmp_path / name)
         tensors = weights_of(name)
@@ -167,16 +166,16 @@ def test_autoencoders_load_with_the_older_names_of_their_attention(tmp_path: Pat
     assert_same(AutoencoderKL.from_pretrained(tmp_path / "vae"), from_folder("vae"))
 
 
-def test_missing_and_unexpected_tensors_are_reported(unet: Path) -> None:
+def test_missing_and_unexpected_tensors_are_reported(unet_folder: Path) -> None:
     tensors = weights_of("unet")
     lost = tensors.pop("mid_block.attentions.0.proj_in.weight")
     tensors["mid_block.attentions.0.proj_inn.weight"] = lost
-    tc.save_file(tensors, unet / "diffusion_pytorch_model.safetensors")
+    tc.save_file(tensors, unet_folder / "diffusion_pytorch_model.safetensors")
     with pytest.raises(
         tc.ConfigError,
         match=r"missing mid_block\.attentions\.0\.proj_in\.weight; unexpected .*proj_inn\.weight",
     ):
-        SDXLUNet.from_pretrained(unet)
+        SDXLUNet.from_pretrained(unet_folder)
 
 
 def test_another_models_files_are_rejected(single_file: Path, tmp_path: Path) -> None:
@@ -195,7 +194,7 @@ def test_another_models_files_are_rejected(single_file: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_saved_folder_equals_that_of_the_libraries(name: str, tmp_path: Path) -> None:
+def test_a_saved_folder_equals_that_of_diffusers_or_transformers(name: str, tmp_path: Path) -> None:
     model = from_folder(name)
     if name == "vae":
         model = AutoencoderKL.from_pretrained(GOLDEN / name, force_upcast=False)
@@ -218,6 +217,7 @@ def test_a_saved_folder_equals_that_of_the_libraries(name: str, tmp_path: Path) 
     for key, value in ours.items():
         if name == "text_encoder" and key == "projection_dim":
             continue  # this encoder has no projection, so the field has no effect
+        # Fields with one number for all levels of the model are lists in the golden folder.
         levels = isinstance(theirs[key], list) and not isinstance(value, list)
         assert (theirs[key][0] if levels else theirs[key]) == value, key
     assert_same(models.load(tmp_path / name), from_folder(name))
@@ -243,13 +243,16 @@ def test_a_merged_adapter_is_saved_in_a_checkpoint(single_file: Path, tmp_path: 
     assert all(key.endswith("to_q.weight") for key in changed)
     assert len(changed) == len(adapter.parameters()) // 2
 
-    # Save all parts in another dtype, without a base checkpoint.
+
+def test_all_parts_are_saved_in_a_checkpoint_of_another_dtype(
+    single_file: Path, tmp_path: Path
+) -> None:
     parts = {name: PARTS[name].from_pretrained(single_file, subfolder=name) for name in PARTS}
     models.save_checkpoint(tmp_path / "own.safetensors", parts, dtype="f32")
     for name, part in parts.items():
         # The header of the checkpoint holds the configurations of its models.
-        again = PARTS[name].from_pretrained(tmp_path / "own.safetensors", subfolder=name)
-        assert_same(again, PARTS[name].from_pretrained(GOLDEN, "f32", subfolder=name))
+        reloaded = PARTS[name].from_pretrained(tmp_path / "own.safetensors", subfolder=name)
+        assert_same(reloaded, PARTS[name].from_pretrained(GOLDEN, "f32", subfolder=name))
         with pytest.raises(tc.ArgumentError, match='has no place "scheduler"'):
             models.save_checkpoint(tmp_path / "wrong.safetensors", {"scheduler": part})
     with pytest.raises(tc.DTypeError, match="save_checkpoint: dtype is i64, expected one of f32"):
@@ -261,23 +264,26 @@ import sys
 import trainable_candle as tc
 from trainable_candle.models import CLIPTextModel
 
+# The arguments are the folder of the large model, a folder with a small one, and a dtype.
+large, small, dtype = sys.argv[1:]
+
 def status(key):
     with open("/proc/self/status") as file:
         line = next(line for line in file if line.startswith(key))
     return int(line.split()[1]) * 1024
 
 # The first calls start threads and fill caches.
-CLIPTextModel.from_pretrained(sys.argv[2], "f32", subfolder="text_encoder")
+CLIPTextModel.from_pretrained(small, "f32", subfolder="text_encoder")
 before = status("VmRSS")
-model = CLIPTextModel.from_pretrained(sys.argv[1], sys.argv[3])
+model = CLIPTextModel.from_pretrained(large, dtype)
 print(status("VmHWM") - before)
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads Linux's /proc")
-@pytest.mark.parametrize(("dtype", "size"), [("f32", 4), ("bf16", 2)])
+@pytest.mark.parametrize(("dtype", "itemsize"), [("f32", 4), ("bf16", 2)])
 def test_loading_takes_at_most_a_tenth_more_memory_than_the_model(
-    tmp_path: Path, dtype: str, size: int
+    tmp_path: Path, dtype: str, itemsize: int
 ) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
     config = json.loads((GOLDEN / "text_encoder" / "config.json").read_text())
@@ -293,12 +299,12 @@ def test_loading_takes_at_most_a_tenth_more_memory_than_the_model(
             key = name.replace("layers.0.", f"layers.{layer}.")
             tensors[key] = tc.full(shape, 0.5)
     elements = sum(int(np.prod(tensor.shape)) for tensor in tensors.values())
-    assert 4 * elements > 190e6
+    assert 4 * elements > 190e6  # bytes, so that other memory of the process hardly counts
     tc.save_file(tensors, tmp_path / "model.safetensors")
     del tensors
     command = [sys.executable, "-c", LOAD, str(tmp_path), str(GOLDEN), dtype]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(result.stdout) < 1.1 * size * elements
+    assert int(result.stdout) < 1.1 * itemsize * elements
 
 
 @pytest.fixture
@@ -322,8 +328,8 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_models_given_by_name_are_read_from_the_cache_of_the_hub(hub_cache: Path) -> None:
     assert_same(SDXLUNet.from_pretrained("someone/tiny-sdxl"), from_folder("unet"))
     assert_same(AutoencoderKL.from_pretrained("someone/tiny-sdxl"), from_folder("vae"))
-    second = CLIPTextModel.from_pretrained("someone/tiny-sdxl", subfolder="text_encoder_2")
-    assert_same(second, from_folder("text_encoder_2"))
+    encoder = CLIPTextModel.from_pretrained("someone/tiny-sdxl", subfolder="text_encoder_2")
+    assert_same(encoder, from_folder("text_encoder_2"))
     assert_same(models.load("someone/tiny-sdxl"), from_folder("unet"))
     # Now the repository has only the autoencoder.
     shutil.rmtree(hub_cache)
@@ -337,7 +343,7 @@ def test_models_given_by_name_are_read_from_the_cache_of_the_hub(hub_cache: Path
     assert AutoencoderKL.from_pretrained("someone/tiny-sdxl", force_upcast=False).dtype == "f16"
 
 
-def test_files_that_the_hub_lacks_are_reported_as_missing(
+def test_names_without_files_on_the_hub_or_the_disk_are_reported_as_missing(
     hub_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(tc.MissingFileError, match="someone/other: there is no such file or folder"):
@@ -346,6 +352,7 @@ def test_files_that_the_hub_lacks_are_reported_as_missing(
         weights.unlink()
     with pytest.raises(tc.MissingFileError, match="unet/ has no safetensors weights"):
         SDXLUNet.from_pretrained("someone/tiny-sdxl")
+    # None in `sys.modules` makes the import fail, as if the package were not installed.
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(FileNotFoundError, match="pip install huggingface_hub"):
         SDXLUNet.from_pretrained("someone/tiny-sdxl")

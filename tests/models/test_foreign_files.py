@@ -1,4 +1,4 @@
-"""Errors name the model or part whose file is given instead of the expected one."""
+"""Errors for the file of another model or part say whose file it is."""
 
 from pathlib import Path
 
@@ -9,8 +9,8 @@ from trainable_candle.models import AutoencoderKL, CLIPTextModel, SDXLUNet
 
 from .conftest import GOLDEN, weights_of
 
+# Names of tensors in original checkpoints of Stable Diffusion 1 and 3.5.
 SD1_ENCODER = "cond_stage_model.transformer.text_model.encoder.layers.0.mlp.fc1.weight"
-
 SD3 = "model.diffusion_model.joint_blocks.0.context_block.attn.qkv.weight"
 
 
@@ -29,7 +29,7 @@ SD3 = "model.diffusion_model.joint_blocks.0.context_block.attn.qkv.weight"
         ("x", "not an original checkpoint with this model"),
     ],
 )
-def test_the_error_for_a_checkpoint_without_the_encoder_says_what_it_is(
+def test_the_error_for_a_checkpoint_without_the_encoder_says_what_the_file_is(
     tmp_path: Path, key: str, message: str
 ) -> None:
     path = tmp_path / "file.safetensors"
@@ -50,7 +50,7 @@ def test_the_unet_of_another_stable_diffusion_is_rejected(
         SDXLUNet.from_pretrained(path)
 
 
-def test_the_file_of_a_unet_is_not_loaded_as_another_model(tmp_path: Path) -> None:
+def test_the_file_of_a_unet_loads_only_as_a_unet_with_a_configuration(tmp_path: Path) -> None:
     path = tmp_path / "file.safetensors"
     tc.save_file(weights_of("unet"), path)
     with pytest.raises(
@@ -62,5 +62,5 @@ def test_the_file_of_a_unet_is_not_loaded_as_another_model(tmp_path: Path) -> No
         tc.WeightsFormatError, match="the weights of a UNet from a pipeline's folder"
     ):
         tc.models.load(path)
-    again = tc.models.load(path, config=GOLDEN / "unet")
-    assert isinstance(again, SDXLUNet)
+    unet = tc.models.load(path, config=GOLDEN / "unet")
+    assert isinstance(unet, SDXLUNet)

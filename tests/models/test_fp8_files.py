@@ -2,7 +2,8 @@
 
 The forms are "plain" (codes without a scale), "old" (each layer has a `scale_weight`) and "new"
 (each layer has a `weight_scale` and a `comfy_quant`, which names the format). "bytes" is "new" with
-the codes in tensors of the dtype U8; in "header", the header names the formats.
+the codes in tensors of the dtype U8. "header" is "new" with the formats in the header instead of
+the `comfy_quant` tensors.
 """
 
 import json
@@ -21,6 +22,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "flux" / "transformer"
 FORMAT = json.dumps({"format": "float8_e4m3fn"}).encode()
 NAME = "transformer_blocks.0.attn.to_q.weight"
 LAYER = NAME.removesuffix(".weight")
+# By name: the dtype, the shape and the bytes of a tensor.
 Entries = dict[str, tuple[str, tuple[int, ...], bytes]]
 
 
@@ -36,6 +38,7 @@ def e4m3() -> np.ndarray:
 
 def encoded(values: np.ndarray) -> np.ndarray:
     """The E4M3 codes whose values are nearest to `values`."""
+    # The two NaNs come last in the order, and are left out.
     known = e4m3()
     order = np.argsort(np.where(np.isnan(known), np.inf, known), kind="stable")[:254]
     middles = (known[order][1:] + known[order][:-1]) / 2
@@ -58,36 +61,38 @@ def write(
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
-def quantised(
-    form: str,
-) -> tuple[Entries, dict[str, np.ndarray]]:
+def golden_in_fp8(form: str) -> tuple[Entries, dict[str, np.ndarray]]:
     """The golden transformer's tensors in one of the forms, and their values after rounding."""
     stored = tc.load_file(GOLDEN / "diffusion_pytorch_model.safetensors")
     return in_fp8({name: tensor.to("f32").numpy() for name, tensor in stored.items()}, form)
 
 
-def in_fp8(stored: dict[str, np.ndarray], form: str) -> tuple[Entries, dict[str, np.ndarray]]:
-    """Some tensors in one of the forms, and their values after rounding."""
+def in_fp8(originals: dict[str, np.ndarray], form: str) -> tuple[Entries, dict[str, np.ndarray]]:
+    """The tensors in one of the forms, and their values after rounding.
+
+    Only matrices of layers other than embeddings are quantized.
+    """
     tensors: Entries = {}
     expected = {}
-    for name, values in stored.items():
+    for name, values in originals.items():
         expected[name] = values
         if values.ndim < 2 or "embed" in name or not name.endswith(".weight"):
             tensors[name] = ("F32", values.shape, values.tobytes())
             continue
+        # 448 is the largest value of a code.
         scale = np.float32(1) if form == "plain" else np.float32(np.abs(values).max() / 448)
         codes = encoded(values / scale)
         expected[name] = e4m3()[codes].astype(np.float32) * scale
-        kind = "U8" if form == "bytes" else "F8_E4M3"
-        tensors[name] = (kind, values.shape, codes.tobytes())
-        layer = name.removesuffix("weight")
+        dtype = "U8" if form == "bytes" else "F8_E4M3"
+        tensors[name] = (dtype, values.shape, codes.tobytes())
+        prefix = name.removesuffix("weight")
         if form == "old":
-            tensors[f"{layer}scale_weight"] = ("F32", (), scale.tobytes())
-            tensors[f"{layer}scale_input"] = ("F32", (), scale.tobytes())
+            tensors[f"{prefix}scale_weight"] = ("F32", (), scale.tobytes())
+            tensors[f"{prefix}scale_input"] = ("F32", (), scale.tobytes())
         elif form in {"new", "bytes", "header"}:
-            tensors[f"{layer}weight_scale"] = ("F32", (1,), scale.tobytes())
+            tensors[f"{prefix}weight_scale"] = ("F32", (1,), scale.tobytes())
             if form != "header":
-                tensors[f"{layer}comfy_quant"] = ("U8", (len(FORMAT),), FORMAT)
+                tensors[f"{prefix}comfy_quant"] = ("U8", (len(FORMAT),), FORMAT)
     if form == "old":
         tensors["scaled_fp8"] = ("F8_E4M3", (0,), b"")
     return tensors, expected
@@ -96,101 +101,109 @@ def in_fp8(stored: dict[str, np.ndarray], form: str) -> tuple[Entries, dict[str,
 FORMS = ("plain", "old", "new", "bytes", "header")
 
 
-def stated(layers: list[str], **format: object) -> dict[str, str]:
-    """The header of a file that names the format of layers."""
-    found = {"format_version": "1.0", "layers": dict.fromkeys(layers, format)}
-    return {"_quantization_metadata": json.dumps(found)}
+def format_metadata(layers: list[str], **format: object) -> dict[str, str]:
+    """The metadata that says for each of some layers that its codes have this format."""
+    formats = {"format_version": "1.0", "layers": dict.fromkeys(layers, format)}
+    return {"_quantization_metadata": json.dumps(formats)}
 
 
-def header(form: str, tensors: Entries) -> dict[str, str]:
+def metadata_of(form: str, tensors: Entries) -> dict[str, str]:
+    """The metadata of a file of one of the forms."""
     if form != "header":
         return {}
-    layers = [name for name, (kind, *_) in tensors.items() if kind == "F8_E4M3"]
-    return stated([name.removesuffix(".weight") for name in layers], format="float8_e4m3fn")
+    layers = [name for name, (dtype, *_) in tensors.items() if dtype == "F8_E4M3"]
+    return format_metadata(
+        [name.removesuffix(".weight") for name in layers], format="float8_e4m3fn"
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_is_read(form: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    tensors, expected = quantised(form)
-    write(path, tensors, header(form, tensors))
+    tensors, expected = golden_in_fp8(form)
+    write(path, tensors, metadata_of(form, tensors))
     model = FluxTransformer.from_pretrained(path, dtype="f32", config=GOLDEN / "config.json")
     for name, tensor in model.named_tensors().items():
         np.testing.assert_allclose(tensor.numpy(), expected[name], rtol=1e-6, err_msg=name)
     # With three fraction bits, rounding changes a normal value by at most a sixteenth of the value.
     original = tc.load_file(GOLDEN / "diffusion_pytorch_model.safetensors")
-    name = "transformer_blocks.0.attn.to_q.weight"
-    near = original[name].to("f32").numpy()
-    difference = np.abs(expected[name] - near).max() / np.abs(near).max()
+    exact = original[NAME].to("f32").numpy()
+    difference = np.abs(expected[NAME] - exact).max() / np.abs(exact).max()
     assert 0 < difference < 1 / 16
-    half = FluxTransformer.from_pretrained(path, dtype="bf16", config=GOLDEN / "config.json")
-    assert half.dtype == "bf16"
+    in_bf16 = FluxTransformer.from_pretrained(path, dtype="bf16", config=GOLDEN / "config.json")
+    assert in_bf16.dtype == "bf16"
 
 
 def load(path: Path) -> FluxTransformer:
     return FluxTransformer.from_pretrained(path, dtype="f32", config=GOLDEN / "config.json")
 
 
-def test_five_bits_of_exponent_are_read(tmp_path: Path) -> None:
+def test_codes_in_e5m2_are_read(tmp_path: Path) -> None:
     """E5M2 numbers are the upper halves of f16 numbers."""
-    tensors, expected = quantised("plain")
-    name = "transformer_blocks.0.attn.to_q.weight"
-    halves = expected[name].astype(np.float16).view(np.uint16) & 0xFF00
+    tensors, expected = golden_in_fp8("plain")
+    halves = expected[NAME].astype(np.float16).view(np.uint16) & 0xFF00
     codes = (halves >> 8).astype(np.uint8)
     write(
-        tmp_path / "model.safetensors", tensors | {name: ("F8_E5M2", halves.shape, codes.tobytes())}
+        tmp_path / "model.safetensors", tensors | {NAME: ("F8_E5M2", halves.shape, codes.tobytes())}
     )
-    found = load(tmp_path / "model.safetensors").named_tensors()[name].numpy()
+    found = load(tmp_path / "model.safetensors").named_tensors()[NAME].numpy()
     np.testing.assert_array_equal(found, halves.view(np.float16).astype(np.float32))
 
 
-def comfy(**format: object) -> Entries:
+def comfy_quant(**format: object) -> Entries:
     text = json.dumps(format).encode()
     return {f"{LAYER}.comfy_quant": ("U8", (len(text),), text)}
 
 
-def scale(value: float, *dims: int, end: str = "weight_scale") -> Entries:
+def scale(value: float, *dims: int, suffix: str = "weight_scale") -> Entries:
+    """A tensor of the layer `LAYER`, each of whose elements is `value`."""
     values = np.full(dims, value, np.float32)
-    return {f"{LAYER}.{end}": ("F32", dims, values.tobytes())}
+    return {f"{LAYER}.{suffix}": ("F32", dims, values.tobytes())}
 
 
-# Changes to a file of the form "new", and what the error says.
+# Changed tensors, metadata, and what the error says. The file has the form "header" if there is
+# metadata, else "new".
 WRONG: list[tuple[Entries, dict[str, str], str]] = [
     # The weights of NVFP4 have two codes in a byte.
     (
-        {NAME: ("U8", (32, 16), bytes(512)), **comfy(format="nvfp4")},
+        {NAME: ("U8", (32, 16), bytes(512)), **comfy_quant(format="nvfp4")},
         {},
         'quantized as "nvfp4", which is not supported',
     ),
-    (comfy(format="mxfp8"), {}, 'quantized as "mxfp8"'),
-    (comfy(format="float8_e5m2"), {}, 'quantized as "float8_e5m2"'),
+    (comfy_quant(format="mxfp8"), {}, 'quantized as "mxfp8"'),
+    (comfy_quant(format="float8_e5m2"), {}, 'quantized as "float8_e5m2"'),
     (
-        {NAME: ("I8", (32, 32), bytes(1024)), **comfy(format="int8_tensorwise", convrot=True)},
+        {
+            NAME: ("I8", (32, 32), bytes(1024)),
+            **comfy_quant(format="int8_tensorwise", convrot=True),
+        },
         {},
         r"int8_tensorwise \(convrot\)",
     ),
-    ({}, stated([LAYER], format="awq_w4a16"), 'quantized as "awq_w4a16"'),
+    ({}, format_metadata([LAYER], format="awq_w4a16"), 'quantized as "awq_w4a16"'),
     (scale(1, 2), {}, "expected one scale for .* or one for each of its 32 rows"),
     (scale(float("nan")), {}, "to_q.weight_scale.* has the scale NaN, expected a positive number"),
     (scale(float("inf")), {}, "has the scale inf, expected"),
     (scale(-0.5), {}, "has the scale -0.5, expected"),
-    (scale(1, end="scale_weight"), {}, "to_q.weight.* has several tensors of scales"),
-    (scale(1, 32, end="pre_quant_scale"), {}, "scales the inputs of layers"),
-    (scale(1, 16, end="weight_code"), {}, "ComfyUI's NF4 .bitsandbytes' NF4 is supported"),
-    (scale(1, end="weight_scale_2"), {}, "weights of NVFP4"),
-    (scale(1, 2, end="wscales"), {}, r"SVDQuant \(Nunchaku\) are not supported; load the unq"),
-    (scale(1, 2, end="qzeros"), {}, "weights of GPTQ or AWQ"),
-    (scale(1, 2, end="weight._data"), {}, "weights of quanto"),
-    (scale(1, 2, end="_weight_qdata"), {}, "weights of torchao"),
-    (scale(1, 2, end="weight_scale_inv"), {}, "a scale for each block of a matrix"),
+    (scale(1, suffix="scale_weight"), {}, "to_q.weight.* has several tensors of scales"),
+    (scale(1, 32, suffix="pre_quant_scale"), {}, "scales the inputs of layers"),
+    (scale(1, 16, suffix="weight_code"), {}, "ComfyUI's NF4 .bitsandbytes' NF4 is supported"),
+    (scale(1, suffix="weight_scale_2"), {}, "weights of NVFP4"),
+    (scale(1, 2, suffix="wscales"), {}, r"SVDQuant \(Nunchaku\) are not supported; load the unq"),
+    (scale(1, 2, suffix="qzeros"), {}, "weights of GPTQ or AWQ"),
+    (scale(1, 2, suffix="weight._data"), {}, "weights of quanto"),
+    (scale(1, 2, suffix="_weight_qdata"), {}, "weights of torchao"),
+    (scale(1, 2, suffix="weight_scale_inv"), {}, "a scale for each block of a matrix"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "metadata", "message"), WRONG)
+@pytest.mark.parametrize(
+    ("changes", "metadata", "message"), WRONG, ids=[message for _, _, message in WRONG]
+)
 def test_other_formats_and_wrong_scales_are_reported(
     changes: Entries, metadata: dict[str, str], message: str, tmp_path: Path
 ) -> None:
-    tensors, _ = quantised("header" if metadata else "new")
+    tensors, _ = golden_in_fp8("header" if metadata else "new")
     path = tmp_path / "model.safetensors"
     write(path, tensors | changes, metadata)
     for quantize in (None, "fp8"):
@@ -200,10 +213,11 @@ def test_other_formats_and_wrong_scales_are_reported(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_code_that_is_nan_is_an_error(form: str, tmp_path: Path) -> None:
-    tensors, _ = quantised(form)
-    kind, dims, codes = tensors[NAME]
+    tensors, _ = golden_in_fp8(form)
+    dtype, shape, codes = tensors[NAME]
+    with_nan = codes[:-1] + b"\x7f"
     path = tmp_path / "model.safetensors"
-    write(path, tensors | {NAME: (kind, dims, codes[:-1] + b"\x7f")}, header(form, tensors))
+    write(path, tensors | {NAME: (dtype, shape, with_nan)}, metadata_of(form, tensors))
     with pytest.raises(tc.WeightsFormatError, match=r"attn.to_q.weight.* codes are NaN"):
         load(path)
 
@@ -217,13 +231,14 @@ def test_files_of_every_family_are_read(name: str, form: str, tmp_path: Path) ->
     tc.models.save_checkpoint(original, {"transformer": family.load()})
     stored = {key: tensor.to("f32").numpy() for key, tensor in tc.load_file(original).items()}
     tensors, expected = in_fp8(stored, form)
-    assert sum(kind == "F8_E4M3" for kind, *_ in tensors.values()) > 5
+    assert sum(dtype == "F8_E4M3" for dtype, *_ in tensors.values()) > 5
     write(path, tensors)
+    # From here on, the file `original` holds the rounded values.
     tc.save_file({key: tc.tensor(values) for key, values in expected.items()}, original)
-    read = {"dtype": "f32", "config": family.folder / "transformer" / "config.json"}
-    values = family.kind.from_pretrained(original, **read).named_tensors()
+    options = {"dtype": "f32", "config": family.folder / "transformer" / "config.json"}
+    values = family.kind.from_pretrained(original, **options).named_tensors()
     for quantize in (None, "fp8"):
-        found = family.kind.from_pretrained(path, **read, quantize=quantize).named_tensors()
+        found = family.kind.from_pretrained(path, **options, quantize=quantize).named_tensors()
         for key, tensor in found.items():
             wanted = values[key].numpy()
             np.testing.assert_allclose(tensor.numpy(), wanted, rtol=1e-6, err_msg=key)

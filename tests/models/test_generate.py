@@ -14,6 +14,8 @@ from trainable_candle.models import CausalLM
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "llm"
 FAMILIES = ("llama", "qwen2", "qwen3")
+# The configurations of the golden cases, by name, with the keys of older versions of transformers
+# ("old") and of transformers 5 ("new").
 SWITCHES = json.loads(gzip.decompress((GOLDEN / "switches.json.gz").read_bytes()))
 CONTINUED = json.loads((GOLDEN / "continued.json").read_text())
 
@@ -23,7 +25,7 @@ def model_of(family: str, **options: object) -> CausalLM:
 
 
 def switched(name: str, folder: Path) -> tuple[CausalLM, list[int]]:
-    """The model of a case in `switches.json`, and the token ids of the golden file's first text."""
+    """The model of the case `name`, and the 20 token ids of the first text in the golden file."""
     tensors = tc.load_file(GOLDEN / "switches.safetensors")
     own = {key.split("|")[1]: tensors[key] for key in tensors if key.startswith(f"{name}|")}
     weights = {key: value for key, value in own.items() if not key.startswith("logits")}
@@ -56,8 +58,8 @@ def test_scores_with_a_cache_equal_those_without(name: str, tmp_path: Path) -> N
     texts = [ids[:3], ids[4:11]]
     found = model.extend(cache, texts)
     for step in range(20):
-        for text, row in zip(texts, found.numpy(), strict=True):
-            np.testing.assert_allclose(row, scores(model, text), rtol=0, atol=1e-5)
+        for text, next_scores in zip(texts, found.numpy(), strict=True):
+            np.testing.assert_allclose(next_scores, scores(model, text), rtol=0, atol=1e-5)
         # In some steps the first text gets three tokens, or the second text gets none.
         new = [[ids[step]], [ids[-step - 1]]]
         if step % 7 == 3:
@@ -69,15 +71,15 @@ def test_scores_with_a_cache_equal_those_without(name: str, tmp_path: Path) -> N
         if not new[1]:
             assert found.shape == (1, model.vocab_size)
             np.testing.assert_allclose(found.numpy()[0], scores(model, texts[0]), rtol=0, atol=1e-5)
-            texts[1] += ids[:1]
-            again = model.extend(cache, [ids[1:2], ids[:1]])
-            texts[0] = texts[0] + ids[1:2]
-            found = again
+            # The next step compares the scores of both texts, so each text gets another token.
+            new = [ids[1:2], ids[:1]]
+            texts = [text + added for text, added in zip(texts, new, strict=True)]
+            found = model.extend(cache, new)
     assert cache.tokens(0) == texts[0]
 
 
 def test_scores_stay_right_when_the_cache_outgrows_its_buffers(tmp_path: Path) -> None:
-    model, ids = switched("mistral", tmp_path)
+    model, _ = switched("mistral", tmp_path)
     rng = np.random.default_rng(0)
     text = rng.integers(0, model.vocab_size, 300).tolist()
     cache = tc.models.KVCache(1)
@@ -85,10 +87,9 @@ def test_scores_stay_right_when_the_cache_outgrows_its_buffers(tmp_path: Path) -
     for place in range(5, len(text)):
         found = model.extend(cache, [text[place : place + 1]])
     np.testing.assert_allclose(found.numpy()[0], scores(model, text), rtol=0, atol=1e-5)
-    assert len(ids) == 20
 
 
-def test_scores_with_a_cache_are_right_with_an_adapter_and_in_bf16() -> None:
+def test_scores_with_a_cache_are_right_with_an_adapter() -> None:
     model = model_of("llama")
     adapter = model.add_adapter(
         tc.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"])
@@ -102,25 +103,29 @@ def test_scores_with_a_cache_are_right_with_an_adapter_and_in_bf16() -> None:
     np.testing.assert_allclose(tuned, scores(model, ids), rtol=0, atol=1e-5)
     adapter.set_enabled(False)
     assert np.abs(scores(model, ids) - tuned).max() > 1e-3
-    half = CausalLM.from_pretrained(GOLDEN / "llama", dtype="bf16")
+
+
+def test_scores_with_a_cache_are_nearly_right_in_bf16() -> None:
+    model = CausalLM.from_pretrained(GOLDEN / "llama", dtype="bf16")
+    ids = [3, 5, 7, 9]
     cache = tc.models.KVCache(1)
-    half.extend(cache, [ids[:3]])
-    found = half.extend(cache, [ids[3:]]).to("f32").numpy()[0]
-    whole = scores(half, ids)
-    assert np.abs(found - whole).max() < 0.03 * np.abs(whole).max()
+    model.extend(cache, [ids[:3]])
+    found = model.extend(cache, [ids[3:]]).to("f32").numpy()[0]
+    expected = scores(model, ids)
+    assert np.abs(found - expected).max() < 0.03 * np.abs(expected).max()
 
 
-def test_draws_depend_only_on_seed_text_and_position() -> None:
+def test_draws_depend_only_on_the_seed_the_text_and_its_place_in_the_batch() -> None:
     model = model_of("llama")
-    warm = {"temperature": 1.0, "top_k": 20, "max_new_tokens": 12, "stop_token_ids": []}
+    options = {"temperature": 1.0, "top_k": 20, "max_new_tokens": 12, "stop_token_ids": []}
     prompts = [[1, 2, 3], [4, 5], [1, 2, 3]]
-    drawn = model.generate(prompts, seed=7, **warm)
-    assert drawn == model.generate(prompts, seed=7, **warm)
-    assert drawn != model.generate(prompts, seed=8, **warm)
+    drawn = model.generate(prompts, seed=7, **options)
+    assert drawn == model.generate(prompts, seed=7, **options)
+    assert drawn != model.generate(prompts, seed=8, **options)
     assert drawn[0] != drawn[2]
-    assert model.generate(prompts[:1], seed=7, **warm)[0] == drawn[0]
+    assert model.generate(prompts[:1], seed=7, **options)[0] == drawn[0]
     # A lower max_new_tokens only cuts the texts: it does not change their first tokens.
-    assert model.generate(prompts, seed=7, **(warm | {"max_new_tokens": 5})) == [
+    assert model.generate(prompts, seed=7, **(options | {"max_new_tokens": 5})) == [
         text[:5] for text in drawn
     ]
 
@@ -142,33 +147,39 @@ def test_draws_have_the_models_probabilities() -> None:
     assert abs(counts[likeliest] / count - shares[likeliest]) < 5 * deviation
 
 
-def test_stop_tokens_end_their_text_alone() -> None:
+def test_a_stop_token_ends_only_its_text() -> None:
     model = model_of("llama")
     prompts = [[1, 2, 3], [9, 8]]
-    free = model.generate(prompts, max_new_tokens=10, stop_token_ids=[])
-    stop = free[0][4]
-    expected = [text[: text.index(stop)] if stop in text else text for text in free]
+    unstopped = model.generate(prompts, max_new_tokens=10, stop_token_ids=[])
+    stop = unstopped[0][4]
+    expected = [text[: text.index(stop)] if stop in text else text for text in unstopped]
     assert model.generate(prompts, max_new_tokens=10, stop_token_ids=[stop]) == expected
     assert model.generate(prompts, max_new_tokens=0) == [[], []]
+
+
+def test_a_stream_can_end_one_text_and_continue_the_other() -> None:
+    model = model_of("llama")
+    prompts = [[1, 2, 3], [9, 8]]
+    unstopped = model.generate(prompts, max_new_tokens=10, stop_token_ids=[])
     stream = model.stream(prompts, max_new_tokens=10, stop_token_ids=[])
     steps = [next(stream), next(stream)]
     stream.end(0)
     steps += list(stream)
-    assert [step[1] for step in steps] == free[1]
-    assert [step[0] for step in steps] == free[0][:2] + [None] * 8
+    assert [step[1] for step in steps] == unstopped[1]
+    assert [step[0] for step in steps] == unstopped[0][:2] + [None] * 8
 
 
 def test_end_tokens_of_both_configurations_end_a_text(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "llama", tmp_path, dirs_exist_ok=True)
     prompts = [[1, 2, 3]]
-    free = model_of("llama").generate(prompts, max_new_tokens=10, stop_token_ids=[])[0]
+    unstopped = model_of("llama").generate(prompts, max_new_tokens=10, stop_token_ids=[])[0]
     config = json.loads((tmp_path / "config.json").read_text()) | {"eos_token_id": 319}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    settings = {"eos_token_id": [free[4], 319]}
+    settings = {"eos_token_id": [unstopped[4], 319]}
     (tmp_path / "generation_config.json").write_text(json.dumps(settings))
     model = CausalLM.from_pretrained(tmp_path, dtype="f32")
-    assert sorted(model.eos_token_ids) == sorted({free[4], 319})
-    expected = free[: free.index(free[4])]
+    assert sorted(model.eos_token_ids) == sorted({unstopped[4], 319})
+    expected = unstopped[: unstopped.index(unstopped[4])]
     assert model.generate(prompts, max_new_tokens=10) == [expected]
 
 

@@ -25,7 +25,10 @@ FAMILIES = ["llama", "qwen2", "qwen3"]
 
 
 def write_tokenizer(folder: Path, split: str | None) -> None:
-    """Write a byte-level tokenizer with a few merges and three special tokens."""
+    """Write a byte-level tokenizer with a few merges and three special tokens.
+
+    The regular expression `split` divides texts into words; None takes that of GPT-2.
+    """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -45,8 +48,8 @@ def write_tokenizer(folder: Path, split: str | None) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def folder(family: str, tmp_path: Path) -> Path:
-    """The folder of a copy of a tiny model, with a tokenizer."""
+def folder_of(family: str, tmp_path: Path) -> Path:
+    """Copy the folder of a tiny model, and add a tokenizer; return the copy's path."""
     path = tmp_path / "base"
     shutil.copytree(GOLDEN / "llm" / family, path)
     for file in path.iterdir():
@@ -62,7 +65,7 @@ def scores(model: CausalLM) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["f32", "bf16", "f16", "q8_0", "q4_0"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_file_computes_the_same_as_its_values(family: str, kind: str, tmp_path: Path) -> None:
-    base = folder(family, tmp_path)
+    base = folder_of(family, tmp_path)
     write_model(base, TextAdapter({}), tmp_path / "model.gguf", kind)
     found = CausalLM.from_pretrained(tmp_path / "model.gguf", dtype="f32")
     tensors = tc.load_file(base / "model.safetensors")
@@ -72,22 +75,23 @@ def test_a_file_computes_the_same_as_its_values(family: str, kind: str, tmp_path
         elif tensor.ndim == 2:
             tensors[name] = tensor.to("f16" if kind.startswith("q") else kind)
     tc.save_file(tensors, base / "model.safetensors")
-    plain = CausalLM.from_pretrained(base, dtype="f32")
+    expected = CausalLM.from_pretrained(base, dtype="f32")
     # GGUF files store the factors of Llama 3's rotary frequencies in f32, which rounds them.
     tolerance = 2e-6 if family == "llama" else 0
-    np.testing.assert_allclose(scores(found), scores(plain), rtol=0, atol=tolerance)
-    for name, tensor in plain.named_tensors().items():
+    np.testing.assert_allclose(scores(found), scores(expected), rtol=0, atol=tolerance)
+    for name, tensor in expected.named_tensors().items():
         np.testing.assert_array_equal(found.named_tensors()[name].numpy(), tensor.numpy(), name)
 
 
 def test_adapters_train_over_a_file(tmp_path: Path) -> None:
     """The loss and the gradients equal those of a model with the dequantized values."""
-    base = folder("qwen3", tmp_path)
+    base = folder_of("qwen3", tmp_path)
     write_model(base, TextAdapter({}), tmp_path / "model.gguf", "q8_0")
-    found = []
+    results = []
     for path in (tmp_path / "model.gguf", base):
         model = CausalLM.from_pretrained(path, dtype="f32")
         if path == tmp_path / "model.gguf":
+            # The folder `base` gets the file's dequantized values.
             model.save_pretrained(tmp_path / "values")
             shutil.copyfile(tmp_path / "values" / "model.safetensors", base / "model.safetensors")
         adapter = model.add_adapter(tc.LoraConfig(r=4, target_modules=["all-linear"]))
@@ -97,19 +101,19 @@ def test_adapters_train_over_a_file(tmp_path: Path) -> None:
         ids = tc.tensor(np.arange(48).reshape(2, 24) * 7 % 100)
         loss = model.loss(ids, ids)
         gradients = tc.grad(loss, adapter.parameters())
-        found.append([loss.numpy(), *(gradient.numpy() for gradient in gradients)])
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+        results.append([loss.numpy(), *(gradient.numpy() for gradient in gradients)])
+    for of_file, of_folder in zip(*results, strict=True):
+        np.testing.assert_allclose(of_file, of_folder, rtol=1e-4, atol=1e-6)
 
 
 def test_facts_count_the_bytes_of_the_weights_in_a_file(tmp_path: Path) -> None:
-    base = folder("qwen3", tmp_path)
+    base = folder_of("qwen3", tmp_path)
     write_model(base, TextAdapter({}), tmp_path / "model.gguf", "q8_0")
     (facts,) = tc.inspect(tmp_path / "model.gguf").parts.values()
     expected = 0
     for shape in facts.tensors.values():
-        # Rows of 112 elements do not divide into blocks of 32. The file stores the tensors with
-        # such rows in two bytes per element.
+        # A block of 32 elements takes 34 bytes. Vectors, and matrices whose rows do not divide into
+        # blocks (112 elements), count with two bytes per element.
         blocks = len(shape) == 2 and shape[1] % 32 == 0
         expected += shape[0] * shape[1] // 32 * 34 if blocks else 2 * int(np.prod(shape))
     assert facts.weight_bytes("bf16") == expected
@@ -119,38 +123,40 @@ def test_facts_count_the_bytes_of_the_weights_in_a_file(tmp_path: Path) -> None:
 def test_estimates_count_the_elements_that_steps_dequantize(
     kind: str, decoded: bool, tmp_path: Path
 ) -> None:
-    base = folder("qwen3", tmp_path)
+    base = folder_of("qwen3", tmp_path)
     write_model(base, TextAdapter({}), tmp_path / "model.gguf", kind)
     (facts,) = tc.inspect(tmp_path / "model.gguf").parts.values()
     config = TrainConfig(device="cuda", precision="bf16")
-    work = work_of(facts, tc.LoraConfig(target_modules=["q_proj"]), config, 2, tokens=64)
+    adapter = tc.LoraConfig(target_modules=["q_proj"])
+    work = work_of(facts, adapter, config, itemsize=2, tokens=64)
     assert work.decoded == (facts.elements if decoded else 0)
 
 
-def test_a_run_on_a_file_trains_an_adapter(tmp_path: Path) -> None:
-    base = folder("qwen2", tmp_path)
+def test_an_adapter_trained_on_a_file_is_merged_into_the_folder_but_not_into_the_file(
+    tmp_path: Path,
+) -> None:
+    base = folder_of("qwen2", tmp_path)
     path = tmp_path / "model.gguf"
     write_model(base, TextAdapter({}), path, "q8_0")
     rows = [{"prompt": f"say {n}: ", "completion": "hello" * n} for n in range(1, 5)]
     dataset = tmp_path / "chats.jsonl"
     dataset.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    given = ["--model", "causal-lm", "--weights", str(path)]
+    file, folder = ["--weights", str(path)], ["--weights", str(base)]
     run = ["--dataset", str(dataset), "--output", str(tmp_path / "run"), "--device", "cpu"]
-    assert main(["train", *given, *run, "--steps", "2", "--sequence-length", "128"]) == 0
-    adapter = ["--adapter", str(tmp_path / "run" / "peft")]
-    export = ["--for", "merged", "--output", str(tmp_path / "merged")]
-    assert main(["export", *given[2:], *adapter, *export]) == 2
-    assert main(["export", "--weights", str(base), *adapter, *export, "--gguf", "bf16"]) == 0
+    run += ["--steps", "2", "--sequence-length", "128"]
+    assert main(["train", "--model", "causal-lm", *file, *run]) == 0
+    export = ["export", "--adapter", str(tmp_path / "run" / "peft"), "--for", "merged", "--output"]
+    assert main([*export, str(tmp_path / "merged"), *file]) == 2
+    assert main([*export, str(tmp_path / "merged"), *folder, "--gguf", "bf16"]) == 0
     found = scores(CausalLM.from_pretrained(tmp_path / "merged" / "model.gguf", dtype="f32"))
-    assert main(["export", "--weights", str(base), *adapter, *export[:2],
-                 "--output", str(tmp_path / "folder")]) == 0  # fmt: skip
+    assert main([*export, str(tmp_path / "folder"), *folder]) == 0
     expected = scores(CausalLM.from_pretrained(tmp_path / "folder", dtype="f32"))
     np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_tokenizer_is_that_of_the_folder(family: str, tmp_path: Path) -> None:
-    base = folder(family, tmp_path)
+    base = folder_of(family, tmp_path)
     (base / "chat_template.jinja").write_text("a")
     (base / "additional_chat_templates").mkdir()
     (base / "additional_chat_templates" / "tool_use.jinja").write_text("with tools")
@@ -162,9 +168,9 @@ def test_the_tokenizer_is_that_of_the_folder(family: str, tmp_path: Path) -> Non
     assert found.decode(ids) == expected.decode(ids)
     assert found.stops == expected.stops
     assert found.special == expected.special
-    asked = [{"role": "user", "content": "a"}]
-    assert found.render(asked).text == "a"
-    assert found.render(asked, [{}]).text == "with tools"
+    conversation = [{"role": "user", "content": "a"}]
+    assert found.render(conversation).text == "a"
+    assert found.render(conversation, [{}]).text == "with tools"
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -172,9 +178,9 @@ def test_transformers_reads_the_same_model(family: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
     pytest.importorskip("gguf")
-    base = folder(family, tmp_path)
-    # From GGUF files, transformers does not read Llama 3's factors of rotary frequencies or Qwen3's
-    # head width. So this Llama has no such factors, and Qwen3 is left out.
+    base = folder_of(family, tmp_path)
+    # From GGUF files, transformers reads neither Llama 3's factors of rotary frequencies nor
+    # the head width of Qwen3. So the models here have no such factors, and Qwen3 is left out.
     config = json.loads((base / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e5}
     (base / "config.json").write_text(json.dumps(config))
@@ -189,7 +195,7 @@ def test_transformers_reads_the_same_model(family: str, tmp_path: Path) -> None:
 
 
 def tiny(path: Path, **changes: Fact | None) -> Path:
-    """A file with two tensors and the metadata of a one-layer Llama, changed by `changes`.
+    """Write a file with two tensors and the metadata of a one-layer Llama, changed by `changes`.
 
     A key of `changes` has two underscores for each dot; the value None removes the entry.
     """
@@ -227,19 +233,22 @@ def test_unsupported_files_are_reported(
     with pytest.raises(tc.errors.Error, match=message):
         CausalLM.from_pretrained(path)
     with pytest.raises(tc.errors.WeightsFormatError, match=r"gpt2 or llama|parts|power"):
+        # The file has no tokenizer either.
         ChatTokenizer.from_pretrained(path)
 
 
-def test_damaged_files_and_other_types_are_reported(tmp_path: Path) -> None:
-    whole = tiny(tmp_path / "model.gguf").read_bytes()
+def test_damaged_files_and_unsupported_versions_and_types_are_reported(tmp_path: Path) -> None:
+    valid = tiny(tmp_path / "model.gguf").read_bytes()
     path = tmp_path / "other.gguf"
+    # The number of a tensor's type precedes the tensor's offset: 8 is Q8_0; the first offset is 0.
+    q8_0 = b"\x08\0\0\0" + bytes(8)
     for content, message in [
-        (whole[:-40], "incomplete or damaged: .* download or copy it again"),
-        (whole[:60], "its header ends early"),
-        (whole.replace(b"GGUF\3", b"GGUF\1"), "version 1"),
-        (whole.replace(b"GGUF\3\0\0\0", b"GGUF\0\0\0\3"), "big-endian"),
-        (whole.replace(b"\x08\0\0\0" + bytes(8), b"\x0a\0\0\0" + bytes(8)), "Q2_K, .* use a file"),
-        (whole.replace(b"\x08\0\0\0" + bytes(8), b"\x17\0\0\0" + bytes(8)), "IQ4_XS"),
+        (valid[:-40], "incomplete or damaged: .* download or copy it again"),
+        (valid[:60], "its header ends early"),
+        (valid.replace(b"GGUF\3", b"GGUF\1"), "version 1"),
+        (valid.replace(b"GGUF\3\0\0\0", b"GGUF\0\0\0\3"), "big-endian"),
+        (valid.replace(q8_0, b"\x0a\0\0\0" + bytes(8)), "Q2_K, .* use a file"),
+        (valid.replace(q8_0, b"\x17\0\0\0" + bytes(8)), "IQ4_XS"),
     ]:
         path.write_bytes(content)
         with pytest.raises(tc.errors.WeightsFormatError, match=message):
@@ -257,7 +266,7 @@ def test_blocks_of_256_elements_are_read(kind: str, tmp_path: Path) -> None:
     config = json.loads((base / "config.json").read_text())
     config |= {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256, "num_hidden_layers": 1}
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
-    (base / "config.json").unlink()
+    (base / "config.json").unlink()  # a copy of a file that may be read-only
     (base / "config.json").write_text(json.dumps(config))
     model = CausalLM.from_config(base / "config.json", dtype="f32")
     random = np.random.default_rng(0)
@@ -271,12 +280,12 @@ def test_blocks_of_256_elements_are_read(kind: str, tmp_path: Path) -> None:
                 blocks[:, place : place + 2] = np.float16([1e-3]).view(np.uint8)
             stored = tc.QuantizedTensor.from_blocks(tc.tensor(blocks), kind)
             values[name] = stored.dequantize()
-        theirs = parameter_name(name.removeprefix("model."))
-        chosen = kind if tensor.ndim == 2 else "f32"
-        entries.append(Entry(theirs, shape, chosen, partial(lambda given: given, stored)))
+        gguf_name = parameter_name(name.removeprefix("model."))
+        stored_kind = kind if tensor.ndim == 2 else "f32"
+        entries.append(Entry(gguf_name, shape, stored_kind, partial(lambda given: given, stored)))
         if name.endswith(("q_proj.weight", "k_proj.weight")):
-            # The file has the rows of this weight in llama.cpp's order, the folder has them in
-            # transformers' order.
+            # The file has the rows of this weight in llama.cpp's order: the two halves of each head
+            # alternate. The folder has them in transformers' order: one half follows the other.
             heads = 4 if "q_proj" in name else 2
             halves = values[name].numpy().reshape(heads, 32, 2, 256).swapaxes(1, 2)
             values[name] = tc.tensor(np.ascontiguousarray(halves).reshape(-1, 256))
@@ -285,5 +294,5 @@ def test_blocks_of_256_elements_are_read(kind: str, tmp_path: Path) -> None:
     with (tmp_path / "model.gguf").open("wb") as file:
         write(file, model_facts(config), entries)
     found = CausalLM.from_pretrained(tmp_path / "model.gguf", dtype="f32")
-    plain = CausalLM.from_pretrained(base, dtype="f32")
-    np.testing.assert_array_equal(scores(found), scores(plain))
+    expected = CausalLM.from_pretrained(base, dtype="f32")
+    np.testing.assert_array_equal(scores(found), scores(expected))

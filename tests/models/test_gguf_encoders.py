@@ -33,8 +33,9 @@ FROM_LLAMA_CPP = {
 
 
 def to_llama_cpp(name: str) -> str:
-    for theirs, ours in reversed(FROM_LLAMA_CPP.items()):
-        name = name.replace(ours, theirs)
+    """llama.cpp's name of a tensor, from the name in transformers."""
+    for llama_cpp, transformers in reversed(FROM_LLAMA_CPP.items()):
+        name = name.replace(transformers, llama_cpp)
     return name
 
 
@@ -46,8 +47,8 @@ def write_named(
     for name, tensor in weights.items():
         chosen, wide = kind_of(name, tensor, kind), tensor.to("f32")
         entries.append(Entry(name, tuple(tensor.shape), chosen, lambda wide=wide: wide))
-        rounded = tc.quantize(wide, chosen).dequantize() if chosen.startswith("q") else None
-        values[name] = wide.to(chosen) if rounded is None else rounded
+        quantized = chosen.startswith("q")
+        values[name] = tc.quantize(wide, chosen).dequantize() if quantized else wide.to(chosen)
     with path.open("wb") as file:
         write(file, {"general.architecture": architecture}, entries)
     return values
@@ -67,8 +68,8 @@ def test_t5_is_read_under_the_names_of_llama_cpp(kind: str, tmp_path: Path) -> N
     stored = write_named({to_llama_cpp(n): t for n, t in weights.items()}, path, "t5encoder", kind)
     config = folder / "config.json"
     # Without a configuration, the loader deduces the sizes from the shapes.
-    for given in (config, None):
-        found = T5Encoder.from_pretrained(path, dtype="f32", config=given)
+    for config_or_none in (config, None):
+        found = T5Encoder.from_pretrained(path, dtype="f32", config=config_or_none)
         assert_equal(found.named_tensors(), {n: stored[to_llama_cpp(n)] for n in weights})
     case = tc.load_file(GOLDEN / "t5" / "gated.safetensors")
     plain = tmp_path / "plain"
@@ -82,7 +83,7 @@ def test_t5_is_read_under_the_names_of_llama_cpp(kind: str, tmp_path: Path) -> N
     np.testing.assert_allclose(model(case["input_ids"]).numpy(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_names_of_t5_here_are_those_of_gguf_py() -> None:
+def test_to_llama_cpp_gives_the_names_of_gguf_py() -> None:
     gguf = pytest.importorskip("gguf")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.T5ENCODER, 4)
     weights = T5Encoder.from_pretrained(GOLDEN / "t5" / "gated", dtype="f32").named_tensors()
@@ -116,7 +117,7 @@ def test_sdxl_is_read_under_its_original_names(kind: str, tmp_path: Path) -> Non
     case = tc.load_file(GOLDEN / "sdxl" / "unet_forward.safetensors")
     added = {name: case[name] for name in ("text_embeds", "time_ids")}
     results = (
-        model(case["sample"], case["timestep"], case["encoder_hidden_states"], **added).numpy()
-        for model in (found, plain)
+        unet(case["sample"], case["timestep"], case["encoder_hidden_states"], **added).numpy()
+        for unet in (found, plain)
     )
     np.testing.assert_allclose(*results, rtol=1e-4, atol=1e-5)

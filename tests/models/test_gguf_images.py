@@ -1,4 +1,4 @@
-"""Image models' transformers in ComfyUI-GGUF's files, with the tensor names of original files."""
+"""Transformers of image models in files of ComfyUI-GGUF, with the names of original checkpoints."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ PREFIX = "model.diffusion_model."
 
 
 def kind_of(name: str, tensor: tc.Tensor, kind: str) -> str:
-    """The type in which the file stores a tensor.
+    """The type in which a file of the type `kind` stores a tensor.
 
     Vectors and tensors of at most 1024 elements are f32. Position embeddings, tensors that are
     not matrices, and matrices whose row length is not a multiple of 32 are f16. All others are of
@@ -46,7 +46,10 @@ def kind_of(name: str, tensor: tc.Tensor, kind: str) -> str:
 
 
 def write_gguf(original: Path, path: Path, kind: str) -> dict[str, tc.Tensor]:
-    """Write the tensors of an original checkpoint to a GGUF file; return the stored values."""
+    """Write the tensors of an original checkpoint to a GGUF file, without `PREFIX` in their names.
+
+    Return the stored values by these names.
+    """
     tensors = {name.removeprefix(PREFIX): t for name, t in tc.load_file(original).items()}
     entries, values = [], {}
     for name, tensor in tensors.items():
@@ -62,7 +65,7 @@ def write_gguf(original: Path, path: Path, kind: str) -> dict[str, tc.Tensor]:
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "bf16"])
 @pytest.mark.parametrize("family", KINDS)
-def test_a_file_computes_the_same_as_its_values(family: str, kind: str, tmp_path: Path) -> None:
+def test_a_file_predicts_and_trains_like_its_values(family: str, kind: str, tmp_path: Path) -> None:
     folder = GOLDEN / family / "transformer"
     transformer, inputs = KINDS[family]
     model = transformer.from_pretrained(folder, dtype="f32")
@@ -79,7 +82,7 @@ def test_a_file_computes_the_same_as_its_values(family: str, kind: str, tmp_path
     names = ("hidden_states", "encoder_hidden_states", "timestep", *inputs)
     given = {name: case[name] for name in names}
     for checkpointing in (None, "full"):
-        losses = []
+        results = []
         for each in (found, plain):
             if checkpointing:
                 each.enable_gradient_checkpointing(checkpointing)
@@ -90,9 +93,9 @@ def test_a_file_computes_the_same_as_its_values(family: str, kind: str, tmp_path
             loss = (each(**given) ** 2).mean()
             gradients = tc.grad(loss, adapter.parameters())
             # The layers of Qwen-Image's last block that apply only to the text have no gradients.
-            known = [gradient.numpy() for gradient in gradients if gradient is not None]
-            assert known
-            losses.append([loss.numpy(), *known])
+            not_none = [gradient.numpy() for gradient in gradients if gradient is not None]
+            assert not_none
+            results.append([loss.numpy(), *not_none])
             each.remove_adapter()
-        for one, other in zip(*losses, strict=True):
+        for one, other in zip(*results, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Loading a quantized model takes little more memory than the model, and less than a bf16 copy."""
+"""Loading takes little more memory than the loaded model, which may be quantized."""
 
 import json
 import subprocess
@@ -33,7 +33,7 @@ def status(name):
     return int(re.search(rf"{name}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
 
 before = status("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")
+Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
 model = CausalLM.from_pretrained(path, dtype="bf16", quantize=form or None)
 print(status("VmHWM") - before)
 """
@@ -54,14 +54,19 @@ def peak(path: Path, form: str | None) -> int:
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def whole(model: Path) -> int:
+def size_in_bf16(model: Path) -> int:
+    """The bytes of a model's file."""
     return (model / "model.safetensors").stat().st_size
 
 
+# `share` is the size of the loaded model, divided by its size in bf16.
 @pytest.mark.parametrize(("form", "share"), [(None, 1.0), ("int8", 0.5), ("nf4", 0.26)])
-def test_weights_are_quantized_one_by_one(model: Path, form: str | None, share: float) -> None:
-    found = peak(model, form) / whole(model)
-    # Besides the model there are a few copies of one weight in f32, each 8 % of the model's size.
+def test_weights_are_loaded_and_quantized_one_by_one(
+    model: Path, form: str | None, share: float
+) -> None:
+    found = peak(model, form) / size_in_bf16(model)
+    # Besides the model there are a few copies of one weight in f32. Each takes 8 % of the bytes of
+    # the model in bf16.
     assert share < found < share + 0.25
 
 
@@ -72,7 +77,7 @@ def test_codes_of_a_folder_are_loaded_without_their_values(
     tc.models.load(model).save_pretrained(tmp_path)
     layers = [name for name in tc.inspect(model).parts[""].layers if "layers." in name]
     quantize_folder(tmp_path, layers, form)
-    assert share < peak(tmp_path, form) / whole(model) < share + 0.2
+    assert share < peak(tmp_path, form) / size_in_bf16(model) < share + 0.2
 
 
 def test_blocks_of_a_gguf_file_are_loaded_without_their_values(model: Path, tmp_path: Path) -> None:
@@ -80,9 +85,8 @@ def test_blocks_of_a_gguf_file_are_loaded_without_their_values(model: Path, tmp_
     entries = []
     for name, tensor in tc.models.load(model).named_tensors().items():
         kind = "q8_0" if tensor.ndim == 2 else "f32"
-        key = parameter_name(name.removeprefix("model."))
-        wide = partial(tensor.to, "f32")
-        entries.append(Entry(key, tuple(tensor.shape), kind, wide))
+        gguf_name = parameter_name(name.removeprefix("model."))
+        entries.append(Entry(gguf_name, tuple(tensor.shape), kind, partial(tensor.to, "f32")))
     with path.open("wb") as file:
         write(file, model_facts(json.loads((model / "config.json").read_text())), entries)
-    assert 0.5 < peak(path, None) / whole(model) < 0.75
+    assert 0.5 < peak(path, None) / size_in_bf16(model) < 0.75

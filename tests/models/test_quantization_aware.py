@@ -22,13 +22,12 @@ def config(qat: str | None, **settings: object) -> tc.LoraConfig:
     return tc.LoraConfig(r=4, lora_alpha=8.0, target_modules=TARGETS, qat=qat, **settings)
 
 
-def moved(adapter: tc.AdapterSet) -> dict[str, np.ndarray]:
-    """Add the same random changes to the parameters in each call; return the new values."""
+def randomize(adapter: tc.AdapterSet) -> None:
+    """Add random changes to the parameters, the same in each call."""
     random = np.random.default_rng(0)
     for var in adapter.parameters():
         change = random.standard_normal(var.shape).astype(np.float32) * 0.1
         var.set(tc.tensor(var.detach().numpy() + change))
-    return {name: var.detach().numpy() for name, var in adapter.named_parameters().items()}
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr", "oft"])
@@ -38,7 +37,7 @@ def test_a_merged_model_computes_the_same_as_in_training(name: str, kind: str) -
     plain, aware = family.load(), family.load()
     for model, qat in ((plain, None), (aware, "int8")):
         tc.manual_seed(0)
-        moved(model.add_adapter(config(qat, adapter=kind)))
+        randomize(model.add_adapter(config(qat, adapter=kind)))
     before = family.predict(aware).numpy()
     assert (before != family.predict(plain).numpy()).any()
     aware.merge_adapter()
@@ -55,21 +54,21 @@ def test_a_merged_model_computes_the_same_as_in_training(name: str, kind: str) -
     assert adapted >= 3
 
 
-def test_gradients_reach_every_parameter_with_and_without_checkpoints() -> None:
-    found = []
+def test_gradients_reach_every_parameter_and_checkpoints_do_not_change_them() -> None:
+    results = []
     for policy in ("none", "full"):
         model = FLUX.load()
         tc.manual_seed(0)
         adapter = model.add_adapter(config("int4"))
-        moved(adapter)
+        randomize(adapter)
         if policy != "none":
             model.enable_gradient_checkpointing(policy)
         y = FLUX.predict(model)
         mse_loss(y, tc.ones(y.shape)).backward()
-        found.append({key: var.grad.numpy() for key, var in adapter.named_parameters().items()})
-    for key, gradient in found[0].items():
+        results.append({key: var.grad.numpy() for key, var in adapter.named_parameters().items()})
+    for key, gradient in results[0].items():
         assert np.abs(gradient).max() > 0, key
-        np.testing.assert_array_equal(gradient, found[1][key], err_msg=key)
+        np.testing.assert_array_equal(gradient, results[1][key], err_msg=key)
 
 
 def test_a_base_of_the_same_format_starts_unchanged() -> None:
@@ -86,7 +85,7 @@ def test_a_base_of_another_format_is_rejected() -> None:
         model.add_adapter(config("int8"))
 
 
-def test_the_error_for_convolutions_names_them(sdxl: Path) -> None:
+def test_convolutions_are_an_error_and_linear_layers_are_not(sdxl: Path) -> None:
     unet = SDXLUNet.from_pretrained(sdxl / "unet", dtype="f32")
     with pytest.raises(ConfigError, match=r"qat int8: the layer is a convolution.*exclude_modules"):
         unet.add_adapter(tc.LoraConfig(target_modules=["all-conv"], qat="int8"))
@@ -95,7 +94,7 @@ def test_the_error_for_convolutions_names_them(sdxl: Path) -> None:
 
 @pytest.mark.parametrize("grid", ["int8", "fp8"])
 def test_with_rounded_inputs_a_model_computes_what_w8a8_computes(grid: str, tmp_path: Path) -> None:
-    """A server rounds the merged weights and the inputs of layers, and multiplies the codes."""
+    """W8A8 rounds the merged weights and the inputs of layers, and multiplies their codes."""
     (facts,) = tc.inspect(FLUX.folder / "transformer").parts.values()
     layers = [name for name in facts.layers if "transformer_blocks." in name]
     found = {}
@@ -105,8 +104,9 @@ def test_with_rounded_inputs_a_model_computes_what_w8a8_computes(grid: str, tmp_
         adapter = model.add_adapter(
             tc.LoraConfig(r=4, target_modules=layers, qat=grid, qat_activations=rounded)
         )
-        moved(adapter)
+        randomize(adapter)
         found[rounded] = FLUX.predict(model).numpy()
+    # `model` is now the one with rounded inputs. Both have the same adapter.
     model.merge_adapter()
     model.save_pretrained(tmp_path)
     served = FLUX.kind.from_pretrained(tmp_path, dtype="f32", quantize=grid)
@@ -117,6 +117,9 @@ def test_with_rounded_inputs_a_model_computes_what_w8a8_computes(grid: str, tmp_
         tc.set_w8a8(False)
     np.testing.assert_allclose(found[True], expected, rtol=1e-3, atol=1e-4)
     assert np.abs(found[False] - expected).max() > 20 * np.abs(found[True] - expected).max()
+
+
+FLOW = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
 
 
 def run_flow(model: Any, name: str) -> tc.Tensor:
@@ -131,43 +134,46 @@ def run_qwen2(model: Any, _: str) -> tc.Tensor:
     return result
 
 
-FLOW = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
-# The folder, the number of samples in `run`, their sizes, and `run`.
+# For each model: its folder, a function that runs it, the number of samples in this run,
+# and the sizes of a sample.
 ESTIMATED = {
-    "flux": ("flux/transformer", 2, {"height": 2, "width": 48, "tokens": 19}, run_flow),
-    "sd3": ("sd3/transformer", 2, {"height": 16, "width": 12, "tokens": 21}, run_flow),
-    "qwen2": ("llm/qwen2", 1, {"height": 0, "width": 0, "tokens": 40}, run_qwen2),
+    "flux": ("flux/transformer", run_flow, 2, {"height": 2, "width": 48, "tokens": 19}),
+    "sd3": ("sd3/transformer", run_flow, 2, {"height": 16, "width": 12, "tokens": 21}),
+    "qwen2": ("llm/qwen2", run_qwen2, 1, {"height": 0, "width": 0, "tokens": 40}),
 }
 
 
 @pytest.mark.parametrize("policy", ["none", "selective"])
 @pytest.mark.parametrize("name", ESTIMATED)
 def test_the_estimate_counts_rounded_inputs(name: str, policy: str) -> None:
-    folder, samples, sizes, run = ESTIMATED[name]
+    folder, run, samples, sizes = ESTIMATED[name]
     path = GOLDEN / folder
     (facts,) = tc.inspect(path).parts.values()
     layers = facts.layers
 
-    def measured(**settings: bool) -> tuple[int, int]:
-        """The bytes on the tape without those of rounded weights, and their estimate."""
+    def measured_and_estimated(**settings: bool) -> tuple[int, int]:
+        """The bytes on the tape, and their estimate; both without the rounded weights."""
         model = tc.models.load(path, dtype="f32")
         if policy != "none":
             model.enable_gradient_checkpointing(policy)
-        adapter = tc.LoraConfig(r=4, target_modules="all-linear", qat="int8", **settings)
-        model.add_adapter(adapter)
+        lora = tc.LoraConfig(r=4, target_modules="all-linear", qat="int8", **settings)
+        model.add_adapter(lora)
         before = tc.memory.saved_bytes()
         result = run(model, name)
         held = tc.memory.saved_bytes() - before
         assert result.requires_grad
-        weights = 4 * sum(int(np.prod(layers[layer])) for layer in adapter.select(layers))
-        return held - weights, 4 * samples * facts.saved_values(adapter, policy, **sizes)[0]
+        weights = 4 * sum(int(np.prod(layers[layer])) for layer in lora.select(layers))
+        return held - weights, 4 * samples * facts.saved_values(lora, policy, **sizes)[0]
 
-    (plain, without), (rounded, estimated) = measured(), measured(qat_activations=True)
+    (plain, plain_estimate), (rounded, rounded_estimate) = (
+        measured_and_estimated(),
+        measured_and_estimated(qat_activations=True),
+    )
     if policy == "none":
         # The tape keeps a rounded input for each layer, also for layers that share an input.
         assert rounded > plain
-        assert estimated == pytest.approx(rounded, rel=1 / 7)
+        assert rounded_estimate == pytest.approx(rounded, rel=1 / 7)
     else:
         # The backward pass recomputes the rounded inputs of one block at a time.
         assert rounded == pytest.approx(plain, rel=0.02)
-        assert estimated > without
+        assert rounded_estimate > plain_estimate
