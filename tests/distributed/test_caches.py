@@ -1,4 +1,4 @@
-"""Two processes together encode each image and caption once; losses equal those of one process."""
+"""Two processes divide the encoding of images and captions; losses equal those of one process."""
 
 import subprocess
 import sys
@@ -11,7 +11,8 @@ from trainable_candle.run import LOG
 from trainable_candle.train.logs import read_log
 
 
-def pictures(folder: Path) -> Path:
+def write_images(folder: Path) -> Path:
+    """Write five random images with captions; return the folder."""
     folder.mkdir()
     generator = np.random.default_rng(0)
     for number in range(5):
@@ -21,27 +22,32 @@ def pictures(folder: Path) -> Path:
     return folder
 
 
-def trained(base: Path, folder: Path, output: Path, *more: str) -> str:
+def train(base: Path, images: Path, output: Path, *flags: str) -> str:
     """Train, and return the standard output of the run."""
     command = [sys.executable, "-m", "trainable_candle", "train", "--model", "sdxl"]
-    places = ["--weights", str(base), "--dataset", str(folder), "--output", str(output)]
+    places = ["--weights", str(base), "--dataset", str(images), "--output", str(output)]
     small = ["--resolution", "64", "--steps", "3", "--rank", "2", "--device", "cpu"]
     result = subprocess.run(
-        [*command, *places, *small, *more], capture_output=True, text=True, check=False, timeout=120
+        [*command, *places, *small, *flags],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
-def test_two_processes_fill_the_caches_together(sdxl_base: Path, tmp_path: Path) -> None:
-    one, two = pictures(tmp_path / "a"), pictures(tmp_path / "b")
-    trained(sdxl_base, one, tmp_path / "one", "--gradient-accumulation", "2")
-    said = trained(sdxl_base, two, tmp_path / "two", "--gpus", "2")
-    assert "captions: 0 found, 6 made" in said
-    assert "latents of 5 images: 0 found, 5 made" in said
+def test_two_processes_make_the_caches_and_losses_of_one(sdxl_base: Path, tmp_path: Path) -> None:
+    # Each run has its own copy of the images, because the caches are in the folder of the images.
+    folders = [write_images(tmp_path / name) for name in ("images of one", "images of two")]
+    train(sdxl_base, folders[0], tmp_path / "one", "--gradient-accumulation", "2")
+    log = train(sdxl_base, folders[1], tmp_path / "two", "--gpus", "2")
+    assert "captions: 0 found, 6 made" in log  # Five captions and the empty one.
+    assert "latents of 5 images: 0 found, 5 made" in log
     entries = [
         {path.relative_to(folder) for path in (folder / ".trainable-candle").rglob("*")}
-        for folder in (one, two)
+        for folder in folders
     ]
     assert entries[0] == entries[1]
     losses = [

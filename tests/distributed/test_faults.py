@@ -1,4 +1,4 @@
-"""If one process fails, all others end and report why; checkpoints stay readable."""
+"""If one process fails, the other one ends too and says why; the checkpoints remain."""
 
 import os
 import signal
@@ -11,7 +11,8 @@ from pathlib import Path
 from trainable_candle.distributed.launch import gpu_environment
 from trainable_candle.train.state import checkpoints, read_state
 
-# After the first checkpoint, every write to a file fails, as on a full disk.
+# A training script. After the first checkpoint, every write to a file fails, as on a full disk.
+# Only rank 0 writes files.
 FULL_DISK = """
 import resource
 import sys
@@ -22,7 +23,7 @@ from trainable_candle.train import Callback, TrainConfig
 from trainable_candle.train.state import checkpoints
 
 
-class Full(Callback):
+class FullDisk(Callback):
     def on_step_end(self, trainer, report):
         if checkpoints(trainer.output):
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -33,7 +34,7 @@ config = TrainConfig(
     model="digits", weights=model, dataset=dataset, output=output, device="cpu",
     steps=1_000_000, save_every=4, log_every=1_000_000,
 )
-train_adapter(config, callbacks=[Full()], progress=False, world=from_environment())
+train_adapter(config, callbacks=[FullDisk()], progress=False, world=from_environment())
 """
 
 
@@ -53,18 +54,18 @@ def test_a_full_disk_ends_all_processes(
             )
             for rank in range(2)
         ]
-        first, second = (process.communicate(timeout=60)[1] for process in processes)
+        error_0, error_1 = (process.communicate(timeout=60)[1] for process in processes)
     assert all(process.returncode for process in processes)
-    assert "File too large" in first
-    assert "DistributedError: distributed: rank 0: " in second
-    assert "File too large" in second
+    assert "File too large" in error_0
+    assert "DistributedError: distributed: rank 0: " in error_1
+    assert "File too large" in error_1
     steps = [read_state(folder).step for folder in checkpoints(output)]
     assert steps
     assert all(step % 4 == 0 for step in steps)
 
 
-# In this run, a process counts as failed if it sends no message for 10 s.
-STOPPED = """
+# A training script in which a process counts as failed if it sends no message for 10 s.
+SHORT_SILENCE = """
 import sys
 
 from trainable_candle.distributed import link
@@ -82,7 +83,7 @@ train_adapter(config, progress=False, world=from_environment())
 """
 
 
-def test_a_stopped_process_ends_all_processes(
+def test_a_suspended_process_ends_the_other_process(
     digits_base: Path, digits_folder: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "run"
@@ -90,7 +91,7 @@ def test_a_stopped_process_ends_all_processes(
     with tempfile.TemporaryDirectory(dir="/tmp") as meeting:
         processes = [
             subprocess.Popen(
-                [sys.executable, "-c", STOPPED, *places],
+                [sys.executable, "-c", SHORT_SILENCE, *places],
                 env=gpu_environment(Path(meeting), rank, 2),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -98,9 +99,10 @@ def test_a_stopped_process_ends_all_processes(
             )
             for rank in range(2)
         ]
-        until = time.monotonic() + 60
-        while not checkpoints(output) and time.monotonic() < until:
+        deadline = time.monotonic() + 60
+        while not checkpoints(output) and time.monotonic() < deadline:
             time.sleep(0.05)
+        # A suspended process keeps its connections open, but sends nothing.
         os.kill(processes[1].pid, signal.SIGSTOP)
         try:
             error = processes[0].communicate(timeout=60)[1]

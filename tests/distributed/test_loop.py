@@ -1,4 +1,4 @@
-"""Several processes compute the same as one process.
+"""Several processes compute the same as one process that takes all their batches.
 
 The tests cover a user's own training loop, and the trainer with weighted batches.
 """
@@ -17,7 +17,8 @@ import pytest
 import trainable_candle as tc
 from trainable_candle.distributed.launch import gpu_environment
 
-# Only batches with odd numbers depend on the parameter b.
+# The beginning of both scripts. Only the losses of batches with odd numbers depend on b, so that a
+# process may lack a gradient of b.
 PROBLEM = """
 import json
 import sys
@@ -48,12 +49,14 @@ LOOP = """
 device = tc.distributed.init("cpu")
 rank, size = tc.distributed.rank(), tc.distributed.world_size()
 if rank:
-    parameters["a"].set(tc.zeros((8, 8)))  # Rank 0's values replace these.
+    parameters["a"].set(tc.zeros((8, 8)))  # The values of rank 0 replace these.
 tc.distributed.broadcast_(parameters)
 optimizer = tc.optim.AdamW(list(parameters.values()), lr=1e-2)
 for step in range(6):
     for number in range(2 * step, 2 * step + 2):
         if number % size == rank:
+            # A step has two batches, and the gradients are averaged over `size` processes. With
+            # this scale, the result is the mean over the two batches.
             scale = size / 2
             (loss(tc.tensor(data[number : number + 4]), number) * scale).backward()
     tc.distributed.average_gradients_(parameters)
@@ -65,18 +68,19 @@ print(json.dumps({"total": float(total), "parameters": values()}))
 tc.distributed.close()
 """
 
-# The batches have different weights.
+# The batches have different weights. The trainer gives the loss each batch's share of all weights;
+# here the share cancels.
 TRAINER = """
 group = make_group(from_environment(), "cpu", {})
 seen = []
 
 
-class Losses(Callback):
+class Recorder(Callback):
     def on_step_end(self, trainer, report):
         seen.append((report.loss, report.grad_norm))
 
 
-class Numbers:
+class BatchNumbers:
     def batch(self, index):
         return index
 
@@ -85,13 +89,13 @@ trainer = Trainer(
     lambda given: (loss(given["x"], int(given["number"])) * given["share"]) / given["share"],
     parameters,
     tc.optim.AdamW(list(parameters.values()), lr=1e-2),
-    Numbers(),
+    BatchNumbers(),
     inputs=lambda n: {"x": tc.tensor(data[n : n + 4]), "number": tc.tensor(float(n))},
     weigh=lambda n: 1.0 + n % 5,
     steps=6,
     gradient_accumulation=4 // group.size,
     max_grad_norm=0.05,
-    callbacks=[Losses()],
+    callbacks=[Recorder()],
     group=group,
     seed=0,
 )
@@ -102,7 +106,7 @@ group.close()
 
 
 def run(script: str, size: int) -> list[dict[str, Any]]:
-    """The output of each of `size` processes."""
+    """Run a script in `size` processes; return what each rank prints."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         processes = [
             subprocess.Popen(
@@ -113,12 +117,13 @@ def run(script: str, size: int) -> list[dict[str, Any]]:
             )
             for rank in range(size)
         ]
-        answers = [process.communicate(timeout=60)[0] for process in processes]
+        outputs = [process.communicate(timeout=60)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * size
-    return [json.loads(answer) for answer in answers]
+    return [json.loads(output) for output in outputs]
 
 
 def flat(parameters: dict[str, Any]) -> list[float]:
+    """Return the elements of the matrix a and the vector b in one list."""
     return [*chain.from_iterable(parameters["a"]), *parameters["b"]]
 
 
@@ -130,16 +135,18 @@ def test_a_users_own_loop_computes_the_same_on_two_processes() -> None:
     assert flat(first["parameters"]) == pytest.approx(flat(alone["parameters"]), rel=1e-5)
 
 
-def test_gradients_are_weighted_by_the_batches_of_all_processes() -> None:
+def test_weighted_batches_give_the_same_on_one_two_and_four_processes() -> None:
     (alone,) = run(TRAINER, 1)
     for several in (run(TRAINER, 2), run(TRAINER, 4)):
-        assert all(one == several[0] for one in several)
+        assert all(output == several[0] for output in several)
         for found, expected in zip(several[0]["seen"], alone["seen"], strict=True):
             assert found == pytest.approx(expected, rel=1e-5)
         assert flat(several[0]["parameters"]) == pytest.approx(flat(alone["parameters"]), rel=1e-5)
 
 
-def test_no_parameters_have_no_gradients_to_average(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_averaging_the_gradients_of_no_parameters_does_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(tc.distributed, "_group", SimpleNamespace(size=2))
     tc.distributed.average_gradients_([])
     tc.distributed.average_gradients_({})

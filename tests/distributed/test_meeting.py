@@ -18,16 +18,17 @@ SCRIPT = "import trainable_candle as tc; print(tc.distributed.init('cpu'))"
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        number: int = free.getsockname()[1]
+    """Return a free port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        number: int = probe.getsockname()[1]
         return number
 
 
-def started(
+def run_ranks(
     host: str, port: int, *, ranks: tuple[int, ...] = (0, 1), seconds: int = 2
 ) -> list[tuple[int, str]]:
-    """Start some ranks of a run of two processes; return the exit status and errors of each."""
+    """Run some ranks of a run of two processes; return the exit status and stderr of each."""
     place = {"MASTER_ADDR": host, "TRAINABLE_CANDLE_PORT": str(port), JOIN: str(seconds)}
     # The environment variables of two machines with one process each.
     sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
@@ -43,7 +44,7 @@ def started(
         for rank in ranks
     ]
     errors = [process.communicate(timeout=60)[1] for process in processes]
-    # The time limit begins after the interpreter has started. The start may take 10 s more.
+    # The time limit begins when the interpreter has started. Allow 10 s for this start.
     assert time.monotonic() - began < seconds + 10
     return [(p.returncode, text) for p, text in zip(processes, errors, strict=True)]
 
@@ -58,29 +59,31 @@ def test_the_default_time_limit_is_below_30_seconds() -> None:
         ("203.0.113.7", "Cannot assign requested address"),  # reserved for documentation
         ("no-such-host.invalid", "not known|failure in name resolution|No address"),
     ],
+    ids=["another machine", "unknown name"],
 )
-def test_a_wrong_address_is_reported(host: str, reason: str, port: int) -> None:
-    (first, said), (second, told) = started(host, port)
-    assert first != 0
-    assert second != 0
-    assert f"rank 0 cannot listen at {host}:{port}" in said
-    assert "MASTER_ADDR must be the name or an address of the machine of rank 0" in said
-    assert re.search(reason, said)
-    assert f"rank 1 cannot reach rank 0 at {host}:{port} within 2 s" in told
-    assert "check MASTER_ADDR" in told
+def test_a_wrong_address_is_reported_by_both_ranks(host: str, reason: str, port: int) -> None:
+    (status_0, error_0), (status_1, error_1) = run_ranks(host, port)
+    assert status_0 != 0
+    assert status_1 != 0
+    assert f"rank 0 cannot listen at {host}:{port}" in error_0
+    assert "MASTER_ADDR must be the name or an address of the machine of rank 0" in error_0
+    assert re.search(reason, error_0)
+    assert f"rank 1 cannot reach rank 0 at {host}:{port} within 2 s" in error_1
+    assert "check MASTER_ADDR" in error_1
 
 
 @pytest.fixture(params=["silent", "talkative"])
-def stranger(request: pytest.FixtureRequest) -> Iterator[int]:
-    """The port of another program, which either never answers or uses another protocol."""
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
+def foreign_port(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Yield the port of another program, which never answers or uses another protocol."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
 
         def talk() -> None:
             try:
                 while True:
-                    visitor, _ = other.accept()
+                    visitor, _ = server.accept()
+                    # The first four bytes say that a message of 15 bytes follows.
                     visitor.sendall(b"\0\0\0\x0fHTTP/1.1 400 No")
                     visitor.close()
             except OSError:
@@ -88,26 +91,26 @@ def stranger(request: pytest.FixtureRequest) -> Iterator[int]:
 
         if request.param == "talkative":
             threading.Thread(target=talk, daemon=True).start()
-        yield other.getsockname()[1]
-        other.shutdown(socket.SHUT_RDWR)
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_port_of_another_program_is_reported_by_all(stranger: int) -> None:
-    (first, said), (second, told) = started("127.0.0.1", stranger)
-    assert first != 0
-    assert second != 0
-    assert "Address already in use); choose a free port on this machine" in said
-    assert f"127.0.0.1:{stranger}" in told
-    assert re.search("another (job or )?program", told)
+def test_a_port_of_another_program_is_reported_by_both_ranks(foreign_port: int) -> None:
+    (status_0, error_0), (status_1, error_1) = run_ranks("127.0.0.1", foreign_port)
+    assert status_0 != 0
+    assert status_1 != 0
+    assert "Address already in use); choose a free port on this machine" in error_0
+    assert f"127.0.0.1:{foreign_port}" in error_1
+    assert re.search("another (job or )?program", error_1)
 
 
-def test_the_error_of_a_process_alone_names_the_missing_ranks(port: int) -> None:
-    ((status, said),) = started("127.0.0.1", port, ranks=(0,))
+def test_the_error_of_rank_0_alone_names_the_missing_rank(port: int) -> None:
+    ((status, error),) = run_ranks("127.0.0.1", port, ranks=(0,))
     assert status != 0
     assert (
         "of 2 processes, these ranks did not connect to rank 0 at "
         f"127.0.0.1:{port} within 2 s: 1; read their output"
-    ) in said
+    ) in error
 
 
 def test_rank_0_at_localhost_is_found_at_its_network_address(port: int) -> None:
@@ -118,11 +121,11 @@ def test_rank_0_at_localhost_is_found_at_its_network_address(port: int) -> None:
         except OSError:
             pytest.skip("this machine has no network")
         address = outward.getsockname()[0]
-    found: list[tuple[int, str]] = []
-    other = threading.Thread(
-        target=lambda: found.extend(started(address, port, ranks=(1,), seconds=20))
+    results: list[tuple[int, str]] = []
+    rank_1 = threading.Thread(
+        target=lambda: results.extend(run_ranks(address, port, ranks=(1,), seconds=20))
     )
-    other.start()
-    found.extend(started("localhost", port, ranks=(0,), seconds=20))
-    other.join()
-    assert [status for status, _ in found] == [0, 0], found
+    rank_1.start()
+    results.extend(run_ranks("localhost", port, ranks=(0,), seconds=20))
+    rank_1.join()
+    assert [status for status, _ in results] == [0, 0], results

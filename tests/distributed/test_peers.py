@@ -56,7 +56,7 @@ run.train_adapter(config, progress=False, world=from_environment())
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A digits transformer of three blocks with random weights."""
+    """Write a digits transformer of three blocks with random weights; return its folder."""
     folder = tmp_path_factory.mktemp("model") / "base"
     tc.manual_seed(0)
     model = DigitsTransformer(num_layers=3, num_attention_heads=2, attention_head_dim=8)
@@ -67,6 +67,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(meeting: str, settings: dict[str, object]) -> list[subprocess.Popen[str]]:
+    """Start two processes that train together; they meet in the folder `meeting`."""
     return [
         subprocess.Popen(
             [sys.executable, "-c", RUN, json.dumps(settings)],
@@ -79,9 +80,9 @@ def start(meeting: str, settings: dict[str, object]) -> list[subprocess.Popen[st
     ]
 
 
-def train(base: Path, pictures: Path, output: Path, **more: object) -> tuple[list[str], Any]:
-    """Train with two processes; return the losses and the values of the adapter."""
-    places = {"weights": str(base), "dataset": str(pictures), "output": str(output)}
+def train(base: Path, images: Path, output: Path, **more: object) -> tuple[list[str], Any]:
+    """Train with two processes; return the losses and the bytes of the adapter's tensors."""
+    places = {"weights": str(base), "dataset": str(images), "output": str(output)}
     with tempfile.TemporaryDirectory(dir="/tmp") as meeting:
         processes = start(meeting, {**places, "steps": 6, **more})
         errors = [process.communicate(timeout=120)[1] for process in processes]
@@ -91,7 +92,7 @@ def train(base: Path, pictures: Path, output: Path, **more: object) -> tuple[lis
     return [row["loss"] for row in read_log(output / "train.csv")], values
 
 
-def test_runs_from_peers_equal_those_from_the_host(
+def test_streaming_and_resuming_do_not_change_the_results(
     base: Path, digits_folder: Path, tmp_path: Path, device: str
 ) -> None:
     if device != "cpu" and tc.cuda.device_count() < 2:
@@ -114,8 +115,8 @@ def test_a_killed_process_ends_the_other(base: Path, digits_folder: Path, tmp_pa
     settings |= {"steps": 1_000_000, "save_every": 4, "log_every": 1_000_000}  # type: ignore[dict-item]
     with tempfile.TemporaryDirectory(dir="/tmp") as meeting:
         processes = start(meeting, {**settings, "stream_blocks": 3, "stream_from": "peers"})
-        until = time.monotonic() + 60
-        while not checkpoints(output) and time.monotonic() < until:
+        deadline = time.monotonic() + 60
+        while not checkpoints(output) and time.monotonic() < deadline:
             time.sleep(0.05)
         os.kill(processes[1].pid, signal.SIGKILL)
         error = processes[0].communicate(timeout=60)[1]
@@ -126,10 +127,11 @@ def test_a_killed_process_ends_the_other(base: Path, digits_folder: Path, tmp_pa
 
 
 def configured(**more: Any) -> TrainConfig:
+    """Return a configuration that streams from peers."""
     return TrainConfig(model="flux", device="cuda", stream_from="peers", **more)
 
 
-def test_errors_about_settings_say_what_to_change() -> None:
+def test_only_settings_that_can_stream_from_peers_are_accepted() -> None:
     with pytest.raises(ConfigError, match="give --gpus 2 or more, or leave out --stream-from peer"):
         require_peers(1)
     require_peers(2)
@@ -148,7 +150,7 @@ def test_errors_about_settings_say_what_to_change() -> None:
     require_streams(TrainConfig(model="flux", device="cuda"))
 
 
-def test_a_single_process_is_rejected_before_anything_is_read(
+def test_a_single_process_is_rejected_before_it_writes_anything(
     digits_base: Path, digits_folder: Path, tmp_path: Path
 ) -> None:
     arguments = ["--model", "digits", "--weights", digits_base, "--dataset", digits_folder]
@@ -174,8 +176,9 @@ def test_a_single_process_is_rejected_before_anything_is_read(
         ([None, NVLINK], BUS),
         ([BUS, "none"], None),
     ],
+    ids=["NVLink", "bus", "GPU that CUDA does not show", "no link"],
 )
-def test_the_plan_uses_the_slowest_link_between_gpus(
+def test_the_slowest_link_counts_and_a_missing_link_is_an_error(
     monkeypatch: pytest.MonkeyPatch, links: list[str | None], slowest: str | None
 ) -> None:
     monkeypatch.setattr(streamed, "machine", lambda: "machine")
@@ -183,6 +186,7 @@ def test_the_plan_uses_the_slowest_link_between_gpus(
     monkeypatch.setattr(_core, "cuda_link", lambda _device, bus: links[int(bus) - 1])
 
     def exchange(message: bytes) -> list[bytes]:
+        # The GPUs of the other two processes have the bus addresses 1 and 2.
         others = [message.replace(b'"bus": "0"', b'"bus": "%d"' % n) for n in (1, 2)]
         return [message, *others]
 
@@ -196,7 +200,9 @@ def test_the_plan_uses_the_slowest_link_between_gpus(
         slowest_link(group, "cuda:0")
 
 
-def test_processes_that_share_no_memory_are_no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_share_no_memory_cannot_stream_from_peers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(streamed, "machine", lambda: "")
     monkeypatch.setattr(_core, "cuda_bus_id", lambda _device: "0")
     group: Any = SimpleNamespace(exchange=lambda message: [message, message])

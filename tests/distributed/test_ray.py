@@ -35,22 +35,22 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A Ray cluster of two nodes; each has a home folder of its own, as two machines have."""
-    memory = 80 * 2**20  # The least that Ray accepts: /dev/shm of a container may be small.
-    found = Cluster()
+    """Start a Ray cluster of two nodes with separate home folders, as on two machines."""
+    memory = 80 * 2**20  # Ray's minimum, because the /dev/shm of a container may be small.
+    nodes = Cluster()
     for name in ("first", "second"):
         home = str(tmp_path_factory.mktemp(name))
-        found.add_node(
+        nodes.add_node(
             num_cpus=1,
             num_gpus=0,
             include_dashboard=False,
             object_store_memory=memory,
             env_vars={"HOME": home},
         )
-    ray.init(address=found.address, logging_level="ERROR")
+    ray.init(address=nodes.address, logging_level="ERROR")
     yield
     ray.shutdown()
-    found.shutdown()
+    nodes.shutdown()
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_two_processes_have_the_losses_of_one_with_twice_the_batches(
     np.testing.assert_allclose(losses(config.output), losses(alone.output), rtol=1e-6)
 
 
-def test_a_lost_process_is_started_again_from_the_last_checkpoint(config: TrainConfig) -> None:
+def test_a_run_that_loses_a_process_starts_again_from_a_checkpoint(config: TrainConfig) -> None:
     config = config.with_(steps=400, save_every=20, keep_checkpoints=1)
     lines: list[str] = []
 
@@ -94,6 +94,7 @@ def test_a_lost_process_is_started_again_from_the_last_checkpoint(config: TrainC
         while not checkpoints(output) and time.monotonic() < deadline:
             time.sleep(0.01)
         (line,) = (line for line in lines if line.startswith("ray: rank 1 is"))
+        # The line begins "ray: rank 1 is process PID".
         os.kill(int(line.split()[5]), signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
@@ -138,7 +139,9 @@ def test_on_sigterm_all_processes_save_and_end(config: TrainConfig) -> None:
     assert "1000000 steps of 4 images (2 batches of 2 on 2 devices)" in output
 
 
-def test_errors_of_settings_end_the_run_at_once(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_run_with_wrong_settings_is_not_started_again(
+    config: TrainConfig, tmp_path: Path
+) -> None:
     lines: list[str] = []
     missing = config.with_(dataset=str(tmp_path / "nowhere"))
     with pytest.raises(DistributedError, match=r"ray: rank 0 on .*nowhere"):
@@ -146,7 +149,7 @@ def test_errors_of_settings_end_the_run_at_once(config: TrainConfig, tmp_path: P
     assert not any("starting again" in line for line in lines)
 
 
-def test_more_processes_than_the_cluster_can_hold_are_an_error(config: TrainConfig) -> None:
+def test_cpus_and_gpus_that_the_cluster_lacks_are_an_error(config: TrainConfig) -> None:
     with pytest.raises(ConfigError, match=r"3 processes need 3 CPU, and the cluster has 2 CPU"):
         train(config, workers=3, wait_seconds=0.5)
     with pytest.raises(ConfigError, match="the cluster has no GPU"):
@@ -161,8 +164,9 @@ def test_more_processes_than_the_cluster_can_hold_are_an_error(config: TrainConf
         ({}, {"strategy": "NEAR"}, "expected one of PACK, SPREAD"),
         ({}, {}, "say how many processes"),
     ],
+    ids=["gpus", "GPU index", "strategy", "no number of processes"],
 )
-def test_settings_that_ray_decides_are_rejected(
+def test_settings_that_do_not_fit_a_cluster_are_rejected(
     config: TrainConfig,
     changes: dict[str, str],
     options: dict[str, str],

@@ -1,6 +1,6 @@
-"""Processes divide the work of filling caches and of validation: each item is computed once.
+"""Processes divide the filling of caches and the validation: one process computes each item.
 
-Each process is a thread here.
+Here, a thread stands for each process.
 """
 
 import json
@@ -34,15 +34,15 @@ from trainable_candle.distributed.processes import Processes
 from trainable_candle.distributed.world import World
 from trainable_candle.errors import DatasetError, DistributedError
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 DISK = CacheOptions("disk")
 
 
-def together(size: int, work: Callable[[Group], Found]) -> list[Found]:
-    """What `work` returns for each of `size` ranks, in the order of the ranks."""
+def together(size: int, work: Callable[[Group], Result]) -> list[Result]:
+    """Run `work` on `size` ranks; return its results in the order of the ranks."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
 
-        def run(rank: int) -> Found:
+        def run(rank: int) -> Result:
             world = World(rank, size, rank, size, f"{folder}/meeting", "job", 20.0)
             group = Processes(world, "cpu", {})
             try:
@@ -58,7 +58,7 @@ def together(size: int, work: Callable[[Group], Found]) -> list[Found]:
 
 
 class Encoder:
-    """Computes the mean of each channel of each image, and records the images that it gets."""
+    """Computes the mean of each channel of each image, and records the first mean in `seen`."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -73,8 +73,8 @@ class Encoder:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Dataset:
-    """Eleven grey images; image N has the value N."""
-    folder = tmp_path / "pictures"
+    """Write and load eleven grey images of two widths; all pixels of image N have the value N."""
+    folder = tmp_path / "images"
     folder.mkdir()
     for number in range(11):
         width = 64 if number % 3 else 48
@@ -84,15 +84,14 @@ def data(tmp_path: Path) -> Dataset:
 
 
 def filled(
-    data: Dataset, encoder: Any, group: Group, folder: Path, **more: Any
+    data: Dataset, encoder: Any, group: Group, folder: Path, options: CacheOptions = DISK
 ) -> tuple[str, list[float]]:
-    """Fill a cache; return its report and the values of all batches, read from the cache."""
-    options = more.pop("options", DISK)
-    area = 2 * 64 * 64
+    """Fill a cache; return its report and the values of all images, read from the cache."""
+    area = 2 * 64 * 64  # Encode at most two images of 64 x 64 pixels at a time.
     cache = LatentCache(data, encoder, options, {}, folder=folder, encode_area=area)
-    told = str(cache.fill(group=group))
+    report = str(cache.fill(group=group))
     batches = data.fixed_batches(1)
-    return told, [float(cache.batch(batch)["mean"][0, 0].item()) for batch in batches]
+    return report, [float(cache.batch(batch)["mean"][0, 0].item()) for batch in batches]
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -100,14 +99,14 @@ def test_every_image_is_encoded_once(data: Dataset, tmp_path: Path, size: int) -
     encoder = Encoder()
     found = together(size, lambda group: filled(data, encoder, group, tmp_path / "cache"))
     assert sorted(encoder.seen) == list(range(11))
-    assert [told for told, _ in found] == ["0 found, 11 made"] * size
+    assert [report for report, _ in found] == ["0 found, 11 made"] * size
     assert all(sorted(values) == list(range(11)) for _, values in found)
     again = together(size, lambda group: filled(data, encoder, group, tmp_path / "cache"))
-    assert [told for told, _ in again] == ["11 found, 0 made"] * size
+    assert [report for report, _ in again] == ["11 found, 0 made"] * size
     assert len(encoder.seen) == 11
 
 
-def test_each_process_encodes_about_half(data: Dataset, tmp_path: Path) -> None:
+def test_two_processes_encode_about_half_each(data: Dataset, tmp_path: Path) -> None:
     encoders = [Encoder(), Encoder()]
     together(2, lambda group: filled(data, encoders[group.rank], group, tmp_path / "cache"))
     assert sorted(len(encoder.seen) for encoder in encoders) == [5, 6]
@@ -129,7 +128,7 @@ def test_processes_receive_entries_that_they_cannot_read(
 
     found = together(size, work)
     assert sorted(encoder.seen) == list(range(11))
-    assert [told for told, _ in found] == ["0 found, 11 made"] * size
+    assert [report for report, _ in found] == ["0 found, 11 made"] * size
     assert all(sorted(values) == list(range(11)) for _, values in found)
     files = [sorted(path.name for path in (tmp_path / str(rank)).rglob("*.*")) for rank in range(2)]
     assert files[0] == files[1]
@@ -138,13 +137,13 @@ def test_processes_receive_entries_that_they_cannot_read(
 def test_a_machine_receives_the_entries_that_its_folder_lacks(
     data: Dataset, tmp_path: Path
 ) -> None:
-    """One machine has all entries, the other none."""
+    """Rank 0 begins with all entries, rank 1 with none."""
     filled(data, Encoder(), Alone(), tmp_path / "0")
     encoder = Encoder()
     found = together(2, lambda group: filled(data, encoder, group, tmp_path / str(group.rank)))
     assert all(sorted(values) == list(range(11)) for _, values in found)
-    # The share of rank 1 is 5 of the 11 images. Rank 1 encodes these 5 images, and receives the
-    # other 6 entries from rank 0.
+    # The share of rank 1 is 5 of the 11 images. Rank 1 encodes these, and receives the other 6
+    # entries from rank 0, which encodes nothing.
     assert len(encoder.seen) == 5
 
 
@@ -163,8 +162,8 @@ def test_sent_entries_keep_every_bit() -> None:
         )
 
 
-def test_the_encoding_of_captions_is_divided_too(tmp_path: Path) -> None:
-    captions = [f"picture {number}" for number in range(7)]
+def test_every_caption_is_encoded_once(tmp_path: Path) -> None:
+    captions = [f"caption {number}" for number in range(7)]
     asked: list[str] = []
 
     def encode(texts: Any) -> dict[str, tc.Tensor]:
@@ -177,10 +176,11 @@ def test_the_encoding_of_captions_is_divided_too(tmp_path: Path) -> None:
         return [float(cache.batch([caption])["length"].item()) for caption in captions]
 
     assert together(2, work) == [[9.0] * 7] * 2
+    # The cache also has the empty caption.
     assert sorted(asked) == ["", *captions]
 
 
-def test_a_process_that_cannot_encode_ends_all(data: Dataset, tmp_path: Path) -> None:
+def test_a_process_that_cannot_encode_ends_all_processes(data: Dataset, tmp_path: Path) -> None:
     def broken(_pixels: Any) -> dict[str, tc.Tensor]:
         raise DatasetError("dataset: 3.png cannot be decoded")
 
@@ -195,9 +195,9 @@ def test_a_process_that_cannot_encode_ends_all(data: Dataset, tmp_path: Path) ->
             return str(error)
         return ""
 
-    first, second = together(2, work)
-    assert "rank 1: dataset: 3.png cannot be decoded" in first
-    assert second == "dataset: 3.png cannot be decoded"
+    error_0, error_1 = together(2, work)
+    assert "rank 1: dataset: 3.png cannot be decoded" in error_0
+    assert error_1 == "dataset: 3.png cannot be decoded"
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -212,6 +212,8 @@ def test_results_of_validation_equal_those_of_one_process(size: int) -> None:
 
     assert together(size, lambda group: measured(group, items, measure)) == [expected] * size
     assert sorted(asked) == sorted(items)
-    rows = together(size, lambda group: measured(group, [1, 2], lambda n: [0.5] * n))
-    assert rows == [[[0.5], [0.5, 0.5]]] * size
+    # A result may also be a list.
+    lists = together(size, lambda group: measured(group, [1, 2], lambda n: [0.5] * n))
+    assert lists == [[[0.5], [0.5, 0.5]]] * size
+    # JSON, the form in which processes send results, keeps every digit.
     assert json.loads(json.dumps(expected)) == expected

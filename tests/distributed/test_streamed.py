@@ -17,13 +17,14 @@ from trainable_candle.distributed.launch import gpu_environment
 from trainable_candle.distributed.streamed import least_sharing
 
 FLUX = Path(__file__).parents[1] / "golden" / "flux"
+# The number of all blocks of the transformer.
 BLOCKS = sum(
     json.loads((FLUX / "transformer" / "config.json").read_text())[name]
     for name in ("num_layers", "num_single_layers")
 )
 
-# Prints the losses of some steps, a hash of the trained adapter, and the size in KiB of each shared
-# memory file that the process maps.
+# A script that prints the losses of some steps, a hash of the trained adapter, and the mapped KiB
+# of each shared memory file of this package, by inode.
 STEPS = """
 import hashlib
 import json
@@ -60,12 +61,13 @@ def step(*inputs):
     return loss
 
 run = tc.cuda.capture(step, inputs) if graph else step
+# The second call records the graph, and the later calls replay it.
 losses = [run(*inputs).item() for _ in range(5 if graph else 2)]
 digest = hashlib.sha256(b"".join(var.detach().numpy().tobytes() for var in adapter.parameters()))
-mapped, private, is_ours = {}, 0, False
+mapped, is_ours = {}, False
 for line in open("/proc/self/smaps"):
     words = line.split()
-    if not words[0].endswith(":"):
+    if not words[0].endswith(":"):  # The first line of a mapping; its fifth word is the inode.
         is_ours = "memfd:trainable-candle" in line
         if is_ours:
             mapped[words[4]] = 0
@@ -87,7 +89,7 @@ def run(
     graph: bool = False,
     peers: bool = False,
 ) -> list[dict[str, Any]]:
-    """The output of each of `size` processes."""
+    """Run the script in `size` processes; return what each rank prints."""
     arguments = json.dumps([str(FLUX), blocks, quantize, device, graph, peers])
     with tempfile.TemporaryDirectory(dir="/tmp") as meeting:
         processes = [
@@ -106,46 +108,44 @@ def run(
 
 def assert_one_copy(found: list[dict[str, Any]], resident: dict[str, Any]) -> None:
     """Assert that all processes map the same memory, and compute the same as without streaming."""
-    # One mapping has the blocks, the other their modulation.
+    # One file has the blocks, the other their modulation.
     assert len(found[0]["mapped"]) == 2
-    assert all(one["mapped"] == found[0]["mapped"] for one in found)
+    assert all(output["mapped"] == found[0]["mapped"] for output in found)
     assert_same_steps(found, resident)
 
 
 def assert_same_steps(found: list[dict[str, Any]], resident: dict[str, Any]) -> None:
     """Assert that all processes have the losses and the adapter of a run without streaming."""
-    for one in found:
-        assert (one["losses"], one["digest"]) == (resident["losses"], resident["digest"])
+    for output in found:
+        assert (output["losses"], output["digest"]) == (resident["losses"], resident["digest"])
 
 
 @pytest.mark.parametrize("quantize", [None, "nf4", "int8"])
-def test_processes_compute_with_one_copy(quantize: str | None) -> None:
+def test_processes_share_one_copy(quantize: str | None) -> None:
     (resident,) = run(1, 0, quantize)
     assert resident["mapped"] == {}
     assert_one_copy(run(2, BLOCKS, quantize), resident)
 
 
 @pytest.mark.parametrize("quantize", [None, "nf4", "int8"])
-def test_processes_compute_with_slices_of_each_other(quantize: str | None) -> None:
+def test_processes_read_slices_from_each_other(quantize: str | None) -> None:
     (resident,) = run(1, 0, quantize)
-    whole = sum(run(2, BLOCKS, quantize)[0]["mapped"].values())
+    one_copy = sum(run(2, BLOCKS, quantize)[0]["mapped"].values())
     found = run(3, BLOCKS, quantize, peers=True)
     assert_same_steps(found, resident)
-    for one in found:
+    for output in found:
         # Each process maps three slices of the blocks, and three of their modulation.
-        assert len(one["mapped"]) == 2 * 3
-        assert one["mapped"] == found[0]["mapped"]
-        # Together, the slices are as large as one copy, but the size of each slice is rounded to
-        # 64 KiB. The sizes here are in KiB.
-        assert whole - 2 * 64 <= sum(one["mapped"].values()) <= whole + 2 * 3 * 64
+        assert len(output["mapped"]) == 2 * 3
+        assert output["mapped"] == found[0]["mapped"]
+        # Together, the slices are as large as one copy, but the size of each file is rounded up to
+        # a multiple of 64 KiB: 2 files of one copy, and 2 * 3 files of slices.
+        assert one_copy - 2 * 64 <= sum(output["mapped"].values()) <= one_copy + 2 * 3 * 64
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("quantize", [None, "nf4"])
-def test_gpus_compute_with_slices_of_each_other(
-    gpu: str, quantize: str | None, *, graph: bool
-) -> None:
+def test_gpus_read_slices_from_each_other(gpu: str, quantize: str | None, *, graph: bool) -> None:
     import trainable_candle as tc
 
     if tc.cuda.device_count() < 2:
@@ -158,7 +158,7 @@ def test_gpus_compute_with_slices_of_each_other(
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("quantize", [None, "nf4"])
-def test_gpus_compute_with_one_copy(gpu: str, quantize: str | None, *, graph: bool) -> None:
+def test_gpus_share_one_copy(gpu: str, quantize: str | None, *, graph: bool) -> None:
     import trainable_candle as tc
 
     if tc.cuda.device_count() < 2:
@@ -167,7 +167,7 @@ def test_gpus_compute_with_one_copy(gpu: str, quantize: str | None, *, graph: bo
     assert_one_copy(run(2, BLOCKS, quantize, device="cuda", graph=graph), resident)
 
 
-def test_a_single_process_has_a_copy_of_its_own() -> None:
+def test_a_single_process_maps_no_shared_memory() -> None:
     (found,) = run(1, BLOCKS, None)
     assert found["mapped"] == {}
 
@@ -175,5 +175,5 @@ def test_a_single_process_has_a_copy_of_its_own() -> None:
 def test_the_smallest_group_that_shares_memory_is_counted() -> None:
     assert least_sharing(["a", "a"]) == 2
     assert least_sharing(["a", "a", "b"]) == 1
-    # Processes whose machine has no name share nothing.
+    # Processes on machines without a name share nothing.
     assert least_sharing(["", ""]) == 1

@@ -12,37 +12,29 @@ from trainable_candle.run import JSON_LOG
 from trainable_candle.train.logs import read_json_log
 
 
-def validations(output: Path, *settings: str) -> dict[int, dict[str, Any]]:
-    """The validation results of a run of the built-in language model, by step."""
+def validations(output: Path, *flags: str) -> dict[int, dict[str, Any]]:
+    """Train the built-in language model; return the validation results by step."""
     command = [sys.executable, "-m", "trainable_candle", "train", "--model", "causal-lm"]
-    small = [
-        "--steps",
-        "2",
-        "--learning-rate",
-        "1e-2",
-        "--sequence-length",
-        "64",
-        "--device",
-        "cpu",
-    ]
+    small = ["--steps", "2", "--learning-rate", "1e-2", "--sequence-length", "64"]
     result = subprocess.run(
-        [*command, "--output", str(output), *small, *settings],
+        [*command, "--device", "cpu", "--output", str(output), *small, *flags],
         capture_output=True,
         text=True,
         check=False,
         timeout=120,
     )
     assert result.returncode == 0, result.stderr
-    rows = read_json_log(output / JSON_LOG)
     return {
-        row["step"]: {name: value for name, value in row.items() if name.startswith("validation_")}
-        for row in rows
-        if "validation_loss" in row
+        line["step"]: {
+            name: value for name, value in line.items() if name.startswith("validation_")
+        }
+        for line in read_json_log(output / JSON_LOG)
+        if "validation_loss" in line
     }
 
 
 @pytest.mark.parametrize("objective", ["sft", "dpo"])
-def test_results_of_validation_equal_those_of_one_process(tmp_path: Path, objective: str) -> None:
+def test_validation_on_two_processes_has_the_results_of_one(tmp_path: Path, objective: str) -> None:
     dataset = tmp_path / "rows.jsonl"
     rows = [
         {"prompt": f"say {word}", "chosen": f"{word} {word}", "rejected": "no"}
@@ -52,10 +44,11 @@ def test_results_of_validation_equal_those_of_one_process(tmp_path: Path, object
     ]
     dataset.write_text("".join(json.dumps(row) + "\n" for row in rows))
     common = ["--dataset", str(dataset), "--validation-split", "0.5", "--validate-every", "1"]
-    more = [] if objective == "sft" else ["--objective", "dpo"]
-    one = validations(tmp_path / "one", *common, *more, "--gradient-accumulation", "2")
-    two = validations(tmp_path / "two", *common, *more, "--gpus", "2")
+    objective_flags = [] if objective == "sft" else ["--objective", "dpo"]
+    one = validations(tmp_path / "one", *common, *objective_flags, "--gradient-accumulation", "2")
+    two = validations(tmp_path / "two", *common, *objective_flags, "--gpus", "2")
     assert list(one) == list(two) == [0, 1, 2]
+    # Before the first update, the results are the same in every bit.
     assert two[0] == one[0]
     assert one[0].keys() > {"validation_loss"}
     for step in (1, 2):

@@ -1,4 +1,7 @@
-"""A run of several processes equals a run of one process that takes as many batches in a step."""
+"""Runs of several processes: results, failures, signals and wrong settings.
+
+The results equal those of one process that takes as many batches in each step.
+"""
 
 import os
 import signal
@@ -21,11 +24,12 @@ from trainable_candle.train.state import checkpoints
 PROGRAM = [sys.executable, "-m", "trainable_candle"]
 
 
-def training(base: Path, pictures: Path, output: Path, **more: object) -> list[str]:
+def train_command(base: Path, images: Path, output: Path, **more: object) -> list[str]:
+    """Return the command that trains with these settings."""
     settings = {
         "model": "digits",
         "weights": base,
-        "dataset": pictures,
+        "dataset": images,
         "output": output,
         "steps": 6,
         "rank": 4,
@@ -48,7 +52,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
-    """The device that the processes compute on."""
+    """Return the device that the processes compute on."""
     name: str = request.param
     if name == "cuda" and (not tc.cuda.is_available() or tc.cuda.device_count() < 2):
         pytest.skip("needs two GPUs")
@@ -59,10 +63,10 @@ def device(request: pytest.FixtureRequest) -> str:
 def alone(
     digits_base: Path, digits_folder: Path, tmp_path_factory: pytest.TempPathFactory, device: str
 ) -> Path:
-    """A run of one process with four batches per step."""
+    """Train one process with four batches per step; return the output folder."""
     output = tmp_path_factory.mktemp("alone") / "run"
     more = {"gradient_accumulation": 4, "device": device, "precision": "f32"}
-    result = run(training(digits_base, digits_folder, output, **more))
+    result = run(train_command(digits_base, digits_folder, output, **more))
     assert result.returncode == 0, result.stderr
     return output
 
@@ -70,51 +74,51 @@ def alone(
 def test_one_gpu_starts_one_process(
     digits_base: Path, digits_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started = []
+    launched = []
 
     def launch(arguments: list[str], gpus: list[int], **_: object) -> int:
-        started.append(gpus)
+        launched.append(gpus)
         # Train in this process instead of one that the launcher starts.
         monkeypatch.setenv(LAUNCHER, str(reading))
         return main(["train", *arguments])
 
-    # A process that a launcher started ends when the launcher closes its end of a pipe. The test
-    # keeps both ends of this pipe open.
+    # A process that a launcher started ends when the launcher closes the writing end of a pipe. The
+    # test keeps both ends of this pipe open.
     reading, _ = os.pipe()
     monkeypatch.setattr("trainable_candle.cli.train.launch", launch)
-    command = training(digits_base, digits_folder, tmp_path / "run", gpus=1, device="cpu")
+    command = train_command(digits_base, digits_folder, tmp_path / "run", gpus=1, device="cpu")
     assert main(command[command.index("train") :]) == 0
-    assert started == [[0]]
+    assert launched == [[0]]
     assert (tmp_path / "run" / "adapter.safetensors").is_file()
 
 
 @pytest.mark.gpu
-def test_one_gpu_computes_as_without_a_launcher(
+def test_a_run_on_one_gpu_has_the_losses_of_a_run_without_a_launcher(
     gpu: str, digits_base: Path, digits_folder: Path, tmp_path: Path
 ) -> None:
     for name, gpus in (("alone", {}), ("launched", {"gpus": 1})):
-        command = training(digits_base, digits_folder, tmp_path / name, device=gpu, **gpus)
+        command = train_command(digits_base, digits_folder, tmp_path / name, device=gpu, **gpus)
         result = run(command)
         assert result.returncode == 0, result.stderr
         assert (tmp_path / name / "adapter.safetensors").is_file()
     np.testing.assert_allclose(losses(tmp_path / "launched"), losses(tmp_path / "alone"), rtol=1e-6)
 
 
-def test_two_processes_start_from_the_same_part_of_the_weights(
+def test_two_processes_train_the_adapter_of_one_that_starts_from_pissa(
     digits_base: Path, digits_folder: Path, tmp_path: Path, device: str
 ) -> None:
     more = {"effective_batch": 8, "device": device, "precision": "f32", "init": "pissa"}
-    files = []
+    adapters = []
     for name, gpus in (("alone", {}), ("two", {"gpus": 2})):
         output = tmp_path / name
-        command = training(
+        command = train_command(
             digits_base, digits_folder, output, **more, **gpus, optimizer="sgd", lora_dropout=0
         )
         result = run(command)
         assert result.returncode == 0, result.stderr
-        files.append(tc.load_file(output / "adapter.safetensors"))
-    for name, value in files[0].items():
-        np.testing.assert_allclose(files[1][name].numpy(), value.numpy(), atol=1e-5)
+        adapters.append(tc.load_file(output / "adapter.safetensors"))
+    for name, value in adapters[0].items():
+        np.testing.assert_allclose(adapters[1][name].numpy(), value.numpy(), atol=1e-5)
 
 
 def test_two_processes_have_the_results_of_one_with_twice_the_batches(
@@ -122,7 +126,7 @@ def test_two_processes_have_the_results_of_one_with_twice_the_batches(
 ) -> None:
     output = tmp_path / "two"
     more = {"gpus": 2, "effective_batch": 8, "device": device, "precision": "f32"}
-    result = run(training(digits_base, digits_folder, output, **more))
+    result = run(train_command(digits_base, digits_folder, output, **more))
     assert result.returncode == 0, result.stderr
     assert "6 steps of 8 images (4 batches of 2 on 2 devices)" in result.stdout
     np.testing.assert_allclose(
@@ -137,14 +141,14 @@ def test_two_processes_have_the_results_of_one_with_twice_the_batches(
         np.testing.assert_allclose(found[name].numpy(), expected.numpy(), rtol=1e-4, atol=1e-6)
 
 
-def test_stochastic_rounding_repeats_on_two_processes(
+def test_two_runs_with_stochastic_rounding_write_the_same_adapter(
     digits_base: Path, digits_folder: Path, tmp_path: Path, device: str
 ) -> None:
     found = []
-    for name in ("one", "two"):
-        output = tmp_path / name
+    for folder in ("first", "second"):
+        output = tmp_path / folder
         more = {"gpus": 2, "device": device, "compare_every": 1}
-        command = training(digits_base, digits_folder, output, **more)
+        command = train_command(digits_base, digits_folder, output, **more)
         result = run([*command, "--stochastic-rounding"])
         assert result.returncode == 0, result.stderr
         adapter = tc.load_file(output / "adapter.safetensors")
@@ -163,7 +167,7 @@ def test_runs_with_streamed_blocks_equal_those_without(
         output = tmp_path / str(blocks)
         more = {"gpus": 2, "device": "cuda", "precision": "bf16", "stream_blocks": blocks}
         more |= {"gradient_checkpointing": "full", "base_precision": "same"}
-        result = run(training(digits_base, digits_folder, output, **more))
+        result = run(train_command(digits_base, digits_folder, output, **more))
         assert result.returncode == 0, result.stderr
         adapter = tc.load_file(output / "adapter.safetensors")
         values = {name: tensor.numpy().tobytes() for name, tensor in adapter.items()}
@@ -178,10 +182,10 @@ def test_processes_on_two_machines_train_together(
         pytest.skip("two launchers would take the same GPUs")
     output = tmp_path / "machines"
     more = {"gpus": 2, "effective_batch": 8, "device": device, "precision": "f32"}
-    command = training(digits_base, digits_folder, output, **more)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "localhost", "TRAINABLE_CANDLE_PORT": str(free.getsockname()[1])}
+    command = train_command(digits_base, digits_folder, output, **more)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "localhost", "TRAINABLE_CANDLE_PORT": str(probe.getsockname()[1])}
     launchers = [
         subprocess.Popen(
             command,
@@ -192,9 +196,9 @@ def test_processes_on_two_machines_train_together(
         )
         for machine in range(2)
     ]
-    said = [launcher.communicate(timeout=120) for launcher in launchers]
-    assert [launcher.returncode for launcher in launchers] == [0, 0], said
-    assert "6 steps of 8 images (4 batches of 2 on 4 devices)" in said[0][0]
+    outputs = [launcher.communicate(timeout=120) for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], outputs
+    assert "6 steps of 8 images (4 batches of 2 on 4 devices)" in outputs[0][0]
     assert sorted(path.name for path in (output / "logs").iterdir()) == ["rank-1.log", "rank-3.log"]
     np.testing.assert_allclose(losses(output), losses(alone), rtol=1e-6)
 
@@ -203,37 +207,37 @@ def test_a_run_continues_with_another_number_of_processes(
     alone: Path, digits_base: Path, digits_folder: Path, tmp_path: Path, device: str
 ) -> None:
     output = tmp_path / "resumed"
-    place = {"device": device, "precision": "f32", "resume": "auto"}
-    more = {"gpus": 2, "gradient_accumulation": 2, "steps": 3, **place}
-    start = training(digits_base, digits_folder, output, **more)
+    common = {"device": device, "precision": "f32", "resume": "auto"}
+    more = {"gpus": 2, "gradient_accumulation": 2, "steps": 3, **common}
+    start = train_command(digits_base, digits_folder, output, **more)
     assert run(start).returncode == 0
-    more = {"gradient_accumulation": 4, "steps": 6, **place}
-    result = run(training(digits_base, digits_folder, output, **more))
+    more = {"gradient_accumulation": 4, "steps": 6, **common}
+    result = run(train_command(digits_base, digits_folder, output, **more))
     assert result.returncode == 0, result.stderr
     np.testing.assert_allclose(
         losses(output), losses(alone), rtol=1e-6 if device == "cpu" else 1e-4
     )
 
 
-def test_the_work_of_validation_is_divided(
+def test_validation_on_two_processes_has_the_losses_of_one(
     digits_base: Path, digits_folder: Path, tmp_path: Path, device: str
 ) -> None:
-    common = {"validation_split": 0.3, "validate_every": 3, "ema_decay": 0.5}
+    common = {"validation_split": 0.3, "validate_every": 3, "ema_decay": 0.5,
+              "device": device, "precision": "f32", "batch_size": 1}  # fmt: skip
     found = []
     for name, more in (("one", {"gradient_accumulation": 2}), ("two", {"gpus": 2})):
-        place = {"device": device, "precision": "f32", "batch_size": 1}
-        arguments = training(
-            digits_base, digits_folder, tmp_path / name, **{**common, **place, **more}
-        )
+        arguments = train_command(digits_base, digits_folder, tmp_path / name, **common, **more)
         result = run(arguments)
         assert result.returncode == 0, result.stderr
         rows = read_json_log(tmp_path / name / JSON_LOG)
-        found.append({r["step"]: r["validation_loss"] for r in rows if "validation_loss" in r})
+        found.append(
+            {row["step"]: row["validation_loss"] for row in rows if "validation_loss" in row}
+        )
         assert (tmp_path / name / "adapter-best.safetensors").exists()
     one, two = found
     assert list(two) == list(one) == [0, 3, 6]
-    # The loss at step 0 is exact: no update has run. The updates of the two runs differ by the
-    # rounding of the sums of gradients.
+    # Before the first update, the losses are the same in every bit. Later they differ, because the
+    # two runs round the sums of gradients differently.
     assert two[0] == one[0]
     np.testing.assert_allclose([*two.values()], [*one.values()], rtol=1e-5)
 
@@ -245,13 +249,14 @@ def test_all_processes_end_early_after_the_same_step(
             "learning_rate": 0.3, "gpus": 2, "device": device, "precision": "f32",
             "batch_size": 1, "compare_every": 100}  # fmt: skip
     output = tmp_path / "run"
-    result = run(training(digits_base, digits_folder, output, **more))
+    result = run(train_command(digits_base, digits_folder, output, **more))
     assert result.returncode == 0, result.stderr
     rows = [row for row in read_json_log(output / JSON_LOG) if "validation_loss" in row]
-    found = [row["validation_loss"] for row in rows[1:]]
-    rises = [n for n in range(1, len(found)) if found[n] >= found[n - 1]]
-    assert rises == [len(found) - 1]
-    end = 2 * len(found)
+    after_steps = [row["validation_loss"] for row in rows[1:]]  # Without that of step 0.
+    rises = [n for n in range(1, len(after_steps)) if after_steps[n] >= after_steps[n - 1]]
+    # The first validation without an improvement ends the run.
+    assert rises == [len(after_steps) - 1]
+    end = 2 * len(after_steps)
     assert end < 40
     assert f"early stop: after step {end} of 40, because 1 validation in a row" in result.stdout
     assert [folder.name for folder in checkpoints(output)] == [f"checkpoint-{end:06d}"]
@@ -263,7 +268,7 @@ def test_a_killed_process_ends_all_processes_and_leaves_the_checkpoint(
 ) -> None:
     output = tmp_path / "killed"
     more = {"gpus": 2, "steps": 1_000_000, "save_every": 5, "device": device}
-    command = training(digits_base, digits_folder, output, **more)
+    command = train_command(digits_base, digits_folder, output, **more)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         deadline = time.monotonic() + 60
         while not checkpoints(output) and time.monotonic() < deadline:
@@ -279,38 +284,37 @@ def test_a_killed_process_ends_all_processes_and_leaves_the_checkpoint(
 
 
 def environment(pid: int) -> list[bytes]:
+    """Return the environment variables of a process, each as NAME=VALUE."""
     return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_on_a_signal_all_processes_end_after_the_same_step(
-    digits_base: Path, digits_folder: Path, tmp_path: Path, number: signal.Signals, device: str
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_on_a_signal_a_run_saves_a_checkpoint_and_ends(
+    digits_base: Path, digits_folder: Path, tmp_path: Path, sent: signal.Signals, device: str
 ) -> None:
     output = tmp_path / "stopped"
     more = {"gpus": 2, "steps": 1_000_000, "device": device}
-    command = training(digits_base, digits_folder, output, **more)
+    command = train_command(digits_base, digits_folder, output, **more)
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     ) as process:
         deadline = time.monotonic() + 60
         while len(read_log(output / "train.csv")) < 3 and time.monotonic() < deadline:
             time.sleep(0.05)
-        if number == signal.SIGINT:
-            os.killpg(process.pid, number)  # On Ctrl-C, a terminal signals the process group.
+        if sent == signal.SIGINT:
+            os.killpg(process.pid, sent)  # On Ctrl-C, a terminal signals the process group.
         else:
-            process.send_signal(number)
+            process.send_signal(sent)
         _, errors = process.communicate(timeout=30)
-    assert process.returncode == 128 + number, errors
+    assert process.returncode == 128 + sent, errors
     assert b"continue with:" in errors
     assert checkpoints(output)
 
 
-def test_a_missing_gpu_is_reported_before_anything_starts(
-    digits_base: Path, digits_folder: Path, tmp_path: Path
-) -> None:
+def test_a_missing_gpu_is_reported(digits_base: Path, digits_folder: Path, tmp_path: Path) -> None:
     if tc.cuda.is_available():
         pytest.skip("there is a GPU")
-    command = training(digits_base, digits_folder, tmp_path / "run", gpus=2, device="cuda")
+    command = train_command(digits_base, digits_folder, tmp_path / "run", gpus=2, device="cuda")
     result = run(command)
     assert result.returncode == 2
     assert "gpus: 2 asked for, and no GPU can be used" in result.stderr
@@ -326,6 +330,7 @@ def test_a_missing_gpu_is_reported_before_anything_starts(
         ({"gpus": "0,2"}, "gpus: 0,2 selects GPUs, and --device cpu uses none; give the number"),
         ({"gpus": 2, "effective_batch": 6}, "give a multiple of 4"),
     ],
+    ids=["word", "none", "twice", "all on the CPU", "list on the CPU", "effective batch"],
 )
 def test_wrong_settings_are_rejected(
     digits_base: Path,
@@ -334,6 +339,6 @@ def test_wrong_settings_are_rejected(
     more: dict[str, object],
     message: str,
 ) -> None:
-    result = run(training(digits_base, digits_folder, tmp_path / "run", device="cpu", **more))
+    result = run(train_command(digits_base, digits_folder, tmp_path / "run", device="cpu", **more))
     assert result.returncode == 2
     assert message in result.stderr

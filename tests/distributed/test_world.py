@@ -1,4 +1,6 @@
-"""`from_environment` reads rank and number of processes from the variables of each launcher."""
+"""Ranks, numbers of processes and machines are read from the variables of each launcher."""
+
+from dataclasses import replace
 
 import pytest
 
@@ -8,12 +10,12 @@ from trainable_candle.errors import ConfigError
 ADDRESS = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 
 
-def test_variables_without_a_launcher_give_no_rank() -> None:
+def test_without_a_launcher_or_with_one_process_there_is_no_world() -> None:
     assert from_environment({}) is None
     # Container images for clusters often set these two variables, even if no launcher runs.
     assert from_environment({"RANK": "0", "WORLD_SIZE": "1"}) is None
-    # SLURM sets these variables for the batch script too, which is not a process of the run. Only
-    # processes that srun starts also have SLURM_STEP_ID.
+    # SLURM also sets these variables for the batch script, which is not a process of the run. Only
+    # the processes that srun starts have SLURM_STEP_ID too.
     assert from_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None
 
 
@@ -39,17 +41,17 @@ def test_variables_without_a_launcher_give_no_rank() -> None:
     ids=["torchrun", "Open MPI", "MPICH", "srun"],
 )
 def test_rank_and_size_are_read_from_each_launcher(variables: dict[str, str]) -> None:
-    # torchrun listens at MASTER_PORT itself, so the ranks meet at the next port.
-    expected = World(3, 4, 1, 2, ("node1", 29501), "")
+    # torchrun itself listens at MASTER_PORT, so the ranks meet at the next port.
+    expected = World(rank=3, size=4, local_rank=1, local_size=2, address=("node1", 29501), job="")
     assert from_environment({**variables, **ADDRESS}) == expected
 
 
-def test_port_and_job_can_be_set() -> None:
-    place = {"RANK": "1", "WORLD_SIZE": "2", **ADDRESS}
-    world = from_environment({**place, "TRAINABLE_CANDLE_PORT": "7000", "SLURM_JOB_ID": "17"})
+def test_port_and_job_or_the_whole_address_can_be_set() -> None:
+    rank_1 = {"RANK": "1", "WORLD_SIZE": "2", **ADDRESS}
+    world = from_environment({**rank_1, "TRAINABLE_CANDLE_PORT": "7000", "SLURM_JOB_ID": "17"})
     assert world is not None
     assert (world.address, world.job) == (("node1", 7000), "17")
-    world = from_environment({**place, "TRAINABLE_CANDLE_RENDEZVOUS": "/a place"})
+    world = from_environment({**rank_1, "TRAINABLE_CANDLE_RENDEZVOUS": "/a place"})
     assert world is not None
     assert world.address == "/a place"
 
@@ -70,21 +72,22 @@ def test_port_and_job_can_be_set() -> None:
             "expected /path or host:port",
         ),
     ],
+    ids=["no size", "text as rank", "rank too large", "no address", "time", "address"],
 )
-def test_incomplete_variables_are_an_error(variables: dict[str, str], message: str) -> None:
+def test_missing_or_wrong_variables_are_an_error(variables: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_environment(variables)
 
 
-def test_a_process_takes_the_gpu_of_its_rank() -> None:
-    world = World(5, 8, 1, 4, ("node1", 1), "")
+def test_a_process_takes_the_gpu_of_its_local_rank_or_the_only_visible_one() -> None:
+    world = World(rank=5, size=8, local_rank=1, local_size=4, address=("node1", 1), job="")
     assert world.device(4) == "cuda:1"
     assert world.device(1) == "cuda:0"
     with pytest.raises(ConfigError, match="process 3 of its machine, which shows 2 GPUs"):
-        World(3, 4, 3, 4, ("node1", 1), "").device(2)
+        replace(world, rank=3, size=4, local_rank=3).device(2)
 
 
-def test_number_and_count_of_machines_are_read() -> None:
+def test_index_and_number_of_machines_are_read() -> None:
     assert machine_from_environment({}) == (0, 1)
     assert machine_from_environment({"NNODES": "4", "NODE_RANK": "3"}) == (3, 4)
 
@@ -97,7 +100,10 @@ def test_number_and_count_of_machines_are_read() -> None:
         ({"NNODES": "two", "NODE_RANK": "1"}, "NNODES is 'two', expected a number"),
         ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK is 2, expected below NNODES, 2"),
     ],
+    ids=["no number", "no index", "text as number", "index too large"],
 )
-def test_incomplete_machines_are_an_error(variables: dict[str, str], message: str) -> None:
+def test_missing_or_wrong_variables_of_machines_are_an_error(
+    variables: dict[str, str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         machine_from_environment(variables)
