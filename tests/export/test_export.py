@@ -1,6 +1,6 @@
-"""Exported adapters of language models hold what each target program expects.
+"""Files that `export` writes for each target program, from adapters of language models.
 
-The expected results are those of the model with the adapter before its export.
+The expected logits are those of the model with the adapter before the export.
 """
 
 import json
@@ -32,7 +32,7 @@ IDS = [[3, 5, 7, 11, 13, 17]]
 
 @pytest.fixture(params=["llama", "qwen2"])
 def weights(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A tiny model with a tokenizer, a chat template and a generation configuration."""
+    """Write a tiny model with a tokenizer, a chat template and a generation configuration."""
     folder = tmp_path / "base"
     shutil.copytree(GOLDEN / "llm" / request.param, folder)
     for file in folder.iterdir():
@@ -47,8 +47,8 @@ def weights(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def make_adapter(weights: Path, path: Path, **settings: Any) -> np.ndarray:
     """Write an adapter with random weights and return the logits of the model with the adapter."""
     model = CausalLM.from_pretrained(weights, dtype="f32")
-    chosen = {"r": 3, "lora_alpha": 7.0, "target_modules": ["q_proj", "k_proj", "down_proj"]}
-    adapter = model.add_adapter(tc.LoraConfig(**(chosen | settings)))
+    defaults = {"r": 3, "lora_alpha": 7.0, "target_modules": ["q_proj", "k_proj", "down_proj"]}
+    adapter = model.add_adapter(tc.LoraConfig(**(defaults | settings)))
     tc.manual_seed(1)
     for name, var in adapter.named_parameters().items():
         if "magnitude" not in name:
@@ -58,17 +58,20 @@ def make_adapter(weights: Path, path: Path, **settings: Any) -> np.ndarray:
 
 
 def scores(model: CausalLM) -> np.ndarray:
+    """Return the logits of the tokens `IDS`."""
     return np.asarray(model(tc.tensor(IDS)).to("f32").numpy())
 
 
-def exported(weights: Path, path: Path, reader: str, *flags: str) -> Path:
-    output = path.parent / f"for {reader}"
-    given = ["--weights", str(weights), "--adapter", str(path), "--for", reader]
+def exported(weights: Path, path: Path, program: str, *flags: str) -> Path:
+    """Export an adapter for a program; return the output folder."""
+    output = path.parent / f"for {program}"
+    given = ["--weights", str(weights), "--adapter", str(path), "--for", program]
     assert main(["export", *given, "--output", str(output), *flags]) == 0
     return output
 
 
-def tuned(weights: Path, adapter: Path) -> np.ndarray:
+def adapted_scores(weights: Path, adapter: Path) -> np.ndarray:
+    """Return the logits of the model with the adapter of a file or folder."""
     model = CausalLM.from_pretrained(weights, dtype="f32")
     model.load_adapter(adapter)
     return scores(model)
@@ -77,10 +80,12 @@ def tuned(weights: Path, adapter: Path) -> np.ndarray:
 @pytest.mark.parametrize(
     "settings", [{}, {"use_rslora": True, "r": 5}, {"adapter": "dora"}], ids=["lora", "rs", "dora"]
 )
-def test_peft_applies_what_was_trained(weights: Path, tmp_path: Path, settings: Any) -> None:
+def test_a_folder_for_peft_loads_with_the_same_logits(
+    weights: Path, tmp_path: Path, settings: Any
+) -> None:
     expected = make_adapter(weights, tmp_path / "a.safetensors", **settings)
     folder = exported(weights, tmp_path / "a.safetensors", "peft")
-    np.testing.assert_allclose(tuned(weights, folder), expected, atol=2e-5)
+    np.testing.assert_allclose(adapted_scores(weights, folder), expected, atol=2e-5)
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["r"] == config["lora_alpha"] == settings.get("r", 3)
     assert config["target_modules"] == ["down_proj", "k_proj", "q_proj"]
@@ -90,16 +95,21 @@ def test_peft_applies_what_was_trained(weights: Path, tmp_path: Path, settings: 
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_peft_itself_computes_the_same(weights: Path, tmp_path: Path) -> None:
+def test_peft_computes_the_same_logits(weights: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
-    for number, settings in enumerate([{"use_rslora": True}, {"adapter": "dora"}]):
-        path = tmp_path / str(number) / "a.safetensors"
+    # vLLM loads no DoRA, so only LoRA is also exported for vLLM.
+    cases = (
+        ("lora", {"use_rslora": True}, ("peft", "vllm")),
+        ("dora", {"adapter": "dora"}, ("peft",)),
+    )
+    for name, settings, programs in cases:
+        path = tmp_path / name / "a.safetensors"
         path.parent.mkdir()
         expected = make_adapter(weights, path, **settings)
-        for reader in ("peft", "vllm")[: 2 - number]:
-            folder = exported(weights, path, reader)
+        for program in programs:
+            folder = exported(weights, path, program)
             base = transformers.AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
             model = peft.PeftModel.from_pretrained(base, folder)
             with torch.no_grad():
@@ -107,9 +117,10 @@ def test_peft_itself_computes_the_same(weights: Path, tmp_path: Path) -> None:
             np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
-def test_layers_of_several_ranks_are_exported_with_one_rank(tmp_path: Path) -> None:
+def test_layers_of_different_ranks_are_exported_with_one_rank(tmp_path: Path) -> None:
     weights = GOLDEN / "llm" / "qwen2"
     make_adapter(weights, tmp_path / "a.safetensors")
+    # Keep only the query layers, and give the first one rank 2 and alpha 9.
     config = {"r": 3, "lora_alpha": 7.0, "peft_type": "LORA", "target_modules": ["q_proj"],
               "rank_pattern": {"layers.0.self_attn.q_proj": 2},
               "alpha_pattern": {"layers.0.self_attn.q_proj": 9}}  # fmt: skip
@@ -122,9 +133,9 @@ def test_layers_of_several_ranks_are_exported_with_one_rank(tmp_path: Path) -> N
     kept[f"{first}.lora_B.weight"] = kept[f"{first}.lora_B.weight"][:, :2].contiguous()
     tc.save_file(kept, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    expected = tuned(weights, folder)
+    expected = adapted_scores(weights, folder)
     output = exported(weights, folder, "vllm")
-    np.testing.assert_allclose(tuned(weights, output), expected, atol=2e-5)
+    np.testing.assert_allclose(adapted_scores(weights, output), expected, atol=2e-5)
     written = json.loads((output / "adapter_config.json").read_text())
     assert (written["r"], written["rank_pattern"], written["alpha_pattern"]) == (3, {}, {})
 
@@ -145,33 +156,33 @@ def test_gguf_holds_what_llama_cpp_expects(weights: Path, tmp_path: Path) -> Non
     down = adapter.layers["model.layers.1.mlp.down_proj"]
     np.testing.assert_array_equal(tensors["blk.1.ffn_down.weight.lora_a"], down.down)
     np.testing.assert_array_equal(tensors["blk.1.ffn_down.weight.lora_b"], down.up)
-    keys = adapter.layers["model.layers.1.self_attn.k_proj"].up
+    key_up = adapter.layers["model.layers.1.self_attn.k_proj"].up
     if config["model_type"] == "llama":
-        keys = paired(keys, config["num_key_value_heads"])
-    np.testing.assert_array_equal(tensors["blk.1.attn_k.weight.lora_b"], keys)
+        key_up = paired(key_up, config["num_key_value_heads"])
+    np.testing.assert_array_equal(tensors["blk.1.attn_k.weight.lora_b"], key_up)
     lines = (folder / "Modelfile").read_text().splitlines()
     assert lines[:2] == [f"FROM {weights}", "ADAPTER ./adapter.gguf"]
     assert 'PARAMETER stop "<|im_end|>"' in lines
 
 
-def test_permuted_rows_of_llama_are_rotated_in_neighbouring_pairs() -> None:
+def test_paired_rows_are_rotated_in_neighbouring_pairs() -> None:
     """Permuting the rows with `paired` commutes with the rotary position embedding.
 
-    Before the permutation, the embedding rotates row i with row i + width / 2 of a head; after
-    it, row 2i with row 2i + 1.
+    Before the permutation, the embedding rotates the pair of rows i and i + width / 2 of a head;
+    after the permutation, the pair of rows 2i and 2i + 1.
     """
     heads, width = 2, 6
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(heads * width, 1)).astype(np.float32)
-    angles = rng.normal(size=width // 2)
-    turns = np.exp(1j * angles)
+    # A pair of rows is a complex number, and a rotation multiplies it by exp(i angle).
+    rotations = np.exp(1j * rng.normal(size=width // 2))
     halves = rows.reshape(heads, 2, width // 2)
-    turned = (halves[:, 0] + 1j * halves[:, 1]) * turns
-    expected = np.stack([turned.real, turned.imag], 1).reshape(-1, 1)
+    rotated = (halves[:, 0] + 1j * halves[:, 1]) * rotations
+    in_halves = np.stack([rotated.real, rotated.imag], 1).reshape(-1, 1)
     pairs = paired(rows, heads).reshape(heads, width // 2, 2)
-    found = (pairs[..., 0] + 1j * pairs[..., 1]) * turns
-    neighbours = np.stack([found.real, found.imag], -1).reshape(-1, 1)
-    np.testing.assert_allclose(neighbours, paired(expected, heads), atol=1e-6)
+    rotated = (pairs[..., 0] + 1j * pairs[..., 1]) * rotations
+    in_pairs = np.stack([rotated.real, rotated.imag], -1).reshape(-1, 1)
+    np.testing.assert_allclose(in_pairs, paired(in_halves, heads), atol=1e-6)
 
 
 def test_a_gguf_file_has_the_expected_bytes() -> None:
@@ -179,19 +190,21 @@ def test_a_gguf_file_has_the_expected_bytes() -> None:
     entry = Entry("t", (1, 3), "f32", lambda: tc.tensor([[1.0, 2.0, 3.0]]))
     write(file, {"a": "b", "c": 1.5, "d": []}, [entry])
     content = file.getvalue()
+    # Version 3, 1 tensor, 3 facts. A fact is the length of its key, the key, a type and a value.
     header = b"GGUF\x03\0\0\0" + b"\x01" + bytes(7) + b"\x03" + bytes(7)
     facts = b"\x01" + bytes(7) + b"a\x08\0\0\0\x01" + bytes(7) + b"b"
     facts += b"\x01" + bytes(7) + b"c\x06\0\0\0\0\0\xc0\x3f"
     # An empty list of strings, as for a tokenizer without merges.
     facts += b"\x01" + bytes(7) + b"d\x09\0\0\0\x08\0\0\0" + bytes(8)
+    # The name, 2 dimensions (the last one first), the type f32 (0), and the offset 0 in the data.
     tensor = b"\x01" + bytes(7) + b"t\x02\0\0\0\x03" + bytes(7) + b"\x01" + bytes(7) + bytes(12)
     start = header + facts + tensor
     assert content[: len(start)] == start
-    data = len(start) + -len(start) % 32
-    assert content[data:] == np.array([1, 2, 3], "<f4").tobytes() + bytes(20)
+    offset = len(start) + -len(start) % 32  # The data are aligned to 32 bytes.
+    assert content[offset:] == np.array([1, 2, 3], "<f4").tobytes() + bytes(20)
 
 
-def test_mlx_has_transposed_factors_by_the_models_names(tmp_path: Path) -> None:
+def test_files_for_mlx_hold_transposed_factors_by_layer_name(tmp_path: Path) -> None:
     weights = GOLDEN / "llm" / "qwen2"
     make_adapter(weights, tmp_path / "a.safetensors")
     folder = exported(weights, tmp_path / "a.safetensors", "mlx")
@@ -225,7 +238,7 @@ def test_a_merged_model_computes_the_same_and_keeps_its_files(
 
 
 def into_shards(weights: Path) -> None:
-    """Replace the weights with two files in f32 and an index."""
+    """Replace the file of the weights with two files in f32 and an index."""
     stored = tc.load_file(weights / "model.safetensors")
     tensors = {name: tensor.to("f32") for name, tensor in stored.items()}
     names = sorted(tensors)
@@ -240,39 +253,41 @@ def into_shards(weights: Path) -> None:
 def test_changes_lost_to_rounding_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Most weights keep their values if the merge adds far less than half the bf16 spacing."""
+    """If a merge adds far less than half the bf16 spacing, most weights keep their values."""
     weights = tmp_path / "base"
     CausalLM.from_pretrained(GOLDEN / "llm" / "qwen2", dtype="bf16").save_pretrained(weights)
     make_adapter(weights, tmp_path / "a.safetensors", lora_alpha=1e-4)
     exported(weights, tmp_path / "a.safetensors", "merged")
-    told = capsys.readouterr().out
-    share = float(told.partition("rounding took ")[2].partition("%")[0])
+    log = capsys.readouterr().out
+    share = float(log.partition("rounding took ")[2].partition("%")[0])
     assert share > 50
 
 
 @pytest.mark.parametrize("adapter", ["lora", "dora"])
-def test_weights_merged_some_rows_at_a_time_are_those_merged_at_once(
+def test_merging_some_rows_at_a_time_gives_the_same_weights(
     adapter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = GOLDEN / "llm" / "qwen2"
     make_adapter(weights, tmp_path / "a.safetensors", adapter=adapter)
-    merged = []
-    for name, count in (("whole", 2**21), ("rows", 100)):
+    reports = []
+    for name, count in (("at once", 2**21), ("in parts", 100)):
         monkeypatch.setattr("trainable_candle.export.merged.AT_ONCE", count)
         (tmp_path / name).mkdir()
         read = read_adapter(tmp_path / "a.safetensors", "causal-lm", weights)
-        merged.append(write_merged(weights, read, tmp_path / name))
-    files = [tc.load_file(tmp_path / name / "model.safetensors") for name in ("whole", "rows")]
+        reports.append(write_merged(weights, read, tmp_path / name))
+    files = [
+        tc.load_file(tmp_path / name / "model.safetensors") for name in ("at once", "in parts")
+    ]
     for name, tensor in files[0].items():
         np.testing.assert_array_equal(tensor.to("f32").numpy(), files[1][name].to("f32").numpy())
-    one, other = merged
-    assert (one.weights, one.changed) == (other.weights, other.changed)
-    assert one.squared_change == pytest.approx(other.squared_change, rel=1e-5)
-    assert one.lost == pytest.approx(other.lost, rel=1e-4)
+    at_once, in_parts = reports
+    assert (at_once.weights, at_once.changed) == (in_parts.weights, in_parts.changed)
+    assert at_once.squared_change == pytest.approx(in_parts.squared_change, rel=1e-5)
+    assert at_once.lost == pytest.approx(in_parts.lost, rel=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("reader", "settings", "message"),
+    ("program", "settings", "message"),
     [
         ("vllm", {"adapter": "dora"}, "vLLM does not load this adapter: it does not load DoRA"),
         (
@@ -282,10 +297,11 @@ def test_weights_merged_some_rows_at_a_time_are_those_merged_at_once(
         ),
         ("tensorrt", {}, "--for is tensorrt, expected one of peft, vllm"),
     ],
+    ids=["DoRA for vLLM", "DoRA for llama.cpp", "unknown program"],
 )
-def test_adapters_that_a_program_cannot_load_are_rejected(
+def test_adapters_for_programs_that_cannot_load_them_are_rejected(
     tmp_path: Path,
-    reader: str,
+    program: str,
     settings: Any,
     message: str,
     capsys: pytest.CaptureFixture[str],
@@ -294,12 +310,12 @@ def test_adapters_that_a_program_cannot_load_are_rejected(
     make_adapter(weights, tmp_path / "a.safetensors", **settings)
     given = ["--weights", str(weights), "--adapter", str(tmp_path / "a.safetensors")]
     output = tmp_path / "out"
-    assert main(["export", *given, "--for", reader, "--output", str(output)]) == 2
+    assert main(["export", *given, "--for", program, "--output", str(output)]) == 2
     assert message in capsys.readouterr().err
     assert not output.exists()
 
 
-def test_verify_reports_what_each_program_cannot_load(
+def test_verify_says_which_programs_load_a_dora(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = GOLDEN / "llm" / "qwen2"
@@ -307,18 +323,17 @@ def test_verify_reports_what_each_program_cannot_load(
     folder = exported(weights, tmp_path / "a.safetensors", "peft")
     capsys.readouterr()
     assert main(["verify", str(folder), "--model", "causal-lm", "--weights", str(weights)]) == 0
-    told = capsys.readouterr().out
-    assert "good: peft applies all modules" in told
-    assert "transformers and peft: loads it as it is" in told
-    assert "vLLM: cannot load it, even exported: it does not load DoRA; use export --for" in told
-    assert "mlx-lm: cannot load it, even exported: export writes no DoRA for it; use" in told
-    # If the argument is the file instead of the folder, `verify` reads the adapter_config.json
-    # beside the file.
-    alone = folder / "adapter_model.safetensors"
-    assert main(["verify", str(alone), "--model", "causal-lm", "--weights", str(weights)]) == 0
+    log = capsys.readouterr().out
+    assert "good: peft applies all modules" in log
+    assert "transformers and peft: loads it as it is" in log
+    assert "vLLM: cannot load it, even exported: it does not load DoRA; use export --for" in log
+    assert "mlx-lm: cannot load it, even exported: export writes no DoRA for it; use" in log
+    # Given the file instead of the folder, `verify` reads adapter_config.json from the same folder.
+    file = folder / "adapter_model.safetensors"
+    assert main(["verify", str(file), "--model", "causal-lm", "--weights", str(weights)]) == 0
 
 
-def test_losses_with_the_adapter_and_merged_are_compared(
+def test_the_losses_of_base_adapter_and_merged_model_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_adapter(BUILT_IN, tmp_path / "a.safetensors")
@@ -326,8 +341,8 @@ def test_losses_with_the_adapter_and_merged_are_compared(
     rows = [{"messages": words.chat("upper", word)} for word in ("clavo", "drenda", "spok")]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     exported(BUILT_IN, tmp_path / "a.safetensors", "merged", "--dataset", str(data))
-    told = capsys.readouterr().out.partition("loss: base ")[2].partition("\n")[0]
-    base, adapter, merged = (float(part.split()[-1]) for part in told.split(","))
+    line = capsys.readouterr().out.partition("loss: base ")[2].partition("\n")[0]
+    base, adapter, merged = (float(part.split()[-1]) for part in line.split(","))
     assert base < 0.1
     assert adapter > base + 0.5
     assert merged == pytest.approx(adapter, rel=0.05)
@@ -350,7 +365,7 @@ def test_data_is_checked_before_the_merged_model_is_written(
         assert not output.exists()
 
 
-def test_ollama_finds_a_local_base_from_any_folder(
+def test_a_modelfile_has_the_absolute_path_or_the_given_name_of_the_base(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(BUILT_IN, tmp_path / "base")
@@ -359,13 +374,13 @@ def test_ollama_finds_a_local_base_from_any_folder(
     folder = exported(Path("base"), Path("a.safetensors"), "ollama")
     lines = (folder / "Modelfile").read_text().splitlines()
     assert lines[:2] == [f"FROM {tmp_path / 'base'}", "ADAPTER ./adapter.gguf"]
-    other = tmp_path / "named"
+    named = tmp_path / "named"
     given = ["--adapter", "a.safetensors", "--for", "ollama", "--base", "llama3.2:1b"]
-    assert main(["export", *given, "--weights", "base", "--output", str(other)]) == 0
-    assert (other / "Modelfile").read_text().startswith("FROM llama3.2:1b\n")
+    assert main(["export", *given, "--weights", "base", "--output", str(named)]) == 0
+    assert (named / "Modelfile").read_text().startswith("FROM llama3.2:1b\n")
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "\udcff"], ids=["cut", "list", "bytes"])
+@pytest.mark.parametrize("content", ["{", "[]", "\udcff"], ids=["truncated", "list", "not UTF-8"])
 def test_a_damaged_configuration_is_named(weights: Path, tmp_path: Path, content: str) -> None:
     make_adapter(weights, tmp_path / "a.safetensors")
     adapter = read_adapter(tmp_path / "a.safetensors", "causal-lm", weights)
@@ -382,7 +397,7 @@ def test_a_damaged_configuration_is_named(weights: Path, tmp_path: Path, content
         adapter_settings(tmp_path)
 
 
-def test_a_yarn_model_may_lack_its_longest_context() -> None:
+def test_a_yarn_model_may_lack_its_maximum_context() -> None:
     config = json.loads((GOLDEN / "llm" / "llama" / "config.json").read_text())
     del config["max_position_embeddings"]
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
@@ -392,22 +407,22 @@ def test_a_yarn_model_may_lack_its_longest_context() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("value", "message"),
     [
         (float("nan"), "a.safetensors cannot be used: .*q_proj.* has non-finite elements; see"),
         (None, "a.safetensors cannot be used: .*q_proj: .*; see"),
     ],
-    ids=["non-finite", "shape"],
+    ids=["non-finite", "wrong shape"],
 )
-def test_a_faulty_adapter_is_not_called_another_models(
-    weights: Path, tmp_path: Path, values: float | None, message: str
+def test_the_error_of_a_faulty_adapter_names_the_fault(
+    weights: Path, tmp_path: Path, value: float | None, message: str
 ) -> None:
     path = tmp_path / "a.safetensors"
     make_adapter(weights, path, target_modules=["q_proj"])
     tensors = tc.load_file(path)
     key = next(key for key in tensors if key.endswith("lora_A.weight"))
     shape = tensors[key].shape
-    tensors[key] = tc.ones((shape[0], shape[1] + 1)) if values is None else tc.full(shape, values)
+    tensors[key] = tc.ones((shape[0], shape[1] + 1)) if value is None else tc.full(shape, value)
     tc.save_file(tensors, path)
     with pytest.raises(WeightsFormatError, match=message):
         read_adapter(path, "causal-lm", weights)

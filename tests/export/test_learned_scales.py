@@ -1,4 +1,4 @@
-"""Quantization-aware training with learned factors of the scales, and files with the factors."""
+"""Quantization-aware training that learns factors of the scales, and files with the factors."""
 
 from pathlib import Path
 
@@ -21,12 +21,12 @@ from .test_quantized import merged
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def config(qat: str | None = "nf4", **settings: object) -> tc.LoraConfig:
+def config(qat: str = "nf4", **settings: object) -> tc.LoraConfig:
     return tc.LoraConfig(r=2, lora_alpha=4.0, target_modules=TARGETS, qat=qat, **settings)
 
 
-def learning(qat: str) -> tuple[CausalLM, tc.AdapterSet]:
-    """A model and its adapter set; both scale factors and adapter weights have random values."""
+def random_model(qat: str) -> tuple[CausalLM, tc.AdapterSet]:
+    """Return a model and its adapter set with random weights and random factors of the scales."""
     model = CausalLM.from_pretrained(BUILT_IN, dtype="f32")
     adapter = model.add_adapter(config(qat, qat_learned_scales=True))
     tc.manual_seed(1)
@@ -36,7 +36,7 @@ def learning(qat: str) -> tuple[CausalLM, tc.AdapterSet]:
 
 
 @pytest.mark.parametrize("qat", ["int8", "int4", "fp8", "nf4"])
-def test_learning_scales_starts_as_plain_training(qat: str) -> None:
+def test_learned_factors_do_not_change_the_first_step(qat: str) -> None:
     found = []
     for learned in (False, True):
         model = CausalLM.from_pretrained(BUILT_IN, dtype="f32")
@@ -46,24 +46,27 @@ def test_learning_scales_starts_as_plain_training(qat: str) -> None:
         (y * y).sum().backward()
         gradients = {name: var.grad.numpy() for name, var in adapter.named_parameters().items()}
         found.append((y.numpy(), gradients))
-    (plain, before), (y, gradients) = found
-    np.testing.assert_array_equal(y, plain)
-    for name, gradient in before.items():
+    (fixed_y, fixed_gradients), (y, gradients) = found
+    np.testing.assert_array_equal(y, fixed_y)
+    for name, gradient in fixed_gradients.items():
         np.testing.assert_array_equal(gradients.pop(name), gradient, err_msg=name)
+    # Only the gradients of the factors remain.
     assert {name.rpartition(".")[2] for name in gradients} == {"qat_scales"}
     assert all(np.abs(gradient).max() > 0 for gradient in gradients.values())
 
 
-def test_scales_are_counted_in_plans() -> None:
-    _, adapter = learning("nf4")
+def test_a_plan_counts_the_factors() -> None:
+    _, adapter = random_model("nf4")
     layers = tc.inspect(BUILT_IN, "causal-lm").parts[""].layers
-    found = config(qat_learned_scales=True).plan(dict(layers), "adamw")[0]
-    assert found == sum(var.numel() for var in adapter.parameters())
+    count = config(qat_learned_scales=True).plan(dict(layers), "adamw")[0]
+    assert count == sum(var.numel() for var in adapter.parameters())
 
 
 @pytest.mark.parametrize("qat", ["int8", "nf4"])
-def test_files_hold_the_scales(tmp_path: Path, qat: str) -> None:
-    model, adapter = learning(qat)
+def test_a_file_holds_the_factors_but_a_folder_for_peft_lacks_them(
+    tmp_path: Path, qat: str
+) -> None:
+    model, adapter = random_model(qat)
     adapter.save(path := tmp_path / "a.safetensors", format="peft")
     factors = {
         key.removeprefix("qat_scales."): value
@@ -72,34 +75,36 @@ def test_files_hold_the_scales(tmp_path: Path, qat: str) -> None:
     }
     expected = scores(model)
     model.merge_adapter()
-    merged = model.named_tensors()
-    # A model without learned scales loads the file as a plain adapter. Its merged weights are not
-    # rounded. Rounding them with the file's factors gives the merged weights of the model that
+    merged_weights = model.named_tensors()
+    # A model that learns no factors loads the file as a plain adapter. Its merged weights are not
+    # rounded. Rounding them with the factors of the file gives the merged weights of the model that
     # learned the factors.
     plain = CausalLM.from_pretrained(BUILT_IN, dtype="f32")
     plain.load_adapter(path)
     plain.merge_adapter()
     values = plain.named_tensors()
     assert len(factors) == len([key for key in values if "_proj" in key])
-    for layer, of_layer in factors.items():
-        found = fake_quantize(values[f"{layer}.weight"], qat, of_layer).numpy()
-        wanted = merged[f"{layer}.weight"].numpy()
+    for layer, layer_factors in factors.items():
+        found = fake_quantize(values[f"{layer}.weight"], qat, layer_factors).numpy()
+        wanted = merged_weights[f"{layer}.weight"].numpy()
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-7)
-    # An adapter set that learns scales also loads the file's scale factors.
+    # An adapter set that learns factors also loads those of the file.
     again = CausalLM.from_pretrained(BUILT_IN, dtype="f32")
     again.add_adapter(config(qat, qat_learned_scales=True)).load(path)
     np.testing.assert_allclose(scores(again), expected, rtol=1e-4, atol=1e-4)
-    # `save` to a folder writes peft's files for other tools. These files lack the scale factors.
+    # To a folder, `save` writes the files of peft for other programs. These files lack the factors.
     adapter.save(tmp_path / "peft", format="peft")
     keys = tc.load_file(tmp_path / "peft/adapter_model.safetensors")
     assert not any("qat_scales" in key for key in keys)
 
 
 @pytest.mark.parametrize("qat", ["int8", "fp8", "nf4"])
-def test_merging_stores_the_weights_that_were_trained(tmp_path: Path, qat: str) -> None:
-    model, adapter = learning(qat)
-    names = {"trainable_candle.qat": qat, "trainable_candle.qat_scales": "learned"}
-    adapter.save(tmp_path / "a.safetensors", format="peft", metadata=names)
+def test_merging_stores_the_weights_that_the_training_computed_with(
+    tmp_path: Path, qat: str
+) -> None:
+    model, adapter = random_model(qat)
+    metadata = {"trainable_candle.qat": qat, "trainable_candle.qat_scales": "learned"}
+    adapter.save(tmp_path / "a.safetensors", format="peft", metadata=metadata)
     flags = ("--to", qat, "--dtype", "f32")
     assert merged(BUILT_IN, tmp_path / "a.safetensors", tmp_path / "o", *flags) == 0
     model.merge_adapter()
@@ -108,52 +113,54 @@ def test_merging_stores_the_weights_that_were_trained(tmp_path: Path, qat: str) 
     for key, value in wanted.items():
         if "_proj" in key:
             np.testing.assert_allclose(found[key].numpy(), value.numpy(), rtol=2e-6, atol=1e-9)
-    # A merge to another number format than that of the training ignores the learned factors.
+    # A merge to another number format than the one of the training ignores the factors.
     other = "int8" if qat == "nf4" else "nf4"
     flags = ("--to", other, "--dtype", "f32")
     assert merged(BUILT_IN, tmp_path / "a.safetensors", tmp_path / "p", *flags) == 0
 
 
-def test_a_run_learns_and_resumes_the_scales(
+def test_a_run_learns_resumes_and_merges_the_factors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = tmp_path / "texts.jsonl"
     data.write_text('{"text": "a row of words that are learnt"}\n' * 8)
     settings = TrainConfig(
-        model="causal-lm", dataset=str(data), output=str(tmp_path / "whole"), steps=4, rank=2,
+        model="causal-lm", dataset=str(data), output=str(tmp_path / "full"), steps=4, rank=2,
         batch_size=2, device="cpu", precision="f32", qat="nf4", qat_learned_scales=True,
         learning_rate=1e-2, sequence_length=64, save_every=2,
     )  # fmt: skip
-    whole = train_adapter(settings, progress=False, report=lambda _: None)
-    rest = settings.with_(resume=str(tmp_path / "whole/checkpoint-000002"))
-    again = train_adapter(
-        rest.with_(output=str(tmp_path / "rest")), progress=False, report=lambda _: None
+    full = train_adapter(settings, progress=False, report=lambda _: None)
+    resumed = settings.with_(resume=str(tmp_path / "full/checkpoint-000002"))
+    second = train_adapter(
+        resumed.with_(output=str(tmp_path / "resumed")), progress=False, report=lambda _: None
     )
-    files = [tc.load_file(run.adapter_path) for run in (whole, again)]
+    files = [tc.load_file(run.adapter_path) for run in (full, second)]
     learned = [key for key in files[0] if key.startswith("qat_scales.")]
     assert learned
     for key in learned:
         np.testing.assert_array_equal(files[0][key].numpy(), files[1][key].numpy())
         assert (files[0][key].numpy() != 1).any()
-    facts = safetensors_metadata(whole.adapter_path)
+    facts = safetensors_metadata(full.adapter_path)
     assert facts["trainable_candle.qat_scales"] == "learned"
     merging = ["merge", "--model", "causal-lm", "--to", "nf4", "--output", str(tmp_path / "o")]
-    assert main([*merging, "--adapter", str(whole.output / "peft")]) == 2
+    assert main([*merging, "--adapter", str(full.output / "peft")]) == 2
     assert "lacks the learned scales" in capsys.readouterr().err
-    assert main([*merging, "--adapter", str(whole.adapter_path)]) == 0
+    assert main([*merging, "--adapter", str(full.adapter_path)]) == 0
 
 
-class Small(tc.nn.Module):
+class OneLayer(tc.nn.Module):
+    """A model that is not one of `trainable_candle.models`."""
+
     def __init__(self) -> None:
         self.fc = tc.nn.Linear.init(16, 8)
 
 
-def test_models_that_cannot_learn_scales_are_rejected(tmp_path: Path) -> None:
+def test_settings_and_models_that_cannot_learn_factors_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no effect without qat"):
         tc.LoraConfig(qat_learned_scales=True)
     wanted = tc.LoraConfig(target_modules=["fc"], qat="int8", qat_learned_scales=True)
     with pytest.raises(ConfigError, match=r"is for models of trainable_candle\.models"):
-        Small().add_adapter(wanted)
+        OneLayer().add_adapter(wanted)
     with pytest.raises(ConfigError, match="merge cannot write int4"):
         TrainConfig(qat="int4", qat_learned_scales=True)
     given = TrainConfig(
@@ -164,8 +171,8 @@ def test_models_that_cannot_learn_scales_are_rejected(tmp_path: Path) -> None:
         train_adapter(given, progress=False, report=lambda _: None)
 
 
-def test_wrong_factors_are_rejected(tmp_path: Path) -> None:
-    _, adapter = learning("int8")
+def test_factors_of_a_wrong_sign_or_shape_are_rejected(tmp_path: Path) -> None:
+    _, adapter = random_model("int8")
     adapter.save(path := tmp_path / "a.safetensors", format="peft")
     tensors, facts = tc.load_file(path), safetensors_metadata(path)
     key = next(key for key in tensors if key.startswith("qat_scales."))

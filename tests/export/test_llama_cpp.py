@@ -1,4 +1,7 @@
-"""llama.cpp computes our logits from exported files; needs llama-cpp-python 0.3.36 or newer."""
+"""llama.cpp computes the same logits and tokens from exported files as this library.
+
+The tests need llama-cpp-python 0.3.36 or newer.
+"""
 
 import ctypes
 import json
@@ -48,7 +51,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=CONFIGS)
 def weights(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A folder with random weights and a tokenizer, or a copy of the package's built-in model."""
+    """Write a model with random weights and a tokenizer, or copy the built-in model."""
     folder = tmp_path / "base"
     if request.param == "built in":
         shutil.copytree(BUILT_IN, folder)
@@ -57,6 +60,7 @@ def weights(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     config = json.dumps(COMMON | CONFIGS[request.param])
     (folder / "config.json").write_text(config)
     CausalLM.from_config(folder / "config.json").save_pretrained(folder)
+    # `save_pretrained` wrote its own config.json: write the complete one again.
     (folder / "config.json").write_text(config)
     shutil.copyfile(TOKENIZER, folder / "tokenizer.json")
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
@@ -65,32 +69,36 @@ def weights(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def adapter(weights: Path, tmp_path: Path) -> tuple[Path, npt.NDArray[np.float32]]:
-    """The file of an adapter on every linear layer of the blocks, and the logits with it."""
+    """Write an adapter for every linear layer of the blocks; return the file and the logits."""
     model = CausalLM.from_pretrained(weights, dtype="f32")
-    made = model.add_adapter(tc.LoraConfig(r=3, lora_alpha=7.0, target_modules=LAYERS))
+    adapter_set = model.add_adapter(tc.LoraConfig(r=3, lora_alpha=7.0, target_modules=LAYERS))
     tc.manual_seed(1)
-    for var in made.named_parameters().values():
+    for var in adapter_set.named_parameters().values():
         var.set(tc.randn(var.shape) * 0.2)
-    made.save(tmp_path / "adapter.safetensors", format="peft")
+    adapter_set.save(tmp_path / "adapter.safetensors", format="peft")
     return tmp_path / "adapter.safetensors", scores(model)
 
 
 def scores(model: CausalLM) -> npt.NDArray[np.float32]:
+    """Return this library's logits after each token of IDS."""
     return np.asarray(model(tc.tensor([IDS])).numpy()[0])
 
 
 def exported(weights: Path, adapter: Path, output: Path, *flags: str) -> Path:
+    """Export an adapter; return the output folder."""
     given = ["--weights", str(weights), "--adapter", str(adapter), "--output", str(output)]
     assert main(["export", *given, *flags]) == 0
     return output
 
 
-def relative(found: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> float:
+def largest_error(found: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> float:
+    """Return the largest difference, relative to the largest expected value."""
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
 @contextmanager
 def loaded(path: Path) -> Iterator[Any]:
+    """Yield the model that llama.cpp loads from a GGUF file, and free it at the end."""
     settings = llama.llama_model_default_params()
     settings.n_gpu_layers = 0
     model = llama.llama_model_load_from_file(str(path).encode(), settings)
@@ -102,69 +110,72 @@ def loaded(path: Path) -> Iterator[Any]:
 
 
 def their_scores(path: Path, adapter: Path | None = None) -> npt.NDArray[np.float32]:
-    """llama.cpp's logits after each token of IDS, shape (len(IDS), vocabulary size).
+    """Return llama.cpp's logits after each token of IDS: shape (len(IDS), vocabulary size).
 
-    The cache of keys and values is in f32. Flash attention is off, as it rounds keys and values.
+    The cache of keys and values is in f32. Flash attention is off, because it rounds them.
     """
     with loaded(path) as model:
         settings = llama.llama_context_default_params()
         settings.n_ctx = settings.n_batch = 64
-        settings.type_k = settings.type_v = settings.flash_attn_type = 0
+        settings.type_k = settings.type_v = 0  # f32
+        settings.flash_attn_type = 0  # Off.
         context = llama.llama_init_from_model(model, settings)
         if adapter is not None:
             lora = llama.llama_adapter_lora_init(model, str(adapter).encode())
             assert lora, f"llama.cpp does not load {adapter.name}"
-            several, scales = (llama.llama_adapter_lora_p_ctypes * 1)(lora), (ctypes.c_float * 1)(1)
-            assert llama.llama_set_adapters_lora(context, several, 1, scales) == 0
+            adapters = (llama.llama_adapter_lora_p_ctypes * 1)(lora)
+            scales = (ctypes.c_float * 1)(1.0)
+            assert llama.llama_set_adapters_lora(context, adapters, 1, scales) == 0
         batch = llama.llama_batch_init(len(IDS), 0, 1)
         batch.n_tokens = len(IDS)
-        for place, token in enumerate(IDS):
-            batch.token[place], batch.pos[place] = token, place
-            batch.n_seq_id[place], batch.seq_id[place][0], batch.logits[place] = 1, 0, 1
+        for position, token in enumerate(IDS):
+            batch.token[position], batch.pos[position] = token, position
+            batch.n_seq_id[position], batch.seq_id[position][0], batch.logits[position] = 1, 0, 1
         assert llama.llama_decode(context, batch) == 0
         size = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
-        rows = [llama.llama_get_logits_ith(context, place) for place in range(len(IDS))]
+        rows = [llama.llama_get_logits_ith(context, position) for position in range(len(IDS))]
         found = np.stack([np.ctypeslib.as_array(row, (size,)).copy() for row in rows])
         llama.llama_batch_free(batch)
         llama.llama_free(context)
         return found
 
 
-# The tolerances allow for llama.cpp's rounding of activations: to the number format of the weights,
-# or to Q8_0 if the weights are in Q8_0 or Q4_0.
+# The tolerances allow for the rounding of activations in llama.cpp: to the number format of the
+# weights, or to Q8_0 if the weights are in Q8_0 or Q4_0.
 @pytest.mark.parametrize(
-    ("form", "tolerance"),
+    ("number_format", "tolerance"),
     [("f32", 1e-5), ("f16", 1e-2), ("bf16", 1e-1), ("q8_0", 1e-1), ("q4_0", 1e-1)],
 )
-def test_a_merged_model_gives_the_same_scores(
+def test_a_merged_model_gives_the_same_logits(
     weights: Path,
     adapter: tuple[Path, npt.NDArray[np.float32]],
     tmp_path: Path,
-    form: str,
+    number_format: str,
     tolerance: float,
 ) -> None:
     path, expected = adapter
-    flags = ["--for", "merged", "--gguf", form]
+    flags = ["--for", "merged", "--gguf", number_format]
     file = exported(weights, path, tmp_path / "merged", *flags) / "model.gguf"
     found = their_scores(file)
-    assert relative(found, scores(CausalLM.from_pretrained(file, dtype="f32"))) < tolerance
-    if form == "f32":
-        assert relative(found, expected) < tolerance
+    assert largest_error(found, scores(CausalLM.from_pretrained(file, dtype="f32"))) < tolerance
+    if number_format == "f32":
+        assert largest_error(found, expected) < tolerance
 
 
-def test_an_adapter_gives_the_same_scores(
+def test_an_adapter_gives_the_same_logits(
     weights: Path, adapter: tuple[Path, npt.NDArray[np.float32]], tmp_path: Path
 ) -> None:
     path, expected = adapter
     lora = exported(weights, path, tmp_path / "lora", "--for", "gguf") / "adapter.gguf"
-    nothing = tmp_path / "nothing.safetensors"
+    # A new adapter changes nothing, so merging it exports the base.
+    new = tmp_path / "new.safetensors"
     CausalLM.from_pretrained(weights, dtype="f32").add_adapter(tc.LoraConfig(r=1)).save(
-        nothing, format="peft"
+        new, format="peft"
     )
     flags = ["--for", "merged", "--gguf", "f32"]
-    base = exported(weights, nothing, tmp_path / "base alone", *flags) / "model.gguf"
-    assert relative(their_scores(base, lora), expected) < 1e-5
-    assert relative(their_scores(base), expected) > 1e-2
+    base = exported(weights, new, tmp_path / "base alone", *flags) / "model.gguf"
+    assert largest_error(their_scores(base, lora), expected) < 1e-5
+    assert largest_error(their_scores(base), expected) > 1e-2
 
 
 def test_texts_have_the_same_tokens(

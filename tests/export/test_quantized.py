@@ -1,4 +1,4 @@
-"""`merge --to` writes folders that transformers and this package load, and prints losses."""
+"""`merge --to` writes quantized folders that transformers and this package load."""
 
 import json
 from pathlib import Path
@@ -15,16 +15,18 @@ from trainable_candle.nn.functional import fake_quantize
 
 from .test_export import into_shards, make_adapter, scores, weights  # noqa: F401 - a fixture
 
-LINEAR = ("_proj.weight",)
+# The end of the names of the weights of the blocks' linear layers.
+LINEAR = "_proj.weight"
 
 
 def merged(base: Path, adapter: Path, output: Path, *flags: str) -> int:
+    """Run `merge`; return its exit status."""
     given = ["merge", "--model", "causal-lm", "--weights", str(base), "--adapter", str(adapter)]
     return main([*given, "--output", str(output), *flags])
 
 
 def rounded(folder: Path, to: str) -> dict[str, np.ndarray]:
-    """The weights of a merged folder by name; the blocks' linear weights are rounded to `to`."""
+    """Return the weights of a folder by name; round those of the blocks' linear layers to `to`."""
     return {
         key: (fake_quantize(weight, to) if key.endswith(LINEAR) else weight).numpy()
         for key, weight in CausalLM.from_pretrained(folder, dtype="f32").named_tensors().items()
@@ -32,7 +34,7 @@ def rounded(folder: Path, to: str) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("to", ["nf4", "int8", "fp8"])
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [False, True], ids=["one file", "shards"])
 def test_the_folder_holds_the_rounded_merged_weights(
     weights: Path,  # noqa: F811
     tmp_path: Path,
@@ -55,30 +57,30 @@ def test_the_folder_holds_the_rounded_merged_weights(
 
 
 @pytest.mark.parametrize("to", ["int8", "fp8"])
-def test_a_base_loaded_in_the_format_of_its_file_keeps_the_codes(
+def test_a_folder_loaded_in_its_own_format_is_not_rounded_again(
     weights: Path,  # noqa: F811
     tmp_path: Path,
     to: str,
 ) -> None:
-    """A base loaded in the format of its file has the file's codes: it is not rounded again."""
+    """The logits are those of a folder with the dequantized weights, which are rounded once."""
     make_adapter(weights, adapter := tmp_path / "a.safetensors")
     assert merged(weights, adapter, tmp_path / to, "--dtype", "f32", "--to", to) == 0
     values = CausalLM.from_pretrained(tmp_path / to, dtype="f32").named_tensors()
-    (apart := tmp_path / "values").mkdir()
+    (dequantized := tmp_path / "dequantized").mkdir()
     config = json.loads((tmp_path / to / "config.json").read_text())
     config.pop("quantization_config")
-    (apart / "config.json").write_text(json.dumps(config))
-    tc.save_file(values, apart / "model.safetensors")
-    # `quantize` also rounds the embedding and the head, to int8, in `stored` and in `again`.
-    stored, again = (
+    (dequantized / "config.json").write_text(json.dumps(config))
+    tc.save_file(values, dequantized / "model.safetensors")
+    # In both models, `quantize` also rounds the embedding and the head to int8.
+    stored, rounded_again = (
         CausalLM.from_pretrained(folder, dtype="f32", quantize=to)
-        for folder in (tmp_path / to, apart)
+        for folder in (tmp_path / to, dequantized)
     )
-    np.testing.assert_allclose(scores(stored), scores(again), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(scores(stored), scores(rounded_again), rtol=1e-5, atol=1e-5)
 
 
 def loaded_by_transformers(folder: Path) -> dict[str, np.ndarray]:
-    """The dequantized weights of the quantized layers in transformers' model, by weight name."""
+    """Load a folder in transformers; return its quantized weights, dequantized, by name."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, device_map="cpu")
@@ -100,7 +102,7 @@ def loaded_by_transformers(folder: Path) -> dict[str, np.ndarray]:
     ("to", "library"),
     [("nf4", "bitsandbytes"), ("int8", "bitsandbytes"), ("fp8", "compressed_tensors")],
 )
-def test_transformers_loads_the_folder(
+def test_transformers_loads_the_same_weights(
     weights: Path,  # noqa: F811
     tmp_path: Path,
     to: str,
@@ -117,8 +119,8 @@ def test_transformers_loads_the_folder(
         np.testing.assert_allclose(values, expected[key], rtol=1e-6, atol=1e-9, err_msg=key)
 
 
-def test_merging_stores_what_was_trained_with_qat(tmp_path: Path) -> None:
-    """A model loaded from the merged NF4 folder computes the logits of the model in training."""
+def test_merging_stores_the_weights_that_qat_computed_with(tmp_path: Path) -> None:
+    """The merged NF4 folder gives the logits that the model had during training."""
     model = CausalLM.from_pretrained(BUILT_IN, dtype="f32")
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     adapter = model.add_adapter(
@@ -128,12 +130,8 @@ def test_merging_stores_what_was_trained_with_qat(tmp_path: Path) -> None:
     for var in adapter.parameters():
         var.set(tc.randn(var.shape) * 0.05)
     adapter.save(tmp_path / "a.safetensors", format="peft")
-    assert (
-        merged(
-            BUILT_IN, tmp_path / "a.safetensors", tmp_path / "o", "--to", "nf4", "--dtype", "f32"
-        )
-        == 0
-    )
+    flags = ("--to", "nf4", "--dtype", "f32")
+    assert merged(BUILT_IN, tmp_path / "a.safetensors", tmp_path / "o", *flags) == 0
     found, expected = scores(CausalLM.from_pretrained(tmp_path / "o", dtype="f32")), scores(model)
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
 
@@ -147,9 +145,9 @@ def test_the_losses_before_and_after_rounding_are_reported(
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ("--to", "nf4", "--dataset", str(data))
     assert merged(BUILT_IN, tmp_path / "a.safetensors", tmp_path / "o", *flags) == 0
-    told = capsys.readouterr().out.partition("loss: ")[2].partition("\n")[0]
-    apart, after = (float(part.split()[-1]) for part in told.split(","))
-    assert apart < after < apart + 5
+    line = capsys.readouterr().out.partition("loss: ")[2].partition("\n")[0]
+    before, after = (float(part.split()[-1]) for part in line.split(","))
+    assert before < after < before + 5
 
 
 @pytest.mark.parametrize(
@@ -161,6 +159,7 @@ def test_the_losses_before_and_after_rounding_are_reported(
         (["--max-side", "8"], "--max-side has no effect without --dataset of images"),
         (["--to", "int8", "--max-side", "8"], "--max-side has no effect without --dataset of im"),
     ],
+    ids=["format", "dataset", "resolution", "max side", "max side and format"],
 )
 def test_wrong_flags_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
@@ -178,6 +177,7 @@ def test_wrong_flags_are_reported(
         ("o.gguf", "give the name of a new folder, and see export --gguf"),
         ("full", "which exists; expected a new or an empty folder"),
     ],
+    ids=["safetensors", "gguf", "full folder"],
 )
 def test_wrong_outputs_are_errors_before_anything_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, message: str
@@ -185,7 +185,7 @@ def test_wrong_outputs_are_errors_before_anything_is_loaded(
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     missing = tmp_path / "missing.safetensors"
-    # The adapter and the data set do not exist, either: their errors would come later.
+    # The adapter and the data set do not exist. Reading them would raise other errors.
     flags = ("--to", "int8", "--dataset", str(tmp_path / "missing"))
     assert merged(BUILT_IN, missing, tmp_path / name, *flags) == 2
     assert message in capsys.readouterr().err
@@ -193,7 +193,7 @@ def test_wrong_outputs_are_errors_before_anything_is_loaded(
 
 
 def quantized(base: Path, output: Path, to: str) -> Path:
-    """The folder of a model that is quantized without an adapter."""
+    """Quantize a model without an adapter; return the new folder."""
     given = ["merge", "--model", "causal-lm", "--weights", str(base), "--output", str(output)]
     assert main([*given, "--dtype", "f32", "--to", to]) == 0
     return output
@@ -206,7 +206,7 @@ def test_a_model_is_quantized_without_an_adapter(
     to: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The next run reads the codes, instead of quantizing the original weights again."""
+    """The new folder has the rounded weights and names their format."""
     folder = quantized(weights, tmp_path / to, to)
     assert f"quantized model: {folder}" in capsys.readouterr().out
     found = CausalLM.from_pretrained(folder, dtype="f32").named_tensors()
@@ -228,7 +228,7 @@ def test_an_adapter_merged_into_a_quantized_folder_leaves_it_unquantized(
     expected = make_adapter(folder, adapter := tmp_path / "a.safetensors")
     assert merged(folder, adapter, tmp_path / "merged") == 0
     assert f"note: the base was dequantized from {to}; the merged" in capsys.readouterr().out
-    # transformers would take the weights for quantized ones if the entry stayed.
+    # With this entry, transformers would take the merged weights for quantized ones.
     assert "quantization_config" not in json.loads((tmp_path / "merged/config.json").read_text())
     stored = tc.load_file(tmp_path / "merged" / "model.safetensors")
     assert {str(tensor.dtype) for tensor in stored.values()} <= {"f32", "bf16"}
@@ -237,9 +237,9 @@ def test_an_adapter_merged_into_a_quantized_folder_leaves_it_unquantized(
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("flags", [[], ["--gguf", "q8_0"]])
+@pytest.mark.parametrize("flags", [[], ["--gguf", "q8_0"]], ids=["safetensors", "gguf"])
 @pytest.mark.parametrize("to", ["nf4", "int8", "fp8"])
-def test_a_quantized_folder_is_not_exported(
+def test_a_model_over_a_quantized_folder_is_not_exported(
     weights: Path,  # noqa: F811
     tmp_path: Path,
     to: str,

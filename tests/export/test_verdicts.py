@@ -1,4 +1,4 @@
-"""`verify` says what each program does with the given files of a language model's adapter."""
+"""`verify` says which programs load the files of a language model's adapter, and how."""
 
 import json
 from pathlib import Path
@@ -15,14 +15,15 @@ from trainable_candle.models import CausalLM
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "llm"
 NEEDS_FILE = "loads it after `trainable-candle export --for gguf`: it needs a .gguf file"
+# The name of the head in files of peft.
 HEAD = "base_model.model.lm_head"
 
 
 def make_adapter(weights: Path, folder: Path, **settings: Any) -> Path:
-    """Write peft's folder with an adapter of random values."""
+    """Write an adapter with random values as a folder for peft; return the folder."""
     model = CausalLM.from_pretrained(weights, dtype="f32")
-    chosen = {"r": 4, "lora_alpha": 8.0, "target_modules": ["q_proj", "down_proj"]}
-    adapter = model.add_adapter(tc.LoraConfig(**(chosen | settings)))
+    defaults = {"r": 4, "lora_alpha": 8.0, "target_modules": ["q_proj", "down_proj"]}
+    adapter = model.add_adapter(tc.LoraConfig(**(defaults | settings)))
     for name, var in adapter.named_parameters().items():
         if "magnitude" not in name:
             var.set(tc.randn(var.shape) * 0.2)
@@ -31,7 +32,7 @@ def make_adapter(weights: Path, folder: Path, **settings: Any) -> Path:
 
 
 def configured(folder: Path, **settings: Any) -> Path:
-    """Change settings in an `adapter_config.json`."""
+    """Change settings in the `adapter_config.json` of a folder; return the folder."""
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
     return folder
@@ -40,13 +41,14 @@ def configured(folder: Path, **settings: Any) -> Path:
 def verdicts(
     capsys: pytest.CaptureFixture[str], path: Path, weights: Path, status: int = 0
 ) -> dict[str, str]:
-    """For each program, what `verify` prints about it."""
+    """Run `verify` with the exit status `status`; return what it prints about each program."""
     capsys.readouterr()
     given = ["verify", str(path), "--model", "causal-lm", "--weights", str(weights)]
     assert main(given) == status
-    told = capsys.readouterr().out
-    assert "the scale 1" not in told
-    return dict(line.split(": ", 1) for line in told.splitlines()[-5:])
+    log = capsys.readouterr().out
+    # The remark that other tools use the scale 1 does not apply to language models.
+    assert "the scale 1" not in log
+    return dict(line.split(": ", 1) for line in log.splitlines()[-5:])
 
 
 @pytest.fixture
@@ -68,8 +70,9 @@ def test_peft_and_vllm_load_pefts_folder(
     }
     assert verdicts(capsys, folder, weights) == expected
     assert verdicts(capsys, folder / "adapter_model.safetensors", weights) == expected
-    other = make_adapter(GOLDEN / "qwen2", tmp_path / "other")
-    found = verdicts(capsys, other, GOLDEN / "qwen2")
+    # Ollama cannot even convert an adapter of Qwen2.
+    qwen2 = make_adapter(GOLDEN / "qwen2", tmp_path / "qwen2")
+    found = verdicts(capsys, qwen2, GOLDEN / "qwen2")
     assert found["Ollama"].endswith("converts no safetensors adapters of this architecture")
 
 
@@ -90,6 +93,7 @@ def test_peft_and_vllm_load_pefts_folder(
         ({"lora_alpha": 7.5}, {"vLLM": "it declares lora_alpha an integer, and may reject 7.5"}),
         ({"bias": "all"}, {"vLLM": "it may reject bias: all"}),
     ],
+    ids=["alpha_pattern", "use_rslora", "lora_alpha", "bias"],
 )
 def test_settings_that_a_program_misreads_are_reported(
     weights: Path,
@@ -107,7 +111,7 @@ def test_settings_that_a_program_misreads_are_reported(
         assert found[program] == start + reason
 
 
-def test_exported_files_are_recognised(
+def test_each_program_loads_only_its_exported_files(
     weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_adapter(weights, tmp_path / "peft", r=40)
@@ -131,11 +135,11 @@ def test_exported_files_are_recognised(
     assert found["vLLM"].startswith("cannot load it, and export cannot convert Ollama's format")
 
 
-def test_exported_files_of_another_model_are_errors(
+def test_exported_files_that_do_not_fit_the_model_are_errors(
     weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_adapter(weights, tmp_path / "peft", target_modules=["down_proj"])
-    for form, other, message in (
+    for form, other_model, message in (
         ("gguf", GOLDEN / "qwen2", "is for the architecture llama, and the model is qwen2"),
         ("mlx", BUILT_IN, "which does not fit a weight of shape [96, 128]"),
     ):
@@ -143,37 +147,37 @@ def test_exported_files_of_another_model_are_errors(
         given = ["--weights", str(weights), "--adapter", str(folder), "--for", form]
         assert main(["export", *given, "--output", str(output)]) == 0
         given = ["verify", str(output), "--model", "causal-lm"]
-        assert main([*given, "--weights", str(other)]) == 2
+        assert main([*given, "--weights", str(other_model)]) == 2
         assert message in capsys.readouterr().err
         assert main(given) == 0
         assert "not compared with a model; give --weights" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("saved", [True, False], ids=["modules_to_save", "lora"])
+@pytest.mark.parametrize("in_full", [True, False], ids=["modules_to_save", "lora"])
 def test_only_peft_loads_an_adapter_with_a_changed_head(
-    weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], saved: bool
+    weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], in_full: bool
 ) -> None:
     folder = make_adapter(weights, tmp_path / "peft")
     file = folder / "adapter_model.safetensors"
     head = tc.load_file(weights / "model.safetensors")["lm_head.weight"]
     vocabulary, width = head.shape
     added = {f"{HEAD}.weight": head}
-    if not saved:
+    if not in_full:
         added = {
             f"{HEAD}.base_layer.weight": head,
             f"{HEAD}.lora_A.weight": tc.ones((4, width)),
             f"{HEAD}.lora_B.weight": tc.ones((vocabulary, 4)),
         }
     tc.save_file(tc.load_file(file) | added, file)
-    configured(folder, modules_to_save=["lm_head"] if saved else None)
+    configured(folder, modules_to_save=["lm_head"] if in_full else None)
     found = verdicts(capsys, folder, weights, status=1)
     assert found.pop("transformers and peft") == "loads it as it is"
     for text in found.values():
         assert text.startswith("cannot load it, even exported: it changes lm_head, and export ")
     assert main(["verify", str(folder), "--model", "causal-lm", "--weights", str(weights)]) == 1
-    told = capsys.readouterr().out
-    assert "not: the model has no such layer" not in told
-    assert f"{next(iter(added))}: peft loads it, and this library does not" in told
+    log = capsys.readouterr().out
+    assert "not: the model has no such layer" not in log
+    assert f"{next(iter(added))}: peft loads it, and this library does not" in log
 
 
 def test_no_program_loads_the_adapter_of_another_model(
@@ -200,7 +204,7 @@ def test_no_program_can_use_non_finite_values(
     assert verdict.endswith("has non-finite elements")
 
 
-def test_an_architecture_unknown_to_llama_cpp_is_the_only_reason(tmp_path: Path) -> None:
+def test_with_an_unknown_architecture_no_merge_for_llama_cpp_is_advised(tmp_path: Path) -> None:
     weights = tmp_path / "base"
     weights.mkdir()
     config = json.loads((GOLDEN / "llama" / "config.json").read_text())
@@ -208,6 +212,7 @@ def test_an_architecture_unknown_to_llama_cpp_is_the_only_reason(tmp_path: Path)
     CausalLM.from_config(weights / "config.json").save_pretrained(weights)
     folder = make_adapter(weights, tmp_path / "peft", adapter="dora")
     family = families.load("causal-lm", weights, None, "cpu").family
+    # llama.cpp cannot load DoRA. Merging helps, but not if the architecture is unknown too.
     for known in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if not known:
@@ -218,7 +223,7 @@ def test_an_architecture_unknown_to_llama_cpp_is_the_only_reason(tmp_path: Path)
         assert ("the architecture `mistral` is not known" in found) is not known
 
 
-def test_a_file_without_a_configuration_must_be_exported(
+def test_a_file_without_a_configuration_needs_an_export(
     weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = CausalLM.from_pretrained(weights, dtype="f32")
@@ -233,7 +238,7 @@ def test_a_file_without_a_configuration_must_be_exported(
     assert "note: give --weights to see what these programs do" in capsys.readouterr().out
 
 
-def test_the_built_in_model_is_used_if_it_fits(
+def test_without_weights_verify_uses_the_built_in_model_if_it_fits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_adapter(BUILT_IN, tmp_path / "peft")
@@ -250,7 +255,7 @@ def test_the_built_in_model_is_used_if_it_fits(
         {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
         {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]},
     ],
-    ids=["head", "embedding", "saved", "tokens"],
+    ids=["LoRA of the head", "LoRA of the embedding", "modules_to_save", "tokens"],
 )
 def test_only_peft_loads_folders_with_a_changed_head_or_embedding(
     weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: Any

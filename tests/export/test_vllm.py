@@ -1,4 +1,4 @@
-"""Exported adapters in vLLM's loader. The tests need vllm 0.33 or newer, but no GPU."""
+"""vLLM's loader reads exported adapters. The tests need vllm 0.33 or newer, but no GPU."""
 
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "llm"
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-FAMILIES = ["llama", "qwen2", "qwen3"]
+MODELS = ["llama", "qwen2", "qwen3"]
 
 
 def make_adapter(weights: Path, folder: Path, **config: Any) -> dict[str, np.ndarray]:
-    """Save an adapter of random values in peft's format.
+    """Save an adapter with random values in the format of peft.
 
-    Returns what the adapter adds to each weight, by layer name.
+    Return the change of each weight that the adapter changes, by layer name.
     """
     model = CausalLM.from_pretrained(weights, dtype="f32")
     before = {name: tensor.numpy() for name, tensor in model.named_tensors().items()}
@@ -38,7 +38,7 @@ def make_adapter(weights: Path, folder: Path, **config: Any) -> dict[str, np.nda
 
 
 def read(folder: Path, max_rank: int) -> Any:
-    """The adapter as vLLM's server loads it."""
+    """Return the adapter of a folder as the server of vLLM loads it."""
     from vllm.config.lora import LoRAConfig
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
@@ -51,6 +51,7 @@ def read(folder: Path, max_rank: int) -> Any:
 
 
 def exported(weights: Path, adapter: Path, output: Path) -> Path:
+    """Export an adapter for vLLM; return the output folder."""
     given = ["--weights", str(weights), "--adapter", str(adapter), "--output", str(output)]
     assert main(["export", "--for", "vllm", *given]) == 0
     return output
@@ -62,10 +63,16 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.lora.lora_model.PIN_MEMORY", False)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("config", [{}, {"use_rslora": True}, {"rank_pattern": {"q_proj": 2}}])
-def test_vllm_adds_what_was_trained(family: str, config: dict[str, Any], tmp_path: Path) -> None:
-    weights = GOLDEN / family
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"use_rslora": True}, {"rank_pattern": {"q_proj": 2}}],
+    ids=["lora", "rslora", "rank pattern"],
+)
+def test_vllm_reads_the_change_of_each_weight(
+    model: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    weights = GOLDEN / model
     expected = make_adapter(weights, tmp_path / "adapter", **config)
     output = exported(weights, tmp_path / "adapter", tmp_path / "out")
     found = read(output, max_rank=8).loras

@@ -1,4 +1,4 @@
-"""Tiny pipelines of flow models: golden transformers, and random text encoders that fit them."""
+"""Tiny pipelines of flow models, each with a golden transformer and random text encoders."""
 
 import json
 import shutil
@@ -14,12 +14,14 @@ import trainable_candle as tc
 from trainable_candle.models import CausalLM, CLIPTextModel, T5Encoder
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-# The width of text features in the golden transformers, and the size of T5's usual vocabulary.
-TEXT_WIDTH, T5_TOKENS = 40, 32_128
+# The width of the text features that most golden transformers read. (`widen` changes FLUX.2's.)
+TEXT_WIDTH = 40
+# The size of the usual vocabulary of T5.
+T5_TOKENS = 32_128
 
 
 def write_model(kind: type[tc.models.Model], folder: Path, config: dict[str, Any]) -> None:
-    """Write a model of random weights."""
+    """Write a model with random weights to a new folder."""
     folder.mkdir()
     path = folder / "config.json"
     path.write_text(json.dumps(config))
@@ -67,7 +69,7 @@ def write_qwen3(folder: Path, width: int = TEXT_WIDTH, layers: int = 3) -> None:
 def write_qwen25_vl(folder: Path) -> None:
     """Write a text encoder of Qwen2.5-VL with a vocabulary of 300 tokens.
 
-    Its config.json has the keys that transformers 5 writes.
+    The keys of its config.json are those that transformers 5 writes.
     """
     text = {
         "model_type": "qwen2_5_vl_text", "vocab_size": 300, "hidden_size": TEXT_WIDTH,
@@ -86,9 +88,9 @@ def write_qwen25_vl(folder: Path) -> None:
 
 
 def write_chat_tokenizer(folder: Path) -> None:
-    """Write a tokenizer whose tokens are bytes and the special tokens of Qwen's template."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(BPE({letter: i for i, letter in enumerate(letters)}, []))
+    """Write a tokenizer with a token for each byte, and the special tokens of Qwen's template."""
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())  # One character for each byte.
+    tokenizer = Tokenizer(BPE({symbol: i for i, symbol in enumerate(symbols)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     tokenizer.add_tokens(["<think>", "</think>"])
@@ -101,15 +103,24 @@ def write_pipeline(
     family: str,
     class_name: str,
     scheduler: dict[str, Any],
-    vae: dict[str, float],
+    latents: dict[str, float],
     autoencoder: str = "flux",
 ) -> None:
-    """Write the transformer, the autoencoder, the scheduler and the index of a pipeline."""
+    """Write the transformer, the autoencoder, the scheduler and the index of a pipeline.
+
+    Args:
+        folder: the folder of the pipeline.
+        family: the golden model whose transformer is copied.
+        class_name: the class of the pipeline in diffusers.
+        scheduler: settings of the scheduler.
+        latents: settings of the autoencoder that scale and shift the latents.
+        autoencoder: the golden model whose autoencoder is copied.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copytree(GOLDEN / family / "transformer", folder / "transformer")
     shutil.copytree(GOLDEN / autoencoder / "vae", folder / "vae")
     path = folder / "vae" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | vae))
+    path.write_text(json.dumps(json.loads(path.read_text()) | latents))
     (folder / "scheduler").mkdir()
     (folder / "scheduler" / "scheduler_config.json").write_text(
         json.dumps({"_class_name": "FlowMatchEulerDiscreteScheduler"} | scheduler)
@@ -121,7 +132,7 @@ def write_pipeline(
 def sd3_base(
     tmp_path_factory: pytest.TempPathFactory, write_tokenizer: Callable[[Path, str], None]
 ) -> Path:
-    """The folder of a tiny pipeline of SD3."""
+    """Write a tiny pipeline of SD3; return its folder."""
     folder = tmp_path_factory.mktemp("sd3 model") / "base"
     latents = {"scaling_factor": 1.5305, "shift_factor": 0.0609}
     write_pipeline(folder, "sd3", "StableDiffusion3Pipeline", {"shift": 3.0}, latents)
@@ -144,7 +155,7 @@ SCHEDULER_OF_FLUX = {
 def flux_base(
     tmp_path_factory: pytest.TempPathFactory, write_tokenizer: Callable[[Path, str], None]
 ) -> Path:
-    """The folder of a tiny pipeline of Flux."""
+    """Write a tiny pipeline of Flux; return its folder."""
     folder = tmp_path_factory.mktemp("flux model") / "base"
     write_pipeline(folder, "flux", "FluxPipeline", SCHEDULER_OF_FLUX, LATENTS_OF_FLUX)
     write_tokenizer(folder / "tokenizer", "<|endoftext|>")
@@ -155,7 +166,7 @@ def flux_base(
 
 @pytest.fixture(scope="session")
 def chroma_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny pipeline of Chroma."""
+    """Write a tiny pipeline of Chroma; return its folder."""
     folder = tmp_path_factory.mktemp("chroma model") / "base"
     write_pipeline(folder, "chroma", "ChromaPipeline", SCHEDULER_OF_FLUX, LATENTS_OF_FLUX)
     write_t5(folder / "text_encoder")
@@ -164,7 +175,7 @@ def chroma_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def zimage_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny pipeline of Z-Image."""
+    """Write a tiny pipeline of Z-Image; return its folder."""
     folder = tmp_path_factory.mktemp("z-image model") / "base"
     write_pipeline(folder, "zimage", "ZImagePipeline", {"shift": 3.0}, LATENTS_OF_FLUX)
     write_chat_tokenizer(folder / "tokenizer")
@@ -175,15 +186,15 @@ def zimage_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def widen(folder: Path, sizes: dict[str, int]) -> None:
     """Give a golden transformer of FLUX.2 more channels per image token and per text token.
 
-    The weights of the layers that read or write these channels are repeated along the channels.
+    Along the channels, repeat the weights of the layers that read or write them.
     """
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | sizes))
     path = folder / "diffusion_pytorch_model.safetensors"
     weights = tc.load_file(path)
-    channels, text = sizes["in_channels"], sizes["joint_attention_dim"]
-    for name, dim, size in (("x_embedder", 1, channels), ("proj_out", 0, channels),
-                            ("context_embedder", 1, text)):  # fmt: skip
+    image_width, text_width = sizes["in_channels"], sizes["joint_attention_dim"]
+    for name, dim, size in (("x_embedder", 1, image_width), ("proj_out", 0, image_width),
+                            ("context_embedder", 1, text_width)):  # fmt: skip
         weight = weights[f"{name}.weight"]
         weights[f"{name}.weight"] = tc.cat([weight, weight], dim).narrow(dim, 0, size).contiguous()
     tc.save_file(weights, path)
@@ -191,20 +202,20 @@ def widen(folder: Path, sizes: dict[str, int]) -> None:
 
 @pytest.fixture(scope="session")
 def flux2_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny pipeline of FLUX.2 klein."""
+    """Write a tiny pipeline of FLUX.2-klein; return its folder."""
     folder = tmp_path_factory.mktemp("flux2 model") / "klein-base"
     scheduler = {"use_dynamic_shifting": True, "shift": 3.0}
     write_pipeline(folder, "flux2", "Flux2KleinPipeline", scheduler, {}, "flux2")
     widen(folder / "transformer", {"in_channels": 128, "joint_attention_dim": 48})
     write_chat_tokenizer(folder / "tokenizer")
-    # FLUX.2 reads the hidden states after blocks 9, 18 and 27 of the text encoder.
-    write_qwen3(folder / "text_encoder", 16, 28)
+    # FLUX.2 reads the hidden states after the blocks 9, 18 and 27, each 16 wide: 48 features.
+    write_qwen3(folder / "text_encoder", width=16, layers=28)
     return folder
 
 
 @pytest.fixture(scope="session")
 def qwen_image_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny pipeline of Qwen-Image."""
+    """Write a tiny pipeline of Qwen-Image; return its folder."""
     folder = tmp_path_factory.mktemp("qwen model") / "base"
     scheduler = SCHEDULER_OF_FLUX | {
         "max_shift": 0.9, "max_image_seq_len": 8192, "shift_terminal": 0.02,

@@ -1,7 +1,7 @@
 """Properties that only Chroma has.
 
-Chroma has one text encoder. Its transformer reads one padding token per caption. Its files resemble
-Flux's.
+The transformer reads one padding token after each caption. Files of Chroma resemble those of Flux.
+The checkpoint Chroma1-Flash is distilled.
 """
 
 import shutil
@@ -21,16 +21,17 @@ from trainable_candle.train.trainer import Inputs
 def test_files_of_chroma_and_of_flux_are_distinguished(
     chroma_base: Path, flux_base: Path, tmp_path: Path
 ) -> None:
-    """A file is recognized by the names of its tensors: original names or those of diffusers."""
+    """Each is rejected as the other, by the names of its tensors: original ones or diffusers'."""
     classes = {"flux": tc.models.FluxTransformer, "chroma": tc.models.ChromaTransformer}
     for base, other, title in ((chroma_base, "flux", "Chroma"), (flux_base, "chroma", "Flux")):
         original = tmp_path / f"{other}.safetensors"
         tc.models.save_checkpoint(original, {"transformer": tc.models.load(base / "transformer")})
-        (own,) = (base / "transformer").glob("*.safetensors")
-        bare = tmp_path / other / own.name
-        bare.parent.mkdir()
-        shutil.copy(own, bare)
-        for file in (original, bare):
+        # A file with diffusers' names, in a folder without a configuration.
+        (stored,) = (base / "transformer").glob("*.safetensors")
+        diffusers = tmp_path / other / stored.name
+        diffusers.parent.mkdir()
+        shutil.copy(stored, diffusers)
+        for file in (original, diffusers):
             with pytest.raises(WeightsFormatError, match="it has no transformer"):
                 families.load(other, file, "f32", "cpu")
             with pytest.raises(WeightsFormatError, match=f"the file is .* {title}"):
@@ -44,30 +45,33 @@ def test_captions_of_a_batch_do_not_affect_each_other(chroma_base: Path) -> None
     together = family.features(captions)
     assert together["encoder_hidden_states"].shape[1] == max(map(family.text_length, captions))
     times = tc.tensor(np.array([300.0], np.float32))
-    sample = tc.randn(3, 16, 4, 6)
+    latents = tc.randn(3, 16, 4, 6)
     expected = [
-        family.predict(sample[i : i + 1], times, family.features([caption])).numpy()
+        family.predict(latents[i : i + 1], times, family.features([caption])).numpy()
         for i, caption in enumerate(captions)
     ]
-    found = family.predict(sample, tc.cat([times] * 3), together).numpy()
+    found = family.predict(latents, tc.cat([times] * 3), together).numpy()
     np.testing.assert_allclose(found, np.concatenate(expected), rtol=1e-4, atol=1e-5)
 
 
-def test_drawing_needs_no_mask(chroma_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt and a negative prompt of different lengths go through the model separately."""
+def test_prompts_of_different_lengths_are_not_padded(
+    chroma_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model runs on the negative prompt and on the prompt separately, so it needs no mask."""
     task = families.load("chroma", chroma_base, "f32", "cpu")
-    found = []
+    shapes = []
     predict = task.family.predict
 
-    def counted(sample: tc.Tensor, times: tc.Tensor, conditions: Inputs) -> tc.Tensor:
-        found.append((sample.shape[0], conditions["encoder_hidden_states"].shape[1]))
+    def record_shapes(sample: tc.Tensor, times: tc.Tensor, conditions: Inputs) -> tc.Tensor:
+        shapes.append((sample.shape[0], conditions["encoder_hidden_states"].shape[1]))
         return predict(sample, times, conditions)
 
-    monkeypatch.setattr(task.family, "predict", counted)
+    monkeypatch.setattr(task.family, "predict", record_shapes)
     task.draw(["a red blur"], SampleOptions(steps=2, size=(16, 16), guidance=2.0))
+    # The batch size and the number of text tokens. The empty prompt has two tokens.
     negative, positive = (1, 2), (1, task.family.text_length("a red blur"))
     assert positive[1] > 2
-    assert found == [negative, positive] * 2
+    assert shapes == [negative, positive] * 2
 
 
 def test_chroma_flash_is_recognized_by_its_name(chroma_base: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Families of flow models: from the folder of a pipeline to an adapter, and back to images."""
+"""Families of flow models: training on a pipeline, the adapter's files, and drawing with them."""
 
 import shutil
 from collections.abc import Callable
@@ -21,11 +21,13 @@ from trainable_candle.train.logs import read_json_log
 
 @pytest.fixture(params=["sd3", "flux", "chroma", "zimage", "flux2", "qwen-image"])
 def name(request: pytest.FixtureRequest) -> str:
+    """Return the name of a family."""
     return request.param
 
 
 @pytest.fixture
 def base(name: str, request: pytest.FixtureRequest) -> Path:
+    """Return the folder of the family's tiny pipeline."""
     return request.getfixturevalue(f"{name.replace('-', '_')}_base")
 
 
@@ -33,6 +35,8 @@ def base(name: str, request: pytest.FixtureRequest) -> Path:
 def configure(
     name: str, base: Path, sdxl_folder: Path, tmp_path: Path
 ) -> Callable[..., TrainConfig]:
+    """Return a function that makes a configuration; its arguments replace small defaults."""
+
     def configure(**given: Any) -> TrainConfig:
         settings = {
             "resolution": 32, "max_side": 48, "cache": "memory", "rank": 4, "device": "cpu",
@@ -52,11 +56,12 @@ def test_a_run_trains_on_images_and_writes_an_adapter(
     )  # fmt: skip
     result = train_adapter(config)
     assert result.completed
-    names = tc.load_file(result.adapter_path)
-    assert all(key.startswith("transformer.") for key in names)
-    assert {key.rpartition(".lora_")[2] for key in names} == {"A.weight", "B.weight"}
-    # Every adapted layer has learned, and ComfyUI can apply the adapter.
+    tensors = tc.load_file(result.adapter_path)
+    assert all(key.startswith("transformer.") for key in tensors)
+    assert {key.rpartition(".lora_")[2] for key in tensors} == {"A.weight", "B.weight"}
+    # Every adapted layer has changed, and ComfyUI can apply the adapter.
     assert tc.verify_adapter(result.adapter_path, name, base).good
+    # One image before the first step, and one after the third.
     assert len(list((tmp_path / "out" / "samples").glob("*.png"))) == 2
     task = families.load(name, base, "f32", "cpu")
     before = task.draw(["a blur"], SampleOptions(steps=2, size=(32, 16)))
@@ -68,7 +73,7 @@ def test_a_run_trains_on_images_and_writes_an_adapter(
 def test_captions_are_encoded_once_and_then_the_encoders_are_freed(
     name: str, base: Path, configure: Callable[..., TrainConfig]
 ) -> None:
-    """The cached features, also those of the empty caption, are those that the encoders make."""
+    """The cached features are those that the encoders compute, also for the empty caption."""
     config = configure(caption_dropout=0.5)
     task = families.load(name, base, "f32", "cpu", config)
     assert isinstance(task, LatentTask)
@@ -79,42 +84,46 @@ def test_captions_are_encoded_once_and_then_the_encoders_are_freed(
     assert "" in captions
     cached, live = texts.inputs(captions), family.features(captions)
     assert cached.keys() == live.keys() == prompts["a dog"].keys()
-    # The transformers do not read the hidden states after the text's length.
-    whole = [live["encoder_hidden_states"].shape[1]] * len(captions)
-    lengths = live["lengths"].numpy().astype(int) if "lengths" in live else whole
+    # A transformer does not read the hidden states after the length of a text. Without lengths, it
+    # reads them all.
+    all_tokens = [live["encoder_hidden_states"].shape[1]] * len(captions)
+    lengths = live["lengths"].numpy().astype(int) if "lengths" in live else all_tokens
     for key, tensor in live.items():
-        rows = zip(cached[key].numpy(), tensor.numpy(), lengths, strict=True)
-        for found, expected, length in rows:
+        by_caption = zip(cached[key].numpy(), tensor.numpy(), lengths, strict=True)
+        for found, expected, length in by_caption:
             read = length if key == "encoder_hidden_states" else None
             np.testing.assert_allclose(
                 np.atleast_1d(found)[:read], np.atleast_1d(expected)[:read], atol=1e-5, err_msg=key
             )
 
 
-def test_captions_that_are_too_long_give_a_note(
+def test_captions_that_are_too_long_give_a_note_until_they_are_cached(
     name: str, base: Path, configure: Callable[..., TrainConfig], sdxl_folder: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "images"
     shutil.copytree(sdxl_folder, folder, ignore=shutil.ignore_patterns(".*"))
     (folder / "0.txt").write_text("a red blur " * 500)
     config = configure(cache="disk", cache_dir=str(tmp_path / "cache")).with_(dataset=str(folder))
-    found = []
+    notes = []
     for _ in range(2):
         task = families.load(name, base, "f32", "cpu", config)
         assert isinstance(task, LatentTask)
         lines: list[str] = []
         prepare_texts(task.family, task.read(lambda _: None), [], lines.append, ALONE)
-        found.append([line for line in lines if "note" in line])
-    assert len(found[0]) == 1
-    assert "do not read the end of 1 caption, " in found[0][0]
-    assert "a red blur a red" in found[0][0]
-    assert found[1] == []
+        notes.append([line for line in lines if "note" in line])
+    assert len(notes[0]) == 1
+    assert "do not read the end of 1 caption, " in notes[0][0]
+    assert "a red blur a red" in notes[0][0]
+    # The second time, all captions are in the cache.
+    assert notes[1] == []
 
 
-def test_a_model_without_a_resolution_takes_that_of_its_family(name: str, base: Path) -> None:
-    found = tc.inspect(base)
-    assert found.resolution == (1024 if name != "sd3" else found.resolution)
-    assert found.resolution
+def test_every_model_has_a_resolution(name: str, base: Path) -> None:
+    resolution = tc.inspect(base).resolution
+    if name == "sd3":  # Its transformer has a resolution.
+        assert resolution
+    else:
+        assert resolution == 1024
 
 
 @pytest.mark.parametrize("adapter", ["lora", "dora", "loha", "lokr", "oft"])
@@ -123,7 +132,7 @@ def test_a_merged_model_draws_as_with_the_adapter(
 ) -> None:
     given: dict[str, Any] = {} if adapter in {"lora", "dora"} else {"format": "peft"}
     if adapter == "oft":
-        given["rank"] = TrainConfig.rank
+        given["rank"] = TrainConfig.rank  # OFT accepts only the default.
     result = train_adapter(
         configure(steps=2, learning_rate=1e-2, adapter=adapter, max_grad_norm=0.0, **given)
     )
@@ -142,8 +151,8 @@ def test_a_merged_model_draws_as_with_the_adapter(
             drawn = merged.draw(["a blur"], options).astype(int)
             assert np.abs(drawn - adapted).max() <= 1
         else:
-            # The merged file has no tokenizers. The package's tokenizers have more tokens than the
-            # tiny text encoders, so a model loaded from this file cannot sample images.
+            # A single file has no tokenizers, so the package's own would be used. They have more
+            # tokens than the tiny text encoders, so this test does not draw with the file.
             assert tc.inspect(output, name).parts.keys() == tc.inspect(base, name).parts.keys()
 
 
@@ -151,19 +160,19 @@ def test_an_interrupted_run_continues_bit_for_bit(
     configure: Callable[..., TrainConfig], tmp_path: Path
 ) -> None:
     settings = {"steps": 4, "batch_size": 2, "caption_dropout": 0.5, "ema_decay": 0.5}
-    whole = train_adapter(configure(**settings, output=str(tmp_path / "whole"), save_every=2))
-    (tmp_path / "part").mkdir()
-    first = configure(**settings, output=str(tmp_path / "part"), save_every=2)
-    train_adapter(first.with_(steps=2))
-    again = train_adapter(first.with_(resume="latest"))
-    expected, found = (tc.load_file(run.adapter_path) for run in (whole, again))
+    full = train_adapter(configure(**settings, output=str(tmp_path / "full"), save_every=2))
+    (tmp_path / "parts").mkdir()
+    in_parts = configure(**settings, output=str(tmp_path / "parts"), save_every=2)
+    train_adapter(in_parts.with_(steps=2))
+    resumed = train_adapter(in_parts.with_(resume="latest"))
+    expected, found = (tc.load_file(run.adapter_path) for run in (full, resumed))
     assert expected.keys() == found.keys()
     for key, tensor in expected.items():
         np.testing.assert_array_equal(found[key].numpy(), tensor.numpy(), err_msg=key)
 
 
 @pytest.mark.parametrize("format", ["kohya", "comfyui"])
-def test_other_formats_hold_the_same_adapter(
+def test_each_supported_format_holds_the_same_adapter(
     name: str, base: Path, configure: Callable[..., TrainConfig], tmp_path: Path, format: str
 ) -> None:
     if format not in families.find(name).formats:
@@ -174,21 +183,21 @@ def test_other_formats_hold_the_same_adapter(
         train_adapter(configure(steps=1, output=str(tmp_path / str(given)), format=given))
         for given in (None, format)
     ]
-    sets = []
+    parameters = []
     for run in runs:
         model = tc.models.load(base / "transformer", dtype="f32")
-        sets.append(model.load_adapter(run.adapter_path).named_parameters())
-    assert sets[0].keys() == sets[1].keys()
-    for key, var in sets[0].items():
-        np.testing.assert_allclose(sets[1][key].numpy(), var.numpy(), rtol=1e-6, err_msg=key)
+        parameters.append(model.load_adapter(run.adapter_path).named_parameters())
+    assert parameters[0].keys() == parameters[1].keys()
+    for key, var in parameters[0].items():
+        np.testing.assert_allclose(parameters[1][key].numpy(), var.numpy(), rtol=1e-6, err_msg=key)
 
 
 def test_formats_that_cannot_hold_the_adapters_are_rejected_before_training(
     name: str, configure: Callable[..., TrainConfig]
 ) -> None:
     formats = families.find(name).formats
-    # Other families join several layers of diffusers into one original layer. In Qwen-Image, each
-    # original layer is one layer in diffusers, so the errors for joined layers do not apply.
+    # In the original files of most families, one layer joins several layers of diffusers. This
+    # causes the next two errors. Qwen-Image has no such layers.
     if "kohya" in formats and name != "qwen-image":
         with pytest.raises(ConfigError, match=r"apply to all outputs.* format .comfyui"):
             train_adapter(configure(format="kohya", adapter="lokr"))
@@ -199,7 +208,7 @@ def test_formats_that_cannot_hold_the_adapters_are_rejected_before_training(
         train_adapter(configure(adapter="loha"))
 
 
-def test_settings_of_other_models_are_rejected(
+def test_settings_without_effect_and_missing_weights_are_rejected(
     name: str, configure: Callable[..., TrainConfig]
 ) -> None:
     for setting in ({"clip_skip": 1}, {"train_text_encoder": True}, {"noise_offset": 0.1}):
@@ -232,7 +241,7 @@ def test_flux_takes_the_guidance_scale_but_no_negative_prompt(
 
 
 def validation_losses(output: Path) -> list[float]:
-    """The validation losses of a run, the first before any step."""
+    """Return the validation losses of a run; the first is that before any step."""
     rows = read_json_log(output / "train.jsonl")
     return [row["validation_loss"] for row in rows if "validation_loss" in row]
 
@@ -251,16 +260,16 @@ def test_a_run_can_start_from_the_file_of_an_adapter(
     first = train_adapter(configure(**given, output=str(tmp_path / "first")))
     start = str(first.adapter_path)
     train_adapter(configure(**given, output=str(tmp_path / "second"), initial_adapter=start))
-    one, other = (validation_losses(tmp_path / name) for name in ("first", "second"))
-    assert abs(one[-1] - one[0]) > 1e-3
-    assert other[0] == pytest.approx(one[-1], rel=1e-5)
+    losses, second_losses = (validation_losses(tmp_path / run) for run in ("first", "second"))
+    assert abs(losses[-1] - losses[0]) > 1e-3
+    assert second_losses[0] == pytest.approx(losses[-1], rel=1e-5)
 
 
 @pytest.mark.parametrize("init", ["pissa", "loftq"])
-def test_runs_from_pissa_or_loftq_draw_the_same_as_their_files(
+def test_a_file_from_pissa_or_loftq_draws_as_the_run_that_wrote_it(
     name: str, base: Path, configure: Callable[..., TrainConfig], init: str
 ) -> None:
-    """PiSSA's file applies to the original base, LoftQ's to the quantized base."""
+    """A file from PiSSA applies to the original base, a file from LoftQ to the quantized base."""
     precision = {"base_precision": "nf4"} if init == "loftq" else {}
     settings = {"steps": 2, "learning_rate": 1e-2, "max_grad_norm": 0.0, "init": init, **precision}
     run = train_adapter(configure(**settings))
@@ -271,6 +280,6 @@ def test_runs_from_pissa_or_loftq_draw_the_same_as_their_files(
     assert isinstance(task, LatentTask)
     plain = task.draw(["a blur"], options).astype(int)
     task.load_adapter(run.adapter_path, 1.0)
-    loaded, trained = (t.draw(["a blur"], options).astype(int) for t in (task, run.task))
+    loaded, trained = (one.draw(["a blur"], options).astype(int) for one in (task, run.task))
     assert np.abs(loaded - plain).max() > 2
     assert np.abs(loaded - trained).max() <= 1

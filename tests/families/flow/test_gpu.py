@@ -1,4 +1,4 @@
-"""Flow models on a CUDA device against the same models on the CPU."""
+"""Flow models compute nearly the same on a CUDA device as on the CPU."""
 
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,16 @@ from trainable_candle.models import CausalLM
 from trainable_candle.run import train_adapter
 from trainable_candle.tasks.latent import SampleOptions
 from trainable_candle.train import TrainConfig
+from trainable_candle.train.logs import read_log
 
 pytestmark = pytest.mark.gpu
 
 
-def test_features_of_padding_are_near_those_of_the_cpu(gpu: str, flux2_base: Path) -> None:
+def test_hidden_states_of_padded_texts_are_near_those_of_the_cpu(
+    gpu: str, flux2_base: Path
+) -> None:
     tokens = np.arange(40) % 256
-    for words in (1, 23, 40):
+    for words in (1, 23, 40):  # The first tokens are words, the other ones padding.
         states = [
             CausalLM.from_pretrained(
                 flux2_base / "text_encoder", layers=9, dtype="f32", device=device
@@ -33,14 +36,13 @@ def test_features_of_padding_are_near_those_of_the_cpu(gpu: str, flux2_base: Pat
 def test_losses_over_a_training_adapter_are_near_those_of_the_cpu(
     gpu: str, name: str, request: pytest.FixtureRequest, sdxl_folder: Path, tmp_path: Path
 ) -> None:
-    """The losses of a run over a training adapter are near those on the CPU.
+    """Previews between the steps, which turn the training adapter off, do not change the losses.
 
-    A training adapter takes part in the steps, but previews turn it off. On the GPU, the steps are
-    recorded as CUDA graphs, and previews run between the steps.
+    On the GPU, the steps are CUDA graphs that include the training adapter.
     """
     base = request.getfixturevalue(f"{name.replace('-', '_')}_base")
 
-    def run(output: str, device: str, **given: Any) -> list[float]:
+    def losses(output: str, device: str, **given: Any) -> list[float]:
         settings = {
             "resolution": 32, "max_side": 48, "cache": "memory", "rank": 4, "precision": "f32",
             "steps": 6, "sample_prompts": ["a"], "sample_steps": 2, "sample_every": 3,
@@ -50,13 +52,11 @@ def test_losses_over_a_training_adapter_are_near_those_of_the_cpu(
             output=str(tmp_path / output), **settings,
         )  # fmt: skip
         train_adapter(config)
-        rows = (tmp_path / output / "train.csv").read_text().splitlines()
-        column = rows[0].split(",").index("loss")
-        return [float(row.split(",")[column]) for row in rows[1:]]
+        return [float(row["loss"]) for row in read_log(tmp_path / output / "train.csv")]
 
-    run("over", "cpu", steps=2, learning_rate=1e-2, max_grad_norm=0.0)
-    over = {"training_adapter": str(tmp_path / "over" / "adapter.safetensors")}
-    expected, found = run("cpu", "cpu", **over), run("gpu", gpu, **over)
+    losses("first", "cpu", steps=2, learning_rate=1e-2, max_grad_norm=0.0)
+    over = {"training_adapter": str(tmp_path / "first" / "adapter.safetensors")}
+    expected, found = losses("cpu", "cpu", **over), losses("gpu", gpu, **over)
     np.testing.assert_allclose(found, expected, rtol=2e-3)
     task = families.load(name, base, "f32", gpu)
     task.load_adapter(tmp_path / "gpu" / "adapter.safetensors", 1.0)

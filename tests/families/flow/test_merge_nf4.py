@@ -1,4 +1,4 @@
-"""`merge --to nf4` of image models: folders in bitsandbytes' format, as diffusers writes them."""
+"""`merge --to nf4` writes image models as folders in the format of bitsandbytes, for diffusers."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ import trainable_candle as tc
 from trainable_candle.cli import main
 from trainable_candle.families.pipeline.facts import DENOISERS
 
-NAMES = ("sdxl", "sd3", "flux", "chroma", "zimage", "flux2", "qwen-image")
+FAMILIES = ("sdxl", "sd3", "flux", "chroma", "zimage", "flux2", "qwen-image")
 # The values of the 16 codes of NF4.
 VALUES = np.array([
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -20,19 +20,20 @@ VALUES = np.array([
 ], np.float32)  # fmt: skip
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=FAMILIES)
 def base(request: pytest.FixtureRequest) -> tuple[str, Path]:
-    """A family and a tiny pipeline's folder."""
+    """Return the name of a family and the folder of its tiny pipeline."""
     name = request.param
     return name, request.getfixturevalue(f"{name.replace('-', '_')}_base")
 
 
 def denoiser_of(folder: Path) -> str:
+    """Return the name of the denoiser's folder in a pipeline's folder."""
     return next(name for name in DENOISERS if (folder / name).is_dir())
 
 
 def make_adapter(folder: Path, path: Path) -> Path:
-    """Write a LoRA that has an effect, for the denoiser in a pipeline's folder."""
+    """Write a LoRA with random weights for the denoiser of a pipeline; return its file."""
     model = tc.models.load(folder, subfolder=denoiser_of(folder), dtype="f32")
     adapter = model.add_adapter(tc.LoraConfig(r=2, target_modules="all-attention"))
     tc.manual_seed(3)
@@ -43,18 +44,21 @@ def make_adapter(folder: Path, path: Path) -> Path:
 
 
 def merged(name: str, weights: Path, output: Path, *flags: str) -> int:
+    """Run `merge`; return its exit status."""
     given = ["merge", "--model", name, "--weights", str(weights), "--output", str(output)]
     return main([*given, "--precision", "f32", *flags])
 
 
 def nf4(values: np.ndarray) -> np.ndarray:
-    """Values rounded to NF4 with f32 scales, in blocks of 64; the last one may be smaller."""
+    """Round values to NF4 with an f32 scale for each block of 64; the last block may be smaller."""
     flat = values.reshape(-1)
     found = np.empty_like(flat)
     middles = (VALUES[1:] + VALUES[:-1]) / 2
     for start in range(0, flat.size, 64):
         block = flat[start : start + 64]
         scale = np.abs(block).max()
+        # As in bitsandbytes, only an incomplete block is divided by its scale; the values of other
+        # blocks are multiplied by the rounded reciprocal.
         units = block * (np.float32(1) / scale) if block.size == 64 else block / scale
         found[start : start + 64] = VALUES[np.searchsorted(middles, units)] * scale
     return found.reshape(values.shape)
@@ -75,28 +79,27 @@ def test_the_folder_holds_the_rounded_merged_weights(
 
     stored = tc.load_file(next((output / part).glob("*.safetensors")))
     state = ".quant_state.bitsandbytes__nf4"
-    packed = {key.removesuffix(state) for key in stored if key.endswith(state)}
+    quantized = {key.removesuffix(state) for key in stored if key.endswith(state)}
     plain = tc.load_file(next((tmp_path / "plain" / part).glob("*.safetensors")))
     found = tc.models.load(output, subfolder=part, dtype="f32").named_tensors()
     assert found.keys() == plain.keys()
     for key, value in plain.items():
-        expected = nf4(value.numpy()) if key in packed else value.numpy()
+        expected = nf4(value.numpy()) if key in quantized else value.numpy()
         np.testing.assert_array_equal(found[key].numpy(), expected, key)
-        parts = {other for other in stored if other.startswith(f"{key}.")}
-        ends = (".absmax", ".quant_map", state) if key in packed else ()
-        assert parts == {f"{key}{end}" for end in ends}
+        beside_codes = {other for other in stored if other.startswith(f"{key}.")}
+        suffixes = (".absmax", ".quant_map", state) if key in quantized else ()
+        assert beside_codes == {f"{key}{suffix}" for suffix in suffixes}
 
-    # In NF4 are the layers that --base-precision nf4 quantizes, and also the last layer if the
-    # blocks have a layer of the same name.
-    quantized = tc.models.load(weights, subfolder=part, dtype="f32", quantize="nf4")
-    rounded = quantized.named_tensors()
+    # `merge` quantizes the layers that --base-precision nf4 quantizes. It also quantizes the last
+    # layer if the blocks have a layer of the same name.
+    rounded = tc.models.load(weights, subfolder=part, dtype="f32", quantize="nf4").named_tensors()
     before = tc.models.load(weights, subfolder=part, dtype="f32").named_tensors()
     changed = {k for k, v in rounded.items() if not np.array_equal(v.numpy(), before[k].numpy())}
-    more = {"proj_out.weight"} if name in {"flux", "chroma"} else set()
-    assert packed == changed | more
-    assert len(packed) > len(more)
+    last = {"proj_out.weight"} if name in {"flux", "chroma"} else set()
+    assert quantized == changed | last
+    assert len(quantized) > len(last)
 
-    # Loaded in NF4, the codes are those of the file: nothing is rounded twice.
+    # A model loaded in NF4 has the codes of the file: nothing is rounded twice.
     again = tc.models.load(output, subfolder=part, dtype="f32", quantize="nf4").named_tensors()
     for key, tensor in found.items():
         np.testing.assert_array_equal(again[key].numpy(), tensor.numpy(), key)
@@ -107,13 +110,13 @@ def test_the_folder_holds_the_rounded_merged_weights(
 def test_the_configuration_names_the_layers_that_are_not_quantized(
     base: tuple[str, Path], tmp_path: Path
 ) -> None:
-    """diffusers quantizes every linear layer whose name is not in this list."""
+    """diffusers quantizes every linear layer that `llm_int8_skip_modules` does not name."""
     name, weights = base
     part = denoiser_of(weights)
     assert merged(name, weights, tmp_path / "nf4", "--to", "nf4") == 0
     config = json.loads((tmp_path / "nf4" / part / "config.json").read_text())
     found = config.pop("quantization_config")
-    assert found.pop("llm_int8_skip_modules") == sorted(found_skips(tmp_path / "nf4" / part))
+    assert found.pop("llm_int8_skip_modules") == sorted(unquantized_layers(tmp_path / "nf4" / part))
     assert found == {
         "quant_method": "bitsandbytes",
         "load_in_4bit": True,
@@ -128,13 +131,13 @@ def test_the_configuration_names_the_layers_that_are_not_quantized(
     assert config == json.loads((tmp_path / "plain" / "config.json").read_text())
 
 
-def found_skips(folder: Path) -> set[str]:
-    """The layers in a folder whose weights are matrices that are not quantized."""
+def unquantized_layers(folder: Path) -> set[str]:
+    """Return the names of the layers in a folder whose weights are matrices without codes."""
     stored = tc.load_file(next(folder.glob("*.safetensors")))
     return {
         key.removesuffix(".weight")
         for key, tensor in stored.items()
-        if key.endswith(".weight") and tensor.ndim == 2 and str(tensor.dtype) != "u8"
+        if key.endswith(".weight") and tensor.ndim == 2 and str(tensor.dtype) != "u8"  # Codes.
     }
 
 
@@ -144,25 +147,26 @@ def test_the_losses_before_and_after_rounding_are_reported(
     sdxl_folder: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The loss after rounding differs from the loss before by less than 20 %."""
+    """Rounding changes the loss, but by less than 20 %."""
     name, weights = base
     adapter = make_adapter(weights, tmp_path / "adapter.safetensors")
     data = ("--dataset", str(sdxl_folder), "--resolution", "32", "--max-side", "48")
     flags = ("--adapter", str(adapter), "--to", "nf4", *data)
     assert merged(name, weights, tmp_path / "nf4", *flags) == 0
-    told = capsys.readouterr().out.partition("loss: ")[2].partition("\n")[0]
-    assert told.startswith("adapter not merged ")
-    assert "merged and quantized" in told
-    apart, after = (float(part.split()[-1]) for part in told.split(","))
-    assert after != apart
-    assert abs(after - apart) < 0.2 * apart
+    line = capsys.readouterr().out.partition("loss: ")[2].partition("\n")[0]
+    assert line.startswith("adapter not merged ")
+    assert "merged and quantized" in line
+    before, after = (float(part.split()[-1]) for part in line.split(","))
+    assert after != before
+    assert abs(after - before) < 0.2 * before
 
 
-def test_impossible_models_and_outputs_are_errors_before_anything_is_loaded(
+def test_a_base_in_one_file_and_wrong_outputs_are_errors_before_loading(
     flux_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "transformer.safetensors"
     tc.models.save_checkpoint(file, {"transformer": tc.models.load(flux_base / "transformer")})
+    # The data set is missing. Reading it would raise another error.
     given = ("--to", "nf4", "--dataset", str(tmp_path / "missing"))
     parts = ("--vae", str(flux_base / "vae"))
     parts += ("--text-encoder", str(flux_base / "text_encoder"))
@@ -196,6 +200,7 @@ def test_save_pretrained_rejects_what_cannot_be_quantized(flux_base: Path, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+# The class of each family's denoiser in diffusers.
 CLASSES = {
     "sdxl": "UNet2DConditionModel",
     "sd3": "SD3Transformer2DModel",
@@ -207,9 +212,9 @@ CLASSES = {
 }
 
 
-# diffusers' own code for Chroma takes a deprecated name.
+# The code of diffusers for Chroma uses a deprecated name.
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_diffusers_loads_the_folder(
+def test_diffusers_loads_the_same_weights(
     base: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch = pytest.importorskip("torch")
@@ -217,7 +222,7 @@ def test_diffusers_loads_the_folder(
     functional = pytest.importorskip("bitsandbytes").functional
     pytest.importorskip("accelerate")
     quantizers = pytest.importorskip("diffusers.quantizers.bitsandbytes")
-    # diffusers asks for a GPU, but bitsandbytes dequantizes on the CPU too.
+    # diffusers requires a GPU for bitsandbytes, although bitsandbytes also dequantizes on the CPU.
     quantizer = quantizers.BnB4BitDiffusersQuantizer
     monkeypatch.setattr(quantizer, "validate_environment", lambda *_, **__: None)
     name, weights = base
@@ -227,14 +232,14 @@ def test_diffusers_loads_the_folder(
     model = getattr(diffusers, CLASSES[name]).from_pretrained(
         tmp_path / "nf4", subfolder=part, device_map={"": "cpu"}, torch_dtype=torch.float32
     )
-    packed = 0
+    quantized = 0
     for key, value in model.named_parameters():
         state = getattr(value, "quant_state", None)
         if state is not None:
-            packed += 1
+            quantized += 1
             value = functional.dequantize_4bit(value.data, state)  # noqa: PLW2901
         np.testing.assert_array_equal(value.detach().float().numpy(), ours[key].numpy(), key)
-    assert packed > 0
+    assert quantized > 0
 
 
 def test_notes_depend_on_the_stored_format_of_the_base(
@@ -246,13 +251,13 @@ def test_notes_depend_on_the_stored_format_of_the_base(
     flags = ("--adapter", str(trained))
     assert merged("flux", flux_base, tmp_path / "1", *flags) == 0
     assert "over a base in nf4, but here the base is in its own" in capsys.readouterr().out
-    # The values of a dequantized file are those over which the adapter was trained.
+    # The dequantized values of an NF4 folder are those over which the adapter was trained.
     assert merged("flux", flux_base, tmp_path / "nf4", "--to", "nf4") == 0
     assert merged("flux", tmp_path / "nf4", tmp_path / "2", *flags) == 0
     found = capsys.readouterr().out
     assert "over a base" not in found
     assert "note: the base was dequantized from nf4" in found
-    # The format of a text encoder says nothing of the base.
+    # The format of a text encoder does not count.
     part = tmp_path / "2" / "text_encoder_2"
     tc.models.load(part).save_pretrained(part, quantize="nf4")
     assert tc.inspect(tmp_path / "2", "flux").parts["text_encoder_2"].stored_format == "nf4"
