@@ -22,6 +22,7 @@ def test_jobs_are_done_in_order() -> None:
         writer.submit(partial(done.append, number))
     writer.wait()
     assert done == list(range(50))
+    # The thread ended with the queue; another job starts a new one.
     assert "test" not in [thread.name for thread in threading.enumerate() if thread.is_alive()]
     writer.submit(partial(done.append, 50))
     writer.wait()
@@ -46,8 +47,8 @@ def test_no_job_is_done_after_a_failure_until_its_error_is_raised() -> None:
     assert done == ["next"]
 
 
-@pytest.mark.parametrize("way", ["check", "submit"])
-def test_a_failure_is_raised_once(way: str) -> None:
+@pytest.mark.parametrize("method", ["check", "submit"])
+def test_a_failure_is_raised_once(method: str) -> None:
     writer = BackgroundWriter("test", most=1)
     failed = threading.Event()
 
@@ -60,39 +61,39 @@ def test_a_failure_is_raised_once(way: str) -> None:
     writer.submit(job)
     failed.wait()
 
-    def look() -> None:
+    def use_until_it_raises() -> None:
         while True:  # the writer may store the error some time after `failed` is set
-            writer.check() if way == "check" else writer.submit(lambda: None)
+            writer.check() if method == "check" else writer.submit(lambda: None)
 
     with pytest.raises(OSError, match="No space left"):
-        look()
+        use_until_it_raises()
     writer.check()
     writer.wait()
 
 
 def test_submit_waits_while_the_queue_is_full() -> None:
-    gate, third = threading.Event(), threading.Event()
+    gate, third_is_queued = threading.Event(), threading.Event()
     writer = BackgroundWriter("test", most=1)
     running = threading.Event()
 
-    def first() -> None:
+    def run_until_gate() -> None:
         running.set()
         gate.wait()
 
-    def more() -> None:
+    def submit_third() -> None:
         writer.submit(lambda: None)
-        third.set()
+        third_is_queued.set()
 
-    writer.submit(first)
+    writer.submit(run_until_gate)
     running.wait()
     writer.submit(lambda: None)
-    thread = threading.Thread(target=more)
+    thread = threading.Thread(target=submit_third)
     thread.start()
-    assert not third.is_set()
+    assert not third_is_queued.is_set()
     gate.set()
     thread.join()
     writer.wait()
-    assert third.is_set()
+    assert third_is_queued.is_set()
 
 
 def test_the_interpreter_waits_for_jobs_at_exit(tmp_path: Path) -> None:
@@ -103,11 +104,11 @@ from trainable_candle.background import BackgroundWriter
 
 def job():
     time.sleep(0.3)
-    Path({str(tmp_path / "done")!r}).write_text("whole")
+    Path({str(tmp_path / "done")!r}).write_text("complete")
 
 BackgroundWriter("test").submit(job)
 raise SystemExit(3)
 """
     run = subprocess.run([sys.executable, "-c", code], check=False)
     assert run.returncode == 3
-    assert (tmp_path / "done").read_text() == "whole"
+    assert (tmp_path / "done").read_text() == "complete"

@@ -1,4 +1,4 @@
-"""Direct preference optimization: the loss of packed pairs equals its definition."""
+"""Direct preference optimization (DPO): loss, gradient, rows in every form, and errors."""
 
 import json
 from pathlib import Path
@@ -19,6 +19,7 @@ from trainable_candle.tasks.text.preferences import PreparedPreferences
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "llm" / "llama"
 BETA = 0.3
+# Each rejected answer repeats its word once more than the one before, so that lengths differ.
 ROWS = [
     {"prompt": f"name {word}", "chosen": word.upper(), "rejected": word[::-1] * n}
     for n, word in enumerate(("one", "two", "three", "seven", "eleven"), 1)
@@ -42,6 +43,7 @@ def weights(tmp_path: Path) -> Path:
 
 
 def config_of(weights: Path, rows: list[dict[str, Any]], **settings: Any) -> TrainConfig:
+    """Write `rows` to a data set, and return the settings of a DPO run on it."""
     dataset = weights.parent / "pairs.jsonl"
     dataset.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = {"model": "causal-lm", "weights": str(weights), "dataset": str(dataset),
@@ -54,7 +56,7 @@ def config_of(weights: Path, rows: list[dict[str, Any]], **settings: Any) -> Tra
 def prepared(
     config: TrainConfig,
 ) -> tuple[TextTask, TextDataset, PreparedPreferences, dict[str, tc.Var]]:
-    """The task, its data before and after encoding, and the parameters of a random adapter."""
+    """Return the task, the tokenized and the prepared pairs, and a random adapter's parameters."""
     task = CausalLM(Path(config.weights), "f32", "cpu", config).task()
     split = task.read(lambda _: None)
     tc.manual_seed(3)
@@ -67,7 +69,7 @@ def prepared(
 
 
 def log_prob(task: TextTask, tokens: Tokens) -> float:
-    """The summed log-probability of one text's learnt tokens; the text is not packed."""
+    """Sum the log-probabilities of a text's tokens to learn; no other text is in its row."""
     logits = task.family.model(tc.tensor(tokens.ids[None]))[0].numpy().astype(np.float64)  # type: ignore[operator]
     logits -= np.log(np.exp(logits).sum(1, keepdims=True))
     places = np.flatnonzero(tokens.learnt)
@@ -75,7 +77,7 @@ def log_prob(task: TextTask, tokens: Tokens) -> float:
 
 
 def by_definition(task: TextTask, pairs: list[Pair]) -> np.ndarray:
-    """The loss of each pair by equation 7 of the DPO paper (arXiv:2305.18290)."""
+    """Return the loss of each pair by equation 7 of the DPO paper (arXiv:2305.18290)."""
     tuned = [[log_prob(task, p.chosen), log_prob(task, p.rejected)] for p in pairs]
     with task.without_adapter():
         base = [[log_prob(task, p.chosen), log_prob(task, p.rejected)] for p in pairs]
@@ -83,63 +85,66 @@ def by_definition(task: TextTask, pairs: list[Pair]) -> np.ndarray:
     return np.log1p(np.exp(-BETA * (gains[:, 0] - gains[:, 1])))
 
 
-def test_the_loss_is_that_of_the_definition(weights: Path) -> None:
+def test_the_loss_of_packed_pairs_equals_its_definition(weights: Path) -> None:
     task, dataset, data, _ = prepared(config_of(weights, ROWS))
     expected = by_definition(task, dataset.examples)  # type: ignore[arg-type]
     assert data.validation_loss() == pytest.approx(expected.mean(), abs=1e-5)
-    batch = data.batches(1).batch(0)
-    assert data.weight(batch) < len(ROWS)
-    whole = in_order(dataset.examples, 64, 10)
-    assert len(whole) == 1
-    assert data.weight(whole[0]) == len(ROWS)
-    assert float(data.loss(data.inputs(whole[0])).item()) == pytest.approx(
+    one_row = data.batches(1).batch(0)
+    assert data.weight(one_row) < len(ROWS)
+    batches = in_order(dataset.examples, sequence_length=64, batch_size=10)
+    assert len(batches) == 1
+    assert data.weight(batches[0]) == len(ROWS)
+    assert float(data.loss(data.inputs(batches[0])).item()) == pytest.approx(
         expected.mean(), abs=1e-5
     )
 
 
-def test_the_gradient_is_that_of_the_definition(weights: Path) -> None:
+def test_the_gradient_equals_the_slope_of_the_defined_loss(weights: Path) -> None:
     """The gradient of one LoRA factor B, at random values of B and at B = 0.
 
-    The element of B with the largest gradient is compared with a central difference of the loss by
-    definition.
+    For the element of B with the largest gradient, compare the gradient with a central difference
+    of `by_definition`.
     """
     task, dataset, data, named = prepared(config_of(weights, ROWS[:3]))
     name = next(name for name in named if "lora_B" in name or "up" in name)
     var = named[name]
-    inputs = data.inputs(in_order(dataset.examples, 64, 10)[0])
-    for start in (var.detach().numpy().copy(), np.zeros(var.shape, np.float32)):
-        var.set(tc.tensor(start))
-        for other in named.values():
-            other.zero_grad()
+    inputs = data.inputs(in_order(dataset.examples, sequence_length=64, batch_size=10)[0])
+    for values in (var.detach().numpy().copy(), np.zeros(var.shape, np.float32)):
+        var.set(tc.tensor(values))
+        for parameter in named.values():
+            parameter.zero_grad()
         data.loss(inputs).backward()
         grad = var.grad
         assert grad is not None
-        step = np.zeros_like(start)
-        place = np.unravel_index(np.abs(grad.numpy()).argmax(), start.shape)
-        step[place] = 1e-2
+        change = np.zeros_like(values)
+        largest = np.unravel_index(np.abs(grad.numpy()).argmax(), values.shape)
+        change[largest] = 1e-2
         losses = []
         for sign in (1, -1):
-            var.set(tc.tensor(start + sign * step))
+            var.set(tc.tensor(values + sign * change))
             losses.append(by_definition(task, dataset.examples).mean())  # type: ignore[arg-type]
         slope = (losses[0] - losses[1]) / 2e-2
         assert abs(slope) > 1e-5
-        assert grad.numpy()[place] == pytest.approx(slope, rel=2e-2)
+        assert grad.numpy()[largest] == pytest.approx(slope, rel=2e-2)
 
 
-def test_a_run_learns_what_is_preferred(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_learns_to_prefer_the_chosen_answers(
+    weights: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = config_of(
         weights, ROWS, steps=12, learning_rate=5e-3, validation_dataset="", validate_every=12
     )
     config = config.with_(validation_dataset=config.dataset)
     train_adapter(config, progress=False)
-    told = capsys.readouterr().out
-    losses = [float(line.split()[2].rstrip(",")) for line in told.splitlines() if "chosen" in line]
+    log = capsys.readouterr().out
+    # The lines read `validation: loss 0.6931, chosen preferred ...`.
+    losses = [float(line.split()[2].rstrip(",")) for line in log.splitlines() if "chosen" in line]
     assert losses[0] == pytest.approx(np.log(2), abs=1e-4)
     assert losses[-1] < 0.5
-    assert "chosen preferred 100%" in told
+    assert "chosen preferred 100%" in log
 
 
-def test_pairs_in_every_form_have_the_same_tokens(weights: Path) -> None:
+def test_a_pair_has_the_same_tokens_in_every_form(weights: Path) -> None:
     asked, good, bad = ({"role": r, "content": c} for r, c in
                         (("user", "a"), ("assistant", "b"), ("assistant", "c")))  # fmt: skip
     rows: list[dict[str, Any]] = [
@@ -168,6 +173,7 @@ def test_the_longer_answer_of_a_long_pair_is_truncated(weights: Path) -> None:
     _, data, *_ = prepared(config_of(weights, [row, *ROWS]))
     pair = data.examples[0]
     assert isinstance(pair, Pair)
+    # The rejected answer has 12 tokens: the prompt, ten letters and the end token.
     assert (len(pair.chosen), len(pair.rejected)) == (64 - 12, 12)
     assert data.counts.truncated == 1
 
@@ -184,6 +190,12 @@ def test_the_longer_answer_of_a_long_pair_is_truncated(weights: Path) -> None:
         ([{"text": "a"}], {}, DatasetError, "has no `chosen` and `rejected`"),
         (ROWS, {"initial_adapter": "a"}, ConfigError, "merge initial_adapter into the weights"),
         (ROWS, {"train_on": "all"}, ConfigError, "--objective sft"),
+    ],
+    ids=[
+        "pairs without dpo",
+        "texts with dpo",
+        "initial adapter",
+        "train on all",
     ],
 )
 def test_rows_and_settings_that_do_not_fit_are_rejected(

@@ -1,4 +1,4 @@
-"""Predicted times of steps are close to measured ones, and each term lengthens a prediction."""
+"""Predicted times of steps are close to measured ones, and more work lengthens a prediction."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from .measured_runs import (
     facts_of,
 )  # fmt: skip
 
+BF16_BYTES = 2
 # Model, targets, sizes of the input, settings, and the measured milliseconds of a step on one H200
 # in bf16 at rank 16. docs/benchmarks.md has the commands and dates of the measurements.
 MEASURED = [
@@ -61,14 +62,15 @@ MEASURED = [
 def work(
     folder: Path, model: str, targets: list[str], sizes: dict[str, int], changes: dict[str, Any]
 ) -> Work:
+    """Return the work of a step with adapters on `targets` and the settings `changes`."""
     config = TrainConfig(device="cuda", precision="bf16", **changes)
     return work_of(
-        facts_of(folder, model), tc.LoraConfig(target_modules=targets), config, 2, **sizes
+        facts_of(folder, model), tc.LoraConfig(target_modules=targets), config, BF16_BYTES, **sizes
     )
 
 
 @pytest.mark.parametrize(("model", "targets", "sizes", "changes", "measured"), MEASURED, ids=str)
-def test_steps_are_predicted_within_15_percent(
+def test_steps_on_an_h200_are_predicted_within_15_percent(
     tmp_path: Path,
     model: str,
     targets: list[str],
@@ -76,15 +78,15 @@ def test_steps_are_predicted_within_15_percent(
     changes: dict[str, Any],
     measured: float,
 ) -> None:
-    found = work(tmp_path, model, targets, sizes, changes)
-    assert 1e3 * seconds(found, GPUS["H200"]) == pytest.approx(measured, rel=0.15)
+    predicted = work(tmp_path, model, targets, sizes, changes)
+    assert 1e3 * seconds(predicted, GPUS["H200"]) == pytest.approx(measured, rel=0.15)
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run.step is not None], ids=str)
-def test_steps_of_runs_are_predicted_within_15_percent(tmp_path: Path, run: Run) -> None:
+def test_steps_of_runs_on_an_h100_are_predicted_within_15_percent(tmp_path: Path, run: Run) -> None:
     facts = facts_of(tmp_path, run.model)
-    found = work_of(facts, run.adapter(), run.config(), 2, **run.sizes)
-    assert 1e3 * seconds(found, GPUS["H100"]) == pytest.approx(run.step, rel=0.15)
+    predicted = work_of(facts, run.adapter(), run.config(), BF16_BYTES, **run.sizes)
+    assert 1e3 * seconds(predicted, GPUS["H100"]) == pytest.approx(run.step, rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -93,9 +95,12 @@ def test_steps_of_runs_are_predicted_within_15_percent(tmp_path: Path, run: Run)
         # Operations of the linear layers and of attention, for images of 1024 x 1024 px.
         ("Flux.1-dev", FLUX, 59.5e12, 14.9e12),
         ("SDXL", SDXL, 5.98e12, 0.78e12),
-        # Two operations for each weight and token, without the embedding, which is looked up.
+        # Linear layers: two operations for each weight and token, without the embedding, which is
+        # looked up. Attention: in each of 32 layers, four operations for each of 4096 features and
+        # each pair of tokens; a token attends to half of the 2048 tokens on average.
         ("Llama-3-8B", ROWS, 2 * 2048 * (8030261248 - 128256 * 4096), 32 * 4 * 2048 * 1024 * 4096),
     ],
+    ids=["Flux.1-dev", "SDXL", "Llama-3-8B"],
 )
 def test_operations_of_a_forward_pass_are_counted(
     tmp_path: Path, model: str, sizes: dict[str, int], layers: float, attention: float
@@ -116,10 +121,11 @@ def test_more_work_makes_a_step_longer(tmp_path: Path) -> None:
         replace(plain, kept=2 * plain.kept),
     ]
     for rates in GPUS.values():
-        assert all(seconds(other, rates) > seconds(plain, rates) for other in longer)
+        assert all(seconds(more, rates) > seconds(plain, rates) for more in longer)
     # If the copies take longer than the computation, they determine the time of a step.
-    bound = seconds(replace(plain, streamed=1e12), GPUS["RTX 4090"])
-    assert bound == pytest.approx(2e12 / 25e9, rel=0.01)
+    # Here 1e12 bytes are copied twice, at 25e9 bytes/s.
+    copying = seconds(replace(plain, streamed=1e12), GPUS["RTX 4090"])
+    assert copying == pytest.approx(2e12 / 25e9, rel=0.01)
 
 
 def test_gpus_are_found_by_the_names_that_the_driver_gives() -> None:

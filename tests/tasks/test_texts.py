@@ -1,4 +1,7 @@
-"""The loss on texts is the mean over all tokens to learn, however the texts are batched."""
+"""The loss on texts is the mean over all tokens to learn; generated text is streamed.
+
+The loss does not depend on how the texts are batched.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,12 +26,15 @@ VOCABULARY, LENGTH = 7, 12
 
 
 class Bigrams:
-    """A bigram model: row `t` of its table has the logits of the token that follows token `t`."""
+    """A bigram model: row `t` of its table has the logits of the token that follows token `t`.
+
+    The table is the model's adapter. Without it, all logits are 0.
+    """
 
     def __init__(self) -> None:
         values = np.random.default_rng(1).normal(size=(VOCABULARY, VOCABULARY))
         self.table = tc.Var(values.astype(np.float32))
-        self.enabled = True
+        self.adapter_is_on = True
 
     def hidden(
         self, input_ids: tc.Tensor, positions: tc.Tensor, cu_seqlens: tc.Tensor
@@ -40,17 +46,17 @@ class Bigrams:
     def packed_loss(
         self, input_ids: tc.Tensor, targets: tc.Tensor, positions: tc.Tensor, cu_seqlens: tc.Tensor
     ) -> tc.Tensor:
-        states = self.logits(self.hidden(input_ids, positions, cu_seqlens))
-        return cross_entropy(states, targets, reduction="sum")
+        logits = self.logits(self.hidden(input_ids, positions, cu_seqlens))
+        return cross_entropy(logits, targets, reduction="sum")
 
     def log_probs(
         self, input_ids: tc.Tensor, targets: tc.Tensor, positions: tc.Tensor, cu_seqlens: tc.Tensor
     ) -> tc.Tensor:
-        states = self.logits(self.hidden(input_ids, positions, cu_seqlens))
-        return -cross_entropy(states, targets, reduction="none")
+        logits = self.logits(self.hidden(input_ids, positions, cu_seqlens))
+        return -cross_entropy(logits, targets, reduction="none")
 
     def logits(self, hidden: tc.Tensor) -> tc.Tensor:
-        return hidden @ (self.table if self.enabled else self.table * 0.0)
+        return hidden @ (self.table if self.adapter_is_on else self.table * 0.0)
 
 
 def examples() -> list[Tokens]:
@@ -69,73 +75,76 @@ def prepared(model: Bigrams, lines: list[str] | None = None, **settings: Any) ->
 
     @contextmanager
     def without_adapter() -> Iterator[None]:
-        model.enabled = False
+        model.adapter_is_on = False
         yield
-        model.enabled = True
+        model.adapter_is_on = True
 
     report = (lines if lines is not None else []).append
     return PreparedTexts(family, dataset, without_adapter, report)  # type: ignore[arg-type]
 
 
-def mean(table: npt.NDArray[Any]) -> float:
+def mean_loss(table: npt.NDArray[Any]) -> float:
+    """Return the mean loss over the tokens to learn in all examples, by its definition."""
     losses = []
     for example in examples():
-        for before, after, counts in zip(
+        for token, following, is_learnt in zip(
             example.ids[:-1], example.ids[1:], example.learnt[1:], strict=True
         ):
-            if counts:
-                losses.append(np.log(np.exp(table[before]).sum()) - table[before][after])
+            if is_learnt:
+                losses.append(np.log(np.exp(table[token]).sum()) - table[token][following])
     return float(np.mean(losses))
 
 
-def step(batch_size: int, accumulation: int) -> tuple[npt.NDArray[np.float32], int]:
+def table_after_step(batch_size: int, accumulation: int) -> tuple[npt.NDArray[np.float32], int]:
+    """Return the table after one training step, and the number of packed rows in an epoch."""
     model = Bigrams()
     data = prepared(model)
-    rows = data.batches(batch_size)
+    batches = data.batches(batch_size)
     Trainer(
         data.loss,
         {"table": model.table},
         tc.optim.SGD([model.table], lr=1.0),
-        rows,
+        batches,
         inputs=data.inputs,
         weigh=data.weight,
         steps=1,
         gradient_accumulation=accumulation,
     ).train()
-    return model.table.detach().numpy(), rows.rows
+    return model.table.detach().numpy(), batches.rows
 
 
 def test_a_step_is_the_same_however_its_rows_are_batched() -> None:
-    _, rows = step(1, 1)
+    _, rows = table_after_step(1, 1)
     assert rows == 5
-    whole, _ = step(rows, 1)
-    single, _ = step(1, rows)
-    np.testing.assert_allclose(single, whole, rtol=1e-5, atol=1e-6)
-    # With SGD and lr 1, the step is minus the gradient. Compare three elements of it with finite
-    # differences of the mean loss over all tokens to learn.
+    in_one_batch, _ = table_after_step(rows, 1)
+    row_by_row, _ = table_after_step(1, rows)
+    np.testing.assert_allclose(row_by_row, in_one_batch, rtol=1e-5, atol=1e-6)
+    # With SGD and lr 1, the change of the table is minus the gradient. Compare three elements of
+    # the gradient with finite differences of the mean loss.
     before = Bigrams().table.detach().numpy().astype(np.float64)
     for place in [(0, 0), (3, 5), (6, 1)]:
-        other = before.copy()
-        other[place] += 1e-5
-        slope = (mean(other) - mean(before)) / 1e-5
-        assert before[place] - whole[place] == pytest.approx(slope, abs=1e-4)
+        shifted = before.copy()
+        shifted[place] += 1e-5
+        slope = (mean_loss(shifted) - mean_loss(before)) / 1e-5
+        assert before[place] - in_one_batch[place] == pytest.approx(slope, abs=1e-4)
 
 
 def test_validation_reports_the_mean_over_tokens_with_and_without_the_adapter() -> None:
     model, lines = Bigrams(), []
     data = prepared(model, lines, batch_size=2)
-    expected = mean(model.table.detach().numpy().astype(np.float64))
+    expected = mean_loss(model.table.detach().numpy().astype(np.float64))
     loss = data.validation_loss()
     assert loss == pytest.approx(expected, rel=1e-5)
     facts = data.validation_facts(loss)
     assert facts["validation_base_loss"] == pytest.approx(np.log(VOCABULARY), rel=1e-5)
     assert facts["validation_perplexity"] == pytest.approx(np.exp(expected), rel=1e-5)
     assert f"loss {loss:.4f}" in lines[0]
+    # Without the adapter, all tokens are equally likely: the perplexity is their number.
     assert f"({VOCABULARY:.2f})" in lines[0]
     assert perplexity(1e4) == float("inf")
 
 
-class Letters:
+class ByteTokenizer:
     """A tokenizer whose tokens are bytes.
 
     Like SentencePiece, it drops a space at the start of each text that it decodes.
@@ -146,13 +155,14 @@ class Letters:
 
 
 def pieces(text: str, *stop: str) -> list[str]:
-    return list(streamed(text.encode(), Letters(), stop))  # type: ignore[arg-type]
+    """Return the pieces in which `text` is streamed, with the stop texts `stop`."""
+    return list(streamed(text.encode(), ByteTokenizer(), stop))  # type: ignore[arg-type]
 
 
 def test_a_text_comes_in_whole_characters_with_its_spaces() -> None:
     assert pieces("a b\u00e9\u20ac!") == ["a", " ", "b", "\u00e9", "\u20ac", "!"]
     # An incomplete character at the end is shown as U+FFFD.
-    assert "".join(streamed("\u20ac".encode()[:2], Letters())) == "\ufffd"  # type: ignore[arg-type]
+    assert "".join(streamed("\u20ac".encode()[:2], ByteTokenizer())) == "\ufffd"  # type: ignore[arg-type]
 
 
 def test_a_text_ends_before_a_stop_text_and_shows_no_part_of_it() -> None:

@@ -1,4 +1,4 @@
-"""Images that the autoencoder encodes whole, and images that it encodes in tiles."""
+"""The autoencoder encodes images of up to 1280 x 1280 pixels whole, and larger ones in tiles."""
 
 import pytest
 

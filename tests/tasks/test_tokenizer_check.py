@@ -17,6 +17,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 WORDS = 20
 """The number of ordinary tokens. Their ids begin at 0; the ids of the other tokens follow."""
 END, TURN, ADDED = WORDS, WORDS + 1, WORDS + 2
+"""The ids of `<end>`, `<turn>` and the added token `<think>`."""
 
 
 def tokenizer() -> ChatTokenizer:
@@ -31,12 +32,13 @@ def tokenizer() -> ChatTokenizer:
 @pytest.mark.parametrize(
     ("config", "generation", "message"),
     [
-        # As in Qwen2.5: config.json has one end token, generation_config.json also has others.
+        # As in Qwen2.5: config.json has one end token, generation_config.json has it and another.
         ({"eos_token_id": END}, {"eos_token_id": [TURN, END], "bos_token_id": END}, None),
         ({"eos_token_id": ADDED, "bos_token_id": None}, {}, None),
         ({}, {}, None),
         # LlamaConfig's defaults: the maker of the model never chose them, so they are not checked.
         ({"eos_token_id": 2, "bos_token_id": 1}, {}, None),
+        # transformers has copied these defaults to generation_config.json.
         (
             {"eos_token_id": 2, "bos_token_id": 1},
             {"_from_model_config": True, "eos_token_id": 2, "bos_token_id": 1},
@@ -44,6 +46,7 @@ def tokenizer() -> ChatTokenizer:
         ),
         # If both files have an id, only that of generation_config.json counts.
         ({"eos_token_id": 5}, {"eos_token_id": END}, None),
+        # Some models have -1 for no token.
         ({"eos_token_id": -1}, {}, None),
         ({"eos_token_id": 5}, {}, r"eos_token_id in .*[/]config.json is 5, the ordinary text 'w5'"),
         ({}, {"eos_token_id": [END, 6]}, r"generation_config.json is 6, the ordinary text 'w6'"),
@@ -51,8 +54,22 @@ def tokenizer() -> ChatTokenizer:
         ({}, {"eos_token_id": 2}, r"eos_token_id in .*generation_config.json is 2"),
         ({"eos_token_id": [900, 901]}, {}, r"is 900, and the tokenizer has 23 tokens"),
     ],
+    ids=[
+        "several end tokens",
+        "added token",
+        "no ids",
+        "defaults",
+        "copied defaults",
+        "only generation_config counts",
+        "minus one",
+        "ordinary end token",
+        "ordinary second end token",
+        "ordinary start token",
+        "default id chosen in generation_config",
+        "no such tokens",
+    ],
 )
-def test_ids_of_special_tokens_show_another_tokenizer(
+def test_only_ids_of_ordinary_or_missing_tokens_are_rejected(
     tmp_path: Path, config: dict[str, Any], generation: dict[str, Any], message: str | None
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -71,7 +88,7 @@ def test_a_tokenizer_larger_than_the_embedding_is_rejected(tmp_path: Path) -> No
         check_tokenizer(tokenizer(), tmp_path, WORDS - 1)
 
 
-def test_a_run_checks_its_tokenizer_first(tmp_path: Path) -> None:
+def test_a_run_checks_its_tokenizer_before_it_writes_files(tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     shutil.copytree(GOLDEN / "llm" / "llama", weights)
     shutil.copyfile(GOLDEN / "chats" / "tokenizer.json", weights / "tokenizer.json")
@@ -90,7 +107,7 @@ def test_a_run_checks_its_tokenizer_first(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_the_default_row_is_no_longer_than_the_context() -> None:
+def test_no_row_is_longer_than_the_context() -> None:
     assert [row_length(None, context) for context in (512, 4096)] == [512, 2048]
     assert row_length(4096, 4096) == 4096
     with pytest.raises(ConfigError, match="--sequence-length is 513, and the model was made for"):

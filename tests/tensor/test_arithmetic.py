@@ -1,5 +1,6 @@
-"""Operators and elementwise functions, against numpy."""
+"""Operators and elementwise functions, compared with numpy."""
 
+import math
 import operator
 
 import numpy as np
@@ -62,6 +63,7 @@ def test_an_operator_with_a_number_keeps_the_dtype(dtype):
 
 
 def test_division_by_a_number_rounds_once():
+    # A product with the rounded reciprocal would round twice.
     a = np.random.default_rng(3).standard_normal(1000).astype(np.float32)
     np.testing.assert_array_equal((tc.tensor(a) / 3.0).numpy(), a / np.float32(3))
 
@@ -79,7 +81,7 @@ def test_operators_on_integers_equal_those_of_numpy():
 
 
 @pytest.mark.parametrize(
-    ("a", "b"),
+    ("a_shape", "b_shape"),
     [
         ((3, 4), (4, 2)),
         ((4,), (4, 2)),
@@ -91,9 +93,9 @@ def test_operators_on_integers_equal_those_of_numpy():
         ((3, 0), (0, 2)),
     ],
 )
-def test_matmul_equals_that_of_numpy(a, b):
+def test_matmul_equals_that_of_numpy(a_shape, b_shape):
     rng = np.random.default_rng(4)
-    a, b = rng.standard_normal(a), rng.standard_normal(b)
+    a, b = rng.standard_normal(a_shape), rng.standard_normal(b_shape)
     assert_close(tc.tensor(a) @ tc.tensor(b), a @ b)
     assert_close(tc.tensor(a).matmul(tc.tensor(b)), a @ b)
     assert_close(a @ tc.tensor(b), a @ b)
@@ -118,11 +120,11 @@ def test_activations_equal_their_formulas():
     assert_close(t.silu(), a * sigmoid)
     assert_close(t.relu(), np.maximum(a, 0))
     assert_close(t.neg(), -a)
-    erf = np.vectorize(__import__("math").erf)
+    erf = np.vectorize(math.erf)
     assert_close(t.gelu(), a * 0.5 * (1 + erf(a / np.sqrt(2))))
-    inner = np.sqrt(2 / np.pi) * (a + 0.044715 * a**3)
-    assert_close(t.gelu("tanh"), 0.5 * a * (1 + np.tanh(inner)))
-    assert_close(t.gelu(approximate="tanh"), 0.5 * a * (1 + np.tanh(inner)))
+    tanh_gelu = 0.5 * a * (1 + np.tanh(np.sqrt(2 / np.pi) * (a + 0.044715 * a**3)))
+    assert_close(t.gelu("tanh"), tanh_gelu)
+    assert_close(t.gelu(approximate="tanh"), tanh_gelu)
     with pytest.raises(
         tc.ArgumentError, match='gelu: approximate is "fast"; expected "none" or "tanh"'
     ):

@@ -1,4 +1,4 @@
-"""Making tensors from Python data, numpy arrays, and shapes."""
+"""Tensors are made from Python data, numpy arrays, shapes, ranges and random numbers."""
 
 import array
 
@@ -38,7 +38,7 @@ def test_dtype_and_shape_are_inferred(data, dtype, shape):
 
 
 @pytest.mark.parametrize(
-    ("source", "dtype"),
+    ("numpy_dtype", "dtype"),
     [
         ("bool", "u8"),
         ("int8", "i64"),
@@ -56,8 +56,8 @@ def test_dtype_and_shape_are_inferred(data, dtype, shape):
         (">f8", "f64"),
     ],
 )
-def test_arrays_keep_their_values(source, dtype):
-    values = np.random.default_rng(0).integers(0, 2, (3, 4)).astype(source)
+def test_arrays_keep_their_values(numpy_dtype, dtype):
+    values = np.random.default_rng(0).integers(0, 2, (3, 4)).astype(numpy_dtype)
     t = tc.tensor(values)
     assert t.dtype == dtype
     np.testing.assert_array_equal(t.numpy(), values)
@@ -76,6 +76,18 @@ def test_arrays_keep_their_values(source, dtype):
         np.asfortranarray,
         lambda a: a.reshape(2, 3, 2, 2).transpose(3, 1, 0, 2),
         lambda a: np.frombuffer(b"x" + a.tobytes(), dtype=np.uint8)[1:].view(a.dtype),
+    ],
+    ids=[
+        "transposed",
+        "reversed",
+        "every second column",
+        "slices",
+        "broadcast",
+        "one element",
+        "empty",
+        "Fortran order",
+        "permuted",
+        "unaligned",
     ],
 )
 def test_strided_and_unaligned_arrays_keep_their_values(view):
@@ -182,6 +194,7 @@ def test_integers_must_fit_their_dtype():
         tc.tensor([1, 256], dtype="u8")
     with pytest.raises(tc.ArgumentError, match="tensor: -1 is outside the range of u32"):
         tc.tensor(-1, dtype="u32")
+    # Floats are truncated towards 0 first.
     assert tc.tensor([-0.9, 255.9], dtype="u8").tolist() == [0, 255]
     assert tc.tensor([-(2.0**63)], dtype="i64").tolist() == [-(2**63)]
 
@@ -196,7 +209,7 @@ def test_floats_must_fit_an_integer_dtype(number: float, text: str, dtype: str) 
         tc.tensor([1.0, number], dtype=dtype)
 
 
-def test_filled_tensors_have_the_given_shape_and_number():
+def test_filled_tensors_have_the_given_shape_number_and_dtype():
     assert tc.zeros(2, 3).shape == (2, 3)
     assert tc.zeros((2, 3)).tolist() == [[0, 0, 0], [0, 0, 0]]
     assert tc.zeros([2]).dtype == "f32"
@@ -240,7 +253,7 @@ def test_arange_of_integers_is_exact(arguments: tuple[int, ...]) -> None:
     assert tc.arange(*arguments).tolist() == list(range(*arguments))
 
 
-def test_an_arange_that_never_ends_is_an_error():
+def test_an_arange_that_never_ends_or_exceeds_memory_is_an_error():
     with pytest.raises(tc.ArgumentError, match="arange: from 0 to 3 by 0 is not a finite range"):
         tc.arange(0, 3, 0)
     with pytest.raises(tc.ArgumentError, match="arange: from 1 to 1e300 by 1e-300 is not a"):
@@ -256,7 +269,7 @@ def test_eye_is_the_identity(sizes):
     np.testing.assert_array_equal(tc.eye(*sizes).numpy(), np.eye(*sizes, dtype=np.float32))
 
 
-def test_random_values_repeat_and_have_their_moments():
+def test_random_values_repeat_from_a_state_and_have_their_distributions():
     tc.manual_seed(3)
     state = tc.get_rng_state()
     first = [tc.randn(50_000).numpy(), tc.rand(50_000).numpy(), tc.randint(-3, 4, 1000).numpy()]

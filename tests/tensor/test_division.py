@@ -13,32 +13,33 @@ import trainable_candle as tc
 
 VALUES = [-7.5, -3.0, -1.0, -0.3, 0.0, 0.3, 1.0, 2.5, 7.0]
 DIVISORS = [-2.0, -0.7, -0.1, 0.1, 0.3, 1.0, 3.0]
-
-
 TORCH = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16", "i64": "int64",
          "u8": "uint8"}  # fmt: skip
 
 
-def rows(one: str, other: str) -> Iterator[tc.Tensor]:
-    """Values in dtype `one` and divisors in dtype `other`: every pair of VALUES and DIVISORS.
+def operands(dividend_dtype: str, divisor_dtype: str) -> Iterator[tc.Tensor]:
+    """Yield a tensor of dividends and one of divisors: every pair of VALUES and DIVISORS.
 
-    Divisors that become 0 in an integer dtype are left out. If either dtype is u8, both tensors
-    hold absolute values.
+    If the divisors have an integer dtype, those that become 0 are left out. If either dtype is u8,
+    both tensors hold absolute values.
     """
-    whole, signed = "f" not in other, "u8" not in {one, other}
-    pairs = [(a, b) for a, b in product(VALUES, DIVISORS) if int(b) or not whole]
-    for dtype, column in zip((one, other), zip(*pairs, strict=True), strict=True):
-        values = np.array(column if signed else np.abs(column))
+    dtypes = (dividend_dtype, divisor_dtype)
+    has_integer_divisors, is_signed = "f" not in divisor_dtype, "u8" not in dtypes
+    pairs = [(a, b) for a, b in product(VALUES, DIVISORS) if int(b) or not has_integer_divisors]
+    for dtype, numbers in zip(dtypes, zip(*pairs, strict=True), strict=True):
+        values = np.array(numbers if is_signed else np.abs(numbers))
         yield tc.tensor(values if "f" in dtype else values.astype(np.int64)).to(dtype)
 
 
 @pytest.mark.parametrize("function", [operator.floordiv, operator.mod])
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("dividend_dtype", "divisor_dtype"),
     [(d, d) for d in ("f64", "f32", "f16", "bf16", "i64", "u8")]
     + [("i64", "f16"), ("u8", "i64"), ("f16", "bf16"), ("f64", "i64")],
 )
-def test_results_equal_those_of_torch(function: Callable[..., Any], one: str, other: str) -> None:
+def test_results_equal_those_of_torch(
+    function: Callable[..., Any], dividend_dtype: str, divisor_dtype: str
+) -> None:
     torch = pytest.importorskip("torch")
 
     def theirs(x: tc.Tensor) -> Any:
@@ -51,17 +52,20 @@ def test_results_equal_those_of_torch(function: Callable[..., Any], one: str, ot
         assert getattr(torch, TORCH[str(found.dtype)]) == expected.dtype
         np.testing.assert_array_equal(found.to("f64").numpy(), expected.double().numpy())
 
-    a, b = rows(one, other)
+    a, b = operands(dividend_dtype, divisor_dtype)
     compare(a, b)
     for number in (3, -2.5):
         compare(a, number)
         compare(number, b)
 
 
-def test_large_whole_numbers_stay_exact() -> None:
+def test_large_integers_stay_exact() -> None:
     x = tc.tensor([2**62 + 1, -(2**62) - 1])
     assert (x // 1).tolist() == [2**62 + 1, -(2**62) - 1]
     assert (x % 10).tolist() == [(2**62 + 1) % 10, (-(2**62) - 1) % 10]
+
+
+def test_numbers_and_arrays_divide_and_are_divided() -> None:
     assert (tc.tensor([5, 6]) // 2.5).tolist() == [2.0, 2.0]
     assert (5 // tc.tensor([2, 3])).tolist() == [2, 1]
     assert (np.array([5, 7]) % tc.tensor([2, 4])).tolist() == [1, 3]
@@ -70,9 +74,9 @@ def test_large_whole_numbers_stay_exact() -> None:
 def test_remainders_have_torchs_gradients() -> None:
     x, y = tc.Var(tc.tensor([5.5, -5.5])), tc.Var(tc.tensor([2.0, 2.0]))
     assert ((x // y) * 2).requires_grad is False
-    rest = x % y
-    assert rest.tolist() == [1.5, 0.5]
-    rest.sum().backward()
+    remainders = x % y
+    assert remainders.tolist() == [1.5, 0.5]
+    remainders.sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [1.0, 1.0]
     assert y.grad is not None
@@ -104,7 +108,7 @@ def test_impossible_divisions_are_reported(
         call()
 
 
-def test_remainders_by_infinity_are_the_dividends() -> None:
+def test_the_remainder_by_infinity_is_the_dividend() -> None:
     dividend, divisor = tc.Var([3.0, 2.5]), tc.Var([math.inf, 2.0])
     remainders = dividend % divisor
     assert remainders.tolist() == [3.0, 0.5]

@@ -30,6 +30,16 @@ def test_export_shares_memory(dtype):
         lambda t: t[0, 0],
         lambda t: t[:1].expand(4, 3),
     ],
+    ids=[
+        "transposed",
+        "column",
+        "empty slice",
+        "empty narrow",
+        "empty in both dimensions",
+        "empty transposed",
+        "one element",
+        "expanded",
+    ],
 )
 def test_exported_views_keep_their_values(view):
     t = view(tc.tensor(np.arange(6.0).reshape(2, 3)))
@@ -58,11 +68,12 @@ def test_torch_shares_memory(dtype):
         torch.from_dlpack(tc.Var([1.0]))
 
 
-def test_old_consumers_get_a_copy():
-    class Old:
-        """Calls `__dlpack__` with `options` only: by default without `max_version`.
+def test_old_consumers_get_a_copy_by_default():
+    class OldConsumer:
+        """Passes only `options` to the tensor's `__dlpack__`, whatever the consumer passes.
 
-        So do consumers of DLPack before 1.0, which has no flag for read-only memory.
+        By default, this is a consumer of DLPack before 1.0: it passes no `max_version`, and it
+        cannot know that memory is read-only.
         """
 
         def __init__(self, tensor, **options):
@@ -76,9 +87,11 @@ def test_old_consumers_get_a_copy():
 
     t = tc.tensor([1.0, 2.0])
     shared = np.from_dlpack(t)
-    assert not np.shares_memory(np.from_dlpack(Old(t)), shared)
-    assert np.shares_memory(np.from_dlpack(Old(t, copy=False)), shared)
-    assert not np.shares_memory(np.from_dlpack(Old(t, copy=True, max_version=(1, 0))), shared)
+    assert not np.shares_memory(np.from_dlpack(OldConsumer(t)), shared)
+    assert np.shares_memory(np.from_dlpack(OldConsumer(t, copy=False)), shared)
+    assert not np.shares_memory(
+        np.from_dlpack(OldConsumer(t, copy=True, max_version=(1, 0))), shared
+    )
 
 
 def test_capsules_that_are_never_consumed_leave_the_tensor_usable():
@@ -89,7 +102,7 @@ def test_capsules_that_are_never_consumed_leave_the_tensor_usable():
     assert t.tolist() == [1, 2]
 
 
-def test_exporting_a_tensor_with_a_gradient_is_an_error():
+def test_a_variable_is_exported_only_after_detach():
     with pytest.raises(tc.AutogradError, match=r"dlpack: .*detach\(\) it first"):
         tc.Var([1.0]).__dlpack__()
     np.testing.assert_array_equal(np.from_dlpack(tc.Var([1.0]).detach()), [1])
@@ -98,6 +111,7 @@ def test_exporting_a_tensor_with_a_gradient_is_an_error():
 def test_unsupported_arguments_of_an_export_are_errors():
     with pytest.raises(BufferError, match="no streams"):
         tc.ones(1).__dlpack__(stream=1)
+    # DLPack's device (1, 0) is the CPU, (2, 0) the first CUDA GPU.
     with pytest.raises(BufferError, match="on the CPU"):
         tc.ones(1).__dlpack__(dl_device=(2, 0))
     assert tc.ones(1).__dlpack_device__() == (1, 0)
@@ -113,13 +127,21 @@ def test_unsupported_arguments_of_an_export_are_errors():
         np.array(3.0),
         np.zeros((0, 2), dtype=np.float32),
     ],
+    ids=[
+        "f64",
+        "transposed i32",
+        "reversed f16",
+        "bool",
+        "without dimensions",
+        "empty",
+    ],
 )
 def test_import_copies(values):
     t = tc.from_dlpack(values)
     np.testing.assert_array_equal(t.numpy(), values)
-    before = t.numpy()
+    copied = t.numpy()
     values[...] = 0
-    np.testing.assert_array_equal(t.numpy(), before)
+    np.testing.assert_array_equal(t.numpy(), copied)
 
 
 def test_import_frees_the_producer():
@@ -135,7 +157,7 @@ def test_import_frees_the_producer():
     assert t.tolist() == [0, 1, 2, 3]
 
 
-def test_our_own_tensors_can_be_imported():
+def test_the_librarys_own_tensors_can_be_imported():
     t = tc.tensor([[1.0, 2.0]], dtype="bf16")
     assert tc.from_dlpack(t).dtype == "bf16"
     assert tc.from_dlpack(t).tolist() == [[1, 2]]
@@ -158,11 +180,11 @@ def test_import_rejects_what_it_cannot_copy():
 
 
 def test_producers_without_the_version_argument_are_read():
-    class Old:
+    class OldProducer:
         def __dlpack__(self):
             return tc.tensor([4.0]).__dlpack__()
 
-    assert tc.tensor(Old()).tolist() == [4]
+    assert tc.tensor(OldProducer()).tolist() == [4]
 
 
 def test_exceptions_of_a_producer_reach_the_caller():

@@ -1,4 +1,4 @@
-"""Random generators, leaf tensors, devices, gradient modes, and arguments by torch's names."""
+"""What torch also has: random generators, `requires_grad`, devices, gradient modes, aliases."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,11 +12,11 @@ def test_a_generator_is_independent_of_the_global_one() -> None:
     tc.manual_seed(3)
     expected = tc.randn(4).tolist(), tc.rand(4).tolist()
     tc.manual_seed(9)
-    after = tc.randn(2).tolist()
+    global_draw = tc.randn(2).tolist()
     tc.manual_seed(9)
     generator = tc.Generator().manual_seed(3)
     assert tc.randn(4, generator=generator).tolist() == expected[0]
-    assert tc.randn(2).tolist() == after
+    assert tc.randn(2).tolist() == global_draw
     state = generator.get_state()
     assert tc.rand(4, generator=generator).tolist() == expected[1]
     assert tc.rand(4, generator=generator.set_state(state)).tolist() == expected[1]
@@ -26,9 +26,9 @@ def test_a_generator_is_independent_of_the_global_one() -> None:
 
 
 def test_a_generator_nested_in_itself_continues() -> None:
-    whole = tc.randn(16, generator=tc.Generator().manual_seed(3)).tolist()
+    expected = tc.randn(16, generator=tc.Generator().manual_seed(3)).tolist()
     tc.manual_seed(9)
-    after = tc.randn(2).tolist()
+    global_draw = tc.randn(2).tolist()
     tc.manual_seed(9)
     one, other = tc.Generator().manual_seed(3), tc.Generator().manual_seed(4)
     found = []
@@ -39,12 +39,12 @@ def test_a_generator_nested_in_itself_continues() -> None:
             found += tc.randn(4).tolist()
             assert one.get_state() == tc.get_rng_state()
         found += tc.randn(4).tolist()
-    assert found == whole
+    assert found == expected
     assert other.get_state() == tc.Generator().manual_seed(4).get_state()
-    assert tc.randn(2).tolist() == after
+    assert tc.randn(2).tolist() == global_draw
     with one:
         one.manual_seed(3)
-        assert tc.randn(16).tolist() == whole
+        assert tc.randn(16).tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_generator_nested_in_itself_continues() -> None:
         ),
     ],
 )
-def test_every_drawing_function_takes_a_generator(draw: Callable[[object], tc.Tensor]) -> None:
+def test_drawing_functions_take_a_generator(draw: Callable[[object], tc.Tensor]) -> None:
     state = tc.get_rng_state()
     generator = tc.Generator().manual_seed(5)
     first, second = draw(generator).tolist(), draw(generator).tolist()
@@ -95,7 +95,7 @@ def test_devices_equal_their_names() -> None:
         tc.device("gpu")
 
 
-def test_contexts_and_decorators_switch_recording() -> None:
+def test_modes_switch_recording_as_contexts_decorators_and_calls() -> None:
     @tc.inference_mode()
     def evaluated() -> bool:
         return tc.is_grad_enabled()
@@ -121,7 +121,7 @@ def test_contexts_and_decorators_switch_recording() -> None:
 
 
 @pytest.mark.parametrize("mode", [tc.no_grad, tc.inference_mode, tc.no_grad()])
-def test_a_mode_decorates_functions_and_generators(mode: Any) -> None:
+def test_a_mode_decorates_functions_and_generator_functions(mode: Any) -> None:
     @mode
     def evaluated(number: int) -> tuple[int, bool]:
         return number, tc.is_grad_enabled()
@@ -134,31 +134,31 @@ def test_a_mode_decorates_functions_and_generators(mode: Any) -> None:
         except KeyError:
             yield "caught", tc.is_grad_enabled()
         finally:
-            ends.append(tc.is_grad_enabled())
+            recorded_at_end.append(tc.is_grad_enabled())
         return "end"
 
     def around() -> Iterator[Any]:
         yield (yield from steps())
 
-    ends: list[bool] = []
+    recorded_at_end: list[bool] = []
     assert evaluated(3) == (3, False)
     assert evaluated.__name__ == "evaluated"
-    generator = around()
-    assert next(generator) is False
+    running = around()
+    assert next(running) is False
     assert tc.is_grad_enabled()
-    assert generator.send(4) == (4, False)
+    assert running.send(4) == (4, False)
     with tc.no_grad():
-        assert next(generator) == "end"
+        assert next(running) == "end"
         assert not tc.is_grad_enabled()
-    generator = steps()
-    next(generator)
-    assert generator.throw(KeyError()) == ("caught", False)
-    generator.close()
-    assert ends == [False, False]
+    running = steps()
+    next(running)
+    assert running.throw(KeyError()) == ("caught", False)
+    running.close()
+    assert recorded_at_end == [False, False]
     assert tc.is_grad_enabled()
 
 
-def test_a_generator_records_in_its_own_mode() -> None:
+def test_a_decorated_generator_function_records_in_its_own_mode() -> None:
     @tc.enable_grad
     def steps() -> Iterator[bool]:
         yield tc.is_grad_enabled()
@@ -183,9 +183,9 @@ def test_arguments_may_have_the_names_of_torch_and_numpy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "advice"),
+    ("name", "words"),
     [("register_hook", r"use tc\.grad"), ("add_", "use add, or a tc.Var"), ("nothing", "nothing")],
 )
-def test_errors_of_missing_names_suggest_others(name: str, advice: str) -> None:
-    with pytest.raises(AttributeError, match=advice):
+def test_errors_of_missing_names_give_advice_or_quote_the_name(name: str, words: str) -> None:
+    with pytest.raises(AttributeError, match=words):
         getattr(tc.ones(2), name)

@@ -1,4 +1,4 @@
-"""In-place methods of `Var`, compared with torch where it is installed."""
+"""In-place methods and item assignment of `Var`; some are compared with torch, if installed."""
 
 import math
 from collections.abc import Callable
@@ -10,6 +10,7 @@ import pytest
 import trainable_candle as tc
 
 X = np.array([[1.5, -2.0, 0.5], [3.0, 0.25, -1.0]], np.float32)
+# Y is f64, wider than X: a variable must keep its dtype, f32.
 Y = np.array([2.0, -0.5, 4.0])
 
 CHANGES: list[Callable[[Any, Any], Any]] = [
@@ -26,8 +27,12 @@ CHANGES: list[Callable[[Any, Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_values_and_dtypes_equal_those_of_torch(change: Callable[[Any, Any], Any]) -> None:
+@pytest.mark.parametrize(
+    "change",
+    CHANGES,
+    ids=["add", "add alpha", "sub", "mul", "div", "lerp", "copy", "clamp", "chain", "fill"],
+)
+def test_values_equal_those_of_torch_and_the_dtype_stays(change: Callable[[Any, Any], Any]) -> None:
     torch = pytest.importorskip("torch")
     v, y = tc.Var(tc.tensor(X)), tc.tensor(Y)
     assert change(v, y) is v
@@ -36,14 +41,14 @@ def test_values_and_dtypes_equal_those_of_torch(change: Callable[[Any, Any], Any
     np.testing.assert_allclose(v.numpy(), expected.numpy(), rtol=1e-6)
 
 
-def test_a_wider_value_keeps_the_dtype() -> None:
+def test_adding_a_tensor_of_a_wider_dtype_keeps_the_dtype() -> None:
     v = tc.Var(tc.tensor([1.0, 2.0], dtype="bf16"))
     v.add_(tc.tensor([1.0, 2.0], dtype="f64"))
     assert (str(v.dtype), v.tolist()) == ("bf16", [2.0, 4.0])
 
 
 @pytest.mark.parametrize(("dtype", "value"), [("f64", 1 / 3), ("bf16", 0.5), ("f16", 0.25)])
-def test_an_element_gets_every_bit_of_a_tensor(dtype: str, value: float) -> None:
+def test_setting_an_element_keeps_every_bit_of_the_value(dtype: str, value: float) -> None:
     v = tc.Var(tc.zeros(2, dtype=dtype))
     v[1] = tc.tensor(value, dtype=dtype)
     assert (str(v.dtype), v.tolist()) == (dtype, [0, value])
@@ -60,7 +65,7 @@ def test_a_fill_replaces_non_finite_values() -> None:
     assert v.fill_(2.0).tolist() == [2.0, 2.0]
 
 
-def test_random_numbers_are_drawn_in_place() -> None:
+def test_random_numbers_are_drawn_in_place_within_valid_limits() -> None:
     v = tc.Var(tc.zeros(2000))
     assert v.normal_(3.0, 0.5, generator=tc.Generator()) is v
     assert float(v.mean()) == pytest.approx(3.0, abs=0.05)

@@ -1,4 +1,4 @@
-"""Indexing, against numpy."""
+"""Indexing, compared with numpy."""
 
 import numpy as np
 import pytest
@@ -82,9 +82,9 @@ def test_tensors_of_every_dtype_can_be_indexed(dtype):
 def test_index_select_gather_and_embedding_equal_numpy():
     ids = np.array([2, 0, 2])
     np.testing.assert_array_equal(T.index_select(1, tc.tensor(ids)).numpy(), VALUES[:, ids])
-    where = np.random.default_rng(1).integers(0, 5, (4, 3, 6))
+    positions = np.random.default_rng(1).integers(0, 5, (4, 3, 6))
     np.testing.assert_array_equal(
-        T.gather(1, tc.tensor(where)).numpy(), np.take_along_axis(VALUES, where, 1)
+        T.gather(1, tc.tensor(positions)).numpy(), np.take_along_axis(VALUES, positions, 1)
     )
     table = T[0]
     np.testing.assert_array_equal(table.embedding(tc.tensor([[0, 4]])).numpy(), VALUES[0][[[0, 4]]])
@@ -101,7 +101,7 @@ def test_gradients_are_added_where_values_were_read():
 
 
 @pytest.mark.parametrize("index", [MASK, MASK.tolist(), [0, 2]], ids=["mask", "list", "positions"])
-def test_an_index_of_the_host_is_copied_to_the_device_of_the_tensor(
+def test_an_index_in_host_memory_is_copied_to_the_device_of_the_tensor(
     device: str, index: object
 ) -> None:
     np.testing.assert_array_equal(T.to(device)[index].numpy(), VALUES[index])

@@ -1,10 +1,14 @@
-"""Impossible sizes and numbers raise errors; sizes do so before memory is allocated."""
+"""Impossible sizes and numbers raise errors; sizes do so before memory is allocated.
+
+Empty tensors and large integers work.
+"""
 
 import pytest
 
 import trainable_candle as tc
 
 HUGE = 10**13
+"""The elements of an f32 tensor of 40 TB."""
 
 
 @pytest.mark.parametrize(
@@ -84,12 +88,13 @@ def test_a_tensor_larger_than_memory_is_an_error(make) -> None:
         (lambda: conv2d(stride=(1, 2, 3)), tc.ArgumentError, "conv2d: stride has 3 numbers"),
     ],
 )
-def test_impossible_counts_are_reported(call, error, text) -> None:
+def test_impossible_arguments_are_reported(call, error, text) -> None:
     with pytest.raises(error, match=text):
         call()
 
 
 def conv2d(**options):
+    """Convolve an image of 4 x 4 pixels with a kernel of 2 x 2."""
     return tc.nn.functional.conv2d(tc.ones(1, 1, 4, 4), tc.ones(1, 1, 2, 2), **options)
 
 
@@ -114,9 +119,13 @@ def test_numbers_that_do_not_fit_the_dtype_are_errors(call, text) -> None:
 
 
 def test_large_integers_are_exact() -> None:
+    # No float of 64 bits has this value.
     odd = 2**62 + 1
     assert tc.full((2,), odd).tolist() == [odd, odd]
     assert (tc.tensor([0]) + odd).item() == odd
+
+
+def test_an_integer_tensor_is_not_filled_with_a_fraction() -> None:
     with pytest.raises(tc.DTypeError, match=r"full: i64 cannot hold 1\.5, which is a float"):
         tc.full((2,), 1.5, dtype="i64")
 
@@ -136,7 +145,7 @@ def test_eps_of_a_norm_is_checked(eps) -> None:
             norm()
 
 
-def test_wrong_scales_and_losses_are_errors() -> None:
+def test_scales_of_nan_and_integer_losses_are_errors() -> None:
     x, nan = tc.ones(4, 4), float("nan")
     with pytest.raises(tc.ArgumentError, match="scaled_dot_product_attention: the scale is NaN"):
         tc.nn.functional.scaled_dot_product_attention(x, x, x, scale=nan)
@@ -157,7 +166,7 @@ def test_a_layer_may_have_no_output_features() -> None:
     assert layer(tc.zeros(3, 4)).shape == (3, 0)
 
 
-def test_the_reserved_name_of_metadata_is_rejected(tmp_path) -> None:
+def test_a_tensor_with_the_reserved_name_of_metadata_is_not_saved(tmp_path) -> None:
     with pytest.raises(tc.ArgumentError, match="__metadata__"):
         tc.save_file({"__metadata__": tc.zeros(1)}, tmp_path / "t.safetensors")
     assert list(tmp_path.iterdir()) == []

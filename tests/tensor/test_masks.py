@@ -14,7 +14,7 @@ OPERATORS = (operator.and_, operator.or_, operator.xor)
 
 
 @pytest.mark.parametrize("op", OPERATORS)
-def test_operators_on_masks_are_those_of_numpy(op: Callable[[Any, Any], Any]) -> None:
+def test_operators_on_masks_equal_those_of_numpy(op: Callable[[Any, Any], Any]) -> None:
     x = tc.tensor(X)
     np.testing.assert_array_equal(op(x > 0, x < 1).numpy(), op(X > 0, X < 1))
     np.testing.assert_array_equal(op(x > 0, True).numpy(), op(X > 0, True))
@@ -22,11 +22,11 @@ def test_operators_on_masks_are_those_of_numpy(op: Callable[[Any, Any], Any]) ->
 
 
 @pytest.mark.parametrize("op", OPERATORS)
-@pytest.mark.parametrize("value", [[6, 3], [0.5, 0.0]])
-def test_operators_on_masks_reject_numbers(
-    op: Callable[[Any, Any], Any], value: list[float]
+@pytest.mark.parametrize("values", [[6, 3], [0.5, 0.0]])
+def test_operators_on_masks_reject_operands_that_are_no_masks(
+    op: Callable[[Any, Any], Any], values: list[float]
 ) -> None:
-    numbers, mask = tc.tensor(value), tc.tensor(value) > 0
+    numbers, mask = tc.tensor(values), tc.tensor(values) > 0
     for left, right in ((numbers, mask), (mask, numbers), (mask, 3)):
         with pytest.raises(tc.DTypeError, match=r"expected a mask .* `x != 0`"):
             op(left, right)

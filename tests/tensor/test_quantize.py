@@ -1,4 +1,4 @@
-"""Matrices in eight and four bits: codes, values, products and errors.
+"""Matrices in formats of eight and four bits: codes, values, products and errors.
 
 Expected NF4 values come from bitsandbytes (tests/golden/quantized). Expected 8-bit values come from
 the definitions, written in numpy.
@@ -17,7 +17,7 @@ FORMATS = ["int8", "fp8", "nf4"]
 
 
 def matrix(rows: int, columns: int) -> np.ndarray:
-    """The matrix of the script that made the golden values."""
+    """Return the matrix that tests/golden/quantized/make_nf4.py quantized."""
     i = np.arange(rows * columns, dtype=np.float64)
     values = (np.sin(i * 0.7) + np.sin(i * i * 0.013) * np.sin(i * 0.0031) ** 5) * 0.05
     return values.astype(np.float32).reshape(rows, columns)
@@ -28,6 +28,7 @@ def matrix(rows: int, columns: int) -> np.ndarray:
 def test_nf4_equals_that_of_bitsandbytes(name: str, shape: tuple[int, int], dtype: str) -> None:
     values = matrix(*shape)
     if name == "whole":
+        # Blocks of zeros.
         values[3:5] = 0
     found = tc.quantize(tc.tensor(values).to(dtype), "nf4")
     parts = {key: tensor.numpy() for key, tensor in found.tensors().items()}
@@ -35,12 +36,14 @@ def test_nf4_equals_that_of_bitsandbytes(name: str, shape: tuple[int, int], dtyp
         key: GOLDEN[f"{name}.{dtype}.{key}"] for key in ("codes", "scales", "outer", "values")
     }
     np.testing.assert_array_equal(parts["codes"], expected["codes"])
+    # The golden `scales` are codes, and `outer` has the scales of these codes.
     np.testing.assert_array_equal(parts["scale_codes"], expected["scales"])
     # The offset is the mean of the scales. Its last digit depends on the order of summation.
     np.testing.assert_allclose(parts["offset"], GOLDEN[f"{name}.{dtype}.offset"], rtol=2e-7)
     np.testing.assert_allclose(parts["scales"], expected["outer"], rtol=1e-6)
     dequantized = found.dequantize().to("f32").numpy()
     tolerance = 2e-7 if dtype == "f32" else 4e-3
+    # The golden file has the values of the first eight rows.
     np.testing.assert_allclose(dequantized[:8], expected["values"], rtol=tolerance, atol=1e-9)
 
 
@@ -49,6 +52,7 @@ def test_int8_rounds_to_even_with_one_scale_per_row() -> None:
     values[2] = 0
     found = tc.quantize(tc.tensor(values), "int8")
     scales = np.abs(values).max(1, keepdims=True) / np.float32(127)
+    # A row of zeros has the scale 1.
     scales[2] = 1
     codes = np.rint(values / scales).astype(np.int8)
     assert codes.min() == -127 or codes.max() == 127
@@ -66,8 +70,9 @@ def test_fp8_has_the_codes_of_e4m3() -> None:
     normal = (8 + code % 8) * 2.0 ** (code // 8 - 10)
     table = np.where(code < 8, code * 2.0**-9, normal).astype(np.float32)
     distance = np.abs(np.abs(values / scales)[..., None] - table)
-    # A value halfway between the values of two codes gets the even code.
-    codes = np.lexsort((code % 2 + 0 * distance, distance))[..., 0]
+    # The nearest code; of two equally near ones, the even code.
+    is_odd = np.broadcast_to(code % 2, distance.shape)
+    codes = np.lexsort((is_odd, distance))[..., 0]
     negative = np.signbit(values)
     found_codes = found.tensors()["codes"].numpy().reshape(5, 33)
     np.testing.assert_array_equal(found_codes, codes + 0x80 * negative)
@@ -75,18 +80,22 @@ def test_fp8_has_the_codes_of_e4m3() -> None:
     np.testing.assert_array_equal(found.dequantize().numpy(), expected)
 
 
-@pytest.mark.parametrize(("format", "most"), [("int8", 0.009), ("fp8", 0.027), ("nf4", 0.093)])
-def test_rounding_errors_of_gaussian_weights_are_below_bounds(format: str, most: float) -> None:
+@pytest.mark.parametrize(("format", "bound"), [("int8", 0.009), ("fp8", 0.027), ("nf4", 0.093)])
+def test_relative_rounding_errors_of_gaussian_weights_are_below_bounds(
+    format: str, bound: float
+) -> None:
     tc.manual_seed(3)
     weight = tc.randn((256, 512)).numpy()
     found = tc.quantize(tc.tensor(weight), format).dequantize().numpy()
-    assert np.sqrt(((found - weight) ** 2).mean() / (weight**2).mean()) < most
+    assert np.sqrt(((found - weight) ** 2).mean() / (weight**2).mean()) < bound
 
 
 def test_quantized_tensors_have_the_expected_bytes_and_repr() -> None:
     weight = tc.zeros((96, 256), dtype="bf16")
     sizes = {format: tc.quantize(weight, format).nbytes for format in FORMATS}
     blocks = 96 * 256 // 64
+    # int8 and fp8 have an f32 scale for each row. NF4 has a byte for the scale of each block of 64
+    # values, and an f32 scale for every 256 of these bytes.
     assert sizes == {
         "int8": 96 * 256 + 96 * 4,
         "fp8": 96 * 256 + 96 * 4,
@@ -112,7 +121,7 @@ def test_a_linear_layer_takes_a_quantized_weight(format: str) -> None:
 
 
 def test_a_large_weight_is_dequantized_in_parts() -> None:
-    """The weight has more elements than the CPU dequantizes at a time."""
+    """The weight has more elements than the CPU dequantizes at once."""
     tc.manual_seed(1)
     weight = tc.quantize(tc.randn((2100, 4096)), "nf4")
     x = tc.randn((2, 4096))

@@ -1,4 +1,4 @@
-"""Matrices in ggml's block formats. The expected values are gguf-py's (tests/golden/quantized)."""
+"""Matrices in ggml's block formats. Expected values are from gguf-py (tests/golden/quantized)."""
 
 from pathlib import Path
 
@@ -13,11 +13,12 @@ FORMATS = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k"]
 
 
 def example(format: str, dtype: str = "f32") -> tc.QuantizedTensor:
+    """Return the matrix of the golden blocks."""
     return tc.QuantizedTensor.from_blocks(tc.tensor(GOLDEN[f"{format}.blocks"]), format, dtype)
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_values_are_those_of_gguf_bit_by_bit(format: str) -> None:
+def test_values_equal_those_of_gguf_bit_by_bit(format: str) -> None:
     expected = GOLDEN[f"{format}.values"]
     found = example(format)
     assert (found.shape, found.format) == (expected.shape, format)
@@ -25,12 +26,12 @@ def test_values_are_those_of_gguf_bit_by_bit(format: str) -> None:
     values = found.dequantize().numpy()
     np.testing.assert_array_equal(values.view(np.uint32), expected.view(np.uint32))
     rounded = found.dequantize("bf16")
-    expected = tc.tensor(expected).to("bf16")
-    np.testing.assert_array_equal(rounded.to("f32").numpy(), expected.to("f32").numpy())
+    expected_bf16 = tc.tensor(expected).to("bf16")
+    np.testing.assert_array_equal(rounded.to("f32").numpy(), expected_bf16.to("f32").numpy())
 
 
 @pytest.mark.parametrize("format", ["q4_0", "q8_0"])
-def test_blocks_are_made_as_by_gguf(format: str) -> None:
+def test_quantize_makes_the_blocks_that_gguf_makes(format: str) -> None:
     found = tc.quantize(tc.tensor(GOLDEN["weights"]), format)
     made = found.tensors()
     assert list(made) == ["codes"]
@@ -40,14 +41,12 @@ def test_blocks_are_made_as_by_gguf(format: str) -> None:
 @pytest.mark.parametrize("format", ["q4_0", "q8_0", "q6_k"])
 def test_a_linear_layer_takes_a_quantized_weight(format: str) -> None:
     tc.manual_seed(1)
-    random = np.random.default_rng(0)
-    blocks = random.integers(0, 256, (24, 420 if format == "q6_k" else 306), np.uint8)
     if format != "q6_k":
-        blocks = blocks[:, :144] if format == "q4_0" else blocks
         weight = tc.quantize(tc.randn((24, 288)), format)
     else:
-        # The last two bytes of a q6_k block are its f16 scale. Set all these scales to 1/8, because
-        # random bytes may be NaN.
+        # `quantize` cannot make q6_k. Draw random blocks of 210 bytes, two in each row. A block
+        # ends with its f16 scale. Set this to 1/8, because random bytes may be NaN.
+        blocks = np.random.default_rng(0).integers(0, 256, (24, 2 * 210), np.uint8)
         blocks.reshape(24, 2, 210)[:, :, 208:] = np.float16([0.125]).view(np.uint8)
         weight = tc.QuantizedTensor.from_blocks(tc.tensor(blocks), format, "f32")
     x = tc.Var(tc.randn((3, weight.shape[1])))
@@ -60,7 +59,7 @@ def test_a_linear_layer_takes_a_quantized_weight(format: str) -> None:
 
 
 def test_a_large_weight_is_dequantized_in_parts() -> None:
-    """The weight has more elements than the CPU dequantizes at a time."""
+    """The weight has more elements than the CPU dequantizes at once."""
     tc.manual_seed(1)
     weight = tc.quantize(tc.randn((2100, 4096)), "q8_0")
     x = tc.randn((2, 4096))
@@ -74,6 +73,7 @@ def test_wrong_arguments_are_errors() -> None:
         tc.quantize(tc.zeros((2, 33)), "q8_0")
     with pytest.raises(tc.errors.ArgumentError, match="read from GGUF files"):
         tc.quantize(tc.zeros((2, 256)), "q4_k")
+    # The f16 scale of values of 3e38 is infinite.
     for value in (float("nan"), float("inf"), 3e38):
         for format in ("q8_0", "q4_0"):
             with pytest.raises(tc.errors.ArgumentError, match="non-finite"):

@@ -1,4 +1,4 @@
-"""Reductions and softmax, against numpy."""
+"""Reductions and functions along a dimension, compared with numpy."""
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ DIMS = [None, 0, 1, -1, (0, 2), [1, 2], (0, 1, 2)]
 
 
 def axis(dim):
+    """Return the `axis` of numpy, which cannot be a list."""
     return tuple(dim) if isinstance(dim, (list, tuple)) else dim
 
 
@@ -53,13 +54,13 @@ def test_argmax_without_dim_is_over_all_elements():
     assert T.argmax(keepdim=True).shape == (1, 1, 1)
 
 
-def test_half_types_sum_in_f32():
+def test_f16_and_bf16_are_summed_in_f32():
     assert tc.ones(132_096, dtype="bf16").sum().item() == 132_096
     assert tc.ones(40_000, dtype="f16").sum().item() == 40_000
 
 
 @pytest.mark.parametrize("dtype", ["u8", "u32", "i64"])
-def test_integers_sum_to_i64(dtype):
+def test_sums_of_integers_are_i64(dtype):
     values = np.arange(600).reshape(2, 300) % 200
     t = tc.tensor(values, dtype=dtype)
     assert t.sum().dtype == "i64"
@@ -75,7 +76,7 @@ def test_accuracy_can_be_written_as_in_torch():
     assert_close((logits.argmax(1) == labels).float().mean(), 2 / 3)
 
 
-def test_equal_extremes_share_the_gradient_or_the_first_gets_it():
+def test_equal_maxima_share_the_gradient_or_along_a_dimension_the_first_gets_it():
     for reduce, expected in ((lambda x: x.max(), [0, 0.5, 0.5]), (lambda x: x.max(0), [0, 1, 0])):
         x = tc.Var([1.0, 2.0, 2.0])
         reduce(x).backward()

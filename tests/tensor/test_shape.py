@@ -1,4 +1,4 @@
-"""Views, joining and splitting, against numpy."""
+"""Views, joins and splits, compared with numpy."""
 
 import numpy as np
 import pytest
@@ -9,13 +9,13 @@ VALUES = np.arange(24.0).reshape(2, 3, 4)
 T = tc.tensor(VALUES)
 
 
-def equal(t, expected):
+def assert_equal(t, expected):
     assert t.shape == expected.shape
     np.testing.assert_array_equal(t.numpy(), expected)
 
 
 @pytest.mark.parametrize(
-    ("ours", "numpys"),
+    ("ours", "theirs"),
     [
         (lambda t: t.reshape(6, 4), lambda a: a.reshape(6, 4)),
         (lambda t: t.reshape((4, -1)), lambda a: a.reshape(4, -1)),
@@ -47,8 +47,8 @@ def equal(t, expected):
         (lambda t: t[:0].reshape(0, 5), lambda a: a[:0].reshape(0, 5)),
     ],
 )
-def test_views_and_joins_equal_those_of_numpy(ours, numpys):
-    equal(ours(T), numpys(VALUES))
+def test_views_and_joins_equal_those_of_numpy(ours, theirs):
+    assert_equal(ours(T), theirs(VALUES))
 
 
 def test_chunk_and_split_equal_numpy():
@@ -61,7 +61,7 @@ def test_chunk_and_split_equal_numpy():
     ]:
         assert len(parts) == len(expected)
         for part, array in zip(parts, expected, strict=True):
-            equal(part, array)
+            assert_equal(part, array)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Linear layers that multiply 8-bit codes of inputs and weights, against a numpy definition."""
+"""Linear layers that multiply 8-bit codes (W8A8) of inputs and weights, compared with numpy."""
 
 from collections.abc import Iterator
 
@@ -11,13 +11,15 @@ from trainable_candle.nn import functional as F
 
 Matrix = npt.NDArray[np.float64]
 LARGEST = {"int8": 127.0, "fp8": 448.0}
+"""The largest number of each format."""
 # By dtype: the largest allowed error of a result's element, relative to the result's largest
 # element. The error comes from sums in f32 and from rounding to the dtype.
 ROUNDING = {"f32": 1e-5, "f16": 2e-3, "bf16": 1e-2}
 
 
 @pytest.fixture(autouse=True)
-def codes() -> Iterator[None]:
+def w8a8() -> Iterator[None]:
+    """Switch on the multiplication of codes."""
     tc.set_w8a8(True)
     yield
     tc.set_w8a8(False)
@@ -27,6 +29,7 @@ def nearest(x: Matrix, format: str) -> Matrix:
     """Round each element of x to the nearest number of the format, ties to even."""
     if format == "int8":
         return np.rint(x)
+    # E4M3: the least exponent of a normal number is -6, and the fraction has three bits.
     exponent = np.maximum(np.floor(np.log2(np.maximum(np.abs(x), 2.0**-20))), -6)
     step = 2.0 ** (exponent - 3)
     return np.rint(x / step) * step
@@ -45,16 +48,16 @@ def rounded(x: Matrix, format: str) -> Matrix:
     return np.asarray(numbers * scale.astype(np.float64))
 
 
-def drawn(shape: tuple[int, ...], dtype: str) -> tc.Tensor:
+def random_tensor(shape: tuple[int, ...], dtype: str) -> tc.Tensor:
     return tc.randn(shape).to(dtype)
 
 
-def f64(x: tc.Tensor) -> Matrix:
+def values_of(x: tc.Tensor) -> Matrix:
     return np.asarray(x.detach().to("cpu").to("f64").numpy())
 
 
 def check(found: tc.Tensor, expected: Matrix, dtype: str) -> None:
-    error = np.abs(f64(found) - expected).max() / np.abs(expected).max()
+    error = np.abs(values_of(found) - expected).max() / np.abs(expected).max()
     assert error < ROUNDING[dtype], error
 
 
@@ -63,16 +66,20 @@ def check(found: tc.Tensor, expected: Matrix, dtype: str) -> None:
 @pytest.mark.parametrize("rows", [1, 7, 40])
 def test_both_passes_multiply_codes(format: str, dtype: str, rows: int) -> None:
     tc.manual_seed(rows)
-    weight = tc.quantize(drawn((48, 64), dtype), format)
-    x, bias = tc.Var(drawn((rows, 64), dtype)), drawn((48,), dtype)
+    weight = tc.quantize(random_tensor((48, 64), dtype), format)
+    x, bias = tc.Var(random_tensor((rows, 64), dtype)), random_tensor((48,), dtype)
     y = F.linear(x, weight, bias)
-    values = f64(weight.dequantize("f64"))
-    check(y, rounded(f64(x), format) @ values.T + f64(bias), dtype)
-    given = drawn((rows, 48), dtype)
-    gradient = tc.grad((y * given).to("f32").sum(), [x])[0]
+    weight_values = values_of(weight.dequantize("f64"))
+    check(y, rounded(values_of(x), format) @ weight_values.T + values_of(bias), dtype)
+    output_gradient = random_tensor((rows, 48), dtype)
+    gradient = tc.grad((y * output_gradient).to("f32").sum(), [x])[0]
+    # The backward pass multiplies the gradient by the scales of the weight's rows before it rounds.
     row_scales = weight.tensors()["scales"].numpy()
     check(
-        gradient, rounded(f64(given) * row_scales, format) @ (values / row_scales[:, None]), dtype
+        gradient,
+        rounded(values_of(output_gradient) * row_scales, format)
+        @ (weight_values / row_scales[:, None]),
+        dtype,
     )
 
 
@@ -86,7 +93,7 @@ def test_a_non_finite_row_makes_only_its_own_result_nan(format: str) -> None:
     assert np.isfinite(y[[0, 3]]).all()
 
 
-def test_rows_of_zeros_are_zero() -> None:
+def test_inputs_of_zeros_give_zeros() -> None:
     weight = tc.quantize(tc.randn((16, 32)), "int8")
     np.testing.assert_array_equal(
         F.linear(tc.zeros((3, 32)), weight, None).numpy(), np.zeros((3, 16))
@@ -94,9 +101,13 @@ def test_rows_of_zeros_are_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "format"), [((16, 24), "int8"), ((20, 32), "fp8"), ((16, 64), "nf4")]
+    ("shape", "format"),
+    # Codes need int8 or fp8, and numbers of features that are multiples of 16.
+    [((16, 24), "int8"), ((20, 32), "fp8"), ((16, 64), "nf4")],
 )
-def test_other_weights_multiply_values(shape: tuple[int, int], format: str) -> None:
+def test_layers_whose_weights_cannot_multiply_codes_multiply_values(
+    shape: tuple[int, int], format: str
+) -> None:
     weight = tc.quantize(tc.randn(shape), format)
     x = tc.randn((5, shape[1]))
     found = F.linear(x, weight, None)

@@ -1,4 +1,4 @@
-"""Chat templates with names, and forms of messages, are treated as transformers treats them."""
+"""Named chat templates, and contents of messages as text or parts, work as in transformers."""
 
 import json
 from pathlib import Path
@@ -13,6 +13,8 @@ from trainable_candle.text.templates import ChatTemplate
 from trainable_candle.text.tokenizer_files import copy_files
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "chats"
+# Templates for messages whose content is a text, a list of parts, or either of both. A letter that
+# tests put before a template shows which one was used.
 TEXTS = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -33,12 +35,15 @@ ANSWER = {"role": "assistant", "content": "b"}
 ASKED = [{"role": "user", "content": "a"}]
 
 
-def split(*texts: str) -> list[dict[str, str]]:
+def text_parts(*texts: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text} for text in texts]
 
 
-def folder(path: Path, entry: Any = None, **files: str) -> Path:
-    """A folder with a tokenizer; `entry` is its `chat_template`, `files` the template files."""
+def write_folder(path: Path, entry: Any = None, **files: str) -> Path:
+    """Write a tokenizer to a folder, and return the folder.
+
+    `entry` is the `chat_template` in its configuration; `files` has the template files by name.
+    """
     (path / "tokenizer.json").write_bytes((GOLDEN / "tokenizer.json").read_bytes())
     config = {"eos_token": "<|end_of_text|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     if entry is not None:
@@ -62,12 +67,19 @@ def folder(path: Path, entry: Any = None, **files: str) -> Path:
         (NAMED, {"default": "F" + TEXTS}),
         ("C" + TEXTS, {"default": TEXTS, "rag": "R" + TEXTS}),
     ],
+    ids=[
+        "text",
+        "named",
+        "files",
+        "named and a file",
+        "text and files",
+    ],
 )
-def test_templates_are_chosen_as_transformers_does(
+def test_the_template_is_the_one_that_transformers_chooses(
     tmp_path: Path, entry: Any, files: dict[str, str]
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    path = folder(tmp_path, entry, **files)
+    path = write_folder(tmp_path, entry, **files)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(path)
     ours = ChatTokenizer.from_pretrained(path)
     for tools in (None, TOOLS):
@@ -75,16 +87,16 @@ def test_templates_are_chosen_as_transformers_does(
         assert ours.render(ASKED, tools).text == expected
 
 
-def test_tool_use_is_for_conversations_with_tools(tmp_path: Path) -> None:
+def test_the_template_tool_use_is_for_conversations_with_tools(tmp_path: Path) -> None:
     ours = ChatTokenizer.from_pretrained(
-        folder(tmp_path, default=TEXTS, tool_use="T" + TEXTS, rag="R" + TEXTS)
+        write_folder(tmp_path, default=TEXTS, tool_use="T" + TEXTS, rag="R" + TEXTS)
     )
     assert ours.render(ASKED, TOOLS).text == "Tuser: a<|im_end|>\n"
     assert ours.render(ASKED).text == "user: a<|im_end|>\n"
 
 
 def test_copied_folders_have_all_chat_templates(tmp_path: Path) -> None:
-    path = folder(tmp_path, default=TEXTS, tool_use="T" + TEXTS)
+    path = write_folder(tmp_path, default=TEXTS, tool_use="T" + TEXTS)
     (path / "copy").mkdir()
     copy_files(path, path / "copy")
     found = ChatTokenizer.from_pretrained(path / "copy")
@@ -94,18 +106,23 @@ def test_copied_folders_have_all_chat_templates(tmp_path: Path) -> None:
 @pytest.mark.parametrize("template", [TEXTS, PARTS, BOTH], ids=["texts", "parts", "both"])
 def test_every_template_renders_both_forms_of_content(template: str) -> None:
     text = ChatTemplate(template, {}).render([{"role": "user", "content": "one, two"}]).text
-    parts = ChatTemplate(template, {}).render([{"role": "user", "content": split("one, ", "two")}])
+    parts = ChatTemplate(template, {}).render(
+        [{"role": "user", "content": text_parts("one, ", "two")}]
+    )
     assert "one, two" in text
     assert parts.text.replace(")(", "") == text
 
 
-@pytest.mark.parametrize(("template", "content"), [(PARTS, split("a", "b")), (BOTH, split("a")),
-                                                   (BOTH, "a"), (TEXTS, "a")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("template", "content"),
+    [(PARTS, text_parts("a", "b")), (BOTH, text_parts("a")), (BOTH, "a"), (TEXTS, "a")],
+    ids=["parts", "both with parts", "both with text", "text"],
+)
 def test_content_that_a_template_reads_is_passed_unchanged(
     tmp_path: Path, template: str, content: Any
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder(tmp_path, template))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(write_folder(tmp_path, template))
     messages = [{"role": "user", "content": content}]
     expected = theirs.apply_chat_template(messages, tokenize=False)
     assert ChatTemplate(template, {}).render(messages).text == expected
@@ -118,12 +135,12 @@ def test_the_role_developer_becomes_system_in_templates_without_it() -> None:
     chat = form.read(row)
     assert isinstance(chat, Chat)
     assert ChatTemplate(TEXTS, {}).render(chat.messages).text.startswith("system: be brief")
-    knows = TEXTS.replace("{{ m.role }}", "{{ 'D' if m.role == 'developer' else m.role }}")
-    assert ChatTemplate(knows, {}).render(chat.messages).text.startswith("D: be brief")
+    with_developer = TEXTS.replace("{{ m.role }}", "{{ 'D' if m.role == 'developer' else m.role }}")
+    assert ChatTemplate(with_developer, {}).render(chat.messages).text.startswith("D: be brief")
 
 
-def test_damaged_template_files_are_reported(tmp_path: Path) -> None:
-    path = folder(tmp_path, ["x"])
+def test_damaged_templates_are_reported(tmp_path: Path) -> None:
+    path = write_folder(tmp_path, ["x"])
     with pytest.raises(WeightsFormatError, match=r"tokenizer_config.json has a chat_template that"):
         ChatTokenizer.from_pretrained(path)
     (path / "chat_template.jinja").write_bytes("{{ 'é' }}".encode("latin-1"))

@@ -42,77 +42,80 @@ def test_padded_rows_equal_those_of_transformers(
     np.testing.assert_array_equal(clip_l(texts), [case["clip_l"] for case in CASES])
     # With "!" as padding, transformers also takes every "!" of a text for padding. OpenCLIP, which
     # trained the encoder, and ComfyUI do not.
-    plain = [case for case in CASES if "!" not in case["text"]]
-    assert len(plain) > 60
-    found = big_g([case["text"] for case in plain])
-    np.testing.assert_array_equal(found, [case["big_g"] for case in plain])
+    cases = [case for case in CASES if "!" not in case["text"]]
+    assert len(cases) > 60
+    found = big_g([case["text"] for case in cases])
+    np.testing.assert_array_equal(found, [case["big_g"] for case in cases])
     assert big_g(["hello! !"])[0, :5].tolist() == [49406, *clip_l.encode("hello! !"), 49407]
 
 
-def test_long_texts_are_cut_into_rows(big_g: CLIPTokenizer) -> None:
+def test_long_texts_are_divided_into_rows(big_g: CLIPTokenizer) -> None:
+    # A row of 77 has a start token, up to 75 tokens of the text, an end token, and padding of 0.
     start, end = 49406, 49407
     for case in CASES:
         rows = big_g.chunks(case["text"], most=4)
-        seen = case["ids"][:300]
-        assert rows.shape == (max(1, -(-len(seen) // 75)), 77)
+        kept = case["ids"][: 4 * 75]
+        assert rows.shape == (max(1, -(-len(kept) // 75)), 77)
         content = [n for row in rows.tolist() for n in row[1:76]]
-        assert content[: len(seen)] == seen
+        assert content[: len(kept)] == kept
         assert (rows[:, 0] == start).all()
         for number, row in enumerate(rows.tolist()):
-            filled = min(75, len(seen) - 75 * number)
+            filled = min(75, len(kept) - 75 * number)
             assert row[filled + 1 :] == [end] + [0] * (75 - filled)
         assert big_g.chunks(case["text"], most=1).tolist() == rows[:1].tolist()
 
 
 def vocabulary() -> tuple[dict[str, int], list[str]]:
-    """The token ids of a small vocabulary and its merges.
+    """Return the token ids of a small vocabulary, and its merges.
 
-    The tokens are letters, the bytes of `ü`, parts of the words `cat` and `cats`, and these words.
+    The tokens are `!`, letters, the bytes of `ü`, parts of `cat` and `cats`, these words, and the
+    start and end tokens.
     """
     merges = ["a t</w>", "c at</w>", "a t", "c at", "cat s</w>"]
     tokens = ["!", *"acst", "a</w>", "c</w>", "s</w>", "t</w>", "Ã", "¼", "¼</w>"]
     tokens += [merge.replace(" ", "") for merge in merges]
     tokens += ["<|startoftext|>", "<|endoftext|>"]
-    return {token: number for number, token in enumerate(tokens)}, merges
+    return {token: index for index, token in enumerate(tokens)}, merges
 
 
 def write_slow(folder: Path, **settings: Any) -> dict[str, int]:
-    numbers, merges = vocabulary()
+    """Write a small vocabulary, its merges and `settings` to a folder; return the token ids."""
+    ids, merges = vocabulary()
     folder.mkdir(exist_ok=True)
-    (folder / "vocab.json").write_text(json.dumps(numbers), encoding="utf-8")
+    (folder / "vocab.json").write_text(json.dumps(ids), encoding="utf-8")
     lines = ["#version: 0.2", *merges, ""]
     (folder / "merges.txt").write_text("\n".join(lines), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return numbers
+    return ids
 
 
 @pytest.mark.parametrize("pad", ["!", {"content": "!", "lstrip": False}])
 def test_a_folder_with_vocabulary_and_merges_is_read(tmp_path: Path, pad: Any) -> None:
-    numbers = write_slow(tmp_path, pad_token=pad, model_max_length=6)
+    ids = write_slow(tmp_path, pad_token=pad, model_max_length=6)
     tokenizer = CLIPTokenizer.from_pretrained(tmp_path)
-    words = [numbers[token] for token in ("cat</w>", "cats</w>", "Ã", "¼</w>")]
-    start, end = numbers["<|startoftext|>"], numbers["<|endoftext|>"]
+    words = [ids[token] for token in ("cat</w>", "cats</w>", "Ã", "¼</w>")]
+    start, end = ids["<|startoftext|>"], ids["<|endoftext|>"]
     assert tokenizer.encode("Cat CATS Ü") == words
     assert tokenizer(["cat"]).tolist() == [[start, words[0], end, 0, 0, 0]]
 
 
-def test_tokenizer_json_is_the_same_tokenizer(tmp_path: Path) -> None:
+def test_tokenizer_json_gives_the_same_tokenizer(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
-    numbers = write_slow(tmp_path / "slow", pad_token="<|endoftext|>")
+    ids = write_slow(tmp_path / "slow", pad_token="<|endoftext|>")
     slow = CLIPTokenizer.from_pretrained(tmp_path / "slow")
     (tmp_path / "fast").mkdir()
-    whole = tokenizers.Tokenizer.from_str(slow._tokenizer.to_str())
+    saved = tokenizers.Tokenizer.from_str(slow._tokenizer.to_str())
     # Published files also set padding, truncation and a post-processor; the loader must ignore
     # them.
-    whole.enable_padding(length=77)
-    whole.enable_truncation(max_length=20)
-    whole.post_processor = tokenizers.processors.RobertaProcessing(
-        ("<|endoftext|>", numbers["<|endoftext|>"]), ("<|startoftext|>", numbers["<|startoftext|>"])
+    saved.enable_padding(length=77)
+    saved.enable_truncation(max_length=20)
+    saved.post_processor = tokenizers.processors.RobertaProcessing(
+        ("<|endoftext|>", ids["<|endoftext|>"]), ("<|startoftext|>", ids["<|startoftext|>"])
     )
-    whole.save(str(tmp_path / "fast" / "tokenizer.json"))
+    saved.save(str(tmp_path / "fast" / "tokenizer.json"))
     fast = CLIPTokenizer.from_pretrained(tmp_path / "fast")
     text = "cat cats " * 40
-    assert fast.encode(text) == slow.encode(text) == [numbers["cat</w>"], numbers["cats</w>"]] * 40
+    assert fast.encode(text) == slow.encode(text) == [ids["cat</w>"], ids["cats</w>"]] * 40
     np.testing.assert_array_equal(fast([text, ""]), slow([text, ""]))
 
 
@@ -141,9 +144,11 @@ def test_missing_and_damaged_files_are_reported(tmp_path: Path) -> None:
 
 def test_the_shipped_vocabulary_has_its_size() -> None:
     lines = gzip.decompress(MERGES.read_bytes()).decode().splitlines()
+    # The first line has the version. The tokens are 256 bytes, the same at the end of a word, the
+    # merges, and the start and end tokens.
     assert len(lines) - 1 + 2 * 256 + 2 == 49408
 
 
-def test_the_library_tokenizers_is_imported_at_first_use() -> None:
+def test_importing_text_does_not_import_the_library_tokenizers() -> None:
     code = "import sys, trainable_candle.text; sys.exit('tokenizers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""A vocabulary without the token for unknown text."""
+"""CLIP's tokenizer rejects a vocabulary without the token for unknown text."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,8 @@ from trainable_candle.errors import WeightsFormatError
 from trainable_candle.text import CLIPTokenizer
 
 
-def test_vocabulary_without_its_unknown_token_is_a_format_error(tmp_path: Path) -> None:
+def test_a_vocabulary_without_a_token_for_unknown_text_is_a_format_error(tmp_path: Path) -> None:
+    # CLIP's token for unknown text is its end token, `<|endoftext|>`.
     vocabulary = {"a": 0, "a</w>": 1, "<|startoftext|>": 2}
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")

@@ -23,6 +23,7 @@ LICENCE = files("trainable_candle.text") / "assets" / "t5_spiece.LICENSE.txt"
 
 
 def model_bytes() -> bytes:
+    """Return the shipped SentencePiece model."""
     return gzip.decompress(SHIPPED.read_bytes())
 
 
@@ -64,18 +65,23 @@ def test_the_shipped_model_is_the_published_one(t5: T5Tokenizer) -> None:
 
 
 def tokenizer_json(**changes: Any) -> dict[str, Any]:
-    """T5's `tokenizer.json` as transformers 4 makes it from the model file."""
+    """Return the `tokenizer.json` that transformers 4 makes from the model file, with `changes`."""
     model = sentencepiece.parse(model_bytes())
     table = base64.b64encode(model.charsmap).decode()
     sentinels = [f"<extra_id_{n}>" for n in reversed(range(100))]
-    special = {"<pad>": 0, "</s>": 1, "<unk>": 2, **{t: 32000 + n for n, t in enumerate(sentinels)}}
+    special = {
+        "<pad>": 0,
+        "</s>": 1,
+        "<unk>": 2,
+        **{token: 32000 + n for n, token in enumerate(sentinels)},
+    }
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return {
         "version": "1.0",
         "truncation": {"max_length": 5, "strategy": "LongestFirst", "stride": 0},
         "padding": None,
         "added_tokens": [
-            {"id": n, "content": t, "special": True, **flags} for t, n in special.items()
+            {"id": n, "content": token, "special": True, **flags} for token, n in special.items()
         ],
         "normalizer": {
             "type": "Sequence",
@@ -95,40 +101,45 @@ def tokenizer_json(**changes: Any) -> dict[str, Any]:
     }
 
 
-def write(folder: Path, content: dict[str, Any]) -> T5Tokenizer:
+def write_and_read(folder: Path, content: dict[str, Any]) -> T5Tokenizer:
+    """Write `content` as tokenizer.json, and return the tokenizer of the folder."""
     (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     return T5Tokenizer.from_pretrained(folder)
 
 
-def test_both_forms_of_a_folder_give_the_same_tokenizer(tmp_path: Path, t5: T5Tokenizer) -> None:
+def test_spiece_model_and_tokenizer_json_give_the_same_tokenizer(
+    tmp_path: Path, t5: T5Tokenizer
+) -> None:
     (tmp_path / "spiece.model").write_bytes(model_bytes())
     slow = T5Tokenizer.from_pretrained(tmp_path)
-    fast = write(tmp_path, tokenizer_json())
+    fast = write_and_read(tmp_path, tokenizer_json())
     assert fast.size == slow.size == t5.size
     for case in CASES:
         assert fast.encode(case["text"]) == slow.encode(case["text"]) == case["ids"], case["text"]
 
 
-def test_added_tokens_of_a_folder_are_read(tmp_path: Path, t5: T5Tokenizer) -> None:
+def test_added_tokens_are_read_if_their_numbers_follow_the_others(
+    tmp_path: Path, t5: T5Tokenizer
+) -> None:
     content = tokenizer_json()
     content["added_tokens"].append({"id": 32100, "content": "<sks>", "special": False})
-    added = write(tmp_path, content)
+    added = write_and_read(tmp_path, content)
     assert added.encode("a <sks>") == [*t5.encode("a"), 32100]
     assert added.size == 32101
     content["added_tokens"][-1]["id"] = 32200
     with pytest.raises(WeightsFormatError, match="'<sks>' the number 32200, expected 32100"):
-        write(tmp_path, content)
+        write_and_read(tmp_path, content)
 
 
-def test_a_folder_may_have_no_table_of_characters(tmp_path: Path) -> None:
-    plain = write(tmp_path, tokenizer_json(normalizer=None))
-    assert plain.encode("a cat") == [3, 9, 1712]
-    assert plain.encode("\uff41") == [3, 2]
+def test_tokenizer_json_may_have_no_normalizer(tmp_path: Path) -> None:
+    tokenizer = write_and_read(tmp_path, tokenizer_json(normalizer=None))
+    assert tokenizer.encode("a cat") == [3, 9, 1712]
+    assert tokenizer.encode("\uff41") == [3, 2]
 
 
-def test_transformers_reads_the_same(tmp_path: Path, t5: T5Tokenizer) -> None:
+def test_transformers_makes_the_same_rows(tmp_path: Path, t5: T5Tokenizer) -> None:
     transformers = pytest.importorskip("transformers")
-    write(tmp_path, tokenizer_json())
+    write_and_read(tmp_path, tokenizer_json())
     theirs = transformers.T5TokenizerFast.from_pretrained(tmp_path)
     texts = [case["text"] for case in CASES]
     for length in (3, 256, 512):
@@ -143,12 +154,13 @@ def test_missing_and_damaged_files_are_reported(tmp_path: Path) -> None:
         MissingFileError, match=r"no file .*spiece\.model; expected tokenizer\.json"
     ):
         T5Tokenizer.from_pretrained(tmp_path)
-    whole = model_bytes()
+    intact = model_bytes()
+    # Serialized pieces: `abc`, and `<unk>` of type 2, unknown.
     piece = b"\x0a\x05\x0a\x03abc"
     unknown = b"\x0a\x09\x0a\x05<unk>\x18\x02"
     for damaged, message in (
-        (whole[:-1], "ends within a field"),
-        (whole[:100_000], "ends within a field"),
+        (intact[:-1], "ends within a field"),
+        (intact[:100_000], "ends within a field"),
         (unknown + b"\x12\x02\x18\x02", "of type 2, expected 1, unigram"),
         (piece, "has no piece for unknown text"),
         (unknown + piece, "the vocabulary has no '<pad>'"),
@@ -160,25 +172,27 @@ def test_missing_and_damaged_files_are_reported(tmp_path: Path) -> None:
         with pytest.raises(WeightsFormatError, match=message):
             T5Tokenizer.from_pretrained(tmp_path)
     with pytest.raises(WeightsFormatError, match="has no unigram model, which T5 needs"):
-        write(tmp_path, tokenizer_json(model={"type": "BPE", "vocab": {"a": 0}, "merges": []}))
+        write_and_read(
+            tmp_path, tokenizer_json(model={"type": "BPE", "vocab": {"a": 0}, "merges": []})
+        )
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(WeightsFormatError, match="cannot be read: "):
         T5Tokenizer.from_pretrained(tmp_path)
 
 
 def test_a_damaged_table_of_characters_is_a_format_error(tmp_path: Path) -> None:
-    whole = bytearray(model_bytes())
-    table = sentencepiece.parse(bytes(whole)).charsmap
-    start = whole.find(table)
-    # The table starts with a length of four bytes, which stays. Overwrite the entries after it, so
-    # that they point beyond the end of the table.
-    whole[start + 4 : start + 4 + 4096] = b"\xff\x7f\xff\x7f" * 1024
-    (tmp_path / "spiece.model").write_bytes(whole)
+    damaged = bytearray(model_bytes())
+    table = sentencepiece.parse(bytes(damaged)).charsmap
+    start = damaged.find(table)
+    # Keep the first four bytes of the table, which are a length. Overwrite the entries after them
+    # with offsets beyond the end of the table.
+    damaged[start + 4 : start + 4 + 4096] = b"\xff\x7f\xff\x7f" * 1024
+    (tmp_path / "spiece.model").write_bytes(damaged)
     tokenizer = T5Tokenizer.from_pretrained(tmp_path)
     with pytest.raises(WeightsFormatError, match="cannot be encoded: "):
         tokenizer.encode("caf\u00e9 \uff21\u0301")
 
 
-def test_the_library_tokenizers_is_imported_at_first_use() -> None:
+def test_importing_text_does_not_import_the_library_tokenizers() -> None:
     code = "import sys, trainable_candle.text; sys.exit('tokenizers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Fixtures: the settings of a short training run, and a function that trains by settings."""
+"""Fixtures: the settings of a short run, and a function that trains with given settings."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ from trainable_candle.train import Callback, TrainConfig
 
 @pytest.fixture
 def config(digits_base: Path, digits_folder: Path, tmp_path: Path) -> TrainConfig:
-    """A run of 12 steps with a schedule and dropout, and a checkpoint after every 5 steps."""
+    """Return the settings of 12 steps with a schedule, dropout, and checkpoints every 5 steps."""
     return TrainConfig(
         model="digits",
         weights=str(digits_base),
@@ -32,7 +32,7 @@ def config(digits_base: Path, digits_folder: Path, tmp_path: Path) -> TrainConfi
 
 @pytest.fixture(scope="session")
 def train() -> Callable[..., dict[str, bytes]]:
-    """A function that trains an adapter and returns the bytes of its parameters."""
+    """Return a function that trains an adapter and returns the bytes of its parameters by name."""
 
     def train(config: TrainConfig, *callbacks: Callback) -> dict[str, bytes]:
         run = train_adapter(config, callbacks=callbacks, progress=False, report=lambda _: None)

@@ -11,7 +11,8 @@ from trainable_candle.train import TrainConfig
 from trainable_candle.train.optimizers import make_optimizer, make_scheduler
 
 
-def optimizer(config: TrainConfig) -> tc.optim.Optimizer:
+def optimizer_of(config: TrainConfig) -> tc.optim.Optimizer:
+    """Return the optimizer of the settings for a variable of three elements."""
     return make_optimizer(config, [([tc.Var(tc.ones(3))], 0.1)])
 
 
@@ -22,32 +23,37 @@ def test_arguments_given_as_text_become_python_values() -> None:
     }  # fmt: skip
 
 
-def stepped(config: TrainConfig) -> list[float]:
+def values_after_steps(config: TrainConfig) -> list[float]:
+    """Return the elements of a variable after three steps on the sum of their cubes."""
     v = tc.Var(tc.tensor([1.0, -2.0, 3.0]))
-    made = make_optimizer(config, [([v], 0.1)])
+    optimizer = make_optimizer(config, [([v], 0.1)])
     for _ in range(3):
-        made.zero_grad()
+        optimizer.zero_grad()
         (v * v * v).sum().backward()
-        made.step()
+        optimizer.step()
     return v.tolist()
 
 
 def test_arguments_reach_the_optimizer() -> None:
     settings: dict[str, Any] = {"optimizer": "adamw", "learning_rate": 0.1}
-    found = stepped(TrainConfig(**settings, optimizer_args=["betas=0.5,0.7", "eps=0.1"]))
+    found = values_after_steps(TrainConfig(**settings, optimizer_args=["betas=0.5,0.7", "eps=0.1"]))
     v = tc.Var(tc.tensor([1.0, -2.0, 3.0]))
-    other = tc.optim.AdamW([v], lr=0.1, betas=(0.5, 0.7), eps=0.1, weight_decay=0.01)
+    expected = tc.optim.AdamW([v], lr=0.1, betas=(0.5, 0.7), eps=0.1, weight_decay=0.01)
     for _ in range(3):
-        other.zero_grad()
+        expected.zero_grad()
         (v * v * v).sum().backward()
-        other.step()
+        expected.step()
     assert found == v.tolist()
-    assert found != stepped(TrainConfig(**settings))
+    assert found != values_after_steps(TrainConfig(**settings))
     # One string of the list may have several arguments.
-    assert found == stepped(TrainConfig(**settings, optimizer_args=["betas=0.5, 0.7 eps=0.1"]))
-    # kohya's users give the weight decay as an argument.
-    by_text = TrainConfig(**settings, optimizer_args=["weight_decay=0.5"])
-    assert stepped(by_text) == stepped(TrainConfig(**settings, weight_decay=0.5))
+    assert found == values_after_steps(
+        TrainConfig(**settings, optimizer_args=["betas=0.5, 0.7 eps=0.1"])
+    )
+    # As in kohya, the weight decay may be an argument.
+    as_argument = TrainConfig(**settings, optimizer_args=["weight_decay=0.5"])
+    assert values_after_steps(as_argument) == values_after_steps(
+        TrainConfig(**settings, weight_decay=0.5)
+    )
 
 
 def test_arguments_reach_the_schedule() -> None:
@@ -55,13 +61,14 @@ def test_arguments_reach_the_schedule() -> None:
     config = TrainConfig(
         learning_rate=0.1, lr_scheduler="polynomial", lr_scheduler_args=texts, steps=10
     )
-    schedule = make_scheduler(config, made := optimizer(config))
+    optimizer = optimizer_of(config)
+    schedule = make_scheduler(config, optimizer)
     schedule.set_step(5)
     expected = tc.optim.lr_scheduler.polynomial(
-        optimizer(config), total_steps=10, lr_end=0.05, power=2
+        optimizer_of(config), total_steps=10, lr_end=0.05, power=2
     )
     expected.set_step(5)
-    assert made.group_lrs == expected.get_last_lr() != [0.1]
+    assert optimizer.group_lrs == expected.get_last_lr() != [0.1]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +98,7 @@ def test_arguments_reach_the_schedule() -> None:
     ],
     ids=str,
 )
-def test_wrong_arguments_are_errors_that_name_right_ones(
+def test_wrong_arguments_are_rejected_when_settings_are_made(
     settings: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -99,8 +106,8 @@ def test_wrong_arguments_are_errors_that_name_right_ones(
     assert text in str(caught.value)
 
 
-def test_muon_scales_updates_to_learning_rates_of_adamw_by_default() -> None:
+def test_muon_has_match_rms_adamw_unless_an_argument_disables_it() -> None:
     muon = TrainConfig(model="digits", dataset="d", output="o", optimizer="muon")
     assert muon.optimizer_arguments["match_rms_adamw"] is True
-    torch_like = muon.with_(optimizer_args=["match_rms_adamw=false"])
-    assert torch_like.optimizer_arguments["match_rms_adamw"] is False
+    without = muon.with_(optimizer_args=["match_rms_adamw=false"])
+    assert without.optimizer_arguments["match_rms_adamw"] is False

@@ -1,4 +1,4 @@
-"""Messages about wrong predictions of a run's memory."""
+"""Lines of the log about a run whose memory was predicted wrongly."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ from trainable_candle.train import TrainConfig
 
 
 @pytest.fixture
-def peak(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """The memory statistics of a simulated GPU; a test sets `peak_reserved`."""
+def gpu_stats(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Return the memory statistics of a simulated GPU; a test sets `peak_reserved`."""
     stats: dict[str, int] = {}
     monkeypatch.setattr(tc.cuda, "memory_stats", lambda _device: stats)
     for name in ("reset_peak_memory_stats", "empty_cache"):
@@ -22,22 +22,27 @@ def peak(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def plan(gib: float, policy: str = "none") -> Plan:
+    """Return a plan that predicts `gib` GiB, with a policy of gradient checkpointing."""
     items = [Item("unet", "weights", int(gib * GIB) - RUNTIME_BYTES)]
     config = TrainConfig(device="cuda", gradient_checkpointing=policy)
     return Plan(config, Estimate({"training": items}, on_gpu=True), {})
 
 
 def attempt(
-    peak: dict[str, int], taken: list[float], first: Plan, second: Plan | None = None
+    gpu_stats: dict[str, int], peaks: list[float], first: Plan, second: Plan | None = None
 ) -> list[str]:
-    """The lines about a run whose attempts take `taken` GiB; all but the last run out of memory."""
+    """Return the lines about a run.
+
+    Its attempts have the peaks `peaks`, in GiB. All but the last attempt run out of memory.
+    """
     lines: list[str] = []
-    left = list(taken)
+    remaining = list(peaks)
 
     def run(_config: TrainConfig) -> None:
-        assert not peak
-        peak["peak_reserved"] = int(left.pop(0) * GIB)
-        if left:
+        # The statistics are reset before each attempt.
+        assert not gpu_stats
+        gpu_stats["peak_reserved"] = int(remaining.pop(0) * GIB)
+        if remaining:
             raise tc.OutOfMemoryError("matmul: there is too little")
 
     def replan(_budget: Budget) -> Plan:
@@ -49,19 +54,21 @@ def attempt(
     return lines
 
 
-@pytest.mark.parametrize("taken", [9.0, 10.4])
-def test_no_line_reports_a_good_prediction(peak: dict[str, int], taken: float) -> None:
-    assert attempt(peak, [taken], plan(10)) == []
+@pytest.mark.parametrize("used", [9.0, 10.4])
+def test_no_line_reports_a_good_prediction(gpu_stats: dict[str, int], used: float) -> None:
+    assert attempt(gpu_stats, [used], plan(10)) == []
 
 
-def test_a_run_that_takes_more_memory_than_predicted_reports_it(peak: dict[str, int]) -> None:
-    assert attempt(peak, [11.2], plan(10)) == [
+def test_a_run_that_takes_more_memory_than_predicted_reports_it(gpu_stats: dict[str, int]) -> None:
+    assert attempt(gpu_stats, [11.2], plan(10)) == [
         "plan: the run took 11.20 GiB of GPU memory, where 10.00 GiB were predicted (12 % more)"
     ]
 
 
-def test_a_run_out_of_memory_says_how_much_was_predicted(peak: dict[str, int]) -> None:
-    missed, out, *table = attempt(peak, [12, 9], plan(10), plan(9, "full"))
+def test_when_memory_runs_out_the_log_has_the_prediction_and_the_new_plan(
+    gpu_stats: dict[str, int],
+) -> None:
+    missed, out, *table = attempt(gpu_stats, [12, 9], plan(10), plan(9, "full"))
     assert missed == (
         "plan: the run had taken 12.00 GiB of GPU memory when memory ran out, where 10.00 GiB were "
         "predicted (20 % more)"
@@ -70,13 +77,15 @@ def test_a_run_out_of_memory_says_how_much_was_predicted(peak: dict[str, int]) -
     assert table[0] == "GPU memory while training: 9.00 GiB"
 
 
-def test_running_out_of_memory_late_is_reported_too(peak: dict[str, int]) -> None:
+def test_running_out_of_memory_after_many_steps_is_reported_without_a_new_plan(
+    gpu_stats: dict[str, int],
+) -> None:
     lines: list[str] = []
     taken = Taken()
 
     def run(_config: TrainConfig) -> None:
         taken.steps = 100
-        peak["peak_reserved"] = 8 * GIB
+        gpu_stats["peak_reserved"] = 8 * GIB
         raise tc.OutOfMemoryError("matmul: there is too little")
 
     def no_plan(_budget: Budget) -> Any:

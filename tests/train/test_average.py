@@ -1,4 +1,4 @@
-"""The running average of the adapters in a run."""
+"""The moving averages of a run's adapters are swapped in and out together."""
 
 from typing import Any
 
@@ -8,15 +8,15 @@ from trainable_candle.errors import OutOfMemoryError
 from trainable_candle.train.ema import AdapterAverage
 
 
-class Average:
-    """A stand-in for `tc.optim.EMA`. If `full`, its `swap_in` raises an out-of-memory error."""
+class FakeEMA:
+    """A stand-in for `tc.optim.EMA`. If `fails`, `swap_in` raises an out-of-memory error."""
 
-    def __init__(self, *, full: bool = False) -> None:
-        self.full = full
+    def __init__(self, *, fails: bool = False) -> None:
+        self.fails = fails
         self.is_swapped_in = False
 
     def swap_in(self) -> None:
-        if self.full:
+        if self.fails:
             raise OutOfMemoryError("EMA: the GPU has no memory left")
         self.is_swapped_in = True
 
@@ -31,18 +31,21 @@ class Average:
 
 
 class NoAdapters:
+    """A stand-in for the adapters of a run without any."""
+
     sets: dict[str, Any] = {}  # noqa: RUF012
 
 
-def averages(*members: Average) -> AdapterAverage:
+def average_of(*members: FakeEMA) -> AdapterAverage:
+    """Return an average that consists of `members`."""
     average = AdapterAverage(NoAdapters(), 0.99)  # type: ignore[arg-type]
     average._averages = {str(i): member for i, member in enumerate(members)}  # type: ignore[misc]
     return average
 
 
-def test_all_averages_are_applied_or_none() -> None:
-    members = [Average(), Average(full=True), Average()]
-    average = averages(*members)
+def test_if_one_average_cannot_be_swapped_in_none_is() -> None:
+    members = [FakeEMA(), FakeEMA(fails=True), FakeEMA()]
+    average = average_of(*members)
     with pytest.raises(OutOfMemoryError), average.applied():
         raise AssertionError("the context was entered although one average failed to swap in")
     assert [m.is_swapped_in for m in members] == [False] * 3
@@ -51,9 +54,9 @@ def test_all_averages_are_applied_or_none() -> None:
     assert [m.is_swapped_in for m in members] == [False] * 3
 
 
-def test_an_error_within_the_context_restores_the_parameters() -> None:
-    members = [Average(), Average()]
-    average = averages(*members)
+def test_an_error_within_the_context_swaps_the_averages_out() -> None:
+    members = [FakeEMA(), FakeEMA()]
+    average = average_of(*members)
 
     def fail_within() -> None:
         with average.applied():

@@ -11,7 +11,8 @@ from trainable_candle.train import CsvLog, ProgressBar, StepReport
 from trainable_candle.train.logs import read_log
 
 
-def at(step: int, steps: int = 10) -> Any:
+def trainer_at(step: int, steps: int = 10) -> Any:
+    """Return a stand-in for a trainer that has done `step` of `steps` steps."""
     return SimpleNamespace(step=step, steps=steps)
 
 
@@ -19,14 +20,15 @@ def report(step: int, loss: float = 0.1 + 0.2) -> StepReport:
     return StepReport(step, loss, 1e-4, 1.5, 0.25)
 
 
-def log(path: Path, first: int, last: int, every: int = 1) -> None:
+def log(path: Path, done: int, last: int, every: int = 1) -> None:
+    """Log the steps after the first `done` ones, up to step `last`."""
     callback = CsvLog(path, every)
-    callback.on_train_begin(at(first))
-    for step in range(first + 1, last + 1):
-        callback.on_step_end(at(step), report(step))
+    callback.on_train_begin(trainer_at(done))
+    for step in range(done + 1, last + 1):
+        callback.on_step_end(trainer_at(step), report(step))
 
 
-def steps(path: Path) -> list[int]:
+def logged_steps(path: Path) -> list[int]:
     return [int(row["step"]) for row in read_log(path)]
 
 
@@ -41,46 +43,46 @@ def test_a_resumed_run_continues_the_log_from_its_step(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     log(path, 0, 7)
     log(path, 4, 10)
-    assert steps(path) == list(range(1, 11))
+    assert logged_steps(path) == list(range(1, 11))
     log(path, 0, 2)
-    assert steps(path) == [1, 2]
+    assert logged_steps(path) == [1, 2]
 
 
-def test_a_line_cut_off_by_a_crash_is_dropped(tmp_path: Path) -> None:
+def test_damaged_lines_as_by_a_crash_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     log(path, 0, 3)
     with path.open("a") as file:
         file.write("4,0.")
-    assert steps(path) == [1, 2, 3]
+    assert logged_steps(path) == [1, 2, 3]
     log(path, 3, 4)
-    assert steps(path) == [1, 2, 3, 4]
+    assert logged_steps(path) == [1, 2, 3, 4]
     path.write_text("step,loss,lr,grad_norm,seconds\n1,2\nx,1,1,1,1\n2,1,1,1,1,1\n3,1,1,1,1\n")
-    assert steps(path) == [3]
+    assert logged_steps(path) == [3]
 
 
 def test_every_nth_step_and_the_last_are_logged(tmp_path: Path) -> None:
     log(tmp_path / "a.csv", 0, 10, every=4)
-    assert steps(tmp_path / "a.csv") == [4, 8, 10]
+    assert logged_steps(tmp_path / "a.csv") == [4, 8, 10]
 
 
-def test_missing_files_and_files_of_other_columns_have_no_lines(tmp_path: Path) -> None:
+def test_missing_files_and_files_of_other_columns_give_no_rows(tmp_path: Path) -> None:
     assert read_log(tmp_path / "none.csv") == []
     (tmp_path / "a.csv").write_text("time,value\n1,2\n")
     assert read_log(tmp_path / "a.csv") == []
 
 
-def test_the_bar_shows_loss_rate_and_time() -> None:
+def test_the_bar_shows_step_loss_learning_rate_and_time() -> None:
     screen = io.StringIO()
     bar = ProgressBar(screen)
-    bar.on_train_begin(at(4))
-    bar.on_step_end(at(5), report(5, loss=2.0))
-    bar.on_train_end(at(5))
+    bar.on_train_begin(trainer_at(4))
+    bar.on_step_end(trainer_at(5), report(5, loss=2.0))
+    bar.on_train_end(trainer_at(5))
     shown = screen.getvalue()
     assert "5/10" in shown
     assert "loss 2.0000, lr 1.00e-04, 250 ms" in shown
 
 
 @pytest.mark.parametrize("event", ["on_step_end", "on_train_end"])
-def test_a_progress_bar_that_was_never_opened_prints_nothing(event: str) -> None:
+def test_events_before_training_begins_do_not_fail_in_a_progress_bar(event: str) -> None:
     bar = ProgressBar(io.StringIO())
-    getattr(bar, event)(at(1), *([report(1)] if event == "on_step_end" else []))
+    getattr(bar, event)(trainer_at(1), *([report(1)] if event == "on_step_end" else []))

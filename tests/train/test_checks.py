@@ -1,4 +1,4 @@
-"""Settings without effect, or that the model cannot use, are rejected before images are read."""
+"""Settings that have no effect or do not suit the model are rejected before images are read."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ from trainable_candle.tasks.checks import check_format
 from trainable_candle.train import TrainConfig
 from trainable_candle.train.adapters import adapter_config
 
-IDLE: list[tuple[dict[str, Any], str]] = [
+WITHOUT_EFFECT: list[tuple[dict[str, Any], str]] = [
     ({"random_crops": 9}, "--random-crops has no effect without --crop random"),
     (
         {"color_variants": 9},
@@ -55,7 +55,7 @@ IDLE: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "message"), IDLE, ids=str)
+@pytest.mark.parametrize(("settings", "message"), WITHOUT_EFFECT, ids=str)
 def test_a_setting_without_effect_is_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_settings(TrainConfig(**settings))
@@ -93,7 +93,7 @@ def test_text_that_is_not_utf_8_is_rejected() -> None:
     + [("oft", side) for side in OFT_SIDES],
 )
 @pytest.mark.parametrize("parts", [1, 3])
-def test_checks_reject_the_formats_that_the_writer_rejects(
+def test_checks_reject_exactly_the_formats_that_the_writer_rejects(
     sdxl_base: Path, tmp_path: Path, form: str, kind: str, side: str | None, parts: int
 ) -> None:
     names = ("unet", "text_encoder", "text_encoder_2")[:parts]
@@ -101,26 +101,27 @@ def test_checks_reject_the_formats_that_the_writer_rejects(
     targets = ["attn2.to_q", "q_proj"]
     config = TrainConfig(model="sdxl", format=form, adapter=kind, rank=2, alpha=2.0, oft_side=side)
     formats = ("kohya", "diffusers", "peft", "comfyui")
-    lora = adapter_config(config, targets, formats)
-    sets = [model.add_adapter(lora) for model in models]
-    assert refuses(lambda: check_format(config, formats, parts)) == refuses(
+    adapter = adapter_config(config, targets, formats)
+    sets = [model.add_adapter(adapter) for model in models]
+    assert rejects(lambda: check_format(config, formats, parts)) == rejects(
         lambda: tc.save_adapters(tmp_path / "a.safetensors", sets, format=form)
     )
 
 
 @pytest.mark.parametrize("form", [None, "kohya", "diffusers", "peft", "comfyui"])
-def test_checks_of_digits_reject_the_formats_that_the_writer_rejects(
+def test_checks_of_digits_reject_exactly_the_formats_that_the_writer_rejects(
     digits_base: Path, tmp_path: Path, form: str | None
 ) -> None:
     model = DigitsTransformer.from_pretrained(digits_base)
     adapter = model.add_adapter(tc.LoraConfig(r=2, lora_alpha=2.0, target_modules=["to_q"]))
     config = TrainConfig(model="digits", format=form)
-    assert refuses(lambda: check_format(config, ("peft", "kohya", "diffusers"), 1)) == refuses(
+    assert rejects(lambda: check_format(config, ("peft", "kohya", "diffusers"), 1)) == rejects(
         lambda: tc.save_adapters(tmp_path / "a.safetensors", [adapter], format=form)
     )
 
 
-def refuses(action: Callable[[], object]) -> bool:
+def rejects(action: Callable[[], object]) -> bool:
+    """Return whether `action` raises an error about its settings or arguments."""
     try:
         action()
     except (ConfigError, ArgumentError):
@@ -147,10 +148,10 @@ def refuses(action: Callable[[], object]) -> bool:
     ],
     ids=str,
 )
-def test_settings_are_rejected_before_images_are_read(
+def test_settings_that_do_not_suit_the_model_are_rejected_before_images_are_read(
     config: TrainConfig, settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    empty = config.with_(dataset=str(tmp_path / "none"), **settings)
+    without_images = config.with_(dataset=str(tmp_path / "none"), **settings)
     with pytest.raises((ConfigError, FileNotFoundError), match=message):
-        train_adapter(empty, progress=False, report=lambda _: None)
+        train_adapter(without_images, progress=False, report=lambda _: None)
     assert not Path(config.output).exists()

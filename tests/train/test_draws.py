@@ -27,19 +27,20 @@ if TYPE_CHECKING:
 
 
 def prepared(base: Path, folder: Path, seed: int = 3) -> Any:
+    """Return the training data of a digits model, prepared for a run with `seed`."""
     config = TrainConfig(dataset=str(folder), seed=seed)
     task = Digits(base, "f32", "cpu", config).task()
     return task.prepare(task.read(print), print).train
 
 
 def samples(data: Any, batch_size: int, count: int) -> list[tuple[Any, ...]]:
-    """The model's inputs, as bytes, for each of the first `count` samples of a run."""
+    """Return the model's inputs, as bytes, for each of the first `count` samples of a run."""
     batches = data.batches(batch_size)
     seen = []
     for index in range(count // batch_size):
         inputs = data.inputs(batches.batch(index))
-        rows = [inputs[name].numpy() for name in ("sample", "times", "class_labels", "target")]
-        seen += [tuple(part[row].tobytes() for part in rows) for row in range(batch_size)]
+        arrays = [inputs[name].numpy() for name in ("sample", "times", "class_labels", "target")]
+        seen += [tuple(array[row].tobytes() for array in arrays) for row in range(batch_size)]
     return seen
 
 
@@ -92,6 +93,8 @@ def test_views_and_captions_of_a_sample_do_not_depend_on_its_batch(tmp_path: Pat
 
 
 class Stop(Callback):
+    """Draws from the library's generator after every step, and stops the run after step `after`."""
+
     def __init__(self, after: int) -> None:
         self.after = after
 
@@ -102,13 +105,14 @@ class Stop(Callback):
 
 
 class Source:
-    """A user's batches, which draw numbers from the global generator."""
+    """Batches of a user; they draw from the library's generator."""
 
     def batch(self, index: int) -> tc.Tensor:
         return tc.rand((1,)) + index
 
 
-def trained(output: Path | None, accumulation: int, steps: int, stop: int = 99) -> Any:
+def make_trainer(output: Path | None, accumulation: int, steps: int, stop: int = 99) -> Any:
+    """Return a trainer, and the list to which its loss appends the three draws of each batch."""
     seen: list[tuple[float, float, float]] = []
     weight = tc.Var([1.0])
 
@@ -133,27 +137,27 @@ def trained(output: Path | None, accumulation: int, steps: int, stop: int = 99) 
 
 
 def test_random_numbers_in_a_loss_depend_on_the_number_of_the_batch(tmp_path: Path) -> None:
-    whole, expected = trained(None, 1, 12)
-    assert whole.train()
+    unaccumulated, expected = make_trainer(None, 1, 12)
+    assert unaccumulated.train()
     assert len({value for row in expected for value in row}) == 36
     for accumulation in (2, 3, 4):
-        trainer, seen = trained(None, accumulation, 12 // accumulation)
+        trainer, seen = make_trainer(None, accumulation, 12 // accumulation)
         tc.manual_seed(accumulation)
         state = tc.get_rng_state()
         assert trainer.train()
         assert seen == expected
-        # Only the callback's own draws, one for each step, advance the global generator.
+        # Only the draws of `Stop`, one for each step, advance the library's generator.
         assert tc.get_rng_state() == (state[0], 12 // accumulation)
-    first, before = trained(tmp_path, 2, 6, stop=2)
-    assert not first.train()
-    second, after = trained(tmp_path, 2, 6)
-    second.resume(tmp_path / "checkpoint-000002")
-    assert second.train()
+    interrupted, before = make_trainer(tmp_path, 2, 6, stop=2)
+    assert not interrupted.train()
+    resumed, after = make_trainer(tmp_path, 2, 6)
+    resumed.resume(tmp_path / "checkpoint-000002")
+    assert resumed.train()
     assert before + after == expected
 
 
 def test_without_a_seed_draws_depend_on_the_seed_of_the_generator() -> None:
-    def first(seed: int) -> float:
+    def first_draw(seed: int) -> float:
         tc.manual_seed(seed)
         tc.rand((seed,))
         seen: list[float] = []
@@ -166,8 +170,8 @@ def test_without_a_seed_draws_depend_on_the_seed_of_the_generator() -> None:
         Trainer(loss, {"w": weight}, tc.optim.SGD([weight], lr=0.1), Source(), steps=1).train()
         return seen[0]
 
-    assert first(8) == first(8) == drawn(8, "pass", 0, lambda: tc.rand(()).item())
-    assert first(8) != first(9)
+    assert first_draw(8) == first_draw(8) == drawn(8, "pass", 0, lambda: tc.rand(()).item())
+    assert first_draw(8) != first_draw(9)
 
 
 def test_a_stream_affects_only_its_thread_and_its_function() -> None:
@@ -183,6 +187,7 @@ def test_a_stream_affects_only_its_thread_and_its_function() -> None:
         return [before, tc.rand(()).item()]
 
     first = draw_from(7, draw)
+    # Of these draws, only the other thread's advanced the library's generator.
     assert tc.get_rng_state() == (state[0], state[1] + 1)
     assert draw_from(7, draw) == first
     assert elsewhere[0] != elsewhere[1]
@@ -195,11 +200,13 @@ def test_a_stream_affects_only_its_thread_and_its_function() -> None:
 def test_streams_depend_on_seed_purpose_and_number() -> None:
     assert generator(1, "view", 2).random() == generator(1, "view", 2).random()
     others = [(1, "view", 3), (1, "crop", 2), (2, "view", 2)]
-    assert len({generator(*other).random() for other in [(1, "view", 2), *others]}) == 4
-    rows = normal_samples((2, 3), [5, 6], 1, "noise").numpy()
-    assert rows.shape == (2, 2, 3)
-    np.testing.assert_array_equal(normal_samples((2, 3), [6], 1, "noise").numpy()[0], rows[1])
-    one = drawn(1, "noise", 5, lambda: tc.randn((2, 3)).numpy())
-    np.testing.assert_array_equal(one, rows[0])
+    assert len({generator(*stream).random() for stream in [(1, "view", 2), *others]}) == 4
+    samples_5_and_6 = normal_samples((2, 3), [5, 6], 1, "noise").numpy()
+    assert samples_5_and_6.shape == (2, 2, 3)
+    np.testing.assert_array_equal(
+        normal_samples((2, 3), [6], 1, "noise").numpy()[0], samples_5_and_6[1]
+    )
+    sample_5 = drawn(1, "noise", 5, lambda: tc.randn((2, 3)).numpy())
+    np.testing.assert_array_equal(sample_5, samples_5_and_6[0])
     with pytest.raises(ArgumentError, match='unknown purpose "dropout"; expected one of latents'):
         stream_seed(0, "dropout", 0)

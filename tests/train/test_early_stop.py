@@ -24,10 +24,11 @@ from trainable_candle.train.state import checkpoints
 Train = Callable[..., dict[str, bytes]]
 
 
-def last_step(losses: list[float], patience: int) -> int:
-    """The number of validations of a run, by the definition of `early_stop`.
+def validation_count(losses: list[float], patience: int) -> int:
+    """Return the number of validations after which a run ends, by the definition of `early_stop`.
 
-    A run ends when none of the last `patience` losses is below the lowest loss before them.
+    A run ends when none of the last `patience` losses is below the lowest loss before them, or when
+    there are no more losses.
     """
     for number in range(patience + 1, len(losses) + 1):
         if min(losses[number - patience : number]) >= min(losses[: number - patience]):
@@ -37,7 +38,7 @@ def last_step(losses: list[float], patience: int) -> int:
 
 @pytest.fixture
 def wild(config: TrainConfig) -> TrainConfig:
-    """A run whose learning rate is so large that its validation loss rises and falls."""
+    """Return settings with so large a learning rate that the validation loss rises and falls."""
     return config.with_(
         learning_rate=0.3, lr_scheduler="constant", warmup_steps=0, steps=40, save_every=3,
         validation_split=0.3, validate_every=2, keep_checkpoints=40,
@@ -45,6 +46,7 @@ def wild(config: TrainConfig) -> TrainConfig:
 
 
 def validations(output: str) -> dict[int, float]:
+    """Return the validation losses of a run by step, without that before the first step."""
     rows = read_json_log(Path(output) / JSON_LOG)
     found = {row["step"]: row["validation_loss"] for row in rows if "validation_loss" in row}
     return {step: loss for step, loss in found.items() if step}
@@ -56,7 +58,7 @@ def test_a_run_ends_after_validations_without_improvement(
 ) -> None:
     train(wild)
     losses = validations(wild.output)
-    expected = last_step(list(losses.values()), patience)
+    expected = validation_count(list(losses.values()), patience)
     assert patience < expected < len(losses)
     early = wild.with_(
         early_stop=patience, output=str(tmp_path / "early"), sample_prompts=["a zero"],
@@ -82,7 +84,7 @@ def test_a_run_ends_after_validations_without_improvement(
     assert all(f"{run.step:06d}" not in path.name for path in step_adapters(run.output))
 
 
-class Until(Callback):
+class StopAt(Callback):
     """Ends the run after step `step`, as Ctrl-C would."""
 
     def __init__(self, step: int) -> None:
@@ -99,21 +101,21 @@ def test_a_resumed_run_continues_the_count(wild: TrainConfig, train: Train, tmp_
     losses = validations(config.output)
     end = max(losses)
     best = min(losses, key=losses.__getitem__)
-    # Interrupt the run once at each value of the count of losses without improvement, and once
-    # between two validations.
+    # A validation follows every second step. Interrupt the run when 0, 1 and 2 losses in a row had
+    # no improvement, and once between two validations, at `best + 3`.
     for step in (best, best + 2, best + 3, best + 4):
-        broken = config.with_(output=str(tmp_path / f"broken-{step}"))
-        train(broken, Until(step))
-        assert train(broken.with_(resume="latest")) == expected
-        assert validations(broken.output) == losses
+        interrupted = config.with_(output=str(tmp_path / f"interrupted-{step}"))
+        train(interrupted, StopAt(step))
+        assert train(interrupted.with_(resume="latest")) == expected
+        assert validations(interrupted.output) == losses
     # A run that continues in another folder, and finds no lower loss, has no best adapter there.
     elsewhere = config.with_(output=str(tmp_path / "elsewhere"))
     lines: list[str] = []
     from_end = elsewhere.with_(resume=str(checkpoints(Path(config.output))[-1]))
     train_adapter(from_end, progress=False, report=lines.append)
-    found = f"(step {best}, loss {losses[best]:.4f})"
-    assert f"best: in the folder of the earlier run {found}" in lines
-    # A run that has ended early takes no further step, unless it is given more patience.
+    facts = f"(step {best}, loss {losses[best]:.4f})"
+    assert f"best: in the folder of the earlier run {facts}" in lines
+    # A run that has ended early takes no further step, unless `early_stop` is removed.
     again = config.with_(resume="latest")
     lines = []
     run = train_adapter(again, progress=False, report=lines.append)
@@ -126,9 +128,12 @@ def test_a_resumed_run_continues_the_count(wild: TrainConfig, train: Train, tmp_
 @pytest.mark.parametrize("patience", [1, 2, 3, None])
 def test_losses_without_improvement_are_counted_as_defined(patience: int | None) -> None:
     losses = [4.0, 3.0, 3.0, math.nan, 2.0, 2.5, 2.0, 1.0, 5.0, 4.0, 3.0, 2.0]
-    steps = iter([9.0, *losses])
+    # The first loss is that before the first step.
+    results = iter([9.0, *losses])
     trainer: Any = SimpleNamespace(step=0, steps=len(losses), output=None, report=lambda _: None)
-    validation = Validation(lambda: next(steps), 1, nullcontext, adapter=Mock(), patience=patience)
+    validation = Validation(
+        lambda: next(results), 1, nullcontext, adapter=Mock(), patience=patience
+    )
     validation.on_train_begin(trainer)
     while trainer.step < trainer.steps:
         trainer.step += 1
@@ -138,7 +143,7 @@ def test_losses_without_improvement_are_counted_as_defined(patience: int | None)
     assert validation.ends_early == (patience is not None)
 
 
-def test_the_folder_of_the_best_adapter_is_written_for_other_tools(tmp_path: Path) -> None:
+def test_the_best_and_the_last_adapter_are_also_written_for_other_tools(tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     rows = [{"instruction": f"say {n}", "output": "yes " * n} for n in range(1, 13)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -150,6 +155,7 @@ def test_the_folder_of_the_best_adapter_is_written_for_other_tools(tmp_path: Pat
     lines: list[str] = []
     run = train_adapter(config, progress=False, report=lines.append)
     losses = validations(config.output)
+    # The run ended early: two validations, of every second step, after the best one.
     assert min(losses, key=losses.__getitem__) == run.step - 4 < 56
     folder = run.output / "best" / "peft"
     assert f"best for other tools: {folder}" in lines

@@ -1,4 +1,4 @@
-"""Epochs counted in steps, and actions at the ends of epochs."""
+"""Epochs are counted by steps, and a run saves and draws at the ends of epochs."""
 
 from pathlib import Path
 
@@ -17,10 +17,10 @@ def test_an_epoch_ends_at_the_step_that_completes_it() -> None:
     # epochs are complete after 2, 5, 7, 10 and 12 batches, which are in steps 1, 3, 4, 5 and 6.
     epochs = Epochs(ShuffledBatches(10, 4, seed=0).first_batch, accumulation=2)
     assert [epochs.completed(step) for step in range(6)] == [0, 1, 1, 2, 3, 4]
-    ends = epochs.ends(1)
-    assert [step for step in range(1, 6) if ends(step)] == [1, 3, 4, 5]
-    second = epochs.ends(2)
-    assert [step for step in range(1, 6) if second(step)] == [3, 5]
+    ends_any = epochs.ends(1)
+    assert [step for step in range(1, 6) if ends_any(step)] == [1, 3, 4, 5]
+    ends_even = epochs.ends(2)
+    assert [step for step in range(1, 6) if ends_even(step)] == [3, 5]
     # A later call may ask for an earlier step, as after a resume.
     assert epochs.completed(2) == 1
     assert epochs.at(0) == 0
@@ -43,7 +43,8 @@ def test_actions_are_due_every_nth_step_or_by_a_function() -> None:
 def test_a_run_saves_and_draws_at_the_ends_of_epochs(config: TrainConfig) -> None:
     images = len(list(Path(config.dataset).glob("*.png")))
     per_epoch = -(-images // 4)
-    each = config.with_(
+    by_epochs = config.with_(
+        # Restore the defaults of the settings that count steps.
         steps=TrainConfig.steps,
         epochs=3,
         batch_size=4,
@@ -55,21 +56,25 @@ def test_a_run_saves_and_draws_at_the_ends_of_epochs(config: TrainConfig) -> Non
         name="digit",
     )
     lines: list[str] = []
-    run = train_adapter(each, progress=False, report=lines.append)
+    run = train_adapter(by_epochs, progress=False, report=lines.append)
     epochs = Epochs(ShuffledBatches(images, 4, seed=0).first_batch, 1)
     ends = [step for step in range(1, run.step) if epochs.ends(1)(step)]
     assert len(ends) >= 2
     saved = [int(path.stem.rpartition("step")[2]) for path in step_adapters(run.output, "digit")]
     assert saved == ends
-    drawn = [path.stem for path in (run.output / "samples").glob("*.png")]
-    assert len(drawn) == len({0, *(s for s in range(1, run.step) if epochs.ends(2)(s)), run.step})
+    previews = [path.stem for path in (run.output / "samples").glob("*.png")]
+    # Previews are drawn before the first step, after every second epoch, and after the last step.
+    assert len(previews) == len(
+        {0, *(s for s in range(1, run.step) if epochs.ends(2)(s)), run.step}
+    )
     assert run.adapter_path == run.output / "digit.safetensors"
     assert run.adapter_path.is_file()
+    # Row n is about step n + 1.
     rows = read_json_log(run.output / JSON_LOG)
     assert rows[per_epoch]["epoch"] == pytest.approx(epochs.at(per_epoch + 1), abs=1e-4)
     assert all(row["per_second"] > 0 for row in rows if "loss" in row)
-    said = "\n".join(lines)
-    assert f"training: {run.step} steps of 4 images" in said
-    assert f"step {run.step}: preview" in said
-    assert f"done: {run.step} steps in " in said
-    assert "images/s, at most" in said
+    log = "\n".join(lines)
+    assert f"training: {run.step} steps of 4 images" in log
+    assert f"step {run.step}: preview" in log
+    assert f"done: {run.step} steps in " in log
+    assert "images/s, at most" in log
