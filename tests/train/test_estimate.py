@@ -1,6 +1,7 @@
 """Estimates of memory match the memory that the tape and the optimizer use.
 
-The tape has the values that operations save for the backward pass.
+The tape holds the values that operations save for the backward pass. Other tests here check the
+printed table of an estimate and the choice of the layers that get adapters.
 """
 
 from pathlib import Path
@@ -21,12 +22,13 @@ from trainable_candle.train.adapters import Adapters, adapter_config
 from trainable_candle.train.optimizers import make_optimizer
 
 
-def digits(base: Path, folder: Path, **settings: Any) -> LatentTask:
+def digits_task(base: Path, folder: Path, **settings: Any) -> LatentTask:
     config = TrainConfig(dataset=str(folder), device="cpu", precision="f32", **settings)
     return Digits(base, "f32", "cpu", config).task()
 
 
 def estimated_items(task: LatentTask) -> dict[str, int]:
+    """Return the estimated bytes of each item of training, such as `model weights`."""
     estimate = task.estimate(task.family.config, task.read(lambda _: None))
     return {
         f"{item.component} {item.what}".strip(): item.bytes for item in estimate.phases["training"]
@@ -35,10 +37,11 @@ def estimated_items(task: LatentTask) -> dict[str, int]:
 
 @pytest.fixture(scope="module", params=[(1, 2, 8), (3, 3, 32), (2, 4, 16)], ids=str)
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    layers, heads, width = request.param
+    """A digits transformer; its parameter is (number of layers, number of heads, head size)."""
+    layers, heads, head_dim = request.param
     folder = tmp_path_factory.mktemp("estimate") / "base"
     DigitsTransformer(
-        num_layers=layers, num_attention_heads=heads, attention_head_dim=width
+        num_layers=layers, num_attention_heads=heads, attention_head_dim=head_dim
     ).save_pretrained(folder)
     return folder
 
@@ -48,24 +51,27 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_estimated_activations_match_the_tape(
     base: Path, digits_folder: Path, batch_size: int, checkpointing: str
 ) -> None:
-    task = digits(base, digits_folder, batch_size=batch_size, gradient_checkpointing=checkpointing)
+    task = digits_task(
+        base, digits_folder, batch_size=batch_size, gradient_checkpointing=checkpointing
+    )
     task.attach()
     prepared = task.prepare(task.read(print), print).train
     before = tc.memory.saved_bytes()
     loss = prepared.loss(prepared.inputs(prepared.batches(batch_size).batch(0)))
-    held = tc.memory.saved_bytes() - before
+    saved = tc.memory.saved_bytes() - before
     estimated = estimated_items(task)["model activations"]
     assert loss.item() > 0
     if checkpointing == "full":
-        # The backward pass recomputes one block at a time. The estimate includes that block.
-        most = held + 1.2 * without_checkpointing(base, digits_folder, batch_size)
-        assert held < estimated < most
+        # The estimate also includes the one block that the backward pass recomputes at a time. It
+        # needs less than all blocks without checkpointing; 20 % is the tolerance.
+        most = saved + 1.2 * activations_without_checkpointing(base, digits_folder, batch_size)
+        assert saved < estimated < most
     else:
-        assert estimated == pytest.approx(held, rel=0.2)
+        assert estimated == pytest.approx(saved, rel=0.2)
 
 
-def without_checkpointing(base: Path, folder: Path, batch_size: int) -> int:
-    return estimated_items(digits(base, folder, batch_size=batch_size))["model activations"]
+def activations_without_checkpointing(base: Path, folder: Path, batch_size: int) -> int:
+    return estimated_items(digits_task(base, folder, batch_size=batch_size))["model activations"]
 
 
 @pytest.mark.parametrize("grid", ["int8", "nf4", "fp8"])
@@ -79,33 +85,34 @@ def test_estimated_rounded_weights_match_what_the_tape_adds(
     )
     settings = {"gradient_checkpointing": checkpointing, "batch_size": 4}
 
-    def held(**changes: Any) -> tuple[int, dict[str, int]]:
-        task = digits(base, digits_folder, **settings, **changes)
+    def measured(**changes: Any) -> tuple[int, dict[str, int]]:
+        """Return the bytes that a loss saves on the tape, and the estimated items."""
+        task = digits_task(base, digits_folder, **settings, **changes)
         task.attach()
         prepared = task.prepare(task.read(print), print).train
         inputs = prepared.inputs(prepared.batches(4).batch(0))
         before = tc.memory.saved_bytes()
         loss = prepared.loss(inputs)
-        kept = tc.memory.saved_bytes() - before
+        saved = tc.memory.saved_bytes() - before
         assert loss.item() > 0
-        return kept, estimated_items(task)
+        return saved, estimated_items(task)
 
-    plain, items = held()
+    plain, items = measured()
     assert "model rounded weights" not in items
-    rounded, items = held(qat=grid)
-    # Beside the rounded weights, this item counts three f32 buffers of one 128 x 128 layer: the
-    # weight, the weight plus the adapter's product, and the gradient.
-    found = items["model rounded weights"] - 3 * 4 * 128 * 128
-    # Bytes of the rounded weights of one block: four f32 matrices for q, k, v and the output.
+    rounded, items = measured(qat=grid)
+    # The item also counts three f32 buffers of one 128 x 128 layer: the weight, the weight plus the
+    # adapter's product, and the gradient.
+    estimated = items["model rounded weights"] - 3 * 4 * 128 * 128
+    # Bytes of the rounded weights of one block: 4 f32 matrices, for q, k, v and the output.
     block = 4 * 4 * 128 * 128
     if checkpointing == "full":
-        # The backward pass recomputes the rounded weights of one block at a time. The estimate
-        # includes those weights.
-        assert (rounded - plain, found) == (0, block)
+        # The tape keeps no rounded weights: the backward pass recomputes those of one block at a
+        # time. The estimate includes that block.
+        assert (rounded - plain, estimated) == (0, block)
     else:
         # The estimate counts the rounded weights of all 6 blocks. The tape keeps fewer, because the
         # inputs of the first layers need no gradient.
-        assert rounded - plain <= found == 6 * block < 1.3 * (rounded - plain)
+        assert rounded - plain <= estimated == 6 * block < 1.3 * (rounded - plain)
 
 
 @pytest.mark.parametrize("grid", ["int8", "fp8"])
@@ -117,20 +124,22 @@ def test_estimated_rounded_inputs_match_what_the_tape_adds(
         base
     )
 
-    def held(**changes: Any) -> tuple[int, int]:
-        task = digits(base, digits_folder, batch_size=4, qat=grid, **changes)
+    def measured(**changes: Any) -> tuple[int, int]:
+        """Return the bytes that a loss saves on the tape, and the estimate of these bytes."""
+        task = digits_task(base, digits_folder, batch_size=4, qat=grid, **changes)
         task.attach()
         prepared = task.prepare(task.read(print), print).train
         inputs = prepared.inputs(prepared.batches(4).batch(0))
         before = tc.memory.saved_bytes()
         loss = prepared.loss(inputs)
-        kept = tc.memory.saved_bytes() - before
+        saved = tc.memory.saved_bytes() - before
         assert loss.item() > 0
-        return kept, estimated_items(task)["model activations"]
+        return saved, estimated_items(task)["model activations"]
 
-    (plain, without), (rounded, with_inputs) = held(), held(qat_activations=True)
+    plain, plain_estimate = measured()
+    rounded, rounded_estimate = measured(qat_activations=True)
     assert rounded > plain
-    assert with_inputs - without == pytest.approx(rounded - plain, rel=0.15)
+    assert rounded_estimate - plain_estimate == pytest.approx(rounded - plain, rel=0.15)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -138,18 +147,21 @@ def test_estimated_rounded_inputs_match_what_the_tape_adds(
 def test_estimates_of_parameters_and_optimizer_states_are_exact(
     base: Path, digits_folder: Path, optimizer: str, adapter: str
 ) -> None:
-    check_states(base, digits_folder, optimizer=optimizer, adapter=adapter, rank=64)
+    check_parameters_and_states(base, digits_folder, optimizer=optimizer, adapter=adapter, rank=64)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw8bit", "adamw", "lion", "sgd"])
 def test_estimates_with_stochastic_rounding_are_exact(
     base: Path, digits_folder: Path, optimizer: str
 ) -> None:
-    check_states(base, digits_folder, optimizer=optimizer, rank=64, stochastic_rounding=True)
+    check_parameters_and_states(
+        base, digits_folder, optimizer=optimizer, rank=64, stochastic_rounding=True
+    )
 
 
-def check_states(base: Path, digits_folder: Path, **settings: Any) -> None:
-    task = digits(base, digits_folder, **settings)
+def check_parameters_and_states(base: Path, digits_folder: Path, **settings: Any) -> None:
+    """Check the estimates of weights, parameters, gradients and optimizer states."""
+    task = digits_task(base, digits_folder, **settings)
     config = task.family.config
     estimated = estimated_items(task)
     model = DigitsTransformer.from_pretrained(base)
@@ -158,16 +170,17 @@ def check_states(base: Path, digits_folder: Path, **settings: Any) -> None:
     )
     parameters = adapters.named_parameters().values()
     held = sum(var.nbytes for var in parameters)
-    # Parameters in bf16 have copies in f32, in which the model computes.
+    # With stochastic rounding, the parameters are bf16. The model computes with copies in f32, of
+    # twice the size.
     copies = 2 * held if config.stochastic_rounding else 0
     assert estimated["model adapter"] == held + copies
     assert estimated["model gradients"] == held
     assert estimated["model weights"] == sum(t.nbytes for t in model.named_tensors().values())
-    made = make_optimizer(config, adapters.groups(config))
+    optimizer = make_optimizer(config, adapters.groups(config))
     for var in parameters:
-        (var * 1.0).sum().backward()
-    made.step()
-    assert estimated["model optimizer"] == made.state_bytes
+        (var * 1.0).sum().backward()  # gives `var` a gradient
+    optimizer.step()
+    assert estimated["model optimizer"] == optimizer.state_bytes
 
 
 def test_the_table_names_every_item() -> None:
@@ -182,14 +195,15 @@ def test_the_table_names_every_item() -> None:
     ]
 
 
-def test_the_table_names_the_memory_of_the_host() -> None:
+def test_the_last_line_of_the_table_names_the_memory_of_the_gpu_and_of_the_host() -> None:
+    # 200 MiB for the interpreter and libraries are added to the 1 GiB of training.
     phases = {"caching": [Item("vae", "weights", 3 << 20)], "training": [Item("", "", 1 << 30)]}
     *_, last = Estimate(phases, on_gpu=True, host=5 << 29).table()
     assert last == "GPU memory at most: 1.20 GiB, while training, and 2.50 GiB in host memory"
 
 
 @pytest.mark.parametrize(
-    ("name", "patterns", "expected"),
+    ("name", "patterns", "selected"),
     [
         ("a.to_q", ["to_q"], True),
         ("to_q", ["to_q"], True),
@@ -202,9 +216,9 @@ def test_the_table_names_the_memory_of_the_host() -> None:
         ("a.proj_out", ["all-attention"], False),
     ],
 )
-def test_patterns_select_layers(name: str, patterns: list[str], expected: Any) -> None:
+def test_patterns_select_layers(name: str, patterns: list[str], selected: bool) -> None:
     found = adapted_layers({name: (4, 4)}, patterns)
-    assert found == ({name: (4, 4)} if expected else {})
+    assert found == ({name: (4, 4)} if selected else {})
 
 
 def test_a_pattern_that_is_no_regular_expression_is_rejected() -> None:
@@ -212,7 +226,7 @@ def test_a_pattern_that_is_no_regular_expression_is_rejected() -> None:
         adapted_layers({"a.to_q": (4, 4)}, ["a["])
 
 
-def test_convolutions_are_recognized_by_their_shape() -> None:
+def test_convolutions_are_recognized_by_their_shape_and_can_be_excluded() -> None:
     layers = {"a": (4, 4), "b": (4, 4, 3, 3)}
     assert adapted_layers(layers, ["all-conv"]) == {"b": (4, 4, 3, 3)}
-    assert adapted_layers(layers, ["all-linear", "all-conv"], ["b"]) == {"a": (4, 4)}
+    assert adapted_layers(layers, ["all-linear", "all-conv"], exclude=["b"]) == {"a": (4, 4)}

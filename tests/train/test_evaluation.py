@@ -1,4 +1,4 @@
-"""Validation, previews, averages and intermediate adapters within a run."""
+"""Validation, previews, averages of the adapter, and adapters that a run saves before its end."""
 
 import json
 from collections.abc import Callable
@@ -28,7 +28,7 @@ NO_PREVIEWS: dict[str, Any] = {"sample_prompts": [], "sample_every": 250, "sampl
 
 @pytest.fixture
 def everything(config: TrainConfig) -> TrainConfig:
-    """A run with averages of the adapter, validation, previews and checkpoints."""
+    """A run with averages of the adapter, validation, previews, checkpoints and kept adapters."""
     return config.with_(
         validation_split=0.3,
         validate_every=4,
@@ -41,7 +41,8 @@ def everything(config: TrainConfig) -> TrainConfig:
     )
 
 
-def validations(output: str) -> dict[int, float]:
+def validation_losses(output: str) -> dict[int, float]:
+    """Return the validation losses in the log of a run, by step."""
     rows = read_json_log(Path(output) / JSON_LOG)
     return {row["step"]: row["validation_loss"] for row in rows if "validation_loss" in row}
 
@@ -55,42 +56,40 @@ def files(folder: Path, pattern: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob(pattern)}
 
 
-def test_a_run_writes_previews_adapters_and_validations(
+def test_a_run_writes_previews_adapters_and_validation_losses(
     everything: TrainConfig, train: Train
 ) -> None:
     train(everything)
     output = Path(everything.output)
     names = [f"step-{step:06d}.png" for step in (0, 3, 6, 9, 12)]
     assert sorted(path.name for path in (output / SAMPLES).glob("*.png")) == names
-    before, after = (pixels(output / SAMPLES / names[n]) for n in (0, -1))
-    assert before.shape[1] > 64
+    start, end = (pixels(output / SAMPLES / names[n]) for n in (0, -1))
+    assert start.shape[1] > 64
     kept = [f"adapter-step{step:06d}.safetensors" for step in (6, 8, 10)]
     assert [path.name for path in step_adapters(output)] == kept
-    assert list(validations(everything.output)) == [0, 4, 8, 12]
-    assert not np.array_equal(before, after)
+    assert list(validation_losses(everything.output)) == [0, 4, 8, 12]
+    assert not np.array_equal(start, end)
 
 
-def test_the_best_adapter_is_that_of_the_least_validation_loss(
+def test_the_best_adapter_is_that_of_the_step_with_the_least_validation_loss(
     everything: TrainConfig, train: Train
 ) -> None:
     config = everything.with_(validate_every=1, ema_decay=0.0, steps=6, learning_rate=0.1)
     train(config)
-    losses = validations(config.output)
+    losses = validation_losses(config.output)
     best = min(range(1, 7), key=losses.__getitem__)
-    output = Path(config.output)
-    again = train(
-        config.with_(output=f"{config.output}-again", save_every=1, keep_adapters=9), Until(best)
-    )
-    expected = tc.load_file(step_of(Path(f"{config.output}-again"), best))
-    found = tc.load_file(best_path(output))
-    assert len(again) > 0
+    # Train up to the best step again, and keep the adapter of every step.
+    again = config.with_(output=f"{config.output}-again", save_every=1, keep_adapters=9)
+    assert train(again, StopAfter(best))
+    expected = tc.load_file(path_of_adapter(Path(again.output), best))
+    found = tc.load_file(best_path(Path(config.output)))
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         np.testing.assert_array_equal(tensor.numpy(), expected[name].numpy())
 
 
-class Until(Callback):
-    """Ends the run after step `step`, as Ctrl-C would."""
+class StopAfter(Callback):
+    """Stops the run after step `step`, as Ctrl-C would."""
 
     def __init__(self, step: int) -> None:
         self._step = step
@@ -100,7 +99,8 @@ class Until(Callback):
             trainer.stop()
 
 
-def step_of(output: Path, step: int) -> Path:
+def path_of_adapter(output: Path, step: int) -> Path:
+    """Return the path of the adapter after `step`; the last step has only the final adapter."""
     path = output / f"adapter-step{step:06d}.safetensors"
     return path if path.exists() else output / ADAPTER
 
@@ -111,16 +111,17 @@ def test_a_run_with_everything_resumes_bit_for_bit(
 ) -> None:
     expected = train(everything)
     broken = everything.with_(output=str(tmp_path / "broken"))
-    train(broken, Until(stop_after))
+    train(broken, StopAfter(stop_after))
     assert train(broken.with_(resume="latest")) == expected
-    assert validations(broken.output) == validations(everything.output)
-    one, other = Path(everything.output), Path(broken.output)
-    assert files(one / SAMPLES, "*.png") == files(other / SAMPLES, "*.png")
-    for name in (ADAPTER, best_path(one).name):
-        found, expected = (tc.load_file(folder / name) for folder in (one, other))
-        assert {n: t.tolist() for n, t in found.items()} == {
-            n: t.tolist() for n, t in expected.items()
-        }
+    assert validation_losses(broken.output) == validation_losses(everything.output)
+    unbroken, resumed = Path(everything.output), Path(broken.output)
+    assert files(unbroken / SAMPLES, "*.png") == files(resumed / SAMPLES, "*.png")
+    for name in (ADAPTER, best_path(unbroken).name):
+        first, second = (
+            {key: tensor.tolist() for key, tensor in tc.load_file(folder / name).items()}
+            for folder in (unbroken, resumed)
+        )
+        assert first == second
 
 
 def test_validation_repeats_its_noise_and_keeps_the_generator_state(
@@ -135,6 +136,7 @@ def test_validation_repeats_its_noise_and_keeps_the_generator_state(
     state = tc.get_rng_state()
     first = prepared.validation_loss()
     assert tc.get_rng_state() == state
+    # Validation is independent of the generator's state.
     tc.randn((3,))
     assert prepared.validation_loss() == first
     # Validation averages the losses of single images, each with its own noise. This average is near
@@ -181,32 +183,34 @@ def test_evaluation_does_not_change_the_training(everything: TrainConfig, train:
         return [row["loss"] for row in read_log(Path(config.output) / LOG)]
 
     assert losses(everything) == losses(plain)
-    last = "checkpoint-000012/parameters.safetensors"
-    one, other = (Path(config.output) / last for config in (everything, plain))
-    assert one.read_bytes() == other.read_bytes()
+    name = "checkpoint-000012/parameters.safetensors"
+    evaluated, unevaluated = (
+        (Path(config.output) / name).read_bytes() for config in (everything, plain)
+    )
+    assert evaluated == unevaluated
 
 
 def test_a_non_finite_preview_is_reported_and_left_out(tmp_path: Path) -> None:
-    def broken(path: Path) -> None:
+    def fail_to_draw(path: Path) -> None:
         assert path == tmp_path / "samples" / "step-000000"
         raise NonFiniteError("sample: the image has non-finite values")
 
-    class StandIn:
+    class TrainerStandIn:
         step = 0
 
     lines: list[str] = []
-    previews: Any = Previews(broken, 1, tmp_path / "samples", nullcontext, lines.append)
-    previews.on_train_begin(StandIn())
+    previews: Any = Previews(fail_to_draw, 1, tmp_path / "samples", nullcontext, lines.append)
+    previews.on_train_begin(TrainerStandIn())
     assert lines == ["no preview of step 0: sample: the image has non-finite values"]
     assert not (tmp_path / "samples").exists()
 
 
 def test_a_run_without_an_average_can_resume_with_one(config: TrainConfig, train: Train) -> None:
-    train(config, Until(5))
+    train(config, StopAfter(5))
     train(config.with_(resume="latest", ema_decay=0.9))
 
 
-def test_the_run_returns_the_adapter_as_it_was_saved(everything: TrainConfig) -> None:
+def test_a_run_returns_the_parameters_that_it_saves(everything: TrainConfig) -> None:
     run = train_adapter(everything, progress=False, report=lambda _: None)
     saved = tc.load_file(run.adapter_path)
     for name, var in run.adapter.named_parameters().items():
@@ -217,7 +221,7 @@ def test_the_run_returns_the_adapter_as_it_was_saved(everything: TrainConfig) ->
 def test_a_damaged_state_of_the_validation_is_an_error(
     everything: TrainConfig, train: Train
 ) -> None:
-    train(everything, Until(8))
+    train(everything, StopAfter(8))
     path = Path(everything.output) / "checkpoint-000008" / "validation.json"
     assert json.loads(path.read_text())["step"] in {4, 8}
     path.write_text("{}")
@@ -226,21 +230,25 @@ def test_a_damaged_state_of_the_validation_is_an_error(
 
 
 def test_the_average_of_the_adapter_follows_its_formula(everything: TrainConfig) -> None:
-    values: list[dict[str, np.ndarray]] = []
+    parameters: list[dict[str, np.ndarray]] = []
 
-    class Watch(Callback):
+    class ParameterRecorder(Callback):
         def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
             assert trainer.step == report.step
-            values.append({n: v.numpy().copy() for n, v in trainer.parameters.items()})
+            parameters.append({n: v.numpy().copy() for n, v in trainer.parameters.items()})
 
     config = everything.with_(save_every=0, **NO_PREVIEWS, validation_split=0.0, validate_every=100)
-    run = train_adapter(config, callbacks=[Watch()], progress=False, report=lambda _: None)
-    fresh = LatentTask(Digits(Path(config.weights), "f32", "cpu", config))
+    run = train_adapter(
+        config, callbacks=[ParameterRecorder()], progress=False, report=lambda _: None
+    )
+    # The average starts from the untrained adapter.
+    task = LatentTask(Digits(Path(config.weights), "f32", "cpu", config))
     tc.manual_seed(config.seed)
-    expected = {n: v.numpy().copy() for n, v in fresh.attach().named_parameters().items()}
-    for step, found in enumerate(values):
+    expected = {n: v.numpy().copy() for n, v in task.attach().named_parameters().items()}
+    # `step` is 0 for the first update of the average.
+    for step, trained in enumerate(parameters):
         decay = min(config.ema_decay, (1 + step) / (10 + step))
-        expected = {n: decay * expected[n] + (1 - decay) * found[n] for n in expected}
+        expected = {n: decay * expected[n] + (1 - decay) * trained[n] for n in expected}
     for name, var in run.adapter.named_parameters().items():
         np.testing.assert_allclose(var.numpy(), expected[name], rtol=1e-4, atol=1e-6)
 
@@ -260,7 +268,7 @@ def test_the_average_of_a_schedule_free_optimizer_is_saved(
     trained = tc.load_file(checkpoint / "parameters.safetensors")
     saved = tc.load_file(run.adapter_path)
     states = tc.load_file(checkpoint / "optimizer.safetensors")
-    differ = 0
+    different = 0
     for number, (name, var) in enumerate(run.adapter.named_parameters().items()):
         stored = next(tensor for key, tensor in saved.items() if key.endswith(name)).numpy()
         np.testing.assert_array_equal(var.numpy(), stored)
@@ -269,14 +277,14 @@ def test_the_average_of_a_schedule_free_optimizer_is_saved(
         # With beta1 = 0.9, the trained parameters are y = 0.9 x + 0.1 z, where x is the average
         # that the run saves.
         np.testing.assert_allclose(y, 0.9 * stored + 0.1 * z, rtol=1e-4, atol=1e-6)
-        differ += not np.array_equal(y, stored)
-    assert differ
+        different += not np.array_equal(y, stored)
+    assert different > 0
 
 
 def test_a_schedule_free_run_resumes_bit_for_bit(schedule_free: TrainConfig, train: Train) -> None:
-    whole = train(schedule_free.with_(output=f"{schedule_free.output}-whole"))
-    train(schedule_free, Until(5))
-    assert train(schedule_free.with_(resume="latest")) == whole
+    expected = train(schedule_free.with_(output=f"{schedule_free.output}-unbroken"))
+    train(schedule_free, StopAfter(5))
+    assert train(schedule_free.with_(resume="latest")) == expected
 
 
 @pytest.mark.parametrize(
@@ -285,6 +293,7 @@ def test_a_schedule_free_run_resumes_bit_for_bit(schedule_free: TrainConfig, tra
         ({"ema_decay": 0.9}, "already averages the adapter; set --ema-decay to 0"),
         ({"lr_scheduler": "cosine"}, "needs no schedule; set --lr-scheduler to constant"),
     ],
+    ids=["ema_decay", "lr_scheduler"],
 )
 def test_settings_that_contradict_a_schedule_free_optimizer_are_rejected(
     schedule_free: TrainConfig, change: dict[str, Any], message: str

@@ -1,4 +1,4 @@
-"""Training on a CUDA device: against the CPU, with and without graphs, and its memory."""
+"""Training on a CUDA device: results, graphs, memory, profiles and the command line."""
 
 import json
 import math
@@ -24,23 +24,23 @@ PHOTOGRAPHS = Path(__file__).parents[2] / "examples" / "photos"
 Train = Callable[..., dict[str, bytes]]
 
 
-class Losses(Callback):
+class LossRecorder(Callback):
     """Keeps the loss of every step."""
 
     def __init__(self) -> None:
-        self.all: list[float] = []
+        self.losses: list[float] = []
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
         del trainer
-        self.all.append(report.loss)
+        self.losses.append(report.loss)
 
 
 def curve(config: TrainConfig, **settings: Any) -> npt.NDArray[np.float64]:
-    """The loss of each step of a run of `config` with the given settings changed."""
-    losses = Losses()
+    """Train by `config` with changed settings, and return the loss of each step."""
+    recorder = LossRecorder()
     changed = config.with_(**settings)
-    train_adapter(changed, callbacks=[losses], progress=False, report=lambda _: None)
-    return np.array(losses.all)
+    train_adapter(changed, callbacks=[recorder], progress=False, report=lambda _: None)
+    return np.array(recorder.losses)
 
 
 def test_two_hundred_steps_give_a_curve_near_that_of_the_cpu(gpu: str, tmp_path: Path) -> None:
@@ -59,27 +59,28 @@ def test_two_hundred_steps_give_a_curve_near_that_of_the_cpu(gpu: str, tmp_path:
     )
     expected = curve(config)
     found = curve(config, device=gpu, output=str(tmp_path / "f32"))
-    # Both devices get the same latents, noise and timesteps. Differences by rounding grow with the
-    # steps.
+    # Both devices get the same latents, noise and timesteps. Each step adds to the differences that
+    # come from rounding.
     np.testing.assert_allclose(found[:20], expected[:20], rtol=1e-3)
     np.testing.assert_allclose(found, expected, rtol=0.05)
     assert found.mean() == pytest.approx(expected.mean(), rel=5e-3)
-    half = curve(config, device=gpu, precision="bf16", output=str(tmp_path / "bf16"))
-    np.testing.assert_allclose(half, expected, rtol=0.25)
-    assert half.mean() == pytest.approx(expected.mean(), rel=0.02)
+    bf16 = curve(config, device=gpu, precision="bf16", output=str(tmp_path / "bf16"))
+    np.testing.assert_allclose(bf16, expected, rtol=0.25)
+    assert bf16.mean() == pytest.approx(expected.mean(), rel=0.02)
 
 
 def test_recorded_steps_of_texts_are_near_eager_ones_and_repeat_bit_for_bit(
     gpu: str, tmp_path: Path
 ) -> None:
-    """Each batch has its own start positions of texts. A replay uses those of its batch."""
+    """Texts start at different positions in each batch; a replay uses those of its own batch."""
     dataset = tmp_path / "texts.jsonl"
+    # 80 texts of 3 to 92 letters.
     lines = ["".join(chr(97 + n * k % 26) for k in range(3 + 7 * n % 90)) for n in range(80)]
     dataset.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     config = TrainConfig(
         model="causal-lm",
         dataset=str(dataset),
-        output=str(tmp_path / "plain"),
+        output=str(tmp_path / "eager"),
         device=gpu,
         precision="bf16",
         sequence_length=128,
@@ -89,12 +90,13 @@ def test_recorded_steps_of_texts_are_near_eager_ones_and_repeat_bit_for_bit(
         steps=30,
         save_every=0,
     )
-    plain = curve(config, cuda_graphs=0)
+    eager = curve(config, cuda_graphs=0)
     recorded = curve(config, output=str(tmp_path / "recorded"))
-    # Without graphs, rows have no padding, so sums add their terms in another order.
-    np.testing.assert_allclose(recorded, plain, rtol=0.02)
+    # Only recorded steps pad the rows of a batch, and so their sums have another order.
+    np.testing.assert_allclose(recorded, eager, rtol=0.02)
     again = curve(config, output=str(tmp_path / "again"))
     np.testing.assert_array_equal(again, recorded)
+    # The run learns.
     assert recorded[-5:].mean() < 0.9 * recorded[:5].mean()
 
 
@@ -104,8 +106,8 @@ def test_recorded_steps_equal_eager_ones_bit_for_bit(
 ) -> None:
     """The run has dropout, a schedule and clipping."""
     config = config.with_(device=gpu, gradient_accumulation=accumulation)
-    plain = train(config.with_(cuda_graphs=0))
-    assert train(config.with_(output=str(tmp_path / "recorded"))) == plain
+    eager = train(config.with_(cuda_graphs=0))
+    assert train(config.with_(output=str(tmp_path / "recorded"))) == eager
 
 
 def test_a_run_continues_on_another_device(
@@ -113,19 +115,19 @@ def test_a_run_continues_on_another_device(
 ) -> None:
     """A run saved on the GPU continues on the CPU; one saved on the CPU continues on the GPU."""
 
-    class Stop(Callback):
+    class StopAfter5(Callback):
         def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
             if report.step == 5:
                 trainer.stop()
 
-    def values(bits: Mapping[str, bytes]) -> npt.NDArray[np.float32]:
-        return np.concatenate([np.frombuffer(b, np.float32) for b in bits.values()])
+    def values(parameters: Mapping[str, bytes]) -> npt.NDArray[np.float32]:
+        return np.concatenate([np.frombuffer(data, np.float32) for data in parameters.values()])
 
     expected = values(train(config))
-    for first, second in ((gpu, "cpu"), ("cpu", gpu)):
-        there = config.with_(output=str(tmp_path / first))
-        train(there.with_(device=first), Stop())
-        found = values(train(there.with_(device=second, resume="latest")))
+    for device, other in ((gpu, "cpu"), ("cpu", gpu)):
+        broken = config.with_(output=str(tmp_path / device))
+        train(broken.with_(device=device), StopAfter5())
+        found = values(train(broken.with_(device=other, resume="latest")))
         np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-4)
 
 
@@ -139,13 +141,13 @@ def test_f16_with_a_loss_scaler_trains(
         "precision": "f16",
         "lr_scheduler": "constant",
     }
-    start = train(config.with_(**settings, steps=1, warmup_steps=0))
-    end = train(config.with_(**settings, output=str(tmp_path / "longer")))
-    assert start.keys() == end.keys()
-    assert start != end
+    after_1 = train(config.with_(**settings, steps=1, warmup_steps=0))
+    after_12 = train(config.with_(**settings, output=str(tmp_path / "longer")))
+    assert after_1.keys() == after_12.keys()
+    assert after_1 != after_12
 
 
-def test_memory_is_constant_over_two_thousand_steps(gpu: str) -> None:
+def test_memory_is_constant_and_the_loss_falls_over_two_thousand_steps(gpu: str) -> None:
     data = np.random.default_rng(0).normal(size=(64, 256)).astype(np.float32)
     tc.manual_seed(0)
     layer = tc.nn.LoRALinear(tc.randn((256, 256), device=gpu) * 0.05, 8, 8.0, dropout=0.1)
@@ -155,20 +157,20 @@ def test_memory_is_constant_over_two_thousand_steps(gpu: str) -> None:
         x = tc.tensor(data[rows])
         return {name: t.to(gpu) for name, t in {"x": x, "target": x.sum(1, keepdim=True)}.items()}
 
-    def loss(given: Mapping[str, tc.Tensor]) -> tc.Tensor:
-        return tc.nn.functional.mse_loss(layer(given["x"]).sum(1, keepdim=True), given["target"])
+    def loss(batch: Mapping[str, tc.Tensor]) -> tc.Tensor:
+        return tc.nn.functional.mse_loss(layer(batch["x"]).sum(1, keepdim=True), batch["target"])
 
     class Memory(Callback):
         def __init__(self) -> None:
-            self.at: dict[int, tuple[int, int]] = {}
+            self.bytes: dict[int, tuple[int, int]] = {}
             self.losses: list[float] = []
 
         def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
             del trainer
             self.losses.append(report.loss)
-            if report.step % 500 == 100:
+            if report.step % 500 == 100:  # after the graphs are recorded
                 stats = tc.cuda.memory_stats(gpu)
-                self.at[report.step] = (stats["allocated"], stats["reserved"])
+                self.bytes[report.step] = (stats["allocated"], stats["reserved"])
 
     memory = Memory()
     optimizer = tc.optim.AdamW8bit(list(parameters.values()), lr=1e-3)
@@ -183,7 +185,7 @@ def test_memory_is_constant_over_two_thousand_steps(gpu: str) -> None:
         max_grad_norm=1.0,
         callbacks=[memory],
     ).train()
-    assert len(set(memory.at.values())) == 1, memory.at
+    assert len(set(memory.bytes.values())) == 1, memory.bytes
     assert np.mean(memory.losses[-50:]) < 0.1 * np.mean(memory.losses[:50])
 
 
@@ -195,7 +197,7 @@ def test_checkpointing_needs_less_memory(gpu: str) -> None:
         if policy != "none":
             model.enable_gradient_checkpointing(policy)
         adapter = model.add_adapter(tc.LoraConfig(r=4, target_modules=["to_q", "to_v"]))
-        given = {
+        inputs = {
             "sample": tc.randn((8, 4, 64, 64), device=gpu),
             "timestep": tc.full((8,), 500.0, device=gpu),
             "encoder_hidden_states": tc.randn((8, 77, 128), device=gpu),
@@ -205,11 +207,12 @@ def test_checkpointing_needs_less_memory(gpu: str) -> None:
         tc.cuda.synchronize(gpu)
         tc.cuda.reset_peak_memory_stats(gpu)
         before = tc.cuda.memory_stats(gpu)["allocated"]
-        (model(**given).to("f32") ** 2).mean().backward()
+        (model(**inputs).to("f32") ** 2).mean().backward()
         peaks[policy] = tc.cuda.memory_stats(gpu)["peak_allocated"] - before
         assert all(var.grad is not None for var in adapter.parameters())
-    # Of the activations that this model keeps without checkpointing, full checkpointing keeps a
-    # fifth, and selective checkpointing nine tenths. The peaks also include the recomputed values.
+    # Full checkpointing keeps a fifth of the activations that the model keeps without
+    # checkpointing; selective checkpointing keeps nine tenths. The peaks also include recomputed
+    # values.
     assert peaks["full"] < 0.7 * peaks["none"], peaks
     assert peaks["full"] < peaks["selective"] < peaks["none"], peaks
 
@@ -228,23 +231,23 @@ def test_the_command_line_trains_and_draws(
     ]
     assert main(arguments) == 0
     rows = read_json_log(output / "train.jsonl")
-    measured = [row["validation_loss"] for row in rows if "validation_loss" in row]
-    assert len(measured) == 3
-    assert all(math.isfinite(loss) for loss in measured)
+    losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
+    assert len(losses) == 3
+    assert all(math.isfinite(loss) for loss in losses)
     adapter = output / "adapter.safetensors"
     for device in (gpu, "cpu"):
-        drawn = tmp_path / f"{device}.png"
-        given = ["--weights", str(sdxl_base), "--device", device, "--adapter", str(adapter)]
-        drawing = ["--prompt", "a blur", "--size", "32", "--steps", "2", "--output", str(drawn)]
-        assert main(["sample", "--model", "sdxl", *given, *drawing]) == 0
-        assert drawn.is_file()
-    # The file also has adapters of the text encoders, and all its values are finite.
+        image = tmp_path / f"{device}.png"
+        base = ["--weights", str(sdxl_base), "--device", device, "--adapter", str(adapter)]
+        drawing = ["--prompt", "a blur", "--size", "32", "--steps", "2", "--output", str(image)]
+        assert main(["sample", "--model", "sdxl", *base, *drawing]) == 0
+        assert image.is_file()
+    # The adapter file also has adapters of the text encoders.
     parameters = tc.load_file(adapter)
     assert any("text_encoder" in name or "te1" in name for name in parameters)
     assert all(np.isfinite(tensor.to("f32").numpy()).all() for tensor in parameters.values())
 
 
-def test_a_run_that_does_not_fit_the_gpu_is_rejected(
+def test_a_run_that_does_not_fit_into_the_memory_of_the_gpu_is_rejected(
     gpu: str, sdxl_base: Path, sdxl_folder: Path, tmp_path: Path
 ) -> None:
     stats = tc.cuda.memory_stats(gpu)
@@ -269,12 +272,13 @@ def test_a_profile_counts_the_launches_of_each_kernel(gpu: str) -> None:
             x = (x @ x).sigmoid()
     products = [kernel for kernel in profile.kernels if kernel.name.startswith("gemm")]
     assert sum(kernel.count for kernel in products) == 300
+    # Each pass of the loop launches a product and a sigmoid.
     assert profile.launches == 600
     assert all(0 < kernel.milliseconds < 1000 for kernel in profile.kernels)
-    assert json.dumps(str(profile)).count("launches") == 1
+    assert str(profile).count("launches") == 1
 
 
-def test_after_an_allocation_that_fails_the_gpu_stays_usable(gpu: str) -> None:
+def test_the_gpu_stays_usable_after_an_allocation_fails(gpu: str) -> None:
     with pytest.raises(tc.OutOfMemoryError):
         tc.zeros((1 << 20, 1 << 22), device=gpu)
     assert float(tc.ones((2, 2), device=gpu).sum().item()) == 4.0

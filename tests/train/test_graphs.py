@@ -1,5 +1,9 @@
-"""Which forward and backward passes become graphs, and which graphs are kept, without a GPU."""
+"""Passes as CUDA graphs: which are recorded, which are kept, and when graphs are given up.
 
+A stand-in replaces `tc.cuda.capture`, so the tests need no GPU.
+"""
+
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,21 +20,21 @@ Inputs = Mapping[str, tc.Tensor]
 class Recordings:
     """A stand-in for `tc.cuda.capture`.
 
-    `made` has the input shapes of each captured graph, and `calls` has the number of the graph of
-    each call. If `full` is set, each call fails for lack of memory.
+    `made` has the input shapes of each captured graph. `calls` has an entry for each call of a
+    graph: the index of that graph in `made`. If `out_of_memory` is set, each call fails.
     """
 
     def __init__(self) -> None:
         self.made: list[list[tuple[int, ...]]] = []
         self.calls: list[int] = []
-        self.full = False
+        self.out_of_memory = False
 
     def capture(self, function: Callable[..., Any], inputs: list[tc.Tensor]) -> Callable[..., Any]:
         number = len(self.made)
         self.made.append([tuple(tensor.shape) for tensor in inputs])
 
         def call(*given: tc.Tensor) -> Any:
-            if self.full:
+            if self.out_of_memory:
                 raise OutOfMemoryError("capture: there is no memory")
             self.calls.append(number)
             return function(*given)
@@ -40,12 +44,13 @@ class Recordings:
 
 @pytest.fixture
 def recordings(monkeypatch: pytest.MonkeyPatch) -> Recordings:
-    found = Recordings()
-    monkeypatch.setattr(tc.cuda, "capture", found.capture)
-    return found
+    stand_in = Recordings()
+    monkeypatch.setattr(tc.cuda, "capture", stand_in.capture)
+    return stand_in
 
 
 def total(inputs: Inputs, first: bool) -> tc.Tensor:
+    """Return the sum of x, plus 100 for the first batch of a step."""
     return inputs["x"].sum() + (100.0 if first else 0.0)
 
 
@@ -53,28 +58,30 @@ def ones(size: int) -> dict[str, tc.Tensor]:
     return {"x": tc.ones((size,))}
 
 
-def test_each_shape_has_a_graph_for_first_and_for_later_batches(recordings: Recordings) -> None:
+def test_each_shape_has_one_graph_for_first_and_one_for_later_batches(
+    recordings: Recordings,
+) -> None:
     graphs = PassGraphs(total, 8)
     found = [graphs(ones(n), first).item() for n, first in [(2, True), (2, False), (3, True)] * 2]
     assert found == [102.0, 2.0, 103.0] * 2
     assert recordings.made == [[(2,)], [(2,)], [(3,)]]
     assert recordings.calls == [0, 1, 2] * 2
-    # Inputs with other names need another graph.
+    # More inputs need another graph.
     graphs({**ones(2), "mask": tc.ones((1,))}, True)
     assert recordings.made[-1] == [(2,), (1,)]
 
 
-def test_only_the_graphs_used_last_are_kept(recordings: Recordings) -> None:
+def test_only_the_most_recently_used_graphs_are_kept(recordings: Recordings) -> None:
     graphs = PassGraphs(total, 2)
     for size in (1, 2, 1, 3, 1, 2):
         graphs(ones(size), True)
     assert recordings.made == [[(1,)], [(2,)], [(3,)], [(2,)]]
 
 
-def test_after_a_stop_passes_run_without_graphs(recordings: Recordings) -> None:
+def test_after_stop_passes_run_without_graphs(recordings: Recordings) -> None:
     graphs = PassGraphs(total, 2)
     assert graphs(ones(1), True).item() == 101.0
-    recordings.full = True
+    recordings.out_of_memory = True
     with pytest.raises(OutOfMemoryError):
         graphs(ones(1), True)
     assert graphs.stop()
@@ -84,7 +91,7 @@ def test_after_a_stop_passes_run_without_graphs(recordings: Recordings) -> None:
 
 
 class Batches:
-    """Each batch is a number: 1, 2, 3, ..."""
+    """Batches that are numbers: 1, 2, 3, ..."""
 
     def batch(self, index: int) -> float:
         return index + 1.0
@@ -106,29 +113,29 @@ def test_a_step_without_memory_for_its_graphs_runs_again_without_them(
         tc.optim.SGD([weight], lr=1.0),
         Batches(),
         steps=1,
-        inputs=lambda size: {"x": tc.full((1,), size)},
+        inputs=lambda number: {"x": tc.full((1,), number)},
         gradient_accumulation=2,
     )
-    # Use graphs, as on a GPU.
+    # Make the trainer use graphs, as on a GPU.
     monkeypatch.setattr(trainer, "_graphs", PassGraphs(trainer._pass, 4))
-    calls: list[int] = []
+    call_numbers = itertools.count(1)
 
-    def fail_late(function: Callable[..., Any], _inputs: list[tc.Tensor]) -> Callable[..., Any]:
+    def capture(function: Callable[..., Any], _inputs: list[tc.Tensor]) -> Callable[..., Any]:
         def call(*given: tc.Tensor) -> Any:
             result = function(*given)
-            calls.append(1)
-            if len(calls) == 2:
+            if next(call_numbers) == 2:
                 raise OutOfMemoryError("capture: there is no memory for a copy of the result")
             return result
 
         return call
 
-    monkeypatch.setattr(tc.cuda, "capture", fail_late)
+    monkeypatch.setattr(tc.cuda, "capture", capture)
     tc.manual_seed(3)
     assert trainer.train()
-    # The gradient is the mean of 1 and 2, the gradients of the two batches. The backward passes of
-    # the failed attempt at the step add nothing to it.
+    # The gradient of the step is the mean of 1 and 2, the gradients of its two batches. The first
+    # attempt at the step failed; its backward passes add nothing to the gradient.
     assert weight.tolist() == [1.0 - 1.5]
+    # The second attempt repeats the random numbers of the first.
     assert draws[:2] == draws[2:]
 
 

@@ -1,4 +1,4 @@
-"""In an `InterruptGuard`, the first signal requests a stop; the second has its usual effect."""
+"""Inside an `InterruptGuard`, the first signal requests a stop; a second has its usual effect."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from trainable_candle.train.interrupt import InterruptGuard
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_requests_a_stop(
+def test_the_first_signal_requests_a_stop_and_restores_the_handler(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = signal.getsignal(number)
@@ -30,22 +30,22 @@ def test_the_second_signal_has_its_usual_effect() -> None:
             signal.raise_signal(signal.SIGINT)
 
 
-def test_handlers_are_restored() -> None:
+def test_the_end_of_the_guard_restores_the_handlers() -> None:
     before = signal.getsignal(signal.SIGINT)
     with InterruptGuard():
         assert signal.getsignal(signal.SIGINT) != before
     assert signal.getsignal(signal.SIGINT) == before
 
 
-def test_the_guard_changes_nothing_in_another_thread() -> None:
-    found: list[bool] = []
+def test_a_guard_in_another_thread_changes_no_handler() -> None:
+    unchanged: list[bool] = []
 
     def work() -> None:
         before = signal.getsignal(signal.SIGINT)
         with InterruptGuard():
-            found.append(signal.getsignal(signal.SIGINT) == before)
+            unchanged.append(signal.getsignal(signal.SIGINT) == before)
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert found == [True]
+    assert unchanged == [True]

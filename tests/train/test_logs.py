@@ -1,4 +1,4 @@
-"""Logs as JSON lines and for TensorBoard, and damaged lines of the CSV log.
+"""The JSON log, the TensorBoard log, and damaged lines of the CSV log.
 
 test_callbacks.py has the other tests of the CSV log.
 """
@@ -16,26 +16,28 @@ from trainable_candle.train import JsonLog, StepReport, TensorBoardLog
 from trainable_candle.train.logs import read_json_log, read_log
 
 
-def at(step: int, steps: int = 10) -> Any:
-    return SimpleNamespace(step=step, steps=steps)
+def at(step: int) -> Any:
+    """Return a stand-in for a trainer that has taken `step` of 10 steps."""
+    return SimpleNamespace(step=step, steps=10)
 
 
 def report(step: int, grad_norm: float = 1.5) -> StepReport:
     return StepReport(step, 0.1 + 0.2, 1e-4, grad_norm, 0.25)
 
 
-def log(callback: JsonLog | TensorBoardLog, first: int, last: int) -> None:
-    callback.on_train_begin(at(first))
-    for step in range(first + 1, last + 1):
+def log_steps(callback: JsonLog | TensorBoardLog, start: int, end: int) -> None:
+    """Log steps `start` + 1 to `end`, and a validation loss after each even step."""
+    callback.on_train_begin(at(start))
+    for step in range(start + 1, end + 1):
         callback.on_step_end(at(step), report(step))
         if step % 2 == 0:
             callback.on_metrics(at(step), {"validation_loss": float(step)})
-    callback.on_train_end(at(last))
+    callback.on_train_end(at(end))
 
 
-def test_every_line_is_an_object_with_a_step(tmp_path: Path) -> None:
+def test_every_line_of_the_json_log_is_an_object_with_a_step(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    log(JsonLog(path), 0, 2)
+    log_steps(JsonLog(path), 0, 2)
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {"step": 1, "loss": 0.1 + 0.2, "lr": 1e-4, "grad_norm": 1.5, "seconds": 0.25},
         {"step": 2, "loss": 0.1 + 0.2, "lr": 1e-4, "grad_norm": 1.5, "seconds": 0.25},
@@ -43,7 +45,7 @@ def test_every_line_is_an_object_with_a_step(tmp_path: Path) -> None:
     ]
 
 
-def test_non_finite_numbers_are_null(tmp_path: Path) -> None:
+def test_non_finite_numbers_are_null_in_the_json_log(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     callback = JsonLog(path)
     callback.on_train_begin(at(0))
@@ -51,17 +53,17 @@ def test_non_finite_numbers_are_null(tmp_path: Path) -> None:
     assert '"grad_norm": null' in path.read_text()
 
 
-def test_a_resumed_run_continues_the_log_from_its_step(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_the_json_log_from_its_step(tmp_path: Path) -> None:
     path, unbroken = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    log(JsonLog(unbroken), 0, 8)
-    log(JsonLog(path), 0, 7)
+    log_steps(JsonLog(unbroken), 0, 8)
+    log_steps(JsonLog(path), 0, 7)
     with path.open("a") as file:
         file.write('{"step": 8, "lo')
-    log(JsonLog(path), 4, 8)
+    log_steps(JsonLog(path), 4, 8)
     assert path.read_text() == unbroken.read_text()
 
 
-def test_a_new_run_starts_an_empty_file(tmp_path: Path) -> None:
+def test_a_new_run_empties_the_json_log(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     callback = JsonLog(path)
     callback.on_train_begin(at(0))
@@ -70,7 +72,7 @@ def test_a_new_run_starts_an_empty_file(tmp_path: Path) -> None:
     assert path.read_text() == ""
 
 
-def test_lines_without_a_step_are_left_out(tmp_path: Path) -> None:
+def test_lines_without_a_step_are_left_out_and_a_missing_file_has_none(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('[1]\n{"a": 1}\n{"step": "x"}\nnothing\n{"step": 3}\n')
     assert read_json_log(path) == [{"step": 3}]
@@ -78,9 +80,10 @@ def test_lines_without_a_step_are_left_out(tmp_path: Path) -> None:
 
 
 def scalars(folder: Path) -> list[tuple[int, str, float]]:
-    """The points in the event files of a folder, in the order of writing."""
+    """Return the step, tag and value of each point in the event files of a folder, in order."""
     from tensorboardX.proto.event_pb2 import Event
 
+    # An event has 12 bytes before it (its length and a checksum) and 4 after it (a checksum).
     points = []
     for path in sorted(folder.iterdir()):
         data = path.read_bytes()
@@ -92,9 +95,9 @@ def scalars(folder: Path) -> list[tuple[int, str, float]]:
     return points
 
 
-def test_tensorboard_shows_the_losses_of_the_last_run(tmp_path: Path) -> None:
+def test_tensorboard_shows_only_the_losses_of_the_last_run(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
-    log(TensorBoardLog(tmp_path / "events"), 0, 2)
+    log_steps(TensorBoardLog(tmp_path / "events"), 0, 2)
     found = scalars(tmp_path / "events")
     assert (2, "validation/loss", 2.0) in found
     assert [(step, tag) for step, tag, _ in found if tag == "train/loss"] == [
@@ -102,7 +105,7 @@ def test_tensorboard_shows_the_losses_of_the_last_run(tmp_path: Path) -> None:
         (2, "train/loss"),
     ]
     # A new run removes the events of an earlier run.
-    log(TensorBoardLog(tmp_path / "events"), 0, 1)
+    log_steps(TensorBoardLog(tmp_path / "events"), 0, 1)
     assert {step for step, _, _ in scalars(tmp_path / "events")} == {1}
 
 
@@ -117,6 +120,7 @@ def test_without_tensorboardx_the_error_says_how_to_install_it(
 def test_damaged_lines_of_the_csv_log_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "train.csv"
     good = "3,0.5,0.1,1.0,0.01"
+    # "\u00b2" is a digit but no number. The last line is longer than a field of a CSV file may be.
     damaged = ["\u00b2,0.5,0.1,1.0,0.01", "4,x,0.1,1.0,0.01", "5,0.5", "9" * 200_000]
     path.write_text("\n".join(["step,loss,lr,grad_norm,seconds", *damaged, good, ""]))
     assert [row["step"] for row in read_log(path)] == ["3"]

@@ -23,19 +23,20 @@ RATIO = 16.0
 
 
 def adapters_of(folder: Path, kind: str = "lora") -> Any:
+    """Return new adapters of the language model in `folder`."""
     model = tc.models.CausalLM.from_pretrained(folder, dtype="f32")
     targets = list(CausalLM.targets)
     return model.add_adapter(tc.LoraConfig(r=4, target_modules=targets, adapter=kind))
 
 
 def rates(adapters: Adapters, config: TrainConfig) -> dict[str, float]:
-    """The learning rate that the optimizer has for each parameter."""
+    """Return the learning rate that the optimizer has for each parameter, by name."""
     names = {id(var): name for name, var in adapters.named_parameters().items()}
     groups = adapters.groups(config)
     assert make_optimizer(config, groups).group_lrs == [rate for _, rate in groups]
-    found = {names[id(var)]: rate for parameters, rate in groups for var in parameters}
-    assert len(found) == len(names) == sum(len(parameters) for parameters, _ in groups)
-    return found
+    rate_of = {names[id(var)]: rate for parameters, rate in groups for var in parameters}
+    assert len(rate_of) == len(names) == sum(len(parameters) for parameters, _ in groups)
+    return rate_of
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -46,8 +47,8 @@ def test_the_learning_rates_of_factors_are_those_of_peft(kind: str) -> None:
     transformers = pytest.importorskip("transformers")
     create_loraplus_optimizer = pytest.importorskip("peft.optimizers").create_loraplus_optimizer
     model = transformers.AutoModelForCausalLM.from_pretrained(GOLDEN, dtype=torch.float32)
-    settings = peft.LoraConfig(r=4, target_modules=list(CausalLM.targets), use_dora=kind == "dora")
-    model = peft.get_peft_model(model, settings)
+    lora = peft.LoraConfig(r=4, target_modules=list(CausalLM.targets), use_dora=kind == "dora")
+    model = peft.get_peft_model(model, lora)
     optimizer = create_loraplus_optimizer(
         model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=RATIO
     )
@@ -63,8 +64,8 @@ def test_the_learning_rates_of_factors_are_those_of_peft(kind: str) -> None:
     config = TrainConfig(learning_rate=1e-3, lora_plus_ratio=RATIO, adapter=kind)
     found = rates(Adapters({"": adapters_of(GOLDEN, kind)}), config)
     assert found.keys() == expected.keys()
-    # peft counts all vectors among the factors B, and so also the magnitudes of DoRA. The paper
-    # defines LoRA+ for the factors alone.
+    # peft trains all vectors, and so also the magnitudes of DoRA, at the rate of B. The paper
+    # defines LoRA+ for the factors alone, so here the magnitudes train at the rate of A.
     magnitudes = {name for name in found if "magnitude" in name}
     assert bool(magnitudes) == (kind == "dora")
     assert {found.pop(name) for name in magnitudes} <= {1e-3}
@@ -72,18 +73,22 @@ def test_the_learning_rates_of_factors_are_those_of_peft(kind: str) -> None:
     assert set(found.values()) == {1e-3, 1e-3 * RATIO}
 
 
-def test_the_ratio_applies_to_the_rate_of_text_encoders() -> None:
+def test_the_ratio_multiplies_the_rate_of_text_encoders_and_of_the_unet() -> None:
     parts = {part: adapters_of(BUILT_IN) for part in ("unet", "text_encoder", "text_encoder_2")}
     config = TrainConfig(learning_rate=1e-3, lora_plus_ratio=4, train_text_encoder=True)
-    for given, of_text in ((None, 1e-4), (3e-5, 3e-5)):
+    # By default, the rate of text encoders is a tenth of the learning rate.
+    for given, text_rate in ((None, 1e-4), (3e-5, 3e-5)):
         found = rates(Adapters(parts), config.with_(text_encoder_learning_rate=given))
         for name, rate in found.items():
-            own = 1e-3 if name.startswith("unet.") else of_text
-            assert rate == pytest.approx(own * (4 if "lora_B" in name else 1)), name
+            base_rate = 1e-3 if name.startswith("unet.") else text_rate
+            assert rate == pytest.approx(base_rate * (4 if "lora_B" in name else 1)), name
 
 
 class Updates(Callback):
-    """Compares each update with the formula of gradient descent."""
+    """Compares each update with the formula of gradient descent.
+
+    `largest` has the largest update of each part of the adapters, such as `lora_A`.
+    """
 
     def __init__(self) -> None:
         self._before: dict[str, np.ndarray] = {}
@@ -97,11 +102,11 @@ class Updates(Callback):
             before, gradient = self._before[name], var.grad
             assert gradient is not None
             rate = report.lr * (RATIO if name.endswith(".lora_B.weight") else 1)
-            change = rate * gradient.numpy()
+            expected = rate * gradient.numpy()
             after = var.numpy().copy()
-            np.testing.assert_allclose(before - after, change, rtol=1e-3, atol=1e-6)
-            kind = name.split(".")[-2]
-            self.largest[kind] = max(self.largest.get(kind, 0.0), float(np.abs(change).max()))
+            np.testing.assert_allclose(before - after, expected, rtol=1e-3, atol=1e-6)
+            part = name.split(".")[-2]
+            self.largest[part] = max(self.largest.get(part, 0.0), float(np.abs(expected).max()))
             self._before[name] = after
 
 
@@ -114,17 +119,19 @@ def test_updates_have_the_scheduled_rates(config: TrainConfig, kind: str) -> Non
     lines: list[str] = []
     train_adapter(config, callbacks=[updates], progress=False, report=lines.append)
     assert "LoRA+: the factors B have 16 times the learning rate of the other parameters" in lines
+    # The parts are A, B and, with DoRA, the magnitudes.
     assert len(updates.largest) == (3 if kind == "dora" else 2)
     assert min(updates.largest.values()) > 1e-4
 
 
+# Prodigy is left out: it rejects a ratio.
 @pytest.mark.parametrize("optimizer", sorted(tc.optim.KINDS.keys() - {"prodigy"}))
 def test_in_the_first_step_the_ratio_changes_only_the_factors_b(
     config: TrainConfig, train: Train, tmp_path: Path, optimizer: str
 ) -> None:
-    """In the first step, B is zero, and so the gradient of A is zero.
+    """B changes as at a learning rate `ratio` times as large, and A as without the ratio.
 
-    The ratio multiplies the learning rate of B, and changes nothing else.
+    This holds only in the first step: later gradients of A depend on B, which starts at zero.
     """
     config = config.with_(steps=1, lr_scheduler="constant", warmup_steps=0, optimizer=optimizer)
     rate = 1e-2
@@ -141,7 +148,7 @@ def test_in_the_first_step_the_ratio_changes_only_the_factors_b(
 def test_a_run_resumes_bit_for_bit_and_only_with_the_same_ratio(
     config: TrainConfig, train: Train, tmp_path: Path, kind: str
 ) -> None:
-    class Halt(Callback):
+    class StopAfter7(Callback):
         def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
             if report.step == 7:
                 trainer.stop()
@@ -149,7 +156,7 @@ def test_a_run_resumes_bit_for_bit_and_only_with_the_same_ratio(
     config = config.with_(adapter=kind, lora_plus_ratio=RATIO, learning_rate=1e-3)
     expected = train(config)
     broken = config.with_(output=str(tmp_path / "broken"))
-    train(broken, Halt())
+    train(broken, StopAfter7())
     assert train(broken.with_(resume="latest")) == expected
     with pytest.raises(tc.WeightsFormatError, match="resume with the settings that the run was"):
         train(broken.with_(resume="latest", lora_plus_ratio=1, steps=13))
@@ -177,6 +184,7 @@ def test_updates_of_a_language_model_have_the_scheduled_rates(tmp_path: Path) ->
         ({"optimizer": "prodigy"}, "prodigy finds one step size .* leave --lora-plus-ratio out"),
         ({"lora_plus_ratio": 0}, r"lora_plus_ratio is 0\.0, expected above 0"),
     ],
+    ids=["loha", "lokr", "oft", "prodigy", "zero"],
 )
 def test_ratios_of_zero_or_without_effect_are_rejected(
     settings: dict[str, Any], message: str

@@ -18,12 +18,17 @@ from trainable_candle.train.metadata import Progress, stamp, training_metadata
 Read = Callable[[Path], dict[str, str]]
 
 
-def metadata(of_data: dict[str, str] | None = None, **settings: Any) -> dict[str, str]:
+def metadata(data_entries: dict[str, str] | None = None, **settings: Any) -> dict[str, str]:
+    """Return the metadata of a run at step 7, after 2 epochs of a data set of 5 images."""
     config = TrainConfig(**{"model": "sdxl", "output": "o/run", "precision": "bf16", **settings})
-    return training_metadata(config, Progress(7, 2, 5, 1.5), of_data or {})
+    return training_metadata(
+        config, Progress(step=7, epoch=2, images=5, started=1.5), data_entries or {}
+    )
 
 
-def test_entries_of_kohya_and_modelspec_hold_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kohyas_and_modelspecs_entries_hold_the_settings_and_the_progress(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
     found = metadata(
         name="sks",
@@ -32,7 +37,7 @@ def test_entries_of_kohya_and_modelspec_hold_the_settings(monkeypatch: pytest.Mo
         prediction_type="v_prediction",
         batch_size=2,
         gradient_accumulation=3,
-        of_data={"modelspec.tags": "cup"},
+        data_entries={"modelspec.tags": "cup"},
     )
     expected = {
         "ss_output_name": "sks",
@@ -49,11 +54,12 @@ def test_entries_of_kohya_and_modelspec_hold_the_settings(monkeypatch: pytest.Mo
         "modelspec.tags": "cup",
     }
     assert expected.items() <= found.items()
+    # Without a name, the title is the name of the output folder.
     assert metadata()["modelspec.title"] == "run"
     assert "modelspec.trigger_phrase" not in metadata()
 
 
-def test_a_file_has_the_hash_of_its_tensors(tmp_path: Path, read_metadata: Read) -> None:
+def test_stamp_writes_the_hash_of_the_tensors(tmp_path: Path, read_metadata: Read) -> None:
     path = tmp_path / "a.safetensors"
     tc.save_file({"x": tc.ones(3)}, path, metadata=metadata())
     stamp(path)
@@ -68,7 +74,9 @@ def test_a_file_has_the_hash_of_its_tensors(tmp_path: Path, read_metadata: Read)
     assert path.read_bytes() == data
 
 
-def test_a_file_that_is_no_adapter_gets_no_metadata(tmp_path: Path) -> None:
+def test_stamp_leaves_a_file_without_metadata_as_it_is_and_ignores_a_missing_file(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "a.safetensors"
     tc.save_file({"x": tc.ones(3)}, path)
     before = path.read_bytes()
@@ -77,7 +85,7 @@ def test_a_file_that_is_no_adapter_gets_no_metadata(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_metadata_has_the_folders_tags_and_buckets_of_a_dataset(digits_folder: Path) -> None:
+def test_metadata_of_a_dataset_has_its_folders_tags_and_buckets(digits_folder: Path) -> None:
     options = DatasetOptions((Source(digits_folder, repeats=2.0),), resolution=8, bucket_step=8)
     found = load_dataset(options).metadata()
     count = len(list(digits_folder.glob("*.png")))
@@ -91,7 +99,8 @@ def test_metadata_has_the_folders_tags_and_buckets_of_a_dataset(digits_folder: P
 def test_every_adapter_file_of_a_run_has_metadata(config: TrainConfig, read_metadata: Read) -> None:
     run = train_adapter(config.with_(name="digit"), progress=False, report=lambda _: None)
     files = sorted(run.output.glob("digit*.safetensors"))
-    assert len(files) == 3
+    assert len(files) == 3  # of steps 5, 10 and 12
     hashes = [read_metadata(path)["sshs_model_hash"] for path in files]
     assert len(set(hashes)) == 3
+    # Before `stamp`, the header has zeros in place of the hash.
     assert "0" * 64 not in hashes

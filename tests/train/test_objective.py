@@ -55,19 +55,20 @@ def test_settings_reach_the_objective() -> None:
     assert set(narrow.noise(latents).timesteps.tolist()) == {5, 6}
     bright = DiffusionObjective(schedule, noise_offset=50.0)
     assert np.abs(bright.noise(latents).target.numpy()).max() > 20
-    losses = {}
-    for loss, expected in {"mse": 4.0, "l1": 2.0, "huber": 0.975, "smooth_l1": 1.95}.items():
-        objective = DiffusionObjective(
-            schedule, loss=loss, huber_delta=0.5 if loss == "huber" else 0.1
-        )
+    # The losses of an error of 2.
+    for loss, delta, expected in (
+        ("mse", 0.1, 4.0),
+        ("l1", 0.1, 2.0),
+        ("huber", 0.5, 0.5 * (2.0 - 0.5 / 2)),
+        ("smooth_l1", 0.1, 2.0 - 0.1 / 2),
+    ):
+        objective = DiffusionObjective(schedule, loss=loss, huber_delta=delta)
         noised = objective.noise(latents)
-        losses[loss] = objective.loss(noised.target + 2.0, noised).item()
-        if loss != "huber":
-            assert losses[loss] == pytest.approx(expected, rel=1e-4)
-    assert losses["huber"] == pytest.approx(0.5 * (2.0 - 0.25), rel=1e-4)
+        found = objective.loss(noised.target + 2.0, noised).item()
+        assert found == pytest.approx(expected, rel=1e-4)
 
 
-def test_the_loss_is_weighted_by_mask_and_weights() -> None:
+def test_the_loss_is_weighted_by_mask_and_weights_and_a_mask_of_another_shape_is_rejected() -> None:
     objective = DiffusionObjective(NoiseSchedule())
     noised = objective.noise(tc.randn((2, 4, 3, 3)))
     error = np.zeros((2, 4, 3, 3), dtype=np.float32)
@@ -77,16 +78,17 @@ def test_the_loss_is_weighted_by_mask_and_weights() -> None:
     mask = np.zeros((2, 1, 3, 3), dtype=np.float32)
     mask[0, :, 0, 0] = 1.0
     mask[1] = 0.2
+    # The means of the squared errors, weighted by the mask, are 9 and 1.
     found = objective.loss(prediction, noised, mask=tc.tensor(mask)).item()
     assert found == pytest.approx((9.0 + 1.0) / 2, rel=1e-5)
     weights = tc.tensor([0.0, 0.5])
     found = objective.loss(prediction, noised, mask=tc.tensor(mask), weights=weights).item()
-    assert found == pytest.approx(0.25, rel=1e-5)
+    assert found == pytest.approx((0.0 * 9.0 + 0.5 * 1.0) / 2, rel=1e-5)
     with pytest.raises(ShapeError, match=r"mask has shape \[2, 3, 3\], expected \[2, 1, 3, 3\]"):
         objective.loss(prediction, noised, mask=tc.tensor(mask[:, 0]))
 
 
-def test_draws_repeat_with_the_seed_and_validation_keeps_the_generator_state() -> None:
+def test_draws_repeat_with_the_generator_state_and_validation_keeps_that_state() -> None:
     objective = DiffusionObjective(NoiseSchedule(), noise_offset=0.05)
     latents = tc.zeros((3, 4, 2, 2))
     state = tc.get_rng_state()
@@ -95,6 +97,7 @@ def test_draws_repeat_with_the_seed_and_validation_keeps_the_generator_state() -
     second = objective.noise(latents)
     np.testing.assert_array_equal(first.sample.numpy(), second.sample.numpy())
     state = tc.get_rng_state()
+    # The noise of an example depends only on its number (4, 5 or 6).
     fixed = objective.validation_noise(latents, [4, 5, 6])
     again = objective.validation_noise(latents[1:], [5, 6])
     assert tc.get_rng_state() == state
@@ -110,13 +113,15 @@ def enlarged(image: Array, size: tuple[int, int]) -> Array:
         # Each input pixel has a triangular weight around its center. Beyond the edge, the values of
         # the edge pixels continue.
         distance = np.abs(np.clip(centers, 0, count - 1)[:, None] - np.arange(count))
-        tents = np.maximum(1 - distance, 0)
-        image = np.moveaxis(np.moveaxis(image, axis, -1) @ tents.T, -1, axis)
+        weights = np.maximum(1 - distance, 0)
+        image = np.moveaxis(np.moveaxis(image, axis, -1) @ weights.T, -1, axis)
     return image
 
 
 @pytest.mark.parametrize(("height", "width"), [(32, 24), (5, 40), (1, 1)])
-def test_multiresolution_noise_is_that_of_kohyas_formula(height: int, width: int) -> None:
+def test_multiresolution_noise_follows_kohyas_formula_in_training_only(
+    height: int, width: int
+) -> None:
     seed, discount, samples = 5, 0.7, [3, 9]
     latents = tc.zeros((len(samples), 4, height, width))
 
@@ -124,16 +129,16 @@ def test_multiresolution_noise_is_that_of_kohyas_formula(height: int, width: int
         objective = DiffusionObjective(NoiseSchedule(), **settings)
         return objective.noise(latents, samples, seed).target.numpy()
 
-    def pyramid(first: Array) -> Array:
-        """Add coarser noise to `first`, the noise of one example, as `pyramid_noise_like` does."""
-        noise = first.astype(np.float64)
+    def pyramid(fine: Array) -> Array:
+        """Add coarser noise to `fine`, the noise of one example, as `pyramid_noise_like` does."""
+        total = fine.astype(np.float64)
         for i in range(6):
-            r = float(tc.rand(1).item()) * 2 + 2
-            h, w = max(1, int(height / r**i)), max(1, int(width / r**i))
-            noise += enlarged(tc.randn(4, h, w).numpy(), (height, width)) * discount**i
+            ratio = float(tc.rand(1).item()) * 2 + 2
+            h, w = max(1, int(height / ratio**i)), max(1, int(width / ratio**i))
+            total += enlarged(tc.randn(4, h, w).numpy(), (height, width)) * discount**i
             if 1 in (h, w):
                 break
-        return noise / noise.std(ddof=1)
+        return total / total.std(ddof=1)
 
     for offset in (0.0, 0.2):
         plain = noise(noise_offset=offset)
@@ -141,8 +146,8 @@ def test_multiresolution_noise_is_that_of_kohyas_formula(height: int, width: int
             noise_offset=offset, multires_noise_iterations=6, multires_noise_discount=discount
         )
         for example, sample in enumerate(samples):
-            first = plain[example]
-            expected = drawn(seed, "pyramid", sample, lambda first=first: pyramid(first))
+            fine = plain[example]
+            expected = drawn(seed, "pyramid", sample, lambda fine=fine: pyramid(fine))
             np.testing.assert_allclose(found[example], expected, atol=3e-6)
     np.testing.assert_array_equal(noise(multires_noise_iterations=0), noise())
     # Validation draws no coarser noise.
@@ -159,12 +164,13 @@ def test_the_gradient_of_the_loss_points_away_from_the_target() -> None:
     objective = DiffusionObjective(NoiseSchedule(), min_snr_gamma=5.0, loss="huber")
     noised = objective.noise(tc.randn((2, 4, 3, 3)))
     prediction = tc.Var(tc.zeros((2, 4, 3, 3)))
+    # The prediction is 0, and so the signs of the gradient are those of -target.
     objective.loss(prediction, noised).backward()
     assert prediction.grad is not None
     assert (np.sign(prediction.grad.numpy()) == -np.sign(noised.target.numpy())).all()
 
 
-def test_schedules_are_read_and_wrong_ones_are_rejected(tmp_path: Path) -> None:
+def test_schedules_are_read_and_wrong_schedules_and_losses_are_rejected(tmp_path: Path) -> None:
     file = tmp_path / "scheduler" / "scheduler_config.json"
     file.parent.mkdir()
     file.write_text('{"prediction_type": "v_prediction", "rescale_betas_zero_snr": true}')

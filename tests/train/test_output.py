@@ -1,4 +1,7 @@
-"""The output folder belongs to one run at a time, and a run that is done stays as it is."""
+"""One run at a time uses an output folder, and a finished run is not changed.
+
+An output folder is not a data set, but it can be given as an adapter.
+"""
 
 import shutil
 import subprocess
@@ -19,6 +22,7 @@ from trainable_candle.train import Callback, TrainConfig
 
 Train = Callable[..., dict[str, bytes]]
 
+# A program that holds the lock of the path in its first argument until its input ends.
 HOLD = """
 import sys
 from pathlib import Path
@@ -44,19 +48,19 @@ def test_a_second_run_is_rejected_while_the_first_is_running(config: TrainConfig
     assert not (Path(config.output) / LOCK).exists()
 
 
-def test_a_run_does_not_write_into_its_own_data(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_run_does_not_write_into_its_own_data_sets(config: TrainConfig, tmp_path: Path) -> None:
     folder = Path(config.dataset)
     log = tmp_path / "data" / JSON_LOG
     log.parent.mkdir()
     log.write_text("a user's own\n")
-    for name, given, output in (
+    for setting, data, output in (
         ("dataset", folder, folder),
         ("dataset", log, log.parent),
         ("validation_dataset", log, log.parent / "." / "x" / ".."),
     ):
-        refused = config.with_(**{name: str(given), "output": str(output)})
-        with pytest.raises(ConfigError, match=rf"^{name}: the run would write into .*--output"):
-            train_adapter(refused, progress=False, report=lambda _: None)
+        overlapping = config.with_(**{setting: str(data), "output": str(output)})
+        with pytest.raises(ConfigError, match=rf"^{setting}: the run would write into .*--output"):
+            train_adapter(overlapping, progress=False, report=lambda _: None)
     assert log.read_text() == "a user's own\n"
 
 
@@ -78,7 +82,7 @@ def test_the_output_of_a_run_is_rejected_as_a_data_set(config: TrainConfig, trai
         find_files(output)
 
 
-def test_the_output_of_a_run_is_accepted_only_as_an_adapter(
+def test_the_output_of_a_run_is_accepted_as_an_adapter_but_not_as_weights_or_settings(
     config: TrainConfig, train: Train
 ) -> None:
     train(config.with_(name="mine", save_every=6))
@@ -86,6 +90,7 @@ def test_the_output_of_a_run_is_accepted_only_as_an_adapter(
     finished = output / "mine.safetensors"
     assert adapter_in(output) == adapter_in(finished) == finished
     assert config.with_(initial_adapter=str(output)).initial_adapter_path == finished
+    # Folders that are not the output of a run are rejected, each with its reason.
     for folder, message in (
         (output / "checkpoint-000012", f"is a checkpoint, .*; give an adapter in {output}"),
         (Path(config.dataset), "is a folder without adapters; give an adapter file, or the output"),
@@ -95,6 +100,7 @@ def test_the_output_of_a_run_is_accepted_only_as_an_adapter(
             existing_adapter("adapter", folder)
     with pytest.raises(MissingFileError, match=r"^--initial-adapter: .* without adapters; give"):
         train(config.with_(initial_adapter=config.dataset, output=str(output.parent / "other")))
+    # Without the final adapter, the adapters of steps are suggested.
     finished.unlink()
     with pytest.raises(MissingFileError, match=r"give one of its files: mine-step000006\.safe"):
         adapter_in(output)
@@ -104,7 +110,7 @@ def test_the_output_of_a_run_is_accepted_only_as_an_adapter(
         TrainConfig.from_yaml(output)
 
 
-def test_a_lock_names_its_process_and_ends_with_it(tmp_path: Path) -> None:
+def test_a_lock_names_its_process_and_ends_with_that_process(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     command = [sys.executable, "-c", HOLD, str(path)]
     with subprocess.Popen(
@@ -116,6 +122,7 @@ def test_a_lock_names_its_process_and_ends_with_it(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=refusal), held(path, "busy"):
             pass
         process.kill()
+    # The killed process left its lock file. Another process can take the lock.
     assert path.exists()
     with held(path, "busy"):
         assert path.read_text() != f"{process.pid}\n"

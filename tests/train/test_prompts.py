@@ -1,4 +1,4 @@
-"""Prompts (with settings, or from files), the settings stored in images, and preview sheets."""
+"""Prompts with settings, files of prompts, settings stored in images, and overviews of previews."""
 
 from pathlib import Path
 
@@ -27,7 +27,9 @@ def test_kohyas_settings_follow_a_prompt() -> None:
     assert parse_prompt("a cat", DEFAULT) == Prompt("a cat", DEFAULT)
     assert parse_prompt("a cat --w 128", DEFAULT).options.size == (128, 64)
     assert parse_prompt(text.replace("--w", "--W").replace("--n", "--N"), DEFAULT) == prompt
-    assert parse_prompt("--d 5", DEFAULT) == Prompt("", SampleOptions(25, 5, size=(64, 64)))
+    assert parse_prompt("--d 5", DEFAULT) == Prompt(
+        "", SampleOptions(steps=25, seed=5, size=(64, 64))
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,11 +50,12 @@ def test_kohyas_settings_follow_a_prompt() -> None:
 def test_wrong_settings_of_a_prompt_are_reported(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_prompt(text, DEFAULT)
+    # Without a default size, one side alone is not enough.
     with pytest.raises(ConfigError, match="give both --w and --h"):
         parse_prompt("a --w 8", SampleOptions())
 
 
-def test_files_of_another_kind_are_not_prompts(tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_rejected_and_a_prompt_may_name_one(tmp_path: Path) -> None:
     path = tmp_path / "prompts.JSON"
     path.write_text("[]")
     with pytest.raises(ConfigError, match=r"prompts are not read from .*prompts\.JSON"):
@@ -66,7 +69,9 @@ def test_a_folder_in_place_of_a_file_of_prompts_is_rejected(tmp_path: Path) -> N
         expanded([str(tmp_path / "p.txt")])
 
 
-def test_a_file_of_prompts_is_replaced_by_its_lines(tmp_path: Path) -> None:
+def test_a_file_of_prompts_is_replaced_by_its_lines_and_rejected_if_empty_or_missing(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("# for tests\na cat --d 1\n\n  a dog\n", encoding="utf-8")
     assert expanded(["a bird", str(path)]) == ["a bird", "a cat --d 1", "a dog"]
@@ -78,15 +83,18 @@ def test_a_file_of_prompts_is_replaced_by_its_lines(tmp_path: Path) -> None:
 
 
 def test_an_image_has_its_settings_in_a1111s_format() -> None:
-    options = SampleOptions(None, 7, None, "blurry", None, "dpmpp_2m")
+    options = SampleOptions(seed=7, negative_prompt="blurry", sampler="dpmpp_2m")
     prompt = Prompt("a cat", options)
-    assert infotext(prompt, "sdxl", Usual(20, 5.0), (64, 32), Place(0, 1)) == (
+    assert infotext(
+        prompt, "sdxl", Usual(steps=20, guidance=5.0), (64, 32), Place(number=0, count=1)
+    ) == (
         "a cat\nNegative prompt: blurry\n"
         "Steps: 20, Sampler: DPM++ 2M, CFG scale: 5, Seed: 7, Size: 64x32, Model: sdxl"
     )
-    assert infotext(prompt, "a, b", Usual(20, 1.0), (64, 32), Place(1, 2)).endswith(
+    assert infotext(prompt, "a, b", Usual(20, 1.0), (64, 32), Place(number=1, count=2)).endswith(
         "Model: a  b, Batch size: 2, Batch pos: 1"
     )
+    # A guidance of 1 uses no negative prompt.
     assert "Negative" not in infotext(prompt, "sdxl", Usual(20, 1.0), (64, 32), Place(0, 1))
 
 
@@ -98,12 +106,16 @@ def test_the_sheet_and_page_show_previews_by_step(tmp_path: Path) -> None:
         for number in (1, 2):
             image = Image.new("RGB", (300 * number, 200), (step % 256, 0, 0))
             plot.save_png(image, preview_path(folder, step, number))
+    # A step without the image of one of its prompts is left out: 14 of 15 steps remain.
     preview_path(folder, 100, 2).unlink()
     write_sheet(folder, prompts)
     page = (folder / PAGE).read_text()
     assert "a &lt;cat&gt;" in page
-    assert page.count("<img") == 28
+    assert page.count("<img") == 14 * len(prompts)
     assert page.index("step-001400-1.png") < page.index("step-000000-1.png")
+    # The sheet has at most 12 columns. Its thumbnails are 192 px wide at most; they are 128 px high
+    # for the first prompt and 64 px high for the second. Each row has a line of text of 14 px. The
+    # gaps between columns are 4 px.
     with Image.open(tmp_path / SHEET) as sheet:
         assert sheet.size == (12 * (192 + 4) + 4, 18 + (128 + 14) + (64 + 14))
 
@@ -111,15 +123,15 @@ def test_the_sheet_and_page_show_previews_by_step(tmp_path: Path) -> None:
 def test_a_run_draws_each_prompt_with_its_own_settings(config: TrainConfig, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("a zero --d 5 --s 4\na one\n")
-    drawn = config.with_(sample_prompts=[str(file)], sample_every=6)
-    run = train_adapter(drawn, progress=False, report=lambda _: None)
+    with_prompts = config.with_(sample_prompts=[str(file)], sample_every=6)
+    run = train_adapter(with_prompts, progress=False, report=lambda _: None)
     samples = run.output / "samples"
-    with Image.open(preview_path(samples, 6, 1)) as first:
-        text = first.text["parameters"]  # type: ignore[attr-defined]
+    with Image.open(preview_path(samples, 6, 1)) as image:
+        text = image.text["parameters"]  # type: ignore[attr-defined]
     assert text.startswith("a zero\nSteps: 4, Sampler: Euler")
     assert "Seed: 5" in text
     assert (run.output / SHEET).is_file()
-    assert (samples / PAGE).read_text().count("<img") == 2 * 3
+    assert (samples / PAGE).read_text().count("<img") == 2 * 3  # 2 prompts after 0, 6 and 12 steps
     # The configuration holds the prompts of the file, not its path.
     assert TrainConfig.from_yaml(run.output / "config.yaml").sample_prompts == [
         "a zero --d 5 --s 4",
@@ -127,6 +139,8 @@ def test_a_run_draws_each_prompt_with_its_own_settings(config: TrainConfig, tmp_
     ]
     with pytest.raises(ConfigError, match="size has no effect on the model `digits`"):
         train_adapter(
-            drawn.with_(sample_prompts=["a zero --w 8 --h 8"], output=str(tmp_path / "b")),
+            with_prompts.with_(
+                sample_prompts=["a zero --w 8 --h 8"], output=str(tmp_path / "other")
+            ),
             progress=False,
         )

@@ -1,4 +1,7 @@
-"""A resumed run equals an unbroken one, bit for bit (CPU, f32)."""
+"""A resumed run equals an unbroken one, bit for bit (CPU, f32).
+
+A change of the adapter is rejected. A change of another setting that affects results is reported.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +39,7 @@ class StopAfter(Callback):
 
 
 class Problem:
-    """Regression with two layers. Input noise and dropout draw random numbers at every step."""
+    """A regression with two layers, whose noise and dropout draw random numbers at every step."""
 
     def __init__(self, config: TrainConfig, output: Path, stop_after: int = STEPS) -> None:
         tc.manual_seed(config.seed)
@@ -76,8 +79,8 @@ def test_every_optimizer_resumes_bit_for_bit(optimizer: str, tmp_path: Path) -> 
     config = TrainConfig(optimizer=optimizer, learning_rate=1e-2, seed=3)
     unbroken = Problem(config, tmp_path / "unbroken")
     assert unbroken.trainer.train()
-    start = Problem(config, tmp_path / "start").bits()
-    assert all(start[name] != bits for name, bits in unbroken.bits().items())
+    untrained = Problem(config, tmp_path / "untrained").bits()
+    assert all(untrained[name] != trained for name, trained in unbroken.bits().items())
 
     losses: list[float] = []
     output = tmp_path / "broken"
@@ -94,6 +97,7 @@ def test_every_optimizer_resumes_bit_for_bit(optimizer: str, tmp_path: Path) -> 
 
 
 def logged(output: str) -> list[tuple[str, ...]]:
+    """Return the rows of a run's log without the times."""
     rows = read_log(Path(output) / LOG)
     return [(row["step"], row["loss"], row["lr"], row["grad_norm"]) for row in rows]
 
@@ -106,6 +110,7 @@ def logged(output: str) -> list[tuple[str, ...]]:
         {"stochastic_rounding": True},
         {"stochastic_rounding": True, "optimizer": "adamw"},
     ],
+    ids=["lora", "dora", "stochastic_rounding", "stochastic_rounding-adamw"],
 )
 @pytest.mark.parametrize("stop_after", [1, 7])
 def test_a_run_resumes_bit_for_bit(
@@ -122,20 +127,20 @@ def test_a_run_resumes_bit_for_bit(
     assert not (Path(broken.output) / ADAPTER).exists()
     assert train(broken.with_(resume="latest", threads=1)) == expected
     assert logged(broken.output) == logged(config.output)
-    one, other = (tc.load_file(Path(run.output) / ADAPTER) for run in (config, broken))
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        np.testing.assert_array_equal(tensor.numpy(), other[name].numpy())
+    first, second = (tc.load_file(Path(run.output) / ADAPTER) for run in (config, broken))
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        np.testing.assert_array_equal(tensor.numpy(), second[name].numpy())
 
 
-def test_a_run_can_start_again_from_an_older_checkpoint_elsewhere(
+def test_a_run_can_resume_from_an_older_checkpoint_only_in_another_folder(
     config: TrainConfig, train: Train, tmp_path: Path
 ) -> None:
     expected = train(config)
-    folder = checkpoint_path(Path(config.output), 5)
+    older = checkpoint_path(Path(config.output), 5)
     with pytest.raises(ConfigError, match="of an earlier run"):
-        train(config.with_(resume=str(folder)))
-    again = config.with_(resume=str(folder), output=str(tmp_path / "again"))
+        train(config.with_(resume=str(older)))
+    again = config.with_(resume=str(older), output=str(tmp_path / "again"))
     assert train(again) == expected
 
 
@@ -151,7 +156,9 @@ def test_resuming_with_another_adapter_is_rejected(config: TrainConfig, train: T
     train(config.with_(resume="latest"))
 
 
-def test_changed_settings_are_reported(config: TrainConfig, train: Train) -> None:
+def test_only_changed_settings_that_affect_results_are_reported(
+    config: TrainConfig, train: Train
+) -> None:
     train(config, StopAfter(3))
     lines: list[str] = []
     changed = config.with_(resume="latest", learning_rate=0.5, save_every=1)
@@ -161,13 +168,13 @@ def test_changed_settings_are_reported(config: TrainConfig, train: Train) -> Non
     ]
 
 
-@pytest.mark.parametrize(("scheduler", "count"), [("constant", 0), ("cosine", 1)])
+@pytest.mark.parametrize(("scheduler", "reports"), [("constant", 0), ("cosine", 1)])
 def test_more_steps_are_reported_only_if_the_schedule_depends_on_them(
-    config: TrainConfig, train: Train, scheduler: str, count: int
+    config: TrainConfig, train: Train, scheduler: str, reports: int
 ) -> None:
     config = config.with_(lr_scheduler=scheduler)
     train(config)
     lines: list[str] = []
     longer = config.with_(steps=13, resume="latest")
     train_adapter(longer, progress=False, report=lines.append)
-    assert sum("steps is 13, was 12: the run will not repeat" in line for line in lines) == count
+    assert sum("steps is 13, was 12: the run will not repeat" in line for line in lines) == reports

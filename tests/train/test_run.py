@@ -1,8 +1,8 @@
-"""Whole training runs: their files, the effects of settings, and runs whose memory runs out.
+"""Complete training runs: their files, the effects of settings, and runs that run out of memory.
 
-A plan chooses settings that the user leaves open (such as checkpointing and the precision of the
-base) so that the run fits into memory. If memory runs out within the first 20 steps and before the
-first checkpoint, the run makes a new plan for less memory and starts again.
+A plan chooses settings that the user leaves open (such as gradient checkpointing and the precision
+of the base weights) so that the run fits into memory. If memory runs out within the first 20 steps
+and before the first checkpoint, the run makes a new plan for less memory and starts again.
 """
 
 import math
@@ -35,30 +35,35 @@ def threads() -> Iterator[None]:
     tc.set_num_threads(before)
 
 
-def test_a_run_leaves_everything_in_its_folder(config: TrainConfig, train: Train) -> None:
+def test_a_run_writes_its_log_settings_adapters_and_checkpoints_into_its_folder(
+    config: TrainConfig, train: Train
+) -> None:
     train(config)
     output = Path(config.output)
-    kept = [checkpoint_path(output, step).name for step in (5, 10, 12)]
+    folders = [checkpoint_path(output, step).name for step in (5, 10, 12)]
     files = [ADAPTER, CONFIG, CURVE, LOG, JSON_LOG]
     files += [step_adapter_path(output, step).name for step in (5, 10)]
-    assert sorted(p.name for p in output.iterdir()) == sorted([*files, *kept])
+    assert sorted(p.name for p in output.iterdir()) == sorted([*files, *folders])
     assert TrainConfig.from_yaml(output / CONFIG) == config.with_(
         base_precision="same", gradient_checkpointing="none"
     )
-    steps = [tc.load_file(step_adapter_path(output, step)) for step in (5, 10)]
+    intermediate = [tc.load_file(step_adapter_path(output, step)) for step in (5, 10)]
     final = tc.load_file(output / ADAPTER)
-    assert steps[0].keys() == steps[1].keys() == final.keys()
+    assert intermediate[0].keys() == intermediate[1].keys() == final.keys()
+    # The three adapters differ.
     assert (
-        len({str([tensors[name].tolist() for name in final]) for tensors in (*steps, final)}) == 3
+        len({str([tensors[name].tolist() for name in final]) for tensors in (*intermediate, final)})
+        == 3
     )
 
 
-def test_epochs_become_the_number_of_steps_of_their_batches(config: TrainConfig) -> None:
+def test_a_number_of_epochs_becomes_a_number_of_steps(config: TrainConfig) -> None:
     lines: list[str] = []
     given = config.with_(steps=TrainConfig.steps, epochs=3, batch_size=4, gradient_accumulation=2)
     run = train_adapter(given, progress=False, report=lines.append)
     images = len(list(Path(config.dataset).glob("*.png")))
-    # If the last items of an epoch do not fill a batch, items of the next epoch complete the batch.
+    # If the last images of an epoch do not fill a batch of 4, the next epoch completes the batch. A
+    # step uses 2 batches.
     assert run.step == math.ceil(3 * images // 4 / 2)
     assert f"epochs: 3 of {images} images: {run.step} steps" in lines
     assert read_log(Path(config.output) / LOG)[-1]["step"] == str(run.step)
@@ -76,16 +81,21 @@ def test_the_default_learning_rate_suits_the_optimizer(
     assert TrainConfig.from_yaml(Path(config.output) / CONFIG).learning_rate == rate
 
 
-def test_the_device_auto_is_replaced_by_one_that_is_reported(
+def test_without_a_gpu_an_automatic_device_is_the_cpu_and_is_reported(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
     monkeypatch.setattr(tc.cuda, "unavailable_reason", lambda: "there is no driver")
-    open_ = config.with_(device="auto", precision="auto", steps=2, warmup_steps=0)
-    train_adapter(open_, progress=False, report=lines.append)
+    automatic = config.with_(device="auto", precision="auto", steps=2, warmup_steps=0)
+    train_adapter(automatic, progress=False, report=lines.append)
     assert "device: cpu, f32 (no GPU is used: there is no driver)" in lines
     written = TrainConfig.from_yaml(Path(config.output) / CONFIG)
     assert (written.device, written.precision) == ("cpu", "f32")
+
+
+def test_an_automatic_device_is_the_gpu_and_an_automatic_precision_suits_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(tc.cuda, "unavailable_reason", lambda: None)
     assert str(choose("auto", "auto")) == "device: cuda, bf16"
     assert str(choose("auto", "f32")) == "device: cuda, f32"
@@ -113,11 +123,12 @@ def test_a_finished_adapter_is_not_overwritten(config: TrainConfig, train: Train
     with pytest.raises(ConfigError, match=r"holds adapter\.safetensors of an earlier run"):
         train(config.with_(seed=9))
     assert adapter.read_bytes() == before
+    # A run with another name can write into the folder.
     train(config.with_(name="other"))
     assert adapter.read_bytes() == before
 
 
-def test_a_finished_checkpoint_is_resumed_into_a_new_folder(
+def test_a_run_resumed_from_its_last_checkpoint_writes_the_same_adapter_into_a_new_folder(
     config: TrainConfig, train: Train, tmp_path: Path
 ) -> None:
     train(config)
@@ -131,6 +142,7 @@ def test_a_finished_checkpoint_is_resumed_into_a_new_folder(
         np.testing.assert_array_equal(again[name].numpy(), tensor.numpy(), err_msg=name)
 
 
+# Changes of the settings of `of_six_steps`. OFT takes no rank, so its changes set the default.
 SETTINGS = [
     {"rank": 5},
     {"alpha": 7.0},
@@ -165,10 +177,12 @@ SETTINGS = [
 def reference(
     train: Train, digits_base: Path, digits_folder: Path, tmp_path_factory: Any
 ) -> dict[str, bytes]:
+    """The parameters of the adapter of a run of `of_six_steps` without changes."""
     return train(of_six_steps(digits_base, digits_folder, tmp_path_factory.mktemp("reference")))
 
 
 def of_six_steps(base: Path, dataset: Path, output: Path, **changes: Any) -> TrainConfig:
+    """Return the settings of a run of 6 steps, with changes."""
     settings = {
         "rank": 4,
         "steps": 6,
@@ -182,8 +196,8 @@ def of_six_steps(base: Path, dataset: Path, output: Path, **changes: Any) -> Tra
     return TrainConfig(model="digits", **folders, **{**settings, **changes})
 
 
-@pytest.mark.parametrize("change", SETTINGS, ids=lambda change: next(iter(change)))
-def test_settings_of_training_change_the_adapter(
+@pytest.mark.parametrize("change", SETTINGS, ids="-".join)
+def test_settings_of_the_adapter_and_of_training_change_the_result(
     change: dict[str, Any],
     reference: dict[str, bytes],
     train: Train,
@@ -203,9 +217,9 @@ def test_dora_has_a_magnitude_for_each_output_or_input(
     )
     train(config)
     file = tc.load_file(Path(config.output) / ADAPTER)
-    scales = {key: value.shape for key, value in file.items() if key.endswith(".dora_scale")}
-    assert scales
-    for key, shape in scales.items():
+    magnitudes = {key: value.shape for key, value in file.items() if key.endswith(".dora_scale")}
+    assert magnitudes
+    for key, shape in magnitudes.items():
         module = key.removesuffix(".dora_scale")
         outputs = file[f"{module}.lora_up.weight"].shape[0]
         inputs = file[f"{module}.lora_down.weight"].shape[1]
@@ -228,7 +242,7 @@ def test_dora_has_a_magnitude_for_each_output_or_input(
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_other_settings_do_not_change_the_adapter(
+def test_other_settings_do_not_change_the_result(
     change: dict[str, Any],
     reference: dict[str, bytes],
     train: Train,
@@ -236,22 +250,25 @@ def test_other_settings_do_not_change_the_adapter(
     digits_folder: Path,
     tmp_path: Path,
 ) -> None:
+    # The folder of the data set is known only here.
     change = {k: str(digits_folder) if v == "DATASET" else v for k, v in change.items()}
     assert train(of_six_steps(digits_base, digits_folder, tmp_path, **change)) == reference
 
 
 @pytest.mark.parametrize("precision", ["bf16", "f16"])
-def test_runs_in_16_bit_floats_train(config: TrainConfig, train: Train, precision: str) -> None:
-    short = config.with_(precision=precision, steps=60, batch_size=10, save_every=0)
-    train(short)
-    losses = [float(row["loss"]) for row in read_log(Path(short.output) / LOG)]
+def test_the_loss_of_a_run_in_16_bit_floats_falls(
+    config: TrainConfig, train: Train, precision: str
+) -> None:
+    longer = config.with_(precision=precision, steps=60, batch_size=10, save_every=0)
+    train(longer)
+    losses = [float(row["loss"]) for row in read_log(Path(longer.output) / LOG)]
     assert np.mean(losses[-15:]) < 0.9 * np.mean(losses[:15])
 
 
 @pytest.mark.parametrize(
     ("policy", "blocks"), [("full", None), ("selective", None), ("full", 1), ("offload", 1)]
 )
-def test_checkpointing_does_not_change_the_result(
+def test_gradient_checkpointing_does_not_change_the_result(
     config: TrainConfig, train: Train, policy: str, blocks: int | None, tmp_path: Path
 ) -> None:
     given = {"gradient_checkpointing": policy, "checkpoint_blocks": blocks}
@@ -261,7 +278,9 @@ def test_checkpointing_does_not_change_the_result(
     assert {name: getattr(written, name) for name in given} == given
 
 
-def test_a_missing_device_is_reported_before_anything_is_read(config: TrainConfig) -> None:
+def test_an_unknown_or_missing_device_is_reported_before_anything_is_read(
+    config: TrainConfig,
+) -> None:
     nowhere = config.with_(dataset="nowhere", weights="nowhere")
     with pytest.raises(tc.DeviceError, match='unknown device "tpu"'):
         train_adapter(nowhere.with_(device="tpu"), progress=False)
@@ -317,8 +336,8 @@ def test_a_run_out_of_memory_restarts_with_a_new_plan_and_the_same_result(
 def test_a_run_out_of_memory_fails_if_it_cannot_be_planned_anew(config: TrainConfig) -> None:
     by_hand = config.with_(gradient_checkpointing="none", base_precision="same")
     late = config.with_(steps=30, save_every=0)
-    # None of the three runs is planned anew. In the first, the user has set all that a plan could
-    # change; the second runs out of memory after the first 20 steps; the third has a checkpoint.
+    # In the first run, the user has set all that a plan could change. The second runs out of memory
+    # after the first 20 steps, and the third after its first checkpoint.
     for settings, step in ((by_hand, 1), (late, 25), (config, 7)):
         failing = OneOutOfMemory(step)
         with pytest.raises(tc.OutOfMemoryError):
@@ -337,28 +356,30 @@ def test_the_batch_size_auto_is_stored_as_a_number(config: TrainConfig) -> None:
 def test_an_effective_batch_is_divided_into_automatic_batches(
     config: TrainConfig, tmp_path: Path
 ) -> None:
-    """A run that is resumed keeps the parts of the effective batch."""
+    """A resumed run keeps the batch size and the accumulation."""
     settings = {**asdict(config), "batch_size": "auto", "effective_batch": 6, "steps": 3}
-    parts = []
-    for more in ({"save_every": 2}, {"steps": 4, "resume": "latest"}):
-        given = TrainConfig.from_mapping({**settings, **more})
+    divisions = []
+    for change in ({"save_every": 2}, {"steps": 4, "resume": "latest"}):
+        given = TrainConfig.from_mapping({**settings, **change})
         train_adapter(given, progress=False, report=lambda _: None)
         written = TrainConfig.from_yaml(Path(config.output) / CONFIG)
-        parts.append((written.batch_size, written.gradient_accumulation))
+        divisions.append((written.batch_size, written.gradient_accumulation))
         if not given.resume:
+            # As if the run had been stopped before its end.
             (Path(config.output) / ADAPTER).unlink()
     # On the CPU, the batch size of `auto` is 1.
-    assert parts == [(1, 6), (1, 6)]
+    assert divisions == [(1, 6), (1, 6)]
     uneven = {**settings, "batch_size": 4, "output": str(tmp_path / "uneven")}
     with pytest.raises(ConfigError, match="cannot be divided among 1 processes of batch size 4"):
         train_adapter(TrainConfig.from_mapping(uneven), progress=False)
 
 
-def test_streamed_blocks_of_a_run_on_a_gpu_are_not_kept_on_the_cpu(
+def test_a_run_with_streamed_blocks_on_a_gpu_resumes_without_them_on_the_cpu(
     config: TrainConfig, train: Train
 ) -> None:
     train(config.with_(steps=5))
     state = checkpoint_path(Path(config.output), 5) / "state.json"
+    # Write the checkpoint as a run on a GPU would.
     text = state.read_text()
     assert '"stream_blocks": null' in text
     state.write_text(text.replace('"stream_blocks": null', '"stream_blocks": 1'))
@@ -366,7 +387,7 @@ def test_streamed_blocks_of_a_run_on_a_gpu_are_not_kept_on_the_cpu(
     assert TrainConfig.from_yaml(Path(config.output) / CONFIG).stream_blocks is None
 
 
-def test_a_resumed_run_keeps_settings_that_affect_results_and_plans_others(
+def test_a_resumed_run_keeps_settings_that_affect_results_and_plans_the_others_anew(
     config: TrainConfig, train: Train
 ) -> None:
     full = {"gradient_checkpointing": "full", "checkpoint_blocks": 1}
@@ -403,7 +424,7 @@ def test_a_resumed_run_out_of_memory_gets_a_new_plan(
     assert written.gradient_checkpointing in {"selective", "full"}
 
 
-def test_without_a_plan_that_fits_the_first_error_is_raised(config: TrainConfig) -> None:
+def test_without_another_plan_the_error_of_the_run_is_raised(config: TrainConfig) -> None:
     with pytest.raises(tc.OutOfMemoryError, match="matmul: there is too little"):
         train_adapter(
             config.with_(gradient_checkpointing="full", base_precision="same", rank=1),

@@ -1,4 +1,4 @@
-"""Samplers from Python against runs of diffusers' schedulers."""
+"""The samplers, called from Python, draw what the schedulers of diffusers draw."""
 
 import json
 from pathlib import Path
@@ -12,12 +12,13 @@ from trainable_candle.errors import ArgumentError
 from trainable_candle.train import Guided, NoiseSchedule, Sampler, sample
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "samplers" / "diffusers.safetensors"
+# The file begins with the length of its header (8 bytes) and the header, which is JSON.
 BYTES = GOLDEN.read_bytes()
 METADATA = json.loads(BYTES[8 : 8 + int.from_bytes(BYTES[:8], "little")])["__metadata__"]
 RUNS: dict[str, dict[str, Any]] = json.loads(METADATA["runs"])
 
 
-def toy(x: tc.Tensor, timestep: float, /, *, condition: tc.Tensor) -> tc.Tensor:
+def toy_model(x: tc.Tensor, timestep: float, /, *, condition: tc.Tensor) -> tc.Tensor:
     return 0.5 * x + 0.4 * (x + condition).tanh() * (timestep / 1000)
 
 
@@ -33,13 +34,13 @@ def test_samples_and_schedules_equal_those_of_diffusers(name: str, batched: bool
     positive, negative = (
         {"condition": golden[key].expand((2, 4, 1, 1))} for key in ("positive", "negative")
     )
-    model = Guided(toy, positive, negative, json.loads(METADATA["scale"]), batched=batched)
+    model = Guided(toy_model, positive, negative, json.loads(METADATA["scale"]), batched=batched)
     found = sample(sampler, model, golden["noise"])
     expected = golden[f"{name}.samples"].numpy()[-1]
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_scale_of_one_predicts_for_the_prompt_alone() -> None:
+def test_guidance_predicts_for_the_prompt_alone_only_at_a_scale_of_one() -> None:
     calls = []
 
     def model(x: tc.Tensor, timestep: float, /, *, condition: tc.Tensor) -> tc.Tensor:
@@ -52,6 +53,7 @@ def test_a_scale_of_one_predicts_for_the_prompt_alone() -> None:
     assert calls == [((2, 3), 5.0)]
     guided = Guided(model, {"condition": one}, {"condition": -one}, 2.0)
     assert guided(x, 5.0).tolist() == [[4.0] * 3] * 2
+    # One call predicts for the prompt and for the negative prompt.
     assert calls[1:] == [((4, 3), 5.0)]
 
 
@@ -61,7 +63,7 @@ def test_sampling_records_no_gradient() -> None:
     assert not found.requires_grad
 
 
-def test_wrong_arguments_of_samplers_are_rejected() -> None:
+def test_wrong_arguments_of_samplers_and_of_guidance_are_rejected() -> None:
     schedule, x = NoiseSchedule(), tc.randn((1, 2))
     with pytest.raises(ArgumentError, match='unknown sampler "ddim"'):
         Sampler(schedule, 4, "ddim")
@@ -72,4 +74,4 @@ def test_wrong_arguments_of_samplers_are_rejected() -> None:
     with pytest.raises(ArgumentError, match="found step 2, expected step 1"):
         sampler.step(x, 2, x)
     with pytest.raises(ArgumentError, match="expected the same names"):
-        Guided(toy, {"condition": x}, {}, 2.0)
+        Guided(toy_model, {"condition": x}, {}, 2.0)

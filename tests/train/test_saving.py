@@ -1,4 +1,7 @@
-"""Checkpoints are written while training continues; a failed write leaves the older ones intact."""
+"""Training continues while a checkpoint is written.
+
+A write that fails or is killed leaves a complete checkpoint, from which the run resumes.
+"""
 
 import errno
 import resource
@@ -39,16 +42,16 @@ class At(Callback):
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """An event. No checkpoint is written until a test sets it."""
-    opened = threading.Event()
+    """An event that a test sets to let checkpoints be written; until then, their writer waits."""
+    event = threading.Event()
 
-    class Waiting(state.Draft):
+    class WaitingDraft(state.Draft):
         def write(self, snapshot: state.Snapshot) -> None:
-            assert opened.wait(60), "training waited for the checkpoint"
+            assert event.wait(60), "training waited for the checkpoint"
             super().write(snapshot)
 
-    monkeypatch.setattr(saver, "Draft", Waiting)
-    return opened
+    monkeypatch.setattr(saver, "Draft", WaitingDraft)
+    return event
 
 
 def test_training_continues_while_a_snapshot_is_written(
@@ -56,40 +59,41 @@ def test_training_continues_while_a_snapshot_is_written(
 ) -> None:
     bits: dict[str, bytes] = {}
 
-    def keep(trainer: Trainer[Any]) -> None:
+    def keep_parameters(trainer: Trainer[Any]) -> None:
         bits.update({n: v.detach().numpy().tobytes() for n, v in trainer.parameters.items()})
 
-    def release(trainer: Trainer[Any]) -> None:
+    def open_gate(trainer: Trainer[Any]) -> None:
         assert trainer.output is not None
         assert checkpoints(trainer.output) == []
         gate.set()
 
-    train(config, At(5, keep), At(8, release))
+    train(config, At(5, keep_parameters), At(8, open_gate))
     stored = tc.load_file(checkpoint_path(Path(config.output), 5) / PARAMETERS)
     assert {name: tensor.numpy().tobytes() for name, tensor in stored.items()} == bits
 
 
-def test_the_older_checkpoint_stays_until_the_newer_is_whole(
+def test_the_older_checkpoint_stays_until_the_newer_is_complete(
     config: TrainConfig, train: Train, gate: threading.Event
 ) -> None:
-    found: list[list[int]] = []
+    steps: list[list[int]] = []
 
-    def look(trainer: Trainer[Any]) -> None:
+    def list_checkpoints(trainer: Trainer[Any]) -> None:
         assert trainer.output is not None
-        found.append([state.step_of(path) for path in checkpoints(trainer.output)])
+        steps.append([state.step_of(path) for path in checkpoints(trainer.output)])
 
-    def release(trainer: Trainer[Any]) -> None:
+    def save_at_once(trainer: Trainer[Any]) -> None:
         gate.set()
         trainer.save()
         gate.clear()
 
-    callbacks = [At(2, release), At(7, look), At(8, lambda _: gate.set())]
+    # After step 7, the checkpoint of step 5 waits to be written.
+    callbacks = [At(2, save_at_once), At(7, list_checkpoints), At(8, lambda _: gate.set())]
     train(config.with_(keep_checkpoints=1), *callbacks)
-    assert found == [[2]]
+    assert steps == [[2]]
     assert [state.step_of(path) for path in checkpoints(Path(config.output))] == [12]
 
 
-def test_a_checkpoint_being_written_is_finished_if_training_fails(
+def test_a_checkpoint_that_is_being_written_is_completed_if_training_fails(
     config: TrainConfig, gate: threading.Event
 ) -> None:
     def fail(_: Trainer[Any]) -> None:
@@ -113,7 +117,7 @@ def files_up_to(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("when", ["while the checkpoint is begun", "steps later"])
-def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_last_checkpoint(
+def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(
     config: TrainConfig, train: Train, gate: threading.Event, when: str
 ) -> None:
     is_late = when == "steps later"
@@ -126,16 +130,17 @@ def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_last_checkpoint(
     class ManyJobs(Callback):
         """Unless `is_late`, submits more jobs at step 6 than the queue of the writer holds.
 
-        When the queue is full, `write_later` waits for the writer, whose write of step 6 fails.
-        `write_later` raises the error of that write.
+        At a full queue, `write_later` waits for the writer. The writer fails to write the
+        checkpoint of step 6, and `write_later` raises its error.
         """
 
         def on_save(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
             for _ in range(0 if is_late or trainer.step < 6 else 100):
                 trainer.write_later(lambda: None)
 
-    def fill(trainer: Trainer[Any]) -> None:
+    def fill_disk(trainer: Trainer[Any]) -> None:
         trainer.save()
+        # From now on, no file can have more than 4096 bytes. `files_up_to` restores the limit.
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
         if is_late:
@@ -144,11 +149,12 @@ def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_last_checkpoint(
     gate.set()
     release = At(8, lambda _: gate.set())
     with files_up_to(1 << 30), pytest.raises(FileError) as caught:
-        train(config.with_(save_every=3), At(5, fill), release, ManyJobs(), Begun())
+        train(config.with_(save_every=3), At(5, fill_disk), release, ManyJobs(), Begun())
     assert caught.value.errno == errno.EFBIG
     assert "checkpoint-000006.partial" in str(caught.value)
-    # The training loop raises the error at its next call of the saver: in a callback of the same
-    # checkpoint, after a later step, or before the next checkpoint begins.
+    # The training loop raises the error at its next call of the saver. That is in `ManyJobs` or, if
+    # the write fails late, after a later step or before the next checkpoint. An error in `ManyJobs`
+    # keeps the next callback, `Begun`, from running.
     assert begun == ([3, 5, 6] if is_late else [3, 5])
     output = Path(config.output)
     assert sorted(path.name for path in output.glob("*checkpoint*")) == [
@@ -161,38 +167,39 @@ def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_last_checkpoint(
     assert train(resumed) == train(unbroken)
 
 
-def test_a_callback_that_cannot_write_its_file_ends_the_run_too(
+def test_a_callback_that_cannot_write_its_file_ends_the_run_without_a_checkpoint(
     config: TrainConfig, train: Train
 ) -> None:
     def refuse() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    class Part(Callback):
+    class FailingJob(Callback):
         def on_save(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
             trainer.write_later(refuse)
 
     with pytest.raises(OSError, match="No space left"):
-        train(config, Part())
+        train(config, FailingJob())
     assert list(Path(config.output).glob("*checkpoint*")) == []
 
 
 @pytest.mark.parametrize("reason", ["full", "read-only"])
-def test_the_command_prints_the_reason_and_ends(
+def test_the_command_prints_why_it_cannot_write_and_ends(
     config: TrainConfig, reason: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    # Nobody can create a folder in /sys.
     output = config.output if reason == "full" else "/sys/trainable-candle"
-    text = tmp_path / "settings.yaml"
-    text.write_text(config.with_(output=output).to_yaml())
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(config.with_(output=output).to_yaml())
     with files_up_to(4096 if reason == "full" else 1 << 30):
-        status = main(["train", "--config", str(text)])
+        status = main(["train", "--config", str(settings)])
     assert status == 2
     error = capsys.readouterr().err
     assert (".safetensors: File too large\n" if reason == "full" else output) in error
     assert "Traceback" not in error
 
 
-# Each child process saves a checkpoint. Each is killed one file operation later than the child
-# before it; the last child is not killed.
+# Each child process saves a checkpoint. The first child is killed at its first file operation, and
+# each later child one operation later than the child before it. The last child is not killed.
 STEPWISE = """
 import os, signal, sys
 from pathlib import Path
@@ -208,12 +215,12 @@ def save(value):
     facts = state.RunState(3, 3, None, {"value": value})
     state.save(folder, parameters, optimizer, facts)
 
-def until(left, value):
+def save_until_killed(operations, value):
     def hook(event, _):
-        nonlocal left
+        nonlocal operations
         if event.startswith(("open", "os.", "shutil.")):
-            left -= 1
-            if left == -1:
+            operations -= 1
+            if operations == -1:
                 os.kill(os.getpid(), signal.SIGKILL)
     sys.addaudithook(hook)
     save(value)
@@ -224,7 +231,7 @@ value = 1.0
 for number in range(1000):
     child = os.fork()
     if child == 0:
-        until(number, 2.0 + number)
+        save_until_killed(number, 2.0 + number)
     status = os.waitpid(child, 0)[1]
     # Restore and find the checkpoint as a new run does before it resumes.
     if state.needs_restoring(output):
@@ -251,11 +258,12 @@ def test_a_save_that_is_killed_leaves_the_old_or_the_new_checkpoint(tmp_path: Pa
     assert run.returncode == 0, run.stderr
     lines = run.stdout.split("\n")
     assert "restored" in lines, "no process was killed between the two renames"
+    # The last line is "steps N": N children were killed.
     assert int(lines[-2].split()[1]) > 12
 
 
-# Counts the audit events in the thread that writes checkpoints. The script's second argument is the
-# number of the event that kills the run; with 0, none does.
+# Trains by the configuration in the first argument. The second argument is N: the run is killed at
+# the Nth audit event in the thread that writes checkpoints; 0: the run is not killed.
 KILLED = """
 import os, signal, sys, threading
 left = int(sys.argv[2])
@@ -273,23 +281,23 @@ sys.exit(main(["train", "--config", sys.argv[1], *sys.argv[3:]]))
 """
 
 
-def test_runs_that_are_killed_while_saving_resume_bit_for_bit(
+def test_a_run_that_is_killed_while_saving_resumes_bit_for_bit(
     config: TrainConfig, train: Train, tmp_path: Path
 ) -> None:
     config = config.with_(save_every=1, keep_checkpoints=1, ema_decay=0.9)
     train(config)
     broken = config.with_(output=str(tmp_path / "broken"))
-    text = tmp_path / "settings.yaml"
-    text.write_text(broken.to_yaml())
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(broken.to_yaml())
     statuses = []
-    for left in (11, 29, 47, 90, 0):
+    for event in (11, 29, 47, 90, 0):
         resume = ["--resume", "latest"] if checkpoints(Path(broken.output)) else []
-        command = [sys.executable, "-c", KILLED, str(text), str(left), *resume]
+        command = [sys.executable, "-c", KILLED, str(settings), str(event), *resume]
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         statuses.append(run.returncode)
         assert run.returncode in {0, -signal.SIGKILL}, run.stderr
     assert statuses == [-signal.SIGKILL] * 4 + [0]
-    one, other = (tc.load_file(Path(run.output) / ADAPTER) for run in (config, broken))
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        np.testing.assert_array_equal(tensor.numpy(), other[name].numpy())
+    first, second = (tc.load_file(Path(run.output) / ADAPTER) for run in (config, broken))
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        np.testing.assert_array_equal(tensor.numpy(), second[name].numpy())

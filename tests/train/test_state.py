@@ -24,7 +24,8 @@ def variables() -> dict[str, tc.Var]:
     }
 
 
-def stepped(parameters: dict[str, tc.Var]) -> tc.optim.Optimizer:
+def optimizer_after_a_step(parameters: dict[str, tc.Var]) -> tc.optim.Optimizer:
+    """Return an optimizer that has taken one step, which changed the parameters."""
     optimizer = tc.optim.AdamW(list(parameters.values()), lr=0.1)
     sum((var * var).sum() for var in parameters.values()).backward()
     optimizer.step()
@@ -36,9 +37,10 @@ def run_state(step: int) -> state.RunState:
 
 
 def save(output: Path, step: int) -> Path:
+    """Save a checkpoint of `variables` after one update, and return its folder."""
     parameters = variables()
     folder = state.checkpoint_path(output, step)
-    state.save(folder, parameters, stepped(parameters), run_state(step))
+    state.save(folder, parameters, optimizer_after_a_step(parameters), run_state(step))
     return folder
 
 
@@ -48,23 +50,23 @@ def names(output: Path) -> list[str]:
 
 def test_saved_values_are_loaded(tmp_path: Path) -> None:
     saved = variables()
-    optimizer = stepped(saved)
+    optimizer = optimizer_after_a_step(saved)
     folder = state.checkpoint_path(tmp_path, 7)
     state.save(folder, saved, optimizer, run_state(7))
     loaded = variables()
-    other = tc.optim.AdamW(list(loaded.values()), lr=0.1)
-    assert state.load(folder, loaded, other) == run_state(7)
+    loaded_optimizer = tc.optim.AdamW(list(loaded.values()), lr=0.1)
+    assert state.load(folder, loaded, loaded_optimizer) == run_state(7)
     for name, var in loaded.items():
         np.testing.assert_array_equal(var.detach().numpy(), saved[name].detach().numpy())
-    expected, found = optimizer.state_dict(), other.state_dict()
+    expected, found = optimizer.state_dict(), loaded_optimizer.state_dict()
     assert found.keys() == expected.keys()
     for key, tensor in found.items():
         np.testing.assert_array_equal(tensor.numpy(), expected[key].numpy())
 
 
-def test_a_checkpoint_is_a_snapshot(tmp_path: Path) -> None:
+def test_a_later_step_does_not_change_a_saved_optimizer_state(tmp_path: Path) -> None:
     parameters = variables()
-    optimizer = stepped(parameters)
+    optimizer = optimizer_after_a_step(parameters)
     before = {key: tensor.numpy() for key, tensor in optimizer.state_dict().items()}
     folder = state.checkpoint_path(tmp_path, 1)
     state.save(folder, parameters, optimizer, run_state(1))
@@ -74,11 +76,11 @@ def test_a_checkpoint_is_a_snapshot(tmp_path: Path) -> None:
         np.testing.assert_array_equal(stored[key].numpy(), value)
 
 
-def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+def test_prune_keeps_only_the_newest_checkpoints(tmp_path: Path) -> None:
     for step in (5, 40, 300, 1000000, 20):
         save(tmp_path, step)
     (tmp_path / "checkpoint-000400").mkdir()  # incomplete: neither counted nor removed
-    (tmp_path / "checkpoint-final").mkdir()
+    (tmp_path / "checkpoint-final").mkdir()  # no checkpoint of a run
     state.prune(tmp_path, 2)
     assert [state.step_of(path) for path in state.checkpoints(tmp_path)] == [300, 1000000]
     assert {"checkpoint-000400", "checkpoint-final"} <= set(names(tmp_path))
@@ -86,7 +88,7 @@ def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
 
 def test_saving_again_replaces_a_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 3)
-    (state.checkpoint_path(tmp_path, 3) / "stray").write_text("of the first")
+    (state.checkpoint_path(tmp_path, 3) / "stray").write_text("from the first save")
     save(tmp_path, 3)
     assert names(tmp_path) == ["checkpoint-000003"]
     assert names(state.checkpoint_path(tmp_path, 3)) == [
@@ -96,16 +98,16 @@ def test_saving_again_replaces_a_checkpoint(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("victim", ["save_file", "write_atomically"])
+@pytest.mark.parametrize("function", ["save_file", "write_atomically"])
 def test_a_write_that_fails_leaves_older_checkpoints(
-    tmp_path: Path, victim: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 1)
 
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(tc if victim == "save_file" else state, victim, full)
+    monkeypatch.setattr(tc if function == "save_file" else state, function, fail)
     with pytest.raises(OSError, match="No space left"):
         save(tmp_path, 2)
     monkeypatch.undo()
@@ -114,16 +116,16 @@ def test_a_write_that_fails_leaves_older_checkpoints(
     assert names(tmp_path) == ["checkpoint-000001", "checkpoint-000002"]
 
 
-@pytest.mark.parametrize("victim", ["write_atomically", "sync_folder"])
+@pytest.mark.parametrize("function", ["write_atomically", "sync_folder"])
 def test_a_process_killed_while_saving_leaves_complete_checkpoints(
-    tmp_path: Path, victim: str
+    tmp_path: Path, function: str
 ) -> None:
     save(tmp_path, 1)
     code = f"""
 import os, signal
 import numpy as np, trainable_candle as tc
 from trainable_candle.train import state
-state.{victim} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+state.{function} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 parameters = {{"a": tc.Var(np.zeros((2, 3), np.float32)), "b": tc.Var(np.zeros(2, np.float32))}}
 optimizer = tc.optim.AdamW(list(parameters.values()), lr=0.1)
 from pathlib import Path
@@ -131,8 +133,8 @@ folder = state.checkpoint_path(Path({str(tmp_path)!r}), 2)
 state.save(folder, parameters, optimizer, state.RunState(2, 2, None, {{}}))"""
     run = subprocess.run([sys.executable, "-c", code], check=False)
     assert run.returncode == -signal.SIGKILL
-    # `sync_folder` is called after the rename that makes the checkpoint complete.
-    expected = {"write_atomically": 1, "sync_folder": 2}[victim]
+    # Only the call of `sync_folder` follows the rename that makes the checkpoint complete.
+    expected = {"write_atomically": 1, "sync_folder": 2}[function]
     newest = state.find(tmp_path, "latest")
     assert newest == state.checkpoint_path(tmp_path, expected)
     parameters = variables()
@@ -148,7 +150,7 @@ def test_starting_in_a_folder_with_later_checkpoints_is_an_error(tmp_path: Path)
         state.refuse_later(tmp_path, 9)
 
 
-def test_find_reports_missing_checkpoints(tmp_path: Path) -> None:
+def test_find_returns_a_checkpoint_or_reports_that_there_is_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no checkpoint in .*; leave --resume out"):
         state.find(tmp_path, "latest")
     assert state.find(tmp_path, "auto") is None
@@ -160,6 +162,7 @@ def test_find_reports_missing_checkpoints(tmp_path: Path) -> None:
 
 
 def load(folder: Path) -> None:
+    """Load a checkpoint into new parameters and a new optimizer."""
     parameters = variables()
     state.load(folder, parameters, tc.optim.AdamW(list(parameters.values()), lr=0.1))
 
@@ -174,6 +177,7 @@ def load(folder: Path) -> None:
         ('{"format": 2, "step": 1}', "is damaged: state.json: "),
         ('{"format": 1}', "has format 1, expected 2: it was written by another version"),
     ],
+    ids=["cut", "list", "empty", "without_step", "without_settings", "other_version"],
 )
 def test_a_state_file_that_is_damaged_or_of_another_version_is_rejected(
     tmp_path: Path, text: str, message: str
@@ -185,12 +189,12 @@ def test_a_state_file_that_is_damaged_or_of_another_version_is_rejected(
 
 
 @pytest.mark.parametrize("name", ["parameters.safetensors", "optimizer.safetensors", "state.json"])
-def test_a_file_that_is_cut_at_any_byte_is_rejected(tmp_path: Path, name: str) -> None:
+def test_a_file_that_is_cut_at_any_byte_or_missing_is_rejected(tmp_path: Path, name: str) -> None:
     save(tmp_path, 1)
     folder = save(tmp_path, 2)
-    whole = (folder / name).read_bytes()
-    for length in range(len(whole)):
-        (folder / name).write_bytes(whole[:length])
+    content = (folder / name).read_bytes()
+    for length in range(len(content)):
+        (folder / name).write_bytes(content[:length])
         with pytest.raises(WeightsFormatError) as caught:
             load(folder)
         message = str(caught.value)
@@ -203,7 +207,7 @@ def test_a_file_that_is_cut_at_any_byte_is_rejected(tmp_path: Path, name: str) -
         load(folder)
 
 
-def test_a_damaged_checkpoint_without_an_earlier_one_is_reported(tmp_path: Path) -> None:
+def test_the_error_for_a_damaged_checkpoint_says_if_there_is_no_earlier_one(tmp_path: Path) -> None:
     folder = save(tmp_path, 2)
     save(tmp_path, 3)
     (folder / "optimizer.safetensors").unlink()
@@ -218,7 +222,9 @@ def test_a_deeply_nested_state_file_is_rejected(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_another_adapter_is_rejected_and_nothing_changes(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_adapter_is_rejected_and_changes_no_parameter(
+    tmp_path: Path,
+) -> None:
     folder = save(tmp_path, 1)
     others = [
         ({"a": (2, 3)}, r"holds other parameters .* \(1 differ, the first is b\)"),
@@ -234,7 +240,7 @@ def test_another_adapter_is_rejected_and_nothing_changes(tmp_path: Path) -> None
         assert all(not var.detach().numpy().any() for var in parameters.values())
 
 
-def test_another_optimizer_is_rejected(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_optimizer_is_rejected(tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
     parameters = variables()
     optimizer = tc.optim.Lion(list(parameters.values()), lr=0.1)
@@ -248,7 +254,7 @@ def test_the_state_is_json_with_step_and_settings(tmp_path: Path) -> None:
     assert (stored["step"], stored["settings"]) == (3, {"rank": 4})
 
 
-def test_partial_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
+def test_partial_and_replaced_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-000002.partial").mkdir()
     (tmp_path / "checkpoint-000002.partial" / "state.json").write_text("{")
     (tmp_path / "checkpoint-000001.removed").mkdir()
@@ -259,10 +265,10 @@ def test_partial_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_no_files(config: TrainConfig) -> None:
-    class Full(Callback):
+    class FullDisk(Callback):
         def on_save(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
             raise OSError(errno.ENOSPC, "No space left on device", str(folder))
 
     with pytest.raises(OSError, match="No space left"):
-        train_adapter(config, callbacks=[Full()], progress=False, report=lambda _: None)
+        train_adapter(config, callbacks=[FullDisk()], progress=False, report=lambda _: None)
     assert not list(Path(config.output).glob("checkpoint*"))

@@ -1,4 +1,7 @@
-"""The training loop on problems whose answers numpy computes."""
+"""The training loop on small problems, most of them with an answer that numpy computes.
+
+Tests also check callbacks, checkpoints, and steps that fail or are skipped.
+"""
 
 import math
 from collections.abc import Mapping
@@ -31,7 +34,7 @@ class Slices:
 
 
 class Recorder(Callback):
-    """Records events in order."""
+    """Records reports and, in order, events; several recorders can share the list `events`."""
 
     def __init__(self, name: str = "", events: list[str] | None = None) -> None:
         self.name = name
@@ -54,16 +57,16 @@ class Recorder(Callback):
         self.events.append(f"{self.name}end {trainer.step}")
 
 
-def regression(weight: tc.Var, rows: npt.NDArray[np.int64]) -> tc.Tensor:
+def mean_squared_error(weight: tc.Var, rows: npt.NDArray[np.int64]) -> tc.Tensor:
     residual = (tc.tensor(X[rows]) * weight).sum(1) - tc.tensor(Y[rows])
     return (residual * residual).mean()
 
 
-def trainer(weight: tc.Var, size: int = 8, **options: Any) -> Trainer[Any]:
+def regression_trainer(weight: tc.Var, size: int = 8, **options: Any) -> Trainer[Any]:
     settings = {"steps": 3, **options}
     optimizer = tc.optim.SGD([weight], lr=settings.pop("lr", 0.1))
     return Trainer(
-        lambda rows: regression(weight, rows),
+        lambda rows: mean_squared_error(weight, rows),
         {"weight": weight},
         optimizer,
         Slices(size),
@@ -72,6 +75,7 @@ def trainer(weight: tc.Var, size: int = 8, **options: Any) -> Trainer[Any]:
 
 
 def gradient(weight: Array, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Return the gradient of `mean_squared_error`."""
     x, y = X[rows].astype(np.float64), Y[rows].astype(np.float64)
     result: npt.NDArray[np.float64] = 2 * x.T @ (x @ weight - y) / len(rows)
     return result
@@ -79,7 +83,7 @@ def gradient(weight: Array, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float
 
 def test_steps_are_gradient_descent() -> None:
     weight, recorder = tc.Var(np.zeros(3, np.float32)), Recorder()
-    assert trainer(weight, steps=5, callbacks=[recorder]).train()
+    assert regression_trainer(weight, steps=5, callbacks=[recorder]).train()
     expected = np.zeros(3)
     for report in recorder.reports:
         slope = gradient(expected, Slices(8).batch(report.step - 1))
@@ -88,19 +92,19 @@ def test_steps_are_gradient_descent() -> None:
     np.testing.assert_allclose(weight.detach().numpy(), expected, rtol=1e-5)
 
 
-def test_accumulated_batches_equal_the_big_batch() -> None:
+def test_four_accumulated_batches_equal_one_batch_of_their_rows() -> None:
     big, small = (tc.Var(np.zeros(3, np.float32)) for _ in range(2))
-    of_big, of_small = Recorder(), Recorder()
-    trainer(big, size=12, callbacks=[of_big]).train()
-    trainer(small, size=3, gradient_accumulation=4, callbacks=[of_small]).train()
+    big_recorder, small_recorder = Recorder(), Recorder()
+    regression_trainer(big, size=12, callbacks=[big_recorder]).train()
+    regression_trainer(small, size=3, gradient_accumulation=4, callbacks=[small_recorder]).train()
     np.testing.assert_allclose(small.detach().numpy(), big.detach().numpy(), rtol=1e-6)
-    for one, other in zip(of_big.reports, of_small.reports, strict=True):
+    for one, other in zip(big_recorder.reports, small_recorder.reports, strict=True):
         assert (one.loss, one.grad_norm) == pytest.approx((other.loss, other.grad_norm), rel=1e-6)
 
 
-def test_clipping_shortens_the_step_and_reports_the_whole_norm() -> None:
+def test_clipping_shortens_the_step_and_the_report_has_the_norm_before_clipping() -> None:
     weight, recorder = tc.Var(np.zeros(3, np.float32)), Recorder()
-    trainer(weight, steps=1, lr=1.0, max_grad_norm=0.25, callbacks=[recorder]).train()
+    regression_trainer(weight, steps=1, lr=1.0, max_grad_norm=0.25, callbacks=[recorder]).train()
     slope = gradient(np.zeros(3, np.float32), Slices(8).batch(0))
     assert np.linalg.norm(slope) > 1
     assert recorder.reports[0].grad_norm == pytest.approx(np.linalg.norm(slope), rel=1e-5)
@@ -116,7 +120,7 @@ class Uneven:
         return np.arange(first, first + 1) if index % 2 == 0 else np.arange(first + 1, first + 6)
 
 
-def test_the_loss_of_a_step_is_the_mean_weighted_by_batch_size() -> None:
+def test_loss_and_gradient_of_a_step_are_means_weighted_by_batch_size() -> None:
     recorder = Recorder()
     weight = tc.Var(np.zeros(3, np.float32))
 
@@ -130,7 +134,7 @@ def test_the_loss_of_a_step_is_the_mean_weighted_by_batch_size() -> None:
         tc.optim.SGD([weight], lr=0.1),
         Uneven(),
         inputs=lambda rows: {"x": tc.tensor(X[rows]), "y": tc.tensor(Y[rows])},
-        weigh=len,
+        weigh=len,  # the weight of a batch is its number of rows
         steps=2,
         gradient_accumulation=2,
         callbacks=[recorder],
@@ -149,7 +153,7 @@ def test_the_schedule_sets_the_learning_rate() -> None:
     optimizer = tc.optim.SGD([weight], lr=0.1)
     scheduler = tc.optim.lr_scheduler.linear(optimizer, total_steps=8, warmup_steps=4)
     Trainer(
-        lambda rows: regression(weight, rows),
+        lambda rows: mean_squared_error(weight, rows),
         {"weight": weight},
         optimizer,
         Slices(4),
@@ -161,31 +165,35 @@ def test_the_schedule_sets_the_learning_rate() -> None:
     assert [report.lr for report in recorder.reports] == pytest.approx(expected)
 
 
-def test_callbacks_are_called_in_order(tmp_path: Path) -> None:
+def test_each_event_calls_the_callbacks_in_order(tmp_path: Path) -> None:
     events: list[str] = []
     callbacks = [Recorder("a ", events), Recorder("b ", events)]
-    trainer(
+    regression_trainer(
         tc.Var(np.zeros(3, np.float32)), output=tmp_path, save_every=2, callbacks=callbacks
     ).train()
-    each = ["begin 0", "step 1", "step 2", "save 2", "step 3", "save 3", "end 3"]
-    assert events == [f"{name} {event}" for event in each for name in "ab"]
+    expected = ["begin 0", "step 1", "step 2", "save 2", "step 3", "save 3", "end 3"]
+    assert events == [f"{name} {event}" for event in expected for name in "ab"]
 
 
 @pytest.mark.parametrize(("every", "expected"), [(0, [6]), (3, [3, 6]), (4, [4, 6])])
 def test_checkpoints_are_saved_every_nth_step_and_at_the_end(
     tmp_path: Path, every: int, expected: list[int]
 ) -> None:
-    trainer(tc.Var(np.zeros(3, np.float32)), steps=6, output=tmp_path, save_every=every).train()
+    regression_trainer(
+        tc.Var(np.zeros(3, np.float32)), steps=6, output=tmp_path, save_every=every
+    ).train()
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"checkpoint-{n:06d}" for n in expected]
 
 
-def test_a_callback_can_stop_the_run(tmp_path: Path) -> None:
-    class Enough(Callback):
+def test_a_run_that_a_callback_stopped_can_continue(tmp_path: Path) -> None:
+    class StopAfter2(Callback):
         def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
             if report.step == 2:
                 trainer.stop()
 
-    run = trainer(tc.Var(np.zeros(3, np.float32)), output=tmp_path, callbacks=[Enough()])
+    run = regression_trainer(
+        tc.Var(np.zeros(3, np.float32)), output=tmp_path, callbacks=[StopAfter2()]
+    )
     assert not run.train()
     assert (run.step, run.stopped_by) == (2, None)
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-000002"]
@@ -194,7 +202,7 @@ def test_a_callback_can_stop_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_non_finite_loss_ends_the_run(tmp_path: Path, value: float) -> None:
+def test_a_non_finite_loss_ends_the_run_before_its_step(tmp_path: Path, value: float) -> None:
     weight, recorder = tc.Var(np.ones(1, np.float32)), Recorder()
 
     def loss(rows: npt.NDArray[np.int64]) -> tc.Tensor:
@@ -234,7 +242,7 @@ def test_a_non_finite_gradient_leaves_the_parameters_as_they_were() -> None:
 def test_a_step_that_is_queued_before_its_loss_is_read_is_skipped(
     monkeypatch: pytest.MonkeyPatch, accumulation: int
 ) -> None:
-    """As on a GPU, the trainer reads the loss after it queued the step.
+    """As on a GPU, the trainer queues the step first and reads the loss later.
 
     The loss of batch 3 is infinite, but its gradient is finite.
     """
@@ -254,16 +262,17 @@ def test_a_step_that_is_queued_before_its_loss_is_read_is_skipped(
     assert weight.item() == 1 - 0.25 * run.step
 
 
-def half(weight: tc.Var) -> tc.Tensor:
+def f16_sum(weight: tc.Var) -> tc.Tensor:
     return weight.to("f16").sum()
 
 
 def test_the_scaler_skips_steps_that_overflow() -> None:
-    # The scaled gradient is the scale. The initial scale of 65536 overflows f16; 32768 does not.
+    # The gradient is 1, so the scaled gradient is the scale. The initial scale (65536) overflows
+    # f16. After one skipped step, the scale is 32768, which does not overflow.
     weight, recorder = tc.Var(np.ones(1, np.float32)), Recorder()
     scaler = tc.optim.GradScaler()
     Trainer(
-        lambda _: half(weight),
+        lambda _: f16_sum(weight),
         {"weight": weight},
         tc.optim.SGD([weight], lr=0.125),
         Slices(1),
@@ -277,10 +286,10 @@ def test_the_scaler_skips_steps_that_overflow() -> None:
     assert scaler.get_scale() == 32768
 
 
-def test_a_scaler_that_skips_for_ever_is_an_error() -> None:
+def test_too_many_skipped_steps_in_a_row_are_an_error() -> None:
     weight = tc.Var(np.ones(1, np.float32))
     run = Trainer(
-        lambda _: half(weight) * math.inf,
+        lambda _: f16_sum(weight) * math.inf,
         {"weight": weight},
         tc.optim.SGD([weight], lr=0.1),
         Slices(1),
@@ -293,18 +302,18 @@ def test_a_scaler_that_skips_for_ever_is_an_error() -> None:
 
 
 def test_the_inputs_of_all_batches_of_a_step_are_made_before_its_losses() -> None:
-    """The inputs of each batch have their own random numbers."""
+    """The seed and a batch's index determine the random numbers of the batch's inputs."""
 
-    def numbered(rows: npt.NDArray[np.int64]) -> dict[str, tc.Tensor]:
-        seen.append(list(rows))
+    def noisy(rows: npt.NDArray[np.int64]) -> dict[str, tc.Tensor]:
+        prepared.append(list(rows))
         return {"x": tc.tensor(X[rows]) + tc.randn((len(rows), 3)) * 0.1, "y": tc.tensor(Y[rows])}
 
-    def loss(given: Mapping[str, tc.Tensor]) -> tc.Tensor:
-        ready.append(len(seen))
-        return (((given["x"] * weight).sum(1) - given["y"]) ** 2).mean()
+    def loss(batch: Mapping[str, tc.Tensor]) -> tc.Tensor:
+        prepared_before_loss.append(len(prepared))
+        return (((batch["x"] * weight).sum(1) - batch["y"]) ** 2).mean()
 
-    seen: list[list[int]] = []
-    ready: list[int] = []
+    prepared: list[list[int]] = []
+    prepared_before_loss: list[int] = []
     weight, recorder = tc.Var(np.zeros(3, np.float32)), Recorder()
     tc.manual_seed(1)
     Trainer(
@@ -312,14 +321,14 @@ def test_the_inputs_of_all_batches_of_a_step_are_made_before_its_losses() -> Non
         {"weight": weight},
         tc.optim.SGD([weight], lr=0.01),
         Slices(4),
-        inputs=numbered,
+        inputs=noisy,
         gradient_accumulation=2,
         cuda_graphs=4,
         steps=3,
         callbacks=[recorder],
     ).train()
-    assert ready == [2, 2, 4, 4, 6, 6]
-    assert seen == [list(Slices(4).batch(n)) for n in range(6)]
+    assert prepared_before_loss == [2, 2, 4, 4, 6, 6]
+    assert prepared == [list(Slices(4).batch(n)) for n in range(6)]
     expected = np.zeros(3)
     for step in range(3):
         slopes = []

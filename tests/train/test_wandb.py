@@ -13,16 +13,16 @@ from trainable_candle.train.wandb_log import WandbLog
 
 
 class Wandb:
-    """A stand-in for the module `wandb`: keeps the arguments of its calls."""
+    """A stand-in for the module `wandb`, which keeps the arguments of its calls."""
 
     def __init__(self) -> None:
         self.inits: list[dict[str, Any]] = []
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.finished = 0
 
-    def init(self, **facts: Any) -> Any:
-        self.inits.append(facts)
-        return SimpleNamespace(id=facts["id"] or "abc", log=self.log, finish=self.finish)
+    def init(self, **arguments: Any) -> Any:
+        self.inits.append(arguments)
+        return SimpleNamespace(id=arguments["id"] or "abc", log=self.log, finish=self.finish)
 
     def log(self, values: dict[str, float], step: int) -> None:
         self.logged.append((step, values))
@@ -39,8 +39,8 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Wandb:
 
 
 def test_a_run_logs_its_settings_steps_and_validations(config: TrainConfig, wandb: Wandb) -> None:
-    logged = config.with_(wandb="loras", name="digit", validation_split=0.3, validate_every=5)
-    train_adapter(logged, progress=False, report=lambda _: None)
+    settings = config.with_(wandb="loras", name="digit", validation_split=0.3, validate_every=5)
+    train_adapter(settings, progress=False, report=lambda _: None)
     (start,) = wandb.inits
     assert (start["project"], start["name"], start["id"]) == ("loras", "digit", None)
     assert start["config"]["rank"] == config.rank
@@ -48,27 +48,27 @@ def test_a_run_logs_its_settings_steps_and_validations(config: TrainConfig, wand
     assert start["config"]["gradient_checkpointing"] == "none"
     steps = [step for step, values in wandb.logged if "train/loss" in values]
     assert steps == list(range(1, config.steps + 1))
-    assert {"train/lr", "train/grad_norm", "train/epoch", "train/per_second"} <= wandb.logged[-1][
-        1
-    ].keys() | wandb.logged[-2][1].keys()
+    # The last two entries are of the last step and of its validation.
+    last_keys = wandb.logged[-1][1].keys() | wandb.logged[-2][1].keys()
+    assert {"train/lr", "train/grad_norm", "train/epoch", "train/per_second"} <= last_keys
     assert [step for step, values in wandb.logged if "validation/loss" in values] == [0, 5, 10, 12]
     assert wandb.finished == 1
 
 
-def test_a_resumed_training_continues_the_same_run_of_wandb(tmp_path: Path, wandb: Wandb) -> None:
+def test_a_resumed_run_continues_its_run_in_wandb(tmp_path: Path, wandb: Wandb) -> None:
     trainer: Any = SimpleNamespace(step=0, settings={})
     for step in (0, 4):
         trainer.step = step
         log = WandbLog("p", "n", tmp_path)
         log.on_train_begin(trainer)
         log.on_train_end(trainer)
-    assert [(facts["id"], facts["resume"]) for facts in wandb.inits] == [
+    assert [(arguments["id"], arguments["resume"]) for arguments in wandb.inits] == [
         (None, None),
         ("abc", "allow"),
     ]
 
 
-def test_without_wandb_the_error_says_how_to_install_it(
+def test_without_wandb_the_error_says_how_to_install_it_before_the_run_starts(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
