@@ -24,7 +24,8 @@ def test_a_probe_finds_that_all_wanted_memory_can_be_pinned_and_frees_it(gpu: st
     before = available()
     for _ in range(2):
         assert _core.cuda_pinnable_bytes(gpu, 3 * GIB + 7) == 3 * GIB + 7
-    assert available() > before - GIB  # the 3 GiB of each probe are free again
+    # The 3 GiB of each probe are free again. Tests of other processes take some memory meanwhile.
+    assert available() > before - 2 * GIB
 
 
 def test_the_environment_variable_limits_the_probe(gpu: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 import trainable_candle as tc
 from trainable_candle.models import FluxTransformer
 
-from .test_fp8_files import FORMS, GOLDEN, e4m3, header, quantised, write
+from .test_fp8_files import FORMS, GOLDEN, e4m3, golden_in_fp8, metadata_of, write
 
 CONFIG = GOLDEN / "config.json"
 Entry = tuple[str, tuple[int, ...], bytes]
@@ -21,8 +21,8 @@ Entry = tuple[str, tuple[int, ...], bytes]
 @pytest.mark.parametrize("form", FORMS)
 def test_fp8_codes_of_comfyui_are_kept(form: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    tensors, expected = quantised(form)
-    write(path, tensors, header(form, tensors))
+    tensors, expected = golden_in_fp8(form)
+    write(path, tensors, metadata_of(form, tensors))
     model = FluxTransformer.from_pretrained(path, dtype="f32", config=CONFIG, quantize="fp8")
     for name, tensor in model.named_tensors().items():
         np.testing.assert_array_equal(tensor.numpy(), expected[name], err_msg=name)
@@ -31,8 +31,8 @@ def test_fp8_codes_of_comfyui_are_kept(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_fp8_codes_are_quantized_again_to_another_format(form: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    tensors, expected = quantised(form)
-    write(path, tensors, header(form, tensors))
+    tensors, expected = golden_in_fp8(form)
+    write(path, tensors, metadata_of(form, tensors))
     model = FluxTransformer.from_pretrained(path, dtype="f32", config=CONFIG, quantize="int8")
     name = "transformer_blocks.0.attn.to_q.weight"
     difference = np.abs(model.named_tensors()[name].numpy() - expected[name]).max()
@@ -40,7 +40,7 @@ def test_fp8_codes_are_quantized_again_to_another_format(form: str, tmp_path: Pa
 
 
 def test_a_code_that_is_nan_is_an_error(tmp_path: Path) -> None:
-    tensors, _ = quantised("old")
+    tensors, _ = golden_in_fp8("old")
     name = "transformer_blocks.0.attn.to_q.weight"
     dtype, shape, content = tensors[name]
     code = content[0] | 0x7F
@@ -209,8 +209,8 @@ def test_facts_name_the_format_of_the_codes_unless_a_weight_has_none(
     path = tmp_path / "diffusion_pytorch_model.safetensors"
     shutil.copy(CONFIG, tmp_path)
     if form in FORMS:
-        tensors, _ = quantised(form)
-        write(path, tensors, header(form, tensors))
+        tensors, _ = golden_in_fp8(form)
+        write(path, tensors, metadata_of(form, tensors))
     else:
         pack = packed if form == "nf4" else with_plain_scales
         tensors = {}
