@@ -174,8 +174,8 @@ impl NcclCommunicator {
     /// Wait until all work queued on the GPU is done.
     ///
     /// Raises:
-    ///     DeviceError: if waiting takes longer than `seconds`, if `stop` was called, or if NCCL or a kernel fails. The
-    ///         communicator cannot be used afterwards.
+    ///     DeviceError: inside a captured function. Also if waiting takes longer than `seconds`, if `stop` was called, or
+    ///         if NCCL or a kernel fails; then the communicator cannot be used afterwards.
     ///     ArgumentError: if `seconds` is negative, NaN or at least 2**64.
     fn wait(&self, py: Python<'_>, seconds: f64) -> Result<()> {
         let limit = duration("wait", seconds)?;
