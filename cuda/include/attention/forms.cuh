@@ -9,14 +9,16 @@
 #include "forward.cuh"
 #include "plain.cuh"
 
-// The values of these parameters depend on whether warpgroups multiply tiles (warpgroup.cuh) or single warps do.
+// All of these parameters but the last depend on whether four warps multiply tiles together, as a warpgroup (warpgroup.cuh), or each warp
+// multiplies alone.
 
-// The rows of a block's own tile. With warpgroups they are read from shared memory; otherwise registers hold them.
+// The class of the rows of a block's own tile, which are the left operand of its products. With warpgroups, products read these rows from
+// shared memory; otherwise registers hold them.
 template <int D, int M, int ROWS> using OwnRows = std::conditional_t<BY_WARPGROUP<M>, SharedRows<D, M, ROWS>, HeldRows<D, M, ROWS>>;
 // The forward pass for widths up to 64: the number of keys in a tile, and the number of blocks that a multiprocessor must have room for.
 constexpr int FORWARD_KEYS_64 = WARPGROUP_PRODUCTS ? 128 : 64, FORWARD_BLOCKS_64 = WARPGROUP_PRODUCTS ? 3 : 4;
 // The gradient of queries for widths up to 64: the number of keys that a block works on at a time.
 constexpr int QUERY_STEP_64 = WARPGROUP_PRODUCTS ? 64 : 32;
-// The backward pass for widths up to 64: the number of blocks that a multiprocessor must have room for. A small one has shared memory for
-// two.
+// The backward pass for widths up to 64: the number of blocks that a multiprocessor must have room for. If `IS_SMALL`, the shared
+// memory of a multiprocessor suffices for two.
 constexpr int BACKWARD_BLOCKS_64 = IS_SMALL ? 2 : 3;

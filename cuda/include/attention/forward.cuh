@@ -1,5 +1,6 @@
-// Attention on tensor cores, without the matrix of scores in memory. Each query has a running maximum and sum (Milakov & Gimelshein
-// 2018, arXiv:1805.02867), and one block computes the results of a tile of queries (Dao 2023, arXiv:2307.08691).
+// The forward pass of attention on tensor cores. The matrix of scores is never stored in global memory. Each query has a running maximum
+// and sum (Milakov & Gimelshein 2018, arXiv:1805.02867), and one block computes the results of a tile of queries (Dao 2023,
+// arXiv:2307.08691).
 #pragma once
 
 #include <cfloat>
@@ -7,15 +8,16 @@
 #include "mma.cuh"
 #include "shape.cuh"
 
-// The softmax of the rows of a warp's 16 M queries: each thread has scores of 2 M rows, and four threads share each row.
+// The softmax over the keys, for the 16 * M queries of a warp. A score is the product of a query row and a key row. Each thread has scores
+// of 2 * M query rows, and four threads share each row.
 template <int M> struct RunningSoftmax {
-    // The largest score of each query row so far. A score is the product of a query row and a key row, times scale / ln 2.
+    // For each query row, the largest score so far, times scale / ln 2.
     float base[M][2];
-    // The sums of 2^(score - base) over the keys of this thread, for each query row.
+    // For each query row, the sum of the weights 2^(score * scale / ln 2 - base) over the keys whose scores this thread has.
     float sum[M][2];
 
-    // `lowest` is the first base, below all scores. If a tile may hide all keys of a row, `lowest` must be finite: all scores of the row
-    // are negative infinity then, and the difference of two infinities would be NaN.
+    // `lowest` is the initial base, below all scaled scores. If a tile may hide all keys of a row, `lowest` must be finite: all scores of
+    // the row are then negative infinity, and their difference from an infinite base would be NaN.
     __device__ __forceinline__ explicit RunningSoftmax(float lowest) {
 #pragma unroll
         for (int m = 0; m < M; m++)
@@ -23,8 +25,8 @@ template <int M> struct RunningSoftmax {
             for (int r = 0; r < 2; r++) base[m][r] = lowest, sum[m][r] = 0.0f;
     }
 
-    // Turns products of query rows and key rows into weights 2^(scale product - base). `scale` includes the factor 1 / ln 2. Returns
-    // whether a base of the warp was raised; if so, the caller multiplies earlier results by `correction`.
+    // Replaces scores by weights 2^(score * scale - base). `scale` includes the factor 1 / ln 2. Returns whether a base of the warp was
+    // raised; if so, sets `correction`, by which the caller must multiply earlier results.
     template <int N>
     __device__ __forceinline__ bool weigh(float (&scores)[M][N][4], float (&correction)[M][2], float scale) {
         float top[M][2];
@@ -66,6 +68,7 @@ template <int M> struct RunningSoftmax {
     }
 };
 
+// Multiplies each row of accumulators by the row's factor.
 template <int M, int N> __device__ __forceinline__ void scale_rows(float (&rows)[M][N][4], const float (&factors)[M][2]) {
 #pragma unroll
     for (int m = 0; m < M; m++)
@@ -75,7 +78,7 @@ template <int M, int N> __device__ __forceinline__ void scale_rows(float (&rows)
             for (int i = 0; i < 4; i++) rows[m][n][i] *= factors[m][i / 2];
 }
 
-// Sets `keys` to the first key that each query of a thread sees. `query` is the first of these queries.
+// Sets `keys` to the first key that each query of a thread sees. `query` is the thread's first query.
 template <int M, class Sight> __device__ __forceinline__ void first_keys(uint32_t (&keys)[M][2], const Sight &sight, uint32_t query) {
 #pragma unroll
     for (int m = 0; m < M; m++)
@@ -83,8 +86,8 @@ template <int M, class Sight> __device__ __forceinline__ void first_keys(uint32_
         for (int r = 0; r < 2; r++) keys[m][r] = sight.first_key(query + m * 16 + r * 8);
 }
 
-// Sets scores to negative infinity for keys that do not exist, that come after their query if attention is causal, or that come before
-// the query's `first` visible key. `query` and `key` are the indices of the thread's first score.
+// Sets scores to negative infinity for keys that do not exist, that come after their query if attention is causal, or, with spans, that
+// come before the first key that their query sees (`first`). The thread's first score is that of query `query` and key `key`.
 template <class Sight, int M, int N>
 __device__ __forceinline__ void hide(float (&scores)[M][N][4], uint32_t query, uint32_t key, const AttentionShape &shape,
                                      const uint32_t (&first)[M][2]) {
@@ -100,9 +103,10 @@ __device__ __forceinline__ void hide(float (&scores)[M][N][4], uint32_t query, u
         }
 }
 
-// A block has `WARPS` warps with 16 `M` queries each. Shared memory holds the tile of queries and two stages, each with `KEYS` keys and
-// their values: one stage is filled while the warps work on the other. `Rows` is the class of the queries' rows, `HeldRows` or
-// `SharedRows`. `Sight` tells which keys a query sees.
+// Computes the results and the log-sums of one tile of queries. A block has `WARPS` warps with 16 * M queries each. Shared memory holds the
+// tile of queries and two stages, each with `KEYS` keys and their values: one stage is filled while the warps work on the other. Rows in
+// shared memory have `D` columns, at least `shape.width`. `Rows` is the class of the queries' rows, `HeldRows` or `SharedRows`. `Sight`,
+// `Dense` or `Spans`, tells which keys a query sees.
 template <typename T, int D, int WARPS, int M, int KEYS, template <int, int, int> class Rows, class Sight>
 __device__ __forceinline__ void attention_forward(const T *q, const T *k, const T *v, T *o, float *log_sums, const Strides &q_strides,
                                                   const Strides &k_strides, const Strides &v_strides, const Strides &o_strides,
@@ -153,6 +157,8 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
     float result[M][D / 8][4] = {}, correction[M][2];
     const auto weigh = [&](float(&scores)[M][KEYS / 8][4], uint32_t step) {
         const uint32_t key = step * KEYS;
+        // A tile has hidden keys only if it reaches beyond the last key, begins below `floor` or, with a causal mask, reaches beyond the
+        // warp's first query.
         if (key + KEYS > shape.keys || key < floor || (shape.is_causal && key + KEYS > first + warp * 16 * M + 1))
             hide<Sight>(scores, query, key + lane % 4 * 2, shape, lowest);
         return softmax.weigh(scores, correction, scale);
@@ -180,7 +186,8 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
             products_are_ready(result);
         }
     } else if (begin < steps) {
-        // A warp computes the scores of the next step together with the weighted values of this step: the two products are independent.
+        // In each iteration, a warp computes the scores of the next step together with the weighted sum of this step's values: the two
+        // products are independent.
         copy_values(begin);
         if (begin + 1 < steps) copy_keys(begin + 1);
         end_copies();

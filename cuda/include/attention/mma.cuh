@@ -1,10 +1,10 @@
 // Tensor-core products of f16 and bf16 tiles (PTX `mma.sync.m16n8k16`, `ldmatrix`) and asynchronous copies into shared memory.
 //
 // A tile in shared memory consists of panels of 64 columns. A panel stores its rows one after another, 128 bytes each. A row of a panel
-// has eight 16-byte chunks; chunk c of row r is stored as chunk c ^ (r % 8) of the row. The eight rows that one `ldmatrix` reads are
-// therefore in different banks.
+// has eight 16-byte chunks; chunk c of row r is stored as chunk c ^ (r % 8) of the row. The eight rows of a matrix that `ldmatrix` reads
+// are therefore in different banks.
 //
-// The PTX manual defines which thread has which elements of a 16 x 8 product. With g = lane / 4 and t = lane % 4, the four
+// The PTX manual defines which elements of a 16 x 8 product each thread has. With g = lane / 4 and t = lane % 4, the four
 // accumulators of a thread are the elements (g, 2 * t), (g, 2 * t + 1), (g + 8, 2 * t) and (g + 8, 2 * t + 1). If the accumulators of
 // two neighbouring products are rounded to 16 bits, they have the layout of a 16 x 16 left operand. A second product can thus use the
 // result of a first one without an exchange between threads.
@@ -35,7 +35,7 @@ __device__ __forceinline__ void load_transposed(uint32_t (&matrices)[4], uint32_
                  : "memory");
 }
 
-// sum += a @ b, where sum is (16, 8), a is (16, 16) and b is (16, 8).
+// sum += a @ b, where sum is (16, 8), a is (16, 16) and b, in registers `b0` and `b1`, is (16, 8).
 template <typename T>
 __device__ __forceinline__ void multiply_add(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 template <>
@@ -71,19 +71,20 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
-// Starts to write 16 bytes to shared memory: first `bytes` bytes from global memory, then zeros.
+// Starts to write 16 bytes to shared memory: the first `bytes` bytes from global memory, then zeros.
 __device__ __forceinline__ void copy_wide(uint32_t to, const void *from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
-// Starts to write 4 bytes to shared memory: first `bytes` bytes from global memory, then zeros.
+// Starts to write 4 bytes to shared memory: the first `bytes` bytes from global memory, then zeros.
 __device__ __forceinline__ void copy_word(uint32_t to, const void *from, int bytes) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
+// Call this after the copies that `wait_for_copies` must wait for.
 __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until the copies of all threads of the block have arrived in shared memory.
+// Waits until all copies that came before `end_copies`, in any thread of the block, have arrived in shared memory.
 __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group 0;" ::: "memory");
     publish_to_products();
@@ -101,14 +102,15 @@ template <int ROWS> __device__ __forceinline__ uint32_t chunk_offset(int row, in
     return chunk / 8 * (ROWS * ROW_BYTES) + row * ROW_BYTES + ((chunk % 8 ^ (row & 7)) << 4);
 }
 
-// `address` points into the first 16 columns of a tile. Returns the address of the same row in the 16 columns of step `step`.
+// `address` is that of a chunk in the first 16 columns of a tile. Returns the address of the corresponding chunk of the same row in the 16
+// columns of step `step`.
 template <int ROWS> __device__ __forceinline__ uint32_t step_columns(uint32_t address, int step) {
     return (address ^ (step % PANEL_STEPS << 5)) + step / PANEL_STEPS * (ROWS * ROW_BYTES);
 }
 
 // Starts to copy `ROWS` rows and `D` columns to a tile. Row i begins at `source + i * stride`. Only `rows` rows and `width` columns exist
-// in the source; the rest of the tile becomes zero. The address `source` and the distance between rows must be multiples of 16 bytes.
-// `THREADS` threads take part.
+// in the source; the rest of the tile becomes zero. The address `source` and the distance between rows must be multiples of 16 bytes, and
+// `width` a multiple of `CHUNK`. `THREADS` threads take part.
 template <typename T, int D, int ROWS, int THREADS>
 __device__ __forceinline__ void copy_tile(uint32_t tile, const T *source, uint64_t stride, int rows, int width) {
     constexpr int CHUNKS = D / CHUNK, STEP = THREADS / CHUNKS;
@@ -124,9 +126,10 @@ __device__ __forceinline__ void copy_tile(uint32_t tile, const T *source, uint64
     }
 }
 
-// The left operand of products: the 16 * M rows of this warp, in a tile of `ROWS` rows. Each use reads shared memory.
+// The left operand of products: the 16 * M rows of this warp, in a tile of `ROWS` rows. Each product reads them from shared memory.
 template <int D, int M, int ROWS> struct SharedRows {
-    // The address of the first row of this thread's warpgroup, and the address of the row that this lane loads.
+    // The address of the first row of this thread's warpgroup (for `wgmma`), and the address that this lane passes to `ldmatrix` for the
+    // warp's first 16 rows and 16 columns.
     uint32_t rows, address;
 
     __device__ __forceinline__ explicit SharedRows(uint32_t tile) {
@@ -137,13 +140,14 @@ template <int D, int M, int ROWS> struct SharedRows {
 
     __device__ __forceinline__ void begin_iteration() {}
 
+    // Gets the warp's rows 16 * m to 16 * m + 15 and columns 16 * k to 16 * k + 15, as the left operand of `multiply_add`.
     __device__ __forceinline__ void get(uint32_t (&fragment)[4], int m, int k) const {
         load_matrices(fragment, step_columns<ROWS>(address, k) + m * 16 * ROW_BYTES);
     }
 };
 
-// The same left operand in registers. With `mma.sync`, a warp loads it once. With `wgmma`, it is loaded again in each iteration of the loop
-// that uses it (warpgroup.cuh says why).
+// The same left operand in registers. With `mma.sync`, the constructor loads it once. With `wgmma`, `begin_iteration` loads it in each
+// iteration of the loop that uses it (warpgroup.cuh says why).
 template <int D, int M, int ROWS> struct HeldRows {
     SharedRows<D, M, ROWS> shared;
     uint32_t fragments[M][D / 16][4];
@@ -170,6 +174,7 @@ template <int D, int M, int ROWS> struct HeldRows {
 };
 
 #if WARPGROUP_PRODUCTS
+// sum = a @ b.T with `wgmma`: the form of `multiply_rows` for rows `a` in shared memory, and the form for rows `a` in registers.
 template <typename T, int D, int N, int ROWS, int ROWS_OF_A>
 __device__ __forceinline__ void warpgroup_rows(float (&sum)[N / 8][4], const SharedRows<D, 1, ROWS_OF_A> &a, uint32_t b) {
 #pragma unroll
@@ -269,16 +274,17 @@ __device__ __forceinline__ void add_weighted_rows(float (&sum)[M][D / 8][4], con
     }
 }
 
-// Rounds the accumulators of a warp, (16 * M, D), to `T` and writes them to global memory. Row i begins at `to + i * stride`; only `rows`
-// rows and `width` columns are written. The values pass through shared memory: `tile` points at the 16 * M rows of this warp in a tile
-// of `ROWS` rows. It may be the tile of the products' left operand, which is overwritten. All threads of the block take part.
+// Rounds the accumulators of a warp, (16 * M, D), to `T` and writes them to global memory. Row i begins at `to + i * stride`. Only `rows`
+// rows (none if that is negative) and `width` columns, a multiple of `CHUNK`, are written. The values pass through shared memory: `tile`
+// points at the 16 * M rows of this warp in a tile of `ROWS` rows, which are overwritten. That tile may be the left operand of the
+// products. All threads of the block take part.
 template <typename T, int D, int M, int ROWS>
 __device__ __forceinline__ void write_rows(T *to, uint64_t stride, int rows, int width, const float (&sum)[M][D / 8][4],
                                            unsigned char *tile) {
     constexpr int CHUNKS = D / CHUNK, STEP = WARP / CHUNKS;
     const int lane = threadIdx.x % WARP, group = lane / 4, member = lane % 4;
-    // The tile may be the left operand of the products. A product by `wgmma` reads the rows of all four warps of the warpgroup, so all
-    // warps must have finished their products before a warp overwrites its rows. A product by `mma.sync` reads the rows of one warp only.
+    // If the tile is the products' left operand: a product by `wgmma` reads the rows of all four warps of the warpgroup, so all warps must
+    // have finished their products before a warp overwrites its rows. A product by `mma.sync` reads the rows of one warp only.
     if constexpr (BY_WARPGROUP<M>)
         __syncthreads();
     else

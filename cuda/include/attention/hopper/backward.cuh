@@ -1,22 +1,25 @@
-// The backward pass with the matrix instructions and the copy engine of compute capability 9.0. A block has a tile of 128 keys, 64
-// for each of its two groups of four warps, and loops over tiles of queries. One thread copies the tiles that the groups multiply.
+// The backward pass of attention with the matrix instructions and the copy engine of compute capability 9.0. A block works on a tile of 128
+// keys, 64 for each of its two groups of four warps, and loops over tiles of queries. One thread copies the tiles that the groups multiply.
+// Three more warps, the adders, add to the gradients of queries. ../backward.cuh has the formulas.
 //
 // The gradients of a tile of queries are sums over the tiles of keys that the queries see. Blocks add to these sums, which are f32 in
 // memory, in an order that is known in advance: the order in which the blocks would reach the tile of queries if all steps took equally
 // long. So a block waits only briefly for its turn. Because blocks wait for each other, all blocks of a launch must run at the same
-// time. So a launch has at most one block for each multiprocessor, and two launches must not overlap (they are in one stream).
+// time. So a launch has at most one block for each multiprocessor, and two launches, which must not overlap, are in one stream.
 #pragma once
 
 #include "copies.cuh"
 #include "order.cuh"
 
-// A tile of queries has M rows. The template parameter `Order` gives the blocks their work: it is `::Order` (order.cuh), or `Shares`
+// A tile of queries has M rows. The template parameter `Order` gives the blocks their work: it is `::Order<M>` (order.cuh), or `Shares<M>`
 // (shares.cuh) for packed rows.
 template <typename T, int D, int M, typename Order> struct HopperBackward {
     static constexpr int GROUPS = 2, THREADS = (GROUPS + 1) * WARPGROUP, QUERY_STAGES = 3, GRADIENT_STAGES = 2, ADDERS = 3;
     static constexpr int KEY_BYTES = tile_bytes<D>(KEYS_AT_ONCE), QUERY_BYTES = tile_bytes<D>(M), STATISTICS_BYTES = 2 * M * 4;
-    // The gradients of the scores have a row for each key. Each group has sums of dq for 64 queries and 64 columns, in f32.
+    // A tile of dS, the gradients of the scores, is transposed: it has a row for each key. Each group has sums of dq for 64 queries and 64
+    // columns, in f32.
     static constexpr int SCORE_BYTES = tile_bytes<M>(KEYS_AT_ONCE), SUM_BYTES = 64 * 64 * 4;
+    // Offsets in shared memory.
     static constexpr int K = 0, V = K + KEY_BYTES, Q = V + KEY_BYTES, DO = Q + QUERY_STAGES * QUERY_BYTES,
                          DS = DO + GRADIENT_STAGES * QUERY_BYTES, DQ = DS + 2 * SCORE_BYTES, STATISTICS = DQ + GROUPS * SUM_BYTES,
                          BARRIERS = STATISTICS + QUERY_STAGES * STATISTICS_BYTES;
@@ -25,7 +28,7 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
                          KV_EMPTY = DO_FULL + GRADIENT_STAGES * 8, Q_EMPTY = KV_EMPTY + 8, DO_EMPTY = Q_EMPTY + QUERY_STAGES * 8,
                          DS_FULL = DO_EMPTY + GRADIENT_STAGES * 8, DQ_FULL = DS_FULL + 2 * 8, DQ_EMPTY = DQ_FULL + ADDERS * 8,
                          SHARED = DQ_EMPTY + 8;
-    // Named barriers: one for both groups together, and one for each group alone.
+    // Named barriers: one for both groups together, and the first of those for a group alone.
     static constexpr int TOGETHER = 1, ALONE = 2;
 
     const AttentionBackwardMaps &maps;
@@ -84,7 +87,8 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
         }
     }
 
-    // Adds the sums of the groups to the gradients of the queries when it is the block's turn. The `ADDERS` warps take the steps in
+    // Adds the sums of the groups to the gradients of the queries when it is the block's turn. The block whose turn is first stores its
+    // sums instead. `turns` counts the additions to each tile of queries, including that first one. The `ADDERS` warps take the steps in
     // rotation, because a warp waits until its addition is in memory, which takes longer than a step.
     __device__ __forceinline__ void add(uint32_t adder, float *sums, uint32_t *turns) const {
         typename Order::Walk walk(order);
@@ -121,19 +125,20 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
         }
     }
 
+    // Tells the thread that copies that the group no longer uses a tile. `barrier` is the offset of the tile's EMPTY barrier.
     __device__ __forceinline__ void release(uint32_t barrier) const {
         if (threadIdx.x % WARPGROUP == 0) barrier_arrive(shared + barrier);
     }
 
-    // Starts the products k qᵀ of 64 keys with M queries, or v doᵀ of 64 values with M gradients of outputs.
+    // Starts the products k qᵀ of 64 keys with 2 * N queries, or v doᵀ of 64 values with 2 * N rows of gradients of the result.
     template <int N> __device__ __forceinline__ void multiply_keys(float (&sum)[N], uint32_t keys, uint32_t rows) const {
         begin_products();
         multiply_rows<T, D, KEYS_AT_ONCE, M>(sum, keys, rows);
         end_products();
     }
 
-    // The log-sums (`which` = 0) or deltas (`which` = 1) of the two neighbouring queries that the thread has in the n-th group of eight
-    // queries.
+    // Reads log-sums / ln 2 (`which` = 0) or deltas (`which` = 1) of the two neighbouring queries that the thread has in the n-th eight
+    // queries of a tile.
     __device__ __forceinline__ float2 statistic(uint32_t stage, int which, int n) const {
         float2 x;
         asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
@@ -174,7 +179,7 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
                     const uint32_t do_rows = do_tile + half * 64 * ROW_BYTES;
                     float d_shares[32], shares[32];
                     multiply_keys(d_shares, values, do_rows);
-                    // The products v doᵀ, the gradients of the attention weights, run while this loop computes the weights.
+                    // The products v doᵀ, the gradients of the attention weights, run while this loop computes the weights (`shares`).
 #pragma unroll
                     for (int n = 0; n < 8; n++) {
                         const float2 log_sums = statistic(q_stage, 0, half * 8 + n);
@@ -192,7 +197,7 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
                     end_products();
                     wait_for_products<1>();
                     products_are_ready(d_shares);
-                    // The products that read the previous tile of queries are done.
+                    // At most the products for dv are unfinished, so the products that read the previous tile of queries are done.
                     if (half == 0 && step > span.begin) release(Q_EMPTY + (q_stage == 0 ? QUERY_STAGES - 1 : q_stage - 1) * 8);
 #pragma unroll
                     for (int n = 0; n < 8; n++) {
@@ -205,15 +210,15 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
                     write_narrow<KEYS_AT_ONCE>(ds_tile + half * KEYS_AT_ONCE * ROW_BYTES + group * 64 * ROW_BYTES, narrow);
                 }
                 barrier_arrive(shared + DS_FULL + ds.stage * 8);
-                // Starts the products for the scores of the next tile of queries. After the last step their results are not used, but
-                // computing them costs less than a branch.
+                // Starts the products for the scores of the next tile of queries. In the last step, it repeats those of the current tile:
+                // their results are not used, but computing them costs less than a branch.
                 const uint32_t parity = q.parity;
                 q.advance();
                 const bool is_end = step + 1 == span.end;
                 const uint32_t next = is_end ? q_stage : q.stage;
                 barrier_wait(shared + Q_FULL + next * 8, is_end ? parity : q.parity);
                 multiply_keys(scores, keys, shared + Q + next * QUERY_BYTES);
-                // Waits until both groups have written their rows.
+                // Waits until both groups have written their rows of the tile of dS.
                 barrier_wait(shared + DS_FULL + ds.stage * 8, ds.parity);
                 publish_to_products();
                 ds.advance();
@@ -241,7 +246,7 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
         }
     }
 
-    // dq = ds k for 64 queries and 64 columns: the group has one half of the queries if D = 64, one half of the columns if D = 128.
+    // dq = dS k for 64 queries and 64 columns: the group has one half of the queries if D = 64, one half of the columns if D = 128.
     __device__ __forceinline__ void multiply_queries(float (&dq)[32], uint32_t ds_tile, int group) const {
         constexpr int PANEL = KEYS_AT_ONCE * ROW_BYTES;
         const uint32_t left = across_rows(ds_tile + (D == 64 ? group * PANEL : 0), PANEL);
@@ -252,7 +257,7 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
             multiply_next<1, 1>(T(), dq, later(left, k * 16 * ROW_BYTES), later(right, k * 16 * ROW_BYTES));
     }
 
-    // dk += dsᵀ q for the group's keys.
+    // dk += dSᵀ q for the group's keys.
     __device__ __forceinline__ void multiply_scores(float (&dk)[D / 2], uint32_t ds_rows, uint32_t q_tile) const {
         const uint32_t left = along_rows(ds_rows), right = across_rows(q_tile, M * ROW_BYTES);
 #pragma unroll
@@ -261,7 +266,8 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
                                         later(right, k * 16 * ROW_BYTES));
     }
 
-    // Writes the gradients of queries to shared memory for an adder: eight columns of all rows, then the next eight.
+    // Writes the group's sums of dq to shared memory for an adder: eight columns of all 64 rows, then the next eight columns. Then arrives
+    // at barrier `full`.
     __device__ __forceinline__ void leave_sums(int group, const float (&sums)[32], uint32_t full) const {
         const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4;
         const uint32_t to = shared + DQ + group * SUM_BYTES + (warp * 16 + lane / 4) * 32 + lane % 4 * 8;
@@ -275,6 +281,7 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
         barrier_arrive(full);
     }
 
+    // Writes dk and dv of the group's keys, or the group's rows of a part if the item is split.
     __device__ __forceinline__ void finish(const Span &span, int group, float (&dk)[D / 2], float (&dv)[D / 2], float *parts) const {
         const bool is_first = threadIdx.x % WARPGROUP == 0;
         const float scale = static_cast<float>(shape.scale);

@@ -1,16 +1,16 @@
 // Attention of many queries to few keys, such as those of a text, with the matrix instructions and the copy engine of compute
-// capability 9.0. One tile has all keys of a head, so no softmax is corrected later, and the backward pass reads queries and gradients
-// once: it computes the gradients of queries, keys and values together, and gets delta = rowsum(do ∘ o) as the sum of P ∘ dP over the
-// keys, without o.
+// capability 9.0. One tile has all keys of a head, so a softmax is never corrected later. The backward pass reads the queries and the
+// gradients of the result once: it computes the gradients of queries, keys and values together. With the attention weights P and their
+// gradients dP, it computes delta = rowsum(do ∘ o) as the sum of P ∘ dP over the keys, without o.
 //
-// A block has two groups of four warps, each of which takes 64 of the 128 queries of a step. Blocks take equal parts of one sequence,
-// which has the steps of all heads in order. A later kernel adds the sums of the blocks that share a head.
+// A block has two groups of four warps. Each group takes 64 of the 128 queries of a step. Blocks take equal parts of one sequence, which
+// has the steps of all heads in order. After the backward pass, a later kernel adds the dk and dv of the blocks that share a head.
 #pragma once
 
 #include "copies.cuh"
 #include "schedule.cuh"
 
-// The most keys. A text of CLIP has 77.
+// The largest number of keys. A text has 77 tokens in CLIP.
 constexpr int FEW_KEYS = 80;
 
 // Boxes have 128 rows of q and d_o, and FEW_KEYS rows of k and v. The forward pass has no d_o.
@@ -22,14 +22,17 @@ struct AttentionFewKeysMaps {
 template <int INPUTS, int STAGES> struct FewKeys {
     static constexpr int STAGE_COUNT = STAGES, D = 64, GROUPS = 2, ROWS = 64 * GROUPS, THREADS = (GROUPS + 1) * WARPGROUP;
     static constexpr int KEY_BYTES = tile_bytes<D>(FEW_KEYS), ROWS_BYTES = tile_bytes<D>(ROWS), STAGE_BYTES = INPUTS * ROWS_BYTES;
+    // Offsets in shared memory. KEYS: two pairs of a tile of keys and a tile of values; QUERIES: the stages; OWN: each group's own tiles.
     static constexpr int KEYS = 0, QUERIES = KEYS + 2 * 2 * KEY_BYTES, OWN = QUERIES + STAGES * STAGE_BYTES;
-    // Bytes of a group's tile of results, and of its tiles of the backward pass: weights, and gradients of scores.
+    // Bytes of a group's tile of results, and of each of its two other tiles in the backward pass, for weights and for gradients of scores.
+    // Their FEW_KEYS columns take two panels of 64 columns.
     static constexpr int RESULT_BYTES = tile_bytes<D>(64), SCORE_BYTES = tile_bytes<128>(64);
     static constexpr int OWN_BYTES = RESULT_BYTES + (INPUTS > 1 ? 2 * SCORE_BYTES : 0);
-    // Barriers of the two tiles of keys and of the stages of queries. FULL: the data has arrived; EMPTY: the memory may be overwritten.
+    // Barriers of the two pairs of tiles of keys and values, and of the stages. FULL: the data has arrived; EMPTY: the memory may be
+    // overwritten.
     static constexpr int KEYS_FULL = OWN + GROUPS * OWN_BYTES, KEYS_EMPTY = KEYS_FULL + 2 * 8, FULL = KEYS_EMPTY + 2 * 8,
                          EMPTY = FULL + STAGES * 8, SHARED = EMPTY + STAGES * 8;
-    // Named barriers: one for both groups together, and one for each group alone.
+    // Named barriers: one for both groups together, and the first of those for a group alone.
     static constexpr int TOGETHER = 1, ALONE = 2;
 
     const AttentionFewKeysMaps &maps;
@@ -71,12 +74,13 @@ template <int INPUTS, int STAGES> struct FewKeys {
         }
     }
 
+    // Tells the thread that copies that the group no longer reads a tile. `barrier` is the offset of the tile's EMPTY barrier.
     __device__ __forceinline__ void release(uint32_t barrier) const {
         if (threadIdx.x % WARPGROUP == 0) barrier_arrive(shared + barrier);
     }
 
-    // Writes the group's results for the 64 queries of a head from `first` on. The rows of a warp pass through `staged`, a tile of the
-    // group.
+    // Writes `result`, the rows for the 64 queries of a head from `first` on, to `matrix`. The rows pass through `staged`, a tile of the
+    // group, of which each warp uses its own rows.
     template <typename T>
     __device__ __forceinline__ void store(T *matrix, uint64_t stride, uint32_t first, const float (&result)[D / 2], uint32_t staged) const {
         const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4, chunk = lane % 8;
@@ -109,7 +113,7 @@ template <int INPUTS, int STAGES> struct FewKeys {
         }
     }
 
-    // Runs `work` in the groups, and the copies in another warp.
+    // Runs `work` in the groups, and `copy` in a thread of another warp.
     template <typename Work> __device__ __forceinline__ void run(Work work) const {
         init();
         if (int(threadIdx.x) >= GROUPS * WARPGROUP) {
@@ -122,7 +126,7 @@ template <int INPUTS, int STAGES> struct FewKeys {
     }
 };
 
-// Adds up values of the four threads that share a row.
+// The sum and the maximum of the values of the four threads that share a row.
 __device__ __forceinline__ float row_sum(float x) {
     x += __shfl_xor_sync(ALL_LANES, x, 1);
     return x + __shfl_xor_sync(ALL_LANES, x, 2);
@@ -132,6 +136,7 @@ __device__ __forceinline__ float row_max(float x) {
     return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
 }
 
+// The forward pass, with six stages.
 template <typename T> struct FewKeysForward : FewKeys<1, 6> {
     __device__ __forceinline__ void work(T *o, const Strides &o_strides, float *log_sums) const {
         const int group = warpgroup(), lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4;

@@ -1,21 +1,24 @@
-// The backward pass of attention to few keys.
+// The backward pass of attention to few keys. ../backward.cuh has the formulas and defines P, dP and dS.
 #pragma once
 
 #include "few_keys.cuh"
 
+// The backward pass, with three stages.
 template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
-    // The sums of a group, dk and dv, are transposed, (columns, keys), and distributed over the group's threads. A part has both.
+    // The sums of a group, dk and dv, are transposed, (columns, keys), and distributed over the group's threads. `SUM` is the number of
+    // values of one sum in a thread. `PART` is the number of values of a part, which has the block's dk and dv of a head.
     static constexpr int SUM = FEW_KEYS / 2, PART = 2 * FEW_KEYS * D;
     static_assert(OWN_BYTES >= SUM * WARPGROUP * 4, "the group's tiles have room for a sum");
 
-    // sum += rowsᵀ scores, (columns, keys), with 64 rows of a tile of queries or gradients.
+    // sum += rowsᵀ @ scores, where sum is (columns, keys). `rows` are 64 rows of a tile of queries or of gradients of the result. `scores`
+    // is the group's tile of dS or of weights.
     static __device__ __forceinline__ void add_across(float (&sum)[SUM], uint32_t rows, uint32_t scores) {
         const uint32_t left = across_rows(rows, RESULT_BYTES), right = across_rows(scores, 64 * ROW_BYTES);
 #pragma unroll
         for (int k = 0; k < 4; k++) multiply_next<1, 1>(T(), sum, later(left, k * 16 * ROW_BYTES), later(right, k * 16 * ROW_BYTES));
     }
 
-    // dq may be null.
+    // `dq` and `parts` may be null; what is null is not written.
     __device__ __forceinline__ void work(T *dq, const Strides &dq_strides, const float *log_sums, float *parts) const {
         const int group = warpgroup(), lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4;
         const uint32_t weight_tile = shared + OWN + group * OWN_BYTES, score_tile = weight_tile + SCORE_BYTES,
@@ -38,7 +41,7 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
                 float base[2];
 #pragma unroll
                 for (int r = 0; r < 2; r++) base[r] = row + 8 * r < shape.queries ? bases[row + 8 * r] * LOG2_E : INFINITY;
-                // `scores` are first dP, then dS.
+                // `weights` are first the scores, then P. `scores` are first dP, then dS.
                 float weights[SUM], scores[SUM];
                 barrier_wait(shared + FULL + queries.stage * 8, queries.parity);
                 begin_products();
@@ -60,7 +63,8 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
                 for (int r = 0; r < 2; r++) delta[r] = row_sum(delta[r]);
 #pragma unroll
                 for (int i = 0; i < SUM; i++) scores[i] = weights[i] * (scores[i] - delta[i / 2 % 2]);
-                // All warps have waited for the products of the last step, which read its stage and the group's tiles.
+                // After this barrier, all warps of the group have waited for the products of the previous step, which read that step's
+                // stage and the group's tiles.
                 group_sync(ALONE + group, WARPGROUP);
                 if (step > span.begin) release(EMPTY + last * 8);
                 last = queries.stage;
@@ -74,6 +78,7 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
                 group_sync(ALONE + group, WARPGROUP);
                 float result[D / 2] = {};
                 begin_products();
+                // `narrow` is dS.
                 add_weighted<T, FEW_KEYS>(result, narrow, k);
                 end_products();
                 add_across(dv, d_o, weight_tile);
@@ -95,14 +100,14 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
             keys.advance();
 #pragma unroll
             for (int i = 0; i < SUM; i++) dk[i] *= factor;
-            // Along the sequence of steps, the indices of heads and of blocks only grow. So their sum is different for each pair of a
-            // head and a block that share steps.
+            // Along the sequence of steps, neither the index of the head nor the index of the block falls. So their sum is different for
+            // each pair of a head and a block that has steps of the head.
             add_groups(group, dk, dv, parts == nullptr ? nullptr : parts + uint64_t(span.item + blockIdx.x) * PART);
         }
     }
 
-    // Writes the sums of both groups to the part: dk, then dv, (keys, columns) each. The first group adds dk, the second dv; each gets the
-    // other's sum through shared memory.
+    // Writes the total of both groups' sums to `part`, unless it is null: dk, then dv, (keys, columns) each. The first group adds the two
+    // dk, the second the two dv; each gets the sum of the other group through shared memory.
     __device__ __forceinline__ void add_groups(int group, const float (&dk)[SUM], const float (&dv)[SUM], float *part) const {
         const uint32_t own = shared + OWN + group * OWN_BYTES + threadIdx.x % WARPGROUP * 4;
         const uint32_t others = own + (group == 0 ? OWN_BYTES : -OWN_BYTES);
@@ -123,7 +128,8 @@ template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
     }
 };
 
-// dk and dv from the parts of the blocks. A thread adds four columns of a key; the second half of the grid takes dv.
+// Writes dk and dv, unless they are null, from the parts of the blocks. A thread computes four columns of a key, of dk if blockIdx.y is 0
+// and of dv if it is 1.
 template <typename T>
 __device__ __forceinline__ void few_keys_finish(const float *parts, T *dk, T *dv, const Strides &dk_strides, const Strides &dv_strides,
                                                 const AttentionShape &shape, const Schedule &schedule) {

@@ -7,7 +7,7 @@
 
 constexpr int FINISH_THREADS = 256;
 
-// Writes eight values to memory, narrowed to `T`.
+// Writes eight values to global memory, narrowed to `T`.
 template <typename T> __device__ __forceinline__ void write_eight(T *to, const float (&x)[8]) {
     store_words(to, make_uint4(pair<T>(x[0], x[1]), pair<T>(x[2], x[3]), pair<T>(x[4], x[5]), pair<T>(x[6], x[7])));
 }
@@ -17,7 +17,7 @@ __device__ __forceinline__ void read_eight(float (&x)[8], const float *from) {
 }
 
 // Computes the results and the log-sums of queries whose keys were divided among several blocks, from the parts that these blocks have
-// written. A thread computes eight columns of a row, and a block computes some rows of an item.
+// written. A thread computes eight columns of a row, and a block computes `AT_ONCE` rows of an item.
 template <typename T, int D, int ROWS>
 __device__ __forceinline__ void sum_results(T *o, float *log_sums, const float *parts, const Strides &o_strides,
                                             const AttentionShape &shape, const Schedule &schedule) {
@@ -47,8 +47,8 @@ __device__ __forceinline__ void sum_results(T *o, float *log_sums, const float *
     write_eight(o_strides.matrix(o, task.batch, task.head) + query * o_strides.row + column, result);
 }
 
-// Writes the statistics of tile `block` of M queries: first log_sums / ln 2 of all M queries, then delta of all M queries (the sum of
-// o ∘ d_o over the columns). In rows beyond the last query, log_sums / ln 2 is infinity, so that the attention weights are zero, and
+// Writes the statistics of tile `block` of M queries: first log_sums / ln 2 of all M queries, then delta of all M queries. Delta is the sum
+// of o ∘ d_o over the columns. In rows beyond the last query, log_sums / ln 2 is infinity, so that the attention weights are zero, and
 // delta is zero. Also sets the tile's entry of `turns` to zero.
 template <typename T, int D, int M>
 __device__ __forceinline__ void backward_statistics(uint32_t block, const T *o, const T *d_o, const float *log_sums, float *statistics,
@@ -86,8 +86,8 @@ __device__ __forceinline__ void backward_statistics(uint32_t block, const T *o, 
     }
 }
 
-// Writes dq from its sums in f32, and dk and dv from their parts. The first blocks take a tile of M queries each; each other block
-// takes 2048 values of dk or dv of an item that is split.
+// Writes dq from its sums in f32, and dk and dv of split items from their parts. Each of the first blocks takes a tile of M queries; each
+// block after them takes 2048 values of dk or dv of one split item. Gradients that are null are not written.
 template <typename T, int D, int M, typename Order>
 __device__ __forceinline__ void backward_finish(const float *sums, const float *parts, T *dq, T *dk, T *dv, const Strides &dq_strides,
                                                 const Strides &dk_strides, const Strides &dv_strides, const AttentionShape &shape,
@@ -103,7 +103,7 @@ __device__ __forceinline__ void backward_finish(const float *sums, const float *
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             // The sums of a tile are two arrays of 64 queries x 64 columns: one for each half of the queries if D = 64, one for each
-            // half of the columns if D = 128.
+            // half of the columns if D = 128. An array has eight columns of all 64 queries, then the next eight columns.
             const uint32_t index = i * FINISH_THREADS + threadIdx.x, row = index / (D / 8), eight = index % (D / 8);
             const uint32_t half = D == 64 ? row / 64 : eight / 8;
             const uint32_t query = task.tile * M + row;
@@ -114,6 +114,7 @@ __device__ __forceinline__ void backward_finish(const float *sums, const float *
         }
         return;
     }
+    // Number of blocks for dk of an item; dv takes as many.
     constexpr uint32_t EACH = KEYS_AT_ONCE * D / 8 / FINISH_THREADS;
     const uint32_t index = blockIdx.x - tiles, is_value = index / EACH % 2;
     T *to = is_value ? dv : dk;

@@ -1,7 +1,7 @@
-// The forward pass with the matrix instructions and the copy engine of compute capability 9.0. One thread copies tiles, and groups of
-// four warps multiply 64 queries each. Within a group, the products of a tile of keys overlap with the softmax of the tile before it.
-// The groups take turns, so that the products of a group also overlap with the softmax of another group (Shah et al. 2024,
-// arXiv:2407.08608).
+// The forward pass of attention with the matrix instructions and the copy engine of compute capability 9.0. One thread of a block copies
+// tiles. Each group of four warps computes the results of 64 queries. Within a group, the softmax of a tile of keys overlaps with the
+// product of the previous tile's weights and values. The groups take turns, so that the products of a group also overlap with the softmax
+// of another group (Shah et al. 2024, arXiv:2407.08608).
 #pragma once
 
 #include <cfloat>
@@ -10,19 +10,19 @@
 #include "queue.cuh"
 #include "schedule.cuh"
 
-// The weights of a row are 2^(score - base). A warp raises the bases of its rows only if a score of the tile exceeds the base of its row by
-// more than this number. So no weight exceeds 2^HEADROOM, and most tiles do not raise a base.
+// A score is the product of a query row and a key row, and its weight is 2^(score * scale / ln 2 - base), with one base for each query row.
+// A warp raises the bases of its rows only if one of its exponents would exceed this number. So no weight exceeds 2^HEADROOM, and most
+// tiles do not raise a base.
 constexpr float HEADROOM = 8.0f;
 
-// The state of the softmax of a thread's two rows: the base, which is a score multiplied by scale / ln 2, and the sum of the weights in
-// the columns of this thread.
+// The state of the softmax of a thread's two rows: the base, and the sum of the weights in the columns of this thread.
 struct RowWeights {
-    // The first base is below all scores, but finite: if a tile hides all keys of a row, the scores of the row are negative infinity,
-    // and their difference from a base of negative infinity would be NaN.
+    // The initial base is below all scaled scores, but finite: if a tile hides all keys of a row, the scores of the row are negative
+    // infinity, and their difference from a base of negative infinity would be NaN.
     float base[2] = {-FLT_MAX, -FLT_MAX}, sum[2] = {0.0f, 0.0f};
 
-    // Turns products into weights 2^(scale product - base). Returns whether a base was raised in this warp; if so, the caller multiplies
-    // earlier results by `correction`.
+    // Replaces scores by weights 2^(score * scale - base). `scale` includes the factor 1 / ln 2. Returns whether the warp raised its bases;
+    // if so, sets `correction`, by which the caller must multiply earlier results.
     template <int N> __device__ __forceinline__ bool weigh(float (&scores)[N], float (&correction)[2], float scale) {
         float top[2] = {scores[0], scores[2]};
 #pragma unroll
@@ -50,18 +50,19 @@ struct RowWeights {
     }
 };
 
-// Tiles have 64 GROUPS queries or KEYS keys; shared memory holds two tiles of queries, two of keys and two of values. Blocks take their
-// work from a `Source`: a `Schedule`, or for packed rows a `Queue`.
+// A tile of queries has 64 * GROUPS rows, a tile of keys or values KEYS rows. Shared memory holds two tiles of queries, two of keys and two
+// of values, and one of results. Blocks take their work from a `Source`: a `Schedule`, or for packed rows a `Queue`.
 template <typename T, int D, int KEYS, int GROUPS, typename Source> struct HopperForward {
     static constexpr int ROWS = 64 * GROUPS, THREADS = (GROUPS + 1) * WARPGROUP;
     static constexpr int GROUP_BYTES = tile_bytes<D>(64), TILE_BYTES = tile_bytes<D>(KEYS);
+    // Offsets in shared memory; the tiles of queries are at offset 0. O: results; ITEMS: what `tell` writes, for each tile of queries.
     static constexpr int Q_BYTES = GROUPS * GROUP_BYTES, K = 2 * Q_BYTES, V = K + 2 * TILE_BYTES, O = V + 2 * TILE_BYTES,
                          BARRIERS = O + Q_BYTES, ITEMS = BARRIERS + 12 * 8,
                          SHARED = ITEMS + (Source::IS_QUEUE ? 2 * QUEUED_BYTES : 0);
     // Barriers of the two tiles of each kind. FULL: the data has arrived; EMPTY: the memory may be overwritten.
     static constexpr int Q_FULL = BARRIERS, K_FULL = Q_FULL + 16, V_FULL = K_FULL + 16, Q_EMPTY = V_FULL + 16,
                          K_EMPTY = Q_EMPTY + 16, V_EMPTY = K_EMPTY + 16;
-    // Named barriers: for each group one for its turn, and one for the group alone.
+    // The first of the named barriers for the groups' turns, and the first of those for a group alone; each group has one of both kinds.
     static constexpr int TURN = 1, ALONE = 1 + GROUPS;
 
     const AttentionForwardMaps &maps;
@@ -116,7 +117,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
             for (int group = 0; group < GROUPS; group++)
                 fetch_rows<D, 64, 64>(q + group * GROUP_BYTES, maps.q, q_full, task.tile * ROWS + group * 64, task);
             tile.advance();
-            // The last tile of keys comes first: it alone may be incomplete, and the groups mask it before they loop over the others.
+            // The last tile of keys comes first: it alone may be incomplete, and the groups mask it before they loop over the other tiles.
             for (uint32_t step = span.end; step-- > span.begin; ring.advance()) {
                 const uint32_t at = ring.stage * TILE_BYTES, barrier = ring.stage * 8;
                 barrier_wait(shared + K_EMPTY + barrier, ring.parity ^ 1);
@@ -129,11 +130,13 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
         }
     }
 
+    // Tells the thread that copies that the group no longer reads a tile. `barrier` is the offset of the tile's EMPTY barrier.
     __device__ __forceinline__ void release(uint32_t barrier) const {
         if (threadIdx.x % WARPGROUP == 0) barrier_arrive(shared + barrier);
     }
 
-    // The groups multiply in turns, so that one computes weights while another multiplies.
+    // The groups multiply in turns, so that one computes weights while another multiplies. `take_turn` waits for the turn of `group`;
+    // `give_turn` gives the turn to the group after `group`.
     __device__ __forceinline__ void take_turn(int group) const { group_sync(TURN + group, 2 * WARPGROUP); }
     __device__ __forceinline__ void give_turn(int group) const {
         group_arrive(TURN + (group + 1 == GROUPS ? 0 : group + 1), 2 * WARPGROUP);
@@ -147,6 +150,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
         // The scores of a tile are computed while the values of the previous tile are multiplied, so `keys` is one tile ahead of
         // `values`.
         Ring<2> tile, keys, values;
+        // The first turn is that of group 0.
         if (group == GROUPS - 1) give_turn(group);
         while (next(walk, span, tile)) {
             float scores[KEYS / 2], result[D / 2] = {};
@@ -215,6 +219,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
         if (threadIdx.x % WARPGROUP == 0) stores_are_done();
     }
 
+    // Writes the group's results and log-sums of an item, or its rows of a part if the item is split.
     __device__ __forceinline__ void finish(const Span &span, int group, RowWeights &rows, float (&result)[D / 2], float *log_sums,
                                            float *parts) const {
         const int lane = threadIdx.x % WARP, row = group * 64 + threadIdx.x / WARP % 4 * 16 + lane / 4;
@@ -224,7 +229,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
             rows.sum[r] += __shfl_xor_sync(ALL_LANES, rows.sum[r], 2);
         }
         if (span.is_part) {
-            // A part has the sum of weights of each row, then the base of each row, then the rows of results before the division by
+            // A part has the sums of weights of all rows, then the bases of all rows, then the rows of results before their division by
             // the sums.
             float *part = parts + uint64_t(span.slot) * (ROWS * (D + 2));
             if (lane % 4 == 0) {
@@ -247,6 +252,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
         }
         const uint32_t staged = shared + O + group * GROUP_BYTES;
         const bool stores = threadIdx.x % WARPGROUP == 0;
+        // The copy engine must have read the group's previous results from `staged` before the group overwrites them.
         if (stores) stores_have_read();
         group_sync(ALONE + group, WARPGROUP);
         uint32_t narrow[D / 16][4];

@@ -1,13 +1,14 @@
-// The order in which the blocks of the backward pass take tiles of queries and add to the gradients of these queries. An item is a tile
-// of keys with one step for each tile of `M` queries.
+// The order in which the blocks of the backward pass take tiles of queries and add to the gradients of these queries, for attention
+// without a mask. An item is a tile of keys, with one step for each tile of `M` queries.
 #pragma once
 
 #include "schedule.cuh"
 
+// Number of keys in a tile.
 constexpr int KEYS_AT_ONCE = 128;
 
-// An item of which `count` consecutive blocks, from block `first` on, have computed parts. `starts` tells whether the item is the first
-// work of block `first` in the sequence of steps that blocks share.
+// A split item, of which `count` consecutive blocks, from block `first` on, have computed parts. `starts`, which only `Shares` (shares.cuh)
+// sets and reads, tells whether the item's first step is at the first place of the share of block `first`.
 struct SplitItem {
     uint32_t item, first, count;
     bool starts;
@@ -29,11 +30,12 @@ template <int M> struct Order {
     // The tile of keys of an item.
     __device__ __forceinline__ Task keys(uint32_t item) const { return Task(item, tiles, heads); }
 
-    // The tile of queries with which tile `tile` of keys begins. The tiles of keys begin with different tiles of queries, spread evenly
-    // over all, so that blocks seldom wait for each other's additions.
+    // The tile of queries of the first step of tile `tile` of keys. From there, the steps go through all tiles of queries; the first tile
+    // follows the last. The first steps of the tiles of keys are spread evenly over the tiles of queries, so that blocks seldom wait for
+    // each other's additions.
     __device__ __forceinline__ uint32_t first(uint32_t tile) const { return tile * schedule.steps / tiles; }
 
-    // The tile of queries of a step.
+    // The tile of queries of the current step of a span.
     struct Way {
         uint32_t tile;
 
@@ -50,8 +52,9 @@ template <int M> struct Order {
     };
 
     // The turn of the tile `keys` to add to the gradients of the tile of queries at `way`: how many other tiles of keys add to these
-    // gradients first. The block of `keys` does `time` steps before it reaches these queries. All lanes of the warp take part and get the
-    // result.
+    // gradients before it. The block of `keys` does `time` steps before it reaches these queries. A tile of keys whose block does fewer
+    // steps before adds earlier. Of two tiles with equally many, the one with the lower index does. All lanes of the warp take part and
+    // get the result.
     __device__ __forceinline__ uint32_t turn(const Task &keys, const Way &way, uint32_t time) const {
         const uint32_t queries = way.tile;
         uint32_t before = 0;
@@ -63,7 +66,8 @@ template <int M> struct Order {
         return __reduce_add_sync(ALL_LANES, before);
     }
 
-    // The mask of the 64 keys from `first` on: it hides keys beyond the head's last key.
+    // The mask of the 64 keys from `first` on: it hides keys beyond the head's last key. `key` is the thread's first key. `is_last` tells
+    // whether the tile of these keys reaches beyond the last key.
     struct Sight {
         uint32_t key, keys;
         bool is_last;
@@ -72,9 +76,9 @@ template <int M> struct Order {
             : key(first + threadIdx.x / WARP % 4 * 16 + threadIdx.x % WARP / 4), keys(order.keys_of_head),
               is_last((first / KEYS_AT_ONCE + 1) * KEYS_AT_ONCE > order.keys_of_head) {}
 
-        // Whether any of the 64 queries from `query` on does not see one of the keys.
+        // Whether weights may need `hide`. The answer is the same for all queries.
         __device__ __forceinline__ bool hides(uint32_t) const { return is_last; }
-        // Sets a weight to zero if its query does not see its key.
+        // Sets the weights of keys beyond the last key to zero.
         __device__ __forceinline__ void hide(float (&weights)[32], uint32_t) const {
 #pragma unroll
             for (int i = 0; i < 32; i++)
@@ -82,7 +86,7 @@ template <int M> struct Order {
         }
     };
 
-    // Describes the `index`-th item that several blocks share. Always returns true, unlike `Shares::split`.
+    // Describes the split item with index `index` among the split items. Always returns true, unlike `Shares::split`.
     __device__ __forceinline__ bool split(uint32_t index, SplitItem &split) const {
         split.item = schedule.whole + index;
         split.first = schedule.first_block(split.item, split.count);

@@ -1,33 +1,37 @@
-// Matrix products of a warpgroup (PTX `wgmma`), which run asynchronously until a wait, and the tiles that they read.
+// Matrix products of a warpgroup (PTX `wgmma`) and the tiles that they read. Products are asynchronous: warps continue until they wait for
+// them.
 //
-// A tile is in shared memory as panels of 64 columns. The rows of a panel have 128 bytes and follow one another, with the 128-byte
-// swizzle of the copy engine. Accumulators are distributed as those of `mma.sync`, warp by warp: with g = lane / 4 and t = lane % 4, a
-// thread's `sum[4 n]` to `sum[4 n + 3]` are the columns 8 n + 2 t and 8 n + 2 t + 1 of row 16 warp + g, then of row 16 warp + g + 8.
+// Tiles have the layout of mma.cuh: panels of 64 columns, in which rows of 128 bytes follow one another. The copy engine calls the order of
+// the chunks in a row the 128-byte swizzle. Accumulators are distributed as those of `mma.sync`, warp by warp. With g = lane / 4 and
+// t = lane % 4, the accumulators `sum[4 * n]` and `sum[4 * n + 1]` of a thread are the columns 8 * n + 2 * t and 8 * n + 2 * t + 1 of row
+// 16 * warp + g. `sum[4 * n + 2]` and `sum[4 * n + 3]` are the same columns of row 16 * warp + g + 8.
 #pragma once
 
 #include "../mma.cuh"
 
+// Number of threads of a warpgroup.
 constexpr int WARPGROUP = 128;
 
-// Tells the compiler that a number is the same in the whole warp, so that descriptors computed from it take uniform registers, not one
-// register per lane.
+// Returns `x`, which must be the same in the whole warp, and lets the compiler know that it is: descriptors computed from the result take
+// uniform registers, not one register per lane.
 __device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(ALL_LANES, x, 0); }
 
-// The upper half of a tile's descriptor: 128-byte swizzle, groups of eight rows 1024 bytes apart.
+// The upper half of a tile's descriptor: 128-byte swizzle, and 1024 bytes from each group of eight rows to the next.
 constexpr uint32_t DESCRIPTOR = 1u << 30 | 1024 >> 4;
 
-// The lower half of an operand's descriptor, for a product whose sum runs over the rows of the operand's tile. The tile's next 64 columns
-// begin `panel` bytes later.
+// The lower half of the descriptor of an operand at `address`, for a product whose sum runs over the rows of the operand's tile. The tile's
+// panels begin `panel` bytes after one another.
 __device__ __forceinline__ uint32_t across_rows(uint32_t address, uint32_t panel) {
     return uniform(panel >> 4 << 16 | (address & 0x3ffff) >> 4);
 }
 
-// The same for a product whose sum runs over the columns of the operand's tile.
+// The same for a product whose sum runs over the columns of the operand's tile. The hardware ignores the distance between panels then.
 __device__ __forceinline__ uint32_t along_rows(uint32_t address) { return across_rows(address, 16); }
 
-// The lower half for an operand that begins `bytes` later.
+// The lower half of the descriptor of an operand that begins `bytes` bytes after that of `descriptor`.
 __device__ __forceinline__ uint32_t later(uint32_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
 
+// SUM_n(d, i): n accumulators of `d` from d[i] on, as operands of `asm`. REGISTERS_n: the first n operands, as a list in PTX.
 #define SUM_8(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define SUM_32(d, i) SUM_8(d, i), SUM_8(d, i + 8), SUM_8(d, i + 16), SUM_8(d, i + 24)
 #define SUM_40(d, i) SUM_32(d, i), SUM_8(d, i + 32)
@@ -43,9 +47,11 @@ __device__ __forceinline__ uint32_t later(uint32_t descriptor, uint32_t bytes) {
     "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "     \
     "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
 
-// multiply_first computes sum = a b and multiply_next sum += a b, with (64, 16) `a` and (16, columns) `b` in shared memory. A_ACROSS and
-// B_ACROSS are 1 if the product sums over the rows of the operand's tile.
-// multiply_held computes sum += a b with `a` in registers; it sums over the rows of the tile of `b`.
+// multiply_first computes sum = a @ b and multiply_next sum += a @ b, with `a` (64, 16) and `b` (16, columns) in shared memory. The
+// arguments are the lower halves of their descriptors. A_ACROSS is 1 if the product sums over the rows of the tile of `a`, and 0 if it sums
+// over the columns; B_ACROSS says the same of `b`.
+// multiply_held computes sum += a @ b with `a` in registers; it sums over the rows of the tile of `b`.
+// The parameters A to F of the macro are the numbers of the `asm` operands after the accumulators.
 #define HOPPER_PRODUCTS(type, dtype, columns, SUMS, REGISTERS, A, B, C, D, E, F)                                                   \
     template <int A_ACROSS, int B_ACROSS>                                                                                          \
     __device__ __forceinline__ void multiply_first(type, float (&sum)[columns / 2], uint32_t a, uint32_t b) {                      \
@@ -92,21 +98,22 @@ __device__ __forceinline__ uint32_t unknown(uint32_t x) {
     return x;
 }
 
-// sum (64, 2 N) = a bᵀ over D columns, with 64 rows `a` of a tile of `A_ROWS` rows and 2 N rows `b` of a tile of `B_ROWS` rows. A thread
-// has N accumulators.
+// sum = a @ b.T, where sum is (64, 2 * N), a (64, D) consists of 64 rows of a tile of `A_ROWS` rows, and b (2 * N, D) consists of 2 * N
+// rows of a tile of `B_ROWS` rows. The arguments `a` and `b` are the addresses of the first rows. A thread has N accumulators.
 template <typename T, int D, int A_ROWS, int B_ROWS, int N>
 __device__ __forceinline__ void multiply_rows(float (&sum)[N], uint32_t a, uint32_t b) {
     const uint32_t left = along_rows(a), right = along_rows(b);
     multiply_first<0, 0>(T(), sum, left, right);
 #pragma unroll
     for (int k = 1; k < D / 16; k++) {
+        // Where the 16 columns begin in a row of their panel, in bytes.
         const uint32_t column = k % 4 * 32;
         multiply_next<0, 0>(T(), sum, later(left, k / 4 * A_ROWS * ROW_BYTES + column),
                                     later(right, k / 4 * B_ROWS * ROW_BYTES + column));
     }
 }
 
-// sum += weights x, with 16 STEPS rows `x` of a tile of `ROWS` rows.
+// sum += weights @ x, where sum is (64, 2 * N), weights is (64, 16 * STEPS), and x consists of 16 * STEPS rows of a tile of `ROWS` rows.
 template <typename T, int ROWS, int STEPS, int N>
 __device__ __forceinline__ void add_weighted(float (&sum)[N], const uint32_t (&weights)[STEPS][4], uint32_t x) {
     const uint32_t right = across_rows(x, ROWS * ROW_BYTES);
@@ -114,7 +121,7 @@ __device__ __forceinline__ void add_weighted(float (&sum)[N], const uint32_t (&w
     for (int k = 0; k < STEPS; k++) multiply_held(T(), sum, weights[k], later(right, k * 16 * ROW_BYTES));
 }
 
-// Narrows accumulators to the left operand of a product that sums over their columns.
+// Rounds accumulators to `T`, as the left operand of a product that sums over their columns.
 template <typename T, int N> __device__ __forceinline__ void narrow_sums(uint32_t (&narrow)[N / 8][4], const float (&sum)[N]) {
 #pragma unroll
     for (int k = 0; k < N / 8; k++)
@@ -122,7 +129,7 @@ template <typename T, int N> __device__ __forceinline__ void narrow_sums(uint32_
         for (int i = 0; i < 4; i++) narrow[k][i] = pair<T>(sum[8 * k + 2 * i], sum[8 * k + 2 * i + 1]);
 }
 
-// Writes narrowed accumulators to 64 rows of a tile of `ROWS` rows.
+// Writes narrowed accumulators to the first 16 * STEPS columns of 64 rows of a tile of `ROWS` rows. `rows` is the address of the first row.
 template <int ROWS, int STEPS> __device__ __forceinline__ void write_narrow(uint32_t rows, const uint32_t (&narrow)[STEPS][4]) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4;
     const uint32_t first = unknown(rows + chunk_offset<ROWS>(warp * 16 + lane % 16, lane / 16));
@@ -136,7 +143,8 @@ template <int ROWS, int STEPS> __device__ __forceinline__ void write_narrow(uint
 // The index of this thread's warpgroup in the block.
 __device__ __forceinline__ int warpgroup() { return int(uniform(threadIdx.x / WARPGROUP)); }
 
-// Named barrier `barrier` of `threads` threads of the block: `group_sync` waits until all have arrived, `group_arrive` does not wait.
+// Both arrive at named barrier `barrier`, which `threads` threads of the block share. `group_sync` then waits until all of these threads
+// have arrived; `group_arrive` does not wait.
 __device__ __forceinline__ void group_sync(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -144,7 +152,7 @@ __device__ __forceinline__ void group_arrive(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Writes accumulators to rows of f32 in global memory, which are `width` elements apart.
+// Writes accumulators to 64 rows of f32 in global memory. Row i begins at `to + i * width`.
 template <int N> __device__ __forceinline__ void write_sums(float *to, int width, const float (&sum)[N]) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4;
     to += (warp * 16 + lane / 4) * width + lane % 4 * 2;

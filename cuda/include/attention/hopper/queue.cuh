@@ -1,14 +1,15 @@
-// The work of the forward pass over packed rows: tiles of queries that blocks take one after another, as they become free. The number of
-// tiles of keys that a tile of queries sees depends on the spans, which are in device memory. So the host cannot divide the work evenly in
-// advance. Results do not depend on which block takes a tile.
+// The work of the forward pass over a packed row: a queue of tiles of queries. A block that has finished a tile takes the next one from the
+// queue. The number of tiles of keys that a tile of queries sees depends on the spans, which are in device memory, so the host cannot
+// divide the work evenly in advance. Results do not depend on which block takes a tile.
 #pragma once
 
 #include "schedule.cuh"
 
+// Number of bytes that `tell` writes.
 constexpr int QUEUED_BYTES = 16;
 
-// The thread that copies writes an item to shared memory for the groups. They read it after they have waited for the barrier of the item's
-// tile of queries.
+// The thread that copies writes an item to shared memory for the groups of warps that multiply. The groups read it after they have waited
+// for the barrier of the item's tile of queries.
 __device__ __forceinline__ void tell(uint32_t to, const Span &span) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(span.item), "r"(span.begin), "r"(span.end), "r"(span.slot)
                  : "memory");
@@ -23,12 +24,13 @@ __device__ __forceinline__ bool hear(Span &span, uint32_t from) {
     return span.begin < span.end;
 }
 
-// The items are tiles of `rows_at_once` queries of `heads` heads. Blocks take the last tiles first. The first queries of a row see the
-// fewest keys, so the items that are taken last are short, and all blocks end at nearly the same time.
+// An item is a tile of `rows_at_once` queries of one of the `heads` heads; a step is a tile of `keys_at_once` keys. Blocks take the last
+// tiles first. No query sees a key after itself, so the tiles at the start of the packed row have few steps. Blocks take these last, so
+// that all blocks end at nearly the same time.
 struct Queue {
     static constexpr bool IS_QUEUE = true;
     Spans spans;
-    // How many items blocks have taken in addition to their first items: zero before the launch and after it.
+    // How many times blocks have asked for an item after their first one: zero before the launch and after it.
     uint32_t *taken;
     uint32_t heads, rows_at_once, keys_at_once;
 
@@ -45,23 +47,26 @@ struct Queue {
             is_first = false;
             span = {0, 0, 0, 0, 0, false};
             if (index >= items) {
-                // Every block ends with one attempt that finds no item; the last of these attempts resets the counter.
+                // For each block, exactly one attempt finds no item. The last of these attempts resets the counter.
                 if (index == items + gridDim.x - 1) *queue.taken = 0;
                 return false;
             }
             const uint32_t tile = tiles - 1 - index / queue.heads, first = tile * queue.rows_at_once;
             span.item = index % queue.heads * tiles + tile;
             span.end = ceil_divide(min(first + queue.rows_at_once, queue.spans.rows), queue.keys_at_once);
-            // A query outside all segments has the next position as its first key. A tile of such queries still gets one step.
+            // A query outside all segments has the next position as its first key. A tile that begins with such queries still gets at least
+            // one step.
             span.begin = min(queue.spans.first_key(first) / queue.keys_at_once, span.end - 1);
             return true;
         }
     };
 
-    // For the 64 queries from `first` on: the first keys that the thread's two rows see, and the first key that the last query sees.
+    // The mask of the 64 queries from `first` on. `last_begin` is the first key that the last of these queries sees; `begin` has the first
+    // keys that the thread's two queries see.
     struct Sight {
         uint32_t first, last_begin, begin[2];
 
+        // The first of the thread's two queries. The second is eight later.
         __device__ __forceinline__ uint32_t row() const { return first + threadIdx.x / WARP % 4 * 16 + threadIdx.x % WARP / 4; }
 
         __device__ __forceinline__ Sight(const Queue &queue, uint32_t first)
@@ -83,6 +88,7 @@ struct Queue {
         }
     };
 
+    // Returns the task with the head of keys for a task with a head of queries. `index` stays that of the queries.
     __device__ __forceinline__ Task of_keys(Task task) const {
         task.head /= spans.group();
         return task;

@@ -1,16 +1,20 @@
 // How the blocks of a launch, one on each multiprocessor, share the launch's work.
 //
 // An item is a tile of queries in the forward pass and a tile of keys in the backward pass. It takes `steps` steps: one for each tile
-// of keys in the forward pass, one for each tile of queries in the backward pass. Each of the first `whole` items goes to one block:
-// block b takes items b, b + blocks, b + 2 blocks and so on. The remaining items are fewer than the blocks. Their steps form one
-// sequence, of which every block takes an equal part, so that all blocks end at the same time. A later kernel sums the parts of an
-// item that several blocks share. If the sequence has fewer steps than there are blocks, the last blocks take none.
+// of keys in the forward pass, one for each tile of queries in the backward pass. (With few keys, few_keys.cuh, an item is a head, and its
+// steps are its tiles of queries.)
+//
+// Each of the first `whole` items goes to one block: block b takes items b, b + blocks, b + 2 * blocks and so on. The steps of the
+// remaining items, the split ones, form one sequence. Every block takes an equal part of it, to within one step, so that all blocks end at
+// nearly the same time. A later kernel sums the parts of each split item. If the sequence has fewer steps than there are blocks, the last
+// blocks take none. If there are split items, `whole` is a multiple of the number of blocks.
 #pragma once
 
 #include "../shape.cuh"
 
 // Steps `begin` to `end` (exclusive) of an item, which one block computes. If `is_part`, the block stores their result in slot `slot`,
-// and a later kernel sums the parts of the item. `time` is the number of steps that the block has done before.
+// and a later kernel sums the parts of the item. `time` is the number of steps that the block has done before this span. (With `Shares`,
+// shares.cuh, it is the number of places; with `Queue`, queue.cuh, it is not used.)
 struct Span {
     uint32_t item, begin, end, slot, time;
     bool is_part;
@@ -19,11 +23,12 @@ struct Span {
 struct Schedule;
 
 // The position of a block in its work. `item` is the block's next unsplit item. The steps of the sequence that the block still has to do
-// are `place` to `end` (exclusive).
+// are `place` to `end` (exclusive). `time` is the number of steps that the block has done.
 struct ScheduleWalk {
     uint32_t item = blockIdx.x, place, end, time = 0;
 
     __device__ __forceinline__ explicit ScheduleWalk(const Schedule &schedule);
+    // Sets `span` to the block's next span. Returns false if no work is left.
     __device__ __forceinline__ bool next(const Schedule &schedule, Span &span);
 };
 
@@ -31,7 +36,8 @@ struct ScheduleWalk {
 struct Schedule {
     static constexpr bool IS_QUEUE = false;
     using Walk = ScheduleWalk;
-    // Every query sees every key, so this mask hides nothing. `HopperForward` itself hides columns beyond the last key.
+    // The mask of the forward pass. Every query sees every key, so it hides nothing. `HopperForward` itself hides columns beyond the last
+    // key.
     struct Sight {
         __device__ __forceinline__ Sight(const Schedule &, uint32_t) {}
         template <int KEYS> __device__ __forceinline__ bool hides(uint32_t) const { return false; }
@@ -40,19 +46,20 @@ struct Schedule {
 
     uint32_t items, steps, whole, blocks;
 
-    // The keys of a task's queries.
+    // Returns the task with the head of keys for a task with a head of queries: the same, because each head of queries has its own keys.
     __device__ __forceinline__ Task of_keys(const Task &task) const { return task; }
 
     // The length of the sequence: the number of steps of all split items.
     __device__ __forceinline__ uint32_t rest() const { return (items - whole) * steps; }
     // The number of blocks that take at least one step of the sequence. They are the first blocks of the launch, so consecutive blocks
-    // compute the parts of an item.
+    // compute the parts of an item. If the sequence is empty, this is 1, because `start` divides by it.
     __device__ __forceinline__ uint32_t sharing() const { return max(1u, min(blocks, rest())); }
-    // `start`: the index of a block's first step in the sequence. `owner`: the block that takes step `step` of the sequence.
+    // `start`: the index of a block's first step in the sequence, or the sequence's length for a block that takes no step. `owner`: the
+    // block that takes step `step` of the sequence.
     __device__ __forceinline__ uint32_t start(uint32_t block) const { return min(block, sharing()) * rest() / sharing(); }
     __device__ __forceinline__ uint32_t owner(uint32_t step) const { return ((step + 1) * sharing() - 1) / rest(); }
 
-    // How many steps a block has done before it comes to a step of an item.
+    // How many steps the block that takes step `step` of an item has done before.
     __device__ __forceinline__ uint32_t time(uint32_t item, uint32_t step) const {
         if (item < whole) return item / blocks * steps + step;
         const uint32_t place = (item - whole) * steps + step;
@@ -65,8 +72,8 @@ struct Schedule {
         count = owner(place + steps - 1) - first + 1;
         return first;
     }
-    // The slot of a block's part of an item. Each block has two slots, because its part of the sequence has steps of at most two
-    // items.
+    // The slot of a block's part of an item. Each block has two slots. They suffice if there are fewer split items than blocks: then a
+    // block's part of the sequence has steps of at most two items.
     __device__ __forceinline__ uint32_t slot(uint32_t item, uint32_t block) const {
         return 2 * block + (start(block) / steps != item - whole);
     }

@@ -2,9 +2,9 @@
 // which are in device memory. So a kernel before the backward pass counts these tiles, and the blocks find their work in the counts.
 //
 // An item is a tile of keys of one head. Several heads of queries may share a head of keys (grouped-query attention). The steps of an item
-// are the tiles of queries that see some of its keys: first those of the first head of queries, then those of the next one. So the sums of
-// dk and dv over these heads stay in registers. The steps of all items form one sequence, of which every block takes an equal share. A
-// later kernel sums the parts of an item that several blocks share.
+// are the tiles of queries that see some of its keys: first those of the first head of queries, then those of the next one. So dk and dv,
+// which are sums over these heads, stay in registers. The steps of all items form one sequence, of which every block takes an equal share.
+// A later kernel sums the parts of an item that several blocks share.
 //
 // Blocks add to the gradients of queries in the order in which they would reach these queries if all steps took equally long. This order
 // depends only on the sequence, so results do not depend on when blocks run.
@@ -12,18 +12,19 @@
 
 #include "order.cuh"
 
-// The sequence is divided into places. A step takes one place. Each item also takes this number of places before its steps. They stand for
-// the time of loading the item's first tiles and storing its gradients. Without them, blocks with many short items would end last.
+// The sequence is divided into places. A step takes one place. Each item also takes this number of places before its steps, which stand for
+// the time to load the item's first tiles and to store its gradients. Without them, blocks with many short items would end last.
 constexpr uint32_t ITEM_PLACES = 2;
 
 // The shares for tiles of M queries.
 template <int M> struct Shares {
+    // Number of tiles of queries at the positions of a tile of keys.
     static constexpr uint32_t EACH = KEYS_AT_ONCE / M;
 
     Spans spans;
-    // Two lists. The first has `tiles` + 1 numbers: for each tile of keys, the number of steps that all earlier tiles of keys have for
-    // one head of queries, and at the end the number of steps of all tiles. The second has `blocks` numbers: the item in which each
-    // block's share begins.
+    // Two lists, one after the other. The first has `tiles` + 1 numbers: for each tile of keys, the number of steps that all earlier tiles
+    // of keys have for one head of queries, and at the end the number of steps of all tiles. The second has `blocks` numbers: the item in
+    // which each block's share begins. For a block without a share, this number is not below the number of items.
     const uint32_t *plan;
     uint32_t heads, tiles, blocks;
 
@@ -34,8 +35,8 @@ template <int M> struct Shares {
     // The tile of keys of an item.
     __device__ __forceinline__ Task keys(uint32_t item) const { return Task(item, tiles, heads); }
 
-    // The tiles of queries that may see a tile of keys are those from `first` up to but not including `end`. They include the tiles at the
-    // keys' own positions, so every tile of queries has at least one step.
+    // The tiles of queries that may see a tile of keys are `first` to `end` (exclusive). They include the tiles at the positions of these
+    // keys, so every tile of queries is a step of at least one item, and its gradients are written.
     __device__ __forceinline__ uint32_t first(uint32_t tile) const { return tile * EACH; }
     __device__ __forceinline__ uint32_t end(uint32_t tile) const {
         const uint32_t all = ceil_divide(spans.rows, M), seen = spans.query_end(tile * KEYS_AT_ONCE + KEYS_AT_ONCE - 1);
@@ -46,10 +47,10 @@ template <int M> struct Shares {
     // all items.
     __device__ __forceinline__ uint32_t places(uint32_t tile) const { return spans.group() * plan[tile] + ITEM_PLACES * tile; }
     __device__ __forceinline__ uint32_t all_places() const { return heads * places(tiles); }
-    // How many places a block has.
+    // The number of places in a block's share. The shares of the last blocks may be shorter, or empty.
     __device__ __forceinline__ uint32_t share() const { return ceil_divide(all_places(), blocks); }
 
-    // The places of the steps of an item.
+    // The places of the steps of an item: `begin` to `end` (exclusive).
     struct Places {
         uint32_t begin, end;
 
@@ -104,7 +105,7 @@ template <int M> struct Shares {
         }
     }
 
-    // The position of a block in its share: its next item, and the first and the end place of the share.
+    // The position of a block in its work: its next item. Its share has the places `start` to `end` (exclusive).
     struct Walk {
         uint32_t item, start, end;
 
@@ -119,13 +120,14 @@ template <int M> struct Shares {
             const uint32_t begin = max(places.begin, start), stop = min(places.end, end);
             if (begin >= stop) return false;
             const bool is_part = begin > places.begin || stop < places.end;
-            // Only the first and the last item of a block can be parts.
+            // Only the first and the last item of a block can be parts, so two slots for each block suffice.
             span = {item++, begin - places.begin, stop - places.begin, 2 * blockIdx.x + (begin != start), begin - start, is_part};
             return true;
         }
     };
 
-    // The tile and the head of queries of a step.
+    // The tile and the head of queries of the current step of a span. The item's tiles of queries are `begin` to `end` (exclusive), in each
+    // of the heads of queries that share its head of keys. `member` is the index of the head of queries among these.
     struct Way {
         uint32_t tile, begin, end, member;
 
@@ -139,15 +141,17 @@ template <int M> struct Shares {
         }
         __device__ __forceinline__ Task queries(const Shares &shares, Task keys) const {
             keys.tile = tile;
+            // There is one batch, so the head is also the index over (batch, heads).
             keys.head = keys.index = keys.index * shares.spans.group() + member;
             return keys;
         }
     };
 
     // The turn of the tile `keys` to add to the gradients of the tile of queries at `way`: how many other tiles of keys add to these
-    // gradients first. The block of `keys` reaches these queries `time` places after the start of its share. All lanes of the warp take
-    // part and get the result. Whatever the spans are, at least this many additions to these gradients come earlier, so no block waits
-    // forever.
+    // gradients before it. The block of `keys` reaches these queries `time` places after the start of its share. A tile of keys whose block
+    // reaches them after fewer places adds earlier. Of two tiles with equally many, the one with the lower index does. All lanes of the
+    // warp take part and get the result. Whatever the spans are, at least this many additions to these gradients come earlier, so no block
+    // waits forever.
     __device__ __forceinline__ uint32_t turn(const Task &keys, const Way &way, uint32_t time) const {
         const uint32_t own = way.tile / EACH, share = this->share(), before_head = keys.index * places(tiles) + ITEM_PLACES;
         const uint32_t lowest = min(spans.first_key(way.tile * M) / KEYS_AT_ONCE, own);
@@ -161,7 +165,7 @@ template <int M> struct Shares {
         return __reduce_add_sync(ALL_LANES, before);
     }
 
-    // Which queries see the 64 keys from `first` on.
+    // The mask of the 64 keys from `first` on. `first_end` is the end (exclusive) of the queries that see key `first`.
     struct Sight {
         const Spans &spans;
         uint32_t first, first_end;
@@ -171,7 +175,7 @@ template <int M> struct Shares {
 
         // Whether any of the 64 queries from `query` on does not see one of the keys.
         __device__ __forceinline__ bool hides(uint32_t query) const { return query < first + 63 || query + 64 > first_end; }
-        // Sets a weight to zero if its query does not see its key.
+        // Sets a weight to zero if its query does not see its key. The weights are those of the 64 queries from `query` on.
         __device__ __forceinline__ void hide(float (&weights)[32], uint32_t query) const {
             const uint32_t key = first + threadIdx.x / WARP % 4 * 16 + threadIdx.x % WARP / 4;
             uint32_t end[2] = {UINT32_MAX, UINT32_MAX};
@@ -185,8 +189,8 @@ template <int M> struct Shares {
         }
     };
 
-    // Describes the item in which the share of block `index` + 1 begins. Returns true only if the share of block `index` has the item's
-    // first step, so each split item is found for one `index` alone.
+    // Describes the item in which the share of block `index` + 1 begins. Returns true if this item is split and its first step is in the
+    // share of block `index`. So each split item is found for exactly one `index`.
     __device__ __forceinline__ bool split(uint32_t index, SplitItem &split) const {
         const uint32_t share = this->share(), start = index * share, place = start + share;
         if (place >= all_places()) return false;
