@@ -1,9 +1,9 @@
 // Picking elements by ids (see ids.cuh): index_select, embedding (index_select with outer = 1) and gather, and their gradients.
 //
-// x and dx are (outer, size, inner), where `size` is that of the indexed dimension; y and grad are (outer, count, inner). The ids are
-// (count) for index_select, and (outer, count, inner) for gather. An id is out of range unless 0 <= id < size. For such an id, the
-// forward kernels write 0, and the backward kernels leave out its gradient. Gradients of equal ids are added in a fixed order, in f32
-// (f64 for f64).
+// x and dx are (outer, size, inner), where `size` is the size of the indexed dimension; y and grad are (outer, count, inner). The ids are
+// (count) for index_select, and (outer, count, inner) for gather. An id is out of range unless 0 <= id < size. For an id out of range, the
+// forward kernels write 0 and report the id's index, and the backward kernels leave out its gradient. Gradients of equal ids are added in a
+// fixed order, in f32 (f64 for f64). A pack is N neighbouring elements along `inner`: N = WIDE elements of 16 bytes in all, or N = 1.
 
 #include "architecture.cuh"
 #include "ids.cuh"
@@ -39,16 +39,18 @@ __device__ __forceinline__ void gather(const T *x, const void *ids, T *y, Counte
     }
 }
 
-// The number of threads of a block in the kernels for index_select's gradient. A loop over the ids takes this many ids in each step: each
+// The number of threads of a block in the kernels for index_select's gradient. Loops over the ids take as many ids in each step: each
 // thread loads one id.
 constexpr int THREADS = 128;
-// The number of blocks that a multiprocessor must have room for. If it is 0, the compiler chooses the number, and may spill registers to
-// make room for one block more.
+// How many blocks a multiprocessor must have room for at a time. With 0, the compiler chooses, and may spill registers so that one more
+// block fits.
 constexpr int SCATTER_BLOCKS = ARCHITECTURE >= 1200 ? 10 : 0;
 template <typename T> constexpr int BACKWARD_BLOCKS = sizeof(T) == 2 ? 8 : 10;
 
-// Lists the ids of a step that equal `wanted`: `list` gets the ids' indices relative to the first id of the step, in ascending order.
-// `find` returns the number of these ids. If it is not 0, the block needs a barrier between its last use of `list` and the next `find`.
+// The ids of one step that equal a wanted id. `find` looks at the ids from index `step` up to, but not including, the smaller of
+// step + THREADS and `end`. It returns how many of them equal `wanted`, and writes their indices minus `step` to `list`, in ascending
+// order. All threads of the block must call `find`. If it does not return 0, the block needs a barrier between its last use of `list` and
+// the next `find`.
 struct Matches {
     uint32_t list[THREADS];
     uint32_t counts[THREADS / WARP];
@@ -74,6 +76,8 @@ struct Matches {
     }
 };
 
+// A column is one of the packs of (outer, inner), and a tile is THREADS columns. Each iteration of the outer loop handles the row `id` of
+// dx in one tile.
 template <typename T, int N>
 __device__ __forceinline__ void select_backward(const T *grad, const void *ids, T *dx, Acc<T> *partials, uint64_t outer,
                                                 uint32_t size, uint32_t count, uint32_t inner, uint32_t id_bytes,
@@ -109,7 +113,9 @@ __device__ __forceinline__ void select_backward(const T *grad, const void *ids, 
     }
 }
 
-// If several ids are equal, only the block of the first of these ids adds up the gradients of all of them. The other blocks do nothing.
+// Columns and tiles are those of `select_backward`. Each iteration of the outer loop handles the id with index j in one tile. If several
+// ids are equal, only the iterations of the first of these ids add up the gradients of all of them. The iterations of the others do
+// nothing.
 template <typename T, int N>
 __device__ __forceinline__ void select_scatter(const T *grad, const void *ids, T *dx, uint64_t outer, uint32_t size, uint32_t count,
                                                uint32_t inner, uint32_t id_bytes, Matches &matches) {
@@ -145,8 +151,8 @@ __device__ __forceinline__ void select_scatter(const T *grad, const void *ids, T
 } // namespace
 
 // y[o, j, i] = x[o, ids[j], i] for index_select, and y[o, j, i] = x[o, ids[o, j, i], i] for gather. Launch: block 256, grid
-// clamp(ceil(elements of y / (256 WIDE)), 1, 2^31 - 1) with WIDE = 1 for gather, no dynamic shared memory. Any grid gives the same
-// results.
+// clamp(ceil(elements of y / (256 · WIDE)), 1, 2^31 - 1), where gather has 1 in place of WIDE, no dynamic shared memory. Any grid gives the
+// same results.
 #define DEFINE_FORWARD(SUFFIX, T)                                                                                      \
     extern "C" __global__ void index_select_forward_##SUFFIX(const T *x, const void *ids, T *y, Counter *out_of_range, \
                                                              uint64_t outer, uint32_t size, uint32_t count,            \
@@ -167,22 +173,23 @@ DEFINE_FORWARD(u8, uint8_t)
 DEFINE_FORWARD(u32, uint32_t)
 DEFINE_FORWARD(i64, int64_t)
 
-// The gradient of index_select: dx[o, s, i] = Σ_j grad[o, j, i] over the j with ids[j] = s, in the order of j. Two kernels compute it:
+// The gradient of index_select: dx[o, s, i] = Σ_j grad[o, j, i] over the j with ids[j] = s, in the order of j (with pieces, see below: in
+// the order of j within a piece, then in the order of the pieces). The caller chooses one of two kernels. Below,
+// tiles = ceil(outer · inner / (128 · WIDE)).
 //
-// index_select_scatter is for few ids and many rows (embeddings). dx must hold zeros before; only the rows s that occur in ids are
-// written. A block handles one id and 128 packs of (outer, inner). It looks through all ids, and stops if an earlier id is equal to
-// its own. The kernel loads at most count² ceil(outer inner / (128 WIDE)) ids. With 4096 ids and 128 k rows, these loads take half as
-// long as zeroing dx. If an id occurs thousands of times, only ceil(outer inner / (128 WIDE)) blocks add all its gradients one after
-// another, which is slow.
-// Launch: block 128, grid clamp(count ceil(outer inner / (128 WIDE)), 1, 2^31 - 1), no dynamic shared memory.
+// index_select_scatter is for few ids and many rows (embeddings). It writes only the rows s that occur in ids, so dx must hold zeros before
+// the launch. A block handles one id and 128 packs of (outer, inner). It looks through all ids, and stops if an earlier id equals its
+// own. The kernel loads about tiles · count² ids at most. With 4096 ids and 128 000 rows, these loads take half as long as zeroing dx. If
+// an id occurs thousands of times, the kernel is slow: only `tiles` blocks add all the gradients of this id, one after another.
+// Launch: block 128, grid clamp(tiles · count, 1, 2^31 - 1), no dynamic shared memory.
 //
 // index_select_backward is for many ids and few rows. It writes every element of dx. The ids are divided into pieces. A block handles
 // one row s, one piece of the ids and 128 packs of (outer, inner). It looks through all ids of the piece, so the kernel loads
-// size count ceil(outer inner / (128 WIDE)) ids.
-// Launch: block 128, grid (clamp(size ceil(outer inner / (128 WIDE)), 1, 2^31 - 1), pieces), no dynamic shared memory. With one
-// piece, partials must be null. The caller may choose up to 65535 pieces, depending on sizes alone, for instance ceil(count / 4096)
-// if the grid would otherwise have fewer than 1024 blocks. With more than one piece, the kernel writes the sums of each piece to
-// partials (pieces, outer, size, inner) of f32 (f64 for f64) instead of dx, and the caller must launch index_select_sum afterwards.
+// tiles · size · count ids.
+// Launch: block 128, grid (clamp(tiles · size, 1, 2^31 - 1), pieces), no dynamic shared memory. The caller may choose up to 65535 pieces,
+// depending on sizes alone, for instance ceil(count / 4096) if the grid would otherwise have fewer than 1024 blocks. With one piece,
+// partials must be null. With more than one piece, the kernel writes the sums of each piece to partials (pieces, outer, size, inner), f32
+// (f64 for f64), instead of dx, and the caller must launch index_select_sum afterwards.
 #define DEFINE_SELECT_SCATTER(SUFFIX, T)                                                                               \
     extern "C" __global__ void __launch_bounds__(THREADS, SCATTER_BLOCKS)                                              \
         index_select_scatter_##SUFFIX(const T *grad, const void *ids, T *dx, uint64_t outer, uint32_t size,            \
@@ -207,7 +214,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SELECT_SCATTER)
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SELECT_BACKWARD)
 
-// dx[e] = Σ_p partials[p, e], where partials is (pieces, len) and dx is (len), len = outer size inner. Launch: block 256, grid
+// dx[e] = Σ_p partials[p, e], where partials is (pieces, len), dx is (len), and len = outer · size · inner. Launch: block 256, grid
 // clamp(ceil(len / 256), 1, 2^31 - 1), no dynamic shared memory.
 #define DEFINE_SELECT_SUM(SUFFIX, T)                                                                                   \
     extern "C" __global__ void index_select_sum_##SUFFIX(const Acc<T> *partials, T *dx, uint32_t pieces,               \
@@ -222,9 +229,9 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SELECT_BACKWARD)
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SELECT_SUM)
 
 // The gradient of gather: dx[o, s, i] = Σ_j grad[o, j, i] over the j with ids[o, j, i] = s, in the order of j. Writes every element of
-// dx. The thread of dx[o, s, i] loads the ids [o, j, i] for all j, so the kernel loads size count outer inner ids. This is cheap for
+// dx. The thread of dx[o, s, i] loads ids[o, j, i] for all j, so the kernel loads outer · size · count · inner ids. This is cheap for
 // losses, where count is small. For one long vector (outer = inner = 1), index_select_backward is faster.
-// Launch: block 256, grid clamp(ceil(outer size inner / 256), 1, 2^31 - 1), no dynamic shared memory. Any grid gives the same
+// Launch: block 256, grid clamp(ceil(outer · size · inner / 256), 1, 2^31 - 1), no dynamic shared memory. Any grid gives the same
 // results.
 #define DEFINE_GATHER_BACKWARD(SUFFIX, T)                                                                              \
     extern "C" __global__ void gather_backward_##SUFFIX(const T *grad, const void *ids, T *dx, uint64_t outer,         \

@@ -1,8 +1,10 @@
-// The low-rank products of adapted linear maps in one launch: hidden = s₁ input down, dst += s₂ hidden up.
+// Both low-rank products of adapted linear maps in one launch: hidden = scale_hidden · input · down, then
+// dst += scale_dst · hidden · up.
 //
-// A block computes 16 rows of hidden and dst. To compute hidden, each warp sums over a part of `inner`, and the block adds the warps'
-// sums through shared memory. Then each warp computes a part of the columns of dst. cuBLAS would need two launches, one for hidden and
-// one for dst. At the sizes of one image, starting them takes longer than their computation.
+// A block computes 16 rows of hidden, and a part of the columns of dst in these rows. To compute hidden, each warp sums over a part of the
+// `inner` input features, and the block adds the warps' sums through shared memory. Then the warps divide the block's columns of dst among
+// them. Blocks that compute other columns of the same rows compute the same hidden again. cuBLAS would need two launches, one for hidden
+// and one for dst. At the sizes of one image, the start of these launches takes longer than their computation.
 //
 // include/low_rank.cuh describes the fragments of the products.
 #include "architecture.cuh"
@@ -10,26 +12,29 @@
 
 namespace {
 
+// The rows of a block.
 constexpr int ROWS = 16;
+// The input features, or the columns of dst, that a warp handles in one step.
 constexpr int STEP = 32;
 constexpr int MOST_TERMS = 4;
-// A warp starts the loads for CHUNKS times 32 input features (hidden) or for PIECES times 32 columns (dst) together, because nearly all
-// time at these sizes is spent waiting for memory.
+// For hidden, a warp starts the loads of CHUNKS steps together; for dst, the loads of PIECES steps. At these sizes, nearly all time is
+// spent waiting for memory.
 constexpr int PIECES = 2;
 template <int TILES> constexpr int CHUNKS = TILES == 1 ? 4 : 2;
-// The number of warps of a block for the rank 16 TILES. A higher rank needs more registers in each thread, so fewer warps fit.
+// The number of warps of a block for TILES tiles of 16 ranks. A higher rank needs more registers in each thread, so fewer warps fit.
 template <int TILES> constexpr int WARPS = TILES <= 2 ? 16 : 8;
-// Whether dst is loaded before hidden is computed, as `up` is. This is false where the registers for dst would make the compiler spill
-// others: for rank 32, and on compute capability 12.0 in the backward pass of rank 16.
+// Whether the loads of dst start before hidden is computed. (The first loads of up always do.) This is false where the registers for dst
+// would make the compiler spill others: for rank 32, and from compute capability 12.0 on in the backward pass of rank 16.
 template <int TILES, bool is_backward> constexpr bool LOADS_DST_EARLY = TILES == 1 ? ARCHITECTURE < 1200 || !is_backward : TILES != 2;
 
-// All terms have the same sizes. `*_row` is the distance in elements between the starts of two neighbouring rows of a matrix.
+// The sizes of each of the `terms` terms. `*_row` is the distance in elements between the starts of two neighbouring rows of a matrix.
 struct LowRankSizes {
     uint32_t rows, inner, outer, terms;
     uint32_t input_row, hidden_row, dst_row, down_row, up_row;
     float scale_hidden, scale_dst;
 };
 
+// The matrices of one linear map: hidden = scale_hidden · input · down and dst += scale_dst · hidden · up.
 struct LowRankTerm {
     const void *input, *down, *up;
     void *hidden, *dst;
@@ -39,8 +44,9 @@ struct LowRankTerms {
     LowRankTerm list[MOST_TERMS];
 };
 
-// Loads the right operands of the four matrix products of 32 input features with 16 ranks. The indices of `b` are [rank % 2][half of the
-// features][register]. `down` is stored as (inner, rank) if `is_turned`, otherwise as (rank, inner).
+// Loads the right operands of the four matrix products of 32 input features with 16 ranks: those from `feature` and `rank` on. The indices
+// of `b` are [rank % 2][half of the thread's eight features][register]. `down` is stored as (inner, rank) if `is_turned`, otherwise as
+// (rank, inner), with rows `row` elements apart.
 template <typename T, bool is_turned>
 __device__ __forceinline__ void load_down(uint32_t (&b)[2][2][2], const T *down, uint32_t row, uint32_t feature, uint32_t rank,
                                           int g, int t) {
@@ -73,7 +79,8 @@ __device__ __forceinline__ void compute_hidden(const LowRankTerm &term, const Lo
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
     const uint32_t first_row = blockIdx.x * ROWS, last = sizes.rows - 1;
     const T *input = static_cast<const T *>(term.input), *down = static_cast<const T *>(term.down);
-    // If the block has rows beyond the last row of input, its threads load the last row instead and do not write the results.
+    // If the block has rows beyond the last row of input, its threads load the last row instead. The results of these rows are not written
+    // to global memory.
     const T *rows[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -153,12 +160,15 @@ template <typename T, int TILES, bool is_backward> struct Share {
     uint4 dst[PIECES][2];
     uint32_t up[PIECES][TILES][4][2];
 
+    // The address of the eight neighbouring columns of dst that this thread has among the 32 columns from `column` on, in the upper (0) or
+    // lower (1) half of the block's rows; null outside dst.
     __device__ __forceinline__ static T *place(void *dst, const LowRankSizes &sizes, uint32_t column, int half) {
         const int lane = threadIdx.x % WARP;
         const uint64_t row = blockIdx.x * ROWS + lane / 4 + 8 * half;
         return column < sizes.outer && row < sizes.rows ? static_cast<T *>(dst) + row * sizes.dst_row + column + 8 * (lane % 4) : nullptr;
     }
 
+    // Loads the values of dst. Piece i begins at column begin + i · stride.
     __device__ __forceinline__ void load_dst(const LowRankTerm &term, const LowRankSizes &sizes, uint32_t begin, uint32_t stride) {
 #pragma unroll
         for (int piece = 0; piece < PIECES; piece++) {
@@ -169,6 +179,7 @@ template <typename T, int TILES, bool is_backward> struct Share {
         }
     }
 
+    // Loads the values of up.
     __device__ __forceinline__ void load_factor(const LowRankTerm &term, const LowRankSizes &sizes, uint32_t begin, uint32_t stride) {
         const int lane = threadIdx.x % WARP;
 #pragma unroll
@@ -182,6 +193,7 @@ template <typename T, int TILES, bool is_backward> struct Share {
         }
     }
 
+    // Adds the products hidden · up of one term to `sums`.
     __device__ __forceinline__ void multiply(float (&sums)[PIECES][4][4], const T *hidden) const {
         uint32_t left[TILES][4];
         load_hidden<T, TILES>(left, hidden);
@@ -193,8 +205,8 @@ template <typename T, int TILES, bool is_backward> struct Share {
                 for (int i = 0; i < 4; i++) multiply_add<T>(sums[piece][i], left[tile], up[piece][tile][i][0], up[piece][tile][i][1]);
     }
 
-    // Adds the results of `multiply` to dst. A thread stores eight neighbouring columns of a row. The sums for columns 2i and 2i + 1 are in
-    // the results of the matrix products 2i % 4 and 2i % 4 + 1.
+    // Stores dst + scale_dst · sums, with the `sums` of `multiply`. A thread stores eight neighbouring columns of a row. The sums for its
+    // columns 2i and 2i + 1 are in the results of the matrix products 2i % 4 and 2i % 4 + 1.
     __device__ __forceinline__ void store(const float (&sums)[PIECES][4][4], void *to, const LowRankSizes &sizes,
                                           uint32_t begin, uint32_t stride) {
 #pragma unroll
@@ -253,11 +265,11 @@ __device__ __forceinline__ void low_rank(const LowRankTerms &terms, const LowRan
 
 } // namespace
 
-// hidden (rows, rank) = scale_hidden input (rows, inner) down, dst (rows, outer) += scale_dst hidden up, for up to four terms of the
-// same sizes. inner and outer must be multiples of 32. The addresses of the matrices and the distances between their rows must be
-// multiples of 16 bytes.
-// Launch: block 512 (256 for rank 64); grid (ceil(rows / 16), any, terms) for the forward pass and (ceil(rows / 16), any, 1) for the
-// backward pass; no dynamic shared memory. The blocks of the grid's second dimension share the columns of dst.
+// hidden = scale_hidden · input · down and dst += scale_dst · hidden · up for up to four terms of the same sizes, where input is
+// (rows, inner), hidden (rows, rank) and dst (rows, outer). inner and outer must be multiples of 32. The addresses of the matrices and the
+// distances between their rows must be multiples of 16 bytes.
+// Launch: block 512 (256 for rank 64); grid (ceil(rows / 16), n, terms) for the forward pass and (ceil(rows / 16), n, 1) for the
+// backward pass, with any n: n blocks divide the columns of dst among them; no dynamic shared memory.
 #define DEFINE_LOW_RANK(NAME, IS_BACKWARD, RANK, SUFFIX, T)                                                            \
     extern "C" __global__ void __launch_bounds__(WARPS<RANK / RANKS> *WARP, 1)                                         \
         low_rank_##NAME##RANK##_##SUFFIX(const __grid_constant__ LowRankTerms terms,                                   \

@@ -1,20 +1,21 @@
-// The second products of adapted linear maps without the first: dst += s hidden up, for several maps in one launch. At thousands of rows,
-// this kernel reaches nearly the full speed of memory. cuBLAS reaches half of this speed, and adds the products of the maps one after the
-// other.
+// The second of the two low-rank products (low_rank.cu) of adapted linear maps, where hidden exists already: dst += scale · hidden · up,
+// for several maps in one launch. At thousands of rows, this kernel reaches nearly the full speed of memory. cuBLAS reaches half of this
+// speed, and adds the products of the maps one after the other.
 #include "low_rank.cuh"
 
 namespace {
 
+// A warp handles COLUMNS columns and STEPS times TILE rows of dst. (The tiles that TILES counts are not of rows, but of 16 ranks.)
 constexpr int COLUMNS = 32, WARPS = 8, TILE = 16, STEPS = 2;
 constexpr int MOST_TILES = 4, MOST_SUMS = 4;
 
-// Sixteen ranks: columns of hidden and rows of up.
+// The factors of 16 ranks: 16 columns of hidden and the 16 rows of up that belong to them.
 struct LowRankTile {
     const void *hidden, *up;
 };
 
-// Products that are added to one dst with `outer` columns. The blocks (blockIdx.x) of this sum are those from the `end` of the previous sum
-// (0 for the first sum) up to, but not including, `end`.
+// The products of up to MOST_TILES tiles, added to one dst with `outer` columns. The blocks of this sum have a blockIdx.x from the `end` of
+// the previous sum (0 for the first sum) up to, but not including, its own `end`.
 struct LowRankSum {
     void *dst;
     uint32_t outer, end;
@@ -32,10 +33,10 @@ struct LowRankAddSizes {
     float scale;
 };
 
-// The fewest blocks that one multiprocessor shall run at a time. More tiles need more registers.
+// How many blocks a multiprocessor must have room for at a time. More tiles need more registers, so fewer blocks fit.
 template <int TILES> constexpr int BLOCKS = TILES == 1 ? 4 : 2;
 
-// A warp has 32 columns of STEPS times sixteen rows (include/low_rank.cuh). All its loads start before the first product.
+// include/low_rank.cuh says which of the warp's columns a thread has. All loads start before the first product.
 template <typename T, int TILES, bool is_backward>
 __device__ __forceinline__ void low_rank_add(const LowRankSums &sums, const LowRankAddSizes &sizes) {
     const LowRankSum *sum = sums.list;
@@ -52,7 +53,7 @@ __device__ __forceinline__ void low_rank_add(const LowRankSums &sums, const LowR
     for (int step = 0; step < STEPS; step++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            // Rows beyond the last one load the last row and are not written.
+            // In place of a row beyond the last one, the last row is loaded. The result is not written.
             const uint32_t row = min(first + step * TILE + 8 * half, last);
             values[step][half] = *reinterpret_cast<const uint4 *>(dst + static_cast<uint64_t>(row) * sizes.dst_row);
 #pragma unroll
@@ -75,6 +76,8 @@ __device__ __forceinline__ void low_rank_add(const LowRankSums &sums, const LowR
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const uint32_t row = first + step * TILE + 8 * half;
+            // Adds to word `i` of dst, which holds the thread's columns 2i and 2i + 1. Their sums are in the results of the products
+            // 2i % 4 and 2i % 4 + 1.
             const auto add = [&](uint32_t two, int i) {
                 const T *old = reinterpret_cast<const T *>(&two);
                 const int from = 2 * half + i / 2;
@@ -90,10 +93,11 @@ __device__ __forceinline__ void low_rank_add(const LowRankSums &sums, const LowR
 
 } // namespace
 
-// dst (rows, outer) += scale hidden (rows, TILES x 16) up (TILES x 16, outer) for each sum, in tiles of sixteen ranks. outer is a multiple
-// of 32, dst_row of 8, hidden_row and up_row of 4. Addresses of hidden and up are multiples of 8 bytes, dst of 16 bytes.
-// Launch: block 256, grid (the `end` of the last sum, where each sum has ceil(outer / 256) blocks; ceil(rows / 32)), no dynamic shared
-// memory.
+// dst += scale · hidden · up for each sum, where dst is (rows, outer), hidden (rows, 16 · TILES) and up (16 · TILES, outer), both in tiles
+// of 16 ranks. outer must be a multiple of 32, dst_row of 8, hidden_row and up_row of 4. The addresses of hidden and up must be multiples
+// of 8 bytes, that of dst a multiple of 16 bytes.
+// Launch: block 256, grid (blocks, ceil(rows / 32)), no dynamic shared memory. Each sum has ceil(outer / 256) blocks, so `blocks` is the
+// `end` of the last sum.
 #define DEFINE_ADD(NAME, IS_BACKWARD, TILES, SUFFIX, T)                                                                \
     extern "C" __global__ void __launch_bounds__(WARPS *WARP, BLOCKS<TILES>) low_rank_add_##NAME##TILES##_##SUFFIX(    \
         const __grid_constant__ LowRankSums sums, const __grid_constant__ LowRankAddSizes sizes) {                     \

@@ -1,5 +1,5 @@
-// Gradients of the factors of low-rank maps, for many maps in one launch. A gradient is the product narrowᵀ wide of two matrices with
-// the same rows.
+// Gradients of the factors of low-rank maps, for many maps in one launch. A gradient is the product narrowᵀ · wide of two matrices with
+// the same number of rows.
 //
 // `wide` is a map's input or the gradient of its result. `narrow` has 16 columns, one for each of 16 ranks: hidden or its gradient. Nearly
 // all time is spent reading `wide`, so each block reads all rows of 64 columns of `wide`, and no other block reads them.
@@ -7,15 +7,16 @@
 
 namespace {
 
+// A block handles COLUMNS columns of wide. STEP is the number of rows in a step of a warp, and also the number of ranks.
 constexpr int COLUMNS = 64, WARPS = 8, STEP = 16, THREADS = WARPS * WARP;
-// The number of steps of 16 rows whose loads a warp starts together.
+// The number of steps whose loads a warp starts together.
 constexpr int AT_ONCE = 2;
 constexpr int MOST_PRODUCTS = 48;
-// The distance between two ranks of a warp's sums in shared memory, in floats. It is not a multiple of the number of banks, against bank
-// conflicts.
+// The distance between neighbouring ranks of a warp's sums in shared memory, in floats. It is not a multiple of the number of banks, which
+// avoids bank conflicts.
 constexpr int SUM_ROW = COLUMNS + 4;
 
-// One product: sum[r · rank_step + c · column_step] += scale · Σ_row narrow[row, r] wide[row, c], for 16 ranks r and `columns` columns c.
+// One product: sum[r · rank_step + c · column_step] += scale · Σ_row narrow[row, r] · wide[row, c], for 16 ranks r and `columns` columns c.
 // `*_row` is the distance in elements between the starts of two neighbouring rows of a matrix.
 struct LowRankFactor {
     const void *wide, *narrow;
@@ -31,7 +32,7 @@ struct LowRankFactors {
     uint32_t ends[MOST_PRODUCTS];
     LowRankFactor list[MOST_PRODUCTS];
 
-    // The index of the product that block `index` computes columns of.
+    // The index of the product to which block `index` belongs: the number of `ends` that are at most `index`, by binary search.
     __device__ __forceinline__ uint32_t find(uint32_t index) const {
         uint32_t found = 0;
 #pragma unroll
@@ -42,13 +43,14 @@ struct LowRankFactors {
 };
 
 // A warp's operands for 16 rows: the block's 64 columns of wide, and the 16 ranks of narrow. With g = lane / 4 and t = lane % 4, a thread
-// holds the rows 4t to 4t + 3: the columns 8g to 8g + 7 of wide and the ranks 2g and 2g + 1 of narrow. `multiply` runs PTX'
+// holds in the rows 4t to 4t + 3 the columns 8g to 8g + 7 of wide and the ranks 2g and 2g + 1 of narrow. `multiply` runs PTX'
 // `mma.m16n8k16` (layout: attention/mma.cuh) eight times. Column n of the result of mma j is the block's column 8n + j. Rows g and g + 8
 // of a result are the ranks 2g and 2g + 1.
 template <typename T> struct Rows {
     uint4 wide[4];
     uint32_t narrow[4];
 
+    // Loads four rows from row `first` on. Rows beyond the last one become zeros, and so does all of wide unless `is_inside`.
     __device__ __forceinline__ void load(const T *wide_at, const T *narrow_at, const LowRankFactor &product, uint32_t first,
                                          bool is_inside) {
 #pragma unroll
@@ -81,8 +83,8 @@ template <typename T> __device__ __forceinline__ void low_rank_gradient(const Lo
     const bool is_inside = first_column + 8 * g < product.columns;
     const T *wide = static_cast<const T *>(product.wide) + first_column + 8 * g;
     const T *narrow = static_cast<const T *>(product.narrow) + 2 * g;
-    // Each thread adds to EACH elements of `product.sum`, and neighbouring threads to neighbouring elements. The old values are loaded
-    // here, so that the loads run during the products.
+    // Each thread adds to EACH elements of `product.sum`. Neighbouring threads add to neighbouring elements: to neighbouring ranks if
+    // `by_rank`, otherwise to neighbouring columns. The old values are loaded here, so that the loads run during the products.
     constexpr int EACH = STEP * COLUMNS / THREADS;
     const bool by_rank = product.rank_step == 1;
     float *to[EACH], old[EACH];
@@ -105,6 +107,7 @@ template <typename T> __device__ __forceinline__ void low_rank_gradient(const Lo
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) rows[i].multiply(sums);
     }
+    // sums[j][2 · pick + n] belongs to the rank 2g + pick and to the block's column 8 (2t + n) + j.
 #pragma unroll
     for (int pick = 0; pick < 2; pick++)
 #pragma unroll
@@ -129,7 +132,7 @@ template <typename T> __device__ __forceinline__ void low_rank_gradient(const Lo
 
 // Computes the products (LowRankFactor) of a list. The `sum`s of two products must not overlap. columns, wide_row and narrow_row must be
 // multiples of 8. The addresses of wide and narrow must be multiples of 16 bytes.
-// Launch: block 256, grid Σ ceil(columns / 64) over the products (`ends` of the last product), no dynamic shared memory.
+// Launch: block 256, grid Σ ceil(columns / 64) over the products, which is the last product's value of `ends`, no dynamic shared memory.
 #define DEFINE_GRADIENT(SUFFIX, T)                                                                                     \
     extern "C" __global__ void __launch_bounds__(THREADS, 2) low_rank_gradient_##SUFFIX(                               \
         const __grid_constant__ LowRankFactors products) {                                                             \

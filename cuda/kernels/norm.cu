@@ -2,13 +2,14 @@
 // (Peebles & Xie 2022, arXiv:2212.09748) of rows.
 //
 // x, y and their gradients dx and grad are (rows, len). mean and rstd = 1/√(var + eps) have one value per row, f32 (f64 for f64). RMS
-// norm is layer norm with mean = 0 and bias = 0: its kernels ignore the pointers `mean` and `bias`. `affine_f32`: see affine.cuh.
+// norm is layer norm with mean = 0 and bias = 0: its kernels ignore the pointers `mean` and `bias`. affine.cuh describes `affine_f32`;
+// norm_rows.cuh describes `sharing`, which only modulated layer norm reads.
 
 #include "architecture.cuh"
 #include "norm_rows.cuh"
 
-// How many teams of the largest size a multiprocessor must have room for in a forward kernel. For f64 on compute capability 12.0 the
-// compiler needs more registers.
+// How many teams of the largest size a multiprocessor must have room for in a forward kernel. For f64, from compute capability 12.0 on, the
+// compiler needs more registers, so only one such team fits.
 template <typename T> constexpr int FORWARD_TEAMS = ARCHITECTURE >= 1200 && sizeof(T) == 8 ? 1 : 2;
 
 namespace {
@@ -26,7 +27,7 @@ __device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, A
     normalize<T, N, KIND>(x, residual, sum, affine, mean, rstd, rows, len, sharing, eps, shared, write);
 }
 
-// Unless `before` is null, the function adds `before` to the gradient before it rounds to T.
+// Writes the gradient plus `before`, rounded once to T. A null `before` means zeros.
 template <typename T, int N, Kind KIND>
 __device__ __forceinline__ void backward(const T *x, const T *grad, const T *before, Affine affine, const Acc<T> *mean,
                                          const Acc<T> *rstd, T *dx, uint64_t rows, uint32_t len, uint32_t sharing,
@@ -35,7 +36,7 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, const T *bef
     constexpr bool CENTER = CENTERS<KIND>;
     for (uint64_t row = first_row(); row < rows; row += row_stride()) {
         NormRow<T, N> values(x + row * len, len), grads(grad + row * len, len);
-        // Loaded early, so that the values arrive while the sums are computed.
+        // The values of `before`, loaded early, so that they arrive while the sums are computed.
         NormRow<T, N> addends(before + row * len, before == nullptr ? 0 : len);
         const A center = CENTER ? mean[row] : A(0), scale = rstd[row];
         const uint64_t parameters = first_parameter<KIND>(row, sharing, len);
@@ -53,7 +54,7 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, const T *bef
         });
         if (CENTER) team_sums(sum, dot, shared);
         else dot = team_sum(dot, shared);
-        // dx = scale g w - slope (x - center) - shift, where w is the weight (1 + weight for MODULATED).
+        // dx = scale · g · w - slope · (x - center) - shift (+ `before`), where w is the weight (1 + weight for MODULATED).
         const A slope = dot * scale / len * scale * scale, shift = CENTER ? sum / len * scale : A(0);
         values.keep_narrow();
         grads.keep_narrow();
@@ -129,9 +130,9 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
 
 } // namespace
 
-// y = (x - mean) rstd weight + bias, with 1 + weight instead of weight in modulated_layer_norm. Unless `residual` is null,
-// sum = x + residual is rounded to the dtype and written, and y is the norm of `sum`. Launch: over rows (rows.cuh), with the HELD that
-// NORM_HELD describes.
+// y = (x - mean) · rstd · weight + bias, with 1 + weight instead of weight in modulated_layer_norm. Unless `residual` is null,
+// sum = x + residual is rounded to T and written, and y is the norm of `sum`. The kernels also write rstd and, except for RMS norm, mean.
+// Launch: over rows (rows.cuh), with the HELD that the comment on NORM_HELD (norm_rows.cuh) gives.
 #define DEFINE_FORWARD(NAME, KIND, SUFFIX, T)                                                                          \
     extern "C" __global__ void __launch_bounds__(TEAM, FORWARD_TEAMS<T>)                                               \
         NAME##_forward_##SUFFIX(const T *x, const T *residual, T *sum, const void *weight, const void *bias, T *y,     \
@@ -146,9 +147,9 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
         else forward<T, 1, KIND>(x, residual, sum, affine, y, mean, rstd, rows, len, sharing, added, shared);          \
     }
 
-// dx = rstd (g w - mean(g w) - x̂ mean(g w x̂)) + before. Here g = grad, w = weight (1 + weight in modulated_layer_norm),
-// x̂ = (x - mean) rstd, and mean(…) is the mean over the row. RMS norm has no term mean(g w). `before` may be null for zeros. dx may be
-// the memory of grad or of `before`. Launch: as for the forward pass.
+// dx = rstd · (g·w - E(g·w) - x̂ · E(g·w·x̂)) + before. Here g = grad, w = weight (1 + weight in modulated_layer_norm),
+// x̂ = (x - mean) · rstd, and E is the mean over the row. RMS norm has no term E(g·w). A null `before` means zeros. dx may be the memory of
+// grad or of `before`. Launch: as for the forward pass, with the HELD of a backward pass.
 #define DEFINE_BACKWARD(NAME, KIND, SUFFIX, T)                                                                         \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         NAME##_backward_##SUFFIX(const T *x, const T *grad, const T *before, const void *weight, const Acc<T> *mean,   \
@@ -162,11 +163,10 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
         else backward<T, 1, KIND>(x, grad, before, affine, mean, rstd, dx, rows, len, sharing, shared);                \
     }
 
-// First stage of the gradients of weight and bias. x is (samples * rows, len) here: `rows` is the number of rows of one sample. The rows
-// of each sample are divided into pieces. For each piece, the kernel writes Σ g x̂ and Σ g over the piece's rows to `partials`, which is
-// (samples, pieces, 2, len), f32 (f64 for f64). Launch: block (32, 8), grid
-// (ceil(len / (32 WIDE)), pieces, samples), no dynamic shared memory. The caller chooses up to 65535 pieces, for instance
-// clamp(ceil(rows / 64), 1, 128). Second stage: norm_affine_sum.
+// First stage of the gradients of weight and bias. x and grad are (samples · rows, len) here: `rows` is the number of rows of one sample.
+// The rows of each sample are divided into pieces. For each piece, the kernel writes Σ g·x̂ and Σ g over the piece's rows to `partials`,
+// which is (samples, pieces, 2, len), f32 (f64 for f64). Launch: block (32, 8), grid (ceil(len / (32 · WIDE)), pieces, samples), no dynamic
+// shared memory. The caller chooses up to 65535 pieces, for instance clamp(ceil(rows / 64), 1, 128). Second stage: norm_affine_sum.
 #define DEFINE_AFFINE(NAME, CENTER, SUFFIX, T)                                                                         \
     extern "C" __global__ void __launch_bounds__(WARP *LINES)                                                          \
         NAME##_affine_##SUFFIX(const T *x, const T *grad, const Acc<T> *mean, const Acc<T> *rstd, Acc<T> *partials,    \
@@ -189,9 +189,10 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
     DEFINE_AFFINE(rms_norm, false, SUFFIX, T)
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_NORMS)
 
-// Second stage, for every norm (group norm too): adds the sums of the pieces in partials (samples, pieces, 2, len) and writes dweight and
-// dbias (samples, len). A null dweight or dbias is not computed. The order of the additions is fixed: thread i of 16 adds the pieces i,
-// i + 16 and so on; then one thread adds the 16 sums. Launch: block (32, 16), grid (ceil(len / 32), 2, samples), no dynamic shared memory.
+// Second stage, for every norm (also those of group_norm.cu and rms_norm_rope.cu): adds the sums of the pieces in partials
+// (samples, pieces, 2, len) and writes dweight and dbias (samples, len). If dweight or dbias is null, it is not computed. The order of the
+// additions is fixed: of the 16 threads of an element, thread i adds the pieces i, i + 16 and so on; then one thread adds the 16 sums.
+// Launch: block (32, 16), grid (ceil(len / 32), 2, samples), no dynamic shared memory.
 #define DEFINE_SUM(SUFFIX, T)                                                                                          \
     extern "C" __global__ void norm_affine_sum_##SUFFIX(const Acc<T> *partials, void *dweight, void *dbias,            \
                                                         uint32_t pieces, uint32_t len, uint32_t affine_f32) {          \

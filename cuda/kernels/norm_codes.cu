@@ -1,8 +1,9 @@
-// Layer norm of the sum of two tensors (norm.cu), rounded to 8-bit codes with a scale for each row (codes.cu). Products of codes read these
-// codes, so that no kernel writes the norm itself.
+// Layer norm of the sum of two tensors (norm.cu), rounded to 8-bit codes with a scale for each row (codes.cu). Matrix products read these
+// codes, so no kernel needs to write the normalized values themselves.
 //
-// The codes are those that norm.cu followed by codes.cu would make: normalized values are first rounded to T. `len` is a multiple of 16, and
-// at most what NORM_HELD packs of the largest team of threads hold. All tensors begin at a 16-byte boundary.
+// The codes are those that norm.cu followed by codes.cu would make, because the kernel first rounds the normalized values to T. `len` must
+// be a multiple of 16, and at most NORM_HELD · TEAM · WIDE: then the threads of the largest team hold a row in registers. All tensors must
+// begin at a 16-byte boundary.
 #include "codes/round.cuh"
 #include "norm_rows.cuh"
 
@@ -13,7 +14,8 @@ __device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, A
                                         uint32_t len, Acc<T> eps, bool is_int8, uint8_t *codes, float *scales, Acc<T> *shared) {
     constexpr int N = WIDE<T>;
     const auto write = [&](uint64_t row, NormRow<T, N> &values, auto normalized) {
-        // Lets the compiler drop the loops over packs that are not in registers. With these loops it would spill registers.
+        // Changes nothing, but lets the compiler drop the loops over packs that are not in registers. With these loops, it would spill
+        // registers.
         values.packs = min(values.packs, NORM_HELD * blockDim.x);
         RowScale found;
         // In the registers, the normalized values replace the row's values.
@@ -46,8 +48,8 @@ __device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, A
 
 } // namespace
 
-// add_layer_norm_codes: sum = x + residual, rounded to T; the codes (rows, len) and scales (rows) of the layer norm of `sum`; mean and rstd
-// as in norm.cu. Launch: as for the forward pass of norm.cu.
+// add_layer_norm_codes writes sum = x + residual, rounded to T, the codes (rows, len) and scales (rows) of the layer norm of `sum`, and
+// mean and rstd as in norm.cu. The codes are int8 if `is_int8` is 1, otherwise float8 (e4m3). Launch: as for the forward pass of norm.cu.
 #define DEFINE_NORM_CODES(SUFFIX, T)                                                                                                   \
     extern "C" __global__ void __launch_bounds__(TEAM, 2) add_layer_norm_codes_##SUFFIX(                                               \
         const T *x, const T *residual, T *sum, const void *weight, const void *bias, float *mean, float *rstd, uint64_t rows,          \

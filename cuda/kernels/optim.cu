@@ -1,15 +1,17 @@
-// The optimizers with f32 states, and the same optimizers for parameters and states of bf16. Arithmetic and rounding are the same as on
-// the CPU, operation by operation, so that parameters and states are equal bit for bit. Products and sums are written as intrinsics:
+// The optimizers with states in f32, and the same optimizers with parameters and states in bf16. Arithmetic and rounding are the same as
+// on the CPU, operation by operation, so that parameters and states are equal bit for bit. Products and sums are written as intrinsics:
 // the compiler would fuse the operators * and + into fused multiply-adds, which round differently.
 //
-// A step launches <optimizer>_prepare, and then `<optimizer>_step_*` once for all pieces. Clipping launches gradient_norm_* (once for each
-// vector of gradients), gradient_clip and gradient_scale_* before the step. Loss scaling launches gradient_norm_max_* and gradient_clip
-// before the step, and loss_scale_update after it. No argument of a launch changes from step to step: the learning rate is in `Settings`
-// on the device, and the kernels count the steps and compute everything else. So a captured step can be replayed.
+// A step launches <optimizer>_prepare, and then `<optimizer>_step_*` (or <optimizer>_rounded_bf16) for all pieces. The two names are not
+// always the same: adam_step_* follows adam_prepare or adamw_prepare, and small_adam_step_* follows adam_8bit_prepare. Clipping launches
+// gradient_norm_* (once for each vector of gradients), gradient_clip and gradient_scale_* (gradient.cu) before the step. Loss scaling
+// launches gradient_norm_max_* and gradient_clip before the step, and loss_scale_update after it. No argument of a launch changes from
+// step to step: the learning rate is in `Settings` on the device, and the kernels count the steps and compute everything else. So a CUDA
+// graph that captured a step can be replayed.
 #include "optim.cuh"
 
-// Each optimizer has a function that computes the coefficients of one step from a group's settings. Fields that the optimizer does not
-// use are 0.
+// The functions *_coefficients compute the coefficients of one step from a group's settings, one function for each <optimizer>_prepare. A
+// field that the optimizer does not need has a value without effect. `prepare` sets `gain` and `skip`.
 
 static __device__ Coefficients adam_moments(const Settings &at, double step) {
     const double correction1 = 1.0 - pow(at.beta1, step), correction2 = 1.0 - pow(at.beta2, step);
@@ -48,6 +50,8 @@ static __device__ Coefficients lion_coefficients(const Settings &at, double) {
     return to;
 }
 
+// As in bitsandbytes, step_size · m / (√v + eps) is added to the parameter, so `step_size` is negative. It contains both bias corrections,
+// so `eps` is multiplied by that of v.
 static __device__ Coefficients adam_8bit_coefficients(const Settings &at, double step) {
     Coefficients to = lion_coefficients(at, step);
     const float correction1 = static_cast<float>(1.0 - pow(static_cast<double>(to.beta1), step));
@@ -70,13 +74,13 @@ static __device__ Coefficients sgd_coefficients(const Settings &at, double step)
     return to;
 }
 
-// The kernels of optimizers that update whole variables (optim_whole.cu) read `Settings`, so they need no coefficients but those that
-// every `prepare` writes (`gain`, `skip`).
+// The kernels of optimizers that update whole variables (optim_whole.cu) read `Settings`, so they need no coefficients but `gain` and
+// `skip`.
 static __device__ Coefficients whole_coefficients(const Settings &, double) { return Coefficients{}; }
 
 // Sets a group's hyper-parameters between steps: settings[group] = value. Unless `like` is 0xffffffff, the group's `step` becomes that of
 // group `like` instead of value.step.
-//   settings: must have the elements `group` and (unless it is 0xffffffff) `like`.
+//   settings: must have the element `group`, and the element `like` unless `like` is 0xffffffff.
 // Grid: 1; block: 1; no dynamic shared memory.
 extern "C" __global__ void optim_configure(Settings *settings, uint32_t group, uint32_t like, Settings value) {
     follow();
@@ -85,9 +89,9 @@ extern "C" __global__ void optim_configure(Settings *settings, uint32_t group, u
 }
 
 // Begins a step: <optimizer>_prepare increments `step` of every group and writes the group's coefficients.
-//   settings, coefficients [groups]; loss_scale, by which the step's kernel divides the gradients first, or null for 1;
+//   settings, coefficients [groups]; loss_scale: the step's kernel first divides the gradients by loss_scale->scale, or by 1 if it is null;
 //   norm: the norm of the gradients, or null. If the norm is infinite or NaN, the step is skipped: `step` does not change, and the step's
-//   kernel only zeroes the gradients (if zero_grads is 1).
+//   kernel does nothing but zero the gradients (if zero_grads is 1).
 // Grid: (groups + 31) / 32; block: 32; no dynamic shared memory.
 template <Coefficients (*COEFFICIENTS)(const Settings &, double)>
 static __device__ __forceinline__ void prepare(Settings *settings, uint32_t groups, const double *norm, const LossScale *loss_scale,
@@ -117,23 +121,23 @@ DEFINE_PREPARE(lion)
 DEFINE_PREPARE(sgd)
 DEFINE_PREPARE(whole)
 
-// Four neighbouring values of a state.
+// Four neighbouring values of a state, in f32 while a kernel works on them.
 template <typename S> struct StateQuad {
     S *pointer;
     float values[QUAD];
 
     __device__ __forceinline__ StateQuad(S *states, uint64_t index) : pointer(states + index) { load_quad<true>(values, pointer, QUAD); }
     __device__ __forceinline__ float &operator[](int k) { return values[k]; }
-    // `number` is 1 for the optimizer's first state (state1), 2 for the second and 3 for the third.
+    // Rounds the values to S and writes them. `number` is 1 for the optimizer's first state (state1), 2 for the second, 3 for the third.
     template <typename Rounding> __device__ __forceinline__ void store(const Rounding &rounding, int number) {
         store_quad<true>(pointer, values, QUAD, rounding, number);
     }
 };
 
-// Each optimizer is a structure with pointers to its states, of type S. Its operator () updates four neighbouring elements: p and g are
-// the parameters and gradients, and `index` is the index of the first element in the states.
+// Each optimizer is a structure with pointers to its states, of type S. Its operator () updates four neighbouring elements: p are their
+// parameters, g their gradients (which it may overwrite), and `index` is the index of the first of the elements in the states.
 
-// As torch.optim.Adam (weight decay in `l2`) and AdamW (weight decay in `decay`). Unless `largest` is null, with AMSGrad.
+// As torch.optim.Adam (weight decay in `l2`) and AdamW (weight decay in `decay`); with AMSGrad unless `largest` is null.
 template <typename S> struct AdamRule {
     S *first, *second, *largest;
 
@@ -152,6 +156,7 @@ template <typename S> struct AdamRule {
         }
         if (largest != nullptr) {
             StateQuad<S> max(largest, index);
+            // The larger of the two numbers; NaN if one of them is NaN.
 #pragma unroll
             for (int k = 0; k < QUAD; ++k) top[k] = max[k] = v[k] <= max[k] || max[k] != max[k] ? max[k] : v[k];
             max.store(rounding, 3);
@@ -166,7 +171,7 @@ template <typename S> struct AdamRule {
     }
 };
 
-// As bitsandbytes' Adam8bit and AdamW8bit for parameters that are too small for 8-bit states. A multiplication and an addition are fused
+// As bitsandbytes' Adam8bit and AdamW8bit for variables with too few elements for 8-bit states. A multiplication and an addition are fused
 // (__fmaf_rn) where the compiled CUDA code of bitsandbytes fuses them.
 template <typename S> struct SmallAdamRule {
     S *first, *second, *unused;
@@ -205,7 +210,7 @@ template <typename S> struct LionRule {
     }
 };
 
-// As torch.optim.SGD.
+// As torch.optim.SGD. `buffer` is null without momentum.
 template <typename S> struct SgdRule {
     S *buffer, *unused[2];
 
@@ -261,16 +266,16 @@ static __device__ __forceinline__ void step(const Piece *pieces, const Segment *
 //   adam: p *= decay; g += l2 * p; m += gain1 * (g - m); v = beta2 * v + gain2 * g^2;
 //         p -= step_size * m / (sqrt(v) / root_correction2 + eps). Unless `largest` is null, largest = max(largest, v), and p's update
 //         has `largest` in place of v;
-//   small_adam: m = beta1 * m + gain1 * g; v = beta2 * v + gain2 * g^2; p = decay * (p + step_size * m / (sqrt(v) + eps));
-//   lion: p = decay * p - lr * sign(beta1 * m + gain1 * g); m = beta2 * m + gain2 * g;
-//   sgd: g += l2 * p; without a buffer p -= lr * g; with a buffer b = momentum * b + gain1 * g, and p -= lr * b, or
-//         p -= lr * (g + momentum * b) with nesterov.
-// lr is `step_size`; the momentum is `beta1` in `Settings`. Then copy = params in the copy's dtype, unless the copy is null, and
-// grads = 0 if zero_grads is 1.
+//   small_adam: m = beta1 * m + gain1 * g; v = beta2 * v + gain2 * g^2; p = decay * (p + step_size * m / (sqrt(v) + eps)), where
+//         step_size is negative;
+//   lion: p = decay * p - step_size * sign(beta1 * m + gain1 * g); m = beta2 * m + gain2 * g;
+//   sgd: g += l2 * p; without a buffer p -= step_size * g; with a buffer b = beta1 * b + gain1 * g, and p -= step_size * b, or
+//         p -= step_size * (g + beta2 * b) with nesterov, where beta2 is the momentum.
+// Then copy = params in the copy's dtype, unless the copy is null, and grads = 0 if zero_grads is 1.
 //   pieces [gridDim.x]; segments: those that the pieces' indices name, with f32 params; coefficients [groups];
 //   state1, state2, state3: f32, long enough for the indices in the pieces, aligned to 16 bytes, zeros before the first step. A state
 //   that the optimizer does not have is null.
-// Grid: number of pieces; block: 256 (each thread updates four of a piece's 1024 elements); no dynamic shared memory.
+// Grid: number of pieces; block: 256 (a piece has at most 1024 elements, four for each thread); no dynamic shared memory.
 #define DEFINE_STEP(NAME, RULE, suffix, G, C)                                                                          \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
     NAME##_step_##suffix(const Piece *pieces, const Segment *segments, const Coefficients *coefficients,               \
@@ -286,11 +291,11 @@ static __device__ __forceinline__ void step(const Piece *pieces, const Segment *
     DEFINE_STEP(sgd, SgdRule, suffix, G, C)
 FOR_EACH_GRADIENT_AND_COPY(DEFINE_STEPS)
 
-// <optimizer>_rounded_bf16: as <optimizer>_step_*, for parameters, gradients and states of bf16, without copies. The kernel computes the
+// <optimizer>_rounded_bf16: as <optimizer>_step_*, for parameters, gradients and states in bf16, without copies. The kernel computes the
 // update in f32 and rounds parameters and states stochastically. The random bits depend on the seed and the step of the piece's group
-// and on the element's index.
-//   settings [groups]: of the same groups as the coefficients; firsts [gridDim.x]: the index of each piece's first element among all
-//   elements of the optimizer, divided by STATE_BLOCK; states: aligned to 8 bytes.
+// and on the element's index among all elements of the optimizer.
+//   settings [groups]: those of the groups of `coefficients`; firsts [gridDim.x]: for each piece, this index of its first element, divided
+//   by STATE_BLOCK; states: aligned to 8 bytes.
 #define DEFINE_ROUNDED(NAME, RULE)                                                                                     \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
     NAME##_rounded_bf16(const Piece *pieces, const Segment *segments, const Coefficients *coefficients,                \

@@ -1,6 +1,6 @@
-// The optimizers with 8-bit states, as in bitsandbytes' AdamW8bit and Lion8bit. AdamW has two states for each parameter, Lion has one. A
-// value of a state is one byte, its code. Every 256 values of a state share a scale. A "block" below is 256 such elements. Only where a
-// launch is described, a block is a block of threads.
+// The optimizers with 8-bit states, as in bitsandbytes' Adam8bit, AdamW8bit and Lion8bit. Adam and AdamW have two states for each
+// parameter, Lion has one. A value of a state is stored as one byte, its code (dynamic_map.cuh). Every 256 values of a state share a
+// scale. Below, a "block" is 256 elements that share their scales. Only where a comment describes a launch, a block is a block of threads.
 //
 // A warp updates a block of 256 elements in registers. Each lane has four neighbouring elements of each half of the block, so that every
 // access of the warp is to 512 contiguous bytes of f32 or 128 contiguous bytes of codes. Multiplications and additions are fused where the
@@ -13,15 +13,15 @@ using dynamic_map::Table;
 static __device__ const Table SIGNED_TABLE = dynamic_map::make_table<true>();
 static __device__ const Table UNSIGNED_TABLE = dynamic_map::make_table<false>();
 
-// The number of quads of a block that each lane has.
+// The number of quads (runs of four neighbouring elements) of a block that each lane has.
 constexpr int QUADS = STATE_BLOCK / (WARP * QUAD);
 
-// For launches: the number of threads of a block, and of blocks on a multiprocessor. With three blocks, each thread can have the 80
-// registers that it needs.
+// For launches: the number of threads of a block, and how many blocks of threads a multiprocessor must have room for. With three blocks,
+// each thread can have the 80 registers that it needs.
 constexpr int THREADS = 256;
 constexpr int BLOCKS = 3;
 
-// Copies a table into shared memory.
+// Copies a table into shared memory. All threads of the block call this function, and need a barrier before they read the copy.
 static __device__ __forceinline__ void load_table(Table &shared, const Table &table) {
     constexpr int WORDS = sizeof(Table) / sizeof(uint4);
     for (int i = threadIdx.x; i < WORDS; i += blockDim.x) {
@@ -43,7 +43,8 @@ struct BlockState {
         for (int q = 0; q < QUADS; ++q) words[q] = codes[q * WARP];
     }
 
-    // Sets the codes of quad q beyond its `count` elements, which are beyond the end of the piece, to `code`, as bitsandbytes does.
+    // Sets the codes of the elements of quad q from element `count` on, which are beyond the end of the piece, to `code`. bitsandbytes does
+    // so too: its code is 128 with signs (the smallest positive value) and 0 without signs (zero).
     __device__ __forceinline__ void pad(int q, uint32_t count, uint32_t code) {
 #pragma unroll
         for (int k = 0; k < QUAD; ++k) {
@@ -55,7 +56,7 @@ struct BlockState {
         return __fmul_rn(table.values[words[q] >> 8 * k & 0xff], old_scale);
     }
 
-    // Computes the scale and the codes of `values`, and writes them to global memory. No value may be NaN.
+    // Computes the scale and the codes of `values`, and writes them to global memory. No value may be NaN. All lanes call this function.
     template <bool SIGNED>
     __device__ __forceinline__ void store(const Table &table, const float (&values)[QUADS][QUAD], uint32_t lane) {
         float largest = 0.0f;
@@ -63,6 +64,7 @@ struct BlockState {
         for (int i = 0; i < QUADS * QUAD; ++i) largest = fmaxf(largest, fabsf(values[i / QUAD][i % QUAD]));
         // Non-negative floats are ordered like their bits.
         largest = __uint_as_float(__reduce_max_sync(ALL_LANES, __float_as_uint(largest)));
+        // Infinite if all values are 0. Then the quotients are NaN, which have codes too (dynamic_map.cuh), and the scale is 0.
         const float inverse = __frcp_rn(largest);
 #pragma unroll
         for (int q = 0; q < QUADS; ++q) {
@@ -80,10 +82,10 @@ struct BlockState {
     }
 };
 
-// The index in the block of the first element of quad `q` of a lane.
+// The index, in the block, of the first element of a lane's quad `q`.
 static __device__ __forceinline__ uint32_t index_of(int q, uint32_t lane) { return (q * WARP + lane) * QUAD; }
 
-// As bitsandbytes' Adam8bit and AdamW8bit.
+// As bitsandbytes' Adam8bit and AdamW8bit. The first state has signs, the second has none.
 struct AdamBlocks {
     uint8_t *codes1;
     float *scales1;
@@ -119,7 +121,7 @@ struct AdamBlocks {
                 const float v_new = __fmaf_rn(__fmul_rn(at.gain2, g), g, __fmul_rn(v_old, at.beta2));
                 const float ratio = __fdiv_rn(m_new, __fadd_rn(__fsqrt_rn(v_new), at.eps));
                 const float p_new = __fmul_rn(__fmaf_rn(at.step_size, ratio, quads[q].params[k]), at.decay);
-                // False if the gradient is infinite or NaN, or its square is infinite.
+                // False if the gradient is infinite or NaN, or if the new v is infinite.
                 const bool finite = v_new <= 3.402823466e38f;
                 if (finite) quads[q].params[k] = p_new;
                 m[q][k] = finite ? m_new : 0.0f;
@@ -201,17 +203,18 @@ static __device__ __forceinline__ void step(const Piece *pieces, uint32_t count,
     }
 }
 
-// One step of all pieces, each of at most 256 elements:
+// One step of all pieces, each of at most 256 elements, after adam_8bit_prepare or lion_prepare (optim.cu):
 // <optimizer>_8bit_step_<dtype of the gradients>_<dtype of the copy>, for f32_bf16, f32_f16, bf16_bf16, f16_f16.
 // With gradient g = gain * grads, p = params, states m, v = table.values[code] * scale, and the coefficients of the piece's group:
-//   adam: m = beta1 * m + gain1 * g; v = beta2 * v + gain2 * g^2; p = decay * (p + step_size * m / (sqrt(v) + eps));
+//   adam: m = beta1 * m + gain1 * g; v = beta2 * v + gain2 * g^2; p = decay * (p + step_size * m / (sqrt(v) + eps)), where step_size
+//         is negative;
 //   lion: p = decay * p - step_size * sign(beta1 * m + gain1 * g); m = beta2 * m + gain2 * g;
 // then, for each state s, scale = the largest magnitude of s in the piece, and code = the code of the table's value nearest to s / scale.
-// If an element's gradient is non-finite (in adam also if v overflows), its states become 0 and its parameter does not change.
+// If an element's gradient is infinite or NaN (in adam also if v overflows), its states become 0 and its parameter does not change.
 // Finally, copy = params in the copy's dtype, unless the copy is null, and grads = 0 if zero_grads is 1.
 //   pieces [count]; segments: those that the pieces' indices name, with f32 params; coefficients [groups];
-//   codes u8 [blocks * 256], aligned to 4 bytes, and scales f32 [blocks]: a piece has the block `piece.state`; zeros before the first step.
-//   codes2 and scales2 are null for Lion, which has one state.
+//   codes1, codes2: u8 [blocks * 256], aligned to 4 bytes; scales1, scales2: f32 [blocks]. A piece has the block `piece.state`. All are
+//   zeros before the first step. codes2 and scales2 are null for Lion, which has one state.
 // Grid: (count + 7) / 8, at most 3 for each multiprocessor; block: 256; no dynamic shared memory.
 #define DEFINE_STEP(NAME, RULE, suffix, G, C)                                                                          \
     extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                      \

@@ -1,12 +1,12 @@
-// Kernels of the optimizers whose update of an element depends on other elements of the element's variable. include/optim_whole has the
+// Kernels of the optimizers whose update of one element depends on other elements of the same variable. include/optim_whole has the
 // optimizers' arithmetic.
 #include "optim_whole/factored.cuh"
 #include "optim_whole/muon.cuh"
 #include "optim_whole/prodigy.cuh"
 #include "optim_whole/schedule_free.cuh"
 
-// Begins a kernel over whole variables: defines `elements` and `step` for this block's variable. If the step is skipped, sets the
-// variable's gradients to 0 if bit 0 of `flags` is set, and returns from the kernel.
+// Begins a kernel over whole variables: defines `variable`, `elements` and `step` for this block's variable. In a skipped step, the macro
+// returns from the kernel; before that, it sets the variable's gradients to 0 if bit 0 of `flags` is set.
 #define WHOLE_VARIABLE(G, C)                                                                                           \
     const Whole &variable = variables[blockIdx.x];                                                                     \
     const WholeStep step{settings[variable.group], coefficients[variable.group], shared};                              \
@@ -18,8 +18,9 @@
 
 // <optimizer>_<part>_<dtype of the gradients>_<dtype of the copy>, for f32_bf16, f32_f16, bf16_bf16, f16_f16. All kernels have the same
 // arguments and call BODY(elements, step, states).
-//   variables [count]; settings, coefficients: an entry for each `group` of the variables; shared: see the kernel, or null;
-//   flags: bit 0 is set if the kernel must set the gradients to 0, bit 1 in the first launch of a step, bit 2 in the last launch of a step;
+//   variables [count]; settings, coefficients: an entry for each `group` of the variables; shared: see prodigy_estimate, or null;
+//   flags: bit 0 is set if the kernel must set the gradients to 0 after their last use, bit 1 in this kernel's first launch of a step, and
+//   bit 2 in its last launch of a step;
 //   state1 to state5: f32, zeros before the first step; a variable's values begin at the indices in the variable's `states`; null for a
 //   state that the optimizer does not have.
 // Grid: the number of variables; block: 512; no dynamic shared memory.
@@ -42,9 +43,9 @@
     DEFINE_WHOLE(prodigy_step, prodigy_apply, suffix, G, C)
 FOR_EACH_GRADIENT_AND_COPY(DEFINE_STEPS)
 
-// Adds the sums of prodigy_observe over `count` variables to the sums of earlier launches in the same step. The last launch of a step
-// computes Prodigy's estimate of the step size d from these sums.
-//   The arguments are those of WHOLE_ARGUMENTS; shared f64 [7].
+// Adds the sums that prodigy_observe wrote for `count` variables to the sums of earlier launches in the same step. The last launch of a
+// step computes Prodigy's estimate of the step size d from these sums.
+//   The arguments are those of WHOLE_ARGUMENTS; shared f64 [7] has the numbers of `ProdigyShared` (optim_whole/prodigy.cuh).
 // Grid: 1; block: 512; no dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(WHOLE_THREADS, 1) prodigy_estimate(WHOLE_ARGUMENTS) {
     follow();
@@ -62,8 +63,10 @@ extern "C" __global__ void __launch_bounds__(WHOLE_THREADS, 1) prodigy_estimate(
     const double any_rate = is_first || rate != 0.0 ? rate : shared[IS_TAKEN];
     shared[PROGRESS] = all_progress;
     shared[DISTANCE] = all_distance;
+    // The step's rate; prodigy_step takes no step if it is 0.
     shared[IS_TAKEN] = any_rate;
     if (!is_last) return;
+    // There is nothing to estimate d from: d stays, and prodigy_step leaves the parameters as they are.
     if (all_distance == 0.0) {
         shared[IS_TAKEN] = 0.0;
         return;

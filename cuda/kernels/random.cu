@@ -1,14 +1,16 @@
-// Random numbers in f32. Each block of the generator (philox.cuh) yields four numbers, and element i has the same number as on the CPU.
+// Random numbers in f32. A block of the generator (philox.cuh) is four numbers: block b gives the elements 4b to 4b + 3 of the result y,
+// the same numbers as on the CPU.
 //
-// `seed` and `offset` (of the first block) are the generator's position. If `state` is not null, the seed is state[0] and the offset is
-// state[1] + offset.
-// Launch of uniform and normal: one thread for each generator block (ceil(n / 4) threads), block 256, no shared memory.
+// `seed` and `offset`, the index of the first block, are the generator's position. If `state` is not null, the seed is state[0] and the
+// offset is state[1] + offset.
+// Launch of uniform and normal: one thread for each block of the generator (ceil(n / 4) threads), block of 256 threads, no shared memory.
 #include "element.cuh"
 #include "philox.cuh"
 
-// The upper 24 of 32 random bits as a number in [0, 1), which f32 represents exactly.
+// The upper 24 of 32 random bits, as a number in [0, 1). f32 represents every such number exactly.
 __device__ __forceinline__ float unit(uint32_t bits) { return float(bits >> 8) * (1.0f / 16777216.0f); }
 
+// Writes four values to y from element `first` on, without those beyond the end of y.
 __device__ __forceinline__ void write(float *y, uint64_t n, uint64_t first, const float (&values)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -29,8 +31,8 @@ extern "C" __global__ void uniform(float *y, uint64_t n, const uint64_t *state, 
     write(y, n, block * 4, values);
 }
 
-// `normal(y, n, state, seed, offset, mean, std)`: y = mean + std z, where z is standard normal by the method of Box and
-// Muller, computed in f64 as on the CPU.
+// `normal(y, n, state, seed, offset, mean, std)`: y = mean + std z, where z is standard normal by the method of Box and Muller. As on the
+// CPU, the kernel computes z in f64 and rounds it to f32, then computes y in f64.
 extern "C" __global__ void normal(float *y, uint64_t n, const uint64_t *state, uint64_t seed, uint64_t offset, double mean, double std) {
     follow();
     const uint64_t block = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -40,7 +42,7 @@ extern "C" __global__ void normal(float *y, uint64_t n, const uint64_t *state, u
     float values[4];
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
-        // 1 - u is in (0, 1], so that the logarithm is finite.
+        // With u in [0, 1), 1 - u is in (0, 1], so the logarithm is finite.
         const double radius = sqrt(-2.0 * log(1.0 - double(unit(words[i]))));
         double sine, cosine;
         sincospi(2.0 * double(unit(words[i + 1])), &sine, &cosine);
@@ -50,8 +52,8 @@ extern "C" __global__ void normal(float *y, uint64_t n, const uint64_t *state, u
     write(y, n, block * 4, values);
 }
 
-// `set_generator(state, seed, offset)` sets the seed and the offset from which the draws of a CUDA graph's next replay start. Launch: one
-// thread.
+// `set_generator(state, seed, offset)` sets the seed and the offset of the next replay of a CUDA graph: its draws read them from `state`.
+// Launch: one thread.
 extern "C" __global__ void set_generator(uint64_t *state, uint64_t seed, uint64_t offset) {
     follow();
     state[0] = seed;

@@ -1,10 +1,10 @@
-// Reductions of a dense tensor x (outer, n, inner) along n: sum, maximum, minimum, index of the maximum. Also cumulative sums along n.
+// Reductions of a dense tensor x (outer, n, inner) along its middle dimension: sum, max, min and argmax. Also cumulative sums along it.
 //
-// `<function>_rows_<from>_<to>` requires that inner is 1; `<function>_columns_<from>_<to>` accepts any inner. <from> is the dtype of x,
-// <to> that of y. Both kernels take the arguments (y, x, outer, n, inner, chunk, divisor). They split dimension n into
-// max(1, ceil(n / chunk)) chunks of at most `chunk` elements, reduce each chunk, divide each result by `divisor`, and write
-// y (outer, chunks, inner). With several chunks, a second launch must reduce y along the chunks. Sums are computed in the arithmetic
-// type `Acc` of the dtype of x.
+// For sum, max and min there are two kernels: `<function>_rows_<from>_<to>` requires that inner is 1, and
+// `<function>_columns_<from>_<to>` accepts any inner. <from> is the dtype of x, <to> that of y. Both kernels take the arguments
+// (y, x, outer, n, inner, chunk, divisor). They split the middle dimension into chunks of at most `chunk` elements:
+// chunks = max(1, ceil(n / chunk)). They reduce each chunk, divide each result by `divisor`, and write y (outer, chunks, inner). With
+// several chunks, a second launch must reduce y along the chunks. The arithmetic is in `Acc`, the arithmetic type of the dtype of x.
 #include "element.cuh"
 
 struct Sum {
@@ -29,7 +29,7 @@ template <typename F, typename R> __device__ __forceinline__ R join_warp(R value
     return value;
 }
 
-// A row of threads (threadIdx.y) reduces one chunk.
+// The threads of a block with the same threadIdx.y reduce one chunk: chunk task % chunks of row task / chunks of x.
 // Launch: blocks of (32, 8) or (256, 1) threads, ceil(outer * chunks / blockDim.y) blocks, no dynamic shared memory.
 template <typename F, typename S, typename D>
 __device__ __forceinline__ void reduce_rows(D *y, const S *x, uint64_t outer, uint64_t n, uint64_t chunk, double divisor) {
@@ -37,8 +37,8 @@ __device__ __forceinline__ void reduce_rows(D *y, const S *x, uint64_t outer, ui
     __shared__ R joined[WARP];
     const uint64_t chunks = n == 0 ? 1 : (n + chunk - 1) / chunk;
     const uint64_t task = uint64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-    // `task` is the same for all threads of a warp, and for all threads of a (256, 1) block. So a warp or a (256, 1) block returns as a
-    // whole, and no thread is missing in the shuffles and at the barrier below.
+    // `task` is the same for all threads of a warp, and for all threads of a (256, 1) block. So either all of them return here or none, and
+    // no thread is missing in the shuffles or at the barrier below.
     if (task >= outer * chunks) return;
     const uint64_t start = task % chunks * chunk, length = n - start < chunk ? n - start : chunk;
     const S *row = x + task / chunks * n + start;
@@ -64,6 +64,7 @@ __device__ __forceinline__ void reduce_rows(D *y, const S *x, uint64_t outer, ui
     if (threadIdx.x == 0) y[task] = narrow<D>(Acc<D>(value / R(divisor)));
 }
 
+// The threads of a block with the same threadIdx.x reduce one chunk of one column: chunk task % chunks of x[task / chunks, :, column].
 // Launch: blocks of (32, 8) threads, grid (ceil(inner / 32), min(outer * chunks, 65535)), no dynamic shared memory.
 template <typename F, typename S, typename D>
 __device__ __forceinline__ void reduce_columns(D *y, const S *x, uint64_t outer, uint64_t n, uint64_t inner, uint64_t chunk,
@@ -91,7 +92,7 @@ __device__ __forceinline__ void reduce_columns(D *y, const S *x, uint64_t outer,
     }
 }
 
-// `*_rows_*` has the argument `inner` only to have the same arguments as `*_columns_*`; its value must be 1 and is not read.
+// `*_rows_*` takes `inner` only so that both kernels have the same arguments. Its value must be 1; the kernel does not read it.
 #define REDUCTION(NAME, F, FROM, S, TO, D)                                                                             \
     extern "C" __global__ void NAME##_rows_##FROM##_##TO(D *y, const S *x, uint64_t outer, uint64_t n, uint64_t inner,      \
                                                          uint64_t chunk, double divisor) {                             \
@@ -114,16 +115,16 @@ REDUCTIONS(bf16, __nv_bfloat16, bf16, __nv_bfloat16)
 REDUCTIONS(bf16, __nv_bfloat16, f32, float)
 REDUCTIONS(f32, float, bf16, __nv_bfloat16)
 
-// Whether `argmax` prefers element b at index j to element a at index i. It prefers NaN to numbers, a larger number to a smaller one,
-// and of equal elements the one with the smaller index.
+// Whether `argmax` prefers element b at index j to element a at index i. It prefers NaN to numbers, and a larger number to a smaller one.
+// Of two equal numbers or two NaN, it prefers the one with the smaller index.
 template <typename R> __device__ __forceinline__ bool before(R b, uint32_t j, R a, uint32_t i) {
     const bool a_nan = a != a, b_nan = b != b;
     if (a_nan || b_nan) return a_nan == b_nan ? j < i : b_nan;
     return b > a || (b == a && j < i);
 }
 
-// `argmax_<dtype>(y, x, outer, n, inner)` writes y (outer, inner), the index along n of the largest element (see `before`). n must be at
-// least 1.
+// `argmax_<dtype>(y, x, outer, n, inner)` writes y (outer, inner), u32: the index, along the middle dimension, of the element that `before`
+// prefers to all others. n must be at least 1.
 // Launch: one warp for each element of y, blocks of 256 threads, no dynamic shared memory.
 template <typename T>
 __device__ __forceinline__ void find_largest(uint32_t *y, const T *x, uint64_t outer, uint64_t n, uint64_t inner) {
@@ -131,6 +132,7 @@ __device__ __forceinline__ void find_largest(uint32_t *y, const T *x, uint64_t o
     const uint32_t lane = threadIdx.x % WARP;
     if (task >= outer * inner) return;
     const T *line = x + task / inner * n * inner + task % inner;
+    // A lane without an element of its own starts with element 0, which does not change the result.
     uint32_t best = lane < n ? lane : 0;
     Acc<T> value = widen(line[best * inner]);
     for (uint64_t i = lane + WARP; i < n; i += WARP) {
@@ -147,13 +149,14 @@ __device__ __forceinline__ void find_largest(uint32_t *y, const T *x, uint64_t o
 }
 
 // `cumsum_<dtype>(y, x, outer, n, inner)` writes y (outer, n, inner): y[o, j, i] = Σ x[o, k, i] over k = 0 to j.
-// Launch: one warp for each pair of outer and inner indices, blocks of 256 threads, no dynamic shared memory.
+// Launch: one warp for each pair (o, i), blocks of 256 threads, no dynamic shared memory.
 template <typename T>
 __device__ __forceinline__ void add_up(T *y, const T *x, uint64_t outer, uint64_t n, uint64_t inner) {
     const uint64_t task = (uint64_t(blockIdx.x) * blockDim.x + threadIdx.x) / WARP;
     const uint32_t lane = threadIdx.x % WARP;
     if (task >= outer * inner) return;
     const uint64_t first = task / inner * n * inner + task % inner;
+    // The sum of the elements ahead of `start`.
     Acc<T> before = 0;
     for (uint64_t start = 0; start < n; start += WARP) {
         const uint64_t i = start + lane;

@@ -4,7 +4,8 @@
 // - huber (Huber 1964) with `parameter` δ: d²/2 for |d| up to δ, δ (|d| - δ/2) beyond δ;
 // - smooth_absolute (Girshick 2015, arXiv:1504.08083) with `parameter` β: huber with δ = β, divided by β.
 //
-// elementwise.cu has, under the same names, kernels for the losses of single elements and for their gradients.
+// elementwise.cu has kernels with the names of the losses, which write the loss of each element, and kernels `<loss>_slope` for the
+// gradients.
 
 #include "rows.cuh"
 
@@ -38,8 +39,8 @@ template <typename A> struct SmoothAbsolute {
     }
 };
 
-// Calls f(start, count) for this thread's share of the tensors: with `wide`, for packs of WIDE<T> neighbouring elements, then for single
-// elements. `start` is the index of the first element; `count`, the number of elements, is an integral constant.
+// Calls f(start, count) for this thread's share of the tensors: for packs of WIDE<T> neighbouring elements if `wide`, then for each element
+// that is in no pack. `start` is the index of the first element; `count`, the number of elements, is an integral constant.
 template <typename T, typename F> __device__ __forceinline__ void for_each_pack(uint64_t len, bool wide, F f) {
     const uint64_t packs = wide ? len / WIDE<T> : 0;
     for (uint64_t index = flat_index(); index < packs; index += flat_stride())
@@ -66,9 +67,9 @@ __device__ __forceinline__ void sum(const T *a, const T *b, double *partials, ui
 
 } // namespace
 
-// First stage: partials[b] = the sum, in f64, of the losses of the elements that thread block b reads. Launch: block 256, no dynamic shared
-// memory. The grid, which determines the order of the sums, must depend only on `len` and T, for instance
-// clamp(ceil(len / (2048 WIDE<T>)), 1, 1024). Second stage: loss_total.
+// First stage: partials[k] = the sum of the losses of the elements that thread block k reads. Losses, and their sum over a pack, are
+// computed in Acc<T>; all further sums in f64. Launch: block 256, no dynamic shared memory. The grid determines the order of the additions,
+// so it must depend only on `len` and T, for instance clamp(ceil(len / (2048 · WIDE<T>)), 1, 1024). Second stage: loss_total.
 #define DEFINE_SUM(NAME, FUNCTION, SUFFIX, T)                                                                          \
     extern "C" __global__ void NAME##_sum_##SUFFIX(const T *a, const T *b, double *partials, uint64_t len,             \
                                                    double parameter) {                                                 \
@@ -82,7 +83,7 @@ __device__ __forceinline__ void sum(const T *a, const T *b, double *partials, ui
     DEFINE_SUM(smooth_absolute, SmoothAbsolute, SUFFIX, T)
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SUMS)
 
-// *result = factor Σ_b partials[b] over b < count. Launch: block 256, grid 1, no dynamic shared memory.
+// *result = factor · Σ_k partials[k] over k < count. Launch: block 256, grid 1, no dynamic shared memory.
 #define DEFINE_TOTAL(SUFFIX, T)                                                                                        \
     extern "C" __global__ void loss_total_##SUFFIX(const double *partials, T *result, uint32_t count, double factor) { \
         follow();                                                                                                      \

@@ -1,19 +1,19 @@
-// RMS norm (Zhang & Sennrich 2019, arXiv:1910.07467) of rows and rotary position embedding (Su et al. 2021, arXiv:2104.09864)
-// of the result, for the queries and keys of models that normalise them.
+// RMS norm (Zhang & Sennrich 2019, arXiv:1910.07467) of rows, then rotary position embedding (Su et al. 2021, arXiv:2104.09864) of the
+// normalized rows, for the queries and keys of models that normalize them.
 //
 // x, y and their gradients dx and grad are (rows, width). weight is (width) in the dtype of x, or in f32 if `weight_f32` is 1; a null
-// weight means ones.
-// rstd = 1/√(mean(x²) + eps) has one value per row, f32 (f64 for f64). cos and sin are as in rope.cuh, or null for no rotation.
+// weight means ones. rstd = 1/√(mean(x²) + eps) has one value per row, f32 (f64 for f64). rope.cuh describes cos, sin, `positions`,
+// `repeats` and `interleaved`; if cos and sin are null, nothing is rotated.
 //
-// The kernels rms_norm_rope_heads_* read the queries, keys and perhaps values of a projection in place. x and dx are (batch, tokens, at
-// least all_heads width), y and grad are (batch, tokens, all_heads, width). For x, dx and y (grad has the strides of y), `*_token` and
-// `*_sample` are the distances between two tokens and between two samples, in elements. A token has `heads` rows of queries, then
-// `key_heads` rows of keys; the remaining rows are values, which are copied. If rstd is null, rows are rotated but not normalised, and
-// the backward kernel does not read x.
+// The kernels rms_norm_rope_heads_* read the queries, keys and perhaps values of a projection in place. x and dx are (batch, tokens,
+// columns) with at least all_heads · width columns; y and grad are (batch, tokens, all_heads, width). `*_token` is the distance in elements
+// between two neighbouring tokens, `*_sample` between two neighbouring samples of the batch, in x, in dx, and in y and grad. A token has
+// `heads` rows of queries, then `key_heads` rows of keys; its remaining rows up to `all_heads` are values, which are copied. Without norm,
+// rstd is null, and the x of the backward kernel must be null too: then rows are multiplied by the weights and rotated, but not normalized.
 //
-// A row is short, so a team of 1 to 32 lanes of a warp handles it. The team has as many lanes as the row has packs of pairs, rounded up
-// to a power of two, but at most 32. Each lane keeps its first pack of pairs in registers: 64 WIDE values of a row with 32 lanes. The
-// other values of a longer row are read twice.
+// A row is short, so a team of 1 to 32 lanes of a warp handles it. A pack is N pairs of elements (`Pairs` in rope.cuh), where N is WIDE or
+// 1. The team has as many lanes as the row has packs, rounded up to a power of two, but at most 32. Each lane keeps its first pack in
+// registers: with 32 lanes, up to 64 · WIDE values of a row. The other values of a longer row are read twice.
 
 #include "affine.cuh"
 #include "rope.cuh"
@@ -21,22 +21,23 @@
 namespace {
 
 constexpr int THREADS = 256;
-// The number of blocks that a multiprocessor must have room for. If it is 0, the compiler chooses the number, and may spill registers to
-// make room for one block more.
+// How many blocks a multiprocessor must have room for at a time. With 0, the compiler chooses, and may spill registers so that one more
+// block fits.
 template <typename T> constexpr int FORWARD_BLOCKS = sizeof(T) == 2 ? 3 : 4;
 template <typename T> constexpr int BACKWARD_BLOCKS = sizeof(T) == 4 ? 3 : 2;
 template <typename T> constexpr int WEIGHT_BLOCKS = sizeof(T) == 8 ? 3 : 0;
 
-// The number of lanes for a row with `packs` packs of pairs: a power of two.
+// The number of lanes of the team of a row with `packs` packs: a power of two, at most 32.
 __device__ __forceinline__ uint32_t team_lanes(uint32_t packs) { return packs < WARP ? 1u << (WARP - __clz(packs - 1)) : WARP; }
 
-// The sum over a team of `lanes` lanes, returned to all of them. Every lane of the warp takes part.
+// The sum over a team of `lanes` lanes, returned to all of them. Every lane of the warp must call this function.
 template <typename A> __device__ __forceinline__ A lanes_sum(A value, uint32_t lanes) {
     for (uint32_t offset = lanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(ALL_LANES, value, offset);
     return value;
 }
 
-// Calls f(row, lane, lanes, whether the row exists) for the rows of this thread's team. All lanes of a warp call f together.
+// Calls f(row, lane, lanes, whether the row exists) for the rows of this thread's team, which has `lanes` lanes; this thread is its lane
+// `lane`. All lanes of a warp call f together, so the last call of a team may be for a row that does not exist.
 template <typename F> __device__ __forceinline__ void for_each_row(uint64_t rows, uint32_t packs, F f) {
     const uint32_t lanes = team_lanes(packs), teams = WARP / lanes, lane = threadIdx.x % lanes;
     const uint64_t step = flat_stride() / WARP * teams;
@@ -46,8 +47,8 @@ template <typename F> __device__ __forceinline__ void for_each_row(uint64_t rows
     }
 }
 
-// Where a row is and what happens to it: the indices of the row's first element in x, in dx, and in y and grad; the weight that multiplies
-// the row, or null for ones; whether the row is copied without norm and rotation.
+// Where a row is and what happens to it. `x`, `dx` and `y` are the indices of the row's first element in x, in dx, and in y and grad.
+// `weight` multiplies the row, or is null for ones. If `is_copied`, the row is copied without norm and rotation.
 struct Place {
     uint64_t x, dx, y;
     const void *weight;
@@ -134,8 +135,8 @@ __device__ __forceinline__ void forward(const T *x, R places, bool is_f32, Angle
     });
 }
 
-// `normal` has the normalised pairs x̂. After `load`, `grads` has the gradients u of x̂ w, that is grad rotated back; after `weigh`, the
-// gradients u w of x̂.
+// One pack of a row in the backward pass. `normal` has the normalized pairs x̂ = x · rstd. After `load`, `grads` has u, which is grad
+// rotated back: the gradients of x̂·w. After `weigh`, `grads` has u·w, the gradients of x̂.
 template <typename T, int N, bool INTERLEAVED> struct Slopes {
     using A = Acc<T>;
     Pairs<T, N, INTERLEAVED> grads, normal;
@@ -174,6 +175,7 @@ template <typename T, int N, bool INTERLEAVED> struct Slopes {
         return dot;
     }
 
+    // Writes dx, after `weigh`. `mean` is the mean of u·w·x̂ over the row, and `scale` is rstd.
     __device__ __forceinline__ void store(T *dx, uint32_t pair, uint32_t half, A mean, A scale) {
 #pragma unroll
         for (int side = 0; side < 2; side++)
@@ -216,8 +218,8 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, R places, bo
     });
 }
 
-// A block has a piece of the rows, and team t of the block sums the piece's rows t, t + teams, ... Then the block adds the sums of its
-// teams in the order of the teams.
+// A block handles a piece of the rows, and of each row a tile of as many packs as a team has lanes (or several tiles, one after the other).
+// Team t of the block sums the piece's rows t, t + teams, ... Then the block adds the sums of its teams in the order of the teams.
 template <typename T, int N, bool INTERLEAVED>
 __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Acc<T>> angles, const Acc<T> *rstd, Acc<T> *partials,
                                             uint64_t rows, Acc<T> *shared) {
@@ -255,8 +257,8 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
 
 } // namespace
 
-// y = R(x rstd w), where R rotates by the angles of cos and sin, and w is the weight. Writes rstd.
-// Launch of the forward and the backward kernels: block 256, grid clamp(ceil(rows width / (512 WIDE)), 1, 2^31 - 1), no dynamic shared
+// y = R(x · rstd · w), where R rotates by the angles of cos and sin, and w is the weight. Writes rstd too.
+// Launch of the forward and the backward kernels: block 256, grid clamp(ceil(rows · width / (512 · WIDE)), 1, 2^31 - 1), no dynamic shared
 // memory. Any grid gives the same results.
 #define DEFINE_FORWARD(SUFFIX, T)                                                                                      \
     extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS<T>) rms_norm_rope_forward_##SUFFIX(           \
@@ -272,8 +274,8 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
         });                                                                                                            \
     }
 
-// dx = rstd (u w - x̂ mean(u w x̂)), where u is grad rotated back, w the weight, x̂ = x rstd, and the mean is over the row. dx may be the
-// memory of grad.
+// dx = rstd · (u·w - x̂ · mean(u·w·x̂)), where u is grad rotated back, w the weight, x̂ = x · rstd, and the mean is over the row. dx may be
+// the memory of grad.
 #define DEFINE_BACKWARD(SUFFIX, T)                                                                                     \
     extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS<T>) rms_norm_rope_backward_##SUFFIX(         \
         const T *x, const T *grad, const void *weight, const Acc<T> *cos, const Acc<T> *sin, const Acc<T> *rstd, T *dx,\
@@ -290,10 +292,10 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
         });                                                                                                            \
     }
 
-// First stage of the gradient of the weight. The rows are divided into pieces, and partials[p, 0] = Σ u x̂ over the rows of piece p.
-// partials is (pieces, 2, width), as the second stage, norm_affine_sum (norm.cu), reads it. This kernel does not write partials[p, 1], so
-// the second stage must have a null dbias.
-// Launch: block 256, grid (ceil(width / (64 WIDE)), pieces), no dynamic shared memory. The caller chooses up to 65535 pieces, for
+// First stage of the gradient of the weight. The rows are divided into pieces, and partials[p, 0] = Σ u·x̂ over the rows of piece p.
+// partials is (pieces, 2, width), which the second stage, norm_affine_sum (norm.cu), reads. This kernel does not write partials[p, 1], so
+// the dbias of the second stage must be null.
+// Launch: block 256, grid (ceil(width / (64 · WIDE)), pieces), no dynamic shared memory. The caller chooses up to 65535 pieces, for
 // instance clamp(ceil(rows / 64), 1, 512).
 #define DEFINE_WEIGHT(SUFFIX, T)                                                                                       \
     extern "C" __global__ void __launch_bounds__(THREADS, WEIGHT_BLOCKS<T>) rms_norm_rope_weight_##SUFFIX(             \
@@ -309,7 +311,8 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
         });                                                                                                            \
     }
 
-// The kernels for heads in place, with rows = batch tokens all_heads. They are launched like the kernels for dense rows.
+// The kernels rms_norm_rope_heads_*, with rows = batch · tokens · all_heads. They are launched like the kernels for dense rows. A row of
+// values has 1 in rstd.
 #define HEAD_ROWS(T, dx_token, dx_sample)                                                                              \
     const HeadRows places{{q_weight, k_weight}, x_token,  x_sample, dx_token, dx_sample,                               \
                           y_token,              y_sample, tokens,   heads,    key_heads, all_heads, width};            \

@@ -2,15 +2,16 @@
 //
 // x and y are (rows, width), and may be the same memory. cos and sin are (positions, width / 2) of f32 (f64 for f64). rope.cuh says which
 // position a row has (`positions`, `repeats`) and which features form a pair (`interleaved`).
-// If `back` is 1, the kernel rotates by the negative angles: with x = the gradient of y, this gives the gradient of x.
-// Launch: block 256, grid clamp(ceil(rows width / (512 WIDE)), 1, 2^31 - 1), no dynamic shared memory. Any grid gives the same
+// If `back` is 1, the kernel rotates by the negative angles. This is the backward pass: the caller passes the gradient of the forward
+// pass's y as x, and gets the gradient of its x in y.
+// Launch: block 256, grid clamp(ceil(rows · width / (512 · WIDE)), 1, 2^31 - 1), no dynamic shared memory. Any grid gives the same
 // results.
 
 #include "rope.cuh"
 
 namespace {
 
-// A thread rotates N pairs of a row.
+// In each iteration, a thread rotates N pairs of a row.
 template <typename T, int N, bool INTERLEAVED>
 __device__ __forceinline__ void rotate(const T *x, Angles<Acc<T>> angles, T *y, uint64_t rows, bool back) {
     const uint32_t half = angles.half, packs = half / N;

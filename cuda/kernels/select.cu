@@ -1,7 +1,8 @@
 // Selection by a mask.
 //
-// `select_<size>(y, mask, a, b, tensors)`: y = a where the mask is not 0, else b. Elements have 1, 2, 4 or 8 bytes.
-// Launch: `tensors.count / tensors.width` threads in blocks of 256, no shared memory. `tensors` has the strides of y, mask, a and b.
+// `select_<size>(y, mask, a, b, tensors)`: y = a where the mask (u8) is not 0, else b. An element of y, a or b has <size> bytes (1, 2, 4,
+// 8). `tensors` has the strides of y, mask, a and b, in this order.
+// Launch: `tensors.count / tensors.width` threads in blocks of 256, no shared memory.
 #include "strided.cuh"
 
 template <typename T> struct Select {

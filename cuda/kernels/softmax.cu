@@ -1,6 +1,7 @@
 // Softmax, log-softmax and log-sum-exp over the last dimension.
 //
-// x and dx are (rows, len). y and grad are (rows, len) too, but (rows) for log-sum-exp. Launch of all kernels: over rows (rows.cuh).
+// x and its gradient dx are (rows, len). y and its gradient grad are (rows) for log-sum-exp, and (rows, len) for the other two functions.
+// Launch of all kernels: over rows (rows.cuh).
 
 #include "softmax.cuh"
 
@@ -90,7 +91,7 @@ __device__ __forceinline__ void logsumexp_backward(const T *x, const Acc<T> *exa
 } // namespace
 
 // y = e^x / Σ e^x (softmax) or y = x - log Σ e^x (log_softmax), with sums over the row. All results of a row are NaN if all elements of the
-// row are -∞, or if one element is NaN or +∞.
+// row are -∞, or if any element is NaN or +∞.
 #define DEFINE_FORWARD(NAME, LOG, SUFFIX, T)                                                                           \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         NAME##_forward_##SUFFIX(const T *x, T *y, uint64_t rows, uint32_t len) {                                       \
@@ -100,8 +101,8 @@ __device__ __forceinline__ void logsumexp_backward(const T *x, const Acc<T> *exa
         else forward<T, 1, LOG>(x, y, rows, len, shared);                                                              \
     }
 
-// dx = y (g - Σ g y) for softmax and dx = g - e^y Σ g for log_softmax, where y is the result of the forward pass and g = grad. dx may be
-// the memory of grad.
+// dx = y · (g - Σ g·y) for softmax and dx = g - e^y · Σ g for log_softmax, where y is the result of the forward pass and g = grad. dx may
+// be the memory of grad.
 #define DEFINE_BACKWARD(NAME, LOG, SUFFIX, T)                                                                          \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         NAME##_backward_##SUFFIX(const T *y, const T *grad, T *dx, uint64_t rows, uint32_t len) {                      \
@@ -112,7 +113,8 @@ __device__ __forceinline__ void logsumexp_backward(const T *x, const Acc<T> *exa
     }
 
 // log Σ e^x of each row. The kernel writes the result to exact (rows), in f32 (f64 for f64), for the backward pass. Unless y is null, it
-// also writes the result, rounded to T, to y (rows). If the largest element of a row is infinite, the row's result is that element.
+// also writes the result, rounded to T, to y (rows). The row's result is NaN if any element is NaN. Otherwise, if the largest element of
+// the row is infinite, the row's result is that element.
 #define DEFINE_LOGSUMEXP(SUFFIX, T)                                                                                    \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         logsumexp_forward_##SUFFIX(const T *x, T *y, Acc<T> *exact, uint64_t rows, uint32_t len) {                     \
@@ -122,7 +124,7 @@ __device__ __forceinline__ void logsumexp_backward(const T *x, const Acc<T> *exa
         else logsumexp<T, 1>(x, y, exact, rows, len, shared);                                                          \
     }
 
-// dx = g e^(x - exact), where g = grad has one value for each row. If a row's `exact` is -∞, the row's dx is 0.
+// dx = g · e^(x - exact), where g = grad has one value for each row. If a row's `exact` is -∞, the row's dx is 0 for a finite g.
 #define DEFINE_LOGSUMEXP_BACKWARD(SUFFIX, T)                                                                           \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         logsumexp_backward_##SUFFIX(const T *x, const Acc<T> *exact, const T *grad, T *dx, uint64_t rows,              \

@@ -1,10 +1,11 @@
 // Nearest-neighbour resize: along an axis with m input pixels and n output pixels, output pixel i copies input pixel
-// min(⌊i · (m / n)⌋, m - 1). This index is computed in f32, as in torch, but in integers if n = m or n = 2 m.
+// min(⌊i · (m / n)⌋, m - 1). This index is computed in f32, as in torch, but in integers if n = m or n = 2m. The gradient of an input pixel
+// is the sum of the gradients of its copies.
 //
 // x and its gradient dx are (batch, height, width, channels), y and its gradient grad are (batch, out_height, out_width, channels).
-// Launch: block 256, grid clamp(rows × ceil(row_len / (1024 WIDE)), 1, 2^31 - 1). Here, rows = batch × height and
-// row_len = width × channels of the tensor that the kernel writes (y forward, dx backward). No dynamic shared memory. Any grid size gives
-// the same result.
+// Launch: block 256, grid clamp(rows · ceil(row_len / (1024 · WIDE)), 1, 2^31 - 1), no dynamic shared memory. Here, rows = batch · height
+// and row_len = width · channels, with height and width of the tensor that the kernel writes (y in the forward pass, dx in the backward
+// pass). Any grid gives the same results.
 
 #include "rows.cuh"
 
@@ -37,12 +38,13 @@ struct Axis {
     }
 };
 
-// The number of packs of a stretch (see `for_each_pack`) that a thread handles.
+// The number of packs that a thread handles in each stretch (see `for_each_pack`).
 constexpr int BATCH = 4;
 
-// Calls f(image, line, column, pack of the column, index of the pack in the tensor) for each pack of the tensor (batch,
-// height, width, packs). Each line of an image is divided into stretches of BATCH · blockDim.x packs, and a block handles whole stretches.
-// So image and line need divisions only once per stretch, and each pack needs one division, for its column.
+// Calls f(image, line, column, pack, index) for each pack of channels of a tensor (batch, height, width, packs). A line is a row of an
+// image's pixels, `column` is the pixel in the line, `pack` the pack in the pixel, and `index` the pack's index in the tensor. Each line is
+// divided into stretches of BATCH · blockDim.x packs, and a block handles whole stretches. So `image` and `line` need divisions only once
+// per stretch, and each pack needs one division, for its column. UNROLL is how many of a thread's packs the loop handles at once.
 template <int UNROLL, typename F>
 __device__ __forceinline__ void for_each_pack(uint64_t batch, uint32_t height, uint32_t width, uint32_t packs, F f) {
     const uint64_t len = static_cast<uint64_t>(width) * packs;
@@ -77,6 +79,8 @@ __device__ __forceinline__ void backward(const T *__restrict__ grad, T *__restri
     const uint32_t packs = channels / N;
     for_each_pack<1>(batch, lines.input, columns.input, packs,
                   [&](uint64_t image, uint32_t line, uint32_t column, uint32_t pack, uint64_t index) {
+                      // The copies of the pixel are in the output columns from `first` up to, but not including, `last`, and in the
+                      // output lines from first_copy(line) up to, but not including, `last_copy`.
                       const uint32_t first = columns.first_copy(column), last = columns.first_copy(column + 1);
                       const uint32_t last_copy = lines.first_copy(line + 1);
                       Acc<T> sum[N] = {};
