@@ -1,14 +1,14 @@
 // Statistics of groups of neighbouring channels, with channels last: how the work on a tensor (batch, positions, channels) is
 // split, and how a block sums over its positions.
 //
-// The channels are divided into tiles, and the positions into pieces. A block has one tile and one piece. Its threads form
+// The channels are divided into tiles, and the positions into pieces. A block has one tile and one piece of one sample. Its threads form
 // `lines` lines of `columns` threads. A thread has WIDE neighbouring channels and every `lines`-th position of the piece. The split
 // depends only on the sizes:
 //     packs = ceil(channels / WIDE), tiles = ceil(packs / 320), columns = ceil(packs / tiles), lines = max(1, floor(320 / columns)),
 //     pieces = clamp(ceil(positions / (8 lines)), 1, max(1, floor(256 / (batch tiles)))),
 // and the launch of a kernel over the tensor is
 //     block 32 ceil(columns lines / 32), grid (batch * pieces, tiles), no dynamic shared memory.
-// Any number of pieces from 1 to positions, and of lines up to 320 / columns, gives correct results.
+// Any number of pieces from 1 to positions, and any number of lines from 1 to 320 / columns, gives correct results.
 #pragma once
 
 #include "affine.cuh"
@@ -18,16 +18,18 @@ constexpr int MAX_THREADS = 320;
 struct ChannelSize {
     uint32_t positions, channels, groups, pieces;
 
+    // The number of channels of a group.
     __device__ __forceinline__ uint32_t width() const { return channels / groups; }
     // The first position of a piece, and the number of its positions.
     __device__ __forceinline__ uint32_t first(uint32_t piece) const { return min(piece * length(), positions); }
     __device__ __forceinline__ uint32_t count(uint32_t piece) const { return min(length(), positions - first(piece)); }
 
   private:
+    // The number of positions of each piece except the last ones, which may be shorter or empty.
     __device__ __forceinline__ uint32_t length() const { return (positions + pieces - 1) / pieces; }
 };
 
-// The channels of a tile: `low` to `high` (exclusive), in at most `columns` packs of WIDE channels.
+// The channels of tile number `tile` of `tiles`: `low` to `high` (exclusive), in at most `columns` packs of WIDE channels.
 template <typename T> struct Tile {
     uint32_t columns, low, high;
 
@@ -39,14 +41,16 @@ template <typename T> struct Tile {
     }
 };
 
-// The work of a thread. Without `ALIGNED`, addresses may have any alignment, and there may be any number of channels.
+// The work of a thread. With `ALIGNED`, addresses must be multiples of 16 bytes, and the number of channels a multiple of WIDE. Without
+// it, neither needs to be.
 template <typename T, bool ALIGNED> struct Part {
     static constexpr int N = WIDE<T>;
 
     ChannelSize size;
     Tile<T> tile;
+    // `line` is the thread's line, `channel` its first channel.
     uint32_t sample, piece, lines, line, channel;
-    // How many channels the thread has: 0 for a surplus thread.
+    // How many channels the thread has: 0 for a surplus thread, which has no line or no channel in the tile.
     uint32_t valid;
 
     __device__ __forceinline__ explicit Part(ChannelSize size)
@@ -57,6 +61,7 @@ template <typename T, bool ALIGNED> struct Part {
         valid = line < lines && channel < tile.high ? min(static_cast<uint32_t>(N), tile.high - channel) : 0;
     }
 
+    // The index of the thread's first element at a position.
     __device__ __forceinline__ uint64_t offset(uint32_t position) const {
         return (static_cast<uint64_t>(sample) * size.positions + position) * size.channels + channel;
     }
@@ -82,7 +87,8 @@ template <typename T, bool ALIGNED> struct Part {
         }
     }
 
-    // Calls f(positions, whether each exists) for the thread's positions, BATCH at a time, so that their loads overlap.
+    // Calls f(positions, exists) for the thread's positions, BATCH at a time, so that their loads overlap. In the last call, exists[k] is
+    // false if positions[k] is beyond the piece.
     template <int BATCH, typename F> __device__ __forceinline__ void for_each(F f) const {
         if (valid == 0) return;
         const uint32_t end = size.first(piece) + size.count(piece);
@@ -99,7 +105,7 @@ template <typename T, bool ALIGNED> struct Part {
     }
 
     // Calls f(i, group) for the thread's channels i = 0 to N - 1; `group` is the index of the channel's group over (batch, groups).
-    // For a surplus channel, `group` is some existing group.
+    // For a channel that does not exist, `group` is some existing group.
     template <typename F> __device__ __forceinline__ void for_each_channel(F f) const {
         const uint32_t width = size.width(), first = min(channel, size.channels - 1);
         uint32_t group = first / width, place = first % width;
@@ -113,6 +119,8 @@ template <typename T, bool ALIGNED> struct Part {
         }
     }
 
+    // Loads the values of a parameter (channels) for the thread's channels; `neutral` if the pointer is null. The other arguments are those
+    // of `load_parameter`. The values of channels that the thread does not have are arbitrary.
     __device__ __forceinline__ void parameter(const void *parameter, bool is_f32, Acc<T> neutral, Acc<T> (&values)[N]) const {
         if constexpr (ALIGNED) {
             if (valid > 0) load_parameter<T>(parameter, is_f32, channel, neutral, values);
@@ -126,11 +134,12 @@ template <typename T, bool ALIGNED> struct Part {
     }
 };
 
-// Two sums in shared memory for each line and channel of a block. `join_lines` later computes two results for each channel
-// from the sums of its lines.
+// Two numbers in shared memory for each line and channel of a block. `join_lines` later replaces the numbers of a channel's lines by two
+// results, values[0][i] and values[1][i] for channel i of the tile.
 template <typename T> struct Slots {
     Acc<T> values[2][MAX_THREADS * WIDE<T>];
 
+    // Stores this thread's numbers for its channels, and waits for the block.
     __device__ __forceinline__ void put(const Acc<T> (&first)[WIDE<T>], const Acc<T> (&second)[WIDE<T>]) {
 #pragma unroll
         for (int i = 0; i < WIDE<T>; i++) {
@@ -140,11 +149,12 @@ template <typename T> struct Slots {
         __syncthreads();
     }
 
-    // join(channel, of_line, results) sets the two results of a channel from its sums of_line(line, kind).
+    // Calls join(channel, of_line, results) for each channel of the tile, and waits for the block. `join` sets the two results from the
+    // numbers of the lines: of_line(line, 0) is the first number of a line, of_line(line, 1) the second.
     template <typename F> __device__ __forceinline__ void join_lines(const Tile<T> &tile, F join) {
         const uint32_t stride = tile.columns * WIDE<T>;
         for (uint32_t at = threadIdx.x; at < tile.high - tile.low; at += blockDim.x) {
-            // Only this thread reads or writes the channel's slots.
+            // No other thread reads or writes the numbers of this channel, so the results can replace them at once.
             Acc<T> results[2];
             join(tile.low + at, [&](uint32_t line, int kind) { return values[kind][line * stride + at]; }, results);
             values[0][at] = results[0];
@@ -153,8 +163,9 @@ template <typename T> struct Slots {
         __syncthreads();
     }
 
-    // Calls f(group, low, high, lane, lanes) for each group of the tile, in `lanes` neighbouring threads. The group's channels in
-    // the tile have the slots low to high. All threads of a warp call f; threads without a group call it with no channels.
+    // Calls f(group, low, high, lane, lanes) for each group of the tile, in `lanes` neighbouring threads, of which this is number `lane`.
+    // The group's channels in the tile have the indices `low` to `high` (exclusive) of `values`. All threads of a block call f equally
+    // often, so f may shuffle; a thread without a group calls it with low = high = 0.
     template <typename F>
     __device__ __forceinline__ void for_each_group(const ChannelSize &size, const Tile<T> &tile, F f) const {
         const uint32_t width = size.width(), first = tile.low / width, end = (tile.high - 1) / width + 1;
@@ -171,23 +182,25 @@ template <typename T> struct Slots {
     }
 };
 
-// The sum over `lanes` neighbouring threads, a power of two up to a warp.
+// Returns to each of `lanes` neighbouring threads the sum of their values. `lanes` is a power of two and at most a warp.
 template <typename A> __device__ __forceinline__ A lanes_sum(A value, uint32_t lanes) {
     for (uint32_t offset = lanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(ALL_LANES, value, offset);
     return value;
 }
 
-// A pair of sums for each (sample, tile, group, piece), stored as (batch, tiles, groups, pieces, 2). If a tile has no channel of a
+// A pair of numbers for each sample, tile, group and piece, stored as (batch, tiles, groups, pieces, 2). If a tile has no channel of a
 // group, the pairs of this tile and group are neither written nor read.
 template <typename A> struct Partials {
     A *pairs;
     uint32_t tiles;
 
+    // The address of a pair.
     __device__ __forceinline__ A *at(const ChannelSize &size, uint64_t sample, uint32_t tile, uint32_t group, uint32_t piece) const {
         return pairs + (((sample * tiles + tile) * size.groups + group) * size.pieces + piece) * 2;
     }
 
-    // Calls f(pair, count) for this thread's share of a group's pairs. `count` is the number of elements that each sum of the pair adds.
+    // Calls f(pair, count) for this thread's share of a group's pairs, which the threads of the block divide among themselves. `count` is
+    // the number of elements of the group in the pair's tile and piece.
     template <typename T, typename F>
     __device__ __forceinline__ void for_each(const ChannelSize &size, uint64_t sample, uint32_t group, F f) const {
         const uint32_t low = group * size.width(), high = low + size.width();

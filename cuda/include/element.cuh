@@ -6,8 +6,8 @@
 // - f16 and bf16 are storage formats: arithmetic and accumulation are in f32 (f64 for f64);
 // - tensors are dense and row-major unless a function takes strides; sizes of one dimension are `uint32_t`, counts of elements
 //   `uint64_t`; a result overwrites its destination, unless the kernel's name or comment says otherwise;
-// - only sizes (and the segments of packed rows) decide how sums are split, and parts are added in a fixed order, never by
-//   floating-point atomics in an order that depends on timing: results are reproducible.
+// - only the launch, sizes and the segments of packed rows decide how sums are split, and parts are added in a fixed order, never
+//   by floating-point atomics in an order that depends on timing: the same launch gives the same results.
 #pragma once
 
 #include <cstdint>
@@ -19,11 +19,12 @@
 constexpr int WARP = 32;
 constexpr unsigned ALL_LANES = 0xffffffffu;
 
-// The type in which values of `T` are computed.
+// The type of arithmetic with values of type `T`.
 template <typename T> struct Arithmetic { using type = float; };
 template <> struct Arithmetic<double> { using type = double; };
 template <typename T> using Acc = typename Arithmetic<T>::type;
 
+// `widen` converts a value to its arithmetic type. `narrow` converts it back and rounds to the nearest value of `T`.
 __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ double widen(double x) { return x; }
 __device__ __forceinline__ float widen(__half x) { return __half2float(x); }
@@ -35,7 +36,7 @@ template <> __device__ __forceinline__ double narrow<double>(double x) { return 
 template <> __device__ __forceinline__ __half narrow<__half>(float x) { return __float2half_rn(x); }
 template <> __device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
 
-// `N` values that are loaded and stored in one instruction; the address must be a multiple of their size.
+// `N` values whose address must be a multiple of their size, so that one instruction can load or store up to 16 bytes of them.
 template <typename T, int N> struct alignas(sizeof(T) * N) Pack {
     T values[N];
 };
@@ -43,9 +44,9 @@ template <typename T, int N> struct alignas(sizeof(T) * N) Pack {
 // How many values of `T` one 16-byte access holds.
 template <typename T> constexpr int WIDE = 16 / sizeof(T);
 
-// Writes 16 or 8 bytes of global memory in one instruction. It is in assembly, because nvcc 13.0 may store the words one by one if they were
-// computed one by one. A kernel that mainly moves memory then takes twice as long.
-// The compiler does not know that this writes memory, so put `one_at_a_time()` (rows.cuh) between it and a load of the values.
+// Writes 16 or 8 bytes of global memory in one instruction. It is in assembly, because nvcc 13.0 may store words one by one if they were
+// computed one by one; a kernel that mainly moves memory would then take twice as long. The compiler does not know that the assembly writes
+// memory. If the same kernel later loads the written values, put `one_at_a_time()` (rows.cuh) before the load.
 __device__ __forceinline__ void store_words(void *to, uint4 words) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(words.x), "r"(words.y), "r"(words.z),
                  "r"(words.w));
@@ -54,10 +55,12 @@ __device__ __forceinline__ void store_words(void *to, uint2 words) {
     asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(words.x), "r"(words.y));
 }
 
+// Returns whether the address allows 16-byte access.
 template <typename T> __device__ __forceinline__ bool is_wide(const T *pointer) {
     return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
 }
 
+// `warp_sum` and `warp_max` return the sum and the maximum over the warp to every lane. All lanes must call them.
 template <typename T> __device__ __forceinline__ T warp_sum(T value) {
 #pragma unroll
     for (int offset = WARP / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(ALL_LANES, value, offset);
@@ -73,8 +76,8 @@ template <typename T> __device__ __forceinline__ T warp_max(T value) {
     return value;
 }
 
-// The sum over the block, returned to every thread. `shared` has room for one value of each warp. The caller may use `shared` again
-// at once.
+// Returns the sum over the block to every thread. All threads must call it. `shared` must have room for one value of each warp. The
+// caller may use `shared` again at once.
 template <typename T> __device__ __forceinline__ T block_sum(T value, T *shared) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = (blockDim.x + WARP - 1) / WARP;
     value = warp_sum(value);
@@ -85,7 +88,7 @@ template <typename T> __device__ __forceinline__ T block_sum(T value, T *shared)
     return value;
 }
 
-// Declares the functions of a template for every dtype: `DEFINE(name, type)` is a macro of the including file.
+// Expands DEFINE(name, type), a macro of the including file, for each dtype: f32, f16 and bf16, and f64 with `_AND_DOUBLE`.
 #define FOR_EACH_FLOAT(DEFINE)                                                                                         \
     DEFINE(f32, float)                                                                                                 \
     DEFINE(f16, __half)                                                                                                \

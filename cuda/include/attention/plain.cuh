@@ -1,11 +1,13 @@
-// Attention without tensor cores, for the widths, masks and dtypes that the tensor-core kernels do not support. Arithmetic is in f32,
-// or in f64 for f64. Scores are computed tile by tile. A block computes `PLAIN_COLUMNS` columns of a tile of result rows, so scores are
-// computed again for every `PLAIN_COLUMNS` columns.
+// Attention without tensor cores, for the calls that the tensor-core kernels do not support (attention.cu lists what they support).
+// Arithmetic is in f32, or in f64 for f64. Scores are computed tile by tile, for `PLAIN_TILE` queries and as many keys. A block computes
+// `PLAIN_COLUMNS` columns of a tile of rows of the result or of a gradient. If there are more columns, several blocks compute the same
+// scores.
 #pragma once
 
 #include "shape.cuh"
 
 constexpr int PLAIN_TILE = 32, PLAIN_COLUMNS = 64, PLAIN_THREADS = 256;
+// A block's threads form a square: thread (y, x) is in row y and column x, both below `PLAIN_SIDE`.
 constexpr int PLAIN_SIDE = 16, PLAIN_WARPS = PLAIN_THREADS / WARP;
 
 __device__ __forceinline__ float exponential(float x) { return expf(x); }
@@ -13,17 +15,18 @@ __device__ __forceinline__ double exponential(double x) { return exp(x); }
 __device__ __forceinline__ float logarithm(float x) { return logf(x); }
 __device__ __forceinline__ double logarithm(double x) { return log(x); }
 
-// An additive mask. `numbers` are added to the scores; if it is null, there is no mask. The other fields are the strides of `numbers` in
-// elements; a stride of zero broadcasts. Passed by value.
+// An additive mask. `numbers` points to what is added to the scaled scores; if it is null, there is no mask. The other fields are the
+// strides of the mask's dimensions, in elements; a stride of zero broadcasts. Passed by value.
 template <typename R> struct Mask {
     const R *numbers;
     uint64_t batch, head, query, key;
 };
 
+// Tiles in shared memory. The rows of a `Square` are one number longer than its tile, against bank conflicts.
 template <typename R> using Square = R[PLAIN_TILE][PLAIN_TILE + 1];
 template <typename R> using Panel = R[PLAIN_TILE][PLAIN_COLUMNS];
 
-// The rows of a matrix in device memory.
+// The matrix of one head in device memory: `rows` rows of `width` elements, `stride` elements apart.
 template <typename T> struct MatrixRows {
     const T *data;
     uint64_t stride;
@@ -33,14 +36,14 @@ template <typename T> struct MatrixRows {
                                           uint32_t width)
         : data(strides.matrix(tensor, batch, head)), stride(strides.row), rows(rows), width(width) {}
 
-    // The element in the type of the arithmetic; zero outside the matrix.
+    // Returns an element in the type of the arithmetic; zero outside the matrix.
     __device__ __forceinline__ Acc<T> at(uint32_t row, uint32_t column) const {
         return row < rows && column < width ? widen(data[row * stride + column]) : Acc<T>(0);
     }
 };
 
-// The products of 32 rows of `a` with 32 rows of `b`. A thread computes the products of rows y and y + 16 of `a` with rows x and x + 16
-// of `b`.
+// Computes the dot products of 32 rows of `a`, from `a_row` on, with 32 rows of `b`, from `b_row` on. A thread (y, x) gets in
+// sum[i][j] the product of row y + 16 i of these rows of `a` with row x + 16 j of those of `b`. `left` and `right` are scratch space.
 template <typename T>
 __device__ void row_products(Acc<T> (&sum)[2][2], const MatrixRows<T> &a, uint32_t a_row, const MatrixRows<T> &b, uint32_t b_row,
                              Square<Acc<T>> &left, Square<Acc<T>> &right) {
@@ -62,8 +65,8 @@ __device__ void row_products(Acc<T> (&sum)[2][2], const MatrixRows<T> &a, uint32
     }
 }
 
-// Scores of 32 queries and 32 keys, negative infinity where a query does not see a key. They are distributed over the threads as the
-// products of `row_products`.
+// Computes the scores of 32 queries, from `query` on, and 32 keys, from `key` on: negative infinity where a query does not see a key.
+// They are distributed over the threads as the products of `row_products`.
 template <typename T, class Sight>
 __device__ void plain_scores(Acc<T> (&scores)[2][2], const MatrixRows<T> &q, uint32_t query, const MatrixRows<T> &k, uint32_t key,
                              const Mask<Acc<T>> &mask, const Task &task, const AttentionShape &shape, const Sight &sight,
@@ -82,14 +85,15 @@ __device__ void plain_scores(Acc<T> (&scores)[2][2], const MatrixRows<T> &q, uin
         }
 }
 
-// Loads 64 columns of 32 rows to shared memory; elements outside the matrix are zero.
+// Loads 64 columns of 32 rows, from `row` and `column` on, to shared memory; elements outside the matrix are zero.
 template <typename T>
 __device__ void load_panel(Panel<Acc<T>> &panel, const MatrixRows<T> &x, uint32_t row, uint32_t column) {
     for (int i = threadIdx.x; i < PLAIN_TILE * PLAIN_COLUMNS; i += PLAIN_THREADS)
         panel[i / PLAIN_COLUMNS][i % PLAIN_COLUMNS] = x.at(row + i / PLAIN_COLUMNS, column + i % PLAIN_COLUMNS);
 }
 
-// sum += weights panel, or sum += weightsᵀ panel if TRANSPOSED. A thread has the columns x + 16 c of rows y, y + 16.
+// Computes sum += weights panel, or sum += weightsᵀ panel if TRANSPOSED. sum[i][c] of thread (y, x) is in row y + 16 i and column
+// x + 16 c.
 template <bool TRANSPOSED, typename R>
 __device__ void add_panel(R (&sum)[2][4], const Square<R> &weights, const Panel<R> &panel) {
     const int x = threadIdx.x % PLAIN_SIDE, y = threadIdx.x / PLAIN_SIDE;
@@ -101,6 +105,8 @@ __device__ void add_panel(R (&sum)[2][4], const Square<R> &weights, const Panel<
         }
 }
 
+// Writes the sums of `add_panel` to the matrix of the task's head, which has `rows` rows and `width` columns. `first` and `column` are
+// the row and the column of the matrix where the block's sums begin.
 template <typename T>
 __device__ void write_panel(T *tensor, const Strides &strides, const Task &task, uint32_t first, uint32_t rows, uint32_t column,
                             uint32_t width, const Acc<T> (&sum)[2][4]) {
@@ -113,6 +119,8 @@ __device__ void write_panel(T *tensor, const Strides &strides, const Task &task,
         }
 }
 
+// Computes o and log_sums (see attention.cu). As keys are processed tile by tile, `base` is the highest score of each query so far,
+// `total` the sum of e^(score - base), and `factor` what multiplies the earlier sums when `base` rises.
 template <typename T, class Sight>
 __device__ void attention_plain_forward(const T *q, const T *k, const T *v, T *o, Acc<T> *log_sums, const Strides &q_strides,
                                         const Strides &k_strides, const Strides &v_strides, const Strides &o_strides,
@@ -131,6 +139,7 @@ __device__ void attention_plain_forward(const T *q, const T *k, const T *v, T *o
     if (threadIdx.x < PLAIN_TILE) base[threadIdx.x] = -R(INFINITY), total[threadIdx.x] = 0;
 
     R sum[2][4] = {};
+    // The end (exclusive) of the keys that some query of the tile may see.
     const uint32_t seen = shape.is_causal ? min(shape.keys, first + PLAIN_TILE) : shape.keys;
     for (uint32_t key = sight.first_key(first); key < seen; key += PLAIN_TILE) {
         R scores[2][2];
@@ -142,6 +151,7 @@ __device__ void attention_plain_forward(const T *q, const T *k, const T *v, T *o
         for (int row = warp; row < PLAIN_TILE; row += PLAIN_WARPS) {
             const R score = weights[row][lane], top = warp_max(score), before = base[row];
             const R raised = top > before ? top : before;
+            // As long as the query has seen no key, its scores and `raised` are negative infinity; their difference would be NaN.
             const R shift = raised == -R(INFINITY) ? R(0) : raised;
             const R weight = exponential(score - shift), added = warp_sum(weight);
             weights[row][lane] = weight;
@@ -161,7 +171,7 @@ __device__ void attention_plain_forward(const T *q, const T *k, const T *v, T *o
     __syncthreads();
     for (int i = 0; i < 2; i++) {
         const R weight = total[y + i * PLAIN_SIDE];
-        // If no key is visible, the result is zero, not zero divided by zero.
+        // If the query sees no key, its result is zero, not zero divided by zero.
         for (int c = 0; c < 4; c++) sum[i][c] = weight == R(0) ? R(0) : sum[i][c] / weight;
     }
     write_panel(o, o_strides, task, first, shape.queries, column, shape.value_width, sum);
@@ -169,9 +179,11 @@ __device__ void attention_plain_forward(const T *q, const T *k, const T *v, T *o
         log_sums[uint64_t(task.index) * shape.queries + first + threadIdx.x] = base[threadIdx.x] + logarithm(total[threadIdx.x]);
 }
 
-// Which gradient a block computes.
+// Which gradient a kernel computes.
 enum class GradientOf { query, key, value };
 
+// Computes the gradient of q, k or v from log_sums and delta. `first` is the first row of the block's tile: a query for the gradient of
+// q, a key for the others.
 template <typename T, GradientOf OF, class Sight>
 __device__ void attention_plain_backward(const T *q, const T *k, const T *v, const T *d_o, const Acc<T> *log_sums, const Acc<T> *delta,
                                          T *grad, const Strides &q_strides, const Strides &k_strides, const Strides &v_strides,
@@ -190,13 +202,14 @@ __device__ void attention_plain_backward(const T *q, const T *k, const T *v, con
     const MatrixRows<T> keys(k, k_strides, task.batch, key_head, shape.keys, shape.width);
     const MatrixRows<T> values(v, v_strides, task.batch, key_head, shape.keys, shape.value_width);
 
-    // The range of the loop: the keys that some query of the tile sees, or the queries that see some key of the tile.
+    // The rows that the loop reads: for the gradient of q, the keys from the first to the last that a query of the tile sees; otherwise
+    // the queries from the first to the last that see a key of the tile.
     uint32_t begin = 0, end = QUERIES ? shape.keys : sight.query_end(min(first + PLAIN_TILE, rows) - 1, shape);
     if (shape.is_causal && QUERIES) end = min(end, first + PLAIN_TILE);
     if (QUERIES) begin = sight.first_key(first);
     if (shape.is_causal && !QUERIES) begin = first;
     R sum[2][4] = {};
-    // The gradient of queries needs only the head of its tile. Gradients of keys and values sum over all heads of queries that share the
+    // The gradient of q needs only the tile's head. The gradients of k and v are sums over all heads of queries that share the head of
     // keys.
     const uint32_t heads_begin = QUERIES ? task.head : task.head * group, heads_end = QUERIES ? heads_begin + 1 : heads_begin + group;
     for (uint32_t head = heads_begin; head < heads_end; head++) {
@@ -212,8 +225,10 @@ __device__ void attention_plain_backward(const T *q, const T *k, const T *v, con
                 const uint32_t row = query + y + i * PLAIN_SIDE;
                 const bool exists = row < shape.queries;
                 const R log_sum = exists ? log_sums[numbers + row] : R(0), less = exists ? delta[numbers + row] : R(0);
+                // If the query sees no key, its scores and `log_sum` are negative infinity; their difference would be NaN.
                 const R shift = log_sum == -R(INFINITY) ? R(0) : log_sum;
                 for (int j = 0; j < 2; j++) {
+                    // The softmax weight. For the gradients of q and k it becomes the gradient of the unscaled product of q and k.
                     R weight = exponential(scores[i][j] - shift);
                     if (OF != GradientOf::value) weight *= (products[i][j] - less) * static_cast<R>(shape.scale);
                     weights[y + i * PLAIN_SIDE][x + j * PLAIN_SIDE] = weight;
@@ -228,7 +243,7 @@ __device__ void attention_plain_backward(const T *q, const T *k, const T *v, con
     write_panel(grad, grad_strides, task, first, rows, column, width, sum);
 }
 
-// Computes delta, the sum of o ∘ d_o over each row. Eight lanes compute the sum of one row.
+// Computes delta (batch, heads, queries), the sum of o ∘ d_o over each row. Eight lanes compute the sum of one row.
 template <typename T>
 __device__ void attention_delta(const T *o, const T *d_o, Acc<T> *delta, const Strides &o_strides, const Strides &do_strides,
                                 const AttentionShape &shape) {
@@ -241,6 +256,7 @@ __device__ void attention_delta(const T *o, const T *d_o, Acc<T> *delta, const S
         const uint64_t query = row % shape.queries, index = row / shape.queries;
         const T *a = o_strides.matrix(o, index / shape.heads, index % shape.heads) + query * o_strides.row;
         const T *b = do_strides.matrix(d_o, index / shape.heads, index % shape.heads) + query * do_strides.row;
+        // The elements that 16-byte loads read; the second loop reads the elements after them.
         const uint32_t whole = is_wide(a) && is_wide(b) ? shape.value_width / N * N : 0;
         for (uint32_t i = lane * N; i < whole; i += LANES * N) {
             const Pack<T, N> x = *reinterpret_cast<const Pack<T, N> *>(a + i), y = *reinterpret_cast<const Pack<T, N> *>(b + i);

@@ -4,27 +4,32 @@
 #include "../element.cuh"
 
 // The sizes of an attention call: q (batch, heads, queries, width), k (batch, heads, keys, width), v (batch, heads, keys, value_width),
-// result and its gradient (batch, heads, queries, value_width). Query i sees the keys up to i if `is_causal`. Passed by value.
+// result and its gradient (batch, heads, queries, value_width). With `Spans`, k and v have only
+// heads / `heads_a_key` heads. If `is_causal` is not 0, query i sees no key after key i. Passed by value.
 struct AttentionShape {
     uint32_t batch, heads, queries, keys, width, value_width, is_causal;
-    // dk and dv are sums over queries. They are computed in this number of parts, each of which sums over some of the queries or, with
-    // spans, over some of the heads of queries.
+    // dk and dv are sums over queries. The tensor-core kernels compute them in this number of parts. Each part is a sum over some of the
+    // queries or, with `Spans`, over some of the heads of queries.
     uint32_t parts;
+    // Multiplies the products of q and k.
     double scale;
 };
 
-// The distances between batches, heads and rows of a tensor, in elements. The elements of a row are consecutive. Passed by value.
+// The distances between the batch items, the heads and the rows of a tensor, in elements. The elements of a row are consecutive. Passed by
+// value.
 struct Strides {
     uint64_t batch, head, row;
 
+    // Returns the address of head `h` of batch item `b`.
     template <typename T> __device__ __forceinline__ T *matrix(T *tensor, uint32_t b, uint32_t h) const {
         return tensor + b * batch + h * head;
     }
 };
 
-// The work of a block. Blocks of one head are consecutive, so that they share its keys and values in the cache.
+// The work of a block: one tile of rows of one head. The blocks of a head are consecutive, so that they share its keys and values in the
+// cache.
 struct Task {
-    // `tile` is the index of the tile within the head, `index` that of the head over (batch, heads).
+    // `tile` is the index of the tile within the head, `index` the index of the head over (batch, heads).
     uint32_t tile, index;
     uint32_t batch, head;
 
@@ -32,28 +37,30 @@ struct Task {
         : tile(block % tiles), index(block / tiles), batch(index / heads), head(index % heads) {}
 };
 
-// `AttentionShape` limits the keys that a query may see. `Dense` and `Spans` tell which of these keys the query does see. With `Dense`, each
-// head of queries has its own keys, and a query sees all keys that the shape allows.
+// `AttentionShape` limits the keys that a query may see. `Dense` and `Spans` tell which of these keys the query does see. With `Dense`,
+// each head of queries has its own keys, and a query sees all keys that `AttentionShape` allows.
 struct Dense {
     static constexpr bool HAS_SPANS = false;
 
-    // How many consecutive heads of queries share a head of keys.
+    // Returns how many consecutive heads of queries share a head of keys.
     static __device__ __forceinline__ uint32_t group() { return 1; }
-    // `first_key` is the first key that a query sees, `query_end` the end of the queries that see a key.
+    // `first_key` returns the first key that a query sees, `query_end` the end (exclusive) of the queries that see a key. Here, neither
+    // takes `is_causal` into account.
     static __device__ __forceinline__ uint32_t first_key(uint32_t) { return 0; }
     static __device__ __forceinline__ uint32_t query_end(uint32_t, const AttentionShape &shape) { return shape.queries; }
 };
 
-// With `Spans`, queries see the keys of their segment of a packed row. The shape is causal, with as many keys as queries and one batch.
-// Both rows of `spans` ascend.
+// With `Spans`, a query sees keys of its own segment of a packed row. The shape is causal, with as many keys as queries and a batch of 1.
 struct Spans {
     static constexpr bool HAS_SPANS = true;
-    // (2, rows), with a column for each position p. The first row has the first key that query p sees, or p + 1 if it sees none. The second
-    // row has the end (exclusive) of the queries that see key p.
+    // Two ascending lists of `rows` numbers, one number for each position p. The first list has the first key that query p sees, or p + 1
+    // if it sees none. The second list has the end (exclusive) of the queries that see key p.
     const uint32_t *spans;
+    // `rows` is the number of positions, `heads_a_key` the number of heads of queries that share a head of keys.
     uint32_t rows, heads_a_key;
 
     __device__ __forceinline__ uint32_t group() const { return heads_a_key; }
+    // Positions after the last one count as the last one.
     __device__ __forceinline__ uint32_t first_key(uint32_t query) const { return spans[min(query, rows - 1)]; }
     __device__ __forceinline__ uint32_t query_end(uint32_t key) const { return spans[rows + min(key, rows - 1)]; }
     __device__ __forceinline__ uint32_t query_end(uint32_t key, const AttentionShape &) const { return query_end(key); }

@@ -1,7 +1,7 @@
 // Products of whole tiles by a warpgroup, four warps with 16 rows each (PTX `wgmma`, sm_90a). The left operand is in registers
 // or in shared memory, the right operand in shared memory. The permuted rows of 128 bytes in shared memory (mma.cuh) have the
-// layout that the PTX manual calls 128-byte swizzle. Accumulators and left operands in registers are distributed as those of
-// `mma.sync`, warp by warp. Products are asynchronous: warps continue until they wait for them.
+// layout that the PTX manual calls 128-byte swizzle. In each warp, accumulators and left operands in registers are distributed as
+// those of `mma.sync`. Products are asynchronous: a warp continues until it calls `wait_for_products`.
 #pragma once
 
 #include "../element.cuh"
@@ -12,24 +12,25 @@
 #define WARPGROUP_PRODUCTS 0
 #endif
 
-// Whether warpgroups multiply tiles in which each warp has 16 `M` rows.
+// Whether warpgroups multiply tiles in which each warp has 16 * `M` rows; otherwise warps do, with `mma.sync`.
 template <int M> constexpr bool BY_WARPGROUP = WARPGROUP_PRODUCTS && M == 1;
 
-// Call this before products whose operands other instructions have written.
+// Call this before the first product, and before products whose registers (accumulators or a left operand) other instructions have
+// accessed.
 __device__ __forceinline__ void begin_products() {
 #if WARPGROUP_PRODUCTS
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #endif
 }
 
-// Call this after the products that a warp will wait for together.
+// Makes a group of the products since the last call. A warp waits for all products of a group together.
 __device__ __forceinline__ void end_products() {
 #if WARPGROUP_PRODUCTS
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 #endif
 }
 
-// Waits until at most `PENDING` groups of products are unfinished.
+// Waits until at most the latest `PENDING` groups of products are unfinished.
 template <int PENDING> __device__ __forceinline__ void wait_for_products() {
 #if WARPGROUP_PRODUCTS
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
@@ -48,7 +49,7 @@ template <int M, int N> __device__ __forceinline__ void products_are_ready(float
 #endif
 }
 
-// Makes the shared memory that this thread has written visible to products after the next barrier.
+// Call this between writes to shared memory and a barrier: products after the barrier see what this thread wrote.
 __device__ __forceinline__ void publish_to_products() {
 #if WARPGROUP_PRODUCTS
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -57,11 +58,13 @@ __device__ __forceinline__ void publish_to_products() {
 
 #if WARPGROUP_PRODUCTS
 
-// The descriptor of an operand with rows of 64 values that begins at a multiple of 32 bytes: groups of eight rows are 1024 bytes apart.
+// Returns the descriptor of an operand that begins at `address`, a multiple of 32 bytes, in a tile with rows of 64 values (128 bytes):
+// 128-byte swizzle, groups of eight rows 1024 bytes apart. The hardware ignores bits 16 to 29 in these products.
 __device__ __forceinline__ uint64_t describe(uint32_t address) {
     return uint64_t(1) << 62 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 16 | (address & 0x3ffff) >> 4;
 }
 
+// The accumulators as operands of `asm`: those of the 8 or 16 columns from column 8 * n on, or of all 32, 64 or 128 columns.
 #define ACCUMULATORS(sum, n) "+f"(sum[n][0]), "+f"(sum[n][1]), "+f"(sum[n][2]), "+f"(sum[n][3])
 #define ACCUMULATORS_16(sum, n) ACCUMULATORS(sum, n), ACCUMULATORS(sum, n + 1)
 #define ACCUMULATORS_32(sum) ACCUMULATORS_16(sum, 0), ACCUMULATORS_16(sum, 2)
@@ -69,9 +72,10 @@ __device__ __forceinline__ uint64_t describe(uint32_t address) {
 #define ACCUMULATORS_128(sum)                                                                                                      \
     ACCUMULATORS_64(sum), ACCUMULATORS_16(sum, 8), ACCUMULATORS_16(sum, 10), ACCUMULATORS_16(sum, 12), ACCUMULATORS_16(sum, 14)
 
-// warpgroup_multiply computes sum = a bᵀ, or sum += a bᵀ if `add`. `a` is (64, 16), in shared memory or in registers; `b` is
-// (32, 16), (64, 16) or (128, 16), in shared memory.
-// warpgroup_multiply_add computes sum += a b, with `a` (64, 16) in registers and `b` (16, 64) in shared memory.
+// warpgroup_multiply starts sum = a bᵀ, or sum += a bᵀ if `add` is not 0. `a` is (64, 16), in shared memory or in registers. `b` is
+// (32, 16), (64, 16) or, if `a` is in shared memory, (128, 16); it is in shared memory.
+// warpgroup_multiply_add starts sum += a b, with `a` (64, 16) in registers and `b` (16, 64) in shared memory.
+// Operands in shared memory are descriptors. The first argument only selects the dtype of the operands.
 //
 // If the left operand is in registers, a loop must load it in the iteration that uses it, and must wait for the product in the same
 // iteration: ptxas 13.0 reuses these registers for other values between iterations.

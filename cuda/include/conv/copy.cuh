@@ -8,29 +8,32 @@
 
 #include "geometry.cuh"
 
-// The number of values of the summed dimension that one step of the main loops takes: the length of a tile's row.
+// The number of values of the summed dimension that one step of the main loops takes. It is also the number of values in a
+// tile's row.
 constexpr int STEP = 64;
 constexpr int ROW_BYTES = 128;
-// A tile of 64 rows.
+// The size of a tile of 64 rows.
 constexpr int SQUARE_BYTES = 64 * ROW_BYTES;
 // The tensor-core kernels support convolution kernels of at most this height and width: a 32-bit number holds two masks of
-// this many bits, which mark the taps of a window that are inside the image.
+// this many bits, one for each axis, which mark the taps of a window that are inside the image.
 constexpr int MAX_KERNEL = 16;
 
 __device__ __forceinline__ uint32_t shared_address(const void *pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// Returns the offset, in bytes, of a value in a tile.
 __device__ __forceinline__ uint32_t tile_offset(int row, int column) {
     return row * ROW_BYTES + (((column / 8) ^ (row % 8)) * 16) + column % 8 * 2;
 }
 
-// Whether copied data stays in the first-level cache. The next kernel taps read the same pixels of an image again, but
-// other values of the weight.
+// Whether copied data stays in the L1 cache. The next kernel taps read the same pixels of an image again, but other values
+// of the weight.
 enum class Reuse { YES, NO };
 
-// Starts the copy of VEC values; writes zeros unless `inside`. VEC = 8 and 4 are asynchronous and need aligned
-// addresses; VEC = 1 is an ordinary copy for any address.
+// Starts the copy of VEC values to shared memory; writes zeros unless `inside`. With VEC = 8 and 4, the copy is asynchronous,
+// and addresses must be multiples of its size; only VEC = 8 obeys Reuse::NO. With VEC = 1, it is an ordinary copy between any
+// addresses.
 template <int VEC, Reuse REUSE, typename T>
 __device__ __forceinline__ void copy_to_tile(uint32_t to, const T *from, bool inside) {
     static_assert(VEC == 8 || VEC == 4 || VEC == 1);
@@ -47,6 +50,7 @@ __device__ __forceinline__ void copy_to_tile(uint32_t to, const T *from, bool in
     }
 }
 
+// Makes a group of this thread's copies since the last call.
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 
 // Waits until at most the latest PENDING of this thread's groups of copies are unfinished.
@@ -54,9 +58,9 @@ template <int PENDING> __device__ __forceinline__ void copies_wait() {
     asm volatile("cp.async.wait_group %0;\n" ::"n"(PENDING) : "memory");
 }
 
-// An index of the summed dimension, whose order is (block of channels, kernel tap, channel in the block). A block has STEP
-// channels if the number of channels allows it, so that consecutive taps find their values of the image in the first-level
-// cache. Otherwise one block has all channels.
+// An index of the summed dimension, split into `block`, a block of channels; (a, b), a kernel tap; and `channel`, a channel in
+// the block. The dimension is in this order. `Work` chooses `block_channels`, the number of channels of a block: STEP where
+// possible, because consecutive taps then find their pixels in the L1 cache; otherwise all channels.
 struct Place {
     int a, b, channel, block;
 
@@ -69,6 +73,7 @@ struct Place {
         b = tap - a * gather.x.taps;
     }
 
+    // Moves on by `count` values.
     __device__ __forceinline__ void advance(const Gather &gather, int block_channels, int count) {
         channel += count;
         while (channel >= block_channels) {
@@ -83,14 +88,17 @@ struct Place {
 };
 
 // The windows that ROWS result pixels sum over, as a tile (result pixels, summed values). VEC values are copied at a time.
+// In this and the next two structures, COLUMNS is the number of copies for a row of a tile, PASS the number of rows that the
+// block copies at once, and PASSES the number of rows into which a thread copies.
 template <typename T, int ROWS, int VEC, int THREADS> struct WindowTile {
     static constexpr int COLUMNS = STEP / VEC, PASS = THREADS / COLUMNS, PASSES = ROWS / PASS;
     static_assert(ROWS % PASS == 0);
-    // For each row: the source pixel under its first tap, and which taps are inside the image: bits 0..16 vertically,
-    // 16..32 horizontally.
+    // For each of the thread's rows: the index of the source pixel at the first tap, even if this tap is outside the image; and
+    // which taps are inside. Bit a of `inside` is for the height of the taps (a, b), bit 16 + b for their width.
     int pixel[PASSES];
     uint32_t inside[PASSES];
 
+    // `first` is the result pixel of the tile's first row.
     __device__ __forceinline__ WindowTile(const Gather &gather, int first) {
 #pragma unroll
         for (int i = 0; i < PASSES; ++i) {
@@ -110,7 +118,8 @@ template <typename T, int ROWS, int VEC, int THREADS> struct WindowTile {
         }
     }
 
-    // `place` is the index, in the summed dimension, of the first value that this thread copies of a row.
+    // Starts the copies of one step. `place` is the index, in the summed dimension, of the first value that this thread copies
+    // in each of its rows.
     __device__ __forceinline__ void load(uint32_t tile, const T *source, const Gather &gather, const Place &place,
                                          int block_channels) const {
         const int channel = place.block * block_channels + place.channel;
@@ -127,7 +136,8 @@ template <typename T, int ROWS, int VEC, int THREADS> struct WindowTile {
     }
 };
 
-// The weights of the forward pass, as a tile (output channels, summed values).
+// The weights of the forward pass, as a tile (output channels, summed values). `first` is the first output channel. The shape
+// is unused; it is there because `Loader` also calls `WeightColumns::load`.
 template <typename T, int ROWS, int VEC, int THREADS> struct WeightRows {
     static constexpr int COLUMNS = STEP / VEC, PASS = THREADS / COLUMNS, PASSES = ROWS / PASS;
     static_assert(ROWS % PASS == 0);
@@ -152,7 +162,7 @@ template <typename T, int ROWS, int VEC, int THREADS> struct WeightRows {
 };
 
 // The weights for the gradient of the input, as tiles (64 summed values, 64 input channels). COUNT is the number of input
-// channels of all tiles.
+// channels of all tiles together, so the last tile may be narrower. `first` is the first input channel.
 template <typename T, int COUNT, int VEC, int THREADS> struct WeightColumns {
     static constexpr int COLUMNS = STEP / VEC, PASS = THREADS / COLUMNS, PASSES = STEP / PASS,
                          TILES = (COUNT + STEP - 1) / STEP;

@@ -1,15 +1,16 @@
 // Sizes of a convolution, and the sum that computes the forward pass and the gradient of the input:
-//   result[pixel, n] = sum over kernel taps (a, b) and channels c of
-//                      source[pixel shifted by the tap, c] * the weight of (a, b, c, n)
-// The source is the input for the forward pass, and the gradient of the result for the gradient of the input.
+//   result[pixel, n] = sum over kernel taps (a, b) and source channels c of
+//                      source[the source pixel that tap (a, b) meets, c] * the weight of (a, b, c, n)
+// For the forward pass, the source is the convolution's input, and the result its output. For the gradient of the input, the
+// source is the gradient of the output, and the result the gradient of the input. n is a channel of the result.
 #pragma once
 
 #include "../element.cuh"
 
-// Passed by value. Images are (batch, height, width, channels), weights (out_channels, kernel_height, kernel_width,
-// channels / groups), results (batch, out_height, out_width, out_channels), all dense. Every size is at least 1; images
-// and results have fewer than 2^30 pixels (elements may be more), a row of the weight fewer than 2^30 values, and
-// coordinates fit in 31 bits.
+// The sizes of the convolution: input (batch, height, width, channels), weight (out_channels, kernel_height, kernel_width,
+// channels / groups), output (batch, out_height, out_width, out_channels), all dense. Every size is at least 1. Input and
+// output have fewer than 2^30 pixels (they may have more elements), the weight of one output channel has fewer than 2^30
+// values, and all coordinates fit in 31 bits. Passed by value.
 struct Conv2dShape {
     uint32_t batch, height, width, channels;
     uint32_t kernel_height, kernel_width;
@@ -19,8 +20,9 @@ struct Conv2dShape {
 };
 
 // One axis (height or width) of the sum, with `pixels` result pixels, `taps` taps and `source` source pixels. Result pixel
-// i has the coordinate `first + every * i` in the result image. Tap a has the coordinate `tap_first + tap_every * a` in the
-// convolution kernel. For result pixel i, tap a reads the source at `origin + step * i + move * a`.
+// i has the coordinate `first + every * i` in the result. Tap a has the coordinate `tap_first + tap_every * a` in the
+// convolution kernel. For result pixel i, tap a reads the source at the coordinate `origin + step * i + move * a`, which may
+// be outside the source; such taps add nothing.
 struct Axis {
     int pixels, first, every;
     int taps, tap_first, tap_every;
@@ -33,12 +35,14 @@ __device__ __forceinline__ Axis forward_axis(int size, int kernel, int out, int 
 }
 
 // The axis of the pixels of the input whose coordinate is `phase` modulo the stride. All these pixels use the same kernel
-// taps, and neighbours among them read neighbouring pixels of the gradient of the result. A convolution over the gradient of
-// the result with zeros inserted between its pixels would give the same sums. Here no products with such zeros are computed.
+// taps, and neighbours among them read neighbouring pixels of the gradient of the output. A convolution over the gradient of
+// the output with zeros inserted between its pixels would give the same sums. Here no products with such zeros are computed.
 __device__ __forceinline__ Axis grad_input_axis(int size, int kernel, int out, int stride, int padding, int dilation,
                                                 int phase) {
     Axis axis = {0, phase, stride, 0, 0, 1, 0, 1, 0, out};
     axis.pixels = phase < size ? (size - phase + stride - 1) / stride : 0;
+    // Of `tap_every` consecutive taps, at most one meets pixels of the gradient of the output; the others would meet inserted
+    // zeros. `tap_first` is the first tap that meets pixels. If the kernel has no such tap, `taps` stays 0.
     while (axis.tap_every * dilation % stride != 0) ++axis.tap_every;
     while (axis.tap_first < axis.tap_every && (phase + padding - axis.tap_first * dilation) % stride != 0)
         ++axis.tap_first;
@@ -52,11 +56,12 @@ __device__ __forceinline__ Axis grad_input_axis(int size, int kernel, int out, i
 
 enum class Direction { FORWARD, GRAD_INPUT };
 
-// The whole sum or, for a strided gradient of the input, the sum of one of the `stride_height * stride_width` phases.
+// The sizes of the whole sum or, for the gradient of the input, of the sum for one of the `stride_height * stride_width`
+// phases: `phase` is (height phase) * stride_width + (width phase).
 struct Gather {
     Axis y, x;
     int batch;
-    // In one group: channels summed over, and channels of the result.
+    // In one group: the number of channels of the source, and the number of channels of the result.
     int channels, results;
 
     template <Direction D> static __device__ __forceinline__ Gather of(const Conv2dShape &s, int phase) {
@@ -79,7 +84,7 @@ struct Gather {
     __device__ __forceinline__ int pixels() const { return batch * y.pixels * x.pixels; }
     __device__ __forceinline__ int taps() const { return y.taps * x.taps; }
 
-    // The index of a result pixel in the result image.
+    // Returns the index, in the result, of result pixel number `pixel` of this sum.
     template <Direction D> __device__ __forceinline__ int64_t result_pixel(const Conv2dShape &s, int pixel) const {
         if (D == Direction::FORWARD || (y.every == 1 && x.every == 1)) return pixel;
         const int line = pixel / x.pixels, j = pixel - line * x.pixels, image = line / y.pixels,
@@ -88,8 +93,8 @@ struct Gather {
     }
 };
 
-// The window of a result pixel: the index of the image, and the source coordinates of the first tap, which may be outside
-// the image.
+// The window of result pixel number `pixel` of a sum: the index of the image in the batch, and the source coordinates of the
+// first tap, which may be outside the image.
 struct Window {
     int image, y, x;
 

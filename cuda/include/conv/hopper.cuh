@@ -1,6 +1,6 @@
 // Forward pass and gradient of the input with the matrix instructions and the copy engine of compute capability 9.0
-// (code for sm_90a alone). One thread starts the copies; the copy engine gathers a tile's windows by itself. Two groups
-// of four warps multiply directly from the tiles in shared memory. Two blocks form a cluster: each fetches half of the
+// (code for sm_90a alone). One thread starts the copies; the copy engine gathers a tile's windows by itself. Two warpgroups,
+// of four warps each, multiply directly from the tiles in shared memory. Two blocks form a cluster: each fetches half of the
 // weights that both need.
 #pragma once
 
@@ -8,16 +8,18 @@
 #include "engine.cuh"
 #include "tensor.cuh"
 
-// The descriptor of a tile for `wgmma`: 128-byte swizzle, eight rows every 1024 bytes. For a product whose sum runs across
-// the rows of the tile, the next 64 columns begin SQUARE_BYTES later. A product whose sum runs along the rows does not
-// use this distance.
+// Returns the descriptor of a tile for `wgmma`: 128-byte swizzle, eight rows every 1024 bytes. For an operand whose summed
+// values run across the rows of its tiles, the tile of the next 64 columns begins SQUARE_BYTES later. This distance is unused
+// if the summed values run along the rows.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
     constexpr uint64_t SWIZZLE_128 = 1ull << 62;
     return (address & 0x3ffff) >> 4 | uint64_t(SQUARE_BYTES >> 4) << 16 | uint64_t((8 * ROW_BYTES) >> 4) << 32 |
            SWIZZLE_128;
 }
 
-// D (64 rows, N columns) += left (64, 16) * right (16, N); each warp has 16 rows, distributed as by `mma`.
+// D (64, N) += left (64, 16) * right (16, N), with N = 128 or 160; each warp has 16 rows, distributed as by `mma`. `left` and
+// `right` are the caller's variables of these names, which hold the operands' descriptors. LEFT_ACROSS and RIGHT_ACROSS are 1
+// if the operand's summed values run across the rows of its tile.
 #define CONV_WGMMA_128(D, TYPE, LEFT_ACROSS, RIGHT_ACROSS)                                                             \
     asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {"                                     \
                  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                              \
@@ -57,6 +59,7 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
           "+f"(D[73]), "+f"(D[74]), "+f"(D[75]), "+f"(D[76]), "+f"(D[77]), "+f"(D[78]), "+f"(D[79])                    \
         : "l"(left), "l"(right), "n"(LEFT_ACROSS), "n"(RIGHT_ACROSS))
 
+// Starts acc (64 rows, COUNT columns) += left * right, for 16 summed values.
 template <typename T, Summed LEFT, Summed RIGHT, int COUNT>
 __device__ __forceinline__ void multiply_async(float (&acc)[COUNT / 2], uint64_t left, uint64_t right) {
     static_assert(COUNT == 128 || COUNT == 160);
@@ -75,8 +78,9 @@ template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Pipeline : Stages<STA
     using Base = Stages<STAGES, STAGE_BYTES, CLUSTER>;
     using Base::address, Base::advance, Base::barrier, Base::emptied, Base::round, Base::stage;
 
-    // A warpgroup adds the products of `steps` steps. Its STRIPS * 64 rows begin `left` bytes into a stage, and its
-    // COUNT columns begin `right` bytes into the stage.
+    // Adds the products of `steps` steps to a warpgroup's sums. The warpgroup's STRIPS * 64 rows begin `left` bytes into a
+    // stage, and its COUNT columns `right` bytes into the stage. LEFT_SLICE and RIGHT_SLICE are the distances, in bytes, to the
+    // next 16 summed values.
     template <typename T, Summed LEFT, Summed RIGHT, int STRIPS, int COUNT>
     __device__ __forceinline__ void multiply_steps(float (&acc)[STRIPS][COUNT / 2], int steps, int left, int right) {
         constexpr int LEFT_SLICE = LEFT == Summed::ALONG_ROWS ? 32 : 16 * ROW_BYTES;
@@ -94,13 +98,13 @@ template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Pipeline : Stages<STA
                 }
             }
             multiply_commit();
-            // The products of the previous step are done, so its stage is free.
+            // After this wait, the products of the previous step are done, so its stage is free.
             multiply_wait<1>();
             if (step > 0) this->leave_last();
             advance();
         }
         multiply_wait<0>();
-        // The compiler must not read sums before this point, or else the products would wait for one another.
+        // Keeps the compiler from reading sums before this point; if it did, the products would wait for one another.
 #pragma unroll
         for (int i = 0; i < STRIPS; ++i)
 #pragma unroll
@@ -108,7 +112,9 @@ template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Pipeline : Stages<STA
     }
 };
 
-// Calls `store` with each 16-row strip of this warp's sums, in the layout of `mma`.
+// Calls store(sums, row, column) with each 16-row strip of this warp's sums, in the layout of `mma`. The warp has a strip in each
+// 64 rows of its warpgroup. The arguments `row` and `column` are where the warpgroup's sums begin in the block's tile. COUNT is a
+// thread's number of sums in a strip.
 template <int STRIPS, int COUNT, typename Store>
 __device__ __forceinline__ void each_strip(const float (&acc)[STRIPS][COUNT], int row, int column, Store store) {
 #pragma unroll
@@ -120,16 +126,17 @@ __device__ __forceinline__ void each_strip(const float (&acc)[STRIPS][COUNT], in
     }
 }
 
-// The copies of one block for all its steps. One thread runs them.
+// The copies of one block for all its steps, which one thread starts.
 template <Direction D, int ROWS, int COUNT, int STAGES> struct Copies {
     static constexpr bool FORWARD = D == Direction::FORWARD;
     static constexpr Summed RIGHT = FORWARD ? Summed::ALONG_ROWS : Summed::ACROSS_ROWS;
     static constexpr int LEFT_BYTES = ROWS * ROW_BYTES;
-    // A tile of weights has a row for each output channel or, for the gradient of the input, is (64 output channels,
-    // 64 input channels).
+    // For the forward pass, a stage has one tile of weights, with a row for each of COUNT output channels. For the gradient of
+    // the input, it has tiles of (64 output channels, 64 input channels).
     static constexpr int RIGHT_TILES = FORWARD ? 1 : (COUNT + STEP - 1) / STEP,
                          RIGHT_TILE_BYTES = FORWARD ? COUNT * ROW_BYTES : SQUARE_BYTES;
     static constexpr int STAGE_BYTES = LEFT_BYTES + RIGHT_TILES * RIGHT_TILE_BYTES;
+    // The number of rows of each tile of weights that one block of the cluster fetches for both.
     static constexpr int RIGHT_HALF = (FORWARD ? COUNT : STEP) / 2;
 
     using Ring = Pipeline<STAGES, STAGE_BYTES, 2>;
@@ -138,7 +145,7 @@ template <Direction D, int ROWS, int COUNT, int STAGES> struct Copies {
                                                const Conv2dMaps &maps, Ring pipeline) {
         const Gather &gather = work.gather;
         const Window window(gather, work.row);
-        // The copy engine takes the pixel of the window with the lowest coordinates and an offset of at least 0 from it. If
+        // The copy engine takes the window's pixel with the lowest coordinates, and an offset of at least 0 from this pixel. If
         // `move` is negative, the last tap has the lowest coordinate.
         const int low_y = min(0, (gather.y.taps - 1) * gather.y.move),
                   low_x = min(0, (gather.x.taps - 1) * gather.x.move);
@@ -166,7 +173,8 @@ template <Direction D, int ROWS, int COUNT, int STAGES> struct Copies {
     }
 };
 
-// Computes tiles of ROWS pixels by COUNT channels. Each of the two warpgroups computes ROWS / 2 of the pixels.
+// Computes the block's tile of ROWS pixels by COUNT channels. Each of the first two warpgroups computes ROWS / 2 of the pixels; a
+// thread of the third starts the copies.
 template <typename T, Direction D, int ROWS, int COUNT, int STAGES> __device__ __forceinline__ void
 conv2d_hopper(const Conv2dOperands<T> &operands, const Conv2dShape &s, const Conv2dMaps &maps) {
     using Loads = Copies<D, ROWS, COUNT, STAGES>;

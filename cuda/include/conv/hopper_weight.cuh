@@ -1,18 +1,20 @@
 // Gradient of the weight with the matrix instructions and the copy engine of compute capability 9.0 (code for sm_90a
-// alone). Computes the product of weight.cuh. The number of input channels is a multiple of 64, so 64 neighbouring
-// columns belong to one kernel tap.
+// alone). Computes the product of weight.cuh. The number of input channels is a multiple of 64, so the 64 columns of a tile
+// belong to one kernel tap.
 #pragma once
 
 #include "hopper.cuh"
 
-// Computes tiles of ROWS output channels by 256 (tap, channel) columns; each of the two warpgroups computes 128 of the
-// columns. With PAIRED, the two blocks of a cluster take neighbouring tiles of output channels and the same columns, and
-// each block fetches half of the windows.
+// A block computes ROWS output channels by 256 (tap, channel) columns; each of the first two warpgroups computes 128 of the
+// columns. With PAIRED, the two blocks of a cluster take neighbouring ranges of output channels and the same columns, and
+// each block fetches half of the windows for both.
 template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
     static constexpr int COUNT = 256, LEFT_TILES = ROWS / STEP, RIGHT_TILES = COUNT / STEP, CLUSTER = PAIRED ? 2 : 1;
     static constexpr int LEFT_BYTES = LEFT_TILES * SQUARE_BYTES, STAGE_BYTES = LEFT_BYTES + RIGHT_TILES * SQUARE_BYTES;
     using Stages = Pipeline<STAGES, STAGE_BYTES, CLUSTER>;
 
+    // The block's first output channel, its first column, its steps (`end` is exclusive), and the number of columns of the whole
+    // product.
     int first_out, first_value, begin, end, values;
 
     __device__ __forceinline__ explicit WeightGrad(const Conv2dShape &s)
@@ -25,8 +27,10 @@ template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
         end = int(steps * (blockIdx.z + 1) / gridDim.z);
     }
 
+    // Starts the copies of all steps; one thread calls this.
     __device__ __forceinline__ void copy(const Conv2dShape &s, const Conv2dMaps &maps, Stages pipeline) const {
         const Gather gather = Gather::of<Direction::FORWARD>(s, 0);
+        // The first tile of windows that this block fetches.
         const int own = PAIRED ? int(cluster_rank()) * RIGHT_TILES / 2 : 0;
         for (int step = begin; step < end; ++step) {
             pipeline.begin_copies();
@@ -37,7 +41,7 @@ template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
             }
             const Window window(gather, step * STEP);
             for (int j = own; j < own + RIGHT_TILES / CLUSTER; ++j) {
-                // Columns beyond the last get a channel outside the tensor map, so zeros are copied.
+                // Columns after the last one get a channel outside the tensor map, so the copy engine writes zeros.
                 const int value = first_value + j * STEP, tap = value < values ? value / int(s.channels) : 0;
                 const int a = tap / int(s.kernel_width), b = tap - a * int(s.kernel_width);
                 copy_windows<PAIRED>(pipeline.address() + LEFT_BYTES + j * SQUARE_BYTES, maps.windows[0], barrier,
@@ -48,6 +52,7 @@ template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
         }
     }
 
+    // Writes the sums to the block's slice of `partials` or, if `partials` is null, to `grad_weight`.
     __device__ __forceinline__ void run(T *grad_weight, float *partials, const Conv2dShape &s,
                                         const Conv2dMaps &maps) const {
         constexpr int WORKERS = Stages::WORKERS, HALF = COUNT / 2;

@@ -3,8 +3,8 @@
 
 #include "copy.cuh"
 
-// acc (16 rows, 8 columns) += a (16, 16) * b (16, 8). A lane has the columns 2 (lane % 4) + {0, 1} of acc, in the rows
-// lane / 4 (the first two values) and lane / 4 + 8.
+// Computes acc (16 rows, 8 columns) += a (16, 16) * b (16, 8). A lane has the columns 2 (lane % 4) and 2 (lane % 4) + 1 of acc:
+// acc[0] and acc[1] are in row lane / 4, acc[2] and acc[3] in row lane / 4 + 8.
 template <typename T>
 __device__ __forceinline__ void mma(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 
@@ -22,6 +22,7 @@ __device__ __forceinline__ void mma<__nv_bfloat16>(float (&acc)[4], const uint32
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// Loads four 8 x 8 matrices, each transposed if TRANSPOSED. Lanes 8 i to 8 i + 7 pass the addresses of the rows of matrix i.
 template <bool TRANSPOSED> __device__ __forceinline__ void load_fragments(uint32_t (&to)[4], uint32_t address) {
     if constexpr (TRANSPOSED) {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
@@ -36,8 +37,9 @@ template <bool TRANSPOSED> __device__ __forceinline__ void load_fragments(uint32
     }
 }
 
-// Whether the summed values of an operand run along the rows of its tile (a row is a pixel or an output channel), or across them
-// (a row is a summed value; there is a tile for each 64 columns).
+// Whether the summed values of an operand run along the rows of its tile (each row belongs to a row of the left operand or a
+// column of the right operand), or across them (each row belongs to a summed value; there is a tile for each 64 rows of the left
+// operand or columns of the right operand).
 enum class Summed { ALONG_ROWS, ACROSS_ROWS };
 
 // Loads a 16 x 16 part of the left operand: rows `first` to `first` + 15, and the step's summed values k to k + 15.
@@ -64,8 +66,8 @@ template <Summed S> __device__ __forceinline__ void load_right(uint32_t (&to)[4]
     }
 }
 
-// acc += left * right over one step, for this warp's MF * 16 rows from `row` on and NF * 8 columns (NF even) from `column`
-// on.
+// Computes acc += left * right over one step, for this warp's MF * 16 rows from `row` on and NF * 8 columns (NF even) from
+// `column` on. `left` and `right` are the addresses of the operands' tiles.
 template <typename T, Summed LEFT, Summed RIGHT, int MF, int NF> __device__ __forceinline__ void
 multiply_step(float (&acc)[MF][NF][4], uint32_t left, uint32_t right, int row, int column) {
 #pragma unroll 2

@@ -3,7 +3,8 @@
 
 #include "../element.cuh"
 
-// x = hi + lo with a relative error of at most 2^-17. If hi is infinite, lo is 0, because x - hi would be NaN or infinite.
+// x = hi + lo with a relative error of at most 2^-17, if hi is finite and x at least 2^-117 in magnitude. If hi is infinite, lo is
+// 0, because x - hi would be NaN or infinite.
 struct Pair {
     __nv_bfloat16 hi, lo;
 
@@ -12,12 +13,14 @@ struct Pair {
     }
 };
 
-// Writes each row of `channels` numbers as a row of three parts, each of `padded` numbers: part LOW has the lo of the
-// numbers, the other two parts have their hi. The numbers after `channels` are 0.
+// Writes each row of `channels` numbers as a row of three parts, each of `padded` numbers. Part LOW (0 to 2) has the lo of the
+// row's numbers, the other two parts have their hi. In each part, the numbers after the first `channels` are 0. `padded` must
+// be `channels`, rounded up to a multiple of 8.
 template <int LOW> __device__ __forceinline__ void
 write_pairs(__nv_bfloat16 *to, const float *from, uint64_t rows, uint32_t channels, uint32_t padded) {
     constexpr int GROUP = 8;
     const uint32_t row_groups = padded / GROUP;
+    // Whether two 16-byte loads read a group. Otherwise its numbers are loaded one by one.
     const bool wide = channels % GROUP == 0 && is_wide(from);
     for (uint64_t index = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x; index < rows * row_groups;
          index += uint64_t(gridDim.x) * blockDim.x) {

@@ -1,17 +1,19 @@
-// Convolutions without tensor cores, for f32, f64 and grouped channels. A block of 256 threads computes a tile of 64
-// by 64 sums, 16 summed values at a time. The `direct` functions are for groups of few channels. In them, a thread
-// computes a whole sum or, for the gradient of the weight, an eighth of one.
+// Convolutions without tensor cores, for what the tensor-core functions do not support (see conv.cu): f32, f64, grouped
+// channels and certain sizes. In the `plain` functions, a block of 256 threads computes a tile of 64 by 64 sums, 16 summed
+// values at a time. The `direct` functions are for groups of few channels. In them, a thread computes a whole sum or, for the
+// gradient of the weight, an eighth of one.
 #pragma once
 
 #include "geometry.cuh"
 
 constexpr int PLAIN_TILE = 64, PLAIN_DEPTH = 16, PLAIN_THREADS = 256;
 
+// The operands of a tile in shared memory: left[summed value][row], right[summed value][column].
 template <typename T> struct PlainTiles {
     Acc<T> left[PLAIN_DEPTH][PLAIN_TILE + 1], right[PLAIN_DEPTH][PLAIN_TILE + 1];
 };
 
-// This thread's four by four sums in the tile: rows `plain_row() + 16 i`, columns `plain_column() + 16 j`.
+// A thread has four by four sums of the tile, in the rows `plain_row() + 16 i` and the columns `plain_column() + 16 j`.
 __device__ __forceinline__ int plain_row() { return int(threadIdx.x) / 16; }
 __device__ __forceinline__ int plain_column() { return int(threadIdx.x) % 16; }
 
@@ -27,8 +29,8 @@ template <typename T> __device__ __forceinline__ void multiply_plain(Acc<T> (&ac
     }
 }
 
-// The index of the weight for a summed channel, a channel of the result and a tap (a, b). Both channels are counted from
-// the first channel of group `group`.
+// Returns the index of the weight for a channel of the source, a channel of the result and a tap (a, b). `channel` and `result`
+// are counted from the first channel of group `group`.
 template <Direction D> __device__ __forceinline__ int64_t weight_index(const Conv2dShape &s, const Gather &gather,
                                                                        int group, int channel, int result, int a,
                                                                        int b) {
@@ -39,7 +41,7 @@ template <Direction D> __device__ __forceinline__ int64_t weight_index(const Con
     return (int64_t(out) * s.kernel_height * s.kernel_width + tap) * (s.channels / s.groups) + in;
 }
 
-// The source value of a window at tap (a, b); zero outside the image.
+// Returns the source value of a window at tap (a, b); zero outside the image. `channel` is counted over all groups.
 template <typename T> __device__ __forceinline__ Acc<T> source_value(const T *source, const Conv2dShape &s,
                                                                      const Gather &gather, const Window &window, int a,
                                                                      int b, int channel) {
@@ -49,6 +51,7 @@ template <typename T> __device__ __forceinline__ Acc<T> source_value(const T *so
     return widen(source[pixel * gather.channels * s.groups + channel]);
 }
 
+// Computes a tile of pixels by channels, for every gridDim.z-th group.
 template <typename T, Direction D> __device__ __forceinline__ void
 conv2d_plain(T *result, const T *source, const T *weight, const T *bias, const Conv2dShape &s) {
     __shared__ PlainTiles<T> tiles;
@@ -91,6 +94,7 @@ conv2d_plain(T *result, const T *source, const T *weight, const T *bias, const C
     }
 }
 
+// In each thread, computes one value of the result after another. `column` is the value's channel, counted over all groups.
 template <typename T, Direction D> __device__ __forceinline__ void
 conv2d_direct(T *result, const T *source, const T *weight, const T *bias, const Conv2dShape &s) {
     const Gather gather = Gather::of<D>(s, blockIdx.y);
@@ -114,7 +118,8 @@ conv2d_direct(T *result, const T *source, const T *weight, const T *bias, const 
     }
 }
 
-// The value of the input that tap (a, b) multiplies for pixel `pixel` of the result; zero outside the image.
+// Returns the value of the input that tap (a, b) multiplies for pixel `pixel` of the output; zero outside the image. `channel` is
+// counted over all groups.
 template <typename T>
 __device__ __forceinline__ Acc<T> met_value(const T *x, const Conv2dShape &s, int pixel, int a, int b, int channel) {
     const int line = pixel / int(s.out_width), image = line / int(s.out_height);
@@ -126,12 +131,13 @@ __device__ __forceinline__ Acc<T> met_value(const T *x, const Conv2dShape &s, in
     return widen(x[((int64_t(image) * s.height + y) * s.width + x_) * s.channels + channel]);
 }
 
-// The pixels of the result that this block sums over: those of slice blockIdx.z.
+// Returns the range (first, end) of the pixels of the output that this block sums over: those of slice blockIdx.z.
 __device__ __forceinline__ int2 slice_pixels(const Conv2dShape &s) {
     const int64_t pixels = int64_t(s.batch) * s.out_height * s.out_width;
     return {int(pixels * blockIdx.z / gridDim.z), int(pixels * (blockIdx.z + 1) / gridDim.z)};
 }
 
+// Computes the block's slice of `partials`: a tile of output channels by (tap, input channel) columns, for every gridDim.y-th group.
 template <typename T> __device__ __forceinline__ void conv2d_grad_weight_plain(Acc<T> *partials, const T *grad,
                                                                                const T *x, const Conv2dShape &s) {
     __shared__ PlainTiles<T> tiles;
@@ -141,7 +147,7 @@ template <typename T> __device__ __forceinline__ void conv2d_grad_weight_plain(A
     const int first_row = int(blockIdx.x) / columns * PLAIN_TILE, first_column = int(blockIdx.x) % columns * PLAIN_TILE;
     const int2 part = slice_pixels(s);
     Acc<T> *slice = partials + int64_t(blockIdx.z) * s.out_channels * values;
-    // This thread copies one column of each tile.
+    // This thread fills left[k][i] and right[k][i] for one `i`, and some `k`.
     const int i = int(threadIdx.x) % PLAIN_TILE, row = first_row + i, column = first_column + i;
     const int tap = column / in, channel = column - tap * in, a = tap / int(s.kernel_width),
               b = tap - a * int(s.kernel_width);
@@ -171,8 +177,8 @@ template <typename T> __device__ __forceinline__ void conv2d_grad_weight_plain(A
     }
 }
 
-// The lanes of a warp take neighbouring output channels. Each of the block's eight warps takes every eighth pixel of
-// the slice.
+// Computes the block's slice of `partials`. The lanes of a warp take neighbouring output channels. Each of the block's eight
+// warps takes every eighth pixel of the slice, and the first warp adds the sums of all eight.
 template <typename T> __device__ __forceinline__ void conv2d_grad_weight_direct(Acc<T> *partials, const T *grad,
                                                                                 const T *x, const Conv2dShape &s) {
     __shared__ Acc<T> sums[PLAIN_THREADS / WARP][WARP];

@@ -4,7 +4,8 @@
 #include "../rows.cuh"
 #include "mma.cuh"
 
-// Stores two neighbouring values of one row; values beyond the end of the row are not stored.
+// Stores two neighbouring values of a row of `columns` values, from the even index `column` on; values beyond the end of the row are
+// not stored.
 template <typename U> __device__ __forceinline__ void store_pair(U *row, int column, int columns, U first, U second) {
     if (column >= columns) return;
     if (columns % 2 == 0 && reinterpret_cast<uintptr_t>(row) % (2 * sizeof(U)) == 0) {
@@ -15,18 +16,19 @@ template <typename U> __device__ __forceinline__ void store_pair(U *row, int col
     if (column + 1 < columns) row[column + 1] = second;
 }
 
-// What is added to a result (pixels, channels) after it was rounded to T: `sharing` consecutive pixels get the same row of `rows`. Null
-// `rows` add nothing.
+// What is added to a result (pixels, channels) after rounding to T. `rows` is (pixels / sharing, channels): `sharing` consecutive pixels
+// get the same row of it. If `rows` is null, nothing is added.
 template <typename T> struct ConvAddend {
     const T *rows;
     uint32_t sharing;
 
+    // Returns the row for a pixel.
     __device__ __forceinline__ const T *row(uint64_t pixel, uint32_t channels) const {
         return rows + (sharing == 1 ? pixel : divide(pixel, sharing).quotient) * channels;
     }
 };
 
-// Adds `N` values to those of a pack, each sum rounded to T.
+// Returns the sums of the values of a pack and `N` other values, rounded to T.
 template <typename T, int N> __device__ __forceinline__ Pack<T, N> add_to_pack(const Pack<T, N> &pack, const T *values) {
     Acc<T> sums[N];
 #pragma unroll
@@ -34,12 +36,13 @@ template <typename T, int N> __device__ __forceinline__ Pack<T, N> add_to_pack(c
     return narrow_pack<T>(sums);
 }
 
-// A finished tile of ROWS by COUNT values in shared memory. Its rows are 16 bytes longer than COUNT values, against bank
-// conflicts.
+// The staged tile: a finished tile of ROWS by COUNT values in shared memory. Its rows are 16 bytes longer than COUNT values,
+// against bank conflicts. STAGED_ROW is their length in values, STAGED_BYTES the size of the tile in bytes.
 template <typename T, int COUNT> constexpr int STAGED_ROW = COUNT + 16 / int(sizeof(T));
 template <typename T, int ROWS, int COUNT> constexpr int STAGED_BYTES = ROWS * STAGED_ROW<T, COUNT> * int(sizeof(T));
 
-// Puts a 16-row strip of sums, in the layout of `mma`, into the staged tile, plus `bias` unless it is null.
+// Puts a 16-row strip of sums, in the layout of `mma`, into the staged tile, plus `bias` unless it is null. The strip begins at `row` and
+// `column` of the tile, and the tile at column `first` of the result, whose rows have `results` values.
 template <typename T, int COUNT, int NF> __device__ __forceinline__ void
 stage_strip(T *staged, const float (&acc)[NF][4], const T *bias, int row, int column, int first, int results) {
     const int lane = int(threadIdx.x) % WARP;
@@ -60,8 +63,8 @@ stage_strip(T *staged, const float (&acc)[NF][4], const T *bias, int row, int co
     }
 }
 
-// Writes a staged tile, plus the addend, to the rows of the result: 16 bytes at a time where the addresses allow it. row_of(row) is the
-// result's row for a row of the tile, or negative if there is none.
+// Writes the staged tile, plus the addend, to the rows of the result: 16 bytes at a time where the addresses allow it. row_of(row) returns
+// the result's row for a row of the tile, or a negative number if there is none. `first` and `results` are as in `stage_strip`.
 template <typename T, int ROWS, int COUNT, int THREADS, typename RowOf>
 __device__ __forceinline__ void store_staged(T *result, const T *staged, int first, int results, RowOf row_of, const ConvAddend<T> &addend = {}) {
     constexpr int PARTS = COUNT / 8;
@@ -84,7 +87,8 @@ __device__ __forceinline__ void store_staged(T *result, const T *staged, int fir
     }
 }
 
-// Writes a 16-row strip of sums, plus `bias` unless it is null, to the rows of a slice of the partial sums.
+// Writes a 16-row strip of sums, plus `bias` unless it is null, to the rows of a slice of the partial sums, without staging. The other
+// arguments are as in `stage_strip` and `store_staged`.
 template <int NF, typename RowOf> __device__ __forceinline__ void
 store_partials(float *partials, const float *bias, const float (&acc)[NF][4], int row, int column, int first,
                int results, RowOf row_of) {

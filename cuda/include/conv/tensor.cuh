@@ -6,7 +6,8 @@
 #include "store.cuh"
 
 // The operands of one launch. Forward: result = y, source = x. Gradient of the input: result = grad_x, source = grad_y,
-// no bias. If `partials` is not null, the sums go there instead of `result`, with `sums_bias` added instead of `bias`.
+// no bias. If `partials` is not null, the sums go there instead of `result`, with `sums_bias` added instead of `bias` and
+// `addend`. A null bias is not added.
 template <typename T> struct Conv2dOperands {
     T *__restrict__ result;
     const T *__restrict__ source;
@@ -17,11 +18,12 @@ template <typename T> struct Conv2dOperands {
     ConvAddend<T> addend;
 };
 
-// Which part of the sum a block computes: a tile of the result and, if the sum is split (gridDim.z), which of its
-// steps. PAIRED: two consecutive blocks (a cluster) take neighbouring tiles of pixels and the same channels, and all
-// summed values of a step belong to one kernel tap.
+// Which part of the sum a block computes: a tile of the result and, if the sum is split (gridDim.z > 1), some of its steps.
+// With PAIRED, two consecutive blocks (a cluster) take neighbouring tiles of pixels and the same channels, and all summed
+// values of a step belong to one kernel tap.
 template <Direction D, int ROWS, int COUNT, bool PAIRED = false> struct Work {
     Gather gather;
+    // The tile's first pixel (`row`) and first channel (`column`), `block_channels` of `Place`, and the steps (`end` is exclusive).
     int row, column, block_channels, begin, end;
 
     __device__ __forceinline__ explicit Work(const Conv2dShape &s) : gather(Gather::of<D>(s, blockIdx.y)) {
@@ -40,8 +42,8 @@ template <Direction D, int ROWS, int COUNT, bool PAIRED = false> struct Work {
         end = int(int64_t(steps) * (blockIdx.z + 1) / gridDim.z);
     }
 
-    // The grid has the tiles of the largest phase of a strided gradient, so smaller phases have empty tiles. The first
-    // block of a pair decides for both.
+    // Returns whether the tile has no pixels. The grid has the tiles of the largest phase of a strided gradient, so smaller
+    // phases have empty tiles. Both blocks of a pair get the answer for the first block's tile.
     __device__ __forceinline__ bool is_empty() const {
         return (PAIRED ? row - row % (2 * ROWS) : row) >= gather.pixels();
     }
@@ -57,8 +59,8 @@ template <typename T, Direction D, int ROWS, int COUNT, int VEC, int THREADS> st
     static constexpr Summed RIGHT = FORWARD ? Summed::ALONG_ROWS : Summed::ACROSS_ROWS;
 
     Left windows;
-    // Indices in the summed dimension. `place` is the index of the first value that this thread copies of a row. `start` is
-    // the index of the step's first value; only the gradient of the input uses it.
+    // Indices in the summed dimension, for the next step to load. `place` is the index of the first value that this thread
+    // copies in each of its rows. `start` is the index of the step's first value; only the gradient of the input uses it.
     Place place, start;
 
     __device__ __forceinline__ explicit Loader(const Work<D, ROWS, COUNT> &work)
@@ -66,6 +68,7 @@ template <typename T, Direction D, int ROWS, int COUNT, int VEC, int THREADS> st
           place(work.gather, work.block_channels, work.begin * STEP + int(threadIdx.x) % Left::COLUMNS * VEC),
           start(work.gather, work.block_channels, work.begin * STEP) {}
 
+    // Starts the copies of the next step into the stage at address `stage`.
     __device__ __forceinline__ void load_next(uint32_t stage, const Conv2dOperands<T> &operands, const Conv2dShape &s,
                                               const Work<D, ROWS, COUNT> &work) {
         windows.load(stage, operands.source, work.gather, place, work.block_channels);
@@ -76,13 +79,15 @@ template <typename T, Direction D, int ROWS, int COUNT, int VEC, int THREADS> st
     }
 };
 
-// A barrier of the block's first THREADS threads, which share the work on the sums.
+// Waits for the block's first THREADS threads, which share the work on the sums. `__syncthreads` would also wait for threads that
+// only copy.
 template <int THREADS> __device__ __forceinline__ void workers_wait() {
     asm volatile("bar.sync 1, %0;\n" ::"n"(THREADS) : "memory");
 }
 
-// Writes the sums plus bias to the block's slice of `partials`. If `partials` is null, writes the sums plus bias and addend to the
-// result. `strips` calls its argument with each 16-row strip of the warp, the strip's first row and its first column.
+// Writes the sums plus `sums_bias` to the block's slice of `partials` or, if `partials` is null, the sums plus `bias` and `addend` to the
+// result. strips(store) calls store(sums, row, column) for each 16-row strip of the warp; `row` and `column` are where the strip begins
+// in the block's tile.
 template <typename T, Direction D, int ROWS, int COUNT, int THREADS, bool PAIRED, typename Strips>
 __device__ __forceinline__ void finish(const Work<D, ROWS, COUNT, PAIRED> &work, const Conv2dShape &s,
                                        const Conv2dOperands<T> &operands, unsigned char *shared, Strips strips) {
@@ -108,7 +113,8 @@ __device__ __forceinline__ void finish(const Work<D, ROWS, COUNT, PAIRED> &work,
     store_staged<T, ROWS, COUNT, THREADS>(operands.result, staged, work.column, results, row_of, operands.addend);
 }
 
-// Computes tiles of ROWS pixels by COUNT channels, each with WARPS_M by WARPS_N warps.
+// Computes the block's tile of ROWS pixels by COUNT channels with WARPS_M by WARPS_N warps. While a step's tiles are multiplied, the
+// copies of the next STAGES - 1 steps are under way.
 template <typename T, Direction D, int ROWS, int COUNT, int WARPS_M, int WARPS_N, int VEC, int STAGES>
 __device__ __forceinline__ void conv2d_tensor(const Conv2dOperands<T> &operands, const Conv2dShape &s) {
     constexpr int THREADS = WARPS_M * WARPS_N * WARP, MF = ROWS / WARPS_M / 16, NF = COUNT / WARPS_N / 8;
@@ -129,8 +135,10 @@ __device__ __forceinline__ void conv2d_tensor(const Conv2dOperands<T> &operands,
     float acc[MF][NF][4] = {};
     int stage = 0;
     for (int step = 0; step < steps; ++step) {
+        // There is a group of copies for each step, even if it is empty, so this waits for the copies of step number `step`.
         copies_wait<STAGES - 2>();
         __syncthreads();
+        // The stage of the previous step, which all threads have left.
         const int ahead = stage == 0 ? STAGES - 1 : stage - 1;
         if (step + STAGES - 1 < steps) loads.load_next(stages + ahead * Loads::STAGE_BYTES, operands, s, work);
         copies_commit();

@@ -1,27 +1,33 @@
 // Gradient of the weight on the tensor cores:
-//   grad_weight[o, a, b, c] = sum of grad_y[p, o] * x[p's window at (a, b), c] over all pixels p of the result
-// This is a product of (out channels, pixels) and (pixels, taps * channels). The pixels are split among blocks.
+//   grad_weight[o, a, b, c] = sum over the pixels p of the output of grad_y[p, o] * x[window of p at (a, b), c]
+// This is a product of (out channels, pixels) and (pixels, taps * channels). The pixels can be split among gridDim.z blocks.
 #pragma once
 
 #include "store.cuh"
 
-// The pixel of the result that a row of a step's tiles stands for. The loader moves it on by STEP pixels without divisions.
+// The pixel of the output that a row of a step's tiles belongs to. The loader moves it on by STEP pixels without divisions.
 struct StepPixel {
     int image, y, x;
 };
 
+// Copies tiles into the stages, one step after another: the left tiles from the gradient of the output, the right tiles from the
+// windows of the input.
 template <typename T, int ROWS, int COUNT, int LEFT_VEC, int RIGHT_VEC, int THREADS> struct WeightGradLoader {
-    // COLUMNS: the number of copies, of VEC values each, for a row of a tile. PASS: the number of rows that the block copies
-    // at once. A thread copies the same columns of every tile.
+    // LEFT_COLUMNS and RIGHT_COLUMNS: the number of copies, of LEFT_VEC or RIGHT_VEC values each, for a row of a tile. LEFT_PASS
+    // and RIGHT_PASS: the number of rows that the block copies at once. PASSES: the number of rows of a right tile into which a
+    // thread copies. A thread copies the same columns of every tile.
     static constexpr int LEFT_TILES = (ROWS + STEP - 1) / STEP, RIGHT_TILES = COUNT / STEP;
     static constexpr int LEFT_BYTES = LEFT_TILES * SQUARE_BYTES, STAGE_BYTES = LEFT_BYTES + RIGHT_TILES * SQUARE_BYTES;
     static constexpr int LEFT_COLUMNS = (ROWS < STEP ? ROWS : STEP) / LEFT_VEC, LEFT_PASS = THREADS / LEFT_COLUMNS;
     static constexpr int RIGHT_COLUMNS = STEP / RIGHT_VEC, RIGHT_PASS = THREADS / RIGHT_COLUMNS,
                          PASSES = STEP / RIGHT_PASS;
 
-    // For this thread's first column in each tile: the channel (negative if there is none), and the offset of the kernel tap.
+    // For this thread's first column in each right tile: the input channel (negative if there is none), and the source coordinates of
+    // the kernel tap for the output's pixel (0, 0).
     int channel[RIGHT_TILES], dy[RIGHT_TILES], dx[RIGHT_TILES];
+    // The pixels of the rows that this thread copies into right tiles, and the distance of STEP pixels as a `StepPixel`.
     StepPixel rows[PASSES], move;
+    // The first pixel of the next step to load.
     int pixel;
 
     __device__ __forceinline__ WeightGradLoader(const Conv2dShape &s, int first_value, int first_pixel)
@@ -41,11 +47,13 @@ template <typename T, int ROWS, int COUNT, int LEFT_VEC, int RIGHT_VEC, int THRE
             rows[i] = split(s, first_pixel + int(threadIdx.x) / RIGHT_COLUMNS + i * RIGHT_PASS);
     }
 
+    // Returns the image and the coordinates of a pixel of the output.
     static __device__ __forceinline__ StepPixel split(const Conv2dShape &s, int pixel) {
         const int line = pixel / int(s.out_width), image = line / int(s.out_height);
         return {image, line - image * int(s.out_height), pixel - line * int(s.out_width)};
     }
 
+    // Starts the copies of the next step into the stage at address `stage`. `pixels` is the number of pixels of the output.
     __device__ __forceinline__ void load_next(uint32_t stage, const T *grad, const T *x, const Conv2dShape &s,
                                               int first_out, int pixels) {
         const int left_row = int(threadIdx.x) / LEFT_COLUMNS, left_column = int(threadIdx.x) % LEFT_COLUMNS * LEFT_VEC;
@@ -77,6 +85,7 @@ template <typename T, int ROWS, int COUNT, int LEFT_VEC, int RIGHT_VEC, int THRE
                 copy_to_tile<RIGHT_VEC, Reuse::YES>(
                     stage + LEFT_BYTES + j * SQUARE_BYTES + tile_offset(row, right_column), from, ok);
             }
+            // Each coordinate was below its size and grew by at most the size, so one carry is enough.
             p.x += move.x;
             p.y += move.y;
             p.image += move.image;
@@ -87,7 +96,8 @@ template <typename T, int ROWS, int COUNT, int LEFT_VEC, int RIGHT_VEC, int THRE
     }
 };
 
-// Computes tiles of ROWS output channels by COUNT (tap, channel) columns.
+// Computes the block's tile of ROWS output channels by COUNT (tap, channel) columns. Writes the sums to the block's slice of `partials`
+// or, if `partials` is null, to `grad_weight`. The loop over the steps is that of `conv2d_tensor`.
 template <typename T, int ROWS, int COUNT, int WARPS_M, int WARPS_N, int LEFT_VEC, int RIGHT_VEC, int STAGES>
 __device__ __forceinline__ void conv2d_grad_weight(T *grad_weight, const T *grad, const T *x, float *partials,
                                                    const Conv2dShape &s) {
