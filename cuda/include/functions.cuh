@@ -1,14 +1,16 @@
-// Elementary functions as accurate as the storage type needs: for f16 and bf16 they use the hardware's exponential.
+// Elementary functions as accurate as the storage type needs: for f16 and bf16 they use the hardware's approximate exponential and
+// reciprocal.
 #pragma once
 
 #include <type_traits>
 
 #include "element.cuh"
 
+// Whether `T` is f16 or bf16.
 template <typename T> constexpr bool IS_HALF = sizeof(T) == 2;
 template <typename A> __device__ __forceinline__ A infinity() { return static_cast<A>(__int_as_float(0x7f800000)); }
 
-// The hardware's 2^x and 1 / x. They treat subnormal numbers as 0, and need fewer instructions than CUDA's intrinsics.
+// The hardware's approximations of 2^x and 1 / x. They treat subnormal numbers as 0, and need fewer instructions than CUDA's functions.
 __device__ __forceinline__ float fast_exp2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -34,7 +36,7 @@ template <typename T> __device__ __forceinline__ Acc<T> sigmoid(Acc<T> x) {
     else return Acc<T>(1) / denominator;
 }
 
-// The distribution function and the density of the standard normal distribution.
+// The standard normal distribution at x: the probability of a value below x, and the density.
 template <typename A> struct Normal {
     A below;
     A density;
@@ -44,8 +46,8 @@ template <typename T> __device__ __forceinline__ Normal<Acc<T>> normal(Acc<T> x)
     constexpr Acc<T> INV_SQRT_TAU = static_cast<Acc<T>>(0.39894228040143267794);
     const Acc<T> bell = exponential<T>(Acc<T>(-0.5) * x * x);
     if constexpr (IS_HALF<T>) {
-        // The complement of the error function by Abramowitz & Stegun, "Handbook of Mathematical Functions", 7.1.26, with an
-        // absolute error below 1.5e-7. Its formula shares the exponential with the density.
+        // `tail` is the probability of a value above |x|: erfc(|x| / sqrt(2)) / 2. Abramowitz & Stegun, "Handbook of Mathematical
+        // Functions", 7.1.26, approximate erfc with an absolute error below 1.5e-7. The formula has the same exponential as the density.
         constexpr float P = 0.3275911f * 0.70710678118f;
         const float t = fast_reciprocal(fmaf(P, fabsf(x), 1.0f));
         float polynomial = 1.061405429f;
@@ -61,7 +63,7 @@ template <typename T> __device__ __forceinline__ Normal<Acc<T>> normal(Acc<T> x)
     }
 }
 
-// Activations with their derivatives, f(x) and f'(x).
+// Activations: `value` is f(x), `slope` is the derivative f'(x), and `both` sets its last two arguments to them.
 struct Silu {
     template <typename T> static __device__ __forceinline__ Acc<T> value(Acc<T> x) { return x * sigmoid<T>(x); }
     template <typename T> static __device__ __forceinline__ Acc<T> slope(Acc<T> x) {

@@ -1,5 +1,7 @@
-// Reads the block formats of ggml, eight codes at a time. A block of a row holds its scales beside its codes; f16 numbers are little
-// endian. The layouts are those in `ggml-common.h` and `ggml-quants.c` of llama.cpp at 0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c.
+// Reads the block formats of ggml, eight codes at a time. A row is a sequence of blocks, and each block contains its scales and its codes;
+// f16 numbers are little-endian. The layouts are those in `ggml-common.h` and `ggml-quants.c` of llama.cpp at
+// 0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c. Products and sums are written as intrinsics, so that the compiler does not fuse them into
+// multiply-adds, which round differently.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +13,7 @@ namespace ggml {
 enum Type : uint32_t { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K };
 
 template <Type TYPE> constexpr bool IS_K = TYPE >= Q4_K;
-// Elements and bytes of a block. All sizes are even, so blocks are aligned to two bytes.
+// The numbers of elements (BLOCK) and of bytes (BYTES) of a block. All numbers of bytes are even, so blocks are aligned to two bytes.
 template <Type TYPE> constexpr uint32_t BLOCK = IS_K<TYPE> ? 256 : 32;
 template <Type TYPE>
 constexpr uint32_t BYTES = TYPE == Q4_0   ? 18
@@ -22,29 +24,31 @@ constexpr uint32_t BYTES = TYPE == Q4_0   ? 18
                            : TYPE == Q4_K ? 144
                            : TYPE == Q5_K ? 176
                                           : 210;
-// Whether a block's minimum is added to the product of code and scale.
+// Whether blocks store minimums, which are added to (in Q4_K and Q5_K, subtracted from) the products of codes and scales.
 template <Type TYPE> constexpr bool HAS_LEAST = TYPE == Q4_1 || TYPE == Q5_1 || TYPE == Q4_K || TYPE == Q5_K;
 
-// Eight codes of one byte each. A value is (code - zero) scale + least.
+// Eight codes, one in each byte: signed in Q8_0, otherwise unsigned. The value of a code is (code - zero) * scale + least.
 struct Codes {
     uint2 bytes;
     int zero;
     float scale, least;
 };
 
+// Loads of 2, 4 and 8 bytes from an address that is a multiple of two.
 __device__ __forceinline__ uint32_t half_word(const uint8_t *at) { return __ldg(reinterpret_cast<const uint16_t *>(at)); }
 __device__ __forceinline__ uint32_t word(const uint8_t *at) { return half_word(at) | half_word(at + 2) << 16; }
 __device__ __forceinline__ uint2 eight(const uint8_t *at) { return {word(at), word(at + 4)}; }
+// The f16 number at `at`.
 __device__ __forceinline__ float scale(const uint8_t *at) {
     return __half2float(__ushort_as_half(static_cast<uint16_t>(half_word(at))));
 }
 
-// Of each of eight bytes, the four bits from bit `shift` (0 or 4) on.
+// The lower (`shift` = 0) or the upper (`shift` = 4) four bits of each of eight bytes.
 __device__ __forceinline__ uint2 nibbles(uint2 bytes, uint32_t shift) {
     return {bytes.x >> shift & 0x0f0f0f0f, bytes.y >> shift & 0x0f0f0f0f};
 }
 
-// Bit i of the lowest byte of `bits` becomes bit 4 of byte i.
+// The fifth bits of eight codes: bit i of `bits`, for i < 8, becomes bit 4 of byte i of the result. All other bits of the result are 0.
 __device__ __forceinline__ uint2 fifth(uint32_t bits) {
     const auto spread = [](uint32_t four) {
         return (four & 1) << 4 | (four & 2) << 11 | (four & 4) << 18 | (four & 8) << 25;
@@ -52,10 +56,13 @@ __device__ __forceinline__ uint2 fifth(uint32_t bits) {
     return {spread(bits), spread(bits >> 4)};
 }
 
+// The bits that are set in `a` or in `b`.
 __device__ __forceinline__ uint2 both(uint2 a, uint2 b) { return {a.x | b.x, a.y | b.y}; }
 
-// The scale and the minimum of part `part` of a Q4_K or Q5_K block, which has eight parts of 32 elements. Each is a number of six bits in
-// the twelve bytes at `scales`.
+// The scale and the minimum of part `part` of a Q4_K or Q5_K block, which has eight parts of 32 elements. The twelve bytes at `scales` hold
+// these sixteen numbers of six bits each. For parts 0 to 3, the scale is the lower six bits of byte `part`, and the minimum those of byte
+// `part` + 4. For parts 4 to 7, byte `part` + 4 has the lower four bits of both, and the top two bits are those of the bytes `part` - 4
+// (scale) and `part` (minimum).
 __device__ __forceinline__ float2 part_scales(const uint8_t *scales, uint32_t part) {
     const uint32_t middle = __ldg(scales + part % 4 + 4), first = __ldg(scales + part % 4);
     if (part < 4) return {static_cast<float>(first & 63), static_cast<float>(middle & 63)};
@@ -69,13 +76,15 @@ template <Type TYPE> __device__ __forceinline__ Codes load(const uint8_t *block,
     else if constexpr (!IS_K<TYPE>) {
         constexpr bool HAS_FIFTH = TYPE == Q5_0 || TYPE == Q5_1;
         constexpr uint32_t HEAD = HAS_LEAST<TYPE> ? 4 : 2, START = HEAD + (HAS_FIFTH ? 4 : 0);
+        // The lower halves of 16 bytes belong to the elements 0 to 15, the upper halves to the elements 16 to 31.
         uint2 codes = nibbles(eight(block + START + at % 16), at / 16 * 4);
         if constexpr (HAS_FIFTH) codes = both(codes, fifth(word(block + HEAD) >> at & 0xff));
         const float least = HAS_LEAST<TYPE> ? scale(block + 2) : 0.0f;
         return {codes, HAS_LEAST<TYPE> ? 0 : HAS_FIFTH ? 16 : 8, scale(block), least};
     } else if constexpr (TYPE == Q6_K) {
-        // The codes of a half block (128 elements) have six bits. Quarter r of the half block (32 elements) has the codes' low four bits
-        // in nibble r / 2 of the bytes 32 (r % 2) to 32 (r % 2) + 31, and the high two bits in bits 2 r and 2 r + 1 of 32 further bytes.
+        // Codes have six bits. A half of the block (128 elements) has 64 bytes for the low four bits of its codes, and 32 bytes for the
+        // high two bits. Quarter r of the half (32 elements) has its low bits in nibble r / 2 of the 32 bytes from byte 32 (r % 2) on, and
+        // its high bits in the bits 2 r and 2 r + 1 of the 32 bytes. Each 16 elements have a factor of the block's scale.
         const uint32_t half = at / 128, quarter = at / 32 % 4, place = at % 32;
         const uint2 low = nibbles(eight(block + 64 * half + 32 * (quarter % 2) + place), quarter / 2 * 4);
         const uint2 high = eight(block + 128 + 32 * half + place);
@@ -83,6 +92,8 @@ template <Type TYPE> __device__ __forceinline__ Codes load(const uint8_t *block,
         const auto factor = static_cast<float>(static_cast<int8_t>(__ldg(block + 192 + at / 16)));
         return {both(low, {two(high.x), two(high.y)}), 32, __fmul_rn(scale(block + 208), factor), 0.0f};
     } else {
+        // Parts 2 i and 2 i + 1 share 32 bytes: the even part has the lower four bits of each byte, the odd part the upper four. In Q5_K,
+        // bit `part` of 32 further bytes is the fifth bit of the part's codes.
         const uint32_t part = at / 32, place = at % 32;
         constexpr uint32_t START = TYPE == Q5_K ? 48 : 16;
         uint2 codes = nibbles(eight(block + START + 32 * (part / 2) + place), part % 2 * 4);
@@ -96,7 +107,7 @@ template <Type TYPE> __device__ __forceinline__ Codes load(const uint8_t *block,
     }
 }
 
-// The value of code `i`.
+// The value of code `i` of the eight.
 template <Type TYPE> __device__ __forceinline__ float value(const Codes &codes, int i) {
     const uint32_t byte = (i < 4 ? codes.bytes.x : codes.bytes.y) >> (8 * (i % 4)) & 0xff;
     const int number = TYPE == Q8_0 ? static_cast<int8_t>(byte) : static_cast<int>(byte) - codes.zero;

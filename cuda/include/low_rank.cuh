@@ -1,29 +1,32 @@
-// Fragments of products with low-rank factors, loaded in the memory order of the factors.
+// Fragments of products with low-rank factors. Each thread loads values that are neighbours in memory.
 //
-// Products are PTX' `mma.m16n8k16` (attention/mma.cuh describes its fragments). Any assignment of columns, features and ranks to the
-// indices of a fragment works if both operands agree. The assignment here makes a thread's values contiguous in memory: with
-// g = lane / 4 and t = lane % 4,
-// - among 32 features, a thread has 8t to 8t + 7, for two products one after the other;
-// - among 16 ranks, which take two products, column g is rank 2g in the first product and rank 2g + 1 in the second, so that a
-//   thread's sums are the ranks 4t to 4t + 3;
-// - among 32 columns of the result, column g of product i is 4g + i, so that a thread's sums are the columns 8t to 8t + 7.
+// Products are PTX' `mma.m16n8k16` (attention/mma.cuh describes its fragments). An index that a product sums over may be permuted if both
+// operands have the same permutation, and columns of the right operand may be permuted if the result's columns are. The permutations here
+// make a thread's values contiguous in memory. With g = lane / 4 and t = lane % 4:
+// - Features, which the product with `down` sums over, are taken 32 at a time, in two products. A thread has the features 8t to 8t + 7.
+// - Ranks are taken 16 at a time. The product with `down` has ranks as columns and takes two products of 8 columns: column g is rank 2g in
+//   the first, and rank 2g + 1 in the second. So a thread's sums are those of the ranks 4t to 4t + 3.
+// - Columns of the result are taken 32 at a time, in four products with `up`. Column g of product i is column 4g + i of the 32, so a
+//   thread's sums are those of the columns 8t to 8t + 7.
 #pragma once
 
 #include "element.cuh"
 
 #include "attention/mma.cuh"
 
-// The number of ranks in a tile: the ranks that one product with `up` sums over.
+// The number of ranks that one product with `up` sums over: a tile of ranks.
 constexpr int RANKS = 16;
 
-// Loads memory that the kernel does not write, so that the loads need not wait for stores.
+// Loads a `W` from memory that the kernel does not write: the load through the read-only cache need not wait for stores.
 template <typename W, typename T> __device__ __forceinline__ W words(const T *at) { return __ldg(reinterpret_cast<const W *>(at)); }
 
+// The lower, or the upper, 16 bits of both words; `first` provides the lower half of the result.
 __device__ __forceinline__ uint32_t low_halves(uint32_t first, uint32_t second) { return __byte_perm(first, second, 0x5410); }
 __device__ __forceinline__ uint32_t high_halves(uint32_t first, uint32_t second) { return __byte_perm(first, second, 0x7632); }
 
-// Loads the right operands of the four products of 16 ranks with 32 columns: [product][register].
-// `up` is stored as (rank, outer) if `is_turned`, otherwise as (outer, rank), with rows `row` elements apart.
+// Loads the right operands of the four products that sum over 16 ranks, from `rank` on, and compute 32 columns, from `column` on:
+// b[product][register]. `up` is (ranks, columns) if `is_turned`, otherwise (columns, ranks), with rows `row` elements apart. g and t are
+// those of the thread.
 template <typename T, bool is_turned>
 __device__ __forceinline__ void load_up(uint32_t (&b)[4][2], const T *up, uint32_t row, uint32_t column, uint32_t rank, int g, int t) {
     if (is_turned) {

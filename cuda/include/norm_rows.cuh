@@ -4,20 +4,22 @@
 #include "affine.cuh"
 
 // The largest number of packs of a row that a thread keeps in registers. With this number, 32 warps of a forward kernel can run on a
-// multiprocessor. At a launch, the host chooses how many packs each thread of a team holds (HELD in rows.cuh). It chooses the smallest
-// number from 1 to NORM_HELD with which all rows together need at most 2^17 threads in a forward pass and 2^16 in a backward pass (about
-// as many as an H100 runs at once). If all these numbers need more threads, the host chooses NORM_HELD.
+// multiprocessor. At a launch, the host chooses how many packs each thread of a team holds (HELD in rows.cuh): the smallest number from 1
+// to NORM_HELD with which all rows together need at most 2^17 threads in a forward pass or 2^16 in a backward pass (about as many as an
+// H100 runs at once). If even NORM_HELD needs more threads, the host chooses NORM_HELD.
 constexpr int NORM_HELD = 3;
 
-// MODULATED is layer norm with scale and shift (`weight` and `bias`) of shape (rows / sharing, len): `sharing` consecutive rows use the
-// same scale and shift. The normalized x is multiplied by 1 + scale.
+// MODULATED is layer norm with a scale and a shift (`weight` and `bias` of `Affine`) for every `sharing` consecutive rows: both have the
+// shape (rows / sharing, len). It multiplies the normalized x by 1 + scale. The other two kinds have one scale and one shift (len) for all
+// rows, and multiply by the scale itself.
 enum class Kind { LAYER, RMS, MODULATED };
 
+// Whether the norm subtracts the mean.
 template <Kind KIND> constexpr bool CENTERS = KIND != Kind::RMS;
 
 template <typename T, int N> using NormRow = Row<T, N, NORM_HELD>;
 
-// Adds the row `other` to `row`, rounds the sum to T and writes it to `sum`.
+// Adds the row `other` to `row` and rounds the result to T. The result replaces the values of `row` and is written to `sum`.
 template <typename T, int N> __device__ __forceinline__ void add_row(NormRow<T, N> &row, const T *other, T *sum) {
     const NormRow<T, N> others(other, row.packs * N);
     row.for_each_place([&](int place, uint64_t at) {
@@ -32,16 +34,18 @@ template <typename T, int N> __device__ __forceinline__ void add_row(NormRow<T, 
         store_pack(sum + at, pack);
     });
     row.keep_narrow();
-    // Each later loop over the row reads the packs that are not in registers from `sum`. Each thread reads the packs that it wrote.
+    // Later loops read the packs that are not in registers from `sum`. A thread reads only packs that it wrote itself, so the team need not
+    // wait. But the compiler must not move these loads before the stores, which it does not know to write memory (`store_words`).
     row.start = sum;
     one_at_a_time();
 }
 
-// The index of the first element of the row's scale in `weight`, and of the row's shift in `bias`.
+// The index at which the row's scale begins in `weight`, and its shift in `bias`.
 template <Kind KIND> __device__ __forceinline__ uint64_t first_parameter(uint64_t row, uint32_t sharing, uint32_t len) {
     return KIND == Kind::MODULATED ? divide(row, sharing).quotient * len : 0;
 }
 
+// The factors of the normalized x, from element `at` of `weight` on.
 template <typename T, Kind KIND, int N>
 __device__ __forceinline__ void load_scale(Affine affine, uint64_t at, Acc<T> (&values)[N]) {
     load_parameter<T>(affine.weight, affine.is_f32, at, Acc<T>(1), values);
@@ -49,9 +53,10 @@ __device__ __forceinline__ void load_scale(Affine affine, uint64_t at, Acc<T> (&
     for (int i = 0; i < N; i++) values[i] += KIND == Kind::MODULATED ? Acc<T>(1) : Acc<T>(0);
 }
 
-// Unless `residual` is null, the function normalizes the rows of x + residual, rounded to T, and writes these rows to `sum`.
-// Then calls write(row, values, normalized) for each row, where normalized(place, at, result) computes the results of the pack of the
-// NormRow `values` that is at `place`.
+// Normalizes the rows of x, or, unless `residual` is null, those of x + residual, rounded to T, which it also writes to `sum`. Writes
+// each row's mean (if the norm subtracts it) and `rstd`, the reciprocal of its root mean square or standard deviation (with eps).
+// Then calls write(row, values, normalized) for each row: `values` is the NormRow, and normalized(place, at, result) computes the results
+// of its pack at `place`, whose first element has the index `at`. All threads of the team call `write`.
 template <typename T, int N, Kind KIND, typename Write>
 __device__ __forceinline__ void normalize(const T *x, const T *residual, T *sum, Affine affine, Acc<T> *mean, Acc<T> *rstd, uint64_t rows,
                                           uint32_t len, uint32_t sharing, Acc<T> eps, Acc<T> *shared, Write write) {

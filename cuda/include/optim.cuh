@@ -1,27 +1,29 @@
 // Shared code of the optimizers' kernels: structures that host and kernels exchange, and access to runs of elements.
 //
-// A segment has three vectors in the same element order: parameters, their gradients, and their 16-bit copy. The work is a list of
-// pieces of segments, so that one launch covers any set of variables and parameter groups, in one flat buffer (one segment) or in many
-// variables with memory of their own. Buffers of states have the pieces one after another, each from a multiple of STATE_BLOCK
-// elements on. The host zeroes the padding after a piece once; afterwards the kernels may overwrite it.
+// A segment has three vectors in the same element order: the parameters, their gradients, and a 16-bit copy of the parameters. The work is
+// a list of pieces of segments, so that one launch covers any set of variables and parameter groups. The variables may share one flat
+// buffer (one segment) or have memory of their own (a segment each). Buffers of states contain the states of one piece after another; those
+// of each piece begin at a multiple of STATE_BLOCK elements. The host zeroes the padding after a piece once; later, kernels may overwrite
+// it.
 #pragma once
 
 #include "element.cuh"
 #include "dynamic_map.cuh"
 #include "philox.cuh"
 
-// A run of elements of one segment. The host makes the list of pieces once.
+// Consecutive elements of one segment. The host makes the list of pieces once.
 struct alignas(16) Piece {
     uint32_t start;   // its first element in the segment
-    uint32_t segment; // which segment
+    uint32_t segment; // the index of the segment
     uint32_t state;   // its first element in the state buffers, in units of STATE_BLOCK
     uint16_t length;  // the number of its elements, at least 1; at most STATE_BLOCK with 8-bit states
-    uint16_t group;   // which coefficients apply
+    uint16_t group;   // the index of its parameter group, whose settings and coefficients apply
 };
 
-// The addresses of parameters, their gradients and their 16-bit copy (or null), at any alignment.
+// The addresses of the parameters, their gradients and their 16-bit copy (null if there is none). Vectors need only the alignment of an
+// element.
 struct Segment {
-    void *params; // f32, or bf16 that is rounded stochastically
+    void *params; // f32, or bf16 that each step rounds stochastically
     void *grads;
     void *copy;
 };
@@ -31,55 +33,57 @@ __device__ __forceinline__ Piece load_piece(const Piece *piece) {
     return {words.x, words.y, words.z, static_cast<uint16_t>(words.w), static_cast<uint16_t>(words.w >> 16)};
 }
 
-// The hyper-parameters of a group, in device memory. Between steps the host may write any of them, such as `lr`.
+// The hyper-parameters of a parameter group, in device memory. Between steps the host may write any of them, such as `lr`.
 struct Settings {
     double lr;
     double beta1; // SGD: momentum
     double beta2; // SGD: dampening
     double eps;
     double weight_decay;
-    uint64_t step; // steps taken so far; `<optimizer>_prepare` advances it
+    uint64_t step; // steps taken so far; `<optimizer>_prepare` advances it, so the step's later kernels read the step's number, from 1
     uint64_t seed; // of stochastic rounding
     uint32_t maximize;
     uint32_t nesterov;
     double more[8]; // further values of an optimizer, in the order in which its kernels read them
 };
 
-// Numbers that one step needs, computed from a group's settings by `<optimizer>_prepare`.
+// What a step's kernels need of a group, computed by `<optimizer>_prepare` from the group's settings. Fields that an optimizer does not
+// use are 0.
 struct alignas(16) Coefficients {
     float gain;    // gradients are multiplied by this first: 1 / loss scale, negated to maximize
     uint32_t skip; // 1 if the step leaves parameters and states as they are; the same in all groups
-    float decay; // the factor of parameters
+    float decay; // the parameters are multiplied by this: 1, or less for decoupled weight decay
     float l2;    // l2 times the parameter is added to the gradient
-    float step_size;
+    float step_size; // negative for 8-bit Adam
     float eps;
     float beta1, gain1; // weights of the old first state and of the gradient in the new first state
     float beta2, gain2; // the same for the second state; for SGD, `beta2` is the factor of the momentum buffer in Nesterov's form
-    float root_correction2;
+    float root_correction2; // Adam: the root of the bias correction of the second state, 1 - beta2^step
     uint32_t nesterov;
 };
 
-// The norm of all gradients, in device memory.
+// The norm of all gradients, and the factor that clips them, in device memory.
 struct Clip {
     double norm;   // not finite if a gradient is infinite or NaN
-    double factor; // factor of the gradients for clipping: 1 if the norm is small enough
+    double factor; // the gradients are multiplied by this: 1 if the norm needs no clipping
 };
 
 // The state of dynamic loss scaling, in device memory.
 struct LossScale {
     double scale;
-    uint64_t growth_tracker; // consecutive steps with finite gradients
+    uint64_t growth_tracker; // the number of consecutive steps with finite gradients, since the scale last changed
 };
 
-// Values of `T` that one thread handles at a time: 16 bytes of f32.
+// The number of elements that one thread handles at a time: in f32, they have 16 bytes.
 constexpr int QUAD = 4;
 
+// Whether one access can take four elements at this address.
 template <typename T> __device__ __forceinline__ bool is_quad_aligned(const T *pointer) {
     return reinterpret_cast<uintptr_t>(pointer) % (QUAD * sizeof(T)) == 0;
 }
 
-// Loads four values, widened to f32. With WIDE, it loads them in one access, which the address must allow. Otherwise it loads `count`
-// (0 to 4) values, and the others are zeros.
+// Loads four values, widened to f32. With WIDE, it loads them in one access, which the address must allow, and ignores `count`. Otherwise
+// it loads the first `count` (0 to 4) values, and sets the remaining ones to 0.
 template <bool WIDE, typename T>
 __device__ __forceinline__ void load_quad(float (&values)[QUAD], const T *source, uint32_t count) {
     if constexpr (WIDE) {
@@ -92,18 +96,19 @@ __device__ __forceinline__ void load_quad(float (&values)[QUAD], const T *source
     }
 }
 
-// Rounds to the nearest number of the stored type; f32 stays as it is.
+// Rounds to the nearest number of the stored type. f32 needs no rounding.
 struct Nearest {
     template <typename T> __device__ __forceinline__ T round(float value, int, int) const { return narrow<T>(value); }
 };
 
-// Rounds to bf16 stochastically: up in magnitude with a probability equal to the distance to the lower neighbour, in units of the
-// distance between the two neighbours. rust/nn/src/optim/rounding.rs has the same `round`, and defines the random bits of an element.
-// Infinities and NaN stay what they are.
+// Rounds to bf16 stochastically, to one of the two bf16 numbers next to the value. The number of larger magnitude has the probability
+// (|value| - smaller magnitude) / (larger magnitude - smaller magnitude). rust/nn/src/optim/rounding.rs has the same `round`, and defines
+// the random bits of an element. Infinities and NaN stay what they are.
 struct Stochastic {
     uint4 words[2];
 
-    // For the four elements from element number `first` on; `first` is a multiple of four.
+    // For four elements. `first` is the number of the first of them among all elements of the optimizer's variables, a multiple of four.
+    // The last word of the counter is 2 or 3: counters of other random numbers have 0 or 1 there.
     __device__ __forceinline__ Stochastic(uint64_t seed, uint64_t step, uint64_t first) {
         const uint64_t block = first / QUAD;
 #pragma unroll
@@ -115,7 +120,9 @@ struct Stochastic {
         }
     }
 
-    // Rounds one of the values of element `k` of the four. `number` tells which: 0 the parameter, 1 the first state, and so on.
+    // Rounds one of the values of element `k` of the four: the parameter if `number` is 0, the first state if it is 1, and so on. A carry
+    // from the random lower half of the bits moves the upper half to the number of larger magnitude. NaN gets a bit in its upper half,
+    // because without one it would become infinity.
     template <typename T> __device__ __forceinline__ T round(float value, int k, int number) const {
         const uint4 pair = words[number / 2];
         const uint32_t word = k == 0 ? pair.x : k == 1 ? pair.y : k == 2 ? pair.z : pair.w;
@@ -127,7 +134,7 @@ struct Stochastic {
     }
 };
 
-// How a launch rounds: `at` returns the rounding of a quad, `Nearest` or `Stochastic`.
+// How a launch rounds: `at` returns a `Nearest` or a `Stochastic` for the four elements of a quad.
 struct RoundNearest {
     __device__ __forceinline__ Nearest at(const Piece &, uint32_t, uint32_t) const { return {}; }
 };
@@ -136,15 +143,15 @@ struct RoundStochastically {
     const Settings *settings;
     const uint32_t *firsts; // for each piece, the element number (see `Stochastic`) of its first element, in units of STATE_BLOCK
 
-    // For four elements of piece `number` of the list: those from the piece's element `index` on.
+    // For the four elements from element `index` of `piece` on. `number` is the index of the piece in the list.
     __device__ __forceinline__ Stochastic at(const Piece &piece, uint32_t number, uint32_t index) const {
         const Settings &of = settings[piece.group];
         return {of.seed, of.step, static_cast<uint64_t>(firsts[number]) * STATE_BLOCK + index};
     }
 };
 
-// The inverse of `load_quad`. `number` tells `Stochastic::round` which value of the elements it rounds: 0 for parameters, their copies
-// and gradients, 1 for the first state, and so on.
+// Stores four values, rounded to `T`: with WIDE all of them in one access, otherwise the first `count`. `number` tells `Stochastic::round`
+// which value of an element they are: 0 for parameters, 1 for the first state, and so on. `Nearest::round` ignores it.
 template <bool WIDE, typename T, typename Rounding>
 __device__ __forceinline__ void store_quad(T *target, const float (&values)[QUAD], uint32_t count, const Rounding &rounding,
                                            int number) {
@@ -161,7 +168,7 @@ __device__ __forceinline__ void store_quad(T *target, const float (&values)[QUAD
     }
 }
 
-// The vectors of a segment: parameters, their gradients and, unless null, their 16-bit copy.
+// The vectors of a segment with their types: the parameters, their gradients and their 16-bit copy (null if there is none).
 template <typename P, typename G, typename C> struct Buffers {
     P *params;
     G *grads;
@@ -175,18 +182,18 @@ template <typename P, typename G, typename C> struct Buffers {
         copy = reinterpret_cast<C *>(__ldg(words + 2));
     }
 
-    // Whether one access can take four elements of a piece, in each of the vectors that is not null.
+    // Whether, in each vector that is not null, one access can take four elements of a piece that begin at a multiple of four.
     __device__ __forceinline__ bool is_wide(const Piece &piece) const {
         return is_quad_aligned(params + piece.start) && is_quad_aligned(grads + piece.start) &&
                (copy == nullptr || is_quad_aligned(copy + piece.start));
     }
 };
 
-// Four neighbouring elements of a piece from `index` on, a multiple of four; elements beyond the end of the piece are 0. With
-// WIDE, all four exist and can be accessed at once.
+// The four elements of a piece from `index` (a multiple of four) on; elements beyond the end of the piece are 0. With WIDE, the caller
+// guarantees that all four exist and that one access can take them.
 template <bool WIDE, typename P, typename G, typename C> struct Quad {
-    Buffers<P, G, C> at; // moved to the first of the four
-    uint32_t count;
+    Buffers<P, G, C> at; // its pointers are those of the first of the four elements
+    uint32_t count;      // how many of the four exist
     float params[QUAD];
     float grads[QUAD];
 
@@ -200,6 +207,7 @@ template <bool WIDE, typename P, typename G, typename C> struct Quad {
         load_quad<WIDE>(grads, at.grads, count);
     }
 
+    // Stores the parameters and their copy, and zeroes the gradients if the step is to do so.
     template <typename Rounding> __device__ __forceinline__ void store(const Rounding &rounding) const {
         store_quad<WIDE>(at.params, params, count, rounding, 0);
         if (at.copy != nullptr) store_quad<WIDE>(at.copy, params, count, Nearest{}, 0);
@@ -208,7 +216,8 @@ template <bool WIDE, typename P, typename G, typename C> struct Quad {
     }
 };
 
-// Zeroes the gradients of a piece if `zero_grads` is set. A skipped step calls this function and does nothing else.
+// Zeroes the gradients of a piece if `zero_grads` is set. A skipped step calls this function and does nothing else. `thread` is the index
+// of this thread among the `threads` threads that share the piece.
 template <typename P, typename G, typename C>
 __device__ void clear_grads(const Buffers<P, G, C> &buffers, const Piece &piece, uint32_t thread, uint32_t threads) {
     if (!buffers.zero_grads) return;
@@ -222,7 +231,7 @@ __device__ __forceinline__ float lion_descend(const Coefficients &at, float p, f
     return __fadd_rn(__fsub_rn(__fmul_rn(p, at.decay), up), down);
 }
 
-// Defines a step's functions for each pair of dtypes of gradients and copy: `DEFINE(suffix, gradient, copy)`.
+// Calls the macro `DEFINE(suffix, type of the gradients, type of the copy)` for the pairs of types that a step may have.
 #define FOR_EACH_GRADIENT_AND_COPY(DEFINE)                                                                             \
     DEFINE(f32_bf16, float, __nv_bfloat16)                                                                             \
     DEFINE(f32_f16, float, __half)                                                                                     \

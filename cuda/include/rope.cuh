@@ -1,17 +1,18 @@
-// Rotary position embedding: the angles of a row, where its pairs of features are, and the rotation itself.
+// Rotary position embedding: the angles for a row, the places of its pairs of features, and the rotation.
 #pragma once
 
 #include <type_traits>
 
 #include "rows.cuh"
 
-// cos and sin are (positions, half) with half = width / 2. Row r has the position (r / repeats) % positions: repeats is 1, or the
-// number of heads if the axis of heads comes after that of positions.
+// cos and sin are (positions, half), where half is the number of pairs in a row. Row r has the position (r / repeats) % positions.
+// `repeats` is the number of consecutive rows with the same position: the number of heads if the axis of heads comes after that of
+// positions, otherwise 1.
 template <typename A> struct Angles {
     const A *cos, *sin;
     uint32_t positions, repeats, half;
 
-    // The cosines and sines of the N pairs from `pair` on.
+    // Sets c and s to the cosines and sines of the N pairs of row `row` from `pair` on.
     template <int N> __device__ __forceinline__ void load(uint64_t row, uint32_t pair, A (&c)[N], A (&s)[N]) const {
         const uint64_t position = divide(divide(row, repeats).quotient, positions).remainder;
         load_values(cos + position * half + pair, c);
@@ -20,13 +21,13 @@ template <typename A> struct Angles {
 };
 
 // N neighbouring pairs of a row, as the two packs of N elements that contain them. If INTERLEAVED, pair i consists of the row's
-// elements 2i and 2i + 1, and the packs are neighbours. Otherwise pair i consists of the elements i and i + half: the first element is
-// in one pack, the second in the other.
+// elements 2i and 2i + 1, and the second pack follows the first in memory. Otherwise pair i consists of the elements i and i + half: the
+// first pack has the first elements of the pairs, and the second pack has the second elements.
 template <typename T, int N, bool INTERLEAVED> struct Pairs {
     using A = Acc<T>;
     A values[2][N];
 
-    // The offset of pack `pack` (0 or 1) from the start of the row. The two packs contain the N pairs from `pair` on.
+    // The offset of pack `pack` (0 or 1) from the start of the row, for the N pairs from `pair` on.
     static __device__ __forceinline__ uint64_t start(int pack, uint32_t pair, uint32_t half) {
         return INTERLEAVED ? 2ull * pair + pack * N : static_cast<uint64_t>(pair) + pack * half;
     }
@@ -45,8 +46,8 @@ template <typename T, int N, bool INTERLEAVED> struct Pairs {
         store_pack(row + start(1, pair, half), narrow_pack<T>(values[1]));
     }
 
-    // (a, b) becomes (a cos - b sin, a sin + b cos); with `back` it rotates by the negative angles, which gives the
-    // gradient.
+    // Rotates the pairs: (a, b) becomes (a cos - b sin, a sin + b cos). With `back`, it rotates by the negative angles, which turns
+    // the gradient of the rotated pairs into that of the original pairs.
     __device__ __forceinline__ void rotate(const A (&cos)[N], const A (&sin)[N], bool back) {
 #pragma unroll
         for (int i = 0; i < N; i++) {
@@ -59,7 +60,7 @@ template <typename T, int N, bool INTERLEAVED> struct Pairs {
     }
 };
 
-// Calls f(N, INTERLEAVED) with both values as integral constants. N, the number of pairs in `Pairs`, is WIDE<T> if `is_wide`, otherwise 1.
+// Calls f(N, INTERLEAVED) with the template arguments of `Pairs` as integral constants. N is WIDE<T> if `is_wide`, otherwise 1.
 template <typename T, typename F> __device__ __forceinline__ void choose_pairs(bool is_wide, bool interleaved, F f) {
     using Many = std::integral_constant<int, WIDE<T>>;
     using One = std::integral_constant<int, 1>;

@@ -6,18 +6,19 @@
 
 #include "element.cuh"
 
-// Whether every one of these addresses allows 16-byte access; a null pointer counts as such an address.
+// Whether all these addresses are multiples of 16, as 16-byte accesses require. A null pointer is one too.
 template <typename... P> __device__ __forceinline__ bool are_wide(const P *...pointers) {
     return ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
 }
 
-// The type of one access to BYTES bytes.
+// The type of one access to BYTES bytes: 1 (the general template), 2, 4, 8 or 16.
 template <int BYTES> struct Words { using type = uint8_t; };
 template <> struct Words<2> { using type = uint16_t; };
 template <> struct Words<4> { using type = uint32_t; };
 template <> struct Words<8> { using type = uint2; };
 template <> struct Words<16> { using type = uint4; };
 
+// Loads a pack in one access. Its address must be a multiple of its size.
 template <int N, typename T> __device__ __forceinline__ Pack<T, N> load_pack(const T *from) {
     using Word = typename Words<sizeof(Pack<T, N>)>::type;
     const Word word = *reinterpret_cast<const Word *>(from);
@@ -26,7 +27,7 @@ template <int N, typename T> __device__ __forceinline__ Pack<T, N> load_pack(con
     return pack;
 }
 
-// Stores a pack to global memory; a pack of 16 bytes by `store_words`.
+// Stores a pack to global memory in one access. Uses `store_words` for a pack of 16 bytes; see there before you load the values again.
 template <typename T, int N> __device__ __forceinline__ void store_pack(T *to, const Pack<T, N> &pack) {
     typename Words<sizeof(pack)>::type word;
     memcpy(&word, &pack, sizeof(pack));
@@ -34,8 +35,8 @@ template <typename T, int N> __device__ __forceinline__ void store_pack(T *to, c
     else *reinterpret_cast<decltype(word) *>(to) = word;
 }
 
-// Keeps the compiler from widening the values of a pack before this point, or from keeping widened values beyond it: widened values
-// take twice the registers.
+// Keeps the compiler from widening 16-bit values of a pack before this point for use after it, or from keeping widened values beyond it:
+// widened values take twice the registers.
 template <typename T, int N> __device__ __forceinline__ void keep_narrow(Pack<T, N> &pack) {
     if constexpr (sizeof(T) == 2 && N % 2 == 0) {
         auto *words = reinterpret_cast<uint32_t *>(pack.values);
@@ -44,9 +45,10 @@ template <typename T, int N> __device__ __forceinline__ void keep_narrow(Pack<T,
     }
 }
 
+// Rounds `values` to T.
 template <typename T, int N> __device__ __forceinline__ Pack<T, N> narrow_pack(const Acc<T> (&values)[N]) {
     Pack<T, N> pack;
-    // One instruction narrows two values.
+    // For f16 and bf16, one instruction narrows two values.
     if constexpr (std::is_same_v<T, __nv_bfloat16> && N % 2 == 0) {
         auto *pairs = reinterpret_cast<__nv_bfloat162 *>(pack.values);
 #pragma unroll
@@ -62,7 +64,8 @@ template <typename T, int N> __device__ __forceinline__ Pack<T, N> narrow_pack(c
     return pack;
 }
 
-// Loads `N` values from a 16-byte boundary (any address if N = 1), widened for arithmetic.
+// Loads `N` values, widened for arithmetic, in accesses of up to 16 bytes. The address must be a multiple of the size of one access: for
+// N = 1, it may be that of any element.
 template <typename S, typename A, int N> __device__ __forceinline__ void load_values(const S *from, A (&values)[N]) {
     constexpr int STEP = N < WIDE<S> ? N : WIDE<S>;
 #pragma unroll
@@ -73,7 +76,7 @@ template <typename S, typename A, int N> __device__ __forceinline__ void load_va
     }
 }
 
-// A quotient and its remainder. Most indices fit in 32 bits, for which division is cheap.
+// The quotient and the remainder of a division. `divide` divides in 32 bits if the index fits, as most do: 64-bit division is slow.
 struct Quotient {
     uint64_t quotient;
     uint32_t remainder;
@@ -88,30 +91,31 @@ __device__ __forceinline__ Quotient divide(uint64_t index, uint32_t by) {
     return {quotient, static_cast<uint32_t>(index - quotient * by)};
 }
 
-// The first index of a thread in a flat loop over elements, and the distance to its next index.
+// The first index of a thread in a loop over elements (or packs) that all threads of the grid share, and the distance to its next index.
 __device__ __forceinline__ uint64_t flat_index() { return static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
 __device__ __forceinline__ uint64_t flat_stride() { return static_cast<uint64_t>(gridDim.x) * blockDim.x; }
 
-// A row belongs to a team of blockDim.x threads: either one of the block's blockDim.y warps, or a whole block of several warps with
+// A team of blockDim.x threads works on a row: either one of the block's blockDim.y warps, or a whole block of several warps with
 // blockDim.y = 1. If each thread is to hold up to HELD packs of a row of `len` elements, a team has
 //     threads = clamp(32 ceil(len / (32 HELD WIDE)), 32, TEAM)    with WIDE = 8 (f16, bf16), 4 (f32), 2 (f64)
-// and the launch of a kernel over rows is, unless it says otherwise,
+// and the launch of a kernel over rows is, unless the kernel's comment says otherwise,
 //     block (threads, threads == 32 ? 4 : 1), grid min(ceil(rows / blockDim.y), 2^31 - 1), no dynamic shared memory.
-// Any other grid gives the same results.
+// Any other grid gives the same results. TEAM is the largest number of threads of a team.
 constexpr int TEAM = 512;
-// Packs of a row that each thread keeps in registers, unless a kernel says otherwise; the rest of a longer row is read again in
-// each pass.
+// How many packs of a row each thread keeps in registers, unless a kernel's comment says otherwise. Each pass over a longer row reads the
+// remaining packs from memory again.
 constexpr int HELD = 4;
 
+// The first row of a team, and the distance to its next row.
 __device__ __forceinline__ uint64_t first_row() { return static_cast<uint64_t>(blockIdx.x) * blockDim.y + threadIdx.y; }
 __device__ __forceinline__ uint64_t row_stride() { return static_cast<uint64_t>(gridDim.x) * blockDim.y; }
 
-// The sum over the team, returned to all its threads. `shared` holds a value for each warp of a block.
+// The sum over the team, returned to all its threads. `shared` has room for one value of each of the block's warps.
 template <typename A> __device__ __forceinline__ A team_sum(A value, A *shared) {
     return blockDim.x == WARP ? warp_sum(value) : block_sum(value, shared);
 }
 
-// The sums of `first` and of `second` over the team at once; `shared` holds two values for each warp.
+// Replaces `first` and `second` by their sums over the team. `shared` has room for 2 WARP values.
 template <typename A> __device__ __forceinline__ void team_sums(A &first, A &second, A *shared) {
     first = warp_sum(first);
     second = warp_sum(second);
@@ -127,6 +131,7 @@ template <typename A> __device__ __forceinline__ void team_sums(A &first, A &sec
     __syncthreads();
 }
 
+// The maximum over the team, as `team_sum`.
 template <typename A> __device__ __forceinline__ A team_max(A value, A *shared) {
     value = warp_max(value);
     if (blockDim.x == WARP) return value;
@@ -138,10 +143,11 @@ template <typename A> __device__ __forceinline__ A team_max(A value, A *shared) 
     return value;
 }
 
-// Keeps the compiler from doing the loads of several steps of an unrolled loop together, which would take registers for all of them.
+// Keeps the compiler from moving accesses to memory past this point: for example from moving the loads of several steps of an unrolled
+// loop together, which would take registers for all of them.
 __device__ __forceinline__ void one_at_a_time() { asm volatile("" ::: "memory"); }
 
-// A row of `packs` packs of `N` values; the first `COUNT` packs of each thread are in its registers.
+// A row of `packs` packs of `N` values, which the team's threads take in turn. Each thread has its first `COUNT` packs in registers.
 template <typename T, int N, int COUNT = HELD> struct Row {
     const T *start;
     uint32_t packs;
@@ -155,7 +161,7 @@ template <typename T, int N, int COUNT = HELD> struct Row {
         }
     }
 
-    // Call this between passes over the row, so that widened values do not take registers.
+    // Call this between passes over the row, so that no widened values stay in registers.
     __device__ __forceinline__ void keep_narrow() {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) ::keep_narrow(held[i]);

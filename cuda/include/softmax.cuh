@@ -1,23 +1,24 @@
-// Sums of exponentials of rows in one pass: a new maximum rescales the sum so far.
+// Sums the exponentials of a row in one pass over the row: whenever the maximum grows, the sum so far is rescaled.
 #pragma once
 
 #include "functions.cuh"
 #include "rows.cuh"
 
-// `sum` is Σ e^(x - largest) over the elements x added so far, and `largest` is the largest of them. An element of
-// negative infinity adds 0, and NaN makes the sum NaN. A positive infinity makes the sum NaN too, or infinity if
-// `INFINITE`.
+// `largest` is the largest element x added so far, and `sum` is Σ e^(x - largest) over these elements. An element of
+// negative infinity adds 0, and NaN makes the sum NaN. A positive infinity makes the sum infinite if `INFINITE`, and
+// otherwise NaN.
 template <typename T, bool INFINITE = false> struct Exponentials {
     using A = Acc<T>;
     A largest = -infinity<A>();
     A sum = 0;
 
-    // The number subtracted from the elements; never infinite, because inf - inf is NaN.
+    // The number that is subtracted from the elements: `largest`, or 0 in place of an infinity whose difference from itself must not
+    // be NaN. Without `INFINITE`, positive infinity stays, so that the sum becomes NaN.
     static __device__ __forceinline__ A reference(A largest) {
         return largest == -infinity<A>() || (INFINITE && largest == infinity<A>()) ? A(0) : largest;
     }
 
-    // The sum of e^(x - by). If all elements are negative infinity or NaN, the sum is 0 or NaN and remains so.
+    // The sum of e^(x - by) over the elements so far. If all of them are negative infinity or NaN, the sum is 0 or NaN for every `by`.
     __device__ __forceinline__ A rescaled(A by) const {
         return largest == -infinity<A>() ? sum : sum * exponential<T>(reference(largest) - by);
     }
@@ -36,7 +37,7 @@ template <typename T, bool INFINITE = false> struct Exponentials {
         largest = next;
     }
 
-    // Joins the sums of the team's threads.
+    // Adds up the sums of the team's threads: afterwards each thread has the maximum and the sum of the row. `shared` is as in `team_sum`.
     __device__ __forceinline__ void join(A *shared) {
         const A all = team_max(largest, shared);
         sum = team_sum(rescaled(reference(all)), shared);

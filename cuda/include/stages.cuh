@@ -1,13 +1,15 @@
-// A ring of stages in shared memory. A stage holds the tiles of one step of a product's sum. One thread lets the copy engine of compute
-// capability 9.0 fill the stages, and two warpgroups multiply their tiles.
+// A ring of stages in shared memory, for a matrix product that sums over its inner dimension step by step. A stage holds both factors'
+// tiles of one step. One thread starts the copies that fill the stages (by the copy engine of compute capability 9.0), and two warpgroups
+// multiply the tiles.
 #pragma once
 
 #include "engine.cuh"
 
 constexpr int WARPGROUP = 128;
 
-// Starts to copy the box at (first, second, third) of a tensor of three dimensions, the first of which is dense. With BOTH, the engine
-// copies the box into both blocks of the cluster.
+// Starts to copy a box of a tensor of three dimensions to `to`. The box begins at the indices (first, second, third); elements are
+// consecutive along the first dimension. `barrier` counts the bytes that arrive. With BOTH, the engine copies the box to both blocks of a
+// cluster of two (3 is the mask of both).
 template <bool BOTH> __device__ __forceinline__ void copy_box(uint32_t to, const TensorMap &map, uint32_t barrier,
                                                               int first, int second, int third) {
     if constexpr (BOTH) {
@@ -24,20 +26,23 @@ template <bool BOTH> __device__ __forceinline__ void copy_box(uint32_t to, const
     }
 }
 
+// For a warpgroup's asynchronous products: call `multiply_fence` before them, and `multiply_commit` after them, which makes them a group.
+// `multiply_wait` waits until at most the last PENDING groups are unfinished.
 __device__ __forceinline__ void multiply_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void multiply_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
 template <int PENDING> __device__ __forceinline__ void multiply_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(PENDING) : "memory");
 }
 
-// The stages of a block, with two barriers for each stage, one for "the copies have arrived" and one for "the readers in all blocks of
-// the cluster are done".
+// The stages of a block. Each stage has two barriers: `filled` completes when its copies have arrived, `emptied` when the warpgroups of all
+// blocks of the cluster have read it. `stage` is the current stage, and `round` is how often the ring has begun again.
 template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Stages {
     static constexpr int WORKERS = 2 * WARPGROUP;
     uint32_t stages, filled = stages + STAGES * STAGE_BYTES, emptied = filled + STAGES * 8;
     int stage = 0;
     uint32_t round = 0;
 
+    // Initializes the barriers. All threads of the cluster's blocks call this.
     __device__ __forceinline__ void init() const {
         if (threadIdx.x == 0) {
             for (int i = 0; i < STAGES; ++i) {
@@ -49,19 +54,22 @@ template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Stages {
         cluster_wait();
     }
 
+    // The address of the current stage, and its `filled` barrier.
     __device__ __forceinline__ uint32_t address() const { return stages + stage * STAGE_BYTES; }
     __device__ __forceinline__ uint32_t barrier() const { return filled + stage * 8; }
     __device__ __forceinline__ void advance() {
         if (++stage == STAGES) stage = 0, ++round;
     }
 
-    // For the copying thread: waits until the stage may be overwritten, and announces the STAGE_BYTES bytes that the copies write.
+    // For the thread that starts the copies: waits until the current stage may be overwritten, and announces to its `filled` barrier the
+    // STAGE_BYTES bytes that the copies write.
     __device__ __forceinline__ void begin_copies() const {
         if (round > 0) barrier_wait(emptied + stage * 8, (round - 1) & 1);
         barrier_expect(barrier(), STAGE_BYTES);
     }
 
-    // For a warpgroup: reports that its products of the previous stage are done.
+    // For a warpgroup whose products of the previous stage are done: reports this to every block of the cluster, by one thread for each
+    // block.
     __device__ __forceinline__ void leave_last() const {
         const int in_group = int(threadIdx.x) % WARPGROUP;
         if (in_group < CLUSTER) barrier_arrive(emptied + (stage == 0 ? STAGES - 1 : stage - 1) * 8, in_group);

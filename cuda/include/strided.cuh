@@ -5,14 +5,14 @@
 
 constexpr int MAX_AXES = 8;
 
-// `K` tensors of the same shape. A kernel writes the first tensor and takes this structure by value. The host has already merged
+// `K` tensors of the same shape, of which the first is the result. A kernel takes this structure by value. The host has already merged
 // neighbouring axes where the strides allow it.
 template <int K> struct Strided {
     uint64_t count;                 // number of elements of each tensor
     uint32_t axes;                  // number of axes, at least 1; the first is the outermost
-    uint32_t width;                 // elements for each thread: 1, or the number of elements of the largest type in 16 bytes
+    uint32_t width;                 // elements for each thread: 1, or as many as 16 bytes hold of the tensors' largest type
     uint64_t sizes[MAX_AXES];
-    uint64_t strides[K][MAX_AXES];  // in elements; if `width` is above 1, the stride of the last axis is 0 or 1
+    uint64_t strides[K][MAX_AXES];  // in elements; if `width` is above 1, it divides the size of the last axis, whose strides are 0 or 1
 };
 
 // Writes to `offsets[k]` the offset in tensor k of the element whose index in row-major order is `index`.
@@ -31,7 +31,8 @@ __device__ __forceinline__ void locate(const Strided<K> &tensors, Index index, u
     for (int k = 0; k < K; ++k) offsets[k] += uint64_t(index) * tensors.strides[k][0];
 }
 
-// Returns `N` neighbouring elements if `stride` is 1, or `N` copies of one element if it is 0.
+// Returns `N` neighbouring elements from `x` on if `stride` is 1, or `N` copies of the element at `x` if it is 0. For N = 1, `stride` has
+// no effect.
 template <int N, typename T> __device__ __forceinline__ Pack<T, N> load(const T *x, uint64_t stride) {
     Pack<T, N> pack;
     if (N > 1 && stride == 1) return *reinterpret_cast<const Pack<T, N> *>(x);
@@ -41,8 +42,9 @@ template <int N, typename T> __device__ __forceinline__ Pack<T, N> load(const T 
     return pack;
 }
 
-// Calls `body.template run<1>(offsets, strides)` once for each element if `tensors.width` is 1, or `run<WIDTH>` once for each `WIDTH`
-// neighbouring elements. Launch: one thread for each `tensors.width` elements, one-dimensional blocks of any size.
+// If `tensors.width` is 1, calls `body.template run<1>(offsets, strides)` for each element. Otherwise `tensors.width` must be WIDTH, and
+// each call of `run<WIDTH>` is for WIDTH neighbouring elements. For each tensor, `offsets` has the offset of the first of these elements,
+// and `strides` the stride of the last axis. Launch: one thread for each call, one-dimensional blocks of any size.
 template <int WIDTH, int K, typename Body> __device__ __forceinline__ void for_each(const Strided<K> &tensors, Body body) {
     const uint64_t start = (uint64_t(blockIdx.x) * blockDim.x + threadIdx.x) * tensors.width;
     if (start >= tensors.count) return;

@@ -1,19 +1,21 @@
-// Scaled dot-product attention without the matrix of scores, forward and backward, in two forms.
+// Scaled dot-product attention, forward and backward, in two forms. No form stores the matrix of scores.
 //
 // The form on tensor cores, `attention_*_w64_*` for widths up to 64 and `attention_*_w128_*` up to 128, takes f16 and bf16; a
-// width equal to the width of values and a multiple of 8; pointers and strides that are multiples of 16 bytes; a scale above 0;
-// no mask. The plain form takes everything else. Both forms take any number of queries and keys, including 0 where this does
-// not make the kernel's grid empty.
+// width that is a multiple of 8 and equal to the width of values; pointers and strides that are multiples of 16 bytes; a scale
+// above 0; no `Mask`. It can be causal. The plain form, `attention_plain_*`, has none of these limits. Both forms take any number
+// of queries and keys, including 0 where this does not make the kernel's grid empty.
 //
-// q, dq (batch, heads, queries, width); k, dk (batch, heads, keys, width); v, dv (batch, heads, keys, value_width); o, d_o
-// (batch, heads, queries, value_width): each with its `Strides`, in the order of the pointers. log_sums and delta (batch, heads,
-// queries), dense, in the arithmetic type. `AttentionShape`, `Strides` and `Mask` (include/attention) are passed by value.
+// q and dq are (batch, heads, queries, width), k and dk (batch, heads, keys, width), v and dv (batch, heads, keys, value_width),
+// the result o and its gradient d_o (batch, heads, queries, value_width). Each has its `Strides`, in the order of the pointers.
+// log_sums and delta are (batch, heads, queries), dense, in the arithmetic type. `AttentionShape`, `Strides` and `Mask`
+// (include/attention) are passed by value.
 #include "../include/attention/forms.cuh"
 
 #define BY_VALUE const __grid_constant__
 #define ENTRY(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
 
-// attention_forward_w{64,128}_{f16,bf16}: o = softmax(scale q kᵀ) v and log_sums = ln Σ e^(scale q kᵀ).
+// attention_forward_w{64,128}_{f16,bf16}: o = softmax(scale q kᵀ) v and log_sums = ln Σ e^(scale q kᵀ), both over the keys that a query
+// sees.
 // Grid (ceil(queries / 64) * batch * heads), 128 threads. Dynamic shared memory: w64 40960 bytes, 73728 on compute capability 9.0;
 // w128 81920.
 #define FORWARD(w, dtype, type, blocks, keys)                                                                                      \
@@ -26,10 +28,11 @@
                                                               Dense());                                                            \
     }
 
-// attention_backward_w{64,128}_{f16,bf16}: dq, dk and dv from log_sums and delta. Null gradients are not written. With parts = 1,
-// dk_parts and dv_parts are null; otherwise each holds (parts, batch, heads, keys, width) f32, from which `attention_sum_parts` then
-// computes dk and dv. Parts keep the multiprocessors busy when there are few keys: they save time as long as
-// parts * ceil(keys / 64) * batch * heads is below the number of multiprocessors.
+// attention_backward_w{64,128}_{f16,bf16}: dq, dk and dv, with log_sums of the forward kernel and delta of attention_delta_*. A gradient
+// whose pointer is null is not computed. With parts = 1, the kernel writes dk and dv, and dk_parts and dv_parts are null. Otherwise it
+// writes dk_parts and dv_parts, f32 (parts, batch, heads, keys, width), which attention_sum_parts_* then sums. Parts keep the
+// multiprocessors busy when there are few keys: they save time as long as parts * ceil(keys / 64) * batch * heads is below the number of
+// multiprocessors.
 // Grid (K + Q), 128 threads: K = parts * ceil(keys / 64) * batch * heads blocks compute dk and dv (K = 0 if both are null), and
 // Q = ceil(queries / 64) * batch * heads blocks compute dq (Q = 0 if it is null). Dynamic shared memory: w64 50176 bytes, w128 99328.
 #define BACKWARD(w, dtype, type, blocks, key_step, key_rows, query_step, query_rows)                                               \
@@ -52,7 +55,7 @@
                                                                                 do_strides, dq_strides, shape, Dense());                    \
     }
 
-// attention_sum_parts_{f16,bf16}: dk and dv, unless they are null. Each is the sum of its parts, added in the order of the parts.
+// attention_sum_parts_{f16,bf16}: dk and dv, unless their pointers are null. Each is the sum of its parts, added in the order of the parts.
 // Grid (ceil(batch * heads * keys * width / 1024), 2), 256 threads. No dynamic shared memory.
 #define SUM_PARTS(dtype, type)                                                                                                     \
     ENTRY(256, 1)                                                                                                                  \
@@ -75,7 +78,8 @@
 ON_TENSOR_CORES(f16, __half)
 ON_TENSOR_CORES(bf16, __nv_bfloat16)
 
-// attention_delta_{f32,f64,f16,bf16}: delta = the sum of o ∘ d_o over each row. All backward kernels need delta.
+// attention_delta_{f32,f64,f16,bf16}: delta = the sum of o ∘ d_o over each row. The backward kernels here and in attention_varlen.cu take
+// delta as an argument.
 // Grid (ceil(batch * heads * queries / 32)), 256 threads. No dynamic shared memory.
 #define DELTA(dtype, type)                                                                                                         \
     ENTRY(256, 1)                                                                                                                  \
@@ -97,9 +101,9 @@ ON_TENSOR_CORES(bf16, __nv_bfloat16)
         attention_plain_forward<type>(q, k, v, o, log_sums, q_strides, k_strides, v_strides, o_strides, mask, shape, Dense());              \
     }
 
-// attention_plain_backward_{query,key,value}_{f32,f64,f16,bf16}: dq, dk or dv from log_sums and delta.
-// Grid (ceil(rows / 32) * batch * heads, ceil(columns / 64)) with the rows and columns of the gradient's matrices, 256 threads. No
-// dynamic shared memory.
+// attention_plain_backward_{query,key,value}_{f32,f64,f16,bf16}: grad is dq, dk or dv; log_sums and delta are as in attention_backward_*.
+// Grid (ceil(rows / 32) * batch * heads, ceil(columns / 64)), where grad is (batch, heads, rows, columns), 256 threads. No dynamic shared
+// memory.
 #define PLAIN_BACKWARD(part, dtype, type)                                                                                          \
     ENTRY(PLAIN_THREADS, 1)                                                                                                        \
     attention_plain_backward_##part##_##dtype(const type *q, const type *k, const type *v, const type *d_o,                        \

@@ -1,17 +1,17 @@
-// Attention to few keys, computed as in attention.cu, on compute capability 9.0: forward and backward (for sm_90a alone). It takes f16 and
-// bf16; equal widths of queries and values, which are a multiple of 8 up to 64; pointers and strides that are multiples of 16 bytes; a
-// scale above 0; at least one query; 1 to 80 keys; no mask, and no causal mask. Tensors, strides and log_sums are as in attention.cu.
+// Attention to at most 80 keys on compute capability 9.0, forward and backward (compiled for sm_90a only). It takes f16 and bf16; equal
+// widths of queries and values, which are a multiple of 8 up to 64; pointers and strides that are multiples of 16 bytes; a scale above 0;
+// at least one query and one key; no mask. It cannot be causal. Tensors, strides and log_sums are as in attention.cu.
 //
-// `Schedule` (include/attention/hopper/schedule.cuh) divides the work: items are the heads of all samples, with
-// ceil(queries / 128) steps each; whole = 0; `blocks` is the number of multiprocessors. items * steps * blocks must be below 2^32.
+// `Schedule` (include/attention/hopper/schedule.cuh) divides the work. There are items = batch * heads items, one for each head, of
+// steps = ceil(queries / 128) steps each; whole = 0; `blocks` is the number of multiprocessors. items * steps * blocks must be below 2^32.
 //
-// `maps` (include/attention/hopper/few_keys.cuh) are as in attention_hopper.cu.
+// `maps` have the format that attention_hopper.cu describes; include/attention/hopper/few_keys.cuh has the sizes of their boxes.
 #include "../include/attention/hopper/few_keys_backward.cuh"
 
 #define BY_VALUE const __grid_constant__
 #define ENTRY(threads) extern "C" __global__ void __launch_bounds__(threads, 1)
 
-// attention_few_keys_forward_{f16,bf16}: o and log_sums.
+// attention_few_keys_forward_{f16,bf16}: o and log_sums, as attention_forward_* of attention.cu.
 // Grid (blocks), 384 threads. Dynamic shared memory: 155776 bytes.
 #define FORWARD(dtype, type)                                                                                                       \
     static_assert(FewKeysForward<type>::SHARED == 155776);                                                                         \
@@ -24,8 +24,8 @@
         pass.run([&] { pass.work(o, o_strides, log_sums); });                                                                      \
     }
 
-// attention_few_keys_backward_{f16,bf16}: dq, unless it is null. Unless `parts` is null, each block writes, for each of its heads, the sums
-// for dk and dv over its queries to parts (items + blocks - 1, 2, 80, 64).
+// attention_few_keys_backward_{f16,bf16}: dq, unless its pointer is null. Unless `parts` is null, each block also sums dk and dv over its
+// queries of each head, and writes the two sums to parts[item + block]; parts is f32 (items + blocks - 1, 2, 80, 64).
 // Grid (blocks), 384 threads. Dynamic shared memory: 221264 bytes.
 #define BACKWARD(dtype, type)                                                                                                      \
     static_assert(FewKeysBackward<type>::SHARED == 221264);                                                                        \
@@ -38,8 +38,8 @@
         pass.run([&] { pass.work(dq, dq_strides, log_sums, parts); });                                                             \
     }
 
-// attention_few_keys_finish_{f16,bf16}: dk and dv from the parts, unless they are null.
-// Grid (5 items, 2), 256 threads. No dynamic shared memory.
+// attention_few_keys_finish_{f16,bf16}: dk and dv, unless their pointers are null. Each is the sum of its parts.
+// Grid (5 * items, 2), 256 threads. No dynamic shared memory.
 #define FINISH(dtype, type)                                                                                                        \
     ENTRY(256)                                                                                                                     \
     attention_few_keys_finish_##dtype(const float *parts, type *dk, type *dv, BY_VALUE Strides dk_strides,                         \

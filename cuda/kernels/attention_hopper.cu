@@ -1,23 +1,26 @@
-// The attention of attention.cu on compute capability 9.0, forward and backward (for sm_90a alone). It takes f16 and bf16; equal widths
-// of queries and values, which are a multiple of 8 up to 64 (w64) or 128 (w128); pointers and strides that are multiples of 16 bytes; a
-// scale above 0; at least one query and one key; no mask, and no causal mask. Tensors, strides and log_sums are as in attention.cu.
+// The attention of attention.cu on compute capability 9.0, forward and backward (compiled for sm_90a only). It takes f16 and bf16; equal
+// widths of queries and values, which are a multiple of 8 up to 64 (w64) or 128 (w128); pointers and strides that are multiples of 16
+// bytes; a scale above 0; at least one query and one key; no mask. It cannot be causal. Tensors, strides and log_sums are as in
+// attention.cu.
 //
-// `Schedule` (include/attention/hopper/schedule.cuh) divides the work. `blocks` is the number of multiprocessors. `whole` is the number of
-// items if none is split; otherwise it is the largest multiple of `blocks` below that number, and the items beyond are split. Items and
-// steps:
+// `Schedule` (include/attention/hopper/schedule.cuh) divides the work. Its items and steps are:
 //   forward: ceil(queries / R) * batch * heads items of ceil(keys / 128) steps, with R = 192 (w64) or 128 (w128);
 //   backward: ceil(keys / 128) * batch * heads items of ceil(queries / M) steps, with M = 128 (w64) or 64 (w128).
-// Splitting items takes as much time as about five steps. steps * blocks * blocks must be below 2^32.
+// `blocks` is the number of multiprocessors. If the host splits no item, `whole` is the number of items. Otherwise `whole` is the largest
+// multiple of `blocks` below the number of items, and the later items are split. Splitting items takes as much time as about five steps.
+// steps * blocks * blocks must be below 2^32.
 //
-// `maps` have 16-bit elements, dimensions (width, rows, heads, batch), boxes of (64, rows, 1, 1) with the rows that the structures name,
-// element strides 1, no interleave, 128-byte swizzle, zeros for elements outside the tensor (FLOAT_OOB_FILL_NONE).
+// `maps` have 16-bit elements; dimensions (width, rows, heads, batch), where rows are queries or keys; boxes of (64, B, 1, 1), where the
+// comments of the structures (include/attention/hopper/copies.cuh) name the number B of rows; element strides of 1; no interleave; 128-byte
+// swizzle; zeros for elements outside the tensor (FLOAT_OOB_FILL_NONE).
 #include "../include/attention/hopper/finish.cuh"
 
 #define BY_VALUE const __grid_constant__
 #define ENTRY(threads) extern "C" __global__ void __launch_bounds__(threads, 1)
 
-// attention_hopper_forward_w{64,128}_{f16,bf16}: o (through its map) and log_sums of whole items. For each part of a split item, writes
-// sums, bases and results to parts (2 blocks, R (width + 2)) with width = 64 or 128. parts may be null if no item is split.
+// attention_hopper_forward_w{64,128}_{f16,bf16}: o (through its map) and log_sums of items that are not split. For each part of a split
+// item, writes the sums and the bases of the R queries' softmax, and then their results, to a row of parts, f32
+// (2 * blocks, R * (width + 2)) with width = 64 or 128. parts may be null if no item is split.
 // Grid (blocks), 512 threads (w64) or 384 (w128). Dynamic shared memory: w64 139360 bytes, w128 229472.
 #define FORWARD(w, dtype, type, groups)                                                                                            \
     ENTRY((groups + 1) * WARPGROUP)                                                                                                \
@@ -38,9 +41,10 @@
         sum_results<type, w, 64 * groups>(o, log_sums, parts, o_strides, shape, schedule);                                         \
     }
 
-// attention_hopper_statistics_w{64,128}_{f16,bf16}: statistics (batch, heads, steps, 2, M) from o, d_o and log_sums; turns (batch,
-// heads, steps) become zero.
-// Grid (batch * heads * steps) with the backward pass' steps, 256 threads. No dynamic shared memory.
+// attention_hopper_statistics_w{64,128}_{f16,bf16}: prepares the backward pass. statistics (batch, heads, steps, 2, M) has, for each tile
+// of M queries, log_sums / ln 2 and then delta, the sums of o ∘ d_o over each row. turns (batch, heads, steps) become zero: they are
+// counters by which blocks take turns to add to a tile of dq. steps is that of the backward pass.
+// Grid (batch * heads * steps), 256 threads. No dynamic shared memory.
 #define STATISTICS(w, dtype, type, m)                                                                                              \
     ENTRY(FINISH_THREADS)                                                                                                          \
     attention_hopper_statistics_w##w##_##dtype(const type *o, const type *d_o, const float *log_sums, float *statistics,           \
@@ -50,9 +54,10 @@
         backward_statistics<type, w, m>(blockIdx.x, o, d_o, log_sums, statistics, turns, o_strides, do_strides, shape);            \
     }
 
-// attention_hopper_backward_w{64,128}_{f16,bf16}: dk and dv (through their maps) of whole items. Writes dk and dv of each part of a split
-// item to parts (2 blocks, 2, 128, width) with width = 64 or 128, and dq / scale to sums (batch heads steps, M width). parts may be null
-// if no item is split. The blocks wait for one another, so all of them must run at the same time.
+// attention_hopper_backward_w{64,128}_{f16,bf16}: dk and dv (through their maps) of items that are not split. Writes dk and dv of each part
+// of a split item to parts, f32 (2 * blocks, 2, 128, width) with width = 64 or 128, and dq / scale to sums, f32
+// (batch * heads * steps, M * width). parts may be null if no item is split. The blocks wait for one another, so all of them must run at
+// the same time.
 // Grid (blocks), 384 threads. Dynamic shared memory: w64 216216 bytes, w128 214680.
 #define BACKWARD(w, dtype, type, m)                                                                                                \
     ENTRY(3 * WARPGROUP)                                                                                                           \
@@ -65,7 +70,8 @@
         HopperBackward<type, w, m, Order<m>>{maps, shape, order, shared_address(shared)}.run(statistics, sums, turns, parts);      \
     }
 
-// attention_hopper_finish_w{64,128}_{f16,bf16}: dq from sums, and dk and dv of split items from their parts.
+// attention_hopper_finish_w{64,128}_{f16,bf16}: dq from sums, and dk and dv of split items from their parts. A gradient whose pointer is
+// null is not written. items and steps are those of the backward pass.
 // Grid (batch * heads * steps + (items - whole) * width / 8) with width = 64 or 128, 256 threads. No dynamic shared memory.
 #define FINISH(w, dtype, type, m)                                                                                                  \
     ENTRY(FINISH_THREADS)                                                                                                          \

@@ -1,22 +1,26 @@
 // Causal attention inside the segments of a packed row, forward and backward, in the two forms of attention.cu. Each form has the same
 // requirements as in attention.cu.
 //
-// q, o, d_o, dq (heads, rows, width), k, v, dk, dv (heads / group, rows, width): each with its `Strides`, in the order of the pointers;
-// head h of q sees head h / group of k and v. log_sums and delta (heads, rows), dense. `shape` has one batch, `heads` heads, as many
-// keys as queries, and is causal. The first row of spans (2, rows) has for each position p the first key that query p sees, the second
-// row the end (exclusive) of the queries that see key p. One more number follows the spans: `taken`, the counter of
-// attention_varlen_hopper.cu's forward kernel. Of all arguments, only the contents of `spans` depend on the segments: grids depend on
-// sizes alone, so a graph can be replayed with other segments.
-// `attention_delta` of attention.cu computes delta, and `attention_sum_parts` of attention.cu adds parts.
+// A packed row has `rows` positions, each with a query and a key. q, o, d_o and dq are (heads, rows, width), k, v, dk and dv
+// (heads / group, rows, width). Each has its `Strides`, in the order of the pointers. Head h of q sees head h / group of k and v. log_sums
+// and delta are (heads, rows), dense. `shape` has a batch of 1, `heads` heads, as many keys as queries (`rows`), and is causal.
+//
+// spans (2, rows) has two numbers for each position p: spans[0][p] is the first key that query p sees, and spans[1][p] the end (exclusive)
+// of the queries that see key p. The counter `taken` of attention_varlen_hopper.cu's forward kernel follows the spans in memory. Grids and
+// arguments depend only on sizes; only the contents of spans depend on the segments. So a graph can be replayed with other segments.
+//
+// attention_delta_* of attention.cu computes delta, and attention_sum_parts_* of attention.cu sums parts.
 #include "../include/attention/forms.cuh"
 #include "../include/ids.cuh"
 
 #define BY_VALUE const __grid_constant__
 #define ENTRY(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
 
-// attention_varlen_spans: computes the spans of the segments and sets `taken` to zero. The `count` bounds of the segments (ids, see
-// include/ids.cuh) ascend from 0 to at most `rows`. A query sees at most `window` keys. A query at or after the last bound gets the next
-// position as its first key, so it sees no key. If the bounds do not ascend, the spans are undefined but stay within the row.
+// attention_varlen_spans: computes spans and sets `taken` to zero. `bounds` has `count` ids (include/ids.cuh): segment i is the positions
+// from bounds[i] up to but not including bounds[i + 1]. Bounds must ascend from 0 to at most `rows`; otherwise *out_of_range becomes the
+// lowest index of a wrong bound, and spans are undefined but within the row. Of the keys of its segment up to its own position, a query
+// sees the last `window`, or all if they are fewer. A query after the last segment gets the next position as its first key, so it sees no
+// key.
 // Grid (ceil(max(rows, count) / 256)), 256 threads. No dynamic shared memory.
 ENTRY(256, 1)
 attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_range, uint32_t id_bytes, uint32_t count, uint32_t rows,
@@ -48,7 +52,7 @@ attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_rang
     spans[rows + position] = end;
 }
 
-// attention_varlen_forward_w{64,128}_{f16,bf16}: o and log_sums.
+// attention_varlen_forward_w{64,128}_{f16,bf16}: o and log_sums, as attention_forward_* of attention.cu.
 // Grid (ceil(rows / 64) * heads), 128 threads. Dynamic shared memory: w64 40960 bytes, 73728 on compute capability 9.0; w128 81920.
 #define FORWARD(w, dtype, type, blocks, keys)                                                                                      \
     ENTRY(128, blocks)                                                                                                             \
@@ -61,9 +65,9 @@ attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_rang
                                                         Spans{spans, shape.queries, group});                                       \
     }
 
-// attention_varlen_backward_w{64,128}_{f16,bf16}: dq, dk and dv from log_sums and delta. Null gradients are not written. With parts = 1,
-// dk_parts and dv_parts are null; otherwise each holds (parts, heads / group, rows, width) f32, where a part is the sum over
-// ceil(group / parts) heads of queries.
+// attention_varlen_backward_w{64,128}_{f16,bf16}: dq, dk and dv, with log_sums and delta. A gradient whose pointer is null is not computed.
+// With parts = 1, the kernel writes dk and dv, and dk_parts and dv_parts are null. Otherwise it writes dk_parts and dv_parts, f32
+// (parts, heads / group, rows, width), where a part is the sum over at most ceil(group / parts) of the `group` heads of queries.
 // Grid (K + Q), 128 threads: K = parts * ceil(rows / 64) * heads / group blocks compute dk and dv (K = 0 if both are null), and
 // Q = ceil(rows / 64) * heads blocks compute dq (Q = 0 if it is null). Dynamic shared memory: w64 50176 bytes, w128 99328.
 #define BACKWARD(w, dtype, type, blocks, key_step, key_rows, query_step, query_rows)                                               \
@@ -96,7 +100,7 @@ attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_rang
 ON_TENSOR_CORES(f16, __half)
 ON_TENSOR_CORES(bf16, __nv_bfloat16)
 
-// attention_varlen_plain_forward_{f32,f64,f16,bf16}: o and log_sums.
+// attention_varlen_plain_forward_{f32,f64,f16,bf16}: o and log_sums, as attention_plain_forward_* of attention.cu.
 // Grid (ceil(rows / 32) * heads, max(1, ceil(width / 64))), 256 threads. No dynamic shared memory.
 #define PLAIN_FORWARD(dtype, type)                                                                                                 \
     ENTRY(PLAIN_THREADS, 1)                                                                                                        \
@@ -109,8 +113,8 @@ ON_TENSOR_CORES(bf16, __nv_bfloat16)
                                       Spans{spans, shape.queries, group});                                                         \
     }
 
-// attention_varlen_plain_backward_{query,key,value}_{f32,f64,f16,bf16}: dq, dk or dv from log_sums and delta.
-// Grid (ceil(rows / 32) * H, ceil(width / 64)) where H is the number of heads of the gradient, 256 threads. No dynamic shared memory.
+// attention_varlen_plain_backward_{query,key,value}_{f32,f64,f16,bf16}: grad is dq, dk or dv.
+// Grid (ceil(rows / 32) * H, ceil(width / 64)), where H is the number of heads of grad, 256 threads. No dynamic shared memory.
 #define PLAIN_BACKWARD(part, dtype, type)                                                                                          \
     ENTRY(PLAIN_THREADS, 1)                                                                                                        \
     attention_varlen_plain_backward_##part##_##dtype(                                                                              \

@@ -1,10 +1,11 @@
-// The attention of attention_varlen.cu on compute capability 9.0, forward and backward (for sm_90a alone), with the same operands and
-// spans. It takes f16 and bf16, widths that are a multiple of 8 up to 64 (w64) or 128 (w128), and pointers and strides that are multiples
-// of 16 bytes.
+// The attention of attention_varlen.cu on compute capability 9.0, forward and backward (compiled for sm_90a only), with the same operands
+// and spans. It takes f16 and bf16, widths that are a multiple of 8 up to 64 (w64) or 128 (w128), pointers and strides that are multiples
+// of 16 bytes, and a scale above 0.
 //
-// `maps` are as in attention_hopper.cu; each map has the number of heads of its tensor. In the backward pass, K = heads / group is the
-// number of heads of keys, M = 128 (w64) or 64 (w128) the number of queries in a tile, and `blocks` the number of multiprocessors.
-// `Shares` (include/attention/hopper/shares.cuh) divides the work by `plan`, which has ceil(rows / 128) + 1 + blocks numbers.
+// `maps` are as in attention_hopper.cu, with a batch of 1; each map has the number of heads of its tensor. `Queue`
+// (include/attention/hopper/queue.cuh) divides the work of the forward pass. In the backward pass, a tile has M = 128 (w64) or 64 (w128)
+// queries, and `blocks` is the number of multiprocessors. An item is a tile of 128 keys of one head of keys. `Shares`
+// (include/attention/hopper/shares.cuh) divides the items' steps by means of `plan`, which has ceil(rows / 128) + 1 + blocks numbers.
 // heads * ceil(rows / M) * ceil(rows / 128) must be below 2^31.
 #include "../include/attention/hopper/finish.cuh"
 #include "../include/attention/hopper/shares.cuh"
@@ -13,8 +14,8 @@
 #define ENTRY(threads) extern "C" __global__ void __launch_bounds__(threads, 1)
 #define SHARES(m) const Shares<m> shares(Spans{spans, shape.queries, group}, plan, shape.heads / group, blocks)
 
-// attention_varlen_hopper_forward_w{64,128}_{f16,bf16}: o (through its map) and log_sums. `taken`, one number, is zero before and
-// after the launch.
+// attention_varlen_hopper_forward_w{64,128}_{f16,bf16}: o (through its map) and log_sums. *taken must be zero before the launch, and is
+// zero after it.
 // Grid (at most ceil(rows / R) * heads, with R = 192 (w64) or 128 (w128)), 512 threads (w64) or 384 (w128). Dynamic shared memory:
 // w64 139392 bytes, w128 229504.
 #define FORWARD(w, dtype, type, groups)                                                                                            \
@@ -28,8 +29,8 @@
         HopperForward<type, w, 128, groups, Queue>{maps, shape, queue, shared_address(shared)}.run(log_sums, nullptr);             \
     }
 
-// attention_varlen_hopper_statistics_w{64,128}_{f16,bf16}: plan, and statistics (heads, ceil(rows / M), 2, M) from o, d_o and log_sums;
-// turns (heads, ceil(rows / M)) become zero.
+// attention_varlen_hopper_statistics_w{64,128}_{f16,bf16}: prepares the backward pass. Writes plan; statistics (heads, ceil(rows / M), 2,
+// M) and turns (heads, ceil(rows / M)) are as in attention_hopper_statistics_*.
 // Grid (1 + heads * ceil(rows / M)), 256 threads. No dynamic shared memory.
 #define STATISTICS(w, dtype, type, m)                                                                                              \
     ENTRY(FINISH_THREADS)                                                                                                          \
@@ -45,9 +46,9 @@
             backward_statistics<type, w, m>(blockIdx.x - 1, o, d_o, log_sums, statistics, turns, o_strides, do_strides, shape);    \
     }
 
-// attention_varlen_hopper_backward_w{64,128}_{f16,bf16}: dk and dv (through their maps) of whole items. Writes dk and dv of each part of a
-// split item to parts (2 blocks, 2, 128, width) with width = 64 or 128, and dq / scale to sums (heads ceil(rows / M), M width). The
-// blocks wait for one another, so all of them must run at the same time.
+// attention_varlen_hopper_backward_w{64,128}_{f16,bf16}: dk and dv (through their maps) of items that are not split. Writes dk and dv of
+// each part of a split item to parts, f32 (2 * blocks, 2, 128, width) with width = 64 or 128, and dq / scale to sums, f32
+// (heads * ceil(rows / M), M * width). The blocks wait for one another, so all of them must run at the same time.
 // Grid (blocks), 384 threads. Dynamic shared memory: w64 216216 bytes, w128 214680.
 #define BACKWARD(w, dtype, type, m)                                                                                                \
     ENTRY(3 * WARPGROUP)                                                                                                           \
@@ -61,8 +62,8 @@
         HopperBackward<type, w, m, Shares<m>>{maps, shape, shares, shared_address(shared)}.run(statistics, sums, turns, parts);    \
     }
 
-// attention_varlen_hopper_finish_w{64,128}_{f16,bf16}: dq from sums, and dk and dv of split items from their parts. Null gradients are
-// not written.
+// attention_varlen_hopper_finish_w{64,128}_{f16,bf16}: dq from sums, and dk and dv of split items from their parts. A gradient whose
+// pointer is null is not written.
 // Grid (heads * ceil(rows / M) + (blocks - 1) * width / 8) with width = 64 or 128, 256 threads. No dynamic shared memory.
 #define FINISH(w, dtype, type, m)                                                                                                  \
     ENTRY(FINISH_THREADS)                                                                                                          \

@@ -1,10 +1,10 @@
-// y = [before | f(x)]: the unchanged columns of `before` and, beside them, an activation f of the columns of x. f is GELU in its
-// tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415), or the gated linear unit SiLU(gate) h (Shazeer 2020, arXiv:2002.05202).
-// For the gated unit, x = [gate | h].
+// y = [before | f(x)]: the columns of `before`, unchanged, followed by those of f(x). f is GELU in its tanh form (Hendrycks & Gimpel 2016,
+// arXiv:1606.08415; kernels gelu_tanh_beside_*), or the gated linear unit SiLU(gate) * h with x = [gate | h] (Shazeer 2020,
+// arXiv:2002.05202; kernels swiglu_beside_*).
 //
-// before is (rows, kept); x is (rows, width) or (rows, 2 width), with rows x_row elements apart; y is (rows, kept +
-// width). grad (rows, width) is the gradient of those columns of y that are f(x), with rows grad_row elements apart; dx
-// has the shape of x, with rows dx_row elements apart. If kept is 0, before may be null.
+// before is (rows, kept), and may be null if kept is 0. x is (rows, width), or for the gated unit (rows, 2 width); its rows are x_row
+// elements apart. y is (rows, kept + width). In the backward pass, grad (rows, width) is the gradient of f(x), the last columns of y; its
+// rows are grad_row elements apart. dx has the shape of x; its rows are dx_row elements apart.
 // Launch: block 256, grid clamp(ceil(rows (kept + width) / (256 WIDE)), 1, 2^31 - 1), no dynamic shared memory; kept is 0 in
 // this formula for the backward kernels. Any grid gives the same results.
 
@@ -16,12 +16,13 @@ namespace {
 struct GeluTanh {
     static constexpr bool IS_GATED = false;
 
+    // Sets `value` to the activation of x and `slope` to its derivative.
     template <typename T> static __device__ __forceinline__ void both(Acc<T> x, Acc<T> &value, Acc<T> &slope) {
         using A = Acc<T>;
         const A scale = A(0.79788456080286535588), cube = A(0.044715);
         const A inner = scale * (x + cube * x * x * x);
         A t;
-        // tanh as 1 - 2 / (1 + exp(2 inner)) is exact enough for bf16 and f16, whose results are rounded to 8 or 11 significant bits.
+        // For bf16 and f16, whose results have 8 and 11 significant bits, tanh may be computed as 1 - 2 / (1 + exp(2 inner)).
         if constexpr (IS_HALF<T>) t = A(1) - A(2) * sigmoid<T>(A(-2) * inner);
         else t = tanh(inner);
         value = A(0.5) * x * (A(1) + t);
@@ -32,6 +33,7 @@ struct GeluTanh {
 struct GatedSilu {
     static constexpr bool IS_GATED = true;
 
+    // As `GeluTanh::both`, for the SiLU of the gate. The kernels multiply by h.
     template <typename T> static __device__ __forceinline__ void both(Acc<T> x, Acc<T> &value, Acc<T> &slope) {
         Silu::both<T>(x, value, slope);
     }
@@ -78,6 +80,7 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, T *dx, uint6
             slopes[i] *= widen(g.values[i]);
         }
         if constexpr (F::IS_GATED) {
+            // `slopes` becomes the gradient of the gate, and `values` that of h.
             const auto second = load_pack<N>(from + width);
 #pragma unroll
             for (int i = 0; i < N; i++) {

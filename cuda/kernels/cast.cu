@@ -1,20 +1,23 @@
-// Conversions from and to integers. `copy.cu` has those between floating-point types.
+// Conversions from integers to other types, and from floating-point types to integers. `copy.cu` has those between floating-point types.
 //
-// `cast_<from>_<to>(y, x, tensors)`: y = x. A conversion to a floating-point type rounds to nearest even; a conversion to f16 or bf16 goes
-// through f32. A conversion from a floating-point type to an integer type rounds toward zero. If the number is out of the integer type's
-// range, the result is the nearest integer of the type; NaN becomes 0. A conversion between integer types is modulo 2^bits. These are the
-// rules of Rust's `as`.
-// Launch: count / width threads in blocks of 256, no shared memory. `tensors` has the strides of y and x.
+// `cast_<from>_<to>(y, x, tensors)`: y = x; `tensors` describes y and x, in this order. The rules are those of Rust's `as`:
+// - to a floating-point type: rounds to the nearest number, ties to even; for f16 and bf16, rounds to f32 first;
+// - from a floating-point type to an integer type: rounds toward zero. A number out of the integer type's range becomes the nearest integer
+//   of the type, and NaN becomes 0;
+// - between integer types: the value modulo 2^bits, where the type of the result has so many bits.
+// Launch: tensors.count / tensors.width threads in blocks of 256, no dynamic shared memory.
 #include <limits>
 #include <type_traits>
 
 #include "strided.cuh"
 
+// The smallest and the largest integer of type `D`.
 template <typename D> constexpr D LOW = std::numeric_limits<D>::min();
 template <typename D> constexpr D HIGH = std::numeric_limits<D>::max();
 
 template <typename D, typename R> __device__ __forceinline__ D saturated(R x) {
-    // R(HIGH) may be rounded up, to a number above HIGH. The next smaller number of type R is at most HIGH.
+    // R(HIGH) may be rounded up, to a number above HIGH. But the next smaller number of type R is at most HIGH, so the last conversion gets
+    // no number out of range. R(LOW) is exact.
     return x != x ? D(0) : x <= R(LOW<D>) ? LOW<D> : x >= R(HIGH<D>) ? HIGH<D> : static_cast<D>(x);
 }
 
@@ -24,6 +27,7 @@ template <typename D, typename S> __device__ __forceinline__ D cast(S x) {
     else return saturated<D>(widen(x));
 }
 
+// How many elements 16 bytes hold of the larger type.
 template <typename D, typename S> constexpr int BOTH = 16 / (sizeof(D) > sizeof(S) ? sizeof(D) : sizeof(S));
 
 template <typename D, typename S> struct Cast {

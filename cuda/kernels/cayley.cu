@@ -1,11 +1,11 @@
-// Computes D = (I - Q) (I + Q)^-1 - I for skew-symmetric matrices Q: their Cayley transforms, each minus the identity. D is the
-// solution of (I + Q) D = -2 Q, which is found by Gauss-Jordan elimination. The symmetric part of I + Q is I, so each pivot is at least
-// 1, and no rows need to be exchanged.
+// Computes D = (I - Q) (I + Q)^-1 - I, the Cayley transform of a skew-symmetric matrix Q minus the identity, for `count` matrices. D is
+// the solution of (I + Q) D = -2 Q, which Gauss-Jordan elimination finds. The symmetric part of I + Q is I, so each pivot is at least 1,
+// and no rows need to be exchanged.
 //
-// upper and grad_upper are (count, size (size - 1) / 2), the strict upper triangles of Q row by row; change (the matrices D) and its
-// gradient grad are (count, size, size).
-// Launch: block (32, 8), grid min(count, 2^31 - 1); any grid gives the correct result. Dynamic shared memory: 2 size² f32 (f64 for
-// f64).
+// upper (count, size (size - 1) / 2) has the elements of each Q above the diagonal, row by row; grad_upper is its gradient. change (count,
+// size, size) has the matrices D, and grad is its gradient.
+// Launch: block (32, 8), grid min(count, 2^31 - 1); any grid gives the correct result. Dynamic shared memory: 2 size² numbers of f32, or
+// of f64 for the kernels of f64.
 
 #include "element.cuh"
 
@@ -16,13 +16,13 @@ template <typename A> __device__ __forceinline__ A *shared_memory() {
     return reinterpret_cast<A *>(shared);
 }
 
-// Calls f(row, column) for all elements of `rows` rows with columns in [first, last). All threads of the block take part.
+// Calls f(row, column) for every row < rows and every column with first <= column < last. All threads of the block share the calls.
 template <typename F> __device__ __forceinline__ void for_each(uint32_t rows, uint32_t first, uint32_t last, F f) {
     for (uint32_t row = threadIdx.y; row < rows; row += blockDim.y)
         for (uint32_t column = first + threadIdx.x; column < last; column += blockDim.x) f(row, column);
 }
 
-// The index in a triangle of the element (row, column), which is above the diagonal.
+// The index of element (row, column), with row < column, in the list of the elements above the diagonal.
 __device__ __forceinline__ uint32_t place(uint32_t row, uint32_t column, uint32_t size) {
     return row * (2 * size - row - 1) / 2 + column - row - 1;
 }
@@ -30,7 +30,7 @@ __device__ __forceinline__ uint32_t place(uint32_t row, uint32_t column, uint32_
 template <typename T>
 __device__ __forceinline__ void forward(const T *__restrict__ upper, T *__restrict__ change, uint64_t count, uint32_t size) {
     using A = Acc<T>;
-    // Rows (I + Q | -2 Q).
+    // The matrix [I + Q | -2 Q]. The elimination turns it into [I | D], but does not write the left columns that it no longer reads.
     A *system = shared_memory<A>();
     const uint32_t width = 2 * size, triangle = size * (size - 1) / 2;
     for (uint64_t matrix = blockIdx.x; matrix < count; matrix += gridDim.x) {
@@ -44,7 +44,8 @@ __device__ __forceinline__ void forward(const T *__restrict__ upper, T *__restri
         });
         __syncthreads();
         for (uint32_t pivot = 0; pivot < size; pivot++) {
-            // This loop multiplies the elements of the pivot's row by `inverse` as it reads them. The next loop stores the products.
+            // This loop multiplies the elements of the pivot's row by `inverse` as it reads them. Only the next loop stores the products,
+            // because all threads read this row.
             const A inverse = A(1) / system[pivot * width + pivot];
             for_each(size, pivot + 1, width, [&](uint32_t row, uint32_t column) {
                 if (row == pivot) return;
@@ -64,8 +65,8 @@ __device__ __forceinline__ void forward(const T *__restrict__ upper, T *__restri
     }
 }
 
-// With V = (I + Q)^-1 = I + D / 2 and G for grad, the gradient of Q is -2 V^T G V^T. An element above the diagonal of Q also occurs,
-// negated, below the diagonal, so its gradient is the difference of two elements.
+// With V = (I + Q)^-1 = I + D / 2 and G = grad, the gradient of Q as a matrix of independent elements is -2 V^T G V^T. But an element of
+// `upper` occurs in Q above the diagonal and, negated, below. So its gradient is the difference of two elements of this matrix.
 template <typename T>
 __device__ __forceinline__ void backward(const T *__restrict__ grad, const T *__restrict__ change, T *__restrict__ grad_upper,
                                          uint64_t count, uint32_t size) {
@@ -78,13 +79,14 @@ __device__ __forceinline__ void backward(const T *__restrict__ grad, const T *__
             d[row * size + column] = widen(change[matrix * square + row * size + column]);
         });
         __syncthreads();
-        // V^T G.
+        // `left` becomes V^T G.
         for_each(size, 0, size, [&](uint32_t row, uint32_t column) {
             A sum = 0;
             for (uint32_t k = 0; k < size; k++) sum += d[k * size + row] * widen(g[k * size + column]);
             left[row * size + column] = widen(g[row * size + column]) + A(0.5) * sum;
         });
         __syncthreads();
+        // An element of V^T G V^T.
         const auto element = [&](uint32_t row, uint32_t column) {
             A sum = 0;
             for (uint32_t k = 0; k < size; k++) sum += left[row * size + k] * d[column * size + k];

@@ -1,13 +1,13 @@
 // Optimizers whose update of an element depends on other elements of its variable: one block of threads updates a whole variable.
 //
 // Sums are in f64 and in another order than on the CPU, so results agree with those of the CPU up to rounding. A step launches
-// whole_prepare and then, for every set of variables with the same dtypes, the kernels of the optimizer one after the other,
-// `<optimizer>_step_*` last.
+// whole_prepare and then the kernels of the optimizer, `<optimizer>_step_*` last. Each of these kernels has one launch for every set of
+// variables with the same dtypes.
 #pragma once
 
 #include "../optim.cuh"
 
-// The threads of a block.
+// The number of threads of a block.
 constexpr int WHOLE_THREADS = 512;
 
 // A variable, its gradient, and its 16-bit copy, which may be null.
@@ -17,23 +17,23 @@ struct Whole {
     void *copy;
     float *scratch; // its size depends on the optimizer; its contents are not kept between steps
     uint64_t count; // the number of elements, at least 1
-    // The sizes of the first dimension and of the last two; 1 for a dimension that does not exist.
+    // The sizes of the first dimension, of the last but one and of the last; 1 for a dimension that does not exist.
     uint32_t first;
     uint32_t rows;
     uint32_t columns;
-    uint32_t group;     // which settings and coefficients apply
-    uint32_t states[5]; // where each state begins in its buffer, in units of STATE_BLOCK
-    uint32_t unused;
+    uint32_t group;     // the index of the variable's settings and coefficients
+    uint32_t states[5]; // where the variable's values of each state begin in the buffer of that state, in units of STATE_BLOCK elements
+    uint32_t unused; // stands where the structure would have padding
 };
 
-// The arguments of a step's kernels other than the variables.
+// What the update of a variable reads besides the variable: the settings and the coefficients of its group.
 struct WholeStep {
     const Settings &at;
     const Coefficients &with;
-    double *shared; // numbers that the variables of an optimizer share, or null
+    double *shared; // numbers that all variables of the optimizer share (see `ProdigyShared`), or null
 };
 
-// The elements of a variable: parameters in f32, and gradients multiplied by `gain` (see `Coefficients`).
+// Access to the elements of a variable: parameters, and gradients multiplied by `gain` (see `Coefficients`).
 template <typename G, typename C> struct Elements {
     const Whole &of;
     const G *grads;
@@ -47,6 +47,7 @@ template <typename G, typename C> struct Elements {
 
     __device__ __forceinline__ float param(uint64_t i) const { return of.params[i]; }
 
+    // Sets a parameter and its copy.
     __device__ __forceinline__ void set(uint64_t i, float value) const {
         of.params[i] = value;
         if (of.copy != nullptr) static_cast<C *>(of.copy)[i] = narrow<C>(value);
@@ -57,12 +58,13 @@ template <typename G, typename C> struct Elements {
         if (zero_grads) static_cast<G *>(of.grads)[i] = narrow<G>(0.0f);
     }
 
+    // The variable's values in `buffer`, the buffer of state `number` (from 0).
     __device__ __forceinline__ float *state(float *buffer, int number) const {
         return buffer + static_cast<uint64_t>(of.states[number]) * STATE_BLOCK;
     }
 };
 
-// The sum of f(i) over the elements, returned to every thread.
+// The sum of f(i) over all i < count, returned to every thread of the block.
 template <typename F> __device__ __forceinline__ double sum_over(uint64_t count, F f) {
     __shared__ double warps[WARP];
     double sum = 0.0;
@@ -70,7 +72,7 @@ template <typename F> __device__ __forceinline__ double sum_over(uint64_t count,
     return block_sum(sum, warps);
 }
 
-// Calls f(i) for every element. Afterwards every thread of the block can read what f has written.
+// Calls f(i) for every i < count. Afterwards every thread of the block can read what f has written.
 template <typename F> __device__ __forceinline__ void for_each(uint64_t count, F f) {
     for (uint64_t i = threadIdx.x; i < count; i += blockDim.x) f(i);
     __syncthreads();

@@ -1,13 +1,14 @@
-// Adafactor and CAME: the second moments of a matrix's elements are computed from those of its rows and columns; see the host's
-// adafactor.rs and came.rs.
+// Adafactor and CAME: their states have the second moments of a matrix's rows and columns, from which they compute the second moments of
+// its elements. See rust/nn/src/optim/adafactor.rs and came.rs.
 #pragma once
 
 #include "elements.cuh"
 
-// A variable as a sequence of matrices. The moments of the rows and of the columns are in the order of the matrices.
+// A variable as a sequence of matrices of its last two dimensions. The rows of all matrices are numbered together, and so are the columns.
+// The three functions return the row and the column of an element, and the matrix of a row.
 struct Matrices {
     uint32_t height, width;
-    uint64_t number, rows, columns; // the number of matrices; the numbers of rows and of columns in all matrices together
+    uint64_t number, rows, columns; // how many matrices there are; how many rows and columns they have together
 
     __device__ __forceinline__ explicit Matrices(const Whole &of) : height(of.rows), width(of.columns) {
         number = of.count / (static_cast<uint64_t>(height) * width);
@@ -22,8 +23,9 @@ struct Matrices {
     __device__ __forceinline__ uint64_t matrix(uint64_t row) const { return row / height; }
 };
 
-// Calls row_of(row, mean of value(i) over the row) for every row and column_of(column, mean of value(i) over the column)
-// for every column; then sets `mean_rows` [number of matrices]: the mean of `rows` over the rows of each matrix.
+// Calls row_of(row, mean of value(i) over the row) for every row, and column_of(column, mean of value(i) over the column)
+// for every column. `row_of` writes to `rows` [number of rows]. Afterwards sets `mean_rows` [number of matrices] to the means of `rows`
+// over the rows of each matrix.
 template <typename V, typename R, typename S>
 static __device__ __forceinline__ void
 moments(const Matrices &in, V value, R row_of, S column_of, const float *rows, float *mean_rows) {
@@ -35,7 +37,7 @@ moments(const Matrices &in, V value, R row_of, S column_of, const float *rows, f
         if (lane == 0) row_of(row, sum / in.width);
     }
     if (in.number == 1 && in.width <= WHOLE_THREADS / 2) {
-        // Several threads share a column.
+        // A column of a single narrow matrix is shared by `sharers` threads, because otherwise most threads would have no column.
         __shared__ double parts[WHOLE_THREADS];
         const uint32_t sharers = WHOLE_THREADS / in.width, column = threadIdx.x % in.width;
         double sum = 0.0;
@@ -66,14 +68,15 @@ moments(const Matrices &in, V value, R row_of, S column_of, const float *rows, f
     __syncthreads();
 }
 
-// `a` moved by the fraction `weight` of the way to `b`; exactly `b` for a weight of 1.
+// a + weight * (b - a), written so that it is exactly `a` for a weight of 0 and exactly `b` for a weight of 1.
 static __device__ __forceinline__ float lerp(float a, float b, float weight) {
     return weight < 0.5f ? a + weight * (b - a) : b - (1.0f - weight) * (b - a);
 }
 
-// The step of torch.optim.Adafactor. more: beta2_decay, the minimum of the second moment's root, the minimum of the parameters' root
-//   mean square, d (the clipping threshold).
-//   A vector has the state `variance`; a matrix has a state for rows and one for columns; scratch [number of matrices].
+// The step of torch.optim.Adafactor. `Settings::more` has beta2_decay; eps, the minimum of the root of a second moment; the minimum of the
+// parameters' root mean square; and d, the clipping threshold.
+//   A vector has one state, the second moments of its elements. A variable of two or more dimensions is a sequence of matrices, and has a
+//   state for their rows and one for their columns. scratch: f32 [number of matrices].
 template <typename G, typename C>
 static __device__ __forceinline__ void adafactor(const Elements<G, C> &of, const WholeStep &by, float *const (&states)[5]) {
     const Settings &at = by.at;
@@ -118,8 +121,10 @@ static __device__ __forceinline__ void adafactor(const Elements<G, C> &of, const
     });
 }
 
-// The step of came_pytorch.CAME. more: the second eps, clip_threshold, the third beta; `Settings::eps` is the first eps.
-//   A vector has the states `exp_avg` and `exp_avg_sq`, a matrix has five states; scratch [2][number of matrices].
+// The step of came_pytorch.CAME. `Settings::more` has the second eps, clip_threshold and the third beta; `Settings::eps` is the first eps.
+//   A vector has two states, the moments `exp_avg` and `exp_avg_sq`. A sequence of matrices has five: exp_avg; the second moments of rows
+//   and of columns; and for rows and columns the mean squares of the difference between an update and its average, which reduce the step.
+//   scratch: f32 [2][number of matrices].
 template <typename G, typename C>
 static __device__ __forceinline__ void came(const Elements<G, C> &of, const WholeStep &by, float *const (&states)[5]) {
     const Settings &at = by.at;
@@ -130,6 +135,7 @@ static __device__ __forceinline__ void came(const Elements<G, C> &of, const Whol
     float *const rows = of.state(states[1], 1);
     float *const columns = is_matrix ? of.state(states[2], 2) : nullptr;
     float *const means = of.of.scratch;
+    // The weights of an average's old value and of the new value.
     const auto keep = [](double beta) { return make_float2(static_cast<float>(beta), static_cast<float>(1.0 - beta)); };
     const float2 first = keep(at.beta1), second = keep(at.beta2), third = keep(at.more[2]);
     const float eps1 = static_cast<float>(at.eps), eps2 = static_cast<float>(at.more[0]);
@@ -142,6 +148,7 @@ static __device__ __forceinline__ void came(const Elements<G, C> &of, const Whol
     } else {
         for_each(count, [&](uint64_t i) { decay(rows[i], square(i), second); });
     }
+    // The update before clipping.
     const auto raw = [&](uint64_t i) {
         if (!is_matrix) return of.grad(i) / sqrtf(rows[i]);
         const uint64_t row = in.row(i);

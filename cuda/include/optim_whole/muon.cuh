@@ -3,14 +3,14 @@
 
 #include "elements.cuh"
 
-// Indices of `Settings::more`: momentum, the iteration's coefficients, the minimum norm, the number of iterations, whether
-// updates are scaled to suit learning rates of AdamW.
+// Indices of `Settings::more`: momentum, the three coefficients of the Newton-Schulz iteration, the minimum norm by which a direction is
+// divided, the number of iterations, whether updates are scaled to suit learning rates of AdamW (0 or 1).
 enum MuonSetting { MOMENTUM, COEFFICIENT_A, COEFFICIENT_B, COEFFICIENT_C, LEAST_NORM, NS_STEPS, MATCHES_ADAMW };
 
 constexpr int TILE = 16;
 
-// Calls store(i, j, sum over k of left(i, k) * right(k, j)) for i < m and j < n. The block computes tiles of 16 by 32
-// results, one result per thread.
+// Calls store(i, j, sum over k < inner of left(i, k) * right(k, j)) for all i < m and j < n. The block computes a tile of 16 by 32
+// results at a time, one result per thread. Afterwards every thread of the block can read what `store` has written.
 template <typename L, typename R, typename S>
 static __device__ __forceinline__ void product(uint32_t m, uint32_t n, uint32_t inner, L left, R right, S store) {
     __shared__ float lefts[TILE][WARP + 1], rights[WARP][WARP + 1];
@@ -34,7 +34,7 @@ static __device__ __forceinline__ void product(uint32_t m, uint32_t n, uint32_t 
     __syncthreads();
 }
 
-// The step of AdamW for a vector. `mean` and `square` are its states `exp_avg` and `exp_avg_sq`.
+// The step of AdamW, for a vector with the states `mean` (`exp_avg`) and `square` (`exp_avg_sq`).
 template <typename G, typename C>
 static __device__ __forceinline__ void muon_vector(const Elements<G, C> &of, const Settings &at, float *mean, float *square) {
     const double step = static_cast<double>(at.step);
@@ -52,8 +52,9 @@ static __device__ __forceinline__ void muon_vector(const Elements<G, C> &of, con
     });
 }
 
-// The step of a variable. An m x n matrix has one state, `momentum_buffer`, and scratch for four square matrices of side
-// min(m, n). A vector has two states and no scratch; AdamW updates it.
+// The step of a variable. A variable of two or more dimensions is a matrix of `height` rows, the size of the first dimension. It has one
+// state, `momentum_buffer`, and scratch for four square matrices of side min(height, width). A vector has two states and no scratch; AdamW
+// updates it.
 template <typename G, typename C>
 static __device__ __forceinline__ void muon(const Elements<G, C> &of, const WholeStep &by, float *const (&states)[5]) {
     const Settings &at = by.at;
@@ -71,7 +72,7 @@ static __device__ __forceinline__ void muon(const Elements<G, C> &of, const Whol
     const double squares = sum_over(count, [&](uint64_t i) { return static_cast<double>(direction(i)) * direction(i); });
     const float scale = static_cast<float>(1.0 / fmax(sqrt(squares), at.more[LEAST_NORM]));
 
-    // x: the scaled direction, transposed if it has more rows than columns.
+    // x is the direction divided by its norm, and transposed if it has more rows than columns: a matrix (side, length).
     const bool is_tall = height > width;
     const uint32_t side = is_tall ? width : height, length = is_tall ? height : width;
     const auto place = [&](uint32_t i, uint32_t j) {
@@ -90,6 +91,8 @@ static __device__ __forceinline__ void muon(const Elements<G, C> &of, const Whol
     for_each(area, [&](uint64_t i) { power[i] = i % (side + 1) == 0 ? 1.0f : 0.0f; });
     const float a = static_cast<float>(at.more[COEFFICIENT_A]), b = static_cast<float>(at.more[COEFFICIENT_B]);
     const float c = static_cast<float>(at.more[COEFFICIENT_C]);
+    // Each iteration multiplies the matrix from the left by factor = a I + b gram + c gram². `power` is the product of all factors so far,
+    // so the matrix is power x. `gram` is the matrix times its transpose; the iteration turns it into factor gram factor.
     const uint32_t steps = static_cast<uint32_t>(at.more[NS_STEPS]);
     for (uint32_t step = 0; step < steps; ++step) {
         product(side, side, side, at_of(gram), at_of(gram), [&](uint32_t i, uint32_t j, float sum) {

@@ -1,16 +1,20 @@
-// Prodigy, in three kernels. The first updates the moments of every variable and computes the variable's terms of the two sums behind
-// the estimate D. The second computes the estimate, and the third updates the parameters. See rust/nn/src/optim/prodigy.
+// Prodigy, in three kernels. The first updates the moments of every variable and computes the variable's terms of the two sums from which
+// D, the estimate of the step size, is computed. The second (kernels/optim_whole.cu) computes D, and the third updates the parameters.
+// See rust/nn/src/optim/prodigy.
 #pragma once
 
 #include "elements.cuh"
 
-// Indices of `Settings::more`.
+// Indices of `Settings::more`: the third beta, d0, d_coef, growth_rate and slice_p; then, each 0 or 1, whether weight decay is decoupled,
+// whether the rate has Adam's bias correction, and safeguard_warmup.
 enum ProdigySetting { BETA3, D0, D_COEF, GROWTH_RATE, SLICE, DECOUPLE, CORRECT, SAFEGUARD };
 
-// Indices of `WholeStep::shared`. The estimate, its maximum, its numerator and the number of steps are kept between steps. The two sums
-// and the rate are those of one step; the rate (`IS_TAKEN`) is 0 if the step leaves the parameters as they are.
+// Indices of `WholeStep::shared`. Kept between steps are the estimate (D), the largest estimate (D_MAX), the numerator of the estimate and
+// the number of steps taken. The other three are those of one step: the two sums (PROGRESS and DISTANCE), and the rate of the parameters
+// (IS_TAKEN), which is 0 if the step leaves the parameters as they are.
 enum ProdigyShared { D, D_MAX, NUMERATOR, STEPS, PROGRESS, DISTANCE, IS_TAKEN };
 
+// The step size of this step, before `shared` has counted the step.
 static __device__ __forceinline__ double prodigy_rate(const Settings &at, const double *shared) {
     double correction = 1.0;
     if (at.more[CORRECT] != 0.0) {
@@ -20,8 +24,9 @@ static __device__ __forceinline__ double prodigy_rate(const Settings &at, const 
     return shared[D] * at.lr * correction;
 }
 
-// Updates the moments and computes the variable's terms of the two sums. The states s and p0 have a number for every SLICE-th element, v
-// and m for every element; there is no m if the first beta is 0. scratch: two f64, the terms.
+// Updates the moments and computes the variable's terms of the two sums, which scratch receives: f64 [2]. There are four states: s, which
+// averages the gradients, and `start`, the parameters before the first step, have a number for every SLICE-th element; the second
+// moment `square` and the first moment `mean` have one for every element. There is no `mean` if the first beta is 0.
 template <typename G, typename C>
 static __device__ __forceinline__ void prodigy_observe(const Elements<G, C> &of, const WholeStep &by, float *const (&states)[5]) {
     const Settings &at = by.at;
@@ -31,7 +36,7 @@ static __device__ __forceinline__ void prodigy_observe(const Elements<G, C> &of,
     const uint64_t every = static_cast<uint64_t>(at.more[SLICE]), sampled = (of.of.count + every - 1) / every;
     float *const s = of.state(states[0], 0), *const start = of.state(states[1], 1), *const square = of.state(states[2], 2);
     if (at.step == 1) for_each(sampled, [&](uint64_t k) { start[k] = of.param(k * every); });
-    // A variable with a learning rate of 0 stays as it is.
+    // A learning rate of 0 leaves the variable and its moments as they are.
     if (at.lr == 0.0) {
         if (threadIdx.x == 0) sums[0] = sums[1] = 0.0;
         return;
@@ -63,7 +68,7 @@ static __device__ __forceinline__ void prodigy_observe(const Elements<G, C> &of,
     });
 }
 
-// Updates the parameters, unless the rate is 0.
+// Updates the parameters, unless their learning rate or the rate of the step is 0. Clears the gradients in all cases, if the step is to.
 template <typename G, typename C>
 static __device__ __forceinline__ void prodigy_apply(const Elements<G, C> &of, const WholeStep &by, float *const (&states)[5]) {
     const Settings &at = by.at;

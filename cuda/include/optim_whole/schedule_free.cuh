@@ -1,10 +1,11 @@
-// Schedule-free AdamW; see the host's schedule_free.rs.
+// Schedule-free AdamW; see rust/nn/src/optim/schedule_free.rs.
 #pragma once
 
 #include "elements.cuh"
 
-// `at.more` has warmup_steps, r and weight_lr_power. There are four states: z, the second moment, the sum of the weights that the steps
-// have in the average, and the largest learning rate so far. The last two have one number each.
+// The parameters are y = beta1 * average + (1 - beta1) * z, where z are the iterates and the average is over all steps' iterates. The first
+// step starts from z = y. `Settings::more` has warmup_steps, r and weight_lr_power. There are four states: z, the second moment, the sum of
+// the steps' weights in the average, and the largest learning rate so far. The last two have one number each.
 template <typename G, typename C>
 static __device__ __forceinline__ void schedule_free(const Elements<G, C> &of, const WholeStep &by, float *const (&states)[5]) {
     const Settings &at = by.at;
@@ -15,6 +16,7 @@ static __device__ __forceinline__ void schedule_free(const Elements<G, C> &of, c
     const float largest = static_cast<float>(fmax(static_cast<double>(*lr_max), lr));
     const double weight = pow(step, at.more[1]) * pow(static_cast<double>(largest), at.more[2]);
     const double sum = *weight_sum + weight, share = sum == 0.0 ? 0.0 : weight / sum;
+    // All threads have read both numbers before one thread replaces them.
     __syncthreads();
     if (threadIdx.x == 0) {
         *lr_max = largest;
