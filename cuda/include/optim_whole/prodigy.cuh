@@ -24,8 +24,8 @@ static __device__ __forceinline__ double prodigy_rate(const Settings &at, const 
     return shared[D] * at.lr * correction;
 }
 
-// Updates the moments and computes the variable's terms of the two sums, which scratch receives: f64 [2]. There are four states: s, which
-// averages the gradients, and `start`, the parameters before the first step, have a number for every SLICE-th element; the second
+// Updates the moments and computes the variable's terms of the two sums, which scratch receives: f64 [2]. There are four states: s, a
+// decaying sum of the gradients, and `start`, the parameters before the first step, have a number for every SLICE-th element; the second
 // moment `square` and the first moment `mean` have one for every element. There is no `mean` if the first beta is 0.
 template <typename G, typename C>
 static __device__ __forceinline__ void prodigy_observe(const Elements<G, C> &of, const WholeStep &by, float *const (&states)[5]) {
