@@ -1,12 +1,14 @@
 // Comparisons of two tensors.
 //
-// `compare_<dtype>(y, a, b, tensors, relations)`: y = 1 if the relation of a to b is among `relations`, else 0. `relations` is a sum of
-// LESS, EQUAL, GREATER and UNORDERED; the last is the relation of NaN to every number. Zeros of both signs are equal.
-// Launch: `tensors.count / tensors.width` threads in blocks of 256, no shared memory. `tensors` has the strides of y, a and b.
+// `compare_<dtype>(y, a, b, tensors, relations)`: for each element, y = 1 if the relation of a to b is among `relations`, else 0.
+// `relations` is the sum of any of LESS, EQUAL, GREATER and UNORDERED. a and b are UNORDERED if either is NaN. 0 and -0 are EQUAL.
+// `tensors` has the strides of y, a and b.
+// Launch: `tensors.count / tensors.width` threads in blocks of 256, no shared memory.
 #include "strided.cuh"
 
 constexpr uint32_t LESS = 1, EQUAL = 2, GREATER = 4, UNORDERED = 8;
 
+// x in a type that has the operators of comparison: f16 and bf16 become f32.
 template <typename T> __device__ __forceinline__ T number(T x) { return x; }
 __device__ __forceinline__ float number(__half x) { return widen(x); }
 __device__ __forceinline__ float number(__nv_bfloat16 x) { return widen(x); }

@@ -1,23 +1,25 @@
 // Two-dimensional convolution, channels last: x (batch, height, width, channels), weight (out_channels, kernel_height,
-// kernel_width, channels / groups), bias (out_channels), y (batch, out_height, out_width, out_channels); sizes in
-// `Conv2dShape`, by value.
+// kernel_width, channels / groups), bias (out_channels), y (batch, out_height, out_width, out_channels). `Conv2dShape` has the
+// sizes and is passed by value.
 //
-// Which function to use:
-// - f16 and bf16 with groups = 1 and a kernel of at most 16 x 16 use the tensor cores. Where the conditions of conv_hopper.cu
-//   hold, use its functions, otherwise those of this file: `m128n128` for large results, `m64n64` where `m128n128` has fewer
-//   tiles than the device has multiprocessors, `m128n16` for at most 16 result channels. These functions copy 16 bytes at a
-//   time: pointers must be multiples of 16 bytes, and input channels multiples of 8; for the gradient of the input, output
-//   channels too. `m64n64v4` needs pointers in multiples of 8 bytes and channels in multiples of 4.
-// - everything else (f32, f64, larger kernels, other numbers of channels, more than one group) uses `plain`, or `direct` for
-//   groups with fewer than 8 input or output channels, such as those of depthwise convolutions.
+// Which function to use for the forward pass and the gradient of the input (the gradient of the weight has rules of its own below):
+// - f16 and bf16 with groups = 1 and a convolution kernel of at most 16 x 16 use the tensor cores. Where the conditions of
+//   conv_hopper.cu hold, use its functions, otherwise those of this file: `m128n16` for at most 16 result channels, else
+//   `m128n128`, but `m64n64` if `m128n128` would have fewer tiles than the device has multiprocessors. These functions copy
+//   16 bytes at a time. Pointers must be multiples of 16 bytes, and input channels multiples of 8; for the gradient of the
+//   input, output channels must be multiples of 8, too. `m64n64v4` copies 8 bytes at a time: for it, these multiples are 8 bytes
+//   and 4 channels.
+// - all other cases (f32 except as below, f64, larger convolution kernels, other numbers of channels, more than one group) use
+//   `plain`, or `direct` for several groups that each have fewer than 8 input or output channels, as in depthwise convolutions.
 //
-// A sum can be split among gridDim.z blocks if there are too few tiles for the device. Each block then writes its slice of
+// A sum can be split among gridDim.z blocks (the splits) if there are too few tiles for the device. Each block then writes its slice of
 // `partials`, f32 (splits, elements of the result), and `conv2d_sum` adds the slices in order. With gridDim.z = 1,
-// `partials` is null.
+// `partials` is null, unless a comment below says otherwise.
 //
-// f32 on tensor cores: `pairs_{left,right}` split each operand into x = hi + lo in bf16, and put the parts side by side as
-// three times as many channels: hi hi lo of the image and hi lo hi of the weight. The forward pass over these channels sums all
-// products but lo * lo. `partials` is then the f32 result itself, and `sums_bias` its bias.
+// The forward pass of f32 on tensor cores: `pairs_{left,right}` split each operand into x = hi + lo in bf16, and write three bf16 parts
+// for each row, one after another, as three times as many channels: hi hi lo of the image and hi lo hi of the weight. The bf16
+// forward pass over these channels sums all products but lo * lo. If its sums are not split, `partials` is the f32 result itself, and
+// `sums_bias` is the f32 bias.
 #include "conv/plain.cuh"
 #include "conv/pairs.cuh"
 #include "conv/tensor.cuh"
@@ -25,11 +27,13 @@
 
 #define FOR_EACH_HALF(DEFINE, ...) DEFINE(f16, __half, __VA_ARGS__) DEFINE(bf16, __nv_bfloat16, __VA_ARGS__)
 
-// y[p, o] = bias[o] + sum over (a, b, c) of x[window of p at (a, b), c] * weight[o, a, b, c]; `bias` may be null.
+// y[p, o] = bias[o] + sum over (a, b, c) of x[window of p at (a, b), c] * weight[o, a, b, c]; `bias` may be null. Here and below, p is a
+// pixel of y, and its window at (a, b) is the pixel of the (padded) input that kernel tap (a, b) multiplies to compute p.
+// A tile has M pixels and N channels of the result.
 // Grid: ceil(pixels of y / M) * ceil(out_channels / N), 1, splits; block: 128.
 // Dynamic shared memory: STAGES * (M + N) * 128 bytes: m128n128 98304, m64n64 and m64n64v4 65536, m128n16 73728.
-// partials: (splits, pixels of y, out_channels). `sums_bias`, in f32, is added to each slice; it is null if `conv2d_sum` adds
-// the bias.
+// partials: (splits, pixels of y, out_channels). `bias` is not added to it, but `sums_bias` (f32) is added to each slice. `sums_bias` is
+// null if `conv2d_sum` adds the bias, or if there is none.
 #define DEFINE_FORWARD(DTYPE, TYPE, TILE, M, N, WARPS_M, WARPS_N, VEC, STAGES, BLOCKS)                                 \
     extern "C" __global__ void __launch_bounds__(128, BLOCKS) conv2d_forward_##TILE##_##DTYPE(                         \
         TYPE *y, const TYPE *x, const TYPE *weight, const TYPE *bias, float *partials, const float *sums_bias,         \
@@ -43,8 +47,9 @@ FOR_EACH_HALF(DEFINE_FORWARD, m64n64, 64, 64, 2, 2, 8, 4, 3)
 FOR_EACH_HALF(DEFINE_FORWARD, m128n16, 128, 16, 4, 1, 8, 4, 3)
 FOR_EACH_HALF(DEFINE_FORWARD, m64n64v4, 64, 64, 2, 2, 4, 4, 3)
 
-// grad_x[q, c] = sum over the windows (p, a, b) that contain pixel q, and over o, of grad_y[p, o] * weight[o, a, b, c]. The
-// input's pixels are divided by phase (their coordinates modulo the stride): pixels of one phase use the same kernel taps.
+// grad_x[q, c] = sum over o, and over all (p, a, b) such that q is the window of p at (a, b), of grad_y[p, o] * weight[o, a, b, c]. The
+// input's pixels are grouped by phase (their coordinates modulo the stride), because pixels of one phase use the same kernel taps.
+// The grid's y is the phase.
 // Grid: ceil(batch * ceil(height / stride_height) * ceil(width / stride_width) / M) * ceil(channels / N),
 //       stride_height * stride_width, splits; block: 128.
 // Dynamic shared memory: STAGES * (M * 128 + ceil(N / 64) * 8192) bytes: m128n128 98304, m64n64 and m64n64v4 65536,
@@ -63,14 +68,14 @@ FOR_EACH_HALF(DEFINE_GRAD_INPUT, m128n16, 128, 16, 4, 1, 8, 4, 2)
 FOR_EACH_HALF(DEFINE_GRAD_INPUT, m64n64v4, 64, 64, 2, 2, 4, 4, 3)
 
 // grad_weight[o, a, b, c] = sum over the pixels p of grad_y[p, o] * x[window of p at (a, b), c].
-// For f16 and bf16 with groups = 1: `m16` for at most 16 output channels (adapters), `m64` for at most 64, `m128` for
-// more. Input and output channels are multiples of 8. `m16v1` takes any number of output channels, and input channels in
-// multiples of 4.
+// For f16 and bf16 with groups = 1 and a convolution kernel of at most 16 x 16: `m16` for at most 16 output channels (adapters), `m64`
+// for at most 64, `m128` for more. Input and output channels are multiples of 8. `m16v1` takes any number of output channels, and input
+// channels in multiples of 4.
 // Grid: ceil(out_channels / M) * ceil(kernel_height * kernel_width * channels / 128), 1, splits; block: 128. A step
 // sums over 64 pixels; there should not be more splits than steps.
-// Dynamic shared memory: STAGES * (ceil(M / 64) + 2) * 8192 bytes: 98304 for each.
-// partials: (splits, elements of the weight). It may also be given with one split, if the sum is needed in f32
-// (`conv2d_sum_accumulate_f32`).
+// Dynamic shared memory: STAGES * (ceil(M / 64) + 2) * 8192 bytes: 98304 for each of the functions.
+// partials: (splits, elements of the weight). With one split, the caller may also pass `partials`, to get the sum in f32 (for
+// `conv2d_sum_accumulate_f32`).
 #define DEFINE_GRAD_WEIGHT(DTYPE, TYPE, TILE, M, WARPS_M, WARPS_N, LEFT_VEC, RIGHT_VEC, STAGES)                        \
     extern "C" __global__ void __launch_bounds__(128, 2) conv2d_grad_weight_##TILE##_##DTYPE(                          \
         TYPE *grad_weight, const TYPE *grad_y, const TYPE *x, float *partials, Conv2dShape shape) {                    \
@@ -83,8 +88,11 @@ FOR_EACH_HALF(DEFINE_GRAD_WEIGHT, m16v1, 16, 1, 4, 1, 4, 4)
 FOR_EACH_HALF(DEFINE_GRAD_WEIGHT, m64, 64, 2, 2, 8, 8, 4)
 FOR_EACH_HALF(DEFINE_GRAD_WEIGHT, m128, 128, 2, 2, 8, 8, 3)
 
-// y[i] = round(bias[i mod columns] + sum over the splits s of partials[s, i]) + addend[i], for `count` elements; `bias` may be null.
-// Grid: any (a thread takes every gridDim.x * blockDim.x-th group of four); block: at most 256.
+// Adds the slices of `partials`, f32 (f64 for f64). For `count` elements in rows of `columns`,
+// y[i] = round(round(bias[i mod columns] + sum over the splits s of partials[s, i]) + addend), where round rounds to T, and `addend` is
+// the element that `ConvAddend` gives for row i / columns and column i mod columns. With ACCUMULATE, the inner sum includes the old
+// y[i]. `bias` and `addend.rows` may be null, and then add nothing.
+// Grid: any (a thread takes every gridDim.x * blockDim.x-th group of four elements); block: at most 256.
 template <typename T, bool ACCUMULATE> __device__ __forceinline__ void
 sum_partials(T *y, const Acc<T> *partials, const T *bias, const ConvAddend<T> &addend, uint64_t count, uint32_t columns, uint32_t splits) {
     constexpr int GROUP = 4;
@@ -131,8 +139,9 @@ sum_partials(T *y, const Acc<T> *partials, const T *bias, const ConvAddend<T> &a
     }
 }
 
-// Writes the bf16 parts of the f32 operand `from` (rows, channels) to `to` (rows, 3 padded). padded is a multiple of 8; the
-// parts have zeros beyond the channels. Grid: any (a thread takes every gridDim.x * blockDim.x-th group of eight channels); block: 256.
+// Writes the bf16 parts of the f32 operand `from` (rows, channels) to `to` (rows, 3 * padded). `padded` is a multiple of 8 and at least
+// `channels`; each part has zeros after its `channels` numbers. LOW is the index of the part with lo. `to` is a multiple of 16 bytes.
+// Grid: any (a thread takes every gridDim.x * blockDim.x-th group of eight channels); block: 256.
 #define DEFINE_PAIRS(NAME, LOW)                                                                                        \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
         pairs_##NAME##_f32(__nv_bfloat16 *to, const float *from, uint64_t rows, uint32_t channels, uint32_t padded) {  \
@@ -142,6 +151,7 @@ sum_partials(T *y, const Acc<T> *partials, const T *bias, const ConvAddend<T> &a
 DEFINE_PAIRS(left, 2)
 DEFINE_PAIRS(right, 1)
 
+// `sum_partials` for a result of any dtype. `addend` and `sharing` are those of `ConvAddend`.
 #define DEFINE_SUM(DTYPE, TYPE)                                                                                        \
     extern "C" __global__ void __launch_bounds__(256, 4) conv2d_sum_##DTYPE(                                           \
         TYPE *y, const Acc<TYPE> *partials, const TYPE *bias, const TYPE *addend, uint64_t count, uint32_t columns,    \
@@ -151,7 +161,7 @@ DEFINE_PAIRS(right, 1)
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SUM)
 
-// Like `conv2d_sum_f32`, but adds to y.
+// Like `conv2d_sum_f32`, but adds to y, and takes no addend.
 extern "C" __global__ void __launch_bounds__(256, 4)
     conv2d_sum_accumulate_f32(float *y, const float *partials, const float *bias, uint64_t count, uint32_t columns,
                               uint32_t splits) {
@@ -159,8 +169,9 @@ extern "C" __global__ void __launch_bounds__(256, 4)
     sum_partials<float, true>(y, partials, bias, {}, count, columns, splits);
 }
 
-// These kernels compute the formulas above for every size and dtype. Block: 256; no dynamic shared memory.
-// Grid of `plain`: x and y as for the tensor cores, with M = N = 64 and the channels of a group; z: min(groups, 65535).
+// These kernels compute y and grad_x by the formulas above, for every size and dtype, without splits. Block: 256; no dynamic shared
+// memory.
+// Grid of `plain`: x and y as for the tensor cores, with M = N = 64 and only the result channels of one group; z: min(groups, 65535).
 // Grid of `direct`: any x (a thread takes every gridDim.x * 256-th element of a phase), y as for the tensor cores, z = 1.
 #define DEFINE_PLAIN(DTYPE, TYPE)                                                                                      \
     extern "C" __global__ void __launch_bounds__(256, 2) conv2d_forward_plain_##DTYPE(                                 \
@@ -185,9 +196,9 @@ extern "C" __global__ void __launch_bounds__(256, 4)
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_PLAIN)
 
-// These kernels compute partial sums of the gradient of the weight, which `conv2d_sum` must then add: partials (splits,
-// elements of the weight) in f32, in f64 for f64. Block: 256; no dynamic shared memory. With values = kernel_height *
-// kernel_width * channels / groups:
+// These kernels compute partial sums of the gradient of the weight, which `conv2d_sum` must then add, even with one split. They take
+// every size and dtype. `partials` is (splits, elements of the weight), f32 (f64 for f64). Block: 256; no dynamic shared memory.
+// With values = kernel_height * kernel_width * channels / groups:
 // Grid of `plain`: ceil(out_channels / groups / 64) * ceil(values / 64), min(groups, 65535), splits.
 // Grid of `direct`: ceil(out_channels / 32), min(values, 65535), splits.
 #define DEFINE_GRAD_WEIGHT_PLAIN(DTYPE, TYPE)                                                                          \

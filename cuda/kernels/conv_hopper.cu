@@ -1,40 +1,46 @@
-// Forward pass, gradient of the input and gradient of the weight of conv.cu's convolution on compute capability 9.0 (for
-// sm_90a alone). The last paragraph of this file has the tiles and grids of the gradient of the weight.
+// The convolution of conv.cu on compute capability 9.0 (for sm_90a alone): forward pass, gradient of the input and gradient
+// of the weight. The comment at the end of this file has the tiles and grids for the gradient of the weight.
 //
-// The functions take f16 and bf16; groups = 1; a kernel of at most 16 x 16; pointers that are multiples of 16 bytes;
-// input channels in multiples of 8; and strides up to 8. For the gradient of the input, output channels are multiples of
-// 8, too, and strides are at most 2.
+// The functions take f16 and bf16; groups = 1; a convolution kernel of at most 16 x 16; pointers that are multiples of
+// 16 bytes; input channels in multiples of 8; and strides of at most 8. For the gradient of the input, output channels are
+// multiples of 8, too, and strides are at most 2.
 //
-// Choose the tile and the number of splits that take the least time:
+// For the forward pass and the gradient of the input, choose the tile and the number of splits that take the least time:
 //   ceil(blocks * splits / multiprocessors) * ceil(steps / splits) * cost, plus the time of the sum if splits > 1,
-// with blocks = the grid's x times y and steps = taps * ceil(channels summed over / 64). The cost of a step (measured
-// on an H200, in microseconds) is 1.0 for m256n160, 0.97 for m256n128, 0.82 for m128n160 and 0.75 for m128n128. The sum
-// of the splits moves (splits + 1) * 4 bytes for each value of the result at about 3 TB/s. For SDXL at 1024 x 1024 and
-// batch 1 the choice is m256n160 nearly everywhere, with one split for 320 channels, two for 640 and four for 1280.
-// Results of at most 16 channels are faster with conv.cu's `m128n16`.
+// with blocks = the grid's x times y and steps = taps * ceil(channels summed over / 64), where taps is the number of kernel
+// taps that a result pixel uses (the largest of all phases). The cost of a step (measured on an H200, in microseconds) is
+// 1.0 for m256n160, 0.97 for m256n128, 0.82 for m128n160 and 0.75 for m128n128. The sum of the splits moves
+// (splits + 1) * 4 bytes for each value of the result, at about 3 TB/s. For SDXL at 1024 x 1024 and batch 1 the choice is
+// m256n160 nearly everywhere, with one split for 320 channels, two for 640 and four for 1280. Results of at most 16 channels
+// are faster with conv.cu's `m128n16`.
 //
-// Grid: ceil(pixels / (2 M)) * 2 * ceil(result channels / N), phases, splits, with pixels and phases as in conv.cu;
-// clusters of two (compiled in); block: 384. partials as in conv.cu.
+// Grid: ceil(pixels / (2 M)) * 2 * ceil(result channels / N), phases, splits; block: 384; clusters of two blocks (compiled in).
+// For the forward pass, pixels are those of y, and phases = 1. For the gradient of the input, phases = stride_height *
+// stride_width, and pixels = batch * ceil(height / stride_height) * ceil(width / stride_width). partials and sums_bias as in
+// conv.cu.
 // Dynamic shared memory, in bytes:
 //   forward pass:          m128n128 196736, m128n160 221312, m256n128 196736, m256n160 213120
 //   gradient of the input: m128n128 196736, m128n160 204928, m256n128 196736, m256n160 229504
 //
-// addend: null, or what the forward pass adds to y: (pixels / sharing, out_channels); see ConvAddend. It is not added to partials.
+// addend: null, or what the forward pass adds to y: (pixels / sharing, out_channels); see ConvAddend. The kernel does not add it to
+// partials; `conv2d_sum` must.
 //
 // `maps` (see Conv2dMaps): 16-bit elements, no interleave, 128-byte swizzle, zeros for elements outside the tensor
 // (FLOAT_OOB_FILL_NONE).
 // - dense: cuTensorMapEncodeTiled, element strides 1.
 //   Forward pass and gradient of the input: the weight, dimensions (channels, kernel_height * kernel_width,
-//   out_channels), box (64, 1, N / 2) for the forward pass and (64, 1, 32) for the gradient.
+//   out_channels), box (64, 1, N / 2) for the forward pass and (64, 1, 32) for the gradient of the input.
 //   Gradient of the weight: grad_y, dimensions (out_channels, 1, pixels of y), box (64, 1, 64).
 // - windows: cuTensorMapEncodeIm2col, dimensions (channels, width, height, batch) of the image, 64 channels per pixel;
 //   corners as (width, height).
-//   Forward pass and gradient of the weight: x, with M pixels per column (forward) or 64 (gradient), element strides
-//   (1, stride_width, stride_height, 1), lower corner -padding, upper corner padding - dilation * (kernel - 1).
-//   Gradient of the input: grad_y for each phase, M pixels per column, element strides 1, lower corner
-//   origin + (taps - 1) * move, upper corner lower + pixels - out, where `grad_input_axis` gives the values of each axis;
-//   a phase without pixels or taps needs no map.
-//   Corners must be in -128..127, and taps within 255 of each other. For other sizes use conv.cu's functions.
+//   Forward pass and gradient of the weight: x, with M pixels per column for the forward pass or 64 for the gradient of the
+//   weight, element strides (1, stride_width, stride_height, 1), lower corner = -padding, upper corner =
+//   padding - dilation * (kernel - 1), where kernel is kernel_width or kernel_height.
+//   Gradient of the input: grad_y, one map for each phase, M pixels per column, element strides 1, lower corner =
+//   origin + (taps - 1) * move, upper corner = lower corner + pixels - source. `grad_input_axis` (conv/geometry.cuh) gives
+//   these values for each axis. A phase without pixels or taps needs no map.
+//   Both coordinates of each corner must be from -128 to 127, and dilation * (kernel - 1), the distance from the first to the
+//   last kernel tap, at most 255. For other sizes use conv.cu's functions.
 #include "conv/hopper_weight.cuh"
 
 #define FOR_EACH_HALF(DEFINE, ...) DEFINE(f16, __half, __VA_ARGS__) DEFINE(bf16, __nv_bfloat16, __VA_ARGS__)
@@ -66,9 +72,9 @@ FOR_EACH_HALF(DEFINE_GRAD_INPUT, m128n160, 128, 160, 5)
 FOR_EACH_HALF(DEFINE_GRAD_INPUT, m256n128, 256, 128, 4)
 FOR_EACH_HALF(DEFINE_GRAD_INPUT, m256n160, 256, 160, 4)
 
-// Gradient of the weight: input channels are multiples of 64, output channels of 8. `m192` is for full weights, `m128`
-// for 128 and 256 output channels, `m64` for up to 64; for up to 16 (adapters) conv.cu's `m16` is faster. Choose as many
-// splits as fill the multiprocessors once.
+// Gradient of the weight: input channels are multiples of 64, output channels of 8. `m64` is for at most 64 output channels,
+// `m128` for 65 to 256, `m192` for more; for at most 16 (adapters) conv.cu's `m16` is faster. Choose as many splits as fill
+// the multiprocessors once. M is the number of output channels of a tile.
 // Grid, with values = kernel_height * kernel_width * channels: m64: ceil(out_channels / 64) * ceil(values / 256), 1,
 // splits; m128, m192: ceil(out_channels / (2 M)) * 2 * ceil(values / 256), 1, splits, in clusters of two; block: 384.
 // Dynamic shared memory: m64 204928, m128 196736, m192 229504 bytes. partials as in conv.cu.

@@ -1,12 +1,13 @@
 // Copies, conversions and in-place changes of tensors with strides.
 //
-// Launch of all kernels: count / width threads in blocks of 256, no shared memory. `tensors` has the strides of y and
-// x.
+// `tensors` has the strides of y, and of x if the kernel has an x. In the formulas below, y and x are elements.
+// Launch of all kernels: `tensors.count / tensors.width` threads in blocks of 256, no shared memory.
 #include "strided.cuh"
 
-// Converts an element to another type, rounded to nearest even. f64 is converted to f16 and bf16 through f32.
+// Converts an element to another type. Rounds to nearest, ties to even; f64 becomes f16 or bf16 through f32, so it is rounded twice.
 template <typename D, typename S> __device__ __forceinline__ D convert(S x) { return narrow<D>(Acc<D>(widen(x))); }
 
+// The functions of `Update`: apply(old y, x, number) is the new y.
 struct Copy {
     template <typename D, typename S> static __device__ __forceinline__ D apply(D, S x, double) { return convert<D>(x); }
 };
@@ -30,7 +31,7 @@ template <typename F, typename D, typename S> struct Update {
     template <int N> __device__ __forceinline__ void run(const uint64_t *offsets, const uint64_t *strides) const {
         Pack<D, N> *to = reinterpret_cast<Pack<D, N> *>(y + offsets[0]);
         const Pack<S, N> from = load<N>(x + offsets[1], strides[1]);
-        // A plain copy does not use these values, so the compiler drops the load.
+        // `Copy` and `Bits` do not use the old values, so the compiler drops the load.
         Pack<D, N> values = *to;
 #pragma unroll
         for (int i = 0; i < N; ++i) values.values[i] = F::apply(values.values[i], from.values[i], number);
@@ -38,11 +39,12 @@ template <typename F, typename D, typename S> struct Update {
     }
 };
 
+// The number of elements of the larger of two types that 16 bytes hold.
 template <typename D, typename S> constexpr int BOTH = 16 / (sizeof(D) > sizeof(S) ? sizeof(D) : sizeof(S));
 
 // `copy_<from>_<to>(y, x, tensors)`: y = x.
 // `accumulate_<from>_<to>(y, x, tensors)`: y += x.
-// `lerp_<from>_<to>(y, x, tensors, weight)`: y += *weight * (x - y).
+// `lerp_<from>_<to>(y, x, tensors, weight)`: y += *weight * (x - y), where `weight` points to an f64 in device memory.
 #define UPDATES(FROM, S, TO, D)                                                                                        \
     extern "C" __global__ void copy_##FROM##_##TO(D *y, const S *x, Strided<2> tensors) {                              \
         follow();                                                                                                      \
@@ -67,7 +69,7 @@ struct Bits {
     template <typename T> static __device__ __forceinline__ T apply(T, T x, double) { return x; }
 };
 
-// `copy_bytes_<size>(y, x, tensors)`: y = x for elements of 1, 2, 4 or 8 bytes of any kind.
+// `copy_bytes_<size>(y, x, tensors)`: y = x bit for bit, for elements of any type with <size> bytes (1, 2, 4 or 8).
 #define COPY_BYTES(SIZE, T)                                                                                            \
     extern "C" __global__ void copy_bytes_##SIZE(T *y, const T *x, Strided<2> tensors) {                               \
         follow();                                                                                                      \
@@ -100,7 +102,7 @@ template <typename T> struct Scale {
     }
 };
 
-// `fill_<dtype>(y, tensors, number)`: y = number.
+// `fill_<dtype>(y, tensors, number)`: y = number, rounded to the dtype.
 // `scale_in_place_<dtype>(y, tensors, number)`: y *= number.
 #define IN_PLACE(DTYPE, T)                                                                                             \
     extern "C" __global__ void fill_##DTYPE(T *y, Strided<1> tensors, double number) {                                 \

@@ -1,13 +1,13 @@
-// Cross-entropy of logits and class ids. For the backward pass only the log-sum-exp of each row is kept, not the probabilities
-// or their logarithms.
+// Cross-entropy of logits and class ids. Besides logits and ids, the backward pass needs only the log-sum-exp of each row, not the
+// probabilities or their logarithms.
 //
-// With ε the label smoothing (Szegedy et al. 2016, arXiv:1512.00567), C classes and target t, the loss of a row x is
-// lse(x) - (1 - ε) x_t - ε/C Σ x, and its gradient is softmax(x) - (1 - ε) 1_t - ε/C, where 1_t is 1 for class t and 0 for
-// all other classes.
+// With ε the label smoothing (Szegedy et al. 2016, arXiv:1512.00567), C classes, target t and the log-sum-exp lse(x) = log Σ e^x, the
+// loss of a row x is lse(x) - (1 - ε) x_t - ε/C Σ x. The gradient of this loss is softmax(x) - (1 - ε) 1_t - ε/C, where 1_t is 1 for
+// class t and 0 for all other classes.
 //
-// Row r of the logits begins at (r / inner) outer_stride + (r % inner) inner_stride, in elements, and its classes are
-// contiguous: for dense logits inner = rows and inner_stride = classes. targets (rows): see ids.cuh. A row whose target is
-// ignore_index has the loss 0 and the gradient 0; a row whose target is out of range has the loss NaN and the gradient 0.
+// Row r of the logits begins at element (r / inner) * outer_stride + (r % inner) * inner_stride, with integer division. The logits of a
+// row are contiguous. For dense logits inner = rows and inner_stride = classes. targets (rows): see ids.cuh. A row whose target is
+// ignore_index has the loss 0 and the gradient 0; any other row whose target is out of range has the loss NaN and the gradient 0.
 
 #include "ids.cuh"
 #include "softmax.cuh"
@@ -30,9 +30,9 @@ struct Targets {
 
 namespace {
 
-// Divides a row among the threads of its team, and calls f(first element, number of elements as a constant) for each part: for
-// packs between the first and the last 16-byte boundary, and for the single elements before and after them. Without `wide`, all
-// parts are single elements.
+// Divides a row among the threads of its team, and calls f(index of the first element, number of elements as a constant) for each part.
+// Parts are packs between the first and the last 16-byte boundary, and single elements before and after these packs. Without `wide`,
+// all parts are single elements.
 template <typename T, typename F> __device__ __forceinline__ void for_each_pack(const T *row, uint32_t len, bool wide, F f) {
     const auto one = std::integral_constant<int, 1>();
     const uint32_t before = wide ? min(static_cast<uint32_t>(-reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T)), len) : len;
@@ -54,6 +54,7 @@ __device__ __forceinline__ void forward(const T *x, Targets targets, Acc<T> *los
             if (threadIdx.x > 0) continue;
             const bool ignored = target == targets.ignore_index;
             if (!ignored) report_id(out_of_range, row);
+            // 0x7fc00000 is NaN.
             losses[row] = ignored ? A(0) : A(__int_as_float(0x7fc00000));
             lse[row] = 0;
             continue;
@@ -97,6 +98,7 @@ __device__ __forceinline__ void backward(const T *x, const Acc<T> *lse, Targets 
         if (divisor != nullptr) scale /= *divisor;
         if (weights != nullptr) scale *= weights[row];
         T *out = dx + row * logits.classes;
+        // Packs of x are at 16-byte boundaries of dx, too, only if both rows begin at the same distance from such a boundary.
         const bool wide = (reinterpret_cast<uintptr_t>(start) - reinterpret_cast<uintptr_t>(out)) % 16 == 0;
         for_each_pack(start, logits.classes, wide, [&](uint32_t at, auto count) {
             constexpr int N = decltype(count)::value;
@@ -118,7 +120,7 @@ __device__ __forceinline__ void backward(const T *x, const Acc<T> *lse, Targets 
 } // namespace
 
 // losses (rows) and lse (rows), of f32 (f64 for f64), become the loss and the log-sum-exp of each row. lse is 0 for a row whose target
-// is ignored or out of range. Launch: over rows (rows.cuh) of `classes` elements.
+// is ignored or out of range. out_of_range: see ids.cuh. Launch: over rows (rows.cuh) of `classes` elements.
 #define DEFINE_FORWARD(SUFFIX, T)                                                                                      \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         cross_entropy_forward_##SUFFIX(const T *x, const void *targets, Acc<T> *losses, Acc<T> *lse,                   \
@@ -133,10 +135,10 @@ __device__ __forceinline__ void backward(const T *x, const Acc<T> *lse, Targets 
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_FORWARD)
 
-// dx = the gradient of each row's loss, times the upstream gradient of this loss; dx is dense. The upstream gradient is grad (rows)
-// if of_rows = 1, the number *grad if of_rows = 0, and 1 if grad is null. The kernel divides it by *divisor unless divisor is null,
-// and multiplies it by weights (rows) unless weights is null.
-// dx may be x if x is dense. Launch: as forward.
+// dx (rows, classes) = the gradient of each row's loss, times the upstream gradient of this loss; dx is dense. The upstream gradient is 1
+// if grad is null, else grad (rows) if of_rows = 1, and the number *grad for all rows if of_rows = 0. The kernel divides it by *divisor
+// unless divisor is null, and multiplies it by weights (rows) unless weights is null.
+// dx may be the memory of x if x is dense. Launch: as for the forward kernel.
 #define DEFINE_BACKWARD(SUFFIX, T)                                                                                     \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         cross_entropy_backward_##SUFFIX(const T *x, const Acc<T> *lse, const void *targets, const T *grad,             \
@@ -151,9 +153,9 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_FORWARD)
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_BACKWARD)
 
-// *result = Σ losses / *divisor, summed in f64. Also writes the divisor: the number of targets that are not ignored if `mean` is
-// 1, else 1. Launch: block 1024, grid 1, no dynamic shared memory. One block suffices, because there are far fewer
-// rows than logits.
+// *result = (Σ losses) / *divisor, summed in f64. The kernel also writes *divisor: the number of targets that are not ignored if `mean`
+// is 1, else 1. A mean over no targets is NaN.
+// Launch: block 1024, grid 1, no dynamic shared memory. One block suffices, because there are far fewer rows than logits.
 #define DEFINE_TOTAL(SUFFIX, T)                                                                                        \
     extern "C" __global__ void __launch_bounds__(1024)                                                                 \
         cross_entropy_total_##SUFFIX(const Acc<T> *losses, const void *targets, T *result, Acc<T> *divisor,            \

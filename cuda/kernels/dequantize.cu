@@ -1,14 +1,15 @@
-// Dequantizes one or several matrices, the parts, for a matrix product. `out` is dense and gets the values of all parts.
+// Dequantizes one or several matrices for a matrix product. Each matrix becomes one part of `out`, which is dense. The formats are:
 //
-// - int8 is two's complement, with a scale for each row.
-// - e4m3 has a scale for each row, or one for the part.
-// - NF4 (Dettmers et al. 2023, arXiv:2305.14314; bitsandbytes) has two codes per byte, the first in the upper half, and a scale for each
-//   64 elements. Scales are f32 or quantized again: a code in the signed dynamic map, a scale for each 256 codes, and an offset.
-// - The block formats of ggml (ggml.cuh) divide a row into blocks. Each block holds its scales and its codes.
+// - int8: two's complement, with a scale for each row.
+// - e4m3, with a scale for each row, or one for the part.
+// - NF4 (Dettmers et al. 2023, arXiv:2305.14314; bitsandbytes): two codes per byte, the first in the upper half, and a scale for each
+//   64 elements. In NF4 the scales are f32. In nested NF4 they are quantized, too: a scale is the value of its 8-bit code in the signed
+//   dynamic map, times the outer scale that 256 such codes share, plus the offset of the part.
+// - The block formats of ggml (ggml.cuh), which divide a row into blocks. Each block holds its scales and its codes.
 //
-// A value is the number that its code stands for times the scale, in f32; some formats of ggml add a minimum. The value is then rounded
-// to the dtype of `out`. Values equal those of the CPU bit for bit.
-// Launch: block 256, any grid (blocks, parts). No dynamic shared memory.
+// A value is the product, in f32, of the scale and the number that the code stands for; some formats of ggml add a minimum. The value
+// is then rounded to the dtype of `out`. Values equal those of the CPU bit for bit.
+// Launch: block 256, grid (any number, number of parts), no dynamic shared memory.
 #include "rows.cuh"
 
 #include "dynamic_map.cuh"
@@ -21,14 +22,16 @@ constexpr int MOST_PARTS = 8;
 // that the loads overlap.
 constexpr int CHUNK = 8;
 constexpr int BATCH = 4;
+// The number of elements that share a scale of NF4, and the number of quantized scales that share an outer scale.
 constexpr int NF4_BLOCK = 64;
 constexpr int NESTED = 256;
 
-// A format of ggml is FIRST_GGML plus its `ggml::Type`.
+// NESTED_NF4 is NF4 with quantized scales. A format of ggml has the number FIRST_GGML plus its `ggml::Type`.
 enum Format : uint32_t { INT8, E4M3, NF4, NESTED_NF4, FIRST_GGML };
 
-// The part has `count` elements; `start` is the index in `out` of the first of them. Rows have `columns` elements. `inner` has the codes
-// of NF4's scales if these are quantized.
+// A part has `count` elements in rows of `columns`; `start` is the index of its first element in `out`. `scales` has `scale_count` f32
+// scales; for formats of ggml it is not read. For NESTED_NF4 these are the outer scales, and `inner` has the codes of the scales; no other
+// format reads `inner` and `offset`.
 struct QuantizedPart {
     const void *codes, *scales, *inner;
     uint64_t start, count;
@@ -54,13 +57,15 @@ __device__ __forceinline__ float e4m3(uint32_t code) {
     return __half2float(__ushort_as_half(bits)) * 256.0f;
 }
 
-// Reads the codes and the scales of a part that is not in a format of ggml.
+// Reads the codes and the scales of a part that is not in a format of ggml. `values` are the values of the 16 codes of NF4, and `map` has
+// the 256 values of the signed dynamic map; both are in shared memory.
 template <Format FORMAT> struct Codes {
     static constexpr bool IS_NF4 = FORMAT == NF4 || FORMAT == NESTED_NF4;
     using Word = std::conditional_t<IS_NF4, uint32_t, uint2>;
     const QuantizedPart &part;
     const float *values, *map;
 
+    // The scale of element `index` of the part.
     __device__ __forceinline__ float scale(uint64_t index) const {
         const float *scales = static_cast<const float *>(part.scales);
         if constexpr (FORMAT == NF4) return __ldg(scales + index / NF4_BLOCK);
@@ -71,12 +76,13 @@ template <Format FORMAT> struct Codes {
         } else return __ldg(scales + (part.scale_count == 1 ? 0 : divide(index, part.columns).quotient));
     }
 
+    // The codes of the chunk that begins at element `index`.
     __device__ __forceinline__ Word load(uint64_t index) const {
         const auto *codes = static_cast<const uint8_t *>(part.codes);
         return __ldg(reinterpret_cast<const Word *>(codes + (IS_NF4 ? index / 2 : index)));
     }
 
-    // The number that the code of element `i` of a chunk stands for.
+    // The number that the code of element `i` of the chunk `word` stands for.
     __device__ __forceinline__ float number(const Word &word, int i) const {
         if constexpr (IS_NF4) return values[word >> (8 * (i / 2) + (i % 2 == 0 ? 4 : 0)) & 0xf];
         else {
@@ -86,7 +92,7 @@ template <Format FORMAT> struct Codes {
         }
     }
 
-    // The number that the code of any element of the part stands for.
+    // The number that the code of element `index` of the part stands for. Unlike `load`, works for any address and any element.
     __device__ __forceinline__ float number_at(uint64_t index) const {
         const auto *codes = static_cast<const uint8_t *>(part.codes);
         if constexpr (IS_NF4) return values[codes[index / 2] >> (index % 2 == 0 ? 4 : 0) & 0xf];
@@ -95,12 +101,13 @@ template <Format FORMAT> struct Codes {
     }
 };
 
+// Writes the values of a part: in chunks where that is possible, else one by one.
 template <Format FORMAT, typename T> __device__ __forceinline__ void write(const Codes<FORMAT> codes, T *out) {
     using Word = typename Codes<FORMAT>::Word;
     const QuantizedPart &part = codes.part;
     T *to = out + part.start;
-    // All elements of a chunk must have the same scale. A chunk of NF4 never crosses blocks; a chunk of 8-bit codes does not cross rows
-    // if the length of a row is a multiple of CHUNK.
+    // All elements of a chunk must have the same scale. A chunk of NF4 lies within one block of 64 elements. A chunk of 8-bit codes lies
+    // within one row if the length of a row is a multiple of CHUNK.
     const bool is_whole = Codes<FORMAT>::IS_NF4 || part.columns % CHUNK == 0;
     const bool is_aligned = are_wide(to) && reinterpret_cast<uintptr_t>(part.codes) % sizeof(Word) == 0;
     const uint64_t chunks = is_whole && is_aligned ? part.count / CHUNK : 0;
@@ -133,7 +140,7 @@ template <Format FORMAT, typename T> __device__ __forceinline__ void write(const
         to[index] = narrow<T>(static_cast<Acc<T>>(__fmul_rn(codes.number_at(index), codes.scale(index))));
 }
 
-// Like `write`, for the block formats of ggml. A chunk never crosses blocks.
+// Like `write`, for the block formats of ggml. Blocks are multiples of CHUNK, so a chunk lies within one block.
 template <ggml::Type TYPE, typename T> __device__ __forceinline__ void write_blocks(const QuantizedPart &part, T *out) {
     T *to = out + part.start;
     const auto *blocks = static_cast<const uint8_t *>(part.codes);

@@ -1,10 +1,10 @@
-// Dropout (Srivastava et al. 2014): y = 0 where a random word is below the threshold, elsewhere y = kept x. The gradient of x is
-// the same function of the gradient of y.
+// Dropout (Srivastava et al. 2014) with probability p: y = factor * x, where the factor is 0 if the element's random word is below
+// `threshold`, else `kept`. The gradient of x is the same function of the gradient of y.
 //
-// The mask is the same as on the CPU. Elements are taken in groups of 64, for which the generator gives 16 blocks of 4 words: word
-// w of block i decides element 16 w + i. `threshold` is floor(p 2^32), at most 2^32 - 1; `kept` is 1 / (1 - p), 0 for p = 1. Seed
-// and offset are state[0] and state[1] + offset if `state` is not null, else the arguments. x and y have `len` elements and may
-// be the same.
+// The mask is the same as on the CPU. Elements are taken in groups of 64. For each group the generator gives 16 blocks of 4 words; word
+// w of block i decides element 16 w + i of the group. `threshold` is floor(p 2^32), at most 2^32 - 1; `kept` is 1 / (1 - p), or 0 for
+// p = 1. If `state` is null, `seed` and `offset` are the generator's seed and offset; otherwise these are state[0] and
+// state[1] + `offset`. x and y have `len` elements and may be the same memory.
 // Launch: block 256, grid clamp(ceil(len / (1024 WIDE)), 1, 2^31 - 1), no dynamic shared memory. Any grid gives the same results.
 
 #include "philox.cuh"
@@ -24,9 +24,9 @@ __device__ __forceinline__ void dropout(const T *x, T *y, uint64_t len, Generato
         const uint64_t group = index / THREADS, block = group * BLOCKS + index % THREADS * N;
         const uint64_t start = group * GROUP + index % THREADS * N;
         const bool wide = aligned && start + (WORDS - 1) * BLOCKS + N <= len;
-        // A bit for each element i of each quarter w, which is 1 if the element stays. From the highest bit down, there are the
-        // bits of the four quarters for i = 0, then for i = 1, and so on. The loop is unrolled only twice, because words of several
-        // blocks at a time take many registers.
+        // The lowest 4 N bits are one bit for each element i of each quarter w, which is 1 if the element stays. From the highest of
+        // them down, they are the bits of the four quarters for i = 0, then for i = 1, and so on. The loop is unrolled only by two,
+        // because the words of more blocks would take many registers.
         uint32_t stays = 0;
 #pragma unroll 2
         for (int i = 0; i < N; i++) {
@@ -36,6 +36,7 @@ __device__ __forceinline__ void dropout(const T *x, T *y, uint64_t len, Generato
             for (int w = 0; w < WORDS; w++) stays += stays + (word[w] >= threshold);
         }
         auto factor = [&](int w, int i) { return stays >> (WORDS * (N - i) - 1 - w) & 1 ? kept : Acc<T>(0); };
+        // With `wide`, all of the thread's elements exist, and its four packs begin at 16-byte boundaries.
         if (wide) {
 #pragma unroll
             for (int w = 0; w < WORDS; w++) {

@@ -1,7 +1,8 @@
-// Elementwise functions of one, two and three tensors. Each function is one line of this file.
+// Elementwise functions of one, two or three tensors. Each function is one line (UNARY, BINARY or TERNARY) in the lower part of this
+// file.
 //
-// `<function>_<dtype>(y, a[, b[, c]], tensors, p, q)`: y = f(a, b, c) for each element, where `tensors` has the strides of y,
-// a, b and c, and p and q are parameters of the function. In the expressions, a, b and c are elements in the arithmetic type R.
+// `<function>_<dtype>(y, a[, b[, c]], tensors, p, q)`: y = f(a[, b[, c]]) for each element. `tensors` has the strides of y and of the
+// operands. p and q are parameters; most functions use neither. In the expressions, a, b and c are elements in the arithmetic type R.
 // Launch: `tensors.count / tensors.width` threads in blocks of 256, no shared memory.
 #include "strided.cuh"
 
@@ -97,7 +98,8 @@ __device__ __forceinline__ double cumulative(double x) { return normcdf(x); }
 template <typename R> __device__ __forceinline__ R larger(R a, R b) { return a > b || a != a ? a : b; }
 template <typename R> __device__ __forceinline__ R smaller(R a, R b) { return a < b || a != a ? a : b; }
 
-// GELU's constants here and below are sqrt(2 / pi), the factor 0.044715 of x^3, 1 / sqrt(2 pi), and 1.702 of its sigmoid form.
+// GELU's constants here and below: 0.797... is sqrt(2 / pi), and 0.044715 is the factor of x^3 in the tanh form; 0.398... is
+// 1 / sqrt(2 pi); 1.702 is the factor of x in the sigmoid form (quick_gelu).
 template <typename R> __device__ __forceinline__ R gelu_inner(R x) {
     return tanh(R(0.7978845608028654) * (x + R(0.044715) * x * x * x));
 }
@@ -105,6 +107,7 @@ template <typename R> __device__ __forceinline__ R gelu_tanh_slope(R x) {
     const R t = gelu_inner(x), inner = R(0.7978845608028654) * (R(1) + R(3 * 0.044715) * x * x);
     return R(0.5) + R(0.5) * t + R(0.5) * x * (R(1) - t * t) * inner;
 }
+// The derivative of x logistic(scale x).
 template <typename R> __device__ __forceinline__ R silu_slope(R x, R scale) {
     const R s = logistic(scale * x);
     return s * (R(1) + scale * x * (R(1) - s));
@@ -113,12 +116,14 @@ template <typename R> __device__ __forceinline__ R huber_value(R d, R delta) {
     const R size = fabs(d);
     return size > delta ? delta * (size - R(0.5) * delta) : R(0.5) * d * d;
 }
+// x limited to `low` to `high`; NaN stays NaN.
 template <typename R> __device__ __forceinline__ R clamped(R x, R low, R high) {
     x = x < low ? low : x;
     return x > high ? high : x;
 }
 
-// The value of e4m3 nearest to x. `step` is the distance between neighbouring values with x's exponent, or between subnormal values.
+// The value of e4m3 nearest to x: of two equally near, the even one, and at most 448 in magnitude. `step` is the distance between
+// neighbouring values that have x's exponent, or between subnormal values if x is that small.
 template <typename R> __device__ __forceinline__ R nearest_e4m3(R x) {
     const R value = clamped(x, R(-448), R(448));
     const R step = ldexp(R(1), max(value == R(0) ? -6 : ilogb(value), -6) - 3);
@@ -135,12 +140,12 @@ template <typename R> __device__ __forceinline__ R nearest_nf4(R x) {
     return x == x ? nearest : x;
 }
 
-// Functions of a number; `<name>_backward(a, b)` is the gradient a times the derivative. The forward pass saved b, which is its
+// Functions of one number; `<name>_backward(a, b)` is a, the gradient of the result, times the derivative. The forward pass saved b: its
 // result for exp, sqrt, recip, tanh and sigmoid, and its input for the other functions.
 UNARY(affine, a * p + q)
 UNARY(scale, a * p)
 UNARY(negative, -a)
-// An infinity becomes 0, and NaN stays NaN (for logsumexp).
+// For logsumexp: an infinity becomes 0; finite numbers and NaN stay what they are.
 UNARY(finite, isinf(a) ? R(0) : a)
 UNARY(exp, exp(a))
 BINARY(exp_backward, a * b)
@@ -185,13 +190,16 @@ BINARY(div, a / b)
 BINARY(pow, pow(a, b))
 BINARY(maximum, larger(a, b))
 BINARY(minimum, smaller(a, b))
+// The derivatives of maximum and minimum with respect to a; 1/2 if a and b are equal.
 BINARY(takes_maximum, a > b ? R(1) : a == b ? R(0.5) : R(0))
 BINARY(takes_minimum, a < b ? R(1) : a == b ? R(0.5) : R(0))
+// The derivatives of pow with respect to a (`power_slope`) and to b (`power_log`).
 BINARY(power_slope, b == R(0) ? R(0) : b * pow(a, b - R(1)))
 BINARY(power_log, a == R(0) && b >= R(0) ? R(0) : pow(a, b) * log(a))
 TERNARY(plus_product, a + b * c)
 
-// Functions for reductions and their backward passes.
+// Functions for reductions and their backward passes. In `times_exp_difference`, c is the log-sum-exp of elements b. If c is -inf, all
+// of these are -inf; the result is then 0, not NaN.
 BINARY(equal, a == b ? R(1) : R(0))
 BINARY(squared_difference, (a - b) * (a - b))
 BINARY(exp_difference, exp(a - b))
@@ -199,15 +207,17 @@ BINARY(log_plus, log(a) + b)
 TERNARY(times_difference, a * (b - c))
 TERNARY(times_exp_difference, a * exp(b - (isinf(c) && c < R(0) ? R(0) : c)))
 TERNARY(share, a * b / c)
-// Fake quantization of values a with the scale b. In `_backward`, a is the gradient, b the values and c the scale. Codes of int4 are
-// from -8 to 7.
+// Fake quantization: the value a, rounded to a number that a code with the scale b can represent. Codes of int8 are from -127 to 127,
+// codes of int4 from -8 to 7. In `fake_int4_backward`, a is the gradient, b the value and c the scale; the result is 0 where the value
+// rounds to a number beyond the codes. (Scales of the other formats are such that codes cover every value.)
 BINARY(fake_int8, clamped(rint(a / b), R(-127), R(127)) * b)
 BINARY(fake_int4, clamped(rint(a * (R(1) / b)), R(-8), R(7)) * b)
 TERNARY(fake_int4_backward, rint(b * (R(1) / c)) < R(-8) || rint(b * (R(1) / c)) > R(7) ? R(0) : a)
 BINARY(fake_e4m3, nearest_e4m3(a / b) * b)
 BINARY(fake_nf4, nearest_nf4(a * (R(1) / b)) * b)
 
-// Losses of the difference a - b with threshold p; `<name>_slope(a, b, c)` is the gradient a times the factor q times the slope at b - c.
+// Losses of the difference a - b; p is the threshold of `huber` and `smooth_absolute`. `<name>_slope(a, b, c)` is the product of the
+// gradient a, the factor q and the derivative of the loss at the difference b - c.
 BINARY(square, (a - b) * (a - b))
 TERNARY(square_slope, a * q * R(2) * (b - c))
 BINARY(absolute, fabs(a - b))

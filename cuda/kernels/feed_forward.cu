@@ -1,24 +1,28 @@
-// Computes the unit h SiLU(gate) of a feed-forward network with LoRA of rank 16 (ops/gated/feed_forward), and the product of the unit
-// with the LoRA factor A of the linear map that reads the unit. The product costs almost nothing while the unit is in registers; a
-// separate kernel would have to read the unit from memory.
+// Computes the unit, the elementwise product h * SiLU(gate), of a feed-forward network with LoRA of rank 16 (ops/gated/feed_forward), and
+// the matrix product of the unit with the LoRA factor A of the linear map that reads the unit. The matrix product costs almost nothing
+// while the unit is in registers; a separate kernel would have to read the unit from memory.
 //
-// A warp has sixteen rows and goes over the columns of its block, 32 at a time; low-rank products and their fragments are as in
-// include/low_rank.cuh.
+// A warp has sixteen rows and goes over the columns of its block, 32 at a time. include/low_rank.cuh describes the low-rank products,
+// their fragments, g and t. The index `matrix` is 0 for h, 1 for gate.
 #include "functions.cuh"
 #include "low_rank.cuh"
 #include "rows.cuh"
 
 namespace {
 
+// COLUMNS: the number of columns that a warp works on at a time. TILE: the number of rows of a warp.
 constexpr int WARPS = 8, COLUMNS = 32, TILE = 16;
 
 // A thread's values of two rows: eight columns of each.
 struct Values {
     uint4 rows[2];
 
+    // Columns 2 i and 2 i + 1 (of the eight) of row `row` (0 or 1).
     __device__ __forceinline__ uint32_t word(int row, int i) const { return (&rows[row].x)[i]; }
 };
 
+// The kernel's arguments (see below), and the place of this thread: `first` is the first row of the warp, `last` the last row of x. A
+// thread has the rows g + 8 half of the warp (`half` is 0 or 1), and the columns 8 t to 8 t + 7 of each 32.
 template <typename T> struct Warp {
     const T *x, *hidden, *up[2], *down;
     T *unit;
@@ -32,6 +36,7 @@ template <typename T> struct Warp {
         return row < last ? row : last;
     }
 
+    // Loads this thread's values of h and gate in the 32 columns from `column` on.
     __device__ __forceinline__ void load(Values (&values)[2], uint32_t column) const {
 #pragma unroll
         for (int half = 0; half < 2; half++)
@@ -40,7 +45,7 @@ template <typename T> struct Warp {
                 values[matrix].rows[half] = words<uint4>(x + (2 * row(half) + matrix) * width + column + 8 * t);
     }
 
-    // Loads hidden of h and of gate as left operands of products.
+    // Loads the warp's rows of `hidden`, for h and for gate, as left operands of products.
     __device__ __forceinline__ void load_hidden(uint32_t (&left)[2][4]) const {
 #pragma unroll
         for (int half = 0; half < 2; half++)
@@ -51,7 +56,8 @@ template <typename T> struct Warp {
             }
     }
 
-    // Computes 32 columns of the unit. results[half][i] is word i, two neighbouring columns, of row g + 8 half.
+    // Computes 32 columns of the unit, from `column` on. results[half][i] is word i of row g + 8 half: columns 2 i and 2 i + 1 of the
+    // thread's eight.
     __device__ __forceinline__ void compute(uint32_t (&results)[2][4], const Values (&values)[2], const uint32_t (&left)[2][4],
                                             uint32_t column) const {
         float products[2][4][4] = {};
@@ -69,7 +75,7 @@ template <typename T> struct Warp {
                 float found[2];
 #pragma unroll
                 for (int k = 0; k < 2; k++) {
-                    // Column 2 i + k of the thread's eight.
+                    // Column j = 2 i + k of the thread's eight is in product j % 4, as sum j / 4 of the row.
                     const int product = 2 * (i % 2) + k, at = 2 * half + i / 2;
                     const auto value = [&](int matrix) {
                         const uint32_t word = values[matrix].word(half, i);
@@ -81,8 +87,8 @@ template <typename T> struct Warp {
             }
     }
 
-    // sums += unit down.T, summed over these 32 columns. Of each group of eight ranks, a thread has the sums of ranks 2 t and 2 t + 1,
-    // for rows g and g + 8.
+    // sums += unit down.T, summed over the 32 columns in `results`. Of each group of eight ranks, a thread has the sums of ranks 2 t and
+    // 2 t + 1, for rows g and g + 8.
     __device__ __forceinline__ void sum_columns(float (&sums)[2][4], const uint32_t (&results)[2][4], uint32_t column) const {
 #pragma unroll
         for (int group = 0; group < 2; group++) {
@@ -94,6 +100,7 @@ template <typename T> struct Warp {
         }
     }
 
+    // Computes the unit's columns `begin` to `end` (exclusive), writes them unless `unit` is null, and adds their products to `sums`.
     __device__ __forceinline__ void run(float (&sums)[2][4], uint32_t begin, uint32_t end) const {
         uint32_t left[2][4];
         load_hidden(left);
@@ -135,10 +142,11 @@ __device__ __forceinline__ void forward(Warp<T> warp, float *parts, uint32_t row
 
 } // namespace
 
-// x (rows, 2 width) has the results of the maps to h and to gate without their low-rank products, unit (rows, width) is the unit, or null
-// if only the parts are needed. A row of hidden (rows, 2 x 16) has the product of the maps' input with A of the map to h, then the product
-// with A of the map to gate. up_h and up_gate (width, 16) are the factors B of these maps, down (16, width) is A of the map that reads the
-// unit. parts (ceil(width / columns), rows, 16) is unit down.T, each part summed over `columns` columns.
+// A row of x (rows, 2 width) has the results of the maps to h, then to gate, without their low-rank products. A row of hidden
+// (rows, 2 x 16) has the product of the maps' input with A of the map to h, then the product with A of the map to gate. up_h and up_gate
+// (width, 16) are the factors B of these maps; scale_h and scale_gate multiply their low-rank products. down (16, width) is A of the map
+// that reads the unit. The kernel writes unit (rows, width), unless it is null, and parts (ceil(width / columns), rows, 16), f32: the parts
+// of unit down.T, each summed over `columns` columns.
 // width and columns are multiples of 32; all addresses are multiples of 16 bytes.
 // Launch: block 256, grid (ceil(width / columns), ceil(rows / 128)), no dynamic shared memory.
 #define DEFINE_FORWARD(SUFFIX, T)                                                                                      \
@@ -151,7 +159,7 @@ __device__ __forceinline__ void forward(Warp<T> warp, float *parts, uint32_t row
 DEFINE_FORWARD(f16, __half)
 DEFINE_FORWARD(bf16, __nv_bfloat16)
 
-// hidden [count] = the sum of its parts, f32 [parts, count]; count is a multiple of 4.
+// hidden [count] = the sum of its `number` parts, f32 [number, count]; count is a multiple of 4. Here hidden is unit down.T, (rows, 16).
 // Launch: block 256, grid clamp(ceil(count / 1024), 1, 2^31 - 1), no dynamic shared memory. Any grid gives the same results.
 #define DEFINE_HIDDEN(SUFFIX, T)                                                                                       \
     extern "C" __global__ void swiglu_feed_forward_hidden_##SUFFIX(const float *parts, T *hidden, uint64_t count,      \

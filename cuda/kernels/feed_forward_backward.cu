@@ -1,14 +1,18 @@
-// The backward pass of y = W (h SiLU(gate)) with LoRA of rank 16 on W, on the map to h and on the map to gate (ops/gated/feed_forward).
-// One kernel reads the maps' results and the gradient of the unit once, and computes from them
+// The backward pass of y = W unit, where the unit is the elementwise product h * SiLU(gate), with LoRA of rank 16 on W, on the map to h
+// and on the map to gate (ops/gated/feed_forward). One kernel reads the results of the maps to h and gate and the gradient of the unit
+// once, and computes from them
 // - the gradients of h and gate,
 // - parts of the gradients of three LoRA factors (B of the maps to h and gate, A of W), each part summed over the rows of a block,
 // - parts of the products of the gradients of h and gate with the maps' factors B, each part summed over the columns of a block.
 // The unit itself, which the gradient of W's factor A needs, exists only in registers. A second kernel adds the parts in a fixed order.
 //
-// The products use PTX' `mma.m16n8k16`. A warp has 32 columns. A thread has eight neighbouring columns of a row, which it loads and
-// stores at once, as four 32-bit words of two columns. Product i computes word i of every thread, so column n of the product is column
-// 8 (n / 2) + 2 i + n % 2 of the warp. The words with the results serve as left operands of products that sum over columns and,
-// after `turn`, as right operands of products that sum over rows.
+// The products use PTX' `mma.m16n8k16`. A warp has 32 columns, and works on sixteen rows at a time. Of each of its two rows, a thread has
+// eight neighbouring columns, which it loads and stores at once, as four 32-bit words of two columns. Product i (0 to 3) computes word i
+// of every thread, so column n of the product is column 8 (n / 2) + 2 i + n % 2 of the warp, with integer division. The words with the
+// results serve as left operands of products that sum over columns and, after `turn`, as right operands of products that sum over rows.
+//
+// Indices: `matrix` is 0 for h, 1 for gate, 2 for the unit; `half` is 0 or 1 for row lane / 4 + 8 half of a tile of sixteen rows; `index`
+// is the stage, 0 or 1, of the shared memory that holds a tile.
 #include "functions.cuh"
 #include "low_rank.cuh"
 #include "architecture.cuh"
@@ -22,31 +26,34 @@ constexpr int TILE = 16;
 constexpr uint32_t ROWS = 560;
 // The matrices for which the kernel sums gradients of factors: h and gate (factors B of their maps) and the unit (factor A of W).
 constexpr int MATRICES = 3;
+// The bytes of a row of 16 ranks.
 constexpr int ROW_OF_RANKS = RANKS * 2;
 
-// Sizes in shared memory, in bytes; SUMS is a number of f32 values. A warp's tile has a 16-byte chunk for each thread and each half
-// (8 rows) of the tile.
+// Sizes in shared memory, in bytes, except that SUMS is a number of f32 values. A warp's tile of one matrix has a 16-byte chunk for each
+// thread and each half (8 rows). HIDDEN is the size of the block's sixteen rows of hidden values for one matrix.
 constexpr int TILE_OF_WARP = 2 * WARP * 16, FACTOR_OF_WARP = COLUMNS * ROW_OF_RANKS, HIDDEN = TILE * ROW_OF_RANKS;
 constexpr int STAGE = MATRICES * (WARPS * TILE_OF_WARP + HIDDEN);
 constexpr int SUMS = WARPS * TILE * 2 * RANKS;
 constexpr int SHARED = MATRICES * WARPS * FACTOR_OF_WARP + 2 * STAGE + SUMS * 4;
 static_assert(SHARED == 93184, "ops/gated/feed_forward/cuda.rs has this number");
-// The number of blocks that a multiprocessor must have room for. Code for compute capability 9.0 relies on shared memory for two.
+// The number of blocks that a multiprocessor must have room for. On compute capability 9.0, its shared memory holds two.
 constexpr int BLOCKS = ARCHITECTURE == 900 ? 2 : 1;
 
-// Transposes a matrix of 8 x 8 values, of which a thread has two neighbours of row lane / 4.
+// Transposes a matrix of 8 x 8 values, of which a thread has two neighbouring values of row lane / 4, before and after.
 __device__ __forceinline__ uint32_t turn(uint32_t values) {
     uint32_t turned;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(values));
     return turned;
 }
 
-// Rows of 16 ranks are two chunks of 16 bytes. Eight neighbouring rows are in different banks.
+// The offset, in bytes, of a 16-byte chunk of a row. Rows of 16 ranks have two chunks. Rows 8 n to 8 n + 7 store the same chunk in
+// different banks.
 __device__ __forceinline__ uint32_t ranks_offset(int row, int chunk) { return row * ROW_OF_RANKS + ((chunk ^ (row / 4 % 2)) << 4); }
 
 // The column of a warp that belongs to row `row` of a factor in shared memory: rows 8 i to 8 i + 7 are the columns of product i.
 __device__ __forceinline__ uint32_t column_of(int row) { return 8 * (row % 8 / 2) + 2 * (row / 8) + row % 2; }
 
+// The arguments of the kernel `swiglu_feed_forward_backward`, described below.
 template <typename T> struct Words {
     const T *x, *grad;
     T *dx;
@@ -57,6 +64,9 @@ template <typename T> struct Words {
     uint32_t rows, width;
 };
 
+// The arguments, and the place of this thread: `column` is the first of its eight columns, `end` the end of the block's rows. `is_active`
+// tells whether the warp has columns at all. Shared memory has the warps' factors, two stages (tiles of all warps, then hidden values),
+// and the warps' sums.
 template <typename T> struct Block : Words<T> {
     unsigned char *shared;
     int lane, warp;
@@ -78,6 +88,7 @@ template <typename T> struct Block : Words<T> {
     __device__ __forceinline__ float *sums() const { return reinterpret_cast<float *>(shared + MATRICES * WARPS * FACTOR_OF_WARP + 2 * STAGE); }
 
     // Copies the warp's columns of the factors to shared memory: B of h and gate as rows of ranks, A of W as right operands of products.
+    // In this function, `half` is the matrix (0 or 1).
     __device__ __forceinline__ void load_factors() const {
         if (!is_active) return;
         const uint32_t first = column - 8 * (lane % 4);
@@ -102,7 +113,8 @@ template <typename T> struct Block : Words<T> {
         to[WARP] = make_uint4(fragments[2][0], fragments[2][1], fragments[3][0], fragments[3][1]);
     }
 
-    // Starts to copy sixteen rows. Rows beyond the last one become zeros, which add nothing to any sum.
+    // Starts to copy the sixteen rows from `first` on to stage `index`: x and the gradient of the unit to the warps' tiles, and the hidden
+    // values. Rows beyond the block's last row become zeros, which add nothing to any sum.
     __device__ __forceinline__ void start_copies(int index, uint32_t first) const {
         if (is_active) {
 #pragma unroll
@@ -126,7 +138,8 @@ template <typename T> struct Block : Words<T> {
         end_copies();
     }
 
-    // The gradients of h and of gate, and the unit. values[matrix][half][i] is word i of row lane / 4 + 8 half.
+    // The gradients of h and of gate, and the unit: values[matrix][half][i] is word i. `compute` first loads its inputs to the same
+    // places: h and gate without their low-rank products, and the gradient of the unit without its own.
     struct Results {
         uint32_t values[MATRICES][2][4];
     };
@@ -180,10 +193,11 @@ template <typename T> struct Block : Words<T> {
         }
     }
 
-    // The offset in a factor of the row that this lane passes to `ldmatrix`, which loads the four 8 x 8 matrices of products `i` and
-    // `i + 1`.
+    // The offset in a factor, in bytes, of the row whose address this lane passes to `ldmatrix`, which loads the four 8 x 8 matrices of
+    // products `i` and `i + 1`.
     __device__ __forceinline__ uint32_t factor_offset(int i) const { return ranks_offset(8 * i + lane / 16 * 8 + lane % 8, lane / 8 % 2); }
 
+    // Writes the gradients of h and gate to rows `first` + lane / 4 + 8 half of dx.
     __device__ __forceinline__ void store(const Results &results, uint32_t first) const {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -196,11 +210,11 @@ template <typename T> struct Block : Words<T> {
         }
     }
 
-    // Row r of the warp's sums has the ranks of h, then those of gate, in four groups of eight. Group g is stored as group g ^ (r % 4), so
-    // that the rows that a warp writes together are in different banks.
+    // The index in a warp's sums of group `group` of row `row`. A row has the 16 ranks of h, then those of gate, in four groups of eight.
+    // Group g of row r is stored as group g ^ (r % 4), so that rows that a warp writes together are in different banks.
     __device__ __forceinline__ static uint32_t sum_at(int row, int group) { return row * 2 * RANKS + 8 * (group ^ row % 4); }
 
-    // The products of the gradients of h and gate with the factors B, summed over the warp's columns.
+    // Writes the products of the gradients of h and gate with the factors B, summed over the warp's columns, to the warp's sums.
     __device__ __forceinline__ void sum_columns(const Results &results) const {
 #pragma unroll
         for (int matrix = 0; matrix < 2; matrix++) {
@@ -224,7 +238,7 @@ template <typename T> struct Block : Words<T> {
         }
     }
 
-    // Adds the sums of the block's warps and writes them to `hidden_parts`.
+    // Adds the sums of the block's `warps` active warps and writes the totals to the rows of `hidden_parts` from `first` on.
     __device__ __forceinline__ void write_hidden_parts(uint32_t first, int warps) const {
         static_assert(WARPS * WARP * 2 == TILE * 2 * RANKS, "a thread adds two sums");
         const int row = threadIdx.x / RANKS, at = threadIdx.x % RANKS * 2;
@@ -239,10 +253,11 @@ template <typename T> struct Block : Words<T> {
         *reinterpret_cast<float2 *>(to) = sum;
     }
 
-    // A thread's sums for the gradients of the factors: of each matrix, ranks lane / 4 and lane / 4 + 8 for the thread's eight columns.
+    // A thread's sums for the gradients of the factors: [matrix][i][k] is for rank lane / 4 + 8 (k / 2) and column 2 i + k % 2 of the
+    // thread's eight.
     using FactorSums = float[MATRICES][4][4];
 
-    // sums += hidden.T @ gradient for h and gate, and last_hidden.T @ unit for W.
+    // sums += hidden.T @ (gradient of h or gate), and last_hidden.T @ unit for W. The products sum over the sixteen rows of stage `index`.
     __device__ __forceinline__ void sum_rows(FactorSums &sums, const Results &results, int index) const {
 #pragma unroll
         for (int matrix = 0; matrix < MATRICES; matrix++) {
@@ -255,6 +270,7 @@ template <typename T> struct Block : Words<T> {
         }
     }
 
+    // Writes the sums to `factor_parts`, in the layouts of the factors: (width, 16) for h and gate, (16, width) for W.
     __device__ __forceinline__ void write_factor_parts(const FactorSums &sums) const {
         float *to = this->factor_parts + static_cast<uint64_t>(blockIdx.y) * MATRICES * RANKS * this->width;
 #pragma unroll
@@ -270,6 +286,7 @@ template <typename T> struct Block : Words<T> {
         }
     }
 
+    // Computes the block's rows, which begin at row `begin`.
     __device__ __forceinline__ void run(uint32_t begin) const {
         const uint32_t left = this->width - blockIdx.x * WARPS * COLUMNS;
         const int warps = left < WARPS * COLUMNS ? left / COLUMNS : WARPS;
@@ -309,6 +326,7 @@ __device__ __forceinline__ void add(float4 &sum, const float4 &other) {
     sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
 }
 
+// The sum of four neighbouring values over `count` parts, which are `distance` values apart.
 __device__ __forceinline__ float4 sum_of(const float *parts, uint32_t count, uint64_t distance) {
     float4 sum = {};
 #pragma unroll 8
@@ -318,12 +336,14 @@ __device__ __forceinline__ float4 sum_of(const float *parts, uint32_t count, uin
 
 } // namespace
 
-// x (rows, 2 width) has the results of the maps to h and to gate without their low-rank products, dx their gradient. grad (rows, width) is
-// the gradient of the unit without the low-rank product last_hidden last_down. A row of hidden (rows, 2 x 16) has the product of the maps'
-// input with A of the map to h, then the product with A of the map to gate; last_hidden (rows, 16) is W's LoRA scale times the gradient of
-// y times B of W. up_h and up_gate (width, 16) are the factors B of the maps to h and gate, last_down (16, width) is A of W.
-// factor_parts (ceil(rows / 560), 3, 16 width): the parts of the gradients of up_h and up_gate, and of last_down. hidden_parts
-// (ceil(width / 256), rows, 2 x 16): the parts of the gradient of hidden. The parts are not yet multiplied by scale_h and scale_gate.
+// A row of x (rows, 2 width) has the results of the maps to h, then to gate, without their low-rank products; dx, of the same shape,
+// becomes the gradients of h and gate. grad (rows, width) is the gradient of the unit without the low-rank product last_hidden last_down,
+// which the kernel adds. A row of hidden (rows, 2 x 16) has the product of the maps' input with A of the map to h, then the product with A
+// of the map to gate. last_hidden (rows, 16) is the gradient of y times B of W, times W's LoRA scale. up_h and up_gate (width, 16) are the
+// factors B of the maps to h and gate; last_down (16, width) is A of W.
+// factor_parts, f32 (ceil(rows / 560), 3, 16 width), become the parts of the gradients of up_h, up_gate and last_down. hidden_parts, f32
+// (ceil(width / 256), rows, 2 x 16), become the parts of the gradient of hidden. The kernel multiplies the low-rank products of h and gate
+// by scale_h and scale_gate, but not the parts: the second kernel does.
 // width is a multiple of 32; all addresses are multiples of 16 bytes.
 // Launch: block 256, grid (ceil(width / 256), ceil(rows / 560)), 93184 bytes of dynamic shared memory.
 #define DEFINE_BACKWARD(SUFFIX, T)                                                                                     \
@@ -338,7 +358,9 @@ __device__ __forceinline__ float4 sum_of(const float *parts, uint32_t count, uin
 DEFINE_BACKWARD(f16, __half)
 DEFINE_BACKWARD(bf16, __nv_bfloat16)
 
-// Adds the parts of `backward`: up_h, up_gate and last_down, all f32, += their gradients; grad_hidden (rows, 2 x 16) = its gradient.
+// Adds the parts that `swiglu_feed_forward_backward` wrote. Here up_h, up_gate and last_down, all f32, are the buffers of the factors'
+// gradients: the kernel adds to them. grad_hidden (rows, 2 x 16) = the gradient of hidden. The sums for h and gate are multiplied by
+// scale_h and scale_gate.
 // Launch: block 256, grid clamp(ceil((12 width + 8 rows) / 256), 1, 2^31 - 1), no dynamic shared memory. Any grid gives the same results.
 #define DEFINE_SUMS(SUFFIX, T)                                                                                         \
     extern "C" __global__ void swiglu_feed_forward_sums_##SUFFIX(                                                      \

@@ -1,7 +1,7 @@
-// Gated linear units (Shazeer 2020, arXiv:2002.05202): y = h f(gate). In GEGLU, f is GELU with the error function; in
+// Gated linear units (Shazeer 2020, arXiv:2002.05202): y = h * f(gate), elementwise. In GEGLU, f is GELU with the error function; in
 // SwiGLU, f is SiLU.
 //
-// A row of x (rows, 2 width) has h, then the gate. y and its gradient grad are (rows, width); dx has the shape of x.
+// A row of x (rows, 2 width) has h, then the gate. y and its gradient grad are (rows, width); dx, the gradient of x, has its shape.
 // Launch: block 256, grid clamp(ceil(rows width / (256 WIDE)), 1, 2^31 - 1), no dynamic shared memory. Any grid gives the same
 // results.
 
@@ -46,6 +46,7 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, T *dx, uint6
 
 } // namespace
 
+// If `width` or an address does not allow 16-byte access, packs have one element.
 #define DEFINE_GATED(NAME, F, SUFFIX, T)                                                                               \
     extern "C" __global__ void NAME##_forward_##SUFFIX(const T *x, T *y, uint64_t rows, uint32_t width) {              \
         follow();                                                                                                      \

@@ -1,22 +1,24 @@
-// Gated linear units (kernels/gated.cu) of x + s hidden upᵀ. Each half of a row has its own low-rank product (include/low_rank.cuh) and its
-// own scale s. The products are computed in registers: adding them to x in memory would read and write x once more, and with thousands of
-// rows these accesses would take most of the time.
+// Gated linear units (kernels/gated.cu) of x + s hidden upᵀ. A row of x (rows, 2 width) has two halves: h, then the gate. Each half has its
+// own low-rank product hidden upᵀ (include/low_rank.cuh) and its own scale s. The products are computed in registers: to add them to x in
+// memory, a kernel would have to read and write x once more, and with thousands of rows these accesses would take most of the time.
 //
-// A row of x (rows, 2 width) has two halves: h, then the gate. y and its gradient grad are (rows, width); dx, the gradient of x + s
-// hidden upᵀ, has the shape of x. Rows of hidden (rows, RANK) and up (width, RANK) of a half are `*_row` elements apart; hidden is null
-// for a half without a product. width is a multiple of 32, and `*_row` are multiples of 4. Addresses of hidden and up are multiples of 8
-// bytes, the other addresses of 16 bytes.
+// y and its gradient grad are (rows, width); dx, the gradient of x + s hidden upᵀ, has the shape of x. For each half, the rows of hidden
+// (rows, RANK) are `hidden_row` elements apart, and those of up (width, RANK) `up_row` elements; hidden is null for a half without a
+// product. RANK is 16, 32 or 64, as in the name of the function. width is a multiple of 32; hidden_row and up_row are multiples of 4.
+// Addresses of hidden and up are multiples of 8 bytes, the other addresses of 16 bytes.
 // Launch: block 256, grid (ceil(width / 256), ceil(rows / 128)), no dynamic shared memory.
 #include "functions.cuh"
 #include "low_rank.cuh"
 
 namespace {
 
+// The number of columns of a warp.
 constexpr int COLUMNS = 32;
 constexpr int WARPS = 8;
 // The number of rows of a block. A thread keeps its values of `up` for all of them.
 constexpr uint32_t ROWS = 128;
 
+// The low-rank product of one half. `unused` fills the structure up to a multiple of 8 bytes.
 struct LowRankHalf {
     const void *hidden, *up;
     uint32_t hidden_row, up_row;
@@ -24,19 +26,22 @@ struct LowRankHalf {
     uint32_t unused;
 };
 
+// The products of h and of the gate.
 struct LowRankHalves {
     LowRankHalf list[2];
 };
 
-// One half, with the values of `up` for the 32 columns of a warp.
+// The low-rank product of one half (h or gate), with the values of `up` for the 32 columns of a warp. The ranks are divided into TILES
+// tiles of 16. `row` is the distance between rows of `hidden`, in elements. Of sixteen rows at a time, a thread has rows lane / 4 (i = 0)
+// and lane / 4 + 8 (i = 1).
 template <typename T, int TILES> struct Half {
     const T *hidden;
     uint32_t row;
     float scale;
     uint32_t up[TILES][4][2];
 
-    // The values that a thread has of a tile of sixteen rows: eight columns of two rows, and four of every sixteen ranks of these
-    // rows.
+    // The values that a thread has of sixteen rows: eight columns of its two rows of x, and, of `hidden` in these two rows, four of every
+    // sixteen ranks.
     struct Values {
         uint4 x[2];
         uint2 hidden[TILES][2];
@@ -51,6 +56,7 @@ template <typename T, int TILES> struct Half {
             load_up<T, false>(up[tile], static_cast<const T *>(half.up), half.up_row, column, tile * RANKS, lane / 4, lane % 4);
     }
 
+    // Loads row i of the thread's two: eight columns from `x` on, and row `at` of `hidden`.
     __device__ __forceinline__ void load(Values &values, int i, const T *x, uint32_t at) const {
         values.x[i] = words<uint4>(x);
         if (hidden == nullptr) return;
@@ -71,6 +77,7 @@ template <typename T, int TILES> struct Half {
         }
     }
 
+    // Column k of row i of x, plus the scaled product.
     __device__ __forceinline__ float sum(const Values &values, const float (&products)[4][4], int i, int k) const {
         return widen(reinterpret_cast<const T *>(&values.x[i])[k]) + scale * products[k % 4][2 * i + k / 4];
     }
@@ -82,7 +89,8 @@ template <typename T> __device__ __forceinline__ void store(T *to, const float (
 }
 
 // A warp works on 32 columns of sixteen rows at a time, and loads the next sixteen rows meanwhile. In the forward pass, `grad` is null
-// and `out` is y; in the backward pass, `out` is dx.
+// and `out` is y; in the backward pass, `out` is dx. `half` is the half with h. `column` is the first of the thread's eight columns, and
+// `end` is the end of the block's rows.
 template <typename T, int TILES, typename F, bool is_backward> struct Gated {
     using Values = typename Half<T, TILES>::Values;
 
@@ -99,7 +107,7 @@ template <typename T, int TILES, typename F, bool is_backward> struct Gated {
     __device__ __forceinline__ void load(Tile &tile, uint32_t first) const {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            // Rows beyond the last one load the last row and are not written.
+            // In place of rows beyond the block's last one, a thread loads the last row. `write` leaves them out.
             const uint32_t row = first + threadIdx.x % WARP / 4 + 8 * i, at = row < end ? row : end - 1;
             const T *start = x + static_cast<uint64_t>(at) * 2 * width + column;
             half.load(tile.half, i, start, at);
@@ -108,6 +116,7 @@ template <typename T, int TILES, typename F, bool is_backward> struct Gated {
         }
     }
 
+    // Computes and writes the sixteen rows from `first` on. In the backward pass, results[0] is the gradient of h, results[1] that of gate.
     __device__ __forceinline__ void write(const Tile &tile, uint32_t first) const {
         float to_half[4][4] = {}, to_gate[4][4] = {};
         half.multiply(to_half, tile.half);
@@ -160,6 +169,7 @@ __device__ __forceinline__ void gated(const T *x, const T *grad, T *out, const L
 
 } // namespace
 
+// For ranks of 32 and more, a thread takes too many registers for two blocks on a multiprocessor.
 #define DEFINE_GATED(NAME, F, RANK, SUFFIX, T)                                                                         \
     extern "C" __global__ void __launch_bounds__(WARPS *WARP, RANK < 32 ? 2 : 1)                                       \
         NAME##_low_rank##RANK##_forward_##SUFFIX(const T *x, T *y, const __grid_constant__ LowRankHalves halves,       \

@@ -1,9 +1,9 @@
-// GEGLU (gated.cu) whose result, or whose input's gradient, is rounded to 8-bit codes with a scale for each row (codes.cu). Products of
-// codes read these codes, so that no kernel writes the result or the gradient itself.
+// GEGLU (gated.cu) that rounds its result to 8-bit codes with a scale for each row (codes.cu). The backward pass does the same with the
+// gradient of the input. Only products of codes read the result and the gradient, so no kernel has to write them in T.
 //
 // The codes are those that gated.cu followed by codes.cu would make: results and gradients are first rounded to T. A row of x
-// (rows, 2 width) has h, then the gate. `width` is a multiple of 16, and at most 8192 (f16, bf16) or 4096 (f32), which the largest team of
-// threads can hold. Every row and `column_scales` begin at a 16-byte boundary.
+// (rows, 2 width) has h, then the gate. `width` is a multiple of 16. It is at most what the largest team of threads can hold: 8192 (f16,
+// bf16) or 4096 (f32). Every row and `column_scales` begin at a 16-byte boundary. Codes are int8 if `is_int8` is 1, else e4m3.
 #include "architecture.cuh"
 #include "codes/round.cuh"
 #include "functions.cuh"
@@ -12,14 +12,15 @@ namespace {
 
 // Elements of a pack. Packs of eight elements would take so many registers that a multiprocessor could hold fewer teams.
 constexpr int N = 4;
-// How many packs of each part of a row's result a thread computes: as many elements as two packs of 16 bytes have.
+// A row to round has one part, the result, or two, the gradients of h and gate. KEPT is how many packs of each part a thread can keep in
+// registers: as many elements as 32 bytes of T hold.
 template <typename T> constexpr int KEPT = 2 * WIDE<T> / N;
-// How many teams of the largest size a multiprocessor must have room for. For compute capability 12.0 the compiler needs more
-// registers.
+// How many teams of the largest size a multiprocessor must have room for. From compute capability 12.0 on, only one: there the compiler
+// needs more registers.
 constexpr int TEAMS = ARCHITECTURE >= 1200 ? 1 : 2;
 
-// Rounds a row of PARTS * packs packs to codes. For each of the row's PARTS parts, compute(pack, results) computes the numbers of pack
-// `pack` that are to be rounded.
+// Rounds a row to codes and writes its scale. The row has PARTS parts of `packs` packs. compute(pack, results) sets results[part] to the
+// numbers of pack `pack` of each part.
 template <typename T, int PARTS, typename Compute>
 __device__ __forceinline__ void round_row(uint32_t packs, bool is_int8, uint8_t *codes, float *row_scale, Compute compute) {
     float kept[KEPT<T>][PARTS][N];
@@ -64,6 +65,7 @@ __device__ __forceinline__ void forward(const T *x, uint32_t rows, uint32_t widt
     }
 }
 
+// If `is_one_scale`, the first of `column_scales` is for all columns.
 template <typename T>
 __device__ __forceinline__ void backward(const T *x, const T *grad, const float *column_scales, bool is_one_scale, uint32_t rows, uint32_t width,
                                          bool is_int8, uint8_t *codes, float *scales) {
@@ -99,8 +101,8 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, const float 
 
 // geglu_codes_forward: the codes (rows, width) and scales (rows) of the GEGLU of x.
 // geglu_codes_backward: the codes (rows, 2 width) and scales (rows) of the gradient of x, whose columns are first multiplied by
-// `column_scales` (2 width), or by its only element if `is_one_scale`. `grad` is the gradient of the GEGLU.
-// Launch: as rows.cuh says for rows of `width` elements, with teams whose threads hold up to two packs of 16 bytes of a row.
+// `column_scales` (2 width), or by its only element if `is_one_scale`. `grad` (rows, width) is the gradient of the GEGLU's result.
+// Launch: as rows.cuh says for rows of `width` elements, with HELD = 2.
 #define DEFINE_GEGLU_CODES(SUFFIX, T)                                                                                                  \
     extern "C" __global__ void __launch_bounds__(TEAM, TEAMS) geglu_codes_forward_##SUFFIX(const T *x, uint32_t rows, uint32_t width,      \
                                                                                        uint32_t is_int8, uint8_t *codes, float *scales) { \

@@ -4,13 +4,14 @@
 // The larger of two magnitudes; NaN if either is NaN.
 static __device__ __forceinline__ double larger(double a, double b) { return a > b || a != a ? a : b; }
 
+// MAX: norms of the largest magnitude, otherwise sums of squares. `gather` adds gradient x to `sum`, `combine` joins two such sums.
 template <bool MAX> static __device__ __forceinline__ double gather(double sum, double x) {
     return MAX ? larger(fabs(x), sum) : fma(x, x, sum);
 }
 
 template <bool MAX> static __device__ __forceinline__ double combine(double a, double b) { return MAX ? larger(a, b) : a + b; }
 
-// Combines the values of the block's threads; only thread 0 returns the result.
+// Combines the values of the block's threads. Only in thread 0 is the returned value the result.
 template <bool MAX> static __device__ double combine_block(double value) {
     __shared__ double warps[WARP];
     for (int offset = WARP / 2; offset > 0; offset /= 2) value = combine<MAX>(value, __shfl_xor_sync(ALL_LANES, value, offset));
@@ -21,6 +22,7 @@ template <bool MAX> static __device__ double combine_block(double value) {
     return value;
 }
 
+// Writes the sum of the gradients that this block reads to parts[blockIdx.x].
 template <typename T, bool MAX>
 static __device__ __forceinline__ void norm_part(const T *grads, uint64_t count, double *parts) {
     constexpr int N = WIDE<T>;
@@ -46,7 +48,8 @@ static __device__ __forceinline__ void norm_part(const T *grads, uint64_t count,
 
 // gradient_norm_l2_<dtype>: parts[b] = the sum of the squares of the gradients that block b reads, in f64.
 // gradient_norm_max_<dtype>: parts[b] = the largest magnitude of these gradients, NaN if one of them is NaN.
-//   grads [count], any alignment; parts f64 [gridDim.x]. The order in which gradients are added depends only on `count` and the grid.
+//   grads [count], not necessarily from a 16-byte boundary; parts f64 [gridDim.x]. The order in which gradients are added
+//   depends only on `count` and the grid.
 // Grid: (count + 4095) / 4096, at most 1024; block: 256; no dynamic shared memory.
 #define DEFINE_NORM(suffix, T)                                                                                         \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
@@ -61,10 +64,11 @@ static __device__ __forceinline__ void norm_part(const T *grads, uint64_t count,
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_NORM)
 
-// The norm of the gradients of all buffers and the clip factor of torch.nn.utils.clip_grad_norm_:
-// factor = min(1, max_norm / (norm + 1e-6)), NaN if the norm is NaN. The norm is that of the gradients divided by the loss scale.
-//   parts f64 [count]: the results of gradient_norm_* for all buffers, concatenated; is_max = 1 if they are of gradient_norm_max;
-//   max_norm, infinity for no clipping; loss_scale, or null for 1.
+// Writes to *clip the norm of the gradients of all buffers, and the clip factor of torch.nn.utils.clip_grad_norm_:
+// factor = min(1, max_norm / (norm + 1e-6)). The factor is NaN if the norm is NaN, or if norm and max_norm are infinite. The norm is that
+// of the gradients divided by the loss scale.
+//   parts f64 [count]: the results of gradient_norm_* for all buffers, concatenated; is_max: 1 if they are those of gradient_norm_max,
+//   0 for gradient_norm_l2; max_norm: infinity for no clipping; loss_scale: null for a scale of 1.
 // Grid: 1; block: 256; no dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(256)
     gradient_clip(const double *parts, uint32_t count, uint32_t is_max, double max_norm, const LossScale *loss_scale, Clip *clip) {
@@ -89,10 +93,10 @@ static __device__ __forceinline__ void scale_gradients(T *grads, uint64_t count,
     }
 }
 
-// gradient_scale_<dtype>: grads *= clip.factor / loss_scale.scale, for clipping and for callers that need gradients without the
+// gradient_scale_<dtype>: grads *= clip->factor / loss_scale->scale, for clipping and for callers that need gradients without the
 // loss scale. (The optimizers' kernels do not clip, but they can divide the gradients by the loss scale themselves.) The kernel
 // neither reads nor writes gradients if the quotient is 1.
-//   grads [count]; clip, or null for 1; loss_scale, or null for 1.
+//   grads [count]; clip: null for a factor of 1; loss_scale: null for a scale of 1.
 // Grid: any; block: any; no dynamic shared memory.
 #define DEFINE_SCALE(suffix, T)                                                                                        \
     extern "C" __global__ void gradient_scale_##suffix(T *grads, uint64_t count, const Clip *clip,                     \
@@ -102,9 +106,9 @@ static __device__ __forceinline__ void scale_gradients(T *grads, uint64_t count,
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SCALE)
 
-// Updates the loss scale after a step, as torch.amp.GradScaler does. The scale is multiplied by `backoff` if a gradient was
-// infinite or NaN, and by `growth` after `interval` consecutive steps with finite gradients, unless f32 cannot represent the
-// product.
+// Updates the loss scale after a step, as torch.amp.GradScaler does. The scale is multiplied by `backoff` if the norm is infinite
+// or NaN. It is multiplied by `growth` after `interval` consecutive steps with a finite norm, unless the product is larger than
+// the largest f32 number.
 //   norm: the norm of this step's gradients, which is infinite or NaN if one of them is.
 // Grid: 1; block: 1; no dynamic shared memory.
 extern "C" __global__ void

@@ -1,14 +1,15 @@
-// Group norm (Wu & He 2018, arXiv:1803.08494) with channels last, alone and followed by SiLU.
+// Group norm (Wu & He 2018, arXiv:1803.08494) with channels last: alone (group_norm), or followed by SiLU (group_norm_silu).
 //
-// x, y, their gradients dx and grad are (batch, positions, channels); a group is `channels / groups` neighbouring channels of a sample.
-// mean and rstd = 1/√(var + eps) are (batch, groups), f32 (f64 for f64). `affine_f32`: see affine.cuh.
+// x and y, and their gradients dx and grad, are (batch, positions, channels); a group is `channels / groups` neighbouring channels of a
+// sample. mean and rstd = 1/√(var + eps) are (batch, groups), f32 (f64 for f64). weight and bias (channels) may be null; see affine.cuh,
+// also for `affine_f32`.
 //
-// The forward pass has three kernels: statistics, moments and forward. So has the backward pass: sums, slopes and backward. The first
-// and the third kernel of each pass are launched over the tensor, as channels.cuh says. The second kernel (moments, slopes) is
+// The forward pass has three kernels: statistics, moments and forward. The backward pass also has three: sums, slopes and backward. The
+// first and the third kernel of each pass are launched over the tensor, as channels.cuh says. The second kernel (moments, slopes) is
 // launched over the groups:
 //     block 128, grid batch * groups, no dynamic shared memory.
-// channels.cuh also says how the tensor is split into pieces and tiles. partials is (batch, tiles, groups, pieces, 2) of f32 (f64
-// for f64) from a 16-byte boundary.
+// channels.cuh also says how the tensor is split into pieces of positions and tiles of channels. partials is
+// (batch, tiles, groups, pieces, 2) of f32 (f64 for f64) from a 16-byte boundary.
 
 #include "architecture.cuh"
 #include "channels.cuh"
@@ -17,8 +18,9 @@
 namespace {
 
 // The mean and the sum of squared deviations of each group, over the group's elements in the block's piece and tile. For each of its
-// channels, a thread sums the differences of the elements from the first element that it reads. These differences are about as large
-// as the deviations from the mean, so few digits cancel when sum² / count is subtracted from the sum of squares.
+// channels, a thread sums the differences of the elements from the first element that it reads, and the squares of these differences;
+// meanwhile `mean` holds that first element. The differences are about as large as the deviations from the mean, so few digits cancel
+// when sum² / count is subtracted from the sum of squares.
 template <typename T, bool ALIGNED>
 __device__ __forceinline__ void statistics(const T *x, Acc<T> *partials, ChannelSize size, Slots<T> &slots) {
     using A = Acc<T>;
@@ -59,7 +61,8 @@ __device__ __forceinline__ void statistics(const T *x, Acc<T> *partials, Channel
     }
     slots.put(mean, squares);
 
-    // Chan's formula joins means and sums of squared deviations: first those of a channel's lines, then those of a group's channels.
+    // Chan's formula joins means and sums of squared deviations: first those of a channel's lines, then those of a group's channels. Each
+    // channel has `total` elements in the piece.
     const A total = positions;
     slots.join_lines(part.tile, [&](uint32_t, auto of_line, A(&results)[2]) {
         results[0] = results[1] = 0;
@@ -114,7 +117,7 @@ template <typename T, bool ALIGNED> struct Normalize {
 
 template <typename T, bool ALIGNED, bool SILU>
 __device__ __forceinline__ void forward(const T *x, Affine affine, const Acc<T> *mean, const Acc<T> *rstd, T *y, ChannelSize size) {
-    // For compute capability 12.0 the compiler needs more registers.
+    // From compute capability 12.0 on, the compiler needs more registers, so fewer loads overlap.
     constexpr int N = WIDE<T>, BATCH = !ALIGNED ? 1 : ARCHITECTURE >= 1200 ? 3 : 4;
     const Part<T, ALIGNED> part(size);
     const Normalize<T, ALIGNED> normalize(part, affine, mean, rstd);
@@ -138,7 +141,8 @@ __device__ __forceinline__ void forward(const T *x, Affine affine, const Acc<T> 
     });
 }
 
-// The gradient of the norm's result, from `g`, the gradient of the operation's result (after SiLU, if there is one).
+// The gradient of the norm's result (before SiLU, if there is one) at x. `g` is an element of grad. DEFINE_SUMS calls this gradient h;
+// in `sums` and `backward` it is the variable `g`.
 template <typename T, bool SILU, typename N> __device__ __forceinline__ Acc<T> of_norm(const N &normalize, int i, T g, T x) {
     return SILU ? widen(g) * Silu::slope<T>(normalize(i, widen(x))) : widen(g);
 }
@@ -176,6 +180,7 @@ __device__ __forceinline__ void sums(const T *x, const T *grad, Affine affine, c
         if (IS_HALF<T>) part.for_each_channel([&](int i, uint64_t group) { dot[i] -= sum[i] * mean[group]; });
         slots.put(dot, sum);
     }
+    // Kind 0 is Σ h (x - mean), which times rstd is Σ h x̂, and kind 1 is Σ h.
     slots.join_lines(part.tile, [&](uint32_t channel, auto of_line, A(&results)[2]) {
         A weight[1];
         load_parameter<T>(affine.weight, affine.is_f32, channel, A(1), weight);
@@ -207,7 +212,8 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, const T *bef
     constexpr int N = WIDE<T>, BATCH = ALIGNED ? 2 : 1;
     const Part<T, ALIGNED> part(size);
     const Normalize<T, ALIGNED> normalize(part, affine, mean, rstd);
-    // dx = scale g - slope (x - mean) - shift, where g is the result of `of_norm`. For f16 and bf16, `shift` contains -slope mean.
+    // dx = scale * g - slope * (x - mean) - shift, plus `before`, where g is the result of `of_norm`, and scale is rstd * weight. For f16
+    // and bf16, `shift` contains -slope * mean.
     A slope[N], shift[N];
     part.for_each_channel([&](int i, uint64_t group) {
         const auto pair = load_pack<2>(slopes + group * 2);
@@ -261,7 +267,7 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, const T *bef
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_STATISTICS)
 
-// Launch: over the groups. Computes mean and rstd from `partials`.
+// Launch: over the groups. Computes mean and rstd from `partials`, which have `tiles` tiles.
 #define DEFINE_MOMENTS(SUFFIX, T)                                                                                      \
     extern "C" __global__ void group_norm_moments_##SUFFIX(Acc<T> *partials, Acc<T> *mean, Acc<T> *rstd,               \
                                                            uint32_t positions, uint32_t channels, uint32_t groups,     \
@@ -287,7 +293,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_STATISTICS)
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_MOMENTS)
 
-// Launch: over the tensor. y = f((x - mean) rstd weight + bias) with f(z) = z or SiLU(z).
+// Launch: over the tensor. y = f((x - mean) rstd weight + bias), where f(z) is z for group_norm and SiLU(z) for group_norm_silu.
 #define DEFINE_FORWARD(NAME, SILU, SUFFIX, T)                                                                          \
     extern "C" __global__ void __launch_bounds__(MAX_THREADS, 3)                                                       \
         NAME##_forward_##SUFFIX(const T *x, const void *weight, const void *bias, const Acc<T> *mean,                  \
@@ -301,7 +307,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_MOMENTS)
         else forward<T, false, SILU>(x, affine, mean, rstd, y, size);                                                  \
     }
 
-// Launch: over the tensor. With g = grad, w = weight, x̂ = (x - mean) rstd, z = x̂ w + bias and h = g f'(z), writes Σ w h x̂ and Σ w h to
+// Launch: over the tensor. With w = weight, x̂ = (x - mean) rstd, z = x̂ w + bias and h = grad f'(z), writes Σ w h x̂ and Σ w h to
 // `partials`: sums for each group, piece and tile over the group's elements in the piece and tile. Unless affine_partials is null, also
 // writes Σ h x̂ and Σ h of each channel over each piece to affine_partials (batch * pieces, 2, channels) of f32 (f64 for f64), from
 // which norm_affine_sum (norm.cu) computes the gradients of weight and bias.
@@ -320,7 +326,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_MOMENTS)
     }
 
 // Launch: over the groups. Computes slopes (batch, groups, 2) of f32 (f64 for f64) from `partials`: rstd² mean(w h x̂) and
-// rstd mean(w h).
+// rstd mean(w h), with means over the group; w, h and x̂ as for the sums.
 #define DEFINE_SLOPES(SUFFIX, T)                                                                                       \
     extern "C" __global__ void group_norm_slopes_##SUFFIX(Acc<T> *partials, const Acc<T> *rstd, Acc<T> *slopes,        \
                                                           uint32_t positions, uint32_t channels, uint32_t groups,      \
@@ -345,8 +351,8 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_MOMENTS)
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SLOPES)
 
-// Launch: over the tensor. dx = rstd (h w - mean(h w) - x̂ mean(h w x̂)) + before, with means over the group. `before` may be null for
-// zeros. dx may be the memory of grad or of `before`.
+// Launch: over the tensor. dx = rstd (w h - mean(w h) - x̂ mean(w h x̂)) + before, with means over the group; w, h and x̂ as for the sums.
+// `before`, of dx's shape, is an earlier part of the gradient of x, or null for zeros. dx may be the memory of grad or of `before`.
 #define DEFINE_BACKWARD(NAME, SILU, SUFFIX, T)                                                                         \
     extern "C" __global__ void __launch_bounds__(MAX_THREADS, 2)                                                       \
         NAME##_backward_##SUFFIX(const T *x, const T *grad, const T *before, const void *weight, const void *bias,     \
