@@ -1,13 +1,16 @@
-"""Time a whole job on a full-size language model, and transformers and peft in the same phases.
+"""Time a whole job on a full-size language model, here and in transformers and peft.
 
 python benches/gpu_text_job.py [--model qwen2] [--folder DIR] [--only cold,chat,...] [--no-torch]
 
 The benchmark first writes a model of random weights (3.1 GB for Qwen2-1.5B, 16 GB for Llama-3-8B)
-and 5,000 conversations. Then it runs the commands that a user would type: preview the data; train
-100 steps of 4 rows of 2,048 tokens; resume; train with validation, previews and saves; train with
-LoRA+; train from PiSSA; train until the validation loss rises; chat; export for peft, for llama.cpp
-and as a merged model; verify. A phase is the time between two lines that a command prints.
-`text_job_peer.py` runs most of these phases in transformers and peft.
+and 5,000 conversations, unless the folder already has them. Then it runs the commands that a user
+would type. These are, with their names for `--only`: preview the data (`preview`); train 100 steps
+of 4 rows of 2,048 tokens (`cold`); resume this run for 20 steps (`resume`); train with validation,
+previews and saves (`everything`), with LoRA+ (`plus`), from PiSSA (`pissa`), and until the
+validation loss rises (`stop`); chat (`chat`); export for peft (`peft`), for llama.cpp (`gguf`) and
+as a merged model (`merged`); verify the adapter (`verify`). `resume` and all commands from `chat`
+on need the run of `cold`. A phase is the time between two lines that a command prints. If torch is
+installed, `text_job_peer.py` then runs most of these phases in transformers and peft.
 """
 
 from __future__ import annotations
@@ -31,10 +34,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 STEPS, ROWS, LENGTH = 100, 4, 2048
-WRITTEN = 128
-"""The tokens of an answer."""
+ANSWER_TOKENS = 128
+"""The most tokens of an answer."""
 PROMPT: Final = "What is a LoRA?"
-STOPPED: Final = (
+EARLY_STOP: Final = (
     "--learning-rate", "0.03", "--validation-split", "0.02", "--validate-every", "5",
     "--early-stop", "2",
 )  # fmt: skip
@@ -42,7 +45,7 @@ STOPPED: Final = (
 
 
 def train(work: Path, name: str, steps: int, *more: str) -> None:
-    """Train as a user would."""
+    """Train with the settings that all trainings share, and with `more` flags."""
     outcome = command(
         "train", "--model", "causal-lm", "--weights", str(work / "weights"),
         "--dataset", str(work / "chats.jsonl"), "--output", str(work / name),
@@ -55,20 +58,20 @@ def train(work: Path, name: str, steps: int, *more: str) -> None:
 def chat(work: Path) -> None:
     """Answer one prompt, then two: the difference is the time of an answer without start-up.
 
-    The adapter has learnt from random words to end an answer at once. It is used at a small scale,
-    so that the model does not do this.
+    Training on random words teaches the adapter to end every answer at once. A small scale of the
+    adapter keeps the answers long.
     """
     for count in (1, 2):
         outcome = command(
             "sample", "--model", "causal-lm", "--weights", str(work / "weights"),
             "--adapter", str(work / "cold" / "peft"), "--device", "cuda", "--precision", "bf16",
-            "--scale", "1e-3", "--tokens", str(WRITTEN), *["--prompt", PROMPT] * count,
+            "--scale", "1e-3", "--tokens", str(ANSWER_TOKENS), *["--prompt", PROMPT] * count,
         )  # fmt: skip
-        show(f"sample, {count} of at most {WRITTEN} tokens", outcome)
+        show(f"sample, {count} of at most {ANSWER_TOKENS} tokens", outcome)
 
 
 def export(work: Path, reader: str) -> None:
-    """Export the adapter for a reader, or the merged model."""
+    """Export the adapter in the form `reader`: "peft", "gguf" or "merged"."""
     output = work / f"for-{reader}"
     outcome = command(
         "export", "--weights", str(work / "weights"), "--adapter", str(work / "cold" / "peft"),
@@ -79,7 +82,7 @@ def export(work: Path, reader: str) -> None:
 
 
 def preview(work: Path) -> None:
-    """Print the tokens of three examples."""
+    """Run the preview of three examples, and print only its last line."""
     data = ["--weights", str(work / "weights"), "--dataset", str(work / "chats.jsonl")]
     outcome = command("preview-data", *data, "--examples", "3")
     outcome.lines = outcome.lines[-1:]
@@ -96,7 +99,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", choices=sorted(full_text.MODELS), default="qwen2")
     parser.add_argument("--folder", type=Path, help="for all files (default: a temporary folder)")
-    parser.add_argument("--only", default="", help="commands, comma-separated (default: all)")
+    parser.add_argument(
+        "--only", default="", help="names of commands, comma-separated (default: all)"
+    )
     parser.add_argument("--no-torch", action="store_true", help="leave transformers and peft out")
     given = parser.parse_args()
     reason = tc.cuda.unavailable_reason()
@@ -109,12 +114,12 @@ def main() -> None:
         "resume": lambda: train(work, "cold", STEPS + 20, "--resume", "latest"),
         "everything": lambda: train(
             work, "everything", 60, "--save-every", "20", "--sample-every", "20",
-            "--sample-prompts", PROMPT, "--sample-tokens", str(WRITTEN),
+            "--sample-prompts", PROMPT, "--sample-tokens", str(ANSWER_TOKENS),
             "--validation-split", "0.02", "--validate-every", "20",
         ),
         "plus": lambda: train(work, "plus", STEPS, "--lora-plus-ratio", "16"),
         "pissa": lambda: train(work, "pissa", STEPS, "--init", "pissa"),
-        "stop": lambda: train(work, "stop", STEPS, *STOPPED),
+        "stop": lambda: train(work, "stop", STEPS, *EARLY_STOP),
         "chat": lambda: chat(work),
         "peft": lambda: export(work, "peft"),
         "gguf": lambda: export(work, "gguf"),

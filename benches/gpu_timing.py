@@ -1,9 +1,8 @@
-"""Shared code of the benchmarks on a GPU: timing with synchronisation, torch's times, floors.
+"""Shared code of the benchmarks on a GPU: the times of our calls and torch's, and floors.
 
 A floor is the larger of two times: the time to do the arithmetic at the rate of a large matrix
 product, and the time to read each input and write each result once at the rate of a large copy.
-Each benchmark first measures both rates with this library, so the floors are those of the GPU in
-use.
+`start` measures both rates with this library, so the floors are those of the GPU in use.
 """
 
 from __future__ import annotations
@@ -24,31 +23,34 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 FORMATS = ("int8", "fp8", "nf4")
+RATE_SECONDS = 0.3
+"""How long to time a call that measures a rate."""
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The GPU, the rates that it reaches, and torch if it is installed."""
+    """The GPU, the rates that it reaches, and the options that the cases share."""
 
     device: str
     flops: dict[str, float]
     """Floating-point operations a second of a large matrix product, by dtype."""
     bandwidth: float
-    """Bytes a second of a large copy, read and written."""
+    """Bytes a second that a large copy reads and writes, both counted."""
     torch: Any | None
+    """The torch module; None if it is not installed, cannot use CUDA or is left out."""
     seconds: float
     """How long to time a case."""
     base: str | None = None
     """The format of the quantized frozen model, if it is quantized."""
 
     def floor(self, dtype: str, flops: float, moved: float) -> float:
-        """The least seconds for `flops` operations, and for `moved` bytes read or written."""
+        """Return the floor, in seconds, of `flops` operations and `moved` bytes read or written."""
         return max(flops / self.flops[dtype], moved / self.bandwidth)
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser of the options that all benchmarks on a GPU have."""
+    """Return a parser of the options that the benchmarks on a GPU share."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", default="cuda", help="cuda or cuda:N")
     parser.add_argument("--only", default="", help="run the cases whose title contains this")
@@ -61,7 +63,10 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def start(options: argparse.Namespace) -> Machine:
-    """Measure the machine, and print the versions and rates."""
+    """Measure the machine's rates, print them and the versions, and set W8A8 as the options say.
+
+    Without CUDA, the benchmark ends with the reason.
+    """
     reason = tc.cuda.unavailable_reason()
     if reason is not None:
         raise SystemExit(f"no CUDA: {reason}")
@@ -81,25 +86,25 @@ def start(options: argparse.Namespace) -> Machine:
 
 
 def on(machine: Machine) -> str:
-    """What to append to the title of a case: the format of the base, and "products" for W8A8."""
+    """Return what to append to a case's title: a quantized base's format, "products" for W8A8."""
     products = " and products" if tc.get_w8a8() else ""
     return f", {machine.base} base{products}" if machine.base else ""
 
 
 def product_rate(device: str, dtype: str, size: int = 8192) -> float:
-    """Operations a second of a product of two square matrices of random numbers."""
+    """Return the operations a second of a product of two square matrices of random numbers."""
     a, b = (tc.randn((size, size), device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / timed(lambda: a @ b, device, 0.3)
+    return 2 * size**3 / timed(lambda: a @ b, device, RATE_SECONDS)
 
 
 def copy_rate(device: str) -> float:
-    """Bytes a second of a copy of 2 GiB, read and written."""
+    """Return the bytes a second that a copy of 2 GiB reads and writes, both counted."""
     source = tc.randn((1 << 29,), device=device)
-    return 2 * source.nbytes / timed(lambda: source * 1.0, device, 0.3)
+    return 2 * source.nbytes / timed(lambda: source * 1.0, device, RATE_SECONDS)
 
 
 def fresh(device: str) -> None:
-    """Free the memory of earlier cases, and reset the peaks."""
+    """Free the GPU memory of earlier cases, and reset the peaks: of this library and of torch."""
     gc.collect()
     tc.cuda.synchronize(device)
     tc.cuda.empty_cache(device)
@@ -111,21 +116,26 @@ def fresh(device: str) -> None:
 
 
 def timed(call: Callable[[], object], device: str, seconds: float) -> float:
-    """Median seconds of a call until the device has done its work, after three untimed calls.
+    """Return the median seconds of a call, with the device's work, after untimed calls.
 
-    Short calls are timed in groups of about 2 ms, because waiting after each call would add to its
-    time.
+    Calls that take less than 2 ms are timed in groups of about 2 ms, because waiting for the device
+    after each call would add to its time.
+
+    Args:
+        call: what to time.
+        device: the device on which the call works.
+        seconds: about how long to time, with at least 5 and at most 200 groups.
     """
     return _median(call, lambda: tc.cuda.synchronize(device), seconds)
 
 
 def torch_timed(torch: Any, call: Callable[[], object], seconds: float) -> float:
-    """Like `timed`, for torch."""
+    """Return what `timed` returns, for a call of torch."""
     return _median(call, torch.cuda.synchronize, seconds)
 
 
 def _median(call: Callable[[], object], wait: Callable[[], object], seconds: float) -> float:
-    def run(count: int) -> float:
+    def mean_seconds(count: int) -> float:
         wait()
         started = time.perf_counter()
         for _ in range(count):
@@ -133,26 +143,27 @@ def _median(call: Callable[[], object], wait: Callable[[], object], seconds: flo
         wait()
         return (time.perf_counter() - started) / count
 
-    run(3)
-    once = run(1)
-    inner = max(1, round(2e-3 / once))
-    rounds = min(max(5, round(seconds / (once * inner))), 200)
-    return statistics.median(run(inner) for _ in range(rounds))
+    mean_seconds(3)  # untimed
+    once = mean_seconds(1)
+    group = max(1, round(2e-3 / once))
+    rounds = min(max(5, round(seconds / (once * group))), 200)
+    return statistics.median(mean_seconds(group) for _ in range(rounds))
 
 
 def captured(call: Callable[[], object], device: str) -> Callable[[], object]:
-    """The call as a CUDA graph that returns nothing, because a replay would copy the results."""
+    """Return the call as a CUDA graph, without its results, which each replay would copy."""
 
     def run(_: tc.Tensor) -> None:
         call()
 
+    # The input only tells `capture` the device.
     unused = tc.zeros((1,), device=device)
     graph = tc.cuda.capture(run, [unused])
     return lambda: graph(unused)
 
 
 def milliseconds(**seconds: float | None) -> str:
-    """`name 1.234 ms` for each time that is not None."""
+    """Return `name 1.234 ms` for each time in seconds that is not None, joined by commas."""
     return ", ".join(
         f"{name.replace('_', ' ')} {value * 1e3:.3f} ms"
         for name, value in seconds.items()
@@ -161,7 +172,10 @@ def milliseconds(**seconds: float | None) -> str:
 
 
 def traced(torch: Any, graph: Callable[[], object], device: str, rows: int = 40) -> None:
-    """Print where the GPU's time goes in a replay of a graph, as torch's profiler measures it."""
+    """Print where the GPU's time goes in a replay of a graph, as torch's profiler measures it.
+
+    The lines are those of the whole replay and of the `rows` kernels that take longest.
+    """
     for _ in range(3):
         graph()
     tc.cuda.synchronize(device)
@@ -174,12 +188,15 @@ def traced(torch: Any, graph: Callable[[], object], device: str, rows: int = 40)
         f"{total / 1e3:10.3f} ms {sum(kernel.count for kernel in kernels):7d} kernels of a replay"
     )
     for kernel in kernels[:rows]:
-        milliseconds = kernel.self_device_time_total / 1e3
-        print(f"{milliseconds:10.3f} ms {kernel.count:7d} {kernel.key[:80]}", flush=True)
+        spent = kernel.self_device_time_total / 1e3
+        print(f"{spent:10.3f} ms {kernel.count:7d} {kernel.key[:80]}", flush=True)
 
 
 def profiled(call: Callable[[], object], device: str, rows: int = 40) -> None:
-    """Print where the GPU's time goes in a call that is not a graph."""
+    """Print where the GPU's time goes in a call that replays no graph, in `rows` kernels.
+
+    The call first runs once unmeasured.
+    """
     call()
     with tc.cuda.profile(device) as profile:
         call()

@@ -3,8 +3,10 @@
 python benches/gpu_transformers.py [--only flux] [--profile]
 
 A step is forward, mean squared error, backward and the optimizer, with f32 LoRA of rank 16 on the
-attention of image and text. Our step is timed without and with a CUDA graph. The time with the
-graph is compared with that of diffusers and peft under torch's autocast, if they are installed.
+attention of image and text (in FLUX.2, also on the MLP layers that are fused with it). Our step is
+timed without and with a CUDA graph. The time with the graph is compared with that of diffusers and
+peft in eager mode under torch's autocast, if they are installed. diffusers recomputes all blocks
+where our checkpointing is full or offload, and nothing otherwise.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from trainable_candle.families.flow.patches import positions
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-RANK, LATENT = 16, 128
+RANK = 16
+LATENT = 128
+"""The height and width of the latents of an image of 1024 x 1024 px."""
 ATTENTION_LAYERS = [
     "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
 ]  # fmt: skip
@@ -66,16 +70,14 @@ Z_IMAGE = {
     "n_kv_heads": 30, "cap_feat_dim": 2560, "axes_dims": [32, 48, 48],
     "axes_lens": [1024, 512, 512],
 }  # fmt: skip
-TEXT_WIDTH = {"zimage": "cap_feat_dim", "flux": "joint_attention_dim",
-              "sd3": "joint_attention_dim", "flux2": "joint_attention_dim",
-              "chroma": "joint_attention_dim"}  # fmt: skip
+# Our names of the classes. In diffusers, "2DModel" follows.
 CLASSES = {"flux": "FluxTransformer", "sd3": "SD3Transformer", "flux2": "Flux2Transformer",
            "zimage": "ZImageTransformer", "chroma": "ChromaTransformer"}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Case:
-    """The model, the kind of checkpointing and the optimizer of a measured step."""
+    """The model, its text, the kind of checkpointing and the optimizer of a measured step."""
 
     name: str
     config: dict[str, Any]
@@ -102,11 +104,12 @@ class Case:
 
     @property
     def layers(self) -> list[str]:
+        """The layers that get a LoRA."""
         return ATTENTION_LAYERS + (FUSED_LAYERS if self.kind == "flux2" else [])
 
     @property
     def text_width(self) -> int:
-        return int(self.config[TEXT_WIDTH[self.kind]])
+        return int(self.config["cap_feat_dim" if self.kind == "zimage" else "joint_attention_dim"])
 
     @property
     def recomputes_all(self) -> bool:
@@ -116,11 +119,12 @@ class Case:
     def step_flops(self) -> float:
         """The floating-point operations of a step.
 
-        Backward costs as much as forward in frozen layers, 2.5 times as much in attention.
+        The backward pass costs as much as the forward pass in frozen linear layers, and 2.5 times
+        as much in attention. A case that recomputes all blocks adds a forward pass.
         """
         linear, attention = self.flops
-        again = linear + attention if self.recomputes_all else 0
-        return 2 * linear + 3.5 * attention + again
+        recomputed = linear + attention if self.recomputes_all else 0
+        return 2 * linear + 3.5 * attention + recomputed
 
 
 def cases() -> list[Case]:
@@ -132,58 +136,62 @@ def cases() -> list[Case]:
         ("flux2-klein-4b", KLEIN, 512, (28.3e12, 6.5e12)),
         ("z-image", Z_IMAGE, 128, (47.8e12, 8.7e12)),
     ]
-    found = []
+    result = []
     for name, config, tokens, flops in models:
         if config is not LARGE:
-            found.append(Case(name, config, tokens, flops, "no", "adamw"))
+            result.append(Case(name, config, tokens, flops, "no", "adamw"))
         if config is FLUX or config is KLEIN:
-            found.append(Case(name, config, tokens, flops, "selective", "adamw"))
-        found.append(Case(name, config, tokens, flops, "full", "adamw8bit"))
-        found.append(Case(name, config, tokens, flops, "offload", "adamw8bit"))
-    return found
+            result.append(Case(name, config, tokens, flops, "selective", "adamw"))
+        result.append(Case(name, config, tokens, flops, "full", "adamw8bit"))
+        result.append(Case(name, config, tokens, flops, "offload", "adamw8bit"))
+    return result
 
 
 def model_of(case: Case, device: str, base: str | None = None, **streaming: Any) -> Any:
-    """The model with random weights."""
+    """Return our model of a case, with random weights; `streaming` goes to `from_config`."""
     tc.manual_seed(0)
-    kind: Any = getattr(tc.models, CLASSES[case.kind])
+    model_class: Any = getattr(tc.models, CLASSES[case.kind])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(case.config | {"_class_name": f"{CLASSES[case.kind]}2DModel"}))
-        return kind.from_config(path, dtype="bf16", device=device, quantize=base, **streaming)
+        return model_class.from_config(
+            path, dtype="bf16", device=device, quantize=base, **streaming
+        )
 
 
 def ours(case: Case, device: str, base: str | None = None) -> Callable[[], tc.Tensor]:
+    """Return our step of a case."""
     return step_of(case, model_of(case, device, base), device)
 
 
 def inputs_of(case: Case, device: str, latent: int = LATENT) -> tuple[tc.Tensor, ...]:
-    """The inputs of our model, for latents of this height and width."""
+    """Return random inputs of our model, for latents of `latent` x `latent`."""
 
     def random(*shape: int) -> tc.Tensor:
         return tc.randn((1, *shape), device=device).to("bf16")
 
-    text, times = random(case.tokens, case.text_width), tc.full((1,), 0.5, device=device)
-    area, side = latent * latent // 4, latent // 2
+    text, timesteps = random(case.tokens, case.text_width), tc.full((1,), 0.5, device=device)
+    side = latent // 2  # tokens stand for patches of 2 x 2
+    area = side * side
     channels = case.config["in_channels"]
     latents = (channels, latent, latent)
     if case.kind == "zimage":
-        return (random(*latents), text, times)
+        return (random(*latents), text, timesteps)
     if case.kind == "flux2":
         image_ids, text_ids = positions(side, side, case.tokens, device, counts_words=True)
-        return (random(area, channels), text, times, image_ids, text_ids)
+        return (random(area, channels), text, timesteps, image_ids, text_ids)
     image_ids, text_ids = positions(side, side, case.tokens, device)
     if case.kind == "chroma":
-        return (random(area, channels), text, times, image_ids, text_ids)
+        return (random(area, channels), text, timesteps, image_ids, text_ids)
     pooled = random(case.config["pooled_projection_dim"])
     if case.kind == "sd3":
-        return (random(*latents), text, pooled, times * 1000.0)
+        return (random(*latents), text, pooled, timesteps * 1000.0)
     guidance = tc.full((1,), 1.0, device=device)
-    return (random(area, channels), text, pooled, times, image_ids, text_ids, guidance)
+    return (random(area, channels), text, pooled, timesteps, image_ids, text_ids, guidance)
 
 
 def step_of(case: Case, model: Any, device: str) -> Callable[[], tc.Tensor]:
-    """A step of training."""
+    """Put LoRA on the model and make its optimizer; return a step of training."""
     if case.checkpointing != "no":
         model.enable_gradient_checkpointing(case.checkpointing)
     config = tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=case.layers)
@@ -205,15 +213,15 @@ def step_of(case: Case, model: Any, device: str) -> Callable[[], tc.Tensor]:
 
 
 def their_inputs(torch: Any, case: Case) -> dict[str, Any]:
-    """The inputs of diffusers' model."""
+    """Return random inputs of diffusers' model, by the names of its arguments."""
     half = {"dtype": torch.bfloat16, "device": "cuda"}
     text = torch.randn(1, case.tokens, case.text_width, **half)
     channels, side = case.config["in_channels"], LATENT // 2
-    times = torch.full((1,), 0.5, **half)
+    timesteps = torch.full((1,), 0.5, **half)
     if case.kind == "zimage":
         latents = torch.randn(channels, 1, LATENT, LATENT, **half)
-        return {"x": [latents], "t": times, "cap_feats": [text[0]]}
-    given = {"encoder_hidden_states": text, "timestep": times}
+        return {"x": [latents], "t": timesteps, "cap_feats": [text[0]]}
+    given = {"encoder_hidden_states": text, "timestep": timesteps}
     if case.kind == "sd3":
         return given | {
             "pooled_projections": torch.randn(1, case.config["pooled_projection_dim"], **half),
@@ -221,27 +229,30 @@ def their_inputs(torch: Any, case: Case) -> dict[str, Any]:
             "timestep": torch.full((1,), 500.0, device="cuda"),
         }
     axes = len(case.config["axes_dims_rope"])
-    ids, words = torch.zeros(side, side, axes, **half), torch.zeros(case.tokens, axes, **half)
-    ids[..., 1], ids[..., 2] = torch.arange(side)[:, None], torch.arange(side)
+    image_ids = torch.zeros(side, side, axes, **half)
+    text_ids = torch.zeros(case.tokens, axes, **half)
+    image_ids[..., 1], image_ids[..., 2] = torch.arange(side)[:, None], torch.arange(side)
     given |= {
         "hidden_states": torch.randn(1, side * side, channels, **half),
-        "img_ids": ids.reshape(-1, axes),
-        "txt_ids": words,
+        "img_ids": image_ids.reshape(-1, axes),
+        "txt_ids": text_ids,
     }
     if case.kind == "flux":
         given["pooled_projections"] = torch.randn(1, case.config["pooled_projection_dim"], **half)
         given["guidance"] = torch.ones(1, device="cuda")
     elif case.kind == "flux2":
-        words[:, 3] = torch.arange(case.tokens)
+        text_ids[:, 3] = torch.arange(case.tokens)
     return given
 
 
 def their_result(model: Any, given: dict[str, Any], case: Case) -> Any:
-    found = model(**given, return_dict=False)[0]
-    return found[0] if case.kind == "zimage" else found
+    """Return the result of diffusers' model. Z-Image returns a list, of one image here."""
+    result = model(**given, return_dict=False)[0]
+    return result[0] if case.kind == "zimage" else result
 
 
 def theirs(torch: Any, case: Case) -> Callable[[], object]:
+    """Return the step of diffusers and peft; raise `ImportError` without them."""
     import diffusers  # noqa: PLC0415 - optional
     from peft import LoraConfig, inject_adapter_in_model  # noqa: PLC0415 - optional
 
@@ -252,7 +263,7 @@ def theirs(torch: Any, case: Case) -> Callable[[], object]:
         torch.set_default_dtype(torch.bfloat16)
         model = getattr(diffusers, f"{CLASSES[case.kind]}2DModel")(**case.config)
         torch.set_default_dtype(torch.float32)
-    # diffusers makes the table of positions in f32, so the whole model is converted.
+    # diffusers makes the table of positions in f32, so the model is converted to bf16 once more.
     model = model.to(torch.bfloat16).requires_grad_(False)
     config = LoraConfig(
         r=RANK, lora_alpha=RANK, target_modules=case.layers, init_lora_weights="gaussian"
@@ -272,8 +283,8 @@ def theirs(torch: Any, case: Case) -> Callable[[], object]:
 
     def step() -> None:
         with torch.autocast("cuda", torch.bfloat16):
-            found = their_result(model, given, case)
-        torch.nn.functional.mse_loss(found.float(), target).backward()
+            result = their_result(model, given, case)
+        torch.nn.functional.mse_loss(result.float(), target).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -281,6 +292,7 @@ def theirs(torch: Any, case: Case) -> Callable[[], object]:
 
 
 def run(case: Case, machine: Machine, *, profile: bool) -> None:
+    """Measure a case, and print our line and, with torch, that of diffusers."""
     device = machine.device
     gpu_timing.fresh(device)
     step = ours(case, device, machine.base)

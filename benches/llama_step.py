@@ -1,4 +1,4 @@
-"""A LoRA training step of the built-in language model on the CPU, beside usual torch code.
+"""A LoRA training step of the built-in language model and of torch, on the CPU.
 
 python benches/llama_step.py
 """
@@ -18,17 +18,19 @@ if TYPE_CHECKING:
 
 WIDTH, LAYERS, HEADS, HEAD, INNER, VOCABULARY = 96, 3, 3, 32, 128, 260
 SEQUENCES, LENGTH, RANK = 8, 128, 16
-NAMES = {
+LINEAR_LAYERS = {
     "self_attn.q_proj": (HEADS * HEAD, WIDTH), "self_attn.k_proj": (HEAD, WIDTH),
     "self_attn.v_proj": (HEAD, WIDTH), "self_attn.o_proj": (WIDTH, HEADS * HEAD),
     "mlp.gate_proj": (INNER, WIDTH), "mlp.up_proj": (INNER, WIDTH), "mlp.down_proj": (WIDTH, INNER),
 }  # fmt: skip
-"""The linear layers of a block, which all get a LoRA, and the shapes of their weights."""
+"""The linear layers of a block, which all get a LoRA, and the shapes of their weights. There is one
+head of keys and one of values."""
 
 
 def our_step(ids: np.ndarray) -> Callable[[], object]:
+    """Return a step of our model on these tokens, (sequences, tokens)."""
     model = tc.models.CausalLM.from_pretrained(BUILT_IN, dtype="f32")
-    targets = [name.rpartition(".")[2] for name in NAMES]
+    targets = [name.rpartition(".")[2] for name in LINEAR_LAYERS]
     adapter = model.add_adapter(tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=targets))
     optimizer = tc.optim.AdamW(adapter.parameters(), lr=1e-4, weight_decay=0.0)
     inputs = tc.tensor(ids)
@@ -50,12 +52,13 @@ class TorchLlama:
         self.torch = torch
         self.embedding = torch.randn(VOCABULARY, WIDTH) * 0.1
         self.weights = [
-            {name: torch.randn(shape) * 0.1 for name, shape in NAMES.items()} for _ in range(LAYERS)
+            {name: torch.randn(shape) * 0.1 for name, shape in LINEAR_LAYERS.items()}
+            for _ in range(LAYERS)
         ]
         self.adapter = [
             {
-                name: (torch.randn(RANK, i) * 0.1, torch.zeros(o, RANK))
-                for name, (o, i) in NAMES.items()
+                name: (torch.randn(RANK, inputs) * 0.1, torch.zeros(outputs, RANK))
+                for name, (outputs, inputs) in LINEAR_LAYERS.items()
             }
             for _ in range(LAYERS)
         ]
@@ -65,51 +68,55 @@ class TorchLlama:
         self.norm_weight = torch.ones(WIDTH)
 
     def linear(self, layer: int, name: str, x: Any) -> Any:
-        """The output of a linear layer with its LoRA."""
+        """Return the output of a linear layer with its LoRA of scale 1."""
         linear = self.torch.nn.functional.linear
         down, up = self.adapter[layer][name]
         return linear(x, self.weights[layer][name]) + linear(linear(x, down), up)
 
     def norm(self, x: Any) -> Any:
-        """The root mean square norm."""
+        """Return the root mean square norm of `x`, with weights of 1."""
         return self.torch.nn.functional.rms_norm(x, (WIDTH,), self.norm_weight, 1e-5)
 
-    def heads(self, layer: int, name: str, x: Any, *, turned: bool) -> Any:
-        """A projection, (B, heads, L, HEAD); if `turned`, rotated by the positions' angles."""
+    def heads(self, layer: int, name: str, x: Any, *, rotated: bool) -> Any:
+        """Return a projection of `x`, (sequences, heads, tokens, HEAD).
+
+        If `rotated`, it has rotary embeddings of the positions.
+        """
         x = self.linear(layer, name, x).unflatten(2, (-1, HEAD)).transpose(1, 2)
-        if not turned:
+        if not rotated:
             return x
         first, second = x.chunk(2, dim=3)
         return x * self.cos + self.torch.cat([-second, first], dim=3) * self.sin
 
     def loss(self, ids: Any) -> Any:
-        """The mean cross-entropy of the next tokens."""
+        """Return the mean cross-entropy of the next tokens."""
         functional = self.torch.nn.functional
         h = functional.embedding(ids, self.embedding)
         for i in range(LAYERS):
-            n = self.norm(h)
-            q = self.heads(i, "self_attn.q_proj", n, turned=True)
-            k = self.heads(i, "self_attn.k_proj", n, turned=True)
-            v = self.heads(i, "self_attn.v_proj", n, turned=False)
+            normed = self.norm(h)
+            q = self.heads(i, "self_attn.q_proj", normed, rotated=True)
+            k = self.heads(i, "self_attn.k_proj", normed, rotated=True)
+            v = self.heads(i, "self_attn.v_proj", normed, rotated=False)
             a = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             h = h + self.linear(i, "self_attn.o_proj", a.transpose(1, 2).flatten(2))
-            n = self.norm(h)
-            gate = functional.silu(self.linear(i, "mlp.gate_proj", n))
-            h = h + self.linear(i, "mlp.down_proj", gate * self.linear(i, "mlp.up_proj", n))
+            normed = self.norm(h)
+            gate = functional.silu(self.linear(i, "mlp.gate_proj", normed))
+            h = h + self.linear(i, "mlp.down_proj", gate * self.linear(i, "mlp.up_proj", normed))
         scores = functional.linear(self.norm(h)[:, :-1], self.embedding)
         return functional.cross_entropy(scores.flatten(0, 1), ids[:, 1:].flatten())
 
 
 def their_step(torch: Any, ids: np.ndarray) -> Callable[[], object]:
+    """Return a step of torch on these tokens, (sequences, tokens)."""
     model = TorchLlama(torch)
     leaves = [leaf for layer in model.adapter for pair in layer.values() for leaf in pair]
     for leaf in leaves:
         leaf.requires_grad_()
     optimizer = torch.optim.AdamW(leaves, lr=1e-4, weight_decay=0.0)
-    data = torch.from_numpy(ids)
+    inputs = torch.from_numpy(ids)
 
     def step() -> object:
-        loss = model.loss(data)
+        loss = model.loss(inputs)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

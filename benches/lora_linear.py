@@ -1,4 +1,4 @@
-"""A frozen linear layer with LoRA, forward and backward.
+"""Time a frozen linear layer with LoRA, forward and backward, and the same layer in torch.
 
 python benches/lora_linear.py [--rows]
 """
@@ -11,18 +11,21 @@ import timing
 import trainable_candle as tc
 
 
-def case(rows: int, width: int, rank: int, rounds: int, *, by_row: bool = False) -> None:
+def compare(
+    rows: int, width: int, rank: int, rounds: int, *, prints_row_times: bool = False
+) -> None:
+    """Time both sides on inputs of shape (rows, width), and print their times."""
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((width, width), dtype=np.float32) * 0.02
     down = rng.standard_normal((rank, width), dtype=np.float32) * 0.02
     up = rng.standard_normal((width, rank), dtype=np.float32) * 0.02
     x = rng.standard_normal((rows, width), dtype=np.float32)
-    grad = rng.standard_normal((rows, width), dtype=np.float32)
+    result_grad = rng.standard_normal((rows, width), dtype=np.float32)
 
-    layer = tc.nn.LoRALinear(tc.tensor(weight), rank, rank / 2)
+    layer = tc.nn.LoRALinear(tc.tensor(weight), rank, rank / 2)  # alpha: a scale of 0.5
     for var, value in zip(layer.get_vars(), (down, up), strict=True):
         var.set(tc.tensor(value))
-    our_x, our_grad = tc.Var(x), tc.tensor(grad)
+    our_x, our_grad = tc.Var(x), tc.tensor(result_grad)
 
     def ours() -> None:
         for var in (our_x, *layer.get_vars()):
@@ -32,7 +35,7 @@ def case(rows: int, width: int, rank: int, rounds: int, *, by_row: bool = False)
     sides = {"ours": ours}
     torch = timing.find_torch()
     if torch:
-        base, their_grad = torch.from_numpy(weight), torch.from_numpy(grad)
+        base, their_grad = torch.from_numpy(weight), torch.from_numpy(result_grad)
         their_x = torch.from_numpy(x).requires_grad_()
         a, b = (torch.from_numpy(m).requires_grad_() for m in (down, up))
         linear = torch.nn.functional.linear
@@ -47,21 +50,25 @@ def case(rows: int, width: int, rank: int, rounds: int, *, by_row: bool = False)
     seconds = timing.race(sides, rounds)
     title = f"{rows} rows, {width} -> {width}, rank {rank}"
     timing.report(title, seconds)
-    if by_row:
-        costs = (f"{name} {value / rows * 1e6:.2f} us a row" for name, value in seconds.items())
-        print(f"{title}: {', '.join(costs)}", flush=True)
+    if prints_row_times:
+        row_times = (f"{name} {value / rows * 1e6:.2f} us a row" for name, value in seconds.items())
+        print(f"{title}: {', '.join(row_times)}", flush=True)
 
 
 def main() -> None:
     parser = timing.parser(__doc__)
-    parser.add_argument("--rows", action="store_true", help="time growing numbers of rows")
+    parser.add_argument(
+        "--rows", action="store_true", help="instead, time 2^12 to 2^20 rows, also by row"
+    )
     options = timing.start(parser)
     if options.rows:
         for power in range(12, 21, 2):
-            case(2**power, 512, 16, max(options.rounds >> (power - 12), 5), by_row=True)
+            # Twice the rows get half the rounds, but at least 5.
+            rounds = max(options.rounds >> (power - 12), 5)
+            compare(2**power, 512, 16, rounds, prints_row_times=True)
         return
     for rows, width, rank in ((512, 1024, 16), (1024, 768, 16), (2048, 640, 32), (64, 256, 8)):
-        case(rows, width, rank, options.rounds)
+        compare(rows, width, rank, options.rounds)
 
 
 if __name__ == "__main__":

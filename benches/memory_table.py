@@ -30,14 +30,17 @@ if TYPE_CHECKING:
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "memory.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
-# Bytes of host memory that a run may use for what `Estimate.host` counts.
+# Bytes of host memory that a run may use: see `Budget.host`.
 HOST = 24 * GIB
-# The memory of cards in GB, and their GPUs. The 6 GB card stands for GPUs of laptops.
+# The GiB of memory of cards (sold as GB), and their GPUs. The 6 GB card stands for GPUs of laptops.
 CARDS = (
     (6, "RTX 3060"), (8, "RTX 4060 Ti"), (12, "RTX 4070"), (16, "RTX 4060 Ti"), (24, "RTX 3090"),
     (24, "RTX 4090"), (32, "RTX 5090"),
 )  # fmt: skip
-RANK, SIDE, ROW = 16, 1024, 2048
+RANK, SIDE = 16, 1024
+"""The rank of the LoRA, and the height and width of the images in px."""
+ROW_TOKENS = 2048
+# Names of settings in the column "chosen".
 SHORT = {
     "gradient_checkpointing": "checkpointing", "checkpoint_blocks": "for", "base_precision": "base",
     "text_encoder_precision": "texts", "stream_modulation": "modulation streamed",
@@ -46,28 +49,34 @@ SHORT = {
 
 
 def plans(model: str, folder: Path) -> Iterator[tuple[int, str, Plan | None, Budget]]:
-    """For each card: its GiB and GPU, the plan if one fits, and the budget."""
-    name, _ = MODELS[model]
-    family: Any = families.find(name)
+    """Yield for each card: its GiB, its GPU, the plan (None if none fits), and the budget.
+
+    Args:
+        model: a key of `MODELS`.
+        folder: where to write the model's configurations and an image.
+    """
+    family_name, _ = MODELS[model]
+    family_class: Any = families.find(family_name)
     weights = write_model(folder / model, model)
     for gib, gpu in CARDS:
-        config = _config(family, folder)
+        config = _config(family_class, folder)
         budget = Budget(gib * GIB - CONTEXT_BYTES, HOST, GPUS[gpu], margin=0.05)
-        made = family(weights, "bf16", "cuda", config)
-        if name == "causal-lm":
-            estimate = partial(made.estimate, tokens=ROW)
+        family = family_class(weights, "bf16", "cuda", config)
+        if family_name == "causal-lm":
+            estimate = partial(family.estimate, tokens=ROW_TOKENS)
         else:
-            task = made.task()
+            task = family.task()
             data = task.read(lambda _: None)
             estimate = partial(task.estimate, data=data, limit=budget.memory)
         try:
-            plan = make_plan(config, family.groups, budget, estimate)
+            plan = make_plan(config, family_class.groups, budget, estimate)
         except OutOfMemoryError:
             plan = None
         yield gib, gpu, plan, budget
 
 
 def _config(family: Any, folder: Path) -> TrainConfig:
+    """Return the settings of a run, with the family's defaults; write the image of its data set."""
     images = folder / "images"
     if not images.exists():
         images.mkdir()
@@ -77,12 +86,12 @@ def _config(family: Any, folder: Path) -> TrainConfig:
         dataset=str(images), device="cuda", precision="bf16", rank=RANK,
         resolution=None if family.name == "causal-lm" else SIDE,
     )  # fmt: skip
-    missing = {k: v for k, v in family.defaults(given).items() if getattr(given, k) is None}
-    return given.with_(**missing)
+    defaults = {k: v for k, v in family.defaults(given).items() if getattr(given, k) is None}
+    return given.with_(**defaults)
 
 
 def table() -> list[str]:
-    """The lines of the table."""
+    """Return the lines of the table."""
     lines = [
         "| model | card | chosen | peak | while | host | a step |",
         "|---|---|---|---|---|---|---|",
@@ -94,22 +103,25 @@ def table() -> list[str]:
 
 
 def _line(model: str, gib: int, gpu: str, plan: Plan | None, budget: Budget) -> str:
+    """Return the line of a model on a card."""
     card = f"{gib} GB ({gpu})"
     if plan is None:
         return f"| {model} | {card} | does not fit | | | | |"
-    found = plan.estimate
-    host = f"{found.host / GIB:.1f} GiB" if found.host else ""
-    needs = f"{found.peak / GIB:.1f} GiB | {found.highest} | {host}"
+    estimate = plan.estimate
+    host = f"{estimate.host / GIB:.1f} GiB" if estimate.host else ""
+    needs = f"{estimate.peak / GIB:.1f} GiB | {estimate.highest} | {host}"
     return f"| {model} | {card} | {_chosen(plan)} | {needs} | {step_seconds(plan, budget):.2g} s |"
 
 
 def _chosen(plan: Plan) -> str:
+    """Return the chosen settings in words."""
     parts = []
     for name, value in plan.chosen.items():
         short = SHORT[name]
         if value is True:
             parts.append(short)
         elif name == "checkpoint_blocks":
+            # The setting before it is "gradient_checkpointing", which applies to these blocks.
             blocks = plan.estimate.work.checkpointed if plan.estimate.work is not None else 0
             parts[-1] += f" {short} {value} of {blocks} blocks"
         elif name == "stream_blocks":

@@ -1,4 +1,4 @@
-"""The overhead of calling an operation from Python: tensors of one element, gradients on.
+"""Time operations on tensors of one element, which record gradients: the overhead of a call.
 
 python benches/op_overhead.py
 """
@@ -14,19 +14,21 @@ def main() -> None:
     options = timing.arguments(__doc__)
     torch = timing.find_torch()
     ours = tc.Var([1.0], dtype="f32")
-    other = tc.tensor([2.0], dtype="f32")
+    our_constant = tc.tensor([2.0], dtype="f32")
     theirs = torch.ones(1, requires_grad=True) if torch else None
-    constant = torch.full((1,), 2.0) if torch else None
+    their_constant = torch.full((1,), 2.0) if torch else None
     cases = {
-        "add": (lambda: ours + other, lambda: theirs + constant),
-        "mul": (lambda: ours * other, lambda: theirs * constant),
+        "add": (lambda: ours + our_constant, lambda: theirs + their_constant),
+        "mul": (lambda: ours * our_constant, lambda: theirs * their_constant),
         "mul by a number": (lambda: ours * 2.0, lambda: theirs * 2.0),
+        # Without torch, the second call of each pair is not used.
         "exp": (ours.exp, theirs.exp if torch else ours.exp),
         "reshape": (lambda: ours.reshape(1, 1), lambda: theirs.reshape(1, 1)),
     }
-    for name, (mine, reference) in cases.items():
-        sides = {"ours": mine} | ({"torch": reference} if torch else {})
-        timing.report(name, timing.race(sides, options.rounds, inner=20_000), 1e-6, "us")
+    for name, (our_call, their_call) in cases.items():
+        sides = {"ours": our_call} | ({"torch": their_call} if torch else {})
+        seconds = timing.race(sides, options.rounds, inner=20_000)
+        timing.report(name, seconds, unit=1e-6, symbol="us")
 
 
 if __name__ == "__main__":

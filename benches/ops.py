@@ -1,4 +1,4 @@
-"""Single operations of image models, forward and backward in f32.
+"""Time single operations of image models, forward and backward in f32, and the same in torch.
 
 python benches/ops.py [--only SUBSTRING]
 """
@@ -28,28 +28,32 @@ RNG = np.random.default_rng(0)
 
 @dataclass
 class Case:
-    """An operation and its inputs. All inputs but the last `frozen` get gradients.
-
-    `ours` takes images with the channels last; `theirs` gets them as (B, C, H, W), once contiguous
-    and once in torch's memory format `channels_last`.
-    """
+    """An operation and the shapes of its inputs."""
 
     title: str
     shapes: list[tuple[int, ...]]
     ours: Operation
     theirs: Operation
+    """The same in torch: takes the module, then the inputs."""
     frozen: int = 0
+    """How many inputs get no gradients: the last ones."""
     images: bool = False
+    """Whether inputs with four axes are images, or weights of convolutions, with the channels last.
+
+    `theirs` gets them with the channels as the second axis: once contiguous, and once in torch's
+    memory format `channels_last`.
+    """
 
 
-def numbers(shape: tuple[int, ...]) -> Array:
+def random_values(shape: tuple[int, ...]) -> Array:
     return RNG.standard_normal(shape, dtype=np.float32)
 
 
 def our_side(case: Case, values: list[Array]) -> Callable[[], object]:
+    """Return a forward and backward pass in this library."""
     leaves = [tc.Var(v) for v in values[: len(values) - case.frozen]]
     inputs = [*leaves, *(tc.tensor(v) for v in values[len(leaves) :])]
-    grad = tc.tensor(numbers(tuple(case.ours(*inputs).shape)))
+    grad = tc.tensor(random_values(tuple(case.ours(*inputs).shape)))
 
     def step() -> None:
         for leaf in leaves:
@@ -62,6 +66,8 @@ def our_side(case: Case, values: list[Array]) -> Callable[[], object]:
 def torch_side(
     torch: Any, case: Case, values: list[Array], channels_last: bool
 ) -> Callable[[], object]:
+    """Return a forward and backward pass in torch."""
+
     def tensor(value: Array) -> Any:
         x = torch.from_numpy(value)
         if case.images and value.ndim == 4:
@@ -93,7 +99,17 @@ def convolution(
     *,
     frozen: bool = False,
 ) -> Case:
-    """A convolution of one image (height, width, channels)."""
+    """Return the case of a convolution.
+
+    Args:
+        title: what the title of the case says about the convolution.
+        image: the height, width and channels of the one image.
+        out: the output channels.
+        kernel: the height and width of the kernel; the padding is half of it.
+        stride: the stride.
+        groups: the number of groups of channels.
+        frozen: whether the weight gets no gradient.
+    """
     options = {"stride": stride, "padding": kernel // 2, "groups": groups}
     channels = image[2]
     return Case(
@@ -108,7 +124,7 @@ def convolution(
 
 def cases() -> list[Case]:
     heads = (4, 8, 512, 64)
-    prompt = (4, 8, 77, 64)
+    heads_of_prompt = (4, 8, 77, 64)
     rows, width = 5120, 1024
     return [
         convolution("64->64 3x3 at 64x64", (64, 64, 64), 64, 3),
@@ -116,7 +132,7 @@ def cases() -> list[Case]:
         convolution("320->320 3x3 at 32x32", (32, 32, 320), 320, 3),
         convolution("320->320 3x3 at 32x32", (32, 32, 320), 320, 3, frozen=True),
         convolution("320->320 1x1 at 32x32", (32, 32, 320), 320, 1),
-        convolution("64->64 3x3 stride 2 at 64x64", (64, 64, 64), 64, 3, 2),
+        convolution("64->64 3x3 stride 2 at 64x64", (64, 64, 64), 64, 3, stride=2),
         convolution("4->320 3x3 at 64x64", (64, 64, 4), 320, 3),
         convolution("320->4 3x3 at 64x64", (64, 64, 320), 4, 3),
         convolution("256 3x3 depthwise at 32x32", (32, 32, 256), 256, 3, groups=256),
@@ -135,7 +151,7 @@ def cases() -> list[Case]:
         ),
         Case(
             "cross-attention 4x8x512x64 over 77 keys",
-            [heads, prompt, prompt],
+            [heads, heads_of_prompt, heads_of_prompt],
             functional.scaled_dot_product_attention,
             lambda torch, *x: torch.nn.functional.scaled_dot_product_attention(*x),
         ),
@@ -196,7 +212,7 @@ def main() -> None:
     for case in cases():
         if options.only not in case.title:
             continue
-        values = [numbers(shape) for shape in case.shapes]
+        values = [random_values(shape) for shape in case.shapes]
         sides = {"ours": our_side(case, values)}
         if torch:
             sides["torch"] = torch_side(torch, case, values, channels_last=False)

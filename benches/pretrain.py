@@ -1,11 +1,11 @@
 """Pretrain a small language model on real text with torch, for benches/rounded_training.py.
 
-python benches/pretrain.py FOLDER [--seconds 240] [--text FOLDER] [--megabytes 120] [--tiny]
+python benches/pretrain.py FOLDER [--seconds 240] [--text TEXTS] [--megabytes 120] [--tiny]
 
 The model is a Llama of 0.11 B parameters (14 layers of width 768) with a byte-level BPE of 16,384
-tokens. It is trained on the Python files in --text (default: the installed packages), with autocast
-to bf16, and transformers saves it in bf16 into FOLDER. `--tiny` makes a model that is small enough
-for a CPU.
+tokens. It is trained on the Python files in the folder TEXTS (default: the installed packages),
+with autocast to bf16, and transformers saves it in bf16 into FOLDER. `--tiny` makes a model that is
+small enough for a CPU.
 """
 
 from __future__ import annotations
@@ -22,12 +22,18 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-ROW = 1024
+ROW_TOKENS = 1024
 END = "<|end|>"
+"""The token at the end of each text."""
+PEAK_RATE = 1e-3
+"""The learning rate after the warm-up."""
 
 
 def read_texts(folder: Path, most: int) -> list[str]:
-    """Read files in a fixed random order until the texts have more than `most` characters."""
+    """Read Python files in a fixed random order until the texts have more than `most` characters.
+
+    Of a file, at most 100,000 characters count. Files that cannot be read as UTF-8 are left out.
+    """
     paths = sorted(folder.rglob("*.py"))
     random.Random(0).shuffle(paths)
     texts, size = [], 0
@@ -44,6 +50,7 @@ def read_texts(folder: Path, most: int) -> list[str]:
 
 
 def make_tokenizer(texts: list[str], entries: int) -> Any:
+    """Train a byte-level BPE of this many tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -56,19 +63,29 @@ def make_tokenizer(texts: list[str], entries: int) -> Any:
 
 
 def train(model: Any, rows: Any, seconds: float, batch: int, device: str) -> None:
-    """Train with AdamW, warm-up and a cosine schedule over the given seconds."""
+    """Train with AdamW, 100 steps of warm-up and a cosine schedule over the given seconds.
+
+    The schedule ends at a twentieth of the highest learning rate.
+
+    Args:
+        model: the language model.
+        rows: token ids, (rows, tokens).
+        seconds: how long to train.
+        batch: the number of rows of a step.
+        device: "cuda" or "cpu".
+    """
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
     fused = device == "cuda"
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=fused)
+    optimizer = torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.95), fused=fused)
     order = torch.Generator().manual_seed(0)
     started, step, tokens = time.perf_counter(), 0, 0
     while (passed := (time.perf_counter() - started) / seconds) < 1:
-        rate = min(1.0, (step + 1) / 100) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * passed)))
+        factor = min(1.0, (step + 1) / 100) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * passed)))
         for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * rate
+            group["lr"] = PEAK_RATE * factor
         ids = rows[torch.randint(len(rows), (batch,), generator=order)].to(device).long()
         with torch.autocast(device, dtype=torch.bfloat16):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -78,31 +95,37 @@ def train(model: Any, rows: Any, seconds: float, batch: int, device: str) -> Non
         optimizer.zero_grad()
         step, tokens = step + 1, tokens + ids.numel()
         if step % 100 == 1:
-            rate_now = tokens / (time.perf_counter() - started)
-            print(f"step {step}: loss {loss.item():.3f}, {rate_now:,.0f} tokens/s", flush=True)
+            speed = tokens / (time.perf_counter() - started)
+            print(f"step {step}: loss {loss.item():.3f}, {speed:,.0f} tokens/s", flush=True)
     print(f"{step} steps, {tokens / 1e6:.0f} M tokens, last loss {loss.item():.3f}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seconds", type=float, default=240)
-    parser.add_argument("--text", type=Path, default=Path(sysconfig.get_paths()["purelib"]))
-    parser.add_argument("--megabytes", type=float, default=120)
-    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("folder", type=Path, help="where to save the model")
+    parser.add_argument("--seconds", type=float, default=240, help="how long to train")
+    packages = Path(sysconfig.get_paths()["purelib"])
+    parser.add_argument("--text", type=Path, default=packages, help="a folder of Python files")
+    parser.add_argument(
+        "--megabytes", type=float, default=120, help="millions of characters to read"
+    )
+    parser.add_argument("--tiny", action="store_true", help="make a model for a CPU")
     given = parser.parse_args()
 
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     texts = read_texts(given.text, int(given.megabytes * 1e6))
     entries = 512 if given.tiny else 16_384
+    # A sixth of the texts, to save time.
     tokenizer = make_tokenizer(texts[: max(1, len(texts) // 6)], entries)
     ids = [
-        i
+        token
         for text in tokenizer(texts, add_special_tokens=False)["input_ids"]
-        for i in [*text, tokenizer.eos_token_id]
+        for token in [*text, tokenizer.eos_token_id]
     ]
-    rows = torch.tensor(ids[: len(ids) // ROW * ROW], dtype=torch.int32).view(-1, ROW)
+    rows = torch.tensor(ids[: len(ids) // ROW_TOKENS * ROW_TOKENS], dtype=torch.int32).view(
+        -1, ROW_TOKENS
+    )
     sizes: dict[str, int] = (
         {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
         if given.tiny
@@ -111,7 +134,7 @@ def main() -> None:
     config = LlamaConfig(
         vocab_size=entries,
         num_attention_heads=sizes["hidden_size"] // 64,
-        max_position_embeddings=ROW,
+        max_position_embeddings=ROW_TOKENS,
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -3,10 +3,11 @@
 python benches/rounded_images.py [--steps 300] [--seeds 3] [--rate 3e-3]
 
 The small SDXL that ships with the package learns the hearts of the package's demo, with a LoRA of
-rank 16 on the linear layers of its blocks. Inference servers quantize these layers.
-Losses are measured on hearts drawn with another seed, for three forms of the trained model: the
-training base with the adapter unmerged, weights merged in f32, and these weights rounded to a
-format.
+rank 16 on the linear layers of its blocks, which are the layers that inference servers quantize. It
+learns in several ways: over an f32 base ("plain"), over an nf4 base ("on nf4"), and with
+quantization-aware training for each format ("qat FORMAT"). The losses are measured on hearts of
+another seed, for three forms of the trained model: the training base with the adapter unmerged
+("apart"), weights merged in f32 ("merged"), and these weights rounded to each format.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ if TYPE_CHECKING:
 NAME = "sdxl"
 OUTSIDE = ("linear_1", "linear_2")
 """The linear layers outside the blocks: they embed the time, the sizes and the pooled text."""
-HELD_OUT = 7_000
-"""A run's held-out images are drawn with the seed of the run plus this number."""
+HELD_OUT_SEED = 7_000
+"""The seed of a run's held-out images is the seed of the run plus this number."""
 UNET = Path("unet", "diffusion_pytorch_model.safetensors")
 
 
 class HeldOut:
-    """The loss of a UNet on held-out images, with the same noise for every UNet."""
+    """Measures the loss of UNets on held-out images, with the same noise for every UNet."""
 
     def __init__(self, config: TrainConfig, dataset: Path) -> None:
         self._config = config.with_(dataset=str(dataset))
@@ -52,7 +53,7 @@ class HeldOut:
         self._images = self._task.prepare(data, lambda _: None).train
 
     def apart(self, task: Task) -> float:
-        """The loss of a trained model whose adapter is not merged into its base."""
+        """Return the loss of a trained model whose adapter is not merged into its base."""
         assert isinstance(task, LatentTask)
         assert isinstance(task.family, PipelineFamily)
         self._family.model = task.family.model
@@ -65,30 +66,34 @@ class HeldOut:
         return task
 
     def losses(self, adapter: Path) -> dict[str, float]:
-        """Losses of the UNet with the adapter merged in f32: not rounded, and in each format."""
-        with tempfile.TemporaryDirectory() as place:
-            merged = Path(place, "merged")
+        """Return losses of the UNet with the adapter merged in f32: by format, and unrounded.
+
+        The key of the loss without rounding is "merged".
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            merged = Path(folder, "merged")
             task = self._load()
-            adapted = task.load_adapter(adapter, 1.0).named_parameters()
-            layers = {name.replace("lora_A.", "") for name in adapted}
+            factors = task.load_adapter(adapter, 1.0).named_parameters()
+            # The names of the adapted weights: those of the factors A without "lora_A".
+            adapted = {name.replace("lora_A.", "") for name in factors}
             task.save_merged(merged)
-            values = tc.load_file(merged / UNET)
-            found = {}
+            weights = tc.load_file(merged / UNET)
+            losses = {}
             for grid in (None, *GRIDS):
-                tc.save_file(rounded(values, grid, layers.__contains__, adapter), merged / UNET)
+                tc.save_file(rounded(weights, grid, adapted.__contains__, adapter), merged / UNET)
                 self._family.use_model(merged)
-                found[grid or "merged"] = self._images.validation_loss()
-            return found
+                losses[grid or "merged"] = self._images.validation_loss()
+            return losses
 
 
 def trained(given: argparse.Namespace, seed: int, work: Path) -> dict[str, dict[str, float]]:
-    """Train in each way, and return the held-out losses: `{way: {form of the model: loss}}`."""
-    dataset, other = work / hearts.DATASET, work / "held_out"
+    """Train in each way; return the held-out losses, by way and by form of the model."""
+    dataset, held_out_dataset = work / hearts.DATASET, work / "held_out"
     hearts.write_dataset(dataset, seed)
-    hearts.write_dataset(other, seed + HELD_OUT)
+    hearts.write_dataset(held_out_dataset, seed + HELD_OUT_SEED)
     cases: dict[str, dict[str, Any]] = {"plain": {}, "on nf4": {"base_precision": "nf4"}}
     cases |= {f"qat {grid}": {"qat": grid} for grid in GRIDS}
-    held_out, found = None, {}
+    held_out, losses = None, {}
     for name, more in cases.items():
         output = work / name
         config = hearts.configuration(output, seed=seed).with_(
@@ -102,24 +107,24 @@ def trained(given: argparse.Namespace, seed: int, work: Path) -> dict[str, dict[
             **more,
         )
         run = train_adapter(config, progress=False, report=lambda _: None)
-        held_out = held_out or HeldOut(config, other)
-        found[name] = {"apart": held_out.apart(run.task), **held_out.losses(run.adapter_path)}
+        held_out = held_out or HeldOut(config, held_out_dataset)
+        losses[name] = {"apart": held_out.apart(run.task), **held_out.losses(run.adapter_path)}
         shutil.rmtree(output)
-    return found
+    return losses
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=300, help="training steps of a run")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
     parser.add_argument("--rate", type=float, default=3e-3, help="learning rate")
     given = parser.parse_args()
-    rows = []
+    results = []
     for seed in range(given.seeds):
         with tempfile.TemporaryDirectory() as work:
-            rows.append(trained(given, seed, Path(work)))
-        print(json.dumps(rows[-1]), flush=True)
-    report(rows)
+            results.append(trained(given, seed, Path(work)))
+        print(json.dumps(results[-1]), flush=True)
+    report(results)
 
 
 if __name__ == "__main__":

@@ -4,18 +4,19 @@ python benches/rounded_training.py qat MODEL [--steps 400] [--seeds 3] [--device
 python benches/rounded_training.py w8a8 MODEL [--steps 2000] [--seeds 3] [--device cuda]
 
 MODEL is a folder in transformers' format, such as benches/pretrain.py writes. A LoRA of rank 16 on
-all linear layers learns this project's Rust and CUDA sources; every tenth file is held out. Seeds
-run at the same time, each in its own process.
+all linear layers learns this project's Rust and CUDA sources; every tenth file is held out. The
+runs of all seeds go on at the same time, with a process for each seed.
 
 `qat`: the adapter is trained over a bf16 base ("plain"), over a quantized base ("on FORMAT"), with
-quantization-aware training ("qat FORMAT", also with learned scales), and from LoftQ's initial
-values. The script reports losses on the held-out files: for weights merged in f32, for these
-weights rounded to a format, and for the training base with the adapter unmerged ("apart"). The
+quantization-aware training ("qat FORMAT", also with learned scales), and over an nf4 base from
+LoftQ's initial values ("loftq nf4"). The script reports losses on the held-out files for three
+forms of the trained model: the training base with the adapter unmerged ("apart"), weights merged in
+f32 ("merged"), and these weights rounded to each format. For LoftQ it reports only "apart". The
 formats were chosen before any seed was run.
 
-`w8a8`: the adapter is trained over a bf16 base and twice over each 8-bit base: with products of the
-base's values, and with products of the base's codes. The script reports the mean of the last tenth
-of the training losses, and the held-out loss.
+`w8a8`: the adapter is trained over a bf16 base, and over each 8-bit base twice: with products of
+the base's values, and with products of the base's codes. The script reports the mean of the last
+tenth of the training losses, and the held-out loss.
 """
 
 from __future__ import annotations
@@ -45,32 +46,35 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 GRIDS = ("int8", "fp8", "int4", "nf4")
+"""The formats to which the merged weights are rounded."""
 BASES = ("int8", "fp8", "nf4")
-CHUNK = 2000
-"""Characters of a text, few enough that its tokens fit into a row."""
+"""The formats of the quantized bases, and those for which scales are learned."""
+TEXT_CHARACTERS = 2000
+"""The most characters of a text: so few that its tokens fit into a row."""
 
 
 def write_texts(folder: Path) -> tuple[Path, Path]:
-    """Write the files of training texts and of held-out texts."""
+    """Write and return the file of training texts and the file of held-out texts."""
     paths = [*(ROOT / "rust").rglob("*.rs"), *(ROOT / "cuda").rglob("*.cu*")]
-    trained: list[str] = []
-    held: list[str] = []
+    training_texts: list[str] = []
+    held_out_texts: list[str] = []
     for number, path in enumerate(sorted(path for path in paths if "target" not in path.parts)):
         text = path.read_text()
-        texts = held if number % 10 == 9 else trained
-        texts += [text[at : at + CHUNK] for at in range(0, len(text), CHUNK)]
+        texts = held_out_texts if number % 10 == 9 else training_texts
+        texts += [text[at : at + TEXT_CHARACTERS] for at in range(0, len(text), TEXT_CHARACTERS)]
     files = folder / "train.jsonl", folder / "held_out.jsonl"
-    for file, texts in zip(files, (trained, held), strict=True):
+    for file, texts in zip(files, (training_texts, held_out_texts), strict=True):
         file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return files
 
 
-def settings(given: argparse.Namespace, folder: Path, **more: Any) -> TrainConfig:
+def settings(given: argparse.Namespace, output: Path, **more: Any) -> TrainConfig:
+    """Return the settings of a run of this seed; `more` can replace the precision, too."""
     return TrainConfig(
         model="causal-lm",
         weights=str(given.model),
         dataset=str(given.work / "train.jsonl"),
-        output=str(folder),
+        output=str(output),
         device=given.device,
         rank=16,
         steps=given.steps,
@@ -86,15 +90,17 @@ def settings(given: argparse.Namespace, folder: Path, **more: Any) -> TrainConfi
 
 
 def train(given: argparse.Namespace, name: str, **more: Any) -> tuple[TextTask, Path, list[float]]:
-    folder = given.work / f"{given.seed} {name}"
-    run = train_adapter(settings(given, folder, **more), progress=False, report=lambda _: None)
+    """Train, and return the trained task, the adapter's path and the losses of the log."""
+    output = given.work / f"{given.seed} {name}"
+    run = train_adapter(settings(given, output, **more), progress=False, report=lambda _: None)
     assert isinstance(run.task, TextTask)
-    rows = read_json_log(folder / "train.jsonl")
+    entries = read_json_log(output / "train.jsonl")
     assert run.adapter_path is not None
-    return run.task, run.adapter_path, [row["loss"] for row in rows if "loss" in row]
+    return run.task, run.adapter_path, [entry["loss"] for entry in entries if "loss" in entry]
 
 
-def held_out(given: argparse.Namespace, task: TextTask) -> float:
+def held_out_loss(given: argparse.Namespace, task: TextTask) -> float:
+    """Return the loss of a task's model on the held-out texts."""
     return task.loss_on(str(given.work / "held_out.jsonl"))
 
 
@@ -104,9 +110,10 @@ def rounded(
     is_rounded: Callable[[str], bool],
     adapter: Path,
 ) -> dict[str, tc.Tensor]:
-    """Round the values whose names satisfy `is_rounded` to the format `grid`, unless it is None.
+    """Return the values, with those whose names satisfy `is_rounded` rounded to the format `grid`.
 
-    If the adapter's run learned factors on the scales of this format, the scales get these factors.
+    If the format is None, nothing is rounded. If the run of `adapter` learned factors on the scales
+    of this format, the scales are multiplied by them.
     """
     if grid is None:
         return dict(values)
@@ -120,26 +127,27 @@ def rounded(
 
 
 def merged_losses(given: argparse.Namespace, adapter: Path) -> dict[str, float]:
-    """Held-out losses of weights merged in f32, and of these weights rounded to each format."""
-    with tempfile.TemporaryDirectory() as place:
-        config = settings(given, Path(place) / "none", precision="f32")
+    """Return the held-out losses of weights merged in f32, and of these rounded to each format."""
+    with tempfile.TemporaryDirectory() as folder:
+        # The run of these settings never starts, so its output folder is not made.
+        config = settings(given, Path(folder) / "none", precision="f32")
         task = families.load("causal-lm", given.model, "f32", "cpu", config)
         task.load_adapter(adapter, 1.0)
-        merged = Path(place) / "merged"
+        merged = Path(folder) / "merged"
         task.save_merged(merged)
-        values = CausalLM.from_pretrained(merged, dtype="f32").named_tensors()
-        found = {}
+        weights = CausalLM.from_pretrained(merged, dtype="f32").named_tensors()
+        losses = {}
         for grid in (None, *GRIDS):
-            served = rounded(values, grid, lambda key: key.endswith("_proj.weight"), adapter)
+            served = rounded(weights, grid, lambda key: key.endswith("_proj.weight"), adapter)
             tc.save_file(served, merged / "model.safetensors")
-            model = families.load("causal-lm", merged, "f32", given.device, config)
-            assert isinstance(model, TextTask)
-            found[grid or "merged"] = held_out(given, model)
-        return found
+            served_task = families.load("causal-lm", merged, "f32", given.device, config)
+            assert isinstance(served_task, TextTask)
+            losses[grid or "merged"] = held_out_loss(given, served_task)
+        return losses
 
 
 def qat(given: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """For each way of training, the held-out losses by form of the trained model."""
+    """Train in each way; return the held-out losses, by way and by form of the trained model."""
     cases: dict[str, dict[str, Any]] = {"plain": {}}
     cases |= {f"on {base}": {"base_precision": base} for base in BASES}
     cases |= {f"qat {grid}": {"qat": grid} for grid in GRIDS}
@@ -148,40 +156,45 @@ def qat(given: argparse.Namespace) -> dict[str, dict[str, float]]:
     cases["loftq nf4"] = {"base_precision": "nf4", "init": "loftq"}
     found = {}
     for name, more in cases.items():
+        # `report` compares the other ways with "plain".
         if name != "plain" and given.only not in name:
             continue
         task, adapter, _ = train(given, name, **more)
-        apart = held_out(given, task)
+        apart = held_out_loss(given, task)
         # LoftQ's adapter starts as the rounding error of its base, so it fits only that base.
-        rest = {} if name.startswith("loftq") else merged_losses(given, adapter)
-        found[name] = {"apart": apart, **rest}
+        merged = {} if name.startswith("loftq") else merged_losses(given, adapter)
+        found[name] = {"apart": apart, **merged}
     return found
 
 
 def w8a8(given: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """For each base and kind of products, the training loss at the end and the held-out loss."""
+    """Train over each base with each kind of products; return final losses by name of the run."""
     found = {}
     for base in ("same", "int8", "fp8"):
         for codes in (False,) if base == "same" else (False, True):
             name = f"{base}, {'codes' if codes else 'values'}"
             task, _, losses = train(given, name, base_precision=base, w8a8=codes)
             last = statistics.mean(losses[-max(1, given.steps // 10) :])
-            found[name] = {"training": last, "held-out": held_out(given, task)}
+            found[name] = {"training": last, "held-out": held_out_loss(given, task)}
     return found
 
 
-def report(rows: list[dict[str, dict[str, float]]]) -> None:
-    """Print means over seeds with standard errors, and gaps to the plain merged model's loss."""
-    root = math.sqrt(len(rows))
-    for name, columns in rows[0].items():
+def report(results: list[dict[str, dict[str, float]]]) -> None:
+    """Print means over seeds with standard errors, and gaps to the plain merged model's loss.
+
+    Args:
+        results: for each seed, the losses by way of training and by form of the model (or kind).
+    """
+    root_count = math.sqrt(len(results))
+    for name, columns in results[0].items():
         cells = []
         for column in columns:
-            values = [row[name][column] for row in rows]
-            error = statistics.stdev(values) / root if len(values) > 1 else math.nan
+            values = [result[name][column] for result in results]
+            error = statistics.stdev(values) / root_count if len(values) > 1 else math.nan
             cell = f"{column} {statistics.mean(values):.4f} +- {error:.4f}"
-            if "plain" in rows[0]:
-                gaps = [row[name][column] - row["plain"]["merged"] for row in rows]
-                error = statistics.stdev(gaps) / root if len(gaps) > 1 else math.nan
+            if "plain" in results[0]:
+                gaps = [result[name][column] - result["plain"]["merged"] for result in results]
+                error = statistics.stdev(gaps) / root_count if len(gaps) > 1 else math.nan
                 cell += f" (gap {statistics.mean(gaps):+.4f} +- {error:.4f})"
             cells.append(cell)
         print(f"{name:<24}", "   ".join(cells), flush=True)
@@ -189,13 +202,15 @@ def report(rows: list[dict[str, dict[str, float]]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=("qat", "w8a8"))
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--steps", type=int)
+    parser.add_argument("what", choices=("qat", "w8a8"), help="what to compare")
+    parser.add_argument("model", type=Path, help="a folder in transformers' format")
+    parser.add_argument("--steps", type=int, help="default: 400 for qat, 2000 for w8a8")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--batch", type=int, default=4, help="rows of 1,024 tokens")
+    parser.add_argument("--batch", type=int, default=4, help="rows of 1,024 tokens in a step")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--only", default="", help="qat: ways of training that contain this")
+    parser.add_argument(
+        "--only", default="", help='qat: run "plain", and the ways whose name contains this'
+    )
     # For the process of one seed: the seed, and the folder that all processes share.
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
@@ -215,8 +230,8 @@ def main() -> None:
         ]
         statuses = [process.wait() for process in running]
         if any(statuses):
-            sys.exit("a process failed")
-        report([json.loads(Path(work, f"{n}.json").read_text()) for n in range(given.seeds)])
+            sys.exit("the process of a seed failed")
+        report([json.loads(Path(work, f"{seed}.json").read_text()) for seed in range(given.seeds)])
 
 
 if __name__ == "__main__":

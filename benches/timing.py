@@ -21,19 +21,21 @@ if TYPE_CHECKING:
 
 BLOCKS, REST, WARM_UP = 3, 0.3, 2
 """Turns of each side (`BLOCKS`), seconds of rest before a turn (`REST`), and untimed rounds at the
-start of a turn (`WARM_UP`)."""
+start of each turn (`WARM_UP`)."""
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """A parser of `--threads` and `--rounds`."""
+    """Return a parser of `--threads` and `--rounds`."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of both libraries")
-    parser.add_argument("--rounds", type=int, default=30, help="timed rounds of each side")
+    parser.add_argument(
+        "--rounds", type=int, default=30, help="timed rounds of each side (at least)"
+    )
     return parser
 
 
 def arguments(description: str) -> argparse.Namespace:
-    """`start` for a benchmark without options of its own."""
+    """Do what `start` does, for a benchmark without options of its own."""
     return start(parser(description))
 
 
@@ -53,7 +55,7 @@ def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def find_torch() -> Any:
-    """The torch module, or None if it is not installed: our own times need no torch."""
+    """Return the torch module, or None if it is not installed: our own times need no torch."""
     try:
         return importlib.import_module("torch")
     except ImportError:
@@ -61,7 +63,7 @@ def find_torch() -> Any:
 
 
 def processor() -> str:
-    """The processor's name, if the system provides it."""
+    """Return the processor's name, with the number of cores on Linux."""
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as file:
             names = [
@@ -73,14 +75,14 @@ def processor() -> str:
 
 
 def race(sides: dict[str, Callable[[], object]], rounds: int, inner: int = 1) -> dict[str, float]:
-    """Median seconds of one call of each side.
+    """Return the median seconds of one call of each side.
 
-    The sides take turns in blocks. Before each block the machine rests: the OpenMP threads of torch
-    spin for some time after a call and would take a core from the next side.
+    Each side has `BLOCKS` turns of several rounds. Before each turn the machine rests: the OpenMP
+    threads of torch spin for some time after a call, and would take a core from the next side.
 
     Args:
-        sides: the implementations to compare: name -> function to time.
-        rounds: timed rounds of each side.
+        sides: the functions to time, by the names of the implementations.
+        rounds: timed rounds of each side; rounded up to a multiple of `BLOCKS`.
         inner: calls in a round, for calls too short to time one by one.
     """
     times: dict[str, list[float]] = {name: [] for name in sides}
@@ -98,7 +100,14 @@ def race(sides: dict[str, Callable[[], object]], rounds: int, inner: int = 1) ->
 
 
 def report(title: str, seconds: dict[str, float], unit: float = 1e-3, symbol: str = "ms") -> None:
-    """Print a line: the time of each side, and the ratio of our time to torch's."""
+    """Print a line: the time of each side and, with torch, the ratio of our time to torch's.
+
+    Args:
+        title: the start of the line.
+        seconds: the times, by the names of the sides.
+        unit: the seconds of the unit in which times are printed.
+        symbol: the symbol of this unit.
+    """
     parts = [f"{name} {value / unit:.3f} {symbol}" for name, value in seconds.items()]
     ours, theirs = seconds.get("ours"), seconds.get("torch")
     ratio = f", ours/torch {ours / theirs:.2f}" if ours and theirs else ""

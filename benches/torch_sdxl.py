@@ -1,4 +1,4 @@
-"""SDXL's UNet in plain torch, with LoRA as in peft and names as in diffusers, for comparison.
+"""SDXL's UNet in torch, for comparison: LoRA works as in peft, names are those of diffusers.
 
 It computes what diffusers' `UNet2DConditionModel` computes, in eager mode, with torch's
 `scaled_dot_product_attention`. With checkpointing, each residual block and each transformer block
@@ -15,12 +15,16 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+# By level: channels, transformer blocks after each residual block, attention heads.
 CHANNELS, DEPTHS, HEADS = (320, 640, 1280), (0, 2, 10), (5, 10, 20)
-CONTEXT, POOLED, SIZES, GROUPS = 2048, 1280, 256, 32
+# The widths of the text's features, of the pooled text and of each embedded size.
+CONTEXT, POOLED, SIZE_WIDTH = 2048, 1280, 256
+GROUPS = 32
+"""The groups of channels in group norms."""
 
 
 class LoRALinear(nn.Module):
-    """A frozen linear layer with LoRA of scale 1; the factors are f32, the dtype that peft uses."""
+    """A frozen linear layer with LoRA of scale 1; the factors are f32, as in peft."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -30,16 +34,18 @@ class LoRALinear(nn.Module):
         self.up = nn.Parameter(torch.zeros(base.out_features, rank, device=device))
 
     def forward(self, x: Any) -> Any:
-        low = functional.linear(functional.linear(x, self.down), self.up)
-        return self.base(x) + low
+        update = functional.linear(functional.linear(x, self.down), self.up)
+        return self.base(x) + update
 
 
 class Resnet(nn.Module):
-    def __init__(self, channels: int, out: int, time: int) -> None:
+    """A residual block, which adds a projection of the time embedding."""
+
+    def __init__(self, channels: int, out: int, time_width: int) -> None:
         super().__init__()
         self.norm1 = nn.GroupNorm(GROUPS, channels)
         self.conv1 = nn.Conv2d(channels, out, 3, padding=1)
-        self.time_emb_proj = nn.Linear(time, out)
+        self.time_emb_proj = nn.Linear(time_width, out)
         self.norm2 = nn.GroupNorm(GROUPS, out)
         self.conv2 = nn.Conv2d(out, out, 3, padding=1)
         self.conv_shortcut = nn.Conv2d(channels, out, 1) if channels != out else None
@@ -89,6 +95,8 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
+    """A transformer block: self-attention, attention to the text, feed-forward."""
+
     def __init__(self, dim: int, context: int, heads: int) -> None:
         super().__init__()
         self.norm1, self.attn1 = nn.LayerNorm(dim), Attention(dim, dim, heads)
@@ -103,6 +111,8 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
+    """Transformer blocks on the positions of a feature map, which are called with `call`."""
+
     def __init__(self, dim: int, context: int, heads: int, depth: int) -> None:
         super().__init__()
         self.norm = nn.GroupNorm(GROUPS, dim, eps=1e-6)
@@ -120,7 +130,7 @@ class Transformer(nn.Module):
 
 
 class Sampler(nn.Module):
-    """Halves or doubles height and width."""
+    """Doubles the height and width if `up`, else halves them."""
 
     def __init__(self, channels: int, *, up: bool) -> None:
         super().__init__()
@@ -132,11 +142,21 @@ class Sampler(nn.Module):
 
 
 class Level(nn.Module):
-    """Residual blocks. In a level with transformers, a transformer follows each residual block."""
+    """The residual blocks of a level; if its depth is not 0, a transformer follows each.
 
-    def __init__(self, inputs: list[int], out: int, level: int, time: int, context: int) -> None:
+    Args:
+        inputs: the input channels of each residual block.
+        out: the output channels.
+        level: the index of the level in `DEPTHS` and `HEADS`.
+        time_width: the width of the time embedding.
+        context: the width of the text's features.
+    """
+
+    def __init__(
+        self, inputs: list[int], out: int, level: int, time_width: int, context: int
+    ) -> None:
         super().__init__()
-        self.resnets = nn.ModuleList([Resnet(channels, out, time) for channels in inputs])
+        self.resnets = nn.ModuleList([Resnet(channels, out, time_width) for channels in inputs])
         depth, count = DEPTHS[level], len(inputs)
         if depth:
             attentions = [Transformer(out, context, HEADS[level], depth) for _ in range(count)]
@@ -144,8 +164,10 @@ class Level(nn.Module):
 
 
 class Mid(Level):
-    def __init__(self, channels: int, time: int, context: int) -> None:
-        super().__init__([channels, channels], channels, len(CHANNELS) - 1, time, context)
+    """Two residual blocks with one transformer between them."""
+
+    def __init__(self, channels: int, time_width: int, context: int) -> None:
+        super().__init__([channels, channels], channels, len(CHANNELS) - 1, time_width, context)
         del self.attentions[1]
 
 
@@ -159,6 +181,7 @@ class Embedding(nn.Module):
 
 
 def sinusoids(numbers: Any, dim: int) -> Any:
+    """Return the cosines, then the sines of numbers (n,) at `dim / 2` frequencies, (n, dim)."""
     half = dim // 2
     steps = torch.arange(half, device=numbers.device, dtype=torch.float32)
     angles = numbers.float()[:, None] * torch.exp(-math.log(10_000.0) * steps / half)
@@ -166,55 +189,58 @@ def sinusoids(numbers: Any, dim: int) -> Any:
 
 
 class UNet(nn.Module):
-    """SDXL's base model. The width of the time embedding is that of the first level times 4."""
+    """The UNet of SDXL's base model; if `checkpointing` is set, with checkpoints."""
 
     def __init__(self) -> None:
         super().__init__()
-        time = 4 * CHANNELS[0]
+        time_width = 4 * CHANNELS[0]
         self.conv_in = nn.Conv2d(4, CHANNELS[0], 3, padding=1)
-        self.time_embedding = Embedding(CHANNELS[0], time)
-        self.add_embedding = Embedding(POOLED + 6 * SIZES, time)
+        self.time_embedding = Embedding(CHANNELS[0], time_width)
+        self.add_embedding = Embedding(POOLED + 6 * SIZE_WIDTH, time_width)
         last = len(CHANNELS) - 1
-        downs, ups, skips, before = [], [], [CHANNELS[0]], CHANNELS[0]
+        downs, ups, skip_widths, channels = [], [], [CHANNELS[0]], CHANNELS[0]
         for level, width in enumerate(CHANNELS):
-            block = Level([before, width], width, level, time, CONTEXT)
-            skips += [width, width]
+            block = Level([channels, width], width, level, time_width, CONTEXT)
+            skip_widths += [width, width]
             if level < last:
                 block.downsamplers = nn.ModuleList([Sampler(width, up=False)])
-                skips.append(width)
+                skip_widths.append(width)
             downs.append(block)
-            before = width
+            channels = width
         for level in reversed(range(len(CHANNELS))):
             width, inputs = CHANNELS[level], []
             for _ in range(3):
-                inputs.append(before + skips.pop())
-                before = width
-            block = Level(inputs, width, level, time, CONTEXT)
+                inputs.append(channels + skip_widths.pop())
+                channels = width
+            block = Level(inputs, width, level, time_width, CONTEXT)
             if level:
                 block.upsamplers = nn.ModuleList([Sampler(width, up=True)])
             ups.append(block)
         self.down_blocks, self.up_blocks = nn.ModuleList(downs), nn.ModuleList(ups)
-        self.mid_block = Mid(CHANNELS[-1], time, CONTEXT)
+        self.mid_block = Mid(CHANNELS[-1], time_width, CONTEXT)
         self.conv_norm_out = nn.GroupNorm(GROUPS, CHANNELS[0])
         self.conv_out = nn.Conv2d(CHANNELS[0], 4, 3, padding=1)
         self.checkpointing = False
 
     def call(self, module: Any, *inputs: Any) -> Any:
+        """Call a module; with checkpointing, as a checkpoint."""
         if self.checkpointing:
             return checkpoint(module, *inputs, use_reentrant=False)
         return module(*inputs)
 
-    def run(self, block: Any, number: int, x: Any, time: Any, context: Any) -> Any:
-        x = self.call(block.resnets[number], x, time)
-        if hasattr(block, "attentions") and number < len(block.attentions):
-            x = block.attentions[number](x, context, self.call)
+    def run(self, level: Any, number: int, x: Any, time: Any, context: Any) -> Any:
+        """Run a residual block of a level, and the transformer that follows it if there is one."""
+        x = self.call(level.resnets[number], x, time)
+        if hasattr(level, "attentions") and number < len(level.attentions):
+            x = level.attentions[number](x, context, self.call)
         return x
 
-    def forward(self, sample: Any, timestep: Any, context: Any, pooled: Any, ids: Any) -> Any:
+    def forward(self, sample: Any, timestep: Any, context: Any, pooled: Any, sizes: Any) -> Any:
+        """Return the prediction; `sizes` are diffusers' `time_ids`, six numbers for each image."""
         dtype = self.conv_in.weight.dtype
         time = self.time_embedding(sinusoids(timestep, CHANNELS[0]).to(dtype))
-        sizes = sinusoids(ids.flatten(), SIZES).reshape(len(sample), -1)
-        time = time + self.add_embedding(torch.cat([pooled.float(), sizes], -1).to(dtype))
+        embedded = sinusoids(sizes.flatten(), SIZE_WIDTH).reshape(len(sample), -1)
+        time = time + self.add_embedding(torch.cat([pooled.float(), embedded], -1).to(dtype))
         x = self.conv_in(sample)
         skips = [x]
         for block in self.down_blocks:
@@ -236,16 +262,16 @@ class UNet(nn.Module):
 
 
 def with_lora(model: UNet, rank: int, *, every_layer: bool) -> list[Any]:
-    """Freeze the model; put LoRA on all linear layers of its transformers, or of their attention.
+    """Freeze the model and put LoRA on linear layers of its transformers; return the factors.
 
-    Returns the factors.
+    The layers are all, if `every_layer`, or else those of attention.
     """
     model.requires_grad_(False)
     kind = Transformer if every_layer else Attention
-    for block in [m for m in model.modules() if isinstance(m, kind)]:
-        layers = [name for name, layer in block.named_modules() if isinstance(layer, nn.Linear)]
+    for module in [m for m in model.modules() if isinstance(m, kind)]:
+        layers = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
         for name in layers:
             parent, _, last = name.rpartition(".")
-            owner = block.get_submodule(parent)
+            owner = module.get_submodule(parent)
             setattr(owner, last, LoRALinear(getattr(owner, last), rank))
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
