@@ -1,15 +1,15 @@
-"""Runs that have to fit into cards of several sizes: predicted and measured memory and time.
+"""Predicted and measured memory and time of runs that must fit into cards of several sizes.
 
 python benches/gpu_vram.py [--models flux,llama] [--vram 8,12,24] [--folder DIR] [--steps 16]
 
-Each model has its full size and random weights (`gpu_job.py` says how much disk space they take),
-and is trained through the command line with each `--vram`: LoRA of rank 16 on the default layers,
-batch 1, images of 1024 x 1024 px or rows of 2,048 tokens. The first run of a model encodes its two
-images and captions; the others find them in the cache. Each run's line has the predicted peak of
-memory ("announced"), the peak of tensors, the peak of the device, the predicted and the measured
-milliseconds of a step, and what the plan chose. The peak of the device is that of nvidia-smi: it
-includes CUDA's own memory, which `--vram` counts too. The measured time is the median of the second
-half of the steps.
+Each model has its full size and random weights (`gpu_job.py` and `gpu_text_job.py` say how much
+disk space they take), and is trained through the command line with each `--vram`: LoRA of rank 16
+on the default layers, batch 1, images of 1024 x 1024 px or rows of 2,048 tokens. The first run of
+an image model encodes the two images of the data set and their captions; later runs read the
+results from the cache. Each run's line has the predicted peak of memory ("announced"), the peak of
+tensors, the peak of the device, the predicted and the measured milliseconds of a step, and what the
+plan chose. The peak of the device is that of nvidia-smi: it includes CUDA's own memory, which
+`--vram` counts too. The measured time is the median of the second half of the steps.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ import trainable_candle as tc
 
 MODELS: tuple[str, ...] = ("sdxl", *full_flow.PIPELINES, *full_text.MODELS)
 IMAGES = 2
-SIZE = r"([\d.]+) GiB"
+GIB_PATTERN = r"([\d.]+) GiB"
 ROW = "{:<10} {:>5} {:>9} {:>9} {:>9} {:>9} {:>9}  {}"
 
 
 def prepare(model: str, folder: Path) -> list[str]:
-    """Write a model and its dataset; return the flags that name both."""
+    """Write a model and its data set; return the flags of `train` that are about them."""
     weights, data = folder / "weights", folder / "data"
     if model in full_text.MODELS:
         full_text.write_model(weights, model, "cuda")
@@ -48,36 +48,42 @@ def prepare(model: str, folder: Path) -> list[str]:
     else:
         full_flow.write_pipeline(weights, model, "cuda")
     full_size.write_pictures(data, IMAGES, sizes=((1024, 1024),))
-    name = model.partition("-")[0]
-    return ["--model", name, "--dataset", str(data), "--weights", str(weights)]
+    family = model.removesuffix("-large")
+    return ["--model", family, "--dataset", str(data), "--weights", str(weights)]
 
 
 def row(model: str, vram: str, outcome: Outcome, output: Path) -> str:
-    """The table row of a run, or its error."""
+    """Return the table row of a run; if it failed, with the end of its errors."""
     if outcome.code:
         return ROW.format(model, vram, "", "", "", "", "", outcome.errors.strip()[-300:])
     text = "\n".join(line for _, line in outcome.lines)
-    plan = re.compile(rf"^plan: (.*?) \(about {SIZE}(?:, ([\d.]+) s a step)?\) fits", re.MULTILINE)
-    chosen = plan.search(text)
-    phases = re.findall(rf"^GPU memory while .*: {SIZE}", text, re.MULTILINE)
-    held = re.search(rf"at most {SIZE} of GPU memory", text)
+    plan = rf"^plan: (.*?) \(about {GIB_PATTERN}(?:, ([\d.]+) s a step)?\) fits"
+    chosen = re.search(plan, text, re.MULTILINE)
+    peaks = re.findall(rf"^GPU memory while .*: {GIB_PATTERN}", text, re.MULTILINE)
+    tensors = re.search(rf"at most {GIB_PATTERN} of GPU memory", text)
     with (output / "train.csv").open() as file:
         seconds = [float(step["seconds"]) for step in csv.DictReader(file)]
     median = statistics.median(seconds[len(seconds) // 2 :])
-    announced = "" if chosen is None or chosen[3] is None else f"{float(chosen[3]) * 1e3:.0f}"
+    predicted = "" if chosen is None or chosen[3] is None else f"{float(chosen[3]) * 1e3:.0f}"
     return ROW.format(
-        model, vram, f"{max(map(float, phases)):.2f}", "" if held is None else held[1],
-        f"{outcome.gpu:.2f}", announced, f"{median * 1e3:.0f}",
+        model, vram, f"{max(map(float, peaks)):.2f}", "" if tensors is None else tensors[1],
+        f"{outcome.gpu:.2f}", predicted, f"{median * 1e3:.0f}",
         "nothing" if chosen is None else chosen[1],
     )  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--models", default="sdxl,flux,llama", help=", ".join(MODELS))
-    parser.add_argument("--vram", default="8,12,24", help="GiB, comma-separated")
-    parser.add_argument("--folder", type=Path, help="an existing folder for temporary folders")
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument(
+        "--models", default="sdxl,flux,llama", help=f"comma-separated, of {', '.join(MODELS)}"
+    )
+    parser.add_argument(
+        "--vram", default="8,12,24", help="values of train's --vram (GiB), comma-separated"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="an existing folder (default: that of temporary files)"
+    )
+    parser.add_argument("--steps", type=int, default=16, help="training steps of a run")
     given = parser.parse_args()
     reason = tc.cuda.unavailable_reason()
     if reason is not None:
