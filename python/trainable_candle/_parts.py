@@ -121,13 +121,14 @@ def order_of(function: str, x: Tensor, dim: int, *, descending: bool) -> Tensor:
 
 def argmin_of(x: Tensor, dim: int | None, keepdim: bool) -> Tensor:
     """Return the index of the smallest element; see `Tensor.argmin`."""
-    if x.dtype == "i64" and x.numel():
-        # On the host: no floating point dtype has all of these integers.
-        place = None if dim is None else place_of("argmin", x.shape, dim)
-        found = np.argmin(x.numpy(), place, keepdims=keepdim and place is not None)
-        return _core.tensor(np.asarray(found, np.int64), device=x.device)
     # `argmax` takes floating point tensors only.
-    return (-(x if x.dtype in {"f32", "f16", "bf16", "f64"} else x.to("f64"))).argmax(dim, keepdim)
+    floats = x if x.dtype in {"f32", "f16", "bf16", "f64"} else x.to("f64")
+    found = (-floats).argmax(dim, keepdim)
+    if x.dtype == "i64":
+        # No floating point dtype has all of these integers, so the host finds the indices.
+        exact = np.asarray(np.argmin(x.numpy(), dim), np.int64).reshape(found.shape)
+        found = _core.tensor(exact, device=x.device)
+    return found
 
 
 def norm_of(x: Tensor, p: Any, dim: Any, keepdim: bool) -> Tensor:

@@ -59,6 +59,9 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = True) -> 
         sync_folder(path.parent)
 
 
+_SPECIAL_KEYS: Final = {"tag:yaml.org,2002:merge", "tag:yaml.org,2002:value"}
+
+
 class _UniqueKeys(yaml.SafeLoader):
     """Loads YAML's plain values (no Python objects); rejects a mapping that has a key twice."""
 
@@ -71,9 +74,10 @@ class _UniqueKeys(yaml.SafeLoader):
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
-                # Compared as a dict compares its keys. `<<` inserts the entries of other mappings.
-                is_merge = key.tag == "tag:yaml.org,2002:merge"
-                value = (key.tag,) if is_merge else self.construct_object(key)
+                # Compared as a dict compares its keys. `SafeLoader` handles the keys `<<`, which
+                # inserts the entries of other mappings, and `=` by themselves.
+                is_special = key.tag in _SPECIAL_KEYS
+                value = (key.tag,) if is_special else self.construct_object(key)
                 if not isinstance(value, Hashable):
                     continue  # `SafeLoader` rejects the key.
                 if value in seen:

@@ -12,7 +12,7 @@ from PIL import Image
 from trainable_candle.data import check_folder
 from trainable_candle.demo import hearts, language, shapes
 from trainable_candle.demo import run as digits_demo
-from trainable_candle.demo.folder import MARK
+from trainable_candle.demo.folder import MARK, begin
 from trainable_candle.demo.hearts import Verdict
 from trainable_candle.errors import ConfigError
 from trainable_candle.families import load
@@ -126,6 +126,15 @@ def test_a_demo_replaces_an_interrupted_demo_but_no_other_run(
     for _ in range(2):
         with pytest.raises(ConfigError, match="of an earlier run"):
             demo.run_demo(tmp_path)
+
+
+def test_a_demo_keeps_the_adapter_of_another_run(tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter.safetensors"
+    adapter.write_bytes(b"another run's")
+    for _ in range(2):
+        begin(tmp_path)
+    assert adapter.read_bytes() == b"another run's"
+    assert not (tmp_path / MARK).exists()
 
 
 def leave_checkpoint(output: Path) -> None:

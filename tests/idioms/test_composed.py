@@ -219,7 +219,10 @@ def test_the_smallest_of_large_integers_is_found() -> None:
     x = tc.tensor(np.array([[2**53 + 1, 2**53], [-(2**62), -(2**62) - 1]]))
     assert x.argmin(1).tolist() == [1, 1]
     assert x.argmin(0, keepdim=True).tolist() == [[1, 1]]
+    assert x.argmin(keepdim=True).tolist() == [[3]]
     assert (x.argmin().item(), x.argmin().dtype) == (3, "i64")
+    with pytest.raises(tc.IndexOutOfRangeError):
+        x.argmin(2)
 
 
 def test_an_empty_index_scatters_nothing() -> None:

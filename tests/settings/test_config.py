@@ -209,7 +209,7 @@ def test_keys_that_a_dict_cannot_hold_apart_are_rejected(text: str) -> None:
 
 
 def test_keys_of_different_types_are_different() -> None:
-    assert load_yaml("{1: 2, '1': 3}") == {1: 2, "1": 3}
+    assert load_yaml("{1: 2, '1': 3, =: 4}") == {1: 2, "1": 3, "=": 4}
 
 
 def test_a_key_may_override_a_merged_mapping(tmp_path: Path) -> None:

@@ -27,6 +27,6 @@ def begin(output: Path) -> None:
     """
     if (output / MARK).exists() or (output / VERDICT).exists():
         run_state.remove_run(output, ADAPTER)
-    if not run_state.checkpoints(output):
+    if not run_state.checkpoints(output) and not (output / ADAPTER).exists():
         output.mkdir(parents=True, exist_ok=True)
         write_atomically(output / MARK, _TEXT)
