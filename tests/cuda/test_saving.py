@@ -36,12 +36,12 @@ def test_only_the_elements_of_a_view_are_copied(cuda: Any) -> None:
     values = np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)
     there = tc.tensor(values, device="cuda")
     reads = {
-        "rows": lambda: flat[3:5].numpy(),
-        "scalar": lambda: flat[7, 9].item(),
-        "cpu": lambda: flat[1000:].to("cpu"),
-        "list": lambda: flat[5].tolist(),
-        "columns": lambda: flat[:, 2:4].numpy(),
-        "nothing": lambda: flat[4:4].numpy(),
+        "rows": lambda: there[3:5].numpy(),
+        "scalar": lambda: there[7, 9].item(),
+        "cpu": lambda: there[1000:].to("cpu"),
+        "list": lambda: there[5].tolist(),
+        "columns": lambda: there[:, 2:4].numpy(),
+        "nothing": lambda: there[4:4].numpy(),
     }
     for name, read in reads.items():
         mark(name)
