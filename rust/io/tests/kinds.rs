@@ -199,7 +199,7 @@ fn adapters_of_wrong_shapes_and_of_unknown_layers_are_rejected() {
     }
     let adapters = BTreeMap::from([("other".to_string(), golden.adapters("lora")["conv"].clone())]);
     let error = AdapterSet::attach_values(&adapters, &net.named_layers()).err().unwrap().to_string();
-    assert!(error.contains("no layer other"), "{error}");
+    assert!(error.contains("no layer \"other\""), "{error}");
 }
 
 #[test]
