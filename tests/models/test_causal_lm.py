@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.compressed import decompressed
 
 import trainable_candle as tc
 from trainable_candle.models import CausalLM
@@ -22,7 +23,7 @@ BY_LENGTH = ("dynamic", "longrope", "longrope short")
 
 
 def case_of(family: str) -> dict[str, tc.Tensor]:
-    return tc.load_file(GOLDEN / family / "case.safetensors")
+    return tc.load_file(decompressed(GOLDEN / family / "case.safetensors"))
 
 
 def model_of(family: str, **options: object) -> CausalLM:
@@ -35,7 +36,7 @@ def switched(name: str, form: str, folder: Path) -> tuple[CausalLM, dict[str, tc
     With the `form` "new", config.json has the keys of transformers 5, such as `rope_parameters`.
     With "old", it has the older keys of the same settings, such as `rope_theta`.
     """
-    tensors = tc.load_file(GOLDEN / "switches.safetensors")
+    tensors = tc.load_file(decompressed(GOLDEN / "switches.safetensors"))
     own = {key.split("|")[1]: tensors[key] for key in tensors if key.startswith(f"{name}|")}
     expected = {key: own.pop(key) for key in ("logits.0", "logits.1")}
     tc.save_file(own, folder / "model.safetensors")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.compressed import decompressed
 
 import trainable_candle as tc
 from trainable_candle.models import CausalLM
@@ -26,7 +27,7 @@ def model_of(family: str, **options: object) -> CausalLM:
 
 def switched(name: str, folder: Path) -> tuple[CausalLM, list[int]]:
     """The model of the case `name`, and the 20 token ids of the first text in the golden file."""
-    tensors = tc.load_file(GOLDEN / "switches.safetensors")
+    tensors = tc.load_file(decompressed(GOLDEN / "switches.safetensors"))
     own = {key.split("|")[1]: tensors[key] for key in tensors if key.startswith(f"{name}|")}
     weights = {key: value for key, value in own.items() if not key.startswith("logits")}
     tc.save_file(weights, folder / "model.safetensors")

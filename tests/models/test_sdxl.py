@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.compressed import decompressed
 
 import trainable_candle as tc
 from trainable_candle.models import SDXLUNet
@@ -31,7 +32,7 @@ def adapted(
     model: SDXLUNet, name: str, device: str = "cpu"
 ) -> tuple[tc.AdapterSet, dict[str, tc.Tensor]]:
     """Add a case's initial adapter to a model, which is on `device`; return adapter and case."""
-    path = GOLDEN / f"unet_{name}.safetensors"
+    path = decompressed(GOLDEN / f"unet_{name}.safetensors")
     case, settings = tc.load_file(path), metadata(path)
     options = {key: json.loads(value) for key, value in settings.items() if key.startswith("use_")}
     targets = json.loads(settings["targets"])

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from tests.compressed import decompressed
 
 import trainable_candle as tc
 from trainable_candle.models import (
@@ -87,7 +88,7 @@ def adapted(
     family: Family, model: Model, name: str, device: str = "cpu"
 ) -> tuple[tc.AdapterSet, dict[str, tc.Tensor]]:
     """Add a case's initial adapter to a model, which is on `device`; return adapter and case."""
-    path = family.folder / f"transformer_{name}.safetensors"
+    path = decompressed(family.folder / f"transformer_{name}.safetensors")
     case, settings = tc.load_file(path), metadata(path)
     config = tc.LoraConfig(
         r=int(settings["rank"]),

@@ -2,7 +2,7 @@
 
 Run with torch 2.11.0 and transformers 5.23.0. The script writes two files. `switches.json.gz` has
 each configuration in two forms: with the old names of the fields, and as transformers writes it.
-`switches.safetensors` has the token ids and the mask that all cases share, and for each case the
+`switches.safetensors.gz` has the token ids and the mask that all cases share, and for each case the
 weights in bf16 and the logits of each row.
 """
 
@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from transformers import AutoConfig, AutoModelForCausalLM
 
 HERE = Path(__file__).parent
@@ -112,9 +112,8 @@ def main() -> None:
                 tensors[f"{name}|{key}"] = value.bfloat16()
         new = json.loads(config.to_json_string(use_diff=False))
         configs[name] = {"old": old, "new": new | {"architectures": [type(model).__name__]}}
-    save_file(
-        {key: value.contiguous() for key, value in tensors.items()}, HERE / "switches.safetensors"
-    )
+    data = save({key: value.contiguous() for key, value in tensors.items()})
+    (HERE / "switches.safetensors.gz").write_bytes(gzip.compress(data, mtime=0))
     text = json.dumps(configs, separators=(",", ":"))
     (HERE / "switches.json.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
 

@@ -14,6 +14,7 @@ names and shapes of the parameters of the full-size SDXL's UNet in diffusers, in
 """
 
 import copy
+import gzip
 import json
 import math
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from pathlib import Path
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from peft import LoraConfig, inject_adapter_in_model
+from safetensors.torch import save as to_bytes
 from safetensors.torch import save_file
 from torch.nn import Module
 from torch.nn.functional import mse_loss
@@ -58,9 +60,13 @@ def store(model: Module, folder: str) -> None:
 def save(
     name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write tensors of a case."""
+    """Write tensors of a case; compress the file if it has metadata."""
     tensors = {key: value.detach().contiguous().clone() for key, value in tensors.items()}
-    save_file(tensors, HERE / f"{name}.safetensors", metadata)
+    if metadata is None:
+        save_file(tensors, HERE / f"{name}.safetensors")
+    else:
+        data = gzip.compress(to_bytes(tensors, metadata), mtime=0)
+        (HERE / f"{name}.safetensors.gz").write_bytes(data)
 
 
 def adapter_case(

@@ -9,6 +9,7 @@ everything else is f32.
 """
 
 import copy
+import gzip
 import json
 import math
 import re
@@ -27,6 +28,7 @@ from diffusers import (
     ZImageTransformer2DModel,
 )
 from peft import LoraConfig, inject_adapter_in_model
+from safetensors.torch import save as to_bytes
 from safetensors.torch import save_file
 from torch.nn.functional import mse_loss
 
@@ -98,8 +100,14 @@ def randomize(model):
 
 
 def save(path, tensors, metadata=None):
+    """Write tensors of a case; compress the file if it has metadata."""
     kept = {name: value.detach().contiguous().clone() for name, value in tensors.items()}
-    save_file(kept, path, metadata=metadata)
+    if metadata is None:
+        save_file(kept, path)
+    else:
+        path.with_name(f"{path.name}.gz").write_bytes(
+            gzip.compress(to_bytes(kept, metadata), mtime=0)
+        )
 
 
 def published(name):

@@ -1,0 +1,17 @@
+"""Golden files that are stored compressed, so that the repository stays small."""
+
+import functools
+import gzip
+import tempfile
+from pathlib import Path
+
+_FOLDER = tempfile.TemporaryDirectory()
+"""The folder of decompressed files. Python removes it at the end of the process."""
+
+
+@functools.cache
+def decompressed(path: Path) -> Path:
+    """Decompress the file `path` with ".gz" after its name; return the path of the result."""
+    result = Path(_FOLDER.name) / "-".join(path.parts[-3:])
+    result.write_bytes(gzip.decompress(path.with_name(f"{path.name}.gz").read_bytes()))
+    return result
