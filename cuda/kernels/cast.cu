@@ -17,7 +17,7 @@ template <typename D> constexpr D HIGH = std::numeric_limits<D>::max();
 
 template <typename D, typename R> __device__ __forceinline__ D saturated(R x) {
     // R(HIGH) may be rounded up, to a number above HIGH. But the next smaller number of type R is at most HIGH, so the last conversion gets
-    // no number out of range. R(LOW) is exact.
+    // only numbers within the range of D. R(LOW) is exact.
     return x != x ? D(0) : x <= R(LOW<D>) ? LOW<D> : x >= R(HIGH<D>) ? HIGH<D> : static_cast<D>(x);
 }
 

@@ -51,6 +51,6 @@ class device(str):  # noqa: N801 - torch's name
 
     @property
     def index(self) -> int | None:  # type: ignore[override]  # torch's `index`, not that of `str`
-        """The number of the GPU; None if the name has no number."""
+        """The number of the GPU; None for "cpu" and for "cuda" without a number."""
         number = self.partition(":")[2]
         return int(number) if number else None

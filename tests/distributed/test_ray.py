@@ -164,7 +164,7 @@ def test_cpus_and_gpus_that_the_cluster_lacks_are_an_error(config: TrainConfig) 
         ({}, {"strategy": "NEAR"}, "expected one of PACK, SPREAD"),
         ({}, {}, "say how many processes"),
     ],
-    ids=["gpus", "GPU index", "strategy", "no number of processes"],
+    ids=["gpus", "GPU index", "strategy", "count missing"],
 )
 def test_settings_that_do_not_fit_a_cluster_are_rejected(
     config: TrainConfig,

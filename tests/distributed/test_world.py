@@ -100,7 +100,7 @@ def test_index_and_number_of_machines_are_read() -> None:
         ({"NNODES": "two", "NODE_RANK": "1"}, "NNODES is 'two', expected a number"),
         ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK is 2, expected below NNODES, 2"),
     ],
-    ids=["no number", "no index", "text as number", "index too large"],
+    ids=["count missing", "index missing", "count is text", "index too large"],
 )
 def test_missing_or_wrong_variables_of_machines_are_an_error(
     variables: dict[str, str], message: str

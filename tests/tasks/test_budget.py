@@ -18,10 +18,11 @@ from trainable_candle.errors import OutOfMemoryError
 from trainable_candle.settings.machine import CHECKPOINTING, FORMATS, SAME, STORED
 from trainable_candle.tasks.budget import Budget, Plan, find_budget, make_plan, step_seconds
 from trainable_candle.tasks.estimate import RUNTIME_BYTES, Estimate, Item
-from trainable_candle.tasks.speed import GPUS, Work
+from trainable_candle.tasks.speed import GPUS
 from trainable_candle.train import TrainConfig
 
 from .full_size import MODELS, write_image, write_model
+from .works import work_without_blocks
 
 GIB = 2**30
 CARDS = (6, 8, 12, 16, 24, 48)
@@ -449,20 +450,7 @@ def test_a_weight_is_not_rounded_to_a_second_format(flux: Model) -> None:
 
 
 def test_models_without_blocks_stream_nothing() -> None:
-    work = Work(
-        layers=1e9,
-        attention=1e8,
-        kept=1e6,
-        recomputed=0,
-        decoded=0,
-        streamed=0,
-        modulation=0,
-        offloaded=0,
-        states=0,
-        blocks=0,
-        has_modulation=False,
-        can_be_quantized=False,
-    )
+    work = work_without_blocks(layers=1e9, attention=1e8, kept=1e6)
     tried: list[TrainConfig] = []
 
     def estimate(config: TrainConfig) -> Estimate:

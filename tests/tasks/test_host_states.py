@@ -15,28 +15,16 @@ from trainable_candle.errors import ArgumentError, ConfigError, OutOfMemoryError
 from trainable_candle.settings.checks import check_settings
 from trainable_candle.tasks.budget import Budget, Plan, make_plan, step_seconds
 from trainable_candle.tasks.estimate import RUNTIME_BYTES, Estimate, Item, trained_model
-from trainable_candle.tasks.speed import GPUS, Work, seconds
+from trainable_candle.tasks.speed import GPUS, seconds
 from trainable_candle.train import TrainConfig
 
 from .full_size import write_model
+from .works import work_without_blocks
 
 GIB = 2**30
 CARD = GPUS["RTX 4090"]
 # A step takes about 1.4 s.
-WORK = Work(
-    layers=60e12,
-    attention=15e12,
-    kept=4e9,
-    recomputed=0,
-    decoded=0,
-    streamed=0,
-    modulation=0,
-    offloaded=0,
-    states=0,
-    blocks=0,
-    has_modulation=False,
-    can_be_quantized=False,
-)
+WORK = work_without_blocks(layers=60e12, attention=15e12, kept=4e9)
 GROUPS = families.find("digits").groups
 
 

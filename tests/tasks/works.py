@@ -1,0 +1,21 @@
+"""The work of a step of models whose blocks cannot be checkpointed, streamed or quantized."""
+
+from trainable_candle.tasks.speed import Work
+
+
+def work_without_blocks(*, layers: float, attention: float, kept: float) -> Work:
+    """Return work of which all other parts are zero. The arguments are fields of `Work`."""
+    return Work(
+        layers=layers,
+        attention=attention,
+        kept=kept,
+        recomputed=0,
+        decoded=0,
+        streamed=0,
+        modulation=0,
+        offloaded=0,
+        states=0,
+        blocks=0,
+        has_modulation=False,
+        can_be_quantized=False,
+    )
