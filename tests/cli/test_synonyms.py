@@ -1,0 +1,27 @@
+"""Synonyms of flags, such as `--memory-limit` for `--vram`."""
+
+import pytest
+
+from trainable_candle.settings import TrainConfig, flag, settings
+
+from .test_options import VALUES, as_arguments, parse
+
+# Names with dots are keys of nested mappings in YAML files; they are no flags.
+SYNONYMS = [
+    (name, other)
+    for name, (_, setting) in settings().items()
+    for other in setting.synonyms
+    if "." not in other
+]
+
+
+@pytest.mark.parametrize(("name", "synonym"), SYNONYMS)
+def test_a_synonym_sets_its_setting(name: str, synonym: str) -> None:
+    value = VALUES.get(name, True)  # no value: a switch that conflicts with other values
+    arguments = as_arguments(name, value)
+    arguments[0] = arguments[0].replace(flag(name)[2:], flag(synonym)[2:])
+    assert parse(*arguments) == TrainConfig(**{name: value})
+
+
+def test_the_memory_limit_is_the_budget() -> None:
+    assert parse("--memory-limit", "12").vram == 12
