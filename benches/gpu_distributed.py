@@ -40,7 +40,7 @@ from gpu_transformers import cases, inputs_of, model_of
 
 import trainable_candle as tc
 from trainable_candle.distributed.group import Group, make_group
-from trainable_candle.distributed.launch import gpu_environment
+from trainable_candle.distributed.launch import rank_environment
 from trainable_candle.distributed.streamed import shared_streams
 from trainable_candle.distributed.world import from_environment
 from trainable_candle.families.sdxl import SDXL
@@ -239,7 +239,7 @@ def start(
         if gpus == 1:
             return dict(os.environ)
         apart = {"NCCL_HOSTID": f"machine-{rank}"} if options.machines else {}
-        return gpu_environment(folder, rank, gpus) | apart
+        return rank_environment(folder, rank, gpus) | apart
 
     with tempfile.TemporaryDirectory(prefix="tc-") as folder:
         command = [sys.executable, __file__, "--child", "--model", options.model]

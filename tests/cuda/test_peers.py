@@ -75,12 +75,12 @@ START = """
     import sys
     import tempfile
     from pathlib import Path
-    from trainable_candle.distributed.launch import gpu_environment
+    from trainable_candle.distributed.launch import rank_environment
 
     with tempfile.TemporaryDirectory(dir="/tmp") as meeting:
         children = [
             subprocess.Popen(
-                [sys.executable, PATH], env=gpu_environment(Path(meeting), rank, 2), text=True,
+                [sys.executable, PATH], env=rank_environment(Path(meeting), rank, 2), text=True,
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )
             for rank in range(2)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainable_candle.distributed.agreement import differing
-from trainable_candle.distributed.launch import gpu_environment
+from trainable_candle.distributed.launch import rank_environment
 
 LIMIT_SECONDS = 30.0
 """All processes of a test must end within this number of seconds."""
@@ -27,7 +27,7 @@ def run_ranks(arguments: list[list[str]]) -> list[tuple[int, str, str]]:
         processes = [
             subprocess.Popen(
                 [sys.executable, *arguments[rank]],
-                env=gpu_environment(Path(meeting), rank, size),
+                env=rank_environment(Path(meeting), rank, size),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

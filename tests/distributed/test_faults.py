@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from trainable_candle.distributed.launch import gpu_environment
+from trainable_candle.distributed.launch import rank_environment
 from trainable_candle.train.state import checkpoints, read_state
 
 # A training script. After the first checkpoint, every write to a file fails, as on a full disk.
@@ -47,7 +47,7 @@ def test_a_full_disk_ends_all_processes(
         processes = [
             subprocess.Popen(
                 [sys.executable, "-c", FULL_DISK, *places],
-                env=gpu_environment(Path(meeting), rank, 2),
+                env=rank_environment(Path(meeting), rank, 2),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -92,7 +92,7 @@ def test_a_suspended_process_ends_the_other_process(
         processes = [
             subprocess.Popen(
                 [sys.executable, "-c", SHORT_SILENCE, *places],
-                env=gpu_environment(Path(meeting), rank, 2),
+                env=rank_environment(Path(meeting), rank, 2),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import trainable_candle as tc
-from trainable_candle.distributed.launch import gpu_environment
+from trainable_candle.distributed.launch import rank_environment
 
 # The beginning of both scripts. Only the losses of batches with odd numbers depend on b, so that a
 # process may lack a gradient of b.
@@ -111,7 +111,7 @@ def run(script: str, size: int) -> list[dict[str, Any]]:
         processes = [
             subprocess.Popen(
                 [sys.executable, "-c", PROBLEM + script],
-                env=gpu_environment(Path(folder), rank, size),
+                env=rank_environment(Path(folder), rank, size),
                 stdout=subprocess.PIPE,
                 text=True,
             )

@@ -22,7 +22,7 @@ import pytest
 import trainable_candle as tc
 from trainable_candle import _core
 from trainable_candle.distributed import streamed
-from trainable_candle.distributed.launch import gpu_environment
+from trainable_candle.distributed.launch import rank_environment
 from trainable_candle.distributed.streamed import (
     BUS,
     NVLINK,
@@ -71,7 +71,7 @@ def start(meeting: str, settings: dict[str, object]) -> list[subprocess.Popen[st
     return [
         subprocess.Popen(
             [sys.executable, "-c", RUN, json.dumps(settings)],
-            env=gpu_environment(Path(meeting), rank, 2),
+            env=rank_environment(Path(meeting), rank, 2),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from trainable_candle.distributed.launch import gpu_environment
+from trainable_candle.distributed.launch import rank_environment
 from trainable_candle.distributed.streamed import least_sharing
 
 FLUX = Path(__file__).parents[1] / "golden" / "flux"
@@ -95,7 +95,7 @@ def run(
         processes = [
             subprocess.Popen(
                 [sys.executable, "-c", STEPS, arguments],
-                env=gpu_environment(Path(meeting), rank, size),
+                env=rank_environment(Path(meeting), rank, size),
                 stdout=subprocess.PIPE,
                 text=True,
             )

@@ -11,13 +11,13 @@
 
 // One block computes the gradients of a tile of queries and loops over tiles of keys. It has `WARPS` warps with 16 `M` queries
 // each. It copies `KEYS` keys at a time and works on `STEP` of them at a time. `Rows` is the class of the block's own rows (queries
-// and gradients of the result), which are in registers or in shared memory. `Sight` tells which keys a query sees.
-template <typename T, int D, int WARPS, int M, int KEYS, int STEP, template <int, int, int> class Rows, class Sight>
+// and gradients of the result), which are in registers or in shared memory. `VisibleKeys` tells which keys a query sees.
+template <typename T, int D, int WARPS, int M, int KEYS, int STEP, template <int, int, int> class Rows, class VisibleKeys>
 __device__ __forceinline__ void attention_backward_query(uint32_t block, const T *q, const T *k, const T *v, const T *d_o, const float *log_sums,
                                                          const float *delta, T *dq, const Strides &q_strides,
                                                          const Strides &k_strides, const Strides &v_strides,
                                                          const Strides &do_strides, const Strides &dq_strides,
-                                                         const AttentionShape &shape, const Sight &sight) {
+                                                         const AttentionShape &shape, const VisibleKeys &visible) {
     constexpr int THREADS = WARPS * WARP, QUERIES = WARPS * 16 * M, STAGE = tile_bytes<D>(2 * KEYS);
     extern __shared__ __align__(1024) unsigned char shared[];
     const uint32_t query_tile = shared_address(shared), grad_tile = query_tile + tile_bytes<D>(QUERIES);
@@ -29,15 +29,15 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
     const uint32_t first = (shape.is_causal ? tiles - 1 - task.tile : task.tile) * QUERIES;
     const int rows = min(shape.queries - first, uint32_t(QUERIES));
     q = q_strides.matrix(q, task.batch, task.head) + first * q_strides.row;
-    k = k_strides.matrix(k, task.batch, task.head / sight.group());
-    v = v_strides.matrix(v, task.batch, task.head / sight.group());
+    k = k_strides.matrix(k, task.batch, task.head / visible.group());
+    v = v_strides.matrix(v, task.batch, task.head / visible.group());
     d_o = do_strides.matrix(d_o, task.batch, task.head) + first * do_strides.row;
     dq = dq_strides.matrix(dq, task.batch, task.head) + first * dq_strides.row;
 
     const uint32_t seen = shape.is_causal ? min(shape.keys, first + QUERIES) : shape.keys;
-    const uint32_t begin = sight.first_key(first) / KEYS, steps = ceil_divide(seen, KEYS);
+    const uint32_t begin = visible.first_key(first) / KEYS, steps = ceil_divide(seen, KEYS);
     // The last query of the tile does not see the keys below `floor`, so weights of these keys need the mask.
-    const uint32_t floor = sight.first_key(first + rows - 1);
+    const uint32_t floor = visible.first_key(first + rows - 1);
     const auto copy_keys = [&](uint32_t step) {
         const uint32_t key = step * KEYS, stage = stages + step % 2 * STAGE;
         copy_tile<T, D, KEYS, THREADS>(stage, k + key * k_strides.row, k_strides.row, shape.keys - key, shape.width);
@@ -52,7 +52,7 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
     const float scale = static_cast<float>(shape.scale), scale2 = scale * LOG2_E;
     const int mine = rows - warp * 16 * M;
     uint32_t lowest[M][2];
-    first_keys(lowest, sight, first + warp * 16 * M + lane / 4);
+    first_keys(lowest, visible, first + warp * 16 * M + lane / 4);
     const uint64_t start = uint64_t(task.index) * shape.queries + first + warp * 16 * M;
     float log_sum[M][2], row_delta[M][2];
 #pragma unroll
@@ -96,7 +96,7 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
                             const uint32_t query = first + warp * 16 * M + m * 16 + i / 2 * 8 + lane / 4;
                             const uint32_t limit = shape.is_causal ? min(shape.keys, query + 1) : shape.keys;
                             const uint32_t own = key + n * 8 + lane % 4 * 2 + i % 2;
-                            if (own >= limit || (Sight::HAS_SPANS && own < lowest[m][i / 2])) p[m][n][i] = 0.0f;
+                            if (own >= limit || (VisibleKeys::HAS_SPANS && own < lowest[m][i / 2])) p[m][n][i] = 0.0f;
                         }
                     }
             wait_for_products<0>();
@@ -156,12 +156,12 @@ __device__ __forceinline__ void write_key_rows(T *grad, const Strides &strides, 
 // rows), over a range of the heads of queries that share the keys. It has `WARPS` warps with 16 `M` keys each. It copies `QUERIES`
 // queries at a time and works on `STEP` of them at a time. `Rows` is the class of the block's own rows (keys and values), which are
 // in registers or in shared memory.
-template <typename T, int D, int WARPS, int M, int QUERIES, int STEP, template <int, int, int> class Rows, class Sight>
+template <typename T, int D, int WARPS, int M, int QUERIES, int STEP, template <int, int, int> class Rows, class VisibleKeys>
 __device__ __forceinline__ void
 attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v, const T *d_o, const float *log_sums, const float *delta, T *dk, T *dv,
                              float *dk_parts, float *dv_parts, const Strides &q_strides, const Strides &k_strides,
                              const Strides &v_strides, const Strides &do_strides, const Strides &dk_strides,
-                             const Strides &dv_strides, const AttentionShape &shape, const Sight &sight) {
+                             const Strides &dv_strides, const AttentionShape &shape, const VisibleKeys &visible) {
     constexpr int THREADS = WARPS * WARP, KEYS = WARPS * 16 * M;
     constexpr int STAGE = tile_bytes<D>(2 * QUERIES), NUMBERS = 2 * QUERIES * sizeof(float);
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -171,7 +171,7 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
 
     const uint32_t tiles = ceil_divide(shape.keys, KEYS);
     const auto part_of = [&](uint32_t block) { return block % shape.parts; };
-    const auto task_of = [&](uint32_t block) { return Task(block / shape.parts, tiles, shape.heads / sight.group()); };
+    const auto task_of = [&](uint32_t block) { return Task(block / shape.parts, tiles, shape.heads / visible.group()); };
     const uint32_t part = part_of(block);
     const Task task = task_of(block);
     const uint32_t first = task.tile * KEYS;
@@ -180,16 +180,16 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
     v = v_strides.matrix(v, task.batch, task.head) + first * v_strides.row;
 
     // The block reads `heads` query heads from `head` on. For each head it reads the tiles of queries from `begin` to `end`.
-    const uint32_t units = Sight::HAS_SPANS ? sight.group() : ceil_divide(shape.queries, QUERIES);
+    const uint32_t units = VisibleKeys::HAS_SPANS ? visible.group() : ceil_divide(shape.queries, QUERIES);
     const uint32_t per_part = ceil_divide(units, shape.parts), part_begin = part * per_part, part_end = min(units, part_begin + per_part);
-    const uint32_t heads = !Sight::HAS_SPANS ? 1 : part_end > part_begin ? part_end - part_begin : 0;
-    const uint32_t head = task.head * sight.group() + (Sight::HAS_SPANS ? part_begin : 0);
+    const uint32_t heads = !VisibleKeys::HAS_SPANS ? 1 : part_end > part_begin ? part_end - part_begin : 0;
+    const uint32_t head = task.head * visible.group() + (VisibleKeys::HAS_SPANS ? part_begin : 0);
     // Queries from `ceiling` on do not see all keys of the tile, and queries from `last` on see none of them.
-    const uint32_t ceiling = sight.query_end(first, shape), last = sight.query_end(first + rows - 1, shape);
+    const uint32_t ceiling = visible.query_end(first, shape), last = visible.query_end(first + rows - 1, shape);
     // With a causal mask, a key is visible to the queries from its position on.
     const uint32_t causal_begin = shape.is_causal ? first / QUERIES : 0;
-    const uint32_t begin = Sight::HAS_SPANS ? causal_begin : max(part_begin, causal_begin);
-    const uint32_t end = Sight::HAS_SPANS ? ceil_divide(last, QUERIES) : part_end;
+    const uint32_t begin = VisibleKeys::HAS_SPANS ? causal_begin : max(part_begin, causal_begin);
+    const uint32_t end = VisibleKeys::HAS_SPANS ? ceil_divide(last, QUERIES) : part_end;
     q = q_strides.matrix(q, task.batch, head);
     d_o = do_strides.matrix(d_o, task.batch, head);
     log_sums += (uint64_t(task.batch) * shape.heads + head) * shape.queries;
@@ -213,7 +213,7 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
         }
         end_copies();
         next++;
-        if (Sight::HAS_SPANS && next == end) {
+        if (VisibleKeys::HAS_SPANS && next == end) {
             next = begin;
             q += q_strides.head, d_o += do_strides.head, log_sums += shape.queries, delta += shape.queries;
         }
@@ -231,7 +231,7 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
-        for (int r = 0; r < 2; r++) ends[m][r] = sight.query_end(first + warp * 16 * M + m * 16 + r * 8 + lane / 4, shape);
+        for (int r = 0; r < 2; r++) ends[m][r] = visible.query_end(first + warp * 16 * M + m * 16 + r * 8 + lane / 4, shape);
     float key_sum[M][D / 8][4] = {}, value_sum[M][D / 8][4] = {};
     uint32_t tile = begin;
     for (uint32_t step = 0; step < steps; step++) {
@@ -252,7 +252,8 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
             end_products();
             wait_for_products<1>();
             products_are_ready(p);
-            const bool hides = shape.is_causal && (query < first + (warp + 1) * 16 * M || (Sight::HAS_SPANS && query + STEP > ceiling));
+            const bool hides =
+                shape.is_causal && (query < first + (warp + 1) * 16 * M || (VisibleKeys::HAS_SPANS && query + STEP > ceiling));
 #pragma unroll
             for (int n = 0; n < STEP / 8; n++) {
                 const float2 base = *reinterpret_cast<const float2 *>(log_sum + offset + n * 8 + lane % 4 * 2);
@@ -263,7 +264,8 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
                         p[m][n][i] = exp2_fast(fmaf(p[m][n][i], scale2, (i % 2 ? base.y : base.x) * -LOG2_E));
                         if (hides) {
                             const uint32_t own = query + n * 8 + lane % 4 * 2 + i % 2;
-                            if (own < first + warp * 16 * M + m * 16 + i / 2 * 8 + lane / 4 || (Sight::HAS_SPANS && own >= ends[m][i / 2]))
+                            const uint32_t diagonal = first + warp * 16 * M + m * 16 + i / 2 * 8 + lane / 4;
+                            if (own < diagonal || (VisibleKeys::HAS_SPANS && own >= ends[m][i / 2]))
                                 p[m][n][i] = 0.0f;
                         }
                     }
@@ -291,7 +293,7 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
             products_are_ready(key_sum);
         }
         tile++;
-        if (Sight::HAS_SPANS && tile == end) tile = begin;
+        if (VisibleKeys::HAS_SPANS && tile == end) tile = begin;
     }
 #pragma unroll
     for (int m = 0; m < M; m++)
@@ -302,7 +304,7 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
     const uint32_t mine = first + warp * 16 * M;
     const int left = rows - warp * 16 * M;
     unsigned char *own_rows = shared + warp * 16 * M * ROW_BYTES;
-    const uint64_t key_heads = uint64_t(shape.batch) * (shape.heads / sight.group());
+    const uint64_t key_heads = uint64_t(shape.batch) * (shape.heads / visible.group());
     // The compiler must divide again here instead of keeping the quotients in registers, of which the loop has none to spare.
     asm volatile("" : "+r"(block));
     const auto write = [&](T *grad, const Strides &strides, float *parts, const float(&sum)[M][D / 8][4]) {

@@ -79,16 +79,17 @@ template <int M, int N> __device__ __forceinline__ void scale_rows(float (&rows)
 }
 
 // Sets `keys` to the first key that each query of a thread sees. `query` is the thread's first query.
-template <int M, class Sight> __device__ __forceinline__ void first_keys(uint32_t (&keys)[M][2], const Sight &sight, uint32_t query) {
+template <int M, class VisibleKeys>
+__device__ __forceinline__ void first_keys(uint32_t (&keys)[M][2], const VisibleKeys &visible, uint32_t query) {
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
-        for (int r = 0; r < 2; r++) keys[m][r] = sight.first_key(query + m * 16 + r * 8);
+        for (int r = 0; r < 2; r++) keys[m][r] = visible.first_key(query + m * 16 + r * 8);
 }
 
 // Sets scores to negative infinity for keys that do not exist, that come after their query if attention is causal, or, with spans, that
 // come before the first key that their query sees (`first`). The thread's first score is that of query `query` and key `key`.
-template <class Sight, int M, int N>
+template <class VisibleKeys, int M, int N>
 __device__ __forceinline__ void hide(float (&scores)[M][N][4], uint32_t query, uint32_t key, const AttentionShape &shape,
                                      const uint32_t (&first)[M][2]) {
 #pragma unroll
@@ -98,19 +99,19 @@ __device__ __forceinline__ void hide(float (&scores)[M][N][4], uint32_t query, u
             const uint32_t seen = shape.is_causal ? min(shape.keys, query + m * 16 + i / 2 * 8 + 1) : shape.keys;
 #pragma unroll
             for (int n = 0; n < N; n++)
-                if (key + n * 8 + i % 2 >= seen || (Sight::HAS_SPANS && key + n * 8 + i % 2 < first[m][i / 2]))
+                if (key + n * 8 + i % 2 >= seen || (VisibleKeys::HAS_SPANS && key + n * 8 + i % 2 < first[m][i / 2]))
                     scores[m][n][i] = -INFINITY;
         }
 }
 
 // Computes the results and the log-sums of one tile of queries. A block has `WARPS` warps with 16 * M queries each. Shared memory holds the
 // tile of queries and two stages, each with `KEYS` keys and their values: one stage is filled while the warps work on the other. Rows in
-// shared memory have `D` columns, at least `shape.width`. `Rows` is the class of the queries' rows, `HeldRows` or `SharedRows`. `Sight`,
+// shared memory have `D` columns, at least `shape.width`. `Rows` is the class of the queries' rows, `HeldRows` or `SharedRows`. `VisibleKeys`,
 // `Dense` or `Spans`, tells which keys a query sees.
-template <typename T, int D, int WARPS, int M, int KEYS, template <int, int, int> class Rows, class Sight>
+template <typename T, int D, int WARPS, int M, int KEYS, template <int, int, int> class Rows, class VisibleKeys>
 __device__ __forceinline__ void attention_forward(const T *q, const T *k, const T *v, T *o, float *log_sums, const Strides &q_strides,
                                                   const Strides &k_strides, const Strides &v_strides, const Strides &o_strides,
-                                                  const AttentionShape &shape, const Sight &sight) {
+                                                  const AttentionShape &shape, const VisibleKeys &visible) {
     constexpr int THREADS = WARPS * WARP, QUERIES = WARPS * 16 * M, STAGE = tile_bytes<D>(2 * KEYS);
     extern __shared__ __align__(1024) unsigned char shared[];
     const uint32_t query_tile = shared_address(shared), stages = query_tile + tile_bytes<D>(QUERIES);
@@ -122,14 +123,14 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
     const uint32_t first = (shape.is_causal ? tiles - 1 - task.tile : task.tile) * QUERIES;
     const int rows = min(shape.queries - first, uint32_t(QUERIES));
     q = q_strides.matrix(q, task.batch, task.head) + first * q_strides.row;
-    k = k_strides.matrix(k, task.batch, task.head / sight.group());
-    v = v_strides.matrix(v, task.batch, task.head / sight.group());
+    k = k_strides.matrix(k, task.batch, task.head / visible.group());
+    v = v_strides.matrix(v, task.batch, task.head / visible.group());
     o = o_strides.matrix(o, task.batch, task.head) + first * o_strides.row;
 
     const uint32_t seen = shape.is_causal ? min(shape.keys, first + QUERIES) : shape.keys;
-    const uint32_t begin = sight.first_key(first) / KEYS, steps = ceil_divide(seen, KEYS);
+    const uint32_t begin = visible.first_key(first) / KEYS, steps = ceil_divide(seen, KEYS);
     // The last query of the tile does not see the keys below `floor`, so scores of these keys need `hide`.
-    const uint32_t floor = sight.first_key(first + rows - 1);
+    const uint32_t floor = visible.first_key(first + rows - 1);
     const auto copy_keys = [&](uint32_t step) {
         const uint32_t key = step * KEYS;
         copy_tile<T, D, KEYS, THREADS>(stages + step % 2 * STAGE, k + key * k_strides.row, k_strides.row, shape.keys - key,
@@ -152,15 +153,15 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
     const float scale = static_cast<float>(shape.scale) * LOG2_E;
     const uint32_t query = first + warp * 16 * M + lane / 4;
     uint32_t lowest[M][2];
-    first_keys(lowest, sight, query);
-    RunningSoftmax<M> softmax(Sight::HAS_SPANS ? -FLT_MAX : -INFINITY);
+    first_keys(lowest, visible, query);
+    RunningSoftmax<M> softmax(VisibleKeys::HAS_SPANS ? -FLT_MAX : -INFINITY);
     float result[M][D / 8][4] = {}, correction[M][2];
     const auto weigh = [&](float(&scores)[M][KEYS / 8][4], uint32_t step) {
         const uint32_t key = step * KEYS;
         // A tile has hidden keys only if it reaches beyond the last key, begins below `floor` or, with a causal mask, reaches beyond the
         // warp's first query.
         if (key + KEYS > shape.keys || key < floor || (shape.is_causal && key + KEYS > first + warp * 16 * M + 1))
-            hide<Sight>(scores, query, key + lane % 4 * 2, shape, lowest);
+            hide<VisibleKeys>(scores, query, key + lane % 4 * 2, shape, lowest);
         return softmax.weigh(scores, correction, scale);
     };
     if constexpr (BY_WARPGROUP<M>) {

@@ -67,9 +67,9 @@ __device__ void row_products(Acc<T> (&sum)[2][2], const MatrixRows<T> &a, uint32
 
 // Computes the scores of 32 queries, from `query` on, and 32 keys, from `key` on: negative infinity where a query does not see a key.
 // They are distributed over the threads as the products of `row_products`.
-template <typename T, class Sight>
+template <typename T, class VisibleKeys>
 __device__ void plain_scores(Acc<T> (&scores)[2][2], const MatrixRows<T> &q, uint32_t query, const MatrixRows<T> &k, uint32_t key,
-                             const Mask<Acc<T>> &mask, const Task &task, const AttentionShape &shape, const Sight &sight,
+                             const Mask<Acc<T>> &mask, const Task &task, const AttentionShape &shape, const VisibleKeys &visible,
                              Square<Acc<T>> &left, Square<Acc<T>> &right) {
     row_products(scores, q, query, k, key, left, right);
     const int x = threadIdx.x % PLAIN_SIDE, y = threadIdx.x / PLAIN_SIDE;
@@ -80,7 +80,8 @@ __device__ void plain_scores(Acc<T> (&scores)[2][2], const MatrixRows<T> &q, uin
             const bool exists = row < shape.queries && column < shape.keys;
             if (exists && mask.numbers != nullptr)
                 score += mask.numbers[task.batch * mask.batch + task.head * mask.head + row * mask.query + column * mask.key];
-            const bool sees = exists && (!shape.is_causal || column <= row) && (!Sight::HAS_SPANS || column >= sight.first_key(row));
+            const bool sees =
+                exists && (!shape.is_causal || column <= row) && (!VisibleKeys::HAS_SPANS || column >= visible.first_key(row));
             scores[i][j] = sees ? score : -Acc<T>(INFINITY);
         }
 }
@@ -121,10 +122,10 @@ __device__ void write_panel(T *tensor, const Strides &strides, const Task &task,
 
 // Computes o and log_sums (see attention.cu). As keys are processed tile by tile, `base` is the highest score of each query so far,
 // `total` the sum of e^(score - base), and `factor` what multiplies the earlier sums when `base` rises.
-template <typename T, class Sight>
+template <typename T, class VisibleKeys>
 __device__ void attention_plain_forward(const T *q, const T *k, const T *v, T *o, Acc<T> *log_sums, const Strides &q_strides,
                                         const Strides &k_strides, const Strides &v_strides, const Strides &o_strides,
-                                        const Mask<Acc<T>> &mask, const AttentionShape &shape, const Sight &sight) {
+                                        const Mask<Acc<T>> &mask, const AttentionShape &shape, const VisibleKeys &visible) {
     using R = Acc<T>;
     __shared__ Square<R> left, right, weights;
     __shared__ Panel<R> panel;
@@ -132,7 +133,7 @@ __device__ void attention_plain_forward(const T *q, const T *k, const T *v, T *o
     const int x = threadIdx.x % PLAIN_SIDE, y = threadIdx.x / PLAIN_SIDE;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const Task task(blockIdx.x, ceil_divide(shape.queries, PLAIN_TILE), shape.heads);
-    const uint32_t first = task.tile * PLAIN_TILE, column = blockIdx.y * PLAIN_COLUMNS, key_head = task.head / sight.group();
+    const uint32_t first = task.tile * PLAIN_TILE, column = blockIdx.y * PLAIN_COLUMNS, key_head = task.head / visible.group();
     const MatrixRows<T> queries(q, q_strides, task.batch, task.head, shape.queries, shape.width);
     const MatrixRows<T> keys(k, k_strides, task.batch, key_head, shape.keys, shape.width);
     const MatrixRows<T> values(v, v_strides, task.batch, key_head, shape.keys, shape.value_width);
@@ -141,9 +142,9 @@ __device__ void attention_plain_forward(const T *q, const T *k, const T *v, T *o
     R sum[2][4] = {};
     // The end (exclusive) of the keys that some query of the tile may see.
     const uint32_t seen = shape.is_causal ? min(shape.keys, first + PLAIN_TILE) : shape.keys;
-    for (uint32_t key = sight.first_key(first); key < seen; key += PLAIN_TILE) {
+    for (uint32_t key = visible.first_key(first); key < seen; key += PLAIN_TILE) {
         R scores[2][2];
-        plain_scores(scores, queries, first, keys, key, mask, task, shape, sight, left, right);
+        plain_scores(scores, queries, first, keys, key, mask, task, shape, visible, left, right);
         for (int i = 0; i < 2; i++)
             for (int j = 0; j < 2; j++) weights[y + i * PLAIN_SIDE][x + j * PLAIN_SIDE] = scores[i][j];
         load_panel(panel, values, key, column);
@@ -184,18 +185,18 @@ enum class GradientOf { query, key, value };
 
 // Computes the gradient of q, k or v from log_sums and delta. `first` is the first row of the block's tile: a query for the gradient of
 // q, a key for the others.
-template <typename T, GradientOf OF, class Sight>
+template <typename T, GradientOf OF, class VisibleKeys>
 __device__ void attention_plain_backward(const T *q, const T *k, const T *v, const T *d_o, const Acc<T> *log_sums, const Acc<T> *delta,
                                          T *grad, const Strides &q_strides, const Strides &k_strides, const Strides &v_strides,
                                          const Strides &do_strides, const Strides &grad_strides, const Mask<Acc<T>> &mask,
-                                         const AttentionShape &shape, const Sight &sight) {
+                                         const AttentionShape &shape, const VisibleKeys &visible) {
     using R = Acc<T>;
     constexpr bool QUERIES = OF == GradientOf::query;
     __shared__ Square<R> left, right, weights;
     __shared__ Panel<R> panel;
     const int x = threadIdx.x % PLAIN_SIDE, y = threadIdx.x / PLAIN_SIDE;
     const uint32_t rows = QUERIES ? shape.queries : shape.keys, width = OF == GradientOf::value ? shape.value_width : shape.width;
-    const uint32_t group = sight.group();
+    const uint32_t group = visible.group();
     const Task task(blockIdx.x, ceil_divide(rows, PLAIN_TILE), QUERIES ? shape.heads : shape.heads / group);
     const uint32_t first = task.tile * PLAIN_TILE, column = blockIdx.y * PLAIN_COLUMNS;
     const uint32_t key_head = QUERIES ? task.head / group : task.head;
@@ -204,9 +205,9 @@ __device__ void attention_plain_backward(const T *q, const T *k, const T *v, con
 
     // The rows that the loop reads: for the gradient of q, the keys from the first to the last that a query of the tile sees; otherwise
     // the queries from the first to the last that see a key of the tile.
-    uint32_t begin = 0, end = QUERIES ? shape.keys : sight.query_end(min(first + PLAIN_TILE, rows) - 1, shape);
+    uint32_t begin = 0, end = QUERIES ? shape.keys : visible.query_end(min(first + PLAIN_TILE, rows) - 1, shape);
     if (shape.is_causal && QUERIES) end = min(end, first + PLAIN_TILE);
-    if (QUERIES) begin = sight.first_key(first);
+    if (QUERIES) begin = visible.first_key(first);
     if (shape.is_causal && !QUERIES) begin = first;
     R sum[2][4] = {};
     // The gradient of q needs only the tile's head. The gradients of k and v are sums over all heads of queries that share the head of
@@ -219,7 +220,7 @@ __device__ void attention_plain_backward(const T *q, const T *k, const T *v, con
         for (uint32_t other = begin; other < end; other += PLAIN_TILE) {
             const uint32_t query = QUERIES ? first : other, key = QUERIES ? other : first;
             R scores[2][2], products[2][2];
-            plain_scores(scores, queries, query, keys, key, mask, task, shape, sight, left, right);
+            plain_scores(scores, queries, query, keys, key, mask, task, shape, visible, left, right);
             if (OF != GradientOf::value) row_products(products, grads, query, values, key, left, right);
             for (int i = 0; i < 2; i++) {
                 const uint32_t row = query + y + i * PLAIN_SIDE;

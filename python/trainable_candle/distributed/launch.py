@@ -134,7 +134,7 @@ def launch(arguments: Sequence[str], gpus: Sequence[int], *, on_gpu: bool, outpu
         return _Watch(processes, logs, first_rank).run()
 
 
-def gpu_environment(folder: Path, rank: int, size: int) -> dict[str, str]:
+def rank_environment(folder: Path, rank: int, size: int) -> dict[str, str]:
     """Return the environment of process `rank` of `size` on this machine alone.
 
     The processes meet at a socket in `folder`.

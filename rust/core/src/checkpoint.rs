@@ -138,7 +138,7 @@ pub(crate) struct Region {
 struct RegionState {
     slots: Vec<Slot>,
     /// The kept results that a recomputation reaches, in the order of their operations.
-    kept: Vec<Kept>,
+    kept: Vec<StoredResults>,
     /// The number of the last operation that saved a value; a recomputation ends with this operation.
     last_saved: usize,
     /// As [`Recording::versions`].
@@ -162,7 +162,7 @@ enum Slot {
 
 /// The results of an expensive operation, kept for the recomputation.
 #[derive(Clone)]
-struct Kept {
+struct StoredResults {
     /// The name of the operation.
     name: &'static str,
     results: Vec<Raw>,
@@ -170,7 +170,7 @@ struct Kept {
     bytes: Arc<Vec<SavedBytes>>,
 }
 
-impl Kept {
+impl StoredResults {
     fn new(name: &'static str, results: Vec<Raw>) -> Self {
         let bytes = Arc::new(results.iter().map(SavedBytes::new).collect());
         Self { name, results, bytes }
@@ -322,7 +322,7 @@ where
     enum Plan {
         Compute,
         ComputeAndKeep,
-        Take(Kept),
+        Take(StoredResults),
     }
     reads(inputs);
     begin_operation();
@@ -344,7 +344,7 @@ where
         Plan::ComputeAndKeep => {
             let (result, aux) = forward()?;
             let results: Vec<Raw> = std::iter::once(&result).chain(aux.as_ref()).cloned().collect();
-            let kept = Kept::new(op.name, results);
+            let kept = StoredResults::new(op.name, results);
             RECORDERS.with_borrow_mut(|recorders| {
                 if let Some(Recorder::Record(recording)) = recorders.last_mut() {
                     let sequence = recording.sequence;

@@ -15,7 +15,7 @@ use crate::{Raw, Result};
 /// What a copy reads.
 pub enum Source<'a> {
     /// Memory of the host.
-    Host(&'a Kept),
+    Host(&'a HostMemory),
     /// Bytes of a shard: all shards, the number of the process that owns the shard, and the range of bytes in the
     /// shard.
     Peer(&'a Shards, usize, Range<usize>),
@@ -55,7 +55,7 @@ impl Copier {
     ///
     /// # Errors
     /// None.
-    pub fn allocate(&self, _bytes: usize) -> Result<Kept> {
+    pub fn allocate(&self, _bytes: usize) -> Result<HostMemory> {
         match self.0 {}
     }
 
@@ -73,7 +73,7 @@ impl Copier {
     }
 
     /// A copy of `_kept` in pageable memory.
-    pub fn unpinned(&self, _kept: &Kept) -> Kept {
+    pub fn unpinned(&self, _kept: &HostMemory) -> HostMemory {
         match self.0 {}
     }
 
@@ -86,7 +86,7 @@ impl Copier {
     }
 
     /// The bytes `_range` of shared memory.
-    pub fn part(&self, _registered: &Arc<Registered>, _range: Range<usize>) -> Kept {
+    pub fn part(&self, _registered: &Arc<Registered>, _range: Range<usize>) -> HostMemory {
         match self.0 {}
     }
 
@@ -111,9 +111,9 @@ impl Copier {
 pub struct Registered(Infallible);
 
 /// Host memory from which copies read.
-pub struct Kept(Infallible);
+pub struct HostMemory(Infallible);
 
-impl Kept {
+impl HostMemory {
     /// The bytes.
     pub const fn bytes(&self) -> &[u8] {
         match self.0 {}

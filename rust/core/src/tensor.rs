@@ -104,7 +104,7 @@ impl Tensor {
     /// mark has no effect on a result that its operation cannot recompute, or inside of a checkpoint, which decides
     /// itself which values to keep.
     #[must_use]
-    pub fn remade(self) -> Self {
+    pub fn recomputed(self) -> Self {
         if let Some(node) = &self.node {
             node.remake();
         }

@@ -68,12 +68,12 @@ fn recomputed_results_are_not_saved_and_change_no_gradient() -> Result<()> {
         (|x, scale| Ok(add_rms_norm(x, x, Some(scale), 1e-6)?.1), 40),
     ];
     for (index, (function, values)) in functions.into_iter().enumerate() {
-        let run = |is_remade: bool, policy: Policy| -> Result<(usize, Vec<f32>)> {
+        let run = |is_recomputed: bool, policy: Policy| -> Result<(usize, Vec<f32>)> {
             let var = Var::from_tensor(&ramp(40, &[5, 8]))?;
             let (x, scale, before) = (var.mul_scalar(1.5)?, scale.clone(), saved_bytes());
             let squares = move |xs: &[Tensor]| {
                 let y = function(&xs[0], &scale)?;
-                Ok(vec![if is_remade { y.remade() } else { y }.sqr()?])
+                Ok(vec![if is_recomputed { y.recomputed() } else { y }.sqr()?])
             };
             let y = checkpoint_with(policy, squares, &[&x])?.remove(0).sum_all()?;
             let kept = saved_bytes() - before;

@@ -43,7 +43,7 @@ const FUNCTIONS: [(&str, Function); 16] = [
     ("table of rope", |x, v| rope(x, &v.narrow(1, 0, 2)?, &v.narrow(1, 1, 2)?, false)),
     ("table of rms_norm_rope", |x, v| rms_norm_rope(x, None, &v.narrow(1, 0, 2)?, &v.narrow(1, 1, 2)?, true, 1e-5)),
     ("scale of a norm that is recomputed", |x, v| {
-        Ok(rms_norm(x, Some(&v.narrow(0, 0, 1)?.squeeze(0)?), 1e-5)?.remade())
+        Ok(rms_norm(x, Some(&v.narrow(0, 0, 1)?.squeeze(0)?), 1e-5)?.recomputed())
     }),
     ("table of rotary_attention", |x, v| rotary(x, v, None)),
     ("scale of rotary_attention", |x, v| {

@@ -8,12 +8,12 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 use trainable_candle_core::quantized::Format;
 use trainable_candle_core::{DType, Device, Error, Result};
-use trainable_candle_io::adapter_file::Original as OriginalNames;
+use trainable_candle_io::adapter_file::OriginalNames;
 use trainable_candle_io::{PartNames, WeightFiles};
 use trainable_candle_nn::{Module, Quantizable, Source, StreamOptions};
 
 use crate::pipelines::{self, Place};
-use crate::pretrained::{Architecture, Choice, Configuration, Layout, Original, Pretrained};
+use crate::pretrained::{Architecture, CheckpointNaming, Choice, Configuration, Layout, Pretrained};
 use crate::saved::{SampleSize, Saved};
 
 /// A model that can be loaded, saved and fine-tuned.
@@ -29,7 +29,7 @@ pub trait Model: Module + Any + Send + Sync {
 
     /// The layout of the model's parameters: in a folder if `original` is None, or in an original checkpoint. `files`
     /// is this checkpoint, if it exists already.
-    fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout>;
+    fn layout(&self, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout>;
 
     /// Adds to `saved` what the tape keeps of a forward pass of one sample. The default, for models that are not
     /// fine-tuned, adds nothing.

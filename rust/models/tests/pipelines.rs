@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use trainable_candle_io::adapter_file::Style;
 use trainable_candle_models::pipelines::{PIPELINES, Pipeline, Place};
-use trainable_candle_models::pretrained::Original;
+use trainable_candle_models::pretrained::CheckpointNaming;
 use trainable_candle_models::{Architecture, CLIPTextModel, Choice, Pretrained};
 
 /// A small SDXL pipeline.
@@ -35,7 +35,7 @@ fn marks_occur_in_the_names_and_probes_in_the_keys_of_their_parts() {
         let names: Vec<String> = model.named_tensors().into_iter().map(|(name, _)| name).collect();
         assert!(names.iter().any(|name| name.starts_with(place.part.model.mark)), "{}", place.part.model.name);
         for section in place.part.sections {
-            let original = Original { prefix: section.prefixes[0], naming: section.naming };
+            let original = CheckpointNaming { prefix: section.prefixes[0], naming: section.naming };
             let layout = model.layout(Some(original), None);
             assert_eq!(layout.prefix(), section.prefixes[0]);
             let keys = names.iter().flat_map(|name| layout.places(name)).map(|key| key.key);

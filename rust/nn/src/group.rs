@@ -84,7 +84,7 @@ impl LinearGroup {
     /// [`swiglu`](trainable_candle_core::ops::gated::swiglu) of their results, `(..., out_features)`. If one matrix
     /// product can compute both members (see [`forward`](Self::forward)), one operation computes the product and the
     /// SwiGLU. The tape then need not keep the SwiGLU, because the backward pass can recompute it
-    /// ([`remade`](Tensor::remade)).
+    /// ([`recomputed`](Tensor::recomputed)).
     ///
     /// # Errors
     /// As [`forward`](Self::forward); [`Error::Shape`] if there are not two members with the same number of output
@@ -92,7 +92,7 @@ impl LinearGroup {
     pub fn forward_swiglu(&self, x: &Tensor) -> Result<Tensor> {
         let [features, gate] = self.features_and_gate()?;
         if let Some(result) = self.as_one(x, swiglu_linear_group)? {
-            return Ok(result.remade());
+            return Ok(result.recomputed());
         }
         features.forward(x)?.mul(&gate.forward(x)?.silu()?)
     }

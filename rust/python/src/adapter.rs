@@ -8,7 +8,7 @@ use trainable_candle_nn::{Base, Linear, Operation, init};
 
 use crate::argument::Argument;
 use crate::arguments::Integer;
-use crate::call::{compute, quick};
+use crate::call::{catch_panics, compute};
 use crate::device;
 use crate::dtype::DTypeArg;
 use crate::error::Result;
@@ -77,7 +77,7 @@ impl Adapter {
         let scale = adapter::scale(alpha, rank, rslora);
         let layer = Linear::<Inner>::from_parameters(weight.0.detach(), bias.map(|b| b.0.detach()))?;
         let settings = AdapterSettings { rank, scale, dropout, ..AdapterSettings::default() };
-        let parameters = quick(|| {
+        let parameters = catch_panics(|| {
             let initial = kind.init(&layer.base(), &settings)?;
             initial
                 .into_iter()

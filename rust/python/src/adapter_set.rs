@@ -12,7 +12,7 @@ use trainable_candle_nn::adapter;
 
 use crate::argument::Argument;
 use crate::arguments::FilePath;
-use crate::call::{detached, quick};
+use crate::call::{catch_panics, detached};
 use crate::dtype::DTypeArg;
 use crate::error::Result;
 use crate::lora_config::LoraConfig;
@@ -328,7 +328,7 @@ impl Attached {
 
     /// Take the set, if there is one, off the model's layers.
     pub fn remove(&self) -> Result<()> {
-        quick(|| {
+        catch_panics(|| {
             if let Some(set) = self.lock().take() {
                 set.set_enabled(false);
             }

@@ -13,7 +13,7 @@ use trainable_candle_core as tc;
 
 use crate::argument::Argument;
 use crate::arguments::{found, wrong_type};
-use crate::call::{detached, quick};
+use crate::call::{catch_panics, detached};
 use crate::error::{Result, from_callback};
 use crate::tensor::Tensor;
 use crate::types::{Anything, ELLIPSIS};
@@ -242,7 +242,7 @@ pub fn checkpoint<'py>(
             })
         }
     };
-    let results = quick(|| checkpoint_with(policy, run, &inputs.iter().collect::<Vec<_>>()))?;
+    let results = catch_panics(|| checkpoint_with(policy, run, &inputs.iter().collect::<Vec<_>>()))?;
     let mut results = results.into_iter().map(|tensor| Bound::new(py, Tensor(tensor))).collect::<PyResult<Vec<_>>>()?;
     if is_single.load(Ordering::Relaxed) {
         return Ok(Anything(results.swap_remove(0).into_any()));
@@ -294,6 +294,6 @@ pub fn gradcheck(
         }
         Err(tc::Error::argument(OP, "the function returned a tuple or a list, expected one Tensor"))
     };
-    quick(|| tc::gradcheck::gradcheck(run, &inputs, tolerance))?;
+    catch_panics(|| tc::gradcheck::gradcheck(run, &inputs, tolerance))?;
     Ok(true)
 }

@@ -15,7 +15,7 @@ const RELEASE_FROM: usize = 8192;
 /// Run `work`, which takes about as long as an operation over `elements` elements, and release the GIL if it is long.
 #[inline]
 pub fn compute<T: Send>(py: Python<'_>, elements: usize, work: impl FnOnce() -> tc::Result<T> + Send) -> Result<T> {
-    if elements < RELEASE_FROM { quick(work) } else { detached(py, work) }
+    if elements < RELEASE_FROM { catch_panics(work) } else { detached(py, work) }
 }
 
 /// Run `work`, which copies the values of `tensor` to the host. If the values are on a GPU, the thread waits for the
@@ -27,12 +27,12 @@ pub fn reading<T: Send>(py: Python<'_>, tensor: &tc::Tensor, work: impl FnOnce()
 
 /// Run `work`, which may take long, such as a backward pass, without the GIL.
 pub fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> tc::Result<T> + Send) -> Result<T> {
-    py.detach(|| quick(work))
+    py.detach(|| catch_panics(work))
 }
 
 /// Run `work` with the GIL as the caller has it, because `work` is short (a view, a small tensor) or needs the GIL.
 #[inline]
-pub fn quick<T>(work: impl FnOnce() -> tc::Result<T>) -> Result<T> {
+pub fn catch_panics<T>(work: impl FnOnce() -> tc::Result<T>) -> Result<T> {
     // Catching a panic is safe: the values of tensors are immutable and so intact, and poisoned locks remain usable.
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(result) => result.map_err(Error::Core),

@@ -4,7 +4,7 @@ use pyo3::prelude::*;
 use trainable_candle_models::Loaded;
 use trainable_candle_nn::adapter;
 
-use crate::call::quick;
+use crate::call::catch_panics;
 use crate::error::Result;
 
 /// A frozen LoRA that `add_training_adapter` puts on a model, in addition to the adapter that is trained. Such LoRAs
@@ -35,7 +35,7 @@ impl TrainingAdapter {
     /// Set whether the model computes with the training adapter. While it is disabled, the model computes exactly what
     /// it would compute without the training adapter.
     fn set_enabled(&self, enabled: bool) -> Result<()> {
-        quick(|| {
+        catch_panics(|| {
             self.inner.set_enabled(enabled);
             Ok(())
         })
@@ -43,7 +43,7 @@ impl TrainingAdapter {
 
     /// Remove the training adapter from the model.
     fn remove(&self) -> Result<()> {
-        quick(|| {
+        catch_panics(|| {
             self.inner.remove();
             Ok(())
         })

@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use trainable_candle_core as tc;
 
-use crate::call::{compute, quick};
+use crate::call::{catch_panics, compute};
 use crate::device;
 use crate::dtype::DTypeArg;
 use crate::error::Result;
@@ -54,7 +54,7 @@ impl Var {
             (None, Err(_)) => tc::Device::Cpu,
         };
         let tensor = from_data(data, dtype.map(|dtype| dtype.0), &device)?;
-        Ok(Self::initializer(quick(|| tc::Var::from_tensor(&tensor))?))
+        Ok(Self::initializer(catch_panics(|| tc::Var::from_tensor(&tensor))?))
     }
 
     /// The accumulated gradient, or None. Assigning a tensor replaces the gradient by a copy of the tensor; assigning
@@ -67,12 +67,12 @@ impl Var {
     ///         gradient is in an adapter's flat buffer.
     #[getter]
     fn grad(&self) -> Result<Option<Tensor>> {
-        Ok(quick(|| self.0.try_grad())?.map(Tensor))
+        Ok(catch_panics(|| self.0.try_grad())?.map(Tensor))
     }
 
     #[setter]
     fn set_grad(&self, grad: Option<&Tensor>) -> Result<()> {
-        quick(|| grad.map_or_else(|| self.0.zero_grad(), |grad| self.0.set_grad(&grad.0)))
+        catch_panics(|| grad.map_or_else(|| self.0.zero_grad(), |grad| self.0.set_grad(&grad.0)))
     }
 
     /// Record that a copy has taken the place of this variable, for example on another device. A step of an optimizer
@@ -83,7 +83,7 @@ impl Var {
 
     /// Clear the gradient.
     fn zero_grad(&self) -> Result<()> {
-        quick(|| self.0.zero_grad())
+        catch_panics(|| self.0.zero_grad())
     }
 
     /// Overwrite the values of the variable in place.

@@ -162,7 +162,7 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
             float dk[D / 2] = {}, dv[D / 2] = {}, scores[M / 2];
             const Task keys_of_item = order.keys(span.item);
             typename Order::Way way(order, span, keys_of_item);
-            const typename Order::Sight sight(order, keys_of_item.tile * KEYS_AT_ONCE + group * 64);
+            const typename Order::VisibleKeys visible(order, keys_of_item.tile * KEYS_AT_ONCE + group * 64);
             barrier_wait(shared + K_FULL, item.parity);
             barrier_wait(shared + Q_FULL + q.stage * 8, q.parity);
             multiply_keys(scores, keys, shared + Q + q.stage * QUERY_BYTES);
@@ -189,7 +189,7 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
                                 exp2_fast(fmaf(scores[half * 32 + 4 * n + i], scale, i % 2 ? -log_sums.y : -log_sums.x));
                     }
                     const uint32_t query = way.tile * M + half * 64;
-                    if (sight.hides(query)) sight.hide(shares, query);
+                    if (visible.hides(query)) visible.hide(shares, query);
                     uint32_t weights[4][4];
                     narrow_sums<T>(weights, shares);
                     begin_products();

@@ -157,7 +157,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
             RowWeights rows;
             float correction[2];
             const uint32_t q = shared + tile.stage * Q_BYTES + group * GROUP_BYTES;
-            const typename Source::Sight sight(source, task(span).tile * ROWS + group * 64);
+            const typename Source::VisibleKeys visible(source, task(span).tile * ROWS + group * 64);
             barrier_wait(shared + K_FULL + keys.stage * 8, keys.parity);
             begin_products();
             multiply_rows<T, D, 64, KEYS>(scores, q, shared + K + keys.stage * TILE_BYTES);
@@ -167,7 +167,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
             release(K_EMPTY + keys.stage * 8);
             keys.advance();
             if constexpr (Source::IS_QUEUE) {
-                sight.hide(scores, (span.end - 1) * KEYS);
+                visible.hide(scores, (span.end - 1) * KEYS);
             } else if (span.end * KEYS > shape.keys) {
                 const uint32_t key = (span.end - 1) * KEYS + threadIdx.x % 4 * 2;
 #pragma unroll
@@ -191,7 +191,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
                 products_are_ready(scores);
                 release(K_EMPTY + keys.stage * 8);
                 keys.advance();
-                if (sight.template hides<KEYS>(step * KEYS)) sight.hide(scores, step * KEYS);
+                if (visible.template hides<KEYS>(step * KEYS)) visible.hide(scores, step * KEYS);
                 const bool raises = rows.weigh(scores, correction, scale);
                 wait_for_products<0>();
                 products_are_ready(result);

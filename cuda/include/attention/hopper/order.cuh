@@ -68,11 +68,11 @@ template <int M> struct Order {
 
     // The mask of the 64 keys from `first` on: it hides keys beyond the head's last key. `key` is the thread's first key. `is_last` tells
     // whether the tile of these keys reaches beyond the last key.
-    struct Sight {
+    struct VisibleKeys {
         uint32_t key, keys;
         bool is_last;
 
-        __device__ __forceinline__ Sight(const Order &order, uint32_t first)
+        __device__ __forceinline__ VisibleKeys(const Order &order, uint32_t first)
             : key(first + threadIdx.x / WARP % 4 * 16 + threadIdx.x % WARP / 4), keys(order.keys_of_head),
               is_last((first / KEYS_AT_ONCE + 1) * KEYS_AT_ONCE > order.keys_of_head) {}
 

@@ -63,13 +63,13 @@ struct Queue {
 
     // The mask of the 64 queries from `first` on. `last_begin` is the first key that the last of these queries sees; `begin` has the first
     // keys that the thread's two queries see.
-    struct Sight {
+    struct VisibleKeys {
         uint32_t first, last_begin, begin[2];
 
         // The first of the thread's two queries. The second is eight later.
         __device__ __forceinline__ uint32_t row() const { return first + threadIdx.x / WARP % 4 * 16 + threadIdx.x % WARP / 4; }
 
-        __device__ __forceinline__ Sight(const Queue &queue, uint32_t first)
+        __device__ __forceinline__ VisibleKeys(const Queue &queue, uint32_t first)
             : first(first), last_begin(queue.spans.first_key(first + 63)),
               begin{queue.spans.first_key(row()), queue.spans.first_key(row() + 8)} {}
 

@@ -38,8 +38,8 @@ struct Schedule {
     using Walk = ScheduleWalk;
     // The mask of the forward pass. Every query sees every key, so it hides nothing. `HopperForward` itself hides columns beyond the last
     // key.
-    struct Sight {
-        __device__ __forceinline__ Sight(const Schedule &, uint32_t) {}
+    struct VisibleKeys {
+        __device__ __forceinline__ VisibleKeys(const Schedule &, uint32_t) {}
         template <int KEYS> __device__ __forceinline__ bool hides(uint32_t) const { return false; }
         template <int N> __device__ __forceinline__ void hide(float (&)[N], uint32_t) const {}
     };

@@ -166,11 +166,11 @@ template <int M> struct Shares {
     }
 
     // The mask of the 64 keys from `first` on. `first_end` is the end (exclusive) of the queries that see key `first`.
-    struct Sight {
+    struct VisibleKeys {
         const Spans &spans;
         uint32_t first, first_end;
 
-        __device__ __forceinline__ Sight(const Shares &shares, uint32_t first)
+        __device__ __forceinline__ VisibleKeys(const Shares &shares, uint32_t first)
             : spans(shares.spans), first(first), first_end(shares.spans.query_end(first)) {}
 
         // Whether any of the 64 queries from `query` on does not see one of the keys.

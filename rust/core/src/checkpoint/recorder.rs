@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use candle_core::TensorId;
 
-use super::{Kept, Region};
+use super::{Region, StoredResults};
 use crate::capture::Version;
 use crate::raw::Raw;
 use crate::tape::{set_grad_enabled, set_recording};
@@ -30,7 +30,7 @@ pub(super) struct Recording {
     /// The values that the operation `last_saved` has saved.
     pub(super) saved_by_last: Vec<TensorId>,
     /// The kept results, each with the number of the operation that computed them.
-    pub(super) kept: Vec<(usize, Kept)>,
+    pub(super) kept: Vec<(usize, StoredResults)>,
     /// For each variable that the function has read: the counter of its changes in place, and the count at the first
     /// read.
     pub(super) versions: Vec<(Arc<Version>, u64)>,
@@ -70,7 +70,7 @@ pub(super) struct Recomputing {
     /// The values recomputed so far.
     pub(super) values: Vec<Raw>,
     /// The kept results that this run has not taken yet.
-    pub(super) kept: VecDeque<Kept>,
+    pub(super) kept: VecDeque<StoredResults>,
     /// Whether the policy is [`Policy::Selective`](super::Policy::Selective).
     pub(super) selective: bool,
 }

@@ -59,7 +59,7 @@ pub fn pinnable(device: &Device, wanted: usize) -> Result<usize> {
 /// What a copy reads.
 pub enum Source<'a> {
     /// Memory of the host.
-    Host(&'a Kept),
+    Host(&'a HostMemory),
     /// A part of a shard: all shards, the number of the process that owns the shard, and the part's range of bytes in
     /// the shard.
     Peer(&'a Shards, usize, Range<usize>),
@@ -119,7 +119,7 @@ impl Copier {
     /// # Errors
     /// [`Error::OutOfMemory`] if the limit or the system allows no more pinned memory, [`Error::Device`] if the driver
     /// reports an error or the thread that copies from pageable memory cannot start.
-    pub fn allocate(&self, bytes: usize) -> Result<Kept> {
+    pub fn allocate(&self, bytes: usize) -> Result<HostMemory> {
         if self.is_staging() || has_pageable(self.copies) {
             self.copies.start_staging(self.gpu)?;
             return Ok(self.pageable(vec![0; bytes]));
@@ -139,12 +139,12 @@ impl Copier {
     }
 
     /// `memory`, with the device whose copies read it.
-    const fn kept(&self, memory: Memory) -> Kept {
-        Kept { memory, gpu: self.gpu, copies: self.copies }
+    const fn kept(&self, memory: Memory) -> HostMemory {
+        HostMemory { memory, gpu: self.gpu, copies: self.copies }
     }
 
     /// `bytes` as pageable memory from which copies read.
-    fn pageable(&self, bytes: Vec<u8>) -> Kept {
+    fn pageable(&self, bytes: Vec<u8>) -> HostMemory {
         self.copies.pageable().fetch_add(1, Ordering::AcqRel);
         self.kept(Memory::Pageable(bytes))
     }
@@ -165,7 +165,7 @@ impl Copier {
     }
 
     /// Copy `kept` to pageable memory.
-    pub fn unpinned(&self, kept: &Kept) -> Kept {
+    pub fn unpinned(&self, kept: &HostMemory) -> HostMemory {
         self.pageable(kept.bytes().to_vec())
     }
 
@@ -194,7 +194,7 @@ impl Copier {
     }
 
     /// The bytes `range` of shared memory, as memory from which copies read.
-    pub fn part(&self, registered: &Arc<Registered>, range: Range<usize>) -> Kept {
+    pub fn part(&self, registered: &Arc<Registered>, range: Range<usize>) -> HostMemory {
         self.kept(Memory::Shared(registered.clone(), range))
     }
 
@@ -304,13 +304,13 @@ enum Memory {
 }
 
 /// Host memory from which copies read.
-pub struct Kept {
+pub struct HostMemory {
     memory: Memory,
     gpu: &'static Gpu,
     copies: &'static Copies,
 }
 
-impl Kept {
+impl HostMemory {
     /// Whether the memory is not pinned.
     pub fn is_pageable(&self) -> bool {
         match &self.memory {
@@ -354,7 +354,7 @@ pub(super) fn is_over(gpu: &Gpu, copies: &Copies) -> bool {
     !recorder::is_capturing_anywhere() && wait().is_ok()
 }
 
-impl Drop for Kept {
+impl Drop for HostMemory {
     fn drop(&mut self) {
         match &self.memory {
             Memory::Own(own) => {

@@ -13,7 +13,7 @@ use super::Unit;
 use super::packing::Packing;
 use super::pages::Pages;
 use super::shards::{Place, Shards};
-use crate::cuda::streaming::{Copier, Kept, Source};
+use crate::cuda::streaming::{Copier, HostMemory, Source};
 use crate::raw::{Raw, own_copy, with_bytes};
 use crate::{Result, compute};
 
@@ -28,7 +28,7 @@ pub(super) enum Bytes {
     Shared(Arc<Pages>, Range<usize>),
     /// For a ring on a GPU: in host memory, from which the GPU copies. The memory is pinned if the system gives enough
     /// pinned memory.
-    Kept(Kept),
+    HostMemory(HostMemory),
     /// For any ring: in slices. Each process of the machine has one slice.
     Sliced(Arc<Shards>, Place),
 }
@@ -53,7 +53,7 @@ impl Held {
                     for (offset, raw) in packing.parts(dtype) {
                         with_bytes(raw, |bytes| kept.write(offset * size, bytes))?;
                     }
-                    Bytes::Kept(kept)
+                    Bytes::HostMemory(kept)
                 }
             };
             held.push((dtype, bytes));
@@ -64,7 +64,7 @@ impl Held {
     /// Move pinned bytes to pageable memory.
     pub(super) fn unpin(&mut self, copier: &Copier) {
         for (_, bytes) in &mut self.0 {
-            if let Bytes::Kept(kept) = bytes {
+            if let Bytes::HostMemory(kept) = bytes {
                 *kept = copier.unpinned(kept);
             }
         }
@@ -76,7 +76,7 @@ impl Bytes {
         match self {
             Self::Plain(raw) => raw.elem_count() * raw.dtype().size_in_bytes(),
             Self::Shared(_, range) => range.len(),
-            Self::Kept(kept) => kept.bytes().len(),
+            Self::HostMemory(kept) => kept.bytes().len(),
             Self::Sliced(_, place) => place.len(),
         }
     }
@@ -87,7 +87,7 @@ impl Bytes {
         match self {
             Self::Plain(raw) => compute::copy_into(&to.narrow(0, 0, raw.elem_count())?, raw),
             Self::Shared(pages, range) => copy_bytes(to, pages.bytes(range.clone())),
-            Self::Kept(kept) => {
+            Self::HostMemory(kept) => {
                 copies.push((Source::Host(kept), to.clone()));
                 Ok(())
             }
@@ -111,7 +111,7 @@ impl Bytes {
         match self {
             Self::Plain(raw) => own_copy(&raw.narrow(0, start, count)?),
             Self::Shared(pages, all) => raw(&pages.bytes(all.clone())[range]),
-            Self::Kept(kept) => raw(&kept.bytes()[range]),
+            Self::HostMemory(kept) => raw(&kept.bytes()[range]),
             Self::Sliced(shards, place) => match shards.gathered(*place, range.clone()) {
                 Some(bytes) => raw(&bytes),
                 None => shards.downloaded(*place, range, view),

@@ -155,7 +155,7 @@ impl Ring {
         let used = |pages: Pages| {
             let bytes: Box<dyn Fn(Range<usize>) -> Bytes> = if let Some(copier) = &self.copier {
                 let registered = copier.register(pages)?;
-                Box::new(move |range| Bytes::Kept(copier.part(&registered, range)))
+                Box::new(move |range| Bytes::HostMemory(copier.part(&registered, range)))
             } else {
                 let pages = Arc::new(pages);
                 Box::new(move |range| Bytes::Shared(pages.clone(), range))

@@ -39,7 +39,7 @@ pub(crate) struct Node {
     pub(crate) inputs: Inputs,
     pub(crate) kind: Kind,
     /// Whether operations that need the result in their backward pass recompute it there instead of saving it.
-    is_remade: AtomicBool,
+    is_recomputed: AtomicBool,
 }
 
 pub(crate) enum Kind {
@@ -63,7 +63,7 @@ impl Node {
     }
 
     fn new(name: &'static str, inputs: Inputs, kind: Kind) -> Self {
-        Self { id: next_id(), name, inputs, kind, is_remade: AtomicBool::new(false) }
+        Self { id: next_id(), name, inputs, kind, is_recomputed: AtomicBool::new(false) }
     }
 
     /// Let operations that need the result in their backward pass recompute it there, if [`Backward::again`] can.
@@ -76,11 +76,11 @@ impl Node {
                 .as_ref()
                 .is_some_and(|backward| backward.again().is_some()),
         };
-        self.is_remade.store(can, Ordering::Relaxed);
+        self.is_recomputed.store(can, Ordering::Relaxed);
     }
 
-    pub(crate) fn is_remade(&self) -> bool {
-        self.is_remade.load(Ordering::Relaxed)
+    pub(crate) fn is_recomputed(&self) -> bool {
+        self.is_recomputed.load(Ordering::Relaxed)
     }
 
     /// The result of an operation, computed again.

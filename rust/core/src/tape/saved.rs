@@ -33,10 +33,10 @@ enum Kind {
 }
 
 impl Saved {
-    /// If [`remade`](Tensor::remade) has marked `tensor`: its value, which is recomputed when it is read. Otherwise
+    /// If [`recomputed`](Tensor::recomputed) has marked `tensor`: its value, which is recomputed when it is read. Otherwise
     /// `None`.
     pub(crate) fn again(tensor: &Tensor) -> Option<Self> {
-        tensor.node.as_ref().filter(|node| node.is_remade()).map(|node| Self(Kind::Again(node.clone())))
+        tensor.node.as_ref().filter(|node| node.is_recomputed()).map(|node| Self(Kind::Again(node.clone())))
     }
 
     /// Keep an activation, counted in [`saved_bytes`](crate::memory::saved_bytes) unless it is a variable's storage.

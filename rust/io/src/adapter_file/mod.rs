@@ -25,7 +25,7 @@ use std::str::FromStr;
 
 pub use grouping::check_format;
 pub use modules::adapter_keys;
-pub use names::{BaseModel, Original, PartNames};
+pub use names::{BaseModel, OriginalNames, PartNames};
 pub use read::{PartLayers, attach_adapter, attach_training_adapter, load_adapter, read_adapters};
 pub use readers::{Alpha, Known, Reader, Tool};
 pub use style::Style;

@@ -20,7 +20,7 @@ pub struct BaseModel {
 
 /// A function from a layer's name to the name of its matrix in the original checkpoint, and to the rows of the matrix
 /// that belong to the layer. `None` for a layer without a matrix there.
-pub type Original = Arc<dyn Fn(&str) -> Option<Key> + Send + Sync>;
+pub type OriginalNames = Arc<dyn Fn(&str) -> Option<Key> + Send + Sync>;
 
 /// The names that tools use for one part of a pipeline and its layers.
 #[derive(Clone)]
@@ -37,7 +37,7 @@ pub struct PartNames {
     /// True for the part that denoises images, false for a text encoder.
     pub is_denoiser: bool,
     /// The matrix and rows of each layer in original checkpoints.
-    pub original: Original,
+    pub original: OriginalNames,
     /// The tools that load adapters of the part.
     pub readers: &'static [Reader],
     /// The prefixes that keys of adapter files have for all known parts, including this part.

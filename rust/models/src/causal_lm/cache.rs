@@ -50,7 +50,7 @@ pub(super) struct Text {
     /// The [`Rope::stage`](super::Rope::stage) of the frequencies by which the keys in `layers` were rotated.
     pub stage: usize,
     /// The keys and values of every layer. Empty before the first forward pass and after [`forget`](Self::forget).
-    pub layers: Vec<Kept>,
+    pub layers: Vec<LayerCache>,
 }
 
 impl Text {
@@ -64,7 +64,7 @@ impl Text {
 /// The keys and values of one layer for one text, in two buffers of shape (key heads, capacity in tokens, width of a
 /// head). When the buffers are full, [`append`](Self::append) makes new ones. If the layer has a window, the new
 /// buffers lack the tokens to which no later query attends, so their size does not grow with the length of the text.
-pub(super) struct Kept {
+pub(super) struct LayerCache {
     keys: Raw,
     values: Raw,
     /// The number of tokens whose keys and values are in the buffers. They are the text's latest processed tokens.
@@ -77,7 +77,7 @@ pub(super) struct Kept {
 /// New buffers have room for at least this many tokens in addition to those for which they are made.
 const ROOM: usize = 64;
 
-impl Kept {
+impl LayerCache {
     /// Empty buffers in `dtype` on `device` for `heads` key heads of `width` features, with room for `tokens` +
     /// [`ROOM`] tokens.
     pub fn new(

@@ -6,7 +6,7 @@ use trainable_candle_core::ops::attention::{scaled_dot_product_attention, varlen
 use trainable_candle_core::{Device, Error, Result, Tensor, tape::no_grad};
 
 use super::OP;
-use super::cache::{Kept, KvCache, Text};
+use super::cache::{KvCache, LayerCache, Text};
 use super::model::CausalLM;
 
 impl CausalLM {
@@ -127,7 +127,7 @@ impl CausalLM {
             let mut parts = Vec::new();
             for (text, (end, &count)) in texts.iter_mut().zip(ends.iter().zip(&counts)) {
                 if text.layers.len() == index {
-                    text.layers.push(Kept::new(count, [kv_heads, width], window, (k.dtype(), device))?);
+                    text.layers.push(LayerCache::new(count, [kv_heads, width], window, (k.dtype(), device))?);
                 }
                 let kept = &mut text.layers[index];
                 kept.append(&k.narrow(0, end - count, count)?, &v.narrow(0, end - count, count)?)?;

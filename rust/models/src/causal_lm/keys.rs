@@ -7,7 +7,7 @@ use trainable_candle_io::WeightFiles;
 
 use super::CausalLMConfig;
 use super::config::Family;
-use crate::pretrained::{Configuration, Key, Layout, Original};
+use crate::pretrained::{CheckpointNaming, Configuration, Key, Layout};
 
 /// The name of the embedding of tokens.
 pub(super) const EMBEDDING: &str = "model.embed_tokens";
@@ -32,7 +32,7 @@ pub(super) fn weight_of(name: &str) -> String {
 
 /// The names of a decoder's parameters in the files of a folder (`original` is `None`), or in one file that holds other
 /// models too. In such a file, the prefix `original.prefix` precedes each name.
-pub(super) fn layout(config: &CausalLMConfig, original: Option<Original>) -> Box<dyn Layout> {
+pub(super) fn layout(config: &CausalLMConfig, original: Option<CheckpointNaming>) -> Box<dyn Layout> {
     Box::new(Transformers {
         prefix: original.map_or("", |original| original.prefix),
         layers: config.num_hidden_layers,
@@ -89,7 +89,11 @@ impl Layout for Transformers {
 ///
 /// # Errors
 /// [`Error::Config`] if none of `known` has these sizes, and the file holds no Qwen3 or `known` has none.
-pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<CausalLMConfig>) -> Result<CausalLMConfig> {
+pub(super) fn deduce(
+    files: &WeightFiles,
+    original: CheckpointNaming,
+    known: Vec<CausalLMConfig>,
+) -> Result<CausalLMConfig> {
     let shape = |name: &str| {
         // The family is not known yet, so all prefixes are tried.
         let inside = name.strip_prefix(BODY);

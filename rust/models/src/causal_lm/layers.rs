@@ -77,7 +77,7 @@ impl DecoderLayer {
     /// sines of the tokens' rotary angles are `cos` and `sin`, each (N, `head_dim` / 2). `cu_seqlens` has the bounds of
     /// the packed texts.
     pub(super) fn forward(&self, x: &Tensor, [cos, sin, cu_seqlens]: [&Tensor; 3]) -> Result<Tensor> {
-        let projected = self.projections.forward(&self.input_norm.forward(x)?.remade())?;
+        let projected = self.projections.forward(&self.input_norm.forward(x)?.recomputed())?;
         let mixed = if let Projected::Joined(all) = &projected {
             // One operation normalizes and rotates queries and keys, and attends.
             let norms = self.head_norms.as_ref().map(|[q, k]| ([q.weight.as_ref(), k.weight.as_ref()], q.eps));
@@ -166,7 +166,7 @@ impl DecoderLayer {
     pub(super) fn finish(&self, x: &Tensor, mixed: &Tensor) -> Result<Tensor> {
         let mixed = mixed.reshape((x.dims()[0], self.out.in_features()))?;
         let (x, normed) = self.mlp_norm.add_forward(x, &self.out.forward(&mixed)?)?;
-        x.add(&self.mlp_in.feed_forward(&normed.remade(), &self.mlp_out)?)
+        x.add(&self.mlp_in.feed_forward(&normed.recomputed(), &self.mlp_out)?)
     }
 
     /// Adds to `saved` what the tape keeps of a forward pass over `tokens` tokens.

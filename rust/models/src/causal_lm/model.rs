@@ -8,13 +8,13 @@ use trainable_candle_core::ops::linear::linear;
 use trainable_candle_core::ops::loss::{IGNORE_INDEX, linear_cross_entropy, linear_log_probs};
 use trainable_candle_core::{DType, Device, Error, Result, Tensor, Weight};
 use trainable_candle_io::WeightFiles;
-use trainable_candle_io::adapter_file::Original as OriginalNames;
+use trainable_candle_io::adapter_file::OriginalNames;
 use trainable_candle_nn::{Blocks, Init, Module, Quantizable, RmsNorm, Source, Visitor, Weights};
 
 use super::keys::weight_of;
 use super::layers::DecoderLayer;
 use super::{CausalLMConfig, OP, PackedTexts, gguf, keys};
-use crate::pretrained::{Architecture, Configuration, Key, Layout, Naming, Original, Pretrained};
+use crate::pretrained::{Architecture, CheckpointNaming, Configuration, Key, Layout, Naming, Pretrained};
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
@@ -290,12 +290,12 @@ impl Module for CausalLM {
 }
 
 /// Whether a file uses the names of llama.cpp.
-fn is_llama_cpp(original: Original) -> bool {
+fn is_llama_cpp(original: CheckpointNaming) -> bool {
     original.naming == Naming::LlamaCpp
 }
 
 /// The names of the model's parameters in a file or folder.
-fn layout(config: &CausalLMConfig, original: Option<Original>) -> Box<dyn Layout> {
+fn layout(config: &CausalLMConfig, original: Option<CheckpointNaming>) -> Box<dyn Layout> {
     if original.is_some_and(is_llama_cpp) { gguf::layout(config) } else { keys::layout(config, original) }
 }
 
@@ -316,14 +316,18 @@ impl Architecture for CausalLM {
         Self::new(config, weights)
     }
 
-    fn deduce(files: &WeightFiles, original: Original, known: Vec<CausalLMConfig>) -> Result<CausalLMConfig> {
+    fn deduce(files: &WeightFiles, original: CheckpointNaming, known: Vec<CausalLMConfig>) -> Result<CausalLMConfig> {
         match files.gguf().filter(|_| is_llama_cpp(original)) {
             Some(file) => gguf::config(file),
             None => keys::deduce(files, original, known),
         }
     }
 
-    fn names(config: &CausalLMConfig, original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn names(
+        config: &CausalLMConfig,
+        original: Option<CheckpointNaming>,
+        _files: Option<&WeightFiles>,
+    ) -> Box<dyn Layout> {
         layout(config, original)
     }
 
@@ -370,7 +374,7 @@ impl Model for CausalLM {
         saved.product(self.embedding.dims(), size.tokens);
     }
 
-    fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn layout(&self, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
         Self::names(&self.config, original, files)
     }
 

@@ -6,7 +6,7 @@ use trainable_candle_io::WeightFiles;
 
 use super::ChromaConfig;
 use crate::flux::keys::{BlockNames, DOUBLE_ATTENTION, DOUBLE_BLOCKS, DOUBLE_MLP, SINGLE, SINGLE_BLOCKS};
-use crate::pretrained::{Form, Original, Renaming, StoredSizes};
+use crate::pretrained::{CheckpointNaming, Form, Renaming, StoredSizes};
 
 /// The names of layers in diffusers and in original checkpoints. The blocks have the names of Flux's blocks, but no
 /// layers for the modulation; the approximator is added.
@@ -41,7 +41,11 @@ const APPROXIMATOR_LAYER: [Renaming; 2] =
 /// # Errors
 /// [`trainable_candle_core::Error::Config`] if a size cannot be determined, the sizes do not fit one another, or the
 /// model is Chroma Radiance.
-pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<ChromaConfig>) -> Result<ChromaConfig> {
+pub(super) fn deduce(
+    files: &WeightFiles,
+    original: CheckpointNaming,
+    known: Vec<ChromaConfig>,
+) -> Result<ChromaConfig> {
     let sizes = StoredSizes::new(files, NAMES.layout(Some(original)));
     let radiance_prefix = format!("{}nerf_blocks.", original.prefix);
     if files.names().any(|name| name.starts_with(&radiance_prefix)) {

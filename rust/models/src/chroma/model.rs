@@ -5,16 +5,16 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 use trainable_candle_core::{DType, Result, Tensor};
 use trainable_candle_io::WeightFiles;
-use trainable_candle_io::adapter_file::Original as OriginalNames;
+use trainable_candle_io::adapter_file::OriginalNames;
 use trainable_candle_nn::{Blocks, Linear, Module, Quantizable, Visitor, Weights};
 
 use super::approximator::Approximator;
 use super::{ChromaConfig, keys};
 use crate::layers::joint::{
-    DoubleBlock, DoubleBlockKind, ModulatedOutput, RopeAxes, Sight, SingleBlock, TextLengths, TokenInputs, TokenSizes,
-    run_double, run_single,
+    AttentionInputs, DoubleBlock, DoubleBlockKind, ModulatedOutput, RopeAxes, SingleBlock, TextLengths, TokenInputs,
+    TokenSizes, run_double, run_single,
 };
-use crate::pretrained::{Architecture, Configuration, Layout, Original};
+use crate::pretrained::{Architecture, CheckpointNaming, Configuration, Layout};
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
@@ -68,8 +68,8 @@ impl ChromaTransformer {
         config.validate()?;
         let (dim, sizes) = (config.inner_dim(), config.block());
         // The blocks get their modulation from the approximator.
-        let told_modulation = true;
-        let kind = DoubleBlockKind { told_modulation, ..DoubleBlockKind::default() };
+        let takes_modulation = true;
+        let kind = DoubleBlockKind { takes_modulation, ..DoubleBlockKind::default() };
         let x_embedder = weights.linear("x_embedder", config.in_channels, dim, true)?;
         let device = x_embedder.weight.device();
         Ok(Self {
@@ -84,7 +84,7 @@ impl ChromaTransformer {
             single_blocks: (0..config.num_single_layers)
                 .map(|i| {
                     let mut weights = weights.pp(&format!("single_transformer_blocks.{i}"));
-                    SingleBlock::new(sizes, told_modulation, &mut weights)
+                    SingleBlock::new(sizes, takes_modulation, &mut weights)
                 })
                 .collect::<Result<_>>()?,
             output: ModulatedOutput::with_given_modulation([dim, config.out_channels], sizes.bias, weights)?,
@@ -115,10 +115,10 @@ impl ChromaTransformer {
         // The mask hides the keys of text tokens beyond the lengths. The original code also masks the queries of these
         // tokens. This second mask is not needed, because the results of these queries are not used.
         let mask = conditions.lengths.map(|lengths| self.lengths.mask(lengths, length, area)).transpose()?;
-        let sight = Sight { angles: Some(&angles), mask: mask.as_ref() };
-        let [image, text] = run_double(&self.double_blocks, [image, text], sight, |i, _| table.double(i))?;
+        let attention_inputs = AttentionInputs { angles: Some(&angles), mask: mask.as_ref() };
+        let [image, text] = run_double(&self.double_blocks, [image, text], attention_inputs, |i, _| table.double(i))?;
         let x = Tensor::cat(&[&text, &image], 1)?;
-        let x = run_single(&self.single_blocks, x, sight, |i, _| table.single(i))?;
+        let x = run_single(&self.single_blocks, x, attention_inputs, |i, _| table.single(i))?;
         let [shift, scale] = table.output()?;
         self.output.modulated(&x.narrow(1, length, area)?, [&shift, &scale])
     }
@@ -179,11 +179,15 @@ impl Architecture for ChromaTransformer {
         Self::new(config, weights)
     }
 
-    fn deduce(files: &WeightFiles, original: Original, known: Vec<ChromaConfig>) -> Result<ChromaConfig> {
+    fn deduce(files: &WeightFiles, original: CheckpointNaming, known: Vec<ChromaConfig>) -> Result<ChromaConfig> {
         keys::deduce(files, original, known)
     }
 
-    fn names(_config: &ChromaConfig, original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn names(
+        _config: &ChromaConfig,
+        original: Option<CheckpointNaming>,
+        _files: Option<&WeightFiles>,
+    ) -> Box<dyn Layout> {
         keys::NAMES.layout(original)
     }
 }
@@ -213,7 +217,7 @@ impl Model for ChromaTransformer {
         self.output.saved(area, saved);
     }
 
-    fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn layout(&self, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
         Self::names(&self.config, original, files)
     }
 

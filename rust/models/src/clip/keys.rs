@@ -5,15 +5,15 @@ use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
 
 use super::{Activation, CLIPTextConfig};
-use crate::pretrained::{Form, Key, Layout, Naming, Original};
+use crate::pretrained::{CheckpointNaming, Form, Key, Layout, Naming};
 
 /// The prefix of all parameter names except that of the projection.
 const WRAPPER: &str = "text_model.";
 
 /// The names of a text encoder's parameters in a folder (`original` is `None`) or in an original checkpoint.
-pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
+pub(super) fn layout(original: Option<CheckpointNaming>) -> Box<dyn Layout> {
     match original {
-        Some(Original { prefix, naming: Naming::Original }) => Box::new(OpenClip { prefix }),
+        Some(CheckpointNaming { prefix, naming: Naming::Original }) => Box::new(OpenClip { prefix }),
         other => Box::new(Transformers { prefix: other.map_or("", |original| original.prefix) }),
     }
 }
@@ -117,8 +117,12 @@ const PUBLISHED: [(usize, usize, Activation); 3] =
 ///
 /// # Errors
 /// [`Error::Config`] if a size, the number of heads or the activation cannot be determined.
-pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<CLIPTextConfig>) -> Result<CLIPTextConfig> {
-    let Original { prefix, naming } = original;
+pub(super) fn deduce(
+    files: &WeightFiles,
+    original: CheckpointNaming,
+    known: Vec<CLIPTextConfig>,
+) -> Result<CLIPTextConfig> {
+    let CheckpointNaming { prefix, naming } = original;
     // The last one is a template: `{}` stands for the index of a layer.
     let (tokens_key, positions_key, fc1_template) = match naming {
         Naming::Original => {

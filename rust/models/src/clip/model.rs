@@ -6,12 +6,12 @@ use serde_json::{Map, Value};
 use trainable_candle_core::ops::index::embedding;
 use trainable_candle_core::{DType, Error, Result, Tensor};
 use trainable_candle_io::WeightFiles;
-use trainable_candle_io::adapter_file::Original as OriginalNames;
+use trainable_candle_io::adapter_file::OriginalNames;
 use trainable_candle_nn::{Blocks, Init, LayerNorm, Linear, Module, Quantizable, Visitor, Weights};
 
 use super::layers::EncoderLayer;
 use super::{CLIPTextConfig, keys};
-use crate::pretrained::{Architecture, Configuration, Key, Layout, Original};
+use crate::pretrained::{Architecture, CheckpointNaming, Configuration, Key, Layout};
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
@@ -183,11 +183,15 @@ impl Architecture for CLIPTextModel {
         Self::new(config, weights)
     }
 
-    fn deduce(files: &WeightFiles, original: Original, known: Vec<CLIPTextConfig>) -> Result<CLIPTextConfig> {
+    fn deduce(files: &WeightFiles, original: CheckpointNaming, known: Vec<CLIPTextConfig>) -> Result<CLIPTextConfig> {
         keys::deduce(files, original, known)
     }
 
-    fn names(_config: &CLIPTextConfig, original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn names(
+        _config: &CLIPTextConfig,
+        original: Option<CheckpointNaming>,
+        _files: Option<&WeightFiles>,
+    ) -> Box<dyn Layout> {
         keys::layout(original)
     }
 }
@@ -213,7 +217,7 @@ impl Model for CLIPTextModel {
         saved.each(&self.layers, |layer, saved| layer.saved(size.tokens, saved));
     }
 
-    fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn layout(&self, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
         Self::names(&self.config, original, files)
     }
 

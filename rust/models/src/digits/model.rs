@@ -10,7 +10,7 @@ use trainable_candle_nn::{Blocks, Init, Linear, Module, Quantizable, Source, Vis
 use super::DigitsConfig;
 use super::blocks::{Block, EPS, xavier};
 use crate::layers::{Sinusoids, TimestepEmbedding};
-use crate::pretrained::{Architecture, Configuration, Layout, Original, OwnNames};
+use crate::pretrained::{Architecture, CheckpointNaming, Configuration, Layout, OwnNames};
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
@@ -169,11 +169,15 @@ impl Architecture for DigitsTransformer {
         Self::new(config, weights)
     }
 
-    fn deduce(_files: &WeightFiles, _original: Original, _known: Vec<DigitsConfig>) -> Result<DigitsConfig> {
+    fn deduce(_files: &WeightFiles, _original: CheckpointNaming, _known: Vec<DigitsConfig>) -> Result<DigitsConfig> {
         Err(Error::Config("DigitsTransformer: the file has no configuration; give config=".into()))
     }
 
-    fn names(_config: &DigitsConfig, _original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn names(
+        _config: &DigitsConfig,
+        _original: Option<CheckpointNaming>,
+        _files: Option<&WeightFiles>,
+    ) -> Box<dyn Layout> {
         Box::new(OwnNames)
     }
 }
@@ -207,7 +211,7 @@ impl Model for DigitsTransformer {
         });
     }
 
-    fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn layout(&self, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
         Self::names(&self.config, original, files)
     }
 }

@@ -5,7 +5,9 @@ use trainable_candle_core::Result;
 use trainable_candle_io::WeightFiles;
 
 use super::FluxConfig;
-use crate::pretrained::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedNames, Renaming, StoredSizes, renamed};
+use crate::pretrained::{
+    CheckpointNaming, Form, Key, Layout, Naming, OwnNames, PrefixedNames, Renaming, StoredSizes, renamed,
+};
 
 /// The names of the layers of a transformer by Black Forest Labs, or of a model derived from such a transformer: this
 /// library's names, and the names in original checkpoints.
@@ -43,12 +45,14 @@ impl Layout for OriginalTransformer {
 impl BlockNames {
     /// The layout of the model's folder if `original` is None; otherwise, of a checkpoint in one file, whose keys
     /// `original` describes.
-    pub fn layout(&'static self, original: Option<Original>) -> Box<dyn Layout> {
+    pub fn layout(&'static self, original: Option<CheckpointNaming>) -> Box<dyn Layout> {
         match original {
-            Some(Original { prefix, naming: Naming::Original }) => {
+            Some(CheckpointNaming { prefix, naming: Naming::Original }) => {
                 Box::new(OriginalTransformer { prefix, names: self })
             }
-            Some(Original { prefix, naming: Naming::Own | Naming::LlamaCpp }) => Box::new(PrefixedNames(prefix)),
+            Some(CheckpointNaming { prefix, naming: Naming::Own | Naming::LlamaCpp }) => {
+                Box::new(PrefixedNames(prefix))
+            }
             None => Box::new(OwnNames),
         }
     }
@@ -149,7 +153,7 @@ pub(crate) const SINGLE: [Renaming; 7] = [
 /// # Errors
 /// [`trainable_candle_core::Error::Config`] if a size cannot be determined, if the model is one of Flux's tools (Fill,
 /// Canny, Depth), or if `axes_dims_rope` does not fit the width of a head.
-pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<FluxConfig>) -> Result<FluxConfig> {
+pub(super) fn deduce(files: &WeightFiles, original: CheckpointNaming, known: Vec<FluxConfig>) -> Result<FluxConfig> {
     let sizes = StoredSizes::new(files, NAMES.layout(Some(original)));
     let size = |name: &str, dim: usize| sizes.size(name, dim);
     let head_dim = size("transformer_blocks.0.attn.norm_q.weight", 0)?;

@@ -5,15 +5,15 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 use trainable_candle_core::{DType, Result, Tensor};
 use trainable_candle_io::WeightFiles;
-use trainable_candle_io::adapter_file::Original as OriginalNames;
+use trainable_candle_io::adapter_file::OriginalNames;
 use trainable_candle_nn::{Blocks, Linear, Module, Quantizable, Visitor, Weights};
 
 use super::{FluxConfig, keys};
 use crate::layers::joint::{
-    ConditionSizes, DoubleBlock, DoubleBlockKind, ModulatedOutput, RopeAxes, Sight, SingleBlock, TimeTextEmbedding,
-    TokenInputs, TokenSizes, run_double, run_single,
+    AttentionInputs, ConditionSizes, DoubleBlock, DoubleBlockKind, ModulatedOutput, RopeAxes, SingleBlock,
+    TimeTextEmbedding, TokenInputs, TokenSizes, run_double, run_single,
 };
-use crate::pretrained::{Architecture, Configuration, Layout, Original};
+use crate::pretrained::{Architecture, CheckpointNaming, Configuration, Layout};
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
@@ -64,7 +64,7 @@ impl FluxTransformer {
     /// [`trainable_candle_core::Error::Config`] if the configuration is wrong; as [`Weights::get`].
     pub fn new(config: FluxConfig, weights: &mut Weights<'_>) -> Result<Self> {
         config.validate()?;
-        let (dim, bias, told_modulation) = (config.inner_dim(), true, false);
+        let (dim, bias, takes_modulation) = (config.inner_dim(), true, false);
         let (pooled, guidance) = (config.pooled_projection_dim, config.guidance_embeds);
         let x_embedder = weights.linear("x_embedder", config.in_channels, dim, bias)?;
         let condition_sizes = ConditionSizes { dim, pooled: Some(pooled), guidance, bias };
@@ -82,7 +82,7 @@ impl FluxTransformer {
             single_blocks: (0..config.num_single_layers)
                 .map(|i| {
                     let weights = &mut weights.pp(&format!("single_transformer_blocks.{i}"));
-                    SingleBlock::new(config.block(), told_modulation, weights)
+                    SingleBlock::new(config.block(), takes_modulation, weights)
                 })
                 .collect::<Result<_>>()?,
             output: ModulatedOutput::new([dim, config.out_channels], bias, weights)?,
@@ -114,11 +114,11 @@ impl FluxTransformer {
         let image = self.x_embedder.forward(&hidden_states.to_dtype(dtype)?)?;
         let text = self.context_embedder.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
         let angles = self.axes.at(&Tensor::cat(&[conditions.txt_ids, conditions.img_ids], 0)?)?;
-        let sight = Sight { angles: Some(&angles), mask: None };
+        let attention_inputs = AttentionInputs { angles: Some(&angles), mask: None };
         let [image, text] =
-            run_double(&self.double_blocks, [image, text], sight, |_, block| block.modulation(&condition))?;
+            run_double(&self.double_blocks, [image, text], attention_inputs, |_, block| block.modulation(&condition))?;
         let x = Tensor::cat(&[&text, &image], 1)?;
-        let x = run_single(&self.single_blocks, x, sight, |_, block| block.modulation(&condition))?;
+        let x = run_single(&self.single_blocks, x, attention_inputs, |_, block| block.modulation(&condition))?;
         self.output.forward(&x.narrow(1, length, area)?, &condition)
     }
 
@@ -175,11 +175,15 @@ impl Architecture for FluxTransformer {
         Self::new(config, weights)
     }
 
-    fn deduce(files: &WeightFiles, original: Original, known: Vec<FluxConfig>) -> Result<FluxConfig> {
+    fn deduce(files: &WeightFiles, original: CheckpointNaming, known: Vec<FluxConfig>) -> Result<FluxConfig> {
         keys::deduce(files, original, known)
     }
 
-    fn names(_config: &FluxConfig, original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn names(
+        _config: &FluxConfig,
+        original: Option<CheckpointNaming>,
+        _files: Option<&WeightFiles>,
+    ) -> Box<dyn Layout> {
         keys::NAMES.layout(original)
     }
 }
@@ -210,7 +214,7 @@ impl Model for FluxTransformer {
         self.output.saved(area, saved);
     }
 
-    fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn layout(&self, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
         Self::names(&self.config, original, files)
     }
 

@@ -6,7 +6,7 @@ use trainable_candle_io::WeightFiles;
 
 use super::Flux2Config;
 use crate::flux::keys::{BlockNames, DOUBLE_ATTENTION, DOUBLE_BLOCKS, SINGLE_BLOCKS};
-use crate::pretrained::{Form, Original, Renaming, StoredSizes};
+use crate::pretrained::{CheckpointNaming, Form, Renaming, StoredSizes};
 
 /// The names of FLUX.2's layers.
 pub(super) static NAMES: BlockNames = BlockNames {
@@ -56,7 +56,7 @@ const SINGLE: [Renaming; 4] = [
 /// # Errors
 /// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or if `axes_dims_rope` does not fit the
 /// width of a head.
-pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<Flux2Config>) -> Result<Flux2Config> {
+pub(super) fn deduce(files: &WeightFiles, original: CheckpointNaming, known: Vec<Flux2Config>) -> Result<Flux2Config> {
     let sizes = StoredSizes::new(files, NAMES.layout(Some(original)));
     let size = |name: &str, dim: usize| sizes.size(name, dim);
     let head_dim = size("transformer_blocks.0.attn.norm_q.weight", 0)?;

@@ -5,16 +5,16 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 use trainable_candle_core::{DType, Result, Tensor};
 use trainable_candle_io::WeightFiles;
-use trainable_candle_io::adapter_file::Original as OriginalNames;
+use trainable_candle_io::adapter_file::OriginalNames;
 use trainable_candle_nn::{Blocks, Linear, Module, Quantizable, Visitor, Weights};
 
 use super::single::FusedBlock;
 use super::{Flux2Config, keys};
 use crate::layers::joint::{
-    ConditionSizes, DoubleBlock, DoubleBlockKind, FeedForwardKind, ModulatedOutput, Rope, RopeAxes, Sight,
+    AttentionInputs, ConditionSizes, DoubleBlock, DoubleBlockKind, FeedForwardKind, ModulatedOutput, Rope, RopeAxes,
     TimeTextEmbedding, TokenInputs, TokenSizes, run_double,
 };
-use crate::pretrained::{Architecture, Configuration, Layout, Original};
+use crate::pretrained::{Architecture, CheckpointNaming, Configuration, Layout};
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
@@ -73,7 +73,7 @@ impl Flux2Transformer {
         config.validate()?;
         let (dim, sizes, bias) = (config.inner_dim(), config.block(), false);
         let kind = DoubleBlockKind {
-            told_modulation: true,
+            takes_modulation: true,
             feed_forward: FeedForwardKind::SwiGlu,
             ..DoubleBlockKind::default()
         };
@@ -125,9 +125,9 @@ impl Flux2Transformer {
         let image = self.x_embedder.forward(&hidden_states.to_dtype(dtype)?)?;
         let text = self.context_embedder.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
         let angles = self.axes.at(&Tensor::cat(&[conditions.txt_ids, conditions.img_ids], 0)?)?;
-        let sight = Sight { angles: Some(&angles), mask: None };
+        let attention_inputs = AttentionInputs { angles: Some(&angles), mask: None };
         let shared_modulation = |_, _: &DoubleBlock| Ok([of_image.clone(), of_text.clone()]);
-        let [image, text] = run_double(&self.double_blocks, [image, text], sight, shared_modulation)?;
+        let [image, text] = run_double(&self.double_blocks, [image, text], attention_inputs, shared_modulation)?;
         let x = Tensor::cat(&[&text, &image], 1)?;
         let x = self.single_blocks.run(&x, &[&of_single, &angles.cos, &angles.sin], |block, x, conditions| {
             let [modulation, cos, sin] = conditions else { unreachable!("three conditions") };
@@ -190,11 +190,15 @@ impl Architecture for Flux2Transformer {
         Self::new(config, weights)
     }
 
-    fn deduce(files: &WeightFiles, original: Original, known: Vec<Flux2Config>) -> Result<Flux2Config> {
+    fn deduce(files: &WeightFiles, original: CheckpointNaming, known: Vec<Flux2Config>) -> Result<Flux2Config> {
         keys::deduce(files, original, known)
     }
 
-    fn names(_config: &Flux2Config, original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn names(
+        _config: &Flux2Config,
+        original: Option<CheckpointNaming>,
+        _files: Option<&WeightFiles>,
+    ) -> Box<dyn Layout> {
         keys::NAMES.layout(original)
     }
 }
@@ -227,7 +231,7 @@ impl Model for Flux2Transformer {
         self.output.saved(area, saved);
     }
 
-    fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn layout(&self, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
         Self::names(&self.config, original, files)
     }
 

@@ -11,7 +11,7 @@ use trainable_candle_core::{DType, Device, Error, Result};
 use trainable_candle_io::WeightFiles;
 use trainable_candle_nn::{Quantizable, Quantization, Source, StreamOptions, Streaming, Weights};
 
-use super::{Choice, Layout, Original, Pretrained, read_json};
+use super::{CheckpointNaming, Choice, Layout, Pretrained, read_json};
 use crate::registry::{Model, ModelKind};
 
 /// A model's `config.json`. The default values are those of the published model.
@@ -49,11 +49,12 @@ pub trait Architecture: Model + Sized {
     ///
     /// # Errors
     /// [`Error::Config`] if a size cannot be determined, or if the sizes belong to a model that is not supported.
-    fn deduce(files: &WeightFiles, original: Original, known: Vec<Self::Config>) -> Result<Self::Config>;
+    fn deduce(files: &WeightFiles, original: CheckpointNaming, known: Vec<Self::Config>) -> Result<Self::Config>;
 
     /// The layout of the model's parameters: in a folder if `original` is None, or in an original checkpoint. `files`
     /// is this checkpoint, if it exists already.
-    fn names(config: &Self::Config, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout>;
+    fn names(config: &Self::Config, original: Option<CheckpointNaming>, files: Option<&WeightFiles>)
+    -> Box<dyn Layout>;
 
     /// Whether the configuration says that the model needs f32, because half precision is not enough for it.
     fn force_upcast(_config: &Self::Config) -> bool {

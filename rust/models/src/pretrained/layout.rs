@@ -15,7 +15,7 @@ pub enum Naming {
 
 /// How a checkpoint in one file, which may hold several models, names the parameters of one model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Original {
+pub struct CheckpointNaming {
     /// The prefix of the keys.
     pub prefix: &'static str,
     /// The names that follow the prefix.

@@ -22,7 +22,7 @@ use trainable_candle_nn::{Module, Quantization, Source, StreamOptions, Streaming
 
 pub use architecture::{Architecture, Configuration};
 use files::{refuse_pickle, refuse_pickles_in, weights_in};
-pub use layout::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedNames, Renaming, renamed};
+pub use layout::{CheckpointNaming, Form, Key, Layout, Naming, OwnNames, PrefixedNames, Renaming, renamed};
 pub use save::{Written, save_checkpoint, save_pretrained};
 pub use sizes::StoredSizes;
 use stored::StoredWeights;
@@ -81,7 +81,7 @@ pub struct Pretrained {
     /// The kind of model.
     model: &'static ModelKind,
     /// For an original checkpoint, the model's place in a pipeline and its keys.
-    original: Option<(Place, Original)>,
+    original: Option<(Place, CheckpointNaming)>,
     force_upcast: Option<bool>,
     layers: Option<usize>,
     quantize: Option<Format>,
@@ -151,7 +151,7 @@ impl Pretrained {
             // Some names of original checkpoints also occur in the weight files of folders. A file beside a
             // configuration belongs to a folder, unless it is GGUF.
             .filter(|(_, _, prefix)| !prefix.is_empty() || beside.is_none() || file.gguf().is_some())
-            .map(|(place, section, prefix)| (place, Original { prefix, naming: section.naming }));
+            .map(|(place, section, prefix)| (place, CheckpointNaming { prefix, naming: section.naming }));
         if original.is_none() && beside.is_none() && choice.config.is_none() {
             return Err(Error::weights(path, pipelines::not_found(&file.names(), model)));
         }
@@ -209,7 +209,7 @@ impl Pretrained {
     }
 
     /// How an original checkpoint names the model's parameters. None if the files are not an original checkpoint.
-    pub fn original(&self) -> Option<Original> {
+    pub fn original(&self) -> Option<CheckpointNaming> {
         self.original.map(|(_, original)| original)
     }
 
@@ -250,7 +250,7 @@ impl Pretrained {
     /// or the checkpoint is damaged; the errors of `deduce`.
     pub fn config<C: Configuration>(
         &self,
-        deduce: impl FnOnce(&WeightFiles, Original, Vec<C>) -> Result<C>,
+        deduce: impl FnOnce(&WeightFiles, CheckpointNaming, Vec<C>) -> Result<C>,
     ) -> Result<C> {
         match (&self.config, self.original) {
             (Some(path), _) => {

@@ -13,7 +13,7 @@ use trainable_candle_io::{
     EightBits, TensorEntry, WeightFiles, comfy_format, nf4_entries, save_entries, write_atomically,
 };
 
-use super::layout::{Form, Key, Layout, Original};
+use super::layout::{CheckpointNaming, Form, Key, Layout};
 use super::{CONFIG, config_entry};
 use crate::Model;
 use crate::pipelines::{self, Pipeline, Place, Section, places};
@@ -121,7 +121,7 @@ pub fn save_checkpoint(
     let mut all = Vec::new();
     for &(subfolder, model) in models {
         let sections = sections(subfolder, model, pipeline)?;
-        let original = |section: &Section, prefix| Original { prefix, naming: section.naming };
+        let original = |section: &Section, prefix| CheckpointNaming { prefix, naming: section.naming };
         let default = original(&sections[0], sections[0].prefixes[0]);
         let layout = match &base {
             Some(base) => {

@@ -6,12 +6,12 @@ use trainable_candle_io::WeightFiles;
 
 use super::QwenImageConfig;
 use super::config::PATCH;
-use crate::pretrained::{Layout, Original, OwnNames, PrefixedNames, StoredSizes};
+use crate::pretrained::{CheckpointNaming, Layout, OwnNames, PrefixedNames, StoredSizes};
 
 /// The layout of a checkpoint in one file, or of a folder if `original` is None.
-pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
+pub(super) fn layout(original: Option<CheckpointNaming>) -> Box<dyn Layout> {
     match original {
-        Some(Original { prefix, .. }) => Box::new(PrefixedNames(prefix)),
+        Some(CheckpointNaming { prefix, .. }) => Box::new(PrefixedNames(prefix)),
         None => Box::new(OwnNames),
     }
 }
@@ -31,7 +31,11 @@ const RELATIVES: [(&str, &str); 4] = [
 /// # Errors
 /// [`trainable_candle_core::Error::Config`] if a size cannot be determined, if the model is a related model that is not
 /// supported, or if `axes_dims_rope` does not fit the width of a head.
-pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<QwenImageConfig>) -> Result<QwenImageConfig> {
+pub(super) fn deduce(
+    files: &WeightFiles,
+    original: CheckpointNaming,
+    known: Vec<QwenImageConfig>,
+) -> Result<QwenImageConfig> {
     let sizes = StoredSizes::new(files, layout(Some(original)));
     let size = |name: &str, dim: usize| sizes.size(name, dim);
     if let Some((_, relative)) = RELATIVES.iter().find(|(name, _)| sizes.has(name)) {

@@ -5,16 +5,16 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 use trainable_candle_core::{DType, Result, Tensor};
 use trainable_candle_io::WeightFiles;
-use trainable_candle_io::adapter_file::Original as OriginalNames;
+use trainable_candle_io::adapter_file::OriginalNames;
 use trainable_candle_nn::{Blocks, Linear, Module, Quantizable, RmsNorm, Visitor, Weights};
 
 use super::config::PATCH;
 use super::{QwenImageConfig, keys};
 use crate::layers::joint::{
-    ConditionSizes, DoubleBlock, DoubleBlockKind, DoubleBlockNames, EPS, ModulatedOutput, RopeAxes, Sight, TextLengths,
-    TimeTextEmbedding, TokenInputs, TokenSizes, run_double,
+    AttentionInputs, ConditionSizes, DoubleBlock, DoubleBlockKind, DoubleBlockNames, EPS, ModulatedOutput, RopeAxes,
+    TextLengths, TimeTextEmbedding, TokenInputs, TokenSizes, run_double,
 };
-use crate::pretrained::{Architecture, Configuration, Key, Layout, Original};
+use crate::pretrained::{Architecture, CheckpointNaming, Configuration, Key, Layout};
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
@@ -109,8 +109,9 @@ impl QwenImageTransformer {
         let text = self.txt_in.forward(&text)?;
         let angles = self.axes.at(&Tensor::cat(&[conditions.txt_ids, conditions.img_ids], 0)?)?;
         let mask = conditions.lengths.map(|lengths| self.lengths.mask(lengths, length, area)).transpose()?;
-        let sight = Sight { angles: Some(&angles), mask: mask.as_ref() };
-        let [image, _] = run_double(&self.blocks, [image, text], sight, |_, block| block.modulation(&condition))?;
+        let attention_inputs = AttentionInputs { angles: Some(&angles), mask: mask.as_ref() };
+        let [image, _] =
+            run_double(&self.blocks, [image, text], attention_inputs, |_, block| block.modulation(&condition))?;
         self.output.forward(&image, &condition)
     }
 
@@ -170,11 +171,15 @@ impl Architecture for QwenImageTransformer {
         Self::new(config, weights)
     }
 
-    fn deduce(files: &WeightFiles, original: Original, known: Vec<QwenImageConfig>) -> Result<QwenImageConfig> {
+    fn deduce(files: &WeightFiles, original: CheckpointNaming, known: Vec<QwenImageConfig>) -> Result<QwenImageConfig> {
         keys::deduce(files, original, known)
     }
 
-    fn names(_config: &QwenImageConfig, original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn names(
+        _config: &QwenImageConfig,
+        original: Option<CheckpointNaming>,
+        _files: Option<&WeightFiles>,
+    ) -> Box<dyn Layout> {
         keys::layout(original)
     }
 }
@@ -203,7 +208,7 @@ impl Model for QwenImageTransformer {
         self.output.saved(area, saved);
     }
 
-    fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn layout(&self, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
         Self::names(&self.config, original, files)
     }
 

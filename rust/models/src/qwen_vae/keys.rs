@@ -6,14 +6,14 @@ use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
 
 use super::QwenVaeConfig;
-use crate::pretrained::{Form, Key, Layout, Naming, Original};
+use crate::pretrained::{CheckpointNaming, Form, Key, Layout, Naming};
 
 /// The layout of the autoencoder's parameters: in a folder if `original` is None, or in a checkpoint in one file.
-pub(super) fn layout(original: Option<Original>, config: &QwenVaeConfig) -> Box<dyn Layout> {
+pub(super) fn layout(original: Option<CheckpointNaming>, config: &QwenVaeConfig) -> Box<dyn Layout> {
     // A level of the decoder has one residual block more than a level of the encoder, and an upsampling layer.
     let layers_per_level = config.num_res_blocks + 2;
     match original {
-        Some(Original { prefix, naming }) => {
+        Some(CheckpointNaming { prefix, naming }) => {
             Box::new(AutoencoderLayout { prefix, has_wan_names: naming == Naming::Original, layers_per_level })
         }
         None => Box::new(AutoencoderLayout { prefix: "", has_wan_names: false, layers_per_level }),

@@ -8,7 +8,7 @@ use trainable_candle_nn::{Conv2d, Module, Visitor, Weights};
 use super::coders::{Decoder, Encoder};
 use super::{QwenVaeConfig, keys};
 use crate::layers::conv1x1;
-use crate::pretrained::{Architecture, Configuration, Layout, Original};
+use crate::pretrained::{Architecture, CheckpointNaming, Configuration, Layout};
 use crate::registry::{Model, ModelKind};
 use crate::vae::Coding;
 
@@ -95,11 +95,15 @@ impl Architecture for AutoencoderKLQwenImage {
         Self::new(config, weights)
     }
 
-    fn deduce(files: &WeightFiles, original: Original, known: Vec<QwenVaeConfig>) -> Result<QwenVaeConfig> {
+    fn deduce(files: &WeightFiles, original: CheckpointNaming, known: Vec<QwenVaeConfig>) -> Result<QwenVaeConfig> {
         keys::deduce(files, original.prefix, known)
     }
 
-    fn names(config: &QwenVaeConfig, original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn names(
+        config: &QwenVaeConfig,
+        original: Option<CheckpointNaming>,
+        _files: Option<&WeightFiles>,
+    ) -> Box<dyn Layout> {
         keys::layout(original, config)
     }
 }
@@ -117,7 +121,7 @@ impl Model for AutoencoderKLQwenImage {
         self.encoder.dtype()
     }
 
-    fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn layout(&self, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
         Self::names(&self.config, original, files)
     }
 }

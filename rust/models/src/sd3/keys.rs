@@ -5,16 +5,16 @@ use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
 
 use super::SD3Config;
-use crate::pretrained::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedNames, Renaming, renamed};
+use crate::pretrained::{CheckpointNaming, Form, Key, Layout, Naming, OwnNames, PrefixedNames, Renaming, renamed};
 
 /// The keys of the transformer's parameters in a diffusers folder (`original` is `None`), or in a checkpoint whose keys
 /// have the prefix and the naming of `original`.
-pub(super) fn layout(original: Option<Original>, config: &SD3Config) -> Box<dyn Layout> {
+pub(super) fn layout(original: Option<CheckpointNaming>, config: &SD3Config) -> Box<dyn Layout> {
     match original {
-        Some(Original { prefix, naming: Naming::Original }) => {
+        Some(CheckpointNaming { prefix, naming: Naming::Original }) => {
             Box::new(OriginalTransformer { prefix, last: config.num_layers.saturating_sub(1) })
         }
-        Some(Original { prefix, naming: Naming::Own | Naming::LlamaCpp }) => Box::new(PrefixedNames(prefix)),
+        Some(CheckpointNaming { prefix, naming: Naming::Own | Naming::LlamaCpp }) => Box::new(PrefixedNames(prefix)),
         None => Box::new(OwnNames),
     }
 }
@@ -104,7 +104,7 @@ fn original_key(name: &str, last: usize) -> Option<Key> {
 ///
 /// # Errors
 /// [`Error::Config`] if a size cannot be determined.
-pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<SD3Config>) -> Result<SD3Config> {
+pub(super) fn deduce(files: &WeightFiles, original: CheckpointNaming, known: Vec<SD3Config>) -> Result<SD3Config> {
     let key = |name: &str| match original.naming {
         Naming::Own | Naming::LlamaCpp => Some(name.to_owned()),
         // The index of the last block affects the form of the text norm's tensor, but no key.

@@ -7,15 +7,15 @@ use trainable_candle_core::ops::conv::Conv2dOptions;
 use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Error, Result, Tensor};
 use trainable_candle_io::WeightFiles;
-use trainable_candle_io::adapter_file::Original as OriginalNames;
+use trainable_candle_io::adapter_file::OriginalNames;
 use trainable_candle_nn::{Blocks, Conv2d, Init, Linear, Module, Quantizable, Visitor, Weights};
 
 use super::positions::Positions;
 use super::{SD3Config, keys};
 use crate::layers::joint::{
-    ConditionSizes, DoubleBlock, DoubleBlockKind, ModulatedOutput, Sight, TimeTextEmbedding, run_double,
+    AttentionInputs, ConditionSizes, DoubleBlock, DoubleBlockKind, ModulatedOutput, TimeTextEmbedding, run_double,
 };
-use crate::pretrained::{Architecture, Configuration, Layout, Original};
+use crate::pretrained::{Architecture, CheckpointNaming, Configuration, Layout};
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
@@ -100,7 +100,7 @@ impl SD3Transformer {
         let times = conditions.timestep.reshape(conditions.timestep.elem_count())?;
         let condition = self.time_text_embed.forward(&times, Some(conditions.pooled_projections), None)?;
         let modulation = |_, block: &DoubleBlock| block.modulation(&condition);
-        let [image, _] = run_double(&self.blocks, [image, text], Sight::default(), modulation)?;
+        let [image, _] = run_double(&self.blocks, [image, text], AttentionInputs::default(), modulation)?;
         let patch = self.config.patch_size;
         // The output layer orders the values of a patch as (row, column, channel).
         self.output
@@ -174,11 +174,11 @@ impl Architecture for SD3Transformer {
         Self::new(config, weights)
     }
 
-    fn deduce(files: &WeightFiles, original: Original, known: Vec<SD3Config>) -> Result<SD3Config> {
+    fn deduce(files: &WeightFiles, original: CheckpointNaming, known: Vec<SD3Config>) -> Result<SD3Config> {
         keys::deduce(files, original, known)
     }
 
-    fn names(config: &SD3Config, original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn names(config: &SD3Config, original: Option<CheckpointNaming>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
         keys::layout(original, config)
     }
 }
@@ -208,7 +208,7 @@ impl Model for SD3Transformer {
         self.output.saved(image_tokens, saved);
     }
 
-    fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn layout(&self, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
         Self::names(&self.config, original, files)
     }
 

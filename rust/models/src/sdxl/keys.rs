@@ -5,13 +5,13 @@ use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
 
 use super::UNetConfig;
-use crate::pretrained::{Key, Layout, Naming, Original, OwnNames};
+use crate::pretrained::{CheckpointNaming, Key, Layout, Naming, OwnNames};
 
 /// The keys of the UNet's parameters: original names after a prefix if `original` has original naming, otherwise
 /// diffusers' names.
-pub(super) fn layout(original: Option<Original>, config: &UNetConfig) -> Box<dyn Layout> {
+pub(super) fn layout(original: Option<CheckpointNaming>, config: &UNetConfig) -> Box<dyn Layout> {
     match original {
-        Some(Original { prefix, naming: Naming::Original }) => {
+        Some(CheckpointNaming { prefix, naming: Naming::Original }) => {
             Box::new(OriginalUNet { prefix, config: config.clone() })
         }
         _ => Box::new(OwnNames),

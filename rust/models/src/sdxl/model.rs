@@ -6,14 +6,14 @@ use serde_json::{Map, Value};
 use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Error, Result, Tensor};
 use trainable_candle_io::WeightFiles;
-use trainable_candle_io::adapter_file::Original as OriginalNames;
+use trainable_candle_io::adapter_file::OriginalNames;
 use trainable_candle_nn::{Conv2d, GroupNorm, Module, Quantizable, Visitor, Weights};
 
 use super::blocks::{Conditions, DownBlock, MidBlock, UpBlock};
 use super::config::TIME_IDS;
 use super::{UNetConfig, keys};
 use crate::layers::{Sinusoids, TimestepEmbedding, conv3x3};
-use crate::pretrained::{Architecture, Configuration, Key, Layout, Original};
+use crate::pretrained::{Architecture, CheckpointNaming, Configuration, Key, Layout};
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
@@ -210,11 +210,11 @@ impl Architecture for SDXLUNet {
         Self::new(config, weights)
     }
 
-    fn deduce(files: &WeightFiles, original: Original, known: Vec<UNetConfig>) -> Result<UNetConfig> {
+    fn deduce(files: &WeightFiles, original: CheckpointNaming, known: Vec<UNetConfig>) -> Result<UNetConfig> {
         keys::deduce(files, original.prefix, known)
     }
 
-    fn names(config: &UNetConfig, original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn names(config: &UNetConfig, original: Option<CheckpointNaming>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
         keys::layout(original, config)
     }
 }
@@ -256,7 +256,7 @@ impl Model for SDXLUNet {
         });
     }
 
-    fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn layout(&self, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
         Self::names(&self.config, original, files)
     }
 

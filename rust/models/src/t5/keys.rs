@@ -4,7 +4,7 @@ use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
 
 use super::{FeedForward, T5Config};
-use crate::pretrained::{Key, Layout, Naming, Original};
+use crate::pretrained::{CheckpointNaming, Key, Layout, Naming};
 
 /// The two names of the token embedding in files: the name of the table that encoder and decoder share, which is also
 /// the model's own name, and the name of the encoder's table. A file has one of the names or both.
@@ -12,7 +12,7 @@ const EMBEDDINGS: [&str; 2] = ["shared.weight", "encoder.embed_tokens.weight"];
 
 /// The keys of the encoder's parameters in a transformers folder (`original` is `None`), in a file that holds other
 /// models too, or in a GGUF file.
-pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
+pub(super) fn layout(original: Option<CheckpointNaming>) -> Box<dyn Layout> {
     if original.is_some_and(|original| original.naming == Naming::LlamaCpp) {
         return Box::new(LlamaCpp);
     }
@@ -86,7 +86,7 @@ impl Layout for LlamaCpp {
 ///
 /// # Errors
 /// [`Error::Config`] if a size cannot be determined.
-pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<T5Config>) -> Result<T5Config> {
+pub(super) fn deduce(files: &WeightFiles, original: CheckpointNaming, known: Vec<T5Config>) -> Result<T5Config> {
     let layout = layout(Some(original));
     let matrix_size = |name: &str| {
         let shape = |key: Key| files.shape(&format!("{}{}", original.prefix, key.key));

@@ -6,12 +6,12 @@ use serde_json::{Map, Value};
 use trainable_candle_core::ops::index::embedding;
 use trainable_candle_core::{DType, Error, Result, Tensor};
 use trainable_candle_io::WeightFiles;
-use trainable_candle_io::adapter_file::Original as OriginalNames;
+use trainable_candle_io::adapter_file::OriginalNames;
 use trainable_candle_nn::{Blocks, Init, Module, Quantizable, Visitor, Weights};
 
 use super::layers::{EncoderBlock, Norm, stream_dtype};
 use super::{T5Config, keys, relative};
-use crate::pretrained::{Architecture, Configuration, Key, Layout, Original};
+use crate::pretrained::{Architecture, CheckpointNaming, Configuration, Key, Layout};
 use crate::registry::{Model, ModelKind};
 
 /// The name of the token embedding.
@@ -120,11 +120,11 @@ impl Architecture for T5Encoder {
         Self::new(config, weights)
     }
 
-    fn deduce(files: &WeightFiles, original: Original, known: Vec<T5Config>) -> Result<T5Config> {
+    fn deduce(files: &WeightFiles, original: CheckpointNaming, known: Vec<T5Config>) -> Result<T5Config> {
         keys::deduce(files, original, known)
     }
 
-    fn names(_config: &T5Config, original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn names(_config: &T5Config, original: Option<CheckpointNaming>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
         keys::layout(original)
     }
 }
@@ -142,7 +142,7 @@ impl Model for T5Encoder {
         self.embedding.dtype()
     }
 
-    fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn layout(&self, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
         Self::names(&self.config, original, files)
     }
 

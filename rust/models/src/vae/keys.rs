@@ -6,12 +6,16 @@ use trainable_candle_io::WeightFiles;
 
 use super::VaeConfig;
 use super::config::DEFAULT_NORM_EPS;
-use crate::pretrained::{Form, Key, Layout, Naming, Original};
+use crate::pretrained::{CheckpointNaming, Form, Key, Layout, Naming};
 
 /// The keys of the autoencoder's parameters: original names after a prefix if `original` has original naming, otherwise
 /// diffusers' names. `files` is the original checkpoint, or `None` if it is still to be written.
-pub(super) fn layout(original: Option<Original>, config: &VaeConfig, files: Option<&WeightFiles>) -> Box<dyn Layout> {
-    let Some(Original { prefix, naming: Naming::Original }) = original else { return Box::new(Diffusers) };
+pub(super) fn layout(
+    original: Option<CheckpointNaming>,
+    config: &VaeConfig,
+    files: Option<&WeightFiles>,
+) -> Box<dyn Layout> {
+    let Some(CheckpointNaming { prefix, naming: Naming::Original }) = original else { return Box::new(Diffusers) };
     let has_level = |files: &WeightFiles, level: &usize| {
         files.shape(&format!("{prefix}decoder.up.{level}.block.0.conv1.weight")).is_some()
     };

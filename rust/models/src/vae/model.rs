@@ -9,7 +9,7 @@ use super::coders::{Decoder, Encoder};
 use super::coding::Coding;
 use super::{VaeConfig, keys};
 use crate::layers::conv1x1;
-use crate::pretrained::{Architecture, Configuration, Layout, Original};
+use crate::pretrained::{Architecture, CheckpointNaming, Configuration, Layout};
 use crate::registry::{Model, ModelKind};
 
 /// The autoencoder of latent diffusion, with the results and the parameter names of diffusers' `AutoencoderKL`.
@@ -125,11 +125,11 @@ impl Architecture for AutoencoderKL {
         Self::new(config, weights)
     }
 
-    fn deduce(files: &WeightFiles, original: Original, known: Vec<VaeConfig>) -> Result<VaeConfig> {
+    fn deduce(files: &WeightFiles, original: CheckpointNaming, known: Vec<VaeConfig>) -> Result<VaeConfig> {
         keys::deduce(files, original.prefix, known)
     }
 
-    fn names(config: &VaeConfig, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn names(config: &VaeConfig, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
         keys::layout(original, config, files)
     }
 
@@ -157,7 +157,7 @@ impl Model for AutoencoderKL {
         self.encoder.dtype()
     }
 
-    fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn layout(&self, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
         Self::names(&self.config, original, files)
     }
 }

@@ -5,7 +5,7 @@ use trainable_candle_core::{Result, Tensor};
 use trainable_candle_nn::{Init, Layer, Linear, LinearGroup, Module, RmsNorm, Visitor, Weights};
 
 use super::ZImageConfig;
-use crate::layers::joint::{SelfAttention, Sight};
+use crate::layers::joint::{AttentionInputs, SelfAttention};
 use crate::saved::Saved;
 
 /// The number of vectors of D values in the modulation: scale and gate of the attention, then scale and gate of the
@@ -95,8 +95,13 @@ impl Block {
 
     /// Computes the block's result for the tokens `x (B, S, D)`, in the same shape. `modulation` is the result of
     /// [`modulation`](Self::modulation).
-    pub fn forward(&self, x: &Tensor, modulation: Option<&Tensor>, sight: Sight<'_>) -> Result<Tensor> {
-        let attend = |x: &Tensor| self.attention.forward(x, sight);
+    pub fn forward(
+        &self,
+        x: &Tensor,
+        modulation: Option<&Tensor>,
+        attention_inputs: AttentionInputs<'_>,
+    ) -> Result<Tensor> {
+        let attend = |x: &Tensor| self.attention.forward(x, attention_inputs);
         let x = self.half(x, &self.attention_norms, modulation.map(|vectors| (vectors, ATTENTION_SCALE)), attend)?;
         let feed = |x: &Tensor| self.feed_forward.forward(x);
         self.half(&x, &self.feed_forward_norms, modulation.map(|vectors| (vectors, FEED_FORWARD_SCALE)), feed)

@@ -6,15 +6,17 @@ use trainable_candle_io::WeightFiles;
 
 use super::ZImageConfig;
 use super::config::PATCH;
-use crate::pretrained::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedNames, Renaming, StoredSizes, renamed};
+use crate::pretrained::{
+    CheckpointNaming, Form, Key, Layout, Naming, OwnNames, PrefixedNames, Renaming, StoredSizes, renamed,
+};
 
 /// The keys of the transformer's parameters in a diffusers folder (`original` is `None`), or in a checkpoint whose keys
 /// have the prefix and the naming of `original`.
-pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
+pub(super) fn layout(original: Option<CheckpointNaming>) -> Box<dyn Layout> {
     match original {
-        Some(Original { prefix, naming: Naming::Original }) => Box::new(OriginalTransformer(prefix)),
+        Some(CheckpointNaming { prefix, naming: Naming::Original }) => Box::new(OriginalTransformer(prefix)),
         // No file of this transformer has llama.cpp's names.
-        Some(Original { prefix, naming: Naming::Own | Naming::LlamaCpp }) => Box::new(PrefixedNames(prefix)),
+        Some(CheckpointNaming { prefix, naming: Naming::Own | Naming::LlamaCpp }) => Box::new(PrefixedNames(prefix)),
         None => Box::new(OwnNames),
     }
 }
@@ -76,7 +78,11 @@ pub(super) fn original_layer(layer: &str) -> Option<Key> {
 /// # Errors
 /// [`trainable_candle_core::Error::Config`] if a size cannot be determined, the sizes do not fit together, or the model
 /// is a variant or a relative of Z-Image that is not supported.
-pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<ZImageConfig>) -> Result<ZImageConfig> {
+pub(super) fn deduce(
+    files: &WeightFiles,
+    original: CheckpointNaming,
+    known: Vec<ZImageConfig>,
+) -> Result<ZImageConfig> {
     let sizes = StoredSizes::new(files, layout(Some(original)));
     let size = |name: &str, dim: usize| sizes.size(name, dim);
     let relatives = [

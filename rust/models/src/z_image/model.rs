@@ -7,16 +7,16 @@ use trainable_candle_core::ops::norm::layer_norm;
 use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Error, Result, Tensor};
 use trainable_candle_io::WeightFiles;
-use trainable_candle_io::adapter_file::Original as OriginalNames;
+use trainable_candle_io::adapter_file::OriginalNames;
 use trainable_candle_nn::{Blocks, Init, Linear, Module, Quantizable, RmsNorm, Visitor, Weights};
 
 use super::block::Block;
 use super::config::PATCH;
 use super::positions::{Extent, MULTIPLE, Positions};
 use super::{ZImageConfig, keys};
-use crate::layers::joint::{EPS, Rope, Sight};
+use crate::layers::joint::{AttentionInputs, EPS, Rope};
 use crate::layers::{Sinusoids, TimestepEmbedding};
-use crate::pretrained::{Architecture, Configuration, Layout, Original};
+use crate::pretrained::{Architecture, CheckpointNaming, Configuration, Layout};
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
@@ -232,13 +232,15 @@ fn run(
     for (i, block) in blocks.iter().enumerate() {
         let modulation = condition.map(|condition| block.modulation(condition)).transpose()?.flatten();
         let is_modulated = modulation.is_some();
-        let sight = Sight { angles: Some(angles), mask };
-        let inputs = [&x].into_iter().chain(&modulation).chain(sight.inputs());
+        let attention_inputs = AttentionInputs { angles: Some(angles), mask };
+        let inputs = [&x].into_iter().chain(&modulation).chain(attention_inputs.inputs());
         x = blocks.run_one(i, &inputs.collect::<Vec<_>>(), move |block, inputs| {
             let [x, rest @ ..] = inputs else { unreachable!("an input at least") };
             let (modulation, angles_and_mask) = rest.split_at(usize::from(is_modulated));
             let has_angles = true;
-            Sight::of(has_angles, angles_and_mask, |sight| block.forward(x, modulation.first(), sight))
+            AttentionInputs::of(has_angles, angles_and_mask, |attention_inputs| {
+                block.forward(x, modulation.first(), attention_inputs)
+            })
         })?;
     }
     Ok(x)
@@ -277,11 +279,15 @@ impl Architecture for ZImageTransformer {
         Self::new(config, weights)
     }
 
-    fn deduce(files: &WeightFiles, original: Original, known: Vec<ZImageConfig>) -> Result<ZImageConfig> {
+    fn deduce(files: &WeightFiles, original: CheckpointNaming, known: Vec<ZImageConfig>) -> Result<ZImageConfig> {
         keys::deduce(files, original, known)
     }
 
-    fn names(_config: &ZImageConfig, original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn names(
+        _config: &ZImageConfig,
+        original: Option<CheckpointNaming>,
+        _files: Option<&WeightFiles>,
+    ) -> Box<dyn Layout> {
         keys::layout(original)
     }
 }
@@ -321,7 +327,7 @@ impl Model for ZImageTransformer {
         });
     }
 
-    fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    fn layout(&self, original: Option<CheckpointNaming>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
         Self::names(&self.config, original, files)
     }
 

@@ -33,8 +33,8 @@ pub struct AdapterKind {
 pub struct Kept {
     /// Whether the tape keeps the layer's input.
     pub input: bool,
-    /// Whether the tape keeps the input even if the backward pass could compute it again ([`Tensor::remade`]).
-    pub remade: bool,
+    /// Whether the tape keeps the input even if the backward pass could compute it again ([`Tensor::recomputed`]).
+    pub recomputed: bool,
     /// The number of further values that the tape keeps for each output position (a token or a pixel).
     pub values: usize,
     /// The number of values for each output position that the tape keeps only under selective checkpointing: results of
@@ -46,7 +46,7 @@ impl Kept {
     /// What the tape keeps of a low-rank product: the input, and the input times the first factor, which has as many
     /// values for each position as the rank.
     pub(super) fn low_rank(_base: &Base<'_>, settings: &AdapterSettings) -> Self {
-        Self { input: true, remade: false, values: settings.rank, products: 0 }
+        Self { input: true, recomputed: false, values: settings.rank, products: 0 }
     }
 }
 

@@ -123,8 +123,8 @@ fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
 /// or its result without the bias.
 fn kept(base: &Base<'_>, settings: &AdapterSettings) -> Kept {
     match settings.oft_side {
-        OftSide::Input => Kept { input: true, remade: true, values: 0, products: base.inputs() },
-        OftSide::Output => Kept { input: false, remade: false, values: base.rows(), products: 0 },
+        OftSide::Input => Kept { input: true, recomputed: true, values: 0, products: base.inputs() },
+        OftSide::Output => Kept { input: false, recomputed: false, values: base.rows(), products: 0 },
     }
 }
 

@@ -9,7 +9,7 @@ use trainable_candle_models::clip;
 use super::{Model, class};
 use crate::argument::Argument;
 use crate::arguments::Integer;
-use crate::call::{detached, quick};
+use crate::call::{catch_panics, detached};
 use crate::error::Result;
 use crate::tensor::Tensor;
 
@@ -90,6 +90,6 @@ impl TextFeatures {
     ///     ArgumentError: if `clip_skip` is negative or not less than the model's number of layers.
     fn skipped(&self, clip_skip: Integer) -> Result<Tensor> {
         let clip_skip = clip_skip.count("skipped", "clip_skip")?;
-        quick(|| self.0.skipped(clip_skip).cloned()).map(Tensor)
+        catch_panics(|| self.0.skipped(clip_skip).cloned()).map(Tensor)
     }
 }

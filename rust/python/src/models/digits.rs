@@ -9,7 +9,7 @@ use trainable_candle_models::{self as models, Loaded};
 use super::{Model, class};
 use crate::argument::Argument;
 use crate::arguments::Integer;
-use crate::call::{detached, quick};
+use crate::call::{catch_panics, detached};
 use crate::device;
 use crate::error::Result;
 use crate::tensor::Tensor;
@@ -73,7 +73,7 @@ impl DigitsTransformer {
             ..DigitsConfig::default()
         };
         let device = device::parse(device)?;
-        let model = Arc::new(quick(|| models::DigitsTransformer::fresh(config, &device))?);
+        let model = Arc::new(catch_panics(|| models::DigitsTransformer::fresh(config, &device))?);
         Ok(PyClassInitializer::from(Model::new(Loaded::new(model.clone()))).add_subclass(Self(model)))
     }
 

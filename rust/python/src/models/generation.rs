@@ -9,7 +9,7 @@ use trainable_candle_models::causal_lm::{self, GenerateOptions, Sampling};
 
 use crate::argument::Argument;
 use crate::arguments::Integer;
-use crate::call::{detached, quick};
+use crate::call::{catch_panics, detached};
 use crate::error::Result;
 
 /// An iterator that generates several texts. Each iteration chooses the next token of every text that has not ended. It
@@ -60,7 +60,7 @@ impl Generation {
     ///     ArgumentError: if `text` is negative or not less than the number of texts.
     fn end(&self, text: Integer) -> Result<()> {
         let text = text.count("end", "text")?;
-        quick(|| self.state.lock().unwrap_or_else(PoisonError::into_inner).end(text))
+        catch_panics(|| self.state.lock().unwrap_or_else(PoisonError::into_inner).end(text))
     }
 }
 
@@ -105,7 +105,7 @@ impl Given {
             seed: self.seed.count(op, "seed")? as u64,
         };
         let prompts = prompts.into_iter().map(|ids| tokens(op, "prompts", ids)).collect::<Result<_>>()?;
-        quick(|| causal_lm::Generation::new(prompts, options))
+        catch_panics(|| causal_lm::Generation::new(prompts, options))
     }
 }
 

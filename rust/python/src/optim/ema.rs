@@ -11,7 +11,7 @@ use trainable_candle_nn::optim::{self, EMAConfig, StateDict};
 
 use crate::adapter_set::AdapterSet;
 use crate::argument::Argument;
-use crate::call::{detached, quick};
+use crate::call::{catch_panics, detached};
 use crate::error::Result;
 use crate::named::NamedTensors;
 use crate::tensor::Tensor;
@@ -72,7 +72,7 @@ impl EMA {
     #[pyo3(signature = (adapter, decay=Argument::of(0.999), warmup=true))]
     fn new(adapter: Averaged<'_, '_>, decay: Argument<f64>, warmup: bool) -> Result<Self> {
         let config = EMAConfig { decay: decay.get("EMA", "decay")?, warmup };
-        Ok(Self(Mutex::new(quick(|| optim::EMA::new(adapter.0.get().inner().buffer(), config))?)))
+        Ok(Self(Mutex::new(catch_panics(|| optim::EMA::new(adapter.0.get().inner().buffer(), config))?)))
     }
 
     /// Set each average to decay · average + (1 - decay) · parameter.

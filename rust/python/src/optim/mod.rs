@@ -23,7 +23,7 @@ pub use scaler::GradScaler;
 pub use schedule::Schedule;
 
 use crate::argument::Argument;
-use crate::call::{detached, quick};
+use crate::call::{catch_panics, detached};
 use crate::error::Result;
 use crate::named::NamedTensors;
 use crate::tensor::Tensor;
@@ -129,7 +129,7 @@ impl Optimizer {
     #[setter]
     fn set_lr(&self, lr: Argument<f64>) -> Result<()> {
         let lr = lr.get("Optimizer", "lr")?;
-        quick(|| self.lock().set_lr(lr))
+        catch_panics(|| self.lock().set_lr(lr))
     }
 
     /// The learning rate of each parameter group. To change them, assign a list with one number for each group.
@@ -152,7 +152,7 @@ impl Optimizer {
             let message = format!("found {} learning rates, expected one for each of {groups} groups", lrs.len());
             return Err(tc::Error::argument(optimizer.name(), message).into());
         }
-        quick(|| lrs.iter().enumerate().try_for_each(|(group, &lr)| optimizer.set_group_lr(group, lr)))
+        catch_panics(|| lrs.iter().enumerate().try_for_each(|(group, &lr)| optimizer.set_group_lr(group, lr)))
     }
 
     /// Return a copy of all states on the CPU, as a dict with the following entries. INDEX counts the variables of all

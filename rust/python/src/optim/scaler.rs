@@ -10,7 +10,7 @@ use trainable_candle_nn::optim::{self, GradScalerConfig};
 use super::Optimizer;
 use crate::argument::Argument;
 use crate::arguments::Integer;
-use crate::call::{detached, quick};
+use crate::call::{catch_panics, detached};
 use crate::error::Result;
 use crate::tensor::Tensor;
 
@@ -78,7 +78,7 @@ impl GradScaler {
     /// Raises:
     ///     DTypeError: if the loss is not floating point.
     fn scale(&self, loss: &Tensor) -> Result<Tensor> {
-        quick(|| self.lock().scale(&loss.0)).map(Tensor)
+        catch_panics(|| self.lock().scale(&loss.0)).map(Tensor)
     }
 
     /// Divide the gradients of the optimizer's variables by the scale, to clip or read the gradients before the step.
@@ -112,7 +112,7 @@ impl GradScaler {
     /// Raises:
     ///     ArgumentError: if neither `unscale_` nor `step` was called since the last `update`.
     fn update(&self) -> Result<()> {
-        quick(|| self.lock().update())
+        catch_panics(|| self.lock().update())
     }
 
     /// Return the current scale; 1 if the scaler is not enabled. On a CUDA device, this method waits for the device's
@@ -146,6 +146,6 @@ impl GradScaler {
             let message = format!("found growth_tracker {growth_tracker}, expected an integer of at least 0");
             return Err(tc::Error::argument(OP, message).into());
         }
-        quick(|| self.lock().restore(scale, growth_tracker as u64))
+        catch_panics(|| self.lock().restore(scale, growth_tracker as u64))
     }
 }

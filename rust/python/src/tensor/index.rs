@@ -8,7 +8,7 @@ use trainable_candle_core as tc;
 use super::convert::integers;
 use super::{Tensor, to_raw};
 use crate::arguments::Integer;
-use crate::call::{compute, quick};
+use crate::call::{catch_panics, compute};
 use crate::error::Result;
 
 const OP: &str = "index";
@@ -150,7 +150,7 @@ fn apply(tensor: &tc::Tensor, items: &[Item<'_>]) -> Result<tc::Tensor> {
                         format!("position {position} is out of range for dimension {source_dim} of size {size}");
                     return Err(tc::Error::index(OP, message).into());
                 }
-                result = quick(|| result.narrow(dim, index as usize, 1)?.squeeze(dim))?;
+                result = catch_panics(|| result.narrow(dim, index as usize, 1)?.squeeze(dim))?;
             }
             Item::Slice(slice) => {
                 let size = result.dims()[dim];
@@ -158,15 +158,15 @@ fn apply(tensor: &tc::Tensor, items: &[Item<'_>]) -> Result<tc::Tensor> {
                 if range.step == 1 || range.slicelength == 0 {
                     if range.slicelength != size {
                         let start = if range.slicelength == 0 { 0 } else { range.start as usize };
-                        result = quick(|| result.narrow(dim, start, range.slicelength))?;
+                        result = catch_panics(|| result.narrow(dim, start, range.slicelength))?;
                     }
                 } else {
-                    result = quick(|| result.strided(dim, range.start as usize, range.slicelength, range.step))?;
+                    result = catch_panics(|| result.strided(dim, range.start as usize, range.slicelength, range.step))?;
                 }
                 dim += 1;
             }
             Item::NewDim => {
-                result = quick(|| result.unsqueeze(dim))?;
+                result = catch_panics(|| result.unsqueeze(dim))?;
                 dim += 1;
             }
             Item::Ellipsis => {
@@ -175,7 +175,7 @@ fn apply(tensor: &tc::Tensor, items: &[Item<'_>]) -> Result<tc::Tensor> {
             }
             Item::Positions(ids) => {
                 let dims = replaced(result.dims(), dim, 1, ids.dims());
-                result = quick(|| {
+                result = catch_panics(|| {
                     // Positions from a Python list are on the host, and must move to the device of the indexed tensor.
                     let ids = positions(ids, result.dims()[dim])?.to_device(result.device())?;
                     result.index_select(&ids, dim)?.reshape(dims)
@@ -193,7 +193,8 @@ fn apply(tensor: &tc::Tensor, items: &[Item<'_>]) -> Result<tc::Tensor> {
                     return Err(tc::Error::index(OP, message).into());
                 }
                 let flat_dims = replaced(result.dims(), dim, count, &[mask.elem_count()]);
-                result = quick(|| result.reshape(flat_dims)?.index_select(&chosen(mask, tensor.device())?, dim))?;
+                result =
+                    catch_panics(|| result.reshape(flat_dims)?.index_select(&chosen(mask, tensor.device())?, dim))?;
                 dim += 1;
             }
         }

@@ -30,7 +30,7 @@ pub use operand::Operand;
 pub use shape::{cat, stack};
 
 use crate::argument::Expected;
-use crate::call::{compute, quick, reading};
+use crate::call::{catch_panics, compute, reading};
 use crate::device;
 use crate::dtype::{DType, DTypeArg};
 use crate::error::Result;
@@ -279,7 +279,8 @@ impl Tensor {
         if self.0.rank() == 0 {
             return Err(tc::Error::shape("iter", "a tensor without dimensions cannot be iterated").into());
         }
-        let slices = (0..self.0.dims()[0]).map(|index| quick(|| self.0.narrow(0, index, 1)?.squeeze(0)).map(Self));
+        let slices =
+            (0..self.0.dims()[0]).map(|index| catch_panics(|| self.0.narrow(0, index, 1)?.squeeze(0)).map(Self));
         let slices = slices.map(|slice| Ok(Bound::new(py, slice?)?.into_any())).collect::<Result<Vec<_>>>()?;
         Ok(TensorIterator(PyList::new(py, slices)?.try_iter()?))
     }

@@ -6,7 +6,7 @@ use trainable_candle_core as tc;
 
 use super::Tensor;
 use crate::arguments::{Dims, Integer, Sections, Shape, sizes};
-use crate::call::{compute, quick};
+use crate::call::{catch_panics, compute};
 use crate::error::Result;
 
 #[pymethods]
@@ -44,7 +44,7 @@ impl Tensor {
     fn flatten(&self, py: Python<'_>, start_dim: Integer, end_dim: Integer) -> Result<Self> {
         let dims = self.0.dims();
         if dims.is_empty() {
-            return quick(|| self.0.reshape(1)).map(Self);
+            return catch_panics(|| self.0.reshape(1)).map(Self);
         }
         let (start, end) = (start_dim.dim("flatten", dims.len())?, end_dim.dim("flatten", dims.len())?);
         if start > end {
@@ -69,7 +69,7 @@ impl Tensor {
     #[pyo3(signature = (*dims: "int | tuple[int, ...] | list[int]"))]
     fn permute(&self, dims: &Bound<'_, PyTuple>) -> Result<Self> {
         let order = Dims::from_arguments(dims)?.resolve("permute", self.0.rank())?;
-        quick(|| self.0.permute(&order)).map(Self)
+        catch_panics(|| self.0.permute(&order)).map(Self)
     }
 
     /// Swap two dimensions.
@@ -79,14 +79,14 @@ impl Tensor {
     fn transpose(&self, dim0: Integer, dim1: Integer) -> Result<Self> {
         let rank = self.0.rank();
         let (a, b) = (dim0.dim("transpose", rank)?, dim1.dim("transpose", rank)?);
-        quick(|| self.0.transpose(a, b)).map(Self)
+        catch_panics(|| self.0.transpose(a, b)).map(Self)
     }
 
     /// A view with the dimensions in reverse order; the transpose, if the tensor is a matrix.
     #[getter(T)]
     fn reversed_dims(&self) -> Result<Self> {
         let order: Vec<usize> = (0..self.0.rank()).rev().collect();
-        quick(|| self.0.permute(&order)).map(Self)
+        catch_panics(|| self.0.permute(&order)).map(Self)
     }
 
     /// Insert a dimension of size 1. `dim` is the index of this dimension in the result.
@@ -95,7 +95,7 @@ impl Tensor {
     ///     IndexOutOfRangeError: if `dim` is out of range.
     fn unsqueeze(&self, dim: Integer) -> Result<Self> {
         let dim = dim.dim("unsqueeze", self.0.rank() + 1)?;
-        quick(|| self.0.unsqueeze(dim)).map(Self)
+        catch_panics(|| self.0.unsqueeze(dim)).map(Self)
     }
 
     /// Remove the dimensions of size 1. If `dim` is given, remove only those among the dimensions `dim`.
@@ -111,7 +111,7 @@ impl Tensor {
         };
         dims.sort_unstable();
         // Begin with the last dimension, because the removal of a dimension changes the indices of those after it.
-        quick(|| dims.iter().rev().try_fold(self.0.clone(), |tensor, &dim| tensor.squeeze(dim))).map(Self)
+        catch_panics(|| dims.iter().rev().try_fold(self.0.clone(), |tensor, &dim| tensor.squeeze(dim))).map(Self)
     }
 
     /// Return a view of shape `shape`. The elements repeat along dimensions that have size 1 in this tensor, and along
@@ -123,7 +123,7 @@ impl Tensor {
     #[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]"))]
     fn broadcast_to(&self, shape: &Bound<'_, PyTuple>) -> Result<Self> {
         let sizes = Shape::from_arguments(shape)?.sizes("broadcast_to")?;
-        quick(|| self.0.broadcast_as(sizes)).map(Self)
+        catch_panics(|| self.0.broadcast_as(sizes)).map(Self)
     }
 
     /// Return the same as `broadcast_to`, but the size -1 means the size of this tensor's dimension, as in torch.
@@ -143,7 +143,7 @@ impl Tensor {
             }
         }
         let sizes = sizes("expand", &shape)?;
-        quick(|| self.0.broadcast_as(sizes)).map(Self)
+        catch_panics(|| self.0.broadcast_as(sizes)).map(Self)
     }
 
     /// Return a view of the `length` slices along `dim` from index `start` on.
@@ -154,7 +154,7 @@ impl Tensor {
     fn narrow(&self, dim: Integer, start: Integer, length: Integer) -> Result<Self> {
         let dim = dim.dim("narrow", self.0.rank())?;
         let (start, length) = (start.count("narrow", "start")?, length.count("narrow", "length")?);
-        quick(|| self.0.narrow(dim, start, length)).map(Self)
+        catch_panics(|| self.0.narrow(dim, start, length)).map(Self)
     }
 
     /// Split the tensor along `dim` into views. Each view has the size ceil(size / `chunks`) along `dim`, where size is
@@ -167,7 +167,7 @@ impl Tensor {
     fn chunk(&self, chunks: Integer, dim: Integer) -> Result<Vec<Self>> {
         let dim = dim.dim("chunk", self.0.rank())?;
         let chunks = chunks.count("chunk", "chunks")?;
-        Ok(quick(|| self.0.chunk(chunks, dim))?.into_iter().map(Self).collect())
+        Ok(catch_panics(|| self.0.chunk(chunks, dim))?.into_iter().map(Self).collect())
     }
 
     /// Split the tensor along `dim` into views.
@@ -185,7 +185,7 @@ impl Tensor {
     fn split(&self, split_size_or_sections: Sections, dim: Integer) -> Result<Vec<Self>> {
         let dim = dim.dim("split", self.0.rank())?;
         let lengths = split_size_or_sections.lengths("split", "split_size_or_sections", self.0.dims()[dim])?;
-        Ok(quick(|| self.0.split(&lengths, dim))?.into_iter().map(Self).collect())
+        Ok(catch_panics(|| self.0.split(&lengths, dim))?.into_iter().map(Self).collect())
     }
 }
 

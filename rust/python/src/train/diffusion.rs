@@ -6,7 +6,7 @@ use trainable_candle_train::objective::{self, DiffusionConfig, SigmaDistribution
 use super::NoiseSchedule;
 use crate::argument::Argument;
 use crate::arguments::Integer;
-use crate::call::{compute, quick};
+use crate::call::{catch_panics, compute};
 use crate::device;
 use crate::error::Result;
 use crate::rng::words;
@@ -146,7 +146,7 @@ impl DiffusionObjective {
             huber_delta: huber_delta.get(OP, "huber_delta")?,
             huber_schedule: huber_schedule.parse()?,
         };
-        Ok(Self(quick(|| objective::DiffusionObjective::new(&schedule.0, config, &device))?))
+        Ok(Self(catch_panics(|| objective::DiffusionObjective::new(&schedule.0, config, &device))?))
     }
 
     /// Add noise to latents, each example at its own timestep.

@@ -6,7 +6,7 @@ use trainable_candle_train::sampler;
 
 use crate::argument::Argument;
 use crate::arguments::Integer;
-use crate::call::{compute, quick};
+use crate::call::{catch_panics, compute};
 use crate::error::Result;
 use crate::rng::words;
 use crate::tensor::Tensor;
@@ -116,7 +116,7 @@ impl FlowMatching {
     ///     ArgumentError: if `steps` is less than 1.
     fn sigmas(&self, steps: Integer) -> Result<Vec<f64>> {
         let steps = steps.count("sigmas", "steps")?;
-        quick(|| sampler::flow_sigmas(steps, self.shift))
+        catch_panics(|| sampler::flow_sigmas(steps, self.shift))
     }
 
     /// Take one step of Euler's method: move a sample along the velocity to another noise level.

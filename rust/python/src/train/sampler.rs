@@ -8,7 +8,7 @@ use trainable_candle_train::sampler::{self, SamplerKind};
 use super::NoiseSchedule;
 use crate::argument::Argument;
 use crate::arguments::Integer;
-use crate::call::{compute, quick};
+use crate::call::{catch_panics, compute};
 use crate::error::Result;
 use crate::tensor::Tensor;
 
@@ -49,7 +49,7 @@ impl Sampler {
     fn new(schedule: &NoiseSchedule, steps: Integer, kind: &str, karras_sigmas: bool) -> Result<Self> {
         let steps = steps.count("Sampler", "steps")?;
         let kind: SamplerKind = kind.parse()?;
-        Ok(Self(Mutex::new(quick(|| kind.start(&schedule.0, steps, karras_sigmas))?)))
+        Ok(Self(Mutex::new(catch_panics(|| kind.start(&schedule.0, steps, karras_sigmas))?)))
     }
 
     /// The timestep that the model receives at each step.

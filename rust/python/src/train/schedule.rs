@@ -7,7 +7,7 @@ use trainable_candle_train::objective::{self, NoiseScheduleConfig};
 
 use crate::argument::Argument;
 use crate::arguments::{FilePath, Integer};
-use crate::call::quick;
+use crate::call::catch_panics;
 use crate::error::Result;
 
 /// The noise level of each timestep in a diffusion model's training. The arguments have diffusers' names, and their
@@ -67,7 +67,7 @@ impl NoiseSchedule {
             timestep_spacing: timestep_spacing.parse()?,
             steps_offset: steps_offset.count(OP, "steps_offset")?,
         };
-        Ok(Self(Arc::new(quick(|| objective::NoiseSchedule::new(config))?)))
+        Ok(Self(Arc::new(catch_panics(|| objective::NoiseSchedule::new(config))?)))
     }
 
     /// Read a noise schedule from diffusers' configuration. Missing entries have SDXL's values.
@@ -83,7 +83,7 @@ impl NoiseSchedule {
     #[staticmethod]
     fn from_pretrained(path: FilePath) -> Result<Self> {
         let path = path.get("NoiseSchedule")?;
-        Ok(Self(Arc::new(quick(|| objective::NoiseSchedule::from_pretrained(&path))?)))
+        Ok(Self(Arc::new(catch_panics(|| objective::NoiseSchedule::from_pretrained(&path))?)))
     }
 
     /// The number of timesteps.

@@ -69,7 +69,7 @@ pub fn scaled_dot_product_attention(
     let mut scores = q.dims().to_vec();
     scores[rank - 1] = k.dims()[rank - 2];
     let mask = mask.map(|mask| additive(mask, q.dtype())).transpose()?;
-    let attention = cpu::Attention { scores, scale, sight: cpu::Sight::of(is_causal), group: 1 };
+    let attention = cpu::Attention { scores, scale, visible_keys: cpu::VisibleKeys::of(is_causal), group: 1 };
     record_with_aux(
         &ATTENTION,
         &[q, k, v],

@@ -158,7 +158,12 @@ impl Normed {
                 return Err(Error::argument(op, "the mask must not need a gradient"));
             }
         }
-        let attention = cpu::Attention { scores, scale: 1.0 / (width as f64).sqrt(), sight: cpu::Sight::All, group: 1 };
+        let attention = cpu::Attention {
+            scores,
+            scale: 1.0 / (width as f64).sqrt(),
+            visible_keys: cpu::VisibleKeys::All,
+            group: 1,
+        };
         Ok(Self { sizes, batch, lengths, attention })
     }
 

@@ -107,8 +107,8 @@ impl Packed {
             ));
         }
         let scale = 1.0 / ((width / heads).max(1) as f64).sqrt();
-        let (scores, sight) = (vec![batch, heads, queries, keys], cpu::Sight::of(is_causal));
-        let attention = cpu::Attention { scores, scale, sight, group: 1 };
+        let (scores, visible_keys) = (vec![batch, heads, queries, keys], cpu::VisibleKeys::of(is_causal));
+        let attention = cpu::Attention { scores, scale, visible_keys, group: 1 };
         Ok(Self { parts, heads, result: [batch, queries, width], attention })
     }
 

@@ -9,7 +9,7 @@ use trainable_candle_core::ops::rope::rope;
 use trainable_candle_core::{Result, Tensor};
 use trainable_candle_nn::{Init, Linear, LinearGroup, Module, Projected, RmsNorm, Visitor, Weights};
 
-use super::{BlockSizes, Rope, Sight};
+use super::{AttentionInputs, BlockSizes, Rope};
 use crate::saved::Saved;
 
 /// The names of one stream's projections and norms.
@@ -173,11 +173,17 @@ impl JointAttention {
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if an input does not fit.
-    pub fn forward(&self, image: &Tensor, text: &Tensor, sight: Sight<'_>) -> Result<(Tensor, Option<Tensor>)> {
+    pub fn forward(
+        &self,
+        image: &Tensor,
+        text: &Tensor,
+        attention_inputs: AttentionInputs<'_>,
+    ) -> Result<(Tensor, Option<Tensor>)> {
         let (length, area) = (text.dims()[1], image.dims()[1]);
-        let angles = |start: usize, tokens: usize| sight.angles.map(|all| all.narrow(start, tokens)).transpose();
+        let angles =
+            |start: usize, tokens: usize| attention_inputs.angles.map(|all| all.narrow(start, tokens)).transpose();
         let streams = [self.text.forward(text, angles(0, length)?)?, self.image.forward(image, angles(length, area)?)?];
-        let mixed = mix(&streams, self.image.sizes, sight.mask)?;
+        let mixed = mix(&streams, self.image.sizes, attention_inputs.mask)?;
         let image = self.to_out.forward(&mixed.narrow(1, length, area)?)?;
         let text = self.to_add_out.as_ref().map(|layer| layer.forward(&mixed.narrow(1, 0, length)?)).transpose()?;
         Ok((image, text))
@@ -228,9 +234,9 @@ impl SelfAttention {
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if an input does not fit.
-    pub fn forward(&self, x: &Tensor, sight: Sight<'_>) -> Result<Tensor> {
-        let stream = self.stream.forward(x, sight.angles.cloned())?;
-        self.to_out.forward(&mix(&[stream], self.stream.sizes, sight.mask)?)
+    pub fn forward(&self, x: &Tensor, attention_inputs: AttentionInputs<'_>) -> Result<Tensor> {
+        let stream = self.stream.forward(x, attention_inputs.angles.cloned())?;
+        self.to_out.forward(&mix(&[stream], self.stream.sizes, attention_inputs.mask)?)
     }
 
     /// Adds to `saved` what the tape keeps for `tokens` tokens.

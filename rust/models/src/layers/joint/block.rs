@@ -5,7 +5,7 @@ use trainable_candle_nn::{Linear, Module, Visitor, Weights};
 
 use super::attention::{JointAttention, SelfAttention};
 use super::modulation::{gated_add, modulated};
-use super::{BlockSizes, FeedForward, FeedForwardKind, Sight};
+use super::{AttentionInputs, BlockSizes, FeedForward, FeedForwardKind};
 use crate::saved::Saved;
 
 /// The names of those layers of a double-stream block that models name differently. In each pair, the image's layer
@@ -35,7 +35,7 @@ pub struct DoubleBlockKind {
     pub image_only: bool,
     /// Whether the model computes the modulation and passes it to the block. The block then has no layers that compute
     /// the modulation.
-    pub told_modulation: bool,
+    pub takes_modulation: bool,
     /// The kind of the block's feed-forward networks.
     pub feed_forward: FeedForwardKind,
     /// The names of layers that models name differently.
@@ -71,7 +71,7 @@ impl DoubleBlock {
         let text_parts = if kind.image_only { 2 } else { 6 };
         let mut norm = |name, parts: usize| weights.linear(name, dim, parts * dim, sizes.bias);
         let names = kind.names;
-        let norms = if kind.told_modulation {
+        let norms = if kind.takes_modulation {
             None
         } else {
             Some([norm(names.norms[0], image_parts)?, norm(names.norms[1], text_parts)?])
@@ -110,7 +110,7 @@ impl DoubleBlock {
         &self,
         [image, text]: [&Tensor; 2],
         [image_modulation, text_modulation]: [&Tensor; 2],
-        sight: Sight<'_>,
+        attention_inputs: AttentionInputs<'_>,
     ) -> Result<[Tensor; 2]> {
         let dim = image.dims()[2];
         let part = |modulation: &Tensor, index: usize| modulation.narrow(1, index * dim, dim);
@@ -123,7 +123,7 @@ impl DoubleBlock {
         // model's output layer. In other blocks, it begins with the shift.
         let order = if self.ff_context.is_some() { [0, 1] } else { [1, 0] };
         let normed_text = modulated(text, [&of_text(order[0])?, &of_text(order[1])?])?;
-        let (mixed, mixed_text) = self.attn.forward(&normed, &normed_text, sight)?;
+        let (mixed, mixed_text) = self.attn.forward(&normed, &normed_text, attention_inputs)?;
         let text = match (&self.ff_context, mixed_text) {
             (Some(ff), Some(mixed)) => {
                 let text = gated_add(text, &mixed, &of_text(2)?)?;
@@ -137,7 +137,7 @@ impl DoubleBlock {
         let mut attended = gated_add(image, &mixed, &of_image(2)?)?;
         if let Some(attn2) = &self.attn2 {
             let normed = modulated(image, [&of_image(6)?, &of_image(7)?])?;
-            attended = gated_add(&attended, &attn2.forward(&normed, Sight::default())?, &of_image(8)?)?;
+            attended = gated_add(&attended, &attn2.forward(&normed, AttentionInputs::default())?, &of_image(8)?)?;
         }
         let ff_result = self.ff.forward(&modulated(&attended, [&of_image(3)?, &of_image(4)?])?)?;
         let image = gated_add(&attended, &ff_result, &of_image(5)?)?;

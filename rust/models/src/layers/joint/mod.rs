@@ -28,7 +28,7 @@ pub use modulation::{EPS, gated_add, modulated};
 pub use output::ModulatedOutput;
 pub use rope::{Rope, RopeAxes};
 pub use single::SingleBlock;
-pub use streams::{Sight, run_double, run_single};
+pub use streams::{AttentionInputs, run_double, run_single};
 
 /// The sizes of a block.
 #[derive(Clone, Copy, Debug)]

@@ -8,7 +8,7 @@ use trainable_candle_nn::{Init, Linear, LinearGroup, Module, Projected, RmsNorm,
 
 use super::attention::{Stream, mix};
 use super::modulation::{gated_add, modulated};
-use super::{BlockSizes, Sight};
+use super::{AttentionInputs, BlockSizes};
 use crate::saved::Saved;
 
 /// Width of the feed-forward network's hidden layer, as a multiple of the tokens' width.
@@ -31,18 +31,18 @@ pub struct SingleBlock {
 }
 
 impl SingleBlock {
-    /// Takes parameters below `weights`. With `told_modulation`, the model computes the modulation and passes it to the
+    /// Takes parameters below `weights`. With `takes_modulation`, the model computes the modulation and passes it to the
     /// block. The block then has no layer that computes the modulation.
     ///
     /// # Errors
     /// As [`Weights::get`].
-    pub fn new(sizes: BlockSizes, told_modulation: bool, weights: &mut Weights<'_>) -> Result<Self> {
+    pub fn new(sizes: BlockSizes, takes_modulation: bool, weights: &mut Weights<'_>) -> Result<Self> {
         let (dim, hidden) = (sizes.dim(), RATIO * sizes.dim());
         let projections = [("attn.to_q", dim), ("attn.to_k", dim), ("attn.to_v", dim), ("proj_mlp", hidden)];
         let mut rms_norm = |name| weights.rms_norm(name, sizes.head_dim, sizes.eps);
         Ok(Self {
             norms: [rms_norm("attn.norm_q")?, rms_norm("attn.norm_k")?],
-            modulator: (!told_modulation).then(|| weights.linear(MODULATION, dim, 3 * dim, true)).transpose()?,
+            modulator: (!takes_modulation).then(|| weights.linear(MODULATION, dim, 3 * dim, true)).transpose()?,
             projections: weights.linear_group(&projections, dim, true, Init::Kaiming)?,
             proj_out: weights.linear("proj_out", dim + hidden, dim, true)?,
             sizes,
@@ -67,12 +67,12 @@ impl SingleBlock {
     ///
     /// # Errors
     /// [`Error::Shape`], `DType` or `Device` if an input does not fit.
-    pub fn forward(&self, x: &Tensor, modulation: &Tensor, sight: Sight<'_>) -> Result<Tensor> {
+    pub fn forward(&self, x: &Tensor, modulation: &Tensor, attention_inputs: AttentionInputs<'_>) -> Result<Tensor> {
         let dim = self.sizes.dim();
         let part = |index: usize| modulation.narrow(1, index * dim, dim);
         let projected = self.projections.forward(&modulated(x, [&part(0)?, &part(1)?])?)?;
-        let stream = Stream { projected, norms: Some(&self.norms), angles: sight.angles.cloned() };
-        let mixed = mix(std::slice::from_ref(&stream), self.sizes, sight.mask)?;
+        let stream = Stream { projected, norms: Some(&self.norms), angles: attention_inputs.angles.cloned() };
+        let mixed = mix(std::slice::from_ref(&stream), self.sizes, attention_inputs.mask)?;
         // The hidden layer follows queries, keys and values.
         let mixed_and_activated = match &stream.projected {
             Projected::Joined(all) => activate_beside(Some(&mixed), all, 3 * dim, Activation::GeluTanh)?,

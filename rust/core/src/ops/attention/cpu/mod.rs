@@ -32,14 +32,14 @@ pub(super) struct Attention {
     pub scores: Vec<usize>,
     /// The factor of the products of queries and keys.
     pub scale: f64,
-    pub sight: Sight,
+    pub visible_keys: VisibleKeys,
     /// How many consecutive query heads share a head of keys and values.
     pub group: usize,
 }
 
 /// Which keys a query sees.
 #[derive(Clone, Debug)]
-pub(super) enum Sight {
+pub(super) enum VisibleKeys {
     All,
     /// The keys up to the query's own position.
     Causal,
@@ -47,7 +47,7 @@ pub(super) enum Sight {
     Segments(Spans),
 }
 
-impl Sight {
+impl VisibleKeys {
     /// [`Causal`](Self::Causal) or [`All`](Self::All).
     pub const fn of(is_causal: bool) -> Self {
         if is_causal { Self::Causal } else { Self::All }
@@ -98,10 +98,10 @@ impl Attention {
 
     /// The blocks of keys that at least one of the queries sees.
     fn key_blocks(&self, queries: &Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
-        let seen = match &self.sight {
-            Sight::All => 0..self.keys(),
-            Sight::Causal => 0..self.keys().min(queries.end),
-            Sight::Segments(spans) => spans.keys(queries),
+        let seen = match &self.visible_keys {
+            VisibleKeys::All => 0..self.keys(),
+            VisibleKeys::Causal => 0..self.keys().min(queries.end),
+            VisibleKeys::Segments(spans) => spans.keys(queries),
         };
         let end = seen.end;
         seen.step_by(KEYS).map(move |start| start..end.min(start + KEYS))
@@ -109,14 +109,14 @@ impl Attention {
 
     /// Sets the scores of keys that a query does not see to negative infinity. `scores` has one row for each query.
     fn hide<R: Real>(&self, queries: &Range<usize>, keys: &Range<usize>, scores: &mut [R]) {
-        let first_key = |query: usize| match &self.sight {
-            Sight::Segments(spans) => spans.0[query] as usize,
+        let first_key = |query: usize| match &self.visible_keys {
+            VisibleKeys::Segments(spans) => spans.0[query] as usize,
             _ => 0,
         };
         // First keys do not decrease, so that of the last query is the largest.
         let all_see_start = first_key(queries.end - 1) <= keys.start;
         let all_see_end = keys.end <= queries.start + 1;
-        if matches!(self.sight, Sight::All) || (all_see_start && all_see_end) {
+        if matches!(self.visible_keys, VisibleKeys::All) || (all_see_start && all_see_end) {
             return;
         }
         let width = keys.len();

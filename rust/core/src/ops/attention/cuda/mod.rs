@@ -37,8 +37,8 @@ pub struct Attention<'a> {
 }
 
 impl<'a> From<&'a cpu::Attention> for Attention<'a> {
-    fn from(cpu::Attention { scores, scale, sight, .. }: &'a cpu::Attention) -> Self {
-        Self { op: ATTENTION.name, scores, scale: *scale, is_causal: matches!(sight, cpu::Sight::Causal) }
+    fn from(cpu::Attention { scores, scale, visible_keys, .. }: &'a cpu::Attention) -> Self {
+        Self { op: ATTENTION.name, scores, scale: *scale, is_causal: matches!(visible_keys, cpu::VisibleKeys::Causal) }
     }
 }
 

@@ -13,7 +13,7 @@ mod cuda;
 
 use candle_core::DType;
 
-use super::cpu::{self, SavedValues, Sight, Spans};
+use super::cpu::{self, SavedValues, Spans, VisibleKeys};
 use crate::compute::{self, on_device};
 use crate::raw::{Raw, from_vec, is_float, to_vec};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
@@ -180,7 +180,12 @@ impl Varlen {
         let mut first_keys = to_vec::<u32>(spans)?;
         first_keys.truncate(self.rows);
         let scores = vec![self.heads, self.rows, self.rows];
-        Ok(cpu::Attention { scores, scale: self.scale, sight: Sight::Segments(Spans(first_keys)), group: self.group() })
+        Ok(cpu::Attention {
+            scores,
+            scale: self.scale,
+            visible_keys: VisibleKeys::Segments(Spans(first_keys)),
+            group: self.group(),
+        })
     }
 }
 

@@ -35,7 +35,7 @@ pub(super) static SWIGLU_FEED_FORWARD: OpInfo = OpInfo::expensive("swiglu_feed_f
 pub fn swiglu_feed_forward(x: &Tensor, group: LinearGroup<'_>, last: LinearGroup<'_>) -> Result<Tensor> {
     group.check(SWIGLU_FEED_FORWARD.name, x)?;
     if !is_fused(x, group, last)? {
-        return linear_group(&swiglu_linear_group(x, group)?.remade(), last);
+        return linear_group(&swiglu_linear_group(x, group)?.recomputed(), last);
     }
     let inner = group.low_ranks(x.dtype())?;
     let outer = last.low_ranks(x.dtype())?.after(&inner);

@@ -77,7 +77,7 @@ impl Kind {
 
     /// Whether backward passes may recompute the result instead of saving it. False for modulated norms: their scale
     /// and shift are results of operations, and would have to be saved for the recomputation.
-    const fn is_remade(self) -> bool {
+    const fn is_recomputed(self) -> bool {
         !matches!(self, Self::Modulated)
     }
 
@@ -163,7 +163,7 @@ impl<'a> RowNorm<'a> {
                 // The gradient of the shift needs no saved values.
                 reads: (saver.needs(0) || self.affine.weight.is_some() && saver.needs(1))
                     .then(|| Reads::save(saver, x, statistics)),
-                affine: self.affine.save(saver, self.kind.is_remade()),
+                affine: self.affine.save(saver, self.kind.is_recomputed()),
                 eps: self.eps,
             },
         )
@@ -209,7 +209,7 @@ impl Backward for RowNormBackward {
 
     fn again(&self) -> Option<Again<'_>> {
         let &Self { op, kind, size, ref affine, eps, .. } = self;
-        let x = &self.reads.as_ref().filter(|_| kind.is_remade())?.x;
+        let x = &self.reads.as_ref().filter(|_| kind.is_recomputed())?.x;
         Some(Box::new(move || {
             let parameter =
                 |saved: &Option<Saved>| Ok(saved.as_ref().map(Saved::get).transpose()?.map(Tensor::constant));
