@@ -67,6 +67,17 @@ def test_no_hopper_kernel_runs_forward_if_causal_or_with_few_keys_or_unaligned_w
     assert "hopper" not in name
 
 
+def test_general_kernels_run_if_the_environment_asks_for_them(cuda: Any) -> None:
+    """The simulated GPU has compute capability 9.0."""
+    code = "    import os\n    os.environ['TRAINABLE_CANDLE_GENERAL_KERNELS'] = '1'\n" + ATTENTION
+    for keys in (77, 2500):
+        sizes = {"HEADS": 10, "WIDTH": 64, "QUERIES": 300, "KEYS": keys, "CAUSAL": False}
+        found = run_snippet(cuda, code, **sizes).launches
+        names = {name for name in found if name.startswith("attention")}
+        assert names
+        assert not {name for name in names if "hopper" in name or "few_keys" in name}
+
+
 # Two segments, of 100 tokens and of the other tokens. The keys and values have 2 heads.
 SEGMENTS = """
     def tokens(heads):

@@ -91,7 +91,7 @@ pub unsafe fn scaled_product_of_codes(
     dtype: DType,
 ) -> Result<bool> {
     let Scaled { x, x_scales, w, w_scales, bias, addend, y, stride, is_fast } = operands;
-    if !gpu.is_hopper() || !matches!(dtype, DType::F16 | DType::BF16) {
+    if !gpu.runs_hopper_kernels() || !matches!(dtype, DType::F16 | DType::BF16) {
         return Ok(false);
     }
     let key = Key {

@@ -65,7 +65,7 @@ const CHOICES: &[Choice] = &[
 /// Returns the tile for a product, if one is known to be faster. A choice also applies to fewer rows, by less than an
 /// eighth, because they need nearly the same number of tiles.
 pub(super) fn preferred(gpu: &Gpu, key: &Key) -> Option<u32> {
-    if !gpu.is_hopper() || !key.arithmetic.is_half() {
+    if !gpu.runs_hopper_kernels() || !key.arithmetic.is_half() {
         return None;
     }
     // The choices were measured with row-major inputs, the second operand: cuBLAS does not transpose them.

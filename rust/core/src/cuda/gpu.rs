@@ -23,14 +23,20 @@ use crate::{Error, Raw, Result};
 /// The size of cuBLAS' workspace that NVIDIA recommends for the Hopper generation.
 const BLAS_WORKSPACE: usize = 32 << 20;
 
+/// The environment variable that is 1 if a GPU of compute capability 9.0 shall run the kernels that all other GPUs run.
+/// Benchmarks set it, because consumer GPUs take these kernels.
+const GENERAL_KERNELS: &str = "TRAINABLE_CANDLE_GENERAL_KERNELS";
+
 /// A CUDA device with its stream, kernels and libraries.
 pub struct Gpu {
     device: CudaDevice,
     stream: Arc<CudaStream>,
     blas: Arc<CudaBlas>,
     loader: Loader,
-    /// Whether the compute capability is 9.0. Some kernels need its instructions.
+    /// Whether the compute capability is 9.0.
     is_hopper: bool,
+    /// Whether the kernels that need the instructions of compute capability 9.0 run.
+    runs_hopper_kernels: bool,
     multiprocessors: usize,
     board: Board,
     product_calls: ProductCalls,
@@ -100,6 +106,7 @@ impl Gpu {
         let blas = device.cublas_handle();
         let capability = stream.context().compute_capability().map_err(|error| driver_error("cuda", error))?;
         let is_hopper = capability == (9, 0);
+        let runs_hopper_kernels = is_hopper && std::env::var_os(GENERAL_KERNELS).is_none_or(|value| value != "1");
         let multiprocessors = stream.context().attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
         let multiprocessors = multiprocessors.map_err(|error| driver_error("cuda", error))? as usize;
         // SAFETY: only cuBLAS and cuBLASLt use the memory, and they read only values that they have written.
@@ -120,6 +127,7 @@ impl Gpu {
             stream,
             blas,
             is_hopper,
+            runs_hopper_kernels,
             multiprocessors,
             product_calls: ProductCalls::default(),
             copies: Lazy::new(),
@@ -220,6 +228,11 @@ impl Gpu {
     /// Returns whether the GPU is of compute capability 9.0.
     pub const fn is_hopper(&self) -> bool {
         self.is_hopper
+    }
+
+    /// Returns whether the kernels that need the instructions of compute capability 9.0 run on the GPU.
+    pub const fn runs_hopper_kernels(&self) -> bool {
+        self.runs_hopper_kernels
     }
 
     /// Returns the number of multiprocessors of the GPU.

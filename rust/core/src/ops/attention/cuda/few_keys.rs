@@ -33,7 +33,7 @@ const BACKWARD_SHARED: u32 = 221_264;
 fn schedule(gpu: &Gpu, sizes: &AttentionShape, widest: Width, operands: &[&Heads]) -> Option<Schedule> {
     let (blocks, items) = (gpu.multiprocessors() as u32, sizes.batch * sizes.heads);
     let steps = sizes.queries.div_ceil(QUERIES);
-    let fits = gpu.is_hopper()
+    let fits = gpu.runs_hopper_kernels()
         && !MODULE.image.is_empty()
         && widest == Width::W64
         && sizes.is_causal == 0

@@ -173,7 +173,7 @@ impl Attention<'_> {
         let blocks = gpu.multiprocessors() as u64;
         // No pass has more steps: its tiles have at least 64 rows.
         let steps = u64::from(sizes.queries.max(sizes.keys).div_ceil(64));
-        let fits = gpu.is_hopper()
+        let fits = gpu.runs_hopper_kernels()
             && !MODULE.image.is_empty()
             && sizes.is_causal == 0
             && sizes.queries.min(sizes.keys) >= FEWEST

@@ -182,7 +182,7 @@ impl Sizes {
 /// Whether the GPU and the operands meet the requirements that all kernels of this file share. Each of the numbers of
 /// `channels` must be a multiple of 8. The module has no image in a build without code for compute capability 9.0.
 fn runs_on(gpu: &Gpu, sizes: &Sizes, dtype: DType, channels: &[u32], addresses: &[Address]) -> bool {
-    gpu.is_hopper() && !MODULE.image.is_empty() && sizes.fits(dtype, channels, 8, addresses)
+    gpu.runs_hopper_kernels() && !MODULE.image.is_empty() && sizes.fits(dtype, channels, 8, addresses)
 }
 
 /// Computes y from dense operands, plus the addend. If y has another dtype than the operands, there must be no addend.

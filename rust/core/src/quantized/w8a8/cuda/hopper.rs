@@ -73,7 +73,7 @@ pub(super) fn product(
     y: &Raw,
     Addends { bias, residual }: Addends<'_>,
 ) -> Result<bool> {
-    if !gpu.is_hopper() || MODULE.image.is_empty() || !matches!(y.dtype(), DType::F16 | DType::BF16) {
+    if !gpu.runs_hopper_kernels() || MODULE.image.is_empty() || !matches!(y.dtype(), DType::F16 | DType::BF16) {
         return Ok(false);
     }
     let most = (gpu.multiprocessors() / 2).max(1);

@@ -22,7 +22,7 @@ const FAST_TERMS: usize = 1280;
 
 /// Whether cuBLASLt may support scaled products of codes of this kind with results of `dtype`.
 pub(super) fn is_possible(gpu: &Gpu, kind: Codes, dtype: DType) -> bool {
-    kind == Codes::E4m3 && gpu.is_hopper() && matches!(dtype, DType::F16 | DType::BF16)
+    kind == Codes::E4m3 && gpu.runs_hopper_kernels() && matches!(dtype, DType::F16 | DType::BF16)
 }
 
 /// Write the product of `x` with all parts of `w` to `y`. An element of y is the sum of products of codes, times the scales

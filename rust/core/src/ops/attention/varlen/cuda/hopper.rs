@@ -22,7 +22,7 @@ use crate::{Raw, Result};
 /// Whether the kernels of this file support the operands. `sizes` and `operands` are those with the number of query
 /// heads, then those with the number of key heads.
 fn fits(gpu: &Gpu, sizes: [&AttentionShape; 2], operands: [&[&Heads]; 2]) -> bool {
-    gpu.is_hopper()
+    gpu.runs_hopper_kernels()
         && !MODULE.image.is_empty()
         && sizes[0].queries >= FEWEST
         && operands.iter().zip(sizes).all(|(heads, sizes)| heads.iter().all(|heads| is_mapped(heads, sizes)))
