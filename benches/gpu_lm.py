@@ -55,6 +55,7 @@ class Case:
     sequences: int
     length: int
     checkpointing: str
+    rank: int = RANK
 
     @property
     def title(self) -> str:
@@ -93,7 +94,10 @@ CASES = (
 )
 
 
-def ours(case: Case, device: str, base: str | None = None) -> Callable[[], tc.Tensor]:
+def prepared(
+    case: Case, device: str, base: str | None = None
+) -> tuple[tc.models.CausalLM, tc.optim.Optimizer]:
+    """Make the model of a case with its adapter, and the adapter's optimizer."""
     tc.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
@@ -101,8 +105,15 @@ def ours(case: Case, device: str, base: str | None = None) -> Callable[[], tc.Te
         model = tc.models.CausalLM.from_config(path, dtype="bf16", device=device, quantize=base)
     if case.checkpointing != "no":
         model.enable_gradient_checkpointing(case.checkpointing)
-    adapter = model.add_adapter(tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=LAYERS))
-    optimizer = tc.optim.AdamW8bit(adapter.parameters(), lr=1e-4)
+    config = tc.LoraConfig(r=case.rank, lora_alpha=case.rank, target_modules=LAYERS)
+    adapter = model.add_adapter(config)
+    return model, tc.optim.AdamW8bit(adapter.parameters(), lr=1e-4)
+
+
+def step_of(
+    case: Case, model: tc.models.CausalLM, optimizer: tc.optim.Optimizer, device: str
+) -> Callable[[], tc.Tensor]:
+    """Return a function that makes a training step on random tokens and returns the loss."""
     rng = np.random.default_rng(0)
     ids = rng.integers(0, case.config["vocab_size"], (case.sequences, case.length))
     targets = np.roll(ids, -1, axis=1)
@@ -145,7 +156,9 @@ def theirs(torch: Any, case: Case, *, liger: bool) -> Callable[[], object]:
         model = kind(config)
         torch.set_default_dtype(torch.float32)
     model.requires_grad_(requires_grad=False)
-    lora = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=LAYERS, init_lora_weights="gaussian")
+    lora = LoraConfig(
+        r=case.rank, lora_alpha=case.rank, target_modules=LAYERS, init_lora_weights="gaussian"
+    )
     model = inject_adapter_in_model(lora, model)
     parameters = [p for p in model.parameters() if p.requires_grad]
     for parameter in parameters:
@@ -174,7 +187,7 @@ def speed(case: Case, seconds: float) -> str:
 def run(case: Case, machine: Machine, *, profile: bool, liger: bool) -> None:
     device = machine.device
     gpu_timing.fresh(device)
-    step = ours(case, device, machine.base)
+    step = step_of(case, *prepared(case, device, machine.base), device)
     started = time.perf_counter()
     step().item()
     first = time.perf_counter() - started

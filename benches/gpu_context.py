@@ -1,0 +1,122 @@
+"""The longest text on which Llama-3.1-8B can be trained with a given amount of GPU memory.
+
+python benches/gpu_context.py [--gib 8 12 16 24] [--checkpointing offload]
+
+The model has random weights: an NF4 base, LoRA of rank 32 on the seven linear layers of every block
+and 8-bit AdamW. A step has one text. Two short texts give the memory of a step as a linear function
+of the number of tokens, from which the script predicts the longest text for each amount of memory.
+Then it limits the allocator to this amount, less the memory that CUDA itself takes, and makes steps
+with the predicted number of tokens. If memory runs out, it shortens the text by 1 % until a step
+succeeds; otherwise it makes the text longer by 1 % until a step fails. Each line has the longest
+text with which a step succeeded, the measured peak of the tensors, and the seconds of this step.
+
+unsloth publishes the same figures: <https://docs.unsloth.ai/basics/long-context>, 2,972, 21,848,
+40,724 and 78,475 tokens in 8, 12, 16 and 24 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from dataclasses import replace
+
+import gpu_timing
+from gpu_lm import LLAMA3, Case, prepared, step_of
+from gpu_timing import GIB
+
+import trainable_candle as tc
+
+DEVICE = "cuda"
+LLAMA31 = LLAMA3 | {
+    "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}  # fmt: skip
+SHORT = (4096, 8192)
+"""The lengths, in tokens, of the texts that give the memory of a token."""
+MULTIPLE = 128
+"""The tried lengths are multiples of this number of tokens."""
+TRIES = 8
+
+
+class Trainer:
+    """A model with its adapter and optimizer, and the memory that a step takes."""
+
+    def __init__(self, checkpointing: str) -> None:
+        self.case = Case("llama3.1-8b", LLAMA31, 1, SHORT[0], checkpointing, rank=32)
+        self.model, self.optimizer = prepared(self.case, DEVICE, "nf4")
+        self.step(SHORT[0])  # The first step loads kernels and makes the optimizer's states.
+        (short, long), (low, high) = SHORT, [self.step(length)[0] for length in SHORT]
+        self.per_token = (high - low) / (long - short)
+        self.fixed = low - short * self.per_token
+
+    def step(self, length: int) -> tuple[int, float]:
+        """Make a step with a text of `length` tokens; return its peak in bytes and its seconds."""
+        step = step_of(replace(self.case, length=length), self.model, self.optimizer, DEVICE)
+        gc.collect()
+        tc.cuda.empty_cache(DEVICE)
+        tc.cuda.reset_peak_memory_stats(DEVICE)
+        started = time.perf_counter()
+        step().item()
+        seconds = time.perf_counter() - started
+        return tc.cuda.memory_stats(DEVICE)["peak_reserved"], seconds
+
+    def longest(self, limit: int) -> tuple[int, int, float] | None:
+        """Return the longest text that fits into `limit` bytes, and its step's bytes and seconds.
+
+        None if no tried length fits.
+        """
+        tc.cuda.set_memory_limit(limit, DEVICE)
+        length = multiple((limit - self.fixed) / self.per_token)
+        found = None
+        try:
+            for _ in range(TRIES):
+                try:
+                    found = (length, *self.step(length))
+                except tc.OutOfMemoryError:
+                    if found is not None:
+                        break
+                    length = multiple(length * 0.99)
+                else:
+                    length = multiple(length * 1.01) + MULTIPLE
+        finally:
+            tc.cuda.set_memory_limit(None, DEVICE)
+        return found
+
+
+def multiple(tokens: float) -> int:
+    """Round down to a multiple of `MULTIPLE`, at least one."""
+    return max(int(tokens) // MULTIPLE, 1) * MULTIPLE
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--gib", type=float, nargs="+", default=[8, 12, 16, 24])
+    parser.add_argument("--checkpointing", choices=("full", "offload"), default="offload")
+    given = parser.parse_args()
+    reason = tc.cuda.unavailable_reason()
+    if reason is not None:
+        raise SystemExit(f"no CUDA: {reason}")
+    gpu_timing.fresh(DEVICE)
+    trainer = Trainer(given.checkpointing)
+    stats = tc.cuda.memory_stats(DEVICE)
+    context = stats["total"] - stats["free"] - stats["reserved"]
+    print(
+        f"{given.checkpointing}: {trainer.fixed / GIB:.2f} GiB, and {trainer.per_token:.0f} bytes "
+        f"a token; CUDA itself takes {context / GIB:.2f} GiB",
+        flush=True,
+    )
+    for gib in given.gib:
+        found = trainer.longest(int(gib * GIB) - context)
+        if found is None:
+            print(f"{gib:g} GiB: nothing fits", flush=True)
+        else:
+            length, peak, seconds = found
+            print(f"{gib:g} GiB: {length} tokens, {peak / GIB:.2f} GiB, {seconds:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
