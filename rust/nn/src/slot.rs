@@ -23,14 +23,14 @@ struct Occupant {
     /// call, because a CUDA graph is recorded again if the object has changed.
     both: Option<Arc<dyn Adapter>>,
     /// Whether the product is disabled.
-    is_off: bool,
+    is_product_disabled: bool,
 }
 
 /// Two occupants are equal if the layer computes with the same adapter object for both, or with none for both. A CUDA
 /// graph stays valid for an equal occupant.
 impl PartialEq for Occupant {
     fn eq(&self, other: &Self) -> bool {
-        match (self.computes(), other.computes()) {
+        match (self.active(), other.active()) {
             (Some(mine), Some(theirs)) => Arc::ptr_eq(mine, theirs),
             (mine, theirs) => mine.is_none() && theirs.is_none(),
         }
@@ -39,12 +39,12 @@ impl PartialEq for Occupant {
 
 impl Occupant {
     /// The adapter that the layer computes with, if there is one.
-    fn computes(&self) -> Option<&Arc<dyn Adapter>> {
-        self.both.as_ref().filter(|_| !self.is_off).or(self.adapter.as_ref())
+    fn active(&self) -> Option<&Arc<dyn Adapter>> {
+        self.both.as_ref().filter(|_| !self.is_product_disabled).or(self.adapter.as_ref())
     }
 
     /// Sets `both` after `adapter` or `product` has changed.
-    fn join(&mut self) {
+    fn update_both(&mut self) {
         let beside = |product: &Arc<Product>| Arc::new(Beside::new(self.adapter.clone(), product.clone()));
         self.both = self.product.as_ref().map(|product| beside(product) as Arc<dyn Adapter>);
     }
@@ -59,7 +59,7 @@ impl Default for AdapterSlot {
 impl AdapterSlot {
     /// The adapter that the layer computes with, if there is one.
     pub(crate) fn get(&self) -> Option<Arc<dyn Adapter>> {
-        self.0.read().computes().cloned()
+        self.0.read().active().cloned()
     }
 
     /// Whether an adapter is attached. A frozen product does not count.
@@ -72,26 +72,26 @@ impl AdapterSlot {
     pub(crate) fn set(&self, adapter: Option<Arc<dyn Adapter>>) {
         self.0.change(|occupant| {
             occupant.adapter = adapter;
-            occupant.join();
+            occupant.update_both();
         });
     }
 
     /// Sets the frozen product and enables it, or removes it if `product` is None. An attached adapter does not change.
-    pub(crate) fn set_beside(&self, product: Option<Arc<Product>>) {
+    pub(crate) fn set_product(&self, product: Option<Arc<Product>>) {
         self.0.change(|occupant| {
             occupant.product = product;
-            occupant.is_off = false;
-            occupant.join();
+            occupant.is_product_disabled = false;
+            occupant.update_both();
         });
     }
 
     /// Enables or disables the frozen product.
-    pub(crate) fn enable_beside(&self, enabled: bool) {
-        self.0.change(|occupant| occupant.is_off = !enabled);
+    pub(crate) fn enable_product(&self, enabled: bool) {
+        self.0.change(|occupant| occupant.is_product_disabled = !enabled);
     }
 
     /// Whether there is a frozen product.
-    pub(crate) fn has_beside(&self) -> bool {
+    pub(crate) fn has_product(&self) -> bool {
         self.0.read().product.is_some()
     }
 

@@ -40,7 +40,7 @@ impl TrainingAdapter {
         let mut products = Vec::with_capacity(values.len());
         for (name, given) in values {
             let layer = by_name.get(name.as_str()).ok_or_else(|| wrong(name, "the model has no such layer"))?;
-            if layer.slot().has_beside() {
+            if layer.slot().has_product() {
                 return Err(wrong(name, "the layer has a training adapter already"));
             }
             let kind = given.kind().map_err(|error| wrong(name, &error.to_string()))?;
@@ -70,7 +70,7 @@ impl TrainingAdapter {
         // From here on no error can occur, so either all slots change or none.
         let elements = products.iter().map(|(_, product)| product.down.elem_count() + product.up.elem_count()).sum();
         let slots = products.into_iter().map(|(slot, product)| {
-            slot.set_beside(Some(Arc::new(product)));
+            slot.set_product(Some(Arc::new(product)));
             slot
         });
         Ok(Self { slots: slots.collect(), elements })
@@ -79,12 +79,12 @@ impl TrainingAdapter {
     /// Set whether the layers add the products. While they are disabled, the layers compute exactly the same as without
     /// the training adapter.
     pub fn set_enabled(&self, enabled: bool) {
-        self.slots.iter().for_each(|slot| slot.enable_beside(enabled));
+        self.slots.iter().for_each(|slot| slot.enable_product(enabled));
     }
 
     /// Remove the training adapter from the layers.
     pub fn remove(&self) {
-        self.slots.iter().for_each(|slot| slot.set_beside(None));
+        self.slots.iter().for_each(|slot| slot.set_product(None));
     }
 
     /// The number of layers to which the training adapter was attached.

@@ -174,14 +174,15 @@ impl LoraConfig {
         }
         if self.lora_dropout > 0.0 {
             return wrong(format!(
-                "lora_dropout is {}, expected 0 with adapter \"oft\", which has no separate input that dropout could change",
+                "lora_dropout is {}, expected 0 with adapter \"oft\", which has no separate input that dropout could \
+                 change",
                 self.lora_dropout
             ));
         }
         if self.use_rslora || !self.rank_pattern.is_empty() || !self.alpha_pattern.is_empty() {
             return wrong(
-                "use_rslora, rank_pattern and alpha_pattern have no effect with adapter \"oft\", which has no rank and no alpha; \
-                 leave them out"
+                "use_rslora, rank_pattern and alpha_pattern have no effect with adapter \"oft\", which has no rank and no \
+                 alpha; leave them out"
                     .into(),
             );
         }

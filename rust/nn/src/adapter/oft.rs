@@ -140,8 +140,8 @@ fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &Adapter
     };
     if base.operation != Operation::Linear && side == OftSide::Input {
         return Err(Error::Config(
-            "OFT: the layer is a convolution, and OFT rotates only the outputs of convolutions; give oft_side=\"output\" \
-             (--oft-side output), or leave the layer out with exclude_modules"
+            "OFT: the layer is a convolution, and OFT rotates only the outputs of convolutions; give \
+             oft_side=\"output\" (--oft-side output), or leave the layer out with exclude_modules"
                 .into(),
         ));
     }
@@ -166,8 +166,8 @@ fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &Adapter
     };
     if size == 1 {
         return Err(Error::Config(format!(
-            "OFT: the divisor of the layer's {features} features nearest to oft_block_size is 1, and blocks of 1 feature \
-             cannot rotate; give another oft_block_size, or leave the layer out with exclude_modules"
+            "OFT: the divisor of the layer's {features} features nearest to oft_block_size is 1, and blocks of 1 \
+             feature cannot rotate; give another oft_block_size, or leave the layer out with exclude_modules"
         )));
     }
     if let Some(terms) = settings.cayley_neumann_terms.filter(|terms| !TERMS.contains(terms)) {

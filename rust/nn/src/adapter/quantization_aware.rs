@@ -31,15 +31,15 @@ impl QuantizationAware {
     /// [`Error::Config`] if the layer is a convolution, if its weight is quantized to another grid or does not divide
     /// into whole groups that share a scale, or if the adapter has dropout, which no single weight can express.
     pub fn over(inner: Box<dyn Adapter>, base: &Base<'_>, settings: &AdapterSettings, grid: Grid) -> Result<Self> {
-        let refuse = |text: String| Err(Error::Config(format!("qat {}: {text}", grid.name())));
+        let reject = |text: String| Err(Error::Config(format!("qat {}: {text}", grid.name())));
         if base.operation != Operation::Linear {
-            return refuse(
+            return reject(
                 "the layer is a convolution, and only linear layers are quantized; leave it out with exclude_modules"
                     .into(),
             );
         }
         if settings.dropout > 0.0 {
-            return refuse(format!(
+            return reject(format!(
                 "lora_dropout is {}, expected 0: dropout and rounding of the adapted weight exclude each other",
                 settings.dropout
             ));
@@ -49,10 +49,10 @@ impl QuantizationAware {
         {
             let found = weight.format().name();
             let or_in_format = if grid.format().is_some() { ", or in the format of qat" } else { "" };
-            return refuse(format!("the base is {found}; load the base unquantized{or_in_format}"));
+            return reject(format!("the base is {found}; load the base unquantized{or_in_format}"));
         }
         if let Err(Error::Shape { message, .. }) = grid.check(base.weight.dims()) {
-            return refuse(format!("{message}; leave the layer out with exclude_modules"));
+            return reject(format!("{message}; leave the layer out with exclude_modules"));
         }
         Ok(Self { inner, grid, activations: false, scales: None })
     }

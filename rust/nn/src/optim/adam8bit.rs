@@ -204,7 +204,7 @@ fn update_elements(
 }
 
 impl Step<2> for Coefficients {
-    const BEHIND: [u8; 2] = [128, 0];
+    const PADDING_CODES: [u8; 2] = [128, 0];
 
     /// If an element's gradient or its new second moment is non-finite, the element does not change and its moments
     /// become zero.
@@ -302,11 +302,11 @@ impl Coefficients {
 
 #[cfg(test)]
 mod tests {
-    use super::super::blocks::check_forms;
+    use super::super::blocks::check_equal_steps;
     use super::{Adam8bitConfig, Coefficients};
 
     #[test]
     fn all_implementations_of_lanes_give_equal_steps() {
-        check_forms(Coefficients::new(&Adam8bitConfig::adamw(0.01), 3));
+        check_equal_steps(Coefficients::new(&Adam8bitConfig::adamw(0.01), 3));
     }
 }

@@ -69,7 +69,7 @@ impl<R: Rule> Stepper<R> {
             var.update_in_place(|raw| copy_into(raw, value))?;
             // The master values belong to the restored values, so they stay current.
             if let Some(device) = &self.device {
-                device.follow(var, index);
+                device.mark_master_current(var, index);
             }
         }
         for parameter in self.groups.iter_mut().flat_map(|group| &mut group.parameters) {

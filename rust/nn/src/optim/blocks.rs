@@ -15,8 +15,8 @@ pub(super) struct Block<'a, const N: usize> {
 /// One step of a rule with `N` 8-bit states.
 pub(super) trait Step<const N: usize>: Copy {
     /// For each state, the code that bitsandbytes assumes for the missing elements of the last block if the block is
-    /// not full.
-    const BEHIND: [u8; N];
+    /// not full. These elements have a gradient of 0.
+    const PADDING_CODES: [u8; N];
 
     /// Updates a block. `values` is a buffer for the new states in f32. Callers reuse it, because a new buffer would
     /// have to be zeroed.
@@ -63,7 +63,7 @@ impl<S: Step<N>, const N: usize> WithLanes for Blocks<'_, S, N> {
         // The last block is not full: update a padded copy, and copy its elements back.
         let (mut param, grad) = (padded(param_rest, 0.0), padded(grad_rest, 0.0));
         let mut padded_codes: [_; N] =
-            std::array::from_fn(|i| padded(states[i].0.as_chunks::<BLOCK_SIZE>().1, S::BEHIND[i]));
+            std::array::from_fn(|i| padded(states[i].0.as_chunks::<BLOCK_SIZE>().1, S::PADDING_CODES[i]));
         let mut pairs =
             padded_codes.iter_mut().zip(&mut states).map(|(codes, (_, scales))| (codes, &mut scales[full_blocks]));
         let block_states = std::array::from_fn(|_| pairs.next().unwrap_or_else(|| unreachable!("there are N states")));
@@ -86,8 +86,8 @@ fn padded<T: Copy>(data: &[T], value: T) -> [T; BLOCK_SIZE] {
 /// Checks that all implementations of [`Lanes`] that this processor supports give bitwise equal steps, and that
 /// parameters stay finite although some gradients are not.
 #[cfg(test)]
-pub(super) fn check_forms<const N: usize>(step: impl Step<N>) {
-    use super::lanes::in_each_form;
+pub(super) fn check_equal_steps<const N: usize>(step: impl Step<N>) {
+    use super::lanes::with_all_lanes;
     use std::cell::RefCell;
 
     /// Three full blocks and a block that is not full.
@@ -95,6 +95,7 @@ pub(super) fn check_forms<const N: usize>(step: impl Step<N>) {
 
     /// Makes gradients of many magnitudes, some of them zero or non-finite; all are zero in the second block.
     fn gradients(round: usize) -> Vec<f32> {
+        // The second number is pseudo-random: 7919 and 104729 are primes that do not divide 1000.
         let value = |i: usize| match (i, (i * 7919 + round * 104_729) % 1000) {
             (256..512, _) | (_, 0..50) => 0.0,
             (_, 50) => f32::NAN,
@@ -135,7 +136,7 @@ pub(super) fn check_forms<const N: usize>(step: impl Step<N>) {
     }
 
     let results = RefCell::new(Vec::new());
-    in_each_form(Run { step, results: &results });
+    with_all_lanes(Run { step, results: &results });
     let results = results.into_inner();
     assert!(results.iter().all(|found| *found == results[0]), "implementations of `Lanes` differ");
     let param = &results[0][..LEN];

@@ -72,6 +72,7 @@ pub(super) fn rescale(
 
 /// Computes the norm of the gradients of `params`, which are on the CPU.
 pub(super) fn host_norm(params: &[Var], norm_type: NormType) -> Result<f64> {
+    // For L2 this is the sum of squares, until the root is taken at the end.
     let mut norm = 0f64;
     for grad in params.iter().filter_map(Var::grad_storage) {
         let part = reduce(&grad, norm_type)?;
@@ -138,7 +139,8 @@ fn reduce(grad: &Raw, norm_type: NormType) -> Result<f64> {
         return Err(Error::device(GRAD_NORM, "a gradient is not on the CPU"));
     };
     dispatch_float!(grad.dtype(), GRAD_NORM, T => {
-        let data = &candle_core::WithDType::cpu_storage_as_slice(storage)?[layout.start_offset()..][..grad.elem_count()];
+        let data = candle_core::WithDType::cpu_storage_as_slice(storage)?;
+        let data = &data[layout.start_offset()..][..grad.elem_count()];
         Ok(reduce_slice::<T>(data, norm_type))
     })
 }

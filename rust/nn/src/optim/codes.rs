@@ -98,6 +98,7 @@ impl Lines {
             // Above the last decade, all magnitudes have the same number; its fraction is not near a whole number.
             DECADES => (0.0, first_number(DECADES) as f64 + 0.5),
             // The first decade is an exception: its lowest border is the one between zero and the smallest magnitude.
+            // If `signed`, the decade has a single value, so the line only has to reach 1 at that border.
             0 => {
                 let lowest = f64::from(border(0));
                 let slope = if signed { 0.5 / lowest } else { 1.0 / (f64::from(border(1)) - lowest) };
@@ -212,7 +213,7 @@ fn number_magnitudes<R: Registers, const SIGNED: bool>(
     numbers
 }
 
-/// Looks up the codes of `values * scale`: for the few registers with a number near a border.
+/// Looks up the codes of `values * scale`. This is for the few groups of registers that have a number near a border.
 #[cold]
 #[inline(never)]
 fn look_up(codebook: &Codebook, values: &[f32], scale: f32, codes: &mut [u8]) {

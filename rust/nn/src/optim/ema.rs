@@ -16,8 +16,8 @@ const UPDATES: &str = "updates";
 pub struct EMAConfig {
     /// Weight of the old average in each update, in [0, 1); with `warmup`, the largest weight.
     pub decay: f64,
-    /// Use the decay min(`decay`, (1 + n) / (10 + n)) in the update that follows n other updates, so that the initial values
-    /// soon lose their weight. TensorFlow's `ExponentialMovingAverage` does the same with `num_updates`.
+    /// Use the decay min(`decay`, (1 + n) / (10 + n)) in the update that follows n other updates, so that the initial
+    /// values soon lose their weight. TensorFlow's `ExponentialMovingAverage` does the same with `num_updates`.
     pub warmup: bool,
 }
 
@@ -35,8 +35,8 @@ pub struct EMA {
     buffer: FlatBuffer,
     /// The averages, in the order of `buffer`.
     average: Raw,
-    /// The weight of the variables in the next update, one f64. It is on the variables' device, because a captured update
-    /// reads it there.
+    /// The weight of the variables in the next update, one f64. It is on the variables' device, because a captured
+    /// update reads it there.
     weight: Raw,
     /// The number of updates.
     updates: HostState<u64>,
@@ -138,14 +138,14 @@ impl EMA {
         if self.is_swapped_in() {
             return Err(Error::argument(OP, "swap_in() found the averages already in place of the parameters"));
         }
-        let kept = self.trained.get_mut()?;
+        let saved = self.trained.get_mut()?;
         check_allocation_on(self.average.device(), OP, self.average.dims(), self.average.dtype())?;
         let trained = own_copy(self.buffer.data())?;
         if let Err(error) = overwrite(&self.buffer, &self.average) {
             overwrite(&self.buffer, &trained)?;
             return Err(error);
         }
-        *kept = Some(trained);
+        *saved = Some(trained);
         self.is_swapped_in.set(true)
     }
 
@@ -160,9 +160,9 @@ impl EMA {
                 "swap_out() found the parameters' own values in place; call swap_in() first",
             ));
         };
-        let kept = self.trained.get_mut()?;
+        let saved = self.trained.get_mut()?;
         overwrite(&self.buffer, &trained)?;
-        *kept = None;
+        *saved = None;
         self.is_swapped_in.set(false)
     }
 

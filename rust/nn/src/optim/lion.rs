@@ -1,5 +1,5 @@
-//! Lion: each step moves every parameter by the learning rate, against the sign of an interpolation between the momentum and
-//! the gradient.
+//! Lion: each step moves every parameter by the learning rate, against the sign of an interpolation between the
+//! momentum and the gradient.
 //!
 //! Chen et al., "Symbolic Discovery of Optimization Algorithms", <https://arxiv.org/abs/2302.06675>. The order of
 //! operations is that of bitsandbytes' `Lion32bit`:
@@ -16,7 +16,8 @@ use super::rule::{
 };
 
 hyper_parameters! {
-    /// Hyper-parameters of [`Lion`]; names, meaning and defaults are those of the paper's implementation and bitsandbytes.
+    /// Hyper-parameters of [`Lion`]; names, meaning and defaults are those of the paper's implementation and
+    /// bitsandbytes.
     pub struct LionConfig {
         /// Learning rate, at least 0; usually a third to a tenth of Adam's.
         pub lr: f64,

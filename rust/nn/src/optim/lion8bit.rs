@@ -98,7 +98,7 @@ fn update(config: &Lion8bitConfig, _step: u64, chunk: Chunk<'_, f32>) {
 }
 
 impl Step<1> for Coefficients<f32> {
-    const BEHIND: [u8; 1] = [128];
+    const PADDING_CODES: [u8; 1] = [128];
 
     /// Updates the block's parameters and momentum. If a gradient is non-finite, its element's parameter does not
     /// change and the element's momentum becomes zero; bitsandbytes would set this momentum to the block's largest
@@ -142,12 +142,12 @@ impl Step<1> for Coefficients<f32> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::blocks::check_forms;
+    use super::super::blocks::check_equal_steps;
     use super::{Coefficients, Lion8bitConfig};
 
     #[test]
     fn all_implementations_of_lanes_give_equal_steps() {
         let Lion8bitConfig { lr, betas, .. } = Lion8bitConfig::default();
-        check_forms(Coefficients::<f32>::new(lr, betas, 0.01));
+        check_equal_steps(Coefficients::<f32>::new(lr, betas, 0.01));
     }
 }

@@ -27,10 +27,11 @@ hyper_parameters! {
         pub weight_decay: f64,
         /// Decay rate of the momentum, in [0, 1).
         pub momentum: f64,
-        /// Nesterov momentum: orthogonalize `(1 - momentum) * g + momentum * m` instead of m, where g is the gradient and m
-        /// the new momentum.
+        /// Nesterov momentum: orthogonalize `(1 - momentum) * g + momentum * m` instead of m, where g is the gradient
+        /// and m the new momentum.
         pub nesterov: bool,
-        /// Coefficients (a, b, c) of the Newton-Schulz iteration: X becomes `a X + b S X + c S^2 X`, where S is `X X^T`.
+        /// Coefficients (a, b, c) of the Newton-Schulz iteration: X becomes `a X + b S X + c S^2 X`, where S is `X
+        /// X^T`.
         pub ns_coefficients: (f64, f64, f64),
         /// Above 0: the iteration starts with the matrix to orthogonalize, divided by the larger of its norm and `eps`.
         pub eps: f64,
@@ -96,6 +97,7 @@ impl Rule for MuonRule {
             eps: config.vector_eps,
             weight_decay: config.weight_decay,
             nesterov: config.nesterov.into(),
+            // In the order in which the kernel `muon_step` reads them.
             more: [
                 config.momentum,
                 config.ns_coefficients.0,

@@ -118,7 +118,7 @@ impl OnDevice {
         match self.0 {}
     }
 
-    pub fn follow(&self, _var: &Var, _index: usize) {
+    pub fn mark_master_current(&self, _var: &Var, _index: usize) {
         match self.0 {}
     }
 

@@ -1,8 +1,8 @@
 //! Block-wise 8-bit quantization of optimizer states, as bitsandbytes defines it.
 //!
-//! A block of values is divided by its largest magnitude, and each quotient is rounded to the nearest of 256 values, the
-//! *dynamic map*. This map has more values near zero than near one, so that small states keep a relative precision of a few
-//! percent.
+//! A block of values is divided by its largest magnitude, and each quotient is rounded to the nearest of 256 values,
+//! the *dynamic map*. This map has more values near zero than near one, so that small states keep a relative precision
+//! of a few percent.
 //!
 //! Dettmers et al., "8-bit Optimizers via Block-wise Quantization", <https://arxiv.org/abs/2110.02861>; the map, the
 //! rounding of ties and the treatment of signs are those of bitsandbytes 0.50 (`create_dynamic_map`, `quantize_2D`).
@@ -257,7 +257,7 @@ fn check_lengths(op: &'static str, values: usize, block_size: usize, codes: usiz
 
 #[cfg(test)]
 mod tests {
-    use super::super::lanes::{WithLanes, in_each_form};
+    use super::super::lanes::{WithLanes, with_all_lanes};
     use super::*;
 
     /// Finds the code of `x` with the binary search of bitsandbytes, step by step.
@@ -357,14 +357,14 @@ mod tests {
             for scale in [1.0, 0.75, 1e-30] {
                 for part in probes.chunks(BLOCK_SIZE) {
                     values[..part.len()].copy_from_slice(part);
-                    in_each_form(Compare { codebook, values: &values, scale });
+                    with_all_lanes(Compare { codebook, values: &values, scale });
                 }
             }
             // For these scales, `encode_block` does not use `Lanes`. A block of zeros has an infinite scale.
             for scale in [f32::INFINITY, f32::NAN, 0.0] {
                 values = [0.0; BLOCK_SIZE];
                 (values[1], values[2]) = (-0.0, 1e-40);
-                in_each_form(Compare { codebook, values: &values, scale });
+                with_all_lanes(Compare { codebook, values: &values, scale });
             }
         }
     }

@@ -1,12 +1,12 @@
 //! Stochastic rounding of f32 values to bf16: each value becomes one of the two bf16 numbers around it, the nearer one
 //! with the higher probability, so that the expected value is the value itself.
 //!
-//! Rounding to nearest loses updates of less than half a unit in the last place; with stochastic rounding, such updates take
-//! effect on average (Gupta et al. 2015, "Deep Learning with Limited Numerical Precision", arXiv:1502.02551).
+//! Rounding to nearest loses updates of less than half a unit in the last place; with stochastic rounding, such updates
+//! take effect on average (Gupta et al. 2015, "Deep Learning with Limited Numerical Precision", arXiv:1502.02551).
 //!
 //! The random bits are a function of the optimizer's seed, the number of the step, the number of the element among all
-//! elements of the optimizer's variables, and which of the element's values (the parameter or one of its states) is rounded.
-//! Therefore the bits are the same on the CPU, on a GPU, in a captured step and in a resumed run.
+//! elements of the optimizer's variables, and which of the element's values (the parameter or one of its states) is
+//! rounded. Therefore the bits are the same on the CPU, on a GPU, in a captured step and in a resumed run.
 
 use half::bf16;
 use trainable_candle_core::cpu::dispatch;
@@ -39,8 +39,8 @@ impl Bits {
     ///
     /// Element `e` takes 16 bits from word `e % 4` of Philox block `e / 4`: the lower half of the word if `array` is
     /// even, the upper half if `array` is odd. So the arrays 0 and 1 share blocks, as do 2 and 3, and so on. The upper
-    /// half of a block's counter holds the step and 2 + `array` / 2. Counters of other random numbers have 0 or 1 in
-    /// place of the latter.
+    /// half of a block's counter holds the step and 2 + `array` / 2. Counters of other random numbers have 0 or 1
+    /// instead of 2 + `array` / 2.
     pub(super) fn round(self, values: &[f32], rounded: &mut [bf16], array: usize) {
         let upper = [self.step as u32, 2 + array as u32 / 2];
         let shift = if array.is_multiple_of(2) { 0 } else { 16 };
@@ -95,8 +95,8 @@ impl<R: Rule> Stepper<R> {
         if self.parameters().all(|parameter| parameter.var.dtype() != DType::BF16) {
             let found = self.parameters().next().map_or("", |parameter| parameter.var.dtype().as_str());
             let message = format!(
-                "stochastic rounding is for bf16 variables, but all variables have other dtypes such as {found}; convert \
-                 them to bf16, or leave stochastic_rounding out"
+                "stochastic rounding is for bf16 variables, but all variables have other dtypes such as {found}; \
+                 convert them to bf16, or leave stochastic_rounding out"
             );
             return Err(Error::dtype(R::NAME, message));
         }
@@ -108,8 +108,8 @@ impl<R: Rule> Stepper<R> {
 
 /// Makes the error of the optimizer `name`, which cannot round stochastically.
 pub(super) fn no_rounding(name: &'static str) -> Error {
-    let message = "its update needs whole variables, and such updates cannot round stochastically; use an optimizer that \
-        updates each element alone, such as AdamW, AdamW8bit, Lion or SGD";
+    let message = "its update needs whole variables, and such updates cannot round stochastically; use an optimizer \
+        that updates each element alone, such as AdamW, AdamW8bit, Lion or SGD";
     Error::argument(name, message)
 }
 
@@ -133,9 +133,9 @@ mod tests {
             let is_neighbour = |found: &bf16| (f64::from(*found) - value).abs() < unit;
             assert!(rounded.iter().all(is_neighbour), "{value}");
             let mean_error = rounded.iter().map(|&found| f64::from(found) - value).sum::<f64>() / COUNT as f64;
-            // The error of a rounding takes one of two values that are one unit apart, so its standard deviation is at most
-            // half a unit, and the standard deviation of the mean error is at most unit / 2 / √COUNT. The bound is six standard
-            // deviations of the mean, plus 2⁻¹⁶ units because probabilities are multiples of 2⁻¹⁶.
+            // The error of a rounding takes one of two values that are one unit apart, so its standard deviation is at
+            // most half a unit, and the standard deviation of the mean error is at most unit / 2 / √COUNT. The bound is
+            // six standard deviations of the mean, plus 2⁻¹⁶ units because probabilities are multiples of 2⁻¹⁶.
             let bound = unit * (3.0 / (COUNT as f64).sqrt() + 2f64.powi(-16));
             assert!(mean_error.abs() < bound, "{value}: the mean error is {mean_error}, the bound is {bound}");
         }
@@ -178,7 +178,8 @@ mod tests {
         for (index, rounding) in roundings.iter().enumerate() {
             for earlier in &roundings[..index] {
                 let same = rounding.iter().zip(earlier).filter(|(a, b)| a == b).count();
-                // If fractions of a unit are uniform, independent roundings agree for two thirds of the elements on average.
+                // If fractions of a unit are uniform, independent roundings agree for two thirds of the elements on
+                // average. The range is this mean and 4.5 standard deviations on both sides.
                 assert!((600..735).contains(&same), "{index}: {same}");
             }
         }

@@ -76,8 +76,8 @@ pub struct Kernels<C> {
     /// The kernel that updates variables without 8-bit states: `<step>_step` (`<step>_rounded` for variables that are
     /// rounded stochastically), or `step` itself if the rule is not elementwise.
     pub step: &'static str,
-    /// The kernels that run before `step` in each step, for rules that are not elementwise. An entry has the kernel's name, and
-    /// whether one block of threads processes all variables of a launch.
+    /// The kernels that run before `step` in each step, for rules that are not elementwise. An entry has the kernel's
+    /// name, and whether one block of threads processes all variables of a launch.
     pub before: &'static [(&'static str, bool)],
     /// The kernel that updates variables with 8-bit states, if the rule has such states: `<step_8bit>_step` or
     /// `<step_8bit>_rounded`.
@@ -90,8 +90,8 @@ pub struct Kernels<C> {
 /// Updates a chunk in step number `step`, which counts from 1.
 pub type Update<C, T> = fn(config: &C, step: u64, chunk: Chunk<'_, T>);
 
-/// Consecutive elements of one parameter, or all elements of the parameter, with their gradients and states. A chunk starts at
-/// a multiple of [`BLOCK_SIZE`] elements.
+/// Consecutive elements of one parameter, or all elements of the parameter, with their gradients and states. A chunk
+/// starts at a multiple of [`BLOCK_SIZE`] elements.
 pub struct Chunk<'a, T> {
     /// The shape of the whole parameter.
     pub dims: &'a [usize],
@@ -128,7 +128,8 @@ pub struct StateSpec {
 /// What the entries of a state are, and to which elements of the parameter they belong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StateKind {
-    /// A number for each element: f64 for f64 parameters, bf16 for those that are rounded stochastically, otherwise f32.
+    /// A number for each element: f64 for f64 parameters, bf16 for those that are rounded stochastically, otherwise
+    /// f32.
     Float,
     /// An 8-bit code for each element.
     Codes,

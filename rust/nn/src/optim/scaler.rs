@@ -61,8 +61,8 @@ fn new_stages(stages: FxHashMap<u64, Stage>) -> HostState<FxHashMap<u64, Stage>>
     HostState::new("which gradients are unscaled", stages)
 }
 
-/// The scale, and the number of steps with finite gradients since the last step with a non-finite gradient or the last growth
-/// of the scale.
+/// The scale, and the number of steps with finite gradients since the last step with a non-finite gradient or the last
+/// growth of the scale.
 #[derive(Clone, Debug)]
 enum State {
     Host(f64, u64),
@@ -158,8 +158,8 @@ impl GradScaler {
             return Ok(loss.clone());
         }
         if loss.device().is_cuda() {
-            // The factor is a copy, because the backward pass reads it, and `update` may change the state before the backward
-            // pass.
+            // The factor is a copy, because the backward pass reads it, and `update` may change the state before the
+            // backward pass.
             let scale = Tensor::from_raw(&own_copy(&self.on_device(loss.device())?.scale()?)?);
             return loss.mul(&scale.to_dtype(loss.dtype())?);
         }

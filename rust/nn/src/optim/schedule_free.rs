@@ -58,8 +58,8 @@ pub type AdamWScheduleFree = Stepper<AdamWScheduleFreeRule>;
 registered!(
     AdamWScheduleFreeRule,
     "Schedule-free AdamW (Defazio et al. 2024, arXiv:2405.15682), as `schedulefree.AdamWScheduleFree`. Call `eval()` \
-     before validating or saving, to replace the parameters by the average of the iterates, and `train()` before the next \
-     step.",
+     before validating or saving, to replace the parameters by the average of the iterates, and `train()` before the \
+     next step.",
     7,
     AdamWScheduleFreeConfig::default()
 );
@@ -83,6 +83,7 @@ impl Rule for AdamWScheduleFreeRule {
             beta2: config.betas.1,
             eps: config.eps,
             weight_decay: config.weight_decay,
+            // In the order in which the kernel `schedule_free_step` reads them.
             more: [config.warmup_steps as f64, config.r, config.weight_lr_power, 0.0, 0.0, 0.0, 0.0, 0.0],
             ..Settings::default()
         },
@@ -154,13 +155,13 @@ fn update_all<T: Real>(config: &AdamWScheduleFreeConfig, step: u64, mut chunk: C
 
     let (beta1, beta2) = config.betas;
     let correction = T::from_f64((1.0 - beta2.powf(step)).sqrt());
-    let (kept, gained) = (T::from_f64(beta2), T::from_f64(1.0 - beta2));
+    let (old_weight, new_weight) = (T::from_f64(beta2), T::from_f64(1.0 - beta2));
     let (eps, decay, share_of_z) = (T::from_f64(config.eps), T::from_f64(config.weight_decay), T::from_f64(share));
     // z moves by -lr * direction, then x by share * (z - x). For y this gives the two terms below, with the old z.
     let (rate_z, rate_y) = (T::from_f64(lr), T::from_f64(lr * (beta1 * (1.0 - share) - 1.0)));
     let elements = chunk.param.iter_mut().zip(chunk.grad).zip(z.iter_mut().zip(square.iter_mut()));
     for ((y, &g), (z, v)) in elements {
-        *v = *v * kept + gained * g * g;
+        *v = *v * old_weight + new_weight * g * g;
         let direction = g / (v.sqrt() / correction + eps) + decay * *y;
         *y = *y + share_of_z * (*z - *y) + rate_y * direction;
         *z -= rate_z * direction;

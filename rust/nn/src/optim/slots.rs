@@ -22,10 +22,10 @@ impl Slots {
     /// taken the same number of steps.
     pub(super) fn new<C>(groups: &[Group<C>]) -> Self {
         let mut slots = Self::default();
-        let mut known = FxHashMap::default();
+        let mut slot_of = FxHashMap::default();
         for (index, group) in groups.iter().enumerate() {
             for parameter in &group.parameters {
-                let slot = *known.entry((index, parameter.step)).or_insert_with(|| {
+                let slot = *slot_of.entry((index, parameter.step)).or_insert_with(|| {
                     slots.group_of.push(index);
                     slots.group_of.len() - 1
                 });

@@ -287,7 +287,7 @@ pub(super) fn from_dict(
     let steps: Vec<i64> = reader.get(STEP, DType::I64, &[parameters.len()])?.to_vec()?;
     let lrs: Vec<f64> = reader.get(LR, DType::F64, &[group_count])?.to_vec()?;
     // The entries read so far: kind, step and lr, and the seed if there is one.
-    let mut known = 3 + usize::from(rounds);
+    let mut read_count = 3 + usize::from(rounds);
     let mut loaded = Vec::with_capacity(parameters.len());
     for (index, ((parameter, own_specs), &step)) in parameters.iter().zip(specs).zip(&steps).enumerate() {
         let var = &parameter.var;
@@ -299,17 +299,17 @@ pub(super) fn from_dict(
                 let key = format!("{index}.{}", spec.name);
                 let tensor = reader.get(&key, State::dtype(spec, parameter), &spec.kind.dims(var.dims()))?;
                 new.states.push(State::from_tensor(spec, tensor)?);
-                known += 1;
+                read_count += 1;
             }
             if parameter.has_master() {
                 let values = reader.get(&format!("{index}.{MASTER}"), DType::F32, var.dims())?.to_vec()?;
                 new.master = Some(Master { values, version: var.version() });
-                known += 1;
+                read_count += 1;
             }
         }
         loaded.push(new);
     }
-    if dict.len() != known {
+    if dict.len() != read_count {
         let expected = |key: &&String| {
             let Some((index, state)) = key.split_once('.') else {
                 return [KIND, STEP, LR, SEED].contains(&key.as_str());

@@ -111,8 +111,8 @@ pub trait Optimizer: Send {
     fn place_states(&mut self, place: StatePlace) -> Result<()>;
 
     /// Replaces the variables' values by their averages over the steps, for validation or for saving. Does nothing if
-    /// the optimizer keeps no averages, or if the averages have already replaced the values. As after a step, a backward
-    /// pass that needs the replaced values returns an error.
+    /// the optimizer keeps no averages, or if the averages have already replaced the values. As after a step, a
+    /// backward pass that needs the replaced values returns an error.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if a copy of the variables does not fit, [`Error::Device`] within a captured function.

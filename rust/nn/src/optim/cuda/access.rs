@@ -53,7 +53,7 @@ impl OnDevice {
 
     /// Marks the f32 master values of `var`, which is variable number `index`, as current; does nothing if it has none.
     /// Call this function after the variable was set back to its trained values.
-    pub(in crate::optim) fn follow(&self, var: &Var, index: usize) {
+    pub(in crate::optim) fn mark_master_current(&self, var: &Var, index: usize) {
         if let Some(master) = &self.places[index].master {
             var.set_followed_by(&master.follower);
         }

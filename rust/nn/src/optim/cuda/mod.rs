@@ -23,7 +23,7 @@ use super::slots::Slots;
 use super::state::{Group, Parameter, StatePlace};
 use master::DeviceMaster;
 use step::{Groups, Known, Member, STATE_BLOCK, Table};
-use transfer::{host_zeros, overwrite, place_in, to_device, vector};
+use transfer::{host_zeros, overwrite, place_in, state_buffer, to_device};
 use whole::{Call, Extent, WholeTable};
 
 pub(super) use gradient::{Clip, LossScale, scale_gradients};
@@ -31,7 +31,7 @@ pub(super) use gradient::{Clip, LossScale, scale_gradients};
 const _: () = assert!(STATE_BLOCK == BLOCK_SIZE);
 
 /// The largest number of cached tables. A table describes the variables that one launch updates.
-const TABLES: usize = 32;
+const MAX_TABLES: usize = 32;
 
 type Specs = SmallVec<[StateSpec; 4]>;
 
@@ -48,7 +48,7 @@ pub(super) struct OnDevice {
     /// The states. There is one layout for each combination of kinds of states.
     layouts: Vec<Layout>,
     /// The cached tables, the oldest first, each with the index of its layout.
-    tables: Vec<(usize, Arc<Work>)>,
+    tables: Vec<(usize, Arc<LaunchTable>)>,
     /// f64 numbers that the steps of all variables share, if the optimizer has any.
     shared: Option<Raw>,
     /// The seed of stochastic rounding.
@@ -56,14 +56,14 @@ pub(super) struct OnDevice {
 }
 
 /// The table of one launch.
-enum Work {
+enum LaunchTable {
     /// Of an elementwise update.
     Pieces(Table),
     /// Of an update that needs whole variables.
     Whole(WholeTable),
 }
 
-impl Work {
+impl LaunchTable {
     const fn known(&self) -> &Known {
         match self {
             Self::Pieces(table) => table.known(),
@@ -151,7 +151,7 @@ impl OnDevice {
         let device =
             first_parameter.ok_or_else(|| Error::argument(R::NAME, "found no variables"))?.var.device().clone();
         let shared = if shared.is_empty() { None } else { Some(Raw::from_slice(shared, shared.len(), &device)?) };
-        let mut made = Self {
+        let mut on_device = Self {
             settings: Groups::new(R::NAME, &device, count)?,
             slots: HostState::new("the sets of variables an optimizer updates", Arc::new(Slots::new(groups))),
             places: Vec::with_capacity(count),
@@ -167,26 +167,26 @@ impl OnDevice {
                 let dims = parameter.var.dims();
                 let specs = R::states(&group.config, dims);
                 let rounded = parameter.rounded.is_some();
-                let alike = |layout: &Layout| layout.specs == specs && layout.rounded == rounded;
-                let layout = made.layouts.iter().position(alike).unwrap_or_else(|| {
+                let has_same_states = |layout: &Layout| layout.specs == specs && layout.rounded == rounded;
+                let layout = on_device.layouts.iter().position(has_same_states).unwrap_or_else(|| {
                     ends.push(specs.iter().map(|_| 0).collect());
-                    made.layouts.push(Layout { specs, rounded, buffers: Vec::new() });
-                    made.layouts.len() - 1
+                    on_device.layouts.push(Layout { specs, rounded, buffers: Vec::new() });
+                    on_device.layouts.len() - 1
                 });
                 let mut first_blocks = SmallVec::new();
-                for (spec, end) in made.layouts[layout].specs.iter().zip(&mut ends[layout]) {
+                for (spec, end) in on_device.layouts[layout].specs.iter().zip(&mut ends[layout]) {
                     first_blocks.push(u32::try_from(*end).map_err(|_| {
                         Error::argument(R::NAME, "the variables have more elements than kernels can count")
                     })?);
                     *end += blocks(spec.kind, dims);
                 }
                 let scratch = if R::ELEMENTWISE { 0 } else { R::scratch(dims) };
-                made.places.push(Place { layout, blocks: first_blocks, scratch, master: None });
+                on_device.places.push(Place { layout, blocks: first_blocks, scratch, master: None });
             }
         }
-        for (layout, ends) in made.layouts.iter_mut().zip(ends) {
+        for (layout, ends) in on_device.layouts.iter_mut().zip(ends) {
             for (spec, end) in layout.specs.iter().zip(ends) {
-                layout.buffers.push(vector(
+                layout.buffers.push(state_buffer(
                     R::NAME,
                     state_place,
                     entries(spec.kind, end),
@@ -195,9 +195,9 @@ impl OnDevice {
                 )?);
             }
         }
-        made.make_masters(groups, &device)?;
-        made.take::<R>(groups, seed)?;
-        Ok(made)
+        on_device.make_masters(groups, &device)?;
+        on_device.take::<R>(groups, seed)?;
+        Ok(on_device)
     }
 
     /// Takes over the states, steps and settings of `groups` and the seed, and drops the states on the host. Device
@@ -321,7 +321,7 @@ impl OnDevice {
         let runs = slots.runs(found.iter().map(|(index, _)| *index));
         let mut launches = Vec::new();
         for launch in self.launches(&all, &slots, found)? {
-            launches.push((launch.layout, self.work::<R>(&vars, &launch)?, launch.variables));
+            launches.push((launch.layout, self.table::<R>(&vars, &launch)?, launch.variables));
         }
         for run in runs {
             self.settings.prepare(R::NAME, kernels.prepare, run, norm.as_ref(), loss_scale)?;
@@ -419,20 +419,20 @@ impl OnDevice {
     fn launch<R: Rule>(
         &self,
         kernels: &Kernels<R::Config>,
-        launches: &[(usize, Arc<Work>, Vec<usize>)],
+        launches: &[(usize, Arc<LaunchTable>, Vec<usize>)],
         zero: bool,
     ) -> Result<()> {
         let before = kernels.before.iter().map(|&(kernel, is_single)| (kernel, is_single, false));
         for (kernel, is_single, is_step) in before.chain([(kernels.step, false, true)]) {
-            for (number, (layout, work, _)) in launches.iter().enumerate() {
+            for (number, (layout, table, _)) in launches.iter().enumerate() {
                 let layout = &self.layouts[*layout];
-                match &**work {
-                    Work::Pieces(table) => {
+                match &**table {
+                    LaunchTable::Pieces(table) => {
                         let kernel = if layout.has_codes() { kernels.step_8bit } else { Some(kernel) };
                         let kernel = kernel.ok_or_else(|| no_kernels(R::NAME))?;
                         pieces::step(R::NAME, kernel, &layout.buffers, table, &self.settings, zero)?;
                     }
-                    Work::Whole(table) => {
+                    LaunchTable::Whole(table) => {
                         let (is_first, is_last) = (number == 0, number + 1 == launches.len());
                         let call = Call { kernel, is_single, zero_grads: zero && is_step, is_first, is_last };
                         whole::launch(R::NAME, call, &layout.buffers, table, &self.settings, self.shared.as_ref())?;
@@ -444,28 +444,32 @@ impl OnDevice {
     }
 
     /// Returns the table of a launch, from the cache or made now. A new table replaces the oldest one of a full cache.
-    fn work<R: Rule>(&mut self, vars: &[&Var], launch: &Launch) -> Result<Arc<Work>> {
-        for (known, work) in &self.tables {
-            if *known == launch.layout && work.known().is_of(R::NAME, &launch.members)? {
-                return Ok(work.clone());
+    fn table<R: Rule>(&mut self, vars: &[&Var], launch: &Launch) -> Result<Arc<LaunchTable>> {
+        for (layout, table) in &self.tables {
+            if *layout == launch.layout && table.known().is_of(R::NAME, &launch.members)? {
+                return Ok(table.clone());
             }
         }
         let known = Known::new(R::NAME, launch.members.clone())?;
-        let work = if R::ELEMENTWISE {
-            Work::Pieces(Table::new(R::NAME, known, self.layouts[launch.layout].has_codes())?)
+        let table = if R::ELEMENTWISE {
+            LaunchTable::Pieces(Table::new(R::NAME, known, self.layouts[launch.layout].has_codes())?)
         } else {
             let extent = |&index: &usize| {
                 let place = &self.places[index];
                 Extent { dims: vars[index].dims().to_vec(), states: place.blocks.to_vec(), scratch: place.scratch }
             };
-            Work::Whole(WholeTable::new(R::NAME, known, &launch.variables.iter().map(extent).collect::<Vec<_>>())?)
+            LaunchTable::Whole(WholeTable::new(
+                R::NAME,
+                known,
+                &launch.variables.iter().map(extent).collect::<Vec<_>>(),
+            )?)
         };
-        let work = Arc::new(work);
-        if self.tables.len() == TABLES {
+        let table = Arc::new(table);
+        if self.tables.len() == MAX_TABLES {
             self.tables.remove(0);
         }
-        self.tables.push((launch.layout, work.clone()));
-        Ok(work)
+        self.tables.push((launch.layout, table.clone()));
+        Ok(table)
     }
 }
 

@@ -29,6 +29,7 @@ pub fn step(
     zero_grads: bool,
 ) -> Result<()> {
     let gpu = Gpu::of(op, &table.pieces)?;
+    // All elementwise kernels take the arguments of Adam's kernels.
     let (pieces, segments) = (input(op, &table.pieces)?, input(op, &table.segments)?);
     let coefficients = groups.coefficients_from(op, usize::from(table.known.first_group))?;
     let zero_grads = u32::from(zero_grads);

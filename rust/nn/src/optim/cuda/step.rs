@@ -95,6 +95,7 @@ impl Groups {
         let gpu = Gpu::of(op, &self.settings)?;
         let function = gpu.named(kernel, "_prepare", &[])?;
         let count = last - first + 1;
+        // All kernels `<kernel>_prepare` take the arguments of `adam_prepare`.
         let arguments = AdamPrepare {
             settings: output(op, &self.settings)?.behind(first as usize * size_of::<Settings>()),
             groups: count,
@@ -190,8 +191,8 @@ impl Known {
             return Err(Error::argument(op, "found no variables"));
         }
         if capture::is_capturing() {
-            let message = "this step updates different variables than the first call did; a captured function must do the \
-                same in each call";
+            let message = "this step updates different variables than the first call did; a captured function must do \
+                the same in each call";
             return Err(Error::argument(op, message));
         }
         let dtypes = suffixes(op, &members)?;
@@ -425,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn loose_variables_have_segments_of_their_own() {
+    fn variables_without_a_common_offset_have_segments_of_their_own() {
         const FAR: Address = 1 << 35;
         let cases = [
             ("the parameters of the second variable come first", [4096, 8192, 0], [64, 8204, 0]),

@@ -22,7 +22,13 @@ pub(super) fn place_in(all: &mut StateData, data: &StateData, start: usize) {
 }
 
 /// Makes a buffer of `len` zeros for a state, in memory of `device` or in pinned memory of the host.
-pub(super) fn vector(op: &'static str, place: StatePlace, len: usize, dtype: DType, device: &Device) -> Result<Raw> {
+pub(super) fn state_buffer(
+    op: &'static str,
+    place: StatePlace,
+    len: usize,
+    dtype: DType,
+    device: &Device,
+) -> Result<Raw> {
     match place {
         StatePlace::Device => zeros(&[len], dtype, device),
         StatePlace::Host => zeros_on_host(op, device, &[len], dtype),

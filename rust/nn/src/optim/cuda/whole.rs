@@ -1,4 +1,5 @@
-//! Steps of optimizers whose update of an element depends on the whole variable. One block of threads updates each variable.
+//! Steps of optimizers whose update of an element depends on the whole variable. One block of threads updates each
+//! variable.
 
 use candle_core::{DType, Device};
 use trainable_candle_core::cuda::Gpu;

@@ -39,7 +39,8 @@ impl Avx2 {
 /// Evaluates an expression of intrinsics.
 macro_rules! intrinsics {
     ($e:expr) => {{
-        // SAFETY: the token `self` exists only if the processor has the instructions; these intrinsics access no memory.
+        // SAFETY: the token `self` exists only if the processor has the instructions; these intrinsics access no
+        // memory.
         unsafe { $e }
     }};
 }
@@ -204,9 +205,9 @@ impl Registers for Avx2 {
         // SAFETY: the processor has the instructions; 32 bytes are stored to a slice of 32.
         unsafe {
             let codes = &mut codes[..4 * WIDTH];
-            // Selects byte 2 (bits 16 to 23, the number) of each of the four 32-bit elements in a 128-bit half. The shuffle and
-            // the unpacking take each half of a result from the same half of the operands, so the codes are out of order until
-            // `in_order` sorts them at the end.
+            // Selects byte 2 (bits 16 to 23, the number) of each of the four 32-bit elements in a 128-bit half. The
+            // shuffle and the unpacking take each half of a result from the same half of the operands, so the codes are
+            // out of order until `in_order` sorts them at the end.
             let byte_2 = _mm256_set1_epi32(0x0e0a_0602);
             let [a, b, c, d] = numbers;
             let (a, b) = (_mm256_shuffle_epi8(a, byte_2), _mm256_shuffle_epi8(b, byte_2));

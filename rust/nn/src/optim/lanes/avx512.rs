@@ -88,7 +88,8 @@ impl Avx512 {
 /// Evaluates an expression of intrinsics.
 macro_rules! intrinsics {
     ($e:expr) => {{
-        // SAFETY: the token `self` exists only if the processor has the instructions; these intrinsics access no memory.
+        // SAFETY: the token `self` exists only if the processor has the instructions; these intrinsics access no
+        // memory.
         unsafe { $e }
     }};
 }

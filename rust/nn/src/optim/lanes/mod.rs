@@ -88,7 +88,7 @@ pub(super) fn with_lanes(operation: impl WithLanes) {
 
 /// Runs an operation with every implementation of [`Lanes`] that this processor supports.
 #[cfg(test)]
-pub(super) fn in_each_form(operation: impl WithLanes + Copy) {
+pub(super) fn with_all_lanes(operation: impl WithLanes + Copy) {
     operation.run(plain::Plain);
     #[cfg(target_arch = "x86_64")]
     {

@@ -15,7 +15,7 @@ use super::rule::{Rule, StateSpec, check_betas, check_not_negative};
 use super::state::{StateDict, StatePlace};
 use super::stepper::{Optimizer, ParamGroup, Stepper};
 use super::update;
-use rule::{Apply, Observe, Pass, states};
+use rule::{Apply, Observe, StepConfig, states};
 
 const NAME: &str = "Prodigy";
 /// The entry of the state dict with the four numbers of [`Estimate`].
@@ -24,8 +24,8 @@ const ESTIMATE: &str = "estimate";
 hyper_parameters! {
     /// Hyper-parameters of [`Prodigy`]; names, meaning and defaults are those of `prodigyopt`.
     pub struct ProdigyConfig {
-        /// Factor on the estimated step size, at least 0; 1 unless a schedule changes it. It must be the same in all groups,
-        /// except that a group may have 0; the variables of such a group do not change.
+        /// Factor on the estimated step size, at least 0; 1 unless a schedule changes it. It must be the same in all
+        /// groups, except that a group may have 0; the variables of such a group do not change.
         pub lr: f64,
         /// Decay rates of the first and the second moment, each in [0, 1); a first rate of 0 keeps no first moment.
         pub betas: (f64, f64),
@@ -39,7 +39,8 @@ hyper_parameters! {
         pub decouple: bool,
         /// Use Adam's bias correction in the first steps.
         pub use_bias_correction: bool,
-        /// Leave `lr` and bias correction out of the estimate's denominator: a warm-up would make the denominator too small.
+        /// Leave `lr` and bias correction out of the estimate's denominator: a warm-up would make the denominator too
+        /// small.
         pub safeguard_warmup: bool,
         /// The first estimate, above 0.
         pub d0: f64,
@@ -47,7 +48,8 @@ hyper_parameters! {
         pub d_coef: f64,
         /// At least 1: the largest factor by which the estimate grows in a step; no limit while the estimate is `d0`.
         pub growth_rate: f64,
-        /// At least 1: the estimate is computed from every `slice_p`-th element; 11 saves almost half of the states' memory.
+        /// At least 1: the estimate is computed from every `slice_p`-th element; 11 saves almost half of the states'
+        /// memory.
         pub slice_p: usize,
     }
 }
@@ -158,7 +160,8 @@ impl Prodigy {
     /// Makes a Prodigy that updates several groups of variables, with one estimate for all.
     ///
     /// # Errors
-    /// As [`Stepper::with_groups`]; [`Error::Argument`] if groups differ in a hyper-parameter that must be the same in all.
+    /// As [`Stepper::with_groups`]; [`Error::Argument`] if groups differ in a hyper-parameter that must be the same in
+    /// all.
     pub fn with_groups(groups: Vec<ParamGroup<ProdigyConfig>>) -> Result<Self> {
         let first_config = groups.first().map(|group| group.config.clone()).unwrap_or_default();
         for (index, ParamGroup { config, .. }) in groups.iter().enumerate() {
@@ -171,9 +174,10 @@ impl Prodigy {
                 return Err(Error::argument(NAME, message));
             }
         }
-        let groups = groups
-            .into_iter()
-            .map(|ParamGroup { params, config }| ParamGroup { params, config: Pass { config, d: 0.0, dlr: 0.0 } });
+        let groups = groups.into_iter().map(|ParamGroup { params, config }| ParamGroup {
+            params,
+            config: StepConfig { config, d: 0.0, dlr: 0.0 },
+        });
         let mut stepper = Stepper::with_groups(groups.collect())?;
         let start = Estimate { d: first_config.d0, d_max: first_config.d0, numerator: 0.0, steps: 0.0 };
         stepper.set_shared(start.to_shared())?;
@@ -243,10 +247,10 @@ impl Prodigy {
 
     /// Applies a rule to the variables that are `wanted` and have a gradient and a learning rate above 0. `d` is the
     /// estimate, `dlr` the step size.
-    fn run<R: Rule<Config = Pass>>(&mut self, wanted: &impl Fn(&Var) -> bool, d: f64, dlr: f64) -> Result<()> {
+    fn run<R: Rule<Config = StepConfig>>(&mut self, wanted: &impl Fn(&Var) -> bool, d: f64, dlr: f64) -> Result<()> {
         for group in &mut self.stepper.groups {
-            let pass = group.config.get_mut()?;
-            (pass.d, pass.dlr) = (d, dlr);
+            let step_config = group.config.get_mut()?;
+            (step_config.d, step_config.dlr) = (d, dlr);
         }
         let mut items = self.stepper.items(wanted);
         items.retain(|item| item.config.config.lr > 0.0);

@@ -10,7 +10,7 @@ use crate::optim::rule::{Chunk, Kernels, Rule, Settings, StateKind, StateSlice, 
 
 /// The configuration of a group during a step.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Pass {
+pub(super) struct StepConfig {
     pub(super) config: ProdigyConfig,
     /// The estimate.
     pub(super) d: f64,
@@ -37,15 +37,15 @@ pub(super) fn states(config: &ProdigyConfig) -> SmallVec<[StateSpec; 4]> {
 
 impl Rule for Observe {
     const NAME: &'static str = NAME;
-    type Config = Pass;
-    const UPDATE: Update<Pass, f32> = observe::<f32>;
-    const UPDATE_F64: Option<Update<Pass, f64>> = Some(observe::<f64>);
-    const KERNELS: Option<Kernels<Pass>> = Some(Kernels {
+    type Config = StepConfig;
+    const UPDATE: Update<StepConfig, f32> = observe::<f32>;
+    const UPDATE_F64: Option<Update<StepConfig, f64>> = Some(observe::<f64>);
+    const KERNELS: Option<Kernels<StepConfig>> = Some(Kernels {
         prepare: "whole",
         step: "prodigy_step",
         before: &[("prodigy_observe", false), ("prodigy_estimate", true)],
         step_8bit: None,
-        settings: |Pass { config, .. }| Settings {
+        settings: |StepConfig { config, .. }| Settings {
             lr: config.lr,
             beta1: config.betas.0,
             beta2: config.betas.1,
@@ -66,12 +66,12 @@ impl Rule for Observe {
     });
     const ELEMENTWISE: bool = false;
 
-    fn validate(pass: &Pass) -> Result<()> {
-        pass.config.validate()
+    fn validate(step_config: &StepConfig) -> Result<()> {
+        step_config.config.validate()
     }
 
-    fn states(pass: &Pass, _dims: &[usize]) -> SmallVec<[StateSpec; 4]> {
-        states(&pass.config)
+    fn states(step_config: &StepConfig, _dims: &[usize]) -> SmallVec<[StateSpec; 4]> {
+        states(&step_config.config)
     }
 
     /// Returns the number of f32 values that take the space of the variable's two sums, which are f64.
@@ -79,44 +79,44 @@ impl Rule for Observe {
         4
     }
 
-    fn lr(pass: &mut Pass) -> &mut f64 {
-        &mut pass.config.lr
+    fn lr(step_config: &mut StepConfig) -> &mut f64 {
+        &mut step_config.config.lr
     }
 }
 
 impl Rule for Apply {
     const NAME: &'static str = NAME;
-    type Config = Pass;
-    const UPDATE: Update<Pass, f32> = apply::<f32>;
-    const UPDATE_F64: Option<Update<Pass, f64>> = Some(apply::<f64>);
+    type Config = StepConfig;
+    const UPDATE: Update<StepConfig, f32> = apply::<f32>;
+    const UPDATE_F64: Option<Update<StepConfig, f64>> = Some(apply::<f64>);
     const ELEMENTWISE: bool = false;
     const COUNTS: bool = false;
 
-    fn validate(pass: &Pass) -> Result<()> {
-        Observe::validate(pass)
+    fn validate(step_config: &StepConfig) -> Result<()> {
+        Observe::validate(step_config)
     }
 
-    fn states(pass: &Pass, dims: &[usize]) -> SmallVec<[StateSpec; 4]> {
-        Observe::states(pass, dims)
+    fn states(step_config: &StepConfig, dims: &[usize]) -> SmallVec<[StateSpec; 4]> {
+        Observe::states(step_config, dims)
     }
 
-    fn lr(pass: &mut Pass) -> &mut f64 {
-        Observe::lr(pass)
+    fn lr(step_config: &mut StepConfig) -> &mut f64 {
+        Observe::lr(step_config)
     }
 }
 
-fn observe<T: Real>(pass: &Pass, step: u64, chunk: Chunk<'_, T>) {
+fn observe<T: Real>(step_config: &StepConfig, step: u64, chunk: Chunk<'_, T>) {
     dispatch(
         #[inline(always)]
-        || observe_elements(pass, step, chunk),
+        || observe_elements(step_config, step, chunk),
     );
 }
 
 /// Updates the states of a variable, and writes two sums for the estimate to `chunk.sums`: the sum of `g * (p0 - p)`
 /// for the numerator, and the sum of the magnitudes of `s` for the denominator.
 #[inline(always)]
-fn observe_elements<T: Real>(pass: &Pass, step: u64, mut chunk: Chunk<'_, T>) {
-    let Pass { config, d, dlr } = pass;
+fn observe_elements<T: Real>(step_config: &StepConfig, step: u64, mut chunk: Chunk<'_, T>) {
+    let StepConfig { config, d, dlr } = step_config;
     let l2 = T::from_f64(if config.decouple { 0.0 } else { config.weight_decay });
     let Chunk { param, grad, states, sums, .. } = &mut chunk;
     let [StateSlice::Float(s), StateSlice::Float(p0), StateSlice::Float(exp_avg_sq), exp_avg @ ..] =
@@ -155,17 +155,17 @@ fn observe_elements<T: Real>(pass: &Pass, step: u64, mut chunk: Chunk<'_, T>) {
     }
 }
 
-fn apply<T: Real>(pass: &Pass, _step: u64, chunk: Chunk<'_, T>) {
+fn apply<T: Real>(step_config: &StepConfig, _step: u64, chunk: Chunk<'_, T>) {
     dispatch(
         #[inline(always)]
-        || apply_elements(pass, chunk),
+        || apply_elements(step_config, chunk),
     );
 }
 
 /// Updates the elements of a variable with the states that the first half of the step has updated.
 #[inline(always)]
-fn apply_elements<T: Real>(pass: &Pass, mut chunk: Chunk<'_, T>) {
-    let Pass { config, d, dlr } = pass;
+fn apply_elements<T: Real>(step_config: &StepConfig, mut chunk: Chunk<'_, T>) {
+    let StepConfig { config, d, dlr } = step_config;
     let (decay, l2) = if config.decouple { (config.weight_decay, 0.0) } else { (0.0, config.weight_decay) };
     // The decay is subtracted, because f32 would round the factor 1 - decay · dlr to 1 while the estimate is small.
     let (lost, l2) = (T::from_f64(decay * dlr), T::from_f64(l2));
