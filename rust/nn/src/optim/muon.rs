@@ -30,8 +30,8 @@ hyper_parameters! {
         /// Nesterov momentum: orthogonalize `(1 - momentum) * g + momentum * m` instead of m, where g is the gradient
         /// and m the new momentum.
         pub nesterov: bool,
-        /// Coefficients (a, b, c) of the Newton-Schulz iteration: X becomes `a X + b S X + c S^2 X`, where S is `X
-        /// X^T`.
+        /// Coefficients (a, b, c) of the Newton-Schulz iteration: X becomes `a X + b S X + c S^2 X`, where S is
+        /// `X X^T`.
         pub ns_coefficients: (f64, f64, f64),
         /// Above 0: the iteration starts with the matrix to orthogonalize, divided by the larger of its norm and `eps`.
         pub eps: f64,
