@@ -205,12 +205,12 @@ impl Region {
         state.versions = recording.versions;
         state.draws = draws;
         state.last_saved = recording.last_saved;
-        for (sequence, mut kept) in recording.kept {
-            if sequence == recording.last_saved {
+        for (operation, mut kept) in recording.kept {
+            if operation == recording.last_saved {
                 kept.forget_all_but(&recording.saved_by_last);
             }
             // A recomputation does not reach later operations.
-            if sequence <= recording.last_saved {
+            if operation <= recording.last_saved {
                 state.kept.push(kept);
             }
         }
@@ -262,7 +262,7 @@ impl Region {
         let inputs = self.inputs.get()?;
         let selective = self.policy == Policy::Selective;
         let scope = Scope::enter(Recorder::Recompute(Recomputing {
-            sequence: 0,
+            operations: 0,
             last_saved,
             expected,
             values: Vec::with_capacity(expected),
@@ -347,8 +347,8 @@ where
             let kept = StoredResults::new(op.name, results);
             RECORDERS.with_borrow_mut(|recorders| {
                 if let Some(Recorder::Record(recording)) = recorders.last_mut() {
-                    let sequence = recording.sequence;
-                    recording.kept.push((sequence, kept));
+                    let operation = recording.operations;
+                    recording.kept.push((operation, kept));
                 }
             });
             Ok((result, aux))
@@ -381,8 +381,8 @@ pub(crate) fn reads(tensors: &[&Tensor]) {
 /// Counts one more operation of the innermost checkpoint.
 fn begin_operation() {
     RECORDERS.with_borrow_mut(|recorders| match recorders.last_mut() {
-        Some(Recorder::Record(recording)) => recording.sequence += 1,
-        Some(Recorder::Recompute(recomputing)) => recomputing.sequence += 1,
+        Some(Recorder::Record(recording)) => recording.operations += 1,
+        Some(Recorder::Recompute(recomputing)) => recomputing.operations += 1,
         None => {}
     });
 }
@@ -391,7 +391,7 @@ fn begin_operation() {
 /// unless the operation itself saves the result.
 pub(crate) fn ends_here() -> bool {
     let is_last = |recorders: &Vec<Recorder>| match recorders.last() {
-        Some(Recorder::Recompute(recomputing)) => recomputing.sequence == recomputing.last_saved,
+        Some(Recorder::Recompute(recomputing)) => recomputing.operations == recomputing.last_saved,
         _ => false,
     };
     flags().recording() && RECORDERS.with_borrow(is_last)
@@ -409,8 +409,8 @@ pub(crate) fn save(raw: &Raw) -> Option<Saved> {
         Recorder::Record(recording) => {
             let index = recording.saved;
             recording.saved += 1;
-            if recording.last_saved != recording.sequence {
-                recording.last_saved = recording.sequence;
+            if recording.last_saved != recording.operations {
+                recording.last_saved = recording.operations;
                 recording.saved_by_last.clear();
             }
             recording.saved_by_last.push(raw.id());

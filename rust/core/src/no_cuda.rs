@@ -250,7 +250,7 @@ pub mod offload {
         ///
         /// # Errors
         /// None.
-        pub const fn left(&self) -> Result<()> {
+        pub const fn await_copy(&self) -> Result<()> {
             match self.0 {}
         }
 

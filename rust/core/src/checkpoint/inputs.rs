@@ -69,7 +69,7 @@ impl KeptInputs {
     /// # Errors
     /// [`Error::Device`](crate::Error::Device) if the driver reports an error.
     pub(super) fn settle(&self) -> Result<()> {
-        self.offloaded.iter().flat_map(|offloaded| &offloaded.parts).try_for_each(Away::left)
+        self.offloaded.iter().flat_map(|offloaded| &offloaded.parts).try_for_each(Away::await_copy)
     }
 
     /// The inputs, for a recomputation.

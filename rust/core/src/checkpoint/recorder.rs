@@ -21,11 +21,11 @@ pub(super) enum Recorder {
 /// The state of a function's first run, which counts the values that are saved and keeps expensive results.
 pub(super) struct Recording {
     pub(super) region: Arc<Region>,
-    /// Operations run so far.
-    pub(super) sequence: usize,
+    /// How many operations have begun. This is also the number of the operation that is running: numbers begin at 1.
+    pub(super) operations: usize,
     /// Values saved so far.
     pub(super) saved: usize,
-    /// The number of the last operation that saved a value; a recomputation ends with this operation.
+    /// The number of the last operation that saved a value, 0 if none has; a recomputation ends with this operation.
     pub(super) last_saved: usize,
     /// The values that the operation `last_saved` has saved.
     pub(super) saved_by_last: Vec<TensorId>,
@@ -40,7 +40,7 @@ impl Recording {
     pub(super) const fn new(region: Arc<Region>) -> Self {
         Self {
             region,
-            sequence: 0,
+            operations: 0,
             saved: 0,
             last_saved: 0,
             saved_by_last: Vec::new(),
@@ -61,8 +61,8 @@ impl Recording {
 
 /// The state of a later run of a function, which recomputes the saved values.
 pub(super) struct Recomputing {
-    /// Operations run so far.
-    pub(super) sequence: usize,
+    /// As [`Recording::operations`].
+    pub(super) operations: usize,
     /// The number of the operation with which the recomputation ends.
     pub(super) last_saved: usize,
     /// How many values the first run saved.

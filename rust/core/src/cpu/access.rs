@@ -157,6 +157,8 @@ pub(crate) fn read_all<R>(
     f: impl FnOnce(&[Operand<'_>]) -> Result<R>,
 ) -> crate::Result<R> {
     check_cpu(op, tensors)?;
+    // Candle calls an operation's function by shared reference and returns a tensor only. So the cells pass `f`, which
+    // can be called once, into the innermost operation, and its result out of it.
     let f = Cell::new(Some(f));
     let result = Cell::new(None);
     nest(op, tensors, &[], &|operands| {

@@ -83,8 +83,8 @@ pub(super) fn ln(x: f32) -> f32 {
     let low = s.mul_add(-0.5, k.mul_add(LN_2_LO, s * f * p));
     let y = k.mul_add(LN_2_HI, f + low);
     let y = if x < f32::INFINITY { y } else { x };
-    let below = if x == 0.0 { f32::NEG_INFINITY } else { f32::NAN };
-    if x > 0.0 { y } else { below }
+    let if_not_positive = if x == 0.0 { f32::NEG_INFINITY } else { f32::NAN };
+    if x > 0.0 { y } else { if_not_positive }
 }
 
 /// Hyperbolic tangent, within 1.5 ulp.
@@ -150,6 +150,7 @@ mod tests {
             return 0.0;
         }
         let size = rounded.abs().clamp(f32::MIN_POSITIVE, f32::MAX);
+        // Infinite at f32::MAX, where the distance to the next lower number takes its place.
         let unit = f64::from(f32::from_bits(size.to_bits() + 1) - size);
         (f64::from(got) - exact).abs() / if unit.is_finite() { unit } else { f64::from(size - size.next_down()) }
     }

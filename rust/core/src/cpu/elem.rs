@@ -119,6 +119,7 @@ fn f32_to_f16(x: f32) -> f16 {
     // 2^-24; the sum's bits less those of 0.5 are the multiplier.
     let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
     let finite = if magnitude < (127 - 14) << 23 { subnormal } else { normal };
+    // A quiet NaN for NaN, infinity for all others.
     let special = if magnitude > 0x7f80_0000 { 0x7e00 } else { 0x7c00 };
     // f32 magnitudes of 2^16 or more become infinity or NaN.
     let result = if magnitude >= (127 + 16) << 23 { special } else { finite };

@@ -1,8 +1,9 @@
 //! Folds over the middle one of three dimensions (outer, n, inner). Sums, maxima and minima use them.
 //!
-//! The n rows are cut into blocks, whose height depends only on the dimensions. Several threads fold the blocks, then
-//! the results of the blocks are folded in the same way, until one row is left. So the error of a sum grows with the
-//! logarithm of the number of blocks, and results do not depend on the number of threads.
+//! For each outer index, the elements are n rows of `inner` columns. The rows are cut into blocks, whose height depends
+//! only on the dimensions. Several threads fold the blocks, then the results of the blocks are folded in the same way,
+//! until one row is left. So the error of a sum grows with the logarithm of the number of blocks, and results do not
+//! depend on the number of threads.
 
 use super::pool::{GRAIN, SharedMut, par_ranges};
 use super::simd::{Real, dispatch};
@@ -73,7 +74,8 @@ pub(super) fn fold<T: Copy + Sync, A: Real, F: Fold>(
 ) -> Vec<A> {
     let tile = inner.clamp(1, TILE);
     let tiles = inner.div_ceil(tile);
-    // The rows of a block, and the number of blocks for each outer index.
+    // The rows of a block, and the number of blocks for each outer index. At least 32 rows, so that the results of the
+    // blocks are far fewer than the elements; at most 4096, which bounds the error of the sum of a block.
     let rows = (GRAIN / tile).clamp(32, 4096);
     let blocks = n.div_ceil(rows);
     if n == 0 {

@@ -175,13 +175,13 @@ fn check_dims(op: &'static str, dst: &Raw, src: &Raw) -> Result<()> {
 fn update_from<D: Stored, S: Stored>(
     dst: &mut CpuStorage,
     layout: &Layout,
-    src: Operand<'_>,
+    (src_storage, src_layout): Operand<'_>,
     kernel: &(dyn Fn(&mut [D], &[S]) + Sync),
 ) -> candle_core::Result<()> {
     if layout.shape().elem_count() == 0 {
         return Ok(());
     }
-    let src = View::new(elements::<S>(src)?, src.1, layout.dims());
+    let src = View::new(elements::<S>((src_storage, src_layout))?, src_layout, layout.dims());
     if let Some(src) = src.contiguous() {
         return update(dst, layout, &|dst, start| kernel(dst, &src[start..start + dst.len()]));
     }

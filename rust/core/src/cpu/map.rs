@@ -94,8 +94,8 @@ binary_function!(Minimum, "minimum", "The smaller of a and b, or NaN if either i
 /// it does not fit into memory.
 pub fn unary<F: Unary + Sync>(x: &Raw, f: F) -> Result<Raw> {
     let x = &untransposed(x)?;
-    dispatch_float!(x.dtype(), OP, T => read1(OP, x, |x| {
-        map::<T, T, 1>([x], x.1.dims(), &|[x], out| {
+    dispatch_float!(x.dtype(), OP, T => read1(OP, x, |(storage, layout)| {
+        map::<T, T, 1>([(storage, layout)], layout.dims(), &|[x], out| {
             let elements = out.iter_mut().zip(x);
             dispatch(
                 #[inline(always)]
@@ -167,8 +167,8 @@ pub fn cast(x: &Raw, dtype: DType) -> Result<Raw> {
     }
     let x = &untransposed(x)?;
     dispatch_float!(x.dtype(), "cast", S => dispatch_float!(dtype, "cast", D => {
-        read1("cast", x, |x| {
-            map::<S, D, 1>([x], x.1.dims(), &|[x], out| {
+        read1("cast", x, |(storage, layout)| {
+            map::<S, D, 1>([(storage, layout)], layout.dims(), &|[x], out| {
                 let elements = out.iter_mut().zip(x);
                 dispatch(
                     #[inline(always)]

@@ -380,7 +380,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn absurd_numbers_of_threads_are_errors() {
+    fn numbers_of_threads_outside_1_to_1024_are_errors() {
         for n in [0, MOST_THREADS + 1, usize::MAX] {
             let message = set_num_threads(n).unwrap_err().to_string();
             assert!(message.contains("expected 1 to 1024"), "{message}");

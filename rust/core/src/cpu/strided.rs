@@ -88,6 +88,8 @@ pub(super) fn for_each_run(axes: &[Axis], range: Range<usize>, mut f: impl FnMut
         f(position, offset + at * inner.stride, inner.stride, length);
         position += length;
         at = 0;
+        // Advance the outer indices by one, the last index first: an index that reaches its axis' size returns to 0,
+        // and the index before it advances.
         for (i, axis) in index.iter_mut().zip(outer).rev() {
             *i += 1;
             offset += axis.stride;

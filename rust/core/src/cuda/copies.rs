@@ -39,7 +39,7 @@ impl Event {
     }
 
     /// Make work that is queued in `stream` from now on wait for the event.
-    pub(super) fn before(&self, stream: CUstream) -> std::result::Result<(), DriverError> {
+    pub(super) fn make_wait(&self, stream: CUstream) -> std::result::Result<(), DriverError> {
         // SAFETY: as in `record`.
         unsafe { result::stream::wait_event(stream, self.0, CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT) }
     }
@@ -121,7 +121,7 @@ impl Copies {
     pub(super) fn fork(&self, compute: &CudaStream) -> std::result::Result<CUstream, DriverError> {
         compute.context().bind_to_thread()?;
         self.forked.record(compute.cu_stream())?;
-        self.forked.before(self.stream)?;
+        self.forked.make_wait(self.stream)?;
         self.is_ahead.store(true, Ordering::Release);
         Ok(self.stream)
     }
@@ -135,7 +135,7 @@ impl Copies {
         if self.is_ahead.swap(false, Ordering::AcqRel) {
             compute.context().bind_to_thread()?;
             self.joined.record(self.stream)?;
-            self.joined.before(compute.cu_stream())?;
+            self.joined.make_wait(compute.cu_stream())?;
         }
         Ok(())
     }

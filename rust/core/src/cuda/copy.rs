@@ -225,7 +225,7 @@ pub(super) unsafe fn copy_bytes(
     from: Member<'_>,
 ) -> Result<()> {
     let (tensors, shape) = strided(op, dims, [to, from])?;
-    let (y, x) = (Mut::new(to.address, to.bytes()), Const::new(from.address, from.bytes()));
+    let (y, x) = (Mut::new(to.address, to.unsigned_element()), Const::new(from.address, from.unsigned_element()));
     let function = gpu.function(&COPY_BYTES, byte_suffix(to.dtype))?;
     // SAFETY: the caller's promise.
     unsafe { function.launch(op, gpu, shape, CopyArguments { y, x, tensors }) }

@@ -43,7 +43,7 @@ struct Pools {
 static POOLS: Mutex<Pools> = Mutex::new(Pools { eager: Vec::new(), graphs: Vec::new() });
 
 /// The index of the smallest free buffer of `gpu` with at least `bytes`.
-fn free(pool: &[Arc<Buffer>], gpu: &'static Gpu, bytes: usize) -> Option<usize> {
+fn find_free(pool: &[Arc<Buffer>], gpu: &'static Gpu, bytes: usize) -> Option<usize> {
     let size = |buffer: &Arc<Buffer>| buffer.memory.len();
     let fits =
         |buffer: &Arc<Buffer>| Arc::strong_count(buffer) == 1 && std::ptr::eq(buffer.gpu, gpu) && size(buffer) >= bytes;
@@ -55,12 +55,12 @@ fn take(gpu: &'static Gpu, bytes: usize) -> Result<Arc<Buffer>> {
     let mut pools = POOLS.lock().unwrap_or_else(PoisonError::into_inner);
     let Pools { eager, graphs } = &mut *pools;
     if capture::is_capturing() {
-        if let Some(place) = free(graphs, gpu, bytes) {
+        if let Some(place) = find_free(graphs, gpu, bytes) {
             return Ok(graphs[place].clone());
         }
         // The driver allocates no pinned memory during a capture. But the function has run eagerly before, and the
         // buffers of that run are free now, so the recording takes one of them.
-        let Some(place) = free(eager, gpu, bytes) else {
+        let Some(place) = find_free(eager, gpu, bytes) else {
             let message = "a recording cannot allocate pinned memory, and the buffers that the function's last eager call \
                            has released are too few or too small; run the backward pass of that call, or drop the tensors \
                            that the function has kept";
@@ -70,7 +70,7 @@ fn take(gpu: &'static Gpu, bytes: usize) -> Result<Arc<Buffer>> {
         graphs.push(buffer.clone());
         return Ok(buffer);
     }
-    if let Some(place) = free(eager, gpu, bytes) {
+    if let Some(place) = find_free(eager, gpu, bytes) {
         return Ok(eager[place].clone());
     }
     let event = || Event::new().map_err(|error| driver_error(OP, error));
@@ -103,7 +103,7 @@ pub struct Away {
 
 impl Away {
     /// Queue a copy of a dense tensor to the host. The copy waits for all work that is queued on the device's stream
-    /// now. The tensor must live until [`left`](Self::left) is called or this value is dropped.
+    /// now. The tensor must live until [`await_copy`](Self::await_copy) is called or this value is dropped.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the system gives no more pinned memory, [`Error::Device`] if the tensor is not on a
@@ -129,12 +129,12 @@ impl Away {
     ///
     /// # Errors
     /// [`Error::Device`] if the driver reports an error.
-    pub fn left(&self) -> Result<()> {
+    pub fn await_copy(&self) -> Result<()> {
         if self.is_awaited.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
         let stream = self.buffer.gpu.stream().cu_stream();
-        self.buffer.downloaded.before(stream).map_err(|error| driver_error(OP, error))
+        self.buffer.downloaded.make_wait(stream).map_err(|error| driver_error(OP, error))
     }
 
     /// Queue a copy to new memory of the device. The copy runs in parallel with work that is queued later.
@@ -160,10 +160,10 @@ impl Away {
 
 impl Drop for Away {
     fn drop(&mut self) {
-        // An error may drop this value before `left` was called; even then nothing may reuse the tensor's memory before
-        // the copy is done. A failure is ignored: a driver that cannot queue this wait cannot queue work that reuses
-        // the memory either.
-        let _ = self.left();
+        // An error may drop this value before `await_copy` was called; even then nothing may reuse the tensor's memory
+        // before the copy is done. A failure is ignored: a driver that cannot queue this wait cannot queue work that
+        // reuses the memory either.
+        let _ = self.await_copy();
     }
 }
 
@@ -188,7 +188,7 @@ impl Arriving {
     fn join(&mut self) -> std::result::Result<(), candle_core::cuda_backend::cudarc::driver::DriverError> {
         if !std::mem::replace(&mut self.is_awaited, true) {
             self.buffer.gpu.stream().context().bind_to_thread()?;
-            self.buffer.uploaded.before(self.buffer.gpu.stream().cu_stream())?;
+            self.buffer.uploaded.make_wait(self.buffer.gpu.stream().cu_stream())?;
         }
         Ok(())
     }

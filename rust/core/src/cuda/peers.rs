@@ -18,13 +18,14 @@ use super::copies::Copies;
 use super::error::{driver_error, status_error};
 use super::gpu::Gpu;
 use super::launch::address;
-use super::streaming::is_over;
+use super::streaming::wait_for_copies;
 use crate::device::Link;
 use crate::streaming::Pages;
 use crate::{Error, Raw, Result, capture};
 
 const OP: &str = "stream_blocks";
-const CURE: &str = "stream from the host (stream_from: host)";
+/// What the errors of this file advise.
+const ADVICE: &str = "stream from the host (stream_from: host)";
 
 /// The address of a device on the PCI bus. All processes of the machine name the device by this address.
 ///
@@ -32,7 +33,7 @@ const CURE: &str = "stream from the host (stream_from: host)";
 /// [`Error::Device`] if `device` is not a CUDA device, or the driver reports an error.
 pub fn bus_id(device: &Device) -> Result<String> {
     const OP: &str = "bus_id";
-    peers::bus_id(current(OP, device)?).map_err(|status| status_error(OP, status))
+    peers::bus_id(make_current(OP, device)?).map_err(|status| status_error(OP, status))
 }
 
 /// How a device reads the memory of the device whose address on the bus is `bus_id`; see [`crate::device::link`].
@@ -41,7 +42,7 @@ pub fn bus_id(device: &Device) -> Result<String> {
 /// As [`bus_id`].
 pub fn link(device: &Device, bus_id: &str) -> Result<Option<Link>> {
     const OP: &str = "link";
-    let access = peers::access(current(OP, device)?, bus_id).map_err(|status| status_error(OP, status))?;
+    let access = peers::access(make_current(OP, device)?, bus_id).map_err(|status| status_error(OP, status))?;
     // Devices on NVLink have atomic operations on each other's memory; those on the bus do not.
     Ok(access.map(|access| match (access.is_direct, access.has_atomics) {
         (false, _) => Link::None,
@@ -51,7 +52,7 @@ pub fn link(device: &Device, bus_id: &str) -> Result<Option<Link>> {
 }
 
 /// Make a device current on this thread; returns the driver's number of the device.
-fn current(op: &'static str, device: &Device) -> Result<i32> {
+fn make_current(op: &'static str, device: &Device) -> Result<i32> {
     let context = Gpu::of_device(op, device)?.stream().context();
     context.bind_to_thread().map_err(|error| driver_error(op, error))?;
     Ok(context.cu_device())
@@ -61,6 +62,7 @@ fn current(op: &'static str, device: &Device) -> Result<i32> {
 /// its mappings of the other shards.
 struct Ledger {
     pages: Pages,
+    /// The number of processes.
     processes: usize,
 }
 
@@ -116,6 +118,7 @@ pub struct Shards {
     /// The shards of the other processes, indexed by process; None at the index of this process. Empty until
     /// [`open`](Self::open).
     opened: Vec<Option<Opened>>,
+    /// The number of processes.
     processes: usize,
     /// None until the ledger is open; process 0 creates the ledger.
     ledger: Option<Ledger>,
@@ -134,11 +137,11 @@ impl Shards {
         capture::refuse(OP)?;
         let copies = gpu.copies()?;
         sweep();
-        current(OP, device)?;
+        make_current(OP, device)?;
         let own = Exported::new(bytes).map_err(|status| allocation_error(bytes, status))?;
         let handle = own.handle().map_err(|status| {
             let message = format!(
-                "the memory of this GPU has no handle for other processes (error {} of the driver); {CURE}",
+                "the memory of this GPU has no handle for other processes (error {} of the driver); {ADVICE}",
                 status.0
             );
             Error::device(OP, message)
@@ -255,7 +258,7 @@ impl Shards {
 impl Drop for Shards {
     fn drop(&mut self) {
         let Some(shard) = self.own.take() else { return };
-        if !is_over(self.gpu, self.copies) {
+        if !wait_for_copies(self.gpu, self.copies) {
             // Leak the memory, which a copy may still use.
             std::mem::forget((std::mem::take(&mut self.opened), shard));
             return;
@@ -299,7 +302,7 @@ fn allocation_error(bytes: usize, status: Status) -> Error {
 
 fn unreachable_peer(process: usize, own_number: usize, status: Status) -> Error {
     let message = format!(
-        "GPU {own_number} of this machine cannot read the memory of GPU {process} (error {} of the driver); {CURE}",
+        "GPU {own_number} of this machine cannot read the memory of GPU {process} (error {} of the driver); {ADVICE}",
         status.0
     );
     Error::device(OP, message)

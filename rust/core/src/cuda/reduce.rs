@@ -8,7 +8,7 @@ use trainable_candle_cuda::kernels::reduce::{
 use super::copy::{contiguous, copy};
 use super::gpu::Gpu;
 use super::launch::{Kernel, Shape, accumulator, empty, input, output, suffix, suffixes};
-use crate::cpu::reduce::{around, check_dims, check_not_empty, groups, reduced_dims};
+use crate::cpu::reduce::{check_dims, check_not_empty, groups, outer_n_inner, reduced_dims};
 use crate::{Raw, Result};
 
 /// Does on a CUDA device what [`cpu::sum`](crate::cpu::sum) does on the CPU.
@@ -72,7 +72,8 @@ fn along(op: &'static str, x: &Raw, [outer, n, inner]: [usize; 3], (dtype, divis
 fn chunk_length(outer: usize, n: usize, inner: usize) -> usize {
     // Enough blocks to fill a large GPU, but `n` is not split into chunks shorter than `least`.
     const BLOCKS: usize = 1024;
-    // `tasks` is the number of blocks without a split: for a row each, or for 32 columns each.
+    // `tasks` is the number of blocks without a split: for a row each, or for 32 columns each. The values of `least`
+    // give each of a block's 256 threads 32 elements of a row, or 16 elements of a column.
     let (tasks, least) = if inner == 1 { (outer, 8192) } else { (outer * inner.div_ceil(32), 128) };
     n.div_ceil(BLOCKS.div_ceil(tasks.max(1))).max(least)
 }
@@ -99,6 +100,7 @@ fn reduce_chunks(
         (rows_kernel(op), Shape { block: [threads, rows, 1], ..shape })
     } else {
         let shape = Shape::linear(op, inner.div_ceil(32), 32)?;
+        // At most 65,535 blocks fit along the second axis of a grid; a block of the kernel loops over several tasks.
         let tasks = (outer * chunks).min(65_535) as u32;
         (columns_kernel(op), Shape { grid: [shape.grid[0], tasks, 1], block: [32, 8, 1], shared: 0 })
     };
@@ -152,7 +154,7 @@ fn lines(op: &'static str, kernel: &Kernel<Argmax>, x: &Raw, dim: usize, dims: &
     if y.elem_count() == 0 {
         return Ok(y);
     }
-    let [outer, n, inner] = around(x.dims(), dim);
+    let [outer, n, inner] = outer_n_inner(x.dims(), dim);
     let shape = Shape::threads(op, outer * inner * 32)?;
     let [outer, n, inner] = [outer, n, inner].map(|size| size as u64);
     let arguments = Argmax { y: output(op, &y)?, x: input(op, &x)?, outer, n, inner };

@@ -40,16 +40,27 @@ unsafe impl Send for Bytes {}
 /// The thread that queues copies from pageable memory in a device's stream of copies. The thread lives as long as the
 /// process.
 pub(super) struct Staging {
-    /// The sender of jobs to the thread, and the number of jobs sent.
-    jobs: Mutex<(Sender<Job>, u64)>,
+    sent: Mutex<Sent>,
     progress: Arc<Progress>,
+}
+
+/// The sender of jobs to the thread, and the number of jobs sent.
+struct Sent {
+    sender: Sender<Job>,
+    count: u64,
 }
 
 #[derive(Default)]
 struct Progress {
-    /// The number of jobs that are done: their copies are queued, or have failed. Then the first error.
-    done: Mutex<(u64, Option<String>)>,
+    done: Mutex<Done>,
     changed: Condvar,
+}
+
+/// The number of jobs that are done: their copies are queued, or have failed. Also the first error of a job.
+#[derive(Default)]
+struct Done {
+    count: u64,
+    error: Option<String>,
 }
 
 /// The address of a stream as a number, which may be sent to another thread.
@@ -67,9 +78,9 @@ impl Staging {
                 let result = run(gpu, stream, &job);
                 drop(job);
                 let mut done = shared.done.lock().unwrap_or_else(PoisonError::into_inner);
-                done.0 += 1;
-                if let (Err(error), None) = (result, &done.1) {
-                    done.1 = Some(error.to_string());
+                done.count += 1;
+                if let (Err(error), None) = (result, &done.error) {
+                    done.error = Some(error.to_string());
                 }
                 shared.changed.notify_all();
             }
@@ -78,30 +89,30 @@ impl Staging {
         thread.map_err(|error| {
             Error::device(OP, format!("cannot start the thread that copies streamed blocks: {error}"))
         })?;
-        Ok(Self { jobs: Mutex::new((sender, 0)), progress })
+        Ok(Self { sent: Mutex::new(Sent { sender, count: 0 }), progress })
     }
 
     /// Adds a job and returns its number.
     pub(super) fn queue(&self, job: Job) -> Result<u64> {
-        let mut jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
-        jobs.0.send(job).map_err(|_| Error::device(OP, "the thread that copies streamed blocks has ended"))?;
-        jobs.1 += 1;
-        Ok(jobs.1)
+        let mut sent = self.sent.lock().unwrap_or_else(PoisonError::into_inner);
+        sent.sender.send(job).map_err(|_| Error::device(OP, "the thread that copies streamed blocks has ended"))?;
+        sent.count += 1;
+        Ok(sent.count)
     }
 
     /// Waits until the copies of job `number` and of all earlier jobs are queued. Returns the first error of any job so
     /// far.
     pub(super) fn wait(&self, number: u64) -> Result<()> {
         let mut done = self.progress.done.lock().unwrap_or_else(PoisonError::into_inner);
-        while done.0 < number {
+        while done.count < number {
             done = self.progress.changed.wait(done).unwrap_or_else(PoisonError::into_inner);
         }
-        done.1.as_ref().map_or(Ok(()), |error| Err(Error::device(OP, error.clone())))
+        done.error.as_ref().map_or(Ok(()), |error| Err(Error::device(OP, error.clone())))
     }
 
     /// Waits until the copies of all jobs are queued. Returns the first error of any job so far.
     pub(super) fn wait_for_all(&self) -> Result<()> {
-        let number = self.jobs.lock().unwrap_or_else(PoisonError::into_inner).1;
+        let number = self.sent.lock().unwrap_or_else(PoisonError::into_inner).count;
         self.wait(number)
     }
 }

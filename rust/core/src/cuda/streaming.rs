@@ -13,7 +13,7 @@ use std::sync::{Arc, LazyLock};
 
 use candle_core::Device;
 use candle_core::cuda_backend::cudarc::driver::result;
-use trainable_candle_cuda::host::{self, Pinned as Own};
+use trainable_candle_cuda::host::{self, Pinned};
 use trainable_candle_cuda::{mapped, peers, upload};
 
 use super::copies::{Copies, Event};
@@ -29,7 +29,7 @@ use crate::{Error, Raw, Result, capture};
 const OP: &str = "stream_blocks";
 
 /// The most bytes of pinned memory that the streamed weights and the tensors of `mapped.rs` may take in this process.
-/// There is no limit if the variable is not set or is not a number.
+/// There is no limit if the environment variable `TRAINABLE_CANDLE_PINNED_BYTES` is not set or is not a number.
 static LIMIT: LazyLock<usize> = LazyLock::new(|| {
     let given = std::env::var("TRAINABLE_CANDLE_PINNED_BYTES").ok();
     given.and_then(|text| text.parse().ok()).unwrap_or(usize::MAX)
@@ -132,21 +132,21 @@ impl Copier {
         if !may_pin(bytes) {
             return Err(out_of_memory());
         }
-        let memory = Own::new(bytes)
+        let memory = Pinned::new(bytes)
             .map_err(|status| if status.is_out_of_memory() { out_of_memory() } else { status_error(OP, status) })?;
         TAKEN.fetch_add(bytes, Ordering::AcqRel);
-        Ok(self.kept(Memory::Own(memory)))
+        Ok(self.host_memory(Memory::Own(memory)))
     }
 
     /// `memory`, with the device whose copies read it.
-    const fn kept(&self, memory: Memory) -> HostMemory {
+    const fn host_memory(&self, memory: Memory) -> HostMemory {
         HostMemory { memory, gpu: self.gpu, copies: self.copies }
     }
 
     /// `bytes` as pageable memory from which copies read.
     fn pageable(&self, bytes: Vec<u8>) -> HostMemory {
         self.copies.pageable().fetch_add(1, Ordering::AcqRel);
-        self.kept(Memory::Pageable(bytes))
+        self.host_memory(Memory::Pageable(bytes))
     }
 
     /// Whether [`start_staging`](Self::start_staging) was called.
@@ -164,9 +164,9 @@ impl Copier {
         self.copies.start_staging(self.gpu)
     }
 
-    /// Copy `kept` to pageable memory.
-    pub fn unpinned(&self, kept: &HostMemory) -> HostMemory {
-        self.pageable(kept.bytes().to_vec())
+    /// Copy `memory` to pageable memory.
+    pub fn unpinned(&self, memory: &HostMemory) -> HostMemory {
+        self.pageable(memory.bytes().to_vec())
     }
 
     /// Pin memory that other processes share. If the limit or the system does not allow this, the memory stays
@@ -195,7 +195,7 @@ impl Copier {
 
     /// The bytes `range` of shared memory, as memory from which copies read.
     pub fn part(&self, registered: &Arc<Registered>, range: Range<usize>) -> HostMemory {
-        self.kept(Memory::Shared(registered.clone(), range))
+        self.host_memory(Memory::Shared(registered.clone(), range))
     }
 
     /// Queue copies to `slot` after all work that is queued now. Each part has a source and a tensor in the slot.
@@ -207,7 +207,7 @@ impl Copier {
     /// has more bytes than its tensor, or is in a shard that is not open.
     pub fn copy(&self, slot: usize, parts: &[(Source<'_>, Raw)], owner: &Arc<impl Any + Send + Sync>) -> Result<()> {
         recorder::check_thread(OP)?;
-        let is_staged = parts.iter().any(|(from, _)| matches!(from, Source::Host(kept) if kept.is_pageable()));
+        let is_staged = parts.iter().any(|(from, _)| matches!(from, Source::Host(memory) if memory.is_pageable()));
         if is_staged && recorder::is_capturing_anywhere() {
             let message = "the system gives too little pinned memory for the streamed blocks, and a CUDA graph cannot copy from other \
                 memory; run the step without a graph, or stream fewer blocks";
@@ -222,7 +222,7 @@ impl Copier {
         for (from, to) in parts {
             let size = to.elem_count() * to.dtype().size_in_bytes();
             let needed = match from {
-                Source::Host(kept) => kept.bytes().len(),
+                Source::Host(memory) => memory.bytes().len(),
                 Source::Peer(_, _, range) => range.len(),
             };
             if needed > size {
@@ -231,15 +231,15 @@ impl Copier {
             }
             let to = address(OP, to)?;
             // All host memory of the unit, pinned or not, goes through the staging thread, which then records `filled`.
-            if is_staged && let Source::Host(kept) = from {
-                job.parts.push((to, Bytes { address: kept.bytes().as_ptr(), len: kept.bytes().len() }));
+            if is_staged && let Source::Host(memory) = from {
+                job.parts.push((to, Bytes { address: memory.bytes().as_ptr(), len: memory.bytes().len() }));
                 continue;
             }
             // SAFETY: the slot is large enough. The source is in pinned memory or on a device. The source lives until
             // the copy is done, because its owner waits for the stream before it frees the memory.
             let queued = unsafe {
                 match from {
-                    Source::Host(kept) => upload::copy_pinned(to, kept.bytes().as_ptr(), needed, stream.cast()),
+                    Source::Host(memory) => upload::copy_pinned(to, memory.bytes().as_ptr(), needed, stream.cast()),
                     Source::Peer(shards, process, range) => {
                         peers::copy(to, shards.address(*process)? + range.start as u64, needed, stream.cast())
                     }
@@ -263,7 +263,7 @@ impl Copier {
         if let Some(staging) = self.copies.staging() {
             staging.wait(self.jobs[slot].load(Ordering::Acquire))?;
         }
-        self.filled[slot].before(self.gpu.stream().cu_stream()).map_err(|error| driver_error(OP, error))
+        self.filled[slot].make_wait(self.gpu.stream().cu_stream()).map_err(|error| driver_error(OP, error))
     }
 }
 
@@ -296,7 +296,7 @@ impl Drop for Registered {
 
 enum Memory {
     /// Pinned memory of this process alone.
-    Own(Own),
+    Own(Pinned),
     /// Memory of this process alone that is not pinned.
     Pageable(Vec<u8>),
     /// A part of memory that other processes share.
@@ -341,9 +341,9 @@ impl HostMemory {
     }
 }
 
-/// Wait until no copy of a device runs any more. Returns false if a copy may still run, because the wait has failed or
-/// a graph is being captured: during a capture the host cannot wait for the streams.
-pub(super) fn is_over(gpu: &Gpu, copies: &Copies) -> bool {
+/// Wait until no copy of a device runs any more, and return true. Returns false if a copy may still run, because the
+/// wait has failed or a graph is being captured: during a capture the host cannot wait for the streams.
+pub(super) fn wait_for_copies(gpu: &Gpu, copies: &Copies) -> bool {
     let wait = || {
         gpu.stream().context().bind_to_thread()?;
         // SAFETY: the streams live as long as the process.
@@ -366,7 +366,7 @@ impl Drop for HostMemory {
             Memory::Shared(..) => {}
         }
         // Pageable memory needs no wait: a job that reads it keeps it alive.
-        if !self.is_pageable() && !is_over(self.gpu, self.copies) {
+        if !self.is_pageable() && !wait_for_copies(self.gpu, self.copies) {
             // Leak the memory, which a copy may still read.
             match &mut self.memory {
                 Memory::Own(own) => own.leak(),

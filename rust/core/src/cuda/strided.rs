@@ -40,7 +40,7 @@ impl<'a> Member<'a> {
     }
 
     /// The unsigned integer type with the size of the tensor's elements, for kernels that only copy elements.
-    pub fn bytes(&self) -> Element {
+    pub fn unsigned_element(&self) -> Element {
         Element::of_bytes(self.dtype.size_in_bytes())
     }
 }

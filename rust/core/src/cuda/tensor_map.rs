@@ -134,6 +134,7 @@ impl Encoder {
     ) -> Result<TensorMap> {
         let [batch, height, width, channels] = image.map(u64::from);
         let shape = [channels, width, height, batch];
+        // The driver reads the strides of three dimensions, and not the size of the tensor after them.
         let distances = self.distances(&shape);
         // The driver expects (width, height).
         let corner = |[y, x]: [i64; 2]| [x as i32, y as i32];

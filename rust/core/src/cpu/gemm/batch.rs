@@ -71,8 +71,8 @@ fn write_product(op: &'static str, dst: &Raw, a: &Raw, b: &Raw, alpha: f64, accu
     }
 }
 
-/// Checks that `dst` is contiguous or a range of the columns of a matrix, and has the product's shape. Its dtype must
-/// be `operand_dtype`; if `operand_dtype` is f16 or bf16, it may also be f32.
+/// Checks that `dst` has the product's shape, and is contiguous or a range of the columns of a matrix. The dtype of
+/// `dst` must be `operand_dtype`; if `operand_dtype` is f16 or bf16, the dtype may also be f32.
 pub(crate) fn check_destination(op: &'static str, plan: &Plan, dst: &Raw, operand_dtype: DType) -> Result<()> {
     if dst.dims() != plan.dims.as_slice() {
         let message = format!("found a destination of shape {:?}, expected {:?}", dst.dims(), plan.dims);
@@ -206,6 +206,7 @@ impl Plan {
             return;
         }
         if self.m == 1 && self.batch.is_empty() && axis.strides[1] == 0 {
+            // Each index has one row, so the rows are evenly spaced by the stride of the batch dimension.
             self.m = axis.size;
             self.a[0] = axis.strides[0];
         } else if self.batch.is_empty() && axis.strides[1] == 0 && axis.strides[0] == self.m * self.a[0] {

@@ -115,6 +115,7 @@ where
         let [rows, columns] = block_size(shape, [self.m, self.n], threads.div_ceil(batch));
         let grid = [self.m.div_ceil(rows), self.n.div_ceil(columns)];
         let blocks = grid[0] * grid[1];
+        // The number of blocks in a task: about MIN_WORK multiply-adds, at least one block.
         let grain = if threads == 1 { batch * blocks } else { (MIN_WORK / (work / blocks).max(1)).max(1) };
         let this = &self;
         pool::par_ranges(batch * blocks, grain, |range| {
@@ -159,6 +160,7 @@ where
 
     /// Computes a thin block on the calling thread. The columns of `a` are contiguous.
     unsafe fn outer(self, shape: TileShape) {
+        // One panel takes all columns of `b`.
         let shape = TileShape { columns: self.n.next_multiple_of(4), ..shape };
         let stretch = self.k.min(OUTER_K);
         // The rows after the last whole register are packed.
@@ -227,7 +229,8 @@ where
     /// Computes a block on the calling thread. `a` is packed. `b` is packed too, except that the panels of a small `b`
     /// that have a multiple of 4 columns are read in place.
     unsafe fn packed(self, shape: TileShape) {
-        // `k` is cut into stretches of the same length, at most MAX_K; the last may be shorter.
+        // `k` is cut into stretches of the same length, at most MAX_K; the last may be shorter. The length of several
+        // stretches is a multiple of 16, because `pack` transposes 16 steps at a time.
         let stretch = self.k.div_ceil(self.k.div_ceil(MAX_K).max(1)).next_multiple_of(16).min(self.k);
         let len_a = packed_len(shape, Along::Rows, self.m, stretch);
         let in_place = self.b.is_small(self.n, self.k);
@@ -248,6 +251,7 @@ where
                     pack(a, shape, Along::Rows, self.a.at(0, p), self.m, k);
                     for j in (0..self.n).step_by(shape.columns) {
                         let n = shape.columns.min(self.n - j);
+                        // The next panel of `b` is prefetched during this one. After the last panel, `ahead` is empty.
                         let next = j + n;
                         let ahead = self.b.at(next.min(self.n - 1), p).ahead(shape.columns.min(self.n - next), k);
                         let b = if in_place && n.is_multiple_of(4) {
@@ -324,15 +328,15 @@ impl<T: Elem> Side<T> {
         is_accumulator::<T>() && extent * size_of::<T>() < MAX_IN_PLACE
     }
 
-    /// The contiguous runs of the first `len × k` elements, to be prefetched; no runs if neither stride is 1.
+    /// The contiguous ranges of the first `len × k` elements, to be prefetched; no ranges if neither stride is 1.
     fn ahead(self, len: usize, k: usize) -> Ahead {
-        let (runs, run, stride) = match (self.outer, self.inner) {
+        let (ranges, range_len, stride) = match (self.outer, self.inner) {
             (_, 1) => (len, k, self.outer),
             (1, _) => (k, len, self.inner),
             _ => (0, 0, 0),
         };
         let size = size_of::<T>();
-        Ahead { ptr: self.ptr.cast(), runs, len: run * size, stride: stride * size }
+        Ahead { ptr: self.ptr.cast(), ranges, len: range_len * size, stride: stride * size }
     }
 
     /// The method for a thin product whose large operand is `self` and whose small operand has `columns` columns.

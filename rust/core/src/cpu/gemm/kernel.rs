@@ -72,13 +72,14 @@ pub struct Target<T> {
     pub accumulate: bool,
 }
 
-/// Memory that will be read next: `runs` contiguous ranges of `len` bytes each, whose starts are `stride` bytes apart.
+/// Memory that will be read next: `ranges` contiguous ranges of `len` bytes each. The starts of neighbouring ranges are
+/// `stride` bytes apart.
 #[derive(Clone, Copy)]
 pub struct Ahead {
     /// The first byte.
     pub ptr: *const u8,
     /// The number of ranges that are not yet prefetched.
-    pub runs: usize,
+    pub ranges: usize,
     /// The length of a range in bytes.
     pub len: usize,
     /// Distance between the starts of neighbouring ranges, in bytes.
@@ -104,20 +105,20 @@ pub fn prefetch(address: *const u8) {
 impl Ahead {
     /// Returns how often [`fetch`](Self::fetch) must be called to prefetch all ranges.
     fn lines(&self) -> usize {
-        self.runs * self.len.div_ceil(LINE)
+        self.ranges * self.len.div_ceil(LINE)
     }
 
     /// Prefetches the cache line at `offset` bytes in the first remaining range, then advances `offset` by a line.
     /// After the last line of a range, drops the range and resets `offset`. Does nothing if no range remains.
     #[inline(always)]
     fn fetch(&mut self, offset: &mut usize) {
-        if self.runs > 0 {
+        if self.ranges > 0 {
             prefetch(self.ptr.wrapping_add(*offset));
             *offset += LINE;
             if *offset >= self.len {
                 *offset = 0;
                 self.ptr = self.ptr.wrapping_add(self.stride);
-                self.runs -= 1;
+                self.ranges -= 1;
             }
         }
     }

@@ -160,7 +160,7 @@ unsafe fn transpose<T: Elem>(dst: *mut T::Acc, src: Side<T>, rows: usize, width:
 }
 
 /// Copies the first `steps` elements of each of the first [`BLOCK`] rows of `src`, converted to the accumulator's type.
-/// If `src` has fewer `rows`, the remaining rows of `copied` become zeros.
+/// Only the first `rows` rows of `src` are read; any further rows of `copied` become zeros.
 unsafe fn convert<T: Elem>(copied: &mut [[T::Acc; STEPS]; BLOCK], src: Side<T>, rows: usize, steps: usize) {
     dispatch(
         #[inline(always)]

@@ -7,6 +7,7 @@ use crate::cpu::pool::tests::with_1_and_n_threads;
 
 /// Returns pseudorandom numbers from -1 to 1, rounded to `T`.
 fn numbers<T: Elem>(len: usize, seed: u64) -> Vec<T> {
+    // Knuth's MMIX generator. The upper 24 of its 64 bits are a number from 0 to 2^24 - 1.
     let mut state = seed;
     (0..len)
         .map(|_| {

@@ -16,8 +16,8 @@ pub(super) fn select(op: &'static str, mask: &Raw, a: &Raw, b: &Raw, dims: &[usi
         let members = [Member::new(op, &y)?, Member::new(op, mask)?, Member::new(op, a)?, Member::new(op, b)?];
         let (tensors, shape) = strided(op, dims, members)?;
         let [to, mask, a, b] = members;
-        let [a, b] = [a, b].map(|from| Const::new(from.address, from.bytes()));
-        let arguments = Select { y: Mut::new(to.address, to.bytes()), mask: mask.input(), a, b, tensors };
+        let [a, b] = [a, b].map(|from| Const::new(from.address, from.unsigned_element()));
+        let arguments = Select { y: Mut::new(to.address, to.unsigned_element()), mask: mask.input(), a, b, tensors };
         // SAFETY: the strides stay inside of the tensors.
         unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
