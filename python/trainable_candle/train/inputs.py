@@ -25,7 +25,7 @@ SHARE: Final = "share"
 """The name of the input that is the weight of a batch's loss in the loss of its step."""
 
 
-class Given(NamedTuple):
+class BatchInputs(NamedTuple):
     """The inputs of the loss of one of a step's batches, and what is known about the batch."""
 
     number: int
@@ -55,7 +55,7 @@ class StepInputs(Generic[Batch]):
         """The number of batches that all processes together use in a step."""
         return self.gradient_accumulation * self.group.size
 
-    def of_step(self, first: int) -> list[Given]:
+    def of_step(self, first: int) -> list[BatchInputs]:
         """Make the inputs of a step for the batches of this process.
 
         Args:
@@ -69,7 +69,7 @@ class StepInputs(Generic[Batch]):
         if self.weigh is None:
             equal = 1.0 / self.batches_in_step
             return [
-                Given(number, inputs, equal, amount)
+                BatchInputs(number, inputs, equal, amount)
                 for number, (inputs, _, amount) in zip(numbers, made, strict=True)
             ]
         # With several processes, no process knows the others' weights before the step; `sum_up`
@@ -83,7 +83,7 @@ class StepInputs(Generic[Batch]):
             # The share is a tensor, because a replayed CUDA graph reads its inputs again, but
             # repeats the value that a Python number had during the recording.
             named = {**inputs, SHARE: tc.tensor(share, device=device)}
-            given.append(Given(number, named, weight / divisor, amount))
+            given.append(BatchInputs(number, named, weight / divisor, amount))
         return given
 
     def _of_batch(self, number: int) -> tuple[Any, float, float]:

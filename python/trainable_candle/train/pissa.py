@@ -68,10 +68,12 @@ class PissaStart:
         self._model = model
         self._trained = trained
         self._subtracted: TrainingAdapter | None = None
+        """The frozen LoRA with the factors A0 and B0."""
         # From now on, the model's adapter is the one for files, so that this adapter can be merged
         # after training. During training, the layers apply the trained LoRA instead.
         model.remove_adapter()
         self._written = model.add_adapter(doubled(trained.config))
+        """The LoRA for files: its first ranks are A and B, the other ranks are A0 and -B0."""
         self._written.set_enabled(False)
         trained.set_enabled(True)
 
@@ -92,7 +94,8 @@ class PissaStart:
                 continue
             up, rank = parameters[layer + _UP], down.shape[0]
             principal = pissa(self._model.get_tensor(f"{layer}.weight"), rank, seed)
-            # The product of the factors is the principal part divided by the scale.
+            # The layer multiplies B A by the scale. So the product of the factors is the principal
+            # part divided by the scale: each factor is divided by the scale's square root.
             multiplier = scale_of(self._trained.config, layer, rank) ** -0.5
             a, b = (var.detach().to("cpu").to("f32").numpy().copy() for var in (down, up))
             a[: principal.rank] = multiplier * principal.down
@@ -128,8 +131,9 @@ class PissaStart:
         """Return the trained LoRA minus its start, as a LoRA on the original weights."""
         trained = self._trained.named_parameters()
         for name, var in self._named_written().items():
-            own = trained[name].detach().to(var.dtype)
-            var.set(tc.cat([own, _signed(name, self._start_of(name, var))], _axis(name)))
+            # [B, -B0] [A; A0] = B A - B0 A0
+            factor = trained[name].detach().to(var.dtype)
+            var.set(tc.cat([factor, _signed(name, self._start_of(name, var))], _axis(name)))
         return self._written
 
     def finish(self) -> AdapterSet:
@@ -152,11 +156,12 @@ class PissaStart:
         return _signed(name, written.detach().narrow(axis, rank, rank))
 
     def _set(self, start: Mapping[str, Tensor]) -> None:
-        """Write `start` to the frozen LoRA and to the second halves of the factors for files."""
+        """Write `start` to a new frozen LoRA and to both halves of the factors for files."""
         frozen = {}
         config = self._trained.config
         for name, var in self._named_written().items():
             value = start[name].to(var.device).to(var.dtype)
+            # The halves cancel until `for_files` sets the first half to the trained factor.
             var.set(tc.cat([value, _signed(name, value)], _axis(name)))
             # The scale goes into B0, because a file without alphas has the scale 1.
             if name.endswith(_UP):

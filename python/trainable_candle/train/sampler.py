@@ -84,6 +84,7 @@ class Guided:
         self._model = model
         self._scale = scale
         self._rescale = rescale
+        # The conditioning of each call of the model.
         if scale == 1.0:
             self._calls = [dict(positive)]
         elif batched:

@@ -31,36 +31,36 @@ class Saver:
         self,
         folder: Path,
         snapshot: Callable[[], Snapshot],
-        more: Callable[[Path], None],
-        then: Callable[[], None],
+        write_others: Callable[[Path], None],
+        when_complete: Callable[[], None],
     ) -> None:
         """Wait until the previous checkpoint is complete, then begin a checkpoint.
 
         Args:
             folder: the final folder of the checkpoint.
             snapshot: copies the values of the checkpoint to host memory.
-            more: takes the folder that is being written, and writes further files to it, itself or
-                by `submit`.
-            then: called when the checkpoint has its final name.
+            write_others: takes the folder that is being written, and writes further files to it,
+                at once or in jobs that it gives to `submit`.
+            when_complete: called in the background when the checkpoint has its final name.
 
         Raises:
             OSError: this checkpoint cannot be begun, or an earlier one could not be written.
-            Exception: any error of `snapshot`, `more`, or a job that was submitted before.
+            Exception: any error of `snapshot`, `write_others`, or a job that was submitted before.
         """
         self.wait()
         self._draft = draft = Draft(folder)
         try:
             self._writer.submit(partial(draft.write, snapshot()))
-            more(draft.path)
+            write_others(draft.path)
             self._writer.submit(draft.finish)
-            self._writer.submit(then)
+            self._writer.submit(when_complete)
         except BaseException:
             self.settle()
             draft.discard()
             raise
 
     def submit(self, job: Callable[[], object]) -> None:
-        """Run `job` after the jobs that were submitted so far; for errors of these, see `check`."""
+        """Run `job` after the jobs submitted so far; for errors of those jobs, see `check`."""
         self.check()
         self._writer.submit(job)
 

@@ -29,7 +29,7 @@ _STATE: Final = "state.json"
 _PARTIAL: Final = ".partial"
 """The suffix of a folder that is being written."""
 _REPLACED: Final = ".replaced"
-"""The suffix that an old checkpoint gets while a new one takes its name; then it is removed."""
+"""The suffix of an old checkpoint while a new one takes its name; then the old one is removed."""
 _REMOVED: Final = ".removed"
 """The suffix of a folder that is being removed."""
 _ADVICE: Final = "resume with the settings that the run was started with"
@@ -178,8 +178,8 @@ class Draft:
         """Rename the temporary folder to its final name.
 
         An older checkpoint of that name is removed. If the process is killed during the renaming,
-        the old or the new checkpoint remains. The old checkpoint may then have another name;
-        `restore` gives it back its own.
+        the old or the new checkpoint remains. If only the old one remains, it may still have the
+        suffix `.replaced`, which `restore` removes.
 
         Raises:
             OSError: a folder cannot be renamed.
@@ -245,8 +245,8 @@ def load(folder: Path, parameters: Mapping[str, Var], optimizer: Optimizer) -> R
     for name, var in parameters.items():
         var.set(stored[name].to(var.device))
     try:
-        # Load the optimizer's state after setting the variables. The state has f32 copies of the
-        # variables, and the optimizer would replace a copy if its variable were set afterwards.
+        # Load the optimizer's state after setting the variables. The state may have f32 copies of
+        # f16 and bf16 variables. If a variable were set later, its copy would be replaced.
         optimizer.load_state_dict(optimizer_state)
     except Error as error:
         raise WeightsFormatError(

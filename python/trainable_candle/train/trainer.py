@@ -18,7 +18,7 @@ from trainable_candle.errors import Error, NonFiniteError, OutOfMemoryError
 from trainable_candle.train import state as run_state
 from trainable_candle.train.epochs import is_due
 from trainable_candle.train.graphs import PassGraphs
-from trainable_candle.train.inputs import SHARE, Given, StepInputs
+from trainable_candle.train.inputs import SHARE, BatchInputs, StepInputs
 from trainable_candle.train.interrupt import InterruptGuard
 from trainable_candle.train.saver import Saver
 
@@ -40,7 +40,10 @@ Inputs: TypeAlias = Mapping[str, "Tensor"]
 """The inputs of a loss by name, on the device of the parameters."""
 
 MAX_SKIPPED: Final = 50
-"""A run fails after this many skipped steps in a row, which divide the loss scale by 2**50."""
+"""A run fails after this many skipped steps in a row.
+
+They divide the loss scale by 2**50 if the scaler has its default `backoff_factor`, 0.5.
+"""
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,9 @@ class Trainer(Generic[Batch]):
         data: the source of batches.
         inputs: takes a batch, returns tensors by name, which `loss` takes in place of the batch.
         weigh: needs `inputs`; takes a batch, returns its weight, above 0. The loss of a step is the
-            mean with these weights. `loss` also gets the input `share`, which it may ignore. By
-            default batches count equally.
+            mean with these weights. `loss` also gets the input `share`, the weight times a factor
+            that is the same for the whole step; it may ignore `share`. By default batches count
+            equally.
         cuda_graphs: the number of batch shapes for which the forward and backward passes are kept
             as CUDA graphs (`tc.cuda.capture`); 0: none. Needs `inputs`; has no effect on the CPU.
             `loss` must launch the same operations for all batches of a shape.
@@ -161,7 +165,7 @@ class Trainer(Generic[Batch]):
         # The first batch of a step clears the gradients, so its passes are a graph of their own.
         graphs_per_shape = min(gradient_accumulation, 2) if inputs and self._on_gpu else 0
         self._graphs = PassGraphs(self._pass, cuda_graphs * graphs_per_shape)
-        self._batches = 0
+        self._batches_used = 0
         """The number of batches that all processes have used."""
         self._seed = tc.get_rng_state()[0] if seed is None else seed
         self._step_inputs = StepInputs(
@@ -174,7 +178,7 @@ class Trainer(Generic[Batch]):
             weigh=weigh,
             count=count,
         )
-        self._ready: list[Given] | None = None
+        self._ready: list[BatchInputs] | None = None
         """The inputs of the next step, if they are made already."""
         self._scheduler = scheduler
         self._max_grad_norm = max_grad_norm
@@ -261,13 +265,14 @@ class Trainer(Generic[Batch]):
             NonFiniteError: see `train`.
         """
         started = time.perf_counter()
-        given = self._take()
-        losses = self._backward(given)
-        # On the CPU the losses are known already, so check them before the update.
+        batches = self._take()
+        losses = self._backward(batches)
+        # On the CPU the losses are known already, so check them before the update. With several
+        # processes, a step checks the mean loss instead.
         if not self._on_gpu and self.group.size == 1:
             self._check_losses(losses)
         lr = self.optimizer.lr
-        measured = self._update(given, losses)
+        measured = self._update(batches, losses)
         if self._scheduler is not None:
             self._scheduler.step()
         if self._on_gpu and self.step + 1 < self.steps:
@@ -280,8 +285,8 @@ class Trainer(Generic[Batch]):
             self._check_losses([mean])
         else:
             self._check_losses(values)
-            mean = self._mean(given, values)
-            amount = math.fsum(one.amount for one in given)
+            mean = self._mean(batches, values)
+            amount = math.fsum(batch.amount for batch in batches)
         self._check_norm(norm)
         self.step += 1
         return StepReport(
@@ -302,16 +307,16 @@ class Trainer(Generic[Batch]):
             return None
         return tc.cuda.memory_stats(device)["reserved"]
 
-    def _mean(self, given: Sequence[Given], losses: Sequence[float]) -> float:
+    def _mean(self, batches: Sequence[BatchInputs], losses: Sequence[float]) -> float:
         """Return the loss of a step of a single process."""
         if self._weigh is None:
             return math.fsum(losses) / len(losses)
-        return math.fsum(one.share * loss for one, loss in zip(given, losses, strict=True))
+        return math.fsum(batch.share * loss for batch, loss in zip(batches, losses, strict=True))
 
-    def _take(self) -> list[Given]:
+    def _take(self) -> list[BatchInputs]:
         """Return the inputs of the next step, which may be ready."""
         ready, self._ready = self._ready, None
-        return self._step_inputs.of_step(self._batches) if ready is None else ready
+        return self._step_inputs.of_step(self._batches_used) if ready is None else ready
 
     def _make_ready(self) -> None:
         """Make the inputs of the next step in advance, if the trainer has `inputs`."""
@@ -319,27 +324,28 @@ class Trainer(Generic[Batch]):
             return
         # If this fails, the next step makes the inputs again and raises the error.
         with suppress(Error, OSError):
-            self._ready = self._step_inputs.of_step(self._batches)
+            self._ready = self._step_inputs.of_step(self._batches_used)
 
-    def _backward(self, given: Sequence[Given]) -> list[Tensor]:
+    def _backward(self, batches: Sequence[BatchInputs]) -> list[Tensor]:
         """Set the gradients to those of the mean loss, and return the batches' losses.
 
-        With several processes, these are the terms of this process's batches in the mean.
+        With several processes, the gradients are those of the terms that the batches of this
+        process have in the mean.
         """
-        self._batches += self._step_inputs.batches_in_step
+        self._batches_used += self._step_inputs.batches_in_step
         try:
-            return self._passes(given)
+            return self._passes(batches)
         except OutOfMemoryError:
             if not self._graphs.stop():
                 raise
         # Try again without the memory of graphs; the first batch clears the gradients.
-        return self._passes(given)
+        return self._passes(batches)
 
-    def _passes(self, given: Sequence[Given]) -> list[Tensor]:
+    def _passes(self, batches: Sequence[BatchInputs]) -> list[Tensor]:
         """Run the forward and backward passes of a step; return the batches' losses."""
         return [
-            drawn(self._seed, "pass", one.number, partial(self._graphs, one.inputs, n == 0))
-            for n, one in enumerate(given)
+            drawn(self._seed, "pass", batch.number, partial(self._graphs, batch.inputs, n == 0))
+            for n, batch in enumerate(batches)
         ]
 
     def _pass(self, inputs: Any, first: bool) -> Tensor:
@@ -355,7 +361,7 @@ class Trainer(Generic[Batch]):
         (term if self._scaler is None else self._scaler.scale(term)).backward()
         return loss.detach()
 
-    def _update(self, given: Sequence[Given], losses: Sequence[Tensor]) -> Tensor:
+    def _update(self, batches: Sequence[BatchInputs], losses: Sequence[Tensor]) -> Tensor:
         """Clip the gradients and step the optimizer, unless a loss or a gradient is non-finite.
 
         With a scaler, which expects overflow, only the gradients are checked.
@@ -368,8 +374,8 @@ class Trainer(Generic[Batch]):
         parameters = list(self.parameters.values())
         values = [loss.to("f64").reshape(()) for loss in losses]
         if self.group.size > 1:
-            amount = math.fsum(one.amount for one in given)
-            mine = Mine(values, [one.share for one in given], self._asked, amount)
+            amount = math.fsum(batch.amount for batch in batches)
+            mine = Mine(values, [batch.share for batch in batches], self._asked, amount)
             values = sum_up(self.group, self.parameters, mine, weighed=self._weigh is not None)
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
@@ -391,7 +397,7 @@ class Trainer(Generic[Batch]):
             NonFiniteError: one is non-finite, and there is no scaler.
         """
         if self._scaler is None:
-            first_number = self._batches - self._step_inputs.batches_in_step
+            first_number = self._batches_used - self._step_inputs.batches_in_step
             for number, loss in enumerate(losses, first_number):
                 what = f"the loss of batch {number}" if self.group.size == 1 else "the mean loss"
                 self._require_finite(float(loss), what)
@@ -451,7 +457,7 @@ class Trainer(Generic[Batch]):
             return None
         state = run_state.RunState(
             step=self.step,
-            batches=self._batches,
+            batches=self._batches_used,
             scaler=None if self._scaler is None else self._scaler.state_dict(),
             settings=self.settings,
         )
@@ -459,12 +465,13 @@ class Trainer(Generic[Batch]):
         def snapshot() -> run_state.Snapshot:
             return run_state.Snapshot.of(self.parameters, self.optimizer, state)
 
-        def more(folder: Path) -> None:
+        def write_others(folder: Path) -> None:
             for callback in self._callbacks:
                 callback.on_save(self, folder)
 
         folder = run_state.checkpoint_path(self.output, self.step)
-        self._saver.begin(folder, snapshot, more, partial(run_state.prune, self.output, self._keep))
+        prune = partial(run_state.prune, self.output, self._keep)
+        self._saver.begin(folder, snapshot, write_others, prune)
         self._saved = self.step
         return folder
 
@@ -478,7 +485,7 @@ class Trainer(Generic[Batch]):
             WeightsFormatError: the checkpoint is damaged or of another run.
         """
         state = run_state.load(folder, self.parameters, self.optimizer)
-        self.step, self._batches, self._ready = state.step, state.batches, None
+        self.step, self._batches_used, self._ready = state.step, state.batches, None
         if self.output is not None and folder.resolve().parent == self.output.resolve():
             self._saved = self.step
         if self._scaler is not None and state.scaler is not None:
