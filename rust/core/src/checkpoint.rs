@@ -141,7 +141,8 @@ struct RegionState {
     kept: Vec<StoredResults>,
     /// The number of the last operation that saved a value; a recomputation ends with this operation.
     last_saved: usize,
-    /// As [`Recording::versions`].
+    /// For each variable that the function has read: the counter of its changes in place, and the count at the first
+    /// read.
     versions: Vec<(Arc<Version>, u64)>,
     /// The random draws of the first run, which a recomputation repeats.
     draws: Vec<rng::Draw>,
@@ -398,7 +399,7 @@ pub(crate) fn ends_here() -> bool {
 }
 
 /// Whether the innermost checkpoint is being recomputed.
-pub(crate) fn is_replaying() -> bool {
+pub(crate) fn is_recomputing() -> bool {
     flags().recording() && RECORDERS.with_borrow(|recorders| matches!(recorders.last(), Some(Recorder::Recompute(_))))
 }
 

@@ -25,12 +25,20 @@ pub(crate) use on_device;
 
 /// Computes [`cpu::unary`] on the device of `x`.
 pub fn unary<F: Unary + Sync>(x: &Raw, f: F) -> Result<Raw> {
-    on_device!(x.device(), cuda => crate::cuda::unary(x, crate::cuda::Kernel::new(F::KERNEL, Unary::parameters(&f))), cpu => cpu::unary(x, f))
+    on_device!(
+        x.device(),
+        cuda => crate::cuda::unary(x, crate::cuda::Kernel::new(F::KERNEL, Unary::parameters(&f))),
+        cpu => cpu::unary(x, f),
+    )
 }
 
 /// Computes [`cpu::binary`] on the device of the operands.
 pub fn binary<F: Binary + Sync>(a: &Raw, b: &Raw, f: F) -> Result<Raw> {
-    on_device!(a.device(), cuda => crate::cuda::binary(a, b, crate::cuda::Kernel::new(F::KERNEL, Binary::parameters(&f))), cpu => cpu::binary(a, b, f))
+    on_device!(
+        a.device(),
+        cuda => crate::cuda::binary(a, b, crate::cuda::Kernel::new(F::KERNEL, Binary::parameters(&f))),
+        cpu => cpu::binary(a, b, f),
+    )
 }
 
 /// Computes [`cpu::ternary`] on the device of the operands.

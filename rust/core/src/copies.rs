@@ -31,7 +31,7 @@ impl Copies {
     /// From now on, allocates new copies in the vectors of `flat`, which hold the copies of the variables of a flat
     /// buffer ([`FlatBuffer`](crate::FlatBuffer)). This variable begins at element `start` of the flat buffer. Copies
     /// that exist already keep their storage.
-    pub(crate) fn lie_in(&mut self, flat: Arc<FlatCopies>, start: usize) {
+    pub(crate) fn allocate_in(&mut self, flat: Arc<FlatCopies>, start: usize) {
         self.part = Some((flat, start));
     }
 
@@ -68,7 +68,7 @@ impl Copies {
     }
 
     /// Marks the [`first`](Self::first) copy as having the values of `version`.
-    pub(crate) fn first_is_current(&self, version: &Arc<Version>) {
+    pub(crate) fn mark_first_current(&self, version: &Arc<Version>) {
         if let Some(entry) = self.entries.first() {
             entry.follower.follow(version);
         }

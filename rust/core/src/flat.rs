@@ -68,7 +68,7 @@ impl FlatBuffer {
             compute::copy_into(&view, value.raw())?;
             let var = Var::adopt(view)?;
             var.leaf().bind(&grad, range.clone())?;
-            var.leaf().copies().lie_in(copies.clone(), start);
+            var.leaf().copies().allocate_in(copies.clone(), start);
             vars.push(var);
             start = range.end;
             ranges.push(range);

@@ -61,14 +61,14 @@ pub fn gradcheck(
     // The largest excess over the tolerance, and the message about its entry.
     let mut worst: Option<(f64, String)> = None;
     for (index, input) in inputs.iter().enumerate() {
-        let base = to_f64_vec(input.raw())?;
+        let original = to_f64_vec(input.raw())?;
         let analytic = match &analytic[index] {
             Some(gradient) => to_f64_vec(gradient.raw())?,
-            None => vec![0.0; base.len()],
+            None => vec![0.0; original.len()],
         };
-        for entry in 0..base.len() {
+        for entry in 0..original.len() {
             let at = |delta: f64| -> Result<f64> {
-                let mut moved = base.clone();
+                let mut moved = original.clone();
                 moved[entry] += delta;
                 let mut values: Vec<Tensor> = inputs.iter().map(Tensor::detach).collect();
                 values[index] = Tensor::from_raw(&from_vec(moved, input.shape().clone()));

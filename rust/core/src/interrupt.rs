@@ -28,7 +28,8 @@ pub fn set_check(check: Check) {
     let _ = CHECK.set(check);
 }
 
-/// Calls the check, if one is set, at once. For loops that wait: they limit the rate of the calls themselves.
+/// Calls the check, if one is set, at once. For loops that wait: such a loop itself limits how often
+/// it calls this function.
 #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only code that waits for a GPU calls it"))]
 pub(crate) fn ask() -> Result<()> {
     CHECK.get().map_or(Ok(()), |check| check())

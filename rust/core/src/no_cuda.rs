@@ -1,6 +1,6 @@
 //! The module `cuda` of a build without CUDA. It has the interface of the CUDA runtime, so that callers need no `cfg`.
 //! Functions that need CUDA always return the error that their documentation names. Types that need CUDA have no values
-//! (`Infallible`), so their methods are never called.
+//! (`Infallible`), so their methods are never called. The modules in `cuda/` describe the functions in full.
 
 use std::path::Path;
 

@@ -265,6 +265,7 @@ const fn class_of(layout: Layout) -> Option<usize> {
     }
     // The octave k and the step s in it, such that 2^k (1 + s / 4) < size <= 2^k (1 + (s + 1) / 4).
     let octave = (size - 1).ilog2();
+    // A size of exactly SMALLEST: the smallest class ends with it.
     if octave < SMALLEST_LOG2 {
         return Some(0);
     }

@@ -72,7 +72,7 @@ fn rounds<const N: usize>(seed: u64, [mut c0, mut c1, mut c2, mut c3]: [[u32; N]
 }
 
 /// The upper 24 bits of `bits` as a multiple of 2⁻²⁴ in [0, 1), exact in f32.
-fn unit(bits: u32) -> f32 {
+fn fraction(bits: u32) -> f32 {
     (bits >> 8) as f32 * (1.0 / 16_777_216.0)
 }
 
@@ -88,7 +88,7 @@ fn fill(start: State, n: usize, draw: impl Fn([u32; 4]) -> [f32; 4]) -> Vec<f32>
 
 /// `n` uniform f32 values in [0, 1).
 pub fn uniform_vec(n: usize) -> Vec<f32> {
-    fill(advance(n.div_ceil(4) as u64), n, |bits| bits.map(unit))
+    fill(advance(n.div_ceil(4) as u64), n, |bits| bits.map(fraction))
 }
 
 /// `n` standard normal f32 values (Box-Muller).
@@ -99,7 +99,7 @@ pub fn normal_vec(n: usize) -> Vec<f32> {
 /// `size` uniform values in [0, 1) for each sample, one sample after the other. The values of sample number `s`, an
 /// element of `samples`, come from the stream `State::of(seed, purpose, s)`.
 pub fn uniform_samples(seed: u64, purpose: Purpose, samples: &[u64], size: usize) -> Vec<f32> {
-    let draw = |&sample: &u64| fill(State::of(seed, purpose, sample), size, |bits| bits.map(unit));
+    let draw = |&sample: &u64| fill(State::of(seed, purpose, sample), size, |bits| bits.map(fraction));
     samples.iter().flat_map(draw).collect()
 }
 
@@ -113,8 +113,8 @@ pub fn normal_vec_at(start: State, n: usize) -> Vec<f32> {
     fill(start, n, |bits| {
         let pair = |a: u32, b: u32| {
             // 1 - u is in (0, 1], so that the logarithm is finite.
-            let radius = (-2.0 * (1.0 - f64::from(unit(a))).ln()).sqrt();
-            let (sin, cos) = (std::f64::consts::TAU * f64::from(unit(b))).sin_cos();
+            let radius = (-2.0 * (1.0 - f64::from(fraction(a))).ln()).sqrt();
+            let (sin, cos) = (std::f64::consts::TAU * f64::from(fraction(b))).sin_cos();
             [(radius * cos) as f32, (radius * sin) as f32]
         };
         let [a, b] = pair(bits[0], bits[1]);
@@ -237,7 +237,7 @@ mod tests {
 
     #[test]
     fn uniform_values_have_the_mean_and_the_variance_of_their_distribution() {
-        let values: Vec<f64> = (0..25_000u64).flat_map(|b| philox(7, b).map(unit)).map(f64::from).collect();
+        let values: Vec<f64> = (0..25_000u64).flat_map(|b| philox(7, b).map(fraction)).map(f64::from).collect();
         let mean = values.iter().sum::<f64>() / values.len() as f64;
         let var = values.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / values.len() as f64;
         assert!((mean - 0.5).abs() < 5e-3 && (var - 1.0 / 12.0).abs() < 1e-3, "{mean} {var}");

@@ -140,7 +140,7 @@ impl Var {
     /// The errors of updating the variable's other copies.
     pub fn changed_with_copy(&self) -> Result<()> {
         self.counter().bump();
-        self.leaf().copies().first_is_current(self.counter());
+        self.leaf().copies().mark_first_current(self.counter());
         self.update_copies()
     }
 

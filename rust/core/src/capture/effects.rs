@@ -153,7 +153,7 @@ pub(super) fn note_advance(key: usize) {
 
 /// Whether the function that is being captured on this thread has changed the state `key` by `HostState::change`, but
 /// not by `HostState::advance`. Then the value after the change is assumed to be the same in every call.
-pub(super) fn is_changed(key: usize) -> bool {
+pub(super) fn has_changed_but_not_advanced(key: usize) -> bool {
     has_changed(key) && !EFFECTS.with_borrow(|effects| effects.advanced.contains(&key))
 }
 

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::effects::{
-    after_replay, has_changed, is_changed, note_advance, note_change, note_dependency, refuse_change,
+    after_replay, has_changed, has_changed_but_not_advanced, note_advance, note_change, note_dependency, refuse_change,
 };
 use crate::Result;
 
@@ -105,10 +105,10 @@ impl<T: Clone + PartialEq + Send + 'static> HostState<T> {
     /// The value, for queued work that depends on the value.
     pub fn read(&self) -> T {
         let value = self.get();
-        if is_changed(self.key()) {
+        if has_changed_but_not_advanced(self.key()) {
             // The value comes from a `change` in this call. It is assumed to be the same in every call, whatever the
             // value was before the call, so the record does not depend on the value before the call. After `advance`,
-            // `is_changed` is false, because each call then has another value.
+            // `has_changed_but_not_advanced` is false, because each call then has another value.
             return value;
         }
         let (known, state) = (value.clone(), self.clone());
@@ -172,10 +172,11 @@ mod tests {
         count.advance(|n| *n *= 2);
         let mut effects = run.finish();
         effects.commit();
-        assert_eq!(count.get(), 12);
+        assert_eq!(count.get(), (5 + 1) * 2);
+        // A replay of the recorded call.
         effects.after();
         drop(effects);
-        assert_eq!(count.get(), 26);
+        assert_eq!(count.get(), (12 + 1) * 2);
     }
 
     #[test]

@@ -15,9 +15,9 @@ use crate::{Error, Raw, Result};
 ///
 /// # Errors
 /// [`Error::Device`] if the tensor is not on a CUDA device or the driver reports an error, [`Error::DType`] if `T` is
-/// not the type of the elements, [`Error::Index`] if a kernel has found an id out of range since the last check of the
-/// board. If the tensor is not contiguous, [`Error::OutOfMemory`] if the device has no memory for a contiguous copy,
-/// and [`Error::Shape`] if the tensor has too many dimensions for a copy.
+/// not the type of the elements, [`Error::Index`] if a kernel has found an id out of range and no earlier call has
+/// returned this error. If the tensor is not contiguous, [`Error::OutOfMemory`] if the device has no memory for a
+/// contiguous copy, and [`Error::Shape`] if the tensor has too many dimensions for a copy.
 pub fn download<T: WithDType>(x: &Raw) -> Result<Vec<T>> {
     const OP: &str = "to_cpu";
     let gpu = Gpu::of(OP, x)?;
@@ -27,6 +27,7 @@ pub fn download<T: WithDType>(x: &Raw) -> Result<Vec<T>> {
     }
     let dense = contiguous(x)?;
     let (count, from) = (dense.elem_count(), address(OP, &dense)?);
+    // The host reads a tensor that is in its own memory without a copy by the device.
     if let Some(values) = mapped::read(OP, gpu, from, count) {
         let values = values?;
         gpu.board().check()?;

@@ -1,5 +1,5 @@
-//! Orders the work of this library and of libraries with which it shares memory by DLPack: these have streams of their
-//! own. A *consumer* is a library that uses this library's tensors.
+//! Orders the work of this library and of libraries with which it shares memory by DLPack. Those libraries queue their
+//! work in streams of their own. A *consumer* is a library that uses this library's tensors.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -71,8 +71,8 @@ pub unsafe fn ready_for(device: &Device, consumer: usize) -> Result<()> {
 static DEFERRED: Mutex<Vec<(Raw, Option<usize>)>> = Mutex::new(Vec::new());
 
 /// Drops a tensor that a consumer no longer uses, after the work that the consumer has queued. `consumer` is the
-/// consumer's stream, as in [`ready_for`], if it is known. Unless this is the legacy default stream, the call waits for
-/// the device. During a capture, the tensor is kept for now.
+/// consumer's stream, as in [`ready_for`], if it is known. Unless that stream is the legacy default stream, the call
+/// waits for the device. During a capture, the tensor is kept for now.
 pub fn released(tensor: Raw, consumer: Option<usize>) {
     let mut waiting = std::mem::take(&mut *DEFERRED.lock().unwrap_or_else(PoisonError::into_inner));
     waiting.push((tensor, consumer));
@@ -83,6 +83,7 @@ pub fn released(tensor: Raw, consumer: Option<usize>) {
     for (tensor, consumer) in waiting {
         // Errors are ignored: a device that has failed reports the error on the next call.
         let _ = wait_for(tensor.device(), consumer);
+        drop(tensor);
     }
 }
 

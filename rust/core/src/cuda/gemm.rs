@@ -128,6 +128,7 @@ impl Joined {
     /// different shapes, layouts or dtypes, the steps differ, results overlap, or cuBLAS cannot read an operand.
     fn of(products: &[Product]) -> Option<Self> {
         let first = products.first()?;
+        // `a` and `b` are the strides [row, column] of the operands, `row` is the distance between rows of the result.
         let Plan { m, n, k, row, a, b, ref batch, ref dims } = first.plan;
         let is_alike = |product: &Product| {
             let other = &product.plan;

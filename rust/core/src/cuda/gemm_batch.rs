@@ -122,8 +122,8 @@ pub fn products(work: &[Product]) -> Result<Vec<Raw>> {
             if let [index] = batch[..] {
                 results[index] = Some(work[index].run(product_of, matmul_accumulate)?);
             } else {
-                let made = run(&key, &batch.iter().map(|&index| &work[index]).collect::<Vec<_>>())?;
-                batch.iter().zip(made).for_each(|(&index, result)| results[index] = Some(result));
+                let of_batch = run(&key, &batch.iter().map(|&index| &work[index]).collect::<Vec<_>>())?;
+                batch.iter().zip(of_batch).for_each(|(&index, result)| results[index] = Some(result));
             }
             group = rest;
         }
@@ -137,11 +137,11 @@ fn split(work: &[Product], group: &[usize]) -> Result<(Vec<usize>, Vec<usize>)> 
     let (mut batch, mut rest) = (Vec::new(), Vec::new());
     let mut sums: FxHashSet<Address> = FxHashSet::default();
     for &index in group {
-        let is_first = match &work[index].to {
+        let can_join = match &work[index].to {
             Destination::New(_) => true,
             Destination::Sum(sum) => sums.insert(address(OP, sum)?),
         };
-        if is_first && batch.len() < MOST_PRODUCTS { batch.push(index) } else { rest.push(index) }
+        if can_join && batch.len() < MOST_PRODUCTS { batch.push(index) } else { rest.push(index) }
     }
     Ok((batch, rest))
 }

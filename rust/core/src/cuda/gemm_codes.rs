@@ -33,6 +33,8 @@ pub unsafe fn product_of_codes(
     [x, w, y]: [Address; 3],
     [m, n, k]: [usize; 3],
 ) -> Result<bool> {
+    // cuBLASLt takes all matrices as column-major. It computes yᵀ = w xᵀ, where it reads x as xᵀ (k, m), and reads w as
+    // wᵀ (k, n), which it transposes.
     let key = Key {
         arithmetic: match codes {
             Codes::Int8 => Arithmetic::Int8,
@@ -94,6 +96,7 @@ pub unsafe fn scaled_product_of_codes(
     if !gpu.runs_hopper_kernels() || !matches!(dtype, DType::F16 | DType::BF16) {
         return Ok(false);
     }
+    // The operands are as in `product_of_codes`.
     let key = Key {
         arithmetic: Arithmetic::ScaledE4m3 { dtype, has_bias: bias.is_some(), is_fast },
         sizes: [n, m, k],

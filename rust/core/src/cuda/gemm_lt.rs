@@ -27,10 +27,10 @@ pub(super) const fn alignment(address: Address) -> u32 {
     1 << if zeros < 8 { zeros } else { 8 }
 }
 
-/// Queue a product y = a b of column-major matrices. `addresses` are those of a, b and y, and `extras` has those of
-/// what else the product reads. Returns false, and queues nothing, if cuBLASLt does not support the product. For
-/// [`Arithmetic::Half`], also returns false if no tile is preferred, or if cuBLASLt recommends no algorithm with the
-/// preferred tile: the caller then uses cuBLAS, which chooses an algorithm by itself.
+/// Queue a product y = a b of column-major matrices. `addresses` are those of a, b and y. `extras` has the addresses of
+/// the bias, the scales and the addend, if the product has them. Returns false, and queues nothing, if cuBLASLt does
+/// not support the product. For [`Arithmetic::Half`], also returns false if no tile is preferred, or if cuBLASLt
+/// recommends no algorithm with the preferred tile: the caller then uses cuBLAS, which chooses an algorithm by itself.
 ///
 /// # Safety
 /// `addresses` are those of matrices that `key` describes, and those in `extras` are of matrices and vectors of the
@@ -52,6 +52,7 @@ pub(super) unsafe fn run(
         Entry::Vacant(entry) => entry.insert(find(gpu, &key, extras)?),
     };
     let Some(call) = call else { return Ok(false) };
+    // The name has the sizes of the row-major product yᵀ = bᵀ aᵀ, as layers see it.
     let [n, m, k] = key.sizes;
     let name = || format!("linear {m}x{k}x{n} {:?}", key.arithmetic.types()[0]);
     measured(gpu, name, || queue(call, gpu, addresses, extras))?;
@@ -103,6 +104,7 @@ fn find(gpu: &Gpu, key: &Key, extras: Extras) -> Result<Option<Call>> {
         let mode = sys::cublasLtMatmulMatrixScale_t::CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
         set_description(&description, Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_MODE, &mode)?;
         set_description(&description, Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_MODE, &mode)?;
+        // The addresses make the description complete. Each call sets its own (`queue`).
         set_vectors(&description, extras)?;
     }
     if key.arithmetic.is_fast() {

@@ -70,9 +70,9 @@ pub(super) fn preferred(gpu: &Gpu, key: &Key) -> Option<u32> {
     }
     // The choices were measured with row-major inputs, the second operand: cuBLAS does not transpose them.
     let ([m, n, k], [(is_transposed, _), (false, _)]) = (key.sizes, key.operands) else { return None };
-    let fits = |&&([own_m, own_n, own_k], own_transposed, own_bias, _): &&Choice| {
-        (own_m, own_k, own_transposed, own_bias) == (m, k, is_transposed, key.arithmetic.has_bias())
-            && (own_n - own_n / 8 + 1..=own_n).contains(&n)
+    let fits = |&&([listed_m, listed_n, listed_k], listed_transposed, listed_bias, _): &&Choice| {
+        (listed_m, listed_k, listed_transposed, listed_bias) == (m, k, is_transposed, key.arithmetic.has_bias())
+            && (listed_n - listed_n / 8 + 1..=listed_n).contains(&n)
     };
     CHOICES.iter().find(fits).map(|&(.., tile)| tile)
 }

@@ -311,7 +311,7 @@ pub fn count32(op: &'static str, size: usize) -> Result<u32> {
 /// # Errors
 /// [`Error::OutOfMemory`] if the tensor does not fit into memory, [`Error::DType`] if kernels do not support the dtype.
 pub fn empty(op: &'static str, gpu: &Gpu, dims: &[usize], dtype: DType) -> Result<Raw> {
-    made(op, gpu, dims, dtype, &InDeviceMemory { op, gpu, dims })
+    tensor_in(op, gpu, dims, dtype, &InDeviceMemory { op, gpu, dims })
 }
 
 /// Allocates the memory of a tensor.
@@ -338,7 +338,13 @@ impl Allocate for InDeviceMemory<'_> {
 /// # Errors
 /// The errors of `memory`, [`Error::OutOfMemory`] if the tensor is larger than any memory, [`Error::DType`] if kernels
 /// do not support the dtype.
-pub(super) fn made(op: &'static str, gpu: &Gpu, dims: &[usize], dtype: DType, memory: &impl Allocate) -> Result<Raw> {
+pub(super) fn tensor_in(
+    op: &'static str,
+    gpu: &Gpu,
+    dims: &[usize],
+    dtype: DType,
+    memory: &impl Allocate,
+) -> Result<Raw> {
     // An empty tensor has room for one element, so that it has an address.
     let count = crate::raw::check_size(op, dims, dtype)?.max(1);
     macro_rules! storage {

@@ -46,6 +46,8 @@ const MOST_TILES: usize = 4;
 const MOST_SUMS: usize = 4;
 /// The rows and columns of dst that a block of threads of `low_rank_add` computes.
 const ADD_BLOCK: [usize; 2] = [32, 256];
+/// The threads of a block of `low_rank_add`: eight warps, each of which computes 32 columns.
+const ADD_THREADS: u32 = 256;
 /// The most blocks of rows in a launch of `low_rank_add`.
 const MOST_ROW_BLOCKS: usize = 65_535;
 
@@ -109,6 +111,7 @@ pub fn low_rank(terms: &[(product::LowRankTerm, Raw)], [scale_hidden, scale_dst]
     let function = gpu.function(kernel, suffix(OP, first.input.dtype())?)?;
     let concurrent_terms = if direction == Direction::Forward { sizes.terms } else { 1 };
     let blocks = (sizes.rows as usize).div_ceil(ROWS);
+    // As `WARPS` in `low_rank.cu`: a higher rank needs more registers in each thread, so fewer warps fit.
     let warps: u32 = if rank == 64 { 8 } else { 16 };
     // The columns of dst are divided into `shares`, so that all multiprocessors have work. The blocks of each share
     // recompute the hidden values, which costs less than idle multiprocessors.
@@ -233,6 +236,7 @@ impl<'a> Addition<'a> {
         let function = gpu.named(name, &first.tiles.len().to_string(), suffix(OP, first.dst.dtype())?)?;
         let (mut list, mut blocks) = ([LowRankSum::default(); MOST_SUMS], 0);
         for (sum, place) in together.iter().zip(&mut list) {
+            // `end` is the number of the first block (in x) after those of the sum.
             blocks += sum.outer.div_ceil(ADD_BLOCK[1] as u32);
             (place.dst, place.outer, place.end) = (sum.at, sum.outer, blocks);
             place.tiles[..sum.tiles.len()].copy_from_slice(&sum.tiles);
@@ -241,7 +245,7 @@ impl<'a> Addition<'a> {
         let arguments = LowRankAddForward1 { sums: LowRankSums { list }, sizes: first.sizes };
         // SAFETY: `write_products` has checked that the matrices have these sizes, and that dst shares no storage with
         // hidden and up.
-        unsafe { function.launch(OP, gpu, Shape { grid, block: [256, 1, 1], shared: 0 }, arguments) }
+        unsafe { function.launch(OP, gpu, Shape { grid, block: [ADD_THREADS, 1, 1], shared: 0 }, arguments) }
     }
 }
 

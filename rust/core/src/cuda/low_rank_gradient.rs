@@ -14,14 +14,16 @@ use crate::product::{Destination, Product};
 use crate::{Raw, Result};
 
 const OP: &str = "low_rank_gradient";
-/// The most [`LowRankFactor`]s in one launch, each with [`RANKS`] ranks of a product.
-const MOST_PRODUCTS: usize = 48;
-/// The number of ranks (columns of the narrow matrix) of a [`LowRankFactor`].
+/// The most tiles in one launch. A tile ([`LowRankFactor`]) is the part of a product for [`RANKS`] ranks.
+const MOST_TILES: usize = 48;
+/// The number of ranks (columns of the narrow matrix) of a tile.
 const RANKS: usize = 16;
 /// The most ranks of a narrow matrix.
 const MOST_RANKS: usize = 64;
 /// The columns of the wide matrix that a thread block multiplies.
 const COLUMNS: u32 = 64;
+/// The threads of a block, as in `low_rank_gradient.cu`.
+const THREADS: u32 = 256;
 /// The number of columns and the distance between rows in elements must be multiples of this number. Addresses must be
 /// multiples of the bytes of this number of elements.
 const STEP: usize = 8;
@@ -52,10 +54,10 @@ pub(super) fn run(work: &[Product], results: &mut [Option<Raw>]) -> Result<()> {
         return Ok(());
     }
     while !gradients.is_empty() {
-        let (mut sums, mut list) = (FxHashSet::default(), Vec::with_capacity(MOST_PRODUCTS));
+        let (mut sums, mut list) = (FxHashSet::default(), Vec::with_capacity(MOST_TILES));
         gradients.retain(|(index, gradient)| {
             // No two products of a launch may add to the same sum.
-            let fits = list.len() + gradient.tiles.len() <= MOST_PRODUCTS && sums.insert(gradient.tiles[0].sum);
+            let fits = list.len() + gradient.tiles.len() <= MOST_TILES && sums.insert(gradient.tiles[0].sum);
             if fits {
                 list.extend_from_slice(&gradient.tiles);
                 results[*index] = Some(gradient.sum.clone());
@@ -71,7 +73,7 @@ pub(super) fn run(work: &[Product], results: &mut [Option<Raw>]) -> Result<()> {
 struct Gradient<'a> {
     sum: &'a Raw,
     dtype: DType,
-    /// One [`LowRankFactor`] for each [`RANKS`] ranks.
+    /// One tile for each [`RANKS`] ranks.
     tiles: SmallVec<[LowRankFactor; 1]>,
 }
 
@@ -132,17 +134,17 @@ impl<'a> Gradient<'a> {
     }
 }
 
-/// Queues one launch for `products`, of which there are at most [`MOST_PRODUCTS`].
-fn launch(gpu: &Gpu, dtype: DType, products: &[LowRankFactor]) -> Result<()> {
-    // `ends` has the number of the first block after those of each product.
-    let (mut list, mut ends, mut blocks) = ([LowRankFactor::default(); MOST_PRODUCTS], [u32::MAX; MOST_PRODUCTS], 0);
-    list[..products.len()].copy_from_slice(products);
-    for (product, end) in products.iter().zip(&mut ends) {
-        blocks += product.columns.div_ceil(COLUMNS);
+/// Queues one launch for `tiles`, of which there are at most [`MOST_TILES`].
+fn launch(gpu: &Gpu, dtype: DType, tiles: &[LowRankFactor]) -> Result<()> {
+    // `ends` has the number of the first block after those of each tile.
+    let (mut list, mut ends, mut blocks) = ([LowRankFactor::default(); MOST_TILES], [u32::MAX; MOST_TILES], 0);
+    list[..tiles.len()].copy_from_slice(tiles);
+    for (tile, end) in tiles.iter().zip(&mut ends) {
+        blocks += tile.columns.div_ceil(COLUMNS);
         *end = blocks;
     }
     let function = gpu.function(&LOW_RANK_GRADIENT, suffix(OP, dtype)?)?;
-    let shape = Shape { grid: [blocks, 1, 1], block: [256, 1, 1], shared: 0 };
+    let shape = Shape { grid: [blocks, 1, 1], block: [THREADS, 1, 1], shared: 0 };
     // SAFETY: `Gradient::of` has checked that the matrices have these sizes; the sums are different tensors.
     unsafe { function.launch(OP, gpu, shape, LowRankGradient { products: LowRankFactors { ends, list } }) }
 }

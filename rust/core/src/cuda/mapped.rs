@@ -9,10 +9,11 @@ use trainable_candle_cuda::mapped;
 
 use super::error::{driver_error, status_error};
 use super::gpu::Gpu;
-use super::launch::{Allocate, made};
+use super::launch::{Allocate, tensor_in};
 use super::streaming::may_pin;
 use crate::{Error, Raw, Result, capture};
 
+/// Allocates the memory of a tensor on the host, pinned and mapped into the device's address space.
 struct InHostMemory<'a> {
     op: &'static str,
     gpu: &'a Gpu,
@@ -53,7 +54,7 @@ impl Allocate for InHostMemory<'_> {
 pub fn zeros_on_host(op: &'static str, device: &Device, dims: &[usize], dtype: DType) -> Result<Raw> {
     let gpu = Gpu::of_device(op, device)?;
     capture::refuse(op)?;
-    made(op, gpu, dims, dtype, &InHostMemory { op, gpu })
+    tensor_in(op, gpu, dims, dtype, &InHostMemory { op, gpu })
 }
 
 /// Reads the `count` elements of a dense tensor at `address`, after waiting for the device. Returns `None` if the

@@ -235,7 +235,7 @@ impl Ring {
     /// # Errors
     /// [`Error::Argument`] if the model is not complete yet, [`Error::Device`] if the driver reports an error.
     pub fn enter(&self, unit: usize) -> Result<()> {
-        self.go(unit, if checkpoint::is_replaying() { Direction::Down } else { Direction::Up })
+        self.go(unit, if checkpoint::is_recomputing() { Direction::Down } else { Direction::Up })
     }
 
     /// `result`, with a node on the tape that [enters](Self::enter) `unit` in the backward pass. The backward pass
