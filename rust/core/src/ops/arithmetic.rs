@@ -97,7 +97,7 @@ struct SumBackward {
     /// The shapes of the operands.
     dims: [Vec<usize>; 2],
     /// Whether the gradient of `b` is negated, as for `a - b`.
-    negate: bool,
+    negates_b: bool,
 }
 
 impl Backward for SumBackward {
@@ -105,7 +105,7 @@ impl Backward for SumBackward {
         for (index, dims) in self.dims.iter().enumerate() {
             if context.needs(index) {
                 let mut grad = reduced(context.grad().clone(), dims)?;
-                if index == 1 && self.negate {
+                if index == 1 && self.negates_b {
                     grad = compute::unary(&grad, Affine::times(-1.0))?;
                 }
                 context.add(index, grad)?;
@@ -183,14 +183,14 @@ fn sum_like(
     b: &Tensor,
     functor: impl Binary + Copy + Send + Sync,
     integer: Integer,
-    negate: bool,
+    negates_b: bool,
 ) -> Result<Tensor> {
     check(info.name, a, b)?;
     record(
         info,
         &[a, b],
         || forward(info.name, &a.raw, &b.raw, functor, Some(integer)),
-        |_, _| SumBackward { dims: [a.dims().to_vec(), b.dims().to_vec()], negate },
+        |_, _| SumBackward { dims: [a.dims().to_vec(), b.dims().to_vec()], negates_b },
     )
 }
 
@@ -198,7 +198,7 @@ fn sum_like(
 /// in dtype, device and shape.
 pub(super) fn add_by(a: &Tensor, b: &Tensor, forward: impl FnOnce() -> Result<Raw>) -> Result<Tensor> {
     let dims = [a.dims().to_vec(), b.dims().to_vec()];
-    record(&ADD, &[a, b], forward, |_, _| SumBackward { dims, negate: false })
+    record(&ADD, &[a, b], forward, |_, _| SumBackward { dims, negates_b: false })
 }
 
 /// Computes an operation whose backward function is [`ProductBackward`].
@@ -233,7 +233,7 @@ fn product_like(
 }
 
 /// Declares methods of [`Tensor`], each with the arguments of `sum_like` or `product_like`, and its doc comment. The
-/// last argument is `negate` for `sum_like`, and `kind` for `product_like`.
+/// last argument is `negates_b` for `sum_like`, and `kind` for `product_like`.
 macro_rules! binary_methods {
     ($($name:ident($info:ident) = $call:ident($functor:expr, $integer:expr, $last:expr), $doc:literal;)*) => {
         impl Tensor {

@@ -128,10 +128,11 @@ impl Grid {
             Self::Int4 => {
                 // The backward pass of `Int4` keeps the gradients, here ones, of the elements inside the range.
                 let ones = Tensor::full(1.0, x.shape().clone(), x.dtype(), x.device())?;
-                let kept = Tensor::constant(compute::ternary(&ones.raw, &x.raw, &scale.raw, Int4)?);
-                return kept.eq(&ones);
+                let gradients = Tensor::constant(compute::ternary(&ones.raw, &x.raw, &scale.raw, Int4)?);
+                return gradients.eq(&ones);
             }
             Self::Int8 => [-127.5, 127.5],
+            // The step from the largest number to its neighbour is 32.
             Self::Fp8 => [-LARGEST_E4M3 - 16.0, LARGEST_E4M3 + 16.0],
             Self::Nf4 => {
                 let beyond = |last: f32, next: f32| f64::from(last + (last - next) / 2.0);

@@ -47,9 +47,9 @@ pub(super) fn extreme(
         raw = along(&raw, dim)?;
     }
     if !keepdim {
-        let kept: Vec<usize> =
+        let remaining: Vec<usize> =
             x.dims().iter().enumerate().filter(|(dim, _)| !dims.contains(dim)).map(|(_, &size)| size).collect();
-        raw = raw.reshape(kept)?;
+        raw = raw.reshape(remaining)?;
     }
     Ok(Tensor::constant(raw))
 }

@@ -76,7 +76,7 @@ pub(super) fn check_frozen(op: &'static str, weight: WeightRef<'_>, bias: Option
             "the base weight and bias must be frozen, but one needs a gradient; detach() it, or train it with linear()",
         ));
     }
-    weight.is_read();
+    weight.report_read();
     bias.into_iter().for_each(|bias| checkpoint::reads(&[bias]));
     Ok(())
 }
@@ -165,30 +165,31 @@ pub struct LoraLayer<'a> {
 /// As [`lora_backward`]; if an operand does not fit, no gradient changes.
 pub fn lora_backward_(layers: &[LoraLayer<'_>]) -> Result<()> {
     const OP: &str = "lora_backward_";
-    let (mut matrices, mut inner_products) = (Vec::with_capacity(layers.len()), Vec::with_capacity(2 * layers.len()));
+    let (mut matrices, mut first_products) = (Vec::with_capacity(layers.len()), Vec::with_capacity(2 * layers.len()));
     for layer in layers {
         check_backward(OP, layer.grad_output, layer.input, layer.down, layer.up, layer.scale)?;
         let (grad, x) = (as_matrix(&layer.grad_output.raw)?, as_matrix(&layer.input.raw)?);
         let new = || Destination::New(x.dtype());
         let (down, up) = (operand(layer.down, x.dtype())?.raw.t()?, operand(layer.up, x.dtype())?.raw);
-        inner_products.push(Product { a: x.clone(), b: down, alpha: 1.0, to: new() });
-        inner_products.push(Product { a: grad.clone(), b: up, alpha: layer.scale, to: new() });
+        first_products.push(Product { a: x.clone(), b: down, alpha: 1.0, to: new() });
+        first_products.push(Product { a: grad.clone(), b: up, alpha: layer.scale, to: new() });
         matrices.push((grad, x));
     }
     // For each layer, x Aᵀ and its gradient s g B, where g is the gradient of y.
-    let inner = compute::products(&inner_products)?;
-    let (mut outer_products, mut targets) = (Vec::with_capacity(inner.len()), Vec::with_capacity(inner.len()));
-    for ((layer, (grad, x)), inner) in layers.iter().zip(matrices).zip(inner.chunks_exact(2)) {
-        let of_down = (layer.down, inner[1].t()?, x, 1.0);
-        let of_up = (layer.up, grad.t()?, inner[0].clone(), layer.scale);
+    let hidden = compute::products(&first_products)?;
+    let (mut last_products, mut targets) = (Vec::with_capacity(hidden.len()), Vec::with_capacity(hidden.len()));
+    for ((layer, (grad, x)), pair) in layers.iter().zip(matrices).zip(hidden.chunks_exact(2)) {
+        let (hidden, grad_hidden) = (&pair[0], &pair[1]);
+        let of_down = (layer.down, grad_hidden.t()?, x, 1.0);
+        let of_up = (layer.up, grad.t()?, hidden.clone(), layer.scale);
         for (var, a, b, alpha) in [of_down, of_up] {
             let buffer = var.leaf().product_buffer(&a, &b);
             targets.push((var, buffer.is_some()));
             let to = buffer.map_or_else(|| Destination::New(var.dtype()), Destination::Sum);
-            outer_products.push(Product { a, b, alpha, to });
+            last_products.push(Product { a, b, alpha, to });
         }
     }
-    for (grad, (var, is_in_place)) in compute::products(&outer_products)?.into_iter().zip(targets) {
+    for (grad, (var, is_in_place)) in compute::products(&last_products)?.into_iter().zip(targets) {
         if !is_in_place {
             var.leaf().accumulate(grad)?;
         }

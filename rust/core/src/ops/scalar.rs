@@ -13,6 +13,7 @@ static SCALAR: OpInfo = OpInfo::cheap("mul_scalar");
 static POW_SCALAR: OpInfo = OpInfo::cheap("pow_scalar");
 static CLAMP: OpInfo = OpInfo::cheap("clamp");
 
+/// x · `mul` + `add`.
 #[derive(Clone, Copy)]
 pub(super) struct Affine {
     mul: f64,
@@ -49,6 +50,7 @@ impl Backward for AffineBackward {
     }
 }
 
+/// x to the power of a number, the field.
 #[derive(Clone, Copy)]
 struct PowScalar(f64);
 

@@ -17,6 +17,7 @@ static NARROW: OpInfo = OpInfo::cheap("narrow");
 static STRIDED: OpInfo = OpInfo::cheap("slice");
 static CAT: OpInfo = OpInfo::cheap("cat");
 
+/// The field is the shape of the input.
 struct ReshapeBackward(Shape);
 
 impl Backward for ReshapeBackward {
@@ -26,6 +27,7 @@ impl Backward for ReshapeBackward {
     }
 }
 
+/// The field is the inverse permutation.
 struct PermuteBackward(Vec<usize>);
 
 impl Backward for PermuteBackward {
@@ -35,6 +37,7 @@ impl Backward for PermuteBackward {
     }
 }
 
+/// The field is the shape of the input.
 struct BroadcastBackward(Vec<usize>);
 
 impl Backward for BroadcastBackward {
@@ -117,9 +120,10 @@ impl Tensor {
             ));
         }
         let view = compute::contiguous(&self.raw)?.reshape(&shape)?;
-        let shares = self.raw.is_contiguous();
+        let shares_memory = self.raw.is_contiguous();
         let mut result = record_view(&RESHAPE, self, view, || ReshapeBackward(self.shape().clone()))?;
-        if !shares {
+        if !shares_memory {
+            // The copy has memory of its own, so no change of a variable can make it invalid.
             result.version = None;
         }
         Ok(result)

@@ -184,7 +184,7 @@ impl<'a> WeightRef<'a> {
 
     /// Reports to checkpoints that an operation reads this weight in addition to the inputs of the operation's tape
     /// node.
-    pub(crate) fn is_read(self) {
+    pub(crate) fn report_read(self) {
         if let Self::Plain(tensor) = self {
             checkpoint::reads(&[tensor]);
         }

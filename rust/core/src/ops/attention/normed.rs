@@ -285,6 +285,7 @@ impl Backward for NormedBackward {
         };
         let grads = [normed.part(&buffer, 0)?, normed.part(&buffer, 1)?, value_grads];
         let grad = context.grad();
+        // The CUDA kernels read gradients with any strides; the CPU kernels need contiguous rows.
         let grad = on_device!(grad.device(), cuda => grad.clone(), cpu => contiguous(grad)?);
         let saved = SavedValues {
             inputs: qkv,

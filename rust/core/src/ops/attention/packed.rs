@@ -184,9 +184,9 @@ struct PackedBackward {
 impl Backward for PackedBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let packed = &self.packed;
-        let (x, keys) = (self.x.get()?, self.context.as_ref().map(Saved::get).transpose()?);
+        let (x, keys_and_values) = (self.x.get()?, self.context.as_ref().map(Saved::get).transpose()?);
         let saved = SavedValues {
-            inputs: packed.operands(&x, keys.as_ref())?,
+            inputs: packed.operands(&x, keys_and_values.as_ref())?,
             mask: None,
             result: packed.part(&self.result.get()?, 0, 1)?,
             log_sums: self.log_sums.get()?,
@@ -194,9 +194,9 @@ impl Backward for PackedBackward {
         let grad = packed.part(&compute::contiguous(context.grad())?, 0, 1)?;
         let unset_like = |input: &Raw| compute::unset(PACKED.name, input, input.dims());
         let grad_x = context.needs(0).then(|| unset_like(&x)).transpose()?;
-        let grad_keys = keys.as_ref().filter(|_| context.needs(1)).map(unset_like).transpose()?;
-        packed.write(&saved, &grad, [grad_x.as_ref(), grad_keys.as_ref()])?;
-        for (index, grad) in [grad_x, grad_keys].into_iter().enumerate() {
+        let grad_context = keys_and_values.as_ref().filter(|_| context.needs(1)).map(unset_like).transpose()?;
+        packed.write(&saved, &grad, [grad_x.as_ref(), grad_context.as_ref()])?;
+        for (index, grad) in [grad_x, grad_context].into_iter().enumerate() {
             if let Some(grad) = grad {
                 context.add(index, grad)?;
             }

@@ -192,6 +192,7 @@ impl Backward for RotaryBackward {
         let norms = rotary.norms([&cos, &sin], scales.each_ref().map(Option::as_ref));
         let (inputs, statistics) = rotary.rotated_heads(&x, &norms)?;
         let grad = context.grad();
+        // The CUDA kernels read gradients with any strides; the CPU kernels need contiguous rows.
         let grad = on_device!(grad.device(), cuda => grad.clone(), cpu => contiguous(grad)?);
         let by_head = |tokens: &Raw| rotary.part(tokens, 0, heads);
         let saved =
@@ -212,11 +213,11 @@ impl Backward for RotaryBackward {
 #[cfg(feature = "testing")]
 pub(super) fn cases() -> Vec<Case> {
     #[derive(Clone, Copy)]
-    struct Kind {
+    struct RotaryCase {
         /// The number of heads of queries, and that of keys.
         heads: [usize; 2],
         width: usize,
-        normed: bool,
+        is_normed: bool,
         bounds: &'static [usize],
         window: Option<usize>,
     }
@@ -225,7 +226,7 @@ pub(super) fn cases() -> Vec<Case> {
         let values = (0..dims.iter().product()).map(|i: usize| function(i as f64 * 0.7)).collect();
         Tensor::from_vec(values, dims, &candle_core::Device::Cpu)?.to_dtype(x.dtype())?.to_device(x.device())
     }
-    impl Kind {
+    impl RotaryCase {
         fn angles(&self, x: &Tensor) -> Result<[Tensor; 2]> {
             let dims = [x.dims()[0], self.width / 2];
             Ok([fixed(x, &dims, f64::cos)?, fixed(x, &dims, f64::sin)?])
@@ -239,7 +240,7 @@ pub(super) fn cases() -> Vec<Case> {
         fn run(&self, x: &Tensor) -> Result<Tensor> {
             let ([cos, sin], [of_queries, of_keys]) = (self.angles(x)?, self.scales(x)?);
             let [heads, key_heads] = self.heads;
-            let norms = self.normed.then_some(([Some(&of_queries), Some(&of_keys)], 1e-6));
+            let norms = self.is_normed.then_some(([Some(&of_queries), Some(&of_keys)], 1e-6));
             let bounds = self.bounds.iter().map(|&bound| bound as i64).collect();
             let bounds = Tensor::from_vec(bounds, self.bounds.len(), x.device())?;
             let heads = RotaryHeads { heads, key_heads, angles: [&cos, &sin], norms };
@@ -255,7 +256,7 @@ pub(super) fn cases() -> Vec<Case> {
             };
             let rotate = |tokens: Tensor, scale: &Tensor| {
                 let by_head = tokens.transpose(0, 1)?;
-                let rotated = match self.normed {
+                let rotated = match self.is_normed {
                     true => rms_norm_rope(&by_head, Some(scale), &cos, &sin, false, 1e-6)?,
                     false => rope(&by_head, &cos, &sin, false)?,
                 };
@@ -267,23 +268,24 @@ pub(super) fn cases() -> Vec<Case> {
             y.reshape((rows, heads * self.width))
         }
     }
-    const GROUPS: Kind = Kind { heads: [4, 2], width: 4, normed: false, bounds: &[0, 5, 6, 6, 11], window: None };
-    let case = |label, rows: usize, kind: Kind| {
-        let columns = (kind.heads[0] + 2 * kind.heads[1]) * kind.width;
-        Case::new(label, &[&[rows, columns]], move |x| kind.run(&x[0])).plain(move |x| kind.plain(&x[0]))
+    const GROUPS: RotaryCase =
+        RotaryCase { heads: [4, 2], width: 4, is_normed: false, bounds: &[0, 5, 6, 6, 11], window: None };
+    let case = |label, rows: usize, settings: RotaryCase| {
+        let columns = (settings.heads[0] + 2 * settings.heads[1]) * settings.width;
+        Case::new(label, &[&[rows, columns]], move |x| settings.run(&x[0])).plain(move |x| settings.plain(&x[0]))
     };
     vec![
         case("groups", 11, GROUPS),
-        case("normed", 11, Kind { normed: true, ..GROUPS }),
+        case("normed", 11, RotaryCase { is_normed: true, ..GROUPS }),
         case("tokens after the last segment", 13, GROUPS),
-        case("window", 9, Kind { heads: [2, 1], bounds: &[0, 7, 9], window: Some(3), ..GROUPS }),
+        case("window", 9, RotaryCase { heads: [2, 1], bounds: &[0, 7, 9], window: Some(3), ..GROUPS }),
         case(
             "as many key heads as query heads",
             7,
-            Kind { heads: [3, 3], width: 6, normed: true, bounds: &[0, 2, 7], window: None },
+            RotaryCase { heads: [3, 3], width: 6, is_normed: true, bounds: &[0, 2, 7], window: None },
         ),
-        case("wide heads", 6, Kind { heads: [2, 1], width: 16, bounds: &[0, 6], ..GROUPS }),
-        case("one token", 1, Kind { bounds: &[0, 1], ..GROUPS }),
-        case("no tokens", 0, Kind { bounds: &[0, 0], ..GROUPS }),
+        case("wide heads", 6, RotaryCase { heads: [2, 1], width: 16, bounds: &[0, 6], ..GROUPS }),
+        case("one token", 1, RotaryCase { bounds: &[0, 1], ..GROUPS }),
+        case("no tokens", 0, RotaryCase { bounds: &[0, 0], ..GROUPS }),
     ]
 }

@@ -17,13 +17,14 @@ pub(super) fn forward(columns: &Columns, before: Option<&Raw>, x: &Raw) -> Resul
     if y.elem_count() > 0 {
         let function = gpu.named(op, "_forward", suffix(op, x.dtype())?)?;
         let shape = Shape::flat(y.elem_count(), wide(x.dtype()));
+        // The kernels of both activations have the same parameters.
         let arguments = GeluTanhBesideForward {
             before: optional_input(op, before.as_ref())?,
             x: input(op, &columns.of(&x)?)?,
             y: output(op, &y)?,
-            rows: (y.elem_count() / (columns.kept + columns.width)) as u64,
+            rows: (y.elem_count() / (columns.before_width + columns.width)) as u64,
             x_row: x.dims()[columns.dim] as u64,
-            kept: count32(op, columns.kept)?,
+            kept: count32(op, columns.before_width)?,
             width: count32(op, columns.width)?,
         };
         // SAFETY: the tensors are dense and have the sizes in the arguments.
@@ -55,6 +56,7 @@ fn write(columns: &Columns, x: &Raw, grad: &Raw, dx: &Raw) -> Result<()> {
         return Ok(());
     }
     let function = gpu.named(op, "_backward", suffix(op, x.dtype())?)?;
+    // The kernels of both activations have the same parameters.
     let arguments = GeluTanhBesideBackward {
         x: input(op, &columns.of(x)?)?,
         grad: input(op, grad)?,

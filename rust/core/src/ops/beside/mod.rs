@@ -78,7 +78,7 @@ struct Columns {
     /// The last dimension, whose indices are the columns.
     dim: usize,
     /// Number of columns of `before`.
-    kept: usize,
+    before_width: usize,
     /// The first column of x that the activation reads.
     start: usize,
     /// Number of columns that the activation returns.
@@ -92,8 +92,8 @@ impl Columns {
             let rest = if per_result == 1 { "" } else { ", followed by an even number of columns: gate, then h" };
             Error::shape(op, format!("the input has shape {:?}, expected at least {start} columns{rest}", x.dims()))
         };
-        let (&all, outer) = x.dims().split_last().ok_or_else(wrong)?;
-        let len = all.checked_sub(start).filter(|len| len.is_multiple_of(per_result)).ok_or_else(wrong)?;
+        let (&x_width, outer) = x.dims().split_last().ok_or_else(wrong)?;
+        let len = x_width.checked_sub(start).filter(|len| len.is_multiple_of(per_result)).ok_or_else(wrong)?;
         if !is_float(x.dtype()) {
             let found = x.dtype().as_str();
             return Err(Error::dtype(
@@ -101,10 +101,10 @@ impl Columns {
                 format!("expected a floating point tensor, found {found}; convert it with to()"),
             ));
         }
-        let mut kept = 0;
+        let mut before_width = 0;
         if let Some(before) = before {
             same_kind(op, x, "tensor `before`", before)?;
-            kept = match before.dims().split_last() {
+            before_width = match before.dims().split_last() {
                 Some((&columns, dims)) if dims == outer => columns,
                 _ => {
                     let (found, input) = (before.dims(), x.dims());
@@ -116,7 +116,7 @@ impl Columns {
                 }
             };
         }
-        let columns = Self { activation, dim: outer.len(), kept, start, width: len / per_result };
+        let columns = Self { activation, dim: outer.len(), before_width, start, width: len / per_result };
         check_allocation_on(x.device(), op, &columns.result(x.dims()), x.dtype())?;
         Ok(columns)
     }
@@ -129,7 +129,7 @@ impl Columns {
     /// The shape of the result for an input of shape `dims`.
     fn result(&self, dims: &[usize]) -> Vec<usize> {
         let mut dims = dims.to_vec();
-        dims[self.dim] = self.kept + self.width;
+        dims[self.dim] = self.before_width + self.width;
         dims
     }
 
@@ -147,14 +147,14 @@ struct BesideBackward {
 
 impl Backward for BesideBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
-        let Columns { dim, kept, width, .. } = self.columns;
+        let Columns { dim, before_width, width, .. } = self.columns;
         let grad = context.grad().clone();
         if context.needs(1) {
             // A copy, so that the gradient of the whole result can be freed before the backward pass of `before`.
-            context.add(1, compute::contiguous(&grad.narrow(dim, 0, kept)?)?)?;
+            context.add(1, compute::contiguous(&grad.narrow(dim, 0, before_width)?)?)?;
         }
         let Some(x) = self.x.as_ref().filter(|_| context.needs(0)) else { return Ok(()) };
-        let (x, grad) = (x.get()?, grad.narrow(dim, kept, width)?);
+        let (x, grad) = (x.get()?, grad.narrow(dim, before_width, width)?);
         on_device!(
             x.device(),
             cuda => cuda::backward(&self.columns, context, &x, &grad),

@@ -75,10 +75,10 @@ pub(super) fn backward(grad: &Raw, change: &Raw) -> Result<Raw> {
     dispatch_float!(grad.dtype(), op, T => read_all(op, &[&grad, &change], |operands| {
         let (grad, change) = (elements::<T>(operands[0])?, elements::<T>(operands[1])?);
         let write = |range: Range<usize>, out: &mut [MaybeUninit<T>]| {
-            let accurate = |x: &[T]| x.iter().map(|x| x.to_acc()).collect::<Vec<_>>();
+            let to_accumulators = |x: &[T]| x.iter().map(|x| x.to_acc()).collect::<Vec<_>>();
             for (matrix, out) in range.zip(out.chunks_exact_mut(triangle)) {
                 let at = matrix * square..(matrix + 1) * square;
-                let (grad, change) = (accurate(&grad[at.clone()]), accurate(&change[at]));
+                let (grad, change) = (to_accumulators(&grad[at.clone()]), to_accumulators(&change[at]));
                 let values = dispatch(#[inline(always)] || gradient(&grad, &change, size));
                 for (out, value) in out.iter_mut().zip(values) {
                     out.write(T::from_acc(value));

@@ -46,6 +46,7 @@ pub fn conv2d_add(
         || {
             let (bias, [x, weight, addend]) =
                 (bias.map(|bias| &bias.raw), [x, weight, addend].map(|tensor| &tensor.raw));
+            // The CPU form is never used here: tensors on the CPU have taken the path above.
             on_device!(
                 x.device(),
                 cuda => super::cuda::forward_add(&geometry, x, weight, bias, addend),

@@ -78,6 +78,7 @@ impl Geometry {
                     ),
                 )
             };
+            // The distance in the image between the first and the last kernel tap.
             let reach =
                 kernel[i].checked_sub(1).and_then(|last| last.checked_mul(dilation[i])).ok_or_else(too_large)?;
             let padded = padding[i].checked_mul(2).and_then(|p| p.checked_add(input[i])).ok_or_else(too_large)?;

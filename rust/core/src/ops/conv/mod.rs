@@ -3,8 +3,8 @@
 //! Images are (batch, height, width, channels) and weights (out channels, kernel height, kernel width, channels /
 //! groups). No im2col matrix is built. Convolutions by kernels of 1 × 1 without stride, padding or groups are matrix
 //! products. On the CPU, the forward pass and the gradient of the input are sums over the kernel taps
-//! ([`stencil`](cpu::stencil)); these sums read copies of parts of the image. Depthwise convolutions have loops of
-//! their own there.
+//! ([`stencil`](cpu::stencil)); these sums read copies of parts of the image, or of the gradient of the result.
+//! Depthwise convolutions on the CPU have loops of their own.
 
 mod add;
 #[cfg(feature = "testing")]

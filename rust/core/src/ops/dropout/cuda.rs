@@ -8,8 +8,8 @@ use crate::rng::State;
 use crate::{Raw, Result};
 
 /// Returns `x` with 0 for each element whose random word is below `threshold`, and the other elements multiplied by
-/// `kept`. The words are those that the generator draws from `state` on.
-pub fn apply(op: &'static str, x: &Raw, state: State, threshold: u32, kept: f64) -> Result<Raw> {
+/// `scale`. The words are those that the generator draws from `state` on.
+pub fn apply(op: &'static str, x: &Raw, state: State, threshold: u32, scale: f64) -> Result<Raw> {
     let gpu = Gpu::of(op, x)?;
     let x = contiguous(x)?;
     let y = empty(op, gpu, x.dims(), x.dtype())?;
@@ -19,7 +19,8 @@ pub fn apply(op: &'static str, x: &Raw, state: State, threshold: u32, kept: f64)
         let shape = Shape::flat(y.elem_count(), 4 * wide(x.dtype()));
         let (state_address, State { seed, offset }) = generator(state);
         let (x, len) = (input(op, &x)?, y.elem_count() as u64);
-        let arguments = Dropout { x, y: output(op, &y)?, state: state_address, seed, offset, len, threshold, kept };
+        let y_output = output(op, &y)?;
+        let arguments = Dropout { x, y: y_output, state: state_address, seed, offset, len, threshold, kept: scale };
         // SAFETY: both tensors are dense and of this length.
         unsafe { function.launch(op, gpu, shape, arguments) }?;
     }

@@ -70,7 +70,7 @@ impl Mask {
     fn apply(self, x: &Raw) -> Result<Raw> {
         on_device!(
             x.device(),
-            cuda => cuda::apply(DROPOUT.name, x, self.state, self.threshold(), self.kept()),
+            cuda => cuda::apply(DROPOUT.name, x, self.state, self.threshold(), self.scale()),
             cpu => self.on_cpu(x),
         )
     }
@@ -112,17 +112,17 @@ impl Mask {
 
     /// The factor of the elements whose words are not below the threshold. With p = 1 the factor is 0: the threshold is
     /// then 2^32 - 1, which a word of 2^32 - 1 is not below, but all elements must be zeroed.
-    fn kept(self) -> f64 {
+    fn scale(self) -> f64 {
         if self.p == 1.0 { 0.0 } else { 1.0 / (1.0 - self.p) }
     }
 
-    /// The factors of the elements of a group, 0 or [`kept`](Self::kept), in the order of the elements. The group's
+    /// The factors of the elements of a group, 0 or [`scale`](Self::scale), in the order of the elements. The group's
     /// first Philox block is `block`.
     #[inline(always)]
     fn factors<T: Elem>(self, block: u64) -> [[T::Acc; LANES]; 4] {
-        let (threshold, kept) = (self.threshold(), T::Acc::from_f64(self.kept()));
+        let (threshold, scale) = (self.threshold(), T::Acc::from_f64(self.scale()));
         philox_lanes::<LANES>(self.state.seed, block)
-            .map(|word| word.map(|bits| if bits < threshold { T::Acc::ZERO } else { kept }))
+            .map(|word| word.map(|bits| if bits < threshold { T::Acc::ZERO } else { scale }))
     }
 }
 

@@ -72,14 +72,14 @@ pub fn geglu_feed_forward(
     check(op, &sum, inner.0, inner.1)?;
     let width = inner_weight.dims()[0] / 2;
     // `outer` is checked against a view that has the shape of the GEGLU's result and a single element of memory.
-    let mut between = sum.raw.clone();
-    for dim in 0..between.rank() {
-        between = between.narrow(dim, 0, 1)?;
+    let mut geglu_view = sum.raw.clone();
+    for dim in 0..geglu_view.rank() {
+        geglu_view = geglu_view.narrow(dim, 0, 1)?;
     }
     let leading = &sum.dims()[..sum.rank() - 1];
-    let between = Tensor::constant(between.broadcast_as([leading, &[width]].concat())?);
-    check(op, &between, outer.0, outer.1)?;
-    check_residual(op, &between, outer.0, &sum)?;
+    let geglu_view = Tensor::constant(geglu_view.broadcast_as([leading, &[width]].concat())?);
+    check(op, &geglu_view, outer.0, outer.1)?;
+    check_residual(op, &geglu_view, outer.0, &sum)?;
     for (weight, bias) in [inner, outer] {
         check_frozen(op, weight, bias)?;
     }

@@ -19,6 +19,7 @@ pub fn forward(op: &'static str, x: &Raw, width: usize) -> Result<Raw> {
         let function = gpu.named(op, "_forward", suffix(op, x.dtype())?)?;
         let (rows, width) = ((y.elem_count() / width) as u64, count32(op, width)?);
         let shape = Shape::flat(y.elem_count(), wide(x.dtype()));
+        // The kernels of both units have the same parameters.
         let arguments = GegluForward { x: input(op, &x)?, y: output(op, &y)?, rows, width };
         // SAFETY: both tensors are dense and of these sizes.
         unsafe { function.launch(op, gpu, shape, arguments) }?;
@@ -36,6 +37,7 @@ pub fn backward(op: &'static str, x: &Raw, grad: &Raw, width: usize) -> Result<R
         let (rows, width) = ((grad.elem_count() / width) as u64, count32(op, width)?);
         let shape = Shape::flat(grad.elem_count(), wide(x.dtype()));
         let (x, grad) = (input(op, &x)?, input(op, &grad)?);
+        // The kernels of both units have the same parameters.
         let arguments = GegluBackward { x, grad, dx: output(op, &dx)?, rows, width };
         // SAFETY: the tensors are dense and of these sizes.
         unsafe { function.launch(op, gpu, shape, arguments) }?;

@@ -169,12 +169,12 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
 
     fn scratch(&self) -> Scratch<T::Acc> {
         let attention = self.scores.attention;
-        let tall = attention.queries().min(QUERIES);
-        let block = vec![T::Acc::ZERO; tall * attention.keys().min(KEYS)];
+        let block_rows = attention.queries().min(QUERIES);
+        let block = vec![T::Acc::ZERO; block_rows * attention.keys().min(KEYS)];
         Scratch {
             score_grads: block.clone(),
             probabilities: block,
-            query_grads: vec![T::Acc::ZERO; tall * self.widths[0]],
+            query_grads: vec![T::Acc::ZERO; block_rows * self.widths[0]],
         }
     }
 
@@ -190,37 +190,37 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
         for index in blocks {
             let head = key_head * attention.group + index / blocks_per_head;
             let queries = attention.query_block(index % blocks_per_head);
-            let tall = queries.len();
+            let block_rows = queries.len();
             let log_sums = &self.log_sums[head * attention.queries()..][queries.clone()];
             let grad = self.grad.rows(head, &queries);
-            let query_grads = &mut scratch.query_grads[..tall * width];
+            let query_grads = &mut scratch.query_grads[..block_rows * width];
             query_grads.fill(T::Acc::ZERO);
             for keys in attention.key_blocks(&queries) {
-                let wide = keys.len();
-                let p = &mut scratch.probabilities[..tall * wide];
+                let block_columns = keys.len();
+                let p = &mut scratch.probabilities[..block_rows * block_columns];
                 self.scores.block(head, &queries, &keys, p);
-                probabilities(p, wide, log_sums);
+                probabilities(p, block_columns, log_sums);
                 if wants_v {
                     let out = &mut value_grads[keys.start * value_width..keys.end * value_width];
-                    let p = MatRef::row_major(p, tall, wide);
-                    gemm(MatMut::row_major(out, wide, value_width), p.t(), grad, 1.0, true);
+                    let p = MatRef::row_major(p, block_rows, block_columns);
+                    gemm(MatMut::row_major(out, block_columns, value_width), p.t(), grad, 1.0, true);
                 }
                 if !wants_q && !wants_k {
                     continue;
                 }
-                let ds = &mut scratch.score_grads[..tall * wide];
+                let ds = &mut scratch.score_grads[..block_rows * block_columns];
                 let v = self.values.rows(key_head, &keys);
-                gemm(MatMut::row_major(ds, tall, wide), grad, v.t(), 1.0, false);
+                gemm(MatMut::row_major(ds, block_rows, block_columns), grad, v.t(), 1.0, false);
                 self.score_gradients(head, &queries, p, ds);
-                let ds = MatRef::row_major(ds, tall, wide);
+                let ds = MatRef::row_major(ds, block_rows, block_columns);
                 if wants_q {
-                    let out = MatMut::row_major(query_grads, tall, width);
+                    let out = MatMut::row_major(query_grads, block_rows, width);
                     gemm(out, ds, self.scores.keys.rows(key_head, &keys), attention.scale, true);
                 }
                 if wants_k {
                     let out = &mut key_grads[keys.start * width..keys.end * width];
                     let q = self.scores.queries.rows(head, &queries);
-                    gemm(MatMut::row_major(out, wide, width), ds.t(), q, attention.scale, true);
+                    gemm(MatMut::row_major(out, block_columns, width), ds.t(), q, attention.scale, true);
                 }
             }
             if let Some(rows) = &self.grad_rows[0] {
@@ -234,11 +234,13 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
     /// `p (dp - Σ o·go)`, where `o` is the result and `go` its gradient. The derivative of softmax has `Σ p·dp` over
     /// the keys, which equals `Σ o·go` over the columns of the values.
     fn score_gradients(&self, head: usize, queries: &Range<usize>, p: &[T::Acc], ds: &mut [T::Acc]) {
-        let wide = p.len() / queries.len();
+        let block_columns = p.len() / queries.len();
         dispatch(
             #[inline(always)]
             || {
-                for (query, (ds, p)) in queries.clone().zip(ds.chunks_exact_mut(wide).zip(p.chunks_exact(wide))) {
+                for (query, (ds, p)) in
+                    queries.clone().zip(ds.chunks_exact_mut(block_columns).zip(p.chunks_exact(block_columns)))
+                {
                     let (o, go) = (self.result.row(head, query), self.grad.row(head, query));
                     let dot = rows::sum_pairs(o, go, |o: T, go: T| o.to_acc() * go.to_acc());
                     for (d, p) in ds.iter_mut().zip(p) {

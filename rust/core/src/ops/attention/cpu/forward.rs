@@ -52,13 +52,13 @@ fn forward_blocks<T: Elem<Acc: Elem<Acc = T::Acc>>>(
     let mut log_sums = vec![T::Acc::ZERO; attention.heads() * query_count];
     let shared = SharedMut::new(&mut log_sums);
     // The most rows and columns of a block of scores.
-    let (tall, wide) = (query_count.min(QUERIES), key_count.min(KEYS));
+    let (block_rows, block_columns) = (query_count.min(QUERIES), key_count.min(KEYS));
     // Each query and key are multiplied twice, for the score and for the result. Queries are about as wide as values.
-    let grain = TASK / (tall * key_count * 2 * value_width).max(1);
+    let grain = TASK / (block_rows * key_count * 2 * value_width).max(1);
     par_ranges(attention.heads() * blocks_per_head, grain, |tasks| {
-        let mut block_scores = vec![T::Acc::ZERO; tall * wide];
-        let mut result = vec![T::Acc::ZERO; tall * value_width];
-        let mut state = vec![Running::default(); tall];
+        let mut block_scores = vec![T::Acc::ZERO; block_rows * block_columns];
+        let mut result = vec![T::Acc::ZERO; block_rows * value_width];
+        let mut state = vec![Running::default(); block_rows];
         for task in tasks {
             let (head, queries) = (task / blocks_per_head, attention.query_block(task % blocks_per_head));
             let state = &mut state[..queries.len()];

@@ -7,7 +7,7 @@ use trainable_candle_cuda::kernels::attention_few_keys_hopper::{
 };
 use trainable_candle_cuda::structs::{AttentionFewKeysMaps, AttentionShape, Schedule, TensorMap};
 
-use super::hopper::{FEWEST, THREADS, is_mapped, map};
+use super::hopper::{FEWEST_ROWS, THREADS, is_mapped, map};
 use super::{Attention, Heads, Width};
 use crate::Result;
 use crate::cuda::Gpu;
@@ -38,7 +38,7 @@ fn schedule(gpu: &Gpu, sizes: &AttentionShape, widest: Width, operands: &[&Heads
         && widest == Width::W64
         && sizes.is_causal == 0
         && sizes.keys <= KEYS
-        && sizes.queries >= FEWEST
+        && sizes.queries >= FEWEST_ROWS
         // The kernels compute items * steps * blocks in 32 bits.
         && [steps, blocks].iter().try_fold(items, |product, &factor| product.checked_mul(factor)).is_some()
         && operands.iter().all(|heads| is_mapped(heads, sizes));

@@ -22,11 +22,11 @@ use crate::{Raw, Result};
 
 /// These kernels take at least this many queries, and at least this many keys: with fewer, the general kernels
 /// (`attention.cu`) are as fast.
-pub(in crate::ops::attention) const FEWEST: u32 = 256;
+pub(in crate::ops::attention) const FEWEST_ROWS: u32 = 256;
 /// Keys in a tile.
 pub(in crate::ops::attention) const KEYS: u32 = 128;
 /// Rows that one copy stores to a result or a gradient. The forward pass also loads this many queries per copy.
-pub(in crate::ops::attention) const STORED: u32 = 64;
+pub(in crate::ops::attention) const STORED_ROWS: u32 = 64;
 /// The time that it takes to add up the parts of split items, as a number of steps (see [`schedule`]).
 const SPLIT_COST: u64 = 5;
 /// Threads in a block of the backward kernels.
@@ -155,8 +155,8 @@ pub(in crate::ops::attention) fn backward_maps(
         k: key_rows(k, KEYS)?,
         v: key_rows(v, KEYS)?,
         d_o: query_rows(grad)?,
-        dk: key_rows(dk, STORED)?,
-        dv: key_rows(dv, STORED)?,
+        dk: key_rows(dk, STORED_ROWS)?,
+        dv: key_rows(dv, STORED_ROWS)?,
     })
 }
 
@@ -176,7 +176,7 @@ impl Attention<'_> {
         let fits = gpu.runs_hopper_kernels()
             && !MODULE.image.is_empty()
             && sizes.is_causal == 0
-            && sizes.queries.min(sizes.keys) >= FEWEST
+            && sizes.queries.min(sizes.keys) >= FEWEST_ROWS
             // The kernels compute steps * blocks * blocks in 32 bits.
             && steps * blocks * blocks <= u64::from(u32::MAX)
             && operands.iter().all(|heads| is_mapped(heads, sizes));
@@ -198,13 +198,14 @@ impl Attention<'_> {
         let (queries, columns) = (form.forward_queries, form.columns);
         let items = sizes.queries.div_ceil(queries) * sizes.batch * sizes.heads;
         let schedule = schedule(gpu.multiprocessors() as u32, items, sizes.keys.div_ceil(KEYS));
+        // For each query of a tile, the sum and the base of its softmax, and its result.
         let parts = parts(op, gpu, &schedule, queries * (columns + 2))?;
         let encoder = Encoder::new(op, dtype)?;
         let maps = AttentionForwardMaps {
-            q: map(&encoder, q, sizes, sizes.queries, STORED)?,
+            q: map(&encoder, q, sizes, sizes.queries, STORED_ROWS)?,
             k: map(&encoder, k, sizes, sizes.keys, KEYS)?,
             v: map(&encoder, v, sizes, sizes.keys, KEYS)?,
-            o: map(&encoder, o, sizes, sizes.queries, STORED)?,
+            o: map(&encoder, o, sizes, sizes.queries, STORED_ROWS)?,
         };
         let (kernel, threads, shared) = form.forward;
         let shape = Shape { grid: [schedule.blocks, 1, 1], block: [threads, 1, 1], shared };
@@ -243,7 +244,9 @@ impl Attention<'_> {
         let steps = sizes.queries.div_ceil(queries);
         let schedule = schedule(gpu.multiprocessors() as u32, sizes.keys.div_ceil(KEYS) * heads, steps);
         let tiles = (heads * steps) as usize;
+        // The gradients of a tile of keys and of its values.
         let parts = parts(op, gpu, &schedule, 2 * KEYS * columns)?;
+        // For each query, its log-sum and its sum of result · gradient.
         let statistics = empty(op, gpu, &[tiles, 2 * queries as usize], DType::F32)?;
         // The gradients of the queries of each tile, which the blocks of the backward kernel add up one after another:
         // `turns` says whose turn it is.
@@ -280,6 +283,7 @@ impl Attention<'_> {
         // for one another, but all run at once because each has a multiprocessor.
         unsafe { gpu.function(kernel, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
         let [(dq, dq_strides), (dk, dk_strides), (dv, dv_strides)] = [dq, dk, dv].map(Heads::place);
+        // Each split item has 2 · `KEYS` · `columns` numbers, and a thread block sums 2048 of them.
         let blocks = tiles as u32 + (schedule.items - schedule.whole) * columns / 8;
         let shape = Shape { grid: [blocks, 1, 1], block: [THREADS, 1, 1], shared: 0 };
         let arguments = Finish {

@@ -201,12 +201,14 @@ impl Attention<'_> {
         let sums = output(op, &log_sums)?;
         if let Some(widest) = self.tensor_cores(&sizes, &[&q, &k, &v, &to], mask) {
             let operands = [&q, &k, &v, &to];
+            // Each returns false, and writes nothing, if its kernels do not support the operands.
             if self.hopper_forward(gpu, &sizes, widest, operands, sums)?
                 || self.few_keys_forward(gpu, &sizes, widest, operands, sums)?
             {
                 return Ok((o, log_sums));
             }
             let function = gpu.function(widest.forward(), suffix(op, dtype)?)?;
+            // A block computes 64 queries of a head.
             let blocks = sizes.queries.div_ceil(64) * heads;
             let shape = Shape { grid: [blocks, 1, 1], block: [128, 1, 1], shared: widest.forward_shared(gpu) };
             let arguments = AttentionForwardW64 {
@@ -226,6 +228,7 @@ impl Attention<'_> {
         } else {
             let (mask, _keeps_alive) = self.mask(mask)?;
             let function = gpu.function(&ATTENTION_PLAIN_FORWARD, suffix(op, dtype)?)?;
+            // A block computes 32 rows and 64 columns of a head's result.
             let grid = [sizes.queries.div_ceil(32) * heads, sizes.value_width.div_ceil(64).max(1), 1];
             let shape = Shape { grid, block: [256, 1, 1], shared: 0 };
             let arguments = AttentionPlainForward {
@@ -309,6 +312,7 @@ impl Attention<'_> {
                 (is_wanted && parts > 1).then(|| empty(op, gpu, &dims, DType::F32)).transpose()
             };
             let (dk_parts, dv_parts) = (partial(wanted[1])?, partial(wanted[2])?);
+            // A block computes the gradients of 64 keys and their values, or those of 64 queries.
             let key_blocks = if wants_k_or_v { parts * sizes.keys.div_ceil(64) * heads } else { 0 };
             let query_blocks = if wanted[0] { sizes.queries.div_ceil(64) * heads } else { 0 };
             let grid = [key_blocks + query_blocks, 1, 1];
@@ -355,6 +359,7 @@ impl Attention<'_> {
                 continue;
             }
             let function = gpu.function(KERNELS[i], suffix(op, dtype)?)?;
+            // A block computes 32 rows and 64 columns of a head's gradient.
             let grid = [rows.div_ceil(32) * heads, columns.div_ceil(64), 1];
             let shape = Shape { grid, block: [256, 1, 1], shared: 0 };
             let arguments = AttentionPlainBackwardQuery {
@@ -383,6 +388,7 @@ impl Attention<'_> {
     pub(super) fn deltas(&self, gpu: &Gpu, sizes: &AttentionShape, o: &Heads, grad: &Heads) -> Result<Raw> {
         let (op, dtype) = (self.op, o.raw.dtype());
         let deltas = empty(op, gpu, &self.scores[..self.scores.len() - 1], accumulator(dtype))?;
+        // A block of 256 threads computes 32 of the sums.
         let shape = Shape::linear(op, deltas.elem_count().div_ceil(32), 256)?;
         let arguments = AttentionDelta {
             o: o.input(),
@@ -409,6 +415,7 @@ impl Attention<'_> {
     ) -> Result<()> {
         let op = self.op;
         let elements = (sizes.batch * sizes.heads) as usize * (sizes.keys * sizes.width) as usize;
+        // A thread sums four elements. The second dimension of the grid is for the gradients of keys and of values.
         let shape = Shape { grid: [elements.div_ceil(1024) as u32, 2, 1], block: [256, 1, 1], shared: 0 };
         let arguments = AttentionSumParts {
             dk_parts: optional_input(op, dk_parts)?,
@@ -425,7 +432,7 @@ impl Attention<'_> {
     }
 
     /// The number of ranges into which the queries are split. With few keys, the gradients of keys and values are
-    /// summed in parts, one part per range, to fill the device.
+    /// summed in parts, one part per range, to fill the device. There is at most one range for every 256 queries.
     fn parts(&self, sizes: &AttentionShape) -> u32 {
         /// The number of thread blocks that fills the device.
         const BLOCKS: u32 = 396;

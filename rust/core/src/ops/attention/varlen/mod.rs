@@ -307,8 +307,9 @@ impl Backward for VarlenBackward {
 mod tests {
     use super::*;
 
+    /// The first key of each token, then the end of the queries of each token.
     fn spans_for(bounds: &[i64], rows: usize, window: Option<usize>) -> Result<Vec<u32>> {
-        spans_of("rotary_attention", bounds, rows, window)
+        spans_of(VARLEN.name, bounds, rows, window)
     }
 
     #[test]
@@ -329,7 +330,7 @@ mod tests {
             (&[0, -1], "bound 1 of cu_seqlens is -1"),
         ] {
             let error = spans_for(bounds, 4, None).unwrap_err();
-            let message = format!("rotary_attention: {message}");
+            let message = format!("varlen_attention: {message}");
             assert!(matches!(error, Error::Index { .. }) && error.to_string().contains(&message), "{error}");
         }
     }

@@ -104,11 +104,13 @@ pub(in crate::ops::conv) fn rects(axes: &[Axis; 2], channels: usize) -> Vec<Rect
     if lines.count == 0 || columns.count == 0 {
         return Vec::new();
     }
+    // As few parts as `MAX_COLUMNS` permits, about equally wide. Tiles compute multiples of 4 columns.
     let width = columns.count.div_ceil(columns.count.div_ceil(MAX_COLUMNS)).next_multiple_of(4);
     let line_len = (columns.copied(width) * channels).max(1);
     // The number of target lines whose copy has at most `MAX_PATCH` elements, but at least one.
     let fitting = (MAX_PATCH / line_len).saturating_sub(lines.span() + 1) / lines.copy_step() + 1;
     let height = fitting.min(lines.count.div_ceil(8).max(MIN_LINES));
+    // As many parts as with this height, but about equally high.
     let height = lines.count.div_ceil(lines.count.div_ceil(height));
     let ranges = |count: usize, size: usize| (0..count).step_by(size).map(move |start| start..count.min(start + size));
     ranges(lines.count, height)
@@ -187,6 +189,7 @@ impl Patch {
             .copied_places()
             .flat_map(|(_, line)| columns.iter().map(move |column| line * self.line_len() + column * self.channels));
         let k = if dense { width * self.channels } else { self.channels };
+        // `a`, the place in the packed weight, depends on the panel of the weight, so the caller sets it.
         (starts.map(|b| Run { a: 0, b }).collect(), k)
     }
 

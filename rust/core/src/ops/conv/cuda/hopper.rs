@@ -24,7 +24,8 @@ const MOST_SPLITS: usize = 32;
 /// Bytes per microsecond that the kernel that adds up the parts reads and writes.
 const SUM_RATE: f64 = 3e6;
 
-/// The kernels of `conv.cu` are faster for results, and for weights, with at most this many channels.
+/// The kernels of `conv.cu` are faster if the result has at most this many channels, or, for the gradient of the
+/// weight, if the weight has at most this many output channels.
 const FEW_CHANNELS: u32 = 16;
 
 /// A size of tiles for which there are kernels of the forward pass and of the gradient of the input.
@@ -198,6 +199,7 @@ pub(super) fn forward(
 ) -> Result<bool> {
     let Operands { dtype, from, weights, bias } = operands;
     let (to, windows) = (output(op, y)?, sizes.windows());
+    // 8 is the largest stride that a tensor map can have.
     let fits = runs_on(gpu, sizes, dtype, &[sizes.channels], &[to.address, from.address, weights.address])
         && sizes.out_channels > FEW_CHANNELS
         && sizes.stride.iter().all(|&stride| stride <= 8)
@@ -243,6 +245,7 @@ pub(super) fn grad_input(
     [from, weights]: [Const; 2],
 ) -> Result<bool> {
     let (dtype, to) = (dx.dtype(), output(op, dx)?);
+    // `Conv2dMaps` has room for the maps of 2 x 2 phases, which is why strides are at most 2.
     let fits =
         runs_on(gpu, sizes, dtype, &[sizes.channels, sizes.out_channels], &[to.address, from.address, weights.address])
             && sizes.channels > FEW_CHANNELS
@@ -300,6 +303,7 @@ pub(super) fn grad_weight(
     [from, images]: [Const; 2],
 ) -> Result<bool> {
     let (dtype, to, windows) = (dw.dtype(), output(op, dw)?, sizes.windows());
+    // Strides are at most 8, as in `forward`.
     let fits =
         runs_on(gpu, sizes, dtype, &[sizes.channels, sizes.out_channels], &[to.address, from.address, images.address])
             && sizes.channels.is_multiple_of(STEP as u32)

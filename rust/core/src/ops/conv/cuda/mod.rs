@@ -330,6 +330,7 @@ fn on_tensor_cores(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &Raw, operands
     let (pixels, out) = (sizes.pixels(), sizes.out_channels as usize);
     let count_tiles = |rows: usize, columns: usize| pixels.div_ceil(rows) * out.div_ceil(columns);
     let new_tile = |kernel, rows, columns, shared| Tile { kernel, rows, columns, shared };
+    // The kernels copy 8 channels at a time, the V4 kernels 4.
     let tile = if sizes.fits(dtype, &[sizes.channels], 8, &[to.address, from.address, weights.address]) {
         Some(if out <= 16 {
             new_tile(&CONV2D_FORWARD_M128N16, 128, 16, 73_728)
@@ -375,6 +376,7 @@ fn run_grad_input(op: &'static str, sizes: Sizes, dims: [usize; 4], [grad, weigh
     let channel_counts = [sizes.channels, sizes.out_channels];
     let count_tiles = |rows: usize, columns: usize| pixels.div_ceil(rows) * channels.div_ceil(columns);
     let new_tile = |kernel, rows, columns, shared| Tile { kernel, rows, columns, shared };
+    // The kernels copy 8 channels at a time, the V4 kernels 4.
     let tile = if sizes.fits(dtype, &channel_counts, 8, &[to.address, from.address, weights.address]) {
         Some(if channels <= 16 {
             new_tile(&CONV2D_GRAD_INPUT_M128N16, 128, 16, 98_304)

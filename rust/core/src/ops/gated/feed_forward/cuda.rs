@@ -36,7 +36,7 @@ const ALIGNMENT: Address = 16;
 
 /// Whether the kernels support `x`, units of `width` columns, and `products`, the low-rank products of the features,
 /// the gate and the outer map.
-pub fn takes(x: &Tensor, width: usize, products: [&LowRank; 3]) -> Result<bool> {
+pub fn supports(x: &Tensor, width: usize, products: [&LowRank; 3]) -> Result<bool> {
     let is_half = matches!(x.dtype(), DType::F16 | DType::BF16);
     let has_rank = |product: &&LowRank| product.down.dims()[0] == RANK;
     if !is_half || x.elem_count() == 0 || !width.is_multiple_of(WARP) || !products.iter().all(has_rank) {
@@ -84,7 +84,7 @@ pub fn forward(y: &Raw, late: Option<&Late<Raw>>, outer: &LowRanks<'_>) -> Resul
     };
     let grid = [count32(OP, column_blocks)?, count32(OP, rows.div_ceil(FORWARD_ROWS))?, 1];
     let function = gpu.function(&SWIGLU_FEED_FORWARD_UNIT, suffix(OP, dtype)?)?;
-    // SAFETY: the tensors are dense and of these sizes; `takes` has checked the sizes of the low-rank factors.
+    // SAFETY: the tensors are dense and of these sizes; `supports` has checked the sizes of the low-rank factors.
     unsafe { function.launch(OP, gpu, Shape { grid, block: [256, 1, 1], shared: 0 }, arguments) }?;
     let outer_hidden = empty(OP, gpu, &[rows, RANK], dtype)?;
     let count = outer_hidden.elem_count();
@@ -138,7 +138,7 @@ pub fn backward(
         rows: rows32,
         width: width32,
     };
-    // SAFETY: the tensors are dense and of these sizes; `takes` has checked the sizes of the low-rank factors.
+    // SAFETY: the tensors are dense and of these sizes; `supports` has checked the sizes of the low-rank factors.
     unsafe { function.launch(OP, gpu, Shape { grid, block: [256, 1, 1], shared: SHARED }, arguments) }?;
 
     // The factors whose gradients the second kernel adds up: their indices among the inputs, and the shapes and dtypes

@@ -22,11 +22,12 @@ use crate::{Result, Tensor, checkpoint};
 
 pub(super) static SWIGLU_FEED_FORWARD: OpInfo = OpInfo::expensive("swiglu_feed_forward");
 
-/// Computes [`linear_group`] of [`swiglu_linear_group`]: `x (..., in)` → `(..., out)`. The maps of `group` have 2 n
-/// results in all, the second half of which is the gate; `last` has n inputs. The function runs as one fused operation
-/// only if `group` is two maps of n results and `last` is one map, all three have low-rank products, x and all low-rank
-/// factors need a gradient, and it does not run in a selective checkpoint. On a GPU, the kernels must also support the
-/// sizes and the dtype. Otherwise the function calls `swiglu_linear_group`, then `linear_group`.
+/// Computes [`linear_group`] of [`swiglu_linear_group`]: `x (..., in)` → `(..., out)`. The maps of `group` (the inner
+/// maps) have 2 n results in all, the second half of which is the gate; `last` (the outer map) has n inputs. The
+/// function runs as one fused operation only if `group` is two maps of n results and `last` is one map, all three have
+/// low-rank products, x and all low-rank factors need a gradient, and it does not run in a selective checkpoint. On a
+/// GPU, the kernels must also support the sizes and the dtype. Otherwise the function calls `swiglu_linear_group`, then
+/// `linear_group`.
 ///
 /// # Errors
 /// [`Error::Shape`](crate::Error::Shape), [`Error::DType`](crate::Error::DType),
@@ -46,26 +47,26 @@ pub fn swiglu_feed_forward(x: &Tensor, group: LinearGroup<'_>, last: LinearGroup
         &inputs,
         || {
             let Maps { y, hidden, late } = Maps::of(&as_matrix(&x.raw)?, group, &inner, are_late)?;
-            let (unit, last_hidden) = on_device!(
+            let (unit, outer_hidden) = on_device!(
                 y.device(),
                 cuda => cuda::forward(&y, late.as_ref(), &outer)?,
                 cpu => {
                     let unit = unit(&y, late.as_ref())?;
-                    let last_hidden = outer.hidden(&unit)?;
-                    (Some(unit), last_hidden)
+                    let outer_hidden = outer.hidden(&unit)?;
+                    (Some(unit), outer_hidden)
                 },
             );
             let result = match unit {
                 Some(unit) => {
                     let result = forward(&unit, last.weight, last.bias.map(|bias| &bias.raw))?;
-                    outer.add_last_products(&result, &last_hidden)?;
+                    outer.add_last_products(&result, &outer_hidden)?;
                     result
                 }
                 // Nothing reads the result either.
                 None => compute::unset(SWIGLU_FEED_FORWARD.name, &y, &[y.dims()[0], last.weight.dims()[0]])?,
             };
             let result = result.reshape(with_last(&x.raw, last.weight.dims()[0]))?;
-            Ok((result, [Some(y), hidden, Some(last_hidden)].into_iter().flatten().collect()))
+            Ok((result, [Some(y), hidden, Some(outer_hidden)].into_iter().flatten().collect()))
         },
         // `aux` has y, then x Aᵀ of the inner maps and of the outer map.
         |saver, _, aux| FeedForward {
@@ -106,7 +107,7 @@ fn is_fused(x: &Tensor, group: LinearGroup<'_>, last: LinearGroup<'_>) -> Result
     }
     let unit = unit.broadcast_as(with_last(&unit, width))?;
     last.check(SWIGLU_FEED_FORWARD.name, &Tensor::constant(unit))?;
-    on_device!(x.device(), cuda => cuda::takes(x, width, products), cpu => Ok(true))
+    on_device!(x.device(), cuda => cuda::supports(x, width, products), cpu => Ok(true))
 }
 
 struct FeedForward {

@@ -21,7 +21,7 @@ const ROWS: usize = 128;
 /// Whether the kernels support units of `width` columns in `dtype` with these products. `dtype` must be f16 or bf16,
 /// and `width` a multiple of 32. There must be at least one product. Each must be for the features or for the gate,
 /// which have `width` columns each, and have a contiguous B. All must have the same rank: 16, 32 or 64.
-pub fn takes<'a>(dtype: DType, width: usize, products: impl Iterator<Item = LastProduct<&'a Raw>>) -> bool {
+pub fn supports<'a>(dtype: DType, width: usize, products: impl Iterator<Item = LastProduct<&'a Raw>>) -> bool {
     let mut rank = None;
     let mut count = 0;
     let fits = products.into_iter().all(|product| {
@@ -46,8 +46,9 @@ pub fn forward(y: &Raw, late: &Late<Raw>) -> Result<Raw> {
         let (name, halves, shape) = prepare(late, rows, columns / 2)?;
         let function = gpu.named(&name, "_forward", suffix(op, y.dtype())?)?;
         let (rows, width) = (count32(op, rows)?, count32(op, columns / 2)?);
+        // The kernels of all ranks have the same parameters.
         let arguments = SwigluLowRank16Forward { x: input(op, y)?, y: output(op, &result)?, halves, rows, width };
-        // SAFETY: the tensors are dense and of these sizes; `takes` has checked the sizes of the products.
+        // SAFETY: the tensors are dense and of these sizes; `supports` has checked the sizes of the products.
         unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
     Ok(result)
@@ -64,6 +65,7 @@ pub fn backward(y: &Raw, grad: &Raw, late: &Late<Raw>) -> Result<Raw> {
         let function = gpu.named(&name, "_backward", suffix(op, y.dtype())?)?;
         let (rows, width) = (count32(op, grad.dims()[0])?, count32(op, width)?);
         let (x, grad, dx) = (input(op, y)?, input(op, grad)?, output(op, &grad_sum)?);
+        // The kernels of all ranks have the same parameters.
         let arguments = SwigluLowRank16Backward { x, grad, dx, halves, rows, width };
         // SAFETY: as in `forward`.
         unsafe { function.launch(op, gpu, shape, arguments) }?;

@@ -47,7 +47,7 @@ pub fn swiglu_linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor>
     let inputs: Vec<&Tensor> = std::iter::once(x).chain(low_ranks.factors()).collect();
     let are_late = on_device!(
         x.device(),
-        cuda => cuda::takes(x.dtype(), out_features / 2, low_ranks.last_products()),
+        cuda => cuda::supports(x.dtype(), out_features / 2, low_ranks.last_products()),
         cpu => false,
     );
     let shape = with_last(&x.raw, out_features / 2);

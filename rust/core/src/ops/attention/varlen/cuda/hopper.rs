@@ -15,7 +15,9 @@ use super::{Pass, VARLEN};
 use crate::cuda::Gpu;
 use crate::cuda::launch::{Kernel, Mut, Shape, empty, input, output, suffix};
 use crate::cuda::tensor_map::Encoder;
-use crate::ops::attention::cuda::hopper::{FEWEST, KEYS, STORED, THREADS, backward_maps, is_mapped, key_place, map};
+use crate::ops::attention::cuda::hopper::{
+    FEWEST_ROWS, KEYS, STORED_ROWS, THREADS, backward_maps, is_mapped, key_place, map,
+};
 use crate::ops::attention::cuda::{Heads, Width};
 use crate::{Raw, Result};
 
@@ -24,7 +26,7 @@ use crate::{Raw, Result};
 fn fits(gpu: &Gpu, sizes: [&AttentionShape; 2], operands: [&[&Heads]; 2]) -> bool {
     gpu.runs_hopper_kernels()
         && !MODULE.image.is_empty()
-        && sizes[0].queries >= FEWEST
+        && sizes[0].queries >= FEWEST_ROWS
         && operands.iter().zip(sizes).all(|(heads, sizes)| heads.iter().all(|heads| is_mapped(heads, sizes)))
 }
 
@@ -35,7 +37,7 @@ pub fn forward(
     gpu: &Gpu,
     sizes: &AttentionShape,
     group: u32,
-    form: Width,
+    widest: Width,
     [q, k, v, o]: [&Heads; 4],
     log_sums: Mut,
     spans: &Raw,
@@ -46,18 +48,18 @@ pub fn forward(
         return Ok(false);
     }
     // `queries` is the number of queries in a tile, `shared` the shared memory in bytes.
-    let (kernel, queries, threads, shared) = match form {
+    let (kernel, queries, threads, shared) = match widest {
         Width::W64 => (&ATTENTION_VARLEN_HOPPER_FORWARD_W64, 192, 512, 139_392),
         Width::W128 => (&ATTENTION_VARLEN_HOPPER_FORWARD_W128, 128, 384, 229_504),
     };
     let encoder = Encoder::new(op, dtype)?;
     let maps = AttentionForwardMaps {
-        q: map(&encoder, q, sizes, sizes.queries, STORED)?,
+        q: map(&encoder, q, sizes, sizes.queries, STORED_ROWS)?,
         k: map(&encoder, k, &key_sizes, sizes.keys, KEYS)?,
         v: map(&encoder, v, &key_sizes, sizes.keys, KEYS)?,
-        o: map(&encoder, o, sizes, sizes.queries, STORED)?,
+        o: map(&encoder, o, sizes, sizes.queries, STORED_ROWS)?,
     };
-    // The counter after the spans.
+    // The counter after the spans, with which the blocks take tiles.
     let taken = spans.narrow(0, 2 * sizes.queries as usize, 1)?;
     let blocks = (sizes.queries.div_ceil(queries) * sizes.heads).min(gpu.multiprocessors() as u32);
     let shape = Shape { grid: [blocks, 1, 1], block: [threads, 1, 1], shared };
@@ -99,14 +101,14 @@ static W128: Form = Form {
 impl Pass<'_> {
     /// Writes the gradients that are wanted. Returns false, and writes nothing, if only the general kernels support the
     /// operands.
-    pub(super) fn on_hopper(&self, form: Width) -> Result<bool> {
+    pub(super) fn on_hopper(&self, widest: Width) -> Result<bool> {
         let (op, gpu, dtype, sizes) = (self.attention.op, self.gpu, self.grad.raw.dtype(), &self.sizes);
         let ([q, k, v], grad, group) = (&self.inputs, &self.grad, self.group);
         let key_sizes = AttentionShape { heads: sizes.heads / group, ..*sizes };
         let [dq, dk, dv] = self.grads.each_ref().map(Option::as_ref);
         let with_query_heads: Vec<&Heads> = [q, &self.result, grad].into_iter().chain(dq).collect();
         let with_key_heads: Vec<&Heads> = [k, v].into_iter().chain(dk).chain(dv).collect();
-        let form = match form {
+        let form = match widest {
             Width::W64 => &W64,
             Width::W128 => &W128,
         };
@@ -124,6 +126,10 @@ impl Pass<'_> {
         let (tiles, blocks) = (sizes.heads * query_tiles, gpu.multiprocessors() as u32);
         let floats = |dims: [u32; 2]| empty(op, gpu, &dims.map(|size| size as usize), DType::F32);
         let numbers = |count: u32| empty(op, gpu, &[count as usize], DType::U32);
+        // `plan` divides the work among the blocks; the first kernel computes it. `turns` says which block adds next to
+        // a tile of `sums`, the gradients of the queries. `statistics` has two numbers for each query. A block may
+        // share its first and its last item, each a tile of keys of a head, with other blocks. So `parts` has two parts
+        // for each block, with the gradients of keys and of values.
         let (plan, turns) = (numbers(key_tiles + 1 + blocks)?, numbers(tiles)?);
         let (statistics, sums) = (floats([tiles, 2 * queries])?, floats([tiles, queries * columns])?);
         let parts = floats([2 * blocks, 2 * KEYS * columns])?;
@@ -168,6 +174,8 @@ impl Pass<'_> {
         // for one another, and all run at once because each has a multiprocessor.
         unsafe { gpu.function(kernel, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
         let [(dq, dq_strides), (dk, dk_strides), (dv, dv_strides)] = [dq, dk, dv].map(Heads::place);
+        // Each of the at most `blocks` - 1 items that blocks share has 2 · `KEYS` · `columns` numbers, and a thread
+        // block sums 2048 of them.
         let shape = Shape { grid: [tiles + (blocks - 1) * columns / 8, 1, 1], block: [THREADS, 1, 1], shared: 0 };
         let arguments = Finish {
             sums: input(op, &sums)?,

@@ -77,17 +77,17 @@ pub fn forward(varlen: &Varlen, [q, k, v]: [&Raw; 3], spans: &Raw) -> Result<(Ra
     let group = count32(op, varlen.group())?;
     let [q, k, v, result] = [Heads::new(op, q)?, Heads::new(op, k)?, Heads::new(op, v)?, Heads::new(op, &o)?];
     let sums = output(op, &log_sums)?;
-    if let Some(form) = attention.tensor_cores(&sizes, &[&q, &k, &v, &result], None) {
-        if hopper::forward(gpu, &sizes, group, form, [&q, &k, &v, &result], sums, spans)? {
+    if let Some(widest) = attention.tensor_cores(&sizes, &[&q, &k, &v, &result], None) {
+        if hopper::forward(gpu, &sizes, group, widest, [&q, &k, &v, &result], sums, spans)? {
             return Ok((o, log_sums));
         }
         let spans = input(op, spans)?;
-        let kernel = match form {
+        let kernel = match widest {
             Width::W64 => &ATTENTION_VARLEN_FORWARD_W64,
             Width::W128 => &ATTENTION_VARLEN_FORWARD_W128,
         };
         let blocks = sizes.queries.div_ceil(TILE) * sizes.heads;
-        let shape = Shape { grid: [blocks, 1, 1], block: [THREADS, 1, 1], shared: form.forward_shared(gpu) };
+        let shape = Shape { grid: [blocks, 1, 1], block: [THREADS, 1, 1], shared: widest.forward_shared(gpu) };
         let arguments = AttentionVarlenForwardW64 {
             q: q.input(),
             k: k.input(),
@@ -185,15 +185,15 @@ pub fn backward_into(
     };
     let operands: Vec<&Heads> = pass.inputs.iter().chain([&pass.grad]).chain(pass.grads.iter().flatten()).collect();
     // `None` if the tensor core kernels do not support the operands.
-    let form = attention.tensor_cores(&pass.sizes, &operands, None);
-    if let Some(form) = form
-        && pass.on_hopper(form)?
+    let widest = attention.tensor_cores(&pass.sizes, &operands, None);
+    if let Some(widest) = widest
+        && pass.on_hopper(widest)?
     {
         return Ok(());
     }
     let deltas = attention.deltas(gpu, &pass.sizes, &pass.result, &pass.grad)?;
-    match form {
-        Some(form) => pass.on_tensor_cores(form, &deltas),
+    match widest {
+        Some(widest) => pass.on_tensor_cores(widest, &deltas),
         None => pass.plain(&deltas),
     }
 }
@@ -217,7 +217,7 @@ struct Pass<'a> {
 }
 
 impl Pass<'_> {
-    fn on_tensor_cores(&self, form: Width, deltas: &Raw) -> Result<()> {
+    fn on_tensor_cores(&self, widest: Width, deltas: &Raw) -> Result<()> {
         let (op, gpu, dtype) = (self.attention.op, self.gpu, self.grad.raw.dtype());
         let ([q, k, v], grad) = (&self.inputs, &self.grad);
         let key_heads = self.sizes.heads / self.group;
@@ -263,11 +263,11 @@ impl Pass<'_> {
             shape: sizes,
             group: self.group,
         };
-        let kernel = match form {
+        let kernel = match widest {
             Width::W64 => &ATTENTION_VARLEN_BACKWARD_W64,
             Width::W128 => &ATTENTION_VARLEN_BACKWARD_W128,
         };
-        let shape = Shape { grid, block: [THREADS, 1, 1], shared: form.backward_shared() };
+        let shape = Shape { grid, block: [THREADS, 1, 1], shared: widest.backward_shared() };
         // SAFETY: the strides stay inside of the tensors, which are of these sizes; gradients that are not wanted are
         // null.
         unsafe { gpu.function(kernel, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
