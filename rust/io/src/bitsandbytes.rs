@@ -1,6 +1,6 @@
 //! NF4 weights of bitsandbytes in folders of diffusers and transformers.
 //!
-//! A weight X with n elements is stored as a tensor named X, of shape (n / 2, 1), with two codes in each byte. The
+//! A weight X with n elements is stored as a tensor named X, of shape (⌈n / 2⌉, 1), with two codes in each byte. The
 //! tensor `X.quant_state.bitsandbytes__nf4` (the weight's *state*) is JSON with the weight's shape. `X.absmax` has the
 //! scales of the weight's blocks and `X.quant_map` the values of the 16 codes. If the scales are quantized too,
 //! `X.nested_absmax` has the scales of the blocks of scales, and `X.nested_quant_map` the values of the scales' codes.
@@ -18,18 +18,20 @@ use crate::tensor_writer::TensorEntry;
 /// The ending of the key of an NF4 weight's state, after the weight's name.
 pub(crate) const STATE: &str = ".quant_state.bitsandbytes__nf4";
 /// The ending of the key of an FP4 weight's state, after the weight's name. FP4 is not supported.
-pub(crate) const OTHER_STATE: &str = ".quant_state.bitsandbytes__fp4";
+pub(crate) const FP4_STATE: &str = ".quant_state.bitsandbytes__fp4";
 /// The ending of the key of the scales of a weight's blocks, after the weight's name.
 pub(crate) const SCALES: &str = ".absmax";
 /// The ending of the key of the values of a weight's 16 codes.
-pub(crate) const CODE: &str = ".quant_map";
+pub(crate) const CODE_VALUES: &str = ".quant_map";
 /// The ending of the key of the scales of the blocks of scales, if the scales are quantized.
-pub(crate) const OUTER: &str = ".nested_absmax";
+pub(crate) const NESTED_SCALES: &str = ".nested_absmax";
 /// The ending of the key of the values of the scales' codes, if the scales are quantized.
-pub(crate) const OUTER_CODE: &str = ".nested_quant_map";
+pub(crate) const NESTED_CODE_VALUES: &str = ".nested_quant_map";
 
 /// The number of elements that share a scale.
 const BLOCK: usize = 64;
+/// If the scales are quantized: the number of scales in a block of scales. bitsandbytes always uses 256.
+const NESTED_BLOCK: usize = 256;
 
 /// The tensors in which bitsandbytes stores a matrix in NF4 with scales in f32.
 ///
@@ -56,15 +58,16 @@ pub fn nf4_entries(
     let state = json!({ "quant_type": "nf4", "blocksize": BLOCK, "dtype": dtype_name, "shape": dims });
     let state = state.to_string().into_bytes();
     let count = dims[0] * dims[1];
-    let part = |values: Rc<dyn Fn() -> Result<Tensor>>, wanted: &'static str, shape: Vec<usize>| {
-        let read = move || {
-            let parts = Quantized::nf4_with_plain_scales(&values()?)?.tensors()?;
-            let found = parts.into_iter().flatten().find(|(known, _)| *known == wanted);
+    // A function that quantizes the matrix and returns one tensor of the result: "codes" or "scales".
+    let quantize = |values: Rc<dyn Fn() -> Result<Tensor>>, wanted: &'static str, shape: Vec<usize>| {
+        let compute = move || {
+            let tensors = Quantized::nf4_with_plain_scales(&values()?)?.tensors()?;
+            let found = tensors.into_iter().flatten().find(|(name, _)| *name == wanted);
             let missing = || Error::argument("save_pretrained", format!("a matrix in NF4 has no {wanted}"));
             let (_, tensor) = found.ok_or_else(missing)?;
             tensor.reshape(shape)
         };
-        Box::new(read) as Box<dyn FnOnce() -> Result<Tensor>>
+        Box::new(compute) as Box<dyn FnOnce() -> Result<Tensor>>
     };
     let entry = |end: &str, shape: Vec<usize>, dtype: DType, values: Box<dyn FnOnce() -> Result<Tensor>>| TensorEntry {
         name: format!("{name}{end}"),
@@ -75,9 +78,9 @@ pub fn nf4_entries(
     };
     let (codes, scales) = (vec![count.div_ceil(2), 1], vec![count.div_ceil(BLOCK)]);
     Ok([
-        entry("", codes.clone(), DType::U8, part(Rc::clone(&values), "codes", codes)),
-        entry(SCALES, scales.clone(), DType::F32, part(values, "scales", scales)),
-        entry(CODE, vec![16], DType::F32, Box::new(|| Tensor::new(nf4_values().as_slice(), &Device::Cpu))),
+        entry("", codes.clone(), DType::U8, quantize(Rc::clone(&values), "codes", codes)),
+        entry(SCALES, scales.clone(), DType::F32, quantize(values, "scales", scales)),
+        entry(CODE_VALUES, vec![16], DType::F32, Box::new(|| Tensor::new(nf4_values().as_slice(), &Device::Cpu))),
         entry(STATE, vec![state.len()], DType::U8, Box::new(move || Tensor::new(state.as_slice(), &Device::Cpu))),
     ])
 }
@@ -104,11 +107,11 @@ impl State {
         if text("quant_type") != "nf4" {
             return unsupported(format!("the type {}", text("quant_type")));
         }
-        let (block, outer) = (number("blocksize"), number("nested_blocksize"));
-        if block != Some(BLOCK) || outer.is_some_and(|size| size != 256) {
+        let (block, nested) = (number("blocksize"), number("nested_blocksize"));
+        if block != Some(BLOCK) || nested.is_some_and(|size| size != NESTED_BLOCK) {
             let blocks =
                 |size: Option<usize>| size.map_or_else(|| "an unknown number of".to_owned(), |size| size.to_string());
-            let scales = outer.map_or_else(String::new, |size| format!(", with blocks of {size} scales"));
+            let scales = nested.map_or_else(String::new, |size| format!(", with blocks of {size} scales"));
             return unsupported(format!("blocks of {} weights{scales}", blocks(block)));
         }
         let shape = found.get("shape").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
@@ -125,10 +128,10 @@ impl State {
             other => return unsupported(format!("the dtype {other}")),
         };
         let offset = found.get("nested_offset").and_then(Value::as_f64).map(|offset| offset as f32);
-        if outer.is_some() && !offset.is_some_and(f32::is_finite) {
+        if nested.is_some() && !offset.is_some_and(f32::is_finite) {
             return Err("its state has no offset for the quantized scales (nested_offset)".to_owned());
         }
-        if outer.is_none() && offset.is_some() {
+        if nested.is_none() && offset.is_some() {
             return Err(
                 "its state has an offset for quantized scales (nested_offset), but no block size (nested_blocksize)"
                     .to_owned(),
@@ -142,11 +145,12 @@ impl State {
 mod tests {
     use super::*;
 
-    const GOOD: &str = r#"{"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [4, 6]"#;
+    /// A supported state, without the brace at its end: the tests append further fields.
+    const SUPPORTED: &str = r#"{"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [4, 6]"#;
 
     #[test]
     fn supported_states_are_parsed_and_other_states_are_errors() {
-        let parse = |end: &str| State::parse(format!("{GOOD}{end}}}").as_bytes());
+        let parse = |end: &str| State::parse(format!("{SUPPORTED}{end}}}").as_bytes());
         let plain = State { dims: [4, 6], dtype: DType::BF16, offset: None };
         assert_eq!(parse("").unwrap(), plain);
         let nested = r#", "nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.5"#;
@@ -157,7 +161,7 @@ mod tests {
                 .unwrap_err()
                 .contains("blocks of 64 weights, with blocks of 128 scales")
         );
-        let other = GOOD.replace("nf4", "int4") + "}";
+        let other = SUPPORTED.replace("nf4", "int4") + "}";
         assert!(State::parse(other.as_bytes()).unwrap_err().contains("the type int4"));
         assert!(State::parse(b"{").unwrap_err().contains("damaged"));
     }

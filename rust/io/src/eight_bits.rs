@@ -67,9 +67,9 @@ pub const fn comfy_format(bits: EightBits) -> &'static str {
     }
 }
 
-/// The type of the codes of a weight, given `ComfyUI`'s JSON about it and the dtype of its tensor. The error is the
-/// name of a format that is not supported. The supported formats are those of [`comfy_format`], without the rotation
-/// `convrot`.
+/// The type of the codes of a weight, given `ComfyUI`'s JSON about it (`stated`) and the dtype of its tensor
+/// (`stored`). Codes stored as u8 are e4m3 numbers. The error is the name of a format that is not supported. The
+/// supported formats are those of [`comfy_format`], without the rotation `convrot`.
 pub(crate) fn bits_of(stated: &Value, stored: Option<Dtype>) -> Result<EightBits, String> {
     let format = stated.get("format").and_then(Value::as_str).unwrap_or("unknown");
     if stated.get("convrot").and_then(Value::as_bool) == Some(true) {
@@ -95,11 +95,12 @@ pub(crate) fn layers_of(text: &str) -> Map<String, Value> {
 /// The value of the e4m3 number with the given bits: a sign bit, four bits of exponent with a bias of 7, three bits of
 /// fraction. e4m3 has no infinities. The largest exponent with the largest fraction is NaN (Micikevicius et al. 2022,
 /// arXiv:2209.05433, table 1). bf16 represents every e4m3 value exactly.
-pub(crate) fn value(bits: u8) -> bf16 {
+pub(crate) fn value_of_e4m3(bits: u8) -> bf16 {
     let sign = if bits & 0x80 == 0 { 1.0 } else { -1.0 };
     let (exponent, fraction) = (i32::from(bits >> 3 & 0xf), f32::from(bits & 7));
     bf16::from_f32(match (exponent, bits & 7) {
         (15, 7) => f32::NAN,
+        // fraction / 8 · 2^-6 for subnormal numbers, and (1 + fraction / 8) · 2^(exponent - 7) for the others.
         (0, _) => sign * fraction * 2f32.powi(-9),
         _ => sign * (8.0 + fraction) * 2f32.powi(exponent - 10),
     })
@@ -113,18 +114,18 @@ pub(crate) fn value_of_e5m2(bits: u8) -> bf16 {
 
 #[cfg(test)]
 mod tests {
-    use super::{value, value_of_e5m2};
+    use super::{value_of_e4m3, value_of_e5m2};
 
     #[test]
     fn e4m3_bits_have_the_values_of_the_format() {
-        let found = |bits| value(bits).to_f32();
+        let found = |bits| value_of_e4m3(bits).to_f32();
         let expected =
             [(0x00, 0.0), (0x01, 0.001_953_125), (0x38, 1.0), (0xb8, -1.0), (0x3c, 1.5), (0x7e, 448.0), (0xfe, -448.0)];
         for (bits, value) in expected {
             assert!((found(bits) - value).abs() < f32::EPSILON, "{bits:#x}");
         }
         assert!(found(0x7f).is_nan() && found(0xff).is_nan());
-        assert_eq!(value(0x80).to_bits(), 0x8000);
+        assert_eq!(value_of_e4m3(0x80).to_bits(), 0x8000);
     }
 
     #[test]

@@ -19,7 +19,7 @@ pub enum Form {
     /// The parameter is a matrix, and the tensor is its transpose.
     Transposed,
     /// The parameter is the matrix (out, in) of a linear layer. The tensor is the weight (out, in, 1, 1) of a 1×1
-    /// convolution.
+    /// convolution. Reading also accepts (out, in).
     Pointwise,
     /// The tensor stacks several parameters. Its rows are divided into `of` equal shares. The parameter consists of
     /// `count` consecutive shares, beginning with share `first`.
@@ -130,7 +130,7 @@ impl Form {
                 Ok(Tensor::from_raw(&last.raw().force_contiguous()?))
             }
             Self::Swapped => swapped(stored),
-            Self::Interleaved { heads } => turned(stored, |half| [heads, half, 2]),
+            Self::Interleaved { heads } => transposed_in_heads(stored, |half| [heads, half, 2]),
         }
     }
 
@@ -163,19 +163,20 @@ impl Form {
             Self::LastFrame { frames } => {
                 let mut dims = form.stored_shape(parameter.dims());
                 dims[2] = frames - 1;
-                let others = Tensor::zeros(dims, parameter.dtype(), parameter.device())?;
-                Tensor::cat(&[&others, &parameter.unsqueeze(2)?], 2)
+                let earlier = Tensor::zeros(dims, parameter.dtype(), parameter.device())?;
+                Tensor::cat(&[&earlier, &parameter.unsqueeze(2)?], 2)
             }
             Self::Swapped => swapped(parameter),
-            Self::Interleaved { heads } => turned(parameter, |half| [*heads, 2, half]),
+            Self::Interleaved { heads } => transposed_in_heads(parameter, |half| [*heads, 2, half]),
         }
     }
 }
 
 /// Reshape the rows of a tensor to three dimensions (heads, a, b) and exchange the dimensions a and b. `sizes` gets the
 /// number of rows in half a head and returns the sizes of the three dimensions.
-fn turned(tensor: &Tensor, sizes: impl Fn(usize) -> [usize; 3]) -> Result<Tensor> {
+fn transposed_in_heads(tensor: &Tensor, sizes: impl Fn(usize) -> [usize; 3]) -> Result<Tensor> {
     let dims = tensor.dims();
+    // The number of heads does not depend on the argument.
     let heads = sizes(0)[0];
     let [heads, outer, inner] = sizes(dims[0] / heads / 2);
     let columns = dims[1..].iter().product::<usize>();

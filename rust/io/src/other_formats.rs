@@ -1,4 +1,4 @@
-//! Formats of quantized weights that are not supported, by the names that their tensors have in files.
+//! Recognizes unsupported formats of quantized weights by the names of the tensors in a file.
 
 /// Pairs (end of a tensor's name, format that has such tensors). If a file has tensors with several of these ends, the
 /// first pair gives the file's format.

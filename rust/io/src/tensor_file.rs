@@ -125,8 +125,8 @@ impl TensorFile {
     }
 
     /// Read one tensor to `device`. Floating-point values are converted to `dtype`, if it is given. For the CPU, values
-    /// other than fp8 are read and converted 1 MiB at a time, so that reading needs little memory beside the result.
-    /// Other devices get the stored values and convert them.
+    /// that need a conversion, except fp8, are read and converted 1 MiB at a time, so that reading needs little memory
+    /// beside the result. Other devices get the stored values and convert them.
     ///
     /// # Errors
     /// As [`read`](Self::read); [`Error::DType`] if `dtype` is not floating-point.
@@ -136,7 +136,7 @@ impl TensorFile {
         };
         let stored = self.dtype(name, &info)?;
         let value = match info.dtype {
-            Dtype::F8_E4M3 => Some(eight_bits::value as fn(u8) -> bf16),
+            Dtype::F8_E4M3 => Some(eight_bits::value_of_e4m3 as fn(u8) -> bf16),
             Dtype::F8_E5M2 => Some(eight_bits::value_of_e5m2 as fn(u8) -> bf16),
             _ => None,
         };
@@ -171,8 +171,8 @@ impl TensorFile {
     fn read_fp8(&self, info: &TensorInfo, value: fn(u8) -> bf16, dtype: DType, device: &Device) -> Result<Tensor> {
         let elements = check_allocation("load", &info.shape, dtype)?;
         let bytes = self.read_stored(info, DType::U8)?.reshape(elements)?.to_vec1::<u8>()?;
-        let known: Vec<bf16> = (0..=u8::MAX).map(value).collect();
-        let values: Vec<bf16> = bytes.into_iter().map(|byte| known[usize::from(byte)]).collect();
+        let table: Vec<bf16> = (0..=u8::MAX).map(value).collect();
+        let values: Vec<bf16> = bytes.into_iter().map(|byte| table[usize::from(byte)]).collect();
         let read = from_vec(values, info.shape.as_slice()).to_device(device)?;
         Ok(Tensor::from_raw(&if dtype == DType::BF16 { read } else { cast(&read, dtype)? }))
     }
@@ -228,6 +228,8 @@ impl TensorFile {
 /// only for files that are not safetensors files: the header length of a safetensors file could have the same bytes.
 fn looks_like_pickle(start: &[u8; 8]) -> bool {
     start.starts_with(b"PK\x03\x04")
+        // A pickle begins with the opcode PROTO (0x80) and the version of its protocol. If six zeros follow, the eight
+        // bytes are a small number: the length of a header.
         || (start[0] == 0x80 && (2..=5).contains(&start[1]) && start[2..].iter().any(|&b| b != 0))
 }
 

@@ -82,9 +82,10 @@ pub fn save_tensors<'a>(
 /// of computing the values.
 pub fn save_entries(path: &Path, mut entries: Vec<TensorEntry<'_>>, metadata: &BTreeMap<String, String>) -> Result<()> {
     // The tensors with the largest elements come first, so that the offset of every tensor is a multiple of the size of
-    // the tensor's elements.
+    // the tensor's elements. Equal sizes are in the order of the names, so that equal contents give equal files.
     entries.sort_by(|a, b| (b.dtype.size_in_bytes(), &a.name).cmp(&(a.dtype.size_in_bytes(), &b.name)));
     let header = header(&entries, metadata)?;
+    // An error of computing or reading a tensor. `write_atomically` passes on only errors of the file.
     let mut failure = None;
     let written = write_atomically(path, |file| {
         file.write_all(&(header.len() as u64).to_le_bytes())?;

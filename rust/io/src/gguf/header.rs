@@ -157,6 +157,7 @@ impl<R: Read> Reader<R> {
             6 => short_number(f32::from_le_bytes(self.bytes()?)),
             7 => (self.bytes::<1>()? != [0]).into(),
             8 => self.text()?.into(),
+            // A list: the type of its elements, their number, and the elements.
             9 => {
                 let (kind, count) = (self.u32()?, self.u64()?);
                 if kind == 9 || count > LONGEST_ARRAY.min(self.length) {
@@ -230,7 +231,7 @@ fn short_number(value: f32) -> Value {
 }
 
 /// The numbers and names of the tensor types that are not supported.
-const OTHERS: [(u32, &str); 27] = [
+const UNSUPPORTED: [(u32, &str); 27] = [
     (9, "Q8_1"),
     (10, "Q2_K"),
     (11, "Q3_K"),
@@ -271,8 +272,10 @@ fn kind_of(id: u32, name: &str) -> Result<Kind, String> {
     if let Some(format) = Ggml::ALL.into_iter().find(|format| format.id() == id) {
         return Ok(Kind::Blocks(format));
     }
-    let known =
-        OTHERS.iter().find(|(other, _)| *other == id).map_or_else(|| id.to_string(), |(_, name)| (*name).to_owned());
+    let known = UNSUPPORTED
+        .iter()
+        .find(|(other, _)| *other == id)
+        .map_or_else(|| id.to_string(), |(_, name)| (*name).to_owned());
     Err(format!(
         "tensor \"{name}\" has the type {known}, which is not supported; use a file of Q8_0, Q6_K, Q5_K, Q4_K \
          (Q4_K_M), Q5_1, Q5_0, Q4_1, Q4_0, F32, F16 or BF16"

@@ -96,6 +96,7 @@ impl GgufFile {
                 Ok(Tensor::from_raw(&if dtype == stored { read } else { cast(&read, dtype)? }))
             }
             Kind::Blocks(format) => {
+                // The matrix has a row for each block, because the tensor's own rows need not be whole blocks.
                 let columns = format.block();
                 let rows = info.bytes / format.block_bytes();
                 let blocks = self.read_stored(info, &[rows, format.block_bytes()], DType::U8)?;

@@ -1,4 +1,5 @@
-//! Reads what other tensors and headers state about quantized weights, when files are opened.
+//! Reads, when files are opened, what headers and further tensors (scales, states, names of formats) state about
+//! quantized weights.
 
 use std::collections::BTreeMap;
 
@@ -85,7 +86,7 @@ impl WeightFiles {
             }
             let is_u8 = self.files[self.index[&weight]].dtype_of(&weight) == Some(DType::U8);
             if is_u8 && !self.scales.contains_key(&weight) {
-                // Without a scale, the tensor would be read as integers.
+                // An e4m3 weight that is stored as u8. Without scales it has the scale 1.
                 self.scales.insert(weight, Tensor::new(&[1f32], &Device::Cpu)?);
             }
         }
@@ -115,8 +116,8 @@ impl WeightFiles {
                     );
                     return Err(Error::weights(path, text));
                 }
-                let unit = if beside == Beside::Largest { eight_bits::LARGEST_INT8 } else { 1.0 };
-                let scales: Vec<f32> = found.into_iter().map(|scale| scale / unit).collect();
+                let divisor = if beside == Beside::Largest { eight_bits::LARGEST_INT8 } else { 1.0 };
+                let scales: Vec<f32> = found.into_iter().map(|scale| scale / divisor).collect();
                 let scales = Tensor::new(scales.as_slice(), &Device::Cpu)?;
                 if self.scales.insert(weight.to_owned(), scales).is_some() {
                     let text = format!(
@@ -144,7 +145,7 @@ impl WeightFiles {
         let states: Vec<(String, usize)> = self
             .index
             .iter()
-            .filter(|(key, _)| key.ends_with(bitsandbytes::STATE) || key.ends_with(bitsandbytes::OTHER_STATE))
+            .filter(|(key, _)| key.ends_with(bitsandbytes::STATE) || key.ends_with(bitsandbytes::FP4_STATE))
             .map(|(key, &file)| (key.clone(), file))
             .collect();
         for (key, file) in states {
@@ -157,10 +158,16 @@ impl WeightFiles {
             let json = self.files[file].read(&key, &Device::Cpu)?.to_vec::<u8>()?;
             let state = State::parse(&json).map_err(|text| Error::weights(&path, format!("\"{weight}\": {text}")))?;
             self.index.remove(&key);
-            let ends = [bitsandbytes::SCALES, bitsandbytes::CODE, bitsandbytes::OUTER, bitsandbytes::OUTER_CODE];
+            let ends = [
+                bitsandbytes::SCALES,
+                bitsandbytes::CODE_VALUES,
+                bitsandbytes::NESTED_SCALES,
+                bitsandbytes::NESTED_CODE_VALUES,
+            ];
             let names = ends.map(|end| format!("{weight}{end}"));
-            let parts = names.into_iter().filter_map(|name| Some((name.clone(), self.index.remove(&name)?))).collect();
-            self.packed.insert(weight, Packed { state, parts });
+            let tensors =
+                names.into_iter().filter_map(|name| Some((name.clone(), self.index.remove(&name)?))).collect();
+            self.packed.insert(weight, Packed { state, tensors });
         }
         Ok(())
     }

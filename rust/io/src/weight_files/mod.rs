@@ -35,7 +35,7 @@ pub struct WeightFiles {
 struct Packed {
     state: State,
     /// The other tensors of the weight: a map from a tensor's name to the index of the file that has the tensor.
-    parts: BTreeMap<String, usize>,
+    tensors: BTreeMap<String, usize>,
 }
 
 impl WeightFiles {
@@ -176,33 +176,39 @@ impl WeightFiles {
         let (Some(packed), Some(&file)) = (self.packed.get(name), self.index.get(name)) else {
             return Err(error("this is not a four-bit weight".to_owned()));
         };
-        let (state, parts) = (packed.state.clone(), packed.parts.clone());
+        let (state, tensors) = (packed.state.clone(), packed.tensors.clone());
         let missing = |end: &str| error(format!("{name}{end} is missing"));
-        let file_of = |end: &str| parts.get(&format!("{name}{end}")).copied().ok_or_else(|| missing(end));
-        let nested = state.offset.is_some();
-        let [scales, code] = [file_of(bitsandbytes::SCALES)?, file_of(bitsandbytes::CODE)?];
-        let outer =
-            if nested { Some([file_of(bitsandbytes::OUTER)?, file_of(bitsandbytes::OUTER_CODE)?]) } else { None };
+        let file_of = |end: &str| tensors.get(&format!("{name}{end}")).copied().ok_or_else(|| missing(end));
+        let [scales, code_values] = [file_of(bitsandbytes::SCALES)?, file_of(bitsandbytes::CODE_VALUES)?];
+        // If the scales are quantized: the files with the scales of the blocks of scales, and with the values of the
+        // scales' codes.
+        let nested_files = if state.offset.is_some() {
+            Some([file_of(bitsandbytes::NESTED_SCALES)?, file_of(bitsandbytes::NESTED_CODE_VALUES)?])
+        } else {
+            None
+        };
         // The bytes are the codes whatever the dtype of the tensor is: `bnb_4bit_quant_storage` may be bf16, for
         // example.
         let codes = self.files[file].read_bytes(name)?;
         let mut read = |file: usize, end: &str| self.files[file].read(&format!("{name}{end}"), &Device::Cpu);
         let scales = read(scales, bitsandbytes::SCALES)?;
-        let map = read(code, bitsandbytes::CODE)?.to_vec::<f32>()?;
-        let outer = match outer {
-            Some([of_scales, of_code]) => {
-                Some((read(of_scales, bitsandbytes::OUTER)?, read(of_code, bitsandbytes::OUTER_CODE)?.to_vec::<f32>()?))
+        let code_values = read(code_values, bitsandbytes::CODE_VALUES)?.to_vec::<f32>()?;
+        let nested = match nested_files {
+            Some([scales, code_values]) => {
+                let scales = read(scales, bitsandbytes::NESTED_SCALES)?;
+                Some((scales, read(code_values, bitsandbytes::NESTED_CODE_VALUES)?.to_vec::<f32>()?))
             }
             None => None,
         };
-        let is_known = map == nf4_values() && outer.as_ref().is_none_or(|(_, map)| *map == create_dynamic_map(true));
-        if !is_known {
+        let are_known = code_values == nf4_values()
+            && nested.as_ref().is_none_or(|(_, code_values)| *code_values == create_dynamic_map(true));
+        if !are_known {
             return Err(Error::weights(
                 self.path(),
                 format!("\"{name}\": its codes do not represent the values of NF4"),
             ));
         }
-        let nested = outer.as_ref().map(|(scales, _)| scales).zip(state.offset);
+        let nested = nested.as_ref().map(|(scales, _)| scales).zip(state.offset);
         Quantized::from_nf4(state.dims, &codes, &scales, nested, state.dtype).map_err(|found| match found {
             Error::Shape { message, .. } | Error::DType { message, .. } => {
                 Error::weights(self.path(), format!("\"{name}\": {message}"))
