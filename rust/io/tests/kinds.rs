@@ -63,14 +63,15 @@ impl Golden {
         let mut tensors: BTreeMap<String, Tensor> = load_tensors(&path, &Device::Cpu).unwrap();
         let mut scales: BTreeMap<String, f64> = serde_json::from_str(&metadata["scales"]).unwrap();
         tensors.extend(load_tensors(&folder.join("oft.safetensors"), &Device::Cpu).unwrap());
+        // OFT has no scale.
         scales.extend(["oft", "oft_series", "oft_terms", "oft_outputs"].map(|case| (case.to_owned(), 1.0)));
         Self { tensors, scales }
     }
 
-    /// The tensors with names `{case}.{part}.LAYER.PARAMETER`, by layer and parameter. `part` is `start` for the
+    /// The tensors with names `{case}.{group}.LAYER.PARAMETER`, by layer and parameter. `group` is `start` for the
     /// adapter's parameters and `grad` for their gradients.
-    fn parts(&self, case: &str, part: &str) -> BTreeMap<(String, String), Tensor> {
-        let prefix = format!("{case}.{part}.");
+    fn tensors_of(&self, case: &str, group: &str) -> BTreeMap<(String, String), Tensor> {
+        let prefix = format!("{case}.{group}.");
         self.tensors
             .iter()
             .filter_map(|(name, tensor)| {
@@ -83,12 +84,13 @@ impl Golden {
     /// The adapters of a case by layer, in the layout of adapter files.
     fn adapters(&self, case: &str) -> BTreeMap<String, LayerValues> {
         let mut layers: BTreeMap<String, LayerValues> = BTreeMap::new();
+        // As in `make_oft.py`; 5 is peft's default.
         let cayley_neumann_terms = match case {
             "oft_series" => Some(5),
             "oft_terms" => Some(3),
             _ => None,
         };
-        for ((layer, parameter), value) in self.parts(case, "start") {
+        for ((layer, parameter), value) in self.tensors_of(case, "start") {
             let entry = layers.entry(layer).or_insert_with(|| LayerValues {
                 parameters: BTreeMap::new(),
                 scale: self.scales[case],
@@ -107,6 +109,7 @@ fn error_of(found: &Tensor, expected: &Tensor) -> f64 {
     let values =
         |t: &Tensor| t.to_dtype(DType::F64).and_then(|t| t.contiguous()).and_then(|t| t.to_vec::<f64>()).unwrap();
     let expected = values(expected);
+    // 1e-30 avoids a division by 0.
     let largest = expected.iter().fold(1e-30, |m: f64, e| m.max(e.abs()));
     values(found).iter().zip(&expected).fold(0.0, |m: f64, (f, e)| m.max((f - e).abs())) / largest
 }
@@ -126,7 +129,7 @@ fn values_gradients_and_merged_weights_equal_the_references() {
 
         // The variables are set to their gradients, so that `layers` returns the gradients in the layout of adapter
         // files.
-        let gradients = golden.parts(case, "grad");
+        let gradients = golden.tensors_of(case, "grad");
         for var in set.vars() {
             var.set(&var.grad().unwrap()).unwrap();
         }
@@ -180,7 +183,7 @@ fn parameters_have_the_names_and_shapes_of_the_references_and_start_as_the_ident
             }
         }
         let expected: BTreeMap<_, _> =
-            golden.parts(case, "start").into_iter().map(|(name, value)| (name, value.dims().to_vec())).collect();
+            golden.tensors_of(case, "start").into_iter().map(|(name, value)| (name, value.dims().to_vec())).collect();
         assert_eq!(found, expected, "{case}");
     }
 }
@@ -244,15 +247,17 @@ fn oft_rotates_outputs_of_every_layer_but_inputs_of_linear_layers_only() {
 #[test]
 fn merging_oft_rotates_the_weight() {
     let golden = Golden::load();
-    for (case, dims) in [("oft", [1, 0]), ("oft_outputs", [0, 1])] {
+    // The axes put the vectors whose inner products are kept (rows or columns) into the columns.
+    for (case, axes) in [("oft", [1, 0]), ("oft_outputs", [0, 1])] {
         let net = Net::load(&golden.tensors, DType::F64);
         let mut adapters = golden.adapters(case);
         adapters.retain(|layer, _| layer == "linear");
         let set = AdapterSet::attach_values(&adapters, &net.named_layers()).unwrap();
+        // Forty times the parameters rotate the weight by large angles.
         set.vars().iter().for_each(|var| var.set(&var.mul_scalar(40.0).unwrap()).unwrap());
         set.merge().unwrap();
         let products = |weight: &Tensor| {
-            let weight = weight.permute(&dims).unwrap();
+            let weight = weight.permute(&axes).unwrap();
             weight.t().unwrap().matmul(&weight).unwrap()
         };
         let merged = net.named_tensors().into_iter().find(|(name, _)| name == "linear.weight").unwrap().1;

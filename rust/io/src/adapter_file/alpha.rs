@@ -37,6 +37,7 @@ pub(super) fn most_common(alphas: impl Iterator<Item = f64>) -> Option<f64> {
             None => counts.push((alpha, 1)),
         }
     }
+    // `max_by_key` returns the last of several maxima, so the order is reversed.
     counts.into_iter().rev().max_by_key(|(_, count)| *count).map(|(alpha, _)| alpha)
 }
 
@@ -48,8 +49,8 @@ pub(super) fn same(a: f64, b: f64) -> bool {
 /// The alpha that all layers of a part get in the file. `None` if some layer has an adapter other than LoRA, or if some
 /// alpha is 0; then all layers keep their own alphas.
 pub(super) fn common(layers: &[AdaptedLayer<'_>]) -> Option<f64> {
-    let plain = layers.iter().all(|layer| layer.kind.name == "lora" && of(layer) != 0.0);
-    most_common(layers.iter().filter(|_| plain).map(of))
+    let can_share = layers.iter().all(|layer| layer.kind.name == "lora" && of(layer) != 0.0);
+    if can_share { most_common(layers.iter().map(of)) } else { None }
 }
 
 /// Set the layer's scale to `scale` and multiply its up factor so that the adapter's effect stays the same. A layer

@@ -85,57 +85,58 @@ fn share_downs(members: &[(Form, Parameters)]) -> Result<bool> {
     Ok(members.len() > 1)
 }
 
-/// The up factor of a module with `of` shares of `unit` rows each. If `shared`, all layers use the same columns;
+/// The up factor of a module with `of` shares of `share_rows` rows each. If `shared`, all layers use the same columns;
 /// otherwise each layer has columns of its own. The rows of shares that belong to no layer are zero.
-fn diagonal(parts: &[(Form, &Tensor)], unit: usize, of: usize, shared: bool) -> Result<Tensor> {
+fn diagonal(parts: &[(Form, &Tensor)], share_rows: usize, of: usize, shared: bool) -> Result<Tensor> {
     let ranks: Vec<usize> = parts.iter().map(|(_, value)| value.dims()[1]).collect();
     let width: usize = if shared { ranks[0] } else { ranks.iter().sum() };
     let dtype = parts[0].1.dtype();
     let zeros = |rows: usize, columns: usize| Tensor::zeros((rows, columns), dtype, &Device::Cpu);
-    let (mut blocks, mut row, mut column) = (Vec::new(), 0, 0);
+    // `share` is the first share without rows in `blocks`, `column` the first column of the next layer.
+    let (mut blocks, mut share, mut column) = (Vec::new(), 0, 0);
     for ((form, value), rank) in parts.iter().zip(&ranks) {
         let Form::Rows { first, count, .. } = *form else { continue };
-        if value.dims()[0] != unit * count {
-            let message =
-                format!("an up factor has {} rows for {count} shares, expected {}", value.dims()[0], unit * count);
+        let rows = count * share_rows;
+        if value.dims()[0] != rows {
+            let message = format!("an up factor has {} rows for {count} shares, expected {rows}", value.dims()[0]);
             return Err(Error::shape(OP, message));
         }
-        if first > row {
-            blocks.push(zeros((first - row) * unit, width)?);
+        if first > share {
+            blocks.push(zeros((first - share) * share_rows, width)?);
         }
-        let rows = count * unit;
         if shared {
             blocks.push((*value).clone());
         } else {
             let (left, right) = (zeros(rows, column)?, zeros(rows, width - column - rank)?);
-            let row: Vec<&Tensor> = [&left, *value, &right].into_iter().filter(|part| part.dims()[1] > 0).collect();
-            blocks.push(Tensor::cat(&row, 1)?);
+            let padded: Vec<&Tensor> = [&left, *value, &right].into_iter().filter(|part| part.dims()[1] > 0).collect();
+            blocks.push(Tensor::cat(&padded, 1)?);
             column += rank;
         }
-        row = first + count;
+        share = first + count;
     }
-    if row < of {
-        blocks.push(zeros((of - row) * unit, width)?);
+    if share < of {
+        blocks.push(zeros((of - share) * share_rows, width)?);
     }
     Tensor::cat(&blocks.iter().collect::<Vec<_>>(), 0)
 }
 
-/// OFT's stacked blocks: `unit` blocks for each of the module's `of` shares. Shares that belong to no layer get blocks
-/// of zeros, which stand for no rotation.
-fn stacked(parts: &[(Form, &Tensor)], unit: usize, of: usize) -> Result<Tensor> {
+/// OFT's stacked blocks: `share_blocks` blocks for each of the module's `of` shares. Shares that belong to no layer get
+/// blocks of zeros, which stand for no rotation.
+fn stacked(parts: &[(Form, &Tensor)], share_blocks: usize, of: usize) -> Result<Tensor> {
     let (size, dtype) = (parts[0].1.dims()[1], parts[0].1.dtype());
-    let zeros = |shares: usize| Tensor::zeros((shares * unit, size, size), dtype, &Device::Cpu);
-    let (mut blocks, mut at) = (Vec::new(), 0);
+    let zeros = |shares: usize| Tensor::zeros((shares * share_blocks, size, size), dtype, &Device::Cpu);
+    // `share` is the first share without blocks in `blocks`.
+    let (mut blocks, mut share) = (Vec::new(), 0);
     for (form, value) in parts {
         let Form::Rows { first, count, .. } = *form else { continue };
-        if first > at {
-            blocks.push(zeros(first - at)?);
+        if first > share {
+            blocks.push(zeros(first - share)?);
         }
         blocks.push((*value).clone());
-        at = first + count;
+        share = first + count;
     }
-    if at < of {
-        blocks.push(zeros(of - at)?);
+    if share < of {
+        blocks.push(zeros(of - share)?);
     }
     Tensor::cat(&blocks.iter().collect::<Vec<_>>(), 0)
 }
@@ -154,20 +155,22 @@ pub(super) fn split(module: &BTreeMap<&'static str, Tensor>, form: Form, rows: u
     let slow = SLOW_ROWS.iter().find_map(|name| module.get(name)).map(|value| value.dims()[0]);
     for (name, value) in module {
         let height = value.dims().first().copied().unwrap_or(0);
+        // The layer gets only its shares of this parameter.
         let per_row = UPS.contains(name)
             || MAGNITUDES.contains(name) && height == rows
             || SLOW_ROWS.contains(name) && height % of == 0
             || *name == BLOCKS && height % of == 0
             // If LoKr's left factor has one row, its right factor has one row for each output of the module.
             || FAST_ROWS.contains(name) && slow == Some(1) && height % of == 0;
-        let of_all = (MAGNITUDES.contains(name) || *name == BLOCKS) && !per_row
+        // The parameter applies to all outputs together, so it cannot be divided.
+        let applies_to_all = (MAGNITUDES.contains(name) || *name == BLOCKS) && !per_row
             || SLOW_ROWS.contains(name) && !per_row && slow != Some(1)
             || FAST_ROWS.contains(name) && slow == Some(1) && !per_row;
         if per_row && (height == 0 || height % of != 0) {
             let message = format!("{name} has shape {:?}, expected rows in {of} equal shares", value.dims());
             return Err(Error::shape(OP, message));
         }
-        if of_all {
+        if applies_to_all {
             return Err(Error::Config(format!(
                 "{name} (shape {:?}) applies to all outputs of a fused module, but the module's layers are separate \
                  in this model; use an adapter without this parameter",
@@ -176,21 +179,22 @@ pub(super) fn split(module: &BTreeMap<&'static str, Tensor>, form: Form, rows: u
         }
         own.insert(name, if per_row { form.read(value)? } else { value.clone() });
     }
+    // `join` writes blocks of zeros for shares that belong to no layer.
     if let (Some(all), Some(share)) = (module.get(BLOCKS), own.get(BLOCKS))
         && is_zero(share)?
         && !is_zero(all)?
     {
         return Ok(None);
     }
-    let Some(kept) = kept(module, (first, count, of))? else { return Ok(Some(own)) };
-    if kept.is_empty() {
+    let Some(runs) = own_columns(module, (first, count, of))? else { return Ok(Some(own)) };
+    if runs.is_empty() {
         return Ok(None);
     }
     for (name, value) in &mut own {
         let dim = if UPS.contains(name) { 1 } else { 0 };
         if UPS.contains(name) || DOWNS.contains(name) {
             let parts: Vec<Tensor> =
-                kept.iter().map(|&(start, length)| value.narrow(dim, start, length)).collect::<Result<_>>()?;
+                runs.iter().map(|&(start, length)| value.narrow(dim, start, length)).collect::<Result<_>>()?;
             *value = Tensor::cat(&parts.iter().collect::<Vec<_>>(), dim)?;
         }
     }
@@ -202,14 +206,15 @@ pub(super) fn split(module: &BTreeMap<&'static str, Tensor>, form: Form, rows: u
 /// factors.) A column is used by a share if it is not zero in the share's rows. `None` if the layer keeps all columns.
 /// This is so if the module has no up factor, if another layer uses a column of this layer too, if all columns are
 /// zero, or if the module has a magnitude and this layer uses no column.
-fn kept(module: &Parameters, (first, count, of): (usize, usize, usize)) -> Result<Option<Vec<(usize, usize)>>> {
+fn own_columns(module: &Parameters, (first, count, of): (usize, usize, usize)) -> Result<Option<Vec<(usize, usize)>>> {
     let Some(up) = UPS.iter().find_map(|name| module.get(name)).filter(|up| up.rank() == 2) else { return Ok(None) };
     let (rows, rank) = (up.dims()[0], up.dims()[1]);
     let values = up.to_dtype(DType::F32)?.contiguous()?.to_vec::<f32>()?;
-    let unit = (rows / of).max(1);
+    let share_rows = (rows / of).max(1);
     let used = |share: usize, column: usize| {
-        (share * unit..((share + 1) * unit).min(rows)).any(|row| values[row * rank + column] != 0.0)
+        (share * share_rows..((share + 1) * share_rows).min(rows)).any(|row| values[row * rank + column] != 0.0)
     };
+    // For each column: a share that uses the column.
     let mut owners: Vec<Option<usize>> = Vec::with_capacity(rank);
     for column in 0..rank {
         let mut owner = None;

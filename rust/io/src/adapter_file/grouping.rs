@@ -35,20 +35,21 @@ impl<'a> Adapted<'a> {
         let height = |name: &str| {
             layer.parameters.iter().find(|(known, _)| *known == name).and_then(|(_, value)| value.dims().first())
         };
-        let slow = height("lokr_w1").or_else(|| height("lokr_w1_a")).or_else(|| height(oft::BLOCKS));
+        let rows = height("lokr_w1").or_else(|| height("lokr_w1_a")).or_else(|| height(oft::BLOCKS));
         let blocks = layer.parameters.iter().find(|(name, _)| *name == oft::BLOCKS).map(|(_, value)| value);
         Self {
             name: layer.name,
             kind: layer.kind.name,
             per_input: height("dora_scale").is_some(),
-            odd_rows: slow.is_some_and(|rows| rows % 2 == 1),
+            odd_rows: rows.is_some_and(|rows| rows % 2 == 1),
             block: blocks.and_then(|blocks| blocks.dims().last().copied()),
         }
     }
 }
 
 /// Check that a file format can represent adapters of the kind `kind` on the given layers of a part. `None` stands for
-/// the part's default format. The check assumes that a DoRA has one magnitude for each output.
+/// the part's default format. The check does not know the adapters' shapes. It assumes that a DoRA has one
+/// magnitude for each output, and that LoKr's factors and OFT's blocks can be divided.
 ///
 /// # Errors
 /// [`Error::Argument`] if the format cannot represent these adapters; the message names a format that can.
@@ -93,18 +94,19 @@ pub(super) fn modules(format: AdapterFormat, names: &PartNames, layers: &[Adapte
         let Key { key, form } = names.place(layer.name, style).ok_or_else(|| unnamed(format, layer.name))?;
         joined.entry(key).or_default().push((form, index));
     }
+    // Layers whose adapters cannot share a module are stored under diffusers' names.
     let falls_back =
         format == AdapterFormat::ComfyUi && readers::knows_usual(names.readers, Tool::ComfyUi, Style::Diffusers);
     let mut modules = Modules::new();
     for (key, members) in joined {
-        let held: Vec<(Form, Adapted<'_>)> = members.iter().map(|&(form, index)| (form, layers[index])).collect();
-        match obstacle(&held) {
+        let adapters: Vec<(Form, Adapted<'_>)> = members.iter().map(|&(form, index)| (form, layers[index])).collect();
+        match obstacle(&adapters) {
             None => {
                 modules.insert(key, members);
             }
             Some(_) if falls_back => {
-                let own = |index: usize| names.key(layers[index].name, Style::Diffusers).unwrap_or_default();
-                modules.extend(members.iter().map(|&(_, index)| (own(index), vec![(Form::Plain, index)])));
+                let own_key = |index: usize| names.key(layers[index].name, Style::Diffusers).unwrap_or_default();
+                modules.extend(members.iter().map(|&(_, index)| (own_key(index), vec![(Form::Plain, index)])));
             }
             Some(why) => {
                 let Adapted { name, kind, .. } = layers[members[0].1];

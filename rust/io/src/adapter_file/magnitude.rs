@@ -1,6 +1,7 @@
 //! DoRA's magnitude in files.
 //!
 //! Let W be the base weight, ΔW the trained change and m the magnitude. The trained weight is m (W + ΔW) / ‖W + ΔW‖.
+//! Each norm is the L2 norm of the weights of one output or, if there is one magnitude for each input, of one input.
 //! `ComfyUI` computes this formula if there is one magnitude for each input. If there is one for each output, `ComfyUI`
 //! divides by ‖W‖ instead of ‖W + ΔW‖ (`comfy/weight_adapter/base.py`, `weight_decompose`). A file for `ComfyUI` with
 //! one magnitude for each output therefore stores m ‖W‖ / ‖W + ΔW‖ in place of m, so that `ComfyUI` computes the

@@ -37,6 +37,7 @@ pub(super) fn entries(
         let layer = parts.iter().flat_map(|(_, _, layers)| layers).find(|layer| layer.settings.rank > 0);
         let kind = parts[0].2.first().map_or("lora", |layer| layer.kind.name);
         let (rank, alpha) = match layer {
+            // LyCORIS reads the block size of OFT as the dimension.
             Some(layer) if kind == "oft" => (layer.settings.oft_block_size, oft::NO_LIMIT),
             Some(layer) => (layer.settings.rank, alpha::of(layer)),
             None => (0, 1.0),

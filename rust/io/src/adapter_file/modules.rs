@@ -31,7 +31,7 @@ impl Stored {
 pub(super) struct Contents {
     /// The modules by name. A module's name is the part of its keys before the parameter's name.
     pub modules: BTreeMap<String, Stored>,
-    /// The keys that belong to no module, except the keys of [`SCALES`].
+    /// The keys that belong to no module, except the keys of [`QAT_PREFIX`].
     pub others: Vec<String>,
     pub metadata: HashMap<String, String>,
     /// peft's configuration, from the header or from `adapter_config.json` beside the file.
@@ -65,9 +65,9 @@ fn split(key: &str) -> Option<(&str, &'static str)> {
     alias.or_else(|| parameters.find_map(|(name, _)| Some((key.strip_suffix(name)?.strip_suffix('.')?, *name))))
 }
 
-/// The scales that quantization-aware training learns have keys `qat_scales.LAYER`. The scales are no part of the
-/// adapter: they are needed to quantize the sum of base weight and adapter.
-pub(super) const SCALES: &str = "qat_scales.";
+/// The prefix of the keys `qat_scales.LAYER` of the scales that quantization-aware training learns. The scales are no
+/// part of the adapter: they are needed to quantize the sum of base weight and adapter.
+pub(super) const QAT_PREFIX: &str = "qat_scales.";
 
 /// Pairs (ending of the key of an unsupported parameter, the variant of adapter that has such parameters).
 const UNSUPPORTED: [(&str, &str); 6] = [
@@ -101,12 +101,13 @@ impl Contents {
         if names.is_empty() {
             return Err(Error::weights(path, "not an adapter file: it has no tensors"));
         }
-        for key in names.into_iter().filter(|key| !key.starts_with(SCALES)) {
-            if let Some((ending, form)) = UNSUPPORTED.iter().find(|(ending, _)| key.ends_with(ending)) {
+        for key in names.into_iter().filter(|key| !key.starts_with(QAT_PREFIX)) {
+            if let Some((ending, variant)) = UNSUPPORTED.iter().find(|(ending, _)| key.ends_with(ending)) {
                 return Err(Error::weights(
                     path,
                     format!(
-                        "\"{key}\": {form} (parameter \"{ending}\") is not supported; use an adapter without this parameter"
+                        "\"{key}\": {variant} (parameter \"{ending}\") is not supported; use an adapter without this \
+                         parameter"
                     ),
                 ));
             }
@@ -126,6 +127,7 @@ impl Contents {
                 stored.parameters.insert(parameter, tensor);
             }
         }
+        // An alpha without further parameters is no adapter.
         contents.modules.retain(|module, stored| {
             let orphan = stored.parameters.is_empty();
             if orphan {
@@ -136,7 +138,7 @@ impl Contents {
         for (module, stored) in &mut contents.modules {
             let wrong = |e: Error| Error::weights(path, format!("\"{module}\": {e}"));
             oft::apply_limit(stored).map_err(wrong)?;
-            peft::project(contents.config.as_ref(), stored).map_err(wrong)?;
+            peft::apply_coft(contents.config.as_ref(), stored).map_err(wrong)?;
         }
         Ok(contents)
     }
@@ -172,10 +174,10 @@ pub(super) fn non_finite(values: &LayerValues) -> Result<Option<&str>> {
 ///
 /// # Errors
 /// As [`TensorFile::open`] and [`TensorFile::read`].
-pub(super) fn scales(path: &Path) -> Result<BTreeMap<String, Tensor>> {
+pub(super) fn qat_scales(path: &Path) -> Result<BTreeMap<String, Tensor>> {
     let mut file = TensorFile::open(peft::file_to_read(path))?;
-    let keys: Vec<String> = file.names().into_iter().filter(|key| key.starts_with(SCALES)).collect();
-    keys.into_iter().map(|key| Ok((key[SCALES.len()..].to_owned(), file.read(&key, &Device::Cpu)?))).collect()
+    let keys: Vec<String> = file.names().into_iter().filter(|key| key.starts_with(QAT_PREFIX)).collect();
+    keys.into_iter().map(|key| Ok((key[QAT_PREFIX.len()..].to_owned(), file.read(&key, &Device::Cpu)?))).collect()
 }
 
 /// The keys of the adapter file at `path`, or of peft's adapter file in the folder `path`. Reads no values.

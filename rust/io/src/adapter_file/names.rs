@@ -89,6 +89,7 @@ impl PartNames {
 
     /// Whether keys that begin with `prefix` belong to this part.
     pub(super) fn begins(&self, prefix: &str) -> bool {
+        // kohya's trainers number text encoders only if there are several, so `lora_te` may stand for `lora_te1`.
         let kohya = prefix == LYCORIS && self.is_denoiser
             || prefix
                 .strip_suffix('_')
@@ -128,6 +129,7 @@ impl PartNames {
             Style::Diffusers => Some(prefixed(layer)),
             Style::Processor => {
                 let name = layer.contains(".to_").then(|| layer.replace(".to_", ".processor.to_"))?;
+                // These names have `to_out` in place of `to_out.0`.
                 Some(prefixed(name.strip_suffix("to_out.0").map_or(&*name, |_| &name[..name.len() - 2])))
             }
             Style::ComfyUiOwn => self.comfyui.map(|prefix| format!("{prefix}.{layer}")),

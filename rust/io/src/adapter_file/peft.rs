@@ -59,7 +59,7 @@ impl Common {
     }
 
     /// Rank and alpha of a layer in peft's configuration.
-    fn sizes(self, layer: &AdaptedLayer<'_>) -> (usize, f64) {
+    fn rank_and_alpha(self, layer: &AdaptedLayer<'_>) -> (usize, f64) {
         if has_rank(layer) {
             return (layer.settings.rank, alpha::of(layer));
         }
@@ -71,7 +71,7 @@ impl Common {
 
     /// For a layer without a rank: the number by which the factor [`FOLDED`] is multiplied when peft's file is written.
     pub(super) fn fold(self, layer: &AdaptedLayer<'_>) -> f64 {
-        let (rank, alpha) = self.sizes(layer);
+        let (rank, alpha) = self.rank_and_alpha(layer);
         layer.settings.scale * rank as f64 / alpha
     }
 }
@@ -91,7 +91,7 @@ pub(super) fn configuration(set: &AdapterSet, layers: &[AdaptedLayer<'_>]) -> Ma
     let common = Common::of(set, layers);
     let (mut ranks, mut alphas) = (Map::new(), Map::new());
     for layer in layers {
-        let (rank, alpha) = common.sizes(layer);
+        let (rank, alpha) = common.rank_and_alpha(layer);
         if rank != common.rank {
             ranks.insert(module(layer.name).to_owned(), json!(rank));
         }
@@ -140,6 +140,7 @@ fn oft_configuration(set: &AdapterSet, layers: &[AdaptedLayer<'_>]) -> Map<Strin
         "oft_block_size": block_size(layers).unwrap_or(set.config().oft_block_size),
         "target_modules": targets,
         "use_cayley_neumann": terms.is_some(),
+        // Five terms are peft's default. peft ignores the number if it uses no series.
         "num_cayley_neumann_terms": terms.unwrap_or(5),
         "coft": false,
         "block_share": false,
@@ -157,9 +158,10 @@ pub(super) fn block_size(layers: &[AdaptedLayer<'_>]) -> Option<usize> {
             Some((layer.base.inputs(), size_of(*triangles.dims().get(1)?)?))
         })
         .collect();
-    let most = sizes.iter().map(|(_, size)| *size).max()?;
-    let makes = |wanted: &usize| sizes.iter().all(|&(inputs, size)| oft_block_size(inputs, *wanted) == size);
-    (2..=2 * most).find(makes)
+    let largest = sizes.iter().map(|(_, size)| *size).max()?;
+    let gives_sizes = |wanted: &usize| sizes.iter().all(|&(inputs, size)| oft_block_size(inputs, *wanted) == size);
+    // peft takes the divisor of `inputs` nearest to the value. If a larger value gives all sizes, 2 · largest does too.
+    (2..=2 * largest).find(gives_sizes)
 }
 
 /// The triangles of all blocks of a layer with `inputs` input features, (blocks, elements of a triangle). If the file
@@ -177,13 +179,14 @@ pub(super) fn unshared(triangles: &Tensor, inputs: usize) -> Result<Tensor> {
 /// If `config` has `coft: true`, limit the Frobenius norm of each block's skew-symmetric matrix Q, which the triangle
 /// stores, to `eps` / √(number of blocks). peft does this before each forward pass
 /// (<https://github.com/huggingface/peft/blob/5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40/src/peft/tuners/oft/layer.py#L158>).
-pub(super) fn project(config: Option<&Value>, stored: &mut Stored) -> Result<()> {
+pub(super) fn apply_coft(config: Option<&Value>, stored: &mut Stored) -> Result<()> {
     let Some(config) = config.filter(|config| config.get("coft").and_then(Value::as_bool) == Some(true)) else {
         return Ok(());
     };
     let Some(triangles) = stored.parameters.get_mut(oft::TRIANGLES).filter(|value| value.rank() == 2) else {
         return Ok(());
     };
+    // 6e-5 is peft's default for `eps`.
     let limit = config.get("eps").and_then(Value::as_f64).unwrap_or(6e-5) / (triangles.dims()[0] as f64).sqrt();
     let value = triangles.to_dtype(DType::F32)?;
     // Each element of a triangle occurs twice in its block's skew-symmetric matrix Q.
@@ -199,10 +202,10 @@ pub(super) fn project(config: Option<&Value>, stored: &mut Stored) -> Result<()>
 /// configuration selects the exact Cayley transform, or is not one of OFT.
 pub(super) fn cayley_neumann_terms(config: &Value) -> Option<usize> {
     // peft's default for missing entries: the Neumann series with five terms.
-    let asked = config.get("use_cayley_neumann").and_then(Value::as_bool).unwrap_or(true);
+    let uses_series = config.get("use_cayley_neumann").and_then(Value::as_bool).unwrap_or(true);
     let is_oft = config.get("peft_type").and_then(Value::as_str) == Some("OFT");
     let terms = config.get("num_cayley_neumann_terms").and_then(Value::as_u64).unwrap_or(5);
-    (is_oft && asked).then(|| usize::try_from(terms).ok()).flatten()
+    (is_oft && uses_series).then(|| usize::try_from(terms).ok()).flatten()
 }
 
 /// The name of a layer in peft's configuration, which is the layer's name without `text_model.`. transformers 5 removed

@@ -7,7 +7,7 @@ use trainable_candle_core::{DType, Error, Result, Tensor};
 use trainable_candle_nn::adapter::{AdapterSet, LayerValues, TrainingAdapter};
 use trainable_candle_nn::{Base, Layer};
 
-use super::modules::{Contents, Stored, non_finite, scales};
+use super::modules::{Contents, Stored, non_finite, qat_scales};
 use super::places::places;
 use super::{PartNames, Style, alpha, fused, magnitude, oft, peft};
 use crate::form::Form;
@@ -32,13 +32,13 @@ pub struct PartLayers<'a> {
 pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeMap<String, LayerValues>>> {
     let contents = Contents::read(path)?;
     let places = places(parts.iter().map(|p| (p.names, p.layers.iter().map(|(n, _)| n.as_str()).collect())));
-    let divided = contents.metadata.get(magnitude::MARK.0).is_some_and(|mark| mark == magnitude::MARK.1);
+    let magnitudes_are_divided = contents.metadata.get(magnitude::MARK.0).is_some_and(|mark| mark == magnitude::MARK.1);
     let trained = alpha::trained(&contents.metadata);
     let mut found: Vec<BTreeMap<String, LayerValues>> = parts.iter().map(|_| BTreeMap::new()).collect();
-    let mut lost: Vec<&String> = Vec::new();
+    let mut unplaced: Vec<&String> = Vec::new();
     for (module, stored) in &contents.modules {
         let Some(place) = places.get(module) else {
-            lost.push(module);
+            unplaced.push(module);
             continue;
         };
         let part = &parts[place.part];
@@ -49,7 +49,7 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
             let Some(own) = own(stored, form, base.rows()).map_err(wrong)? else { continue };
             let configured = || contents.configured_scale(part.names.diffusers, layer);
             let alpha = part.names.key(layer, Style::Diffusers).and_then(|key| trained.get(&key).copied());
-            let mut values = values(&own, &base, divided, alpha, configured).map_err(wrong)?;
+            let mut values = values(&own, &base, magnitudes_are_divided, alpha, configured).map_err(wrong)?;
             if let Some(triangles) = values.parameters.get_mut(oft::TRIANGLES) {
                 *triangles = peft::unshared(triangles, base.inputs()).map_err(wrong)?;
                 values.cayley_neumann_terms = contents.cayley_neumann_terms();
@@ -68,52 +68,52 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
         contents.modules.keys().filter(|m| places.contains_key(*m)).filter_map(|m| part_prefix(m)).collect();
     // A key is an error if it has no known prefix, or a prefix that modules of the requested parts have too. Keys with
     // another known prefix belong to parts that were not requested and are skipped, unless no module fits any part.
-    let strange = |key: &String| part_prefix(key).is_none_or(|prefix| prefixes.contains(&prefix));
+    let is_unknown = |key: &String| part_prefix(key).is_none_or(|prefix| prefixes.contains(&prefix));
     let none_fits = found.iter().all(BTreeMap::is_empty);
     let unknown: Vec<&String> =
-        lost.into_iter().chain(&contents.others).filter(|key| none_fits || strange(key)).collect();
+        unplaced.into_iter().chain(&contents.others).filter(|key| none_fits || is_unknown(key)).collect();
     if none_fits || !unknown.is_empty() {
-        let asked: Vec<&PartNames> = parts.iter().map(|part| part.names).collect();
-        return Err(Error::weights(path, mismatch(&contents, &asked, &unknown)));
+        let requested: Vec<&PartNames> = parts.iter().map(|part| part.names).collect();
+        return Err(Error::weights(path, mismatch(&contents, &requested, &unknown)));
     }
     Ok(found)
 }
 
 /// The largest number of unknown keys that the error message asks the user to remove. If a file has more unknown keys,
 /// the message says that the file is for another model.
-const FOREIGN: usize = 3;
+const MOST_UNKNOWN: usize = 3;
 
-/// The error message for a file in which the keys `unknown` belong to none of the requested parts `asked`.
-fn mismatch(contents: &Contents, asked: &[&PartNames], unknown: &[&String]) -> String {
+/// The error message for a file in which the keys `unknown` belong to none of the parts `requested`.
+fn mismatch(contents: &Contents, requested: &[&PartNames], unknown: &[&String]) -> String {
     let list = |keys: &[&String]| keys.iter().take(3).map(|key| key.as_str()).collect::<Vec<_>>().join(", ");
     let modules = contents.modules.len();
     if modules == 0 {
         return format!("not an adapter file: none of its tensors is a parameter of an adapter ({})", list(unknown));
     }
-    let lost = unknown.iter().filter(|key| contents.modules.contains_key(**key)).count();
-    let prefix_of = |key: &String| asked.first().and_then(|names| names.prefix_of(key));
+    let unplaced = unknown.iter().filter(|key| contents.modules.contains_key(**key)).count();
+    let prefix_of = |key: &String| requested.first().and_then(|names| names.prefix_of(key));
     let prefixes: BTreeSet<Option<&str>> = contents.modules.keys().map(prefix_of).collect();
-    let is_asked = |prefix: &str| asked.iter().any(|names| names.begins(prefix));
-    if lost == modules && prefixes.iter().all(|prefix| prefix.is_some_and(|prefix| !is_asked(prefix))) {
-        let there: Vec<&str> = prefixes.into_iter().flatten().collect();
-        let parts: Vec<&str> = asked.iter().map(|names| names.diffusers).collect();
+    let is_requested = |prefix: &str| requested.iter().any(|names| names.begins(prefix));
+    if unplaced == modules && prefixes.iter().all(|prefix| prefix.is_some_and(|prefix| !is_requested(prefix))) {
+        let found: Vec<&str> = prefixes.into_iter().flatten().collect();
+        let parts: Vec<&str> = requested.iter().map(|names| names.diffusers).collect();
         return format!(
             "the file has no adapter for the {}: all of its {modules} modules belong to another part ({})",
             parts.join(" and "),
-            there.join(", ")
+            found.join(", ")
         );
     }
-    if unknown.len() <= FOREIGN && lost < modules {
+    if unknown.len() <= MOST_UNKNOWN && unplaced < modules {
         return format!(
             "{} of the file's keys ({}) fit no layer of the model, while the other {} modules fit; remove these keys \
              from the file",
             unknown.len(),
             list(unknown),
-            modules - lost
+            modules - unplaced
         );
     }
     format!(
-        "the model has no layer for {lost} of the file's {modules} modules ({}); the adapter is for another model",
+        "the model has no layer for {unplaced} of the file's {modules} modules ({}); the adapter is for another model",
         list(unknown)
     )
 }
@@ -125,22 +125,22 @@ pub(super) fn own(stored: &Stored, form: Form, rows: usize) -> Result<Option<Sto
     let all = form.stored_shape(&[rows]).first().copied().unwrap_or(rows);
     let Some(parameters) = fused::split(&stored.parameters, form, all)? else { return Ok(None) };
     let mut own = Stored { parameters, alpha: stored.alpha };
-    let (rank, of) = (own.layer_values().rank()?, stored.layer_values().rank()?);
+    let (rank, module_rank) = (own.layer_values().rank()?, stored.layer_values().rank()?);
     if let Some(alpha) = own.alpha.as_mut().filter(|_| rank > 0) {
-        *alpha *= rank as f64 / of as f64;
+        *alpha *= rank as f64 / module_rank as f64;
     }
     Ok(Some(own))
 }
 
 /// The adapter of one layer, with parameters under peft's names, from `stored`, the layer's own part of a module.
 ///
-/// `divided` tells whether the file stores m ‖W‖ / ‖W + ΔW‖ in place of the magnitudes m (see [`magnitude`]). `trained`
-/// is the layer's alpha in training if the alpha in the file differs from it, otherwise `None`. `configured` returns
-/// the layer's scale in peft's configuration.
+/// `magnitudes_are_divided` tells whether the file stores m ‖W‖ / ‖W + ΔW‖ in place of the magnitudes m (see
+/// [`magnitude`]). `trained` is the layer's alpha in training if the alpha in the file differs from it, otherwise
+/// `None`. `configured` returns the layer's scale in peft's configuration.
 fn values(
     stored: &Stored,
     base: &Base<'_>,
-    divided: bool,
+    magnitudes_are_divided: bool,
     trained: Option<f64>,
     configured: impl Fn() -> Option<f64>,
 ) -> Result<LayerValues> {
@@ -161,20 +161,27 @@ fn values(
     if stored.parameters.contains_key("dora_scale")
         && let Some(scale) = values.parameters.get("lora_magnitude_vector.weight")
     {
-        let magnitude = output_magnitude(scale, &values, base, divided)?;
+        let magnitude = output_magnitude(scale, &values, base, magnitudes_are_divided)?;
         values.parameters.insert("lora_magnitude_vector.weight".into(), magnitude);
     }
     Ok(values)
 }
 
 /// The magnitudes m, shape (out), from the file's `dora_scale`, shape (out, 1, …).
-fn output_magnitude(scale: &Tensor, values: &LayerValues, base: &Base<'_>, divided: bool) -> Result<Tensor> {
+fn output_magnitude(
+    scale: &Tensor,
+    values: &LayerValues,
+    base: &Base<'_>,
+    magnitudes_are_divided: bool,
+) -> Result<Tensor> {
     if scale.elem_count() != base.rows() {
         return Err(Error::shape("dora_scale", format!("found {:?}, expected ({}, 1)", scale.dims(), base.rows())));
     }
     let magnitude = scale.to_dtype(DType::F32)?.reshape(base.rows())?;
     match (values.parameters.get("lora_A.weight"), values.parameters.get("lora_B.weight")) {
-        (Some(down), Some(up)) if divided => magnitude.mul(&magnitude::growth(base, down, up, values.scale)?),
+        (Some(down), Some(up)) if magnitudes_are_divided => {
+            magnitude.mul(&magnitude::growth(base, down, up, values.scale)?)
+        }
         _ => Ok(magnitude),
     }
 }
@@ -187,7 +194,7 @@ fn output_magnitude(scale: &Tensor, values: &LayerValues, base: &Base<'_>, divid
 pub fn load_adapter(path: &Path, set: &AdapterSet, part: PartLayers<'_>) -> Result<()> {
     let mut found = read_adapters(path, &[part])?;
     set.load(&found.pop().unwrap_or_default())?;
-    set.set_scales(&scales(path)?)
+    set.set_scales(&qat_scales(path)?)
 }
 
 /// Attach the adapters of a file to the layers of `part` that the file names. Ranks, kinds and alphas are those of the

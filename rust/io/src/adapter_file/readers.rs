@@ -71,7 +71,7 @@ pub enum Alpha {
     /// The tool ignores the alpha.
     LeftOut,
     /// The tool reports an error and loads nothing.
-    Refused,
+    Rejected,
 }
 
 impl Known {
@@ -119,13 +119,13 @@ pub(super) enum Outcome {
     /// The tool applies the trained adapter.
     Whole,
     /// The tool applies the adapter, but not as it was trained. The string is the reason.
-    Part(&'static str),
+    Changed(&'static str),
     /// The tool ignores the module. The string is the reason.
-    Not(&'static str),
+    Ignored(&'static str),
 }
 
 /// The properties of a module that decide what a tool does with the module.
-pub(super) struct Found<'a> {
+pub(super) struct ModuleTraits<'a> {
     /// The name of a layer that the module adapts.
     pub layer: &'a str,
     pub style: Style,
@@ -140,7 +140,7 @@ pub(super) struct Found<'a> {
     /// Whether the module has a tensor `….alpha`.
     pub has_alpha: bool,
     /// Where the file stores the module's alpha, if this alpha gives a scale other than 1.
-    pub scaled: AlphaAt,
+    pub alpha_at: AlphaAt,
 }
 
 /// Where a file stores an alpha that gives a scale other than 1.
@@ -156,26 +156,26 @@ pub(super) enum AlphaAt {
 
 impl Reader {
     /// What the tool does with a module.
-    pub(super) fn outcome(&self, found: &Found<'_>) -> Outcome {
+    pub(super) fn outcome(&self, found: &ModuleTraits<'_>) -> Outcome {
         let knows = |known: &&Known| known.style == found.style && known.only.is_none_or(|only| only(found.layer));
         let Some(known) = self.styles.iter().find(knows) else {
-            return Outcome::Not(match self.tool {
+            return Outcome::Ignored(match self.tool {
                 Tool::A1111 => "it only knows kohya's names",
                 Tool::Peft => "it only knows its own names",
                 _ => "it does not know this key",
             });
         };
         if !self.kinds.contains(&found.kind) && found.kind != "dora" {
-            return Outcome::Not("it only loads LoRA");
+            return Outcome::Ignored("it only loads LoRA");
         }
         if found.kind == "oft" {
             return self.oft_outcome(found);
         }
-        if found.has_alpha && known.alpha == Alpha::Refused {
-            return Outcome::Not("it rejects files with an alpha beside the factors");
+        if found.has_alpha && known.alpha == Alpha::Rejected {
+            return Outcome::Ignored("it rejects files with an alpha beside the factors");
         }
         if found.magnitude.is_some() && found.magnitude != self.magnitude {
-            return Outcome::Part(match self.magnitude {
+            return Outcome::Changed(match self.magnitude {
                 Some("dora_scale") => "it only knows DoRA's magnitude as dora_scale",
                 _ => "it ignores DoRA's magnitude",
             });
@@ -183,16 +183,16 @@ impl Reader {
         // A1111's `NetworkModule.apply_weight_decompose` always divides by one norm for each input, whatever the shape
         // of the magnitude.
         if self.tool == Tool::A1111 && found.magnitude.is_some() && !found.per_input {
-            return Outcome::Part(
+            return Outcome::Changed(
                 "it divides DoRA's weights by one norm for each input; train with --dora-axis input for A1111",
             );
         }
-        match found.scaled {
+        match found.alpha_at {
             AlphaAt::Beside if known.alpha == Alpha::LeftOut => {
-                Outcome::Part("it ignores the alpha beside the factors")
+                Outcome::Changed("it ignores the alpha beside the factors")
             }
             AlphaAt::Configuration if !known.configured => {
-                Outcome::Part("it ignores the alpha in peft's configuration")
+                Outcome::Changed("it ignores the alpha in peft's configuration")
             }
             _ => Outcome::Whole,
         }
@@ -202,14 +202,14 @@ impl Reader {
 impl Reader {
     /// What the tool does with OFT. For A1111 see `extensions-builtin/Lora/network_oft.py` at
     /// <https://github.com/AUTOMATIC1111/stable-diffusion-webui/tree/0550659c>.
-    fn oft_outcome(&self, found: &Found<'_>) -> Outcome {
+    fn oft_outcome(&self, found: &ModuleTraits<'_>) -> Outcome {
         match (self.tool, found.per_input) {
             (Tool::Peft, true) => Outcome::Whole,
-            (Tool::Peft, false) => Outcome::Not("its OFT rotates inputs; train with --oft-side input for peft"),
-            (_, true) => Outcome::Not("its OFT rotates outputs; train with --oft-side output for this tool"),
-            (Tool::A1111, false) => Outcome::Part("it rotates biases too"),
+            (Tool::Peft, false) => Outcome::Ignored("its OFT rotates inputs; train with --oft-side input for peft"),
+            (_, true) => Outcome::Ignored("its OFT rotates outputs; train with --oft-side output for this tool"),
+            (Tool::A1111, false) => Outcome::Changed("it rotates biases too"),
             (_, false) if found.limited => {
-                Outcome::Part("it limits rotations to alpha, not to alpha times the number of outputs")
+                Outcome::Changed("it limits rotations to alpha, not to alpha times the number of outputs")
             }
             _ => Outcome::Whole,
         }

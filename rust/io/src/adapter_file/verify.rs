@@ -10,7 +10,7 @@ use trainable_candle_nn::adapter::LayerValues;
 
 use super::modules::{Contents, Stored, non_finite};
 use super::places::{Place, places};
-use super::readers::{AlphaAt, Found, Outcome, Tool};
+use super::readers::{AlphaAt, ModuleTraits, Outcome, Tool};
 use super::{PartNames, Style, alpha, oft, read};
 use crate::form::Form;
 
@@ -91,12 +91,13 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
     let contents = Contents::read(path)?;
     let places = places(parts.iter().map(|p| (&p.names, p.layers.keys().map(String::as_str).collect())));
     let found = contents.modules.keys().filter_map(|module| Some((module.as_str(), places.get(module)?)));
-    // A name that is the same in both of kohya's styles is no sign of mixed styles, so such names are skipped.
+    // A name that is the same in both of kohya's styles is no sign of mixed styles, so it is skipped. Such a name has
+    // the style `KohyaOriginal`, because this style precedes `Kohya` in `Style::ALL`.
     let is_sign = |(module, place): &(&str, &Place<'_>)| {
         let name = |layer| parts[place.part].names.key(layer, Style::Kohya);
         place.layers.iter().all(|(layer, _)| name(layer).as_deref() != Some(*module)) || place.style == Style::Kohya
     };
-    let mixes = mixes_kohya_names(found.filter(is_sign).map(|(_, place)| place.style));
+    let mixes_styles = mixes_kohya_names(found.filter(is_sign).map(|(_, place)| place.style));
     let mut modules = Vec::new();
     // The index of each module's part; `None` if no part has the module.
     let mut owners = Vec::new();
@@ -123,7 +124,7 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
                 }
             };
             let configured = contents.configured_scale(part.names.diffusers, layer);
-            let scaled = match (stored.alpha, configured) {
+            let alpha_at = match (stored.alpha, configured) {
                 _ if report.rank == 0 => AlphaAt::Nowhere,
                 (Some(_), _) if report.scale != 1.0 => AlphaAt::Beside,
                 (None, Some(scale)) if scale != 1.0 => AlphaAt::Configuration,
@@ -134,7 +135,7 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
             }
             report.layer = Some(part.names.key(layer, Style::Diffusers).unwrap_or_else(|| layer.to_owned()));
             let magnitude = ["dora_scale", "lora_magnitude_vector.weight"];
-            let found = Found {
+            let found = ModuleTraits {
                 layer,
                 style: place.style,
                 kind: report.kind.unwrap_or_default(),
@@ -143,9 +144,9 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
                     || stored.parameters.contains_key(oft::TRIANGLES),
                 limited: oft::is_limited(stored)?,
                 has_alpha: stored.alpha.is_some(),
-                scaled,
+                alpha_at,
             };
-            read_by(&part.names, &found, mixes, &mut report);
+            read_by(&part.names, &found, mixes_styles, &mut report);
             modules.push(report);
             owners.push(Some(place.part));
         }
@@ -183,9 +184,9 @@ fn described(module: &str, stored: &Stored) -> Result<ModuleReport> {
     let mut fault = kind.is_none().then(|| "its parameters do not form a complete adapter".to_owned());
     let mut zero = false;
     for (name, value) in &stored.parameters {
-        let factor = !name.contains("magnitude") && *name != "dora_scale";
+        let is_factor = !name.contains("magnitude") && *name != "dora_scale";
         let elements = value.to_dtype(DType::F32)?.contiguous()?.to_vec::<f32>()?;
-        zero |= factor && elements.iter().all(|x| *x == 0.0);
+        zero |= is_factor && elements.iter().all(|x| *x == 0.0);
     }
     if let Some(name) = non_finite(&values)? {
         fault.get_or_insert(format!("{name} has non-finite elements"));
@@ -206,12 +207,12 @@ fn described(module: &str, stored: &Stored) -> Result<ModuleReport> {
 
 /// Whether both of kohya's styles occur in `styles`.
 fn mixes_kohya_names(styles: impl Iterator<Item = Style>) -> bool {
-    let (mut original, mut own) = (false, false);
+    let (mut has_original, mut has_own) = (false, false);
     for style in styles {
-        original |= style == Style::KohyaOriginal;
-        own |= style == Style::Kohya;
+        has_original |= style == Style::KohyaOriginal;
+        has_own |= style == Style::Kohya;
     }
-    original && own
+    has_original && has_own
 }
 
 /// The reason why the factors of a LoRA, or OFT's blocks, do not fit a weight of `shape`; `None` if they fit.
@@ -238,8 +239,8 @@ fn misfit(values: &LayerValues, shape: &[usize]) -> Option<String> {
         return values.parameters.keys().any(|n| n.starts_with("lora_")).then(|| "a factor is missing".to_owned());
     };
     let columns: usize = shape.iter().skip(1).product();
-    let per_rank = down.elem_count() / down.dims().first().copied().unwrap_or(1).max(1);
-    let fits = up.dims().first() == shape.first() && per_rank == columns && up.dims().get(1) == down.dims().first();
+    let down_columns = down.elem_count() / down.dims().first().copied().unwrap_or(1).max(1);
+    let fits = up.dims().first() == shape.first() && down_columns == columns && up.dims().get(1) == down.dims().first();
     (!fits).then(|| {
         let (down, up) = (down.dims(), up.dims());
         format!(
@@ -249,17 +250,18 @@ fn misfit(values: &LayerValues, shape: &[usize]) -> Option<String> {
 }
 
 /// Add to `report` those tools of the part's table of readers that ignore the module or change its effect.
-fn read_by(names: &PartNames, found: &Found<'_>, mixes: bool, report: &mut ModuleReport) {
+/// `mixes_styles` tells whether the file mixes kohya's two styles of names.
+fn read_by(names: &PartNames, found: &ModuleTraits<'_>, mixes_styles: bool, report: &mut ModuleReport) {
     for reader in names.readers {
         let mut outcome = reader.outcome(found);
-        if mixes && reader.tool == Tool::Diffusers && found.style == Style::KohyaOriginal {
+        if mixes_styles && reader.tool == Tool::Diffusers && found.style == Style::KohyaOriginal {
             let why = "it ignores names of this style, because the file mixes kohya's two styles of names";
-            outcome = if outcome == Outcome::Whole { Outcome::Not(why) } else { outcome };
+            outcome = if outcome == Outcome::Whole { Outcome::Ignored(why) } else { outcome };
         }
         match outcome {
             Outcome::Whole => {}
-            Outcome::Part(why) => report.changed_by.push((reader.tool, why)),
-            Outcome::Not(why) => report.ignored_by.push((reader.tool, why)),
+            Outcome::Changed(why) => report.changed_by.push((reader.tool, why)),
+            Outcome::Ignored(why) => report.ignored_by.push((reader.tool, why)),
         }
     }
 }
@@ -300,10 +302,10 @@ fn unread_scales(contents: &Contents, modules: &[ModuleReport]) -> Option<String
     // OFT has no scale.
     let modules = modules.iter().filter(|m| m.kind != Some("oft"));
     let without = |m: &&ModuleReport| contents.modules.get(&m.module).is_some_and(|stored| stored.alpha.is_none());
-    let (configured, unknown): (Vec<_>, Vec<_>) = modules.filter(without).partition(|m| m.scale != 1.0);
-    match (configured.len(), unknown.len()) {
+    let (configured, unscaled): (Vec<_>, Vec<_>) = modules.filter(without).partition(|m| m.scale != 1.0);
+    match (configured.len(), unscaled.len()) {
         (0, 0) => None,
-        (0, unknown) => Some(format!("{unknown} modules have no alpha, so tools use the scale 1")),
+        (0, unscaled) => Some(format!("{unscaled} modules have no alpha, so tools use the scale 1")),
         (configured, _) => Some(format!(
             "the alphas of {configured} modules are in peft's configuration, which only diffusers and peft read; other \
              tools use the scale 1"

@@ -9,7 +9,7 @@ use trainable_candle_nn::adapter::{AdaptedLayer, AdapterSet, OftSide};
 
 use super::fused::{self, Parameters};
 use super::grouping::{Adapted, Modules, modules};
-use super::modules::SCALES;
+use super::modules::QAT_PREFIX;
 use super::{AdapterFormat, OP, PartNames, Style, alpha, magnitude, metadata, oft, peft};
 use crate::atomic::write_atomically;
 use crate::form::Form;
@@ -131,9 +131,10 @@ pub fn prepare_adapters(
             // For most parts diffusers rejects the key of an alpha, and peft ignores it. In their formats the alphas
             // are in peft's configuration, or every scale is 1.
             if !matches!(format, AdapterFormat::Diffusers | AdapterFormat::Peft) {
-                let rank = RANKED.iter().find_map(|name| values.get(name)).map(|down| down.dims()[0]);
+                // The rank of a joined module is not that of its layers.
+                let module_rank = RANKED.iter().find_map(|name| values.get(name)).map(|down| down.dims()[0]);
                 let first = &layers[members[0].1];
-                let ranked = rank.map_or_else(|| alpha::of(first), |rank| first.settings.scale * rank as f64);
+                let ranked = module_rank.map_or_else(|| alpha::of(first), |rank| first.settings.scale * rank as f64);
                 let alpha = match oft::side(first) {
                     Some(_) => oft::NO_LIMIT,
                     None if peft::has_rank(first) => ranked,
@@ -156,8 +157,8 @@ pub fn prepare_adapters(
     // Tools that read peft's folders may reject keys that belong to no adapter, so folders get no scales of
     // quantization-aware training.
     if peft::config_beside(path).is_none() {
-        for (name, factors) in parts.iter().map(|(_, set, _)| set.scales()).collect::<Result<Vec<_>>>()?.concat() {
-            tensors.insert(format!("{SCALES}{name}"), Tensor::from_raw(&host_copy(factors.raw())?));
+        for (layer, scales) in parts.iter().map(|(_, set, _)| set.scales()).collect::<Result<Vec<_>>>()?.concat() {
+            tensors.insert(format!("{QAT_PREFIX}{layer}"), Tensor::from_raw(&host_copy(scales.raw())?));
         }
     }
     let config = (format == AdapterFormat::Peft).then(|| peft::config_beside(path)).flatten();
@@ -246,22 +247,24 @@ fn rescale(
     (names, layers): (&PartNames, &mut [AdaptedLayer<'_>]),
     modules: &Modules,
 ) -> Result<BTreeMap<String, f64>> {
-    let mut wanted: Vec<Option<f64>> = vec![None; layers.len()];
-    let joins = modules.values().any(|members| members.iter().any(|(form, _)| *form != Form::Plain));
+    // The new scale of each layer; `None` if the layer keeps its scale.
+    let mut new_scales: Vec<Option<f64>> = vec![None; layers.len()];
+    let are_plain = modules.values().flatten().all(|(form, _)| *form == Form::Plain);
     if folds {
-        wanted.fill(Some(1.0));
-    } else if let (AdapterFormat::Kohya, false, Some(common)) = (format, joins, alpha::common(layers)) {
-        for (wanted, layer) in wanted.iter_mut().zip(layers.iter()) {
-            *wanted = (!alpha::same(alpha::of(layer), common)).then(|| common / layer.settings.rank as f64);
+        new_scales.fill(Some(1.0));
+    } else if let (AdapterFormat::Kohya, true, Some(common)) = (format, are_plain, alpha::common(layers)) {
+        for (new_scale, layer) in new_scales.iter_mut().zip(layers.iter()) {
+            *new_scale = (!alpha::same(alpha::of(layer), common)).then(|| common / layer.settings.rank as f64);
         }
     }
+    // The layers of a module get the scale of its first layer.
     for members in modules.values().filter(|members| members.len() > 1) {
         for &(_, index) in members {
-            wanted[index] = Some(layers[members[0].1].settings.scale);
+            new_scales[index] = Some(layers[members[0].1].settings.scale);
         }
     }
     let mut trained = BTreeMap::new();
-    for (layer, scale) in layers.iter_mut().zip(wanted) {
+    for (layer, scale) in layers.iter_mut().zip(new_scales) {
         let Some(scale) = scale.filter(|scale| *scale != layer.settings.scale && *scale != 0.0) else { continue };
         trained.extend(names.key(layer.name, Style::Diffusers).map(|key| (key, alpha::of(layer))));
         alpha::rescale(layer, scale)?;

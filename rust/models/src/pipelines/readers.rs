@@ -55,7 +55,7 @@ pub(super) static UNET: &[Reader] = &[
     diffusers(&[
         Known::all(Style::KohyaOriginal),
         Known::all(Style::Kohya),
-        Known::all(Style::Diffusers).configured().alpha(Alpha::Refused),
+        Known::all(Style::Diffusers).configured().alpha(Alpha::Rejected),
         Known::all(Style::Processor),
     ]),
     KOHYA,
@@ -79,7 +79,7 @@ pub(super) static TEXT_ENCODER: &[Reader] = &[
     diffusers(&[
         Known::all(Style::KohyaOriginal),
         Known::all(Style::Kohya),
-        Known::all(Style::Diffusers).configured().alpha(Alpha::Refused),
+        Known::all(Style::Diffusers).configured().alpha(Alpha::Rejected),
         Known::all(Style::Processor),
     ]),
     KOHYA,
@@ -97,7 +97,7 @@ pub(super) static SD3: &[Reader] = &[
         Known::all(Style::Lycoris),
         Known::all(Style::Peft),
     ]),
-    diffusers(&[Known::all(Style::Diffusers).configured().alpha(Alpha::Refused)]),
+    diffusers(&[Known::all(Style::Diffusers).configured().alpha(Alpha::Rejected)]),
     KOHYA,
     PEFT,
 ];
@@ -167,11 +167,11 @@ pub(super) static FLUX2: &[Reader] = &[
         Known::all(Style::Bare).only(is_outside_conditions),
     ]),
     diffusers(&[
-        Known::all(Style::Diffusers).configured().alpha(Alpha::Refused),
+        Known::all(Style::Diffusers).configured().alpha(Alpha::Rejected),
         Known::all(Style::KohyaOriginal).only(is_converted_from_kohya),
-        Known::all(Style::ComfyUi).only(has_same_row_order).configured().alpha(Alpha::Refused),
-        Known::all(Style::ComfyUiOwn).only(is_in_block).configured().alpha(Alpha::Refused),
-        Known::all(Style::Peft).only(is_in_block).configured().alpha(Alpha::Refused),
+        Known::all(Style::ComfyUi).only(has_same_row_order).configured().alpha(Alpha::Rejected),
+        Known::all(Style::ComfyUiOwn).only(is_in_block).configured().alpha(Alpha::Rejected),
+        Known::all(Style::Peft).only(is_in_block).configured().alpha(Alpha::Rejected),
     ]),
     KOHYA,
     PEFT,
@@ -209,7 +209,7 @@ pub(super) static Z_IMAGE: &[Reader] = &[
         Known::all(Style::Bare),
     ]),
     diffusers(&[
-        Known::all(Style::Diffusers).configured().alpha(Alpha::Refused),
+        Known::all(Style::Diffusers).configured().alpha(Alpha::Rejected),
         Known::all(Style::ComfyUiOwn).configured(),
         Known::all(Style::ComfyUi).only(has_one_name).configured(),
         Known::all(Style::Kohya),
@@ -235,7 +235,7 @@ pub(super) static QWEN_IMAGE: &[Reader] = &[
         Known::all(Style::Bare),
     ]),
     diffusers(&[
-        Known::all(Style::Diffusers).configured().alpha(Alpha::Refused),
+        Known::all(Style::Diffusers).configured().alpha(Alpha::Rejected),
         Known::all(Style::ComfyUi).configured(),
         Known::all(Style::KohyaOriginal),
     ]),
