@@ -185,9 +185,9 @@ impl PartFacts {
             }
         };
         let tensors = self.tensors();
-        let all: usize = tensors.iter().map(|(name, dims)| bytes(name, dims)).sum();
+        let total: usize = tensors.iter().map(|(name, dims)| bytes(name, dims)).sum();
         if stream.is_none() {
-            return Ok((all, StreamedBytes::default()));
+            return Ok((total, StreamedBytes::default()));
         }
         let streaming = Streaming::new(self.model.as_ref(), quantizable, stream, &Device::Cpu)?;
         let layer_bytes = tensors.iter().filter_map(|(name, dims)| {
@@ -195,7 +195,8 @@ impl PartFacts {
             (dims.len() == 2).then(|| (layer, bytes(name, dims)))
         });
         let streamed = streaming.bytes(layer_bytes);
-        Ok((all - streamed.blocks - streamed.modulation + streamed.slots, streamed))
+        // The host keeps the streamed weights. The device has slots for them.
+        Ok((total - streamed.blocks - streamed.modulation + streamed.slots, streamed))
     }
 
     /// The approximate number of values that the tape holds at its peak, for one sample of `size`: on the device, and
@@ -315,7 +316,7 @@ fn parts_of(
     others: &[PathBuf],
     pipeline: &'static Pipeline,
 ) -> Result<BTreeMap<String, PartFacts>> {
-    let mut found = placed(others, pipeline)?;
+    let mut found = assign(others, pipeline)?;
     let mut missing = Vec::new();
     for place in pipeline.places() {
         let name = place.part.subfolder;
@@ -360,7 +361,7 @@ fn parts_of(
 /// # Errors
 /// [`Error::Io`] if nothing is at a path; [`Error::WeightsFormat`] if the model at a path fits none of the parts that
 /// have no path yet; the error of reading the model.
-fn placed(paths: &[PathBuf], pipeline: &'static Pipeline) -> Result<BTreeMap<String, PartFacts>> {
+fn assign(paths: &[PathBuf], pipeline: &'static Pipeline) -> Result<BTreeMap<String, PartFacts>> {
     let mut found: BTreeMap<String, PartFacts> = BTreeMap::new();
     for path in paths {
         std::fs::metadata(path).map_err(|e| Error::io(path, e))?;
@@ -437,7 +438,7 @@ pub fn adapted_parts(path: &Path, pipeline: &'static Pipeline) -> Result<Vec<&'s
 
 /// The memory that adapters on some layers take.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Plan {
+pub struct AdapterMemory {
     /// Number of elements of the adapters' parameters. For each element, an f32 parameter, its gradient and its moving
     /// average take 4 bytes each; a bf16 parameter and its gradient take 2 bytes each.
     pub parameters: usize,
@@ -451,12 +452,12 @@ pub struct Plan {
 /// # Errors
 /// [`Error::Config`] if a value of `config` is out of range or a pattern in it is no regular expression, or if there is
 /// no such optimizer or kind of adapter; [`Error::Shape`] if a shape is not that of a layer's weight.
-pub fn plan(config: &LoraConfig, layers: &BTreeMap<String, Vec<usize>>, optimizer: &str) -> Result<Plan> {
+pub fn plan(config: &LoraConfig, layers: &BTreeMap<String, Vec<usize>>, optimizer: &str) -> Result<AdapterMemory> {
     let Some(optimizer) = OptimizerKind::find(optimizer) else {
         return Err(Error::Config(format!("there is no optimizer \"{optimizer}\"")));
     };
     let kind = config.kind()?;
-    let mut plan = Plan::default();
+    let mut memory = AdapterMemory::default();
     let selected = config.select(layers.iter().map(|(name, dims)| (name.as_str(), dims.len() == 4)))?;
     for name in selected.keys() {
         let settings: AdapterSettings = config.settings(name, layers[name].len() == 4)?;
@@ -467,11 +468,11 @@ pub fn plan(config: &LoraConfig, layers: &BTreeMap<String, Vec<usize>>, optimize
             _ => None,
         });
         for dims in starts.into_iter().map(|(_, start)| start.dims).chain(scales) {
-            plan.parameters += dims.iter().product::<usize>();
-            plan.state_bytes += optimizer.state_bytes(&dims, config.dtype == DType::BF16);
+            memory.parameters += dims.iter().product::<usize>();
+            memory.state_bytes += optimizer.state_bytes(&dims, config.dtype == DType::BF16);
         }
     }
-    Ok(plan)
+    Ok(memory)
 }
 
 /// Call `run` with a base whose weight takes no memory. `dims` is the shape that this weight has in files.

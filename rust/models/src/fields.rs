@@ -77,8 +77,8 @@ impl<'a> Fields<'a> {
             .ok_or_else(|| self.wrong(name, "a list of positive integers that is not empty"))
     }
 
-    /// The value of a field that holds a list of different integers from 0 to `count` - 1, in ascending order; an empty
-    /// list if the field is missing.
+    /// The integers, in ascending order, of a field that holds a list of different integers from 0 to `count` - 1; an
+    /// empty list if the field is missing.
     pub fn indices(&mut self, name: &'static str, count: usize) -> Result<Vec<usize>> {
         let Some(value) = self.get(name) else { return Ok(Vec::new()) };
         let index = |value: &Value| value.as_u64().map(|n| n as usize).filter(|&n| n < count);

@@ -29,7 +29,7 @@ pub use causal_lm::CausalLM;
 pub use chroma::ChromaTransformer;
 pub use clip::CLIPTextModel;
 pub use digits::DigitsTransformer;
-pub use facts::{Facts, PartFacts, Plan, inspect};
+pub use facts::{AdapterMemory, Facts, PartFacts, inspect};
 pub use flux::FluxTransformer;
 pub use flux2::Flux2Transformer;
 pub use pipelines::Pipeline;

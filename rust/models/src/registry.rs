@@ -55,13 +55,13 @@ pub trait Model: Module + Any + Send + Sync {
     }
 }
 
-/// A model, or the error that prevented its making.
-pub type Made = Result<Arc<dyn Model>>;
+/// A model, or the error for which it could not be made.
+pub type ModelResult = Result<Arc<dyn Model>>;
 
 /// Makes a model of random weights, in a dtype and on a device. Its sizes come from the `config.json` at the path, or
 /// from the published model if there is no path. The last argument is a pair: the format to which linear layers are
 /// quantized, if any, and the options that say which blocks are streamed from host memory.
-pub type Random = fn(Option<&Path>, DType, &Device, (Option<Format>, StreamOptions)) -> Made;
+pub type RandomModel = fn(Option<&Path>, DType, &Device, (Option<Format>, StreamOptions)) -> ModelResult;
 
 /// A kind of model: its names in files, and how it is made from files.
 #[derive(Debug)]
@@ -79,15 +79,15 @@ pub struct ModelKind {
     /// The name of the weight file in the model's folder.
     pub weights_name: &'static str,
     /// Loads a frozen model, with its weights converted to a dtype if one is given.
-    pub load: fn(&Pretrained, Option<DType>, &Device) -> Made,
+    pub load: fn(&Pretrained, Option<DType>, &Device) -> ModelResult,
     /// Makes a frozen model of random weights.
-    pub random: Random,
+    pub random: RandomModel,
     /// The linear layers that may be quantized.
     pub quantizable: Quantizable,
     /// Returns the `config.json` of files without reading weights.
     pub config: fn(&Pretrained) -> Result<Map<String, Value>>,
     /// Makes a model from a configuration. The model has layers and shapes, but no weights.
-    pub shapes: fn(&Map<String, Value>) -> Made,
+    pub shapes: fn(&Map<String, Value>) -> ModelResult,
 }
 
 impl ModelKind {
@@ -174,7 +174,7 @@ pub fn find(path: &Path, choice: &Choice) -> Result<(&'static ModelKind, Pretrai
         return Ok((kind, Pretrained::find(path, kind, choice)?));
     }
     let mut first_error = None;
-    // Files that were found, but whose class no kind had so far.
+    // Files that were found, and their class, which none of the kinds so far has.
     let mut unsupported = None;
     for kind in pipelines::kinds() {
         match Pretrained::find(path, kind, choice) {

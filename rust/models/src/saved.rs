@@ -309,7 +309,7 @@ impl Saved {
     /// Count layers that share an input that is marked with [`Tensor::recomputed`]. Without checkpointing, the backward
     /// pass recomputes the input. Under checkpointing, or if an adapter needs the input or a rounded copy of it on the
     /// tape, the layers count as in [`cheap_linear`](Self::cheap_linear).
-    pub fn remade_layers(&mut self, layers: &[Layer<'_>], (inputs, positions): (usize, usize)) {
+    pub fn layers_of_recomputed_input(&mut self, layers: &[Layer<'_>], (inputs, positions): (usize, usize)) {
         if self.policy == Policy::None && !self.rounds && !self.kept(layers).any(|kept| kept.recomputed) {
             self.layers(layers, (0, positions), false);
             // The backward pass frees one recomputed input before it recomputes the next.

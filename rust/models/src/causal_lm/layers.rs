@@ -180,7 +180,7 @@ impl DecoderLayer {
         saved.block(states, recomputed_with_previous, |saved| {
             // The input of the first norm.
             saved.keep(states);
-            saved.remade_layers(&self.projections.layers(), (states, tokens));
+            saved.layers_of_recomputed_input(&self.projections.layers(), (states, tokens));
             // Each token attends to itself and the tokens before it: on average, to half of all tokens.
             saved.attention(tokens, tokens / 2, self.out.in_features());
             // Attention keeps queries, keys, values and its result.
@@ -189,10 +189,10 @@ impl DecoderLayer {
             saved.linear(&self.out, (0, tokens));
             // The input of the second norm.
             saved.keep(states);
-            saved.remade_layers(&self.mlp_in.layers(), (states, tokens));
+            saved.layers_of_recomputed_input(&self.mlp_in.layers(), (states, tokens));
             // The results of both input projections.
             saved.keep(2 * between);
-            saved.remade_layers(&[Layer::Linear(&self.mlp_out)], (between, tokens));
+            saved.layers_of_recomputed_input(&[Layer::Linear(&self.mlp_out)], (between, tokens));
         });
     }
 }

@@ -56,7 +56,7 @@ impl FeedForward {
         saved.layers(&self.inner.layers(), (tokens * self.w2.out_features(), tokens), input_is_cheap);
         // The tape keeps the features and their gate.
         saved.keep(2 * hidden);
-        saved.remade_layers(&[Layer::Linear(&self.w2)], (hidden, tokens));
+        saved.layers_of_recomputed_input(&[Layer::Linear(&self.w2)], (hidden, tokens));
     }
 }
 
