@@ -3,8 +3,8 @@
 
 The script reads the machine code for every architecture in the wheel. A kernel fails the check if
 it spills registers to local memory, or if it needs more shared memory than a block may have. The
-machine code has the fixed sizes of shared memory. The kernels that request the most shared memory
-at a launch run on simulated GPUs whose blocks may have the least.
+machine code states only a kernel's fixed shared memory; a launch may request more. So the script
+also launches the kernels that request the most, on simulated GPUs whose blocks may have the least.
 """
 
 import os
@@ -27,15 +27,15 @@ import simulate  # type: ignore[import-not-found] # noqa: E402
 
 # Bytes that a kernel may spill on these architectures; on others, no kernel may spill. Kernels for
 # 9.0 were measured with their spills, and those for 8.0 spill no more.
-SPILLED = {"sm_80": 72, "sm_90a": 72}
-# Bytes of local memory that are no spills: for a large angle, sine and cosine index an array of
-# digits of 1 / pi.
-LOCAL = {r"(sin|cos)(_backward)?_(f16|bf16|f32|f64)": 40}
+ALLOWED_SPILLS = {"sm_80": 72, "sm_90a": 72}
+# Bytes of local memory that are not spills, by a pattern of kernel names: for a large angle, sine
+# and cosine index an array of digits of 1 / pi.
+ALLOWED_LOCAL = {r"(sin|cos)(_backward)?_(f16|bf16|f32|f64)": 40}
 # A block has 48 KiB of shared memory, unless the program asks the driver for more.
-MOST_FIXED = 48 << 10
+MAX_FIXED_SHARED = 48 << 10
 # Compute capabilities whose blocks have at most 99 KiB, which the simulated driver enforces.
-SMALL = ("86", "89", "120")
-LAUNCH = """
+LEAST_SHARED = ("86", "89", "120")
+LAUNCH_PROGRAM = """
 import trainable_candle as tc
 
 F = tc.nn.functional
@@ -53,7 +53,7 @@ for width in (64, 128):
 for channels, out, size in ((8, 8, 64), (4, 64, 64), (64, 64, 64), (512, 512, 128)):
     train(lambda x, w: F.conv2d(x, w, padding=1), (1, channels, size, size), (out, channels, 3, 3))
 """
-LAUNCHED = {
+EXPECTED_LAUNCHES = {
     *(f"attention_{p}_w{w}_bf16" for p in ("forward", "backward") for w in (64, 128)),
     *(f"attention_varlen_{p}_w{w}_bf16" for p in ("forward", "backward") for w in (64, 128)),
     *(f"conv2d_forward_{t}_bf16" for t in ("m128n16", "m64n64", "m128n128", "m64n64v4")),
@@ -75,12 +75,12 @@ class Kernel:
     def faults(self) -> Iterator[str]:
         """Yield what is wrong with the kernel."""
         allowed = max(
-            [SPILLED.get(self.architecture, 0)]
-            + [size for name, size in LOCAL.items() if fullmatch(name, self.name)]
+            [ALLOWED_SPILLS.get(self.architecture, 0)]
+            + [size for name, size in ALLOWED_LOCAL.items() if fullmatch(name, self.name)]
         )
         for what, found, most in (
             ("local", self.local, allowed),
-            ("shared", self.shared, MOST_FIXED),
+            ("shared", self.shared, MAX_FIXED_SHARED),
         ):
             if found > most:
                 yield (
@@ -91,6 +91,7 @@ class Kernel:
 
 def kernels(library: bytes) -> Iterator[Kernel]:
     """Yield the kernels in the machine code of a library, without those of candle."""
+    # The number of the kind ELF in a fatbin, and that of the attribute EIATTR_MIN_STACK_SIZE.
     elf, stack_size = 2, 0x12
     for _, images in simulate.fatbins(library):
         # The only machine code of candle's kernels is for compute capability 8.0. The fatbins of
@@ -113,16 +114,16 @@ def kernels(library: bytes) -> Iterator[Kernel]:
 
 
 def launch(folder: Path, capability: str) -> int:
-    """Run `LAUNCH` on a simulated GPU; return the most shared memory of a launch, in bytes."""
+    """Run `LAUNCH_PROGRAM` on a simulated GPU; return a launch's most shared memory, in bytes."""
     log = folder / "log"
     log.unlink(missing_ok=True)
     environment = {**os.environ, **simulate.environment(folder)}
     environment["SIMULATED_CUDA_CAPABILITY"] = capability
     environment["SIMULATED_CUDA_KERNELS"] = str(folder / "kernels")
-    subprocess.run([sys.executable, "-c", LAUNCH], cwd=folder, env=environment, check=True)
+    subprocess.run([sys.executable, "-c", LAUNCH_PROGRAM], cwd=folder, env=environment, check=True)
     calls = [line.split() for line in log.read_text().splitlines() if line.startswith("launch ")]
     launches = [dict(field.split("=", 1) for field in fields) for _, *fields in calls]
-    missing = LAUNCHED - {call["name"] for call in launches}
+    missing = EXPECTED_LAUNCHES - {call["name"] for call in launches}
     if missing:
         sys.exit(f"{capability}: these kernels were not launched: {', '.join(sorted(missing))}")
     return max(int(call["shared"]) for call in launches)
@@ -147,7 +148,7 @@ def main(wheel: str) -> None:
             number = architecture.removeprefix("sm_").rstrip("a")
             local = [kernel.local for kernel in found if kernel.architecture == architecture]
             text = f"{architecture}: {len(local)} kernels, local memory up to {max(local)} bytes"
-            if number in SMALL:
+            if number in LEAST_SHARED:
                 most = launch(folder, f"{number[:-1]}.{number[-1]}")
                 text += f", shared memory up to {most} bytes"
             print(text)

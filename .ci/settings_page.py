@@ -57,7 +57,8 @@ def row(name: str, hint: Any, setting: Setting, default: Any) -> str:
         code(synonym if "." in synonym else flag(synonym)) for synonym in setting.synonyms
     )
     cells = (code(flag(name)), value(hint, setting), shown, setting.help, also)
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    escaped = [cell.replace("|", r"\|") for cell in cells]
+    return f"| {' | '.join(escaped)} |"
 
 
 def value(hint: Any, setting: Setting) -> str:
@@ -67,37 +68,39 @@ def value(hint: Any, setting: Setting) -> str:
     if get_origin(hint) is list:
         return "texts" if setting.texts else "names"
     kind = next((kind for kind in get_args(hint) if kind is not type(None)), hint)
-    named = {int: "whole number", float: "number", bool: f"on, or {code('--no-…')}", str: "text"}
+    switch = f"on, or {code('--no-…')}"
+    type_names = {int: "whole number", float: "number", bool: switch, str: "text"}
     limits = []
     if setting.low is not None:
         limits.append(f"{'above' if setting.above else 'from'} {setting.low:g}")
     if setting.high is not None:
         limits.append(f"to {setting.high:g}")
+    # 2**63 is the bound of every whole number that has no other.
     if setting.below is not None and setting.below < 2**63:
         limits.append(f"below {setting.below:g}")
     words = [code(word) for word in setting.words]
-    return ", ".join([" ".join([named[kind], *limits]), *words])
+    return ", ".join([" ".join([type_names[kind], *limits]), *words])
 
 
-def arguments(own: str, chosen_by: str, kinds: dict[str, Any]) -> str:
-    """Return the section of the flag `own`: its `name=value` for each choice of `chosen_by`."""
+def arguments(arguments_flag: str, chosen_by: str, kinds: dict[str, Any]) -> str:
+    """Return the section of a flag: the `name=value` it takes for each choice of `chosen_by`."""
     lines = [
-        f"## `{own}`\n",
-        f"The arguments that `{own} name=value …` accepts, with their defaults.\n",
+        f"## `{arguments_flag}`\n",
+        f"The arguments that `{arguments_flag} name=value …` accepts, with their defaults.\n",
     ]
     lines += [f"| `{chosen_by}` | |", "|---|---|"]
     lines += [
-        f"| {code(name)} | {', '.join(named(kind, OF_RUNS.get(name, {}))) or 'none'} |"
+        f"| {code(name)} | {', '.join(with_defaults(kind, OF_RUNS.get(name, {}))) or 'none'} |"
         for name, kind in kinds.items()
     ]
     return "\n".join(lines)
 
 
-def named(kind: Any, own: dict[str, Any]) -> Iterator[str]:
-    """Yield the arguments of an optimizer or a schedule; `own` replaces its defaults."""
+def with_defaults(kind: Any, of_run: dict[str, Any]) -> Iterator[str]:
+    """Yield `name=default` of an optimizer's or a schedule's arguments; `of_run` has precedence."""
     for name, parameter in signature(kind).parameters.items():
         if name not in ELSEWHERE and parameter.default is not Parameter.empty:
-            default = own.get(name, parameter.default)
+            default = of_run.get(name, parameter.default)
             given = default if isinstance(default, tuple) else (default,)
             yield code(f"{name}={','.join(map(str, given)).lower()}")
 

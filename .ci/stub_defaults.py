@@ -26,7 +26,9 @@ def defaults(folder: Path) -> Defaults:
             owners = OWNER.findall(source, 0, signature.start())
             if name == "new" and owners:
                 name = owners[-1]
-            found |= {(name, p): value for p, value in DEFAULT.findall(signature[1])}
+            found |= {
+                (name, parameter): value for parameter, value in DEFAULT.findall(signature[1])
+            }
     return found
 
 
@@ -59,7 +61,7 @@ def show_defaults(source: str, known: Defaults) -> str:
     ]
     for row, column, text in sorted(places, reverse=True):
         line = lines[row]
-        lines[row] = line[:column] + text.encode() + line[column + 3 :]
+        lines[row] = line[:column] + text.encode() + line[column + len("...") :]
     return b"\n".join(lines).decode()
 
 

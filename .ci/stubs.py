@@ -2,6 +2,7 @@
 """Generate the type stubs of the extension: `stubs.py write TREE` or `stubs.py check TREE`.
 
 TREE is the source tree that the extension is built from, the checkout or the unpacked sdist.
+The environment variable CARGO_TARGET_DIR, which make sets, is where the build writes its files.
 """
 
 import ast

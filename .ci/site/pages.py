@@ -64,6 +64,7 @@ def on_post_build(config: MkDocsConfig) -> None:
     missing = []
     for path in reference.pages():
         html = (Path(config.site_dir) / path).with_suffix(".html").read_text()
+        # The page of a module is named after it, and that of the package itself `trainable_candle`.
         module = Path(path).name.removesuffix(".md")
         for name in reference.names(module.removeprefix("trainable_candle")):
             full = f"trainable_candle.{module}.{name}".replace(
